@@ -1,4 +1,4 @@
-"""A continuous batch: rows join and leave while others continue."""
+"""The decode loop: a continuous batch with key-value caches, in which rows join and leave while others continue."""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -46,13 +46,17 @@ class Request:
     def offset(self) -> int:
         """Position minus index of new tokens."""
         images = self.images.get("encoder_input", {}).get("images")
-        return images.offset if isinstance(images, Images) else 0
+        if not isinstance(images, Images):
+            return 0
+        return images.offset
 
     @property
     def images_end(self) -> int:
         """Number of tokens up to the last token of an image."""
         images = self.images.get("encoder_input", {}).get("images")
-        return int(images.places.max()) + 1 if isinstance(images, Images) else 0
+        if not isinstance(images, Images):
+            return 0
+        return int(images.places.max()) + 1
 
 
 @dataclass
@@ -70,7 +74,7 @@ class Row:
     offset: int
 
 
-def _takes_prompts_in_a_row(model: nn.Module) -> bool:
+def _reads_only_keys_and_values(model: nn.Module) -> bool:
     """Return whether a step depends on earlier ones only through keys and values: no recurrence, no encoder output."""
     if not isinstance(model, TransformerDecoder | ImageTextModel):
         return False
@@ -88,15 +92,18 @@ class ModelRanks:
             return
         from torchtune.modules.parallel import ContextParallelAttention
 
-        if any(isinstance(m, ContextParallelAttention) for m in (a.attention for a in attention_modules(model))):
-            raise GenerationError("Generation does not support context parallelism: set context_parallel_dim to 1.")
+        for module in attention_modules(model):
+            if isinstance(module.attention, ContextParallelAttention):
+                raise GenerationError("Generation does not support context parallelism: set context_parallel_dim to 1.")
         reshard(model)
         meshes = [parameter.device_mesh for parameter in model.parameters() if hasattr(parameter, "device_mesh")]
         if meshes:
+            # Parameters may live on submeshes, for example those of experts; the largest mesh has every dimension.
             mesh = max(meshes, key=lambda mesh: mesh.ndim)
             names = mesh.mesh_dim_names or ("",) * mesh.ndim
             self._groups = [mesh.get_group(index) for index, name in enumerate(names) if name != "tp"]
-            self._tp = mesh["tp"].get_group() if "tp" in names else None
+            if "tp" in names:
+                self._tp = mesh["tp"].get_group()
 
     def __enter__(self) -> None:
         pass
@@ -106,7 +113,9 @@ class ModelRanks:
 
     def multiple(self, length: int) -> int:
         """Return ``length`` rounded up to a multiple of the sequence-parallel size."""
-        return length if self._tp is None else length + -length % self._tp.size()
+        if self._tp is None:
+            return length
+        return length + -length % self._tp.size()
 
     def any(self, flag: bool) -> bool:
         """Return whether ``flag`` is True on any rank that must run the same forward passes."""
@@ -114,11 +123,12 @@ class ModelRanks:
             flag = any_rank(flag, group)
         return flag
 
-    def agree(self, drawn: Tensor) -> Tensor:
+    def agree(self, tokens: Tensor) -> Tensor:
         """Broadcast the samples of the tensor-parallel group's first rank."""
+        # The ranks of the group have the same logits, but each its own random generator.
         if self._tp is not None:
-            dist.broadcast(drawn, group=self._tp, group_src=0)
-        return drawn
+            dist.broadcast(tokens, group=self._tp, group_src=0)
+        return tokens
 
 
 class Batch:
@@ -149,18 +159,23 @@ class Batch:
         use_cache: bool,
         step: Step | None = None,
     ) -> None:
-        self._model, self._ranks, self._device, self._use_cache = model, ranks, device, use_cache
+        self._model = model
+        self._ranks = ranks
+        self._device = device
+        self._use_cache = use_cache
         self._step = step
-        self._packs = ranks.multiple(1) == 1 and _takes_prompts_in_a_row(model)
+        # Prompts of different lengths share a row, except with sequence parallelism, which pads rows.
+        self._packs = ranks.multiple(1) == 1 and _reads_only_keys_and_values(model)
         self._waiting = deque(requests)
         self._added: deque[Request] = deque()
         self._size = size
         self._rows: list[Row] = []
         self._ended: set[int] = set()  # rows that leave before the next step
         self._end = 0
-        self._place = Place()
-        self._tokens = torch.zeros(size, 0, dtype=torch.int64, device=device)
-        self._starts = self._offsets = torch.zeros(0, dtype=torch.int64, device=device)
+        self._cache_place = Place()  # all caches share it: _run says once where a step writes
+        self._tokens = torch.zeros(size, 0, dtype=torch.int64, device=device)  # [size, columns]
+        self._starts = torch.zeros(0, dtype=torch.int64, device=device)  # [m], columns of first tokens
+        self._offsets = self._starts  # [m], positions minus indices of new tokens
         self._caches: list[KVCache] = []
 
     @property
@@ -180,8 +195,9 @@ class Batch:
         """
         if not (self._packs and self._caches):
             return None
-        row = next(row for row in self._ended if self._rows[row].index == index)
-        return [cache.read(row, self._rows[row].start, self._end - 1) for cache in self._caches]
+        row_index = next(ended for ended in self._ended if self._rows[ended].index == index)
+        start = self._rows[row_index].start
+        return [cache.read(row_index, start, self._end - 1) for cache in self._caches]
 
     def forward(self) -> tuple[Tensor, list[Row]]:
         """Run the model once.
@@ -197,43 +213,52 @@ class Batch:
         if newcomers:
             return self._prefill(newcomers)
         if not self._rows:
+            # This rank is finished and others are not: FSDP gathers parameters only if all ranks run the model.
             self._fit(1, 1)
             tokens = torch.zeros(1, 1, dtype=torch.int64, device=self._device)
             return self._run(tokens, tokens, None, None, Place()), []
         self._fit(0, max(row.limit - row.count for row in self._rows))
-        first, count = min(row.start for row in self._rows), len(self._rows)
-        input_pos = (self._end - 1 - self._starts + self._offsets)[:, None]
+        first = min(row.start for row in self._rows)
+        count = len(self._rows)
+        input_pos = (self._end - 1 - self._starts + self._offsets)[:, None]  # [m, 1]
         if not self._use_cache or self._model.invalidates_caches(input_pos):
-            return self._whole(0, first, self._end), list(self._rows)
+            return self._run_whole(0, first, self._end), list(self._rows)
         mask = None
         if any(row.start != first for row in self._rows):
-            mask = (torch.arange(first, self._end, device=self._device) >= self._starts[:, None])[:, None]
-        x = self._tokens[:count, self._end - 1 : self._end]
+            columns = torch.arange(first, self._end, device=self._device)
+            mask = (columns >= self._starts[:, None])[:, None]  # [m, t] -> [m, 1, t]
+        x = self._tokens[:count, self._end - 1 : self._end]  # [m, 1]
         images = {}
-        if masked := [row.images for row in self._rows if "encoder_mask" in row.images]:  # the caches have the images
-            images = {"encoder_mask": masked[0]["encoder_mask"][:, -1:]}
+        for row in self._rows:
+            # The caches of the encoder have the images of one prompt; new tokens use the mask of its last token.
+            if "encoder_mask" in row.images:
+                images = {"encoder_mask": row.images["encoder_mask"][:, -1:]}
+                break
         logits = self._run(x, input_pos, mask, None, Place(0, first, self._end - 1), images=images)
         return logits, list(self._rows)
 
     def sequences(self, rows: list[Row]) -> list[Tensor]:
         """Return prompt and new tokens, int64 ``[s]``, of each row of :meth:`forward`, before :meth:`append`."""
         first = len(self._rows) - len(rows)
-        end = self._end if rows[0].count else self._end - 1  # the column of the first token after a prompt is empty
+        end = self._end
+        if rows[0].count == 0:  # the column of the first token after a prompt is empty
+            end -= 1
         return [self._tokens[index, row.start : end] for index, row in enumerate(rows, first)]
 
-    def append(self, rows: list[Row], drawn: Tensor, ends: Callable[[int, int], bool]) -> None:
+    def append(self, rows: list[Row], tokens: Tensor, ends: Callable[[int, int], bool]) -> None:
         """Append the tokens ``[m, 1]`` to the rows of :meth:`forward`; rows that end leave before the next step.
 
         Args:
             rows: rows of :meth:`forward`.
-            drawn: their next tokens.
+            tokens: their next tokens.
             ends: takes the index of a sequence and its new token; True ends the sequence.
         """
         count = len(self._rows)
         if rows[0].count:  # the column of the first token after a prompt exists already
             self._end += 1
-        self._tokens[count - len(rows) : count, self._end - 1 : self._end] = drawn
-        for index, (row, token) in enumerate(zip(rows, drawn[:, 0].tolist(), strict=True), count - len(rows)):
+        first = count - len(rows)  # new rows are the last ones
+        self._tokens[first:count, self._end - 1 : self._end] = tokens
+        for index, (row, token) in enumerate(zip(rows, tokens[:, 0].tolist(), strict=True), first):
             row.count += 1
             if ends(row.index, token) or row.count == row.limit:
                 self._ended.add(index)
@@ -243,45 +268,53 @@ class Batch:
         free = self._size - len(self._rows)
         if self._rows and free < self._size / 4:
             return []
-        found, waiting = [], self._added or self._waiting
+        newcomers: list[Request] = []
+        waiting = self._added or self._waiting
         while waiting and waiting[0].num_samples <= free:
-            if any("encoder_mask" in one.images for one in [waiting[0], *found, *self._rows]) and (found or self._rows):
+            batch = [*newcomers, *self._rows]
+            if batch and any("encoder_mask" in prompt.images for prompt in [waiting[0], *batch]):
                 break  # caches of an encoder hold one prompt
-            found.append(waiting.popleft())
-            free -= found[-1].num_samples
-        return found
+            newcomers.append(waiting.popleft())
+            free -= newcomers[-1].num_samples
+        return newcomers
 
     def _prefill(self, newcomers: list[Request]) -> tuple[Tensor, list[Row]]:
-        count, longest = len(self._rows), max(len(request.tokens) for request in newcomers)
-        room = max(request.limit for request in newcomers)
-        if not self._rows:
+        """Run the model on new prompts, which join behind the running rows; returns as :meth:`forward`."""
+        count = len(self._rows)
+        longest = max(len(request.tokens) for request in newcomers)
+        if count == 0:
             self._end = 0
-        self._fit(longest + 1, max([room, *(row.limit - row.count for row in self._rows)]))
-        stop = self._end - 1
-        rows = [Row(one.index, stop - len(one.tokens), 0, one.limit, one.images, one.offset) for one in newcomers]
+        room = max(request.limit for request in newcomers)
+        for row in self._rows:
+            room = max(room, row.limit - row.count)
+        self._fit(longest + 1, room)
+        stop = self._end - 1  # the last column stays free for the first new token
+        rows = []
         for index, request in enumerate(newcomers, count):
-            known = to_device(request.tokens, self._device)
-            self._tokens[index, stop - longest : stop - len(known)] = 0
-            self._tokens[index, stop - len(known) : stop] = known
+            start = stop - len(request.tokens)
+            self._tokens[index, stop - longest : start] = 0
+            self._tokens[index, start:stop] = to_device(request.tokens, self._device)
+            rows.append(Row(request.index, start, 0, request.limit, request.images, request.offset))
         self._set_rows(self._rows + rows)
-        logits = self._after_past(newcomers, stop)
-        logits = self._whole(count, stop - longest, stop) if logits is None else logits
+        logits = self._prefill_after_past(newcomers, stop)
+        if logits is None:
+            logits = self._run_whole(count, stop - longest, stop)
         samples = [request.num_samples for request in newcomers]
         if max(samples) > 1:
+            # A prompt is prefilled once; its samples start from copies of its keys and values.
             source = torch.arange(len(rows), device=self._device)
             counts = to_device(samples, self._device)
-            source = source.repeat_interleave(counts, output_size=sum(samples))
+            source = source.repeat_interleave(counts, output_size=sum(samples))  # [prompts] -> [sequences]
             logits = logits[source]
             self._copy_rows(source + count, torch.arange(len(source), device=self._device) + count)
-            rows = [
-                replace(row, index=row.index + sample)
-                for row, number in zip(rows, samples, strict=True)
-                for sample in range(number)
-            ]
+            sample_rows = []
+            for row, num_samples in zip(rows, samples, strict=True):
+                sample_rows += [replace(row, index=row.index + sample) for sample in range(num_samples)]
+            rows = sample_rows
             self._set_rows(self._rows[:count] + rows)
         return logits, rows
 
-    def _after_past(self, newcomers: list[Request], stop: int) -> Tensor | None:
+    def _prefill_after_past(self, newcomers: list[Request], stop: int) -> Tensor | None:
         """Return logits ``[m, v]`` after new rows, reusing known keys and values of their first tokens.
 
         All rows run the same number of last columns, even if some are known, so that no row has padding.
@@ -289,56 +322,67 @@ class Batch:
         Returns:
             ``None`` if this takes as many tokens as running the whole rows, or is not possible.
         """
-        known = [request.past[0][0].shape[1] if request.past else 0 for request in newcomers]
         lengths = [len(request.tokens) for request in newcomers]
-        new = max(length - past for length, past in zip(lengths, known, strict=True))
+        new = 0  # columns to run: the most tokens of a row without keys and values
+        for request in newcomers:
+            past_length = request.past[0][0].shape[1] if request.past else 0
+            new = max(new, len(request.tokens) - past_length)
         count = len(self._rows) - len(newcomers)
-        columns = torch.arange(stop - new, stop, device=self._device)
-        starts = self._starts[count:, None]
-        input_pos = columns - starts + self._offsets[count:, None]
+        columns = torch.arange(stop - new, stop, device=self._device)  # [new]
+        starts = self._starts[count:, None]  # [m, 1]
+        input_pos = columns - starts + self._offsets[count:, None]  # [m, new]
         if new * len(newcomers) >= sum(lengths) or min(lengths) < new or self._model.invalidates_caches(input_pos):
             return None
-        if any(len(request.tokens) - new < request.images_end for request in newcomers):  # images are encoded elsewhere
+        # This path runs text alone: an image whose tokens are among the new columns needs its encoder.
+        if any(len(request.tokens) - new < request.images_end for request in newcomers):
             return None
         for row, request in enumerate(newcomers, count):
             for cache, past in zip(self._caches, request.past or [], strict=False):
                 cache.write(row, self._rows[row].start, *past)
         first = stop - max(lengths)
-        keys = torch.arange(first, stop, device=self._device)
-        mask = (keys >= starts[..., None]) & (keys <= columns[:, None])
-        return self._run(
-            self._tokens[count : len(self._rows), columns], input_pos, mask, None, Place(count, first, stop - new)
-        )
+        keys = torch.arange(first, stop, device=self._device)  # [t]
+        mask = (keys >= starts[..., None]) & (keys <= columns[:, None])  # [m, 1, t] & [new, t] -> [m, new, t]
+        x = self._tokens[count : len(self._rows), columns]  # [m, new]
+        return self._run(x, input_pos, mask, None, Place(count, first, stop - new))
 
-    def _whole(self, row: int, first: int, end: int) -> Tensor:
+    def _run_whole(self, row: int, first: int, end: int) -> Tensor:
         """Return logits ``[m, v]`` after the columns ``first`` to ``end`` of all rows from ``row`` on."""
-        lengths = [end - one.start for one in self._rows[row:]]
+        lengths = [end - request_row.start for request_row in self._rows[row:]]
         if self._packs and min(lengths) < max(lengths):
-            return self._without_padding(row, lengths, end)
-        tokens = self._tokens[row : len(self._rows), first:end]
-        input_pos = (torch.arange(first, end, device=self._device) - self._starts[row:, None]).clamp(min=0)
+            return self._run_packed(row, lengths, end)
+        tokens = self._tokens[row : len(self._rows), first:end]  # [m, s]
+        input_pos = (torch.arange(first, end, device=self._device) - self._starts[row:, None]).clamp(min=0)  # [m, s]
         documents = None
-        padding = [one.start - first for one in self._rows[row:]]
-        if max(padding):  # padding is a separate document: no mask
-            more = self._ranks.multiple(end - first) - (end - first)
-            parts = zip(padding, [length + more for length in lengths], strict=True)
-            documents = Documents.from_lengths([part for pair in parts for part in pair if part], tokens.device)
-        given = [images for one in self._rows[row:] for images in ({}, one.images)]
-        parts = [part for pair in zip(padding, lengths, strict=True) for part in pair]
-        images = images_of_batch(given, parts, input_pos)
+        has_padding = any(request_row.start > first for request_row in self._rows[row:])
+        # Sequence parallelism pads each row on the right, see _run; the last document of a row includes this padding.
+        right_padding = self._ranks.multiple(end - first) - (end - first)
+        document_lengths: list[int] = []
+        segment_lengths: list[int] = []  # of padding and prompt of each row, as images_of_batch counts tokens
+        segment_images: list[Mapping[str, Any]] = []
+        for request_row, length in zip(self._rows[row:], lengths, strict=True):
+            padding = request_row.start - first
+            if padding:
+                document_lengths.append(padding)
+            document_lengths.append(length + right_padding)
+            segment_lengths += [padding, length]
+            segment_images += [{}, request_row.images]
+        if has_padding:  # padding is a separate document: no mask
+            documents = Documents.from_lengths(document_lengths, tokens.device)
+        images = images_of_batch(segment_images, segment_lengths, input_pos)
         return self._run(tokens, input_pos, None, documents, Place(row, first, first), images=images)
 
-    def _without_padding(self, row: int, lengths: list[int], end: int) -> Tensor:
+    def _run_packed(self, row: int, lengths: list[int], end: int) -> Tensor:
         """Return logits ``[m, v]`` after the columns before ``end`` of all rows from ``row`` on, packed in one row."""
         documents = Documents.from_lengths(lengths, self._device)
-        positions = documents.positions()
-        rows = row + documents.document_ids()
-        columns = self._starts[rows] + positions
-        place = Place(row, end, end, rows, columns)
-        last = documents.cu_seqlens[1:].long() - 1
-        images = images_of_batch([one.images for one in self._rows[row:]], lengths, positions[None])
-        tokens = self._tokens[rows, columns][None]
-        return self._run(tokens, positions[None], None, documents, place, last, images)
+        positions = documents.positions()  # [t]
+        rows = row + documents.document_ids()  # [t]
+        columns = self._starts[rows] + positions  # [t]
+        cache_place = Place(row, end, end, rows, columns)
+        last = documents.cu_seqlens[1:].long() - 1  # [m]
+        row_images = [request_row.images for request_row in self._rows[row:]]
+        images = images_of_batch(row_images, lengths, positions[None])
+        tokens = self._tokens[rows, columns][None]  # [1, t]
+        return self._run(tokens, positions[None], None, documents, cache_place, last, images)
 
     def _run(
         self,
@@ -346,7 +390,7 @@ class Batch:
         input_pos: Tensor,
         mask: Tensor | None,
         documents: Documents | None,
-        place: Place,
+        cache_place: Place,
         last: Tensor | None = None,
         images: Mapping[str, Any] | None = None,
     ) -> Tensor:
@@ -357,36 +401,46 @@ class Batch:
             input_pos: positions ``[m, s]``.
             mask: bool ``[m, 1, t]``, for a single position.
             documents: padding and tokens of each row; by default no row has padding.
-            place: place of the new keys and values in the KV caches.
+            cache_place: place of the new keys and values in the KV caches.
             last: indices ``[m]`` of last positions, if ``x`` ``[1, s]`` is a packed row.
             images: arguments of the model's forward for images.
         """
         s = x.shape[1]
-        missing = self._ranks.multiple(s) - s
-        if missing:  # sequence parallelism: pad on the right to a multiple; causal attention ignores it
-            x, input_pos = F.pad(x, (0, missing)), F.pad(input_pos, (0, missing))
-            if place.first < place.end:
-                mask = x.new_ones(len(x), 1, place.end + 1 - place.first, dtype=torch.bool) if mask is None else mask
-                mask = F.pad(mask, (0, missing)).expand(-1, x.shape[1], -1)
-        self._place.__dict__.update(vars(place))
-        if self._step is not None and place.first < place.end:
+        is_cached_step = cache_place.first < cache_place.end  # attention reads columns before those of x
+        padding = self._ranks.multiple(s) - s
+        if padding:  # sequence parallelism: pad on the right to a multiple; causal attention ignores it
+            x = F.pad(x, (0, padding))
+            input_pos = F.pad(input_pos, (0, padding))
+            if is_cached_step:
+                if mask is None:
+                    keys = cache_place.end + 1 - cache_place.first
+                    mask = x.new_ones(len(x), 1, keys, dtype=torch.bool)
+                mask = F.pad(mask, (0, padding)).expand(-1, x.shape[1], -1)  # [m, 1, t] -> [m, s, t + padding]
+        # Updated in place, because every cache holds this object.
+        self._cache_place.__dict__.update(vars(cache_place))
+        if self._step is not None and is_cached_step:
             return self._step(x, input_pos, mask)
         hidden = self._model(x, input_pos=input_pos, mask=mask, documents=documents, output="hidden", **(images or {}))
-        hidden = hidden[-1] if text_decoder(self._model).output_hidden_states else hidden
-        hidden = hidden[:, s - 1 : s] if last is None else hidden[0, last, None]
-        return self._model.output(hidden).float()[:, 0]
+        if text_decoder(self._model).output_hidden_states:
+            hidden = hidden[-1]
+        if last is None:
+            hidden = hidden[:, s - 1 : s]  # [m, s, d] -> [m, 1, d]
+        else:
+            hidden = hidden[0, last, None]  # [1, t, d] -> [m, 1, d]
+        return self._model.output(hidden).float()[:, 0]  # [m, v]
 
     def _set_rows(self, rows: list[Row]) -> None:
         self._rows = rows
-        starts = to_device([(row.start, row.offset) for row in rows], self._device, torch.int64)
-        self._starts, self._offsets = starts.view(-1, 2).unbind(1)
+        # One copy to the device for both columns.
+        starts_and_offsets = to_device([(row.start, row.offset) for row in rows], self._device, torch.int64)
+        self._starts, self._offsets = starts_and_offsets.view(-1, 2).unbind(1)
 
     def _leave(self, ended: set[int]) -> None:
         """Remove rows, and fill the gaps with the last rows, so that few rows move."""
-        kept = [index for index in range(len(self._rows)) if index not in ended]
-        holes = [index for index in range(len(kept)) if index in ended]
-        order = list(range(len(kept)))
-        movers = kept[len(kept) - len(holes) :]
+        running = [index for index in range(len(self._rows)) if index not in ended]
+        holes = [index for index in range(len(running)) if index in ended]
+        order = list(range(len(running)))
+        movers = running[len(running) - len(holes) :]
         if holes:
             self._copy_rows(to_device(movers, self._device), to_device(holes, self._device))
             for hole, mover in zip(holes, movers, strict=True):
@@ -407,31 +461,32 @@ class Batch:
             room: maximum number of tokens that a row may still get, which limits the allocation.
         """
         first = min((row.start for row in self._rows), default=self._end)
-        span, columns = self._end - first, self._tokens.shape[1]
+        span = self._end - first
+        columns = self._tokens.shape[1]
         spare = self._ranks.multiple(1)
         if self._end >= end and self._end + spare <= columns:
             return
         end = max(end, span)
+        # Fewer than 16 free columns would soon be used up. The buffers grow by half, so that few steps reallocate.
         if end + min(room, 16) + spare > columns:
             columns = end + min(room, max(64, end // 2)) + spare
-        moved = self._tokens[:, first : self._end]
-        self._tokens = F.pad(moved, (end - span, columns - end))
+        window = self._tokens[:, first : self._end]  # [size, span]
+        self._tokens = F.pad(window, (end - span, columns - end))  # [size, columns]
         if self._use_cache and not self._caches:
-            self._make_caches(columns)
+            with self._device:
+                dtype = self._model.tok_embeddings.weight.dtype
+                self._model.setup_caches(self._size, dtype, decoder_max_seq_len=columns)
+            for module in attention_modules(self._model):
+                cache = module.kv_cache
+                if cache is not None and not isinstance(cache, EncoderCache):
+                    cache.place = self._cache_place
+                    self._caches.append(cache)
         for cache in self._caches:
             cache.move(first, self._end, end - span, columns)
         self._end = end
         for row in self._rows:
             row.start += end - span - first
         self._set_rows(self._rows)
-
-    def _make_caches(self, columns: int) -> None:
-        with self._device:
-            self._model.setup_caches(self._size, self._model.tok_embeddings.weight.dtype, decoder_max_seq_len=columns)
-        kept = (module.kv_cache for module in attention_modules(self._model))
-        self._caches = [cache for cache in kept if cache is not None and not isinstance(cache, EncoderCache)]
-        for cache in self._caches:
-            cache.place = self._place
 
 
 # Minimum number of new tokens for which converting weights to oneDNN's layout and back saves time.
@@ -516,11 +571,10 @@ def _process(
     chains = [processors(row.index) for row in rows]
     if not any(chains):
         return logits
-    sequences = batch.sequences(rows)
-    processed = [
-        process_logits(tokens[None], row_logits, chain)
-        for tokens, row_logits, chain in zip(sequences, logits.split(1), chains, strict=True)
-    ]
+    # One sequence at a time: a batch would need padding, which processors such as a penalty of repetitions would count.
+    processed = []
+    for tokens, row_logits, chain in zip(batch.sequences(rows), logits.split(1), chains, strict=True):
+        processed.append(process_logits(tokens[None], row_logits, chain))  # [1, s], [1, v] -> [1, v]
     return torch.cat(processed)
 
 
@@ -540,14 +594,18 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 def _without_caches(model: TransformerDecoder) -> Iterator[None]:
     """Context manager that removes the model's KV caches and restores them on exit."""
     attentions = attention_modules(model)
-    before = [(module, module.kv_cache, module.cache_enabled) for module in attentions]
+    caches = [(module.kv_cache, module.cache_enabled) for module in attentions]
     decoder = text_decoder(model)
-    lengths = decoder.encoder_max_cache_seq_len, decoder.decoder_max_cache_seq_len
+    encoder_length = decoder.encoder_max_cache_seq_len
+    decoder_length = decoder.decoder_max_cache_seq_len
     for module in attentions:
-        module.kv_cache, module.cache_enabled = None, False
+        module.kv_cache = None
+        module.cache_enabled = False
     try:
         yield
     finally:
-        for module, cache, enabled in before:
-            module.kv_cache, module.cache_enabled = cache, enabled
-        decoder.encoder_max_cache_seq_len, decoder.decoder_max_cache_seq_len = lengths
+        for module, (cache, is_enabled) in zip(attentions, caches, strict=True):
+            module.kv_cache = cache
+            module.cache_enabled = is_enabled
+        decoder.encoder_max_cache_seq_len = encoder_length
+        decoder.decoder_max_cache_seq_len = decoder_length
