@@ -1,4 +1,4 @@
-"""Batched generation of tokens and their log-probabilities, step by step or all at once."""
+"""The functions that generate: batches with log-probabilities, streams, and padded batches of earlier releases."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
@@ -48,8 +48,8 @@ class GeneratedTokens:
         log_probs: log-probabilities of these tokens, float32 ``[length]``.
 
     Example:
-        >>> found = torchtune.generation.generate_tokens(model, [[5, 40, 7]], max_new_tokens=4, temperature=0.0)
-        >>> found.tokens[0].shape, found.log_probs[0].shape
+        >>> generated = torchtune.generation.generate_tokens(model, [[5, 40, 7]], max_new_tokens=4, temperature=0.0)
+        >>> generated.tokens[0].shape, generated.log_probs[0].shape
         (torch.Size([4]), torch.Size([4]))
     """
 
@@ -81,8 +81,9 @@ def generate_tokens(
         Tokens and their log-probabilities, on the device of the prompts.
 
     Example:
-        >>> found = torchtune.generation.generate_tokens(model, [[5, 40, 7], [9]], max_new_tokens=4, temperature=0.0)
-        >>> [len(tokens) for tokens in found.tokens]
+        >>> prompts = [[5, 40, 7], [9]]
+        >>> generated = torchtune.generation.generate_tokens(model, prompts, max_new_tokens=4, temperature=0.0)
+        >>> [len(tokens) for tokens in generated.tokens]
         [4, 4]
     """
     steps = list(
@@ -104,13 +105,12 @@ def generate_tokens(
             images=images,
         )
     )
+    # Steps hold one token of each sequence; a stable sort by sequence keeps the tokens of each in their order.
     rows = torch.cat([step.rows for step in steps])
     order = rows.argsort(stable=True)
     lengths = rows.bincount(minlength=len(prompts) * num_samples).tolist()
-    tokens, log_probs = (
-        torch.cat(parts)[order].split(lengths)
-        for parts in ([step.tokens for step in steps], [step.log_probs for step in steps])
-    )
+    tokens = torch.cat([step.tokens for step in steps])[order].split(lengths)
+    log_probs = torch.cat([step.log_probs for step in steps])[order].split(lengths)
     return GeneratedTokens(list(tokens), list(log_probs))
 
 
@@ -187,30 +187,44 @@ def stream_tokens(
         tensor([0, 1])
         tensor([1])
     """
-    longest = max_new_tokens if isinstance(max_new_tokens, int) else max(max_new_tokens, default=0)
+    limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else list(max_new_tokens)
+    longest = max_new_tokens if isinstance(max_new_tokens, int) else max(limits, default=0)
     sampling = Sampling(temperature, top_k, top_p, min_p, tuple(logits_processors))
-    expected = len(prompts) * num_samples
-    if draws is not None and ((more is None and len(draws) != expected) or draws.shape[1] < longest):
-        raise GenerationError(f"draws has the shape {list(draws.shape)}: give [{expected}, {longest}] numbers.")
-    requests, device = _requests(model, prompts, max_new_tokens, num_samples), _device(model, prompts)
+    size = len(prompts) * num_samples
+    # With `more`, the number of sequences is not known in advance.
+    if draws is not None and ((more is None and len(draws) != size) or draws.shape[1] < longest):
+        raise GenerationError(f"draws has the shape {list(draws.shape)}: give [{size}, {longest}] numbers.")
+    if len(limits) != len(prompts):
+        raise GenerationError(
+            f"max_new_tokens has {len(limits)} numbers for {len(prompts)} prompts: give one for each."
+        )
+    if num_samples < 1 or min(limits, default=1) < 1:
+        raise GenerationError(
+            f"max_new_tokens is {max_new_tokens} and num_samples {num_samples}: both must be at least 1."
+        )
+    requests = _make_requests(model, prompts, limits, num_samples)
+    device = prompts[0].device if isinstance(prompts[0], Tensor) else model.tok_embeddings.weight.device
     if images is not None:
         check_images(model, images, num_samples)
-        for request, given in zip(requests, images, strict=True):
-            request.images = given
+        for request, prompt_images in zip(requests, images, strict=True):
+            request.images = prompt_images
     stop = frozenset(int(token) for token in stop_tokens or ())
-    size = sum(request.num_samples for request in requests)
-    size = size if max_sequences is None else max(num_samples, min(size, max_sequences))
+    if max_sequences is not None:
+        size = max(num_samples, min(size, max_sequences))  # samples of a prompt start together
 
     def draw(logits: Tensor, rows: list[Row]) -> tuple[Tensor, Tensor]:
         if draws is None:
             uniform = torch.rand(len(rows), generator=rng, device=device)
         else:
-            uniform = draws[[row.index for row in rows], [row.count for row in rows]]
+            indices = [row.index for row in rows]
+            counts = [row.count for row in rows]
+            uniform = draws[indices, counts]  # [m]
         return draw_tokens(logits, sampling, uniform)
 
     def ends(index: int, token: int) -> bool:
-        over = is_over is not None and is_over(index, token)
-        return over or token in stop
+        # is_over sees every token, a stop token too.
+        is_ended = is_over is not None and is_over(index, token)
+        return is_ended or token in stop
 
     steps = decode(
         model,
@@ -239,47 +253,31 @@ def check_finite(log_probs: Tensor, model: TransformerDecoder) -> None:
         )
 
 
-def _device(model: TransformerDecoder, prompts: Prompts) -> torch.device:
-    return prompts[0].device if isinstance(prompts[0], Tensor) else model.tok_embeddings.weight.device
-
-
-def _requests(
-    model: TransformerDecoder, prompts: Prompts, max_new_tokens: int | Sequence[int], num_samples: int
+def _make_requests(
+    model: TransformerDecoder, prompts: Prompts, limits: Sequence[int], num_samples: int
 ) -> list[Request]:
     """Check the prompts and copy them to the host."""
-    limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else list(max_new_tokens)
-    if len(limits) != len(prompts):
-        raise GenerationError(
-            f"max_new_tokens has {len(limits)} numbers for {len(prompts)} prompts: give one for each."
-        )
-    if num_samples < 1 or min(limits, default=1) < 1:
-        raise GenerationError(
-            f"max_new_tokens is {max_new_tokens} and num_samples {num_samples}: both must be at least 1."
-        )
     if not len(prompts) or not all(hasattr(prompt, "__len__") and len(prompt) for prompt in prompts):
         raise GenerationError("prompts: give at least one, and at least one token in each.")
     for prompt, limit in zip(prompts, limits, strict=True):
-        if len(prompt) + limit - 1 > model.max_seq_len:
+        if len(prompt) + limit - 1 > model.max_seq_len:  # the last new token is not run
             raise GenerationError(
                 f"A prompt of {len(prompt)} tokens with {limit} new tokens exceeds the model's max_seq_len "
                 f"{model.max_seq_len}: reduce max_new_tokens."
             )
-    rows = [prompt.tolist() if isinstance(prompt, Tensor) else list(prompt) for prompt in prompts]
     embedding = model.tok_embeddings
-    _check_ids(rows, getattr(embedding, "num_tokens", embedding.weight.shape[0]))
-    return [
-        Request(index * num_samples, tokens, limit, num_samples)
-        for index, (tokens, limit) in enumerate(zip(rows, limits, strict=True))
-    ]
-
-
-def _check_ids(rows: Sequence[Sequence[int]], vocab_size: int) -> None:
-    """Raise if a prompt is not a list of known token ids, before a device fails without a clear message."""
-    for row in rows:
-        if not isinstance(row[0], Integral):
-            raise GenerationError(f"prompts: {str(row[0])[:20]!r} is not a token id: give int64 ids [s] for each.")
-        if wrong := [token for token in (min(row), max(row)) if not 0 <= token < vocab_size]:
-            raise GenerationError(f"prompts: the model has no token {wrong[0]}: give ids of its tokenizer.")
+    vocab_size = getattr(embedding, "num_tokens", embedding.weight.shape[0])
+    requests = []
+    for index, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
+        tokens = prompt.tolist() if isinstance(prompt, Tensor) else list(prompt)
+        # An unknown token id is refused here: on a GPU, the lookup would fail without a clear message.
+        if not isinstance(tokens[0], Integral):
+            raise GenerationError(f"prompts: {str(tokens[0])[:20]!r} is not a token id: give int64 ids [s] for each.")
+        for token in (min(tokens), max(tokens)):
+            if not 0 <= token < vocab_size:
+                raise GenerationError(f"prompts: the model has no token {token}: give ids of its tokenizer.")
+        requests.append(Request(index * num_samples, tokens, limit, num_samples))
+    return requests
 
 
 def stream(
@@ -321,7 +319,11 @@ def stream(
         >>> len(list(torchtune.generation.stream(model, prompt, max_generated_tokens=3, temperature=0.0)))
         3
     """
-    images = {"encoder_input": encoder_input, "encoder_mask": encoder_mask}
+    images: dict[str, Any] = {}
+    if encoder_input is not None:
+        images["encoder_input"] = encoder_input
+    if encoder_mask is not None:
+        images["encoder_mask"] = encoder_mask
     steps = stream_tokens(
         model,
         [prompt],
@@ -333,11 +335,12 @@ def stream(
         logits_processors=logits_processors,
         stop_tokens=stop_tokens,
         use_cache=use_cache,
-        images=[{name: value for name, value in images.items() if value is not None}],
+        images=[images],
     )
     with closing(steps):
         for step in steps:
-            if (token := step.tokens.item()) in (stop_tokens or ()):
+            token = step.tokens.item()
+            if token in (stop_tokens or ()):
                 return
             yield token
 
@@ -376,9 +379,10 @@ def generate_next_token(
         >>> tokens.shape
         torch.Size([1, 1])
     """
-    hidden = model(x, input_pos=input_pos, mask=mask, output="hidden")
-    hidden = hidden[-1] if text_decoder(model).output_hidden_states else hidden
-    logits = model.output(hidden[:, -1:]).float()
+    hidden = model(x, input_pos=input_pos, mask=mask, output="hidden")  # [b, s, d]
+    if text_decoder(model).output_hidden_states:
+        hidden = hidden[-1]
+    logits = model.output(hidden[:, -1:]).float()  # [b, 1, v]
     tokens = sample(logits[:, -1].clone(), temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, q=q)
     return tokens, logits
 
@@ -451,20 +455,32 @@ def generate(
             f"The key-value caches hold {model.decoder_max_cache_seq_len} positions, too few for a prompt of {s} and "
             f"{max_generated_tokens} new tokens: set them up with decoder_max_seq_len={s + max_generated_tokens}."
         )
-    lengths = _lengths(tokens, pad_id) if prompt_lengths is None else torch.as_tensor(prompt_lengths)
-    requests = [
-        Request(index, row[s - max(length, 1) :], max_generated_tokens, 1)
-        for index, (row, length) in enumerate(zip(tokens.tolist(), lengths.tolist(), strict=True))
-    ]
+    if prompt_lengths is not None:
+        lengths = torch.as_tensor(prompt_lengths)
+    elif pad_id is not None:
+        lengths = (tokens != pad_id).cumsum(1).bool().sum(1)  # padding after the first token belongs to the prompt
+    else:
+        begins_with_zero = tokens[:, 0] == 0
+        if begins_with_zero.any() and not begins_with_zero.all():
+            raise ValueError(
+                "Some prompts begin with token 0 and others do not: give pad_id=0 if it is padding, or prompt_lengths."
+            )
+        lengths = torch.full((b,), s, device=tokens.device)
+    requests = []
+    for index, (row, length) in enumerate(zip(tokens.tolist(), lengths.tolist(), strict=True)):
+        requests.append(Request(index, row[s - max(length, 1) :], max_generated_tokens, 1))
     if logits_processors and compiled_generate_next_token is not None:
         raise GenerationError(
             "logits_processors do not reach compiled_generate_next_token, which samples by itself: leave one out."
         )
     processors = Sampling(logits_processors=tuple(logits_processors)).logits_processors
-    sampling = {"temperature": temperature, "top_k": top_k}
     # A function of the caller's own may take temperature and top_k only.
-    sampling |= {name: value for name, value in (("top_p", top_p), ("min_p", min_p)) if value is not None}
-    rows = _Rows(model, tokens, pad_id, stop_tokens or (), rng, compiled_generate_next_token, sampling)
+    sampling = {"temperature": temperature, "top_k": top_k}
+    if top_p is not None:
+        sampling["top_p"] = top_p
+    if min_p is not None:
+        sampling["min_p"] = min_p
+    rows = _PaddedRows(model, tokens, pad_id, stop_tokens or (), rng, compiled_generate_next_token, sampling)
     steps = decode(
         model,
         requests,
@@ -476,11 +492,11 @@ def generate(
         processors=lambda index: processors,
         step=None if compiled_generate_next_token is None else rows.step,
     )
-    logits = [logits for _, _, logits in steps]
+    logits = [step_logits for _, _, step_logits in steps]
     return torch.cat(rows.columns, dim=1), torch.stack(logits, dim=1)
 
 
-class _Rows:
+class _PaddedRows:
     """Rows that all run until the last one has ended; see :func:`generate` for the arguments.
 
     Attributes:
@@ -498,28 +514,36 @@ class _Rows:
         next_token: Callable[..., tuple[Tensor, Tensor]] | None,
         sampling: dict[str, Any],
     ) -> None:
-        self.columns, self.have_ended = [tokens], False
-        self._model, self._pad_id, self._rng, self._sampling = model, pad_id, rng, sampling
-        self._next_token, self._chosen = next_token, None
+        self.columns = [tokens]
+        self.have_ended = False
+        self._model = model
+        self._pad_id = pad_id
+        self._rng = rng
+        self._sampling = sampling
+        self._next_token = next_token
+        self._next_tokens: Tensor | None = None  # [b, 1], sampled by the caller's function in `step`
         self._stop = torch.tensor(list(stop_tokens), dtype=tokens.dtype, device=tokens.device)
         self._running = torch.ones(len(tokens), 1, dtype=torch.bool, device=tokens.device)
 
     def step(self, x: Tensor, input_pos: Tensor, mask: Tensor | None) -> Tensor:
         """Return logits ``[b, v]`` of the next token, computed by the caller's function."""
         with torch.compiler.set_stance("force_eager"):  # lengths change from step to step
-            self._chosen, logits = self._next_token(
+            self._next_tokens, logits = self._next_token(
                 self._model, input_pos, x, self._noise(), mask=mask, **self._sampling
             )
         return logits[:, -1]
 
     def draw(self, logits: Tensor, rows: list[Row]) -> tuple[Tensor, Tensor]:
         """Return the next tokens ``[b, 1]`` and the logits, which are 0 in rows that have ended."""
-        chosen, self._chosen = self._chosen, None
-        chosen = sample(logits, q=self._noise(), **self._sampling) if chosen is None else chosen
-        after = self.columns[-1][:, -1:] if self._pad_id is None else self._pad_id
-        logits = logits * self._running
-        self.columns.append(torch.where(self._running, chosen.to(self._stop.dtype), after))
-        self._running = self._running & ~torch.isin(chosen, self._stop)
+        tokens = self._next_tokens
+        self._next_tokens = None
+        if tokens is None:
+            tokens = sample(logits, q=self._noise(), **self._sampling)
+        # Rows that have ended are padded, without a pad token by their last token.
+        padding = self.columns[-1][:, -1:] if self._pad_id is None else self._pad_id
+        logits = logits * self._running  # [b, v] * [b, 1]
+        self.columns.append(torch.where(self._running, tokens.to(self._stop.dtype), padding))
+        self._running = self._running & ~torch.isin(tokens, self._stop)
         self.have_ended = not self._running.any()
         return self.columns[-1], logits
 
@@ -529,19 +553,6 @@ class _Rows:
             return None
         shape = (len(self._running), self._model.tok_embeddings.num_embeddings)
         return torch.empty(shape, device=self._running.device).exponential_(1, generator=self._rng)
-
-
-def _lengths(tokens: Tensor, pad_id: int | None) -> Tensor:
-    """Return the lengths ``[b]`` of prompts ``[b, s]`` without left padding."""
-    b, s = tokens.shape
-    if pad_id is None:
-        zeros = tokens[:, 0] == 0
-        if zeros.any() and not zeros.all():
-            raise ValueError(
-                "Some prompts begin with token 0 and others do not: give pad_id=0 if it is padding, or prompt_lengths."
-            )
-        return torch.full((b,), s, device=tokens.device)
-    return (tokens != pad_id).cumsum(1).bool().sum(1)
 
 
 def get_causal_mask_from_padding_mask(padding_mask: Tensor, target_seq_len: int | None = None) -> Tensor:
@@ -565,9 +576,10 @@ def get_causal_mask_from_padding_mask(padding_mask: Tensor, target_seq_len: int 
                  [0, 1, 1]]], dtype=torch.int32)
     """
     b, s = padding_mask.shape
-    target_seq_len = s if target_seq_len is None else target_seq_len
+    if target_seq_len is None:
+        target_seq_len = s
     assert target_seq_len >= s, f"target_seq_len ({target_seq_len}) is shorter than the sequence ({s})."
-    mask = padding_mask[:, None, :].expand(b, s, s).tril()
+    mask = padding_mask[:, None, :].expand(b, s, s).tril()  # [b, s] -> [b, s, s]
     mask = mask | torch.eye(s, dtype=torch.bool, device=mask.device)
     return F.pad(mask, (0, target_seq_len - s))
 

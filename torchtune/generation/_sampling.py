@@ -85,9 +85,9 @@ def process_logits(tokens: Tensor, logits: Tensor, processors: Sequence[LogitsPr
         name = getattr(processor, "__name__", type(processor).__name__)
         processed = processor(tokens, logits)
         if not isinstance(processed, Tensor) or processed.shape != logits.shape:
-            kind = list(processed.shape) if isinstance(processed, Tensor) else type(processed).__name__
+            result = list(processed.shape) if isinstance(processed, Tensor) else type(processed).__name__
             raise GenerationError(
-                f"logits_processors: {name} returned {kind}: it must return logits of the shape {list(logits.shape)}."
+                f"logits_processors: {name} returned {result}: it must return logits of the shape {list(logits.shape)}."
             )
         logits = processed
         if logits.isneginf().all(dim=-1).any():
@@ -106,24 +106,25 @@ def draw_tokens(logits: Tensor, sampling: Sampling, uniform: Tensor) -> tuple[Te
     Returns:
         Tokens ``[m, 1]``, and the probabilities ``[m, v]`` of all tokens before top-k, top-p and min-p.
     """
-    # A temperature below 1e-30 changes nothing, and the quotient could be infinite.
-    is_scaled = sampling.temperature not in (0.0, 1.0)
-    scaled = logits / max(sampling.temperature, 1e-30) if is_scaled else logits
+    scaled = logits
+    if sampling.temperature not in (0.0, 1.0):
+        # A temperature below 1e-30 changes nothing, and the quotient could be infinite.
+        scaled = logits / max(sampling.temperature, 1e-30)
     probabilities = scaled.softmax(-1)
     if sampling.temperature == 0.0:
         return logits.argmax(-1, keepdim=True), probabilities
     likely = keep_likely(scaled, sampling)
-    kept = probabilities if likely is scaled else probabilities.masked_fill(likely.isneginf(), 0.0)
-    return _invert(kept, uniform), probabilities
-
-
-def _invert(weights: Tensor, draws: Tensor) -> Tensor:
-    """Return tokens ``[m, 1]`` by inverting the cumulative ``weights`` ``[m, v]`` at ``draws`` ``[m]``."""
-    cumulated = weights.cumsum(-1)
-    total = cumulated[:, -1:]
-    wanted = (draws[:, None] * total).to(cumulated.dtype)
-    wanted = torch.minimum(wanted, torch.nextafter(total, torch.zeros_like(total)))  # never a token of probability 0
-    return torch.searchsorted(cumulated, wanted, right=True).clamp(max=weights.shape[-1] - 1)
+    weights = probabilities
+    if likely is not scaled:
+        weights = probabilities.masked_fill(likely.isneginf(), 0.0)
+    # Inverse transform sampling: the token at which the cumulative weights pass the uniform number.
+    cumulative = weights.cumsum(-1)  # [m, v]
+    total = cumulative[:, -1:]  # [m, 1]
+    threshold = (uniform[:, None] * total).to(cumulative.dtype)
+    # Rounded up to the total, a threshold would give the last token, even if its probability is 0.
+    threshold = torch.minimum(threshold, torch.nextafter(total, torch.zeros_like(total)))
+    tokens = torch.searchsorted(cumulative, threshold, right=True).clamp(max=weights.shape[-1] - 1)  # [m, 1]
+    return tokens, probabilities
 
 
 def sample(
@@ -171,6 +172,12 @@ def seeded_draws(
     keys: Sequence[tuple[int, int]], count: int, device: torch.device, dtype: type[np.floating] = np.float64
 ) -> Tensor:
     """Return uniform random numbers ``[keys, count]`` that depend only on the two numbers of each key."""
-    generators = (np.random.Generator(np.random.Philox(key=np.array(key, np.uint64))) for key in keys)
-    draws = torch.from_numpy(np.stack([generator.random(count, dtype) for generator in generators]))
-    return (draws.float() if device.type == "mps" else draws).to(device)
+    rows = []
+    for key in keys:
+        # Philox is counter-based: its stream is a function of the key, whatever other keys are there.
+        generator = np.random.Generator(np.random.Philox(key=np.array(key, np.uint64)))
+        rows.append(generator.random(count, dtype))
+    draws = torch.from_numpy(np.stack(rows))
+    if device.type == "mps":  # which has no float64
+        draws = draws.float()
+    return draws.to(device)
