@@ -55,28 +55,33 @@ class AnswerFile:
         self.path = Path(path)
         self._digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:12]
         self.done: dict[int, dict[str, Any]] = {}
-        given = {prompt.line: prompt.given for prompt in prompts}
+        prompts_by_line = {prompt.line: prompt.given for prompt in prompts}
         with convert_os_errors(self.path):
             content = self.path.read_bytes() if self.path.exists() else b""
-        whole = content[: content.rfind(b"\n") + 1]
-        for number, text in enumerate(whole.splitlines(), start=1):
-            self._check(number, text, given)
+        # A process that was killed may have left half a line.
+        complete_lines = content[: content.rfind(b"\n") + 1]
+        for number, text in enumerate(complete_lines.splitlines(), start=1):
+            self._read_answer(number, text, prompts_by_line)
         with convert_os_errors(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self.path.open("ab")
-            self._file.truncate(len(whole))
+            self._file.truncate(len(complete_lines))
 
-    def _check(self, number: int, text: bytes, given: Mapping[int, Any]) -> None:
-        where, cure = f"output: {self.path}, line {number}", "name another file, or delete it to begin anew."
+    def _read_answer(self, number: int, text: bytes, prompts_by_line: Mapping[int, Any]) -> None:
+        """Add a line of the file to ``done``. Raises :class:`GenerationError` if it answers something else."""
+        location = f"output: {self.path}, line {number}"
+        advice = "name another file, or delete it to begin anew."
         try:
             row = json.loads(text)
-            line, prompt, settings = row["line"], row["prompt"], row["settings"]
+            line = row["line"]
+            prompt = row["prompt"]
+            settings = row["settings"]
         except (ValueError, KeyError, TypeError) as error:
-            raise GenerationError(f"{where}: it is not an answer of this recipe: {cure}") from error
-        if line not in given or given[line] != prompt:
-            raise GenerationError(f"{where}: it answers a prompt that is not in the file of prompts: {cure}")
+            raise GenerationError(f"{location}: it is not an answer of this recipe: {advice}") from error
+        if line not in prompts_by_line or prompts_by_line[line] != prompt:
+            raise GenerationError(f"{location}: it answers a prompt that is not in the file of prompts: {advice}")
         if settings != self._digest:
-            raise GenerationError(f"{where}: it is the answer of another model or of other settings: {cure}")
+            raise GenerationError(f"{location}: it is the answer of another model or of other settings: {advice}")
         self.done[line] = row
 
     def add(self, prompt: Prompt, answer: str, end: str, tokens: int) -> None:
@@ -127,14 +132,14 @@ def model_digest(model: nn.Module, tokenizer: Any) -> str:
         False
     """
     layers = [type(module).__qualname__ for module in model.modules()]
-    found = hashlib.sha256(repr((getattr(model, "description", None), layers)).encode())
+    digest = hashlib.sha256(repr((getattr(model, "description", None), layers)).encode())
     for name, parameter in model.named_parameters():
-        sums = [int(one) for one in checksum_bits(parameter)]
-        found.update(repr((name, str(parameter.dtype), list(parameter.shape), sums)).encode())
+        checksums = [int(checksum) for checksum in checksum_bits(parameter)]
+        digest.update(repr((name, str(parameter.dtype), list(parameter.shape), checksums)).encode())
     transform = getattr(tokenizer, "transform_image", None)
-    of_tokenizer = Fingerprint({"tokenizer": tokenizer, "images": None if transform is None else vars(transform)})
-    found.update(of_tokenizer.text.encode())
-    return found.hexdigest()
+    image_settings = None if transform is None else vars(transform)
+    digest.update(Fingerprint({"tokenizer": tokenizer, "images": image_settings}).text.encode())
+    return digest.hexdigest()
 
 
 @torch.inference_mode()
@@ -194,59 +199,74 @@ def answer_prompts(
         >>> list(answers.done)
         [1]
     """
-    given, pixels = {}, {}
+    tokens_by_line: dict[int, list[int]] = {}
+    limits: dict[int, int] = {}
+    pixel_digests: dict[int, str] = {}
     for prompt in prompts:
-        row = _row(model, tokenizer, prompt, source)
-        given[prompt.line] = row["tokens"]
+        row = _tokenize_prompt(model, tokenizer, prompt, source)
+        tokens_by_line[prompt.line] = row["tokens"]
         if prompt.has_images:  # read again to answer the prompt: all images together may not fit in memory
-            pixels[prompt.line] = _pixel_digest(row["encoder_input"]["images"])
-    limits = {
-        line: answer_limit(model, tokens, max_new_tokens, f"{source}, line {line}") for line, tokens in given.items()
-    }
+            pixel_digests[prompt.line] = _pixel_digest(row["encoder_input"]["images"])
+    for line, prompt_tokens in tokens_by_line.items():
+        limits[line] = answer_limit(model, prompt_tokens, max_new_tokens, f"{source}, line {line}")
     settings = {
         **settings,
         "model": digest or model_digest(model, tokenizer),
         "sampling": [max_new_tokens, temperature, top_k, seed],
-        **({"images": pixels} if pixels else {}),
     }
+    # Only if there are any: the digest of other settings stays as it was, so that earlier files are continued.
+    if pixel_digests:
+        settings["images"] = pixel_digests
     if top_p is not None or min_p is not None:
         settings["truncation"] = [top_p, min_p]
     if logits_processors:
         settings["processors"] = Fingerprint({"logits_processors": list(logits_processors)}).text
     answers = AnswerFile(output, prompts, settings)
-    seed = torch.seed() if seed is None else seed
+    if seed is None:
+        seed = torch.seed()
     waiting = [prompt for prompt in prompts if prompt.line not in answers.done]
-    device, stop = model.tok_embeddings.weight.device, frozenset(map(int, tokenizer.stop_tokens))
+    device = model.tok_embeddings.weight.device
+    stop = frozenset(map(int, tokenizer.stop_tokens))
     bar = tqdm(total=len(prompts), initial=len(answers.done), unit="prompt", disable=None)
     with closing(answers), bar, fast_linears(model, pack=bool(waiting)):
-        for part in _parts(waiting, max_sequences):
-            images = [
-                images_of_row(_row(model, tokenizer, prompt, source), device) if prompt.has_images else {}
-                for prompt in part
-            ]
-            keys = [(seed, prompt.line) for prompt in part]
+        for group in _groups(waiting, max_sequences):
+            images: list[dict[str, Any]] = []
+            for prompt in group:
+                if prompt.has_images:
+                    images.append(images_of_row(_tokenize_prompt(model, tokenizer, prompt, source), device))
+                else:
+                    images.append({})
+            draws = None
+            if temperature != 0:
+                keys = [(seed, prompt.line) for prompt in group]
+                draws = seeded_draws(keys, max_new_tokens, device, np.float32)
+            group_limits = [limits[prompt.line] for prompt in group]
             steps = stream_tokens(
                 model,
-                [torch.tensor(given[prompt.line], device=device) for prompt in part],
-                max_new_tokens=[limits[prompt.line] for prompt in part],
+                [torch.tensor(tokens_by_line[prompt.line], device=device) for prompt in group],
+                max_new_tokens=group_limits,
                 temperature=temperature,
                 top_k=top_k,
                 top_p=top_p,
                 min_p=min_p,
                 logits_processors=logits_processors,
                 stop_tokens=list(stop),
-                draws=None if temperature == 0 else seeded_draws(keys, max_new_tokens, device, np.float32),
+                draws=draws,
                 max_sequences=max_sequences,
                 images=images,
             )
             with closing(steps):
-                for row, tokens in _ended(steps, [limits[prompt.line] for prompt in part], stop):
-                    prompt, stopped = part[row], tokens[-1] in stop
-                    end = "stop" if stopped else "max_new_tokens" if len(tokens) == max_new_tokens else "context"
-                    written = tokens[:-1] if stopped else tokens
+                for index, tokens in _ended_sequences(steps, group_limits, stop):
+                    prompt = group[index]
+                    if tokens[-1] in stop:
+                        end = "stop"
+                        answer_tokens = tokens[:-1]
+                    else:
+                        end = "max_new_tokens" if len(tokens) == max_new_tokens else "context"
+                        answer_tokens = tokens
                     # The marks of a call are special tokens in some formats.
                     options = {"skip_special_tokens": False} if prompt.expects_call else {}
-                    text = tokenizer.decode(written, **options)
+                    text = tokenizer.decode(answer_tokens, **options)
                     answers.add(prompt, text, end, len(tokens))
                     bar.update()
                     if on_answer is not None:
@@ -254,45 +274,48 @@ def answer_prompts(
     return answers
 
 
-def _parts(prompts: Sequence[Prompt], size: int) -> Iterator[Sequence[Prompt]]:
+def _groups(prompts: Sequence[Prompt], size: int) -> Iterator[Sequence[Prompt]]:
     """Yield groups of prompts to answer in one batch; groups with images are small, as all their images are loaded."""
     for has_images, count in ((False, _PROMPTS_PER_SEQUENCE * size), (True, size)):
-        some = [prompt for prompt in prompts if prompt.has_images == has_images]
-        for start in range(0, len(some), count):
-            yield some[start : start + count]
+        prompts_of_kind = [prompt for prompt in prompts if prompt.has_images == has_images]
+        for start in range(0, len(prompts_of_kind), count):
+            yield prompts_of_kind[start : start + count]
 
 
-def _row(model: nn.Module, tokenizer: Any, prompt: Prompt, source: str | Path) -> dict[str, Any]:
+def _tokenize_prompt(model: nn.Module, tokenizer: Any, prompt: Prompt, source: str | Path) -> dict[str, Any]:
     """Tokenize a prompt of a file.
 
     Raises:
         GenerationError: see :func:`prompt_row`; or an image cannot be read, or the model reads no images.
     """
-    where = f"{source}, line {prompt.line}"
+    location = f"{source}, line {prompt.line}"
     reads_text_only = text_decoder(model) is model or not getattr(tokenizer, "takes_images", False)
     if prompt.has_images and reads_text_only:
         raise GenerationError(
-            f"{where}: it has an image, but a {type(model).__name__} with a {type(tokenizer).__name__} reads text "
+            f"{location}: it has an image, but a {type(model).__name__} with a {type(tokenizer).__name__} reads text "
             "only: use model and tokenizer of a vision model, or remove the image."
         )
     try:
-        return prompt_row(tokenizer, prompt.messages, where, prompt.tools)
+        return prompt_row(tokenizer, prompt.messages, location, prompt.tools)
     except DataError as error:
-        raise GenerationError(f"{where}: {str(error).rstrip('.')}: correct the line.") from error
+        raise GenerationError(f"{location}: {str(error).rstrip('.')}: correct the line.") from error
 
 
 def _pixel_digest(images: Sequence[Tensor] | Images) -> str:
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for image in [images.pixels] if isinstance(images, Images) else images:
-        found.update(repr(list(image.shape)).encode() + image.contiguous().view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
+        digest.update(repr(list(image.shape)).encode())
+        digest.update(image.contiguous().view(torch.uint8).numpy().tobytes())  # numpy has no bfloat16
+    return digest.hexdigest()
 
 
-def _ended(steps: Iterator[TokenStep], limits: Sequence[int], stop: frozenset[int]) -> Iterator[tuple[int, list[int]]]:
+def _ended_sequences(
+    steps: Iterator[TokenStep], limits: Sequence[int], stop: frozenset[int]
+) -> Iterator[tuple[int, list[int]]]:
     """Yield (index, tokens) of each sequence when it ends, by a stop token or at its limit."""
-    found: list[list[int]] = [[] for _ in limits]
+    sequences: list[list[int]] = [[] for _ in limits]
     for step in steps:
-        for row, token in zip(step.rows.tolist(), step.tokens.tolist(), strict=True):
-            found[row].append(token)
-            if token in stop or len(found[row]) == limits[row]:
-                yield row, found[row]
+        for index, token in zip(step.rows.tolist(), step.tokens.tolist(), strict=True):
+            sequences[index].append(token)
+            if token in stop or len(sequences[index]) == limits[index]:
+                yield index, sequences[index]

@@ -1,4 +1,4 @@
-"""Read a file of prompts, and write the file of their answers."""
+"""Prompts: read from a file, tokenized as rows, with their images."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -74,33 +74,36 @@ def read_prompts(path: str | Path, system: str | None = None) -> list[Prompt]:
         ['Why?', 'Who wrote Faust?']
     """
     try:
-        found = [_prompt(path, number, line, system) for number, line in numbered_lines(Path(path))]
+        prompts = [_parse_prompt(path, number, line, system) for number, line in numbered_lines(Path(path))]
     except OSError as error:
         raise GenerationError(f"prompts: {path} cannot be read ({error.strerror}): give a JSONL file.") from error
-    if not found:
+    if not prompts:
         raise GenerationError(f"prompts: {path} is empty: write one prompt per line.")
-    return found
+    return prompts
 
 
-def _prompt(path: str | Path, number: int, line: bytes, system: str | None) -> Prompt:
-    where = f"prompts: {path}, line {number}"
+def _parse_prompt(path: str | Path, number: int, line: bytes, system: str | None) -> Prompt:
+    location = f"prompts: {path}, line {number}"
     try:
-        given = parse_json_line(line)
+        value = parse_json_line(line)
     except UserError as error:
-        raise GenerationError(f'{where}: {error}; correct the line, and write texts in quotes, "…".') from error
-    content, row, columns = given, {}, []
-    if isinstance(given, Mapping):
-        keys = [key for key in ("prompt", "messages") if key in given]
-        if len(keys) != 1:
-            raise GenerationError(f"{where}: the object needs either prompt or messages, it has {', '.join(given)}.")
-        row, columns = unfold_prompt(given, keys[0]), keys
-        content = row[keys[0]]
+        raise GenerationError(f'{location}: {error}; correct the line, and write texts in quotes, "…".') from error
+    if isinstance(value, Mapping):
+        columns = [key for key in ("prompt", "messages") if key in value]
+        if len(columns) != 1:
+            raise GenerationError(f"{location}: the object needs either prompt or messages, it has {', '.join(value)}.")
+        row = unfold_prompt(value, columns[0])
+        content = row[columns[0]]
+    else:  # the text or the messages alone
+        columns = []
+        row = {}
+        content = value
     try:
         conversation = read_conversation(row, with_images(content, images_of_columns(row)), columns=columns)
     except DataError as error:
-        raise GenerationError(f"{where}: {str(error).rstrip('.')}: give a text or a list of messages.") from error
-    messages = to_be_answered(conversation.messages, system, where)
-    return Prompt(number, given, messages, tools=conversation.tools)
+        raise GenerationError(f"{location}: {str(error).rstrip('.')}: give a text or a list of messages.") from error
+    messages = to_be_answered(conversation.messages, system, location)
+    return Prompt(number, value, messages, tools=conversation.tools)
 
 
 def to_be_answered(messages: Sequence[Message], system: str | None, where: str) -> list[Message]:
@@ -125,13 +128,15 @@ def prompt_row(
         >>> sorted(torchtune.generation.prompt_row(tokenizer, question, where="prompt"))
         ['mask', 'tokens']
     """
-    given = [*messages, Message(role="assistant", content="")]
-    row = dict(tokenizer({"messages": given} | tools_entry(tools), inference=True))
-    row["tokens"] = tokens = list(row["tokens"])
-    longest = getattr(tokenizer, "max_seq_len", None)
-    if longest is not None and len(tokens) >= longest:
+    # The empty turn asks the tokenizer for the beginning of an answer.
+    conversation = [*messages, Message(role="assistant", content="")]
+    row = dict(tokenizer({"messages": conversation} | tools_entry(tools), inference=True))
+    row["tokens"] = list(row["tokens"])
+    max_seq_len = getattr(tokenizer, "max_seq_len", None)
+    if max_seq_len is not None and len(row["tokens"]) >= max_seq_len:
         raise GenerationError(
-            f"{where}: tokenizer.max_seq_len = {longest} truncates it: set max_seq_len to null, or shorten the prompt."
+            f"{where}: tokenizer.max_seq_len = {max_seq_len} truncates it: set max_seq_len to null, or shorten the "
+            "prompt."
         )
     return row
 
@@ -179,7 +184,7 @@ def check_images(model: nn.Module, images: Sequence[Mapping[str, Any]], num_samp
     """Check that a model can continue prompts with images. Raises :class:`GenerationError`."""
     if any(images) and text_decoder(model) is model:
         raise GenerationError(f"prompt: it has an image, but a {type(model).__name__} reads text only: remove it.")
-    if num_samples > 1 and any("encoder_mask" in each for each in images):
+    if num_samples > 1 and any("encoder_mask" in prompt_images for prompt_images in images):
         raise GenerationError(f"num_samples is {num_samples}: a {type(model).__name__} answers an image once, set 1.")
 
 
@@ -192,12 +197,15 @@ def images_of_batch(images: Sequence[Mapping[str, Any]], lengths: Sequence[int],
         positions: positions ``[b, s]`` of the tokens; positions after a prompt use the last row of its
             ``encoder_mask``.
     """
-    if masked := [each for each in images if "encoder_mask" in each]:
-        mask = masked[0]["encoder_mask"]
-        return {**masked[0], "encoder_mask": mask[:, positions[0].clamp(max=mask.shape[1] - 1)]}
-    found = join_images([each["encoder_input"]["images"] if each else None for each in images], lengths)
-    if found is None:
+    pixels: list[Images | None] = []
+    for prompt_images in images:
+        if "encoder_mask" in prompt_images:  # cross-attention: the batch has no other prompt with images
+            mask = prompt_images["encoder_mask"]  # [1, s, t]
+            return {**prompt_images, "encoder_mask": mask[:, positions[0].clamp(max=mask.shape[1] - 1)]}
+        pixels.append(prompt_images["encoder_input"]["images"] if prompt_images else None)
+    batch = join_images(pixels, lengths)
+    if batch is None:
         return {}
-    if found.positions is not None:
-        found = replace(found, positions=found.positions.view(3, *positions.shape))
-    return {"encoder_input": {"images": found.to(positions.device)}}
+    if batch.positions is not None:  # three numbers per token: time, height and width
+        batch = replace(batch, positions=batch.positions.view(3, *positions.shape))
+    return {"encoder_input": {"images": batch.to(positions.device)}}
