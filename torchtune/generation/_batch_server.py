@@ -58,17 +58,21 @@ class Job:
     seed: int | None = None
     is_cancelled: bool = False
     has_left: Callable[[], bool] = lambda: False
-    found: SimpleQueue = field(default_factory=SimpleQueue)
+    # From the server's thread to the iterator: tokens, then an error, or None at the end.
+    results: SimpleQueue = field(default_factory=SimpleQueue)
 
     def __post_init__(self) -> None:
         self.rng = torch.Generator()
-        self.rng.seed() if self.seed is None else self.rng.manual_seed(self.seed)
+        if self.seed is None:
+            self.rng.seed()
+        else:
+            self.rng.manual_seed(self.seed)
 
     def __iter__(self) -> Iterator[Drawn]:
-        while (one := self.found.get()) is not None:
-            if isinstance(one, Exception):
-                raise one
-            yield one
+        while (result := self.results.get()) is not None:
+            if isinstance(result, Exception):
+                raise result
+            yield result
 
 
 class BatchServer:
@@ -100,8 +104,10 @@ class BatchServer:
         max_sequences: int = 8,
         max_waiting: int = 256,
     ) -> None:
-        self._models, self._stop = models, frozenset(stop_tokens)
-        self._size, self._max_waiting = max_sequences, max_waiting
+        self._models = models
+        self._stop = frozenset(stop_tokens)
+        self._size = max_sequences
+        self._max_waiting = max_waiting
         self._waiting: deque[Job] = deque()
         self._changed = threading.Condition()
         self._is_closed = False
@@ -137,65 +143,84 @@ class BatchServer:
                         break
                 self._answer_batch()
         for job in self._waiting:
-            job.found.put(self._failure(job))
+            job.results.put(self._failure(job))
 
     def _failure(self, job: Job) -> GenerationError | None:
         """Return the reason to stop answering a job; None if there is none."""
         if self._is_closed:
             return GenerationError("The server is closed.")
-        return GenerationError("The client has closed the connection.") if job.has_left() else None
+        if job.has_left():
+            return GenerationError("The client has closed the connection.")
+        return None
 
     def _answer_batch(self) -> None:
         """Answer jobs of the model that the first waiting job asks for, until another model is next or none waits."""
         name = self._waiting[0].model
-        model, jobs, running = self._models[name], [], set()
+        model = self._models[name]
         device = model.tok_embeddings.weight.device
+        jobs: list[Job] = []  # of the batch, by the index of their sequence
+        running: set[int] = set()  # indices of unfinished jobs
+        counts: dict[int, int] = {}  # tokens of each job
+        most_likely: dict[int, list[tuple[int, float]]] = {}  # of the running step, for jobs that ask for them
 
         def newcomers(_: Batch | None = None) -> list[Request]:
-            found = []
+            requests = []
             with self._changed:
                 while self._waiting and self._waiting[0].model == name and len(running) < self._size:
                     job = self._waiting.popleft()
-                    if (failure := self._failure(job)) is not None:
-                        job.found.put(failure)
+                    failure = self._failure(job)
+                    if failure is not None:
+                        job.results.put(failure)
                         continue
-                    found.append(Request(len(jobs), job.tokens, job.limit, 1))
-                    running.add(len(jobs))
+                    index = len(jobs)
                     jobs.append(job)
-            return found
+                    running.add(index)
+                    requests.append(Request(index, job.tokens, job.limit, 1))
+            return requests
 
         def draw(logits: Tensor, rows: list[Row]) -> tuple[Tensor, Tensor]:
-            tokens, log_probs = [], []
+            # Row by row, because each job has its own settings and random generator.
+            tokens = []
+            log_probs = []
             for row, row_logits in zip(rows, logits.split(1), strict=True):
                 job = jobs[row.index]
                 uniform = torch.rand(1, generator=job.rng).to(device)
-                token, probabilities = draw_tokens(row_logits, job.sampling, uniform)
+                token, probabilities = draw_tokens(row_logits, job.sampling, uniform)  # [1, 1], [1, v]
                 tokens.append(token)
                 log_probs.append(probabilities[0, token[0, 0]].log())
                 if job.num_top:
                     values, ids = probabilities[0].topk(min(job.num_top, probabilities.shape[-1]))
-                    tops[row.index] = list(zip(ids.tolist(), values.log().tolist(), strict=True))
-            return torch.cat(tokens), torch.stack(log_probs)
+                    most_likely[row.index] = list(zip(ids.tolist(), values.log().tolist(), strict=True))
+            return torch.cat(tokens), torch.stack(log_probs)  # [m, 1], [m]
 
         def ends(index: int, token: int) -> bool:
             return self._failure(jobs[index]) is not None or jobs[index].is_cancelled or token in self._stop
 
-        if not (first := newcomers()):
+        requests = newcomers()
+        if not requests:  # all of them have left
             return
-        how = {"size": self._size, "device": device, "use_cache": True}
-        how["processors"] = lambda index: jobs[index].sampling.logits_processors
-        counts: dict[int, int] = {}
-        tops: dict[int, list[tuple[int, float]]] = {}  # of the running step
+        steps = decode(
+            model,
+            requests,
+            size=self._size,
+            device=device,
+            use_cache=True,
+            draw=draw,
+            ends=ends,
+            processors=lambda index: jobs[index].sampling.logits_processors,
+            more=newcomers,
+        )
         try:
-            with closing(decode(model, first, **how, draw=draw, ends=ends, more=newcomers)) as steps:
+            with closing(steps):
                 for indices, tokens, log_probs in steps:
                     check_finite(log_probs, model)
                     for index, token, log_prob in zip(indices, tokens[:, 0].tolist(), log_probs.tolist(), strict=True):
-                        jobs[index].found.put(Drawn(token, log_prob, tops.get(index, [])))
+                        job = jobs[index]
+                        job.results.put(Drawn(token, log_prob, most_likely.get(index, [])))
                         counts[index] = counts.get(index, 0) + 1
-                        if ends(index, token) or counts[index] == jobs[index].limit:
+                        if ends(index, token) or counts[index] == job.limit:
                             running.discard(index)
-                            jobs[index].found.put(self._failure(jobs[index]))
+                            job.results.put(self._failure(job))
         except Exception as error:  # noqa: BLE001 - of one batch; later ones may work
             for index in running:
-                jobs[index].found.put(GenerationError(f"The model failed: {error}"))
+                jobs[index].results.put(GenerationError(f"The model failed: {error}"))

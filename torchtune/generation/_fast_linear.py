@@ -30,20 +30,24 @@ def uncompiled(model: nn.Module) -> Iterator[None]:
     Shapes of rows and caches change from step to step of generation, and most changes would recompile a layer. At its
     limit of recompilations, the compiler would also give up on training.
     """
-    compiled = [(module, module._compiled_call_impl) for module in model.modules()]
-    wrapped = [vars(module).get("forward") for module in model.modules()]  # of recomputed layers: compiled inside
-    inner = [(one, one.forward) for one in wrapped if hasattr(getattr(one, "forward", None), _ORIGINAL)]
+    compiled_calls = [(module, module._compiled_call_impl) for module in model.modules()]
+    # Layers with activation checkpointing have an object in the place of their forward, which is compiled inside.
+    compiled_forwards = []
+    for module in model.modules():
+        checkpointed = vars(module).get("forward")
+        if hasattr(getattr(checkpointed, "forward", None), _ORIGINAL):
+            compiled_forwards.append((checkpointed, checkpointed.forward))
     try:
-        for module, _ in compiled:
+        for module, _ in compiled_calls:
             module._compiled_call_impl = None
-        for one, call in inner:
-            one.forward = getattr(call, _ORIGINAL)
+        for checkpointed, forward in compiled_forwards:
+            checkpointed.forward = getattr(forward, _ORIGINAL)
         yield
     finally:
-        for module, call in compiled:
+        for module, call in compiled_calls:
             module._compiled_call_impl = call
-        for one, call in inner:
-            one.forward = call
+        for checkpointed, forward in compiled_forwards:
+            checkpointed.forward = forward
 
 
 def _is_plain(weight: object) -> bool:
@@ -84,7 +88,8 @@ class _Packed:
     @torch.inference_mode(False)
     @torch.no_grad()
     def __init__(self, layer: nn.Linear | LoRALinear) -> None:
-        self._layer, self._weight = layer, onednn_layout(layer.weight.detach())
+        self._layer = layer
+        self._weight = onednn_layout(layer.weight.detach())
         layer.weight.data = layer.weight.new_empty(0)
         layer.forward = self
 
@@ -92,7 +97,7 @@ class _Packed:
         layer = self._layer
         y = _product(x, self._weight, layer.bias, layer)
         if isinstance(layer, LoRALinear) and not layer.disabled:
-            low = x.flatten(0, -2) @ layer.lora_a.weight.t()
+            low = x.flatten(0, -2) @ layer.lora_a.weight.t()  # [..., d] -> [b * s, rank]
             y.flatten(0, -2).addmm_(low, layer.lora_b.weight.t(), alpha=layer.scaling)
         return y
 
@@ -106,20 +111,23 @@ class _Packed:
 
 def _packable(model: nn.Module) -> list[nn.Module]:
     """Return the linear layers that run in oneDNN: plain, called as modules, and with a weight that is not shared."""
-    parts = {id(part) for m in model.modules() if isinstance(m, LoRALinear) for part in (m.lora_a, m.lora_b)}
-    # A decoding step of latent attention reads this weight itself.
-    parts |= {id(m.kv_proj) for m in model.modules() if isinstance(m, LatentAttention)}
-    users = Counter(id(p) for m in model.modules() for p in m._parameters.values())
-    return [
-        module
-        for module in model.modules()
-        if type(module) in (nn.Linear, LoRALinear)
-        and id(module) not in parts
-        and "forward" not in vars(module)
-        and users[id(module.weight)] == 1
-        and _is_plain(module.weight)
-        and getattr(module, "lora_a", module).weight.dtype == module.weight.dtype
-    ]
+    not_called: set[int] = set()  # layers whose weights others read
+    users: Counter[int] = Counter()  # modules of each parameter
+    for module in model.modules():
+        if isinstance(module, LoRALinear):
+            not_called |= {id(module.lora_a), id(module.lora_b)}
+        elif isinstance(module, LatentAttention):
+            not_called.add(id(module.kv_proj))  # a decoding step reads this weight itself
+        users.update(id(parameter) for parameter in module._parameters.values())
+    layers = []
+    for module in model.modules():
+        if type(module) not in (nn.Linear, LoRALinear) or id(module) in not_called:
+            continue
+        has_own_forward = "forward" in vars(module)
+        has_one_dtype = getattr(module, "lora_a", module).weight.dtype == module.weight.dtype
+        if not has_own_forward and has_one_dtype and users[id(module.weight)] == 1 and _is_plain(module.weight):
+            layers.append(module)
+    return layers
 
 
 @contextmanager
