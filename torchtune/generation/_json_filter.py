@@ -15,20 +15,20 @@ from torch import Tensor
 
 from torchtune.generation._sampling import GenerationError
 
-# Items that replace one after a character.
+# Items that replace an item after a character.
 _Items = tuple["_Item", ...]
-# A stack as (first item, others, size), and () when it is empty: stacks share their ends.
+# A stack as (first item, stack below it, size), and () when it is empty: stacks share their ends.
 _Stack = tuple[Any, ...]
 
 _TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")
-_CHECKED = ("type", "enum", "const", "anyOf", "$ref", "properties", "required", "additionalProperties", "items")
-_COUNTS = ("minItems", "maxItems")
-_NOTES = ("title", "description", "default", "examples", "$schema", "$id", "$defs", "definitions", "$comment")
-_MOST_BLANKS = 32  # white space between two parts: a model could write it forever
-_MOST_NODES = 10_000
-_MOST_STATES = 512  # remembered masks
-_MOST_ITEMS = 512  # of a stack: some hundred brackets in each other
-_IN_STRING = '"\\'
+# Supported keywords of a schema: of values, of their parts, and those that describe it only.
+_VALUE_KEYWORDS = ("type", "enum", "const", "anyOf", "$ref")
+_PART_KEYWORDS = ("properties", "required", "additionalProperties", "items", "minItems", "maxItems")
+_ANNOTATIONS = ("title", "description", "default", "examples", "$schema", "$id", "$defs", "definitions", "$comment")
+_MAX_BLANKS = 32  # white space between two parts: a model could write it forever
+_MAX_NODES = 10_000
+_MAX_STATES = 512  # cached lists of allowed tokens
+_MAX_STACK = 512  # items of a stack: some hundred nested brackets
 
 
 class _Item:
@@ -48,15 +48,19 @@ class _Text(_Item):
     text: str
 
     def step(self, char: str) -> Iterator[_Items]:
-        if char == self.text[0]:
-            yield (_Text(self.text[1:]),) if len(self.text) > 1 else ()
+        if char != self.text[0]:
+            return
+        if len(self.text) > 1:
+            yield (_Text(self.text[1:]),)
+        else:
+            yield ()
 
 
 @dataclass(frozen=True)
 class _Blank(_Item):
     """White space, or none."""
 
-    count: int = _MOST_BLANKS
+    count: int = _MAX_BLANKS
     is_optional = True
 
     def step(self, char: str) -> Iterator[_Items]:
@@ -85,8 +89,12 @@ class _Escape(_Item):
 
     def step(self, char: str) -> Iterator[_Items]:
         if self.digits:
-            if char in "0123456789abcdefABCDEF":
-                yield (_Escape(self.digits - 1),) if self.digits > 1 else ()
+            if char not in "0123456789abcdefABCDEF":
+                return
+            if self.digits > 1:
+                yield (_Escape(self.digits - 1),)
+            else:
+                yield ()
         elif char == "u":
             yield (_Escape(4),)
         elif char in '"\\/bfnrt':
@@ -134,7 +142,7 @@ class _Node(_Item):
         properties: name as JSON, whether it is required, and node, in their order.
         additional: node of other properties, or ``None``.
         items: node of array elements.
-        fewest, most: numbers of array elements.
+        min_items, max_items: limits of the number of array elements.
     """
 
     def __init__(self) -> None:
@@ -144,7 +152,8 @@ class _Node(_Item):
         self.properties: list[tuple[str, bool, _Node]] = []
         self.additional: _Node | None = None
         self.items: _Node | None = None
-        self.fewest, self.most = 0, None
+        self.min_items = 0
+        self.max_items: int | None = None
 
     def step(self, char: str) -> Iterator[_Items]:
         for text in self.texts:
@@ -180,17 +189,18 @@ class _Members(_Item):
             if not any(is_required for _, is_required, _ in self.node.properties[self.start :]):
                 yield ()
         elif self.is_first:
-            yield from self._key(char)
+            yield from self.step_key(char)
         elif char == ",":
             yield (_Blank(), _Key(self))
 
-    def _key(self, char: str) -> Iterator[_Items]:
+    def step_key(self, char: str) -> Iterator[_Items]:
+        """Yield what remains after the quotation mark of a member's name: one way for each name that may come."""
         if char != '"':
             return
         for index, (name, is_required, node) in enumerate(self.node.properties[self.start :], self.start):
             after = _Members(self.node, index + 1, False)
             yield (_Text(name[1:]), _Blank(), _Text(":"), _Blank(), node, _Blank(), after)
-            if is_required:
+            if is_required:  # later names would leave it out, because properties keep their order
                 return
         if self.node.additional is not None:
             after = _Members(self.node, self.start, False)
@@ -204,7 +214,7 @@ class _Key(_Item):
     members: _Members
 
     def step(self, char: str) -> Iterator[_Items]:
-        yield from self.members._key(char)
+        yield from self.members.step_key(char)
 
 
 @dataclass(frozen=True)
@@ -216,9 +226,9 @@ class _Elements(_Item):
 
     def step(self, char: str) -> Iterator[_Items]:
         if char == "]":
-            if self.count >= self.node.fewest:
+            if self.count >= self.node.min_items:
                 yield ()
-        elif self.node.most is not None and self.count >= self.node.most:
+        elif self.node.max_items is not None and self.count >= self.node.max_items:
             return
         elif self.count == 0:
             for items in self.node.items.step(char):
@@ -227,32 +237,33 @@ class _Elements(_Item):
             yield (_Blank(), self.node.items, _Blank(), self._next())
 
     def _next(self) -> "_Elements":
-        # Beyond both bounds the number does not matter, and equal states share their masks.
-        most = max(self.node.fewest, self.node.most or 0, 1)
-        return _Elements(self.node, min(self.count + 1, most))
+        # Beyond both bounds the number does not matter, and equal states share their allowed tokens.
+        bound = max(self.node.min_items, self.node.max_items or 0, 1)
+        return _Elements(self.node, min(self.count + 1, bound))
 
 
 def _push(item: _Item, stack: _Stack) -> _Stack:
-    return item, stack, 1 + (stack[2] if stack else 0)
+    size = stack[2] if stack else 0
+    return item, stack, size + 1
 
 
 def _step(stacks: Iterable[_Stack], char: str) -> frozenset[_Stack]:
     """Return the stacks after ``char``; none if it cannot follow."""
-    after = set()
+    next_stacks = set()
     for stack in stacks:
         while stack:
-            first, others, size = stack
+            first, below, size = stack
             for items in first.step(char):
-                if size + len(items) > _MOST_ITEMS:
+                if size + len(items) > _MAX_STACK:
                     continue
-                new = others
+                next_stack = below
                 for item in reversed(items):
-                    new = _push(item, new)
-                after.add(new)
+                    next_stack = _push(item, next_stack)
+                next_stacks.add(next_stack)
             if not first.is_optional:
                 break
-            stack = others
-    return frozenset(after)
+            stack = below  # the item may be empty, so that the character may belong to the next one
+    return frozenset(next_stacks)
 
 
 def _is_complete(stacks: Iterable[_Stack]) -> bool:
@@ -281,8 +292,11 @@ class JSONGrammar:
 
     def __init__(self, schema: Any = None) -> None:
         self._schema = {"type": "object"} if schema is None else schema
-        self._nodes: dict[str, _Node] = {}  # by place, so that references may be recursive
-        self._anything = self._make_anything()
+        self._nodes: dict[str, _Node] = {}  # by path in the schema, so that references may be recursive
+        self._any_value = _Node()
+        self._any_value.types = ["object", "array", "string", "number", "boolean", "null"]
+        self._any_value.additional = self._any_value
+        self._any_value.items = self._any_value
         self.start: frozenset[_Stack] = frozenset([_push(self._node(self._schema, "#"), ())])
         self._check_references()
 
@@ -293,105 +307,116 @@ class JSONGrammar:
             stacks = _step(stacks, char)
         return _is_complete(stacks)
 
-    @staticmethod
-    def _make_anything() -> _Node:
-        node = _Node()
-        node.types = ["object", "array", "string", "number", "boolean", "null"]
-        node.additional = node.items = node
-        return node
-
-    def _node(self, schema: Any, place: str) -> _Node:
+    def _node(self, schema: Any, path: str) -> _Node:
+        """Return the node of a schema at a path such as ``#/properties/name``."""
         if schema is True or schema == {}:
-            return self._anything
-        if place in self._nodes:
-            return self._nodes[place]
+            return self._any_value
+        if path in self._nodes:
+            return self._nodes[path]
         if not isinstance(schema, Mapping):
-            raise GenerationError(f"{place} is {json.dumps(schema)[:40]}: a schema is an object.")
-        if len(self._nodes) >= _MOST_NODES:
-            raise GenerationError(f"the schema has more than {_MOST_NODES:,} parts: shorten it.")
+            raise GenerationError(f"{path} is {json.dumps(schema)[:40]}: a schema is an object.")
+        if len(self._nodes) >= _MAX_NODES:
+            raise GenerationError(f"the schema has more than {_MAX_NODES:,} parts: shorten it.")
         for name in schema:
-            if name not in _CHECKED + _COUNTS + _NOTES:
-                raise GenerationError(f"{place} has '{name}', which is not supported: leave it out.")
-        node = self._nodes[place] = _Node()
+            if name not in _VALUE_KEYWORDS + _PART_KEYWORDS + _ANNOTATIONS:
+                raise GenerationError(f"{path} has '{name}', which is not supported: leave it out.")
+        node = _Node()
+        self._nodes[path] = node  # before the nodes in it, which may refer to it
         if "$ref" in schema:
-            node.alternatives = [self._referenced(schema["$ref"], place)]
+            node.alternatives = [self._referenced_node(schema["$ref"], path)]
         elif "anyOf" in schema:
-            options = _checked(schema["anyOf"], list, f"{place}/anyOf")
-            node.alternatives = [self._node(option, f"{place}/anyOf/{i}") for i, option in enumerate(options)]
+            options = _checked(schema["anyOf"], list, f"{path}/anyOf")
+            node.alternatives = [self._node(option, f"{path}/anyOf/{i}") for i, option in enumerate(options)]
         elif "enum" in schema or "const" in schema:
-            values = _checked(schema["enum"], list, f"{place}/enum") if "enum" in schema else [schema["const"]]
+            values = _checked(schema["enum"], list, f"{path}/enum") if "enum" in schema else [schema["const"]]
             for value in values:
                 node.texts.append(json.dumps(value, ensure_ascii=False))
                 node.texts.append(json.dumps(value))  # for characters that no token has
         else:
-            self._add_types(node, schema, place)
+            self._add_types(node, schema, path)
         if not (node.texts or node.types or node.alternatives):
-            raise GenerationError(f"{place} allows no value: add one.")
+            raise GenerationError(f"{path} allows no value: add one.")
         return node
 
-    def _referenced(self, reference: Any, place: str) -> _Node:
+    def _referenced_node(self, reference: Any, path: str) -> _Node:
         schema: Any = self._schema
         if not isinstance(reference, str) or not reference.startswith("#"):
-            raise GenerationError(f"{place}/$ref is {json.dumps(reference)[:80]}: it must begin with #.")
+            raise GenerationError(f"{path}/$ref is {json.dumps(reference)[:80]}: it must begin with #.")
         for part in reference[1:].split("/")[1:]:
-            key = part.replace("~1", "/").replace("~0", "~")
+            key = part.replace("~1", "/").replace("~0", "~")  # the escapes of JSON pointers
             if not isinstance(schema, Mapping) or key not in schema:
-                raise GenerationError(f"{place}/$ref: the schema has no {reference[:80]}.")
+                raise GenerationError(f"{path}/$ref: the schema has no {reference[:80]}.")
             schema = schema[key]
         return self._node(schema, reference)
 
     def _check_references(self) -> None:
-        """Raise if references and alternatives lead back to their place before any character."""
+        """Raise if references and alternatives lead back to their node before any character.
+
+        A depth-first search without recursion, because a schema may be deeper than Python's stack.
+        """
         checked: set[int] = set()
-        for place, start in self._nodes.items():
-            path, waiting = set(), [(start, False)]
+        for path, start in self._nodes.items():
+            ancestors: set[int] = set()
+            waiting = [(start, False)]
             while waiting:
                 node, is_left = waiting.pop()
                 if is_left:
-                    path.discard(id(node))
+                    ancestors.discard(id(node))
                     checked.add(id(node))
-                elif id(node) in path:
-                    raise GenerationError(f"{place} refers to itself without a value between: give it one.")
+                elif id(node) in ancestors:
+                    raise GenerationError(f"{path} refers to itself without a value between: give it one.")
                 elif id(node) not in checked:
-                    path.add(id(node))
+                    ancestors.add(id(node))
                     waiting.append((node, True))
                     waiting += [(alternative, False) for alternative in node.alternatives]
 
-    def _add_types(self, node: _Node, schema: Mapping[str, Any], place: str) -> None:
-        implied = "object" if "properties" in schema else "array" if "items" in schema else None
-        names = schema.get("type", implied)
-        names = list(_TYPES) if names is None else [names] if isinstance(names, str) else names
-        for name in _checked(names, list, f"{place}/type"):
+    def _add_types(self, node: _Node, schema: Mapping[str, Any], path: str) -> None:
+        """Set the types of a node and what they need: properties, elements, and the number of elements."""
+        if "type" in schema:
+            types = schema["type"]
+        elif "properties" in schema:
+            types = "object"
+        elif "items" in schema:
+            types = "array"
+        else:
+            types = None
+        if types is None:
+            types = list(_TYPES)
+        elif isinstance(types, str):
+            types = [types]
+        for name in _checked(types, list, f"{path}/type"):
             if name not in _TYPES:
-                raise GenerationError(f"{place}/type is {json.dumps(name)[:40]}: use one of {', '.join(_TYPES)}.")
-        node.types = names
-        properties = _checked(schema.get("properties", {}), Mapping, f"{place}/properties")
-        required = _checked(schema.get("required", []), list, f"{place}/required")
+                raise GenerationError(f"{path}/type is {json.dumps(name)[:40]}: use one of {', '.join(_TYPES)}.")
+        node.types = types
+        properties = _checked(schema.get("properties", {}), Mapping, f"{path}/properties")
+        required = _checked(schema.get("required", []), list, f"{path}/required")
         for name in required:
             if name not in properties:
-                raise GenerationError(f"{place}/required has {json.dumps(name)[:40]}: it must be among properties.")
+                raise GenerationError(f"{path}/required has {json.dumps(name)[:40]}: it must be among properties.")
         for name, inner in properties.items():
             key = json.dumps(name, ensure_ascii=False)
-            node.properties.append((key, name in required, self._node(inner, f"{place}/properties/{name}")))
+            node.properties.append((key, name in required, self._node(inner, f"{path}/properties/{name}")))
+        # Without properties, a schema allows any; with properties, only these.
         additional = schema.get("additionalProperties", not properties)
         if additional is not False:
             if properties:
                 raise GenerationError(
-                    f"{place}/additionalProperties beside properties is not supported: set it to false."
+                    f"{path}/additionalProperties beside properties is not supported: set it to false."
                 )
-            node.additional = self._node(additional, f"{place}/additionalProperties")
-        node.items = self._node(schema.get("items", True), f"{place}/items")
-        node.fewest = _checked(schema.get("minItems", 0), int, f"{place}/minItems")
+            node.additional = self._node(additional, f"{path}/additionalProperties")
+        node.items = self._node(schema.get("items", True), f"{path}/items")
+        node.min_items = _checked(schema.get("minItems", 0), int, f"{path}/minItems")
         if "maxItems" in schema:
-            node.most = _checked(schema["maxItems"], int, f"{place}/maxItems")
-        if node.most is not None and node.most < node.fewest:
-            raise GenerationError(f"{place}/maxItems is {node.most}, below minItems {node.fewest}: raise it.")
+            node.max_items = _checked(schema["maxItems"], int, f"{path}/maxItems")
+        if node.max_items is not None and node.max_items < node.min_items:
+            raise GenerationError(f"{path}/maxItems is {node.max_items}, below minItems {node.min_items}: raise it.")
 
 
-def _checked(value: Any, kind: type, place: str) -> Any:
+def _checked(value: Any, kind: type, path: str) -> Any:
+    """Return a value of the schema at a path; raise if it is of another kind."""
     if not isinstance(value, kind) or isinstance(value, bool):
         names = {list: "a list", Mapping: "an object", int: "an integer"}
-        raise GenerationError(f"{place} is {json.dumps(value)[:40]}: it must be {names[kind]}.")
+        raise GenerationError(f"{path} is {json.dumps(value)[:40]}: it must be {names[kind]}.")
     return value
 
 
@@ -404,12 +429,12 @@ class TokenDecoder:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._before = tokenizer.encode("a", add_bos=False, add_eos=False)
-        self._skipped = len(tokenizer.decode(self._before))
+        self._prefix = tokenizer.encode("a", add_bos=False, add_eos=False)
+        self._prefix_length = len(tokenizer.decode(self._prefix))
 
     def __call__(self, token: int) -> str:
         """Return the text of a token; empty for a special token."""
-        return self._tokenizer.decode([*self._before, token])[self._skipped :]
+        return self._tokenizer.decode([*self._prefix, token])[self._prefix_length :]
 
 
 class TokenTexts:
@@ -426,60 +451,69 @@ class TokenTexts:
         self.stop_tokens = list(tokenizer.stop_tokens)
         decode = TokenDecoder(tokenizer)
         self.texts = [decode(token) for token in range(tokenizer.vocab_size)]
-        known = set(self.texts)
-        missing = [chr(code) for code in range(32, 127) if chr(code) not in known]
-        if missing:
-            raise GenerationError(f"The tokenizer has no token for {missing[0]!r} alone: JSON cannot be ensured.")
+        all_texts = set(self.texts)
+        for char in map(chr, range(32, 127)):
+            if char not in all_texts:
+                raise GenerationError(f"The tokenizer has no token for {char!r} alone: JSON cannot be ensured.")
         order = sorted(range(len(self.texts)), key=self.texts.__getitem__)
-        self._all = [token for token in order if self.texts[token]]
-        self._all_texts = [self.texts[token] for token in self._all]
-        # Tokens that stay in a string, and the few others that a string has to be asked about.
-        is_plain = [all(char >= " " and char not in _IN_STRING for char in text) for text in self._all_texts]
-        self._plain = [token for token, plain in zip(self._all, is_plain, strict=True) if plain]
-        self._marks = [token for token, plain in zip(self._all, is_plain, strict=True) if not plain]
-        self._marks_texts = [self.texts[token] for token in self._marks]
-        self._known: dict[frozenset[_Stack], Tensor] = {}
+        self._tokens = [token for token in order if self.texts[token]]
+        self._token_texts = [self.texts[token] for token in self._tokens]
+        # Within a string, most tokens are allowed without asking the grammar; only those with a quotation mark, a
+        # backslash or a control character may end or break it.
+        self._string_tokens: list[int] = []
+        self._mark_tokens: list[int] = []
+        for token, text in zip(self._tokens, self._token_texts, strict=True):
+            is_plain = all(char >= " " and char not in '"\\' for char in text)
+            if is_plain:
+                self._string_tokens.append(token)
+            else:
+                self._mark_tokens.append(token)
+        self._mark_texts = [self.texts[token] for token in self._mark_tokens]
+        self._allowed: dict[frozenset[_Stack], Tensor] = {}
 
     def allowed(self, stacks: frozenset[_Stack]) -> Tensor:
         """Return the tokens that may follow, int64 ``[n]``."""
-        if stacks not in self._known:
-            if len(self._known) >= _MOST_STATES:
-                self._known.clear()
-            self._known[stacks] = torch.tensor(self._find_allowed(stacks), dtype=torch.int64)
-        return self._known[stacks]
-
-    def _find_allowed(self, stacks: frozenset[_Stack]) -> list[int]:
+        if stacks in self._allowed:
+            return self._allowed[stacks]
         tokens: list[int] = []
         if _is_complete(stacks):
             tokens += self.stop_tokens
         if any(stack and isinstance(stack[0], _String) for stack in stacks):
-            return tokens + self._plain + list(_accepted(stacks, self._marks, self._marks_texts))
-        return tokens + list(_accepted(stacks, self._all, self._all_texts))
+            tokens += self._string_tokens
+            tokens += _accepted(stacks, self._mark_tokens, self._mark_texts)
+        else:
+            tokens += _accepted(stacks, self._tokens, self._token_texts)
+        if len(self._allowed) >= _MAX_STATES:
+            self._allowed.clear()
+        self._allowed[stacks] = torch.tensor(tokens, dtype=torch.int64)
+        return self._allowed[stacks]
 
 
 def _accepted(stacks: frozenset[_Stack], tokens: Sequence[int], texts: Sequence[str]) -> Iterator[int]:
     """Yield the tokens whose texts the grammar accepts; ``texts`` are sorted."""
-    path, before = [stacks], ""  # stacks after each character of the text before
+    states = [stacks]  # stacks after each character of the previous text, as far as the grammar accepts it
+    previous = ""
     index = 0
     while index < len(texts):
         text = texts[index]
+        # Sorted texts share beginnings: only the characters after the common one are new.
         shared = 0
-        while shared < min(len(path) - 1, len(text)) and text[shared] == before[shared]:
+        while shared < min(len(states) - 1, len(text)) and text[shared] == previous[shared]:
             shared += 1
-        del path[shared + 1 :]
-        while len(path) <= len(text):
-            after = _step(path[-1], text[len(path) - 1])
-            if not after:
+        del states[shared + 1 :]
+        while len(states) <= len(text):
+            next_stacks = _step(states[-1], text[len(states) - 1])
+            if not next_stacks:
                 break
-            path.append(after)
-        before = text
-        if len(path) > len(text):
+            states.append(next_stacks)
+        previous = text
+        if len(states) > len(text):
             yield tokens[index]
             index += 1
-        else:  # all texts with this beginning are impossible
-            impossible = text[: len(path)]
-            beyond = impossible[:-1] + chr(min(ord(impossible[-1]) + 1, 0x10FFFF))
-            index = max(bisect_left(texts, beyond, index), index + 1)
+        else:  # all texts with this beginning are impossible: skip to the first text that sorts after them
+            impossible = text[: len(states)]
+            successor = impossible[:-1] + chr(min(ord(impossible[-1]) + 1, 0x10FFFF))
+            index = max(bisect_left(texts, successor, index), index + 1)
 
 
 class JSONFilter:
@@ -494,7 +528,9 @@ class JSONFilter:
     """
 
     def __init__(self, texts: TokenTexts, grammar: JSONGrammar, prompt_length: int) -> None:
-        self._texts, self._stacks, self._length = texts, grammar.start, prompt_length
+        self._texts = texts
+        self._stacks = grammar.start
+        self._length = prompt_length  # number of tokens that need not be read any more
 
     def __call__(self, tokens: Tensor, logits: Tensor) -> Tensor:
         """Return the logits ``[1, v]`` after ``tokens`` ``[1, s]``, -inf for tokens that are not allowed."""
