@@ -63,24 +63,44 @@ def compare_models(first: Iterable[Tensor], second: Iterable[Tensor]) -> Compari
         >>> same.max_difference, same.kl, same.equal_tokens
         (0.0, 0.0, 3)
     """
-    maxima, scores, totals = [], [], torch.zeros(4, dtype=torch.float64)
-    equal = tokens = 0
-    for one, two in zip(first, second, strict=True):
-        if one.shape != two.shape:
-            raise EvaluationError(f"the logits of a prompt are {list(one.shape)} and {list(two.shape)}: compare alike.")
-        one, two = one.double(), two.double()
-        difference, (log_p, log_q) = (one - two).abs(), (part.log_softmax(-1) for part in (one, two))
-        kl = (log_p.exp() * (log_p - log_q)).sum()
+    maxima = []
+    scores = []
+    total_difference = torch.zeros((), dtype=torch.float64)
+    total_variance = torch.zeros((), dtype=torch.float64)
+    total_kl = torch.zeros((), dtype=torch.float64)
+    num_logits = 0
+    tokens = 0
+    equal_tokens = 0
+    for first_logits, second_logits in zip(first, second, strict=True):
+        if first_logits.shape != second_logits.shape:
+            raise EvaluationError(
+                f"the logits of a prompt are {list(first_logits.shape)} and {list(second_logits.shape)}: compare alike."
+            )
+        p = first_logits.double()  # [s, v]
+        q = second_logits.double()
+        difference = (p - q).abs()
+        log_p = p.log_softmax(-1)
+        log_q = q.log_softmax(-1)
         maxima.append(difference.max())
-        if one.shape[-1] == 1:  # a reward model: a single number differs from others only in other prompts
-            scores.append(one.flatten())
-        totals += torch.stack([difference.sum(), one.var(-1, correction=0).sum(), kl, torch.tensor(one.numel())])
-        equal += int((one.argmax(-1) == two.argmax(-1)).sum())
-        tokens += len(one)
-    mean, variance, kl = totals[0] / totals[3], totals[1] / tokens, totals[2] / tokens
+        total_difference += difference.sum()
+        total_variance += p.var(-1, correction=0).sum()
+        total_kl += (log_p.exp() * (log_p - log_q)).sum()
+        num_logits += p.numel()
+        tokens += len(p)
+        equal_tokens += int((p.argmax(-1) == q.argmax(-1)).sum())
+        if p.shape[-1] == 1:  # a reward model: a single number differs from others only in other prompts
+            scores.append(p.flatten())
+    variance = total_variance / tokens
     if scores:
         variance = torch.cat(scores).var(correction=0)
-    return Comparison(float(torch.stack(maxima).max()), float(mean), float(variance.sqrt()), float(kl), equal, tokens)
+    return Comparison(
+        max_difference=float(torch.stack(maxima).max()),
+        mean_difference=float(total_difference / num_logits),
+        spread=float(variance.sqrt()),
+        kl=float(total_kl / tokens),
+        equal_tokens=equal_tokens,
+        tokens=tokens,
+    )
 
 
 @torch.no_grad()
@@ -96,8 +116,14 @@ def logits_of(model: TransformerDecoder, prompts: Iterable[Tensor]) -> list[Tens
         3
     """
     device = next(model.parameters()).device
-    last = slice(-1 if getattr(getattr(model, "description", None), "is_classifier", False) else 0, None)
-    return [model(ids[None].to(device), output="logits")[0, last].float().cpu() for ids in prompts]
+    is_classifier = getattr(getattr(model, "description", None), "is_classifier", False)
+    logits = []
+    for ids in prompts:
+        prompt_logits = model(ids[None].to(device), output="logits")[0]  # [s, v]
+        if is_classifier:
+            prompt_logits = prompt_logits[-1:]
+        logits.append(prompt_logits.float().cpu())
+    return logits
 
 
 @torch.no_grad()
@@ -122,33 +148,46 @@ def compare_layers(
         >>> max(torchtune.evaluation.compare_layers(model, model).values())
         0.0
     """
-    weights, errors = ModelWeights(second), {}
+    weights = ModelWeights(second)
     spec, description = weights.identity
-    external = {name: group.external for group in spec.weight_map("hf").groups(description) for name in group.tune}
+    external_names: dict[str, tuple[str, ...]] = {}
+    for group in spec.weight_map("hf").groups(description):
+        for name in group.tune:
+            external_names[name] = group.external
+    errors: dict[str, float] = {}
     for number, name in enumerate(sorted(weights.base), 1):
         if on_weight is not None:
             on_weight(number, len(weights.base))
-        one, two = _computed(first, name), _computed(second, name)
-        size = (one - two).norm(dim=-1)
-        parts = torch.where(size > 0, size / one.norm(dim=-1), size).nan_to_num(torch.inf).tolist()
-        names = external.get(name, (name,))
-        for found, error in zip(names if len(names) == len(parts) else names[:1] * len(parts), parts, strict=True):
-            errors[found] = max(error, errors.get(found, 0.0))
+        first_output = _probe_output(first, name)  # [parts, n]
+        difference = (first_output - _probe_output(second, name)).norm(dim=-1)
+        # Equal outputs have no error, also where both are 0.
+        relative = torch.where(difference > 0, difference / first_output.norm(dim=-1), difference)
+        part_errors = relative.nan_to_num(torch.inf).tolist()
+        names = external_names.get(name, (name,))
+        if len(names) != len(part_errors):  # the parts are not weights of their own in the other layout
+            names = names[:1] * len(part_errors)
+        for external_name, error in zip(names, part_errors, strict=True):
+            errors[external_name] = max(error, errors.get(external_name, 0.0))
     return errors
 
 
-def _computed(model: nn.Module, name: str) -> Tensor:
+def _probe_output(model: nn.Module, name: str) -> Tensor:
     """Return the output of a layer for a random input, or a parameter: float32 ``[parts, n]``."""
     path, _, leaf = name.rpartition(".")
-    module, parameter = model.get_submodule(path), model.get_parameter(name)
-    generator, kind = torch.Generator().manual_seed(0), {"device": parameter.device, "dtype": parameter.dtype}
+    module = model.get_submodule(path)
+    parameter = model.get_parameter(name)
+    generator = torch.Generator().manual_seed(0)  # the same input for both models
     if isinstance(module, nn.Linear | LoRALinear) and leaf == "weight":
-        return module(torch.randn(_PROBES, parameter.shape[1], generator=generator).to(**kind)).float().view(1, -1)
-    if isinstance(module, GroupedExperts) and leaf in (shapes := module.matrix_shapes()):
-        experts, inputs, _ = shapes[leaf]
-        rows = torch.randn(experts * _PROBES, inputs, generator=generator).to(**kind)
-        counts = torch.full((experts,), _PROBES, device=parameter.device)
-        return module.project(leaf, rows, counts).float().view(experts, -1)
+        x = torch.randn(_PROBES, parameter.shape[1], generator=generator)
+        return module(x.to(parameter.device, parameter.dtype)).float().view(1, -1)
+    if isinstance(module, GroupedExperts):
+        shapes = module.matrix_shapes()
+        if leaf in shapes:
+            experts, inputs, _ = shapes[leaf]
+            x = torch.randn(experts * _PROBES, inputs, generator=generator)
+            counts = torch.full((experts,), _PROBES, device=parameter.device)
+            y = module.project(leaf, x.to(parameter.device, parameter.dtype), counts)
+            return y.float().view(experts, -1)
     value = parameter.detach()
     for conversion in get_conversions(model):  # for example, trained rows of an embedding
         value = conversion.merged(name, value, model)

@@ -91,39 +91,44 @@ def read_eval_rows(
     path = Path(path).expanduser()
     if not path.is_file():
         raise EvaluationError(f"there is no file {path}: correct the path.")
-    found = []
+    rows: list[EvalRow] = []
     for line, row in read_rows(path) if path.stat().st_size else ():
-        where = f"{path}, line {line}"
+        location = f"{path}, line {line}"
         if not isinstance(row, Mapping):
             row = {"prompt": row}
         try:
             conversation, reference, columns = _split_answer(row, prompt, answer)
         except DataError as error:
-            raise EvaluationError(f"{where}: {str(error).rstrip('.')}: correct the row, or name --prompt.") from error
-        messages = to_be_answered(conversation.messages, system, where)
-        given: Any = [{"role": turn.role, "content": _content_of(turn), **turn.extra} for turn in messages]
+            raise EvaluationError(
+                f"{location}: {str(error).rstrip('.')}: correct the row, or name --prompt."
+            ) from error
+        messages = to_be_answered(conversation.messages, system, location)
+        # As in a file of prompts, so that the file of answers can be compared with it.
+        prompt_value: Any = [{"role": turn.role, "content": _content_of(turn), **turn.extra} for turn in messages]
         if conversation.tools is not None:
-            given = {"messages": given, "tools": conversation.tools}
+            prompt_value = {"messages": prompt_value, "tools": conversation.tools}
         expects_call = reference is not None and bool(reference.extra.get("tool_calls"))
-        found.append(EvalRow(line, given, messages, columns, tools=conversation.tools, expects_call=expects_call))
-        if len(found) == limit:
+        rows.append(EvalRow(line, prompt_value, messages, columns, tools=conversation.tools, expects_call=expects_call))
+        if len(rows) == limit:
             break
-    if not found:
+    if not rows:
         raise EvaluationError(f"{path}: there are no rows in it: write one per line.")
-    return found
+    return rows
 
 
 def _content_of(message: Message) -> Any:
     """Return the text of a turn, or its parts if it contains media, for JSON."""
     if not message.contains_media:
         return message.text_content
-    return [{**item, "content": _name_of(item["content"])} for item in message.content]
-
-
-def _name_of(content: Any) -> str:
-    """Return a text, the path of an image, or a digest of its bytes."""
-    encoded = content.get("bytes") or str(content.get("path")) if isinstance(content, Mapping) else content
-    return hashlib.sha256(encoded).hexdigest() if isinstance(encoded, bytes) else str(encoded)
+    parts = []
+    for part in message.content:
+        content = part["content"]
+        if isinstance(content, Mapping):  # an image of a data set: its bytes or its path
+            content = content.get("bytes") or str(content.get("path"))
+        if isinstance(content, bytes):
+            content = hashlib.sha256(content).hexdigest()
+        parts.append({**part, "content": str(content)})
+    return parts
 
 
 def _split_answer(
@@ -134,19 +139,22 @@ def _split_answer(
     for name in (prompt, answer):
         if name is not None and row.get(name) is None:
             raise DataError(f"there is no column '{name}' among {', '.join(map(str, row)) or 'none'}")
-    conversation = _read(row, prompt)
-    messages, reference = conversation.messages, None
+    conversation = _read_conversation(row, prompt)
+    messages = conversation.messages
+    reference = None
     if messages and messages[-1].role == "assistant":
         reference = messages.pop()
     # A column of the right answer is preferred to the last turn.
     names = ("answer",) if reference is not None else _ANSWERS
-    present = [name for name in names if row.get(name) is not None and name != prompt]
-    name = next(iter(present), None) if answer is None else answer
-    if name is not None and _is_turn(row[name]):
-        *between, reference = as_messages(answer_turns(row, name))
-        messages += between
-    elif name is not None:
-        reference, columns["answer"] = None, row[name]
+    if answer is None:
+        answer = next((name for name in names if row.get(name) is not None and name != prompt), None)
+    if answer is not None and _is_turn(row[answer]):
+        # Several turns, such as calls of tools and their results: the last one is the answer.
+        *earlier_turns, reference = as_messages(answer_turns(row, answer))
+        messages += earlier_turns
+    elif answer is not None:
+        reference = None
+        columns["answer"] = row[answer]
     if reference is not None:
         columns["answer"] = reference_answer(reference)
     return conversation, reference, columns
@@ -158,7 +166,7 @@ def _is_turn(value: Any) -> bool:
     return isinstance(turn, Mapping) and ("role" in turn or "from" in turn)
 
 
-def _read(row: Mapping[str, Any], prompt: str | None) -> Conversation:
+def _read_conversation(row: Mapping[str, Any], prompt: str | None) -> Conversation:
     kind, reader = format_of(row)
     images = images_of_columns(row)
     if prompt is None and kind == "Alpaca" and not images:

@@ -2,8 +2,9 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
+from itertools import islice
 from typing import Any
 
 import torch
@@ -33,9 +34,11 @@ _TAG = "<image>"
 # Maximum number of rows of logits in memory.
 _LOGITS_CHUNK = 1024
 _NAN_MESSAGE = "A log-likelihood is NaN: load the model in fp32, or it diverged."
-_GENERATION = ("until", "max_gen_toks", "do_sample", "temperature", "top_k", "top_p", "min_p")
+# Supported names in a task's generation_kwargs.
+_GENERATION_SETTINGS = ("until", "max_gen_toks", "do_sample", "temperature", "top_k", "top_p", "min_p")
 # Number of tokens decoded to find a stop text, in addition to the tokens of the stop text.
-_BEFORE = 8
+_TOKENS_BEFORE_STOP = 8
+# (key of lm-eval's cache, context, continuation)
 _Tokens = tuple[Any, list[int], list[int]]
 
 
@@ -51,23 +54,26 @@ def explain_no_images(model: nn.Module, tokenizer: Any) -> str | None:
     return None
 
 
-def image_question(tokenizer: Any, text: str, given: Mapping[str, Any], room: int) -> dict[str, Any]:
+def tokenize_image_question(tokenizer: Any, text: str, media: Mapping[str, Any], room: int) -> dict[str, Any]:
     """Tokenize a question with images, as a user turn.
 
     Args:
         tokenizer: tokenizer of a vision model.
         text: the question, with ``<image>`` for each image.
-        given: lm-eval's media arguments: ``visual``, one image or a list (Pillow, paths or URLs).
+        media: lm-eval's media arguments: ``visual``, one image or a list (Pillow, paths or URLs).
         room: maximum number of tokens.
 
     Raises:
         EvaluationError: the numbers of images and placeholders differ, or the question is too long.
         DataError: an image cannot be read.
     """
-    images = given.get("visual")
+    images = media.get("visual")
     if images is None:
         images = []
-    images = list(images) if isinstance(images, Sequence) and not isinstance(images, str | bytes) else [images]
+    elif isinstance(images, str | bytes) or not isinstance(images, Sequence):
+        images = [images]
+    else:
+        images = list(images)
     try:
         content = format_content_with_images(text, image_tag=_TAG, images=images)
     except DataError as error:
@@ -119,9 +125,14 @@ class HarnessModel(_harness.TemplateLM):
             raise EvaluationError(
                 f"max_seq_length is {max_length} and the model's context {model.max_seq_len}: set it to at most that."
             )
-        self.model, self.decoder, self.torchtune_tokenizer = model, text_decoder(model), tokenizer
-        self.MULTIMODAL = explain_no_images(model, tokenizer) is None
-        self.batch_size, self.max_gen_toks, self._use_cache = batch_size, max_gen_toks, enable_kv_cache
+        self.model = model
+        self.decoder = text_decoder(model)
+        self.torchtune_tokenizer = tokenizer
+        self.no_images_reason = explain_no_images(model, tokenizer)
+        self.MULTIMODAL = self.no_images_reason is None
+        self.batch_size = batch_size
+        self.max_gen_toks = max_gen_toks
+        self._use_cache = enable_kv_cache
         self.max_length = max_length or model.max_seq_len
         self._device = model.tok_embeddings.weight.device
         bos = getattr(tokenizer, "bos_id", None)
@@ -140,9 +151,11 @@ class HarnessModel(_harness.TemplateLM):
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         """Tokenize a text, by default with the beginning-of-sequence token unless the text starts with it."""
-        begins = bool(self._prefix_text) and string.startswith(self._prefix_text)
-        add_bos = not begins if add_special_tokens is None else add_special_tokens
-        return list(self.torchtune_tokenizer.encode(string, add_bos=add_bos, add_eos=False))
+        if add_special_tokens is None:
+            # A rendered chat template begins with the token already.
+            has_prefix = bool(self._prefix_text) and string.startswith(self._prefix_text)
+            add_special_tokens = not has_prefix
+        return list(self.torchtune_tokenizer.encode(string, add_bos=add_special_tokens, add_eos=False))
 
     def tok_decode(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Decode token ids."""
@@ -184,72 +197,82 @@ class HarnessModel(_harness.TemplateLM):
         self, requests: Sequence[_Tokens], disable_tqdm: bool = False, **_: Any
     ) -> list[tuple[float, bool]]:
         """Return (log-likelihood, is greedy) for each (key, context, continuation)."""
-        shared: dict[tuple[int, ...], list[int]] = defaultdict(list)  # inputs -> requests
-        for at, (_key, context, continuation) in enumerate(requests):
+        requests_by_inputs: dict[tuple[int, ...], list[int]] = defaultdict(list)
+        num_truncated = 0
+        for index, (_key, context, continuation) in enumerate(requests):
             if not continuation or len(continuation) > self.max_length:
                 raise EvaluationError(
                     f"A continuation has {len(continuation)} tokens: it needs 1 to max_seq_length={self.max_length}."
                 )
-            shared[tuple([*context, *continuation][-(self.max_length + 1) : -1])].append(at)
-        self._warn_truncated(
-            sum(len(one) + len(other) > self.max_length + 1 for _, one, other in requests), len(requests)
-        )
-        order = sorted(shared, key=lambda inputs: -len(inputs))
-        found: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
+            tokens = [*context, *continuation]
+            if len(tokens) > self.max_length + 1:
+                num_truncated += 1
+            # The last token is predicted and not an input.
+            requests_by_inputs[tuple(tokens[-(self.max_length + 1) : -1])].append(index)
+        self._warn_truncated(num_truncated, len(requests))
+        # Longest first: a batch that does not fit in memory fails at once.
+        order = sorted(requests_by_inputs, key=lambda inputs: -len(inputs))
+        results: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
         self.decoder.eval()
         bar = tqdm(total=len(requests), desc="Log-likelihoods", disable=True if disable_tqdm else None)
         with bar:
             for start in range(0, len(order), self.batch_size):
-                part = order[start : start + self.batch_size]
-                batch = collate_documents([{"tokens": list(row), "labels": [-100] * len(row)} for row in part])
-                hidden = self.decoder(**batch.to(self.device).model_inputs(), output="hidden")[0]
-                end = 0
-                for inputs in part:
+                batch_inputs = order[start : start + self.batch_size]
+                rows = [{"tokens": list(inputs), "labels": [-100] * len(inputs)} for inputs in batch_inputs]
+                batch = collate_documents(rows)
+                hidden = self.decoder(**batch.to(self.device).model_inputs(), output="hidden")[0]  # [t, d]
+                end = 0  # of the inputs in the packed row
+                for inputs in batch_inputs:
                     end += len(inputs)
-                    targets = {at: requests[at][2] for at in shared[inputs]}
+                    targets = {index: requests[index][2] for index in requests_by_inputs[inputs]}
                     longest = max(map(len, targets.values()))
-                    for at, values in self._score_targets(hidden[end - longest : end], targets).items():
+                    for index, values in self._score_targets(hidden[end - longest : end], targets).items():
                         if math.isnan(values[0]):
                             raise EvaluationError(_NAN_MESSAGE)
-                        found[at] = values
-                        if requests[at][0] is not None:
-                            self.cache_hook.add_partial("loglikelihood", requests[at][0], values)
-                bar.update(sum(len(shared[inputs]) for inputs in part))
-        return found
+                        results[index] = values
+                        key = requests[index][0]
+                        if key is not None:
+                            self.cache_hook.add_partial("loglikelihood", key, values)
+                    bar.update(len(targets))
+        return results
 
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """Return (log-likelihood, is greedy) for each (context, continuation), with or without images."""
-        seen = [len(request.args) > 2 for request in requests]
-        texts = [request for request, has_images in zip(requests, seen, strict=True) if not has_images]
-        of_texts = iter(super().loglikelihood(texts, disable_tqdm=disable_tqdm) if texts else [])
-        found = []
-        bar = tqdm(total=sum(seen), desc="Log-likelihoods with images", disable=True if disable_tqdm else None)
+        # Requests with images have a third argument.
+        text_requests = [request for request in requests if len(request.args) <= 2]
+        num_images = len(requests) - len(text_requests)
+        text_results = iter(())
+        if text_requests:
+            text_results = iter(super().loglikelihood(text_requests, disable_tqdm=disable_tqdm))
+        results = []
+        bar = tqdm(total=num_images, desc="Log-likelihoods with images", disable=True if disable_tqdm else None)
         with bar:
-            for request, has_images in zip(requests, seen, strict=True):
-                if not has_images:
-                    found.append(next(of_texts))
+            for request in requests:
+                if len(request.args) <= 2:
+                    results.append(next(text_results))
                     continue
-                found.append(self._image_loglikelihood(*request.args))
-                self.cache_hook.add_partial("loglikelihood", request.args, found[-1])
+                result = self._image_loglikelihood(*request.args)
+                results.append(result)
+                self.cache_hook.add_partial("loglikelihood", request.args, result)
                 bar.update()
-        return found
+        return results
 
     @torch.inference_mode()
-    def _image_loglikelihood(self, context: str, continuation: str, given: Any) -> tuple[float, bool]:
+    def _image_loglikelihood(self, context: str, continuation: str, media: Any) -> tuple[float, bool]:
         """Return (log-likelihood, is greedy) of the answer to a question with images, without its leading space."""
         answer = self.tok_encode(continuation.lstrip(), add_special_tokens=False)
         if not answer:
             raise EvaluationError("tasks: an answer is empty: write what doc_to_choice or doc_to_target gives.")
-        row = image_question(self.torchtune_tokenizer, context, given, self.max_length + 1 - len(answer))
+        row = tokenize_image_question(self.torchtune_tokenizer, context, media, self.max_length + 1 - len(answer))
         tokens = torch.tensor([[*row["tokens"], *answer[:-1]]], device=self.device)
         positions = torch.arange(tokens.shape[1], device=self.device)[None]
         inputs = images_of_batch([images_of_row(row, self.device)], [tokens.shape[1]], positions)
         self.model.eval()
         hidden = self.model(tokens, **inputs, output="hidden")[0]
-        found = self._score_targets(hidden[-len(answer) :], {0: answer})[0]
-        if math.isnan(found[0]):
+        result = self._score_targets(hidden[-len(answer) :], {0: answer})[0]
+        if math.isnan(result[0]):
             raise EvaluationError(_NAN_MESSAGE)
-        return found
+        return result
 
     def _warn_truncated(self, count: int, total: int) -> None:
         if count:
@@ -260,103 +283,125 @@ class HarnessModel(_harness.TemplateLM):
 
     def _score_targets(self, hidden: Tensor, targets: dict[int, list[int]]) -> dict[int, tuple[float, bool]]:
         """Return (log-likelihood, is greedy) of continuations that end at the last hidden state of ``[n, d]``."""
-        sums, equal = dict.fromkeys(targets, 0.0), dict.fromkeys(targets, True)
+        log_likelihoods = dict.fromkeys(targets, 0.0)
+        are_greedy = dict.fromkeys(targets, True)
         for start in range(0, len(hidden), _LOGITS_CHUNK):
-            logits = self.decoder.output(hidden[start : start + _LOGITS_CHUNK]).float()
-            log_probs, best = logits.log_softmax(-1), logits.argmax(-1).tolist()
-            for at, tokens in targets.items():
+            logits = self.decoder.output(hidden[start : start + _LOGITS_CHUNK]).float()  # [chunk, v]
+            log_probs = logits.log_softmax(-1)
+            best = logits.argmax(-1).tolist()
+            for index, tokens in targets.items():
                 first = len(hidden) - len(tokens)  # index of the continuation's first token in the hidden states
-                places = [place for place in range(len(logits)) if start + place >= first]
-                wanted = [tokens[start + place - first] for place in places]
-                if places:
-                    sums[at] += float(log_probs[places, wanted].sum())
-                    equal[at] &= [best[place] for place in places] == wanted
-        return {at: (sums[at], equal[at]) for at in targets}
+                positions = range(max(first - start, 0), len(logits))  # of its tokens in the chunk
+                if not positions:
+                    continue
+                chunk_tokens = [tokens[start + position - first] for position in positions]
+                log_likelihoods[index] += float(log_probs[list(positions), chunk_tokens].sum())
+                if [best[position] for position in positions] != chunk_tokens:
+                    are_greedy[index] = False
+        return {index: (log_likelihoods[index], are_greedy[index]) for index in targets}
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
         """Return log-likelihoods of whole texts, computed in windows of ``max_length``."""
-        windows, counts = [], []
         if any(len(request.args) > 1 for request in requests):
             raise EvaluationError("tasks: the perplexity of a text with images is not measured: leave the task out.")
-        for (text,) in (request.args for request in requests):
-            found = _windows.get_rolling_token_windows(
-                token_list=self.tok_encode(text),
-                prefix_token=self.prefix_token_id,
-                max_seq_len=self.max_length,
-                context_len=1,
+        windows: list[_Tokens] = []
+        counts = []  # windows of each text
+        for request in requests:
+            text_windows = list(
+                _windows.get_rolling_token_windows(
+                    token_list=self.tok_encode(request.args[0]),
+                    prefix_token=self.prefix_token_id,
+                    max_seq_len=self.max_length,
+                    context_len=1,
+                )
             )
-            before = len(windows)
-            windows += [(None, *_windows.make_disjoint_window(window)) for window in found]
-            counts.append(len(windows) - before)
-        values = iter(self._loglikelihood_tokens(windows, disable_tqdm=disable_tqdm))
-        sums = [sum(next(values)[0] for _ in range(count)) for count in counts]
+            windows += [(None, *_windows.make_disjoint_window(window)) for window in text_windows]
+            counts.append(len(text_windows))
+        results = iter(self._loglikelihood_tokens(windows, disable_tqdm=disable_tqdm))
+        sums = []
+        for count in counts:
+            sums.append(sum(log_likelihood for log_likelihood, _ in islice(results, count)))
         for request, total in zip(requests, sums, strict=True):
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
         return sums
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         """Generate answers, each up to the task's first stop text, a stop token, or the maximum length."""
+        # Requests of equal settings share a batch, with and without images apart.
         groups: dict[tuple[str, int], list[int]] = defaultdict(list)
-        for at, request in enumerate(requests):
-            groups[repr(request.args[1]), len(request.args)].append(at)
-        found = [""] * len(requests)
+        for index, request in enumerate(requests):
+            groups[repr(request.args[1]), len(request.args)].append(index)
+        answers = [""] * len(requests)
         bar = tqdm(total=len(requests), desc="Answers", disable=True if disable_tqdm else None)
         with bar, fast_linears(self.decoder, pack=self._use_cache):
-            for members in groups.values():
-                settings = _requests.normalize_gen_kwargs(requests[members[0]].args[1], self.max_gen_toks)
-                for place, text in self._generate_answers([requests[at].args for at in members], settings):
-                    at = members[place]
-                    found[at] = text
-                    self.cache_hook.add_partial("generate_until", requests[at].args, text)
+            for indices in groups.values():
+                settings = _requests.normalize_gen_kwargs(requests[indices[0]].args[1], self.max_gen_toks)
+                arguments = [requests[index].args for index in indices]
+                for position, text in self._generate_answers(arguments, settings):
+                    index = indices[position]
+                    answers[index] = text
+                    self.cache_hook.add_partial("generate_until", requests[index].args, text)
                     bar.update()
-        return found
+        return answers
 
-    def _generate_answers(self, asked: Sequence[tuple[Any, ...]], settings: dict[str, Any]) -> Any:
+    def _generate_answers(
+        self, arguments: Sequence[tuple[Any, ...]], settings: dict[str, Any]
+    ) -> Iterator[tuple[int, str]]:
         """Yield (index, answer) as answers end, for (prompt, settings) or (prompt, settings, images)."""
-        if other := sorted(settings.keys() - set(_GENERATION)):
-            raise EvaluationError(f"generation_kwargs: '{other[0]}' is not known here: use {', '.join(_GENERATION)}.")
+        unknown = sorted(settings.keys() - set(_GENERATION_SETTINGS))
+        if unknown:
+            raise EvaluationError(
+                f"generation_kwargs: '{unknown[0]}' is not known here: use {', '.join(_GENERATION_SETTINGS)}."
+            )
         eos = self.tok_decode([self.eot_token_id], skip_special_tokens=False)
         until = _requests.handle_stop_sequences(settings.get("until"), eos=eos or None)
-        longest, stop = settings["max_gen_toks"], frozenset(map(int, self.torchtune_tokenizer.stop_tokens))
+        stop = frozenset(map(int, self.torchtune_tokenizer.stop_tokens))
+        longest = settings["max_gen_toks"]
         if longest >= self.max_length:
             raise EvaluationError(
                 f"max_gen_toks is {longest} and max_seq_length {self.max_length}: it must be less, to leave room for "
                 "the prompt."
             )
         room = self.max_length - longest
-        texts = [text for text in until if text and text != eos]
-        tail = _BEFORE + max((len(self.tok_encode(text, add_special_tokens=False)) for text in texts), default=0)
+        stop_texts = [text for text in until if text and text != eos]
+        # Only the last tokens are decoded in each step; a stop text may begin within a token before its own.
+        tail = _TOKENS_BEFORE_STOP
+        if stop_texts:
+            tail += max(len(self.tok_encode(text, add_special_tokens=False)) for text in stop_texts)
         sampling = {name: settings.get(name) for name in ("top_k", "top_p", "min_p")}
         sampling["temperature"] = float(settings.get("temperature") or 0.0)
-        sampling |= {"stop_tokens": list(stop), "use_cache": self._use_cache}
+        sampling["stop_tokens"] = list(stop)
+        sampling["use_cache"] = self._use_cache
 
-        def has_stop(tokens: list[int]) -> bool:
-            last = self.tok_decode(tokens[-tail:]) if texts else ""
-            return any(text in last for text in texts)
+        def has_stop_text(tokens: list[int]) -> bool:
+            if not stop_texts:
+                return False
+            ending = self.tok_decode(tokens[-tail:])
+            return any(text in ending for text in stop_texts)
 
-        if len(asked[0]) > 2:
-            for at, (prompt, _, images) in enumerate(asked):
-                row = image_question(self.torchtune_tokenizer, prompt, images, room)
-                tokens = self._generate_image_answer(row, has_stop, {"max_generated_tokens": longest, **sampling})
-                yield at, _requests.postprocess_generated_text(self.tok_decode(tokens), until, None)
+        if len(arguments[0]) > 2:
+            for index, (prompt, _, media) in enumerate(arguments):
+                row = tokenize_image_question(self.torchtune_tokenizer, prompt, media, room)
+                tokens = self._generate_image_answer(row, has_stop_text, {"max_generated_tokens": longest, **sampling})
+                yield index, _requests.postprocess_generated_text(self.tok_decode(tokens), until, None)
             return
-        given = [self.tok_encode(prompt) for prompt, _ in asked]
-        self._warn_truncated(sum(len(tokens) > room for tokens in given), len(given))
-        given = [tokens[-room:] for tokens in given]
-        order = sorted(range(len(given)), key=lambda at: -len(given[at]))
-        new: list[list[int]] = [[] for _ in given]
+        prompts = [self.tok_encode(prompt) for prompt, _ in arguments]
+        self._warn_truncated(sum(len(tokens) > room for tokens in prompts), len(prompts))
+        prompts = [tokens[-room:] for tokens in prompts]
+        order = sorted(range(len(prompts)), key=lambda index: -len(prompts[index]))  # longest first
+        answers: list[list[int]] = [[] for _ in prompts]
         ended: list[int] = []  # in the latest step
 
-        def is_over(index: int, token: int) -> bool:
-            tokens = new[order[index]]
-            tokens.append(token)
-            if token in stop or len(tokens) == longest or has_stop(tokens):
-                ended.append(order[index])
-            return order[index] in ended
+        def is_over(sequence: int, token: int) -> bool:
+            index = order[sequence]
+            answers[index].append(token)
+            if token in stop or len(answers[index]) == longest or has_stop_text(answers[index]):
+                ended.append(index)
+            return index in ended
 
         steps = stream_tokens(
             self.decoder,
-            [torch.tensor(given[at], device=self.device) for at in order],
+            [torch.tensor(prompts[index], device=self.device) for index in order],
             max_new_tokens=longest,
             **sampling,
             max_sequences=self.batch_size,
@@ -364,18 +409,18 @@ class HarnessModel(_harness.TemplateLM):
         )
         with closing(steps):
             for _ in steps:
-                for at in ended:
-                    yield at, _requests.postprocess_generated_text(self.tok_decode(new[at]), until, None)
+                for index in ended:
+                    yield index, _requests.postprocess_generated_text(self.tok_decode(answers[index]), until, None)
                 ended.clear()
 
     def _generate_image_answer(
-        self, row: dict[str, Any], is_over: Callable[[list[int]], bool], sampling: dict[str, Any]
+        self, row: dict[str, Any], has_stop_text: Callable[[list[int]], bool], sampling: dict[str, Any]
     ) -> list[int]:
-        found: list[int] = []
+        answer: list[int] = []
         prompt = torch.tensor(row["tokens"], device=self.device)
         with closing(stream(self.model, prompt, **sampling, **images_of_row(row, self.device))) as steps:
             for token in steps:
-                found.append(token)
-                if is_over(found):
+                answer.append(token)
+                if has_stop_text(answer):
                     break
-        return found
+        return answer

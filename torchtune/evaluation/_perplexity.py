@@ -52,28 +52,36 @@ def perplexity(model: TransformerDecoder, dataset: Any, *, batch_size: int = 4) 
         >>> torchtune.evaluation.perplexity(model, rows).tokens
         2
     """
-    loss_fn, device = LinearCrossEntropyLoss(), model.tok_embeddings.weight.device
+    loss_fn = LinearCrossEntropyLoss()
+    device = model.tok_embeddings.weight.device
     loader = BatchLoader(dataset, batch_size=batch_size, collate_fn=collate_documents, shuffle=False, seed=0)
-    total, tokens, done, was_training = 0.0, 0, 0, model.training
+    total_loss = 0.0
+    tokens = 0
+    rows = 0
+    was_training = model.training
     model.eval()
     try:
         for (batch,) in tqdm(loader, desc="Perplexity", unit="batch", disable=None):
             longest = int(batch.input_pos.max()) + 1
             if longest > model.max_seq_len:
                 raise EvaluationError(
-                    f"perplexity: one of the rows {done + 1} to {done + batch_size} has {longest:,} tokens and the "
+                    f"perplexity: one of the rows {rows + 1} to {rows + batch_size} has {longest:,} tokens and the "
                     f"model's context is {model.max_seq_len:,}: split it."
                 )
-            done += batch_size
+            rows += batch_size
             if batch.num_labels:
                 batch = batch.to(device)
                 hidden = model(**batch.model_inputs(), output="hidden")
-                summed, count = loss_fn.sum_and_count(hidden, batch.labels, model.output)
-                total, tokens = total + float(summed), tokens + int(count)
+                # A sum over tokens: the mean of batch means would weigh short batches more.
+                loss_sum, count = loss_fn.sum_and_count(hidden, batch.labels, model.output)
+                total_loss += float(loss_sum)
+                tokens += int(count)
     finally:
         model.train(was_training)
     if not tokens:
         raise EvaluationError("perplexity: no token of the data is labeled: use rows with an answer, or texts.")
-    if not math.isfinite(total):
-        raise EvaluationError(f"perplexity: the loss is {total}: load the model in fp32, or its training has diverged.")
-    return Perplexity(total / tokens, tokens)
+    if not math.isfinite(total_loss):
+        raise EvaluationError(
+            f"perplexity: the loss is {total_loss}: load the model in fp32, or its training has diverged."
+        )
+    return Perplexity(total_loss / tokens, tokens)

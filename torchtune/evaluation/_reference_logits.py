@@ -47,7 +47,7 @@ def read_elsewhere(
         with warnings.catch_warnings(), hide_import_warnings("torchao"):
             warnings.simplefilter("ignore")
             model, unread = _READERS[library](module, files)
-            logits = [found.float().cpu() for found in _compute(model, prompts, device)]
+            logits = [prompt_logits.float().cpu() for prompt_logits in _compute(model, prompts, device)]
     except Exception as error:  # raised by the other library
         raise EvaluationError(f"{library} cannot read {files}: {first_line(error)}.") from error
     return f"{library} {module.__version__}", logits, unread
@@ -76,10 +76,10 @@ def tokenize_elsewhere(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             tokenizer = transformers.AutoTokenizer.from_pretrained(files)
-            of_texts = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+            text_ids = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
     except Exception as error:  # raised by the other library
         raise EvaluationError(f"transformers cannot read the tokenizer in {files}: {first_line(error)}.") from error
-    of_chats: list[list[int] | None] = []
+    chat_ids: list[list[int] | None] = []
     for chat in chats:
         is_prompt = chat[-1]["role"] == "user"
         try:
@@ -88,17 +88,18 @@ def tokenize_elsewhere(
             )
         except Exception:  # noqa: BLE001 - there is no template, or it refuses the roles
             ids = None
-        of_chats.append(ids)
-    return of_texts, of_chats
+        chat_ids.append(ids)
+    return text_ids, chat_ids
 
 
 def _read_with_transformers(transformers: Any, folder: Path | str) -> tuple[Any, list[str]]:
     gguf = next(Path(folder).glob("*.gguf"), None)
     options = {} if gguf is None else {"gguf_file": gguf.name}
     config = transformers.AutoConfig.from_pretrained(folder, **options)
-    kind = getattr(transformers, (config.architectures or ["AutoModelForCausalLM"])[0])
-    model, found = kind.from_pretrained(folder, dtype=torch.float32, output_loading_info=True, **options)
-    return model, [*found["unexpected_keys"], *found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])]
+    model_class = getattr(transformers, (config.architectures or ["AutoModelForCausalLM"])[0])
+    model, report = model_class.from_pretrained(folder, dtype=torch.float32, output_loading_info=True, **options)
+    mismatched = [name for name, *_ in report["mismatched_keys"]]
+    return model, [*report["unexpected_keys"], *report["missing_keys"], *mismatched]
 
 
 def _read_with_peft(peft: Any, folder: Path) -> tuple[Any, list[str]]:
@@ -110,8 +111,10 @@ def _read_with_peft(peft: Any, folder: Path) -> tuple[Any, list[str]]:
     if ids and max(ids) >= base.get_input_embeddings().num_embeddings:  # as AutoPeftModel does
         base.resize_token_embeddings(max(ids) + 1, mean_resizing=False)
     model = peft.PeftModel.from_pretrained(base, folder)
-    found = peft.set_peft_model_state_dict(model, peft.load_peft_weights(str(folder), device="cpu"))
-    return model, [*found.unexpected_keys, *(name for name in found.missing_keys if ".lora_" in name)]
+    report = peft.set_peft_model_state_dict(model, peft.load_peft_weights(str(folder), device="cpu"))
+    # The weights of the base are missing in an adapter's files, and need not be there.
+    missing = [name for name in report.missing_keys if ".lora_" in name]
+    return model, [*report.unexpected_keys, *missing]
 
 
 def _read_with_llama_cpp(llama_cpp: Any, folder: Path) -> tuple[Any, list[str]]:

@@ -59,15 +59,16 @@ def make_scores(names: Sequence[str]) -> list[Reward]:
         >>> exact([{"answer": "4"}], ["It is 4."]), number([{"answer": "4"}], ["It is 4."])
         ([0.0], [1.0])
     """
-    found = [_make_score(name) for name in names]
-    labels = [score.name for score in found]
-    for score, name in zip(found, names, strict=True):
+    scores = [_make_score(name) for name in names]
+    labels = [score.name for score in scores]
+    for score, name in zip(scores, names, strict=True):
         if labels.count(score.name) > 1:  # with different patterns
             score.name = name
-    labels = [score.name for score in found]
-    if twice := next((label for label in labels if labels.count(label) > 1), None):
-        raise EvaluationError(f"score '{twice}' is given twice: give each once.")
-    return found
+    labels = [score.name for score in scores]
+    for label in labels:
+        if labels.count(label) > 1:
+            raise EvaluationError(f"score '{label}' is given twice: give each once.")
+    return scores
 
 
 def _make_score(text: str) -> Reward:
@@ -109,7 +110,9 @@ def check_scores(scores: Sequence[Reward], rows: Sequence[EvalRow], source: str 
         torchtune.evaluation._eval_rows.EvaluationError: rows.jsonl, line 1: score 'exact': ...
     """
     for score in scores:
-        for row in rows if type(score) in _SIDE_EFFECT_FREE else ():
+        if type(score) not in _SIDE_EFFECT_FREE:
+            continue
+        for row in rows:
             try:
                 score([row.row], [""])
             except RolloutError as error:
@@ -117,11 +120,6 @@ def check_scores(scores: Sequence[Reward], rows: Sequence[EvalRow], source: str 
                     f"{source}, line {row.line}: score '{score.name}': {error}: correct the row, or name the column "
                     "of the right answer with --answer."
                 ) from error
-
-
-def combine_scores(scores: Sequence[Reward]) -> RewardSum:
-    """Combine the scores into one function; its errors name the score that failed."""
-    return RewardSum(scores, setting="score")
 
 
 @dataclass(frozen=True)
@@ -146,8 +144,11 @@ class AnswerReport:
     def mean(self, name: str) -> tuple[float, float]:
         """Return the mean and standard error of a score over the scored rows; NaN if there are too few rows."""
         values = [value for value in self.scores[name] if not math.isnan(value)]
-        error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
-        return (statistics.fmean(values) if values else math.nan), error
+        mean = statistics.fmean(values) if values else math.nan
+        error = math.nan
+        if len(values) > 1:
+            error = statistics.stdev(values) / math.sqrt(len(values))
+        return mean, error
 
     def unscored(self, name: str) -> int:
         """Return the number of rows that could not be scored."""
@@ -216,24 +217,27 @@ def evaluate_answers(
     sampling: list[Any] = [max_new_tokens, temperature, seed if temperature else None]
     # Only if given, so that answers of earlier calls are continued.
     sampling += [{name: value} for name, value in truncation.items() if value is not None]
-    what = json.dumps([digest, sampling, [[row.line, row.given] for row in rows]], default=str)
-    short = hashlib.sha256(what.encode()).hexdigest()[:8]
-    safe = re.sub(r"[^\w.-]+", "_", label) or "model"
-    total, by_line = combine_scores(scores), {row.line: row for row in rows}
+    prompts = [[row.line, row.given] for row in rows]
+    settings_text = json.dumps([digest, sampling, prompts], default=str)
+    settings_digest = hashlib.sha256(settings_text.encode()).hexdigest()[:8]
+    file_label = re.sub(r"[^\w.-]+", "_", label) or "model"
+    reward = RewardSum(scores, setting="score")  # its errors name the score that failed
+    rows_by_line = {row.line: row for row in rows}
     tool_format = _tool_format(tokenizer, rows, source)
-    checked: list[bool] = []
+    is_checked = False
 
     def check_first(prompt: Prompt, text: str) -> None:
-        if not checked:  # fail before an hour of generation, not after it
-            checked.append(True)
-            row = by_line[prompt.line]
-            total([row.row], [_scored_text(row, text, tool_format)], [row.line])
+        nonlocal is_checked
+        if not is_checked:  # fail before an hour of generation, not after it
+            is_checked = True
+            row = rows_by_line[prompt.line]
+            reward([row.row], [_scored_text(row, text, tool_format)], [row.line])
 
     answers = answer_prompts(
         model,
         tokenizer,
         rows,
-        Path(folder) / f"{Path(source).stem}.{safe}.{short}.jsonl",
+        Path(folder) / f"{Path(source).stem}.{file_label}.{settings_digest}.jsonl",
         {},
         source=source,
         max_new_tokens=max_new_tokens,
@@ -245,13 +249,16 @@ def evaluate_answers(
         on_answer=check_first,
     )
     texts = [_scored_text(row, answers.done[row.line]["answer"], tool_format) for row in rows]
-    parts = total([row.row for row in rows], texts, [row.line for row in rows]).parts
+    values_by_score = reward([row.row for row in rows], texts, [row.line for row in rows]).parts
     notes = {}
-    for at, row in enumerate(rows):
-        values = {name: None if math.isnan(part[at]) else part[at] for name, part in parts.items()}
-        notes[row.line] = {"right": row.row.get("answer"), "scores": values}
+    for index, row in enumerate(rows):
+        row_scores: dict[str, float | None] = {}
+        for name, values in values_by_score.items():
+            row_scores[name] = None if math.isnan(values[index]) else values[index]  # JSON has no NaN
+        notes[row.line] = {"right": row.row.get("answer"), "scores": row_scores}
     answers.finish(notes)
-    return AnswerReport(answers.path, parts, dict(Counter(answers.done[row.line]["end"] for row in rows)))
+    ends = Counter(answers.done[row.line]["end"] for row in rows)
+    return AnswerReport(answers.path, values_by_score, dict(ends))
 
 
 def _tool_format(tokenizer: Any, rows: Sequence[EvalRow], source: str | Path) -> str | None:
@@ -260,14 +267,14 @@ def _tool_format(tokenizer: Any, rows: Sequence[EvalRow], source: str | Path) ->
     if first is None:
         return None
     templates = getattr(tokenizer, "chat_templates", {})
-    found = detect_format("".join(template.source for template in templates.values()))
-    if found is None:
+    tool_format = detect_format("".join(template.source for template in templates.values()))
+    if tool_format is None:
         raise EvaluationError(
             f"{source}, line {first.line}: the right answer is a tool call, but the chat template shows no format of "
             "tool calls, by which the model's could be read: evaluate a checkpoint with such a template, or name a "
             "column of texts with --answer."
         )
-    return found
+    return tool_format
 
 
 def _scored_text(row: EvalRow, text: str, tool_format: str | None) -> str:
@@ -278,4 +285,6 @@ def _scored_text(row: EvalRow, text: str, tool_format: str | None) -> str:
         calls = parse_calls(text, tool_format, parameters_of(row.tools or []))
     except CallError:
         return text
-    return canonical_calls([(call.name, call.arguments) for call in calls]) if calls else text
+    if not calls:
+        return text
+    return canonical_calls([(call.name, call.arguments) for call in calls])

@@ -59,7 +59,9 @@ def find_tasks(names: Sequence[str], include_path: str | Path | None = None) -> 
     if include_path is not None and not Path(include_path).is_dir():
         raise EvaluationError(f"include_path: there is no folder {include_path}: correct the path.")
     manager_of = _manager_class()
-    folders = [str(_OWN_TASKS), *([str(include_path)] if include_path else [])]
+    folders = [str(_OWN_TASKS)]
+    if include_path:
+        folders.append(str(include_path))
     manager = manager_of(include_path=folders, include_defaults=False)
     missing = [name for name in names if name not in manager.all_tasks]
     if missing and not any(name.startswith("tune_") for name in missing):
@@ -83,18 +85,18 @@ def _manager_class() -> Any:
         def load(self, task_list: Any) -> Any:
             try:
                 with without_waiting_for_the_hub():
-                    found = super().load(task_list)
+                    loaded = super().load(task_list)
             except Exception as error:  # from lm-eval, the datasets package, or a task's code
                 raise EvaluationError(
                     f"{', '.join(map(str, task_list))}: the data cannot be loaded ({first_line(error)}): correct the "
                     "task, or connect to the hub once; tune_facts, tune_arithmetic and tune_texts need no download."
                 ) from error
-            for name, task in found["tasks"].items():
+            for name, task in loaded["tasks"].items():
                 if getattr(task.config, "doc_to_audio", None):
                     raise EvaluationError(f"tasks: {name} has sounds, which no model here hears: leave it out.")
                 if getattr(task, "MULTIMODAL", False) and self.no_images_reason:
                     raise EvaluationError(f"tasks: {name} has images, {self.no_images_reason}")
-            return found
+            return loaded
 
     return Manager
 
@@ -135,12 +137,12 @@ def evaluate_tasks(
     """
     lm_eval = require("lm_eval", extra="eval", purpose="An evaluation by tasks")
     # Imported here because the module subclasses lm-eval, which needs the extra.
-    from torchtune.evaluation._harness_model import HarnessModel, explain_no_images
+    from torchtune.evaluation._harness_model import HarnessModel
 
     harness = HarnessModel(
         model, tokenizer, batch_size=batch_size, max_length=max_length, enable_kv_cache=enable_kv_cache
     )
-    tasks.manager.no_images_reason = explain_no_images(model, tokenizer)
+    tasks.manager.no_images_reason = harness.no_images_reason
     cache = None
     if folder is not None:
         with convert_os_errors(Path(folder) / "results.json"):
@@ -150,7 +152,7 @@ def evaluate_tasks(
     logger = logging.getLogger("lm_eval.api.task")
     logger.addFilter(_should_log)
     try:
-        found = lm_eval.simple_evaluate(
+        evaluation = lm_eval.simple_evaluate(
             harness,
             tasks=tasks.names,
             task_manager=tasks.manager,
@@ -167,13 +169,13 @@ def evaluate_tasks(
     finally:
         logger.removeFilter(_should_log)
     if folder is not None:
-        kept = {
-            name: found[name] for name in ("results", "configs", "versions", "n-shot", "n-samples") if name in found
-        }
+        # Without the examples and the settings of the machine, which are large and differ from run to run.
+        names = ("results", "configs", "versions", "n-shot", "n-samples")
+        content = {name: evaluation[name] for name in names if name in evaluation}
         with atomic_write(Path(folder) / "results.json") as file:
-            file.write((json.dumps(kept, indent=2, default=str) + "\n").encode())
-    counts = {name: numbers.get("effective") for name, numbers in found.get("n-samples", {}).items()}
-    return TaskResults(dict(found["results"]), _format_table(found["results"], counts))
+            file.write((json.dumps(content, indent=2, default=str) + "\n").encode())
+    counts = {name: numbers.get("effective") for name, numbers in evaluation.get("n-samples", {}).items()}
+    return TaskResults(dict(evaluation["results"]), _format_table(evaluation["results"], counts))
 
 
 def _should_log(record: logging.LogRecord) -> bool:
@@ -189,11 +191,15 @@ def _format_table(results: Mapping[str, Mapping[str, Any]], counts: Mapping[str,
             metric, _, kind = name.partition(",")
             if metric == "sample_len" or metric.endswith("_stderr") or not isinstance(value, int | float):
                 continue
+            number = f"{value:.4g}"
             error = values.get(f"{metric}_stderr,{kind}")
-            shown = f"{value:.4g}" + (f" ± {error:.2g}" if isinstance(error, int | float) else "")
+            if isinstance(error, int | float):
+                number += f" ± {error:.2g}"
             label = metric if kind in ("", "none") else f"{metric} ({kind})"
-            lines.append((task, str(counts.get(task) or ""), label, shown))
+            lines.append((task, str(counts.get(task) or ""), label, number))
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
-    )
+    table = []
+    for line in lines:
+        cells = [cell.ljust(width) for cell, width in zip(line, widths, strict=True)]
+        table.append("  ".join(cells).rstrip())
+    return "\n".join(table)
