@@ -213,7 +213,7 @@ class Batch:
         if newcomers:
             return self._prefill(newcomers)
         if not self._rows:
-            # This rank is finished and others are not: FSDP gathers parameters only if all ranks run the model.
+            # This rank is finished and others are not: run one token for the collectives.
             self._fit(1, 1)
             tokens = torch.zeros(1, 1, dtype=torch.int64, device=self._device)
             return self._run(tokens, tokens, None, None, Place()), []
@@ -399,7 +399,7 @@ class Batch:
         Args:
             x: tokens ``[m, s]``.
             input_pos: positions ``[m, s]``.
-            mask: bool ``[m, 1, t]``, for a single position.
+            mask: bool ``[m, s, t]``, for positions after cached ones; by default causal.
             documents: padding and tokens of each row; by default no row has padding.
             cache_place: place of the new keys and values in the KV caches.
             last: indices ``[m]`` of last positions, if ``x`` ``[1, s]`` is a packed row.
@@ -494,13 +494,13 @@ _WORTH_PACKING = 32
 
 
 def check_generates(model: nn.Module) -> None:
-    """Check that a model is one of a language.
+    """Check that a model is a language model.
 
     Args:
         model: a decoder, or a model of text and images.
 
     Raises:
-        GenerationError: it is a classifier or a reward model, whose outputs are no tokens.
+        GenerationError: it is a classifier or a reward model, whose outputs are not tokens.
 
     Example:
         >>> torchtune.generation.check_generates(model)  # raises for a reward model
@@ -560,6 +560,7 @@ def decode(
                 yield indices, tokens, values
             if more is not None:
                 batch.add(more(batch))
+            # A rank without work goes on until all are finished, because FSDP gathers parameters on all ranks.
             if not ranks.any(batch.is_unfinished):
                 return
 

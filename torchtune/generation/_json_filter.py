@@ -523,7 +523,7 @@ class JSONFilter:
 
     Args:
         texts: texts of the tokens.
-        grammar: what the answer has to be.
+        grammar: grammar of the answer.
         prompt_length: number of tokens before the answer.
     """
 
