@@ -137,6 +137,8 @@ class Message:
 MessageLike = Message | Mapping[str, Any]
 # Fields of a turn that say whether it is trained on.
 _TRAINING_FIELDS = ("weight", "train", "loss")
+# Axolotl's fields that take parts of a turn out of training.
+_DETAILS = ("train_detail", "training_detail")
 # Fields of a turn that are not stored in ``extra`` as they are.
 _READ_FIELDS = frozenset(
     ("role", "content", "masked", "ipython", "eot", "extra", "tool_calls", "function_call", *_TRAINING_FIELDS)
@@ -233,6 +235,11 @@ def _calls_of_turn(turn: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def _stated_training(turn: Mapping[str, Any]) -> bool | None:
     """Return whether a turn says that it is trained on; None if it says nothing, or only that its weight is 1."""
+    for field in _DETAILS:
+        if turn.get(field):
+            raise DataError(f"a turn has {field}, but only whole turns can be taken out of training: use train: false")
+    if turn.get("masked") not in (None, 0, 1):  # also False and True
+        raise DataError(f"a turn has masked {turn['masked']!r}: only true and false work")
     stated = None
     for field in _TRAINING_FIELDS:
         value = turn.get(field)

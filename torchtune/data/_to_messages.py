@@ -149,7 +149,8 @@ class InputOutputToMessages(Transform):
 class AlpacaToMessages(Transform):
     """Transform of a row in Alpaca format to a user turn, with the Alpaca preamble, and an assistant turn.
 
-    A column ``history``, a list of ``[question, answer]`` from the oldest on, becomes earlier turns without preamble.
+    A column ``history``, a list of ``[question, answer]`` from the oldest on, or its JSON text, becomes earlier turns
+    without preamble.
 
     Args:
         train_on_input: deprecated; use ``masking_strategy``.
@@ -192,7 +193,8 @@ class AlpacaToMessages(Transform):
     def __call__(self, sample: Mapping[str, Any]) -> dict[str, Any]:
         """Return ``{"messages": [user, assistant]}``, and the row's earlier turns, system prompt and ``tools``."""
         instruction = text_column(sample, self.column_map["instruction"])
-        given = sample.get(self.column_map.get("input", "input")) or ""
+        name = self.column_map.get("input", "input")
+        given = "" if sample.get(name) is None else text_column(sample, name)
         layout = self.template["prompt_input" if given else "prompt_no_input"]
         turns = [
             *_earlier_turns(sample.get("history")),
@@ -207,6 +209,8 @@ class AlpacaToMessages(Transform):
 
 def _earlier_turns(history: Any) -> list[Message]:
     """Return the turns of a ``history`` in Alpaca format: a list of ``[question, answer]``, or nothing."""
+    if isinstance(history, str):  # a cell of a table
+        history = parse_json_text(history, "the turns in column 'history'") if history.strip() else None
     if history is None:
         return []
     if not isinstance(history, list | tuple):
@@ -284,13 +288,19 @@ def turns_with_answer(sample: Mapping[str, Any], name: str, prompt: str) -> Sequ
         prompt: column of the prompt, a text or turns.
 
     Raises:
-        DataError: the answer is neither a text nor turns, or neither the answer nor the row has a prompt.
+        DataError: the answer is neither a text nor turns, neither the answer nor the row has a prompt, or the prompt is
+            an Alpaca instruction with an input.
     """
     answer = answer_turns(sample, name)
     images = images_of_columns(sample)
     if not answer or role_of(answer[0]) != "assistant":
         return with_images(answer, images)
     question = column(sample, prompt)
+    for other in ("input", "history"):
+        if prompt == "instruction" and sample.get(other):
+            raise DataError(
+                f"column '{other}' belongs to column 'instruction' and is not read: write both in one column"
+            )
     if not isinstance(question, str | list | tuple):
         kind = "nothing" if question is None else type(question).__name__
         raise DataError(f"column '{prompt}' holds {kind}, not a text or a list of turns")

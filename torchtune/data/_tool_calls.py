@@ -1,6 +1,7 @@
 """Tools and tool calls of a conversation, in the form of chat APIs or as JSON text."""
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -56,7 +57,8 @@ def read_tool_calls(value: Any) -> list[dict[str, Any]]:
             or its JSON text. ``arguments`` may be JSON text; no arguments are written ``{}``, ``""`` or null.
 
     Raises:
-        DataError: a call has no name, or its arguments are neither a mapping nor the JSON text of one.
+        DataError: a call has no name, or its arguments are neither a mapping nor the JSON text of one, or have a
+            number that JSON does not have, such as NaN.
     """
     if isinstance(value, str):
         value = parse_json_text(value, "tool_calls") if value.strip() else []
@@ -95,7 +97,23 @@ def _read_arguments(name: str, arguments: Any) -> dict[str, Any]:
             f"the arguments of the call of '{name}' must be a mapping, or the JSON text of one, not "
             f"{type(arguments).__name__}"
         )
+    _check_finite(arguments, name)
     return dict(arguments)
+
+
+def _check_finite(arguments: Mapping[str, Any], name: str) -> None:
+    """Raise :class:`DataError` for a number that JSON does not have, such as NaN, in the arguments of a call."""
+    values = list(arguments.values())
+    while values:
+        value = values.pop()
+        if isinstance(value, Mapping):
+            values += value.values()
+        elif isinstance(value, list | tuple):
+            values += value
+        elif isinstance(value, float) and not math.isfinite(value):
+            raise DataError(
+                f"the arguments of the call of '{name}' have the number {value}, which is not JSON: use null"
+            )
 
 
 def call_of_text(text: Any) -> list[dict[str, Any]]:

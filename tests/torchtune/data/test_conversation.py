@@ -125,6 +125,8 @@ def test_arguments_are_a_mapping(written, read):
     [
         ([call('{"town": Rome')], "arguments of the call of 'weather' are not JSON"),
         ([call("[1]")], "must be a mapping, or the JSON text of one, not list"),
+        ([call('{"degrees": [1, NaN]}')], "the call of 'weather' have the number nan, which is not JSON"),
+        ([call({"range": {"to": float("inf")}})], "have the number inf"),
         ([call('"\\"doubly\\""')], "not str"),
         ([{"type": "function"}], "must have a 'function'"),
         ([call({}, name=None)], "must have a 'name', not nothing"),
@@ -220,7 +222,8 @@ def test_history_is_earlier_turns():
     assert [turn.text_content for turn in messages[:5]] == ["s", "One?", "a", "Two?", "b"]
     assert messages[5].text_content.endswith("### Instruction:\nAnd now?\n\n### Response:\n")
     assert [turn.masked for turn in messages] == [True, *[False] * 6]
-    for nothing in ([], None):
+    assert len(AlpacaToMessages()({**row, "history": '[["One?", "a"]]'})["messages"]) == 4
+    for nothing in ([], None, "", "[]"):
         assert len(AlpacaToMessages()({**row, "history": nothing})["messages"]) == 2
     for broken in ("One?", [["One?"]], [["One?", None]], [5]):
         with pytest.raises(DataError, match="column 'history'"):
@@ -243,8 +246,28 @@ def test_a_turn_that_is_left_out_is_not_trained_on(flag):
     assert [turn.masked for turn in ChosenRejectedToMessages()(pair)["chosen"]] == [True, True, True, False]
 
 
+@pytest.mark.parametrize("given", [{"town": "Rome"}, ["Rome"], 7])
+def test_the_input_of_an_instruction_is_a_text(given):
+    with pytest.raises(DataError, match=r"column 'input' holds .*, not a text"):
+        AlpacaToMessages()({"instruction": "Where?", "input": given, "output": "There."})
+
+
+@pytest.mark.parametrize("other", [{"input": "Rome"}, {"history": [["One?", "a"]]}])
+def test_pairs_and_labelled_answers_lose_no_part_of_an_instruction(other):
+    row = {"instruction": "Where?", "chosen": "There.", "rejected": "No.", "output": "There.", "kto_tag": True}
+    pairs = ChosenRejectedToMessages(column_map={"chosen": "chosen", "rejected": "rejected", "prompt": "instruction"})
+    answers = LabelledAnswerToMessages({"prompt": "instruction", "completion": "output", "label": "kto_tag"})
+    for transform in (pairs, answers):
+        transform({**row, "input": "", "history": []})
+        with pytest.raises(DataError, match="belongs to column 'instruction' and is not read"):
+            transform({**row, **other})
+
+
 def test_flags_that_do_not_work_are_refused():
+    part = {"begin_offset": 0, "end_offset": 2, "train": False}
     for flag, words in (
+        ({"masked": "false"}, "a turn has masked 'false': only true and false work"),
+        ({"train_detail": [part]}, "a turn has train_detail, but only whole turns"),
         ({"weight": 0.5}, "a turn has weight 0.5: only 0 \\(not trained on\\) and 1 work"),
         ({"train": "yes"}, "a turn has train 'yes': only true and false work"),
     ):
