@@ -36,6 +36,7 @@ _COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 _LONGEST_CELL = 1 << 30
 _CHUNK = 1 << 20
 _WHITESPACE = re.compile(r"\s*")
+_QUOTED_NAME = re.compile(rb'"(?:[^"]|"")*"([;\t|,])')
 _BOM = b"\xef\xbb\xbf"
 # Arguments of `datasets.load_dataset` that do not change what is read from a local file.
 _WITHOUT_EFFECT = {
@@ -142,7 +143,10 @@ class JsonArray(JsonLines):
             value = value[self.field]
         if isinstance(value, dict):
             keys = ", ".join(value)
-            raise UserError(f"it holds one object ({keys}), not a list of rows; name the key of the list in field")
+            raise UserError(
+                f"it holds one object ({keys}), not a list of rows; name the key of the list in field, or, if it is a "
+                "row, put it in a list"
+            )
         if not isinstance(value, list):
             raise UserError(f"it holds one {type(value).__name__}, not a list of rows")
         return value
@@ -419,6 +423,7 @@ def _format_of_table(path: str, settings: Mapping[str, Any]) -> Table:
             try:
                 header = _checked_names(table.cells(record))
             except UserError as error:
+                _check_quoted_delimiter(place, record, dialect["delimiter"], settings)
                 raise DataError(f"{place}: {str(error).rstrip('.')}; correct the header.") from error
             names = header if names is None else names
             _check_delimiter(place, header, settings)
@@ -439,6 +444,16 @@ def _check_delimiter(place: str, header: Sequence[str], settings: Mapping[str, A
     for delimiter, shown in ((";", "';'"), ("\t", "'\\t'"), ("|", "'|'"), (",", "','")):
         if delimiter in header[0]:
             raise DataError(f"{place}: the header is one column, '{header[0]}': set delimiter={shown}.")
+
+
+def _check_quoted_delimiter(place: str, record: bytes, delimiter: str, settings: Mapping[str, Any]) -> None:
+    """Raise :class:`DataError` if the first name of a broken header is in quotes before another delimiter."""
+    quoted = _QUOTED_NAME.match(record)
+    if quoted is not None and "delimiter" not in settings and quoted[1].decode() != delimiter:
+        other = quoted[1].decode().replace("\t", "\\t")
+        raise DataError(
+            f"{place}: the names of the header are in quotes, with another delimiter: set delimiter='{other}'."
+        )
 
 
 def suffix_of(name: str) -> str:

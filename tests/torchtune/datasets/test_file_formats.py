@@ -142,9 +142,21 @@ def test_settings_that_are_not_known_are_refused_by_name(settings, words, tmp_pa
         ('input,output\n"a" b,c\n', "line 2: a text goes on behind its closing quotation mark"),
         ("input,output\na,b\0\n", "line 2: it has a zero byte"),
         ("input;output\na;b\n", "line 1: the header is one column, 'input;output': set delimiter=';'"),
+        ('"input";"output"\n"a";"b"\n', "line 1: the names of the header are in quotes.*: set delimiter=';'"),
+        ('"the ""input""" \t,"b"\na,b\n', "line 1: a text goes on behind its closing quotation mark"),
         ("input,input\na,b\n", "line 1: two columns are named 'input'"),
     ],
-    ids=["more fields", "fewer fields", "open quote", "behind a quote", "zero byte", "delimiter", "header"],
+    ids=[
+        "more fields",
+        "fewer fields",
+        "open quote",
+        "behind a quote",
+        "zero byte",
+        "delimiter",
+        "delimiter in quotes",
+        "quotes",
+        "header",
+    ],
 )
 def test_broken_tables_are_refused_by_file_and_line(written, words, tmp_path):
     path = tmp_path / "rows.csv"
@@ -247,7 +259,10 @@ def test_a_list_inside_of_an_object(tmp_path):
     path = tmp_path / "rows.json"
     path.write_text(json.dumps({"version": 1, "data": OBJECTS}, indent=1))
     assert READERS["mapped"](path, field="data") == READERS["streamed"](path, field="data") == OBJECTS
-    for settings, words in (({}, r"one object \(version, data\).*name the key"), ({"field": "x"}, "no object with")):
+    for settings, words in (
+        ({}, r"one object \(version, data\).*name the key.*or, if it is a row"),
+        ({"field": "x"}, "no object with"),
+    ):
         with pytest.raises(DataError, match=words):
             READERS["mapped"](path, **settings)
     path.write_text("3")
