@@ -13,7 +13,7 @@ from torchtune.data import (
     column,
     resolve_masking,
 )
-from torchtune.datasets._file_report import STYLES, styles_of
+from torchtune.datasets._file_report import KINDS, STYLES, conversations_of
 from torchtune.datasets._packed import PackedDataset
 from torchtune.datasets._row_source import Source
 from torchtune.datasets._sft import SFTDataset
@@ -51,8 +51,7 @@ class ConversationToMessages(Transform):
     @property
     def formats(self) -> tuple[str, ...]:
         """Formats of rows that are read, see :func:`formats_of`."""
-        kinds = {"openai": "OpenAI messages", "sharegpt": "ShareGPT"}
-        return tuple(kinds.values()) if self.conversation_style is None else (kinds[self.conversation_style],)
+        return tuple(KINDS.values()) if self.conversation_style is None else (KINDS[self.conversation_style],)
 
     def __call__(self, sample: Mapping[str, Any]) -> dict[str, Any]:
         """Return ``{"messages": [...]}``, and what else the transform of the format returns."""
@@ -67,8 +66,8 @@ class ConversationToMessages(Transform):
         """Return the column and the format of the row's conversation."""
         if self.conversation_column is not None and self.conversation_style is not None:
             return self.conversation_column, self.conversation_style
-        columns = sample if self.conversation_column is None else [self.conversation_column]
-        readings = [(name, style) for name in columns for style in styles_of(column(sample, name))]
+        name = self.conversation_column
+        readings = conversations_of(sample if name is None else {name: column(sample, name)})
         if self.conversation_style is not None:
             readings = [reading for reading in readings if reading[1] == self.conversation_style]
         if len(readings) > 1:

@@ -18,7 +18,9 @@ from torchtune.data import (
     answer_turns,
     as_messages,
     is_empty,
+    parse_json_text,
     read_label,
+    role_of,
     validate_messages,
 )
 from torchtune.datasets._file_formats import (
@@ -38,12 +40,17 @@ _ADVICE = (
     "name those that are read: column_map.input=... column_map.output=... (an instruction and its answer), "
     "column=... (plain text) or conversation_column=... (messages)"
 )
+# Beginning of a list of mappings as JSON text.
+_LIST_OF_MAPPINGS = re.compile(r"\s*\[\s*\{")
 _CALLS = re.compile(r'"(tool_calls|function_call|tools|functions)": (?!null|\[\]|"")')
 # Name of a conversation format -> turn field that only this format has, its transform, and its column's name.
 STYLES: dict[str, tuple[str, Callable[..., Any], str]] = {
     "openai": ("role", OpenAIToMessages, "messages"),
     "sharegpt": ("from", ShareGPTToMessages, "conversations"),
 }
+
+# Name of a conversation format -> what a report calls it.
+KINDS = {"openai": "OpenAI messages", "sharegpt": "ShareGPT"}
 
 
 @dataclass
@@ -88,12 +95,39 @@ def styles_of(value: Any) -> list[str]:
     return [style for style, (field, _, _) in STYLES.items() if field in value[0]]
 
 
+def conversations_of(row: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return (column, format) of each reading of a row as a conversation.
+
+    Turns are lists, or JSON text, as in tables; text is read only in a row without lists of turns.
+    """
+    readings = [(name, style) for name, value in row.items() for style in styles_of(value)]
+    if readings:
+        return readings
+    texts = {name: value for name, value in row.items() if isinstance(value, str) and _LIST_OF_MAPPINGS.match(value)}
+    for name, text in texts.items():
+        try:
+            turns = parse_json_text(text, f"column '{name}'")
+        except DataError:  # a text that only begins like JSON
+            continue
+        readings += [(name, style) for style in styles_of(turns)]
+    return readings
+
+
+def _asks_only(turns: Any) -> bool:
+    """Return whether a conversation does not end with a turn of the assistant."""
+    try:
+        return role_of(turns[-1]) != "assistant"
+    except DataError:  # a problem of its own
+        return False
+
+
 def format_of(row: Mapping[str, Any]) -> tuple[str, str]:
     """Return (format, dataset builder with its columns) of a row; ("unknown", "") if no builder reads it."""
     image = next((name for name in ("image", "images") if name in row), None)
     turns = {name: styles[0] for name, value in row.items() if (styles := styles_of(value))}
     if {"chosen", "rejected"} <= row.keys():
         prompts = [name for name in turns if name not in ("chosen", "rejected")]
+        prompts += [name for name in ("question", "instruction", "input") if isinstance(row.get(name), str)]
         if "prompt" not in row and prompts:
             columns = f"column_map.chosen=chosen column_map.rejected=rejected column_map.prompt={prompts[0]}"
             return "preference pairs", f"preference_dataset {columns}"
@@ -103,19 +137,27 @@ def format_of(row: Mapping[str, Any]) -> tuple[str, str]:
         return "preference pairs", f"preference_dataset {columns}"
     if "completion" in row and read_label(row.get("label")) is not None:
         return "labeled answers (KTO)", "kto_dataset"
-    if "instruction" in row and "output" in row:
+    is_alpaca = "instruction" in row and "output" in row
+    if read_label(row.get("kto_tag")) is not None and (turns or is_alpaca):  # LLaMA-Factory's format
+        columns = f"column_map.completion={_conversation_column(turns)}"
+        if is_alpaca:
+            columns = "column_map.prompt=instruction column_map.completion=output"
+        return "labeled answers (KTO)", f"kto_dataset {columns} column_map.label=kto_tag"
+    if is_alpaca:
         return "Alpaca", "alpaca_dataset"
-    if {"prompt", "completion"} <= row.keys() and {"prompt", "completion"} & turns.keys():
-        columns = "column_map.input=prompt column_map.output=completion"
-        return "conversational prompts with completions", f"instruct_dataset {columns}"
-    if turns and not ("prompt" in turns and len(row) > 1):
-        name, style = next(iter(turns.items()))
+    for question, answer in (("prompt", "completion"), ("input", "output")):
+        if {question, answer} <= row.keys() and {question, answer} & turns.keys():
+            columns = f"column_map.input={question} column_map.output={answer}"
+            return "conversational prompts with completions", f"instruct_dataset {columns}"
+    is_prompt = "prompt" in turns and (len(row) > 1 or _asks_only(row["prompt"]))
+    if turns and not is_prompt:
+        name = _conversation_column(turns)
+        style = turns[name]
         if image is not None and style == "sharegpt":
             tag = " image_tag=<image>" if row[image] is None or "<image>" in str(row[name]) else ""
             columns = f"column_map.conversations={name} column_map.image={image}{tag}"
             return "ShareGPT with images", f"multimodal.multimodal_chat_dataset {columns}"
-        kind = {"openai": "OpenAI messages", "sharegpt": "ShareGPT"}[style]
-        return kind, f"chat_dataset conversation_column={name} conversation_style={style}"
+        return KINDS[style], f"chat_dataset conversation_column={name} conversation_style={style}"
     for question, answer in (
         ("input", "output"),
         ("question", "answer"),
@@ -129,6 +171,9 @@ def format_of(row: Mapping[str, Any]) -> tuple[str, str]:
                 columns = f"column_map.input={question} column_map.output={answer} column_map.image={image}"
                 return "questions about images", f"multimodal.vqa_dataset {columns}"
             return "instructions", f"instruct_dataset column_map.input={question} column_map.output={answer}"
+    if "text" not in row and "prompt" not in row and (readings := conversations_of(row)):  # JSON text
+        name, style = readings[0]
+        return KINDS[style], f"chat_dataset conversation_column={name} conversation_style={style}"
     if "prompt" in row:
         return "prompts with answers" if len(row) > 1 else "prompts", "prompt_dataset"
     if isinstance(row.get("text"), str) and isinstance(row.get("label"), str):
@@ -137,6 +182,12 @@ def format_of(row: Mapping[str, Any]) -> tuple[str, str]:
     if texts and ("text" in row or len(row) == 1):
         return "raw text", f"text_completion_dataset column={'text' if 'text' in row else texts[0]}"
     return "unknown", ""
+
+
+def _conversation_column(turns: Mapping[str, str]) -> str:
+    """Return the column of a row's conversation: one with a usual name, otherwise the first with turns."""
+    usual = [column for _, _, column in STYLES.values() if column in turns]
+    return usual[0] if usual else next(iter(turns), "")
 
 
 # Settings of a dataset on which it depends whether a conversation can be trained on.
@@ -153,6 +204,7 @@ _ANSWER_SETTINGS = (
     "conversation_column",
     "column_map.conversations",
     "column_map.output",
+    "column_map.completion",
     "column_map.chosen",
     "column_map.rejected",
 )

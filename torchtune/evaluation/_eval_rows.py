@@ -14,6 +14,7 @@ from torchtune.data import (
     ShareGPTToMessages,
     answer_turns,
     as_messages,
+    check_turns,
     images_of_columns,
     read_conversation,
     reference_answer,
@@ -173,6 +174,7 @@ def _read_conversation(row: Mapping[str, Any], prompt: str | None) -> Conversati
         return Conversation(**AlpacaToMessages()(row))
     if prompt is None and kind in ("OpenAI messages", "ShareGPT"):
         prompt = reader.split()[1].partition("=")[2]
+        row = {**row, prompt: check_turns(row[prompt], prompt)}  # which may be JSON text
     if prompt is None:
         prompt = next((name for name in _QUESTIONS if row.get(name) is not None), None)
     if prompt is None:

@@ -1,5 +1,6 @@
 """What rows say beside their texts reaches the tokens of every dataset: tools, calls, system prompts, empty answers."""
 
+import csv
 import json
 
 import pytest
@@ -196,6 +197,51 @@ def test_conversational_completions_and_sharegpt_pairs_are_named():
     assert format_of(pair)[1].endswith("column_map.prompt=turns")
     request = {"input": {"messages": [QUESTION]}, "preferred_output": [calling({})], "non_preferred_output": []}
     assert format_of(request)[1].startswith("preference_dataset column_map.chosen=preferred_output")
+
+
+@pytest.mark.parametrize(
+    ("row", "reader"),
+    [
+        # The columns of LLaMA-Factory.
+        (
+            {"instruction": "a", "input": "", "chosen": "b", "rejected": "c"},
+            "preference_dataset column_map.chosen=chosen column_map.rejected=rejected column_map.prompt=instruction",
+        ),
+        (
+            {"instruction": "a", "input": "", "output": "b", "kto_tag": False},
+            "kto_dataset column_map.prompt=instruction column_map.completion=output column_map.label=kto_tag",
+        ),
+        (
+            {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}], "kto_tag": True},
+            "kto_dataset column_map.completion=conversations column_map.label=kto_tag",
+        ),
+        ({"prompt": [QUESTION]}, "prompt_dataset"),
+        (
+            {"input": [QUESTION], "output": [calling({})]},
+            "instruct_dataset column_map.input=input column_map.output=output",
+        ),
+        (
+            {"earlier": [QUESTION], "messages": [QUESTION, calling({})]},
+            "chat_dataset conversation_column=messages conversation_style=openai",
+        ),
+        (
+            {"id": "1", "talk": json.dumps([QUESTION, calling({})])},
+            "chat_dataset conversation_column=talk conversation_style=openai",
+        ),
+        ({"note": '[{"role": cut'}, "text_completion_dataset column=note"),
+    ],
+)
+def test_formats_of_other_libraries_are_named(row, reader):
+    assert format_of(row)[1] == reader
+
+
+def test_conversations_of_a_table_are_found_as_in_a_report(with_tools, tmp_path):
+    path = tmp_path / "rows.csv"
+    with path.open("w", newline="") as file:
+        csv.writer(file).writerows([["id", "talk"], ["1", json.dumps([QUESTION, calling({"town": "Rome"})])]])
+    (row,) = chat_dataset(with_tools, source=str(path))
+    assert '<call>weather {"town": "Rome"}</call>' in with_tools.decode(row["tokens"], skip_special_tokens=False)
+    assert [kind for kind, _ in scan(path, everything=True).formats] == ["OpenAI messages"]
 
 
 @pytest.mark.parametrize(

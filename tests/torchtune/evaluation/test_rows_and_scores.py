@@ -23,6 +23,7 @@ def rows_of(folder, *rows, **options):
     [
         ({"messages": [USER, ASSISTANT]}, {}),
         ({"conversations": SHAREGPT}, {}),
+        ({"conversations": json.dumps(SHAREGPT)}, {}),
         ({"turns": [USER, ASSISTANT], "note": "x"}, {"prompt": "turns"}),
         ({"prompt": "2 + 2", "answer": "4"}, {}),
         ({"prompt": [USER], "answer": "4"}, {}),
