@@ -52,7 +52,13 @@ def parse_calls(text: str, tool_format: str, schemas: Schemas) -> list[ToolCall]
         >>> torchtune.rlhf.environments.parse_calls(text, "hermes", {})[0].arguments
         {'a': 1}
     """
-    return list(FORMATS[tool_format](after_reasoning(text), schemas))
+    calls = list(FORMATS[tool_format](after_reasoning(text), schemas))
+    for call in calls:
+        try:
+            json.dumps(call.arguments, allow_nan=False)  # Python parses NaN and infinities, which rows cannot have
+        except (ValueError, RecursionError) as error:
+            raise CallError("the tool call is not valid JSON: it has NaN, an infinity, or too many levels") from error
+    return calls
 
 
 def after_reasoning(text: str) -> str:

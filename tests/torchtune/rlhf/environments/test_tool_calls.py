@@ -157,6 +157,7 @@ def test_calls_of_every_format(tool_format, text, expected):
         ("hermes", "<tool_call>" + "[" * 100_000 + "</tool_call>", "is not valid JSON"),
         ("hermes", "<tool_call>[]</tool_call>", "must be a JSON object with 'name'"),
         ("hermes", '<tool_call>{"name": "buy", "arguments": [1]}</tool_call>', "'arguments' of the tool call must be"),
+        ("hermes", '<tool_call>{"name": "buy", "arguments": {"n": NaN}}</tool_call>', "is not valid JSON: it has NaN"),
         ("qwen_xml", "<tool_call>buy(1)</tool_call>", "must be <function=NAME>"),
         ("qwen_xml", "<tool_call><function=buy>item=x</function></tool_call>", "must be <parameter=NAME>"),
         ("llama3", '{"name": "buy", ', "is not valid JSON"),
