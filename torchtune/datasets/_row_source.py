@@ -25,7 +25,7 @@ from torchtune.datasets._file_formats import LOADERS, FileFormat, format_of_file
 from torchtune.datasets._file_rows import FileRows, matching
 from torchtune.datasets._fingerprint import Fingerprint
 from torchtune.datasets._preview import limited, look
-from torchtune.utils import first_line, get_logger
+from torchtune.utils import first_line, get_logger, log_once
 
 # Name of a Hub dataset, folder, file or loader; or rows in memory.
 Source = str | Path | Iterable[Mapping[str, Any]]
@@ -225,10 +225,37 @@ def _files_of_folder(folder: str, kwargs: Mapping[str, Any]) -> tuple[str, dict[
     files, loader = builder.config.data_files, _OWN.get(type(builder.config).__name__, folder)
     if files is None:
         return loader, None, {}
+    if not known:
+        _say_what_is_left_out(folder, _files(files))
     # Settings in the folder's README, and the delimiter of .tsv files.
     settings = {name: getattr(builder.config, name, None) for name in ("sep", "names", "skiprows", "field")}
     of_folder = {name: value for name, value in settings.items() if value not in (None, ",")}
     return loader, {str(split): list(map(str, names)) for split, names in files.items()}, of_folder
+
+
+def _say_what_is_left_out(folder: str, names: Sequence[str]) -> None:
+    """Log a warning about data files of a folder that no split has: those of another kind, or without a split's name.
+
+    Args:
+        folder: the folder.
+        names: files of all splits.
+    """
+    read = {Path(name).resolve() for name in names}
+    there = [path for path in sorted(Path(folder).rglob("*.*")) if path.is_file() and suffix_of(path.name) in LOADERS]
+    # Texts are often licenses, and a name that begins with a dot or an underscore is not data.
+    left_out = [
+        str(path.relative_to(folder))
+        for path in there
+        if path.resolve() not in read and suffix_of(path.name) != ".txt" and path.name[0] not in "._"
+    ]
+    if left_out:
+        more = f" and {len(left_out) - 3:,} more" if len(left_out) > 3 else ""
+        log_once(
+            get_logger(),
+            f"{folder}: a folder is read as files of one kind, and with names of splits if some have them, which "
+            f"leaves out {', '.join(left_out[:3])}{more}: name the files with data_files to read them.",
+            logging.WARNING,
+        )
 
 
 def _rows_of_split(files: LocalFiles, split: str | None, shown: str) -> FileRows:

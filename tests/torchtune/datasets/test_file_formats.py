@@ -286,6 +286,24 @@ def test_places_of_rows(tmp_path):
         rows[1]
 
 
+@pytest.mark.parametrize(
+    ("names", "left_out"),
+    [
+        (["a.csv", "b.csv", "c.jsonl"], "c.jsonl"),
+        (["train.csv", "more/rows.csv"], "more/rows.csv"),
+        (["train.csv", "test.csv", "LICENSE.txt", ".hidden.csv"], None),
+    ],
+)
+def test_files_of_a_folder_that_are_left_out_are_named(tmp_path, caplog, names, left_out):
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text('{"a": "1"}' if name.endswith("l") else "a\n1\n")
+    load_rows(str(tmp_path), split="train")
+    said = [record.message for record in caplog.records if "leaves out" in record.message]
+    assert len(said) == (left_out is not None)
+    assert left_out is None or f"which leaves out {left_out}: name" in said[0]
+
+
 def test_splits_of_files_and_folders(tmp_path):
     folder = tmp_path / "folder"
     folder.mkdir()
