@@ -194,6 +194,8 @@ class AlpacaToMessages(Transform):
         """Return ``{"messages": [user, assistant]}``, and the row's earlier turns, system prompt and ``tools``."""
         instruction = text_column(sample, self.column_map["instruction"])
         name = self.column_map.get("input", "input")
+        if name != "input":
+            column(sample, name)  # a name that was chosen is the name of a column
         given = "" if sample.get(name) is None else text_column(sample, name)
         layout = self.template["prompt_input" if given else "prompt_no_input"]
         turns = [

@@ -252,6 +252,15 @@ def test_the_input_of_an_instruction_is_a_text(given):
         AlpacaToMessages()({"instruction": "Where?", "input": given, "output": "There."})
 
 
+def test_a_chosen_input_column_must_be_there():
+    transform = AlpacaToMessages(column_map={"instruction": "instruction", "input": "contxt", "output": "output"})
+    row = {"instruction": "Where?", "context": "Rome", "output": "There."}
+    with pytest.raises(DataError, match=r"no column 'contxt' .* did you mean 'context'"):
+        transform(row)
+    assert "Rome" in transform({**row, "contxt": "Rome"})["messages"][0].text_content
+    assert "Input" not in transform({**row, "contxt": None})["messages"][0].text_content
+
+
 @pytest.mark.parametrize("other", [{"input": "Rome"}, {"history": [["One?", "a"]]}])
 def test_pairs_and_labelled_answers_lose_no_part_of_an_instruction(other):
     row = {"instruction": "Where?", "chosen": "There.", "rejected": "No.", "output": "There.", "kto_tag": True}
