@@ -90,8 +90,9 @@ class DataShow(Subcommand):
             setting = [*given.dataset, *given.tokenizer][0]
             raise UserError(f"'{setting}' is a setting of a dataset: add --tokenizer to build the dataset.")
         checked = [override for override in given.dataset if override.partition("=")[0] in CHECKED_SETTINGS]
+        splits = [override for override in given.dataset if override.partition("=")[0] == "split"]
         options = {"everything": args.all, "settings": given.file_settings, "chosen": _changed({}, checked)}
-        facts = scan(path, **options)
+        facts = scan(path, **options, **_changed({}, splits))
         print("\n".join(report(facts)))
         if args.validation is not None:
             held_out = scan(args.validation, **options)
@@ -104,7 +105,7 @@ class DataShow(Subcommand):
         from torchtune import config
         from torchtune._cli._data_show import show_dataset
 
-        node = dataset_node(path, facts.formats.most_common(1)[0][0], [*given.file, *given.dataset])
+        node = dataset_node(path, facts.format, [*given.file, *given.dataset])
         has_images = ".multimodal." in node["_component_"]
         loader = "torchtune.models.image_text_transform" if has_images else "torchtune.tokenizers.hf_tokenizer"
         defaults = {"_component_": loader, "path": args.tokenizer, "max_seq_len": args.max_seq_len}

@@ -87,6 +87,14 @@ class FileFacts:
     hashes: dict[int, int] = field(default_factory=dict)
     example: Any = None
 
+    @property
+    def format(self) -> tuple[str, str]:
+        """(Format, builder with columns) that reads the most rows; conversations of two formats have one builder."""
+        readers = {reader.split()[0] if reader else "" for _, reader in self.formats}
+        if len(self.formats) > 1 and readers == {"chat_dataset"}:
+            return "conversations", "chat_dataset"
+        return self.formats.most_common(1)[0][0]
+
 
 def styles_of(value: Any) -> list[str]:
     """Return the formats in which a value is a conversation, ``openai`` and ``sharegpt``; empty if it is none."""
@@ -288,19 +296,20 @@ def _characters(value: Any) -> int:
     return sum(map(_characters, value)) if isinstance(value, list) else 0
 
 
-def numbered_rows(path: Path, settings: Mapping[str, Any]) -> Iterator[tuple[int, Any]]:
+def numbered_rows(path: Path, settings: Mapping[str, Any], split: str = "train") -> Iterator[tuple[int, Any]]:
     """Yield (number, row) of a file or folder as a run reads it; lines of text files are undecoded.
 
     Args:
         path: path of a data file, possibly compressed, or of a folder.
         settings: settings of the file, such as ``delimiter``.
+        split: split of a folder.
 
     Raises:
         UserError: the file type is not supported, or the file is damaged or cannot be read.
     """
     loader = LOADERS.get(suffix_of(path.name))
     if path.is_dir():
-        yield from enumerate(_loaded_rows(path, settings), 1)
+        yield from enumerate(_loaded_rows(path, settings, split), 1)
     elif loader is None:
         raise UserError(f"{path}: a file of this kind is not read: use {', '.join(LOADERS)}.")
     elif loader in ("arrow", "parquet"):
@@ -314,11 +323,11 @@ def numbered_rows(path: Path, settings: Mapping[str, Any]) -> Iterator[tuple[int
         yield from numbered_records(str(path), format_of_file(str(path), loader, known))
 
 
-def _loaded_rows(path: Path, settings: Mapping[str, Any]) -> Iterator[Any]:
+def _loaded_rows(path: Path, settings: Mapping[str, Any], split: str = "train") -> Iterator[Any]:
     from torchtune.datasets._file_rows import unparsed
     from torchtune.datasets._row_source import load_rows, without_added_nulls
 
-    rows = load_rows(str(path), split="train", **settings)
+    rows = load_rows(str(path), split=split, **settings)
     if not hasattr(rows, "with_format"):
         yield from unparsed(rows)
         return
@@ -359,6 +368,7 @@ def scan(
     everything: bool,
     settings: Mapping[str, Any] | None = None,
     chosen: Mapping[str, Any] | None = None,
+    split: str = "train",
 ) -> FileFacts:
     """Read a file or folder: count and compare all rows, and inspect the first ``SAMPLE`` or all of them.
 
@@ -367,6 +377,7 @@ def scan(
         everything: inspect all rows.
         settings: settings of the file, such as ``delimiter``.
         chosen: settings of the dataset by which rows are judged, of :data:`CHECKED_SETTINGS`.
+        split: split of a folder.
 
     Raises:
         UserError: the file is empty, unreadable or of an unsupported type.
@@ -374,7 +385,7 @@ def scan(
     if path.is_file() and path.stat().st_size == 0:
         raise UserError(f"{path}: the file is empty.")
     facts = FileFacts(str(path))
-    for number, row in numbered_rows(path, settings or {}):
+    for number, row in numbered_rows(path, settings or {}, split):
         facts.rows += 1
         try:
             columns = parsed(row)
@@ -472,7 +483,12 @@ def report(facts: FileFacts) -> list[str]:
         first = f", the first in line {facts.firsts[kind, reader]}" if len(facts.formats) > 1 else ""
         called = f": torchtune.datasets.{reader}" if reader else ""
         lines.append(f"format      {kind}, {count:,} rows{first}{called}")
-    if len(facts.formats) > 1:
+    if len(facts.formats) > 1 and facts.format[0] == "conversations":
+        lines.append(
+            f"            torchtune.datasets.{facts.format[1]} reads all of them, without conversation_column and "
+            "conversation_style"
+        )
+    elif len(facts.formats) > 1:
         lines.append("warning     the rows are of several formats: split the file, a dataset reads one of them")
     is_unknown = ("unknown", "") in facts.formats
     if len(facts.columns) > 1 or is_unknown:

@@ -277,6 +277,26 @@ def test_folders_and_compressed_files_are_shown_as_runs_read_them(tokenizer, tmp
     assert tune("data", "show", tmp_path / "rows.xlsx").code == 2
 
 
+def test_conversations_of_two_formats_are_shown_as_one_dataset_reads_them(tokenizer, tmp_path, tune):
+    sharegpt = [{"from": "human", "value": "red"}, {"from": "gpt", "value": "one bird"}]
+    path = write(tmp_path / "rows.jsonl", {"messages": TURNS}, {"conversations": sharegpt})
+    out = tune("data", "show", path, "--tokenizer", tokenizer).out
+    assert "torchtune.datasets.chat_dataset reads all of them, without conversation_column and" in out
+    assert "split the file" not in out
+    assert "[[one bird<|im_end|>]]" in out
+
+
+def test_the_split_of_a_folder_is_judged_that_is_shown(tokenizer, tmp_path, tune):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    write(folder / "train.jsonl", {"messages": TURNS}, {"messages": TURNS})
+    write(folder / "test.jsonl", {"instruction": "red", "output": "one bird"})
+    out = tune("data", "show", folder, "--tokenizer", tokenizer, "split=test").out
+    assert f"{folder}: 1 rows" in out
+    assert "format      Alpaca, 1 rows" in out
+    assert "one bird<|im_end|>]]" in out
+
+
 def test_a_row_that_the_model_cannot_read_is_named(tokenizer, tmp_path, tune):
     from tests.tiny import write_checkpoint
 
