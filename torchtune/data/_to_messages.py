@@ -139,11 +139,16 @@ class InputOutputToMessages(Transform):
         if isinstance(question, str):
             parts = [{"type": "image", "content": image} for image in images]
             return [Message(role="user", content=[*parts, {"type": "text", "content": question}])]
-        turns = as_messages(with_images(check_turns(question, name), images))
-        if self.masking_strategy is not MaskingStrategy.TRAIN_ON_ALL:
-            for turn in turns:
-                turn.stated_training = False
-        return turns
+        return _prompt_turns(with_images(check_turns(question, name), images), self.masking_strategy)
+
+
+def _prompt_turns(turns: Sequence[Any], masking_strategy: MaskingStrategy) -> list[Message]:
+    """Return the turns of a prompt, of which none is an answer: they are trained on with ``train_on_all`` only."""
+    messages = as_messages(turns)
+    if masking_strategy is not MaskingStrategy.TRAIN_ON_ALL:
+        for message in messages:
+            message.stated_training = False
+    return messages
 
 
 class AlpacaToMessages(Transform):
@@ -231,7 +236,7 @@ class ChosenRejectedToMessages(Transform):
     """Transform of a row with a chosen and a rejected conversation (lists of ``{"role", "content"}``) to messages.
 
     If ``chosen`` and ``rejected`` are texts, or begin with an assistant turn, they are answers to the ``prompt`` of the
-    row, which is a text or a list of turns.
+    row, which is a text or a list of turns. Turns of the prompt are then trained on with ``train_on_all`` only.
 
     Args:
         train_on_input: deprecated; use ``masking_strategy``.
@@ -269,7 +274,7 @@ class ChosenRejectedToMessages(Transform):
         for side, name in self.column_map.items():
             sides[side] = read_conversation(
                 sample,
-                turns_with_answer(sample, name, self._prompt),
+                turns_with_answer(sample, name, self._prompt, self.masking_strategy),
                 new_system_prompt=self.new_system_prompt,
                 masking_strategy=self.masking_strategy,
                 columns=(*self.column_map.values(), self._prompt),
@@ -279,7 +284,9 @@ class ChosenRejectedToMessages(Transform):
         return pair | tools_entry(sides["chosen"].tools)
 
 
-def turns_with_answer(sample: Mapping[str, Any], name: str, prompt: str) -> Sequence[Any]:
+def turns_with_answer(
+    sample: Mapping[str, Any], name: str, prompt: str, masking_strategy: MaskingStrategy
+) -> Sequence[Any]:
     """Return the turns of an answer, preceded by the prompt's turns unless the answer already contains the prompt.
 
     Images in the row's column ``image`` or ``images`` are inserted; see :func:`with_images`.
@@ -288,6 +295,7 @@ def turns_with_answer(sample: Mapping[str, Any], name: str, prompt: str) -> Sequ
         sample: the row.
         name: column of the answer, a text, a turn, or turns.
         prompt: column of the prompt, a text or turns.
+        masking_strategy: strategy with which the turns of the prompt column are marked as trained on or not.
 
     Raises:
         DataError: the answer is neither a text nor turns, neither the answer nor the row has a prompt, or the prompt is
@@ -306,7 +314,7 @@ def turns_with_answer(sample: Mapping[str, Any], name: str, prompt: str) -> Sequ
     if not isinstance(question, str | list | tuple):
         kind = "nothing" if question is None else type(question).__name__
         raise DataError(f"column '{prompt}' holds {kind}, not a text or a list of turns")
-    return [*with_images(question, images), *answer]
+    return [*_prompt_turns(with_images(question, images), masking_strategy), *answer]
 
 
 def answer_turns(sample: Mapping[str, Any], name: str) -> Sequence[Any]:

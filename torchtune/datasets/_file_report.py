@@ -147,7 +147,7 @@ def format_of(row: Mapping[str, Any]) -> tuple[str, str]:
         return "labeled answers (KTO)", "kto_dataset"
     is_alpaca = "instruction" in row and "output" in row
     if read_label(row.get("kto_tag")) is not None and (turns or is_alpaca):  # LLaMA-Factory's format
-        columns = f"column_map.completion={_conversation_column(turns)}"
+        columns = f"masking_strategy=train_on_last column_map.completion={_conversation_column(turns)}"
         if is_alpaca:
             columns = "column_map.prompt=instruction column_map.completion=output"
         return "labeled answers (KTO)", f"kto_dataset {columns} column_map.label=kto_tag"

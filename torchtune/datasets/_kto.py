@@ -28,7 +28,7 @@ class LabelledAnswerToMessages(Transform):
 
     Args:
         column_map: columns of ``prompt``, ``completion`` and ``label``; by default the same names. If the completion is
-            a whole conversation, the prompt is ignored.
+            a whole conversation, the prompt is ignored. Turns of a prompt are trained on with ``train_on_all`` only.
         masking_strategy: see :func:`torchtune.data.mask_messages`.
 
     Raises:
@@ -59,7 +59,7 @@ class LabelledAnswerToMessages(Transform):
         sample = unfold_prompt(sample, prompt)
         conversation = read_conversation(
             sample,
-            turns_with_answer(sample, self.column_map["completion"], prompt),
+            turns_with_answer(sample, self.column_map["completion"], prompt, self.masking_strategy),
             masking_strategy=self.masking_strategy,
             columns=(*self.column_map.values(), prompt),
         )

@@ -329,6 +329,23 @@ def test_pairs_keep_calls_tools_reasoning_and_names():
     assert good["tools"] == [WEATHER]
 
 
+def test_an_earlier_answer_in_the_prompt_is_no_part_of_an_answer():
+    """As in TRL: a bad answer does not unlearn the turns that it answers."""
+    row = {"prompt": [QUESTION, ANSWER, QUESTION], "chosen": [ANSWER], "rejected": [calling({})]}
+    answer = {"prompt": row["prompt"], "completion": [ANSWER], "label": False}
+    for strategy, masked in (
+        ("train_on_assistant", [True, True, True, False]),
+        ("train_on_last", [True, True, True, False]),
+        ("train_on_all", [False] * 4),
+    ):
+        pair = ChosenRejectedToMessages(masking_strategy=strategy)(row)
+        labelled = LabelledAnswerToMessages(masking_strategy=strategy)(answer)
+        for turns in (pair["chosen"], pair["rejected"], labelled["messages"]):
+            assert [turn.masked for turn in turns] == masked
+    whole = ChosenRejectedToMessages()({side: [*row["prompt"], *row[side]] for side in ("chosen", "rejected")})
+    assert [turn.masked for turn in whole["chosen"]] == [True, False, True, False]
+
+
 def test_pairs_in_sharegpt_format():
     """As in LLaMA-Factory: turns of the prompt, and one turn for each answer."""
     row = {

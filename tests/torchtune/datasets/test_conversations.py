@@ -213,7 +213,7 @@ def test_conversational_completions_and_sharegpt_pairs_are_named():
         ),
         (
             {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}], "kto_tag": True},
-            "kto_dataset column_map.completion=conversations column_map.label=kto_tag",
+            "kto_dataset masking_strategy=train_on_last column_map.completion=conversations column_map.label=kto_tag",
         ),
         ({"prompt": [QUESTION]}, "prompt_dataset"),
         (
