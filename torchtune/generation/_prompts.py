@@ -13,6 +13,7 @@ from torchtune.data import (
     DataError,
     Images,
     Message,
+    check_turns,
     images_of_columns,
     join_images,
     padded_collate_tiled_images_and_mask,
@@ -55,10 +56,10 @@ class Prompt:
 def read_prompts(path: str | Path, system: str | None = None) -> list[Prompt]:
     """Read a JSONL file of prompts: each line is a text, a list of messages, or an object with either.
 
-    An object has the text or the messages under ``prompt`` or ``messages``, and optionally images under ``image`` or
-    ``images``: a path, or a list of paths. ``tools`` are the tools that can be called, and ``system`` is the system
-    prompt. Images replace ``<image>`` in the text, or precede it; in messages, they
-    replace parts ``{"type": "image"}``. Other keys are ignored. Empty lines are skipped.
+    An object has the text or the messages under ``prompt`` or ``messages`` (there also messages as JSON text), and
+    optionally images under ``image`` or ``images``: a path, or a list of paths. ``tools`` are the tools that can be
+    called, and ``system`` is the system prompt. Images replace ``<image>`` in the text, or precede it; in messages,
+    they replace parts ``{"type": "image"}``. Other keys are ignored. Empty lines are skipped.
 
     Args:
         path: the file.
@@ -99,6 +100,8 @@ def _parse_prompt(path: str | Path, number: int, line: bytes, system: str | None
         row = {}
         content = value
     try:
+        if columns == ["messages"] and isinstance(content, str) and content.lstrip().startswith("["):
+            content = check_turns(content, "messages")  # JSON text, as in tables
         conversation = read_conversation(row, with_images(content, images_of_columns(row)), columns=columns)
     except DataError as error:
         raise GenerationError(f"{location}: {str(error).rstrip('.')}: give a text or a list of messages.") from error

@@ -38,6 +38,15 @@ READERS: dict[str, Callable[[Path], Any]] = {
 }
 
 
+def test_messages_of_a_prompt_may_be_json_text(tmp_path):
+    turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"}]
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(json.dumps({"messages": json.dumps(turns)}) + "\n" + json.dumps({"messages": "Why?"}))
+    written, text = read_prompts(path)
+    assert [(turn.role, turn.text_content) for turn in written.messages] == [("system", "Be brief."), ("user", "Why?")]
+    assert [(turn.role, turn.text_content) for turn in text.messages] == [("user", "Why?")]
+
+
 @pytest.mark.parametrize("reader", READERS)
 @pytest.mark.parametrize(
     "text",
