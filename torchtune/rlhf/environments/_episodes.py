@@ -170,6 +170,12 @@ class Environments:
                 f"dataset: row {prompt.number} names the environment {name!r}: the column 'environment' must be one of "
                 f"{', '.join(map(str, self._kinds))}."
             )
+        if prompt.row.get("tools") or prompt.row.get("functions"):
+            log_once(
+                get_logger(),
+                "The tools in the rows are not used, because an environment defines the tools that can be called.",
+                level=logging.WARNING,
+            )
         return Conversation(number, prompt, self._kinds[name], list(prompt.tokens))
 
     def _begin(self, conversations: list[Conversation], seeds: Sequence[int | None], num_samples: int) -> None:

@@ -297,6 +297,11 @@ def test_environments_by_column_and_wrong_ones(make, prompts, tiny, caplog):
         for one, name in zip(prompts, ("notes", "other", "notes"), strict=True)
     ]
     assert [one.environment for one in both(rows, 1, SEEDS)] == ["Notes", "Other", "Notes"]
+    assert "The tools in the rows are not used" not in caplog.text
+    tools = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
+    with_tools = [Prompt(one.tokens, {**one.row, "tools": tools}, one.number, messages=one.messages) for one in rows]
+    both(with_tools, 1, SEEDS)
+    assert caplog.text.count("The tools in the rows are not used") == 1
     with pytest.raises(RolloutError, match=r"row 0 names the environment None: .*one of notes, other"):
         both(prompts, 1, SEEDS)
     with pytest.raises(RolloutError, match="row 0 has no messages"):
