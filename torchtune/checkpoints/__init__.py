@@ -54,7 +54,7 @@ __getattr__, __dir__, __all__ = attach(
         "best_checkpoint": "_directories",
         "best_record": "_directories",
         "changes_base": "_adapter",
-        "check_tokenizer": "_saved_tokenizer",
+        "check_savable_tokenizer": "_saved_tokenizer",
         "complete_directories": "_directories",
         "load_adapter": "_adapter",
         "materialize": "_model_weights",

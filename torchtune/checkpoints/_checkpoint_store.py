@@ -34,7 +34,7 @@ from torchtune.checkpoints._open_source import open_source
 from torchtune.checkpoints._resumed_settings import check_resumed_settings
 from torchtune.checkpoints._safetensors_file import TensorFile
 from torchtune.checkpoints._save_view import Contents, SaveView, contents_of
-from torchtune.checkpoints._saved_tokenizer import check_tokenizer
+from torchtune.checkpoints._saved_tokenizer import check_savable_tokenizer
 from torchtune.checkpoints._saving import Job, Saver
 from torchtune.checkpoints._sources import find_files
 from torchtune.checkpoints._state import STATE_DIR, STRUCTURE, LocalState, load_state, local_state, optimizers_of
@@ -211,7 +211,7 @@ class CheckpointStore:
         for view in _views(models, contents).values():
             view.check(resumable=resumable)
         if tokenizer is not None and self._ranks.rank == 0:
-            check_tokenizer(tokenizer)
+            check_savable_tokenizer(tokenizer)
 
     def check_output_dir(self, *, resume: bool) -> None:
         """Check before loading that saving would not overwrite anything.

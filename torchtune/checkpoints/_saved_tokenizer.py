@@ -14,7 +14,7 @@ GENERATION_CONFIG = "generation_config.json"
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
-def check_tokenizer(tokenizer: Any) -> None:
+def check_savable_tokenizer(tokenizer: Any) -> None:
     """Log a warning before a run if its tokenizer cannot write its files."""
     with TemporaryDirectory() as folder:
         reason = _write_files(tokenizer, Path(folder))

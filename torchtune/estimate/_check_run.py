@@ -10,7 +10,7 @@ import torch
 
 from torchtune import config
 from torchtune._recipe_registry import current_name, promises, recipe_at
-from torchtune.checkpoints import add_reference, check_quantizer, check_tokenizer, checkpoint_contents
+from torchtune.checkpoints import add_reference, check_quantizer, check_savable_tokenizer, checkpoint_contents
 from torchtune.config import locate
 from torchtune.datasets import NotRead, instantiate_collate, instantiate_dataset, preview
 from torchtune.estimate._plan import arrange, build_on_meta, is_mixture, nodes_of
@@ -124,7 +124,7 @@ def find_problems(settings: Any, processes: int = 1, *, thorough: bool = False) 
     if built is not None and model is not None and not cfg.resize_token_embeddings:
         attempt(lambda: fit_vocabulary(model, built))
     if built is not None and has("optimizer", "checkpointer"):
-        check_tokenizer(built)
+        check_savable_tokenizer(built)
     if has("optimizer"):
         attempt(lambda: _check_optimizer(cfg, device, model))
     for name in ("loss", "metric_logger"):
