@@ -152,18 +152,18 @@ class LowPrecisionOptimizer(Optimizer):
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
             self._check_gradients(parameters)
             rule = find_update_rule(type(self._worker), group)
-            if rule is not None:
-                rounded = [parameter for parameter in parameters if self._is_rounded(parameter)]
-                for device in {parameter.device for parameter in rounded}:
-                    on_device = [parameter for parameter in rounded if parameter.device == device]
-                    self._step_with_rule(on_device, group, rule, device)
-                parameters = [parameter for parameter in parameters if not self._is_rounded(parameter)]
+            with_rule = [parameter for parameter in parameters if self._has_rule(parameter, group)]
+            for device in {parameter.device for parameter in with_rule}:
+                on_device = [parameter for parameter in with_rule if parameter.device == device]
+                self._step_with_rule(on_device, group, rule, device)
+            parameters = [parameter for parameter in parameters if not self._has_rule(parameter, group)]
             self._step_with_worker(parameters, group)
         return loss
 
-    def _is_rounded(self, parameter: torch.nn.Parameter) -> bool:
-        """Return whether weights and states are rounded stochastically."""
-        return self.precision == "stochastic_rounding" and parameter.dtype == torch.bfloat16
+    def _has_rule(self, parameter: torch.nn.Parameter, group: dict[str, Any]) -> bool:
+        """Return whether an update of this library's takes the steps: weights and states are rounded stochastically."""
+        is_rounded = self.precision == "stochastic_rounding" and parameter.dtype == torch.bfloat16
+        return is_rounded and find_update_rule(type(self._worker), group) is not None
 
     def _check_gradients(self, parameters: list[torch.nn.Parameter]) -> None:
         for parameter in parameters:
@@ -202,12 +202,15 @@ class LowPrecisionOptimizer(Optimizer):
     def _count_step(self, parameter: torch.nn.Parameter, rule: UpdateRule) -> int:
         """Create missing states, and return the number of this step of a parameter, as the rule counts."""
         state = self.state[parameter]
-        is_first = any(name not in state for name in rule.states)
-        for name in rule.states:
-            if name not in state and not self._is_low_bit(parameter):
-                state[name] = torch.zeros_like(own_part(parameter), dtype=self._storage_dtype(parameter))
-            elif name not in state:
+        # torch's SGD stores None for a buffer that it does not have.
+        missing = [name for name in rule.states if state.get(name) is None]
+        is_first = bool(missing)
+        for name in missing:
+            state.pop(name, None)
+            if self._is_low_bit(parameter):
                 self._room(parameter, name)
+            else:
+                state[name] = torch.zeros_like(own_part(parameter), dtype=self._storage_dtype(parameter))
         if not rule.counts_steps:
             return 1 if is_first else 2
         # The count stays in host memory: a scalar on the device would have to be read back.
@@ -407,7 +410,7 @@ class LowPrecisionOptimizer(Optimizer):
         for group, saved in zip(self.param_groups, groups, strict=True):
             group.update({key: value for key, value in saved.items() if key != "params"})
             for parameter in group["params"]:
-                counts_on_device = self._is_fused(group) and not self._is_rounded(parameter)
+                counts_on_device = self._is_fused(group) and not self._has_rule(parameter, group)
                 self._load_parameter(parameter, found[parameter], counts_on_device)
         precision = state_dict.get("precision", {})
         self._seed = int(precision.get("seed", self._seed))

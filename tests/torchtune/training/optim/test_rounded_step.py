@@ -97,6 +97,17 @@ def test_count_of_steps_of_a_loaded_state_stays_on_the_host():
     assert {state["step"].item() for state in optimizer.state.values()} == {2.0}
 
 
+def test_buffer_that_is_saved_as_none_begins_with_the_first_gradient():
+    model = nn.Linear(4, 4, bias=False).bfloat16()
+    optimizer = prepare_optimizer(torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9), model, seed=1)
+    state = optimizer.state_dict()
+    state["state"] = {"weight": {"momentum_buffer": None}}
+    optimizer.load_state_dict(state)
+    model.weight.grad = torch.full_like(model.weight, 0.5)
+    optimizer.step()
+    assert torch.equal(optimizer.state[model.weight]["momentum_buffer"], model.weight.grad)
+
+
 def test_state_of_another_random_generator_is_said_once(caplog, monkeypatch):
     model = nn.Linear(4, 4).bfloat16()
     optimizer = prepare_optimizer(make_adamw(model.parameters()), model, seed=1)
