@@ -309,7 +309,7 @@ def test_the_face_of_a_room_is_its_only_door():
             owner, *rest = module.split(".")[1:] if module.startswith("torchtune.") else [room]
             if owner != room and any(part.startswith("_") for part in rest):
                 found.append(f"{path.relative_to(ROOT)}: {module}")
-    assert not found, "import the name from the package instead, and list it in between_rooms there"
+    assert not found, "import the name from the package instead, and add it to the stub __init__.pyi there"
 
 
 def test_no_file_imports_itself_by_way_of_others():

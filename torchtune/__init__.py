@@ -2,30 +2,11 @@
 
 import sys
 
-from torchtune._lazy import FormerModuleFinder, attach
+from torchtune._lazy import FormerModuleFinder, attach_stub
 
 __version__ = "0.8.0"
 
-__getattr__, __dir__, __all__ = attach(
-    __name__,
-    dict.fromkeys(("generate", "load", "save"), "_facade"),
-    (
-        "checkpoints",
-        "config",
-        "data",
-        "datasets",
-        "estimate",
-        "evaluation",
-        "generation",
-        "models",
-        "modules",
-        "rlhf",
-        "supervision",
-        "tokenizers",
-        "training",
-        "utils",
-    ),
-)
+__getattr__, __dir__, __all__ = attach_stub(__name__, __file__)
 
 if FormerModuleFinder not in sys.meta_path:
     sys.meta_path.append(FormerModuleFinder)

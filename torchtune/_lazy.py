@@ -1,11 +1,58 @@
 """Lazy imports for package ``__init__`` files: a name is imported at its first use."""
 
+import ast
 import importlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from pkgutil import iter_modules
 from typing import Any
+
+
+def attach_stub(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """Build ``__getattr__``, ``__dir__`` and ``__all__`` (PEP 562) of a package from the stub beside its ``__init__``.
+
+    The stub ``__init__.pyi`` holds one import for each name that the package exports. Editors and type checkers read
+    it; at run time, the same lines say which module to import when a name is first used. As in every stub (PEP 484),
+    ``from ._device import get_device as get_device`` exports a public name. An import without ``as`` is for other
+    packages of the library: it is an attribute of the package, but not in ``__all__``.
+
+    Args:
+        package: ``__name__`` of the package.
+        file: ``__file__`` of the package.
+    """
+    modules, public = _read_stub(package, Path(file).with_suffix(".pyi"))
+
+    def __getattr__(name: str) -> Any:
+        if name not in modules:
+            return former_attribute(package, name)
+        module = importlib.import_module(modules[name])
+        # ``from . import name`` exports a module.
+        value = module if modules[name] == f"{package}.{name}" else getattr(module, name)
+        setattr(sys.modules[package], name, value)
+        return value
+
+    return __getattr__, lambda: public, public
+
+
+def _read_stub(package: str, stub: Path) -> tuple[dict[str, str], list[str]]:
+    """Return the module of each name in a stub, and its public names in alphabetical order."""
+    modules = {}
+    public = []
+    for statement in ast.parse(stub.read_text(encoding="utf-8")).body:
+        if not isinstance(statement, ast.ImportFrom):
+            continue  # the type of a name that ``__init__.py`` itself defines
+        for alias in statement.names:
+            if statement.level == 0:
+                modules[alias.name] = statement.module
+            elif statement.module is None:
+                modules[alias.name] = f"{package}.{alias.name}"
+            else:
+                modules[alias.name] = f"{package}.{statement.module}"
+            if alias.asname is not None:
+                public.append(alias.name)
+    return modules, sorted(public)
 
 
 def attach(

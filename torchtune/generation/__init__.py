@@ -1,47 +1,5 @@
 """Sampling text from models."""
 
-from torchtune._lazy import attach
+from torchtune._lazy import attach_stub
 
-__getattr__, __dir__, __all__ = attach(
-    __name__,
-    {
-        "AnswerFile": "_answer_prompts",
-        "GeneratedTokens": "_generate",
-        "GenerationError": "_sampling",
-        "LogitsProcessor": "_sampling",
-        "Prompt": "_prompts",
-        "TokenStep": "_generate",
-        "answer_limit": "_prompts",
-        "answer_prompts": "_answer_prompts",
-        "check_generates": "_continuous_batch",
-        "fast_linears": "_fast_linear",
-        "generate": "_generate",
-        "generate_next_token": "_generate",
-        "generate_tokens": "_generate",
-        "get_causal_mask_from_padding_mask": "_generate",
-        "get_position_ids_from_padding_mask": "_generate",
-        "images_of_row": "_prompts",
-        "model_digest": "_answer_prompts",
-        "prompt_row": "_prompts",
-        "read_prompts": "_prompts",
-        "sample": "_sampling",
-        "stream": "_generate",
-        "stream_tokens": "_generate",
-    },
-    between_rooms={
-        "Batch": "_continuous_batch",
-        "BatchServer": "_batch_server",
-        "JSONFilter": "_json_filter",
-        "JSONGrammar": "_json_filter",
-        "Job": "_batch_server",
-        "Request": "_continuous_batch",
-        "Sampling": "_sampling",
-        "TokenDecoder": "_json_filter",
-        "TokenTexts": "_json_filter",
-        "evaluating": "_continuous_batch",
-        "images_of_batch": "_prompts",
-        "seeded_draws": "_sampling",
-        "to_be_answered": "_prompts",
-        "uncompiled": "_fast_linear",
-    },
-)
+__getattr__, __dir__, __all__ = attach_stub(__name__, __file__)

@@ -1,49 +1,5 @@
 """Supervision of a run: watchdog, step synchronization, skipped steps, progress, throughput, profiler."""
 
-from torchtune._lazy import attach
+from torchtune._lazy import attach_stub
 
-__getattr__, __dir__, __all__ = attach(
-    __name__,
-    {
-        "BestValidation": "_best_validation",
-        "DEFAULT_PROFILER_ACTIVITIES": "_profiler",
-        "DEFAULT_PROFILE_DIR": "_profiler",
-        "DEFAULT_SCHEDULE": "_profiler",
-        "DEFAULT_TRACE_OPTS": "_profiler",
-        "DummyProfiler": "_profiler",
-        "GuardedProfiler": "_profiler",
-        "HANG_EXIT_CODE": "_watchdog",
-        "OutOfMemoryError": "_out_of_memory",
-        "PROFILER_KEY": "_profiler",
-        "ProgressBar": "_progress",
-        "RunControl": "_run_control",
-        "SkippedStepsError": "_step_guard",
-        "StepGuard": "_step_guard",
-        "StepMetrics": "_step_metrics",
-        "StopSignal": "_signals",
-        "Throughput": "_throughput",
-        "Watchdog": "_watchdog",
-        "explain_out_of_memory": "_out_of_memory",
-        "observe_together": "_observe_together",
-        "profiler_from_config": "_profiler",
-        "setup_torch_profiler": "_profiler",
-        "watch_run": "_watchdog",
-        "watched": "_watchdog",
-    },
-    between_rooms={
-        "PROGRESS_METRICS": "_step_metrics",
-        "align_rows": "_describe_run",
-        "attention_pairs": "_flops",
-        "component_name": "_describe_run",
-        "count_steps": "_describe_run",
-        "count_tokens": "_describe_run",
-        "describe_global_batch": "_describe_run",
-        "explain_no_validation": "_describe_run",
-        "is_own_metric": "_best_validation",
-        "explain_shared_rows": "_describe_run",
-        "explain_short_epoch": "_describe_run",
-        "peak_flops": "_flops",
-        "row_lengths": "_describe_run",
-        "rows_per_step": "_describe_run",
-    },
-)
+__getattr__, __dir__, __all__ = attach_stub(__name__, __file__)

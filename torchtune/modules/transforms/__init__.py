@@ -1,7 +1,5 @@
 """Transforms of samples; tokenizers are in ``torchtune.tokenizers``."""
 
-from torchtune._lazy import attach
-from torchtune.data import Transform
+from torchtune._lazy import attach_stub
 
-__getattr__, __dir__, __all__ = attach(__name__, {"VisionCrossAttentionMask": "_transforms"})
-__all__ += ["Transform"]
+__getattr__, __dir__, __all__ = attach_stub(__name__, __file__)

@@ -1,0 +1,16 @@
+from ._compare_models import Comparison as Comparison
+from ._compare_models import compare_layers as compare_layers
+from ._compare_models import compare_models as compare_models
+from ._compare_models import logits_of as logits_of
+from ._eval_rows import EvalRow as EvalRow
+from ._eval_rows import EvaluationError as EvaluationError
+from ._eval_rows import read_eval_rows as read_eval_rows
+from ._perplexity import Perplexity as Perplexity
+from ._perplexity import perplexity as perplexity
+from ._reference_logits import missing_packages, read_elsewhere, tokenize_elsewhere
+from ._score_answers import AnswerReport as AnswerReport
+from ._score_answers import check_scores as check_scores
+from ._score_answers import evaluate_answers as evaluate_answers
+from ._score_answers import make_scores as make_scores
+from ._tasks import evaluate_tasks as evaluate_tasks
+from ._tasks import find_tasks as find_tasks

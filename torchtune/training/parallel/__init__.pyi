@@ -1,0 +1,14 @@
+from ._parallel_dims import ParallelDims, ParallelDimsError
+from ._parallelize import ShardCondition, check_parallelizable, shard_model, unshard_output
+from ._ranks import Ranks, all_gather_object, any_rank, broadcast_object
+from ._shards import (
+    LocalShard,
+    ShardGrid,
+    full_slices,
+    full_tensor,
+    my_shard,
+    read_shard,
+    reduce_partial,
+    reshard,
+    spec_of,
+)

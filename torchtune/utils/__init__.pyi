@@ -1,0 +1,95 @@
+from ._activity import LOOP_PHASES as LOOP_PHASES
+from ._activity import Activity as Activity
+from ._activity import doing as doing
+from ._activity import place as place
+from ._activity import sign_of_life as sign_of_life
+from ._activity import watch_activity as watch_activity
+from ._activity import watched_activity as watched_activity
+from ._appended import AppendedFile as AppendedFile
+from ._appended import append_line as append_line
+from ._atomic_files import WriteError, clear_leftovers, convert_os_errors
+from ._atomic_files import atomic_directory as atomic_directory
+from ._atomic_files import atomic_write as atomic_write
+from ._atomic_files import explain_os_error as explain_os_error
+from ._atomic_files import file_limits as file_limits
+from ._atomic_files import fsync_directory as fsync_directory
+from ._atomic_files import valid_json as valid_json
+from ._atomic_files import write_json as write_json
+from ._device import DeviceSupport as DeviceSupport
+from ._device import batch_to_device as batch_to_device
+from ._device import find_device, parse_device, to_device
+from ._device import get_device as get_device
+from ._device import get_device_support as get_device_support
+from ._device import get_torch_device_namespace as get_torch_device_namespace
+from ._device import get_world_size_and_rank as get_world_size_and_rank
+from ._folder_lock import FolderLock as FolderLock
+from ._json import read_json as read_json
+from ._json_lines import (
+    check_surrogates,
+    decode_line,
+    decode_utf8,
+    numbered_lines,
+    open_lines,
+    packed_by,
+    parse_json_line,
+    unpacking,
+)
+from ._log_files import AGENT_VARIABLE as AGENT_VARIABLE
+from ._log_files import LOST as LOST
+from ._log_files import MACHINES_VARIABLE as MACHINES_VARIABLE
+from ._log_files import close_run_logger as close_run_logger
+from ._log_files import dump_stacks as dump_stacks
+from ._log_files import dump_stacks_after as dump_stacks_after
+from ._log_files import first_to_say as first_to_say
+from ._log_files import get_run_logger as get_run_logger
+from ._log_files import note_in_run_log as note_in_run_log
+from ._log_files import run_log_path as run_log_path
+from ._log_files import was_said as was_said
+from ._logging import above_bars as above_bars
+from ._logging import deprecate_parameter as deprecate_parameter
+from ._logging import deprecated as deprecated
+from ._logging import get_logger as get_logger
+from ._logging import get_rank as get_rank
+from ._logging import log_once as log_once
+from ._logging import log_rank_zero as log_rank_zero
+from ._logging import logged_once as logged_once
+from ._observer_guard import ObserverGuard as ObserverGuard
+from ._observer_guard import kept_random_state
+from ._optional import hide_import_warnings
+from ._optional import require as require
+from ._ownership import ForeignPathError as ForeignPathError
+from ._ownership import refuse_foreign as refuse_foreign
+from ._simulated import allocates_on_host as allocates_on_host
+from ._simulated import computes_on_cpu as computes_on_cpu
+from ._simulated import is_on_host as is_on_host
+from ._simulated import is_simulated as is_simulated
+from ._simulated import simulated as simulated
+from ._torch_private import (
+    FrozenIntegers,
+    allow_compiled_versions,
+    compiler_errors,
+    find_compiler,
+    forbid_mixed_reductions,
+)
+from ._torch_private import bound_onednn_caches as bound_onednn_caches
+from ._torch_private import flatten_mesh as flatten_mesh
+from ._torch_private import has_cpp_compiler as has_cpp_compiler
+from ._torch_private import hooks_of_all_modules as hooks_of_all_modules
+from ._torch_private import in_backward_pass as in_backward_pass
+from ._torch_private import in_dispatch_mode as in_dispatch_mode
+from ._torch_private import in_function_transform as in_function_transform
+from ._torch_private import memory_snapshot as memory_snapshot
+from ._torch_private import one_compiler_thread as one_compiler_thread
+from ._torch_private import onednn_computes as onednn_computes
+from ._torch_private import onednn_layout as onednn_layout
+from ._torch_private import onednn_linear as onednn_linear
+from ._torch_private import onednn_linear_op as onednn_linear_op
+from ._torch_private import record_memory_history as record_memory_history
+from ._torch_private import reduce_scatter_op as reduce_scatter_op
+from ._torch_private import saved_tensor_hooks as saved_tensor_hooks
+from ._torch_private import set_collective_timeout as set_collective_timeout
+from ._torch_private import verbose_profiling as verbose_profiling
+from ._user_error import LostRankError as LostRankError
+from ._user_error import UserError as UserError
+from ._user_error import first_line
+from ._version import torch_version_ge as torch_version_ge
