@@ -31,7 +31,7 @@ def cache_images(model: nn.Module, tokenizer: Any, folder: str | None, dims: Par
     Example:
         >>> torchtune.training.cache_images(model, tokenizer, "features", torchtune.training.ParallelDims())
         Traceback (most recent call last):
-        torchtune.utils._user_error.UserError: image_cache: the model has no image tokens, ...
+        torchtune.utils._errors.UserError: image_cache: the model has no image tokens, ...
     """
     if folder is None:
         return

@@ -1,20 +1,3 @@
-from ._activity import LOOP_PHASES as LOOP_PHASES
-from ._activity import Activity as Activity
-from ._activity import doing as doing
-from ._activity import place as place
-from ._activity import sign_of_life as sign_of_life
-from ._activity import watch_activity as watch_activity
-from ._activity import watched_activity as watched_activity
-from ._appended import AppendedFile as AppendedFile
-from ._appended import append_line as append_line
-from ._atomic_files import WriteError, clear_leftovers, convert_os_errors
-from ._atomic_files import atomic_directory as atomic_directory
-from ._atomic_files import atomic_write as atomic_write
-from ._atomic_files import explain_os_error as explain_os_error
-from ._atomic_files import file_limits as file_limits
-from ._atomic_files import fsync_directory as fsync_directory
-from ._atomic_files import valid_json as valid_json
-from ._atomic_files import write_json as write_json
 from ._device import DeviceSupport as DeviceSupport
 from ._device import batch_to_device as batch_to_device
 from ._device import find_device, parse_device, to_device
@@ -22,8 +5,28 @@ from ._device import get_device as get_device
 from ._device import get_device_support as get_device_support
 from ._device import get_torch_device_namespace as get_torch_device_namespace
 from ._device import get_world_size_and_rank as get_world_size_and_rank
+from ._errors import LostRankError as LostRankError
+from ._errors import UserError as UserError
+from ._errors import first_line
+from ._files import AppendedFile as AppendedFile
+from ._files import WriteError, clear_leftovers, convert_os_errors
+from ._files import append_line as append_line
+from ._files import atomic_directory as atomic_directory
+from ._files import atomic_write as atomic_write
+from ._files import explain_os_error as explain_os_error
+from ._files import file_limits as file_limits
+from ._files import fsync_directory as fsync_directory
 from ._folder_lock import FolderLock as FolderLock
+from ._heartbeat import LOOP_PHASES as LOOP_PHASES
+from ._heartbeat import Activity as Activity
+from ._heartbeat import doing as doing
+from ._heartbeat import place as place
+from ._heartbeat import sign_of_life as sign_of_life
+from ._heartbeat import watch_activity as watch_activity
+from ._heartbeat import watched_activity as watched_activity
 from ._json import read_json as read_json
+from ._json import valid_json as valid_json
+from ._json import write_json as write_json
 from ._json_lines import (
     check_surrogates,
     decode_line,
@@ -55,15 +58,16 @@ from ._logging import log_rank_zero as log_rank_zero
 from ._logging import logged_once as logged_once
 from ._observer_guard import ObserverGuard as ObserverGuard
 from ._observer_guard import kept_random_state
-from ._optional import hide_import_warnings
-from ._optional import require as require
-from ._ownership import ForeignPathError as ForeignPathError
-from ._ownership import refuse_foreign as refuse_foreign
-from ._simulated import allocates_on_host as allocates_on_host
-from ._simulated import computes_on_cpu as computes_on_cpu
-from ._simulated import is_on_host as is_on_host
-from ._simulated import is_simulated as is_simulated
-from ._simulated import simulated as simulated
+from ._packages import hide_import_warnings
+from ._packages import require as require
+from ._packages import torch_version_ge as torch_version_ge
+from ._path_owner import ForeignPathError as ForeignPathError
+from ._path_owner import refuse_foreign as refuse_foreign
+from ._simulation import allocates_on_host as allocates_on_host
+from ._simulation import computes_on_cpu as computes_on_cpu
+from ._simulation import is_on_host as is_on_host
+from ._simulation import is_simulated as is_simulated
+from ._simulation import simulated as simulated
 from ._torch_private import (
     FrozenIntegers,
     allow_compiled_versions,
@@ -89,7 +93,3 @@ from ._torch_private import reduce_scatter_op as reduce_scatter_op
 from ._torch_private import saved_tensor_hooks as saved_tensor_hooks
 from ._torch_private import set_collective_timeout as set_collective_timeout
 from ._torch_private import verbose_profiling as verbose_profiling
-from ._user_error import LostRankError as LostRankError
-from ._user_error import UserError as UserError
-from ._user_error import first_line
-from ._version import torch_version_ge as torch_version_ge

@@ -5,7 +5,7 @@ from collections.abc import MutableMapping
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
-from torchtune.utils._user_error import UserError
+from torchtune.utils._errors import UserError
 
 if TYPE_CHECKING:
     import torch

@@ -13,10 +13,10 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from torchtune.utils._activity import sign_of_life
-from torchtune.utils._atomic_files import WriteError, explain_os_error
+from torchtune.utils._errors import UserError
+from torchtune.utils._files import WriteError, explain_os_error
+from torchtune.utils._heartbeat import sign_of_life
 from torchtune.utils._logging import get_logger, log_once
-from torchtune.utils._user_error import UserError
 
 # Seconds to retry before raising: another rank may be checking the lock, or a killed owner's child may be exiting.
 _PATIENCE = 3.0

@@ -1,11 +1,16 @@
-"""Read JSON files of downloaded checkpoints."""
+"""Read and write JSON: files of checkpoints, and lines of data files that users wrote."""
 
 import json
+import math
+import re
 from pathlib import Path
 from typing import Any
 
-from torchtune.utils._user_error import UserError
+from torchtune.utils._errors import UserError
+from torchtune.utils._files import atomic_write
 
+_BOM = b"\xef\xbb\xbf"
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _MAX_BYTES = 64 * 2**20  # the index of the largest published models has 9 MB
 
 
@@ -40,3 +45,90 @@ def read_json(path: Path, error: type[UserError] = UserError) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise error(f"{path} holds a {type(value).__name__} where an object is expected: download it again.")
     return value
+
+
+def valid_json(value: Any) -> Any:
+    """Replace NaN and infinite numbers by ``None``, which JSON can represent.
+
+    Example:
+        >>> torchtune.utils.valid_json({"loss": float("nan")})
+        {'loss': None}
+    """
+    if isinstance(value, dict):
+        return {key: valid_json(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [valid_json(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def write_json(path: str | Path, value: Any) -> None:
+    """Write ``value`` as JSON (indent 2, final newline), atomically.
+
+    Example:
+        >>> torchtune.utils.write_json(folder / "a.json", {"a": 1})
+        >>> torchtune.utils.read_json(folder / "a.json")
+        {'a': 1}
+    """
+    with atomic_write(path, "w") as file:
+        json.dump(value, file, indent=2, ensure_ascii=False)
+        file.write("\n")
+
+
+def decode_line(line: bytes) -> str:
+    """Decode a line as UTF-8, without the line ending and a byte order mark.
+
+    Raises:
+        UserError: the line is not UTF-8; the message is only the reason.
+    """
+    return decode_utf8(line).rstrip("\r\n")
+
+
+def decode_utf8(text: bytes) -> str:
+    """Decode bytes of a file as UTF-8, without a byte order mark.
+
+    Raises:
+        UserError: they are not UTF-8; the message is only the reason.
+    """
+    try:
+        return text.removeprefix(_BOM).decode("utf-8")
+    except UnicodeDecodeError as error:
+        if text.startswith((b"\xff\xfe", b"\xfe\xff")):
+            raise UserError("the file is UTF-16, not UTF-8: save it as UTF-8") from error
+        raise UserError(f"byte {error.start + 1} is not UTF-8: save the file as UTF-8") from error
+
+
+def parse_json_line(line: bytes) -> Any:
+    """Parse a line, or the text of a whole file, as JSON.
+
+    Raises:
+        UserError: the line is not JSON; the message is only the reason.
+    """
+    text = decode_line(line)
+    try:
+        value = json.loads(text)
+        if _SURROGATE.search(line):
+            check_surrogates(value)
+        return value
+    except json.JSONDecodeError as error:
+        if (place := text.find("\0") + 1) > 0:
+            reason = f"a zero byte at column {place}: the file was not written to its end, or is not UTF-8"
+            raise UserError(reason) from error
+        line = f"line {error.lineno}, " if error.lineno > 1 else ""
+        raise UserError(f"no JSON, {error.msg} at {line}column {error.colno}") from error
+    except RecursionError as error:
+        raise UserError("it is nested too deeply") from error
+    except ValueError as error:  # an integer with more digits than Python parses
+        raise UserError(f"no JSON, {str(error).partition(';')[0]}") from error
+
+
+def check_surrogates(value: Any) -> None:
+    """Check every text in plain data for lone surrogates; other objects are skipped.
+
+    Raises:
+        UserError: a text has half of a surrogate pair, which cannot be encoded; the message is only the reason.
+    """
+    try:
+        json.dumps(value, ensure_ascii=False, default=lambda other: None, skipkeys=True).encode("utf-8")
+    except UnicodeEncodeError as error:
+        half = f"\\u{ord(error.object[error.start]):x}"
+        raise UserError(f"{half} is half of a character: write both halves, or neither") from error

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
+from torchtune.utils._errors import LostRankError, first_line
 from torchtune.utils._logging import get_logger
-from torchtune.utils._user_error import LostRankError, first_line
 
 T = TypeVar("T")
 

@@ -4,7 +4,7 @@ import os
 import stat
 from pathlib import Path
 
-from torchtune.utils._user_error import UserError
+from torchtune.utils._errors import UserError
 
 
 class ForeignPathError(UserError):

@@ -1,24 +1,23 @@
-"""Atomic writes: files and directories are either complete or absent.
+"""Write files and directories that are either complete or absent, and files of lines that grow during a run.
 
-The library writes a temporary file in the same directory, flushes it to disk and renames it to the final name. If
+An atomic write makes a temporary file in the same directory, flushes it to disk and renames it to the final name. If
 the process dies or the disk is full, the old file stays.
 """
 
 import errno
 import functools
-import json
-import math
 import os
 import re
 import resource
 import shutil
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
-from torchtune.utils._user_error import UserError
+from torchtune.utils._errors import UserError
+from torchtune.utils._logging import get_logger
 
 
 def fsync_directory(path: str | Path) -> None:
@@ -213,28 +212,44 @@ def clear_leftovers(path: Path) -> None:
             shutil.rmtree(left)
 
 
-def valid_json(value: Any) -> Any:
-    """Replace NaN and infinite numbers by ``None``, which JSON can represent.
+class AppendedFile:
+    """File opened for appending lines; if a killed process left the last line incomplete, a line break is added first.
+
+    Args:
+        path: path of the file; missing folders are created.
 
     Example:
-        >>> torchtune.utils.valid_json({"loss": float("nan")})
-        {'loss': None}
+        >>> file = torchtune.utils.AppendedFile(folder / "log.txt")
+        >>> file.write_line("step 1")
+        >>> file.close()
     """
-    if isinstance(value, dict):
-        return {key: valid_json(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [valid_json(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
+        size = os.fstat(self._descriptor).st_size
+        if size and os.pread(self._descriptor, 1, size - 1) != b"\n":
+            self.write_line("")
+
+    def write_line(self, line: str) -> None:
+        """Append a line, or several with line breaks between them."""
+        data = f"{line}\n".encode("utf-8", "replace")
+        while data:
+            data = data[os.write(self._descriptor, data) :]
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._descriptor)
 
 
-def write_json(path: str | Path, value: Any) -> None:
-    """Write ``value`` as JSON (indent 2, final newline), atomically.
+def append_line(path: Path, line: str) -> None:
+    """Append a line to a file; if it cannot be written, log a warning and go on.
 
     Example:
-        >>> torchtune.utils.write_json(folder / "a.json", {"a": 1})
-        >>> torchtune.utils.read_json(folder / "a.json")
-        {'a': 1}
+        >>> torchtune.utils.append_line(folder / "skipped.jsonl", "{}")
     """
-    with atomic_write(path, "w") as file:
-        json.dump(value, file, indent=2, ensure_ascii=False)
-        file.write("\n")
+    try:
+        with closing(AppendedFile(path)) as file:
+            file.write_line(line)
+    except OSError as error:
+        get_logger().warning(str(explain_os_error(error, path)))

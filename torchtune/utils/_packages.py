@@ -1,12 +1,13 @@
-"""Optional packages."""
+"""Installed packages: optional ones, and the version of torch."""
 
 import importlib
 import logging
+import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from types import ModuleType
 
-from torchtune.utils._user_error import UserError
+from torchtune.utils._errors import UserError
 
 # Logger -> prefix of its messages about kernels for other hardware, logged at every import.
 _HIDDEN = {
@@ -50,3 +51,18 @@ def require(module: str, *, extra: str, purpose: str) -> ModuleType:
         raise UserError(
             f"{purpose} needs the package '{top}', which is not installed: pip install 'torchtune[{extra}]'."
         ) from error
+
+
+def torch_version_ge(version: str) -> bool:
+    """Return whether the installed torch is at least ``version`` (numbers only; ``2.13.0+cpu`` counts as 2.13.0).
+
+    Example:
+        >>> torchtune.utils.torch_version_ge("2.0.0")
+        True
+    """
+    from importlib.metadata import version as installed
+
+    def numbers(text: str) -> tuple[int, ...]:
+        return tuple(int(part) for part in re.findall(r"\d+", text.partition("+")[0])[:3])
+
+    return numbers(installed("torch")) >= numbers(version)
