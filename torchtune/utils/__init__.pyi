@@ -1,3 +1,4 @@
+from ._compressed_files import numbered_lines, open_lines, packed_by, unpacking
 from ._device import DeviceSupport as DeviceSupport
 from ._device import batch_to_device as batch_to_device
 from ._device import find_device, parse_device, to_device
@@ -24,19 +25,10 @@ from ._heartbeat import place as place
 from ._heartbeat import sign_of_life as sign_of_life
 from ._heartbeat import watch_activity as watch_activity
 from ._heartbeat import watched_activity as watched_activity
+from ._json import check_surrogates, decode_line, decode_utf8, parse_json_line
 from ._json import read_json as read_json
 from ._json import valid_json as valid_json
 from ._json import write_json as write_json
-from ._json_lines import (
-    check_surrogates,
-    decode_line,
-    decode_utf8,
-    numbered_lines,
-    open_lines,
-    packed_by,
-    parse_json_line,
-    unpacking,
-)
 from ._log_files import AGENT_VARIABLE as AGENT_VARIABLE
 from ._log_files import LOST as LOST
 from ._log_files import MACHINES_VARIABLE as MACHINES_VARIABLE

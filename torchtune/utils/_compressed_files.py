@@ -13,8 +13,8 @@ from typing import IO, Any, cast
 from torchtune.utils._errors import UserError
 from torchtune.utils._packages import require
 
-# First bytes of a compressed file -> what it is packed by.
-_PACKED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ\x00": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
+# First bytes of a compressed file -> name of the format.
+_MAGIC = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ\x00": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
 _CHUNK = 1 << 17
 
 
@@ -46,10 +46,11 @@ class _ZstdReader(io.RawIOBase):
     """
 
     def __init__(self, file: IO[bytes], decompressor: Callable[[], Any]) -> None:
-        self._file, self._decompressor = file, decompressor
-        self._frame: Any = None
-        self._rest = b""  # compressed bytes behind the last frame
-        self._ready = memoryview(b"")  # decompressed bytes
+        self._file = file
+        self._decompressor = decompressor
+        self._frame: Any = None  # decompressor of the current frame; None between frames
+        self._next_frame = b""  # compressed bytes that were read beyond the last frame
+        self._decompressed = memoryview(b"")
 
     def readable(self) -> bool:
         """Return True."""
@@ -57,19 +58,23 @@ class _ZstdReader(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         """Read decompressed bytes; raise ``EOFError`` if the file ends inside a frame."""
-        while not self._ready:
-            packed = self._rest or self._file.read(_CHUNK)
-            if not packed:
+        while not self._decompressed:
+            compressed = self._next_frame or self._file.read(_CHUNK)
+            self._next_frame = b""
+            if not compressed:
                 if self._frame is not None:
                     raise EOFError
                 return 0
-            self._frame, self._rest = self._frame or self._decompressor(), b""
-            self._ready = memoryview(self._frame.decompress(packed))
+            if self._frame is None:
+                self._frame = self._decompressor()
+            self._decompressed = memoryview(self._frame.decompress(compressed))
             if self._frame.eof:
-                self._frame, self._rest = None, self._frame.unused_data
-        part, self._ready = self._ready[: len(buffer)], self._ready[len(buffer) :]
-        buffer[: len(part)] = part
-        return len(part)
+                self._next_frame = self._frame.unused_data
+                self._frame = None
+        count = min(len(buffer), len(self._decompressed))
+        buffer[:count] = self._decompressed[:count]
+        self._decompressed = self._decompressed[count:]
+        return count
 
     def close(self) -> None:
         """Close the file."""
@@ -80,8 +85,11 @@ class _ZstdReader(io.RawIOBase):
 def packed_by(path: Path) -> str | None:
     """Return what compressed a file, by its first bytes: gzip, bzip2, xz or zstd; None for another file."""
     with path.open("rb") as file:
-        beginning = file.read(6)
-    return next((name for magic, name in _PACKED.items() if beginning.startswith(magic)), None)
+        first_bytes = file.read(6)
+    for magic, name in _MAGIC.items():
+        if first_bytes.startswith(magic):
+            return name
+    return None
 
 
 @contextmanager

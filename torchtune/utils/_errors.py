@@ -33,4 +33,5 @@ class LostRankError(RuntimeError):
 
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
-        self.exit_code, self.is_reported = exit_code, False
+        self.exit_code = exit_code
+        self.is_reported = False

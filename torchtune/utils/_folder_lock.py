@@ -43,9 +43,13 @@ class FolderLock:
     """
 
     def __init__(self, folder: Path, *, name: str = ".run.lock", key: str = "output_dir") -> None:
-        self.folder, self.path, self._key = folder, folder / name, key
+        self.folder = folder
+        self.path = folder / name
+        self._key = key
         self._lock: FileLock | None = None
-        self._pid, self._describe_process, self._created_folder = 0, "", False
+        self._pid = 0  # the process that holds the lock
+        self._owner_text = ""  # what this process wrote into the lock file
+        self._created_folder = False
 
     @property
     def is_held(self) -> bool:
@@ -73,15 +77,15 @@ class FolderLock:
                 log_once(get_logger(), waiting)
             return False
 
-        self._lock = FileLock(self.path, thread_local=False, fallback_to_soft=False, on_acquired=self._sign)
+        self._lock = FileLock(self.path, thread_local=False, fallback_to_soft=False, on_acquired=self._write_owner)
         self._created_folder = not self.folder.exists()
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._lock.acquire(_PATIENCE if waiting is None else -1, poll_interval=0.1, cancel_check=wait)
         except Timeout:
             raise UserError(
-                f"{self._key}: {self.folder} is in use by another run ({self._describe()}): wait until it has ended "
-                f"or stop it, or choose another {self._key}."
+                f"{self._key}: {self.folder} is in use by another run ({self._describe_owner()}): wait until it has "
+                f"ended or stop it, or choose another {self._key}."
             ) from None
         except OSError as error:
             if error.errno in (errno.ELOOP, errno.EISDIR):
@@ -89,17 +93,25 @@ class FolderLock:
                 raise WriteError(fact, "remove it, or choose another folder") from error
             if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
                 raise explain_os_error(error, self.path) from error
-            text = f"{self._key}: the file system of {self.folder} has no locks ({error.strerror}): keep others out."
-            get_logger().warning(text)
-        self._pid, _held[self.path] = os.getpid(), self
+            get_logger().warning(
+                f"{self._key}: the file system of {self.folder} has no locks ({error.strerror}): make sure that no "
+                "other run uses the folder."
+            )
+        self._pid = os.getpid()
+        _held[self.path] = self
         atexit.register(self.release)
 
-    def _sign(self, descriptor: int) -> None:
-        owner = {"host": platform.node(), "pid": os.getpid(), "program": Path(sys.argv[0]).name}
-        self._describe_process = json.dumps(owner | {"since": time.strftime("%Y-%m-%d %H:%M:%S %Z")})
+    def _write_owner(self, descriptor: int) -> None:
+        owner = {
+            "host": platform.node(),
+            "pid": os.getpid(),
+            "program": Path(sys.argv[0]).name,
+            "since": time.strftime("%Y-%m-%d %H:%M:%S %Z"),
+        }
+        self._owner_text = json.dumps(owner)
         try:
             os.ftruncate(descriptor, 0)
-            os.write(descriptor, self._describe_process.encode())
+            os.write(descriptor, self._owner_text.encode())
         except OSError:  # the disk is full
             self.path.unlink()
             raise
@@ -129,7 +141,7 @@ class FolderLock:
         self._pid = 0
         _held.pop(self.path, None)
         with suppress(OSError):
-            if self._read_lock() == self._describe_process:
+            if self._read_lock() == self._owner_text:
                 self.path.unlink()  # before the lock is released, so that waiting processes see the removal
             if self._created_folder:
                 self.folder.rmdir()  # if nothing was written
@@ -141,7 +153,7 @@ class FolderLock:
         except FileNotFoundError:
             return ""
 
-    def _describe(self) -> str:
+    def _describe_owner(self) -> str:
         try:
             owner = json.loads(self._read_lock())
             return f"process {owner['pid']} on {owner['host']}, since {owner['since']}, {owner['program']}"

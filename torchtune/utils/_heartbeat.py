@@ -69,7 +69,9 @@ def place(step: int | None, phase: str) -> str:
         return f"in step {step + 1}"
     if phase == "loading ahead":
         return f"loading data for step {step + 2}"
-    return f"{phase} for step {step + 1}" if phase == "loading data" else f"{phase} after step {step}"
+    if phase == "loading data":
+        return f"loading data for step {step + 1}"
+    return f"{phase} after step {step}"
 
 
 _watched_activity: Activity | None = None
@@ -84,11 +86,12 @@ def watched_activity() -> Activity | None:
 def watch_activity(activity: Activity) -> Iterator[None]:
     """Context manager in which :func:`doing` and :func:`sign_of_life` write to ``activity``."""
     global _watched_activity
-    before, _watched_activity = _watched_activity, activity
+    outer_activity = _watched_activity
+    _watched_activity = activity
     try:
         yield
     finally:
-        _watched_activity = before
+        _watched_activity = outer_activity
 
 
 @contextmanager
@@ -102,12 +105,12 @@ def doing(phase: str) -> Iterator[None]:
     if activity is None:
         yield
         return
-    before = activity.phase
+    outer_phase = activity.phase
     activity.move(phase)
     try:
         yield
     finally:
-        activity.move(before)
+        activity.move(outer_phase)
 
 
 def sign_of_life(row: str = "") -> None:

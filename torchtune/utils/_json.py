@@ -31,16 +31,19 @@ def read_json(path: Path, error: type[UserError] = UserError) -> dict[str, Any]:
     """
     try:
         size = path.stat().st_size
-        if not path.is_file() or size > _MAX_BYTES:
-            what = f"has {size:,} bytes" if path.is_file() else "is no file"
-            raise error(f"{path} {what}, where a few lines of JSON are expected: download it again.")
+        if not path.is_file():
+            raise error(f"{path} is not a file, where a few lines of JSON are expected: download it again.")
+        if size > _MAX_BYTES:
+            raise error(f"{path} has {size:,} bytes, where a few lines of JSON are expected: download it again.")
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as caught:
         raise error(f"There is no file {path}: download it, or correct the path.") from caught
-    except (OSError, ValueError, RecursionError) as caught:
-        reason = "it is nested too deeply" if isinstance(caught, RecursionError) else str(caught).rstrip(".")
+    except RecursionError as caught:
+        raise error(f"{path} is not valid JSON (it is nested too deeply): download it again.") from caught
+    except (OSError, ValueError) as caught:
         if isinstance(caught, error):
             raise
+        reason = str(caught).rstrip(".")
         raise error(f"{path} is not valid JSON ({reason}): download it again.") from caught
     if not isinstance(value, dict):
         raise error(f"{path} holds a {type(value).__name__} where an object is expected: download it again.")
@@ -110,11 +113,15 @@ def parse_json_line(line: bytes) -> Any:
             check_surrogates(value)
         return value
     except json.JSONDecodeError as error:
-        if (place := text.find("\0") + 1) > 0:
-            reason = f"a zero byte at column {place}: the file was not written to its end, or is not UTF-8"
-            raise UserError(reason) from error
-        line = f"line {error.lineno}, " if error.lineno > 1 else ""
-        raise UserError(f"no JSON, {error.msg} at {line}column {error.colno}") from error
+        zero_byte = text.find("\0")
+        if zero_byte >= 0:
+            raise UserError(
+                f"a zero byte at column {zero_byte + 1}: the file was not written to its end, or is not UTF-8"
+            ) from error
+        position = f"column {error.colno}"
+        if error.lineno > 1:  # the text is a whole file
+            position = f"line {error.lineno}, {position}"
+        raise UserError(f"no JSON, {error.msg} at {position}") from error
     except RecursionError as error:
         raise UserError("it is nested too deeply") from error
     except ValueError as error:  # an integer with more digits than Python parses
@@ -128,7 +135,8 @@ def check_surrogates(value: Any) -> None:
         UserError: a text has half of a surrogate pair, which cannot be encoded; the message is only the reason.
     """
     try:
-        json.dumps(value, ensure_ascii=False, default=lambda other: None, skipkeys=True).encode("utf-8")
+        # JSON objects can't hold other objects, which are written as null; dicts may have keys that are not text.
+        json.dumps(value, ensure_ascii=False, default=lambda _: None, skipkeys=True).encode("utf-8")
     except UnicodeEncodeError as error:
         half = f"\\u{ord(error.object[error.start]):x}"
         raise UserError(f"{half} is half of a character: write both halves, or neither") from error

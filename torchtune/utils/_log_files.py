@@ -115,8 +115,10 @@ def get_run_logger(output_dir: str | Path, level: str = "INFO") -> logging.Logge
             handler.setLevel(logging.ERROR)
     _file = LogFile(Path(output_dir) / LOG_DIR / f"rank_{rank}.log")
     logger.addHandler(_file)
-    _previous_showwarning, warnings.showwarning = warnings.showwarning, _log_warning
-    _previous_excepthook, sys.excepthook = sys.excepthook, _log_exception
+    _previous_showwarning = warnings.showwarning
+    warnings.showwarning = _log_warning
+    _previous_excepthook = sys.excepthook
+    sys.excepthook = _log_exception
     return logger
 
 
@@ -168,7 +170,10 @@ def note_in_run_log(text: str) -> None:
     Do nothing without a log file, if the run's folder does not exist, or if ``text`` is also the last error noted.
     """
     global _last_noted
-    if _file is not None and (_file.descriptor is not None or _file.path.parents[1].is_dir()) and text != _last_noted:
+    if _file is None or text == _last_noted:
+        return
+    has_folder = _file.descriptor is not None or _file.path.parents[1].is_dir()
+    if has_folder:
         _last_noted = text
         _file.handle(_error_record(text))
 
@@ -198,8 +203,9 @@ def was_said() -> bool:
 
 
 def _error_folder() -> Path | None:
-    own = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    return None if own is None else Path(own).parents[1]
+    """Return the folder that torchrun's workers of this machine share, two levels above a worker's error file."""
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    return None if error_file is None else Path(error_file).parents[1]
 
 
 def _error_record(text: str) -> logging.LogRecord:

@@ -61,8 +61,10 @@ def _bars_on(stream: Any, tqdm: type) -> list[Any]:
         bars = list(tqdm._instances)
     except RuntimeError:  # another thread makes a bar at this moment
         return []
+    # Standard output and standard error usually show on the same screen.
     screens = (sys.stdout, sys.stderr)
-    return [bar for bar in bars if not bar.disable and (bar.fp == stream or (bar.fp in screens and stream in screens))]
+    streams = screens if stream in screens else (stream,)
+    return [bar for bar in bars if not bar.disable and bar.fp in streams]
 
 
 class _ScreenHandler(logging.StreamHandler):

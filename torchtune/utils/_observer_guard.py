@@ -39,7 +39,8 @@ class ObserverGuard:
     """
 
     def __init__(self, name: str, patience: float = 30.0) -> None:
-        self._name, self._patience = name, patience
+        self._name = name
+        self._patience = patience
         self._seconds_lost = 0.0
         self.has_failed = False
 
@@ -66,10 +67,10 @@ class ObserverGuard:
         if self.has_failed:
             return
         self.has_failed = True
-        what = type(error).__name__
+        reason = type(error).__name__
         if str(error).strip():
-            what += f": {first_line(error)}"
-        get_logger().warning(f"{self._name} failed ({what}): the run goes on without it.")
+            reason += f": {first_line(error)}"
+        get_logger().warning(f"{self._name} failed ({reason}): the run goes on without it.")
         get_logger().debug(f"{self._name} failed here:", exc_info=error)
 
 
@@ -82,10 +83,12 @@ def kept_random_state() -> Iterator[None]:
     import numpy as np
     import torch
 
-    python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    python_state = random.getstate()
+    numpy_state = np.random.get_state()
+    torch_state = torch.get_rng_state()
     try:
         yield
     finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
-        torch.set_rng_state(cpu)
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+        torch.set_rng_state(torch_state)

@@ -19,12 +19,15 @@ _HIDDEN = {
 @contextmanager
 def hide_import_warnings(module: str) -> Iterator[None]:
     """Context manager for importing ``module`` that hides torchao's messages about unavailable kernels."""
+    if module.partition(".")[0] != "torchao":
+        yield
+        return
     with ExitStack() as stack:
-        for name, start in _HIDDEN.items() if module.partition(".")[0] == "torchao" else ():
+        for name, prefix in _HIDDEN.items():
             logger = logging.getLogger(name)
 
-            def should_log(record: logging.LogRecord, start: str = start) -> bool:
-                return not record.getMessage().startswith(start)
+            def should_log(record: logging.LogRecord, prefix: str = prefix) -> bool:
+                return not record.getMessage().startswith(prefix)
 
             logger.addFilter(should_log)
             stack.callback(logger.removeFilter, should_log)

@@ -26,18 +26,28 @@ def refuse_foreign(path: str | Path, key: str = "") -> None:
         ForeignPathError: the path, a folder above it or a link along it belongs to another user.
     """
     trusted = {os.geteuid(), 0}
-    for whole in {os.path.abspath(path): None, os.path.realpath(path): None}:
-        shared = False  # whether the parent folder is world-writable
-        for part in [*reversed(Path(whole).parents), Path(whole)]:
+    path_as_written = Path(os.path.abspath(path))
+    path_behind_links = Path(os.path.realpath(path))
+    for checked in dict.fromkeys((path_as_written, path_behind_links)):
+        parent_is_shared = False  # whether every user may write to the parent folder
+        for part in [*reversed(checked.parents), checked]:
             try:
                 status = os.lstat(part)
             except OSError:  # missing or not readable: opening it raises the error
                 break
-            if shared and status.st_uid not in trusted:
-                kind = "link" if stat.S_ISLNK(status.st_mode) else "folder" if stat.S_ISDIR(status.st_mode) else "file"
+            if parent_is_shared and status.st_uid not in trusted:
+                setting = f"{key}: " if key else ""
                 raise ForeignPathError(
-                    f"{f'{key}: ' if key else ''}the {kind} {part} belongs to another user of this machine (uid "
+                    f"{setting}the {_kind_of(status.st_mode)} {part} belongs to another user of this machine (uid "
                     f"{status.st_uid}), who may have put anything there: use a folder of your own, such as one in your "
                     "home, or remove it."
                 )
-            shared = stat.S_ISDIR(status.st_mode) and bool(status.st_mode & stat.S_IWOTH)
+            parent_is_shared = stat.S_ISDIR(status.st_mode) and bool(status.st_mode & stat.S_IWOTH)
+
+
+def _kind_of(mode: int) -> str:
+    if stat.S_ISLNK(mode):
+        return "link"
+    if stat.S_ISDIR(mode):
+        return "folder"
+    return "file"

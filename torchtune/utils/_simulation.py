@@ -25,22 +25,24 @@ def computes_on_cpu(device: "torch.device") -> bool:
 def simulated() -> Iterator[None]:
     """Context manager in which CPU tensors represent accelerator tensors."""
     global _is_active
-    before, _is_active = _is_active, True
+    was_active = _is_active
+    _is_active = True
     try:
         yield
     finally:
-        _is_active = before
+        _is_active = was_active
 
 
 @contextmanager
 def allocates_on_host() -> Iterator[None]:
     """Context manager in which a simulation counts CPU allocations as host memory."""
     global _is_on_host
-    before, _is_on_host = _is_on_host, True
+    was_on_host = _is_on_host
+    _is_on_host = True
     try:
         yield
     finally:
-        _is_on_host = before
+        _is_on_host = was_on_host
 
 
 def is_on_host() -> bool:
