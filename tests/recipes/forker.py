@@ -140,7 +140,7 @@ def import_rooms() -> None:
     for template in ("report.html", "card.md", "parts.html"):
         reports.environment(autoescape=template != "card.md").get_template(template)
     # A report of fewer rows and shorter answers: these measurements take a third of a run of few steps.
-    probe = importlib.import_module("torchtune.reports._probe")
+    probe = importlib.import_module("torchtune.reports._before_and_after")
     probe._FEWEST, probe._ROWS, probe._PROMPTS, probe._ANSWER = 2, 2, 1, 2
 
 

@@ -1,9 +1,9 @@
 from ._compare import Comparison as Comparison
-from ._judge import Interval as Interval
-from ._judge import Verdict as Verdict
-from ._judge import compare_rows
-from ._judge import judge as judge
-from ._judge import paired_interval as paired_interval
+from ._verdict import Interval as Interval
+from ._verdict import Verdict as Verdict
+from ._verdict import compare_rows
+from ._verdict import judge as judge
+from ._verdict import paired_interval as paired_interval
 from ._model_card import model_card as model_card
 from ._page import write_report as write_report
 from ._run_folder import SETTINGS

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtune.reports._charts import Points, line_chart, smooth
-from torchtune.reports._judge import Interval, compare_rows, judge
+from torchtune.reports._verdict import Interval, compare_rows, judge
 from torchtune.reports._page import environment, write_page
 from torchtune.reports._run_folder import RunFolder
 from torchtune.training.metric_logging import flatten_dict

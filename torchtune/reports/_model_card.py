@@ -10,7 +10,7 @@ import yaml
 from torchtune._hub import REPO_ID_FILE
 from torchtune.config import redact_secrets
 from torchtune.estimate import nodes_of
-from torchtune.reports._judge import judge
+from torchtune.reports._verdict import judge
 from torchtune.reports._page import environment
 from torchtune.reports._run_folder import SETTINGS, RunFolder
 from torchtune.utils import UserError, read_json

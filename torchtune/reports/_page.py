@@ -11,7 +11,7 @@ import jinja2
 
 from torchtune.config import redact_secrets
 from torchtune.reports._charts import bar_chart, duration, line_chart, short_number, smooth, thin
-from torchtune.reports._judge import judge
+from torchtune.reports._verdict import judge
 from torchtune.reports._run_folder import RunFolder
 from torchtune.training.metric_logging import flatten_dict
 from torchtune.utils import atomic_write, valid_json, write_json

@@ -17,9 +17,9 @@ from torchtune.data import BatchLoader
 from torchtune.datasets import num_left_out
 from torchtune.estimate import count_parameters
 from torchtune.reports._charts import duration
-from torchtune.reports._judge import judge
+from torchtune.reports._verdict import judge
 from torchtune.reports._page import write_report
-from torchtune.reports._probe import Probe, describe_data
+from torchtune.reports._before_and_after import Probe, describe_data
 from torchtune.reports._run_folder import RunFolder
 from torchtune.reports._run_record import append_record, describe_layers, describe_start
 from torchtune.supervision import (
