@@ -16,7 +16,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 
-from torchtune import config, datasets, training, utils
+from torchtune import config, datasets, reports, training, utils
 from torchtune.config import Component, PositiveInt, Range, RuntimeArgs
 from torchtune.data import Batch, BatchLoader
 from torchtune.modules.conversion import apply_conversions, run_post_optimizer_hooks, run_pre_optimizer_hooks
@@ -219,12 +219,27 @@ class LoRAFinetuneRecipeDistributed:
             self.scaler,
         )
         self.best = training.BestValidation(cfg.output_dir, cfg.keep_best, cfg.early_stopping_patience, self.dims)
+        state = self.training_state()
+        training.check_training_state(state)
         if self.resume_point is not None:
-            state = self.training_state()
             self.checkpointer.resume(self.resume_point, self.model, state)
             self.global_step = state["progress"]["global_step"]
             self.log.info(f"Resuming from {self.resume_point.path} at step {self.global_step} of {self.total_steps}.")
         training.cache_images(self.model, self.tokenizer, cfg.image_cache, self.dims)
+        self.report = reports.RunReport(
+            cfg,
+            __file__,
+            self.dims,
+            self.device,
+            self.model,
+            self.tokenizer,
+            self.loader,
+            self.loader_val,
+            self.checkpointer,
+            self.best,
+            self.step_metrics,
+            self.total_steps,
+        )
 
     def setup_model(self, cfg: Settings) -> torch.nn.Module:
         """Build on the meta device, convert, parallelize, load and wrap: each rank reads only its shards."""
@@ -398,8 +413,10 @@ def recipe_main(cfg: Settings) -> int:
     recipe = LoRAFinetuneRecipeDistributed(cfg)
     recipe.setup(cfg)
     try:
-        with training.RunReport(recipe) as report:
-            return report.end(recipe.train())
+        with recipe.report as report:
+            report.start(recipe.global_step, compute_loss=recipe.compute_loss)
+            code = recipe.train()
+            return report.end(recipe.global_step, code, compute_loss=recipe.compute_loss)
     finally:
         recipe.cleanup()
 

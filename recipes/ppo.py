@@ -18,7 +18,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 
-from torchtune import config, datasets, rlhf, training, utils
+from torchtune import config, datasets, reports, rlhf, training, utils
 from torchtune.config import Component, PositiveInt, Range
 from torchtune.data import Batch, BatchLoader
 from torchtune.modules.conversion import apply_conversions, run_post_optimizer_hooks, run_pre_optimizer_hooks
@@ -254,11 +254,26 @@ class PPORecipe:
             self.scaler,
         )
         self.best = training.BestValidation(cfg.output_dir, cfg.keep_best, cfg.early_stopping_patience, self.dims)
+        state = self.training_state()
+        training.check_training_state(state)
         if self.resume_point is not None:
-            state = self.training_state()
             self.checkpointer.resume(self.resume_point, self.model, state)
             self.global_step = state["progress"]["global_step"]
             self.log.info(f"Resuming from {self.resume_point.path} at step {self.global_step} of {self.total_steps}.")
+        self.report = reports.RunReport(
+            cfg,
+            __file__,
+            self.dims,
+            self.device,
+            self.model,
+            self.tokenizer,
+            self.loader,
+            self.loader_val,
+            self.checkpointer,
+            self.best,
+            self.step_metrics,
+            self.total_steps,
+        )
 
     def setup_model(self, cfg: Settings) -> torch.nn.ModuleDict:
         """Load policy and value model, set up sampling and scoring, then wrap the trained models."""
@@ -510,8 +525,10 @@ def recipe_main(cfg: Settings) -> int:
     recipe = PPORecipe(cfg)
     recipe.setup(cfg)
     try:
-        with training.RunReport(recipe) as report:
-            return report.end(recipe.train())
+        with recipe.report as report:
+            report.start(recipe.global_step, sample=recipe.sample)
+            code = recipe.train()
+            return report.end(recipe.global_step, code, sample=recipe.sample)
     finally:
         recipe.cleanup()
 

@@ -7,6 +7,7 @@ from . import evaluation as evaluation
 from . import generation as generation
 from . import models as models
 from . import modules as modules
+from . import reports as reports
 from . import rlhf as rlhf
 from . import supervision as supervision
 from . import tokenizers as tokenizers

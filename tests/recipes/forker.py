@@ -141,7 +141,7 @@ def import_rooms() -> None:
         reports.environment(autoescape=template != "card.md").get_template(template)
     # A report of fewer rows and shorter answers: these measurements take a third of a run of few steps.
     probe = importlib.import_module("torchtune.reports._before_and_after")
-    probe._FEWEST, probe._ROWS, probe._PROMPTS, probe._ANSWER = 2, 2, 1, 2
+    probe._FEWEST_ROWS, probe._MOST_ROWS, probe._MOST_PROMPTS, probe._MOST_NEW_TOKENS = 2, 2, 1, 2
 
 
 def serve(jobs: Connection) -> None:

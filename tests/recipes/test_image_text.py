@@ -27,7 +27,6 @@ from torchtune.config import instantiate, load_and_check
 from torchtune.data import Message
 from torchtune.estimate import find_problems
 from torchtune.generation import images_of_row, stream
-from torchtune.training import RunReport
 
 BUILDERS = {"full": "torchtune.models.image_text_model", "lora": "torchtune.models.lora_image_text_model"}
 LORA = {"lora_attn_modules": ["q_proj", "v_proj"], "apply_lora_to_mlp": True, "lora_rank": 2}
@@ -176,7 +175,7 @@ def test_text_under_a_frozen_decoder_is_refused_alone_and_trains_nothing_among_i
         with pytest.raises(
             torchtune.utils.UserError, match=r"dataset: it has no images, .* train that \(language_model"
         ):
-            RunReport(run("full", folder, parts, train=False, **given).recipe)
+            run("full", folder, parts, train=False, **given)
     done = run("full", folder, parts, dataset=[text, pictures], batch_size=1, epochs=1)
     assert len(done.losses) == 1 + 12
 

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from tests.recipes.runs import after_each_step, read_log, run_main, start
+from torchtune._recipe_registry import find_recipe
 from torchtune.config import load_and_check
 from torchtune.supervision import explain_no_validation, explain_short_epoch
-from torchtune.training import RecipeSettingsError, RunReport, SettingsView, checksum_trained
+from torchtune.training import RecipeSettingsError, SettingsView, checksum_trained
 
 LORA, FULL = "lora_finetune_single_device", "full_finetune_single_device"
 
@@ -140,6 +141,16 @@ def test_any_bit_of_any_trained_parameter_counts(dtype):
 
 def test_what_a_resume_could_not_set_is_refused_before_training(tmp_path):
     changes = {'            "best": self.best,\n': '            "best": self.best,\n            "best_loss": 5.0,\n'}
-    recipe = start("full_finetune_single_device", tmp_path, train=False, changes=changes).recipe
     with pytest.raises(RecipeSettingsError, match="training_state: 'best_loss' is a float, which"):
-        RunReport(recipe)
+        start("full_finetune_single_device", tmp_path, train=False, changes=changes)
+
+
+def test_copied_recipes_whose_report_reads_their_attributes_have_one(tmp_path, caplog):
+    explicit = re.search(
+        r"        with recipe\.report as report:\n.*?\n(?=    finally)", find_recipe(FULL).read_text(), re.DOTALL
+    ).group()
+    former = "        with training.RunReport(recipe) as report:\n            return report.end(recipe.train())\n"
+    _, said, output = run(FULL, tmp_path, caplog, {explicit: former}, max_steps_per_epoch=2)
+    assert "Finished 2 steps" in said
+    events = [json.loads(line) for line in (output / "logs" / "run.jsonl").read_text().splitlines()]
+    assert [event["event"] for event in events] == ["start", "measured", "measured", "end"]

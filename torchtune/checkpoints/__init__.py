@@ -8,6 +8,7 @@ __getattr__, __dir__, __all__ = attach(
         "ADAPTER_CONFIG": "_model_type",
         "ADAPTER_KEY": "_model_type",
         "CheckpointError": "_checkpoint_error",
+        "check_training_state": "_state",
         "CheckpointStore": "_checkpoint_store",
         "Checkpointer": "_checkpointer",
         "DATALOADER_KEY": "_model_type",

@@ -25,7 +25,7 @@ from torchtune.checkpoints._checkpoint_error import CheckpointError
 from torchtune.checkpoints._safetensors_file import Entry, TensorFile
 from torchtune.checkpoints._sources import SafetensorsFiles
 from torchtune.models import Slices
-from torchtune.training import RNGState
+from torchtune.training import RecipeSettingsError, RNGState
 from torchtune.training.optim import OptimizerStateError, check_state_format
 from torchtune.training.parallel import LocalShard, Ranks, ShardGrid, full_slices, read_shard, reduce_partial
 
@@ -424,3 +424,23 @@ def _check_names(saved: dict[str, list[list[str]]], ours: dict[str, list[list[st
     raise CheckpointError(
         f"{folder}: the optimizer's state does not fit this run ({what}): resume with the saved torchtune_config.yaml."
     )
+
+
+def check_training_state(state: Mapping[str, Any]) -> None:
+    """Check that a resume can set every part of a training state, before the first step.
+
+    Args:
+        state: name -> dict, or object with ``state_dict`` and ``load_state_dict``.
+
+    Raises:
+        RecipeSettingsError: a value is neither.
+
+    Example:
+        >>> torchtune.checkpoints.check_training_state({"progress": {"step": 1}})
+    """
+    for key, value in state.items():
+        if not isinstance(value, Mapping) and not hasattr(value, "state_dict"):
+            raise RecipeSettingsError(
+                f"training_state: '{key}' is a {type(value).__name__}, which a resume could not set: give a dict, "
+                f"{{'{key}': ...}}, or an object with state_dict and load_state_dict."
+            )

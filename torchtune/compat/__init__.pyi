@@ -31,6 +31,7 @@ from ._pieces import load_dora_magnitudes as load_dora_magnitudes
 from ._pieces import swiglu_mlp as swiglu_mlp
 from ._pieces import update_stop_tokens_tracker as update_stop_tokens_tracker
 from ._pieces import validate_state_dict_for_lora as validate_state_dict_for_lora
+from ._run_report import RunReport as RunReport
 from ._state_dicts import gather_cpu_state_dict as gather_cpu_state_dict
 from ._state_dicts import get_full_optimizer_state_dict as get_full_optimizer_state_dict
 from ._state_dicts import load_from_full_model_state_dict as load_from_full_model_state_dict

@@ -2,205 +2,279 @@
 
 import hashlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 
-from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, decode_pieces, texts_of
+from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, Batch, BatchLoader, texts_of
 from torchtune.datasets import instantiate_dataset, workers
 from torchtune.generation import GenerationError, generate_tokens, uncompiled
 from torchtune.modules import TransformerDecoder, text_decoder
-from torchtune.rlhf.loss import KTOLoss
-from torchtune.supervision import observe_together, row_lengths
+from torchtune.supervision import StepMetrics, observe_together
 from torchtune.training import RNGState, SettingsView, context_length
+from torchtune.training.parallel import ParallelDims
 from torchtune.utils import ObserverGuard, UserError, get_logger, log_once
 
-# Rows to measure: a twentieth of the rows of the run, within these limits. A forward pass takes a third of a training
-# step and there are two, so that this costs about 3 % of the time of a long run.
-_FEWEST, _ROWS = 8, 32
-_PROMPTS, _SAMPLES, _BINS = 8, 5, 24
-# Maximum tokens per answer, and maximum seconds for all answers, estimated from the time of one forward pass.
-_ANSWER, _SECONDS = 64, 30.0
-_TEXT = 4000  # characters
+# A twentieth of the rows of the run are measured, within these limits. A forward pass takes a third of a training step
+# and there are two, so that this costs about 3 % of the time of a long run.
+_FEWEST_ROWS = 8
+_MOST_ROWS = 32
+_MOST_PROMPTS = 8
+_MOST_NEW_TOKENS = 64
+_MOST_SECONDS = 30.0  # for all answers, estimated from the time of a forward pass
+_MOST_CHARACTERS = 4000  # of a text in the report
+_CONTEXT_OF_PLAIN_TEXT = 16  # tokens that begin a text without a prompt
 # Settings of caches, which hold values only for the rows that a run visits.
 _CACHES = ("teacher_cache", "reference_cache")
 
 
-class Probe:
-    """Measures a run on rows of its validation data or, if it has none, of its training data.
-
-    Recipes with a method ``sample`` are measured by the reward of greedy answers, others by the loss of each row (of
-    each pack, if the data is packed). No random numbers are drawn.
+class Measurement:
+    """Measures a model on rows of the validation data or, without it, of the training data; draws no random numbers.
 
     Args:
-        recipe: recipe after ``setup``.
-        answers: guard of the answers, which need more of a tokenizer and a model than the losses.
+        cfg: settings of the run.
+        dims: processes of the run.
+        model: the trained model.
+        tokenizer: tokenizer of the run.
+        loader: loader of the training data.
+        loader_val: loader of the validation data, or None.
+        total_steps: steps of the run.
+        rows_per_loss: number of rows that the loss compares with each other.
+        answers_guard: guard of the answers, which need more of a tokenizer and a model than the losses.
     """
 
-    def __init__(self, recipe: Any, answers: ObserverGuard) -> None:
-        self._answers_guard = answers
-        self._recipe, loader = recipe, recipe.loader_val or recipe.loader
-        self._setting = "dataset" if loader is recipe.loader else "dataset_val"
-        self._has_rewards, self._collate = hasattr(recipe, "sample"), loader.collate_fn
-        # KTO compares an answer with that of another row.
-        self._group = 2 if isinstance(getattr(recipe, "loss_fn", None), KTOLoss) else 1
-        in_run = recipe.total_steps * recipe.loader.examples_per_step
-        every = recipe.dims.data_size * self._group
-        count = max(min(_ROWS, max(_FEWEST, in_run // 20)), every)
-        if getattr(loader.dataset, "is_stream", False):
-            self._dataset = _first_rows(recipe, count)
-            indices = np.arange(len(self._dataset))
-        else:
-            self._dataset, indices = loader.dataset, np.arange(len(loader.dataset))
-            if any(getattr(recipe.cfg, name, None) is not None for name in _CACHES):
-                indices = loader.visited_indices(1)
-        # The number is the same on every rank; without a loss, there is nothing to measure.
-        count = min(count, len(indices)) // every * every if hasattr(recipe, "compute_loss") else 0
-        self._indices = _spread(indices, count)
+    def __init__(
+        self,
+        cfg: SettingsView,
+        dims: ParallelDims,
+        model: torch.nn.Module,
+        tokenizer: Any,
+        loader: BatchLoader,
+        loader_val: BatchLoader | None,
+        *,
+        total_steps: int,
+        rows_per_loss: int,
+        answers_guard: ObserverGuard,
+    ) -> None:
+        self._dims = dims
+        self._model = model
+        self._tokenizer = tokenizer
+        self._rows_per_loss = rows_per_loss
+        self._answers_guard = answers_guard
+        self._setting = "dataset" if loader_val is None else "dataset_val"
+        measured_loader = loader if loader_val is None else loader_val
+        self._collate = measured_loader.collate_fn
 
-    def measure(self) -> dict[str, Any]:
-        """Return ``values`` (digest of a row -> loss or reward; None without labels) and ``answers``. A collective."""
+        # All ranks measure the same number of batches, because the model may communicate.
+        multiple = dims.data_size * rows_per_loss
+        rows_of_run = total_steps * loader.examples_per_step
+        count = min(_MOST_ROWS, max(_FEWEST_ROWS, rows_of_run // 20))
+        count = max(count, multiple)
+        if getattr(measured_loader.dataset, "is_stream", False):
+            self._rows = _first_rows_of_stream(cfg, tokenizer, count)
+            indices = np.arange(len(self._rows))
+        else:
+            self._rows = measured_loader.dataset
+            indices = np.arange(len(self._rows))
+            if any(getattr(cfg.source, name, None) is not None for name in _CACHES):
+                indices = measured_loader.visited_indices(1)
+        count = min(count, len(indices)) // multiple * multiple
+        self._indices = _evenly_spaced(indices, count)
+
+    def losses(self, compute_loss: Callable[[Batch], torch.Tensor], step_metrics: StepMetrics) -> dict[str, Any]:
+        """Return the loss of each row (of each pack, if the data is packed), and greedy answers. A collective.
+
+        Args:
+            compute_loss: returns the sum of the losses of a batch.
+            step_metrics: where ``compute_loss`` logs; the run's own values stay as they are.
+
+        Returns:
+            ``what`` and ``on`` (what was measured, and the setting of the data), ``values`` (digest of a row -> loss,
+            None without labels) and ``answers``.
+        """
         if not self._indices:
             return {"values": {}, "answers": []}
-        recipe, data_size, answers = self._recipe, self._recipe.dims.data_size, []
         start = time.perf_counter()
-        with _undisturbed(recipe.model), recipe.step_metrics.validation() as means:
-            rows = [self._dataset[index] for index in self._indices]
-            groups = [rows[at : at + self._group] for at in range(0, len(rows), self._group)]
-            names = [_digest(group[0]) for group in groups]
-            mine = slice(recipe.dims.data_rank, None, data_size)
-            batches = [self._collate(group) for group in groups[mine]]
-            if self._has_rewards:
-                scored = recipe.sample(batches, 1, greedy=True)
-                figures = [(reward, 1) for reward in scored.rewards.flatten().nan_to_num().tolist()]
-                for prompt, text in list(zip(scored.prompts, scored.texts, strict=True))[:_PROMPTS]:
-                    answers.append(_as_texts(recipe.tokenizer, prompt.tokens, []) | {"answer": text[:_TEXT]})
-            else:
-                figures = ((recipe.compute_loss(batch), batch.num_terms) for batch in batches)
-            for name, figure in zip(names[mine], figures, strict=True):
-                means.add({name: figure})
-            found = means.over(recipe.dims)
-            if not self._has_rewards:
-                seconds = (time.perf_counter() - start) / len(batches)
-                answers = observe_together(self._answers_guard, lambda: self._answers(seconds), recipe.dims) or []
-        values = {name: found.get(f"val_{name}") for name in names}
-        what = "reward" if self._has_rewards else "loss"
-        return {"what": what, "on": self._setting, "values": values, "answers": answers}
+        with _evaluating(self._model), step_metrics.validation() as means:
+            names, batches = self._read_batches()
+            for name, batch in zip(names[self._own_batches], batches, strict=True):
+                means.add({name: (compute_loss(batch), batch.num_terms)})
+            averages = means.over(self._dims)
+            seconds = (time.perf_counter() - start) / len(batches)
+            answers = observe_together(self._answers_guard, lambda: self._answers(seconds), self._dims)
+        values = {name: averages.get(f"val_{name}") for name in names}
+        return {"what": "loss", "on": self._setting, "values": values, "answers": answers or []}
+
+    def rewards(self, sample: Callable[..., Any], step_metrics: StepMetrics) -> dict[str, Any]:
+        """Return the reward of a greedy answer to each prompt, and the answers; see :meth:`losses`. A collective.
+
+        Args:
+            sample: ``sample(batches, 1, greedy=True)`` returns scored answers
+                (:class:`~torchtune.rlhf.ScoredRollouts`).
+            step_metrics: where ``sample`` logs; the run's own values stay as they are.
+        """
+        if not self._indices:
+            return {"values": {}, "answers": []}
+        with _evaluating(self._model), step_metrics.validation() as means:
+            names, batches = self._read_batches()
+            scored = sample(batches, 1, greedy=True)
+            rewards = scored.rewards.flatten().nan_to_num().tolist()
+            for name, reward in zip(names[self._own_batches], rewards, strict=True):
+                means.add({name: (reward, 1)})
+            averages = means.over(self._dims)
+        answers = []
+        for prompt, text in list(zip(scored.prompts, scored.texts, strict=True))[:_MOST_PROMPTS]:
+            question = self._tokenizer.decode(prompt.tokens)[:_MOST_CHARACTERS]
+            answers.append({"prompt": question, "expected": "", "answer": text[:_MOST_CHARACTERS]})
+        values = {name: averages.get(f"val_{name}") for name in names}
+        return {"what": "reward", "on": self._setting, "values": values, "answers": answers}
+
+    @property
+    def _own_batches(self) -> slice:
+        """The batches that this rank measures."""
+        return slice(self._dims.data_rank, None, self._dims.data_size)
+
+    def _read_batches(self) -> tuple[list[str], list[Batch]]:
+        """Return the names of all batches, and the batches of this rank."""
+        rows = [self._rows[index] for index in self._indices]
+        groups = [rows[start : start + self._rows_per_loss] for start in range(0, len(rows), self._rows_per_loss)]
+        names = [_digest(group[0]) for group in groups]
+        batches = [self._collate(group) for group in groups[self._own_batches]]
+        return names, batches
 
     def _answers(self, seconds: float) -> list[dict[str, str]]:
-        """Return greedy answers; none for images, reward models or context parallelism, or if it takes too long."""
-        model, tokenizer = self._recipe.model, getattr(self._recipe, "tokenizer", None)
-        if text_decoder(model) is not model or self._recipe.dims.cp > 1:
+        """Return greedy answers; none for images, reward models or context parallelism, or if it takes too long.
+
+        Args:
+            seconds: time of a forward pass of a batch.
+        """
+        model = self._model
+        tokenizer = self._tokenizer
+        if text_decoder(model) is not model or self._dims.cp > 1:
             return []
-        if (missing := _missing_for_answers(model, tokenizer)) is not None:
-            log_once(get_logger(), f"The report has no answers: {missing}.")
+        lack = _lack_for_answers(model, tokenizer)
+        if lack is not None:
+            log_once(get_logger(), f"The report has no answers: {lack}.")
             return []
-        if getattr(model.output, "out_features", 2) == 1:  # a reward model
+        is_reward_model = getattr(model.output, "out_features", None) == 1
+        if is_reward_model:
             return []
-        rows = [self._dataset[index] for index in _spread(self._indices, _PROMPTS)]
-        turns = [turn for row in rows for turn in _first_turn(row)]
-        limit = int(_SECONDS * 1e6) // max(self._recipe.dims.max(int(1e6 * seconds)), 1)
-        limit = min(_ANSWER, limit, 8 + max((len(expected) for _, expected in turns), default=0))
-        turns = [turn for turn in turns if len(turn[0]) + limit <= model.max_seq_len and limit]
-        prompts, stop = [prompt for prompt, _ in turns], list(tokenizer.stop_tokens)
+        turns = []
+        for index in _evenly_spaced(self._indices, _MOST_PROMPTS):
+            turn = _first_turn(self._rows[index])
+            if turn is not None:
+                turns.append(turn)
+        # The slowest rank decides, in whole microseconds, because ranks exchange integers. Eight tokens more than the
+        # longest trained answer show whether the model ends its own.
+        microseconds = max(self._dims.max(int(1e6 * seconds)), 1)
+        longest = max((len(expected) for _, expected in turns), default=0)
+        new_tokens = min(_MOST_NEW_TOKENS, int(_MOST_SECONDS * 1e6) // microseconds, longest + 8)
+        if new_tokens == 0:
+            return []
+        turns = [turn for turn in turns if len(turn[0]) + new_tokens <= model.max_seq_len]
+        stop_tokens = list(tokenizer.stop_tokens)
         try:
-            tokens = generate_tokens(model, prompts, max_new_tokens=limit, temperature=0.0, stop_tokens=stop).tokens
+            generated = generate_tokens(
+                model,
+                [prompt for prompt, _ in turns],
+                max_new_tokens=new_tokens,
+                temperature=0.0,
+                stop_tokens=stop_tokens,
+            )
         except GenerationError:  # no prompts, or an architecture without generation
             return []
-        answers = [tokenizer.decode([token for token in row.tolist() if token not in stop]) for row in tokens]
-        return [_as_texts(tokenizer, *turn) | {"answer": text} for turn, text in zip(turns, answers, strict=True)]
-
-
-def describe_data(loader: Any, tokenizer: Any) -> dict[str, Any]:
-    """Return facts about a loader's data: number of rows, digest, lengths, and samples with their trained tokens."""
-    dataset = loader.dataset
-    if getattr(dataset, "is_stream", False):
-        return {}
-    rows = dataset.ds if hasattr(dataset, "packs") else dataset
-    facts: dict[str, Any] = {"rows": len(rows), "examples": len(dataset), "samples": []}
-    if (fingerprint := getattr(dataset, "fingerprint", None)) is not None:
-        facts["digest"] = hashlib.sha256(repr(fingerprint).encode()).hexdigest()[:16]
-    if (lengths := row_lengths(rows)) is not None:
-        counts, edges = np.histogram(lengths, _BINS)
-        facts |= {"tokens": int(lengths.sum()), "lengths": {"counts": counts.tolist(), "edges": edges.tolist()}}
-    with _undisturbed():
-        for index in _spread(range(len(rows)), _SAMPLES):
-            for _, tokens, labels in texts_of(rows[index]):
-                pieces = decode_pieces(tokens[:_TEXT], labels[:_TEXT], tokenizer)
-                trained = int((labels != CROSS_ENTROPY_IGNORE_IDX).sum())
-                sample = {"row": index, "tokens": len(tokens), "trained": trained}
-                facts["samples"].append(
-                    sample | {"pieces": [(text[:_TEXT], is_trained) for text, is_trained in pieces]}
-                )
-    return facts
+        answers = []
+        for (prompt, expected), row in zip(turns, generated.tokens, strict=True):
+            answer = [token for token in row.tolist() if token not in stop_tokens]
+            answers.append(
+                {
+                    "prompt": tokenizer.decode(prompt)[:_MOST_CHARACTERS],
+                    "expected": tokenizer.decode(expected)[:_MOST_CHARACTERS],
+                    "answer": tokenizer.decode(answer),
+                }
+            )
+        return answers
 
 
 @contextmanager
-def _undisturbed(model: torch.nn.Module | None = None) -> Iterator[None]:
-    """Restore the random state after the block, in which ``model`` is in evaluation mode and not compiled."""
-    state, model = RNGState().state_dict(), torch.nn.Module() if model is None else model
+def _evaluating(model: torch.nn.Module) -> Iterator[None]:
+    """Context manager in which a model is in evaluation mode and not compiled; it restores the random state, too."""
     # Of each module, because a recipe may keep some of them, such as frozen towers, in evaluation mode.
     was_training = {module: module.training for module in model.modules()}
     try:
-        with torch.no_grad(), uncompiled(model.eval()):
+        with undisturbed_random_state(), torch.no_grad(), uncompiled(model.eval()):
             yield
     finally:
         for module, training in was_training.items():
             module.training = training
+
+
+@contextmanager
+def undisturbed_random_state() -> Iterator[None]:
+    """Context manager that restores the random state of all devices, so that a run draws the same numbers."""
+    state = RNGState().state_dict()
+    try:
+        yield
+    finally:
         RNGState().load_state_dict(state)
 
 
-def _spread(indices: Sequence[int], count: int) -> list[int]:
+def _evenly_spaced(indices: Sequence[int], count: int) -> list[int]:
     """Return at most ``count`` of the indices, evenly spaced from the first to the last."""
-    places = np.linspace(0, len(indices) - 1, min(count, len(indices))).astype(int)
-    return [int(indices[place]) for place in places]
+    positions = np.linspace(0, len(indices) - 1, min(count, len(indices))).astype(int)
+    return [int(indices[position]) for position in positions]
 
 
-def _first_rows(recipe: Any, count: int) -> list[Any]:
+def _first_rows_of_stream(cfg: SettingsView, tokenizer: Any, count: int) -> list[Any]:
     """Return the first rows of a stream from a new reader, so that the run keeps its position; none on errors."""
-    settings = SettingsView.of(recipe.cfg)
     try:
-        with _undisturbed(), workers(1):
-            stream = instantiate_dataset(settings.dataset, recipe.tokenizer, context_length(settings))
+        with undisturbed_random_state(), workers(1):
+            stream = instantiate_dataset(cfg.dataset, tokenizer, context_length(cfg))
             return [stream[index] for index in range(count)]
     except UserError as error:
         get_logger().warning(f"No rows of the stream are measured: {error}")
         return []
 
 
-def _first_turn(row: Any) -> Iterator[tuple[list[int], list[int]]]:
-    """Yield a row's first prompt and the trained tokens after it; a row of only trained tokens is split."""
-    for _, tokens, labels in texts_of(row)[:1]:
-        is_label = np.append(labels != CROSS_ENTROPY_IGNORE_IDX, False)
-        first = int(is_label.argmax())
-        end = first + int((~is_label[first:]).argmax())
-        first = first or min(16, end // 2)
-        if end and "encoder_input" not in row:
-            yield tokens[: first + 1].tolist(), tokens[first + 1 : end + 1].tolist()
+def _first_turn(row: Any) -> tuple[list[int], list[int]] | None:
+    """Return a row's first prompt and the trained tokens after it; None without trained tokens, or with images.
+
+    A row of only trained tokens, such as plain text, is split after its first tokens.
+    """
+    documents = texts_of(row)
+    if not documents or "encoder_input" in row:
+        return None
+    _, tokens, labels = documents[0]
+    # labels[i] is the token that follows tokens[i].
+    is_label = np.append(labels != CROSS_ENTROPY_IGNORE_IDX, False)
+    first_label = int(is_label.argmax())
+    end = first_label + int((~is_label[first_label:]).argmax())  # behind the last label of the turn
+    if end == 0:
+        return None
+    if first_label == 0:
+        first_label = min(_CONTEXT_OF_PLAIN_TEXT, end // 2)
+    return tokens[: first_label + 1].tolist(), tokens[first_label + 1 : end + 1].tolist()
 
 
-def _missing_for_answers(model: Any, tokenizer: Any) -> str | None:
+def _lack_for_answers(model: Any, tokenizer: Any) -> str | None:
     """Return what a model or tokenizer of the user's own, which need not generate, lacks for it; None if nothing."""
     if not isinstance(model, TransformerDecoder):
-        return f"{type(model).__name__} is no TransformerDecoder, and others do not generate"
+        return f"{type(model).__name__} is not a TransformerDecoder, and others do not generate"
     for name in ("decode", "stop_tokens"):
         if not hasattr(tokenizer, name):
             return f"the tokenizer, {type(tokenizer).__name__}, has no {name}"
     return None
 
 
-def _as_texts(tokenizer: Any, prompt: list[int], expected: list[int]) -> dict[str, str]:
-    return {"prompt": tokenizer.decode(prompt)[:_TEXT], "expected": tokenizer.decode(expected)[:_TEXT]}
-
-
 def _digest(row: Any) -> str:
     """Return a digest of a row's tokens and labels; for a pack, of all its documents."""
-    found = hashlib.sha256()
-    for document in row if isinstance(row, list) else [row]:
+    digest = hashlib.sha256()
+    documents = row if isinstance(row, list) else [row]
+    for document in documents:
         for name in sorted(document):
             if name == "tokens" or name.endswith(("input_ids", "labels")):
-                found.update(np.asarray(document[name], dtype=np.int64).tobytes())
-    return found.hexdigest()[:12]
+                digest.update(np.asarray(document[name], dtype=np.int64).tobytes())
+    return digest.hexdigest()[:12]

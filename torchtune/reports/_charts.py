@@ -5,22 +5,31 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 Points = Sequence[tuple[float, float]]
-_POINTS, _SERIES = 300, 6
+_MOST_POINTS = 300
+_MOST_LINES = 6
+_ROUND_FACTORS = (1, 2, 2.5, 5, 10)
 
 
 def smooth(points: Points) -> Points:
     """Return the exponential moving average of the finite points, over about a twentieth of them."""
     finite = [(x, y) for x, y in points if math.isfinite(y)]
-    decay, total, weight, found = 1 - 1 / max(len(finite) / 20, 1), 0.0, 0.0, []
+    decay = 1 - 1 / max(len(finite) / 20, 1)
+    total = 0.0
+    weight = 0.0
+    smoothed = []
     for x, y in finite:
-        total, weight = decay * total + y, decay * weight + 1
-        found.append((x, total / weight))
-    return found
+        total = decay * total + y
+        weight = decay * weight + 1  # the sum of the weights so far, so that the first points are not pulled to 0
+        smoothed.append((x, total / weight))
+    return smoothed
 
 
-def thin(points: Points, count: int = _POINTS) -> Points:
+def thin(points: Sequence[Any], count: int = _MOST_POINTS) -> list[Any]:
     """Return at most about ``count`` points, the last one among them."""
-    return [*points[: -1 : math.ceil(len(points) / count) or 1], *points[-1:]]
+    if len(points) == 0:
+        return []
+    stride = math.ceil(len(points) / count)
+    return [*points[:-1:stride], points[-1]]
 
 
 def line_chart(
@@ -34,34 +43,52 @@ def line_chart(
         x_label: name of the x axis.
         limit: label and height of a horizontal line, drawn if the values come near it; None draws none.
     """
-    shown = dict(list(series.items())[:_SERIES])
-    finite = {name: [point for point in points if math.isfinite(point[1])] for name, points in shown.items()}
-    finite = {name: points for name, points in finite.items() if points}
-    heights = [y for points in finite.values() for _, y in points]
-    limit = limit if heights and limit[1] is not None and max(heights) / 4 < limit[1] < 2 * max(heights) else None
-    heights += [limit[1]] if limit else []
-    bad = [x for points in shown.values() for x, y in points if not math.isfinite(y)]
+    drawn = dict(list(series.items())[:_MOST_LINES])
+    lines = {}
+    positions = []
+    heights = []
+    not_finite = []
+    for label, points in drawn.items():
+        positions += [x for x, _ in points]
+        not_finite += [x for x, y in points if not math.isfinite(y)]
+        finite = [(x, y) for x, y in points if math.isfinite(y)]
+        if finite:
+            lines[label] = thin(finite)
+            heights += [y for _, y in finite]
+    _, limit_height = limit
+    has_limit = bool(heights) and limit_height is not None and max(heights) / 4 < limit_height < 2 * max(heights)
+    if has_limit:
+        heights.append(limit_height)
     return {
         "title": title,
-        "x": _axis([x for points in shown.values() for x, _ in points]),
+        "x": _axis(positions),
         "x_label": x_label,
         "y": _axis(heights, margin=0.06),
-        "lines": {name: thin(points) for name, points in finite.items()},
-        "bad": thin(bad),
-        "limit": limit,
-        "left_out": len(series) - len(shown),
+        "lines": lines,
+        "bad": thin(not_finite),
+        "limit": limit if has_limit else None,
+        "left_out": len(series) - len(drawn),
     }
 
 
 def _axis(values: Sequence[float], margin: float = 0.0) -> dict[str, Any]:
-    """Return the ends of an axis, and three to six round numbers between them."""
-    low, high = min(values, default=0.0), max(values, default=1.0)
-    extra = margin * (high - low) or (abs(high) * 0.1 or 1.0) * (high == low)
-    low, high = low - extra if low < 0 else max(low - extra, 0.0), high + extra
-    unit = 10 ** math.floor(math.log10((high - low) / 4))
-    step = next(unit * factor for factor in (1, 2, 2.5, 5, 10) if 4 * unit * factor >= high - low)
-    ticks = [step * number for number in range(math.ceil(low / step), math.floor(high / step) + 1)]
-    return {"low": low, "high": high, "ticks": ticks}
+    """Return the ends of an axis, and three to six round numbers between them.
+
+    Args:
+        values: coordinates of the points.
+        margin: share of their range that is left free at both ends; the axis of positive values begins at 0 or above.
+    """
+    low = min(values, default=0.0)
+    high = max(values, default=1.0)
+    free = margin * (high - low)
+    if high == low:
+        free = abs(high) * 0.1 or 1.0
+    bottom = low - free if low < 0 else max(low - free, 0.0)
+    top = high + free
+    magnitude = 10 ** math.floor(math.log10((top - bottom) / 4))
+    step = next(magnitude * factor for factor in _ROUND_FACTORS if 4 * magnitude * factor >= top - bottom)
+    ticks = [step * number for number in range(math.ceil(bottom / step), math.floor(top / step) + 1)]
+    return {"low": bottom, "high": top, "ticks": ticks}
 
 
 def bar_chart(title: str, counts: Sequence[int], edges: Sequence[float], x_label: str) -> dict[str, Any]:
@@ -82,4 +109,8 @@ def duration(seconds: float) -> str:
     """Return text such as ``2 h 5 min``."""
     minutes, seconds = divmod(seconds, 60)
     hours, minutes = divmod(int(minutes), 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min {seconds:.0f} s" if minutes else f"{seconds:.1f} s"
+    if hours:
+        return f"{hours} h {minutes} min"
+    if minutes:
+        return f"{minutes} min {seconds:.0f} s"
+    return f"{seconds:.1f} s"

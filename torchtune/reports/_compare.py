@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from torchtune.reports._charts import Points, line_chart, smooth
-from torchtune.reports._verdict import Interval, compare_rows, judge
 from torchtune.reports._page import environment, write_page
 from torchtune.reports._run_folder import RunFolder
+from torchtune.reports._verdict import Interval, compare_rows, judge
 from torchtune.training.metric_logging import flatten_dict
 from torchtune.utils import UserError
 
@@ -36,35 +36,42 @@ class Comparison:
     """
 
     def __init__(self, runs: Sequence[RunFolder]) -> None:
-        self.runs, paths = list(runs), [run.path.resolve() for run in runs]
+        paths = [run.path.resolve() for run in runs]
         if len(set(paths)) != len(paths) or len(paths) < 2:
             raise UserError("compare: give two runs or more, each once.")
-        depth = next(n for n in range(1, 99) if len({path.parts[-n:] for path in paths}) == len(paths))
-        self.names = ["/".join(path.parts[-depth:]) for path in paths]
+        self.runs = list(runs)
+        self.names = _shortest_names(paths)
         self.verdicts = [judge(run) for run in runs]
 
     @property
     def differences(self) -> dict[str, list[Any]]:
         """Setting, data or code that differs -> its value in each run, None if the run lacks it."""
         facts = [_facts(run) for run in self.runs]
-        rows = {name: [one.get(name) for one in facts] for one in facts for name in one}
-        return {name: values for name, values in rows.items() if any(value != values[0] for value in values)}
+        names = dict.fromkeys(name for facts_of_run in facts for name in facts_of_run)
+        differences = {}
+        for name in names:
+            values = [facts_of_run.get(name) for facts_of_run in facts]
+            if any(value != values[0] for value in values):
+                differences[name] = values
+        return differences
 
     @property
     def metric(self) -> str | None:
         """The metric of the curves: reward or loss; None if losses of different methods have different units."""
         if all(run.last("rewards/total") is not None for run in self.runs):
             return "rewards/total"
-        kinds = {_loss(run) for run in self.runs}
-        return "loss" if len(kinds) == 1 else None
+        losses = {_loss_class(run) for run in self.runs}
+        return "loss" if len(losses) == 1 else None
 
     @property
     def drawn_metrics(self) -> list[str]:
         """The metric of the curves, and its value on validation data if all runs have validated."""
         if self.metric is None:
             return []
-        validation = f"val_{self.metric}"
-        return [self.metric, *([validation] if all(run.curve(validation) for run in self.runs) else [])]
+        metrics = [self.metric]
+        if all(run.curve(f"val_{self.metric}") for run in self.runs):
+            metrics.append(f"val_{self.metric}")
+        return metrics
 
     def curve(self, run: RunFolder, axis: str, metric: str) -> Points:
         """Return a smoothed metric of a run over ``trained_tokens`` or ``elapsed_seconds``."""
@@ -79,15 +86,15 @@ class Comparison:
     @property
     def milestones(self) -> Iterator[tuple[str, list[float]]]:
         """Yield (text, metric of each run) at half and at all of the tokens, and of the time, that all runs reached."""
-        for axis, label in _AXES.items() if self.metric else ():
+        if self.metric is None:
+            return
+        for axis, label in _AXES.items():
             curves = [self.curve(run, axis, self.metric) for run in self.runs]
-            if all(curves):
-                most = min(curve[-1][0] for curve in curves)
-                for at in (most / 2, most):
-                    yield (
-                        f"{at:,.4g} {label}",
-                        [([y for x, y in curve if x <= at] or [math.nan])[-1] for curve in curves],
-                    )
+            if not all(curves):
+                continue
+            reached = min(curve[-1][0] for curve in curves)
+            for position in (reached / 2, reached):
+                yield f"{position:,.4g} {label}", [_height_at(position, curve) for curve in curves]
 
     @property
     def scores(self) -> Iterator[tuple[str, str, Interval, str]]:
@@ -95,11 +102,15 @@ class Comparison:
 
         Scores are the measured loss or reward after training, and the results of ``tune eval --output RUN/eval``.
         """
-        first, *others = (_scores(run) for run in self.runs)
-        for run, scores in zip(self.names[1:], others, strict=True):
-            for name in first.keys() & scores.keys() if self.metric else ():
-                if interval := compare_rows(first[name], scores[name]):
-                    yield run, name, interval, interval.meaning(less_is_better=name == "loss after training")
+        if self.metric is None:
+            return
+        first_scores = _scores(self.runs[0])
+        for run_name, run in zip(self.names[1:], self.runs[1:], strict=True):
+            scores = _scores(run)
+            for name in first_scores.keys() & scores.keys():
+                interval = compare_rows(first_scores[name], scores[name])
+                if interval is not None:
+                    yield run_name, name, interval, interval.meaning(less_is_better=name == "loss after training")
 
     @property
     def best_values(self) -> list[str]:
@@ -114,7 +125,7 @@ class Comparison:
     @property
     def losses(self) -> str:
         """The recipe and loss of each run."""
-        return ", ".join(f"{run.recipe} with {_loss(run)}" for run in self.runs)
+        return ", ".join(f"{run.recipe} with {_loss_class(run)}" for run in self.runs)
 
     def text(self) -> str:
         """Return the comparison for a terminal."""
@@ -133,17 +144,38 @@ class Comparison:
         write_page("compare.html", path, comparison=self, charts=[chart for chart in charts if chart["lines"]])
 
 
+def _shortest_names(paths: Sequence[Path]) -> list[str]:
+    """Return the ends of different paths, with as many folders as are needed to tell them apart."""
+    depth = 1
+    while len({path.parts[-depth:] for path in paths}) < len(paths):
+        depth += 1
+    return ["/".join(path.parts[-depth:]) for path in paths]
+
+
+def _height_at(position: float, curve: Points) -> float:
+    """Return the last value of a curve at or before a position; NaN before its first point."""
+    height = math.nan
+    for x, y in curve:
+        if x <= position:
+            height = y
+    return height
+
+
 def _facts(run: RunFolder) -> dict[str, Any]:
-    settings, start = flatten_dict(run.settings), run.start
-    others = {name: start.get(name) for name in ("code", "processes", "device")}
-    data = {name: facts.get("digest") for name, facts in start.get("data", {}).items()}
-    return flatten_dict({**{name: settings[name] for name in settings if name not in _PATHS}, **others, "data": data})
+    """Return settings, code, machine and digests of the data of a run, by dotted name."""
+    facts = {name: value for name, value in flatten_dict(run.settings).items() if name not in _PATHS}
+    for name in ("code", "processes", "device"):
+        facts[name] = run.start.get(name)
+    facts["data"] = {name: data.get("digest") for name, data in run.start.get("data", {}).items()}
+    return flatten_dict(facts)
 
 
-def _loss(run: RunFolder) -> str:
-    return str((run.settings.get("loss") or {}).get("_component_")).rpartition(".")[2]
+def _loss_class(run: RunFolder) -> str:
+    loss = run.settings.get("loss") or {}
+    return str(loss.get("_component_")).rpartition(".")[2]
 
 
 def _scores(run: RunFolder) -> dict[str, dict[Any, float]]:
+    """Return name of a score -> (row -> score), of the measurement after training and of evaluations."""
     after = run.measured("after")
     return {f"{after.get('what')} after training": after.get("values", {}), **run.eval_scores()}

@@ -10,9 +10,9 @@ import yaml
 from torchtune._hub import REPO_ID_FILE
 from torchtune.config import redact_secrets
 from torchtune.estimate import nodes_of
-from torchtune.reports._verdict import judge
 from torchtune.reports._page import environment
 from torchtune.reports._run_folder import SETTINGS, RunFolder
+from torchtune.reports._verdict import judge
 from torchtune.utils import UserError, read_json
 
 _LICENCE = ("license", "license_name", "license_link")
@@ -36,19 +36,27 @@ def model_card(run: RunFolder | str | Path, *, check: str | None = None, library
         >>> card = torchtune.reports.model_card("/tmp/run", check="equal in transformers")  # doctest: +SKIP
     """
     run = run if isinstance(run, RunFolder) else RunFolder(run)
-    base, licence = _repository_of(run.base), _licence_of(run.base)
-    nodes = {name: nodes_of(run.settings[name]) for name in ("dataset", "dataset_val") if run.settings.get(name)}
-    sources = {str(node.get("source")) for found in nodes.values() for node in found}
+    base = _repository_of(run.base)
+    licence = _licence_of(run.base)
+    datasets = {}  # setting -> nodes of its datasets
+    sources = set()
+    for name in ("dataset", "dataset_val"):
+        if run.settings.get(name):
+            datasets[name] = nodes_of(run.settings[name])
+            sources |= {str(node.get("source")) for node in datasets[name]}
     front = {
-        "license": None,
         **licence,
         "base_model": base,
         "datasets": sorted(filter(_is_repository, sources)),
         "library_name": library,
+        "pipeline_tag": "text-generation",
+        "tags": ["torchtune", run.recipe],
     }
-    front |= {"pipeline_tag": "text-generation", "tags": ["torchtune", run.recipe]}
+    command = ["tune", "run"]
     processes = run.start.get("processes") or 1
-    words = ["tune", "run", *(["--nproc-per-node", str(processes)] if processes > 1 else []), run.recipe]
+    if processes > 1:
+        command += ["--nproc-per-node", str(processes)]
+    command += [run.recipe, "--config", SETTINGS]
     page = environment(autoescape=False).get_template("card.md")
     text = page.render(
         front=yaml.safe_dump({key: value for key, value in front.items() if value}, sort_keys=False).strip(),
@@ -57,9 +65,9 @@ def model_card(run: RunFolder | str | Path, *, check: str | None = None, library
         licence=licence.get("license"),
         run=run,
         verdict=judge(run),
-        nodes=nodes,
+        nodes=datasets,
         check=check,
-        command=shlex.join([*words, "--config", SETTINGS]),
+        command=shlex.join(command),
     )
     return redact_secrets(text)
 

@@ -3,7 +3,6 @@
 import functools
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,8 @@ import jinja2
 
 from torchtune.config import redact_secrets
 from torchtune.reports._charts import bar_chart, duration, line_chart, short_number, smooth, thin
-from torchtune.reports._verdict import judge
 from torchtune.reports._run_folder import RunFolder
+from torchtune.reports._verdict import judge
 from torchtune.training.metric_logging import flatten_dict
 from torchtune.utils import atomic_write, valid_json, write_json
 
@@ -29,9 +28,25 @@ _CHARTS = {
     "Peak memory, GiB": r"peak_memory_.*",
     "Share of the time lost": r"lost_to_.*",
 }
-_SMOOTHED, _MANY = ("loss", "rewards/total"), 40
+# Metrics of more points than this are smoothed.
+_SMOOTHED = ("loss", "rewards/total")
+_FEW_POINTS = 40
 _HIDDEN = ("processed_tokens", "trained_tokens", "elapsed_seconds", "skipped_steps")
-_IN_JSON = "recipe state last_step seconds start end best settings rows_left_out skipped_steps checkpoints".split()
+# Attributes of the run in report.json.
+_IN_JSON = (
+    "recipe",
+    "state",
+    "last_step",
+    "seconds",
+    "start",
+    "end",
+    "best",
+    "settings",
+    "rows_left_out",
+    "skipped_steps",
+    "checkpoints",
+)
+_POINTS_IN_JSON = 500
 
 
 def write_report(run: RunFolder, *, price_per_hour: float | None = None, estimated_gib: float | None = None) -> Path:
@@ -49,30 +64,45 @@ def write_report(run: RunFolder, *, price_per_hour: float | None = None, estimat
         >>> torchtune.reports.write_report(torchtune.reports.RunFolder("/tmp/run")).name  # doctest: +SKIP
         'report.html'
     """
-    verdict, names = judge(run), {name: None for values in run.steps.values() for name in values}
-    before, after = run.measured("before"), run.measured("after")
-    answers = {answer["prompt"]: answer["answer"] for answer in after.get("answers", [])}
-    shown = [answer | {"after": answers.get(answer["prompt"])} for answer in before.get("answers", [])]
+    verdict = judge(run)
+    metrics = list(dict.fromkeys(name for values in run.steps.values() for name in values))
     cost = None if price_per_hour is None else price_per_hour * run.seconds / 3600
+
     facts = {name: getattr(run, name) for name in _IN_JSON}
-    curves = {name: thin(run.curve(name), 500) for name in names}
-    facts |= {
-        "verdict": vars(verdict),
-        "cost": cost,
-        "estimated_gib": estimated_gib,
-        "before": before,
-        "after": after,
-        "curves": curves,
-    }
-    plain = json.loads(redact_secrets(json.dumps(facts, default=vars)))
-    write_json(run.path / "report.json", valid_json(plain))
+    facts["verdict"] = vars(verdict)
+    facts["cost"] = cost
+    facts["estimated_gib"] = estimated_gib
+    facts["before"] = run.measured("before")
+    facts["after"] = run.measured("after")
+    facts["curves"] = {name: thin(run.curve(name), _POINTS_IN_JSON) for name in metrics}
+    plain_facts = json.loads(redact_secrets(json.dumps(facts, default=vars)))
+    write_json(run.path / "report.json", valid_json(plain_facts))
+
+    histogram = None
     lengths = run.start.get("data", {}).get("dataset", {}).get("lengths")
-    charts = list(_charts(run, [name for name in names if name not in _HIDDEN], estimated_gib))
-    values = {"run": run, "verdict": verdict, "cost": cost, "answers": shown, "charts": charts}
-    values["estimated_gib"] = estimated_gib
-    histogram = lengths and bar_chart("Length of rows", lengths["counts"], lengths["edges"], "tokens")
-    write_page("report.html", run.path / "report.html", histogram=histogram, **values)
+    if lengths:
+        histogram = bar_chart("Length of rows", lengths["counts"], lengths["edges"], "tokens")
+    write_page(
+        "report.html",
+        run.path / "report.html",
+        run=run,
+        verdict=verdict,
+        cost=cost,
+        estimated_gib=estimated_gib,
+        answers=_answers_before_and_after(run),
+        charts=_charts(run, [name for name in metrics if name not in _HIDDEN], estimated_gib),
+        histogram=histogram,
+    )
     return run.path / "report.html"
+
+
+def _answers_before_and_after(run: RunFolder) -> list[dict[str, Any]]:
+    """Return the answers before training, each with the answer to the same prompt after it."""
+    answers_after = {answer["prompt"]: answer["answer"] for answer in run.measured("after").get("answers", [])}
+    answers = []
+    for answer in run.measured("before").get("answers", []):
+        answers.append({**answer, "after": answers_after.get(answer["prompt"])})
+    return answers
 
 
 def write_page(template: str, path: Path, **values: Any) -> None:
@@ -86,32 +116,49 @@ def write_page(template: str, path: Path, **values: Any) -> None:
 def environment(*, autoescape: bool) -> jinja2.Environment:
     """Return the Jinja environment of the templates; the filters ``code`` and ``plain`` quote text for Markdown."""
     loader = jinja2.FileSystemLoader(Path(__file__).parent / "templates")
-    found = jinja2.Environment(loader=loader, autoescape=autoescape, trim_blocks=True, lstrip_blocks=True)
-    found.filters |= {"short": short_number, "duration": duration, "flat": flatten_dict, "code": _code, "plain": _plain}
-    return found
+    templates = jinja2.Environment(loader=loader, autoescape=autoescape, trim_blocks=True, lstrip_blocks=True)
+    templates.filters |= {
+        "short": short_number,
+        "duration": duration,
+        "flat": flatten_dict,
+        "code": _quote_code,
+        "plain": _quote_text,
+    }
+    return templates
 
 
-def _code(value: Any) -> str:
+def _quote_code(value: Any) -> str:
+    """Return a value as code in a table of Markdown."""
     text = " ".join(str(value).split()).replace("`", "'").replace("|", "\\|")
     return f"`{text[:300]}`"
 
 
-def _plain(value: Any) -> str:
+def _quote_text(value: Any) -> str:
+    """Return a value as text of Markdown, with the characters escaped that would format it."""
     return re.sub(r"([\\`*_\[\]<>|#])", r"\\\1", " ".join(str(value).split()))
 
 
-def _charts(run: RunFolder, names: list[str], estimated_gib: float | None) -> Iterator[dict[str, Any]]:
+def _charts(run: RunFolder, metrics: list[str], estimated_gib: float | None) -> list[dict[str, Any]]:
+    """Return the charts of a run: those of ``_CHARTS``, and one for each other metric."""
     limits = {
         "Gradient norm before clipping": ("clipped above", run.settings.get("clip_grad_norm")),
         "Peak memory, GiB": ("estimate", estimated_gib),
     }
-    for title, pattern in {**_CHARTS, **{name: re.escape(name) for name in names}}.items():
+    metrics_by_title: dict[str, list[str]] = {title: [] for title in _CHARTS}
+    for name in metrics:
+        title = next((title for title, pattern in _CHARTS.items() if re.fullmatch(pattern, name)), name)
+        metrics_by_title.setdefault(title, []).append(name)
+    charts = []
+    for title, names in metrics_by_title.items():
         series = {}
-        for name in [name for name in names if re.fullmatch(pattern, name)]:
-            names.remove(name)
-            series[name] = points = run.curve(name)
-            if name in _SMOOTHED and len(points) > _MANY:
-                series |= {f"{name} (raw)": points, name: smooth(points)}
+        for name in names:
+            points = run.curve(name)
+            if name in _SMOOTHED and len(points) > _FEW_POINTS:
+                series[name] = smooth(points)
+                series[f"{name} (raw)"] = points
+            else:
+                series[name] = points
         chart = line_chart(title, series, limit=limits.get(title, ("", None)))
         if chart["lines"]:
-            yield chart
+            charts.append(chart)
+    return charts

@@ -23,8 +23,11 @@ from torchtune.utils import UserError, read_json
 SETTINGS = "torchtune_config.yaml"
 # Metrics that count from the start of a process.
 _COUNTERS = ("processed_tokens", "trained_tokens", "elapsed_seconds")
-_PAIR = re.compile(r"([^\s:][^:]*):(\S+)")
-_SLOW = 3.0  # times the median step
+# "loss:1.25 lr:2e-05" in a line of a text log.
+_METRIC = re.compile(r"([^\s:][^:]*):(\S+)")
+_NUMBER = re.compile(r"[-+]?(\d+\.?\d*(e[-+]?\d+)?|nan|inf)")
+_TEXT_LINE = re.compile(r"^Step (\d+) \| (.*)\n", re.MULTILINE)
+_SLOW_FACTOR = 3.0  # of the median step
 
 
 class RunFolder:
@@ -50,27 +53,35 @@ class RunFolder:
 
     def __init__(self, path: str | Path) -> None:
         path = Path(path).expanduser()
-        self.path = path.parent if (path / MARKER).exists() and (path.parent / SETTINGS).is_file() else path
+        is_checkpoint = (path / MARKER).exists() and (path.parent / SETTINGS).is_file()
+        self.path = path.parent if is_checkpoint else path
         try:
             text = (self.path / SETTINGS).read_text(encoding="utf-8")
             self.settings: dict[str, Any] = dict(yaml.safe_load(text))
         except (OSError, yaml.YAMLError, ValueError, TypeError) as error:
             reason = "has no" if isinstance(error, OSError) else "has a damaged"
             raise UserError(f"{path} {reason} {SETTINGS}: give the output_dir of a run.") from error
-        events = list(_read_lines(self.path / RECORD))
-        starts = [i for i, event in enumerate(events) if event["event"] == "start" and not event["step"]]
-        self.events = events[starts[-1] if starts else 0 :]
+        self.events: list[dict[str, Any]] = []
+        for event in _read_lines(self.path / RECORD):
+            if event["event"] == "start" and event["step"] == 0:  # a run that begins anew in the same folder
+                self.events = []
+            self.events.append(event)
 
     @property
     def start(self) -> dict[str, Any]:
         """Facts of the first start; empty for a run of an earlier release."""
-        return next((event for event in self.events if event["event"] == "start"), {})
+        for event in self.events:
+            if event["event"] == "start":
+                return event
+        return {}
 
     @property
     def end(self) -> dict[str, Any]:
         """The ``end`` event of the last process; empty while the process runs, or if it was killed."""
-        last = [event for event in self.events if event["event"] != "measured"][-1:]
-        return last[0] if last and last[0]["event"] == "end" else {}
+        for event in reversed(self.events):
+            if event["event"] != "measured":
+                return event if event["event"] == "end" else {}
+        return {}
 
     @property
     def base(self) -> Path:
@@ -83,12 +94,16 @@ class RunFolder:
         Raises:
             UserError: there is no complete checkpoint.
         """
-        saved, best = complete_directories(self.path), best_checkpoint(self.path)
+        saved = complete_directories(self.path)
         if not saved:
             raise UserError(f"{self.path}: the run has no complete checkpoint: wait for one, or start the run again.")
-        found = saved[-1] if best is None else self.path / best
-        run = "the run, which has not finished" if (saved[-1] / "state").is_dir() else "the run"
-        return found, f"the {'last' if best is None else 'best'} checkpoint of {run}"
+        last = saved[-1]
+        # Only checkpoints of unfinished runs have a state to resume from.
+        run = "the run, which has not finished" if (last / "state").is_dir() else "the run"
+        best = best_checkpoint(self.path)
+        if best is None:
+            return last, f"the last checkpoint of {run}"
+        return self.path / best, f"the best checkpoint of {run}"
 
     @cached_property
     def best(self) -> dict[str, Any] | None:
@@ -128,36 +143,52 @@ class RunFolder:
 
     def measured(self, when: str) -> dict[str, Any]:
         """Return the last measurement ``"before"`` or ``"after"`` training; without ``values`` if there is none."""
-        return next((event for event in reversed(self.events) if event.get("when") == when), {})
+        for event in reversed(self.events):
+            if event.get("when") == when:
+                return event
+        return {}
 
     @cached_property
     def steps(self) -> dict[int, dict[str, float]]:
         """Metrics of every logged step, in order; counters add up over resumes, unknown values are NaN."""
-        found: dict[int, dict[str, float]] = {}
-        base, last = dict.fromkeys(_COUNTERS, 0.0), dict.fromkeys(_COUNTERS, 0.0)
-        for record in self._metric_lines():
+        steps: dict[int, dict[str, float]] = {}
+        counted_before = dict.fromkeys(_COUNTERS, 0.0)  # by earlier processes
+        last_counts = dict.fromkeys(_COUNTERS, 0.0)
+        for record in self._logged_metrics():
             step = int(record.pop("step"))
-            if any(record.get(name, math.inf) < last[name] for name in _COUNTERS):  # another process
-                earlier = [values for number, values in found.items() if number < step and _COUNTERS[0] in values]
-                base = {name: earlier[-1][name] if earlier else 0.0 for name in _COUNTERS}
-            last |= {name: record[name] for name in _COUNTERS if name in record}
-            found[step] = found.get(step, {}) | {name: value + base.get(name, 0) for name, value in record.items()}
-        return dict(sorted(found.items()))
+            is_new_process = any(record.get(name, math.inf) < last_counts[name] for name in _COUNTERS)
+            if is_new_process:
+                counted_before = _counts_before(step, steps)
+            values = steps.setdefault(step, {})
+            for name, value in record.items():
+                values[name] = value
+                if name in _COUNTERS:
+                    last_counts[name] = value
+                    values[name] = value + counted_before[name]
+        return dict(sorted(steps.items()))
 
-    def _metric_lines(self) -> Iterator[dict[str, float]]:
-        node = self.settings.get("metric_logger") or {}
-        name = node.get("filename") or f"log.{node.get('output_fmt', 'txt')}"
-        # The folder may have been moved.
-        path = next(
-            (path for path in (Path(str(node.get("log_dir"))) / name, self.path / "logs" / name) if path.is_file()),
-            None,
-        )
+    def _logged_metrics(self) -> Iterator[dict[str, float]]:
+        """Yield ``step`` and the metrics of each line that the metric logger wrote, as JSON or as text."""
+        path = self._metrics_file()
         if path is None:
             return
         for record in _read_lines(path, "step"):
             yield {name: math.nan if value is None else value for name, value in record.items()}
-        for head, rest in re.findall(r"^Step (\d+) \| (.*)\n", path.read_text("utf-8", "replace"), re.MULTILINE):
-            yield {"step": int(head), **{name: float(text) for name, text in _PAIR.findall(rest) if _is_number(text)}}
+        for step, metrics in _TEXT_LINE.findall(path.read_text("utf-8", "replace")):
+            record = {"step": int(step)}
+            for name, text in _METRIC.findall(metrics):
+                if _NUMBER.fullmatch(text):
+                    record[name] = float(text)
+            yield record
+
+    def _metrics_file(self) -> Path | None:
+        node = self.settings.get("metric_logger") or {}
+        name = node.get("filename") or f"log.{node.get('output_fmt', 'txt')}"
+        # The folder of the run may have been moved since.
+        for folder in (Path(str(node.get("log_dir"))), self.path / "logs"):
+            if (folder / name).is_file():
+                return folder / name
+        return None
 
     def curve(self, name: str) -> list[tuple[int, float]]:
         """Return (step, value) for every logged value of a metric."""
@@ -165,12 +196,14 @@ class RunFolder:
 
     def last(self, name: str) -> float | None:
         """Return the last value of a metric or counter, None if it was never logged."""
-        return next((value for _, value in reversed(self.curve(name))), None)
+        curve = self.curve(name)
+        return curve[-1][1] if curve else None
 
     @property
     def seconds(self) -> float:
         """Total seconds of the run's processes; a killed process counts up to its last metrics."""
-        return max(sum(event.get("seconds", 0.0) for event in self.events), self.last("elapsed_seconds") or 0.0)
+        of_ended_processes = sum(event.get("seconds", 0.0) for event in self.events)
+        return max(of_ended_processes, self.last("elapsed_seconds") or 0.0)
 
     @cached_property
     def skipped_steps(self) -> list[dict[str, Any]]:
@@ -180,7 +213,8 @@ class RunFolder:
     @cached_property
     def rows_left_out(self) -> dict[str, int]:
         """Reason -> number of rows of data that were left out."""
-        return dict(Counter(str(row["reason"]) for row in _read_lines(self.path / "skipped_rows.jsonl", "reason")))
+        rows = _read_lines(self.path / "skipped_rows.jsonl", "reason")
+        return dict(Counter(str(row["reason"]) for row in rows))
 
     @cached_property
     def checkpoints(self) -> dict[str, dict[str, str]]:
@@ -189,23 +223,30 @@ class RunFolder:
 
     def slow_steps(self) -> list[tuple[int, float, float]]:
         """Return (step, seconds, median) of steps over three times the median, excluding saving and validation."""
-        times, rates = self.curve("elapsed_seconds"), {}
-        for (before, start), (step, end) in itertools.pairwise(times):
-            lost = sum(self.steps[step].get(f"lost_to_{phase}", 0.0) for phase in ("saving", "validation"))
-            rates[step] = (end - start) * (1 - lost) / (step - before)
-        middle = median(rates.values()) if rates else 0.0
-        return [(step, rate, middle) for step, rate in rates.items() if rate > _SLOW * middle]
+        seconds_per_step = {}
+        for (previous_step, start), (step, end) in itertools.pairwise(self.curve("elapsed_seconds")):
+            metrics = self.steps[step]
+            share_lost = metrics.get("lost_to_saving", 0.0) + metrics.get("lost_to_validation", 0.0)
+            seconds_per_step[step] = (end - start) * (1 - share_lost) / (step - previous_step)
+        if not seconds_per_step:
+            return []
+        middle = median(seconds_per_step.values())
+        return [
+            (step, seconds, middle) for step, seconds in seconds_per_step.items() if seconds > _SLOW_FACTOR * middle
+        ]
 
     def eval_scores(self) -> dict[str, dict[int, float]]:
         """Return the scores of the last model of each ``eval/*.results.json``: {"METRIC on DATA": {line: score}}."""
-        found: dict[str, dict[int, float]] = {}
-        for path in sorted((self.path / "eval").glob("*.results.json")):
-            answers = path.parent / Path(str(read_json(path)["models"][-1].get("answers"))).name
+        scores: dict[str, dict[int, float]] = {}
+        for results in sorted((self.path / "eval").glob("*.results.json")):
+            data = results.name.partition(".")[0]
+            last_model = read_json(results)["models"][-1]
+            answers = results.parent / Path(str(last_model.get("answers"))).name
             for row in _read_lines(answers, "scores"):
-                for name, value in row["scores"].items():
-                    if value is not None:
-                        found.setdefault(f"{name} on {path.name.partition('.')[0]}", {})[row["line"]] = value
-        return found
+                for metric, score in row["scores"].items():
+                    if score is not None:
+                        scores.setdefault(f"{metric} on {data}", {})[row["line"]] = score
+        return scores
 
 
 def describe_best(best: dict[str, Any]) -> str:
@@ -214,8 +255,13 @@ def describe_best(best: dict[str, Any]) -> str:
     return f"{best['checkpoint']}, with the best {metric}, {best['value']:.4g} at step {best['step']:,}"
 
 
-def _is_number(text: str) -> bool:
-    return re.fullmatch(r"[-+]?(\d+\.?\d*(e[-+]?\d+)?|nan|inf)", text) is not None
+def _counts_before(step: int, steps: dict[int, dict[str, float]]) -> dict[str, float]:
+    """Return the counters of the last step below ``step`` that has them, from which a resumed process counts on."""
+    counts = dict.fromkeys(_COUNTERS, 0.0)
+    for logged_step, values in steps.items():
+        if logged_step < step and _COUNTERS[0] in values:
+            counts = {name: values[name] for name in _COUNTERS}
+    return counts
 
 
 def _read_lines(path: Path, key: str = "event") -> Iterator[dict[str, Any]]:

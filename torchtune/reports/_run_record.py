@@ -11,63 +11,135 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 import torchtune
 from torchtune._recipe_registry import CONFIGS, recipe_at
 from torchtune.config import read_document, redact_secrets, to_dict
+from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, BatchLoader, decode_pieces, texts_of
+from torchtune.reports._before_and_after import undisturbed_random_state
+from torchtune.supervision import row_lengths
 from torchtune.training.metric_logging import flatten_dict
+from torchtune.training.parallel import ParallelDims
 from torchtune.utils import append_line, valid_json
 
 RECORD = "logs/run.jsonl"
+_SAMPLE_ROWS = 5
+_LENGTH_BINS = 24
+_MOST_TOKENS = 4000  # of a sample row
 
 
 def append_record(output_dir: Path, event: str, values: Mapping[str, Any]) -> None:
     """Append an event with its time to the record of a run; if the disk is full, the run goes on without it."""
-    line = json.dumps(valid_json({"event": event, "time": time.time(), **values}), ensure_ascii=False, default=str)
+    record = valid_json({"event": event, "time": time.time(), **values})
+    line = json.dumps(record, ensure_ascii=False, default=str)
     append_line(output_dir / RECORD, redact_secrets(line))
 
 
-def describe_start(recipe: Any) -> dict[str, Any]:
-    """Return step, code, machine and settings at the start of a process of the run."""
-    source, is_cuda = Path(type(recipe).setup.__code__.co_filename), recipe.device.type == "cuda"
-    config = Path(sys.argv[sys.argv.index("--config") + 1]).resolve() if "--config" in sys.argv else None
-    config = None if config is None or not config.is_file() else config
-    shipped = config is not None and config.is_relative_to(CONFIGS)
-    return {
-        "step": recipe.global_step,
-        "total_steps": recipe.total_steps,
-        "recipe": recipe_at(source) or str(source),
-        "config": str(config.relative_to(CONFIGS).with_suffix("")) if shipped else config,
-        "changed": {} if config is None else _changed_settings(config, recipe.cfg),
-        "processes": recipe.dims.world_size,
-        "parallel": str(recipe.dims),
+def describe_start(settings: Any, recipe_file: str, dims: ParallelDims, device: torch.device) -> dict[str, Any]:
+    """Return the code, machine and settings at the start of a process of the run.
+
+    Args:
+        settings: settings of the recipe.
+        recipe_file: file of the recipe, which may be a copy.
+        dims: processes of the run.
+        device: device of this process.
+    """
+    facts: dict[str, Any] = {
+        "recipe": recipe_at(recipe_file) or recipe_file,
+        "config": None,
+        "changed": {},
+        "processes": dims.world_size,
+        "parallel": str(dims),
         "code": {
             "torchtune": torchtune.__version__,
             "torch": torch.__version__,
-            "recipe": hashlib.sha256(source.read_bytes()).hexdigest()[:12],
+            "recipe": hashlib.sha256(Path(recipe_file).read_bytes()).hexdigest()[:12],
         },
         "host": platform.node(),
-        "device": torch.cuda.get_device_name(recipe.device) if is_cuda else recipe.device.type,
-        "memory_gib": torch.cuda.get_device_properties(recipe.device).total_memory / 2**30 if is_cuda else None,
+        "device": device.type,
+        "memory_gib": None,
     }
+    config = _config_of_command()
+    if config is not None:
+        is_shipped = config.is_relative_to(CONFIGS)
+        facts["config"] = str(config.relative_to(CONFIGS).with_suffix("")) if is_shipped else config
+        facts["changed"] = _changed_settings(config, settings)
+    if device.type == "cuda":
+        facts["device"] = torch.cuda.get_device_name(device)
+        facts["memory_gib"] = torch.cuda.get_device_properties(device).total_memory / 2**30
+    return facts
 
 
-def describe_layers(model: torch.nn.Module) -> dict[str, str]:
-    """Return module type -> number of such modules and dtype of their weights, for modules with weights."""
-    weights = ((type(module).__name__, next(module.parameters(recurse=False), None)) for module in model.modules())
-    found = Counter((name, str(one.dtype).removeprefix("torch.")) for name, one in weights if one is not None)
-    return {name: f"{count} in {dtype}" for (name, dtype), count in found.items()}
+def _config_of_command() -> Path | None:
+    """Return the file given as ``--config`` in the command of this process; None without one."""
+    if "--config" not in sys.argv:
+        return None
+    config = Path(sys.argv[sys.argv.index("--config") + 1]).resolve()
+    return config if config.is_file() else None
 
 
 def _changed_settings(config: Path, settings: Any) -> dict[str, list[Any]]:
     """Return setting -> [value in the config file, value of the run], where they differ."""
-    fields = getattr(settings, "__dataclass_fields__", {}).items()
-    defaults = {name: field.default for name, field in fields if field.default is not dataclasses.MISSING}
-    before = {**defaults, **flatten_dict(read_document(config).data)}
-    now = flatten_dict(to_dict(settings, redact=True))
-    return {
-        name: [before.get(name), value]
-        for name, value in now.items()
-        if (before.get(name) or None) != (value or None) and "${" not in str(before.get(name))
-    }
+    in_file = {}
+    for field in getattr(settings, "__dataclass_fields__", {}).values():
+        if field.default is not dataclasses.MISSING:
+            in_file[field.name] = field.default
+    in_file |= flatten_dict(read_document(config).data)
+    changed = {}
+    for name, value in flatten_dict(to_dict(settings, redact=True)).items():
+        is_reference = "${" in str(in_file.get(name))
+        # Absent, null and empty settings mean the same.
+        is_equal = (in_file.get(name) or None) == (value or None)
+        if not is_equal and not is_reference:
+            changed[name] = [in_file.get(name), value]
+    return changed
+
+
+def describe_layers(model: torch.nn.Module) -> dict[str, str]:
+    """Return module type -> number of such modules and dtype of their weights, for modules with weights."""
+    counts: Counter[tuple[str, str]] = Counter()
+    for module in model.modules():
+        weight = next(module.parameters(recurse=False), None)
+        if weight is not None:
+            counts[type(module).__name__, str(weight.dtype).removeprefix("torch.")] += 1
+    return {name: f"{count} in {dtype}" for (name, dtype), count in counts.items()}
+
+
+def describe_data(loader: BatchLoader, tokenizer: Any) -> dict[str, Any]:
+    """Return facts about a loader's data: number of rows, digest, lengths, and samples with their trained tokens."""
+    dataset = loader.dataset
+    if getattr(dataset, "is_stream", False):
+        return {}
+    rows = dataset.ds if hasattr(dataset, "packs") else dataset
+    facts: dict[str, Any] = {"rows": len(rows), "examples": len(dataset), "samples": []}
+    fingerprint = getattr(dataset, "fingerprint", None)
+    if fingerprint is not None:
+        facts["digest"] = hashlib.sha256(repr(fingerprint).encode()).hexdigest()[:16]
+    lengths = row_lengths(rows)
+    if lengths is not None:
+        counts, edges = np.histogram(lengths, _LENGTH_BINS)
+        facts["tokens"] = int(lengths.sum())
+        facts["lengths"] = {"counts": counts.tolist(), "edges": edges.tolist()}
+    samples = np.linspace(0, len(rows) - 1, min(_SAMPLE_ROWS, len(rows))).astype(int).tolist()
+    with undisturbed_random_state():  # a transform may draw random numbers
+        for index in samples:
+            facts["samples"] += _describe_row(index, rows[index], tokenizer)
+    return facts
+
+
+def _describe_row(index: int, row: Any, tokenizer: Any) -> list[dict[str, Any]]:
+    """Return the texts of a row, in pieces that are trained or not; rows of preference data have several texts."""
+    texts = []
+    for _, tokens, labels in texts_of(row):
+        pieces = decode_pieces(tokens[:_MOST_TOKENS], labels[:_MOST_TOKENS], tokenizer)
+        texts.append(
+            {
+                "row": index,
+                "tokens": len(tokens),
+                "trained": int((labels != CROSS_ENTROPY_IGNORE_IDX).sum()),
+                "pieces": [(text[:_MOST_TOKENS], is_trained) for text, is_trained in pieces],
+            }
+        )
+    return texts

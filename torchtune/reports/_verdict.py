@@ -11,7 +11,7 @@ import numpy as np
 from torchtune.reports._run_folder import RunFolder, describe_best
 
 _RESAMPLES = 2000
-_FEWEST = 5  # pairs
+_FEWEST_PAIRS = 5
 
 
 @dataclass(frozen=True)
@@ -87,21 +87,28 @@ def paired_interval(differences: Sequence[float]) -> Interval:
         >>> torchtune.reports.paired_interval([-0.5, -0.4, -0.6, -0.5, -0.5]).is_noise
         False
     """
-    values, generator = np.asarray(differences, dtype=np.float64), np.random.default_rng(0)
+    values = np.asarray(differences, dtype=np.float64)
     count = len(values)
-    if count < _FEWEST:
+    if count < _FEWEST_PAIRS:
         return Interval(float(values.mean()), -math.inf, math.inf, count)
-    means = values[generator.integers(0, count, (_RESAMPLES, count))].mean(axis=1)
+    generator = np.random.default_rng(0)
+    rows = generator.integers(0, count, (_RESAMPLES, count))  # [resamples, n], drawn with replacement
+    means = values[rows].mean(axis=1)
     t = 1.95996 + 2.37227 / (count - 1) + 2.82250 / (count - 1) ** 2
-    share = NormalDist().cdf(-t * math.sqrt(count / (count - 1)))
-    low, high = np.quantile(means, [share, 1 - share]).tolist()
+    tail = NormalDist().cdf(-t * math.sqrt(count / (count - 1)))
+    low, high = np.quantile(means, [tail, 1 - tail]).tolist()
     return Interval(float(values.mean()), low, high, count)
 
 
 def pair(before: Mapping[Any, float | None], after: Mapping[Any, float | None]) -> list[tuple[float, float]]:
     """Return the (before, after) values of the rows in both mappings; an ``after`` that is not finite is NaN."""
-    both = ((before[row], after[row]) for row in before if row in after and before[row] is not None)
-    return [(one, math.nan if other is None else other) for one, other in both]
+    pairs = []
+    for row, old in before.items():
+        if old is None or row not in after:
+            continue
+        new = math.nan if after[row] is None else after[row]  # JSON has no NaN
+        pairs.append((old, new))
+    return pairs
 
 
 def compare_rows(before: Mapping[Any, float | None], after: Mapping[Any, float | None]) -> Interval | None:
@@ -124,24 +131,24 @@ def judge(run: RunFolder) -> Verdict:
         >>> torchtune.reports.judge(torchtune.reports.RunFolder("/tmp/run")).word  # doctest: +SKIP
         'learned'
     """
-    total, losses = run.start.get("total_steps"), run.curve("loss")
-    progress = f"the run {run.state} at step {run.last_step:,}{f' of {total:,}' if total else ''}"
-    if losses:
-        progress += f"; the loss went from {losses[0][1]:.4g} to {losses[-1][1]:.4g}"
     after = run.measured("after") if run.end else {}
-    ends_badly = bool(losses) and not math.isfinite(losses[-1][1])
+    losses = run.curve("loss")
+    last_loss_is_bad = bool(losses) and not math.isfinite(losses[-1][1])
     # A run that has diverged after its best checkpoint is judged by that.
-    if run.end.get("error") == "SkippedStepsError" or (ends_badly and "best" not in after):
-        return Verdict("diverged", progress)
+    if run.end.get("error") == "SkippedStepsError" or (last_loss_is_bad and "best" not in after):
+        return Verdict("diverged", _describe_progress(run, losses))
     ends = [event for event in run.events if event["event"] == "end"]
     if ends and run.last_step and all(end.get("changed") is False for end in ends):
         return Verdict("nothing trained", f"no trained parameter has changed in {run.last_step:,} steps")
-    values = [measured.get("values", {}) for measured in (run.measured("before"), after)]
-    pairs = pair(*values)
+    values_before = run.measured("before").get("values", {})
+    values_after = after.get("values", {})
+    pairs = pair(values_before, values_after)
     if not pairs:
-        count = len(values[0]) or "no"
+        count = len(values_before) or "no"
+        progress = _describe_progress(run, losses)
         return Verdict("unfinished", f"{progress}; {count} rows were measured before training, none of them after it")
-    old, new = map(fmean, zip(*pairs, strict=True))
+    old = fmean(old for old, _ in pairs)
+    new = fmean(new for _, new in pairs)
     reason = f"{after['what']} of {len(pairs)} rows of {after['on']} {old:.4g} → {new:.4g}"
     if "best" in after:
         reason += f" of {describe_best(after['best'])}"
@@ -149,6 +156,18 @@ def judge(run: RunFolder) -> Verdict:
         reason += f" of the last weights, not of {describe_best(run.best)}"
     if math.isnan(new):
         return Verdict("diverged", reason)
-    interval = compare_rows(*values)
+    interval = compare_rows(values_before, values_after)
     meaning = interval.meaning(less_is_better=after["what"] != "reward")
-    return Verdict({"better": "learned", "worse": "diverged"}.get(meaning, meaning), f"{reason}, {interval}", interval)
+    word = {"better": "learned", "worse": "diverged"}.get(meaning, meaning)
+    return Verdict(word, f"{reason}, {interval}", interval)
+
+
+def _describe_progress(run: RunFolder, losses: Sequence[tuple[int, float]]) -> str:
+    """Return how far the run got, and its first and last loss."""
+    text = f"the run {run.state} at step {run.last_step:,}"
+    total = run.start.get("total_steps")
+    if total:
+        text += f" of {total:,}"
+    if losses:
+        text += f"; the loss went from {losses[0][1]:.4g} to {losses[-1][1]:.4g}"
+    return text

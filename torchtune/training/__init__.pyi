@@ -21,10 +21,12 @@ from torchtune.checkpoints import ModelSource as ModelSource
 from torchtune.checkpoints import ModelType as ModelType
 from torchtune.checkpoints import ModuleCheckpointer as ModuleCheckpointer
 from torchtune.checkpoints import add_reference as add_reference
+from torchtune.checkpoints import check_training_state as check_training_state
 from torchtune.checkpoints import checkpoint_contents as checkpoint_contents
 from torchtune.checkpoints import quantize_checkpoint as quantize_checkpoint
 from torchtune.checkpoints import update_state_dict_for_classifier as update_state_dict_for_classifier
 from torchtune.compat import OptimizerInBackwardWrapper as OptimizerInBackwardWrapper
+from torchtune.compat import RunReport as RunReport
 from torchtune.compat import create_optim_in_bwd_wrapper as create_optim_in_bwd_wrapper
 from torchtune.compat import gather_cpu_state_dict as gather_cpu_state_dict
 from torchtune.compat import get_context_parallel_manager as get_context_parallel_manager
@@ -42,7 +44,6 @@ from torchtune.estimate import check_run as check_run
 from torchtune.estimate import check_settings as check_settings
 from torchtune.estimate import plan_data as plan_data
 from torchtune.estimate import plan_run as plan_run
-from torchtune.reports import RunReport as RunReport
 from torchtune.supervision import DEFAULT_PROFILE_DIR as DEFAULT_PROFILE_DIR
 from torchtune.supervision import DEFAULT_PROFILER_ACTIVITIES as DEFAULT_PROFILER_ACTIVITIES
 from torchtune.supervision import DEFAULT_SCHEDULE as DEFAULT_SCHEDULE
