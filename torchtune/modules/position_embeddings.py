@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from torchtune.data import Documents
-from torchtune.utils import to_device
+from torchtune.utils import computes_on_cpu, to_device
 
 Layout = Literal["interleaved", "half", "halves"]
 
@@ -36,11 +36,17 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
         return torch.cat((apply_rope(first, cos, sin, layout), rest), dim=-1)
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return _rotate(x, cos, sin, layout)
-    return _Rotation.apply(x, cos, sin, layout)
+    return _Rotation.apply(x, cos, sin, layout, 1)
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
-    wide, is_compiling = x.float(), torch.compiler.is_compiling()
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout, direction: int = 1) -> Tensor:
+    """Rotate by the angles, or with ``direction`` -1 by their negatives."""
+    is_compiling = torch.compiler.is_compiling()
+    if not is_compiling and _is_accelerator(x):
+        return _rotate_in_three_launches(x, cos, sin, layout, direction)
+    if direction < 0:
+        sin = -sin
+    wide = x.float()
     if layout == "halves":
         turned = _rotate(wide.unflatten(-1, (2, -1)), *(t.unflatten(-1, (2, -1)) for t in (cos, sin)), "half")
         return turned.flatten(-2).to(x.dtype)
@@ -62,19 +68,43 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
     return turned.to(x.dtype)
 
 
+def _is_accelerator(x: Tensor) -> bool:
+    """Whether launches are what an uncompiled operator costs, and operators convert dtypes while they read."""
+    return x.device.type == "cuda" or (x.device.type == "cpu" and not computes_on_cpu(x.device))
+
+
+def _rotate_in_three_launches(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout, direction: int) -> Tensor:
+    turned = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if layout == "interleaved":
+        shape, pair = (-1, 2), -1
+    elif layout == "half":
+        shape, pair = (2, -1), -2
+    else:
+        shape, pair = (2, 2, -1), -2
+        cos, sin = (angles.unflatten(-1, (2, -1)) for angles in (cos, sin))
+    pairs = x.unflatten(-1, shape)
+    first, second = pairs.unbind(pair)
+    to_first, to_second = turned.unflatten(-1, shape).unbind(pair)
+    # Mixed dtypes compute in the widest, float32, and are rounded once, into `turned`.
+    first_product, second_product = (pairs * cos.unsqueeze(pair)).unbind(pair)
+    torch.addcmul(first_product, second, sin, value=-direction, out=to_first)
+    torch.addcmul(second_product, first, sin, value=direction, out=to_second)
+    return turned
+
+
 class _Rotation(torch.autograd.Function):
     """Rotation; its gradient is the inverse rotation, so ``x`` is not saved for the backward pass."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
+    def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor, layout: Layout, direction: int) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        ctx.layout = layout
-        return _rotate(x, cos, sin, layout)
+        ctx.layout, ctx.direction = layout, direction
+        return _rotate(x, cos, sin, layout, direction)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         cos, sin = ctx.saved_tensors
-        return apply_rope(grad, cos, -sin, ctx.layout), None, None, None
+        return _Rotation.apply(grad, cos, sin, ctx.layout, -ctx.direction), None, None, None, None
 
 
 def positions_of(x: Tensor, documents: Documents | None) -> Tensor:

@@ -20,8 +20,8 @@ def rms_norm(x: Tensor, eps: float = 1e-6, scale: Tensor | None = None) -> Tenso
         >>> torchtune.modules.rms_norm(torch.tensor([3.0, -1.0]))
         tensor([ 1.3416, -0.4472])
     """
-    # Rounded before scaling, as checkpoints expect.
-    normed = F.rms_norm(x.float(), (x.shape[-1],), eps=eps).to(x.dtype)
+    # The operator computes in float32 and rounds its result; checkpoints expect this rounding before the scale.
+    normed = F.rms_norm(x, (x.shape[-1],), eps=eps)
     return normed if scale is None else normed * scale
 
 
@@ -57,9 +57,10 @@ class RMSNorm(nn.Module):
 
     def scaled_by(self, scale: Tensor, x: Tensor) -> Tensor:
         """Compute :meth:`forward` with another ``scale`` ``[dim]``."""
-        if self.rounds_last:
-            return rms_norm(x.float(), self.eps, scale.float() + self.unit_offset).to(x.dtype)
-        return rms_norm(x, self.eps, scale)
+        if not self.rounds_last:
+            return rms_norm(x, self.eps, scale)
+        factor = scale.float() + 1.0 if self.unit_offset else scale.float()
+        return F.rms_norm(x.float(), self.normalized_shape, factor, self.eps).to(x.dtype)
 
     def extra_repr(self) -> str:
         """Return size and eps for ``repr``."""

@@ -13,8 +13,10 @@ from torchtune.modules import (
     RMSNorm,
     RotaryPositionalEmbeddings,
     TiedLinear,
+    apply_rope,
     resize_token_embeddings,
 )
+from torchtune.utils import simulated
 
 
 def _norm_formula(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -82,6 +84,24 @@ def test_rotary_modules_hold_no_tensors_and_survive_meta():
         assert torch.equal(late.to(torch.bfloat16)(x), kind(8)(x))
     with pytest.raises(ValueError, match="even"):
         RotaryPositionalEmbeddings(7)
+
+
+@pytest.mark.parametrize("layout", ["interleaved", "half", "halves"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_rotation_on_accelerators_is_that_on_a_cpu(layout, dtype):
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(2, 5, 3, 20, generator=generator).to(dtype)  # 4 channels are not rotated
+    grad = torch.randn(2, 5, 3, 20, generator=generator).to(dtype)
+    angles = torch.randn(1, 5, 1, 8, generator=generator) * 9
+    on_cpu, on_accelerator = (values.clone().requires_grad_() for _ in range(2))
+    expected = apply_rope(on_cpu, angles.cos(), angles.sin(), layout)
+    expected.backward(grad)
+    with simulated():
+        rotated = apply_rope(on_accelerator, angles.cos(), angles.sin(), layout)
+        rotated.backward(grad)
+    tolerance = 2**-8 if dtype == torch.bfloat16 else 1e-6
+    torch.testing.assert_close(rotated, expected, rtol=tolerance, atol=1e-6)
+    torch.testing.assert_close(on_accelerator.grad, on_cpu.grad, rtol=tolerance, atol=1e-6)
 
 
 def test_tied_linear_follows_its_module():

@@ -8,6 +8,7 @@ from torchtune.modules.mixers._causal_conv import DepthwiseWeight
 from torchtune.modules.mixers._delta_rule import gated_delta_rule
 from torchtune.modules.mixers._mixer import RecurrentMixer
 from torchtune.modules.mixers._state_cache import StateCache
+from torchtune.modules.rms_norm import rms_norm
 
 
 class GatedRMSNorm(nn.Module):
@@ -29,7 +30,7 @@ class GatedRMSNorm(nn.Module):
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
         """Normalize ``x`` ``[..., dim]`` and multiply by ``silu(gate)`` in float32; return the dtype of ``x``."""
-        normed = F.rms_norm(x.float(), x.shape[-1:], eps=self.eps).to(x.dtype) * self.scale
+        normed = rms_norm(x, self.eps, self.scale)
         return (normed.float() * F.silu(gate.float())).to(x.dtype)
 
 

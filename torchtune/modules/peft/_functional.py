@@ -9,7 +9,7 @@ from torch.autograd.function import once_differentiable
 
 from torchtune.modules._products import linear, mm
 from torchtune.modules.stored_linear import Stored
-from torchtune.utils import in_dispatch_mode
+from torchtune.utils import computes_on_cpu, in_dispatch_mode
 
 
 def lora_scaling(rank: int, alpha: float, *, use_rslora: bool = False) -> float:
@@ -62,11 +62,13 @@ class LoRAProjection(torch.autograd.Function):
         grad = grad.reshape(-1, grad.shape[-1])
         mask = None if mask is None else mask.view(grad.shape[0], -1)
         grad_x = grad_weight = grad_bias = grad_a = grad_b = None
-        grad_low = mm(grad, lora_b).mul_(ctx.scale) if needs_x or needs_a else None
+        grad_low = _scaled_mm(grad, lora_b, ctx.scale) if needs_x or needs_a else None
         if needs_a:
             grad_a = mm(grad_low.t(), rows if mask is None else torch.where(mask, rows, 0.0))
-        if needs_b:
-            grad_b = mm(low.t(), grad).mul_(ctx.scale).t()
+        if needs_b and computes_on_cpu(grad.device):
+            grad_b = _scaled_mm(low.t(), grad, ctx.scale).t()  # faster than a narrow result
+        elif needs_b:
+            grad_b = _scaled_mm(grad.t(), low, ctx.scale)  # autograd would copy a transposed gradient
         if needs_x:
             grad_x = mm(grad, ctx.decode(*stored))
             if mask is None:
@@ -79,6 +81,14 @@ class LoRAProjection(torch.autograd.Function):
         if needs_bias:
             grad_bias = grad.sum(0)
         return grad_x, grad_bias, grad_a, grad_b, None, None, None, grad_weight, *(None for _ in stored[1:])
+
+
+def _scaled_mm(a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """Compute ``scale · a b``, in one launch on an accelerator."""
+    if computes_on_cpu(a.device):
+        return mm(a, b).mul_(scale)
+    unread = a.new_empty(())  # its factor is 0
+    return torch.addmm(unread, a, b, beta=0, alpha=scale)
 
 
 def _identity(weight: Tensor) -> Tensor:
