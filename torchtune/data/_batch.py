@@ -150,6 +150,15 @@ class Batch(MutableMapping[str, Any]):
             return None
         return self._indexed[1]
 
+    def find_labels(self) -> torch.Tensor:
+        """Return the positions of the labeled tokens in the flattened batch, int64 ``[n]``.
+
+        These are :attr:`label_index` where it is known. Otherwise they are looked for, and on an accelerator the host
+        waits for their number.
+        """
+        index = self.label_index
+        return label_index(self.labels) if index is None else index
+
     @property
     def num_terms(self) -> int:
         """Number of terms in the sum of a loss over this batch: labeled tokens, unless collation has set

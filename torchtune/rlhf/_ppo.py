@@ -195,10 +195,10 @@ def token_values(hidden: Tensor, batch: Batch, projection: Projection) -> Tensor
     Returns:
         ``[b, s]``, float32 or wider; 0 at positions without a label.
     """
-    labelled = batch.labels != CROSS_ENTROPY_IGNORE_IDX
-    values = projection(hidden[labelled]).squeeze(-1)
+    index = batch.find_labels()
+    values = projection(hidden.flatten(0, 1).index_select(0, index)).squeeze(-1)
     values = values.to(torch.promote_types(values.dtype, torch.float32))
-    return values.new_zeros(labelled.shape).masked_scatter(labelled, values)
+    return values.new_zeros(batch.labels.numel()).index_copy(0, index, values).view(batch.labels.shape)
 
 
 class AnswerTokens(NamedTuple):

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, Batch
+from torchtune.data import Batch
 from torchtune.modules.loss import keep_row_losses
 from torchtune.training.parallel import ParallelDims
 from torchtune.utils import get_logger, log_once
@@ -122,18 +122,19 @@ class StepMetrics:
             return
         with keep_row_losses() as kept:
             yield
-        labelled = batch.labels.flatten() != CROSS_ENTROPY_IGNORE_IDX
-        source = batch.per_token["source"].flatten()[labelled]
+        index = batch.find_labels()
+        source = batch.per_token["source"].flatten().index_select(0, index)
         losses = torch.cat(kept) if kept else source.new_zeros(0, dtype=torch.float32)
-        if len(losses) == len(labelled):  # the loss also covers unlabeled positions
-            losses = losses[labelled]
+        if len(losses) == batch.labels.numel():  # the loss also covers unlabeled positions
+            losses = losses.index_select(0, index)
         if len(losses) != len(source):
             log_once(get_logger(), "loss/<name> is not logged: this loss gives no losses of single tokens.")
             losses, source = losses[:0], source[:0]  # log the same names on all ranks, even without labels
         count = len(batch.sources)
         sums = _to_float64(losses.new_zeros(count))
         sums.index_add_(0, source, losses.to(sums.dtype))
-        counts = torch.bincount(source, minlength=count)
+        # Not `bincount`, for which the host waits.
+        counts = torch.zeros_like(sums).index_add_(0, source, torch.ones_like(losses, dtype=sums.dtype))
         self.log_mean({f"loss/{name}": (sums[i], counts[i]) for i, name in enumerate(batch.sources)})
 
     @contextmanager

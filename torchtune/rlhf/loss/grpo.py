@@ -6,7 +6,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, Batch, DataError
+from torchtune.data import Batch, DataError
 from torchtune.rlhf.loss._base import Metrics, TokenLoss
 
 
@@ -130,13 +130,18 @@ class GRPOLoss(TokenLoss):
         Returns:
             Losses ``[t]``, and detached metrics by name, ``[t]`` each.
         """
-        lengths, weights = torch.bincount(sequences), weights or {}
+        weights = weights or {}
         advantages = advantages if self.needs_rewards else torch.zeros_like(advantages)
         good = weights.get("ce", advantages > 0)
         log_ratio = log_probs - old.detach()
+        if self.ratio == "sequence" or self.normalize == "sequences":
+            # Two searches instead of `bincount`, for which the host waits: it must know the number of answers.
+            ordered = sequences.sort().values
+            first = torch.searchsorted(ordered, sequences)  # [t], the same for all tokens of an answer, less than t
+            lengths = torch.searchsorted(ordered, sequences, right=True) - first  # [t]
         if self.ratio == "sequence":
-            sums = log_ratio.new_zeros(len(lengths)).index_add(0, sequences, log_ratio)
-            log_ratio = (sums / lengths.clamp(min=1).to(sums.dtype))[sequences]
+            sums = log_ratio.new_zeros(len(first)).index_add(0, first, log_ratio)
+            log_ratio = sums.index_select(0, first) / lengths.to(sums.dtype)
         rho, high = log_ratio.exp(), 1.0 + self.epsilon_high
         if reference is not None and self.kl == "k1":
             advantages = advantages - self.kl_coeff * (old - reference).detach()
@@ -155,7 +160,7 @@ class GRPOLoss(TokenLoss):
             figures["importance"] = (old - sampled).exp().clamp(max=self.importance_cap).detach()
             losses = figures["importance"] * losses
         if self.normalize == "sequences":
-            losses = losses / lengths[sequences].to(losses.dtype)
+            losses = losses / lengths.to(losses.dtype)
         elif self.normalize == "constant":
             losses = losses / self.constant
         if self.ce_coeff:
@@ -174,8 +179,8 @@ class GRPOLoss(TokenLoss):
             reference: scores of the reference model.
             baseline: not used.
         """
-        labelled = (batch.labels != CROSS_ENTROPY_IGNORE_IDX).flatten()
         self.check_batch(batch)
+        index = batch.find_labels()
         sampled = batch.per_token.get("sampled")
         first = "old" not in batch.per_token
         if first:  # the model has not been updated since sampling
@@ -183,13 +188,13 @@ class GRPOLoss(TokenLoss):
             batch["old"] = scores.detach() if own else sampled
 
         def tokens(values: Tensor | None) -> Tensor | None:
-            return None if values is None else values.flatten()[labelled]
+            return None if values is None else values.flatten().index_select(0, index)
 
         losses, figures = self(
             tokens(scores),
             tokens(batch["old"]),
             tokens(batch.per_token["advantages"]),
-            batch.documents.document_ids()[labelled],
+            batch.documents.document_ids().index_select(0, index),
             tokens(reference),
             tokens(sampled),
             {name: tokens(batch.per_token[name]) for name in ("rl", "ce", "ref_kl") if name in batch.per_token},
@@ -197,7 +202,7 @@ class GRPOLoss(TokenLoss):
         if first and sampled is not None:
             figures["sampler_difference"] = (tokens(scores) - tokens(sampled)).abs().detach()
         total = losses.sum() + 0.0 * scores.sum()  # keeps the graph connected for a batch without labels
-        number = labelled.sum()
+        number = len(index)
         if self.balance is not None:
             terms = number if self.normalize == "tokens" else (batch.per_document["label_counts"] > 0).sum()
             total = self.balance.add_to(total, terms)

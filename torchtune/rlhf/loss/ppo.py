@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, Batch, DataError
+from torchtune.data import Batch, DataError
 from torchtune.modules.loss import LossError
 from torchtune.rlhf.loss._base import Metrics, TokenLoss
 from torchtune.rlhf.rewards import masked_mean
@@ -75,13 +75,13 @@ class PPOLoss(TokenLoss):
         """
         if missing := set(_ENTRIES) - batch.per_token.keys():
             raise DataError(f"The batch has no '{min(missing)}' per token: make it with torchtune.rlhf.ppo_updates.")
-        labelled = batch.labels != CROSS_ENTROPY_IGNORE_IDX
-        if not (is_any := bool(labelled.any())):  # filler of a rank with fewer answers: the loss is 0
-            labelled = torch.ones_like(labelled)
-        log_probs, values = (part[labelled] for part in scores)
-        old, advantages, returns, old_values = (batch[name][labelled] for name in _ENTRIES)
+        index = batch.find_labels()
+        count = len(index)
+        if count == 0:  # filler of a rank with fewer answers: the loss is 0, of all positions
+            index = torch.arange(batch.labels.numel(), device=batch.labels.device)
+        log_probs, values = (part.flatten().index_select(0, index) for part in scores)
+        old, advantages, returns, old_values = (batch[name].flatten().index_select(0, index) for name in _ENTRIES)
         found = self(old, log_probs, advantages, old_values, values, returns)
-        count = labelled.sum() * is_any
         total = found[0] * count
         sums = dict(zip(("policy_loss", "value_loss", "ratios", "clipfrac"), found[1:], strict=True))
         difference = (log_probs - old).detach()
