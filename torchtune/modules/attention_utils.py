@@ -513,10 +513,13 @@ def compile_friendly_flex_attention(
     kernel = compile_flex_attention() if q.is_cuda and not torch.compiler.is_compiling() else flex_attention
     score_mod = None if window is None and softcap is None else change
     options = {"score_mod": score_mod, "block_mask": block_mask, "enable_gqa": q.shape[1] != k.shape[1]}
+    # Below 128 queries torch would take its kernel for decoding, whose blocks of many query heads do not fit the mask's.
+    kernel_options: dict[str, Any] = {"FORCE_USE_FLEX_ATTENTION": True}
     size = flex_blocks(_card(q.device), q.shape[-1], q.dtype.itemsize) if q.is_cuda else None
     if size:
         names = ("BLOCK_M", "BLOCK_N", "BLOCK_M1", "BLOCK_N1", "BLOCK_M2", "BLOCK_N2")
-        options["kernel_options"] = {**dict.fromkeys(names, size), "num_stages": 1}
+        kernel_options |= {**dict.fromkeys(names, size), "num_stages": 1}
+    options["kernel_options"] = kernel_options
     if sinks is None:
         return kernel(q, k, v, **options)
     out, more = kernel(q, k, v, return_aux=AuxRequest(lse=True), **options)
