@@ -183,6 +183,7 @@ class _Conversation:
             stop_tokens=self._tokenizer.stop_tokens,
             rng=self._rng,
             images=[images_of_row(row, self._rng.device)],
+            tokens_per_check=1,
         )
         try:
             for step in steps:

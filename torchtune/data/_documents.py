@@ -104,7 +104,11 @@ class Documents:
         else:
             prefixes = ()
         documents = cls(lengths, torch.tensor(starts, dtype=torch.int32), prefixes, shared)
-        return documents if device is None else documents.to(device)
+        if device is None:
+            return documents
+        # Of pinned memory the host does not wait for the copy.
+        pins = torch.device(device).type == "cuda"
+        return (documents.pin_memory() if pins else documents).to(device, non_blocking=pins)
 
     def split_into_chunks(self, size: int) -> "Documents":
         """Return the boundaries of chunks of ``size`` positions; the last chunk of a document may be shorter."""

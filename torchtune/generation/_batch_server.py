@@ -212,7 +212,7 @@ class BatchServer:
         )
         try:
             with closing(steps):
-                for indices, tokens, log_probs in steps:
+                for ((indices, tokens, log_probs),) in steps:  # one step: the server checks every token
                     check_finite(log_probs, model)
                     for index, token, log_prob in zip(indices, tokens[:, 0].tolist(), log_probs.tolist(), strict=True):
                         job = jobs[index]

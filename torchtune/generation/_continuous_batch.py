@@ -1,6 +1,6 @@
 """The decode loop: a continuous batch with key-value caches, in which rows join and leave while others continue."""
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -19,13 +19,15 @@ from torchtune.modules.common_utils import attention_modules
 from torchtune.modules.kv_cache import EncoderCache, KVCache, Place
 from torchtune.modules.model_fusion import ImageTextModel
 from torchtune.modules.transformer import TransformerDecoder, text_decoder
-from torchtune.training.parallel import any_rank, reshard
+from torchtune.training.parallel import any_rank, lowest_of_ranks, reshard
 from torchtune.utils import to_device
 
 # (tokens [m, 1], positions [m, 1], mask [m, 1, t] or None) -> logits [m, v]
 Step = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 # Keys and values [n_kv, s, hd] of each KV cache.
 Past = list[tuple[Tensor, Tensor]]
+# Indices of the sequences that had not ended before a step, their next tokens [m, 1], and a tensor [m, ...] of them.
+Drawn = tuple[list[int], Tensor, Tensor]
 
 
 @dataclass
@@ -123,6 +125,12 @@ class ModelRanks:
             flag = any_rank(flag, group)
         return flag
 
+    def fewest(self, count: int) -> int:
+        """Return the lowest ``count`` of the ranks that must run the same forward passes."""
+        for group in self._groups:
+            count = lowest_of_ranks(count, group)
+        return count
+
     def agree(self, tokens: Tensor) -> Tensor:
         """Broadcast the samples of the tensor-parallel group's first rank."""
         # The ranks of the group have the same logits, but each its own random generator.
@@ -170,7 +178,8 @@ class Batch:
         self._added: deque[Request] = deque()
         self._size = size
         self._rows: list[Row] = []
-        self._ended: set[int] = set()  # rows that leave before the next step
+        self._unread: list[tuple[list[Row], Tensor, Tensor]] = []  # steps whose tokens the host has not seen
+        self._ended: dict[int, int] = {}  # rows that leave before the next step -> number of their tokens
         self._end = 0
         self._cache_place = Place()  # all caches share it: _run says once where a step writes
         self._tokens = torch.zeros(size, 0, dtype=torch.int64, device=device)  # [size, columns]
@@ -187,8 +196,14 @@ class Batch:
         """Queue more prompts, ahead of the prompts that wait from the start."""
         self._added.extend(requests)
 
+    def passes_without_check(self) -> int | None:
+        """Number of forward passes after which a sequence may be at its limit; None if this rank has no sequence."""
+        left = [row.limit - row.count for index, row in enumerate(self._rows) if index not in self._ended]
+        left += [request.limit for request in (*self._added, *self._waiting)]
+        return min(left, default=None)
+
     def past(self, index: int) -> Past | None:
-        """Copy the keys and values of a sequence that ended in the last step, except for its last token.
+        """Copy the keys and values of a sequence that ended in the last :meth:`check`, except for its last token.
 
         Returns:
             ``None`` if a sequence cannot be continued from keys and values.
@@ -197,7 +212,8 @@ class Batch:
             return None
         row_index = next(ended for ended in self._ended if self._rows[ended].index == index)
         start = self._rows[row_index].start
-        return [cache.read(row_index, start, self._end - 1) for cache in self._caches]
+        end = start + self._ended[row_index]
+        return [cache.read(row_index, start, end - 1) for cache in self._caches]
 
     def forward(self) -> tuple[Tensor, list[Row]]:
         """Run the model once.
@@ -207,8 +223,8 @@ class Batch:
             ended, and the model only ran for the collectives of other ranks.
         """
         if self._ended:
-            self._leave(self._ended)
-            self._ended = set()
+            self._leave(set(self._ended))
+            self._ended = {}
         newcomers = self._newcomers()
         if newcomers:
             return self._prefill(newcomers)
@@ -221,7 +237,7 @@ class Batch:
         first = min(row.start for row in self._rows)
         count = len(self._rows)
         input_pos = (self._end - 1 - self._starts + self._offsets)[:, None]  # [m, 1]
-        if not self._use_cache or self._model.invalidates_caches(input_pos):
+        if not self._use_cache or self._invalidates_caches():
             return self._run_whole(0, first, self._end), list(self._rows)
         mask = None
         if any(row.start != first for row in self._rows):
@@ -245,23 +261,65 @@ class Batch:
             end -= 1
         return [self._tokens[index, row.start : end] for index, row in enumerate(rows, first)]
 
-    def append(self, rows: list[Row], tokens: Tensor, ends: Callable[[int, int], bool]) -> None:
-        """Append the tokens ``[m, 1]`` to the rows of :meth:`forward`; rows that end leave before the next step.
+    def append(self, rows: list[Row], tokens: Tensor, values: Tensor) -> None:
+        """Append the tokens ``[m, 1]`` to the rows of :meth:`forward`, without a look at them.
 
         Args:
             rows: rows of :meth:`forward`.
             tokens: their next tokens.
-            ends: takes the index of a sequence and its new token; True ends the sequence.
+            values: tensor ``[m, ...]`` that :meth:`check` returns with them.
         """
         count = len(self._rows)
         if rows[0].count:  # the column of the first token after a prompt exists already
             self._end += 1
         first = count - len(rows)  # new rows are the last ones
         self._tokens[first:count, self._end - 1 : self._end] = tokens
-        for index, (row, token) in enumerate(zip(rows, tokens[:, 0].tolist(), strict=True), first):
+        for row in rows:
             row.count += 1
-            if ends(row.index, token) or row.count == row.limit:
-                self._ended.add(index)
+        self._unread.append((rows, tokens, values))
+
+    def check(self, ends: Callable[[int, int], bool]) -> list[Drawn]:
+        """Read the tokens since the last check; rows that have ended leave before the next step.
+
+        Here the host waits for the device, once.
+
+        Args:
+            ends: takes the index of a sequence and its new token; True ends the sequence.
+
+        Returns:
+            Each step since the last check, without the tokens that a row got after its end.
+        """
+        steps, self._unread = self._unread, []
+        if not steps:
+            return []
+        on_host = iter(torch.cat([tokens[:, 0] for _, tokens, _ in steps]).tolist())
+        later_tokens = Counter(row.index for rows, _, _ in steps for row in rows)  # of each sequence, not yet read
+        place_of_sequence = {row.index: place for place, row in enumerate(self._rows)}
+        drawn = []
+        for rows, tokens, values in steps:
+            kept = []  # of the rows of this step, those that had not ended before it
+            for number, row in enumerate(rows):
+                token = next(on_host)
+                later_tokens[row.index] -= 1
+                place = place_of_sequence[row.index]
+                if place in self._ended:
+                    continue
+                kept.append(number)
+                later = later_tokens[row.index]
+                if ends(row.index, token) or row.count - later == row.limit:
+                    self._ended[place] = self._end - row.start - later
+            if 0 < len(kept) < len(rows):
+                selected = to_device(kept, self._device)
+                tokens = tokens.index_select(0, selected)
+                values = values.index_select(0, selected)
+            if kept:
+                drawn.append(([rows[number].index for number in kept], tokens, values))
+        return drawn
+
+    def _invalidates_caches(self) -> bool:
+        positions = [self._end - 1 - row.start + row.offset for row in self._rows]
+        # On the host, which would wait for those on the device.
+        return self._model.invalidates_caches(torch.tensor(positions, device="cpu")[:, None])
 
     def _newcomers(self) -> list[Request]:
         """Return requests for free rows; none while few rows are free, because a prefill delays the others."""
@@ -520,10 +578,11 @@ def decode(
     use_cache: bool,
     draw: Callable[[Tensor, list[Row]], tuple[Tensor, Tensor]],
     ends: Callable[[int, int], bool],
+    tokens_per_check: int = 1,
     processors: Callable[[int], Sequence[LogitsProcessor]] | None = None,
     step: Step | None = None,
     more: Callable[[Batch], Sequence[Request]] | None = None,
-) -> Iterator[tuple[list[int], Tensor, Tensor]]:
+) -> Iterator[list[Drawn]]:
     """Generate in a continuous batch; the model is restored when the iterator ends, is closed or raises.
 
     Args:
@@ -533,15 +592,18 @@ def decode(
         device: device of the tokens.
         use_cache: use KV caches.
         draw: takes logits ``[m, v]`` of the next token and their rows; returns tokens int64 ``[m, 1]`` and a tensor
-            to yield with them.
+            ``[m, ...]`` to yield with them.
         ends: takes the index of a sequence and its new token; True ends the sequence.
+        tokens_per_check: maximum number of tokens after which the host reads them to see which sequences have ended,
+            for which it waits for the device. Tokens after the end are not yielded.
         processors: takes the index of a sequence; returns its logits processors.
         step: see :class:`Batch`.
-        more: called with the batch after every step; returns further prompts. Generation ends when it returns none and
-            the batch is finished.
+        more: called with the batch after every check; returns further prompts. Generation ends when it returns none
+            and the batch is finished.
 
     Yields:
-        Indices of the unfinished sequences, their next tokens ``[m, 1]`` and the second tensor of ``draw``.
+        The steps since the last check: indices of the unfinished sequences, their next tokens ``[m, 1]`` and the second
+        tensor of ``draw``.
     """
     check_generates(model)
     ranks = ModelRanks(model)
@@ -549,15 +611,19 @@ def decode(
     with ranks, evaluating(model), fast_linears(model, pack=pack), _without_caches(model):
         batch = Batch(model, requests, size, ranks, device, use_cache, step)
         while True:
-            logits, rows = batch.forward()
-            if rows:
-                if processors is not None:
-                    logits = _process(logits, batch, rows, processors)
-                tokens, values = draw(logits, rows)
-                tokens = ranks.agree(tokens)
-                indices = [row.index for row in rows]
-                batch.append(rows, tokens, ends)
-                yield indices, tokens, values
+            passes = tokens_per_check
+            if tokens_per_check > 1:
+                passes = ranks.fewest(min(batch.passes_without_check() or passes, passes))
+            for _ in range(passes):
+                logits, rows = batch.forward()
+                if rows:
+                    if processors is not None:
+                        logits = _process(logits, batch, rows, processors)
+                    tokens, values = draw(logits, rows)
+                    batch.append(rows, ranks.agree(tokens), values)
+            drawn = batch.check(ends)
+            if drawn:
+                yield drawn
             if more is not None:
                 batch.add(more(batch))
             # A rank without work goes on until all are finished, because FSDP gathers parameters on all ranks.

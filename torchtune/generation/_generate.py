@@ -14,8 +14,11 @@ from torchtune.generation._continuous_batch import Batch, Request, Row, decode
 from torchtune.generation._prompts import check_images
 from torchtune.generation._sampling import GenerationError, LogitsProcessor, Sampling, draw_tokens, sample
 from torchtune.modules.transformer import TransformerDecoder, text_decoder
+from torchtune.utils import computes_on_cpu, to_device
 
 Prompts = Sequence[Tensor | Sequence[int]]
+# A row that ends gets half as many tokens too many, on average.
+_TOKENS_PER_CHECK = 8
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,7 @@ def generate_tokens(
     use_cache: bool = True,
     max_sequences: int | None = None,
     images: Sequence[Mapping[str, Any]] | None = None,
+    tokens_per_check: int | None = None,
 ) -> GeneratedTokens:
     """Generate ``num_samples`` continuations of every prompt. Arguments and errors: see :func:`stream_tokens`.
 
@@ -103,6 +107,7 @@ def generate_tokens(
             use_cache=use_cache,
             max_sequences=max_sequences,
             images=images,
+            tokens_per_check=tokens_per_check,
         )
     )
     # Steps hold one token of each sequence; a stable sort by sequence keeps the tokens of each in their order.
@@ -134,6 +139,7 @@ def stream_tokens(
     is_over: Callable[[int, int], bool] | None = None,
     more: Callable[[Batch], Sequence[Request]] | None = None,
     images: Sequence[Mapping[str, Any]] | None = None,
+    tokens_per_check: int | None = None,
 ) -> Iterator[TokenStep]:
     """Generate ``num_samples`` continuations of every prompt, and yield the tokens of each step.
 
@@ -166,9 +172,13 @@ def stream_tokens(
         max_sequences: number of sequences in the batch; by default all. Samples of one prompt are always together.
         is_over: called with the index of a sequence and its new token, before the step is yielded; True ends the
             sequence.
-        more: called with the batch after every step; returns further prompts, with new indices, which join it ahead of
+        more: called with the batch after every check; returns further prompts, with new indices, which join it ahead of
             waiting prompts. Generation ends when it returns none and the batch is finished.
         images: images of each prompt, as returned by :func:`images_of_row`.
+        tokens_per_check: maximum number of tokens after which the host reads them, to see which sequences have ended.
+            Tokens are yielded after each check, and the device computes, and drops, those after the end of a sequence.
+            By default 8 on an accelerator, which would else be idle while the host waits for it, and 1 on CPU or with
+            ``logits_processors``.
 
     Yields:
         The next token of every unfinished sequence and its log-probability under softmax(logits / temperature), or
@@ -209,6 +219,9 @@ def stream_tokens(
         for request, prompt_images in zip(requests, images, strict=True):
             request.images = prompt_images
     stop = frozenset(int(token) for token in stop_tokens or ())
+    if tokens_per_check is None:
+        reads_each = computes_on_cpu(device) or bool(sampling.logits_processors)
+        tokens_per_check = 1 if reads_each else _TOKENS_PER_CHECK
     if max_sequences is not None:
         size = max(num_samples, min(size, max_sequences))  # samples of a prompt start together
 
@@ -216,10 +229,10 @@ def stream_tokens(
         if draws is None:
             uniform = torch.rand(len(rows), generator=rng, device=device)
         else:
-            indices = [row.index for row in rows]
-            counts = [row.count for row in rows]
+            indices, counts = to_device([[row.index for row in rows], [row.count for row in rows]], draws.device)
             uniform = draws[indices, counts]  # [m]
-        return draw_tokens(logits, sampling, uniform)
+        tokens, probabilities = draw_tokens(logits, sampling, uniform)
+        return tokens, probabilities.gather(-1, tokens)[:, 0].log()
 
     def ends(index: int, token: int) -> bool:
         # is_over sees every token, a stop token too.
@@ -236,12 +249,13 @@ def stream_tokens(
         ends=ends,
         processors=lambda index: sampling.logits_processors,
         more=more,
+        tokens_per_check=tokens_per_check,
     )
     with closing(steps):
-        for indices, tokens, probabilities in steps:
-            log_probs = probabilities.gather(-1, tokens)[:, 0].log()
-            check_finite(log_probs, model)
-            yield TokenStep(torch.tensor(indices, device=device), tokens[:, 0], log_probs)
+        for drawn in steps:
+            check_finite(torch.cat([log_probs for _, _, log_probs in drawn]), model)
+            for indices, tokens, log_probs in drawn:
+                yield TokenStep(to_device(indices, device), tokens[:, 0], log_probs)
 
 
 def check_finite(log_probs: Tensor, model: TransformerDecoder) -> None:
@@ -336,6 +350,7 @@ def stream(
         stop_tokens=stop_tokens,
         use_cache=use_cache,
         images=[images],
+        tokens_per_check=1,
     )
     with closing(steps):
         for step in steps:
@@ -492,7 +507,7 @@ def generate(
         processors=lambda index: processors,
         step=None if compiled_generate_next_token is None else rows.step,
     )
-    logits = [step_logits for _, _, step_logits in steps]
+    logits = [step_logits for drawn in steps for _, _, step_logits in drawn]
     return torch.cat(rows.columns, dim=1), torch.stack(logits, dim=1)
 
 

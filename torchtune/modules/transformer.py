@@ -441,7 +441,8 @@ class TransformerDecoder(nn.Module):
                 raise ValueError("With key-value caches, forward needs both mask and input_pos.")
             if documents is not None and not placed:
                 raise ValueError("Documents are for training; with key-value caches, give a mask.")
-            if not torch.compiler.is_compiling() and self.invalidates_caches(input_pos):
+            # A continuous batch has asked already, about positions that it knows on the host.
+            if not (placed or torch.compiler.is_compiling()) and self.invalidates_caches(input_pos):
                 raise ValueError(
                     "The text grows beyond a length at which the angles of all its positions change: call "
                     "reset_caches() and give it from its beginning, as torchtune.generation.generate does."

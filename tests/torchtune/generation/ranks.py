@@ -34,6 +34,7 @@ def generates_as_one(model: TransformerDecoder, alone: TransformerDecoder, *, sh
     stop = [free.tokens[0][2].item()]  # rank 0 ends at its third token
     for use_cache in (True, False):
         arguments = {"max_new_tokens": 6, "temperature": 0.0, "stop_tokens": stop, "use_cache": use_cache}
+        arguments["tokens_per_check"] = 4 if use_cache else 1
         found, wanted = generate_tokens(model, prompts, **arguments), generate_tokens(alone, prompts, **arguments)
         for ours, theirs in zip(found.tokens, wanted.tokens, strict=True):
             assert torch.equal(ours, theirs), (ours, theirs)

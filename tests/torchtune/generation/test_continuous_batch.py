@@ -74,13 +74,22 @@ def _answers_as_alone(model, prompts=_PROMPTS[:1], new=40):
         assert tokens.tolist() == _alone(model, prompt, new, set())
 
 
+@pytest.mark.parametrize("tokens_per_check", [1, 5])
 @pytest.mark.parametrize("kind", _KINDS)
-def test_rows_join_and_leave(kind):
+def test_rows_join_and_leave(kind, tokens_per_check):
     model = _model(**_KINDS[kind])
     limits, stop = [9, 70, 4, 20, 30, 1, 12], {11}
     shapes = []
     handle = model.register_forward_pre_hook(lambda module, args: shapes.append(tuple(args[0].shape)))
-    found = generate_tokens(model, _PROMPTS, max_new_tokens=limits, temperature=0.0, stop_tokens=stop, max_sequences=3)
+    found = generate_tokens(
+        model,
+        _PROMPTS,
+        max_new_tokens=limits,
+        temperature=0.0,
+        stop_tokens=stop,
+        max_sequences=3,
+        tokens_per_check=tokens_per_check,
+    )
     handle.remove()
     for prompt, limit, tokens, log_probs in zip(_PROMPTS, limits, found.tokens, found.log_probs, strict=True):
         assert tokens.tolist() == _alone(model, prompt, limit, stop)
@@ -97,8 +106,9 @@ def test_rows_join_and_leave(kind):
     assert len(shapes) < sum(len(tokens) for tokens in found.tokens)
 
 
+@pytest.mark.parametrize("tokens_per_check", [1, 4])
 @pytest.mark.parametrize("kind", _KINDS)
-def test_a_sequence_that_goes_on_runs_its_new_tokens_alone(kind):
+def test_a_sequence_that_goes_on_runs_its_new_tokens_alone(kind, tokens_per_check):
     """Ended sequences get further tokens, some at once and some later, beside those that are under way."""
     model, (stop, limit) = _model(**_KINDS[kind]), (11, 6)
     tokens, log_probs = {index: list(prompt) for index, prompt in enumerate(_PROMPTS)}, {}
@@ -118,6 +128,7 @@ def test_a_sequence_that_goes_on_runs_its_new_tokens_alone(kind):
 
     handle = model.register_forward_pre_hook(lambda module, args: shapes.append(tuple(args[0].shape)))
     options = {"max_new_tokens": limit, "temperature": 0.0, "stop_tokens": [stop], "max_sequences": 4, "more": more}
+    options["tokens_per_check"] = tokens_per_check
     starts = {}
     for step in stream_tokens(model, _PROMPTS, **options):
         for index, token, log_prob in zip(*map(torch.Tensor.tolist, vars(step).values()), strict=True):
@@ -139,6 +150,15 @@ def test_a_sequence_that_goes_on_runs_its_new_tokens_alone(kind):
                 assert log_prob == pytest.approx(wanted[place - 1, known[place]].item(), abs=1e-5)
     ran = sum(rows * positions for rows, positions in shapes)
     assert (ran < 350) == (kind != "mixers"), ran
+
+
+def test_tokens_are_read_once_per_check(model, monkeypatch):
+    reads = []
+    read = torch.Tensor.tolist
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: reads.append(tensor.shape) or read(tensor))
+    steps = list(stream_tokens(model, _PROMPTS[:2], max_new_tokens=17, temperature=0.0, tokens_per_check=8))
+    assert len(steps) == 17
+    assert [shape.numel() for shape in reads[-3:]] == [16, 16, 2]  # earlier ones are of the prompts
 
 
 def test_samples_of_a_prompt_join_together(model):

@@ -1,6 +1,6 @@
 from ._parallel_dims import ParallelDims, ParallelDimsError
 from ._parallelize import ShardCondition, check_parallelizable, shard_model, unshard_output
-from ._ranks import Ranks, all_gather_object, any_rank, broadcast_object
+from ._ranks import Ranks, all_gather_object, any_rank, broadcast_object, lowest_of_ranks
 from ._shards import (
     LocalShard,
     ShardGrid,

@@ -43,6 +43,15 @@ def any_rank(flag: bool, group: dist.ProcessGroup | None = None) -> bool:
     return bool(found)
 
 
+def lowest_of_ranks(count: int, group: dist.ProcessGroup | None = None) -> int:
+    """Return the lowest ``count`` of all ranks, by an all-reduce. A collective."""
+    if get_world_size_and_rank()[0] == 1:
+        return count
+    found = torch.tensor(count, device=_device(group))
+    dist.all_reduce(found, dist.ReduceOp.MIN, group=group)
+    return int(found)
+
+
 def _device(group: dist.ProcessGroup | None) -> torch.device:
     on_host = dist.get_backend(group) in ("gloo", "fake")  # fake: a simulation, with tensors on the CPU
     return torch.device("cpu") if on_host else torch.accelerator.current_accelerator()
