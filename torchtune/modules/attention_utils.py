@@ -513,7 +513,7 @@ def compile_friendly_flex_attention(
     kernel = compile_flex_attention() if q.is_cuda and not torch.compiler.is_compiling() else flex_attention
     score_mod = None if window is None and softcap is None else change
     options = {"score_mod": score_mod, "block_mask": block_mask, "enable_gqa": q.shape[1] != k.shape[1]}
-    # Below 128 queries torch would take its kernel for decoding, whose blocks of many query heads do not fit the mask's.
+    # Else torch takes a kernel for decoding below 128 queries, whose blocks of grouped heads do not fit the mask.
     kernel_options: dict[str, Any] = {"FORCE_USE_FLEX_ATTENTION": True}
     size = flex_blocks(_card(q.device), q.shape[-1], q.dtype.itemsize) if q.is_cuda else None
     if size:
