@@ -39,7 +39,7 @@ class _CrossEntropy(torch.autograd.Function):
         rows = max(1, block // logits.shape[1])
         parts = [function(*part) for part in zip(logits.split(rows), target.split(rows), strict=True)]
         ctx.gradient = logits
-        return torch.cat(parts)
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     @staticmethod
     @once_differentiable

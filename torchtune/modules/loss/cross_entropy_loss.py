@@ -97,17 +97,20 @@ class LinearCrossEntropyLoss(SFTLoss, nn.Module):
     def compute_cross_entropy(self, hidden_chunk: Tensor, target_chunk: Tensor) -> Tensor:
         """Compute the summed cross entropy of some positions: hidden [n, d], targets [n] -> scalar."""
         logits = Logits.of(self.linear_projection)
-        return self._losses(logits(hidden_chunk), target_chunk, logits).sum()
+        return self._losses_with_ignored(logits(hidden_chunk), target_chunk, logits).sum()
 
     def _losses(self, logits: Tensor, target: Tensor, projection: Logits) -> Tensor:
-        """Cross entropies [n] of logits [n, v], which are overwritten; 0 for ignored tokens."""
-        is_ignored = target == self.ignore_index
-        known = target.masked_fill(is_ignored, 0)
+        """Cross entropies [n] of logits [n, v], which are overwritten, with a known target [n] in each row."""
         if projection.group is None:
-            losses = cross_entropy(logits, known, self._row_losses)
+            losses = cross_entropy(logits, target, self._row_losses)
         else:
-            losses = -log_probs_of_rows(logits, known, projection.group)[0]
-        losses = record_row_losses(losses)
+            losses = -log_probs_of_rows(logits, target, projection.group)[0]
+        return record_row_losses(losses)
+
+    def _losses_with_ignored(self, logits: Tensor, target: Tensor, projection: Logits) -> Tensor:
+        """As :meth:`_losses`; 0 for ignored tokens."""
+        is_ignored = target == self.ignore_index
+        losses = self._losses(logits, target.masked_fill(is_ignored, 0), projection)
         return losses.masked_fill(is_ignored, 0.0)
 
     def mask_inputs(self, hidden: Tensor, target: Tensor, index: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -153,11 +156,13 @@ class LinearCrossEntropyLoss(SFTLoss, nn.Module):
         """
         count = (labels != self.ignore_index).sum()
         rows, target, logits = hidden.flatten(0, -2), labels.flatten(), Logits.of(projection)
+        of_chunk = self._losses_with_ignored
         if self.mask_ignored_tokens:
             rows, target = self.mask_inputs(rows, target, index)
+            of_chunk = self._losses
 
         def losses(chunk: Tensor, where: slice) -> Tensor:
-            return self._losses(chunk, target[where], logits)
+            return of_chunk(chunk, target[where], logits)
 
         trained = projection.weight if logits.is_plain and logits.parameters else None
         chunk_rows = choose_chunk_rows(len(target), self.num_output_chunks, trained)
