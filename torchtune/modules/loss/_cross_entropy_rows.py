@@ -37,7 +37,10 @@ class _CrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, target: Tensor, function: RowLosses) -> Tensor:
         block = _CPU_BLOCK if computes_on_cpu(logits.device) else LOGITS_BLOCK
         rows = max(1, block // logits.shape[1])
-        parts = [function(*part) for part in zip(logits.split(rows), target.split(rows), strict=True)]
+        # Detached: the compiler refuses views that were made without gradients of a tensor that has one, once another
+        # view has changed it in place.
+        values = logits.detach()
+        parts = [function(*part) for part in zip(values.split(rows), target.split(rows), strict=True)]
         ctx.gradient = logits
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 

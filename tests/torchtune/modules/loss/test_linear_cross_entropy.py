@@ -9,6 +9,7 @@ from torchtune.modules import TiedLinear
 from torchtune.modules.capped_linear import CappedLinear
 from torchtune.modules.conversion import apply_conversions
 from torchtune.modules.loss import CEWithChunkedOutputLoss, LinearCrossEntropyLoss, SFTLoss
+from torchtune.modules.loss import _cross_entropy_rows as rows_of_logits
 from torchtune.modules.loss import cross_entropy_loss as implementation
 from torchtune.modules.peft import LoRA
 
@@ -210,6 +211,18 @@ def test_compiled_passes_give_the_same():
     loss = LinearCrossEntropyLoss(3)
     loss.set_model_output(make_head(weight))
     torch.testing.assert_close(torch.compile(loss, backend="aot_eager")(hidden, labels), plain[0])  # by a user
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_compiled_passes_take_the_logits_of_a_chunk_block_by_block(dtype, monkeypatch):
+    """On a GPU, a chunk of a large vocabulary has several blocks, which are views of its logits."""
+    monkeypatch.setattr(rows_of_logits, "_CPU_BLOCK", 7 * VOCAB)
+    torch.compiler.reset()  # the second shape has to compile anew
+    hidden, weight, labels = inputs(dtype)
+    plain = run(LinearCrossEntropyLoss(3), make_head(weight), hidden, labels)
+    loss = LinearCrossEntropyLoss(3).apply_compile_strategy(backend="aot_eager")
+    for compiled, expected in zip(run(loss, make_head(weight), hidden, labels), plain, strict=True):
+        torch.testing.assert_close(compiled, expected)
 
 
 def test_the_older_name():
