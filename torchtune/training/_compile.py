@@ -13,6 +13,7 @@ from torchtune.training.memory import CheckpointedForward
 from torchtune.utils import (
     UserError,
     allow_compiled_versions,
+    compiled_with_backward,
     find_compiler,
     first_line,
     forbid_mixed_reductions,
@@ -57,7 +58,8 @@ def _forgiving(backend: str) -> Callable[..., Any]:
 
     def compile_or_run(graph: torch.fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
         try:
-            return compile_graph(graph, inputs, **options)
+            with compiled_with_backward():  # its failure, too, is known here
+                return compile_graph(graph, inputs, **options)
         except Exception as error:  # noqa: BLE001 - of any kind: it is the compiler's, and the graph runs without it
             what = f"{type(error).__name__}: {first_line(error)}"
             log_once(

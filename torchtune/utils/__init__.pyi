@@ -63,6 +63,7 @@ from ._simulation import simulated as simulated
 from ._torch_private import (
     FrozenIntegers,
     allow_compiled_versions,
+    compiled_with_backward,
     compiler_errors,
     find_compiler,
     forbid_mixed_reductions,

@@ -7,6 +7,7 @@ one.
 import os
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import cache
 from typing import Any
@@ -86,6 +87,19 @@ def forbid_mixed_reductions() -> None:
     triton = torch._inductor.config.triton
     if hasattr(triton, "mix_order_reduction"):
         triton.mix_order_reduction = False
+
+
+def compiled_with_backward() -> Any:
+    """Return a context in which the compiler compiles the backward pass of a graph together with the forward pass.
+
+    By default it does so at the first backward pass, inside autograd, where nobody can catch its error. In a release
+    that lacks the option, the context changes nothing.
+    """
+    import torch._functorch.config as config
+
+    if hasattr(config, "force_non_lazy_backward_lowering"):
+        return config.patch(force_non_lazy_backward_lowering=True)
+    return nullcontext()
 
 
 def in_backward_pass() -> bool:

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo import register_backend
+from torch._dynamo.backends.common import aot_autograd
 
 from torchtune import training
 from torchtune.data import Documents
@@ -153,6 +154,30 @@ def test_a_compiler_that_fails_does_not_end_a_run(monkeypatch, caplog):
         "compile: broken_compiler failed on a part of the model, which runs uncompiled, slower and with the same "
         "results (AssertionError: 384 v.s. 383)."
     ]
+
+
+def test_a_compiler_that_fails_on_the_backward_pass_does_not_end_a_run(monkeypatch, caplog):
+    """By default torch compiles the backward pass inside of it, where a failure cannot be caught."""
+
+    def broken(graph, inputs):
+        raise AssertionError("no kernel for this gradient")
+
+    backend = aot_autograd(fw_compiler=lambda graph, _: graph.forward, bw_compiler=broken)
+    register_backend(backend, name="broken_in_backward")
+    monkeypatch.setenv("TORCH_COMPILE_BACKEND", "broken_in_backward")
+    model, grads = make_model(), []
+    for compiles in (False, True):
+        if compiles:
+            training.compile_model(model)
+        for lengths in ((7, 9), (5, 20, 3)):  # static shapes, then dynamic ones
+            model(**batch(lengths)).square().mean().backward()
+        grads.append([parameter.grad for parameter in model.parameters()])
+        model.zero_grad()
+    for compiled, expected in zip(*grads, strict=True):
+        torch.testing.assert_close(compiled, expected)
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert "failed on a part of the model, which runs uncompiled" in warning
+    assert "no kernel for this gradient" in warning
 
 
 def test_no_compiler(monkeypatch):
