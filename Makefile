@@ -52,7 +52,7 @@ cuda: $(BIN)/.test  ## Check which kernels attend on CUDA, without a GPU: make c
 	$(BIN)/python tools/check_cuda.py
 
 # No environment of its own: torch stays as the machine has it. WHEELS: folder of wheels, where there is no network.
-gpu:  ## Test and measure on a CUDA GPU, nine minutes a call: make gpu WHEELS=folder AGAIN=1 TOTAL=1500
+gpu:  ## Measure and test on a CUDA GPU, nine minutes a call: make gpu WHEELS=folder AGAIN=1 TOTAL=1700
 	$(PYTHON) benchmarks/run_gpu.py $(if $(WHEELS),--wheels $(WHEELS)) $(if $(AGAIN),--again) $(if $(TOTAL),--total $(TOTAL))
 
 configs: $(BIN)/.test  ## Write recipes/configs from the templates and the table of models, and what they need

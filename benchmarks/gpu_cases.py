@@ -43,6 +43,7 @@ class Case:
         pack: tokens of a pack.
         packs: packs of a step.
         layers: number of layers to build; None builds all.
+        checkpointing: recompute activations of layers in the backward pass, where they would not fit 80 GiB.
         answers: sampling, in a step of GRPO.
         config: shipped config of the same shape and method, for a simulation; None: there is none of sampling.
     """
@@ -53,6 +54,7 @@ class Case:
     pack: int
     packs: int
     layers: int | None = None
+    checkpointing: bool = False
     answers: Answers | None = None
     config: str | None = None
 
@@ -87,26 +89,28 @@ class Case:
         return dataclasses.replace(self, pack=128, packs=min(self.packs, 2), answers=answers)
 
 
+# The order in which they are measured: a GPU may be there for minutes only.
 CASES = {
     "llama-8b-lora": Case(
         "Llama 3.1 8B, LoRA", "llama3_1.llama3_1_8b", True, 4096, 2, config="llama3_1/8B_lora_single_device"
     ),
-    "qwen3-0.6b-full": Case(
-        "Qwen3 0.6B, all weights", "qwen3.qwen3_0_6b_base", False, 8192, 1, config="qwen3/0.6B_full_single_device"
-    ),
-    "llama-1b-full": Case(
-        "Llama 3.2 1B, all weights", "llama3_2.llama3_2_1b", False, 4096, 4, config="llama3_2/1B_full_single_device"
+    "llama-8b-full": Case(
+        "Llama 3.1 8B, all weights, activations recomputed",
+        "llama3_1.llama3_1_8b",
+        False,
+        4096,
+        1,
+        checkpointing=True,
+        config="llama3_1/8B_full_single_device",
     ),
     "qwen2.5-7b-full": Case(
         "Qwen2.5 7B, all weights", "qwen2_5.qwen2_5_7b_base", False, 4096, 1, config="qwen2_5/7B_full_single_device"
     ),
-    "qwen3-30b-a3b-lora": Case(
-        "Qwen3 30B-A3B, LoRA on attention",
-        "qwen3_moe.qwen3_30b_a3b_instruct",
-        True,
-        4096,
-        1,
-        config="qwen3_moe/30B_A3B_lora_single_device",
+    "llama-1b-full": Case(
+        "Llama 3.2 1B, all weights", "llama3_2.llama3_2_1b", False, 4096, 4, config="llama3_2/1B_full_single_device"
+    ),
+    "qwen3-0.6b-full": Case(
+        "Qwen3 0.6B, all weights", "qwen3.qwen3_0_6b_base", False, 8192, 1, config="qwen3/0.6B_full_single_device"
     ),
     "qwen3.5-9b-8-layers-full": Case(
         "Qwen3.5 9B, 8 of 32 layers, all weights",
@@ -116,6 +120,14 @@ CASES = {
         2,
         layers=8,
         config="qwen3_5/9B_full",
+    ),
+    "qwen3-30b-a3b-lora": Case(
+        "Qwen3 30B-A3B, LoRA on attention",
+        "qwen3_moe.qwen3_30b_a3b_instruct",
+        True,
+        4096,
+        1,
+        config="qwen3_moe/30B_A3B_lora_single_device",
     ),
     "qwen3-4b-grpo-lora": Case(
         "Qwen3 4B, GRPO step, LoRA",

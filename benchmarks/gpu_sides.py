@@ -37,6 +37,8 @@ def build_ours(case: Case, tiny: bool, device: torch.device) -> nn.Module:
         if case.lora:
             with_mlp = not description.num_experts
             apply_conversions(model, [LoRA(rank=RANK, alpha=2 * RANK, attn_modules=ATTENTION, apply_to_mlp=with_mlp)])
+    if case.checkpointing:
+        training.checkpoint_activations(model, every_layer=True)
     model.to_empty(device=device)
     randomize(model)
     return model.train()
@@ -57,6 +59,8 @@ def build_transformers(case: Case, tiny: bool, device: torch.device) -> nn.Modul
         targets = ["q_proj", "k_proj", "v_proj", "o_proj"] if description.num_experts else "all-linear"
         adapter = LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules=targets, task_type="CAUSAL_LM")
         model = get_peft_model(model, adapter, autocast_adapter_dtype=False)
+    if case.checkpointing:
+        model.gradient_checkpointing_enable()
     return model
 
 

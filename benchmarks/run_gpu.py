@@ -1,13 +1,14 @@
-"""Run GPU tests and the GPU benchmark in slices that go on where they stopped (make gpu).
+"""Run the GPU benchmark and GPU tests in slices that go on where they stopped (make gpu).
 
     make gpu                            # nine minutes of work; call it until nothing remains
     make gpu WHEELS=folder              # with packages from a folder of wheels, for machines without a network
     make gpu AGAIN=1                    # measure failed tasks again
     python benchmarks/run_gpu.py --tiny --results /tmp/results      # tiny shapes on a CPU, to see that it runs
 
-Every file of GPU tests and every side of a benchmark case is a process with a time limit. Its result is one file,
-benchmarks/results/DEVICE-torchVERSION/NAME.json, written at once; an error is a result too. A copy stays in .gpu/,
-which git ignores: a checkout that is sent anew to the machine between two calls does not start from the beginning.
+Every side of a benchmark case, and then every file of GPU tests, is a process with a time limit. Its result is one
+file, benchmarks/results/DEVICE-torchVERSION/NAME.json, written at once; an error is a result too. A copy stays in
+.gpu/, which git ignores: a checkout that is sent anew to the machine between two calls does not start from the
+beginning.
 Missing packages are named, with the consequence; torchtune is used from the checkout.
 """
 
@@ -43,6 +44,7 @@ NEEDED = {
 OPTIONAL = {
     "pytest": ("pytest", "the GPU tests are not run"),
     "omegaconf": ("omegaconf", "GPU tests that read a config are not run"),
+    "datasets": ("datasets", "GPU tests that read a config are not run"),
     "transformers": ("transformers", "there is no comparison with transformers"),
     "peft": ("peft", "cases with adapters are not compared with transformers and peft"),
 }
@@ -68,19 +70,24 @@ class Task:
 
 
 def tasks(cases: dict[str, bool], tiny: bool, only: str | None) -> list[Task]:
-    """All tasks, the most valuable first; ``cases`` maps each name to whether the case has adapters."""
+    """All tasks: our speed, that of transformers, then the tests, because a GPU may be there for minutes only.
+
+    ``cases`` maps each name, the most valuable first, to whether the case has adapters.
+    """
     if only:
         unknown = set(only.split(",")) - {*cases, "tests"}
         if unknown:
             raise SystemExit(f"--only has {', '.join(sorted(unknown))}: choose from tests, {', '.join(cases)}.")
         cases = {name: about for name, about in cases.items() if name in only.split(",")}
-    found = list(test_tasks()) if not only or "tests" in only.split(",") else []
+    found = []
     options = ["--tiny"] if tiny else []
     for side in ("ours", "transformers"):
         for name, lora in cases.items():
             needs = () if side == "ours" else ("transformers", "peft") if lora else ("transformers",)
             command = ["benchmarks/bench_gpu.py", name, side, "--seconds", str(LIMIT), *options]
             found.append(Task(f"{name}.{side}", command, LIMIT, needs))
+    if not only or "tests" in only.split(","):
+        found += test_tasks()
     return found
 
 
@@ -90,8 +97,9 @@ def test_tasks() -> Iterator[Task]:
         if "mark.gpu" in path.read_text(encoding="utf-8"):
             name = path.relative_to(ROOT).as_posix()
             # Other releases of packages may have other warnings, which are errors in the suite.
-            options = ["-m", "gpu", "-q", "--tb=short", "-o", "filterwarnings=default", "--color=no"]
-            needs = ("pytest", "omegaconf") if "settings(" in path.read_text(encoding="utf-8") else ("pytest",)
+            options = ["-m", "gpu", "-v", "--tb=short", "-o", "filterwarnings=default", "--color=no"]
+            reads_configs = "settings(" in path.read_text(encoding="utf-8")
+            needs = ("pytest", "omegaconf", "datasets") if reads_configs else ("pytest",)
             yield Task(f"tests.{path.stem.removeprefix('test_')}", ["-m", "pytest", name, *options], LIMIT, needs)
 
 
@@ -257,14 +265,19 @@ def measure(task: Task, state: Path) -> dict[str, Any]:
 
 
 def tests_of(said: str) -> dict[str, Any]:
-    """Numbers of passed and skipped tests, and names of failed ones, from the output of pytest."""
-    lines = said.splitlines()
-    counts = {word: int(n) for n, word in re.findall(r"(\d+) (passed|skipped|deselected)", lines[-1] if lines else "")}
-    failed = re.findall(r"^(?:FAILED|ERROR) (\S+?\.py)(?:::(.+?))?(?: - (.*))?$", said, re.MULTILINE)
+    """Numbers of passed and skipped tests, and names of failed ones, from the verbose output of pytest.
+
+    The output may end in the middle: tests that ran before their file took too long count.
+    """
+    outcomes = re.findall(r"^\S+?\.py::(.+?) (PASSED|FAILED|SKIPPED|ERROR)(?: |$)", said, re.MULTILINE)
+    reasons = re.findall(r"^(?:FAILED|ERROR) (\S+?\.py)(?:::(.+?))?(?: - (.*))?$", said, re.MULTILINE)
+    failed = {name: "" for name, outcome in outcomes if outcome in ("FAILED", "ERROR")}
+    for path, name, reason in reasons:
+        failed[name or path] = reason
     return {
-        "passed": counts.get("passed", 0),
-        "skipped": counts.get("skipped", 0),
-        "failed": {name or path: reason for path, name, reason in failed},
+        "passed": sum(outcome == "PASSED" for _, outcome in outcomes),
+        "skipped": sum(outcome == "SKIPPED" for _, outcome in outcomes),
+        "failed": failed,
     }
 
 
@@ -344,7 +357,7 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--state", type=Path, default=STATE, help="folder of logs, unpacked wheels and copies")
     parser.add_argument("--slice", type=int, default=540, help="seconds of this call")
-    parser.add_argument("--total", type=int, default=1500, help="seconds of all calls")
+    parser.add_argument("--total", type=int, default=1700, help="seconds of all calls")
     parser.add_argument("--only", help="cases, or tests, separated by commas")
     parser.add_argument("--again", action="store_true", help="also what failed")
     parser.add_argument("--tiny", action="store_true", help="tiny shapes on the CPU, only to try it")

@@ -168,7 +168,7 @@ def overrides(case: Any) -> list[str]:
         f"batch_size={case.packs}",
         f"tokenizer.max_seq_len={case.pack}",
         "gradient_accumulation_steps=1",
-        "enable_activation_checkpointing=False",
+        f"enable_activation_checkpointing={case.checkpointing}",
         "optimizer._component_=torch.optim.AdamW",
         "optimizer.fused=True",
         "clip_grad_norm=null",

@@ -134,13 +134,29 @@ def test_results_of_tests(driver, tmp_path):
     file.write_text(
         "import pytest\ndef test_a(): pass\n@pytest.mark.parametrize('n', ['x y'])\ndef test_b(n): assert 0\n"
     )
-    options = ["-m", "pytest", str(file), "-q", "-p", "no:cacheprovider", "--color=no", f"--rootdir={tmp_path}"]
+    options = ["-m", "pytest", str(file), "-v", "-p", "no:cacheprovider", "--color=no", f"--rootdir={tmp_path}"]
     result = driver.measure(driver.Task("tests.some", options, 120), tmp_path)
     assert (result["passed"], list(result["failed"])) == (1, ["test_b[x y]"])
     assert result["error"] == "test_b[x y] failed"
     file.write_text("import no_such_module\n")
     result = driver.measure(driver.Task("tests.some", options, 120), tmp_path)
     assert list(result["failed"]) == [str(file)] or "test_some.py" in result["error"]
+
+
+def test_results_of_tests_that_took_too_long_are_kept(driver):
+    said = """collecting ... collected 4 items
+
+tests/test_some.py::test_a PASSED                                        [ 25%]
+tests/test_some.py::test_b[x y] FAILED                                   [ 50%]
+tests/test_some.py::test_c SKIPPED (needs two devices)                   [ 75%]
+tests/test_some.py::test_d """
+    assert driver.tests_of(said) == {"passed": 1, "skipped": 1, "failed": {"test_b[x y]": ""}}
+
+
+def test_speeds_are_measured_before_the_tests_run(driver):
+    names = [task.name for task in driver.tasks({"a": False, "b": True}, tiny=False, only=None)]
+    assert names[:4] == ["a.ours", "b.ours", "a.transformers", "b.transformers"]
+    assert {name.partition(".")[0] for name in names[4:]} == {"tests"}
 
 
 def test_there_are_gpu_tests(driver):
