@@ -15,6 +15,7 @@ from packaging.requirements import Requirement
 from torchtune._hub import describe_access, hub_cache
 from torchtune.datasets import cache_path
 from torchtune.modules.attention_utils import attention_limits
+from torchtune.modules.kernels import KERNELS, describe_kernels
 from torchtune.training.precision import has_fast_matmul
 from torchtune.utils import UserError, find_device, first_line, get_device_support, has_cpp_compiler
 
@@ -42,6 +43,7 @@ def examine(output: Path) -> Findings:
         ("memory", _memory()),
         ("disks", _disks(output, found)),
         ("packages", _packages(found)),
+        ("kernels", describe_kernels(torch.device(get_device_support().device_type))),
         ("hub", [describe_access()]),
     ]
     return found
@@ -134,12 +136,13 @@ def _file_system(path: Path) -> str:
 def _packages(found: Findings) -> list[str]:
     """Compare the installed packages with the requirements of the library and its extras."""
     names = metadata.metadata("torchtune").get_all("Provides-Extra") or ()
+    kernels = {kernel.package for kernel in KERNELS}  # listed on their own
     installed, missing = [], defaultdict(list)
     for text in metadata.requires("torchtune") or ():
         need = Requirement(text)
         is_optional = need.marker is not None and not need.marker.evaluate({"extra": ""})
         extras = {name for name in names if need.marker.evaluate({"extra": name})} if is_optional else set()
-        if need.name == "torchtune" or (extras and extras <= _DEVELOPMENT):
+        if need.name == "torchtune" or need.name in kernels or (extras and extras <= _DEVELOPMENT):
             continue
         try:
             version = metadata.version(need.name)

@@ -1,7 +1,7 @@
 """Building blocks of models: layers, losses, adapters and tokenizers."""
 
 from torchtune._lazy import former_names
-from torchtune.modules._flash_kernels import FlashAttentionKernel
+from torchtune.modules._kernel_conversions import FlashAttentionKernel, OptionalKernels
 from torchtune.modules.attention import MultiHeadAttention
 from torchtune.modules.attention_utils import attention, create_block_causal_mask, packed_block_causal_mask
 from torchtune.modules.classifier import classifier_model
@@ -35,6 +35,7 @@ __all__ = [
     "KVCache",
     "LatentAttention",
     "MultiHeadAttention",
+    "OptionalKernels",
     "RMSNorm",
     "RotaryPositionalEmbeddings",
     "StoredLinear",

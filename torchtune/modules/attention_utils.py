@@ -3,7 +3,6 @@
 import functools
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Union
 
@@ -21,6 +20,7 @@ from torchtune.modules._document_attention import (
     prepend_shared_prefix,
 )
 from torchtune.modules._tiles import TileMask
+from torchtune.modules.kernels import Card, card_of
 from torchtune.utils import get_logger, log_once
 
 if TYPE_CHECKING:  # FlexAttention imports the compiler, which takes a second
@@ -166,7 +166,7 @@ def choose_kernel(
     if device.type != "cuda":
         return Kernel.PER_DOCUMENT
     _load_varlen()
-    card = _card(device)
+    card = card_of(device)
     has_flash = card is None or card.capability >= _FIRST_WITH_FLASH
     if has_flash and not (softcap or sinks or dtype not in _FLASH_DTYPES or head_dim > 256):
         return Kernel.VARLEN
@@ -174,32 +174,7 @@ def choose_kernel(
     return Kernel.FLEX if fits else Kernel.PER_DOCUMENT
 
 
-@dataclass(frozen=True)
-class _Card:
-    """What of a CUDA card decides between kernels: compute capability, and bytes of shared memory per block."""
-
-    capability: tuple[int, int]
-    shared_memory: int
-
-
-_CARDS: dict[torch.device, _Card] = {}
-
-
-def _card(device: torch.device) -> _Card | None:
-    """Look at a card once, outside of compiled layers; ``None`` if this machine has no such card.
-
-    From then on this process does not run cuDNN's attention, which torch prefers on an H100 for some shapes. It makes a
-    plan for every new shape, and batches of documents and steps of generation have a new shape each time; no speed of
-    the library was measured with it.
-    """
-    if device not in _CARDS and not torch.compiler.is_compiling() and torch.cuda.is_available():
-        torch.backends.cuda.enable_cudnn_sdp(False)
-        facts = torch.cuda.get_device_properties(device)
-        _CARDS[device] = _Card((facts.major, facts.minor), facts.shared_memory_per_block_optin)
-    return _CARDS.get(device)
-
-
-def flex_blocks(card: _Card | None, head_dim: int, itemsize: int) -> int | None:
+def flex_blocks(card: Card | None, head_dim: int, itemsize: int) -> int | None:
     """Choose the size of flex attention's blocks of queries and keys.
 
     torch's own sizes are made for cards with 160 KiB of shared memory per block and more. Cards with 99 KiB (compute
@@ -222,7 +197,7 @@ def flex_blocks(card: _Card | None, head_dim: int, itemsize: int) -> int | None:
 
 def attention_limits(device: torch.device) -> str:
     """Say which attention a CUDA card can run, for ``tune doctor``."""
-    card = _card(device)
+    card = card_of(device)
     has_flash = card.capability >= _FIRST_WITH_FLASH
     parts = ["flash attention over documents" if has_flash else "no flash attention, flex attention instead"]
     for head_dim in (64, 128, 256, 512):
@@ -307,7 +282,7 @@ def _dense_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_ca
     """SDPA on ``[b, s, n, h]`` tensors; ``mask`` is bool ``[b, s, t]``."""
     b, s, n, h = q.shape
     if q.is_cuda:
-        _card(q.device)
+        card_of(q.device)
     if s == 1 and n != k.shape[2]:  # the queries of a group become positions, so that no kernel repeats keys
         groups = (q.view(b, k.shape[2], -1, h), k.transpose(1, 2), v.transpose(1, 2))
         visible = None if mask is None else mask[:, None]
@@ -385,7 +360,7 @@ def attention_backend(
     if not (documents or scored or kind.get("window")):
         return "torch's scaled_dot_product_attention (flash or memory-efficient), causal"
     kernel = choose_kernel(device, dtype, **kind)
-    size = flex_blocks(_card(device), kind.get("head_dim", 128), dtype.itemsize) if kernel is Kernel.FLEX else None
+    size = flex_blocks(card_of(device), kind.get("head_dim", 128), dtype.itemsize) if kernel is Kernel.FLEX else None
     return kernel.value if size is None else f"{kernel.value}, in blocks of {size}, which this card can hold"
 
 
@@ -515,7 +490,7 @@ def compile_friendly_flex_attention(
     options = {"score_mod": score_mod, "block_mask": block_mask, "enable_gqa": q.shape[1] != k.shape[1]}
     # Else torch takes a kernel for decoding below 128 queries, whose blocks of grouped heads do not fit the mask.
     kernel_options: dict[str, Any] = {"FORCE_USE_FLEX_ATTENTION": True}
-    size = flex_blocks(_card(q.device), q.shape[-1], q.dtype.itemsize) if q.is_cuda else None
+    size = flex_blocks(card_of(q.device), q.shape[-1], q.dtype.itemsize) if q.is_cuda else None
     if size:
         names = ("BLOCK_M", "BLOCK_N", "BLOCK_M1", "BLOCK_N1", "BLOCK_M2", "BLOCK_N2")
         kernel_options |= {**dict.fromkeys(names, size), "num_stages": 1}

@@ -4,6 +4,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from torchtune.modules.kernels import SWIGLU
+
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """Compute ``silu(gate) * up`` elementwise (Shazeer 2020); saves only its two inputs for the backward pass.
@@ -14,6 +16,10 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """
     if torch.compiler.is_compiling():
         return F.silu(gate) * up  # the compiler fuses it and chooses the saved tensors
+    if gate.is_cuda:
+        kernel = SWIGLU.choose("SwiGLU", gate.device, gate.dtype)
+        if kernel is not None:
+            return kernel.apply(gate, up)
     return _SwiGLU.apply(gate, up) if torch.is_grad_enabled() else F.silu(gate).mul_(up)
 
 

@@ -13,6 +13,7 @@ from torchtune.modules._document_attention import Boundaries
 from torchtune.modules._products import fast_products
 from torchtune.modules.attention import Block, Keys, MultiHeadAttention
 from torchtune.modules.attention_utils import Kernel, _MaskType, choose_kernel, log_attention_backend
+from torchtune.modules.kernels import KernelUser
 from torchtune.modules.layer_embeddings import LayerEmbedding, LayerEmbeddings
 from torchtune.modules.mixers import RecurrentMixer
 from torchtune.modules.position_embeddings import RotaryPositionalEmbeddings, positions_of, seq_lens_of
@@ -214,6 +215,7 @@ class TransformerDecoder(nn.Module):
         self.head_dim = head_dim
         self.skip_output_layer = False
         self.num_output_chunks = 0
+        self._kernels_are_for: tuple[torch.device, torch.dtype] | None = None
         self.encoder_max_cache_seq_len: int | None = None
         self.decoder_max_cache_seq_len: int | None = None
         self.description = None
@@ -347,6 +349,7 @@ class TransformerDecoder(nn.Module):
         if input_pos is None:
             # From the tokens, because with sequence parallelism h is a shard of the sequence.
             input_pos = positions_of(h if tokens is None else tokens, documents)
+        self._choose_kernels(h)
         tables = self._rope_tables(input_pos, documents, rope_pos)
         boundaries = self._boundaries(h, documents, mask)
         embeddings, layer_tokens = self.layer_embeddings, tokens if layer_tokens is None else layer_tokens
@@ -402,6 +405,16 @@ class TransformerDecoder(nn.Module):
     def _chunked_logits(self, h: Tensor) -> list[Tensor]:
         with fast_products(h):
             return [self.output(chunk).float() for chunk in h.tensor_split(self.num_output_chunks, dim=1)]
+
+    def _choose_kernels(self, h: Tensor) -> None:
+        """Let layers choose kernels of other packages before the first batch of a device and dtype."""
+        key = (h.device, h.dtype)
+        if torch.compiler.is_compiling() or self._kernels_are_for == key:
+            return
+        for module in self.modules():
+            if isinstance(module, KernelUser):
+                module.choose_kernels(*key)
+        self._kernels_are_for = key
 
     def _boundaries(self, h: Tensor, documents: Documents | None, mask: _MaskType | None) -> Boundaries | None:
         """Document boundaries for the attention kernels, shared by all layers; logs the kernels once."""

@@ -10,6 +10,7 @@ from huggingface_hub import constants
 
 from tests.serving import JSONHandler, serving
 from torchtune._cli import _machine
+from torchtune.modules.kernels import KERNELS
 
 
 class Hub(JSONHandler):
@@ -60,6 +61,9 @@ def test_a_machine_that_can_train(tune, tmp_path, monkeypatch):
     assert f"tokenizers {metadata.version('tokenizers')}" in packages
     assert packages.count("transformers ") <= 1, "it is in several extras"
     assert "pytest" not in packages, "packages for development are not listed"
+    assert "fla-core" not in packages, "kernels are listed on their own"
+    assert [line.partition(" ")[0] for line in found["kernels"]] == [kernel.package for kernel in KERNELS]
+    assert all("used" in line for line in found["kernels"])
     assert not list(tmp_path.iterdir()), "nothing is written"
 
 

@@ -10,18 +10,18 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from tools.check_cuda import Counting
 from torchtune.data import Documents
-from torchtune.modules import attention_utils
+from torchtune.modules import attention_utils, kernels
 from torchtune.modules._block_mask import BLOCK, document_block_mask
 from torchtune.modules._document_attention import Boundaries, document_attention
 from torchtune.modules.attention_utils import (
     Kernel,
-    _Card,
     attention,
     attention_backend,
     attention_limits,
     choose_kernel,
     flex_blocks,
 )
+from torchtune.modules.kernels import Card
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 
@@ -127,7 +127,7 @@ def test_no_kind_of_layer_falls_back_to_loops_on_cuda(dtype, kind, kernel):
     assert choose_kernel(CPU, dtype, **kind) is Kernel.PER_DOCUMENT
 
 
-T4, A100, RTX_4090 = (_Card(capability, kib * 2**10) for capability, kib in (((7, 5), 64), ((8, 0), 163), ((8, 9), 99)))
+T4, A100, RTX_4090 = (Card(capability, kib * 2**10) for capability, kib in (((7, 5), 64), ((8, 0), 163), ((8, 9), 99)))
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ T4, A100, RTX_4090 = (_Card(capability, kib * 2**10) for capability, kib in (((7
     ],
 )
 def test_a_card_runs_what_its_shared_memory_holds(card, dtype, kind, kernel, blocks, monkeypatch):
-    monkeypatch.setitem(attention_utils._CARDS, CUDA, card)
+    monkeypatch.setitem(kernels._CARDS, CUDA, card)
     assert choose_kernel(CUDA, dtype, **kind) is kernel
     assert flex_blocks(card, kind.get("head_dim", 128), dtype.itemsize) == blocks
     said = attention_backend(CUDA, dtype, documents=True, **kind)
@@ -156,7 +156,7 @@ def test_a_card_runs_what_its_shared_memory_holds(card, dtype, kind, kernel, blo
 
 
 def test_the_doctor_says_what_a_card_cannot_run(monkeypatch):
-    monkeypatch.setitem(attention_utils._CARDS, CUDA, T4)
+    monkeypatch.setitem(kernels._CARDS, CUDA, T4)
     assert attention_limits(CUDA) == (
         "64 KiB of shared memory; no flash attention, flex attention instead, "
         "flex attention in blocks of 32 for heads of 128, flex attention in blocks of 16 for heads of 256, "

@@ -1,10 +1,14 @@
 """Depthwise causal convolution within packed documents."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
+from torchtune.modules._outside_graphs import outside_graphs
+from torchtune.modules.kernels import CAUSAL_CONV, KernelUser
 from torchtune.modules.mixers._state_cache import StateCache
 
 
@@ -55,7 +59,24 @@ def cached_conv(x: Tensor, weight: Tensor, reach: Tensor, cache: StateCache | No
     return causal_conv(cache.extend(x), weight, longer)[:, before:]
 
 
-class DepthwiseWeight(nn.Module):
+def index_documents(reach: Tensor, rows: int) -> Tensor:
+    """Number the documents of each row, int32 ``[rows, s]``, as kernels of other packages expect them."""
+    return (reach == 0).cumsum(-1, dtype=torch.int32).expand(rows, -1).contiguous()
+
+
+@outside_graphs
+def kernel_conv(
+    kernel: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tensor | None, reach: Tensor, silu: bool
+) -> Tensor:
+    """Compute :func:`causal_conv`, the bias and an optional SiLU by ``causal_conv1d_fn`` of causal-conv1d."""
+    # The kernel reads documents only from inputs whose channels lie side by side: [b, c, s] with stride 1 in c.
+    channels_last = x.contiguous().transpose(1, 2)
+    activation = "silu" if silu else None
+    out = kernel(channels_last, weight, bias, seq_idx=index_documents(reach, len(x)), activation=activation)
+    return out.transpose(1, 2)
+
+
+class DepthwiseWeight(nn.Module, KernelUser):
     """Depthwise causal convolution with a weight ``[c, 1, K]`` as in ``nn.Conv1d`` and in checkpoints.
 
     Args:
@@ -68,7 +89,15 @@ class DepthwiseWeight(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(channels, 1, taps))
         self.bias = nn.Parameter(torch.empty(channels)) if bias else None
+        self.kernel: Callable[..., Any] | None = None
         self.reset_parameters()
+
+    def choose_kernels(self, device: torch.device, dtype: torch.dtype) -> None:
+        """See the base class."""
+        channels, _, taps = self.weight.shape
+        # The kernel reads eight channels at a time.
+        fits = channels % 8 == 0
+        self.kernel = CAUSAL_CONV.choose("Short convolutions", device, dtype, taps=taps) if fits else None
 
     def reset_parameters(self) -> None:
         """Initialize the parameters as ``nn.Conv1d`` does."""
@@ -77,7 +106,13 @@ class DepthwiseWeight(nn.Module):
             nn.init.uniform_(parameter, -bound, bound)
 
     def forward(
-        self, x: Tensor, reach: Tensor, cache: StateCache | None, factors: Sequence[tuple[int, float]] | None = None
+        self,
+        x: Tensor,
+        reach: Tensor,
+        cache: StateCache | None,
+        factors: Sequence[tuple[int, float]] | None = None,
+        *,
+        silu: bool = False,
     ) -> Tensor:
         """Compute :func:`causal_conv`: ``[b, s, c]`` to ``[b, s, c]``.
 
@@ -86,10 +121,15 @@ class DepthwiseWeight(nn.Module):
             reach: number of earlier positions in the document of each position.
             cache: cache with earlier inputs, or None.
             factors: (number of channels, scale of their inputs) for consecutive groups of the c channels.
+            silu: apply SiLU to the result.
         """
         weight = self.weight[:, 0]
         if factors is not None:
             scales = [weight.new_full((channels, 1), factor) for channels, factor in factors]
             weight = weight * torch.cat(scales)
+        if self.kernel is not None and cache is None:
+            return kernel_conv(self.kernel, x, weight, self.bias, reach, silu)
         out = cached_conv(x, weight, reach, cache)
-        return out if self.bias is None else out + self.bias
+        if self.bias is not None:
+            out = out + self.bias
+        return F.silu(out) if silu else out

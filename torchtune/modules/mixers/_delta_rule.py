@@ -1,8 +1,11 @@
 """Chunked gated delta rule: linear attention with a decaying state and error correction."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
+from torchtune.modules._outside_graphs import outside_graphs
 from torchtune.modules.mixers._chunks import Chunk, chunked, positions_first, scalars_first
 
 
@@ -73,6 +76,26 @@ class _DeltaChunk(Chunk):
         d_k = self.k_scale * (d_k - k * (k * d_k).sum(-1, keepdim=True))
         d_q, d_k = (t[:, :, 0].transpose(1, 2) for t in (d_q, d_k))
         return d_q, d_k, positions_first(d_error), d_g, scalars_first(d_beta), d_state
+
+
+@outside_graphs
+def kernel_delta_rule(
+    kernel: Callable[..., tuple[Tensor, Tensor | None]],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    cu_seqlens: Tensor,
+) -> Tensor:
+    """Compute the outputs of :func:`gated_delta_rule` by ``chunk_gated_delta_rule`` of flash-linear-attention.
+
+    The kernel takes the documents of a batch as one row, with their cumulative lengths ``cu_seqlens``. All layers pass
+    the same tensor of these, because the kernel keeps what it derives from it, for which the host waits once.
+    """
+    row = [t.flatten(0, 1)[None] for t in (q, k, v, g, beta)]
+    out, _ = kernel(*row, use_qk_l2norm_in_kernel=True, cu_seqlens=cu_seqlens)
+    return out.view(v.shape)
 
 
 _rule = chunked("gated_delta_rule", _DeltaChunk)

@@ -1,11 +1,17 @@
 """Gated DeltaNet: the linear attention of Qwen 3.5 and Qwen3-Next."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from torchtune.data import Documents
+from torchtune.modules._document_attention import Boundaries
+from torchtune.modules.kernels import DELTA_RULE, KernelUser
 from torchtune.modules.mixers._causal_conv import DepthwiseWeight
-from torchtune.modules.mixers._delta_rule import gated_delta_rule
+from torchtune.modules.mixers._delta_rule import gated_delta_rule, kernel_delta_rule
 from torchtune.modules.mixers._mixer import RecurrentMixer
 from torchtune.modules.mixers._state_cache import StateCache
 from torchtune.modules.rms_norm import rms_norm
@@ -34,7 +40,7 @@ class GatedRMSNorm(nn.Module):
         return (normed.float() * F.silu(gate.float())).to(x.dtype)
 
 
-class GatedDeltaNet(RecurrentMixer):
+class GatedDeltaNet(RecurrentMixer, KernelUser):
     """Gated DeltaNet: short convolution of queries, keys and values, gated delta rule, gated norm, projection.
 
     Args:
@@ -92,6 +98,7 @@ class GatedDeltaNet(RecurrentMixer):
         self.dt_bias = nn.Parameter(torch.empty(num_value_heads))
         self.norm = GatedRMSNorm(value_dim, norm_eps)
         self.output_proj = nn.Linear(self.widths[2], embed_dim, bias=False)
+        self.kernel: Callable[..., Any] | None = None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -100,22 +107,32 @@ class GatedDeltaNet(RecurrentMixer):
             self.a_log.uniform_(0.01, 16.0).log_()
             self.dt_bias.fill_(1.0)
 
+    def choose_kernels(self, device: torch.device, dtype: torch.dtype) -> None:
+        """See the base class."""
+        head_dim = max(self.key_dim, self.value_dim)
+        self.kernel = DELTA_RULE.choose("Gated DeltaNet", device, dtype, head_dim=head_dim)
+
     def _new_cache(self, batch_size: int, dtype: torch.dtype) -> StateCache:
         shared = self.num_value_heads // self.num_key_heads
         state = (batch_size, self.num_key_heads, shared, self.key_dim, self.value_dim)
         return StateCache(state, (batch_size, self.conv.weight.shape[-1] - 1, sum(self.widths)), dtype)
 
-    def _mix(self, x: Tensor, reach: Tensor, cache: StateCache | None) -> Tensor:
+    def _mix(
+        self, x: Tensor, reach: Tensor, cache: StateCache | None, documents: Documents | Boundaries | None
+    ) -> Tensor:
         qkv, z, b, a = self._projected(x)
-        mixed = F.silu(self.conv(qkv, reach, cache))
+        mixed = self.conv(qkv, reach, cache, silu=True)
         q, k, v = (
             t.unflatten(-1, (-1, size)) for t, size in zip(mixed.split(self.widths, -1), self._sizes, strict=True)
         )
         decay = -self.a_log.float().exp() * F.softplus(a.float() + self.dt_bias)
-        state = None if cache is None else cache.state[cache.rows(x.shape[0])]
-        out, state = gated_delta_rule(q, k, v, decay, b.sigmoid(), reach == 0, state)
-        if cache is not None:
-            cache.state[cache.rows(x.shape[0])] = state
+        if self.kernel is not None and documents is not None and cache is None:
+            out = kernel_delta_rule(self.kernel, q, k, v, decay, b.sigmoid(), documents.cu_seqlens)
+        else:
+            state = None if cache is None else cache.state[cache.rows(x.shape[0])]
+            out, state = gated_delta_rule(q, k, v, decay, b.sigmoid(), reach == 0, state)
+            if cache is not None:
+                cache.state[cache.rows(x.shape[0])] = state
         gate = z.unflatten(-1, (-1, self.value_dim))
         return self.output_proj(self.norm(out, gate).flatten(-2))
 

@@ -1,20 +1,23 @@
 """Mamba 2: the state-space model of Granite 4, Falcon-H1 and Nemotron 3."""
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from torchtune.modules.feed_forward import swiglu
+from torchtune.modules.kernels import STATE_SPACE, KernelUser
 from torchtune.modules.mixers._causal_conv import DepthwiseWeight
 from torchtune.modules.mixers._gated_norm import GatedGroupNorm
 from torchtune.modules.mixers._mixer import RecurrentMixer
 from torchtune.modules.mixers._state_cache import StateCache
-from torchtune.modules.mixers._state_space import state_space
+from torchtune.modules.mixers._state_space import kernel_state_space, state_space
 
 
-class Mamba2(RecurrentMixer):
+class Mamba2(RecurrentMixer, KernelUser):
     """Mamba 2: short convolution, state-space model per head, gated norm, projection (Dao & Gu, arXiv:2405.21060).
 
     ``in_proj`` returns the paper's z (gate), x, b, c and dt (step size), in this order. ``a_log``, ``dt_bias`` and
@@ -75,6 +78,7 @@ class Mamba2(RecurrentMixer):
         self.skip = nn.Parameter(torch.empty(num_heads))
         self.norm = GatedGroupNorm(inner, num_groups, norm_eps) if has_norm else None
         self.output_proj = nn.Linear(inner, embed_dim, bias=False)
+        self.kernel: Callable[..., Any] | None = None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -84,26 +88,38 @@ class Mamba2(RecurrentMixer):
             self.dt_bias.uniform_(math.log(0.001), math.log(0.1)).exp_().expm1_().log_()
             self.skip.fill_(1.0)
 
+    def choose_kernels(self, device: torch.device, dtype: torch.dtype) -> None:
+        """See the base class."""
+        self.kernel = STATE_SPACE.choose("Mamba 2", device, dtype, state_dim=self.state_dim)
+
     def _new_cache(self, batch_size: int, dtype: torch.dtype) -> StateCache:
         shared = self.num_heads // self.num_groups
         state = (batch_size, self.num_groups, self.state_dim, shared, self.head_dim)
         return StateCache(state, (batch_size, self.conv.weight.shape[-1] - 1, sum(self.widths)), dtype)
 
-    def _mix(self, x: Tensor, reach: Tensor, cache: StateCache | None) -> Tensor:
-        of_gate, *of_conv, of_dt = self.scales
+    def _mix(self, x: Tensor, reach: Tensor, cache: StateCache | None, documents: object) -> Tensor:
+        gate_scale, *conv_scales, dt_scale = self.scales
         gate, mixed, dt = self.in_proj(x).split((self.widths[0], sum(self.widths), self.num_heads), dim=-1)
-        factors = list(zip(self.widths, of_conv, strict=True))
-        mixed = F.silu(self.conv(mixed, reach, cache, None if set(of_conv) == {1.0} else factors))
+        factors = None
+        if set(conv_scales) != {1.0}:
+            factors = list(zip(self.widths, conv_scales, strict=True))
+        mixed = self.conv(mixed, reach, cache, factors, silu=True)
         x, b, c = mixed.split(self.widths, dim=-1)
-        x, b, c = x.unflatten(-1, (-1, self.head_dim)), *(t.unflatten(-1, (self.num_groups, -1)) for t in (b, c))
-        dt = F.softplus(dt.float() * of_dt + self.dt_bias).clamp(*self.dt_limits)
-        rows = None if cache is None else cache.rows(x.shape[0])
-        state = None if cache is None else cache.state[rows]
-        out, state = state_space(c, b, x, -self.a_log.float().exp() * dt, dt, reach == 0, state)
-        if cache is not None:
-            cache.state[rows] = state
-        out = torch.addcmul(out, x, self.skip[:, None]).flatten(-2)
-        gate = gate if of_gate == 1.0 else gate * of_gate
+        x = x.unflatten(-1, (-1, self.head_dim))  # [b, s, heads, p]
+        b = b.unflatten(-1, (self.num_groups, -1))  # [b, s, groups, n]
+        c = c.unflatten(-1, (self.num_groups, -1))
+        dt = F.softplus(dt.float() * dt_scale + self.dt_bias).clamp(*self.dt_limits)
+        rate = -self.a_log.float().exp()
+        if self.kernel is not None and cache is None:
+            out = kernel_state_space(self.kernel, c, b, x, rate, dt, self.skip, reach).flatten(-2)
+        else:
+            rows = None if cache is None else cache.rows(x.shape[0])
+            state = None if cache is None else cache.state[rows]
+            out, state = state_space(c, b, x, rate * dt, dt, reach == 0, state)
+            if cache is not None:
+                cache.state[rows] = state
+            out = torch.addcmul(out, x, self.skip[:, None]).flatten(-2)
+        gate = gate if gate_scale == 1.0 else gate * gate_scale
         out = self.output_proj(swiglu(gate, out) if self.norm is None else self.norm(out, gate))
         return out if self.out_scale == 1.0 else out * self.out_scale
 

@@ -5,6 +5,8 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor, nn
 
+from torchtune.data import Documents
+from torchtune.modules._document_attention import Boundaries
 from torchtune.modules.mixers._state_cache import StateCache
 
 
@@ -36,8 +38,17 @@ class RecurrentMixer(nn.Module, ABC):
         return 0
 
     @abstractmethod
-    def _mix(self, x: Tensor, reach: Tensor, cache: StateCache | None) -> Tensor:
-        """Mix ``[b, s, d]``; ``reach`` ``[b, s]`` is the number of earlier positions in the same document."""
+    def _mix(
+        self, x: Tensor, reach: Tensor, cache: StateCache | None, documents: Documents | Boundaries | None
+    ) -> Tensor:
+        """Mix ``[b, s, d]``.
+
+        Args:
+            x: hidden states ``[b, s, d]``.
+            reach: ``[b, s]``, number of earlier positions in the same document.
+            cache: cache with earlier positions, or None.
+            documents: boundaries of the same documents, for kernels that read lengths; None: only ``reach`` has them.
+        """
 
     @abstractmethod
     def _new_cache(self, batch_size: int, dtype: torch.dtype) -> StateCache:
@@ -61,7 +72,7 @@ class RecurrentMixer(nn.Module, ABC):
         *,
         mask: object = None,
         input_pos: Tensor | None = None,
-        documents: object = None,
+        documents: Documents | Boundaries | None = None,
         rope: object = None,
     ) -> Tensor:
         """Mix the positions of each document; ``input_pos`` defines the documents.
@@ -71,7 +82,7 @@ class RecurrentMixer(nn.Module, ABC):
             mask: ignored; accepted because attention has the argument.
             input_pos: position of each token in its document, ``[b, s]``, ``[1, s]`` or ``[s]``; by default each row is
                 one document.
-            documents: ignored.
+            documents: boundaries of the documents that ``input_pos`` defines; kernels of other packages read them.
             rope: ignored.
 
         Returns:
@@ -80,4 +91,4 @@ class RecurrentMixer(nn.Module, ABC):
         if input_pos is None:
             input_pos = torch.arange(x.shape[1], device=x.device)
         reach = input_pos.view(-1, x.shape[1]).expand(x.shape[0], -1)
-        return self._mix(x, reach, self.kv_cache if self.cache_enabled else None)
+        return self._mix(x, reach, self.kv_cache if self.cache_enabled else None, documents)

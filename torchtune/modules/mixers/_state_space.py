@@ -1,7 +1,11 @@
 """Chunked state-space model (SSD) of Mamba 2: linear attention with a decaying state."""
 
+from collections.abc import Callable
+
 from torch import Tensor
 
+from torchtune.modules._outside_graphs import outside_graphs
+from torchtune.modules.mixers._causal_conv import index_documents
 from torchtune.modules.mixers._chunks import Chunk, chunked, positions_first, scalars_first
 
 
@@ -67,6 +71,27 @@ class _StateSpaceChunk(Chunk):
     def _rows(x: Tensor) -> Tensor:
         """Permute ``[b, n_k, r, c, h_v]`` to ``[b, n_k, c, r * h_v]``."""
         return x.transpose(2, 3).flatten(-2)
+
+
+_KERNEL_CHUNK = 256  # positions per chunk of the kernel, as in the published models
+
+
+@outside_graphs
+def kernel_state_space(
+    kernel: Callable[..., Tensor],
+    c: Tensor,
+    b: Tensor,
+    x: Tensor,
+    rate: Tensor,
+    dt: Tensor,
+    skip: Tensor,
+    reach: Tensor,
+) -> Tensor:
+    """Compute :func:`state_space` and its skip connection by ``mamba_chunk_scan_combined`` of mamba-ssm.
+
+    ``rate`` ``[heads]`` is the logarithm of the decay per step size: g of :func:`state_space` is ``rate * dt``.
+    """
+    return kernel(x, dt, rate, b, c, _KERNEL_CHUNK, D=skip, seq_idx=index_documents(reach, len(x)))
 
 
 _rule = chunked("state_space", _StateSpaceChunk)

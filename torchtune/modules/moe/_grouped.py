@@ -1,6 +1,5 @@
 """Grouped matrix products of rows that are sorted by matrix; matrices without rows are not read."""
 
-import functools
 from collections.abc import Callable, Iterator
 from itertools import accumulate
 from typing import Any
@@ -10,6 +9,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from torchtune.modules._outside_graphs import outside_graphs
+from torchtune.modules.kernels import card_of
 from torchtune.modules.stored_linear import Stored
 
 
@@ -65,25 +66,27 @@ def _backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
 _forward.register_autograd(_backward, setup_context=_setup_context)
 
 
-@functools.cache
-def _has_tensor_cores_for_groups(device: torch.device) -> bool:
-    """Return whether a CUDA device has compute capability 8.0 or higher; cached, because it queries the driver."""
-    return torch.cuda.get_device_capability(device) >= (8, 0)
-
-
 def has_grouped_kernel(x: Tensor, weight: Tensor) -> bool:
     """Return whether torch's grouped kernel supports these tensors.
 
-    The kernel needs bfloat16 on CUDA, compute capability 8.0 or higher, and rows aligned to 16 bytes.
+    The kernel needs bfloat16 on CUDA, a card for which torch has it (:func:`torchtune.modules.kernels.card_of`), and
+    rows aligned to 16 bytes.
     """
-    return (
-        x.is_cuda
-        and x.dtype == weight.dtype == torch.bfloat16
-        and hasattr(F, "grouped_mm")
-        and weight.shape[1] % 8 == 0
-        and weight.shape[2] % 8 == 0
-        and _has_tensor_cores_for_groups(x.device)
-    )
+    if not _are_aligned_halves(x, weight) or not hasattr(F, "grouped_mm"):
+        return False
+    card = card_of(x.device)
+    return card is None or card.has_grouped_products
+
+
+def _are_aligned_halves(x: Tensor, weight: Tensor) -> bool:
+    is_half = x.dtype == weight.dtype == torch.bfloat16
+    return x.is_cuda and is_half and weight.shape[1] % 8 == 0 and weight.shape[2] % 8 == 0
+
+
+@outside_graphs
+def _other_grouped_mm(kernel: Callable[..., Tensor], x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    """Compute :func:`grouped_mm` by ``gmm`` of grouped-gemm."""
+    return kernel(x.contiguous(), weight.contiguous(), counts)
 
 
 def local_experts(weight: Tensor) -> Tensor:
@@ -98,8 +101,8 @@ def grouped_mm(x: Tensor, weight: Tensor, counts: Tensor, *, kernel: bool | None
         x: rows ``[t, i]``, sorted by matrix.
         weight: ``[e, i, o]``; matrices without rows are not computed and get a zero gradient.
         counts: int64 ``[e]``, number of rows for each matrix; the sum is t.
-        kernel: use torch's grouped kernel (True) or a loop over the matrices with rows (False); by default
-            :func:`has_grouped_kernel` decides.
+        kernel: use torch's grouped kernel (True) or a loop over the matrices with rows (False); by default torch's
+            kernel is used where it has one, or else that of grouped-gemm, or else the loop.
 
     Returns:
         Tensor ``[t, o]``.
@@ -107,6 +110,9 @@ def grouped_mm(x: Tensor, weight: Tensor, counts: Tensor, *, kernel: bool | None
     weight = local_experts(weight)
     if has_grouped_kernel(x, weight) if kernel is None else kernel:
         return F.grouped_mm(x, weight, offs=counts.cumsum(0).to(torch.int32))
+    card = card_of(x.device) if kernel is None and _are_aligned_halves(x, weight) else None
+    if card is not None and card.other_grouped_products is not None:
+        return _other_grouped_mm(card.other_grouped_products, x, weight, counts)
     return _forward(x, weight, counts)
 
 

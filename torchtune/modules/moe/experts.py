@@ -8,13 +8,15 @@ from torch.nn import functional as F
 
 from torchtune._lazy import former_names
 from torchtune.modules.feed_forward import swiglu
+from torchtune.modules.kernels import GROUPED_PRODUCTS, KernelUser, card_of
 from torchtune.modules.moe._grouped import frozen_grouped_mm, grouped_mm, local_experts
 from torchtune.modules.stored_linear import Stored
+from torchtune.utils import get_logger, is_simulated, log_once
 
 _CLAMPED_SLOPE = 1.702  # slope of the sigmoid approximation of GELU
 
 
-class GroupedExperts(nn.Module):
+class GroupedExperts(nn.Module, KernelUser):
     """Gated experts: ``down(activation(gate(x)) * up(x))`` with separate matrices for every expert.
 
     Parameters are ``gate_proj`` and ``up_proj`` ``[e, dim, hidden_dim]`` and ``down_proj`` ``[e, hidden_dim, dim]``.
@@ -64,6 +66,14 @@ class GroupedExperts(nn.Module):
     def stored_weight(self, name: str) -> Tensor | Stored:
         """Return the parameter called ``name``, possibly in a storage format."""
         return getattr(self, name)
+
+    def choose_kernels(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Log how the products of experts are computed; :func:`grouped_mm` chooses the kernel itself."""
+        card = card_of(device) if device.type == "cuda" and not is_simulated() else None
+        if card is not None and card.has_grouped_products and dtype == torch.bfloat16:
+            log_once(get_logger(), f"Experts on cuda in {dtype}: torch's grouped kernel.")
+        elif card is not None:
+            GROUPED_PRODUCTS.choose("Experts", device, dtype)
 
     def matrix_shapes(self) -> dict[str, tuple[int, int, int]]:
         """Return the names and shapes ``[e, i, o]`` of the stacked matrices."""
