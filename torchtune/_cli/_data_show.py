@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, decode_pieces, texts_of
+from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
 from torchtune.datasets import content_of, histogram, size_of
+from torchtune.tokenizers import decode_pieces, document_texts
 from torchtune.utils import UserError
 
 _COLOR = ("\x1b[32m", "\x1b[0m")
@@ -31,7 +32,7 @@ def _iter_rows(dataset: Any, end: int = sys.maxsize) -> Iterator[list[tuple[str,
     reads = dataset.store.lists if getattr(dataset, "on_reading", False) and dataset.store is not None else None
     for index in range(min(end, len(dataset))):
         row = dataset[index] if reads is None else reads(index)
-        texts = texts_of(row)
+        texts = document_texts(row)
         if not texts:
             raise UserError(f"{type(dataset).__name__}: its rows have no 'tokens' and 'labels' to show.")
         yield texts

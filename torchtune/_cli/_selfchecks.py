@@ -24,10 +24,10 @@ from torchtune._cli._export_files import Trained, find_trained
 from torchtune._cli._target import RecipeTarget
 from torchtune._cli.run import run_here
 from torchtune.config import apply_overrides, instantiate, load_and_check, locate, read_document, settings_of
-from torchtune.data import is_trained, texts_of
 from torchtune.datasets import instantiate_collate, instantiate_dataset
 from torchtune.evaluation import EvaluationError
 from torchtune.modules.loss import setup_loss
+from torchtune.tokenizers import document_texts, is_trained
 from torchtune.utils import UserError
 
 _ROWS = 4  # rows of a run, from each dataset
@@ -328,7 +328,7 @@ class _Checks:
         stops = {*getattr(self._tokenizer, "stop_tokens", ()), *special.values()}
         count = 0
         for number, row in enumerate(self._examples(_LABEL_ROWS) if stops else ()):
-            for _, tokens, labels in texts_of(row):
+            for _, tokens, labels in document_texts(row):
                 trained = [*is_trained(labels).tolist(), False]
                 ends = [i for i, (now, after) in enumerate(pairwise(trained)) if now and not after]
                 for end in ends if self._is_whole(tokens) else ():

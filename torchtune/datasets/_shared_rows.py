@@ -4,9 +4,9 @@ from typing import Any
 
 import numpy as np
 
-from torchtune.data import texts_of
 from torchtune.datasets._concat import ConcatDataset
 from torchtune.datasets._token_store import digest_tokens
+from torchtune.tokenizers import document_texts
 
 # Rows of a dataset without a store of tokens are read one by one, so that more of them are not compared.
 _MOST_READ = 20_000
@@ -61,7 +61,7 @@ def digest_rows(dataset: Any) -> np.ndarray | None:
 
 def _read_digests(dataset: Any) -> list[np.ndarray]:
     """Return the digests of the texts of each row, by the number of the text."""
-    rows = [[tokens for _, tokens, _ in texts_of(dataset[index])] for index in range(len(dataset))]
+    rows = [[tokens for _, tokens, _ in document_texts(dataset[index])] for index in range(len(dataset))]
     columns = []
     for number in range(max(map(len, rows), default=0)):
         texts = [row[number] if number < len(row) else np.zeros(0, dtype=np.int64) for row in rows]

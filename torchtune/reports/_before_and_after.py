@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, Batch, BatchLoader, texts_of
+from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, Batch, BatchLoader
 from torchtune.datasets import instantiate_dataset, workers
 from torchtune.generation import GenerationError, generate_tokens, uncompiled
 from torchtune.modules import TransformerDecoder, text_decoder
 from torchtune.supervision import StepMetrics, observe_together
+from torchtune.tokenizers import document_texts
 from torchtune.training import RNGState, SettingsView, context_length
 from torchtune.training.parallel import ParallelDims
 from torchtune.utils import ObserverGuard, UserError, get_logger, log_once
@@ -244,7 +245,7 @@ def _first_turn(row: Any) -> tuple[list[int], list[int]] | None:
 
     A row of only trained tokens, such as plain text, is split after its first tokens.
     """
-    documents = texts_of(row)
+    documents = document_texts(row)
     if not documents or "encoder_input" in row:
         return None
     _, tokens, labels = documents[0]

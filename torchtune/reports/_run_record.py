@@ -17,9 +17,10 @@ import torch
 import torchtune
 from torchtune._recipe_registry import CONFIGS, recipe_at
 from torchtune.config import read_document, redact_secrets, to_dict
-from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, BatchLoader, decode_pieces, texts_of
+from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, BatchLoader
 from torchtune.reports._before_and_after import undisturbed_random_state
 from torchtune.supervision import row_lengths
+from torchtune.tokenizers import decode_pieces, document_texts
 from torchtune.training.metric_logging import flatten_dict
 from torchtune.training.parallel import ParallelDims
 from torchtune.utils import append_line, valid_json
@@ -132,7 +133,7 @@ def describe_data(loader: BatchLoader, tokenizer: Any) -> dict[str, Any]:
 def _describe_row(index: int, row: Any, tokenizer: Any) -> list[dict[str, Any]]:
     """Return the texts of a row, in pieces that are trained or not; rows of preference data have several texts."""
     texts = []
-    for _, tokens, labels in texts_of(row):
+    for _, tokens, labels in document_texts(row):
         pieces = decode_pieces(tokens[:_MOST_TOKENS], labels[:_MOST_TOKENS], tokenizer)
         texts.append(
             {

@@ -5,10 +5,10 @@ from typing import Any
 
 from torchtune.data import ChatMLTemplate, DataError, Message, PromptTemplateInterface
 from torchtune.tokenizers._byte_level_bpe import ByteLevelBPE
-from torchtune.tokenizers._guard import TextGuard
+from torchtune.tokenizers._chat_layouts import Part, Row, TurnsTokenizer
+from torchtune.tokenizers._control_tokens import TextGuard
+from torchtune.tokenizers._files import PublishedFiles
 from torchtune.tokenizers._protocols import text_only
-from torchtune.tokenizers._tokenizer_files import PublishedFiles
-from torchtune.tokenizers._turns import Part, Row, TurnsTokenizer
 
 IM_START = "<|im_start|>"
 IM_END = "<|im_end|>"

@@ -4,10 +4,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 from torchtune.data import DataError, Message, PromptTemplateInterface
-from torchtune.tokenizers._patterns import CL100K_PATTERN
-from torchtune.tokenizers._tiktoken import TikTokenBaseTokenizer
-from torchtune.tokenizers._tokenizer_files import PublishedFiles
-from torchtune.tokenizers._turns import Part, TurnsTokenizer
+from torchtune.tokenizers._chat_layouts import Part, TurnsTokenizer
+from torchtune.tokenizers._files import PublishedFiles
+from torchtune.tokenizers._tiktoken import CL100K_PATTERN, TikTokenBaseTokenizer
 
 
 class HeaderTurns(TurnsTokenizer):

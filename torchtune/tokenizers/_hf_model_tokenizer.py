@@ -19,10 +19,10 @@ from torchtune.data import (
     read_tools,
     truncate_row,
 )
-from torchtune.tokenizers._cached_bpe import Tokens
+from torchtune.tokenizers._byte_level_bpe import Tokens
 from torchtune.tokenizers._chat_template import ChatTemplate
+from torchtune.tokenizers._files import MISSING_TOKENIZER, read_json, read_text
 from torchtune.tokenizers._hf_tokenizer import HuggingFaceBaseTokenizer
-from torchtune.tokenizers._layouts import Layouts
 from torchtune.tokenizers._protocols import (
     MessageTransform,
     ModelTokenizer,
@@ -36,8 +36,7 @@ from torchtune.tokenizers._reasoning import (
     earlier_reasoning,
     split_turns,
 )
-from torchtune.tokenizers._tokenizer_files import MISSING_TOKENIZER, read_json, read_text
-from torchtune.tokenizers._turn_finder import Span, TurnFinder, first_special, learn_stops
+from torchtune.tokenizers._trained_spans import Layouts, Span, TurnFinder, first_special, learn_stops
 from torchtune.utils import get_logger, log_once, write_json
 
 # Tokenizer files of other formats.

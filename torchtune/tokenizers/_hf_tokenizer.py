@@ -7,9 +7,9 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer
 
 from torchtune.data import DataError
-from torchtune.tokenizers._guard import GuardedEncoder, TextGuard
+from torchtune.tokenizers._control_tokens import GuardedEncoder, TextGuard
+from torchtune.tokenizers._files import PublishedFiles, read_json
 from torchtune.tokenizers._protocols import BaseTokenizer, check_text
-from torchtune.tokenizers._tokenizer_files import PublishedFiles, read_json
 from torchtune.utils import write_json
 
 # Keys of special tokens in tokenizer_config.json.

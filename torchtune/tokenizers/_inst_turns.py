@@ -14,11 +14,11 @@ from torchtune.data import (
     read_tool_calls,
     read_tools,
 )
+from torchtune.tokenizers._chat_layouts import Part, Row, TurnsTokenizer
+from torchtune.tokenizers._files import PublishedFiles
 from torchtune.tokenizers._protocols import end_tokens
 from torchtune.tokenizers._sentencepiece import SentencePieceBaseTokenizer
-from torchtune.tokenizers._tekken import TekkenTokenizer
-from torchtune.tokenizers._tokenizer_files import PublishedFiles
-from torchtune.tokenizers._turns import Part, Row, TurnsTokenizer
+from torchtune.tokenizers._tiktoken import TekkenTokenizer
 
 _CONTROL = (
     "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]", "[TOOL_CALLS]",

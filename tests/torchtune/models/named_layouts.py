@@ -27,7 +27,7 @@ from torchtune.models.qwen2 import qwen2_tokenizer
 from torchtune.models.qwen2._tokenizer import PRETOKENIZE_REGEX
 from torchtune.models.qwen2_5 import qwen2_5_tokenizer
 from torchtune.models.qwen3 import qwen3_tokenizer
-from torchtune.tokenizers._patterns import CL100K_PATTERN
+from torchtune.tokenizers._tiktoken import CL100K_PATTERN
 
 Encoded = tuple[list[int], list[bool]]
 

@@ -20,7 +20,7 @@ from torchtune.models.qwen2 import qwen2_tokenizer
 from torchtune.models.qwen2_5 import qwen2_5_tokenizer
 from torchtune.models.qwen3 import qwen3_tokenizer
 from torchtune.tokenizers import hf_tokenizer
-from torchtune.tokenizers._patterns import CL100K_PATTERN
+from torchtune.tokenizers._tiktoken import CL100K_PATTERN
 
 # Kind of file -> its name in the folder.
 KINDS = {

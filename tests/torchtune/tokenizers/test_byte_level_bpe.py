@@ -6,7 +6,7 @@ from itertools import product
 import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from torchtune.tokenizers._cached_bpe import WordEncoder
+from torchtune.tokenizers._byte_level_bpe import WordEncoder
 
 BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
 # What Qwen's and Llama's checkpoints split by.

@@ -12,7 +12,7 @@ from typing import Any
 from tokenizers import Encoding, Tokenizer
 
 from torchtune.data import Message
-from torchtune.tokenizers._cached_bpe import Tokens, WordEncoder
+from torchtune.tokenizers._byte_level_bpe import Tokens, WordEncoder
 from torchtune.utils import get_logger, log_once
 
 # Letters and digits, which templates, JSON and regular expressions leave unchanged; random, so no text contains it.

@@ -1,0 +1,226 @@
+"""Base class of chat layouts that are written turn by turn."""
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Any, ClassVar
+
+from torchtune.data import DataError, Message, MessageLike, PromptTemplateInterface, as_messages, truncate_row
+from torchtune.tokenizers._files import SavesPublishedFiles
+from torchtune.tokenizers._protocols import MessageTransform, ModelTokenizer, end_tokens, text_only
+
+Row = tuple[list[int], list[bool]]
+# (token ids, masked)
+Part = tuple[list[int], bool]
+
+
+class TurnsTokenizer(MessageTransform, SavesPublishedFiles, ModelTokenizer):
+    """Base tokenizer for conversations, in a layout that a subclass defines by :meth:`_parts`.
+
+    Args:
+        max_seq_len: maximum row length in tokens; ``None`` disables truncation.
+        prompt_template: texts added to the turns before the layout is applied.
+        truncation_type: ``"right"`` cuts the end of a long row, ``"left"`` the beginning.
+    """
+
+    eos_id: int
+    stop_tokens: list[int]
+    turn_ends: Sequence[int] = ()  # end-of-turn tokens other than `stop_tokens`
+
+    def __init__(
+        self, max_seq_len: int | None, prompt_template: PromptTemplateInterface | None, truncation_type: str
+    ) -> None:
+        self.max_seq_len = max_seq_len
+        self.prompt_template = prompt_template
+        self.truncation_type = truncation_type
+
+    def _parts(self, messages: list[Message], closed: bool) -> Iterable[Part]:
+        """Yield the parts of a conversation; ``closed``: end the last turn and the conversation."""
+        raise NotImplementedError
+
+    def tokenize_messages(
+        self, messages: Sequence[MessageLike], *, add_end_tokens: bool = True, add_eos: bool | None = None
+    ) -> Row:
+        """Tokenize a conversation.
+
+        Args:
+            messages: the conversation.
+            add_end_tokens: end the last turn and the conversation; otherwise the model continues the last turn.
+            add_eos: deprecated name of ``add_end_tokens``.
+
+        Returns:
+            token ids and mask (True = not trained on).
+
+        Raises:
+            DataError: the layout does not support the content.
+        """
+        closed = end_tokens(add_end_tokens, add_eos)
+        return self._row(as_messages(messages), closed)
+
+    def _row(self, messages: list[Message], closed: bool, **options: Any) -> Row:
+        """Tokenize a conversation; ``options`` are further arguments of :meth:`_parts`."""
+        if self.prompt_template is not None:
+            messages = self.prompt_template(messages, inference=not closed)
+        parts, eos_id = self._parts(messages, closed, **options), self.eos_id if closed else None
+        ends = [*self.stop_tokens, *self.turn_ends]
+        return joined_row(parts, self.max_seq_len, self.truncation_type, eos_id, ends)
+
+
+def joined_row(
+    parts: Iterable[Part],
+    max_seq_len: int | None,
+    truncation_type: str,
+    eos_id: int | None,
+    stop_ids: Collection[int],
+) -> Row:
+    """Join parts to a row, and truncate it like :func:`torchtune.data.truncate_row`; read no parts beyond the limit."""
+    tokens: list[int] = []
+    mask: list[bool] = []
+    for ids, masked in parts:
+        tokens += ids
+        mask += [masked] * len(ids)
+        if truncation_type == "right" and max_seq_len and len(tokens) > max_seq_len:
+            break
+    return truncate_row(tokens, mask, max_seq_len, truncation_type, eos_id, stop_ids)
+
+
+class MarkedTurnsTokenizer(TurnsTokenizer):
+    """Base tokenizer for turns of the form ``header text end``, which a subclass defines.
+
+    A subclass sets ``special_tokens``, ``bos_id``, ``eos_id`` and ``stop_tokens``.
+    """
+
+    roles: ClassVar[tuple[str, ...]] = ("system", "user", "assistant")
+    bos_id: int | None
+
+    def header(self, role: str) -> list[int]:
+        """Return the token ids before the text of a turn."""
+        raise NotImplementedError
+
+    def body(self, text: str) -> list[int]:
+        """Encode the text of a turn; special tokens in it are plain text."""
+        raise NotImplementedError
+
+    def turn_end(self) -> list[int]:
+        """Return the token ids after the text of a turn."""
+        raise NotImplementedError
+
+    def opening(self) -> list[int]:
+        """Return the token ids before the first turn."""
+        return []
+
+    def closing(self) -> list[int]:
+        """Return the token ids after the last turn."""
+        return []
+
+    def _turn(self, message: Message, *, is_open: bool) -> list[int]:
+        name = type(self).__name__
+        if message.role not in self.roles:
+            raise DataError(f"{name} has no layout for a turn of '{message.role}', only for {', '.join(self.roles)}.")
+        ids = self.header(message.role) + self.body(text_only(message, name))
+        return ids if is_open else ids + self.turn_end()
+
+    def tokenize_messages(
+        self,
+        messages: Sequence[MessageLike],
+        *,
+        add_end_tokens: bool = True,
+        ignore_system_prompt: bool = False,
+        add_eos: bool | None = None,
+    ) -> Row:
+        """Tokenize a conversation.
+
+        Args:
+            messages: the conversation.
+            add_end_tokens: end the last turn and the conversation; otherwise a last assistant turn stays open.
+            ignore_system_prompt: omit system turns.
+            add_eos: deprecated name of ``add_end_tokens``.
+
+        Returns:
+            token ids and mask (True = not trained on).
+
+        Raises:
+            DataError: the layout does not support the content or a role.
+        """
+        messages = as_messages(messages)
+        if ignore_system_prompt:
+            messages = [message for message in messages if message.role != "system"]
+        return self._row(messages, end_tokens(add_end_tokens, add_eos))
+
+    def _parts(self, messages: list[Message], closed: bool) -> Iterator[Part]:
+        yield self.opening(), True
+        for i, message in enumerate(messages):
+            is_open = not closed and message.role == "assistant" and i == len(messages) - 1
+            yield self._turn(message, is_open=is_open), message.masked
+        if closed:
+            yield self.closing(), True
+
+
+def required_ids(special_tokens: dict[str, int], names: tuple[str, ...], family: str) -> list[int]:
+    """Return the ids of the special tokens of a layout; raise :class:`DataError` if one is missing."""
+    missing = [name for name in names if name not in special_tokens]
+    if missing:
+        raise DataError(f"special_tokens lacks {', '.join(missing)}, which {family}'s layout needs.")
+    return [special_tokens[name] for name in names]
+
+
+def tokenize_messages_no_special_tokens(
+    tokenizer: Any,
+    messages: Sequence[MessageLike],
+    *,
+    bos_id: int | None = None,
+    eos_id: int | None = None,
+    truncation_type: str = "right",
+    is_open: bool = False,
+    begins_once: bool = False,
+) -> tuple[list[int], list[bool]]:
+    """Tokenize a conversation one text item at a time.
+
+    The BOS token is added at the start and after every assistant turn, the EOS token after every assistant turn.
+    Trailing spaces of a text are dropped, because SentencePiece attaches a space to the following word. A text that
+    continues another gets no leading space from the tokenizer.
+
+    Args:
+        tokenizer: has ``encode(text, add_bos, add_eos, trim_leading_whitespace)`` and ``max_seq_len``.
+        messages: the conversation, with the layout's texts already added.
+        bos_id: BOS token; ``None`` adds none.
+        eos_id: EOS token; ``None`` adds none.
+        truncation_type: ``"right"`` cuts the end of a long row, ``"left"`` the beginning.
+        is_open: add no EOS token after the last turn, so that the model continues it.
+        begins_once: add no BOS token after assistant turns.
+
+    Returns:
+        token ids and mask (True = not trained on).
+
+    Raises:
+        DataError: a message contains an image.
+    """
+    parts = _parts(tokenizer, as_messages(messages), bos_id, eos_id, is_open=is_open, begins_once=begins_once)
+    cut_id = None if is_open else eos_id
+    return joined_row(parts, tokenizer.max_seq_len, truncation_type, cut_id, tokenizer.stop_tokens)
+
+
+def _parts(
+    tokenizer: Any,
+    messages: list[Message],
+    bos_id: int | None,
+    eos_id: int | None,
+    *,
+    is_open: bool,
+    begins_once: bool,
+) -> Iterator[Part]:
+    starts_turn, ends_with_space, has_begun = True, False, False
+    for i, message in enumerate(messages):
+        if starts_turn and bos_id is not None and not (begins_once and has_begun):
+            yield [bos_id], message.masked
+        for item in message.content:
+            if item["type"] != "text":
+                raise DataError(f"This tokenizer takes text only, but a turn of '{message.role}' holds an image.")
+            follows = not starts_turn and not ends_with_space
+            text = item["content"].rstrip(" ")
+            ids = tokenizer.encode(text, add_bos=False, add_eos=False, trim_leading_whitespace=follows)
+            yield ids, message.masked
+            ends_with_space = item["content"].endswith(" ") or (ends_with_space and not item["content"])
+            starts_turn = False
+        starts_turn, has_begun = starts_turn or message.role == "assistant", True
+        is_last = is_open and i == len(messages) - 1
+        if message.role == "assistant" and eos_id is not None and not is_last:
+            yield [eos_id], message.masked
