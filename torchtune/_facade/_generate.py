@@ -8,7 +8,7 @@ from torch import nn
 
 from torchtune import training
 from torchtune._facade._origin import ORIGINS, unwrap
-from torchtune.data import Message, MessageLike, as_messages, check_tokenizer
+from torchtune.data import Message, MessageLike, as_messages
 from torchtune.generation import (
     GenerationError,
     LogitsProcessor,
@@ -20,6 +20,7 @@ from torchtune.generation import (
     to_be_answered,
 )
 from torchtune.modules import TransformerDecoder, text_decoder
+from torchtune.tokenizers import check_tokenizer
 from torchtune.utils import get_logger
 
 # A text is a user turn, messages are a conversation, token ids are continued unchanged.

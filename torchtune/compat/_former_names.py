@@ -119,6 +119,10 @@ NAMES = {
     **_names("torchtune.config._utils", "torchtune.compat._pieces", "_merge_yaml_and_cli_args"),
     **_names("torchtune.config._parse", "torchtune.compat", "TuneRecipeArgumentParser"),
     "torchtune.data._common.PACK_TYPE": "torchtune.compat.PACK_TYPE",
+    "torchtune.data._utils.chain": "torchtune.compat._pieces.chain",
+    **_names(
+        "torchtune.data._utils", "torchtune.datasets._torchdata", "get_dataloader get_multi_dataset load_hf_dataset"
+    ),
     "torchtune.data._prompt_templates._TemplateType": "torchtune.data.TemplateType",
     "torchtune.data._prompt_templates._get_prompt_template": "torchtune.data.get_prompt_template",
     "torchtune.data.JSONToMessages": "torchtune.data.OpenAIToMessages",  # in 0.3

@@ -56,6 +56,17 @@ def _merge_yaml_and_cli_args(yaml_args: argparse.Namespace, cli_args: Sequence[s
     return OmegaConf.create(document.data)
 
 
+def chain(*funcs: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return the function that applies ``funcs`` in order."""
+
+    def chained(value: Any) -> Any:
+        for function in funcs:
+            value = function(value)
+        return value
+
+    return chained
+
+
 def update_stop_tokens_tracker(tokens: Tensor, stop_tokens: Tensor, stop_token_reached: Tensor) -> Tensor:
     """Mark the sequences whose newest token is a stop token.
 

@@ -1,15 +1,17 @@
 """Batch of token sequences for training."""
 
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
 from torch.nn import functional as F
 
-from torchtune.data._check_shifted import check_shifted
-from torchtune.data._common import CROSS_ENTROPY_IGNORE_IDX, DataError
 from torchtune.data._documents import Documents
+from torchtune.data._rows import DataError
+from torchtune.data._token_rows import CROSS_ENTROPY_IGNORE_IDX
 
 _FIELDS = ("tokens", "labels", "input_pos", "documents")
 _EXTRAS = ("per_token", "per_document", "inputs")
@@ -404,3 +406,123 @@ def _pin(value: Any) -> Any:
 def _pad(value: torch.Tensor, missing: int, fill: int = 0) -> torch.Tensor:
     """Pad dimension 1 on the right."""
     return F.pad(value, (0, 0) * (value.dim() - 2) + (0, missing), value=fill)
+
+
+def check_shifted(
+    tokens: torch.Tensor, labels: torch.Tensor, lengths: Sequence[int] | None = None, name: str = "an example"
+) -> None:
+    """Check that labels are shifted: ``labels[i]`` is the token after position ``i``, unlike in ``transformers``.
+
+    With unshifted labels a model learns to repeat its input. Rows that fit both conventions pass, such as rows
+    with one repeated token.
+
+    Args:
+        tokens: int64 ``[b, s]`` or ``[s]``; not checked on an accelerator.
+        labels: same shape as ``tokens``.
+        lengths: lengths of the documents, and of the padding between them, in the flattened positions; by default each
+            row is one document.
+        name: name of the rows, for the error message.
+
+    Raises:
+        DataError: every label equals the token at its own position instead of the next token.
+    """
+    if tokens.device.type != "cpu" or type(tokens) is not torch.Tensor:  # no synchronization, no fake tensors
+        return
+    known = labels != CROSS_ENTROPY_IGNORE_IDX
+    if not known.any() or (known & (labels != tokens)).any():
+        return
+    known = known.flatten().clone()
+    tokens, ends = tokens.flatten(), [tokens.shape[-1]] * (len(tokens) if tokens.dim() > 1 else 1)
+    values = tokens[known]
+    known[torch.tensor(list(accumulate(ends if lengths is None else lengths))) - 1] = False  # no next token
+    is_next = tokens[1:] == tokens[:-1]
+    if (known[:-1] & ~is_next).any() and (values != values[0]).any():
+        raise DataError(
+            f"The labels of {name} are the tokens at their own position, as transformers takes them: labels[i] is the "
+            f"token to predict at position i, and {CROSS_ENTROPY_IGNORE_IDX} where none is: shift them, as in "
+            f"labels = [*labels[1:], {CROSS_ENTROPY_IGNORE_IDX}]."
+        )
+
+
+# The keys of a prefix are copied for every document that continues it. For fewer tokens the copies cost too much.
+MIN_SHARED = 8
+
+
+def share_prefixes(batch: Batch, groups: Sequence[int], *, labelled: bool = False) -> Batch:
+    """Move the common prefix of a group's documents into a separate document before them.
+
+    Results per document do not change: neither the hidden states of their tokens nor :meth:`Batch.sum_per_document`.
+    The prefix ends before the first difference in tokens, labels or ``per_token``. So the last token of a prompt is not
+    shared, because its label, the first token of the answer, differs.
+
+    Args:
+        batch: a batch on the host, with documents.
+        groups: group number of every document; documents are compared within a group.
+        labelled: also share labeled tokens. This is correct for losses computed from per-document sums, but wrong for
+            losses that sum over tokens.
+
+    Returns:
+        A batch of one row, with the documents and per-document entries sorted by group. A group with fewer than 8
+        common tokens has no prefix; without any prefix, the batch is returned unchanged.
+
+    Raises:
+        DataError: the batch has no documents, has entries in ``inputs`` (neither per token nor per document), or is
+            split or padded.
+
+    Example:
+        >>> rows = [{"tokens": [*range(9), last], "labels": [-100] * 9 + [7]} for last in (20, 30)]
+        >>> batch = torchtune.data.collate_documents(rows)
+        >>> torchtune.data.share_prefixes(batch, [0, 0]).documents.lengths
+        (9, 1, 1)
+    """
+    if batch.documents is None or batch.inputs or batch.num_padding_documents or batch.shard[1] > 1:
+        raise DataError(
+            "collate_fn: only text batches with documents, neither padded nor split, can share prefixes: use "
+            "torchtune.data.collate_preference, or set share_prefix to False."
+        )
+    if batch.documents.prefixes:
+        return batch
+    row = batch._as_row()
+    lengths, starts = batch.documents.lengths, [0, *accumulate(batch.documents.lengths)]
+    members: dict[int, list[int]] = {}
+    for document, group in enumerate(groups):
+        members.setdefault(group, []).append(document)
+    columns = [row.tokens, row.input_pos, *row.per_token.values(), *([] if row.labels is None else [row.labels])]
+    columns = [value[0].reshape(row.num_tokens, -1).numpy() for value in columns]
+    order, kept, new_lengths, prefixes = [], [], [], []
+    for group in members.values():
+        common = _common_length(columns, [(starts[i], lengths[i]) for i in group]) if len(group) > 1 else 0
+        if common and not labelled and row.labels is not None:
+            label = row.labels[0, starts[group[0]] : starts[group[0]] + common].numpy() != CROSS_ENTROPY_IGNORE_IDX
+            common = int(label.argmax()) if label.any() else common
+        common = common if common >= MIN_SHARED else 0
+        prefix = len(new_lengths) if common else -1
+        if common:
+            kept.append(np.arange(starts[group[0]], starts[group[0]] + common))
+        kept += [np.arange(starts[i] + common, starts[i + 1]) for i in group]
+        new_lengths += [common] * (common > 0) + [lengths[i] - common for i in group]
+        prefixes += [-1] * (common > 0) + [prefix] * len(group)
+        order += group
+    if max(prefixes) < 0:
+        return batch
+    index, documents = torch.from_numpy(np.concatenate(kept)), torch.tensor(order)
+    return replace(
+        row,
+        tokens=row.tokens[:, index],
+        labels=None if row.labels is None else row.labels[:, index],
+        input_pos=row.input_pos[:, index],
+        documents=Documents.from_lengths(new_lengths, prefixes=prefixes),
+        per_token={name: value[:, index] for name, value in row.per_token.items()},
+        per_document={name: value[documents] for name, value in row.per_document.items()},
+    )
+
+
+def _common_length(columns: Sequence[np.ndarray], spans: Sequence[tuple[int, int]]) -> int:
+    """Return the number of leading positions that all spans (start, length) share, at most the shortest length - 1."""
+    first, _ = spans[0]
+    common = min(length for _, length in spans) - 1
+    for start, _ in spans[1:]:
+        for values in columns:
+            differs = (values[first : first + common] != values[start : start + common]).any(-1)
+            common = int(differs.argmax()) if differs.any() else common
+    return common

@@ -4,8 +4,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torchtune.data._common import DataError
 from torchtune.data._messages import MaskingStrategy, Message, MessageLike, as_messages, mask_messages
+from torchtune.data._rows import DataError
 from torchtune.data._tool_calls import canonical_calls, function_tool, read_tools
 
 # Columns with the system prompt of a row.

@@ -7,7 +7,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from torchtune.data._common import DataError
+from torchtune.data._rows import DataError
 
 
 @dataclass(frozen=True)

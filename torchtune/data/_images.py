@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchtune.data._common import DataError
 from torchtune.data._messages import Video
+from torchtune.data._rows import DataError
 from torchtune.utils import require
 
 if TYPE_CHECKING:

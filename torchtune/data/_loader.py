@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from torchtune.data._check_shifted import check_shifted
-from torchtune.data._common import CROSS_ENTROPY_IGNORE_IDX, DataError
+from torchtune.data._batch import check_shifted
+from torchtune.data._rows import DataError
+from torchtune.data._token_rows import CROSS_ENTROPY_IGNORE_IDX
 
 Collated = Any  # the return value of collate_fn
 _PREFETCH_EXAMPLES = 64  # number of examples announced to a stream in advance

@@ -5,7 +5,7 @@ from enum import Enum
 from typing import Any, Literal, NamedTuple, get_args
 
 from torchtune._lazy import former_names
-from torchtune.data._common import DataError
+from torchtune.data._rows import DataError
 from torchtune.data._tool_calls import call_of_text, read_tool_calls
 
 Role = Literal["system", "user", "assistant", "ipython", "tool"]

@@ -6,8 +6,8 @@ from functools import partial
 from typing import ClassVar, Protocol
 
 from torchtune._lazy import former_names
-from torchtune.data._common import DataError
 from torchtune.data._messages import Message, MessageLike, Role, as_messages
+from torchtune.data._rows import DataError
 
 TemplateType = str | Mapping[Role, tuple[str, str]]
 

@@ -5,7 +5,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torchtune.data._common import DataError
+from torchtune.data._rows import DataError
 from torchtune.utils import UserError, check_surrogates
 
 

@@ -9,7 +9,6 @@ from torchtune.config import locate
 from torchtune.data import (
     Batch,
     DataError,
-    check_tokenizer,
     collate_documents,
     padded_collate_sft,
     padded_collate_tiled_images_and_mask,
@@ -17,6 +16,7 @@ from torchtune.data import (
 from torchtune.datasets._concat import ConcatDataset
 from torchtune.datasets._foreign import CheckedDataset, is_own
 from torchtune.datasets._tokenize import longest_row, rows_up_to
+from torchtune.tokenizers import check_tokenizer
 from torchtune.utils import doing
 
 

@@ -13,7 +13,6 @@ from torchtune.data import (
     Transform,
     as_messages,
     check_answers,
-    check_tokenizer,
     copy_sample,
     is_empty,
 )
@@ -23,7 +22,7 @@ from torchtune.datasets._row_images import encoded, row_error, tokenize_text
 from torchtune.datasets._row_source import RowSource, Source
 from torchtune.datasets._token_store import PreparedRows
 from torchtune.datasets._tokenize import Tokenize, TokenizedDataset, why_no_label
-from torchtune.tokenizers import ModelTokenizer
+from torchtune.tokenizers import ModelTokenizer, check_tokenizer
 
 _SIDES = ("chosen", "rejected")
 

@@ -7,7 +7,6 @@ from torchtune.data import (
     Conversation,
     DataError,
     Message,
-    check_tokenizer,
     images_of_columns,
     read_conversation,
     reference_answer,
@@ -17,7 +16,7 @@ from torchtune.data import (
 from torchtune.datasets._row_images import row_error, tokenize_text
 from torchtune.datasets._row_source import RowSource, Source
 from torchtune.datasets._tokenize import Tokenize, TokenizedDataset
-from torchtune.tokenizers import ModelTokenizer
+from torchtune.tokenizers import ModelTokenizer, check_tokenizer
 
 
 class PromptDataset(TokenizedDataset):

@@ -12,7 +12,6 @@ from torchtune.data import (
     Transform,
     as_messages,
     check_answers,
-    check_tokenizer,
     copy_sample,
     validate_messages,
 )
@@ -23,7 +22,7 @@ from torchtune.datasets._row_images import check_images, check_rows, encoded, im
 from torchtune.datasets._row_source import RowSource, Source
 from torchtune.datasets._shared import is_preparing
 from torchtune.datasets._tokenize import OnReading, TokenizedDataset, TransformRows
-from torchtune.tokenizers import arrays_of, tool_options
+from torchtune.tokenizers import arrays_of, check_tokenizer, tool_options
 
 
 class SFTTransform(Transform):

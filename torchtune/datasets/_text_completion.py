@@ -3,13 +3,13 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, check_tokenizer, text_column, truncate
+from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, text_column, truncate
 from torchtune.datasets._packed import PackedDataset
 from torchtune.datasets._row_source import RowSource, Source
 from torchtune.datasets._sft_builder import pack_length
 from torchtune.datasets._streamed import StreamedDataset
 from torchtune.datasets._tokenize import TokenizedDataset, TransformRows
-from torchtune.tokenizers import BaseTokenizer
+from torchtune.tokenizers import BaseTokenizer, check_tokenizer
 
 
 class TextTransform:

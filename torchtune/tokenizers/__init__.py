@@ -34,6 +34,7 @@ __getattr__, __dir__, __all__ = attach(
         "PublishedFiles": "_files",
         "SentencePieceChatTokenizer": "_sentencepiece",
         "arrays_of": "_protocols",
+        "check_tokenizer": "_protocols",
         "decode_pieces": "_decoding",
         "document_texts": "_decoding",
         "end_of_turn_ids": "_protocols",

@@ -77,6 +77,36 @@ def end_of_turn_ids(tokenizer: Any) -> list[int]:
     return list(dict.fromkeys([*getattr(tokenizer, "stop_tokens", ()), *getattr(tokenizer, "turn_ends", ())]))
 
 
+# What a tokenizer may need, with its meaning for messages; see torchtune.tokenizers.RecipeTokenizer.
+_NEEDED = {
+    "vocab_size": "the number of its tokens",
+    "encode": "encode(text, add_bos=True, add_eos=True) returns ids",
+    "__call__": 'a call with {"messages": [...]} returns tokens, and a mask that is True where they are not trained',
+}
+
+
+def check_tokenizer(tokenizer: Any, *needed: str, reader: str = "a dataset") -> None:
+    """Check the interface of a tokenizer.
+
+    Args:
+        tokenizer: a tokenizer of this library, or of the user's own.
+        needed: names among ``vocab_size``, ``encode`` and ``__call__``.
+        reader: what needs them, for the message.
+
+    Raises:
+        DataError: it lacks one of them, or it is a tokenizer of ``transformers``, which has a different interface.
+    """
+    if any(base.__module__.partition(".")[0] == "transformers" for base in type(tokenizer).__mro__):
+        raise DataError(
+            f"tokenizer: a {type(tokenizer).__name__} of transformers masks and ends nothing here: give "
+            "torchtune.tokenizers.hf_tokenizer(folder), which reads the same files."
+        )
+    for name in needed:
+        if not hasattr(tokenizer, name):
+            kind = type(tokenizer).__name__
+            raise DataError(f"tokenizer: a {kind} has no {name}, which {reader} needs ({_NEEDED[name]}): add it.")
+
+
 def check_text(text: Any) -> None:
     """Raise :class:`DataError` if ``text`` is not a string."""
     if not isinstance(text, str):

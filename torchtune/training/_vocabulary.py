@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from torchtune.data import check_tokenizer
 from torchtune.modules.transformer import text_decoder
+from torchtune.tokenizers import check_tokenizer
 from torchtune.utils import UserError, get_logger
 
 

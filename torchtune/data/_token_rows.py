@@ -1,10 +1,19 @@
-"""Truncation of rows to the maximum sequence length."""
+"""Rows of token ids: the label that the loss ignores, and truncation."""
 
 from collections.abc import Collection
 from typing import Any
 
-from torchtune.data._common import DataError
+from torchtune.data._rows import DataError
 from torchtune.utils import UserError
+
+# Label of a position that is excluded from the loss.
+CROSS_ENTROPY_IGNORE_IDX = -100
+
+
+class SourceNumber(int):
+    """Index of the dataset that an example of a mixture is from; ``names`` are the names of all datasets."""
+
+    names: tuple[str, ...] = ()
 
 
 def truncate(
