@@ -1,8 +1,9 @@
-"""Sandboxed rendering of Jinja chat templates."""
+"""Chat templates: rendering of Jinja templates in a sandbox with limits, and conversion to Go's template language."""
 
 import json
 import re
 import threading
+import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
@@ -17,17 +18,17 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
-from torchtune.data import DataError
-from torchtune.tokenizers._reasoning import REASONING_FIELDS
+from torchtune.data import REASONING_FIELDS, DataError
 
 # Delimiters around the text of a {% generation %} block; random, so no text contains them.
-_OPEN, _CLOSE = (f"\ue000{uuid.uuid4().hex}\ue001" for _ in range(2))
+_GENERATION_START = f"\ue000{uuid.uuid4().hex}\ue001"
+_GENERATION_END = f"\ue000{uuid.uuid4().hex}\ue001"
 # Errors of template expressions on unexpected data.
 _TEMPLATE_FAILURES = (TemplateError, TypeError, ValueError, LookupError, AttributeError)
 
 _CLOCK_CALL = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")
 _DIRECTIVE = re.compile(r"%-?(.)")
-_DATE = frozenset("aAwdbBmyYjUWGVux%")  # strftime directives that change at most once a day
+_DATE_DIRECTIVES = frozenset("aAwdbBmyYjUWGVux%")  # strftime directives that change at most once a day
 
 _PROBE_TEXT = f"probe{uuid.uuid4().hex}"  # letters and digits only, like all marks
 _PROBE_CALL = {"type": "function", "id": "call00000", "function": {"name": "look", "arguments": {"at": "it"}}}
@@ -58,7 +59,7 @@ class _Generation(Extension):
         return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
 
     def _mark(self, caller: Any) -> str:
-        return f"{_OPEN}{caller()}{_CLOSE}"
+        return f"{_GENERATION_START}{caller()}{_GENERATION_END}"
 
 
 def _to_json(
@@ -78,9 +79,9 @@ def _raise_exception(message: str) -> NoReturn:
 class ChatTemplate:
     """A compiled chat template.
 
-    Templates are untrusted code: they run in Jinja's immutable sandbox with a size limit, and see plain data only. The
-    environment is the same as in ``transformers``: trimmed blocks, ``break`` and ``continue``, ``tojson``,
-    ``strftime_now``, ``raise_exception``, ``{% generation %}``.
+    Templates are untrusted code: they run in :class:`TemplateSandbox`, and see plain data only. The environment is the
+    same as in ``transformers``: trimmed blocks, ``break`` and ``continue``, ``tojson``, ``strftime_now``,
+    ``raise_exception``, ``{% generation %}``.
 
     Some templates, such as SmolVLM's, iterate over the parts of a turn and write nothing for a text; others fail at a
     list of parts. Each text is therefore passed in the form in which the template writes turns of this role.
@@ -97,38 +98,41 @@ class ChatTemplate:
         self.source = source
         self.variables = dict(variables)
         self.now: datetime | None = None
+        self.marks_generation = "generation" in source and "endgeneration" in source
         self._is_part_role: dict[str, bool] = {}
         self._is_reasoning_written: dict[bool, bool] = {}  # by whether the reasoning has a field of its own
-        self._environment = environment = LimitedEnvironment(
+        if len(source) > MAX_SOURCE:
+            raise DataError(f"The chat template has {len(source)} characters: {MAX_SOURCE} are the most that is read.")
+        self._environment = TemplateSandbox(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols], filters={"tojson": _to_json}
         )
-        environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = self._strftime_now
-        if len(source) > SOURCE:
-            raise DataError(f"The chat template has {len(source)} characters: {SOURCE} are the most that is read.")
+        self._environment.globals["raise_exception"] = _raise_exception
+        self._environment.globals["strftime_now"] = self._strftime_now
+        self._environment.start_rendering()  # compilation evaluates constant expressions
         try:
-            self._template = environment.from_string(source)
-            self._template.globals = dict(self._template.globals)  # a plain dict is faster than Jinja's ChainMap
+            self._template = self._environment.from_string(source)
         except DataError:
             raise
         except (RecursionError, MemoryError, SyntaxError, OverflowError) as error:
             raise DataError("The chat template is nested too deeply, or its constants are too large.") from error
         except TemplateError as error:
             line = getattr(error, "lineno", None)
-            said = str(error).rstrip(".")
-            raise DataError(f"The chat template has an error in line {line}: {said}.") from error
-        self.marks_generation = "generation" in source and "endgeneration" in source
+            problem = str(error).rstrip(".")
+            raise DataError(f"The chat template has an error in line {line}: {problem}.") from error
+        self._template.globals = dict(self._template.globals)  # a plain dict is faster than Jinja's ChainMap
 
     def __reduce__(self) -> Any:
         return type(self), (self.source, self.variables)  # recompiled when unpickled
 
     def fingerprint_parts(self) -> list[Any] | None:
         """Return the values that renderings depend on; None if they depend on the time of day."""
-        layouts = _CLOCK_CALL.findall(self.source)
-        mentions = len(re.findall(r"strftime_now(?!\s+is\s+(?:not\s+)?defined)", self.source))
-        if len(layouts) != mentions or any(set(_DIRECTIVE.findall(layout)) - _DATE for _, layout in layouts):
+        layouts = [layout for _, layout in _CLOCK_CALL.findall(self.source)]
+        num_mentions = len(re.findall(r"strftime_now(?!\s+is\s+(?:not\s+)?defined)", self.source))
+        if len(layouts) != num_mentions:  # a layout that is not a constant
             return None
-        return [self.source, self.variables, [self._strftime_now(layout) for _, layout in layouts]]
+        if any(set(_DIRECTIVE.findall(layout)) - _DATE_DIRECTIVES for layout in layouts):
+            return None
+        return [self.source, self.variables, [self._strftime_now(layout) for layout in layouts]]
 
     def _strftime_now(self, layout: str) -> str:
         return (self.now or datetime.now()).strftime(layout)
@@ -190,7 +194,7 @@ class ChatTemplate:
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool, tools: Sequence[Any] | None
     ) -> tuple[str, list[tuple[int, int]]]:
         """Render turns as they are; see :meth:`render`."""
-        self._environment.begin()
+        self._environment.start_rendering()
         try:
             text = self._template.render(
                 messages=list(messages),
@@ -205,26 +209,40 @@ class ChatTemplate:
             raise DataError("The chat template calls itself without an end, or asks for too much memory.") from error
         except _TEMPLATE_FAILURES as error:
             raise DataError(f"the chat template refuses the conversation: {error}") from error
-        if _OPEN not in text:
-            return text, []
-        spans: list[tuple[int, int]] = []
-        pieces: list[str] = []
-        length = 0
-        for piece in text.split(_OPEN):
-            inside, mark, outside = piece.partition(_CLOSE)
-            if mark:
-                spans.append((length, length + len(inside)))
-            pieces += [inside, outside]
-            length += len(inside) + len(outside)
-        return "".join(pieces), spans
+        return _split_generation_blocks(text)
 
 
-BUDGET = 1 << 27  # characters per rendering
-SOURCE = 1 << 20  # characters of a template
-_ELEMENT, _ITERATION, _TEXT = 8, 16, 64  # prices of a list element, a loop iteration and a small string
-_BITS = 256  # maximum size of an integer
-_NUMBER = 80  # characters of a written number
-_METHODS = frozenset(
+def _split_generation_blocks(text: str) -> tuple[str, list[tuple[int, int]]]:
+    """Remove the delimiters of generation blocks; return the text and (start, end) of each block."""
+    if _GENERATION_START not in text:
+        return text, []
+    spans: list[tuple[int, int]] = []
+    pieces: list[str] = []
+    length = 0
+    for piece in text.split(_GENERATION_START):
+        inside, delimiter, outside = piece.partition(_GENERATION_END)
+        if delimiter:
+            spans.append((length, length + len(inside)))
+        pieces += [inside, outside]
+        length += len(inside) + len(outside)
+    return "".join(pieces), spans
+
+
+# Limits of one rendering. The largest conversations have some ten million characters and render in about a second.
+MAX_SOURCE = 1 << 20  # characters of a template
+MAX_CHARACTERS = 1 << 27  # created while rendering, in texts and, converted to characters, in lists and iterations
+MAX_CPU_SECONDS = 30.0
+_CHARGES_PER_CLOCK_READING = 256  # reading the CPU time is a system call
+
+# Memory that is charged for what is not text, in characters.
+_LIST_ELEMENT = 8
+_ITERATION = 16
+_SMALL_STRING = 64
+_WRITTEN_NUMBER = 80
+_MAX_INTEGER_BITS = 256
+
+# Everything else is refused: an unlisted filter or method might create more than it is charged for.
+_STRING_METHODS = frozenset(
     "capitalize count endswith find format index isdigit isnumeric join lower lstrip partition removeprefix "
     "removesuffix replace rfind rpartition rsplit rstrip split splitlines startswith strip title upper".split()
 )
@@ -233,172 +251,251 @@ _FILTERS = frozenset(
     "length list lower map max min reject rejectattr replace reverse round safe select selectattr sort string title "
     "trim unique upper wordcount".split()
 )
-_CREATED, _ITERATED = " created", " iterated"  # names that a template cannot spell
-# A width from a value: '%*d', '{:{}}'
-_OPEN_WIDTH = re.compile(r"%[^a-zA-Z%]*\*|\{[^{}]*:[^{}]*\{")
+# Filters that the sandbox adds; a template cannot spell their names.
+_CHARGE_VALUE = " charge value"
+_CHARGE_ITERATION = " charge iteration"
+# A width that is taken from an argument: '%*d', '{:{}}'.
+_WIDTH_FROM_ARGUMENT = re.compile(r"%[^a-zA-Z%]*\*|\{[^{}]*:[^{}]*\{")
 
 
-def _excess() -> DataError:
+def _too_large() -> DataError:
     return DataError(
         "The chat template makes a text, a list, a loop or a number without an end: it is broken or hostile; take the "
         "checkpoint's original, or set the tokenizer's chat_template to another."
     )
 
 
-def _size(value: Any) -> int:
+def _too_slow() -> DataError:
+    return DataError(
+        f"The chat template takes more than {MAX_CPU_SECONDS:g} seconds for one conversation: it is broken or hostile; "
+        "take the checkpoint's original, or set the tokenizer's chat_template to another."
+    )
+
+
+def _memory_of(value: Any) -> int:
+    """Return the size of a text or list in characters, without that of the list's elements."""
     if isinstance(value, str | bytes):
         return len(value)
-    return _ELEMENT * len(value) if isinstance(value, list | tuple | dict) else 0
+    if isinstance(value, list | tuple | dict):
+        return _LIST_ELEMENT * len(value)
+    return 0
 
 
-def _written(value: Any, indent: int = 0, depth: int = 1) -> int:
-    """Return the number of characters of nested plain data as text; beyond the budget, only a lower bound."""
+def _written_length(value: Any, indent: int = 0, depth: int = 1) -> int:
+    """Return the number of characters of nested plain data as text; above the limit, only a lower bound.
+
+    A list may contain the same list many times, so that its text is exponentially larger than the data.
+    """
     if isinstance(value, str | bytes):
         return len(value)
     if isinstance(value, Mapping):
-        parts = [*value.keys(), *value.values()]
+        elements = [*value.keys(), *value.values()]
     elif isinstance(value, list | tuple | set | frozenset):
-        parts = value
+        elements = value
     else:
-        return _NUMBER
-    total = 0
-    for part in parts:
-        total += _TEXT + indent * depth + _written(part, indent, depth + 1)
-        if total > BUDGET:
+        return _WRITTEN_NUMBER
+    length = 0
+    for element in elements:
+        length += _SMALL_STRING + indent * depth + _written_length(element, indent, depth + 1)
+        if length > MAX_CHARACTERS:
             break
-    return total
+    return length
 
 
 def _cost_of_format(layout: str, *args: Any, **kwargs: Any) -> int:
-    if _OPEN_WIDTH.search(layout):
-        raise _excess()
-    widths = sum(map(int, re.findall(r"\d+", layout)))
-    return widths + (layout.count("{") + layout.count("%")) * _written([args, kwargs])
+    if _WIDTH_FROM_ARGUMENT.search(layout):
+        raise _too_large()
+    widths = sum(int(digits) for digits in re.findall(r"\d+", layout))
+    num_fields = layout.count("{") + layout.count("%")
+    return widths + num_fields * _written_length([args, kwargs])
 
 
 def _cost_of_letters(value: Any, *args: Any, **kwargs: Any) -> int:
-    return _TEXT * len(value) if isinstance(value, str) else 0
+    """Return the cost of iterating over a value: a text becomes one small string per letter."""
+    return _SMALL_STRING * len(value) if isinstance(value, str) else 0
 
 
-def _cost_of_pieces(text: str, sep: str | None = None, maxsplit: int = -1) -> int:
-    return _TEXT * (text.count(sep) if sep else len(text) // 2)
+def _cost_of_split(text: str, sep: str | None = None, maxsplit: int = -1) -> int:
+    num_pieces = text.count(sep) if sep else len(text) // 2
+    return _SMALL_STRING * num_pieces
 
 
 def _cost_of_indent(text: str, width: int | str = 4, first: bool = False, blank: bool = False) -> int:
-    return (str(text).count("\n") + 1) * (len(width) if isinstance(width, str) else width)
+    num_lines = str(text).count("\n") + 1
+    return num_lines * (len(width) if isinstance(width, str) else width)
 
 
-# Filter or method -> estimated number of characters of a result that may be larger than the input.
+def _cost_of_join(value: Any, d: str = "", attribute: Any = None) -> int:
+    return _cost_of_letters(value) + _written_length(value) + len(value) * len(d)
+
+
+def _cost_of_replace(text: Any, old: str, new: str, count: int | None = None) -> int:
+    return str(text).count(old) * len(new)
+
+
+def _cost_of_round(value: Any, precision: int = 0, method: str = "common") -> int:
+    return precision**2  # the time for 10**precision
+
+
+def _cost_of_json(
+    value: Any, indent: int | None = None, separators: Sequence[str] | None = None, **options: Any
+) -> int:
+    per_element = (indent or 0) + sum(len(separator) for separator in separators or ())
+    return _written_length(value, per_element)
+
+
+# Filter or string method -> number of characters to charge before the call, because the result may be much larger than
+# the arguments. The results of all other calls are charged afterwards.
 _COSTS: dict[str, Callable[..., int]] = {
-    **dict.fromkeys(
-        "groupby list map reject rejectattr select selectattr sort splitlines unique".split(), _cost_of_letters
-    ),
-    **dict.fromkeys(("split", "rsplit"), _cost_of_pieces),
-    **dict.fromkeys(("format", "format_map"), _cost_of_format),
+    "format": _cost_of_format,
+    "format_map": _cost_of_format,
+    "groupby": _cost_of_letters,
     "indent": _cost_of_indent,
-    "join": lambda value, d="", attribute=None: _cost_of_letters(value) + _written(value) + len(value) * len(d),
-    "replace": lambda text, old, new, count=None: str(text).count(old) * len(new),
-    "round": lambda value, precision=0, method="common": precision**2,
-    "string": _written,
-    "tojson": lambda value, indent=None, separators=(), **options: _written(
-        value, (indent or 0) + sum(map(len, separators or ()))
-    ),
+    "join": _cost_of_join,
+    "list": _cost_of_letters,
+    "map": _cost_of_letters,
+    "reject": _cost_of_letters,
+    "rejectattr": _cost_of_letters,
+    "replace": _cost_of_replace,
+    "round": _cost_of_round,
+    "rsplit": _cost_of_split,
+    "select": _cost_of_letters,
+    "selectattr": _cost_of_letters,
+    "sort": _cost_of_letters,
+    "split": _cost_of_split,
+    "splitlines": _cost_of_letters,
+    "string": _written_length,
+    "tojson": _cost_of_json,
+    "unique": _cost_of_letters,
 }
 
 
-class LimitedEnvironment(ImmutableSandboxedEnvironment):
-    """Jinja's immutable sandbox with a budget of characters per rendering."""
+class _Allowance(threading.local):
+    """Characters and CPU time that the rendering in this thread may still use."""
+
+    characters = 0
+    end = 0.0
+    num_charges = 0
+
+
+class TemplateSandbox(ImmutableSandboxedEnvironment):
+    """Jinja's immutable sandbox with limits on memory and CPU time.
+
+    Chat templates are untrusted code from checkpoints. Jinja's sandbox keeps them from files and from Python objects,
+    but one expression such as ``'x' * 10**11`` fills the memory inside a single call of the interpreter, where no timer
+    can interrupt it, least of all outside the main thread. Therefore every operation is charged for what it creates:
+    before it runs if its result may be much larger than its arguments, otherwise afterwards. The charge also compares
+    the CPU time of the thread, which other processes on a busy machine do not change.
+    """
 
     intercepted_binops: ClassVar = frozenset({"+", "*", "**", "%"})
 
     def __init__(self, filters: Mapping[str, Callable[..., Any]], **options: Any) -> None:
-        self._thread = threading.local()
-        super().__init__(finalize=self._output, **options)
-        known = {name: function for name, function in self.filters.items() if name in _FILTERS} | filters
-        self.filters = {name: self._paid(name, function) for name, function in known.items()}
-        self.filters |= {_CREATED: self._created, _ITERATED: self._iterated}
+        self._allowance = _Allowance()
+        super().__init__(finalize=self._finalize, **options)
+        allowed = {name: function for name, function in self.filters.items() if name in _FILTERS}
+        allowed.update(filters)
+        self.filters = {name: self._charged(name, function) for name, function in allowed.items()}
+        self.filters[_CHARGE_VALUE] = self._charge_value
+        self.filters[_CHARGE_ITERATION] = self._charge_iteration
         del self.globals["lipsum"]
 
-    def begin(self) -> None:
-        """Set this thread's budget for a new rendering."""
-        self._thread.left = BUDGET
+    def start_rendering(self) -> None:
+        """Reset the limits of this thread for a new rendering."""
+        self._allowance.characters = MAX_CHARACTERS
+        self._allowance.end = time.thread_time() + MAX_CPU_SECONDS
+        self._allowance.num_charges = 0
 
-    def _pay(self, size: int) -> None:
-        self._thread.left = left = getattr(self._thread, "left", BUDGET) - size
-        if left < 0:
-            raise _excess()
+    def _charge(self, num_characters: int) -> None:
+        allowance = self._allowance
+        allowance.characters -= num_characters
+        if allowance.characters < 0:
+            raise _too_large()
+        allowance.num_charges += 1
+        if allowance.num_charges % _CHARGES_PER_CLOCK_READING == 0 and time.thread_time() > allowance.end:
+            raise _too_slow()
 
-    def _created(self, value: Any) -> Any:
-        self._pay(_size(value))
+    def _charge_value(self, value: Any) -> Any:
+        self._charge(_memory_of(value))
         return value
 
     @pass_context  # not evaluated at compile time
-    def _iterated(self, context: Context, size: int) -> None:
-        self._pay(size)
+    def _charge_iteration(self, context: Context, num_characters: int) -> None:
+        self._charge(num_characters)
 
-    def _output(self, value: Any) -> str:
+    def _finalize(self, value: Any) -> str:
+        """Convert the value of ``{{ … }}`` to text."""
         if not isinstance(value, str):
-            self._pay(_written(value))
-        return self._created(str(value))
+            self._charge(_written_length(value))
+        return self._charge_value(str(value))
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
-        return _Payments().visit(super()._parse(source, name, filename))
+        return _ChargeInserter().visit(super()._parse(source, name, filename))
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        """Return whether a template may use an attribute: ``_METHODS`` of strings, none of bytes and numbers."""
+        """Return whether a template may use an attribute: listed methods of strings, none of bytes and numbers."""
         if isinstance(obj, str):
-            return attr in _METHODS
+            return attr in _STRING_METHODS
         return not isinstance(obj, bytes | int | float) and super().is_safe_attribute(obj, attr, value)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """Evaluate ``left operator right`` and pay for the result."""
+        """Evaluate ``left operator right`` and charge for the result."""
         if isinstance(left, int) and isinstance(right, int):
-            bits = left.bit_length() * max(right, 1) if operator == "**" else left.bit_length() + right.bit_length()
-            if bits > _BITS and operator in ("**", "*"):
-                raise _excess()
+            if operator == "*":
+                num_bits = left.bit_length() + right.bit_length()
+            elif operator == "**":
+                num_bits = left.bit_length() * max(right, 1)
+            else:
+                num_bits = 0
+            if num_bits > _MAX_INTEGER_BITS:
+                raise _too_large()
         elif operator == "*":
-            self._pay(_size(left) * right if isinstance(right, int) else _size(right) * left)
+            sequence, repetitions = (left, right) if isinstance(right, int) else (right, left)
+            self._charge(_memory_of(sequence) * repetitions)
         elif operator == "%" and isinstance(left, str):
-            self._pay(_cost_of_format(left, right))
-        return self._created(super().call_binop(context, operator, left, right))
+            self._charge(_cost_of_format(left, right))
+        return self._charge_value(super().call_binop(context, operator, left, right))
 
+    # Jinja passes the keyword arguments of the template, so that plain names of parameters could collide with them.
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
-        """Call a function or method and pay for the result."""
+        """Call a function or method and charge for the result."""
         method = getattr(__obj, "__wrapped__", __obj)  # Jinja wraps str.format
         owner = getattr(method, "__self__", None)
-        if not isinstance(owner, str):
-            return __self._created(super().call(__context, __obj, *args, **kwargs))
-        subject = (*args, owner) if method.__name__ == "join" else (owner, *args)
-        if method.__name__ in _COSTS:
+        if isinstance(owner, str) and method.__name__ in _COSTS:
+            # The filter takes the list first, the method takes the separator first.
+            subject = (*args, owner) if method.__name__ == "join" else (owner, *args)
             named = {name: value for name, value in kwargs.items() if not name.startswith("_")}  # Jinja adds _loop_vars
-            __self._pay(_COSTS[method.__name__](*subject, **named))
-        return __self._created(super().call(__context, __obj, *args, **kwargs))
+            __self._charge(_COSTS[method.__name__](*subject, **named))
+        return __self._charge_value(super().call(__context, __obj, *args, **kwargs))
 
-    def _paid(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a filter, so that the rendering pays for its result."""
+    def _charged(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap a filter, so that it charges for its result."""
 
         @wraps(function)  # keeps the attributes that make Jinja pass a context
-        def paid(*args: Any, **kwargs: Any) -> Any:
-            first = 1 if isinstance(args[0], Environment | Context | EvalContext) else 0
-            subject = [list(value) if hasattr(value, "__next__") else value for value in args[first:]]
+        def charged(*args: Any, **kwargs: Any) -> Any:
+            num_contexts = 1 if isinstance(args[0], Environment | Context | EvalContext) else 0
+            values = []
+            for value in args[num_contexts:]:
+                is_iterator = hasattr(value, "__next__")
+                values.append(list(value) if is_iterator else value)
             if name in _COSTS:
-                self._pay(_COSTS[name](*subject, **kwargs))
-            return self._created(function(*args[:first], *subject, **kwargs))
+                self._charge(_COSTS[name](*values, **kwargs))
+            return self._charge_value(function(*args[:num_contexts], *values, **kwargs))
 
-        return paid
+        return charged
 
 
-class _Payments(NodeTransformer):
-    """Adds payments where Jinja has no hook: loops, slices and ``~``."""
+class _ChargeInserter(NodeTransformer):
+    """Adds charges where Jinja has no hook: loops, slices and ``~``."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
         size = _ITERATION + sum(len(data.data) for data in node.find_all(nodes.TemplateData))
-        node.body.insert(0, nodes.ExprStmt(_filtered(nodes.Const(size), _ITERATED)))
+        node.body.insert(0, nodes.ExprStmt(_filtered(nodes.Const(size), _CHARGE_ITERATION)))
         return self.generic_visit(node)
 
     def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:
         node = self.generic_visit(node)
-        return _filtered(node, _CREATED) if isinstance(node.arg, nodes.Slice) else node
+        return _filtered(node, _CHARGE_VALUE) if isinstance(node.arg, nodes.Slice) else node
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
         return self.generic_visit(_filtered(nodes.List(node.nodes), "join"))
@@ -408,9 +505,11 @@ def _filtered(value: nodes.Expr, name: str) -> nodes.Filter:
     return nodes.Filter(value, name, [], [], None, None)
 
 
-_TURNS = re.compile("(Text\ue010\\w\ue011)")
-_LAST = "{{ $end := 0 }}{{ range $i, $_ := .Messages }}{{ $end = $i }}{{ end }}"
-_REFUSAL = "its chat template writes turns that a Modelfile's TEMPLATE cannot express"
+# Stand-in text of a turn in a learned layout, with the first letter of its role.
+_STAND_IN = re.compile("Text\ue010(\\w)\ue011")
+_ROLE_OF_LETTER = {"s": "system", "u": "user", "a": "assistant"}
+_FIND_LAST_INDEX = "{{ $end := 0 }}{{ range $i, $_ := .Messages }}{{ $end = $i }}{{ end }}"
+_NOT_EXPRESSIBLE = "its chat template writes turns that a Modelfile's TEMPLATE cannot express"
 
 
 def go_template(tokenizer: Any, *, adds_bos: bool) -> str:
@@ -434,31 +533,50 @@ def go_template(tokenizer: Any, *, adds_bos: bool) -> str:
         '{{ end }}'
     """
     bos = "" if tokenizer.bos_id is None else tokenizer.decode([tokenizer.bos_id], skip_special_tokens=False)
+    omitted_bos = bos if adds_bos else ""
 
-    def around(roles: str) -> tuple[str, list[str]]:
-        names = {"s": "system", "u": "user", "a": "assistant"}
-        turns = [{"role": names[role], "content": f"Text\ue010{role}\ue011"} for role in roles]
-        pieces = _TURNS.split(tokenizer.render_template(turns, add_generation_prompt=True))
-        texts = [pieces[0].removeprefix(bos) if adds_bos and bos else pieces[0], *pieces[2::2]]
-        if any("{{" in text or '"""' in text for text in texts):
-            raise DataError(f"{_REFUSAL}: they hold {{{{ or quotes.")
-        return "".join(piece[5] for piece in pieces[1::2]), texts
+    _, (before, answer, after, end) = _texts_around_turns(tokenizer, "uau", omitted_bos)
+    first_question = _texts_around_turns(tokenizer, "u", omitted_bos)
+    two_answers = _texts_around_turns(tokenizer, "uauau", omitted_bos)
+    if first_question != ("u", [before, end]) or two_answers[1] != [before, answer, after, answer, after, end]:
+        raise DataError(f"{_NOT_EXPRESSIBLE}: earlier turns are written otherwise than the last.")
 
-    order, (before, answer, after, end) = around("uau")
-    if around("u") != ("u", [before, end]) or around("uauau")[1] != [before, answer, after, answer, after, end]:
-        raise DataError(f"{_REFUSAL}: earlier turns are written otherwise than the last.")
-    start, inside = before, ""
+    start = before
+    system_in_question = ""
     try:
-        order, (first, *rest) = around("suau")
+        order, texts = _texts_around_turns(tokenizer, "suau", omitted_bos)
     except DataError:  # the template does not accept a system turn
-        order = "none"
-    if order == "suau" and rest[1:] == [answer, after, end]:
-        start = f"{{{{ if .System }}}}{first}{{{{ .System }}}}{rest[0]}{{{{ else }}}}{before}{{{{ end }}}}"
-    elif order == "uasu" and [first, rest[0], rest[1], rest[3]] == [before, answer, after, end]:
-        inside = f"{{{{ if and $.System (eq $i $end) }}}}{{{{ $.System }}}}{rest[2]}{{{{ end }}}}"
-    elif order != "none":
-        raise DataError(f"{_REFUSAL}: the system turn changes others.")
-    ends = answer if answer == end else f"{{{{ if eq $i $end }}}}{end}{{{{ else }}}}{answer}{{{{ end }}}}"
-    user = f'{{{{ if eq .Role "user" }}}}{inside}{{{{ .Content }}}}{ends}'
-    assistant = f'{{{{ else if eq .Role "assistant" }}}}{{{{ .Content }}}}{{{{ if ne $i $end }}}}{after}{{{{ end }}}}'
-    return f"{_LAST}{start}{{{{ range $i, $_ := .Messages }}}}{user}{assistant}{{{{ end }}}}{{{{ end }}}}"
+        order, texts = "", []
+    if order == "suau" and texts[2:] == [answer, after, end]:
+        start = "{{ if .System }}" + texts[0] + "{{ .System }}" + texts[1] + "{{ else }}" + before + "{{ end }}"
+    elif order == "uasu" and [texts[0], texts[1], texts[2], texts[4]] == [before, answer, after, end]:
+        system_in_question = "{{ if and $.System (eq $i $end) }}{{ $.System }}" + texts[3] + "{{ end }}"
+    elif order:
+        raise DataError(f"{_NOT_EXPRESSIBLE}: the system turn changes others.")
+
+    question_end = answer if answer == end else "{{ if eq $i $end }}" + end + "{{ else }}" + answer + "{{ end }}"
+    user_turn = '{{ if eq .Role "user" }}' + system_in_question + "{{ .Content }}" + question_end
+    assistant_turn = '{{ else if eq .Role "assistant" }}{{ .Content }}{{ if ne $i $end }}' + after + "{{ end }}"
+    turns = "{{ range $i, $_ := .Messages }}" + user_turn + assistant_turn + "{{ end }}{{ end }}"
+    return _FIND_LAST_INDEX + start + turns
+
+
+def _texts_around_turns(tokenizer: Any, roles: str, omitted_bos: str) -> tuple[str, list[str]]:
+    """Render turns with stand-in texts.
+
+    Args:
+        tokenizer: see :func:`go_template`.
+        roles: first letters of the roles of the turns.
+        omitted_bos: text that is removed from the beginning.
+
+    Returns:
+        first letters of the roles in the order in which the turns are written, and the texts before, between and after
+        the turns.
+    """
+    turns = [{"role": _ROLE_OF_LETTER[letter], "content": f"Text\ue010{letter}\ue011"} for letter in roles]
+    pieces = _STAND_IN.split(tokenizer.render_template(turns, add_generation_prompt=True))
+    pieces[0] = pieces[0].removeprefix(omitted_bos)
+    texts = pieces[::2]
+    if any("{{" in text or '"""' in text for text in texts):
+        raise DataError(f"{_NOT_EXPRESSIBLE}: they hold {{{{ or quotes.")
+    return "".join(pieces[1::2]), texts

@@ -2,6 +2,7 @@
 
 import resource
 import threading
+import time
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from jinja2 import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from torchtune.data import DataError
+from torchtune.tokenizers import _chat_template
 from torchtune.tokenizers._chat_template import ChatTemplate
 
 PUBLISHED = Path(find_spec("trl").origin).parent / "chat_templates"
@@ -110,6 +112,26 @@ def test_a_hostile_template_is_refused(source):
     (error,) = caught
     assert isinstance(error, DataError)
     assert "\n" not in str(error)
+
+
+def test_template_that_works_too_long_is_refused(monkeypatch):
+    """It creates nothing: it searches a long text without an end, in a thread, where no signal can interrupt it."""
+    monkeypatch.setattr(_chat_template, "MAX_CPU_SECONDS", 0.2)
+    source = "{% set x = 'a' * 1000000 %}{% for i in range(9999) %}" + ROUNDS + "{% if 'b' in x %}{% endif %}"
+    caught = []
+    thread = threading.Thread(target=render, args=(source + "{% endfor %}{% endfor %}", caught), daemon=True)
+    thread.start()
+    thread.join(300)
+    (error,) = caught
+    assert "0.2 seconds" in str(error)
+
+
+def test_time_limit_starts_anew_with_every_conversation(monkeypatch):
+    monkeypatch.setattr(_chat_template, "MAX_CPU_SECONDS", 0.2)
+    template = ChatTemplate("{% for i in range(300) %}{% endfor %}{{ messages[0].content }}", {})
+    end = time.thread_time() + 0.3
+    while time.thread_time() < end:
+        assert template.render(CHAT)[0] == "red"
 
 
 def test_long_conversations_are_not_hostile():
