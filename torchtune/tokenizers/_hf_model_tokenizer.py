@@ -36,7 +36,7 @@ from torchtune.tokenizers._reasoning import (
     earlier_reasoning,
     split_turns,
 )
-from torchtune.tokenizers._trained_spans import Layouts, Span, TurnFinder, first_special, learn_stops
+from torchtune.tokenizers._trained_spans import LayoutCache, Span, TurnFinder, first_special, learn_stops
 from torchtune.utils import get_logger, log_once, write_json
 
 # Tokenizer files of other formats.
@@ -118,7 +118,7 @@ class HuggingFaceModelTokenizer(MessageTransform, ModelTokenizer):
             for name, source in _template_sources(folder, self.base_tokenizer.config, chat_template).items()
         }
         self._guard, self._encoder = self.base_tokenizer.guard, self.base_tokenizer.encoder
-        self._layouts = Layouts(self._spans_of_plain)
+        self._layouts = LayoutCache(self._spans_of_plain)
         self._omitted = OmittedTexts()
         self._stops: list[str] = []
         final: list[str] = []
@@ -312,7 +312,7 @@ class HuggingFaceModelTokenizer(MessageTransform, ModelTokenizer):
             template.now = None
 
     def _spans_of_plain(self, turns: list[dict[str, Any]], masked: list[bool]) -> tuple[str, list[Span]]:
-        """Return the result of :meth:`_finished_text` without tools, for :class:`Layouts`."""
+        """Return the result of :meth:`_finished_text` without tools, for :class:`LayoutCache`."""
         template = self._template(None)
         text, generated = template.render(turns)
         finder = self._finder(template, text, turns, None)

@@ -1,7 +1,7 @@
-"""Positions of a conversation's turns in the text that a chat template renders.
+"""Spans of a rendered conversation that are trained on.
 
-A template is a program: it may strip texts, drop the reasoning of earlier turns, add a system prompt or move it into
-another turn. Therefore the conversation is rendered a second time with marks around the texts of its turns, which
+A chat template is a program: it may strip texts, drop the reasoning of earlier turns, add a system prompt or move it
+into another turn. Therefore the conversation is rendered a second time with marks around the texts of its turns, which
 locate each text. The passages between turn texts are compared with two other renderings: the generation prompt before a
 turn shows where the model's output starts, and the conversation that ends after the turn shows where it ends. Both are
 rendered once per kind of passage, so that the cost is linear in the length of the conversation.
@@ -15,25 +15,42 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Any, NamedTuple
 
-from torchtune.data import DataError
+from torchtune.data import REASONING_FIELDS, DataError
 
 Turn = Mapping[str, Any]
 Span = tuple[int, int]
+# (messages, add_generation_prompt) -> text
+Render = Callable[[Sequence[Turn], bool], str]
 
 # Letters and digits only, which templates and JSON leave unchanged; random, so no text contains them.
 _KEY = f"m{uuid.uuid4().hex[:16]}"
 _MARK = re.compile(rf"{_KEY}(\d+)([oc])q")
-_REASONING = ("reasoning_content", "thinking", "reasoning")
 _OPENING_TAGS = re.compile(r"\s*(?:</?\w+>\s*)*")
-_CLOSING_TAGS = 4  # maximum number of closing tags
-_LAST_TAG = re.compile(r"</?\w{1,40}>\Z")
+_MAX_CLOSING_TAGS = 4
+_CLOSING_TAG = re.compile(r"</?\w{1,40}>\Z")
+_MAX_TAG_LENGTH = 43
+
+_DIGIT = re.compile(r"\d")
+_STAND_IN = "StandInText"
+_USER = {"role": "user", "content": "Question"}
+_ANSWER = {"role": "assistant", "content": _STAND_IN}
+_CALL = {"type": "function", "id": "call00000", "function": {"name": "standInCall", "arguments": {"at": "it"}}}
+_TOOL_RESULT = {"role": "tool", "content": "Found"}
+# Role -> noun for the messages about its omitted texts.
+_OMITTED_TEXT = {
+    "system": "system text",
+    "developer": "system text",
+    "user": "text of user turns",
+    "tool": "results of tools",
+    "assistant": "text of assistant turns",
+}
 
 
-class Rendered(NamedTuple):
+class Rendering(NamedTuple):
     """A rendered conversation without its marks, and the spans that they enclosed."""
 
     text: str
-    places: dict[int, Span]  # number of the marked text -> (start, end)
+    spans: dict[int, Span]  # by number of the marked text
 
 
 class MarkedTurn(NamedTuple):
@@ -52,29 +69,40 @@ class MarkedTurn(NamedTuple):
     reasoning: list[int]
 
 
-def read_marks(marked: str) -> Rendered:
+def marked_text(text: str, number: int) -> str:
+    """Enclose ``text`` in the marks of a number."""
+    return f"{_KEY}{number}oq{text}{_KEY}{number}cq"
+
+
+def read_marks(marked: str) -> Rendering:
     """Remove the marks from a text and return the span of each marked text's first occurrence."""
-    pieces, places, length, position = [], {}, 0, 0
-    closed = set()
-    for match in _MARK.finditer(marked):
-        pieces.append(marked[position : match.start()])
-        length += match.start() - position
-        position, number = match.end(), int(match[1])
-        if number not in places:
-            places[number] = (length, length)
-        elif match[2] == "c" and number not in closed:
-            places[number] = (places[number][0], length)
-        if match[2] == "c":
+    pieces: list[str] = []
+    spans: dict[int, Span] = {}
+    closed: set[int] = set()
+    length = 0
+    position = 0
+    for mark in _MARK.finditer(marked):
+        pieces.append(marked[position : mark.start()])
+        length += mark.start() - position
+        position = mark.end()
+        number = int(mark[1])
+        is_closing = mark[2] == "c"
+        if number not in spans:
+            spans[number] = (length, length)
+        elif is_closing and number not in closed:
+            spans[number] = (spans[number][0], length)
+        if is_closing:
             closed.add(number)
     pieces.append(marked[position:])
-    return Rendered("".join(pieces), places)
+    return Rendering("".join(pieces), spans)
 
 
 def inner_span(text: str) -> Span:
     """Return the span of a text without outer white space and tags, which a template may strip or search for."""
-    start, end = _OPENING_TAGS.match(text).end(), len(text.rstrip())
-    for _ in range(_CLOSING_TAGS):
-        tag = _LAST_TAG.search(text, max(start, end - 43), end)
+    start = _OPENING_TAGS.match(text).end()
+    end = len(text.rstrip())
+    for _ in range(_MAX_CLOSING_TAGS):
+        tag = _CLOSING_TAG.search(text, max(start, end - _MAX_TAG_LENGTH), end)
         if tag is None:
             break
         end = start + len(text[start : tag.start()].rstrip())
@@ -88,40 +116,46 @@ class Marker:
         self.count = 0
         self.texts = [""]  # marked text by number, from 1 on
 
-    def _wrap(self, text: str, edges: Span | None = None) -> str:
-        start, end = edges or (len(text) - len(text.lstrip()), len(text.rstrip()))
+    def _mark(self, text: str, span: Span | None = None) -> str:
+        """Add marks around a span of ``text``, by default without outer white space; add none around nothing."""
+        start, end = span or (len(text) - len(text.lstrip()), len(text.rstrip()))
         if start >= end:
             return text
         self.count += 1
         self.texts.append(text[start:end])
         return text[:start] + marked_text(text[start:end], self.count) + text[end:]
 
-    def _numbered(self, text: str, edges: Span | None = None) -> tuple[str, list[int]]:
+    def _numbered(self, text: str, span: Span | None = None) -> tuple[str, list[int]]:
         """Return a text with marks, and its number; no number for white space."""
-        before = self.count
-        return self._wrap(text, edges), list(range(before + 1, self.count + 1))
+        previous_count = self.count
+        return self._mark(text, span), list(range(previous_count + 1, self.count + 1))
 
     def _answer(self, text: str) -> tuple[str, list[int], list[int]]:
         """Return an assistant's text with marks, the numbers of the answer, and those of the reasoning before it."""
         *thoughts, answer = text.split("</think>")
         reasoning: list[int] = []
-        marked: list[str] = []
+        pieces: list[str] = []
         for thought in thoughts:
-            wrapped, numbers = self._numbered(thought)
-            marked.append(wrapped)
-            first, last = inner_span(thought)
-            if first < last:  # more than an opening tag
+            piece, numbers = self._numbered(thought)
+            pieces.append(piece)
+            start, end = inner_span(thought)
+            if start < end:  # more than an opening tag
                 reasoning += numbers
-        wrapped, numbers = self._numbered(answer)
-        joined = "</think>".join([*marked, wrapped])
-        return (*self._numbered(text), []) if joined == text else (joined, numbers, reasoning)
+        piece, answer_numbers = self._numbered(answer)
+        marked = "</think>".join([*pieces, piece])
+        if marked == text:  # nothing but white space
+            marked, answer_numbers = self._numbered(text)
+            return marked, answer_numbers, []
+        return marked, answer_numbers, reasoning
 
     def _nested(self, value: Any) -> Any:
         if isinstance(value, str):
-            return self._wrap(value)
+            return self._mark(value)
         if isinstance(value, Mapping):
             return {key: self._nested(item) for key, item in value.items()}
-        return [self._nested(item) for item in value] if isinstance(value, list | tuple) else value
+        if isinstance(value, list | tuple):
+            return [self._nested(item) for item in value]
+        return value
 
     def _parts(self, content: Sequence[Any]) -> tuple[list[Any], list[int]]:
         """Return the parts of a turn with marks around their texts, and the numbers of these texts."""
@@ -129,11 +163,22 @@ class Marker:
         numbers: list[int] = []
         for part in content:
             if isinstance(part, Mapping) and isinstance(part.get("text"), str):
-                marked, number = self._numbered(part["text"])
-                part = {**part, "text": marked}
-                numbers += number
+                text, text_numbers = self._numbered(part["text"])
+                part = {**part, "text": text}
+                numbers += text_numbers
             parts.append(part)
         return parts, numbers
+
+    def _call(self, call: Any) -> tuple[Any, list[int]]:
+        """Return a tool call with marks around its name and arguments, and the number of its name."""
+        function = call.get("function", call) if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            return call, []
+        name, numbers = self._numbered(function["name"])
+        function = {**function, "name": name, "arguments": self._nested(function.get("arguments"))}
+        if "function" in call:
+            return {**call, "function": function}, numbers
+        return function, numbers
 
     def turn(self, turn: Turn) -> MarkedTurn:
         """Add marks to the texts of a turn."""
@@ -148,56 +193,34 @@ class Marker:
             marked["content"], text = self._numbered(content, inner_span(content))
         elif isinstance(content, list | tuple):
             marked["content"], text = self._parts(content)
-        for field in _REASONING:
+        for field in REASONING_FIELDS:
             if isinstance(turn.get(field), str):
                 marked[field], numbers = self._numbered(turn[field])
                 reasoning += numbers
         if isinstance(turn.get("tool_calls"), list):
             marked["tool_calls"] = []
             for call in turn["tool_calls"]:
-                function = call.get("function", call) if isinstance(call, Mapping) else None
-                if isinstance(function, Mapping) and isinstance(function.get("name"), str):
-                    name, numbers = self._numbered(function["name"])
-                    calls += numbers
-                    function = {**function, "name": name, "arguments": self._nested(function.get("arguments"))}
-                    call = {**call, "function": function} if "function" in call else function
-                marked["tool_calls"].append(call)
+                marked_call, numbers = self._call(call)
+                marked["tool_calls"].append(marked_call)
+                calls += numbers
         return MarkedTurn(marked, calls, text, reasoning)
 
 
-def marked_text(text: str, number: int) -> str:
-    """Enclose ``text`` in the marks of a number."""
-    return f"{_KEY}{number}oq{text}{_KEY}{number}cq"
-
-
-# (messages, add_generation_prompt) -> text
-Render = Callable[[Sequence[Turn], bool], str]
-
-_DIGIT = re.compile(r"\d")
-_STAND_IN = "StandInText"
-_USER = {"role": "user", "content": "Question"}
-_ANSWER = {"role": "assistant", "content": _STAND_IN}
-_OMITTED = {
-    "system": "system text",
-    "developer": "system text",
-    "user": "text of user turns",
-    "tool": "results of tools",
-    "call": "text beside tool calls",
-    "assistant": "text of assistant turns",
-}
-_CALL = {"type": "function", "id": "call00000", "function": {"name": "standInCall", "arguments": {"at": "it"}}}
-
-
-def _common_prefix(one: str, other: str) -> int:
-    low, high = 0, min(len(one), len(other))
+def _common_prefix(left: str, right: str) -> int:
+    """Return the length of the common prefix, by binary search: comparing slices is faster than a Python loop."""
+    low = 0
+    high = min(len(left), len(right))
     while low < high:
         middle = (low + high + 1) // 2
-        low, high = (middle, high) if one[low:middle] == other[low:middle] else (low, middle - 1)
+        if left[low:middle] == right[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
     return low
 
 
 def _whole_words(text: str) -> str:
-    """Cut ``text`` after its last white space or closing bracket, because the rest may be part of a tag."""
+    """Cut ``text`` after its last white space or closing bracket, because the end may be part of a tag."""
     return re.fullmatch(r"((?:.*[\s>\]])?).*", text, re.S)[1]
 
 
@@ -210,7 +233,7 @@ class TurnFinder:
         text: the rendered conversation.
         stops: special tokens that may end an assistant turn.
         special: all special tokens.
-        first: special tokens that follow the text of an answer, while ``stops`` are not known yet.
+        answer_ends: special tokens that follow the text of an answer, while ``stops`` are not known yet.
     """
 
     def __init__(
@@ -220,50 +243,58 @@ class TurnFinder:
         text: str,
         stops: Sequence[str],
         special: Sequence[str] = (),
-        first: Sequence[str] = (),
+        answer_ends: Sequence[str] = (),
     ) -> None:
         self._render = render
         self.messages = list(messages)
         self.text = text
-        self.stops, self.first = tuple(stops), (*stops, *first)
-        longest = sorted({*special, *stops}, key=len, reverse=True)
-        self._special = re.compile("|".join(map(re.escape, longest)) or "(?!)")
-        self._starts: dict[Any, int] = {}
-        self._ends: dict[Any, int] = {}
+        self.stops = tuple(stops)
+        self.answer_ends = (*stops, *answer_ends)
+        longest_first = sorted({*special, *stops}, key=len, reverse=True)
+        self._special = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+        # Offsets by kind of passage.
+        self._start_offsets: dict[Any, int] = {}
+        self._end_offsets: dict[Any, int] = {}
         marker = Marker()
         self._marked_turns: list[MarkedTurn] = []
-        self._numbers: list[range] = []
-        self._turn_of = [-1]
-        for turn in self.messages:
-            first = marker.count + 1
+        self._numbers: list[range] = []  # of the texts of each turn
+        self._turn_of_number = [-1]  # numbers begin at 1
+        for index, turn in enumerate(self.messages):
+            first_number = marker.count + 1
             self._marked_turns.append(marker.turn(turn))
-            self._numbers.append(range(first, marker.count + 1))
-            self._turn_of += [len(self._numbers) - 1] * len(self._numbers[-1])
-        self._marked = [marked.turn for marked in self._marked_turns]
+            numbers = range(first_number, marker.count + 1)
+            self._numbers.append(numbers)
+            self._turn_of_number += [index] * len(numbers)
         self._texts = marker.texts
 
     @cached_property
-    def _found(self) -> Rendered | None:
+    def _marked_rendering(self) -> Rendering | None:
         """Rendering with marks; None if the marks change the text."""
-        found = self._rendered(self._marked, False)
-        return found if found is not None and found.text == self.text else None
+        rendering = self._rendered([marked.turn for marked in self._marked_turns], False)
+        if rendering is None or rendering.text != self.text:
+            return None
+        return rendering
 
     @property
-    def _places(self) -> dict[int, Span]:
-        return {} if self._found is None else self._found.places
+    def _spans(self) -> dict[int, Span]:
+        """Span of each marked text; empty if the marks change the text."""
+        return {} if self._marked_rendering is None else self._marked_rendering.spans
 
-    @property
+    @cached_property
     def _turns(self) -> list[Turn]:
-        return self.messages if self._found is None else self._marked
+        """The turns for other renderings: with marks, unless these change the text."""
+        if self._marked_rendering is None:
+            return self.messages
+        return [marked.turn for marked in self._marked_turns]
 
     @cached_property
     def _order(self) -> list[int]:
         """Numbers of the marked texts, in the order of the rendered text."""
-        return sorted(self._places, key=lambda number: (*self._places[number], number))
+        return sorted(self._spans, key=lambda number: (*self._spans[number], number))
 
     @cached_property
     def _rank(self) -> dict[int, int]:
-        return {number: i for i, number in enumerate(self._order)}
+        return {number: rank for rank, number in enumerate(self._order)}
 
     def assistant(self, index: int) -> list[Span]:
         """Return the spans of turn ``index`` that the model generates.
@@ -276,12 +307,16 @@ class TurnFinder:
             DataError: the spans cannot be determined, or the template omits the turn, its text or one of its calls.
         """
         self.check_written(index)
+        start = self._start(index)
         spans: list[Span] = []
-        runs = self._runs(index) or [(None, None)]
+        runs = self._runs(index)
+        if not runs:
+            spans.append((start, self._end(index, start, None, continues=False)))
         for first, last in runs:
-            start = self._start(index) if not spans or first is None else self._places[first][0]
-            goes_on = (first, last) != runs[-1] or self._is_followed_by_assistant(last)
-            spans.append((start, self._end(index, start, last, goes_on=goes_on)))
+            if spans:
+                start = self._spans[first][0]
+            continues = (first, last) != runs[-1] or self._is_followed_by_assistant(last)
+            spans.append((start, self._end(index, start, last, continues=continues)))
         if all(start >= end for start, end in spans):
             raise DataError(
                 f"the chat template writes nothing for turn {index} (assistant): take it out of the conversation, or "
@@ -294,18 +329,19 @@ class TurnFinder:
 
         A text beside a call is left to :meth:`omitted`: the call, which needs no text, is trained.
         """
-        if self._found is None:
+        if self._marked_rendering is None:
             return
         marked = self._marked_turns[index]
-        written = [number in self._places for number in marked.calls]
-        if not any(written) and marked.calls and not self._has_calls:
+        num_calls = len(marked.calls)
+        num_written = sum(number in self._spans for number in marked.calls)
+        if num_calls and not num_written and not self._has_calls:
             raise DataError(
-                f"the chat template has no tool calls, but turn {index} has {len(written)}: set the tokenizer's "
+                f"the chat template has no tool calls, but turn {index} has {num_calls}: set the tokenizer's "
                 "chat_template to one that writes them, write the calls into the turn's content, or leave the row out"
             )
-        if not all(written):
+        if num_written < num_calls:
             raise DataError(
-                f"the chat template writes {sum(written)} of the {len(written)} tool_calls of turn {index}: divide "
+                f"the chat template writes {num_written} of the {num_calls} tool_calls of turn {index}: divide "
                 "the turn, or use a template that writes them"
             )
         if marked.text and not marked.calls and not self._is_written(marked.text):
@@ -317,8 +353,8 @@ class TurnFinder:
     @property
     def _has_calls(self) -> bool:
         """Whether the template writes a tool call at all."""
-        rendered = self._rendered([_USER, {"role": "assistant", "content": "", "tool_calls": [_CALL]}], False)
-        return rendered is not None and _CALL["function"]["name"] in rendered.text
+        rendering = self._rendered([_USER, {"role": "assistant", "content": "", "tool_calls": [_CALL]}], False)
+        return rendering is not None and _CALL["function"]["name"] in rendering.text
 
     def omitted(self, ignored: Collection[int] = ()) -> list[str]:
         """Return the kinds of texts that the template omits, as nouns for messages.
@@ -329,17 +365,18 @@ class TurnFinder:
         kinds: list[str] = []
         for index, marked in enumerate(self._marked_turns):
             if marked.text and not self._is_written(marked.text):
-                role = "call" if marked.calls else self.messages[index]["role"]
-                kinds.append(_OMITTED.get(role, f"text of turns of '{role}'"))
+                role = self.messages[index]["role"]
+                kind = _OMITTED_TEXT.get(role, f"text of turns of '{role}'")
+                kinds.append("text beside tool calls" if marked.calls else kind)
             if marked.reasoning and index not in ignored and not self._is_written(marked.reasoning):
                 kinds.append("reasoning")
         return kinds
 
     def _is_written(self, numbers: Sequence[int]) -> bool:
         """Return whether one of the marked texts is in the rendered text."""
-        if self._found is None:  # the marks change the text: look for the text itself
+        if self._marked_rendering is None:  # the marks change the text: look for the text itself
             return any(self._texts[number] in self.text for number in numbers)
-        return any(number in self._places for number in numbers)
+        return any(number in self._spans for number in numbers)
 
     def other(self, index: int) -> Span:
         """Return the span of a user, system or tool turn's text, with its end-of-turn token.
@@ -347,23 +384,27 @@ class TurnFinder:
         Raises:
             DataError: the span cannot be determined.
         """
-        numbers = [number for number in self._numbers[index] if number in self._places]
+        numbers = [number for number in self._numbers[index] if number in self._spans]
         if not numbers:
-            raise self._lost(index)
-        start, end = self._places[numbers[0]][0], self._places[numbers[-1]][1]
+            raise self._not_located(index)
+        start = self._spans[numbers[0]][0]
+        end = self._spans[numbers[-1]][1]
+        # The marks enclose the inner text only. Add the outer white space and tags that the template has kept.
         content = self.messages[index]["content"]
         first, last = inner_span(content)
-        start -= _common_prefix(content[:first][::-1], self.text[max(0, start - first) : start][::-1])
-        end += _common_prefix(content[last:], self.text[end : end + len(content) - last])
+        before = self.text[max(0, start - first) : start]
+        after = self.text[end : end + len(content) - last]
+        start -= _common_prefix(content[:first][::-1], before[::-1])
+        end += _common_prefix(content[last:], after)
         return start, self._stop_after(end) or end
 
-    def _lost(self, index: int) -> DataError:
+    def _not_located(self, index: int) -> DataError:
         return DataError(
             f"cannot tell which part of the rendered conversation is turn {index} ({self.messages[index]['role']}): "
             "the chat template rearranges it; mark the assistant's part with {% generation %} in the template"
         )
 
-    def _rendered(self, messages: Sequence[Turn], add_generation_prompt: bool) -> Rendered | None:
+    def _rendered(self, messages: Sequence[Turn], add_generation_prompt: bool) -> Rendering | None:
         """Render messages; None if the template rejects a conversation that ends here."""
         try:
             return read_marks(self._render(messages, add_generation_prompt))
@@ -372,8 +413,9 @@ class TurnFinder:
 
     def _runs(self, index: int) -> list[tuple[int, int]]:
         """Return (first, last) text number of each run of turn ``index`` without another turn's text in between."""
+        ranks = sorted(self._rank[number] for number in self._numbers[index] if number in self._rank)
         runs: list[tuple[int, int]] = []
-        for rank in sorted(self._rank[number] for number in self._numbers[index] if number in self._rank):
+        for rank in ranks:
             number = self._order[rank]
             if runs and self._rank[runs[-1][1]] == rank - 1:
                 runs[-1] = (runs[-1][0], number)
@@ -381,196 +423,243 @@ class TurnFinder:
                 runs.append((number, number))
         return runs
 
-    def _is_followed_by_assistant(self, number: int | None) -> bool:
+    def _is_followed_by_assistant(self, number: int) -> bool:
         """Return whether the next marked text after text ``number`` belongs to a turn of the assistant."""
-        if number is None or self._rank[number] + 1 == len(self._order):
+        next_rank = self._rank[number] + 1
+        if next_rank == len(self._order):
             return False
-        following = self._turn_of[self._order[self._rank[number] + 1]]
-        return self.messages[following]["role"] == "assistant"
+        next_turn = self._turn_of_number[self._order[next_rank]]
+        return self.messages[next_turn]["role"] == "assistant"
 
-    def _before(self, index: int) -> int | None:
+    def _text_before(self, index: int) -> int | None:
         """Return the number of the last text before turn ``index`` that belongs to an earlier turn."""
         runs = self._runs(index)
         if not runs:
-            return next((before[-1][1] for i in range(index - 1, -1, -1) if (before := self._runs(i))), None)
+            for earlier in range(index - 1, -1, -1):
+                if earlier_runs := self._runs(earlier):
+                    return earlier_runs[-1][1]
+            return None
         rank = self._rank[runs[0][0]] - 1
-        while rank >= 0 and self._turn_of[self._order[rank]] >= index:
+        while rank >= 0 and self._turn_of_number[self._order[rank]] >= index:
             rank -= 1
         return self._order[rank] if rank >= 0 else None
 
-    def _end_of(self, number: int | None) -> int:
-        return 0 if number is None else self._places[number][1]
+    def _end_of_text(self, number: int | None) -> int:
+        return 0 if number is None else self._spans[number][1]
 
-    def _limit(self, position: int, after: int | None) -> int:
+    def _next_text_start(self, position: int, after: int | None) -> int:
         """Return where the next marked text begins: after text number ``after`` or, if it is None, after a position."""
         if after is not None:
             rank = self._rank[after] + 1
         else:
-            rank = bisect_left(self._order, position, key=lambda number: self._places[number][0])
-        return self._places[self._order[rank]][0] if rank < len(self._order) else len(self.text)
+            rank = bisect_left(self._order, position, key=lambda number: self._spans[number][0])
+        if rank == len(self._order):
+            return len(self.text)
+        return self._spans[self._order[rank]][0]
 
-    def _key(self, passage: str, first_turn: int, index: int) -> Any:
+    def _passage_key(self, passage: str, first_turn: int, index: int) -> Any:
         """Return a cache key that is equal for passages that differ only in digits and call ids."""
         turns = self.messages[first_turn : index + 2]
         for turn in turns:
+            call_ids = [turn.get("tool_call_id")]
             calls = turn.get("tool_calls")
-            calls = calls if isinstance(calls, list) else []
-            for name in (turn.get("tool_call_id"), *(call.get("id") for call in calls if isinstance(call, Mapping))):
-                passage = passage.replace(name, "0" * len(name)) if name and isinstance(name, str) else passage
+            if isinstance(calls, list):
+                call_ids += [call.get("id") for call in calls if isinstance(call, Mapping)]
+            for call_id in call_ids:
+                if call_id and isinstance(call_id, str):
+                    passage = passage.replace(call_id, "0" * len(call_id))
         return _DIGIT.sub("0", passage), tuple(turn["role"] for turn in turns), index - first_turn
 
-    def _tail(self, rendered: Rendered | None, number: int | None) -> str | None:
-        """Return the rest of another rendering after a marked text; None if the text is missing."""
-        if rendered is None or (number is not None and number not in rendered.places):
+    def _tail(self, rendering: Rendering | None, number: int | None) -> str | None:
+        """Return the text of another rendering after a marked text; None if the marked text is missing."""
+        if rendering is None:
             return None
-        return rendered.text[0 if number is None else rendered.places[number][1] :]
+        if number is None:
+            return rendering.text
+        if number not in rendering.spans:
+            return None
+        return rendering.text[rendering.spans[number][1] :]
 
     def _start(self, index: int) -> int:
-        before = self._before(index)
-        base = self._end_of(before)
-        limit = self._limit(base, before)
-        key = self._key(self.text[base:limit], 0 if before is None else self._turn_of[before], index)
-        if key not in self._starts:
-            self._starts[key] = self._find_start(index, before, base, limit) - base
-        return base + self._starts[key]
+        """Return the position at which the model begins to generate turn ``index``."""
+        before = self._text_before(index)
+        base = self._end_of_text(before)
+        limit = self._next_text_start(base, before)
+        first_turn = 0 if before is None else self._turn_of_number[before]
+        key = self._passage_key(self.text[base:limit], first_turn, index)
+        if key not in self._start_offsets:
+            self._start_offsets[key] = self._find_start(index, before, base, limit) - base
+        return base + self._start_offsets[key]
 
     def _find_start(self, index: int, before: int | None, base: int, limit: int) -> int:
-        if index and not self._runs(index - 1) and (start := self._find_after_blank(index)) is not None:
-            return start
+        """Find the start of a turn in the passage from ``base``, the end of text number ``before``, to ``limit``."""
+        if index and not self._runs(index - 1):
+            start = self._find_start_after_blank(index)
+            if start is not None:
+                return start
+        passage = self.text[base:limit]
+        header = self._header
         prompt = self._tail(self._rendered(self._turns[:index], True), before)
-        passage, header = self.text[base:limit], self._header
         if prompt is not None:
-            shared = _common_prefix(prompt, self.text[base : base + len(prompt)])
-            if shared == len(prompt):
-                is_late = bool(header) and passage.startswith(header, shared)  # the prompt has no header
-                return base + shared + len(header) * is_late
-            if shared >= len(passage):
+            num_shared = _common_prefix(prompt, self.text[base : base + len(prompt)])
+            if num_shared == len(prompt):
+                # The generation prompt of some templates has no header, which the model then generates itself.
+                is_header_next = bool(header) and passage.startswith(header, num_shared)
+                return base + num_shared + (len(header) if is_header_next else 0)
+            if num_shared >= len(passage):
                 return limit  # the generation prompt adds text, such as <think>, that a finished turn lacks
-            start = len(_whole_words(passage[:shared]))  # or the prompt differs from the finished turn
-            between = range(self._turn_of[before] + 1 if before is not None else 0, index)
-            is_continued = header not in passage and all(self._runs(turn) for turn in between)
-            if header and (header in passage[:start] or is_continued):
-                return base + start
-        start = passage.rfind(header) if header else -1
-        if start < 0:
-            raise self._lost(index)
-        return base + start + len(header)
+            # Otherwise the generation prompt differs from the finished turn.
+            offset = len(_whole_words(passage[:num_shared]))
+            first_turn = 0 if before is None else self._turn_of_number[before] + 1
+            are_written = all(self._runs(turn) for turn in range(first_turn, index))
+            is_continuation = header not in passage and are_written
+            if header and (header in passage[:offset] or is_continuation):
+                return base + offset
+        offset = passage.rfind(header) if header else -1
+        if offset < 0:
+            raise self._not_located(index)
+        return base + offset + len(header)
 
-    def _find_after_blank(self, index: int) -> int | None:
+    def _find_start_after_blank(self, index: int) -> int | None:
         """Find the start of a turn after a turn without text, by rendering with a text inserted there."""
         turns = [*self._turns]
         turns[index - 1] = {**turns[index - 1], "content": marked_text("x", 0)}
-        rest = self._tail(self._rendered(turns, False), 0)
+        tail = self._tail(self._rendered(turns, False), 0)
         prompt = self._tail(self._rendered(turns[:index], True), 0)
-        if rest is None or prompt is None or not (rest.startswith(prompt) and self.text.endswith(rest)):
+        if tail is None or prompt is None or not tail.startswith(prompt) or not self.text.endswith(tail):
             return None
-        return len(self.text) - len(rest) + len(prompt)
+        return len(self.text) - len(tail) + len(prompt)
 
     @cached_property
     def _header(self) -> str:
         """The assistant's header: the part of the generation prompt that finished turns share."""
-        user, *more = (Marker().turn(turn).turn for turn in (_USER, _ANSWER, _USER, _ANSWER))
-        opened, closed = (self._tail(self._rendered([user], prompt), 1) for prompt in (True, False))
-        if opened is None or closed is None or not opened.startswith(closed):
+        marker = Marker()
+        turns = [marker.turn(turn).turn for turn in (_USER, _ANSWER, _USER, _ANSWER)]
+        with_prompt = self._tail(self._rendered(turns[:1], True), 1)
+        without_prompt = self._tail(self._rendered(turns[:1], False), 1)
+        if with_prompt is None or without_prompt is None or not with_prompt.startswith(without_prompt):
             return ""
-        header = opened[len(closed) :]
-        for turns in ([user, more[0]], [user, *more]):
-            finished = self._tail(self._rendered(turns, False), 1)
-            if finished is not None and finished.startswith(closed):
-                shared = _common_prefix(header, finished[len(closed) :])
-                header = header if shared == len(header) else _whole_words(header[:shared])
+        header = with_prompt[len(without_prompt) :]
+        for finished in (turns[:2], turns):
+            tail = self._tail(self._rendered(finished, False), 1)
+            if tail is not None and tail.startswith(without_prompt):
+                num_shared = _common_prefix(header, tail[len(without_prompt) :])
+                if num_shared < len(header):
+                    header = _whole_words(header[:num_shared])
         return header
 
-    def _end(self, index: int, start: int, last: int | None, *, goes_on: bool) -> int:
-        base = self._end_of(last)
+    def _end(self, index: int, start: int, last: int | None, *, continues: bool) -> int:
+        """Return the end of the model's output from ``start`` on.
+
+        Args:
+            index: turn of the assistant.
+            start: start of the output.
+            last: number of the last text of the output; None if it has none.
+            continues: whether the assistant continues after this output, in this turn or the next.
+        """
+        base = self._end_of_text(last)
         if last is None or base < start:
-            last, base = None, start
-        passage = self.text[base : self._limit(base, last)]
-        key = (*self._key(passage, index, index), last is None, goes_on)
-        if key not in self._ends:
-            self._ends[key] = self._find_end(index, last, start, passage, goes_on=goes_on)
-        return base + self._ends[key]
+            last = None
+            base = start
+        passage = self.text[base : self._next_text_start(base, last)]
+        key = (*self._passage_key(passage, index, index), last is None, continues)
+        if key not in self._end_offsets:
+            self._end_offsets[key] = self._find_end(index, last, start, passage, continues=continues)
+        return base + self._end_offsets[key]
 
-    def _find_end(self, index: int, last: int | None, start: int, tail: str, *, goes_on: bool) -> int:
-        """Return the number of characters of ``tail``, the text after a turn's last text, that the model generates."""
+    def _find_end(self, index: int, last: int | None, start: int, passage: str, *, continues: bool) -> int:
+        """Return the number of characters of ``passage``, the text after a turn's last text, that the model generates.
+
+        The passage is compared with a rendering in which another turn follows, or none.
+        """
         is_last = index == len(self.messages) - 1
-        found = [*self._special.finditer(tail)]
-        if is_last and len(found) < 2:
-            return found[0].end() if found else len(tail)
-        others = self._followed(index) if is_last else iter([self._turns[: index + 1]])
-        for messages in others:
-            other = self._rendered(messages, False)
+        special_tokens = list(self._special.finditer(passage))
+        if is_last and len(special_tokens) < 2:
+            return special_tokens[0].end() if special_tokens else len(passage)
+        continuations = self._continuations(index) if is_last else iter([self._turns[: index + 1]])
+        for messages in continuations:
+            rendering = self._rendered(messages, False)
             if last is not None:
-                rest = self._tail(other, last)
+                tail = self._tail(rendering, last)
             else:
-                before = self._before(index)
-                rest = self._tail(other, before)
-                begun = self.text[self._end_of(before) : start]
-                rest = rest[len(begun) :] if rest is not None and rest.startswith(begun) else None
-                if rest == "":
+                before = self._text_before(index)
+                begun = self.text[self._end_of_text(before) : start]
+                tail = self._tail(rendering, before)
+                tail = tail[len(begun) :] if tail is not None and tail.startswith(begun) else None
+                if tail == "":
                     return 0
-            if rest is not None:
-                return self._closing(index, tail, rest, goes_on=goes_on)
-        return self._first_stop(index, tail, 0)
+            if tail is not None:
+                return self._find_closing(index, passage, tail, continues=continues)
+        return self._first_stop(index, passage, 0)
 
-    def _followed(self, index: int) -> Iterator[list[Turn]]:
+    def _continuations(self, index: int) -> Iterator[list[Turn]]:
         """Yield the conversation with possible next turns."""
         calls = self.messages[index].get("tool_calls")
         if isinstance(calls, list) and calls:
-            ids = [call.get("id") for call in calls if isinstance(call, Mapping)]
-            named = [{} if one is None else {"tool_call_id": one} for one in ids]
-            yield [*self._turns, *({"role": "tool", "content": "Found", **one} for one in named)]
+            results: list[Turn] = []
+            for call in calls:
+                if isinstance(call, Mapping):
+                    call_id = call.get("id")
+                    results.append(_TOOL_RESULT if call_id is None else {**_TOOL_RESULT, "tool_call_id": call_id})
+            yield [*self._turns, *results]
         yield [*self._turns, _USER]
 
-    def _closing(self, index: int, tail: str, other: str, *, goes_on: bool) -> int:
-        """Return the end of the end-of-turn token in ``tail``, from a comparison with another continuation."""
-        shared = _common_prefix(tail, other)
-        for text in (tail, other):
-            for found in self._special.finditer(text):
-                if found.start() < shared < found.end():
-                    shared = found.start()
-        part = tail[:shared].rstrip()
-        ended = next((m[0] for m in self._special.finditer(part) if m.end() == len(part)), None)
-        if ended in self.first:
-            return len(part)
-        stop = self._last_stop(tail, part)
-        if stop is not None:
-            return stop
-        rest, other_rest = tail[shared:].lstrip(), other[shared:].lstrip()
-        following, other_following = (self._special.match(text) for text in (rest, other_rest))
-        is_stop = ended is None or other_following is not None or (following is not None and following[0] in self.stops)
-        if following is not None and is_stop and not self._goes_on(rest):
-            return len(tail) - len(rest) + following.end()
-        if not rest or not other_rest or self._goes_on(rest):
-            return len(part)  # the conversation ends here, or the assistant continues
-        if goes_on:  # without a token that ends a turn, as before the answer of a tool inside the turn
-            return len(_whole_words(part).rstrip())
-        return self._first_stop(index, tail, shared)
+    def _find_closing(self, index: int, passage: str, other: str, *, continues: bool) -> int:
+        """Return the end of the end-of-turn token in ``passage``, from a comparison with another continuation."""
+        num_shared = _common_prefix(passage, other)
+        # Do not cut a special token in two.
+        for text in (passage, other):
+            for token in self._special.finditer(text):
+                if token.start() < num_shared < token.end():
+                    num_shared = token.start()
+        shared = passage[:num_shared].rstrip()
+        last_token = next((token[0] for token in self._special.finditer(shared) if token.end() == len(shared)), None)
+        if last_token in self.answer_ends:
+            return len(shared)
+        stop_end = self._last_stop(passage, shared)
+        if stop_end is not None:
+            return stop_end
+        following = passage[num_shared:].lstrip()
+        other_following = other[num_shared:].lstrip()
+        next_token = self._special.match(following)
+        if next_token is not None and not self._begins_with_header(following):
+            is_stop = next_token[0] in self.stops
+            if last_token is None or is_stop or self._special.match(other_following) is not None:
+                return len(passage) - len(following) + next_token.end()
+        if not following or not other_following or self._begins_with_header(following):
+            return len(shared)  # the conversation ends here, or the assistant continues
+        if continues:  # without a token that ends a turn, as before the answer of a tool inside the turn
+            return len(_whole_words(shared).rstrip())
+        return self._first_stop(index, passage, num_shared)
 
-    def _first_stop(self, index: int, tail: str, begin: int) -> int:
+    def _first_stop(self, index: int, passage: str, begin: int) -> int:
         """Return the end of the first end-of-turn token after ``begin`` that really ends the turn."""
-        for found in self._special.finditer(tail, begin):
-            if found[0] in self.stops and not self._goes_on(tail[found.end() :]):
-                return found.end()
-        raise self._lost(index)
+        for token in self._special.finditer(passage, begin):
+            if token[0] in self.stops and not self._begins_with_header(passage[token.end() :]):
+                return token.end()
+        raise self._not_located(index)
 
-    def _goes_on(self, text: str) -> bool:
-        """Return whether the assistant's header follows."""
+    def _begins_with_header(self, text: str) -> bool:
+        """Return whether the assistant continues after a token: its header follows."""
         header = self._header.strip()
         return bool(header) and text.lstrip().startswith(header)
 
-    def _last_stop(self, tail: str, part: str) -> int | None:
-        """Return the end of the last end-of-turn token in ``part``, a prefix of ``tail``, that really ends the turn."""
-        ends = [found.end() for found in self._special.finditer(part) if found[0] in self.stops]
-        return next((end for end in reversed(ends) if not self._goes_on(tail[end:])), None)
+    def _last_stop(self, passage: str, shared: str) -> int | None:
+        """Return the end of the last end-of-turn token in ``shared``, a prefix of ``passage``, that ends the turn."""
+        ends = [token.end() for token in self._special.finditer(shared) if token[0] in self.stops]
+        for end in reversed(ends):
+            if not self._begins_with_header(passage[end:]):
+                return end
+        return None
 
     def _stop_after(self, position: int) -> int | None:
         """Return the end of an end-of-turn token at ``position``, after optional white space."""
-        rest = self.text[position : self._limit(position, None)]
-        found = self._special.match(rest.lstrip())
-        if found is None or found[0] not in self.stops:
+        passage = self.text[position : self._next_text_start(position, None)]
+        following = passage.lstrip()
+        token = self._special.match(following)
+        if token is None or token[0] not in self.stops:
             return None
-        return position + len(rest) - len(rest.lstrip()) + found.end()
+        return position + len(passage) - len(following) + token.end()
 
 
 def first_special(text: str, special: Sequence[str]) -> str | None:
@@ -579,12 +668,12 @@ def first_special(text: str, special: Sequence[str]) -> str | None:
     return max((token for token in special if text.startswith(token)), key=len, default=None)
 
 
-# (assistant turn, turns that follow it)
-_KINDS: list[tuple[Turn, list[Turn]]] = [
+# Kinds of assistant turns: (turn, turns that follow it).
+_ASSISTANT_TURNS: list[tuple[Turn, list[Turn]]] = [
     (_ANSWER, [_USER, _ANSWER]),
     (
         {"role": "assistant", "content": "", "tool_calls": [_CALL]},
-        [{"role": "tool", "content": "Found", "tool_call_id": _CALL["id"]}, _ANSWER],
+        [{**_TOOL_RESULT, "tool_call_id": _CALL["id"]}, _ANSWER],
     ),
 ]
 
@@ -603,35 +692,49 @@ def learn_stops(render: Render, special: Sequence[str], configured: Sequence[str
         the tokens that stop generation (at the end of the conversation or, if there is none, before another turn), and
         all end-of-turn tokens.
     """
-    final: list[str] = []
+    generation_stops: list[str] = []
     stops: list[str] = []
-    first: list[str] = []  # special tokens that follow the text of an answer
-    for turn, following in _KINDS:
-        ends: list[str] = []
-        for turns in ([_USER, turn], [_USER, turn, *following]):
+    answer_ends: list[str] = []
+    for turn, following_turns in _ASSISTANT_TURNS:
+        kind_stops: list[str] = []
+        for turns in ([_USER, turn], [_USER, turn, *following_turns]):
             try:
                 text = render(turns, False)
-                token = first_special(text.partition(_STAND_IN)[2], special)
-                first += [token] if token is not None else []
-                start, end = TurnFinder(render, turns, text, configured, special, first).assistant(1)[0]
+                answer_end = first_special(text.partition(_STAND_IN)[2], special)
+                if answer_end is not None:
+                    answer_ends.append(answer_end)
+                start, end = TurnFinder(render, turns, text, configured, special, answer_ends).assistant(1)[0]
             except DataError:
                 continue
-            ended = next((token for token in special if text.endswith(token, start, end)), None)
-            ends += [ended] if ended is not None else []
-        final += ends[:1]
-        stops += ends
-    return list(dict.fromkeys(final)), list(dict.fromkeys(stops))
+            stop = next((token for token in special if text.endswith(token, start, end)), None)
+            if stop is not None:
+                kind_stops.append(stop)
+        generation_stops += kind_stops[:1]
+        stops += kind_stops
+    return list(dict.fromkeys(generation_stops)), list(dict.fromkeys(stops))
 
 
-_MOST = 4096  # cached sequences of roles
+_MAX_LAYOUTS = 4096
 # (turns, masked) -> rendered text and its trained spans
-Find = Callable[[list[dict[str, Any]], list[bool]], tuple[str, list[Span]]]
-_TEXT = re.compile("(Text\ue010\\d+\ue011)")
-# (number of turn texts that end before a position, layout characters before it)
-_Place = tuple[int, int]
+FindSpans = Callable[[list[dict[str, Any]], list[bool]], tuple[str, list[Span]]]
+_PLACEHOLDER = re.compile("(Text\ue010\\d+\ue011)")
+# Position in a layout: (number of turn texts that end before it, layout characters before it).
+_Position = tuple[int, int]
 
 
-class Layouts:
+class _Layout(NamedTuple):
+    """Text that a template writes around the turns of a sequence of roles, and the trained spans.
+
+    Attributes:
+        around: layout before the first turn, between turns, and after the last turn.
+        spans: (start, end) of each trained span.
+    """
+
+    around: list[str]
+    spans: list[tuple[_Position, _Position]]
+
+
+class LayoutCache:
     """Cache of the trained spans of conversations, for turns with only a role and a text.
 
     The layout (the text that the template writes around turns) is learned from a conversation with the same roles and
@@ -639,12 +742,12 @@ class Layouts:
     Otherwise, for example if the template strips a text or drops reasoning, the result is None.
 
     Args:
-        find: renders a conversation and finds its spans from further renderings.
+        find_spans: renders a conversation and finds its spans from further renderings.
     """
 
-    def __init__(self, find: Find) -> None:
-        self._find = find
-        self._known: dict[Any, tuple[list[str], list[tuple[_Place, _Place]]] | None] = {}
+    def __init__(self, find_spans: FindSpans) -> None:
+        self._find_spans = find_spans
+        self._layouts: dict[Any, _Layout | None] = {}  # None: the template does not write the placeholders as texts
 
     def fingerprint_parts(self) -> list[Any]:
         """Return an empty list: the template determines the cache."""
@@ -659,44 +762,48 @@ class Layouts:
                 return None
             contents.append(content)
         key = (tuple(turn["role"] for turn in turns), tuple(masked))
-        if key not in self._known:
-            if len(self._known) >= _MOST:
-                self._known.clear()
-            self._known[key] = self._learn(*key)
-        layout = self._known[key]
+        if key not in self._layouts:
+            if len(self._layouts) >= _MAX_LAYOUTS:
+                self._layouts.clear()
+            self._layouts[key] = self._learn_layout(*key)
+        layout = self._layouts[key]
         if layout is None:
             return None
-        around, places = layout
-        pieces = [around[0]]
-        for content, after in zip(contents, around[1:], strict=True):
+        pieces = [layout.around[0]]
+        for content, after in zip(contents, layout.around[1:], strict=True):
             pieces += (content, after)
         if "".join(pieces) != text:
             return None
-        ends = [0]
-        for content in contents:
-            ends.append(ends[-1] + len(content))
-        return [(ends[a] + b, ends[c] + d) for (a, b), (c, d) in places]
+        content_ends = [0, *accumulate(map(len, contents))]
+        spans = []
+        for start, end in layout.spans:
+            spans.append((content_ends[start[0]] + start[1], content_ends[end[0]] + end[1]))
+        return spans
 
-    def _learn(
-        self, roles: Sequence[str], masked: Sequence[bool]
-    ) -> tuple[list[str], list[tuple[_Place, _Place]]] | None:
-        texts = [f"Text\ue010{i}\ue011" for i in range(len(roles))]  # private-use characters, which no layout has
-        turns = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=True)]
+    def _learn_layout(self, roles: Sequence[str], masked: Sequence[bool]) -> _Layout | None:
+        placeholders = [f"Text\ue010{i}\ue011" for i in range(len(roles))]  # private-use characters, as in no layout
+        turns = [{"role": role, "content": text} for role, text in zip(roles, placeholders, strict=True)]
         try:
-            text, spans = self._find(turns, list(masked))
+            text, spans = self._find_spans(turns, list(masked))
         except DataError:  # the template rejects the placeholder texts
             return None
-        pieces = _TEXT.split(text)
+        pieces = _PLACEHOLDER.split(text)
         around = pieces[::2]
-        if pieces[1::2] != texts:
+        if pieces[1::2] != placeholders:
             return None
-        before = [0, *accumulate(map(len, around))]  # layout characters before each piece
-        ends = list(accumulate(map(len, pieces)))[::2]  # end of each layout piece in the text
+        num_before = [0, *accumulate(map(len, around))]  # layout characters before each piece of the layout
+        around_ends = list(accumulate(map(len, pieces)))[::2]  # end of each piece of the layout in the text
 
-        def place(position: int) -> _Place | None:
-            count = bisect_left(ends, position)
-            inside = position - (ends[count] - len(around[count]))
-            return (count, before[count] + inside) if inside >= 0 else None
+        def position_in_layout(position: int) -> _Position | None:
+            num_texts = bisect_left(around_ends, position)
+            offset = position - (around_ends[num_texts] - len(around[num_texts]))
+            return (num_texts, num_before[num_texts] + offset) if offset >= 0 else None
 
-        places = [(place(start), place(end)) for start, end in spans]
-        return (around, places) if all(None not in pair for pair in places) else None
+        layout_spans = []
+        for start, end in spans:
+            layout_start = position_in_layout(start)
+            layout_end = position_in_layout(end)
+            if layout_start is None or layout_end is None:  # inside a placeholder
+                return None
+            layout_spans.append((layout_start, layout_end))
+        return _Layout(around, layout_spans)
