@@ -1,4 +1,4 @@
-"""Byte-level BPE from ``vocab.json`` and ``merges.txt``."""
+"""Byte-level BPE: the ids of words with a cache, tokenizers from ``vocab.json`` and ``merges.txt``, and GPT-2."""
 
 import functools
 import json
@@ -18,6 +18,216 @@ from torchtune.data import DataError
 from torchtune.tokenizers._decoding import decode_around
 from torchtune.tokenizers._files import PublishedFiles, SavesPublishedFiles, read_json, read_text
 from torchtune.tokenizers._protocols import BaseTokenizer, check_text
+
+_MAX_CACHED_LENGTH = 100  # characters; longer words rarely repeat
+_MAX_CACHED_WORDS = 1 << 17
+_ID_SIZE = array("i").itemsize
+# Ids (int32) and mask (1 = masked), as arrays: a list would create one object per id.
+TokensAndMask = tuple[array, bytearray]
+# Splits of the pre-tokenizers in `tokenizers`, as one regular expression.
+_CONTRACTIONS = r"'(?:[sdmt]|ll|ve|re)"
+_WORDS = rf" ?\p{{L}}+|{_CONTRACTIONS}| ?\p{{N}}+| ?[^\s\p{{L}}\p{{N}}]+|\s+(?!\S)|\s+"
+_WORDS_AND_DIGITS = rf" ?\p{{L}}+|\p{{N}}|{_CONTRACTIONS}| ?[^\s\p{{L}}\p{{N}}]+|\s+(?![^\s\p{{N}}])|\s+"
+
+
+@functools.lru_cache
+def bytes_to_unicode() -> dict[int, str]:
+    """Return GPT-2's byte -> character map: printable bytes map to themselves, others to code points from 256 on."""
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    table = {}
+    next_code_point = 256
+    for byte in range(256):
+        if byte in printable:
+            table[byte] = chr(byte)
+        else:
+            table[byte] = chr(next_code_point)
+            next_code_point += 1
+    return table
+
+
+def _word_pattern(pre_tokenizer: Any) -> str | None:
+    """Return the regular expression of a byte-level pre-tokenizer's words; None for other kinds."""
+    steps = pre_tokenizer["pretokenizers"] if pre_tokenizer["type"] == "Sequence" else [pre_tokenizer]
+    if not steps or steps[-1]["type"] != "ByteLevel" or steps[-1].get("add_prefix_space"):
+        return None
+    *splits, byte_level = steps
+    if byte_level.get("use_regex", True):
+        if not splits:
+            return _WORDS
+        if splits == [{"type": "Digits", "individual_digits": True}]:
+            return _WORDS_AND_DIGITS
+        return None
+    if len(splits) != 1 or splits[0]["type"] != "Split":
+        return None
+    if splits[0].get("invert") or splits[0]["behavior"] != "Isolated":
+        return None
+    return splits[0]["pattern"].get("Regex")
+
+
+class _WordCache(dict[str, bytes]):
+    """Cache word -> ids, packed as int32; cleared when it is full."""
+
+    def __init__(self, tokenize: Callable[[str], Sequence[int]]) -> None:
+        self._tokenize = tokenize
+
+    def __missing__(self, word: str) -> bytes:
+        ids = array("i", self._tokenize(word)).tobytes()
+        if len(word) <= _MAX_CACHED_LENGTH:
+            if len(self) >= _MAX_CACHED_WORDS:
+                self.clear()
+            self[word] = ids
+        return ids
+
+
+def _cumulative_lengths(parts: Sequence[str | bytes]) -> list[int]:
+    """Return the cumulative lengths of the parts, from 0."""
+    return [0, *accumulate(map(len, parts))]
+
+
+class WordEncoder:
+    """Equivalent of ``tokenizer.encode(text, add_special_tokens=False)``, about three times as fast.
+
+    It splits a text with the tokenizer's own pattern in another regex engine, and encodes words with the tokenizer's
+    model. The engines may classify characters differently, so each new character is checked once, next to characters of
+    all kinds. Texts with a character that differs, and other kinds of tokenizers, are encoded by the tokenizer itself.
+
+    Args:
+        tokenizer: a ``tokenizers.Tokenizer``.
+
+    Attributes:
+        is_used: whether the tokenizer is of a kind that is supported.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        added = tokenizer.get_added_tokens_decoder()
+        pattern, self._needs_nfc = self._read_settings(tokenizer)
+        self.is_used = pattern is not None
+        if pattern is None:
+            return
+        try:
+            self._words = regex.compile(pattern)
+        except regex.error:  # syntax that only the tokenizer's engine supports
+            self.is_used = False
+            return
+        self._ids_of_word = _WordCache(self._tokenize_word)
+        self._special_ids = {token.content: token_id for token_id, token in added.items()}
+        longest_first = sorted(self._special_ids, key=len, reverse=True)
+        self._special = re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
+        self._agreeing_characters: set[str] = set()
+        self._differing_characters: set[str] = set()
+        self.is_used = self._agrees_on_ascii()
+
+    @staticmethod
+    def _read_settings(tokenizer: Tokenizer) -> tuple[str | None, bool]:
+        """Return the pattern of words, or None if a setting is not supported, and whether texts are NFC-normalized."""
+        # Serialize the parts separately: the vocabulary alone takes a quarter of a second.
+        pre_tokenizer = tokenizer.pre_tokenizer
+        pattern = None if pre_tokenizer is None else _word_pattern(json.loads(pre_tokenizer.__getstate__()))
+        normalizer = tokenizer.normalizer
+        needs_nfc = normalizer is not None and json.loads(normalizer.__getstate__()) == {"type": "NFC"}
+        if normalizer is not None and not needs_nfc:
+            return None, False
+        model = tokenizer.model
+        if not isinstance(model, models.BPE):
+            return None, needs_nfc
+        if model.dropout or model.continuing_subword_prefix or model.end_of_word_suffix:
+            return None, needs_nfc
+        added = tokenizer.get_added_tokens_decoder().values()
+        if any(token.lstrip or token.rstrip or token.single_word for token in added):
+            return None, needs_nfc
+        # The tokenizer searches normalized and other tokens one after the other, the encoder all at once.
+        if len({token.normalized for token in added}) > 1:
+            return None, needs_nfc
+        return pattern, needs_nfc
+
+    def fingerprint_parts(self) -> list[Any]:
+        """Return an empty list: the ids are equal to the tokenizer's."""
+        return []
+
+    def encode(self, text: str, spans: list[tuple[int, int]]) -> TokensAndMask | None:
+        """Return ids and mask; a token is masked if it lies outside ``spans`` (in characters of ``text``).
+
+        Returns None if the tokenizer itself has to encode the text, because the encoder does not support the text, or
+        because an edge of a span is inside a word of several ids. A word of one id with an edge inside counts as inside
+        the span.
+        """
+        if not self.is_used or not self._agrees(text):
+            return None
+        words: list[str] = []
+        for i, piece in enumerate(self._special.split(text)):
+            if i % 2:
+                words.append(piece)  # a special token
+            else:
+                words += self._words.findall(piece)
+        word_ids = list(map(self._ids_of_word.__getitem__, words))
+        ids = array("i", b"".join(word_ids))
+        mask = self._mask(words, word_ids, spans) if spans else bytearray()
+        if mask is None:
+            return None
+        mask += b"\1" * (len(ids) - len(mask))
+        return ids, mask
+
+    @staticmethod
+    def _mask(words: list[str], word_ids: list[bytes], spans: list[tuple[int, int]]) -> bytearray | None:
+        """Return the mask up to the end of the last span; None if an edge is inside a word of several ids."""
+        mask = bytearray()
+        text_ends = _cumulative_lengths(words)
+        id_ends = _cumulative_lengths(word_ids)  # in bytes
+        for span in spans:
+            for edge, is_end in zip(span, (False, True), strict=True):
+                index = bisect_left(text_ends, edge)
+                if text_ends[index] != edge:
+                    if len(word_ids[index - 1]) > _ID_SIZE:
+                        return None
+                    if not is_end:
+                        index -= 1  # the word belongs to the span
+                num_ids = id_ends[index] // _ID_SIZE - len(mask)
+                mask += (b"\0" if is_end else b"\1") * num_ids
+        return mask
+
+    def _tokenize_word(self, word: str) -> list[int]:
+        if word in self._special_ids:
+            return [self._special_ids[word]]
+        characters = map(bytes_to_unicode().__getitem__, word.encode("utf-8", "surrogatepass"))
+        return [token.id for token in self._tokenizer.model.tokenize("".join(characters))]
+
+    def _agrees(self, text: str) -> bool:
+        """Return whether the encoder supports all characters of a text; check those that are new."""
+        if not text.isascii() and self._needs_nfc and not unicodedata.is_normalized("NFC", text):
+            return False
+        characters = set(text) - self._agreeing_characters
+        for character in characters - self._differing_characters:
+            if self._splits_alike(character):
+                self._agreeing_characters.add(character)
+            else:
+                self._differing_characters.add(character)
+        return self._differing_characters.isdisjoint(characters)
+
+    def _splits_alike(self, c: str) -> bool:
+        """Return whether both regex engines split texts alike in which a character is next to all other kinds."""
+        neighbors = f"a{c}a1{c}1.{c}.{c}{c} {c} \n{c}\n a {c}{c}'{c}s's{c}'{c}e'{c}l'l{c}'r{c}'v{c}A{c}A{c}b  {c}  1{c}"
+        return all(self._is_same_split(text) for text in (neighbors, c, f"{c}{c}"))
+
+    def _is_same_split(self, text: str) -> bool:
+        try:
+            expected = self._tokenizer.pre_tokenizer.pre_tokenize_str(text)
+        except UnicodeEncodeError:  # lone surrogate
+            return False
+        edges = _cumulative_lengths(self._words.findall(text))
+        return [span for _, span in expected] == list(pairwise(edges)) and edges[-1] == len(text)
+
+    def _agrees_on_ascii(self) -> bool:
+        """Compare the ids with the tokenizer's on random ASCII texts."""
+        draw = random.Random(0)
+        parts = ["'s", "'LL", "'ve", " ", "  ", "\n", "\n\n", "\t", "\r\n", "a", "The", " cat", "1", "234", ".", "..."]
+        for _ in range(80):
+            text = "".join(draw.choices(parts, k=24))
+            tokens_and_mask = self.encode(text, [])
+            expected_ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+            if tokens_and_mask is not None and tokens_and_mask[0].tolist() != expected_ids:
+                return False
+        return True
 
 
 def _read_merges(path: str) -> list[tuple[str, str]]:
@@ -56,7 +266,7 @@ class ByteLevelBPE:
             raise DataError(f"vocabulary file {vocab_path} is not a mapping token -> id.")
         merges = _read_merges(merges_path)
         for left, right in merges:
-            if not {left, right, left + right} <= vocab.keys():
+            if left not in vocab or right not in vocab or left + right not in vocab:
                 raise DataError(
                     f"merges file {merges_path} merges {left!r} and {right!r}, which {vocab_path} does not know: "
                     "take both files from the same checkpoint."
@@ -71,11 +281,11 @@ class ByteLevelBPE:
             ]
         )
         self.tokenizer.decoder = decoders.ByteLevel()
-        self._words = WordEncoder(self.tokenizer)
+        self._word_encoder = WordEncoder(self.tokenizer)
         self.special_tokens = dict(special_tokens)
         self._special_texts = {token_id: token for token, token_id in self.special_tokens.items()}
         longest_first = sorted(self.special_tokens, key=len, reverse=True)
-        self._special = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")") if longest_first else None
+        self._special = re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
         self.vocab_size = max([*vocab.values(), *self.special_tokens.values()]) + 1
 
     def encode(self, text: str, parse_special: bool = True, change: Callable[[str], str] | None = None) -> list[int]:
@@ -84,16 +294,20 @@ class ByteLevelBPE:
         ``change`` is applied to the text between special tokens after splitting.
         """
         check_text(text)
-        pieces = self._special.split(text) if parse_special and self._special is not None else [text]
+        pieces = self._special.split(text) if parse_special else [text]
         ids: list[int] = []
         for i, piece in enumerate(pieces):
             if i % 2:
                 ids.append(self.special_tokens[piece])
             elif piece:
-                piece = piece if change is None else change(piece)
-                found = self._words.encode(piece, [])
-                ids += self.tokenizer.encode(piece, add_special_tokens=False).ids if found is None else found[0]
+                ids += self._encode_plain(piece if change is None else change(piece))
         return ids
+
+    def _encode_plain(self, text: str) -> list[int]:
+        tokens_and_mask = self._word_encoder.encode(text, [])
+        if tokens_and_mask is not None:
+            return tokens_and_mask[0].tolist()
+        return self.tokenizer.encode(text, add_special_tokens=False).ids
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = False) -> str:
         """Decode token ids into text; invalid UTF-8 becomes the replacement character."""
@@ -140,7 +354,10 @@ class GPT2BaseTokenizer(SavesPublishedFiles, BaseTokenizer):
     ) -> None:
         self.published = PublishedFiles(vocab_path)
         self._bpe = ByteLevelBPE(vocab_path, merges_path, pattern=GPT2_PATTERN, special_tokens={}, nfc=False)
-        self.unk_id, self.bos_id, self.eos_id, self.pad_id = unk_id, bos_id, eos_id, pad_id
+        self.unk_id = unk_id
+        self.bos_id = bos_id
+        self.eos_id = eos_id
+        self.pad_id = pad_id
 
     @property
     def vocab_size(self) -> int:
@@ -149,9 +366,12 @@ class GPT2BaseTokenizer(SavesPublishedFiles, BaseTokenizer):
 
     def bpe(self, token: str) -> str:
         """Split a word, written in GPT-2's byte-to-unicode characters, into BPE tokens joined by spaces."""
-        to_byte = {character: byte for byte, character in bytes_to_unicode().items()}
-        text = bytes(to_byte[character] for character in token).decode("utf-8", errors="replace")
-        return " ".join(part.value for part in self._bpe.tokenizer.model.tokenize(token)) if text else ""
+        if not token:
+            return ""
+        characters = set(bytes_to_unicode().values())
+        if unknown := sorted(set(token) - characters):
+            raise DataError(f"bpe takes GPT-2's byte-to-unicode characters, and {unknown[0]!r} is not one of them.")
+        return " ".join(part.value for part in self._bpe.tokenizer.model.tokenize(token))
 
     def encode(self, text: str, add_bos: bool = True, add_eos: bool = True) -> list[int]:
         """Encode ``text`` into token ids."""
@@ -163,167 +383,3 @@ class GPT2BaseTokenizer(SavesPublishedFiles, BaseTokenizer):
     def decode(self, tokens: list[int]) -> str:
         """Decode token ids into text."""
         return self._bpe.decode(tokens)
-
-
-_LONG = 100  # characters; longer words rarely repeat and are not cached
-_MOST = 1 << 17  # cached words
-_ID = array("i").itemsize
-# Ids (int32) and mask (1 = masked), as arrays: a list would create one object per id.
-Tokens = tuple[array, bytearray]
-_CONTRACTIONS = r"'(?:[sdmt]|ll|ve|re)"
-# Splits of the pre-tokenizers in `tokenizers`, as one regular expression.
-_PLAIN = rf" ?\p{{L}}+|{_CONTRACTIONS}| ?\p{{N}}+| ?[^\s\p{{L}}\p{{N}}]+|\s+(?!\S)|\s+"
-_DIGITS = rf" ?\p{{L}}+|\p{{N}}|{_CONTRACTIONS}| ?[^\s\p{{L}}\p{{N}}]+|\s+(?![^\s\p{{N}}])|\s+"
-
-
-@functools.lru_cache
-def bytes_to_unicode() -> dict[int, str]:
-    """Return GPT-2's byte -> character map: printable bytes map to themselves, others to code points from 256 on."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    table = {byte: chr(byte) for byte in printable}
-    table |= {byte: chr(256 + i) for i, byte in enumerate(b for b in range(256) if b not in table)}
-    return dict(sorted(table.items()))
-
-
-def _pattern(pre_tokenizer: Any) -> str | None:
-    """Return the regular expression of a byte-level pre-tokenizer's words; None for other kinds."""
-    steps = pre_tokenizer["pretokenizers"] if pre_tokenizer["type"] == "Sequence" else [pre_tokenizer]
-    if not steps or steps[-1]["type"] != "ByteLevel" or steps[-1].get("add_prefix_space"):
-        return None
-    *before, last = steps
-    if last.get("use_regex", True):
-        if not before:
-            return _PLAIN
-        is_digits = len(before) == 1 and before[0] == {"type": "Digits", "individual_digits": True}
-        return _DIGITS if is_digits else None
-    if len(before) != 1 or before[0]["type"] != "Split" or before[0].get("invert"):
-        return None
-    return before[0]["pattern"].get("Regex") if before[0]["behavior"] == "Isolated" else None
-
-
-class _Cache(dict[str, bytes]):
-    """Cache word -> ids, packed as int32; cleared when it is full."""
-
-    def __init__(self, find: Callable[[str], Sequence[int]]) -> None:
-        self._find = find
-
-    def __missing__(self, word: str) -> bytes:
-        found = array("i", self._find(word)).tobytes()
-        if len(word) <= _LONG:
-            if len(self) >= _MOST:
-                self.clear()
-            self[word] = found
-        return found
-
-
-def _ends(parts: Sequence[str | bytes]) -> list[int]:
-    """Return the cumulative lengths of the parts, from 0."""
-    return [0, *accumulate(map(len, parts))]
-
-
-class WordEncoder:
-    """Equivalent of ``tokenizer.encode(text, add_special_tokens=False)``, about three times as fast.
-
-    It splits a text with the tokenizer's own pattern in another regex engine, and encodes words with the tokenizer's
-    model. The engines may classify characters differently, so each new character is checked once, next to characters of
-    all kinds. Texts with a character that differs, and other kinds of tokenizers, are encoded by the tokenizer itself.
-
-    Args:
-        tokenizer: a ``tokenizers.Tokenizer``.
-    """
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        # Serialize the parts separately: the vocabulary alone takes a quarter of a second.
-        normalizer, pre_tokenizer, model = tokenizer.normalizer, tokenizer.pre_tokenizer, tokenizer.model
-        added = tokenizer.get_added_tokens_decoder()
-        pattern = None if pre_tokenizer is None else _pattern(json.loads(pre_tokenizer.__getstate__()))
-        self._needs_nfc = normalizer is not None and json.loads(normalizer.__getstate__()) == {"type": "NFC"}
-        self.is_used = (
-            pattern is not None
-            and isinstance(model, models.BPE)
-            and not (model.dropout or model.continuing_subword_prefix or model.end_of_word_suffix)
-            and (normalizer is None or self._needs_nfc)
-            and not any(token.lstrip or token.rstrip or token.single_word for token in added.values())
-            and len({token.normalized for token in added.values()}) <= 1
-        )
-        if not self.is_used:
-            return
-        try:
-            self._words = regex.compile(pattern)
-        except regex.error:  # syntax that only the tokenizer's engine supports
-            self.is_used = False
-            return
-        self._ids = _Cache(self._ids_of_word)
-        self._special_ids = {token.content: token_id for token_id, token in added.items()}
-        longest_first = sorted(self._special_ids, key=len, reverse=True)
-        self._special = re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
-        self._known: set[str] = set()
-        self._different: set[str] = set()
-        self.is_used = self._agrees_on_ascii()
-
-    def fingerprint_parts(self) -> list[Any]:
-        """Return an empty list: the ids are equal to the tokenizer's."""
-        return []
-
-    def encode(self, text: str, spans: list[tuple[int, int]]) -> Tokens | None:
-        """Return ids and mask; a token is masked if it lies outside ``spans`` (in characters of ``text``).
-
-        Returns None if the tokenizer itself has to encode the text, because the encoder does not support the text, or
-        because an edge of a span is inside a word of several ids. A word of one id with an edge inside counts as inside
-        the span.
-        """
-        if not self.is_used or not self._agrees(text):
-            return None
-        pieces = self._special.split(text)
-        words = [word for i, piece in enumerate(pieces) for word in ([piece] if i % 2 else self._words.findall(piece))]
-        found = list(map(self._ids.__getitem__, words))
-        ids, mask = array("i", b"".join(found)), bytearray()
-        edges = [edge for span in spans for edge in span]  # sorted; alternately the start and end of a span
-        ends, sizes = (_ends(words), _ends(found)) if edges else ([], [])
-        for number, edge in enumerate(edges):
-            place = bisect_left(ends, edge)
-            if ends[place] != edge:
-                if len(found[place - 1]) > _ID:
-                    return None
-                place -= number % 2 == 0
-            mask += (b"\0" if number % 2 else b"\1") * (sizes[place] // _ID - len(mask))
-        mask += b"\1" * (len(ids) - len(mask))
-        return ids, mask
-
-    def _ids_of_word(self, word: str) -> list[int]:
-        if word in self._special_ids:
-            return [self._special_ids[word]]
-        spelled = "".join(map(bytes_to_unicode().__getitem__, word.encode("utf-8", "surrogatepass")))
-        return [token.id for token in self._tokenizer.model.tokenize(spelled)]
-
-    def _agrees(self, text: str) -> bool:
-        if not text.isascii() and self._needs_nfc and not unicodedata.is_normalized("NFC", text):
-            return False
-        new = set(text) - self._known
-        for character in new - self._different:
-            (self._known if self._splits_alike(character) else self._different).add(character)
-        return self._different.isdisjoint(new)
-
-    def _splits_alike(self, c: str) -> bool:
-        around = f"a{c}a1{c}1.{c}.{c}{c} {c} \n{c}\n a {c}{c}'{c}s's{c}'{c}e'{c}l'l{c}'r{c}'v{c}A{c}A{c}b  {c}  1{c}"
-        return all(self._is_same(text) for text in (around, c, f"{c}{c}"))
-
-    def _is_same(self, text: str) -> bool:
-        try:
-            expected = self._tokenizer.pre_tokenizer.pre_tokenize_str(text)
-        except UnicodeEncodeError:  # lone surrogate
-            return False
-        starts = _ends(self._words.findall(text))
-        return [span for _, span in expected] == list(pairwise(starts)) and starts[-1] == len(text)
-
-    def _agrees_on_ascii(self) -> bool:
-        """Compare the ids with the tokenizer's on random ASCII texts."""
-        draw = random.Random(0)
-        parts = ["'s", "'LL", "'ve", " ", "  ", "\n", "\n\n", "\t", "\r\n", "a", "The", " cat", "1", "234", ".", "..."]
-        for _ in range(80):
-            text = "".join(draw.choices(parts, k=24))
-            found = self.encode(text, [])
-            if found is not None and found[0].tolist() != self._tokenizer.encode(text, add_special_tokens=False).ids:
-                return False
-        return True

@@ -6,7 +6,7 @@ from typing import Any
 from torchtune.data import ChatMLTemplate, DataError, Message, PromptTemplateInterface
 from torchtune.tokenizers._byte_level_bpe import ByteLevelBPE
 from torchtune.tokenizers._chat_layouts import Part, Row, TurnsTokenizer
-from torchtune.tokenizers._control_tokens import TextGuard
+from torchtune.tokenizers._control_tokens import ControlTokens
 from torchtune.tokenizers._files import PublishedFiles
 from torchtune.tokenizers._protocols import text_only
 
@@ -58,7 +58,9 @@ class ChatMLTurns(TurnsTokenizer):
         if missing := sorted(named - self.special_tokens.keys()):
             raise DataError(f"special_tokens lacks {', '.join(missing)}.")
         self._bpe = ByteLevelBPE(path, merges_file, pattern=pattern, special_tokens=self.special_tokens, nfc=True)
-        self._guard = TextGuard([] if parse_special_tokens else [t for t in self.special_tokens if t.startswith("<|")])
+        self._control_tokens = ControlTokens(
+            [] if parse_special_tokens else [t for t in self.special_tokens if t.startswith("<|")]
+        )
         self.bos_id = None if bos_token is None else self.special_tokens[bos_token]
         self.eos_id = self.special_tokens[eos_token]
         self.pad_id = self.special_tokens[pad_token] if pad_token is not None else self.eos_id
@@ -73,14 +75,14 @@ class ChatMLTurns(TurnsTokenizer):
 
     def encode(self, text: str, add_bos: bool = True, add_eos: bool = True) -> list[int]:
         """Encode ``text`` into token ids; special tokens in it become their ids."""
-        ids = self._bpe.encode(text, change=self._guard.show)
+        ids = self._bpe.encode(text, change=self._control_tokens.restore)
         if add_bos and self.bos_id is not None:
             ids = [self.bos_id, *ids]
         return [*ids, self.eos_id] if add_eos else ids
 
     def encode_text(self, text: str, add_bos: bool = True, add_eos: bool = True) -> list[int]:
         """Encode a text of training data: control tokens in it are plain text, unless ``parse_special_tokens``."""
-        return self.encode(self._guard.hide(text), add_bos=add_bos, add_eos=add_eos)
+        return self.encode(self._control_tokens.hide(text), add_bos=add_bos, add_eos=add_eos)
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = False) -> str:
         """Decode token ids into text."""
@@ -107,7 +109,7 @@ class ChatMLTurns(TurnsTokenizer):
         return f"{IM_START}{role}\n{body}{'' if is_open else f'{IM_END}' + chr(10)}"
 
     def _row(self, messages: list[Message], closed: bool, **options: Any) -> Row:
-        return super()._row([self._guard.hide_message(message) for message in messages], closed)
+        return super()._row([self._control_tokens.hide_message(message) for message in messages], closed)
 
     def _parts(self, messages: list[Message], closed: bool) -> Iterator[Part]:
         messages, begun = self._prepare(messages, closed)

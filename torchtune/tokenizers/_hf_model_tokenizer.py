@@ -19,7 +19,7 @@ from torchtune.data import (
     read_tools,
     truncate_row,
 )
-from torchtune.tokenizers._byte_level_bpe import Tokens
+from torchtune.tokenizers._byte_level_bpe import TokensAndMask
 from torchtune.tokenizers._chat_template import ChatTemplate
 from torchtune.tokenizers._files import MISSING_TOKENIZER, read_json, read_text
 from torchtune.tokenizers._hf_tokenizer import HuggingFaceBaseTokenizer
@@ -40,7 +40,7 @@ from torchtune.tokenizers._trained_spans import LayoutCache, Span, TurnFinder, f
 from torchtune.utils import get_logger, log_once, write_json
 
 # Tokenizer files of other formats.
-_OTHER_FILES = ("tokenizer.model", "tekken.json", "vocab.json", "original/tokenizer.model")
+_FILES_OF_OTHER_FORMATS = ("tokenizer.model", "tekken.json", "vocab.json", "original/tokenizer.model")
 
 
 class HuggingFaceModelTokenizer(MessageTransform, ModelTokenizer):
@@ -108,32 +108,40 @@ class HuggingFaceModelTokenizer(MessageTransform, ModelTokenizer):
         self.max_seq_len = max_seq_len
         self.truncation_type = truncation_type
         self.special_tokens = self.base_tokenizer.special_tokens
-        self._all_special = tuple(self.special_tokens)
-        self.bos_id, self.eos_id = self.base_tokenizer.bos_id, self.base_tokenizer.eos_id
-        self.pad_id, self.vocab_size = self.base_tokenizer.pad_id, self.base_tokenizer.vocab_size
+        self._special_texts = tuple(self.special_tokens)
+        self.bos_id = self.base_tokenizer.bos_id
+        self.eos_id = self.base_tokenizer.eos_id
+        self.pad_id = self.base_tokenizer.pad_id
+        self.vocab_size = self.base_tokenizer.vocab_size
         folder = Path(tokenizer_json_path).expanduser().parent
         self._replaces_template = chat_template is not None
-        self.chat_templates = {
-            name: ChatTemplate(source, {**self.base_tokenizer.named_tokens, **(chat_template_kwargs or {})})
-            for name, source in _template_sources(folder, self.base_tokenizer.config, chat_template).items()
-        }
-        self._guard, self._encoder = self.base_tokenizer.guard, self.base_tokenizer.encoder
-        self._layouts = LayoutCache(self._spans_of_plain)
+        variables = {**self.base_tokenizer.named_tokens, **(chat_template_kwargs or {})}
+        sources = _template_sources(folder, self.base_tokenizer.config, chat_template)
+        self.chat_templates = {name: ChatTemplate(source, variables) for name, source in sources.items()}
+        self._control_tokens = self.base_tokenizer.control_tokens
+        self._encoder = self.base_tokenizer.encoder
+        self._layouts = LayoutCache(self._find_spans_without_tools)
         self._omitted = OmittedTexts()
-        self._stops: list[str] = []
-        final: list[str] = []
-        text_of = {token_id: text for text, token_id in self.special_tokens.items()}
+        self._set_stops()
+
+    def _set_stops(self) -> None:
+        """Set the stop tokens: those of the checkpoint's config files and those learned from the chat template."""
+        configured_ids = self.base_tokenizer.stop_tokens
+        text_of_id = {token_id: text for text, token_id in self.special_tokens.items()}
+        generation_stops: list[str] = []
+        stops: list[str] = []
         if "default" in self.chat_templates:
-            plain = self.chat_templates["default"]
-            final, self._stops = learn_stops(
-                lambda turns, prompt: plain.render(turns, add_generation_prompt=prompt)[0],
+            template = self.chat_templates["default"]
+            generation_stops, stops = learn_stops(
+                lambda turns, prompt: template.render(turns, add_generation_prompt=prompt)[0],
                 list(self.special_tokens),
-                [text_of[i] for i in self.base_tokenizer.stop_tokens if i in text_of],
+                [text_of_id[token_id] for token_id in configured_ids if token_id in text_of_id],
             )
-        learned = [self.special_tokens[stop] for stop in final]
-        self.stop_tokens = list(dict.fromkeys([*learned, *self.base_tokenizer.stop_tokens]))
-        self._stops += [text_of[i] for i in self.stop_tokens if i in text_of and text_of[i] not in self._stops]
-        self._ends_turn = {self.special_tokens[stop] for stop in self._stops}
+        learned_ids = [self.special_tokens[stop] for stop in generation_stops]
+        self.stop_tokens = list(dict.fromkeys([*learned_ids, *configured_ids]))
+        stops += [text_of_id[token_id] for token_id in self.stop_tokens if token_id in text_of_id]
+        self._stops = list(dict.fromkeys(stops))
+        self._turn_end_ids = {self.special_tokens[stop] for stop in self._stops}
 
     def save_files(self, folder: str | Path) -> None:
         """Write the tokenizer's files with the chat template in use; see :meth:`HuggingFaceBaseTokenizer.save_files`.
@@ -169,7 +177,8 @@ class HuggingFaceModelTokenizer(MessageTransform, ModelTokenizer):
         Raises:
             DataError: there is no template, or it raises an error.
         """
-        turns, tools = [_as_turn(message) for message in messages], read_tools(tools)
+        turns = [_as_turn(message) for message in messages]
+        tools = read_tools(tools)
         return self._template(tools).render(turns, add_generation_prompt=add_generation_prompt, tools=tools)[0]
 
     def tokenize_messages(
@@ -208,34 +217,36 @@ class HuggingFaceModelTokenizer(MessageTransform, ModelTokenizer):
 
     def _tokenized(
         self, messages: Sequence[MessageLike], closed: bool, max_seq_len: int | None, tools: Sequence[Any] | None
-    ) -> Tokens:
+    ) -> TokensAndMask:
         if not messages:
             raise DataError("the conversation has no turns")
         messages = as_messages(messages)
-        turns, tools = [self._turn(message) for message in messages], self._guard.hide(read_tools(tools))
-        kept = None
+        turns = [self._turn(message) for message in messages]
+        tools = self._control_tokens.hide(read_tools(tools))
+        kept_reasoning = None
         if self.reasoning == "keep":
             render = partial(self._template(tools).render, tools=tools)
-            kept = KeptReasoning(lambda part, prompt: render(part, add_generation_prompt=prompt)[0], turns)
-            turns = kept.turns
-        if not closed:
-            text = self._open_text(turns, tools)
-            spans: list[Span] = []
-        else:
+            kept_reasoning = KeptReasoning(lambda turns, prompt: render(turns, add_generation_prompt=prompt)[0], turns)
+            turns = kept_reasoning.turns
+        if closed:
             text, spans = self._finished_text(turns, [message.masked for message in messages], tools)
-        if kept is not None:
-            text, spans = kept.expand(text, spans)
+        else:
+            text = self._open_text(turns, tools)
+            spans = []
+        if kept_reasoning is not None:
+            text, spans = kept_reasoning.restore(text, spans)
         tokens, mask = self._encoder.encode_masked(text, spans)
         eos_id = self.eos_id if closed else None
-        is_trained = closed and messages[-1].role == "assistant" and not messages[-1].masked
-        if is_trained and not text[spans[-1][0] :].rstrip().endswith(self._all_special):
+        is_last_trained = closed and messages[-1].role == "assistant" and not messages[-1].masked
+        if is_last_trained and not text[spans[-1][0] :].rstrip().endswith(self._special_texts):
             log_once(get_logger(), "The chat template does not end the last turn: the end-of-sequence token is added.")
             if eos_id is None:
                 raise DataError("neither the chat template nor the tokenizer's config names a token that ends a turn")
             tokens.append(eos_id)
             mask.append(False)
-        length = max_seq_len or self.max_seq_len
-        return truncate_row(tokens, mask, length, self.truncation_type, eos_id, self._ends_turn)
+        return truncate_row(
+            tokens, mask, max_seq_len or self.max_seq_len, self.truncation_type, eos_id, self._turn_end_ids
+        )
 
     def conversations(self, messages: Sequence[MessageLike]) -> list[list[Message]]:
         """Return the conversations on which a row is trained: with ``reasoning="split"`` several, otherwise one."""
@@ -251,10 +262,11 @@ class HuggingFaceModelTokenizer(MessageTransform, ModelTokenizer):
             return []
         rows: dict[str, Any] = {}
         for policy in get_args(ReasoningPolicy):
-            other = copy(self)
-            other.reasoning = policy
-            with suppress(DataError):
-                rows[policy] = [other.tokenize_messages(part) for part in other.conversations(messages)]
+            tokenizer = copy(self)
+            tokenizer.reasoning = policy
+            with suppress(DataError):  # the template cannot write the reasoning of earlier turns
+                conversations = tokenizer.conversations(messages)
+                rows[policy] = [tokenizer.tokenize_messages(conversation) for conversation in conversations]
         return [policy for policy, row in rows.items() if row != rows.get(self.reasoning)]
 
     def take_omitted(self) -> list[str]:
@@ -277,14 +289,15 @@ class HuggingFaceModelTokenizer(MessageTransform, ModelTokenizer):
         """Convert a message to the template's dict, with placeholders for control tokens in its texts."""
         turn = _as_turn(message)
         if len(turn) == 2:  # fast path: role and text
-            return {"role": turn["role"], "content": self._guard.hide(turn["content"])}
-        return self._guard.hide(turn)
+            return {"role": turn["role"], "content": self._control_tokens.hide(turn["content"])}
+        return self._control_tokens.hide(turn)
 
     def _open_text(self, turns: list[dict[str, Any]], tools: Sequence[Any] | None) -> str:
         """Render the conversation up to the point where the model continues."""
         begun = ""
         if turns[-1]["role"] == "assistant":
-            turns, begun = turns[:-1], turns[-1]["content"]
+            begun = turns[-1]["content"]
+            turns = turns[:-1]
         template = self._template(tools)
         text = template.render(turns, add_generation_prompt=True, tools=tools)[0]
         if not all(_is_plainly_written(turn, text) for turn in turns):
@@ -305,18 +318,18 @@ class HuggingFaceModelTokenizer(MessageTransform, ModelTokenizer):
             spans = None if tools is not None or generated else self._layouts.spans(text, turns, masked)
             if spans is None:  # layouts fit only texts that are written completely
                 finder = self._finder(template, text, turns, tools)
-                spans = self._find_spans(finder, generated, masked, marks=template.marks_generation)
+                spans = self._find_spans(finder, generated, masked, marks_generation=template.marks_generation)
                 self._omitted.add(finder.omitted(_omissible(template, turns)), _omitted_tools(tools, text))
             return text, spans
         finally:
             template.now = None
 
-    def _spans_of_plain(self, turns: list[dict[str, Any]], masked: list[bool]) -> tuple[str, list[Span]]:
+    def _find_spans_without_tools(self, turns: list[dict[str, Any]], masked: list[bool]) -> tuple[str, list[Span]]:
         """Return the result of :meth:`_finished_text` without tools, for :class:`LayoutCache`."""
         template = self._template(None)
         text, generated = template.render(turns)
         finder = self._finder(template, text, turns, None)
-        return text, self._find_spans(finder, generated, masked, marks=template.marks_generation)
+        return text, self._find_spans(finder, generated, masked, marks_generation=template.marks_generation)
 
     def _finder(
         self, template: ChatTemplate, text: str, turns: list[dict[str, Any]], tools: Sequence[Any] | None
@@ -330,31 +343,44 @@ class HuggingFaceModelTokenizer(MessageTransform, ModelTokenizer):
         )
 
     def _find_spans(
-        self, finder: TurnFinder, generated: Sequence[Span], masked: list[bool], *, marks: bool
+        self, finder: TurnFinder, generated: Sequence[Span], masked: list[bool], *, marks_generation: bool
     ) -> list[Span]:
-        """Return the spans of a rendered conversation that are trained on; ``marks``: of {% generation %} blocks."""
-        assistant = [i for i, turn in enumerate(finder.messages) if turn["role"] == "assistant"]
-        by_turn = dict(zip(assistant, generated, strict=True)) if marks and len(generated) == len(assistant) else {}
-        spans = []
+        """Return the spans of a rendered conversation that are trained on.
+
+        Args:
+            finder: finder of its turns.
+            generated: spans of its {% generation %} blocks.
+            masked: whether each turn is masked.
+            marks_generation: whether the template has such blocks, one for each assistant turn.
+        """
+        assistant_turns = [i for i, turn in enumerate(finder.messages) if turn["role"] == "assistant"]
+        generated_by_turn: dict[int, Span] = {}
+        if marks_generation and len(generated) == len(assistant_turns):
+            generated_by_turn = dict(zip(assistant_turns, generated, strict=True))
+        spans: list[Span] = []
         for i, turn in enumerate(finder.messages):
             if masked[i]:
                 continue
-            if i in by_turn:
+            if i in generated_by_turn:
                 finder.check_written(i)
-                spans.append(self._with_stop(finder.text, by_turn[i]))
+                spans.append(self._with_stop(finder.text, generated_by_turn[i]))
+            elif turn["role"] == "assistant":
+                spans += finder.assistant(i)
             else:
-                spans += finder.assistant(i) if turn["role"] == "assistant" else [finder.other(i)]
+                spans.append(finder.other(i))
         return sorted(spans)
 
     def _with_stop(self, text: str, span: Span) -> Span:
         """Extend a generation block without end-of-turn token to the end-of-turn token that follows."""
         start, end = span
-        stripped = start + len(text[start:end].rstrip())
-        if text.endswith(tuple(self._stops), start, stripped):
-            return start, stripped
-        rest = text[end:].lstrip()
-        token = first_special(rest, self._stops)
-        return (start, end) if token is None else (start, len(text) - len(rest) + len(token))
+        stripped_end = start + len(text[start:end].rstrip())
+        if text.endswith(tuple(self._stops), start, stripped_end):
+            return start, stripped_end
+        following = text[end:].lstrip()
+        token = first_special(following, self._stops)
+        if token is None:
+            return start, end
+        return start, len(text) - len(following) + len(token)
 
 
 class OmittedTexts:
@@ -386,7 +412,9 @@ def _omissible(template: ChatTemplate, turns: Sequence[Mapping[str, Any]]) -> se
 def _omitted_tools(tools: Sequence[Any] | None, text: str) -> list[str]:
     """Return ``["tool definitions"]`` if a rendered text lacks the name of a tool."""
     for tool in tools or ():
-        function = tool.get("function", tool) if isinstance(tool, Mapping) else None
+        if not isinstance(tool, Mapping):
+            continue
+        function = tool.get("function", tool)
         name = function.get("name") if isinstance(function, Mapping) else None
         if isinstance(name, str) and name not in text:
             return ["tool definitions"]
@@ -414,9 +442,11 @@ def _as_turn(message: Message | Mapping[str, Any]) -> dict[str, Any]:
         return turn
     if "tool_calls" in turn:  # of a message that was not made from a row
         turn["tool_calls"] = read_tool_calls(turn["tool_calls"] or [])
-    # templates read the first or the second field, so both are set
     reasoning = next((turn[name] for name in REASONING_FIELDS if turn.get(name) is not None), None)
-    return turn if reasoning is None else {**dict.fromkeys(REASONING_FIELDS[:2], reasoning), **turn}
+    if reasoning is None:
+        return turn
+    # Templates read the first or the second field, so both are set.
+    return {**dict.fromkeys(REASONING_FIELDS[:2], reasoning), **turn}
 
 
 def _template_sources(folder: Path, config: Mapping[str, Any], chosen: str | None) -> dict[str, str]:
@@ -433,12 +463,12 @@ def _template_sources(folder: Path, config: Mapping[str, Any], chosen: str | Non
                 "template; leave it out for the checkpoint's own."
             )
         return {"default": chosen if is_text else read_text(chosen, "chat template")}
-    file, inside = folder / "tokenizer_config.json", config.get("chat_template")
-    if (folder / "chat_template.json").is_file():
-        content = read_json(folder / "chat_template.json", "chat template")
+    sources = _published_templates(folder / "tokenizer_config.json", config.get("chat_template"))
+    template_json = folder / "chat_template.json"
+    if template_json.is_file():
+        content = read_json(template_json, "chat template")
         if "chat_template" in content:
-            file, inside = folder / "chat_template.json", content["chat_template"]
-    sources = _published_templates(file, inside)
+            sources = _published_templates(template_json, content["chat_template"])
     if (folder / "chat_template.jinja").is_file():
         sources["default"] = read_text(folder / "chat_template.jinja", "chat template")
     for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
@@ -452,36 +482,39 @@ def _published_templates(file: Path, content: Any) -> dict[str, str]:
         return {}
     if isinstance(content, str):
         return {"default": content}
-    named: list[tuple[Any, Any]] | None = None
+    broken = DataError(
+        f"{file}: chat_template is neither a text nor a list of texts, each with name and template: download the "
+        "file again."
+    )
     if isinstance(content, Mapping):
-        named = list(content.items())
+        entries = list(content.items())
     elif isinstance(content, list) and all(isinstance(entry, Mapping) for entry in content):
-        named = [(entry.get("name"), entry.get("template")) for entry in content]
-    if named is None or not all(isinstance(name, str) and isinstance(source, str) for name, source in named):
-        raise DataError(
-            f"{file}: chat_template is neither a text nor a list of texts, each with name and template: download the "
-            "file again."
-        )
-    return dict(named)
+        entries = [(entry.get("name"), entry.get("template")) for entry in content]
+    else:
+        raise broken
+    for name, source in entries:
+        if not isinstance(name, str) or not isinstance(source, str):
+            raise broken
+    return dict(entries)
 
 
 def _replace_template(folder: Path, source: str) -> None:
     """Write a chat template into the folder of a tokenizer, in the place of all published ones."""
-    named = folder / "additional_chat_templates"
-    published = [folder / "chat_template.jinja", folder / "chat_template.json", *named.glob("*.jinja")]
-    published = [path for path in published if path.is_file()]
-    for path in published:
+    additional = folder / "additional_chat_templates"
+    candidates = [folder / "chat_template.jinja", folder / "chat_template.json", *additional.glob("*.jinja")]
+    template_files = [path for path in candidates if path.is_file()]
+    for path in template_files:
         path.unlink()
-    if named.is_dir():
-        named.rmdir()
-    settings = folder / "tokenizer_config.json"
-    config = read_json(settings, settings.name) if settings.is_file() else {}
+    if additional.is_dir():
+        additional.rmdir()
+    config_path = folder / "tokenizer_config.json"
+    config = read_json(config_path, config_path.name) if config_path.is_file() else {}
     config.pop("chat_template", None)
-    if published:
+    if template_files:
         (folder / "chat_template.jinja").write_text(source, encoding="utf-8")
     else:
         config["chat_template"] = source
-    write_json(settings, config)
+    write_json(config_path, config)
 
 
 def hf_tokenizer(
@@ -516,11 +549,14 @@ def hf_tokenizer(
     """
     folder = Path(path).expanduser()
     if folder.is_dir() and not (folder / "tokenizer.json").is_file():
-        others = sorted(name for name in _OTHER_FILES if (folder / name).is_file())
-        has = f", but {', '.join(others)}: read that with the family's own tokenizer" if others else ""
+        family_files = sorted(name for name in _FILES_OF_OTHER_FORMATS if (folder / name).is_file())
         if (folder / MISSING_TOKENIZER).is_file():
-            has = f": {MISSING_TOKENIZER} in that folder says why, and what to do"
-        raise DataError(f"There is no tokenizer file {folder / 'tokenizer.json'}{has or ': download it'}.")
+            remedy = f": {MISSING_TOKENIZER} in that folder says why, and what to do"
+        elif family_files:
+            remedy = f", but {', '.join(family_files)}: read that with the family's own tokenizer"
+        else:
+            remedy = ": download it"
+        raise DataError(f"There is no tokenizer file {folder / 'tokenizer.json'}{remedy}.")
     return HuggingFaceModelTokenizer(
         str(folder / "tokenizer.json" if folder.is_dir() else folder),
         max_seq_len=max_seq_len,

@@ -7,7 +7,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer
 
 from torchtune.data import DataError
-from torchtune.tokenizers._control_tokens import GuardedEncoder, TextGuard
+from torchtune.tokenizers._control_tokens import ControlTokenEncoder, ControlTokens
 from torchtune.tokenizers._files import PublishedFiles, read_json
 from torchtune.tokenizers._protocols import BaseTokenizer, check_text
 from torchtune.utils import write_json
@@ -88,8 +88,8 @@ class HuggingFaceBaseTokenizer(BaseTokenizer):
         self.eos_id = self._named_id("eos_token", "eos_token_id")
         pad_id = self._named_id("pad_token", "pad_token_id")
         self.pad_id: int = next(i for i in (pad_id, self.eos_id, 0) if i is not None)
-        self.guard = TextGuard([] if parse_special_tokens else self.special_tokens)
-        self.encoder = GuardedEncoder(self.tokenizer, self.guard)
+        self.control_tokens = ControlTokens([] if parse_special_tokens else self.special_tokens)
+        self.encoder = ControlTokenEncoder(self.tokenizer, self.control_tokens)
         adds_bos = self.config.get("add_bos_token")
         if not isinstance(adds_bos, bool):
             adds_bos = self.bos_id is not None and self.tokenizer.encode("a").ids[:1] == [self.bos_id]
@@ -174,7 +174,9 @@ class HuggingFaceBaseTokenizer(BaseTokenizer):
     def encode_text(self, text: str, add_bos: bool = True, add_eos: bool = True) -> list[int]:
         """Encode a text of training data: special tokens in it are plain text, unless ``parse_special_tokens``."""
         check_text(text)
-        return self._framed(self.encoder.encode_masked(self.guard.hide(text), [])[0].tolist(), add_bos, add_eos)
+        return self._framed(
+            self.encoder.encode_masked(self.control_tokens.hide(text), [])[0].tolist(), add_bos, add_eos
+        )
 
     def _framed(self, ids: list[int], add_bos: bool, add_eos: bool) -> list[int]:
         ids = [self.bos_id, *ids] if add_bos and self.adds_bos else ids

@@ -1,37 +1,46 @@
-"""Reasoning of earlier turns: detection of a chat template's policy, and the policies keep and split."""
+"""Reasoning of earlier turns: the policies keep and split, which write it although a chat template omits it."""
 
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
+from itertools import takewhile
 from typing import Any, Literal, NamedTuple
 
 from torchtune.data import REASONING_FIELDS, DataError, Message
 
 ReasoningPolicy = Literal["strip", "keep", "split"]
-_END = "</think>"  # ends reasoning inside of a turn's text
+_REASONING_END = "</think>"  # ends reasoning inside of a turn's text
 _KEY = f"k{uuid.uuid4().hex}"  # letters and digits only, like all marks
 Turn = Mapping[str, Any]
 Span = tuple[int, int]
 
 
 class _Block(NamedTuple):
-    """Reasoning of a turn: its mark, and the text that replaces the mark and ``before`` characters in front of it."""
+    """Reasoning of a turn, which a mark stands for in the rendered conversation.
+
+    Attributes:
+        mark: the mark.
+        text: text that replaces the mark and ``num_before`` characters in front of it.
+        num_before: see ``text``.
+        output_start: position of the model's output, relative to the mark; None if the generation prompt differs from
+            the finished turn.
+    """
 
     mark: str
     text: str
-    before: int
-    begin: int | None  # position of the model's output, relative to the mark; None without a fitting prompt
+    num_before: int
+    output_start: int | None
 
 
 def earlier_reasoning(turns: Sequence[Turn]) -> list[int]:
     """Return the assistant turns with reasoning before a later user turn; templates strip their reasoning."""
-    last = max((i for i, turn in enumerate(turns) if turn["role"] == "user"), default=0)
-    return [
-        i
-        for i, turn in enumerate(turns[:last])
-        if turn["role"] == "assistant"
-        and (any(turn.get(name) for name in REASONING_FIELDS) or _END in str(turn.get("content")))
-    ]
+    last_user = max((i for i, turn in enumerate(turns) if turn["role"] == "user"), default=0)
+    indices = []
+    for i, turn in enumerate(turns[:last_user]):
+        has_field = any(turn.get(name) for name in REASONING_FIELDS)
+        if turn["role"] == "assistant" and (has_field or _REASONING_END in str(turn.get("content"))):
+            indices.append(i)
+    return indices
 
 
 class KeptReasoning:
@@ -51,43 +60,59 @@ class KeptReasoning:
     def __init__(self, render: Callable[[Sequence[Turn], bool], str], turns: Sequence[Turn]) -> None:
         self.turns = list(turns)
         self._blocks: list[_Block] = []
-        for i in earlier_reasoning(turns):
-            turn, mark = turns[i], f"{_KEY}n{i}q"
-            head, end, rest = turn["content"].rpartition(_END)
-            rest = rest.lstrip("\n")
-            plain = {name: value for name, value in turn.items() if name not in REASONING_FIELDS}
-            self.turns[i] = {**plain, "content": mark + rest}
-            before = self.turns[:i]
-            old, _, _ = render(self.turns, False).partition(mark)
-            last, _, tail = render([*before, {**turn, "content": f"{head}{end}{mark}{rest}"}], False).partition(mark)
-            prompt = render(before, True)
-            if last == old or not last.startswith(render(before, False)):
-                raise DataError(
-                    f"reasoning=keep: the chat template writes no reasoning for turn {i} (assistant) even if it is the "
-                    "last one: use reasoning=strip"
-                )
-            if not rest:  # the mark makes the text non-empty, for which a template may write more
-                real = render([*before, turn], False)[len(last) :]
-                mark += tail.removesuffix(real) if tail.endswith(real) else ""
-            same = next(
-                (k for k, (a, b) in enumerate(zip(old, last, strict=False)) if a != b), min(len(old), len(last))
-            )
-            begin = len(prompt) - len(old) if last.startswith(prompt) else None
-            self._blocks.append(_Block(mark, last[same:], len(old) - same, begin))
+        for index in earlier_reasoning(turns):
+            self._blocks.append(self._replace_reasoning(render, turns, index))
 
-    def expand(self, text: str, spans: Sequence[Span] = ()) -> tuple[str, list[Span]]:
+    def _replace_reasoning(
+        self, render: Callable[[Sequence[Turn], bool], str], turns: Sequence[Turn], index: int
+    ) -> _Block:
+        """Replace the reasoning of a turn by a mark, and return the text that the template would write for it."""
+        turn = turns[index]
+        mark = f"{_KEY}n{index}q"
+        thoughts, end, answer = turn["content"].rpartition(_REASONING_END)
+        answer = answer.lstrip("\n")
+        turn_without_reasoning = {name: value for name, value in turn.items() if name not in REASONING_FIELDS}
+        self.turns[index] = {**turn_without_reasoning, "content": mark + answer}
+
+        before = self.turns[:index]
+        marked_last_turn = {**turn, "content": f"{thoughts}{end}{mark}{answer}"}
+        stripped, _, _ = render(self.turns, False).partition(mark)
+        written, _, tail = render([*before, marked_last_turn], False).partition(mark)
+        if written == stripped or not written.startswith(render(before, False)):
+            raise DataError(
+                f"reasoning=keep: the chat template writes no reasoning for turn {index} (assistant) even if it is the "
+                "last one: use reasoning=strip"
+            )
+        if not answer:  # the mark makes the text non-empty, for which a template may write more
+            tail_without_mark = render([*before, turn], False)[len(written) :]
+            if tail.endswith(tail_without_mark):
+                mark += tail.removesuffix(tail_without_mark)
+
+        same_characters = takewhile(lambda pair: pair[0] == pair[1], zip(stripped, written, strict=False))
+        num_same = sum(1 for _ in same_characters)
+        prompt = render(before, True)
+        output_start = len(prompt) - len(stripped) if written.startswith(prompt) else None
+        return _Block(mark, written[num_same:], len(stripped) - num_same, output_start)
+
+    def restore(self, text: str, spans: Sequence[Span] = ()) -> tuple[str, list[Span]]:
         """Replace the marks in a rendered text, and adjust the spans; each span begins where the prompt ends."""
+        spans = list(spans)
         for block in reversed(self._blocks):
-            at = text.index(block.mark)
-            start, end = at - block.before, at + len(block.mark)
-            more = len(block.text) - (end - start)
+            mark_start = text.index(block.mark)
+            start = mark_start - block.num_before
+            end = mark_start + len(block.mark)
             text = text[:start] + block.text + text[end:]
-            begin = start if block.begin is None else at + block.begin
-            spans = [
-                (first + more * (first >= end) if first > at or last <= at else begin, last + more * (last > at))
-                for first, last in spans
-            ]
-        return text, list(spans)
+            num_added = len(block.text) - (end - start)
+            output_start = start if block.output_start is None else mark_start + block.output_start
+            for i, (first, last) in enumerate(spans):
+                if first <= mark_start < last:  # the span of this turn
+                    first = output_start
+                elif first >= end:
+                    first += num_added
+                if last > mark_start:
+                    last += num_added
+                spans[i] = (first, last)
+        return text, spans
 
 
 def split_turns(messages: Sequence[Message], turns: Sequence[Turn]) -> list[list[Message]]:
@@ -97,12 +122,14 @@ def split_turns(messages: Sequence[Message], turns: Sequence[Turn]) -> list[list
     """
     if not earlier_reasoning(turns):
         return [list(messages)]
-    samples, done = [], 0
+    samples: list[list[Message]] = []
+    num_trained = 0  # turns that earlier samples contain
     for i, message in enumerate(messages):
-        if message.role == "assistant" and not message.masked:
-            sample = [copy(each) for each in messages[: i + 1]]
-            for each in sample[:done]:
-                each.masked = True
-            samples.append(sample)
-            done = i + 1
+        if message.role != "assistant" or message.masked:
+            continue
+        sample = [copy(earlier) for earlier in messages[: i + 1]]
+        for trained in sample[:num_trained]:
+            trained.masked = True
+        samples.append(sample)
+        num_trained = i + 1
     return samples or [list(messages)]
