@@ -1,4 +1,4 @@
-"""Batch of token sequences for training."""
+"""Batch of token sequences for training, the check that its labels are shifted, and shared prefixes."""
 
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,10 +14,14 @@ from torchtune.data._rows import DataError
 from torchtune.data._token_rows import CROSS_ENTROPY_IGNORE_IDX
 
 _FIELDS = ("tokens", "labels", "input_pos", "documents")
-_EXTRAS = ("per_token", "per_document", "inputs")
 # Keyword arguments of a decoder's forward that are neither per token nor per document.
 _MODEL_INPUTS = ("mask", "encoder_input", "encoder_mask")
-_OTHER_NAMES = {"input_ids": "'tokens'", "position_ids": "'input_pos'", "attention_mask": "'documents' or 'mask'"}
+# Names of entries in transformers -> names here.
+_TRANSFORMERS_NAMES = {
+    "input_ids": "'tokens'",
+    "position_ids": "'input_pos'",
+    "attention_mask": "'documents' or 'mask'",
+}
 
 
 @dataclass(eq=False)
@@ -67,7 +71,7 @@ class Batch(MutableMapping[str, Any]):
     shard: tuple[int, int] = (0, 1)
     terms: int | None = None
     sources: tuple[str, ...] = ()
-    # The labels that were moved to an accelerator, and the positions of those that count, found on the host.
+    # The labels that were moved to an accelerator, and the positions of those that count, computed on the host.
     _indexed: tuple[torch.Tensor, torch.Tensor] | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -87,8 +91,8 @@ class Batch(MutableMapping[str, Any]):
             if len(value) != self.num_documents:
                 raise DataError(f"A batch of {self.num_documents} documents has {len(value)} values of '{name}'.")
         names = [*_FIELDS, *self.per_token, *self.per_document, *self.inputs]
-        if twice := {name for name in names if names.count(name) > 1}:
-            raise DataError(f"A batch has two entries '{min(twice)}': rename one of them.")
+        if duplicates := {name for name in names if names.count(name) > 1}:
+            raise DataError(f"A batch has two entries '{min(duplicates)}': rename one of them.")
 
     @classmethod
     def from_dict(cls, batch: Mapping[str, Any]) -> "Batch":
@@ -110,23 +114,28 @@ class Batch(MutableMapping[str, Any]):
             raise DataError(f"collate_fn: the batch has no 'tokens', it has {', '.join(map(str, batch)) or 'nothing'}.")
         for name in ("tokens", "labels"):
             value = batch.get(name)
-            is_tensor = isinstance(value, torch.Tensor)
-            if value is not None and not (is_tensor and value.dim() == 2 and value.dtype == torch.int64):
-                found = f"{value.dtype} of shape {tuple(value.shape)}" if is_tensor else type(value).__name__
-                raise DataError(f"collate_fn: '{name}' must be a torch.int64 tensor [b, s], not {found}.")
-        known = {name: batch[name] for name in _FIELDS if name in batch}
+            if value is None:
+                continue
+            if not isinstance(value, torch.Tensor):
+                kind = type(value).__name__
+                raise DataError(f"collate_fn: '{name}' must be a torch.int64 tensor [b, s], not {kind}.")
+            if value.dim() != 2 or value.dtype != torch.int64:
+                kind = f"{value.dtype} of shape {tuple(value.shape)}"
+                raise DataError(f"collate_fn: '{name}' must be a torch.int64 tensor [b, s], not {kind}.")
+        fields = {name: batch[name] for name in _FIELDS if name in batch}
         inputs = {name: batch[name] for name in _MODEL_INPUTS if batch.get(name) is not None}
-        rest = {name: value for name, value in batch.items() if name not in (*_FIELDS, *_MODEL_INPUTS)}
-        for name, value in rest.items():
-            if name in _OTHER_NAMES:
-                raise DataError(f"collate_fn: it returns '{name}': return {_OTHER_NAMES[name]} instead.")
-            if not isinstance(value, torch.Tensor) or value.shape[:2] != known["tokens"].shape:
+        per_token = {name: value for name, value in batch.items() if name not in (*_FIELDS, *_MODEL_INPUTS)}
+        for name, value in per_token.items():
+            if name in _TRANSFORMERS_NAMES:
+                raise DataError(f"collate_fn: it returns '{name}': return {_TRANSFORMERS_NAMES[name]} instead.")
+            token_shape = tuple(fields["tokens"].shape)
+            if not isinstance(value, torch.Tensor) or value.shape[:2] != token_shape:
                 kind = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
                 raise DataError(
-                    f"collate_fn: '{name}' ({kind}) is not per token, the tokens are {tuple(known['tokens'].shape)}: "
+                    f"collate_fn: '{name}' ({kind}) is not per token, the tokens are {token_shape}: "
                     "return a torchtune.data.Batch with it in per_document or inputs."
                 )
-        out = cls(**known, per_token=rest, inputs=inputs)
+        out = cls(**fields, per_token=per_token, inputs=inputs)
         if out.labels is not None:
             check_shifted(out.tokens, out.labels, None if out.documents is None else out.documents.lengths)
         return out
@@ -197,8 +206,9 @@ class Batch(MutableMapping[str, Any]):
         batch = batch._map(lambda value: value.to(device, non_blocking=pins))
         if self.labels is not None and self.labels.device.type == "cpu" and device.type != "cpu":
             index = label_index(self.labels)
-            index = _pin(index) if pins else index
-            batch._indexed = batch.labels, index.to(device, non_blocking=pins)
+            if pins:
+                index = _pin(index)
+            batch._indexed = (batch.labels, index.to(device, non_blocking=pins))
         return batch
 
     def pin_memory(self) -> "Batch":
@@ -206,7 +216,17 @@ class Batch(MutableMapping[str, Any]):
         return self._map(_pin)
 
     def _map(self, function: Callable[[Any], Any]) -> "Batch":
-        return replace(self, **{name: _map_tensors(function, getattr(self, name)) for name in (*_FIELDS, *_EXTRAS)})
+        """Apply a function to all tensors and documents."""
+        return replace(
+            self,
+            tokens=_map_tensors(function, self.tokens),
+            labels=_map_tensors(function, self.labels),
+            input_pos=_map_tensors(function, self.input_pos),
+            documents=_map_tensors(function, self.documents),
+            per_token=_map_tensors(function, self.per_token),
+            per_document=_map_tensors(function, self.per_document),
+            inputs=_map_tensors(function, self.inputs),
+        )
 
     def pad_to_multiple(self, multiple: int) -> "Batch":
         """Pad the sequence length to a multiple of ``multiple``.
@@ -221,21 +241,23 @@ class Batch(MutableMapping[str, Any]):
             return self
         self._check_text_only()
         batch = self._as_row()
-        missing = -batch.tokens.shape[1] % multiple
-        if not missing:
+        num_padding = -batch.tokens.shape[1] % multiple
+        if num_padding == 0:
             return batch
         documents = batch.documents
+        num_padding_documents = batch.num_padding_documents
         if documents is not None:
             prefixes = [*documents.prefixes, -1] if documents.prefixes else ()
-            documents = Documents.from_lengths([*documents.lengths, missing], prefixes=prefixes)
+            documents = Documents.from_lengths([*documents.lengths, num_padding], prefixes=prefixes)
+            num_padding_documents += 1
         return replace(
             batch,
-            tokens=_pad(batch.tokens, missing),
-            labels=None if batch.labels is None else _pad(batch.labels, missing, CROSS_ENTROPY_IGNORE_IDX),
-            input_pos=_pad(batch.input_pos, missing),
+            tokens=_pad(batch.tokens, num_padding),
+            labels=None if batch.labels is None else _pad(batch.labels, num_padding, CROSS_ENTROPY_IGNORE_IDX),
+            input_pos=_pad(batch.input_pos, num_padding),
             documents=documents,
-            per_token={name: _pad(value, missing) for name, value in batch.per_token.items()},
-            num_padding_documents=batch.num_padding_documents + (documents is not None),
+            per_token={name: _pad(value, num_padding) for name, value in batch.per_token.items()},
+            num_padding_documents=num_padding_documents,
         )
 
     def split(self, rank: int, size: int) -> "Batch":
@@ -257,15 +279,15 @@ class Batch(MutableMapping[str, Any]):
         if length % size or self.shard[1] > 1:
             raise DataError(f"A batch of {length} positions in {self.shard[1]} part(s) cannot be split into {size}.")
 
-        def part(value: torch.Tensor | None) -> torch.Tensor | None:
-            return None if value is None else value.chunk(size, dim=1)[rank].contiguous()
+        def local_shard(value: torch.Tensor) -> torch.Tensor:  # [b, s, ...] -> [b, s / size, ...]
+            return value.chunk(size, dim=1)[rank].contiguous()
 
         return replace(
             batch,
-            tokens=part(batch.tokens),
-            labels=part(batch.labels),
-            input_pos=part(batch.input_pos),
-            per_token={name: part(value) for name, value in batch.per_token.items()},
+            tokens=local_shard(batch.tokens),
+            labels=None if batch.labels is None else local_shard(batch.labels),
+            input_pos=local_shard(batch.input_pos),
+            per_token={name: local_shard(value) for name, value in batch.per_token.items()},
             shard=(rank, size),
         )
 
@@ -315,15 +337,20 @@ class Batch(MutableMapping[str, Any]):
             )
         if values.dtype == torch.bool:
             values = values.long()
-        wide = values.to(torch.promote_types(values.dtype, torch.float32)) if values.is_floating_point() else values
+        # Sums of many tokens lose digits in half precision.
+        wide = values
+        if values.is_floating_point():
+            wide = values.to(torch.promote_types(values.dtype, torch.float32))
         if self.documents is None:
             return wide.sum(dim=1).to(values.dtype)
-        count, (rank, size) = len(self.documents.lengths), self.shard
-        document = self.documents.document_ids().to(values.device)
-        sums = wide.new_zeros(count).index_add(0, document.chunk(size)[rank], wide.flatten())
+        rank, size = self.shard
+        document_ids = self.documents.document_ids().to(values.device)  # [b * s] of all shards
+        sums = wide.new_zeros(len(self.documents.lengths))
+        sums = sums.index_add(0, document_ids.chunk(size)[rank], wide.flatten())
         if self.documents.shared is not None:
-            sums = self.documents.shared.map(lambda tensor: tensor.to(sums.device)).sums(sums)
-        return sums[: self.num_documents].to(values.dtype)
+            shared = self.documents.shared.map(lambda tensor: tensor.to(sums.device))
+            sums = shared.sums(sums)
+        return sums[: self.num_documents].to(values.dtype)  # padding documents are the last
 
     def chosen_and_rejected(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Split per-document values into chosen and rejected, by the pairing from :func:`collate_preference`.
@@ -339,16 +366,18 @@ class Batch(MutableMapping[str, Any]):
         """
         if missing := {"pair", "is_chosen"} - self.per_document.keys():
             raise DataError(f"The batch has no pairs ('{min(missing)}' per document): use collate_preference.")
-        count = self.num_documents // 2
-        pair, is_chosen = (self.per_document[name].to(values.device) for name in ("pair", "is_chosen"))
-        order = pair + torch.where(is_chosen, 0, count)
+        num_pairs = self.num_documents // 2
+        pair = self.per_document["pair"].to(values.device)
+        is_chosen = self.per_document["is_chosen"].to(values.device)
+        order = pair + torch.where(is_chosen, 0, num_pairs)  # chosen answers first, each side by pair
         ordered = torch.zeros_like(values).index_copy(0, order, values)
-        return ordered[:count], ordered[count:]
+        return ordered[:num_pairs], ordered[num_pairs:]
 
     # MutableMapping of the entries, for code written for dicts.
 
     def _entries(self) -> dict[str, Any]:
-        present = {name: value for name in _FIELDS if (value := getattr(self, name)) is not None}
+        fields = {name: getattr(self, name) for name in _FIELDS}
+        present = {name: value for name, value in fields.items() if value is not None}
         return {**present, **self.per_token, **self.per_document, **self.inputs}
 
     def __iter__(self) -> Iterator[str]:
@@ -365,22 +394,21 @@ class Batch(MutableMapping[str, Any]):
         if name in _FIELDS:
             setattr(self, name, value)
             return
-        home = next((extras for extras in self._extras() if name in extras), None)
-        if home is None:
-            added = Batch.from_dict({"tokens": self.tokens, name: value})
-            home = self.per_token if name in added.per_token else self.inputs
-        home[name] = value
+        for entries in (self.per_token, self.per_document, self.inputs):
+            if name in entries:
+                entries[name] = value
+                return
+        checked = Batch.from_dict({"tokens": self.tokens, name: value})
+        entries = self.per_token if name in checked.per_token else self.inputs
+        entries[name] = value
 
     def __delitem__(self, name: str) -> None:
         if name not in self._entries():
             raise KeyError(name)
         if name in _FIELDS:
             setattr(self, name, None)
-        for extras in self._extras():
-            extras.pop(name, None)
-
-    def _extras(self) -> tuple[dict[str, Any], ...]:
-        return self.per_token, self.per_document, self.inputs
+        for entries in (self.per_token, self.per_document, self.inputs):
+            entries.pop(name, None)
 
 
 def label_index(labels: torch.Tensor, ignore_index: int = CROSS_ENTROPY_IGNORE_IDX) -> torch.Tensor:
@@ -399,13 +427,15 @@ def _map_tensors(function: Callable[[Any], Any], value: Any) -> Any:
 
 
 def _pin(value: Any) -> Any:
-    is_elsewhere = isinstance(value, torch.Tensor) and value.device.type != "cpu"
-    return value if is_elsewhere or not hasattr(value, "pin_memory") else value.pin_memory()
+    if isinstance(value, torch.Tensor) and value.device.type != "cpu":
+        return value
+    return value.pin_memory() if hasattr(value, "pin_memory") else value
 
 
-def _pad(value: torch.Tensor, missing: int, fill: int = 0) -> torch.Tensor:
-    """Pad dimension 1 on the right."""
-    return F.pad(value, (0, 0) * (value.dim() - 2) + (0, missing), value=fill)
+def _pad(value: torch.Tensor, num_padding: int, fill: int = 0) -> torch.Tensor:
+    """Pad dimension 1 of ``[b, s, ...]`` on the right."""
+    no_padding = (0, 0) * (value.dim() - 2)  # F.pad begins at the last dimension
+    return F.pad(value, (*no_padding, 0, num_padding), value=fill)
 
 
 def check_shifted(
@@ -428,15 +458,20 @@ def check_shifted(
     """
     if tokens.device.type != "cpu" or type(tokens) is not torch.Tensor:  # no synchronization, no fake tensors
         return
-    known = labels != CROSS_ENTROPY_IGNORE_IDX
-    if not known.any() or (known & (labels != tokens)).any():
+    is_label = labels != CROSS_ENTROPY_IGNORE_IDX
+    if not is_label.any() or (is_label & (labels != tokens)).any():
         return
-    known = known.flatten().clone()
-    tokens, ends = tokens.flatten(), [tokens.shape[-1]] * (len(tokens) if tokens.dim() > 1 else 1)
-    values = tokens[known]
-    known[torch.tensor(list(accumulate(ends if lengths is None else lengths))) - 1] = False  # no next token
-    is_next = tokens[1:] == tokens[:-1]
-    if (known[:-1] & ~is_next).any() and (values != values[0]).any():
+    # All labels are the tokens at their own positions. This is also right where the next token is the same.
+    if lengths is None:
+        num_rows = len(tokens) if tokens.dim() > 1 else 1
+        lengths = [tokens.shape[-1]] * num_rows
+    tokens = tokens.flatten()
+    is_label = is_label.flatten().clone()
+    labelled_tokens = tokens[is_label]
+    last_positions = torch.tensor(list(accumulate(lengths))) - 1
+    is_label[last_positions] = False  # no next token
+    is_next_same = tokens[1:] == tokens[:-1]
+    if (is_label[:-1] & ~is_next_same).any() and (labelled_tokens != labelled_tokens[0]).any():
         raise DataError(
             f"The labels of {name} are the tokens at their own position, as transformers takes them: labels[i] is the "
             f"token to predict at position i, and {CROSS_ENTROPY_IGNORE_IDX} where none is: shift them, as in "
@@ -483,29 +518,46 @@ def share_prefixes(batch: Batch, groups: Sequence[int], *, labelled: bool = Fals
     if batch.documents.prefixes:
         return batch
     row = batch._as_row()
-    lengths, starts = batch.documents.lengths, [0, *accumulate(batch.documents.lengths)]
-    members: dict[int, list[int]] = {}
+    lengths = batch.documents.lengths
+    starts = [0, *accumulate(lengths)]
+    documents_of_group: dict[int, list[int]] = {}
     for document, group in enumerate(groups):
-        members.setdefault(group, []).append(document)
-    columns = [row.tokens, row.input_pos, *row.per_token.values(), *([] if row.labels is None else [row.labels])]
-    columns = [value[0].reshape(row.num_tokens, -1).numpy() for value in columns]
-    order, kept, new_lengths, prefixes = [], [], [], []
-    for group in members.values():
-        common = _common_length(columns, [(starts[i], lengths[i]) for i in group]) if len(group) > 1 else 0
-        if common and not labelled and row.labels is not None:
-            label = row.labels[0, starts[group[0]] : starts[group[0]] + common].numpy() != CROSS_ENTROPY_IGNORE_IDX
-            common = int(label.argmax()) if label.any() else common
-        common = common if common >= MIN_SHARED else 0
-        prefix = len(new_lengths) if common else -1
-        if common:
-            kept.append(np.arange(starts[group[0]], starts[group[0]] + common))
-        kept += [np.arange(starts[i] + common, starts[i + 1]) for i in group]
-        new_lengths += [common] * (common > 0) + [lengths[i] - common for i in group]
-        prefixes += [-1] * (common > 0) + [prefix] * len(group)
-        order += group
+        documents_of_group.setdefault(group, []).append(document)
+    compared = [row.tokens, row.input_pos, *row.per_token.values()]
+    if row.labels is not None:
+        compared.append(row.labels)
+    columns = [value[0].reshape(row.num_tokens, -1).numpy() for value in compared]  # [s, values] each
+    order: list[int] = []  # of the documents
+    positions: list[np.ndarray] = []  # in the row, of the new row's tokens
+    new_lengths: list[int] = []
+    prefixes: list[int] = []
+    for documents in documents_of_group.values():
+        first_start = starts[documents[0]]
+        num_shared = 0
+        if len(documents) > 1:
+            num_shared = _common_length(columns, [(starts[i], lengths[i]) for i in documents])
+        if num_shared and not labelled and row.labels is not None:
+            shared_labels = row.labels[0, first_start : first_start + num_shared].numpy()
+            is_label = shared_labels != CROSS_ENTROPY_IGNORE_IDX
+            if is_label.any():
+                num_shared = int(is_label.argmax())  # up to the first label
+        prefix = -1
+        if num_shared < MIN_SHARED:
+            num_shared = 0
+        else:
+            prefix = len(new_lengths)
+            positions.append(np.arange(first_start, first_start + num_shared))
+            new_lengths.append(num_shared)
+            prefixes.append(-1)
+        for i in documents:
+            positions.append(np.arange(starts[i] + num_shared, starts[i + 1]))
+            new_lengths.append(lengths[i] - num_shared)
+            prefixes.append(prefix)
+        order += documents
     if max(prefixes) < 0:
         return batch
-    index, documents = torch.from_numpy(np.concatenate(kept)), torch.tensor(order)
+    index = torch.from_numpy(np.concatenate(positions))
+    document_order = torch.tensor(order)
     return replace(
         row,
         tokens=row.tokens[:, index],
@@ -513,16 +565,17 @@ def share_prefixes(batch: Batch, groups: Sequence[int], *, labelled: bool = Fals
         input_pos=row.input_pos[:, index],
         documents=Documents.from_lengths(new_lengths, prefixes=prefixes),
         per_token={name: value[:, index] for name, value in row.per_token.items()},
-        per_document={name: value[documents] for name, value in row.per_document.items()},
+        per_document={name: value[document_order] for name, value in row.per_document.items()},
     )
 
 
 def _common_length(columns: Sequence[np.ndarray], spans: Sequence[tuple[int, int]]) -> int:
     """Return the number of leading positions that all spans (start, length) share, at most the shortest length - 1."""
-    first, _ = spans[0]
+    first_start, _ = spans[0]
     common = min(length for _, length in spans) - 1
     for start, _ in spans[1:]:
         for values in columns:
-            differs = (values[first : first + common] != values[start : start + common]).any(-1)
-            common = int(differs.argmax()) if differs.any() else common
+            differs = (values[first_start : first_start + common] != values[start : start + common]).any(-1)
+            if differs.any():
+                common = int(differs.argmax())
     return common

@@ -20,6 +20,7 @@ Document = Mapping[str, Any]
 # An example: a document, or a pack (a list of documents).
 Example = Document | Sequence[Document]
 _SIDES = ("chosen", "rejected")
+_SIDE_PREFIXES = ("chosen_", "rejected_")
 
 
 def _as_int_tensor(value: Any) -> torch.Tensor:
@@ -36,9 +37,10 @@ def documents_of(example: Example) -> list[Document]:
     for document in documents:
         if missing := {"tokens", "labels"} - document.keys():
             raise DataError(f"An example has no '{max(missing)}', it has {', '.join(map(str, document)) or 'nothing'}.")
-        if len(document["tokens"]) != len(document["labels"]):
-            counts = len(document["tokens"]), len(document["labels"])
-            raise DataError("An example has {} tokens but {} labels.".format(*counts))
+        num_tokens = len(document["tokens"])
+        num_labels = len(document["labels"])
+        if num_tokens != num_labels:
+            raise DataError(f"An example has {num_tokens} tokens but {num_labels} labels.")
     return list(documents)
 
 
@@ -79,21 +81,24 @@ def collate_documents(batch: Sequence[Example]) -> Batch:
     tokens = [_as_int_tensor(document["tokens"]) for document in documents]
     labels = [_as_int_tensor(document["labels"]) for document in documents]
     for document in documents:
-        known = {"tokens", "labels", "mask", "source"} | ({"encoder_input"} if _images(document) else set())
-        if extra := document.keys() - known:
+        names = {"tokens", "labels", "mask", "source"}
+        if _images(document) is not None:
+            names.add("encoder_input")
+        if unknown := document.keys() - names:
             raise DataError(
-                f"collate_documents takes text and Images, not '{min(extra)}': set collate_fn to one that batches it."
+                f"collate_documents takes text and Images, not '{min(unknown)}': set collate_fn to one that batches it."
             )
     boundaries = Documents.from_lengths([len(row) for row in tokens])
     out = Batch(torch.cat(tokens)[None], torch.cat(labels)[None], boundaries.positions()[None], boundaries)
     check_shifted(out.tokens, out.labels, boundaries.lengths)
-    if (images := join_images(list(map(_images, documents)), boundaries.lengths)) is not None:
+    images = join_images([_images(document) for document in documents], boundaries.lengths)
+    if images is not None:
         out.inputs["encoder_input"] = {"images": images}
     sources = [document.get("source") for document in documents]
     if not all(isinstance(source, SourceNumber) for source in sources):
         return out
-    numbers = np.repeat(np.array(sources, np.int64), boundaries.lengths)
-    return replace(out, per_token={"source": torch.from_numpy(numbers)[None]}, sources=sources[0].names)
+    source_of_token = np.repeat(np.array(sources, np.int64), boundaries.lengths)
+    return replace(out, per_token={"source": torch.from_numpy(source_of_token)[None]}, sources=sources[0].names)
 
 
 def _images(document: Document) -> Images | None:
@@ -128,37 +133,70 @@ def collate_preference(batch: Sequence[Mapping[str, Any]]) -> Batch:
         >>> torchtune.data.collate_preference([row]).documents.lengths
         (3, 3)
     """
-    paired = not all("is_chosen" in example for example in batch)
-    documents = [_answer(example, side) for side in (_SIDES if paired else ("",)) for example in batch]
-    entries = ("tokens", "labels", "encoder_input")
-    out = collate_documents([{name: one[name] for name in entries if name in one} for one in documents])
-    names = sorted(set.intersection(*(set(document) for document in documents)) - set(entries))
-    numbers = {name: torch.tensor([document[name] for document in documents]) for name in names}
-    counts = [np.count_nonzero(np.asarray(one["labels"]) != CROSS_ENTROPY_IGNORE_IDX) for one in documents]
-    numbers["label_counts"] = torch.tensor(counts)
-    if paired:
-        numbers["pair"] = torch.arange(len(batch)).repeat(2)
-        counts = [min(pair) for pair in zip(counts[: len(batch)], counts[len(batch) :], strict=True)]
-    return replace(out, per_document=numbers, terms=sum(count > 0 for count in counts))
+    is_paired = not all("is_chosen" in example for example in batch)
+    if is_paired:
+        chosen = [_answer_of_pair(example, "chosen") for example in batch]
+        rejected = [_answer_of_pair(example, "rejected") for example in batch]
+        answers = chosen + rejected
+    else:
+        answers = [_labeled_answer(example) for example in batch]
+    out = collate_documents([document for document, _ in answers])
+
+    common_names = set.intersection(*(set(numbers) for _, numbers in answers))
+    per_document = {}
+    for name in sorted(common_names):
+        per_document[name] = torch.tensor([numbers[name] for _, numbers in answers])
+    label_counts = []
+    for document, _ in answers:
+        label_counts.append(np.count_nonzero(np.asarray(document["labels"]) != CROSS_ENTROPY_IGNORE_IDX))
+    per_document["label_counts"] = torch.tensor(label_counts)
+    if is_paired:
+        per_document["pair"] = torch.arange(len(batch)).repeat(2)
+        # A pair counts if both of its answers have labels.
+        label_counts = list(map(min, label_counts[: len(batch)], label_counts[len(batch) :]))
+    num_terms = sum(count > 0 for count in label_counts)
+    return replace(out, per_document=per_document, terms=num_terms)
 
 
-def _answer(example: Mapping[str, Any], side: str) -> dict[str, Any]:
-    """Return tokens, labels and per-document numbers of one answer of an example."""
-    start = f"{side}_" if side else ""
-    names = {"tokens": f"{start}input_ids" if side else "tokens", "labels": f"{start}labels"}
-    if missing := set(names.values()) - example.keys():
-        found = ", ".join(map(str, example)) or "nothing"
+def _answer_of_pair(example: Mapping[str, Any], side: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the document and the numbers of the chosen or rejected answer of an example."""
+    names = {"tokens": f"{side}_input_ids", "labels": f"{side}_labels", "encoder_input": f"{side}_encoder_input"}
+    document = _select_entries(example, names)
+    numbers: dict[str, Any] = {}
+    for name, value in example.items():
+        if not isinstance(value, int | float):
+            continue
+        if name.startswith(f"{side}_"):
+            numbers[name.removeprefix(f"{side}_")] = value
+        elif not name.startswith(_SIDE_PREFIXES):
+            numbers.setdefault(name, value)
+    numbers["is_chosen"] = side == "chosen"
+    return document, numbers
+
+
+def _labeled_answer(example: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the document and the numbers of an example with a single answer."""
+    document = _select_entries(example, {name: name for name in ("tokens", "labels", "encoder_input")})
+    numbers = {}
+    for name, value in example.items():
+        if isinstance(value, int | float) and not name.startswith(_SIDE_PREFIXES):
+            numbers[name] = value
+    return document, numbers
+
+
+def _select_entries(example: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """Return entries of an example under other names (name -> name in the example).
+
+    Raises:
+        DataError: tokens or labels are missing.
+    """
+    if missing := {names["tokens"], names["labels"]} - example.keys():
+        entries = ", ".join(map(str, example)) or "nothing"
         raise DataError(
-            f"dataset: an example has no '{min(missing)}', it has {found}, so it is no pair: use "
+            f"dataset: an example has no '{min(missing)}', it has {entries}, so it is no pair: use "
             "torchtune.datasets.preference_dataset."
         )
-    rest = {name: value for name, value in example.items() if isinstance(value, int | float)}
-    numbers = {name: value for name, value in rest.items() if not name.startswith(tuple(f"{one}_" for one in _SIDES))}
-    if side:
-        numbers |= {name.removeprefix(f"{side}_"): rest[name] for name in rest if name.startswith(f"{side}_")}
-        numbers["is_chosen"] = side == "chosen"
-    names["encoder_input"] = f"{start}encoder_input"
-    return {**numbers, **{name: example[key] for name, key in names.items() if key in example}}
+    return {name: example[source] for name, source in names.items() if source in example}
 
 
 def left_pad_sequence(
@@ -183,10 +221,12 @@ def _pad(rows: Sequence[torch.Tensor], value: int, *, multiple: int = 1, left: b
     """Pad the rows with ``value`` to the longest length, rounded up to a multiple, and stack them."""
     length = max(map(len, rows))
     length += -length % multiple
-    spaces = [length - len(row) for row in rows]
-    return torch.stack(
-        [F.pad(row, (space, 0) if left else (0, space), value=value) for row, space in zip(rows, spaces, strict=True)]
-    )
+    padded = []
+    for row in rows:
+        num_padding = length - len(row)
+        padding = (num_padding, 0) if left else (0, num_padding)
+        padded.append(F.pad(row, padding, value=value))
+    return torch.stack(padded)  # [b, s]
 
 
 def padded_collate(
@@ -242,9 +282,9 @@ def _stack(values: list[Any], stack_on_new_dim: bool) -> Any:
     if isinstance(values[0], Mapping):
         return {key: _stack([value[key] for value in values], stack_on_new_dim) for key in values[0]}
     tensors = [torch.as_tensor(value) for value in values]
-    if stack_on_new_dim or tensors[0].dim() == 0:
+    if stack_on_new_dim or tensors[0].dim() <= 1:
         return torch.stack(tensors)
-    return torch.cat(tensors) if tensors[0].dim() > 1 else torch.stack(tensors)
+    return torch.cat(tensors)
 
 
 def padded_collate_sft(
@@ -297,7 +337,10 @@ def padded_collate_sft(
         "labels": _pad(labels, ignore_idx, multiple=pad_to_multiple_of),
     }
     length = out["tokens"].shape[1]
-    check_shifted(out["tokens"], out["labels"], [part for row in tokens for part in (len(row), length - len(row))])
+    lengths = []
+    for row in tokens:
+        lengths += [len(row), length - len(row)]  # a document and its padding
+    check_shifted(out["tokens"], out["labels"], lengths)
     if cp_degree > 1:
         out["input_pos"] = torch.arange(length)[None]
     if "encoder_input" in batch[0]:
@@ -333,8 +376,9 @@ def padded_collate_dpo(
     tokens = [_as_int_tensor(example[f"{side}_input_ids"]) for side in _SIDES for example in batch]
     labels = [_as_int_tensor(example[f"{side}_labels"]) for side in _SIDES for example in batch]
     labels = list(map(_unshift_labels, tokens, labels))
-    multiple = pad_to_multiple_of
-    return _pad(tokens, padding_idx, multiple=multiple), _pad(labels, ignore_idx, multiple=multiple)
+    padded_tokens = _pad(tokens, padding_idx, multiple=pad_to_multiple_of)
+    padded_labels = _pad(labels, ignore_idx, multiple=pad_to_multiple_of)
+    return padded_tokens, padded_labels
 
 
 def _unshift_labels(tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -344,6 +388,10 @@ def _unshift_labels(tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     if labels[-1] != CROSS_ENTROPY_IGNORE_IDX:
         raise DataError("The last label of an answer is that of a token which is not in the row: set it to -100.")
     return torch.cat([torch.full_like(labels[:1], CROSS_ENTROPY_IGNORE_IDX), labels[:-1]])
+
+
+def _concatenate(pack: Sequence[Document], name: str) -> torch.Tensor:
+    return torch.cat([_as_int_tensor(document[name]) for document in pack])
 
 
 def padded_collate_packed(
@@ -365,15 +413,16 @@ def padded_collate_packed(
         tensor([[1, 2, 4]])
     """
     packs = [documents_of(example) for example in batch]
-    rows = [
-        [torch.cat([_as_int_tensor(document[name]) for document in pack]) for pack in packs]
-        for name in ("tokens", "labels")
-    ]
-    tokens, labels = _pad(rows[0], padding_idx), _pad(rows[1], ignore_idx)
+    token_rows = [_concatenate(pack, "tokens") for pack in packs]
+    label_rows = [_concatenate(pack, "labels") for pack in packs]
+    tokens = _pad(token_rows, padding_idx)
+    labels = _pad(label_rows, ignore_idx)
     lengths: list[int] = []
-    for pack, row in zip(packs, rows[0], strict=True):
-        missing = tokens.shape[1] - len(row)
-        lengths += [len(document["tokens"]) for document in pack] + ([missing] if missing else [])
+    for pack, row in zip(packs, token_rows, strict=True):
+        lengths += [len(document["tokens"]) for document in pack]
+        num_padding = tokens.shape[1] - len(row)
+        if num_padding:
+            lengths.append(num_padding)
     boundaries = Documents.from_lengths(lengths)
     check_shifted(tokens, labels, lengths)
     positions = boundaries.positions().view_as(tokens)
@@ -427,55 +476,57 @@ def padded_collate_tiled_images_and_mask(
         raise DataError(f"pad_direction must be 'left' or 'right', not '{pad_direction}'.")
     with_labels = pad_direction == "right" or "labels" in batch[0]
     for example in batch:
-        _check(example, with_labels)
+        _check_tiled_example(example, with_labels)
     length = max(len(example["tokens"]) for example in batch)
     length += -length % pad_to_multiple_of
-    # Positions of each row's text.
-    places = [
-        slice(length - len(row["tokens"]), length) if pad_direction == "left" else slice(len(row["tokens"]))
-        for row in batch
-    ]
-    out: dict[str, Any] = {}
-    for name, fill in [("tokens", padding_idx), *([("labels", ignore_idx)] if with_labels else [])]:
-        out[name] = torch.full((len(batch), length), fill)
-        for row, place, example in zip(out[name], places, batch, strict=True):
-            row[place] = torch.as_tensor(example[name], dtype=torch.int64)
+    out: dict[str, Any] = {"tokens": torch.full((len(batch), length), padding_idx)}
     if with_labels:
-        spans = [(place.start or 0, place.stop) for place in places]
-        check_shifted(
-            out["tokens"], out["labels"], [n for start, end in spans for n in (start, end - start, length - end)]
-        )
+        out["labels"] = torch.full((len(batch), length), ignore_idx)
+    text_starts = []
+    lengths = []  # padding, text, padding of each row
+    for i, example in enumerate(batch):
+        num_tokens = len(example["tokens"])
+        start = length - num_tokens if pad_direction == "left" else 0
+        for name in out:
+            out[name][i, start : start + num_tokens] = torch.as_tensor(example[name], dtype=torch.int64)
+        text_starts.append(start)
+        lengths += [start, num_tokens, length - start - num_tokens]
+    if with_labels:
+        check_shifted(out["tokens"], out["labels"], lengths)
     images = [image for example in batch for image in example["encoder_input"]["images"]]
     if not images:
         return out
     num_images = max(len(example["encoder_input"]["images"]) for example in batch)
     num_images = _pad_limit("pad_max_images", pad_max_images, num_images, "images of a row")
     num_tiles = _pad_limit("pad_max_tiles", pad_max_tiles, max(map(len, images)), "tiles of an image")
-    mask = next(mask for example in batch for mask in example["encoder_mask"])
-    positions = mask.shape[1] // len(images[0])
+    first_mask = next(mask for example in batch for mask in example["encoder_mask"])
+    num_positions = first_mask.shape[1] // len(images[0])  # of a tile: its patches and the class token
     # Fill the tensors in place, to avoid a second copy of images and masks.
     pixels = images[0].new_zeros(len(batch), num_images, num_tiles, *images[0].shape[1:])
     ratios = torch.ones(len(batch), num_images, 2, dtype=torch.int64)
-    masks = torch.zeros(len(batch), length, num_images, num_tiles, positions, dtype=torch.bool)
-    for i, (example, place) in enumerate(zip(batch, places, strict=True)):
+    masks = torch.zeros(len(batch), length, num_images, num_tiles, num_positions, dtype=torch.bool)
+    for i, (example, start) in enumerate(zip(batch, text_starts, strict=True)):
         inputs = example["encoder_input"]
+        num_tokens = len(example["tokens"])
         entries = zip(inputs["images"], inputs["aspect_ratio"], example["encoder_mask"], strict=True)
         for j, (image, ratio, mask) in enumerate(entries):
-            count = len(image)
-            if image.shape[1:] != pixels.shape[3:] or mask.shape != (len(example["tokens"]), count * positions):
+            num_image_tiles = len(image)
+            mask_shape = (num_tokens, num_image_tiles * num_positions)
+            if image.shape[1:] != pixels.shape[3:] or mask.shape != mask_shape:
                 raise DataError(
                     f"An image {tuple(image.shape)} with the mask {tuple(mask.shape)} does not fit the others of the "
-                    f"batch, {tuple(images[0].shape)} with {positions} positions a tile."
+                    f"batch, {tuple(images[0].shape)} with {num_positions} positions a tile."
                 )
-            pixels[i, j, :count] = image
+            pixels[i, j, :num_image_tiles] = image
             ratios[i, j] = torch.as_tensor(ratio)
-            masks[i, place, j, :count] = mask.view(len(mask), count, positions)
+            mask = mask.view(num_tokens, num_image_tiles, num_positions)
+            masks[i, start : start + num_tokens, j, :num_image_tiles] = mask
     out["encoder_input"] = {"images": pixels, "aspect_ratio": ratios}
     out["encoder_mask"] = masks.view(len(batch), length, -1)
     return out
 
 
-def _check(example: Mapping[str, Any], with_labels: bool) -> None:
+def _check_tiled_example(example: Mapping[str, Any], with_labels: bool) -> None:
     if with_labels:
         documents_of(example)
     inputs = example.get("encoder_input")
@@ -488,16 +539,20 @@ def _check(example: Mapping[str, Any], with_labels: bool) -> None:
             f"An example has {', '.join(map(str, example))}, but images need 'encoder_input' with 'images' and "
             "'aspect_ratio', and 'encoder_mask': use the transform of a vision model as the tokenizer."
         )
-    counts = [len(inputs["images"]), len(inputs["aspect_ratio"]), len(example["encoder_mask"])]
-    if len(set(counts)) > 1:
-        raise DataError("An example has {} images, {} aspect ratios and {} masks.".format(*counts))
+    num_images = len(inputs["images"])
+    num_ratios = len(inputs["aspect_ratio"])
+    num_masks = len(example["encoder_mask"])
+    if not num_images == num_ratios == num_masks:
+        raise DataError(f"An example has {num_images} images, {num_ratios} aspect ratios and {num_masks} masks.")
 
 
-def _pad_limit(name: str, most: int | None, found: int, what: str) -> int:
-    """Return ``most``, by default ``found``. Raises :class:`DataError` if ``found`` is larger."""
-    if most is not None and found > most:
-        raise DataError(f"{name}={most} is less than the {found} {what} in the batch: raise it.")
-    return found if most is None else most
+def _pad_limit(name: str, limit: int | None, maximum: int, noun: str) -> int:
+    """Return ``limit``, by default ``maximum``, that of the batch. Raises :class:`DataError` if it is exceeded."""
+    if limit is None:
+        return maximum
+    if maximum > limit:
+        raise DataError(f"{name}={limit} is less than the {maximum} {noun} in the batch: raise it.")
+    return limit
 
 
 __getattr__ = former_names(__name__)

@@ -1,4 +1,4 @@
-"""Base class of chat layouts that are written turn by turn."""
+"""Chat layouts that are written turn by turn: base classes, and conversations in plain text."""
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, ClassVar
@@ -59,12 +59,13 @@ class TurnsTokenizer(MessageTransform, SavesPublishedFiles, ModelTokenizer):
         """Tokenize a conversation; ``options`` are further arguments of :meth:`_parts`."""
         if self.prompt_template is not None:
             messages = self.prompt_template(messages, inference=not closed)
-        parts, eos_id = self._parts(messages, closed, **options), self.eos_id if closed else None
-        ends = [*self.stop_tokens, *self.turn_ends]
-        return joined_row(parts, self.max_seq_len, self.truncation_type, eos_id, ends)
+        parts = self._parts(messages, closed, **options)
+        eos_id = self.eos_id if closed else None
+        turn_end_ids = [*self.stop_tokens, *self.turn_ends]
+        return join_parts(parts, self.max_seq_len, self.truncation_type, eos_id, turn_end_ids)
 
 
-def joined_row(
+def join_parts(
     parts: Iterable[Part],
     max_seq_len: int | None,
     truncation_type: str,
@@ -193,12 +194,12 @@ def tokenize_messages_no_special_tokens(
     Raises:
         DataError: a message contains an image.
     """
-    parts = _parts(tokenizer, as_messages(messages), bos_id, eos_id, is_open=is_open, begins_once=begins_once)
-    cut_id = None if is_open else eos_id
-    return joined_row(parts, tokenizer.max_seq_len, truncation_type, cut_id, tokenizer.stop_tokens)
+    parts = _plain_parts(tokenizer, as_messages(messages), bos_id, eos_id, is_open=is_open, begins_once=begins_once)
+    truncation_eos_id = None if is_open else eos_id
+    return join_parts(parts, tokenizer.max_seq_len, truncation_type, truncation_eos_id, tokenizer.stop_tokens)
 
 
-def _parts(
+def _plain_parts(
     tokenizer: Any,
     messages: list[Message],
     bos_id: int | None,
@@ -207,20 +208,27 @@ def _parts(
     is_open: bool,
     begins_once: bool,
 ) -> Iterator[Part]:
-    starts_turn, ends_with_space, has_begun = True, False, False
+    starts_exchange = True
+    ends_with_space = False
     for i, message in enumerate(messages):
-        if starts_turn and bos_id is not None and not (begins_once and has_begun):
+        is_first = i == 0
+        is_last = i == len(messages) - 1
+        if starts_exchange and bos_id is not None and (is_first or not begins_once):
             yield [bos_id], message.masked
         for item in message.content:
             if item["type"] != "text":
                 raise DataError(f"This tokenizer takes text only, but a turn of '{message.role}' holds an image.")
-            follows = not starts_turn and not ends_with_space
-            text = item["content"].rstrip(" ")
-            ids = tokenizer.encode(text, add_bos=False, add_eos=False, trim_leading_whitespace=follows)
+            # SentencePiece begins a text with a space, which a text after another must not have.
+            continues_text = not starts_exchange and not ends_with_space
+            text = item["content"]
+            ids = tokenizer.encode(
+                text.rstrip(" "), add_bos=False, add_eos=False, trim_leading_whitespace=continues_text
+            )
             yield ids, message.masked
-            ends_with_space = item["content"].endswith(" ") or (ends_with_space and not item["content"])
-            starts_turn = False
-        starts_turn, has_begun = starts_turn or message.role == "assistant", True
-        is_last = is_open and i == len(messages) - 1
-        if message.role == "assistant" and eos_id is not None and not is_last:
-            yield [eos_id], message.masked
+            if text:
+                ends_with_space = text.endswith(" ")
+            starts_exchange = False
+        if message.role == "assistant":
+            starts_exchange = True
+            if eos_id is not None and not (is_open and is_last):
+                yield [eos_id], message.masked

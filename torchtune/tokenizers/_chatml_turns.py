@@ -54,17 +54,21 @@ class ChatMLTurns(TurnsTokenizer):
         if isinstance(prompt_template, ChatMLTemplate):
             raise DataError("prompt_template: this tokenizer writes ChatML itself, leave ChatMLTemplate out.")
         self.special_tokens = dict(special_tokens)
-        named = {token for token in (bos_token, eos_token, pad_token, IM_START, IM_END) if token is not None}
-        if missing := sorted(named - self.special_tokens.keys()):
+        required = {eos_token, IM_START, IM_END}
+        if bos_token is not None:
+            required.add(bos_token)
+        if pad_token is not None:
+            required.add(pad_token)
+        if missing := sorted(required - self.special_tokens.keys()):
             raise DataError(f"special_tokens lacks {', '.join(missing)}.")
         self._bpe = ByteLevelBPE(path, merges_file, pattern=pattern, special_tokens=self.special_tokens, nfc=True)
-        self._control_tokens = ControlTokens(
-            [] if parse_special_tokens else [t for t in self.special_tokens if t.startswith("<|")]
-        )
+        control_tokens = [token for token in self.special_tokens if token.startswith("<|")]
+        self._control_tokens = ControlTokens([] if parse_special_tokens else control_tokens)
         self.bos_id = None if bos_token is None else self.special_tokens[bos_token]
         self.eos_id = self.special_tokens[eos_token]
         self.pad_id = self.special_tokens[pad_token] if pad_token is not None else self.eos_id
-        self.im_start_id, self.im_end_id = self.special_tokens[IM_START], self.special_tokens[IM_END]
+        self.im_start_id = self.special_tokens[IM_START]
+        self.im_end_id = self.special_tokens[IM_END]
         self.stop_tokens = list(dict.fromkeys([self.eos_id, self.pad_id]))
         self.turn_ends = [self.im_end_id]
 
@@ -106,7 +110,8 @@ class ChatMLTurns(TurnsTokenizer):
 
     @staticmethod
     def _block(role: str, body: str, *, is_open: bool = False) -> str:
-        return f"{IM_START}{role}\n{body}{'' if is_open else f'{IM_END}' + chr(10)}"
+        block = f"{IM_START}{role}\n{body}"
+        return block if is_open else f"{block}{IM_END}\n"
 
     def _row(self, messages: list[Message], closed: bool, **options: Any) -> Row:
         return super()._row([self._control_tokens.hide_message(message) for message in messages], closed)

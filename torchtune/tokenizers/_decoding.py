@@ -1,4 +1,4 @@
-"""Streaming decoder."""
+"""Decoding of token ids: around special tokens, one token at a time, and in pieces by whether they are trained on."""
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
@@ -8,6 +8,9 @@ from typing import Any
 import numpy as np
 
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
+
+# Tokens before the next one that are decoded again, because some tokens decode differently after others.
+_CONTEXT_LENGTH = 8
 
 
 class StreamDecoder:
@@ -28,29 +31,29 @@ class StreamDecoder:
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
-        self._context: list[int] = []  # complete text; some tokens decode differently after other tokens
-        self._pending: list[int] = []
+        self._context: list[int] = []  # the last tokens of complete text
+        self._pending: list[int] = []  # tokens of an incomplete character
 
     def put(self, token: int) -> str:
         """Return the text that ``token`` completes; may be empty."""
         self._pending.append(token)
-        before = self.tokenizer.decode(self._context)
-        after = self.tokenizer.decode(self._context + self._pending)
-        if after.endswith("\ufffd"):
+        text = self._decode_pending()
+        if text.endswith("\ufffd"):  # an incomplete character
             return ""
-        self._context, self._pending = (self._context + self._pending)[-8:], []
-        return self._added(before, after)
+        self._context = (self._context + self._pending)[-_CONTEXT_LENGTH:]
+        self._pending = []
+        return text
 
     def end(self) -> str:
         """Return the remaining text; an incomplete character becomes the replacement character."""
-        before = self.tokenizer.decode(self._context)
-        after = self.tokenizer.decode(self._context + self._pending)
-        self._context, self._pending = [], []
-        return self._added(before, after)
+        text = self._decode_pending()
+        self._context = []
+        self._pending = []
+        return text
 
-    @staticmethod
-    def _added(before: str, after: str) -> str:
-        return after[len(before) :]
+    def _decode_pending(self) -> str:
+        context = self.tokenizer.decode(self._context)
+        return self.tokenizer.decode(self._context + self._pending)[len(context) :]
 
 
 def document_texts(row: Any) -> list[tuple[str, np.ndarray, np.ndarray]]:
@@ -59,15 +62,24 @@ def document_texts(row: Any) -> list[tuple[str, np.ndarray, np.ndarray]]:
     The labels of prompts for generation are placeholders; they are replaced by the ignore index. For rows of other
     kinds, the list is empty.
     """
-    row = row[0] if isinstance(row, list) else row
-    found = []
-    if isinstance(row, Mapping) and "chosen_input_ids" in row:
-        found = [(side, row[f"{side}_input_ids"], row[f"{side}_labels"]) for side in ("chosen", "rejected")]
-    elif isinstance(row, Mapping) and "tokens" in row and "labels" in row:
-        label = f"labeled {'good' if row['is_chosen'] else 'bad'}" if "is_chosen" in row else ""
-        ignored = np.full(len(row["tokens"]), CROSS_ENTROPY_IGNORE_IDX)
-        found = [(label, row["tokens"], ignored if "number" in row else row["labels"])]
-    return [(label, np.asarray(tokens), np.asarray(labels)) for label, tokens, labels in found]
+    if isinstance(row, list):
+        row = row[0]
+    if not isinstance(row, Mapping):
+        return []
+    if "chosen_input_ids" in row:
+        texts = []
+        for side in ("chosen", "rejected"):
+            texts.append((side, np.asarray(row[f"{side}_input_ids"]), np.asarray(row[f"{side}_labels"])))
+        return texts
+    if "tokens" not in row or "labels" not in row:
+        return []
+    title = ""
+    if "is_chosen" in row:
+        title = "labeled good" if row["is_chosen"] else "labeled bad"
+    labels = np.asarray(row["labels"])
+    if "number" in row:  # a prompt for generation
+        labels = np.full(len(row["tokens"]), CROSS_ENTROPY_IGNORE_IDX)
+    return [(title, np.asarray(row["tokens"]), labels)]
 
 
 def is_trained(labels: np.ndarray) -> np.ndarray:
@@ -85,15 +97,15 @@ def decode_pieces(tokens: np.ndarray, labels: np.ndarray, tokenizer: Any) -> lis
     """
     if not hasattr(tokenizer, "decode"):
         return [(f"(no text: {type(tokenizer).__name__} has no method decode)", False)]
-    takes = inspect.signature(tokenizer.decode).parameters
-    options = {name: False for name in ("skip_special_tokens", "truncate_at_eos") if name in takes}
+    parameters = inspect.signature(tokenizer.decode).parameters
+    options = {name: False for name in ("skip_special_tokens", "truncate_at_eos") if name in parameters}
     trained = is_trained(labels)
-    edges = [0, *(np.flatnonzero(np.diff(trained)) + 1).tolist(), len(tokens)]
-    return [
-        (tokenizer.decode(tokens[start:end].tolist(), **options), bool(trained[start]))
-        for start, end in pairwise(edges)
-        if end > start
-    ]
+    changes = np.flatnonzero(np.diff(trained)) + 1
+    pieces = []
+    for start, end in pairwise([0, *changes.tolist(), len(tokens)]):
+        if end > start:
+            pieces.append((tokenizer.decode(tokens[start:end].tolist(), **options), bool(trained[start])))
+    return pieces
 
 
 def decode_around(
@@ -111,4 +123,6 @@ def decode_around(
             plain = []
         if not skip:
             texts.append(special_texts[token_id])
-    return "".join([*texts, decode(plain)] if plain else texts)
+    if plain:
+        texts.append(decode(plain))
+    return "".join(texts)

@@ -29,9 +29,15 @@ class HeaderTurns(TurnsTokenizer):
     default_tokens: ClassVar[Mapping[str, int]]
     # Special tokens: begin and end of text, begin and end of a header, end of message, end of turn, and others.
     required: ClassVar[tuple[str, ...]] = (
-        *("begin_of_text", "end_of_text", "start_header_id", "end_header_id", "eom_id", "eot_id"),
+        "begin_of_text",
+        "end_of_text",
+        "start_header_id",
+        "end_header_id",
+        "eom_id",
+        "eot_id",
         "python_tag",
     )
+    # Padding, and the step between messages.
     optional: ClassVar[tuple[str, str]] = ("finetune_right_pad_id", "step_id")
 
     def __init__(
@@ -48,12 +54,16 @@ class HeaderTurns(TurnsTokenizer):
         missing = [f"<|{name}|>" for name in self.required if f"<|{name}|>" not in self.special_tokens]
         if missing:
             raise DataError(f"special_tokens lacks {', '.join(missing)}, which {self.family}'s layout needs.")
-        ids = [self.special_tokens[f"<|{name}|>"] for name in self.required]
-        self.bos_id, self.eos_id, self.start_header_id, self.end_header_id, self.eom_id, self.eot_id = ids[:6]
+        # A subclass may name the tokens differently, in the same order.
+        required_ids = [self.special_tokens[f"<|{name}|>"] for name in self.required]
+        self.bos_id, self.eos_id = required_ids[:2]
+        self.start_header_id, self.end_header_id = required_ids[2:4]
+        self.eom_id, self.eot_id = required_ids[4:6]
         self.python_tag = self.special_tokens.get("<|python_tag|>")
         self._special_ids = frozenset(self.special_tokens.values())
-        pad, step = (self.special_tokens.get(f"<|{name}|>") for name in self.optional)
-        self.pad_id, self.step_id = self.eos_id if pad is None else pad, step
+        pad_name, step_name = self.optional
+        self.pad_id = self.special_tokens.get(f"<|{pad_name}|>", self.eos_id)
+        self.step_id = self.special_tokens.get(f"<|{step_name}|>")
         self.image_id = self.special_tokens.get("<|image|>")
         self.stop_tokens = [self.eos_id, self.eot_id, self.eom_id]
         self.tt_model = TikTokenBaseTokenizer(
@@ -113,21 +123,26 @@ class HeaderTurns(TurnsTokenizer):
             token_ids = token_ids[: token_ids.index(self.eos_id)]
         if not skip_special_tokens:
             return self.tt_model.decode(token_ids, truncate_at_eos=False)
-        texts: list[list[int]] = [[]]
-        headers = set()  # texts that follow a header
-        inside = False
-        for token_id in token_ids:
-            if token_id in self._special_ids:
-                inside = token_id == self.start_header_id
-                texts.append([])
-                headers |= {len(texts) - 1} if token_id == self.end_header_id else set()
-            elif not inside:
-                texts[-1].append(token_id)
-        decoded = [self.tt_model.decode(text, truncate_at_eos=False) for text in texts]
-        return "".join(text.removeprefix("\n\n") if i in headers else text for i, text in enumerate(decoded))
+        texts: list[str] = []
+        text_ids: list[int] = []  # ids since the last special token
+        is_header = False
+        follows_header = False
+        for token_id in (*token_ids, None):
+            if token_id is not None and token_id not in self._special_ids:
+                text_ids.append(token_id)
+                continue
+            if not is_header:
+                text = self.tt_model.decode(text_ids, truncate_at_eos=False)
+                texts.append(text.removeprefix("\n\n") if follows_header else text)
+            text_ids = []
+            is_header = token_id == self.start_header_id
+            follows_header = token_id == self.end_header_id
+        return "".join(texts)
 
     def _body(self, message: Message) -> list[int]:
-        ids = [self.python_tag] if message.ipython and self.python_tag is not None else []
+        ids: list[int] = []
+        if message.ipython and self.python_tag is not None:
+            ids.append(self.python_tag)
         if message.extra.get("tool_calls") and not (message.text_content and message.masked):
             raise DataError(
                 f"{type(self).__name__} has no layout for structured tool_calls: write the call as the turn's text, or "

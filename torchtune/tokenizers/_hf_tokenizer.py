@@ -16,6 +16,9 @@ from torchtune.utils import write_json
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
+_ADDED_TOKEN_OPTIONS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+
+
 def _content(token: Any) -> str | None:
     """Return the text of a special token, given as a string or as ``{"content": text, ...}``."""
     return token.get("content") if isinstance(token, Mapping) else token
@@ -82,12 +85,15 @@ class HuggingFaceBaseTokenizer(BaseTokenizer):
         self.named_tokens |= named_special_tokens(self.config)
         self._complete_added_tokens()
         added = self.tokenizer.get_added_tokens_decoder()
-        self.special_tokens: dict[str, int] = {token.content: i for i, token in added.items() if token.special}
+        special = {token_id: token for token_id, token in added.items() if token.special}
+        self.special_tokens: dict[str, int] = {token.content: token_id for token_id, token in special.items()}
         self._generation_eos = self._ids(self.generation_config.get("eos_token_id"))
         self.bos_id = self._named_id("bos_token", "bos_token_id")
         self.eos_id = self._named_id("eos_token", "eos_token_id")
         pad_id = self._named_id("pad_token", "pad_token_id")
-        self.pad_id: int = next(i for i in (pad_id, self.eos_id, 0) if i is not None)
+        if pad_id is None:
+            pad_id = 0 if self.eos_id is None else self.eos_id
+        self.pad_id: int = pad_id
         self.control_tokens = ControlTokens([] if parse_special_tokens else self.special_tokens)
         self.encoder = ControlTokenEncoder(self.tokenizer, self.control_tokens)
         adds_bos = self.config.get("add_bos_token")
@@ -111,9 +117,10 @@ class HuggingFaceBaseTokenizer(BaseTokenizer):
         is_published = self.published.is_unchanged and self.published.path.name == target.name
         if not is_published or self.tokenizer.get_vocab_size() != self._loaded_size:
             self.tokenizer.save(str(target))
-        settings = folder / "tokenizer_config.json"
-        if self.config and not (settings.is_file() and read_json(settings, settings.name) == self.config):
-            write_json(settings, self.config)
+        config_path = folder / "tokenizer_config.json"
+        is_copied = config_path.is_file() and read_json(config_path, config_path.name) == self.config
+        if self.config and not is_copied:
+            write_json(config_path, self.config)
 
     @staticmethod
     def _read(folder: Path, path: str | None, name: str) -> dict[str, Any]:
@@ -123,29 +130,35 @@ class HuggingFaceBaseTokenizer(BaseTokenizer):
 
     def _complete_added_tokens(self) -> None:
         """Add the tokens that only ``tokenizer_config.json`` defines, in the order of their ids."""
-        for token_id, entry in sorted(
-            self.config.get("added_tokens_decoder", {}).items(), key=lambda item: int(item[0])
-        ):
-            if self.tokenizer.token_to_id(entry["content"]) is None:
-                if int(token_id) != self.tokenizer.get_vocab_size():
-                    raise DataError(
-                        f"tokenizer_config.json gives '{entry['content']}' the id {token_id}, but the vocabulary of "
-                        f"tokenizer.json ends at {self.tokenizer.get_vocab_size() - 1}: the two files differ in origin."
-                    )
-                keys = ("single_word", "lstrip", "rstrip", "normalized", "special")
-                self.tokenizer.add_tokens([AddedToken(entry["content"], **{k: entry[k] for k in keys if k in entry})])
+        entries = self.config.get("added_tokens_decoder", {})
+        for token_id in sorted(entries, key=int):
+            entry = entries[token_id]
+            if self.tokenizer.token_to_id(entry["content"]) is not None:
+                continue
+            if int(token_id) != self.tokenizer.get_vocab_size():
+                raise DataError(
+                    f"tokenizer_config.json gives '{entry['content']}' the id {token_id}, but the vocabulary of "
+                    f"tokenizer.json ends at {self.tokenizer.get_vocab_size() - 1}: the two files differ in origin."
+                )
+            options = {name: entry[name] for name in _ADDED_TOKEN_OPTIONS if name in entry}
+            self.tokenizer.add_tokens([AddedToken(entry["content"], **options)])
         added = {token.content for token in self.tokenizer.get_added_tokens_decoder().values()}
         missing = [token for token in self.named_tokens.values() if token not in added]
         self.tokenizer.add_special_tokens([AddedToken(token, special=True) for token in dict.fromkeys(missing)])
 
     @staticmethod
     def _ids(value: int | list[int] | None) -> list[int]:
-        return [] if value is None else [value] if isinstance(value, int) else list(value)
+        """Return the ids of a setting of ``generation_config.json``."""
+        if value is None:
+            return []
+        return [value] if isinstance(value, int) else list(value)
 
     def _named_id(self, name: str, generation_name: str) -> int | None:
+        """Return the id of a named token, by default the first one of a setting of ``generation_config.json``."""
         if name in self.named_tokens:
             return self.tokenizer.token_to_id(self.named_tokens[name])
-        return next(iter(self._ids(self.generation_config.get(generation_name))), None)
+        ids = self._ids(self.generation_config.get(generation_name))
+        return ids[0] if ids else None
 
     @property
     def vocab_size(self) -> int:
@@ -155,7 +168,10 @@ class HuggingFaceBaseTokenizer(BaseTokenizer):
     @property
     def stop_tokens(self) -> list[int]:
         """Ids that end generation."""
-        return list(dict.fromkeys([*([] if self.eos_id is None else [self.eos_id]), *self._generation_eos]))
+        ids = list(self._generation_eos)
+        if self.eos_id is not None:
+            ids.insert(0, self.eos_id)
+        return list(dict.fromkeys(ids))
 
     def encode(self, text: str, add_bos: bool = True, add_eos: bool = True) -> list[int]:
         """Encode ``text`` into token ids; special tokens in it become their ids.
@@ -179,8 +195,11 @@ class HuggingFaceBaseTokenizer(BaseTokenizer):
         )
 
     def _framed(self, ids: list[int], add_bos: bool, add_eos: bool) -> list[int]:
-        ids = [self.bos_id, *ids] if add_bos and self.adds_bos else ids
-        return [*ids, self.eos_id] if add_eos and self.eos_id is not None else ids
+        if add_bos and self.adds_bos:
+            ids = [self.bos_id, *ids]
+        if add_eos and self.eos_id is not None:
+            ids = [*ids, self.eos_id]
+        return ids
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
         """Decode token ids into text."""

@@ -20,10 +20,16 @@ from torchtune.tokenizers._protocols import end_tokens
 from torchtune.tokenizers._sentencepiece import SentencePieceBaseTokenizer
 from torchtune.tokenizers._tiktoken import TekkenTokenizer
 
-_CONTROL = (
-    "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]", "[TOOL_CALLS]",
-)  # fmt: skip
-_SINCE_7 = ("[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[TOOL_CONTENT]")
+_CONTROL_TOKENS = (
+    "[INST]",
+    "[/INST]",
+    "[AVAILABLE_TOOLS]",
+    "[/AVAILABLE_TOOLS]",
+    "[TOOL_RESULTS]",
+    "[/TOOL_RESULTS]",
+    "[TOOL_CALLS]",
+)
+_CONTROL_TOKENS_SINCE_7 = ("[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[TOOL_CONTENT]")
 _OWN_TEMPLATE = "use the checkpoint's own chat template (torchtune.tokenizers.hf_tokenizer)"
 
 
@@ -59,14 +65,18 @@ class InstTurnsTokenizer(TurnsTokenizer):
         self.published = PublishedFiles(path)
         self.base: Any = TekkenTokenizer(path) if Path(path).suffix == ".json" else SentencePieceBaseTokenizer(path)
         self.version = version if version is not None else _version_of(self.base, path)
-        names = (*_CONTROL, *(_SINCE_7 if self.version >= 7 else ()))
+        names = _CONTROL_TOKENS
+        if self.version >= 7:
+            names += _CONTROL_TOKENS_SINCE_7
         self.special_tokens = _control_ids(self.base, names)
         if missing := [name for name in names if name not in self.special_tokens]:
             raise DataError(
                 f"tokenizer file {path} has no control tokens {', '.join(missing)}, which the layout of version "
                 f"{self.version} needs: set version to that of the checkpoint, or use mistral_tokenizer for the first."
             )
-        self.bos_id, self.eos_id, self.vocab_size = self.base.bos_id, self.base.eos_id, self.base.vocab_size
+        self.bos_id = self.base.bos_id
+        self.eos_id = self.base.eos_id
+        self.vocab_size = self.base.vocab_size
         self.pad_id = max(self.base.pad_id, 0)
         self.stop_tokens = [self.eos_id]
 
@@ -120,16 +130,22 @@ class InstTurnsTokenizer(TurnsTokenizer):
         for i, message in enumerate(messages):
             ids: list[int] = []
             if message.role == "user":
-                ids += self._between("AVAILABLE_TOOLS", _json(tools)) if tools and i == last_user else []
-                before = system if self.version < 7 and i == last_user else ""
-                ids += self._between("INST", before + message.text_content)
+                text = message.text_content
+                if i == last_user and tools:
+                    ids += self._between("AVAILABLE_TOOLS", _json(tools))
+                if i == last_user and self.version < 7:
+                    text = system + text
+                ids += self._between("INST", text)
             elif message.role == "assistant":
+                ids += self._assistant(message)
                 is_open = not closed and i == len(messages) - 1
-                ids += self._assistant(message) + ([] if is_open else [self.eos_id])
-            elif message.role != "system":
+                if not is_open:
+                    ids.append(self.eos_id)
+            elif message.role == "system":
+                if self.version >= 7:
+                    ids += self._between("SYSTEM_PROMPT", message.text_content)
+            else:
                 ids += self._tool(message)
-            elif self.version >= 7:
-                ids += self._between("SYSTEM_PROMPT", message.text_content)
             yield ids, message.masked
 
     def _assistant(self, message: Message) -> list[int]:
@@ -152,8 +168,13 @@ class InstTurnsTokenizer(TurnsTokenizer):
         if self.version < 7:
             content = _parsed(message.text_content)
             return self._between("TOOL_RESULTS", _json({"content": content, "call_id": call_id}))
-        start, middle, end = (self.special_tokens[f"[{n}]"] for n in ("TOOL_RESULTS", "TOOL_CONTENT", "/TOOL_RESULTS"))
-        return [start, *self._plain(call_id), middle, *self._plain(message.text_content), end]
+        return [
+            self.special_tokens["[TOOL_RESULTS]"],
+            *self._plain(call_id),
+            self.special_tokens["[TOOL_CONTENT]"],
+            *self._plain(message.text_content),
+            self.special_tokens["[/TOOL_RESULTS]"],
+        ]
 
 
 def _version_of(base: Any, path: str) -> int:

@@ -1,4 +1,4 @@
-"""SentencePiece tokenizer."""
+"""SentencePiece tokenizers, for plain text and with a plain-text chat layout."""
 
 import re
 from collections.abc import Sequence
@@ -102,7 +102,8 @@ class SentencePieceChatTokenizer(TurnsTokenizer):
         self.published = PublishedFiles(path)
         self._spm_model = SentencePieceBaseTokenizer(path)
         self.special_tokens: dict[str, int] = {}
-        self.bos_id, self.eos_id = self._spm_model.bos_id, self._spm_model.eos_id
+        self.bos_id = self._spm_model.bos_id
+        self.eos_id = self._spm_model.eos_id
         self.vocab_size = self._spm_model.vocab_size
         self.pad_id = 0  # the unknown token, because the model defines none
         self.stop_tokens = [self.eos_id]
@@ -124,10 +125,11 @@ class SentencePieceChatTokenizer(TurnsTokenizer):
 
     def encode_text(self, text: str, add_bos: bool = True, add_eos: bool = True) -> list[int]:
         """Encode a text of training data: ``control_texts`` in it are encoded as plain text."""
-        pieces = _halves(text, self.control_texts)
+        pieces = _split_control_texts(text, self.control_texts)
         ids: list[int] = []
         for i, piece in enumerate(pieces):
-            is_first, is_last = i == 0, i == len(pieces) - 1
+            is_first = i == 0
+            is_last = i == len(pieces) - 1
             ids += self.encode(piece, add_bos and is_first, add_eos and is_last, trim_leading_whitespace=not is_first)
         return ids
 
@@ -178,8 +180,13 @@ class SentencePieceChatTokenizer(TurnsTokenizer):
         """Split each control text of a turn into two items, so that none is encoded as one token."""
         content: list[dict[str, Any]] = []
         for item in message.content:
-            pieces = _halves(item["content"], self.control_texts) if item["type"] == "text" else []
-            content += [{"type": "text", "content": piece} for piece in pieces] if len(pieces) > 1 else [item]
+            pieces = [item["content"]]
+            if item["type"] == "text":
+                pieces = _split_control_texts(item["content"], self.control_texts)
+            if len(pieces) > 1:
+                content += [{"type": "text", "content": piece} for piece in pieces]
+            else:
+                content.append(item)
         if len(content) == len(message.content):
             return message
         split = copy(message)
@@ -187,9 +194,10 @@ class SentencePieceChatTokenizer(TurnsTokenizer):
         return split
 
 
-def _halves(text: str, control_texts: tuple[str, ...]) -> list[str]:
+def _split_control_texts(text: str, control_texts: tuple[str, ...]) -> list[str]:
     """Split ``text`` after the first character of each control text."""
     if not control_texts:
         return [text]
-    found = re.finditer("|".join(map(re.escape, control_texts)), text)
-    return [text[start:end] for start, end in pairwise([0, *(match.start() + 1 for match in found), len(text)])]
+    any_control_text = "|".join(map(re.escape, control_texts))
+    cuts = [match.start() + 1 for match in re.finditer(any_control_text, text)]
+    return [text[start:end] for start, end in pairwise([0, *cuts, len(text)])]

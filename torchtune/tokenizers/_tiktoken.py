@@ -1,4 +1,4 @@
-"""Byte-pair encoding from a tiktoken rank file."""
+"""Byte-pair encoding with tiktoken, from a rank file or from Mistral's ``tekken.json``."""
 
 import base64
 import binascii
@@ -116,10 +116,18 @@ CL100K_PATTERN = (
 
 
 # Control tokens of the first releases, which their files do not list.
-_FIRST_CONTROL = (
-    "<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]",
-    "[/TOOL_RESULTS]", "[TOOL_CALLS]",
-)  # fmt: skip
+_FIRST_CONTROL_TOKENS = (
+    "<unk>",
+    "<s>",
+    "</s>",
+    "[INST]",
+    "[/INST]",
+    "[AVAILABLE_TOOLS]",
+    "[/AVAILABLE_TOOLS]",
+    "[TOOL_RESULTS]",
+    "[/TOOL_RESULTS]",
+    "[TOOL_CALLS]",
+)
 
 
 class TekkenTokenizer(SavesPublishedFiles, BaseTokenizer):
@@ -140,23 +148,24 @@ class TekkenTokenizer(SavesPublishedFiles, BaseTokenizer):
         self.published = PublishedFiles(path)
         content: Any = read_json(path, "tokenizer file")
         try:
-            config, vocab = content["config"], content["vocab"]
+            config = content["config"]
             self.num_control = int(config["default_num_special_tokens"])
             self.vocab_size = int(config["default_vocab_size"])
             self.version = str(config.get("version", "v3"))
-            ranks = {base64.b64decode(entry["token_bytes"]): int(entry["rank"]) for entry in vocab}
-            listed = content.get("special_tokens") or [
-                {"rank": i, "token_str": token} for i, token in enumerate(_FIRST_CONTROL)
-            ]
-            self.special_tokens = {entry["token_str"]: int(entry["rank"]) for entry in listed}
+            ranks = {base64.b64decode(entry["token_bytes"]): int(entry["rank"]) for entry in content["vocab"]}
+            self.special_tokens = {token: token_id for token_id, token in enumerate(_FIRST_CONTROL_TOKENS)}
+            if entries := content.get("special_tokens"):
+                self.special_tokens = {entry["token_str"]: int(entry["rank"]) for entry in entries}
             pattern = config["pattern"]
         except (KeyError, TypeError, ValueError, binascii.Error) as error:
             raise DataError(f"tokenizer file {path} is not a tekken.json ({type(error).__name__}: {error}).") from error
         # The file lists more tokens than the model has.
-        ranks = {token: rank for token, rank in ranks.items() if rank < self.vocab_size - self.num_control}
+        num_ranks = self.vocab_size - self.num_control
+        ranks = {token: rank for token, rank in ranks.items() if rank < num_ranks}
         self._encoding = Encoding("tekken", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
         self._control_texts = {token_id: token for token, token_id in self.special_tokens.items()}
-        self.bos_id, self.eos_id = self.special_tokens["<s>"], self.special_tokens["</s>"]
+        self.bos_id = self.special_tokens["<s>"]
+        self.eos_id = self.special_tokens["</s>"]
         self.pad_id = self.special_tokens.get("<pad>", self.eos_id)
 
     def encode(self, text: str, add_bos: bool = True, add_eos: bool = True) -> list[int]:
