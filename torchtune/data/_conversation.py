@@ -104,7 +104,8 @@ def tools_of_row(row: Mapping[str, Any], columns: Collection[str] = ()) -> list[
     Raises:
         DataError: the column holds no tools, or both columns have some.
     """
-    tools, functions = (_tools_of_column(row, name, columns) for name in _TOOL_COLUMNS)
+    tools = _tools_of_column(row, "tools", columns)
+    functions = _tools_of_column(row, "functions", columns)
     if not functions:
         return tools
     if tools:
@@ -123,7 +124,7 @@ def _tools_of_column(row: Mapping[str, Any], name: str, columns: Collection[str]
 
 def _missing_system_prompt(row: Mapping[str, Any], messages: Sequence[Message], columns: Collection[str]) -> str | None:
     """Return the system prompt in a column of the row, unless the turns already begin with it."""
-    prompts = {}
+    prompts: dict[str, str] = {}  # by the name of their column or turn
     for name in _SYSTEM_COLUMNS:
         value = None if name in columns else row.get(name)
         if value is None or value == "":
@@ -132,18 +133,20 @@ def _missing_system_prompt(row: Mapping[str, Any], messages: Sequence[Message], 
             raise DataError(
                 f"column '{name}' holds {type(value).__name__}, not the text of a system prompt: correct or rename it"
             )
-        prompts[name] = value
+        prompts[f"column '{name}'"] = value
     if not prompts:
         return None
     name, prompt = next(iter(prompts.items()))
-    own = messages[0].text_content if messages and messages[0].role == "system" else prompt
-    if any(other != prompt for other in (*prompts.values(), own)):
-        other = "the system turn" if own != prompt else "column 'system_prompt'"
-        raise DataError(
-            f"column '{name}' and {other} are different system prompts: leave one out, or set new_system_prompt, which "
-            "replaces both"
-        )
-    return None if messages and messages[0].role == "system" else prompt
+    has_system_turn = bool(messages) and messages[0].role == "system"
+    if has_system_turn:
+        prompts = {"the system turn": messages[0].text_content, **prompts}
+    for other_name, other_prompt in prompts.items():
+        if other_prompt != prompt:
+            raise DataError(
+                f"{name} and {other_name} are different system prompts: leave one out, or set new_system_prompt, which "
+                "replaces both"
+            )
+    return None if has_system_turn else prompt
 
 
 def reference_answer(message: Message) -> str:
@@ -159,22 +162,27 @@ def check_same_prompt(chosen: Sequence[Message], rejected: Sequence[Message]) ->
 
     Turns after that may differ, too: other tool calls have other results.
     """
-    length = 0  # of the common beginning
-    while length < min(len(chosen), len(rejected)) and _says(chosen[length]) == _says(rejected[length]):
-        length += 1
-    if length == len(chosen) == len(rejected):
+    num_common = 0
+    for chosen_turn, rejected_turn in zip(chosen, rejected, strict=False):
+        if _turn_data(chosen_turn) != _turn_data(rejected_turn):
+            break
+        num_common += 1
+    if num_common == len(chosen) == len(rejected):
         return  # equal answers are refused where they are tokenized, and so are missing ones
     for side, messages in (("chosen", chosen), ("rejected", rejected)):
         if messages and messages[-1].role != "assistant":
             return
-        turn = messages[length] if length < len(messages) else None
-        if turn is None or turn.role != "assistant":
-            kind = "has ended" if turn is None else f"has a turn of '{turn.role}'"
-            raise DataError(
-                f"chosen and rejected have different prompts: they first differ in turn {length}, where {side} {kind}; "
-                "a pair is two answers to one prompt"
-            )
+        if num_common == len(messages):
+            difference = "has ended"
+        elif messages[num_common].role != "assistant":
+            difference = f"has a turn of '{messages[num_common].role}'"
+        else:
+            continue
+        raise DataError(
+            f"chosen and rejected have different prompts: they first differ in turn {num_common}, where {side} "
+            f"{difference}; a pair is two answers to one prompt"
+        )
 
 
-def _says(message: Message) -> tuple[Any, ...]:
+def _turn_data(message: Message) -> tuple[Any, ...]:
     return message.role, message.content, message.extra

@@ -31,11 +31,14 @@ class SharedPrefixes:
     def of(cls, starts: Sequence[int], lengths: Sequence[int], prefixes: Sequence[int]) -> "SharedPrefixes":
         """Build from start positions, lengths, and the index of each document's prefix (-1: no prefix)."""
         spans = [torch.arange(start, start + length) for start, length in zip(starts, lengths, strict=False)]
-        parts = [spans[i] if p < 0 else torch.cat([spans[p], spans[i]]) for i, p in enumerate(prefixes)]
-        cu_keys = torch.tensor([0, *accumulate(map(len, parts))], dtype=torch.int32)
-        shared = set(prefixes)
-        whole = [i for i in range(len(spans)) if i not in shared]
-        return cls(torch.cat(parts), cu_keys, torch.tensor(whole), torch.tensor([prefixes[i] for i in whole]))
+        keys = []
+        for span, prefix in zip(spans, prefixes, strict=True):
+            keys.append(span if prefix < 0 else torch.cat([spans[prefix], span]))
+        cu_keys = torch.tensor([0, *accumulate(map(len, keys))], dtype=torch.int32)
+        prefix_indices = set(prefixes)
+        whole = [i for i in range(len(spans)) if i not in prefix_indices]
+        prefix_of_whole = [prefixes[i] for i in whole]
+        return cls(torch.cat(keys), cu_keys, torch.tensor(whole), torch.tensor(prefix_of_whole))
 
     def sums(self, values: Tensor) -> Tensor:
         """Add the sum of each prefix to the documents that continue it: ``[documents]`` to ``[n]``."""
@@ -90,7 +93,8 @@ class Documents:
             DataError: there is no document, or a length is below 1.
             ValueError: an index is out of range, or a prefix has a prefix itself.
         """
-        lengths, prefixes = tuple(int(length) for length in lengths), tuple(int(index) for index in prefixes)
+        lengths = tuple(int(length) for length in lengths)
+        prefixes = tuple(int(index) for index in prefixes)
         if not lengths or min(lengths) < 1:
             raise DataError(f"Every document needs at least one token, got lengths {lengths}: leave out empty rows.")
         starts = [0, *accumulate(lengths)]
@@ -114,15 +118,19 @@ class Documents:
         """Return the boundaries of chunks of ``size`` positions; the last chunk of a document may be shorter."""
         if self.max_length <= size:
             return self
-        lengths, begins, ends = [], [], []
-        for before, length in zip(self.before, self.lengths, strict=True):
-            cuts = [0, *range(size - before % size, length, size), length]
-            begins.append(len(lengths))
+        lengths: list[int] = []
+        first_chunks: list[int] = []  # of each document
+        last_chunks: list[int] = []
+        for prefix_length, length in zip(self.before, self.lengths, strict=True):
+            # Chunks are counted from the start of the prefix.
+            cuts = [0, *range(size - prefix_length % size, length, size), length]
+            first_chunks.append(len(lengths))
             lengths += [end - start for start, end in pairwise(cuts)]
-            ends.append(len(lengths) - 1)
+            last_chunks.append(len(lengths) - 1)
         prefixes = [-1] * len(lengths)
-        for begin, before, index in zip(begins, self.before, self.prefixes, strict=False):
-            prefixes[begin] = ends[index] if before % size else -1  # the first chunk may begin inside the prefix
+        for first_chunk, prefix_length, prefix in zip(first_chunks, self.before, self.prefixes, strict=False):
+            if prefix_length % size:  # the first chunk begins inside the prefix
+                prefixes[first_chunk] = last_chunks[prefix]
         return Documents.from_lengths(lengths, self.cu_seqlens.device, prefixes)
 
     @property
@@ -133,7 +141,12 @@ class Documents:
     @property
     def before(self) -> tuple[int, ...]:
         """Length of each document's prefix; 0 for documents without a prefix."""
-        return tuple(self.lengths[index] if index >= 0 else 0 for index in self.prefixes) or (0,) * len(self.lengths)
+        if not self.prefixes:
+            return (0,) * len(self.lengths)
+        prefix_lengths = []
+        for index in self.prefixes:
+            prefix_lengths.append(self.lengths[index] if index >= 0 else 0)
+        return tuple(prefix_lengths)
 
     @property
     def num_prefixes(self) -> int:
@@ -175,7 +188,7 @@ class Documents:
         """
         first = -self.cu_seqlens[:-1].long()  # position of the token at index 0, if it belonged to the document
         if self.shared is not None:
-            whole, prefix = self.shared.whole, self.shared.prefix
-            before = torch.where(prefix < 0, 0, self.cu_seqlens.diff()[prefix].long())
-            first = first.index_add(0, whole, before)
+            prefix = self.shared.prefix
+            prefix_lengths = torch.where(prefix < 0, 0, self.cu_seqlens.diff()[prefix].long())
+            first = first.index_add(0, self.shared.whole, prefix_lengths)
         return torch.arange(self.num_tokens, device=first.device) + first[self.document_ids()]

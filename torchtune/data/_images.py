@@ -21,10 +21,12 @@ if TYPE_CHECKING:
 
 # Other formats are excluded because Pillow runs external programs for some of them, such as Ghostscript for EPS.
 _FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "MPO", "PNG", "PPM", "TIFF", "WEBP")
-_ORIENTATION, _FIRST_TURNED = 0x0112, 5  # EXIF tag, and its smallest value that swaps rows and columns
-_TIFF_SIZE = (0x0100, 0x0101)
+_EXIF_ORIENTATION = 0x0112
+_FIRST_TRANSPOSED = 5  # smallest orientation that swaps rows and columns
+_TIFF_WIDTH = 0x0100
+_TIFF_HEIGHT = 0x0101
 _TAG = "<image>"  # placeholder of an image in a text
-_ENDS = {"JPEG": b"\xff\xd9", "MPO": b"\xff\xd9", "PNG": b"IEND"}  # bytes near the end of a complete file
+_FILE_ENDS = {"JPEG": b"\xff\xd9", "MPO": b"\xff\xd9", "PNG": b"IEND"}  # bytes near the end of a complete file
 _IMAGE_ERRORS = (OSError, ValueError, SyntaxError, EOFError, struct.error, zlib.error)
 
 
@@ -56,11 +58,12 @@ def _open_pillow_image(value: Any) -> Iterator[Any]:
     if isinstance(value, str | Path):
         value = Path(value).expanduser()
         if not stat.S_ISREG(value.stat().st_mode):  # reading a pipe would block, and a device may be endless
-            raise ValueError("it is no regular file")
+            raise ValueError("it is not a regular file")
     pillow = _require_pillow()
     pillow.init()
-    known = [name for name in _FORMATS if name in pillow.OPEN]
-    with pillow.open(value if isinstance(value, Path) else io.BytesIO(value), formats=known) as image:
+    formats = [name for name in _FORMATS if name in pillow.OPEN]
+    file = value if isinstance(value, Path) else io.BytesIO(value)
+    with pillow.open(file, formats=formats) as image:
         yield image
 
 
@@ -108,13 +111,13 @@ def check_image(value: Any, decode: bool = False) -> None:
 
 def each_image(function: Callable[[Any], Any], images: Sequence[Any], name: str = "image") -> list[Any]:
     """Return ``function(image)`` for all images of a row; a :class:`DataError` names the image by its number."""
-    found = []
+    results = []
     for number, image in enumerate(images, 1):
         try:
-            found.append(function(image))
+            results.append(function(image))
         except DataError as error:
             raise DataError(f"{name} {number} of {len(images)}: {error}") from error
-    return found
+    return results
 
 
 def image_size(value: Any) -> tuple[Any, ...]:
@@ -125,13 +128,16 @@ def image_size(value: Any) -> tuple[Any, ...]:
     Raises:
         DataError: the frames of a video have different sizes.
     """
-    found = _read(value, _size)
-    if not isinstance(found, Video):
-        return found
-    size = found.frames[0]
-    if others := set(found.frames) - {size}:
-        raise DataError(f"the frames of a video have different sizes, {size} and {others.pop()}: resize them")
-    return (*size, len(found.frames), found.fps)
+    size = _read(value, _size)
+    if not isinstance(size, Video):
+        return size
+    frame_sizes = size.frames
+    for frame_size in frame_sizes:
+        if frame_size != frame_sizes[0]:
+            raise DataError(
+                f"the frames of a video have different sizes, {frame_sizes[0]} and {frame_size}: resize them"
+            )
+    return (*frame_sizes[0], len(frame_sizes), size.fps)
 
 
 def _read(value: Any, function: Callable[[Any], Any]) -> Any:
@@ -170,12 +176,15 @@ def _check_header(image: Any) -> None:
 
 def _checked(image: Any) -> None:
     _check_header(image)
-    if (end := _ENDS.get(image.format)) is None or getattr(image, "fp", None) is None:
+    file_end = _FILE_ENDS.get(image.format)
+    file = getattr(image, "fp", None)
+    if file_end is None or file is None:
         return
-    before = image.fp.tell()
-    image.fp.seek(max(image.fp.seek(0, os.SEEK_END) - 64, 0))
-    seems_complete = end in image.fp.read()
-    image.fp.seek(before)
+    position = file.tell()
+    size = file.seek(0, os.SEEK_END)
+    file.seek(max(size - 64, 0))
+    seems_complete = file_end in file.read()
+    file.seek(position)
     if not seems_complete:
         image.load()
 
@@ -186,12 +195,13 @@ def _decoded(image: Any) -> Any:
 
 
 def _size(image: Any) -> tuple[int, int]:
-    is_tagged = image.format != "PNG" or "exif" in image.info  # getexif() decodes a PNG without this entry
-    turned = is_tagged and image.getexif().get(_ORIENTATION, 1) >= _FIRST_TURNED
-    size = image.size
+    has_exif = image.format != "PNG" or "exif" in image.info  # getexif() decodes a PNG without this entry
+    is_transposed = has_exif and image.getexif().get(_EXIF_ORIENTATION, 1) >= _FIRST_TRANSPOSED
+    width, height = image.size
     if image.format == "TIFF":  # recent releases of Pillow swap width and height themselves
-        size = tuple(image.tag_v2[tag] for tag in _TIFF_SIZE)
-    return size[::-1] if turned else size
+        width = image.tag_v2[_TIFF_WIDTH]
+        height = image.tag_v2[_TIFF_HEIGHT]
+    return (height, width) if is_transposed else (width, height)
 
 
 def _to_rgb(image: Any) -> Any:
@@ -200,8 +210,10 @@ def _to_rgb(image: Any) -> Any:
         image = _to_8_bits(image)
     if "A" not in image.getbands() and image.info.get("transparency") is None:
         return image.convert("RGB")
+    pillow = _require_pillow()
     image = image.convert("RGBA")
-    return _require_pillow().alpha_composite(_require_pillow().new("RGBA", image.size, "white"), image).convert("RGB")
+    background = pillow.new("RGBA", image.size, "white")
+    return pillow.alpha_composite(background, image).convert("RGB")
 
 
 def _to_8_bits(image: Any) -> Any:
@@ -275,35 +287,47 @@ def format_content_with_images(content: str, *, image_tag: str, images: list[Any
 
 def insert_images(turns: Sequence[Any], images: Sequence[Any]) -> list[Any]:
     """Fill the empty content parts ``{"type": "image"}`` of the turns with the images of the row, in order."""
-    remaining_images, places, given = list(images), 0, 0
+    num_empty_parts = 0
+    num_image_parts = 0  # which have an image of their own
+    filled_turns = []
+    for turn in turns:
+        if type(turn) is not dict or not isinstance(turn.get("content"), list):
+            filled_turns.append(turn)
+            continue
+        content = []
+        for part in turn["content"]:
+            if _is_image_part(part):
+                has_image = any(part[key] is not None for key in part.keys() - {"type", "index", "text"})
+                if has_image:
+                    num_image_parts += 1
+                else:
+                    if num_empty_parts < len(images):
+                        part = {"type": "image", "content": images[num_empty_parts]}
+                    num_empty_parts += 1
+            content.append(part)
+        filled_turns.append({**turn, "content": content})
+    # The images of a row may repeat those in its turns.
+    if num_empty_parts != len(images) and (num_empty_parts or not num_image_parts):
+        raise DataError(
+            f"the row has {len(images)} images, but its turns have {num_empty_parts} parts of type 'image' for them"
+        )
+    return filled_turns
 
-    def fill_image_part(part: Any) -> Any:
-        nonlocal places, given
-        if type(part) is not dict or part.get("type") not in ("image", "image_url"):
-            return part
-        if any(part[key] is not None for key in part.keys() - {"type", "index", "text"}):
-            given += 1
-            return part
-        places += 1
-        return {"type": "image", "content": remaining_images.pop(0)} if remaining_images else part
 
-    found = [
-        {**turn, "content": [fill_image_part(part) for part in turn["content"]]}
-        if type(turn) is dict and isinstance(turn.get("content"), list)
-        else turn
-        for turn in turns
-    ]
-    if places != len(images) and (places or not given):
-        raise DataError(f"the row has {len(images)} images, but its turns have {places} parts of type 'image' for them")
-    return found
+def _is_image_part(part: Any) -> bool:
+    return type(part) is dict and part.get("type") in ("image", "image_url")
 
 
 def images_of_columns(row: Mapping[str, Any]) -> list[Any]:
     """Return the images in the column ``image`` or ``images``. Raises :class:`DataError` if both have images."""
-    found = [row[name] for name in ("image", "images") if row.get(name)]
-    if len(found) > 1:
+    image = row.get("image")
+    images = row.get("images")
+    if image and images:
         raise DataError("it has both image and images, but may have only one of them")
-    return list(found[0]) if found and isinstance(found[0], list | tuple) else found
+    value = image or images
+    if not value:
+        return []
+    return list(value) if isinstance(value, list | tuple) else [value]
 
 
 def with_images(content: Any, images: Sequence[Any]) -> Any:
@@ -318,5 +342,13 @@ def with_images(content: Any, images: Sequence[Any]) -> Any:
         return insert_images(content, images) if images and isinstance(content, Sequence) else content
     if images and _TAG in content:
         return [{"role": "user", "content": format_content_with_images(content, image_tag=_TAG, images=list(images))}]
-    parts = [*({"type": "image", "content": image} for image in images), {"type": "text", "content": content}]
-    return [{"role": "user", "content": parts if images else content}]
+    if not images:
+        return [{"role": "user", "content": content}]
+    return [{"role": "user", "content": images_before_text(images, content)}]
+
+
+def images_before_text(images: Sequence[Any], text: str) -> list[dict[str, Any]]:
+    """Return content items: the images, then the text."""
+    items: list[dict[str, Any]] = [{"type": "image", "content": image} for image in images]
+    items.append({"type": "text", "content": text})
+    return items

@@ -128,12 +128,14 @@ class BatchLoader:
     @property
     def smallest_batch(self) -> int:
         """Number of examples in the smallest micro-batch of any rank in an epoch."""
-        last = min(len(self.dataset), len(self) * self.examples_per_step) % (self.batch_size * self.world_size)
-        return max(last // self.world_size, 1) if last else self.batch_size
+        num_visited = min(len(self.dataset), len(self) * self.examples_per_step)
+        last_size = num_visited % (self.batch_size * self.world_size)  # over all ranks
+        return max(last_size // self.world_size, 1) if last_size else self.batch_size
 
     def set_epoch(self, epoch: int) -> None:
         """Set the position to the start of an epoch."""
-        self.epoch, self._step = epoch, 0
+        self.epoch = epoch
+        self._step = 0
 
     def __iter__(self) -> Iterator[list[Collated]]:
         """Yield this rank's micro-batches for every remaining step of the epoch."""
@@ -177,10 +179,15 @@ class BatchLoader:
         Args:
             batches: batches with ``tokens`` and ``labels``; without ``terms``, each labeled token is a term.
         """
-        tokens = sum(batch["tokens"].numel() for batch in batches)
-        labels = [int((batch["labels"] != CROSS_ENTROPY_IGNORE_IDX).sum()) for batch in batches]
-        terms = [getattr(batch, "num_terms", count) for batch, count in zip(batches, labels, strict=True)]
-        return tokens, sum(labels), sum(terms)
+        num_tokens = 0
+        num_labels = 0
+        num_terms = 0
+        for batch in batches:
+            batch_labels = int((batch["labels"] != CROSS_ENTROPY_IGNORE_IDX).sum())
+            num_tokens += batch["tokens"].numel()
+            num_labels += batch_labels
+            num_terms += getattr(batch, "num_terms", batch_labels)  # a dict of a collate_fn has none
+        return num_tokens, num_labels, num_terms
 
     def derive(
         self, *, dataset: Any = None, collate_fn: Callable[[list[Any]], Collated] | None = None
@@ -191,28 +198,30 @@ class BatchLoader:
             dataset: dataset with the same examples and additional entries; ``None`` for the same dataset.
             collate_fn: ``None`` for the same collate function.
         """
-        other = copy.copy(self)
-        other.dataset = self.dataset if dataset is None else dataset
-        other.collate_fn = self.collate_fn if collate_fn is None else collate_fn
-        other._peeked = None
-        return other
+        loader = copy.copy(self)
+        if dataset is not None:
+            loader.dataset = dataset
+        if collate_fn is not None:
+            loader.collate_fn = collate_fn
+        loader._peeked = None
+        return loader
 
     def _announce_next_steps(self) -> None:
         if not hasattr(self.dataset, "read_ahead"):
             return
-        here = self.epoch * len(self) + self._step
-        ahead = max(2, math.ceil(_PREFETCH_EXAMPLES / (self.batch_size * self.accumulation_steps)))
-        if not here < self._num_announced <= here + ahead:
-            self._num_announced = here
-        if self._num_announced - here > ahead // 2:  # announcing many steps at once is faster
+        current_step = self.epoch * len(self) + self._step
+        num_ahead = max(2, math.ceil(_PREFETCH_EXAMPLES / (self.batch_size * self.accumulation_steps)))
+        if not current_step < self._num_announced <= current_step + num_ahead:
+            self._num_announced = current_step
+        if self._num_announced - current_step > num_ahead // 2:  # announcing many steps at once is faster
             return
         indices: list[int] = []
-        for step in range(self._num_announced, here + ahead):
+        for step in range(self._num_announced, current_step + num_ahead):
             examples = np.arange(step * self.examples_per_step, (step + 1) * self.examples_per_step)
             for part, _ in self._split_step(examples, self.rank):
                 indices += part.tolist()
         self.dataset.read_ahead(indices)
-        self._num_announced = here + ahead
+        self._num_announced = current_step + num_ahead
 
     def _indices_of(self, step: int) -> np.ndarray:
         """Return the indices of the examples of a step of this epoch, for all ranks."""
@@ -233,9 +242,10 @@ class BatchLoader:
 
     def visited_indices(self, epochs: int) -> np.ndarray:
         """Return the sorted indices of the examples visited in the first ``epochs`` epochs by all ranks."""
-        most = len(self) * self.examples_per_step
-        found = [self._order(epoch)[:most] for epoch in range(epochs if self.shuffle else 1)]
-        return np.unique(np.concatenate(found))
+        num_visited = len(self) * self.examples_per_step  # in each epoch
+        num_orders = epochs if self.shuffle else 1
+        visited = [self._order(epoch)[:num_visited] for epoch in range(num_orders)]
+        return np.unique(np.concatenate(visited))
 
     def rows(self, parts: Sequence[tuple[int, int]] | None = None) -> list[dict[str, Any]]:
         """Return the dataset rows of the last yielded step.
@@ -249,23 +259,31 @@ class BatchLoader:
         if parts is None:
             indices = self._indices
         else:
-            split = [list(self._split_step(self._indices, rank)) for rank in range(self.world_size)]
-            indices = np.concatenate([split[rank][number][0] for number, rank in parts])
+            micro_batches = [list(self._split_step(self._indices, rank)) for rank in range(self.world_size)]
+            indices = np.concatenate([micro_batches[rank][number][0] for number, rank in parts])
         origins = getattr(self.dataset, "origins", lambda index: [{"row": index}])
-        return [origin for index in indices for origin in origins(int(index))]
+        rows: list[dict[str, Any]] = []
+        for index in indices:
+            rows += origins(int(index))
+        return rows
 
     def _split_step(self, step: np.ndarray, rank: int) -> Iterator[tuple[np.ndarray, bool]]:
         """Yield (indices, whether the labels are removed) for a rank's micro-batches of one step."""
-        width = self.batch_size * self.world_size
-        for start in range(0, len(step), width):
-            chunk = step[start : start + width]
-            mine = np.array_split(chunk, self.world_size)[rank]
-            yield (mine, False) if len(mine) else (chunk[:1], True)
+        examples_per_micro_batch = self.batch_size * self.world_size
+        for start in range(0, len(step), examples_per_micro_batch):
+            examples = step[start : start + examples_per_micro_batch]
+            local_examples = np.array_split(examples, self.world_size)[rank]
+            if len(local_examples):
+                yield local_examples, False
+            else:  # every rank runs the same number of forward passes
+                yield examples[:1], True
 
     def _load_batch(self, part: tuple[np.ndarray, bool]) -> Collated:
-        indices, blank = part
+        indices, removes_labels = part
         examples = [self.dataset[int(index)] for index in indices]
-        batch = self.collate_fn([_without_labels(example) for example in examples] if blank else examples)
+        if removes_labels:
+            examples = [_without_labels(example) for example in examples]
+        batch = self.collate_fn(examples)
         if type(batch) is dict and isinstance(batch.get("tokens"), torch.Tensor):
             labels = batch.get("labels")
             if isinstance(labels, torch.Tensor) and labels.shape == batch["tokens"].shape:
@@ -287,7 +305,11 @@ class BatchLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position: epoch, next step, and a fingerprint of the data and the order."""
-        epoch, step = (self.epoch + 1, 0) if self.at_epoch_end else (self.epoch, self._step)
+        epoch = self.epoch
+        step = self._step
+        if self.at_epoch_end:
+            epoch += 1
+            step = 0
         state = {"epoch": epoch, "step": step, "fingerprint": self._fingerprint()}
         if self._is_stream:
             state["stream"] = self.dataset.state_at(epoch * self.examples_per_epoch + step * self.examples_per_step)
@@ -307,18 +329,19 @@ class BatchLoader:
             "dataset_digest": "the content of the dataset",
             "mixture": "the mixture",
         }
-        now, saved = self._fingerprint(), state["fingerprint"]
-        changes = [
-            f"{names.get(key, key)} was {saved[key]}, now {now[key]}"
-            for key in now
-            if key in saved and saved[key] != now[key]
-        ]
+        current = self._fingerprint()
+        saved = state["fingerprint"]
+        changes = []
+        for key, value in current.items():
+            if key in saved and saved[key] != value:
+                changes.append(f"{names.get(key, key)} was {saved[key]}, now {value}")
         if changes:
             raise DataError(
                 f"Cannot continue at the saved data position: {'; '.join(changes)}; "
                 "resume with what the run was started with, or start a new run."
             )
-        self.epoch, self._step = int(state["epoch"]), int(state["step"])
+        self.epoch = int(state["epoch"])
+        self._step = int(state["step"])
         if self._is_stream:
             self.dataset.go_to(state["stream"])
             self._num_announced = 0
@@ -329,25 +352,28 @@ class BatchLoader:
 def seeded_generators(*words: int) -> Iterator[None]:
     """Context manager that seeds all host generators with ``words`` and restores their states afterward."""
     seed = int(np.random.SeedSequence(words).generate_state(1)[0])
-    python, array, tensor = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    python_state = random.getstate()
+    numpy_state = np.random.get_state()
+    torch_state = torch.get_rng_state()
     random.seed(seed)
     np.random.seed(seed)
     torch.default_generator.manual_seed(seed)
     try:
         yield
     finally:
-        random.setstate(python)
-        np.random.set_state(array)
-        torch.set_rng_state(tensor)
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+        torch.set_rng_state(torch_state)
 
 
 def _without_labels(example: Any) -> Any:
     """Return the example (or pack) with all labels set to the ignore index."""
     if isinstance(example, Mapping):
-        return {
-            key: torch.full((len(value),), CROSS_ENTROPY_IGNORE_IDX) if key.endswith("labels") else value
-            for key, value in example.items()
-        }
+        blank = dict(example)
+        for key, value in example.items():
+            if key.endswith("labels"):
+                blank[key] = torch.full((len(value),), CROSS_ENTROPY_IGNORE_IDX)
+        return blank
     if isinstance(example, Sequence):
         return [_without_labels(document) for document in example]
     raise DataError(f"An example must be a mapping or a list of mappings, not {type(example).__name__}.")

@@ -85,13 +85,16 @@ class ImageCache:
         digest = hashlib.sha256(self._made_by.encode())
         for part in _content(image):
             digest.update(part)
-        path, features = self.folder / f"{digest.hexdigest()}.safetensors", None
+        path = self.folder / f"{digest.hexdigest()}.safetensors"
+        features = None
         try:
             with safe_open(path, framework="pt") as file:
-                found, checksum = file.get_tensor("features"), file.metadata()["crc32"]
-            features = found if checksum == str(_checksum(found)) else None
+                stored = file.get_tensor("features")
+                checksum = file.metadata()["crc32"]
+            if checksum == str(_checksum(stored)):
+                features = stored
         except (OSError, SafetensorError, KeyError, TypeError):
-            pass
+            pass  # missing or damaged: computed and written anew
         return CachedImage(path, grids, features, self._least_free)
 
 
@@ -134,16 +137,20 @@ class Colors(NamedTuple):
 
     def values(self, pixels: Tensor) -> Tensor:
         """Convert uint8 ``[p, pixels * 3]`` to float32 ``[p, patch values]``."""
-        mean, std = (torch.tensor(value, device=pixels.device)[:, None] for value in (self.mean, self.std))
+        mean = torch.tensor(self.mean, device=pixels.device)
+        std = torch.tensor(self.std, device=pixels.device)
         if self.last:
-            return ((pixels.float().unflatten(1, (-1, 3)) / 255 - mean.T) / std.T).flatten(1)
-        colors = (pixels.float().unflatten(1, (3, -1)) / 255 - mean) / std
-        return self.repeat(colors.flatten(1))
+            values = pixels.float().unflatten(1, (-1, 3)) / 255  # [p, pixels, 3]
+            return ((values - mean) / std).flatten(1)
+        values = pixels.float().unflatten(1, (3, -1)) / 255  # [p, 3, pixels]
+        normalized = (values - mean[:, None]) / std[:, None]
+        return self.repeat(normalized.flatten(1))
 
     def repeat(self, pixels: Tensor) -> Tensor:
         """Repeat an image's pixels ``[p, pixels * 3]`` once per frame of a patch; a video's already have all frames."""
-        frames = self.patch_values // pixels.shape[1]
-        return pixels.unflatten(1, (3, -1))[:, :, None].expand(-1, -1, frames, -1).flatten(1)
+        num_frames = self.patch_values // pixels.shape[1]
+        by_color = pixels.unflatten(1, (3, 1, -1))  # [p, 3, frame, pixels]
+        return by_color.expand(-1, -1, num_frames, -1).flatten(1)
 
 
 @dataclass(frozen=True)
@@ -180,8 +187,9 @@ class Images:
     cached: tuple[CachedImage, ...] = ()
 
     def __post_init__(self) -> None:
-        if (count := sum(self.frame_lengths)) != len(self.pixels):
-            raise DataError(f"Images have {len(self.pixels)} patches, but their grids have {count}.")
+        num_patches = sum(self.frame_lengths)
+        if num_patches != len(self.pixels):
+            raise DataError(f"Images have {len(self.pixels)} patches, but their grids have {num_patches}.")
 
     @property
     def patches(self) -> Tensor:
@@ -196,17 +204,25 @@ class Images:
     @property
     def pixel_grids(self) -> tuple[Grid, ...]:
         """Grids of the images that have ``pixels``."""
-        return tuple(grid for image in self.missing for grid in image.grids) if self.cached else self.grids
+        if not self.cached:
+            return self.grids
+        return tuple(grid for image in self.missing for grid in image.grids)
 
     @property
     def frame_lengths(self) -> list[int]:
         """Number of patches of every frame of every image that has ``pixels``."""
-        return [rows * columns for frames, rows, columns in self.pixel_grids for _ in range(frames)]
+        lengths: list[int] = []
+        for frames, rows, columns in self.pixel_grids:
+            lengths += [rows * columns] * frames
+        return lengths
 
     @property
     def offset(self) -> int:
         """Offset of text after these images, in one row with one document: position = index + offset."""
-        return 0 if self.positions is None else int(self.positions[:, 0, -1].max()) + 1 - self.positions.shape[2]
+        if self.positions is None:
+            return 0
+        next_position = int(self.positions[:, 0, -1].max()) + 1
+        return next_position - self.positions.shape[2]
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "Images":
         """Copy the tensors to a device."""
@@ -217,16 +233,25 @@ class Images:
         return self._map(lambda tensor: tensor.pin_memory())
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> "Images":
-        values = {name: function(value) for name, value in vars(self).items() if isinstance(value, Tensor)}
-        cached = (one if one.features is None else one._replace(features=function(one.features)) for one in self.cached)
-        return replace(self, **values, cached=tuple(cached))
+        tensors = {name: function(value) for name, value in vars(self).items() if isinstance(value, Tensor)}
+        cached = []
+        for image in self.cached:
+            if image.features is not None:
+                image = image._replace(features=function(image.features))
+            cached.append(image)
+        return replace(self, **tensors, cached=tuple(cached))
 
 
 def join_pixels(parts: Sequence[Tensor], colors: Colors | None) -> Tensor:
     """Concatenate the pixels of images and videos; if there are videos, images repeat theirs per frame of a patch."""
-    parts = [part for part in parts if len(part)] or [torch.empty(0, 0, dtype=torch.uint8)]
+    parts = [part for part in parts if len(part)]
+    if not parts:
+        return torch.empty(0, 0, dtype=torch.uint8)
     width = max(part.shape[1] for part in parts)
-    return torch.cat([part if part.shape[1] == width else colors.repeat(part) for part in parts])
+    same_width = []
+    for part in parts:
+        same_width.append(part if part.shape[1] == width else colors.repeat(part))
+    return torch.cat(same_width)
 
 
 def join_images(documents: Sequence[Images | None], lengths: Sequence[int]) -> Images | None:
@@ -238,24 +263,38 @@ def join_images(documents: Sequence[Images | None], lengths: Sequence[int]) -> I
         documents: images of each document, as returned by :class:`torchtune.models.ImageTextTransform`.
         lengths: length of each document; may exceed the length for which ``positions`` were computed.
     """
-    pairs = [
-        (one, start) for one, start in zip(documents, accumulate(lengths, initial=0), strict=False) if one is not None
-    ]
-    found = {id(one.pixels): one for one, _ in pairs}
-    if not found:
+    distinct: dict[int, Images] = {}  # by the identity of their pixels
+    first_feature: dict[int, int] = {}
+    num_features = 0
+    image_tokens: list[Tensor] = []
+    features: list[Tensor] = []
+    starts = accumulate(lengths, initial=0)
+    for images, start in zip(documents, starts, strict=False):
+        if images is None:
+            continue
+        key = id(images.pixels)
+        if key not in distinct:
+            distinct[key] = images
+            first_feature[key] = num_features
+            num_features += len(images.places)
+        image_tokens.append(images.places + start)
+        features.append(torch.arange(len(images.places)) + first_feature[key])
+    if not distinct:
         return None
-    own = list(found.values())
-    first = dict(zip(found, accumulate((len(one.places) for one in own), initial=0), strict=False))
-    features = [torch.arange(len(one.places)) + first[id(one.pixels)] for one, _ in pairs]
-    has_positions = own[0].positions is not None
+    encoded = list(distinct.values())
+    colors = encoded[0].colors
+    positions = None
+    if encoded[0].positions is not None:
+        positions = torch.cat(list(map(_positions, documents, lengths)), dim=2)
+    are_shared = len(features) > len(encoded)
     return Images(
-        join_pixels([one.pixels for one in own], own[0].colors),
-        tuple(grid for one in own for grid in one.grids),
-        torch.cat([one.places + start for one, start in pairs]),
-        torch.cat(list(map(_positions, documents, lengths)), dim=2) if has_positions else None,
-        torch.cat(features) if len(pairs) > len(own) else None,
-        own[0].colors,
-        tuple(image for one in own for image in one.cached),
+        pixels=join_pixels([images.pixels for images in encoded], colors),
+        grids=tuple(grid for images in encoded for grid in images.grids),
+        places=torch.cat(image_tokens),
+        positions=positions,
+        features=torch.cat(features) if are_shared else None,
+        colors=colors,
+        cached=tuple(image for images in encoded for image in images.cached),
     )
 
 
@@ -263,9 +302,9 @@ def _positions(images: Images | None, length: int) -> Tensor:
     """Return positions ``[3, 1, length]`` of a document's tokens."""
     if images is None:
         return torch.arange(length).expand(3, 1, length)
-    known = images.positions[:, :, :length]
-    after = torch.arange(known.shape[2], length, device=known.device) + images.offset
-    return torch.cat([known, after.expand(3, 1, -1)], dim=2)
+    computed = images.positions[:, :, :length]
+    following_text = torch.arange(computed.shape[2], length, device=computed.device) + images.offset
+    return torch.cat([computed, following_text.expand(3, 1, -1)], dim=2)
 
 
 def token_counts(grids: Sequence[Grid], merge: int) -> list[int]:
@@ -279,11 +318,12 @@ def check_placeholders(tokens: Sequence[int], image_tokens: Collection[int], gri
     Raises:
         DataError: the numbers of placeholders and image tokens differ.
     """
-    wanted, found = token_counts(grids, merge), int(np.isin(np.asarray(tokens), list(image_tokens)).sum())
-    if sum(wanted) != found:
+    num_placeholders = int(np.isin(np.asarray(tokens), list(image_tokens)).sum())
+    num_image_tokens = sum(token_counts(grids, merge))
+    if num_image_tokens != num_placeholders:
         raise DataError(
-            f"a row has {found} image tokens, but its {len(grids)} image(s) become {sum(wanted)}: each image needs "
-            "its own placeholder, which must not be cut off"
+            f"a row has {num_placeholders} image tokens, but its {len(grids)} image(s) become {num_image_tokens}: each "
+            "image needs its own placeholder, which must not be cut off"
         )
 
 
@@ -315,19 +355,26 @@ def grid_positions(
         DataError: the placeholders do not match the grids.
     """
     check_placeholders(tokens, image_tokens, grids, merge)
-    images = np.isin(np.asarray(tokens), list(image_tokens))
-    out, at, position = np.empty((3, len(images)), np.int64), 0, 0
+    is_image = np.isin(np.asarray(tokens), list(image_tokens))
+    positions = np.empty((3, len(is_image)), np.int64)
+    index = 0  # of the next token
+    position = 0  # the next free one
     for (frames, height, width), step in zip(grids, steps or [0.0] * len(grids), strict=True):
-        rows, columns = height // merge, width // merge
+        rows = height // merge
+        columns = width // merge
+        # In float32, as transformers computes the times.
         times = (np.arange(frames, dtype=np.float32) * np.float32(step)).astype(np.int64)
-        for run in [times] if step else np.split(times, frames):
-            start = at + int(np.argmax(images[at:]))
-            out[:, at:start] = np.arange(position, position + start - at)
-            position, at = position + start - at, start + len(run) * rows * columns
-            if not images[start:at].all():
-                raise DataError(f"a row has text inside the {at - start} tokens of an image")
-            axes = np.meshgrid(run, np.arange(rows), np.arange(columns), indexing="ij")
-            out[:, start:at] = position + np.reshape(axes, (3, -1))
+        blocks = [times] if step else np.split(times, frames)
+        for block_times in blocks:
+            start = index + int(np.argmax(is_image[index:]))
+            num_text = start - index
+            positions[:, index:start] = np.arange(position, position + num_text)
+            position += num_text
+            index = start + len(block_times) * rows * columns
+            if not is_image[start:index].all():
+                raise DataError(f"a row has text inside the {index - start} tokens of an image")
+            axes = np.meshgrid(block_times, np.arange(rows), np.arange(columns), indexing="ij")
+            positions[:, start:index] = position + np.reshape(axes, (3, -1))
             position += max(rows, columns)
-    out[:, at:] = np.arange(position, position + len(images) - at)
-    return out
+    positions[:, index:] = np.arange(position, position + len(is_image) - index)
+    return positions

@@ -1,12 +1,19 @@
-"""Transforms of question-answer rows and preference rows to messages."""
+"""Transforms of rows to messages: questions with answers, preferences, and conversations."""
 
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from torchtune.data._conversation import check_same_prompt, read_conversation, tools_entry, unfold_prompt
-from torchtune.data._images import format_content_with_images, images_of_columns, insert_images, is_url, with_images
+from torchtune.data._conversation import Conversation, check_same_prompt, read_conversation, tools_entry, unfold_prompt
+from torchtune.data._images import (
+    format_content_with_images,
+    images_before_text,
+    images_of_columns,
+    insert_images,
+    is_url,
+    with_images,
+)
 from torchtune.data._messages import MaskingStrategy, Message, as_messages, parse_masking_strategy, role_of
 from torchtune.data._rows import DataError, Transform, check_column_map, column, text_column
 from torchtune.data._tool_calls import parse_json_text
@@ -32,11 +39,16 @@ def resolve_masking(train_on_input: bool | None, masking_strategy: str | Masking
 def image_column(sample: Mapping[str, Any], name: str, image_dir: Path | None) -> list[Any]:
     """Return the images of a column, with ``image_dir`` before file names; return an empty list for null."""
     value = column(sample, name)
-    values = [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
-    return [
-        image_dir / one if image_dir is not None and isinstance(one, str | Path) and not is_url(one) else one
-        for one in values
-    ]
+    if value is None:
+        return []
+    images = list(value) if isinstance(value, list | tuple) else [value]
+    if image_dir is None:
+        return images
+    located = []
+    for image in images:
+        is_file_name = isinstance(image, str | Path) and not is_url(image)
+        located.append(image_dir / image if is_file_name else image)
+    return located
 
 
 class InputOutputToMessages(Transform):
@@ -81,7 +93,8 @@ class InputOutputToMessages(Transform):
 
     def __call__(self, sample: Mapping[str, Any]) -> dict[str, Any]:
         """Return ``{"messages": [...]}``, with ``tools`` if the row has them."""
-        sample, images = unfold_prompt(sample, self.column_map["input"]), []
+        sample = unfold_prompt(sample, self.column_map["input"])
+        images: list[Any] = []
         if self.wants_image or "image" in sample:
             images = image_column(sample, self.column_map.get("image", "image"), self.image_dir)
         conversation = read_conversation(
@@ -97,8 +110,7 @@ class InputOutputToMessages(Transform):
         name = self.column_map["input"]
         question = column(sample, name)
         if isinstance(question, str):
-            parts = [{"type": "image", "content": image} for image in images]
-            return [Message(role="user", content=[*parts, {"type": "text", "content": question}])]
+            return [Message(role="user", content=images_before_text(images, question))]
         return _prompt_turns(with_images(check_turns(question, name), images), self.masking_strategy)
 
 
@@ -161,11 +173,11 @@ class AlpacaToMessages(Transform):
         name = self.column_map.get("input", "input")
         if name != "input":
             column(sample, name)  # a name that was chosen is the name of a column
-        given = "" if sample.get(name) is None else text_column(sample, name)
-        layout = self.template["prompt_input" if given else "prompt_no_input"]
+        input_text = "" if sample.get(name) is None else text_column(sample, name)
+        layout = self.template["prompt_input" if input_text else "prompt_no_input"]
         turns = [
             *_earlier_turns(sample.get("history")),
-            Message(role="user", content=layout.format(instruction=instruction, input=given)),
+            Message(role="user", content=layout.format(instruction=instruction, input=input_text)),
             Message(role="assistant", content=text_column(sample, self.column_map["output"])),
         ]
         conversation = read_conversation(
@@ -230,18 +242,20 @@ class ChosenRejectedToMessages(Transform):
 
     def __call__(self, sample: Mapping[str, Any]) -> dict[str, Any]:
         """Return ``{"chosen": [...], "rejected": [...]}``, with ``tools`` if the row has them."""
-        sample, sides = unfold_prompt(sample, self._prompt), {}
+        sample = unfold_prompt(sample, self._prompt)
+        conversations: dict[str, Conversation] = {}
         for side, name in self.column_map.items():
-            sides[side] = read_conversation(
+            conversations[side] = read_conversation(
                 sample,
                 turns_with_answer(sample, name, self._prompt, self.masking_strategy),
                 new_system_prompt=self.new_system_prompt,
                 masking_strategy=self.masking_strategy,
                 columns=(*self.column_map.values(), self._prompt),
             )
-        check_same_prompt(sides["chosen"].messages, sides["rejected"].messages)
-        pair = {side: conversation.messages for side, conversation in sides.items()}
-        return pair | tools_entry(sides["chosen"].tools)
+        chosen = conversations["chosen"]
+        rejected = conversations["rejected"]
+        check_same_prompt(chosen.messages, rejected.messages)
+        return {"chosen": chosen.messages, "rejected": rejected.messages, **tools_entry(chosen.tools)}
 
 
 def turns_with_answer(
@@ -266,11 +280,13 @@ def turns_with_answer(
     if not answer or role_of(answer[0]) != "assistant":
         return with_images(answer, images)
     question = column(sample, prompt)
-    for other in ("input", "history"):
-        if prompt == "instruction" and sample.get(other):
-            raise DataError(
-                f"column '{other}' belongs to column 'instruction' and is not read: write both in one column"
-            )
+    if prompt == "instruction":
+        for alpaca_column in ("input", "history"):
+            if sample.get(alpaca_column):
+                raise DataError(
+                    f"column '{alpaca_column}' belongs to column 'instruction' and is not read: write both in one "
+                    "column"
+                )
     if not isinstance(question, str | list | tuple):
         kind = "nothing" if question is None else type(question).__name__
         raise DataError(f"column '{prompt}' holds {kind}, not a text or a list of turns")
@@ -372,15 +388,15 @@ class ShareGPTToMessages(Transform):
                 message.content = self._with_images(content, images[:count])
                 images = images[count:]
         if images:
-            where = "a user turn" if self.image_tag is None else f"a '{self.image_tag}' in a user turn"
-            raise DataError(f"{len(images)} image(s) have no place: each needs {where}")
+            placeholder = "a user turn" if self.image_tag is None else f"a '{self.image_tag}' in a user turn"
+            raise DataError(f"{len(images)} image(s) have no place: each needs {placeholder}")
 
     def _with_images(self, content: str, images: list[Any]) -> list[dict[str, Any]]:
         if self.image_tag is not None:
             return format_content_with_images(content, image_tag=self.image_tag, images=images)
         if images and "<image>" in content:
             raise DataError("a turn has '<image>' in its text, but image_tag is not set: set image_tag=<image>")
-        return [*({"type": "image", "content": image} for image in images), {"type": "text", "content": content}]
+        return images_before_text(images, content)
 
 
 class OpenAIToMessages(Transform):

@@ -158,11 +158,13 @@ class ImageTextTransform(ImageEncoder, HuggingFaceModelTokenizer):
         extra = dict(message.extra)
         if "tool_calls" in extra:
             extra["tool_calls"] = read_tool_calls(extra["tool_calls"] or [])
-        return {"role": role, "content": parts, **self._guard.hide(extra)}
+        return {"role": role, "content": parts, **self._control_tokens.hide(extra)}
 
     def _text(self, item: Mapping[str, Any]) -> str:
         """Return a text, or the placeholder of a video without the tokens that templates write around it."""
-        return self.processor.video_placeholder if item["type"] == "video" else self._guard.hide(item["content"])
+        return (
+            self.processor.video_placeholder if item["type"] == "video" else self._control_tokens.hide(item["content"])
+        )
 
     def _tokenized(
         self, messages: Sequence[MessageLike], closed: bool, max_seq_len: int | None, tools: Sequence[Any] | None
@@ -177,7 +179,7 @@ class ImageTextTransform(ImageEncoder, HuggingFaceModelTokenizer):
         pairs = list(self._expanded(tokens, mask, plans))
         row, row_mask = array("i", (token for token, _ in pairs)), bytearray(masked for _, masked in pairs)
         limit, eos_id = max_seq_len or self.max_seq_len, self.eos_id if closed else None
-        cut, cut_mask = truncate_row(row, row_mask, limit, self.truncation_type, eos_id, self._ends_turn)
+        cut, cut_mask = truncate_row(row, row_mask, limit, self.truncation_type, eos_id, self._turn_end_ids)
         if lost := sum(row.count(token) - cut.count(token) for token in self.image_tokens):
             raise DataError(f"max_seq_len={limit} would cut {lost} tokens of images off a row of {len(row)}: raise it")
         return cut, cut_mask
