@@ -9,16 +9,19 @@ from torchtune.data._rows import DataError
 from torchtune.data._tool_calls import call_of_text, read_tool_calls
 
 Role = Literal["system", "user", "assistant", "ipython", "tool"]
-# Name of a speaker in any format -> role; "function_call" is handled in :func:`as_message`.
+# Name of a speaker in any format -> role.
 ROLE_NAMES: dict[str, Role] = {
     **{role: role for role in get_args(Role)},
     "developer": "system",  # OpenAI's newer name
     "human": "user",  # ShareGPT
-    "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "model": "assistant",
-    "function_call": "assistant",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bing": "assistant",
+    "model": "assistant",
+    "function_call": "assistant",  # handled in as_message
     "function": "tool",  # OpenAI's older name
     "observation": "tool",
-}  # fmt: skip
+}
 # Names of the field with a turn's reasoning; chat templates read one of them.
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 _MEDIA = ("image", "video")
@@ -42,7 +45,8 @@ def as_video(part: Mapping[str, Any]) -> Video:
     Raises:
         DataError: the part has no frames, or ``fps`` is not a positive number.
     """
-    frames, fps = part["content"], part.get("fps")
+    frames = part["content"]
+    fps = part.get("fps")
     if isinstance(frames, Video):
         return frames
     if not isinstance(frames, list | tuple) or not frames:
@@ -138,7 +142,7 @@ MessageLike = Message | Mapping[str, Any]
 # Fields of a turn that say whether it is trained on.
 _TRAINING_FIELDS = ("weight", "train", "loss")
 # Axolotl's fields that take parts of a turn out of training.
-_DETAILS = ("train_detail", "training_detail")
+_TRAINING_DETAIL_FIELDS = ("train_detail", "training_detail")
 # Fields of a turn that are not stored in ``extra`` as they are.
 _READ_FIELDS = frozenset(
     ("role", "content", "masked", "ipython", "eot", "extra", "tool_calls", "function_call", *_TRAINING_FIELDS)
@@ -204,10 +208,16 @@ def role_of(turn: Any) -> Role:
     """Return the role of a turn in any format; raise :class:`DataError` if it has none."""
     if isinstance(turn, Message):
         return turn.role
-    if not isinstance(turn, Mapping) or ("role" not in turn and not {"from", "value"} <= turn.keys()):
-        shown = sorted(map(str, turn)) if isinstance(turn, Mapping) else type(turn).__name__
-        raise DataError(f"a turn must have 'role' and 'content', not {shown}")
-    name, kind = (turn["role"], "role") if "role" in turn else (turn["from"], "speaker")
+    if not isinstance(turn, Mapping):
+        raise DataError(f"a turn must have 'role' and 'content', not {type(turn).__name__}")
+    if "role" in turn:
+        name = turn["role"]
+        kind = "role"
+    elif "from" in turn and "value" in turn:
+        name = turn["from"]
+        kind = "speaker"
+    else:
+        raise DataError(f"a turn must have 'role' and 'content', not {sorted(map(str, turn))}")
     if not isinstance(name, str) or name not in ROLE_NAMES:
         raise DataError(f"'{name}' is not a {kind}: use {', '.join(ROLE_NAMES)}")
     return ROLE_NAMES[name]
@@ -218,14 +228,15 @@ def _from_sharegpt(turn: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(turn["value"], str):
         kind = "nothing" if turn["value"] is None else type(turn["value"]).__name__
         raise DataError(f"a turn of '{turn['from']}' has no text: 'value' holds {kind}")
-    others = {key: item for key, item in turn.items() if key not in ("from", "value")}
-    return {"role": turn["from"], "content": turn["value"], **others}
+    fields = {key: item for key, item in turn.items() if key not in ("from", "value")}
+    return {"role": turn["from"], "content": turn["value"], **fields}
 
 
 def _calls_of_turn(turn: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the tool calls of a turn, from ``tool_calls`` or from the older ``function_call``."""
-    calls = turn.get("tool_calls")
-    calls = [] if calls is None else read_tool_calls(calls)
+    calls = []
+    if turn.get("tool_calls") is not None:
+        calls = read_tool_calls(turn["tool_calls"])
     if turn.get("function_call") is not None:
         if calls:
             raise DataError("a turn has both tool_calls and function_call: leave out function_call, the older form")
@@ -235,7 +246,7 @@ def _calls_of_turn(turn: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def _stated_training(turn: Mapping[str, Any]) -> bool | None:
     """Return whether a turn says that it is trained on; None if it says nothing, or only that its weight is 1."""
-    for field in _DETAILS:
+    for field in _TRAINING_DETAIL_FIELDS:
         if turn.get(field):
             raise DataError(f"a turn has {field}, but only whole turns can be taken out of training: use train: false")
     if turn.get("masked") not in (None, 0, 1):  # also False and True
@@ -246,8 +257,8 @@ def _stated_training(turn: Mapping[str, Any]) -> bool | None:
         if value is None:
             continue
         if value not in (0, 1):  # also False and True
-            known = "0 (not trained on) and 1" if field == "weight" else "true and false"
-            raise DataError(f"a turn has {field} {value!r}: only {known} work")
+            allowed = "0 (not trained on) and 1" if field == "weight" else "true and false"
+            raise DataError(f"a turn has {field} {value!r}: only {allowed} work")
         # OpenAI's weight is 1 unless stated, so that 1 says nothing about a turn that is not trained on anyway.
         if not value:
             return False
@@ -280,33 +291,38 @@ def as_messages(messages: Sequence[MessageLike]) -> list[Message]:
 
 def parse_content_part(part: Any) -> dict[str, Any]:
     """Convert a content part in chat API format. Raises :class:`DataError` for parts other than text, image, video."""
-    kind = type(part).__name__
-    if isinstance(part, Mapping):
-        part = {key: value for key, value in part.items() if value is not None}  # tables store missing fields as nulls
-        kind = part.get("type")
-    found = None
-    if isinstance(part, Mapping) and kind in ("text", *_MEDIA) and "content" in part:
-        found = dict(part)
-    elif isinstance(part, Mapping) and kind == "text" and "text" in part:
-        found = {"type": "text", "content": part["text"]}
-    elif isinstance(part, Mapping) and kind == "image_url":
+    if not isinstance(part, Mapping):
+        raise _unknown_part(type(part).__name__)
+    part = {key: value for key, value in part.items() if value is not None}  # tables store missing fields as nulls
+    kind = part.get("type")
+    if kind == "text":
+        if "content" not in part and "text" not in part:
+            raise _unknown_part(kind)
+        item = dict(part) if "content" in part else {"type": "text", "content": part["text"]}
+        if not isinstance(item["content"], str):
+            raise DataError(f"a part of a turn of type 'text' holds {type(item['content']).__name__}, not a text")
+        return item
+    if kind in _MEDIA and "content" in part:
+        return part
+    if kind == "image_url":
         image = part.get("image_url")
         if not isinstance(image, Mapping) or "url" not in image:
             raise DataError("a part of a turn of type 'image_url' must have an 'image_url' with a 'url'")
-        found = {"type": "image", "content": image["url"]}
-    elif isinstance(part, Mapping) and kind == "image":
-        names = [name for name in ("image", "path", "url", "base64") if part.get(name) is not None]
-        if not names:
-            raise DataError("a part of a turn of type 'image' must have an 'image', a 'path' or a 'url'")
-        value = part[names[0]]
-        found = {"type": "image", "content": f"data:image;base64,{value}" if names[0] == "base64" else value}
-    elif kind == "video" and "video" in part:
-        found = {"type": "video", "content": part["video"], "fps": part.get("fps")}
-    if found is None:
-        raise DataError(f"a part of a turn has the type '{kind}': only text, image, image_url and video are known")
-    if kind == "text" and not isinstance(found["content"], str):
-        raise DataError(f"a part of a turn of type 'text' holds {type(found['content']).__name__}, not a text")
-    return found
+        return {"type": "image", "content": image["url"]}
+    if kind == "image":
+        for name in ("image", "path", "url"):
+            if name in part:
+                return {"type": "image", "content": part[name]}
+        if "base64" in part:
+            return {"type": "image", "content": f"data:image;base64,{part['base64']}"}
+        raise DataError("a part of a turn of type 'image' must have an 'image', a 'path' or a 'url'")
+    if kind == "video" and "video" in part:
+        return {"type": "video", "content": part["video"], "fps": part.get("fps")}
+    raise _unknown_part(kind)
+
+
+def _unknown_part(kind: Any) -> DataError:
+    return DataError(f"a part of a turn has the type '{kind}': only text, image, image_url and video are known")
 
 
 class MaskingStrategy(Enum):

@@ -24,11 +24,11 @@ class PromptTemplateInterface(Protocol):
 
 def with_tags(message: Message, before: str, after: str) -> Message:
     """Return a copy of ``message`` with text before and after its content, as separate content items."""
-    content = [
-        *([{"type": "text", "content": before}] if before else []),
-        *message.content,
-        *([{"type": "text", "content": after}] if after else []),
-    ]
+    content = list(message.content)
+    if before:
+        content.insert(0, {"type": "text", "content": before})
+    if after:
+        content.append({"type": "text", "content": after})
     tagged = copy.copy(message)
     tagged.content = content
     return tagged
@@ -75,10 +75,11 @@ class ChatMLTemplate(PromptTemplateInterface):
 
     def __call__(self, messages: Sequence[MessageLike], inference: bool = False) -> list[Message]:
         """Return the messages with text added."""
-        formatted, messages = [], as_messages(messages)
-        for i, message in enumerate(messages):
+        turns = as_messages(messages)
+        formatted = []
+        for i, message in enumerate(turns):
             before, after = self.template.get(message.role, ("", ""))
-            is_open = message.role == "assistant" and i == len(messages) - 1 and not message.text_content
+            is_open = message.role == "assistant" and i == len(turns) - 1 and not message.text_content
             formatted.append(with_tags(message, before, "" if is_open else after))
         return formatted
 

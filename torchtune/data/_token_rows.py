@@ -35,14 +35,14 @@ def truncate(
         [1, 2, 9]
     """
     if truncation_type == "right":
-        kept = tokens[:max_seq_len]
+        truncated = tokens[:max_seq_len]
     elif truncation_type == "left":
-        kept = tokens[-max_seq_len:]
+        truncated = tokens[-max_seq_len:]
     else:
         raise DataError(f"truncation_type must be 'right' or 'left', not '{truncation_type}'.")
-    if eos_id is not None and kept and kept[-1] != eos_id:
-        kept[-1] = eos_id
-    return kept
+    if eos_id is not None and truncated:
+        truncated[-1] = eos_id
+    return truncated
 
 
 def truncate_row(
@@ -66,5 +66,6 @@ def truncate_row(
     tokens = truncate(tokens, max_seq_len, truncation_type=truncation_type)
     mask = truncate(mask, max_seq_len, truncation_type=truncation_type)
     if truncation_type == "right" and eos_id is not None and tokens[-1] not in stop_ids:
-        tokens[-1], mask[-1] = eos_id, True
+        tokens[-1] = eos_id
+        mask[-1] = True
     return tokens, mask

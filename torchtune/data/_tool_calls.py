@@ -26,9 +26,11 @@ def read_tools(value: Any) -> list[Any] | None:
         value = parse_json_text(value, "tools") if value.strip() else None
     if isinstance(value, Mapping):
         value = [value]
-    if value is not None and not isinstance(value, list | tuple):
+    if value is None:
+        return None
+    if not isinstance(value, list | tuple):
         raise DataError(f"tools must be a list of tool definitions, not {type(value).__name__}")
-    return [_read_tool(tool) for tool in value or ()] or None
+    return [_read_tool(tool) for tool in value] or None
 
 
 def _read_tool(tool: Any) -> Any:
@@ -45,7 +47,7 @@ def _read_tool(tool: Any) -> Any:
 def function_tool(function: Any) -> dict[str, Any]:
     """Return the tool definition of a function; raise :class:`DataError` unless it is a mapping with a name."""
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise DataError(f"a function must be a mapping with its 'name', not {_shown(function)}")
+        raise DataError(f"a function must be a mapping with its 'name', not {_describe(function)}")
     return {"type": "function", "function": {name: value for name, value in function.items() if name != "type"}}
 
 
@@ -80,9 +82,9 @@ def _read_call(call: Any) -> dict[str, Any]:
         function = {name: value for name, value in call.items() if name not in ("type", "id")}
         call = {"type": "function", **identity}
     if not isinstance(function, Mapping):
-        raise DataError(f"a tool call must have a 'function' with 'name' and 'arguments', not {_shown(function)}")
+        raise DataError(f"a tool call must have a 'function' with 'name' and 'arguments', not {_describe(function)}")
     if not isinstance(function.get("name"), str) or not function["name"]:
-        raise DataError(f"the function of a tool call must have a 'name', not {_shown(function.get('name'))}")
+        raise DataError(f"the function of a tool call must have a 'name', not {_describe(function.get('name'))}")
     call["function"] = {**function, "arguments": _read_arguments(function["name"], function.get("arguments"))}
     return call
 
@@ -127,8 +129,8 @@ def canonical_calls(calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
 
     One call is ``{"arguments": {…}, "name": …}``, several are a list of these.
     """
-    plain = [{"name": name, "arguments": arguments} for name, arguments in calls]
-    return json.dumps(plain[0] if len(plain) == 1 else plain, sort_keys=True, ensure_ascii=False)
+    canonical = [{"name": name, "arguments": arguments} for name, arguments in calls]
+    return json.dumps(canonical[0] if len(canonical) == 1 else canonical, sort_keys=True, ensure_ascii=False)
 
 
 def parse_json_text(text: str, name: str) -> Any:
@@ -139,13 +141,16 @@ def parse_json_text(text: str, name: str) -> Any:
         return value
     except json.JSONDecodeError as error:
         verb = "is" if name.startswith("a ") else "are"
-        shown = text if len(text) <= 60 else f"{text[:60]}…"
-        raise DataError(f"{name} {verb} not JSON ({error.msg} at column {error.colno}): {shown!r}") from error
+        excerpt = text if len(text) <= 60 else f"{text[:60]}…"
+        raise DataError(f"{name} {verb} not JSON ({error.msg} at column {error.colno}): {excerpt!r}") from error
     except UserError as error:
         raise DataError(f"{name}: {error}") from error
     except ValueError as error:  # an integer with more digits than Python parses
         raise DataError(f"{name}: no JSON, {str(error).partition(';')[0]}") from error
 
 
-def _shown(value: Any) -> str:
-    return "nothing" if value is None else repr(value) if isinstance(value, str) else type(value).__name__
+def _describe(value: Any) -> str:
+    """Return a text itself, the type of another value, or ``nothing``."""
+    if value is None:
+        return "nothing"
+    return repr(value) if isinstance(value, str) else type(value).__name__
