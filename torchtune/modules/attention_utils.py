@@ -21,7 +21,7 @@ from torchtune.modules._document_attention import (
 )
 from torchtune.modules._tiles import TileMask
 from torchtune.modules.kernels import Card, card_of
-from torchtune.utils import get_logger, log_once
+from torchtune.utils import allow_compiled_versions, get_logger, log_once
 
 if TYPE_CHECKING:  # FlexAttention imports the compiler, which takes a second
     from torch.nn.attention.flex_attention import BlockMask
@@ -134,6 +134,7 @@ attention.shares_prefixes = True  # supports Documents.shared
 
 _FIRST_WITH_FLASH = (8, 0)
 _LARGE_SHARED_MEMORY = 160 * 2**10
+_FLEX_VERSIONS = 64
 
 
 class Kernel(Enum):
@@ -453,10 +454,16 @@ def packed_block_causal_mask(seq_lens: list[Tensor]) -> _MaskType:
 
 @functools.cache
 def compile_flex_attention() -> Callable[..., Tensor]:
-    """Return the compiled ``flex_attention``."""
+    """Return the compiled ``flex_attention``.
+
+    The second length of a sequence compiles a kernel for all lengths. A window, a soft cap, sinks and a dtype have
+    kernels of their own: a process with many of them must not reach the compiler's limit, past which scores are
+    materialized.
+    """
     from torch.nn.attention.flex_attention import flex_attention
 
-    return torch.compile(flex_attention, dynamic=False)
+    allow_compiled_versions(_FLEX_VERSIONS)
+    return torch.compile(flex_attention)
 
 
 def __getattr__(name: str) -> Any:
