@@ -127,6 +127,11 @@ NAMES = {
     "torchtune.datasets._stack_exchanged_paired.stack_exchanged_paired_dataset": (
         "torchtune.datasets.stack_exchange_paired_dataset"
     ),
+    **_names(
+        "torchtune.datasets.multimodal._the_cauldron",
+        "torchtune.datasets.multimodal._builders",
+        "TheCauldronToMessages",
+    ),
     "torchtune.generation._generation.update_stop_tokens_tracker": "torchtune.compat.update_stop_tokens_tracker",
     **_names(
         "torchtune.models.convert_weights", "torchtune.compat._weight_tables", "_FROM_HF _FROM_META _TO_PEFT_KEYS"

@@ -24,5 +24,5 @@ def chain(*funcs: Callable[[Any], Any]) -> Callable[[Any], Any]:
 def __getattr__(name: str) -> Any:
     if name in ("get_dataloader", "get_multi_dataset", "load_hf_dataset"):
         # A higher layer of the library defines the torchdata nodes of Hugging Face datasets.
-        return getattr(importlib.import_module("torchtune.datasets._torchdata"), name)
+        return getattr(importlib.import_module("torchtune.compat._torchdata"), name)
     raise AttributeError(f"module '{__name__}' has no attribute '{name}'")

@@ -16,7 +16,7 @@ import numpy as np
 
 from torchtune.data import DataError
 from torchtune.datasets._file_formats import FileFormat, JsonArray, Line, parsed
-from torchtune.datasets._shared import cache_folder
+from torchtune.datasets._row_cache import cache_folder
 from torchtune.utils import UserError, packed_by, unpacking
 
 _CHUNK = 1 << 20

@@ -2,10 +2,10 @@
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 from torchtune import config
-from torchtune.config import locate
+from torchtune.config import Component, RuntimeArgs, locate
 from torchtune.data import (
     Batch,
     DataError,
@@ -14,9 +14,9 @@ from torchtune.data import (
     padded_collate_sft,
     padded_collate_tiled_images_and_mask,
 )
-from torchtune.datasets._concat import ConcatDataset
-from torchtune.datasets._foreign import CheckedDataset, is_own
-from torchtune.datasets._tokenize import longest_row, rows_up_to
+from torchtune.datasets._mixed import ConcatDataset, MixedDataset, MixedStream, Stop, mixture_weights
+from torchtune.datasets._tokenized import longest_row, rows_up_to
+from torchtune.datasets._user_dataset import CheckedDataset, is_own
 from torchtune.utils import doing
 
 
@@ -53,6 +53,48 @@ def _checked(dataset: Any, tokenizer: Any) -> Any:
     if is_own(dataset):
         return dataset
     return CheckedDataset(dataset, getattr(tokenizer, "vocab_size", None), longest_row())
+
+
+def mixed_dataset(
+    tokenizer: Any,
+    *,
+    datasets: dict[str, Annotated[Component, RuntimeArgs("tokenizer")]],
+    weights: dict[str, float] | None = None,
+    temperature: float = 1.0,
+    stop: Stop = "repeat",
+) -> MixedDataset | MixedStream:
+    """Build a weighted mixture of datasets, with a loss per dataset in the metrics.
+
+    Args:
+        tokenizer: passed to every dataset.
+        datasets: name -> node with ``_component_``, or a dataset.
+        weights: see :class:`MixedDataset`.
+        temperature: see :class:`MixedDataset`.
+        stop: see :class:`MixedDataset`.
+
+    Raises:
+        DataError: see :class:`MixedDataset` and the datasets.
+
+    Example:
+        >>> questions = {"_component_": "torchtune.datasets.instruct_dataset"}
+        >>> questions["source"] = [{"input": "the cat", "output": "a bird"}] * 4
+        >>> rows = [{"tokens": [n], "labels": [n]} for n in range(2)]
+        >>> mixture = torchtune.datasets.mixed_dataset(tokenizer, datasets={"questions": questions, "rows": rows})
+        >>> mixture.names, len(mixture)
+        (('questions', 'rows'), 6)
+    """
+    if not datasets:
+        raise DataError("datasets: the mixture is empty: give each dataset a name and a _component_.")
+    mixture_weights(tuple(map(str, datasets)), [1] * len(datasets), weights, temperature)  # fail before tokenization
+    built = {
+        name: instantiate_dataset(node, tokenizer, longest_row()) if isinstance(node, Mapping) else node
+        for name, node in datasets.items()
+    }
+    if not any(getattr(dataset, "is_stream", False) for dataset in built.values()):
+        return MixedDataset(built, weights, temperature, stop)
+    if stop != "repeat":
+        raise DataError(f"stop={stop} needs to know when a dataset ends, which a stream does not say: use stop=repeat.")
+    return MixedStream(built, weights, temperature)
 
 
 def instantiate_collate(collate_fn: str | Callable[..., Any], tokenizer: Any) -> Callable[[list[Any]], Batch]:

@@ -1,24 +1,86 @@
-"""Weighted mixtures of datasets."""
+"""Datasets of datasets: concatenations and weighted mixtures."""
 
 import math
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from itertools import pairwise
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 from torch.utils.data import Dataset
 
-from torchtune.config import Component, RuntimeArgs
 from torchtune.data import DataError, SourceNumber, make_random_state
-from torchtune.datasets._concat import ConcatDataset
-from torchtune.datasets._from_config import instantiate_dataset
-from torchtune.datasets._packed import origins_of
-from torchtune.datasets._tokenize import longest_row
+from torchtune.datasets._packed import PackedDataset, origins_of
 from torchtune.utils import get_logger, log_rank_zero
 
 _KEPT = 4  # cached blocks of a stream's order
 Stop = Literal["first", "all", "repeat"]
+
+
+class ConcatDataset(Dataset):
+    """Concatenation of datasets.
+
+    Args:
+        datasets: either all packed or none.
+
+    Raises:
+        DataError: the list is empty, packed and unpacked datasets are mixed, or a dataset is streamed.
+
+    Example:
+        >>> short = [{"tokens": [1], "labels": [1]}]
+        >>> len(torchtune.datasets.ConcatDataset([short, short]))
+        2
+    """
+
+    def __init__(self, datasets: Sequence[Any]) -> None:
+        self._datasets = list(datasets)
+        if not self._datasets:
+            raise DataError("The list of datasets is empty.")
+        packed = [isinstance(dataset, PackedDataset) for dataset in self._datasets]
+        if any(packed) and not all(packed):
+            raise DataError("Datasets with packed=True and packed=False cannot be mixed: set all of them alike.")
+        if not all(hasattr(dataset, "__len__") for dataset in self._datasets):
+            raise DataError("A list of datasets cannot hold one with streaming=True: leave streaming out.")
+        self._ends = np.cumsum([len(dataset) for dataset in self._datasets])
+
+    @property
+    def parts(self) -> list[Any]:
+        """The concatenated datasets."""
+        return self._datasets
+
+    @property
+    def fingerprint(self) -> tuple[Any, ...]:
+        """Fingerprints of the datasets."""
+        return tuple(getattr(dataset, "fingerprint", None) for dataset in self._datasets)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Number of tokens of each example, int64 ``[examples]``."""
+        return np.concatenate([np.asarray(dataset.lengths) for dataset in self._datasets])
+
+    @property
+    def num_images(self) -> int:
+        """Number of images of all rows; raises ``AttributeError`` if a dataset has no such attribute."""
+        return sum(dataset.num_images or 0 for dataset in self._datasets)
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def __getitem__(self, index: int) -> Any:
+        """Return an example."""
+        number, row = self._locate(index)
+        return self._datasets[number][row]
+
+    def origins(self, index: int) -> list[dict[str, Any]]:
+        """Return ``source`` and ``row`` of each document of an example."""
+        number, row = self._locate(index)
+        return origins_of(self._datasets[number], row)
+
+    def _locate(self, index: int) -> tuple[int, int]:
+        """Return (dataset, index in it)."""
+        index = range(len(self))[index]
+        number = int(np.searchsorted(self._ends, index, side="right"))
+        return number, index - int(self._ends[number - 1]) if number else index
 
 
 class MixedDataset(ConcatDataset):
@@ -238,45 +300,3 @@ def mixture_counts(sizes: Sequence[int], weights: Sequence[float], stop: Stop) -
     counts = [math.ceil(weight * end - 1e-6) for weight in weights]
     limit = min if stop == "first" else max
     return [limit(count, size) for count, size in zip(counts, sizes, strict=True)]
-
-
-def mixed_dataset(
-    tokenizer: Any,
-    *,
-    datasets: dict[str, Annotated[Component, RuntimeArgs("tokenizer")]],
-    weights: dict[str, float] | None = None,
-    temperature: float = 1.0,
-    stop: Stop = "repeat",
-) -> MixedDataset | MixedStream:
-    """Build a weighted mixture of datasets, with a loss per dataset in the metrics.
-
-    Args:
-        tokenizer: passed to every dataset.
-        datasets: name -> node with ``_component_``, or a dataset.
-        weights: see :class:`MixedDataset`.
-        temperature: see :class:`MixedDataset`.
-        stop: see :class:`MixedDataset`.
-
-    Raises:
-        DataError: see :class:`MixedDataset` and the datasets.
-
-    Example:
-        >>> questions = {"_component_": "torchtune.datasets.instruct_dataset"}
-        >>> questions["source"] = [{"input": "the cat", "output": "a bird"}] * 4
-        >>> rows = [{"tokens": [n], "labels": [n]} for n in range(2)]
-        >>> mixture = torchtune.datasets.mixed_dataset(tokenizer, datasets={"questions": questions, "rows": rows})
-        >>> mixture.names, len(mixture)
-        (('questions', 'rows'), 6)
-    """
-    if not datasets:
-        raise DataError("datasets: the mixture is empty: give each dataset a name and a _component_.")
-    mixture_weights(tuple(map(str, datasets)), [1] * len(datasets), weights, temperature)  # fail before tokenization
-    built = {
-        name: instantiate_dataset(node, tokenizer, longest_row()) if isinstance(node, Mapping) else node
-        for name, node in datasets.items()
-    }
-    if not any(getattr(dataset, "is_stream", False) for dataset in built.values()):
-        return MixedDataset(built, weights, temperature, stop)
-    if stop != "repeat":
-        raise DataError(f"stop={stop} needs to know when a dataset ends, which a stream does not say: use stop=repeat.")
-    return MixedStream(built, weights, temperature)

@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 from tqdm import tqdm
 
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, DataError
-from torchtune.datasets._tokenize import longest_row
+from torchtune.datasets._tokenized import longest_row
 from torchtune.utils import get_logger, log_rank_zero
 
 # (row, start, end): a slice of a row's tokens.
@@ -119,6 +119,14 @@ def document_of(example: Mapping[str, Any], start: int, end: int) -> dict[str, t
     """Return int64 ``tokens`` and ``labels`` of a slice of an example."""
     parts = {name: np.asarray(example[name])[start:end] for name in ("tokens", "labels")}
     return {name: torch.from_numpy(ids.astype(np.int64)) for name, ids in parts.items()}
+
+
+def pack_length(tokenizer: Any) -> int:
+    """Return the tokenizer's ``max_seq_len`` as pack length; raise :class:`DataError` if it is not set."""
+    length = getattr(tokenizer, "max_seq_len", None)
+    if length is None:
+        raise DataError("packed=True needs the length of a pack: set the tokenizer's max_seq_len.")
+    return length
 
 
 class Packs:

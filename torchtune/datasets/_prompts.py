@@ -16,8 +16,9 @@ from torchtune.data import (
 )
 from torchtune.datasets._row_images import row_error, tokenize_text
 from torchtune.datasets._row_source import RowSource, Source
-from torchtune.datasets._tokenize import Tokenize, TokenizedDataset
+from torchtune.datasets._tokenized import Tokenize, TokenizedDataset
 from torchtune.tokenizers import ModelTokenizer
+from torchtune.utils import require
 
 
 class PromptDataset(TokenizedDataset):
@@ -134,3 +135,47 @@ def prompt_dataset(
         1
     """
     return PromptDataset(source=source, tokenizer=tokenizer, split=split, **settings)
+
+
+def reasoning_gym_dataset(
+    tokenizer: ModelTokenizer,
+    *,
+    environment: str,
+    size: int = 1000,
+    seed: int = 0,
+    new_system_prompt: str | None = None,
+    **settings: Any,
+) -> PromptDataset:
+    """Build a dataset of problems that a ``reasoning-gym`` environment generates from a seed.
+
+    Requires the extra ``reasoning-gym``. Rows have the columns ``question``, ``answer`` and ``metadata``. Score
+    environments with one right answer by :class:`~torchtune.rlhf.reward_functions.ExactMatch`, others by
+    :class:`~torchtune.rlhf.reward_functions.ReasoningGymReward`.
+
+    Args:
+        tokenizer: tokenizer of the model.
+        environment: name of the environment, for example ``chain_sum`` or ``spell_backward``.
+        size: number of problems.
+        seed: seed of the problems; use another seed for validation.
+        new_system_prompt: system prompt to add, with the answer format.
+        **settings: settings of the environment, for example ``max_terms``.
+
+    Raises:
+        DataError: the environment is unknown or rejects the settings.
+
+    Example:
+        >>> dataset = torchtune.datasets.reasoning_gym_dataset(  # doctest: +SKIP
+        ...     tokenizer, environment="chain_sum", size=2, max_terms=2
+        ... )
+        >>> sorted(dataset[0]["row"])  # doctest: +SKIP
+        ['answer', 'metadata', 'question']
+    """
+    gym = require("reasoning_gym", extra="reasoning-gym", purpose="reasoning_gym_dataset")
+    try:
+        rows = list(gym.create_dataset(environment, size=size, seed=seed, **settings))
+    except (ValueError, TypeError, AssertionError) as error:
+        raise DataError(
+            f"reasoning_gym_dataset: {environment!r} with size={size} and {settings or 'no settings'} cannot be made "
+            f"({error}): correct the name of the environment or its settings."
+        ) from error
+    return PromptDataset(source=rows, tokenizer=tokenizer, column="question", new_system_prompt=new_system_prompt)

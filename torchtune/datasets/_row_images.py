@@ -20,7 +20,7 @@ from torchtune.data import (
 from torchtune.datasets._bad_rows import BadRows
 from torchtune.datasets._processes import in_parts
 from torchtune.datasets._row_source import TableRows, without_added_nulls
-from torchtune.datasets._tokenize import Tokenize
+from torchtune.datasets._tokenized import Tokenize
 from torchtune.tokenizers import arrays_of, tool_options
 
 

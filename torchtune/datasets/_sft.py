@@ -18,11 +18,10 @@ from torchtune.data import (
 )
 from torchtune.datasets._bad_rows import BadRows, say_what_is_left_out
 from torchtune.datasets._file_report import formats_of
-from torchtune.datasets._labels import shifted_labels
+from torchtune.datasets._row_cache import is_preparing
 from torchtune.datasets._row_images import check_images, check_rows, encoded, images_of, row_error, with_open_images
 from torchtune.datasets._row_source import RowSource, Source
-from torchtune.datasets._shared import is_preparing
-from torchtune.datasets._tokenize import OnReading, TokenizedDataset, TransformRows
+from torchtune.datasets._tokenized import OnReading, TokenizedDataset, TransformRows, shifted_labels
 from torchtune.tokenizers import arrays_of, tool_options
 
 

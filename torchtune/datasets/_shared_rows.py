@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from torchtune.data import texts_of
-from torchtune.datasets._concat import ConcatDataset
+from torchtune.datasets._mixed import ConcatDataset
 from torchtune.datasets._token_store import digest_tokens
 
 # Rows of a dataset without a store of tokens are read one by one, so that more of them are not compared.

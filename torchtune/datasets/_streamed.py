@@ -15,9 +15,9 @@ from torchtune.data import DataError, make_random_state, seeded_generators
 from torchtune.datasets._bad_rows import list_left_out, num_left_out
 from torchtune.datasets._packed import Piece, best_fit, document_of, split_evenly
 from torchtune.datasets._processes import ROWS, Worker, processes
-from torchtune.datasets._read import Position, Row, open_reader
+from torchtune.datasets._stream_readers import Position, Row, open_reader
 from torchtune.datasets._token_store import TokenStore
-from torchtune.datasets._tokenize import OnReading, TransformRows, longest_row
+from torchtune.datasets._tokenized import OnReading, TransformRows, longest_row
 from torchtune.utils import get_logger, log_once, log_rank_zero
 
 _KEPT = 3  # cached windows

@@ -4,11 +4,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, check_tokenizer, text_column, truncate
-from torchtune.datasets._packed import PackedDataset
+from torchtune.datasets._packed import PackedDataset, pack_length
 from torchtune.datasets._row_source import RowSource, Source
-from torchtune.datasets._sft_builder import pack_length
 from torchtune.datasets._streamed import StreamedDataset
-from torchtune.datasets._tokenize import TokenizedDataset, TransformRows
+from torchtune.datasets._tokenized import TokenizedDataset, TransformRows
 from torchtune.tokenizers import BaseTokenizer
 
 

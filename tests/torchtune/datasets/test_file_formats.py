@@ -14,8 +14,8 @@ from torchtune.data import DataError
 from torchtune.datasets import StreamedDataset, instruct_dataset, kto_dataset, prompt_dataset
 from torchtune.datasets._file_formats import JsonLines, Line, parsed
 from torchtune.datasets._file_report import read_rows
-from torchtune.datasets._read import open_reader
 from torchtune.datasets._row_source import RowSource, load_rows
+from torchtune.datasets._stream_readers import open_reader
 from torchtune.rlhf.reward_functions import ExactMatch, NumberMatch
 from torchtune.utils import UserError
 

@@ -13,8 +13,8 @@ from torchtune.datasets import instruct_dataset, prompt_dataset
 from torchtune.datasets._file_formats import JsonLines
 from torchtune.datasets._file_report import read_rows, scan
 from torchtune.datasets._file_rows import FileRows
-from torchtune.datasets._read import open_reader
 from torchtune.datasets._row_source import load_rows
+from torchtune.datasets._stream_readers import open_reader
 from torchtune.generation import read_prompts
 from torchtune.utils import UserError
 

@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import Dataset
 
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, DataError, check_shifted
-from torchtune.datasets._labels import check_row
+from torchtune.datasets._tokenized import check_row
 
 # Maximum number of examples that are searched for a label.
 _LOOKED_AT = 32
