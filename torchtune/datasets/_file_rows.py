@@ -182,6 +182,11 @@ def unparsed(rows: Any) -> Iterable[Any]:
     return rows.lines() if isinstance(rows, FileRows) else rows
 
 
+def place_of(rows: Any, index: int) -> str:
+    """Return the file and line of a row, for messages; empty for rows that are not those of files."""
+    return rows.place(index) if isinstance(rows, FileRows) else ""
+
+
 def matching(names: Sequence[str]) -> list[str]:
     """Return the files that match names and glob patterns; names without a match are returned unchanged."""
     return [path for name in names for path in sorted(glob.glob(name, recursive=True)) or [name]]

@@ -18,6 +18,7 @@ from torchtune.data import (
     tools_entry,
 )
 from torchtune.datasets._bad_rows import BadRows
+from torchtune.datasets._file_rows import place_of
 from torchtune.datasets._processes import in_parts
 from torchtune.datasets._row_source import TableRows, without_added_nulls
 from torchtune.datasets._tokenized import Tokenize
@@ -126,11 +127,11 @@ def check_rows(rows: Any, check: Any, bad: BadRows) -> list[Any]:
         DataError: some rows cannot be trained on and are not skipped.
     """
 
-    def noted(row: Mapping[str, Any]) -> dict[str, Any]:
-        return {"": {"note": check(row)}}
+    def noted(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+        return [{"": {"note": check(row)}}]  # a sample without tokens
 
     notes = []
-    for _, facts in in_parts(rows, Tokenize(noted, [])):
+    for _, facts in in_parts(rows, Tokenize(noted, names=[])):
         notes += facts["notes"]
         for index, reason in facts["bad"]:
             bad.add(index, reason)
@@ -140,7 +141,7 @@ def check_rows(rows: Any, check: Any, bad: BadRows) -> list[Any]:
 
 def row_error(error: DataError, source: str, row: int, rows: Any, skips: bool) -> DataError:
     """Build the error of a row that failed only when it was read."""
-    place = getattr(rows, "place", None)
-    where = "" if place is None else f" ({place(row)})"
-    hint = "" if skips else ", or leave such rows out with on_bad_row=skip"
-    return DataError(f"{source}, row {row}{where}: {str(error).rstrip('.')}; correct it{hint}.")
+    place = place_of(rows, row)
+    where = f" ({place})" if place else ""
+    advice = "" if skips else ", or leave such rows out with on_bad_row=skip"
+    return DataError(f"{source}, row {row}{where}: {str(error).rstrip('.')}; correct it{advice}.")

@@ -7,7 +7,7 @@ from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, check_tokenizer, text_colum
 from torchtune.datasets._packed import PackedDataset, pack_length
 from torchtune.datasets._row_source import RowSource, Source
 from torchtune.datasets._streamed import StreamedDataset
-from torchtune.datasets._tokenized import TokenizedDataset, TransformRows
+from torchtune.datasets._tokenized import LabeledSamples, Tokenize, TokenizedDataset, prepare_rows
 from torchtune.tokenizers import BaseTokenizer
 
 
@@ -67,17 +67,20 @@ class TextCompletionDataset(TokenizedDataset):
         **load_dataset_kwargs: Any,
     ) -> None:
         transform = TextTransform(tokenizer, column, add_eos, max_seq_len, cut)
-        found = RowSource(source, filter_fn=filter_fn, **load_dataset_kwargs)
-        depends_on = {"tokenizer": tokenizer, "column": column, "add_eos": add_eos, "limit": transform.limit}
-        self._prepare(
-            found,
-            depends_on,
-            TransformRows(transform, transform.limit),
-            limit=transform.limit,
-            skips=found.skips,
-            is_split=not cut,
+        row_source = RowSource(source, filter_fn=filter_fn, **load_dataset_kwargs)
+        rows = prepare_rows(
+            row_source,
+            Tokenize(LabeledSamples(transform, transform.limit), ["rows"]),
+            {
+                "dataset": type(self),
+                "tokenizer": tokenizer,
+                "column": column,
+                "add_eos": add_eos,
+                "limit": transform.limit,
+            },
             formats=("raw text", "labeled texts (classification)"),
         )
+        super().__init__(row_source, rows, limit=transform.limit, are_divided=not cut)
 
 
 def text_completion_dataset(

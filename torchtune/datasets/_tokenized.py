@@ -1,33 +1,35 @@
-"""Parallel tokenization: of all rows before training, or of the rows of a stream."""
+"""Tokenization of rows, in parallel: of all rows before training, or of a few rows of a stream.
+
+Labels are the tokens to predict at each position, or -100 where no token is trained on. A transform to messages masks
+turns (:func:`torchtune.data.mask_messages`), the tokenizer masks the tokens of these turns, and :func:`shifted_labels`
+turns tokens and mask into labels. Other places that decide on labels: ``datasets/_text_completion.py`` labels all
+tokens, ``tokenizers/_reasoning.py`` masks the earlier turns of split conversations, ``models/_image_transform.py``
+masks turns with images, and ``rlhf/_rollouts.py`` labels answers.
+"""
 
 import logging
 import os
 from array import array
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
-from typing import Any, ClassVar
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from torch.utils.data import Dataset
 from tqdm import tqdm
 
-from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, DataError
-from torchtune.datasets._bad_rows import BadRows, say_what_is_left_out
+from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, DataError, ExampleDataset
+from torchtune.datasets._bad_rows import BadRows, report_left_out
 from torchtune.datasets._file_formats import Line, parsed
 from torchtune.datasets._file_rows import unparsed
 from torchtune.datasets._fingerprint import Fingerprint
 from torchtune.datasets._processes import in_parts
-from torchtune.datasets._row_cache import prepare
+from torchtune.datasets._row_cache import cached_rows
 from torchtune.datasets._row_source import RowSource
 from torchtune.datasets._token_store import PreparedRows, RowWriter, TokenStore, make_batch
 from torchtune.utils import UserError, check_surrogates, get_logger, log_rank_zero, sign_of_life
 
 NO_LABEL = "no label is left"
-_INT32 = np.iinfo(np.int32)
-# Tokens of the longest row that the model reads.
-_context: ContextVar[int | None] = ContextVar("context", default=None)
+_LARGEST_ID = np.iinfo(np.int32).max
 
 
 def shifted_labels(tokens: Sequence[int], mask: Sequence[bool]) -> list[int] | np.ndarray:
@@ -41,7 +43,8 @@ def shifted_labels(tokens: Sequence[int], mask: Sequence[bool]) -> list[int] | n
     """
     if len(tokens) != len(mask):
         raise DataError(f"the model transform gives {len(tokens)} tokens but {len(mask)} elements of a mask")
-    ids, is_trained = _array(tokens), ~np.asarray(mask, bool)[1:]
+    ids = _flat_array(tokens)
+    is_trained = ~np.asarray(mask, bool)[1:]
     labels = np.full_like(ids, CROSS_ENTROPY_IGNORE_IDX)
     labels[:-1][is_trained] = ids[1:][is_trained]
     return labels if isinstance(tokens, array) else labels.tolist()
@@ -52,6 +55,13 @@ def has_label(sample: Mapping[str, Any]) -> bool:
     return bool((np.asarray(sample["labels"]) != CROSS_ENTROPY_IGNORE_IDX).any())
 
 
+def why_no_label(sample: Mapping[str, Any], limit: int | None, reason: str) -> str:
+    """Return the end of a message about a sample without labels: ``reason``, if it was truncated to ``limit``."""
+    if limit is None or len(sample["tokens"]) < limit:
+        return ""
+    return f" within max_seq_len={limit}, {reason}"
+
+
 def check_row(tokens: Any, labels: Any) -> tuple[np.ndarray, np.ndarray]:
     """Return tokens and labels as int32 ``[s]``; raise :class:`DataError` unless both are ids of equal length."""
     for name, values in (("tokens", tokens), ("labels", labels)):
@@ -59,100 +69,83 @@ def check_row(tokens: Any, labels: Any) -> tuple[np.ndarray, np.ndarray]:
             raise DataError(f"{name} must be a list of token ids, not {type(values).__name__}")
     if len(tokens) != len(labels):
         raise DataError(f"a row has {len(tokens)} tokens but {len(labels)} labels")
-    ids, targets = _array(tokens), _array(labels)
-    for name, values in (("tokens", ids), ("labels", targets)):
-        if len(values) and values.dtype.kind not in "iu":
-            raise DataError(f"{name} must be a flat list of whole numbers, not of {values.dtype}")
-    if len(ids) and (ids.min() < 0 or ids.max() > _INT32.max):
-        raise DataError(f"token id {ids.min() if ids.min() < 0 else ids.max()} is none")
-    odd = targets[(targets < 0) & (targets != CROSS_ENTROPY_IGNORE_IDX)]
-    if len(odd):
-        raise DataError(f"label {odd.min()} is neither a token id nor {CROSS_ENTROPY_IGNORE_IDX}")
-    return ids.astype(np.int32, copy=False), targets.astype(np.int32, copy=False)
+    token_ids = _flat_array(tokens)
+    label_ids = _flat_array(labels)
+    for name, ids in (("tokens", token_ids), ("labels", label_ids)):
+        if len(ids) and ids.dtype.kind not in "iu":
+            raise DataError(f"{name} must be a flat list of whole numbers, not of {ids.dtype}")
+    outside = token_ids[(token_ids < 0) | (token_ids > _LARGEST_ID)]
+    if len(outside):
+        raise DataError(f"token id {outside[0]} is not in the vocabulary")
+    wrong_labels = label_ids[(label_ids < 0) & (label_ids != CROSS_ENTROPY_IGNORE_IDX)]
+    if len(wrong_labels):
+        raise DataError(f"label {wrong_labels.min()} is neither a token id nor {CROSS_ENTROPY_IGNORE_IDX}")
+    return token_ids.astype(np.int32, copy=False), label_ids.astype(np.int32, copy=False)
 
 
-def _array(values: Any) -> np.ndarray:
+def _flat_array(values: Any) -> np.ndarray:
     try:
-        found = np.asarray(values)
+        ids = np.asarray(values)
     except ValueError:  # ragged lists
-        found = np.empty((0, 0))
-    if found.ndim != 1:
+        ids = np.empty((0, 0))
+    if ids.ndim != 1:
         raise DataError("tokens and labels must be flat lists of token ids")
-    return found
+    return ids
 
 
-@contextmanager
-def rows_up_to(length: int | None) -> Iterator[None]:
-    """Make datasets that are built inside the block refuse, or skip, rows of more tokens; None: no limit."""
-    token = _context.set(length)
-    try:
-        yield
-    finally:
-        _context.reset(token)
-
-
-def longest_row() -> int | None:
-    """Return the limit of the :func:`rows_up_to` block; None without a limit."""
-    return _context.get()
-
-
-def _too_long(longest: int, *, is_prompt: bool = False) -> str:
-    """Return the reason why a row cannot be trained on that has more tokens than a model reads."""
-    fact = f"it has more tokens than the {longest:,} that the model reads (its max_seq_len): shorten it"
-    return fact if is_prompt else f"{fact}, or truncate rows with tokenizer.max_seq_len={longest}"
-
-
-class OnReading(Exception):
-    """Raised if a transform returns more than tokens, so that rows must be transformed when they are read."""
+def too_long(longest: int, *, is_prompt: bool = False) -> str:
+    """Return the reason why a row cannot be trained on that has more tokens than the model reads."""
+    reason = f"it has more tokens than the {longest:,} that the model reads (its max_seq_len): shorten it"
+    if is_prompt:  # prompts are never truncated
+        return reason
+    return f"{reason}, or truncate rows with tokenizer.max_seq_len={longest}"
 
 
 class Tokenize:
     """Callable that tokenizes consecutive rows.
 
     Args:
-        samples: row -> sample per store name, with ``tokens``, ``labels`` and optionally ``note``; or a list of such
-            mappings, if a row has several samples.
+        samples: row -> its samples, each a mapping from the name of a store to ``tokens``, ``labels`` and optionally
+            ``note``; None if a sample has more than these, such as images.
         names: names of the stores.
         tokenizer: the tokenizer that ``samples`` calls; its ``take_omitted``, if any, says what it leaves out of a row.
+
+    Attributes:
         longest: maximum number of tokens of a row; None for no limit.
     """
 
     def __init__(
         self,
-        samples: Callable[[Any], Mapping[str, Mapping[str, Any]]],
+        samples: Callable[[Any], Sequence[Mapping[str, Mapping[str, Any]]] | None],
         names: Sequence[str],
         tokenizer: Any = None,
-        longest: int | None = None,
     ) -> None:
-        self._samples, self.names, self._longest = samples, names, longest
+        self._samples = samples
+        self.names = names
+        self.longest: int | None = None
         self._take_omitted: Callable[[], list[str]] = getattr(tokenizer, "take_omitted", list)
 
     def __call__(
         self, start: int, rows: Iterable[Any], place: Callable[[int], str] = "row {}".format
-    ) -> tuple[pa.RecordBatch, dict[str, Any]]:
+    ) -> tuple[pa.RecordBatch, dict[str, Any]] | None:
         """Tokenize the rows from number ``start`` on; ``place`` names a row for the watchdog.
 
         Returns:
-            The token rows, and facts about the rows (see :class:`PreparedRows`).
+            The token rows, and facts about the rows (see :class:`PreparedRows`); None if a sample has more than tokens.
         """
-        columns: dict[str, list[np.ndarray]] = {
-            f"{name}.{kind}": [] for name in self.names for kind in ("tokens", "labels")
-        }
+        columns: dict[str, list[np.ndarray]] = {}
+        for name in self.names:
+            columns |= {f"{name}.tokens": [], f"{name}.labels": []}
         facts: dict[str, Any] = {"rows": 0, "numbers": [], "bad": [], "notes": [], "omitted": {}}
         for index, row in enumerate(unparsed(rows), start):
             sign_of_life(place(index))
             facts["rows"] += 1
-            self._take_omitted()  # of texts that were tokenized for something else
+            self._take_omitted()  # forget the texts that were tokenized for something else
             try:
-                found = self._samples(_columns(row))
-                found = found if isinstance(found, list) else [found]
-                checked = [
-                    [ids for name in self.names for ids in check_row(each[name]["tokens"], each[name]["labels"])]
-                    for each in found
-                ]
-                length = max(len(ids) for arrays in checked for ids in arrays) if checked and self.names else 0
-                if self._longest is not None and length > self._longest:
-                    raise DataError(_too_long(self._longest))
+                samples = self._samples(_columns(row))
+                if samples is None:
+                    return None
+                token_rows = [self._checked(sample) for sample in samples]
             except DataError as error:
                 facts["bad"].append((index, str(error)))
                 continue
@@ -161,13 +154,22 @@ class Tokenize:
                 continue
             for kind in self._take_omitted():
                 facts["omitted"].setdefault(kind, []).append(index)
-            for arrays in checked:
-                for column, ids in zip(columns.values(), arrays, strict=True):
+            for sample, token_row in zip(samples, token_rows, strict=True):
+                facts["numbers"].append(index)
+                facts["notes"] += [text["note"] for text in sample.values() if "note" in text]
+                for column, ids in zip(columns.values(), token_row, strict=True):
                     column.append(ids)
-            facts["numbers"] += [index] * len(checked)
-            facts["notes"] += [sample["note"] for samples in found for sample in samples.values() if "note" in sample]
         sign_of_life()
         return make_batch(columns), facts
+
+    def _checked(self, sample: Mapping[str, Mapping[str, Any]]) -> list[np.ndarray]:
+        """Return tokens and labels of each store, int32 ``[s]``; raise :class:`DataError` if they cannot be stored."""
+        token_row: list[np.ndarray] = []
+        for name in self.names:
+            token_row += check_row(sample[name]["tokens"], sample[name]["labels"])
+        if self.longest is not None and any(len(ids) > self.longest for ids in token_row):
+            raise DataError(too_long(self.longest))
+        return token_row
 
 
 def _columns(row: Any) -> Mapping[str, Any]:
@@ -185,180 +187,204 @@ def _columns(row: Any) -> Mapping[str, Any]:
     return row
 
 
-class TransformRows(Tokenize):
-    """Callable that tokenizes rows into one store, with a transform that returns ``tokens`` and ``labels``.
+class LabeledSamples:
+    """Callable that returns the samples of a row with labels, for :class:`Tokenize`; the name of the store is ``rows``.
 
     Args:
-        transform: row -> ``tokens``, ``labels`` and optionally ``note``, or a list of such samples. Further outputs
-            that are not columns of the row raise :class:`OnReading`.
+        transform: row -> ``tokens``, ``labels`` and optionally ``note``, or a list of such samples.
         limit: maximum row length in tokens that the transform truncates to, for the error message.
         side: side that the transform truncates, ``"right"`` or ``"left"``, for the error message.
-        notes: whether the transform returns a ``note`` as well.
-        tokenizer: see :class:`Tokenize`.
-        longest: see :class:`Tokenize`.
+        has_notes: whether the transform returns a ``note`` as well.
     """
 
     def __init__(
         self,
-        transform: Callable[[Mapping[str, Any]], Mapping[str, Any]],
+        transform: Callable[[Mapping[str, Any]], Any],
         limit: int | None,
         side: str = "right",
-        notes: bool = False,
-        tokenizer: Any = None,
-        longest: int | None = None,
+        has_notes: bool = False,
     ) -> None:
-        super().__init__(self._transformed, ["rows"], tokenizer, longest)
-        self._transform, self._limit = transform, limit
-        self._known = {"tokens", "labels", "note"} if notes else {"tokens", "labels"}
-        self._why = "the prompt is too long" if side == "right" else "what is trained on comes before the cut"
+        self._transform = transform
+        self._limit = limit
+        self._outputs = ["tokens", "labels", "note"] if has_notes else ["tokens", "labels"]
+        self._reason = "the prompt is too long" if side == "right" else "what is trained on comes before the cut"
 
-    def _transformed(self, row: Mapping[str, Any]) -> list[dict[str, Mapping[str, Any]]]:
-        found = self._transform(row)
-        samples = found if isinstance(found, list) else [found]
-        if any(sample.keys() - {*self._known, *row} for sample in samples):
-            raise OnReading
+    def __call__(self, row: Mapping[str, Any]) -> list[dict[str, Mapping[str, Any]]] | None:
+        """Return the samples; None if one has outputs that are neither tokens nor columns of the row.
+
+        Raises:
+            DataError: no sample has a label.
+        """
+        samples = self._transform(row)
+        if not isinstance(samples, list):
+            samples = [samples]
+        if any(sample.keys() - {*self._outputs, *row} for sample in samples):
+            return None
         trained = [sample for sample in samples if has_label(sample)]
         if not trained:
-            raise DataError(NO_LABEL + why_no_label(samples[0], self._limit, self._why))
-        return [{"rows": {name: sample[name] for name in self._known}} for sample in trained]
+            raise DataError(NO_LABEL + why_no_label(samples[0], self._limit, self._reason))
+        return [{"rows": {name: sample[name] for name in self._outputs}} for sample in trained]
 
 
-def why_no_label(sample: Mapping[str, Any], limit: int | None, why: str) -> str:
-    """Return the end of a message about a sample without labels: ``why``, if it was truncated to ``limit``."""
-    return f" within max_seq_len={limit}, {why}" if limit is not None and len(sample["tokens"]) >= limit else ""
+def prepare_rows(
+    source: RowSource,
+    tokenize: Tokenize,
+    depends_on: Mapping[str, Any],
+    *,
+    load: Callable[[], Any] | None = None,
+    way_out: str = "on_bad_row=skip",
+    formats: Collection[str] = (),
+    is_exact: bool = True,
+) -> PreparedRows | None:
+    """Return the token rows of a source: from the cache or, if they are not there, tokenized now.
+
+    Args:
+        source: the source.
+        tokenize: tokenizes the rows.
+        depends_on: name -> value of everything that determines the token rows, except the source.
+        load: loads the rows; by default from the source.
+        way_out: the setting that skips rows that cannot be trained on, for messages.
+        formats: formats of rows that the dataset reads, for messages; empty if it may read any.
+        is_exact: whether ``depends_on`` is complete, so that other runs can reuse the token rows.
+
+    Returns:
+        None if a row has more than tokens.
+
+    Raises:
+        DataError: some rows cannot be trained on and are not skipped; the message names up to ten.
+    """
+    fingerprint = Fingerprint(depends_on)
+    source.add_to(fingerprint)
+    fingerprint.is_exact = fingerprint.is_exact and is_exact
+
+    def write(writer: RowWriter) -> bool:
+        rows = source.rows() if load is None else load()
+        bad = BadRows(source.shown, rows, skips=source.skips, way_out=way_out, formats=formats)
+        return _write_rows(rows, tokenize, bad, writer)
+
+    return cached_rows(fingerprint, source.shown, write, source.prepared)
 
 
-def _write_rows(rows: Any, work: Tokenize, bad: BadRows, writer: RowWriter) -> None:
+def _write_rows(rows: Any, tokenize: Tokenize, bad: BadRows, writer: RowWriter) -> bool:
     """Write the tokens of all rows, with a progress bar; many rows are tokenized in several processes.
 
     Rows that a killed process has written are not tokenized again.
 
+    Returns:
+        Whether the rows were written; False if one has more than tokens.
+
     Raises:
-        DataError: some rows cannot be trained on and are not skipped; the message names up to ten.
-        OnReading: a row has more than tokens.
+        DataError: some rows cannot be trained on and are not skipped.
     """
     done = writer.before.total
     for index, reason in writer.before.bad:
         bad.add(index, reason)
     if done:
-        going_on = f"Going on behind {done:,} rows that were tokenized before."
-        log_rank_zero(get_logger(), going_on, logging.WARNING)  # commands only show warnings and errors
+        message = f"Going on behind {done:,} rows that were tokenized before."
+        log_rank_zero(get_logger(), message, logging.WARNING)  # commands only show warnings and errors
     hidden = True if os.environ.get("GROUP_RANK", "0") != "0" else None  # None: show it only on a terminal
     with tqdm(total=len(rows), initial=done, desc="Tokenizing", unit=" rows", disable=hidden) as bar:
-        for batch, facts in in_parts(rows, work, done):
+        for tokenized in in_parts(rows, tokenize, done):
+            if tokenized is None:
+                return False
+            batch, facts = tokenized
             sign_of_life()
             for index, reason in facts["bad"]:
                 bad.add(index, reason)
             writer.write(batch, facts)
             bar.update(facts["rows"])
     bad.check()
+    return True
 
 
-def _describe_omitted(rows: PreparedRows) -> str:
-    """Return what the chat template leaves out, such as "drops the reasoning of 3 of 8 rows"; empty for nothing."""
-    if not rows.omitted:
-        return ""
-    kinds = [f"the {kind} of {count:,}" for kind, count in sorted(rows.omitted.items())]
-    return f"the chat template drops {', '.join(kinds)} of {rows.total:,} rows"
+class TokenizedDataset(ExampleDataset):
+    """Base class of datasets whose rows are tokenized at construction, or mapped from an earlier run.
 
-
-class TokenizedDataset(Dataset):
-    """Base class of datasets that tokenize all rows at construction, or map the rows of an earlier run.
+    Args:
+        source: the source of the rows.
+        rows: the token rows; None if rows are transformed when they are read.
+        names: names of the stores.
+        limit: maximum row length in tokens that the tokenizer truncates to, to report truncated rows.
+        way_out: the setting that skips rows that cannot be trained on, for messages.
+        are_prompts: whether rows are prompts, which are never truncated.
+        are_divided: whether packs divide long rows, so that they need not fit the model.
 
     Attributes:
-        omitted: what the chat template leaves out of how many rows, for people; empty if it writes everything.
         source: name of the source.
         stores: name -> token rows.
-        dropped: rows of the source that are left out, because they cannot be trained on.
-        num_truncated: number of rows that have as many tokens as the tokenizer's ``max_seq_len``, or were cut to it.
+
+    Raises:
+        DataError: no row is left that can be trained on.
     """
 
-    dropped: Sequence[int] = ()
-    num_truncated: int = 0
-
-    _names: ClassVar[tuple[str, ...]] = ("rows",)
-    _has_prompts: ClassVar[bool] = False  # which are never truncated
-    omitted: str = ""
-
-    def _prepare(
+    def __init__(
         self,
-        found: RowSource,
-        depends_on: Mapping[str, Any],
-        work: Tokenize,
+        source: RowSource,
+        rows: PreparedRows | None,
         *,
-        limit: int | None,
-        load: Callable[[], Any] | None = None,
-        skips: bool = False,
+        names: Sequence[str] = ("rows",),
+        limit: int | None = None,
         way_out: str = "on_bad_row=skip",
-        is_exact: bool = True,
-        is_split: bool = False,
-        formats: Collection[str] = (),
-    ) -> PreparedRows:
-        """Set the attributes and return the rows.
-
-        Args:
-            found: the source.
-            depends_on: name -> value of everything that determines the rows, except the source and the class.
-            work: tokenizes the rows.
-            limit: maximum row length in tokens, to report truncated rows.
-            load: loads the rows; by default from the source.
-            skips: skip rows that cannot be trained on.
-            way_out: the setting that skips such rows, for messages.
-            is_exact: whether ``depends_on`` is complete, so that other runs can reuse the rows.
-            is_split: whether packing divides long rows, so that they need not fit the model.
-            formats: formats of rows that the dataset reads, for messages; empty if it may read any.
-
-        Raises:
-            DataError: some rows cannot be trained on and are not skipped, or none is left.
-            OnReading: a row has more than tokens.
-        """
-        self.source = found.shown
-        fingerprint = Fingerprint({"dataset": type(self), **depends_on})
-        found.add_to(fingerprint)
-        fingerprint.is_exact = fingerprint.is_exact and is_exact
-
-        def build(writer: RowWriter) -> None:
-            rows = (load or found.rows)()
-            bad = BadRows(self.source, rows, skips=skips, way_out=way_out, formats=formats)
-            _write_rows(rows, work, bad, writer)
-
-        rows = prepare(fingerprint, self.source, build, found.prepared)
-        if not is_split and (long := self._long_rows(rows)):
-            if not skips:
-                bad = BadRows(self.source, (load or found.rows)(), skips=False, way_out=way_out)
-                for row, reason in long.items():
-                    bad.add(int(rows.numbers[row]), reason)
-                bad.check()
-            rows = rows.without(long)
-        self.dropped = [row for row, _ in rows.bad]
-        self.stores = {name: rows.store(name) for name in self._names}
+        are_prompts: bool = False,
+        are_divided: bool = False,
+    ) -> None:
+        self._row_source = source
+        self.source = source.shown
+        self.stores: dict[str, TokenStore] = {}
+        self._limit = limit
+        self._way_out = way_out
+        self._are_prompts = are_prompts
+        self._are_divided = are_divided
+        if rows is None:
+            return
+        self.stores = {name: rows.store(name) for name in names}
         self._numbers = rows.numbers
-        say_what_is_left_out(rows.bad, self.source, rows.total)
+        self._total = rows.total
+        self.dropped = [row for row, _ in rows.bad]
+        report_left_out(rows.bad, self.source, rows.total, len(self))
         self.omitted = _describe_omitted(rows)
         if self.omitted:
             log_rank_zero(get_logger(), f"{self.source}: {self.omitted}: it is not trained on.", logging.WARNING)
-        if limit is not None:
-            longest = np.max([store.lengths for store in self.stores.values()], axis=0)
-            self.num_truncated = int((longest >= limit).sum())
-            if self.num_truncated:
-                said = (
-                    f"{self.num_truncated} of {len(self)} rows of {self.source} are as long as max_seq_len={limit} or "
-                    "were cut to it"
-                )
-                log_rank_zero(get_logger(), f"{said}.", logging.WARNING)
-        return rows
+        if self.num_truncated:
+            message = (
+                f"{self.num_truncated} of {len(self)} rows of {self.source} are as long as max_seq_len={limit} or "
+                "were cut to it."
+            )
+            log_rank_zero(get_logger(), message, logging.WARNING)
 
-    def _long_rows(self, rows: PreparedRows) -> dict[int, str]:
-        """Return the token rows that are too long for the model, with the reason.
+    @property
+    def num_truncated(self) -> int:
+        """Number of rows that have as many tokens as the tokenizer's ``max_seq_len``, or were cut to it."""
+        if self._limit is None or not self.stores:
+            return 0
+        return int((self._text_lengths() >= self._limit).sum())
 
-        The cached rows do not depend on the model, so that they are compared here.
-        """
-        longest = longest_row()
-        if longest is None:
-            return {}
-        lengths = np.max([rows.store(name).lengths for name in self._names], axis=0)
-        reason = _too_long(longest, is_prompt=self._has_prompts)
-        return {int(row): reason for row in np.flatnonzero(lengths > longest)}
+    def _text_lengths(self) -> np.ndarray:
+        """Return the number of tokens of the longest text of each row, int64 ``[rows]``."""
+        return np.max([store.lengths for store in self.stores.values()], axis=0)
+
+    def limit_rows(self, longest: int) -> None:
+        """See :meth:`torchtune.data.ExampleDataset.limit_rows`; the cached rows do not depend on the model."""
+        if self._are_divided or not self.stores:
+            return
+        is_long = self._text_lengths() > longest
+        if not is_long.any():
+            return
+        reason = too_long(longest, is_prompt=self._are_prompts)
+        long_rows = [(row, reason) for row in np.unique(self._numbers[is_long]).tolist()]
+        if not self._row_source.skips:
+            bad = BadRows(self.source, self._row_source.rows(), skips=False, way_out=self._way_out)
+            for row, reason in long_rows:
+                bad.add(row, reason)
+            bad.check()
+        self._keep(np.flatnonzero(~is_long))
+        self.dropped = sorted({*self.dropped, *(row for row, _ in long_rows)})
+        report_left_out(long_rows, self.source, self._total, len(self))
+
+    def _keep(self, rows: np.ndarray) -> None:
+        """Keep some token rows, int64 ``[kept]``, and leave out the others."""
+        self.stores = {name: store.select(rows) for name, store in self.stores.items()}
+        self._numbers = self._numbers[rows]
 
     @property
     def store(self) -> TokenStore | None:
@@ -366,14 +392,24 @@ class TokenizedDataset(Dataset):
         return self.stores.get("rows")
 
     @property
-    def lengths(self) -> np.ndarray:
-        """Number of tokens of each row, int64 ``[rows]``."""
-        return sum(store.lengths for store in self.stores.values())
+    def known_lengths(self) -> np.ndarray | None:
+        """Number of tokens of each row, int64 ``[rows]``; None if rows are tokenized when they are read."""
+        return sum(store.lengths for store in self.stores.values()) if self.stores else None
 
     @property
-    def fingerprint(self) -> int | tuple[int, ...]:
-        """Digest of all tokens and labels."""
-        return self.store.fingerprint
+    def lengths(self) -> np.ndarray:
+        """Number of tokens of each row, int64 ``[rows]``; reads rows that are tokenized when they are read."""
+        return self.measure()
+
+    @property
+    def longest(self) -> int | None:
+        """See :class:`torchtune.data.ExampleDataset`; answers of a pair are read separately."""
+        return int(self._text_lengths().max(initial=0)) if self.stores else None
+
+    @property
+    def fingerprint(self) -> int | tuple[int, ...] | None:
+        """Digest of all tokens and labels; None if rows are tokenized when they are read."""
+        return self.store.fingerprint if self.stores else None
 
     def __len__(self) -> int:
         return len(self._numbers)
@@ -382,6 +418,18 @@ class TokenizedDataset(Dataset):
         """Return ``tokens`` and pre-shifted ``labels``."""
         return self.store.lists(index)
 
+    def token_row(self, index: int) -> Any:
+        """See :class:`torchtune.data.ExampleDataset`."""
+        return self[index] if self.store is None else self.store[index]
+
     def origins(self, index: int) -> list[dict[str, Any]]:
         """Return ``source`` and ``row`` (counted from 0, after ``filter_fn``) of an example."""
         return [{"source": self.source, "row": int(self._numbers[index])}]
+
+
+def _describe_omitted(rows: PreparedRows) -> str:
+    """Return what the chat template leaves out, such as "drops the reasoning of 3 of 8 rows"; empty for nothing."""
+    if not rows.omitted:
+        return ""
+    kinds = [f"the {kind} of {count:,}" for kind, count in sorted(rows.omitted.items())]
+    return f"the chat template drops {', '.join(kinds)} of {rows.total:,} rows"
