@@ -191,8 +191,14 @@ class WrappedDataset(ExampleDataset):
     @property
     def known_lengths(self) -> np.ndarray | None:
         """See :class:`ExampleDataset`."""
+        if isinstance(self.dataset, ExampleDataset):
+            return self.dataset.known_lengths  # its `lengths` may read all rows
         lengths = getattr(self.dataset, "lengths", None)
         return None if lengths is None else np.asarray(lengths)
+
+    def row_datasets(self) -> list[ExampleDataset]:
+        """See :class:`ExampleDataset`."""
+        return self.dataset.row_datasets() if isinstance(self.dataset, ExampleDataset) else [self]
 
     @property
     def may_have_images(self) -> bool:
