@@ -134,7 +134,7 @@ class RowsOnReading:
         try:
             return self._transform(self._rows[row])
         except DataError as error:
-            raise row_error(error, self._source.shown, row, self._rows, self._source.skips) from error
+            raise row_error(error, self._source.name, row, self._rows, self._source.skips) from error
 
     def images(self, row: int) -> list[Any]:
         """Return the images of a row as they are stored: paths, URLs, bytes or images."""
@@ -150,10 +150,10 @@ class RowsOnReading:
             DataError: some rows cannot be trained on and are not skipped, or none is left.
         """
         skips = self._source.skips
-        bad = BadRows(self._source.shown, self._rows, skips=skips, way_out="on_bad_row=skip")
+        bad = BadRows(self._source.name, self._rows, skips=skips, way_out="on_bad_row=skip")
         notes = check_rows(self._rows, lambda row: check_images(self._transform.messages(row), skips), bad)
         numbers = np.delete(np.arange(len(self._rows)), [row for row, _ in bad.reasons])
-        report_left_out(bad.reasons, self._source.shown, len(self._rows), len(numbers))
+        report_left_out(bad.reasons, self._source.name, len(self._rows), len(numbers))
         return numbers, _image_counts(notes)
 
 

@@ -259,10 +259,10 @@ def prepare_rows(
 
     def write(writer: RowWriter) -> bool:
         rows = source.rows() if load is None else load()
-        bad = BadRows(source.shown, rows, skips=source.skips, way_out=way_out, formats=formats)
+        bad = BadRows(source.name, rows, skips=source.skips, way_out=way_out, formats=formats)
         return _write_rows(rows, tokenize, bad, writer)
 
-    return cached_rows(fingerprint, source.shown, write, source.prepared)
+    return cached_rows(fingerprint, source.name, write, source.prepared)
 
 
 def _write_rows(rows: Any, tokenize: Tokenize, bad: BadRows, writer: RowWriter) -> bool:
@@ -329,7 +329,7 @@ class TokenizedDataset(ExampleDataset):
         are_divided: bool = False,
     ) -> None:
         self._row_source = source
-        self.source = source.shown
+        self.source = source.name
         self.stores: dict[str, TokenStore] = {}
         self._limit = limit
         self._way_out = way_out
