@@ -1,7 +1,7 @@
 from . import multimodal as multimodal
 from ._bad_rows import num_left_out
 from ._file_formats import is_data_file
-from ._file_report import CHECKED_SETTINGS, SAMPLE, format_of, histogram, read_rows, report, scan, shared_rows
+from ._file_report import CHECKED_SETTINGS, SAMPLE, histogram, read_rows, report, scan, shared_rows
 from ._fingerprint import Fingerprint
 from ._from_config import instantiate_collate as instantiate_collate
 from ._from_config import instantiate_dataset as instantiate_dataset
@@ -23,6 +23,7 @@ from ._prompts import PromptDataset as PromptDataset
 from ._prompts import prompt_dataset as prompt_dataset
 from ._prompts import reasoning_gym_dataset as reasoning_gym_dataset
 from ._row_cache import cache_path, preparing
+from ._row_formats import format_of
 from ._row_images import content_of, size_of
 from ._row_source import RowSource, Source, without_waiting_for_the_hub
 from ._sft import SFTDataset as SFTDataset

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from torchtune.data import DataError
-from torchtune.datasets._file_report import format_of
-from torchtune.datasets._file_rows import place_of
+from torchtune.datasets._file_rows import location_of
+from torchtune.datasets._row_formats import format_of
 from torchtune.utils import append_line, get_logger, get_rank, log_rank_zero, run_log_path
 
 _MOST = 10  # rows that an error message names
@@ -48,11 +48,11 @@ class BadRows:
         if not self.reasons or self._skips:
             return
         first, _ = self.reasons[0]
-        place = place_of(self._rows, first)
-        where = f" (row {first} is {place})" if place else ""
+        location = location_of(self._rows, first)
+        line = f" (row {first} is {location})" if location else ""
         end = " (looked no further)" if len(self.reasons) == _MOST else ""
         raise DataError(
-            f"{self._source} has rows that cannot be trained on, counted from 0: {_by_reason(self.reasons)}{where}"
+            f"{self._source} has rows that cannot be trained on, counted from 0: {_by_reason(self.reasons)}{line}"
             f"{end}; {self._advise_dataset()}correct them or leave them out with {self._way_out}."
         )
 

@@ -25,7 +25,7 @@ from torchtune.data import (
     turns_with_answer,
     unfold_prompt,
 )
-from torchtune.datasets._file_report import formats_of
+from torchtune.datasets._row_formats import formats_of
 from torchtune.datasets._row_images import encoded, row_error, tokenize_text
 from torchtune.datasets._row_source import RowSource, Source
 from torchtune.datasets._token_store import PreparedRows

@@ -24,7 +24,7 @@ from torchtune.data import DataError
 from torchtune.datasets._file_formats import LOADERS, FileFormat, format_of_file, settings_of, suffix_of
 from torchtune.datasets._file_rows import FileRows, matching
 from torchtune.datasets._fingerprint import Fingerprint
-from torchtune.datasets._preview import limited, look
+from torchtune.datasets._preview import check_preview, limited
 from torchtune.utils import first_line, get_logger, log_once
 
 # Name of a Hub dataset, folder, file or loader; or rows in memory.
@@ -533,7 +533,9 @@ def load_rows(
     """
     path, kwargs = resolve_source(source, load_dataset_kwargs)
     names = _files(kwargs.get("data_files")) if path in LOADERS.values() else []
-    look(source, is_remote=any(map(_is_remote, names)) if names else not Path(path).is_dir())
+    # A name that is neither a file nor a folder is one of the Hub.
+    is_remote = any(map(_is_remote, names)) if names else not Path(path).is_dir()
+    check_preview(source, is_remote=is_remote)
     name = ", ".join(names) or source
     split = kwargs.get("split")
     streaming = bool(kwargs.get("streaming"))

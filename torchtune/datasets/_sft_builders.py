@@ -14,8 +14,8 @@ from torchtune.data import (
     column,
     resolve_masking,
 )
-from torchtune.datasets._file_report import KINDS, STYLES, conversations_of
 from torchtune.datasets._packed import PackedDataset, pack_length
+from torchtune.datasets._row_formats import KINDS, STYLES, conversations_of
 from torchtune.datasets._row_source import Source
 from torchtune.datasets._sft import SFTDataset, SFTTransform
 from torchtune.datasets._streamed import StreamedDataset

@@ -262,7 +262,7 @@ class StreamedDataset(ExampleDataset):
                 if self._filter is None or self._filter(values):
                     numbers.append(number)
                     columns.append(values)
-            tokenized = self._tokenize(0, columns, lambda index: rows[numbers[index]].place)
+            tokenized = self._tokenize(0, columns, lambda index: rows[numbers[index]].location)
         if tokenized is None:
             raise DataError(f"{self.source}: rows with more than text cannot be streamed: leave streaming out.")
         batch, facts = tokenized
@@ -328,7 +328,7 @@ class StreamedDataset(ExampleDataset):
         if not bad:
             return
         row, reason = bad[0]
-        problem = f"{row.place}: {reason.rstrip('.')}"
+        problem = f"{row.location}: {reason.rstrip('.')}"
         if not self._skips:
             raise DataError(f"{problem}; correct it, or leave such rows out with on_bad_row=skip.")
         path = list_left_out([(row.origin, reason) for row, reason in bad])
@@ -343,8 +343,8 @@ class StreamedDataset(ExampleDataset):
                 continue
             self._reported_kinds.add(kind)
             message = (
-                f"{rows[number].place}: the chat template drops the {kind}, which is not trained on; further such rows "
-                "are not named."
+                f"{rows[number].location}: the chat template drops the {kind}, which is not trained on; further such "
+                "rows are not named."
             )
             log_rank_zero(get_logger(), message, logging.WARNING)
 
@@ -378,6 +378,6 @@ class StreamedDataset(ExampleDataset):
         if self._splits:
             return split_evenly(lengths, self._capacity, self._longest)
         if len(lengths) and lengths.max() > self._capacity:
-            place = window.rows[window.numbers[int(lengths.argmax())]].place
-            raise DataError(f"{place}: {lengths.max():,} tokens fit into no pack of {self._capacity:,}.")
+            location = window.rows[window.numbers[int(lengths.argmax())]].location
+            raise DataError(f"{location}: {lengths.max():,} tokens fit into no pack of {self._capacity:,}.")
         return whole_rows(best_fit(lengths, self._capacity), lengths)

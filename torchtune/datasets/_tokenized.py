@@ -126,9 +126,9 @@ class Tokenize:
         self._take_omitted: Callable[[], list[str]] = getattr(tokenizer, "take_omitted", list)
 
     def __call__(
-        self, start: int, rows: Iterable[Any], place: Callable[[int], str] = "row {}".format
+        self, start: int, rows: Iterable[Any], location: Callable[[int], str] = "row {}".format
     ) -> tuple[pa.RecordBatch, dict[str, Any]] | None:
-        """Tokenize the rows from number ``start`` on; ``place`` names a row for the watchdog.
+        """Tokenize the rows from number ``start`` on; ``location`` names a row for the watchdog.
 
         Returns:
             The token rows, and facts about the rows (see :class:`PreparedRows`); None if a sample has more than tokens.
@@ -138,7 +138,7 @@ class Tokenize:
             columns |= {f"{name}.tokens": [], f"{name}.labels": []}
         facts: dict[str, Any] = {"rows": 0, "numbers": [], "bad": [], "notes": [], "omitted": {}}
         for index, row in enumerate(unparsed(rows), start):
-            sign_of_life(place(index))
+            sign_of_life(location(index))
             facts["rows"] += 1
             self._take_omitted()  # forget the texts that were tokenized for something else
             try:
