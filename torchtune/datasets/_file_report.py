@@ -78,8 +78,8 @@ class FileFacts:
     @property
     def format(self) -> RowFormat:
         """(Format, builder with columns) that reads the most rows; conversations of two formats have one builder."""
-        readers = {reader.split()[0] if reader else "" for _, reader in self.formats}
-        if len(self.formats) > 1 and readers == {"chat_dataset"}:
+        builders = {reader.partition(" ")[0] for _, reader in self.formats}
+        if len(self.formats) > 1 and builders == {"chat_dataset"}:
             return "conversations", "chat_dataset"
         return self.formats.most_common(1)[0][0]
 

@@ -95,7 +95,8 @@ class _IndexedFile:
     """
 
     def __init__(self, path: str, format: FileFormat) -> None:
-        self.path, self.format = path, format
+        self.path = path
+        self.format = format
         self._copy: int | None = None  # descriptor of the temporary file
         try:
             if isinstance(format, JsonArray) or packed_by(Path(path)) is not None:
@@ -131,10 +132,11 @@ class _IndexedFile:
         try:
             with self._open() as file:
                 for row in rows:
-                    start, end = self.starts[row], self.starts[row + 1]
+                    start = self.starts[row]
+                    length = self.starts[row + 1] - start
                     # Forked processes share the position of the file: read without moving it.
-                    record = _read_at(file.fileno(), start, end - start)
-                    if len(record) < end - start:
+                    record = _read_at(file.fileno(), start, length)
+                    if len(record) < length:
                         refuse_shrunk(self.path, self.starts[-1], os.fstat(file.fileno()).st_size)
                     yield record
         except OSError as error:

@@ -65,7 +65,9 @@ class ConcatDataset(ExampleDataset):
     def known_lengths(self) -> np.ndarray | None:
         """See :class:`torchtune.data.ExampleDataset`."""
         lengths = [dataset.known_lengths for dataset in self.parts]
-        return None if any(known is None for known in lengths) else np.concatenate(lengths)
+        if any(lengths_of_part is None for lengths_of_part in lengths):
+            return None
+        return np.concatenate(lengths)
 
     @property
     def longest(self) -> int | None:
@@ -86,7 +88,10 @@ class ConcatDataset(ExampleDataset):
     @property
     def dropped(self) -> list[int]:
         """Numbers of the rows that are left out, in the source of each dataset."""
-        return [row for dataset in self.parts for row in dataset.dropped]
+        dropped: list[int] = []
+        for dataset in self.parts:
+            dropped += dataset.dropped
+        return dropped
 
     @property
     def num_truncated(self) -> int:
@@ -95,7 +100,7 @@ class ConcatDataset(ExampleDataset):
 
     def row_datasets(self) -> list[ExampleDataset]:
         """See :class:`torchtune.data.ExampleDataset`."""
-        return [rows for dataset in self.parts for rows in dataset.row_datasets()]
+        return _row_datasets(self.parts)
 
     def __len__(self) -> int:
         return int(self._ends[-1])
@@ -116,6 +121,13 @@ class ConcatDataset(ExampleDataset):
         number = int(np.searchsorted(self._ends, index, side="right"))
         start = int(self._ends[number - 1]) if number else 0
         return number, index - start
+
+
+def _row_datasets(datasets: Sequence[ExampleDataset]) -> list[ExampleDataset]:
+    row_datasets = []
+    for dataset in datasets:
+        row_datasets += dataset.row_datasets()
+    return row_datasets
 
 
 def _are_packed(datasets: Sequence[ExampleDataset]) -> bool:
@@ -197,7 +209,9 @@ class MixedDataset(ConcatDataset):
             random = make_random_state(seed, epoch, number)
             offsets = random.random_sample(count) if shuffle else np.full(count, 0.5)
             times.append((np.arange(count) + offsets) / weight)
-            passes = [random.permutation(size) if shuffle else np.arange(size) for _ in range(math.ceil(count / size))]
+            passes = []
+            for _ in range(math.ceil(count / size)):
+                passes.append(random.permutation(size) if shuffle else np.arange(size))
             indices.append(start + np.concatenate(passes)[:count])
             start += size
         return np.concatenate(indices)[np.argsort(np.concatenate(times), kind="stable")]
@@ -247,7 +261,7 @@ class MixedStream(ExampleDataset):
 
     def row_datasets(self) -> list[ExampleDataset]:
         """See :class:`torchtune.data.ExampleDataset`."""
-        return [rows for dataset in self._datasets for rows in dataset.row_datasets()]
+        return _row_datasets(self._datasets)
 
     def limit_rows(self, longest: int) -> None:
         """See :meth:`torchtune.data.ExampleDataset.limit_rows`."""

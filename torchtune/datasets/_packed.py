@@ -1,6 +1,7 @@
 """Packing of documents."""
 
 import heapq
+import itertools
 from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -118,7 +119,10 @@ def split_evenly(lengths: np.ndarray, capacity: int, longest: int | None = None)
 
 def whole_rows(packs: list[list[int]], lengths: np.ndarray) -> list[list[Piece]]:
     """Return the pieces of packs of whole rows."""
-    return [[(row, 0, int(lengths[row])) for row in rows] for rows in packs]
+    pieces_of_packs = []
+    for rows in packs:
+        pieces_of_packs.append([(row, 0, int(lengths[row])) for row in rows])
+    return pieces_of_packs
 
 
 def document_of(example: Mapping[str, Any], start: int, end: int) -> dict[str, torch.Tensor]:
@@ -144,7 +148,8 @@ class Packs:
 
     def __init__(self, packs: list[list[Piece]]) -> None:
         self._ends = np.cumsum([0, *map(len, packs)])
-        self._pieces = np.array([piece for pack in packs for piece in pack], np.int32).reshape(-1, 3)
+        pieces = list(itertools.chain.from_iterable(packs))
+        self._pieces = np.array(pieces, np.int32).reshape(-1, 3)  # (row, start, end)
 
     def __len__(self) -> int:
         return len(self._ends) - 1
@@ -181,7 +186,8 @@ class Pack(list):
 
     def __init__(self, documents: Iterable[dict[str, Any]], max_seq_len: int, padding_idx: int) -> None:
         super().__init__(documents)
-        self.max_seq_len, self.padding_idx = max_seq_len, padding_idx
+        self.max_seq_len = max_seq_len
+        self.padding_idx = padding_idx
 
     def keys(self) -> list[str]:
         """Return the names of the tensors of the padded row."""
@@ -331,4 +337,7 @@ class PackedDataset(ExampleDataset):
 
     def origins(self, idx: int) -> list[dict[str, Any]]:
         """Return ``source`` and ``row`` of each document of a pack."""
-        return [origin for row, _, _ in self.packs[idx] for origin in self.ds.origins(row)]
+        origins = []
+        for row, _, _ in self.packs[idx]:
+            origins += self.ds.origins(row)
+        return origins

@@ -218,7 +218,8 @@ class _Signs(Activity):
 
     def __init__(self, answers: Connection, forgotten: Any) -> None:
         super().__init__()
-        self._answers, self._forgotten = answers, forgotten
+        self._answers = answers
+        self._forgotten = forgotten
         self.ticket = 0
 
     def sign(self, row: str = "") -> None:

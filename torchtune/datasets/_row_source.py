@@ -2,6 +2,7 @@
 
 import difflib
 import glob
+import itertools
 import logging
 import os
 import socket
@@ -13,7 +14,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -211,10 +211,13 @@ def _downloaded(names: Sequence[str]) -> list[str]:
         return list(names)
     import datasets
 
+    paths = []
     try:
-        return [str(datasets.DownloadManager().download(name)) if _is_remote(name) else name for name in names]
+        for name in names:
+            paths.append(str(datasets.DownloadManager().download(name)) if _is_remote(name) else name)
     except (OSError, ValueError) as error:  # also errors of connections, and unknown protocols
         raise DataError(f"{', '.join(names)} cannot be fetched: {first_line(error)}.") from error
+    return paths
 
 
 def is_saved(folder: str) -> bool:
@@ -289,9 +292,9 @@ def _rows_of_split(files: LocalFiles, split: str | None, source: str) -> FileRow
         parts = datasets.ReadInstruction.from_spec(split).to_absolute(sizes)
     except (ValueError, AssertionError) as error:
         raise DataError(f"Cannot load {source}: {first_line(error)}.") from error
-    first_rows = dict(zip(sizes, [0, *accumulate(sizes.values())], strict=False))
+    first_rows = dict(zip(sizes, [0, *itertools.accumulate(sizes.values())], strict=False))
     numbers = [first_rows[part.splitname] + np.arange(part.from_, part.to) for part in parts]
-    files_of_all_splits = [file for files_of_split in files.values() for file in files_of_split]
+    files_of_all_splits = list(itertools.chain.from_iterable(files.values()))
     return FileRows(files_of_all_splits).select(np.concatenate(numbers))
 
 

@@ -220,7 +220,8 @@ class SFTDataset(TokenizedDataset):
         side = getattr(model_transform, "truncation_type", "right")
         # Such a transform tokenizes text alone, so that all rows are checked and measured before training.
         takes_images = bool(getattr(model_transform, "takes_images", False))
-        load, is_exact = None, True
+        load = row_source.rows
+        is_exact = True
         if takes_images:
             tokenize = partial(transform.text, decode=row_source.skips)
             load = partial(_encoded_rows, row_source, message_transform)

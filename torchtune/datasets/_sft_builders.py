@@ -72,8 +72,10 @@ class ConversationToMessages(Transform):
     ) -> None:
         if conversation_style is not None and conversation_style not in STYLES:
             raise DataError(f"conversation_style must be {' or '.join(STYLES)}, not '{conversation_style}'.")
-        self.conversation_column, self.conversation_style = conversation_column, conversation_style
-        self.new_system_prompt, self.masking_strategy = new_system_prompt, masking_strategy
+        self.conversation_column = conversation_column
+        self.conversation_style = conversation_style
+        self.new_system_prompt = new_system_prompt
+        self.masking_strategy = masking_strategy
 
     @property
     def formats(self) -> tuple[str, ...]:
@@ -93,16 +95,19 @@ class ConversationToMessages(Transform):
         """Return the column and the format of the row's conversation."""
         if self.conversation_column is not None and self.conversation_style is not None:
             return self.conversation_column, self.conversation_style
-        name = self.conversation_column
-        readings = conversations_of(sample if name is None else {name: column(sample, name)})
+        if self.conversation_column is not None:
+            name = self.conversation_column
+            readings = conversations_of({name: column(sample, name)})
+        else:
+            readings = conversations_of(sample)
         if self.conversation_style is not None:
             readings = [reading for reading in readings if reading[1] == self.conversation_style]
         if len(readings) > 1:
-            both = " or ".join(f"conversation_column={name} conversation_style={style}" for name, style in readings[:2])
-            raise DataError(f"the row can be read in two ways: set {both}")
+            settings = [f"conversation_column={name} conversation_style={style}" for name, style in readings[:2]]
+            raise DataError(f"the row can be read in two ways: set {' or '.join(settings)}")
         if not readings:
             if self.conversation_column is not None:
-                return self.conversation_column, "openai"  # says what is wrong with it
+                return self.conversation_column, "openai"  # whose transform says what is wrong with the column
             raise DataError(f"no column holds a conversation among {', '.join(map(repr, sample)) or 'none'}")
         return readings[0]
 

@@ -63,8 +63,11 @@ def _read_digests(dataset: ExampleDataset) -> list[np.ndarray]:
     for index in range(len(dataset)):
         rows.append([tokens for _, tokens, _ in texts_of(dataset[index])])
     columns = []
+    no_text = np.zeros(0, dtype=np.int64)
     for number in range(max(map(len, rows), default=0)):
-        texts = [row[number] if number < len(row) else np.zeros(0, dtype=np.int64) for row in rows]
+        texts = []
+        for row in rows:
+            texts.append(row[number] if number < len(row) else no_text)
         offsets = np.cumsum([0, *map(len, texts)])
         columns.append(digest_tokens(np.concatenate(texts), offsets))
     return columns

@@ -156,10 +156,12 @@ class HubReader:
         source: name of the source.
     """
 
-    files, size = 0, None
+    files = 0
+    size = None
 
     def __init__(self, rows: Any, source: str) -> None:
-        self._dataset, self._source = rows, source
+        self._dataset = rows
+        self._source = source
         self._beginning = _plain(rows.state_dict())
         self._open: tuple[Position, Iterator[Any]] | None = None
 

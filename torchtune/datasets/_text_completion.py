@@ -18,9 +18,10 @@ class TextTransform:
         check_tokenizer(tokenizer, "encode", reader="a dataset of texts")
         # Control tokens in a document are plain text; tokenizers without `encode_text` never parse them.
         self._encode = getattr(tokenizer, "encode_text", tokenizer.encode)
-        self._column, self._add_eos = column, add_eos
-        length = (max_seq_len or getattr(tokenizer, "max_seq_len", None)) if cut else None
-        self.limit = None if length is None else length - 1
+        self._column = column
+        self._add_eos = add_eos
+        length = max_seq_len or getattr(tokenizer, "max_seq_len", None)
+        self.limit = length - 1 if cut and length is not None else None
 
     def __call__(self, row: Mapping[str, Any]) -> dict[str, list[int]]:
         """Return ``tokens`` and pre-shifted ``labels``; raise :class:`DataError` for a row without text."""

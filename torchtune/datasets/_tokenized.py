@@ -223,7 +223,10 @@ class LabeledSamples:
         trained = [sample for sample in samples if has_label(sample)]
         if not trained:
             raise DataError(NO_LABEL + why_no_label(samples[0], self._limit, self._reason))
-        return [{"rows": {name: sample[name] for name in self._outputs}} for sample in trained]
+        texts = []
+        for sample in trained:
+            texts.append({"rows": {name: sample[name] for name in self._outputs}})
+        return texts
 
 
 def prepare_rows(

@@ -50,8 +50,8 @@ def folder_of(image_dir: str | Path | None) -> Path | None:
         return None
     folder = Path(image_dir).expanduser()
     if not folder.is_dir():
-        where = "" if folder.is_absolute() else f" (in {Path.cwd()})"
-        raise DataError(f"There is no folder {image_dir}{where}: set image_dir to that of the images.")
+        parent = "" if folder.is_absolute() else f" (in {Path.cwd()})"
+        raise DataError(f"There is no folder {image_dir}{parent}: set image_dir to that of the images.")
     return folder
 
 
