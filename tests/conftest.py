@@ -20,7 +20,7 @@ EVERY = {
     "examples/test_quickstart_post_training": 2,
     "recipes/test_distributed": 2,
     "torchtune/_cli/test_run": 2,
-    "torchtune/datasets/test_shared": 2,
+    "torchtune/datasets/test_row_cache": 2,
     "torchtune/generation/test_continuous_batch": 2,
     "torchtune/modules/low_precision": 2,
     "benchmarks/test_bench_gpu": 5,

@@ -34,10 +34,10 @@ def prepare_config(cfg: Any, output: Path, processes: int | None) -> None:
             dataset = instantiate_dataset(node, tokenizer, longest)
         tokens = count_tokens(dataset)
         if tokens is None:
-            if getattr(dataset, "is_stream", False):
+            if dataset.is_stream:
                 raise UserError(f"{name}: a stream is tokenized during training: remove streaming to prepare it.")
             raise UserError(f"{name}: rows with images are tokenized during training: train without preparing them.")
-        kind = "packs" if hasattr(dataset, "packs") else "rows"
+        kind = "packs" if dataset.is_packed else "rows"
         took = time.monotonic() - started
         print(f"{name}: {len(dataset):,} {kind}, {tokens:,} tokens in {output}, {took:.1f} s. Use them with")
         alone = nodes_of(node)[0] is node

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
-from torchtune.datasets import content_of, histogram, size_of
+from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, ExampleDataset
+from torchtune.datasets import PackedDataset, content_of, histogram, size_of
 from torchtune.tokenizers import decode_pieces, document_texts
 from torchtune.utils import UserError
 
@@ -20,26 +20,13 @@ _BRACKETS = ("[[", "]]")
 _MAX_EXAMPLE = 3000  # characters
 
 
-def _row_datasets(dataset: Any) -> list[Any]:
-    """Return the datasets with rows: packed datasets unpacked, concatenated ones separately."""
-    parts = [dataset.ds] if hasattr(dataset, "packs") else getattr(dataset, "_datasets", ())
-    return [found for part in parts for found in _row_datasets(part)] or [dataset]
-
-
-def _iter_rows(dataset: Any, end: int = sys.maxsize) -> Iterator[list[tuple[str, np.ndarray, np.ndarray]]]:
+def _iter_rows(dataset: ExampleDataset, end: int = sys.maxsize) -> Iterator[list[tuple[str, np.ndarray, np.ndarray]]]:
     """Yield each row as a list of (name, tokens, labels), two for a preference pair; arrays are int ``[s]``."""
-    # Rows with images have the text without decoding the images.
-    reads = dataset.store.lists if getattr(dataset, "on_reading", False) and dataset.store is not None else None
     for index in range(min(end, len(dataset))):
-        row = dataset[index] if reads is None else reads(index)
-        texts = document_texts(row)
+        texts = document_texts(dataset.token_row(index))
         if not texts:
             raise UserError(f"{type(dataset).__name__}: its rows have no 'tokens' and 'labels' to show.")
         yield texts
-
-
-def _images_of_row(dataset: Any, index: int) -> list[Any]:
-    return dataset.images(index) if getattr(dataset, "on_reading", False) else []
 
 
 def _one_of_each_run(tokens: np.ndarray, image_tokens: Sequence[int]) -> np.ndarray:
@@ -99,9 +86,9 @@ def show_dataset(
             [f"\n{name}: {_format_row_count(counts, scale)}", *_describe_counts(dataset, counts, scale), *reasoning]
         )
     )
-    first = _row_datasets(dataset)[0]
+    first = dataset.row_datasets()[0]
     for number, row in enumerate(_iter_rows(first, end=examples)):
-        sizes = [size_of(image) for image in _images_of_row(first, number)]
+        sizes = [size_of(image) for image in first.images(number)]
         plan = getattr(getattr(tokenizer, "processor", None), "plan", None)
         for side, ids, targets in row:
             summary = f"{len(ids):,} tokens, {int((targets != CROSS_ENTROPY_IGNORE_IDX).sum()):,} trained on"
@@ -131,10 +118,10 @@ class _Counts:
 def _count_rows(dataset: Any, limit: int | None) -> _Counts:
     counts = _Counts(limit)
     for part, index, row in (
-        (inner, *found) for inner in _row_datasets(dataset) for found in enumerate(_iter_rows(inner))
+        (inner, *found) for inner in dataset.row_datasets() for found in enumerate(_iter_rows(inner))
     ):
         counts.rows += 1
-        key = hash((*(ids.tobytes() for _, ids, _ in row), *map(content_of, _images_of_row(part, index))))
+        key = hash((*(ids.tobytes() for _, ids, _ in row), *map(content_of, part.images(index))))
         counts.copies += counts.hashes.setdefault(key, counts.rows) != counts.rows
         for _, ids, targets in row:
             counts.lengths.append(len(ids))
@@ -154,16 +141,16 @@ def _describe_counts(dataset: Any, counts: _Counts, scale: float) -> Iterator[st
     share = 100 * counts.labels / max(tokens, 1)
     trained = f"{about}{round(counts.labels * scale):,} of them trained on ({share:.1f} %)"
     yield f"tokens      {about}{round(tokens * scale):,}, {trained}"
-    if images := sum(getattr(part, "num_images", None) or 0 for part in _row_datasets(dataset)):
+    if images := sum(part.num_images or 0 for part in dataset.row_datasets()):
         yield f"images      {about}{round(images * scale):,}"
     if counts.limit is not None:
         yield f"truncated   {counts.full:,} rows have max_seq_len={counts.limit} tokens or were truncated to it"
-    for part in _row_datasets(dataset):
-        if omitted := getattr(part, "omitted", ""):
-            yield f"template    {omitted}"
-    if dropped := sum(len(getattr(part, "dropped", ())) for part in _row_datasets(dataset)):
+    for part in dataset.row_datasets():
+        if part.omitted:
+            yield f"template    {part.omitted}"
+    if dropped := sum(len(part.dropped) for part in dataset.row_datasets()):
         yield f"dropped     {dropped:,} rows cannot be trained on and are left out"
-    if hasattr(dataset, "packs"):
+    if isinstance(dataset, PackedDataset):
         fill = f"{100 * dataset.fill:.1f} % full"
         yield f"packs       {about}{round(len(dataset) * scale):,} of up to {dataset.max_seq_len:,} tokens, {fill}"
     many = f"{counts.copies:,} rows have the tokens of an earlier row"
@@ -175,8 +162,10 @@ def _describe_reasoning(dataset: Any, tokenizer: Any) -> Iterator[str]:
     """Yield lines on how many rows other policies for earlier reasoning would change."""
     if not hasattr(tokenizer, "changing_policies"):
         return
-    parts = [part for part in _row_datasets(dataset) if hasattr(part, "conversations")]
-    changed = [tokenizer.changing_policies(messages) for part in parts for messages in part.conversations()]
+    changed = []
+    for part in dataset.row_datasets():
+        for messages in part.conversations() or ():
+            changed.append(tokenizer.changing_policies(messages))
     rows = Counter(policy for policies in changed for policy in policies)
     if rows:
         others = ", ".join(f"{policy} changes {count:,} rows" for policy, count in rows.items())

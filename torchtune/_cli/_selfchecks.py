@@ -280,12 +280,14 @@ class _Checks:
     def labels(self) -> str:
         """Check that a training row is the generation prompt and the answer, and that only answers are labels."""
         dataset = self._dataset(_LABEL_ROWS)
-        parts = getattr(dataset, "_datasets", [dataset])
-        if not all(hasattr(part, "conversations") for part in parts) or not hasattr(self._tokenizer, "decode"):
+        parts = dataset.row_datasets()
+        conversations_of_parts = [part.conversations() for part in parts]
+        has_conversations = not dataset.is_packed and None not in conversations_of_parts
+        if not has_conversations or not hasattr(self._tokenizer, "decode"):
             raise NotChecked("the dataset has no conversations")
         checked, header = 0, 0
-        for part in parts:
-            conversations = list(part.conversations())
+        for part, iterator in zip(parts, conversations_of_parts, strict=True):
+            conversations = list(iterator)
             for index in range(len(part)):
                 row, number = part[index], part.origins(index)[0]["row"]
                 split = getattr(self._tokenizer, "conversations", lambda messages: [messages])(conversations[number])

@@ -121,7 +121,7 @@ NAMES = {
     "torchtune.data._common.PACK_TYPE": "torchtune.compat.PACK_TYPE",
     "torchtune.data._utils.chain": "torchtune.compat._pieces.chain",
     **_names(
-        "torchtune.data._utils", "torchtune.datasets._torchdata", "get_dataloader get_multi_dataset load_hf_dataset"
+        "torchtune.data._utils", "torchtune.compat._torchdata", "get_dataloader get_multi_dataset load_hf_dataset"
     ),
     "torchtune.data._prompt_templates._TemplateType": "torchtune.data.TemplateType",
     "torchtune.data._prompt_templates._get_prompt_template": "torchtune.data.get_prompt_template",
@@ -130,6 +130,11 @@ NAMES = {
     "torchtune.datasets.stack_exchanged_paired_dataset": "torchtune.datasets.stack_exchange_paired_dataset",
     "torchtune.datasets._stack_exchanged_paired.stack_exchanged_paired_dataset": (
         "torchtune.datasets.stack_exchange_paired_dataset"
+    ),
+    **_names(
+        "torchtune.datasets.multimodal._the_cauldron",
+        "torchtune.datasets.multimodal._builders",
+        "TheCauldronToMessages",
     ),
     "torchtune.generation._generation.update_stop_tokens_tracker": "torchtune.compat.update_stop_tokens_tracker",
     **_names(

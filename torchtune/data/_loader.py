@@ -11,17 +11,12 @@ import numpy as np
 import torch
 
 from torchtune.data._batch import check_shifted
+from torchtune.data._dataset import as_example_dataset
 from torchtune.data._rows import DataError
 from torchtune.data._token_rows import CROSS_ENTROPY_IGNORE_IDX
 
 Collated = Any  # the return value of collate_fn
 _PREFETCH_EXAMPLES = 64  # number of examples announced to a stream in advance
-
-
-def make_random_state(seed: int, *words: int) -> np.random.RandomState:
-    """Return a generator that depends only on ``seed`` and ``words``."""
-    # RandomState has a frozen stream by numpy's compatibility policy; Generator does not.
-    return np.random.RandomState([seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF, *words])
 
 
 class BatchLoader:
@@ -40,10 +35,10 @@ class BatchLoader:
     rank, so prefetching or resuming does not change them.
 
     Args:
-        dataset: map-style dataset. A mixture defines the indices of an epoch by ``order(seed, epoch, shuffle)``, with
-            ``examples_per_epoch`` entries. A stream (``is_stream``) has no length, and its indices continue from epoch
-            to epoch; ``begin``, ``state_at`` and ``go_to`` set and save its position, and ``read_ahead`` announces the
-            next examples.
+        dataset: map-style dataset, for example a list. A mixture defines the indices of an epoch by ``order(seed,
+            epoch, shuffle)``, with ``examples_per_epoch`` entries. A stream (``is_stream``) has no length, and its
+            indices continue from epoch to epoch; ``begin``, ``state_at`` and ``go_to`` set and save its position, and
+            ``read_ahead`` announces the next examples.
         batch_size: examples (or packs) per micro-batch and rank.
         collate_fn: converts a list of examples to a batch.
         shuffle: visit the examples in random order.
@@ -85,7 +80,7 @@ class BatchLoader:
                 raise DataError(f"{name} must be at least 1, not {number}.")
         if not 0 <= rank < world_size:
             raise DataError(f"rank {rank} is not one of {world_size} ranks.")
-        self.dataset = dataset
+        self.dataset = as_example_dataset(dataset)
         self.batch_size = batch_size
         self.collate_fn = collate_fn
         self.shuffle = shuffle
@@ -94,17 +89,16 @@ class BatchLoader:
         self.max_steps_per_epoch = max_steps_per_epoch
         self.rank = rank
         self.world_size = world_size
-        self._is_stream = getattr(dataset, "is_stream", False)
-        if self._is_stream:
+        if self.dataset.is_stream:
             if max_steps_per_epoch is None:
                 raise DataError(
                     "A dataset with streaming=True has no end: set max_steps_per_epoch, each epoch goes on where the "
                     "last one stopped; dataset_val cannot be streamed."
                 )
             self.examples_per_epoch = max_steps_per_epoch * self.examples_per_step
-            dataset.begin(seed, shuffle=shuffle)
+            self.dataset.begin(seed, shuffle=shuffle)
         else:  # an epoch of a mixture may skip or repeat examples
-            self.examples_per_epoch = getattr(dataset, "examples_per_epoch", None) or len(dataset)
+            self.examples_per_epoch = self.dataset.examples_per_epoch or len(self.dataset)
         if self.examples_per_epoch == 0:
             raise DataError("The dataset is empty: there is nothing to train on.")
         self.epoch = 0
@@ -198,16 +192,14 @@ class BatchLoader:
             dataset: dataset with the same examples and additional entries; ``None`` for the same dataset.
             collate_fn: ``None`` for the same collate function.
         """
-        loader = copy.copy(self)
-        if dataset is not None:
-            loader.dataset = dataset
-        if collate_fn is not None:
-            loader.collate_fn = collate_fn
-        loader._peeked = None
-        return loader
+        other = copy.copy(self)
+        other.dataset = self.dataset if dataset is None else as_example_dataset(dataset)
+        other.collate_fn = self.collate_fn if collate_fn is None else collate_fn
+        other._peeked = None
+        return other
 
     def _announce_next_steps(self) -> None:
-        if not hasattr(self.dataset, "read_ahead"):
+        if not self.dataset.is_stream:
             return
         current_step = self.epoch * len(self) + self._step
         num_ahead = max(2, math.ceil(_PREFETCH_EXAMPLES / (self.batch_size * self.accumulation_steps)))
@@ -232,13 +224,9 @@ class BatchLoader:
 
     def _order(self, epoch: int) -> np.ndarray:
         """Return the example indices of an epoch in order, int64 ``[examples_per_epoch]``."""
-        if self._is_stream:
+        if self.dataset.is_stream:
             return epoch * self.examples_per_epoch + np.arange(self.examples_per_epoch)
-        if hasattr(self.dataset, "order"):
-            return self.dataset.order(self.seed, epoch, self.shuffle)
-        if not self.shuffle:
-            return np.arange(len(self.dataset))
-        return make_random_state(self.seed, epoch).permutation(len(self.dataset))
+        return self.dataset.order(self.seed, epoch, self.shuffle)
 
     def visited_indices(self, epochs: int) -> np.ndarray:
         """Return the sorted indices of the examples visited in the first ``epochs`` epochs by all ranks."""
@@ -259,13 +247,9 @@ class BatchLoader:
         if parts is None:
             indices = self._indices
         else:
-            micro_batches = [list(self._split_step(self._indices, rank)) for rank in range(self.world_size)]
-            indices = np.concatenate([micro_batches[rank][number][0] for number, rank in parts])
-        origins = getattr(self.dataset, "origins", lambda index: [{"row": index}])
-        rows: list[dict[str, Any]] = []
-        for index in indices:
-            rows += origins(int(index))
-        return rows
+            split = [list(self._split_step(self._indices, rank)) for rank in range(self.world_size)]
+            indices = np.concatenate([split[rank][number][0] for number, rank in parts])
+        return [origin for index in indices for origin in self.dataset.origins(int(index))]
 
     def _split_step(self, step: np.ndarray, rank: int) -> Iterator[tuple[np.ndarray, bool]]:
         """Yield (indices, whether the labels are removed) for a rank's micro-batches of one step."""
@@ -297,10 +281,11 @@ class BatchLoader:
             "shuffle": self.shuffle,
             "seed": self.seed,
         }
-        if (content := getattr(self.dataset, "fingerprint", None)) is not None:
-            fingerprint["dataset_digest"] = content  # older states have dataset_content, in another format
-        if (mixture := getattr(self.dataset, "mixture", None)) is not None:
-            fingerprint["mixture"] = mixture
+        if self.dataset.fingerprint is not None:
+            # Older states have dataset_content, in another format.
+            fingerprint["dataset_digest"] = self.dataset.fingerprint
+        if self.dataset.mixture is not None:
+            fingerprint["mixture"] = self.dataset.mixture
         return fingerprint
 
     def state_dict(self) -> dict[str, Any]:
@@ -311,7 +296,7 @@ class BatchLoader:
             epoch += 1
             step = 0
         state = {"epoch": epoch, "step": step, "fingerprint": self._fingerprint()}
-        if self._is_stream:
+        if self.dataset.is_stream:
             state["stream"] = self.dataset.state_at(epoch * self.examples_per_epoch + step * self.examples_per_step)
         return state
 
@@ -340,9 +325,8 @@ class BatchLoader:
                 f"Cannot continue at the saved data position: {'; '.join(changes)}; "
                 "resume with what the run was started with, or start a new run."
             )
-        self.epoch = int(state["epoch"])
-        self._step = int(state["step"])
-        if self._is_stream:
+        self.epoch, self._step = int(state["epoch"]), int(state["step"])
+        if self.dataset.is_stream:
             self.dataset.go_to(state["stream"])
             self._num_announced = 0
             self._announce_next_steps()

@@ -1,4 +1,4 @@
-"""Collection and reporting of rows that cannot be trained on."""
+"""Rows that cannot be trained on: collected for an error message, or skipped and listed."""
 
 import json
 import logging
@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from torchtune.data import DataError
-from torchtune.datasets._file_report import format_of
+from torchtune.datasets._file_rows import location_of
+from torchtune.datasets._row_formats import format_of
 from torchtune.utils import append_line, get_logger, get_rank, log_rank_zero, run_log_path
 
-_MOST = 10
+_MOST = 10  # rows that an error message names
 
 
 class BadRows:
@@ -19,78 +20,87 @@ class BadRows:
 
     Args:
         source: name of the source, for messages.
-        rows: the rows; a ``place`` method, if any, gives the file and line of a row.
+        rows: the rows.
         skips: skip rows instead of raising, however many there are.
         way_out: the setting that skips such rows, for messages.
         formats: formats of rows that the dataset reads, as ``format_of`` names them; empty if it may read any.
 
     Attributes:
-        found: (row, reason) of each row.
+        reasons: (row, reason) of each row.
     """
 
     def __init__(self, source: str, rows: Any, *, skips: bool, way_out: str, formats: Collection[str] = ()) -> None:
-        self._source, self._rows, self._skips, self._way_out = source, rows, skips, way_out
+        self._source = source
+        self._rows = rows
+        self._skips = skips
+        self._way_out = way_out
         self._formats = formats
-        self.found: list[tuple[int, str]] = []
+        self.reasons: list[tuple[int, str]] = []
 
     def add(self, row: int, reason: str) -> None:
         """Record a row; raise :class:`DataError` at the tenth."""
-        self.found.append((row, reason))
-        if len(self.found) == _MOST:
+        self.reasons.append((row, reason))
+        if len(self.reasons) == _MOST:
             self.check()
 
     def check(self) -> None:
         """Raise :class:`DataError` if any row was recorded and is not skipped."""
-        if not self.found or self._skips:
+        if not self.reasons or self._skips:
             return
-        first, _ = self.found[0]
-        where = f" (row {first} is {self._rows.place(first)})" if hasattr(self._rows, "place") else ""
-        end = " (looked no further)" if len(self.found) == _MOST else ""
+        first, _ = self.reasons[0]
+        location = location_of(self._rows, first)
+        line = f" (row {first} is {location})" if location else ""
+        end = " (looked no further)" if len(self.reasons) == _MOST else ""
         raise DataError(
-            f"{self._source} has rows that cannot be trained on, counted from 0: {_by_reason(self.found)}{where}{end}; "
-            f"{self._other_format()}correct them or leave them out with {self._way_out}."
+            f"{self._source} has rows that cannot be trained on, counted from 0: {_by_reason(self.reasons)}{line}"
+            f"{end}; {self._advise_dataset()}correct them or leave them out with {self._way_out}."
         )
 
-    def _other_format(self) -> str:
+    def _advise_dataset(self) -> str:
         """Return the advice to use another dataset, if all rows so far are of a format that this one does not read."""
-        count = len(self.found)
-        if not self._formats or [row for row, _ in self.found] != list(range(count)):
-            return ""
-        if count < min(len(self._rows), _MOST):
+        count = len(self.reasons)
+        are_all = [row for row, _ in self.reasons] == list(range(count)) and count >= min(len(self._rows), _MOST)
+        if not self._formats or not are_all:
             return ""
         try:
             row = self._rows[0]
         except DataError:  # a broken line
             return ""
-        kind, reader = format_of(row) if isinstance(row, Mapping) else ("", "")
+        if not isinstance(row, Mapping):
+            return ""
+        kind, reader = format_of(row)
         if not reader or kind in self._formats:
             return ""
         return f"these are {kind}: use {reader.split()[0]}, "
 
 
-def _by_reason(bad: Sequence[tuple[int, str]]) -> str:
+def _by_reason(reasons: Sequence[tuple[int, str]]) -> str:
     """Describe rows: each reason with the numbers of its first rows."""
-    found: dict[str, list[int]] = {}
-    for row, reason in bad:
-        found.setdefault(reason.rstrip("."), []).append(row)
+    rows_of: dict[str, list[int]] = {}
+    for row, reason in reasons:
+        rows_of.setdefault(reason.rstrip("."), []).append(row)
     parts = []
-    for reason, rows in found.items():
-        more = f" and {len(rows) - _MOST:,} more" if len(rows) > _MOST else ""
-        parts.append(f"row{'s' if len(rows) > 1 else ''} {', '.join(map(str, rows[:_MOST]))}{more}: {reason}")
-    return "; ".join(parts[:_MOST]) + ("; and so on" if len(parts) > _MOST else "")
+    for reason, rows in rows_of.items():
+        numbers = ", ".join(map(str, rows[:_MOST]))
+        if len(rows) > _MOST:
+            numbers += f" and {len(rows) - _MOST:,} more"
+        parts.append(f"{'rows' if len(rows) > 1 else 'row'} {numbers}: {reason}")
+    text = "; ".join(parts[:_MOST])
+    return f"{text}; and so on" if len(parts) > _MOST else text
 
 
-_listed: dict[Path | None, set[str]] = {}  # per file, because a process may execute several runs
+# Lines of each file of skipped rows: a process may execute several runs.
+_listed: dict[Path | None, set[str]] = {}
 
 
-def _file() -> Path | None:
+def _skipped_rows_path() -> Path | None:
     log = run_log_path(0)
     return None if log is None else log.parent.parent / "skipped_rows.jsonl"
 
 
 def num_left_out() -> int:
     """Return the number of distinct rows that this process has skipped in the current run."""
-    return len(_listed.get(_file(), ()))
+    return len(_listed.get(_skipped_rows_path(), ()))
 
 
 def list_left_out(rows: Sequence[tuple[Mapping[str, Any], str]]) -> str:
@@ -102,32 +112,38 @@ def list_left_out(rows: Sequence[tuple[Mapping[str, Any], str]]) -> str:
     Returns:
         path of the file; empty without a run (:func:`torchtune.utils.get_run_logger`).
     """
-    path = _file()
+    path = _skipped_rows_path()
     listed = _listed.setdefault(path, set())
     lines = [json.dumps({**origin, "reason": reason}) for origin, reason in rows]
     new = [line for line in dict.fromkeys(lines) if line not in listed]
     listed.update(new)
     if path is None or get_rank() != 0:
         return str(path or "")
-    with suppress(OSError):  # the file cannot be written
-        before = set(path.read_text(encoding="utf-8").splitlines()) if path.exists() else set()
-        new = [line for line in new if line not in before]
+    with suppress(OSError):  # the file cannot be read
+        written = set(path.read_text(encoding="utf-8").splitlines()) if path.exists() else set()
+        new = [line for line in new if line not in written]
     if new:
         append_line(path, "\n".join(new))
     return str(path)
 
 
-def say_what_is_left_out(bad: Sequence[tuple[int, str]], source: str, total: int) -> None:
+def report_left_out(reasons: Sequence[tuple[int, str]], source: str, total: int, num_left: int) -> None:
     """Log a warning about skipped rows and list all of them, including rows that an earlier run found.
+
+    Args:
+        reasons: (row, reason) of the skipped rows.
+        source: name of the source.
+        total: number of rows of the source.
+        num_left: number of rows that are trained on.
 
     Raises:
         DataError: no row is left.
     """
-    if not bad:
+    if not reasons:
         return
-    path = list_left_out([({"source": source, "row": row}, reason) for row, reason in bad])
+    path = list_left_out([({"source": source, "row": row}, reason) for row, reason in reasons])
     listed = f", all of them in {path}" if path else ""
-    said = f"{len(bad):,} of {total:,} rows of {source} are left out ({_by_reason(bad)}){listed}."
-    log_rank_zero(get_logger(), said, logging.WARNING)
-    if len(bad) == total:
+    message = f"{len(reasons):,} of {total:,} rows of {source} are left out ({_by_reason(reasons)}){listed}."
+    log_rank_zero(get_logger(), message, logging.WARNING)
+    if num_left == 0:
         raise DataError(f"{source}: no row is left that can be trained on.")

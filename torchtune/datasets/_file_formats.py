@@ -38,7 +38,7 @@ _CHUNK = 1 << 20
 _WHITESPACE = re.compile(r"\s*")
 _QUOTED_NAME = re.compile(rb'"(?:[^"]|"")*"([;\t|,])')
 _BOM = b"\xef\xbb\xbf"
-# Arguments of `datasets.load_dataset` that do not change what is read from a local file.
+# Arguments of `datasets.load_dataset` that do not change the rows of a local file.
 _WITHOUT_EFFECT = {
     "cache_dir", "download_config", "download_mode", "keep_in_memory", "name", "num_proc", "revision", "save_infos",
     "storage_options", "token", "trust_remote_code", "verification_mode",
@@ -157,17 +157,25 @@ def _parse_json(text: bytes) -> Any:
     try:
         return parse_json_line(text)
     except UserError:
-        decoded, values, position = decode_utf8(text), [], 0
-        decoder = json.JSONDecoder()
-        try:
-            while (position := _WHITESPACE.match(decoded, position).end()) < len(decoded):
-                value, position = decoder.raw_decode(decoded, position)
-                values.append(value)
-        except (ValueError, RecursionError):
-            values = []
+        values = _parse_json_values(decode_utf8(text))
         if len(values) < 2:
             raise
         return values
+
+
+def _parse_json_values(text: str) -> list[Any]:
+    """Return the JSON values of a text, one after the other; an empty list if there is anything else."""
+    decoder = json.JSONDecoder()
+    values = []
+    position = _WHITESPACE.match(text).end()
+    try:
+        while position < len(text):
+            value, position = decoder.raw_decode(text, position)
+            values.append(value)
+            position = _WHITESPACE.match(text, position).end()
+    except (ValueError, RecursionError):
+        return []
+    return values
 
 
 @dataclass(frozen=True)
@@ -251,14 +259,14 @@ class Table(FileFormat):
 
 def _explain(error: csv.Error) -> str:
     """Return the reason why a record of a table is broken, for a user who sees the file."""
-    said = str(error)
-    if "unexpected end" in said:
+    message = str(error)
+    if "unexpected end" in message:
         return "a cell begins with a quotation mark that is never closed: close it, or double it inside of a text"
-    if "expected after" in said:
+    if "expected after" in message:
         return "a text goes on behind its closing quotation mark: double the quotation marks inside of a text"
-    if "new-line character" in said:
+    if "new-line character" in message:
         return "a line ends with a carriage return alone: save the file with the line ends of Unix or Windows"
-    return f"it cannot be read ({said}): save the file again"
+    return f"it cannot be read ({message}): save the file again"
 
 
 def parsed(row: Any) -> Any:
@@ -291,12 +299,12 @@ def settings_of(loader: str, kwargs: Mapping[str, Any]) -> dict[str, Any] | None
     Raises:
         DataError: a table has a setting that is not known, or a value that is not possible.
     """
-    given = {name: value for name, value in kwargs.items() if value is not None and name not in _WITHOUT_EFFECT}
+    settings = {name: value for name, value in kwargs.items() if value is not None and name not in _WITHOUT_EFFECT}
     if loader == "text":
-        return None if given else {}
+        return None if settings else {}
     if loader == "json":
-        return None if given.keys() - {"field"} else given
-    return _table_settings(given)
+        return None if settings.keys() - {"field"} else settings
+    return _table_settings(settings)
 
 
 # Settings of a table that are arguments of `csv.reader`, and all of them.
@@ -304,10 +312,11 @@ _DIALECT = ("delimiter", "quotechar", "quoting", "escapechar", "doublequote", "s
 _TABLE_SETTINGS = (*_DIALECT, "column_names", "header", "skiprows", "encoding")
 
 
-def _table_settings(given: dict[str, Any]) -> dict[str, Any]:
-    settings = {_FORMER_NAMES.get(name, name): value for name, value in given.items()}
-    for name, value in _WHAT_IS_DONE.items():
-        if str(settings.get(name)) == str(value):  # asks for what is done in any case
+def _table_settings(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Check the settings of a table; raise :class:`DataError` for an unknown one or an impossible value."""
+    settings = {_OTHER_NAMES.get(name, name): value for name, value in kwargs.items()}
+    for name, value in _ALWAYS_SET.items():
+        if str(settings.get(name)) == str(value):
             del settings[name]
     for name in settings:
         if name not in _TABLE_SETTINGS:
@@ -343,9 +352,9 @@ def _table_settings(given: dict[str, Any]) -> dict[str, Any]:
     return settings
 
 
-# Other names of settings, and settings that change nothing, because every cell is a text.
-_FORMER_NAMES = {"sep": "delimiter", "names": "column_names"}
-_WHAT_IS_DONE = {"keep_default_na": False, "na_filter": False, "dtype": "str", "skip_blank_lines": True}
+_OTHER_NAMES = {"sep": "delimiter", "names": "column_names"}
+# Settings that change nothing with these values, because every cell is a text.
+_ALWAYS_SET = {"keep_default_na": False, "na_filter": False, "dtype": "str", "skip_blank_lines": True}
 
 
 def _check_encoding(encoding: str) -> None:
@@ -360,9 +369,9 @@ def _check_encoding(encoding: str) -> None:
 def _checked_names(names: list[str]) -> tuple[str, ...]:
     """Return the names of columns; a column without a name gets one. Raises :class:`DataError` for equal names."""
     named = tuple(name or f"Unnamed: {number}" for number, name in enumerate(names))
-    repeated = [name for number, name in enumerate(named) if name in named[:number]]
-    if repeated:
-        raise DataError(f"two columns are named '{repeated[0]}': give one of them another name.")
+    for number, name in enumerate(named):
+        if name in named[:number]:
+            raise DataError(f"two columns are named '{name}': give one of them another name.")
     return named
 
 
@@ -389,8 +398,10 @@ def format_of_file(path: str, loader: str, settings: Mapping[str, Any]) -> FileF
         raise DataError(
             f"{path} cannot be read ({error.strerror or error}): correct the path or its rights."
         ) from error
+    except DataError:
+        raise
     except UserError as error:
-        raise error if isinstance(error, DataError) else DataError(str(error)) from error
+        raise DataError(str(error)) from error
 
 
 def _has_json_lines(path: Path) -> bool:
@@ -410,25 +421,32 @@ def _format_of_table(path: str, settings: Mapping[str, Any]) -> Table:
     dialect = {name: settings[name] for name in _DIALECT if name in settings}
     dialect.setdefault("delimiter", "\t" if suffix_of(path) == ".tsv" else ",")
     table = Table(dialect=dialect, encoding=settings.get("encoding"))
-    names, has_header = settings.get("column_names"), settings.get("column_names") is None or "header" in settings
-    offset, number = _length_of_mark(table, path), 0
+    names = settings.get("column_names")
+    has_header = names is None or "header" in settings
+    offset = _length_of_mark(table, path)
+    num_lines = 0  # before the first row
     with table.open(path, offset) as file, unpacking(Path(path)):
         for _ in range(settings.get("skiprows", 0)):
-            offset, number = offset + len(file.readline()), number + 1
-        for record, lines in table.divide(file) if has_header else ():
-            place = f"{path}, line {number + 1}"
-            offset, number = offset + len(record), number + lines
+            offset += len(file.readline())
+            num_lines += 1
+        header = None
+        for record, lines in table.divide(file):
+            if not has_header or header is not None:
+                break
+            line = f"{path}, line {num_lines + 1}"
+            offset += len(record)
+            num_lines += lines
             if table.is_blank(record):
                 continue
             try:
                 header = _checked_names(table.cells(record))
             except UserError as error:
-                _check_quoted_delimiter(place, record, dialect["delimiter"], settings)
-                raise DataError(f"{place}: {str(error).rstrip('.')}; correct the header.") from error
-            names = header if names is None else names
-            _check_delimiter(place, header, settings)
-            break
-    return Table(names or (), dialect, table.encoding, start=(offset, number))
+                _check_quoted_delimiter(line, record, dialect["delimiter"], settings)
+                raise DataError(f"{line}: {str(error).rstrip('.')}; correct the header.") from error
+            _check_delimiter(line, header, settings)
+        if names is None:
+            names = header
+    return Table(names or (), dialect, table.encoding, start=(offset, num_lines))
 
 
 def _length_of_mark(table: Table, path: str) -> int:
@@ -437,22 +455,25 @@ def _length_of_mark(table: Table, path: str) -> int:
         return len(_BOM) if file.read(len(_BOM)) == _BOM else 0
 
 
-def _check_delimiter(place: str, header: Sequence[str], settings: Mapping[str, Any]) -> None:
+def _check_delimiter(line: str, header: Sequence[str], settings: Mapping[str, Any]) -> None:
     """Raise :class:`DataError` if a header of one column looks like several columns with another delimiter."""
     if len(header) > 1 or "delimiter" in settings:
         return
-    for delimiter, shown in ((";", "';'"), ("\t", "'\\t'"), ("|", "'|'"), (",", "','")):
+    for delimiter in (";", "\t", "|", ","):
         if delimiter in header[0]:
-            raise DataError(f"{place}: the header is one column, '{header[0]}': set delimiter={shown}.")
+            raise DataError(f"{line}: the header is one column, '{header[0]}': set delimiter={delimiter!r}.")
 
 
-def _check_quoted_delimiter(place: str, record: bytes, delimiter: str, settings: Mapping[str, Any]) -> None:
+def _check_quoted_delimiter(line: str, record: bytes, delimiter: str, settings: Mapping[str, Any]) -> None:
     """Raise :class:`DataError` if the first name of a broken header is in quotes before another delimiter."""
-    quoted = _QUOTED_NAME.match(record)
-    if quoted is not None and "delimiter" not in settings and quoted[1].decode() != delimiter:
-        other = quoted[1].decode().replace("\t", "\\t")
+    quoted_name = _QUOTED_NAME.match(record)
+    if quoted_name is None or "delimiter" in settings:
+        return
+    delimiter_in_file = quoted_name[1].decode()
+    if delimiter_in_file != delimiter:
         raise DataError(
-            f"{place}: the names of the header are in quotes, with another delimiter: set delimiter='{other}'."
+            f"{line}: the names of the header are in quotes, with another delimiter: set "
+            f"delimiter={delimiter_in_file!r}."
         )
 
 

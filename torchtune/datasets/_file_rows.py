@@ -1,5 +1,6 @@
 """Rows of local files, found by their offsets."""
 
+import copy
 import glob
 import os
 import shutil
@@ -16,7 +17,7 @@ import numpy as np
 
 from torchtune.data import DataError
 from torchtune.datasets._file_formats import FileFormat, JsonArray, Line, parsed
-from torchtune.datasets._shared import cache_folder
+from torchtune.datasets._row_cache import cache_folder
 from torchtune.utils import UserError, packed_by, unpacking
 
 _CHUNK = 1 << 20
@@ -36,7 +37,9 @@ class FileRows:
 
     def __init__(self, files: Sequence[tuple[str, FileFormat]]) -> None:
         self._files = [_IndexedFile(path, format) for path, format in files]
-        self._firsts = [0, *accumulate(len(file.starts) - 1 for file in self._files)]  # rows before each file
+        # Number of rows before each file, and of all rows.
+        self._firsts = [0, *accumulate(len(file.starts) - 1 for file in self._files)]
+        # Numbers of the rows that were not filtered out, in all files.
         self._chosen: Sequence[int] | np.ndarray = range(self._firsts[-1])
 
     def __len__(self) -> int:
@@ -47,7 +50,7 @@ class FileRows:
             try:
                 yield parsed(line)
             except DataError as error:
-                raise DataError(f"{self.place(number)}: {error}; correct the line.") from error
+                raise DataError(f"{self.location(number)}: {error}; correct the line.") from error
 
     def __getitem__(self, index: int) -> Mapping[str, Any]:
         index = range(len(self))[index]
@@ -55,18 +58,17 @@ class FileRows:
 
     def select(self, indices: Sequence[int] | np.ndarray) -> "FileRows":
         """Return the rows at ``indices``."""
-        part = object.__new__(FileRows)
-        part.__dict__ |= vars(self)
-        chosen = self._chosen
-        part._chosen = (
-            chosen[indices.start : indices.stop] if isinstance(indices, range) else np.asarray(chosen)[indices]
-        )
-        return part
+        selected = copy.copy(self)
+        if isinstance(indices, range):  # a slice, which copies nothing
+            selected._chosen = self._chosen[indices.start : indices.stop]
+        else:
+            selected._chosen = np.asarray(self._chosen)[indices]
+        return selected
 
     def filter(self, keep: Callable[[Mapping[str, Any], int], bool]) -> "FileRows":
         """Return the rows for which ``keep(row, number)`` is true, and broken rows, which are reported when read."""
-        kept = [number for number, line in enumerate(self.lines()) if _keeps(keep, line, number)]
-        return self.select(np.array(kept, np.int64))
+        numbers = [number for number, line in enumerate(self.lines()) if _keeps(keep, line, number)]
+        return self.select(np.array(numbers, np.int64))
 
     def lines(self) -> Iterator[Line]:
         """Yield the undecoded records of the rows."""
@@ -75,11 +77,11 @@ class FileRows:
             for record in file.records(int(row) - self._firsts[number] for row in rows):
                 yield Line.of(record, file.format)
 
-    def place(self, index: int) -> str:
+    def location(self, index: int) -> str:
         """Return the file, and the line or row in it, of a row, for messages; reads the file up to this row."""
         chosen = int(self._chosen[index])
         number = self._file_of(chosen)
-        return self._files[number].place(chosen - self._firsts[number])
+        return self._files[number].location(chosen - self._firsts[number])
 
     def _file_of(self, number: int) -> int:
         return bisect_right(self._firsts, number) - 1
@@ -93,7 +95,8 @@ class _IndexedFile:
     """
 
     def __init__(self, path: str, format: FileFormat) -> None:
-        self.path, self.format = path, format
+        self.path = path
+        self.format = format
         self._copy: int | None = None  # descriptor of the temporary file
         try:
             if isinstance(format, JsonArray) or packed_by(Path(path)) is not None:
@@ -103,8 +106,10 @@ class _IndexedFile:
                 self.starts = self._find_starts(file)
         except OSError as error:
             raise DataError(f"{path} cannot be read ({error.strerror}): correct the path or its rights.") from error
+        except DataError:
+            raise
         except UserError as error:
-            raise error if isinstance(error, DataError) else DataError(str(error)) from error
+            raise DataError(str(error)) from error
 
     def _open(self) -> IO[bytes]:
         if self._copy is None:
@@ -127,28 +132,39 @@ class _IndexedFile:
         try:
             with self._open() as file:
                 for row in rows:
-                    start, end = self.starts[row], self.starts[row + 1]
+                    start = self.starts[row]
+                    length = self.starts[row + 1] - start
                     # Forked processes share the position of the file: read without moving it.
-                    record = _read_at(file.fileno(), start, end - start)
-                    if len(record) < end - start:
+                    record = _read_at(file.fileno(), start, length)
+                    if len(record) < length:
                         refuse_shrunk(self.path, self.starts[-1], os.fstat(file.fileno()).st_size)
                     yield record
         except OSError as error:
             raise DataError(f"{self.path} cannot be read on ({error.strerror}): put it back.") from error
 
-    def place(self, row: int) -> str:
+    def location(self, row: int) -> str:
         """Return the path, and the line or row, of a row."""
-        number, offset, start = 1, 0, self.starts[row]
+        number = 1
+        offset = 0
+        start = self.starts[row]
         with self._open() as file:
-            while offset < start and (chunk := _read_at(file.fileno(), offset, min(start - offset, _CHUNK))):
-                number, offset = number + chunk.count(b"\n"), offset + len(chunk)
+            while offset < start:
+                chunk = _read_at(file.fileno(), offset, min(start - offset, _CHUNK))
+                if not chunk:
+                    break
+                number += chunk.count(b"\n")
+                offset += len(chunk)
         return f"{self.path}, {self.format.unit} {number}"
 
 
 def _read_at(descriptor: int, start: int, count: int) -> bytes:
+    """Return up to ``count`` bytes from an offset; fewer only at the end of the file."""
     record = os.pread(descriptor, count, start)
-    while len(record) < count and (more := os.pread(descriptor, count - len(record), start + len(record))):
-        record += more
+    while len(record) < count:
+        chunk = os.pread(descriptor, count - len(record), start + len(record))
+        if not chunk:
+            break
+        record += chunk
     return record
 
 
@@ -182,6 +198,14 @@ def unparsed(rows: Any) -> Iterable[Any]:
     return rows.lines() if isinstance(rows, FileRows) else rows
 
 
+def location_of(rows: Any, index: int) -> str:
+    """Return the file and line of a row, for messages; empty for rows that are not those of files."""
+    return rows.location(index) if isinstance(rows, FileRows) else ""
+
+
 def matching(names: Sequence[str]) -> list[str]:
     """Return the files that match names and glob patterns; names without a match are returned unchanged."""
-    return [path for name in names for path in sorted(glob.glob(name, recursive=True)) or [name]]
+    paths = []
+    for name in names:
+        paths += sorted(glob.glob(name, recursive=True)) or [name]
+    return paths

@@ -57,26 +57,32 @@ class Fingerprint:
         An object of another package needs an attribute ``fingerprint``, a text that changes when the object does;
         otherwise the fingerprint is not exact.
         """
-        hooks = hasattr(value, "fingerprint_parts") or isinstance(getattr(value, "fingerprint", None), str)
-        if _is_own(type(value)) and not hooks and not isinstance(value, Enum):
-            values = {name: type(value), **{f"{name}.{key}": inner for key, inner in vars(value).items()}}
-        else:
-            values = {name: value}
-        for key, inner in values.items():
-            text = self._text(inner)
-            is_short = inner is None or (isinstance(inner, bool | int | float | str) and len(repr(inner)) < 64)
-            self.parts[key] = repr(inner) if is_short else _digest(text)
+        has_fingerprint = hasattr(value, "fingerprint_parts") or isinstance(getattr(value, "fingerprint", None), str)
+        if not _is_own(type(value)) or has_fingerprint or isinstance(value, Enum):
+            self._add_part(name, value)
+            return
+        # Each attribute is a part, so that a difference can be named.
+        self._add_part(name, type(value))
+        for attribute, attribute_value in vars(value).items():
+            self._add_part(f"{name}.{attribute}", attribute_value)
+
+    def _add_part(self, name: str, value: Any) -> None:
+        text = self._text(value)  # also finds out whether the fingerprint stays exact
+        is_short = value is None or (isinstance(value, bool | int | float | str) and len(repr(value)) < 64)
+        self.parts[name] = repr(value) if is_short else _digest(text)
 
     def differences(self, then: Mapping[str, str]) -> list[str]:
         """Return descriptions of the differences from another fingerprint's :attr:`parts` and ``code``."""
         now = {**self.parts, "code": code_digest()}
-        found = []
+        differences = []
         for name in dict.fromkeys([*now, *then]):
-            before, after = then.get(name), now.get(name)
-            if before != after:
-                short = all(text is None or len(text) < 64 for text in (before, after))
-                found.append(f"{name} (was {before}, now {after})" if short else name)
-        return found
+            before = then.get(name)
+            after = now.get(name)
+            if before == after:
+                continue
+            is_short = all(text is None or len(text) < 64 for text in (before, after))
+            differences.append(f"{name} (was {before}, now {after})" if is_short else name)
+        return differences
 
     def _text(self, value: Any) -> str:
         try:
@@ -117,9 +123,9 @@ class Fingerprint:
             return name
         if kind is value:
             return name
-        found = value.fingerprint_parts() if hasattr(value, "fingerprint_parts") else vars(value)
-        self.is_exact = self.is_exact and found is not None
-        return [name, found]
+        parts = value.fingerprint_parts() if hasattr(value, "fingerprint_parts") else vars(value)
+        self.is_exact = self.is_exact and parts is not None
+        return [name, parts]
 
     def add_files(self, name: str, settings: Any, patterns: Iterable[str]) -> None:
         """Add the content of files; a pattern is the name of a file or folder, or a glob pattern.
@@ -127,13 +133,17 @@ class Fingerprint:
         Above 256 MiB in total, files are identified by path, size, modification time, inode, and their first and last
         MiB, because reading them completely is slow.
         """
-        found: list[tuple[str, Path]] = []
+        files: list[tuple[str, Path]] = []  # (what counts of the name, path)
         for pattern in patterns:
             for path in map(Path, sorted(glob.glob(pattern, recursive=True)) or [pattern]):
-                inside = [file for file in sorted(path.rglob("*")) if file.is_file()] if path.is_dir() else [path]
-                found += [(str(file.relative_to(path)) if file != path else path.suffix, file) for file in inside]
-        is_small = sum(path.stat().st_size for _, path in found) <= _WHOLE
-        contents = [(shown, _content(path, is_small)) for shown, path in found]
+                if not path.is_dir():
+                    files.append((path.suffix, path))  # a renamed file has the same rows
+                    continue
+                for file in sorted(path.rglob("*")):
+                    if file.is_file():
+                        files.append((str(file.relative_to(path)), file))
+        is_small = sum(path.stat().st_size for _, path in files) <= _WHOLE
+        contents = [(file_name, _content(path, is_small)) for file_name, path in files]
         self.parts[name] = _digest(self._text([settings, contents]))
 
     def add_rows(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
@@ -157,16 +167,17 @@ def _is_own(kind: Any) -> bool:
 
 
 def _content(path: Path, is_whole: bool) -> str:
-    found = path.stat()
+    """Return a digest of a file: of all its bytes or, unless ``is_whole``, of its status and its edges."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         if is_whole:
             while chunk := file.read(_EDGE):
                 digest.update(chunk)
         else:
-            digest.update(f"{path.resolve()} {found.st_size} {found.st_mtime_ns} {found.st_ino}".encode())
+            status = path.stat()
+            digest.update(f"{path.resolve()} {status.st_size} {status.st_mtime_ns} {status.st_ino}".encode())
             digest.update(file.read(_EDGE))
-            file.seek(-min(found.st_size, _EDGE), os.SEEK_END)
+            file.seek(-min(status.st_size, _EDGE), os.SEEK_END)
             digest.update(file.read(_EDGE))
     return digest.hexdigest()
 

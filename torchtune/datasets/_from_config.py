@@ -1,27 +1,28 @@
-"""Instantiation of datasets and collate functions from configs."""
+"""Datasets, mixtures and collate functions of configs."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 from torchtune import config
-from torchtune.config import locate
+from torchtune.config import Component, RuntimeArgs, locate
 from torchtune.data import (
     Batch,
     DataError,
+    ExampleDataset,
+    as_example_dataset,
     collate_documents,
     padded_collate_sft,
     padded_collate_tiled_images_and_mask,
 )
-from torchtune.datasets._concat import ConcatDataset
-from torchtune.datasets._foreign import CheckedDataset, is_own
-from torchtune.datasets._tokenize import longest_row, rows_up_to
+from torchtune.datasets._mixed import ConcatDataset, MixedDataset, MixedStream, Stop, mixture_weights
+from torchtune.datasets._user_dataset import CheckedDataset, is_own
 from torchtune.tokenizers import check_tokenizer
 from torchtune.utils import doing
 
 
 @doing("preparing data")
-def instantiate_dataset(dataset: Any, tokenizer: Any, longest: int | None = None) -> Any:
+def instantiate_dataset(dataset: Any, tokenizer: Any, longest: int | None = None) -> ExampleDataset:
     """Instantiate the dataset of a config node; a list of nodes is concatenated.
 
     Args:
@@ -42,17 +43,62 @@ def instantiate_dataset(dataset: Any, tokenizer: Any, longest: int | None = None
     """
     if tokenizer is not None:
         check_tokenizer(tokenizer, "vocab_size", reader="a recipe")
-    with rows_up_to(longest):
-        if isinstance(dataset, Sequence) and not isinstance(dataset, Mapping | str):
-            parts = [_checked(config.instantiate(node, tokenizer), tokenizer) for node in dataset]
-            return parts[0] if len(parts) == 1 else ConcatDataset(parts)
-        return _checked(config.instantiate(dataset, tokenizer), tokenizer)
+    if isinstance(dataset, Sequence) and not isinstance(dataset, Mapping | str):
+        parts = [_instantiate_node(node, tokenizer) for node in dataset]
+        instantiated = parts[0] if len(parts) == 1 else ConcatDataset(parts)
+    else:
+        instantiated = _instantiate_node(dataset, tokenizer)
+    if longest is not None:
+        instantiated.limit_rows(longest)
+    return instantiated
 
 
-def _checked(dataset: Any, tokenizer: Any) -> Any:
-    if is_own(dataset):
+def _instantiate_node(node: Any, tokenizer: Any) -> ExampleDataset:
+    dataset = config.instantiate(node, tokenizer)
+    if isinstance(dataset, ExampleDataset):
         return dataset
-    return CheckedDataset(dataset, getattr(tokenizer, "vocab_size", None), longest_row())
+    return CheckedDataset(dataset, getattr(tokenizer, "vocab_size", None))
+
+
+def mixed_dataset(
+    tokenizer: Any,
+    *,
+    datasets: dict[str, Annotated[Component, RuntimeArgs("tokenizer")]],
+    weights: dict[str, float] | None = None,
+    temperature: float = 1.0,
+    stop: Stop = "repeat",
+) -> MixedDataset | MixedStream:
+    """Build a weighted mixture of datasets, with a loss per dataset in the metrics.
+
+    Args:
+        tokenizer: passed to every dataset.
+        datasets: name -> node with ``_component_``, or a dataset.
+        weights: see :class:`MixedDataset`.
+        temperature: see :class:`MixedDataset`.
+        stop: see :class:`MixedDataset`.
+
+    Raises:
+        DataError: see :class:`MixedDataset` and the datasets.
+
+    Example:
+        >>> questions = {"_component_": "torchtune.datasets.instruct_dataset"}
+        >>> questions["source"] = [{"input": "the cat", "output": "a bird"}] * 4
+        >>> rows = [{"tokens": [n], "labels": [n]} for n in range(2)]
+        >>> mixture = torchtune.datasets.mixed_dataset(tokenizer, datasets={"questions": questions, "rows": rows})
+        >>> mixture.names, len(mixture)
+        (('questions', 'rows'), 6)
+    """
+    if not datasets:
+        raise DataError("datasets: the mixture is empty: give each dataset a name and a _component_.")
+    mixture_weights(tuple(map(str, datasets)), [1] * len(datasets), weights, temperature)  # fail before tokenization
+    parts = {}
+    for name, node in datasets.items():
+        parts[name] = instantiate_dataset(node, tokenizer) if isinstance(node, Mapping) else as_example_dataset(node)
+    if not any(dataset.is_stream for dataset in parts.values()):
+        return MixedDataset(parts, weights, temperature, stop)
+    if stop != "repeat":
+        raise DataError(f"stop={stop} needs to know when a dataset ends, which a stream does not say: use stop=repeat.")
+    return MixedStream(parts, weights, temperature)
 
 
 def instantiate_collate(collate_fn: str | Callable[..., Any], tokenizer: Any) -> Callable[[list[Any]], Batch]:
@@ -73,16 +119,20 @@ def instantiate_collate(collate_fn: str | Callable[..., Any], tokenizer: Any) ->
     collate = locate(collate_fn) if isinstance(collate_fn, str) else collate_fn
     if not callable(collate):
         raise DataError(f"collate_fn: {collate_fn} is a {type(collate).__name__}: name a function.")
-    wanted = collate_documents if getattr(tokenizer, "gives_patches", False) else padded_collate_tiled_images_and_mask
-    if getattr(tokenizer, "takes_images", False) and collate in {collate_documents, padded_collate_sft} - {wanted}:
+    takes_images = getattr(tokenizer, "takes_images", False)
+    gives_patches = getattr(tokenizer, "gives_patches", False)
+    collate_images = collate_documents if gives_patches else padded_collate_tiled_images_and_mask
+    if takes_images and collate in {collate_documents, padded_collate_sft} - {collate_images}:
         raise DataError(
             f"collate_fn: {collate.__name__} does not take the images of the tokenizer: set "
-            f"collate_fn=torchtune.data.{wanted.__name__}."
+            f"collate_fn=torchtune.data.{collate_images.__name__}."
         )
     signature = inspect.signature(collate)
     if is_own(collate) and signature.return_annotation is Batch:
         return collate
-    settings = {"padding_idx": getattr(tokenizer, "pad_id", 0)} if "padding_idx" in signature.parameters else {}
+    settings = {}
+    if "padding_idx" in signature.parameters:
+        settings["padding_idx"] = getattr(tokenizer, "pad_id", 0)
 
     def collated(examples: list[Any]) -> Batch:
         batch = Batch.from_dict(collate(examples, **settings))

@@ -1,24 +1,141 @@
-"""Weighted mixtures of datasets."""
+"""Datasets of datasets: concatenations and weighted mixtures."""
 
 import math
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from itertools import pairwise
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
-from torch.utils.data import Dataset
 
-from torchtune.config import Component, RuntimeArgs
-from torchtune.data import DataError, SourceNumber, make_random_state
-from torchtune.datasets._concat import ConcatDataset
-from torchtune.datasets._from_config import instantiate_dataset
-from torchtune.datasets._packed import origins_of
-from torchtune.datasets._tokenize import longest_row
+from torchtune.data import DataError, ExampleDataset, SourceNumber, as_example_dataset, make_random_state
 from torchtune.utils import get_logger, log_rank_zero
 
-_KEPT = 4  # cached blocks of a stream's order
+_NUM_CACHED = 4  # blocks of a stream's order
 Stop = Literal["first", "all", "repeat"]
+
+
+class ConcatDataset(ExampleDataset):
+    """Concatenation of datasets.
+
+    Args:
+        datasets: either all packed or none.
+
+    Raises:
+        DataError: the list is empty, packed and unpacked datasets are mixed, or a dataset is streamed.
+
+    Example:
+        >>> short = [{"tokens": [1], "labels": [1]}]
+        >>> len(torchtune.datasets.ConcatDataset([short, short]))
+        2
+    """
+
+    def __init__(self, datasets: Sequence[Any]) -> None:
+        self.parts = [as_example_dataset(dataset) for dataset in datasets]
+        if not self.parts:
+            raise DataError("The list of datasets is empty.")
+        self.is_packed = _are_packed(self.parts)
+        if any(dataset.is_stream for dataset in self.parts):
+            raise DataError("A list of datasets cannot hold one with streaming=True: leave streaming out.")
+        self._count()
+
+    def _count(self) -> None:
+        """Set the index behind the last example of each dataset."""
+        self._ends = np.cumsum([len(dataset) for dataset in self.parts])
+
+    def limit_rows(self, longest: int) -> None:
+        """See :meth:`torchtune.data.ExampleDataset.limit_rows`."""
+        num_examples = len(self)
+        for dataset in self.parts:
+            dataset.limit_rows(longest)
+        if sum(len(dataset) for dataset in self.parts) != num_examples:
+            self._count()
+
+    @property
+    def fingerprint(self) -> tuple[Any, ...]:
+        """Fingerprints of the datasets."""
+        return tuple(dataset.fingerprint for dataset in self.parts)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Number of tokens of each example, int64 ``[examples]``."""
+        return np.concatenate([dataset.measure() for dataset in self.parts])
+
+    @property
+    def known_lengths(self) -> np.ndarray | None:
+        """See :class:`torchtune.data.ExampleDataset`."""
+        lengths = [dataset.known_lengths for dataset in self.parts]
+        if any(lengths_of_part is None for lengths_of_part in lengths):
+            return None
+        return np.concatenate(lengths)
+
+    @property
+    def longest(self) -> int | None:
+        """See :class:`torchtune.data.ExampleDataset`."""
+        longest = [dataset.longest for dataset in self.parts]
+        return None if None in longest else max(longest)
+
+    @property
+    def num_images(self) -> int:
+        """Number of images of all rows, as far as it is known."""
+        return sum(dataset.num_images or 0 for dataset in self.parts)
+
+    @property
+    def may_have_images(self) -> bool:
+        """See :class:`torchtune.data.ExampleDataset`."""
+        return any(dataset.may_have_images for dataset in self.parts)
+
+    @property
+    def dropped(self) -> list[int]:
+        """Numbers of the rows that are left out, in the source of each dataset."""
+        dropped: list[int] = []
+        for dataset in self.parts:
+            dropped += dataset.dropped
+        return dropped
+
+    @property
+    def num_truncated(self) -> int:
+        """See :class:`torchtune.data.ExampleDataset`."""
+        return sum(dataset.num_truncated for dataset in self.parts)
+
+    def row_datasets(self) -> list[ExampleDataset]:
+        """See :class:`torchtune.data.ExampleDataset`."""
+        return _row_datasets(self.parts)
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def __getitem__(self, index: int) -> Any:
+        """Return an example."""
+        number, row = self._locate(index)
+        return self.parts[number][row]
+
+    def origins(self, index: int) -> list[dict[str, Any]]:
+        """Return ``source`` and ``row`` of each document of an example."""
+        number, row = self._locate(index)
+        return self.parts[number].origins(row)
+
+    def _locate(self, index: int) -> tuple[int, int]:
+        """Return (dataset, index in it)."""
+        index = range(len(self))[index]
+        number = int(np.searchsorted(self._ends, index, side="right"))
+        start = int(self._ends[number - 1]) if number else 0
+        return number, index - start
+
+
+def _row_datasets(datasets: Sequence[ExampleDataset]) -> list[ExampleDataset]:
+    row_datasets = []
+    for dataset in datasets:
+        row_datasets += dataset.row_datasets()
+    return row_datasets
+
+
+def _are_packed(datasets: Sequence[ExampleDataset]) -> bool:
+    """Return whether datasets are packed; raise :class:`DataError` if some are and others are not."""
+    packed = [dataset.is_packed for dataset in datasets]
+    if any(packed) and not all(packed):
+        raise DataError("Datasets with packed=True and packed=False cannot be mixed: set all of them alike.")
+    return all(packed)
 
 
 class MixedDataset(ConcatDataset):
@@ -53,22 +170,31 @@ class MixedDataset(ConcatDataset):
         temperature: float = 1.0,
         stop: Stop = "repeat",
     ) -> None:
-        super().__init__(list(datasets.values()))
         self.names = tuple(map(str, datasets))
-        self.sizes = [len(dataset) for dataset in self._datasets]
-        self._weights = mixture_weights(self.names, self.sizes, weights, temperature)
-        self._counts = mixture_counts(self.sizes, self._weights, stop)
-        self.examples_per_epoch = sum(self._counts)
-        shown = list(zip(self.names, self.sizes, self._weights, self._counts, strict=True))
-        self.mixture = ", ".join(f"{name} {weight:.6g}" for name, _, weight, _ in shown) + f", stop={stop}"
-        lines = (
-            f"  {name}: {count:,} of {size:,}, {weight:.1%}"
-            + (f", each {count / size:.1f} times" if count > size else "")
-            for name, size, weight, count in shown
-        )
-        kind = "packs" if hasattr(self._datasets[0], "packs") else "examples"
-        head = f"An epoch of the mixture has {self.examples_per_epoch:,} {kind} (stop={stop}):"
-        log_rank_zero(get_logger(), "\n".join([head, *lines]))
+        self._given_weights = weights
+        self._temperature = temperature
+        self._stop = stop
+        super().__init__(list(datasets.values()))
+
+    def _count(self) -> None:
+        """Set the weights and the number of examples in an epoch of each dataset, and log them."""
+        super()._count()
+        self.sizes = [len(dataset) for dataset in self.parts]
+        self._weights = mixture_weights(self.names, self.sizes, self._given_weights, self._temperature)
+        self._counts = mixture_counts(self.sizes, self._weights, self._stop)
+        weights = [f"{name} {weight:.6g}" for name, weight in zip(self.names, self._weights, strict=True)]
+        self.mixture = f"{', '.join(weights)}, stop={self._stop}"
+        kind = "packs" if self.is_packed else "examples"
+        lines = [f"An epoch of the mixture has {self.examples_per_epoch:,} {kind} (stop={self._stop}):"]
+        for name, size, weight, count in zip(self.names, self.sizes, self._weights, self._counts, strict=True):
+            repeats = f", each {count / size:.1f} times" if count > size else ""
+            lines.append(f"  {name}: {count:,} of {size:,}, {weight:.1%}{repeats}")
+        log_rank_zero(get_logger(), "\n".join(lines))
+
+    @property
+    def examples_per_epoch(self) -> int:
+        """Number of examples in an epoch, which may skip or repeat some."""
+        return sum(self._counts)
 
     def order(self, seed: int, epoch: int, shuffle: bool) -> np.ndarray:
         """Return the indices of an epoch, int64 ``[examples_per_epoch]``.
@@ -76,24 +202,27 @@ class MixedDataset(ConcatDataset):
         Examples are sorted by ``(k + u) / w`` for example ``k`` of a dataset of weight ``w``; ``u`` is random in [0, 1)
         if ``shuffle``, otherwise 1 / 2. Therefore every section of the order contains the datasets in proportion.
         """
-        turns, found = [], []
+        times = []  # (k + u) / w of each example
+        indices = []
         start = 0
         for number, (size, weight, count) in enumerate(zip(self.sizes, self._weights, self._counts, strict=True)):
             random = make_random_state(seed, epoch, number)
-            within = random.random_sample(count) if shuffle else np.full(count, 0.5)
-            turns.append((np.arange(count) + within) / weight)
-            passes = [random.permutation(size) if shuffle else np.arange(size) for _ in range(math.ceil(count / size))]
-            found.append(start + np.concatenate(passes)[:count])
+            offsets = random.random_sample(count) if shuffle else np.full(count, 0.5)
+            times.append((np.arange(count) + offsets) / weight)
+            passes = []
+            for _ in range(math.ceil(count / size)):
+                passes.append(random.permutation(size) if shuffle else np.arange(size))
+            indices.append(start + np.concatenate(passes)[:count])
             start += size
-        return np.concatenate(found)[np.argsort(np.concatenate(turns), kind="stable")]
+        return np.concatenate(indices)[np.argsort(np.concatenate(times), kind="stable")]
 
     def __getitem__(self, index: int) -> Any:
         """Return an example, with ``source`` in each of its documents."""
         number, row = self._locate(index)
-        return with_source(self._datasets[number][row], number, self.names)
+        return with_source(self.parts[number][row], number, self.names)
 
 
-class MixedStream(Dataset):
+class MixedStream(ExampleDataset):
     """Endless weighted mixture of datasets with at least one stream.
 
     Indices count the examples of the whole run. Each block of indices has the datasets in proportion and is shuffled
@@ -115,36 +244,53 @@ class MixedStream(Dataset):
     ) -> None:
         if weights is None:
             raise DataError("weights: a stream has no number of examples: give each dataset of the mixture a weight.")
-        self.names, self._datasets = tuple(map(str, datasets)), list(datasets.values())
-        if len({getattr(dataset, "is_packed", hasattr(dataset, "packs")) for dataset in self._datasets}) > 1:
-            raise DataError("Datasets with packed=True and packed=False cannot be mixed: set all of them alike.")
+        self.names = tuple(map(str, datasets))
+        self._datasets = [as_example_dataset(dataset) for dataset in datasets.values()]
+        self.is_packed = _are_packed(self._datasets)
         shares = mixture_weights(self.names, [1] * len(self._datasets), weights, temperature)
         # Integers, so that the number of examples before an index is exact.
         self._shares = np.cumsum([0, *(max(1, round(share * 2**30)) for share in shares)]).tolist()
-        self._length = max(256, math.ceil(2 / min(shares)))
+        self._length = max(256, math.ceil(2 / min(shares)))  # examples per block
         self.mixture = ", ".join(f"{name} {share:.6g}" for name, share in zip(self.names, shares, strict=True))
-        self.fingerprint = [getattr(dataset, "fingerprint", None) for dataset in self._datasets]
-        self.begin(0, shuffle=False)
+        self._set_order(0, shuffle=False)
+
+    @property
+    def fingerprint(self) -> list[Any]:
+        """Fingerprints of the datasets."""
+        return [dataset.fingerprint for dataset in self._datasets]
+
+    def row_datasets(self) -> list[ExampleDataset]:
+        """See :class:`torchtune.data.ExampleDataset`."""
+        return _row_datasets(self._datasets)
+
+    def limit_rows(self, longest: int) -> None:
+        """See :meth:`torchtune.data.ExampleDataset.limit_rows`."""
+        for dataset in self._datasets:
+            dataset.limit_rows(longest)
 
     def begin(self, seed: int, *, shuffle: bool) -> None:
         """Move to the first example; the order depends on ``seed`` if ``shuffle``."""
-        self._seed, self._shuffle = seed, shuffle
-        self._block = lru_cache(_KEPT)(self._make_block)
-        self._permutation = lru_cache(len(self._datasets))(self._make_permutation)
+        self._set_order(seed, shuffle=shuffle)
         for number, dataset in enumerate(self._datasets):
-            if hasattr(dataset, "begin"):
-                dataset.begin(seed + number, shuffle=shuffle)
+            dataset.begin(seed + number, shuffle=shuffle)
+
+    def _set_order(self, seed: int, *, shuffle: bool) -> None:
+        self._seed = seed
+        self._shuffle = shuffle
+        self._block = lru_cache(_NUM_CACHED)(self._make_block)
+        self._permutation = lru_cache(len(self._datasets))(self._make_permutation)
 
     def state_at(self, index: int) -> dict[str, Any]:
         """Return the state of the streams with ``index`` as next example, as plain data."""
-        sources, _ = self._block(index // self._length)
-        before = self._before(index // self._length * self._length)
-        counts = np.bincount(sources[: index % self._length], minlength=len(self.names)).tolist()
-        return {
-            name: dataset.state_at(first + more)
-            for name, dataset, first, more in zip(self.names, self._datasets, before, counts, strict=True)
-            if hasattr(dataset, "state_at")
-        }
+        block, position = divmod(index, self._length)
+        sources, _ = self._block(block)
+        before_block = self._before(block * self._length)
+        in_block = np.bincount(sources[:position], minlength=len(self.names)).tolist()
+        state = {}
+        for name, dataset, first, count in zip(self.names, self._datasets, before_block, in_block, strict=True):
+            if dataset.is_stream:
+                state[name] = dataset.state_at(first + count)
+        return state
 
     def go_to(self, state: Mapping[str, Any]) -> None:
         """Restore a state that :meth:`state_at` returned."""
@@ -154,22 +300,21 @@ class MixedStream(Dataset):
 
     def __getitem__(self, index: int) -> Any:
         """Return an example, with ``source`` in each of its documents."""
-        number, row = self._place(index)
+        number, row = self._locate(index)
         return with_source(self._datasets[number][row], number, self.names)
 
     def read_ahead(self, indices: Sequence[int]) -> None:
         """See :meth:`StreamedDataset.read_ahead`."""
-        rows: dict[int, list[int]] = {}
-        for number, row in map(self._place, indices):
-            rows.setdefault(number, []).append(row)
-        for number, found in rows.items():
-            if hasattr(self._datasets[number], "read_ahead"):
-                self._datasets[number].read_ahead(found)
+        rows_of: dict[int, list[int]] = {}
+        for number, row in map(self._locate, indices):
+            rows_of.setdefault(number, []).append(row)
+        for number, rows in rows_of.items():
+            self._datasets[number].read_ahead(rows)
 
     def origins(self, index: int) -> list[dict[str, Any]]:
         """Return ``source`` and ``line`` or ``row`` of each document of an example."""
-        number, row = self._place(index)
-        return origins_of(self._datasets[number], row)
+        number, row = self._locate(index)
+        return self._datasets[number].origins(row)
 
     def _before(self, index: int) -> list[int]:
         """Return the number of examples of each dataset before an index, a multiple of the block length."""
@@ -177,26 +322,34 @@ class MixedStream(Dataset):
         return [end - start for start, end in pairwise(ends)]
 
     def _make_block(self, block: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return, for each example of a block, the dataset and the example's number in it."""
-        before, after = self._before(block * self._length), self._before((block + 1) * self._length)
-        counts = [end - start for start, end in zip(before, after, strict=True)]
+        """Return, for each example of a block, the dataset and the example's number in it, int64 ``[block length]``."""
+        starts = self._before(block * self._length)
+        ends = self._before((block + 1) * self._length)
         random = make_random_state(self._seed, block, len(self.names))
-        within = [random.random_sample(count) if self._shuffle else np.full(count, 0.5) for count in counts]
-        turns = [(np.arange(len(one)) + one) / len(one) for one in within]
-        order = np.argsort(np.concatenate(turns), kind="stable")
-        sources = np.repeat(np.arange(len(counts)), counts)[order]
-        numbers = np.concatenate([np.arange(*ends) for ends in zip(before, after, strict=True)])[order]
-        return sources, numbers
+        times = []  # of each example within the block, from 0 to 1
+        numbers = []
+        for start, end in zip(starts, ends, strict=True):
+            count = end - start
+            offsets = random.random_sample(count) if self._shuffle else np.full(count, 0.5)
+            times.append((np.arange(count) + offsets) / count)
+            numbers.append(np.arange(start, end))
+        order = np.argsort(np.concatenate(times), kind="stable")
+        sources = np.repeat(np.arange(len(numbers)), [len(part) for part in numbers])
+        return sources[order], np.concatenate(numbers)[order]
 
     def _make_permutation(self, source: int, passes: int) -> np.ndarray:
         return make_random_state(self._seed, passes, source).permutation(len(self._datasets[source]))
 
-    def _place(self, index: int) -> tuple[int, int]:
+    def _locate(self, index: int) -> tuple[int, int]:
         """Return (dataset, index in it)."""
-        source, number = (int(values[index % self._length]) for values in self._block(index // self._length))
-        if hasattr(self._datasets[source], "begin"):
+        block, position = divmod(index, self._length)
+        sources, numbers = self._block(block)
+        source = int(sources[position])
+        number = int(numbers[position])
+        dataset = self._datasets[source]
+        if dataset.is_stream:
             return source, number
-        passes, row = divmod(number, len(self._datasets[source]))
+        passes, row = divmod(number, len(dataset))
         return source, int(self._permutation(source, passes)[row]) if self._shuffle else row
 
 
@@ -213,70 +366,35 @@ def mixture_weights(
     names: Sequence[str], sizes: Sequence[int], weights: Mapping[str, float] | None, temperature: float
 ) -> list[float]:
     """Return normalized weights; raise :class:`DataError` as :class:`MixedDataset` does."""
-    if weights is not None and (odd := set(map(str, weights)).symmetric_difference(names)):
-        what = "is no dataset of the mixture" if min(odd) not in names else "has no weight"
-        raise DataError(f"weights: '{min(odd)}' {what}: name each of {', '.join(names)} once.")
-    given = list(sizes) if weights is None else [weights[name] for name in names]
-    for name, weight in zip(names, given, strict=True):
+    if weights is None:
+        numbers = list(sizes)
+    else:
+        unmatched = set(map(str, weights)).symmetric_difference(names)
+        if unmatched:
+            name = min(unmatched)
+            mistake = "has no weight" if name in names else "is no dataset of the mixture"
+            raise DataError(f"weights: '{name}' {mistake}: name each of {', '.join(names)} once.")
+        numbers = [weights[name] for name in names]
+    for name, weight in zip(names, numbers, strict=True):
         if not (weight > 0 and math.isfinite(weight)):
             raise DataError(f"weights: {name} has {weight}: a weight is above 0; leave out a dataset that is not used.")
     if not temperature > 0:
         raise DataError(f"temperature must be above 0, not {temperature}: 1 leaves weights as they are.")
-    largest = max(given)
-    scaled = [(weight / largest) ** (1 / temperature) for weight in given]
+    largest = max(numbers)  # divided by it, weights of any size have a power
+    scaled = [(weight / largest) ** (1 / temperature) for weight in numbers]
     return [weight / math.fsum(scaled) for weight in scaled]
 
 
 def mixture_counts(sizes: Sequence[int], weights: Sequence[float], stop: Stop) -> list[int]:
     """Return the number of examples of each dataset in an epoch."""
-    times = [size / weight for size, weight in zip(sizes, weights, strict=True)]
     if stop not in ("first", "all", "repeat"):
         raise DataError(f"stop must be first, all or repeat, not '{stop}'.")
     if stop == "all":
         return list(sizes)
-    end = min(times) if stop == "first" else max(times)
+    # Examples per weight until a dataset is exhausted.
+    ends = [size / weight for size, weight in zip(sizes, weights, strict=True)]
+    end = min(ends) if stop == "first" else max(ends)
     counts = [math.ceil(weight * end - 1e-6) for weight in weights]
+    # Rounding must not add an example that a dataset lacks, or leave one out.
     limit = min if stop == "first" else max
     return [limit(count, size) for count, size in zip(counts, sizes, strict=True)]
-
-
-def mixed_dataset(
-    tokenizer: Any,
-    *,
-    datasets: dict[str, Annotated[Component, RuntimeArgs("tokenizer")]],
-    weights: dict[str, float] | None = None,
-    temperature: float = 1.0,
-    stop: Stop = "repeat",
-) -> MixedDataset | MixedStream:
-    """Build a weighted mixture of datasets, with a loss per dataset in the metrics.
-
-    Args:
-        tokenizer: passed to every dataset.
-        datasets: name -> node with ``_component_``, or a dataset.
-        weights: see :class:`MixedDataset`.
-        temperature: see :class:`MixedDataset`.
-        stop: see :class:`MixedDataset`.
-
-    Raises:
-        DataError: see :class:`MixedDataset` and the datasets.
-
-    Example:
-        >>> questions = {"_component_": "torchtune.datasets.instruct_dataset"}
-        >>> questions["source"] = [{"input": "the cat", "output": "a bird"}] * 4
-        >>> rows = [{"tokens": [n], "labels": [n]} for n in range(2)]
-        >>> mixture = torchtune.datasets.mixed_dataset(tokenizer, datasets={"questions": questions, "rows": rows})
-        >>> mixture.names, len(mixture)
-        (('questions', 'rows'), 6)
-    """
-    if not datasets:
-        raise DataError("datasets: the mixture is empty: give each dataset a name and a _component_.")
-    mixture_weights(tuple(map(str, datasets)), [1] * len(datasets), weights, temperature)  # fail before tokenization
-    built = {
-        name: instantiate_dataset(node, tokenizer, longest_row()) if isinstance(node, Mapping) else node
-        for name, node in datasets.items()
-    }
-    if not any(getattr(dataset, "is_stream", False) for dataset in built.values()):
-        return MixedDataset(built, weights, temperature, stop)
-    if stop != "repeat":
-        raise DataError(f"stop={stop} needs to know when a dataset ends, which a stream does not say: use stop=repeat.")
-    return MixedStream(built, weights, temperature)

@@ -1,6 +1,7 @@
 """Packing of documents."""
 
 import heapq
+import itertools
 from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -10,10 +11,8 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 from torch.utils.data import Dataset
-from tqdm import tqdm
 
-from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, DataError
-from torchtune.datasets._tokenize import longest_row
+from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, DataError, ExampleDataset, as_example_dataset
 from torchtune.utils import get_logger, log_rank_zero
 
 # (row, start, end): a slice of a row's tokens.
@@ -36,7 +35,8 @@ def spread_images(lengths: np.ndarray, capacity: int, image_tokens: np.ndarray) 
     rooms = [capacity] * len(packs)
     least = [(0, pack) for pack in range(len(packs))]  # heap of (image tokens, pack)
     for row in np.argsort(-image_tokens, kind="stable")[: np.count_nonzero(image_tokens)].tolist():
-        length, passed = int(lengths[row]), []
+        length = int(lengths[row])
+        passed = []  # packs with fewer image tokens, but without space
         while least and rooms[least[0][1]] < length and len(passed) < _MOST_TRIES:
             passed.append(heapq.heappop(least))
         if not least or rooms[least[0][1]] < length:
@@ -65,24 +65,26 @@ def best_fit(lengths: np.ndarray, capacity: int, image_tokens: np.ndarray | None
     if image_tokens is None:
         image_tokens = np.zeros_like(lengths)
     packs = spread_images(lengths, capacity, image_tokens) if image_tokens.any() else []
-    with_room: dict[int, list[int]] = defaultdict(list)
+    with_room: dict[int, list[int]] = defaultdict(list)  # free tokens -> packs
     for pack, rows in enumerate(packs):
         with_room[capacity - int(lengths[rows].sum())].append(pack)
     with_room.pop(0, None)
-    rooms = sorted(with_room)
+    rooms = sorted(with_room)  # so that the fullest pack with enough space is found by bisection
     for row in np.argsort(-lengths, kind="stable").tolist():
         if image_tokens[row]:
             continue
         length = int(lengths[row])
-        place = bisect_left(rooms, length)
-        if place == len(rooms):
-            pack, room = len(packs), capacity
+        position = bisect_left(rooms, length)
+        if position == len(rooms):  # no pack has enough space
+            room = capacity
+            pack = len(packs)
             packs.append([])
         else:
-            room = rooms[place]
+            room = rooms[position]
             pack = with_room[room].pop()
             if not with_room[room]:
-                del with_room[room], rooms[place]
+                del with_room[room]
+                del rooms[position]
         packs[pack].append(row)
         left = room - length
         if left:
@@ -115,10 +117,26 @@ def split_evenly(lengths: np.ndarray, capacity: int, longest: int | None = None)
     return packs
 
 
+def whole_rows(packs: list[list[int]], lengths: np.ndarray) -> list[list[Piece]]:
+    """Return the pieces of packs of whole rows."""
+    pieces_of_packs = []
+    for rows in packs:
+        pieces_of_packs.append([(row, 0, int(lengths[row])) for row in rows])
+    return pieces_of_packs
+
+
 def document_of(example: Mapping[str, Any], start: int, end: int) -> dict[str, torch.Tensor]:
     """Return int64 ``tokens`` and ``labels`` of a slice of an example."""
     parts = {name: np.asarray(example[name])[start:end] for name in ("tokens", "labels")}
     return {name: torch.from_numpy(ids.astype(np.int64)) for name, ids in parts.items()}
+
+
+def pack_length(tokenizer: Any) -> int:
+    """Return the tokenizer's ``max_seq_len`` as pack length; raise :class:`DataError` if it is not set."""
+    length = getattr(tokenizer, "max_seq_len", None)
+    if length is None:
+        raise DataError("packed=True needs the length of a pack: set the tokenizer's max_seq_len.")
+    return length
 
 
 class Packs:
@@ -130,7 +148,8 @@ class Packs:
 
     def __init__(self, packs: list[list[Piece]]) -> None:
         self._ends = np.cumsum([0, *map(len, packs)])
-        self._pieces = np.array([piece for pack in packs for piece in pack], np.int32).reshape(-1, 3)
+        pieces = list(itertools.chain.from_iterable(packs))
+        self._pieces = np.array(pieces, np.int32).reshape(-1, 3)  # (row, start, end)
 
     def __len__(self) -> int:
         return len(self._ends) - 1
@@ -139,6 +158,11 @@ class Packs:
         """Return the pieces of a pack."""
         index = range(len(self))[index]
         return [tuple(piece) for piece in self._pieces[self._ends[index] : self._ends[index + 1]].tolist()]
+
+    @property
+    def longest_piece(self) -> int:
+        """Number of tokens of the longest piece."""
+        return int((self._pieces[:, 2] - self._pieces[:, 1]).max())
 
     @property
     def lengths(self) -> np.ndarray:
@@ -162,7 +186,8 @@ class Pack(list):
 
     def __init__(self, documents: Iterable[dict[str, Any]], max_seq_len: int, padding_idx: int) -> None:
         super().__init__(documents)
-        self.max_seq_len, self.padding_idx = max_seq_len, padding_idx
+        self.max_seq_len = max_seq_len
+        self.padding_idx = padding_idx
 
     def keys(self) -> list[str]:
         """Return the names of the tensors of the padded row."""
@@ -186,7 +211,7 @@ class Pack(list):
         return F.pad(values, (0, missing), value=paddings[key])
 
 
-class PackedDataset(Dataset):
+class PackedDataset(ExampleDataset):
     """Dataset of packs of documents, with every token of ``ds`` exactly once and no padding.
 
     An item is a list of documents (``tokens`` and pre-shifted ``labels``, and images), which
@@ -215,6 +240,8 @@ class PackedDataset(Dataset):
         tensor([3, 3, 3, 1])
     """
 
+    is_packed = True
+
     def __init__(
         self,
         ds: Dataset,
@@ -224,72 +251,93 @@ class PackedDataset(Dataset):
         max_packs: int | None = None,
         split_across_pack: bool = False,
     ) -> None:
-        self.ds = ds
+        self.ds = as_example_dataset(ds)
         self.max_seq_len = max_seq_len
         self.padding_idx = padding_idx
-        self._has_images = bool(getattr(ds, "on_reading", False))
-        if self._has_images and ds.image_tokens is None:
+        self._max_packs = max_packs
+        self._splits = split_across_pack
+        if self.ds.on_reading and self.ds.image_tokens is None:
             raise DataError("Rows with images of this tokenizer cannot be packed: leave packed out.")
-        if self._has_images and split_across_pack:
+        if self.ds.on_reading and split_across_pack:
             raise DataError("split_across_pack would cut rows inside their images: leave it out.")
-        lengths = _lengths(ds)
+        self._pack(self.ds.measure())
+
+    def _pack(self, lengths: np.ndarray, longest: int | None = None) -> None:
+        """Assign rows to packs, given their numbers of tokens; ``longest`` is the maximum of a piece of a row."""
         if not len(lengths):
             raise DataError("There is nothing to pack: the dataset is empty.")
-        if split_across_pack:
-            packs = split_evenly(lengths, max_seq_len, longest_row())
+        if self._splits:
+            packs = split_evenly(lengths, self.max_seq_len, longest)
         else:
-            too_long = np.flatnonzero(lengths > max_seq_len)
+            too_long = np.flatnonzero(lengths > self.max_seq_len)
             if len(too_long):
-                shown = ", ".join(map(str, too_long[:10].tolist()))
+                rows = ", ".join(map(str, too_long[:10].tolist()))
                 raise DataError(
-                    f"{len(too_long)} rows are longer than max_seq_len={max_seq_len} and fit into no pack (rows "
-                    f"{shown}, counted from 0): raise max_seq_len, or cut them with split_across_pack=True."
+                    f"{len(too_long)} rows are longer than max_seq_len={self.max_seq_len} and fit into no pack (rows "
+                    f"{rows}, counted from 0): raise max_seq_len, or cut them with split_across_pack=True."
                 )
-            rows = best_fit(lengths, max_seq_len, ds.image_tokens if self._has_images else None)
-            packs = [[(row, 0, int(lengths[row])) for row in pack] for pack in rows]
-        self.packs = Packs(packs[:max_packs])
-        self.lengths = self.packs.lengths
-        self.fill = float(self.lengths.sum() / (len(self.packs) * max_seq_len))
+            # Rows that are transformed when they are read have images, which packs share evenly.
+            image_tokens = self.ds.image_tokens if self.ds.on_reading else None
+            packs = whole_rows(best_fit(lengths, self.max_seq_len, image_tokens), lengths)
+        self.packs = Packs(packs[: self._max_packs])
+        self.fill = float(self.lengths.sum() / (len(self.packs) * self.max_seq_len))
         log_rank_zero(
             get_logger(),
-            f"Packed {len(lengths)} examples into {len(self.packs)} packs of up to {max_seq_len} tokens, "
+            f"Packed {len(lengths)} examples into {len(self.packs)} packs of up to {self.max_seq_len} tokens, "
             f"{100 * self.fill:.1f} % full.",
         )
 
+    def limit_rows(self, longest: int) -> None:
+        """See :meth:`torchtune.data.ExampleDataset.limit_rows`; split rows are cut instead."""
+        num_rows = len(self.ds)
+        self.ds.limit_rows(longest)
+        must_cut = self._splits and self.packs.longest_piece > longest
+        if must_cut or len(self.ds) < num_rows:
+            self._pack(self.ds.measure(), longest)
+
     @property
-    def fingerprint(self) -> int | None:
+    def lengths(self) -> np.ndarray:
+        """Number of tokens of each pack, int64 ``[packs]``."""
+        return self.packs.lengths
+
+    @property
+    def known_lengths(self) -> np.ndarray:
+        """See :class:`torchtune.data.ExampleDataset`."""
+        return self.packs.lengths
+
+    @property
+    def fingerprint(self) -> Any:
         """Fingerprint of ``ds``."""
-        return getattr(self.ds, "fingerprint", None)
+        return self.ds.fingerprint
 
     @property
     def num_images(self) -> int | None:
-        """Number of images of all rows; raises ``AttributeError`` if ``ds`` has no such attribute."""
+        """Number of images of all rows; None for text."""
         return self.ds.num_images
+
+    @property
+    def may_have_images(self) -> bool:
+        """See :class:`torchtune.data.ExampleDataset`."""
+        return self.ds.may_have_images
+
+    def row_datasets(self) -> list[ExampleDataset]:
+        """See :class:`torchtune.data.ExampleDataset`."""
+        return self.ds.row_datasets()
 
     def __len__(self) -> int:
         return len(self.packs)
 
     def __getitem__(self, idx: int) -> Pack:
         """Return the documents of a pack: dicts of ``tokens``, ``labels`` and, if there are images, their patches."""
-        if self._has_images:
+        if self.ds.on_reading:
             documents = [self.ds[row] for row, _, _ in self.packs[idx]]
         else:
-            store = getattr(self.ds, "store", None)
-            rows = self.ds if store is None else store
-            documents = [document_of(rows[row], start, end) for row, start, end in self.packs[idx]]
+            documents = [document_of(self.ds.token_row(row), start, end) for row, start, end in self.packs[idx]]
         return Pack(documents, self.max_seq_len, self.padding_idx)
 
     def origins(self, idx: int) -> list[dict[str, Any]]:
         """Return ``source`` and ``row`` of each document of a pack."""
-        return [origin for row, _, _ in self.packs[idx] for origin in origins_of(self.ds, row)]
-
-
-def origins_of(dataset: Any, row: int) -> list[dict[str, Any]]:
-    """Return ``source`` and ``row`` or ``line`` of each document of an example, as far as the dataset knows them."""
-    return dataset.origins(row) if hasattr(dataset, "origins") else [{"row": row}]
-
-
-def _lengths(ds: Any) -> np.ndarray:
-    if hasattr(ds, "lengths"):
-        return np.asarray(ds.lengths)
-    return np.array([len(ds[index]["tokens"]) for index in tqdm(range(len(ds)), desc="Measuring", disable=None)])
+        origins = []
+        for row, _, _ in self.packs[idx]:
+            origins += self.ds.origins(row)
+        return origins

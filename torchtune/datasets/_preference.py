@@ -1,9 +1,10 @@
-"""Preference datasets: pairs of a chosen and a rejected answer."""
+"""Datasets of preferences: pairs of a chosen and a rejected answer, or single answers labeled good or bad (KTO)."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 
 from torchtune.data import (
@@ -13,21 +14,116 @@ from torchtune.data import (
     Transform,
     as_messages,
     check_answers,
+    check_column_map,
+    column,
     copy_sample,
     is_empty,
+    read_conversation,
+    read_label,
+    resolve_masking,
+    turns_with_answer,
+    unfold_prompt,
 )
-from torchtune.datasets._file_report import formats_of
-from torchtune.datasets._labels import NO_LABEL, has_label, shifted_labels
+from torchtune.datasets._row_formats import formats_of
 from torchtune.datasets._row_images import encoded, row_error, tokenize_text
 from torchtune.datasets._row_source import RowSource, Source
 from torchtune.datasets._token_store import PreparedRows
-from torchtune.datasets._tokenize import Tokenize, TokenizedDataset, why_no_label
+from torchtune.datasets._tokenized import (
+    NO_LABEL,
+    Tokenize,
+    TokenizedDataset,
+    has_label,
+    prepare_rows,
+    shifted_labels,
+    why_no_label,
+)
 from torchtune.tokenizers import ModelTokenizer, check_tokenizer
 
 _SIDES = ("chosen", "rejected")
+# Row -> the texts of its answers, by the name of their store.
+TokenizeRow = Callable[..., dict[str, dict[str, Any]]]
 
 
-class PreferenceDataset(TokenizedDataset):
+def prepare_answers(
+    dataset: type,
+    source: RowSource,
+    message_transform: Transform,
+    tokenizer: Any,
+    tokenize_row: TokenizeRow,
+    *,
+    names: Sequence[str],
+    allow_empty_answers: bool,
+) -> PreparedRows:
+    """Return the token rows of one or two answers to a prompt.
+
+    Args:
+        dataset: class of the dataset.
+        source: the source of the rows.
+        message_transform: row -> the messages of the answers.
+        tokenizer: tokenizer of the model.
+        tokenize_row: tokenizes a sample of the message transform, see :func:`tokenize_pair`.
+        names: names of the answers, one store each.
+        allow_empty_answers: train on answers that say nothing.
+
+    Raises:
+        DataError: some rows cannot be trained on and are not skipped.
+    """
+    check_tokenizer(tokenizer, "__call__", reader="a dataset of conversations")
+    limit = getattr(tokenizer, "max_seq_len", None)
+
+    def samples(row: Mapping[str, Any]) -> list[dict[str, dict[str, Any]]]:
+        sample = copy_sample(message_transform(row), "message_transform")
+        return [tokenize_row(sample, tokenizer, limit, allow_empty_answers=allow_empty_answers)]
+
+    depends_on = {
+        "dataset": dataset,
+        "masks and columns": message_transform,
+        "tokenizer": tokenizer,
+        "allow_empty_answers": allow_empty_answers,
+    }
+    return prepare_rows(source, Tokenize(samples, names, tokenizer), depends_on, formats=formats_of(message_transform))
+
+
+class AnswersDataset(TokenizedDataset):
+    """Base class of datasets of one or two answers to a prompt.
+
+    Args:
+        source: the source of the rows.
+        rows: the token rows.
+        message_transform: row -> the messages of the answers.
+        tokenizer: tokenizer of the model.
+        names: names of the answers, one store each.
+
+    Attributes:
+        num_images: number of images in all rows.
+    """
+
+    def __init__(
+        self, source: RowSource, rows: PreparedRows, message_transform: Transform, tokenizer: Any, names: Sequence[str]
+    ) -> None:
+        super().__init__(source, rows, names=names, limit=getattr(tokenizer, "max_seq_len", None))
+        self._transform = message_transform
+        self._tokenizer = tokenizer
+        self.num_images = sum(note["images"][0] for note in rows.notes if "images" in note)
+        self._rows = encoded(source.rows(), message_transform) if self.num_images else None
+
+    @property
+    def fingerprint(self) -> tuple[int, ...]:
+        """Digests of all tokens and labels."""
+        return tuple(store.fingerprint for store in self.stores.values())
+
+    def _encoder_inputs(self, index: int, name: str, tokens: Sequence[int]) -> dict[str, Any]:
+        """Return the ``encoder_input`` of the conversation that the message transform returns under ``name``."""
+        if self._rows is None:
+            return {}
+        row = int(self._numbers[index])
+        try:
+            return self._tokenizer.encode_images(self._transform(self._rows[row])[name], tokens)
+        except DataError as error:
+            raise row_error(error, self.source, row, self._rows, skips=True) from error
+
+
+class PreferenceDataset(AnswersDataset):
     """Dataset of answer pairs, tokenized at construction.
 
     A pair cannot be trained on if its answers are equal, or if an answer is empty or has no label within the
@@ -53,8 +149,6 @@ class PreferenceDataset(TokenizedDataset):
         1
     """
 
-    _names: ClassVar[tuple[str, ...]] = _SIDES
-
     def __init__(
         self,
         *,
@@ -68,76 +162,60 @@ class PreferenceDataset(TokenizedDataset):
     ) -> None:
         if packed:
             raise DataError("packed=True is not possible for preference data: set it to False.")
-        check_tokenizer(tokenizer, "__call__", reader="a dataset of conversations")
-        self._transform, self._tokenizer = message_transform, tokenizer
-        found = RowSource(source, filter_fn=filter_fn, **load_dataset_kwargs)
-        limit = getattr(tokenizer, "max_seq_len", None)
-
-        def samples(row: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-            sample = copy_sample(message_transform(row), "message_transform")
-            return self._tokenize(sample, tokenizer, limit, allow_empty_answers)
-
-        depends_on = {
-            "masks and columns": message_transform,
-            "tokenizer": tokenizer,
-            "allow_empty_answers": allow_empty_answers,
-        }
-        work = Tokenize(samples, self._names, tokenizer)
-        formats = formats_of(message_transform)
-        self._read(self._prepare(found, depends_on, work, limit=limit, skips=found.skips, formats=formats))
-        self._rows = encoded(found.rows(), message_transform) if self.num_images else None
-
-    def _read(self, rows: PreparedRows) -> None:
-        self.num_images = sum(note["images"][0] for note in rows.notes if "images" in note)
-
-    @staticmethod
-    def _tokenize(
-        pair: Mapping[str, Any], tokenizer: Any, limit: int | None, allow_empty_answers: bool
-    ) -> dict[str, dict[str, Sequence[int]]]:
-        samples = {}
-        for side in _SIDES:
-            if side not in pair:
-                raise DataError(f"message_transform gives no '{side}' among {', '.join(map(repr, pair)) or 'nothing'}")
-            samples[side] = tokenize_answer(
-                pair[side],
-                tokenizer,
-                limit,
-                f"the {side} answer",
-                tools=pair.get("tools"),
-                allow_empty_answers=allow_empty_answers,
-            )
-        if samples["chosen"]["tokens"] == samples["rejected"]["tokens"]:
-            cut = limit is not None and len(samples["chosen"]["tokens"]) >= limit
-            raise DataError(f"both answers are the same{f' within max_seq_len={limit}' if cut else ''}")
-        return samples
-
-    @property
-    def fingerprint(self) -> tuple[int, ...]:
-        """Digests of all tokens and labels."""
-        return tuple(store.fingerprint for store in self.stores.values())
+        row_source = RowSource(source, filter_fn=filter_fn, **load_dataset_kwargs)
+        rows = prepare_answers(
+            type(self),
+            row_source,
+            message_transform,
+            tokenizer,
+            tokenize_pair,
+            names=_SIDES,
+            allow_empty_answers=allow_empty_answers,
+        )
+        super().__init__(row_source, rows, message_transform, tokenizer, _SIDES)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         """Return ``*_input_ids``, shifted ``*_labels`` and, for images, ``*_encoder_input`` (*: chosen, rejected)."""
-        item = {}
+        item: dict[str, Any] = {}
         for side, store in self.stores.items():
             row = store.lists(index)
-            item |= {f"{side}_input_ids": row["tokens"], f"{side}_labels": row["labels"]}
-            item |= {f"{side}_{name}": value for name, value in self._images(index, side, row["tokens"]).items()}
-        if inputs := [item[f"{side}_encoder_input"] for side in _SIDES if f"{side}_encoder_input" in item]:
-            one, other = inputs[0]["images"], inputs[-1]["images"]
-            if torch.equal(one.pixels, other.pixels):  # run the vision tower once for both
-                inputs[-1]["images"] = replace(other, pixels=one.pixels)
+            item[f"{side}_input_ids"] = row["tokens"]
+            item[f"{side}_labels"] = row["labels"]
+            for name, value in self._encoder_inputs(index, side, row["tokens"]).items():
+                item[f"{side}_{name}"] = value
+        if "chosen_encoder_input" in item and "rejected_encoder_input" in item:
+            chosen = item["chosen_encoder_input"]["images"]
+            rejected = item["rejected_encoder_input"]["images"]
+            if torch.equal(chosen.pixels, rejected.pixels):
+                # The same tensor, so that the vision tower runs once for both answers.
+                item["rejected_encoder_input"]["images"] = replace(rejected, pixels=chosen.pixels)
         return item
 
-    def _images(self, index: int, name: str, tokens: Sequence[int]) -> dict[str, Any]:
-        """Return the ``encoder_input`` of the conversation that the message transform returns under ``name``."""
-        if self._rows is None:
-            return {}
-        row = int(self._numbers[index])
-        try:
-            return self._tokenizer.encode_images(self._transform(self._rows[row])[name], tokens)
-        except DataError as error:
-            raise row_error(error, self.source, row, self._rows, skips=True) from error
+
+def tokenize_pair(
+    pair: Mapping[str, Any], tokenizer: Any, limit: int | None, *, allow_empty_answers: bool
+) -> dict[str, dict[str, Any]]:
+    """Tokenize the ``chosen`` and ``rejected`` messages of a row; arguments as in :func:`tokenize_answer`.
+
+    Raises:
+        DataError: an answer is missing, see :func:`tokenize_answer`, or both are the same.
+    """
+    samples = {}
+    for side in _SIDES:
+        if side not in pair:
+            raise DataError(f"message_transform gives no '{side}' among {', '.join(map(repr, pair)) or 'nothing'}")
+        samples[side] = tokenize_answer(
+            pair[side],
+            tokenizer,
+            limit,
+            f"the {side} answer",
+            tools=pair.get("tools"),
+            allow_empty_answers=allow_empty_answers,
+        )
+    if samples["chosen"]["tokens"] == samples["rejected"]["tokens"]:
+        is_cut = limit is not None and len(samples["chosen"]["tokens"]) >= limit
+        raise DataError(f"both answers are the same{f' within max_seq_len={limit}' if is_cut else ''}")
+    return samples
 
 
 def tokenize_answer(
@@ -170,10 +248,147 @@ def tokenize_answer(
             raise DataError(f"{name} is empty (train on such answers with allow_empty_answers=true)")
         check_answers(messages)
     tokens, mask, note = tokenize_text(tokenizer, messages, tools=tools)
-    sample = {"tokens": tokens, "labels": shifted_labels(tokens, mask), **({"note": note} if note else {})}
+    sample = {"tokens": tokens, "labels": shifted_labels(tokens, mask)}
+    if note:
+        sample["note"] = note
     if not has_label(sample):
         raise DataError(f"{NO_LABEL} in {name}" + why_no_label(sample, limit, "the prompt is too long"))
     return sample
+
+
+class LabelledAnswerToMessages(Transform):
+    """Converts a row with a prompt, an answer and a label to messages.
+
+    Args:
+        column_map: columns of ``prompt``, ``completion`` and ``label``; by default the same names. If the completion is
+            a whole conversation, the prompt is ignored. Turns of a prompt are trained on with ``train_on_all`` only.
+        masking_strategy: see :func:`torchtune.data.mask_messages`.
+
+    Raises:
+        DataError: ``column_map`` lacks a key; when called, a column is missing or has another type.
+
+    Example:
+        >>> row = {"prompt": "Who?", "completion": "one cat", "label": 1}
+        >>> torchtune.datasets.LabelledAnswerToMessages()(row)["is_chosen"]
+        True
+    """
+
+    formats: ClassVar[tuple[str, ...]] = ("labeled answers (KTO)",)
+
+    def __init__(
+        self, column_map: Mapping[str, str] | None = None, masking_strategy: MaskingName | None = "train_on_assistant"
+    ) -> None:
+        names = {name: name for name in ("prompt", "completion", "label")}
+        self.column_map = check_column_map(column_map, names, ("completion", "label"))
+        self.masking_strategy = resolve_masking(None, masking_strategy)
+
+    def __call__(self, sample: Mapping[str, Any]) -> dict[str, Any]:
+        """Return ``messages`` and ``is_chosen``, True for a good answer, with ``tools`` if the row has them."""
+        label = column(sample, self.column_map["label"])
+        is_chosen = read_label(label)
+        if is_chosen is None:
+            raise DataError(f"column '{self.column_map['label']}' is {label!r}: it must be true or false")
+        prompt = self.column_map.get("prompt", "prompt")
+        sample = unfold_prompt(sample, prompt)
+        conversation = read_conversation(
+            sample,
+            turns_with_answer(sample, self.column_map["completion"], prompt, self.masking_strategy),
+            masking_strategy=self.masking_strategy,
+            columns=(*self.column_map.values(), prompt),
+        )
+        return {**conversation.as_sample(), "is_chosen": is_chosen}
+
+
+class KTODataset(AnswersDataset):
+    """Dataset of answers labeled good or bad, tokenized at construction.
+
+    Args:
+        source: Hub dataset, folder, file, loader name, or rows in memory.
+        message_transform: row -> ``messages`` and ``is_chosen``.
+        tokenizer: tokenizer of the model.
+        filter_fn: function of a row; rows for which it returns False are dropped.
+        packed: not supported; True raises.
+        allow_empty_answers: train on answers that say nothing; by default they are refused.
+        **load_dataset_kwargs: passed to ``datasets.load_dataset``.
+
+    Raises:
+        DataError: the data cannot be loaded, has no rows, or has rows that cannot be trained on (listed by number); all
+            answers are good or all are bad.
+
+    Example:
+        >>> rows = [{"prompt": "Who?", "completion": text, "label": text == "one cat"} for text in ("one cat", "no")]
+        >>> transform = torchtune.datasets.LabelledAnswerToMessages()
+        >>> data = torchtune.datasets.KTODataset(source=rows, message_transform=transform, tokenizer=tokenizer)
+        >>> [row["is_chosen"] for row in data]
+        [True, False]
+    """
+
+    def __init__(
+        self,
+        *,
+        source: Source,
+        message_transform: Transform,
+        tokenizer: ModelTokenizer,
+        filter_fn: Callable[..., bool] | None = None,
+        packed: bool = False,
+        allow_empty_answers: bool = False,
+        **load_dataset_kwargs: Any,
+    ) -> None:
+        if packed:
+            raise DataError("packed=True is not possible for preference data: set it to False.")
+        row_source = RowSource(source, filter_fn=filter_fn, **load_dataset_kwargs)
+        rows = prepare_answers(
+            type(self),
+            row_source,
+            message_transform,
+            tokenizer,
+            tokenize_labeled_answer,
+            names=["answers"],
+            allow_empty_answers=allow_empty_answers,
+        )
+        super().__init__(row_source, rows, message_transform, tokenizer, ["answers"])
+        self._set_is_good(np.array([note["is_chosen"] for note in rows.notes], bool))
+
+    def _set_is_good(self, is_good: np.ndarray) -> None:
+        self._is_good = is_good
+        if not len(is_good):
+            return
+        for kind, is_missing in (("good", not is_good.any()), ("bad", is_good.all())):
+            if is_missing:
+                raise DataError(f"{self.source} has no answer that is labeled {kind}: both kinds are needed.")
+
+    def _keep(self, rows: np.ndarray) -> None:
+        super()._keep(rows)
+        self._set_is_good(self._is_good[rows])
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """Return ``tokens``, pre-shifted ``labels``, ``is_chosen`` and, if there are images, ``encoder_input``."""
+        row = self.stores["answers"].lists(index)
+        images = self._encoder_inputs(index, "messages", row["tokens"])
+        return {**row, "is_chosen": bool(self._is_good[index]), **images}
+
+
+def tokenize_labeled_answer(
+    row: Mapping[str, Any], tokenizer: Any, limit: int | None, *, allow_empty_answers: bool
+) -> dict[str, dict[str, Any]]:
+    """Tokenize the ``messages`` of a row, and note ``is_chosen``; arguments as in :func:`tokenize_answer`.
+
+    Raises:
+        DataError: the messages or the label are missing, see :func:`tokenize_answer`.
+    """
+    missing = {"messages", "is_chosen"} - row.keys()
+    if missing:
+        raise DataError(f"message_transform gives no '{min(missing)}' among {', '.join(map(repr, row)) or 'nothing'}")
+    sample = tokenize_answer(
+        row["messages"],
+        tokenizer,
+        limit,
+        "the answer",
+        tools=row.get("tools"),
+        allow_empty_answers=allow_empty_answers,
+    )
+    note = {**sample.get("note", {}), "is_chosen": bool(row["is_chosen"])}
+    return {"answers": {**sample, "note": note}}
 
 
 def preference_dataset(
@@ -269,3 +484,42 @@ def hh_rlhf_helpful_dataset(
         1
     """
     return preference_dataset(tokenizer, source=source, **settings)
+
+
+def kto_dataset(
+    tokenizer: ModelTokenizer,
+    *,
+    source: Source,
+    column_map: Mapping[str, str] | None = None,
+    masking_strategy: MaskingName | None = "train_on_assistant",
+    filter_fn: Callable[..., bool] | None = None,
+    split: str = "train",
+    **load_dataset_kwargs: Any,
+) -> KTODataset:
+    """Build a dataset of rows with a prompt, an answer and a label, True for a good answer.
+
+    Args:
+        tokenizer: tokenizer of the model.
+        source: Hub dataset, folder, file, loader name (``json``, ``parquet`` …), or rows in memory.
+        column_map: columns of ``prompt``, ``completion`` and ``label``; by default the same names.
+        masking_strategy: ``train_on_assistant``, ``train_on_all`` or ``train_on_last``.
+        filter_fn: function of a row; rows for which it returns False are dropped.
+        split: split of the dataset.
+        **load_dataset_kwargs: passed to ``datasets.load_dataset``, for example ``data_files``.
+
+    Raises:
+        DataError: see :class:`PreferenceDataset`; all answers are good or all are bad.
+
+    Example:
+        >>> rows = [{"prompt": "Who?", "completion": text, "label": text == "one cat"} for text in ("one cat", "no")]
+        >>> len(torchtune.datasets.kto_dataset(tokenizer, source=rows))
+        2
+    """
+    return KTODataset(
+        source=source,
+        message_transform=LabelledAnswerToMessages(column_map, masking_strategy),
+        tokenizer=tokenizer,
+        filter_fn=filter_fn,
+        split=split,
+        **load_dataset_kwargs,
+    )

@@ -40,10 +40,10 @@ def preview(limit: int) -> Iterator[Preview]:
     Raises:
         NotRead: (from ``load_rows``) the rows are on the Hub, or ``limit`` is 0 and the source exists.
     """
-    found = Preview(limit)
-    token = _current.set(found)
+    counts = Preview(limit)
+    token = _current.set(counts)
     try:
-        yield found
+        yield counts
     finally:
         _current.reset(token)
 
@@ -55,26 +55,27 @@ def is_preview() -> bool:
 
 def reads_nothing() -> bool:
     """Return whether the active :func:`preview` only checks that sources exist."""
-    found = _current.get()
-    return found is not None and found.limit == 0
+    current = _current.get()
+    return current is not None and current.limit == 0
 
 
-def look(source: str, *, is_remote: bool) -> None:
+def check_preview(source: str, *, is_remote: bool) -> None:
     """Raise :class:`NotRead` if the active preview does not read a source; call it before reading the source."""
-    found = _current.get()
-    if found is None:
+    current = _current.get()
+    if current is None:
         return
     if is_remote:
         raise NotRead(f"{source} is fetched from the hub when the run starts: its rows are not known yet")
-    if found.limit == 0:
+    if current.limit == 0:
         raise NotRead(f"{source} is there")
 
 
 def limited(rows: Any) -> Any:
     """Return the rows that the active preview allows, and count them."""
-    found = _current.get()
-    if found is None:
+    current = _current.get()
+    if current is None:
         return rows
-    part = rows.select(range(min(len(rows), found.limit)))
-    found.total, found.read = found.total + len(rows), found.read + len(part)
-    return part
+    first_rows = rows.select(range(min(len(rows), current.limit)))
+    current.total += len(rows)
+    current.read += len(first_rows)
+    return first_rows

@@ -23,34 +23,37 @@ import torch
 from torchtune.data import DataError
 from torchtune.utils import Activity, UserError, get_logger, sign_of_life, watch_activity
 
-Part = TypeVar("Part")
+Result = TypeVar("Result")
 
 ROWS = 256  # per part
 _FEW = 2048  # rows that are processed faster than processes start
 _MOST = 16  # default maximum number of processes
 _AHEAD = 4  # maximum number of parts requested from a worker at a time
-_asked: ContextVar[int | None] = ContextVar("workers", default=None)
+_num_workers: ContextVar[int | None] = ContextVar("workers", default=None)
 
 
 @contextmanager
 def workers(count: int | None) -> Iterator[None]:
     """Set the number of processes for rows inside the block; None: one per core, at most 16."""
-    token = _asked.set(count)
+    token = _num_workers.set(count)
     try:
         yield
     finally:
-        _asked.reset(token)
+        _num_workers.reset(token)
 
 
 def processes() -> int:
     """Return the number of processes for rows; 1 means this process alone, for example in a daemon."""
     if multiprocessing.current_process().daemon or not hasattr(os, "fork"):
         return 1
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return _asked.get() or min(cores, _MOST)
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    else:  # macOS
+        cores = os.cpu_count() or 1
+    return _num_workers.get() or min(cores, _MOST)
 
 
-def in_parts(rows: Any, work: Callable[[int, Any], Part], first: int = 0) -> Iterator[Part]:
+def in_parts(rows: Any, work: Callable[[int, Any], Result], first: int = 0) -> Iterator[Result]:
     """Yield ``work(start, rows)`` of consecutive parts of ``rows``, in order, from row ``first`` on.
 
     A small number of rows is processed in this process, larger numbers in forked processes.
@@ -59,46 +62,49 @@ def in_parts(rows: Any, work: Callable[[int, Any], Part], first: int = 0) -> Ite
         ProcessKilled: a process was killed.
     """
 
-    def part(start: int) -> Part:
+    def work_on_part(start: int) -> Result:
         end = min(start + ROWS, len(rows))
-        return work(start, rows.select(range(start, end)) if hasattr(rows, "select") else rows[start:end])
+        if hasattr(rows, "select"):  # rows of files, or a datasets.Dataset
+            return work(start, rows.select(range(start, end)))
+        return work(start, rows[start:end])
 
     starts = range(first, len(rows), ROWS)
     pool: list[Worker] = []
     if len(rows) - first > _FEW and processes() > 1:
-        yield part(first)  # before the fork, so that workers inherit the filled caches
-        starts, pool = starts[1:], _pool(part)
+        yield work_on_part(first)  # before the fork, so that workers inherit the filled caches
+        starts = starts[1:]
+        pool = _start_workers(work_on_part)
     if not pool:
-        yield from map(part, starts)
+        yield from map(work_on_part, starts)
         return
-    waiting: deque[tuple[int, Worker, int]] = deque()
+    requests: deque[tuple[int, Worker, int]] = deque()
     try:
+        # Every worker has a few requests ahead, and results are yielded in the order of the rows.
         for start, worker in zip(starts, itertools.cycle(pool), strict=False):
-            if len(waiting) == _AHEAD * len(pool):
-                yield _result(*waiting.popleft())
-            waiting.append((start, worker, worker.ask(start)))
-        while waiting:
-            yield _result(*waiting.popleft())
+            if len(requests) == _AHEAD * len(pool):
+                yield _wait_for_result(*requests.popleft())
+            requests.append((start, worker, worker.ask(start)))
+        while requests:
+            yield _wait_for_result(*requests.popleft())
     finally:
         for worker in pool:
             worker.end()
 
 
-def _result(start: int, worker: "Worker", ticket: int) -> Any:
+def _wait_for_result(start: int, worker: "Worker", ticket: int) -> Any:
     sign_of_life(f"rows {start} to {start + ROWS - 1}")
-    part = worker.answer(ticket)
+    result = worker.answer(ticket)
     sign_of_life()
-    return part
+    return result
 
 
-def _pool(part: Callable[[int], Any]) -> list["Worker"]:
+def _start_workers(work: Callable[[int], Any]) -> list["Worker"]:
     """Start workers; return none, with a warning, if the system cannot start processes."""
+    way_out = "free some, or use fewer processes (tune data prepare --workers 1)"
     pool: list[Worker] = []
     try:
         for _ in range(processes()):
-            pool.append(
-                Worker(part, "prepares rows", "free some, or use fewer processes (tune data prepare --workers 1)")
-            )
+            pool.append(Worker(work, "prepares rows", way_out))
     except OSError as error:
         for worker in pool:
             worker.end()
@@ -130,20 +136,20 @@ class Worker:
 
     def __init__(self, work: Callable[..., Any], name: str, way_out: str) -> None:
         context = multiprocessing.get_context("fork")
-        self._said = f"The process that {name} was killed, most likely because memory ran out: {way_out}."
+        self._killed_message = f"The process that {name} was killed, most likely because memory ran out: {way_out}."
         self._owner = os.getpid()
         self._calls = context.Queue()
         self._calls.cancel_join_thread()  # drop unread calls at exit
-        self._answers, other = context.Pipe(duplex=False)
+        self._answers, worker_end = context.Pipe(duplex=False)
         self._forgotten = context.Value("q", 0, lock=False)  # calls with lower tickets are canceled
         self._tickets = itertools.count()
-        self._found: dict[int, tuple[Any, Exception | None]] = {}
-        arguments = (work, self._calls, other, self._forgotten, self._owner)
+        self._received: dict[int, tuple[Any, Exception | None]] = {}
+        arguments = (work, self._calls, worker_end, self._forgotten, self._owner)
         self._process = context.Process(target=_serve, args=arguments, daemon=True)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # fork of a multi-threaded process
             self._process.start()
-        other.close()
+        worker_end.close()
         # Run before multiprocessing sends SIGTERM to daemons at exit, which this process ignores.
         self.end = util.Finalize(self, _end, (self._process,), exitpriority=100)
 
@@ -164,7 +170,7 @@ class Worker:
     def forget(self) -> None:
         """Cancel all requested calls, including the running one, and drop their answers."""
         self._forgotten.value = next(self._tickets)
-        self._found.clear()
+        self._received.clear()
 
     def answer(self, ticket: int) -> Any:
         """Wait for a call and return its result; each ticket is valid once.
@@ -173,9 +179,9 @@ class Worker:
             ProcessKilled: the process was killed.
             Exception: the function raised it.
         """
-        while ticket not in self._found:
+        while ticket not in self._received:
             self._receive()
-        value, failure = self._found.pop(ticket)
+        value, failure = self._received.pop(ticket)
         if failure is not None:
             raise failure
         return value
@@ -190,13 +196,13 @@ class Worker:
             while not self._answers.poll(1.0):
                 if not self._process.is_alive():
                     raise EOFError
-            found, *answer = self._answers.recv()
+            ticket, *answer = self._answers.recv()
         except (EOFError, OSError) as error:
-            raise ProcessKilled(self._said) from error
-        if found is None:
+            raise ProcessKilled(self._killed_message) from error
+        if ticket is None:  # a heartbeat
             sign_of_life()
-        elif found >= self._forgotten.value:
-            self._found[found] = tuple(answer)
+        elif ticket >= self._forgotten.value:
+            self._received[ticket] = tuple(answer)
 
 
 class _Forgotten(BaseException):
@@ -212,7 +218,8 @@ class _Signs(Activity):
 
     def __init__(self, answers: Connection, forgotten: Any) -> None:
         super().__init__()
-        self._answers, self._forgotten = answers, forgotten
+        self._answers = answers
+        self._forgotten = forgotten
         self.ticket = 0
 
     def sign(self, row: str = "") -> None:
@@ -239,12 +246,13 @@ def _serve(work: Callable[..., Any], calls: Any, answers: Connection, forgotten:
     with watch_activity(signs):
         while True:
             signs.ticket, arguments = calls.get()
-            value, failure = None, None
+            value = None
+            failure = None
             try:
                 signs.sign()
                 value = work(*arguments)
             except Exception as error:  # noqa: BLE001  (raised where the answer is read)
-                failure = that_travels(error)
+                failure = picklable_error(error)
             except _Forgotten:
                 continue
             answers.send((signs.ticket, value, failure))
@@ -257,13 +265,13 @@ def end_with(parent: int) -> None:
     os._exit(1)
 
 
-def that_travels(error: Exception) -> Exception:
+def picklable_error(error: Exception) -> Exception:
     """Return an error that can be pickled, with its traceback as a note unless it is a :class:`UserError`."""
-    shown = "".join(traceback.format_exception(error))
+    stack = "".join(traceback.format_exception(error))
     try:
-        found = pickle.loads(pickle.dumps(error))
+        copied = pickle.loads(pickle.dumps(error))
     except Exception:  # noqa: BLE001  (errors with a custom constructor)
-        found = RuntimeError(f"{type(error).__name__}: {error}")
-    if not isinstance(error, UserError) and hasattr(found, "add_note"):  # since Python 3.11
-        found.add_note(f"In another process:\n{shown}")
-    return found
+        copied = RuntimeError(f"{type(error).__name__}: {error}")
+    if not isinstance(error, UserError) and hasattr(copied, "add_note"):  # since Python 3.11
+        copied.add_note(f"In another process:\n{stack}")
+    return copied

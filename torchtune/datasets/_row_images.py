@@ -18,9 +18,10 @@ from torchtune.data import (
     tools_entry,
 )
 from torchtune.datasets._bad_rows import BadRows
+from torchtune.datasets._file_rows import location_of
 from torchtune.datasets._processes import in_parts
 from torchtune.datasets._row_source import TableRows, without_added_nulls
-from torchtune.datasets._tokenize import Tokenize
+from torchtune.datasets._tokenized import Tokenize
 from torchtune.tokenizers import arrays_of, tool_options
 
 
@@ -43,15 +44,20 @@ class EncodedRows(TableRows):
 
 def encoded(rows: Any, message_transform: Any) -> Any:
     """Return rows of a table as :class:`EncodedRows` if ``message_transform`` accepts encoded images."""
+    if not getattr(message_transform, "takes_encoded_images", False):
+        return rows
     table = rows.table if isinstance(rows, TableRows) else rows
-    is_table = hasattr(table, "with_format") and hasattr(table, "features")
-    return EncodedRows(table) if is_table and getattr(message_transform, "takes_encoded_images", False) else rows
+    is_table = hasattr(table, "with_format") and hasattr(table, "features")  # a datasets.Dataset
+    return EncodedRows(table) if is_table else rows
 
 
 def images_of(sample: Mapping[str, Any]) -> list[Any]:
     """Return the images and videos of a conversation, in order."""
-    messages = sample.get("messages") or ()
-    return [image for message in messages if isinstance(message, Message) for image in message.get_media()]
+    images = []
+    for message in sample.get("messages") or ():
+        if isinstance(message, Message):
+            images += message.get_media()
+    return images
 
 
 def size_of(image: Any) -> tuple[int, int]:
@@ -78,11 +84,16 @@ def check_images(sample: Mapping[str, Any], decode: bool) -> list[int]:
     Returns:
         number of images, and a checksum of their paths or bytes (0 if they have neither).
     """
-    images, checksum = images_of(sample), 0
+    images = images_of(sample)
     each_image(lambda image: None if isinstance(image, torch.Tensor) else check_image(image, decode), images)
-    for frame in [frame for one in images for frame in (one.frames if isinstance(one, Video) else (one,))]:
-        if not isinstance(content := content_of(frame), int):
-            checksum = zlib.crc32(content.encode() if isinstance(content, str) else content, checksum)
+    checksum = 0
+    for image in images:
+        for frame in image.frames if isinstance(image, Video) else [image]:
+            content = content_of(frame)
+            if isinstance(content, str):
+                content = content.encode()
+            if not isinstance(content, int):  # the id of an object, which differs from run to run
+                checksum = zlib.crc32(content, checksum)
     return [len(images), checksum]
 
 
@@ -110,12 +121,17 @@ def tokenize_text(
 
 def with_open_images(sample: dict[str, Any]) -> dict[str, Any]:
     """Replace image paths and bytes by Pillow images; raise :class:`DataError` if an image cannot be read."""
-    opened = iter(each_image(lambda one: one if isinstance(one, torch.Tensor) else open_image(one), images_of(sample)))
+    opened = each_image(
+        lambda image: image if isinstance(image, torch.Tensor) else open_image(image), images_of(sample)
+    )
+    images = iter(opened)
     for message in sample.get("messages") or ():
-        if isinstance(message, Message) and message.contains_media:
-            message.content = [
-                item if item["type"] == "text" else {**item, "content": next(opened)} for item in message.content
-            ]
+        if not isinstance(message, Message) or not message.contains_media:
+            continue
+        content = []
+        for item in message.content:
+            content.append(item if item["type"] == "text" else {**item, "content": next(images)})
+        message.content = content
     return sample
 
 
@@ -126,11 +142,11 @@ def check_rows(rows: Any, check: Any, bad: BadRows) -> list[Any]:
         DataError: some rows cannot be trained on and are not skipped.
     """
 
-    def noted(row: Mapping[str, Any]) -> dict[str, Any]:
-        return {"": {"note": check(row)}}
+    def noted(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+        return [{"": {"note": check(row)}}]  # a sample without tokens
 
     notes = []
-    for _, facts in in_parts(rows, Tokenize(noted, [])):
+    for _, facts in in_parts(rows, Tokenize(noted, names=[])):
         notes += facts["notes"]
         for index, reason in facts["bad"]:
             bad.add(index, reason)
@@ -140,7 +156,7 @@ def check_rows(rows: Any, check: Any, bad: BadRows) -> list[Any]:
 
 def row_error(error: DataError, source: str, row: int, rows: Any, skips: bool) -> DataError:
     """Build the error of a row that failed only when it was read."""
-    place = getattr(rows, "place", None)
-    where = "" if place is None else f" ({place(row)})"
-    hint = "" if skips else ", or leave such rows out with on_bad_row=skip"
-    return DataError(f"{source}, row {row}{where}: {str(error).rstrip('.')}; correct it{hint}.")
+    location = location_of(rows, row)
+    line = f" ({location})" if location else ""
+    advice = "" if skips else ", or leave such rows out with on_bad_row=skip"
+    return DataError(f"{source}, row {row}{line}: {str(error).rstrip('.')}; correct it{advice}.")

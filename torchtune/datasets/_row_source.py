@@ -2,6 +2,7 @@
 
 import difflib
 import glob
+import itertools
 import logging
 import os
 import socket
@@ -13,7 +14,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -24,7 +24,7 @@ from torchtune.data import DataError
 from torchtune.datasets._file_formats import LOADERS, FileFormat, format_of_file, settings_of, suffix_of
 from torchtune.datasets._file_rows import FileRows, matching
 from torchtune.datasets._fingerprint import Fingerprint
-from torchtune.datasets._preview import limited, look
+from torchtune.datasets._preview import check_preview, limited
 from torchtune.utils import first_line, get_logger, log_once
 
 # Name of a Hub dataset, folder, file or loader; or rows in memory.
@@ -48,7 +48,10 @@ def _files(data_files: Any) -> list[str]:
     if isinstance(data_files, str | Path):
         return [str(data_files)]
     values = data_files.values() if isinstance(data_files, Mapping) else data_files
-    return [name for value in values for name in _files(value)]
+    names = []
+    for value in values:
+        names += _files(value)
+    return names
 
 
 def _looks_local(name: str) -> bool:
@@ -56,13 +59,14 @@ def _looks_local(name: str) -> bool:
     return name.startswith(("/", ".", "~")) or name.endswith("/") or name.count("/") > 1 or "\\" in name
 
 
-def _not_here(what: str, name: str) -> DataError:
+def _missing_path(kind: str, name: str) -> DataError:
+    """Return the error for a path that does not exist, with a similar name from the same folder."""
     path = Path(name).expanduser()
-    beside = sorted(entry.name for entry in path.parent.iterdir()) if path.parent.is_dir() else []
-    near = difflib.get_close_matches(path.name, beside, n=1)
-    hint = f"; did you mean {path.with_name(near[0])}" if near else ""
-    where = "" if path.is_absolute() else f" (in {Path.cwd()})"
-    return DataError(f"There is no {what} {name}{where}: correct the path{hint}.")
+    names_in_folder = sorted(entry.name for entry in path.parent.iterdir()) if path.parent.is_dir() else []
+    similar = difflib.get_close_matches(path.name, names_in_folder, n=1)
+    hint = f"; did you mean {path.with_name(similar[0])}" if similar else ""
+    folder = "" if path.is_absolute() else f" (in {Path.cwd()})"
+    return DataError(f"There is no {kind} {name}{folder}: correct the path{hint}.")
 
 
 def _check_files(names: Sequence[str]) -> None:
@@ -76,7 +80,7 @@ def _check_files(names: Sequence[str]) -> None:
             if path.stat().st_size == 0:
                 raise DataError(f"The data file {name} is empty.")
         elif not glob.glob(str(path), recursive=True):
-            raise _not_here("data file", name)
+            raise _missing_path("data file", name)
 
 
 def resolve_source(source: str, kwargs: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -88,29 +92,33 @@ def resolve_source(source: str, kwargs: Mapping[str, Any]) -> tuple[str, dict[st
     Raises:
         DataError: a file or folder is missing or empty, or has an unsupported type.
     """
-    kwargs, source, loaders = dict(kwargs), _plain(source), set(LOADERS.values())
+    kwargs = dict(kwargs)
+    source = _plain(source)
+    loaders = set(LOADERS.values())
     if kwargs.get("data_files") is not None:
         kwargs["data_files"] = _plain(kwargs["data_files"])
     names = _files(kwargs.get("data_files"))
     if source in loaders and not names and kwargs.get("data_dir") is not None:
-        source = _folder_of(source, str(kwargs.pop("data_dir")))
+        source = _folder_of_loader(source, str(kwargs.pop("data_dir")))
     if source not in loaders:
         if Path(source).is_dir():
             return source, kwargs
         if suffix_of(source) in LOADERS:
-            kwargs["data_files"], names, source = source, [source], LOADERS[suffix_of(source)]
+            names = [source]
+            kwargs["data_files"] = source
+            source = LOADERS[suffix_of(source)]
         # A local file, or a name that can only be a path; other names are files inside the Hub dataset.
         elif any(Path(name).is_file() or name.startswith(("/", "./", "../")) for name in names):
             _check_files(names)
-            kinds = {LOADERS.get(suffix_of(name)) for name in names}
-            if len(kinds) != 1 or None in kinds:
+            loaders_of_names = {LOADERS.get(suffix_of(name)) for name in names}
+            if len(loaders_of_names) != 1 or None in loaders_of_names:
                 raise DataError(f"data_files {names} must all be of one of the kinds {', '.join(LOADERS)}.")
             get_logger().info(f"Reading {', '.join(names)} instead of {source}.")
-            source = kinds.pop()
+            source = loaders_of_names.pop()
         elif Path(source).is_file():
             raise DataError(f"The file {source} is of no kind that is read: use one of {', '.join(LOADERS)}.")
         elif not _is_remote(source) and _looks_local(source):
-            raise _not_here("folder or file", source)
+            raise _missing_path("folder or file", source)
     if source in loaders:
         if not names:
             raise DataError(f"source='{source}' needs data_files, the files to read, or data_dir, their folder.")
@@ -120,17 +128,18 @@ def resolve_source(source: str, kwargs: Mapping[str, Any]) -> tuple[str, dict[st
     return source, kwargs
 
 
-def _folder_of(loader: str, data_dir: str) -> str:
+def _folder_of_loader(loader: str, data_dir: str) -> str:
     """Return ``data_dir``; raise unless ``loader`` reads its most frequent file type, as the datasets package does."""
     folder = Path(data_dir).expanduser()
     if not folder.is_dir():
-        raise _not_here("folder", data_dir)
-    kinds = Counter(LOADERS.get(suffix_of(path.name)) for path in folder.rglob("*") if path.is_file())
-    del kinds[None]
-    if not kinds or max(kinds.values()) > kinds[loader] or list(kinds.values()).count(kinds[loader]) > 1:
-        found = ", ".join(f"{count} of {kind}" for kind, count in sorted(kinds.items())) or "none that are read"
+        raise _missing_path("folder", data_dir)
+    counts = Counter(LOADERS.get(suffix_of(path.name)) for path in folder.rglob("*") if path.is_file())
+    del counts[None]  # files that are not data
+    most_frequent = [name for name, count in counts.items() if count == max(counts.values())]
+    if most_frequent != [loader]:
+        files = ", ".join(f"{count} of {name}" for name, count in sorted(counts.items())) or "none that are read"
         raise DataError(
-            f"data_dir={data_dir} is to be read as {loader}, and its files are {found}: name those that are meant with "
+            f"data_dir={data_dir} is to be read as {loader}, and its files are {files}: name those that are meant with "
             "data_files."
         )
     return str(folder)
@@ -148,22 +157,23 @@ def _plain(data_files: Any) -> Any:
 
 def plain_files(kwargs: Mapping[str, Any]) -> list[str] | None:
     """Return the local files of a whole split; None if other settings are used, or files are remote."""
-    files, split = kwargs.get("data_files"), kwargs.get("split")
+    files = kwargs.get("data_files")
+    split = kwargs.get("split")
     if isinstance(files, Mapping):
         files = files.get(split)
     elif split not in ("train", None):
         return None
-    others = kwargs.keys() - {"split", "data_files", "streaming"}
-    if files is None or any(kwargs[name] is not None for name in others) or any(map(_is_remote, _files(files))):
+    has_settings = any(kwargs[name] is not None for name in kwargs.keys() - {"split", "data_files", "streaming"})
+    if files is None or has_settings or any(map(_is_remote, _files(files))):
         return None
     return _files(files)
 
 
-def local_files(where: str, kwargs: Mapping[str, Any]) -> LocalFiles | None:
+def local_files(path: str, kwargs: Mapping[str, Any]) -> LocalFiles | None:
     """Return the files that this library reads itself, with their formats, by split.
 
     Args:
-        where: loader or folder, see :func:`resolve_source`.
+        path: loader or folder, see :func:`resolve_source`.
         kwargs: arguments of ``datasets.load_dataset``.
 
     Returns:
@@ -172,26 +182,27 @@ def local_files(where: str, kwargs: Mapping[str, Any]) -> LocalFiles | None:
     Raises:
         DataError: a file cannot be read or fetched, or a table has a setting that is not known.
     """
-    others = {name: value for name, value in kwargs.items() if name not in ("data_files", "split", "streaming")}
-    loader, files = where, kwargs.get("data_files")
-    if where not in LOADERS.values():
-        loader, files, of_folder = _files_of_folder(where, kwargs)
-        others = of_folder | others
-        others.pop("data_dir", None)
+    settings = {name: value for name, value in kwargs.items() if name not in ("data_files", "split", "streaming")}
+    loader = path
+    files = kwargs.get("data_files")
+    if path not in LOADERS.values():
+        loader, files, folder_settings = _files_of_folder(path, kwargs)
+        settings = folder_settings | settings
+        settings.pop("data_dir", None)
     if loader not in _OWN.values() or files is None:
         return None
     # The package streams remote JSON and text as they are; of a table it would infer the types.
     if kwargs.get("streaming") and loader != "csv" and any(map(_is_remote, _files(files))):
         return None
-    settings = settings_of(loader, others)
-    if settings is None:
+    format_settings = settings_of(loader, settings)
+    if format_settings is None:
         return None
     splits = files if isinstance(files, Mapping) else {"train": files}
-    found = {}
+    files_of_split = {}
     for split, names in splits.items():
         paths = matching(_downloaded(_files(names)))
-        found[split] = [(path, format_of_file(path, loader, settings)) for path in paths]
-    return found
+        files_of_split[split] = [(path, format_of_file(path, loader, format_settings)) for path in paths]
+    return files_of_split
 
 
 def _downloaded(names: Sequence[str]) -> list[str]:
@@ -200,10 +211,13 @@ def _downloaded(names: Sequence[str]) -> list[str]:
         return list(names)
     import datasets
 
+    paths = []
     try:
-        return [str(datasets.DownloadManager().download(name)) if _is_remote(name) else name for name in names]
+        for name in names:
+            paths.append(str(datasets.DownloadManager().download(name)) if _is_remote(name) else name)
     except (OSError, ValueError) as error:  # also errors of connections, and unknown protocols
         raise DataError(f"{', '.join(names)} cannot be fetched: {first_line(error)}.") from error
+    return paths
 
 
 def is_saved(folder: str) -> bool:
@@ -217,23 +231,27 @@ def _files_of_folder(folder: str, kwargs: Mapping[str, Any]) -> tuple[str, dict[
         return folder, None, {}
     import datasets
 
-    known = {name: kwargs[name] for name in ("name", "data_files", "data_dir") if kwargs.get(name) is not None}
+    selection = {name: kwargs[name] for name in ("name", "data_files", "data_dir") if kwargs.get(name) is not None}
     try:
-        builder = datasets.load_dataset_builder(folder, **known)
+        builder = datasets.load_dataset_builder(folder, **selection)
     except (ValueError, OSError, TypeError, datasets.exceptions.DatasetNotFoundError):
         return folder, None, {}  # `load_dataset` gives the reason
-    files, loader = builder.config.data_files, _OWN.get(type(builder.config).__name__, folder)
+    files = builder.config.data_files
+    loader = _OWN.get(type(builder.config).__name__, folder)
     if files is None:
         return loader, None, {}
-    if not known:
-        _say_what_is_left_out(folder, _files(files))
-    # Settings in the folder's README, and the delimiter of .tsv files.
-    settings = {name: getattr(builder.config, name, None) for name in ("sep", "names", "skiprows", "field")}
-    of_folder = {name: value for name, value in settings.items() if value not in (None, ",")}
-    return loader, {str(split): list(map(str, names)) for split, names in files.items()}, of_folder
+    if not selection:
+        _warn_of_unread_files(folder, _files(files))
+    # Settings in the folder's README, and the delimiter of .tsv files; not every loader has each.
+    settings = {}
+    for name in ("sep", "names", "skiprows", "field"):
+        value = getattr(builder.config, name, None)
+        if value not in (None, ","):
+            settings[name] = value
+    return loader, {str(split): list(map(str, names)) for split, names in files.items()}, settings
 
 
-def _say_what_is_left_out(folder: str, names: Sequence[str]) -> None:
+def _warn_of_unread_files(folder: str, names: Sequence[str]) -> None:
     """Log a warning about data files of a folder that no split has: those of another kind, or without a split's name.
 
     Args:
@@ -241,41 +259,43 @@ def _say_what_is_left_out(folder: str, names: Sequence[str]) -> None:
         names: files of all splits.
     """
     read = {Path(name).resolve() for name in names}
-    there = [path for path in sorted(Path(folder).rglob("*.*")) if path.is_file() and suffix_of(path.name) in LOADERS]
-    # Texts are often licenses, and a name that begins with a dot or an underscore is not data.
-    left_out = [
-        str(path.relative_to(folder))
-        for path in there
-        if path.resolve() not in read and suffix_of(path.name) != ".txt" and path.name[0] not in "._"
-    ]
-    if left_out:
-        more = f" and {len(left_out) - 3:,} more" if len(left_out) > 3 else ""
+    unread = []
+    for path in sorted(Path(folder).rglob("*.*")):
+        # Texts are often licenses, and a name that begins with a dot or an underscore is not data.
+        is_data = suffix_of(path.name) in LOADERS and suffix_of(path.name) != ".txt" and path.name[0] not in "._"
+        if is_data and path.is_file() and path.resolve() not in read:
+            unread.append(str(path.relative_to(folder)))
+    if unread:
+        examples = ", ".join(unread[:3])
+        if len(unread) > 3:
+            examples += f" and {len(unread) - 3:,} more"
         log_once(
             get_logger(),
             f"{folder}: a folder is read as files of one kind, and with names of splits if some have them, which "
-            f"leaves out {', '.join(left_out[:3])}{more}: name the files with data_files to read them.",
+            f"leaves out {examples}: name the files with data_files to read them.",
             logging.WARNING,
         )
 
 
-def _rows_of_split(files: LocalFiles, split: str | None, shown: str) -> FileRows:
+def _rows_of_split(files: LocalFiles, split: str | None, source: str) -> FileRows:
     """Return the rows of a split, or of parts of splits such as ``train[:10%]``."""
     if split is None:
-        raise DataError(f"{shown} has the splits {', '.join(files)}: set split to one of them.")
+        raise DataError(f"{source} has the splits {', '.join(files)}: set split to one of them.")
     if split in files:
         return FileRows(files[split])
     import datasets
 
-    sizes = {name: len(FileRows(part)) for name, part in files.items()}
+    sizes = {name: len(FileRows(files_of_split)) for name, files_of_split in files.items()}
     if split == "all":
         split = "+".join(files)
     try:
         parts = datasets.ReadInstruction.from_spec(split).to_absolute(sizes)
     except (ValueError, AssertionError) as error:
-        raise DataError(f"Cannot load {shown}: {first_line(error)}.") from error
-    before = dict(zip(sizes, [0, *accumulate(sizes.values())], strict=False))
-    numbers = [before[part.splitname] + np.arange(part.from_, part.to) for part in parts]
-    return FileRows([file for part in files.values() for file in part]).select(np.concatenate(numbers))
+        raise DataError(f"Cannot load {source}: {first_line(error)}.") from error
+    first_rows = dict(zip(sizes, [0, *itertools.accumulate(sizes.values())], strict=False))
+    numbers = [first_rows[part.splitname] + np.arange(part.from_, part.to) for part in parts]
+    files_of_all_splits = list(itertools.chain.from_iterable(files.values()))
+    return FileRows(files_of_all_splits).select(np.concatenate(numbers))
 
 
 class TableRows:
@@ -307,13 +327,16 @@ class TableRows:
 
 def without_added_nulls(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return a row of a table without null fields in nested mappings."""
-    return {name: _without_nulls(value) if isinstance(value, list | dict) else value for name, value in row.items()}
+    return {name: _without_nulls(value) for name, value in row.items()}
 
 
 def _without_nulls(value: Any) -> Any:
+    """Return a value without null fields in mappings, at any depth."""
     if isinstance(value, dict):
         return {key: _without_nulls(item) for key, item in value.items() if item is not None}
-    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+    if isinstance(value, list):
+        return [_without_nulls(item) for item in value]
+    return value
 
 
 def _has_nested_fields(rows: Any) -> bool:
@@ -336,7 +359,7 @@ class RowSource:
 
     Attributes:
         skips: whether rows that cannot be trained on are skipped.
-        shown: name of the source, for messages.
+        name: name of the source, for messages.
 
     Raises:
         DataError: ``source`` is neither a name nor rows, or an argument does not apply to rows in memory.
@@ -362,22 +385,24 @@ class RowSource:
         if kwargs.pop("shuffle_buffer", None) is not None:
             raise DataError("shuffle_buffer is for streaming=True: leave it out, all rows are shuffled.")
         self.prepared = None if prepared is None else Path(prepared).expanduser()
-        self._filter, self._filter_kwargs, self._kwargs = filter_fn, filter_kwargs, kwargs.copy()
-        self._rows: Any = None
-        self._is_here = not isinstance(source, str | Path)
+        self._filter = filter_fn
+        self._filter_kwargs = filter_kwargs
+        self._kwargs = kwargs.copy()
+        self._rows: Any = None  # unfiltered rows in memory, or loaded and filtered rows
+        self._is_in_memory = not isinstance(source, str | Path)
         # A call, so that configs are checked against the arguments of `load_rows`.
         self._load = partial(load_rows, source, filter_fn=filter_fn, filter_kwargs=filter_kwargs, **kwargs)
-        if self._is_here:
+        if self._is_in_memory:
             self._rows = _rows_in_memory(source, kwargs.copy())
-            self.shown = f"the {type(source).__name__} of {len(self._rows)} rows in memory"
+            self.name = f"the {type(source).__name__} of {len(self._rows)} rows in memory"
         else:
             self._source = str(source)
-            self.shown = str(kwargs.get("data_files") or source)
+            self.name = str(kwargs.get("data_files") or source)
 
     def rows(self) -> Any:
         """Load the rows at the first call and return them; raise :class:`DataError` as :func:`load_rows` does."""
-        if self._is_here:
-            rows = _filtered(self._rows, self._filter, self._filter_kwargs, self.shown)
+        if self._is_in_memory:
+            rows = _filtered(self._rows, self._filter, self._filter_kwargs, self.name)
         else:
             rows = self._loaded()
         return TableRows(rows) if _has_nested_fields(rows) else rows
@@ -396,28 +421,36 @@ class RowSource:
         fingerprint.add("filter", [self._filter, self._filter_kwargs])
         if self.skips:
             fingerprint.add("on_bad_row", "skip")
-        if not self._is_here:
-            where, kwargs = resolve_source(self._source, self._kwargs)
-            files = kwargs.pop("data_files", None) if where in LOADERS.values() else where
-            names = _files(files)
-            if all(Path(name).exists() or (not _is_remote(name) and glob.glob(name, recursive=True)) for name in names):
-                is_split = isinstance(files, Mapping)
-                splits = {split: len(_files(part)) for split, part in files.items()} if is_split else None
-                fingerprint.add_files("data", ["folder" if files == where else where, kwargs, splits], names)
-                return
-        rows = self._rows if self._is_here else self._loaded()
-        known = getattr(rows, "_fingerprint", None)  # set by the datasets package; covers content and transforms
-        if isinstance(known, str):
-            fingerprint.add("data", known)
+        if not self._is_in_memory and self._add_local_files(fingerprint):
+            return
+        rows = self._rows if self._is_in_memory else self._loaded()
+        table_fingerprint = getattr(rows, "_fingerprint", None)
+        if isinstance(table_fingerprint, str):  # of a datasets.Dataset; covers content and transforms
+            fingerprint.add("data", table_fingerprint)
         else:
             fingerprint.add_rows("data", rows)
+
+    def _add_local_files(self, fingerprint: Fingerprint) -> bool:
+        """Add the content of local files to a fingerprint; return False, and add nothing, for a remote source."""
+        path, kwargs = resolve_source(self._source, self._kwargs)
+        is_folder = path not in LOADERS.values()
+        files = path if is_folder else kwargs.pop("data_files", None)
+        names = _files(files)
+        for name in names:
+            if not Path(name).exists() and (_is_remote(name) or not glob.glob(name, recursive=True)):
+                return False
+        num_files = None
+        if isinstance(files, Mapping):
+            num_files = {split: len(_files(files_of_split)) for split, files_of_split in files.items()}
+        fingerprint.add_files("data", ["folder" if is_folder else path, kwargs, num_files], names)
+        return True
 
 
 def _rows_in_memory(source: Any, kwargs: Mapping[str, Any]) -> Any:
     """Convert rows in memory to a sequence."""
-    others = sorted(name for name, value in kwargs.items() if name != "split" and value is not None)
-    if others:
-        raise DataError(f"{others[0]} does not go with rows in memory: leave it out.")
+    settings = sorted(name for name, value in kwargs.items() if name != "split" and value is not None)
+    if settings:
+        raise DataError(f"{settings[0]} does not go with rows in memory: leave it out.")
     split = kwargs.get("split")
     is_table = type(source).__module__.partition(".")[0] == "datasets"
     if isinstance(source, Mapping):
@@ -428,11 +461,15 @@ def _rows_in_memory(source: Any, kwargs: Mapping[str, Any]) -> Any:
         return source[split]
     if split not in (None, "train"):
         raise DataError(f"split='{split}' does not go with rows in memory: hand over the rows that are meant.")
-    if (is_table and hasattr(source, "__len__")) or isinstance(source, list | tuple):
+    if isinstance(source, list | tuple):
         return source
-    if hasattr(source, "__len__") and hasattr(source, "__getitem__") and not hasattr(source, "columns"):
-        return [source[i] for i in range(len(source))]
-    if not hasattr(source, "__iter__") or hasattr(source, "columns"):
+    is_data_frame = hasattr(source, "columns")  # which iterates over its columns
+    if hasattr(source, "__len__"):
+        if is_table:
+            return source
+        if hasattr(source, "__getitem__") and not is_data_frame:
+            return [source[index] for index in range(len(source))]
+    if not hasattr(source, "__iter__") or is_data_frame:
         raise DataError(
             f"source must be a name, or rows (a list of mappings, a datasets.Dataset), not {type(source).__name__}."
         )
@@ -440,19 +477,20 @@ def _rows_in_memory(source: Any, kwargs: Mapping[str, Any]) -> Any:
 
 
 def _filtered(
-    rows: Any, filter_fn: Callable[..., bool] | None, filter_kwargs: Mapping[str, Any] | None, shown: str
+    rows: Any, filter_fn: Callable[..., bool] | None, filter_kwargs: Mapping[str, Any] | None, source: str
 ) -> Any:
+    """Return the rows for which ``filter_fn`` is true; raise :class:`DataError` if there are none."""
     if filter_fn is not None:
         if not callable(filter_fn):
             raise DataError(f"filter_fn is {filter_fn!r}, not a function of a row: let a builder of yours pass it.")
         if isinstance(rows, FileRows):
             rows = rows.filter(_filter_of_row(filter_fn, filter_kwargs or {}))
-        elif hasattr(rows, "filter"):
+        elif hasattr(rows, "filter"):  # a datasets.Dataset
             rows = rows.filter(filter_fn, **(filter_kwargs or {}))
         else:
             rows = [row for row in rows if filter_fn(row)]
     if hasattr(rows, "__len__") and len(rows) == 0:
-        raise DataError(f"{'filter_fn leaves no rows' if filter_fn is not None else 'There are no rows'} in {shown}.")
+        raise DataError(f"{'There are no rows' if filter_fn is None else 'filter_fn leaves no rows'} in {source}.")
     return rows
 
 
@@ -460,14 +498,16 @@ def _filter_of_row(filter_fn: Callable[..., bool], settings: Mapping[str, Any]) 
     """Return a function of (row, number) that calls ``filter_fn`` as ``datasets.Dataset.filter`` does."""
     if settings.get("batched"):
         raise DataError("filter_kwargs: batched=True is not possible for files: let filter_fn take one row.")
-    columns, others = settings.get("input_columns"), settings.get("fn_kwargs") or {}
-    columns = [columns] if isinstance(columns, str) else columns
+    columns = settings.get("input_columns")
+    if isinstance(columns, str):
+        columns = [columns]
+    kwargs = settings.get("fn_kwargs") or {}
 
     def keep(row: Mapping[str, Any], number: int) -> bool:
         arguments = [row] if columns is None else [row[name] for name in columns]
         if settings.get("with_indices"):
             arguments.append(number)
-        return filter_fn(*arguments, **others)
+        return filter_fn(*arguments, **kwargs)
 
     return keep
 
@@ -494,66 +534,88 @@ def load_rows(
     Raises:
         DataError: the source cannot be found, reached or read, has no such split, or has no rows.
     """
-    where, kwargs = resolve_source(source, load_dataset_kwargs)
-    names = _files(kwargs.get("data_files")) if where in LOADERS.values() else []
-    look(source, is_remote=any(map(_is_remote, names)) if names else not Path(where).is_dir())
-    shown = ", ".join(names) or source
+    path, kwargs = resolve_source(source, load_dataset_kwargs)
+    names = _files(kwargs.get("data_files")) if path in LOADERS.values() else []
+    # A name that is neither a file nor a folder is one of the Hub.
+    is_remote = any(map(_is_remote, names)) if names else not Path(path).is_dir()
+    check_preview(source, is_remote=is_remote)
+    name = ", ".join(names) or source
     split = kwargs.get("split")
     streaming = bool(kwargs.get("streaming"))
-    part = "" if split is None else f" (split {split})"
-    files = None if streaming else local_files(where, kwargs)
+    name_with_split = name if split is None else f"{name} (split {split})"
+    files = None if streaming else local_files(path, kwargs)
     if files is not None:
-        return limited(_filtered(_rows_of_split(files, split, shown), filter_fn, filter_kwargs, shown + part))
+        rows = _rows_of_split(files, split, name)
+    else:
+        rows = _load_with_package(path, kwargs, source, load_dataset_kwargs)
+        if isinstance(rows, dict):
+            raise DataError(f"{name} has the splits {', '.join(rows)}: set split to one of them.")
+        if streaming:
+            return rows
+    return limited(_filtered(rows, filter_fn, filter_kwargs, name_with_split))
+
+
+def _load_with_package(
+    path: str, kwargs: Mapping[str, Any], source: str, load_dataset_kwargs: Mapping[str, Any]
+) -> Any:
+    """Load rows with the ``datasets`` package, and explain its errors.
+
+    Args:
+        path: path for ``datasets.load_dataset``, see :func:`resolve_source`.
+        kwargs: its other arguments.
+        source: the source as the user named it, for messages.
+        load_dataset_kwargs: arguments as the user named them, for messages.
+
+    Raises:
+        DataError: see :func:`load_rows`.
+    """
     import datasets
 
+    names = _files(kwargs.get("data_files")) if path in LOADERS.values() else []
+    name = ", ".join(names) or source
     try:
         with warnings.catch_warnings(), _reported_once():
             warnings.simplefilter("ignore", ResourceWarning)
-            if is_saved(where):
-                rows = _saved_rows(where, kwargs)
-            elif names or Path(where).is_dir():
-                rows = datasets.load_dataset(where, **kwargs)
-            else:
-                with without_waiting_for_the_hub():
-                    rows = datasets.load_dataset(where, **kwargs)
+            if is_saved(path):
+                return _saved_rows(path, kwargs)
+            if names or Path(path).is_dir():
+                return datasets.load_dataset(path, **kwargs)
+            with without_waiting_for_the_hub():
+                return datasets.load_dataset(path, **kwargs)
     except datasets.exceptions.DatasetNotFoundError as error:
         raise DataError(
             f"There is no dataset '{source}' on the hub (or it is gated), and no such folder or file here: correct "
             "the source, log in with 'hf auth login', or give the path of a .json, .jsonl, .csv or .parquet file."
         ) from error
     except (ConnectionError, FileNotFoundError) as error:
-        missing = ", ".join(_files(load_dataset_kwargs.get("data_files")))
-        here = f", and there is no data file {missing} in {Path.cwd()}" if missing else ""
+        files = ", ".join(_files(load_dataset_kwargs.get("data_files")))
+        hint = f", and there is no data file {files} in {Path.cwd()}" if files else ""
         if isinstance(error, FileNotFoundError):
-            raise DataError(f"{shown} cannot be found: {first_line(error)}{here}.") from error
+            raise DataError(f"{name} cannot be found: {first_line(error)}{hint}.") from error
         raise DataError(
-            f"Dataset '{source}' cannot be fetched: the hub cannot be reached{here}; check the network, or give a "
+            f"Dataset '{source}' cannot be fetched: the hub cannot be reached{hint}; check the network, or give a "
             "local file with dataset.data_files."
         ) from error
     except datasets.exceptions.DatasetGenerationError as error:
         reason = first_line(error.__cause__ or error)
-        raise DataError(f"Cannot read the data file {shown}: {reason}.") from error
+        raise DataError(f"Cannot read the data file {name}: {reason}.") from error
     except (EOFError, zlib.error, StopIteration) as error:  # StopIteration: a second read of a file that failed before
-        raise DataError(f"Cannot load {shown}: a file is not packed to its end, pack it again.") from error
+        raise DataError(f"Cannot load {name}: a file is not packed to its end, pack it again.") from error
     except (ValueError, TypeError, OSError) as error:
         if "corresponds to no data" in str(error):
-            raise DataError(f"There are no rows in {shown} (split {split}).") from error
-        raise DataError(f"Cannot load {shown}: {first_line(error)}.") from error
-    if isinstance(rows, dict):
-        raise DataError(f"{shown} has the splits {', '.join(rows)}: set split to one of them.")
-    if streaming:
-        return rows
-    return limited(_filtered(rows, filter_fn, filter_kwargs, shown + part))
+            raise DataError(f"There are no rows in {name} (split {kwargs.get('split')}).") from error
+        raise DataError(f"Cannot load {name}: {first_line(error)}.") from error
 
 
 def _saved_rows(folder: str, kwargs: Mapping[str, Any]) -> Any:
     """Return the rows that ``save_to_disk`` of the ``datasets`` package wrote to a folder."""
     import datasets
 
-    others = [name for name, value in kwargs.items() if value is not None and name not in ("split", "streaming")]
-    if others:
-        raise DataError(f"{others[0]} does not go with {folder}, which save_to_disk wrote: leave it out.")
-    saved, split = datasets.load_from_disk(folder), kwargs.get("split")
+    settings = [name for name, value in kwargs.items() if value is not None and name not in ("split", "streaming")]
+    if settings:
+        raise DataError(f"{settings[0]} does not go with {folder}, which save_to_disk wrote: leave it out.")
+    saved = datasets.load_from_disk(folder)
+    split = kwargs.get("split")
     if not isinstance(saved, Mapping):
         saved = {"train": saved}
     if split is None:
@@ -563,8 +625,8 @@ def _saved_rows(folder: str, kwargs: Mapping[str, Any]) -> Any:
         raise DataError(f"{folder} has the splits {', '.join(saved)}: set split to one of them, not '{split}'.")
     rows = saved[name]
     if split != name:
-        (part,) = datasets.ReadInstruction.from_spec(split).to_absolute({name: len(rows)})
-        rows = rows.select(range(part.from_, part.to))
+        slices = datasets.ReadInstruction.from_spec(split).to_absolute({name: len(rows)})
+        rows = rows.select(range(slices[0].from_, slices[0].to))
     return rows.to_iterable_dataset() if kwargs.get("streaming") else rows
 
 
@@ -572,12 +634,12 @@ def _saved_rows(folder: str, kwargs: Mapping[str, Any]) -> Any:
 def _reported_once() -> Iterator[None]:
     """Silence the error logs of the datasets package's loaders, which raise these errors as well."""
     log = logging.getLogger("datasets.packaged_modules")
-    before = log.level
+    level = log.level
     log.setLevel(logging.CRITICAL)
     try:
         yield
     finally:
-        log.setLevel(before)
+        log.setLevel(level)
 
 
 @contextmanager
@@ -588,12 +650,12 @@ def without_waiting_for_the_hub() -> Iterator[None]:
     """
     import datasets
 
-    before = datasets.config.HF_HUB_OFFLINE
-    datasets.config.HF_HUB_OFFLINE = before or not _hub_answers(datasets.config.HF_ENDPOINT)
+    is_offline = datasets.config.HF_HUB_OFFLINE
+    datasets.config.HF_HUB_OFFLINE = is_offline or not _hub_answers(datasets.config.HF_ENDPOINT)
     try:
         yield
     finally:
-        datasets.config.HF_HUB_OFFLINE = before
+        datasets.config.HF_HUB_OFFLINE = is_offline
 
 
 def _hub_answers(endpoint: str, seconds: float = 5.0) -> bool:

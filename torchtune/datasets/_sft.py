@@ -1,6 +1,6 @@
 """Datasets for supervised fine-tuning: rows -> messages -> tokens and labels."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,13 +15,12 @@ from torchtune.data import (
     copy_sample,
     validate_messages,
 )
-from torchtune.datasets._bad_rows import BadRows, say_what_is_left_out
-from torchtune.datasets._file_report import formats_of
-from torchtune.datasets._labels import shifted_labels
+from torchtune.datasets._bad_rows import BadRows, report_left_out
+from torchtune.datasets._row_cache import is_preparing
+from torchtune.datasets._row_formats import formats_of
 from torchtune.datasets._row_images import check_images, check_rows, encoded, images_of, row_error, with_open_images
 from torchtune.datasets._row_source import RowSource, Source
-from torchtune.datasets._shared import is_preparing
-from torchtune.datasets._tokenize import OnReading, TokenizedDataset, TransformRows
+from torchtune.datasets._tokenized import LabeledSamples, Tokenize, TokenizedDataset, prepare_rows, shifted_labels
 from torchtune.tokenizers import arrays_of, check_tokenizer, tool_options
 
 
@@ -53,7 +52,8 @@ class SFTTransform(Transform):
         check_tokenizer(model_transform, "__call__", reader="a dataset of conversations")
         self.message_transform = message_transform
         self.model_transform = model_transform
-        self.allow_any_order, self.allow_empty_answers = allow_any_order, allow_empty_answers
+        self.allow_any_order = allow_any_order
+        self.allow_empty_answers = allow_empty_answers
 
     def __call__(self, sample: Mapping[str, Any]) -> dict[str, Any]:
         """Return ``tokens``, ``labels`` and further outputs of the transforms.
@@ -70,13 +70,15 @@ class SFTTransform(Transform):
     def all_arrays(self, sample: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Return the result of :meth:`as_arrays` for each conversation into which the tokenizer splits the row."""
         sample = self.messages(sample)
-        parts = self.model_transform.conversations(sample["messages"])
-        return [self._tokenized({**sample, "messages": part}, arrays_of) for part in parts]
+        conversations = self.model_transform.conversations(sample["messages"])
+        return [self._tokenized({**sample, "messages": messages}, arrays_of) for messages in conversations]
 
     def _tokenized(self, sample: Mapping[str, Any], tokenize: Callable[..., Any]) -> dict[str, Any]:
         if self.model_transform is not None:
-            opens = getattr(self.model_transform, "gives_patches", False)
-            sample = tokenize(self.model_transform, sample if opens else with_open_images(sample))
+            # Transforms to patches open the images themselves; others receive Pillow images.
+            if not getattr(self.model_transform, "gives_patches", False):
+                sample = with_open_images(sample)
+            sample = tokenize(self.model_transform, sample)
         sample = copy_sample(sample, "the model transform")
         if "tokens" not in sample or "mask" not in sample:
             raise DataError(
@@ -111,6 +113,47 @@ class SFTTransform(Transform):
         options = tool_options(self.model_transform, sample.get("tools"))
         tokens, mask = self.model_transform.tokenize_messages(sample["messages"], **options)
         return {"tokens": tokens, "labels": shifted_labels(tokens, mask), "note": images}
+
+
+class RowsOnReading:
+    """Rows that are transformed each time they are read, because they have more than tokens, such as images.
+
+    Args:
+        source: the source of the rows.
+        transform: the transform.
+    """
+
+    def __init__(self, source: RowSource, transform: SFTTransform) -> None:
+        self._source = source
+        self._transform = transform
+        self._rows = encoded(source.rows(), transform.message_transform)
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        """Return ``tokens``, ``labels`` and further outputs; raise :class:`DataError`, with the row's place."""
+        try:
+            return self._transform(self._rows[row])
+        except DataError as error:
+            raise row_error(error, self._source.name, row, self._rows, self._source.skips) from error
+
+    def images(self, row: int) -> list[Any]:
+        """Return the images of a row as they are stored: paths, URLs, bytes or images."""
+        return images_of(self._transform.messages(self._rows[row]))
+
+    def check_images(self) -> tuple[np.ndarray, np.ndarray]:
+        """Check the images of all rows, and decode them if rows with broken images are skipped.
+
+        Returns:
+            numbers of the rows that can be trained on, and their numbers of images, int64 ``[rows]`` each.
+
+        Raises:
+            DataError: some rows cannot be trained on and are not skipped, or none is left.
+        """
+        skips = self._source.skips
+        bad = BadRows(self._source.name, self._rows, skips=skips, way_out="on_bad_row=skip")
+        notes = check_rows(self._rows, lambda row: check_images(self._transform.messages(row), skips), bad)
+        numbers = np.delete(np.arange(len(self._rows)), [row for row, _ in bad.reasons])
+        report_left_out(bad.reasons, self._source.name, len(self._rows), len(numbers))
+        return numbers, _image_counts(notes)
 
 
 class SFTDataset(TokenizedDataset):
@@ -170,56 +213,55 @@ class SFTDataset(TokenizedDataset):
         **load_dataset_kwargs: Any,
     ) -> None:
         checks = {"allow_any_order": allow_any_order, "allow_empty_answers": allow_empty_answers}
-        self._transform = transform = SFTTransform(message_transform, model_transform, **checks)
-        self._found = found = RowSource(source, filter_fn=filter_fn, filter_kwargs=filter_kwargs, **load_dataset_kwargs)
-        limit, side = (
-            getattr(model_transform, "max_seq_len", None),
-            getattr(model_transform, "truncation_type", "right"),
-        )
-        self.on_reading = bool(getattr(model_transform, "takes_images", False))
-        tokenize = transform.as_arrays
-        if self.on_reading:
-            tokenize = partial(transform.text, decode=found.skips)
+        transform = SFTTransform(message_transform, model_transform, **checks)
+        row_source = RowSource(source, filter_fn=filter_fn, filter_kwargs=filter_kwargs, **load_dataset_kwargs)
+        limit = getattr(model_transform, "max_seq_len", None)
+        side = getattr(model_transform, "truncation_type", "right")
+        # Such a transform tokenizes text alone, so that all rows are checked and measured before training.
+        takes_images = bool(getattr(model_transform, "takes_images", False))
+        load = row_source.rows
+        is_exact = True
+        if takes_images:
+            tokenize = partial(transform.text, decode=row_source.skips)
+            load = partial(_encoded_rows, row_source, message_transform)
+            # The fingerprint does not cover which images are broken.
+            is_exact = not row_source.skips or is_preparing()
         elif getattr(model_transform, "reasoning", None) == "split":
             tokenize = transform.all_arrays
-        try:
-            rows = self._prepare(
-                found,
-                {"masks and columns": message_transform, "tokenizer": model_transform, **checks},
-                TransformRows(tokenize, limit, side, notes=self.on_reading, tokenizer=model_transform),
-                limit=limit,
-                load=self._load,
-                skips=found.skips,
-                # The fingerprint does not cover which images are broken.
-                is_exact=not (self.on_reading and found.skips and not is_preparing()),
-                formats=formats_of(message_transform),
-            )
-            images = rows.notes
-        except OnReading:
-            images = self._check_images()
-        self.num_images: int | None = sum(count for count, _ in images) if self.on_reading else None
-        self._rows = self._load() if self.on_reading else None
+        else:
+            tokenize = transform.as_arrays
+        rows = prepare_rows(
+            row_source,
+            Tokenize(LabeledSamples(tokenize, limit, side, has_notes=takes_images), ["rows"], model_transform),
+            {"dataset": type(self), "masks and columns": message_transform, "tokenizer": model_transform, **checks},
+            load=load,
+            formats=formats_of(message_transform),
+            is_exact=is_exact,
+        )
+        super().__init__(row_source, rows, limit=limit)
+        self._transform = transform
+        self._on_reading: RowsOnReading | None = None
+        if takes_images or rows is None:
+            self._on_reading = RowsOnReading(row_source, transform)
+        if rows is None:
+            self._numbers, self._image_counts = self._on_reading.check_images()
+        else:
+            self._image_counts = _image_counts(rows.notes)
 
-    def _load(self) -> Any:
-        rows = self._found.rows()
-        return encoded(rows, self._transform.message_transform) if self.on_reading else rows
-
-    def _check_images(self) -> list[Any]:
-        """Check the images of all rows, if rows are transformed when read by a transform from outside this library."""
-        self.on_reading, self.stores = True, {}
-        rows, skips = self._load(), self._found.skips
-        bad = BadRows(self.source, rows, skips=skips, way_out="on_bad_row=skip")
-        images = check_rows(rows, lambda row: check_images(self._transform.messages(row), skips), bad)
-        self._numbers = np.delete(np.arange(len(rows)), [row for row, _ in bad.found])
-        say_what_is_left_out(bad.found, self.source, len(rows))
-        return images
+    def _keep(self, rows: np.ndarray) -> None:
+        super()._keep(rows)
+        if self.on_reading:
+            self._image_counts = self._image_counts[rows]
 
     @property
-    def lengths(self) -> np.ndarray:
-        """Number of tokens of each row, int64 ``[rows]``."""
-        if self.store is None:
-            return np.array([len(self[index]["tokens"]) for index in range(len(self))])
-        return super().lengths
+    def on_reading(self) -> bool:
+        """Whether rows are transformed when they are read."""
+        return self._on_reading is not None
+
+    @property
+    def num_images(self) -> int | None:
+        """Number of images in all rows; ``None`` for text."""
+        return int(self._image_counts.sum()) if self.on_reading else None
 
     @property
     def image_tokens(self) -> np.ndarray | None:
@@ -227,28 +269,19 @@ class SFTDataset(TokenizedDataset):
         ids = getattr(self._transform.model_transform, "image_tokens", None)
         return None if self.store is None or ids is None else self.store.count(list(ids))
 
-    @property
-    def fingerprint(self) -> int | None:
-        """Digest of all tokens, labels and image names; ``None`` if rows are tokenized when they are read."""
-        return None if self.store is None else super().fingerprint
-
     def __getitem__(self, index: int) -> dict[str, Any]:
         """Return ``tokens`` and pre-shifted ``labels`` as lists, and further outputs of the transform.
 
         Raises:
             DataError: an image cannot be read, and no earlier check detected it.
         """
-        if not self.on_reading:
+        if self._on_reading is None:
             return super().__getitem__(index)
-        row = int(self._numbers[index])
-        try:
-            return self._transform(self._rows[row])
-        except DataError as error:
-            raise row_error(error, self.source, row, self._rows, self._found.skips) from error
+        return self._on_reading[int(self._numbers[index])]
 
     def conversations(self) -> Iterator[list[Message]]:
         """Yield the messages of each row of the source; none for a row that the message transform rejects."""
-        for row in self._found.rows():
+        for row in self._row_source.rows():
             try:
                 yield self._transform.messages(row)["messages"]
             except DataError:
@@ -256,6 +289,15 @@ class SFTDataset(TokenizedDataset):
 
     def images(self, index: int) -> list[Any]:
         """Return the images of a row as they are stored: paths, URLs, bytes or images."""
-        if not self.on_reading:
+        if self._on_reading is None:
             return []
-        return images_of(self._transform.messages(self._rows[int(self._numbers[index])]))
+        return self._on_reading.images(int(self._numbers[index]))
+
+
+def _encoded_rows(source: RowSource, message_transform: Transform) -> Any:
+    return encoded(source.rows(), message_transform)
+
+
+def _image_counts(notes: Sequence[Sequence[int]]) -> np.ndarray:
+    """Return the number of images of each row, int64 ``[rows]``, of the notes of :func:`check_images`."""
+    return np.array([count for count, _ in notes], np.int64)

@@ -4,8 +4,9 @@ from typing import Any
 
 import numpy as np
 
-from torchtune.datasets._concat import ConcatDataset
+from torchtune.data import ExampleDataset, as_example_dataset
 from torchtune.datasets._token_store import digest_tokens
+from torchtune.datasets._tokenized import TokenizedDataset
 from torchtune.tokenizers import document_texts
 
 # Rows of a dataset without a store of tokens are read one by one, so that more of them are not compared.
@@ -30,41 +31,44 @@ def count_shared_rows(held_out: Any, training: Any) -> tuple[int, int] | None:
         >>> torchtune.datasets.count_shared_rows(rows, rows[1:])
         (1, 2)
     """
-    own, other = digest_rows(held_out), digest_rows(training)
-    if own is None or other is None:
+    held_out_digests = _digest_rows(as_example_dataset(held_out))
+    training_digests = _digest_rows(as_example_dataset(training))
+    if held_out_digests is None or training_digests is None:
         return None
-    return int(np.isin(own, other).sum()), len(own)
+    return int(np.isin(held_out_digests, training_digests).sum()), len(held_out_digests)
 
 
-def digest_rows(dataset: Any) -> np.ndarray | None:
+def _digest_rows(dataset: ExampleDataset) -> np.ndarray | None:
     """Return a digest of each row's tokens, uint64 ``[rows]``; None if rows cannot be compared."""
-    if getattr(dataset, "is_stream", False):
+    if dataset.is_stream:
         return None
-    if hasattr(dataset, "packs"):
-        return digest_rows(dataset.ds)
-    if isinstance(dataset, ConcatDataset):
-        digests = [digest_rows(part) for part in dataset.parts]
-        return None if any(part is None for part in digests) else np.concatenate(digests)
-    # The same text stands beside many images, and a transform on reading may draw random numbers.
-    if getattr(dataset, "num_images", None) or getattr(dataset, "on_reading", False):
-        return None
-    stores = list((getattr(dataset, "stores", None) or {}).values())
-    if stores:
-        columns = [store.digests() for store in stores]
-    elif len(dataset) <= _MOST_READ:
-        columns = _read_digests(dataset)
-    else:
-        return None
-    with np.errstate(over="ignore"):
-        return sum(column * np.uint64(factor) for column, factor in zip(columns, _BY_ANSWER, strict=False))
+    digests = []
+    for rows in dataset.row_datasets():
+        # The same text stands beside many images, and a transform on reading may draw random numbers.
+        if rows.num_images or rows.on_reading:
+            return None
+        if isinstance(rows, TokenizedDataset):
+            columns = [store.digests() for store in rows.stores.values()]
+        elif len(rows) <= _MOST_READ:
+            columns = _read_digests(rows)
+        else:
+            return None
+        with np.errstate(over="ignore"):
+            digests.append(sum(column * np.uint64(factor) for column, factor in zip(columns, _BY_ANSWER, strict=False)))
+    return np.concatenate(digests)
 
 
-def _read_digests(dataset: Any) -> list[np.ndarray]:
-    """Return the digests of the texts of each row, by the number of the text."""
-    rows = [[tokens for _, tokens, _ in document_texts(dataset[index])] for index in range(len(dataset))]
+def _read_digests(dataset: ExampleDataset) -> list[np.ndarray]:
+    """Return the digests of the texts of each row, uint64 ``[rows]`` for each number of a text."""
+    rows = []
+    for index in range(len(dataset)):
+        rows.append([tokens for _, tokens, _ in document_texts(dataset[index])])
     columns = []
+    no_text = np.zeros(0, dtype=np.int64)
     for number in range(max(map(len, rows), default=0)):
-        texts = [row[number] if number < len(row) else np.zeros(0, dtype=np.int64) for row in rows]
+        texts = []
+        for row in rows:
+            texts.append(row[number] if number < len(row) else no_text)
         offsets = np.cumsum([0, *map(len, texts)])
         columns.append(digest_tokens(np.concatenate(texts), offsets))
     return columns

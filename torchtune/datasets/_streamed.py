@@ -9,18 +9,17 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import pyarrow as pa
-from torch.utils.data import Dataset
 
-from torchtune.data import DataError, make_random_state, seeded_generators
+from torchtune.data import DataError, ExampleDataset, make_random_state, seeded_generators
 from torchtune.datasets._bad_rows import list_left_out, num_left_out
-from torchtune.datasets._packed import Piece, best_fit, document_of, split_evenly
+from torchtune.datasets._packed import Piece, best_fit, document_of, split_evenly, whole_rows
 from torchtune.datasets._processes import ROWS, Worker, processes
-from torchtune.datasets._read import Position, Row, open_reader
+from torchtune.datasets._stream_readers import Position, Row, open_reader
 from torchtune.datasets._token_store import TokenStore
-from torchtune.datasets._tokenize import OnReading, TransformRows, longest_row
+from torchtune.datasets._tokenized import LabeledSamples, Tokenize
 from torchtune.utils import get_logger, log_once, log_rank_zero
 
-_KEPT = 3  # cached windows
+_NUM_CACHED = 3  # windows
 _SMALL = 1 << 22  # bytes; smaller sources are not worth a process
 
 
@@ -36,7 +35,7 @@ class _Start(NamedTuple):
 _BEGINNING = _Start(0, 0, 0, None)
 
 
-class _Tokens(NamedTuple):
+class _TokenRows(NamedTuple):
     """Token rows of consecutive source rows.
 
     Attributes:
@@ -56,15 +55,21 @@ class _Window:
     """Consecutive rows that are shuffled and packed together."""
 
     def __init__(self, start: _Start, rows: list[Row], after: Position) -> None:
-        self.start, self.rows, self.after = start, rows, after
-        self.parts: list[Callable[[], _Tokens]] = []
-        self.places: list[int] = []  # rows that were not filtered
+        self.start = start
+        self.rows = rows
+        self.after = after
+        self.requests: list[Callable[[], _TokenRows]] = []  # one for every ROWS rows
+        self.numbers: list[int] = []  # row of each token row
         self.store: TokenStore | None = None
         self.packs: list[list[Piece]] = []
         self.order = np.empty(0, np.int64)  # position -> row or pack
 
+    def item_at(self, position: int) -> int:
+        """Return the row, token row or pack at a position of the shuffled window."""
+        return int(self.order[position])
 
-class StreamedDataset(Dataset):
+
+class StreamedDataset(ExampleDataset):
     """Dataset of a source that is larger than memory, read and tokenized during training.
 
     The source is read in windows of ``shuffle_buffer`` rows; each window is shuffled and packed separately. Indices
@@ -137,37 +142,50 @@ class StreamedDataset(Dataset):
         if prepared is not None:
             raise DataError("prepared data are read from disk as they are needed: leave streaming out.")
         self._reader, self.source = open_reader(source, **load_dataset_kwargs)
-        self._longest = longest_row()
-        longest = None if split_across_pack else self._longest
-        self._tokenize = TransformRows(transform, limit, side, tokenizer=tokenizer, longest=longest)
-        self._kinds_said: set[str] = set()
-        self._filter, self._rows = filter_fn, shuffle_buffer
-        self._capacity, self._splits = pack_length, split_across_pack
+        self._tokenize = Tokenize(LabeledSamples(transform, limit, side), ["rows"], tokenizer)
+        self._longest: int | None = None  # tokens of a row that the model reads
+        self._reported_kinds: set[str] = set()  # of texts that the chat template leaves out
+        self._filter = filter_fn
+        self._window_size = shuffle_buffer
+        self._capacity = pack_length
+        self._splits = split_across_pack
         self._skips = on_bad_row == "skip"
+        # Only the rows of this rank's examples are tokenized, if no other row has an influence on them.
         self._is_lazy = pack_length is None and filter_fn is None and not self._skips
         self.fingerprint = f"{self._reader.fingerprint()} in windows of {shuffle_buffer} rows, on_bad_row={on_bad_row}"
         self._ahead: Worker | None = None
         self._begin(_BEGINNING, 0, False)
 
+    def limit_rows(self, longest: int) -> None:
+        """See :meth:`torchtune.data.ExampleDataset.limit_rows`; rows that packs divide are cut instead."""
+        self._longest = longest
+        if not self._splits:
+            self._tokenize.longest = longest
+
     def begin(self, seed: int, *, shuffle: bool) -> None:
         """Move to the first example; the order depends on ``seed`` if ``shuffle``."""
         self._begin(_BEGINNING, seed, shuffle)
-        if self._ahead is None and (self._reader.size is None or self._reader.size > _SMALL) and processes() > 1:
+        is_large = self._reader.size is None or self._reader.size > _SMALL
+        if self._ahead is None and is_large and processes() > 1:
             way_out = "free some and resume, or start a new run with a smaller shuffle_buffer"
             try:
                 self._ahead = Worker(self._tokenized, f"tokenizes {self.source}", way_out)
             except OSError as error:
-                said = f"No process can be started to tokenize {self.source} ahead ({error.strerror})"
-                get_logger().warning(f"{said}: the training process does it, and its steps take longer.")
+                get_logger().warning(
+                    f"No process can be started to tokenize {self.source} ahead ({error.strerror}): the training "
+                    "process does it, and its steps take longer."
+                )
 
     def _begin(self, start: _Start, seed: int, shuffle: bool) -> None:
-        self._seed, self._shuffle = seed, shuffle
-        self._starts = [start]
+        self._seed = seed
+        self._shuffle = shuffle
+        self._starts = [start]  # of all windows read so far, and of the next one
         self._windows: dict[int, _Window] = {}
         self._next: _Window | None = None  # being tokenized by the worker
-        self._coming: dict[int, tuple[Row, Callable[[], _Tokens]]] = {}  # by index
-        if (ahead := self._worker()) is not None:
-            ahead.forget()
+        self._requested: dict[int, tuple[Row, Callable[[], _TokenRows]]] = {}  # by index
+        worker = self._worker()
+        if worker is not None:
+            worker.forget()
 
     def _worker(self) -> Worker | None:
         """Return this process's worker; None in a forked copy."""
@@ -188,65 +206,69 @@ class StreamedDataset(Dataset):
             return
         with suppress(DataError):  # raised again when the example is read
             for index in indices:
-                self._coming[index] = self._request(index)
+                self._requested[index] = self._request(index)
 
     def __getitem__(self, index: int) -> Any:
         """Return an example, ``tokens`` and ``labels``, or a pack, as map-style datasets do."""
-        if (ahead := self._worker()) is not None:
-            ahead.drain()
+        worker = self._worker()
+        if worker is not None:
+            worker.drain()
         if self._is_lazy:
-            row, tokens = self._coming.pop(index, None) or self._request(index)
-            found = tokens()
-            self._leave_out([(row, reason) for _, reason in found.bad])
-            self._say_what_is_omitted([row], found.omitted)
-            return TokenStore([found.batch]).lists(0)
-        window, place = self._find(index)
-        item = int(window.order[place])
+            row, answer = self._requested.pop(index, None) or self._request(index)
+            tokens = answer()
+            self._leave_out([(row, reason) for _, reason in tokens.bad])
+            self._report_omitted([row], tokens.omitted)
+            return TokenStore([tokens.batch]).lists(0)
+        window, position = self._find(index)
+        item = window.item_at(position)
         if not window.packs:
             return window.store.lists(item)
         return [document_of(window.store[row], start, end) for row, start, end in window.packs[item]]
 
     def origins(self, index: int) -> list[dict[str, Any]]:
         """Return ``source``, and ``line`` or ``row`` counted from 1, of each document of an example."""
-        window, place = self._find(index)
-        item = int(window.order[place])
-        rows = [row for row, _, _ in window.packs[item]] if window.packs else [item]
-        return [window.rows[row if self._is_lazy else window.places[row]].origin for row in rows]
+        window, position = self._find(index)
+        item = window.item_at(position)
+        if self._is_lazy:
+            return [window.rows[item].origin]
+        token_rows = [row for row, _, _ in window.packs[item]] if window.packs else [item]
+        return [window.rows[window.numbers[row]].origin for row in token_rows]
 
-    def _request(self, index: int) -> tuple[Row, Callable[[], _Tokens]]:
+    def _request(self, index: int) -> tuple[Row, Callable[[], _TokenRows]]:
         """Return the row of an example, and the function that returns its tokens."""
-        window, place = self._find(index)
-        row = window.rows[int(window.order[place])]
+        window, position = self._find(index)
+        row = window.rows[window.item_at(position)]
         return row, self._start((self._seed, index), [row])
 
-    def _start(self, words: Sequence[int], rows: Sequence[Row]) -> Callable[[], _Tokens]:
+    def _start(self, words: Sequence[int], rows: Sequence[Row]) -> Callable[[], _TokenRows]:
         """Start :meth:`_tokenized`, in the worker if there is one; return a function that returns its result."""
-        if (ahead := self._worker()) is None:
+        worker = self._worker()
+        if worker is None:
             return partial(self._tokenized, words, rows)
-        return partial(ahead.answer, ahead.ask(words, rows))
+        return partial(worker.answer, worker.ask(words, rows))
 
-    def _tokenized(self, words: Sequence[int], rows: Sequence[Row]) -> _Tokens:
+    def _tokenized(self, words: Sequence[int], rows: Sequence[Row]) -> _TokenRows:
         """Tokenize rows that are not filtered; ``words`` seed the random numbers of the transform."""
-        kept, columns, bad = [], [], []
+        numbers: list[int] = []  # of the rows that are not filtered
+        columns: list[Mapping[str, Any]] = []
+        bad: list[tuple[int, str]] = []
         with seeded_generators(*words):
             for number, row in enumerate(rows):
                 try:
-                    found = row.columns()
+                    values = row.columns()
                 except DataError as error:
                     bad.append((number, str(error)))
                     continue
-                if self._filter is None or self._filter(found):
-                    kept.append(number)
-                    columns.append(found)
-            try:
-                batch, facts = self._tokenize(0, columns, lambda number: rows[kept[number]].place)
-            except OnReading as error:
-                said = f"{self.source}: rows with more than text cannot be streamed: leave streaming out."
-                raise DataError(said) from error
-        bad += [(kept[number], reason) for number, reason in facts["bad"]]
-        numbers = [kept[number] for number in facts["numbers"]]
-        omitted = {kind: kept[places[0]] for kind, places in facts["omitted"].items()}
-        return _Tokens(batch, numbers, sorted(bad), omitted)
+                if self._filter is None or self._filter(values):
+                    numbers.append(number)
+                    columns.append(values)
+            tokenized = self._tokenize(0, columns, lambda index: rows[numbers[index]].location)
+        if tokenized is None:
+            raise DataError(f"{self.source}: rows with more than text cannot be streamed: leave streaming out.")
+        batch, facts = tokenized
+        bad += [(numbers[index], reason) for index, reason in facts["bad"]]
+        omitted = {kind: numbers[indices[0]] for kind, indices in facts["omitted"].items()}
+        return _TokenRows(batch, [numbers[index] for index in facts["numbers"]], sorted(bad), omitted)
 
     def _number(self, index: int) -> int:
         number = bisect_right(self._starts, index, key=lambda start: start.example) - 1
@@ -256,27 +278,32 @@ class StreamedDataset(Dataset):
 
     def _find(self, index: int) -> tuple[_Window, int]:
         """Return the completed window of an example and the example's position in it."""
-        while (number := self._number(index)) == len(self._starts) - 1:
+        number = self._number(index)
+        while number == len(self._starts) - 1:  # the last start is that of a window to come
             self._extend()
+            number = self._number(index)
         start = self._starts[number]
         window = self._windows.get(start.window)
         if window is None:
-            window = self._finished(self._read(start))
+            window = self._read(start)
+            self._complete(window)
         return window, index - start.example
 
     def _extend(self) -> None:
         """Complete the next window, and request the tokens of the window after it."""
         start = self._starts[-1]
-        window, self._next = self._next or self._read(start), None
-        self._finished(window)
-        is_end = window.after is None
-        if is_end:
-            first = next((one for one in reversed(self._starts) if one.position is None), None)
-            if first is not None and first.example == start.example + len(window.order):
+        window = self._next or self._read(start)
+        self._next = None
+        self._complete(window)
+        next_example = start.example + len(window.order)
+        passes = start.passes
+        if window.after is None:
+            passes += 1
+            pass_starts = [earlier for earlier in self._starts if earlier.position is None]
+            if pass_starts and pass_starts[-1].example == next_example:
                 raise DataError(f"There are no rows in {self.source}.")
             log_rank_zero(get_logger(), f"{self.source} is read to its end: it is read again from its beginning.")
-        passes = start.passes + is_end
-        self._starts.append(_Start(start.example + len(window.order), start.window + 1, passes, window.after))
+        self._starts.append(_Start(next_example, start.window + 1, passes, window.after))
         self._request_window()
 
     def _request_window(self) -> None:
@@ -285,63 +312,72 @@ class StreamedDataset(Dataset):
                 self._next = self._read(self._starts[-1])
 
     def _read(self, start: _Start) -> _Window:
+        """Read the rows of a window, and request their tokens unless they are tokenized one by one."""
         order = None
         if self._shuffle and self._reader.files > 1:
             order = make_random_state(self._seed, start.passes).permutation(self._reader.files).tolist()
-        window = _Window(start, *self._reader.window(start.position, self._rows, order))
+        window = _Window(start, *self._reader.window(start.position, self._window_size, order))
         if not self._is_lazy:
-            window.parts = [
-                self._start((self._seed, start.window, first), window.rows[first : first + ROWS])
-                for first in range(0, len(window.rows), ROWS)
-            ]
+            for first in range(0, len(window.rows), ROWS):
+                words = (self._seed, start.window, first)
+                window.requests.append(self._start(words, window.rows[first : first + ROWS]))
         return window
 
-    def _leave_out(self, rows: Sequence[tuple[Row, str]]) -> None:
+    def _leave_out(self, bad: Sequence[tuple[Row, str]]) -> None:
         """List rows that cannot be trained on; unless they are skipped, raise :class:`DataError` for the first row."""
-        if not rows:
+        if not bad:
             return
-        row, reason = rows[0]
-        said = f"{row.place}: {reason.rstrip('.')}"
+        row, reason = bad[0]
+        problem = f"{row.location}: {reason.rstrip('.')}"
         if not self._skips:
-            raise DataError(f"{said}; correct it, or leave such rows out with on_bad_row=skip.")
-        path = list_left_out([(row.origin, reason) for row, reason in rows])
+            raise DataError(f"{problem}; correct it, or leave such rows out with on_bad_row=skip.")
+        path = list_left_out([(row.origin, reason) for row, reason in bad])
         listed = f"; all such rows are listed in {path}" if path else ""
         if num_left_out() <= 10:
-            log_once(get_logger(), f"{said}: it is left out{listed}.", logging.WARNING)
+            log_once(get_logger(), f"{problem}: it is left out{listed}.", logging.WARNING)
 
-    def _say_what_is_omitted(self, rows: Sequence[Row], omitted: Mapping[str, int]) -> None:
+    def _report_omitted(self, rows: Sequence[Row], omitted: Mapping[str, int]) -> None:
         """Log a warning for each kind of text that the chat template leaves out of a row, once per kind."""
         for kind, number in omitted.items():
-            if kind not in self._kinds_said:
-                self._kinds_said.add(kind)
-                said = f"{rows[number].place}: the chat template drops the {kind}, which is not trained on"
-                log_rank_zero(get_logger(), f"{said}; further such rows are not named.", logging.WARNING)
+            if kind in self._reported_kinds:
+                continue
+            self._reported_kinds.add(kind)
+            message = (
+                f"{rows[number].location}: the chat template drops the {kind}, which is not trained on; further such "
+                "rows are not named."
+            )
+            log_rank_zero(get_logger(), message, logging.WARNING)
 
-    def _finished(self, window: _Window) -> _Window:
+    def _complete(self, window: _Window) -> None:
         """Collect the tokens of a window, pack and shuffle them, and keep the window."""
-        count, batches = len(window.rows), []
-        for first, tokens in zip(range(0, count, ROWS), window.parts, strict=False):
-            found = tokens()
-            self._leave_out([(window.rows[first + number], reason) for number, reason in found.bad])
-            self._say_what_is_omitted(window.rows[first : first + ROWS], found.omitted)
-            batches.append(found.batch)
-            window.places += [first + number for number in found.numbers]
+        batches = []
+        for first, request in zip(range(0, len(window.rows), ROWS), window.requests, strict=False):
+            tokens = request()
+            rows = window.rows[first : first + ROWS]
+            self._leave_out([(rows[number], reason) for number, reason in tokens.bad])
+            self._report_omitted(rows, tokens.omitted)
+            batches.append(tokens.batch)
+            window.numbers += [first + number for number in tokens.numbers]
+        count = len(window.rows)
         if batches:
             window.store = TokenStore(batches)
-            window.packs = [] if self._capacity is None else self._packed(window, window.store.lengths)
-            count = len(window.store) if self._capacity is None else len(window.packs)
-        window.order = np.arange(count)
+            count = len(window.store)
+            if self._capacity is not None:
+                window.packs = self._pack(window, window.store.lengths)
+                count = len(window.packs)
         if self._shuffle:
-            window.order = make_random_state(self._seed, window.start.passes, window.start.window).permutation(count)
+            random = make_random_state(self._seed, window.start.passes, window.start.window)
+            window.order = random.permutation(count)
+        else:
+            window.order = np.arange(count)
         self._windows[window.start.window] = window
-        while len(self._windows) > _KEPT:
+        while len(self._windows) > _NUM_CACHED:
             del self._windows[min(self._windows)]
-        return window
 
-    def _packed(self, window: _Window, lengths: np.ndarray) -> list[list[Piece]]:
+    def _pack(self, window: _Window, lengths: np.ndarray) -> list[list[Piece]]:
         if self._splits:
             return split_evenly(lengths, self._capacity, self._longest)
         if len(lengths) and lengths.max() > self._capacity:
-            place = window.rows[window.places[int(lengths.argmax())]].place
-            raise DataError(f"{place}: {lengths.max():,} tokens fit into no pack of {self._capacity:,}.")
-        return [[(row, 0, int(lengths[row])) for row in pack] for pack in best_fit(lengths, self._capacity)]
+            location = window.rows[window.numbers[int(lengths.argmax())]].location
+            raise DataError(f"{location}: {lengths.max():,} tokens fit into no pack of {self._capacity:,}.")
+        return whole_rows(best_fit(lengths, self._capacity), lengths)

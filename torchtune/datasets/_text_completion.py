@@ -4,11 +4,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, text_column, truncate
-from torchtune.datasets._packed import PackedDataset
+from torchtune.datasets._packed import PackedDataset, pack_length
 from torchtune.datasets._row_source import RowSource, Source
-from torchtune.datasets._sft_builder import pack_length
 from torchtune.datasets._streamed import StreamedDataset
-from torchtune.datasets._tokenize import TokenizedDataset, TransformRows
+from torchtune.datasets._tokenized import LabeledSamples, Tokenize, TokenizedDataset, prepare_rows
 from torchtune.tokenizers import BaseTokenizer, check_tokenizer
 
 
@@ -19,9 +18,10 @@ class TextTransform:
         check_tokenizer(tokenizer, "encode", reader="a dataset of texts")
         # Control tokens in a document are plain text; tokenizers without `encode_text` never parse them.
         self._encode = getattr(tokenizer, "encode_text", tokenizer.encode)
-        self._column, self._add_eos = column, add_eos
-        length = (max_seq_len or getattr(tokenizer, "max_seq_len", None)) if cut else None
-        self.limit = None if length is None else length - 1
+        self._column = column
+        self._add_eos = add_eos
+        length = max_seq_len or getattr(tokenizer, "max_seq_len", None)
+        self.limit = length - 1 if cut and length is not None else None
 
     def __call__(self, row: Mapping[str, Any]) -> dict[str, list[int]]:
         """Return ``tokens`` and pre-shifted ``labels``; raise :class:`DataError` for a row without text."""
@@ -68,17 +68,20 @@ class TextCompletionDataset(TokenizedDataset):
         **load_dataset_kwargs: Any,
     ) -> None:
         transform = TextTransform(tokenizer, column, add_eos, max_seq_len, cut)
-        found = RowSource(source, filter_fn=filter_fn, **load_dataset_kwargs)
-        depends_on = {"tokenizer": tokenizer, "column": column, "add_eos": add_eos, "limit": transform.limit}
-        self._prepare(
-            found,
-            depends_on,
-            TransformRows(transform, transform.limit),
-            limit=transform.limit,
-            skips=found.skips,
-            is_split=not cut,
+        row_source = RowSource(source, filter_fn=filter_fn, **load_dataset_kwargs)
+        rows = prepare_rows(
+            row_source,
+            Tokenize(LabeledSamples(transform, transform.limit), ["rows"]),
+            {
+                "dataset": type(self),
+                "tokenizer": tokenizer,
+                "column": column,
+                "add_eos": add_eos,
+                "limit": transform.limit,
+            },
             formats=("raw text", "labeled texts (classification)"),
         )
+        super().__init__(row_source, rows, limit=transform.limit, are_divided=not cut)
 
 
 def text_completion_dataset(

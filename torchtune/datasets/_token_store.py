@@ -23,42 +23,42 @@ class TokenStore:
         batches: at least one batch, with the columns ``<name>.tokens`` and ``<name>.labels``.
         name: name of the store.
         fingerprint: digest of all tokens and labels.
-        kept: rows of the batches that belong to the store, int64 ``[rows]``; None for all.
     """
 
-    def __init__(
-        self,
-        batches: Sequence[pa.RecordBatch],
-        name: str = "rows",
-        fingerprint: int = 0,
-        kept: np.ndarray | None = None,
-    ) -> None:
+    def __init__(self, batches: Sequence[pa.RecordBatch], name: str = "rows", fingerprint: int = 0) -> None:
         table = pa.Table.from_batches(batches)
         self._columns = {kind: table.column(f"{name}.{kind}") for kind in ("tokens", "labels")}
         self.fingerprint = fingerprint
-        self._kept = kept
+        self._selected: np.ndarray | None = None  # rows of the batches that belong to the store; None: all
 
     def __len__(self) -> int:
-        return len(self._columns["tokens"]) if self._kept is None else len(self._kept)
+        return len(self._columns["tokens"]) if self._selected is None else len(self._selected)
 
     @property
     def lengths(self) -> np.ndarray:
         """Number of tokens of each row, int64 ``[rows]``."""
         chunks = [chunk.value_lengths().to_numpy() for chunk in self._columns["tokens"].chunks]
-        return self._of_kept(np.concatenate(chunks, dtype=np.int64))
+        return self._of_selected(np.concatenate(chunks, dtype=np.int64))
 
     def count(self, ids: Sequence[int]) -> np.ndarray:
         """Return how often tokens occur in each row, int64 ``[rows]``."""
         counts = []
         for chunk in self._columns["tokens"].chunks:
             offsets = chunk.offsets.to_numpy()
-            found = np.isin(chunk.values.to_numpy()[offsets[0] : offsets[-1]], ids)
-            before = np.concatenate([[0], np.cumsum(found)])
+            is_counted = np.isin(chunk.values.to_numpy()[offsets[0] : offsets[-1]], ids)
+            before = np.concatenate([[0], np.cumsum(is_counted)])
             counts.append(np.diff(before[offsets - offsets[0]]))
-        return self._of_kept(np.concatenate(counts, dtype=np.int64))
+        return self._of_selected(np.concatenate(counts, dtype=np.int64))
 
-    def _of_kept(self, values: np.ndarray) -> np.ndarray:
-        return values if self._kept is None else values[self._kept]
+    def select(self, rows: np.ndarray) -> "TokenStore":
+        """Return a store with some of the rows, int64 ``[selected]``, and another fingerprint."""
+        store = copy.copy(self)
+        store._selected = rows if self._selected is None else self._selected[rows]
+        store.fingerprint = zlib.crc32(store._selected.tobytes(), self.fingerprint)
+        return store
+
+    def _of_selected(self, values: np.ndarray) -> np.ndarray:
+        return values if self._selected is None else values[self._selected]
 
     def digests(self) -> np.ndarray:
         """Return a digest of the tokens of each row, uint64 ``[rows]``."""
@@ -67,11 +67,11 @@ class TokenStore:
             offsets = chunk.offsets.to_numpy()
             tokens = chunk.values.to_numpy()[offsets[0] : offsets[-1]]
             digests.append(digest_tokens(tokens, offsets - offsets[0]))
-        return np.concatenate(digests, dtype=np.uint64)
+        return self._of_selected(np.concatenate(digests, dtype=np.uint64))
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         """Return views of the ``tokens`` and ``labels`` of a row, int32 ``[s]``."""
-        row = index if self._kept is None else int(self._kept[index])
+        row = index if self._selected is None else int(self._selected[index])
         return {name: column[row].values.to_numpy() for name, column in self._columns.items()}
 
     def lists(self, index: int) -> dict[str, list[int]]:
@@ -155,38 +155,32 @@ class PreparedRows:
 
     def __init__(self, folder: Path) -> None:
         paths = sorted(folder.glob("*.arrow"))
-        found = [one for path in paths for one in _read_batches(path)]
         self.files = len(paths)
-        self.sums = [[facts["rows"], facts["crc"]] for _, facts in found]
-        self.total = sum(rows for rows, _ in self.sums)
-        self.numbers = np.array([row for _, facts in found for row in facts["numbers"]], np.int64)
-        self.bad = [(row, reason) for _, facts in found for row, reason in facts["bad"]]
-        self.notes = [note for _, facts in found for note in facts["notes"]]
+        self.sums: list[list[int]] = []
+        self.bad: list[tuple[int, str]] = []
+        self.notes: list[Any] = []
         self.omitted: Counter[str] = Counter()
-        for _, facts in found:
-            self.omitted.update({kind: len(rows) for kind, rows in facts["omitted"].items()})
-        self._batches = [batch for batch, _ in found]
-        self._kept: np.ndarray | None = None
+        self._batches: list[pa.RecordBatch] = []
+        numbers: list[int] = []
+        for path in paths:
+            for batch, facts in _read_batches(path):
+                self._batches.append(batch)
+                self.sums.append([facts["rows"], facts["crc"]])
+                self.bad += [(row, reason) for row, reason in facts["bad"]]
+                self.notes += facts["notes"]
+                self.omitted.update({kind: len(rows) for kind, rows in facts["omitted"].items()})
+                numbers += facts["numbers"]
+        self.numbers = np.array(numbers, np.int64)
+        self.total = sum(rows for rows, _ in self.sums)
 
     @property
     def fingerprint(self) -> int:
         """Digest of all tokens, labels and notes."""
-        whole = fingerprint_of(self.sums)
-        return whole if self._kept is None else zlib.crc32(self._kept.tobytes(), whole)
+        return fingerprint_of(self.sums)
 
     def store(self, name: str) -> TokenStore:
         """Return the rows of a store."""
-        return TokenStore(self._batches, name, self.fingerprint, self._kept)
-
-    def without(self, bad: Mapping[int, str]) -> "PreparedRows":
-        """Return the same rows without some token rows, by (token row, reason); their source rows count as bad."""
-        part = copy.copy(self)
-        part._kept = np.delete(np.arange(len(self.numbers)), list(bad))
-        part.numbers = self.numbers[part._kept]
-        part.notes = [self.notes[row] for row in part._kept] if self.notes else []
-        reasons = dict(self.bad) | {int(self.numbers[row]): reason for row, reason in bad.items()}
-        part.bad = sorted(reasons.items())
-        return part
+        return TokenStore(self._batches, name, self.fingerprint)
 
 
 class RowWriter:

@@ -17,7 +17,6 @@ from torchtune.supervision import (
     describe_global_batch,
     explain_no_validation,
     explain_shared_rows,
-    row_lengths,
 )
 from torchtune.training import SettingsView, context_length
 
@@ -126,13 +125,14 @@ def measure(dataset: Any, tokenizer: Any, sample: int, longest: int | None) -> M
         sizes.append(math.ceil(len(built) * scale))
         tokens = count_tokens(built)
         counts.append(None if tokens is None else tokens * scale)
-        lengths.append(_longest_of(built))
-        exact, packed = exact and scale == 1.0, packed or hasattr(built, "packs")
-        rows = built.ds if hasattr(built, "packs") else built
-        dropped += len(getattr(rows, "dropped", ()))
-        truncated += getattr(rows, "num_truncated", 0)
-        if getattr(rows, "omitted", ""):
-            omitted.append(rows.omitted)
+        lengths.append(built.longest)
+        exact = exact and scale == 1.0
+        packed = packed or built.is_packed
+        for rows in built.row_datasets():
+            dropped += len(rows.dropped)
+            truncated += rows.num_truncated
+            if rows.omitted:
+                omitted.append(rows.omitted)
     if unknown:
         return Measured(None, "; ".join(unknown), exact=False)
     kind = "packs" if packed else "rows"
@@ -151,14 +151,6 @@ def measure(dataset: Any, tokenizer: Any, sample: int, longest: int | None) -> M
     text = f"about {examples:,} {kind}{total}, estimated from the first {sample:,} rows of each source{left_out}"
     text += "; the run checks all rows before its first step"
     return Measured(examples, text, most, exact=False)
-
-
-def _longest_of(dataset: Any) -> int | None:
-    """Return the tokens of the longest row, of one answer for preference data, or pack; None if unknown."""
-    if stores := getattr(dataset, "stores", None):
-        return max(int(store.lengths.max(initial=0)) for store in stores.values())
-    lengths = row_lengths(dataset)
-    return None if lengths is None or not len(lengths) else int(lengths.max())
 
 
 def _describe_left_out(dropped: int, truncated: int, tokenizer: Any) -> str:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from torchtune.checkpoints import CheckpointStore, materialize
-from torchtune.data import Images
+from torchtune.data import ExampleDataset, Images
 from torchtune.modules.model_fusion import ImageTextModel
 from torchtune.modules.transformer import text_decoder
 from torchtune.modules.vision_tower import VisionTower
@@ -139,7 +139,7 @@ _COLUMNS = {
 }
 
 
-class StandInDataset:
+class StandInDataset(ExampleDataset):
     """Dataset of rows of equal length, with a label for every token.
 
     If the model has image tokens, half of the tokens of a row are image tokens.

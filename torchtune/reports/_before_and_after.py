@@ -74,7 +74,7 @@ class Measurement:
         rows_of_run = total_steps * loader.examples_per_step
         count = min(_MOST_ROWS, max(_FEWEST_ROWS, rows_of_run // 20))
         count = max(count, multiple)
-        if getattr(measured_loader.dataset, "is_stream", False):
+        if measured_loader.dataset.is_stream:
             self._rows = _first_rows_of_stream(cfg, tokenizer, count)
             indices = np.arange(len(self._rows))
         else:

@@ -19,7 +19,6 @@ from torchtune._recipe_registry import CONFIGS, recipe_at
 from torchtune.config import read_document, redact_secrets, to_dict
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, BatchLoader
 from torchtune.reports._before_and_after import undisturbed_random_state
-from torchtune.supervision import row_lengths
 from torchtune.tokenizers import decode_pieces, document_texts
 from torchtune.training.metric_logging import flatten_dict
 from torchtune.training.parallel import ParallelDims
@@ -111,14 +110,15 @@ def describe_layers(model: torch.nn.Module) -> dict[str, str]:
 def describe_data(loader: BatchLoader, tokenizer: Any) -> dict[str, Any]:
     """Return facts about a loader's data: number of rows, digest, lengths, and samples with their trained tokens."""
     dataset = loader.dataset
-    if getattr(dataset, "is_stream", False):
+    if dataset.is_stream:
         return {}
-    rows = dataset.ds if hasattr(dataset, "packs") else dataset
+    # Packs are described by their rows.
+    parts = dataset.row_datasets()
+    rows = parts[0] if dataset.is_packed and len(parts) == 1 else dataset
     facts: dict[str, Any] = {"rows": len(rows), "examples": len(dataset), "samples": []}
-    fingerprint = getattr(dataset, "fingerprint", None)
-    if fingerprint is not None:
-        facts["digest"] = hashlib.sha256(repr(fingerprint).encode()).hexdigest()[:16]
-    lengths = row_lengths(rows)
+    if dataset.fingerprint is not None:
+        facts["digest"] = hashlib.sha256(repr(dataset.fingerprint).encode()).hexdigest()[:16]
+    lengths = rows.known_lengths
     if lengths is not None:
         counts, edges = np.histogram(lengths, _LENGTH_BINS)
         facts["tokens"] = int(lengths.sum())

@@ -250,10 +250,10 @@ class RunReport:
 
     def _describe_size_of_data(self) -> str:
         dataset = self._loader.dataset
-        if getattr(dataset, "is_stream", False):
+        if dataset.is_stream:
             text = "read while the run trains"
         else:
-            text = f"{len(dataset):,} {'packs' if hasattr(dataset, 'packs') else 'rows'}"
+            text = f"{len(dataset):,} {'packs' if dataset.is_packed else 'rows'}"
         tokens = count_tokens(dataset)
         if tokens is not None:
             text += f", {tokens:,} tokens"
@@ -451,8 +451,8 @@ def _check_images(model: torch.nn.Module, dataset: Any) -> None:
     has_frozen_text = getattr(model, "has_frozen_text", None)
     if has_frozen_text is None or not has_frozen_text():
         return
-    # A dataset of the user's own does not have a number of images; the model warns of it during the run.
-    if hasattr(dataset, "num_images") and not dataset.num_images:
+    # A user's own dataset may have images; the model warns during the run if it has none.
+    if not dataset.may_have_images:
         raise UserError(
             "dataset: it has no images, and text alone trains nothing of this model, whose text decoder is frozen: "
             "train that (language_model or decoder_trainable), or use a dataset with images."

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, Batch, DataError, Message, collate_documents
+from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, Batch, DataError, Message, as_example_dataset, collate_documents
 from torchtune.rlhf._advantages import GroupAdvantages, has_variance
 from torchtune.rlhf._rollouts import ENDS, Episode, Rollout, RolloutError, rollout_batches, texts_of
 from torchtune.rlhf.loss._base import setup_loss
@@ -131,17 +131,18 @@ def check_prompts(dataset: Any, sampler: Any, model: nn.Module, closing: int = 0
     """Check that the longest prompt and answer fit the model's context. Raises :class:`RolloutError`.
 
     Args:
-        dataset: dataset of prompts; not checked if it has no attribute ``lengths``.
+        dataset: dataset of prompts; not checked if their lengths are unknown.
         sampler: sampler with ``max_new_tokens``.
         model: the trained model. Its input is all tokens except the last.
         closing: number of tokens appended to the answer.
     """
-    if getattr(dataset, "num_images", 0) and not getattr(sampler, "takes_images", False):
+    dataset = as_example_dataset(dataset)
+    if dataset.num_images and not getattr(sampler, "takes_images", False):
         raise RolloutError(
             f"dataset: its prompts have images, but a {type(sampler).__name__} takes text only: set sampler to "
             "torchtune.rlhf.LocalSampler."
         )
-    lengths = getattr(dataset, "lengths", None)
+    lengths = dataset.known_lengths
     if lengths is None:
         return
     at, new = int(lengths.argmax()), getattr(sampler, "max_new_tokens", 1)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
-from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, Batch, Message, collate_documents
+from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, Batch, Message, WrappedDataset, collate_documents
 from torchtune.generation import evaluating
 from torchtune.modules.loss import Projection, token_log_probs
 from torchtune.rlhf._experience import Prompt, ScoredRollouts
@@ -24,7 +24,7 @@ from torchtune.training import ParallelDims
 from torchtune.utils import get_logger
 
 
-class NumberedPrompts:
+class NumberedPrompts(WrappedDataset):
     """Prompts of a dataset without rows, such as :func:`torchtune.datasets.text_completion_dataset`.
 
     Args:
@@ -38,20 +38,13 @@ class NumberedPrompts:
     """
 
     def __init__(self, dataset: Any, stop_tokens: Sequence[int]) -> None:
-        self._dataset, self._stop = dataset, set(stop_tokens)
+        super().__init__(dataset)
+        self._stop = set(stop_tokens)
         _ = self[0]  # raises early if add_eos is set
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(self._dataset, name)
-
-    def __len__(self) -> int:
-        return len(self._dataset)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         """Return an example in the format of :class:`torchtune.datasets.PromptDataset`."""
-        tokens = [int(token) for token in self._dataset[index]["tokens"]]
+        tokens = [int(token) for token in self.dataset[index]["tokens"]]
         if tokens[-1] in self._stop:
             raise RolloutError(
                 f"dataset: the prompt of row {index} ends with a token that ends answers: set dataset.add_eos=False."

@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 from torch import Tensor, nn
 
-from torchtune.data import Batch, BatchLoader
+from torchtune.data import Batch, BatchLoader, WrappedDataset
 from torchtune.rlhf._row_cache import CacheError, create_folder, uncached_batches
 from torchtune.training import ParallelDims, fingerprint_weights
 from torchtune.utils import atomic_write, get_logger, is_simulated, log_rank_zero
@@ -20,7 +20,7 @@ from torchtune.utils import atomic_write, get_logger, is_simulated, log_rank_zer
 _SIDES = ("chosen", "rejected")
 
 
-class WithReference:
+class WithReference(WrappedDataset):
     """Dataset of pairs with reference log-probs in every example.
 
     Args:
@@ -29,18 +29,13 @@ class WithReference:
     """
 
     def __init__(self, dataset: Any, log_probs: np.ndarray) -> None:
-        self._dataset, self._log_probs = dataset, log_probs
-
-    def __len__(self) -> int:
-        return len(self._dataset)
+        super().__init__(dataset)
+        self._log_probs = log_probs
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         """Return the example with ``chosen_reference`` and ``rejected_reference``."""
         pair = zip(_SIDES, self._log_probs[index].tolist(), strict=True)
-        return {**self._dataset[index], **{f"{side}_reference": value for side, value in pair}}
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._dataset, name)
+        return {**self.dataset[index], **{f"{side}_reference": value for side, value in pair}}
 
 
 @torch.no_grad()
@@ -76,7 +71,7 @@ def cache_log_probs(
     of_model, found = fingerprint_weights(parameters, dims), []
     for loader in loaders:
         data = loader.dataset
-        if getattr(data, "fingerprint", None) is None:
+        if data.fingerprint is None:
             raise CacheError(
                 f"reference_cache: {type(data).__name__} has no fingerprint, so its rows may change: set it to null."
             )

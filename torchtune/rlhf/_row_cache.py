@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from torchtune.data import Batch, BatchLoader
+from torchtune.data import Batch, BatchLoader, ExampleDataset, WrappedDataset
 from torchtune.training import ParallelDims
 from torchtune.utils import UserError, sign_of_life
 
@@ -29,24 +29,31 @@ def create_folder(folder: Path, setting: str) -> None:
         raise CacheError(f"{setting}: {folder} cannot be written to ({error}): choose another folder.") from error
 
 
-class WithRowNumbers:
-    """Dataset, or some rows of a dataset, with the row number as ``row`` in every document."""
+class WithRowNumbers(WrappedDataset):
+    """Dataset with the row number as ``row`` in every document."""
 
-    def __init__(self, dataset: Any, rows: np.ndarray | None = None) -> None:
+    def __getitem__(self, index: int) -> Any:
+        return _with_row_number(self.dataset[index], index)
+
+
+class SelectedRows(ExampleDataset):
+    """Some rows of a dataset, with their numbers in it as ``row`` in every document."""
+
+    def __init__(self, dataset: Any, rows: np.ndarray) -> None:
         self._dataset, self._rows = dataset, rows
 
     def __len__(self) -> int:
-        return len(self._dataset) if self._rows is None else len(self._rows)
+        return len(self._rows)
 
     def __getitem__(self, index: int) -> Any:
-        row = index if self._rows is None else int(self._rows[index])
-        example = self._dataset[row]
-        if isinstance(example, Mapping):
-            return {**example, "row": row}
-        return [{**document, "row": row} for document in example]
+        row = int(self._rows[index])
+        return _with_row_number(self._dataset[row], row)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._dataset, name)
+
+def _with_row_number(example: Any, row: int) -> Any:
+    if isinstance(example, Mapping):
+        return {**example, "row": row}
+    return [{**document, "row": row} for document in example]
 
 
 def uncached_batches(
@@ -54,7 +61,7 @@ def uncached_batches(
 ) -> Iterator[Batch]:
     """Yield batches of ``rows``, which are split among the ranks; show a progress bar on the first rank."""
     batches = BatchLoader(
-        WithRowNumbers(loader.dataset, rows),
+        SelectedRows(loader.dataset, rows),
         batch_size=loader.batch_size,
         collate_fn=collate,
         shuffle=False,

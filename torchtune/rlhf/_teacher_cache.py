@@ -41,7 +41,7 @@ class TeacherCache:
     """
 
     def __init__(self, folder: Path, data: Any, key: Mapping[str, Any], k: int) -> None:
-        if getattr(data, "fingerprint", None) is None:
+        if data.fingerprint is None:
             raise CacheError(
                 f"teacher_cache: {type(data).__name__} has no fingerprint, so its rows may change: set it to null."
             )

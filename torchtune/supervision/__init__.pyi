@@ -9,7 +9,6 @@ from ._describe_run import (
     explain_no_validation,
     explain_shared_rows,
     explain_short_epoch,
-    row_lengths,
     rows_per_step,
 )
 from ._flops import attention_pairs, peak_flops

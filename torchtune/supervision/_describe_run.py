@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
+from torchtune.data import ExampleDataset
 from torchtune.datasets import count_shared_rows
 from torchtune.supervision._best_validation import is_own_metric
 from torchtune.training import RecipeSettingsError, SettingsView
@@ -91,15 +90,7 @@ def component_name(node: Any) -> str:
     return str(node.get("_component_")).rpartition(".")[2]
 
 
-def row_lengths(dataset: Any) -> np.ndarray | None:
-    """Return the number of tokens per row (of all answers for preference data), if known without reading rows."""
-    if stores := getattr(dataset, "stores", None):
-        return sum(store.lengths for store in stores.values())
-    lengths = None if getattr(dataset, "store", dataset) is None else getattr(dataset, "lengths", None)
-    return None if lengths is None else np.asarray(lengths)
-
-
-def count_tokens(dataset: Any) -> int | None:
+def count_tokens(dataset: ExampleDataset) -> int | None:
     """Return the number of tokens in a dataset, if known without reading all rows."""
-    lengths = row_lengths(dataset)
+    lengths = dataset.known_lengths
     return None if lengths is None else int(lengths.sum())

@@ -8,7 +8,7 @@ import pytest
 from tests.tiny import write_tokenizer
 from tests.torchtune.models.tokenizer_files import write_ranks
 from tests.torchtune.modules.transforms.test_vision import photo
-from torchtune.datasets._file_report import format_of, histogram, scan
+from torchtune.datasets import format_of, histogram, scan
 from torchtune.utils import UserError
 
 TURNS = [{"role": "user", "content": "red cat"}, {"role": "assistant", "content": "blue"}]

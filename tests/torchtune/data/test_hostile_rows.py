@@ -14,8 +14,8 @@ from torchtune.data import (
     OpenAIToMessages,
     ShareGPTToMessages,
 )
-from torchtune.datasets import LabelledAnswerToMessages
-from torchtune.datasets._file_report import FileFacts, _look, format_of
+from torchtune.datasets import LabelledAnswerToMessages, format_of
+from torchtune.datasets._file_report import FileFacts, _inspect
 
 USER, ANSWER = {"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}
 CALL = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
@@ -63,7 +63,7 @@ def test_a_row_is_read_or_refused(case):
             for key in way:
                 inner = inner[key]
             inner[last] = weird
-            _look(FileFacts("rows.jsonl"), 1, changed, *format_of(changed), {})
+            _inspect(FileFacts("rows.jsonl"), 1, changed, format_of(changed), {})
             try:
                 sample = transform(changed)
                 for messages in (value for value in sample.values() if isinstance(value, list) and value):

@@ -11,12 +11,14 @@ from torchtune.datasets import (
     SFTTransform,
     alpaca_dataset,
     chat_dataset,
+    format_of,
     instruct_dataset,
     kto_dataset,
     preference_dataset,
     prompt_dataset,
+    report,
+    scan,
 )
-from torchtune.datasets._file_report import format_of, report, scan
 from torchtune.tokenizers import hf_tokenizer
 from torchtune.tokenizers._protocols import MessageTransform
 

@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 
 from torchtune.data import DataError
-from torchtune.datasets import StreamedDataset, instruct_dataset, kto_dataset, prompt_dataset
+from torchtune.datasets import StreamedDataset, instruct_dataset, kto_dataset, prompt_dataset, read_rows
 from torchtune.datasets._file_formats import JsonLines, Line, parsed
-from torchtune.datasets._file_report import read_rows
-from torchtune.datasets._read import open_reader
 from torchtune.datasets._row_source import RowSource, load_rows
+from torchtune.datasets._stream_readers import open_reader
 from torchtune.rlhf.reward_functions import ExactMatch, NumberMatch
 from torchtune.utils import UserError
 
@@ -273,15 +272,15 @@ def test_a_list_inside_of_an_object(tmp_path):
 def test_places_of_rows(tmp_path):
     path = tmp_path / "rows.csv"
     path.write_text('a\n"1\n2"\n\n3\n')
-    assert [load_rows(str(path), split="train").place(i) for i in (0, 1)] == [f"{path}, line 2", f"{path}, line 5"]
-    assert [row.place for row in open_reader(str(path))[0].window(None, 9, None)[0]] == [
+    assert [load_rows(str(path), split="train").location(i) for i in (0, 1)] == [f"{path}, line 2", f"{path}, line 5"]
+    assert [row.location for row in open_reader(str(path))[0].window(None, 9, None)[0]] == [
         f"{path}, line 2",
         f"{path}, line 5",
     ]
     path = tmp_path / "rows.json"
     path.write_text('[{"a": 1}, 3]')
     rows = load_rows(str(path), split="train")
-    assert rows.place(1) == f"{path}, row 2"
+    assert rows.location(1) == f"{path}, row 2"
     with pytest.raises(DataError, match=r"rows\.json, row 2: a row must be a mapping column -> value, not int"):
         rows[1]
 

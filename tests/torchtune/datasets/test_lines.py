@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 
 from torchtune.data import DataError
-from torchtune.datasets import instruct_dataset, prompt_dataset
+from torchtune.datasets import instruct_dataset, prompt_dataset, read_rows, scan
 from torchtune.datasets._file_formats import JsonLines
-from torchtune.datasets._file_report import read_rows, scan
 from torchtune.datasets._file_rows import FileRows
-from torchtune.datasets._read import open_reader
 from torchtune.datasets._row_source import load_rows
+from torchtune.datasets._stream_readers import open_reader
 from torchtune.generation import read_prompts
 from torchtune.utils import UserError
 
@@ -110,7 +109,7 @@ def test_rows_of_several_files(tmp_path):
     assert [len(kept), kept[1]["a"], kept.select([2])[0]["a"]] == [4, 2, 4]
     with pytest.raises(DataError, match=r"2\.jsonl, line 3: no JSON.*correct the line"):
         kept[3]
-    assert [rows.place(i)[-15:] for i in (1, 2)] == ["0.jsonl, line 3", "1.jsonl, line 3"]
+    assert [rows.location(i)[-15:] for i in (1, 2)] == ["0.jsonl, line 3", "1.jsonl, line 3"]
     Path(paths[2]).write_text(texts[2][:9])
     assert rows[3] == {"a": 3}
     with pytest.raises(DataError, match=r"2\.jsonl has shrunk while the run reads it, from 29 to 9 bytes"):

@@ -14,8 +14,8 @@ from torchtune.data import CROSS_ENTROPY_IGNORE_IDX as IGNORE
 from torchtune.data import DataError, Message, padded_collate_sft
 from torchtune.datasets import PackedDataset, SFTDataset, alpaca_dataset, chat_dataset, instantiate_collate
 from torchtune.datasets._preview import preview
+from torchtune.datasets._row_cache import preparing
 from torchtune.datasets._row_images import size_of
-from torchtune.datasets._shared import preparing
 from torchtune.datasets.multimodal import (
     llava_instruct_dataset,
     multimodal_chat_dataset,

@@ -182,7 +182,7 @@ def test_what_goes_wrong_on_the_way_is_named(tmp_path):
             good + b'{"id": 1, "length": 0}\n',
             r"rows\.jsonl, line 2: no label is left; correct it, or leave",
         ),
-        (good + b'{"id": -5, "length": 1}\n', r"rows\.jsonl, line 2: token id -5 is none"),
+        (good + b'{"id": -5, "length": 1}\n', r"rows\.jsonl, line 2: token id -5 is not in the vocabulary"),
     ):
         with pytest.raises(DataError, match=words):
             of(text)[1]

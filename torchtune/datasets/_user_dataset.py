@@ -1,17 +1,16 @@
-"""Checks of datasets from outside this library."""
+"""Datasets from outside this library: their examples are checked when they are read."""
 
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset
 
-from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, DataError, check_shifted
-from torchtune.datasets._labels import check_row
+from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, DataError, WrappedDataset, check_shifted
+from torchtune.datasets._tokenized import check_row
 
 # Maximum number of examples that are searched for a label.
-_LOOKED_AT = 32
+_NUM_SEARCHED = 32
 
 
 def is_own(value: Any) -> bool:
@@ -20,26 +19,24 @@ def is_own(value: Any) -> bool:
     return any(base.__module__.startswith("torchtune.") for base in getattr(kind, "__mro__", [kind]))
 
 
-class CheckedDataset(Dataset):
+class CheckedDataset(WrappedDataset):
     """Wrapper of a dataset from outside this library that checks examples when they are read.
-
-    Other attributes, such as ``lengths`` or ``fingerprint``, are passed through.
 
     Args:
         dataset: map-style dataset of examples (mappings with ``tokens`` and pre-shifted ``labels``) or packs (lists of
             examples).
         vocab_size: upper bound of token ids (exclusive); ``None`` if unknown.
-        longest: maximum number of tokens of a document; ``None`` for no limit.
 
     Raises:
         DataError: the dataset is empty or not map-style, an example has another format, or the first examples have no
             labels or unshifted labels.
     """
 
-    def __init__(self, dataset: Any, vocab_size: int | None, longest: int | None = None) -> None:
-        self.dataset = dataset
+    def __init__(self, dataset: Any, vocab_size: int | None) -> None:
+        super().__init__(dataset)
         self.name = type(dataset).__name__
-        self._vocab_size, self._longest = vocab_size, longest
+        self._vocab_size = vocab_size
+        self._longest: int | None = None
         missing = [method for method in ("__len__", "__getitem__") if not hasattr(dataset, method)]
         if missing:
             raise DataError(
@@ -51,8 +48,10 @@ class CheckedDataset(Dataset):
             raise DataError(f"dataset: {self.name} is empty: there is nothing to train on.")
         self._check_labels()
 
-    def __len__(self) -> int:
-        return len(self.dataset)
+    def limit_rows(self, longest: int) -> None:
+        """See :meth:`torchtune.data.ExampleDataset.limit_rows`; later examples are checked when they are read."""
+        self._longest = longest
+        self[0]
 
     def __getitem__(self, index: int) -> Any:
         """Return an example; raise :class:`DataError` if it has another format."""
@@ -72,30 +71,26 @@ class CheckedDataset(Dataset):
             raise DataError(f"dataset: example {index} of {self.name}: {error}.") from error
         return example
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "dataset":
-            raise AttributeError(name)
-        return getattr(self.dataset, name)
-
     def _check_labels(self) -> None:
         """Raise if the first examples have no labels, or every label is the token at its own position."""
-        rows: dict[str, list[torch.Tensor]] = {"tokens": [], "labels": []}
-        for index in range(min(self._length, _LOOKED_AT)):
-            example = self[index]
-            for document in _documents_of(example):
-                for key, found in rows.items():
-                    found.append(torch.as_tensor(document[key], dtype=torch.int64))
-                differs = rows["labels"][-1] != rows["tokens"][-1]
+        tokens: list[torch.Tensor] = []
+        labels: list[torch.Tensor] = []
+        num_searched = min(self._length, _NUM_SEARCHED)
+        for index in range(num_searched):
+            for document in _documents_of(self[index]):
+                tokens.append(torch.as_tensor(document["tokens"], dtype=torch.int64))
+                labels.append(torch.as_tensor(document["labels"], dtype=torch.int64))
+                is_labeled = labels[-1] != CROSS_ENTROPY_IGNORE_IDX
+                is_other_token = labels[-1] != tokens[-1]
                 # Prompts of the rollout recipes have a number and placeholder labels.
-                if "number" in document or differs[rows["labels"][-1] != CROSS_ENTROPY_IGNORE_IDX].any():
+                if "number" in document or (is_labeled & is_other_token).any():
                     return
-        tokens, labels = (torch.cat(found) for found in rows.values())
-        if (labels == CROSS_ENTROPY_IGNORE_IDX).all():
+        if (torch.cat(labels) == CROSS_ENTROPY_IGNORE_IDX).all():
             raise DataError(
-                f"dataset: {self.name} has no label in its first {index + 1:,} examples: labels[i] is the token to "
+                f"dataset: {self.name} has no label in its first {num_searched:,} examples: labels[i] is the token to "
                 f"predict at position i, and {CROSS_ENTROPY_IGNORE_IDX} where none is."
             )
-        check_shifted(tokens, labels, [len(row) for row in rows["tokens"]], self.name)
+        check_shifted(torch.cat(tokens), torch.cat(labels), [len(row) for row in tokens], self.name)
 
     def _check(self, document: Any) -> None:
         if not isinstance(document, Mapping):

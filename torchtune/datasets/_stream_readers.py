@@ -38,10 +38,10 @@ class Row(NamedTuple):
         return parsed(self.content)
 
     @property
-    def place(self) -> str:
+    def location(self) -> str:
         """Origin as text, for messages."""
-        source, (kind, number) = self.origin["source"], list(self.origin.items())[1]
-        return f"{source}, {kind} {number:,}"
+        unit = "line" if "line" in self.origin else "row"
+        return f"{self.origin['source']}, {unit} {self.origin[unit]:,}"
 
 
 class FileReader:
@@ -86,48 +86,61 @@ class FileReader:
         Raises:
             DataError: the source cannot be read, or a file has shrunk.
         """
-        number, offset, before = position or (0, 0, 0)
+        number, offset, lines_before = position or (0, 0, 0)
         rows: list[Row] = []
         while number < self.files and len(rows) < count:
             file = number if order is None else order[number]
-            path, size = self.paths[file], self._sizes[file]
+            path = self.paths[file]
             try:
-                if (now := os.path.getsize(path)) < size:
-                    refuse_shrunk(path, size, now)
-                part, offset, before = self._rows(file, offset, before, count - len(rows))
+                size = os.path.getsize(path)
+                if size < self._sizes[file]:
+                    refuse_shrunk(path, self._sizes[file], size)
+                file_rows, offset, lines_before = self._rows(file, offset, lines_before, count - len(rows))
             except OSError as error:
-                said = f"{path} cannot be read on ({error.strerror or error})"
-                raise DataError(f"{said}: put it back and resume.") from error
+                raise DataError(
+                    f"{path} cannot be read on ({error.strerror or error}): put it back and resume."
+                ) from error
+            except DataError:
+                raise
             except UserError as error:
-                raise error if isinstance(error, DataError) else DataError(str(error)) from error
-            rows += part
-            if offset is None:
-                number, offset, before = number + 1, 0, 0
-        return rows, [number, offset, before] if number < self.files else None
+                raise DataError(str(error)) from error
+            rows += file_rows
+            if offset is None:  # the end of the file
+                number += 1
+                offset = 0
+                lines_before = 0
+        return rows, [number, offset, lines_before] if number < self.files else None
 
-    def _rows(self, file: int, offset: int, before: int, count: int) -> tuple[list[Row], int | None, int]:
+    def _rows(self, file: int, offset: int, lines_before: int, count: int) -> tuple[list[Row], int | None, int]:
         """Return up to ``count`` rows of a file, the next offset (None at the end), and the lines before it."""
-        path, format, rows = self.paths[file], self._formats[file], []
+        path = self.paths[file]
+        format = self._formats[file]
         if offset == 0:
-            offset, before = format.start
+            offset, lines_before = format.start
         is_plain = packed_by(Path(path)) is None and not isinstance(format, JsonArray)
-        end = self._sizes[file] if is_plain else None  # a file that grows is read up to its first size
+        # A plain file that grows is read up to its first size. The end of an unpacked file is not known before.
+        end = self._sizes[file] if is_plain else None
+        rows: list[Row] = []
         with unpacking(Path(path)):
             opened = self._open_at(path, format, offset)
-            for record, lines in format.divide(opened) if end is None or offset < end else ():
-                if not format.is_blank(record):
-                    rows.append(Row(Line.of(record, format), {"source": path, format.unit: before + 1}))
-                offset, before = offset + len(record), before + lines
-                if len(rows) == count or (end is not None and offset >= end):
+            is_at_end = end is not None and offset >= end
+            records = format.divide(opened)
+            while len(rows) < count and not is_at_end:
+                record, num_lines = next(records, (b"", 0))
+                if not record:
+                    is_at_end = True
                     break
-            else:
-                end = offset
-        if is_plain or offset == end:
+                if not format.is_blank(record):
+                    rows.append(Row(Line.of(record, format), {"source": path, format.unit: lines_before + 1}))
+                offset += len(record)
+                lines_before += num_lines
+                is_at_end = end is not None and offset >= end
+        if is_plain or is_at_end:
             opened.close()
             self._opened = None
         else:
             self._opened = (path, offset, opened)
-        return rows, None if end is not None and offset >= end else offset, before
+        return rows, None if is_at_end else offset, lines_before
 
     def _open_at(self, path: str, format: FileFormat, offset: int) -> IO[bytes]:
         if self._opened is not None and self._opened[:2] == (path, offset):
@@ -143,10 +156,12 @@ class HubReader:
         source: name of the source.
     """
 
-    files, size = 0, None
+    files = 0
+    size = None
 
     def __init__(self, rows: Any, source: str) -> None:
-        self._dataset, self._source = rows, source
+        self._dataset = rows
+        self._source = source
         self._beginning = _plain(rows.state_dict())
         self._open: tuple[Position, Iterator[Any]] | None = None
 
@@ -156,20 +171,27 @@ class HubReader:
 
     def window(self, position: Position, count: int, order: Sequence[int] | None) -> tuple[list[Row], Position]:
         """See :meth:`FileReader.window`."""
-        state, before = position or (None, 0)
+        state, rows_before = position or (None, 0)
         try:
             if self._open is None or self._open[0] != position or position is None:
                 self._dataset.load_state_dict(_plain(state or self._beginning))
                 self._open = (position, iter(self._dataset))
-            rows = [without_added_nulls(row) for row in islice(self._open[1], count)]
-            after = [_plain(self._dataset.state_dict()), before + len(rows)] if len(rows) == count else None
+            _, iterator = self._open
+            contents = [without_added_nulls(content) for content in islice(iterator, count)]
+            next_position = None
+            if len(contents) == count:
+                next_position = [_plain(self._dataset.state_dict()), rows_before + count]
         except Exception as error:  # remote readers raise errors of a dozen packages
             raise DataError(
-                f"{self._source} cannot be read on after {before:,} rows ({first_line(error)}): resume the run when it "
-                "can."
+                f"{self._source} cannot be read on after {rows_before:,} rows ({first_line(error)}): resume the run "
+                "when it can."
             ) from error
-        self._open = None if after is None else (after, self._open[1])
-        return [Row(row, {"source": self._source, "row": before + i}) for i, row in enumerate(rows, 1)], after
+        # The iterator goes on if the next call has the next position.
+        self._open = None if next_position is None else (next_position, iterator)
+        rows = []
+        for number, content in enumerate(contents, rows_before + 1):
+            rows.append(Row(content, {"source": self._source, "row": number}))
+        return rows, next_position
 
 
 class ArrowReader(FileReader):
@@ -180,7 +202,9 @@ class ArrowReader(FileReader):
         **kwargs: passed to ``datasets.load_dataset``.
     """
 
-    _read: tuple[str, HubReader | None] = ("", None)
+    # Reader of the file that was read last.
+    _reader: HubReader | None = None
+    _reader_path = ""
 
     def __init__(self, paths: Sequence[str], **kwargs: Any) -> None:
         super().__init__([(path, JsonLines()) for path in paths])
@@ -190,12 +214,13 @@ class ArrowReader(FileReader):
         """See :meth:`FileReader.fingerprint`."""
         return f"{super().fingerprint()} read by datasets"
 
-    def _rows(self, file: int, offset: Any, before: int, count: int) -> tuple[list[Row], Any, int]:
+    def _rows(self, file: int, offset: Any, lines_before: int, count: int) -> tuple[list[Row], Any, int]:
         path = self.paths[file]
-        if self._read[0] != path:
-            self._read = (path, HubReader(load_rows(path, split="train", streaming=True, **self._kwargs), path))
-        rows, after = self._read[1].window([offset, before] if offset else None, count, None)
-        return rows, None if after is None else after[0], before + len(rows)
+        if self._reader_path != path:
+            self._reader = HubReader(load_rows(path, split="train", streaming=True, **self._kwargs), path)
+            self._reader_path = path
+        rows, next_position = self._reader.window([offset, lines_before] if offset else None, count, None)
+        return rows, None if next_position is None else next_position[0], lines_before + len(rows)
 
 
 def _plain(state: Any) -> Any:
@@ -217,16 +242,18 @@ def open_reader(source: Any, **load_dataset_kwargs: Any) -> tuple[FileReader | H
     split = load_dataset_kwargs.get("split")
     if split is not None and ("[" in split or "+" in split):
         raise DataError(f"split='{split}' is a part, which a stream cannot find: name a whole split.")
-    where, found = resolve_source(str(source), load_dataset_kwargs.copy())
-    shown = str(load_dataset_kwargs.get("data_files") or source)
+    path, kwargs = resolve_source(str(source), load_dataset_kwargs.copy())
+    name = str(load_dataset_kwargs.get("data_files") or source)
     if is_preview():
-        raise NotRead(f"{shown} is streamed: its rows are not counted (streaming=False shows them)")
-    files = local_files(where, found)
+        raise NotRead(f"{name} is streamed: its rows are not counted (streaming=False shows them)")
+    files = local_files(path, kwargs)
     if files is not None:
         split = split or "train"
         if split not in files:
-            raise DataError(f"{shown} has the splits {', '.join(files)}: set split to one of them, not '{split}'.")
-        return FileReader(files[split]), shown
-    if where in ("parquet", "arrow") and (names := plain_files(found)) is not None:
-        return ArrowReader(matching(names)), shown
-    return HubReader(load(), shown), shown
+            raise DataError(f"{name} has the splits {', '.join(files)}: set split to one of them, not '{split}'.")
+        return FileReader(files[split]), name
+    if path in ("parquet", "arrow"):
+        names = plain_files(kwargs)
+        if names is not None:
+            return ArrowReader(matching(names)), name
+    return HubReader(load(), name), name

@@ -32,13 +32,18 @@ from torchtune.utils import (
 )
 
 _META = "meta.json"
-_SAID = {"code": "another version of torchtune or of a package that tokenizes", "data": "other content of the data"}
-_HINT = "set the environment variable TORCHTUNE_CACHE to a folder of your own"
-_FREE = "free space, or choose another --output; nothing is left of what was written"
+_OTHER_CACHE = "set the environment variable TORCHTUNE_CACHE to a folder of your own"
 _STALE = 3600.0  # seconds without writes after which a folder counts as abandoned
 _KILLED = (KeyboardInterrupt, ProcessKilled)  # errors after which a preparation can be continued
-_OWN_NAME = re.compile(r"(own-\w{8}|run-[0-9a-f]{64}|\.(run-)?[0-9a-f]{64}\.([0-9a-f]{8}\.tmp|part))")
-_made: Counter[str] = Counter()
+# Names of the folders that this module makes and that a killed process may leave.
+_FOLDER_NAME = re.compile(r"(own-\w{8}|run-[0-9a-f]{64}|\.(run-)?[0-9a-f]{64}\.([0-9a-f]{8}\.tmp|part))")
+# Parts of a fingerprint that have a description for users.
+_DESCRIPTIONS = {
+    "code": "another version of torchtune or of a package that tokenizes",
+    "data": "other content of the data",
+}
+# Fingerprint -> number of datasets of this run with it.
+_num_datasets: Counter[str] = Counter()
 _output: ContextVar[Path | None] = ContextVar("output", default=None)
 
 
@@ -59,23 +64,25 @@ def cache_folder() -> Path:
     refuse_foreign(folder, "TORCHTUNE_CACHE")
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = folder.stat()
+        status = folder.stat()
     except OSError as error:
-        raise DataError(f"Cannot make the folder {folder} for prepared rows ({error.strerror}): {_HINT}.") from error
-    if found.st_uid != os.getuid():
-        raise DataError(f"The folder {folder} for prepared rows belongs to another user: {_HINT}.")
-    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        mode = f"{stat.S_IMODE(found.st_mode):o}"
+        raise DataError(
+            f"Cannot make the folder {folder} for prepared rows ({error.strerror}): {_OTHER_CACHE}."
+        ) from error
+    if status.st_uid != os.getuid():
+        raise DataError(f"The folder {folder} for prepared rows belongs to another user: {_OTHER_CACHE}.")
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        mode = f"{stat.S_IMODE(status.st_mode):o}"
         raise DataError(
             f"The folder {folder} for prepared rows may be written to by other users (mode {mode}): take that right "
-            f"from them with chmod go-w, or {_HINT}."
+            f"from them with chmod go-w, or {_OTHER_CACHE}."
         )
     return folder
 
 
 @contextmanager
 def preparing(folder: Path) -> Iterator[None]:
-    """Make :func:`prepare` write rows to ``folder`` inside the block, as ``tune data prepare`` does."""
+    """Make :func:`cached_rows` write rows to ``folder`` inside the block, as ``tune data prepare`` does."""
     token = _output.set(folder)
     try:
         yield
@@ -88,79 +95,98 @@ def is_preparing() -> bool:
     return _output.get() is not None
 
 
-def prepare(
-    fingerprint: Fingerprint, source: str, build: Callable[[RowWriter], None], folder: Path | None = None
-) -> PreparedRows:
-    """Return the prepared rows of a fingerprint; write them with ``build`` if they are missing.
+def cached_rows(
+    fingerprint: Fingerprint, source: str, write: Callable[[RowWriter], bool], prepared: Path | None = None
+) -> PreparedRows | None:
+    """Return the prepared rows of a fingerprint; write them if they are missing.
 
-    One process builds while the others of the machine wait. Rows with an exact fingerprint are cached for later runs.
+    One process writes while the others of the machine wait. Rows with an exact fingerprint are cached for later runs.
     Other rows are shared by the local ranks of this run under ``torchrun``, and deleted when all have mapped them.
 
     Args:
         fingerprint: fingerprint of the rows.
         source: name of the source, for messages.
-        build: writes the rows; called at most once.
-        folder: output folder of ``tune data prepare`` with the rows; if it is set, nothing is built.
+        write: writes the rows, and returns whether they can be stored; called at most once.
+        prepared: output folder of ``tune data prepare`` with the rows; if it is set, nothing is written.
+
+    Returns:
+        None if the rows cannot be stored.
 
     Raises:
-        DataError: ``build`` raises it, the cache folder cannot be used, ``folder`` has no such rows, or the fingerprint
-            is not exact inside a :func:`preparing` block.
+        DataError: ``write`` raises it, the cache folder cannot be used, ``prepared`` has no such rows, or the
+            fingerprint is not exact inside a :func:`preparing` block.
     """
     output = _output.get()
-    if folder is not None and output is None:
-        return _prepared_before(fingerprint, source, folder)
-    if output is not None and not fingerprint.is_exact:
+    if prepared is not None and output is None:
+        return _rows_prepared_before(fingerprint, source, prepared)
+    if output is None:
+        root = cache_folder()
+        advice = f"{_OTHER_CACHE} on a disk with enough space"
+    elif fingerprint.is_exact:
+        root = _output_folder(output)
+        advice = "free space, or choose another --output; nothing is left of what was written"
+    else:
         raise DataError(
             f"The rows of {source} cannot be prepared for later runs: a transform or filter that is not of this "
             "library needs an attribute fingerprint, a text that changes when it does."
         )
-    root, hint = (
-        (cache_folder(), f"{_HINT} on a disk with enough space") if output is None else (_made_folder(output), _FREE)
-    )
     key = fingerprint.text if fingerprint.is_exact else _key_of_this_run(fingerprint)
-    if key is None or is_preview():
-        with tempfile.TemporaryDirectory(dir=root, prefix="own-") as own:
-            with _writing(Path(own), hint):
-                _write(Path(own), fingerprint, build)
-            return PreparedRows(Path(own))
+    if key is None or is_preview():  # rows of this process alone
+        with tempfile.TemporaryDirectory(dir=root, prefix="own-") as folder:
+            with _explained_writes(Path(folder), advice):
+                is_stored = _write_folder(Path(folder), fingerprint, write)
+            return PreparedRows(Path(folder)) if is_stored else None
     folder = root / key
-    if fingerprint.is_exact and (rows := _open(folder)):
-        return rows
-    with _locked(root, key, source, hint) as is_locked:
-        if (rows := _open(folder)) is None:
+    if fingerprint.is_exact:
+        rows = _open(folder)
+        if rows is not None:
+            return rows
+    with _locked(root, key, source, advice) as is_locked:
+        rows = _open(folder)  # another process may have written them meanwhile
+        if rows is None:
             if folder.exists():
                 get_logger().warning(f"The prepared rows in {folder} are damaged: they are prepared anew.")
-            _remove_left_overs(root, key)
-            shutil.rmtree(folder, ignore_errors=True)  # missing or damaged
+            _remove_abandoned(root, key)
+            shutil.rmtree(folder, ignore_errors=True)
+            # Only `tune data prepare` goes on where a killed process stopped, and only if no other one can.
             keep_on = _KILLED if output is not None and is_locked else ()
-            with _writing(folder, hint), atomic_directory(folder, replace=False, keep_on=keep_on) as temporary:
+            with (
+                _explained_writes(folder, advice),
+                atomic_directory(folder, replace=False, keep_on=keep_on) as temporary,
+            ):
                 if output is None:
                     temporary.chmod(0o700)
-                _write(temporary, fingerprint, build)
+                is_stored = _write_folder(temporary, fingerprint, write)
+            if not is_stored:
+                shutil.rmtree(folder, ignore_errors=True)
+                return None
             rows = PreparedRows(folder)
         if not fingerprint.is_exact:
             _leave(folder)
         return rows
 
 
-def _write(folder: Path, fingerprint: Fingerprint, build: Callable[[RowWriter], None]) -> None:
+def _write_folder(folder: Path, fingerprint: Fingerprint, write: Callable[[RowWriter], bool]) -> bool:
+    """Write token rows and then what they were made of, without which a folder counts as damaged."""
     with closing(RowWriter(folder)) as writer:
-        build(writer)
-    made_of = {**fingerprint.parts, "code": code_digest()}
-    write_json(folder / _META, {"fingerprint": fingerprint_of(writer.sums), "made_of": made_of})
+        is_stored = write(writer)
+    if is_stored:
+        made_of = {**fingerprint.parts, "code": code_digest()}
+        write_json(folder / _META, {"fingerprint": fingerprint_of(writer.sums), "made_of": made_of})
+    return is_stored
 
 
 @contextmanager
-def _writing(folder: Path, hint: str) -> Iterator[None]:
-    """Convert failed writes inside the block to :class:`DataError` with a hint."""
+def _explained_writes(folder: Path, advice: str) -> Iterator[None]:
+    """Convert failed writes inside the block to :class:`DataError` with advice."""
     try:
         with convert_os_errors(folder):
             yield
     except WriteError as error:
-        raise DataError(f"{error.fact}, where rows are prepared: {hint}.") from error
+        raise DataError(f"{error.fact}, where rows are prepared: {advice}.") from error
 
 
-def _made_folder(folder: Path) -> Path:
+def _output_folder(folder: Path) -> Path:
     refuse_foreign(folder, "--output")
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -169,28 +195,30 @@ def _made_folder(folder: Path) -> Path:
     return folder
 
 
-def _prepared_before(fingerprint: Fingerprint, source: str, root: Path) -> PreparedRows:
+def _rows_prepared_before(fingerprint: Fingerprint, source: str, root: Path) -> PreparedRows:
     """Return the rows in an output folder of ``tune data prepare``; raise with the differences if they do not match."""
     if not root.is_dir():
         raise DataError(f"There is no folder {root} with prepared rows: write it with tune data prepare.")
     if reads_nothing():
         raise NotRead(f"{root} is there")
     folder = root / fingerprint.text
-    if rows := _open(folder):
+    rows = _open(folder)
+    if rows is not None:
         return rows
     if folder.is_dir():
         raise DataError(f"The rows in {root} are damaged: prepare them again with tune data prepare.")
     metas = [read_json(path, DataError) for path in sorted(root.glob(f"[!.]*/{_META}"))]
-    found = [fingerprint.differences(meta.get("made_of", {})) for meta in metas]
-    if not found:
+    if not metas:
         raise DataError(f"There are no prepared rows in {root}: write them with tune data prepare.")
-    changed = min(found, key=len)
-    public = [name for name in changed if "._" not in name] or changed  # private attributes depend on these
-    said = [_SAID.get(name, f"another {name}") for name in public[:5]]
-    what = " and ".join(said) or "other settings"
+    # A folder holds the rows of several datasets: those with the fewest differences are the ones that are meant.
+    differences = min((fingerprint.differences(meta.get("made_of", {})) for meta in metas), key=len)
+    # Private attributes depend on public ones, which say more.
+    public = [name for name in differences if "._" not in name]
+    descriptions = [_DESCRIPTIONS.get(name, f"another {name}") for name in (public or differences)[:5]]
+    made_with = " and ".join(descriptions) or "other settings"
     raise DataError(
-        f"The rows in {root} do not fit {source} as it is read now, they were made with {what}: prepare them again "
-        "with tune data prepare, or set that back."
+        f"The rows in {root} do not fit {source} as it is read now, they were made with {made_with}: prepare them "
+        "again with tune data prepare, or set that back."
     )
 
 
@@ -199,12 +227,13 @@ def _key_of_this_run(fingerprint: Fingerprint) -> str | None:
 
     Ranks find the same key because all create the same datasets in the same order.
     """
-    run = [os.environ.get(name) for name in ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_PORT")]
-    if not fingerprint.is_shared or run[0] is None or _local_processes() == 1:
+    run_id = os.environ.get("TORCHELASTIC_RUN_ID")
+    if not fingerprint.is_shared or run_id is None or _local_processes() == 1:
         return None
+    attempt = [run_id, os.environ.get("TORCHELASTIC_RESTART_COUNT"), os.environ.get("MASTER_PORT")]
     text = fingerprint.text
-    _made[text] += 1
-    parts = [*run, socket.gethostname(), os.getppid(), text, _made[text]]
+    _num_datasets[text] += 1
+    parts = [*attempt, socket.gethostname(), os.getppid(), text, _num_datasets[text]]
     return "run-" + hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
@@ -229,21 +258,22 @@ def _leave(folder: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _remove_left_overs(root: Path, key: str) -> None:
+def _remove_abandoned(root: Path, key: str) -> None:
     """Delete abandoned folders of killed processes.
 
     Only folders named by this module are deleted: ``tune data prepare`` may write to a folder that also holds runs.
     """
     for path in root.iterdir():
-        if not _OWN_NAME.fullmatch(path.name) or path.name == f".{key}.part" or path.is_symlink():
+        if not _FOLDER_NAME.fullmatch(path.name) or path.name == f".{key}.part" or path.is_symlink():
             continue
-        newest = max((entry.stat().st_mtime for entry in [path, *path.glob("*")] if entry.exists()), default=0.0)
-        if path.is_dir() and time.time() - newest > _STALE:
+        times = [entry.stat().st_mtime for entry in [path, *path.glob("*")] if entry.exists()]
+        last_write = max(times, default=0.0)
+        if path.is_dir() and time.time() - last_write > _STALE:
             shutil.rmtree(path, ignore_errors=True)
 
 
 @contextmanager
-def _locked(root: Path, key: str, source: str, hint: str) -> Iterator[bool]:
+def _locked(root: Path, key: str, source: str, advice: str) -> Iterator[bool]:
     """Hold the lock of a cache entry inside the block; yield whether the file system supports locks.
 
     Local rank 0 goes first, because only its messages are shown. Without locks, two processes may do the same work; the
@@ -254,11 +284,11 @@ def _locked(root: Path, key: str, source: str, hint: str) -> Iterator[bool]:
     """
     lock = FolderLock(root, name=f"{key}.lock", key="TORCHTUNE_CACHE")
     if os.environ.get("LOCAL_RANK", "0") != "0" and not lock.path.exists():
-        time.sleep(0.5)
+        time.sleep(0.5)  # until rank 0 holds the lock
     with ExitStack() as stack:
         waiting = f"Another process of this machine prepares {source}: waiting for it."
         try:
             is_locked = stack.enter_context(lock.held(waiting))
         except WriteError as error:
-            raise DataError(f"{error.fact}: remove it, or {hint}.") from error
+            raise DataError(f"{error.fact}: remove it, or {advice}.") from error
         yield is_locked

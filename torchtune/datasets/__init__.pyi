@@ -1,0 +1,43 @@
+from . import multimodal as multimodal
+from ._bad_rows import num_left_out
+from ._file_formats import is_data_file
+from ._file_report import CHECKED_SETTINGS, SAMPLE, histogram, read_rows, report, scan, shared_rows
+from ._fingerprint import Fingerprint
+from ._from_config import instantiate_collate as instantiate_collate
+from ._from_config import instantiate_dataset as instantiate_dataset
+from ._from_config import mixed_dataset as mixed_dataset
+from ._mixed import ConcatDataset as ConcatDataset
+from ._mixed import MixedDataset as MixedDataset
+from ._mixed import mixture_counts, mixture_weights
+from ._packed import PackedDataset as PackedDataset
+from ._preference import KTODataset as KTODataset
+from ._preference import LabelledAnswerToMessages as LabelledAnswerToMessages
+from ._preference import PreferenceDataset as PreferenceDataset
+from ._preference import hh_rlhf_helpful_dataset as hh_rlhf_helpful_dataset
+from ._preference import kto_dataset as kto_dataset
+from ._preference import preference_dataset as preference_dataset
+from ._preference import stack_exchange_paired_dataset as stack_exchange_paired_dataset
+from ._preview import NotRead, preview
+from ._processes import workers
+from ._prompts import PromptDataset as PromptDataset
+from ._prompts import prompt_dataset as prompt_dataset
+from ._prompts import reasoning_gym_dataset as reasoning_gym_dataset
+from ._row_cache import cache_path, preparing
+from ._row_formats import format_of
+from ._row_images import content_of, size_of
+from ._row_source import RowSource, Source, without_waiting_for_the_hub
+from ._sft import SFTDataset as SFTDataset
+from ._sft import SFTTransform as SFTTransform
+from ._sft_builders import alpaca_cleaned_dataset as alpaca_cleaned_dataset
+from ._sft_builders import alpaca_dataset as alpaca_dataset
+from ._sft_builders import chat_dataset as chat_dataset
+from ._sft_builders import grammar_dataset as grammar_dataset
+from ._sft_builders import instruct_dataset as instruct_dataset
+from ._sft_builders import samsum_dataset as samsum_dataset
+from ._sft_builders import slimorca_dataset as slimorca_dataset
+from ._shared_rows import count_shared_rows as count_shared_rows
+from ._streamed import StreamedDataset as StreamedDataset
+from ._text_completion import TextCompletionDataset as TextCompletionDataset
+from ._text_completion import cnn_dailymail_articles_dataset as cnn_dailymail_articles_dataset
+from ._text_completion import text_completion_dataset as text_completion_dataset
+from ._text_completion import wikitext_dataset as wikitext_dataset

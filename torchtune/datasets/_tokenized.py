@@ -1,0 +1,438 @@
+"""Tokenization of rows, in parallel: of all rows before training, or of a few rows of a stream.
+
+Labels are the tokens to predict at each position, or -100 where no token is trained on. A transform to messages masks
+turns (:func:`torchtune.data.mask_messages`), the tokenizer masks the tokens of these turns, and :func:`shifted_labels`
+turns tokens and mask into labels. Other places that decide on labels: ``datasets/_text_completion.py`` labels all
+tokens, ``tokenizers/_reasoning.py`` masks the earlier turns of split conversations, ``models/_image_transform.py``
+masks turns with images, and ``rlhf/_rollouts.py`` labels answers.
+"""
+
+import logging
+import os
+from array import array
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from tqdm import tqdm
+
+from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, DataError, ExampleDataset
+from torchtune.datasets._bad_rows import BadRows, report_left_out
+from torchtune.datasets._file_formats import Line, parsed
+from torchtune.datasets._file_rows import unparsed
+from torchtune.datasets._fingerprint import Fingerprint
+from torchtune.datasets._processes import in_parts
+from torchtune.datasets._row_cache import cached_rows
+from torchtune.datasets._row_source import RowSource
+from torchtune.datasets._token_store import PreparedRows, RowWriter, TokenStore, make_batch
+from torchtune.utils import UserError, check_surrogates, get_logger, log_rank_zero, sign_of_life
+
+NO_LABEL = "no label is left"
+_LARGEST_ID = np.iinfo(np.int32).max
+
+
+def shifted_labels(tokens: Sequence[int], mask: Sequence[bool]) -> list[int] | np.ndarray:
+    """Return pre-shifted labels: label i is token i + 1, or -100 if that token is masked; the last label is -100.
+
+    Returns:
+        a list; int32 ``[s]`` if ``tokens`` is an ``array("i")``.
+
+    Raises:
+        DataError: tokens and mask differ in length.
+    """
+    if len(tokens) != len(mask):
+        raise DataError(f"the model transform gives {len(tokens)} tokens but {len(mask)} elements of a mask")
+    ids = _flat_array(tokens)
+    is_trained = ~np.asarray(mask, bool)[1:]
+    labels = np.full_like(ids, CROSS_ENTROPY_IGNORE_IDX)
+    labels[:-1][is_trained] = ids[1:][is_trained]
+    return labels if isinstance(tokens, array) else labels.tolist()
+
+
+def has_label(sample: Mapping[str, Any]) -> bool:
+    """Return whether a sample has a label that is not ignored."""
+    return bool((np.asarray(sample["labels"]) != CROSS_ENTROPY_IGNORE_IDX).any())
+
+
+def why_no_label(sample: Mapping[str, Any], limit: int | None, reason: str) -> str:
+    """Return the end of a message about a sample without labels: ``reason``, if it was truncated to ``limit``."""
+    if limit is None or len(sample["tokens"]) < limit:
+        return ""
+    return f" within max_seq_len={limit}, {reason}"
+
+
+def check_row(tokens: Any, labels: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Return tokens and labels as int32 ``[s]``; raise :class:`DataError` unless both are ids of equal length."""
+    for name, values in (("tokens", tokens), ("labels", labels)):
+        if not hasattr(values, "__len__") or isinstance(values, str | bytes | Mapping):
+            raise DataError(f"{name} must be a list of token ids, not {type(values).__name__}")
+    if len(tokens) != len(labels):
+        raise DataError(f"a row has {len(tokens)} tokens but {len(labels)} labels")
+    token_ids = _flat_array(tokens)
+    label_ids = _flat_array(labels)
+    for name, ids in (("tokens", token_ids), ("labels", label_ids)):
+        if len(ids) and ids.dtype.kind not in "iu":
+            raise DataError(f"{name} must be a flat list of whole numbers, not of {ids.dtype}")
+    outside = token_ids[(token_ids < 0) | (token_ids > _LARGEST_ID)]
+    if len(outside):
+        raise DataError(f"token id {outside[0]} is not in the vocabulary")
+    wrong_labels = label_ids[(label_ids < 0) & (label_ids != CROSS_ENTROPY_IGNORE_IDX)]
+    if len(wrong_labels):
+        raise DataError(f"label {wrong_labels.min()} is neither a token id nor {CROSS_ENTROPY_IGNORE_IDX}")
+    return token_ids.astype(np.int32, copy=False), label_ids.astype(np.int32, copy=False)
+
+
+def _flat_array(values: Any) -> np.ndarray:
+    try:
+        ids = np.asarray(values)
+    except ValueError:  # ragged lists
+        ids = np.empty((0, 0))
+    if ids.ndim != 1:
+        raise DataError("tokens and labels must be flat lists of token ids")
+    return ids
+
+
+def too_long(longest: int, *, is_prompt: bool = False) -> str:
+    """Return the reason why a row cannot be trained on that has more tokens than the model reads."""
+    reason = f"it has more tokens than the {longest:,} that the model reads (its max_seq_len): shorten it"
+    if is_prompt:  # prompts are never truncated
+        return reason
+    return f"{reason}, or truncate rows with tokenizer.max_seq_len={longest}"
+
+
+class Tokenize:
+    """Callable that tokenizes consecutive rows.
+
+    Args:
+        samples: row -> its samples, each a mapping from the name of a store to ``tokens``, ``labels`` and optionally
+            ``note``; None if a sample has more than these, such as images.
+        names: names of the stores.
+        tokenizer: the tokenizer that ``samples`` calls; its ``take_omitted``, if any, says what it leaves out of a row.
+
+    Attributes:
+        longest: maximum number of tokens of a row; None for no limit.
+    """
+
+    def __init__(
+        self,
+        samples: Callable[[Any], Sequence[Mapping[str, Mapping[str, Any]]] | None],
+        names: Sequence[str],
+        tokenizer: Any = None,
+    ) -> None:
+        self._samples = samples
+        self.names = names
+        self.longest: int | None = None
+        self._take_omitted: Callable[[], list[str]] = getattr(tokenizer, "take_omitted", list)
+
+    def __call__(
+        self, start: int, rows: Iterable[Any], location: Callable[[int], str] = "row {}".format
+    ) -> tuple[pa.RecordBatch, dict[str, Any]] | None:
+        """Tokenize the rows from number ``start`` on; ``location`` names a row for the watchdog.
+
+        Returns:
+            The token rows, and facts about the rows (see :class:`PreparedRows`); None if a sample has more than tokens.
+        """
+        columns: dict[str, list[np.ndarray]] = {}
+        for name in self.names:
+            columns |= {f"{name}.tokens": [], f"{name}.labels": []}
+        facts: dict[str, Any] = {"rows": 0, "numbers": [], "bad": [], "notes": [], "omitted": {}}
+        for index, row in enumerate(unparsed(rows), start):
+            sign_of_life(location(index))
+            facts["rows"] += 1
+            self._take_omitted()  # forget the texts that were tokenized for something else
+            try:
+                samples = self._samples(_columns(row))
+                if samples is None:
+                    return None
+                token_rows = [self._checked(sample) for sample in samples]
+            except DataError as error:
+                facts["bad"].append((index, str(error)))
+                continue
+            except RecursionError:
+                facts["bad"].append((index, "it is nested too deeply"))
+                continue
+            for kind in self._take_omitted():
+                facts["omitted"].setdefault(kind, []).append(index)
+            for sample, token_row in zip(samples, token_rows, strict=True):
+                facts["numbers"].append(index)
+                facts["notes"] += [text["note"] for text in sample.values() if "note" in text]
+                for column, ids in zip(columns.values(), token_row, strict=True):
+                    column.append(ids)
+        sign_of_life()
+        return make_batch(columns), facts
+
+    def _checked(self, sample: Mapping[str, Mapping[str, Any]]) -> list[np.ndarray]:
+        """Return tokens and labels of each store, int32 ``[s]``; raise :class:`DataError` if they cannot be stored."""
+        token_row: list[np.ndarray] = []
+        for name in self.names:
+            token_row += check_row(sample[name]["tokens"], sample[name]["labels"])
+        if self.longest is not None and any(len(ids) > self.longest for ids in token_row):
+            raise DataError(too_long(self.longest))
+        return token_row
+
+
+def _columns(row: Any) -> Mapping[str, Any]:
+    """Return a row's columns; raise :class:`DataError` if it is no mapping or has text that cannot be encoded."""
+    if isinstance(row, Line):
+        return parsed(row)
+    if not isinstance(row, Mapping):
+        raise DataError(f"a row must be a mapping column -> value, not {type(row).__name__}")
+    try:
+        check_surrogates(row)
+    except UserError as error:
+        raise DataError(str(error)) from error
+    except (ValueError, RecursionError):
+        pass  # recursive data: left to the transform
+    return row
+
+
+class LabeledSamples:
+    """Callable that returns the samples of a row with labels, for :class:`Tokenize`; the name of the store is ``rows``.
+
+    Args:
+        transform: row -> ``tokens``, ``labels`` and optionally ``note``, or a list of such samples.
+        limit: maximum row length in tokens that the transform truncates to, for the error message.
+        side: side that the transform truncates, ``"right"`` or ``"left"``, for the error message.
+        has_notes: whether the transform returns a ``note`` as well.
+    """
+
+    def __init__(
+        self,
+        transform: Callable[[Mapping[str, Any]], Any],
+        limit: int | None,
+        side: str = "right",
+        has_notes: bool = False,
+    ) -> None:
+        self._transform = transform
+        self._limit = limit
+        self._outputs = ["tokens", "labels", "note"] if has_notes else ["tokens", "labels"]
+        self._reason = "the prompt is too long" if side == "right" else "what is trained on comes before the cut"
+
+    def __call__(self, row: Mapping[str, Any]) -> list[dict[str, Mapping[str, Any]]] | None:
+        """Return the samples; None if one has outputs that are neither tokens nor columns of the row.
+
+        Raises:
+            DataError: no sample has a label.
+        """
+        samples = self._transform(row)
+        if not isinstance(samples, list):
+            samples = [samples]
+        if any(sample.keys() - {*self._outputs, *row} for sample in samples):
+            return None
+        trained = [sample for sample in samples if has_label(sample)]
+        if not trained:
+            raise DataError(NO_LABEL + why_no_label(samples[0], self._limit, self._reason))
+        texts = []
+        for sample in trained:
+            texts.append({"rows": {name: sample[name] for name in self._outputs}})
+        return texts
+
+
+def prepare_rows(
+    source: RowSource,
+    tokenize: Tokenize,
+    depends_on: Mapping[str, Any],
+    *,
+    load: Callable[[], Any] | None = None,
+    way_out: str = "on_bad_row=skip",
+    formats: Collection[str] = (),
+    is_exact: bool = True,
+) -> PreparedRows | None:
+    """Return the token rows of a source: from the cache or, if they are not there, tokenized now.
+
+    Args:
+        source: the source.
+        tokenize: tokenizes the rows.
+        depends_on: name -> value of everything that determines the token rows, except the source.
+        load: loads the rows; by default from the source.
+        way_out: the setting that skips rows that cannot be trained on, for messages.
+        formats: formats of rows that the dataset reads, for messages; empty if it may read any.
+        is_exact: whether ``depends_on`` is complete, so that other runs can reuse the token rows.
+
+    Returns:
+        None if a row has more than tokens.
+
+    Raises:
+        DataError: some rows cannot be trained on and are not skipped; the message names up to ten.
+    """
+    fingerprint = Fingerprint(depends_on)
+    source.add_to(fingerprint)
+    fingerprint.is_exact = fingerprint.is_exact and is_exact
+
+    def write(writer: RowWriter) -> bool:
+        rows = source.rows() if load is None else load()
+        bad = BadRows(source.name, rows, skips=source.skips, way_out=way_out, formats=formats)
+        return _write_rows(rows, tokenize, bad, writer)
+
+    return cached_rows(fingerprint, source.name, write, source.prepared)
+
+
+def _write_rows(rows: Any, tokenize: Tokenize, bad: BadRows, writer: RowWriter) -> bool:
+    """Write the tokens of all rows, with a progress bar; many rows are tokenized in several processes.
+
+    Rows that a killed process has written are not tokenized again.
+
+    Returns:
+        Whether the rows were written; False if one has more than tokens.
+
+    Raises:
+        DataError: some rows cannot be trained on and are not skipped.
+    """
+    done = writer.before.total
+    for index, reason in writer.before.bad:
+        bad.add(index, reason)
+    if done:
+        message = f"Going on behind {done:,} rows that were tokenized before."
+        log_rank_zero(get_logger(), message, logging.WARNING)  # commands only show warnings and errors
+    hidden = True if os.environ.get("GROUP_RANK", "0") != "0" else None  # None: show it only on a terminal
+    with tqdm(total=len(rows), initial=done, desc="Tokenizing", unit=" rows", disable=hidden) as bar:
+        for tokenized in in_parts(rows, tokenize, done):
+            if tokenized is None:
+                return False
+            batch, facts = tokenized
+            sign_of_life()
+            for index, reason in facts["bad"]:
+                bad.add(index, reason)
+            writer.write(batch, facts)
+            bar.update(facts["rows"])
+    bad.check()
+    return True
+
+
+class TokenizedDataset(ExampleDataset):
+    """Base class of datasets whose rows are tokenized at construction, or mapped from an earlier run.
+
+    Args:
+        source: the source of the rows.
+        rows: the token rows; None if rows are transformed when they are read.
+        names: names of the stores.
+        limit: maximum row length in tokens that the tokenizer truncates to, to report truncated rows.
+        way_out: the setting that skips rows that cannot be trained on, for messages.
+        are_prompts: whether rows are prompts, which are never truncated.
+        are_divided: whether packs divide long rows, so that they need not fit the model.
+
+    Attributes:
+        source: name of the source.
+        stores: name -> token rows.
+
+    Raises:
+        DataError: no row is left that can be trained on.
+    """
+
+    def __init__(
+        self,
+        source: RowSource,
+        rows: PreparedRows | None,
+        *,
+        names: Sequence[str] = ("rows",),
+        limit: int | None = None,
+        way_out: str = "on_bad_row=skip",
+        are_prompts: bool = False,
+        are_divided: bool = False,
+    ) -> None:
+        self._row_source = source
+        self.source = source.name
+        self.stores: dict[str, TokenStore] = {}
+        self._limit = limit
+        self._way_out = way_out
+        self._are_prompts = are_prompts
+        self._are_divided = are_divided
+        if rows is None:
+            return
+        self.stores = {name: rows.store(name) for name in names}
+        self._numbers = rows.numbers
+        self._total = rows.total
+        self.dropped = [row for row, _ in rows.bad]
+        report_left_out(rows.bad, self.source, rows.total, len(self))
+        self.omitted = _describe_omitted(rows)
+        if self.omitted:
+            log_rank_zero(get_logger(), f"{self.source}: {self.omitted}: it is not trained on.", logging.WARNING)
+        if self.num_truncated:
+            message = (
+                f"{self.num_truncated} of {len(self)} rows of {self.source} are as long as max_seq_len={limit} or "
+                "were cut to it."
+            )
+            log_rank_zero(get_logger(), message, logging.WARNING)
+
+    @property
+    def num_truncated(self) -> int:
+        """Number of rows that have as many tokens as the tokenizer's ``max_seq_len``, or were cut to it."""
+        if self._limit is None or not self.stores:
+            return 0
+        return int((self._text_lengths() >= self._limit).sum())
+
+    def _text_lengths(self) -> np.ndarray:
+        """Return the number of tokens of the longest text of each row, int64 ``[rows]``."""
+        return np.max([store.lengths for store in self.stores.values()], axis=0)
+
+    def limit_rows(self, longest: int) -> None:
+        """See :meth:`torchtune.data.ExampleDataset.limit_rows`; the cached rows do not depend on the model."""
+        if self._are_divided or not self.stores:
+            return
+        is_long = self._text_lengths() > longest
+        if not is_long.any():
+            return
+        reason = too_long(longest, is_prompt=self._are_prompts)
+        long_rows = [(row, reason) for row in np.unique(self._numbers[is_long]).tolist()]
+        if not self._row_source.skips:
+            bad = BadRows(self.source, self._row_source.rows(), skips=False, way_out=self._way_out)
+            for row, reason in long_rows:
+                bad.add(row, reason)
+            bad.check()
+        self._keep(np.flatnonzero(~is_long))
+        self.dropped = sorted({*self.dropped, *(row for row, _ in long_rows)})
+        report_left_out(long_rows, self.source, self._total, len(self))
+
+    def _keep(self, rows: np.ndarray) -> None:
+        """Keep some token rows, int64 ``[kept]``, and leave out the others."""
+        self.stores = {name: store.select(rows) for name, store in self.stores.items()}
+        self._numbers = self._numbers[rows]
+
+    @property
+    def store(self) -> TokenStore | None:
+        """The token rows; ``None`` if there are several stores, or none."""
+        return self.stores.get("rows")
+
+    @property
+    def known_lengths(self) -> np.ndarray | None:
+        """Number of tokens of each row, int64 ``[rows]``; None if rows are tokenized when they are read."""
+        return sum(store.lengths for store in self.stores.values()) if self.stores else None
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Number of tokens of each row, int64 ``[rows]``; reads rows that are tokenized when they are read."""
+        return self.measure()
+
+    @property
+    def longest(self) -> int | None:
+        """See :class:`torchtune.data.ExampleDataset`; answers of a pair are read separately."""
+        return int(self._text_lengths().max(initial=0)) if self.stores else None
+
+    @property
+    def fingerprint(self) -> int | tuple[int, ...] | None:
+        """Digest of all tokens and labels; None if rows are tokenized when they are read."""
+        return self.store.fingerprint if self.stores else None
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """Return ``tokens`` and pre-shifted ``labels``."""
+        return self.store.lists(index)
+
+    def token_row(self, index: int) -> Any:
+        """See :class:`torchtune.data.ExampleDataset`."""
+        return self[index] if self.store is None else self.store[index]
+
+    def origins(self, index: int) -> list[dict[str, Any]]:
+        """Return ``source`` and ``row`` (counted from 0, after ``filter_fn``) of an example."""
+        return [{"source": self.source, "row": int(self._numbers[index])}]
+
+
+def _describe_omitted(rows: PreparedRows) -> str:
+    """Return what the chat template leaves out, such as "drops the reasoning of 3 of 8 rows"; empty for nothing."""
+    if not rows.omitted:
+        return ""
+    kinds = [f"the {kind} of {count:,}" for kind, count in sorted(rows.omitted.items())]
+    return f"the chat template drops {', '.join(kinds)} of {rows.total:,} rows"
