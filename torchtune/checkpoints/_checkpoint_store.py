@@ -13,31 +13,29 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torchtune.checkpoints._adapter import ADAPTER_DIR, ADAPTER_FILE, OWNED_INDEX, load_adapter
-from torchtune.checkpoints._checkpoint_error import CheckpointError
 from torchtune.checkpoints._directories import (
-    ResumePoint,
+    STATE_DIR,
+    STRUCTURE,
     check_name,
     check_output_dir,
     complete_directories,
     damage,
     marked_files,
+)
+from torchtune.checkpoints._export import MAX_SHARD_BYTES, check_savable_tokenizer, export_model
+from torchtune.checkpoints._load import ModelSource, initialize_rest, load_base
+from torchtune.checkpoints._model_weights import Contents, ModelWeights, SaveView, contents_of, identity
+from torchtune.checkpoints._resume import (
+    ModelsOfRun,
+    ResumePoint,
+    check_resumed_settings,
     refuse_damaged,
     resume_candidates,
     resume_point,
 )
-from torchtune.checkpoints._export import MAX_SHARD_BYTES, export_model
-from torchtune.checkpoints._load_weights import initialize_rest, load_base
-from torchtune.checkpoints._model_source import ModelSource
-from torchtune.checkpoints._model_weights import ModelWeights, identity
-from torchtune.checkpoints._models_of_run import ModelsOfRun
-from torchtune.checkpoints._open_source import open_source
-from torchtune.checkpoints._resumed_settings import check_resumed_settings
-from torchtune.checkpoints._safetensors_file import TensorFile
-from torchtune.checkpoints._save_view import Contents, SaveView, contents_of
-from torchtune.checkpoints._saved_tokenizer import check_savable_tokenizer
-from torchtune.checkpoints._saving import Job, Saver
-from torchtune.checkpoints._sources import find_files
-from torchtune.checkpoints._state import STATE_DIR, STRUCTURE, LocalState, load_state, local_state, optimizers_of
+from torchtune.checkpoints._save import Job, Saver, TensorFile
+from torchtune.checkpoints._state import LocalState, load_state, local_state, optimizers_of
+from torchtune.checkpoints._weight_files import CheckpointError, find_files, open_source
 from torchtune.models import build
 from torchtune.modules.peft import owned_parameters
 from torchtune.training.parallel import Ranks, reshard

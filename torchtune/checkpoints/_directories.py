@@ -8,21 +8,20 @@ import uuid
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from torchtune.checkpoints._checkpoint_error import CheckpointError
-from torchtune.checkpoints._state import MODELS, STATE_DIR, STRUCTURE, load_progress
-from torchtune.utils import atomic_directory, clear_leftovers, get_logger, log_once
+from torchtune.checkpoints._weight_files import CheckpointError
+from torchtune.utils import atomic_directory, get_logger, log_once
 
 MARKER = ".complete"
+STATE_DIR = "state"
+STRUCTURE = "state.json"
+# File with the run's trained and frozen models, if there are any besides the policy.
+MODELS = "models.json"
 # File in the run's folder that lists the checkpoints of its best validations.
 BEST = "best.json"
 _NAME = re.compile(r"^(epoch|step)_(\d+)\Z")
-# Temporary folders that atomic_directory and prune leave behind in a killed process.
-_LEFTOVER = re.compile(r"^\.((?:epoch|step)_\d+)\..*\.tmp$")
 # Number of step_N kept by default; all epoch_N are kept.
 KEPT_STEPS = 3
 # Files that must be undamaged for a resume. Others, such as configs and tokenizers, may be edited.
@@ -34,27 +33,7 @@ _CHUNK = 2**22
 Sums = dict[str, tuple[int, int]]
 
 
-@dataclass(frozen=True)
-class ResumePoint:
-    """A complete checkpoint to resume from.
-
-    Attributes:
-        path: folder of the checkpoint.
-
-    Example:
-        >>> torchtune.checkpoints.ResumePoint(folder / "epoch_0").path.name
-        'epoch_0'
-    """
-
-    path: Path
-
-    @cached_property
-    def progress(self) -> dict[str, Any]:
-        """The values under ``progress`` in the state, such as seed and global step."""
-        return load_progress(self.path)
-
-
-def _named_directories(output_dir: Path) -> list[Path]:
+def named_directories(output_dir: Path) -> list[Path]:
     if not output_dir.is_dir():
         return []
     return [path for path in output_dir.iterdir() if _NAME.match(path.name) and path.is_dir()]
@@ -63,15 +42,15 @@ def _named_directories(output_dir: Path) -> list[Path]:
 def complete_directories(output_dir: Path) -> list[Path]:
     """Return the complete checkpoints (folders with an undamaged marker), oldest first."""
     found = []
-    for path in _named_directories(output_dir):
+    for path in named_directories(output_dir):
         try:
-            found.append((_marker(path)["saves"], path.name, path))
+            found.append((read_marker(path)["saves"], path.name, path))
         except CheckpointError:
             continue
     return [path for _, _, path in sorted(found)]
 
 
-def _marker(path: Path) -> dict[str, Any]:
+def read_marker(path: Path) -> dict[str, Any]:
     """Read the completion marker.
 
     ``saves``: number of the save in its run, from 1; ``resumable``; ``files``: sizes of the files that a resume needs;
@@ -121,7 +100,7 @@ def new_directory(output_dir: Path, name: str, sums: Mapping[str, tuple[int, int
     """
     check_name(name)
     earlier = complete_directories(output_dir)
-    saves = 1 + (_marker(earlier[-1])["saves"] if earlier else 0)
+    saves = 1 + (read_marker(earlier[-1])["saves"] if earlier else 0)
     with atomic_directory(output_dir / name) as folder:
         yield folder
         sizes = {
@@ -156,12 +135,12 @@ def marked_files(path: Path, *, everything: bool) -> list[str]:
     Raises:
         CheckpointError: the marker is missing or damaged.
     """
-    return sorted(_marker(path)["crc32" if everything else "files"])
+    return sorted(read_marker(path)["crc32" if everything else "files"])
 
 
 def damage(path: Path, names: list[str], progress: Callable[[int], object] = lambda count: None) -> list[str]:
     """Compare files of a checkpoint with its marker; return a phrase for each missing or changed file."""
-    marker, found = _marker(path), []
+    marker, found = read_marker(path), []
     for name in names:
         file, size, crc = path / name, marker["files"].get(name), marker["crc32"][name]
         try:
@@ -191,7 +170,7 @@ def checkpoints_in(folder: Path) -> list[Path]:
     """
     if (folder / MARKER).exists():
         return [folder]
-    named = _named_directories(folder)
+    named = named_directories(folder)
     complete = complete_directories(folder)
     found = complete + sorted(path for path in named if path not in complete and (path / MARKER).exists())
     if not found:
@@ -296,63 +275,6 @@ def prune(output_dir: Path, keep: int | None) -> None:
             get_logger().warning(f"The old checkpoint {path} could not be removed ({error}): delete it yourself.")
 
 
-def resume_candidates(output_dir: Path) -> list[Path]:
-    """Return the complete checkpoints, newest first; empty if the run starts from the beginning.
-
-    Leftovers of an interrupted save are deleted.
-
-    Raises:
-        CheckpointError: there are only incomplete or damaged checkpoints.
-    """
-    for match in map(_LEFTOVER.match, os.listdir(output_dir) if output_dir.is_dir() else ()):
-        if match is not None:
-            clear_leftovers(output_dir / match[1])
-    complete = complete_directories(output_dir)
-    broken = [path for path in _named_directories(output_dir) if (path / MARKER).exists() and path not in complete]
-    for path in sorted(broken):
-        if not complete:
-            _marker(path)  # raises
-        get_logger().error(f"output_dir: {path / MARKER} is damaged: {path.name} does not count as a checkpoint.")
-    if not complete:
-        if unmarked := sorted(path.name for path in _named_directories(output_dir)):
-            raise CheckpointError(
-                f"output_dir: {output_dir} holds {', '.join(unmarked[:3])} without the marker of a complete "
-                "checkpoint, so there is nothing to resume: choose another output_dir (and, to start from these "
-                "weights, give that folder as checkpoint_dir)."
-            )
-        get_logger().warning(f"{output_dir} holds no complete checkpoint: the run starts from the beginning.")
-    return complete[::-1]
-
-
-def resume_point(path: Path) -> ResumePoint:
-    """Return the resume point of an undamaged checkpoint. Raises ``CheckpointError`` if its run is finished."""
-    if not _marker(path)["resumable"]:
-        raise CheckpointError(
-            f"output_dir: the run in {path.parent} is finished ({path.name}), there is nothing to resume: start "
-            f"a new run from that folder, in another output_dir."
-        )
-    return ResumePoint(path)
-
-
-def refuse_damaged(path: Path, faults: list[str], left: list[Path]) -> None:
-    """Log the damage of a checkpoint, and the older checkpoint to try instead.
-
-    Raises:
-        CheckpointError: there is no older checkpoint.
-    """
-    more = f", and {len(faults) - 1} more files are damaged" if len(faults) > 1 else ""
-    what = f"output_dir: {faults[0]}{more}, although {path.name} was saved whole"
-    if not left:
-        raise CheckpointError(
-            f"{what}, and there is no checkpoint before it to go on from: bring the file back, or delete the folder "
-            f"{path.name}, and the run begins anew."
-        )
-    get_logger().error(
-        f"{what}: the run goes on from the checkpoint before, {left[0].name}, if that is whole, and repeats what was "
-        "trained since."
-    )
-
-
 def check_output_dir(output_dir: Path, checkpoint_dir: Path | None, *, resume: bool) -> None:
     """Check that the output folder is writable and that saving does not overwrite anything.
 
@@ -375,7 +297,7 @@ def check_output_dir(output_dir: Path, checkpoint_dir: Path | None, *, resume: b
                 f"output_dir: {path} is a link to {os.readlink(path)}, which is not there: make that folder, or choose "
                 "another output_dir."
             )
-    held = complete_directories(output_dir) or sorted(_named_directories(output_dir))
+    held = complete_directories(output_dir) or sorted(named_directories(output_dir))
     if held and not resume:
         raise CheckpointError(
             f"output_dir: {output_dir} already holds a run ({held[-1].name}): set resume_from_checkpoint=True to go on "

@@ -1,29 +1,111 @@
 """Export of a model to a checkpoint: tensor files that other libraries load, configs and tokenizer files."""
 
-from collections.abc import Iterable, Mapping
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 
-from torchtune.checkpoints._adapter import (
-    ADAPTER_CONFIG_FILE,
-    ADAPTER_DIR,
-    ADAPTER_FILE,
-    OWNED_INDEX,
-    adapter_entries,
-)
-from torchtune.checkpoints._load_weights import read_json
-from torchtune.checkpoints._model_source import ModelSource
-from torchtune.checkpoints._model_weights import ModelWeights
-from torchtune.checkpoints._safetensors_file import Entry, TensorFile, aligned, write_file
-from torchtune.checkpoints._save_view import SaveView
-from torchtune.checkpoints._saved_tokenizer import add_stop_tokens, save_tokenizer
-from torchtune.checkpoints._sources import SAFETENSORS_INDEX
+from torchtune.checkpoints._adapter import ADAPTER_CONFIG_FILE, ADAPTER_DIR, ADAPTER_FILE, OWNED_INDEX, adapter_entries
+from torchtune.checkpoints._load import GENERATION_CONFIG, ModelSource
+from torchtune.checkpoints._model_weights import ModelWeights, SaveView
+from torchtune.checkpoints._save import Entry, TensorFile, TensorSlice, aligned, write_file
+from torchtune.checkpoints._weight_files import SAFETENSORS_INDEX, TextTower, read_json
 from torchtune.models import Description, ModelError, ModelSpec, text_config, with_text_config
 from torchtune.modules.conversion import get_conversions
-from torchtune.utils import write_json
+from torchtune.tokenizers import MISSING_TOKENIZER, SavableTokenizer, end_of_turn_ids
+from torchtune.training.parallel import Ranks, spec_of
+from torchtune.utils import get_logger, write_json
+
+_TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+def check_savable_tokenizer(tokenizer: Any) -> None:
+    """Log a warning before a run if its tokenizer cannot write its files."""
+    with TemporaryDirectory() as folder:
+        reason = _write_files(tokenizer, Path(folder))
+    if reason is not None:
+        get_logger().warning(
+            f"tokenizer: {reason}, so checkpoints will hold no tokenizer: give it a method save_files(folder), which "
+            "writes tokenizer.json and tokenizer_config.json."
+        )
+
+
+def save_tokenizer(tokenizer: Any, folders: Sequence[Path], source: Path) -> None:
+    """Write the files of a tokenizer into folders of a checkpoint.
+
+    If it cannot write them, ``TOKENIZER_MISSING.md`` says so in each folder: the source's tokenizer may be another one.
+
+    Args:
+        tokenizer: tokenizer that trained.
+        folders: existing folders without tokenizer files.
+        source: folder of the base weights.
+    """
+    # Written aside, because a tokenizer that fails may have written some of its files.
+    with TemporaryDirectory(dir=folders[0]) as name:
+        aside = Path(name)
+        reason = _write_files(tokenizer, aside)
+        if reason is None:
+            files = [path.relative_to(aside) for path in aside.rglob("*") if path.is_file()]
+            for folder in folders:
+                for file in files:
+                    (folder / file).parent.mkdir(parents=True, exist_ok=True)
+                    shutil.copyfile(aside / file, folder / file)
+            return
+    get_logger().warning(f"The checkpoint holds no tokenizer, {MISSING_TOKENIZER} in it says more: {reason}.")
+    for folder in folders:
+        (folder / MISSING_TOKENIZER).write_text(
+            f"""This checkpoint holds no tokenizer: {reason}.
+
+The tokenizer files of {source} are not copied, because the model may have been trained with other tokens or another
+chat template. If they are those that trained, copy them here. For checkpoints with a tokenizer, give the class a
+method `save_files(folder)`, which writes `tokenizer.json` and `tokenizer_config.json`.
+""",
+            encoding="utf-8",
+        )
+
+
+def _write_files(tokenizer: Any, folder: Path) -> str | None:
+    """Write the tokenizer's files; return the reason if it cannot."""
+    kind = f"{type(tokenizer).__module__}.{type(tokenizer).__qualname__}"
+    if not isinstance(tokenizer, SavableTokenizer):
+        return f"the tokenizer {kind} has no method save_files"
+    try:
+        tokenizer.save_files(folder)
+    except OSError:
+        raise  # the disk is full or not writable
+    except Exception as error:  # noqa: BLE001 - code of a user's own must not cost a checkpoint
+        return f"the tokenizer {kind} raised {type(error).__name__} in save_files ({error})"
+    return None
+
+
+def add_stop_tokens(tokenizer: Any, folder: Path) -> None:
+    """Add the tokens that end a turn to ``eos_token_id`` of the folder's ``generation_config.json``.
+
+    ``transformers`` and vLLM stop at any token of this list. A missing file is created with the token ids of
+    ``config.json``, from which ``transformers`` takes them otherwise.
+
+    Args:
+        tokenizer: tokenizer that trained.
+        folder: folder of a model in a checkpoint, with its ``config.json``.
+    """
+    path = folder / GENERATION_CONFIG
+    if path.is_file():
+        settings = read_json(path)
+    else:
+        config = read_json(folder / "config.json")
+        config = {**config, **config.get("text_config", {})}
+        settings = {name: config[name] for name in _TOKEN_IDS if config.get(name) is not None}
+    published = settings.get("eos_token_id")
+    published = published if isinstance(published, list) else [] if published is None else [published]
+    stops = list(dict.fromkeys([*published, *end_of_turn_ids(tokenizer)]))
+    if stops and (stops != published or not path.is_file()):
+        settings["eos_token_id"] = stops if stops[1:] else stops[0]
+        write_json(path, settings)
+
 
 MAX_SHARD_BYTES = 5 * 10**9
 
@@ -88,7 +170,7 @@ def export_model(view: SaveView, source: ModelSource, max_shard_bytes: int, fold
         weight_map = spec.weight_map("hf")
         weight_map = weight_map if whole is None else weight_map.prefixed(whole.prefixes)
         entries = [view.entry(group, turn) for turn, group in enumerate(weight_map.groups(description))]
-        entries += [] if whole is None else whole.other_towers(view.ranks)
+        entries += [] if whole is None else _other_towers(whole, view.ranks)
         files, index = shards(entries, max_shard_bytes, folder)
         json_files |= {} if index is None else {folder + SAFETENSORS_INDEX: index}
         adapter_folder = f"{folder}{ADAPTER_DIR}/"
@@ -107,6 +189,20 @@ def export_model(view: SaveView, source: ModelSource, max_shard_bytes: int, fold
             json_files[adapter_folder + OWNED_INDEX] = index
     json_files[f"{folder}config.json"] = config_of_model(view, source.checkpoint_dir, is_part=is_part)
     return Export(source, folder, files, json_files, generates=not description.is_classifier)
+
+
+def _other_towers(whole: TextTower, ranks: Ranks) -> list[Entry]:
+    """Return entries that copy the tensors of other towers; ranks take turns."""
+    names = whole.other_names()
+    return [_copy(whole, name, is_writer=ranks.rank == turn % ranks.size) for turn, name in enumerate(names)]
+
+
+def _copy(whole: TextTower, name: str, *, is_writer: bool) -> Entry:
+    def read() -> list[TensorSlice]:
+        return [TensorSlice.of(name, whole.read_other(name))]
+
+    spec = spec_of(whole.read_other(name))
+    return Entry({name: spec}, read if is_writer else tuple, spec.itemsize)
 
 
 def shards(entries: Iterable[Entry], max_shard_bytes: int, folder: str = "") -> tuple[list[TensorFile], dict | None]:

@@ -12,22 +12,22 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchtune.checkpoints._checkpoint_error import CheckpointError
 from torchtune.checkpoints._export import MAX_SHARD_BYTES, config_of, write_entries
-from torchtune.checkpoints._gguf import ARCHITECTURES, GGUFFile, llama3_divisors
-from torchtune.checkpoints._gguf_tokenizer import (
+from torchtune.checkpoints._gguf import (
+    ARCHITECTURES,
     CONTROL,
     NORMAL,
     UNUSED,
     USER_DEFINED,
+    GGUFFile,
+    llama3_divisors,
     pre_tokenizers,
     special_ids,
     tokenizer_files,
 )
-from torchtune.checkpoints._load_weights import check_base, read_json
-from torchtune.checkpoints._model_source import ModelSource
-from torchtune.checkpoints._model_weights import identity
-from torchtune.checkpoints._save_view import SaveView
+from torchtune.checkpoints._load import ModelSource, check_base
+from torchtune.checkpoints._model_weights import SaveView, identity
+from torchtune.checkpoints._weight_files import CheckpointError, read_json
 from torchtune.models import Description, Group, Llama3RopeScaling, build
 from torchtune.training.parallel import LocalShard, full_slices
 from torchtune.utils import atomic_directory, require, sign_of_life, write_json

@@ -7,16 +7,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchtune.checkpoints._checkpoint_error import CheckpointError
 from torchtune.checkpoints._checkpoint_store import POLICY, CheckpointStore
-from torchtune.checkpoints._directories import ResumePoint
-from torchtune.checkpoints._export import MAX_SHARD_BYTES, shards
-from torchtune.checkpoints._models_of_run import ModelsOfRun
-from torchtune.checkpoints._open_source import open_source
-from torchtune.checkpoints._safetensors_file import Entry
-from torchtune.checkpoints._saved_tokenizer import save_tokenizer
-from torchtune.checkpoints._sources import SAFETENSORS_INDEX, find_files, stream
+from torchtune.checkpoints._export import MAX_SHARD_BYTES, save_tokenizer, shards
+from torchtune.checkpoints._resume import ModelsOfRun, ResumePoint
+from torchtune.checkpoints._save import Entry
 from torchtune.checkpoints._state import load_state, local_state
+from torchtune.checkpoints._weight_files import SAFETENSORS_INDEX, CheckpointError, find_files, open_source, stream
 from torchtune.tokenizers import SavableTokenizer
 from torchtune.training.parallel import Ranks
 from torchtune.utils import doing, write_json

@@ -9,15 +9,13 @@ import torch
 import yaml
 from torch import nn
 
-from torchtune.checkpoints._checkpoint_error import CheckpointError
 from torchtune.checkpoints._export import MAX_SHARD_BYTES, config_of, write_entries
 from torchtune.checkpoints._gguf_convert import export_gguf
-from torchtune.checkpoints._load_weights import detect_format, read_json
-from torchtune.checkpoints._model_source import ModelSource
+from torchtune.checkpoints._load import ModelSource, detect_format
 from torchtune.checkpoints._model_weights import identity
 from torchtune.checkpoints._quantized_files import PACKED, SCALE, SHAPE
-from torchtune.checkpoints._safetensors_file import Entry, TensorSlice
-from torchtune.checkpoints._sources import Source
+from torchtune.checkpoints._save import Entry, TensorSlice
+from torchtune.checkpoints._weight_files import CheckpointError, Source, read_json
 from torchtune.models import Group
 from torchtune.modules import text_decoder
 from torchtune.modules.conversion import ConversionError, apply_conversions

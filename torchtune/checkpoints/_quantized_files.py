@@ -22,8 +22,7 @@ from typing import Any
 
 import torch
 
-from torchtune.checkpoints._checkpoint_error import CheckpointError
-from torchtune.checkpoints._sources import SafetensorsFiles
+from torchtune.checkpoints._weight_files import CheckpointError, SafetensorsFiles
 from torchtune.models import Slices
 from torchtune.training.parallel import full_slices
 from torchtune.utils import read_json

@@ -21,18 +21,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from torchtune.checkpoints._checkpoint_error import CheckpointError
-from torchtune.checkpoints._safetensors_file import Entry, TensorFile
-from torchtune.checkpoints._sources import SafetensorsFiles
+from torchtune.checkpoints._directories import STATE_DIR, STRUCTURE
+from torchtune.checkpoints._save import Entry, TensorFile
+from torchtune.checkpoints._weight_files import CheckpointError, SafetensorsFiles
 from torchtune.models import Slices
 from torchtune.training import RecipeSettingsError, RNGState
 from torchtune.training.optim import OptimizerStateError, check_state_format
 from torchtune.training.parallel import LocalShard, Ranks, ShardGrid, full_slices, read_shard, reduce_partial
 
-STATE_DIR = "state"
-STRUCTURE = "state.json"
-# File with the run's trained and frozen models, if there are any besides the policy.
-MODELS = "models.json"
 # Key of the structure: parameter names of the optimizers.
 _NAMES = "parameter names"
 # Kind of a node with its value in the header of each rank's file.

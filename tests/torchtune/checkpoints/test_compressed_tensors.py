@@ -20,7 +20,7 @@ from compressed_tensors.quantization.utils import calculate_qparams, generate_gp
 
 from tests.torchtune.checkpoints.small import hf_model, load, read, stored, write_folder, write_weights
 from torchtune.checkpoints import CheckpointError
-from torchtune.checkpoints._open_source import open_source
+from torchtune.checkpoints._weight_files import open_source
 
 INT, FLOAT = ({"type": kind, "num_bits": 8, "symmetric": True, "dynamic": False} for kind in ("int", "float"))
 INT4 = {**INT, "num_bits": 4, "strategy": "group", "group_size": 32}

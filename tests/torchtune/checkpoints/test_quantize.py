@@ -12,8 +12,8 @@ from torch import nn
 
 from tests.torchtune.checkpoints.small import build, in_transformers, load, logits, read, write_folder
 from torchtune.checkpoints import GGUFFile
-from torchtune.checkpoints._gguf_tokenizer import tokenizer_files
-from torchtune.checkpoints._model_source import ModelSource
+from torchtune.checkpoints._gguf import tokenizer_files
+from torchtune.checkpoints._load import ModelSource
 from torchtune.modules.conversion import ConversionError
 from torchtune.modules.torchao_formats import torchao_quantization
 from torchtune.training import FullModelHFCheckpointer, quantize_checkpoint

@@ -1,19 +1,25 @@
-"""Weight files opened for reading, one tensor at a time."""
+"""Weight files opened for reading, one tensor at a time: safetensors, torch files, and other formats by their names."""
 
 import math
 import pickle
 import zipfile
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import nn
 
-from torchtune.checkpoints._checkpoint_error import CheckpointError
-from torchtune.models import Slices
-from torchtune.utils import first_line, read_json
+from torchtune import utils
+from torchtune.models import Slices, rename_prefix, text_prefixes
+from torchtune.utils import UserError, first_line
+
+
+class CheckpointError(UserError, ValueError):
+    """A checkpoint cannot be read, does not fit the model, or cannot be written."""
+
 
 SAFETENSORS_INDEX = "model.safetensors.index.json"
 TORCH_INDEX = "pytorch_model.bin.index.json"
@@ -229,6 +235,15 @@ def safe_torch_load(checkpoint_path: str | Path, weights_only: bool = True, mmap
     return loaded
 
 
+def read_json(path: Path) -> dict:
+    """Read a JSON object from a file.
+
+    Raises:
+        CheckpointError: the file cannot be read, or is not a JSON object.
+    """
+    return utils.read_json(path, CheckpointError)
+
+
 def must_exist(path: Path) -> None:
     if path.is_file():
         return
@@ -240,7 +255,7 @@ def must_exist(path: Path) -> None:
 
 
 def _shards_of(index: Path) -> list[str]:
-    names = read_json(index, CheckpointError).get("weight_map")
+    names = read_json(index).get("weight_map")
     names = names.values() if isinstance(names, dict) else []
     if not names or not all(isinstance(name, str) and name for name in names):
         raise CheckpointError(f"{index} is not a valid index of shards (weight_map): download it again.")
@@ -308,3 +323,91 @@ def stream(source: Source) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield name and value of all tensors of a source."""
     for name in source.names():
         yield name, source.read(name)
+
+
+_ALONE = {"": ""}
+
+
+class TextTower(Source):
+    """Text decoder of a larger checkpoint, with the names of a text-only checkpoint.
+
+    Args:
+        source: checkpoint of a multimodal model, or of a decoder with weights that are not trained.
+        prefixes: from :func:`torchtune.models.text_prefixes`, or ``{"": ""}``.
+        untrained: names (as in a text-only checkpoint) of tensors to omit.
+
+    Attributes:
+        prefixes: see Args.
+        is_multimodal: whether there are other towers.
+    """
+
+    def __init__(self, source: Source, prefixes: Mapping[str, str], untrained: Collection[str] = ()) -> None:
+        self.prefixes = dict(prefixes)
+        self.is_multimodal = self.prefixes != _ALONE
+        self._source = source
+        inverse = {theirs: ours for ours, theirs in prefixes.items()}
+        found = {rename_prefix(name, inverse): name for name in source.names() if name.startswith(tuple(inverse))}
+        self._theirs = {ours: name for ours, name in found.items() if ours not in untrained}
+
+    def names(self) -> list[str]:
+        """Return the names of the text decoder's tensors, file by file."""
+        return list(self._theirs)
+
+    def where(self, name: str) -> Path:
+        """Return the file of a tensor."""
+        return self._source.where(self._theirs[name])
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor."""
+        return self._source.shape(self._theirs[name])
+
+    def read(self, name: str, slices: Slices | None = None) -> torch.Tensor:
+        """Read a tensor or a slice of it, backed by the file: copy it before changing it."""
+        return self._source.read(self._theirs[name], slices)
+
+    def other_names(self) -> list[str]:
+        """Return the names in the files of all other tensors."""
+        text = set(self._theirs.values())
+        return [name for name in self._source.names() if name not in text]
+
+    def read_other(self, name: str) -> torch.Tensor:
+        """Read one of :meth:`other_names`."""
+        return self._source.read(name)
+
+
+def open_source(paths: Sequence[Path], model: nn.Module | None = None) -> Source:
+    """Open weight files of one format; for a multimodal model, only the text decoder unless ``model`` is composite.
+
+    Args:
+        paths: the files.
+        model: the model that is read; weights that it does not train, such as weights for multi-token prediction, are
+            omitted.
+
+    Raises:
+        CheckpointError: formats are mixed or unknown, or a file is invalid.
+    """
+    source, spec = _open(paths), getattr(model, "spec", None)
+    prefixes = {} if source.kind == "gguf" or (spec and spec.builder) else text_prefixes(source.names())
+    text = TextTower(source, prefixes) if prefixes else source
+    untrained = () if spec is None else spec.untrained_names(text.names(), model.description)
+    return TextTower(source, prefixes or _ALONE, untrained) if untrained else text
+
+
+def _open(paths: Sequence[Path]) -> Source:
+    suffixes = {path.suffix for path in paths}
+    if suffixes == {".safetensors"}:
+        from torchtune.checkpoints._quantized_files import quantized_files
+
+        return quantized_files(paths)
+    if suffixes == {".gguf"}:
+        if len(paths) > 1:
+            raise CheckpointError("checkpoint_files: a GGUF checkpoint is one file: name just one.")
+        from torchtune.checkpoints._gguf import GGUFFile
+
+        return GGUFFile(paths[0])
+    if suffixes <= set(TORCH_SUFFIXES):
+        return TorchFiles(paths)
+    raise CheckpointError(
+        f"checkpoint_files: {', '.join(sorted(suffixes))} files cannot be read (together): give safetensors files, one "
+        "GGUF file, or torch files."
+    )

@@ -1,7 +1,7 @@
-"""Checkpoints as full state dicts, the interface of copied recipes."""
+"""Checkpointers for configs and copied recipes."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +15,20 @@ from torchtune.checkpoints._adapter import (
     adapted_modules,
     adapter_settings,
 )
-from torchtune.checkpoints._checkpoint_error import CheckpointError
-from torchtune.checkpoints._checkpoint_store import CheckpointStore
+from torchtune.checkpoints._checkpoint_store import POLICY, CheckpointStore
 from torchtune.checkpoints._directories import complete_directories, new_directory, prune
 from torchtune.checkpoints._export import write_entries
-from torchtune.checkpoints._load_weights import detect_format, read_json
-from torchtune.checkpoints._model_type import ADAPTER_CONFIG, ADAPTER_KEY, MODEL_KEY, ModelType
-from torchtune.checkpoints._open_source import open_source
-from torchtune.checkpoints._safetensors_file import Entry, save_tensors
-from torchtune.checkpoints._sources import resolve_files, safe_torch_load, stream
+from torchtune.checkpoints._load import ModelType, detect_format
+from torchtune.checkpoints._save import Entry, save_tensors
 from torchtune.checkpoints._state import STATE_DIR
+from torchtune.checkpoints._weight_files import (
+    CheckpointError,
+    open_source,
+    read_json,
+    resolve_files,
+    safe_torch_load,
+    stream,
+)
 from torchtune.models import (
     Description,
     FusedAdapter,
@@ -36,6 +40,20 @@ from torchtune.models import (
 )
 from torchtune.models.convert_weights import meta_to_tune, tune_to_meta, tune_to_peft_adapter_config
 from torchtune.utils import atomic_write, get_logger, write_json
+
+# Keys of the state dicts, as spelled in copied recipes.
+ADAPTER_CONFIG = "adapter_config"
+ADAPTER_KEY = "adapter"
+DATALOADER_KEY = "dataloader"
+EPOCHS_KEY = "epochs_run"
+MAX_STEPS_KEY = "max_steps_per_epoch"
+MODEL_KEY = "model"
+OPT_KEY = "optimizer"
+RNG_KEY = "rng_state"
+SEED_KEY = "seed"
+STEPS_KEY = "steps_run"
+TOTAL_EPOCHS_KEY = "total_epochs"
+VAL_DATALOADER_KEY = "val_dataloader"
 
 _RECIPE_STATE = "recipe_state.pt"
 _ADAPTER_PT = "adapter_model.pt"
@@ -278,3 +296,131 @@ def _on_cpu(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tens
 def _torch_save(value: Any, path: Path) -> None:
     with atomic_write(path) as file:
         torch.save(value, file)
+
+
+class FullModelHFCheckpointer(LegacyInterface):
+    """A :class:`CheckpointStore` of one model, with the arguments of configs.
+
+    Hugging Face libraries can load its checkpoints. A recipe adds further models with :meth:`add_source`.
+
+    Args:
+        checkpoint_dir: folder of the weights, usually as downloaded; see :class:`ModelSource` for the formats.
+        checkpoint_files: names of the weight files, or ``{filename_format, max_filename}``; found by default.
+        model_type: name of a :class:`ModelType`; it must match the model.
+        output_dir: folder of the checkpoints ``epoch_N`` and ``step_N``.
+        adapter_checkpoint: initial adapter: a folder in PEFT's layout, a file in such a folder, or the
+            ``adapter_model.pt`` of an older checkpoint; an absolute path, or relative to the working directory,
+            ``checkpoint_dir`` or ``output_dir``.
+        recipe_checkpoint: accepted for older configs; a resume finds the newest complete checkpoint.
+        resume_from_checkpoint: accepted for older configs; the recipe's setting of the same name applies.
+        safe_serialization: accepted for older configs; files are always safetensors.
+        should_load_recipe_state: whether :meth:`load_checkpoint` reads the newest checkpoint in ``output_dir``.
+        keep_last_n_checkpoints: number of checkpoints to keep. By default all ``epoch_N`` are kept, and the last three
+            ``step_N``.
+        enable_dcp: accepted for older configs; every rank always reads and writes its own shard.
+        text_only: export the text decoder of a multimodal checkpoint as a separate model. By default the other towers
+            are exported with it, unchanged.
+
+    Raises:
+        CheckpointError: ``model_type`` or ``keep_last_n_checkpoints`` is invalid.
+
+    Example:
+        >>> checkpointer = torchtune.training.FullModelHFCheckpointer(str(checkpoint), output_dir=str(folder / "run"))
+        >>> checkpointer.load_model(model)
+        >>> path = checkpointer.save("epoch_0", model)
+        >>> checkpointer.close()
+    """
+
+    def __init__(
+        self,
+        checkpoint_dir: str,
+        checkpoint_files: Sequence[str] | Mapping[str, str] | None = None,
+        model_type: str | None = None,
+        output_dir: str | None = None,
+        adapter_checkpoint: str | None = None,
+        recipe_checkpoint: str | None = None,
+        resume_from_checkpoint: bool = False,
+        safe_serialization: bool = True,
+        should_load_recipe_state: bool = False,
+        *,
+        keep_last_n_checkpoints: int | None = None,
+        enable_dcp: bool = False,
+        text_only: bool = False,
+    ) -> None:
+        source = {
+            "checkpoint_dir": checkpoint_dir,
+            "checkpoint_files": checkpoint_files,
+            "adapter_checkpoint": adapter_checkpoint,
+            "model_type": model_type,
+            "text_only": text_only,
+        }
+        super().__init__({POLICY: source}, output_dir, keep_last_n_checkpoints=keep_last_n_checkpoints)
+        self.should_load_recipe_state = should_load_recipe_state
+
+    @property
+    def store(self) -> CheckpointStore:
+        """This object, as the store of all models."""
+        return self
+
+    @property
+    def checkpoint_dir(self) -> Path:
+        """Folder of the policy's weights."""
+        return self.source().checkpoint_dir
+
+
+class FullModelMetaCheckpointer(FullModelHFCheckpointer):
+    """A :class:`FullModelHFCheckpointer` for Meta's consolidated files, kept for configs that name it.
+
+    :meth:`save` writes Hugging Face's format; :meth:`save_checkpoint` writes one file with Meta's names.
+    See :class:`FullModelHFCheckpointer` for the arguments.
+
+    Example:
+        >>> checkpointer = torchtune.training.FullModelMetaCheckpointer(
+        ...     "/tmp/Llama-3.1-8B", ["consolidated.00.pth"], model_type="LLAMA3", output_dir="/tmp/run"
+        ... )  # doctest: +SKIP
+    """
+
+    _legacy_names = "meta"
+
+    def __init__(
+        self,
+        checkpoint_dir: str,
+        checkpoint_files: Sequence[str] | Mapping[str, str] | None = None,
+        model_type: str | None = None,
+        output_dir: str | None = None,
+        adapter_checkpoint: str | None = None,
+        recipe_checkpoint: str | None = None,
+        resume_from_checkpoint: bool = False,
+        should_load_recipe_state: bool = False,
+        *,
+        keep_last_n_checkpoints: int | None = None,
+    ) -> None:
+        super().__init__(
+            checkpoint_dir,
+            checkpoint_files,
+            model_type,
+            output_dir,
+            adapter_checkpoint,
+            recipe_checkpoint,
+            resume_from_checkpoint,
+            should_load_recipe_state=should_load_recipe_state,
+            keep_last_n_checkpoints=keep_last_n_checkpoints,
+        )
+
+
+class FullModelTorchTuneCheckpointer(FullModelMetaCheckpointer):
+    """A :class:`FullModelHFCheckpointer` for files with this library's names.
+
+    :meth:`save` writes Hugging Face's format; :meth:`save_checkpoint` writes one file with this library's names.
+    See :class:`FullModelHFCheckpointer` for the arguments.
+
+    Example:
+        >>> checkpointer = torchtune.training.FullModelTorchTuneCheckpointer(
+        ...     "/tmp/run/epoch_0", ["model.pt"], model_type="LLAMA3", output_dir="/tmp/next"
+        ... )  # doctest: +SKIP
+    """
+
+    _legacy_names = "tune"
+
+
+Checkpointer = FullModelHFCheckpointer | FullModelMetaCheckpointer | FullModelTorchTuneCheckpointer
