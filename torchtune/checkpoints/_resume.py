@@ -1,4 +1,4 @@
-"""What a resume compares: the models of the run and its settings."""
+"""Resume points, and the comparison of a resuming run with its checkpoint: its models and its settings."""
 
 import json
 import logging
@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,10 @@ class ModelsOfRun:
             adapted: names of the models that are saved as adapters.
         """
         trained = tuple(trained)
-        frozen = {name: _record(one, one.fingerprint) for name, one in sources.items() if name not in trained}
+        frozen = {}
+        for name, source in sources.items():
+            if name not in trained:
+                frozen[name] = _record(source, source.fingerprint)
         bases = {name: _record(sources[name], sources[name].base_fingerprint) for name in adapted}
         return cls(trained, frozen, bases)
 
@@ -81,12 +85,15 @@ class ModelsOfRun:
 
     def check_trained(self, names: Iterable[str], checkpoint: Path) -> None:
         """Raise ``CheckpointError`` unless the resuming run trains the same models."""
-        for name in sorted(set(self.trained) ^ set(names)):
-            has, lacks = ("the checkpoint", "this run") if name in self.trained else ("this run", "the checkpoint")
-            raise CheckpointError(
-                f"{checkpoint}: {has} has a trained model '{name}', {lacks} has none: resume with the saved "
-                "torchtune_config.yaml."
-            )
+        different = set(self.trained) ^ set(names)
+        if not different:
+            return
+        name = min(different)
+        if name in self.trained:
+            difference = f"the checkpoint has a trained model '{name}', this run has none"
+        else:
+            difference = f"this run has a trained model '{name}', the checkpoint has none"
+        raise CheckpointError(f"{checkpoint}: {difference}: resume with the saved torchtune_config.yaml.")
 
     def check_sources(self, sources: Mapping[str, ModelSource], checkpoint: Path) -> None:
         """Check that the resuming run has the same frozen models, and the same base weights below its adapters.
@@ -105,25 +112,28 @@ class ModelsOfRun:
                     f"{sources[name].checkpoint_dir} differ: set checkpointer.checkpoint_dir back, or start a new run "
                     "in another output_dir."
                 )
-        now = ModelsOfRun.of(self.trained, sources).frozen
-        for name in sorted(now.keys() | self.frozen.keys()):
-            if name not in now:
-                what = (
-                    f"was saved by a run with a '{name}' model ({self.frozen[name]['folder']}), and this run has none"
+        current = ModelsOfRun.of(self.trained, sources).frozen
+        for name in sorted(current.keys() | self.frozen.keys()):
+            difference = _frozen_difference(name, self.frozen.get(name), current.get(name))
+            if difference is not None:
+                raise CheckpointError(
+                    f"{checkpoint} {difference}: resume with the saved torchtune_config.yaml, or start a new run in "
+                    "another output_dir."
                 )
-            elif name not in self.frozen:
-                what = f"was saved by a run without a '{name}' model, and this run has one ({now[name]['folder']})"
-            elif now[name]["files"] != self.frozen[name]["files"]:
-                what = (
-                    f"was saved by a run whose '{name}' model was {self.frozen[name]['folder']}, and the weights in "
-                    f"{now[name]['folder']} differ from it"
-                )
-            else:
-                continue
-            raise CheckpointError(
-                f"{checkpoint} {what}: resume with the saved torchtune_config.yaml, or start a new run in another "
-                "output_dir."
-            )
+
+
+def _frozen_difference(name: str, saved: Mapping[str, Any] | None, current: Mapping[str, Any] | None) -> str | None:
+    """Return how a frozen model of the resuming run differs from the saved one; None if they are equal."""
+    if current is None:
+        return f"was saved by a run with a '{name}' model ({saved['folder']}), and this run has none"
+    if saved is None:
+        return f"was saved by a run without a '{name}' model, and this run has one ({current['folder']})"
+    if current["files"] != saved["files"]:
+        return (
+            f"was saved by a run whose '{name}' model was {saved['folder']}, and the weights in {current['folder']} "
+            "differ from it"
+        )
+    return None
 
 
 def _record(source: ModelSource, files: list[list[int]]) -> dict[str, Any]:
@@ -161,8 +171,8 @@ class OnResume(Enum):
 
     NEW = "the new value takes effect"
     KEPT = "the checkpoint's value goes on"
-    FIXED = "refused: what is resumed was made from the old value"
-    SILENT = "says nothing of the run"
+    FIXED = "refused: the saved state depends on the old value"
+    SILENT = "not compared"
 
 
 # Every setting of the training recipes; a dotted name has precedence over the setting that contains it. Settings that
@@ -195,7 +205,7 @@ _SETTINGS = {
     "custom_sharded_layers keep_best early_stopping_patience "
     "metric_logger log_every_n_steps log_peak_memory_stats log_level profiler",
 }
-ON_RESUME = {name: kind for kind, names in _SETTINGS.items() for name in names.split()}
+ON_RESUME = {name: treatment for treatment, names in _SETTINGS.items() for name in names.split()}
 _NOT_SET = "not set"
 # Allowed changes of fixed settings, which lose nothing, and their effects.
 _EXACT = {
@@ -229,39 +239,44 @@ def check_resumed_settings(cfg: Any, checkpoint: Path) -> None:
     if not isinstance(saved, Mapping):
         raise CheckpointError(f"{path} holds no settings: resume from another checkpoint.")
     # Compare the serialized forms, in which secrets are redacted on both sides.
-    now = yaml.safe_load(to_yaml(cfg))
-    shared = saved.keys() & now.keys()  # a newer release may have other settings
-    found: dict[OnResume, list[str]] = {kind: [] for kind in OnResume}
-    for name in sorted(shared):
-        for part, old, new in _changes(name, saved[name], now[name]):
-            remark = _EXACT.get((part, old, new)) if isinstance(old, str) and isinstance(new, str) else None
-            kind = _kind(part) if remark is None else OnResume.NEW
-            if kind is not OnResume.KEPT or new is not None:
-                found[kind].append(f"{part} was {old} and is {new} now" + (f" ({remark})" if remark else ""))
-    if fixed := found[OnResume.FIXED]:
+    current = yaml.safe_load(to_yaml(cfg))
+    changes: dict[OnResume, list[str]] = {treatment: [] for treatment in OnResume}
+    for name in sorted(saved.keys() & current.keys()):  # a newer release may have other settings
+        for key, old, new in _differences(name, saved[name], current[name]):
+            treatment = _treatment(key)
+            effect = ""
+            if isinstance(old, str) and isinstance(new, str) and (key, old, new) in _EXACT:
+                treatment = OnResume.NEW
+                effect = f" ({_EXACT[key, old, new]})"
+            if treatment is OnResume.KEPT and new is None:
+                continue  # a setting that is left out asks for nothing else
+            changes[treatment].append(f"{key} was {old} and is {new} now{effect}")
+    fixed = changes[OnResume.FIXED]
+    if fixed:
         raise CheckpointError(
             f"{path}: the run cannot go on with other settings than it has: {'; '.join(fixed)}: set "
             f"{'it' if len(fixed) == 1 else 'them'} back, or start a new run from its weights in another output_dir."
         )
-    for kind in (OnResume.NEW, OnResume.KEPT):
-        if found[kind]:
-            log_rank_zero(get_logger(), f"Resumed with other settings, {kind.value}: {'; '.join(found[kind])}.")
+    for treatment in (OnResume.NEW, OnResume.KEPT):
+        if changes[treatment]:
+            log_rank_zero(
+                get_logger(), f"Resumed with other settings, {treatment.value}: {'; '.join(changes[treatment])}."
+            )
 
 
-def _changes(name: str, old: Any, new: Any) -> Iterator[tuple[str, Any, Any]]:
+def _differences(name: str, old: Any, new: Any) -> Iterator[tuple[str, Any, Any]]:
     """Yield (dotted name, old, new) for every value that differs."""
-    for kind, keys in ((Mapping, lambda value: list(value)), (list, lambda value: list(range(len(value))))):
-        if isinstance(old, kind) and isinstance(new, kind):
-            both = [keys(old), keys(new)]
-            for key in dict.fromkeys([*both[0], *both[1]]):
-                values = (side[key] if key in known else _NOT_SET for side, known in zip((old, new), both, strict=True))
-                yield from _changes(f"{name}.{key}", *values)
-            return
-    if old != new:
+    if isinstance(old, Mapping) and isinstance(new, Mapping):
+        for key in dict.fromkeys([*old, *new]):
+            yield from _differences(f"{name}.{key}", old.get(key, _NOT_SET), new.get(key, _NOT_SET))
+    elif isinstance(old, list) and isinstance(new, list):
+        for index, (old_item, new_item) in enumerate(zip_longest(old, new, fillvalue=_NOT_SET)):
+            yield from _differences(f"{name}.{index}", old_item, new_item)
+    elif old != new:
         yield name, old, new
 
 
-def _kind(name: str) -> OnResume:
+def _treatment(name: str) -> OnResume:
     """Return the treatment of a dotted name; a custom recipe's own settings take effect as the recipe reads them."""
     while name not in ON_RESUME and "." in name:
         name = name.rpartition(".")[0]
@@ -296,24 +311,30 @@ def resume_candidates(output_dir: Path) -> list[Path]:
     Raises:
         CheckpointError: there are only incomplete or damaged checkpoints.
     """
-    for match in map(_LEFTOVER.match, os.listdir(output_dir) if output_dir.is_dir() else ()):
-        if match is not None:
-            clear_leftovers(output_dir / match[1])
+    if output_dir.is_dir():
+        for name in os.listdir(output_dir):
+            leftover = _LEFTOVER.match(name)
+            if leftover is not None:
+                clear_leftovers(output_dir / leftover[1])
     complete = complete_directories(output_dir)
-    broken = [path for path in named_directories(output_dir) if (path / MARKER).exists() and path not in complete]
-    for path in sorted(broken):
+    incomplete = sorted(path for path in named_directories(output_dir) if path not in complete)
+    for path in incomplete:
+        if not (path / MARKER).exists():
+            continue
         if not complete:
             read_marker(path)  # raises
         get_logger().error(f"output_dir: {path / MARKER} is damaged: {path.name} does not count as a checkpoint.")
-    if not complete:
-        if unmarked := sorted(path.name for path in named_directories(output_dir)):
-            raise CheckpointError(
-                f"output_dir: {output_dir} holds {', '.join(unmarked[:3])} without the marker of a complete "
-                "checkpoint, so there is nothing to resume: choose another output_dir (and, to start from these "
-                "weights, give that folder as checkpoint_dir)."
-            )
-        get_logger().warning(f"{output_dir} holds no complete checkpoint: the run starts from the beginning.")
-    return complete[::-1]
+    if complete:
+        return complete[::-1]
+    if incomplete:
+        names = [path.name for path in incomplete]
+        raise CheckpointError(
+            f"output_dir: {output_dir} holds {', '.join(names[:3])} without the marker of a complete "
+            "checkpoint, so there is nothing to resume: choose another output_dir (and, to start from these "
+            "weights, give that folder as checkpoint_dir)."
+        )
+    get_logger().warning(f"{output_dir} holds no complete checkpoint: the run starts from the beginning.")
+    return []
 
 
 def resume_point(path: Path) -> ResumePoint:
@@ -326,20 +347,25 @@ def resume_point(path: Path) -> ResumePoint:
     return ResumePoint(path)
 
 
-def refuse_damaged(path: Path, faults: list[str], left: list[Path]) -> None:
+def refuse_damaged(path: Path, faults: list[str], older: list[Path]) -> None:
     """Log the damage of a checkpoint, and the older checkpoint to try instead.
+
+    Args:
+        path: the damaged checkpoint.
+        faults: phrases for its missing or changed files.
+        older: older checkpoints, newest first.
 
     Raises:
         CheckpointError: there is no older checkpoint.
     """
-    more = f", and {len(faults) - 1} more files are damaged" if len(faults) > 1 else ""
-    what = f"output_dir: {faults[0]}{more}, although {path.name} was saved whole"
-    if not left:
+    others = f", and {len(faults) - 1} more files are damaged" if len(faults) > 1 else ""
+    damage = f"output_dir: {faults[0]}{others}, although {path.name} was saved whole"
+    if not older:
         raise CheckpointError(
-            f"{what}, and there is no checkpoint before it to go on from: bring the file back, or delete the folder "
+            f"{damage}, and there is no checkpoint before it to go on from: bring the file back, or delete the folder "
             f"{path.name}, and the run begins anew."
         )
     get_logger().error(
-        f"{what}: the run goes on from the checkpoint before, {left[0].name}, if that is whole, and repeats what was "
-        "trained since."
+        f"{damage}: the run goes on from the checkpoint before, {older[0].name}, if that is whole, and repeats what "
+        "was trained since."
     )
