@@ -12,7 +12,7 @@ import yaml
 from tests.recipes.runs import load_recipe, read_log, start
 from tools.recipe_table import recipes_in
 from torchtune.checkpoints import CheckpointError
-from torchtune.checkpoints._resumed_settings import ON_RESUME, OnResume, check_resumed_settings
+from torchtune.checkpoints._resume import ON_RESUME, OnResume, check_resumed_settings
 from torchtune.utils import get_logger
 
 NAME = "lora_finetune_single_device"

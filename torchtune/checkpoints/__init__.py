@@ -1,64 +1,30 @@
-"""Checkpoints: loading, saving and resuming models as streams of named tensors."""
+"""Checkpoints: loading, saving and resuming models as streams of named tensors.
 
-from torchtune._lazy import attach
+One word per thing, in this package and its messages:
 
-__getattr__, __dir__, __all__ = attach(
-    __name__,
-    {
-        "ADAPTER_CONFIG": "_model_type",
-        "ADAPTER_KEY": "_model_type",
-        "CheckpointError": "_checkpoint_error",
-        "check_training_state": "_state",
-        "CheckpointStore": "_checkpoint_store",
-        "Checkpointer": "_checkpointer",
-        "DATALOADER_KEY": "_model_type",
-        "EPOCHS_KEY": "_model_type",
-        "FormattedCheckpointFiles": "_sources",
-        "FullModelHFCheckpointer": "_checkpointer",
-        "FullModelMetaCheckpointer": "_checkpointer",
-        "FullModelTorchTuneCheckpointer": "_checkpointer",
-        "GGUFFile": "_gguf",
-        "MAX_STEPS_KEY": "_model_type",
-        "MODEL_KEY": "_model_type",
-        "ModelSource": "_model_source",
-        "ModelType": "_model_type",
-        "ModuleCheckpointer": "_module_checkpointer",
-        "OPT_KEY": "_model_type",
-        "RNG_KEY": "_model_type",
-        "ResumePoint": "_directories",
-        "SEED_KEY": "_model_type",
-        "STEPS_KEY": "_model_type",
-        "TOTAL_EPOCHS_KEY": "_model_type",
-        "VAL_DATALOADER_KEY": "_model_type",
-        "add_reference": "_models_of_run",
-        "checkpoint_contents": "_save_view",
-        "checkpoints_in": "_directories",
-        "get_largest_iter_folder": "_legacy",
-        "gguf_to_hf": "_gguf_convert",
-        "quantize_checkpoint": "_quantize",
-        "check_quantizer": "_quantize",
-        "safe_torch_load": "_sources",
-        "update_state_dict_for_classifier": "_legacy",
-        "verify_checkpoint": "_directories",
-    },
-    between_rooms={
-        "ADAPTER_CONFIG_FILE": "_adapter",
-        "ADAPTER_FILE": "_adapter",
-        "BEST": "_directories",
-        "Contents": "_save_view",
-        "MARKER": "_directories",
-        "ModelWeights": "_model_weights",
-        "OWNED_INDEX": "_adapter",
-        "adapter_conversion": "_adapter",
-        "adapter_folder": "_adapter",
-        "add_new_tokens": "_adapter",
-        "best_checkpoint": "_directories",
-        "best_record": "_directories",
-        "changes_base": "_adapter",
-        "check_savable_tokenizer": "_saved_tokenizer",
-        "complete_directories": "_directories",
-        "load_adapter": "_adapter",
-        "materialize": "_model_weights",
-        "newest_record": "_directories",
-    },
-)
+- **weight**: a full tensor of a model, under this library's name. **Parameter**: an ``nn.Parameter`` of a module. Most
+  weights are one parameter; a conversion may store a weight in others (``StoredWeight``), which are its storage.
+- **base weights** and **owned parameters**: the weights of the model without conversions, and what a conversion adds
+  and saves apart from them, such as an adapter.
+- **external tensor**, **external name**: a tensor in a file of another format, and its name there.
+- **group**: the weights and external tensors that are converted together (:class:`torchtune.models.Group`).
+  **TensorGroup**: the external tensors of a group, to write.
+- **spec**: a full tensor on the meta device, for its shape and dtype. (A ``ModelSpec`` is that of a family.)
+- **slice**: one range per dimension of a full tensor. **Shard**: the slice of one rank, with its values.
+- **weight files**: tensors in files, opened for reading; ``read`` returns a tensor or a slice of it. **Shard file**:
+  one of several files that hold a model.
+- **tensor file**: a safetensors file to write; a **writer** is the rank that writes it.
+- **source**: where one model of a run comes from: a folder, its weight files and its adapter; it **loads** a model.
+- **store**: the sources of all models of a run, by name, and the folder of its checkpoints. A **checkpointer** holds a
+  store, and has the arguments of configs.
+- **checkpoint**: a folder ``epoch_N`` or ``step_N``, **complete** if it has the marker. **State**: what a resume needs
+  besides the weights. **Export**: the files of one model in a checkpoint, as other libraries load them.
+
+On its way into a model, a tensor passes ``_checkpoint_store`` and ``_load`` (which weight it is), ``_weight_files``
+(its slice), and ``_model_weights`` (the shard of this rank); on its way back ``_checkpoint_store``, ``_export`` (which
+files), ``_model_weights`` and ``_save`` (all ranks write).
+"""
+
+from torchtune._lazy import attach_stub
+
+__getattr__, __dir__, __all__ = attach_stub(__name__, __file__)

@@ -1,28 +1,23 @@
 """Adapter files: PEFT's layout (read and written) and the layout of older checkpoints (read)."""
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from torchtune.checkpoints._checkpoint_error import CheckpointError
-from torchtune.checkpoints._load_weights import read_json
-from torchtune.checkpoints._model_weights import ModelWeights, identity
-from torchtune.checkpoints._open_source import TextTower, open_source
-from torchtune.checkpoints._peft_settings import (
-    check_settings,
-    init_from_base,
-    read_settings,
-    take_from_base,
-    token_indices,
-    token_tensors,
+from torchtune.checkpoints._model_weights import ModelWeights, SaveView, identity
+from torchtune.checkpoints._save import TensorGroup
+from torchtune.checkpoints._weight_files import (
+    CheckpointError,
+    TextDecoderFiles,
+    WeightFiles,
+    check_exists,
+    open_weight_files,
+    read_json,
 )
-from torchtune.checkpoints._safetensors_file import Entry
-from torchtune.checkpoints._save_view import SaveView
-from torchtune.checkpoints._sources import Source, must_exist
 from torchtune.models import (
     PEFT_PREFIX,
     Description,
@@ -38,7 +33,7 @@ from torchtune.models import (
     text_prefixes,
 )
 from torchtune.modules.conversion import ConversionError
-from torchtune.modules.peft import LoRA, NewTokens
+from torchtune.modules.peft import LoRA, LoRALinear, NewTokens, adapter_modules, init_from_weight
 from torchtune.modules.transformer import text_decoder
 from torchtune.utils import get_logger
 
@@ -52,13 +47,202 @@ ADAPTER_CONFIG_FILE = "adapter_config.json"
 # .safetensors, in which the rows of Qwen models are in the wrong order.
 _OLDER_FILE = "adapter_model.pt"
 _FILES = (_OLDER_FILE, ADAPTER_FILE, "adapter_model.bin")
+
+# Settings of adapter_config.json that are compared with the model, or handled elsewhere.
+_COMPARED = (
+    "peft_type r lora_alpha use_dora use_rslora rank_pattern alpha_pattern init_lora_weights bias "
+    "trainable_token_indices"
+).split()
+# Settings that may have any value: origin and training of the adapter, options of other settings, and target modules,
+# which follow from the tensors.
+_ANY_VALUE = (
+    "auto_mapping base_model_name_or_path revision peft_version task_type inference_mode lora_dropout loftq_config "
+    "eva_config corda_config lora_ga_config megatron_core qalora_group_size target_modules target_parameters "
+    "exclude_modules layers_to_transform layers_pattern ensure_weight_tying"
+).split()
+# Maximum of alpha and rank; NaN fails the comparison with it, too.
+_LARGEST = 1e30
+# Values of init_lora_weights that leave the base weights unchanged, and values with which peft subtracts the initial
+# adapter from them.
+_PLAIN_INITS = (True, False, None, "gaussian", "eva", "orthogonal")
+_INITS_FROM_BASE = ("pissa", "olora")
+
 # Names in transformers of the stacked weights of gated experts. If checkpoints hold one tensor per expert, adapter
 # files do too, and peft stacks them.
 _EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
 # Suffixes of this library's adapter names for linear layers; other adapters belong to experts.
-_OF_LINEAR = (".weight", ".magnitude")
+_LINEAR_SUFFIXES = (".weight", ".magnitude")
 _LORA_A = ".lora_a.weight"
-_LAYER = re.compile(r".*\.layers\.\d+\.")  # prefix of a path within a layer
+_LAYER_PREFIX = re.compile(r".*\.layers\.\d+\.")  # prefix of a path within a layer
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """Read the settings in an ``adapter_config.json``.
+
+    Raises:
+        CheckpointError: it is not a JSON object, or rank, alpha or a flag has the wrong type.
+    """
+    settings = read_json(path)
+    for key, types, expected in (
+        ("r", (int,), "a whole number from 1"),
+        ("lora_alpha", (int, float), "a number"),
+        ("use_dora", (bool,), "true or false"),
+        ("use_rslora", (bool,), "true or false"),
+    ):
+        if key not in settings:
+            continue
+        value = settings[key]
+        fits = type(value) in types and abs(value) < _LARGEST
+        if not fits or (key == "r" and value < 1):
+            raise CheckpointError(f"{path}: {key} is {value!r}, where {expected} is expected: correct it.")
+    return settings
+
+
+def check_settings(weights: ModelWeights, path: Path, patterns: Mapping[str, Any]) -> dict[str, Any]:
+    """Compare an ``adapter_config.json`` with the model; return its settings.
+
+    An unknown setting raises unless it is off, because it may change how the same tensors are used.
+
+    Args:
+        weights: weights of a model with adapters.
+        path: the file; if it is missing, the model's settings are assumed, with a warning.
+        patterns: ``rank_pattern`` and ``alpha_pattern`` of this model.
+
+    Raises:
+        CheckpointError: a setting is unknown, not supported, or differs from the model's.
+    """
+    if not path.is_file():
+        get_logger().warning(f"There is no {path}: that the adapter has the model's alpha is taken for granted.")
+        return {}
+    settings = read_settings(path)
+    if settings.get("peft_type", "LORA") != "LORA":
+        raise CheckpointError(f"{path}: an adapter of type {settings['peft_type']} cannot be read, only LORA.")
+    for key, value in settings.items():
+        if value and not _is_supported(key, value, settings, weights, patterns):
+            raise CheckpointError(
+                f"{path}: {key} = {value!r} cannot be expressed: use an adapter without it, or merge it into its base "
+                "with peft and start from the merged model."
+            )
+    model_settings = weights.peft_settings
+    for key, default in (("r", None), ("lora_alpha", None), ("use_dora", False), ("use_rslora", False)):
+        if key in model_settings and settings.get(key, default) != model_settings[key]:
+            raise CheckpointError(
+                f"{path}: the adapter has {key} = {settings.get(key, default)}, the model in the config "
+                f"{model_settings[key]}: make them equal."
+            )
+    return settings
+
+
+def _is_supported(
+    key: str, value: Any, settings: Mapping[str, Any], weights: ModelWeights, patterns: Mapping[str, Any]
+) -> bool:
+    """Return whether a setting of an ``adapter_config.json`` can be expressed; ``value`` is not off."""
+    if key in ("rank_pattern", "alpha_pattern"):
+        return isinstance(value, Mapping) and value.items() <= patterns.get(key, {}).items()
+    if key == "init_lora_weights":
+        is_plain = any(value is plain or value == plain for plain in _PLAIN_INITS)
+        return is_plain or init_from_base(settings) is not None
+    if key == "bias":
+        return value == "none"
+    if key == "trainable_token_indices":
+        return value == token_indices(weights) or (isinstance(value, list) and value == new_token_ids(weights))
+    return key in _ANY_VALUE or key in _COMPARED
+
+
+def token_indices(weights: ModelWeights) -> dict[str, list[int]] | None:
+    """Return the ``trainable_token_indices`` of the model's adapter."""
+    indices = {}
+    for name, (_, ids) in weights.new_rows.items():
+        indices[_module_of(weights, name).rpartition(".")[2]] = ids
+    return indices or None
+
+
+def new_token_ids(weights: ModelWeights) -> list[int]:
+    """Return the ids of the new tokens whose rows are trained; all weights have the same ones."""
+    return next((ids for _, ids in weights.new_rows.values()), [])
+
+
+def token_tensors(weights: ModelWeights) -> dict[str, str]:
+    """Map the name of trained rows in an adapter file to the name of the parameter."""
+    return {
+        f"{PEFT_PREFIX}{_module_of(weights, name)}.token_adapter.trainable_tokens_delta": parameter
+        for name, (parameter, _) in weights.new_rows.items()
+    }
+
+
+def _module_of(weights: ModelWeights, name: str) -> str:
+    """Return the path in ``transformers`` of the module with the weight ``name``."""
+    return weights.groups[name].external[0].removesuffix(".weight")
+
+
+def init_from_base(settings: Mapping[str, Any]) -> str | None:
+    """Return ``"pissa"`` or ``"olora"`` if peft subtracts the initial adapter from the base weights, else None."""
+    init = settings.get("init_lora_weights")
+    if isinstance(init, str) and init.lower() == "olora":  # as peft, which takes OLoRA in any case
+        return "olora"
+    return init if init in _INITS_FROM_BASE else None
+
+
+@torch.no_grad()
+def take_from_base(weights: ModelWeights, settings: Mapping[str, Any], path: Path) -> None:
+    """Subtract the initial adapter of PiSSA or OLoRA from the base weights: W becomes W - scale · B0 A0, as in peft.
+
+    B0 and A0 are computed from W: the first ``r`` singular vectors for PiSSA, the QR decomposition for OLoRA.
+    ``model.adapter_init`` records it, so that a resume does not repeat it and a save writes it.
+
+    Args:
+        weights: the model's loaded weights.
+        settings: settings of the adapter.
+        path: file of the settings.
+
+    Raises:
+        CheckpointError: another initial adapter was subtracted before, or a layer does not support it.
+    """
+    init = init_from_base(settings)
+    subtracted = getattr(weights.model, "adapter_init", None)
+    if init == subtracted:
+        return
+    if subtracted is not None:
+        raise CheckpointError(
+            f"{path}: the base was changed for an adapter of the kind {subtracted} already: start anew."
+        )
+    for name, layer in splittable_layers(weights, init, path).items():
+        weight = weights.full(name).float()
+        remainder, _, _ = init_from_weight(weight, init, layer.rank, layer.scaling)
+        weights.put(name, remainder, weight.device)
+    weights.model.adapter_init = init
+
+
+def adapter_init_method(model: nn.Module) -> str | None:
+    """Return ``"pissa"`` or ``"olora"`` if the model's adapters are initialized from their base weights, else None."""
+    for module in model.modules():
+        if isinstance(module, LoRALinear) and module.start is not None:
+            return module.start
+    return None
+
+
+def splittable_layers(weights: ModelWeights, init: str, path: Path | str) -> dict[str, LoRALinear]:
+    """Return weight name -> adapted layer, for layers with adapters that may be initialized from the weight.
+
+    Args:
+        weights: weights of a model with adapters.
+        init: ``"pissa"`` or ``"olora"``.
+        path: prefix of error messages.
+
+    Raises:
+        CheckpointError: the weight of a layer is stacked, or fused with others in checkpoints.
+    """
+    layers = {}
+    for module_path, module in adapter_modules(weights.model):
+        is_linear = isinstance(module, LoRALinear)
+        if not is_linear or isinstance(weights.adapter_groups[module_path + _LORA_A].op, FusedAdapter):
+            raise CheckpointError(
+                f"{path}: init_lora_weights = '{init}' cannot be expressed for "
+                f"'{module_path}.{module.adapter_params()[0]}', whose base weight has other parts here: merge the "
+                "adapter into its base with peft and start from the merged model."
+            )
+        layers[f"{module_path}.weight"] = module
+    return layers
 
 
 def find_adapter(path: Path, weights: ModelWeights) -> Path:
@@ -68,15 +252,16 @@ def find_adapter(path: Path, weights: ModelWeights) -> Path:
         CheckpointError: there is no adapter.
     """
     if not path.is_dir():
-        must_exist(path)
+        check_exists(path)
         return path
-    if not (found := _files_in(path, weights)):
+    files = _adapter_files(path, weights)
+    if not files:
         names = ", ".join((*_FILES, *weights.owned_files))
         raise CheckpointError(f"{path} holds no adapter ({names}): name the folder that does.")
-    return found[0]
+    return files[0]
 
 
-def _files_in(folder: Path, weights: ModelWeights) -> list[Path]:
+def _adapter_files(folder: Path, weights: ModelWeights) -> list[Path]:
     paths = [folder / name for name in (*_FILES, *weights.owned_files, OWNED_INDEX)]
     return [path for path in paths if path.is_file()]
 
@@ -91,19 +276,21 @@ def adapter_beside_base(folder: Path, weights: ModelWeights) -> Path | None:
     Raises:
         CheckpointError: an older release wrote the folder, so the adapter may be merged into the weights.
     """
-    if not (found := _files_in(folder, weights)):
+    files = _adapter_files(folder, weights)
+    if not files:
         return None
+    file = files[0]
     if not weights.owned:
-        get_logger().warning(f"{found[0]} is not used: the model has no adapter.")
+        get_logger().warning(f"{file} is not used: the model has no adapter.")
         return None
-    if found[0].name == _OLDER_FILE:
+    if file.name == _OLDER_FILE:
         raise CheckpointError(
             f"checkpoint_dir: {folder} holds {_OLDER_FILE} beside weights, as older releases wrote it after they had "
             f"merged it into them: set adapter_checkpoint to {_OLDER_FILE} if the weights are those of the base model, "
             "or move the adapter's files away to train a new one on the merged weights."
         )
-    get_logger().info(f"The adapter starts from {found[0]}.")
-    return found[0]
+    get_logger().info(f"The adapter starts from {file}.")
+    return file
 
 
 def load_adapter(weights: ModelWeights, file: Path, device: torch.device, dtype: torch.dtype | None = None) -> None:
@@ -119,30 +306,34 @@ def load_adapter(weights: ModelWeights, file: Path, device: torch.device, dtype:
     Raises:
         CheckpointError: the adapter has other target modules, another rank or another alpha.
     """
-    wanted = weights.owned - _load_owned(weights, file.parent, device, dtype)
+    expected = weights.owned - _load_owned_files(weights, file.parent, device, dtype)
     if not weights.owned:
         raise CheckpointError(f"{file}: the model has no adapter to put it into: use a lora_* builder or a converter.")
     if file.name in (*weights.owned_files, OWNED_INDEX):
-        if not wanted:
+        if not expected:
             return
         file = file.with_name(ADAPTER_FILE)
-    patterns = _patterns(weights.adapter_groups.values(), weights.peft_settings)
-    settings = check_settings(weights, file.with_name(ADAPTER_CONFIG_FILE), patterns)
-    found = set()
-    for name, tensor in _our_names(weights, open_source([file]), file):
-        if name not in wanted:
+    settings_file = file.with_name(ADAPTER_CONFIG_FILE)
+    patterns = _rank_patterns(weights.adapter_groups.values(), weights.peft_settings)
+    settings = check_settings(weights, settings_file, patterns)
+    loaded = set()
+    # All of it is read first, so that nothing is loaded from an adapter of another model.
+    for name, tensor in list(_read_adapter(weights, open_weight_files([file]), file)):
+        if name not in expected:
             raise CheckpointError(
                 f"{file}: it holds '{name}', which the model in the config does not adapt: adapt the layers that its "
                 f"{ADAPTER_CONFIG_FILE} lists."
             )
         weights.load(name, tensor, file, device, dtype)
-        found.add(name)
-    if missing := sorted(wanted - found):
+        loaded.add(name)
+    missing = sorted(expected - loaded)
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise CheckpointError(
-            f"{file} lacks '{missing[0]}'{f' and {len(missing) - 1} more' if missing[1:] else ''}, which the model in "
-            f"the config adapts: adapt the layers that its {ADAPTER_CONFIG_FILE} lists."
+            f"{file} lacks '{missing[0]}'{more}, which the model in the config adapts: adapt the layers that its "
+            f"{ADAPTER_CONFIG_FILE} lists."
         )
-    take_from_base(weights, settings, file.with_name(ADAPTER_CONFIG_FILE))
+    take_from_base(weights, settings, settings_file)
 
 
 def add_new_tokens(model: nn.Module, file: Path) -> None:
@@ -161,14 +352,16 @@ def add_new_tokens(model: nn.Module, file: Path) -> None:
     if not trained or ModelWeights(model).new_rows:
         return
     ids = next(iter(trained.values())) if isinstance(trained, dict) else trained
-    source = open_source([file])
-    tensors = [name for name in source.names() if name.endswith(".trainable_tokens_delta")]
+    files = open_weight_files([file])
+    tensors = [name for name in files.names() if name.endswith(".trainable_tokens_delta")]
     if not isinstance(ids, list) or not all(type(token_id) is int for token_id in ids) or not tensors:
         return  # load_adapter raises
     decoder = text_decoder(model)
-    rows, needed = decoder.tok_embeddings.weight.shape[0], max(ids) + 1
+    rows = decoder.tok_embeddings.weight.shape[0]
+    needed = max(ids) + 1
     first = needed - len(ids)
-    if ids != list(range(first, needed)) or source.shape(tensors[0])[0] != len(ids) or needed < rows or first > rows:
+    are_consecutive = ids == list(range(first, needed)) and files.shape(tensors[0])[0] == len(ids)
+    if not are_consecutive or needed < rows or first > rows:
         raise CheckpointError(
             f"{settings}: trainable_token_indices are the {len(ids)} rows from {min(ids)} to {max(ids)}, which do not "
             f"continue the vocabulary of the base with its {rows} rows: use the base that the adapter was trained on, "
@@ -180,7 +373,7 @@ def add_new_tokens(model: nn.Module, file: Path) -> None:
         raise CheckpointError(f"{settings} has {len(ids)} new tokens, which this model cannot get; {error}") from error
 
 
-def _load_owned(
+def _load_owned_files(
     weights: ModelWeights, folder: Path, device: torch.device, dtype: torch.dtype | None = None
 ) -> set[str]:
     """Fill the parameters of :attr:`ModelWeights.owned_files` from a folder; return their names.
@@ -194,104 +387,127 @@ def _load_owned(
     Raises:
         CheckpointError: a file is missing, holds other parameters, or belongs to a conversion that the model lacks.
     """
-    files, loaded = weights.owned_files, set()
-    index = read_json(folder / OWNED_INDEX) if (folder / OWNED_INDEX).is_file() else {}
-    saved = index.get("conversions", {})
-    if not isinstance(saved, dict):
-        raise CheckpointError(f"{folder / OWNED_INDEX}: 'conversions' is no object: save the checkpoint again.")
-    if unused := sorted(saved.keys() - files.keys()):
+    index_file = folder / OWNED_INDEX
+    index = read_json(index_file) if index_file.is_file() else {}
+    saved_conversions = index.get("conversions", {})
+    if not isinstance(saved_conversions, dict):
+        raise CheckpointError(f"{index_file}: 'conversions' is no object: save the checkpoint again.")
+    unused = sorted(saved_conversions.keys() - weights.owned_files.keys())
+    if unused:
         raise CheckpointError(
-            f"{folder / unused[0]} holds parameters of the conversion {saved[unused[0]]}, which the model does not "
-            "have: add it to model_converters, or give it to torchtune.load as adapter."
+            f"{folder / unused[0]} holds parameters of the conversion {saved_conversions[unused[0]]}, which the model "
+            "does not have: add it to model_converters, or give it to torchtune.load as adapter."
         )
-    for file, names in files.items():
+    loaded = set()
+    for file, names in weights.owned_files.items():
         path = folder / file
         if not path.is_file():
             raise CheckpointError(
                 f"{folder} lacks {file}, the parameters of a conversion of this model: give a folder that was saved "
                 "with it, or leave the conversion out."
             )
-        source = open_source([path])
-        if other := sorted(set(source.names()).symmetric_difference(names)):
-            how = "lacks" if other[0] in names else "holds"
+        files = open_weight_files([path])
+        mismatched = sorted(set(files.names()).symmetric_difference(names))
+        if mismatched:
+            verb = "lacks" if mismatched[0] in names else "holds"
             raise CheckpointError(
-                f"{path} {how} '{other[0]}', unlike the model: make the conversion's settings those that it was saved "
-                "with."
+                f"{path} {verb} '{mismatched[0]}', unlike the model: make the conversion's settings those that it was "
+                "saved with."
             )
         for name in names:
-            weights.load(name, source.read(name), path, device, dtype)
+            weights.load(name, files.read(name), path, device, dtype)
         loaded.update(names)
     return loaded
 
 
-def _our_names(weights: ModelWeights, source: Source, file: Path) -> list[tuple[str, torch.Tensor]]:
-    """Return the tensors with this library's names and row order."""
-    tensors = [(name, source.read(name)) for name in source.names()]
+def _read_adapter(weights: ModelWeights, files: WeightFiles, file: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of an adapter file with this library's names and row order."""
+    tensors = dict(files.stream())
     spec, description = weights.identity
-    if not any(name.startswith(PEFT_PREFIX) for name, _ in tensors):
-        earlier = spec.weight_maps.get("earlier", WeightMap(())).groups(description)
-        modules = {group.external[0].removesuffix("weight"): group.tune[0].removesuffix("weight") for group in earlier}
-        return [(rename_prefix(name, modules), tensor) for name, tensor in tensors]
-    prefixes = _prefixes_of_text(spec, [name for name, _ in tensors])
-    tensors = [(rename_prefix(name, prefixes), tensor) for name, tensor in tensors]
-    weight_map = _map_of(spec, [name for name, _ in tensors])
+    if not any(name.startswith(PEFT_PREFIX) for name in tensors):
+        yield from _of_older_checkpoint(tensors, spec, description)
+        return
+    prefixes = _text_decoder_prefixes(spec, tensors)
+    tensors = {rename_prefix(name, prefixes): tensor for name, tensor in tensors.items()}
     rows = token_tensors(weights)
-    tokens = [(rows[name], tensor) for name, tensor in tensors if name in rows]
+    for name, tensor in tensors.items():
+        if name in rows:
+            yield rows[name], tensor
+    weight_map = _adapter_weight_map(spec, tensors)
     groups = {name: group for group in weight_map.groups(description) for name in group.external}
     try:
-        kept = {
-            name: value for name, value in tensors if name not in rows and not _is_of_base(weights, name, value, file)
-        }
-        for name, tensor in _spread(weights, kept, groups).items():
+        adapter = {}
+        for name, tensor in tensors.items():
+            if name not in rows and not _is_base_weight(weights, name, tensor, file):
+                adapter[name] = tensor
+        _expand_fused_adapters(weights, adapter, groups)
+        for name, tensor in adapter.items():
             if name in groups:
                 _check_rank(weights, groups[name], name, tensor, file)
-        return [*tokens, *weight_map.to_tune(kept.items(), description, partial=True)]
+        yield from weight_map.to_tune(adapter.items(), description, partial=True)
     except (WeightMapError, ModelError) as error:
         raise CheckpointError(f"{file}: {str(error).rstrip('.')}: it is an adapter of another model.") from error
 
 
-def _map_of(spec: ModelSpec, names: Collection[str]) -> WeightMap:
+def _of_older_checkpoint(
+    tensors: Mapping[str, torch.Tensor], spec: ModelSpec, description: Description
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield tensors that have this library's names; modules that were renamed since get their present names."""
+    renamed_modules = {}
+    for group in spec.weight_maps.get("earlier", WeightMap(())).groups(description):
+        renamed_modules[group.external[0].removesuffix("weight")] = group.tune[0].removesuffix("weight")
+    for name, tensor in tensors.items():
+        yield rename_prefix(name, renamed_modules), tensor
+
+
+def _adapter_weight_map(spec: ModelSpec, names: Collection[str]) -> WeightMap:
     """Return the weight map for an adapter's names; experts have one tensor each, or one tensor for all."""
     is_fused = any(".experts.lora_" in name for name in names) and "hf_fused" in spec.weight_maps
     return spec.weight_map("hf_fused" if is_fused else "hf").peft()
 
 
-def _prefixes_of_text(spec: ModelSpec, names: Collection[str]) -> dict[str, str]:
+def _text_decoder_prefixes(spec: ModelSpec, names: Collection[str]) -> dict[str, str]:
     """Map adapter prefixes of a composite model to prefixes of its text decoder; empty if the model is composite."""
     if spec.builder is not None:
         return {}
-    composite = text_prefixes(name.removeprefix(PEFT_PREFIX) for name in names)
-    return {PEFT_PREFIX + theirs: PEFT_PREFIX + ours for ours, theirs in composite.items()}
+    prefixes = text_prefixes(name.removeprefix(PEFT_PREFIX) for name in names)
+    return {PEFT_PREFIX + composite: PEFT_PREFIX + text for text, composite in prefixes.items()}
 
 
-def _spread(
+def _expand_fused_adapters(
     weights: ModelWeights, tensors: dict[str, torch.Tensor], groups: Mapping[str, Group]
-) -> dict[str, torch.Tensor]:
-    """Split adapters of fused projections, if they have the model's rank, into one adapter per projection."""
+) -> None:
+    """Split adapters of fused projections, if they have the model's rank, into one adapter per projection, in place.
+
+    An adapter of rank r of the fused projection becomes block-diagonal adapters of rank r of its n projections.
+    """
     for name in list(tensors):
         group = groups.get(name)
         if group is None or name != group.external[0] or not isinstance(group.op, FusedAdapter | ExpertAdapter):
             continue
-        parts, both = len(group.tune) // 2, [tensors[name] for name in group.external if name in tensors]
-        if parts > 1 and len(both) == 2 and all(name in weights.parameters for name in group.tune):
-            first, second = group.to_external([weights.specs[name] for name in group.tune])
-            if (both[0].shape[0] * parts, both[1].shape[1] * parts) == (first.shape[0], second.shape[1]):
-                tensors |= zip(group.external, group.op.spread(both, group.description), strict=True)
-    return tensors
+        count = len(group.tune) // 2  # each projection has an A and a B
+        pair = [tensors[external] for external in group.external if external in tensors]
+        if count < 2 or len(pair) != 2 or not all(tune in weights.parameters for tune in group.tune):
+            continue
+        expected_a, expected_b = group.to_external([weights.specs[tune] for tune in group.tune])
+        lora_a, lora_b = pair
+        if (lora_a.shape[0] * count, lora_b.shape[1] * count) == (expected_a.shape[0], expected_b.shape[1]):
+            tensors.update(zip(group.external, group.op.spread(pair, group.description), strict=True))
 
 
-def _is_of_base(weights: ModelWeights, name: str, tensor: torch.Tensor, file: Path) -> bool:
+def _is_base_weight(weights: ModelWeights, name: str, tensor: torch.Tensor, file: Path) -> bool:
     """Return whether a tensor of an adapter file is a base weight: ``peft`` saves that of an adapted output layer.
 
     Raises:
         CheckpointError: it is a base weight that differs from the model's.
     """
     spec, description = weights.identity
-    external, weight_map = name.removeprefix(PEFT_PREFIX).replace(".base_layer.", "."), spec.weight_map("hf")
+    weight_map = spec.weight_map("hf")
+    external = name.removeprefix(PEFT_PREFIX).replace(".base_layer.", ".")
     if not any(external in group.external for group in weights.groups.values()):
-        return external in {tie.external for tie in weight_map.tied}
-    for ours, value in weight_map.to_tune([(external, tensor)], description, partial=True):
-        if value.shape != weights.specs[ours].shape or not weights.equals(ours, value):
+        return any(external == tie.external for tie in weight_map.tied)
+    for weight_name, value in weight_map.to_tune([(external, tensor)], description, partial=True):
+        if value.shape != weights.specs[weight_name].shape or not weights.equals(weight_name, value):
             raise CheckpointError(
                 f"{file}: it brings '{name}', which differs from the model's: it was trained together with a changed "
                 "base, so merge it into that base with peft and start from the merged model."
@@ -301,25 +517,26 @@ def _is_of_base(weights: ModelWeights, name: str, tensor: torch.Tensor, file: Pa
 
 def _check_rank(weights: ModelWeights, group: Group, name: str, tensor: torch.Tensor, file: Path) -> None:
     """Raise on a shape that does not fit, before rows are reordered."""
-    if not all(ours in weights.parameters for ours in group.tune):
+    if not all(tune in weights.parameters for tune in group.tune):
         return  # the caller raises with the list of layers without adapters
-    wanted = group.to_external([weights.specs[ours] for ours in group.tune])[group.external.index(name)].shape
-    if tensor.shape != wanted:
+    specs = group.to_external([weights.specs[tune] for tune in group.tune])
+    expected = specs[group.external.index(name)].shape
+    if tensor.shape != expected:
         raise CheckpointError(
-            f"{file}: the tensor '{name}' has the shape {list(tensor.shape)} where the model needs {list(wanted)}: the "
-            "adapter is of another rank or of another model."
+            f"{file}: the tensor '{name}' has the shape {list(tensor.shape)} where the model needs {list(expected)}: "
+            "the adapter is of another rank or of another model."
         )
 
 
-def adapter_entries(
-    view: SaveView, base_name: str, whole: TextTower | None = None
-) -> tuple[list[Entry], dict[str, Any]]:
-    """Return the adapter in PEFT's layout: its tensors, and the contents of ``adapter_config.json``.
+def adapter_tensors(
+    view: SaveView, base_name: str, enclosing: TextDecoderFiles | None = None
+) -> tuple[list[TensorGroup], dict[str, Any]]:
+    """Return the adapter in PEFT's layout: its tensors to write, and the contents of ``adapter_config.json``.
 
     Args:
         view: view of a model that has a conversion with a ``peft_config``.
         base_name: ``base_model_name_or_path``: the repository or folder of the base weights.
-        whole: multimodal checkpoint, if the model is its text decoder; the adapter then has peft's names for the
+        enclosing: multimodal checkpoint, if the model is its text decoder; the adapter then has peft's names for the
             modules of the composite model.
 
     Raises:
@@ -328,29 +545,35 @@ def adapter_entries(
     if not view.owned:
         raise CheckpointError("The model has no adapter to save: use a lora_* builder or a converter.")
     spec, description = view.identity
-    prefixes = {} if whole is None else spec.module_prefixes or module_prefixes(whole.prefixes)
-    weight_map, groups = spec.weight_map("hf"), view.adapter_groups
+    prefixes = {}
+    if enclosing is not None:
+        prefixes = spec.module_prefixes or module_prefixes(enclosing.prefixes)
+    weight_map = spec.weight_map("hf")
+    adapter_groups = view.adapter_groups
     if prefixes or spec.builder is not None:  # peft looks for one tensor per expert in text models only
         weight_map = spec.weight_maps.get("hf_fused", weight_map)
-        weight_map = weight_map.prefixed(prefixes) if prefixes else weight_map
-        groups = {ours: group for group in weight_map.peft().groups(description) for ours in group.tune}
-    rows = {
-        ours: PEFT_PREFIX + rename_prefix(theirs.removeprefix(PEFT_PREFIX), prefixes)
-        for theirs, ours in token_tensors(view).items()
-    }
-    ours = view.owned - rows.keys() - {name for names in view.owned_files.values() for name in names}
-    adapters = [name for name in view.parameters if name in ours]
-    if unknown := [name for name in adapters if name not in groups]:
+        if prefixes:
+            weight_map = weight_map.prefixed(prefixes)
+        adapter_groups = {name: group for group in weight_map.peft().groups(description) for name in group.tune}
+    rows = {}  # parameter with rows of new tokens -> name in the file
+    for external, name in token_tensors(view).items():
+        rows[name] = PEFT_PREFIX + rename_prefix(external.removeprefix(PEFT_PREFIX), prefixes)
+    in_own_files = {name for names in view.owned_files.values() for name in names}
+    adapter_names = view.owned - rows.keys() - in_own_files
+    adapters = [name for name in view.parameters if name in adapter_names]  # in the order of the model
+    unnamed = [name for name in adapters if name not in adapter_groups]
+    if unnamed:
         raise CheckpointError(
-            f"The adapter cannot be saved for peft: the parameter '{unknown[0]}' has no name in its format."
+            f"The adapter cannot be saved for peft: the parameter '{unnamed[0]}' has no name in its format."
         )
-    chosen = dict.fromkeys(groups[name] for name in adapters)
-    entries = [view.entry(group, turn) for turn, group in enumerate(chosen)]
-    entries += [view.entry_of(name, rows[name], turn) for turn, name in enumerate(rows)]
-    settings = view.peft_settings | {"trainable_token_indices": token_indices(view)}
-    settings |= {"init_lora_weights": getattr(view.model, "adapter_init", None) or True}
-    settings |= adapted_modules(chosen, weight_map, description, settings, in_full=bool(prefixes))
-    return entries, adapter_settings(base_name, settings)
+    groups = dict.fromkeys(adapter_groups[name] for name in adapters)  # once each
+    tensors = [view.tensor_group(group, turn) for turn, group in enumerate(groups)]
+    tensors += [view.renamed_parameter(name, external, turn) for turn, (name, external) in enumerate(rows.items())]
+    settings = dict(view.peft_settings)
+    settings["trainable_token_indices"] = token_indices(view)
+    settings["init_lora_weights"] = getattr(view.model, "adapter_init", None) or True
+    settings |= adapted_modules(groups, weight_map, description, settings, in_full=bool(prefixes))
+    return tensors, adapter_settings(base_name, settings)
 
 
 def adapted_modules(
@@ -370,41 +593,51 @@ def adapted_modules(
         settings: rank and alpha of one adapter.
         in_full: use full module paths: in a composite model, shorter names would also select modules of other towers.
     """
-    adapted = {
-        name: name.removeprefix(PEFT_PREFIX).rpartition(".lora_")[0] for group in groups for name in group.external
-    }
-    modules = {adapted[name] for group in groups if not isinstance(group.op, ExpertAdapter) for name in group.external}
-    linears = {
-        adapted[group.external[0]]
-        for group in groups
-        if group.tune[0].endswith(_LORA_A)
-        and weight_map.named_like_experts(group.tune[0].removesuffix(_LORA_A), description)
-    }
-    modules, linears = (
-        sorted(names) if in_full else _shortest(names, weight_map, description)
-        for names in (modules - linears, linears)
-    )
-    parameters = [f"{name}.weight" for name in linears]
-    if not all(group.tune[0].endswith(_OF_LINEAR) for group in groups):
-        parameters += _EXPERTS if description.mlp_gated else (_EXPERTS[0].replace("gate_", ""), _EXPERTS[1])
-    found = {"target_modules": modules} | _patterns(groups, settings)
-    return found | ({"target_parameters": parameters} if parameters else {})
-
-
-def _patterns(groups: Iterable[Group], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return rank and alpha of the adapters of fused projections: the sums over their projections."""
-    counts = {}
+    modules: set[str] = set()
+    expert_like: set[str] = set()  # linear layers that peft takes for experts, by their names
     for group in groups:
-        if not group.tune[0].endswith(_OF_LINEAR) and (parts := getattr(group.op, "parts", 2)) > 1:
-            counts[_EXPERTS[0]] = parts
+        # base_model.model.X.lora_A.weight -> X
+        group_modules = [name.removeprefix(PEFT_PREFIX).rpartition(".lora_")[0] for name in group.external]
+        if not isinstance(group.op, ExpertAdapter):
+            modules.update(group_modules)
+        tune_module = group.tune[0].removesuffix(_LORA_A)
+        if tune_module != group.tune[0] and weight_map.named_like_experts(tune_module, description):
+            expert_like.add(group_modules[0])
+    modules -= expert_like
+    if in_full:
+        target_modules = sorted(modules)
+        linear_names = sorted(expert_like)
+    else:
+        target_modules = _shortest_names(modules, weight_map, description)
+        linear_names = _shortest_names(expert_like, weight_map, description)
+    parameters = [f"{name}.weight" for name in linear_names]
+    if not all(group.tune[0].endswith(_LINEAR_SUFFIXES) for group in groups):
+        gate_up, down = _EXPERTS
+        parameters += [gate_up if description.mlp_gated else gate_up.replace("gate_", ""), down]
+    fields = {"target_modules": target_modules, **_rank_patterns(groups, settings)}
+    if parameters:
+        fields["target_parameters"] = parameters
+    return fields
+
+
+def _rank_patterns(groups: Iterable[Group], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return rank and alpha of the adapters of fused projections: the sums over their projections."""
+    projections = {}  # name of a fused projection -> number of its projections
+    for group in groups:
         if isinstance(group.op, FusedAdapter):
-            counts[group.external[0].rpartition(".lora_")[0].rpartition(".")[2]] = len(group.op.sizes)
-    if not counts:
+            module = group.external[0].rpartition(".lora_")[0]
+            projections[module.rpartition(".")[2]] = len(group.op.sizes)
+        elif not group.tune[0].endswith(_LINEAR_SUFFIXES):
+            # Experts with one tensor each have no ExpertAdapter; peft stacks their gate and up projections.
+            count = group.op.parts if isinstance(group.op, ExpertAdapter) else 2
+            if count > 1:
+                projections[_EXPERTS[0]] = count
+    if not projections:
         return {}
     power = 0.5 if settings.get("use_rslora") else 1  # keeps peft's scale equal to that of the separate projections
     return {
-        "rank_pattern": {name: count * settings["r"] for name, count in counts.items()},
-        "alpha_pattern": {name: count**power * settings["lora_alpha"] for name, count in counts.items()},
+        "rank_pattern": {name: count * settings["r"] for name, count in projections.items()},
+        "alpha_pattern": {name: count**power * settings["lora_alpha"] for name, count in projections.items()},
     }
 
 
@@ -423,22 +656,27 @@ def adapter_settings(base_name: str, settings: dict[str, Any]) -> dict[str, Any]
     }
 
 
-def _shortest(names: Collection[str], weight_map: WeightMap, description: Description) -> list[str]:
+def _shortest_names(names: Collection[str], weight_map: WeightMap, description: Description) -> list[str]:
     """Return the shortest unambiguous name per module: last component (``q_proj``), path in a layer, or full name."""
     if not names:
         return []
-    modules = {
-        name.removesuffix(".weight")
-        for group in weight_map.prefixed(dict(weight_map.modules)).groups(description)
-        for name in group.external
-        if name.endswith(".weight")
-    }
-    parts = [name.split(".") for name in modules]
-    parents = {".".join(part[:end]) for part in parts for end in range(1, len(part))}  # peft looks at all modules
-    ends = {name: (name.rpartition(".")[2], _LAYER.sub("", name)) for name in modules.union(parents, names)}
-    others = [name.split(".") for name in ends.keys() - names]
-    others = {".".join(part[start:]) for part in others for start in range(len(part))}
-    return sorted({next(end for end in (*ends[name], name) if end not in others) for name in names})
+    modules = set(names)
+    for group in weight_map.prefixed(dict(weight_map.modules)).groups(description):
+        for external in group.external:
+            if external.endswith(".weight"):
+                modules.add(external.removesuffix(".weight"))
+    for name in list(modules):  # peft looks at all modules, also those that contain others
+        components = name.split(".")
+        modules.update(".".join(components[:end]) for end in range(1, len(components)))
+    ambiguous = set()  # suffixes of modules that are not adapted
+    for name in modules.difference(names):
+        components = name.split(".")
+        ambiguous.update(".".join(components[start:]) for start in range(len(components)))
+    shortest = set()
+    for name in names:
+        candidates = (name.rpartition(".")[2], _LAYER_PREFIX.sub("", name), name)
+        shortest.add(next(candidate for candidate in candidates if candidate not in ambiguous))
+    return sorted(shortest)
 
 
 def adapter_folder(folder: Path) -> Path:
@@ -448,9 +686,8 @@ def adapter_folder(folder: Path) -> Path:
         CheckpointError: neither contains an adapter in PEFT's layout.
     """
     for candidate in (folder, folder / ADAPTER_DIR):
-        if (candidate / ADAPTER_FILE).is_file() and (candidate / ADAPTER_CONFIG_FILE).is_file():
-            return candidate
-        if (candidate / OWNED_INDEX).is_file():
+        has_peft_files = (candidate / ADAPTER_FILE).is_file() and (candidate / ADAPTER_CONFIG_FILE).is_file()
+        if has_peft_files or (candidate / OWNED_INDEX).is_file():
             return candidate
     raise CheckpointError(
         f"{folder}: there is no {ADAPTER_FILE} with an {ADAPTER_CONFIG_FILE}: give an adapter's folder."
@@ -472,23 +709,26 @@ def adapter_conversion(model: nn.Module, folder: Path) -> LoRA:
     Raises:
         CheckpointError: a file is missing, or the adapter belongs to another model.
     """
-    file, settings = folder / ADAPTER_FILE, read_settings(folder / ADAPTER_CONFIG_FILE)
-    names = [name for name in open_source([file]).names() if ".lora_A." in name]
+    file = folder / ADAPTER_FILE
+    settings = read_settings(folder / ADAPTER_CONFIG_FILE)
+    names = [name for name in open_weight_files([file]).names() if ".lora_A." in name]
     spec, description = identity(model)
-    prefixes = _prefixes_of_text(spec, names)
+    prefixes = _text_decoder_prefixes(spec, names)
     names = [rename_prefix(name, prefixes) for name in names]
-    found = {name: group for group in _map_of(spec, names).groups(description) for name in group.external}
-    if unknown := [name for name in names if name not in found]:
-        raise CheckpointError(
-            f"{file}: it holds '{unknown[0]}', for which the model has no layer: it is of another one."
-        )
+    groups = {}
+    for group in _adapter_weight_map(spec, names).groups(description):
+        groups.update(dict.fromkeys(group.external, group))
+    layers = set()
+    for name in names:
+        if name not in groups:
+            raise CheckpointError(f"{file}: it holds '{name}', for which the model has no layer: it is of another one.")
+        layers.update(tune.partition(".lora_")[0] for tune in groups[name].tune)
     if not names or "r" not in settings:
         raise CheckpointError(f"{folder}: there is no LoRA adapter in it: give the folder that a recipe or peft wrote.")
-    layers = sorted({tune.partition(".lora_")[0] for name in names for tune in found[name].tune})
     return LoRA(
         rank=settings["r"],
         alpha=settings.get("lora_alpha", 8),
-        target_modules=layers,
+        target_modules=sorted(layers),
         use_dora=bool(settings.get("use_dora")),
         use_rslora=bool(settings.get("use_rslora")),
     )

@@ -13,31 +13,29 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torchtune.checkpoints._adapter import ADAPTER_DIR, ADAPTER_FILE, OWNED_INDEX, load_adapter
-from torchtune.checkpoints._checkpoint_error import CheckpointError
 from torchtune.checkpoints._directories import (
-    ResumePoint,
+    STATE_DIR,
+    STRUCTURE,
     check_name,
     check_output_dir,
     complete_directories,
-    damage,
+    damaged_files,
     marked_files,
+)
+from torchtune.checkpoints._export import MAX_SHARD_BYTES, check_savable_tokenizer, export_model
+from torchtune.checkpoints._load import ModelSource, initialize_missing, load_base
+from torchtune.checkpoints._model_weights import Contents, ModelWeights, SaveView, contents_of, identity
+from torchtune.checkpoints._resume import (
+    ModelsOfRun,
+    ResumePoint,
+    check_resumed_settings,
     refuse_damaged,
     resume_candidates,
     resume_point,
 )
-from torchtune.checkpoints._export import MAX_SHARD_BYTES, export_model
-from torchtune.checkpoints._load_weights import initialize_rest, load_base
-from torchtune.checkpoints._model_source import ModelSource
-from torchtune.checkpoints._model_weights import ModelWeights, identity
-from torchtune.checkpoints._models_of_run import ModelsOfRun
-from torchtune.checkpoints._open_source import open_source
-from torchtune.checkpoints._resumed_settings import check_resumed_settings
-from torchtune.checkpoints._safetensors_file import TensorFile
-from torchtune.checkpoints._save_view import Contents, SaveView, contents_of
-from torchtune.checkpoints._saved_tokenizer import check_savable_tokenizer
-from torchtune.checkpoints._saving import Job, Saver
-from torchtune.checkpoints._sources import find_files
-from torchtune.checkpoints._state import STATE_DIR, STRUCTURE, LocalState, load_state, local_state, optimizers_of
+from torchtune.checkpoints._save import Job, Saver, TensorFile
+from torchtune.checkpoints._state import RankState, load_state, optimizers_of, rank_state
+from torchtune.checkpoints._weight_files import CheckpointError, find_files, open_weight_files
 from torchtune.models import build
 from torchtune.modules.peft import owned_parameters
 from torchtune.training.parallel import Ranks, reshard
@@ -52,6 +50,16 @@ _RESERVED = (STATE_DIR, ADAPTER_DIR, "logs", "original")
 
 # One model (the policy), or models by name, in a mapping or an ``nn.ModuleDict``.
 Models = nn.Module | Mapping[str, nn.Module]
+
+
+class StoreHolder:
+    """Base class of objects that hold a store, such as the checkpointers of configs.
+
+    Attributes:
+        store: the store.
+    """
+
+    store: "CheckpointStore"
 
 
 class CheckpointStore:
@@ -121,6 +129,8 @@ class CheckpointStore:
         Raises:
             CheckpointError: the name exists or is reserved, or ``source`` has the wrong type.
         """
+        if isinstance(source, StoreHolder):
+            source = source.store
         if isinstance(source, CheckpointStore):
             source = source.sources.get(POLICY)
         if not isinstance(source, ModelSource):
@@ -134,8 +144,8 @@ class CheckpointStore:
     def source(self, name: str = POLICY) -> ModelSource:
         """Return the source of a model. Raises ``CheckpointError`` if it has none."""
         if name not in self.sources:
-            known = ", ".join(self.sources) or "none"
-            raise CheckpointError(f"The model '{name}' has no source (there are: {known}): call add_source first.")
+            names = ", ".join(self.sources) or "none"
+            raise CheckpointError(f"The model '{name}' has no source (there are: {names}): call add_source first.")
         return self.sources[name]
 
     @doing("loading the checkpoint")
@@ -164,15 +174,18 @@ class CheckpointStore:
         Raises:
             CheckpointError: files are missing or corrupt, or do not fit the model.
         """
-        source, device, loaded = self.source(name), torch.device(device), set()
+        source = self.source(name)
+        device = torch.device(device)
         source.check_model_type(model)
         reshard(model)
+        loaded: set[str] = set()
         with self._ranks.raise_on_all():
-            loaded = source.read(model, device, dtype)
-            if whole and (new := [key for key, _ in model.named_parameters() if key not in loaded]):
+            loaded = source.load(model, device, dtype)
+            missing = [key for key, _ in model.named_parameters() if key not in loaded]
+            if whole and missing:
                 raise CheckpointError(
-                    f"{source.checkpoint_dir} has no '{new[0]}', which the '{name}' model needs and this run does not "
-                    "train: give the folder of a model that was trained with it."
+                    f"{source.checkpoint_dir} has no '{missing[0]}', which the '{name}' model needs and this run does "
+                    "not train: give the folder of a model that was trained with it."
                 )
             # Read fingerprints now: the folder may be gone when a checkpoint records them.
             if name != POLICY:
@@ -180,7 +193,7 @@ class CheckpointStore:
             elif owned_parameters(model):
                 _ = source.base_fingerprint
         with self._ranks.share_rng_state():
-            initialize_rest(model, loaded, device, dtype)
+            initialize_missing(model, loaded, device, dtype)
 
     def check_model(self, model: nn.Module, *, name: str = POLICY) -> None:
         """Check files, family, names and shapes for :meth:`load_model`, without reading tensor data.
@@ -281,13 +294,10 @@ class CheckpointStore:
 
             candidates = self._ranks.run_on_rank_0(begin)
             for number, path in enumerate(candidates):
-                faults = []
-                with self._ranks.raise_on_all():
-                    files = marked_files(path, everything=False)[self._ranks.rank :: self._ranks.size]
-                    faults = damage(path, files)
-                faults = [fault for found in self._ranks.gather(faults) for fault in found]
+                faults = self._find_damage(path)
                 if faults:
-                    self._ranks.run_on_rank_0(partial(refuse_damaged, path, faults, candidates[number + 1 :]))
+                    older = candidates[number + 1 :]
+                    self._ranks.run_on_rank_0(partial(refuse_damaged, path, faults, older))
                     continue
                 point = self._ranks.run_on_rank_0(partial(resume_point, path))
                 with self._ranks.raise_on_all():
@@ -297,9 +307,19 @@ class CheckpointStore:
                 return point
         return None
 
+    def _find_damage(self, path: Path) -> list[str]:
+        """Return a phrase for each missing or changed file that a resume needs; each rank verifies some of them."""
+        faults: list[str] = []
+        with self._ranks.raise_on_all():
+            files = marked_files(path, everything=False)[self._ranks.rank :: self._ranks.size]
+            faults = damaged_files(path, files)
+        return [fault for faults_of_rank in self._ranks.gather(faults) for fault in faults_of_rank]
+
     def check_resume(self, cfg: Any) -> None:
         """Check that the newest complete checkpoint can be resumed, without a lock and without verifying checksums."""
-        for newest in complete_directories(self.require_output_dir())[-1:]:
+        checkpoints = complete_directories(self.require_output_dir())
+        if checkpoints:
+            newest = checkpoints[-1]
             resume_point(newest)
             check_resumed_settings(cfg, newest)
             ModelsOfRun.read(newest).check_sources(self.sources, newest)
@@ -337,16 +357,17 @@ class CheckpointStore:
         models = _by_name(models)
         if self.output_dir is not None:
             self._saver.wait()
-        files = {name: _weights_to_resume(model, path / _folder(name)) for name, model in models.items()}
+        paths = {name: _weights_to_resume(model, path / _folder(name)) for name, model in models.items()}
         for model in models.values():
             reshard(model)
         with self._ranks.raise_on_all():
             for name, model in models.items():
-                device, weights = next(model.parameters()).device, ModelWeights(model)
+                device = next(model.parameters()).device
+                weights = ModelWeights(model)
                 if weights.owned:
-                    load_adapter(weights, files[name], device)
+                    load_adapter(weights, paths[name], device)
                 else:
-                    load_base(weights, open_source(find_files(files[name]), model), device)
+                    load_base(weights, open_weight_files(find_files(paths[name]), model), device)
 
     def save(
         self,
@@ -393,26 +414,32 @@ class CheckpointStore:
         self._saver.wait()
         for model in _by_name(models).values():  # a validation leaves the parameters all-gathered
             reshard(model)
-        parameters, views, exports = _parameters(models), _views(models, contents, self._ranks), []
+        views = _views(models, contents, self._ranks)
+        exports = []
+        files: list[TensorFile] = []
         for model_name, view in views.items():
             view.check(resumable=state is not None)
-            exports.append(export_model(view, self.source(model_name), max_shard_bytes, _folder(model_name)))
+            export = export_model(view, self.source(model_name), max_shard_bytes, _folder(model_name))
+            exports.append(export)
+            files += export.files
         adapted = [name for name, view in views.items() if view.has_adapter and state is not None]
 
         def write_exports(folder: Path) -> None:
             for export in exports:
                 export.write_small_files(folder, tokenizer)
 
-        # Computing these weights needs collectives, which must not run in the background of training.
-        together = any(view.merges or view.stored for view in views.values())
+        # Merging and converting weights needs collectives, which must not run in the background of training: the copy
+        # is then complete before this method returns, and waits for no optimizer.
+        needs_collectives = any(view.merges or view.stored for view in views.values())
         optimizers = []
-        if not together:
-            optimizers = [optimizer for item in (state or {}).items() for _, optimizer in optimizers_of(*item)]
+        if state is not None and not needs_collectives:
+            for key, value in state.items():
+                optimizers += [optimizer for _, optimizer in optimizers_of(key, value)]
         return self._save(
             name,
-            [file for export in exports for file in export.files],
+            files,
             write_exports,
-            None if state is None else local_state(state, parameters, self._ranks),
+            None if state is None else rank_state(state, _parameters(models), self._ranks),
             ModelsOfRun.of(views, self.sources, adapted),
             cfg=cfg,
             optimizers=optimizers,
@@ -425,8 +452,8 @@ class CheckpointStore:
         name: str,
         files: list[TensorFile],
         write_exports: Callable[[Path], None],
-        saved: LocalState | None,
-        record: ModelsOfRun,
+        state: RankState | None,
+        models_of_run: ModelsOfRun,
         *,
         cfg: Any,
         optimizers: Sequence[Optimizer],
@@ -441,14 +468,22 @@ class CheckpointStore:
                 from torchtune.config import save_config
 
                 save_config(cfg, folder / "torchtune_config.yaml")
-            if saved is not None:
+            if state is not None:
                 (folder / STATE_DIR).mkdir(exist_ok=True)
-                (folder / STATE_DIR / STRUCTURE).write_text(json.dumps(saved.structure), encoding="utf-8")
-                record.write(folder)
+                (folder / STATE_DIR / STRUCTURE).write_text(json.dumps(state.structure), encoding="utf-8")
+                models_of_run.write(folder)
 
         output_dir = self.require_output_dir()
-        own, agreed = (None, b"") if saved is None else (saved.file, saved.agreed)
-        job = Job(output_dir, name, files, own, agreed, write_small_files, self.keep_last_n_checkpoints, optional)
+        job = Job(
+            output_dir,
+            name,
+            files,
+            state_file=None if state is None else state.file,
+            state_signature=b"" if state is None else state.signature,
+            write_small_files=write_small_files,
+            keep=self.keep_last_n_checkpoints,
+            optional=optional,
+        )
         self._saver.save(job, in_background=async_save, optimizers=optimizers)
         return output_dir / name
 
@@ -528,21 +563,30 @@ def _parameters(models: Models) -> dict[str, nn.Parameter]:
     """Return the parameters of all models by name; except for the policy, names start with the model's name."""
     if isinstance(models, nn.ModuleDict):  # matches the names of its optimizer
         return dict(models.named_parameters())
-    return {
-        parameter_name if name == POLICY else f"{name}.{parameter_name}": parameter
-        for name, model in _by_name(models).items()
-        for parameter_name, parameter in model.named_parameters()
-    }
+    parameters = {}
+    for model_name, model in _by_name(models).items():
+        prefix = "" if model_name == POLICY else f"{model_name}."
+        for name, parameter in model.named_parameters():
+            parameters[prefix + name] = parameter
+    return parameters
 
 
 def _weights_to_resume(model: nn.Module, folder: Path) -> Path:
     """Return the path that a resume loads: an adapter file, or the folder of the weights."""
-    paths = [place / name for place in (folder, folder / ADAPTER_DIR) for name in (ADAPTER_FILE, OWNED_INDEX)]
-    adapters = [path for path in paths if path.is_file()]
+    adapter_files = []
+    for adapter_dir in (folder, folder / ADAPTER_DIR):
+        for name in (ADAPTER_FILE, OWNED_INDEX):
+            if (adapter_dir / name).is_file():
+                adapter_files.append(adapter_dir / name)
     has_adapter = bool(owned_parameters(model))
-    if has_adapter != bool(adapters):
-        theirs, ours = ("an adapter", "has none") if adapters else ("a whole model", "has an adapter")
+    if has_adapter and not adapter_files:
         raise CheckpointError(
-            f"{folder} holds {theirs}, but the model of this run {ours}: resume with the saved torchtune_config.yaml."
+            f"{folder} holds a whole model, but the model of this run has an adapter: resume with the saved "
+            "torchtune_config.yaml."
         )
-    return adapters[0] if has_adapter else folder
+    if adapter_files and not has_adapter:
+        raise CheckpointError(
+            f"{folder} holds an adapter, but the model of this run has none: resume with the saved "
+            "torchtune_config.yaml."
+        )
+    return adapter_files[0] if has_adapter else folder

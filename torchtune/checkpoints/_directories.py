@@ -6,23 +6,22 @@ import re
 import shutil
 import uuid
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from torchtune.checkpoints._checkpoint_error import CheckpointError
-from torchtune.checkpoints._state import MODELS, STATE_DIR, STRUCTURE, load_progress
-from torchtune.utils import atomic_directory, clear_leftovers, get_logger, log_once
+from torchtune.checkpoints._weight_files import CheckpointError
+from torchtune.utils import atomic_directory, get_logger, log_once
 
 MARKER = ".complete"
+STATE_DIR = "state"
+STRUCTURE = "state.json"
+# File with the run's trained and frozen models, if there are any besides the policy.
+MODELS = "models.json"
 # File in the run's folder that lists the checkpoints of its best validations.
 BEST = "best.json"
 _NAME = re.compile(r"^(epoch|step)_(\d+)\Z")
-# Temporary folders that atomic_directory and prune leave behind in a killed process.
-_LEFTOVER = re.compile(r"^\.((?:epoch|step)_\d+)\..*\.tmp$")
 # Number of step_N kept by default; all epoch_N are kept.
 KEPT_STEPS = 3
 # Files that must be undamaged for a resume. Others, such as configs and tokenizers, may be edited.
@@ -31,30 +30,11 @@ _CHUNK = 2**22
 
 # Size and CRC-32 of files, by path in the folder. The standard library's CRC-32 is as fast as disks (1.8 GB/s per core)
 # and ranks share the work; xxhash is five times as fast, but one more dependency.
-Sums = dict[str, tuple[int, int]]
+Checksums = dict[str, tuple[int, int]]
 
 
-@dataclass(frozen=True)
-class ResumePoint:
-    """A complete checkpoint to resume from.
-
-    Attributes:
-        path: folder of the checkpoint.
-
-    Example:
-        >>> torchtune.checkpoints.ResumePoint(folder / "epoch_0").path.name
-        'epoch_0'
-    """
-
-    path: Path
-
-    @cached_property
-    def progress(self) -> dict[str, Any]:
-        """The values under ``progress`` in the state, such as seed and global step."""
-        return load_progress(self.path)
-
-
-def _named_directories(output_dir: Path) -> list[Path]:
+def named_directories(output_dir: Path) -> list[Path]:
+    """Return the folders named ``epoch_N`` or ``step_N``, complete or not."""
     if not output_dir.is_dir():
         return []
     return [path for path in output_dir.iterdir() if _NAME.match(path.name) and path.is_dir()]
@@ -62,16 +42,16 @@ def _named_directories(output_dir: Path) -> list[Path]:
 
 def complete_directories(output_dir: Path) -> list[Path]:
     """Return the complete checkpoints (folders with an undamaged marker), oldest first."""
-    found = []
-    for path in _named_directories(output_dir):
+    numbered = []
+    for path in named_directories(output_dir):
         try:
-            found.append((_marker(path)["saves"], path.name, path))
+            numbered.append((read_marker(path)["saves"], path.name, path))
         except CheckpointError:
             continue
-    return [path for _, _, path in sorted(found)]
+    return [path for _, _, path in sorted(numbered)]
 
 
-def _marker(path: Path) -> dict[str, Any]:
+def read_marker(path: Path) -> dict[str, Any]:
     """Read the completion marker.
 
     ``saves``: number of the save in its run, from 1; ``resumable``; ``files``: sizes of the files that a resume needs;
@@ -82,16 +62,20 @@ def _marker(path: Path) -> dict[str, Any]:
     """
     try:
         marker = json.loads((path / MARKER).read_text(encoding="utf-8"))
-        files = {_inside(name): int(size) for name, size in marker["files"].items()}
-        sums = {_inside(name): int(text, 16) for name, text in marker["crc32"].items()}
-        return {"saves": int(marker["saves"]), "resumable": bool(marker["resumable"]), "files": files, "crc32": sums}
+        return {
+            "saves": int(marker["saves"]),
+            "resumable": bool(marker["resumable"]),
+            "files": {_relative_path(name): int(size) for name, size in marker["files"].items()},
+            "crc32": {_relative_path(name): int(text, 16) for name, text in marker["crc32"].items()},
+        }
     except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise CheckpointError(
             f"{path / MARKER} was not written by this library or is damaged: delete {path.name} or that file."
         ) from error
 
 
-def _inside(name: str) -> str:
+def _relative_path(name: str) -> str:
+    """Return a path of the marker. Raises ``ValueError`` if it leaves the folder."""
     if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
         raise ValueError(f"{name} leaves the folder")
     return name
@@ -101,19 +85,19 @@ def check_name(name: Any) -> None:
     """Raise :class:`CheckpointError` if ``name`` is not ``epoch_N`` or ``step_N``, which a resume finds."""
     if not isinstance(name, str) or not _NAME.match(name):
         raise CheckpointError(
-            f"name: {name!r:.60} is no name of a checkpoint: use epoch_N or step_N; torchtune.save writes into a "
+            f"name: {name!r:.60} is not the name of a checkpoint: use epoch_N or step_N; torchtune.save writes into a "
             "folder of any name."
         )
 
 
 @contextmanager
-def new_directory(output_dir: Path, name: str, sums: Mapping[str, tuple[int, int]] | None = None) -> Iterator[Path]:
+def new_directory(output_dir: Path, name: str, checksums: Checksums | None = None) -> Iterator[Path]:
     """Create a folder that becomes ``output_dir/name``, with a completion marker, if the block succeeds.
 
     Args:
         output_dir: folder of the run.
         name: ``epoch_N`` or ``step_N``.
-        sums: size and checksum of each file, if known from writing it; the block may add entries. Checksums of all
+        checksums: size and checksum of each file, if known from writing it; the block may add entries. Checksums of all
             other files are computed.
 
     Raises:
@@ -121,22 +105,26 @@ def new_directory(output_dir: Path, name: str, sums: Mapping[str, tuple[int, int
     """
     check_name(name)
     earlier = complete_directories(output_dir)
-    saves = 1 + (_marker(earlier[-1])["saves"] if earlier else 0)
+    saves = 1 + (read_marker(earlier[-1])["saves"] if earlier else 0)
     with atomic_directory(output_dir / name) as folder:
         yield folder
-        sizes = {
-            str(path.relative_to(folder)): path.stat().st_size for path in sorted(folder.rglob("*")) if path.is_file()
-        }
-        known = dict(sums or {})
-        for file, (size, _) in known.items():
+        sizes = {}
+        for path in sorted(folder.rglob("*")):
+            if path.is_file():
+                sizes[str(path.relative_to(folder))] = path.stat().st_size
+        written = dict(checksums or {})
+        for file, (size, _) in written.items():
             if sizes.get(file) != size:
                 raise CheckpointError(
                     f"{output_dir / name / file} has {sizes.get(file, 0):,} bytes right after {size:,} were written: "
                     "the file system of output_dir loses data, or is not the same on all machines; choose another."
                 )
-        crcs = {file: f"{known[file][1] if file in known else checksum(folder / file):08x}" for file in sizes}
-        tensors = {file: size for file, size in sizes.items() if file.endswith(_NEEDED)}
-        marker = {"saves": saves, "resumable": (folder / STATE_DIR).exists(), "files": tensors, "crc32": crcs}
+        crcs = {}
+        for file in sizes:
+            crc = written[file][1] if file in written else checksum(folder / file)
+            crcs[file] = f"{crc:08x}"
+        needed = {file: size for file, size in sizes.items() if file.endswith(_NEEDED)}
+        marker = {"saves": saves, "resumable": (folder / STATE_DIR).exists(), "files": needed, "crc32": crcs}
         (folder / MARKER).write_text(json.dumps(marker))
 
 
@@ -156,25 +144,33 @@ def marked_files(path: Path, *, everything: bool) -> list[str]:
     Raises:
         CheckpointError: the marker is missing or damaged.
     """
-    return sorted(_marker(path)["crc32" if everything else "files"])
+    return sorted(read_marker(path)["crc32" if everything else "files"])
 
 
-def damage(path: Path, names: list[str], progress: Callable[[int], object] = lambda count: None) -> list[str]:
+def damaged_files(path: Path, names: list[str], progress: Callable[[int], object] = lambda count: None) -> list[str]:
     """Compare files of a checkpoint with its marker; return a phrase for each missing or changed file."""
-    marker, found = _marker(path), []
+    marker = read_marker(path)
+    faults = []
     for name in names:
-        file, size, crc = path / name, marker["files"].get(name), marker["crc32"][name]
+        file = path / name
+        size = marker["files"].get(name)  # None for files that a resume does not need
+        crc = marker["crc32"][name]
         try:
-            actual = file.stat().st_size if file.is_file() else None
-            if actual is None:
-                found.append(f"{file} is missing")
-            elif size is not None and actual != size:
-                found.append(f"{file} has {actual:,} bytes instead of {size:,}")
-            elif (other := checksum(file, progress)) != crc:
-                found.append(f"{file} was changed since it was saved (its CRC-32 is {other:08x} instead of {crc:08x})")
+            if not file.is_file():
+                faults.append(f"{file} is missing")
+                continue
+            actual_size = file.stat().st_size
+            if size is not None and actual_size != size:
+                faults.append(f"{file} has {actual_size:,} bytes instead of {size:,}")
+                continue
+            actual_crc = checksum(file, progress)
+            if actual_crc != crc:
+                faults.append(
+                    f"{file} was changed since it was saved (its CRC-32 is {actual_crc:08x} instead of {crc:08x})"
+                )
         except OSError as error:
-            found.append(f"{file} cannot be read ({error.strerror})")
-    return found
+            faults.append(f"{file} cannot be read ({error.strerror})")
+    return faults
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
@@ -191,16 +187,16 @@ def checkpoints_in(folder: Path) -> list[Path]:
     """
     if (folder / MARKER).exists():
         return [folder]
-    named = _named_directories(folder)
     complete = complete_directories(folder)
-    found = complete + sorted(path for path in named if path not in complete and (path / MARKER).exists())
-    if not found:
-        what = "holds no checkpoint" if folder.is_dir() else "is no folder"
+    marked = [path for path in named_directories(folder) if (path / MARKER).exists()]
+    checkpoints = complete + sorted(path for path in marked if path not in complete)
+    if not checkpoints:
+        reason = "holds no checkpoint" if folder.is_dir() else "is no folder"
         raise CheckpointError(
-            f"{folder} {what}: give a checkpoint (epoch_N or step_N) that a recipe has saved, or the output_dir of a "
+            f"{folder} {reason}: give a checkpoint (epoch_N or step_N) that a recipe has saved, or the output_dir of a "
             "run."
         )
-    return found
+    return checkpoints
 
 
 def verify_checkpoint(folder: Path, progress: Callable[[int], object] = lambda count: None) -> tuple[int, int]:
@@ -223,15 +219,19 @@ def verify_checkpoint(folder: Path, progress: Callable[[int], object] = lambda c
         True
     """
     names = marked_files(folder, everything=True)
-    if faults := damage(folder, names, progress):
+    faults = damaged_files(folder, names, progress)
+    if faults:
         raise CheckpointError(f"{folder} is damaged: {'; '.join(faults)}.")
     return len(names), sum((folder / name).stat().st_size for name in names)
 
 
 def newest_record(output_dir: Path, records: list[dict[str, Any]]) -> dict[str, Any] | None:
     """Return the newest record of ``best.json`` with a complete checkpoint."""
-    names = {path.name for path in complete_directories(output_dir)}
-    return next((record for record in reversed(records) if record["checkpoint"] in names), None)
+    complete = {path.name for path in complete_directories(output_dir)}
+    for record in reversed(records):
+        if record["checkpoint"] in complete:
+            return record
+    return None
 
 
 def best_record(output_dir: Path) -> dict[str, Any] | None:
@@ -273,15 +273,19 @@ def prune(output_dir: Path, keep: int | None) -> None:
     complete = complete_directories(output_dir)
     if keep is None:
         by_steps = [path for path in complete if path.name.startswith("step_")]
-        gone = [path for path in by_steps[:-KEPT_STEPS] if path != complete[-1]]
+        outdated = [path for path in by_steps[:-KEPT_STEPS] if path != complete[-1]]
     else:
-        gone = complete[: -max(keep, 1)]
+        outdated = complete[: -max(keep, 1)]
+    if not outdated:
+        return
     try:
-        best = best_checkpoint(output_dir) if gone else None
+        best = best_checkpoint(output_dir)
     except CheckpointError as error:
         get_logger().warning(str(error))
         return
-    for path in (path for path in gone if path.name != best):
+    for path in outdated:
+        if path.name == best:
+            continue
         if keep is None:
             log_once(
                 get_logger(),
@@ -289,68 +293,12 @@ def prune(output_dir: Path, keep: int | None) -> None:
                 "checkpointer.keep_last_n_checkpoints changes how many.",
             )
         try:
-            aside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
-            os.rename(path, aside)  # removed for all readers even if rmtree is interrupted
-            shutil.rmtree(aside)
+            # Renamed first, so that it is removed for all readers even if rmtree is interrupted.
+            removed = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
+            os.rename(path, removed)
+            shutil.rmtree(removed)
         except OSError as error:
             get_logger().warning(f"The old checkpoint {path} could not be removed ({error}): delete it yourself.")
-
-
-def resume_candidates(output_dir: Path) -> list[Path]:
-    """Return the complete checkpoints, newest first; empty if the run starts from the beginning.
-
-    Leftovers of an interrupted save are deleted.
-
-    Raises:
-        CheckpointError: there are only incomplete or damaged checkpoints.
-    """
-    for match in map(_LEFTOVER.match, os.listdir(output_dir) if output_dir.is_dir() else ()):
-        if match is not None:
-            clear_leftovers(output_dir / match[1])
-    complete = complete_directories(output_dir)
-    broken = [path for path in _named_directories(output_dir) if (path / MARKER).exists() and path not in complete]
-    for path in sorted(broken):
-        if not complete:
-            _marker(path)  # raises
-        get_logger().error(f"output_dir: {path / MARKER} is damaged: {path.name} does not count as a checkpoint.")
-    if not complete:
-        if unmarked := sorted(path.name for path in _named_directories(output_dir)):
-            raise CheckpointError(
-                f"output_dir: {output_dir} holds {', '.join(unmarked[:3])} without the marker of a complete "
-                "checkpoint, so there is nothing to resume: choose another output_dir (and, to start from these "
-                "weights, give that folder as checkpoint_dir)."
-            )
-        get_logger().warning(f"{output_dir} holds no complete checkpoint: the run starts from the beginning.")
-    return complete[::-1]
-
-
-def resume_point(path: Path) -> ResumePoint:
-    """Return the resume point of an undamaged checkpoint. Raises ``CheckpointError`` if its run is finished."""
-    if not _marker(path)["resumable"]:
-        raise CheckpointError(
-            f"output_dir: the run in {path.parent} is finished ({path.name}), there is nothing to resume: start "
-            f"a new run from that folder, in another output_dir."
-        )
-    return ResumePoint(path)
-
-
-def refuse_damaged(path: Path, faults: list[str], left: list[Path]) -> None:
-    """Log the damage of a checkpoint, and the older checkpoint to try instead.
-
-    Raises:
-        CheckpointError: there is no older checkpoint.
-    """
-    more = f", and {len(faults) - 1} more files are damaged" if len(faults) > 1 else ""
-    what = f"output_dir: {faults[0]}{more}, although {path.name} was saved whole"
-    if not left:
-        raise CheckpointError(
-            f"{what}, and there is no checkpoint before it to go on from: bring the file back, or delete the folder "
-            f"{path.name}, and the run begins anew."
-        )
-    get_logger().error(
-        f"{what}: the run goes on from the checkpoint before, {left[0].name}, if that is whole, and repeats what was "
-        "trained since."
-    )
 
 
 def check_output_dir(output_dir: Path, checkpoint_dir: Path | None, *, resume: bool) -> None:
@@ -361,8 +309,8 @@ def check_output_dir(output_dir: Path, checkpoint_dir: Path | None, *, resume: b
             ``resume`` is False.
     """
     if checkpoint_dir is not None:
-        inside, outside = output_dir.resolve(), checkpoint_dir.resolve()
-        if inside == outside or outside in inside.parents:
+        resolved = output_dir.resolve()
+        if checkpoint_dir.resolve() in (resolved, *resolved.parents):
             raise CheckpointError(
                 f"output_dir: {output_dir} is inside checkpoint_dir ({checkpoint_dir}): choose a folder outside, so "
                 "that the base model stays as it is."
@@ -375,14 +323,15 @@ def check_output_dir(output_dir: Path, checkpoint_dir: Path | None, *, resume: b
                 f"output_dir: {path} is a link to {os.readlink(path)}, which is not there: make that folder, or choose "
                 "another output_dir."
             )
-    held = complete_directories(output_dir) or sorted(_named_directories(output_dir))
-    if held and not resume:
+    checkpoints = complete_directories(output_dir) or sorted(named_directories(output_dir))
+    if checkpoints and not resume:
         raise CheckpointError(
-            f"output_dir: {output_dir} already holds a run ({held[-1].name}): set resume_from_checkpoint=True to go on "
-            "with it, or choose another output_dir."
+            f"output_dir: {output_dir} already holds a run ({checkpoints[-1].name}): set resume_from_checkpoint=True "
+            "to go on with it, or choose another output_dir."
         )
-    # check now rather than at the first save
-    existing = next(path for path in (output_dir.absolute(), *output_dir.absolute().parents) if path.exists())
+    # The nearest existing folder must be writable: check now rather than at the first save.
+    absolute = output_dir.absolute()
+    existing = next(path for path in (absolute, *absolute.parents) if path.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         raise CheckpointError(
             f"output_dir: {output_dir} cannot be made, because {existing} is not a folder that this process may write "

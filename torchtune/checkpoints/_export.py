@@ -1,8 +1,10 @@
 """Export of a model to a checkpoint: tensor files that other libraries load, configs and tokenizer files."""
 
-from collections.abc import Iterable, Mapping
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -12,20 +14,20 @@ from torchtune.checkpoints._adapter import (
     ADAPTER_DIR,
     ADAPTER_FILE,
     OWNED_INDEX,
-    adapter_entries,
+    adapter_tensors,
 )
-from torchtune.checkpoints._load_weights import read_json
-from torchtune.checkpoints._model_source import ModelSource
-from torchtune.checkpoints._model_weights import ModelWeights
-from torchtune.checkpoints._safetensors_file import Entry, TensorFile, aligned, write_file
-from torchtune.checkpoints._save_view import SaveView
-from torchtune.checkpoints._saved_tokenizer import add_stop_tokens, save_tokenizer
-from torchtune.checkpoints._sources import SAFETENSORS_INDEX
+from torchtune.checkpoints._load import GENERATION_CONFIG, ModelSource
+from torchtune.checkpoints._model_weights import ModelWeights, SaveView
+from torchtune.checkpoints._save import TensorFile, TensorGroup, TensorSlice, aligned, write_file
+from torchtune.checkpoints._weight_files import SAFETENSORS_INDEX, TextDecoderFiles, read_json
 from torchtune.models import Description, ModelError, ModelSpec, text_config, with_text_config
 from torchtune.modules.conversion import get_conversions
-from torchtune.utils import write_json
+from torchtune.tokenizers import MISSING_TOKENIZER, SavableTokenizer, end_of_turn_ids
+from torchtune.training.parallel import Ranks, spec_of
+from torchtune.utils import get_logger, write_json
 
 MAX_SHARD_BYTES = 5 * 10**9
+_TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 @dataclass(frozen=True)
@@ -60,15 +62,16 @@ class Export:
         self.source.carry_files(folder, tokenizer=tokenizer is None)
         if tokenizer is None:
             return
-        # peft and its users look for the tokenizer beside the adapter.
-        with_adapter = [folder / ADAPTER_DIR] if (folder / ADAPTER_DIR).is_dir() else []
-        save_tokenizer(tokenizer, [folder, *with_adapter], self.source.checkpoint_dir)
+        folders = [folder]
+        if (folder / ADAPTER_DIR).is_dir():  # peft and its users look for the tokenizer beside the adapter
+            folders.append(folder / ADAPTER_DIR)
+        save_tokenizer(tokenizer, folders, self.source.checkpoint_dir)
         if self.generates:
             add_stop_tokens(tokenizer, folder)
 
 
 def export_model(view: SaveView, source: ModelSource, max_shard_bytes: int, folder: str) -> Export:
-    """Describe the files of a model in a checkpoint; every rank creates its shards when the files are written.
+    """Describe the files of a model in a checkpoint; every rank computes its slices when the files are written.
 
     Args:
         view: weights of the model, and the choice of weights to write.
@@ -81,82 +84,116 @@ def export_model(view: SaveView, source: ModelSource, max_shard_bytes: int, fold
         CheckpointError: a parameter has no name in Hugging Face's or PEFT's format.
     """
     spec, description = view.identity
-    files, json_files, adapter_folder = [], {}, folder
-    whole = None if description.is_classifier else source.whole(view.model)
-    is_part = whole is not None and whole.is_multimodal
+    files: list[TensorFile] = []
+    json_files: dict[str, Any] = {}
+    adapter_dir = folder
+    enclosing = None if description.is_classifier else source.enclosing_checkpoint(view.model)
+    is_text_decoder = enclosing is not None and enclosing.is_multimodal
     if view.has_weights:
         weight_map = spec.weight_map("hf")
-        weight_map = weight_map if whole is None else weight_map.prefixed(whole.prefixes)
-        entries = [view.entry(group, turn) for turn, group in enumerate(weight_map.groups(description))]
-        entries += [] if whole is None else whole.other_towers(view.ranks)
-        files, index = shards(entries, max_shard_bytes, folder)
-        json_files |= {} if index is None else {folder + SAFETENSORS_INDEX: index}
-        adapter_folder = f"{folder}{ADAPTER_DIR}/"
+        if enclosing is not None:
+            weight_map = weight_map.prefixed(enclosing.prefixes)
+        tensors = [view.tensor_group(group, turn) for turn, group in enumerate(weight_map.groups(description))]
+        if enclosing is not None:
+            tensors += _other_tensors(enclosing, view.ranks)
+        files, index = shard_files(tensors, max_shard_bytes, folder)
+        if index is not None:
+            json_files[folder + SAFETENSORS_INDEX] = index
+        adapter_dir = f"{folder}{ADAPTER_DIR}/"
     if view.has_adapter:
         base_name = source.base_name()
-        entries, settings = adapter_entries(view, base_name, whole if is_part else None)
-        if entries:
-            files.append(TensorFile(adapter_folder + ADAPTER_FILE, entries))
-            json_files[adapter_folder + ADAPTER_CONFIG_FILE] = settings
-        kinds = {f"adapter_{kind.__name__}.safetensors": kind for kind in map(type, get_conversions(view.model))}
+        tensors, settings = adapter_tensors(view, base_name, enclosing if is_text_decoder else None)
+        if tensors:
+            files.append(TensorFile(adapter_dir + ADAPTER_FILE, tensors))
+            json_files[adapter_dir + ADAPTER_CONFIG_FILE] = settings
         for file, names in view.owned_files.items():
-            entries = [view.entry_of(name, name, turn) for turn, name in enumerate(names)]
-            files.append(TensorFile(adapter_folder + file, entries))
-        if owned := {file: f"{kinds[file].__module__}.{kinds[file].__qualname__}" for file in view.owned_files}:
-            index = {"base_model_name_or_path": base_name, "conversions": owned}
-            json_files[adapter_folder + OWNED_INDEX] = index
-    json_files[f"{folder}config.json"] = config_of_model(view, source.checkpoint_dir, is_part=is_part)
+            tensors = [view.renamed_parameter(name, name, turn) for turn, name in enumerate(names)]
+            files.append(TensorFile(adapter_dir + file, tensors))
+        if view.owned_files:
+            index = {"base_model_name_or_path": base_name, "conversions": _conversions_of_owned_files(view)}
+            json_files[adapter_dir + OWNED_INDEX] = index
+    json_files[f"{folder}config.json"] = config_of_model(view, source.checkpoint_dir, is_text_decoder=is_text_decoder)
     return Export(source, folder, files, json_files, generates=not description.is_classifier)
 
 
-def shards(entries: Iterable[Entry], max_shard_bytes: int, folder: str = "") -> tuple[list[TensorFile], dict | None]:
+def _other_tensors(enclosing: TextDecoderFiles, ranks: Ranks) -> list[TensorGroup]:
+    """Return copies of the tensors that are not the model's: of other towers, and not trained; ranks take turns."""
+    return [
+        _copied_tensor(enclosing, name, is_writer=ranks.rank == turn % ranks.size)
+        for turn, name in enumerate(enclosing.other_names())
+    ]
+
+
+def _copied_tensor(enclosing: TextDecoderFiles, name: str, *, is_writer: bool) -> TensorGroup:
+    def read() -> list[TensorSlice]:
+        return [TensorSlice.of(name, enclosing.read_other(name))] if is_writer else []
+
+    spec = spec_of(enclosing.read_other(name))
+    return TensorGroup({name: spec}, read, spec.itemsize)
+
+
+def _conversions_of_owned_files(view: SaveView) -> dict[str, str]:
+    """Return the class of the conversion of each file of :attr:`ModelWeights.owned_files`."""
+    classes = {}
+    for conversion in get_conversions(view.model):
+        cls = type(conversion)
+        classes[f"adapter_{cls.__name__}.safetensors"] = f"{cls.__module__}.{cls.__qualname__}"
+    return {file: classes[file] for file in view.owned_files}
+
+
+def shard_files(
+    tensors: Iterable[TensorGroup], max_shard_bytes: int, folder: str = ""
+) -> tuple[list[TensorFile], dict | None]:
     """Return ``model.safetensors``, or shard files and the contents of their index.
 
     Args:
-        entries: the tensors.
+        tensors: the tensors of the model, in groups that stay in one file.
         max_shard_bytes: larger models are split into several files.
         folder: subfolder of the checkpoint, with a trailing slash.
     """
-    split, size = [[]], 0
-    for entry in aligned(entries):
-        entry_size = sum(spec.nbytes for spec in entry.specs.values())
-        if split[-1] and size + entry_size > max_shard_bytes:
-            split.append([])
-            size = 0
-        split[-1].append(entry)
-        size += entry_size
-    if len(split) == 1:
-        return [TensorFile(f"{folder}model.safetensors", split[0])], None
+    shards: list[list[TensorGroup]] = [[]]
+    shard_size = 0
+    for group in aligned(tensors):
+        size = sum(spec.nbytes for spec in group.specs.values())
+        if shards[-1] and shard_size + size > max_shard_bytes:
+            shards.append([])
+            shard_size = 0
+        shards[-1].append(group)
+        shard_size += size
+    if len(shards) == 1:
+        return [TensorFile(f"{folder}model.safetensors", shards[0])], None
     files = [
-        TensorFile(f"{folder}model-{number:05d}-of-{len(split):05d}.safetensors", shard)
-        for number, shard in enumerate(split, 1)
+        TensorFile(f"{folder}model-{number:05d}-of-{len(shards):05d}.safetensors", shard)
+        for number, shard in enumerate(shards, 1)
     ]
     index = {name: file.path.removeprefix(folder) for file in files for name in file.specs}
     return files, {"metadata": {"total_size": sum(file.size for file in files)}, "weight_map": index}
 
 
-def write_entries(entries: Iterable[Entry], folder: Path, max_shard_bytes: int) -> None:
-    """Write entries on this rank alone, one at a time."""
-    files, index = shards(entries, max_shard_bytes)
+def write_tensors(tensors: Iterable[TensorGroup], folder: Path, max_shard_bytes: int) -> None:
+    """Write the tensors of a model on this rank alone, one group at a time."""
+    files, index = shard_files(tensors, max_shard_bytes)
     for file in files:
         write_file(file, folder)
     if index is not None:
         write_json(folder / SAFETENSORS_INDEX, index)
 
 
-def config_of_model(weights: ModelWeights, source_dir: Path, *, is_part: bool) -> dict:
+def config_of_model(weights: ModelWeights, source_dir: Path, *, is_text_decoder: bool) -> dict:
     """Return the contents of ``config.json``: the source's, updated where the model differs.
 
     Args:
         weights: weights of the model, which determines the description, the dtype and the vocabulary size.
         source_dir: folder of the source.
-        is_part: whether the model is the text decoder of a multimodal source; the file then describes the composite
-            model.
+        is_text_decoder: whether the model is the text decoder of a multimodal source; the file then describes the
+            composite model.
     """
     spec, description = weights.identity
     embedding = weights.specs[next(name for name in weights.base if name.endswith("tok_embeddings.weight"))]
     config = config_of(spec, description, embedding.shape[0], embedding.dtype, source_dir)
-    return with_text_config(read_json(source_dir / "config.json"), config) if is_part else config
+    if is_text_decoder:
+        return with_text_config(read_json(source_dir / "config.json"), config)
+    return config
 
 
 def config_of(
@@ -164,10 +201,11 @@ def config_of(
 ) -> dict:
     """Return the contents of a ``config.json``; see :func:`config_of_model`."""
     description = replace(description, vocab_size=vocab_size)
-    source = None if source_dir is None else source_dir / "config.json"
-    images = spec.builder is not None
-    config = text_config(read_json(source), images) if source is not None and source.is_file() else {}
-    if not _says(config, spec, description):
+    is_composite = spec.builder is not None
+    config = {}
+    if source_dir is not None and (source_dir / "config.json").is_file():
+        config = text_config(read_json(source_dir / "config.json"), is_composite)
+    if not _describes(config, spec, description):
         # Drop fields with two spellings, which could contradict each other.
         config = {key: value for key, value in config.items() if key not in ("rope_parameters", "torch_dtype")}
         longest = config.get("max_position_embeddings")
@@ -175,24 +213,124 @@ def config_of(
         if longest:
             config["max_position_embeddings"] = longest
     config.pop("quantization_config", None)  # the export is not quantized
-    if spec.builder is None:
+    if not is_composite:
         config["vocab_size"] = vocab_size
-    name = str(dtype).removeprefix("torch.")
-    config["torch_dtype" if "torch_dtype" in config else "dtype"] = name
-    if "dtype" in config:
-        config["dtype"] = name
-    for part in (config.get("text_config"), config.get("vision_config")) if spec.builder is not None else ():
-        part |= {key: name for key in ("dtype", "torch_dtype") if key in part}
+    _set_dtype(config, str(dtype).removeprefix("torch."))
+    if is_composite:
+        for part in (config["text_config"], config["vision_config"]):
+            for key in ("dtype", "torch_dtype"):
+                if key in part:
+                    part[key] = str(dtype).removeprefix("torch.")
     return config
 
 
-def _says(config: dict, spec: ModelSpec, description: Description) -> bool:
+def _set_dtype(config: dict, name: str) -> None:
+    """Set the dtype under the spelling that the config has, or both; ``dtype`` by default."""
+    if "torch_dtype" in config:
+        config["torch_dtype"] = name
+    if "dtype" in config or "torch_dtype" not in config:
+        config["dtype"] = name
+
+
+def _describes(config: dict, spec: ModelSpec, description: Description) -> bool:
     """Return whether a config describes this model, apart from context length and dropout."""
     if not config:
         return False
     try:
-        theirs = spec.from_hf_config(config)
+        described = spec.from_hf_config(config)
     except ModelError:
         return False
-    same = {"max_seq_len": description.max_seq_len, "attn_dropout": description.attn_dropout}
-    return replace(theirs, vocab_size=description.vocab_size, **same) == description
+    described = replace(
+        described,
+        vocab_size=description.vocab_size,
+        max_seq_len=description.max_seq_len,
+        attn_dropout=description.attn_dropout,
+    )
+    return described == description
+
+
+def check_savable_tokenizer(tokenizer: Any) -> None:
+    """Log a warning before a run if its tokenizer cannot write its files."""
+    with TemporaryDirectory() as folder:
+        reason = _write_tokenizer_files(tokenizer, Path(folder))
+    if reason is not None:
+        get_logger().warning(
+            f"tokenizer: {reason}, so checkpoints will hold no tokenizer: give it a method save_files(folder), which "
+            "writes tokenizer.json and tokenizer_config.json."
+        )
+
+
+def save_tokenizer(tokenizer: Any, folders: Sequence[Path], source: Path) -> None:
+    """Write the files of a tokenizer into folders of a checkpoint.
+
+    If it cannot write them, ``TOKENIZER_MISSING.md`` says so in each folder: the source's tokenizer may be another one.
+
+    Args:
+        tokenizer: tokenizer that trained.
+        folders: existing folders without tokenizer files.
+        source: folder of the base weights.
+    """
+    # Into a temporary folder first, because a tokenizer that fails may have written some of its files.
+    with TemporaryDirectory(dir=folders[0]) as name:
+        temporary = Path(name)
+        reason = _write_tokenizer_files(tokenizer, temporary)
+        if reason is None:
+            files = [path.relative_to(temporary) for path in temporary.rglob("*") if path.is_file()]
+            for folder in folders:
+                for file in files:
+                    (folder / file).parent.mkdir(parents=True, exist_ok=True)
+                    shutil.copyfile(temporary / file, folder / file)
+            return
+    get_logger().warning(f"The checkpoint holds no tokenizer, {MISSING_TOKENIZER} in it says more: {reason}.")
+    for folder in folders:
+        (folder / MISSING_TOKENIZER).write_text(
+            f"""This checkpoint holds no tokenizer: {reason}.
+
+The tokenizer files of {source} are not copied, because the model may have been trained with other tokens or another
+chat template. If they are those that trained, copy them here. For checkpoints with a tokenizer, give the class a
+method `save_files(folder)`, which writes `tokenizer.json` and `tokenizer_config.json`.
+""",
+            encoding="utf-8",
+        )
+
+
+def _write_tokenizer_files(tokenizer: Any, folder: Path) -> str | None:
+    """Write the tokenizer's files; return the reason if it cannot."""
+    name = f"{type(tokenizer).__module__}.{type(tokenizer).__qualname__}"
+    if not isinstance(tokenizer, SavableTokenizer):
+        return f"the tokenizer {name} has no method save_files"
+    try:
+        tokenizer.save_files(folder)
+    except OSError:
+        raise  # the disk is full or not writable
+    except Exception as error:  # noqa: BLE001 - code of a user's own must not cost a checkpoint
+        return f"the tokenizer {name} raised {type(error).__name__} in save_files ({error})"
+    return None
+
+
+def add_stop_tokens(tokenizer: Any, folder: Path) -> None:
+    """Add the tokens that end a turn to ``eos_token_id`` of the folder's ``generation_config.json``.
+
+    ``transformers`` and vLLM stop at any token of this list. A missing file is created with the token ids of
+    ``config.json``, from which ``transformers`` takes them otherwise.
+
+    Args:
+        tokenizer: tokenizer that trained.
+        folder: folder of a model in a checkpoint, with its ``config.json``.
+    """
+    path = folder / GENERATION_CONFIG
+    if path.is_file():
+        settings = read_json(path)
+    else:
+        config = read_json(folder / "config.json")
+        config = {**config, **config.get("text_config", {})}
+        settings = {name: config[name] for name in _TOKEN_IDS if config.get(name) is not None}
+    published = settings.get("eos_token_id")
+    if published is None:
+        published = []
+    elif not isinstance(published, list):
+        published = [published]
+    stops = list(dict.fromkeys([*published, *end_of_turn_ids(tokenizer)]))
+    if stops and (stops != published or not path.is_file()):
+        settings["eos_token_id"] = stops if len(stops) > 1 else stops[0]
+        write_json(path, settings)

@@ -1,27 +1,41 @@
-"""View of a model for checkpoints: its full weights, independent of conversions."""
+"""Views of a model's weights, to load them and to save them, independent of conversions.
+
+The weight map of the model's family (:mod:`torchtune.models`) defines a weight's name in files:
+:attr:`ModelWeights.groups` for base weights, :attr:`ModelWeights.adapter_groups` for adapters, ``_adapter.py`` for the
+rest of PEFT's layout.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-from torchtune.checkpoints._checkpoint_error import CheckpointError
-from torchtune.models import Description, Group, ModelSpec, Slices
+from torchtune.checkpoints._save import TensorGroup, TensorSlice
+from torchtune.checkpoints._weight_files import CheckpointError
+from torchtune.models import Description, Group, Identity, ModelSpec, Slices
 from torchtune.modules.conversion import (
     Conversion,
     ConversionError,
     StoredWeight,
     get_conversions,
 )
-from torchtune.modules.peft import LoRALinear, init_from_weight
-from torchtune.training.parallel import full_slices, full_tensor, my_shard
+from torchtune.modules.peft import LoRALinear, has_adapters, init_from_weight
+from torchtune.training.parallel import LocalShard, Ranks, full_slices, full_tensor, my_shard
 
-# Fills a tensor with a slice of a full weight.
-Read = Callable[[Slices, torch.Tensor], None]
+# Copies a slice of a full weight into a tensor.
+CopySlice = Callable[[Slices, torch.Tensor], None]
+
+Content = Literal["model", "adapter", "merged"]
+# Contents for one model, or for several by name.
+Contents = Content | Sequence[Content] | Mapping[str, Content | Sequence[Content]]
+_CHOICES = ({"model"}, {"adapter"}, {"merged"}, {"adapter", "merged"})
+_WITH_ADAPTER = 'save with contents="adapter" or ("adapter", "merged")'
 
 
 def identity(model: nn.Module) -> tuple[ModelSpec, Description]:
@@ -30,7 +44,8 @@ def identity(model: nn.Module) -> tuple[ModelSpec, Description]:
     Raises:
         CheckpointError: the model was not built by :mod:`torchtune.models`.
     """
-    spec, description = getattr(model, "spec", None), getattr(model, "description", None)
+    spec = getattr(model, "spec", None)
+    description = getattr(model, "description", None)
     if spec is None or description is None:
         raise CheckpointError(
             f"{type(model).__name__} carries no ModelSpec, so the names of its weights in other formats are not known: "
@@ -48,34 +63,35 @@ def materialize(model: nn.Module, name: str, device: torch.device, dtype: torch.
     return _set_parameter(model, name, nn.Parameter(data, requires_grad=parameter.requires_grad))
 
 
-def _set_parameter(model: nn.Module, name: str, new: nn.Parameter) -> nn.Parameter:
+def _set_parameter(model: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter:
     path, _, leaf = name.rpartition(".")
-    model.get_submodule(path).register_parameter(leaf, new)
-    return new
+    model.get_submodule(path).register_parameter(leaf, parameter)
+    return parameter
 
 
 @contextmanager
 def replaced_parameters(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Iterator[None]:
     """Context manager that replaces parameters of the model by ``tensors``."""
-    kept = {name: model.get_parameter(name) for name in tensors}
+    originals = {name: model.get_parameter(name) for name in tensors}
     for name, tensor in tensors.items():
         _set_parameter(model, name, nn.Parameter(tensor, requires_grad=False))
     try:
         yield
     finally:
-        for name, parameter in kept.items():
+        for name, parameter in originals.items():
             _set_parameter(model, name, parameter)
 
 
-def check_shape(where: Path, name: str, found: Sequence[int], wanted: Sequence[int]) -> None:
+def check_shape(path: Path, name: str, shape: Sequence[int], expected: Sequence[int]) -> None:
     """Raise ``CheckpointError`` with file, tensor and both shapes if they differ."""
-    if tuple(found) == tuple(wanted):
+    if tuple(shape) == tuple(expected):
         return
     hint = "the checkpoint is of another model than the one in the config, or of other sizes"
-    if len(found) == 2 and found[1:] == wanted[1:] and ("emb" in name or "lm_head" in name or "output" in name):
-        hint = f"the checkpoint has a vocabulary of {found[0]} tokens, build the model with that vocab_size"
+    has_vocabulary = "emb" in name or "lm_head" in name or "output" in name
+    if has_vocabulary and len(shape) == 2 and shape[1:] == expected[1:]:
+        hint = f"the checkpoint has a vocabulary of {shape[0]} tokens, build the model with that vocab_size"
     raise CheckpointError(
-        f"{where}: the tensor '{name}' has the shape {list(found)} where the model needs {list(wanted)}: {hint}."
+        f"{path}: the tensor '{name}' has the shape {list(shape)} where the model needs {list(expected)}: {hint}."
     )
 
 
@@ -83,7 +99,7 @@ class ModelWeights:
     """View of a model's weights, one at a time, independent of conversions; built once for a load or a save.
 
     Full weights have the names of the weight map. Most are parameters with the same name; a conversion may store a
-    weight in another form (:meth:`torchtune.modules.conversion.Conversion.stored_weights`).
+    weight in other parameters (:meth:`torchtune.modules.conversion.Conversion.stored_weights`).
 
     Args:
         model: the model, on the meta device or materialized, sharded or not. Its parameters are looked up on each
@@ -94,24 +110,28 @@ class ModelWeights:
         conversions: conversions of the model.
         parameters: parameters of the model, by name.
         owned: names of the parameters that conversions save apart from the base weights.
-        stored: base weights that a conversion stores in another form, by name.
-        inside: names of the parameters that store the weights in :attr:`stored`.
+        stored: base weights that a conversion stores in other parameters, by name: the conversion, and the parameters.
+        storage: names of the parameters that store the weights in :attr:`stored`.
         base: names of the base weights.
-        starts: adapted layers with weights that :meth:`fill` splits into the initial adapter and the rest, by name of
-            the weight.
+        split_layers: adapted layers with weights that :meth:`fill` splits into the initial adapter and the remainder,
+            by name of the weight.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.model, self.conversions = model, get_conversions(model)
+        self.model = model
+        self.conversions = get_conversions(model)
         self.parameters: dict[str, nn.Parameter] = dict(model.named_parameters())
         self._owned_by = [conversion.owned_parameters(model) for conversion in self.conversions]
         self.owned: set[str] = set().union(*self._owned_by)
-        self.stored: dict[str, tuple[Conversion, StoredWeight]] = {
-            name: (one, form) for one in self.conversions for name, form in one.stored_weights(model).items()
-        }
-        self.inside = {name for _, form in self.stored.values() for name in form.names}
-        self.base = (self.parameters.keys() - self.owned - self.inside) | self.stored.keys()
-        self.starts: dict[str, LoRALinear] = {}
+        self.stored: dict[str, tuple[Conversion, StoredWeight]] = {}
+        self.storage: set[str] = set()
+        for conversion in self.conversions:
+            for name, stored_weight in conversion.stored_weights(model).items():
+                self.stored[name] = conversion, stored_weight
+        for _, stored_weight in self.stored.values():
+            self.storage.update(stored_weight.names)
+        self.base = (self.parameters.keys() - self.owned - self.storage) | self.stored.keys()
+        self.split_layers: dict[str, LoRALinear] = {}
 
     @cached_property
     def identity(self) -> tuple[ModelSpec, Description]:
@@ -133,8 +153,10 @@ class ModelWeights:
     @cached_property
     def specs(self) -> dict[str, torch.Tensor]:
         """Full weights on the meta device, by name: shape, and dtype in files."""
-        forms = self.parameters | {name: form for name, (_, form) in self.stored.items()}
-        return {name: torch.empty(form.shape, dtype=form.dtype, device="meta") for name, form in forms.items()}
+        weights: dict[str, nn.Parameter | StoredWeight] = dict(self.parameters)
+        for name, (_, stored_weight) in self.stored.items():
+            weights[name] = stored_weight
+        return {name: torch.empty(weight.shape, dtype=weight.dtype, device="meta") for name, weight in weights.items()}
 
     @cached_property
     def _peft_configs(self) -> list[dict[str, Any]]:
@@ -148,18 +170,25 @@ class ModelWeights:
     @cached_property
     def new_rows(self) -> dict[str, tuple[str, list[int]]]:
         """Name of a weight -> name of the parameter with its trained rows, and the token ids of these rows."""
-        return {name: rows for one in self.conversions for name, rows in one.new_rows(self.model).items()}
+        rows: dict[str, tuple[str, list[int]]] = {}
+        for conversion in self.conversions:
+            rows.update(conversion.new_rows(self.model))
+        return rows
 
     @cached_property
     def owned_files(self) -> dict[str, list[str]]:
         """Files for owned parameters without a name in PEFT's layout, one for each class of conversions."""
-        placed, files = {rows for rows, _ in self.new_rows.values()}, {}
+        named_by_peft = {parameter for parameter, _ in self.new_rows.values()}
         for settings, owned in zip(self._peft_configs, self._owned_by, strict=True):
-            placed |= owned if settings else set()
-        for given, owned in zip(get_conversions(self.model), self._owned_by, strict=True):
-            if names := sorted(owned - placed):
-                files.setdefault(f"adapter_{type(given).__name__}.safetensors", []).extend(names)
-                placed.update(names)
+            if settings:
+                named_by_peft |= owned
+        files: dict[str, list[str]] = {}
+        in_a_file = set(named_by_peft)
+        for conversion, owned in zip(self.conversions, self._owned_by, strict=True):
+            names = sorted(owned - in_a_file)
+            if names:
+                files.setdefault(f"adapter_{type(conversion).__name__}.safetensors", []).extend(names)
+                in_a_file.update(names)
         return files
 
     def check_names(self, *, exported: bool = False) -> None:
@@ -173,108 +202,128 @@ class ModelWeights:
             CheckpointError: a conversion removed a weight, or added a parameter that it does not own, or the output is
                 tied to an embedding that was replaced.
         """
-        known = set(self.groups)
-        modules = {path for path, _ in self.model.named_modules()}  # a simulated model lacks whole layers
-        lost = sorted(n for n in known - self.base if ".".join(n.rpartition(".")[0].split(".")[:2]) in modules)
-        if lost:
-            path, _, leaf = lost[0].rpartition(".")
-            moved = [name for name in self.base - known if name.startswith(f"{path}.")]
-            where = f" (but '{next((name for name in moved if name.endswith(leaf)), moved[0])}')" if moved else ""
-            raise CheckpointError(
-                f"model: it has no parameter '{lost[0]}'{where}: a conversion must keep the names of weights, so "
-                "replace a layer by one of a subclass instead of wrapping it."
-            )
+        mapped = set(self.groups)
+        self._check_no_weight_is_missing(mapped)
         tied = getattr(getattr(self.model, "output", None), "tied_module", None)
         if tied is not None and tied is not getattr(self.model, "tok_embeddings", tied):
             raise CheckpointError(
                 "model: its output is tied to another embedding than tok_embeddings, which no file would hold: change "
                 "its size with torchtune.modules.resize_token_embeddings, and values in place."
             )
-        if exported and (unknown := self.base - known):
+        unmapped = self.base - mapped
+        if exported and unmapped:
             raise CheckpointError(
-                f"model: '{min(unknown)}' has no name in Hugging Face's format, so it cannot be saved: name it in "
+                f"model: '{min(unmapped)}' has no name in Hugging Face's format, so it cannot be saved: name it in "
                 "owned_parameters(model) of the conversion that adds it."
             )
 
+    def _check_no_weight_is_missing(self, mapped: set[str]) -> None:
+        """Raise ``CheckpointError`` if the model lacks a weight of the weight map, in a layer that it has."""
+        modules = {path for path, _ in self.model.named_modules()}  # a simulated model lacks whole layers
+        missing = []
+        for name in sorted(mapped - self.base):
+            module_path = name.rpartition(".")[0]
+            if ".".join(module_path.split(".")[:2]) in modules:
+                missing.append(name)
+        if not missing:
+            return
+        path, _, leaf = missing[0].rpartition(".")
+        renamed = [name for name in self.base - mapped if name.startswith(f"{path}.")]
+        hint = ""
+        if renamed:
+            same_leaf = [name for name in renamed if name.endswith(leaf)]
+            hint = f" (but '{(same_leaf or renamed)[0]}')"
+        raise CheckpointError(
+            f"model: it has no parameter '{missing[0]}'{hint}: a conversion must keep the names of weights, so "
+            "replace a layer by one of a subclass instead of wrapping it."
+        )
+
     def load(
-        self, name: str, value: torch.Tensor, where: Path, device: torch.device, dtype: torch.dtype | None = None
+        self, name: str, value: torch.Tensor, path: Path, device: torch.device, dtype: torch.dtype | None = None
     ) -> None:
         """Copy this rank's shard of ``value`` into a parameter; one on the meta device is materialized on ``device``.
 
         Raises:
-            CheckpointError: the shapes differ.
+            CheckpointError: the shapes differ; ``path`` names the file.
         """
-        check_shape(where, name, value.shape, self.parameters[name].shape)
-        slices, local = self._materialized(name, device, dtype)
+        check_shape(path, name, value.shape, self.parameters[name].shape)
+        slices, local = self._local_shard(name, device, dtype)
         local.copy_(value[slices])
 
-    def _materialized(
+    def _local_shard(
         self, name: str, device: torch.device, dtype: torch.dtype | None = None
     ) -> tuple[Slices, torch.Tensor]:
         """Materialize a parameter; return this rank's slice of it, and the values of the slice."""
         self.parameters[name] = materialize(self.model, name, device, dtype)
         return my_shard(self.parameters[name])
 
-    def fill(self, name: str, read: Read, device: torch.device, dtype: torch.dtype | None = None) -> None:
-        """Fill this rank's shard of a full weight, in the form in which it is stored.
+    def fill(self, name: str, copy_slice: CopySlice, device: torch.device, dtype: torch.dtype | None = None) -> None:
+        """Fill this rank's shard of a full weight, in the parameters that store it.
 
         Args:
             name: name of the full weight.
-            read: fills a tensor with a slice of the full weight; called at most once, for the slice of this rank.
+            copy_slice: copies a slice of the full weight into a tensor; called at most once, for the slice of this
+                rank.
             device: device for parameters on the meta device.
-            dtype: dtype for parameters on the meta device, unless a conversion stores the weight in another form;
+            dtype: dtype for parameters on the meta device, unless a conversion stores the weight in other parameters;
                 unchanged by default.
 
         Raises:
             ConversionError: ``from_full`` returns tensors that do not fit the parameters.
         """
-        if name in self.starts:
-            self._fill_started(name, read, device, dtype)
+        if name in self.split_layers:
+            self._fill_split(name, copy_slice, device, dtype)
         elif name in self.stored:
-            self._fill_stored(name, read, device)
+            self._fill_stored(name, copy_slice, device)
         else:
-            slices, local = self._materialized(name, device, dtype)
+            slices, local = self._local_shard(name, device, dtype)
             if local.numel():
-                read(slices, local)
+                copy_slice(slices, local)
 
-    def _fill_stored(self, name: str, read: Read, device: torch.device) -> None:
+    def _fill_stored(self, name: str, copy_slice: CopySlice, device: torch.device) -> None:
         """Read the rows of a full weight that this rank needs, convert them, and keep this rank's shards."""
-        form = self.stored[name][1]
-        shards = {part: self._materialized(part, device) for part in form.names}
-        rows = slice(0, form.shape[0])
-        if form.by_rows:
-            first = [slices[0] for slices, _ in shards.values()]
-            rows = slice(min(part.start for part in first), max(part.stop for part in first))
+        _, stored_weight = self.stored[name]
+        shards = {parameter: self._local_shard(parameter, device) for parameter in stored_weight.names}
+        rows = slice(0, stored_weight.shape[0])
+        if stored_weight.by_rows:
+            row_slices = [slices[0] for slices, _ in shards.values()]
+            rows = slice(min(part.start for part in row_slices), max(part.stop for part in row_slices))
         if rows.start == rows.stop:
             return
-        value = torch.empty(rows.stop - rows.start, *form.shape[1:], dtype=form.dtype, device=device)
-        read((rows, *full_slices(form.shape[1:])), value)
-        for part, tensor in self._from_full(name, value).items():
-            place, local = shards[part]
-            if form.by_rows:
-                place = slice(place[0].start - rows.start, place[0].stop - rows.start), *place[1:]
-            local.copy_(tensor[place])
+        columns = stored_weight.shape[1:]
+        weight = torch.empty(rows.stop - rows.start, *columns, dtype=stored_weight.dtype, device=device)
+        copy_slice((rows, *full_slices(columns)), weight)
+        for parameter, tensor in self._from_full(name, weight).items():
+            slices, local = shards[parameter]
+            if stored_weight.by_rows:  # the converted tensor begins with the first row that was read
+                slices = (slice(slices[0].start - rows.start, slices[0].stop - rows.start), *slices[1:])
+            local.copy_(tensor[slices])
 
-    def _fill_started(self, name: str, read: Read, device: torch.device, dtype: torch.dtype | None) -> None:
-        """Read a full weight; fill the adapter with its initial value, and the weight with the rest."""
-        layer, path = self.starts.pop(name), name.rpartition(".")[0]
-        value = torch.empty_like(self.specs[name], dtype=dtype, device=device)
-        read(full_slices(value.shape), value)
-        parts = init_from_weight(value.float(), layer.start, layer.rank, layer.scaling)
-        for part, tensor in zip((name, f"{path}.lora_a.weight", f"{path}.lora_b.weight"), parts, strict=True):
-            self.put(part, tensor, device, dtype)
+    def _fill_split(self, name: str, copy_slice: CopySlice, device: torch.device, dtype: torch.dtype | None) -> None:
+        """Read a full weight; fill the adapter with its initial value, and the weight with the remainder."""
+        layer = self.split_layers.pop(name)
+        path = name.rpartition(".")[0]
+        weight = torch.empty_like(self.specs[name], dtype=dtype, device=device)
+        copy_slice(full_slices(weight.shape), weight)
+        remainder, lora_a, lora_b = init_from_weight(weight.float(), layer.start, layer.rank, layer.scaling)
+        self.put(name, remainder, device, dtype)
+        self.put(f"{path}.lora_a.weight", lora_a, device, dtype)
+        self.put(f"{path}.lora_b.weight", lora_b, device, dtype)
 
     def put(self, name: str, value: torch.Tensor, device: torch.device, dtype: torch.dtype | None = None) -> None:
         """Copy this rank's shard of ``value``, a full weight, into the model; see :meth:`fill`."""
         self.fill(name, lambda slices, target: target.copy_(value[slices]), device, dtype)
 
     def equals(self, name: str, value: torch.Tensor) -> bool:
-        """Return whether this rank's shard equals its shard of the full weight ``value`` in the stored form."""
+        """Return whether this rank's shard equals its shard of the full weight ``value``, as it is stored."""
         tensors = {name: value}
         if name in self.stored:
             tensors = self._from_full(name, value.to(self.specs[name].dtype))
-        shards = {part: my_shard(self.parameters[part]) for part in tensors}
-        return all(torch.equal(tensors[part][slices].to(local), local) for part, (slices, local) in shards.items())
+        for parameter, tensor in tensors.items():
+            slices, local = my_shard(self.parameters[parameter])
+            if not torch.equal(tensor[slices].to(local), local):
+                return False
+        return True
 
     def full(self, name: str, gathered: Mapping[str, torch.Tensor] | None = None) -> torch.Tensor:
         """Return the full weight on every rank, by an all-gather. A collective.
@@ -286,36 +335,277 @@ class ModelWeights:
         Raises:
             ConversionError: ``to_full`` returns a tensor of another shape.
         """
-        names = self.stored[name][1].names if name in self.stored else (name,)
-        tensors = {part: full_tensor((gathered or {}).get(part, self.parameters[part])) for part in names}
+        gathered = gathered or {}
         if name not in self.stored:
-            return tensors[name]
-        conversion, form = self.stored[name]
+            return full_tensor(gathered.get(name, self.parameters[name]))
+        conversion, stored_weight = self.stored[name]
+        tensors = {part: full_tensor(gathered.get(part, self.parameters[part])) for part in stored_weight.names}
         weight = conversion.to_full(name, tensors)
-        if tuple(weight.shape) != tuple(form.shape):
-            found = f"a tensor of the shape {list(weight.shape)}"
-            raise wrong(conversion, f"to_full('{name}')", found, f"the full weight has the shape {list(form.shape)}")
-        return weight.to(form.dtype)
+        if tuple(weight.shape) != tuple(stored_weight.shape):
+            raise wrong_tensors(
+                conversion,
+                f"to_full('{name}')",
+                f"a tensor of the shape {list(weight.shape)}",
+                f"the full weight has the shape {list(stored_weight.shape)}",
+            )
+        return weight.to(stored_weight.dtype)
 
     def _from_full(self, name: str, value: torch.Tensor) -> dict[str, torch.Tensor]:
-        conversion, form = self.stored[name]
-        tensors, wanted = conversion.from_full(name, value), {}
-        for part in form.names:
+        """Convert a full weight, or rows of it, to the tensors that store it."""
+        conversion, stored_weight = self.stored[name]
+        tensors = conversion.from_full(name, value)
+        expected = {}
+        for part in stored_weight.names:
             parameter = self.parameters[part]
-            shape = (value.shape[0], *parameter.shape[1:]) if form.by_rows else tuple(parameter.shape)
-            wanted[part] = torch.empty(shape, dtype=parameter.dtype, device="meta")
-        if (found := listed(tensors)) != (stored := listed(wanted)):
-            raise wrong(conversion, f"from_full('{name}')", found, f"the weight is stored as {stored}")
+            shape = tuple(parameter.shape)
+            if stored_weight.by_rows:
+                shape = (value.shape[0], *shape[1:])
+            expected[part] = torch.empty(shape, dtype=parameter.dtype, device="meta")
+        if describe_tensors(tensors) != describe_tensors(expected):
+            raise wrong_tensors(
+                conversion,
+                f"from_full('{name}')",
+                describe_tensors(tensors),
+                f"the weight is stored as {describe_tensors(expected)}",
+            )
         return tensors
 
 
-def wrong(conversion: Conversion, call: str, found: str, wanted: str) -> ConversionError:
+def wrong_tensors(conversion: Conversion, call: str, returned: str, expected: str) -> ConversionError:
     """Return the error for a conversion's method that returned wrong tensors."""
     name = type(conversion).__name__
-    return ConversionError(f"model_converters: {call} of {name} returned {found}, but {wanted}: make them equal.")
+    return ConversionError(f"model_converters: {call} of {name} returned {returned}, but {expected}: make them equal.")
 
 
-def listed(tensors: Mapping[str, torch.Tensor]) -> str:
+def describe_tensors(tensors: Mapping[str, torch.Tensor]) -> str:
     """Return names, dtypes and shapes of tensors as text."""
-    tensors = sorted(tensors.items())
-    return ", ".join(f"{name} {tensor.dtype} {list(tensor.shape)}" for name, tensor in tensors) or "nothing"
+    descriptions = [f"{name} {tensor.dtype} {list(tensor.shape)}" for name, tensor in sorted(tensors.items())]
+    return ", ".join(descriptions) or "nothing"
+
+
+def checkpoint_contents(models: nn.Module, *, merge: bool) -> Contents:
+    """Return the contents of a run's checkpoints: adapters, or all weights of a model without adapters.
+
+    Args:
+        models: the model, or several by name (``torch.nn.ModuleDict``).
+        merge: for models with adapters, also save all weights with the adapters merged.
+
+    Returns:
+        The argument ``contents`` of :meth:`CheckpointStore.save`.
+
+    Example:
+        >>> torchtune.training.checkpoint_contents(model, merge=True)
+        'model'
+    """
+    if isinstance(models, nn.ModuleDict):
+        return {name: checkpoint_contents(model, merge=merge) for name, model in models.items()}
+    if not has_adapters(models):
+        return "model"
+    return ("adapter", "merged") if merge else "adapter"
+
+
+def contents_of(contents: Contents, name: str) -> frozenset[str]:
+    """Return the contents for the model ``name``; see :meth:`CheckpointStore.save`.
+
+    Raises:
+        CheckpointError: ``contents`` lacks the model, or is not a valid choice.
+    """
+    if isinstance(contents, Mapping):
+        if name not in contents:
+            raise CheckpointError(f"contents: the model '{name}' is missing: say what to save of it.")
+        contents = contents[name]
+    chosen = frozenset([contents] if isinstance(contents, str) else contents)
+    if chosen not in _CHOICES:
+        raise CheckpointError(
+            f'contents: {contents!r} cannot be saved: choose "model", "adapter", "merged" or ("adapter", "merged").'
+        )
+    return chosen
+
+
+class SaveView(ModelWeights):
+    """View of the weights of one model for one save: trained and merged weights, and shards to write.
+
+    Args:
+        model: the model; on any device for :meth:`check`, materialized for all other methods.
+        contents: from :func:`contents_of`.
+        ranks: all ranks; not needed for :meth:`check`.
+
+    Attributes:
+        contents: see Args.
+        has_weights: whether all weights are written.
+        merges: whether adapters are merged into the weights, in float32, then rounded.
+        has_adapter: whether the adapter is written.
+        ranks: see Args.
+    """
+
+    def __init__(self, model: nn.Module, contents: frozenset[str], ranks: Ranks | None = None) -> None:
+        super().__init__(model)
+        self.contents = contents
+        self.ranks = ranks
+        self.has_adapter = "adapter" in contents
+        self.merges = "merged" in contents
+        self.has_weights = contents != {"adapter"}
+
+    @cached_property
+    def trained(self) -> list[str]:
+        """Names of the parameters that require a gradient, or that a hook of a conversion changes."""
+        moved = set().union(*(conversion.moved_parameters(self.model) for conversion in self.conversions))
+        return [name for name, parameter in self.parameters.items() if parameter.requires_grad or name in moved]
+
+    def _in_adapter(self, *, merge: bool = False) -> set[str]:
+        """Return owned parameters that an adapter file preserves; with ``merge``, only of mergeable conversions."""
+        preserved: set[str] = set()
+        for conversion, owned in zip(self.conversions, self._owned_by, strict=True):
+            if conversion.can_merge or not merge:
+                preserved |= owned
+        named_in_files = set(self.adapter_groups)
+        named_in_files.update(parameter for parameter, _ in self.new_rows.values())
+        for names in self.owned_files.values():
+            named_in_files.update(names)
+        return preserved & named_in_files
+
+    def check(self, *, resumable: bool = True) -> None:
+        """Check that the save writes all trained parameters.
+
+        Args:
+            resumable: whether a resume reads the checkpoint; for a model with an adapter it reads only the adapter.
+
+        Raises:
+            CheckpointError: a trained parameter would not be written, or a weight is not found under its name.
+        """
+        self.check_names(exported=self.has_weights)
+        init = getattr(self.model, "adapter_init", None)
+        if init and self.contents == {"model"}:
+            raise CheckpointError(
+                f"model: its base lacks what the adapter started with (init_lora_weights = '{init}'), so it is not "
+                f"saved without the adapter: {_WITH_ADAPTER}."
+            )
+        if resumable and self.merges and not self.has_adapter:
+            raise CheckpointError(f"contents: a resume needs the adapter beside the merged weights: {_WITH_ADAPTER}.")
+        weights = self.base.intersection(self.groups) | self.storage
+        written: set[str] = set()
+        if self.has_weights and not (resumable and self.has_adapter):
+            written |= weights
+        if self.has_adapter or self.merges:
+            written |= self._in_adapter(merge=self.merges)
+        unsaved = [name for name in self.trained if name not in written]
+        if unsaved:
+            self._refuse_unsaved(unsaved, weights)
+
+    def _refuse_unsaved(self, unsaved: list[str], weights: set[str]) -> None:
+        """Raise ``CheckpointError`` for trained parameters that the save does not write."""
+        name = unsaved[0]
+        if name in self._in_adapter():
+            if self.merges:
+                saved = "merged weights"
+                advice = (
+                    'give its conversion a method merged(name, weight, model), or save with contents="adapter" '
+                    "(save_adapter_weights_only=True)"
+                )
+            else:
+                saved = "the base weights alone"
+                advice = (
+                    "train adapters with lora_finetune_single_device or lora_finetune_distributed (in code of your "
+                    f"own: {_WITH_ADAPTER}), or take the adapter out of the model"
+                )
+        elif name in weights:
+            saved = "the adapter alone"
+            advice = (
+                "freeze it, or train it with full_finetune_single_device or full_finetune_distributed without adapters"
+            )
+        else:
+            saved = "only what has a name in Hugging Face's or PEFT's format, and it has none"
+            advice = "name it in owned_parameters(model) of the conversion that adds it, freeze it, or leave that out"
+        more = f" (and {len(unsaved) - 1} more)" if len(unsaved) > 1 else ""
+        raise CheckpointError(f"model: '{name}'{more} is trained, but checkpoints would hold {saved}: {advice}.")
+
+    def tensor_group(self, group: Group, turn: int) -> TensorGroup:
+        """Return the external tensors of one group of a weight map, to write.
+
+        Computing them needs memory for one full tensor. If weights are merged or converted, it is a collective.
+
+        Args:
+            group: group of a weight map.
+            turn: chooses the writer among replicas, see :meth:`LocalShard.of`.
+        """
+        op, description = group.op, group.description
+        specs = op.to_external([self.specs[name] for name in group.tune], description)
+        shapes = [spec.shape for spec in specs]
+
+        def compute() -> list[TensorSlice]:
+            slices = []
+            for index, name in enumerate(group.tune):
+                shard = self.shard(name, turn)
+                if not shard.is_writer:
+                    continue
+                for external_slice in op.external_slices(index, shard.slices, shapes, description):
+                    data = external_slice.of(shard.data)
+                    start = tuple(dim.start for dim in external_slice.slices)
+                    external_name = group.external[external_slice.external]
+                    slices.append(TensorSlice(external_name, start, tuple(data.shape), data))
+            return slices
+
+        return TensorGroup(dict(zip(group.external, specs, strict=True)), compute, specs[0].itemsize)
+
+    def renamed_parameter(self, name: str, external: str, turn: int) -> TensorGroup:
+        """Return an unchanged parameter under the name ``external``, to write; see :meth:`tensor_group`."""
+        return self.tensor_group(Group((external,), (name,), Identity(), self.identity[1]), turn)
+
+    def shard(self, name: str, turn: int) -> LocalShard:
+        """Return this rank's shard of a full weight to save; see :meth:`tensor_group`.
+
+        A collective: conversions and merging need an all-gather.
+        """
+        parameter = self.parameters.get(name)
+        merge_inputs = self._merge_inputs(name) if self.merges and name in self.base else set()
+        if merge_inputs:
+            weight = self._merged(name, merge_inputs)
+        elif name in self.stored:
+            weight = self.full(name)
+        else:
+            weight = parameter
+        if name in self.stored or not isinstance(parameter, DTensor):
+            is_writer = self.ranks.rank == turn % self.ranks.size
+            return LocalShard(self.specs[name], full_slices(weight.shape), weight.detach(), is_writer)
+        shard = LocalShard.of(parameter, self.ranks, turn)
+        if weight is parameter:
+            return shard
+        # A view would keep the full weight in memory.
+        return replace(shard, data=weight[shard.slices].clone())
+
+    @cached_property
+    def _model_wide(self) -> set[str]:
+        """Owned parameters of modules without a base weight: they may change any weight."""
+        layers = {name.rpartition(".")[0] for name in self.base}
+        return {name for name in self.owned if not layers.intersection(_parents(name))}
+
+    def _merge_inputs(self, name: str) -> set[str]:
+        """Return the parameters from which a merged weight is computed; empty if no conversion owns any of them."""
+        path = name.rpartition(".")[0]
+        inputs = {f"{path}.{leaf}" for leaf, _ in self.model.get_submodule(path).named_parameters()}
+        inputs |= self._model_wide
+        return inputs if inputs & self.owned else set()
+
+    def _merged(self, name: str, merge_inputs: set[str]) -> torch.Tensor:
+        """Return the full weight with all adapters merged. A collective: all ranks gather in the same order."""
+        sharded = [key for key in sorted(merge_inputs) if isinstance(self.parameters[key], DTensor)]
+        gathered = {key: full_tensor(self.parameters[key]) for key in sharded}
+        with replaced_parameters(self.model, gathered):
+            weight = self.full(name, gathered)
+            for conversion in self.conversions:
+                merged = conversion.merged(name, weight, self.model)
+                if merged.shape != weight.shape or merged.dtype != weight.dtype:
+                    raise wrong_tensors(
+                        conversion,
+                        f"merged('{name}', …)",
+                        describe_tensors({name: merged}),
+                        f"the weight is {describe_tensors({name: weight})}",
+                    )
+                weight = merged
+        return weight
+
+
+def _parents(name: str) -> list[str]:
+    """Return the paths of the modules around a parameter, outermost first."""
+    parts = name.split(".")
+    return [".".join(parts[:end]) for end in range(1, len(parts))]

@@ -7,16 +7,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchtune.checkpoints._checkpoint_error import CheckpointError
 from torchtune.checkpoints._checkpoint_store import POLICY, CheckpointStore
-from torchtune.checkpoints._directories import ResumePoint
-from torchtune.checkpoints._export import MAX_SHARD_BYTES, shards
-from torchtune.checkpoints._models_of_run import ModelsOfRun
-from torchtune.checkpoints._open_source import open_source
-from torchtune.checkpoints._safetensors_file import Entry
-from torchtune.checkpoints._saved_tokenizer import save_tokenizer
-from torchtune.checkpoints._sources import SAFETENSORS_INDEX, find_files, stream
-from torchtune.checkpoints._state import load_state, local_state
+from torchtune.checkpoints._export import MAX_SHARD_BYTES, save_tokenizer, shard_files
+from torchtune.checkpoints._resume import ModelsOfRun, ResumePoint
+from torchtune.checkpoints._save import TensorGroup
+from torchtune.checkpoints._state import load_state, rank_state
+from torchtune.checkpoints._weight_files import (
+    SAFETENSORS_INDEX,
+    CheckpointError,
+    WeightFiles,
+    find_files,
+    open_weight_files,
+)
 from torchtune.tokenizers import SavableTokenizer
 from torchtune.training.parallel import Ranks
 from torchtune.utils import doing, write_json
@@ -71,7 +73,7 @@ class ModuleCheckpointer(CheckpointStore):
             CheckpointError: see :meth:`load_model`.
         """
         if self.checkpoint_dir is not None:
-            _check_names(model, self.checkpoint_dir)
+            _open_checked(model, self.checkpoint_dir)
 
     @doing("loading the checkpoint")
     def load_model(
@@ -123,7 +125,7 @@ class ModuleCheckpointer(CheckpointStore):
         """
         tensors = _state_dict(models)
         try:
-            shards([Entry.of(key, tensor) for key, tensor in tensors.items()], MAX_SHARD_BYTES)
+            shard_files([TensorGroup.of(key, tensor) for key, tensor in tensors.items()], MAX_SHARD_BYTES)
         except ValueError as error:
             raise CheckpointError(f"model: {error}") from error
         for key, parameter in models.named_parameters():
@@ -178,8 +180,8 @@ class ModuleCheckpointer(CheckpointStore):
             UserError: the state dict cannot be written, or the disk is full or not writable.
         """
         self._saver.wait()
-        entries = [Entry.of(key, tensor) for key, tensor in _state_dict(models).items()]
-        files, index = shards(entries, max_shard_bytes)
+        tensors = [TensorGroup.of(key, tensor) for key, tensor in _state_dict(models).items()]
+        files, index = shard_files(tensors, max_shard_bytes)
 
         def write_small_files(folder: Path) -> None:
             if index is not None:
@@ -187,13 +189,15 @@ class ModuleCheckpointer(CheckpointStore):
             if isinstance(tokenizer, SavableTokenizer):
                 save_tokenizer(tokenizer, [folder], self.checkpoint_dir or folder)
 
-        saved = None if state is None else local_state(state, dict(models.named_parameters()), self._ranks)
+        own_state = None
+        if state is not None:
+            own_state = rank_state(state, dict(models.named_parameters()), self._ranks)
         # Buffers may change in the next forward pass, so that the copy does not wait for an optimizer's step.
         return self._save(
             name,
             files,
             write_small_files,
-            saved,
+            own_state,
             ModelsOfRun(),
             cfg=cfg,
             optimizers=[],
@@ -223,25 +227,34 @@ def _state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def _check_names(model: nn.Module, folder: Path) -> Any:
-    """Return the source of a folder, whose tensors have the names and shapes of the module's state dict."""
-    source = open_source(find_files(folder))
-    tensors, names = _state_dict(model), set(source.names())
+def _open_checked(model: nn.Module, folder: Path) -> WeightFiles:
+    """Open the weight files of a folder, whose tensors have the names and shapes of the module's state dict.
+
+    Raises:
+        CheckpointError: a name or a shape differs.
+    """
+    files = open_weight_files(find_files(folder))
+    names = set(files.names())
+    tensors = _state_dict(model)
     for key, tensor in tensors.items():
         if key not in names:
             raise CheckpointError(f"{folder}: it lacks '{key}' of the model: it was saved by another one.")
-        if tuple(source.shape(key)) != tuple(tensor.shape):
+        shape = files.shape(key)
+        if tuple(shape) != tuple(tensor.shape):
             raise CheckpointError(
-                f"{folder}: '{key}' has the shape {list(source.shape(key))}, and {list(tensor.shape)} in the model: it "
-                "was saved by another one."
+                f"{folder}: '{key}' has the shape {list(shape)}, and {list(tensor.shape)} in the model: it was saved "
+                "by another one."
             )
-    for key in sorted(names - tensors.keys()):
-        raise CheckpointError(f"{folder}: it has '{key}', which is not in the model: it was saved by another one.")
-    return source
+    unexpected = sorted(names - tensors.keys())
+    if unexpected:
+        raise CheckpointError(
+            f"{folder}: it has '{unexpected[0]}', which is not in the model: it was saved by another one."
+        )
+    return files
 
 
 @torch.no_grad()
 def _load(model: nn.Module, folder: Path) -> None:
     """Copy the tensors of a folder into the module's state dict."""
-    source = _check_names(model, folder)
-    model.load_state_dict(dict(stream(source)))
+    files = _open_checked(model, folder)
+    model.load_state_dict(dict(files.stream()))

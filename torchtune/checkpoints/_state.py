@@ -21,24 +21,21 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from torchtune.checkpoints._checkpoint_error import CheckpointError
-from torchtune.checkpoints._safetensors_file import Entry, TensorFile
-from torchtune.checkpoints._sources import SafetensorsFiles
+from torchtune.checkpoints._directories import STATE_DIR, STRUCTURE
+from torchtune.checkpoints._save import TensorFile, TensorGroup
+from torchtune.checkpoints._weight_files import CheckpointError, SafetensorsFiles
 from torchtune.models import Slices
 from torchtune.training import RecipeSettingsError, RNGState
 from torchtune.training.optim import OptimizerStateError, check_state_format
 from torchtune.training.parallel import LocalShard, Ranks, ShardGrid, full_slices, read_shard, reduce_partial
 
-STATE_DIR = "state"
-STRUCTURE = "state.json"
-# File with the run's trained and frozen models, if there are any besides the policy.
-MODELS = "models.json"
 # Key of the structure: parameter names of the optimizers.
 _NAMES = "parameter names"
 # Kind of a node with its value in the header of each rank's file.
 _OWN = "own"
 # Keys of this header: the values, and the first indices of shards.
-_VALUES, _STARTS = "values", "starts"
+_VALUES = "values"
+_STARTS = "starts"
 # Rank 0 writes replicated tensors up to this number of bytes; ranks take turns with larger ones.
 _SMALL = 2**16
 # Maximum number of open files.
@@ -46,8 +43,12 @@ _OPEN = 16
 # Types of values and keys in JSON, besides None.
 _PLAIN = (bool, int, float, str)
 
-# Name of a tensor -> path in the state, tensor, JSON node.
-_NodeTensors = dict[str, tuple[str, torch.Tensor, dict[str, Any]]]
+# Node of the structure: a JSON object with one key, the kind of the value (and shape, dtype, … of a tensor).
+_Node = dict[str, Any]
+# Parameter names of an optimizer, by parameter group.
+_NameGroups = list[list[str]]
+# Decodes a node of a tensor: its path in the state, and the node.
+_ReadTensor = Callable[[str, _Node], Any]
 
 
 def optimizers_of(key: str, value: Any) -> Iterator[tuple[str, Optimizer]]:
@@ -58,50 +59,80 @@ def optimizers_of(key: str, value: Any) -> Iterator[tuple[str, Optimizer]]:
         yield f"{key}/{name}", optimizer
 
 
-def _parameters(
-    state: Mapping[str, Any], named: Mapping[str, nn.Parameter]
-) -> tuple[dict[str, list[list[str]]], dict[str, torch.Tensor]]:
-    """Return the parameters of every optimizer in a state.
+@dataclass(frozen=True)
+class _OptimizerParameters:
+    """Parameters of the optimizers in a state.
 
-    Returns:
-        Path of an optimizer -> parameter names by parameter group (its ``state_dict`` only has indices); and path of a
-        parameter's optimizer state -> parameter, once with the parameter's index, as in torch, and once with its name.
-
-    Raises:
-        CheckpointError: an optimizer has a parameter of another model, which the checkpoint would not contain.
+    Attributes:
+        names: path of an optimizer -> parameter names by parameter group (its ``state_dict`` only has indices).
+        by_path: path of a parameter's optimizer state -> parameter, once with the parameter's index, as in torch, and
+            once with its name.
     """
-    names = {parameter: name for name, parameter in named.items()}
-    found, parameters = {}, {}
-    for path, optimizer in (found for item in state.items() for found in optimizers_of(*item)):
-        groups = [group["params"] for group in optimizer.param_groups]
-        every = [parameter for group in groups for parameter in group]
-        if any(parameter not in names for parameter in every):
-            raise CheckpointError(
-                f"'{path}' trains a parameter that is in none of the models to be saved or resumed: pass every trained "
-                "model, by name."
-            )
-        found[path] = [[names[parameter] for parameter in group] for group in groups]
-        for number, parameter in enumerate(every):
-            parameters |= {f"{path}/state/{key}": parameter for key in (number, names[parameter])}
-    return found, parameters
+
+    names: dict[str, _NameGroups]
+    by_path: dict[str, torch.Tensor]
+
+    @staticmethod
+    def of(state: Mapping[str, Any], parameters: Mapping[str, nn.Parameter]) -> "_OptimizerParameters":
+        """Collect the parameters of every optimizer in a state.
+
+        Raises:
+            CheckpointError: an optimizer has a parameter of another model, which the checkpoint would not contain.
+        """
+        name_of = {parameter: name for name, parameter in parameters.items()}
+        names: dict[str, _NameGroups] = {}
+        by_path: dict[str, torch.Tensor] = {}
+        for key, value in state.items():
+            for path, optimizer in optimizers_of(key, value):
+                groups = [group["params"] for group in optimizer.param_groups]
+                trained = [parameter for group in groups for parameter in group]
+                if any(parameter not in name_of for parameter in trained):
+                    raise CheckpointError(
+                        f"'{path}' trains a parameter that is in none of the models to be saved or resumed: pass every "
+                        "trained model, by name."
+                    )
+                names[path] = [[name_of[parameter] for parameter in group] for group in groups]
+                for index, parameter in enumerate(trained):
+                    by_path[f"{path}/state/{index}"] = parameter
+                    by_path[f"{path}/state/{name_of[parameter]}"] = parameter
+        return _OptimizerParameters(names, by_path)
+
+    def of_tensor(self, path: str) -> torch.Tensor | None:
+        """Return the parameter of an optimizer's tensor; None for other tensors."""
+        return self.by_path.get(path.rpartition("/")[0])
 
 
 @dataclass(frozen=True)
-class LocalState:
-    """The training state on this rank.
+class RankState:
+    """The training state on this rank, to write.
 
     Attributes:
         file: file of this rank.
         structure: the index; rank 0 writes it.
-        agreed: names, shapes and dtypes; they must be equal on all ranks.
+        signature: names, shapes and dtypes; they must be equal on all ranks.
     """
 
     file: TensorFile
     structure: dict[str, Any]
-    agreed: bytes
+    signature: bytes
 
 
-def local_state(state: Mapping[str, Any], named: Mapping[str, nn.Parameter], ranks: Ranks) -> LocalState:
+@dataclass
+class _StateTensor:
+    """A tensor in the state.
+
+    Attributes:
+        path: its path in the state.
+        tensor: its value.
+        node: its node in the structure.
+    """
+
+    path: str
+    tensor: torch.Tensor
+    node: _Node
+
+
+def rank_state(state: Mapping[str, Any], named: Mapping[str, nn.Parameter], ranks: Ranks) -> RankState:
     """Describe the training state on this rank: tensors as a file, all other values as JSON.
 
     Rank 0 saves the values that are not sharded; every rank saves its own random number generators.
@@ -115,44 +146,56 @@ def local_state(state: Mapping[str, Any], named: Mapping[str, nn.Parameter], ran
         CheckpointError: a value is not a tensor, dict, list, number or string, or an optimizer has a parameter of
             another model.
     """
-    tensors: _NodeTensors = {}
-    own_tensors: _NodeTensors = {}
-    structure, values, (names, parameters) = {}, {}, _parameters(state, named)
+    parameters = _OptimizerParameters.of(state, named)
+    tensors: dict[str, _StateTensor] = {}
+    generator_tensors: dict[str, _StateTensor] = {}
+    structure: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     with ranks.raise_on_all():
         for key, value in state.items():
-            plain = value.state_dict() if hasattr(value, "state_dict") else value
+            state_dict = value.state_dict() if hasattr(value, "state_dict") else value
             if isinstance(value, RNGState):
-                structure[key], values[key] = {_OWN: key}, _encode(plain, key, own_tensors)
+                structure[key] = {_OWN: key}
+                values[key] = _encode(state_dict, key, generator_tensors)
             else:
-                structure[key] = _encode(plain, key, tensors)
-    structure[_NAMES] = names
-    entries, starts = [], {}
-    for turn, (name, (path, tensor, node)) in enumerate(tensors.items()):
-        parameter = parameters.get(path.rpartition("/")[0])
-        # Optimizer state only changes at the next step; other objects may change any time, so copy theirs now.
-        tensor = tensor.clone() if parameter is None else reduce_partial(tensor)
-        turn = 0 if parameter is None or tensor.nbytes <= _SMALL else turn
-        shard = LocalShard.of(tensor, ranks, turn, parameter)
-        node |= {"shape": list(shard.spec.shape), "dtype": str(tensor.dtype).removeprefix("torch.")}
-        if isinstance(parameter, DTensor) and isinstance(tensor, DTensor) and tensor.shape != parameter.shape:
-            node["shards"] = list(ShardGrid.of(parameter).sizes)  # one row per shard: only the same shards can load it
-        if shard.data.shape == shard.spec.shape:
-            node["rank"] = turn % ranks.size
+                structure[key] = _encode(state_dict, key, tensors)
+    structure[_NAMES] = parameters.names
+    groups = []
+    starts = {}
+    for turn, (name, entry) in enumerate(tensors.items()):
+        shard = _shard_to_write(entry, parameters.of_tensor(entry.path), ranks, turn)
         if shard.is_writer and shard.data.numel():
             starts[name] = [part.start for part in shard.slices]
-            entries.append(Entry.of(name, shard.data))
-    entries += [Entry.of(name, tensor.clone()) for name, (_, tensor, _) in own_tensors.items()]
+            groups.append(TensorGroup.of(name, shard.data))
+    groups += [TensorGroup.of(name, entry.tensor.clone()) for name, entry in generator_tensors.items()]
     metadata = {_VALUES: json.dumps(values), _STARTS: json.dumps(starts)}
-    agreed = json.dumps([[name, node.get("shape"), node.get("dtype")] for name, (_, _, node) in tensors.items()])
-    return LocalState(TensorFile(_of_rank(ranks.rank), entries, metadata), structure, agreed.encode())
+    layout = [[name, entry.node.get("shape"), entry.node.get("dtype")] for name, entry in tensors.items()]
+    return RankState(TensorFile(_file_of(ranks.rank), groups, metadata), structure, json.dumps(layout).encode())
 
 
-def _of_rank(rank: int) -> str:
+def _shard_to_write(entry: _StateTensor, parameter: torch.Tensor | None, ranks: Ranks, turn: int) -> LocalShard:
+    """Return this rank's shard of a tensor, and complete the tensor's node."""
+    # Optimizer state only changes at the next step; other objects may change any time, so copy theirs now.
+    tensor = entry.tensor.clone() if parameter is None else reduce_partial(entry.tensor)
+    if parameter is None or tensor.nbytes <= _SMALL:
+        turn = 0
+    shard = LocalShard.of(tensor, ranks, turn, parameter)
+    entry.node["shape"] = list(shard.spec.shape)
+    entry.node["dtype"] = str(tensor.dtype).removeprefix("torch.")
+    if isinstance(parameter, DTensor) and isinstance(tensor, DTensor) and tensor.shape != parameter.shape:
+        # One row per shard of the parameter: only a run with the same shards can load it.
+        entry.node["shards"] = list(ShardGrid.of(parameter).sizes)
+    if shard.data.shape == shard.spec.shape:
+        entry.node["rank"] = turn % ranks.size
+    return shard
+
+
+def _file_of(rank: int) -> str:
     return f"{STATE_DIR}/rank_{rank}.safetensors"
 
 
-def _encode(value: Any, path: str, tensors: _NodeTensors) -> Any:
-    """Encode ``value`` as JSON, and add its tensors to ``tensors``."""
+def _encode(value: Any, path: str, tensors: dict[str, _StateTensor]) -> _Node:
+    """Encode ``value`` as JSON, and add its tensors to ``tensors``, by their names in the file."""
     if isinstance(value, torch.Tensor):
         if type(value) not in (torch.Tensor, nn.Parameter, DTensor) or value.is_sparse or value.is_quantized:
             raise CheckpointError(
@@ -161,7 +204,7 @@ def _encode(value: Any, path: str, tensors: _NodeTensors) -> Any:
             )
         name = path if path not in tensors else f"{path} {len(tensors)}"  # 1 and "1" may both be keys of a dict
         node = {"tensor": name}
-        tensors[name] = path, value.detach(), node
+        tensors[name] = _StateTensor(path, value.detach(), node)
         return node
     if isinstance(value, Mapping):
         for key in value:
@@ -178,17 +221,36 @@ def _encode(value: Any, path: str, tensors: _NodeTensors) -> Any:
     raise CheckpointError(f"The training state '{path}' holds a {type(value).__name__}, which cannot be saved.")
 
 
-def _decode(node: dict[str, Any], path: str, tensor: Callable[[str, dict[str, Any]], Any]) -> Any:
-    """Decode a JSON node; ``tensor`` returns the tensor for a path and a node."""
+def _decode(node: _Node, path: str, read_tensor: _ReadTensor) -> Any:
+    """Decode a node; ``read_tensor`` returns the tensor for a path and a node."""
     if "tensor" in node:
-        return tensor(path, node)
+        return read_tensor(path, node)
     ((kind, content),) = node.items()
     if kind == "dict":
-        return {key: _decode(item, f"{path}/{key}", tensor) for key, item in content}
+        return {key: _decode(item, f"{path}/{key}", read_tensor) for key, item in content}
     if kind in ("list", "tuple"):
-        items = [_decode(item, f"{path}/{index}", tensor) for index, item in enumerate(content)]
+        items = [_decode(item, f"{path}/{index}", read_tensor) for index, item in enumerate(content)]
         return items if kind == "list" else tuple(items)
     return content
+
+
+def _no_tensor(path: str, node: _Node) -> None:
+    """Leave tensors out when plain values are decoded."""
+
+
+@dataclass(frozen=True)
+class _RankHeader:
+    """Header of a rank's file.
+
+    Attributes:
+        values: encoded values of this rank, such as its random number generators.
+        starts: first indices of its shards, by name.
+        shapes: shapes of its shards, by name.
+    """
+
+    values: dict[str, _Node]
+    starts: dict[str, tuple[int, ...]]
+    shapes: dict[str, tuple[int, ...]]
 
 
 class _RankFiles:
@@ -201,23 +263,23 @@ class _RankFiles:
     def __init__(self, folder: Path, rank: int) -> None:
         self._folder = folder
         self.count = max(len(list((folder / STATE_DIR).glob("rank_*.safetensors"))), 1)
+        # A rank looks into its own file first, which has all of its shards if the mesh is the same.
         self._order = list(dict.fromkeys([min(rank, self.count - 1), *range(self.count)]))
-        self._headers: dict[int, dict[str, Any]] = {}
+        self._headers: dict[int, _RankHeader] = {}
         self._open: dict[int, SafetensorsFiles] = {}
 
-    def header(self, rank: int) -> dict[str, Any]:
-        """Return the header of a rank's file: values, first indices and shapes of its shards."""
+    def header(self, rank: int) -> _RankHeader:
+        """Return the header of a rank's file."""
         if rank not in self._headers:
-            with (
-                damage_named(self._folder / _of_rank(rank)),
-                safe_open(self._folder / _of_rank(rank), framework="pt") as file,
-            ):
-                told, slices = file.metadata(), {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-                self._headers[rank] = {
-                    _VALUES: json.loads(told[_VALUES]),
-                    _STARTS: {name: tuple(map(int, start)) for name, start in json.loads(told[_STARTS]).items()},
-                    "shapes": {name: tuple(part.get_shape()) for name, part in slices.items()},
-                }
+            path = self._folder / _file_of(rank)
+            with damage_named(path), safe_open(path, framework="pt") as file:
+                metadata = file.metadata()
+                starts = json.loads(metadata[_STARTS])
+                self._headers[rank] = _RankHeader(
+                    values=json.loads(metadata[_VALUES]),
+                    starts={name: tuple(map(int, start)) for name, start in starts.items()},
+                    shapes={name: tuple(file.get_slice(name).get_shape()) for name in file.keys()},  # noqa: SIM118
+                )
         return self._headers[rank]
 
     def file(self, rank: int) -> SafetensorsFiles:
@@ -225,51 +287,62 @@ class _RankFiles:
         if rank not in self._open:
             while len(self._open) >= _OPEN:
                 self._open.pop(next(iter(self._open)))
-            self._open[rank] = SafetensorsFiles([self._folder / _of_rank(rank)])
+            self._open[rank] = SafetensorsFiles([self._folder / _file_of(rank)])
         return self._open[rank]
 
-    def read(self, node: dict[str, Any], slices: Slices) -> torch.Tensor:
+    def read(self, node: _Node, slices: Slices) -> torch.Tensor:
         """Read a slice of a tensor, assembled from all overlapping shards."""
         name = node["tensor"]
-        new = torch.empty([part.stop - part.start for part in slices], dtype=getattr(torch, node["dtype"]))
-        missing = new.numel()
+        values = torch.empty([part.stop - part.start for part in slices], dtype=getattr(torch, node["dtype"]))
+        missing = values.numel()
         ranks = [node["rank"], *self._order] if "rank" in node else self._order
         for rank in dict.fromkeys(ranks):
             if missing == 0:
                 break
-            start = self.header(rank)[_STARTS].get(name)
-            if start is None:
+            header = self.header(rank)
+            if name not in header.starts:
                 continue
-            shape = self.header(rank)["shapes"][name]
-            low = [max(a, part.start) for a, part in zip(start, slices, strict=True)]
-            high = [min(a + n, part.stop) for a, n, part in zip(start, shape, slices, strict=True)]
-            if any(a >= b for a, b in zip(low, high, strict=True)):
+            shard = tuple(
+                slice(start, start + size) for start, size in zip(header.starts[name], header.shapes[name], strict=True)
+            )
+            overlap = _overlap(shard, slices)
+            if overlap is None:
                 continue
-            theirs = tuple(slice(a - s, b - s) for a, b, s in zip(low, high, start, strict=True))
-            ours = tuple(slice(a - p.start, b - p.start) for a, b, p in zip(low, high, slices, strict=True))
-            new[ours] = self.file(rank).read(name, theirs or None)
-            missing -= math.prod(b - a for a, b in zip(low, high, strict=True))
+            in_file = _relative(overlap, shard)
+            values[_relative(overlap, slices)] = self.file(rank).read(name, in_file or None)
+            missing -= math.prod(part.stop - part.start for part in overlap)
             self._order.remove(rank)  # the next slice is likely in the same file
             self._order.insert(0, rank)
         if missing:
             raise KeyError(f"'{name}' is incomplete in the files of the ranks")
-        return new
+        return values
+
+
+def _overlap(first: Slices, second: Slices) -> Slices | None:
+    """Return the intersection of two slices of a tensor; None if it is empty."""
+    overlap = tuple(slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(first, second, strict=True))
+    return None if any(part.start >= part.stop for part in overlap) else overlap
+
+
+def _relative(slices: Slices, origin: Slices) -> Slices:
+    """Return a slice of a tensor as a slice of the part ``origin``, which contains it."""
+    return tuple(slice(a.start - b.start, a.stop - b.start) for a, b in zip(slices, origin, strict=True))
 
 
 # Exceptions caused by values of a wrong type.
-_WRONG = (AttributeError, KeyError, IndexError, TypeError, ValueError, RuntimeError, OverflowError)
+_WRONG_VALUE = (AttributeError, KeyError, IndexError, TypeError, ValueError, RuntimeError, OverflowError)
 
 
 @contextmanager
-def damage_named(path: Path, what: str = "") -> Iterator[None]:
+def damage_named(path: Path, where: str = "") -> Iterator[None]:
     """Context manager that raises ``CheckpointError`` for errors caused by values not written by this library."""
     try:
         yield
     except CheckpointError:
         raise
-    except (*_WRONG, OSError, SafetensorError, yaml.YAMLError) as error:
+    except (*_WRONG_VALUE, OSError, SafetensorError, yaml.YAMLError) as error:
         raise CheckpointError(
-            f"{path} is damaged{what} ({type(error).__name__}: {error}): resume from another checkpoint."
+            f"{path} is damaged{where} ({type(error).__name__}: {error}): resume from another checkpoint."
         ) from error
 
 
@@ -282,15 +355,15 @@ class _Progress(dict[str, Any]):
         raise CheckpointError(f"{self.path} is damaged, its progress has no '{key}': resume from another checkpoint.")
 
 
-def _structure(folder: Path) -> dict[str, Any]:
+def _read_structure(folder: Path) -> dict[str, Any]:
     path = folder / STATE_DIR / STRUCTURE
     with damage_named(path):
         return dict(json.loads(path.read_text(encoding="utf-8")))
 
 
-def _decoded(structure: dict[str, Any], key: str, tensor: Callable[[str, dict[str, Any]], Any], folder: Path) -> Any:
+def _decode_key(structure: dict[str, Any], key: str, read_tensor: _ReadTensor, folder: Path) -> Any:
     with damage_named(folder / STATE_DIR / STRUCTURE, f" in '{key}'"):
-        return _decode(structure[key], key, tensor)
+        return _decode(structure[key], key, read_tensor)
 
 
 def load_progress(folder: Path) -> dict[str, Any]:
@@ -299,10 +372,11 @@ def load_progress(folder: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: the state is corrupt.
     """
-    structure = _structure(folder)
-    with damage_named(folder / STATE_DIR / STRUCTURE, " in 'progress'"):
-        progress = _Progress(_decode(structure["progress"], "progress", lambda path, node: None))
-    progress.path = folder / STATE_DIR / STRUCTURE
+    path = folder / STATE_DIR / STRUCTURE
+    structure = _read_structure(folder)
+    with damage_named(path, " in 'progress'"):
+        progress = _Progress(_decode(structure["progress"], "progress", _no_tensor))
+    progress.path = path
     return progress
 
 
@@ -313,7 +387,7 @@ def load_state(state: Mapping[str, Any], named: Mapping[str, nn.Parameter], fold
     rank 0's.
 
     Args:
-        state: the same as in :func:`local_state`.
+        state: the same as in :func:`rank_state`.
         named: parameters of the models by name.
         folder: folder of the checkpoint.
         rank: rank of this process.
@@ -321,25 +395,27 @@ def load_state(state: Mapping[str, Any], named: Mapping[str, nn.Parameter], fold
     Raises:
         CheckpointError: the state is corrupt, or belongs to another kind of run.
     """
-    structure, (names, parameters) = _structure(folder), _parameters(state, named)
+    structure = _read_structure(folder)
+    parameters = _OptimizerParameters.of(state, named)
     saved_names = structure.pop(_NAMES, {})
     structure.pop("files of ranks", None)  # checkpoints of 0.8.0's previews
     if "best" in state and "best" not in structure:  # earlier releases have it in the guard
-        guard = _decoded(structure, "guard", lambda *_: None, folder) if "guard" in structure else {}
+        guard = _decode_key(structure, "guard", _no_tensor, folder) if "guard" in structure else {}
         structure["best"] = _encode(guard.get("best", {}), "best", {})
     for key in sorted(state.keys() ^ structure.keys()):
-        where = "this run has" if key in state else "the checkpoint has"
+        owner = "this run has" if key in state else "the checkpoint has"
         raise CheckpointError(
-            f"{folder}: {where} '{key}' and the other has not: resume with the saved torchtune_config.yaml."
+            f"{folder}: {owner} '{key}' and the other has not: resume with the saved torchtune_config.yaml."
         )
     with damage_named(folder / STATE_DIR / STRUCTURE, f" in '{_NAMES}'"):
-        _check_names(saved_names, names, folder)
+        _check_parameter_names(saved_names, parameters.names, folder)
     files = _RankFiles(folder, rank)
 
-    def tensor(path: str, node: dict[str, Any]) -> torch.Tensor:
-        parameter, shape = parameters.get(path.rpartition("/")[0]), tuple(node["shape"])
+    def read_tensor(path: str, node: _Node) -> torch.Tensor:
+        parameter = parameters.of_tensor(path)
+        shape = tuple(node["shape"])
         if "shards" in node or path.endswith(" codes"):
-            return files.read(node, _own_row(parameter, node, shape, folder))
+            return files.read(node, _row_of_shard(parameter, node, shape, folder))
         if not isinstance(parameter, DTensor) or not shape:
             return files.read(node, full_slices(shape))
         return read_shard(parameter, shape, getattr(torch, node["dtype"]), lambda slices: files.read(node, slices))
@@ -348,82 +424,94 @@ def load_state(state: Mapping[str, Any], named: Mapping[str, nn.Parameter], fold
         if isinstance(value, RNGState):
             _load_generators(key, value, files, folder, rank)
             continue
-        saved = _decoded(structure, key, tensor, folder)
+        saved = _decode_key(structure, key, read_tensor, folder)
         with damage_named(folder / STATE_DIR / STRUCTURE, f" in '{key}'"):
-            _check_kinds(key, value, saved, folder)
+            _check_optimizer_kind(key, value, saved, folder)
             if not hasattr(value, "load_state_dict"):
                 value.update(saved)
                 continue
         try:
             value.load_state_dict(saved)
-        except _WRONG as error:
+        except _WRONG_VALUE as error:
             raise CheckpointError(
-                f"{folder}: its '{key}' does not fit this run ({_told(error)}): resume with the saved "
+                f"{folder}: its '{key}' does not fit this run ({_one_line(error)}): resume with the saved "
                 "torchtune_config.yaml."
             ) from error
 
 
-def _own_row(parameter: torch.Tensor, node: dict[str, Any], shape: tuple[int, ...], folder: Path) -> Slices:
+def _row_of_shard(parameter: torch.Tensor, node: _Node, shape: tuple[int, ...], folder: Path) -> Slices:
     """Return the row of this rank's shard in stacked states, such as states of low-bit optimizers."""
-    grid, saved = ShardGrid.of(parameter), tuple(node.get("shards", ()))
-    if grid.sizes != saved:
+    grid = ShardGrid.of(parameter)
+    saved_sizes = tuple(node.get("shards", ()))
+    if grid.sizes != saved_sizes:
         raise CheckpointError(
-            f"{folder}: its optimizer has low-bit states of {math.prod(saved)} shards and this run has "
+            f"{folder}: its optimizer has low-bit states of {math.prod(saved_sizes)} shards and this run has "
             f"{math.prod(grid.sizes)}: resume with as many, or from the weights alone."
         )
-    return (*(slice(place, place + 1) for place in grid.place), *full_slices(shape[len(saved) :]))
+    row = tuple(slice(index, index + 1) for index in grid.place)
+    return (*row, *full_slices(shape[len(saved_sizes) :]))
 
 
-def _told(error: Exception) -> str:
+def _one_line(error: Exception) -> str:
     text = " ".join(str(error).split()).rstrip(".")
     return text if isinstance(error, ValueError | RuntimeError) else f"{type(error).__name__}: {text}"
 
 
 def _load_generators(key: str, generators: RNGState, files: _RankFiles, folder: Path, rank: int) -> None:
     """Load this rank's random number generators; a new rank derives them from rank 0's."""
-    theirs = rank if rank < files.count else 0
+    is_new_rank = rank >= files.count
+    saved_rank = 0 if is_new_rank else rank
 
-    def tensor(path: str, node: dict[str, Any]) -> torch.Tensor:
-        return files.file(theirs).read(node["tensor"]).clone()
+    def read_tensor(path: str, node: _Node) -> torch.Tensor:
+        return files.file(saved_rank).read(node["tensor"]).clone()
 
-    with damage_named(folder / _of_rank(theirs)):
-        generators.load_state_dict(_decode(files.header(theirs)[_VALUES][key], key, tensor))
-    if rank >= files.count:
+    with damage_named(folder / _file_of(saved_rank)):
+        generators.load_state_dict(_decode(files.header(saved_rank).values[key], key, read_tensor))
+    if is_new_rank:
         generators.derive(rank)
 
 
-def _check_kinds(key: str, value: Any, saved: Any, folder: Path) -> None:
+def _check_optimizer_kind(key: str, value: Any, saved: Any, folder: Path) -> None:
     """Raise on the state of another kind of optimizer: torch accepts it, but fails or diverges at the first step."""
     if not isinstance(value, Optimizer):
         return
     try:
-        for path, one in optimizers_of(key, value):
-            check_state_format(one, saved if path == key else saved.get(path.removeprefix(f"{key}/"), {}))
+        for path, optimizer in optimizers_of(key, value):
+            saved_state = saved if path == key else saved.get(path.removeprefix(f"{key}/"), {})
+            check_state_format(optimizer, saved_state)
     except OptimizerStateError as error:
         raise CheckpointError(f"{folder}: {error}") from error
-    for ours, theirs in zip(value.param_groups, saved.get("param_groups", ()), strict=False):
+    for group, saved_group in zip(value.param_groups, saved.get("param_groups", ()), strict=False):
         # If only one side has additional settings, the release is another; if both have some, the optimizer is.
-        lacking, left = sorted(ours.keys() - theirs.keys()), sorted(theirs.keys() - ours.keys() - {"initial_lr"})
-        if lacking and left:
+        only_here = sorted(group.keys() - saved_group.keys())
+        only_saved = sorted(saved_group.keys() - group.keys() - {"initial_lr"})
+        if only_here and only_saved:
             raise CheckpointError(
-                f"{folder}: its '{key}' is of another optimizer, which has {', '.join(left)} where this run's "
-                f"{type(value).__name__} has {', '.join(lacking)}: resume with the saved torchtune_config.yaml."
+                f"{folder}: its '{key}' is of another optimizer, which has {', '.join(only_saved)} where this run's "
+                f"{type(value).__name__} has {', '.join(only_here)}: resume with the saved torchtune_config.yaml."
             )
 
 
-def _check_names(saved: dict[str, list[list[str]]], ours: dict[str, list[list[str]]], folder: Path) -> None:
+def _check_parameter_names(saved: dict[str, _NameGroups], current: dict[str, _NameGroups], folder: Path) -> None:
     """Raise if the optimizers have other parameters: their state dicts only have indices, which would be mixed up."""
-    if saved == ours:
+    if saved == current:
         return
-    before = {name for groups in saved.values() for group in groups for name in group}
-    now = {name for groups in ours.values() for group in groups for name in group}
-    what = "their parameters are in another order or in other groups"
-    if before ^ now:
-        name = min(before ^ now)
-        what = f"'{name}' was trained then and is not now" if name in before else f"'{name}' is trained now only"
+    saved_names = _flat_names(saved)
+    different = saved_names ^ _flat_names(current)
+    if not different:
+        reason = "their parameters are in another order or in other groups"
+    else:
+        name = min(different)
+        reason = f"'{name}' was trained then and is not now" if name in saved_names else f"'{name}' is trained now only"
     raise CheckpointError(
-        f"{folder}: the optimizer's state does not fit this run ({what}): resume with the saved torchtune_config.yaml."
+        f"{folder}: the optimizer's state does not fit this run ({reason}): resume with the saved "
+        "torchtune_config.yaml."
     )
+
+
+def _flat_names(names: dict[str, _NameGroups]) -> set[str]:
+    """Return all parameter names of the optimizers."""
+    return {name for groups in names.values() for group in groups for name in group}
 
 
 def check_training_state(state: Mapping[str, Any]) -> None:

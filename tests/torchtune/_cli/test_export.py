@@ -22,8 +22,8 @@ from tests.tiny import write_checkpoint
 from tests.torchtune.checkpoints.small import randomize_adapter, write_folder
 from tests.work import largest_file
 from torchtune.checkpoints import _export
-from torchtune.checkpoints._safetensors_file import TensorSlice
-from torchtune.checkpoints._save_view import SaveView
+from torchtune.checkpoints._model_weights import SaveView
+from torchtune.checkpoints._save import TensorSlice
 from torchtune.modules.peft import LoRA, lora_experts
 from torchtune.tokenizers import hf_tokenizer
 from torchtune.training import fit_vocabulary
@@ -164,22 +164,22 @@ def test_ollama_gets_a_modelfile_and_a_push_without_yes_uploads_nothing(runs, tm
 
 
 def written(change):
-    """``SaveView.entry`` with changed tensors."""
-    real = SaveView.entry
+    """``SaveView.tensor_group`` with changed tensors."""
+    real = SaveView.tensor_group
 
-    def entry(self, *arguments, **options):
+    def tensor_group(self, *arguments, **options):
         right = real(self, *arguments, **options)
 
-        def make():
+        def compute():
             whole = {name: torch.zeros(spec.shape, dtype=spec.dtype) for name, spec in right.specs.items()}
-            for part in right.make():
+            for part in right.compute():
                 place = tuple(slice(a, a + n) for a, n in zip(part.start, part.shape, strict=True))
                 whole[part.name][place] = part.data
             return [TensorSlice.of(name, change(name, tensor)) for name, tensor in whole.items()]
 
-        return replace(right, make=make)
+        return replace(right, compute=compute)
 
-    return entry
+    return tensor_group
 
 
 def with_the_next_experts_b(patch):
@@ -193,7 +193,7 @@ def with_the_next_experts_b(patch):
         previous[matrix], found = tensor, previous.get(matrix, tensor.flip(1))
         return found
 
-    patch.setattr(SaveView, "entry", written(change))
+    patch.setattr(SaveView, "tensor_group", written(change))
     return "experts."
 
 
@@ -209,26 +209,28 @@ def with_half_of_the_deltas(patch):
 
 
 def with_names_without_prefix(patch):
-    real = _export.adapter_entries
+    real = _export.adapter_tensors
 
     def bare(name):
         return name.removeprefix("base_model.model.")
 
-    def entries(*arguments, **options):
-        found, settings = real(*arguments, **options)
+    def tensors(*arguments, **options):
+        groups, settings = real(*arguments, **options)
 
-        def renamed(entry):
-            make = lambda: [TensorSlice(bare(part.name), part.start, part.shape, part.data) for part in entry.make()]  # noqa: E731
-            return replace(entry, specs={bare(name): spec for name, spec in entry.specs.items()}, make=make)
+        def renamed(group):
+            def compute():
+                return [TensorSlice(bare(part.name), part.start, part.shape, part.data) for part in group.compute()]
 
-        return [renamed(entry) for entry in found], settings
+            return replace(group, specs={bare(name): spec for name, spec in group.specs.items()}, compute=compute)
 
-    patch.setattr(_export, "adapter_entries", entries)
+        return [renamed(group) for group in groups], settings
+
+    patch.setattr(_export, "adapter_tensors", tensors)
     return "model.layers.0.self_attn.q_proj.lora_A.weight"
 
 
 def with_the_untrained_base(patch):
-    patch.setattr(SaveView, "_merged_into", lambda self, name: set())
+    patch.setattr(SaveView, "_merge_inputs", lambda self, name: set())
     return "model.layers.0.mlp."
 
 

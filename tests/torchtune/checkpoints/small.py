@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from tests.tiny import write_tokenizer
-from torchtune.checkpoints import CheckpointError
+from torchtune.checkpoints import CheckpointError, ModelSource
 from torchtune.models import from_hf_config
 from torchtune.modules import TransformerDecoder
 from torchtune.modules.conversion import apply_conversions
@@ -215,6 +215,11 @@ def stored(folder: Path) -> dict[str, torch.Tensor]:
         with safe_open(path, framework="pt") as file:
             found |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
     return found
+
+
+def open_files(paths: list[Path]) -> Any:
+    """Weight files of one folder, opened."""
+    return ModelSource(paths[0].parent, [path.name for path in paths]).open()
 
 
 def write_weights(folder: Path, tensors: dict[str, torch.Tensor]) -> None:

@@ -201,7 +201,7 @@ def test_names_that_no_resume_finds_are_refused(name, sources, tmp_path):
     store = CheckpointStore({"policy": ModelSource(sources["policy"])}, tmp_path / "run")
     model = build(sources["policy"])
     store.load_model(model)
-    with pytest.raises(CheckpointError, match="is no name of a checkpoint: use epoch_N or step_N"):
+    with pytest.raises(CheckpointError, match="is not the name of a checkpoint: use epoch_N or step_N"):
         store.save(name, model, optional=True)
     assert not (tmp_path / "run").exists()
 

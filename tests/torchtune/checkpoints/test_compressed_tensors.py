@@ -18,9 +18,8 @@ from compressed_tensors.quantization import (
 )
 from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 
-from tests.torchtune.checkpoints.small import hf_model, load, read, stored, write_folder, write_weights
+from tests.torchtune.checkpoints.small import hf_model, load, open_files, read, stored, write_folder, write_weights
 from torchtune.checkpoints import CheckpointError
-from torchtune.checkpoints._open_source import open_source
 
 INT, FLOAT = ({"type": kind, "num_bits": 8, "symmetric": True, "dynamic": False} for kind in ("int", "float"))
 INT4 = {**INT, "num_bits": 4, "strategy": "group", "group_size": 32}
@@ -95,7 +94,7 @@ def test_weights_are_those_that_the_library_decompresses(name, tmp_path):
     wanted = write(tmp_path, weights, storage, inputs)
     if scales is not None:
         change(tmp_path, scales)
-    files = open_source([tmp_path / "model.safetensors"])
+    files = open_files([tmp_path / "model.safetensors"])
     assert set(files.names()) == wanted.keys()  # scales of activations are not tensors of the model
     for weight, value in wanted.items():
         assert torch.equal(files.read(weight), value), weight
@@ -128,7 +127,7 @@ def test_other_formats_are_refused(weights, storage, has_config, tmp_path):
     if not has_config:
         (tmp_path / "config.json").unlink()
     with pytest.raises(CheckpointError, match=r"cannot be read.*: use the checkpoint|does not fit the shape"):
-        open_source([tmp_path / "model.safetensors"]).read("model.layers.0.mlp.down_proj.weight")
+        open_files([tmp_path / "model.safetensors"]).read("model.layers.0.mlp.down_proj.weight")
 
 
 @pytest.mark.parametrize(
@@ -156,7 +155,7 @@ def test_a_value_that_is_not_meant(path, value, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     words = "has a value of another type" if value == [1] else re.escape(f".{path} is {value!r}")
     with pytest.raises(CheckpointError, match=f"quantization_config{'' if value != [1] else ' '}{words}"):
-        open_source([tmp_path / "model.safetensors"])
+        open_files([tmp_path / "model.safetensors"])
 
 
 def write_packed(folder: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 from tests.torchtune.checkpoints.small import build, load, read, refusal
 from tests.work import at_most
 from torchtune.checkpoints._gguf import GGUFFile
-from torchtune.checkpoints._sources import resolve_files
+from torchtune.checkpoints._weight_files import resolve_files
 from torchtune.training import FullModelHFCheckpointer
 
 INDEX = "model.safetensors.index.json"

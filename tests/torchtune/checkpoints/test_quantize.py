@@ -12,8 +12,8 @@ from torch import nn
 
 from tests.torchtune.checkpoints.small import build, in_transformers, load, logits, read, write_folder
 from torchtune.checkpoints import GGUFFile
-from torchtune.checkpoints._gguf_tokenizer import tokenizer_files
-from torchtune.checkpoints._model_source import ModelSource
+from torchtune.checkpoints._gguf import tokenizer_files
+from torchtune.checkpoints._load import ModelSource
 from torchtune.modules.conversion import ConversionError
 from torchtune.modules.torchao_formats import torchao_quantization
 from torchtune.training import FullModelHFCheckpointer, quantize_checkpoint
@@ -103,7 +103,7 @@ def test_what_cannot_be_quantised_is_one_sentence(source, tmp_path, caplog):
         quantize(source, q.Int8WeightOnlyQuantizer(), folder)
     with pytest.raises(ConversionError, match=r"groupsize 24 does not divide the 32 inputs of 'layers.0"):
         quantize(source, q.Int4WeightOnlyQuantizer(groupsize=24), tmp_path / "bad")
-    with pytest.raises(UserError, match=r"int is no quantizer: choose out of Float8Quantizer"):
+    with pytest.raises(UserError, match=r"int is not a quantizer: choose out of Float8Quantizer"):
         quantize(source, 3, tmp_path / "bad")
     assert not (tmp_path / "bad").exists()
 

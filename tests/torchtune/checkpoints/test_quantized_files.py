@@ -14,6 +14,7 @@ from tests.torchtune.checkpoints.small import (
     in_transformers,
     load,
     logits,
+    open_files,
     read,
     same_bits,
     started,
@@ -22,7 +23,6 @@ from tests.torchtune.checkpoints.small import (
     write_weights,
 )
 from torchtune.checkpoints import CheckpointError
-from torchtune.checkpoints._open_source import open_source
 from torchtune.checkpoints._quantized_files import dequantize_mxfp4
 from torchtune.models import ModelError, from_hf_config
 
@@ -56,7 +56,7 @@ def test_values_times_scales_of_their_blocks_and_any_part_of_it(tmp_path, shape,
     path = written(tmp_path / "a", {"w": values, "w_scale_inv": scales, "w.activation_scale": torch.ones(1)}, [4, 8])
     spread = scales.double().repeat_interleave(4, -2)[..., :11, :].repeat_interleave(8, -1)[..., :10]
     expected = (values.double() * spread).float().bfloat16()
-    source = open_source([path])
+    source = open_files([path])
     assert source.names() == ["w"]
     assert source.shape("w") == shape
     assert torch.equal(source.read("w"), expected)
@@ -68,7 +68,7 @@ def test_values_times_scales_of_their_blocks_and_any_part_of_it(tmp_path, shape,
 @pytest.mark.parametrize(("shape", "scale"), [((6, 5), ()), ((6, 5), (1,)), ((2, 6, 5), (2,)), ((2, 6, 5), (2, 1, 1))])
 def test_one_scale_for_a_whole_matrix(tmp_path, shape, scale):
     values, scales = random(*shape), torch.rand(scale)
-    source = open_source([written(tmp_path / "a", {"w": values, "w_scale_inv": scales})])
+    source = open_files([written(tmp_path / "a", {"w": values, "w_scale_inv": scales})])
     expected = values.double() * scales.double().view(*shape[:-2], 1, 1)
     assert torch.equal(source.read("w"), expected.float().bfloat16())
 
@@ -80,15 +80,15 @@ def test_what_does_not_fit_is_named(tmp_path):
         CheckpointError,
         match=r"'w_scale_inv' \[2, 1\] of torch.float32 does not fit the shape \[9, 6\] .* of 4 x 8: use",
     ):
-        open_source([path]).read("w")
+        open_files([path]).read("w")
     with pytest.raises(
         CheckpointError, match=r"'w' has scales, but holds torch.float32 \[9, 6\] for a weight of shape"
     ):
-        open_source([written(tmp_path / "b", {"w": ones, "w_scale_inv": ones[:1, :1].clone()})]).read("w")
+        open_files([written(tmp_path / "b", {"w": ones, "w_scale_inv": ones[:1, :1].clone()})]).read("w")
     with pytest.raises(CheckpointError, match=r"cannot be read \(there is no 'w'\)"):
-        open_source([written(tmp_path / "c", {"w_scale_inv": ones})])
+        open_files([written(tmp_path / "c", {"w_scale_inv": ones})])
     with pytest.raises(CheckpointError, match=r"weight_block_size is \[4\], which cannot be read"):
-        open_source([written(tmp_path / "d", {"w": ones, "w_scale_inv": ones[:1, :1].clone()}, [4])])
+        open_files([written(tmp_path / "d", {"w": ones, "w_scale_inv": ones[:1, :1].clone()}, [4])])
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +120,7 @@ def test_a_published_deepseek_is_read_as_transformers_reads_it_and_saved_whole(p
     saved = checkpointer.save("epoch_0", model)
     config = read(saved / "config.json")
     assert "quantization_config" not in config
-    weights, source = stored(saved), open_source([published / "model.safetensors"])
+    weights, source = stored(saved), open_files([published / "model.safetensors"])
     assert weights.keys() == set(source.names())
     assert all(torch.equal(weights[name], source.read(name)) for name in weights if "layers.2." in name)
     assert {tensor.dtype for name, tensor in weights.items() if "scale" not in name and "bias" not in name} == {
@@ -162,7 +162,7 @@ def test_any_part_is_the_part_of_the_whole(tmp_path):
     blocks, scales = packed(3, 10, 4)
     save_file({"a.experts.w_blocks": blocks, "b": torch.ones(2)}, tmp_path / "1.safetensors")
     save_file({"a.experts.w_scales": scales}, tmp_path / "2.safetensors")
-    source = open_source([tmp_path / "1.safetensors", tmp_path / "2.safetensors"])
+    source = open_files([tmp_path / "1.safetensors", tmp_path / "2.safetensors"])
     assert sorted(source.names()) == ["a.experts.w", "b"]
     assert source.shape("a.experts.w") == (3, 128, 10)
     whole = source.read("a.experts.w")
@@ -171,7 +171,7 @@ def test_any_part_is_the_part_of_the_whole(tmp_path):
         part = tuple(slice(*ends) for ends in zip(box[::2], box[1::2], strict=True))
         assert torch.equal(source.read("a.experts.w", part), whole[part])
     with pytest.raises(CheckpointError, match=r"but no file 'a.experts.w_scales'"):
-        open_source([tmp_path / "1.safetensors"])
+        open_files([tmp_path / "1.safetensors"])
 
 
 def quantized_folder(folder: Path) -> tuple[Path, torch.nn.Module]:
@@ -233,4 +233,4 @@ def test_packed_experts_of_other_shapes_are_named(ending, shape, dtype, tmp_path
     tensors[f"{name}_{ending}"] = torch.zeros(shape, dtype=dtype)
     path = written(tmp_path, tensors)
     with pytest.raises(CheckpointError, match=r"down_proj_blocks' \[.* of U8: download the file again"):
-        open_source([path]).read(name)
+        open_files([path]).read(name)

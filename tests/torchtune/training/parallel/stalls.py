@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-import torchtune.checkpoints._load_weights as loading
+import torchtune.checkpoints._load as loading
 from tests.recipes.runs import load_recipe, write_config
 from tests.torchtune.training.parallel.standing import note_fault, run_all
 from torchtune.config import load_and_check

@@ -1,23 +1,23 @@
-"""Weight files opened for reading, one tensor at a time."""
+"""Weight files opened for reading, one tensor at a time: safetensors, torch files, and other formats by their names."""
 
 import math
 import pickle
 import zipfile
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import nn
 
-from torchtune.checkpoints._checkpoint_error import CheckpointError
-from torchtune.models import Slices
-from torchtune.utils import first_line, read_json
+from torchtune import utils
+from torchtune.models import Description, Slices, rename_prefix, text_prefixes
+from torchtune.utils import UserError, first_line
 
 SAFETENSORS_INDEX = "model.safetensors.index.json"
 TORCH_INDEX = "pytorch_model.bin.index.json"
-_REOPEN_BYTES = 16 * 2**20
 TORCH_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 # Patterns of weight files in a folder without an index, in order of preference.
 _WEIGHT_FILES = (
@@ -29,23 +29,31 @@ _WEIGHT_FILES = (
     "consolidated*.pth",
     "*.pth",
 )
+# Bytes that are read from a memory-mapped file before it is reopened.
+_REOPEN_BYTES = 16 * 2**20
+# Prefixes of a checkpoint that is one decoder, with its names unchanged.
+_NO_PREFIX = {"": ""}
 
 
-class Source(ABC):
-    """Named tensors in files.
+class CheckpointError(UserError, ValueError):
+    """A checkpoint cannot be read, does not fit the model, or cannot be written."""
+
+
+class WeightFiles(ABC):
+    """Named tensors in files, opened for reading.
 
     Attributes:
-        kind: format of the names: ``"gguf"``, or None to detect it from the names.
+        name_format: format of the names: ``"gguf"``, or None to detect it from the names.
     """
 
-    kind: str | None = None
+    name_format: str | None = None
 
     @abstractmethod
     def names(self) -> list[str]:
         """Return the names of all tensors, file by file."""
 
     @abstractmethod
-    def where(self, name: str) -> Path:
+    def path_of(self, name: str) -> Path:
         """Return the file of a tensor."""
 
     @abstractmethod
@@ -56,8 +64,30 @@ class Source(ABC):
     def read(self, name: str, slices: Slices | None = None) -> torch.Tensor:
         """Read a tensor or a slice of it, on the CPU, possibly backed by the file: copy it before changing it."""
 
+    def location(self) -> Path | str:
+        """Return the folder of the files, for error messages."""
+        names = self.names()
+        return self.path_of(names[0]).parent if names else "checkpoint_files"
 
-class _Shards(Source):
+    def described_model(self) -> Description | None:
+        """Return the model that the files themselves describe; None if ``config.json`` describes it."""
+        return None
+
+    def tokenizer_files(self) -> dict[str, Any]:
+        """Return the contents of JSON files of the tokenizer inside the weight files, by name."""
+        return {}
+
+    def special_token_ids(self) -> dict[str, int]:
+        """Return the ids that ``config.json`` has for the tokenizer inside the weight files, by key."""
+        return {}
+
+    def stream(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield name and value of all tensors."""
+        for name in self.names():
+            yield name, self.read(name)
+
+
+class ShardFiles(WeightFiles):
     """Shard files, one open at a time; in the order of :meth:`names`, host memory holds at most one shard file.
 
     Subclasses open a file with ``_load``, and list its tensors with ``_names_in``.
@@ -78,11 +108,19 @@ class _Shards(Source):
                     )
                 self._paths[name] = path
 
+    @abstractmethod
+    def _load(self, path: Path) -> Any:
+        """Open a file."""
+
+    @abstractmethod
+    def _names_in(self, path: Path) -> list[str]:
+        """Return the names of a file's tensors."""
+
     def names(self) -> list[str]:
         """Return the names of all tensors, file by file."""
         return list(self._paths)
 
-    def where(self, name: str) -> Path:
+    def path_of(self, name: str) -> Path:
         """Return the file of a tensor."""
         return self._paths[name]
 
@@ -94,7 +132,7 @@ class _Shards(Source):
         return self._open[1]
 
 
-class SafetensorsFiles(_Shards):
+class SafetensorsFiles(ShardFiles):
     """Memory-mapped safetensors files.
 
     Pages that were read count as memory of the process until the file is closed, so it is reopened regularly to bound
@@ -104,7 +142,7 @@ class SafetensorsFiles(_Shards):
     _read_bytes = 0
 
     def _load(self, path: Path) -> Any:
-        must_exist(path)
+        check_exists(path)
         try:
             return safe_open(path, framework="pt")
         except (SafetensorError, OSError) as error:
@@ -123,32 +161,34 @@ class SafetensorsFiles(_Shards):
     def read(self, name: str, slices: Slices | None = None) -> torch.Tensor:
         """Read a tensor or a slice of it, backed by the file: copy it before changing it."""
         if self._read_bytes > _REOPEN_BYTES:
-            self._open, self._read_bytes = None, 0
+            self._open = None
+            self._read_bytes = 0
         stored = self._file(name).get_slice(name)
         tensor = stored[slices or ...]
-        # A slice of columns touches the memory pages of all columns of its rows.
         elements = tensor.numel()
         if slices is not None and len(slices) > 1:
-            elements = max(elements, math.prod(stored.get_shape()[1:]) * (slices[0].stop - slices[0].start))
+            # A slice of columns touches the memory pages of all columns of its rows.
+            rows = slices[0].stop - slices[0].start
+            elements = max(elements, rows * math.prod(stored.get_shape()[1:]))
         self._read_bytes += elements * tensor.element_size()
         return tensor
 
 
-class TorchFiles(_Shards):
+class TorchFiles(ShardFiles):
     """Memory-mapped files of ``torch.save``, loaded with ``weights_only=True``."""
 
     def _load(self, path: Path) -> dict[str, torch.Tensor]:
         return safe_torch_load(path)
 
     def _names_in(self, path: Path) -> list[str]:
-        loaded = self._load(path)
-        for name, value in loaded.items():
+        tensors = self._load(path)
+        for name, value in tensors.items():
             if not isinstance(value, torch.Tensor):
                 raise CheckpointError(
                     f"{path} holds '{name}', a {type(value).__name__}, where a tensor is expected: "
                     "name the files of weights in checkpoint_files."
                 )
-        return list(loaded)
+        return list(tensors)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a tensor."""
@@ -157,6 +197,105 @@ class TorchFiles(_Shards):
     def read(self, name: str, slices: Slices | None = None) -> torch.Tensor:
         """Read a tensor or a slice of it, backed by the file: copy it before changing it."""
         return self._file(name)[name][slices or ...]
+
+
+class TextDecoderFiles(WeightFiles):
+    """The text decoder of a larger checkpoint, with the names of a text-only checkpoint.
+
+    Args:
+        files: checkpoint of a multimodal model, or of a decoder with weights that are not trained.
+        prefixes: from :func:`torchtune.models.text_prefixes`: prefix of a text-only checkpoint -> prefix in ``files``;
+            ``{"": ""}`` for a decoder with weights that are not trained.
+        untrained: names (as in a text-only checkpoint) of tensors to omit.
+
+    Attributes:
+        prefixes: see Args.
+        is_multimodal: whether there are other towers.
+    """
+
+    def __init__(self, files: WeightFiles, prefixes: Mapping[str, str], untrained: Collection[str] = ()) -> None:
+        self.prefixes = dict(prefixes)
+        self.is_multimodal = self.prefixes != _NO_PREFIX
+        self._files = files
+        text_prefix_of = {composite: text for text, composite in prefixes.items()}
+        self._composite_names: dict[str, str] = {}  # name of a text-only checkpoint -> name in the files
+        for composite_name in files.names():
+            if composite_name.startswith(tuple(text_prefix_of)):
+                name = rename_prefix(composite_name, text_prefix_of)
+                if name not in untrained:
+                    self._composite_names[name] = composite_name
+
+    def names(self) -> list[str]:
+        """Return the names of the text decoder's tensors, file by file."""
+        return list(self._composite_names)
+
+    def path_of(self, name: str) -> Path:
+        """Return the file of a tensor."""
+        return self._files.path_of(self._composite_names[name])
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor."""
+        return self._files.shape(self._composite_names[name])
+
+    def read(self, name: str, slices: Slices | None = None) -> torch.Tensor:
+        """Read a tensor or a slice of it, backed by the file: copy it before changing it."""
+        return self._files.read(self._composite_names[name], slices)
+
+    def other_names(self) -> list[str]:
+        """Return the names in the files of all other tensors: other towers, and weights that are not trained."""
+        decoder_names = set(self._composite_names.values())
+        return [name for name in self._files.names() if name not in decoder_names]
+
+    def read_other(self, name: str) -> torch.Tensor:
+        """Read one of :meth:`other_names`."""
+        return self._files.read(name)
+
+
+def open_weight_files(paths: Sequence[Path], model: nn.Module | None = None) -> WeightFiles:
+    """Open weight files of one format; for a multimodal model, only the text decoder unless ``model`` is composite.
+
+    Args:
+        paths: the files.
+        model: the model to load; weights that it does not train, such as weights for multi-token prediction, are
+            omitted.
+
+    Raises:
+        CheckpointError: formats are mixed or unknown, or a file is invalid.
+    """
+    files = _open_format(paths)
+    spec = getattr(model, "spec", None)
+    is_composite = spec is not None and spec.builder is not None
+    prefixes = {}
+    if files.name_format != "gguf" and not is_composite:
+        prefixes = text_prefixes(files.names())
+    decoder_files = TextDecoderFiles(files, prefixes) if prefixes else files
+    if spec is None:
+        return decoder_files
+    untrained = spec.untrained_names(decoder_files.names(), model.description)
+    if not untrained:
+        return decoder_files
+    return TextDecoderFiles(files, prefixes or _NO_PREFIX, untrained)
+
+
+def _open_format(paths: Sequence[Path]) -> WeightFiles:
+    """Open weight files by their suffix. A format is imported when a file needs it."""
+    suffixes = {path.suffix for path in paths}
+    if suffixes == {".safetensors"}:
+        from torchtune.checkpoints._quantized_files import open_safetensors
+
+        return open_safetensors(paths)
+    if suffixes == {".gguf"}:
+        from torchtune.checkpoints._gguf import GGUFFile
+
+        if len(paths) > 1:
+            raise CheckpointError("checkpoint_files: a GGUF checkpoint is one file: name just one.")
+        return GGUFFile(paths[0])
+    if suffixes <= set(TORCH_SUFFIXES):
+        return TorchFiles(paths)
+    raise CheckpointError(
+        f"checkpoint_files: {', '.join(sorted(suffixes))} files cannot be read (together): give safetensors files, one "
+        "GGUF file, or torch files."
+    )
 
 
 class FormattedCheckpointFiles:
@@ -214,9 +353,11 @@ def safe_torch_load(checkpoint_path: str | Path, weights_only: bool = True, mmap
         CheckpointError: the file is missing, corrupt, holds no dict, or needs to run code.
     """
     path = Path(checkpoint_path)
-    must_exist(path)
+    check_exists(path)
     try:
-        loaded = torch.load(path, map_location="cpu", mmap=mmap and zipfile.is_zipfile(path), weights_only=weights_only)
+        contents = torch.load(
+            path, map_location="cpu", mmap=mmap and zipfile.is_zipfile(path), weights_only=weights_only
+        )
     except Exception as error:  # reading a damaged pickle raises any kind of error
         reason = first_line(error).partition(". ")[0]
         if isinstance(error, pickle.UnpicklingError):  # torch's message advises to run the code
@@ -224,24 +365,40 @@ def safe_torch_load(checkpoint_path: str | Path, weights_only: bool = True, mmap
         raise CheckpointError(
             f"{path} cannot be read as a file of tensors ({reason}): download it again, or convert it to safetensors."
         ) from error
-    if not isinstance(loaded, dict):
-        raise CheckpointError(f"{path} holds a {type(loaded).__name__} where a dict of tensors is expected.")
-    return loaded
+    if not isinstance(contents, dict):
+        raise CheckpointError(f"{path} holds a {type(contents).__name__} where a dict of tensors is expected.")
+    return contents
 
 
-def must_exist(path: Path) -> None:
+def read_json(path: Path) -> dict:
+    """Read a JSON object from a file.
+
+    Raises:
+        CheckpointError: the file cannot be read, or is not a JSON object.
+    """
+    return utils.read_json(path, CheckpointError)
+
+
+def check_exists(path: Path) -> None:
+    """Raise ``CheckpointError`` if there is no file ``path``; the message lists similar files of its folder."""
     if path.is_file():
         return
-    there = sorted(p.name for p in path.parent.glob(f"*{path.suffix}")) if path.parent.is_dir() else []
-    hint = f"the folder holds {', '.join(there[:4])}" if there else f"{path.parent} holds no {path.suffix} file"
     if not path.parent.is_dir():
         hint = f"the folder {path.parent} does not exist"
+    else:
+        similar = sorted(sibling.name for sibling in path.parent.glob(f"*{path.suffix}"))
+        hint = f"the folder holds {', '.join(similar[:4])}" if similar else f"{path.parent} holds no {path.suffix} file"
     raise CheckpointError(f"There is no file {path} ({hint}): check checkpoint_dir and checkpoint_files.")
 
 
-def _shards_of(index: Path) -> list[str]:
-    names = read_json(index, CheckpointError).get("weight_map")
-    names = names.values() if isinstance(names, dict) else []
+def _shards_in_index(index: Path) -> list[str]:
+    """Return the names of the shard files in an index, sorted.
+
+    Raises:
+        CheckpointError: the index is damaged, or names a file outside of its folder.
+    """
+    weight_map = read_json(index).get("weight_map")
+    names = list(weight_map.values()) if isinstance(weight_map, dict) else []
     if not names or not all(isinstance(name, str) and name for name in names):
         raise CheckpointError(f"{index} is not a valid index of shards (weight_map): download it again.")
     for name in names:
@@ -263,7 +420,7 @@ def find_files(checkpoint_dir: Path) -> list[Path]:
         path = checkpoint_dir / index
         if not path.exists():
             continue
-        shards = _shards_of(path)
+        shards = _shards_in_index(path)
         missing = [shard for shard in shards if not (checkpoint_dir / shard).is_file()]
         if missing:
             raise CheckpointError(
@@ -272,14 +429,14 @@ def find_files(checkpoint_dir: Path) -> list[Path]:
             )
         return [checkpoint_dir / shard for shard in shards]
     for pattern in _WEIGHT_FILES:
-        found = sorted(path for path in checkpoint_dir.glob(pattern) if not path.name.startswith("adapter"))
-        if pattern == "*.gguf" and len(found) > 1:
+        paths = sorted(path for path in checkpoint_dir.glob(pattern) if not path.name.startswith("adapter"))
+        if pattern == "*.gguf" and len(paths) > 1:
             raise CheckpointError(
-                f"checkpoint_dir: {checkpoint_dir} holds {len(found)} GGUF files ({found[0].name}, {found[1].name} …): "
+                f"checkpoint_dir: {checkpoint_dir} holds {len(paths)} GGUF files ({paths[0].name}, {paths[1].name} …): "
                 "name one in checkpoint_files."
             )
-        if found:
-            return found
+        if paths:
+            return paths
     if any(checkpoint_dir.glob("adapter_model.*")):
         raise CheckpointError(
             f"checkpoint_dir: {checkpoint_dir} holds an adapter and no model: give the folder of the base model, and "
@@ -302,9 +459,3 @@ def resolve_files(checkpoint_dir: Path, checkpoint_files: Sequence[str] | Mappin
     if len(checkpoint_files) == 0:
         raise CheckpointError("checkpoint_files: the list is empty: name the files, or leave the key out.")
     return [checkpoint_dir / name for name in sorted(checkpoint_files)]
-
-
-def stream(source: Source) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield name and value of all tensors of a source."""
-    for name in source.names():
-        yield name, source.read(name)

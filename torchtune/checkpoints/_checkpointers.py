@@ -1,0 +1,649 @@
+"""Checkpointers for configs and copied recipes: a :class:`CheckpointStore` of one model, with other arguments.
+
+They also have the interface of copied recipes, ``load_checkpoint`` and ``save_checkpoint`` with full state dicts
+(:class:`FullStateDicts`).
+"""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from torchtune.checkpoints._adapter import (
+    ADAPTER_CONFIG_FILE,
+    ADAPTER_DIR,
+    ADAPTER_FILE,
+    adapted_modules,
+    adapter_settings,
+)
+from torchtune.checkpoints._checkpoint_store import POLICY, CheckpointStore, Models, StoreHolder
+from torchtune.checkpoints._directories import STATE_DIR, complete_directories, new_directory, prune
+from torchtune.checkpoints._export import MAX_SHARD_BYTES, write_tensors
+from torchtune.checkpoints._load import ModelSource, ModelType, detect_format
+from torchtune.checkpoints._model_weights import Contents
+from torchtune.checkpoints._resume import ResumePoint
+from torchtune.checkpoints._save import TensorGroup, save_tensors
+from torchtune.checkpoints._weight_files import (
+    CheckpointError,
+    open_weight_files,
+    read_json,
+    resolve_files,
+    safe_torch_load,
+)
+from torchtune.models import (
+    Description,
+    FusedAdapter,
+    ModelSpec,
+    get_spec,
+    list_specs,
+    spec_for_architecture,
+    text_config,
+)
+from torchtune.models.convert_weights import meta_to_tune, tune_to_meta, tune_to_peft_adapter_config
+from torchtune.utils import FolderLock, atomic_write, get_logger, write_json
+
+# Keys of state dicts, as spelled in copied recipes.
+ADAPTER_CONFIG = "adapter_config"
+ADAPTER_KEY = "adapter"
+DATALOADER_KEY = "dataloader"
+EPOCHS_KEY = "epochs_run"
+MAX_STEPS_KEY = "max_steps_per_epoch"
+MODEL_KEY = "model"
+OPT_KEY = "optimizer"
+RNG_KEY = "rng_state"
+SEED_KEY = "seed"
+STEPS_KEY = "steps_run"
+TOTAL_EPOCHS_KEY = "total_epochs"
+VAL_DATALOADER_KEY = "val_dataloader"
+
+_RECIPE_STATE = "recipe_state.pt"
+_ADAPTER_PT = "adapter_model.pt"
+_MODEL_BIN = "model-00001-of-00001.bin"
+_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
+
+# Format of weight names: Hugging Face's, Meta's, or this library's.
+NameFormat = Literal["hf", "meta", "tune"]
+
+
+class FullStateDicts:
+    """Checkpoints of full state dicts, as copied recipes read and write them.
+
+    Args:
+        store: store with the source of the policy and the output folder.
+        name_format: format of weight names in saved files, and in loaded folders without ``config.json``.
+    """
+
+    def __init__(self, store: CheckpointStore, name_format: NameFormat) -> None:
+        self._store = store
+        self._name_format = name_format
+
+    @property
+    def _source(self) -> ModelSource:
+        return self._store.source()
+
+    def load(self, *, resume: bool) -> dict[str, Any]:
+        """Read the source into ``{"model": {parameter name: tensor}}``.
+
+        Args:
+            resume: load the newest checkpoint in the output folder instead, including its adapter and the contents of
+                its ``recipe_state.pt``.
+
+        Raises:
+            CheckpointError: files are missing or corrupt, or the folder does not describe the model.
+        """
+        if not resume:
+            return {MODEL_KEY: self._read_model(self._weight_files())}
+        newest = self._newest()
+        adapter = newest / _ADAPTER_PT
+        state_dicts: dict[str, Any] = {}
+        if adapter.is_file():
+            state_dicts[MODEL_KEY] = self._read_model(self._weight_files())
+            state_dicts[ADAPTER_KEY] = safe_torch_load(adapter)
+        else:
+            state_dicts[MODEL_KEY] = self._read_model(resolve_files(newest, None))
+        return state_dicts | safe_torch_load(_recipe_state(newest), mmap=False)
+
+    def _weight_files(self) -> list[Path]:
+        return resolve_files(self._source.checkpoint_dir, self._source.checkpoint_files)
+
+    def _read_model(self, paths: list[Path]) -> dict[str, torch.Tensor]:
+        """Read weight files into a state dict with this library's names."""
+        files = open_weight_files(paths)
+        if self._name_format == "tune":
+            return dict(files.stream())
+        if self._name_format == "meta":
+            state_dict = meta_to_tune(dict(files.stream()))
+            if self._source.model_type is ModelType.LLAMA3_2:
+                state_dict.pop("output.weight", None)  # tied to the embedding
+            return state_dict
+        spec, description = self._identity()
+        name_format = detect_format(files, spec, description)
+        if name_format == "tune":
+            return dict(files.stream())
+        return dict(spec.weight_map(name_format).to_tune(files.stream(), description))
+
+    def save(
+        self,
+        state_dict: Mapping[str, Any],
+        name: str,
+        *,
+        with_state: bool,
+        adapter_only: bool,
+        max_shard_bytes: int,
+    ) -> None:
+        """Write ``output_dir/name``; see :meth:`FullModelHFCheckpointer.save_checkpoint`.
+
+        Args:
+            state_dict: ``model`` (with this library's names), optionally ``adapter`` and ``adapter_config``, and any
+                other value that ``torch.load(weights_only=True)`` can read.
+            name: ``epoch_N`` or ``step_N``.
+            with_state: also write all other values as ``recipe_state.pt``.
+            adapter_only: do not write the model.
+            max_shard_bytes: maximum bytes of tensors per file.
+
+        Raises:
+            CheckpointError: ``adapter_only`` without an adapter, or the folder does not describe the model.
+            UserError: the disk is full; earlier checkpoints are unchanged.
+        """
+        if adapter_only and ADAPTER_KEY not in state_dict:
+            raise CheckpointError("save_checkpoint: adapter_only=True needs an adapter in the dict.")
+        output_dir = self._store.require_output_dir()
+        with self._store.lock.held(), new_directory(output_dir, name) as folder:
+            if not adapter_only:
+                self._write_model(state_dict[MODEL_KEY], folder, max_shard_bytes)
+            if ADAPTER_KEY in state_dict:
+                self._write_adapter(state_dict, folder, beside_model=not adapter_only)
+            source_config = self._source.checkpoint_dir / "config.json"
+            if source_config.is_file():
+                write_json(folder / "config.json", text_config(read_json(source_config)))
+            self._source.carry_files(folder)
+            if with_state:
+                weights = (MODEL_KEY, ADAPTER_KEY, ADAPTER_CONFIG)
+                recipe_state = {key: value for key, value in state_dict.items() if key not in weights}
+                _torch_save(recipe_state, folder / _RECIPE_STATE)
+        prune(output_dir, self._store.keep_last_n_checkpoints)
+
+    def _write_model(self, state_dict: Mapping[str, torch.Tensor], folder: Path, max_shard_bytes: int) -> None:
+        if self._name_format == "tune":
+            _torch_save(_on_cpu(state_dict), folder / _MODEL_BIN)
+        elif self._name_format == "meta":
+            meta_state_dict = tune_to_meta(dict(state_dict))
+            meta_state_dict.setdefault("output.weight", meta_state_dict["tok_embeddings.weight"])
+            _torch_save(_on_cpu(meta_state_dict), folder / _MODEL_BIN)
+        else:
+            spec, description = self._identity()
+            tensors = spec.weight_map("hf").to_external(state_dict.items(), description)
+            write_tensors([TensorGroup.of(name, tensor) for name, tensor in tensors], folder, max_shard_bytes)
+
+    def _write_adapter(self, state_dict: Mapping[str, Any], folder: Path, *, beside_model: bool) -> None:
+        """Write the adapter with this library's names, and in PEFT's layout if the folder describes the model.
+
+        For a merged model, PEFT's files go into ``adapter/``: transformers would apply an adapter next to the weights a
+        second time.
+        """
+        adapter = _on_cpu(state_dict[ADAPTER_KEY])
+        _torch_save(adapter, folder / _ADAPTER_PT)
+        if self._name_format != "hf":
+            return
+        spec, description = self._identity()
+        weight_map = spec.weight_map("hf").peft()
+        groups = [group for group in weight_map.groups(description) if adapter.keys() & group.tune]
+        if any(isinstance(group.op, FusedAdapter) for group in groups):
+            get_logger().warning(
+                f"{folder.name} holds the adapter as {_ADAPTER_PT} alone: only the checkpointer's save() knows PEFT's "
+                f"settings for adapters of fused projections ({spec.name})."
+            )
+            return
+        adapter_dir = folder / ADAPTER_DIR if beside_model else folder
+        adapter_dir.mkdir(exist_ok=True)
+        tensors = dict(weight_map.to_external(adapter.items(), description, partial=True))
+        save_tensors(tensors, adapter_dir / ADAPTER_FILE)
+        if ADAPTER_CONFIG in state_dict:
+            settings = tune_to_peft_adapter_config(dict(state_dict[ADAPTER_CONFIG]))
+            settings |= adapted_modules(groups, spec.weight_map("hf"), description, settings)
+            write_json(adapter_dir / ADAPTER_CONFIG_FILE, adapter_settings(self._source.base_name(), settings))
+
+    def _newest(self) -> Path:
+        """Return the newest complete checkpoint; for earlier releases, the one with the largest number."""
+        output_dir = self._store.require_output_dir()
+        checkpoints = complete_directories(output_dir)
+        if not checkpoints:
+            largest = [get_largest_iter_folder(output_dir, rf"^{kind}_(\d+)$") for kind in ("step", "epoch")]
+            checkpoints = [output_dir / name for name in largest if name is not None]
+        if checkpoints and (checkpoints[-1] / STATE_DIR).is_dir():
+            raise CheckpointError(
+                f"{checkpoints[-1]} was saved by the checkpointer's save(), without a {_RECIPE_STATE}: resume it with "
+                "enable_async_checkpointing=True, or delete that folder."
+            )
+        with_state = [path for path in checkpoints if _recipe_state(path).is_file()]
+        if not with_state:
+            raise CheckpointError(f"{output_dir} holds no checkpoint with a {_RECIPE_STATE} to resume from.")
+        return with_state[-1]
+
+    def _identity(self) -> tuple[ModelSpec, Description]:
+        """Return spec and description from ``config.json``; a ``model_type`` that names a family overrides it."""
+        path = self._source.checkpoint_dir / "config.json"
+        if not path.is_file():
+            raise CheckpointError(f"There is no {path}: load_checkpoint and save_checkpoint need it to know the model.")
+        config = text_config(read_json(path))
+        family = None if self._source.model_type is None else self._source.model_type.value
+        if family in list_specs():
+            spec = get_spec(family)
+        elif config.get("architectures"):
+            spec = spec_for_architecture(config["architectures"][0])
+        else:
+            raise CheckpointError(f"{path} names no architecture: name the family of the model as model_type.")
+        return spec, spec.from_hf_config(config)
+
+
+def _recipe_state(folder: Path) -> Path:
+    """Return the file of a recipe's state: in the checkpoint, or in the folder that older releases have beside it."""
+    inside = folder / _RECIPE_STATE
+    return inside if inside.is_file() else folder.parent / "recipe_state" / _RECIPE_STATE
+
+
+class _StoreCheckpointer(StoreHolder):
+    """Base class of the checkpointers of configs: a store, and its methods under the names that recipes call.
+
+    Args:
+        store: store with the source of the policy.
+        name_format: format of weight names for ``load_checkpoint`` and ``save_checkpoint``.
+        should_load_recipe_state: whether :meth:`load_checkpoint` reads the newest checkpoint in ``output_dir``.
+    """
+
+    def __init__(self, store: CheckpointStore, name_format: NameFormat, *, should_load_recipe_state: bool) -> None:
+        self.store = store
+        self.should_load_recipe_state = should_load_recipe_state
+        self._state_dicts = FullStateDicts(store, name_format)
+
+    @property
+    def checkpoint_dir(self) -> Path:
+        """Folder of the policy's weights."""
+        return self.store.source().checkpoint_dir
+
+    @property
+    def output_dir(self) -> Path | None:
+        """Folder of the checkpoints; see :class:`CheckpointStore`."""
+        return self.store.output_dir
+
+    @property
+    def sources(self) -> dict[str, ModelSource]:
+        """Source of each model, by name; see :class:`CheckpointStore`."""
+        return self.store.sources
+
+    @property
+    def keep_last_n_checkpoints(self) -> int | None:
+        """Number of checkpoints to keep; see :class:`CheckpointStore`."""
+        return self.store.keep_last_n_checkpoints
+
+    @keep_last_n_checkpoints.setter
+    def keep_last_n_checkpoints(self, count: int | None) -> None:
+        self.store.keep_last_n_checkpoints = count
+
+    @property
+    def lock(self) -> FolderLock:
+        """Lock of the output folder."""
+        return self.store.lock
+
+    def add_source(self, name: str, source: Any) -> None:
+        """Add a model to the run; see :meth:`CheckpointStore.add_source`."""
+        self.store.add_source(name, source)
+
+    def source(self, name: str = POLICY) -> ModelSource:
+        """Return the source of a model; see :meth:`CheckpointStore.source`."""
+        return self.store.source(name)
+
+    def load_model(
+        self,
+        model: nn.Module,
+        *,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype | None = None,
+        name: str = POLICY,
+        whole: bool = False,
+    ) -> None:
+        """Load a model from its source; see :meth:`CheckpointStore.load_model`."""
+        self.store.load_model(model, device=device, dtype=dtype, name=name, whole=whole)
+
+    def check_model(self, model: nn.Module, *, name: str = POLICY) -> None:
+        """Check files, family, names and shapes; see :meth:`CheckpointStore.check_model`."""
+        self.store.check_model(model, name=name)
+
+    def check_contents(
+        self, models: Models, *, contents: Contents = "model", resumable: bool = True, tokenizer: Any = None
+    ) -> None:
+        """Check that a save would write every trained parameter; see :meth:`CheckpointStore.check_contents`."""
+        self.store.check_contents(models, contents=contents, resumable=resumable, tokenizer=tokenizer)
+
+    def check_output_dir(self, *, resume: bool) -> None:
+        """Check that saving would not overwrite anything; see :meth:`CheckpointStore.check_output_dir`."""
+        self.store.check_output_dir(resume=resume)
+
+    def lock_output_dir(self) -> None:
+        """Lock the output folder against other runs; see :meth:`CheckpointStore.lock_output_dir`."""
+        self.store.lock_output_dir()
+
+    def open_output_dir(self, cfg: Any, *, resume: bool) -> ResumePoint | None:
+        """Check and lock the output folder, and find the resume point; see :meth:`CheckpointStore.open_output_dir`."""
+        return self.store.open_output_dir(cfg, resume=resume)
+
+    def find_resume_point(self, cfg: Any = None) -> ResumePoint | None:
+        """Return the newest complete and undamaged checkpoint; see :meth:`CheckpointStore.find_resume_point`."""
+        return self.store.find_resume_point(cfg)
+
+    def check_resume(self, cfg: Any) -> None:
+        """Check that the newest checkpoint can be resumed; see :meth:`CheckpointStore.check_resume`."""
+        self.store.check_resume(cfg)
+
+    def resume(self, point: ResumePoint, models: Models, state: Mapping[str, Any]) -> None:
+        """Load weights and training state of a checkpoint; see :meth:`CheckpointStore.resume`."""
+        self.store.resume(point, models, state)
+
+    def load_trained(self, path: Path, models: Models) -> None:
+        """Load the trained weights of a checkpoint of this run; see :meth:`CheckpointStore.load_trained`."""
+        self.store.load_trained(path, models)
+
+    def save(
+        self,
+        name: str,
+        models: Models,
+        *,
+        contents: Contents = "model",
+        state: Mapping[str, Any] | None = None,
+        cfg: Any = None,
+        tokenizer: Any = None,
+        max_shard_bytes: int = MAX_SHARD_BYTES,
+        async_save: bool = False,
+        optional: bool = False,
+    ) -> Path:
+        """Write ``output_dir/name`` atomically; see :meth:`CheckpointStore.save`."""
+        return self.store.save(
+            name,
+            models,
+            contents=contents,
+            state=state,
+            cfg=cfg,
+            tokenizer=tokenizer,
+            max_shard_bytes=max_shard_bytes,
+            async_save=async_save,
+            optional=optional,
+        )
+
+    def save_quantized(self, name: str, model: nn.Module, quantizer: Any) -> Path:
+        """Quantize a saved checkpoint into ``output_dir/quantized``; see :meth:`CheckpointStore.save_quantized`."""
+        return self.store.save_quantized(name, model, quantizer)
+
+    def close(self) -> None:
+        """Wait until the pending checkpoint is written, and release the folder; see :meth:`CheckpointStore.close`."""
+        self.store.close()
+
+    def require_output_dir(self) -> Path:
+        """Return the output folder. Raises ``CheckpointError`` if there is none."""
+        return self.store.require_output_dir()
+
+    def load_checkpoint(self, weights_only: bool = True) -> dict[str, Any]:
+        """Read ``checkpoint_dir`` into ``{"model": {parameter name: tensor}}``.
+
+        With ``should_load_recipe_state``, load the newest checkpoint in ``output_dir`` instead, including its adapter
+        and the contents of its ``recipe_state.pt``.
+
+        Args:
+            weights_only: accepted for older recipes; pickled code is never run.
+
+        Raises:
+            CheckpointError: files are missing or corrupt, or the folder does not describe the model.
+        """
+        return self._state_dicts.load(resume=self.should_load_recipe_state)
+
+    def save_checkpoint(
+        self,
+        state_dict: Mapping[str, Any],
+        epoch: int,
+        intermediate_checkpoint: bool = False,
+        adapter_only: bool = False,
+        *,
+        step: int | None = None,
+        max_shard_size: str = "5GB",
+        dir_prefix: str = "epoch",
+    ) -> None:
+        """Write ``epoch_N`` (or ``step_N``) from a state dict.
+
+        Args:
+            state_dict: ``model`` (with this library's names), optionally ``adapter`` and ``adapter_config``, and any
+                other value that ``torch.load(weights_only=True)`` can read.
+            epoch: N.
+            intermediate_checkpoint: also write all other values as ``recipe_state.pt``.
+            adapter_only: do not write the model.
+            step: N if ``dir_prefix`` is ``"step"``.
+            max_shard_size: maximum size of a file, for example ``"5GB"``.
+            dir_prefix: ``"epoch"`` or ``"step"``.
+
+        Raises:
+            CheckpointError: ``adapter_only`` without an adapter, or the folder does not describe the model.
+            UserError: the disk is full; earlier checkpoints are unchanged.
+        """
+        number = step if dir_prefix == "step" and step is not None else epoch
+        self._state_dicts.save(
+            state_dict,
+            f"{dir_prefix}_{number}",
+            with_state=intermediate_checkpoint,
+            adapter_only=adapter_only,
+            max_shard_bytes=_bytes(max_shard_size),
+        )
+
+
+def _make_store(
+    checkpoint_dir: str,
+    checkpoint_files: Sequence[str] | Mapping[str, str] | None,
+    model_type: str | None,
+    output_dir: str | None,
+    adapter_checkpoint: str | None,
+    keep_last_n_checkpoints: int | None,
+    *,
+    text_only: bool = False,
+) -> CheckpointStore:
+    """Return the store of one model, the policy."""
+    source = {
+        "checkpoint_dir": checkpoint_dir,
+        "checkpoint_files": checkpoint_files,
+        "adapter_checkpoint": adapter_checkpoint,
+        "model_type": model_type,
+        "text_only": text_only,
+    }
+    return CheckpointStore({POLICY: source}, output_dir, keep_last_n_checkpoints=keep_last_n_checkpoints)
+
+
+class FullModelHFCheckpointer(_StoreCheckpointer):
+    """A :class:`CheckpointStore` of one model, with the arguments of configs.
+
+    Hugging Face libraries can load its checkpoints. A recipe adds further models with :meth:`add_source`.
+
+    Args:
+        checkpoint_dir: folder of the weights, usually as downloaded; see :class:`ModelSource` for the formats.
+        checkpoint_files: names of the weight files, or ``{filename_format, max_filename}``; found by default.
+        model_type: name of a :class:`ModelType`; it must match the model.
+        output_dir: folder of the checkpoints ``epoch_N`` and ``step_N``.
+        adapter_checkpoint: initial adapter: a folder in PEFT's layout, a file in such a folder, or the
+            ``adapter_model.pt`` of an older checkpoint; an absolute path, or relative to the working directory,
+            ``checkpoint_dir`` or ``output_dir``.
+        recipe_checkpoint: accepted for older configs; a resume finds the newest complete checkpoint.
+        resume_from_checkpoint: accepted for older configs; the recipe's setting of the same name applies.
+        safe_serialization: accepted for older configs; files are always safetensors.
+        should_load_recipe_state: whether :meth:`load_checkpoint` reads the newest checkpoint in ``output_dir``.
+        keep_last_n_checkpoints: number of checkpoints to keep. By default all ``epoch_N`` are kept, and the last three
+            ``step_N``.
+        enable_dcp: accepted for older configs; every rank always reads and writes its own shard.
+        text_only: export the text decoder of a multimodal checkpoint as a separate model. By default the other towers
+            are exported with it, unchanged.
+
+    Attributes:
+        store: the :class:`CheckpointStore`, which has all models of the run.
+
+    Raises:
+        CheckpointError: ``model_type`` or ``keep_last_n_checkpoints`` is invalid.
+
+    Example:
+        >>> checkpointer = torchtune.training.FullModelHFCheckpointer(str(checkpoint), output_dir=str(folder / "run"))
+        >>> checkpointer.load_model(model)
+        >>> path = checkpointer.save("epoch_0", model)
+        >>> checkpointer.close()
+    """
+
+    def __init__(
+        self,
+        checkpoint_dir: str,
+        checkpoint_files: Sequence[str] | Mapping[str, str] | None = None,
+        model_type: str | None = None,
+        output_dir: str | None = None,
+        adapter_checkpoint: str | None = None,
+        recipe_checkpoint: str | None = None,
+        resume_from_checkpoint: bool = False,
+        safe_serialization: bool = True,
+        should_load_recipe_state: bool = False,
+        *,
+        keep_last_n_checkpoints: int | None = None,
+        enable_dcp: bool = False,
+        text_only: bool = False,
+    ) -> None:
+        store = _make_store(
+            checkpoint_dir,
+            checkpoint_files,
+            model_type,
+            output_dir,
+            adapter_checkpoint,
+            keep_last_n_checkpoints,
+            text_only=text_only,
+        )
+        super().__init__(store, "hf", should_load_recipe_state=should_load_recipe_state)
+
+
+class FullModelMetaCheckpointer(_StoreCheckpointer):
+    """A checkpointer for Meta's consolidated files, kept for configs that name it.
+
+    :meth:`save` writes Hugging Face's format; :meth:`save_checkpoint` writes one file with Meta's names.
+    See :class:`FullModelHFCheckpointer` for the arguments.
+
+    Example:
+        >>> checkpointer = torchtune.training.FullModelMetaCheckpointer(
+        ...     "/tmp/Llama-3.1-8B", ["consolidated.00.pth"], model_type="LLAMA3", output_dir="/tmp/run"
+        ... )  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        checkpoint_dir: str,
+        checkpoint_files: Sequence[str] | Mapping[str, str] | None = None,
+        model_type: str | None = None,
+        output_dir: str | None = None,
+        adapter_checkpoint: str | None = None,
+        recipe_checkpoint: str | None = None,
+        resume_from_checkpoint: bool = False,
+        should_load_recipe_state: bool = False,
+        *,
+        keep_last_n_checkpoints: int | None = None,
+    ) -> None:
+        store = _make_store(
+            checkpoint_dir, checkpoint_files, model_type, output_dir, adapter_checkpoint, keep_last_n_checkpoints
+        )
+        super().__init__(store, "meta", should_load_recipe_state=should_load_recipe_state)
+
+
+class FullModelTorchTuneCheckpointer(_StoreCheckpointer):
+    """A checkpointer for files with this library's names, kept for configs that name it.
+
+    :meth:`save` writes Hugging Face's format; :meth:`save_checkpoint` writes one file with this library's names.
+    See :class:`FullModelHFCheckpointer` for the arguments.
+
+    Example:
+        >>> checkpointer = torchtune.training.FullModelTorchTuneCheckpointer(
+        ...     "/tmp/run/epoch_0", ["model.pt"], model_type="LLAMA3", output_dir="/tmp/next"
+        ... )  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        checkpoint_dir: str,
+        checkpoint_files: Sequence[str] | Mapping[str, str] | None = None,
+        model_type: str | None = None,
+        output_dir: str | None = None,
+        adapter_checkpoint: str | None = None,
+        recipe_checkpoint: str | None = None,
+        resume_from_checkpoint: bool = False,
+        should_load_recipe_state: bool = False,
+        *,
+        keep_last_n_checkpoints: int | None = None,
+    ) -> None:
+        store = _make_store(
+            checkpoint_dir, checkpoint_files, model_type, output_dir, adapter_checkpoint, keep_last_n_checkpoints
+        )
+        super().__init__(store, "tune", should_load_recipe_state=should_load_recipe_state)
+
+
+Checkpointer = FullModelHFCheckpointer | FullModelMetaCheckpointer | FullModelTorchTuneCheckpointer
+
+
+def get_largest_iter_folder(dir: str | Path, pattern: str = r"^epoch_(\d+)") -> str | None:
+    """Return the name of the folder in ``dir`` with the largest number; None if there is none.
+
+    Args:
+        dir: folder to search.
+        pattern: regular expression with one group, the number.
+    """
+    path = Path(dir)
+    if not path.is_dir():
+        return None
+    numbered = []
+    for entry in path.iterdir():
+        match = re.match(pattern, entry.name)
+        if match:
+            numbered.append((int(match[1]), entry.name))
+    return max(numbered)[1] if numbered else None
+
+
+def update_state_dict_for_classifier(
+    state_dict: dict[str, torch.Tensor],
+    model_named_parameters: Iterable[tuple[str, nn.Parameter]],
+    force_override: bool = False,
+) -> None:
+    """Replace the output layer of ``state_dict`` by a classifier's, in place.
+
+    If the shape of the output projection differs from the model's, the model's (newly initialized) projection replaces
+    it. An output bias is removed unless the model has one.
+
+    Args:
+        state_dict: state dict of the checkpoint, with this library's names.
+        model_named_parameters: named parameters of the model to load.
+        force_override: replace the projection even if the shapes match.
+
+    Raises:
+        CheckpointError: the model has no ``output.weight``.
+    """
+    parameters = dict(model_named_parameters)
+    if "output.weight" not in parameters:
+        raise CheckpointError("The model has no output.weight, so it is no classifier: use a classifier's builder.")
+    new_head = parameters["output.weight"]
+    head = state_dict.get("output.weight")
+    if force_override or head is None or head.shape != new_head.shape:
+        state_dict["output.weight"] = new_head
+    if "output.bias" in state_dict and "output.bias" not in parameters:
+        del state_dict["output.bias"]
+
+
+def _bytes(size: str) -> int:
+    for unit, factor in _UNITS.items():
+        number = size.upper().removesuffix(unit)
+        if number != size.upper() and number.strip().replace(".", "", 1).isdigit():
+            return int(float(number) * factor)
+    raise CheckpointError(f"max_shard_size: '{size}' is no size, write it like 5GB.")
+
+
+def _on_cpu(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().cpu() for name, tensor in tensors.items()}
+
+
+def _torch_save(value: Any, path: Path) -> None:
+    with atomic_write(path) as file:
+        torch.save(value, file)

@@ -1,0 +1,653 @@
+"""Load the weights of a model from its source: a folder, its files and its adapter."""
+
+import logging
+import shutil
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from enum import Enum
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from torchtune.checkpoints._adapter import (
+    adapter_beside_base,
+    adapter_init_method,
+    add_new_tokens,
+    find_adapter,
+    load_adapter,
+    splittable_layers,
+)
+from torchtune.checkpoints._directories import MARKER
+from torchtune.checkpoints._model_weights import ModelWeights, check_shape, identity, materialize, replaced_parameters
+from torchtune.checkpoints._weight_files import (
+    CheckpointError,
+    TextDecoderFiles,
+    WeightFiles,
+    open_weight_files,
+    read_json,
+    resolve_files,
+)
+from torchtune.models import (
+    Description,
+    Group,
+    Identity,
+    ModelError,
+    ModelSpec,
+    WeightMap,
+    WeightMapError,
+    get_spec,
+    spec_for_architecture,
+    text_config,
+)
+from torchtune.modules.peft import LoRALinear
+from torchtune.tokenizers import is_tokenizer_file
+from torchtune.training.parallel import full_tensor, my_shard
+from torchtune.utils import get_logger, log_once, log_rank_zero, refuse_foreign, sign_of_life, write_json
+
+GENERATION_CONFIG = "generation_config.json"
+# Files that are not copied from the source folder: weights, and files that an export writes itself.
+_LEFT_BEHIND = (".pt", ".pth", ".bin", ".safetensors", ".gguf", ".ckpt", ".index.json", ".distcp", ".h5", ".tmp")
+_WRITTEN_ANEW = ("config.json", "torchtune_config.yaml")
+_RUN_FOLDERS = ("epoch_", "step_", "recipe_state")
+_FOLDERS_OF_A_CHECKPOINT = ("state", "adapter", "logs", "__pycache__")
+_MAX_CARRIED_BYTES = 100 * 2**20
+# Bytes of each sample of a file for its fingerprint.
+_SAMPLE_BYTES = 2**20
+# Fields that the shapes of tensors do not determine.
+_UNSEEN = ("rope_base", "rope_scaling", "norm_eps", "activation", "chunk")
+# The output layer, which a classifier does not take from a language model.
+_HEAD = "output.weight"
+_OTHER_MODEL = "check checkpoint_dir and checkpoint_files against the model in the config"
+
+
+class ModelType(Enum):
+    """Allowed values of ``model_type:``, which must match the spec of the model.
+
+    Example:
+        >>> torchtune.training.ModelType["QWEN3"].name
+        'QWEN3'
+    """
+
+    GEMMA = "gemma"
+    GEMMA2 = "gemma2"
+    LLAMA2 = "llama2"
+    LLAMA3 = "llama3"
+    LLAMA3_2 = "llama3_2"
+    LLAMA3_VISION = "llama3_vision"
+    LLAMA4 = "llama4"
+    MISTRAL = "mistral"
+    PHI3_MINI = "phi3_mini"
+    PHI4 = "phi4"
+    REWARD = "reward"
+    QWEN2 = "qwen2"
+    CLIP_TEXT = "clip_text"
+    T5_ENCODER = "t5_encoder"
+    QWEN3 = "qwen3"
+
+
+class ModelSource:
+    """Source of one model's weights.
+
+    Reads safetensors (one file or shards), torch files, Meta's consolidated files and GGUF; the format follows from the
+    names of the tensors. Weights are streamed: host memory holds at most one shard file.
+
+    Args:
+        checkpoint_dir: folder of the weights, usually as downloaded.
+        checkpoint_files: names of the weight files, or ``{filename_format, max_filename}``; found by default.
+        adapter_checkpoint: initial adapter: a folder in PEFT's layout, a file in such a folder, or the
+            ``adapter_model.pt`` of an older checkpoint; an absolute path, or relative to the working directory or
+            ``checkpoint_dir``.
+        model_type: name of a :class:`ModelType`; it must match the model.
+        text_only: export the text decoder as a separate model. By default other towers and weights for multi-token
+            prediction are exported with it, unchanged.
+        adapter_dirs: further base folders of a relative ``adapter_checkpoint``, such as the output folder of the run.
+        repo_id: repository of the weights, which adapters name as their base; by default the repository that
+            ``tune download`` recorded in the folder.
+
+    Raises:
+        CheckpointError: ``model_type`` is unknown.
+
+    Example:
+        >>> source = torchtune.training.ModelSource(checkpoint)
+        >>> len(source.open().names())
+        20
+    """
+
+    def __init__(
+        self,
+        checkpoint_dir: str | Path,
+        checkpoint_files: Sequence[str] | Mapping[str, str] | None = None,
+        *,
+        adapter_checkpoint: str | None = None,
+        model_type: str | None = None,
+        text_only: bool = False,
+        adapter_dirs: Iterable[Path] = (),
+        repo_id: str | None = None,
+    ) -> None:
+        if model_type is not None and model_type not in ModelType.__members__:
+            raise CheckpointError(f"model_type: '{model_type}' is none of {', '.join(ModelType.__members__)}.")
+        self.checkpoint_dir = Path(checkpoint_dir)
+        refuse_foreign(self.checkpoint_dir, "checkpointer.checkpoint_dir")
+        self.checkpoint_files = checkpoint_files
+        self.adapter_checkpoint = adapter_checkpoint
+        self.model_type = None if model_type is None else ModelType[model_type]
+        self.text_only = text_only
+        self.repo_id = repo_id
+        self._adapter_dirs = (Path(), self.checkpoint_dir, *adapter_dirs)
+        # Of a tokenizer inside the weight files: its files in an export, by name, and token ids for config.json.
+        self._tokenizer_files: dict[str, Any] = {}
+        self._token_ids: dict[str, int] = {}
+
+    def open(self, model: nn.Module | None = None) -> WeightFiles:
+        """Open the weight files; for a multimodal checkpoint, only the text decoder unless ``model`` is composite."""
+        return open_weight_files(resolve_files(self.checkpoint_dir, self.checkpoint_files), model)
+
+    def enclosing_checkpoint(self, model: nn.Module) -> TextDecoderFiles | None:
+        """Return the opened checkpoint if it has more tensors than the model; None if the model is exported alone.
+
+        The other tensors belong to other towers, or to untrained layers for multi-token prediction.
+        """
+        if not hasattr(self, "_enclosing"):
+            self._enclosing = self._open_enclosing_checkpoint(model)
+        return self._enclosing
+
+    def _open_enclosing_checkpoint(self, model: nn.Module) -> TextDecoderFiles | None:
+        config = self.checkpoint_dir / "config.json"
+        if self.text_only or not config.is_file():
+            return None
+        files = self.open(model)
+        if not isinstance(files, TextDecoderFiles):
+            return None
+        if files.is_multimodal and "text_config" not in read_json(config):
+            return None  # there is no config of the composite model to export
+        return files
+
+    def load(self, model: nn.Module, device: torch.device, dtype: torch.dtype | None = None) -> set[str]:
+        """Load ``model`` from the files; parameters on the meta device are materialized on ``device``.
+
+        Args:
+            model: sharded or not; every rank reads its own shard.
+            device: device of materialized parameters.
+            dtype: dtype of materialized parameters; unchanged by default.
+
+        Returns:
+            Names of the loaded parameters.
+
+        Raises:
+            CheckpointError: files are missing or corrupt, or do not fit the model.
+        """
+        files = self.open(model)
+        weights = ModelWeights(model)
+        self.enclosing_checkpoint(model)  # opened now: the folder may be gone when the model is saved
+        if not (self.checkpoint_dir / "tokenizer.json").exists():
+            self._tokenizer_files = files.tokenizer_files()
+            self._token_ids = files.special_token_ids()
+        self._check_description(model, files)
+        init = adapter_init_method(model)
+        split_layers = {} if init is None else splittable_layers(weights, init, self.checkpoint_dir)
+        new_weights = load_base(weights, files, device, dtype, split_layers)
+        model.adapter_init = init
+        adapter = self._find_adapter(weights)
+        if adapter is not None:
+            add_new_tokens(model, adapter)
+            weights = ModelWeights(model)  # with the parameters of new tokens
+            load_adapter(weights, adapter, device, dtype)
+            return weights.parameters.keys() - new_weights
+        initialized = set()  # adapters that were split off the base weights
+        for name in split_layers:
+            layer = name.removesuffix("weight")
+            initialized |= {f"{layer}lora_a.weight", f"{layer}lora_b.weight"}
+        return weights.parameters.keys() - new_weights - (weights.owned - initialized)
+
+    read = load  # the name of earlier releases
+
+    def check(self, model: nn.Module) -> None:
+        """Check files, family, names and shapes against ``model`` on the meta device; no tensor data is read.
+
+        Raises:
+            CheckpointError: see :meth:`load`; truncated files are only found by :meth:`load`.
+        """
+        self.check_model_type(model)
+        files = self.open(model)
+        weights = ModelWeights(model)
+        self._check_description(model, files)
+        check_base(weights, files)
+        self._find_adapter(weights)
+
+    def _check_description(self, model: nn.Module, files: WeightFiles) -> None:
+        described = files.described_model()
+        if described is not None:
+            check_description(model, described, files.location())
+        else:
+            check_config(model, self.checkpoint_dir / "config.json")
+
+    def check_model_type(self, model: nn.Module) -> None:
+        """Check ``model_type``, which selected the weight names in older configs, against the model's family."""
+        spec = getattr(model, "spec", None)
+        if self.model_type is None or spec is None or self.model_type.name in spec.model_types:
+            return
+        try:
+            named = get_spec(self.model_type.value)
+        except ModelError:
+            named = None
+        if named is None or named.weight_map("hf") != spec.weight_map("hf"):
+            raise CheckpointError(
+                f"model_type: {self.model_type.name} is not the kind of the model, which is '{spec.name}': leave "
+                "model_type out, or use a builder of that kind."
+            )
+
+    def _find_adapter(self, weights: ModelWeights) -> Path | None:
+        if self.adapter_checkpoint is None:
+            return adapter_beside_base(self.checkpoint_dir, weights)
+        return find_adapter(self._adapter_path(self.adapter_checkpoint), weights)
+
+    def _adapter_path(self, adapter_checkpoint: str) -> Path:
+        candidates = [folder / adapter_checkpoint for folder in self._adapter_dirs]
+        return next((path for path in candidates if path.exists()), candidates[-1])
+
+    @cached_property
+    def base_fingerprint(self) -> list[list[int]]:
+        """Size and CRC-32 of samples of every weight file, independent of the folder.
+
+        Only the first, middle and last MiB of a file are read: fine-tuning changes weights everywhere.
+        """
+        return [_file_fingerprint(path) for path in resolve_files(self.checkpoint_dir, self.checkpoint_files)]
+
+    @cached_property
+    def fingerprint(self) -> list[list[int]]:
+        """:attr:`base_fingerprint`, extended by the adapters that are loaded with the weights."""
+        paths = _adapters_in(self.checkpoint_dir)
+        if self.adapter_checkpoint is not None:
+            path = self._adapter_path(self.adapter_checkpoint)
+            paths += _adapters_in(path) if path.is_dir() else [path]
+        return self.base_fingerprint + [_file_fingerprint(path) for path in dict.fromkeys(paths)]
+
+    def carry_files(self, folder: Path, *, tokenizer: bool = True) -> None:
+        """Copy tokenizer, chat template, generation settings and other small files into an export; overwrite nothing.
+
+        From a folder without ``config.json``, such as a folder of downloaded GGUF files, only tokenizer files and
+        generation settings are copied. For a GGUF source, they are created from its metadata.
+
+        Args:
+            folder: folder of the export.
+            tokenizer: whether to copy tokenizer and chat template.
+        """
+        base = self.checkpoint_dir
+        is_model_folder = (base / "config.json").is_file()
+        other_models = []  # folders of the other models in a checkpoint of several
+        if (base / MARKER).exists():
+            other_models = [path.parent.name for path in base.glob("*/config.json")]
+        for path in sorted(base.rglob("*") if is_model_folder else base.glob("*")):
+            relative = path.relative_to(base)
+            target = folder / relative
+            if _is_left_behind(relative) or relative.parts[0] in other_models or target.exists():
+                continue
+            is_of_tokenizer = is_tokenizer_file(relative)
+            if is_of_tokenizer and not tokenizer:
+                continue
+            if not is_model_folder and not is_of_tokenizer and path.name != GENERATION_CONFIG:
+                continue
+            if path.is_file() and path.stat().st_size <= _MAX_CARRIED_BYTES:
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(path, target)
+        for name, content in self._tokenizer_files.items():
+            if not (folder / name).exists() and (tokenizer or not is_tokenizer_file(Path(name))):
+                write_json(folder / name, content)
+        if self._token_ids:
+            write_json(folder / "config.json", {**read_json(folder / "config.json"), **self._token_ids})
+
+    def base_name(self) -> str:
+        """Return the known repository of weights that are not fine-tuned, otherwise the folder."""
+        if self.repo_id is not None:
+            return self.repo_id
+        path = self.checkpoint_dir / "original_repo_id.json"
+        if path.is_file() and not (self.checkpoint_dir / MARKER).exists():
+            name = read_json(path).get("repo_id")
+            if isinstance(name, str):
+                return name
+        return str(self.checkpoint_dir.resolve())
+
+
+def _adapters_in(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.glob("adapter_*") if path.suffix in (".safetensors", ".pt", ".bin"))
+
+
+def _file_fingerprint(path: Path) -> list[int]:
+    """Return the size of a file, and the CRC-32 of its first, middle and last bytes."""
+    size = path.stat().st_size
+    crc = 0
+    with path.open("rb") as file:
+        for start in dict.fromkeys((0, size // 2, max(size - _SAMPLE_BYTES, 0))):
+            file.seek(start)
+            crc = zlib.crc32(file.read(_SAMPLE_BYTES), crc)
+    return [size, crc]
+
+
+def _is_left_behind(relative: Path) -> bool:
+    """Return whether a file of the source is hidden, holds weights, belongs to a run, or is written by the export."""
+    name = relative.name
+    folder = relative.parts[0]
+    return (
+        any(part.startswith(".") for part in relative.parts)
+        or folder.startswith(_RUN_FOLDERS)
+        or (len(relative.parts) > 1 and folder in _FOLDERS_OF_A_CHECKPOINT)
+        or name.endswith(_LEFT_BEHIND)
+        or name.startswith(("adapter_config", "adapter_model", "adapter_conversions"))
+        or str(relative) in _WRITTEN_ANEW
+    )
+
+
+def detect_format(files: WeightFiles, spec: ModelSpec, description: Description) -> str:
+    """Return the format of the tensor names: a key of ``spec.weight_maps``, or ``"tune"`` for this library's.
+
+    Raises:
+        CheckpointError: the format is unknown for this family.
+    """
+    if files.name_format is not None:
+        return files.name_format
+    names = set(files.names())
+    matches = {}  # number of names that belong to each format
+    for name_format, weight_map in spec.weight_maps.items():
+        external_names = set()
+        tune_names = set()
+        for group in weight_map.groups(description):
+            external_names.update(group.external)
+            tune_names.update(group.tune)
+        matches[name_format] = len(names & external_names)
+        matches["tune"] = max(len(names & tune_names), matches.get("tune", 0))
+    best = max(matches, key=matches.__getitem__, default=None)
+    if best is None or matches[best] == 0:
+        example = f"its first tensor is '{files.names()[0]}'" if names else "it holds no tensor"
+        raise CheckpointError(
+            f"{files.location()}: no tensor belongs to a model of the family '{spec.name}' ({example}): {_OTHER_MODEL}."
+        )
+    return best
+
+
+def load_base(
+    weights: ModelWeights,
+    files: WeightFiles,
+    device: torch.device,
+    dtype: torch.dtype | None = None,
+    split_layers: Mapping[str, LoRALinear] | None = None,
+) -> set[str]:
+    """Fill the base weights of a model from files, one tensor at a time; every rank reads its own shard.
+
+    Args:
+        weights: the model's weights.
+        files: weights in any format of the model's spec.
+        device: device for parameters on the meta device.
+        dtype: dtype for parameters on the meta device; unchanged by default.
+        split_layers: adapted layers with weights that are split into the initial adapter and the remainder, by name of
+            the weight.
+
+    Returns:
+        Names of base weights to initialize: the output layer of a classifier, if the files are of a language model.
+
+    Raises:
+        CheckpointError: names or shapes do not fit; the message names file, tensor and shapes.
+    """
+    filled: set[str] = set()
+    weights.split_layers = dict(split_layers or {})
+    for group, shapes in _groups_to_load(weights, files, compare_tied=True):
+        for name in group.tune:
+            copy_slice = partial(group.read, name, shapes=shapes, source=files.read)
+            weights.fill(name, copy_slice, device, dtype)
+            sign_of_life()
+        filled.update(group.tune)
+    if _HEAD in weights.base and _HEAD not in filled:
+        log_rank_zero(get_logger(), f"{files.location()} is of a language model: the classifier's output layer is new.")
+        return {_HEAD}
+    return set()
+
+
+def check_base(weights: ModelWeights, files: WeightFiles) -> None:
+    """Check that files have the names and shapes that :func:`load_base` needs, without reading tensor data.
+
+    Args:
+        weights: the model's weights, on the meta device, not sharded.
+        files: see :func:`load_base`.
+
+    Raises:
+        CheckpointError: see :func:`load_base`.
+    """
+    for _ in _groups_to_load(weights, files, compare_tied=False):
+        pass
+
+
+def _groups_to_load(
+    weights: ModelWeights, files: WeightFiles, *, compare_tied: bool
+) -> Iterator[tuple[Group, list[tuple[int, ...]]]]:
+    """Yield the groups of tensors to read, in file order, with the shapes of their external tensors.
+
+    Args:
+        weights: the model's weights.
+        files: see :func:`load_base`.
+        compare_tied: also read and compare tensors that the model ties and the files store twice.
+    """
+    weights.check_names()
+    spec, description = weights.identity
+    name_format = detect_format(files, spec, description)
+    if name_format == "tune":
+        groups = _groups_of_own_names(weights, files, description)
+    else:
+        groups = _groups_of_format(weights, files, spec.weight_map(name_format), description, compare_tied=compare_tied)
+    for group in groups:
+        shapes = [files.shape(name) for name in group.external]
+        group = group.for_shapes(shapes)
+        specs = group.to_external([weights.specs[name] for name in group.tune])
+        for name, shape, spec in zip(group.external, shapes, specs, strict=True):
+            check_shape(files.path_of(name), name, shape, spec.shape)
+        yield group, shapes
+
+
+def _groups_of_own_names(weights: ModelWeights, files: WeightFiles, description: Description) -> list[Group]:
+    """Return one group per base weight of files with this library's names."""
+    names = set(files.names())
+    missing = sorted(weights.base - names)
+    if missing:
+        raise CheckpointError(
+            f"{files.location()} lacks the tensor '{missing[0]}', which the model needs: {_OTHER_MODEL}."
+        )
+    unexpected = sorted(names - weights.base - weights.owned)
+    if unexpected:
+        raise CheckpointError(
+            f"{files.path_of(unexpected[0])}: the tensor '{unexpected[0]}' has no place in the model: {_OTHER_MODEL}."
+        )
+    return [Group((name,), (name,), Identity(), description) for name in files.names() if name in weights.base]
+
+
+def _groups_of_format(
+    weights: ModelWeights,
+    files: WeightFiles,
+    weight_map: WeightMap,
+    description: Description,
+    *,
+    compare_tied: bool,
+) -> list[Group]:
+    """Return the groups of files with the names of a weight map, without the output layer if it would be new."""
+    if compare_tied:
+        _check_tied(weights, weight_map, description, files)
+    names = files.names()
+    is_new_head = description.is_classifier and not _head_names(weight_map, description) & set(names)
+    if is_new_head:
+        if not weights.parameters[_HEAD].requires_grad:
+            raise CheckpointError(
+                f"{files.location()} is of a language model: the classifier's output layer would be new and, under an "
+                "adapter, never trained: train all weights, without adapters, or start from a classifier's checkpoint."
+            )
+        # A classifier has no projection to the vocabulary.
+        vocabulary_projection = _head_names(weight_map, replace(description, num_classes=0))
+        names = [name for name in names if name not in vocabulary_projection]
+    try:
+        return weight_map.select(names, description, lambda name: name != _HEAD or not is_new_head)
+    except WeightMapError as error:
+        raise CheckpointError(f"{files.location()}: {str(error).rstrip('.')}: {_OTHER_MODEL}.") from error
+
+
+def _head_names(weight_map: WeightMap, description: Description) -> set[str]:
+    """Return the external names of the output layer."""
+    names = set()
+    for group in weight_map.groups(description):
+        if _HEAD in group.tune:
+            names.update(group.external)
+    return names
+
+
+def _check_tied(weights: ModelWeights, weight_map: WeightMap, description: Description, files: WeightFiles) -> None:
+    """Raise if the files store a tied tensor twice with different values; every rank compares its own shard."""
+    names = set(files.names())
+    external_names = {}
+    for group in weight_map.groups(description):
+        for name in group.tune:
+            external_names[name] = group.external[0]
+    for tie in weight_map.tied:
+        original = external_names[tie.source]
+        if not getattr(description, tie.when) or tie.external not in names or original not in names:
+            continue
+        parameter = weights.parameters[tie.source]
+        slices, local = my_shard(parameter)
+        shapes = {files.shape(tie.external), files.shape(original)}
+        differs = len(shapes) > 1
+        if shapes == {tuple(parameter.shape)} and local.numel() > 0:
+            differs = not torch.equal(files.read(tie.external, slices), files.read(original, slices))
+        if differs:
+            raise CheckpointError(
+                f"{files.path_of(tie.external)}: '{tie.external}' differs from '{original}', but the model "
+                "shares them: build it with tie_word_embeddings=False."
+            )
+
+
+def check_config(model: nn.Module, config_file: Path) -> None:
+    """Check a checkpoint's ``config.json`` against the model, including fields that shapes do not determine.
+
+    Raises:
+        CheckpointError: the family has other weight names or another layout, or the numbers of heads differ.
+    """
+    if not config_file.is_file():
+        return
+    spec, _ = identity(model)
+    try:
+        config = text_config(read_json(config_file), spec.builder is not None)
+    except ModelError as error:
+        raise CheckpointError(f"{config_file}: {error}") from error
+    architecture = next(iter(config.get("architectures") or ()), None)
+    if architecture is not None and architecture not in spec.architectures:
+        try:
+            config_spec = spec_for_architecture(architecture)
+        except ModelError:
+            config_spec = None
+        if config_spec is None or config_spec.weight_maps.get("hf") != spec.weight_maps.get("hf"):
+            raise CheckpointError(
+                f"{config_file}: the checkpoint is a {architecture}, the model in the config is of the family "
+                f"'{spec.name}' ({', '.join(spec.architectures)}): use a builder of the checkpoint's family."
+            )
+        spec = config_spec
+    try:
+        described = spec.from_hf_config(config)
+    except ModelError as error:
+        get_logger().warning(f"{config_file} is not compared with the model: {error}")
+        return
+    check_description(model, described, config_file)
+
+
+def check_description(model: nn.Module, described: Description, path: Path | str) -> None:
+    """Compare the fields of descriptions that shapes do not determine; log a warning if the model may differ.
+
+    Args:
+        model: the model of the run.
+        described: the model that the checkpoint describes.
+        path: file of the description, for messages.
+
+    Raises:
+        CheckpointError: the numbers of heads differ.
+    """
+    _, built = identity(model)
+    if (described.num_heads, described.num_kv_heads) != (built.num_heads, built.num_kv_heads):
+        raise CheckpointError(
+            f"{path}: the checkpoint has {described.num_heads} heads ({described.num_kv_heads} of keys and values), "
+            f"the model in the config {built.num_heads} ({built.num_kv_heads}): use the builder of this checkpoint."
+        )
+    for name in _UNSEEN:
+        if getattr(described, name) != getattr(built, name):
+            log_once(
+                get_logger(),
+                f"{path} says {name} = {getattr(described, name)}, the model in the config is built with "
+                f"{getattr(built, name)}: the latter holds.",
+                level=logging.WARNING,
+            )
+
+
+def initialize_missing(
+    model: nn.Module, loaded: set[str], device: torch.device, dtype: torch.dtype | None = None
+) -> None:
+    """Initialize parameters that are not in the checkpoint with their modules' ``initialize_parameters()``.
+
+    Args:
+        model: model after :func:`load_base`.
+        loaded: names of the loaded parameters.
+        device: device on which parameters on the meta device are materialized.
+        dtype: dtype of these parameters; unchanged by default.
+
+    Raises:
+        CheckpointError: no module initializes a parameter, or a buffer is on the meta device.
+    """
+    missing = [name for name, _ in model.named_parameters() if name not in loaded]
+    for path, module in model.named_modules():
+        if not hasattr(module, "initialize_parameters"):
+            continue
+        inside = [name for name in missing if name.startswith(f"{path}." if path else "")]
+        if inside:
+            for name in inside:
+                materialize(model, name, device, dtype)
+            _initialize(model, path, module, inside)
+            missing = [name for name in missing if name not in inside]
+    uninitialized = [name for name in missing if model.get_parameter(name).is_meta]
+    if uninitialized:
+        more = f" and {len(uninitialized) - 1} more" if len(uninitialized) > 1 else ""
+        raise CheckpointError(
+            f"The checkpoint holds no value for '{uninitialized[0]}'{more}, and its module has no "
+            "initialize_parameters() to make one."
+        )
+    for name, buffer in model.named_buffers():
+        if buffer.is_meta:
+            raise CheckpointError(
+                f"The buffer '{name}' is on the meta device: checkpoints hold no buffers, so its module must make it "
+                "when it is used."
+            )
+
+
+def _initialize(model: nn.Module, path: str, module: nn.Module, names: list[str]) -> None:
+    """Initialize parameters of a module as full tensors; each rank keeps its shard.
+
+    Args:
+        model: the model.
+        path: path of the module in the model.
+        module: module with ``initialize_parameters``.
+        names: parameters to initialize.
+    """
+    reads_base = getattr(module, "initialize_reads_base", True)
+    sharded: dict[str, DTensor] = {}
+    full: dict[str, torch.Tensor] = {}
+    for name, parameter in module.named_parameters():
+        name = f"{path}.{name}" if path else name
+        if not isinstance(parameter, DTensor):
+            continue
+        if name in names:
+            full[name] = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+        elif reads_base:
+            full[name] = full_tensor(parameter)
+        else:
+            continue
+        sharded[name] = parameter
+    with replaced_parameters(model, full):
+        module.initialize_parameters()
+    for name in names:
+        if name in full:
+            slices, local = my_shard(sharded[name])
+            local.copy_(full[name][slices])

@@ -1,0 +1,371 @@
+"""Resume points, and the comparison of a resuming run with its checkpoint: its models and its settings."""
+
+import json
+import logging
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import cached_property
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from torchtune import config
+from torchtune.checkpoints._directories import (
+    MARKER,
+    MODELS,
+    STATE_DIR,
+    complete_directories,
+    named_directories,
+    read_marker,
+)
+from torchtune.checkpoints._load import ModelSource
+from torchtune.checkpoints._state import damage_named, load_progress
+from torchtune.checkpoints._weight_files import CheckpointError
+from torchtune.utils import clear_leftovers, get_logger, log_rank_zero, write_json
+
+# Temporary folders that atomic_directory and prune leave behind in a killed process.
+_LEFTOVER = re.compile(r"^\.((?:epoch|step)_\d+)\..*\.tmp$")
+_ONE_MODEL = ("policy",)
+REFERENCE = "reference"
+
+
+@dataclass(frozen=True)
+class ModelsOfRun:
+    """Models of a run; nothing is recorded for a run with only a policy that trains all its weights.
+
+    Attributes:
+        trained: names of the models in checkpoints.
+        frozen: ``{"folder": path, "files": fingerprint}`` of every other model, by name.
+        bases: the same for the base weights of every model that is saved as an adapter, by name.
+    """
+
+    trained: tuple[str, ...] = _ONE_MODEL
+    frozen: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    bases: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls, trained: Iterable[str], sources: Mapping[str, ModelSource], adapted: Iterable[str] = ()
+    ) -> "ModelsOfRun":
+        """Describe the models of this run.
+
+        Args:
+            trained: names of the models that are saved.
+            sources: sources of all models, by name.
+            adapted: names of the models that are saved as adapters.
+        """
+        trained = tuple(trained)
+        frozen = {}
+        for name, source in sources.items():
+            if name not in trained:
+                frozen[name] = _record(source, source.fingerprint)
+        bases = {name: _record(sources[name], sources[name].base_fingerprint) for name in adapted}
+        return cls(trained, frozen, bases)
+
+    @classmethod
+    def read(cls, checkpoint: Path) -> "ModelsOfRun":
+        """Read the models of the run that wrote a checkpoint. Raises ``CheckpointError`` if the record is damaged."""
+        path = checkpoint / STATE_DIR / MODELS
+        if not path.is_file():
+            return cls()
+        with damage_named(path):
+            content = json.loads(path.read_text(encoding="utf-8"))
+            return cls(tuple(content["trained"]), content["frozen"], content["bases"])
+
+    def write(self, checkpoint: Path) -> None:
+        """Record the models in a checkpoint."""
+        if self.trained != _ONE_MODEL or self.frozen or self.bases:
+            content = {"trained": list(self.trained), "frozen": self.frozen, "bases": self.bases}
+            write_json(checkpoint / STATE_DIR / MODELS, content)
+
+    def check_trained(self, names: Iterable[str], checkpoint: Path) -> None:
+        """Raise ``CheckpointError`` unless the resuming run trains the same models."""
+        different = set(self.trained) ^ set(names)
+        if not different:
+            return
+        name = min(different)
+        if name in self.trained:
+            difference = f"the checkpoint has a trained model '{name}', this run has none"
+        else:
+            difference = f"this run has a trained model '{name}', the checkpoint has none"
+        raise CheckpointError(f"{checkpoint}: {difference}: resume with the saved torchtune_config.yaml.")
+
+    def check_sources(self, sources: Mapping[str, ModelSource], checkpoint: Path) -> None:
+        """Check that the resuming run has the same frozen models, and the same base weights below its adapters.
+
+        Args:
+            sources: sources of all models of the resuming run, by name.
+            checkpoint: path for error messages.
+
+        Raises:
+            CheckpointError: a model is missing, is new, or has other weights.
+        """
+        for name, base in self.bases.items():
+            if name in sources and sources[name].base_fingerprint != base["files"]:
+                raise CheckpointError(
+                    f"{checkpoint}: its adapter was trained on the weights in {base['folder']}, and those in "
+                    f"{sources[name].checkpoint_dir} differ: set checkpointer.checkpoint_dir back, or start a new run "
+                    "in another output_dir."
+                )
+        current = ModelsOfRun.of(self.trained, sources).frozen
+        for name in sorted(current.keys() | self.frozen.keys()):
+            difference = _frozen_difference(name, self.frozen.get(name), current.get(name))
+            if difference is not None:
+                raise CheckpointError(
+                    f"{checkpoint} {difference}: resume with the saved torchtune_config.yaml, or start a new run in "
+                    "another output_dir."
+                )
+
+
+def _frozen_difference(name: str, saved: Mapping[str, Any] | None, current: Mapping[str, Any] | None) -> str | None:
+    """Return how a frozen model of the resuming run differs from the saved one; None if they are equal."""
+    if current is None:
+        return f"was saved by a run with a '{name}' model ({saved['folder']}), and this run has none"
+    if saved is None:
+        return f"was saved by a run without a '{name}' model, and this run has one ({current['folder']})"
+    if current["files"] != saved["files"]:
+        return (
+            f"was saved by a run whose '{name}' model was {saved['folder']}, and the weights in {current['folder']} "
+            "differ from it"
+        )
+    return None
+
+
+def _record(source: ModelSource, files: list[list[int]]) -> dict[str, Any]:
+    return {"folder": str(source.checkpoint_dir), "files": files}
+
+
+def add_reference(checkpointer: Any, ref_checkpointer: Any, loss: Any) -> None:
+    """Add a loss's reference model to the models of the run, so that a resume checks its weights.
+
+    Without a checkpointer, the reference is the initial model: the policy's source.
+
+    Args:
+        checkpointer: checkpointer of the run.
+        ref_checkpointer: component of the reference's checkpointer, or None.
+        loss: component of the loss; its ``needs_reference`` decides whether a reference is added by default.
+
+    Raises:
+        UserError: a component cannot be instantiated.
+
+    Example:
+        >>> from torchtune.training import FullModelHFCheckpointer, add_reference
+        >>> checkpointer = FullModelHFCheckpointer(str(checkpoint))
+        >>> add_reference(checkpointer, None, {"_component_": "torchtune.rlhf.loss.DPOLoss"})
+        >>> list(checkpointer.store.sources)
+        ['policy', 'reference']
+    """
+    if ref_checkpointer is not None:
+        checkpointer.add_source(REFERENCE, config.instantiate(ref_checkpointer))
+    elif getattr(config.instantiate(loss), "needs_reference", False):
+        checkpointer.add_source(REFERENCE, checkpointer)
+
+
+class OnResume(Enum):
+    """Treatment of a setting that differs from the checkpoint's."""
+
+    NEW = "the new value takes effect"
+    KEPT = "the checkpoint's value goes on"
+    FIXED = "refused: the saved state depends on the old value"
+    SILENT = "not compared"
+
+
+# Every setting of the training recipes; a dotted name has precedence over the setting that contains it. Settings that
+# the data loader itself checks, such as the content of a dataset or the product of the batch sizes, may change here.
+_SETTINGS = {
+    OnResume.SILENT: "recipe resume_from_checkpoint",
+    OnResume.KEPT: "seed",
+    # The states of optimizer and schedule contain the old values, including the learning rate; the weights and the
+    # adapter's scale fit only this model; the position in the data fits only this order.
+    OnResume.FIXED: "optimizer optimizer_precision optimizer_in_bwd lr_scheduler policy_model reward_and_value_model "
+    "model model_converters quantizer resize_token_embeddings dtype shuffle max_steps_per_epoch num_steps",
+    OnResume.NEW: "model.checkpoint_dir "
+    "tokenizer dataset dataset_val collate_fn batch_size batch_size_val "
+    "gradient_accumulation_steps epochs loss clip_grad_norm run_val_every_n_steps "
+    "ref_checkpointer ref_model reference_cache teacher_model teacher_checkpointer "
+    "kd_loss kd_ratio teacher_cache image_cache "
+    "policy_model.checkpoint_dir reward_and_value_model.checkpoint_dir "
+    "value_checkpointer reward_checkpointer ref_policy_checkpointer forward_batch_size top_k "
+    "max_generated_tokens temperature stop_token_ids min_response_length penalise_no_eos "
+    "reward_penalty kl_coeff whiten_rewards gamma lmbda ppo_epochs ppo_batch_size "
+    "num_samples sampler rewards environment max_turns tool_timeout tool_format advantages num_iterations "
+    "tokens_per_batch drop_unfinished "
+    "output_dir checkpointer save_every_n_steps save_every_n_minutes enable_async_checkpointing "
+    "save_adapter_weights_only max_skipped_steps loss_spike_threshold hang_timeout_minutes "
+    "device compile cudnn_deterministic_mode share_prefix "
+    "enable_activation_checkpointing ac_mode ac_option enable_activation_offloading "
+    "enable_fp8_training fp8_recipe_name fake_quant_after_n_steps show_samples_every_n_steps "
+    "data_parallel_replicate_dim data_parallel_shard_dim tensor_parallel_dim tensor_parallel_plan "
+    "context_parallel_dim expert_parallel_dim fsdp_cpu_offload fsdp_reshard_after_forward "
+    "custom_sharded_layers keep_best early_stopping_patience "
+    "metric_logger log_every_n_steps log_peak_memory_stats log_level profiler",
+}
+ON_RESUME = {name: treatment for treatment, names in _SETTINGS.items() for name in names.split()}
+_NOT_SET = "not set"
+# Allowed changes of fixed settings, which lose nothing, and their effects.
+_EXACT = {
+    ("dtype", "bf16", "fp32"): "weights and optimizer states keep their values, and updates are no longer rounded"
+}
+
+
+def check_resumed_settings(cfg: Any, checkpoint: Path) -> None:
+    """Compare the settings of a run with the settings in a checkpoint, and log the changes.
+
+    Args:
+        cfg: settings of a recipe.
+        checkpoint: checkpoint folder with ``torchtune_config.yaml``; if the file is missing, a warning is logged.
+
+    Raises:
+        CheckpointError: a setting that the saved state depends on has changed.
+    """
+    from torchtune.config import to_yaml
+
+    path = checkpoint / "torchtune_config.yaml"
+    if not path.is_file():
+        log_rank_zero(
+            get_logger(),
+            f"{path} is missing, so nobody can tell which settings changed: what the checkpoint's states of optimizer "
+            "and schedule hold, such as the learning rate, goes on, whatever optimizer and lr_scheduler say now.",
+            level=logging.WARNING,
+        )
+        return
+    with damage_named(path):
+        saved = yaml.safe_load(path.read_text(encoding="utf-8"))
+    if not isinstance(saved, Mapping):
+        raise CheckpointError(f"{path} holds no settings: resume from another checkpoint.")
+    # Compare the serialized forms, in which secrets are redacted on both sides.
+    current = yaml.safe_load(to_yaml(cfg))
+    changes: dict[OnResume, list[str]] = {treatment: [] for treatment in OnResume}
+    for name in sorted(saved.keys() & current.keys()):  # a newer release may have other settings
+        for key, old, new in _differences(name, saved[name], current[name]):
+            treatment = _treatment(key)
+            effect = ""
+            if isinstance(old, str) and isinstance(new, str) and (key, old, new) in _EXACT:
+                treatment = OnResume.NEW
+                effect = f" ({_EXACT[key, old, new]})"
+            if treatment is OnResume.KEPT and new is None:
+                continue  # a setting that is left out asks for nothing else
+            changes[treatment].append(f"{key} was {old} and is {new} now{effect}")
+    fixed = changes[OnResume.FIXED]
+    if fixed:
+        raise CheckpointError(
+            f"{path}: the run cannot go on with other settings than it has: {'; '.join(fixed)}: set "
+            f"{'it' if len(fixed) == 1 else 'them'} back, or start a new run from its weights in another output_dir."
+        )
+    for treatment in (OnResume.NEW, OnResume.KEPT):
+        if changes[treatment]:
+            log_rank_zero(
+                get_logger(), f"Resumed with other settings, {treatment.value}: {'; '.join(changes[treatment])}."
+            )
+
+
+def _differences(name: str, old: Any, new: Any) -> Iterator[tuple[str, Any, Any]]:
+    """Yield (dotted name, old, new) for every value that differs."""
+    if isinstance(old, Mapping) and isinstance(new, Mapping):
+        for key in dict.fromkeys([*old, *new]):
+            yield from _differences(f"{name}.{key}", old.get(key, _NOT_SET), new.get(key, _NOT_SET))
+    elif isinstance(old, list) and isinstance(new, list):
+        for index, (old_item, new_item) in enumerate(zip_longest(old, new, fillvalue=_NOT_SET)):
+            yield from _differences(f"{name}.{index}", old_item, new_item)
+    elif old != new:
+        yield name, old, new
+
+
+def _treatment(name: str) -> OnResume:
+    """Return the treatment of a dotted name; a custom recipe's own settings take effect as the recipe reads them."""
+    while name not in ON_RESUME and "." in name:
+        name = name.rpartition(".")[0]
+    return ON_RESUME.get(name, OnResume.NEW)
+
+
+@dataclass(frozen=True)
+class ResumePoint:
+    """A complete checkpoint to resume from.
+
+    Attributes:
+        path: folder of the checkpoint.
+
+    Example:
+        >>> torchtune.checkpoints.ResumePoint(folder / "epoch_0").path.name
+        'epoch_0'
+    """
+
+    path: Path
+
+    @cached_property
+    def progress(self) -> dict[str, Any]:
+        """The values under ``progress`` in the state, such as seed and global step."""
+        return load_progress(self.path)
+
+
+def resume_candidates(output_dir: Path) -> list[Path]:
+    """Return the complete checkpoints, newest first; empty if the run starts from the beginning.
+
+    Leftovers of an interrupted save are deleted.
+
+    Raises:
+        CheckpointError: there are only incomplete or damaged checkpoints.
+    """
+    if output_dir.is_dir():
+        for name in os.listdir(output_dir):
+            leftover = _LEFTOVER.match(name)
+            if leftover is not None:
+                clear_leftovers(output_dir / leftover[1])
+    complete = complete_directories(output_dir)
+    incomplete = sorted(path for path in named_directories(output_dir) if path not in complete)
+    for path in incomplete:
+        if not (path / MARKER).exists():
+            continue
+        if not complete:
+            read_marker(path)  # raises
+        get_logger().error(f"output_dir: {path / MARKER} is damaged: {path.name} does not count as a checkpoint.")
+    if complete:
+        return complete[::-1]
+    if incomplete:
+        names = [path.name for path in incomplete]
+        raise CheckpointError(
+            f"output_dir: {output_dir} holds {', '.join(names[:3])} without the marker of a complete "
+            "checkpoint, so there is nothing to resume: choose another output_dir (and, to start from these "
+            "weights, give that folder as checkpoint_dir)."
+        )
+    get_logger().warning(f"{output_dir} holds no complete checkpoint: the run starts from the beginning.")
+    return []
+
+
+def resume_point(path: Path) -> ResumePoint:
+    """Return the resume point of an undamaged checkpoint. Raises ``CheckpointError`` if its run is finished."""
+    if not read_marker(path)["resumable"]:
+        raise CheckpointError(
+            f"output_dir: the run in {path.parent} is finished ({path.name}), there is nothing to resume: start "
+            f"a new run from that folder, in another output_dir."
+        )
+    return ResumePoint(path)
+
+
+def refuse_damaged(path: Path, faults: list[str], older: list[Path]) -> None:
+    """Log the damage of a checkpoint, and the older checkpoint to try instead.
+
+    Args:
+        path: the damaged checkpoint.
+        faults: phrases for its missing or changed files.
+        older: older checkpoints, newest first.
+
+    Raises:
+        CheckpointError: there is no older checkpoint.
+    """
+    others = f", and {len(faults) - 1} more files are damaged" if len(faults) > 1 else ""
+    damage = f"output_dir: {faults[0]}{others}, although {path.name} was saved whole"
+    if not older:
+        raise CheckpointError(
+            f"{damage}, and there is no checkpoint before it to go on from: bring the file back, or delete the folder "
+            f"{path.name}, and the run begins anew."
+        )
+    get_logger().error(
+        f"{damage}: the run goes on from the checkpoint before, {older[0].name}, if that is whole, and repeats what "
+        "was trained since."
+    )
