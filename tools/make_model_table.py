@@ -90,13 +90,13 @@ def _configs() -> tuple[dict[str, list[str]], dict[str, set[str]]]:
 def family(name: str, spec: ModelSpec, configs: dict[str, list[str]], tokenizers: dict[str, set[str]]) -> str:
     """The section of one family."""
     module = importlib.import_module(f"torchtune.models.{name}")
-    sizes = getattr(module._model_builders, "SIZES", {}) | getattr(module._model_builders, "REWARD_SIZES", {})
+    sizes = getattr(module, "SIZES", {}) | getattr(module, "REWARD_SIZES", {})
     apart = features(next(iter(sizes.values()))) if sizes else []
     known = tokenizers[module.__name__] | {
         name for name in module.__all__ if name.endswith(("_tokenizer", "_transform"))
     }
     known = known or {"hf_tokenizer" if spec.image_processor is None else "image_text_transform"}
-    described = (module.__doc__ or name).strip().rstrip(".")
+    described = (module.__doc__ or name).strip().partition("\n")[0].rstrip(".")
     lines = [
         described,
         "-" * len(described),

@@ -1,6 +1,6 @@
 """View of a model for one save: names in files, trained and merged weights, and shards to write.
 
-The weight map of the model's family (``models/<family>/_model_builders.py``) defines a weight's name in files:
+The weight map of the model's family (``models/<family>.py``) defines a weight's name in files:
 :attr:`SaveView.groups` for base weights, :attr:`SaveView.adapter_groups` for adapters, ``_adapter.py`` for the rest of
 PEFT's layout.
 """

@@ -1,6 +1,6 @@
 """Model families: sizes, weight names, Hugging Face configs, and the builder of all models."""
 
-from torchtune._lazy import attach, packages_in
+from torchtune._lazy import attach, modules_in
 
 __getattr__, __dir__, __all__ = attach(
     __name__,
@@ -9,7 +9,7 @@ __getattr__, __dir__, __all__ = attach(
         "DynamicRopeScaling": "_rope_scaling",
         "ExpertAdapter": "_weight_ops",
         "FusedAdapter": "_weight_ops",
-        "Group": "_weight_rows",
+        "Group": "_weight_map",
         "Identity": "_weight_ops",
         "ImageTextDescription": "_vision_description",
         "ImageTextTransform": "_image_transform",
@@ -21,25 +21,25 @@ __getattr__, __dir__, __all__ = attach(
         "Slices": "_weight_ops",
         "VisionDescription": "_vision_description",
         "WeightMap": "_weight_map",
-        "WeightMapError": "_weight_rows",
+        "WeightMapError": "_weight_map",
         "YarnRopeScaling": "_rope_scaling",
         "build": "_build",
         "from_hf_config": "_from_hf_config",
         "get_spec": "_spec",
-        "image_text_model": "_image_builders",
+        "image_text_model": "_build_vision",
         "checkpoint_tokenizer": "_image_transform",
         "image_text_transform": "_image_transform",
         "list_specs": "_spec",
-        "lora_image_text_model": "_image_builders",
+        "lora_image_text_model": "_build_vision",
         "register": "_spec",
         "spec_for_architecture": "_spec",
-        "module_prefixes": "_parts",
-        "rename_prefix": "_parts",
+        "module_prefixes": "_from_hf_config",
+        "rename_prefix": "_weight_map",
         "stored_dtype": "_from_hf_config",
-        "text_config": "_parts",
-        "text_prefixes": "_parts",
-        "with_text_config": "_parts",
+        "text_config": "_from_hf_config",
+        "text_prefixes": "_from_hf_config",
+        "with_text_config": "_from_hf_config",
     },
-    ("convert_weights", *packages_in(__path__)),
+    modules_in(__path__),
     between_rooms={"PEFT_PREFIX": "_weight_map"},
 )

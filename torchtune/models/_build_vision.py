@@ -1,13 +1,17 @@
-"""Build vision towers and vision-language models from their descriptions."""
+"""Build vision towers and vision-language models, from descriptions and from checkpoints."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 from torch import nn
 
 from torchtune.models._build import build, feed_forward
+from torchtune.models._builders import LoraAttnModules, Model, convert_to_lora
+from torchtune.models._description import ModelError
+from torchtune.models._from_hf_config import from_hf_config
 from torchtune.models._hf_vision import ImageTextFormat, read_config, write_config
 from torchtune.models._image_processors import ImageProcessor
 from torchtune.models._spec import ModelSpec
@@ -29,6 +33,8 @@ from torchtune.modules.vision_tower import (
     Standardization,
     VisionTower,
 )
+
+Part = Literal["frozen", "lora", "full"]
 
 _POSITIONS = {"interpolated": InterpolatedPositions, "classed": ClassedPositions, "axes": AxisPositions}
 
@@ -172,3 +178,148 @@ def _projector(v: VisionDescription, deep: bool = False) -> PatchMerger:
         channels_first=v.merge_channels_first,
         pools=v.merge_pools,
     )
+
+
+def adapt_parts(
+    model: Model,
+    parts: Mapping[str, Part],
+    lora_attn_modules: LoraAttnModules,
+    apply_lora_to_mlp: bool,
+    apply_lora_to_output: bool,
+    quantize_base: bool,
+    part_of: Callable[[str], str],
+    **options: Any,
+) -> Model:
+    """Add LoRA adapters to the parts that are ``"lora"``, freeze all other parameters, and return the model.
+
+    See :func:`add_lora` for the arguments, and :class:`~torchtune.modules.peft.LoRA` for ``options``; ``part_of``
+    returns the part of a module from its path.
+
+    Raises:
+        ModelError: no module would have an adapter.
+    """
+    from torchtune.modules.peft import LoRA
+
+    linears = [path for path, module in model.named_modules() if isinstance(module, nn.Linear)]
+    named = [path for path in linears if part_of(path) == "projector"]
+    if lora_attn_modules or apply_lora_to_mlp or apply_lora_to_output:
+        named += LoRA(
+            attn_modules=lora_attn_modules, apply_to_mlp=apply_lora_to_mlp, apply_to_output=apply_lora_to_output
+        ).select(model)
+    targets = [path for path in dict.fromkeys(named) if parts.get(part_of(path)) == "lora"]
+    for part, way in parts.items():
+        if way == "lora" and part not in map(part_of, targets):
+            raise ModelError(
+                f"{part} is 'lora', but lora_attn_modules and apply_lora_to_mlp name none of its layers: name "
+                "projections of attention, or choose 'frozen'."
+            )
+    return convert_to_lora(model, LoRA(target_modules=targets, **options), quantize_base)
+
+
+def check_parts(parts: Mapping[str, Part], trains: Part, otherwise: str) -> None:
+    """Raise :class:`ModelError` unless every part is ``trains`` or ``"frozen"``, and at least one is ``trains``."""
+    for part, way in parts.items():
+        if way not in ("frozen", trains):
+            hint = f" ({otherwise})" if way in ("lora", "full") else ""
+            raise ModelError(f"{part} is {way!r}: choose '{trains}' or 'frozen'{hint}.")
+    if trains not in parts.values():
+        raise ModelError(f"{', '.join(parts)} are all 'frozen': nothing would be trained, choose '{trains}' for one.")
+
+
+def image_part(path: str) -> str:
+    """Return the part of a model that a parameter or module belongs to, from its dotted path."""
+    if path.startswith("decoder."):
+        return "language_model"
+    return "projector" if "projector" in path else "vision_tower"
+
+
+def image_text_model(
+    checkpoint_dir: str | Path,
+    vision_tower: Part = "frozen",
+    projector: Part = "full",
+    language_model: Part = "full",
+) -> ImageTextModel:
+    """Build a vision-language model with image tokens from the ``config.json`` of its checkpoint.
+
+    Args:
+        checkpoint_dir: folder of the checkpoint.
+        vision_tower: ``"full"`` trains the vision tower, ``"frozen"`` does not.
+        projector: as ``vision_tower``, for the projector of the tower's output, including DeepStack projectors.
+        language_model: as ``vision_tower``, for the text decoder.
+
+    Raises:
+        ModelError: the model is a text model, a part is ``"lora"``, or all parts are frozen; further cases in
+            :func:`from_hf_config`.
+
+    Example:
+        >>> torchtune.models.image_text_model(checkpoint)
+        Traceback (most recent call last):
+        ...
+        torchtune.models._description.ModelError: ... has a model of text: use from_hf_config, or ...
+    """
+    model = _build(checkpoint_dir)
+    parts = {"vision_tower": vision_tower, "projector": projector, "language_model": language_model}
+    check_parts(parts, "full", "lora_image_text_model has adapters")
+    for path, parameter in model.named_parameters():
+        if parameter.requires_grad:  # otherwise it is a constant of the checkpoint
+            parameter.requires_grad_(parts[image_part(path)] == "full")
+    return model
+
+
+def lora_image_text_model(
+    checkpoint_dir: str | Path,
+    lora_attn_modules: LoraAttnModules,
+    vision_tower: Part = "frozen",
+    projector: Part = "frozen",
+    language_model: Part = "lora",
+    apply_lora_to_mlp: bool = False,
+    apply_lora_to_output: bool = False,
+    lora_rank: int = 8,
+    lora_alpha: float = 16,
+    lora_dropout: float = 0.0,
+    use_dora: bool = False,
+    quantize_base: bool = False,
+) -> ImageTextModel:
+    """Build a vision-language model with LoRA adapters from the ``config.json`` of its checkpoint.
+
+    Args:
+        checkpoint_dir: folder of the checkpoint.
+        lora_attn_modules: attention projections with an adapter, in the tower and in the text decoder.
+        vision_tower: ``"lora"``: the vision tower has adapters; ``"frozen"``: it has none.
+        projector: as ``vision_tower``, for all linear layers of the projector.
+        language_model: as ``vision_tower``, for the text decoder.
+        apply_lora_to_mlp: whether the feed-forward projections have an adapter.
+        apply_lora_to_output: whether the output projection has an adapter; it must not be tied to the embeddings.
+        lora_rank: rank of the adapters.
+        lora_alpha: the adapters are scaled by ``lora_alpha / lora_rank``.
+        lora_dropout: dropout probability of the adapters' input.
+        use_dora: train the magnitude of the adapted weights separately (DoRA).
+        quantize_base: quantize the frozen base weights to NF4.
+
+    Raises:
+        ModelError: the model is a text model, a part is ``"full"``, which adapter files cannot store, or all parts are
+            frozen; further cases in :func:`from_hf_config`.
+    """
+    model = _build(checkpoint_dir)
+    parts = {"vision_tower": vision_tower, "projector": projector, "language_model": language_model}
+    check_parts(parts, "lora", "adapter files cannot store other weights: image_text_model trains them")
+    return adapt_parts(
+        model,
+        parts,
+        lora_attn_modules,
+        apply_lora_to_mlp,
+        apply_lora_to_output,
+        quantize_base,
+        image_part,
+        rank=lora_rank,
+        alpha=lora_alpha,
+        dropout=lora_dropout,
+        use_dora=use_dora,
+    )
+
+
+def _build(checkpoint_dir: str | Path) -> ImageTextModel:
+    model = from_hf_config(checkpoint_dir, images=True)
+    if not isinstance(model, ImageTextModel):
+        raise ModelError(f"{checkpoint_dir} has a model of text: use from_hf_config, or the builder of its size.")
+    return model

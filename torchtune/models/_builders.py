@@ -3,6 +3,7 @@
 import inspect
 import re
 import sys
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Literal, TypeVar, get_type_hints
@@ -10,14 +11,14 @@ from typing import Any, Literal, TypeVar, get_type_hints
 from torch import nn
 
 from torchtune.models._build import build
-from torchtune.models._description import Description, ModelError
+from torchtune.models._description import Description
 from torchtune.models._rope_scaling import Llama3RopeScaling
 from torchtune.models._spec import ModelSpec
+from torchtune.modules.classifier import classifier_model
 from torchtune.modules.transformer import TransformerDecoder
 
 LoraAttnModules = list[Literal["q_proj", "k_proj", "v_proj", "output_proj"]]
 Builder = Callable[..., TransformerDecoder]
-Part = Literal["frozen", "lora", "full"]
 Model = TypeVar("Model", bound=nn.Module)
 
 _LORA_DOC = """
@@ -223,61 +224,15 @@ def add_lora(
         apply_to_output=apply_lora_to_output,
         use_dora=use_dora,
     )
-    return _converted(model, lora, quantize_base)
+    return convert_to_lora(model, lora, quantize_base)
 
 
-def _converted(model: Model, lora: Any, quantize_base: bool) -> Model:
+def convert_to_lora(model: Model, lora: Any, quantize_base: bool) -> Model:
     from torchtune.modules.conversion import apply_conversions
     from torchtune.modules.low_precision import QuantizeBase
 
     apply_conversions(model, [QuantizeBase(), lora] if quantize_base else [lora])
     return model
-
-
-def adapt_parts(
-    model: Model,
-    parts: Mapping[str, Part],
-    lora_attn_modules: LoraAttnModules,
-    apply_lora_to_mlp: bool,
-    apply_lora_to_output: bool,
-    quantize_base: bool,
-    part_of: Callable[[str], str],
-    **options: Any,
-) -> Model:
-    """Add LoRA adapters to the parts that are ``"lora"``, freeze all other parameters, and return the model.
-
-    See :func:`add_lora` for the arguments, and :class:`~torchtune.modules.peft.LoRA` for ``options``; ``part_of``
-    returns the part of a module from its path.
-
-    Raises:
-        ModelError: no module would have an adapter.
-    """
-    from torchtune.modules.peft import LoRA
-
-    linears = [path for path, module in model.named_modules() if isinstance(module, nn.Linear)]
-    named = [path for path in linears if part_of(path) == "projector"]
-    if lora_attn_modules or apply_lora_to_mlp or apply_lora_to_output:
-        named += LoRA(
-            attn_modules=lora_attn_modules, apply_to_mlp=apply_lora_to_mlp, apply_to_output=apply_lora_to_output
-        ).select(model)
-    targets = [path for path in dict.fromkeys(named) if parts.get(part_of(path)) == "lora"]
-    for part, way in parts.items():
-        if way == "lora" and part not in map(part_of, targets):
-            raise ModelError(
-                f"{part} is 'lora', but lora_attn_modules and apply_lora_to_mlp name none of its layers: name "
-                "projections of attention, or choose 'frozen'."
-            )
-    return _converted(model, LoRA(target_modules=targets, **options), quantize_base)
-
-
-def check_parts(parts: Mapping[str, Part], trains: Part, otherwise: str) -> None:
-    """Raise :class:`ModelError` unless every part is ``trains`` or ``"frozen"``, and at least one is ``trains``."""
-    for part, way in parts.items():
-        if way not in ("frozen", trains):
-            hint = f" ({otherwise})" if way in ("lora", "full") else ""
-            raise ModelError(f"{part} is {way!r}: choose '{trains}' or 'frozen'{hint}.")
-    if trains not in parts.values():
-        raise ModelError(f"{', '.join(parts)} are all 'frozen': nothing would be trained, choose '{trains}' for one.")
 
 
 def scale_hidden_dim_for_mlp(dim: int, multiple_of: int = 256) -> int:
@@ -337,3 +292,40 @@ def _size_of(name: str) -> str:
         return name.rpartition("_")[2]
     number, unit, rest = found.groups()
     return f"{number.replace('_', '.')}{unit.upper()}" + (f" {rest.replace('_', ' ')}" if rest else "")
+
+
+_NEW = "Use torchtune.modules.classifier_model instead."
+
+
+def classifier_builders(module: str, bases: Mapping[str, Builder]) -> dict[str, Callable[..., nn.Module]]:
+    """Make the classifier variants ``x_classifier`` of builders ``x``, as attributes of a module."""
+    names = {f"{name}_classifier": base for name, base in bases.items()}
+    return exported(module, {name: _classifier_builder(base, name, module) for name, base in names.items()})
+
+
+def _classifier_builder(base: Builder, name: str, module: str) -> Callable[..., nn.Module]:
+    """Make the classifier variant of a builder, with the additional argument ``num_classes``.
+
+    Args:
+        base: builder of the language model, with or without LoRA.
+        name: name of the new function.
+        module: ``__name__`` of the module that exports it.
+    """
+    own = inspect.signature(base)
+    path = f"{base.__module__}.{base.__name__}"
+    kind = inspect.Parameter.KEYWORD_ONLY if "lora_attn_modules" in own.parameters else None
+    classes = inspect.Parameter("num_classes", kind or inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=int)
+    rest = [
+        parameter if kind else parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+        for parameter in own.parameters.values()
+    ]
+    at = next((i for i, parameter in enumerate(rest) if parameter.kind is kind), len(rest)) if kind else 0
+    signature = own.replace(parameters=[*rest[:at], classes, *rest[at:]], return_annotation=nn.Module)
+
+    def builder(*args: Any, **kwargs: Any) -> nn.Module:
+        warnings.warn(f"{name} is deprecated. {_NEW}", FutureWarning, stacklevel=2)
+        values = dict(signature.bind(*args, **kwargs).arguments)
+        return classifier_model(values.pop("num_classes"), path, **values)
+
+    builder.__signature__ = signature
+    return dress(builder, name, module, f"Build :func:`{base.__name__}` with ``num_classes`` outputs. {_NEW}")

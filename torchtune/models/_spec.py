@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from torchtune._lazy import packages_in
+from torchtune._lazy import modules_in
 from torchtune.models._description import Description, ModelError
 from torchtune.models._parallel_plan import decoder_plan
 from torchtune.models._weight_map import WeightMap
@@ -152,11 +152,11 @@ _registered: dict[str, ModelSpec] = {}
 
 @cache
 def _builtin() -> Mapping[str, ModelSpec]:
-    """Return the built-in families by name: packages in this folder with a ``SPEC`` named like the package."""
+    """Return the built-in families by name: modules in this folder with a ``SPEC`` named like the module."""
     specs = {}
-    for name in packages_in([str(Path(__file__).parent)]):
+    for name in modules_in([str(Path(__file__).parent)]):
         spec = getattr(importlib.import_module(f"torchtune.models.{name}"), "SPEC", None)
-        # Other packages are parts of families, or re-export sizes of another family.
+        # Other modules are parts of families, or re-export sizes of another family.
         if spec is not None and spec.name == name:
             specs[name] = spec
     return specs

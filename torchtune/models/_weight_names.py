@@ -5,9 +5,8 @@ from dataclasses import replace
 from functools import partial
 
 from torchtune.models._mixers import Names
-from torchtune.models._weight_map import WeightMap
+from torchtune.models._weight_map import Row, Tied, WeightMap
 from torchtune.models._weight_ops import FusedExperts, Identity, InterleaveRope, Op, Split, Stack
-from torchtune.models._weight_rows import Row, Tied
 
 # Modules of a layer: name in each format, and attribute of the description that states the condition.
 _LINEARS = (

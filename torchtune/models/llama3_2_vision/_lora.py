@@ -4,7 +4,8 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torchtune.models._builders import LoraAttnModules, Model, adapt_parts, check_parts, dress
+from torchtune.models._build_vision import adapt_parts, check_parts
+from torchtune.models._builders import LoraAttnModules, Model, dress
 
 
 def part_of(path: str) -> str:

@@ -4,7 +4,8 @@ from dataclasses import replace
 from functools import partial
 
 from torchtune._lazy import former_names
-from torchtune.models._builders import Builder, LoraAttnModules, Part, check_parts, dress
+from torchtune.models._build_vision import Part, check_parts
+from torchtune.models._builders import Builder, LoraAttnModules, dress
 from torchtune.models._description import ModelError
 from torchtune.models._rope_scaling import Llama3RopeScaling
 from torchtune.models._spec import ModelSpec
