@@ -22,6 +22,7 @@ from torchtune.modules.model_fusion import EarlyFusionModel
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "model_table.txt"
+MIXERS = {"DeltaNetMixer": "linear attention", "Mamba2Mixer": "Mamba", "ShortConvMixer": "convolutions"}
 
 
 @functools.cache
@@ -59,6 +60,7 @@ def features(d: Description) -> list[str]:
         (d.rope_scaling is not None, type(d.rope_scaling).__name__.removesuffix("RopeScaling").lower() + " positions"),
         (d.rope_dim < d.head_dim and not d.kv_latent_dim, "partial rotation"),
         (bool(d.kv_latent_dim), "latent attention"),
+        (d.mixer is not None, f"{MIXERS.get(type(d.mixer).__name__)} in some layers"),
         (d.chunk is not None, "attention in chunks"),
         (bool(d.unrotated_layers), "layers without positions"),
         (d.logit_softcap is not None, "soft caps"),

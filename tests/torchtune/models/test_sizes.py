@@ -14,7 +14,7 @@ import torch
 import torchtune.models
 from tests.torchtune.checkpoints.small import OF_TEXT, config_class
 from tests.torchtune.models.conftest import on_disk
-from tests.torchtune.models.published import COUNTED, DIMENSIONS, OF_SIZES, PUBLISHED, STATED
+from tests.torchtune.models.families import COUNTED, DIMENSIONS, OF_SIZES, PUBLISHED, STATED
 from torchtune._lazy import modules_in
 from torchtune.models import Description, get_spec
 from torchtune.modules.conversion import apply_conversions
