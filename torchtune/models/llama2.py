@@ -41,7 +41,7 @@ COMPONENTS = component_builders(
     "Llama 2",
     SPEC,
     Description,
-    "vocab_size num_layers num_heads num_kv_heads embed_dim max_seq_len",
+    ("vocab_size", "num_layers", "num_heads", "num_kv_heads", "embed_dim", "max_seq_len"),
     attn_dropout=0.0,
     intermediate_dim=None,
     norm_eps=1e-5,

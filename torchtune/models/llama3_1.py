@@ -27,7 +27,7 @@ COMPONENTS = component_builders(
     "Llama 3.1",
     SPEC,
     llama3_scaled,
-    "vocab_size num_layers num_heads num_kv_heads embed_dim max_seq_len",
+    ("vocab_size", "num_layers", "num_heads", "num_kv_heads", "embed_dim", "max_seq_len"),
     attn_dropout=0.0,
     rope_base=500_000,
     intermediate_dim=None,

@@ -67,7 +67,7 @@ COMPONENTS = component_builders(
     "Mistral",
     SPEC,
     Description,
-    "vocab_size num_layers num_heads num_kv_heads embed_dim intermediate_dim max_seq_len",
+    ("vocab_size", "num_layers", "num_heads", "num_kv_heads", "embed_dim", "intermediate_dim", "max_seq_len"),
     attn_dropout=0.0,
     norm_eps=1e-5,
     rope_base=10_000,

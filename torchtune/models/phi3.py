@@ -61,7 +61,7 @@ COMPONENTS = component_builders(
     "Phi-3",
     SPEC,
     phi3_description,
-    "vocab_size num_layers num_heads num_kv_heads embed_dim intermediate_dim max_seq_len",
+    ("vocab_size", "num_layers", "num_heads", "num_kv_heads", "embed_dim", "intermediate_dim", "max_seq_len"),
     attn_dropout=0.0,
     norm_eps=1e-5,
     rope_base=10_000,

@@ -89,7 +89,7 @@ def qwen_components(module: str, name: str, title: str, spec: ModelSpec, qk_norm
         title,
         spec,
         partial(_describe, qk_norm=qk_norm),
-        "vocab_size num_layers num_heads num_kv_heads embed_dim intermediate_dim max_seq_len",
+        ("vocab_size", "num_layers", "num_heads", "num_kv_heads", "embed_dim", "intermediate_dim", "max_seq_len"),
         head_dim=None,
         attn_dropout=0.0,
         norm_eps=1e-5,

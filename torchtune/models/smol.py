@@ -44,7 +44,7 @@ COMPONENTS = component_builders(
     "SmolLM 2",
     SPEC,
     llama3_scaled,
-    "num_layers num_heads num_kv_heads embed_dim intermediate_dim",
+    ("num_layers", "num_heads", "num_kv_heads", "embed_dim", "intermediate_dim"),
     max_seq_len=8192,
     vocab_size=49_152,
     attn_dropout=0.0,

@@ -15,7 +15,7 @@ import torch
 from torchtune.data import DataError, PromptTemplateInterface, TemplateType, as_messages, get_prompt_template
 from torchtune.models._build import build
 from torchtune.models._build_vision import Part, adapt_parts, build_tower, check_parts, image_part
-from torchtune.models._builders import Builder, LoraAttnModules, dress, exported
+from torchtune.models._builders import Builder, LoraAttnModules, export, named_function
 from torchtune.models._description import ModelError
 from torchtune.models._image_transform import ImageEncoder
 from torchtune.models._spec import get_spec
@@ -285,16 +285,16 @@ def _early_fusion_builders(name: str, title: str) -> dict[str, Builder]:
                 use_dora=use_dora,
             )
 
-        return dress(lora, lora_name, __name__, _LORA_DOC.format(title=title, image_size=_IMAGE_SIZE))
+        return named_function(lora, lora_name, __name__, _LORA_DOC.format(title=title, image_size=_IMAGE_SIZE))
 
     return {
-        name: dress(full, name, __name__, _DOC.format(title=title, image_size=_IMAGE_SIZE)),
+        name: named_function(full, name, __name__, _DOC.format(title=title, image_size=_IMAGE_SIZE)),
         f"lora_{name}": lora_builder(f"lora_{name}", quantize_by_default=False),
         f"qlora_{name}": lora_builder(f"qlora_{name}", quantize_by_default=True),
     }
 
 
-BUILDERS = exported(
+BUILDERS = export(
     __name__,
     {
         **_early_fusion_builders("llama4_scout_17b_16e", "Llama 4 Scout 17B-16E"),
