@@ -42,7 +42,7 @@ FORMAT = HFFormat(
     "interleaved",
     biases="attention_bias",
     fixed=(("router_scores", "sigmoid"), ("router_selection_bias", True)),
-    own=router_fields(experts_per_token=8, scale=2.5, groups=8, top=4),
+    extra_fields=router_fields(experts_per_token=8, scale=2.5, groups=8, top=4),
     read_more=_read,
     write_more=_write,
     defaults=(("max_position_embeddings", 4096),),

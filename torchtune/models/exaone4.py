@@ -34,7 +34,7 @@ _FORMAT = HFFormat(
     window_layers=4,
     rotates_windows_only=True,
     fixed=(("norm_order", "post"),),
-    only=(("sliding_window_pattern", 4),),
+    required_values=(("sliding_window_pattern", 4),),
     prepare=_prepare,
     defaults=(
         ("num_key_value_heads", 32),

@@ -78,8 +78,8 @@ FORMAT = HFFormat(
     biases="attention_bias",
     has_mlp_bias=True,
     fixed=(("mixer_beside_attn", True),),
-    own=(("embedding_multiplier", "embed_scale", 1.0), ("lm_head_multiplier", "hidden_scale", 1.0)),
-    only=(("projectors_bias", False),),
+    extra_fields=(("embedding_multiplier", "embed_scale", 1.0), ("lm_head_multiplier", "hidden_scale", 1.0)),
+    required_values=(("projectors_bias", False),),
     # Used in generation only, or implied by the architecture.
     unused=("num_logits_to_keep", "layer_types", "layers_block_type"),
     read_more=_read,

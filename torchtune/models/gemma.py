@@ -32,7 +32,7 @@ FORMAT = HFFormat(
     biases="attention_bias",
     activation=("hidden_act", "gelu_pytorch_tanh"),
     fixed=(("norm_unit_offset", True),),
-    only=(("hidden_activation", "gelu_pytorch_tanh"),),
+    required_values=(("hidden_activation", "gelu_pytorch_tanh"),),
     read_more=_read,
     defaults=(
         ("head_dim", 256),

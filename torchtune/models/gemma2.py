@@ -65,7 +65,7 @@ FORMAT = HFFormat(
     window_layers=2,
     activation=("hidden_activation", "gelu_pytorch_tanh"),
     fixed=(("norm_unit_offset", True), ("norm_order", "both")),
-    only=(("use_bidirectional_attention", False),),
+    required_values=(("use_bidirectional_attention", False),),
     read_more=partial(read_softcaps, attn=50.0, final=30.0),
     write_more=write_softcaps,
     defaults=(

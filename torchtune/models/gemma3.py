@@ -42,7 +42,10 @@ FORMAT = HFFormat(
     ropes=("window",),
     activation=("hidden_activation", "gelu_pytorch_tanh"),
     fixed=(("norm_unit_offset", True), ("norm_order", "both")),
-    only=(("use_bidirectional_attention", False), ("attn_logit_softcapping", None)),  # transformers ignores the second
+    required_values=(
+        ("use_bidirectional_attention", False),
+        ("attn_logit_softcapping", None),
+    ),  # transformers ignores the second
     read_more=_read,
     write_more=_write,
     defaults=(

@@ -46,7 +46,7 @@ _FORMAT = replace(
     model_type="gemma4_unified",
     text=TEXT_FORMAT,
     vision_type="gemma4_unified_vision",
-    own=(
+    tower_fields=(
         ("mm_embed_dim", "embed_dim", 3840),
         ("mm_posemb_size", "positions_side", 1120),
         ("rms_norm_eps", "merge_norm_eps", 1e-6),

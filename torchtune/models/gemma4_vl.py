@@ -96,7 +96,7 @@ FORMAT = ImageTextFormat(
     "gemma4",
     TEXT_FORMAT,
     vision_type="gemma4_vision",
-    own=(
+    tower_fields=(
         *ImageTextFormat.sizes(embed_dim=768, intermediate_dim=3072, num_layers=16, num_heads=12, patch_size=16),
         ("pooling_kernel_size", "merge", 3),
         ("position_embedding_size", "positions_side", 10_240),

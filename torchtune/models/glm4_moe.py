@@ -38,7 +38,7 @@ _FORMAT = HFFormat(
     output_bias=False,
     ropes=("partial",),
     fixed=(("router_scores", "sigmoid"), ("router_selection_bias", True)),
-    own=router_fields(experts_per_token=8),
+    extra_fields=router_fields(experts_per_token=8),
     read_more=_read,
     write_more=_write,
     defaults=(

@@ -46,7 +46,7 @@ _FORMAT = HFFormat(
     "interleaved",
     biases="attention_bias",
     fixed=(("router_scores", "sigmoid"), ("router_selection_bias", True)),
-    own=router_fields(experts_per_token=4, scale=1.8),
+    extra_fields=router_fields(experts_per_token=4, scale=1.8),
     read_more=_read,
     write_more=_write,
     defaults=(("max_position_embeddings", 202_752), ("rms_norm_eps", 1e-5)),

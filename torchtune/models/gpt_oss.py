@@ -36,13 +36,13 @@ _FORMAT = HFFormat(
     windows="sliding_window",
     window_layers=2,
     fixed=(("router_normalize", True), ("router_bias", True), ("attn_sinks", True)),
-    own=(
+    extra_fields=(
         ("num_local_experts", "num_experts", 128),
         ("num_experts_per_tok", "experts_per_token", 4),
         ("swiglu_limit", "expert_limit", 7.0),
         ("router_aux_loss_coef", "router_balance", 0.001),
     ),
-    only=(("swiglu_alpha", 1.702),),
+    required_values=(("swiglu_alpha", 1.702),),
     read_more=_read,
     defaults=(
         ("attention_bias", True),

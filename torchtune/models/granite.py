@@ -31,7 +31,7 @@ FORMAT = HFFormat(
     "half",
     biases="attention_bias",
     has_mlp_bias=True,
-    own=(("embedding_multiplier", "embed_scale", 1.0), ("residual_multiplier", "residual_scale", 1.0)),
+    extra_fields=(("embedding_multiplier", "embed_scale", 1.0), ("residual_multiplier", "residual_scale", 1.0)),
     read_more=read_multipliers,
     write_more=write_multipliers,
     defaults=(("max_position_embeddings", 2048),),

@@ -81,7 +81,7 @@ FORMAT = HFFormat(
     "half",
     biases="attention_bias",
     mixer_kind="linear_attention",
-    own=(("embedding_multiplier", "embed_scale", 1.0), ("residual_multiplier", "residual_scale", 1.0)),
+    extra_fields=(("embedding_multiplier", "embed_scale", 1.0), ("residual_multiplier", "residual_scale", 1.0)),
     unused=("time_step_limit", *(f"mamba_{name}" for name in _OF_MAMBA)),
     read_more=_read,
     write_more=_write,

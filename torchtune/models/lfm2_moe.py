@@ -37,7 +37,7 @@ _FORMAT = replace(
     architecture="Lfm2MoeForCausalLM",
     model_type="lfm2_moe",
     fixed=(("router_scores", "sigmoid"), ("router_sum_eps", 1e-6)),
-    own=(
+    extra_fields=(
         ("num_experts", "num_experts", 32),
         ("num_experts_per_tok", "experts_per_token", 4),
         ("moe_intermediate_size", "expert_dim", 1792),

@@ -30,7 +30,7 @@ _FORMAT = ImageTextFormat(
     "llama4",
     FORMAT,
     vision_type="llama4_vision_model",
-    own=(
+    tower_fields=(
         *ImageTextFormat.sizes(embed_dim=768, intermediate_dim=5632, num_layers=34, num_heads=16, patch_size=14),
         ("num_channels", "num_channels", 3),
         ("vision_output_dim", "projector_dim", 7680),

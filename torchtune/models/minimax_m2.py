@@ -26,13 +26,13 @@ _FORMAT = HFFormat(
         ("router_normalize", True),
         ("router_selection_bias", True),
     ),
-    own=(
+    extra_fields=(
         ("num_local_experts", "num_experts", 256),
         ("num_experts_per_tok", "experts_per_token", 8),
         ("intermediate_size", "expert_dim", 1536),
         ("router_aux_loss_coef", "router_balance", 0.001),
     ),
-    only=(
+    required_values=(
         ("qk_norm_type", "per_layer"),
         ("scoring_func", "sigmoid"),
         ("use_qk_norm", True),

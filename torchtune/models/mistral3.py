@@ -97,7 +97,7 @@ _FORMAT = ImageTextFormat(
     "mistral3",
     replace(MISTRAL, defaults=_TEXT_DEFAULTS),
     vision_type="pixtral",
-    own=(
+    tower_fields=(
         *ImageTextFormat.sizes(embed_dim=1024, intermediate_dim=4096, num_layers=24, num_heads=16, patch_size=16),
         ("num_channels", "num_channels", 3),
         ("hidden_act", "activation", "gelu"),

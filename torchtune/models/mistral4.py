@@ -46,7 +46,7 @@ _FORMAT = HFFormat(
     "interleaved",
     biases="attention_bias",
     ropes=("partial", "growth"),
-    own=router_fields(experts_per_token=4),
+    extra_fields=router_fields(experts_per_token=4),
     read_more=_read,
     write_more=_write,
     defaults=(("max_position_embeddings", 1_048_576), ("rope_parameters", _DEFAULT)),

@@ -13,7 +13,7 @@ _FORMAT = HFFormat(
     "interleaved",
     windows="sliding_window",
     fixed=(("router_normalize", True),),
-    own=(
+    extra_fields=(
         ("num_local_experts", "num_experts", 8),
         ("num_experts_per_tok", "experts_per_token", 2),
         ("intermediate_size", "expert_dim", 14_336),

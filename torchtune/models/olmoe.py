@@ -24,7 +24,7 @@ _FORMAT = HFFormat(
     biases="attention_bias",
     qk_norm="before_rope",
     fixed=(("qk_norm_whole", True),),
-    own=(
+    extra_fields=(
         ("num_experts_per_tok", "experts_per_token", 8),
         ("intermediate_size", "expert_dim", 2048),
         ("norm_topk_prob", "router_normalize", False),

@@ -56,7 +56,7 @@ _FORMAT = ImageTextFormat(
     "qwen2_5_vl",
     _TEXT,
     vision_type="qwen2_5_vl_vision",
-    own=tuple((theirs, ours, _DEFAULTS.get(theirs, default)) for theirs, ours, default in TOWER_FIELDS),
+    tower_fields=tuple((theirs, ours, _DEFAULTS.get(theirs, default)) for theirs, ours, default in TOWER_FIELDS),
     tokens=(("image_token_id", 151_655), ("video_token_id", 151_656)),
     fixed={
         "patch_bias": False,

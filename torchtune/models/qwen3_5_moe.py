@@ -32,7 +32,7 @@ FORMAT = HFFormat(
         ("shared_expert_gate", True),
         ("router_normalize", True),
     ),
-    own=(
+    extra_fields=(
         ("num_experts", "num_experts", 256),
         ("num_experts_per_tok", "experts_per_token", 8),
         ("moe_intermediate_size", "expert_dim", 512),

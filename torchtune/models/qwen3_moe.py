@@ -37,7 +37,7 @@ _FORMAT = HFFormat(
     biases="attention_bias",
     qk_norm="before_rope",
     windows="use_sliding_window",
-    own=(
+    extra_fields=(
         ("num_experts_per_tok", "experts_per_token", 8),
         ("moe_intermediate_size", "expert_dim", 768),
         ("norm_topk_prob", "router_normalize", False),

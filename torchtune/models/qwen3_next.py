@@ -41,7 +41,7 @@ _FORMAT = HFFormat(
     mixer_kind="linear_attention",
     ropes=("partial",),
     fixed=(("attn_gate", True), ("norm_unit_offset", True), ("shared_expert_gate", True)),
-    own=(
+    extra_fields=(
         ("num_experts", "num_experts", 512),
         ("num_experts_per_tok", "experts_per_token", 10),
         ("moe_intermediate_size", "expert_dim", 512),

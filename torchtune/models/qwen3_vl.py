@@ -159,7 +159,7 @@ def qwen_format(
         model_type,
         text,
         vision_type=f"{model_type}_vision",
-        own=TOWER_FIELDS,
+        tower_fields=TOWER_FIELDS,
         fixed={"positions": "interpolated", "rope": "axial", "merge_norm": "layer", "merge_norm_eps": 1e-6},
         read_vision=partial(_read, deep_layers=deep_layers),
         write_vision=_write,
@@ -239,7 +239,7 @@ _MOE = replace(
     _DENSE,
     architecture="Qwen3VLMoeForConditionalGeneration",
     model_type="qwen3_vl_moe_text",
-    own=(
+    extra_fields=(
         ("num_experts_per_tok", "experts_per_token", 4),
         ("moe_intermediate_size", "expert_dim", 1408),
         ("router_aux_loss_coef", "router_balance", 0.001),

@@ -105,7 +105,7 @@ FORMAT = ImageTextFormat(
     "smolvlm",
     replace(LLAMA, defaults=(*LLAMA.defaults, ("rms_norm_eps", 1e-5))),
     vision_type="smolvlm_vision",
-    own=(
+    tower_fields=(
         *ImageTextFormat.sizes(embed_dim=1152, intermediate_dim=3072, num_layers=12, num_heads=16, patch_size=32),
         ("num_channels", "num_channels", 3),
         ("layer_norm_eps", "norm_eps", 1e-6),

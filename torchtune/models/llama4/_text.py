@@ -72,7 +72,7 @@ FORMAT = HFFormat(
     biases="attention_bias",
     mixer_kind="chunked_attention",
     fixed=(("router_scores", "sigmoid"), ("router_scales_input", True)),
-    own=(
+    extra_fields=(
         ("num_experts_per_tok", "experts_per_token", 1),
         ("use_qk_norm", "qk_unit_norm", True),
         ("router_aux_loss_coef", "router_balance", 0.001),
