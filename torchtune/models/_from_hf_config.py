@@ -29,9 +29,11 @@ _TEXT_ARCHITECTURES = {
     "qwen3_5_text": "Qwen3_5ForCausalLM",
 }
 # Composite models that are always built completely.
-_WHOLE = (
-    *("MllamaForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"),
-    *("Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration"),
+_COMPOSITE_ONLY = (
+    "MllamaForConditionalGeneration",
+    "Qwen2_5_VLForConditionalGeneration",
+    "Qwen3VLForConditionalGeneration",
+    "Qwen3VLMoeForConditionalGeneration",
 )
 # Fields of the composite config that also apply to the text decoder.
 _SHARED_FIELDS = ("bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings", "dtype", "torch_dtype")
@@ -62,8 +64,10 @@ def text_prefixes(names: Iterable[str]) -> dict[str, str]:
         return {}
     for layout in _LAYOUTS:
         if any(name.startswith(layout["model."]) for name in names):
-            alone = any(name.startswith("lm_head.") for name in names)
-            return {**layout, "lm_head.": "lm_head."} if alone else dict(layout)
+            prefixes = dict(layout)
+            if any(name.startswith("lm_head.") for name in names):  # the output projection is outside of the decoder
+                prefixes["lm_head."] = "lm_head."
+            return prefixes
     return {}
 
 
@@ -91,27 +95,38 @@ def text_config(config: Mapping[str, Any], images: bool = False) -> dict[str, An
     Raises:
         ModelError: the text decoder is not supported, or ``architectures`` is not a list of names.
     """
-    architecture = architecture_of(config)
-    inner, quantization = config.get("text_config"), config.get("quantization_config")
-    if not isinstance(inner, Mapping) or images or architecture in _WHOLE:
-        return {key: value for key, value in config.items() if key != "quantization_config" or not _is_readable(value)}
-    if str(inner.get("model_type")) not in _TEXT_ARCHITECTURES:
+    composite_only = architecture_of(config) in _COMPOSITE_ONLY
+    text = config.get("text_config")
+    quantization = config.get("quantization_config")
+    if not isinstance(text, Mapping) or images or composite_only:
+        whole_config = dict(config)
+        if _is_readable(quantization):
+            whole_config.pop("quantization_config", None)
+        return whole_config
+    text_type = text.get("model_type")
+    if str(text_type) not in _TEXT_ARCHITECTURES:
         raise ModelError(
-            f"config.json: a text tower of model_type = {shown(inner.get('model_type'))} cannot be read; there are: "
+            f"config.json: a text tower of model_type = {shown(text_type)} cannot be read; there are: "
             f"{', '.join(_TEXT_ARCHITECTURES)}."
         )
-    shared = {key: config[key] for key in _SHARED_FIELDS if config.get(key) is not None}
+    decoder_config = dict(text)
+    for name in _SHARED_FIELDS:
+        if config.get(name) is not None:
+            decoder_config[name] = config[name]
     if quantization and not _is_readable(quantization):
-        shared["quantization_config"] = quantization
-    return {**inner, **shared, "architectures": [_TEXT_ARCHITECTURES[inner["model_type"]]]}
+        decoder_config["quantization_config"] = quantization
+    decoder_config["architectures"] = [_TEXT_ARCHITECTURES[text_type]]
+    return decoder_config
 
 
 def _is_readable(quantization: object) -> bool:
     """Return whether checkpoints with this ``quantization_config`` can be dequantized when they are loaded."""
-    method = quantization.get("quant_method") if isinstance(quantization, Mapping) else None
-    return method == "compressed-tensors" or (
-        method == "fp8" and quantization.get("fmt", "e4m3") in ("e4m3", "float8_e4m3fn")
-    )
+    if not isinstance(quantization, Mapping):
+        return False
+    method = quantization.get("quant_method")
+    if method == "fp8":
+        return quantization.get("fmt", "e4m3") in ("e4m3", "float8_e4m3fn")
+    return method == "compressed-tensors"
 
 
 def with_text_config(config: Mapping[str, Any], text: Mapping[str, Any]) -> dict[str, Any]:
@@ -124,18 +139,28 @@ def with_text_config(config: Mapping[str, Any], text: Mapping[str, Any]) -> dict
     Returns:
         ``config`` with ``text`` in ``text_config`` and the shared fields updated.
     """
-    inner = config["text_config"]
-    own = {key: value for key, value in text.items() if key in inner or key not in _SHARED_FIELDS}
-    own.pop("architectures", None)
-    own |= {key: inner[key] for key in ("architectures",) if key in inner}
-    shared = {key: text[key] for key in _SHARED_FIELDS if key in config and key in text}
-    whole = {**config, **shared, "text_config": own}
-    whole.pop("quantization_config", None)  # exported weights are not quantized
-    return whole
+    former_text = config["text_config"]
+    text_config = {}
+    for name, value in text.items():
+        # Shared fields stay where the file had them.
+        if name != "architectures" and (name in former_text or name not in _SHARED_FIELDS):
+            text_config[name] = value
+    if "architectures" in former_text:
+        text_config["architectures"] = former_text["architectures"]
+    composite = {**config, "text_config": text_config}
+    for name in _SHARED_FIELDS:
+        if name in config and name in text:
+            composite[name] = text[name]
+    composite.pop("quantization_config", None)  # exported weights are not quantized
+    return composite
 
 
-_STORED = {
-    str(dtype).removeprefix("torch."): dtype for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+# Names of dtypes in config.json.
+_STORED_DTYPES = {
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float32": torch.float32,
+    "float64": torch.float64,
 }
 
 
@@ -190,8 +215,11 @@ def stored_dtype(checkpoint_dir: str | Path | None) -> torch.dtype | None:
         >>> torchtune.models.stored_dtype(checkpoint)
         torch.float32
     """
-    if checkpoint_dir is None or not (path := Path(checkpoint_dir) / "config.json").is_file():
+    if checkpoint_dir is None:
+        return None
+    path = Path(checkpoint_dir) / "config.json"
+    if not path.is_file():
         return None
     config = text_config(read_json(path, ModelError))
     name = config.get("dtype", config.get("torch_dtype"))
-    return _STORED.get(name) if isinstance(name, str) else None
+    return _STORED_DTYPES.get(name) if isinstance(name, str) else None

@@ -8,7 +8,7 @@ from torchtune.models._hf_fields import Fields, is_number, is_whole
 from torchtune.models._mixers import DeltaNetMixer, Mamba2Mixer, Names
 from torchtune.models._weight_ops import HeadGroups
 
-# Fields that transformers does not read.
+# Fields of experts that transformers does not read; two are numbers of MTP layers, which are not trained.
 _UNUSED = ("ep_size", "aux_loss_alpha", "seq_aux", "auto_map", "num_nextn_predict_layers", "num_mtp_layers")
 
 
@@ -32,12 +32,14 @@ def read_experts(fields: Fields, number: int, width: int, *, first_dense: int) -
         width: default width of an expert.
         first_dense: default number of leading layers without experts.
     """
-    fields.skip(*_UNUSED)  # two of them are numbers of MTP layers, which are not trained
+    fields.skip(*_UNUSED)
     fields.require(scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1)
-    width, layers = fields.take("moe_intermediate_size", width), fields.take("num_hidden_layers")
+    width = fields.take("moe_intermediate_size", width)
+    num_layers = fields.take("num_hidden_layers")
+    num_dense_layers = min(fields.take("first_k_dense_replace", first_dense), num_layers)
     return {
         "num_experts": fields.take("n_routed_experts", fields.take("num_local_experts", number)),
-        "expertless_layers": tuple(range(min(fields.take("first_k_dense_replace", first_dense), layers))),
+        "expertless_layers": tuple(range(num_dense_layers)),
         "shared_expert_dim": fields.take("n_shared_experts", 1) * width,
         "expert_dim": width,
     }
@@ -65,19 +67,26 @@ def read_latents(fields: Fields, *, kv: int, queries: int, keys: int, values: in
         values: default size of a value.
         whole_head: whether ``head_dim``, if present, counts all channels of a key, instead of only the rotated ones.
     """
-    turning, fixed = fields.take("qk_rope_head_dim", 64), fields.take("qk_nope_head_dim", keys)
+    rope_dim = fields.take("qk_rope_head_dim", 64)
+    unrotated_dim = fields.take("qk_nope_head_dim", keys)
     fields.skip("qk_head_dim", "num_key_value_heads")  # redundant: the sum of the two sizes, and num_attention_heads
-    parts = "qk_nope_head_dim + qk_rope_head_dim" if whole_head else "qk_rope_head_dim"
-    size = turning + fixed * whole_head
+    if whole_head:
+        size_name = "qk_nope_head_dim + qk_rope_head_dim"
+        size = unrotated_dim + rope_dim
+    else:
+        size_name = "qk_rope_head_dim"
+        size = rope_dim
     if fields.take("head_dim", size) != size:
-        raise ModelError(f"config.json has head_dim = {fields.peek('head_dim')}, where {parts} is {size}: correct one.")
-    no_latent = fields.has("q_lora_rank") and fields.peek("q_lora_rank") is None
+        raise ModelError(
+            f"config.json has head_dim = {fields.peek('head_dim')}, where {size_name} is {size}: correct one."
+        )
+    has_query_latent = not fields.has("q_lora_rank") or fields.peek("q_lora_rank") is not None
     return {
         "num_kv_heads": fields.take("num_attention_heads"),
-        "head_dim": turning + fixed,
-        "rope_dim": turning,
+        "head_dim": rope_dim + unrotated_dim,
+        "rope_dim": rope_dim,
         "kv_latent_dim": fields.take("kv_lora_rank", kv),
-        "q_latent_dim": 0 if no_latent else fields.take("q_lora_rank", queries),
+        "q_latent_dim": fields.take("q_lora_rank", queries) if has_query_latent else 0,
         "value_dim": fields.take("v_head_dim", values),
         "rope_layout": "interleaved" if fields.take("rope_interleave", True) else "half",
     }
@@ -96,15 +105,15 @@ def write_latents(d: Description, *, whole_head: bool) -> dict[str, Any]:
     }
 
 
-_NUMBERS = (  # name in config.json, name in the mixer, default of transformers
+# Sizes of mixers: (name in config.json, name in the mixer, default of transformers).
+_DELTA_NET_SIZES = (
     ("linear_num_key_heads", "num_key_heads", 16),
     ("linear_num_value_heads", "num_value_heads", 32),
     ("linear_key_head_dim", "key_dim", 128),
     ("linear_value_head_dim", "value_dim", 128),
     ("linear_conv_kernel_dim", "conv_taps", 4),
 )
-
-_MAMBA = (  # as _NUMBERS
+_MAMBA_SIZES = (
     ("mamba_n_heads", "num_heads", 128),
     ("mamba_n_groups", "num_groups", 1),
     ("mamba_d_state", "state_dim", 256),
@@ -141,67 +150,83 @@ def read_delta_net(fields: Fields, *, fused: bool = False) -> dict[str, Any]:
         fused: whether checkpoints of the architecture hold fused input projections.
     """
     num_layers = fields.take("num_hidden_layers")
-    kinds = fields.layer_kinds(num_layers)
+    layer_types = fields.layer_kinds(num_layers)
     layers = linear_layers(num_layers, fields.take("full_attention_interval", 4))
-    if kinds is not None:
-        layers = tuple(i for i, kind in enumerate(kinds[:num_layers]) if kind == "linear_attention")
+    if layer_types is not None:
+        layers = tuple(i for i, kind in enumerate(layer_types[:num_layers]) if kind == "linear_attention")
     # Fields of MTP layers, which are not trained, and of caches.
     fields.skip("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mamba_ssm_dtype")
     fields.require(attn_output_gate=True)
-    if layers:
-        require_silu(fields)
-    numbers = {ours: fields.take(theirs, default) for theirs, ours, default in _NUMBERS}
-    return {"mixer": DeltaNetMixer(**numbers, fused=fused) if layers else None, "mixer_layers": layers}
+    sizes = {field: fields.take(name, default) for name, field, default in _DELTA_NET_SIZES}
+    if not layers:
+        return {"mixer": None, "mixer_layers": ()}
+    require_silu(fields)
+    return {"mixer": DeltaNetMixer(**sizes, fused=fused), "mixer_layers": layers}
 
 
 def write_delta_net(d: Description) -> dict[str, Any]:
     """Write the fields of :func:`read_delta_net`."""
-    kinds = ("full_attention", "linear_attention")
-    config = {"layer_types": [kinds[layer in d.mixer_layers] for layer in range(d.num_layers)]}
-    return config | ({theirs: getattr(d.mixer, ours) for theirs, ours, _ in _NUMBERS} if d.mixer else {})
+    layer_types = ["full_attention"] * d.num_layers
+    for layer in d.mixer_layers:
+        layer_types[layer] = "linear_attention"
+    config: dict[str, Any] = {"layer_types": layer_types}
+    if d.mixer is not None:
+        config |= {name: getattr(d.mixer, field) for name, field, _ in _DELTA_NET_SIZES}
+    return config
 
 
-def read_mamba(fields: Fields, inner: int, **more: Any) -> Mamba2Mixer:
+def read_mamba(fields: Fields, inner: int, **settings: Any) -> Mamba2Mixer:
     """Read the Mamba layers of Granite 4 or Falcon-H1.
 
     Args:
         fields: fields of the file.
         inner: total width of all heads.
-        **more: further arguments of the mixer.
+        **settings: further arguments of the mixer.
     """
-    numbers = {ours: fields.take(theirs, default) for theirs, ours, default in _MAMBA}
+    sizes = {field: fields.take(name, default) for name, field, default in _MAMBA_SIZES}
     fields.skip("mamba_chunk_size")  # only affects how transformers computes
     require_silu(fields)
     fields.require(mamba_conv_bias=True, mamba_proj_bias=False)
-    size = fields.take("mamba_d_head", "auto")
-    if size == "auto":
-        size = inner // max(numbers["num_heads"], 1)
-    if not is_whole(size, 2**16):
-        raise fields.refusal("mamba_d_head", size)
-    if size * numbers["num_heads"] != inner:
+    num_heads = sizes["num_heads"]
+    head_dim = fields.take("mamba_d_head", "auto")
+    if head_dim == "auto":
+        head_dim = inner // max(num_heads, 1)
+    if not is_whole(head_dim, 2**16):
+        raise fields.refusal("mamba_d_head", head_dim)
+    if head_dim * num_heads != inner:
         raise ModelError(
-            f"config.json has mamba_n_heads = {numbers['num_heads']} heads of mamba_d_head = {size}, which together "
+            f"config.json has mamba_n_heads = {num_heads} heads of mamba_d_head = {head_dim}, which together "
             f"are not {inner} wide (mamba_d_ssm, or mamba_expand * hidden_size): download it again, or correct it."
         )
-    low, high = _read_limits(fields)
-    return Mamba2Mixer(**numbers, head_dim=int(size), dt_min=low, dt_max=high, **more)
+    dt_min, dt_max = _read_time_step_limit(fields)
+    return Mamba2Mixer(**sizes, head_dim=int(head_dim), dt_min=dt_min, dt_max=dt_max, **settings)
 
 
-def _read_limits(fields: Fields) -> tuple[float, float]:
+_INFINITY = {"__float__": "Infinity"}  # as written by transformers
+
+
+def _read_time_step_limit(fields: Fields) -> tuple[float, float]:
     limits = fields.take("time_step_limit", (0.0, math.inf))
-    values = [math.inf if limit == _INFINITE else limit for limit in limits] if isinstance(limits, list | tuple) else []
-    if len(values) != 2 or not all(is_number(value) or value == math.inf for value in values):
+    if not isinstance(limits, list | tuple) or len(limits) != 2:
         raise fields.refusal("time_step_limit", limits)
-    return float(values[0]), float(values[1])
+    values = []
+    for limit in limits:
+        value = math.inf if limit == _INFINITY else limit
+        if not is_number(value) and value != math.inf:
+            raise fields.refusal("time_step_limit", limits)
+        values.append(float(value))
+    return values[0], values[1]
 
 
-_INFINITE = {"__float__": "Infinity"}  # as written by transformers
+def _written_limit(limit: float) -> Any:
+    return _INFINITY if limit == math.inf else limit
 
 
 def write_mamba(mixer: Mamba2Mixer) -> dict[str, Any]:
     """Write the fields of :func:`read_mamba`."""
-    config = {theirs: getattr(mixer, ours) for theirs, ours, _ in _MAMBA} | {"mamba_d_head": mixer.head_dim}
+    config = {name: getattr(mixer, field) for name, field, _ in _MAMBA_SIZES}
+    config["mamba_d_head"] = mixer.head_dim
     limits = (mixer.dt_min, mixer.dt_max)
     if limits != (0.0, math.inf):
-        config["time_step_limit"] = [_INFINITE if limit == math.inf else limit for limit in limits]
+        config["time_step_limit"] = [_written_limit(limit) for limit in limits]
     return config

@@ -111,7 +111,7 @@ def test_module_names():
     weight_map, description = get_spec("llama3").weight_map("hf"), _description()
     assert weight_map.external_module("layers.1.attn.output_proj", description) == "model.layers.1.self_attn.o_proj"
     assert weight_map.external_module("output", description) == "lm_head"
-    with pytest.raises(WeightMapError, match="no single module"):
+    with pytest.raises(WeightMapError, match="not a single module"):
         weight_map.external_module("layers.1.attn", description)
 
 
@@ -138,7 +138,7 @@ def test_tensors_stream_group_by_group():
 
 
 def test_rows_of_no_whole_heads_are_refused():
-    with pytest.raises(ValueError, match="no multiple of the head size 4"):
+    with pytest.raises(ValueError, match="not a multiple of the head size 4"):
         InterleaveRope().to_tune([torch.zeros(6, 2)], _description(head_dim=4))
     with pytest.raises(ValueError, match="more than once"):
         WeightMap((Row("a", "x"), Row("a", "y"))).groups(_description())
