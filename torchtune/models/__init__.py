@@ -16,6 +16,7 @@ __getattr__, __dir__, __all__ = attach(
         "LinearRopeScaling": "_rope_scaling",
         "Llama3RopeScaling": "_rope_scaling",
         "LongRopeScaling": "_rope_scaling",
+        "Mixer": "_mixers",
         "ModelError": "_description",
         "ModelSpec": "_spec",
         "Slices": "_weight_ops",
