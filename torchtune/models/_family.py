@@ -7,10 +7,9 @@ from typing import Any
 from torchtune.models._builders import Builder, component_builders, llama3_scaled, model_builders
 from torchtune.models._description import Description, ModelError
 from torchtune.models._hf_config import LLAMA, MISTRAL, QWEN2, QWEN3, HFFormat
-from torchtune.models._hf_fields import Fields, is_number, layers_without_experts, shown
+from torchtune.models._hf_fields import Fields, all_but_every, is_number, layer_types, layers_without_experts, shown
 from torchtune.models._hf_layers import (
     FUSED_DELTA_NET,
-    linear_layers,
     read_delta_net,
     read_experts,
     read_latents,

@@ -8,7 +8,7 @@ from itertools import product
 from typing import Any, Literal
 
 from torchtune.models._description import Description, ModelError
-from torchtune.models._hf_fields import Fields, architecture_of
+from torchtune.models._hf_fields import Fields, all_but_every, architecture_of, layer_types
 from torchtune.models._hf_rope import read_rope, write_kinds, write_scaling
 from torchtune.models._rope_scaling import LongRopeScaling
 
@@ -254,16 +254,16 @@ class HFFormat:
         """Read the size of the sliding windows and the layers with one; empty without windows."""
         window = fields.take("sliding_window", None) or None
         use_windows = fields.take("use_sliding_window", False)
-        layer_types = self._window_layer_types(fields, num_layers)
-        layers = self._window_layers(fields, num_layers, layer_types, unrotated)
+        kinds = self._window_kinds(fields, num_layers)
+        layers = self._window_layers(fields, num_layers, kinds, unrotated)
         if self.windows == "none":
             if use_windows and window is not None:
                 raise fields.refusal("sliding_window", window)
-            if layer_types is not None and layers:
-                raise fields.refusal("layer_types", layer_types)
+            if kinds is not None and layers:
+                raise fields.refusal("layer_types", kinds)
             return {}
         if self.windows == "use_sliding_window" and not use_windows:
-            if layer_types is not None and layers and window is not None:
+            if kinds is not None and layers and window is not None:
                 raise ModelError(
                     f"config.json of {self.architecture} has sliding windows in layer_types, but "
                     "use_sliding_window is not true: set it to true, or make all of layer_types 'full_attention'."
@@ -271,33 +271,36 @@ class HFFormat:
             return {}
         if window is None:
             return {}
-        if self.window_layers == "all" and layer_types is not None and len(layers) < num_layers:
-            raise fields.refusal("layer_types", layer_types)  # transformers ignores it and uses the window
+        if self.window_layers == "all" and kinds is not None and len(layers) < num_layers:
+            raise fields.refusal("layer_types", kinds)  # transformers ignores it and uses the window
         return {"window": window, "window_layers": layers} if layers else {}
 
-    def _window_layer_types(self, fields: Fields, num_layers: int) -> list[str] | None:
+    def _window_kinds(self, fields: Fields, num_layers: int) -> list[str] | None:
         """Read ``layer_types``, in which mixers count as full attention; None if the field is absent."""
-        layer_types = fields.layer_kinds(num_layers)
-        if layer_types is None:
+        stated = fields.layer_kinds(num_layers)
+        if stated is None:
             return None
-        layer_types = ["full_attention" if kind == self.mixer_kind else kind for kind in layer_types]
-        if len(layer_types) < num_layers:
-            raise fields.refusal("layer_types", layer_types)
-        for layer, layer_type in enumerate(layer_types[:num_layers]):
-            if layer_type not in ("full_attention", "sliding_attention"):
+        if len(stated) < num_layers:
+            raise fields.refusal("layer_types", stated)
+        kinds = []
+        for layer, kind in enumerate(stated):
+            if kind == self.mixer_kind:
+                kind = "full_attention"
+            if layer < num_layers and kind not in ("full_attention", "sliding_attention"):
                 raise fields.refusal(f"layer_types[{layer}]", fields.peek("layer_types")[layer])
-        return layer_types
+            kinds.append(kind)
+        return kinds
 
     def _window_layers(
-        self, fields: Fields, num_layers: int, layer_types: list[str] | None, unrotated: Collection[int]
+        self, fields: Fields, num_layers: int, kinds: list[str] | None, unrotated: Collection[int]
     ) -> tuple[int, ...]:
         """Return the layers with a sliding window, from ``layer_types`` or the rule of the architecture."""
         first_late = fields.take("max_window_layers", _DEFAULT_MAX_WINDOW_LAYERS)
         layers = range(num_layers)
-        if layer_types is not None:
-            return tuple(layer for layer in layers if layer_types[layer] == "sliding_attention")
+        if kinds is not None:
+            return tuple(layer for layer in layers if kinds[layer] == "sliding_attention")
         if isinstance(self.window_layers, int):
-            return tuple(layer for layer in layers if (layer + 1) % self.window_layers)
+            return all_but_every(num_layers, self.window_layers)
         if self.window_layers == "unrotated":
             return tuple(layer for layer in layers if layer in unrotated)
         if self.window_layers == "late":
@@ -325,10 +328,7 @@ class HFFormat:
         if self.windows == "use_sliding_window":
             config["use_sliding_window"] = d.window is not None
         if self.window_layers != "all":
-            layer_types = ["full_attention"] * d.num_layers
-            for layer in d.window_layers:
-                layer_types[layer] = "sliding_attention"
-            config["layer_types"] = layer_types
+            config["layer_types"] = layer_types(d.num_layers, d.window_layers, "sliding_attention")
         return config
 
 

@@ -1,6 +1,6 @@
 """Typed access to the fields of a Hugging Face ``config.json``."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from torchtune.models._description import ModelError
@@ -203,3 +203,16 @@ def layers_without_experts(fields: Fields) -> tuple[int, ...]:
     step = max(fields.take("decoder_sparse_step", 1), 1)
     dense_layers = fields.list_of("mlp_only_layers", num_layers, int) or ()
     return tuple(layer for layer in range(num_layers) if layer in dense_layers or (layer + 1) % step)
+
+
+def all_but_every(num_layers: int, interval: int) -> tuple[int, ...]:
+    """Return all layers except every ``interval``-th: 0, 1, 2, 4, 5, 6 … for 4."""
+    return tuple(layer for layer in range(num_layers) if (layer + 1) % interval)
+
+
+def layer_types(num_layers: int, layers: Collection[int], kind: str, other: str = "full_attention") -> list[str]:
+    """Make ``layer_types`` of a ``config.json``: ``kind`` for some layers, ``other`` for all others."""
+    types = [other] * num_layers
+    for layer in layers:
+        types[layer] = kind
+    return types

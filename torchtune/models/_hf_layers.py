@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 from torchtune.models._description import Description, ModelError
-from torchtune.models._hf_fields import Fields, is_number, is_whole
+from torchtune.models._hf_fields import Fields, all_but_every, is_number, is_whole, layer_types
 from torchtune.models._mixers import DeltaNetMixer, Mamba2Mixer, Names
 from torchtune.models._weight_ops import HeadGroups
 
@@ -137,11 +137,6 @@ def require_silu(fields: Fields, name: str = "hidden_act") -> None:
     fields.choice(name, {"silu": None, "swish": None}, "silu")
 
 
-def linear_layers(num_layers: int, interval: int = 4) -> tuple[int, ...]:
-    """Return all layers except every ``interval``-th."""
-    return tuple(i for i in range(num_layers) if (i + 1) % interval)
-
-
 def read_delta_net(fields: Fields, *, fused: bool = False) -> dict[str, Any]:
     """Read the Gated DeltaNet layers of Qwen 3.5 or Qwen3-Next as values of a description.
 
@@ -150,10 +145,10 @@ def read_delta_net(fields: Fields, *, fused: bool = False) -> dict[str, Any]:
         fused: whether checkpoints of the architecture hold fused input projections.
     """
     num_layers = fields.take("num_hidden_layers")
-    layer_types = fields.layer_kinds(num_layers)
-    layers = linear_layers(num_layers, fields.take("full_attention_interval", 4))
-    if layer_types is not None:
-        layers = tuple(i for i, kind in enumerate(layer_types[:num_layers]) if kind == "linear_attention")
+    kinds = fields.layer_kinds(num_layers)
+    layers = all_but_every(num_layers, fields.take("full_attention_interval", 4))
+    if kinds is not None:
+        layers = tuple(layer for layer, kind in enumerate(kinds[:num_layers]) if kind == "linear_attention")
     # Fields of MTP layers, which are not trained, and of caches.
     fields.skip("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mamba_ssm_dtype")
     fields.require(attn_output_gate=True)
@@ -166,10 +161,7 @@ def read_delta_net(fields: Fields, *, fused: bool = False) -> dict[str, Any]:
 
 def write_delta_net(d: Description) -> dict[str, Any]:
     """Write the fields of :func:`read_delta_net`."""
-    layer_types = ["full_attention"] * d.num_layers
-    for layer in d.mixer_layers:
-        layer_types[layer] = "linear_attention"
-    config: dict[str, Any] = {"layer_types": layer_types}
+    config: dict[str, Any] = {"layer_types": layer_types(d.num_layers, d.mixer_layers, "linear_attention")}
     if d.mixer is not None:
         config |= {name: getattr(d.mixer, field) for name, field, _ in _DELTA_NET_SIZES}
     return config

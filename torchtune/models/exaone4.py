@@ -11,6 +11,7 @@ from torchtune.models._family import (
     HFFormat,
     Identity,
     Llama3RopeScaling,
+    all_but_every,
     family,
     hf_names,
     model_builders,
@@ -21,8 +22,10 @@ _NORMS = {"sa_scale": "post_attention_layernorm", "mlp_scale": "post_feedforward
 
 def _prepare(config: Mapping[str, Any]) -> dict[str, Any]:
     """Leave out ``sliding_window_pattern`` if ``layer_types`` is present."""
-    skipped = ("sliding_window_pattern",) if config.get("layer_types") is not None else ()
-    return {name: value for name, value in config.items() if name not in skipped}
+    config = dict(config)
+    if config.get("layer_types") is not None:
+        config.pop("sliding_window_pattern", None)
+    return config
 
 
 _FORMAT = HFFormat(
@@ -73,7 +76,7 @@ SIZES = {
         head_dim=128,
         rope_dim=128,
         window=4096,
-        window_layers=tuple(i for i in range(64) if (i + 1) % 4),
+        window_layers=all_but_every(64, 4),
         unrotated_layers=tuple(range(3, 64, 4)),
         tie_word_embeddings=False,
     ),

@@ -22,31 +22,34 @@ from torchtune.models._family import (
 
 
 def _read(fields: Fields) -> dict[str, Any]:
-    layers = fields.take("num_hidden_layers")
-    has_norm, before_gate = bool(fields.take("mamba_rms_norm", False)), fields.take("mamba_norm_before_gate", True)
-    if has_norm and before_gate:
+    has_norm = bool(fields.take("mamba_rms_norm", False))
+    norm_before_gate = fields.take("mamba_norm_before_gate", True)
+    if has_norm and norm_before_gate:
         raise fields.refusal("mamba_norm_before_gate", True)
     expand = fields.take("mamba_expand", 2)
-    inner = fields.take("mamba_d_ssm", 1024 if not fields.has("mamba_d_ssm") else expand * fields.take("hidden_size"))
-    before, of_input = float(fields.take("ssm_in_multiplier", 1.0)), float(fields.take("attention_in_multiplier", 1.0))
-    if of_input != 1.0 and fields.take("attention_bias", False):
-        raise fields.refusal("attention_in_multiplier", of_input)
-    gate, down = _factors(fields, "mlp_multipliers", 2)
+    default_inner = 1024
+    if fields.has("mamba_d_ssm"):  # null
+        default_inner = expand * fields.take("hidden_size")
+    attn_in_scale = float(fields.take("attention_in_multiplier", 1.0))
+    if attn_in_scale != 1.0 and fields.take("attention_bias", False):
+        raise fields.refusal("attention_in_multiplier", attn_in_scale)
+    mlp_gate_scale, mlp_out_scale = _factors(fields, "mlp_multipliers", 2)
+    ssm_in_scale = float(fields.take("ssm_in_multiplier", 1.0))
     mixer = read_mamba(
         fields,
-        inner,
+        fields.take("mamba_d_ssm", default_inner),
         has_norm=has_norm,
-        scales=tuple(before * factor for factor in _factors(fields, "ssm_multipliers", 5)),
+        scales=tuple(ssm_in_scale * factor for factor in _factors(fields, "ssm_multipliers", 5)),
         out_scale=float(fields.take("ssm_out_multiplier", 1.0)),
     )
     return {
         "mixer": mixer,
-        "mixer_layers": tuple(range(layers)),
-        # A factor of attention's input scales queries, keys and values.
-        "key_scale": float(fields.take("key_multiplier", 1.0)) * of_input**2,
-        "attn_out_scale": float(fields.take("attention_out_multiplier", 1.0)) * of_input,
-        "mlp_gate_scale": gate,
-        "mlp_out_scale": down,
+        "mixer_layers": tuple(range(fields.take("num_hidden_layers"))),
+        # A factor of attention's input scales queries, keys and values: scores by its square, the output once.
+        "key_scale": float(fields.take("key_multiplier", 1.0)) * attn_in_scale**2,
+        "attn_out_scale": float(fields.take("attention_out_multiplier", 1.0)) * attn_in_scale,
+        "mlp_gate_scale": mlp_gate_scale,
+        "mlp_out_scale": mlp_out_scale,
     }
 
 

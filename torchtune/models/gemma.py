@@ -21,8 +21,10 @@ from torchtune.tokenizers import SentencePieceChatTokenizer
 
 def _read(fields: Fields) -> dict[str, Any]:
     """Compute the embedding scale from the width; early files name the exact GELU but mean its tanh approximation."""
-    found: dict[str, Any] = {"embed_scale": fields.take("hidden_size") ** 0.5}
-    return found | ({"activation": "gelu_tanh"} if fields.peek("hidden_act") == "gelu" else {})
+    values: dict[str, Any] = {"embed_scale": fields.take("hidden_size") ** 0.5}
+    if fields.peek("hidden_act") == "gelu":
+        values["activation"] = "gelu_tanh"
+    return values
 
 
 FORMAT = HFFormat(
@@ -110,23 +112,27 @@ class GemmaChatTemplate(PromptTemplateInterface):
         Raises:
             DataError: a role is not ``system``, ``user`` or ``assistant``, or a message has an image.
         """
-        system: list[str] = []
-        formatted, messages = [], as_messages(messages)
+        messages = as_messages(messages)
+        formatted = []
+        system: list[str] = []  # parts of the system text, until the next user turn
         for i, message in enumerate(messages):
-            if message.contains_media or message.role not in ("system", *self.template):
-                what = "an image" if message.contains_media else f"a turn of '{message.role}'"
-                raise DataError(f"Gemma's layout has no place for {what}.")
+            if message.contains_media:
+                raise DataError("Gemma's layout has no place for an image.")
+            if message.role not in ("system", *self.template):
+                raise DataError(f"Gemma's layout has no place for a turn of '{message.role}'.")
             texts = [item["content"] for item in message.content]
             if message.role == "system":
                 system = _joined(texts, ["\n\n"])
                 continue
-            is_open = inference and message.role == "assistant" and i == len(messages) - 1
-            before, after = self.template[message.role]
+            texts = _stripped(texts)
             if message.role == "user":
-                texts, system = _joined(system, _stripped(texts)), []
-            else:
-                texts = _stripped(texts)
-            texts = _joined([before], texts, [] if is_open else [after])
+                texts = _joined(system, texts)
+                system = []
+            before, after = self.template[message.role]
+            texts = _joined([before], texts)
+            is_open = inference and message.role == "assistant" and i == len(messages) - 1
+            if not is_open:
+                texts = _joined(texts, [after])
             content = [{"type": "text", "content": text} for text in texts]
             formatted.append(Message(role=message.role, content=content, masked=message.masked))
         return formatted
@@ -148,7 +154,10 @@ def _joined(*lists: list[str]) -> list[str]:
     """Concatenate lists of parts; adjacent parts of two lists are joined, so that they are tokenized as one text."""
     joined: list[str] = []
     for parts in lists:
-        joined = [*joined[:-1], joined[-1] + parts[0], *parts[1:]] if joined and parts else [*joined, *parts]
+        if joined and parts:
+            joined = [*joined[:-1], joined[-1] + parts[0], *parts[1:]]
+        else:
+            joined = [*joined, *parts]
     return joined
 
 

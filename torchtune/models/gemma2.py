@@ -15,6 +15,7 @@ from torchtune.models._family import (
     Fields,
     HFFormat,
     InterleaveRope,
+    all_but_every,
     component_builders,
     family,
     hf_names,
@@ -34,15 +35,14 @@ NORMS = {
 
 def read_softcaps(fields: Fields, *, attn: float | None, final: float | None) -> dict[str, Any]:
     """Read soft caps, attention scale and embedding scale; ``attn`` and ``final`` are the defaults of the caps."""
-    caps = {"attn_logit_softcapping": attn, "final_logit_softcapping": final}
-    for name, default in caps.items():
-        caps[name] = fields.take(name, None if fields.has(name) else default)
-    width = fields.take("head_dim")
+    # null means no cap, unlike an absent field
+    attn_softcap = fields.take("attn_logit_softcapping", None if fields.has("attn_logit_softcapping") else attn)
+    logit_softcap = fields.take("final_logit_softcapping", None if fields.has("final_logit_softcapping") else final)
     scalar = fields.take("query_pre_attn_scalar", 256)
     return {
-        "attn_softcap": caps["attn_logit_softcapping"],
-        "logit_softcap": caps["final_logit_softcapping"],
-        "attn_scale": None if scalar == width else scalar**-0.5,
+        "attn_softcap": attn_softcap,
+        "logit_softcap": logit_softcap,
+        "attn_scale": None if scalar == fields.take("head_dim") else scalar**-0.5,
         "embed_scale": fields.take("hidden_size") ** 0.5,
     }
 
@@ -96,7 +96,7 @@ def gemma2_description(num_layers: int, embed_dim: int, *, full_every: int = 2, 
         "embed_scale": embed_dim**0.5,
     }
     values = common | numbers
-    layers = tuple(i for i in range(num_layers) if (i + 1) % full_every) if values["window"] else ()
+    layers = all_but_every(num_layers, full_every) if values["window"] else ()
     return FORMAT.describe(num_layers=num_layers, embed_dim=embed_dim, window_layers=layers, **values)
 
 
@@ -106,7 +106,13 @@ SIZES = {
     "gemma2_2b": _gemma2(26, 2304, intermediate_dim=9216, num_heads=8, num_kv_heads=4),
     "gemma2_9b": _gemma2(42, 3584, intermediate_dim=14_336, num_heads=16, num_kv_heads=8),
     "gemma2_27b": _gemma2(
-        46, 4608, intermediate_dim=36_864, num_heads=32, num_kv_heads=16, head_dim=128, attn_scale=144**-0.5
+        46,
+        4608,
+        intermediate_dim=36_864,
+        num_heads=32,
+        num_kv_heads=16,
+        head_dim=128,
+        attn_scale=144**-0.5,  # embed_dim / num_heads, not head_dim
     ),
 }
 BUILDERS = model_builders(__name__, "Gemma 2", SPEC, SIZES)
@@ -120,13 +126,16 @@ def _describe(
     query_pre_attn_scalar: int | None,
     **sizes: Any,
 ) -> Description:
+    attn_scale = None
+    if query_pre_attn_scalar not in (None, head_dim):
+        attn_scale = query_pre_attn_scalar**-0.5
     return gemma2_description(
         **sizes,
         head_dim=head_dim,
         attn_softcap=hidden_capping_value,
         logit_softcap=final_capping_value,
         window=sliding_window_size,
-        attn_scale=None if query_pre_attn_scalar in (None, head_dim) else query_pre_attn_scalar**-0.5,
+        attn_scale=attn_scale,
     )
 
 

@@ -27,8 +27,10 @@ def _read(fields: Fields) -> dict[str, Any]:
 
 
 def _write(d: Description) -> dict[str, Any]:
-    more = write_softcaps(d)
-    return more | ({"architectures": ["Gemma3TextForSequenceClassification"]} if d.is_classifier else {})
+    config = write_softcaps(d)
+    if d.is_classifier:
+        config["architectures"] = ["Gemma3TextForSequenceClassification"]
+    return config
 
 
 FORMAT = HFFormat(
@@ -95,7 +97,7 @@ SIZES = {
     "gemma3_12b": _gemma3(48, 3840, intermediate_dim=15_360, num_heads=16, num_kv_heads=8),
     "gemma3_27b": _gemma3(
         62, 5376, intermediate_dim=21_504, num_heads=32, num_kv_heads=16, head_dim=128, attn_scale=168**-0.5
-    ),
+    ),  # 168 is embed_dim / num_heads, not head_dim
 }
 BUILDERS = model_builders(__name__, "Gemma 3", SPEC, SIZES)
 

@@ -15,6 +15,7 @@ from torchtune.models._family import (
     ModelError,
     ProportionalRopeScaling,
     Row,
+    all_but_every,
     family,
     hf_names,
     model_builders,
@@ -28,74 +29,94 @@ _ROPES = {
 }
 
 
-_PER_LAYER = ("head_dim", "num_key_value_heads")
-
-
 def read_gemma4(fields: Fields) -> dict[str, Any]:
     """Read the layers of a ``config.json`` of Gemma 4 as values of a description."""
     if fields.take("use_bidirectional_attention", None) not in (None, False, "vision"):  # "vision": for images only
         raise fields.refusal("use_bidirectional_attention", fields.peek("use_bidirectional_attention"))
-    num_layers, shared = fields.take("num_hidden_layers"), fields.take("num_kv_shared_layers", 0)
-    kinds = fields.list_of("layer_types", num_layers, str) or []
-    windowed = [kinds[i] == "sliding_attention" if kinds else bool((i + 1) % 6) for i in range(num_layers)][:-1]
-    layers = tuple(i for i, is_windowed in enumerate(windowed) if is_windowed)  # the last layer has none in any case
-    wide = bool(fields.take("use_double_wide_mlp", False) and shared)
-    embedded = fields.take("hidden_size_per_layer_input", 256)
-    embedded_vocab = fields.take("vocab_size_per_layer_input", 262_144)
+    num_layers = fields.take("num_hidden_layers")
+    window_layers = _read_window_layers(fields, num_layers)
+    num_shared = fields.take("num_kv_shared_layers", 0)
+    is_double_wide = bool(fields.take("use_double_wide_mlp", False) and num_shared)
+    layer_embed_dim = fields.take("hidden_size_per_layer_input", 256)
+    layer_embed_vocab = fields.take("vocab_size_per_layer_input", 262_144)
     values = {
-        "window_layers": layers,
+        "window_layers": window_layers,
         "embed_scale": fields.take("hidden_size") ** 0.5,
         "logit_softcap": fields.take("final_logit_softcapping", None),
         "full_keys_as_values": bool(fields.take("attention_k_eq_v", False)),
-        "shared_kv_layers": shared,
-        "shared_kv_intermediate_dim": 2 * fields.take("intermediate_size") if wide else 0,
-        "layer_embed_dim": embedded,
-        "layer_embed_vocab": embedded_vocab if embedded else 0,
+        "shared_kv_layers": num_shared,
+        "shared_kv_intermediate_dim": 2 * fields.take("intermediate_size") if is_double_wide else 0,
+        "layer_embed_dim": layer_embed_dim,
+        "layer_embed_vocab": layer_embed_vocab if layer_embed_dim else 0,
     }
-    if not layers:
+    if not window_layers:
         values["window"] = None
-    return values | _read_full_heads(fields, layers) | _read_experts(fields, wide)
+    values |= _read_full_heads(fields, window_layers)
+    values |= _read_experts(fields, is_double_wide)
+    return values
 
 
-def _read_full_heads(fields: Fields, windowed: tuple[int, ...]) -> dict[str, Any]:
-    width, heads = fields.take("head_dim"), fields.take("num_key_value_heads")
+def _read_window_layers(fields: Fields, num_layers: int) -> tuple[int, ...]:
+    """Return the layers with a sliding window: in ``layer_types``, or five of six. The last layer has none."""
+    kinds = fields.list_of("layer_types", num_layers, str)
+    if kinds:
+        layers = tuple(layer for layer in range(num_layers) if kinds[layer] == "sliding_attention")
+    else:
+        layers = all_but_every(num_layers, 6)
+    return tuple(layer for layer in layers if layer != num_layers - 1)
+
+
+def _read_full_heads(fields: Fields, window_layers: tuple[int, ...]) -> dict[str, Any]:
+    """Read the size and number of heads in layers without a window."""
+    head_dim = fields.take("head_dim")
+    num_kv_heads = fields.take("num_key_value_heads")
     full = {"head_dim": fields.take("global_head_dim", 512)}
     if fields.take("attention_k_eq_v", False):
-        full["num_key_value_heads"] = fields.take("num_global_key_value_heads", heads)
+        full["num_key_value_heads"] = fields.take("num_global_key_value_heads", num_kv_heads)
     else:
         fields.take("num_global_key_value_heads", None)  # transformers ignores it
-    by_layer = fields.take("per_layer_config", None)  # transformers writes it instead of the two fields
-    if by_layer is not None:
-        layers = [i for i in range(fields.take("num_hidden_layers")) if i not in windowed]
-        found = by_layer.items() if isinstance(by_layer, dict) else ()
-        by_number = {int(key): value for key, value in found if str(key).isdigit()}  # keys such as "05"
-        full = by_number.get(layers[-1])
-        if not isinstance(full, dict) or by_number != dict.fromkeys(layers, full) or full.keys() - set(_PER_LAYER):
-            raise ModelError(
-                "config.json: per_layer_config must give one head_dim and num_key_value_heads for exactly the layers "
-                f"that are 'full_attention' in layer_types, got {shown(by_layer)}."
-            )
+    per_layer = fields.take("per_layer_config", None)  # transformers writes it instead of the two fields
+    if per_layer is not None:
+        full = _full_layer_config(fields, per_layer, window_layers)
     elif fields.has("per_layer_config"):
         full = {}  # null: all layers are equal
-    found = full.get("head_dim", width), full.get("num_key_value_heads", heads)
-    if not all(isinstance(value, int) and 0 < value < 2**16 for value in found):
-        raise fields.refusal("per_layer_config", by_layer)
+    full_head_dim = full.get("head_dim", head_dim)
+    full_num_kv_heads = full.get("num_key_value_heads", num_kv_heads)
+    for value in (full_head_dim, full_num_kv_heads):
+        if not isinstance(value, int) or not 0 < value < 2**16:
+            raise fields.refusal("per_layer_config", per_layer)
     return {
-        "full_head_dim": 0 if found[0] == width else found[0],
-        "full_num_kv_heads": 0 if found[1] == heads else found[1],
+        "full_head_dim": 0 if full_head_dim == head_dim else full_head_dim,
+        "full_num_kv_heads": 0 if full_num_kv_heads == num_kv_heads else full_num_kv_heads,
     }
 
 
-def _read_experts(fields: Fields, wide: bool) -> dict[str, Any]:
-    names = ("num_experts", "top_k_experts", "moe_intermediate_size")
+def _full_layer_config(fields: Fields, per_layer: Any, window_layers: tuple[int, ...]) -> dict[str, Any]:
+    """Return the entry of ``per_layer_config``, which must be the same for exactly the layers without a window."""
+    full_layers = [layer for layer in range(fields.take("num_hidden_layers")) if layer not in window_layers]
+    by_layer = {}
+    if isinstance(per_layer, dict):
+        by_layer = {int(key): config for key, config in per_layer.items() if str(key).isdigit()}  # keys such as "05"
+    full = by_layer.get(full_layers[-1])
+    is_same = isinstance(full, dict) and by_layer == dict.fromkeys(full_layers, full)
+    if not is_same or full.keys() - {"head_dim", "num_key_value_heads"}:
+        raise ModelError(
+            "config.json: per_layer_config must give one head_dim and num_key_value_heads for exactly the layers "
+            f"that are 'full_attention' in layer_types, got {shown(per_layer)}."
+        )
+    return full
+
+
+def _read_experts(fields: Fields, is_double_wide: bool) -> dict[str, Any]:
     if not fields.take("enable_moe_block", False):
-        for name in names:
-            fields.take(name, None)  # transformers ignores them
+        fields.skip("num_experts", "top_k_experts", "moe_intermediate_size")  # transformers ignores them
         return {}
-    if wide:
+    if is_double_wide:
         raise fields.refusal("use_double_wide_mlp", True)
-    values = dict(zip(("num_experts", "experts_per_token", "expert_dim"), map(fields.take, names), strict=True))
-    return values | {
+    return {
+        "num_experts": fields.take("num_experts"),
+        "experts_per_token": fields.take("top_k_experts"),
+        "expert_dim": fields.take("moe_intermediate_size"),
         "shared_expert_dim": fields.take("intermediate_size"),
         "expert_norms": True,
         "router_norm": True,
@@ -116,8 +137,11 @@ def write_gemma4(d: Description) -> dict[str, Any]:
         "vocab_size_per_layer_input": d.layer_embed_vocab or d.vocab_size,
         "enable_moe_block": d.num_experts > 0,
     }
-    names = {"num_experts": d.num_experts, "top_k_experts": d.experts_per_token, "moe_intermediate_size": d.expert_dim}
-    return config | (names if d.num_experts else {})
+    if d.num_experts:
+        config["num_experts"] = d.num_experts
+        config["top_k_experts"] = d.experts_per_token
+        config["moe_intermediate_size"] = d.expert_dim
+    return config
 
 
 FORMAT = HFFormat(
@@ -151,68 +175,54 @@ FORMAT = HFFormat(
     ),
 )
 
-_LAYER, _OURS = "model.layers.{layer}.", "layers.{layer}."
-
-
-def _rows() -> tuple[Row, ...]:
-    """Rows of weights that are specific to Gemma 4."""
-    per_layer = {
-        "per_layer_input_gate.weight": "layer_embed.embed_gate.weight",
-        "per_layer_projection.weight": "layer_embed.embed_proj.weight",
-        "post_per_layer_input_norm.weight": "layer_embed.norm.scale",
-    }
-    norms = {
-        "pre_feedforward_layernorm": "shared_input",
-        "post_feedforward_layernorm_1": "shared_output",
-        "pre_feedforward_layernorm_2": "input",
-        "post_feedforward_layernorm_2": "output",
-    }
-    mlp = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
-    router = {"proj.weight": "gate.weight", "scale": "channel_scale", "per_expert_scale": "expert_scale"}
-    whole = {
-        "embed_tokens_per_layer.weight": "embeddings.weight",
-        "per_layer_model_projection.weight": "projection.weight",
-        "per_layer_projection_norm.weight": "norm.scale",
-    }
-    both = (f"{_OURS}mlp.experts.gate_proj", f"{_OURS}mlp.experts.up_proj")
-    return (
-        Row(f"{_LAYER}layer_scalar", f"{_OURS}layer_scale.scale", when="layer_scale"),
-        *(Row(f"model.{theirs}", f"layer_embeddings.{ours}", when="layer_embed_dim") for theirs, ours in whole.items()),
-        *(Row(f"{_LAYER}{theirs}", _OURS + ours, when="layer_embed_dim") for theirs, ours in per_layer.items()),
-        *(
-            Row(f"{_LAYER}{theirs}.weight", f"{_OURS}mlp.norms.{ours}.scale", when="expert_layers expert_norms")
-            for theirs, ours in norms.items()
-        ),
-        *(
-            Row(
-                f"{_LAYER}mlp.{theirs}.weight",
-                f"{_OURS}mlp.shared_expert.{ours}.weight",
-                when="expert_layers shared_expert_dim",
-            )
-            for theirs, ours in mlp.items()
-        ),
-        *(
-            Row(f"{_LAYER}router.{theirs}", f"{_OURS}mlp.router.{ours}", when="expert_layers")
-            for theirs, ours in router.items()
-        ),
-        Row(f"{_LAYER}experts.gate_up_proj", both, FusedExperts(2), "expert_layers"),
-        Row(f"{_LAYER}experts.down_proj", f"{_OURS}mlp.experts.down_proj", FusedExperts(), "expert_layers"),
-    )
-
-
+# Weights that other families lack: (Hugging Face's name, ours, when).
+_MODEL_NAMES = (
+    ("embed_tokens_per_layer.weight", "layer_embeddings.embeddings.weight", "layer_embed_dim"),
+    ("per_layer_model_projection.weight", "layer_embeddings.projection.weight", "layer_embed_dim"),
+    ("per_layer_projection_norm.weight", "layer_embeddings.norm.scale", "layer_embed_dim"),
+)
+_LAYER_NAMES = (
+    ("layer_scalar", "layer_scale.scale", "layer_scale"),
+    ("per_layer_input_gate.weight", "layer_embed.embed_gate.weight", "layer_embed_dim"),
+    ("per_layer_projection.weight", "layer_embed.embed_proj.weight", "layer_embed_dim"),
+    ("post_per_layer_input_norm.weight", "layer_embed.norm.scale", "layer_embed_dim"),
+    # The shared expert has the names of a dense feed-forward.
+    ("pre_feedforward_layernorm.weight", "mlp.norms.shared_input.scale", "expert_layers expert_norms"),
+    ("post_feedforward_layernorm_1.weight", "mlp.norms.shared_output.scale", "expert_layers expert_norms"),
+    ("pre_feedforward_layernorm_2.weight", "mlp.norms.input.scale", "expert_layers expert_norms"),
+    ("post_feedforward_layernorm_2.weight", "mlp.norms.output.scale", "expert_layers expert_norms"),
+    ("mlp.gate_proj.weight", "mlp.shared_expert.w1.weight", "expert_layers shared_expert_dim"),
+    ("mlp.down_proj.weight", "mlp.shared_expert.w2.weight", "expert_layers shared_expert_dim"),
+    ("mlp.up_proj.weight", "mlp.shared_expert.w3.weight", "expert_layers shared_expert_dim"),
+    ("router.proj.weight", "mlp.router.gate.weight", "expert_layers"),
+    ("router.scale", "mlp.router.channel_scale", "expert_layers"),
+    ("router.per_expert_scale", "mlp.router.expert_scale", "expert_layers"),
+)
+_HF_LAYER = "model.layers.{layer}."
+_EXPERTS = "layers.{layer}.mlp.experts."
+_ROWS = (
+    *(Row(f"model.{external}", tune, when=when) for external, tune, when in _MODEL_NAMES),
+    *(Row(f"{_HF_LAYER}{external}", f"layers.{{layer}}.{tune}", when=when) for external, tune, when in _LAYER_NAMES),
+    Row(
+        f"{_HF_LAYER}experts.gate_up_proj",
+        (f"{_EXPERTS}gate_proj", f"{_EXPERTS}up_proj"),
+        FusedExperts(2),
+        "expert_layers",
+    ),
+    Row(f"{_HF_LAYER}experts.down_proj", f"{_EXPERTS}down_proj", FusedExperts(), "expert_layers"),
+)
 SPEC = family(
     "gemma4",
     FORMAT,
-    hf_names(Identity(), NORMS).extended(_rows()),
+    hf_names(Identity(), NORMS).extended(_ROWS),
     # Published files have unused key and value weights for layers that read the keys and values of another layer.
-    untrained_modules=tuple(
-        (f"self_attn.{name}", "shared_kv") for name in ("k_proj.", "v_proj.", "k_norm.", "v_norm.")
+    untrained_modules=(
+        ("self_attn.k_proj.", "shared_kv"),
+        ("self_attn.v_proj.", "shared_kv"),
+        ("self_attn.k_norm.", "shared_kv"),
+        ("self_attn.v_norm.", "shared_kv"),
     ),
 )
-
-
-def _windows(num_layers: int, full_every: int = 6) -> tuple[int, ...]:
-    return tuple(i for i in range(num_layers) if (i + 1) % full_every)
 
 
 _31B = FORMAT.describe(
@@ -228,7 +238,7 @@ _31B = FORMAT.describe(
     full_num_kv_heads=4,
     full_keys_as_values=True,
     window=1024,
-    window_layers=_windows(60),
+    window_layers=all_but_every(60, 6),
     rope_base=1_000_000.0,
     rope_window_base=10_000.0,
     rope_scaling=ProportionalRopeScaling(fraction=0.25),
@@ -249,7 +259,7 @@ _E2B = replace(
     full_num_kv_heads=0,
     full_keys_as_values=False,
     window=512,
-    window_layers=_windows(35, 5),
+    window_layers=all_but_every(35, 5),
     shared_kv_layers=20,
     shared_kv_intermediate_dim=12_288,
     layer_embed_dim=256,
@@ -264,7 +274,7 @@ SIZES = {
         embed_scale=2560**0.5,
         intermediate_dim=10_240,
         num_kv_heads=2,
-        window_layers=_windows(42),
+        window_layers=all_but_every(42, 6),
         shared_kv_layers=18,
         shared_kv_intermediate_dim=0,
     ),
@@ -277,7 +287,7 @@ SIZES = {
         num_heads=16,
         num_kv_heads=8,
         full_num_kv_heads=2,
-        window_layers=_windows(30),
+        window_layers=all_but_every(30, 6),
         num_experts=128,
         experts_per_token=8,
         expert_dim=704,

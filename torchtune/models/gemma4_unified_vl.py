@@ -26,14 +26,14 @@ class UnifiedImages(GemmaImages):
     @classmethod
     def from_config(cls, config: Mapping[str, Any], model: Mapping[str, Any]) -> GemmaImages:
         """See :meth:`ImageProcessor.from_config`."""
-        found = super().from_config(config, model)
-        side = found.patch_size * found.merge
-        return replace(found, patch_size=side, merge=1, mean=(0.0,) * 3, std=(1.0,) * 3)
+        processor = super().from_config(config, model)
+        side = processor.patch_size * processor.merge
+        return replace(processor, patch_size=side, merge=1, mean=(0.0,) * 3, std=(1.0,) * 3)
 
 
-def _read(fields: Fields, values: dict[str, Any], whole: Fields) -> dict[str, Any]:
-    pixels = fields.typed("patch_size", 16) * fields.typed("pooling_kernel_size", _POOL)
-    return {"patch_size": pixels}  # of all patches that become a token
+def _read(fields: Fields, values: dict[str, Any], outer_fields: Fields) -> dict[str, Any]:
+    # A patch of the description is all patches of the file that become one token.
+    return {"patch_size": fields.typed("patch_size", 16) * fields.typed("pooling_kernel_size", _POOL)}
 
 
 def _write(v: VisionDescription) -> dict[str, Any]:
@@ -52,7 +52,8 @@ _FORMAT = replace(
         ("rms_norm_eps", "merge_norm_eps", 1e-6),
     ),
     fixed={
-        **dict.fromkeys(("patch_norms", "first_norm"), True),
+        "patch_norms": True,
+        "first_norm": True,
         "norm_eps": 1e-5,
         "positions": "axes",
         "merge_norm": "plain",

@@ -35,44 +35,55 @@ class GemmaImages(ImageProcessor):
     @classmethod
     def from_config(cls, config: Mapping[str, Any], model: Mapping[str, Any]) -> "GemmaImages":
         """See :meth:`ImageProcessor.from_config`."""
-        frame = {"max_soft_tokens": cls.frame_tokens, **(config.get("video_processor") or {})}
-        for one in (config, frame):
-            colors = (one.get("image_mean") or [0.0] * 3, one.get("image_std") or [1.0] * 3)
-            if one.get("do_normalize") and colors != ([0.0] * 3, [1.0] * 3):
+        frame_config = {"max_soft_tokens": cls.frame_tokens, **(config.get("video_processor") or {})}
+        for settings in (config, frame_config):
+            mean = settings.get("image_mean") or [0.0] * 3
+            std = settings.get("image_std") or [1.0] * 3
+            if settings.get("do_normalize") and (mean, std) != ([0.0] * 3, [1.0] * 3):
                 raise DataError("preprocessor_config.json has do_normalize = True, which is not supported")
+        # The tower itself maps colors to the range from -1 to 1, which is the mean and std of this class.
         colors = {"do_normalize": True, "image_mean": None, "image_std": None}
-        found, video = (super(GemmaImages, cls).from_config({**one, **colors}, model) for one in (config, frame))
-        return replace(found, frame_tokens=video.max_tokens)
+        processor = super().from_config({**config, **colors}, model)
+        frame_processor = super().from_config({**frame_config, **colors}, model)
+        return replace(processor, frame_tokens=frame_processor.max_tokens)
 
     @classmethod
     def numbers(cls, config: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
         """See :meth:`ImageProcessor.numbers`."""
-        names = {"patch_size": "patch_size", "merge": "pooling_kernel_size", "max_tokens": "max_soft_tokens"}
-        return {ours: config.get(theirs) for ours, theirs in names.items()}
+        return {
+            "patch_size": config.get("patch_size"),
+            "merge": config.get("pooling_kernel_size"),
+            "max_tokens": config.get("max_soft_tokens"),
+        }
 
     def plan(self, size: tuple[Any, ...]) -> Plan:
         """See :meth:`ImageProcessor.plan`; refuses an image so long that it would have no pixel left."""
         width, height, *video = size
         if not video:
             return self._plan(width, height, self.max_tokens)
-        count, fps = video
-        times = [divmod(int(frame / fps), 60) for frame in range(count)]
-        texts = [
-            f"{' ' if frame else ''}{minutes:02d}:{seconds:02d} " for frame, (minutes, seconds) in enumerate(times)
-        ]
+        num_frames, fps = video
+        texts = []
+        for frame in range(num_frames):
+            minutes, seconds = divmod(int(frame / fps), 60)
+            space = " " if frame else ""
+            texts.append(f"{space}{minutes:02d}:{seconds:02d} ")
         return self.plan_of_frames(self._plan(width, height, self.frame_tokens), texts)
 
     def _plan(self, width: int, height: int, tokens: int) -> Plan:
-        factor = self.patch_size * self.merge
-        scale = math.sqrt(tokens * factor**2 / (height * width))
-        rows, columns = (math.floor(scale * side / factor) * factor for side in (height, width))
+        """Return the plan of an image with the same aspect ratio and at most ``tokens`` tokens."""
+        side = self.patch_size * self.merge  # of a token, in pixels
+        scale = math.sqrt(tokens * side**2 / (height * width))
+        rows = math.floor(scale * height / side)
+        columns = math.floor(scale * width / side)
         if not rows and not columns:
             raise DataError(f"an image of {width} x {height} pixels cannot be resized to {tokens} tokens")
         if not rows:
-            rows, columns = factor, min(width // height, tokens) * factor
+            rows = 1
+            columns = min(width // height, tokens)
         elif not columns:
-            rows, columns = min(height // width, tokens) * factor, factor
-        return self.plan_of(rows, columns)
+            rows = min(height // width, tokens)
+            columns = 1
+        return self.plan_of(rows * side, columns * side)
 
     def layout(self, plan: Plan) -> str:
         """Return the text that replaces the placeholder of an image or a video."""
@@ -108,27 +119,41 @@ FORMAT = ImageTextFormat(
     ),
     tokens=(("image_token_id", 258_880), ("video_token_id", 258_884)),
     fixed={
-        **dict.fromkeys(("patch_bias", "attn_bias", "attn_output_bias", "mlp_bias", "projector_bias"), False),
-        **dict.fromkeys(("mlp_gated", "post_norms", "head_norms", "merge_pools"), True),
+        "patch_bias": False,
+        "attn_bias": False,
+        "attn_output_bias": False,
+        "mlp_bias": False,
+        "mlp_gated": True,
+        "post_norms": True,
+        "head_norms": True,
         "attn_scale": 1.0,
         "merge_norm": "plain",
         "norm": "rms",
         "positions": "axes",
         "rope": "halves",
+        "merge_pools": True,
+        "projector_bias": False,
     },
     derived=(("num_key_value_heads", "num_heads"), ("head_dim", "head_dim")),
     unused=("max_position_embeddings", "layer_types", "default_output_length"),
     rope_base=100.0,
     tied=True,
     ignored=(
-        *("boi_token_id", "eoi_token_id", "boa_token_id", "eoa_token_id", "eoa_token_index", "audio_token_id"),
-        *("audio_config", "vision_soft_tokens_per_image"),
+        "boi_token_id",
+        "eoi_token_id",
+        "boa_token_id",
+        "eoa_token_id",
+        "eoa_token_index",
+        "audio_token_id",
+        "audio_config",
+        "vision_soft_tokens_per_image",
     ),
     read_more=read_blocks,
     write_more=_write_blocks,
 )
-_TOWER, _OURS = "model.vision_tower.", "encoder.layers.{block}."
-_LAYER = f"{_TOWER}encoder.layers.{{block}}."
+_TOWER = "model.vision_tower."
+_HF_LAYER = f"{_TOWER}encoder.layers.{{block}}."
+_TUNE_LAYER = "encoder.layers.{block}."
 _NORMS = (
     ("sa_norm", "input_layernorm"),
     ("sa_scale", "post_attention_layernorm"),
@@ -140,21 +165,27 @@ _NORMS = (
 _BOUNDS = ("input_min", "input_max", "output_min", "output_max")
 
 
-def _linear(ours: str, theirs: str) -> list[Row]:
-    weight, bounds = f"{theirs}.linear.weight", tuple(f"{theirs}.{name}" for name in _BOUNDS)
-    return [
-        Row(weight, f"{ours}.weight", when="!vision.clipped"),
-        Row(weight, f"{ours}.linear.weight", when="vision.clipped"),
-        Row(bounds, f"{ours}.bounds", Stack(), when="vision.clipped"),
-    ]
+def _linear_rows() -> list[Row]:
+    """Make the rows of the linear layers, which clip their input and output in some towers."""
+    rows = []
+    for tune_name, external_name in (*attention_names(), *gated_names()):
+        tune = f"{_TUNE_LAYER}{tune_name}"
+        external = f"{_HF_LAYER}{external_name}"
+        bounds = tuple(f"{external}.{bound}" for bound in _BOUNDS)
+        rows += [
+            Row(f"{external}.linear.weight", f"{tune}.weight", when="!vision.clipped"),
+            Row(f"{external}.linear.weight", f"{tune}.linear.weight", when="vision.clipped"),
+            Row(bounds, f"{tune}.bounds", Stack(), when="vision.clipped"),
+        ]
+    return rows
 
 
 PROJECTOR = Row("model.embed_vision.embedding_projection.weight", "encoder.projector.mlp.weight")
 _ROWS = [
     Row(f"{_TOWER}patch_embedder.input_proj.weight", "encoder.patch_embed.weight"),
     Row(f"{_TOWER}patch_embedder.position_embedding_table", "encoder.positions.tables"),
-    *(row for a, b in (*attention_names(), *gated_names()) for row in _linear(_OURS + a, _LAYER + b)),
-    *module_rows(_LAYER, _OURS, _NORMS, ["scale"]),
+    *_linear_rows(),
+    *module_rows(_HF_LAYER, _TUNE_LAYER, _NORMS, ["scale"]),
     Row(f"{_TOWER}std_bias", "encoder.projector.reduce.bias", when="vision.merge_standardized"),
     Row(f"{_TOWER}std_scale", "encoder.projector.reduce.scale", when="vision.merge_standardized"),
     PROJECTOR,

@@ -26,7 +26,7 @@ FORMAT = HFFormat(
         ("max_position_embeddings", 131_072),
         ("num_key_value_heads", 2),
         ("partial_rotary_factor", 0.5),
-        ("rms_norm_eps", 1.5625e-07),
+        ("rms_norm_eps", 1.5625e-07),  # published files have 1e-5
     ),
 )
 SPEC = family("glm4", FORMAT, hf_names(Identity(), NORMS, fused=("gate_up",)))

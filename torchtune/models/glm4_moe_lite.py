@@ -10,6 +10,7 @@ from torchtune.models._family import (
     Fields,
     HFFormat,
     family,
+    layer_types,
     model_builders,
     read_experts,
     read_latents,
@@ -19,24 +20,23 @@ from torchtune.models._family import (
 )
 from torchtune.models.deepseek_v3 import WEIGHTS
 
-_KINDS = ("sparse", "dense")
-
 
 def _read(fields: Fields) -> dict[str, Any]:
-    found = read_experts(fields, 64, 1536, first_dense=1)
-    layers = fields.take("num_hidden_layers")
-    kinds = fields.list_of("mlp_layer_types", layers, str)
-    if kinds is None and fields.take("first_k_dense_replace", 1) != 1:  # transformers does not read it
-        raise fields.refusal("first_k_dense_replace", fields.peek("first_k_dense_replace"))
-    if kinds is not None and (len(kinds) < layers or not {*kinds} <= {*_KINDS}):
-        raise fields.refusal("mlp_layer_types", kinds)
-    if kinds is not None:
-        found["expertless_layers"] = tuple(i for i in range(layers) if kinds[i] == "dense")
-    return {**found, **read_latents(fields, kv=512, queries=768, keys=192, values=256, whole_head=False)}
+    values = read_experts(fields, 64, 1536, first_dense=1)
+    num_layers = fields.take("num_hidden_layers")
+    kinds = fields.list_of("mlp_layer_types", num_layers, str)
+    if kinds is None:
+        if fields.take("first_k_dense_replace", 1) != 1:  # transformers does not read it
+            raise fields.refusal("first_k_dense_replace", fields.peek("first_k_dense_replace"))
+    else:
+        if len(kinds) < num_layers or set(kinds) - {"sparse", "dense"}:
+            raise fields.refusal("mlp_layer_types", kinds)
+        values["expertless_layers"] = tuple(layer for layer in range(num_layers) if kinds[layer] == "dense")
+    return values | read_latents(fields, kv=512, queries=768, keys=192, values=256, whole_head=False)
 
 
 def _write(d: Description) -> dict[str, Any]:
-    kinds = [_KINDS[layer in d.expertless_layers] for layer in range(d.num_layers)]
+    kinds = layer_types(d.num_layers, d.expertless_layers, "dense", other="sparse")
     return {**write_experts(d), **write_latents(d, whole_head=False), "mlp_layer_types": kinds}
 
 

@@ -11,21 +11,23 @@ from torchtune.models._family import (
     Fields,
     FusedExperts,
     HFFormat,
-    Identity,
     Row,
     YarnRopeScaling,
     family,
     model_builders,
 )
 
+_YARN = YarnRopeScaling(factor=32.0, original_max_seq_len=4096, truncate=False)
+
 
 def _read(fields: Fields) -> dict[str, Any]:
-    if (fields.take("quantization_config", None) or {"quant_method": "mxfp4"}).get("quant_method") != "mxfp4":
-        raise fields.refusal("quantization_config", fields.peek("quantization_config"))
-    found: dict[str, Any] = {"expert_dim": fields.take("intermediate_size")}
+    quantization = fields.take("quantization_config", None)
+    if quantization and quantization.get("quant_method") != "mxfp4":
+        raise fields.refusal("quantization_config", quantization)
+    values: dict[str, Any] = {"expert_dim": fields.take("intermediate_size")}
     if fields.peek("rope_parameters") is None and not fields.peek("rope_scaling"):
-        found["rope_scaling"] = YarnRopeScaling(factor=32.0, original_max_seq_len=4096, truncate=False)
-    return found
+        values["rope_scaling"] = _YARN  # default of transformers
+    return values
 
 
 _FORMAT = HFFormat(
@@ -54,16 +56,19 @@ _FORMAT = HFFormat(
         ("sliding_window", 128),
     ),
 )
-_THEIRS, _OURS = "model.layers.{layer}.", "layers.{layer}."
+_HF_LAYER = "model.layers.{layer}."
+_TUNE_LAYER = "layers.{layer}."
+_HF_EXPERTS = f"{_HF_LAYER}mlp.experts."
+_TUNE_EXPERTS = f"{_TUNE_LAYER}mlp.experts."
+_MATRICES = FusedExperts(transpose=False)
 _ROWS = (
-    Row(f"{_THEIRS}self_attn.sinks", f"{_OURS}attn.sinks", when="attn_sinks"),
-    Row(f"{_THEIRS}mlp.router.weight", f"{_OURS}mlp.router.gate.weight", when="expert_layers"),
-    Row(f"{_THEIRS}mlp.router.bias", f"{_OURS}mlp.router.gate.bias", when="router_bias"),
-    *(
-        Row(f"{_THEIRS}mlp.experts.{name}", f"{_OURS}mlp.experts.{name}", op, "expert_layers")
-        for matrix in ("gate_up_proj", "down_proj")
-        for name, op in ((matrix, FusedExperts(transpose=False)), (f"{matrix}_bias", Identity()))
-    ),
+    Row(f"{_HF_LAYER}self_attn.sinks", f"{_TUNE_LAYER}attn.sinks", when="attn_sinks"),
+    Row(f"{_HF_LAYER}mlp.router.weight", f"{_TUNE_LAYER}mlp.router.gate.weight", when="expert_layers"),
+    Row(f"{_HF_LAYER}mlp.router.bias", f"{_TUNE_LAYER}mlp.router.gate.bias", when="router_bias"),
+    Row(f"{_HF_EXPERTS}gate_up_proj", f"{_TUNE_EXPERTS}gate_up_proj", _MATRICES, "expert_layers"),
+    Row(f"{_HF_EXPERTS}gate_up_proj_bias", f"{_TUNE_EXPERTS}gate_up_proj_bias", when="expert_layers"),
+    Row(f"{_HF_EXPERTS}down_proj", f"{_TUNE_EXPERTS}down_proj", _MATRICES, "expert_layers"),
+    Row(f"{_HF_EXPERTS}down_proj_bias", f"{_TUNE_EXPERTS}down_proj_bias", when="expert_layers"),
 )
 SPEC = family("gpt_oss", _FORMAT, HF_HALF.extended(_ROWS))
 
@@ -83,7 +88,7 @@ _20B = _FORMAT.describe(
     window=128,
     window_layers=tuple(range(0, 24, 2)),
     rope_base=150_000.0,
-    rope_scaling=YarnRopeScaling(factor=32.0, original_max_seq_len=4096, truncate=False),
+    rope_scaling=_YARN,
     num_experts=32,
     experts_per_token=4,
     expert_dim=2880,

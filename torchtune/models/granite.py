@@ -8,12 +8,12 @@ from torchtune.models._family import Description, Fields, HFFormat, Identity, fa
 
 def read_multipliers(fields: Fields) -> dict[str, Any]:
     """Read the factors of logits and attention scores, which Granite 3 and 4 share."""
-    heads = fields.take("num_attention_heads")
+    num_heads = fields.take("num_attention_heads")
+    head_dim = fields.take("head_dim", 0) or fields.take("hidden_size") // num_heads
     scale = float(fields.take("attention_multiplier", 1.0))
-    usual = (fields.take("head_dim", 0) or fields.take("hidden_size") // heads) ** -0.5
     return {
         "hidden_scale": 1.0 / float(fields.take("logits_scaling", 1.0)),
-        "attn_scale": None if scale == usual else scale,
+        "attn_scale": None if scale == head_dim**-0.5 else scale,
     }
 
 

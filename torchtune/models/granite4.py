@@ -16,6 +16,7 @@ from torchtune.models._family import (
     Split,
     family,
     hf_names,
+    layer_types,
     mixers,
     model_builders,
     read_mamba,
@@ -25,54 +26,61 @@ from torchtune.models._family import (
 )
 from torchtune.models.granite import read_multipliers, write_multipliers
 
-# Present in files of models without Mamba layers, too.
-_OF_MAMBA = "n_heads n_groups d_state d_head d_conv expand chunk_size conv_bias proj_bias".split()
-
 
 def _read(fields: Fields) -> dict[str, Any]:
-    layers = fields.take("num_hidden_layers")
-    kinds = fields.layer_kinds(layers)
-    mixed = tuple(i for i in range(layers) if kinds is None or kinds[i : i + 1] == ["linear_attention"])
-    rotated = fields.choice("position_embedding_type", {"rope": True, "nope": False, "none": False}, "none")
-    width, expand = fields.take("shared_intermediate_size", 1024), fields.take("mamba_expand", 2)
+    num_layers = fields.take("num_hidden_layers")
+    kinds = fields.layer_kinds(num_layers)
+    if kinds is None:
+        mixer_layers = tuple(range(num_layers))
+    else:
+        mixer_layers = tuple(layer for layer, kind in enumerate(kinds[:num_layers]) if kind == "linear_attention")
+    has_rope = fields.choice("position_embedding_type", {"rope": True, "nope": False, "none": False}, "none")
+    shared_dim = fields.take("shared_intermediate_size", 1024)
+    expand = fields.take("mamba_expand", 2)
     return {
         **read_multipliers(fields),
-        **_read_experts(fields, width),
-        "intermediate_dim": width,
-        "mixer": read_mamba(fields, expand * fields.take("hidden_size")) if mixed else None,
-        "mixer_layers": mixed,
-        "unrotated_layers": () if rotated else tuple(range(layers)),
+        **_read_experts(fields, shared_dim),
+        "intermediate_dim": shared_dim,
+        "mixer": read_mamba(fields, expand * fields.take("hidden_size")) if mixer_layers else None,
+        "mixer_layers": mixer_layers,
+        "unrotated_layers": () if has_rope else tuple(range(num_layers)),
     }
 
 
-def _read_experts(fields: Fields, width: int) -> dict[str, Any]:
-    chosen, balance = fields.take("num_experts_per_tok", 2), float(fields.take("router_aux_loss_coef", 0.001))
-    if not (number := fields.take("num_local_experts", 8)):
+def _read_experts(fields: Fields, shared_dim: int) -> dict[str, Any]:
+    experts_per_token = fields.take("num_experts_per_tok", 2)
+    balance = float(fields.take("router_aux_loss_coef", 0.001))
+    num_experts = fields.take("num_local_experts", 8)
+    if not num_experts:
         return {}
     return {
-        "num_experts": number,
-        "experts_per_token": chosen,
+        "num_experts": num_experts,
+        "experts_per_token": experts_per_token,
         "expert_dim": fields.take("intermediate_size"),
-        "shared_expert_dim": width,
+        "shared_expert_dim": shared_dim,
         "router_normalize": True,
         "router_balance": balance,
     }
 
 
 def _write(d: Description) -> dict[str, Any]:
-    kinds = ("attention", "mamba")
-    experts = {"num_experts_per_tok": d.experts_per_token, "router_aux_loss_coef": d.router_balance}
-    inner = d.mixer.num_heads * d.mixer.head_dim if d.mixer else 0
-    return {
+    config = {
         **write_multipliers(d),
         "intermediate_size": d.expert_dim or d.intermediate_dim,
         "shared_intermediate_size": d.intermediate_dim,
         "position_embedding_type": None if d.unrotated_layers else "rope",
-        "layer_types": [kinds[layer in d.mixer_layers] for layer in range(d.num_layers)],
+        "layer_types": layer_types(d.num_layers, d.mixer_layers, "mamba", other="attention"),
         "num_local_experts": d.num_experts,
-        **(experts if d.num_experts else {}),
-        **({**write_mamba(d.mixer), "mamba_expand": inner // d.embed_dim} if d.mixer else {"mamba_n_heads": 1}),
     }
+    if d.num_experts:
+        config["num_experts_per_tok"] = d.experts_per_token
+        config["router_aux_loss_coef"] = d.router_balance
+    if d.mixer is None:
+        config["mamba_n_heads"] = 1  # transformers requires that it divides the width
+    else:
+        config |= write_mamba(d.mixer)
+        config["mamba_expand"] = d.mixer.num_heads * d.mixer.head_dim // d.embed_dim
+    return config
 
 
 FORMAT = HFFormat(
@@ -82,7 +90,19 @@ FORMAT = HFFormat(
     biases="attention_bias",
     mixer_kind="linear_attention",
     extra_fields=(("embedding_multiplier", "embed_scale", 1.0), ("residual_multiplier", "residual_scale", 1.0)),
-    unused=("time_step_limit", *(f"mamba_{name}" for name in _OF_MAMBA)),
+    # Present in files of models without Mamba layers, too.
+    unused=(
+        "time_step_limit",
+        "mamba_n_heads",
+        "mamba_n_groups",
+        "mamba_d_state",
+        "mamba_d_head",
+        "mamba_d_conv",
+        "mamba_expand",
+        "mamba_chunk_size",
+        "mamba_conv_bias",
+        "mamba_proj_bias",
+    ),
     read_more=_read,
     write_more=_write,
     defaults=(("max_position_embeddings", 2048), ("intermediate_size", 11_008)),
@@ -93,7 +113,8 @@ _NAMES = {
     "experts.gate_up_proj": "input_linear.weight",
     "experts.down_proj": "output_linear.weight",
 }
-_LAYER, _SHARED = "model.layers.{layer}.", "layers.{layer}.mlp.shared_expert."
+_LAYER = "model.layers.{layer}."
+_SHARED = "layers.{layer}.mlp.shared_expert."
 _ROWS = (
     Row(f"{_LAYER}block_sparse_moe.router.layer.weight", "layers.{layer}.mlp.router.gate.weight", when="expert_layers"),
     Row(
@@ -127,7 +148,7 @@ _H_MICRO = replace(
     embed_dim=2048,
     num_heads=32,
     mixer=Mamba2Mixer(num_heads=64, head_dim=64),
-    mixer_layers=tuple(i for i in range(40) if i % 10 != 5),
+    mixer_layers=tuple(layer for layer in range(40) if layer % 10 != 5),
     rope_base=10_000.0,
     unrotated_layers=tuple(range(40)),
     hidden_scale=1 / 8,
@@ -163,18 +184,15 @@ _H_SMALL = replace(
     shared_expert_dim=1536,
     hidden_scale=1 / 16,
 )
-SIZES = {
-    "granite4_micro": _MICRO,
+_H_SIZES = {
     "granite4_h_micro": _H_MICRO,
     "granite4_h_tiny": _H_TINY,
     "granite4_h_small": _H_SMALL,
 }
+SIZES = {"granite4_micro": _MICRO, **_H_SIZES}
 BUILDERS = {
-    name: builder
-    for size, row in SIZES.items()
-    for name, builder in model_builders(
-        __name__, "Granite 4-H" if row.mixer else "Granite 4", SPEC, {size: row}
-    ).items()
+    **model_builders(__name__, "Granite 4", SPEC, {"granite4_micro": _MICRO}),
+    **model_builders(__name__, "Granite 4-H", SPEC, _H_SIZES),
 }
 
 __all__ = ["SPEC", *BUILDERS]

@@ -13,6 +13,7 @@ from torchtune.models._family import (
     HFFormat,
     ShortConvMixer,
     family,
+    layer_types,
     mixers,
     model_builders,
     renamed,
@@ -34,38 +35,42 @@ RENAMED = {
 
 def read_layers(fields: Fields) -> dict[str, Any]:
     """Read the convolution layers and ``tie_word_embeddings`` of LFM2 models, with or without experts."""
-    layers = fields.take("num_hidden_layers")
-    kinds, attended = fields.list_of("layer_types", layers, str), fields.list_of("full_attn_idxs", layers, int)
+    num_layers = fields.take("num_hidden_layers")
+    kinds = fields.list_of("layer_types", num_layers, str)
+    attn_layers = fields.list_of("full_attn_idxs", num_layers, int)
+    conv_layers: tuple[int, ...] = ()
     if kinds is not None:
-        convolved = tuple(i for i, kind in enumerate(kinds[:layers]) if kind == "conv")
-    else:
-        convolved = tuple(i for i in range(layers) if attended is not None and i not in attended)
+        conv_layers = tuple(layer for layer, kind in enumerate(kinds[:num_layers]) if kind == "conv")
+    elif attn_layers is not None:
+        conv_layers = tuple(layer for layer in range(num_layers) if layer not in attn_layers)
     require_silu(fields)  # transformers ignores the field
-    taps = fields.take("conv_L_cache", 3)
+    conv_taps = fields.take("conv_L_cache", 3)
     return {
-        "mixer": ShortConvMixer(conv_taps=taps) if convolved else None,
-        "mixer_layers": convolved,
+        "mixer": ShortConvMixer(conv_taps=conv_taps) if conv_layers else None,
+        "mixer_layers": conv_layers,
         "tie_word_embeddings": bool(fields.take("tie_embedding", fields.take("tie_word_embeddings", True))),
     }
 
 
 def _read(fields: Fields) -> dict[str, Any]:
-    return {**read_layers(fields), "intermediate_dim": _width(fields)}
+    return {**read_layers(fields), "intermediate_dim": _read_intermediate_dim(fields)}
 
 
-def _width(fields: Fields) -> int:
+def _read_intermediate_dim(fields: Fields) -> int:
     width = fields.take("block_ff_dim", fields.take("intermediate_size", 12_288))
-    factor, step = fields.take("block_ffn_dim_multiplier", 1.0), fields.take("block_multiple_of", 256)
+    factor = fields.take("block_ffn_dim_multiplier", 1.0)
+    multiple = fields.take("block_multiple_of", 256)
     if not fields.take("block_auto_adjust_ff_dim", True):
         return width
-    return -(-int(factor * int(2 * width / 3)) // step) * step
+    # As in Llama: two thirds, times a factor, rounded up to a multiple.
+    adjusted = int(factor * int(2 * width / 3))
+    return -(-adjusted // multiple) * multiple
 
 
 def write_layers(d: Description) -> dict[str, Any]:
     """Write the fields of :func:`read_layers`."""
-    kinds = ("full_attention", "conv")
     return {
-        "layer_types": [kinds[layer in d.mixer_layers] for layer in range(d.num_layers)],
+        "layer_types": layer_types(d.num_layers, d.mixer_layers, "conv"),
         "conv_L_cache": d.mixer.conv_taps if d.mixer else 3,
     }
 
@@ -94,7 +99,7 @@ FORMAT = HFFormat(
 )
 SPEC = family("lfm2", FORMAT, mixers(renamed(HF_HALF, RENAMED), ShortConvMixer.names))
 
-_CONVOLVED = tuple(i for i in range(16) if i not in (2, 5, 8, 10, 12, 14))
+_CONV_LAYERS = tuple(layer for layer in range(16) if layer not in (2, 5, 8, 10, 12, 14))
 _1_2B = FORMAT.describe(
     vocab_size=65_536,
     num_layers=16,
@@ -104,7 +109,7 @@ _1_2B = FORMAT.describe(
     num_heads=32,
     num_kv_heads=8,
     mixer=ShortConvMixer(),
-    mixer_layers=_CONVOLVED,
+    mixer_layers=_CONV_LAYERS,
     rope_base=1_000_000.0,
     norm_eps=1e-5,
     tie_word_embeddings=True,

@@ -24,8 +24,8 @@ from torchtune.models.lfm2 import SIZES as LFM2_SIZES
 
 def _read(fields: Fields) -> dict[str, Any]:
     fields.take("layer_types")  # required: no other field lists the convolution layers
-    dense = min(fields.take("num_dense_layers", 2), fields.take("num_hidden_layers"))
-    return {**read_layers(fields), "expertless_layers": tuple(range(dense))}
+    num_dense_layers = min(fields.take("num_dense_layers", 2), fields.take("num_hidden_layers"))
+    return {**read_layers(fields), "expertless_layers": tuple(range(num_dense_layers))}
 
 
 def _write(d: Description) -> dict[str, Any]:
@@ -62,7 +62,7 @@ SIZES = {
         LFM2_SIZES["lfm2_1_2b"],
         num_layers=24,
         intermediate_dim=7168,
-        mixer_layers=tuple(i for i in range(24) if i not in (2, 6, 10, 14, 18, 21)),
+        mixer_layers=tuple(layer for layer in range(24) if layer not in (2, 6, 10, 14, 18, 21)),
         num_experts=32,
         experts_per_token=4,
         expert_dim=1792,

@@ -25,8 +25,19 @@ from torchtune.models._family import (
     shown,
 )
 
+# Letter in hybrid_override_pattern -> kind of layer.
 _KINDS = {"M": "linear_attention", "*": "full_attention", "E": "moe", "-": "mlp"}
-_NUMBERS = (  # their name, our name, default of transformers
+# Names of kinds in layers_block_type -> letter.
+_LETTERS = {
+    "linear_attention": "M",
+    "mamba": "M",
+    "full_attention": "*",
+    "attention": "*",
+    "moe": "E",
+    "mlp": "-",
+}
+# Sizes: (name in config.json, name in the mixer or the description, default of transformers).
+_MAMBA_SIZES = (
     ("mamba_num_heads", "num_heads", 128),
     ("mamba_head_dim", "head_dim", 64),
     ("n_groups", "num_groups", 8),
@@ -34,64 +45,7 @@ _NUMBERS = (  # their name, our name, default of transformers
     ("conv_kernel", "conv_taps", 4),
     ("time_step_min", "dt_min", 0.001),
 )
-# Fields of MTP layers, of other implementations, and fields that do not affect the model in transformers.
-_UNUSED = tuple(
-    """num_nextn_predict_layers mtp_layers_block_type mtp_hybrid_override_pattern chunk_size expand norm_eps
-    time_step_max time_step_floor time_step_limit mamba_proj_bias mamba_ssm_cache_dtype use_mamba_kernels
-    num_logits_to_keep hidden_dropout rescale_prenorm_residual residual_in_fp32 n_shared_experts attention_bias
-    moe_shared_expert_overlap sliding_window""".split()
-)
-
-
-def _layers(kinds: str) -> dict[str, tuple[int, ...]]:
-    """Values of a description from a pattern with one letter per layer."""
-
-    def those(letters: str) -> tuple[int, ...]:
-        return tuple(i for i, kind in enumerate(kinds) if kind in letters)
-
-    return {
-        "attnless_layers": those("E-"),
-        "mlpless_layers": those("M*"),
-        "mixer_layers": those("M"),
-        "expertless_layers": those("-") if "E" in kinds else (),
-        "unrotated_layers": tuple(range(len(kinds))),
-    }
-
-
-def _pattern(d: Description) -> str:
-    kinds = ("M" if i in d.mixer_layers else "*" if i in d.mlpless_layers else None for i in range(d.num_layers))
-    return "".join(kind or ("E" if i in d.expert_layers else "-") for i, kind in enumerate(kinds))
-
-
-def _prepare(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace the fields with kinds of layers by ``hybrid_override_pattern``, one letter per layer."""
-    names = config.get("layers_block_type") or config.get("layer_types")
-    letters = {name: letter for letter, name in _KINDS.items()} | {"mamba": "M", "attention": "*"}
-    found = config.get("hybrid_override_pattern") or "ME*-"
-    if names is not None:
-        fits = isinstance(names, list) and all(isinstance(name, str) and name in letters for name in names)
-        found = "".join(letters[name] for name in names) if fits else ""
-    if not isinstance(found, str) or not found or set(found) - _KINDS.keys():
-        raise ModelError(
-            "config.json of NemotronHForCausalLM: layers_block_type (or hybrid_override_pattern) has "
-            f"{shown(names or found)}, where a list of {', '.join(_KINDS.values())} is expected: download it again."
-        )
-    plain = {key: value for key, value in config.items() if key not in ("layers_block_type", "layer_types")}
-    return {**plain, "num_hidden_layers": len(found), "hybrid_override_pattern": found}
-
-
-def _read(fields: Fields) -> dict[str, Any]:
-    kinds = fields.take("hybrid_override_pattern")
-    require_silu(fields, "mamba_hidden_act")
-    numbers = {ours: type(default)(fields.take(theirs, default)) for theirs, ours, default in _NUMBERS}
-    return {
-        **_layers(kinds),
-        **_read_experts(fields, "E" in kinds),
-        "mixer": Mamba2Mixer(**numbers) if "M" in kinds else None,
-    }
-
-
-_EXPERTS = (
+_EXPERT_SIZES = (
     ("n_routed_experts", "num_experts", 8),
     ("num_experts_per_tok", "experts_per_token", 2),
     ("moe_intermediate_size", "expert_dim", 7688),
@@ -102,23 +56,93 @@ _EXPERTS = (
     ("topk_group", "router_top_groups", 1),
     ("norm_topk_prob", "router_normalize", True),
 )
-_OF_ROUTER = {"router_scores": "sigmoid", "router_selection_bias": True, "router_sum_eps": 1e-20}
+_ROUTER = {"router_scores": "sigmoid", "router_selection_bias": True, "router_sum_eps": 1e-20}
+# Fields of MTP layers, of other implementations, and fields that do not affect the model in transformers.
+_UNUSED = tuple(
+    """num_nextn_predict_layers mtp_layers_block_type mtp_hybrid_override_pattern chunk_size expand norm_eps
+    time_step_max time_step_floor time_step_limit mamba_proj_bias mamba_ssm_cache_dtype use_mamba_kernels
+    num_logits_to_keep hidden_dropout rescale_prenorm_residual residual_in_fp32 n_shared_experts attention_bias
+    moe_shared_expert_overlap sliding_window""".split()
+)
 
 
-def _read_experts(fields: Fields, has_experts: bool) -> dict[str, Any]:
-    numbers = {ours: type(default)(fields.take(theirs, default)) for theirs, ours, default in _EXPERTS}
-    return {**numbers, **_OF_ROUTER} if has_experts else {}
+def _layers(pattern: str) -> dict[str, tuple[int, ...]]:
+    """Return the layers of each kind, as values of a description, from a pattern with one letter per layer."""
+
+    def layers_of(letters: str) -> tuple[int, ...]:
+        return tuple(layer for layer, letter in enumerate(pattern) if letter in letters)
+
+    return {
+        "attnless_layers": layers_of("E-"),
+        "mlpless_layers": layers_of("M*"),
+        "mixer_layers": layers_of("M"),
+        "expertless_layers": layers_of("-") if "E" in pattern else (),
+        "unrotated_layers": tuple(range(len(pattern))),
+    }
+
+
+def _pattern(d: Description) -> str:
+    """Return the pattern of a description; the inverse of :func:`_layers`."""
+    letters = []
+    for layer in range(d.num_layers):
+        if layer in d.mixer_layers:
+            letters.append("M")
+        elif layer in d.mlpless_layers:
+            letters.append("*")
+        elif layer in d.expert_layers:
+            letters.append("E")
+        else:
+            letters.append("-")
+    return "".join(letters)
+
+
+def _prepare(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Replace the fields with kinds of layers by ``hybrid_override_pattern``, one letter per layer."""
+    config = dict(config)
+    block_types = config.pop("layers_block_type", None)
+    layer_types = config.pop("layer_types", None)
+    kinds = block_types or layer_types
+    pattern = config.get("hybrid_override_pattern") or "ME*-"
+    if kinds is not None:
+        is_known = isinstance(kinds, list) and all(isinstance(kind, str) and kind in _LETTERS for kind in kinds)
+        pattern = "".join(_LETTERS[kind] for kind in kinds) if is_known else ""
+    if not isinstance(pattern, str) or not pattern or set(pattern) - _KINDS.keys():
+        raise ModelError(
+            "config.json of NemotronHForCausalLM: layers_block_type (or hybrid_override_pattern) has "
+            f"{shown(kinds or pattern)}, where a list of {', '.join(_KINDS.values())} is expected: download it again."
+        )
+    return {**config, "num_hidden_layers": len(pattern), "hybrid_override_pattern": pattern}
+
+
+def _read(fields: Fields) -> dict[str, Any]:
+    pattern = fields.take("hybrid_override_pattern")
+    require_silu(fields, "mamba_hidden_act")
+    mamba_sizes = _read_sizes(fields, _MAMBA_SIZES)
+    expert_sizes = _read_sizes(fields, _EXPERT_SIZES)
+    values: dict[str, Any] = {**_layers(pattern), "mixer": None}
+    if "M" in pattern:
+        values["mixer"] = Mamba2Mixer(**mamba_sizes)
+    if "E" in pattern:
+        values |= {**expert_sizes, **_ROUTER}
+    return values
+
+
+def _read_sizes(fields: Fields, sizes: tuple[tuple[str, str, Any], ...]) -> dict[str, Any]:
+    return {field: type(default)(fields.take(name, default)) for name, field, default in sizes}
 
 
 def _write(d: Description) -> dict[str, Any]:
     pattern = _pattern(d)
-    return {
+    config: dict[str, Any] = {
         "hybrid_override_pattern": pattern,
-        "layers_block_type": [_KINDS[kind] for kind in pattern],
-        **({theirs: getattr(d.mixer, ours) for theirs, ours, _ in _NUMBERS} if d.mixer else {}),
-        **({theirs: getattr(d, ours) for theirs, ours, _ in _EXPERTS} if d.num_experts else {}),
-        "moe_latent_size": d.expert_latent_dim or None,
+        "layers_block_type": [_KINDS[letter] for letter in pattern],
     }
+    if d.mixer is not None:
+        config |= {name: getattr(d.mixer, field) for name, field, _ in _MAMBA_SIZES}
+    if d.num_experts:
+        config |= {name: getattr(d, field) for name, field, _ in _EXPERT_SIZES}
+    config["moe_latent_size"] = d.expert_latent_dim or None
+    return config
 
 
 FORMAT = HFFormat(
@@ -143,11 +167,12 @@ FORMAT = HFFormat(
         ("layer_norm_epsilon", 1e-5),
     ),
 )
-_THEIRS, _OURS = "model.layers.{layer}.mlp.", "layers.{layer}.mlp."
+_HF_MLP = "model.layers.{layer}.mlp."
+_TUNE_MLP = "layers.{layer}.mlp."
 _ROWS = (
-    Row(f"{_THEIRS}gate.e_score_correction_bias", f"{_OURS}router.selection_bias", when="expert_layers"),
-    Row(f"{_THEIRS}fc1_latent_proj.weight", f"{_OURS}latent_in.weight", when="expert_layers expert_latent_dim"),
-    Row(f"{_THEIRS}fc2_latent_proj.weight", f"{_OURS}latent_out.weight", when="expert_layers expert_latent_dim"),
+    Row(f"{_HF_MLP}gate.e_score_correction_bias", f"{_TUNE_MLP}router.selection_bias", when="expert_layers"),
+    Row(f"{_HF_MLP}fc1_latent_proj.weight", f"{_TUNE_MLP}latent_in.weight", when="expert_layers expert_latent_dim"),
+    Row(f"{_HF_MLP}fc2_latent_proj.weight", f"{_TUNE_MLP}latent_out.weight", when="expert_layers expert_latent_dim"),
 )
 _HF = mixers(experts(HF_HALF, "mlp", "gate_proj", "up_proj", "down_proj"), Mamba2Mixer.names)
 _NAMES = {
@@ -189,7 +214,7 @@ SIZES = {
         shared_expert_dim=3712,
         router_scale=2.5,
         router_normalize=True,
-        **_OF_ROUTER,
+        **_ROUTER,
     ),
 }
 BUILDERS = model_builders(__name__, "Nemotron 3 Nano", SPEC, SIZES)

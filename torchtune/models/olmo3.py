@@ -6,7 +6,15 @@ OLMo 2 with a sliding window in three of four layers, and YaRN in the others.
 from dataclasses import replace
 from typing import Any
 
-from torchtune.models._family import Description, Fields, YarnRopeScaling, family, model_builders, write_scaling
+from torchtune.models._family import (
+    Description,
+    Fields,
+    YarnRopeScaling,
+    all_but_every,
+    family,
+    model_builders,
+    write_scaling,
+)
 from torchtune.models.olmo2 import FORMAT as OLMO2_FORMAT
 from torchtune.models.olmo2 import SIZES as OLMO2
 from torchtune.models.olmo2 import SPEC as OLMO2_SPEC
@@ -24,11 +32,11 @@ def _read(fields: Fields) -> dict[str, Any]:
 
 def _write(d: Description) -> dict[str, Any]:
     scaling = write_scaling(d.rope_scaling) or {"rope_type": "default"}
-    kinds = {
+    parameters = {
         "full_attention": {**scaling, "rope_theta": d.rope_base},
         "sliding_attention": {"rope_type": "default", "rope_theta": d.rope_window_base},
     }
-    return {"rope_parameters": kinds, "rope_theta": None, "rope_scaling": None, "rope_local_base_freq": None}
+    return {"rope_parameters": parameters, "rope_theta": None, "rope_scaling": None, "rope_local_base_freq": None}
 
 
 FORMAT = replace(
@@ -52,7 +60,7 @@ def _olmo3(older: str) -> Description:
         vocab_size=100_278,
         max_seq_len=65_536,
         window=4096,
-        window_layers=tuple(layer for layer in range(description.num_layers) if (layer + 1) % 4),
+        window_layers=all_but_every(description.num_layers, 4),
         rope_window_base=_BASE,
         rope_scaling=YarnRopeScaling(factor=8.0, original_max_seq_len=8192, attention_factor=1.2079441541679836),
     )

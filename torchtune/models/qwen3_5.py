@@ -9,8 +9,8 @@ from torchtune.models._family import (
     HF_HALF,
     DeltaNetMixer,
     HFFormat,
+    all_but_every,
     family,
-    linear_layers,
     mixers,
     model_builders,
     read_delta_net,
@@ -47,7 +47,7 @@ _9B = FORMAT.describe(
     num_kv_heads=4,
     head_dim=256,
     mixer=DeltaNetMixer(num_key_heads=16, num_value_heads=32, key_dim=128, value_dim=128),
-    mixer_layers=linear_layers(32),
+    mixer_layers=all_but_every(32, 4),
     rope_base=10_000_000.0,
     rope_dim=64,
     norm_eps=1e-6,
@@ -61,7 +61,7 @@ SIZES = {
         intermediate_dim=17_408,
         num_heads=24,
         mixer=replace(_9B.mixer, num_value_heads=48),
-        mixer_layers=linear_layers(64),
+        mixer_layers=all_but_every(64, 4),
     ),
 }
 BUILDERS = model_builders(__name__, "Qwen3.5", SPEC, SIZES)

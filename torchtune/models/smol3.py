@@ -6,17 +6,18 @@ from torchtune.models._family import Description, Fields, HFFormat, Identity, fa
 
 
 def _read(fields: Fields) -> dict[str, Any]:
-    layers = fields.take("num_hidden_layers")
-    every = max(fields.take("no_rope_layer_interval", 4), 1)
-    turned = fields.list_of("no_rope_layers", layers, int)  # nonzero: the layer has RoPE
-    turned = [(i + 1) % every for i in range(layers)] if turned is None else turned
-    if len(turned) < layers:
-        raise fields.refusal("no_rope_layers", turned)
-    return {"unrotated_layers": tuple(i for i in range(layers) if not turned[i])}
+    num_layers = fields.take("num_hidden_layers")
+    interval = max(fields.take("no_rope_layer_interval", 4), 1)
+    has_rope = fields.list_of("no_rope_layers", num_layers, int)  # despite its name, nonzero for layers with RoPE
+    if has_rope is None:
+        has_rope = [(layer + 1) % interval for layer in range(num_layers)]
+    if len(has_rope) < num_layers:
+        raise fields.refusal("no_rope_layers", has_rope)
+    return {"unrotated_layers": tuple(layer for layer in range(num_layers) if not has_rope[layer])}
 
 
 def _write(d: Description) -> dict[str, Any]:
-    return {"no_rope_layers": [int(i not in d.unrotated_layers) for i in range(d.num_layers)]}
+    return {"no_rope_layers": [int(layer not in d.unrotated_layers) for layer in range(d.num_layers)]}
 
 
 FORMAT = HFFormat(
