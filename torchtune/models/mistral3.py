@@ -53,24 +53,30 @@ class PixtralImages(ImageProcessor):
             height, width = math.floor(height / ratio), math.floor(width / ratio)
         if not height or not width:
             raise DataError(f"an image of {size[0]} x {size[1]} pixels is too long: reduced, it has no pixel left")
-        rows, columns = ((side - 1) // factor + 1 for side in (height, width))
+        rows = math.ceil(height / factor)
+        columns = math.ceil(width / factor)
         return self.plan_of(rows * factor, columns * factor)
 
     def layout(self, plan: Plan) -> str:
         """Return the text that replaces the placeholder of an image."""
-        rows, columns = (side // self.merge for side in plan.grids[0][1:])
+        _, patch_rows, patch_columns = plan.grids[0]
+        rows = patch_rows // self.merge
+        columns = patch_columns // self.merge
         return "[IMG_BREAK]".join(["[IMG]" * columns] * rows) + "[IMG_END]"
 
 
 _FEATURES = {"vision_feature_layer": -1, "vision_feature_select_strategy": "full"}
 
 
-def _read(fields: Fields, values: dict[str, Any], whole: Fields, needed: Collection[str] = ()) -> dict[str, Any]:
-    if missing := [name for name in needed if not whole.has(name)]:  # transformers has other defaults
-        raise whole.refusal(missing[0], None)
+def _read(
+    fields: Fields, values: dict[str, Any], outer_fields: Fields, required: Collection[str] = ()
+) -> dict[str, Any]:
+    for name in required:
+        if not outer_fields.has(name):  # transformers has other defaults
+            raise outer_fields.refusal(name, None)
     if fields.peek("model_type") not in (None, "pixtral"):
         raise fields.refusal("model_type", fields.peek("model_type"))
-    whole.require(projector_hidden_act="gelu", **_FEATURES)
+    outer_fields.require(projector_hidden_act="gelu", **_FEATURES)
     return {"projector_dim": values["output_dim"]}
 
 
@@ -86,8 +92,12 @@ _TEXT_DEFAULTS = (
     ("rope_theta", 1e9),
 )
 _FIXED = {
-    **dict.fromkeys(("patch_bias", "attn_bias", "attn_output_bias", "mlp_bias"), False),
-    **dict.fromkeys(("mlp_gated", "first_norm"), True),
+    "patch_bias": False,
+    "attn_bias": False,
+    "attn_output_bias": False,
+    "mlp_bias": False,
+    "mlp_gated": True,
+    "first_norm": True,
     "norm": "rms",
     "norm_eps": 1e-5,
     "rope": "alternating",
@@ -104,7 +114,7 @@ _FORMAT = ImageTextFormat(
     ),
     outer_fields=(("spatial_merge_size", "merge", 2), ("multimodal_projector_bias", "projector_bias", False)),
     tokens=(("image_token_index", 10),),
-    fixed={**_FIXED, **dict.fromkeys(("merge_channels_first", "merge_reduces"), True), "merge_norm": "rms"},
+    fixed={**_FIXED, "merge_channels_first": True, "merge_reduces": True, "merge_norm": "rms"},
     derived=(("head_dim", "head_dim"),),
     unused=("image_size",),  # rotary embeddings have no largest size
     read_vision=_read,
@@ -117,18 +127,20 @@ _LLAVA_FORMAT = replace(
     text=MISTRAL,
     outer_fields=(("multimodal_projector_bias", "projector_bias", True),),
     fixed=_FIXED,
-    read_vision=partial(_read, needed=tuple(_FEATURES)),
+    read_vision=partial(_read, required=tuple(_FEATURES)),
     write_more=_write_llava,
 )
-_TOWER, _PROJECTOR = "vision_tower.", "multi_modal_projector."
-_LAYER, _OURS = f"{_TOWER}transformer.layers.{{block}}.", "encoder.layers.{block}."
+_TOWER = "vision_tower."
+_PROJECTOR = "multi_modal_projector."
+_HF_LAYER = f"{_TOWER}transformer.layers.{{block}}."
+_TUNE_LAYER = "encoder.layers.{block}."
 _REDUCES = "vision.merge_reduces"
 _LINEARS = [("mlp.w1", "linear_1"), ("mlp.w2", "linear_2")]
 _ROWS = [
     Row(f"{_TOWER}patch_conv.weight", "encoder.patch_embed.weight", FlatPatches()),
     Row(f"{_TOWER}ln_pre.weight", "encoder.first_norm.scale"),
-    *module_rows(_LAYER, _OURS, [*attention_names("attention"), *gated_names("feed_forward")], ["weight"]),
-    *module_rows(_LAYER, _OURS, [("sa_norm", "attention_norm"), ("mlp_norm", "ffn_norm")], ["scale"]),
+    *module_rows(_HF_LAYER, _TUNE_LAYER, [*attention_names("attention"), *gated_names("feed_forward")], ["weight"]),
+    *module_rows(_HF_LAYER, _TUNE_LAYER, [("sa_norm", "attention_norm"), ("mlp_norm", "ffn_norm")], ["scale"]),
     Row(f"{_PROJECTOR}norm.weight", "encoder.projector.norm.scale", when=_REDUCES),
     Row(f"{_PROJECTOR}patch_merger.merging_layer.weight", "encoder.projector.reduce.weight", when=_REDUCES),
     *module_rows(_PROJECTOR, "encoder.projector.", _LINEARS, ["weight"]),

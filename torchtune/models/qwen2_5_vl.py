@@ -22,7 +22,7 @@ def _without_mrope(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**config, "rope_scaling": {**rope, "type": "default", "rope_type": "default"}}
 
 
-def _read(fields: Fields, values: dict[str, Any], whole: Fields) -> dict[str, Any]:
+def _read(fields: Fields, values: dict[str, Any], outer_fields: Fields) -> dict[str, Any]:
     window = fields.typed("window_size", 112)
     return {
         "window": window // values["patch_size"] // values["merge"],
@@ -56,7 +56,7 @@ _FORMAT = ImageTextFormat(
     "qwen2_5_vl",
     _TEXT,
     vision_type="qwen2_5_vl_vision",
-    tower_fields=tuple((theirs, ours, _DEFAULTS.get(theirs, default)) for theirs, ours, default in TOWER_FIELDS),
+    tower_fields=tuple((name, field, _DEFAULTS.get(name, default)) for name, field, default in TOWER_FIELDS),
     tokens=(("image_token_id", 151_655), ("video_token_id", 151_656)),
     fixed={
         "patch_bias": False,
@@ -74,13 +74,14 @@ _FORMAT = ImageTextFormat(
 )
 
 
-_LAYER, _OURS = "visual.blocks.{block}.", "encoder.layers.{block}."
+_HF_LAYER = "visual.blocks.{block}."
+_TUNE_LAYER = "encoder.layers.{block}."
 _MERGER = [("mlp.w1", "mlp.0"), ("mlp.w2", "mlp.2")]
 _ROWS = [
     Row("visual.patch_embed.proj.weight", "encoder.patch_embed.weight", FlatPatches()),
-    *fused_qkv(_LAYER, _OURS),
-    *module_rows(_LAYER, _OURS, [("attn.output_proj", "attn.proj"), *gated_names()]),
-    *module_rows(_LAYER, _OURS, [("sa_norm", "norm1"), ("mlp_norm", "norm2")], ["scale"]),
+    *fused_qkv(_HF_LAYER, _TUNE_LAYER),
+    *module_rows(_HF_LAYER, _TUNE_LAYER, [("attn.output_proj", "attn.proj"), *gated_names()]),
+    *module_rows(_HF_LAYER, _TUNE_LAYER, [("sa_norm", "norm1"), ("mlp_norm", "norm2")], ["scale"]),
     Row("visual.merger.ln_q.weight", "encoder.projector.norm.scale"),
     *module_rows("visual.merger.", "encoder.projector.", _MERGER),
 ]

@@ -54,16 +54,17 @@ class QwenImages(ImageProcessor):
     @classmethod
     def from_config(cls, config: Mapping[str, Any], model: Mapping[str, Any]) -> "QwenImages":
         """See :meth:`ImageProcessor.from_config`."""
-        found = replace(super().from_config(config, model), token=model.get("image_token_id", 0))
+        processor = replace(super().from_config(config, model), token=model.get("image_token_id", 0))
         if model.get("model_type") == "qwen2_5_vl":
             tower = model.get("vision_config") or {}
-            found = replace(found, tokens_per_second=tower.get("tokens_per_second", 4))
-        if not (own := config.get("video_processor")):
-            return found
-        video = cls.from_config(own, model)
-        if own.get("cap_pixels_per_frame") or video.colors != found.colors:
+            processor = replace(processor, tokens_per_second=tower.get("tokens_per_second", 4))
+        video_config = config.get("video_processor")
+        if not video_config:
+            return processor
+        video = cls.from_config(video_config, model)
+        if video_config.get("cap_pixels_per_frame") or video.colors != processor.colors:
             raise DataError("the processor of videos has cap_pixels_per_frame or own colors, which are not supported")
-        return replace(found, video=video)
+        return replace(processor, video=video)
 
     @classmethod
     def numbers(cls, config: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
@@ -82,39 +83,50 @@ class QwenImages(ImageProcessor):
         width, height, *video = size
         if not video:
             return self.plan_of(*self._resized(width, height))
-        count, fps = video
-        counted = 1 if self.tokens_per_second else count
-        if counted > 1 and (scale := self.patch_size * self.merge / min(width, height)) > 1:
-            width, height = int(width * scale), int(height * scale)
-        plan = self.plan_of(*(self.video or self)._resized(width, height, counted))
-        firsts = range(0, count, self.frames)
-        times = [(first / fps + (min(first + self.frames, count) - 1) / fps) / 2 for first in firsts]
-        plan = self.plan_of_frames(plan, [f"<{time:.1f} seconds>" for time in times])
+        num_frames, fps = video
+        # The limits of pixels are for each frame, or for all frames together.
+        limited_frames = 1 if self.tokens_per_second else num_frames
+        scale = self.patch_size * self.merge / min(width, height)
+        if limited_frames > 1 and scale > 1:
+            width = int(width * scale)
+            height = int(height * scale)
+        plan = self.plan_of(*(self.video or self)._resized(width, height, limited_frames))
+        texts = []
+        for first in range(0, num_frames, self.frames):
+            last = min(first + self.frames, num_frames) - 1
+            time = (first / fps + last / fps) / 2
+            texts.append(f"<{time:.1f} seconds>")
+        plan = self.plan_of_frames(plan, texts)
         if not self.tokens_per_second:
             return plan
         return plan._replace(texts=("",), step=self.tokens_per_second * (self.frames / fps))
 
-    def _resized(self, width: int, height: int, count: int = 1) -> tuple[int, int]:
-        """Return height and width after resizing, with the limits for ``count`` frames."""
+    def _resized(self, width: int, height: int, num_frames: int = 1) -> tuple[int, int]:
+        """Return height and width after resizing, with the limits for ``num_frames`` frames."""
         if max(height, width) > _MOST_ASPECT * min(height, width):
             raise DataError(f"an image of {width} x {height} pixels is too long: its sides may differ by 200 times")
-        factor = self.patch_size * self.merge
-        rows, columns = (round(side / factor) * factor for side in (height, width))
-        whole = rows * columns * max(round(count / self.frames) * self.frames, 1)
-        if whole > self.max_pixels:
-            scale = math.sqrt((count * height * width) / self.max_pixels)
-            rows, columns = (max(factor, math.floor(side / scale / factor) * factor) for side in (height, width))
-        elif whole < self.min_pixels:
-            scale = math.sqrt(self.min_pixels / (count * height * width))
-            rows, columns = (math.ceil(side * scale / factor) * factor for side in (height, width))
-        return rows, columns
+        side = self.patch_size * self.merge  # of a token, in pixels
+        rows = round(height / side)
+        columns = round(width / side)
+        num_pixels = rows * columns * side**2 * max(round(num_frames / self.frames) * self.frames, 1)
+        if num_pixels > self.max_pixels:
+            scale = math.sqrt((num_frames * height * width) / self.max_pixels)
+            rows = max(1, math.floor(height / scale / side))
+            columns = max(1, math.floor(width / scale / side))
+        elif num_pixels < self.min_pixels:
+            scale = math.sqrt(self.min_pixels / (num_frames * height * width))
+            rows = math.ceil(height * scale / side)
+            columns = math.ceil(width * scale / side)
+        return rows * side, columns * side
 
     def layout(self, plan: Plan) -> list[int] | str:
         """Return the tokens, or the text, that replace the placeholder of an image or a video."""
-        return self.frames_layout(plan, self.video_placeholder) if plan.texts else [self.token] * plan.tokens
+        if plan.texts:
+            return self.frames_layout(plan, self.video_placeholder)
+        return [self.token] * plan.tokens
 
 
-# Fields of a tower: their name, our name, default.
+# Fields of a tower: (name in the file, name in the description, default of transformers).
 TOWER_FIELDS = (
     ("depth", "num_layers", 27),
     ("hidden_size", "embed_dim", 1152),
@@ -129,7 +141,7 @@ TOWER_FIELDS = (
 )
 
 
-def _read(fields: Fields, values: dict[str, Any], whole: Fields, deep_layers: list[int]) -> dict[str, Any]:
+def _read(fields: Fields, values: dict[str, Any], outer_fields: Fields, deep_layers: list[int]) -> dict[str, Any]:
     table = fields.typed("num_position_embeddings", 2304)
     side = round(table**0.5)
     if side * side != table:
@@ -167,7 +179,7 @@ def qwen_format(
     )
 
 
-# Names of modules: ours, theirs.
+# Names of modules: (ours, Hugging Face's).
 _LAYER = (
     ("sa_norm", "norm1"),
     ("mlp_norm", "norm2"),
@@ -178,25 +190,30 @@ _LAYER = (
 _MERGER = (("mlp.w1", "linear_fc1"), ("mlp.w2", "linear_fc2"))
 
 
-def fused_qkv(layer: str, ours: str) -> list[Row]:
+def fused_qkv(external_layer: str, tune_layer: str) -> list[Row]:
     """Make the rows of the fused projection of queries, keys and values in layers of a tower."""
-    names = [tuple(f"{ours}attn.{name}_proj.{kind}" for name in "qkv") for kind in ("weight", "bias")]
-    fused = [f"{layer}attn.qkv.{kind}" for kind in ("weight", "bias")]
-    return [Row(one, parts, Split(("vision.embed_dim",) * 3)) for one, parts in zip(fused, names, strict=True)]
+    split = Split(("vision.embed_dim",) * 3)
+    rows = []
+    for parameter in ("weight", "bias"):
+        parts = tuple(f"{tune_layer}attn.{name}_proj.{parameter}" for name in "qkv")
+        rows.append(Row(f"{external_layer}attn.qkv.{parameter}", parts, split))
+    return rows
 
 
 def tower_names() -> list[Row]:
     """Make the rows of a tower."""
-    layer, ours = "model.visual.blocks.{block}.", "encoder.layers.{block}."
-    merger, deep = [("norm", "norm"), *_MERGER], [("merged_norm", "norm"), *_MERGER]
+    external_layer = "model.visual.blocks.{block}."
+    tune_layer = "encoder.layers.{block}."
+    merger = [("norm", "norm"), *_MERGER]
+    deep_merger = [("merged_norm", "norm"), *_MERGER]
     return [
         Row("model.visual.patch_embed.proj.weight", "encoder.patch_embed.weight", FlatPatches()),
         Row("model.visual.patch_embed.proj.bias", "encoder.patch_embed.bias"),
         Row("model.visual.pos_embed.weight", "encoder.positions.table.weight"),
-        *fused_qkv(layer, ours),
-        *module_rows(layer, ours, _LAYER),
+        *fused_qkv(external_layer, tune_layer),
+        *module_rows(external_layer, tune_layer, _LAYER),
         *module_rows("model.visual.merger.", "encoder.projector.", merger),
-        *module_rows("model.visual.deepstack_merger_list.{deep}.", "encoder.deep_projectors.{deep}.", deep),
+        *module_rows("model.visual.deepstack_merger_list.{deep}.", "encoder.deep_projectors.{deep}.", deep_merger),
     ]
 
 

@@ -12,7 +12,9 @@ from torchtune.models._family import HF_INTERLEAVED, LLAMA, Fields, FlatPatches,
 from torchtune.models._image_processors import LANCZOS, Plan, TiledProcessor
 
 _LARGEST = 4096
-_AROUND, _IMAGE, _WHOLE = "<fake_token_around_image>", "<image>", "<global-img>"
+_AROUND = "<fake_token_around_image>"
+_IMAGE = "<image>"
+_WHOLE = "<global-img>"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,18 +54,21 @@ class TiledImages(TiledProcessor):
 
     def _first(self, size: tuple[int, int]) -> tuple[int, int]:
         """Return (width, height) with the longer side of ``longest`` pixels."""
-        ratio, most = size[0] / size[1], self.longest
-        longer_first = size[0] >= size[1]
-        shorter = int(most / ratio) if longer_first else int(most * ratio)
-        longer, shorter = most, max(shorter + shorter % 2, 1)
+        width, height = size
+        ratio = width / height
+        is_wide = width >= height
+        longer = self.longest
+        shorter = int(longer / ratio) if is_wide else int(longer * ratio)
+        shorter = max(shorter + shorter % 2, 1)  # even
         if longer > _LARGEST:
-            ratio = longer / shorter
-            longer, shorter = _LARGEST, max(int(_LARGEST / ratio), 1)
-        return (longer, shorter) if longer_first else (shorter, longer)
+            shorter = max(int(_LARGEST / (longer / shorter)), 1)
+            longer = _LARGEST
+        return (longer, shorter) if is_wide else (shorter, longer)
 
     def _tiled(self, size: tuple[int, int]) -> tuple[int, int]:
         """Return (width, height) as multiples of a tile."""
-        (width, height), tile = size, self.tile
+        width, height = size
+        tile = self.tile
         ratio = width / height
         if width >= height:
             width = math.ceil(width / tile) * tile
@@ -74,9 +79,9 @@ class TiledImages(TiledProcessor):
     def pixels(self, image: Any) -> np.ndarray:
         """Return the patches of a Pillow image in RGB, uint8 ``[p, 3 * patch_size²]``, by tile and by block."""
         plan = self.plan(image.size)
-        whole = self.resized(image, *self._first(image.size))
-        whole = self.resized(whole, plan.width, plan.height)
-        return self.cut_tiles(whole, whole)
+        resized = self.resized(image, *self._first(image.size))
+        resized = self.resized(resized, plan.width, plan.height)
+        return self.cut_tiles(resized, resized)
 
     def layout(self, plan: Plan) -> str:
         """Return the text that replaces the placeholder of an image."""
@@ -84,15 +89,15 @@ class TiledImages(TiledProcessor):
         whole = f"{_AROUND}{_WHOLE}{tokens}{_AROUND}"
         if len(plan.grids) == 1:
             return whole
-        rows, columns = plan.height // self.tile, plan.width // self.tile
-        lines = [
-            "".join(f"{_AROUND}<row_{row + 1}_col_{column + 1}>{tokens}" for column in range(columns)) + "\n"
-            for row in range(rows)
-        ]
-        return "".join([*lines, "\n", whole])
+        text = ""
+        for row in range(1, plan.height // self.tile + 1):
+            for column in range(1, plan.width // self.tile + 1):
+                text += f"{_AROUND}<row_{row}_col_{column}>{tokens}"
+            text += "\n"
+        return f"{text}\n{whole}"
 
 
-def _read(fields: Fields, values: dict[str, Any], whole: Fields) -> dict[str, Any]:
+def _read(fields: Fields, values: dict[str, Any], outer_fields: Fields) -> dict[str, Any]:
     return {"positions_side": fields.typed("image_size", 224) // values["patch_size"]}
 
 

@@ -9,60 +9,85 @@ from torchtune.models._family import (
     Fields,
     HFFormat,
     Llama3RopeScaling,
+    all_but_every,
     experts,
     family,
+    layer_types,
     renamed,
     shared_expert,
     with_fused_experts,
 )
 from torchtune.tokenizers import HeaderTurns
 
-_KINDS = ("full_attention", "chunked_attention")
-
 
 def _read(fields: Fields) -> dict[str, Any]:
-    layers, width = fields.take("num_hidden_layers"), fields.take("intermediate_size", 8192)
-    interval, step = fields.take("no_rope_layer_interval", 4), fields.take("interleave_moe_layer_step", 1)
-    turning = fields.list_of("no_rope_layers", layers, int) or [(i + 1) % max(interval, 1) for i in range(layers)]
-    kinds = fields.list_of("layer_types", layers, str) or [_KINDS[bool(turns)] for turns in turning]
-    unknown = [kind for kind in kinds[:layers] if kind not in _KINDS]
-    if unknown or len(kinds) < layers or len(turning) < layers:
-        raise fields.refusal("layer_types" if unknown or len(kinds) < layers else "no_rope_layers", unknown or turning)
-    mixtures = fields.list_of("moe_layers", layers, int)
-    mixtures = range(step - 1, layers, max(step, 1)) if mixtures is None else mixtures
-    unrotated = tuple(i for i in range(layers) if not turning[i])
-    chunked = tuple(i for i in range(layers) if kinds[i] == "chunked_attention")
-    stated = fields.has("attention_chunk_size") and fields.peek("attention_chunk_size") is None
-    if chunked and stated:
+    num_layers = fields.take("num_hidden_layers")
+    expert_dim = fields.take("intermediate_size", 8192)
+    unrotated_layers = _read_unrotated_layers(fields, num_layers)
+    chunk_layers = _read_chunk_layers(fields, num_layers, unrotated_layers)
+    if chunk_layers and fields.has("attention_chunk_size") and fields.peek("attention_chunk_size") is None:
         raise fields.refusal("attention_chunk_size", None)
-    size, span = fields.take("attention_chunk_size", 8192), fields.take("floor_scale", 8192)
-    growth = {"query_growth": float(fields.take("attn_scale", 0.1)), "query_growth_span": span}
-    grows = fields.take("attn_temperature_tuning", True) and unrotated
-    return {
+    chunk = fields.take("attention_chunk_size", 8192)
+    moe_layers = fields.list_of("moe_layers", num_layers, int)
+    step = fields.take("interleave_moe_layer_step", 1)
+    if moe_layers is None:
+        moe_layers = range(step - 1, num_layers, max(step, 1))
+    values = {
         "intermediate_dim": fields.take("intermediate_size_mlp", 16_384),
         "num_experts": fields.take("num_local_experts", 16),
-        "expert_dim": width,
-        "shared_expert_dim": width,
-        "expertless_layers": tuple(i for i in range(layers) if i not in mixtures),
-        "unrotated_layers": unrotated,
-        "chunk": size if chunked else None,
-        "chunk_layers": chunked,
-        **({**growth, "query_growth_first": 1, "query_growth_layers": unrotated} if grows else {}),
+        "expert_dim": expert_dim,
+        "shared_expert_dim": expert_dim,
+        "expertless_layers": tuple(layer for layer in range(num_layers) if layer not in moe_layers),
+        "unrotated_layers": unrotated_layers,
+        "chunk": chunk if chunk_layers else None,
+        "chunk_layers": chunk_layers,
     }
+    growth = float(fields.take("attn_scale", 0.1))
+    growth_span = fields.take("floor_scale", 8192)
+    if fields.take("attn_temperature_tuning", True) and unrotated_layers:
+        values["query_growth"] = growth
+        values["query_growth_span"] = growth_span
+        values["query_growth_first"] = 1  # positions count from 1
+        values["query_growth_layers"] = unrotated_layers
+    return values
+
+
+def _read_unrotated_layers(fields: Fields, num_layers: int) -> tuple[int, ...]:
+    interval = max(fields.take("no_rope_layer_interval", 4), 1)
+    has_rope = fields.list_of("no_rope_layers", num_layers, int)  # despite its name, nonzero for layers with RoPE
+    if not has_rope:
+        has_rope = [(layer + 1) % interval for layer in range(num_layers)]
+    if len(has_rope) < num_layers:
+        raise fields.refusal("no_rope_layers", has_rope)
+    return tuple(layer for layer in range(num_layers) if not has_rope[layer])
+
+
+def _read_chunk_layers(fields: Fields, num_layers: int, unrotated_layers: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the layers with chunked attention: by default, those with RoPE."""
+    kinds = fields.list_of("layer_types", num_layers, str)
+    if not kinds:
+        return tuple(layer for layer in range(num_layers) if layer not in unrotated_layers)
+    unknown = [kind for kind in kinds[:num_layers] if kind not in ("full_attention", "chunked_attention")]
+    if unknown or len(kinds) < num_layers:
+        raise fields.refusal("layer_types", unknown or kinds)
+    return tuple(layer for layer in range(num_layers) if kinds[layer] == "chunked_attention")
 
 
 def _write(d: Description) -> dict[str, Any]:
-    return {
+    config = {
         "intermediate_size_mlp": d.intermediate_dim,
         "intermediate_size": d.expert_dim,
         "num_local_experts": d.num_experts,
         "moe_layers": list(d.expert_layers),
-        "no_rope_layers": [int(i not in d.unrotated_layers) for i in range(d.num_layers)],
-        "layer_types": [_KINDS[i in d.chunk_layers] for i in range(d.num_layers)],
+        "no_rope_layers": [int(layer not in d.unrotated_layers) for layer in range(d.num_layers)],
+        "layer_types": layer_types(d.num_layers, d.chunk_layers, "chunked_attention"),
         "attention_chunk_size": d.chunk,
         "attn_temperature_tuning": bool(d.query_growth),
-        **({"attn_scale": d.query_growth, "floor_scale": d.query_growth_span} if d.query_growth else {}),
     }
+    if d.query_growth:
+        config["attn_scale"] = d.query_growth
+        config["floor_scale"] = d.query_growth_span
+    return config
 
 
 FORMAT = HFFormat(
@@ -109,7 +134,7 @@ _SCOUT = FORMAT.describe(
     head_dim=128,
     qk_unit_norm=True,
     chunk=8192,
-    chunk_layers=tuple(i for i in range(48) if i not in _UNROTATED),
+    chunk_layers=all_but_every(48, 4),
     rope_base=500_000.0,
     rope_scaling=Llama3RopeScaling(factor=16.0, low_freq_factor=1.0, high_freq_factor=1.0, original_max_seq_len=8192),
     unrotated_layers=_UNROTATED,
@@ -137,20 +162,41 @@ SIZES = {
 
 
 _FIRST_ID = 200_000
-_TEXT, _VISION, _REASONING = (
-    [f"{kind}reserved_special_token_{i}" for i in range(count)]
-    for kind, count in (("text_post_train_", 69), ("vision_", 1048), ("reasoning_", 8))
-)
-_NAMES = (
-    *("begin_of_text", "end_of_text", "fim_prefix", "fim_middle", "fim_suffix"),
-    *("header_start", "header_end", "eom", "eot", "step"),
-    *(*_TEXT[:8], "finetune_right_pad", *_TEXT[8:]),
-    *("image_start", "image_end", *_VISION[:2], "tile_x_separator", "tile_y_separator", *_VISION[2:6]),
-    *("image", _VISION[6], "patch", *_VISION[7:]),
-    *(*_REASONING, "reasoning_thinking_start", "reasoning_thinking_end"),
-    *(f"reserved_special_token_{i}" for i in range(904)),
-)
-LLAMA4_SPECIAL_TOKENS = {f"<|{name}|>": _FIRST_ID + i for i, name in enumerate(_NAMES)}
+_TEXT_RESERVED = [f"text_post_train_reserved_special_token_{i}" for i in range(69)]
+_VISION_RESERVED = [f"vision_reserved_special_token_{i}" for i in range(1048)]
+_REASONING_RESERVED = [f"reasoning_reserved_special_token_{i}" for i in range(8)]
+_RESERVED = [f"reserved_special_token_{i}" for i in range(904)]
+# In the order of their ids; reserved tokens were renamed when they got a meaning.
+_TOKEN_NAMES = [
+    "begin_of_text",
+    "end_of_text",
+    "fim_prefix",
+    "fim_middle",
+    "fim_suffix",
+    "header_start",
+    "header_end",
+    "eom",
+    "eot",
+    "step",
+    *_TEXT_RESERVED[:8],
+    "finetune_right_pad",
+    *_TEXT_RESERVED[8:],
+    "image_start",
+    "image_end",
+    *_VISION_RESERVED[:2],
+    "tile_x_separator",
+    "tile_y_separator",
+    *_VISION_RESERVED[2:6],
+    "image",
+    _VISION_RESERVED[6],
+    "patch",
+    *_VISION_RESERVED[7:],
+    *_REASONING_RESERVED,
+    "reasoning_thinking_start",
+    "reasoning_thinking_end",
+    *_RESERVED,
+]
+LLAMA4_SPECIAL_TOKENS = {f"<|{name}|>": _FIRST_ID + i for i, name in enumerate(_TOKEN_NAMES)}
 O200K_PATTERN = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
