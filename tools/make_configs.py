@@ -61,7 +61,7 @@ def size_and_kind(model: str) -> tuple[int, bool]:
     if "parameters" in row:
         return int(float(row["parameters"])), bool(row.get("experts"))
     package = importlib.import_module(f"torchtune.models.{family}")
-    description = getattr(package._model_builders, "SIZES", {}).get(builder(model))
+    description = getattr(package, "SIZES", {}).get(builder(model))
     if description is not None:
         return parameters(description, get_spec(family)), bool(description.num_experts)
     with torch.device("meta"):  # a builder with arguments, or of another family

@@ -22,6 +22,7 @@ from torchtune.modules.model_fusion import EarlyFusionModel
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "model_table.txt"
+MIXERS = {"DeltaNetMixer": "linear attention", "Mamba2Mixer": "Mamba", "ShortConvMixer": "convolutions"}
 
 
 @functools.cache
@@ -59,6 +60,7 @@ def features(d: Description) -> list[str]:
         (d.rope_scaling is not None, type(d.rope_scaling).__name__.removesuffix("RopeScaling").lower() + " positions"),
         (d.rope_dim < d.head_dim and not d.kv_latent_dim, "partial rotation"),
         (bool(d.kv_latent_dim), "latent attention"),
+        (d.mixer is not None, f"{MIXERS.get(type(d.mixer).__name__)} in some layers"),
         (d.chunk is not None, "attention in chunks"),
         (bool(d.unrotated_layers), "layers without positions"),
         (d.logit_softcap is not None, "soft caps"),
@@ -90,13 +92,13 @@ def _configs() -> tuple[dict[str, list[str]], dict[str, set[str]]]:
 def family(name: str, spec: ModelSpec, configs: dict[str, list[str]], tokenizers: dict[str, set[str]]) -> str:
     """The section of one family."""
     module = importlib.import_module(f"torchtune.models.{name}")
-    sizes = getattr(module._model_builders, "SIZES", {}) | getattr(module._model_builders, "REWARD_SIZES", {})
+    sizes = getattr(module, "SIZES", {}) | getattr(module, "REWARD_SIZES", {})
     apart = features(next(iter(sizes.values()))) if sizes else []
     known = tokenizers[module.__name__] | {
         name for name in module.__all__ if name.endswith(("_tokenizer", "_transform"))
     }
     known = known or {"hf_tokenizer" if spec.image_processor is None else "image_text_transform"}
-    described = (module.__doc__ or name).strip().rstrip(".")
+    described = (module.__doc__ or name).strip().partition("\n")[0].rstrip(".")
     lines = [
         described,
         "-" * len(described),

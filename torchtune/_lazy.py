@@ -106,6 +106,15 @@ def former_names(module: str) -> Callable[[str], Any]:
     return partial(former_attribute, module)
 
 
+def former_package(module: str) -> tuple[Callable[[str], Any], list[str]]:
+    """Build ``__getattr__`` and ``__path__`` of a module that was a package in earlier releases.
+
+    Import looks for ``module.submodule`` only in modules with a ``__path__``. With an empty one, it finds nothing
+    there and asks :class:`FormerModuleFinder`.
+    """
+    return former_names(module), []
+
+
 def present_path(path: str) -> str:
     """Return the present path of a component of another package that was moved.
 
@@ -142,10 +151,11 @@ def redirect(package: str, target: str) -> tuple[Callable[[str], Any], Callable[
     return attach(package, dict.fromkeys(importlib.import_module(target).__all__, target))
 
 
-def packages_in(path: Sequence[str]) -> tuple[str, ...]:
-    """Return the names of a package's subpackages in alphabetical order.
+def modules_in(path: Sequence[str]) -> tuple[str, ...]:
+    """Return the names of a package's public modules and subpackages in alphabetical order.
 
     Args:
         path: ``__path__`` of the package.
     """
-    return tuple(sorted(module.name for module in iter_modules(path) if module.ispkg))
+    names = (module.name for module in iter_modules(path))
+    return tuple(sorted(name for name in names if not name.startswith("_")))

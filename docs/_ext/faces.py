@@ -1,11 +1,13 @@
-"""The directive ``public-face:: package``: API reference of all names that a package exports.
+"""API reference of public names: the directives ``public-face:: package`` and ``public-faces:: package``.
 
-Exports are lazy (PEP 562), so names are resolved from ``__all__`` instead of by ``automodule``.
+The first documents all names that a package exports, the second all names of its public modules. Exports are lazy
+(PEP 562), so names are resolved from ``__all__`` instead of by ``automodule``.
 """
 
 import importlib
 import inspect
 import re
+from pkgutil import iter_modules
 from typing import ClassVar
 
 from docutils import nodes
@@ -13,6 +15,7 @@ from docutils.parsers.rst import directives
 from docutils.statemachine import StringList
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
+from sphinx.util.nodes import nested_parse_with_titles
 
 
 def public_names(package: str) -> list[str]:
@@ -40,6 +43,12 @@ def entry(package: str, name: str) -> list[str]:
     return [f".. py:data:: {full}", f"   :value: {shown[:80]}", ""]
 
 
+def public_modules(package: str) -> list[str]:
+    """Return the dotted names of a package's public modules and subpackages."""
+    path = importlib.import_module(package).__path__
+    return [f"{package}.{module.name}" for module in iter_modules(path) if not module.name.startswith("_")]
+
+
 class PublicFace(SphinxDirective):
     """Documents every public name of a package; ``:except: other`` omits names that ``other`` exports, too."""
 
@@ -56,7 +65,32 @@ class PublicFace(SphinxDirective):
         return node.children
 
 
+class PublicFaces(SphinxDirective):
+    """Documents every public module of a package, one section each.
+
+    A name that two modules export, such as a tokenizer of two families, is documented once.
+    """
+
+    required_arguments = 1
+
+    def run(self) -> list[nodes.Node]:
+        seen = set()
+        lines = []
+        for module in public_modules(self.arguments[0]):
+            lines += [module, "-" * len(module), ""]
+            for name in public_names(module):
+                key = (name, id(getattr(importlib.import_module(module), name)))
+                if key not in seen:
+                    lines += entry(module, name)
+                seen.add(key)
+        node = nodes.section()
+        node.document = self.state.document
+        nested_parse_with_titles(self.state, StringList(lines, source=self.arguments[0]), node)
+        return node.children
+
+
 def setup(app: Sphinx) -> dict[str, bool]:
     """Register the directive (Sphinx entry point)."""
     app.add_directive("public-face", PublicFace)
+    app.add_directive("public-faces", PublicFaces)
     return {"parallel_read_safe": True}

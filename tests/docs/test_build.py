@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from docs._ext.faces import public_modules
 from tools.recipe_table import groups, recipe_files, recipes_in, table
 
 ROOT = Path(__file__).parents[2]
@@ -93,9 +94,8 @@ def public_names():
 def sizes():
     """Dotted path of every builder that is a row of a family's table; those with adapters are called alike."""
     found = []
-    for path in sorted((ROOT / "torchtune" / "models").glob("*/_model_builders.py")):
-        family = f"torchtune.models.{path.parent.name}"
-        rows = getattr(importlib.import_module(f"{family}._model_builders"), "BUILDERS", ())  # none: parts of others
-        public = importlib.import_module(family).__all__
-        found += [f"{family}.{name}" for name in rows if name in public and "lora_" not in name]
+    for family in public_modules("torchtune.models"):
+        module = importlib.import_module(family)
+        rows = getattr(module, "BUILDERS", ())  # none: parts of other families
+        found += [f"{family}.{name}" for name in rows if name in module.__all__ and "lora_" not in name]
     return found

@@ -41,7 +41,7 @@ MODULES = {
     "torchtune.models.clip.inference": "torchtune.models.clip",
     "torchtune.models.clip.inference._transform": "torchtune.models.clip",
     **_modules("torchtune.models.gemma", "_component_builders _model_builders _tokenizer"),
-    **_modules("torchtune.models.gemma2", "_component_builders _model_builders"),
+    **_modules("torchtune.models.gemma2", "_component_builders _convert_weights _model_builders"),
     **_modules("torchtune.models.llama2", "_component_builders _model_builders _prompt_template _tokenizer"),
     "torchtune.models.llama2._model_utils": "torchtune.models._builders",
     **_modules("torchtune.models.llama3", "_component_builders _model_builders _parallelism _tokenizer"),
@@ -54,12 +54,17 @@ MODULES = {
         "torchtune.models.llama4", "_component_builders _encoder _model_builders _parallelism _tokenizer _transform"
     ),
     **_modules("torchtune.models.mistral", "_component_builders _model_builders _prompt_template _tokenizer"),
-    **_modules("torchtune.models.phi3", "_component_builders _model_builders _position_embeddings _tokenizer"),
+    **_modules(
+        "torchtune.models.phi3", "_component_builders _convert_weights _model_builders _position_embeddings _tokenizer"
+    ),
     **_modules("torchtune.models.phi4", "_model_builders _tokenizer"),
-    **_modules("torchtune.models.qwen2", "_component_builders _model_builders _positional_embeddings _tokenizer"),
+    **_modules(
+        "torchtune.models.qwen2",
+        "_component_builders _convert_weights _model_builders _positional_embeddings _tokenizer",
+    ),
     **_modules("torchtune.models.qwen2_5", "_model_builders _tokenizer"),
     **_modules("torchtune.models.qwen3", "_component_builders _model_builders _tokenizer"),
-    "torchtune.models.qwen3._convert_weights": "torchtune.models.qwen2._convert_weights",
+    "torchtune.models.qwen3._convert_weights": "torchtune.models.qwen2",
     **_modules("torchtune.models.smol", "_component_builders _model_builders"),
     "torchtune.models.clip._convert_weights": "torchtune.compat._weight_tables",
     "torchtune.models.gemma.rms_norm": "torchtune.compat",
@@ -156,7 +161,7 @@ NAMES = {
         }.items()
     },
     **{
-        f"torchtune.models.qwen3._convert_weights.qwen3_{way}": f"torchtune.models.qwen2._convert_weights.qwen2_{way}"
+        f"torchtune.models.qwen3._convert_weights.qwen3_{way}": f"torchtune.models.qwen2.qwen2_{way}"
         for way in ("hf_to_tune", "tune_to_hf")
     },
     "torchtune.modules.CausalSelfAttention": "torchtune.modules.MultiHeadAttention",

@@ -42,31 +42,46 @@ ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
     "gelu_tanh": partial(nn.GELU, approximate="tanh"),
     "relu2": SquaredReLU,
 }
-# RoPE scaling class -> module, and module arguments as fields of the scaling.
-_ROPES: dict[type, tuple[type[RotaryPositionalEmbeddings], dict[str, str]]] = {
-    type(None): (RotaryPositionalEmbeddings, {}),
-    LinearRopeScaling: (RotaryPositionalEmbeddings, {"stretch": "factor"}),
+# RoPE scaling class -> module, and (argument of the module, field of the scaling).
+_ROPES: dict[type, tuple[type[RotaryPositionalEmbeddings], tuple[tuple[str, str], ...]]] = {
+    type(None): (RotaryPositionalEmbeddings, ()),
+    LinearRopeScaling: (RotaryPositionalEmbeddings, (("stretch", "factor"),)),
     Llama3RopeScaling: (
         ScaledRotaryPositionalEmbeddings,
-        {
-            "scale_factor": "factor",
-            "low_freq_factor": "low_freq_factor",
-            "high_freq_factor": "high_freq_factor",
-            "old_context_len": "original_max_seq_len",
-        },
+        (
+            ("scale_factor", "factor"),
+            ("low_freq_factor", "low_freq_factor"),
+            ("high_freq_factor", "high_freq_factor"),
+            ("old_context_len", "original_max_seq_len"),
+        ),
     ),
-    ProportionalRopeScaling: (ProportionalRotaryPositionalEmbeddings, {"fraction": "fraction", "factor": "factor"}),
+    ProportionalRopeScaling: (
+        ProportionalRotaryPositionalEmbeddings,
+        (("fraction", "fraction"), ("factor", "factor")),
+    ),
     DynamicRopeScaling: (
         DynamicRotaryPositionalEmbeddings,
-        {"factor": "factor", "original_max_seq_len": "original_max_seq_len"},
+        (("factor", "factor"), ("original_max_seq_len", "original_max_seq_len")),
     ),
     YarnRopeScaling: (
         YarnRotaryPositionalEmbeddings,
-        {name: name for name in "factor original_max_seq_len beta_fast beta_slow truncate magnitude".split()},
+        (
+            ("factor", "factor"),
+            ("original_max_seq_len", "original_max_seq_len"),
+            ("beta_fast", "beta_fast"),
+            ("beta_slow", "beta_slow"),
+            ("truncate", "truncate"),
+            ("magnitude", "magnitude"),
+        ),
     ),
     LongRopeScaling: (
         LongRotaryPositionalEmbeddings,
-        {name: name for name in ("short_factors", "long_factors", "original_max_seq_len", "magnitude")},
+        (
+            ("short_factors", "short_factors"),
+            ("long_factors", "long_factors"),
+            ("original_max_seq_len", "original_max_seq_len"),
+            ("magnitude", "magnitude"),
+        ),
     ),
 }
 
@@ -94,7 +109,7 @@ def build(description: Description, spec: ModelSpec | None = None) -> Transforme
     d = description
     ropes = _ropes(d)
     embeddings = nn.Embedding(d.vocab_size, d.embed_dim)
-    layers = nn.ModuleList([_layer(d, index, ropes) for index in range(d.num_layers)])
+    layers = nn.ModuleList([_layer(d, layer, ropes) for layer in range(d.num_layers)])
     model = TransformerDecoder(
         tok_embeddings=embeddings,
         layers=layers,
@@ -145,51 +160,57 @@ def _layer_embedding(d: Description) -> LayerEmbedding:
     )
 
 
-def _qk_norm(d: Description, width: int, head_dim: int) -> RMSNorm | None:
-    return _norm(d, width if d.qk_norm_whole else head_dim) if d.has_qk_norm else None
-
-
-def _added(d: Description, scale: float) -> nn.Module | None:
-    """Return the norm or scale of the outputs of attention and feed-forward before the residual addition."""
+def _residual_scale(d: Description, scale: float) -> nn.Module | None:
+    """Return the norm or constant factor of the outputs of attention and feed-forward, before the residual addition."""
     if d.has_post_norm:
         return _norm(d, d.embed_dim)
     scale *= d.residual_scale
     return Multiplier(scale) if scale != 1.0 else None
 
 
-def _layer(d: Description, index: int, ropes: tuple[nn.Module, nn.Module]) -> TransformerSelfAttentionLayer:
-    mixer = d.mixer.build(d.embed_dim, d.norm_eps) if index in d.mixer_layers else None
-    attn = _attention(d, index, ropes) if index in d.attn_layers else None
+def _layer(
+    d: Description, layer: int, ropes: tuple[RotaryPositionalEmbeddings, RotaryPositionalEmbeddings]
+) -> TransformerSelfAttentionLayer:
+    # The order in which modules are built decides about their random weights.
+    mixer = d.mixer.build(d.embed_dim, d.norm_eps) if layer in d.mixer_layers else None
+    attn = _attention(d, layer, ropes) if layer in d.attn_layers else None
+    if attn is None:  # the mixer takes the place of attention
+        attn = mixer
+        mixer = None
     return TransformerSelfAttentionLayer(
-        attn or mixer,
-        _mlp(d, index),
-        sa_norm=_norm(d, d.embed_dim) if index in d.sa_norm_layers else None,
-        mlp_norm=_norm(d, d.embed_dim) if index in d.mlp_norm_layers else None,
-        sa_scale=_added(d, d.attn_out_scale),
-        mlp_scale=_added(d, d.mlp_out_scale),
+        attn,
+        _mlp(d, layer),
+        sa_norm=_norm(d, d.embed_dim) if layer in d.sa_norm_layers else None,
+        mlp_norm=_norm(d, d.embed_dim) if layer in d.mlp_norm_layers else None,
+        sa_scale=_residual_scale(d, d.attn_out_scale),
+        mlp_scale=_residual_scale(d, d.mlp_out_scale),
         layer_embed=_layer_embedding(d) if d.layer_embed_dim else None,
         layer_scale=OutputScale() if d.layer_scale else None,
-        mixer=mixer if attn is not None else None,
+        mixer=mixer,
     )
 
 
-def _mlp(d: Description, index: int) -> FeedForward | MoE | None:
-    if index in d.mlpless_layers:
+def _mlp(d: Description, layer: int) -> FeedForward | MoE | None:
+    if layer in d.mlpless_layers:
         return None
-    if index in d.expert_layers:
+    if layer in d.expert_layers:
         return _mixture(d)
-    return feed_forward(d, _intermediate_dim(d, index), d.mlp_gate_scale)
+    intermediate_dim = d.intermediate_dim
+    if layer in d.shared_kv and d.shared_kv_intermediate_dim:
+        intermediate_dim = d.shared_kv_intermediate_dim
+    return feed_forward(d, intermediate_dim, d.mlp_gate_scale)
 
 
-def _intermediate_dim(d: Description, index: int) -> int:
-    return (index in d.shared_kv and d.shared_kv_intermediate_dim) or d.intermediate_dim
-
-
-def _latent_attention(d: Description, index: int, rope: nn.Module) -> LatentAttention:
+def _latent_attention(d: Description, layer: int, rope: nn.Module) -> LatentAttention:
+    # Norms of latents have this eps in all families, whatever the eps of the other norms.
     norm = partial(RMSNorm, eps=1e-6, unit_offset=d.norm_unit_offset, rounds_last=d.norm_rounds_last)
-    of_queries = d.q_latent_dim or d.embed_dim
-    down = nn.Linear(d.embed_dim, d.q_latent_dim, bias=d.q_bias) if d.q_latent_dim else None
-    yarn = d.rope_scaling.latent_magnitude if isinstance(d.rope_scaling, YarnRopeScaling) else 1.0
+    q_input_dim = d.q_latent_dim or d.embed_dim
+    unrotated_dim = d.head_dim - d.rope_dim
+    scale = d.attn_scale
+    if not scale:
+        scale = d.head_dim**-0.5
+        if isinstance(d.rope_scaling, YarnRopeScaling):
+            scale *= d.rope_scaling.latent_magnitude
     return LatentAttention(
         embed_dim=d.embed_dim,
         num_heads=d.num_heads,
@@ -197,28 +218,44 @@ def _latent_attention(d: Description, index: int, rope: nn.Module) -> LatentAtte
         rope_dim=d.rope_dim,
         value_dim=d.value_dim,
         kv_dim=d.kv_latent_dim,
-        q_down_proj=down,
+        q_down_proj=nn.Linear(d.embed_dim, d.q_latent_dim, bias=d.q_bias) if d.q_latent_dim else None,
         q_down_norm=norm(d.q_latent_dim) if d.q_latent_dim else None,
-        q_proj=nn.Linear(of_queries, d.num_heads * d.head_dim, bias=False),
+        q_proj=nn.Linear(q_input_dim, d.num_heads * d.head_dim, bias=False),
         kv_down_proj=nn.Linear(d.embed_dim, d.kv_latent_dim + d.rope_dim, bias=d.k_bias),
         kv_down_norm=norm(d.kv_latent_dim),
-        kv_proj=nn.Linear(d.kv_latent_dim, d.num_heads * (d.head_dim - d.rope_dim + d.value_dim), bias=False),
+        kv_proj=nn.Linear(d.kv_latent_dim, d.num_heads * (unrotated_dim + d.value_dim), bias=False),
         output_proj=nn.Linear(d.num_heads * d.value_dim, d.embed_dim, bias=d.attn_output_bias),
-        pos_embeddings=None if index in d.unrotated_layers else rope,
+        pos_embeddings=None if layer in d.unrotated_layers else rope,
         max_seq_len=d.max_seq_len,
         attn_dropout=d.attn_dropout,
-        scale=d.attn_scale or yarn * d.head_dim**-0.5,
-        growth=_growth(d, index),
+        scale=scale,
+        growth=_growth(d, layer),
     )
 
 
-def _attention(d: Description, index: int, ropes: tuple[nn.Module, nn.Module]) -> MultiHeadAttention:
+def _attention(
+    d: Description, layer: int, ropes: tuple[RotaryPositionalEmbeddings, RotaryPositionalEmbeddings]
+) -> MultiHeadAttention | LatentAttention:
+    full_rope, window_rope = ropes
     if d.kv_latent_dim:
-        return _latent_attention(d, index, ropes[0])
-    windowed = index in d.window_layers
-    head_dim, num_kv_heads = d.attn_heads(index)
-    q_dim, kv_dim = d.num_heads * head_dim * (1 + d.attn_gate), num_kv_heads * head_dim
-    has_keys = index in d.key_layers
+        return _latent_attention(d, layer, full_rope)
+    has_window = layer in d.window_layers
+    has_rope = layer not in d.unrotated_layers
+    has_keys = layer in d.key_layers
+    head_dim, num_kv_heads = d.attn_heads(layer)
+    q_dim = d.num_heads * head_dim * (1 + d.attn_gate)
+    kv_dim = num_kv_heads * head_dim
+    rope = None
+    if has_rope:
+        rope = window_rope if has_window else full_rope
+    scale = d.attn_scale
+    if d.key_scale != 1.0:
+        scale = (scale or head_dim**-0.5) * d.key_scale
+    q_norm = None
+    k_norm = None
+    if d.has_qk_norm:
+        q_norm = _norm(d, q_dim if d.qk_norm_whole else head_dim)
+        k_norm = _norm(d, kv_dim if d.qk_norm_whole else head_dim) if has_keys else None
     return MultiHeadAttention(
         embed_dim=d.embed_dim,
         num_heads=d.num_heads,
@@ -226,30 +263,32 @@ def _attention(d: Description, index: int, ropes: tuple[nn.Module, nn.Module]) -
         head_dim=head_dim,
         q_proj=nn.Linear(d.embed_dim, q_dim, bias=d.q_bias),
         k_proj=nn.Linear(d.embed_dim, kv_dim, bias=d.k_bias) if has_keys else None,
-        v_proj=nn.Linear(d.embed_dim, kv_dim, bias=d.v_bias) if index in d.value_layers else None,
+        v_proj=nn.Linear(d.embed_dim, kv_dim, bias=d.v_bias) if layer in d.value_layers else None,
         output_proj=nn.Linear(d.num_heads * head_dim, d.embed_dim, bias=d.attn_output_bias),
-        pos_embeddings=None if index in d.unrotated_layers else ropes[windowed],
-        q_norm=_qk_norm(d, q_dim, head_dim),
-        k_norm=_qk_norm(d, kv_dim, head_dim) if has_keys else None,
+        pos_embeddings=rope,
+        q_norm=q_norm,
+        k_norm=k_norm,
         v_norm_eps=d.norm_eps if d.v_norm else None,
         qk_norm_before_rope=d.qk_norm == "before_rope",
         qk_norm_whole=d.qk_norm_whole,
         max_seq_len=d.max_seq_len,
         attn_dropout=d.attn_dropout,
-        scale=d.attn_scale if d.key_scale == 1.0 else (d.attn_scale or head_dim**-0.5) * d.key_scale,
+        scale=scale,
         softcap=d.attn_softcap,
-        window=d.window if windowed else None,
+        window=d.window if has_window else None,
         sinks=d.attn_sinks,
         gated=d.attn_gate,
-        growth=_growth(d, index),
-        chunk=d.chunk if index in d.chunk_layers else None,
-        qk_norm_eps=d.norm_eps if d.qk_unit_norm and index not in d.unrotated_layers else None,
+        growth=_growth(d, layer),
+        chunk=d.chunk if layer in d.chunk_layers else None,
+        qk_norm_eps=d.norm_eps if d.qk_unit_norm and has_rope else None,
     )
 
 
-def _growth(d: Description, index: int) -> tuple[float, int, int] | None:
-    grows = d.query_growth and (not d.query_growth_layers or index in d.query_growth_layers)
-    return (d.query_growth, d.query_growth_span, d.query_growth_first) if grows else None
+def _growth(d: Description, layer: int) -> tuple[float, int, int] | None:
+    """Return factor, span and first position of the scaling of queries; None in layers without it."""
+    if not d.query_growth or (d.query_growth_layers and layer not in d.query_growth_layers):
+        return None
+    return d.query_growth, d.query_growth_span, d.query_growth_first
 
 
 def feed_forward(d: Any, width: int, gate_scale: float = 1.0) -> FeedForward:
@@ -278,26 +317,36 @@ def _mixture(d: Description) -> MoE:
         top_groups=d.router_top_groups,
         norm_eps=d.norm_eps if d.router_norm else None,
     )
-    latent = d.expert_latent_dim
-    sizes = {"dim": latent or d.embed_dim, "hidden_dim": d.expert_dim, "num_experts": d.num_experts}
+    sizes = {
+        "dim": d.expert_latent_dim or d.embed_dim,
+        "hidden_dim": d.expert_dim,
+        "num_experts": d.num_experts,
+    }
     if d.expert_limit is not None:
         return MoE(experts=ClampedExperts(**sizes, limit=d.expert_limit), router=router)
-    kind = GroupedExperts if d.mlp_gated else UngatedExperts
-    experts = kind(**sizes, activation=ACTIVATIONS[d.activation]())
+    experts_class = GroupedExperts if d.mlp_gated else UngatedExperts
+    experts = experts_class(**sizes, activation=ACTIVATIONS[d.activation]())
     if not d.shared_expert_dim:
         return MoE(experts=experts, router=router, scales_input=d.router_scales_input)
-    gate = nn.Linear(d.embed_dim, 1, bias=False) if d.shared_expert_gate else None
-    names = ("input", "output", "shared_input", "shared_output") if d.expert_norms else ()
+    shared_gate = nn.Linear(d.embed_dim, 1, bias=False) if d.shared_expert_gate else None
+    shared_expert = feed_forward(d, d.shared_expert_dim)
+    norms = None
+    if d.expert_norms:
+        norms = {name: _norm(d, d.embed_dim) for name in ("input", "output", "shared_input", "shared_output")}
+    latent = None
+    if d.expert_latent_dim:
+        latent = (
+            nn.Linear(d.embed_dim, d.expert_latent_dim, bias=False),
+            nn.Linear(d.expert_latent_dim, d.embed_dim, bias=False),
+        )
     return MoE(
         experts=experts,
         router=router,
-        shared_expert=feed_forward(d, d.shared_expert_dim),
-        shared_gate=gate,
+        shared_expert=shared_expert,
+        shared_gate=shared_gate,
         scales_input=d.router_scales_input,
-        norms={name: _norm(d, d.embed_dim) for name in names} or None,
-        latent=(nn.Linear(d.embed_dim, latent, bias=False), nn.Linear(latent, d.embed_dim, bias=False))
-        if latent
-        else None,
+        norms=norms,
+        latent=latent,
     )
 
 
@@ -310,8 +359,9 @@ def _ropes(d: Description) -> tuple[RotaryPositionalEmbeddings, RotaryPositional
 
 
 def _rope(d: Description) -> RotaryPositionalEmbeddings:
-    kind, arguments = _ROPES[type(d.rope_scaling)]
-    options = {name: getattr(d.rope_scaling, field) for name, field in arguments.items()}
-    rope = kind(d.full_head_dim or d.rope_dim, d.max_seq_len, d.rope_base, layout=d.rope_layout, **options)
+    rope_class, arguments = _ROPES[type(d.rope_scaling)]
+    options = {argument: getattr(d.rope_scaling, field) for argument, field in arguments}
+    # In layers without a window, all channels of their larger heads are rotated (Gemma 4).
+    rope = rope_class(d.full_head_dim or d.rope_dim, d.max_seq_len, d.rope_base, layout=d.rope_layout, **options)
     rope.axes = list(d.rope_axes)
     return rope

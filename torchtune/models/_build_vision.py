@@ -1,13 +1,17 @@
-"""Build vision towers and vision-language models from their descriptions."""
+"""Build vision towers and vision-language models, from descriptions and from checkpoints."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 from torch import nn
 
 from torchtune.models._build import build, feed_forward
+from torchtune.models._builders import LoraAttnModules, Model, convert_to_lora
+from torchtune.models._description import ModelError
+from torchtune.models._from_hf_config import from_hf_config
 from torchtune.models._hf_vision import ImageTextFormat, read_config, write_config
 from torchtune.models._image_processors import ImageProcessor
 from torchtune.models._spec import ModelSpec
@@ -29,6 +33,8 @@ from torchtune.modules.vision_tower import (
     Standardization,
     VisionTower,
 )
+
+Part = Literal["frozen", "lora", "full"]
 
 _POSITIONS = {"interpolated": InterpolatedPositions, "classed": ClassedPositions, "axes": AxisPositions}
 
@@ -62,7 +68,7 @@ def image_text_family(
     processor: type[ImageProcessor],
     text: ModelSpec | None = None,
     weight_maps: Mapping[str, WeightMap] | None = None,
-    **more: Any,
+    **attributes: Any,
 ) -> ModelSpec:
     """Make the specification of a family of vision-language models.
 
@@ -73,20 +79,23 @@ def image_text_family(
         processor: class of the image processor.
         text: specification of the text decoder, which provides the other attributes.
         weight_maps: weight names of further formats.
-        **more: further attributes of :class:`ModelSpec`.
+        **attributes: further attributes of :class:`ModelSpec`.
     """
-    inside = {} if names.modules == WeightMap(()).modules else {"hf_modules": names.prefixed(dict(names.modules))}
+    all_maps = {"hf": names}
+    if names.modules != WeightMap(()).modules:  # modules of transformers have other names than its files
+        all_maps["hf_modules"] = names.prefixed(dict(names.modules))
+    all_maps |= weight_maps or {}
     values = {
         "name": name,
-        "architectures": tuple(dict.fromkeys(one.architecture for one in formats)),
+        "architectures": tuple(dict.fromkeys(hf_format.architecture for hf_format in formats)),
         "from_hf_config": partial(read_config, formats),
         "to_hf_config": partial(write_config, formats),
-        "weight_maps": {"hf": names, **inside, **(weight_maps or {})},
+        "weight_maps": all_maps,
         "builder": build_image_text,
         "image_processor": processor.from_config,
-        **more,
+        **attributes,
     }
-    return replace(text, **values) if text else ModelSpec(**values)
+    return ModelSpec(**values) if text is None else replace(text, **values)
 
 
 def build_tower(v: VisionDescription) -> VisionTower:
@@ -111,21 +120,28 @@ def build_tower(v: VisionDescription) -> VisionTower:
 
 
 def _norm(kind: str, dim: int, eps: float) -> nn.Module | None:
-    kinds = {"layer": Fp32LayerNorm, "rms": RMSNorm, "plain": partial(nn.RMSNorm, elementwise_affine=False)}
-    return kinds[kind](dim, eps=eps) if kind in kinds else None
+    if kind == "layer":
+        return Fp32LayerNorm(dim, eps=eps)
+    if kind == "rms":
+        return RMSNorm(dim, eps=eps)
+    if kind == "plain":
+        return nn.RMSNorm(dim, eps=eps, elementwise_affine=False)
+    return None
 
 
 def _layer(v: VisionDescription, rope: nn.Module | None) -> TransformerSelfAttentionLayer:
-    d = v.embed_dim
-    biases = {**dict.fromkeys(("q_proj", "k_proj", "v_proj"), v.attn_bias), "output_proj": v.attn_output_bias}
-    norm = partial(_norm, v.norm, d, v.norm_eps)
+    width = v.embed_dim
+    norm = partial(_norm, v.norm, width, v.norm_eps)
     layer = TransformerSelfAttentionLayer(
         MultiHeadAttention(
-            embed_dim=d,
+            embed_dim=width,
             num_heads=v.num_heads,
             num_kv_heads=v.num_heads,
             head_dim=v.head_dim,
-            **{name: nn.Linear(d, d, bias=bias) for name, bias in biases.items()},
+            q_proj=nn.Linear(width, width, bias=v.attn_bias),
+            k_proj=nn.Linear(width, width, bias=v.attn_bias),
+            v_proj=nn.Linear(width, width, bias=v.attn_bias),
+            output_proj=nn.Linear(width, width, bias=v.attn_output_bias),
             pos_embeddings=rope,
             is_causal=False,
             q_norm=RMSNorm(v.head_dim, v.norm_eps) if v.head_norms else None,
@@ -148,27 +164,185 @@ def _layer(v: VisionDescription, rope: nn.Module | None) -> TransformerSelfAtten
 
 
 def _projector(v: VisionDescription, deep: bool = False) -> PatchMerger:
-    merged = v.embed_dim if v.merge_pools else v.embed_dim * v.merge**2
-    width, bias, reduce = merged, v.projector_bias, None
+    """Build the projector of the tower's output, or with ``deep`` of the output of one of its layers."""
+    merged_dim = v.embed_dim if v.merge_pools else v.embed_dim * v.merge**2
+    input_dim = merged_dim
+    reduce: nn.Module | None = None
     if v.merge_reduces:
-        width, reduce = v.embed_dim, nn.Linear(width, v.embed_dim, bias=False)
+        reduce = nn.Linear(merged_dim, v.embed_dim, bias=False)
+        input_dim = v.embed_dim
     elif v.projector_first:
-        reduce = nn.Sequential(nn.Linear(width, v.projector_dim, bias=bias), nn.GELU())
-        width = v.projector_dim
+        reduce = nn.Sequential(nn.Linear(merged_dim, v.projector_dim, bias=v.projector_bias), nn.GELU())
+        input_dim = v.projector_dim
     elif v.merge_standardized:
         reduce = Standardization(v.embed_dim)
-    mlp: nn.Module = nn.Linear(width, v.projector_dim or v.output_dim, bias=bias)
+    mlp: nn.Module = nn.Linear(input_dim, v.projector_dim or v.output_dim, bias=v.projector_bias)
     if v.projector_dim:
-        mlp = FeedForward(
-            gate_proj=mlp, down_proj=nn.Linear(v.projector_dim, v.output_dim, bias=bias), activation=nn.GELU()
-        )
+        down_proj = nn.Linear(v.projector_dim, v.output_dim, bias=v.projector_bias)
+        mlp = FeedForward(gate_proj=mlp, down_proj=down_proj, activation=nn.GELU())
     norms_merged = deep or v.merge_pools
-    norm = _norm(v.merge_norm, merged if norms_merged else v.embed_dim, v.merge_norm_eps)
+    norm = _norm(v.merge_norm, merged_dim if norms_merged else v.embed_dim, v.merge_norm_eps)
     return PatchMerger(
         v.merge,
         mlp,
-        **{"merged_norm" if norms_merged else "norm": norm},
+        norm=None if norms_merged else norm,
+        merged_norm=norm if norms_merged else None,
         reduce=reduce,
         channels_first=v.merge_channels_first,
         pools=v.merge_pools,
     )
+
+
+def adapt_parts(
+    model: Model,
+    parts: Mapping[str, Part],
+    lora_attn_modules: LoraAttnModules,
+    apply_lora_to_mlp: bool,
+    apply_lora_to_output: bool,
+    quantize_base: bool,
+    part_of: Callable[[str], str],
+    **options: Any,
+) -> Model:
+    """Add LoRA adapters to the parts that are ``"lora"``, freeze all other parameters, and return the model.
+
+    See :func:`add_lora` for the arguments, and :class:`~torchtune.modules.peft.LoRA` for ``options``; ``part_of``
+    returns the part of a module from its path.
+
+    Raises:
+        ModelError: no module would have an adapter.
+    """
+    from torchtune.modules.peft import LoRA
+
+    candidates = []
+    for path, module in model.named_modules():
+        if isinstance(module, nn.Linear) and part_of(path) == "projector":
+            candidates.append(path)
+    if lora_attn_modules or apply_lora_to_mlp or apply_lora_to_output:
+        selection = LoRA(
+            attn_modules=lora_attn_modules, apply_to_mlp=apply_lora_to_mlp, apply_to_output=apply_lora_to_output
+        )
+        candidates += selection.select(model)
+    targets = [path for path in dict.fromkeys(candidates) if parts.get(part_of(path)) == "lora"]
+    adapted_parts = {part_of(path) for path in targets}
+    for part, training in parts.items():
+        if training == "lora" and part not in adapted_parts:
+            raise ModelError(
+                f"{part} is 'lora', but lora_attn_modules and apply_lora_to_mlp name none of its layers: name "
+                "projections of attention, or choose 'frozen'."
+            )
+    return convert_to_lora(model, LoRA(target_modules=targets, **options), quantize_base)
+
+
+def check_parts(parts: Mapping[str, Part], trained: Part, alternative: str) -> None:
+    """Raise :class:`ModelError` unless every part is ``trained`` or ``"frozen"``, and at least one is ``trained``.
+
+    Args:
+        parts: name of an argument or a part -> its value.
+        trained: ``"full"`` or ``"lora"``, the way in which this builder trains parts.
+        alternative: what trains a part in the other way, for the message.
+    """
+    for part, training in parts.items():
+        if training not in ("frozen", trained):
+            hint = f" ({alternative})" if training in ("lora", "full") else ""
+            raise ModelError(f"{part} is {training!r}: choose '{trained}' or 'frozen'{hint}.")
+    if trained not in parts.values():
+        raise ModelError(f"{', '.join(parts)} are all 'frozen': nothing would be trained, choose '{trained}' for one.")
+
+
+def image_part(path: str) -> str:
+    """Return the part of a model that a parameter or module belongs to, from its dotted path."""
+    if path.startswith("decoder."):
+        return "language_model"
+    return "projector" if "projector" in path else "vision_tower"
+
+
+def image_text_model(
+    checkpoint_dir: str | Path,
+    vision_tower: Part = "frozen",
+    projector: Part = "full",
+    language_model: Part = "full",
+) -> ImageTextModel:
+    """Build a vision-language model with image tokens from the ``config.json`` of its checkpoint.
+
+    Args:
+        checkpoint_dir: folder of the checkpoint.
+        vision_tower: ``"full"`` trains the vision tower, ``"frozen"`` does not.
+        projector: as ``vision_tower``, for the projector of the tower's output, including DeepStack projectors.
+        language_model: as ``vision_tower``, for the text decoder.
+
+    Raises:
+        ModelError: the model is a text model, a part is ``"lora"``, or all parts are frozen; further cases in
+            :func:`from_hf_config`.
+
+    Example:
+        >>> torchtune.models.image_text_model(checkpoint)
+        Traceback (most recent call last):
+        ...
+        torchtune.models._description.ModelError: ... has a model of text: use from_hf_config, or ...
+    """
+    model = _build(checkpoint_dir)
+    parts = {"vision_tower": vision_tower, "projector": projector, "language_model": language_model}
+    check_parts(parts, "full", "lora_image_text_model has adapters")
+    for path, parameter in model.named_parameters():
+        if parameter.requires_grad:  # otherwise it is a constant of the checkpoint
+            parameter.requires_grad_(parts[image_part(path)] == "full")
+    return model
+
+
+def lora_image_text_model(
+    checkpoint_dir: str | Path,
+    lora_attn_modules: LoraAttnModules,
+    vision_tower: Part = "frozen",
+    projector: Part = "frozen",
+    language_model: Part = "lora",
+    apply_lora_to_mlp: bool = False,
+    apply_lora_to_output: bool = False,
+    lora_rank: int = 8,
+    lora_alpha: float = 16,
+    lora_dropout: float = 0.0,
+    use_dora: bool = False,
+    quantize_base: bool = False,
+) -> ImageTextModel:
+    """Build a vision-language model with LoRA adapters from the ``config.json`` of its checkpoint.
+
+    Args:
+        checkpoint_dir: folder of the checkpoint.
+        lora_attn_modules: attention projections with an adapter, in the tower and in the text decoder.
+        vision_tower: ``"lora"``: the vision tower has adapters; ``"frozen"``: it has none.
+        projector: as ``vision_tower``, for all linear layers of the projector.
+        language_model: as ``vision_tower``, for the text decoder.
+        apply_lora_to_mlp: whether the feed-forward projections have an adapter.
+        apply_lora_to_output: whether the output projection has an adapter; it must not be tied to the embeddings.
+        lora_rank: rank of the adapters.
+        lora_alpha: the adapters are scaled by ``lora_alpha / lora_rank``.
+        lora_dropout: dropout probability of the adapters' input.
+        use_dora: train the magnitude of the adapted weights separately (DoRA).
+        quantize_base: quantize the frozen base weights to NF4.
+
+    Raises:
+        ModelError: the model is a text model, a part is ``"full"``, which adapter files cannot store, or all parts are
+            frozen; further cases in :func:`from_hf_config`.
+    """
+    model = _build(checkpoint_dir)
+    parts = {"vision_tower": vision_tower, "projector": projector, "language_model": language_model}
+    check_parts(parts, "lora", "adapter files cannot store other weights: image_text_model trains them")
+    return adapt_parts(
+        model,
+        parts,
+        lora_attn_modules,
+        apply_lora_to_mlp,
+        apply_lora_to_output,
+        quantize_base,
+        image_part,
+        rank=lora_rank,
+        alpha=lora_alpha,
+        dropout=lora_dropout,
+        use_dora=use_dora,
+    )
+
+
+def _build(checkpoint_dir: str | Path) -> ImageTextModel:
+    model = from_hf_config(checkpoint_dir, images=True)
+    if not isinstance(model, ImageTextModel):
+        raise ModelError(f"{checkpoint_dir} has a model of text: use from_hf_config, or the builder of its size.")
+    return model

@@ -1,5 +1,6 @@
 """Description of a decoder's architecture, from which every text model is built."""
 
+from collections.abc import Collection
 from dataclasses import dataclass, fields
 from typing import Literal
 
@@ -32,7 +33,7 @@ _LARGEST = {
     "expert_latent_dim": 2**20,
     "num_classes": 2**20,
 }
-# Pairs of fields that must be set together.
+# Pairs of fields that are set together, or not at all.
 _TOGETHER = (
     ("window", "window_layers"),
     ("chunk", "chunk_layers"),
@@ -42,8 +43,8 @@ _TOGETHER = (
     ("layer_embed_dim", "layer_embed_vocab"),
     ("mixer", "mixer_layers"),
 )
-# Pairs of fields: the first requires the second.
-_NEEDS = (
+# (field, field that it requires)
+_REQUIRES = (
     ("q_latent_dim", "kv_latent_dim"),
     ("query_growth", "query_growth_span"),
     ("shared_expert_dim", "num_experts"),
@@ -190,6 +191,25 @@ class Description:
         for field, most in _LARGEST.items():
             if getattr(self, field) > most:
                 raise ModelError(f"{field} must be at most {most:,}, got {getattr(self, field):,}.")
+        self._check_heads()
+        for field, partner in _TOGETHER:
+            if bool(getattr(self, field)) != bool(getattr(self, partner)):
+                raise ModelError(f"{field} (got {getattr(self, field)}) and {partner} go together.")
+        for field, required in _REQUIRES:
+            if getattr(self, field) and not getattr(self, required):
+                raise ModelError(f"{field} ({getattr(self, field)}) needs {required}.")
+        self._check_positions()
+        self._check_latents()
+        self._check_experts()
+        self._check_layer_kinds()
+        if not 0.0 <= self.attn_dropout <= 1.0:
+            raise ModelError(f"attn_dropout must lie in [0, 1], got {self.attn_dropout}.")
+
+    def _set_default(self, field: str, value: int) -> None:
+        """Replace a field that is 0; a frozen dataclass has no ordinary assignment."""
+        object.__setattr__(self, field, value)
+
+    def _check_heads(self) -> None:
         if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
             raise ModelError(f"num_heads ({self.num_heads}) must be a multiple of num_kv_heads ({self.num_kv_heads}).")
         if self.head_dim == 0:
@@ -197,43 +217,21 @@ class Description:
                 raise ModelError(
                     f"embed_dim ({self.embed_dim}) is not a multiple of num_heads ({self.num_heads}): state head_dim."
                 )
-            object.__setattr__(self, "head_dim", self.embed_dim // self.num_heads)
+            self._set_default("head_dim", self.embed_dim // self.num_heads)
         if self.head_dim % 2:
             raise ModelError(f"head_dim must be even for rotary positions, got {self.head_dim}.")
-        for one, other in _TOGETHER:
-            if bool(getattr(self, one)) != bool(getattr(self, other)):
-                raise ModelError(f"{one} (got {getattr(self, one)}) and {other} go together.")
-        for one, other in _NEEDS:
-            if getattr(self, one) and not getattr(self, other):
-                raise ModelError(f"{one} ({getattr(self, one)}) needs {other}.")
-        self._check_positions()
-        self._check_latents()
-        self._check_experts()
-        self._check_layer_kinds()
-        if self.mixer is not None and (problem := self.mixer.problem()):
-            raise ModelError(f"mixer: {problem}.")
-        if set(self.attnless_layers) & {*self.mlpless_layers, *self.mixer_layers}:
-            raise ModelError(
-                "attnless_layers have no mixer, and a feed-forward: mlpless_layers and mixer_layers do not."
-            )
-        if self.norm_order != "pre" and (self.attnless_layers or self.mlpless_layers):
-            raise ModelError(f"attnless_layers and mlpless_layers need norm_order 'pre', got '{self.norm_order}'.")
-        for field in ("residual_scale", "attn_out_scale", "mlp_out_scale"):
-            if self.norm_order != "pre" and getattr(self, field) != 1.0:
-                raise ModelError(f"{field} needs norm_order 'pre', got '{self.norm_order}'.")
-        if not 0.0 <= self.attn_dropout <= 1.0:
-            raise ModelError(f"attn_dropout must lie in [0, 1], got {self.attn_dropout}.")
 
     def _check_positions(self) -> None:
         if self.rope_dim == 0:
-            object.__setattr__(self, "rope_dim", self.head_dim)
+            self._set_default("rope_dim", self.head_dim)
         if self.rope_dim % 2 or not 0 < self.rope_dim <= self.head_dim:
             raise ModelError(f"rope_dim must be even and at most head_dim ({self.head_dim}), got {self.rope_dim}.")
-        if self.rope_axes and (len(self.rope_axes) != self.rope_dim // 2 or not set(self.rope_axes) <= {0, 1, 2}):
-            raise ModelError(f"rope_axes must be a coordinate (0, 1, 2) for each of {self.rope_dim // 2} pairs.")
+        num_pairs = self.rope_dim // 2
+        if self.rope_axes and (len(self.rope_axes) != num_pairs or not set(self.rope_axes) <= {0, 1, 2}):
+            raise ModelError(f"rope_axes must be a coordinate (0, 1, 2) for each of {num_pairs} pairs.")
         scaling = self.rope_scaling
-        if isinstance(scaling, LongRopeScaling) and any(len(f) != self.rope_dim // 2 for f in scaling.both):
-            raise ModelError(f"LongRoPE needs {self.rope_dim // 2} factors, one for each rotated pair of channels.")
+        if isinstance(scaling, LongRopeScaling) and any(len(factors) != num_pairs for factors in scaling.both):
+            raise ModelError(f"LongRoPE needs {num_pairs} factors, one for each rotated pair of channels.")
         if self.window is not None and self.window < 1:
             raise ModelError(f"window must be at least 1, got {self.window}.")
         if set(self.chunk_layers) & set(self.window_layers):
@@ -242,25 +240,39 @@ class Description:
             raise ModelError("attn_dropout must be 0 in a model with an attention window, chunks, soft cap or sinks.")
 
     def _check_latents(self) -> None:
-        if self.kv_latent_dim and self.num_kv_heads != self.num_heads:
+        if not self.kv_latent_dim:
+            return
+        if self.num_kv_heads != self.num_heads:
             raise ModelError(
                 f"kv_latent_dim needs num_kv_heads = num_heads ({self.num_heads}), got {self.num_kv_heads}."
             )
-        with_heads = ("window", "chunk", "attn_softcap", "attn_sinks", "attn_gate", "v_norm", "shared_kv_layers")
-        with_heads = (*with_heads, "has_qk_norm", "qk_unit_norm")
-        both = [name for name in with_heads if self.kv_latent_dim and getattr(self, name)]
-        if both:
-            raise ModelError(f"kv_latent_dim and {both[0]} do not go together.")
+        for field in (
+            "window",
+            "chunk",
+            "attn_softcap",
+            "attn_sinks",
+            "attn_gate",
+            "v_norm",
+            "shared_kv_layers",
+            "has_qk_norm",
+            "qk_unit_norm",
+        ):
+            if getattr(self, field):
+                raise ModelError(f"kv_latent_dim and {field} do not go together.")
 
     def _check_experts(self) -> None:
         if not 0 <= self.experts_per_token <= self.num_experts:
             raise ModelError(
                 f"experts_per_token ({self.experts_per_token}) must be at most num_experts ({self.num_experts})."
             )
-        groups, top = self.router_groups, self.router_top_groups
-        if not 1 <= top <= groups or self.num_experts % groups or (groups > 1 and self.num_experts < 2 * groups):
+        groups = self.router_groups
+        top_groups = self.router_top_groups
+        # A group is scored by its two best experts.
+        too_few_experts = groups > 1 and self.num_experts < 2 * groups
+        if not 1 <= top_groups <= groups or self.num_experts % groups or too_few_experts:
             raise ModelError(
-                f"router_top_groups ({top}) of router_groups ({groups}) do not fit num_experts ({self.num_experts})."
+                f"router_top_groups ({top_groups}) of router_groups ({groups}) do not fit num_experts "
+                f"({self.num_experts})."
             )
 
     def _check_layer_kinds(self) -> None:
@@ -270,10 +282,24 @@ class Description:
             raise ModelError(
                 f"num_heads ({self.num_heads}) must be a multiple of full_num_kv_heads ({self.full_num_kv_heads})."
             )
-        if self.shared_kv_layers and (self.mixer or any(self.kv_source(i) < 0 for i in self.shared_kv)):
+        if self.shared_kv_layers and (self.mixer or any(self.kv_source(layer) < 0 for layer in self.shared_kv)):
             raise ModelError(
                 f"shared_kv_layers ({self.shared_kv_layers}): a layer of each kind must come before these layers."
             )
+        problem = None if self.mixer is None else self.mixer.problem()
+        if problem is not None:
+            raise ModelError(f"mixer: {problem}.")
+        if set(self.attnless_layers) & {*self.mlpless_layers, *self.mixer_layers}:
+            raise ModelError(
+                "attnless_layers have no mixer, and a feed-forward: mlpless_layers and mixer_layers do not."
+            )
+        if self.norm_order == "pre":
+            return
+        if self.attnless_layers or self.mlpless_layers:
+            raise ModelError(f"attnless_layers and mlpless_layers need norm_order 'pre', got '{self.norm_order}'.")
+        for field in ("residual_scale", "attn_out_scale", "mlp_out_scale"):
+            if getattr(self, field) != 1.0:
+                raise ModelError(f"{field} needs norm_order 'pre', got '{self.norm_order}'.")
 
     @property
     def text(self) -> "Description":
@@ -292,9 +318,12 @@ class Description:
 
     def kv_source(self, layer: int) -> int:
         """Return the index of the layer with the keys and values that this layer reuses; -1 if it has its own."""
-        kind = layer in self.window_layers
-        earlier = range(self.num_layers - self.shared_kv_layers)
-        return max((i for i in earlier if (i in self.window_layers) == kind), default=-1)
+        has_window = layer in self.window_layers
+        # The last layer of the same kind that computes keys and values of its own.
+        for source in reversed(range(self.num_layers - self.shared_kv_layers)):
+            if (source in self.window_layers) == has_window:
+                return source
+        return -1
 
     @property
     def shared_kv(self) -> tuple[int, ...]:
@@ -304,47 +333,57 @@ class Description:
     @property
     def key_layers(self) -> tuple[int, ...]:
         """Layers with a key projection."""
-        without = self.shared_kv_layers if not self.kv_latent_dim else self.num_layers
-        return tuple(i for i in self.attn_layers if i < self.num_layers - without)
+        if self.kv_latent_dim:
+            return ()
+        return self._layers_without(self.shared_kv, among=self.attn_layers)
 
     @property
     def value_layers(self) -> tuple[int, ...]:
         """Layers with a value projection."""
-        return tuple(i for i in self.key_layers if not self.full_keys_as_values or i in self.window_layers)
+        if not self.full_keys_as_values:
+            return self.key_layers
+        return tuple(layer for layer in self.key_layers if layer in self.window_layers)
 
     @property
     def sa_norm_layers(self) -> tuple[int, ...]:
         """Layers with a norm before attention or a mixer."""
-        return tuple(i for i in range(self.num_layers if self.has_pre_norm else 0) if i not in self.attnless_layers)
+        return self._layers_without(self.attnless_layers) if self.has_pre_norm else ()
 
     @property
     def mlp_norm_layers(self) -> tuple[int, ...]:
         """Layers with ``mlp_norm``, a norm before the feed-forward."""
-        without = {*(self.expert_layers if self.expert_norms else ()), *self.mlpless_layers}
-        return tuple(i for i in range(self.num_layers if self.has_pre_norm else 0) if i not in without)
+        if not self.has_pre_norm:
+            return ()
+        layers = self._layers_without(self.mlpless_layers)
+        # Experts and shared expert then have norms of their own.
+        return self._layers_without(self.expert_layers, among=layers) if self.expert_norms else layers
 
     @property
     def attn_layers(self) -> tuple[int, ...]:
         """Layers with attention."""
-        without = {*self.attnless_layers, *(() if self.mixer_beside_attn else self.mixer_layers)}
-        return tuple(i for i in range(self.num_layers) if i not in without)
+        layers = self._layers_without(self.attnless_layers)
+        return layers if self.mixer_beside_attn else self._layers_without(self.mixer_layers, among=layers)
 
     @property
     def mixer_has_norm(self) -> bool:
         """Whether mixers have a norm inside."""
-        return getattr(self.mixer, "has_norm", True)
+        return self.mixer is None or self.mixer.has_norm
 
     @property
     def expert_layers(self) -> tuple[int, ...]:
         """Layers with a mixture of experts."""
-        without = {*self.expertless_layers, *self.mlpless_layers}
-        return tuple(i for i in range(self.num_layers if self.num_experts else 0) if i not in without)
+        return self._layers_without((*self.expertless_layers, *self.mlpless_layers)) if self.num_experts else ()
 
     @property
     def mlp_layers(self) -> tuple[int, ...]:
         """Layers with a dense feed-forward."""
-        without = {*self.expert_layers, *self.mlpless_layers}
-        return tuple(i for i in range(self.num_layers) if i not in without)
+        return self._layers_without((*self.expert_layers, *self.mlpless_layers))
+
+    def _layers_without(self, excluded: Collection[int], among: Collection[int] | None = None) -> tuple[int, ...]:
+        """Return the layers ``among`` some, by default all, that are not excluded."""
+        excluded = set(excluded)
+        layers = range(self.num_layers) if among is None else among
+        return tuple(layer for layer in layers if layer not in excluded)
 
     @property
     def q_dim(self) -> int:

@@ -1,23 +1,24 @@
-"""Building blocks of a family's package: description, config format, weight names and builders."""
+"""Building blocks of a family's module: description, config format, weight names and builders."""
 
 # ruff: noqa: F401 - families import these names from here
-import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from torchtune._lazy import attach
 from torchtune.models._builders import Builder, component_builders, llama3_scaled, model_builders
 from torchtune.models._description import Description, ModelError
 from torchtune.models._hf_config import LLAMA, MISTRAL, QWEN2, QWEN3, HFFormat
-from torchtune.models._hf_experts import read_experts, read_latents, router_fields, write_experts, write_latents
-from torchtune.models._hf_fields import Fields, is_number, layers_without_experts, shown
-from torchtune.models._hf_mixers import (
+from torchtune.models._hf_fields import Fields, all_but_every, is_number, layer_types, layers_without_experts, shown
+from torchtune.models._hf_layers import (
     FUSED_DELTA_NET,
-    linear_layers,
     read_delta_net,
+    read_experts,
+    read_latents,
     read_mamba,
     require_silu,
+    router_fields,
     write_delta_net,
+    write_experts,
+    write_latents,
     write_mamba,
 )
 from torchtune.models._hf_rope import write_growth, write_scaling
@@ -29,7 +30,7 @@ from torchtune.models._rope_scaling import (
     YarnRopeScaling,
 )
 from torchtune.models._spec import ModelSpec
-from torchtune.models._weight_map import WeightMap
+from torchtune.models._weight_map import Row, WeightMap
 from torchtune.models._weight_names import (
     GGUF,
     HF_HALF,
@@ -55,7 +56,6 @@ from torchtune.models._weight_ops import (
     Stack,
     SwappedAxes,
 )
-from torchtune.models._weight_rows import Row
 
 
 def family(
@@ -69,7 +69,7 @@ def family(
     """Make the specification of a family.
 
     Args:
-        name: name in the registry, equal to the name of the package.
+        name: name in the registry, equal to the name of the module.
         hf_format: reads and writes the ``config.json`` of the family.
         names: weight names of Hugging Face's files.
         formats: weight names of other formats.
@@ -82,17 +82,3 @@ def family(
         "weight_maps": {"hf": names, **(formats or {})},
     }
     return ModelSpec(name=name, **{**values, **more})
-
-
-def face(
-    package: str, exports: Mapping[str, str] | None = None
-) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """Make ``__getattr__``, ``__dir__`` and ``__all__`` of a family's package, with its spec and builders.
-
-    Args:
-        package: ``__name__`` of the package.
-        exports: further exported names, each with its module in the package.
-    """
-    builders = importlib.import_module(f"{package}._model_builders")
-    found = ("SPEC", *builders.BUILDERS, *getattr(builders, "COMPONENTS", ()))
-    return attach(package, {**dict.fromkeys(found, "_model_builders"), **(exports or {})})

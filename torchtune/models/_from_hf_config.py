@@ -1,20 +1,166 @@
-"""Build a model from the ``config.json`` of its checkpoint."""
+"""Build a model from the ``config.json`` of its checkpoint, also the text decoder of a composite model."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from torchtune.models._build import build
 from torchtune.models._description import ModelError
-from torchtune.models._hf_fields import architecture_of
-from torchtune.models._parts import text_config
+from torchtune.models._hf_fields import architecture_of, shown
 from torchtune.models._spec import spec_for_architecture
 from torchtune.modules.transformer import TransformerDecoder
 from torchtune.utils import read_json
 
-_STORED = {
-    str(dtype).removeprefix("torch."): dtype for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+# model_type of text_config -> architecture of the text-only model.
+_TEXT_ARCHITECTURES = {
+    "gemma3_text": "Gemma3ForCausalLM",
+    "gemma4_text": "Gemma4ForCausalLM",
+    "gemma4_unified_text": "Gemma4UnifiedForCausalLM",
+    "llama": "LlamaForCausalLM",
+    "llama4_text": "Llama4ForCausalLM",
+    "ministral3": "Ministral3ForCausalLM",
+    "mistral4": "Mistral4ForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
+    "qwen3_5_text": "Qwen3_5ForCausalLM",
+}
+# Composite models that are always built completely.
+_COMPOSITE_ONLY = (
+    "MllamaForConditionalGeneration",
+    "Qwen2_5_VLForConditionalGeneration",
+    "Qwen3VLForConditionalGeneration",
+    "Qwen3VLMoeForConditionalGeneration",
+)
+# Fields of the composite config that also apply to the text decoder.
+_SHARED_FIELDS = ("bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings", "dtype", "torch_dtype")
+# Layouts: name prefix in a text-only checkpoint -> prefix in the composite checkpoint.
+_LAYOUTS: tuple[Mapping[str, str], ...] = (
+    {"model.": "model.language_model.", "lm_head.": "lm_head."},
+    {"model.": "language_model.model.", "lm_head.": "language_model.lm_head."},
+    {"model.": "model.text_model.", "lm_head.": "lm_head."},
+)
+
+
+def text_prefixes(names: Iterable[str]) -> dict[str, str]:
+    """Find the text decoder in a composite checkpoint.
+
+    Args:
+        names: all tensor names of the checkpoint.
+
+    Returns:
+        Name prefix in a text-only checkpoint -> prefix in this checkpoint. Empty if the checkpoint is text-only, or if
+        its decoder has cross-attention to the other parts and so cannot be used alone.
+
+    Example:
+        >>> torchtune.models.text_prefixes(["model.language_model.norm.weight", "lm_head.weight"])["model."]
+        'model.language_model.'
+    """
+    names = list(names)
+    if any(".cross_attn." in name for name in names):
+        return {}
+    for layout in _LAYOUTS:
+        if any(name.startswith(layout["model."]) for name in names):
+            prefixes = dict(layout)
+            if any(name.startswith("lm_head.") for name in names):  # the output projection is outside of the decoder
+                prefixes["lm_head."] = "lm_head."
+            return prefixes
+    return {}
+
+
+def module_prefixes(prefixes: Mapping[str, str]) -> dict[str, str]:
+    """Return the module prefixes in ``transformers``, which names in ``peft`` begin with; not for Llama 4.
+
+    Args:
+        prefixes: tensor name prefixes from :func:`text_prefixes`; in older checkpoints, module prefixes differ.
+
+    Example:
+        >>> torchtune.models.module_prefixes({"model.": "language_model.model."})["model."]
+        'model.language_model.'
+    """
+    decoder = "text_model" if "text_model." in prefixes["model."] else "language_model"
+    return {"model.": f"model.{decoder}.", "lm_head.": "lm_head."}
+
+
+def text_config(config: Mapping[str, Any], images: bool = False) -> dict[str, Any]:
+    """Return the config of the model to build: ``text_config`` of a composite ``config``, or ``config`` itself.
+
+    Args:
+        config: contents of a ``config.json``.
+        images: whether to build a complete composite model, even if its text decoder can be built alone.
+
+    Raises:
+        ModelError: the text decoder is not supported, or ``architectures`` is not a list of names.
+    """
+    composite_only = architecture_of(config) in _COMPOSITE_ONLY
+    text = config.get("text_config")
+    quantization = config.get("quantization_config")
+    if not isinstance(text, Mapping) or images or composite_only:
+        whole_config = dict(config)
+        if _is_readable(quantization):
+            whole_config.pop("quantization_config", None)
+        return whole_config
+    text_type = text.get("model_type")
+    if str(text_type) not in _TEXT_ARCHITECTURES:
+        raise ModelError(
+            f"config.json: a text tower of model_type = {shown(text_type)} cannot be read; there are: "
+            f"{', '.join(_TEXT_ARCHITECTURES)}."
+        )
+    decoder_config = dict(text)
+    for name in _SHARED_FIELDS:
+        if config.get(name) is not None:
+            decoder_config[name] = config[name]
+    if quantization and not _is_readable(quantization):
+        decoder_config["quantization_config"] = quantization
+    decoder_config["architectures"] = [_TEXT_ARCHITECTURES[text_type]]
+    return decoder_config
+
+
+def _is_readable(quantization: object) -> bool:
+    """Return whether checkpoints with this ``quantization_config`` can be dequantized when they are loaded."""
+    if not isinstance(quantization, Mapping):
+        return False
+    method = quantization.get("quant_method")
+    if method == "fp8":
+        return quantization.get("fmt", "e4m3") in ("e4m3", "float8_e4m3fn")
+    return method == "compressed-tensors"
+
+
+def with_text_config(config: Mapping[str, Any], text: Mapping[str, Any]) -> dict[str, Any]:
+    """Replace the text decoder's config in a composite ``config``; the inverse of :func:`text_config`.
+
+    Args:
+        config: composite ``config.json``.
+        text: ``config.json`` of the text decoder.
+
+    Returns:
+        ``config`` with ``text`` in ``text_config`` and the shared fields updated.
+    """
+    former_text = config["text_config"]
+    text_config = {}
+    for name, value in text.items():
+        # Shared fields stay where the file had them.
+        if name != "architectures" and (name in former_text or name not in _SHARED_FIELDS):
+            text_config[name] = value
+    if "architectures" in former_text:
+        text_config["architectures"] = former_text["architectures"]
+    composite = {**config, "text_config": text_config}
+    for name in _SHARED_FIELDS:
+        if name in config and name in text:
+            composite[name] = text[name]
+    composite.pop("quantization_config", None)  # exported weights are not quantized
+    return composite
+
+
+# Names of dtypes in config.json.
+_STORED_DTYPES = {
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float32": torch.float32,
+    "float64": torch.float64,
 }
 
 
@@ -69,8 +215,11 @@ def stored_dtype(checkpoint_dir: str | Path | None) -> torch.dtype | None:
         >>> torchtune.models.stored_dtype(checkpoint)
         torch.float32
     """
-    if checkpoint_dir is None or not (path := Path(checkpoint_dir) / "config.json").is_file():
+    if checkpoint_dir is None:
+        return None
+    path = Path(checkpoint_dir) / "config.json"
+    if not path.is_file():
         return None
     config = text_config(read_json(path, ModelError))
     name = config.get("dtype", config.get("torch_dtype"))
-    return _STORED.get(name) if isinstance(name, str) else None
+    return _STORED_DTYPES.get(name) if isinstance(name, str) else None

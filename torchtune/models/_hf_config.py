@@ -8,13 +8,13 @@ from itertools import product
 from typing import Any, Literal
 
 from torchtune.models._description import Description, ModelError
-from torchtune.models._hf_fields import Fields, architecture_of
+from torchtune.models._hf_fields import Fields, all_but_every, architecture_of, layer_types
 from torchtune.models._hf_rope import read_rope, write_kinds, write_scaling
 from torchtune.models._rope_scaling import LongRopeScaling
 
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "relu2": "relu2"}
 # Field of Description -> field of config.json, for error messages.
-_THEIR_NAMES = {
+_HF_NAMES = {
     "num_heads": "num_attention_heads",
     "num_kv_heads": "num_key_value_heads",
     "num_layers": "num_hidden_layers",
@@ -37,7 +37,7 @@ _THEIR_NAMES = {
 _ACTIVATION_NAMES = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "relu2": "relu2"}
 
 
-def _no_more(_: Any) -> dict[str, Any]:
+def _nothing(_: Any) -> dict[str, Any]:
     return {}
 
 
@@ -70,9 +70,9 @@ class HFFormat:
         activation: name of the activation field, and its default.
         eps_field: name of the field with the eps of the norms.
         fixed: (field, value) pairs of a description that are not in the file.
-        only: (field, value) pairs of the file; any other value is not supported.
+        required_values: (field, value) pairs of the file; any other value is not supported.
         unused: fields of the file that do not affect the model.
-        own: further fields: (name in the file, name in a description, default, which also defines the type).
+        extra_fields: further fields: (name in the file, name in a description, default, which also defines the type).
         read_more: reads fields that the other attributes cannot express: ``read_more(fields) -> values of a
             description``. It calls ``fields.take(name, default)``; a field that is never read raises an error.
         write_more: inverse of ``read_more``: ``write_more(description) -> fields``.
@@ -97,24 +97,27 @@ class HFFormat:
     activation: tuple[str, str] = ("hidden_act", "silu")
     eps_field: str = "rms_norm_eps"
     fixed: tuple[tuple[str, Any], ...] = ()
-    only: tuple[tuple[str, Any], ...] = ()
+    required_values: tuple[tuple[str, Any], ...] = ()
     unused: tuple[str, ...] = ()
-    own: tuple[tuple[str, str, Any], ...] = ()
-    read_more: Callable[[Fields], dict[str, Any]] = _no_more
-    write_more: Callable[[Description], dict[str, Any]] = _no_more
+    extra_fields: tuple[tuple[str, str, Any], ...] = ()
+    read_more: Callable[[Fields], dict[str, Any]] = _nothing
+    write_more: Callable[[Description], dict[str, Any]] = _nothing
     prepare: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict
     defaults: tuple[tuple[str, Any], ...] = ()
 
     def describe(self, **values: Any) -> Description:
         """Make a description from the values that differ between models of the architecture."""
-        constant = {
+        has_qkv_bias = self.biases == "qkv"
+        constants = {
             "rope_layout": self.rope_layout,
             "qk_norm": self.qk_norm,
             "activation": _ACTIVATIONS[self.activation[1]],
-            **dict.fromkeys(("q_bias", "k_bias", "v_bias"), self.biases == "qkv"),
+            "q_bias": has_qkv_bias,
+            "k_bias": has_qkv_bias,
+            "v_bias": has_qkv_bias,
             **dict(self.fixed),
         }
-        return Description(**{**constant, **values})
+        return Description(**{**constants, **values})
 
     def read(self, config: Mapping[str, Any], ignore_fields: Collection[str] = ()) -> Description:
         """Make a description from the contents of a ``config.json``.
@@ -130,15 +133,15 @@ class HFFormat:
         try:
             return self._read(config, ignore_fields)
         except ZeroDivisionError as error:
-            zero = self._divisor(config, ignore_fields) or "a size or a factor"
-            raise ModelError(f"config.json of {self.architecture}: {zero} is 0, which no such model has.") from error
+            divisor = self._zero_divisor(config, ignore_fields) or "a size or a factor"
+            raise ModelError(f"config.json of {self.architecture}: {divisor} is 0, which no such model has.") from error
 
-    def _divisor(self, config: Mapping[str, Any], ignore_fields: Collection[str]) -> str | None:
-        """Return the name of the field that must not be 0, found by trying other values."""
+    def _zero_divisor(self, config: Mapping[str, Any], ignore_fields: Collection[str]) -> str | None:
+        """Return the name of the field that must not be 0: with another value, nothing is divided by zero."""
         zeros = [name for name, value in config.items() if type(value) in (int, float) and value == 0]
-        for name, other in product(zeros, (1, 1 << 12)):
+        for name, value in product(zeros, (1, 1 << 12)):
             try:
-                self._read({**config, name: other}, ignore_fields)
+                self._read({**config, name: value}, ignore_fields)
             except ZeroDivisionError:
                 continue
             except ModelError:  # another field is also invalid
@@ -147,53 +150,56 @@ class HFFormat:
         return None
 
     def _read(self, config: Mapping[str, Any], ignore_fields: Collection[str]) -> Description:
-        said = {
-            name: value for name, value in self.prepare(config).items() if value is not None or name not in _NEVER_NULL
-        }
-        fields = Fields({**dict(self.defaults), **said}, self.architecture, set(ignore_fields))
-        heads = fields.take("num_attention_heads")
-        attention_flag, mlp_flag = self.bias_fields
-        attention_bias = bool(fields.take(attention_flag, False)) if self.biases == "attention_bias" else False
-        num_layers = fields.take("num_hidden_layers")
-        qkv_bias = attention_bias or self.biases == "qkv"
-        values = dict(
-            vocab_size=fields.take("vocab_size"),
-            num_layers=num_layers,
-            embed_dim=fields.take("hidden_size"),
-            intermediate_dim=fields.take("intermediate_size"),
-            max_seq_len=fields.take("max_position_embeddings"),
-            num_heads=heads,
-            num_kv_heads=fields.take("num_key_value_heads", heads),
-            head_dim=fields.take("head_dim", 0),
-            attn_dropout=float(fields.take("attention_dropout", 0.0)),
-            q_bias=qkv_bias,
-            k_bias=qkv_bias,
-            v_bias=qkv_bias,
-            attn_output_bias=attention_bias and self.output_bias,
-            activation=fields.choice(self.activation[0], _ACTIVATIONS, self.activation[1]),
-            mlp_bias=bool(fields.take(mlp_flag, False)) if self.has_mlp_bias else False,
-            norm_eps=float(fields.take(self.eps_field, 1e-6)),
-            tie_word_embeddings=bool(fields.take("tie_word_embeddings", False)),
-            num_classes=_read_classes(config, fields),
-            **read_rope(fields, self.ropes),
-            **{ours: type(default)(fields.take(theirs, default)) for theirs, ours, default in self.own},
-        )
-        more = self.read_more(fields)
+        stated = self.prepare(config)
+        stated = {name: value for name, value in stated.items() if value is not None or name not in _NEVER_NULL}
+        fields = Fields({**dict(self.defaults), **stated}, self.architecture, set(ignore_fields))
+        values = self._read_layers(fields) | read_rope(fields, self.ropes)
+        values["num_classes"] = _read_num_classes(config, fields)
+        for name, field, default in self.extra_fields:
+            values[field] = type(default)(fields.take(name, default))
+        family_values = self.read_more(fields)
         fields.skip(*self.unused)
-        fields.require(**dict(self.only))
-        values |= self._read_windows(fields, num_layers, more.get("unrotated_layers", ())) | more
+        fields.require(**dict(self.required_values))
+        num_layers = values["num_layers"]
+        values |= self._read_windows(fields, num_layers, family_values.get("unrotated_layers", ()))
+        values |= family_values  # a family may correct what is common to all
         if self.rotates_windows_only and fields.take("sliding_window", None) is not None:
             # The size of the windows decides, even if no layer has one.
             windowed = values.get("window_layers", ())
-            values["unrotated_layers"] = tuple(i for i in range(num_layers) if i not in windowed)
+            values["unrotated_layers"] = tuple(layer for layer in range(num_layers) if layer not in windowed)
         try:
             description = self.describe(**values)
         except ModelError as error:
-            names = {**_THEIR_NAMES, **({"num_experts": "num_local_experts"} if "num_local_experts" in config else {})}
-            theirs = re.sub(r"\w+", lambda name: names.get(name[0], name[0]), str(error))
-            raise ModelError(f"config.json of {self.architecture}: {theirs}") from error
-        fields.refuse_rest()
+            message = _with_hf_names(str(error), config)
+            raise ModelError(f"config.json of {self.architecture}: {message}") from error
+        fields.refuse_unread()
         return description
+
+    def _read_layers(self, fields: Fields) -> dict[str, Any]:
+        """Read the sizes, biases and norms that all architectures have."""
+        attention_flag, mlp_flag = self.bias_fields
+        has_attention_bias = self.biases == "attention_bias" and bool(fields.take(attention_flag, False))
+        has_qkv_bias = has_attention_bias or self.biases == "qkv"
+        num_heads = fields.take("num_attention_heads")
+        return {
+            "vocab_size": fields.take("vocab_size"),
+            "num_layers": fields.take("num_hidden_layers"),
+            "embed_dim": fields.take("hidden_size"),
+            "intermediate_dim": fields.take("intermediate_size"),
+            "max_seq_len": fields.take("max_position_embeddings"),
+            "num_heads": num_heads,
+            "num_kv_heads": fields.take("num_key_value_heads", num_heads),
+            "head_dim": fields.take("head_dim", 0),
+            "attn_dropout": float(fields.take("attention_dropout", 0.0)),
+            "q_bias": has_qkv_bias,
+            "k_bias": has_qkv_bias,
+            "v_bias": has_qkv_bias,
+            "attn_output_bias": has_attention_bias and self.output_bias,
+            "activation": fields.choice(self.activation[0], _ACTIVATIONS, self.activation[1]),
+            "mlp_bias": self.has_mlp_bias and bool(fields.take(mlp_flag, False)),
+            "norm_eps": float(fields.take(self.eps_field, 1e-6)),
+            "tie_word_embeddings": bool(fields.take("tie_word_embeddings", False)),
+        }
 
     def write(self, description: Description) -> dict[str, Any]:
         """Make the ``config.json`` from which ``transformers`` builds the same model.
@@ -218,8 +224,9 @@ class HFFormat:
             "tie_word_embeddings": description.tie_word_embeddings,
             **self._write_rope(description),
             **self._write_windows(description),
-            **{theirs: getattr(description, ours) for theirs, ours, _ in self.own},
         }
+        for name, field, _ in self.extra_fields:
+            config[name] = getattr(description, field)
         if isinstance(description.rope_scaling, LongRopeScaling):  # some architectures read it only here
             config["original_max_position_embeddings"] = description.rope_scaling.original_max_seq_len
         if description.is_classifier:
@@ -231,49 +238,74 @@ class HFFormat:
         if self.has_mlp_bias:
             config[self.bias_fields[1]] = description.mlp_bias
         config |= self.write_more(description)
-        again = self.read(config)
+        # Whoever reads this file must get the same model.
+        reread = self.read(config)
         for field in dataclasses.fields(Description):
-            if getattr(again, field.name) != getattr(description, field.name):
+            value = getattr(description, field.name)
+            reread_value = getattr(reread, field.name)
+            if reread_value != value:
                 raise ModelError(
-                    f"The architecture {self.architecture} cannot express {field.name} = "
-                    f"{getattr(description, field.name)!r} in a config.json (only {getattr(again, field.name)!r})."
+                    f"The architecture {self.architecture} cannot express {field.name} = {value!r} in a config.json "
+                    f"(only {reread_value!r})."
                 )
         return config
 
     def _read_windows(self, fields: Fields, num_layers: int, unrotated: Collection[int]) -> dict[str, Any]:
-        window, kinds = fields.take("sliding_window", None), fields.layer_kinds(num_layers)
-        late, switch = fields.take("max_window_layers", _LATE), fields.take("use_sliding_window", False)
-        window = window or None
-        if kinds is not None:
-            kinds = ["full_attention" if kind == self.mixer_kind else kind for kind in kinds]
-            if len(kinds) < num_layers:
-                raise fields.refusal("layer_types", kinds)
-            for index, kind in enumerate(kinds[:num_layers]):
-                if kind not in ("full_attention", "sliding_attention"):
-                    raise fields.refusal(f"layer_types[{index}]", fields.peek("layer_types")[index])
-            layers = tuple(i for i, kind in enumerate(kinds[:num_layers]) if kind == "sliding_attention")
-        elif isinstance(self.window_layers, int):
-            layers = tuple(i for i in range(num_layers) if (i + 1) % self.window_layers)
-        elif self.window_layers == "unrotated":
-            layers = tuple(i for i in range(num_layers) if i in unrotated)
-        else:
-            layers = tuple(range(late if self.window_layers == "late" else 0, num_layers))
+        """Read the size of the sliding windows and the layers with one; empty without windows."""
+        window = fields.take("sliding_window", None) or None
+        use_windows = fields.take("use_sliding_window", False)
+        kinds = self._window_kinds(fields, num_layers)
+        layers = self._window_layers(fields, num_layers, kinds, unrotated)
         if self.windows == "none":
-            if switch and window is not None:
+            if use_windows and window is not None:
                 raise fields.refusal("sliding_window", window)
             if kinds is not None and layers:
                 raise fields.refusal("layer_types", kinds)
             return {}
-        if self.windows == "use_sliding_window" and not switch:
+        if self.windows == "use_sliding_window" and not use_windows:
             if kinds is not None and layers and window is not None:
                 raise ModelError(
                     f"config.json of {self.architecture} has sliding windows in layer_types, but "
                     "use_sliding_window is not true: set it to true, or make all of layer_types 'full_attention'."
                 )
             return {}
-        if self.window_layers == "all" and kinds is not None and window is not None and len(layers) < num_layers:
+        if window is None:
+            return {}
+        if self.window_layers == "all" and kinds is not None and len(layers) < num_layers:
             raise fields.refusal("layer_types", kinds)  # transformers ignores it and uses the window
-        return {"window": window, "window_layers": layers} if window is not None and layers else {}
+        return {"window": window, "window_layers": layers} if layers else {}
+
+    def _window_kinds(self, fields: Fields, num_layers: int) -> list[str] | None:
+        """Read ``layer_types``, in which mixers count as full attention; None if the field is absent."""
+        stated = fields.layer_kinds(num_layers)
+        if stated is None:
+            return None
+        if len(stated) < num_layers:
+            raise fields.refusal("layer_types", stated)
+        kinds = []
+        for layer, kind in enumerate(stated):
+            if kind == self.mixer_kind:
+                kind = "full_attention"
+            if layer < num_layers and kind not in ("full_attention", "sliding_attention"):
+                raise fields.refusal(f"layer_types[{layer}]", fields.peek("layer_types")[layer])
+            kinds.append(kind)
+        return kinds
+
+    def _window_layers(
+        self, fields: Fields, num_layers: int, kinds: list[str] | None, unrotated: Collection[int]
+    ) -> tuple[int, ...]:
+        """Return the layers with a sliding window, from ``layer_types`` or the rule of the architecture."""
+        first_late = fields.take("max_window_layers", _DEFAULT_MAX_WINDOW_LAYERS)
+        layers = range(num_layers)
+        if kinds is not None:
+            return tuple(layer for layer in layers if kinds[layer] == "sliding_attention")
+        if isinstance(self.window_layers, int):
+            return all_but_every(num_layers, self.window_layers)
+        if self.window_layers == "unrotated":
+            return tuple(layer for layer in layers if layer in unrotated)
+        if self.window_layers == "late":
+            return tuple(range(first_late, num_layers))
+        return tuple(layers)
 
     def _write_rope(self, d: Description) -> dict[str, Any]:
         if "none" in self.ropes:
@@ -296,8 +328,7 @@ class HFFormat:
         if self.windows == "use_sliding_window":
             config["use_sliding_window"] = d.window is not None
         if self.window_layers != "all":
-            kinds = ("full_attention", "sliding_attention")
-            config["layer_types"] = [kinds[layer in d.window_layers] for layer in range(d.num_layers)]
+            config["layer_types"] = layer_types(d.num_layers, d.window_layers, "sliding_attention")
         return config
 
 
@@ -309,14 +340,26 @@ _NEVER_NULL = (
     "hidden_size_per_layer_input",
 )
 _CLASSIFIER = "ForSequenceClassification"
-_LATE = 28  # default of max_window_layers
+_DEFAULT_MAX_WINDOW_LAYERS = 28  # of transformers
 
 
-def _read_classes(config: Mapping[str, Any], fields: Fields) -> int:
+def _read_num_classes(config: Mapping[str, Any], fields: Fields) -> int:
+    """Return the number of labels of a classifier, with the defaults of ``transformers``; 0 for a language model."""
     if not (architecture_of(config) or "").endswith(_CLASSIFIER):
         return 0
+    num_labels = fields.take("num_labels", None)
+    if num_labels:
+        return num_labels
     labels = fields.peek("id2label")
-    return fields.take("num_labels", None) or len(labels if isinstance(labels, dict) and labels else (0, 1))
+    return len(labels) if isinstance(labels, dict) and labels else 2
+
+
+def _with_hf_names(message: str, config: Mapping[str, Any]) -> str:
+    """Replace the names of a description's fields in an error message by those of ``config.json``."""
+    names = dict(_HF_NAMES)
+    if "num_local_experts" in config:
+        names["num_experts"] = "num_local_experts"
+    return re.sub(r"\w+", lambda match: names.get(match[0], match[0]), message)
 
 
 LLAMA = HFFormat(

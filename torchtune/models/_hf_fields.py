@@ -1,6 +1,6 @@
 """Typed access to the fields of a Hugging Face ``config.json``."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from torchtune.models._description import ModelError
@@ -48,7 +48,8 @@ _FLAGS = frozenset(
 )
 _OBJECTS = frozenset({"rope_parameters", "rope_scaling", "quantization_config"})
 
-_KINDS = {"mamba": "linear_attention", "attention": "full_attention"}
+# Names of layer types before transformers 5 -> their names since.
+_LAYER_TYPES = {"mamba": "linear_attention", "attention": "full_attention"}
 
 
 def is_number(value: Any) -> bool:
@@ -94,6 +95,8 @@ class Fields:
     def take(self, name: str, default: Any = _REQUIRED) -> Any:
         """Return a field's value, or the default if it is absent or ``null``; for a flag, ``null`` means false.
 
+        Later, :meth:`refuse_unread` does not refuse this field.
+
         Raises:
             ModelError: the field is absent and has no default, or has the wrong type.
         """
@@ -129,15 +132,19 @@ class Fields:
 
     def list_of(self, name: str, num_layers: int, kind: type, default: list[Any] | None = None) -> list[Any] | None:
         """Return a list field (one value per layer, or layer indices), or the default if the field is absent."""
-        value = self.take(name, None)
-        fits = value is None or (isinstance(value, list) and all(isinstance(v, kind) for v in value))
-        self._expect(fits, name, value, f"a list for {num_layers} layers")
-        return default if value is None else value
+        values = self.take(name, None)
+        if values is None:
+            return default
+        fits = isinstance(values, list) and all(isinstance(value, kind) for value in values)
+        self._expect(fits, name, values, f"a list for {num_layers} layers")
+        return values
 
     def layer_kinds(self, num_layers: int) -> list[str] | None:
         """Return ``layer_types`` with the names of transformers 5; None if the field is absent."""
-        kinds = self.list_of("layer_types", num_layers, str)
-        return None if kinds is None else [_KINDS.get(kind, kind) for kind in kinds]
+        layer_types = self.list_of("layer_types", num_layers, str)
+        if layer_types is None:
+            return None
+        return [_LAYER_TYPES.get(layer_type, layer_type) for layer_type in layer_types]
 
     def _expect(self, fits: bool, name: str, value: Any, wanted: str) -> None:
         if not fits:
@@ -151,7 +158,10 @@ class Fields:
         value = self.take(name, default)
         if isinstance(value, list) and value and value.count(value[0]) == len(value):
             value = value[0]
-        fits = is_whole(value, 2**22) if type(default) is int else is_number(value) or isinstance(value, bool)
+        if type(default) is int:
+            fits = is_whole(value, 2**22)
+        else:
+            fits = is_number(value) or isinstance(value, bool)
         if not fits:
             raise self.refusal(name, value)
         return type(default)(value)
@@ -179,15 +189,30 @@ class Fields:
             f"library cannot express; use a checkpoint without it{ignore}."
         )
 
-    def refuse_rest(self) -> None:
+    def refuse_unread(self) -> None:
         """Raise for the first unread field that may affect the model."""
         for name, value in self._config.items():
-            if name not in self._seen and not name.startswith("_") and value not in (None, False, 0, [], {}, ""):
+            has_no_effect = name in self._seen or name.startswith("_") or value in (None, False, 0, [], {}, "")
+            if not has_no_effect:
                 raise self.refusal(name, value, is_unread=True)
 
 
 def layers_without_experts(fields: Fields) -> tuple[int, ...]:
     """Read the layers without experts from ``mlp_only_layers`` and ``decoder_sparse_step`` (Qwen's MoE models)."""
-    layers, every = fields.take("num_hidden_layers"), max(fields.take("decoder_sparse_step", 1), 1)
-    dense = {*(fields.list_of("mlp_only_layers", layers, int) or ()), *(i for i in range(layers) if (i + 1) % every)}
-    return tuple(i for i in range(layers) if i in dense)
+    num_layers = fields.take("num_hidden_layers")
+    step = max(fields.take("decoder_sparse_step", 1), 1)
+    dense_layers = fields.list_of("mlp_only_layers", num_layers, int) or ()
+    return tuple(layer for layer in range(num_layers) if layer in dense_layers or (layer + 1) % step)
+
+
+def all_but_every(num_layers: int, interval: int) -> tuple[int, ...]:
+    """Return all layers except every ``interval``-th: 0, 1, 2, 4, 5, 6 … for 4."""
+    return tuple(layer for layer in range(num_layers) if (layer + 1) % interval)
+
+
+def layer_types(num_layers: int, layers: Collection[int], kind: str, other: str = "full_attention") -> list[str]:
+    """Make ``layer_types`` of a ``config.json``: ``kind`` for some layers, ``other`` for all others."""
+    types = [other] * num_layers
+    for layer in layers:
+        types[layer] = kind
+    return types

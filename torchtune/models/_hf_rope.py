@@ -15,16 +15,22 @@ from torchtune.models._rope_scaling import (
     YarnRopeScaling,
 )
 
-# rope_type -> (class, fields as (name in config.json, name in the class, type)).
+# Fields of several types of scaling: (name in config.json, name in the class, type).
 _FACTOR = ("factor", "factor", float)
 _ORIGINAL = ("original_max_position_embeddings", "original_max_seq_len", int)
 _MAGNITUDE = ("attention_factor", "attention_factor", float)
-_KINDS: dict[str, tuple[type[RopeScaling], tuple[tuple[str, str, type], ...]]] = {
+# rope_type -> (class, fields as above).
+_SCALINGS: dict[str, tuple[type[RopeScaling], tuple[tuple[str, str, type], ...]]] = {
     "linear": (LinearRopeScaling, (_FACTOR,)),
     "dynamic": (DynamicRopeScaling, (_FACTOR, _ORIGINAL)),
     "llama3": (
         Llama3RopeScaling,
-        (_FACTOR, ("low_freq_factor",) * 2 + (float,), ("high_freq_factor",) * 2 + (float,), _ORIGINAL),
+        (
+            _FACTOR,
+            ("low_freq_factor", "low_freq_factor", float),
+            ("high_freq_factor", "high_freq_factor", float),
+            _ORIGINAL,
+        ),
     ),
     "yarn": (
         YarnRopeScaling,
@@ -32,7 +38,10 @@ _KINDS: dict[str, tuple[type[RopeScaling], tuple[tuple[str, str, type], ...]]] =
             _FACTOR,
             _ORIGINAL,
             _MAGNITUDE,
-            *((name, name, float) for name in ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")),
+            ("beta_fast", "beta_fast", float),
+            ("beta_slow", "beta_slow", float),
+            ("mscale", "mscale", float),
+            ("mscale_all_dim", "mscale_all_dim", float),
             ("truncate", "truncate", bool),
         ),
     ),
@@ -57,9 +66,9 @@ _OPTIONAL = {
     "mscale_all_dim",
     "truncate",
 }
-
-_KINDS_OF_LAYERS = ("full_attention", "sliding_attention")
-_SAY_NOTHING = {"finetuned", "original_max_position_embeddings", "rope_theta", "partial_rotary_factor"}
+# Fields beside a scaling's own that do not change it.
+_NO_EFFECT = {"finetuned", "original_max_position_embeddings", "rope_theta", "partial_rotary_factor"}
+_LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 def read_rope(fields: Fields, allowed: tuple[str, ...]) -> dict[str, Any]:
@@ -75,78 +84,110 @@ def read_rope(fields: Fields, allowed: tuple[str, ...]) -> dict[str, Any]:
     Raises:
         ModelError: the settings have no equivalent in a description.
     """
-    found: dict[str, Any] = {}
     if "none" in allowed:
         # Some files have these fields, but they are unused.
         fields.skip("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
-        return found
-    # Description raises for a size of 0.
-    width = fields.take("head_dim", 0) or fields.take("hidden_size") // max(fields.take("num_attention_heads"), 1) or 1
+        return {}
+    has_window_base = "window" in allowed or "kinds" in allowed
+    head_dim = _read_head_dim(fields)
     base = fields.take("rope_theta", 10_000.0)
-    turning = fields.take("rotary_dim", width) if "dim" in allowed else width
-    if fields.has("partial_rotary_factor"):
-        turning = width  # even null has precedence, and means 1
-    partial = fields.take("partial_rotary_factor", turning / width)
-    local = fields.take("rope_local_base_freq", None)
-    together, scaling = dict(fields.take("rope_parameters", None) or {}), fields.take("rope_scaling", None)
-    name = "rope_scaling" if scaling or not together else "rope_parameters"
+    partial = _read_partial(fields, allowed, head_dim)
+    window_base = fields.take("rope_local_base_freq", None)
+    parameters = dict(fields.take("rope_parameters", None) or {})
+    scaling = fields.take("rope_scaling", None)
+    name = "rope_scaling" if scaling or not parameters else "rope_parameters"
     if "kinds" in allowed:  # transformers reads only rope_parameters
         fields.require(rope_theta=None, rope_scaling=None, rope_local_base_freq=None)
-    if {"window", "kinds"} & set(allowed):  # one set of parameters per kind of layer
-        if together and not together.keys() & _KINDS_OF_LAYERS:  # transformers reads only these
-            raise fields.refusal("rope_parameters", together)
-        whole, windowed = (_object(fields, "rope_parameters", together.get(kind)) for kind in _KINDS_OF_LAYERS)
-        local = windowed.get("rope_theta", local)
-        for kind, found_rope in zip(_KINDS_OF_LAYERS, (whole, windowed), strict=True):
-            if "kinds" in allowed and found_rope.get("rope_theta") is None:  # transformers requires it for both kinds
-                raise fields.refusal(f"rope_parameters.{kind}.rope_theta", None)
-        if windowed.get("rope_type", "default") != "default":
-            raise fields.refusal("rope_parameters", together)
-        together = {**whole, **(scaling or {})}
-    elif together.keys() & set(_KINDS_OF_LAYERS):
-        raise fields.refusal("rope_parameters", together)
+    if has_window_base:
+        full, windowed = _parameters_by_layer_type(fields, parameters, must_have_base="kinds" in allowed)
+        window_base = windowed.get("rope_theta", window_base)
+        rope = {**full, **(scaling or {})}
+    elif parameters.keys() & set(_LAYER_TYPES):
+        raise fields.refusal("rope_parameters", parameters)
     else:
-        together = dict(scaling or together)
+        rope = dict(scaling or parameters)
     if "sections" in allowed:  # only images need them: the three positions of a text token are equal
-        together = {key: value for key, value in together.items() if not key.startswith("mrope_")}
-    growth = _growth(fields, name, together) if "growth" in allowed else {}
-    base = _number(fields, "rope_theta", together.pop("rope_theta", None), base)
-    if together.get("rope_type") != "proportional":  # in this type, the factor is a parameter of the scaling
-        share = together.pop("partial_rotary_factor", None)
-        partial = partial if "kinds" in allowed else _number(fields, "partial_rotary_factor", share, partial)
-    if partial != 1.0 and "partial" not in allowed:
-        raise fields.refusal("partial_rotary_factor", partial)
-    if local is not None and not {"window", "kinds"} & set(allowed):
-        raise fields.refusal("rope_local_base_freq", local)
+        rope = {key: value for key, value in rope.items() if not key.startswith("mrope_")}
+
+    # From here on, what is read is removed from ``rope``, until only the fields of the scaling are left.
+    values: dict[str, Any] = {}
+    if "growth" in allowed:
+        values |= _read_growth(fields, name, rope)
+    base = _number(fields, "rope_theta", rope.pop("rope_theta", None), base)
+    if rope.get("rope_type") != "proportional":  # in this type, the factor is a parameter of the scaling
+        rope_partial = rope.pop("partial_rotary_factor", None)
+        if "kinds" not in allowed:
+            partial = _number(fields, "partial_rotary_factor", rope_partial, partial)
     if partial != 1.0:
-        found["rope_dim"] = int(width * partial)
-    if "alpha" in allowed and together.get("alpha") and "dynamic" in (together.get("rope_type"), together.get("type")):
-        alpha = _number(fields, f"{name}.alpha", together["alpha"])
-        base, together = base * alpha ** (width / (width - 2)), {}  # NTK-aware base for all sequence lengths
-    if local is not None:
-        found["rope_window_base"] = _number(fields, "rope_theta", local)
-    return {"rope_base": base, "rope_scaling": _read_scaling(fields, name, together), **growth, **found}
+        if "partial" not in allowed:
+            raise fields.refusal("partial_rotary_factor", partial)
+        values["rope_dim"] = int(head_dim * partial)
+    if window_base is not None:
+        if not has_window_base:
+            raise fields.refusal("rope_local_base_freq", window_base)
+        values["rope_window_base"] = _number(fields, "rope_theta", window_base)
+    is_dynamic = "dynamic" in (rope.get("rope_type"), rope.get("type"))
+    if "alpha" in allowed and rope.get("alpha") and is_dynamic:
+        # NTK-aware scaling with a constant alpha: another base for all sequence lengths
+        alpha = _number(fields, f"{name}.alpha", rope["alpha"])
+        base = base * alpha ** (head_dim / (head_dim - 2))
+        rope = {}
+    values["rope_base"] = base
+    values["rope_scaling"] = _read_scaling(fields, name, rope)
+    return values
 
 
-def _growth(fields: Fields, name: str, together: dict[str, Any]) -> dict[str, Any]:
+def _read_head_dim(fields: Fields) -> int:
+    """Return the head dimension; 1 instead of 0, for which Description raises."""
+    head_dim = fields.take("head_dim", 0)
+    if not head_dim:
+        head_dim = fields.take("hidden_size") // max(fields.take("num_attention_heads"), 1)
+    return head_dim or 1
+
+
+def _read_partial(fields: Fields, allowed: tuple[str, ...], head_dim: int) -> float:
+    """Return the fraction of a head's channels that are rotated."""
+    rotary_dim = fields.take("rotary_dim", head_dim) if "dim" in allowed else head_dim
+    if fields.has("partial_rotary_factor"):
+        rotary_dim = head_dim  # even null has precedence, and means 1
+    return fields.take("partial_rotary_factor", rotary_dim / head_dim)
+
+
+def _parameters_by_layer_type(
+    fields: Fields, parameters: Mapping[str, Any], *, must_have_base: bool
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Read ``rope_parameters`` with one object per type of layer: full attention, and sliding windows."""
+    if parameters and not parameters.keys() & set(_LAYER_TYPES):  # transformers reads only these
+        raise fields.refusal("rope_parameters", parameters)
+    by_type = {}
+    for layer_type in _LAYER_TYPES:
+        rope = parameters.get(layer_type)
+        if not isinstance(rope, Mapping | None):
+            raise fields.refusal("rope_parameters", rope)
+        by_type[layer_type] = dict(rope or {})
+    for layer_type, rope in by_type.items():
+        if must_have_base and rope.get("rope_theta") is None:  # transformers requires it for both types
+            raise fields.refusal(f"rope_parameters.{layer_type}.rope_theta", None)
+    full = by_type["full_attention"]
+    windowed = by_type["sliding_attention"]
+    if windowed.get("rope_type", "default") != "default":
+        raise fields.refusal("rope_parameters", parameters)
+    return full, windowed
+
+
+def _read_growth(fields: Fields, name: str, rope: dict[str, Any]) -> dict[str, Any]:
     """Read the scaling of queries by position, which ``transformers`` requires."""
-    together.pop("max_position_embeddings", None)  # repeats the field of the config
-    beta = together.pop("llama_4_scaling_beta", None)
+    rope.pop("max_position_embeddings", None)  # repeats the field of the config
+    beta = rope.pop("llama_4_scaling_beta", None)
     if not is_number(beta):
         raise fields.refusal(f"{name}.llama_4_scaling_beta", beta)
-    span = fields.take(_ORIGINAL[0], None) or together.get(_ORIGINAL[0])
-    if span is None and "yarn" in (together.get("rope_type"), together.get("type")):
+    span = fields.take(_ORIGINAL[0], None) or rope.get(_ORIGINAL[0])
+    if span is None and "yarn" in (rope.get("rope_type"), rope.get("type")):
         span = fields.take("max_position_embeddings")
     return {
         "query_growth": float(beta),
         "query_growth_span": _convert(fields, f"{name}.{_ORIGINAL[0]}", span, int),
     }
-
-
-def _object(fields: Fields, name: str, value: Any) -> dict[str, Any]:
-    if not isinstance(value, Mapping | None):
-        raise fields.refusal(name, value)
-    return dict(value or {})
 
 
 def _number(fields: Fields, name: str, value: Any, default: float = 0.0) -> float:
@@ -158,66 +199,85 @@ def _number(fields: Fields, name: str, value: Any, default: float = 0.0) -> floa
 
 
 def _convert(fields: Fields, name: str, value: Any, kind: type) -> Any:
-    if kind is tuple and isinstance(value, list | tuple) and 0 < len(value) < 2**14 and all(map(is_number, value)):
-        return tuple(map(float, value))
-    if (kind is float and is_number(value)) or (kind is int and is_whole(value, 2**40) and value):
-        return kind(value)
+    """Convert a value of a scaling to its type: a whole number above 0, a number, a bool or a tuple of numbers."""
+    if kind is int and is_whole(value, 2**40) and value:
+        return int(value)
+    if kind is float and is_number(value):
+        return float(value)
     if kind is bool and isinstance(value, bool):
         return value
+    if kind is tuple and isinstance(value, list | tuple) and 0 < len(value) < 2**14 and all(map(is_number, value)):
+        return tuple(float(number) for number in value)
     raise fields.refusal(name, value)
 
 
 def _read_scaling(fields: Fields, name: str, scaling: dict[str, Any]) -> RopeScaling | None:
-    old_spelling, new_spelling = scaling.pop("type", None), scaling.pop("rope_type", None)
-    kind = new_spelling or old_spelling or "default"
-    kind = "longrope" if kind == "su" or (kind == "yarn" and "short_factor" in scaling) else kind  # early Phi-3
-    if kind == "default":
+    """Read the fields of ``rope_scaling`` or ``rope_parameters`` beside the base; None without scaling."""
+    older_type = scaling.pop("type", None)
+    rope_type = scaling.pop("rope_type", None) or older_type or "default"
+    if rope_type == "su" or (rope_type == "yarn" and "short_factor" in scaling):  # in early files of Phi-3
+        rope_type = "longrope"
+    if rope_type == "default":
         return None
-    if not isinstance(kind, str) or kind not in _KINDS:
+    if not isinstance(rope_type, str) or rope_type not in _SCALINGS:
         raise fields.refusal(name, fields.peek(name))
-    longest = fields.take("max_position_embeddings")
-    original = fields.take(_ORIGINAL[0], None)
-    if original is None:
-        original = _convert(fields, f"{name}.{_ORIGINAL[0]}", scaling.get(_ORIGINAL[0], longest), int)
-    if kind != "linear":
-        scaling[_ORIGINAL[0]] = longest if kind == "dynamic" else original
-    if kind == "proportional":
-        scaling["factor"], _ = scaling.get("factor") or 1.0, scaling.pop(_ORIGINAL[0])
-    if kind in ("yarn", "longrope") and scaling.get("factor") is None:
-        scaling["factor"] = longest / original
-    scaling_type, rows = _KINDS[kind]
+    _complete_scaling(fields, name, rope_type, scaling)
+    scaling_class, table = _SCALINGS[rope_type]
     values = {}
-    for theirs, ours, convert in rows:
-        value = scaling.pop(theirs, None)
-        if value is None and theirs not in _OPTIONAL:
-            raise ModelError(f"config.json: {name} of type {kind} lacks the field '{theirs}'.")
+    for key, field, kind in table:
+        value = scaling.pop(key, None)
         if value is not None:
-            values[ours] = _convert(fields, f"{name}.{theirs}", value, convert)
-    unread = {key for key, value in scaling.items() if value is not None} - _SAY_NOTHING
+            values[field] = _convert(fields, f"{name}.{key}", value, kind)
+        elif key not in _OPTIONAL:
+            raise ModelError(f"config.json: {name} of type {rope_type} lacks the field '{key}'.")
+    unread = {key for key, value in scaling.items() if value is not None} - _NO_EFFECT
     if unread:
         raise fields.refusal(f"{name}.{min(unread)}", scaling[min(unread)])
-    return scaling_type(**values)
+    return scaling_class(**values)
+
+
+def _complete_scaling(fields: Fields, name: str, rope_type: str, scaling: dict[str, Any]) -> None:
+    """Add the fields of a scaling that ``transformers`` takes from the config or computes."""
+    key = _ORIGINAL[0]
+    max_seq_len = fields.take("max_position_embeddings")
+    original = fields.take(key, None)
+    if original is None:
+        original = _convert(fields, f"{name}.{key}", scaling.get(key, max_seq_len), int)
+    if rope_type == "proportional":
+        scaling.pop(key, None)
+        scaling["factor"] = scaling.get("factor") or 1.0
+    elif rope_type == "dynamic":
+        scaling[key] = max_seq_len
+    elif rope_type != "linear":
+        scaling[key] = original
+    if rope_type in ("yarn", "longrope") and scaling.get("factor") is None:
+        scaling["factor"] = max_seq_len / original
 
 
 def write_growth(d: Description) -> dict[str, Any]:
     """Make ``rope_scaling`` of a ``config.json``, including the scaling of queries by position."""
-    growth = {"original_max_position_embeddings": d.query_growth_span, "llama_4_scaling_beta": d.query_growth}
-    return {"rope_scaling": {**(write_scaling(d.rope_scaling) or {"rope_type": "default"}), **growth}}
+    scaling = write_scaling(d.rope_scaling) or {"rope_type": "default"}
+    scaling["original_max_position_embeddings"] = d.query_growth_span
+    scaling["llama_4_scaling_beta"] = d.query_growth
+    return {"rope_scaling": scaling}
 
 
 def write_kinds(base: float, scaling: RopeScaling | None, window_base: float | None) -> dict[str, Any]:
-    """Make ``rope_parameters`` of a ``config.json``, with one set per kind of layer."""
-    found = {"full_attention": {"rope_theta": base, **(write_scaling(scaling) or {"rope_type": "default"})}}
-    if window_base is not None:
-        found["sliding_attention"] = {"rope_theta": window_base, "rope_type": "default"}
-    return found
+    """Make ``rope_parameters`` of a ``config.json``, with one object per type of layer."""
+    full = {"rope_theta": base, **(write_scaling(scaling) or {"rope_type": "default"})}
+    if window_base is None:
+        return {"full_attention": full}
+    return {"full_attention": full, "sliding_attention": {"rope_theta": window_base, "rope_type": "default"}}
 
 
 def write_scaling(scaling: RopeScaling | None) -> dict[str, Any] | None:
     """Make ``rope_scaling`` of a ``config.json``; None without scaling."""
-    for kind, (scaling_type, rows) in _KINDS.items():
-        if isinstance(scaling, scaling_type):
-            values = {theirs: getattr(scaling, ours) for theirs, ours, _ in rows}
-            found = {"rope_type": kind, **{key: value for key, value in values.items() if value is not None}}
-            return {key: list(value) if isinstance(value, tuple) else value for key, value in found.items()}
+    for rope_type, (scaling_class, table) in _SCALINGS.items():
+        if isinstance(scaling, scaling_class):
+            config: dict[str, Any] = {"rope_type": rope_type}
+            for key, field, _ in table:
+                value = getattr(scaling, field)
+                if value is not None:
+                    config[key] = list(value) if isinstance(value, tuple) else value
+            return config
     return None

@@ -10,11 +10,12 @@ from torchtune.models._hf_fields import Fields, architecture_of, is_whole
 from torchtune.models._vision_description import ImageTextDescription, VisionDescription
 
 _ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
+_ACTIVATION_NAMES = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh"}
 # Fields with ids of tokens around images and of other media, which are not read.
 _OTHER_IDS = {"vision_start_token_id", "vision_end_token_id", "vision_token_id", "video_token_id"}
 
 
-def _nothing(*given: Any) -> dict[str, Any]:  # a lambda could not be pickled with the model
+def _nothing(*arguments: Any) -> dict[str, Any]:  # a lambda could not be pickled with the model
     return {}
 
 
@@ -35,10 +36,10 @@ class ImageTextFormat:
         model_type: value of ``model_type``.
         text: format of ``text_config``.
         vision_type: ``model_type`` of ``vision_config``.
-        own: fields of ``vision_config``: (name in the file, name in the description, default of ``transformers``, which
-            also defines the type). A field with a string default is an activation.
+        tower_fields: fields of ``vision_config``: (name in the file, name in the description, default of
+            ``transformers``, which also defines the type). A field with a string default is an activation.
         tokens: fields with ids of placeholder tokens, and their defaults.
-        outer_fields: fields outside ``vision_config``, in the format of ``own``.
+        outer_fields: fields outside ``vision_config``, in the format of ``tower_fields``.
         fixed: values of the tower's description that are not in the file.
         derived: fields of ``vision_config`` that must equal a field of the tower's description: (name in the file, name
             in the description).
@@ -59,7 +60,7 @@ class ImageTextFormat:
     model_type: str
     text: HFFormat
     vision_type: str
-    own: tuple[tuple[str, str, Any], ...]
+    tower_fields: tuple[tuple[str, str, Any], ...]
     tokens: tuple[tuple[str, int], ...]
     outer_fields: tuple[tuple[str, str, Any], ...] = ()
     fixed: Mapping[str, Any] = field(default_factory=dict)
@@ -77,7 +78,7 @@ class ImageTextFormat:
 
     @staticmethod
     def sizes(**defaults: int) -> tuple[tuple[str, str, int], ...]:
-        """Make the entries of ``own`` for the sizes of a tower, from names in the description and defaults."""
+        """Make the entries of ``tower_fields`` for the sizes of a tower, from names in the description and defaults."""
         return tuple((_SIZES.get(name, name), name, default) for name, default in defaults.items())
 
     def read(self, config: Mapping[str, Any], ignore_fields: Collection[str] = ()) -> ImageTextDescription:
@@ -87,50 +88,63 @@ class ImageTextFormat:
             ModelError: a field is missing, or its value has no equivalent in a description. The message names the
                 field.
         """
-        parts = {name: config.get(name) for name in ("text_config", "vision_config")}
-        for name, part in parts.items():
-            if not isinstance(part, Mapping):
+        for name in ("text_config", "vision_config"):
+            if not isinstance(config.get(name), Mapping):
                 raise ModelError(f"config.json of {self.architecture} lacks the object '{name}': download it again.")
-        fields = Fields(
-            config, self.architecture, {*ignore_fields, *parts, *self.ignored, "tie_word_embeddings", *_OTHER_IDS}
+        text_config = config["text_config"]
+        outer_ignored = {"text_config", "vision_config", "tie_word_embeddings", *self.ignored, *_OTHER_IDS}
+        outer_fields = Fields(config, self.architecture, {*ignore_fields, *outer_ignored})
+        vision_fields = Fields(
+            dict(config["vision_config"]),
+            f"{self.architecture} (vision_config)",
+            {*ignore_fields, *self.unused},
         )
-        vision = Fields(
-            dict(parts["vision_config"]), f"{self.architecture} (vision_config)", {*ignore_fields, *self.unused}
-        )
-        tokens = tuple(fields.typed(name, default) for name, default in self.tokens)
-        tied = config.get("tie_word_embeddings", parts["text_config"].get("tie_word_embeddings", self.tied))
-        text = self.text.read({**parts["text_config"], "tie_word_embeddings": bool(tied)}, ignore_fields)
-        rope = vision.take("rope_parameters", {})
+        image_tokens = tuple(outer_fields.typed(name, default) for name, default in self.tokens)
+        is_tied = config.get("tie_word_embeddings", text_config.get("tie_word_embeddings", self.tied))
+        text = self.text.read({**text_config, "tie_word_embeddings": bool(is_tied)}, ignore_fields)
+
+        rope = vision_fields.take("rope_parameters", {})
         values: dict[str, Any] = {
             "output_dim": text.embed_dim,
             "merge_norm_eps": text.norm_eps,
-            "rope_base": float(rope.get("rope_theta", vision.take("rope_theta", self.rope_base))),
+            "rope_base": float(rope.get("rope_theta", vision_fields.take("rope_theta", self.rope_base))),
             **self.fixed,
         }
-        for where, own in ((vision, self.own), (fields, self.outer_fields)):
-            for name, ours, default in own:
-                is_text = isinstance(default, str)
-                values[ours] = where.choice(name, _ACTIVATIONS, default) if is_text else where.typed(name, default)
-        tower = VisionDescription(**{**values, **self.read_vision(vision, values, fields)})
-        vision.require(**{name: getattr(tower, ours) for name, ours in self.derived})
-        for where in (vision, fields):
-            where.refuse_rest()
-        axes = self._axes(parts["text_config"], text.rope_dim // 2) if self.sections else ()
-        own = {**vars(text), "rope_axes": axes, **self.read_more(config)}
-        return ImageTextDescription(**own, vision=tower, image_tokens=tokens)
+        for fields, table in ((vision_fields, self.tower_fields), (outer_fields, self.outer_fields)):
+            for name, attribute, default in table:
+                if isinstance(default, str):
+                    values[attribute] = fields.choice(name, _ACTIVATIONS, default)
+                else:
+                    values[attribute] = fields.typed(name, default)
+        tower = VisionDescription(**{**values, **self.read_vision(vision_fields, values, outer_fields)})
+        vision_fields.require(**{name: getattr(tower, attribute) for name, attribute in self.derived})
+        vision_fields.refuse_unread()
+        outer_fields.refuse_unread()
 
-    def _axes(self, config: Mapping[str, Any], pairs: int) -> tuple[int, ...]:
+        rope_axes = self._axes(text_config, text.rope_dim // 2) if self.sections else ()
+        text_values = {**vars(text), "rope_axes": rope_axes, **self.read_more(config)}
+        return ImageTextDescription(**text_values, vision=tower, image_tokens=image_tokens)
+
+    def _axes(self, config: Mapping[str, Any], num_pairs: int) -> tuple[int, ...]:
+        """Return the coordinate (0 time, 1 row, 2 column) that rotates each pair of channels."""
         rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
         sections = rope.get("mrope_section", self.sections)
-        valid = isinstance(sections, list | tuple) and all(is_whole(size, pairs) for size in sections)
-        if not valid or len(sections) != 3 or sum(sections) != pairs:
+        valid = isinstance(sections, list | tuple) and all(is_whole(size, num_pairs) for size in sections)
+        if not valid or len(sections) != 3 or sum(sections) != num_pairs:
             raise ModelError(
                 f"config.json of {self.architecture} has mrope_section = {sections}, which are not three numbers with "
-                f"the sum {pairs}."
+                f"the sum {num_pairs}."
             )
+        axes = []
         if not self.interleaved:
-            return tuple(axis for axis, size in enumerate(sections) for _ in range(size))
-        return tuple(pair % 3 if pair % 3 and pair < 3 * sections[pair % 3] else 0 for pair in range(pairs))
+            for axis, size in enumerate(sections):
+                axes += [axis] * size
+            return tuple(axes)
+        # Time, row and column alternate until a coordinate has all of its pairs; time has the others.
+        for pair in range(num_pairs):
+            axis = pair % 3
+            axes.append(axis if pair < 3 * sections[axis] else 0)
+        return tuple(axes)
 
     def write(self, d: ImageTextDescription) -> dict[str, Any]:
         """Make the ``config.json`` from which ``transformers`` builds the same model.
@@ -138,30 +152,40 @@ class ImageTextFormat:
         Raises:
             ModelError: a ``config.json`` cannot express the description.
         """
-        text = self.text.write(replace(d.text, rope_axes=()))
-        text.pop("architectures")
+        text_config = self.text.write(replace(d.text, rope_axes=()))
+        text_config.pop("architectures")
         if self.sections:
-            rope = {"rope_type": "default", **(text.get("rope_scaling") or {})}
-            rope |= {"mrope_section": [d.rope_axes.count(axis) for axis in range(3)]}
-            text["rope_scaling"] = {**rope, "mrope_interleaved": True} if self.interleaved else rope
-        vision = {name: getattr(d.vision, ours) for name, ours, *_ in (*self.own, *self.derived)}
-        activations = {ours: theirs for theirs, ours in _ACTIVATIONS.items()}
-        vision |= {name: activations[vision[name]] for name, ours, _ in self.own if ours == "activation"}
+            rope = {"rope_type": "default", **(text_config.get("rope_scaling") or {})}
+            rope["mrope_section"] = [d.rope_axes.count(axis) for axis in range(3)]
+            if self.interleaved:
+                rope["mrope_interleaved"] = True
+            text_config["rope_scaling"] = rope
+
+        vision_config: dict[str, Any] = {"model_type": self.vision_type}
+        for name, attribute, _ in self.tower_fields:
+            value = getattr(d.vision, attribute)
+            vision_config[name] = _ACTIVATION_NAMES[value] if attribute == "activation" else value
+        for name, attribute in self.derived:
+            vision_config[name] = getattr(d.vision, attribute)
         if d.vision.rope != "none" and d.vision.rope_base != self.rope_base:
-            vision["rope_parameters"] = {"rope_type": "axial", "rope_theta": d.vision.rope_base}
-        more = self.write_more(d)
-        config = {
-            "architectures": [self.architecture],
-            "model_type": self.model_type,
-            **{name: token for (name, _), token in zip(self.tokens, d.image_tokens, strict=True)},
-            **{name: getattr(d.vision, ours) for name, ours, _ in self.outer_fields},
-            "tie_word_embeddings": d.tie_word_embeddings,
-            **more,
-            "text_config": {**text, **more.get("text_config", {})},
-            "vision_config": {"model_type": self.vision_type, **vision, **self.write_vision(d.vision)},
-        }
-        if (again := self.read(config)) != d:
-            raise ModelError(f"A config.json of {self.architecture} cannot express {d}, only {again}.")
+            vision_config["rope_parameters"] = {"rope_type": "axial", "rope_theta": d.vision.rope_base}
+        vision_config |= self.write_vision(d.vision)
+
+        config = {"architectures": [self.architecture], "model_type": self.model_type}
+        for (name, _), token in zip(self.tokens, d.image_tokens, strict=True):
+            config[name] = token
+        for name, attribute, _ in self.outer_fields:
+            config[name] = getattr(d.vision, attribute)
+        config["tie_word_embeddings"] = d.tie_word_embeddings
+        family_fields = self.write_more(d)
+        config |= family_fields
+        config["text_config"] = {**text_config, **family_fields.get("text_config", {})}
+        config["vision_config"] = vision_config
+
+        # Whoever reads this file must get the same model.
+        reread = self.read(config)
+        if reread != d:
+            raise ModelError(f"A config.json of {self.architecture} cannot express {d}, only {reread}.")
         return config
 
 
@@ -169,22 +193,35 @@ def read_config(
     formats: Sequence[ImageTextFormat], config: Mapping[str, Any], ignore_fields: Collection[str] = ()
 ) -> ImageTextDescription:
     """Read a ``config.json``, in the format for its architecture and text decoder."""
-    if "text_config" not in config:  # before transformers 5, the fields of the text decoder are at the top level
-        outside = {"architectures", "model_type", "vision_config", "tie_word_embeddings"}
-        outside |= {name for name in config if name.endswith("_token_id")}
-        text = {name: value for name, value in config.items() if name not in outside}
-        config = {**{name: config[name] for name in outside & config.keys()}, "text_config": text}
-    text = config["text_config"] if isinstance(config["text_config"], Mapping) else {}
-    named = [one for one in formats if one.architecture == architecture_of(config)] or formats
-    chosen = next((one for one in named if one.text.model_type == text.get("model_type")), named[0])
-    return chosen.read(config, ignore_fields)
+    if "text_config" not in config:
+        config = _with_text_config(config)
+    text_config = config["text_config"] if isinstance(config["text_config"], Mapping) else {}
+    architecture = architecture_of(config)
+    candidates = [hf_format for hf_format in formats if hf_format.architecture == architecture] or formats
+    for hf_format in candidates:
+        if hf_format.text.model_type == text_config.get("model_type"):
+            return hf_format.read(config, ignore_fields)
+    return candidates[0].read(config, ignore_fields)
+
+
+def _with_text_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Move fields of the text decoder to ``text_config``: before transformers 5, they are at the top level."""
+    outer_config = {}
+    text_config = {}
+    for name, value in config.items():
+        is_outer = name in ("architectures", "model_type", "vision_config", "tie_word_embeddings")
+        if is_outer or name.endswith("_token_id"):
+            outer_config[name] = value
+        else:
+            text_config[name] = value
+    return {**outer_config, "text_config": text_config}
 
 
 def write_config(formats: Sequence[ImageTextFormat], d: ImageTextDescription) -> dict[str, Any]:
     """Write the ``config.json`` of a description, in the first format that can express it."""
-    for one in formats[:-1]:
+    for hf_format in formats[:-1]:
         try:
-            return one.write(d)
+            return hf_format.write(d)
         except ModelError:
             continue
     return formats[-1].write(d)

@@ -13,9 +13,14 @@ import numpy as np
 from torchtune.data import Colors, DataError, Grid, Video, image_size
 from torchtune.utils import require
 
-CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+# Mean and standard deviation of OpenAI's CLIP.
+CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
+CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 _FILE = "preprocessor_config.json"
-BICUBIC, BILINEAR, LANCZOS = 3, 2, 1
+# Filters, with Pillow's numbers.
+BICUBIC = 3
+BILINEAR = 2
+LANCZOS = 1
 _FILTERS = {BICUBIC: "bicubic", BILINEAR: "bilinear", LANCZOS: "Lanczos"}
 
 
@@ -83,12 +88,17 @@ class ImageProcessor:
         if config.get("resample", cls.resample) != cls.resample or abs(factor * 255 - 1) > 1e-6:
             name = f"{_FILTERS[cls.resample]} resampling ({cls.resample})"
             raise DataError(f"{_FILE}: only {name} and a factor of 1/255 are supported")
-        numbers = {name: value for name, value in cls.numbers(config, model).items() if value is not None}
-        for name, value in numbers.items():
+        values: dict[str, Any] = {}
+        for name, value in cls.numbers(config, model).items():
+            if value is None:
+                continue
             if not isinstance(value, int) or value < 1:
-                raise DataError(f"{_FILE}: {name} is {value!r}, which is no positive whole number")
-        colors = {"mean": config.get("image_mean"), "std": config.get("image_std")}
-        return cls(**numbers, **{name: tuple(map(float, value)) for name, value in colors.items() if value is not None})
+                raise DataError(f"{_FILE}: {name} is {value!r}, which is not a positive whole number")
+            values[name] = value
+        for name, field in (("mean", "image_mean"), ("std", "image_std")):
+            if config.get(field) is not None:
+                values[name] = tuple(float(color) for color in config[field])
+        return cls(**values)
 
     @classmethod
     def numbers(cls, config: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
@@ -114,7 +124,8 @@ class ImageProcessor:
         """Return the text that replaces an image or a video: per frame, repeated ``token`` between ``around``."""
         first, last = self.around
         texts = plan.texts or ("",)
-        return "".join(f"{text}{first}{token * (plan.tokens // len(texts))}{last}" for text in texts)
+        tokens = token * (plan.tokens // len(texts))
+        return "".join(f"{text}{first}{tokens}{last}" for text in texts)
 
     def pixels(self, image: Any) -> np.ndarray:
         """Return the patches of a Pillow image in RGB, uint8 ``[p, pixels * 3]``, ordered by part and by block.
@@ -125,10 +136,13 @@ class ImageProcessor:
             plan = self.plan(image.size)
             return self.cut(self.resized(image, plan.width, plan.height))
         plan = self.plan(image_size(image))
-        cut = [self.cut(self.resized(frame, plan.width, plan.height)) for frame in image.frames]
-        cut += cut[-1:] * (-len(cut) % self.frames)
-        frames = np.stack(cut).reshape(-1, self.frames, len(cut[0]), 3, self.patch_size**2)
-        return frames.transpose(0, 2, 3, 1, 4).reshape(-1, self.frames * cut[0].shape[1])
+        frames = [self.cut(self.resized(frame, plan.width, plan.height)) for frame in image.frames]
+        frames += frames[-1:] * (-len(frames) % self.frames)  # the last frame is repeated, until a patch is full
+        patches_per_frame, values_per_patch = frames[0].shape
+        # [patches in time, frames of a patch, patches of a frame, color, pixel]
+        patches = np.stack(frames).reshape(-1, self.frames, patches_per_frame, 3, self.patch_size**2)
+        # A patch is ordered by color, then by frame, then by pixel.
+        return patches.transpose(0, 2, 3, 1, 4).reshape(-1, self.frames * values_per_patch)
 
     def resized(self, image: Any, width: int, height: int) -> Any:
         """Resize a Pillow image."""
@@ -156,12 +170,16 @@ class ImageProcessor:
 
         Blocks of ``merge`` x ``merge`` patches that become one token are consecutive.
         """
-        side, merge = self.patch_size, self.merge
-        rows, columns = image.height // side // merge, image.width // side // merge
+        side = self.patch_size
+        merge = self.merge
+        rows = image.height // side // merge
+        columns = image.width // side // merge
         pixels = np.array(image)[: rows * merge * side, : columns * merge * side]
-        blocks = pixels.reshape(rows, merge, side, columns, merge, side, 3).transpose(0, 3, 1, 4, 2, 5, 6)
-        patches = blocks.reshape(-1, side, side, 3)
-        patches = patches if self.channels_last else patches.transpose(0, 3, 1, 2)
+        # [block row, row in the block, pixel row, block column, column in the block, pixel column, color]
+        blocks = pixels.reshape(rows, merge, side, columns, merge, side, 3)
+        patches = blocks.transpose(0, 3, 1, 4, 2, 5, 6).reshape(-1, side, side, 3)
+        if not self.channels_last:
+            patches = patches.transpose(0, 3, 1, 2)
         return patches.reshape(len(patches), -1)
 
 
@@ -182,25 +200,29 @@ class TiledProcessor(ImageProcessor):
     @classmethod
     def from_config(cls, config: Mapping[str, Any], model: Mapping[str, Any]) -> Self:
         """See :meth:`ImageProcessor.from_config`. Also raises if the tower takes tiles of another size."""
-        found = super().from_config(config, model)
+        processor = super().from_config(config, model)
         side = (model.get("vision_config") or {}).get("image_size", cls.tower_tile)
-        if found.tile != side:
+        if processor.tile != side:
             raise DataError(
-                f"{_FILE} has tiles of {found.tile} pixels, but the tower in config.json takes {side}: download the "
-                "checkpoint again"
+                f"{_FILE} has tiles of {processor.tile} pixels, but the tower in config.json takes {side}: download "
+                "the checkpoint again"
             )
-        return found
+        return processor
 
     def plan_of_tiles(self, height: int, width: int) -> Plan:
         """Return the plan of an image of ``height`` x ``width`` pixels that is cut into tiles."""
-        tiles, side = height * width // self.tile**2, self.tile // self.patch_size
-        tiles += tiles > 1
-        return Plan(height, width, ((1, side, side),) * tiles, tiles * (side // self.merge) ** 2)
+        num_tiles = height * width // self.tile**2
+        if num_tiles > 1:
+            num_tiles += 1  # the whole image
+        side = self.tile // self.patch_size
+        return Plan(height, width, ((1, side, side),) * num_tiles, num_tiles * (side // self.merge) ** 2)
 
     def cut_tiles(self, image: Any, whole: Any) -> np.ndarray:
         """Return the patches of the tiles of ``image``; if there are several, also of ``whole``, resized to a tile."""
-        rows, columns = (range(0, side, self.tile) for side in (image.height, image.width))
-        tiles = [image.crop((left, top, left + self.tile, top + self.tile)) for top in rows for left in columns]
+        tiles = []
+        for top in range(0, image.height, self.tile):
+            for left in range(0, image.width, self.tile):
+                tiles.append(image.crop((left, top, left + self.tile, top + self.tile)))
         if len(tiles) > 1:
             tiles.append(self.resized(whole, self.tile, self.tile))
-        return np.concatenate([self.cut(one) for one in tiles])
+        return np.concatenate([self.cut(tile) for tile in tiles])

@@ -12,6 +12,7 @@ from torch import nn
 
 from torchtune.data import (
     DataError,
+    Grid,
     ImageCache,
     Images,
     Message,
@@ -61,27 +62,32 @@ class ImageEncoder:
         Raises:
             DataError: an image cannot be read.
         """
-        pictures = [image for message in as_messages(messages) for image in message.get_media()]
-        if not pictures:
+        media = _media_of(as_messages(messages))
+        if not media:
             return {}
-        plans, cached = each_image(self.plan, pictures), ()
-        grids, merge = tuple(grid for plan in plans for grid in plan.grids), self.processor.merge
+        plans = each_image(self.plan, media)
+        grids: tuple[Grid, ...] = ()
+        steps: list[float] = []
+        for plan in plans:
+            grids += plan.grids
+            steps += [plan.step] * len(plan.grids)
+        cached: tuple[Any, ...] = ()
         if self.image_cache is not None:
-            cached = tuple(map(self.image_cache.find, pictures, [plan.grids for plan in plans]))
-            pictures = [one if image.features is None else None for one, image in zip(pictures, cached, strict=True)]
-        pixels = join_pixels(each_image(self._pixels, pictures), self.processor.colors)
+            cached = tuple(map(self.image_cache.find, media, [plan.grids for plan in plans]))
+        pixels = join_pixels(each_image(self._pixels, _without_cached(media, cached)), self.processor.colors)
+        merge = self.processor.merge
         check_placeholders(tokens, self.image_tokens, grids, merge)
-        places, positions = torch.from_numpy(np.flatnonzero(np.isin(tokens, self.image_tokens))), None
+        indices = torch.from_numpy(np.flatnonzero(np.isin(tokens, self.image_tokens)))
+        positions = None
         if self._has_grid_positions:
-            steps = [plan.step for plan in plans for _ in plan.grids]
             positions = torch.from_numpy(grid_positions(tokens, self.image_tokens, grids, merge, steps))[:, None]
-        images = Images(pixels, grids, places, positions, colors=self.processor.colors, cached=cached)
+        images = Images(pixels, grids, indices, positions, colors=self.processor.colors, cached=cached)
         return {"encoder_input": {"images": images}}
 
     def _pixels(self, image: Any) -> torch.Tensor:
         """Return the pixels of an image's patches; no pixels for None."""
-        found = np.empty((0, 0), np.uint8) if image is None else self.processor.pixels(open_image(image))
-        return torch.from_numpy(found)
+        pixels = np.empty((0, 0), np.uint8) if image is None else self.processor.pixels(open_image(image))
+        return torch.from_numpy(pixels)
 
     def plan(self, image: Any) -> Plan:
         """Return sizes and number of tokens of an image or a video, from the header of its files."""
@@ -117,8 +123,8 @@ class ImageTextTransform(ImageEncoder, HuggingFaceModelTokenizer):
         self.image_tokens = description.image_tokens
         self._has_grid_positions = bool(description.rope_axes)
         self.processor = processor
-        known = self.special_tokens.get(processor.placeholder)
-        self._placeholders = self.image_tokens if known is None else (known,)
+        placeholder_id = self.special_tokens.get(processor.placeholder)
+        self._placeholders = self.image_tokens if placeholder_id is None else (placeholder_id,)
         if self._placeholders[0] not in self.special_tokens.values():
             raise DataError(
                 f"{tokenizer_json_path} has no special token {self._placeholders[0]}, the image token of config.json: "
@@ -150,10 +156,12 @@ class ImageTextTransform(ImageEncoder, HuggingFaceModelTokenizer):
             return super()._turn(message)
         if message.role == "assistant":
             raise DataError("a turn of the assistant holds an image, which the model cannot write: move it to the user")
-        parts = [
-            {"type": "image"} if item["type"] == "image" else {"type": "text", "text": self._text(item)}
-            for item in message.content
-        ]
+        parts = []
+        for item in message.content:
+            if item["type"] == "image":
+                parts.append({"type": "image"})
+            else:
+                parts.append({"type": "text", "text": self._text(item)})
         role = "tool" if message.role == "ipython" else message.role
         extra = dict(message.extra)
         if "tool_calls" in extra:
@@ -162,26 +170,36 @@ class ImageTextTransform(ImageEncoder, HuggingFaceModelTokenizer):
 
     def _text(self, item: Mapping[str, Any]) -> str:
         """Return a text, or the placeholder of a video without the tokens that templates write around it."""
-        return (
-            self.processor.video_placeholder if item["type"] == "video" else self._control_tokens.hide(item["content"])
-        )
+        if item["type"] == "video":
+            return self.processor.video_placeholder
+        return self._control_tokens.hide(item["content"])
 
     def _tokenized(
         self, messages: Sequence[MessageLike], closed: bool, max_seq_len: int | None, tools: Sequence[Any] | None
     ) -> tuple[Any, Any]:
-        messages = [_masked(message) if message.contains_media else message for message in as_messages(messages)]
-        tokens, mask = super()._tokenized(messages, closed, _UNLIMITED, tools)
-        images = [image for message in messages for image in message.get_media()]
-        plans = iter(each_image(self.plan, images))
-        found = sum(token in self._placeholders for token in tokens)
-        if found != len(images):
-            raise DataError(f"the chat template writes {found} placeholders for {len(images)} image(s)")
-        pairs = list(self._expanded(tokens, mask, plans))
-        row, row_mask = array("i", (token for token, _ in pairs)), bytearray(masked for _, masked in pairs)
-        limit, eos_id = max_seq_len or self.max_seq_len, self.eos_id if closed else None
+        prepared = []
+        for message in as_messages(messages):
+            prepared.append(_masked(message) if message.contains_media else message)
+        # Images are longer than their placeholders: the row is cut below.
+        tokens, mask = super()._tokenized(prepared, closed, _UNLIMITED, tools)
+        media = _media_of(prepared)
+        plans = iter(each_image(self.plan, media))
+        num_placeholders = sum(token in self._placeholders for token in tokens)
+        if num_placeholders != len(media):
+            raise DataError(f"the chat template writes {num_placeholders} placeholders for {len(media)} image(s)")
+        row = array("i")
+        row_mask = bytearray()
+        for token, masked in self._expanded(tokens, mask, plans):
+            row.append(token)
+            row_mask.append(masked)
+        limit = max_seq_len or self.max_seq_len
+        eos_id = self.eos_id if closed else None
         cut, cut_mask = truncate_row(row, row_mask, limit, self.truncation_type, eos_id, self._turn_end_ids)
-        if lost := sum(row.count(token) - cut.count(token) for token in self.image_tokens):
-            raise DataError(f"max_seq_len={limit} would cut {lost} tokens of images off a row of {len(row)}: raise it")
+        num_cut_off = sum(row.count(token) - cut.count(token) for token in self.image_tokens)
+        if num_cut_off:
+            raise DataError(
+                f"max_seq_len={limit} would cut {num_cut_off} tokens of images off a row of {len(row)}: raise it"
+            )
         return cut, cut_mask
 
     def _expanded(self, tokens: Sequence[int], mask: Sequence[int], plans: Iterator[Any]) -> Iterator[tuple[int, int]]:
@@ -195,6 +213,23 @@ class ImageTextTransform(ImageEncoder, HuggingFaceModelTokenizer):
                 layout = self.encode(layout, add_bos=False, add_eos=False)
             for part in layout:
                 yield part, True
+
+
+def _media_of(messages: Sequence[Message]) -> list[Any]:
+    """Return the images and videos of messages, in order."""
+    media: list[Any] = []
+    for message in messages:
+        media += message.get_media()
+    return media
+
+
+def _without_cached(media: Sequence[Any], cached: Sequence[Any]) -> list[Any]:
+    """Replace images with cached features by None, so that they are not decoded."""
+    remaining = list(media)
+    for index, image in enumerate(cached):
+        if image.features is not None:
+            remaining[index] = None
+    return remaining
 
 
 def _masked(message: Message) -> Message:
@@ -243,8 +278,9 @@ def image_text_transform(path: str, max_seq_len: int | None = None, **options: A
     if not files:
         raise DataError(f"{folder} has no {_PROCESSOR_FILES[0]}, which says how images are resized: download it again.")
     settings = read_json(files[0], DataError)
-    if (video := folder / "video_preprocessor_config.json").is_file():
-        settings["video_processor"] = read_json(video, DataError)
+    video_file = folder / "video_preprocessor_config.json"
+    if video_file.is_file():
+        settings["video_processor"] = read_json(video_file, DataError)
     settings |= settings.get("image_processor", {})
     processor = spec.image_processor(settings, config)
     if processor.merge != description.vision.merge or processor.patch_size != description.vision.patch_size:

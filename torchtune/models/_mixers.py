@@ -10,8 +10,37 @@ from torch import nn
 Names = tuple[tuple[Any, ...], ...]
 
 
+class Mixer:
+    """Base class of the sizes of a mixer, which replaces or accompanies attention in some layers of a model.
+
+    A subclass is a frozen dataclass with a method ``build``.
+
+    Attributes:
+        has_norm: whether the mixer has a norm inside.
+
+    Example:
+        >>> from dataclasses import dataclass
+        >>> @dataclass(frozen=True)
+        ... class Projection(torchtune.models.Mixer):
+        ...     def build(self, embed_dim, norm_eps):
+        ...         return torch.nn.Linear(embed_dim, embed_dim)
+        >>> Projection().build(4, 1e-5)
+        Linear(in_features=4, out_features=4, bias=True)
+    """
+
+    has_norm: bool = True
+
+    def problem(self) -> str | None:
+        """Return an error message if the sizes are invalid, otherwise None."""
+        return None
+
+    def build(self, embed_dim: int, norm_eps: float) -> nn.Module:
+        """Build the module of one layer."""
+        raise NotImplementedError(f"{type(self).__name__} has no method build.")
+
+
 @dataclass(frozen=True, kw_only=True)
-class DeltaNetMixer:
+class DeltaNetMixer(Mixer):
     """Settings of :class:`torchtune.modules.mixers.GatedDeltaNet`.
 
     Attributes:
@@ -43,10 +72,8 @@ class DeltaNetMixer:
 
     def problem(self) -> str | None:
         """Return an error message if the settings are invalid, otherwise None."""
-        if (
-            min(vars(self)[name] for name in ("num_key_heads", "num_value_heads", "key_dim", "value_dim", "conv_taps"))
-            < 1
-        ):
+        sizes = (self.num_key_heads, self.num_value_heads, self.key_dim, self.value_dim, self.conv_taps)
+        if min(sizes) < 1:
             return f"the sizes of linear attention must be at least 1, got {self}"
         if self.num_value_heads % self.num_key_heads:
             return (
@@ -72,7 +99,7 @@ class DeltaNetMixer:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShortConvMixer:
+class ShortConvMixer(Mixer):
     """Settings of :class:`torchtune.modules.mixers.ShortConv`.
 
     Attributes:
@@ -98,7 +125,7 @@ class ShortConvMixer:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mamba2Mixer:
+class Mamba2Mixer(Mixer):
     """Settings of :class:`torchtune.modules.mixers.Mamba2`.
 
     Attributes:
@@ -148,6 +175,3 @@ class Mamba2Mixer:
         from torchtune.modules.mixers import Mamba2
 
         return Mamba2(embed_dim=embed_dim, norm_eps=norm_eps, **vars(self))
-
-
-Mixer = DeltaNetMixer | ShortConvMixer | Mamba2Mixer

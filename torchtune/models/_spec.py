@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from torchtune._lazy import packages_in
+from torchtune._lazy import modules_in
 from torchtune.models._description import Description, ModelError
 from torchtune.models._parallel_plan import decoder_plan
 from torchtune.models._weight_map import WeightMap
@@ -72,16 +72,20 @@ class ModelSpec:
 
     def untrained_names(self, names: Collection[str], description: Description) -> set[str]:
         """Select the names of untrained weights in a Hugging Face checkpoint; see the attributes ``untrained…``."""
-        layers = [f"model.layers.{layer}." for layer in _layers_beyond(names, description, self.untrained_layers)]
-        for start, where in self.untrained_modules:
-            layers += [f"{self.layers_prefix}{layer}.{start}" for layer in getattr(description, where)]
-        return {name for name in names if name.startswith((*self.untrained, *layers))}
+        prefixes = list(self.untrained)
+        if self.untrained_layers is not None:
+            layers = _layers_beyond_last(names, description.num_layers, self.untrained_layers)
+            prefixes += [f"model.layers.{layer}." for layer in layers]
+        for module_prefix, layers_attribute in self.untrained_modules:
+            for layer in getattr(description, layers_attribute):
+                prefixes.append(f"{self.layers_prefix}{layer}.{module_prefix}")
+        return {name for name in names if name.startswith(tuple(prefixes))}
 
     def weight_map(self, kind: str = "hf") -> WeightMap:
         """Return the weight map of a format. Raises :class:`ModelError` if the family has none."""
         if kind not in self.weight_maps:
-            known = ", ".join(sorted(self.weight_maps))
-            raise ModelError(f"The model family '{self.name}' has no weight names for '{kind}', only for: {known}.")
+            formats = ", ".join(sorted(self.weight_maps))
+            raise ModelError(f"The model family '{self.name}' has no weight names for '{kind}', only for: {formats}.")
         return self.weight_maps[kind]
 
     def as_part(self, prefixes: Mapping[str, str]) -> "ModelSpec":
@@ -101,23 +105,32 @@ class ModelSpec:
         if not self.not_in_peft:
             return []
         names = self.weight_maps["hf"]
-        known = names.adapted_modules(description)
-        linear = [path for path in paths if path in known and not path.endswith(".experts")]
-        theirs = {path: names.external_module(path, description) for path in linear}
-        return [path for path, name in theirs.items() if name.endswith(self.not_in_peft)]
+        adaptable = names.adapted_modules(description)
+        refused = []
+        for path in paths:
+            # Experts are parameters in peft, not modules with a name.
+            if path not in adaptable or path.endswith(".experts"):
+                continue
+            if names.external_module(path, description).endswith(self.not_in_peft):
+                refused.append(path)
+        return refused
 
     def parameters_in_peft(self, paths: Collection[str], description: Description) -> list[str]:
         """Select the paths of linear layers that ``peft`` adapts as parameters, without dropout or magnitudes."""
-        names = self.weight_maps.get("hf")
-        return [path for path in paths if names is not None and names.named_like_experts(path, description)]
+        if "hf" not in self.weight_maps:
+            return []
+        names = self.weight_maps["hf"]
+        return [path for path in paths if names.named_like_experts(path, description)]
 
     def fused_with(self, paths: Collection[str], description: Description) -> list[str]:
         """Return the other modules that checkpoints and ``peft`` fuse with modules of ``paths`` into one projection."""
         if "hf" not in self.weight_maps:
             return []
         names = self.weight_maps["hf"]
-        groups = (names.adapted_together(path, description) for path in paths)
-        return list(dict.fromkeys(other for group in groups for other in group if other not in paths))
+        neighbors: dict[str, None] = {}  # a set that keeps the order
+        for path in paths:
+            neighbors |= dict.fromkeys(names.adapted_together(path, description))
+        return [path for path in neighbors if path not in paths]
 
     def check_adapters(self, paths: Collection[str], description: Description) -> None:
         """Check before training that PEFT's format can express the adapters.
@@ -127,21 +140,27 @@ class ModelSpec:
         """
         if "hf" not in self.weight_maps:
             return
-        known = self.weight_maps["hf"].adapted_modules(description)
+        adaptable = self.weight_maps["hf"].adapted_modules(description)
         for path in paths:
             if path.endswith(".router.gate"):
                 raise ModelError(f"LoRA: '{path}' is a router, which peft cannot adapt: leave it out.")
             if self.refused_by_peft([path], description):
                 raise ModelError(f"LoRA: '{path}': peft adapts no such module of {self.name} models: leave it out.")
-            if path not in known:
+            if path not in adaptable:
                 raise ModelError(
                     f"LoRA: '{path}' is not a module of its own in checkpoints of {self.name}: leave it out."
                 )
 
 
-def _layers_beyond(names: Collection[str], description: Description, mark: str | None) -> set[int]:
-    found = [re.fullmatch(rf"model\.layers\.(\d+)\.{re.escape(mark)}", name) for name in names] if mark else []
-    return {int(match[1]) for match in found if match and int(match[1]) >= description.num_layers}
+def _layers_beyond_last(names: Collection[str], num_layers: int, suffix: str) -> set[int]:
+    """Return the numbers of layers after the model's last one that have a weight with this suffix."""
+    pattern = re.compile(rf"model\.layers\.(\d+)\.{re.escape(suffix)}")
+    layers = set()
+    for name in names:
+        match = pattern.fullmatch(name)
+        if match and int(match[1]) >= num_layers:
+            layers.add(int(match[1]))
+    return layers
 
 
 # Architectures that several families list -> the family that reads them.
@@ -152,11 +171,11 @@ _registered: dict[str, ModelSpec] = {}
 
 @cache
 def _builtin() -> Mapping[str, ModelSpec]:
-    """Return the built-in families by name: packages in this folder with a ``SPEC`` named like the package."""
+    """Return the built-in families by name: modules in this folder with a ``SPEC`` named like the module."""
     specs = {}
-    for name in packages_in([str(Path(__file__).parent)]):
+    for name in modules_in([str(Path(__file__).parent)]):
         spec = getattr(importlib.import_module(f"torchtune.models.{name}"), "SPEC", None)
-        # Other packages are parts of families, or re-export sizes of another family.
+        # Other modules are parts of families, or re-export sizes of another family.
         if spec is not None and spec.name == name:
             specs[name] = spec
     return specs
@@ -170,8 +189,8 @@ def register(spec: ModelSpec) -> ModelSpec:
     Raises:
         ModelError: another family has the name.
     """
-    taken = _registered.get(spec.name)
-    if spec.name in _builtin() or (taken is not None and taken is not spec):
+    namesake = _registered.get(spec.name)
+    if spec.name in _builtin() or namesake not in (None, spec):
         raise ModelError(f"A model family called '{spec.name}' is registered already: choose another name.")
     _registered[spec.name] = spec
     return spec
@@ -206,9 +225,10 @@ def get_spec(name: str) -> ModelSpec:
     if "." in name:
         module, _, attribute = name.rpartition(".")
         try:
-            return _checked(getattr(importlib.import_module(module), attribute), f"'{name}'")
+            value = getattr(importlib.import_module(module), attribute)
         except (ModuleNotFoundError, AttributeError) as error:
             raise ModelError(f"The model family '{name}' could not be imported: {error}.") from error
+        return _checked(value, f"'{name}'")
     raise ModelError(f"There is no model family '{name}'; there are: {', '.join(list_specs())}.")
 
 
@@ -225,7 +245,8 @@ def spec_for_architecture(architecture: str) -> ModelSpec:
     for spec in _registered.values():
         if architecture in spec.architectures:
             return spec
-    language_model = architecture.replace("ForSequenceClassification", "ForCausalLM")  # all families have classifiers
+    # Every family also reads the classifiers of its architecture.
+    language_model = architecture.replace("ForSequenceClassification", "ForCausalLM")
     if language_model in _READERS:
         return get_spec(_READERS[language_model])
     for spec in _builtin().values():
@@ -235,8 +256,12 @@ def spec_for_architecture(architecture: str) -> ModelSpec:
         spec = get_spec(entry.name)
         if architecture in spec.architectures:
             return spec
-    known = sorted({name for spec in _builtin().values() for name in spec.architectures})
-    raise ModelError(f"No model family reads the architecture '{architecture}'; there are: {', '.join(known)}.")
+    architectures: set[str] = set()
+    for spec in _builtin().values():
+        architectures |= {*spec.architectures}
+    raise ModelError(
+        f"No model family reads the architecture '{architecture}'; there are: {', '.join(sorted(architectures))}."
+    )
 
 
 def _checked(spec: Any, where: str) -> ModelSpec:

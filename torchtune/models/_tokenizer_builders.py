@@ -7,11 +7,12 @@ from functools import wraps
 from typing import Any, TypeVar
 
 from torchtune.data import TemplateType, get_prompt_template
-from torchtune.models._builders import dress
+from torchtune.models._builders import named_function
 from torchtune.tokenizers import parse_hf_tokenizer_json
 
 T = TypeVar("T")
-_SETTINGS = ("prompt_template", "truncation_type")  # positional in every builder
+# Arguments that every builder takes by position, because builders of earlier releases did.
+_POSITIONAL = ("prompt_template", "truncation_type")
 _TEMPLATE_DOC = "prompt_template: dotted path of a template, or a mapping role -> [text before, text after]."
 
 
@@ -29,21 +30,31 @@ def tokenizer_builder(
         first: argument that comes first in the builder.
         **defaults: arguments with a default that differs from the class.
     """
-    special_doc = f"special_tokens_path: path of a ``tokenizer.json`` with special tokens that replace {title}'s."
-    found, documented = [], _documented(tokenizer)
-    own = inspect.signature(tokenizer).parameters
-    for key in dict.fromkeys([first, *own]):
-        parameter, doc = own[key], documented[key]
-        if key == "special_tokens":
+    class_parameters = inspect.signature(tokenizer).parameters
+    argument_docs = _argument_docs(tokenizer)
+    parameters = []
+    docs = {}
+    for argument in dict.fromkeys([first, *class_parameters]):
+        parameter = class_parameters[argument]
+        doc = argument_docs[argument]
+        if argument == "special_tokens":
             parameter = parameter.replace(name="special_tokens_path", default=None, annotation=str | None)
-            doc = special_doc
-        elif key == "prompt_template":
-            default = parameter.default and _dotted(type(parameter.default))
-            parameter, doc = parameter.replace(default=default, annotation=TemplateType | None), _TEMPLATE_DOC
-        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD if key in _SETTINGS else parameter.kind
-        found.append((parameter.replace(kind=kind, default=defaults.get(key, parameter.default)), doc))
-    found.sort(key=lambda pair: pair[0].kind)
-    signature = inspect.Signature([parameter for parameter, _ in found], return_annotation=tokenizer)
+            doc = f"special_tokens_path: path of a ``tokenizer.json`` with special tokens that replace {title}'s."
+        elif argument == "prompt_template":
+            default = None
+            if parameter.default is not None:
+                template = type(parameter.default)
+                default = f"{template.__module__}.{template.__name__}"
+            parameter = parameter.replace(default=default, annotation=TemplateType | None)
+            doc = _TEMPLATE_DOC
+        if argument in _POSITIONAL:
+            parameter = parameter.replace(kind=inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        if argument in defaults:
+            parameter = parameter.replace(default=defaults[argument])
+        parameters.append(parameter)
+        docs[parameter.name] = doc
+    parameters.sort(key=lambda parameter: parameter.kind)  # a stable sort: keyword-only arguments come last
+    signature = inspect.Signature(parameters, return_annotation=tokenizer)
 
     def builder(*args: Any, **kwargs: Any) -> T:
         bound = signature.bind(*args, **kwargs)
@@ -56,17 +67,22 @@ def tokenizer_builder(
         return tokenizer(**settings)
 
     builder.__signature__ = signature
-    listed = "".join(f"\n        {doc}" for _, doc in found)
-    raises = "\n\n    Raises:\n        DataError: a file is missing or broken.\n    "
-    return dress(builder, name, tokenizer.__module__, f"Build the tokenizer of {title}.\n\n    Args:{listed}{raises}")
+    doc = f"Build the tokenizer of {title}.\n\n    Args:"
+    for parameter in parameters:
+        doc += f"\n        {docs[parameter.name]}"
+    doc += "\n\n    Raises:\n        DataError: a file is missing or broken.\n    "
+    return named_function(builder, name, tokenizer.__module__, doc)
 
 
 def with_defaults(init: Callable[..., None], **defaults: Any) -> Callable[..., None]:
     """Return a constructor with other defaults, for a subclass."""
-    own = inspect.signature(init)
-    signature = own.replace(
-        parameters=[p.replace(default=defaults.get(key, p.default)) for key, p in own.parameters.items()]
-    )
+    init_signature = inspect.signature(init)
+    parameters = []
+    for name, parameter in init_signature.parameters.items():
+        if name in defaults:
+            parameter = parameter.replace(default=defaults[name])
+        parameters.append(parameter)
+    signature = init_signature.replace(parameters=parameters)
 
     @wraps(init)
     def __init__(*args: Any, **kwargs: Any) -> None:
@@ -78,15 +94,12 @@ def with_defaults(init: Callable[..., None], **defaults: Any) -> Callable[..., N
     return __init__
 
 
-def _documented(tokenizer: type) -> dict[str, str]:
+def _argument_docs(tokenizer: type) -> dict[str, str]:
     """Return argument -> its entry in the ``Args`` section of the class or of a base class."""
-    found = {}
+    docs = {}
     for base in reversed(tokenizer.__mro__):
-        listed = (inspect.getdoc(base) or "").partition("Args:")[2].partition("\n\n")[0]
-        entries = re.split(r"\n    (?! )", listed)[1:]
-        found |= {entry.partition(":")[0]: entry.replace("\n", "\n    ") for entry in entries}
-    return found
-
-
-def _dotted(template: type) -> str:
-    return f"{template.__module__.rpartition('.')[0]}.{template.__name__}"
+        section = (inspect.getdoc(base) or "").partition("Args:")[2].partition("\n\n")[0]
+        # An entry starts at an indent of four; lines with a deeper indent continue it.
+        for entry in re.split(r"\n    (?! )", section)[1:]:
+            docs[entry.partition(":")[0]] = entry.replace("\n", "\n    ")
+    return docs

@@ -5,8 +5,9 @@ from typing import Literal
 
 from torchtune.models._description import Description, ModelError
 
-_SIZES, _OF_LAYERS = ("patch_size", "embed_dim", "output_dim", "merge"), ("num_layers", "intermediate_dim", "num_heads")
-_MOST = 2**20
+_SIZES = ("patch_size", "embed_dim", "output_dim", "merge")
+_LAYER_SIZES = ("num_layers", "intermediate_dim", "num_heads")  # of a tower with layers
+_LARGEST = 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,9 +76,9 @@ class VisionDescription:
     deep_layers: tuple[int, ...] = ()  # layers with outputs that are added in the decoder's first layers (DeepStack)
 
     def __post_init__(self) -> None:
-        for field in (*_SIZES, *(_OF_LAYERS if self.num_layers else ())):
-            if not 1 <= getattr(self, field) <= _MOST:
-                raise ModelError(f"vision: {field} must be from 1 to {_MOST:,}, got {getattr(self, field):,}.")
+        for field in (*_SIZES, *_LAYER_SIZES) if self.num_layers else _SIZES:
+            if not 1 <= getattr(self, field) <= _LARGEST:
+                raise ModelError(f"vision: {field} must be from 1 to {_LARGEST:,}, got {getattr(self, field):,}.")
         if self.num_layers and (self.embed_dim % self.num_heads or self.head_dim % 4):
             raise ModelError(
                 f"vision: embed_dim ({self.embed_dim}) must be num_heads ({self.num_heads}) times a multiple of 4."

@@ -32,15 +32,124 @@ import torch
 from torch import Tensor
 
 from torchtune.models._description import Description
-from torchtune.models._parts import rename_prefix
 from torchtune.models._weight_ops import (
     ExpertAdapter,
+    ExternalSlice,
     FusedAdapter,
     FusedExperts,
+    Identity,
+    Op,
+    Slices,
     Split,
     Stack,
 )
-from torchtune.models._weight_rows import Group, Row, Tied, WeightMapError
+from torchtune.utils import UserError
+
+
+class WeightMapError(UserError, ValueError):
+    """Raised when names or tensors of a checkpoint do not match the model; the message names the tensor."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """Row of a weight map.
+
+    Attributes:
+        external: template or templates of the external names.
+        tune: template or templates of our names.
+        op: converts the external tensors to ours and back.
+        when: conditions, separated by spaces: attributes of the description, such as ``vision.clipped``. An attribute
+            is a bool, a number (0 is False), or the indices of layers; ``!`` before its name negates it.
+    """
+
+    external: str | tuple[str, ...]
+    tune: str | tuple[str, ...]
+    op: Op = Identity()  # noqa: RUF009 - ops are frozen dataclasses
+    when: str = ""
+
+    @property
+    def external_templates(self) -> tuple[str, ...]:
+        """Templates of the external names."""
+        return (self.external,) if isinstance(self.external, str) else self.external
+
+    @property
+    def tune_templates(self) -> tuple[str, ...]:
+        """Templates of our names."""
+        return (self.tune,) if isinstance(self.tune, str) else self.tune
+
+
+@dataclass(frozen=True)
+class Tied:
+    """Tied tensor that other formats may store as a copy; the copy must equal its source.
+
+    Attributes:
+        external: external name, for example ``lm_head.weight``.
+        source: our name of the shared tensor, for example ``tok_embeddings.weight``.
+        when: attribute of the description that is True if the weights are tied.
+        write: whether to write the copy.
+    """
+
+    external: str
+    source: str
+    when: str = "tie_word_embeddings"
+    write: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """External tensors and our tensors that are converted together, with concrete names.
+
+    Attributes:
+        external: external names, in the order of :meth:`to_tune`.
+        tune: our names, in the order of :meth:`to_external`.
+
+    Example:
+        >>> group = torchtune.models.Group(("a.weight",), ("b.weight",), torchtune.models.Identity(), None)
+        >>> group.to_tune([torch.ones(2)])
+        [tensor([1., 1.])]
+    """
+
+    external: tuple[str, ...]
+    tune: tuple[str, ...]
+    op: Op
+    description: Description
+
+    def to_tune(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Convert external tensors, in the order of ``external``, to our tensors, in the order of ``tune``."""
+        return self.op.to_tune(tensors, self.description)
+
+    def to_external(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Convert our tensors, in the order of ``tune``, to external tensors, in the order of ``external``."""
+        return self.op.to_external(tensors, self.description)
+
+    def for_shapes(self, shapes: Sequence[Sequence[int]]) -> "Group":
+        """Return the group for external tensors of these shapes, for families with several file layouts."""
+        return replace(self, op=self.op.for_shapes(shapes, self.description))
+
+    def read(
+        self,
+        name: str,
+        slices: Slices,
+        target: Tensor,
+        shapes: Sequence[Sequence[int]],
+        source: Callable[[str, Slices], Tensor],
+    ) -> None:
+        """Fill ``target`` with a slice of one of our tensors, reading only the required data.
+
+        Args:
+            name: name of our tensor.
+            slices: the slice.
+            target: tensor with the shape of the slice.
+            shapes: shapes of the external tensors, in the order of ``external``.
+            source: reads a slice of an external tensor.
+        """
+        for part in self.op.external_slices(self.tune.index(name), slices, shapes, self.description):
+            part.fill(target, source(self.external[part.external], part.slices))
+
+    def external_slices(self, name: str, slices: Slices, shapes: Sequence[Sequence[int]]) -> list[ExternalSlice]:
+        """Return the slices of external tensors that form a slice of one of our tensors; see :meth:`read`."""
+        return self.op.external_slices(self.tune.index(name), slices, shapes, self.description)
+
 
 # Placeholder in a template -> attribute of the description that holds the number of its values.
 _PLACEHOLDERS = {
@@ -54,6 +163,20 @@ _PLACEHOLDERS = {
 _LAYERS = ("layer", "clip", "head", "block", "deep")  # a group has tensors of one layer only
 
 PEFT_PREFIX = "base_model.model."
+
+
+def rename_prefix(name: str, prefixes: Mapping[str, str]) -> str:
+    """Replace the longest matching prefix of ``name``; without a match, return ``name``.
+
+    Example:
+        >>> torchtune.models.rename_prefix("model.layers.0", {"model.": "text."})
+        'text.layers.0'
+    """
+    matches = [prefix for prefix in prefixes if name.startswith(prefix)]
+    if not matches:
+        return name
+    longest = max(matches, key=len)
+    return prefixes[longest] + name.removeprefix(longest)
 
 
 @dataclass(frozen=True)
@@ -80,15 +203,15 @@ class WeightMap:
         """Return the map with further rows."""
         return replace(self, rows=(*self.rows, *rows))
 
-    def prefixed(self, prefixes: Mapping[str, str], ours: str = "") -> "WeightMap":
+    def prefixed(self, prefixes: Mapping[str, str], tune_prefix: str = "") -> "WeightMap":
         """Return the map for a composite checkpoint with this model as one part.
 
         Args:
             prefixes: prefix of an external name -> prefix in the composite checkpoint; the longest match is replaced.
                 ``{"": "language_model."}`` adds a prefix to every name.
-            ours: prefix to add to our names, for example ``"decoder."``.
+            tune_prefix: prefix to add to our names, for example ``"decoder."``.
         """
-        return _prefixed(self, tuple(sorted(prefixes.items())), ours)
+        return _prefixed(self, tuple(sorted(prefixes.items())), tune_prefix)
 
     def groups(self, description: Description) -> tuple[Group, ...]:
         """Return all groups of the model, ordered by row, then by layer."""
@@ -111,14 +234,18 @@ class WeightMap:
         Raises:
             WeightMapError: a name is unknown, or a selected parameter is missing from the checkpoint.
         """
-        table, names = _expand(self, description), list(external_names)
-        present = set(names)
+        names = list(external_names)
         for name in names:
-            self._group_of_external(name, description)
-        selected = [group for group in table.groups if any(map(owns, group.tune))]
-        lacking = [name for group in selected for name in group.external if name not in present]
-        if lacking:
-            raise self._missing(lacking, description)
+            self._group_of_external(name, description)  # raises for an unknown name
+        selected = []
+        missing = []
+        present = set(names)
+        for group in self.groups(description):
+            if any(owns(name) for name in group.tune):
+                selected.append(group)
+                missing += [name for name in group.external if name not in present]
+        if missing:
+            raise self._missing(missing, description)
         order = {name: index for index, name in enumerate(names)}
         return sorted(selected, key=lambda group: min(order[name] for name in group.external))
 
@@ -135,12 +262,12 @@ class WeightMap:
         Raises:
             WeightMapError: a name is unknown, missing or repeated, or a tied tensor differs from its source.
         """
-        waiting: dict[Group, dict[str, Tensor]] = {}
+        waiting: dict[Group, dict[str, Tensor]] = {}  # tensors of incomplete groups, by external name
         finished: set[Group] = set()
-        shared = _TiedCheck(self, description)
+        tied = _TiedCheck(self, description)
         for name, tensor in tensors:
             group = self._group_of_external(name, description)
-            shared.see(name, tensor)
+            tied.check(name, tensor)
             if group is None:
                 continue
             parts = waiting.setdefault(group, {})
@@ -150,12 +277,16 @@ class WeightMap:
             if len(parts) == len(group.external):
                 del waiting[group]
                 finished.add(group)
-                yield from zip(group.tune, group.to_tune([parts[part] for part in group.external]), strict=True)
-        if waiting or not partial:
-            groups = waiting if partial else (group for group in self.groups(description) if group not in finished)
-            lacking = [name for group in groups for name in group.external if name not in waiting.get(group, {})]
-            if lacking:
-                raise self._missing(lacking, description)
+                converted = group.to_tune([parts[part] for part in group.external])
+                yield from zip(group.tune, converted, strict=True)
+        # A group with a part of its tensors is an error even if groups may be missing.
+        required = waiting if partial else self.groups(description)
+        missing = []
+        for group in required:
+            if group not in finished:
+                missing += [name for name in group.external if name not in waiting.get(group, {})]
+        if missing:
+            raise self._missing(missing, description)
 
     def to_external(
         self, tensors: Iterable[tuple[str, Tensor]], description: Description, *, partial: bool = False
@@ -171,26 +302,27 @@ class WeightMap:
             WeightMapError: a name is unknown or missing.
         """
         table = _expand(self, description)
-        waiting: dict[Group, dict[str, Tensor]] = {}
-        seen: set[str] = set()
+        waiting: dict[Group, dict[str, Tensor]] = {}  # tensors of incomplete groups, by our name
+        written: set[str] = set()
         for name, tensor in tensors:
             group = table.by_tune.get(name)
             if group is None:
                 raise WeightMapError(f"The parameter '{name}' has no name in the format to be written.")
-            seen.add(name)
+            written.add(name)
             parts = waiting.setdefault(group, {})
             parts[name] = tensor
             if len(parts) == len(group.tune):
                 del waiting[group]
-                yield from zip(group.external, group.to_external([parts[part] for part in group.tune]), strict=True)
+                converted = group.to_external([parts[part] for part in group.tune])
+                yield from zip(group.external, converted, strict=True)
             for tie in table.tied:
                 if tie.write and tie.source == name:
                     yield tie.external, tensor.clone()
-        if waiting or not partial:
-            names = [name for group in waiting for name in group.tune] if partial else table.by_tune
-            lacking = [name for name in names if name not in seen]
-            if lacking:
-                raise WeightMapError(f"The parameter '{lacking[0]}' is missing from what is to be written.")
+        required = waiting if partial else table.groups
+        for group in required:
+            for name in group.tune:
+                if name not in written:
+                    raise WeightMapError(f"The parameter '{name}' is missing from what is to be written.")
 
     def external_module(self, tune_module: str, description: Description) -> str:
         """Return the external name of a module: ``layers.0.attn.output_proj`` -> ``model.layers.0.self_attn.o_proj``.
@@ -200,7 +332,7 @@ class WeightMap:
         """
         group = _expand(self, description).by_tune.get(f"{tune_module}.weight")
         if group is None or len(group.external) != 1 or len(group.tune) != 1:
-            raise WeightMapError(f"The module '{tune_module}' is no single module in the other format.")
+            raise WeightMapError(f"The module '{tune_module}' is not a single module in the other format.")
         return rename_prefix(group.external[0].removesuffix(".weight"), dict(self.modules))
 
     def peft(self) -> "WeightMap":
@@ -222,7 +354,7 @@ class WeightMap:
         ``peft`` interprets target modules with such names as experts, so adapter files list the layer's weight as a
         target parameter.
         """
-        matrices = {_leaf(_templates(row.external)[0]) for row in self.rows if isinstance(row.op, Stack)}
+        matrices = {_leaf(row.external_templates[0]) for row in self.rows if isinstance(row.op, Stack)}
         if not matrices:
             return False
         group = _expand(self, description).by_tune.get(f"{tune_module}.weight")
@@ -230,28 +362,30 @@ class WeightMap:
 
     def adapted_together(self, tune_module: str, description: Description) -> tuple[str, ...]:
         """Return our names of all modules that a checkpoint fuses with this one, including itself."""
-        group = _expand(self.peft(), description).by_tune.get(f"{tune_module}.lora_a.weight")
-        end = ".lora_a.weight"
-        return tuple(name.removesuffix(end) for name in group.tune if name.endswith(end)) if group else (tune_module,)
+        suffix = ".lora_a.weight"
+        group = _expand(self.peft(), description).by_tune.get(f"{tune_module}{suffix}")
+        if group is None:
+            return (tune_module,)
+        return tuple(name.removesuffix(suffix) for name in group.tune if name.endswith(suffix))
 
     def _group_of_external(self, name: str, description: Description) -> Group | None:
+        """Return the group of an external name; None for a tied copy or a tensor that is not a weight."""
         table = _expand(self, description)
-        group = table.by_external.get(name)
-        if group is None and name not in table.ignored and name not in {tie.external for tie in table.tied}:
-            raise WeightMapError(self._unexpected(name, description))
-        return group
-
-    def _unexpected(self, name: str, description: Description) -> str:
-        known = _expand(self, description).by_external
-        hint = f"a tensor of the model is called '{next(iter(known))}'"
+        if name in table.by_external:
+            return table.by_external[name]
+        if name in table.ignored or any(name == tie.external for tie in table.tied):
+            return None
         if "layers." in name or "blk." in name:
             hint = f"the model has {description.num_layers} layers"
-        return f"The checkpoint's tensor '{name}' has no place in this model ({hint})."
+        else:
+            hint = f"a tensor of the model is called '{next(iter(table.by_external))}'"
+        raise WeightMapError(f"The checkpoint's tensor '{name}' has no place in this model ({hint}).")
 
     def _missing(self, names: Sequence[str], description: Description) -> WeightMapError:
-        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        text = f"The checkpoint lacks the tensor '{names[0]}'{more}"
-        if names[0] in {tie.external for tie in self.tied}:
+        text = f"The checkpoint lacks the tensor '{names[0]}'"
+        if len(names) > 1:
+            text += f" and {len(names) - 1} more"
+        if any(names[0] == tie.external for tie in self.tied):
             return WeightMapError(
                 f"{text}: it shares its output layer with its embeddings, while the model does not "
                 "(build the model with tie_word_embeddings=True)."
@@ -265,19 +399,22 @@ class _TiedCheck:
     def __init__(self, weight_map: WeightMap, description: Description) -> None:
         table = _expand(weight_map, description)
         self._pairs = {tie.external: table.by_tune[tie.source].external[0] for tie in table.tied}
-        self._held: dict[str, Tensor] = {}
+        self._tensors: dict[str, Tensor] = {}  # the first tensor of each pair, until the second one comes
 
-    def see(self, name: str, tensor: Tensor) -> None:
+    def check(self, name: str, tensor: Tensor) -> None:
+        """Compare a tensor with its copy or source, if that came before. Raises ``WeightMapError`` if they differ."""
         for copy, source in self._pairs.items():
-            if name in (copy, source):
-                self._held[name] = tensor
-                if copy in self._held and source in self._held:
-                    first, second = self._held.pop(copy), self._held.pop(source)
-                    if first.shape != second.shape or not torch.equal(first, second):
-                        raise WeightMapError(
-                            f"The checkpoint's '{copy}' differs from '{source}' although the model shares the two "
-                            "(build the model with tie_word_embeddings=False)."
-                        )
+            if name not in (copy, source):
+                continue
+            self._tensors[name] = tensor
+            if copy in self._tensors and source in self._tensors:
+                copy_tensor = self._tensors.pop(copy)
+                source_tensor = self._tensors.pop(source)
+                if copy_tensor.shape != source_tensor.shape or not torch.equal(copy_tensor, source_tensor):
+                    raise WeightMapError(
+                        f"The checkpoint's '{copy}' differs from '{source}' although the model shares the two "
+                        "(build the model with tie_word_embeddings=False)."
+                    )
 
 
 @dataclass(frozen=True)
@@ -292,122 +429,165 @@ class _Table:
 
 
 def _leaf(external: str) -> str:
+    """Return the last part of a module's name: ``gate_proj`` for ``….mlp.gate_proj.weight``."""
     return external.removesuffix(".weight").rpartition(".")[2]
-
-
-def _templates(value: str | tuple[str, ...]) -> tuple[str, ...]:
-    return (value,) if isinstance(value, str) else value
 
 
 def _fill(template: str, description: Description, **fixed: int) -> list[str]:
     """Return all names of a template; placeholders that are not in ``fixed`` take every value."""
     free = [key for key in _PLACEHOLDERS if f"{{{key}}}" in template and key not in fixed]
-    counts = [range(attrgetter(_PLACEHOLDERS[key])(description)) for key in free]
-    return [template.format(**fixed, **dict(zip(free, values, strict=True))) for values in product(*counts)]
+    ranges = [range(attrgetter(_PLACEHOLDERS[key])(description)) for key in free]
+    names = []
+    for numbers in product(*ranges):
+        names.append(template.format(**fixed, **dict(zip(free, numbers, strict=True))))
+    return names
 
 
 def _holds(condition: str, description: Description, layer: int | None) -> bool:
+    """Return whether a condition of :attr:`Row.when` holds in a layer."""
     value = attrgetter(condition.removeprefix("!"))(description)
     holds = layer in value if isinstance(value, Sequence | frozenset) else bool(value)
     return holds != condition.startswith("!")
+
+
+def _layer_placeholder(row: Row) -> str | None:
+    """Return the placeholder of a row that numbers layers of a decoder or a tower, if it has one."""
+    for placeholder in _LAYERS:
+        if any(f"{{{placeholder}}}" in template for template in row.tune_templates):
+            return placeholder
+    return None
 
 
 @lru_cache(maxsize=32)
 def _expand(weight_map: WeightMap, description: Description) -> _Table:
     groups = []
     for row in weight_map.rows:
-        kinds = (kind for kind in _LAYERS if any(f"{{{kind}}}" in template for template in _templates(row.tune)))
-        kind = next(kinds, None)
-        for layer in range(attrgetter(_PLACEHOLDERS[kind])(description)) if kind else (None,):
+        placeholder = _layer_placeholder(row)
+        layers = [None] if placeholder is None else range(attrgetter(_PLACEHOLDERS[placeholder])(description))
+        for layer in layers:
             if not all(_holds(condition, description, layer) for condition in row.when.split()):
                 continue
-            fixed = {} if layer is None else {kind: layer}
-            if kind == "layer":
-                fixed |= description.other_numbers(layer)
-            external = [name for template in _templates(row.external) for name in _fill(template, description, **fixed)]
-            tune = [name for template in _templates(row.tune) for name in _fill(template, description, **fixed)]
+            numbers = {} if layer is None else {placeholder: layer}
+            if placeholder == "layer":
+                numbers |= description.other_numbers(layer)
+            external: list[str] = []
+            for template in row.external_templates:
+                external += _fill(template, description, **numbers)
+            tune: list[str] = []
+            for template in row.tune_templates:
+                tune += _fill(template, description, **numbers)
             groups.append(Group(tuple(external), tuple(tune), row.op, description))
     by_external = {name: group for group in groups for name in group.external}
     by_tune = {name: group for group in groups for name in group.tune}
-    doubled = sum(len(group.external) + len(group.tune) for group in groups) - len(by_external) - len(by_tune)
-    if doubled:
-        raise ValueError(f"A weight map names {doubled} tensors more than once.")
+    num_names = sum(len(group.external) + len(group.tune) for group in groups)
+    num_repeated = num_names - len(by_external) - len(by_tune)
+    if num_repeated:
+        raise ValueError(f"A weight map names {num_repeated} tensors more than once.")
     tied = tuple(tie for tie in weight_map.tied if getattr(description, tie.when))
-    ignored = frozenset(name for template in weight_map.ignore for name in _fill(template, description))
-    return _Table(tuple(groups), by_external, by_tune, tied, ignored)
+    ignored: set[str] = set()
+    for template in weight_map.ignore:
+        ignored |= {*_fill(template, description)}
+    return _Table(tuple(groups), by_external, by_tune, tied, frozenset(ignored))
 
 
 @lru_cache(maxsize=32)
-def _prefixed(weight_map: WeightMap, prefixes: tuple[tuple[str, str], ...], ours: str) -> WeightMap:
-    def rename(external: str | tuple[str, ...], prefixes: Mapping[str, str]) -> str | tuple[str, ...]:
-        names = tuple(rename_prefix(name, prefixes) for name in _templates(external))
-        return names[0] if isinstance(external, str) else names
-
-    theirs, own = dict(prefixes), {"": ours}
-    rows = [replace(row, external=rename(row.external, theirs), tune=rename(row.tune, own)) for row in weight_map.rows]
-    return WeightMap(
-        tuple(rows),
-        tuple(
-            replace(tie, external=rename(tie.external, theirs), source=rename(tie.source, own))
-            for tie in weight_map.tied
-        ),
-        tuple(rename_prefix(name, theirs) for name in weight_map.ignore),
-    )
+def _prefixed(weight_map: WeightMap, prefixes: tuple[tuple[str, str], ...], tune_prefix: str) -> WeightMap:
+    external_prefixes = dict(prefixes)
+    rows = []
+    for row in weight_map.rows:
+        external = tuple(rename_prefix(name, external_prefixes) for name in row.external_templates)
+        tune = tuple(f"{tune_prefix}{name}" for name in row.tune_templates)
+        rows.append(
+            replace(
+                row,
+                external=external[0] if isinstance(row.external, str) else external,
+                tune=tune[0] if isinstance(row.tune, str) else tune,
+            )
+        )
+    tied = []
+    for tie in weight_map.tied:
+        external_name = rename_prefix(tie.external, external_prefixes)
+        tied.append(replace(tie, external=external_name, source=f"{tune_prefix}{tie.source}"))
+    ignore = tuple(rename_prefix(name, external_prefixes) for name in weight_map.ignore)
+    return WeightMap(tuple(rows), tuple(tied), ignore)
 
 
 @lru_cache(maxsize=32)
 def _derive_peft(weight_map: WeightMap) -> WeightMap:
     rows = []
     for row in weight_map.rows:
-        external, tune = _templates(row.external), _templates(row.tune)
+        external = row.external_templates[0]
         if isinstance(row.op, Stack):
-            rows += _peft_rows_of_experts(row, external[0], tune[0])
-            continue
-        if isinstance(row.op, FusedExperts):
+            rows += _peft_rows_of_experts(row)
+        elif isinstance(row.op, FusedExperts):
             rows.append(_peft_row_of_fused_experts(row))
-            continue
-        if isinstance(row.op, Split) and external[0].endswith(".weight"):
-            rows += _peft_rows_of_fused(row, external[0], tune, row.op.sizes)
-            continue
-        single = len(external) == len(tune) == 1 and "{expert}" not in external[0] + tune[0]
-        if not (single and row.op.rowwise and external[0].endswith(".weight") and tune[0].endswith(".weight")):
-            continue
-        theirs, ours = PEFT_PREFIX + external[0].removesuffix(".weight"), tune[0].removesuffix(".weight")
-        rows += [
-            Row(f"{theirs}.lora_A.weight", f"{ours}.lora_a.weight", when=row.when),
-            Row(f"{theirs}.lora_B.weight", f"{ours}.lora_b.weight", row.op, row.when),
-            Row(f"{theirs}.lora_magnitude_vector", f"{ours}.magnitude", row.op, row.when),
-        ]
+        elif isinstance(row.op, Split) and external.endswith(".weight"):
+            rows += _peft_rows_of_fused(row, row.op.sizes)
+        else:
+            rows += _peft_rows_of_linear(row)
     return WeightMap(tuple(rows))
 
 
-def _peft_rows_of_fused(row: Row, external: str, tune: tuple[str, ...], sizes: tuple[str, ...]) -> list[Row]:
-    theirs, ours = PEFT_PREFIX + external.removesuffix(".weight"), [name.removesuffix(".weight") for name in tune]
-    both = tuple(f"{name}.lora_{side}.weight" for side in "ab" for name in ours)
-    magnitudes = tuple(f"{name}.magnitude" for name in ours)
+def _peft_rows_of_linear(row: Row) -> list[Row]:
+    """Return the rows of the adapter of a linear layer; none if the row is not the weight of one."""
+    if len(row.external_templates) != 1 or len(row.tune_templates) != 1 or not row.op.rowwise:
+        return []
+    external = row.external_templates[0]
+    tune = row.tune_templates[0]
+    if "{expert}" in external + tune or not (external.endswith(".weight") and tune.endswith(".weight")):
+        return []
+    external = PEFT_PREFIX + external.removesuffix(".weight")
+    tune = tune.removesuffix(".weight")
     return [
-        Row((f"{theirs}.lora_A.weight", f"{theirs}.lora_B.weight"), both, FusedAdapter(sizes), row.when),
-        Row(f"{theirs}.lora_magnitude_vector", magnitudes, row.op, row.when),
+        Row(f"{external}.lora_A.weight", f"{tune}.lora_a.weight", when=row.when),
+        Row(f"{external}.lora_B.weight", f"{tune}.lora_b.weight", row.op, row.when),
+        Row(f"{external}.lora_magnitude_vector", f"{tune}.magnitude", row.op, row.when),
     ]
 
 
-def _peft_rows_of_experts(row: Row, external: str, tune: str) -> list[Row]:
+def _peft_rows_of_fused(row: Row, sizes: tuple[str, ...]) -> list[Row]:
+    """Return the rows of the adapter of a fused projection, which is one of ours for each part."""
+    external = PEFT_PREFIX + row.external_templates[0].removesuffix(".weight")
+    modules = [name.removesuffix(".weight") for name in row.tune_templates]
+    lora_a = tuple(f"{module}.lora_a.weight" for module in modules)
+    lora_b = tuple(f"{module}.lora_b.weight" for module in modules)
+    magnitudes = tuple(f"{module}.magnitude" for module in modules)
+    adapter = (f"{external}.lora_A.weight", f"{external}.lora_B.weight")
+    return [
+        Row(adapter, lora_a + lora_b, FusedAdapter(sizes), row.when),
+        Row(f"{external}.lora_magnitude_vector", magnitudes, row.op, row.when),
+    ]
+
+
+def _peft_rows_of_experts(row: Row) -> list[Row]:
     """Return the rows of ``X.lora_gate_a`` and ``_b``, the adapters of stacked experts ``X.gate_proj``.
 
     Files have one adapter per gated expert, or one fused adapter for experts without a gate.
     """
-    theirs, (path, _, name) = PEFT_PREFIX + external.removesuffix(".weight"), tune.rpartition(".")
-    ours = f"{path}.lora_{name.removesuffix('_proj')}"
-    each = [
-        Row(f"{theirs}.lora_{side}.weight", f"{ours}_{side.lower()}", row.op, f"{row.when} mlp_gated") for side in "AB"
+    external = PEFT_PREFIX + row.external_templates[0].removesuffix(".weight")
+    experts, _, matrix = row.tune_templates[0].rpartition(".")
+    adapter = f"{experts}.lora_{matrix.removesuffix('_proj')}"
+    gated = f"{row.when} mlp_gated"
+    ungated = f"{row.when} !mlp_gated"
+    return [
+        Row(f"{external}.lora_A.weight", f"{adapter}_a", row.op, gated),
+        Row(f"{external}.lora_B.weight", f"{adapter}_b", row.op, gated),
+        _peft_row_of_fused_experts(replace(row, op=FusedExperts(), when=ungated)),
     ]
-    return [*each, _peft_row_of_fused_experts(replace(row, op=FusedExperts(), when=f"{row.when} !mlp_gated"))]
 
 
-def _peft_row_of_fused_experts(row: Row) -> Row:  # peft wraps parameters in the order of the module's parameters
-    names = [name.rpartition(".") for name in _templates(row.tune)]
-    block = _templates(row.external)[0].replace(".experts", "").replace(".{expert}", "").removesuffix(".weight")
-    inside = "experts" if names[0][2] == "down_proj" else "experts.base_layer"
-    theirs = tuple(f"{PEFT_PREFIX}{block.rpartition('.')[0]}.{inside}.lora_{side}.weight" for side in "AB")
-    ours = tuple(f"{path}.lora_{name.removesuffix('_proj')}_{side}" for side in "ab" for path, _, name in names)
-    return Row(theirs, ours, ExpertAdapter(row.op.parts, row.op.peft_swaps), row.when)
+def _peft_row_of_fused_experts(row: Row) -> Row:
+    """Return the row of the adapter of a parameter that holds one or more matrices of all experts."""
+    block = row.external_templates[0].replace(".experts", "").replace(".{expert}", "").removesuffix(".weight")
+    block = block.rpartition(".")[0]
+    adapters = []
+    for template in row.tune_templates:
+        experts, _, matrix = template.rpartition(".")
+        adapters.append(f"{experts}.lora_{matrix.removesuffix('_proj')}")
+    # peft wraps the parameters of a module one inside another, in their order: down_proj is the outermost.
+    is_outermost = row.tune_templates[0].endswith(".down_proj")
+    module = f"{PEFT_PREFIX}{block}.{'experts' if is_outermost else 'experts.base_layer'}"
+    external = (f"{module}.lora_A.weight", f"{module}.lora_B.weight")
+    lora_a = tuple(f"{adapter}_a" for adapter in adapters)
+    lora_b = tuple(f"{adapter}_b" for adapter in adapters)
+    return Row(external, lora_a + lora_b, ExpertAdapter(row.op.parts, row.op.peft_swaps), row.when)

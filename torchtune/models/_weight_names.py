@@ -5,69 +5,80 @@ from dataclasses import replace
 from functools import partial
 
 from torchtune.models._mixers import Names
-from torchtune.models._weight_map import WeightMap
+from torchtune.models._weight_map import Row, Tied, WeightMap
 from torchtune.models._weight_ops import FusedExperts, Identity, InterleaveRope, Op, Split, Stack
-from torchtune.models._weight_rows import Row, Tied
 
-# Modules of a layer: name in each format, and attribute of the description that states the condition.
+# Columns of the following tables: the name in each format.
+_HF = 1
+_META = 2
+_GGUF = 3
+_LAYER = {_HF: "model.layers.{layer}.", _META: "layers.{layer}.", _GGUF: "blk.{layer}."}
+# Linear layers of a decoder layer, the layers that have them, and the attribute of the description for their bias.
 _LINEARS = (
-    # ours, Hugging Face, Meta, GGUF, bias
-    ("attn.q_proj", "self_attn.q_proj", "attention.wq", "attn_q", "q_bias"),
-    ("attn.k_proj", "self_attn.k_proj", "attention.wk", "attn_k", "k_bias"),
-    ("attn.v_proj", "self_attn.v_proj", "attention.wv", "attn_v", "v_bias"),
-    ("attn.output_proj", "self_attn.o_proj", "attention.wo", "attn_output", "attn_output_bias"),
-    ("mlp.w1", "mlp.gate_proj", "feed_forward.w1", "ffn_gate", "mlp_bias"),
-    ("mlp.w2", "mlp.down_proj", "feed_forward.w2", "ffn_down", "mlp_bias"),
-    ("mlp.w3", "mlp.up_proj", "feed_forward.w3", "ffn_up", "mlp_bias"),
+    # ours, Hugging Face, Meta, GGUF, when, bias
+    ("attn.q_proj", "self_attn.q_proj", "attention.wq", "attn_q", "attn_layers !q_latent_dim", "q_bias"),
+    ("attn.k_proj", "self_attn.k_proj", "attention.wk", "attn_k", "key_layers", "k_bias"),
+    ("attn.v_proj", "self_attn.v_proj", "attention.wv", "attn_v", "value_layers", "v_bias"),
+    ("attn.output_proj", "self_attn.o_proj", "attention.wo", "attn_output", "attn_layers", "attn_output_bias"),
+    ("mlp.w1", "mlp.gate_proj", "feed_forward.w1", "ffn_gate", "mlp_layers", "mlp_bias"),
+    ("mlp.w2", "mlp.down_proj", "feed_forward.w2", "ffn_down", "mlp_layers", "mlp_bias"),
+    ("mlp.w3", "mlp.up_proj", "feed_forward.w3", "ffn_up", "mlp_layers mlp_gated", "mlp_bias"),
 )
 _NORMS = (
     # ours, Hugging Face, Meta, GGUF, when
     ("sa_norm", "input_layernorm", "attention_norm", "attn_norm", "sa_norm_layers"),
     ("mlp_norm", "post_attention_layernorm", "ffn_norm", "ffn_norm", "mlp_norm_layers"),
-    ("attn.q_norm", "self_attn.q_norm", "attention.q_norm", "attn_q_norm", "has_qk_norm"),
-    ("attn.k_norm", "self_attn.k_norm", "attention.k_norm", "attn_k_norm", "has_qk_norm"),
+    ("attn.q_norm", "self_attn.q_norm", "attention.q_norm", "attn_q_norm", "attn_layers has_qk_norm"),
+    ("attn.k_norm", "self_attn.k_norm", "attention.k_norm", "attn_k_norm", "key_layers has_qk_norm"),
 )
-# Embeddings, final norm, output: ours, Hugging Face, Meta, GGUF, when
+# Embeddings, final norm and output
 _ENDS = (
+    # ours, Hugging Face, Meta, GGUF, when
     ("tok_embeddings.weight", "model.embed_tokens.weight", "tok_embeddings.weight", "token_embd.weight", ""),
     ("norm.scale", "model.norm.weight", "norm.weight", "output_norm.weight", ""),
     ("output.weight", "lm_head.weight", "output.weight", "output.weight", "untied"),
 )
-# Fused projections: Hugging Face's module, ours, rows of each, attributes for weight and bias.
+# Fused projections: Hugging Face's module, ours, number of rows of each, layers, and attribute for the bias.
 _FUSED = {
     "qkv": (
         "self_attn.qkv_proj",
         ("attn.q_proj", "attn.k_proj", "attn.v_proj"),
         ("q_dim", "kv_dim", "kv_dim"),
+        "attn_layers",
         "q_bias",
     ),
-    "gate_up": ("mlp.gate_up_proj", ("mlp.w1", "mlp.w3"), ("intermediate_dim",) * 2, "mlp_bias"),
+    "gate_up": (
+        "mlp.gate_up_proj",
+        ("mlp.w1", "mlp.w3"),
+        ("intermediate_dim", "intermediate_dim"),
+        "mlp_layers",
+        "mlp_bias",
+    ),
 }
-# Conditions of projections that some layers lack.
-_WHERE = {
-    "attn.q_proj": "attn_layers !q_latent_dim",
-    "attn.k_proj": "key_layers",
-    "attn.v_proj": "value_layers",
-    "mlp.w3": "mlp_layers mlp_gated",
+# Our norms of a layer that a family may name -> the layers that have them.
+_NORM_LAYERS = {
+    "sa_norm": "sa_norm_layers",
+    "mlp_norm": "mlp_norm_layers",
+    "sa_scale": "has_post_norm",
+    "mlp_scale": "has_post_norm",
 }
-_SHARED = "expert_layers shared_expert_dim"
-_HF, _META, _GGUF = 1, 2, 3
-_LAYER = {_HF: "model.layers.{layer}.", _META: "layers.{layer}.", _GGUF: "blk.{layer}."}
 
 
 def _rows(column: int, qk: Op) -> tuple[Row, ...]:
     """Return the rows of one format; ``qk`` reorders the rows of query and key projections."""
     rows = [Row(row[column], row[0], when=row[4]) for row in _ENDS]
     for row in _LINEARS:
-        op = qk if row[0] in ("attn.q_proj", "attn.k_proj") else Identity()
-        external, ours = _LAYER[column] + row[column], "layers.{layer}." + row[0]
-        when = _WHERE.get(row[0], "mlp_layers" if row[0].startswith("mlp.") else "attn_layers")
-        rows.append(Row(f"{external}.weight", f"{ours}.weight", op, when))
-        rows.append(Row(f"{external}.bias", f"{ours}.bias", op, _when_bias(when, row[4])))
+        tune, when, bias = row[0], row[4], row[5]
+        op = qk if tune in ("attn.q_proj", "attn.k_proj") else Identity()
+        # In latent attention, q_bias is the bias of the latent of queries.
+        bias_when = "attn_layers q_bias !kv_latent_dim" if bias == "q_bias" else f"{when} {bias}"
+        external = _LAYER[column] + row[column]
+        rows.append(Row(f"{external}.weight", f"layers.{{layer}}.{tune}.weight", op, when))
+        rows.append(Row(f"{external}.bias", f"layers.{{layer}}.{tune}.bias", op, bias_when))
     for row in _NORMS:
-        where = "key_layers" if row[0] == "attn.k_norm" else "attn_layers"
-        op, when = (qk, f"{where} has_qk_norm") if row[4] == "has_qk_norm" else (Identity(), row[4])
-        rows.append(Row(f"{_LAYER[column]}{row[column]}.weight", f"layers.{{layer}}.{row[0]}.scale", op, when=when))
+        tune, when = row[0], row[4]
+        op = qk if tune.startswith("attn.") else Identity()
+        rows.append(Row(f"{_LAYER[column]}{row[column]}.weight", f"layers.{{layer}}.{tune}.scale", op, when))
     return tuple(rows)
 
 
@@ -90,23 +101,22 @@ def hf_names(
         fused: projections that the checkpoint fuses: ``"qkv"``, ``"gate_up"``.
     """
     rows = [*_rows(_HF, qk), Row("score.weight", "output.weight", when="is_classifier")]
-    for ours, theirs in (qk_norms or {}).items():
-        tune = f"layers.{{layer}}.{ours}.scale"
-        rows = [replace(row, external=f"{_LAYER[_HF]}{theirs}.weight") if row.tune == tune else row for row in rows]
+    for norm, name in (qk_norms or {}).items():
+        for index, row in enumerate(rows):
+            if row.tune == f"layers.{{layer}}.{norm}.scale":
+                rows[index] = replace(row, external=f"{_LAYER[_HF]}{name}.weight")
     if norms is not None:
-        rows = [row for row in rows if not str(row.tune).endswith(("sa_norm.scale", "mlp_norm.scale"))]
-        rows += [
-            Row(f"{_LAYER[_HF]}{theirs}.weight", f"layers.{{layer}}.{ours}.scale", when=_when_norm(ours))
-            for ours, theirs in norms.items()
-        ]
-    for name in fused:
-        external, ours, sizes, bias = _FUSED[name]
-        where = "attn_layers" if name == "qkv" else "mlp_layers"
-        parts = tuple(f"layers.{{layer}}.{part}.weight" for part in ours)
-        biases = tuple(part.replace(".weight", ".bias") for part in parts)
-        rows = [row for row in rows if row.tune not in parts and row.tune not in biases]
-        rows.append(Row(f"{_LAYER[_HF]}{external}.weight", parts, Split(sizes), when=where))
-        rows.append(Row(f"{_LAYER[_HF]}{external}.bias", biases, Split(sizes), when=f"{where} {bias}"))
+        rows = [row for row in rows if not row.tune.endswith(("sa_norm.scale", "mlp_norm.scale"))]
+        for norm, name in norms.items():
+            tune = f"layers.{{layer}}.{norm}.scale"
+            rows.append(Row(f"{_LAYER[_HF]}{name}.weight", tune, when=_NORM_LAYERS[norm]))
+    for projection in fused:
+        name, modules, sizes, layers, bias = _FUSED[projection]
+        weights = tuple(f"layers.{{layer}}.{module}.weight" for module in modules)
+        biases = tuple(f"layers.{{layer}}.{module}.bias" for module in modules)
+        rows = [row for row in rows if row.tune not in (*weights, *biases)]
+        rows.append(Row(f"{_LAYER[_HF]}{name}.weight", weights, Split(sizes), when=layers))
+        rows.append(Row(f"{_LAYER[_HF]}{name}.bias", biases, Split(sizes), when=f"{layers} {bias}"))
     return WeightMap(
         tuple(rows),
         tied=(Tied("lm_head.weight", "tok_embeddings.weight"),),
@@ -129,14 +139,18 @@ def experts(weight_map: WeightMap, block: str, gate: str, up: str, down: str, bi
         down: external name of an expert's ``down_proj``.
         bias: external name, in the mixture, of the router's selection bias.
     """
-    theirs, ours = f"{_LAYER[_HF]}{block}.", "layers.{layer}.mlp."
-    rows = [Row(f"{theirs}gate.weight", f"{ours}router.gate.weight", when="expert_layers")]
+    external = f"{_LAYER[_HF]}{block}."
+    tune = "layers.{layer}.mlp."
+    stack = Stack(transpose=True)
+    rows = [Row(f"{external}gate.weight", f"{tune}router.gate.weight", when="expert_layers")]
     if bias is not None:
-        rows.append(Row(f"{theirs}{bias}", f"{ours}router.selection_bias", when="expert_layers"))
-    for name, matrix in (("gate_proj", gate), ("up_proj", up), ("down_proj", down)):
-        external = f"{theirs}experts.{{expert}}.{matrix}.weight"
-        where = "expert_layers mlp_gated" if name == "gate_proj" else "expert_layers"
-        rows.append(Row(external, f"{ours}experts.{name}", Stack(transpose=True), where))
+        rows.append(Row(f"{external}{bias}", f"{tune}router.selection_bias", when="expert_layers"))
+    for matrix, name, when in (
+        ("gate_proj", gate, "expert_layers mlp_gated"),
+        ("up_proj", up, "expert_layers"),
+        ("down_proj", down, "expert_layers"),
+    ):
+        rows.append(Row(f"{external}experts.{{expert}}.{name}.weight", f"{tune}experts.{matrix}", stack, when))
     return weight_map.extended(rows)
 
 
@@ -151,12 +165,13 @@ def with_fused_experts(weight_map: WeightMap, block: str, *, transpose: bool = T
         both: whether both layouts exist: published files have ``[in, out]``, modules and files of ``transformers`` have
             ``[out, in]``.
     """
-    theirs, ours = f"{_LAYER[_HF]}{block}.experts.", "layers.{layer}.mlp.experts."
-    rows = [row for row in weight_map.rows if not str(row.tune).startswith(ours)]
-    inputs = (f"{ours}gate_proj", f"{ours}up_proj")
+    external = f"{_LAYER[_HF]}{block}.experts."
+    tune = "layers.{layer}.mlp.experts."
+    rows = [row for row in weight_map.rows if not row.tune_templates[0].startswith(tune)]
     op = partial(FusedExperts, transpose=transpose and not both, peft_swaps=not transpose, both=both)
-    for name, tune, parts in (("gate_up_proj", inputs, 2), ("down_proj", f"{ours}down_proj", 1)):
-        rows.append(Row(f"{theirs}{name}", tune, op(parts), "expert_layers"))
+    inputs = (f"{tune}gate_proj", f"{tune}up_proj")
+    rows.append(Row(f"{external}gate_up_proj", inputs, op(2), "expert_layers"))
+    rows.append(Row(f"{external}down_proj", f"{tune}down_proj", op(1), "expert_layers"))
     return replace(weight_map, rows=tuple(rows))
 
 
@@ -168,53 +183,51 @@ def shared_expert(weight_map: WeightMap, block: str, gate: str | None = None) ->
         block: external name of the shared expert in a layer.
         gate: external name of the shared expert's gate; None if it has no gate.
     """
-    ours = "layers.{layer}.mlp."
+    external = f"{_LAYER[_HF]}{block}."
+    tune = "layers.{layer}.mlp."
+    when = "expert_layers shared_expert_dim"
     rows = [
-        Row(f"{_LAYER[_HF]}{block}.{theirs}.weight", f"{ours}shared_expert.{name}.weight", when=f"{_SHARED} {where}")
-        for name, theirs, where in (
-            ("w1", "gate_proj", ""),
-            ("w2", "down_proj", ""),
-            ("w3", "up_proj", "mlp_gated"),
-        )
+        Row(f"{external}gate_proj.weight", f"{tune}shared_expert.w1.weight", when=when),
+        Row(f"{external}down_proj.weight", f"{tune}shared_expert.w2.weight", when=when),
+        Row(f"{external}up_proj.weight", f"{tune}shared_expert.w3.weight", when=f"{when} mlp_gated"),
     ]
     if gate is not None:
-        rows.append(
-            Row(f"{_LAYER[_HF]}{gate}.weight", f"{ours}shared_gate.weight", when=f"{_SHARED} shared_expert_gate")
-        )
+        external_gate = f"{_LAYER[_HF]}{gate}.weight"
+        rows.append(Row(external_gate, f"{tune}shared_gate.weight", when=f"{when} shared_expert_gate"))
     return weight_map.extended(rows)
 
 
-def mixers(weight_map: WeightMap, names: Names, place: str = "attn") -> WeightMap:
+def mixers(weight_map: WeightMap, names: Names, module: str = "attn") -> WeightMap:
     """Add mixers, which replace or accompany attention in some layers, to a weight map.
 
     Args:
         weight_map: Hugging Face map of all other weights.
-        names: (external name within a layer, our name within the mixer) of each parameter of the mixer.
-        place: our name of the mixer: ``attn``, or ``mixer`` if it is parallel to attention.
+        names: (external name within a layer, our name within the mixer) of each parameter of the mixer, and optionally
+            an op that reorders its rows.
+        module: our name of the mixer: ``attn``, or ``mixer`` if it is parallel to attention.
     """
     rows = []
-    for theirs, ours, *op in names:
-        when = "mixer_layers mixer_has_norm" if ours.startswith("norm.") else "mixer_layers"
-        rows.append(Row(f"{_LAYER[_HF]}{theirs}", f"layers.{{layer}}.{place}.{ours}", *op, when=when))
+    for name, parameter, *op in names:
+        when = "mixer_layers mixer_has_norm" if parameter.startswith("norm.") else "mixer_layers"
+        rows.append(Row(f"{_LAYER[_HF]}{name}", f"layers.{{layer}}.{module}.{parameter}", *op, when=when))
     return weight_map.extended(rows)
 
 
 def latent_attention(weight_map: WeightMap) -> WeightMap:
     """Add latent attention to a weight map, with DeepSeek's names."""
-    theirs, ours = f"{_LAYER[_HF]}self_attn.", "layers.{layer}.attn."
-    rows = [
-        Row(f"{theirs}{external}", f"{ours}{name}", when=f"attn_layers {when}")
-        for external, name, when in (
-            ("q_a_proj.weight", "q_down_proj.weight", "q_latent_dim"),
-            ("q_a_proj.bias", "q_down_proj.bias", "q_latent_dim q_bias"),
-            ("q_a_layernorm.weight", "q_down_norm.scale", "q_latent_dim"),
-            ("q_b_proj.weight", "q_proj.weight", "q_latent_dim"),
-            ("kv_a_proj_with_mqa.weight", "kv_down_proj.weight", "kv_latent_dim"),
-            ("kv_a_proj_with_mqa.bias", "kv_down_proj.bias", "kv_latent_dim k_bias"),
-            ("kv_a_layernorm.weight", "kv_down_norm.scale", "kv_latent_dim"),
-            ("kv_b_proj.weight", "kv_proj.weight", "kv_latent_dim"),
-        )
-    ]
+    rows = []
+    for name, parameter, when in (
+        ("q_a_proj.weight", "q_down_proj.weight", "q_latent_dim"),
+        ("q_a_proj.bias", "q_down_proj.bias", "q_latent_dim q_bias"),
+        ("q_a_layernorm.weight", "q_down_norm.scale", "q_latent_dim"),
+        ("q_b_proj.weight", "q_proj.weight", "q_latent_dim"),
+        ("kv_a_proj_with_mqa.weight", "kv_down_proj.weight", "kv_latent_dim"),
+        ("kv_a_proj_with_mqa.bias", "kv_down_proj.bias", "kv_latent_dim k_bias"),
+        ("kv_a_layernorm.weight", "kv_down_norm.scale", "kv_latent_dim"),
+        ("kv_b_proj.weight", "kv_proj.weight", "kv_latent_dim"),
+    ):
+        external = f"{_LAYER[_HF]}self_attn.{name}"
+        rows.append(Row(external, f"layers.{{layer}}.attn.{parameter}", when=f"attn_layers {when}"))
     return weight_map.extended(rows)
 
 
@@ -225,54 +238,53 @@ def renamed(weight_map: WeightMap, names: Mapping[str, str]) -> WeightMap:
         weight_map: Hugging Face map, each row with one external name.
         names: maps parts of external names to their replacements.
     """
-
-    def rename(external: str) -> str:
-        for old, new in names.items():
-            external = external.replace(old, new)
-        return external
-
-    return replace(weight_map, rows=tuple(replace(row, external=rename(row.external)) for row in weight_map.rows))
-
-
-def attention_names(theirs: str = "self_attn", output: str = "o_proj") -> list[tuple[str, str]]:
-    """Return the names of the linear layers of attention, (ours, theirs)."""
-    names = [(f"attn.{name}_proj", f"{theirs}.{name}_proj") for name in "qkv"]
-    return [*names, ("attn.output_proj", f"{theirs}.{output}")]
+    rows = []
+    for row in weight_map.rows:
+        external = row.external
+        for part, replacement in names.items():
+            external = external.replace(part, replacement)
+        rows.append(replace(row, external=external))
+    return replace(weight_map, rows=tuple(rows))
 
 
-def gated_names(theirs: str = "mlp") -> list[tuple[str, str]]:
-    """Return the names of the linear layers of a gated feed-forward layer, (ours, theirs)."""
-    names = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
-    return [(f"mlp.{ours}", f"{theirs}.{name}") for ours, name in names.items()]
+def attention_names(module: str = "self_attn", output: str = "o_proj") -> list[tuple[str, str]]:
+    """Return the names of the linear layers of attention, (ours, external), with ``module`` as external prefix."""
+    names = [(f"attn.{name}_proj", f"{module}.{name}_proj") for name in "qkv"]
+    return [*names, ("attn.output_proj", f"{module}.{output}")]
+
+
+def gated_names(module: str = "mlp") -> list[tuple[str, str]]:
+    """Return the names of the linear layers of a gated feed-forward layer, (ours, external)."""
+    return [
+        ("mlp.w1", f"{module}.gate_proj"),
+        ("mlp.w2", f"{module}.down_proj"),
+        ("mlp.w3", f"{module}.up_proj"),
+    ]
 
 
 def module_rows(
-    theirs: str,
-    ours: str,
+    external_prefix: str,
+    tune_prefix: str,
     modules: Iterable[tuple[str, str]],
-    kinds: Sequence[str] = ("weight", "bias"),
+    parameters: Sequence[str] = ("weight", "bias"),
     when: str = "",
 ) -> list[Row]:
     """Make the rows of modules.
 
     Args:
-        theirs: prefix of the external names.
-        ours: prefix of our names.
-        modules: rest of each module's name: (ours, theirs).
-        kinds: our names of each module's parameters; the external name of ``scale`` is ``weight``.
+        external_prefix: prefix of the external names.
+        tune_prefix: prefix of our names.
+        modules: the remaining part of each module's name: (ours, external).
+        parameters: our names of each module's parameters; the external name of ``scale`` is ``weight``.
         when: see :class:`Row`.
     """
-    pairs = [(kind, "weight" if kind == "scale" else kind) for kind in kinds]
-    return [Row(f"{theirs}{b}.{y}", f"{ours}{a}.{x}", when=when) for a, b in modules for x, y in pairs]
-
-
-def _when_bias(where: str, bias: str) -> str:
-    # In latent attention, q_bias is the bias of the latent of queries.
-    return "attn_layers q_bias !kv_latent_dim" if bias == "q_bias" else f"{where} {bias}"
-
-
-def _when_norm(ours: str) -> str:
-    return "mlp_norm_layers" if ours == "mlp_norm" else "sa_norm_layers" if ours == "sa_norm" else "has_post_norm"
+    rows = []
+    for tune_module, external_module in modules:
+        for parameter in parameters:
+            external_parameter = "weight" if parameter == "scale" else parameter
+            external = f"{external_prefix}{external_module}.{external_parameter}"
+            rows.append(Row(external, f"{tune_prefix}{tune_module}.{parameter}", when=when))
+    return rows
 
 
 # Hugging Face names of families with rope_layout "interleaved" (Llama, Mistral, SmolLM2).

@@ -40,16 +40,19 @@ class ExternalSlice:
 
     def of(self, ours: Tensor) -> Tensor:
         """Return the values of the external slice from our slice."""
-        found = ours if self.rows is None else ours[self.rows]
-        return found.transpose(-1, -2) if self.transposed else found
+        values = ours if self.rows is None else ours[self.rows]
+        return values.transpose(-1, -2) if self.transposed else values
 
     def fill(self, ours: Tensor, value: Tensor) -> None:
         """Copy the values of the external slice to our slice."""
-        value = value.transpose(-1, -2) if self.transposed else value
+        if self.transposed:
+            value = value.transpose(-1, -2)
         if isinstance(self.rows, Tensor):
             ours[self.rows.to(ours.device)] = value.to(ours)
+        elif self.rows is None:
+            ours.copy_(value)
         else:
-            (ours if self.rows is None else ours[self.rows]).copy_(value)
+            ours[self.rows].copy_(value)
 
 
 class Op(ABC):
@@ -89,20 +92,24 @@ class Op(ABC):
         """
         if is_empty(slices):
             return []
+        # Number the rows of all external tensors, and let the op move the numbers instead of the rows.
         ends = list(accumulate(shape[0] for shape in shapes))
         numbers = [torch.arange(end - shape[0], end) for end, shape in zip(ends, shapes, strict=True)]
-        rows, order = self.to_tune(numbers, description)[which][slices[0]].sort()
-        tensors = torch.bucketize(rows, torch.tensor(ends), right=True)
+        rows, order = self.to_tune(numbers, description)[which][slices[0]].sort()  # order: rows of our slice
+        tensors = torch.bucketize(rows, torch.tensor(ends), right=True)  # external tensor of each row
+        # Each run of consecutive rows of one tensor is read at once.
         breaks = (rows.diff() != 1) | (tensors.diff() != 0)
         cuts = [0, *(breaks.nonzero().flatten() + 1).tolist(), len(rows)]
-        found = []
+        external_slices = []
         for start, stop in pairwise(cuts):
-            number, ours = int(tensors[start]), order[start:stop]
-            first = int(rows[start]) - (ends[number] - shapes[number][0])
-            kept = bool((ours.diff() == 1).all())  # contiguous rows in the same order
-            index = slice(int(ours[0]), int(ours[0]) + len(ours)) if kept else ours
-            found.append(ExternalSlice(number, (slice(first, first + stop - start), *slices[1:]), index))
-        return found
+            external = int(tensors[start])
+            first = int(rows[start]) - (ends[external] - shapes[external][0])
+            our_rows = order[start:stop]
+            is_contiguous = bool((our_rows.diff() == 1).all())
+            index = slice(int(our_rows[0]), int(our_rows[0]) + len(our_rows)) if is_contiguous else our_rows
+            external_rows = slice(first, first + stop - start)
+            external_slices.append(ExternalSlice(external, (external_rows, *slices[1:]), index))
+        return external_slices
 
 
 @dataclass(frozen=True)
@@ -150,10 +157,10 @@ class InterleaveRope(Op):
 
     @staticmethod
     def _regroup(tensor: Tensor, outer: int, inner: int) -> Tensor:
-        rest = tensor.shape[1:]
         if tensor.shape[0] % (outer * inner):
-            raise ValueError(f"{tensor.shape[0]} rows are no multiple of the head size {outer * inner}.")
-        return tensor.reshape(-1, outer, inner, *rest).transpose(1, 2).reshape(tensor.shape)
+            raise ValueError(f"{tensor.shape[0]} rows are not a multiple of the head size {outer * inner}.")
+        heads = tensor.reshape(-1, outer, inner, *tensor.shape[1:])  # [h, outer, inner, ...]
+        return heads.transpose(1, 2).reshape(tensor.shape)
 
 
 @dataclass(frozen=True)
@@ -192,18 +199,19 @@ class HeadGroups(Op):
     def to_tune(self, tensors: Sequence[Tensor], description: Description) -> list[Tensor]:
         """Reorder rows from groups of parts to parts of groups."""
         (grouped,) = tensors
-        groups, sizes = self._numbers(description)
-        parts = grouped.unflatten(0, (groups, sum(sizes))).split(sizes, dim=1)
+        num_groups, sizes = self._group_sizes(description)
+        parts = grouped.unflatten(0, (num_groups, sum(sizes))).split(sizes, dim=1)  # [group, rows of a part, ...]
         return [torch.cat([part.flatten(0, 1) for part in parts])]
 
     def to_external(self, tensors: Sequence[Tensor], description: Description) -> list[Tensor]:
         """Reorder rows from parts of groups to groups of parts."""
-        (ours,) = tensors
-        groups, sizes = self._numbers(description)
-        parts = ours.split([groups * size for size in sizes])
-        return [torch.cat([part.unflatten(0, (groups, -1)) for part in parts], dim=1).flatten(0, 1)]
+        (by_part,) = tensors
+        num_groups, sizes = self._group_sizes(description)
+        parts = by_part.split([num_groups * size for size in sizes])
+        grouped = torch.cat([part.unflatten(0, (num_groups, -1)) for part in parts], dim=1)
+        return [grouped.flatten(0, 1)]
 
-    def _numbers(self, description: Description) -> tuple[int, list[int]]:
+    def _group_sizes(self, description: Description) -> tuple[int, list[int]]:
         mixer = description.mixer
         return getattr(mixer, self.groups), [getattr(mixer, size) for size in self.sizes]
 
@@ -228,28 +236,25 @@ class FusedAdapter(Op):
 
     def to_tune(self, tensors: Sequence[Tensor], description: Description) -> list[Tensor]:
         """Split a fused adapter; raises ``ModelError`` if ``B`` has nonzero elements off its block diagonal."""
-        first, second = tensors
-        parts = len(self.sizes)
-        blocks = self._rows(second, description)
-        columns = [block.chunk(parts, dim=1) for block in blocks]
-        if first.shape[0] % parts or any(
-            bool(column.any()) for i, row in enumerate(columns) for j, column in enumerate(row) if i != j
-        ):
+        lora_a, lora_b = tensors
+        num_parts = len(self.sizes)
+        blocks = [rows.chunk(num_parts, dim=1) for rows in self._split_rows(lora_b, description)]
+        if lora_a.shape[0] % num_parts or not _is_block_diagonal(blocks):
             raise ModelError("The adapter of a fused projection is not made of one for each of its parts.")
-        return [*first.chunk(parts), *(columns[i][i] for i in range(parts))]
+        return [*lora_a.chunk(num_parts), *(blocks[part][part] for part in range(num_parts))]
 
     def to_external(self, tensors: Sequence[Tensor], description: Description) -> list[Tensor]:
         """Fuse the adapters."""
-        parts = len(self.sizes)
-        return [torch.cat(list(tensors[:parts])), torch.block_diag(*tensors[parts:])]
+        num_parts = len(self.sizes)
+        return [torch.cat(list(tensors[:num_parts])), torch.block_diag(*tensors[num_parts:])]
 
     def spread(self, tensors: Sequence[Tensor], description: Description) -> list[Tensor]:
         """Convert an ordinary adapter of rank r of the fused projection to the block-diagonal form of rank n · r."""
-        first, second = tensors
-        return [first.repeat(len(self.sizes), 1), torch.block_diag(*self._rows(second, description))]
+        lora_a, lora_b = tensors
+        return [lora_a.repeat(len(self.sizes), 1), torch.block_diag(*self._split_rows(lora_b, description))]
 
-    def _rows(self, second: Tensor, description: Description) -> Sequence[Tensor]:
-        return second.split([attrgetter(size)(description) for size in self.sizes])
+    def _split_rows(self, lora_b: Tensor, description: Description) -> Sequence[Tensor]:
+        return lora_b.split([attrgetter(size)(description) for size in self.sizes])
 
     def external_slices(
         self, which: int, slices: Slices, shapes: Sequence[Sequence[int]], description: Description
@@ -257,18 +262,29 @@ class FusedAdapter(Op):
         """Return rows of ``A``, or rows of ``B`` with their zeros; for a column slice, columns of a diagonal block."""
         if is_empty(slices):
             return []
-        parts = len(self.sizes)
-        rank, number = shapes[0][0] // parts, which % parts
-        start = number * rank
+        num_parts = len(self.sizes)
+        rank = shapes[0][0] // num_parts
+        part = which % num_parts
+        first_column = part * rank  # of the part in B; its first row in A
         rows, columns = slices
-        if which < parts:
-            return [ExternalSlice(0, (slice(start + rows.start, start + rows.stop), columns))]
-        above = sum(attrgetter(size)(description) for size in self.sizes[:number])
-        rows = slice(above + rows.start, above + rows.stop)
+        if which < num_parts:
+            return [ExternalSlice(0, (slice(first_column + rows.start, first_column + rows.stop), columns))]
+        first_row = sum(attrgetter(size)(description) for size in self.sizes[:part])
+        rows_of_b = slice(first_row + rows.start, first_row + rows.stop)
         if columns.stop - columns.start < rank:
-            return [ExternalSlice(1, (rows, slice(start + columns.start, start + columns.stop)))]
-        inside = slice(0, rows.stop - rows.start), slice(start, start + rank)
-        return [_Placed(1, (rows, slice(0, parts * rank)), inside=inside)]
+            columns_of_b = slice(first_column + columns.start, first_column + columns.stop)
+            return [ExternalSlice(1, (rows_of_b, columns_of_b))]
+        inside = (slice(0, rows.stop - rows.start), slice(first_column, first_column + rank))
+        return [_Placed(1, (rows_of_b, slice(0, num_parts * rank)), inside=inside)]
+
+
+def _is_block_diagonal(blocks: Sequence[Sequence[Tensor]]) -> bool:
+    """Return whether all blocks ``[row][column]`` of a matrix are zero, except on the diagonal."""
+    for row, blocks_of_row in enumerate(blocks):
+        for column, block in enumerate(blocks_of_row):
+            if row != column and bool(block.any()):
+                return False
+    return True
 
 
 @dataclass(frozen=True, eq=False)
@@ -279,9 +295,9 @@ class _Placed(ExternalSlice):
 
     def of(self, ours: Tensor) -> Tensor:
         """Return the values of the external slice from our slice."""
-        found = ours.new_zeros([part.stop - part.start for part in self.slices])
-        found[self.inside] = super().of(ours)
-        return found
+        values = ours.new_zeros([part.stop - part.start for part in self.slices])
+        values[self.inside] = super().of(ours)
+        return values
 
     def fill(self, ours: Tensor, value: Tensor) -> None:
         """Copy the values of the external slice to our slice."""
@@ -311,31 +327,30 @@ class ExpertAdapter(Op):
 
     def to_tune(self, tensors: Sequence[Tensor], description: Description) -> list[Tensor]:
         """Split a fused adapter; raises ``ModelError`` if it has nonzero elements off its block diagonal."""
-        experts = (description.num_experts, -1)
-        first = tensors[0].unflatten(0, experts)  # [e, n r, in]
-        second = tensors[1].unflatten(1, experts[::-1]).permute(2, 0, 1)  # [e, n out, n r]
+        num_experts = description.num_experts
+        lora_a = tensors[0].unflatten(0, (num_experts, -1))  # [e, n r, in]
+        lora_b = tensors[1].unflatten(1, (-1, num_experts)).permute(2, 0, 1)  # [e, n out, n r]
         if self.swapped:
-            first, second = second.transpose(1, 2), first.transpose(1, 2)
-        blocks = [block.chunk(self.parts, dim=2) for block in second.chunk(self.parts, dim=1)]
-        if any(bool(block.any()) for i, row in enumerate(blocks) for j, block in enumerate(row) if i != j):
+            lora_a, lora_b = lora_b.transpose(1, 2), lora_a.transpose(1, 2)
+        blocks = [rows.chunk(self.parts, dim=2) for rows in lora_b.chunk(self.parts, dim=1)]
+        if not _is_block_diagonal(blocks):
             raise ModelError("The adapter of fused experts is not made of one for each of their matrices.")
-        inner = [part.transpose(1, 2).contiguous() for part in first.chunk(self.parts, dim=1)]
-        return inner + [blocks[i][i].transpose(1, 2).contiguous() for i in range(self.parts)]
+        ours_a = [part.transpose(1, 2).contiguous() for part in lora_a.chunk(self.parts, dim=1)]
+        ours_b = [blocks[part][part].transpose(1, 2).contiguous() for part in range(self.parts)]
+        return ours_a + ours_b
 
     def to_external(self, tensors: Sequence[Tensor], description: Description) -> list[Tensor]:
         """Fuse the adapters."""
-        inner, outer = (
-            [part.transpose(1, 2) for part in half] for half in (tensors[: self.parts], tensors[self.parts :])
-        )
-        first, second = torch.cat(inner, dim=1), _block_diagonal(outer)  # [e, n r, in], [e, n out, n r]
+        lora_a = torch.cat([part.transpose(1, 2) for part in tensors[: self.parts]], dim=1)  # [e, n r, in]
+        lora_b = _block_diagonal([part.transpose(1, 2) for part in tensors[self.parts :]])  # [e, n out, n r]
         if self.swapped:
-            first, second = second.transpose(1, 2), first.transpose(1, 2)
-        return [first.flatten(0, 1), second.permute(1, 2, 0).flatten(1)]
+            lora_a, lora_b = lora_b.transpose(1, 2), lora_a.transpose(1, 2)
+        return [lora_a.flatten(0, 1), lora_b.permute(1, 2, 0).flatten(1)]
 
     def spread(self, tensors: Sequence[Tensor], description: Description) -> list[Tensor]:
         """Convert an ordinary adapter of rank r of the fused parameter to the block-diagonal form of rank n · r."""
-        inner, outer = replace(self, parts=1).to_tune(tensors, description)
-        return self.to_external([inner] * self.parts + list(outer.chunk(self.parts, dim=2)), description)
+        lora_a, lora_b = replace(self, parts=1).to_tune(tensors, description)
+        return self.to_external([lora_a] * self.parts + list(lora_b.chunk(self.parts, dim=2)), description)
 
     def external_slices(
         self, which: int, slices: Slices, shapes: Sequence[Sequence[int]], description: Description
@@ -343,29 +358,44 @@ class ExpertAdapter(Op):
         """Return rows of ``A`` (a slice per expert) or columns of ``B`` (a slice per LoRA rank), for some experts."""
         if is_empty(slices):
             return []
-        experts, (first, second), count = slices[0], shapes, description.num_experts
-        is_b, part = which >= self.parts, which % self.parts
-        rank, everything = first[0] // count // self.parts, slice(0, None)
-        wide = (first[1] if self.swapped else second[0]) // self.parts  # out
-        block = slice(part * wide, (part + 1) * wide) if is_b else everything
-        if is_b == self.swapped:
-            starts = [(expert * self.parts + part) * rank for expert in range(experts.start, experts.stop)]
-            return [
-                _Placed(0, (slice(at, at + rank), slice(0, first[1])), i, not is_b, inside=(everything, block))
-                for i, at in enumerate(starts)
-            ]
-        found = []
-        for k in range(rank):
-            ours, left = ((everything, k) if is_b else (everything, everything, k)), (part * rank + k) * count
-            place = slice(0, second[0]), slice(left + experts.start, left + experts.stop)
-            found.append(_Placed(1, place, ours, True, inside=(block, everything)))
-        return found
+        shape_a, shape_b = shapes  # [e n r, in] and [n out, n r e]; swapped: [e n r, out] and [n in, n r e]
+        experts = slices[0]
+        num_experts = description.num_experts
+        rank = shape_a[0] // num_experts // self.parts
+        is_b = which >= self.parts  # of our tensors, the first half are a, the second half b
+        part = which % self.parts
+        everything = slice(0, None)
+        inside = everything  # the channels of our matrix in the external one: of b, a block of the diagonal
+        if is_b:
+            width = (shape_a[1] if self.swapped else shape_b[0]) // self.parts
+            inside = slice(part * width, (part + 1) * width)
+        external_slices: list[ExternalSlice] = []
+        if is_b == self.swapped:  # our tensor is in A, in which the rows of an expert are consecutive
+            for index, expert in enumerate(range(experts.start, experts.stop)):
+                first_row = (expert * self.parts + part) * rank
+                rows = slice(first_row, first_row + rank)
+                external_slices.append(
+                    _Placed(0, (rows, slice(0, shape_a[1])), index, not is_b, inside=(everything, inside))
+                )
+            return external_slices
+        for channel in range(rank):  # of B, in which the columns of a LoRA channel are consecutive
+            our_rows = (everything, channel) if is_b else (everything, everything, channel)
+            first_column = (part * rank + channel) * num_experts
+            columns = slice(first_column + experts.start, first_column + experts.stop)
+            external_slices.append(
+                _Placed(1, (slice(0, shape_b[0]), columns), our_rows, True, inside=(inside, everything))
+            )
+        return external_slices
 
 
 def _block_diagonal(parts: Sequence[Tensor]) -> Tensor:
     """Return ``[e, n out, n r]`` from n tensors ``[e, out, r]``."""
     zero = torch.zeros_like(parts[0])
-    rows = [torch.cat([part if i == j else zero for j in range(len(parts))], dim=2) for i, part in enumerate(parts)]
+    rows = []
+    for part, tensor in enumerate(parts):
+        blocks = [zero] * len(parts)
+        blocks[part] = tensor
+        rows.append(torch.cat(blocks, dim=2))
     return torch.cat(rows, dim=1)
 
 
@@ -387,13 +417,17 @@ class FusedExperts(Op):
 
     def for_shapes(self, shapes: Sequence[Sequence[int]], description: Description) -> Op:
         """Return the op for the layout of a file. Raises :class:`ModelError` if both layouts have the same shapes."""
-        inner, outer = description.embed_dim, description.expert_dim
-        inner, outer = (inner, self.parts * outer) if self.parts > 1 else (outer, inner)
         if not self.both or len(shapes[0]) != 3:
             return self
-        if inner == outer:
-            raise ModelError(f"Experts of {inner} x {outer} have two layouts in files, which cannot be told apart.")
-        return replace(self, transpose=tuple(shapes[0][1:]) == (outer, inner))
+        if self.parts > 1:  # the matrices to the intermediate width
+            in_dim = description.embed_dim
+            out_dim = self.parts * description.expert_dim
+        else:
+            in_dim = description.expert_dim
+            out_dim = description.embed_dim
+        if in_dim == out_dim:
+            raise ModelError(f"Experts of {in_dim} x {out_dim} have two layouts in files, which cannot be told apart.")
+        return replace(self, transpose=tuple(shapes[0][1:]) == (out_dim, in_dim))
 
     def to_tune(self, tensors: Sequence[Tensor], description: Description) -> list[Tensor]:
         """Split a fused tensor into its parts."""
@@ -411,11 +445,16 @@ class FusedExperts(Op):
         self, which: int, slices: Slices, shapes: Sequence[Sequence[int]], description: Description
     ) -> list[ExternalSlice]:
         """Return one slice of the fused tensor."""
-        experts, inner, outer = slices
-        start = which * shapes[0][1 if self.transpose else 2] // self.parts
-        whole = slice(start + outer.start, start + outer.stop)
-        theirs = (experts, whole, inner) if self.transpose else (experts, inner, whole)
-        return [] if is_empty(slices) else [ExternalSlice(0, theirs, transposed=self.transpose)]
+        if is_empty(slices):
+            return []
+        experts, in_channels, out_channels = slices
+        first = which * shapes[0][1 if self.transpose else 2] // self.parts
+        fused_channels = slice(first + out_channels.start, first + out_channels.stop)
+        if self.transpose:
+            external = (experts, fused_channels, in_channels)
+        else:
+            external = (experts, in_channels, fused_channels)
+        return [ExternalSlice(0, external, transposed=self.transpose)]
 
 
 @dataclass(frozen=True)
@@ -436,16 +475,23 @@ class Stack(Op):
     def to_external(self, tensors: Sequence[Tensor], description: Description) -> list[Tensor]:
         """Split a tensor ``[experts, …]`` into its matrices."""
         (stacked,) = tensors
-        return [part.contiguous() for part in (stacked.transpose(1, 2) if self.transpose else stacked).unbind()]
+        if self.transpose:
+            stacked = stacked.transpose(1, 2)
+        return [matrix.contiguous() for matrix in stacked.unbind()]
 
     def external_slices(
         self, which: int, slices: Slices, shapes: Sequence[Sequence[int]], description: Description
     ) -> list[ExternalSlice]:
         """Return a slice of one matrix per expert."""
-        experts, *inner = slices
-        inside = tuple(reversed(inner)) if self.transpose else tuple(inner)
-        numbers = () if is_empty(slices) else range(experts.start, experts.stop)
-        return [ExternalSlice(number, inside, number - experts.start, self.transpose) for number in numbers]
+        if is_empty(slices):
+            return []
+        experts, *channels = slices
+        if self.transpose:
+            channels.reverse()
+        external_slices = []
+        for expert in range(experts.start, experts.stop):
+            external_slices.append(ExternalSlice(expert, tuple(channels), expert - experts.start, self.transpose))
+        return external_slices
 
 
 @dataclass(frozen=True)
@@ -464,8 +510,11 @@ class FlatPatches(Op):
         self, which: int, slices: Slices, shapes: Sequence[Sequence[int]], description: Description
     ) -> list[ExternalSlice]:
         """Return complete rows."""
-        theirs = (slices[0], *(slice(0, size) for size in shapes[0][1:]))
-        return [] if is_empty(slices) else [_Viewed(0, theirs, view=lambda ours: ours.unflatten(1, shapes[0][1:]))]
+        if is_empty(slices):
+            return []
+        patch_shape = shapes[0][1:]
+        external = (slices[0], *(slice(0, size) for size in patch_shape))
+        return [_Viewed(0, external, view=lambda ours: ours.unflatten(1, patch_shape))]
 
 
 @dataclass(frozen=True)
@@ -482,8 +531,10 @@ class SwappedAxes(Op):
         self, which: int, slices: Slices, shapes: Sequence[Sequence[int]], description: Description
     ) -> list[ExternalSlice]:
         """Return one slice."""
-        theirs = (slices[1], slices[0], *slices[2:])
-        return [] if is_empty(slices) else [_Viewed(0, theirs, view=lambda ours: ours.transpose(0, 1))]
+        if is_empty(slices):
+            return []
+        external = (slices[1], slices[0], *slices[2:])
+        return [_Viewed(0, external, view=lambda ours: ours.transpose(0, 1))]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

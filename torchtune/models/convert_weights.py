@@ -12,9 +12,8 @@ from torch import Tensor
 
 from torchtune._lazy import former_names
 from torchtune.models._description import Description
-from torchtune.models._weight_map import WeightMap
+from torchtune.models._weight_map import WeightMap, WeightMapError
 from torchtune.models._weight_names import HF_INTERLEAVED, META
-from torchtune.models._weight_rows import WeightMapError
 
 _ADAPTER_SUFFIXES = (".lora_a.weight", ".lora_b.weight", ".magnitude")
 _LAYER_NUMBER = re.compile(r"(?:^|\.)layers\.(\d+)\.")

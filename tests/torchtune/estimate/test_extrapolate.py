@@ -12,7 +12,7 @@ from torch import nn
 from tests import tiny_images
 from tests.recipes.runs import load_recipe, write_config
 from tests.torchtune.estimate.measured import FULL, FULL_MANY, LORA, LORA_MANY
-from tests.torchtune.models.published import PUBLISHED
+from tests.torchtune.models.families import PUBLISHED
 from torchtune.config import load_and_check
 from torchtune.estimate import estimate_run
 from torchtune.estimate._extrapolate import Estimate, choose_layers

@@ -23,8 +23,7 @@ from torchtune.models.llama3 import llama3_tokenizer
 from torchtune.models.mistral import mistral_instruct_tokenizer, mistral_tokenizer
 from torchtune.models.phi3 import phi3_mini_tokenizer
 from torchtune.models.phi4 import phi4_tokenizer
-from torchtune.models.qwen2 import qwen2_tokenizer
-from torchtune.models.qwen2._tokenizer import PRETOKENIZE_REGEX
+from torchtune.models.qwen2 import PRETOKENIZE_REGEX, qwen2_tokenizer
 from torchtune.models.qwen2_5 import qwen2_5_tokenizer
 from torchtune.models.qwen3 import qwen3_tokenizer
 from torchtune.tokenizers._tiktoken import CL100K_PATTERN

@@ -1,88 +1,67 @@
-"""A family is found by its folder; what else has to name it is listed here, with the file to edit."""
+"""A family is found by its module; the two tables that also need it name what is missing."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import tomllib
 import yaml
 
 import torchtune.models
-from tests.torchtune.models.conftest import FAMILIES
-from tests.torchtune.models.published import PUBLISHED, STATED
-from tests.torchtune.models.test_left_out_fields import _FILES
-from tests.torchtune.models.test_sizes import SIZES
-from tests.torchtune.training.parallel.test_families import SPLIT, WITH_EXPERTS, WITH_MIXERS
-from torchtune._lazy import packages_in
+from tests.torchtune.models.families import COUNTED, FAMILIES, PUBLISHED, STATED
+from torchtune._lazy import modules_in
 from torchtune.models import get_spec, list_specs, spec_for_architecture
 
 ROOT = Path(__file__).parents[3]
-# Without a text model of their own: parts of other families, and models with images.
-PARTS = {"clip", "llama3_2_vision", "qwen2_5_vl", "qwen3_5_vl", "qwen3_vl"}
-PARTS |= {"gemma4_unified_vl", "gemma4_vl", "idefics3", "llama4_vl", "mistral3", "smolvlm"}
-FOLDERS = sorted({*packages_in(torchtune.models.__path__)} - PARTS)
+# Modules without a text model of their own.
+OTHERS = {"clip", "convert_weights", "llama3_2_vision"}
+WITH_IMAGES = {name for name in list_specs() if get_spec(name).image_processor is not None}
+TEXT_FAMILIES = sorted({*modules_in(torchtune.models.__path__)} - OTHERS - WITH_IMAGES)
+CONFIGS = yaml.safe_load((ROOT / "tools/configs/models.yaml").read_text())["models"]
 
 
-def missing_entries(family: str, reader: str, architecture: str, has_sizes: bool = True) -> Iterator[str]:
-    """One line for every file that lacks an entry for ``family``; ``reader`` is the family of its architecture."""
-    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
-    independent = next(contract for contract in contracts if contract["type"] == "independence")["modules"]
-    configs = yaml.safe_load((ROOT / "tools/configs/models.yaml").read_text())["models"]
-    entries = {
-        f'pyproject.toml: add "torchtune.models.{family}" to the contract of independent families': (
-            f"torchtune.models.{family}" in independent
-        ),
-        f"docs/api/models.rst: add a section with '.. public-face:: torchtune.models.{family}'": (
-            f".. public-face:: torchtune.models.{family}\n" in (ROOT / "docs/api/models.rst").read_text() + "\n"
-        ),
-        f"tests/torchtune/models/conftest.py: add a row '{family}' to FAMILIES": (
-            family in FAMILIES or reader in FAMILIES
-        ),
-        "tests/torchtune/models/published.py: add its sizes to PUBLISHED": (
-            not has_sizes
-            or family == "llama3_3"  # which only renames sizes
-            or any(owner == family and name in {*PUBLISHED, *STATED} for owner, name in SIZES)
-        ),
-        "tests/torchtune/models/test_left_out_fields.py: add a row of its architecture to _FILES": (
-            architecture in {name for name, _ in _FILES.values()}
-        ),
-        "tests/torchtune/training/parallel/test_families.py: add its architecture to SPLIT or WITH_…": (
-            architecture in {*SPLIT, *WITH_EXPERTS, *WITH_MIXERS}
-        ),
-        f"tools/configs/models.yaml: add a row '{family}/SIZE' to models, then run make configs": (
-            not has_sizes or any(name.partition("/")[0] == family for name in configs)
-        ),
-    }
-    yield from (entry for entry, there in entries.items() if not there)
+def missing_entries(family: str, reader: str, sizes: list[str]) -> list[str]:
+    """Return one line for every table that lacks an entry for a family.
+
+    Args:
+        family: name of the family's module.
+        reader: family that reads the architecture of ``family``.
+        sizes: names of the builders of ``family``.
+    """
+    missing = []
+    if family not in FAMILIES and reader not in FAMILIES:
+        missing.append(f"tests/torchtune/models/families.py: add a row '{family}' to FAMILIES")
+    for size in sizes:
+        if size not in {*PUBLISHED, *COUNTED, *STATED}:
+            missing.append(f"tests/torchtune/models/families.py: add '{size}' to PUBLISHED")
+    if sizes and not any(name.partition("/")[0] == family for name in CONFIGS):
+        missing.append(f"tools/configs/models.yaml: add a row '{family}/SIZE' to models, then run make configs")
+    return missing
 
 
-@pytest.mark.parametrize("family", FOLDERS)
-def test_a_family_is_listed_everywhere(family):
-    assert getattr(torchtune.models, family).__name__ == f"torchtune.models.{family}"
-    spec = getattr(torchtune.models, family).SPEC
-    assert spec is get_spec(spec.name), f"torchtune/models/{family}: SPEC.name is '{spec.name}', not '{family}'"
-    for architecture in spec.architectures:
-        others = [name for name in list_specs() if architecture in get_spec(name).architectures]
-        reader = spec_for_architecture(architecture)
-        assert architecture in reader.architectures
-        assert len(others) == 1 or torchtune.models._spec._READERS.get(architecture) == reader.name, (
-            f"torchtune/models/_spec.py: say in _READERS which of {', '.join(others)} reads '{architecture}'"
-        )
-    written = spec.architectures[0]
-    has_sizes = bool(getattr(getattr(torchtune.models, family)._model_builders, "SIZES", True))
-    reader = spec_for_architecture(written).name
-    missing = list(missing_entries(family, reader, written.removesuffix("ForCausalLM"), has_sizes))
+@pytest.mark.parametrize("family", TEXT_FAMILIES)
+def test_family_is_in_every_table(family):
+    module = getattr(torchtune.models, family)
+    reader = spec_for_architecture(module.SPEC.architectures[0]).name
+    missing = missing_entries(family, reader, list(getattr(module, "SIZES", ())))
     assert not missing, "\n".join(["", *missing])
 
 
-def test_the_missing_entries_of_a_new_family_are_named():
-    files = [line.partition(":")[0] for line in missing_entries("new_family", "new_family", "NewFamily")]
-    assert files == [
-        "pyproject.toml",
-        "docs/api/models.rst",
-        "tests/torchtune/models/conftest.py",
-        "tests/torchtune/models/published.py",
-        "tests/torchtune/models/test_left_out_fields.py",
-        "tests/torchtune/training/parallel/test_families.py",
+@pytest.mark.parametrize("family", TEXT_FAMILIES)
+def test_each_architecture_of_a_family_has_one_reader(family):
+    spec = getattr(torchtune.models, family).SPEC
+    assert spec is get_spec(spec.name), f"torchtune/models/{family}: SPEC.name is '{spec.name}', not '{family}'"
+    for architecture in spec.architectures:
+        families = [name for name in list_specs() if architecture in get_spec(name).architectures]
+        reader = spec_for_architecture(architecture)
+        assert architecture in reader.architectures
+        assert len(families) == 1 or torchtune.models._spec._READERS.get(architecture) == reader.name, (
+            f"torchtune/models/_spec.py: say in _READERS which of {', '.join(families)} reads '{architecture}'"
+        )
+
+
+def test_tables_that_lack_a_new_family_are_named():
+    missing = missing_entries("new_family", "new_family", ["new_family_1b"])
+    assert [line.partition(":")[0] for line in missing] == [
+        "tests/torchtune/models/families.py",
+        "tests/torchtune/models/families.py",
         "tools/configs/models.yaml",
     ]

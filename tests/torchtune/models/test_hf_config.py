@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.torchtune.models.published import PUBLISHED
+from tests.torchtune.models.families import PUBLISHED
 from torchtune.models import ModelError, from_hf_config, get_spec
 from torchtune.models.gpt_oss import gpt_oss_20b
 from torchtune.models.llama3 import llama3

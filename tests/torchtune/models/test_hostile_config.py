@@ -98,7 +98,7 @@ def test_what_is_no_config(tmp_path, content):
 
 def test_a_config_that_is_no_file(tmp_path):
     (tmp_path / "config.json").mkdir()
-    assert "is no file" in (_refusal(tmp_path) or "")
+    assert "is not a file" in (_refusal(tmp_path) or "")
     (tmp_path / "config.json").rmdir()
     (tmp_path / "config.json").symlink_to("/dev/zero")
-    assert "is no file" in (_refusal(tmp_path) or "")
+    assert "is not a file" in (_refusal(tmp_path) or "")

@@ -27,13 +27,13 @@ from tests.tiny_images import PROCESSOR, patches_by, pixels_of, squares
 from tests.torchtune.models.tokenizer_files import write_ranks
 from torchtune.data import DataError, Message, Video, collate_documents
 from torchtune.models.clip import CLIPImageTransform
-from torchtune.models.gemma4_unified_vl._model_builders import UnifiedImages
-from torchtune.models.gemma4_vl._processor import GemmaImages
+from torchtune.models.gemma4_unified_vl import UnifiedImages
+from torchtune.models.gemma4_vl import GemmaImages
 from torchtune.models.llama4 import Llama4Transform, llama4_transform
 from torchtune.models.llama4._processor import LlamaImages
-from torchtune.models.mistral3._processor import PixtralImages
-from torchtune.models.qwen3_vl._processor import QwenImages
-from torchtune.models.smolvlm._processor import TiledImages
+from torchtune.models.mistral3 import PixtralImages
+from torchtune.models.qwen3_vl import QwenImages
+from torchtune.models.smolvlm import TiledImages
 from torchtune.modules.vision_tower import patch_places
 
 PROCESSORS = {

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from tests.torchtune.checkpoints.small import config_class
-from tests.torchtune.models.conftest import FAMILIES, on_disk
+from tests.torchtune.models.conftest import on_disk
+from tests.torchtune.models.families import FAMILIES, NAME_OF_ARCHITECTURE
 from torchtune.models import Description, ModelError, build
 from torchtune.models._hf_fields import _HARMLESS, Fields
 from torchtune.models._spec import spec_for_architecture
@@ -154,6 +155,11 @@ _BEYOND: dict[str, dict[str, Any]] = {
         "rope_parameters": {**_YARN, "truncate": False, "beta_slow": 2.0},
     },
 }
+# An architecture without an entry above is compared as it is in FAMILIES.
+_STATED = {FAMILIES[name.partition(" ")[0]][0] for name in _BEYOND}
+for _architecture, _name in NAME_OF_ARCHITECTURE.items():
+    if _architecture not in _STATED:
+        _BEYOND[_name] = {}
 _ROWS = {name: FAMILIES[name.partition(" ")[0]] for name in _BEYOND}
 # name -> (architecture, what its file says beyond the sizes)
 _FILES = {name: (architecture, {**said, **_BEYOND[name]}) for name, (architecture, said) in _ROWS.items()}

@@ -14,7 +14,7 @@ from tests.torchtune.models.tokenizer_files import write_ranks
 from tests.torchtune.modules.transforms.test_vision import photo
 from torchtune.data import Batch, DataError, Message, padded_collate_tiled_images_and_mask
 from torchtune.datasets import instantiate_collate
-from torchtune.models.clip._transform import CLIP_MEAN, CLIP_STD
+from torchtune.models.clip import CLIP_MEAN, CLIP_STD
 from torchtune.models.llama3_2_vision import Llama3VisionTransform, llama3_2_vision_transform
 
 TILE, POSITIONS = 28, 5  # 2 x 2 patches and the class token

@@ -12,7 +12,7 @@ from tests.torchtune.tokenizers.chat_templates_mistral import CONTROL
 from torchtune.data import ChatMLTemplate, DataError, Message, mask_messages
 from torchtune.models.gemma import GemmaTokenizer, gemma_tokenizer
 from torchtune.models.llama2 import Llama2Tokenizer
-from torchtune.models.llama3._tokenizer import LLAMA3_SPECIAL_TOKENS, Llama3Tokenizer, llama3_tokenizer
+from torchtune.models.llama3 import LLAMA3_SPECIAL_TOKENS, Llama3Tokenizer, llama3_tokenizer
 from torchtune.models.mistral import (
     MistralChatTemplate,
     MistralInstructTokenizer,
@@ -20,13 +20,11 @@ from torchtune.models.mistral import (
     mistral_instruct_tokenizer,
     mistral_tokenizer,
 )
-from torchtune.models.phi3 import Phi3MiniTokenizer
-from torchtune.models.phi3._tokenizer import PHI3_SPECIAL_TOKENS
-from torchtune.models.phi4 import Phi4Tokenizer, phi4_tokenizer
-from torchtune.models.phi4._tokenizer import PHI4_SPECIAL_TOKENS
-from torchtune.models.qwen2._tokenizer import QWEN2_SPECIAL_TOKENS, Qwen2Tokenizer, qwen2_tokenizer
-from torchtune.models.qwen2_5._tokenizer import QWEN2_5_SPECIAL_TOKENS, Qwen2_5Tokenizer
-from torchtune.models.qwen3._tokenizer import QWEN3_SPECIAL_TOKENS, Qwen3Tokenizer, qwen3_tokenizer
+from torchtune.models.phi3 import PHI3_SPECIAL_TOKENS, Phi3MiniTokenizer
+from torchtune.models.phi4 import PHI4_SPECIAL_TOKENS, Phi4Tokenizer, phi4_tokenizer
+from torchtune.models.qwen2 import QWEN2_SPECIAL_TOKENS, Qwen2Tokenizer, qwen2_tokenizer
+from torchtune.models.qwen2_5 import QWEN2_5_SPECIAL_TOKENS, Qwen2_5Tokenizer
+from torchtune.models.qwen3 import QWEN3_SPECIAL_TOKENS, Qwen3Tokenizer, qwen3_tokenizer
 from torchtune.tokenizers import (
     CL100K_PATTERN,
     GPT2BaseTokenizer,

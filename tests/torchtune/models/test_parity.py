@@ -8,7 +8,8 @@ import torch
 from safetensors.torch import load_file
 from torch.overrides import TorchFunctionMode
 
-from tests.torchtune.models.conftest import CLASSIFIERS, load_model, make_hf_model, on_disk
+from tests.torchtune.models.conftest import load_model, make_hf_model, on_disk
+from tests.torchtune.models.families import CLASSIFIERS
 from torchtune.data import Documents
 from torchtune.generation import generate
 from torchtune.modules import local_kv_cache

@@ -9,7 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.torchtune.models.conftest import ARCHITECTURES, FAMILIES, make_hf_model
+from tests.torchtune.models.conftest import make_hf_model
+from tests.torchtune.models.families import ARCHITECTURES, FAMILIES
 from torchtune.models import ModelError, from_hf_config
 from torchtune.modules import TransformerDecoder
 from torchtune.modules.conversion import ConversionError, apply_conversions

@@ -14,8 +14,8 @@ import torch
 import torchtune.models
 from tests.torchtune.checkpoints.small import OF_TEXT, config_class
 from tests.torchtune.models.conftest import on_disk
-from tests.torchtune.models.published import COUNTED, DIMENSIONS, OF_SIZES, PUBLISHED, STATED
-from torchtune._lazy import packages_in
+from tests.torchtune.models.families import COUNTED, DIMENSIONS, OF_SIZES, PUBLISHED, STATED
+from torchtune._lazy import modules_in
 from torchtune.models import Description, get_spec
 from torchtune.modules.conversion import apply_conversions
 from torchtune.modules.peft import LoRA
@@ -28,12 +28,12 @@ def _module(family: str) -> ModuleType:
 def _sizes(family: str) -> dict[str, Description]:
     if family == "llama3_2_vision":  # its rows describe a decoder and an encoder
         return {}
-    builders = getattr(_module(family), "_model_builders", None)
-    return {**getattr(builders, "SIZES", {}), **getattr(builders, "REWARD_SIZES", {})}
+    module = _module(family)
+    return {**getattr(module, "SIZES", {}), **getattr(module, "REWARD_SIZES", {})}
 
 
 # (family, builder)
-SIZES = [(family, name) for family in packages_in(torchtune.models.__path__) for name in _sizes(family)]
+SIZES = [(family, name) for family in modules_in(torchtune.models.__path__) for name in _sizes(family)]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -83,7 +83,7 @@ def test_named_size(family, name):
 
 @pytest.mark.parametrize(("family", "name"), SIZES)
 def test_every_number_is_the_published_one(family, name):
-    description, spec = _sizes(family)[name], _module(family)._model_builders.SPEC
+    description, spec = _sizes(family)[name], _module(family).SPEC
     if name in COUNTED:
         published = _sizes(family)[COUNTED[name][1]]
         assert replace(description, **{field: getattr(published, field) for field in DIMENSIONS}) == published

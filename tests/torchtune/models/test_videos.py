@@ -30,7 +30,7 @@ from torchtune.data import DataError, Message, Video, collate_documents
 from torchtune.datasets import chat_dataset
 from torchtune.generation import generate_tokens, images_of_row, stream
 from torchtune.models import image_text_transform
-from torchtune.models.qwen3_vl._processor import QwenImages
+from torchtune.models.qwen3_vl import QwenImages
 
 OLD = {"model_type": "qwen2_5_vl", "vision_config": {"tokens_per_second": 2}}
 LEAST, MOST = 1024, 6144

@@ -20,4 +20,5 @@ __getattr__, __dir__, __all__ = attach(
         ),
         **dict.fromkeys(("SPEC", *_MODELS), "_model_builders"),
     },
+    between_rooms={"SIZES": "_model_builders"},
 )

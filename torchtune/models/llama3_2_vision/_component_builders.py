@@ -9,7 +9,7 @@ from torchtune.models._builders import scale_hidden_dim_for_mlp
 from torchtune.models._description import Description
 from torchtune.models._rope_scaling import Llama3RopeScaling
 from torchtune.models._spec import ModelSpec
-from torchtune.models.clip._component_builders import clip_vision_encoder, encoder_layer
+from torchtune.models.clip import clip_vision_encoder, encoder_layer
 from torchtune.models.llama3_2_vision._description import VisionDescription
 from torchtune.models.llama3_2_vision._encoder import Llama3VisionEncoder, Llama3VisionProjectionHead
 from torchtune.models.llama3_2_vision._lora import lora_part_builder

@@ -49,7 +49,7 @@ def read(config: Mapping[str, Any], ignore_fields: Collection[str] = ()) -> Visi
             raise ModelError(f"config.json of {_NAME} lacks the object '{name}': download it again.")
         parts[name] = dict(config[name])
     whole = Fields(config, _NAME, {*ignore_fields, *parts, "image_token_index", "tie_word_embeddings"})
-    whole.refuse_rest()
+    whole.refuse_unread()
     text, fusion_layers = _read_text(parts["text_config"], ignore_fields)
     vision = _read_vision(parts["vision_config"], ignore_fields)
     return VisionDescription(**vars(text), fusion_layers=fusion_layers, **vision)
@@ -105,7 +105,7 @@ def _read_vision(config: dict[str, Any], ignore_fields: Collection[str]) -> dict
     for name, (value, default) in wanted.items():
         if fields.take(name, default) not in (value, None):
             raise fields.refusal(name, fields.peek(name))
-    fields.refuse_rest()
+    fields.refuse_unread()
     return values
 
 

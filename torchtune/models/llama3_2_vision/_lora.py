@@ -4,7 +4,8 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torchtune.models._builders import LoraAttnModules, Model, adapt_parts, check_parts, dress
+from torchtune.models._build_vision import adapt_parts, check_parts
+from torchtune.models._builders import LoraAttnModules, Model, named_function
 
 
 def part_of(path: str) -> str:
@@ -92,4 +93,4 @@ def lora_part_builder(base: Callable[..., Model], part: str, name: str, noun: st
 
     builder.__signature__ = signature
     doc = f"The other arguments are those of :func:`{base.__name__}` and of the ``lora_*`` builders."
-    return dress(builder, name, base.__module__, f"Build {noun}.\n\n    {doc}\n    ")
+    return named_function(builder, name, base.__module__, f"Build {noun}.\n\n    {doc}\n    ")

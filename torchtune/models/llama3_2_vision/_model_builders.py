@@ -4,7 +4,8 @@ from dataclasses import replace
 from functools import partial
 
 from torchtune._lazy import former_names
-from torchtune.models._builders import Builder, LoraAttnModules, Part, check_parts, dress
+from torchtune.models._build_vision import Part, check_parts
+from torchtune.models._builders import Builder, LoraAttnModules, named_function
 from torchtune.models._description import ModelError
 from torchtune.models._rope_scaling import Llama3RopeScaling
 from torchtune.models._spec import ModelSpec
@@ -140,8 +141,8 @@ def _builders(name: str, size: str) -> tuple[Builder, Builder]:
         )
 
     return (
-        dress(full, name, __name__, _DOC.format(size=size)),
-        dress(lora, f"lora_{name}", __name__, _LORA_DOC.format(size=size)),
+        named_function(full, name, __name__, _DOC.format(size=size)),
+        named_function(lora, f"lora_{name}", __name__, _LORA_DOC.format(size=size)),
     )
 
 

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 
 from torchtune.data import DataError, PromptTemplateInterface, TemplateType, as_messages, get_prompt_template
-from torchtune.models.clip._transform import CLIP_MEAN, CLIP_STD, CLIPImageTransform
-from torchtune.models.llama3._tokenizer import Llama3Tokenizer
+from torchtune.models.clip import CLIP_MEAN, CLIP_STD, CLIPImageTransform
+from torchtune.models.llama3 import Llama3Tokenizer
 from torchtune.modules.transforms import VisionCrossAttentionMask
 from torchtune.tokenizers import parse_hf_tokenizer_json
 

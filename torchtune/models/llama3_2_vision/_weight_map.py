@@ -6,10 +6,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from torchtune.models._weight_map import WeightMap
+from torchtune.models._weight_map import Row, WeightMap, WeightMapError
 from torchtune.models._weight_names import HF_INTERLEAVED, META
 from torchtune.models._weight_ops import ExternalSlice, Identity, Op, Slices, is_empty
-from torchtune.models._weight_rows import Row, WeightMapError
 from torchtune.models.llama3_2_vision._description import VisionDescription
 
 _FORKED = (

@@ -1,19 +1,30 @@
 """Llama 4: mixtures of experts with attention in chunks, and a vision tower."""
 
-from torchtune.models._family import face
+from torchtune._lazy import attach
 
-__getattr__, __dir__, __all__ = face(
+_BUILDERS = [
+    f"{way}llama4_{size}" for size in ("scout_17b_16e", "maverick_17b_128e") for way in ("", "lora_", "qlora_")
+]
+
+__getattr__, __dir__, __all__ = attach(
     __name__,
     {
-        "Llama4Tokenizer": "_tokenizer",
-        **dict.fromkeys(("Llama4Transform", "llama4_transform"), "_transform"),
+        "SPEC": "_text",
+        "Llama4Tokenizer": "_text",
         **dict.fromkeys(
             (
-                *("Llama4VisionEncoder", "Llama4VisionProjectionHead"),
-                *("llama4_decoder", "llama4_vision_encoder", "llama4_vision_projection_head"),
+                *_BUILDERS,
+                "Llama4Transform",
+                "Llama4VisionEncoder",
+                "Llama4VisionProjectionHead",
+                "decoder_only_tp_plan",
+                "llama4_decoder",
+                "llama4_transform",
+                "llama4_vision_encoder",
+                "llama4_vision_projection_head",
             ),
-            "_component_builders",
+            "_earlier",
         ),
-        "decoder_only_tp_plan": "_parallelism",
     },
+    between_rooms={"BUILDERS": "_earlier", "FORMAT": "_text", "LlamaImages": "_processor", "SIZES": "_text"},
 )

@@ -1,0 +1,224 @@
+"""Read and write experts, latent attention, linear attention and Mamba layers of a Hugging Face ``config.json``."""
+
+import math
+from typing import Any
+
+from torchtune.models._description import Description, ModelError
+from torchtune.models._hf_fields import Fields, all_but_every, is_number, is_whole, layer_types
+from torchtune.models._mixers import DeltaNetMixer, Mamba2Mixer, Names
+from torchtune.models._weight_ops import HeadGroups
+
+# Fields of experts that transformers does not read; two are numbers of MTP layers, which are not trained.
+_UNUSED = ("ep_size", "aux_loss_alpha", "seq_aux", "auto_map", "num_nextn_predict_layers", "num_mtp_layers")
+
+
+def router_fields(*, experts_per_token: int, scale: float = 1.0, groups: int = 1, top: int = 1) -> tuple[Any, ...]:
+    """Return the router's fields for ``HFFormat.own``, with the defaults of ``transformers``."""
+    return (
+        ("num_experts_per_tok", "experts_per_token", experts_per_token),
+        ("norm_topk_prob", "router_normalize", True),
+        ("routed_scaling_factor", "router_scale", scale),
+        ("n_group", "router_groups", groups),
+        ("topk_group", "router_top_groups", top),
+    )
+
+
+def read_experts(fields: Fields, number: int, width: int, *, first_dense: int) -> dict[str, Any]:
+    """Read experts and shared experts as values of a description.
+
+    Args:
+        fields: fields of the file.
+        number: default number of experts in ``transformers``.
+        width: default width of an expert.
+        first_dense: default number of leading layers without experts.
+    """
+    fields.skip(*_UNUSED)
+    fields.require(scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1)
+    width = fields.take("moe_intermediate_size", width)
+    num_layers = fields.take("num_hidden_layers")
+    num_dense_layers = min(fields.take("first_k_dense_replace", first_dense), num_layers)
+    return {
+        "num_experts": fields.take("n_routed_experts", fields.take("num_local_experts", number)),
+        "expertless_layers": tuple(range(num_dense_layers)),
+        "shared_expert_dim": fields.take("n_shared_experts", 1) * width,
+        "expert_dim": width,
+    }
+
+
+def write_experts(d: Description) -> dict[str, Any]:
+    """Write the fields of :func:`read_experts`."""
+    return {
+        "n_routed_experts": d.num_experts,
+        "first_k_dense_replace": len(d.expertless_layers),
+        "n_shared_experts": d.shared_expert_dim // d.expert_dim,
+        "moe_intermediate_size": d.expert_dim,
+        "num_nextn_predict_layers": 0,
+    }
+
+
+def read_latents(fields: Fields, *, kv: int, queries: int, keys: int, values: int, whole_head: bool) -> dict[str, Any]:
+    """Read latent attention as values of a description.
+
+    Args:
+        fields: fields of the file.
+        kv: default width of the latent of keys and values in ``transformers``.
+        queries: default width of the latent of queries; ``null`` in the file means no latent.
+        keys: default number of unrotated channels of a key.
+        values: default size of a value.
+        whole_head: whether ``head_dim``, if present, counts all channels of a key, instead of only the rotated ones.
+    """
+    rope_dim = fields.take("qk_rope_head_dim", 64)
+    unrotated_dim = fields.take("qk_nope_head_dim", keys)
+    fields.skip("qk_head_dim", "num_key_value_heads")  # redundant: the sum of the two sizes, and num_attention_heads
+    if whole_head:
+        size_name = "qk_nope_head_dim + qk_rope_head_dim"
+        size = unrotated_dim + rope_dim
+    else:
+        size_name = "qk_rope_head_dim"
+        size = rope_dim
+    if fields.take("head_dim", size) != size:
+        raise ModelError(
+            f"config.json has head_dim = {fields.peek('head_dim')}, where {size_name} is {size}: correct one."
+        )
+    has_query_latent = not fields.has("q_lora_rank") or fields.peek("q_lora_rank") is not None
+    return {
+        "num_kv_heads": fields.take("num_attention_heads"),
+        "head_dim": rope_dim + unrotated_dim,
+        "rope_dim": rope_dim,
+        "kv_latent_dim": fields.take("kv_lora_rank", kv),
+        "q_latent_dim": fields.take("q_lora_rank", queries) if has_query_latent else 0,
+        "value_dim": fields.take("v_head_dim", values),
+        "rope_layout": "interleaved" if fields.take("rope_interleave", True) else "half",
+    }
+
+
+def write_latents(d: Description, *, whole_head: bool) -> dict[str, Any]:
+    """Write the fields of :func:`read_latents`."""
+    return {
+        "head_dim": d.head_dim if whole_head else d.rope_dim,
+        "qk_nope_head_dim": d.head_dim - d.rope_dim,
+        "qk_rope_head_dim": d.rope_dim,
+        "kv_lora_rank": d.kv_latent_dim,
+        "q_lora_rank": d.q_latent_dim or None,
+        "v_head_dim": d.value_dim,
+        "rope_interleave": d.rope_layout == "interleaved",
+    }
+
+
+# Sizes of mixers: (name in config.json, name in the mixer, default of transformers).
+_DELTA_NET_SIZES = (
+    ("linear_num_key_heads", "num_key_heads", 16),
+    ("linear_num_value_heads", "num_value_heads", 32),
+    ("linear_key_head_dim", "key_dim", 128),
+    ("linear_value_head_dim", "value_dim", 128),
+    ("linear_conv_kernel_dim", "conv_taps", 4),
+)
+_MAMBA_SIZES = (
+    ("mamba_n_heads", "num_heads", 128),
+    ("mamba_n_groups", "num_groups", 1),
+    ("mamba_d_state", "state_dim", 256),
+    ("mamba_d_conv", "conv_taps", 4),
+)
+
+# Weight names of DeltaNetMixer with fused input projections; checkpoints order their rows by key head.
+FUSED_DELTA_NET: Names = (
+    (
+        "linear_attn.in_proj_qkvz.weight",
+        "qkvz_proj.weight",
+        HeadGroups(("key_dim", "key_dim", "group_dim", "group_dim")),
+    ),
+    ("linear_attn.in_proj_ba.weight", "ba_proj.weight", HeadGroups(("group_heads", "group_heads"))),
+    *DeltaNetMixer.names[4:],
+)
+
+
+def require_silu(fields: Fields, name: str = "hidden_act") -> None:
+    """Raise unless the activation is SiLU: ``transformers`` also uses the field in a mixer's convolution."""
+    fields.choice(name, {"silu": None, "swish": None}, "silu")
+
+
+def read_delta_net(fields: Fields, *, fused: bool = False) -> dict[str, Any]:
+    """Read the Gated DeltaNet layers of Qwen 3.5 or Qwen3-Next as values of a description.
+
+    Args:
+        fields: fields of the file.
+        fused: whether checkpoints of the architecture hold fused input projections.
+    """
+    num_layers = fields.take("num_hidden_layers")
+    kinds = fields.layer_kinds(num_layers)
+    layers = all_but_every(num_layers, fields.take("full_attention_interval", 4))
+    if kinds is not None:
+        layers = tuple(layer for layer, kind in enumerate(kinds[:num_layers]) if kind == "linear_attention")
+    # Fields of MTP layers, which are not trained, and of caches.
+    fields.skip("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mamba_ssm_dtype")
+    fields.require(attn_output_gate=True)
+    sizes = {field: fields.take(name, default) for name, field, default in _DELTA_NET_SIZES}
+    if not layers:
+        return {"mixer": None, "mixer_layers": ()}
+    require_silu(fields)
+    return {"mixer": DeltaNetMixer(**sizes, fused=fused), "mixer_layers": layers}
+
+
+def write_delta_net(d: Description) -> dict[str, Any]:
+    """Write the fields of :func:`read_delta_net`."""
+    config: dict[str, Any] = {"layer_types": layer_types(d.num_layers, d.mixer_layers, "linear_attention")}
+    if d.mixer is not None:
+        config |= {name: getattr(d.mixer, field) for name, field, _ in _DELTA_NET_SIZES}
+    return config
+
+
+def read_mamba(fields: Fields, inner: int, **settings: Any) -> Mamba2Mixer:
+    """Read the Mamba layers of Granite 4 or Falcon-H1.
+
+    Args:
+        fields: fields of the file.
+        inner: total width of all heads.
+        **settings: further arguments of the mixer.
+    """
+    sizes = {field: fields.take(name, default) for name, field, default in _MAMBA_SIZES}
+    fields.skip("mamba_chunk_size")  # only affects how transformers computes
+    require_silu(fields)
+    fields.require(mamba_conv_bias=True, mamba_proj_bias=False)
+    num_heads = sizes["num_heads"]
+    head_dim = fields.take("mamba_d_head", "auto")
+    if head_dim == "auto":
+        head_dim = inner // max(num_heads, 1)
+    if not is_whole(head_dim, 2**16):
+        raise fields.refusal("mamba_d_head", head_dim)
+    if head_dim * num_heads != inner:
+        raise ModelError(
+            f"config.json has mamba_n_heads = {num_heads} heads of mamba_d_head = {head_dim}, which together "
+            f"are not {inner} wide (mamba_d_ssm, or mamba_expand * hidden_size): download it again, or correct it."
+        )
+    dt_min, dt_max = _read_time_step_limit(fields)
+    return Mamba2Mixer(**sizes, head_dim=int(head_dim), dt_min=dt_min, dt_max=dt_max, **settings)
+
+
+_INFINITY = {"__float__": "Infinity"}  # as written by transformers
+
+
+def _read_time_step_limit(fields: Fields) -> tuple[float, float]:
+    limits = fields.take("time_step_limit", (0.0, math.inf))
+    if not isinstance(limits, list | tuple) or len(limits) != 2:
+        raise fields.refusal("time_step_limit", limits)
+    values = []
+    for limit in limits:
+        value = math.inf if limit == _INFINITY else limit
+        if not is_number(value) and value != math.inf:
+            raise fields.refusal("time_step_limit", limits)
+        values.append(float(value))
+    return values[0], values[1]
+
+
+def _written_limit(limit: float) -> Any:
+    return _INFINITY if limit == math.inf else limit
+
+
+def write_mamba(mixer: Mamba2Mixer) -> dict[str, Any]:
+    """Write the fields of :func:`read_mamba`."""
+    config = {name: getattr(mixer, field) for name, field, _ in _MAMBA_SIZES}
+    config["mamba_d_head"] = mixer.head_dim
+    limits = (mixer.dt_min, mixer.dt_max)
+    if limits != (0.0, math.inf):
+        config["time_step_limit"] = [_written_limit(limit) for limit in limits]
+    return config

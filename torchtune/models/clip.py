@@ -1,0 +1,361 @@
+"""CLIP: the images of vision models, and their encoder."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchtune._lazy import former_package
+from torchtune.data import DataError, Transform, read_pixels
+from torchtune.models._description import ModelError
+from torchtune.modules.attention import MultiHeadAttention
+from torchtune.modules.feed_forward import FeedForward
+from torchtune.modules.layer_norm import Fp32LayerNorm
+from torchtune.modules.tanh_gate import TanhGate
+from torchtune.modules.transformer import TransformerSelfAttentionLayer
+from torchtune.modules.transforms.vision_utils.get_canvas_best_fit import (
+    find_supported_resolutions,
+    get_canvas_best_fit,
+)
+from torchtune.modules.transforms.vision_utils.resize_with_pad import resampling_mode, resize_with_pad
+from torchtune.modules.transforms.vision_utils.tile_crop import tile_crop
+from torchtune.modules.vision_transformer import CLSProjection, VisionTransformer
+
+
+def _tokens_per_tile(tile_size: int, patch_size: int) -> int:
+    return (tile_size // patch_size) ** 2 + 1
+
+
+def _of_tiles(table: Tensor, aspect_ratio: Tensor, tiles: int) -> Tensor:
+    """Entries ``[n, tiles, ...]`` of a table ``[rows, columns, ...]`` for the tiles of n images; 0 for padding."""
+    number = torch.arange(tiles, device=aspect_ratio.device)
+    is_real = number < aspect_ratio.prod(-1, keepdim=True)
+    width = aspect_ratio[:, 1:].clamp(min=1)
+    found = table[(number // width) * is_real, (number % width) * is_real]
+    return found * is_real[(...,) + (None,) * (found.dim() - 2)]
+
+
+class TokenPositionalEmbedding(nn.Module):
+    """Position embedding of tokens in a tile, ``positional_embedding`` ``[tokens, d]``.
+
+    Args:
+        embed_dim: d.
+        tile_size: width and height of a tile, in pixels.
+        patch_size: width and height of a patch.
+    """
+
+    def __init__(self, embed_dim: int, tile_size: int, patch_size: int) -> None:
+        super().__init__()
+        tokens = _tokens_per_tile(tile_size, patch_size)
+        self.positional_embedding = nn.Parameter(torch.randn(tokens, embed_dim) * embed_dim**-0.5)
+
+    def forward(self, x: Tensor, *args: Tensor) -> Tensor:
+        """Add the embeddings to ``[..., tokens, d]``; further arguments are ignored."""
+        return x + self.positional_embedding
+
+
+class TiledTokenPositionalEmbedding(nn.Module):
+    """Position embeddings of tokens in a tile and in the full image, weighted by a tanh gate.
+
+    Args:
+        max_num_tiles: maximum number of tiles per image.
+        embed_dim: d.
+        tile_size: width and height of a tile, in pixels.
+        patch_size: width and height of a patch.
+    """
+
+    def __init__(self, max_num_tiles: int, embed_dim: int, tile_size: int, patch_size: int) -> None:
+        super().__init__()
+        self.max_num_tiles = max_num_tiles
+        shape, scale = (_tokens_per_tile(tile_size, patch_size), embed_dim), embed_dim**-0.5
+        self.local_token_positional_embedding = nn.Parameter(torch.randn(shape) * scale)
+        everywhere = torch.randn(max_num_tiles, max_num_tiles, *shape) * scale
+        self.global_token_positional_embedding = nn.Parameter(everywhere)
+        self.gate = nn.Parameter(torch.zeros(1))
+
+    def forward(self, x: Tensor, aspect_ratio: Tensor) -> Tensor:
+        """Add the embeddings.
+
+        Args:
+            x: ``[n, tiles, tokens, d]`` for n images.
+            aspect_ratio: int64 ``[n, 2]``: (height, width) of each image in tiles; further tiles are padding.
+        """
+        gate = self.gate.tanh()
+        x = x + self.local_token_positional_embedding * (1 - gate)
+        return x + _of_tiles(self.global_token_positional_embedding, aspect_ratio, x.shape[1]) * gate
+
+
+class TilePositionalEmbedding(nn.Module):
+    """Position embedding of a tile in its image, with a tanh gate.
+
+    Args:
+        max_num_tiles: maximum number of tiles per image.
+        embed_dim: d.
+    """
+
+    def __init__(self, max_num_tiles: int, embed_dim: int) -> None:
+        super().__init__()
+        self.max_num_tiles = max_num_tiles
+        table = torch.randn(max_num_tiles, max_num_tiles, 1, embed_dim) * embed_dim**-0.5
+        self.embedding = nn.Parameter(table)
+        self.gate = nn.Parameter(torch.zeros(1))
+
+    def forward(self, x: Tensor, aspect_ratio: Tensor) -> Tensor:
+        """Add the embeddings to ``[n, tiles, tokens, d]``; see :meth:`TiledTokenPositionalEmbedding.forward`."""
+        return x + _of_tiles(self.embedding, aspect_ratio, x.shape[1]) * self.gate.tanh()
+
+
+def clip_mlp(in_dim: int, out_dim: int, hidden_dim: int, activation: nn.Module) -> FeedForward:
+    """Build CLIP's feed-forward layer: two projections with biases.
+
+    Args:
+        in_dim: input size.
+        out_dim: output size.
+        hidden_dim: intermediate size.
+        activation: activation between the projections.
+    """
+    return FeedForward(
+        gate_proj=nn.Linear(in_dim, hidden_dim),
+        down_proj=nn.Linear(hidden_dim, out_dim),
+        activation=activation,
+    )
+
+
+def encoder_layer(
+    embed_dim: int,
+    num_heads: int,
+    activation: Callable[[], nn.Module],
+    *,
+    attn_bias: bool = False,
+    norm_eps: float = 1e-5,
+    is_gated: bool = False,
+) -> TransformerSelfAttentionLayer:
+    """Build a layer of an image encoder with bidirectional attention.
+
+    Args:
+        embed_dim: d.
+        num_heads: number of heads.
+        activation: makes the activation of the feed-forward.
+        attn_bias: whether the projections of attention have biases.
+        norm_eps: eps of the norms.
+        is_gated: whether tanh gates scale the outputs of attention and feed-forward.
+    """
+    if embed_dim % num_heads:
+        raise ModelError(f"embed_dim ({embed_dim}) must be a multiple of num_heads ({num_heads}).")
+    names = ("q_proj", "k_proj", "v_proj", "output_proj")
+    return TransformerSelfAttentionLayer(
+        MultiHeadAttention(
+            embed_dim=embed_dim,
+            num_heads=num_heads,
+            num_kv_heads=num_heads,
+            head_dim=embed_dim // num_heads,
+            is_causal=False,
+            **{name: nn.Linear(embed_dim, embed_dim, bias=attn_bias) for name in names},
+        ),
+        clip_mlp(embed_dim, embed_dim, 4 * embed_dim, activation()),
+        sa_norm=Fp32LayerNorm(embed_dim, eps=norm_eps),
+        mlp_norm=Fp32LayerNorm(embed_dim, eps=norm_eps),
+        sa_scale=TanhGate() if is_gated else None,
+        mlp_scale=TanhGate() if is_gated else None,
+    )
+
+
+def clip_vision_encoder(
+    tile_size: int,
+    patch_size: int,
+    embed_dim: int,
+    num_layers: int,
+    num_heads: int,
+    activation: Callable[[], nn.Module] = nn.SiLU,
+    cls_output_dim: int = 512,
+    attn_bias: bool = True,
+    use_rope: bool = False,
+    out_indices: list[int] | None = None,
+    output_cls_projection: bool = False,
+    max_num_tiles: int = 4,
+    in_channels: int = 3,
+    append_cls_token: bool = False,
+    use_tile_pos_embed: bool = True,
+    norm_eps: float = 1e-5,
+) -> VisionTransformer:
+    """Build CLIP's vision encoder.
+
+    Args:
+        tile_size: width and height of a tile, in pixels.
+        patch_size: width and height of a patch.
+        embed_dim: d.
+        num_layers: number of layers.
+        num_heads: heads per layer.
+        activation: makes the activation of the feed-forward.
+        cls_output_dim: size of the projected CLS token.
+        attn_bias: whether the projections of attention have biases.
+        use_rope: must be False.
+        out_indices: indices of layers whose inputs are also returned.
+        output_cls_projection: whether the output is the projected CLS token of every tile.
+        max_num_tiles: maximum number of tiles per image.
+        in_channels: channels of an image.
+        append_cls_token: whether the CLS token comes after the patches.
+        use_tile_pos_embed: whether tiles have position embeddings.
+        norm_eps: eps of the norms.
+
+    Raises:
+        ModelError: ``use_rope`` is True, or ``num_heads`` does not divide ``embed_dim``.
+    """
+    if use_rope:
+        raise ModelError("use_rope: encoders with rotary positions (Llama 4) are not in this release: set it to False.")
+    is_tiled = max_num_tiles > 1
+    has_places = is_tiled and use_tile_pos_embed
+    sizes = (embed_dim, tile_size, patch_size)
+    return VisionTransformer(
+        patch_size=patch_size,
+        tile_size=tile_size,
+        num_layers=num_layers,
+        embed_dim=embed_dim,
+        layer=encoder_layer(embed_dim, num_heads, activation, attn_bias=attn_bias, norm_eps=norm_eps),
+        token_pos_embedding=(
+            TiledTokenPositionalEmbedding(max_num_tiles, *sizes) if is_tiled else TokenPositionalEmbedding(*sizes)
+        ),
+        pre_tile_pos_embed=TilePositionalEmbedding(max_num_tiles, embed_dim) if has_places else None,
+        post_tile_pos_embed=TilePositionalEmbedding(max_num_tiles, embed_dim) if has_places else None,
+        cls_projection=CLSProjection(embed_dim, cls_output_dim, append_cls_token) if output_cls_projection else None,
+        out_indices=out_indices,
+        in_channels=in_channels,
+        append_cls_token=append_cls_token,
+        norm_eps=norm_eps,
+    )
+
+
+# Mean and standard deviation of OpenAI's CLIP.
+CLIP_MEAN = [0.48145466, 0.4578275, 0.40821073]
+CLIP_STD = [0.26862954, 0.26130258, 0.27577711]
+
+
+class CLIPImageTransform(Transform):
+    """Transform that resizes an image to the best-fitting canvas of tiles, normalizes it, and cuts it into tiles.
+
+    The image keeps its aspect ratio and is padded on the right and at the bottom. Without ``resize_to_max_canvas``, a
+    small image is upscaled at most to the size of a tile.
+
+    Args:
+        image_mean: mean of red, green and blue, for values from 0 to 1; ``None``: no normalization.
+        image_std: standard deviation of red, green and blue.
+        possible_resolutions: (height, width) of the canvases, in pixels; ``None``: all with up to ``max_num_tiles``
+            tiles.
+        tile_size: width and height of a tile, in pixels.
+        max_num_tiles: maximum number of tiles per image.
+        dtype: dtype of the tiles.
+        resample: ``"nearest"``, ``"bilinear"`` or ``"bicubic"``, with antialiasing.
+        resize_to_max_canvas: upscale the image as much as the canvases allow.
+
+        Raises:
+            DataError: only one of ``image_mean`` and ``image_std`` is set or has not 3 values, there is no canvas, or
+                ``resample`` is unknown.
+
+    Example:
+        >>> transform = torchtune.models.clip.CLIPImageTransform(tile_size=4, max_num_tiles=4)
+        >>> sample = transform({"image": torch.zeros(3, 4, 7, dtype=torch.uint8)})
+        >>> sample["image"].shape, sample["aspect_ratio"]
+        (torch.Size([2, 3, 4, 4]), tensor([1, 2]))
+    """
+
+    def __init__(
+        self,
+        *,
+        image_mean: Sequence[float] | None = None,
+        image_std: Sequence[float] | None = None,
+        possible_resolutions: Sequence[tuple[int, int]] | None = None,
+        tile_size: int = 224,
+        max_num_tiles: int | None = 4,
+        dtype: torch.dtype = torch.bfloat16,
+        resample: str = "bilinear",
+        resize_to_max_canvas: bool = False,
+    ) -> None:
+        if (image_mean is None) != (image_std is None):
+            raise DataError("image_mean and image_std belong together: give both or neither.")
+        for name, values in (("image_mean", image_mean), ("image_std", image_std)):
+            if values is not None and len(values) != 3:
+                raise DataError(f"{name} needs 3 values, of red, green and blue, not {len(values)}.")
+        if possible_resolutions is None:
+            if not max_num_tiles:
+                raise DataError("CLIPImageTransform needs possible_resolutions or max_num_tiles.")
+            possible_resolutions = find_supported_resolutions(max_num_tiles, tile_size)
+        resampling_mode(resample)
+        self.possible_resolutions = torch.tensor(possible_resolutions).reshape(-1, 2)
+        self.mean, self.std = (
+            None if values is None else torch.tensor(values)[:, None, None] for values in (image_mean, image_std)
+        )
+        self.tile_size, self.dtype = tile_size, dtype
+        self.resample, self.resize_to_max_canvas = resample, resize_to_max_canvas
+        self.max_size = None if resize_to_max_canvas else tile_size
+
+    def __call__(self, sample: Mapping[str, Any], inference: bool = False) -> dict[str, Any]:
+        """Replace ``image`` by tiles and add ``aspect_ratio``.
+
+        Args:
+            sample: sample with ``image``: a Pillow image, a path or URL, or a tensor ``[c, height, width]`` with 1 or 3
+                channels, uint8 or floating point from 0 to 1.
+            inference: ignored.
+
+        Returns:
+            The sample with ``image`` ``[tiles, 3, tile_size, tile_size]``, row by row, and ``aspect_ratio``, int64
+            ``[2]``: rows and columns of tiles.
+
+            Raises:
+                DataError: the image cannot be read, the tensor has a wrong shape, dtype or range, or the canvas that
+                    fits best does not consist of whole tiles.
+        """
+        image = _three_channels(sample["image"])
+        canvas = get_canvas_best_fit(image, self.possible_resolutions, self.resize_to_max_canvas)
+        if canvas[0] % self.tile_size or canvas[1] % self.tile_size:
+            raise DataError(
+                f"possible_resolutions: {canvas[0]} x {canvas[1]}, which fits an image of {image.shape[1]} x "
+                f"{image.shape[2]} best, is not of whole tiles of {self.tile_size}."
+            )
+        image = resize_with_pad(image, canvas, self.resample, self.max_size)
+        pixels = image.float() / 255 if image.dtype == torch.uint8 else image
+        if self.mean is not None:
+            pixels = (pixels - self.mean) / self.std
+        return {
+            **sample,
+            "image": tile_crop(pixels.to(self.dtype), self.tile_size),
+            "aspect_ratio": torch.tensor(canvas) // self.tile_size,
+        }
+
+
+def _three_channels(image: Any) -> torch.Tensor:
+    """Convert to uint8 or float32 ``[3, height, width]``. Raises :class:`DataError` for invalid images."""
+    if not isinstance(image, torch.Tensor):
+        return read_pixels(image)
+    if image.dim() != 3 or image.shape[0] not in (1, 3) or not image.numel():
+        raise DataError(f"an image must be a tensor [c, height, width] of 1 or 3 channels, not {tuple(image.shape)}")
+    if image.dtype != torch.uint8 and not image.is_floating_point():
+        raise DataError(f"an image must be of uint8 or floating point, not {image.dtype}")
+    if image.dtype != torch.uint8:
+        low, high = (float(value) for value in image.aminmax())
+        if not 0 <= low <= high <= 1:
+            raise DataError(f"an image of floating point must be from 0 to 1, not {low:g} to {high:g}: uint8 is to 255")
+    return (image if image.dtype == torch.uint8 else image.float()).expand(3, -1, -1)
+
+
+def clip_vit_224_transform() -> CLIPImageTransform:
+    """Build the image transform of CLIP ViT at 224 pixels: one tile, to which the image is scaled."""
+    return CLIPImageTransform(
+        image_mean=CLIP_MEAN,
+        image_std=CLIP_STD,
+        tile_size=224,
+        max_num_tiles=1,
+        resample="bilinear",
+        resize_to_max_canvas=True,
+    )
+
+
+__all__ = [
+    "CLIPImageTransform",
+    "TilePositionalEmbedding",
+    "TiledTokenPositionalEmbedding",
+    "TokenPositionalEmbedding",
+    "clip_mlp",
+    "clip_vision_encoder",
+]
+__getattr__, __path__ = former_package(__name__)

@@ -1,0 +1,33 @@
+"""Code Llama, on Llama 2.
+
+Llama 2 with another RoPE base and a longer context.
+"""
+
+from dataclasses import replace
+
+from torchtune.models._family import model_builders
+from torchtune.models.llama2 import SIZES as LLAMA2
+from torchtune.models.llama2 import SPEC as LLAMA2_SPEC
+
+SPEC = replace(LLAMA2_SPEC, name="code_llama2")
+
+_7B, _13B = (
+    replace(LLAMA2[name], vocab_size=32_016, max_seq_len=16_384, rope_base=1_000_000.0)
+    for name in ("llama2_7b", "llama2_13b")
+)
+SIZES = {
+    "code_llama2_7b": _7B,
+    "code_llama2_13b": _13B,
+    "code_llama2_34b": replace(
+        _7B,
+        vocab_size=32_000,
+        num_layers=48,
+        embed_dim=8192,
+        intermediate_dim=22_016,
+        num_heads=64,
+        num_kv_heads=8,
+    ),
+}
+BUILDERS = model_builders(__name__, "Code Llama", SPEC, SIZES)
+
+__all__ = ["SPEC", *BUILDERS]

@@ -1,5 +1,0 @@
-"""Code Llama, on Llama 2."""
-
-from torchtune.models._family import face
-
-__getattr__, __dir__, __all__ = face(__name__)

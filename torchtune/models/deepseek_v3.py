@@ -1,0 +1,106 @@
+"""DeepSeek V3 and models of its architecture, mixtures of experts with latent attention.
+
+Moonlight has this architecture, too. Sigmoid routers have a selection bias and groups of experts; every layer with
+experts has a shared expert.
+"""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from torchtune.models._family import (
+    HF_HALF,
+    Description,
+    Fields,
+    HFFormat,
+    YarnRopeScaling,
+    experts,
+    family,
+    latent_attention,
+    model_builders,
+    read_experts,
+    read_latents,
+    router_fields,
+    shared_expert,
+    write_experts,
+    write_latents,
+)
+
+
+def _read(fields: Fields) -> dict[str, Any]:
+    latents = read_latents(fields, kv=512, queries=1536, keys=128, values=128, whole_head=False)
+    return {**read_experts(fields, 256, 2048, first_dense=3), **latents}
+
+
+def _write(d: Description) -> dict[str, Any]:
+    return {**write_experts(d), **write_latents(d, whole_head=False)}
+
+
+FORMAT = HFFormat(
+    "DeepseekV3ForCausalLM",
+    "deepseek_v3",
+    "interleaved",
+    biases="attention_bias",
+    fixed=(("router_scores", "sigmoid"), ("router_selection_bias", True)),
+    extra_fields=router_fields(experts_per_token=8, scale=2.5, groups=8, top=4),
+    read_more=_read,
+    write_more=_write,
+    defaults=(("max_position_embeddings", 4096),),
+)
+_EXPERTS = partial(experts, block="mlp", gate="gate_proj", up="up_proj", down="down_proj")
+WEIGHTS = shared_expert(_EXPERTS(latent_attention(HF_HALF), bias="gate.e_score_correction_bias"), "mlp.shared_experts")
+SPEC = family("deepseek_v3", FORMAT, WEIGHTS, untrained_layers="eh_proj.weight")
+
+_671B = FORMAT.describe(
+    vocab_size=129_280,
+    num_layers=61,
+    embed_dim=7168,
+    intermediate_dim=18_432,
+    max_seq_len=163_840,
+    num_heads=128,
+    num_kv_heads=128,
+    head_dim=192,
+    kv_latent_dim=512,
+    q_latent_dim=1536,
+    value_dim=128,
+    rope_dim=64,
+    rope_scaling=YarnRopeScaling(factor=40.0, original_max_seq_len=4096, mscale=1.0, mscale_all_dim=1.0),
+    num_experts=256,
+    experts_per_token=8,
+    expert_dim=2048,
+    expertless_layers=(0, 1, 2),
+    router_normalize=True,
+    router_scale=2.5,
+    router_groups=8,
+    router_top_groups=4,
+    shared_expert_dim=2048,
+    norm_eps=1e-6,
+)
+SIZES = {
+    "deepseek_v3": _671B,
+    "moonlight_16b_a3b": replace(
+        _671B,
+        vocab_size=163_840,
+        num_layers=27,
+        embed_dim=2048,
+        intermediate_dim=11_264,
+        max_seq_len=8192,
+        num_heads=16,
+        num_kv_heads=16,
+        q_latent_dim=0,
+        rope_base=50_000.0,
+        rope_scaling=None,
+        num_experts=64,
+        experts_per_token=6,
+        expert_dim=1408,
+        expertless_layers=(0,),
+        router_scale=2.446,
+        router_groups=1,
+        router_top_groups=1,
+        shared_expert_dim=2816,
+        norm_eps=1e-5,
+    ),
+}
+BUILDERS = model_builders(__name__, "DeepSeek", SPEC, SIZES)
+
+__all__ = ["SPEC", *BUILDERS]

@@ -1,0 +1,193 @@
+"""Gemma 2.
+
+Soft caps, norms before and after attention and feed-forward, and a sliding window in every other layer.
+"""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from torchtune._lazy import former_package
+from torchtune.models._family import (
+    Description,
+    Fields,
+    HFFormat,
+    InterleaveRope,
+    all_but_every,
+    component_builders,
+    family,
+    hf_names,
+    model_builders,
+)
+from torchtune.models.convert_weights import convert_by, describe_state_dict
+from torchtune.models.gemma import GemmaTokenizer, gemma_tokenizer
+
+# Norms of a layer: ours -> Hugging Face's.
+NORMS = {
+    "sa_norm": "input_layernorm",
+    "sa_scale": "post_attention_layernorm",
+    "mlp_norm": "pre_feedforward_layernorm",
+    "mlp_scale": "post_feedforward_layernorm",
+}
+
+
+def read_softcaps(fields: Fields, *, attn: float | None, final: float | None) -> dict[str, Any]:
+    """Read soft caps, attention scale and embedding scale; ``attn`` and ``final`` are the defaults of the caps."""
+    # null means no cap, unlike an absent field
+    attn_softcap = fields.take("attn_logit_softcapping", None if fields.has("attn_logit_softcapping") else attn)
+    logit_softcap = fields.take("final_logit_softcapping", None if fields.has("final_logit_softcapping") else final)
+    scalar = fields.take("query_pre_attn_scalar", 256)
+    return {
+        "attn_softcap": attn_softcap,
+        "logit_softcap": logit_softcap,
+        "attn_scale": None if scalar == fields.take("head_dim") else scalar**-0.5,
+        "embed_scale": fields.take("hidden_size") ** 0.5,
+    }
+
+
+def write_softcaps(d: Description) -> dict[str, Any]:
+    """Write the fields of :func:`read_softcaps`."""
+    return {
+        "attn_logit_softcapping": d.attn_softcap,
+        "final_logit_softcapping": d.logit_softcap,
+        "query_pre_attn_scalar": d.head_dim if d.attn_scale is None else round(d.attn_scale**-2),
+    }
+
+
+FORMAT = HFFormat(
+    "Gemma2ForCausalLM",
+    "gemma2",
+    "interleaved",
+    biases="attention_bias",
+    windows="sliding_window",
+    window_layers=2,
+    activation=("hidden_activation", "gelu_pytorch_tanh"),
+    fixed=(("norm_unit_offset", True), ("norm_order", "both")),
+    required_values=(("use_bidirectional_attention", False),),
+    read_more=partial(read_softcaps, attn=50.0, final=30.0),
+    write_more=write_softcaps,
+    defaults=(
+        ("head_dim", 256),
+        ("hidden_act", None),  # in early files besides hidden_activation, never read
+        ("max_position_embeddings", 8192),
+        ("num_key_value_heads", 4),
+        ("sliding_window", 4096),
+        ("tie_word_embeddings", True),
+    ),
+)
+SPEC = family("gemma2", FORMAT, hf_names(InterleaveRope(), NORMS), model_types=("GEMMA2",))
+
+
+def gemma2_description(num_layers: int, embed_dim: int, *, full_every: int = 2, **numbers: Any) -> Description:
+    """Make a description with Gemma 2's settings; ``numbers`` are further fields."""
+    common = {
+        "head_dim": 256,
+        "max_seq_len": 8192,
+        "activation": "gelu_tanh",
+        "norm_eps": 1e-6,
+        "norm_unit_offset": True,
+        "norm_order": "both",
+        "tie_word_embeddings": True,
+        "attn_softcap": 50.0,
+        "logit_softcap": 30.0,
+        "window": 4096,
+        "embed_scale": embed_dim**0.5,
+    }
+    values = common | numbers
+    layers = all_but_every(num_layers, full_every) if values["window"] else ()
+    return FORMAT.describe(num_layers=num_layers, embed_dim=embed_dim, window_layers=layers, **values)
+
+
+_gemma2 = partial(gemma2_description, vocab_size=256_000)
+
+SIZES = {
+    "gemma2_2b": _gemma2(26, 2304, intermediate_dim=9216, num_heads=8, num_kv_heads=4),
+    "gemma2_9b": _gemma2(42, 3584, intermediate_dim=14_336, num_heads=16, num_kv_heads=8),
+    "gemma2_27b": _gemma2(
+        46,
+        4608,
+        intermediate_dim=36_864,
+        num_heads=32,
+        num_kv_heads=16,
+        head_dim=128,
+        attn_scale=144**-0.5,  # embed_dim / num_heads, not head_dim
+    ),
+}
+BUILDERS = model_builders(__name__, "Gemma 2", SPEC, SIZES)
+
+
+def _describe(
+    head_dim: int,
+    hidden_capping_value: float,
+    final_capping_value: float,
+    sliding_window_size: int,
+    query_pre_attn_scalar: int | None,
+    **sizes: Any,
+) -> Description:
+    attn_scale = None
+    if query_pre_attn_scalar not in (None, head_dim):
+        attn_scale = query_pre_attn_scalar**-0.5
+    return gemma2_description(
+        **sizes,
+        head_dim=head_dim,
+        attn_softcap=hidden_capping_value,
+        logit_softcap=final_capping_value,
+        window=sliding_window_size,
+        attn_scale=attn_scale,
+    )
+
+
+COMPONENTS = component_builders(
+    __name__,
+    "gemma2",
+    "Gemma 2",
+    SPEC,
+    _describe,
+    (
+        "vocab_size",
+        "num_layers",
+        "num_heads",
+        "head_dim",
+        "num_kv_heads",
+        "embed_dim",
+        "intermediate_dim",
+        "max_seq_len",
+    ),
+    attn_dropout=0.0,
+    norm_eps=1e-6,
+    rope_base=10_000,
+    hidden_capping_value=50.0,
+    final_capping_value=30.0,
+    sliding_window_size=4096,
+    query_pre_attn_scalar=None,
+)
+
+
+def gemma2_hf_to_tune(
+    state_dict: dict[str, Tensor],
+    num_heads: int = 32,
+    num_kv_heads: int = 32,
+    dim: int = 4096,
+    head_dim: int | None = None,
+) -> dict[str, Tensor]:
+    """Convert weights from Hugging Face names to ours."""
+    description = describe_state_dict(state_dict, num_heads, num_kv_heads, dim, head_dim, True)
+    return convert_by(SPEC.weight_map("hf"), state_dict, replace(description, norm_order="both"), to_tune=True)
+
+
+def gemma2_tune_to_hf(
+    state_dict: dict[str, Tensor],
+    num_heads: int = 32,
+    num_kv_heads: int = 32,
+    dim: int = 4096,
+    head_dim: int | None = None,
+) -> dict[str, Tensor]:
+    """Convert weights from our names to Hugging Face names."""
+    description = describe_state_dict(state_dict, num_heads, num_kv_heads, dim, head_dim, True)
+    return convert_by(SPEC.weight_map("hf"), state_dict, replace(description, norm_order="both"), to_tune=False)
+
+
+__all__ = ["SPEC", *BUILDERS, *COMPONENTS, "GemmaTokenizer", "gemma_tokenizer"]
+__getattr__, __path__ = former_package(__name__)

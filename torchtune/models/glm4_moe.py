@@ -1,0 +1,93 @@
+"""GLM-4.5, 4.6 and 4.7, mixtures of experts.
+
+Sigmoid routers with a selection bias, a shared expert, and dense first layers.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+from torchtune.models._family import (
+    HF_HALF,
+    Description,
+    Fields,
+    HFFormat,
+    experts,
+    family,
+    model_builders,
+    read_experts,
+    router_fields,
+    shared_expert,
+    write_experts,
+)
+
+
+def _read(fields: Fields) -> dict[str, Any]:
+    norm = "before_rope" if fields.take("use_qk_norm", False) else "none"
+    return {**read_experts(fields, 128, 1408, first_dense=1), "qk_norm": norm}
+
+
+def _write(d: Description) -> dict[str, Any]:
+    return {**write_experts(d), "use_qk_norm": d.has_qk_norm}
+
+
+_FORMAT = HFFormat(
+    "Glm4MoeForCausalLM",
+    "glm4_moe",
+    "half",
+    biases="attention_bias",
+    output_bias=False,
+    ropes=("partial",),
+    fixed=(("router_scores", "sigmoid"), ("router_selection_bias", True)),
+    extra_fields=router_fields(experts_per_token=8),
+    read_more=_read,
+    write_more=_write,
+    defaults=(
+        ("num_key_value_heads", 8),
+        ("max_position_embeddings", 131_072),
+        ("rms_norm_eps", 1e-5),
+        ("partial_rotary_factor", 0.5),
+    ),
+)
+_EXPERTS = experts(HF_HALF, "mlp", "gate_proj", "up_proj", "down_proj", "gate.e_score_correction_bias")
+SPEC = family("glm4_moe", _FORMAT, shared_expert(_EXPERTS, "mlp.shared_experts"), untrained_layers="eh_proj.weight")
+
+_AIR = _FORMAT.describe(
+    vocab_size=151_552,
+    num_layers=46,
+    embed_dim=4096,
+    intermediate_dim=10_944,
+    max_seq_len=131_072,
+    num_heads=96,
+    num_kv_heads=8,
+    head_dim=128,
+    q_bias=True,
+    k_bias=True,
+    v_bias=True,
+    rope_base=1_000_000.0,
+    rope_dim=64,
+    num_experts=128,
+    experts_per_token=8,
+    expert_dim=1408,
+    expertless_layers=(0,),
+    router_normalize=True,
+    shared_expert_dim=1408,
+    norm_eps=1e-5,
+)
+SIZES = {
+    "glm4_5_air": _AIR,
+    "glm4_5": replace(
+        _AIR,
+        num_layers=92,
+        embed_dim=5120,
+        intermediate_dim=12_288,
+        qk_norm="before_rope",
+        num_experts=160,
+        expert_dim=1536,
+        expertless_layers=(0, 1, 2),
+        router_scale=2.5,
+        shared_expert_dim=1536,
+    ),
+}
+BUILDERS = model_builders(__name__, "GLM", SPEC, SIZES)
+
+__all__ = ["SPEC", *BUILDERS]

@@ -1,5 +1,0 @@
-"""Hunyuan, the dense models."""
-
-from torchtune.models._family import face
-
-__getattr__, __dir__, __all__ = face(__name__)

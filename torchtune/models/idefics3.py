@@ -1,0 +1,19 @@
+"""Idefics 3: text and images.
+
+SmolVLM 2 with another ``config.json``.
+"""
+
+from dataclasses import replace
+
+from torchtune.models._build_vision import image_text_family
+from torchtune.models.smolvlm import FORMAT, NAMES, TiledImages
+
+_FORMAT = replace(
+    FORMAT,
+    architecture="Idefics3ForConditionalGeneration",
+    model_type="idefics3",
+    vision_type="idefics3_vision",
+)
+SPEC = image_text_family("idefics3", [_FORMAT], NAMES, TiledImages)
+
+__all__ = ["SPEC"]

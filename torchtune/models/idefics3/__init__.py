@@ -1,5 +1,0 @@
-"""Idefics 3: text and images."""
-
-from torchtune._lazy import attach
-
-__getattr__, __dir__, __all__ = attach(__name__, {"SPEC": "_model_builders"})

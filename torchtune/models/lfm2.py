@@ -1,0 +1,124 @@
+"""LFM2 and LFM2.5, the dense models.
+
+Most layers are gated short convolutions; the others have attention.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+from torchtune.models._family import (
+    HF_HALF,
+    Description,
+    Fields,
+    HFFormat,
+    ShortConvMixer,
+    family,
+    layer_types,
+    mixers,
+    model_builders,
+    renamed,
+    require_silu,
+)
+
+RENAMED = {
+    "model.norm.": "model.embedding_norm.",
+    "input_layernorm": "operator_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.o_proj": "self_attn.out_proj",
+    "self_attn.q_norm": "self_attn.q_layernorm",
+    "self_attn.k_norm": "self_attn.k_layernorm",
+    "mlp.gate_proj": "feed_forward.w1",
+    "mlp.down_proj": "feed_forward.w2",
+    "mlp.up_proj": "feed_forward.w3",
+}
+
+
+def read_layers(fields: Fields) -> dict[str, Any]:
+    """Read the convolution layers and ``tie_word_embeddings`` of LFM2 models, with or without experts."""
+    num_layers = fields.take("num_hidden_layers")
+    kinds = fields.list_of("layer_types", num_layers, str)
+    attn_layers = fields.list_of("full_attn_idxs", num_layers, int)
+    conv_layers: tuple[int, ...] = ()
+    if kinds is not None:
+        conv_layers = tuple(layer for layer, kind in enumerate(kinds[:num_layers]) if kind == "conv")
+    elif attn_layers is not None:
+        conv_layers = tuple(layer for layer in range(num_layers) if layer not in attn_layers)
+    require_silu(fields)  # transformers ignores the field
+    conv_taps = fields.take("conv_L_cache", 3)
+    return {
+        "mixer": ShortConvMixer(conv_taps=conv_taps) if conv_layers else None,
+        "mixer_layers": conv_layers,
+        "tie_word_embeddings": bool(fields.take("tie_embedding", fields.take("tie_word_embeddings", True))),
+    }
+
+
+def _read(fields: Fields) -> dict[str, Any]:
+    return {**read_layers(fields), "intermediate_dim": _read_intermediate_dim(fields)}
+
+
+def _read_intermediate_dim(fields: Fields) -> int:
+    width = fields.take("block_ff_dim", fields.take("intermediate_size", 12_288))
+    factor = fields.take("block_ffn_dim_multiplier", 1.0)
+    multiple = fields.take("block_multiple_of", 256)
+    if not fields.take("block_auto_adjust_ff_dim", True):
+        return width
+    # As in Llama: two thirds, times a factor, rounded up to a multiple.
+    adjusted = int(factor * int(2 * width / 3))
+    return -(-adjusted // multiple) * multiple
+
+
+def write_layers(d: Description) -> dict[str, Any]:
+    """Write the fields of :func:`read_layers`."""
+    return {
+        "layer_types": layer_types(d.num_layers, d.mixer_layers, "conv"),
+        "conv_L_cache": d.mixer.conv_taps if d.mixer else 3,
+    }
+
+
+def _write(d: Description) -> dict[str, Any]:
+    return {**write_layers(d), "block_auto_adjust_ff_dim": False}
+
+
+FORMAT = HFFormat(
+    "Lfm2ForCausalLM",
+    "lfm2",
+    "half",
+    qk_norm="before_rope",
+    mixer_kind="conv",
+    eps_field="norm_eps",
+    required_values=(("conv_bias", False),),
+    read_more=_read,
+    write_more=_write,
+    defaults=(
+        ("intermediate_size", 12_288),
+        ("num_key_value_heads", 8),
+        ("max_position_embeddings", 128_000),
+        ("norm_eps", 1e-5),
+        ("rope_theta", 1_000_000.0),
+    ),
+)
+SPEC = family("lfm2", FORMAT, mixers(renamed(HF_HALF, RENAMED), ShortConvMixer.names))
+
+_CONV_LAYERS = tuple(layer for layer in range(16) if layer not in (2, 5, 8, 10, 12, 14))
+_1_2B = FORMAT.describe(
+    vocab_size=65_536,
+    num_layers=16,
+    embed_dim=2048,
+    intermediate_dim=8192,
+    max_seq_len=128_000,
+    num_heads=32,
+    num_kv_heads=8,
+    mixer=ShortConvMixer(),
+    mixer_layers=_CONV_LAYERS,
+    rope_base=1_000_000.0,
+    norm_eps=1e-5,
+    tie_word_embeddings=True,
+)
+SIZES = {
+    "lfm2_350m": replace(_1_2B, embed_dim=1024, intermediate_dim=4608, num_heads=16, head_dim=64),
+    "lfm2_700m": replace(_1_2B, embed_dim=1536, intermediate_dim=6912, num_heads=24, head_dim=64),
+    "lfm2_1_2b": _1_2B,
+}
+BUILDERS = model_builders(__name__, "LFM2", SPEC, SIZES)
+
+__all__ = ["SPEC", *BUILDERS]

@@ -1,0 +1,39 @@
+"""Llama 3.1.
+
+Llama 3 with RoPE scaling, and 405B.
+"""
+
+from dataclasses import replace
+
+from torchtune._lazy import former_package
+from torchtune.models._family import Llama3RopeScaling, component_builders, llama3_scaled, model_builders
+from torchtune.models.llama3 import SIZES as LLAMA3
+from torchtune.models.llama3 import SPEC as LLAMA3_SPEC
+from torchtune.modules.position_embeddings import ScaledRotaryPositionalEmbeddings as Llama3ScaledRoPE
+
+SPEC = replace(LLAMA3_SPEC, name="llama3_1", model_types=("LLAMA3",))
+
+_8B = replace(LLAMA3["llama3_8b"], max_seq_len=131_072, rope_scaling=Llama3RopeScaling())
+
+SIZES = {
+    "llama3_1_8b": _8B,
+    "llama3_1_70b": replace(_8B, num_layers=80, embed_dim=8192, intermediate_dim=28_672, num_heads=64),
+    "llama3_1_405b": replace(_8B, num_layers=126, embed_dim=16_384, intermediate_dim=53_248, num_heads=128),
+}
+BUILDERS = model_builders(__name__, "Llama 3.1", SPEC, SIZES)
+COMPONENTS = component_builders(
+    __name__,
+    "llama3_1",
+    "Llama 3.1",
+    SPEC,
+    llama3_scaled,
+    ("vocab_size", "num_layers", "num_heads", "num_kv_heads", "embed_dim", "max_seq_len"),
+    attn_dropout=0.0,
+    rope_base=500_000,
+    intermediate_dim=None,
+    norm_eps=1e-5,
+    scale_factor=8,
+)
+
+__all__ = ["SPEC", *BUILDERS, *COMPONENTS, "Llama3ScaledRoPE"]
+__getattr__, __path__ = former_package(__name__)

@@ -1,0 +1,53 @@
+"""Llama 3.2, the text models."""
+
+from functools import partial
+
+from torchtune._lazy import former_package
+from torchtune.models._family import (
+    GGUF,
+    HF_INTERLEAVED,
+    LLAMA,
+    META,
+    Description,
+    Llama3RopeScaling,
+    component_builders,
+    family,
+    llama3_scaled,
+    model_builders,
+)
+
+SPEC = family("llama3_2", LLAMA, HF_INTERLEAVED, formats={"meta": META, "gguf": GGUF}, model_types=("LLAMA3_2",))
+
+_llama3_2 = partial(
+    Description,
+    vocab_size=128_256,
+    max_seq_len=131_072,
+    num_kv_heads=8,
+    intermediate_dim=8192,
+    rope_base=500_000.0,
+    rope_scaling=Llama3RopeScaling(factor=32.0),
+    tie_word_embeddings=True,
+)
+
+SIZES = {
+    "llama3_2_1b": _llama3_2(num_layers=16, embed_dim=2048, num_heads=32),
+    "llama3_2_3b": _llama3_2(num_layers=28, embed_dim=3072, num_heads=24),
+}
+BUILDERS = model_builders(__name__, "Llama 3.2", SPEC, SIZES, tie_option=True)
+COMPONENTS = component_builders(
+    __name__,
+    "llama3_2",
+    "Llama 3.2",
+    SPEC,
+    llama3_scaled,
+    ("vocab_size", "num_layers", "num_heads", "num_kv_heads", "embed_dim", "max_seq_len"),
+    attn_dropout=0.0,
+    rope_base=500_000,
+    intermediate_dim=None,
+    norm_eps=1e-5,
+    scale_factor=32,
+    tie_word_embeddings=True,
+)
+
+__all__ = ["SPEC", *BUILDERS, *COMPONENTS]
+__getattr__, __path__ = former_package(__name__)

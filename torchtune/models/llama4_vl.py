@@ -1,0 +1,94 @@
+"""Llama 4 with its vision tower: text and images.
+
+The tower sees tiles of an image.
+"""
+
+from typing import Any
+
+from torchtune.models._build_vision import ImageTextFormat, VisionDescription, image_text_family
+from torchtune.models._family import Fields, FlatPatches, Identity, Row, WeightMap, attention_names, module_rows
+from torchtune.models._weight_map import rename_prefix
+from torchtune.models.llama4 import FORMAT, LlamaImages
+from torchtune.models.llama4 import SPEC as TEXT
+
+_MERGE = 2
+
+
+def _read(fields: Fields, values: dict[str, Any], whole: Fields) -> dict[str, Any]:
+    fields.require(pixel_shuffle_ratio=1 / _MERGE)
+    if values["intermediate_dim"] != values["embed_dim"] * _MERGE**2:  # which is also the projector's input
+        raise fields.refusal("intermediate_size", values["intermediate_dim"])
+    return {"positions_side": fields.typed("image_size", 448) // values["patch_size"]}
+
+
+def _write(v: VisionDescription) -> dict[str, Any]:
+    return {"image_size": v.positions_side * v.patch_size, "pixel_shuffle_ratio": 1 / _MERGE}
+
+
+_FORMAT = ImageTextFormat(
+    "Llama4ForConditionalGeneration",
+    "llama4",
+    FORMAT,
+    vision_type="llama4_vision_model",
+    tower_fields=(
+        *ImageTextFormat.sizes(embed_dim=768, intermediate_dim=5632, num_layers=34, num_heads=16, patch_size=14),
+        ("num_channels", "num_channels", 3),
+        ("vision_output_dim", "projector_dim", 7680),
+    ),
+    tokens=(("image_token_index", 200_092),),
+    fixed={
+        **dict.fromkeys(("patch_bias", "projector_bias"), False),
+        **dict.fromkeys(("first_norm", "last_norm", "projector_first"), True),
+        "activation": "gelu",
+        "norm_eps": 1e-5,
+        "positions": "classed",
+        "rope": "neighbors",
+        "merge": _MERGE,
+    },
+    derived=(("projector_input_dim", "projector_dim"), ("projector_output_dim", "projector_dim")),
+    unused=("hidden_act", "norm_eps", "vision_feature_select_strategy"),  # transformers does not use them
+    read_vision=_read,
+    write_vision=_write,
+    ignored=("boi_token_index", "eoi_token_index", "image_token_id"),
+)
+_LAYER = (
+    ("sa_norm", "input_layernorm"),
+    *attention_names(),
+    ("mlp_norm", "post_attention_layernorm"),
+    ("mlp.w1", "mlp.fc1"),
+    ("mlp.w2", "mlp.fc2"),
+)
+_TOWER = "vision_model."
+_PROJECTOR = (("reduce.0", "mlp.fc1"), ("mlp.w1", "mlp.fc2"))
+_ROWS = [
+    Row(f"{_TOWER}patch_embedding.linear.weight", "encoder.patch_embed.weight"),
+    Row(f"{_TOWER}class_embedding", "encoder.positions.class_token"),
+    Row(f"{_TOWER}positional_embedding_vlm", "encoder.positions.table.weight"),
+    *module_rows(_TOWER, "encoder.", [("first_norm", "layernorm_pre"), ("norm", "layernorm_post")]),
+    *module_rows(f"{_TOWER}model.layers.{{block}}.", "encoder.layers.{block}.", _LAYER),
+    *module_rows(f"{_TOWER}vision_adapter.", "encoder.projector.", _PROJECTOR, ["weight"]),
+    Row("multi_modal_projector.linear_1.weight", "encoder.projector.mlp.w2.weight"),
+]
+_HF = TEXT.weight_map().prefixed(TEXT.module_prefixes, "decoder.").extended(_ROWS)
+# Our names -> those of earlier releases.
+_CLIP, _HEAD = "encoders.vision.clip.", "encoders.vision.projection.output."
+_EARLIER = {
+    "encoder.layers.": f"{_CLIP}layers.",
+    "encoder.patch_embed.": f"{_CLIP}conv.",
+    "encoder.positions.table.weight": f"{_CLIP}token_pos_embedding.positional_embedding",
+    "encoder.positions.class_token": f"{_CLIP}cls_token_embedding.weight",
+    "encoder.first_norm.": f"{_CLIP}ln_pre.",
+    "encoder.norm.": f"{_CLIP}ln_post.",
+    "encoder.projector.reduce.0.": f"{_HEAD}0.",
+    "encoder.projector.mlp.w1.": f"{_HEAD}2.",
+    "encoder.projector.mlp.w2.": f"{_HEAD}4.",
+}
+_OWN = [(row, name) for row in _HF.rows for name in ([row.tune] if isinstance(row.tune, str) else row.tune)]
+_ROWS_OF_EARLIER = [
+    Row(rename_prefix(name, _EARLIER), name, FlatPatches() if ".patch_embed." in name else Identity(), row.when)
+    for row, name in _OWN
+]
+_EARLIER_NAMES = {"earlier": WeightMap(tuple(_ROWS_OF_EARLIER))}
+SPEC = image_text_family("llama4_vl", [_FORMAT], _HF, LlamaImages, TEXT, _EARLIER_NAMES)
+
+__all__ = ["SPEC"]

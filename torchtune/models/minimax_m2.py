@@ -1,0 +1,74 @@
+"""MiniMax-M2.
+
+256 experts with sigmoid routers and a selection bias, norms over all heads together, and partial RoPE.
+"""
+
+from typing import Any
+
+from torchtune.models._family import HF_HALF, Fields, HFFormat, experts, family, model_builders
+
+
+def _read(fields: Fields) -> dict[str, Any]:
+    if any(kind != 1 for kind in fields.list_of("attn_type_list", fields.take("num_hidden_layers"), int) or ()):
+        raise fields.refusal("attn_type_list", fields.peek("attn_type_list"))
+    return {}
+
+
+_FORMAT = HFFormat(
+    "MiniMaxM2ForCausalLM",
+    "minimax_m2",
+    "half",
+    qk_norm="before_rope",
+    ropes=("partial", "dim"),
+    fixed=(
+        ("qk_norm_whole", True),
+        ("router_scores", "sigmoid"),
+        ("router_normalize", True),
+        ("router_selection_bias", True),
+    ),
+    extra_fields=(
+        ("num_local_experts", "num_experts", 256),
+        ("num_experts_per_tok", "experts_per_token", 8),
+        ("intermediate_size", "expert_dim", 1536),
+        ("router_aux_loss_coef", "router_balance", 0.001),
+    ),
+    required_values=(
+        ("qk_norm_type", "per_layer"),
+        ("scoring_func", "sigmoid"),
+        ("use_qk_norm", True),
+        ("use_routing_bias", True),
+        *((f"layernorm_{part}_beta", 1.0) for part in ("full_attention", "linear_attention", "mlp")),
+    ),
+    unused=("mlp_intermediate_size", "mtp_transformer_layers", "num_mtp_modules", "shared_moe_mode", "use_mtp"),
+    read_more=_read,
+    defaults=(
+        ("num_key_value_heads", 8),
+        ("head_dim", 128),
+        ("max_position_embeddings", 196_608),
+        ("rope_theta", 5_000_000.0),
+    ),
+)
+SPEC = family("minimax_m2", _FORMAT, experts(HF_HALF, "block_sparse_moe", "w1", "w3", "w2", "e_score_correction_bias"))
+
+SIZES = {
+    "minimax_m2": _FORMAT.describe(
+        vocab_size=200_064,
+        num_layers=62,
+        embed_dim=3072,
+        intermediate_dim=1536,
+        max_seq_len=196_608,
+        num_heads=48,
+        num_kv_heads=8,
+        head_dim=128,
+        rope_base=5_000_000.0,
+        rope_dim=64,
+        num_experts=256,
+        experts_per_token=8,
+        expert_dim=1536,
+        router_balance=0.001,
+        norm_eps=1e-6,
+    ),
+}
+BUILDERS = model_builders(__name__, "MiniMax-M2", SPEC, SIZES)
+
+__all__ = ["SPEC", *BUILDERS]

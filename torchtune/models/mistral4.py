@@ -1,0 +1,84 @@
+"""Mistral Small 4, a mixture of experts with latent attention.
+
+Queries are scaled by their position; softmax routers, a shared expert, and YaRN.
+"""
+
+from typing import Any
+
+from torchtune.models._family import (
+    HF_HALF,
+    Description,
+    Fields,
+    HFFormat,
+    YarnRopeScaling,
+    experts,
+    family,
+    latent_attention,
+    model_builders,
+    read_experts,
+    read_latents,
+    router_fields,
+    shared_expert,
+    with_fused_experts,
+    write_experts,
+    write_growth,
+    write_latents,
+    write_scaling,
+)
+
+_YARN = YarnRopeScaling(factor=128.0, original_max_seq_len=8192, mscale=1.0, mscale_all_dim=1.0)
+# Default of transformers without rope_parameters.
+_DEFAULT = {**(write_scaling(_YARN) or {}), "rope_theta": 1e4, "llama_4_scaling_beta": 0.1}
+
+
+def _read(fields: Fields) -> dict[str, Any]:
+    latents = read_latents(fields, kv=256, queries=1024, keys=64, values=128, whole_head=True)
+    return {**read_experts(fields, 128, 2048, first_dense=0), **latents}
+
+
+def _write(d: Description) -> dict[str, Any]:
+    return {**write_experts(d), **write_latents(d, whole_head=True), **write_growth(d)}
+
+
+_FORMAT = HFFormat(
+    "Mistral4ForCausalLM",
+    "mistral4",
+    "interleaved",
+    biases="attention_bias",
+    ropes=("partial", "growth"),
+    extra_fields=router_fields(experts_per_token=4),
+    read_more=_read,
+    write_more=_write,
+    defaults=(("max_position_embeddings", 1_048_576), ("rope_parameters", _DEFAULT)),
+)
+_EXPERTS = experts(latent_attention(HF_HALF), "mlp", "gate_proj", "up_proj", "down_proj")
+SPEC = family("mistral4", _FORMAT, shared_expert(with_fused_experts(_EXPERTS, "mlp"), "mlp.shared_experts"))
+
+SIZES = {
+    "mistral4_119b": _FORMAT.describe(
+        vocab_size=131_072,
+        num_layers=36,
+        embed_dim=4096,
+        intermediate_dim=12_288,
+        max_seq_len=1_048_576,
+        num_heads=32,
+        num_kv_heads=32,
+        head_dim=128,
+        kv_latent_dim=256,
+        q_latent_dim=1024,
+        value_dim=128,
+        rope_dim=64,
+        rope_scaling=_YARN,
+        query_growth=0.1,
+        query_growth_span=8192,
+        num_experts=128,
+        experts_per_token=4,
+        expert_dim=2048,
+        router_normalize=True,
+        shared_expert_dim=2048,
+        norm_eps=1e-6,
+    ),
+}
+BUILDERS = model_builders(__name__, "Mistral 4", SPEC, SIZES)
+
+__all__ = ["SPEC", *BUILDERS]

@@ -1,0 +1,37 @@
+"""OLMo 2."""
+
+from functools import partial
+
+from torchtune.models._family import HFFormat, Identity, family, hf_names, model_builders
+
+# Norms of a layer, all post-norms: ours -> Hugging Face's.
+NORMS = {"sa_scale": "post_attention_layernorm", "mlp_scale": "post_feedforward_layernorm"}
+
+FORMAT = HFFormat(
+    "Olmo2ForCausalLM",
+    "olmo2",
+    "half",
+    biases="attention_bias",
+    qk_norm="before_rope",
+    fixed=(("norm_order", "post"), ("qk_norm_whole", True)),
+    defaults=(("max_position_embeddings", 2048), ("rms_norm_eps", 1e-5)),
+)
+SPEC = family("olmo2", FORMAT, hf_names(Identity(), NORMS))
+
+_olmo2 = partial(
+    FORMAT.describe,
+    vocab_size=100_352,
+    max_seq_len=4096,
+    norm_eps=1e-6,
+    rope_base=500_000.0,
+)
+
+SIZES = {
+    "olmo2_1b": _olmo2(num_layers=16, embed_dim=2048, intermediate_dim=8192, num_heads=16, num_kv_heads=16),
+    "olmo2_7b": _olmo2(num_layers=32, embed_dim=4096, intermediate_dim=11_008, num_heads=32, num_kv_heads=32),
+    "olmo2_13b": _olmo2(num_layers=40, embed_dim=5120, intermediate_dim=13_824, num_heads=40, num_kv_heads=40),
+    "olmo2_32b": _olmo2(num_layers=64, embed_dim=5120, intermediate_dim=27_648, num_heads=40, num_kv_heads=8),
+}
+BUILDERS = model_builders(__name__, "OLMo 2", SPEC, SIZES)
+
+__all__ = ["SPEC", *BUILDERS]

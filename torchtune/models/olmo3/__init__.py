@@ -1,5 +1,0 @@
-"""OLMo 3."""
-
-from torchtune.models._family import face
-
-__getattr__, __dir__, __all__ = face(__name__)

@@ -1,0 +1,59 @@
+"""SmolLM 2.
+
+Llama's architecture without RoPE scaling.
+"""
+
+from functools import partial
+
+from torchtune._lazy import former_package
+from torchtune.models._family import (
+    GGUF,
+    HF_INTERLEAVED,
+    LLAMA,
+    META,
+    Description,
+    component_builders,
+    family,
+    llama3_scaled,
+    model_builders,
+)
+
+SPEC = family(
+    "smol",
+    LLAMA,
+    HF_INTERLEAVED,
+    formats={"meta": META, "gguf": GGUF},
+    model_types=("SMOLLM2", "LLAMA3", "LLAMA3_2", "LLAMA2"),
+)
+
+_smollm2 = partial(
+    Description, vocab_size=49_152, max_seq_len=8192, head_dim=64, rope_base=100_000.0, tie_word_embeddings=True
+)
+
+SIZES = {
+    "smollm2_135m": _smollm2(num_layers=30, embed_dim=576, intermediate_dim=1536, num_heads=9, num_kv_heads=3),
+    "smollm2_360m": _smollm2(num_layers=32, embed_dim=960, intermediate_dim=2560, num_heads=15, num_kv_heads=5),
+    "smollm2_1_7b": _smollm2(
+        num_layers=24, embed_dim=2048, intermediate_dim=8192, num_heads=32, num_kv_heads=32, rope_base=130_000.0
+    ),
+}
+BUILDERS = model_builders(__name__, "SmolLM2", SPEC, SIZES)
+COMPONENTS = component_builders(
+    __name__,
+    "smollm2",
+    "SmolLM 2",
+    SPEC,
+    llama3_scaled,
+    ("num_layers", "num_heads", "num_kv_heads", "embed_dim", "intermediate_dim"),
+    max_seq_len=8192,
+    vocab_size=49_152,
+    attn_dropout=0.0,
+    rope_base=100_000,
+    norm_eps=1e-5,
+    scale_factor=None,
+    tie_word_embeddings=True,
+)
+del COMPONENTS["lora_smollm2"]
+
+__all__ = ["SPEC", *BUILDERS, *COMPONENTS]
+__getattr__, __path__ = former_package(__name__)

@@ -1,5 +1,0 @@
-"""SmolLM 2."""
-
-from torchtune.models._family import face
-
-__getattr__, __dir__, __all__ = face(__name__)

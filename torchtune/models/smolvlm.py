@@ -1,0 +1,146 @@
+"""SmolVLM 2: text and images."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import numpy as np
+
+from torchtune.models._build_vision import ImageTextFormat, VisionDescription, image_text_family
+from torchtune.models._family import HF_INTERLEAVED, LLAMA, Fields, FlatPatches, Row, attention_names, module_rows
+from torchtune.models._image_processors import LANCZOS, Plan, TiledProcessor
+
+_LARGEST = 4096
+_AROUND = "<fake_token_around_image>"
+_IMAGE = "<image>"
+_WHOLE = "<global-img>"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TiledImages(TiledProcessor):
+    """Image processor of SmolVLM 2 and Idefics 3: tiles of a large image, then the whole image as a tile.
+
+    Attributes:
+        longest: longer side of an image after resizing.
+        splits: whether images are split into tiles.
+    """
+
+    resample: ClassVar[int] = LANCZOS
+    tower_tile: ClassVar[int] = 224
+    tile: int = 364
+    longest: int = 4 * 364
+    splits: bool = True
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], model: Mapping[str, Any]) -> "TiledImages":
+        """See :meth:`ImageProcessor.from_config`."""
+        return replace(super().from_config(config, model), splits=bool(config.get("do_image_splitting", True)))
+
+    @classmethod
+    def numbers(cls, config: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
+        """See :meth:`ImageProcessor.numbers`."""
+        return {
+            "patch_size": (model.get("vision_config") or {}).get("patch_size", 32),
+            "merge": model.get("scale_factor", 2),
+            "tile": (config.get("max_image_size") or {}).get("longest_edge"),
+            "longest": (config.get("size") or {}).get("longest_edge"),
+        }
+
+    def plan(self, size: tuple[int, int]) -> Plan:
+        """Return size, grids and number of tokens of an image, from its (width, height) in pixels."""
+        width, height = self._tiled(self._first(size)) if self.splits else (self.tile, self.tile)
+        return self.plan_of_tiles(height, width)
+
+    def _first(self, size: tuple[int, int]) -> tuple[int, int]:
+        """Return (width, height) with the longer side of ``longest`` pixels."""
+        width, height = size
+        ratio = width / height
+        is_wide = width >= height
+        longer = self.longest
+        shorter = int(longer / ratio) if is_wide else int(longer * ratio)
+        shorter = max(shorter + shorter % 2, 1)  # even
+        if longer > _LARGEST:
+            shorter = max(int(_LARGEST / (longer / shorter)), 1)
+            longer = _LARGEST
+        return (longer, shorter) if is_wide else (shorter, longer)
+
+    def _tiled(self, size: tuple[int, int]) -> tuple[int, int]:
+        """Return (width, height) as multiples of a tile."""
+        width, height = size
+        tile = self.tile
+        ratio = width / height
+        if width >= height:
+            width = math.ceil(width / tile) * tile
+            return width, math.ceil(int(width / ratio) / tile) * tile
+        height = math.ceil(height / tile) * tile
+        return math.ceil(int(height * ratio) / tile) * tile, height
+
+    def pixels(self, image: Any) -> np.ndarray:
+        """Return the patches of a Pillow image in RGB, uint8 ``[p, 3 * patch_size²]``, by tile and by block."""
+        plan = self.plan(image.size)
+        resized = self.resized(image, *self._first(image.size))
+        resized = self.resized(resized, plan.width, plan.height)
+        return self.cut_tiles(resized, resized)
+
+    def layout(self, plan: Plan) -> str:
+        """Return the text that replaces the placeholder of an image."""
+        tokens = _IMAGE * (plan.tokens // len(plan.grids))
+        whole = f"{_AROUND}{_WHOLE}{tokens}{_AROUND}"
+        if len(plan.grids) == 1:
+            return whole
+        text = ""
+        for row in range(1, plan.height // self.tile + 1):
+            for column in range(1, plan.width // self.tile + 1):
+                text += f"{_AROUND}<row_{row}_col_{column}>{tokens}"
+            text += "\n"
+        return f"{text}\n{whole}"
+
+
+def _read(fields: Fields, values: dict[str, Any], outer_fields: Fields) -> dict[str, Any]:
+    return {"positions_side": fields.typed("image_size", 224) // values["patch_size"]}
+
+
+def _write(v: VisionDescription) -> dict[str, Any]:
+    return {"image_size": v.positions_side * v.patch_size}
+
+
+FORMAT = ImageTextFormat(
+    "SmolVLMForConditionalGeneration",
+    "smolvlm",
+    replace(LLAMA, defaults=(*LLAMA.defaults, ("rms_norm_eps", 1e-5))),
+    vision_type="smolvlm_vision",
+    tower_fields=(
+        *ImageTextFormat.sizes(embed_dim=1152, intermediate_dim=3072, num_layers=12, num_heads=16, patch_size=32),
+        ("num_channels", "num_channels", 3),
+        ("layer_norm_eps", "norm_eps", 1e-6),
+        ("hidden_act", "activation", "gelu_pytorch_tanh"),
+    ),
+    outer_fields=(("scale_factor", "merge", 2),),
+    tokens=(("image_token_id", 128_257),),
+    fixed={"last_norm": True, "positions": "interpolated", "projector_bias": False},
+    unused=("max_image_size", "size", "tie_word_embeddings", "use_base_siglip"),
+    read_vision=_read,
+    write_vision=_write,
+    ignored=("use_cache", "vocab_size", "image_seq_len", "use_reentrant_checkpoint"),
+)
+_LAYER = (
+    ("sa_norm", "layer_norm1"),
+    *attention_names(output="out_proj"),
+    ("mlp_norm", "layer_norm2"),
+    ("mlp.w1", "mlp.fc1"),
+    ("mlp.w2", "mlp.fc2"),
+)
+_TOWER = "model.vision_model."
+_ROWS = [
+    Row(f"{_TOWER}embeddings.patch_embedding.weight", "encoder.patch_embed.weight", FlatPatches()),
+    Row(f"{_TOWER}embeddings.patch_embedding.bias", "encoder.patch_embed.bias"),
+    Row(f"{_TOWER}embeddings.position_embedding.weight", "encoder.positions.table.weight"),
+    *module_rows(f"{_TOWER}encoder.layers.{{block}}.", "encoder.layers.{block}.", _LAYER),
+    *module_rows(_TOWER, "encoder.", [("norm", "post_layernorm")]),
+    Row("model.connector.modality_projection.proj.weight", "encoder.projector.mlp.weight"),
+]
+NAMES = HF_INTERLEAVED.prefixed({"model.": "model.text_model."}, "decoder.").extended(_ROWS)
+SPEC = image_text_family("smolvlm", [FORMAT], NAMES, TiledImages)
+
+__all__ = ["SPEC"]
