@@ -358,7 +358,9 @@ class RunReport:
         return self._dims.any(is_unknown or checksum != self._initial_checksum)
 
     def _warn_of_nothing_trained(self, num_steps: int) -> None:
-        skipped = len(RunFolder(self._folder).skipped_steps)
+        if not self._writes:
+            return
+        skipped = self._guards["record"].call(lambda: len(RunFolder(self._folder).skipped_steps), default=0)
         reason = f"; {skipped} steps were skipped" if skipped else ""
         log_rank_zero(
             get_logger(),

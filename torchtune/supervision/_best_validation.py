@@ -56,7 +56,9 @@ class BestValidation:
     ) -> None:
         if metric is None and patience is not None:
             metric = "val_loss"
-        self._dir, self._patience, self._is_writer = Path(output_dir), patience, dims is None or dims.is_main
+        self._dir = Path(output_dir)
+        self._patience = patience
+        self._is_writer = dims is None or dims.is_main
         self._metric_setting = metric
         self.metric = None if metric is None else metric.removeprefix(_MAXIMIZE_PREFIX)
         self._records: list[dict[str, Any]] = []
@@ -96,7 +98,8 @@ class BestValidation:
         better = math.isfinite(value) and (self._best is None or sign * value < sign * self._best[1])
         self._num_worse = 0 if better else self._num_worse + 1
         if better:
-            self._best, self._needs_checkpoint = (step, value), True
+            self._best = (step, value)
+            self._needs_checkpoint = True
         return better
 
     def record_checkpoint(self, name: str) -> None:
@@ -115,9 +118,10 @@ class BestValidation:
 
     def describe(self) -> str:
         """Return text such as ``"val_loss 1.2345 at step 20"``."""
-        return (
-            f"{self.metric} {self._best[1]:.4f} at step {self._best[0]:,}" if self._best else f"no finite {self.metric}"
-        )
+        if self._best is None:
+            return f"no finite {self.metric}"
+        step, value = self._best
+        return f"{self.metric} {value:.4f} at step {step:,}"
 
     def stop_reason(self) -> str:
         """Return the reason why the run stops early."""
@@ -133,12 +137,20 @@ class BestValidation:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the best validations so far, and the number of validations since."""
-        best, waited = self._best, self._num_worse
-        return {"keep_best": self._metric_setting, "records": self._records, "best": best, "waited": waited}
+        return {
+            "keep_best": self._metric_setting,
+            "records": self._records,
+            "best": self._best,
+            "waited": self._num_worse,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the result of :meth:`state_dict`; a run that resumes with another metric compares anew."""
         if self.metric is None or state.get("keep_best") != self._metric_setting:
             return
-        self._records, self._num_worse = [dict(record) for record in state["records"]], int(state["waited"])
-        self._best = None if state["best"] is None else (int(state["best"][0]), float(state["best"][1]))
+        self._records = [dict(record) for record in state["records"]]
+        self._num_worse = int(state["waited"])
+        self._best = None
+        if state["best"] is not None:
+            step, value = state["best"]
+            self._best = (int(step), float(value))

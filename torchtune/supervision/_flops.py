@@ -55,7 +55,7 @@ _PEAKS = {
     "MI325X": 1307.4,
 }
 # Words for other chips with the same name, or for a fraction of a chip.
-_OTHERS = {"Laptop", "D", "Ti", "MIG", "Max-Q"}
+_OTHER_CHIPS = {"Laptop", "D", "Ti", "MIG", "Max-Q"}
 
 
 def peak_flops(name: str) -> float | None:
@@ -64,11 +64,16 @@ def peak_flops(name: str) -> float | None:
     Args:
         name: result of ``torch.cuda.get_device_name``, for example ``"NVIDIA A100-SXM4-80GB"``.
     """
-    words = {part for word in name.split() for part in (word, *word.split("-"))}
-    if words & _OTHERS:
+    words = set()
+    for word in name.split():
+        words |= {word, *word.split("-")}
+    if words & _OTHER_CHIPS:
         return None
-    found = [row for row in _PEAKS if words >= set(row.split())]
-    return _PEAKS[max(found, key=lambda row: len(row.split()))] * 1e12 if found else None
+    matching_rows = [row for row in _PEAKS if words >= set(row.split())]
+    if not matching_rows:
+        return None
+    best_row = max(matching_rows, key=lambda row: len(row.split()))
+    return _PEAKS[best_row] * 1e12
 
 
 @dataclass(frozen=True)
@@ -90,15 +95,15 @@ class FlopCount:
     def attention(self, lengths: Iterable[int], before: Iterable[int] | None = None) -> float:
         """Return the attention FLOPs of documents with ``lengths`` that continue from ``before`` earlier positions."""
         lengths = list(lengths)
-        spans = list(zip([0] * len(lengths) if before is None else before, lengths, strict=True))
-        spans = [(start, start + length) for start, length in spans]
-        found = sum(
-            each * sum(attention_pairs(end, window) - attention_pairs(start, window) for start, end in spans)
-            for window, each in self.pair.items()
-        )
-        for size, each in self.chunked.items():
-            found += each * sum(_chunk_pairs(end, size) - _chunk_pairs(start, size) for start, end in spans)
-        return found
+        starts = [0] * len(lengths) if before is None else list(before)
+        flops = 0.0
+        for start, length in zip(starts, lengths, strict=True):
+            end = start + length
+            for window, flops_per_pair in self.pair.items():
+                flops += flops_per_pair * (attention_pairs(end, window) - attention_pairs(start, window))
+            for size, flops_per_pair in self.chunked.items():
+                flops += flops_per_pair * (_chunk_pairs(end, size) - _chunk_pairs(start, size))
+        return flops
 
 
 def _chunk_pairs(length: int, size: int) -> int:
@@ -108,8 +113,10 @@ def _chunk_pairs(length: int, size: int) -> int:
 
 def attention_pairs(length: int, window: int | None) -> int:
     """Return the number of causal query-key pairs, limited to ``window``."""
-    seen = length if window is None else min(length, window)
-    return seen * (seen + 1) // 2 + (length - seen) * seen
+    widest = length if window is None else min(length, window)  # keys that the last query sees
+    growing = widest * (widest + 1) // 2
+    full_width = (length - widest) * widest
+    return growing + full_width
 
 
 def count_flops(model: "nn.Module", *, labels_only: bool | None = None) -> FlopCount | None:
@@ -133,28 +140,41 @@ def count_flops(model: "nn.Module", *, labels_only: bool | None = None) -> FlopC
         return None
     if labels_only is None:
         labels_only = getattr(decoder, "skip_output_layer", False)
+    # Whether gradients flow to the input of a layer: from the first trained layer on.
     flows = any(parameter.requires_grad for parameter in decoder.tok_embeddings.parameters())
-    by_token, by_pair, by_chunk = 0.0, Counter(), Counter()
+    by_token = 0.0
+    by_pair: Counter[int | None] = Counter()  # window -> FLOPs per pair
+    by_chunk: Counter[int] = Counter()  # size of a chunk -> FLOPs per pair
     shapes = full_shapes(model)
     if getattr(decoder, "layer_embeddings", None) is not None:
         matrix = decoder.layer_embeddings.projection.weight
         by_token += math.prod(shapes[matrix]) * _flops_per_weight(matrix, flows)
     for layer in decoder.layers:
         flows = flows or any(parameter.requires_grad for parameter in layer.parameters())
-        by_token += sum(elements * _flops_per_weight(matrix, flows) for matrix, elements in _matrices(layer, shapes))
+        for matrix, elements in _matrices(layer, shapes):
+            by_token += elements * _flops_per_weight(matrix, flows)
         for attention in (getattr(layer, "attn", None), getattr(layer, "mixer", None)):
+            if attention is None:
+                continue
             if isinstance(attention, RecurrentMixer):
                 by_token += 6 * attention.state_elements * (3 if flows else 1)
-            elif attention is not None:
-                head = getattr(attention, "head_dim", decoder.head_dim)
-                width = decoder.num_heads * sum(getattr(attention, name, head) for name in ("key_dim", "value_dim")) / 2
-                chunk = getattr(attention, "chunk", None)
-                of, size = (by_chunk, chunk) if chunk else (by_pair, getattr(attention, "window", None))
-                of[size] += 2 * width * (6 if flows else 2)
-    by_label = sum(matrix.numel() * _flops_per_weight(matrix, flows) for matrix in _output_matrices(decoder))
-    if not labels_only:
-        by_token, by_label = by_token + by_label, 0.0
-    return FlopCount(by_token, by_label, dict(by_pair), dict(by_chunk))
+                continue
+            head_dim = getattr(attention, "head_dim", decoder.head_dim)
+            key_dim = getattr(attention, "key_dim", head_dim)
+            value_dim = getattr(attention, "value_dim", head_dim)
+            channels = decoder.num_heads * (key_dim + value_dim) / 2
+            flops_per_pair = 2 * channels * (6 if flows else 2)
+            chunk = getattr(attention, "chunk", None)
+            if chunk:
+                by_chunk[chunk] += flops_per_pair
+            else:
+                by_pair[getattr(attention, "window", None)] += flops_per_pair
+    of_output = 0.0
+    for matrix in _output_matrices(decoder):
+        of_output += matrix.numel() * _flops_per_weight(matrix, flows)
+    if labels_only:
+        return FlopCount(by_token, of_output, dict(by_pair), dict(by_chunk))
+    return FlopCount(by_token + of_output, 0.0, dict(by_pair), dict(by_chunk))
 
 
 def _flops_per_weight(matrix: "torch.Tensor", flows: bool) -> int:
@@ -164,7 +184,10 @@ def _flops_per_weight(matrix: "torch.Tensor", flows: bool) -> int:
 
 def _output_matrices(decoder: "nn.Module") -> list["torch.Tensor"]:
     output = decoder.output
-    weights = output.parameters() if hasattr(output, "parameters") else [getattr(output, "weight", None)]
+    if hasattr(output, "parameters"):
+        weights = list(output.parameters())
+    else:  # tied to the embeddings
+        weights = [getattr(output, "weight", None)]
     return [weight for weight in weights if weight is not None and weight.dim() >= 2]
 
 
@@ -172,7 +195,7 @@ def _matrices(
     layer: "nn.Module", shapes: Mapping["nn.Parameter", tuple[int, ...]]
 ) -> Iterator[tuple["torch.Tensor", float]]:
     """Yield the matrices of a layer, with the number of their elements that a token uses."""
-    shares = {}
+    shares = {}  # parameter of an expert -> share of the tokens that are routed to it
     for module in layer.modules():
         router = getattr(module, "router", None)
         if router is not None and hasattr(module, "experts"):

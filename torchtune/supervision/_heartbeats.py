@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 FINISHED = "finished"
 # Published by a rank that ends because its agent died, or because another rank is gone.
-ORPHANED, PEER_LOST = "orphaned", "bereft"
+ORPHANED = "orphaned"
+PEER_LOST = "bereft"
 
 
 @dataclass(frozen=True)
@@ -85,11 +86,16 @@ class Heartbeats:
     """
 
     def __init__(self, rank: int, world_size: int, interval: float, run_id: str, first: Beat) -> None:
-        self._rank, self._interval = rank, interval
-        self._others = [other for other in range(world_size) if other != rank]
+        self._rank = rank
+        self._interval = interval
+        self._peers = [peer for peer in range(world_size) if peer != rank]
         self._prefix = f"torchtune/heartbeats/{run_id}"
-        self._stop_event, self._wake_event = threading.Event(), threading.Event()
-        self._announces_stall = self.reads_peers = self.is_stalled = self.has_failed_rank = False
+        self._stop_event = threading.Event()
+        self._wake_event = threading.Event()
+        self._announces_stall = False
+        self.reads_peers = False
+        self.is_stalled = False
+        self.has_failed_rank = False
         self.address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         self._initial_beat = Beat(moved=first.moved)  # of ranks without a beat so far
         self.mine = first
@@ -112,11 +118,11 @@ class Heartbeats:
                     return
             store = TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=wait)
             self._sync_with_store(store)
-            last = False
-            while not last:
+            is_last = False
+            while not is_last:
                 self._wake_event.wait(self._interval)
                 self._wake_event.clear()
-                last = self._stop_event.is_set()
+                is_last = self._stop_event.is_set()  # read before the beat, so that the last beat is published
                 self._sync_with_store(store)
         except DistError as error:
             get_logger().debug(f"The heartbeats end: {error}")
@@ -130,24 +136,34 @@ class Heartbeats:
         self.has_failed_rank = self.has_failed_rank or store.check([f"{self._prefix}/broken"])
         if not (self.reads_peers or self.has_failed_rank):
             return
-        # The store would wait for the key of a rank without a beat.
-        all_there = store.check([self._key(rank) for rank in self._others])
-        there = [rank for rank in self._others if all_there or store.check([self._key(rank)])]
-        values = store.multi_get([self._key(rank) for rank in there]) if there else []
-        beats = dict.fromkeys(self._others, self._initial_beat)
-        beats |= {rank: Beat(**json.loads(value)) for rank, value in zip(there, values, strict=True)}
-        for rank, beat in beats.items():
+        for rank, beat in self._read_beats(store).items():
             self._update_peer(rank, beat)
         self.is_stalled = self.is_stalled or store.check([f"{self._prefix}/over"])
         self.last_reply = time.monotonic()
+
+    def _read_beats(self, store: "Store") -> dict[int, Beat]:
+        """Return the beats of all other ranks; the initial beat for ranks that have not published one."""
+        # Reading the key of a rank without a beat would wait for it. One question suffices once all have beats.
+        if store.check([self._key(rank) for rank in self._peers]):
+            ranks = self._peers
+        else:
+            ranks = [rank for rank in self._peers if store.check([self._key(rank)])]
+        beats = dict.fromkeys(self._peers, self._initial_beat)
+        if ranks:
+            values = store.multi_get([self._key(rank) for rank in ranks])
+            for rank, value in zip(ranks, values, strict=True):
+                beats[rank] = Beat(**json.loads(value))
+        return beats
 
     def _update_peer(self, rank: int, beat: Beat) -> None:
         now = time.monotonic()
         # Clocks of machines differ, so time before the first look does not count.
         last = self.seen.get(rank, PeerBeat(beat, now, now))
-        beat_at = last.beat_at if beat.number == last.beat.number else now
-        moved = last.moved if (beat.moves, beat.signs) == (last.beat.moves, last.beat.signs) else now
-        self.seen[rank] = PeerBeat(beat, beat_at, moved)
+        is_same_beat = beat.number == last.beat.number
+        has_not_moved = (beat.moves, beat.signs) == (last.beat.moves, last.beat.signs)
+        self.seen[rank] = PeerBeat(
+            beat, beat_at=last.beat_at if is_same_beat else now, moved=last.moved if has_not_moved else now
+        )
 
     def announce_stall(self) -> None:
         """Announce to the other ranks that the run stalls."""
@@ -163,22 +179,29 @@ class Heartbeats:
             seconds: a rank without a new beat for this time is gone.
             patience: timeout in seconds for the first answer; a slow name server may delay the connection.
         """
-        start, first = time.monotonic(), {}
+        start = time.monotonic()
         deadline = start + patience
-        self._interval, self.has_failed_rank = min(self._interval, 0.2), True
+        first_beats: dict[int, Beat] = {}
+        self._interval = min(self._interval, 0.2)
+        self.has_failed_rank = True  # so that the thread reads beats
         self._wake_event.set()
         while self._thread.is_alive() and time.monotonic() < deadline:
             time.sleep(self._interval / 2)
             if self.last_reply < start:
                 continue
-            if not first:
-                first, deadline = self._peer_beats(), time.monotonic() + seconds
-            if ended := self.failed_ranks():
-                return ended
-        if not first or not self._thread.is_alive():
+            if not first_beats:
+                first_beats = self._peer_beats()
+                deadline = time.monotonic() + seconds
+            failed = self.failed_ranks()
+            if failed:
+                return failed
+        if not first_beats or not self._thread.is_alive():
             return None
-        beats = self._peer_beats()
-        return {rank: beat for rank, beat in beats.items() if not beat.left and beat.number == first[rank].number}
+        lost = {}
+        for rank, beat in self._peer_beats().items():
+            if not beat.left and beat.number == first_beats[rank].number:
+                lost[rank] = beat
+        return lost
 
     def failed_ranks(self) -> dict[int, Beat]:
         """Return the last beats read of ranks that lost their agent or, if there are none, of ranks that failed."""
@@ -213,12 +236,12 @@ def list_ranks(ranks: Iterable[int]) -> str:
             runs[-1].append(rank)
         else:
             runs.append([rank])
-    *parts, last = [
-        part for run in runs for part in ([f"{run[0]}-{run[-1]}"] if len(run) > 2 else [str(rank) for rank in run])
-    ]
-    if not parts:
-        return f"rank {last}" if len(runs[0]) == 1 else f"ranks {last}"
-    return f"ranks {', '.join(parts)} and {last}"
+    parts = []
+    for run in runs:
+        parts += [f"{run[0]}-{run[-1]}"] if len(run) > 2 else [str(rank) for rank in run]
+    if len(parts) == 1:
+        return f"rank {parts[0]}" if len(runs[0]) == 1 else f"ranks {parts[0]}"
+    return f"ranks {', '.join(parts[:-1])} and {parts[-1]}"
 
 
 def describe_stall(beats: dict[int, Beat], silent: set[int], now: float) -> str:
@@ -232,30 +255,43 @@ def describe_stall(beats: dict[int, Beat], silent: set[int], now: float) -> str:
         silent: ranks without a recent heartbeat.
         now: seconds since the epoch.
     """
-    missing = silent or {rank for rank, beat in beats.items() if beat.failed}
-    if not missing:
-        least = min(beat.moves for beat in beats.values())
-        missing = {rank for rank, beat in beats.items() if beat.moves == least}
-        if len(missing) > 1:
-            missing = {rank for rank in missing if not beats[rank].waits} or missing
-    others, first = sorted(beats.keys() - missing), min(missing)
-    beat, log = beats[first], run_log_path(first)
-    spot = place(beat.step, beat.phase) + (f", at {beat.where}" if beat.where else "")
+    stalled = silent or _find_stalled_ranks(beats)
+    first = min(stalled)
+    beat = beats[first]
+    log = run_log_path(first)
+    position = place(beat.step, beat.phase)
+    if beat.where:
+        position += f", at {beat.where}"
     seconds = round(max(0.0, now - beat.moved))
-    text = f"{list_ranks(missing)} {'has' if len(missing) == 1 else 'have'} "
+    text = f"{list_ranks(stalled)} {'has' if len(stalled) == 1 else 'have'} "
     if silent:
-        text += f"given no sign of life for {seconds} s, last seen {spot}"
-        advice = "the process is stopped or its machine is gone" + (f"; see {log} for its last words" if log else "")
+        text += f"given no sign of life for {seconds} s, last seen {position}"
+        advice = "the process is stopped or its machine is gone"
+        if log:
+            advice += f"; see {log} for its last words"
     elif beat.left:
-        text += f"ended with {beat.left} {seconds} s ago, {spot}"
+        text += f"ended with {beat.left} {seconds} s ago, {position}"
         advice = f"see {log or 'its output'}"
     else:
-        text += f"not moved for {seconds} s, {spot}"
+        text += f"not moved for {seconds} s, {position}"
         advice = f"its stack is in {log or 'its output'}"
-    if others and all(beats[rank].left == FINISHED for rank in others):
-        text += f", while {list_ranks(others)} {'has' if len(others) == 1 else 'have'} finished"
-    elif others:
-        waiting = beats[others[-1]]
-        verb = "waits" if len(others) == 1 else "wait"
-        text += f", while {list_ranks(others)} {verb} {place(waiting.step, waiting.phase)}"
+    waiting = sorted(beats.keys() - stalled)
+    if waiting and all(beats[rank].left == FINISHED for rank in waiting):
+        text += f", while {list_ranks(waiting)} {'has' if len(waiting) == 1 else 'have'} finished"
+    elif waiting:
+        last_beat = beats[waiting[-1]]
+        verb = "waits" if len(waiting) == 1 else "wait"
+        text += f", while {list_ranks(waiting)} {verb} {place(last_beat.step, last_beat.phase)}"
     return f"{text[0].upper()}{text[1:]}: {advice}."
+
+
+def _find_stalled_ranks(beats: dict[int, Beat]) -> set[int]:
+    """Return the ranks that failed, or else are behind the others, or else do not wait in a collective."""
+    failed = {rank for rank, beat in beats.items() if beat.failed}
+    if failed:
+        return failed
+    fewest_moves = min(beat.moves for beat in beats.values())
+    behind = {rank for rank, beat in beats.items() if beat.moves == fewest_moves}
+    if len(behind) == 1:
+        return behind
+    return {rank for rank in behind if not beats[rank].waits} or behind

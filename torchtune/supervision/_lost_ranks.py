@@ -17,7 +17,9 @@ def agent_pid() -> int | None:
     """Return the id of the process that started this rank, even if it has died since; None without torchrun."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return None
-    parent, agent = os.getppid(), int(os.environ.get(AGENT_VARIABLE, "0"))
+    parent = os.getppid()
+    agent = int(os.environ.get(AGENT_VARIABLE, "0"))
+    # If the agent has died, this process has another parent by now.
     return parent if agent == 0 or _process_exists(agent) else agent
 
 
@@ -52,26 +54,30 @@ def lost_rank_error(lost: dict[int, Beat] | None, address: str) -> LostRankError
             EXIT_REQUEUE,
         )
     first = min(lost)
-    beat, log = lost[first], run_log_path(first)
-    machines = " and ".join(sorted({other.machine for other in lost.values() if other.machine}))
-    who = list_ranks(lost) + (f" on {machines}" if machines else "")
-    who = f"{who[0].upper()}{who[1:]}"
-    spot = place(beat.step, beat.phase)
+    beat = lost[first]
+    ranks = list_ranks(lost)
+    machines = sorted({beat.machine for beat in lost.values() if beat.machine})
+    if machines:
+        ranks += f" on {' and '.join(machines)}"
+    ranks = f"{ranks[0].upper()}{ranks[1:]}"
+    position = place(beat.step, beat.phase)
     if beat.failed:
-        reason = beat.words or f"see {log or 'its output'}."
-        error = LostRankError(f"{who} ended with {beat.left}, {spot}: {reason}", 2 if beat.words else 1)
-        error.is_reported = all(other.machine == machine_name() for other in lost.values())  # lost ranks log the error
+        reason = beat.words or f"see {run_log_path(first) or 'its output'}."
+        error = LostRankError(f"{ranks} ended with {beat.left}, {position}: {reason}", 2 if beat.words else 1)
+        # Ranks that fail log their error on their own machine.
+        error.is_reported = all(beat.machine == machine_name() for beat in lost.values())
         return error
     verb = "is" if len(lost) == 1 else "are"
     return LostRankError(
-        f"{who} {verb} gone, last seen {spot}: the process or its torchrun agent was killed, or the machine or network "
-        f"failed; {_resume_advice()}",
+        f"{ranks} {verb} gone, last seen {position}: the process or its torchrun agent was killed, or the machine or "
+        f"network failed; {_resume_advice()}",
         EXIT_REQUEUE,
     )
 
 
 def _resume_advice() -> str:
-    restarts = [int(os.environ.get(f"TORCHELASTIC_{name}", "0")) for name in ("RESTART_COUNT", "MAX_RESTARTS")]
-    if restarts[0] < restarts[1]:
+    num_restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    max_restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
+    if num_restarts < max_restarts:
         return "torchrun starts all ranks again, as soon as there are enough machines."
     return "run the same command on all machines with resume_from_checkpoint=True to continue from the last checkpoint."

@@ -44,7 +44,8 @@ def observe_together(guard: ObserverGuard, function: Callable[[], T], dims: Para
     """
     if dims.world_size == 1:
         return guard.call(function)
-    result, failure = None, None
+    result = None
+    failure = None
     # A group of its own, because ranks may wait in a collective of another group for a rank that failed.
     group = dist.new_group(backend="gloo", timeout=_TIMEOUT)
     try:

@@ -1,6 +1,7 @@
 """Out-of-memory errors that name the settings to change."""
 
 import dataclasses
+import itertools
 import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,8 +23,8 @@ from torchtune.utils import (
     record_memory_history,
 )
 
-_MAX_ADVICE = 4  # maximum number of suggestions
-_SHORTEST = 256  # tokens; shorter sequences are only suggested above this length
+_MAX_SUGGESTIONS = 4
+_SHORTEST_TO_HALVE = 256  # tokens; shorter sequences are only suggested above this length
 # torch's messages for host memory (Linux, Windows), and CUDA's and cuBLAS's for device memory.
 _HOST = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory")
 _DEVICE = ("CUDA out of memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
@@ -39,7 +40,9 @@ def _memory_kind(error: BaseException) -> str | None:
     """Return the memory that ran out, ``"device"`` or ``"host"``; None for another error."""
     if isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in _DEVICE):
         return "device"
-    return "host" if isinstance(error, MemoryError) or any(text in str(error) for text in _HOST) else None
+    if isinstance(error, MemoryError) or any(text in str(error) for text in _HOST):
+        return "host"
+    return None
 
 
 @contextmanager
@@ -94,37 +97,40 @@ def _write_snapshot(cfg: SettingsView, rank: int, activity: Activity) -> Path | 
 
 
 def _explain(cfg: SettingsView, activity: Activity, dims: ParallelDims, rank: int, kind: str) -> str:
-    on_cuda = kind == "device" and torch.cuda.is_available()
-    device = torch.device("cuda" if on_cuda else "cpu")
-    what = f"rank {rank}'s process" if dims.world_size > 1 else "the process"
-    stats = get_memory_stats(device, reset_stats=False)
-    if on_cuda:
-        free, total = (amount / 2**30 for amount in torch.cuda.mem_get_info())
-        used = f"{torch.cuda.memory_allocated() / 2**30:.1f} GiB in use, {stats['peak_memory_active']:.1f} at the peak"
-        where, used = f"the GPU of {what}", f"{used}, {free:.1f} of {total:.1f} free"
+    owner = f"rank {rank}'s process" if dims.world_size > 1 else "the process"
+    if kind == "device" and torch.cuda.is_available():
+        owner = f"the GPU of {owner}"
+        stats = get_memory_stats(torch.device("cuda"), reset_stats=False)
+        in_use = torch.cuda.memory_allocated() / 2**30
+        free_bytes, total_bytes = torch.cuda.mem_get_info()
+        amounts = f"{in_use:.1f} GiB in use, {stats['peak_memory_active']:.1f} at the peak"
+        amounts += f", {free_bytes / 2**30:.1f} of {total_bytes / 2**30:.1f} free"
     else:
-        where, used = what, f"{stats['peak_memory_resident']:.1f} GiB at the peak"
+        stats = get_memory_stats(torch.device("cpu"), reset_stats=False)
+        amounts = f"{stats['peak_memory_resident']:.1f} GiB at the peak"
     batch = f" with a batch of {' x '.join(map(str, activity.shape))} tokens" if activity.shape else ""
-    advice = [_format_changes(changes) for changes in _suggest_changes(cfg, activity, dims, kind)][:_MAX_ADVICE]
-    text = f"There is not enough memory for {where} {activity}{batch} ({used}): "
-    if not advice:
+    text = f"There is not enough memory for {owner} {activity}{batch} ({amounts}): "
+    suggestions = list(itertools.islice(_suggest_changes(cfg, activity, dims, kind), _MAX_SUGGESTIONS))
+    if not suggestions:
         return text + "no setting would need less: train adapters, a smaller model, or use more or larger devices"
-    return text + "set " + ", or ".join(advice)
+    return text + "set " + ", or ".join(_as_overrides(changes) for changes in suggestions)
 
 
-def _format_changes(changes: Changes) -> str:
-    return " ".join(f"{key}={'null' if value is None else value}" for key, value in changes.items())
+def _as_overrides(changes: Changes) -> str:
+    return " ".join(f"{key}={value}" for key, value in changes.items())
 
 
 def _suggest_changes(settings: Any, activity: Activity, dims: ParallelDims, kind: str) -> Iterator[Changes]:
     """Yield changes that need less memory and that the recipe accepts, cheapest first."""
     cfg = SettingsView.of(settings)
     on_cuda = torch.cuda.is_available()
-    if kind == "host" and on_cuda:  # offloading fills host memory
-        found = ({key: False} for key in ("fsdp_cpu_offload", "enable_activation_offloading") if getattr(cfg, key))
+    if kind == "host" and on_cuda:
+        candidates = _less_offloading(cfg)
     else:
-        found = (*_smaller_steps(cfg, activity), *_smaller_dtypes(cfg, on_cuda), *_more_shards(cfg, dims))
-    for changes in found:
+        candidates = itertools.chain(
+            _smaller_steps(cfg, activity), _smaller_dtypes(cfg, on_cuda), _more_shards(cfg, dims)
+        )
+    for changes in candidates:
         if all(cfg.can_set(key) for key in changes) and _is_accepted(cfg.source, changes):
             yield changes
 
@@ -136,6 +142,13 @@ def _is_accepted(cfg: Any, changes: Changes) -> bool:
     return not list(dataclasses.replace(cfg, **changes).check())
 
 
+def _less_offloading(cfg: SettingsView) -> Iterator[Changes]:
+    """Yield settings that fill the memory of the host, turned off."""
+    for key in ("fsdp_cpu_offload", "enable_activation_offloading"):
+        if getattr(cfg, key):
+            yield {key: False}
+
+
 def _smaller_steps(cfg: SettingsView, activity: Activity) -> Iterator[Changes]:
     """Yield changes with fewer tokens or activations."""
     if not cfg.enable_activation_checkpointing:
@@ -144,15 +157,17 @@ def _smaller_steps(cfg: SettingsView, activity: Activity) -> Iterator[Changes]:
         if (cfg.batch_size_val or cfg.batch_size) > 1:
             yield {"batch_size_val": 1}
     elif cfg.batch_size > 1:
-        steps = {"gradient_accumulation_steps": cfg.batch_size * cfg.gradient_accumulation_steps}
-        yield {"batch_size": 1} | ({} if cfg.optimizer_in_bwd else steps)
-    adapts = "lora" in f"{cfg.model} {cfg.model_converters}".lower()  # adapters have small gradients
-    if not cfg.optimizer_in_bwd and not adapts:
+        changes: Changes = {"batch_size": 1}
+        if not cfg.optimizer_in_bwd:  # which excludes accumulation
+            changes["gradient_accumulation_steps"] = cfg.batch_size * cfg.gradient_accumulation_steps
+        yield changes
+    has_adapters = "lora" in f"{cfg.model} {cfg.model_converters}".lower()  # their gradients are small
+    if not cfg.optimizer_in_bwd and not has_adapters:
         yield {"optimizer_in_bwd": True}
     longest = cfg.max_seq_len
     if longest is None and cfg.batch_size == 1 and activity.shape:
         longest = activity.shape[-1]
-    if longest is not None and longest > _SHORTEST:
+    if longest is not None and longest > _SHORTEST_TO_HALVE:
         yield {"tokenizer.max_seq_len": longest // 2}
 
 
@@ -165,19 +180,22 @@ def _smaller_dtypes(cfg: SettingsView, on_cuda: bool) -> Iterator[Changes]:
 
 
 def _more_shards(cfg: SettingsView, dims: ParallelDims) -> Iterator[Changes]:
+    """Yield parallelism with a smaller share of weights or activations per device."""
     if dims.world_size == 1:
         return
     if not cfg.fsdp_reshard_after_forward:
         yield {"fsdp_reshard_after_forward": True}
-    rest = {} if cfg.data_parallel_shard_dim == -1 else {"data_parallel_shard_dim": -1}
-    sizes = {"dp_replicate": dims.dp_replicate, "tp": dims.tp, "cp": dims.cp, "ep": dims.ep}
+    # The other dimensions leave fewer processes to sharding.
+    shard_rest: Changes = {} if cfg.data_parallel_shard_dim == -1 else {"data_parallel_shard_dim": -1}
     if dims.dp_replicate > 1:
-        yield {"data_parallel_replicate_dim": 1, **rest}
+        yield {"data_parallel_replicate_dim": 1, **shard_rest}
+    sizes = {"dp_replicate": dims.dp_replicate, "tp": dims.tp, "cp": dims.cp, "ep": dims.ep}
     for name, key in (("cp", "context_parallel_dim"), ("tp", "tensor_parallel_dim")):
+        doubled = {**sizes, name: 2 * sizes[name]}
         try:
-            ParallelDims(**{**sizes, name: 2 * sizes[name]}, dp_shard=-1, world_size=dims.world_size)
+            ParallelDims(**doubled, dp_shard=-1, world_size=dims.world_size)
         except ParallelDimsError:
             continue
-        yield {key: 2 * sizes[name], **rest}
+        yield {key: doubled[name], **shard_rest}
     if not cfg.fsdp_cpu_offload:
         yield {"fsdp_cpu_offload": True}

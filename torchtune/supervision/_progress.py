@@ -76,19 +76,21 @@ class ProgressBar:
 
 
 def _make_bar(total: int, initial: int, file: IO[str], interval: float) -> "_Bar":
-    terminal = file.isatty()
-    sized = terminal and _has_size(file)
+    is_terminal = file.isatty()
+    has_size = is_terminal and _has_size(file)
+    # Some terminals report a size of 0.
+    size = {"ncols": 80, "nrows": 24} if is_terminal and not has_size else {}
     return _Bar(
         total=total,
         initial=initial,
-        file=file if terminal else _Lines(file),
+        file=file if is_terminal else _Lines(file),
         disable=int(os.environ.get("RANK", "0")) != 0,
-        dynamic_ncols=sized,
-        **({"ncols": 80, "nrows": 24} if terminal and not sized else {}),
-        mininterval=0.1 if terminal else interval,
+        dynamic_ncols=has_size,
+        **size,
+        mininterval=0.1 if is_terminal else interval,
         miniters=1,
         unit="step",
-        bar_format=_ON_TERMINAL if terminal else _IN_FILE,
+        bar_format=_ON_TERMINAL if is_terminal else _IN_FILE,
     )
 
 

@@ -84,15 +84,19 @@ class RunControl:
         *,
         best: BestValidation | None = None,
     ) -> None:
-        self._dims, self._file = dims, Path(output_dir) / "SAVE"
-        self._steps, self._clock, self._saved_at = every_n_steps, clock, clock()
-        self._seconds = None if every_n_minutes is None else 60 * every_n_minutes
+        self._dims = dims
+        self._save_file = Path(output_dir) / "SAVE"
+        self._every_n_steps = every_n_steps
+        self._every_n_seconds = None if every_n_minutes is None else 60 * every_n_minutes
+        self._clock = clock
+        self._saved_at = clock()
         self._signals = StopSignal()
         self._throughput: Throughput | None = None
         self._loader: BatchLoader | None = None
         self._epochs = 0
         self._counts: list[int] | None = None  # tokens, labels and terms of the next step
-        self._should_save = self.finished = False
+        self._should_save = False
+        self.finished = False
         self._failure: ValidationMetricError | None = None
         self.exit_code = 0
         self._best = BestValidation(output_dir) if best is None else best
@@ -118,7 +122,8 @@ class RunControl:
         Raises:
             DifferentDataError: ranks read different data, which would mix up rows, or deadlock at the end of an epoch.
         """
-        self._loader, self._epochs = loader, epochs
+        self._loader = loader
+        self._epochs = epochs
         self._throughput = Throughput(dims=self._dims) if throughput is None else throughput
         _check_same_data(loader.state_dict()["fingerprint"])
         while loader.epoch < epochs and not self.stopping:
@@ -143,39 +148,47 @@ class RunControl:
             The metrics of the step, equal on all ranks: ``loss``, the means of the values, and ``grad_norm``, which is
             NaN if it is not finite on any rank.
         """
-        bad = False if grad_norm is None else ~torch.isfinite(torch.as_tensor(grad_norm))
-        upcoming = None
+        norm_is_bad = False if grad_norm is None else ~torch.isfinite(torch.as_tensor(grad_norm))
+        next_counts = None
         if self._loader is not None:
             with self._throughput.loading_ahead():
-                upcoming = self._loader.peek_counts()
-        counts = [0, 0, 0] if upcoming is None else upcoming
-        flags = [bad, step_metrics.has_new_names, *self._local_requests()]
-        sums, (bad, new_names, *requests) = self._dims.exchange([*counts, *step_metrics.sums_and_counts()], flags)
-        if new_names:  # on any rank; usually in the first step
+                next_counts = self._loader.peek_counts()
+        # All ranks send equally many numbers, also those whose loader is at its end.
+        counts = [0, 0, 0] if next_counts is None else next_counts
+        flags = [norm_is_bad, step_metrics.has_new_names, *self._local_requests()]
+        sums, flags = self._dims.exchange([*counts, *step_metrics.sums_and_counts()], flags)
+        norm_is_bad, has_new_names, *requests = flags  # on any rank
+        if has_new_names:  # usually in the first step
             sums += step_metrics.new_sums(self._dims)
-        self._counts = None if upcoming is None else sums[: len(counts)]
+        self._counts = None if next_counts is None else sums[: len(counts)]
         self._apply_requests(requests)
         metrics = step_metrics.total(sums[len(counts) :])
         step_metrics.record(step, metrics)
         if grad_norm is not None:
-            metrics["grad_norm"] = math.nan if bad and math.isfinite(grad_norm) else grad_norm
+            is_bad_elsewhere = norm_is_bad and math.isfinite(grad_norm)
+            metrics["grad_norm"] = math.nan if is_bad_elsewhere else grad_norm
         return metrics
 
     def _local_requests(self) -> list[bool]:
         """Return whether this rank requests a checkpoint, and whether it received each signal."""
-        found = [self._signals.number == number for number in _EXIT_CODES]
-        return [self._dims.is_main and self._is_save_requested(), *found]
+        signals = [self._signals.number == number for number in _EXIT_CODES]
+        return [self._dims.is_main and self._is_save_requested(), *signals]
 
     def _is_save_requested(self) -> bool:
-        if self._file.exists():
-            self._file.unlink(missing_ok=True)
+        if self._save_file.exists():
+            self._save_file.unlink(missing_ok=True)
             return True
-        return self._seconds is not None and self._clock() - self._saved_at >= self._seconds
+        return self._every_n_seconds is not None and self._clock() - self._saved_at >= self._every_n_seconds
 
     def _apply_requests(self, requests: list[bool]) -> None:
-        self._should_save = self._should_save or requests[0]
-        signals = zip(_EXIT_CODES.values(), requests[1:], strict=True)
-        self.exit_code = next((code for code, found in signals if found), 0)
+        """Apply the requests of all ranks, see :meth:`_local_requests`; the first signal decides the exit code."""
+        is_save_requested, *signals = requests
+        self._should_save = self._should_save or is_save_requested
+        self.exit_code = 0
+        for code, was_received in zip(_EXIT_CODES.values(), signals, strict=True):
+            if was_received:
+                self.exit_code = code
+                break
 
     def record_validation(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record a validation; a new best requests a checkpoint. All ranks have the same values.
@@ -201,14 +214,15 @@ class RunControl:
             self._apply_requests(self._local_requests())
         epoch_ends = self._loader.at_epoch_end
         self.finished = epoch_ends and self._loader.epoch == self._epochs - 1
-        due = self._should_save or self.stopping or (self._steps is not None and step % self._steps == 0)
+        is_nth_step = self._every_n_steps is not None and step % self._every_n_steps == 0
+        is_due = self._should_save or self.stopping or is_nth_step
         self._should_save = False
-        whole_epoch = epoch_ends and self._steps is None and (self.finished or self.exit_code == 0)
-        if due or whole_epoch:
+        is_epoch_checkpoint = epoch_ends and self._every_n_steps is None and (self.finished or self.exit_code == 0)
+        if is_due or is_epoch_checkpoint:
             self._saved_at = self._clock()
-        if not (due or whole_epoch or self.finished):
+        if not (is_due or is_epoch_checkpoint or self.finished):
             return None
-        name = f"epoch_{self._loader.epoch}" if whole_epoch else f"step_{step}"
+        name = f"epoch_{self._loader.epoch}" if is_epoch_checkpoint else f"step_{step}"
         self._best.record_checkpoint(name)
         return name
 
@@ -237,7 +251,7 @@ class RunControl:
             log_rank_zero(get_logger(), f"stopped early: {self._best.stop_reason()}.")
         elif self._dims.is_main:
             get_logger().warning(
-                f"Stopped after step {step} of {total}; everything is saved in {self._file.parent}: run the same "
+                f"Stopped after step {step} of {total}; everything is saved in {self._save_file.parent}: run the same "
                 "command with resume_from_checkpoint=True to continue."
             )
         return self.exit_code
@@ -252,14 +266,20 @@ class RunControl:
             self._throughput.activity.move("closing")
 
 
-def _check_same_data(own: Mapping[str, Any]) -> None:
-    if not any_rank(broadcast_object(own) != own):
+def _check_same_data(fingerprint: Mapping[str, Any]) -> None:
+    """Check that the loaders of all ranks have the fingerprint of rank 0's. A collective."""
+    if not any_rank(broadcast_object(fingerprint) != fingerprint):
         return
-    found = all_gather_object(own)
-    other = next(rank for rank, theirs in enumerate(found) if theirs != found[0])
-    lengths = [found[rank]["dataset_length"] for rank in (0, other)]
-    differ = "{:,} examples an epoch there, {:,} here".format(*lengths) if len({*lengths}) == 2 else "other examples"
-    raise DifferentDataError(
-        f"Rank {other} reads other training data than rank 0 ({differ}): give all machines the same files, or a folder "
-        "that they share."
-    )
+    fingerprints = all_gather_object(fingerprint)
+    for rank, fingerprint in enumerate(fingerprints):
+        if fingerprint == fingerprints[0]:
+            continue
+        length_of_first = fingerprints[0]["dataset_length"]
+        length = fingerprint["dataset_length"]
+        difference = "other examples"
+        if length != length_of_first:
+            difference = f"{length_of_first:,} examples an epoch there, {length:,} here"
+        raise DifferentDataError(
+            f"Rank {rank} reads other training data than rank 0 ({difference}): give all machines the same files, or a "
+            "folder that they share."
+        )

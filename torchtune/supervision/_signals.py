@@ -47,7 +47,8 @@ class StopSignal:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if next(self._count):  # atomic: a second signal may interrupt this function
             return
-        self.number, hint = signal.Signals(number), ""
+        self.number = signal.Signals(number)
+        hint = ""
         if "TORCHELASTIC_RUN_ID" not in os.environ:
             self._restore()
             hint = "; send it again to end at once"

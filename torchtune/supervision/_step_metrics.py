@@ -30,9 +30,10 @@ class Means:
 
     def add(self, figures: Figures) -> None:
         """Add the sums and counts of a micro-batch, without a host sync."""
-        for name, pair in figures.items():
+        for name, (total, count) in figures.items():
             sums = self._sums.setdefault(self._prefix + name, [0.0, 0.0])
-            sums[:] = [before + _to_float64(value) for before, value in zip(sums, pair, strict=True)]
+            sums[0] = sums[0] + _to_float64(total)
+            sums[1] = sums[1] + _to_float64(count)
 
     @property
     def has_new_names(self) -> bool:
@@ -41,13 +42,17 @@ class Means:
 
     def sync_names(self, dims: ParallelDims) -> list[str]:
         """Add the new names of all ranks to the common list, and return them. A collective."""
-        found = set().union(*dims.gather(sorted(self._sums.keys() - set(self._names))))
-        self._names += (new := sorted(found - set(self._names)))
-        return new
+        names_of_ranks = dims.gather(sorted(self._sums.keys() - set(self._names)))
+        new_names = sorted(set().union(*names_of_ranks) - set(self._names))
+        self._names += new_names
+        return new_names
 
     def sums_and_counts(self, names: list[str] | None = None) -> list[Any]:
         """Return sum and count of names (by default the common list) for an all-reduce."""
-        return [number for name in names or self._names for number in self._sums.get(name, (0.0, 0.0))]
+        numbers = []
+        for name in names or self._names:
+            numbers += self._sums.get(name, (0.0, 0.0))
+        return numbers
 
     def over(self, dims: ParallelDims) -> dict[str, float]:
         """Return the means over all ranks. A collective."""
@@ -97,7 +102,8 @@ class StepMetrics:
     def add_loss(self, loss: torch.Tensor) -> None:
         """Add the scalar loss of a micro-batch; the loss of the step is the sum over micro-batches and ranks."""
         if self._is_new:
-            self.losses, self._is_new = [], False
+            self.losses = []
+            self._is_new = False
         self.losses.append(loss.detach())
 
     def log_mean(self, figures: Figures) -> None:
@@ -120,16 +126,18 @@ class StepMetrics:
         if not batch.sources:
             yield
             return
-        with keep_row_losses() as kept:
+        with keep_row_losses() as chunks:
             yield
         index = batch.find_labels()
         source = batch.per_token["source"].flatten().index_select(0, index)
-        losses = torch.cat(kept) if kept else source.new_zeros(0, dtype=torch.float32)
+        losses = torch.cat(chunks) if chunks else source.new_zeros(0, dtype=torch.float32)
         if len(losses) == batch.labels.numel():  # the loss also covers unlabeled positions
             losses = losses.index_select(0, index)
         if len(losses) != len(source):
             log_once(get_logger(), "loss/<name> is not logged: this loss gives no losses of single tokens.")
-            losses, source = losses[:0], source[:0]  # log the same names on all ranks, even without labels
+            # All ranks log the same names, even without labels.
+            losses = losses[:0]
+            source = source[:0]
         count = len(batch.sources)
         sums = _to_float64(losses.new_zeros(count))
         sums.index_add_(0, source, losses.to(sums.dtype))
@@ -140,7 +148,8 @@ class StepMetrics:
     @contextmanager
     def validation(self) -> Iterator[Means]:
         """Log values inside the block to the yielded ``Means``, with the prefix ``val_``."""
-        training, self._means = self._means, Means("val_")
+        training = self._means
+        self._means = Means("val_")
         try:
             yield self._means
         finally:
@@ -164,10 +173,10 @@ class StepMetrics:
 
     def total(self, sums: list[float]) -> dict[str, float]:
         """Return the metrics of the step from the all-reduced :meth:`sums_and_counts`; the next loss begins a step."""
-        found = {"loss": sums[0], **self._means.from_sums(sums[1:])}
+        metrics = {"loss": sums[0], **self._means.from_sums(sums[1:])}
         self._means.clear()
         self._is_new = True
-        return found
+        return metrics
 
     def record(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Update :attr:`history` with the values of a step.
@@ -177,5 +186,6 @@ class StepMetrics:
             metrics: metrics of the step.
         """
         for name in PROGRESS_METRICS.keys() & metrics.keys():
-            now = (step, metrics[name])
-            self.history[name] = (self.history[name][0] if name in self.history else now, now)
+            last = (step, metrics[name])
+            first, _ = self.history.get(name, (last, last))
+            self.history[name] = (first, last)

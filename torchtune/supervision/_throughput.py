@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchtune.supervision._flops import FlopCount, count_flops, document_spans, peak_flops
 from torchtune.utils import Activity, ObserverGuard, get_logger, log_once, watched_activity
@@ -15,6 +15,15 @@ if TYPE_CHECKING:
     from torch import nn
 
     from torchtune.training.parallel import ParallelDims
+
+
+class _Step(NamedTuple):
+    """Seconds, processed tokens, labeled tokens and FLOPs of a step."""
+
+    seconds: float
+    processed: int
+    trained: int
+    flops: float
 
 
 class Throughput:
@@ -55,11 +64,16 @@ class Throughput:
         if window < 1:
             raise ValueError(f"window must be at least 1, got {window}.")
         self._clock = clock
-        self._window: deque[tuple[float, int, int, float]] = deque(maxlen=window)
-        self._started = self._step_start = self._logged = clock()
-        self._dims, self._device = dims, device
+        self._window: deque[_Step] = deque(maxlen=window)
+        self._started = clock()
+        self._step_start = self._started
+        self._logged = self._started
+        self._dims = dims
+        self._device = device
         self._waited = self._dims_waited()
-        self._lost_seconds: dict[str, float] = {} if dims is None or dims.world_size == 1 else {"waiting": 0.0}
+        self._lost_seconds: dict[str, float] = {}
+        if dims is not None and dims.world_size > 1:
+            self._lost_seconds["waiting"] = 0.0
         self._guard = ObserverGuard("throughput: the MFU")
         self._peak_flops: float | None = None
         self._flops: FlopCount | None = None
@@ -133,8 +147,14 @@ class Throughput:
         return not torch.cuda.current_stream(self._device).query()
 
     def _attention_by_token(self, batches: list[Any]) -> float:
-        spans = [span for batch in batches if isinstance(batch, Mapping) for span in document_spans(batch)]
-        lengths, before = zip(*spans, strict=True) if spans else ((), ())
+        """Return the attention FLOPs per token of a step."""
+        lengths = []
+        before = []
+        for batch in batches:
+            if isinstance(batch, Mapping):
+                for length, num_before in document_spans(batch):
+                    lengths.append(length)
+                    before.append(num_before)
         return self._flops.attention(lengths, before) / max(sum(lengths), 1)
 
     def step(self, *, processed: int, trained: int) -> None:
@@ -149,7 +169,7 @@ class Throughput:
         if self._flops is not None:
             labels = trained / (1 if self._dims is None else self._dims.world_size)
             flops = (self._flops.token + self._pair_flops) * processed + self._flops.label * labels
-        self._window.append((now - self._step_start, processed, trained, flops))
+        self._window.append(_Step(now - self._step_start, processed, trained, flops))
         self._step_start = now
         self.processed += processed
         self.trained += trained
@@ -164,7 +184,9 @@ class Throughput:
             phase: name under which the time counts as lost, ``"saving"`` or ``"validation"``; None omits it from the
                 metrics.
         """
-        start, waited, before = self._clock(), self._dims_waited(), self.activity.phase
+        start = self._clock()
+        waited = self._dims_waited()
+        outer_phase = self.activity.phase
         self.activity.move(phase)
         try:
             yield
@@ -174,7 +196,7 @@ class Throughput:
             if phase is not None:
                 self._lost_seconds[phase] = self._lost_seconds.get(phase, 0.0) + seconds
             self._waited += self._dims_waited() - waited  # part of the phase
-            self.activity.move(before)
+            self.activity.move(outer_phase)
 
     def metrics(self) -> dict[str, float]:
         """Return averages over the window, and shares of the time since the last call.
@@ -184,26 +206,36 @@ class Throughput:
         ``lost_to_data``, ``lost_to_waiting`` (for other processes) and ``lost_to_<phase>`` for each phase of
         ``paused``. For a mixture of experts also ``expert_load_max`` and ``expert_load_min`` (a collective).
         """
-        seconds, processed, trained, flops = (sum(column) for column in zip((0, 0, 0, 0), *self._window, strict=True))
-        seconds = seconds if seconds > 0 else float("inf")
-        found = {"tokens_per_second_per_gpu": processed / seconds, "trained_tokens_per_second": trained / seconds}
-        size = 1 if self._dims is None else self._dims.world_size
-        found |= {"processed_tokens": self.processed * size, "trained_tokens": self.trained}
-        found["elapsed_seconds"] = self._clock() - self._started
+        seconds = sum(step.seconds for step in self._window)
+        if seconds <= 0:
+            seconds = float("inf")
+        world_size = 1 if self._dims is None else self._dims.world_size
+        metrics = {
+            "tokens_per_second_per_gpu": sum(step.processed for step in self._window) / seconds,
+            "trained_tokens_per_second": sum(step.trained for step in self._window) / seconds,
+            "processed_tokens": self.processed * world_size,
+            "trained_tokens": self.trained,
+            "elapsed_seconds": self._clock() - self._started,
+        }
         if self._flops is not None and not self._guard.has_failed:
-            found["mfu"] = flops / seconds / self._peak_flops
+            metrics["mfu"] = sum(step.flops for step in self._window) / seconds / self._peak_flops
         if self._expert_load is not None:
-            found |= self._expert_load.metrics()
-        return found | self._lost_shares()
+            metrics |= self._expert_load.metrics()
+        return metrics | self._lost_shares()
 
     def _lost_shares(self) -> dict[str, float]:
-        now, waited = self._clock(), self._dims_waited()
+        """Return the shares of the time since the last call that were lost, and count from now on."""
+        now = self._clock()
+        waited = self._dims_waited()
         if "waiting" in self._lost_seconds:
             self._lost_seconds["waiting"] = waited - self._waited
-        wall = now - self._logged
-        shares = {f"lost_to_{kind}": lost / wall if wall > 0 else 0.0 for kind, lost in self._lost_seconds.items()}
-        self._lost_seconds = dict.fromkeys(self._lost_seconds, 0.0)
-        self._logged, self._waited = now, waited
+        elapsed = now - self._logged
+        shares = {}
+        for kind, seconds in self._lost_seconds.items():
+            shares[f"lost_to_{kind}"] = seconds / elapsed if elapsed > 0 else 0.0
+            self._lost_seconds[kind] = 0.0
+        self._logged = now
+        self._waited = waited
         return shares
 
 
@@ -225,4 +257,5 @@ def _expert_load(model: "nn.Module") -> Any:
     """Return the meter of how evenly ``model`` uses its experts; None without experts."""
     from torchtune.modules.moe import ExpertLoad, TokenChoiceTopKRouter
 
-    return ExpertLoad(model) if any(isinstance(part, TokenChoiceTopKRouter) for part in model.modules()) else None
+    has_experts = any(isinstance(module, TokenChoiceTopKRouter) for module in model.modules())
+    return ExpertLoad(model) if has_experts else None

@@ -60,7 +60,8 @@ def watched(recipe_main: Callable[[Any], T]) -> Callable[[Any], T]:
 
     @functools.wraps(recipe_main)
     def run(cfg: Any) -> T:
-        activity, timeout = Activity(None, "set-up"), _to_seconds(SettingsView.of(cfg).hang_timeout_minutes)
+        activity = Activity(None, "set-up")
+        timeout = _to_seconds(SettingsView.of(cfg).hang_timeout_minutes)
         with watch_activity(activity), Watchdog(activity, None, timeout):
             return recipe_main(cfg)
 
@@ -128,20 +129,24 @@ class Watchdog:
     def __init__(self, activity: Activity, dims: ParallelDims | None, timeout: float | None) -> None:
         if timeout is not None and timeout <= 0:
             raise ValueError(f"timeout must be above 0, got {timeout}.")
-        self._activity, self._timeout = activity, math.inf if timeout is None else timeout
+        self._activity = activity
+        self._timeout = math.inf if timeout is None else timeout
         self._agent = agent_pid()
         self._is_disabled = timeout is None and self._agent is None and not is_distributed()
         self._stop_event = threading.Event()
         self._heartbeats: Heartbeats | None = None
-        self._beat_number = self._num_groups = 0
+        self._beat_number = 0
+        self._num_groups = 0
         self._ignore_before = 0.0  # signs of life before this time do not count
-        self._last_cpu_time, self._last_written = 0.0, 0
+        self._last_cpu_time = 0.0
+        self._last_written = 0
 
     def __enter__(self) -> "Watchdog":
         if self._is_disabled:
             return self
         self._run_id = f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{next(_watchdog_numbers)}"
-        self._rank, self._interval = get_rank(), min(1.0, self._timeout / 20)
+        self._rank = get_rank()
+        self._interval = min(1.0, self._timeout / 20)
         self._watched_thread = threading.get_ident()
         self._connect()
         self._ignore_before = time.monotonic()
@@ -157,8 +162,13 @@ class Watchdog:
         self._stop_event.set()
         self._thread.join()
         dump_stacks_after(None)
-        words = str(error) if isinstance(error, UserError) else ""
-        self._publish_exit(PEER_LOST if loss else FINISHED if kind is None else kind.__name__, words)
+        if loss is not None:
+            reason = PEER_LOST
+        elif kind is None:
+            reason = FINISHED
+        else:
+            reason = kind.__name__
+        self._publish_exit(reason, words=str(error) if isinstance(error, UserError) else "")
         if loss is not None:
             raise loss from error
 
@@ -167,8 +177,9 @@ class Watchdog:
         if self._heartbeats is None:
             return None
         self._activity.sign()
-        lost = self._heartbeats.find_lost_ranks(min(10.0, self._timeout / 4), patience=min(60.0, self._timeout / 2))
-        return lost_rank_error(lost, self._heartbeats.address) if lost or lost is None else None
+        beats = self._heartbeats.find_lost_ranks(min(10.0, self._timeout / 4), patience=min(60.0, self._timeout / 2))
+        all_alive = beats == {}  # None: the store does not answer
+        return None if all_alive else lost_rank_error(beats, self._heartbeats.address)
 
     def _publish_exit(self, left: str, words: str = "") -> None:
         if self._heartbeats is not None:
@@ -189,40 +200,56 @@ class Watchdog:
             self._num_groups = set_collective_timeout(2 * self._timeout + 60, self._num_groups)
 
     def _make_beat(self, still: bool = False, left: str = "") -> Beat:
-        now = self._activity
+        activity = self._activity
+        line = ""
+        waits = False
+        if still:
+            line, waits = _current_line(self._watched_thread)
+            if activity.row:
+                line = f"{activity.row}, {line}"
         self._beat_number += 1
-        moved = time.time() - (time.monotonic() - now.moved)
-        where, waits = _current_line(self._watched_thread) if still else ("", False)
-        where = f"{now.row}, {where}" if still and now.row else where
         return Beat(
-            self._beat_number, now.step, now.phase, now.moves, moved, now.signs, waits, where, left, machine_name()
+            number=self._beat_number,
+            step=activity.step,
+            phase=activity.phase,
+            moves=activity.moves,
+            moved=time.time() - (time.monotonic() - activity.moved),  # from monotonic time to time since the epoch
+            signs=activity.signs,
+            waits=waits,
+            where=line,
+            left=left,
+            machine=machine_name(),
         )
 
     def _watch(self) -> None:
         timeout = self._timeout
-        armed = last = time.monotonic()
+        last_check = time.monotonic()
+        dump_scheduled_at = last_check
         while not self._stop_event.wait(self._interval):
             now = time.monotonic()
             if self._agent not in (None, os.getppid()):
                 self._exit_orphaned()
-            if now - last > max(timeout / 4, 5 * self._interval):  # this process was suspended
+            elapsed = now - last_check
+            last_check = now
+            if elapsed > max(timeout / 4, 5 * self._interval):  # this process was suspended
                 self._ignore_before = now
-            elapsed, last = now - last, now
-            if now - armed > timeout / 4:
+            if now - dump_scheduled_at > timeout / 4:
                 self._schedule_stack_dump()
-                armed = now
+                dump_scheduled_at = now
             self._connect()
             self._check_for_progress(elapsed)
-            still = now - max(self._activity.moved, self._ignore_before)
-            beats = self._heartbeats
-            if beats is not None:
-                beats.mine = self._make_beat(still > timeout / 2)
-                beats.reads_peers = still > timeout / 2
-            if beats is not None and still > min(_QUIET_SECONDS, timeout / 2) and (ended := beats.failed_ranks()):
-                self._exit_lost_peer(lost_rank_error(ended, beats.address))
-            if (still > timeout and self._all_ranks_stall(now)) or (
-                still > timeout / 2 and beats is not None and beats.is_stalled
-            ):
+            seconds_still = now - max(self._activity.moved, self._ignore_before)
+            heartbeats = self._heartbeats
+            if heartbeats is not None:
+                heartbeats.mine = self._make_beat(seconds_still > timeout / 2)
+                heartbeats.reads_peers = seconds_still > timeout / 2
+                if seconds_still > min(_QUIET_SECONDS, timeout / 2):
+                    failed = heartbeats.failed_ranks()
+                    if failed:
+                        self._exit_lost_peer(lost_rank_error(failed, heartbeats.address))
+                if seconds_still > timeout / 2 and heartbeats.is_stalled:
+                    self._exit_stalled(now)
+            if seconds_still > timeout and self._all_ranks_stall(now):
                 self._exit_stalled(now)
 
     def _check_for_progress(self, elapsed: float) -> None:
@@ -230,11 +257,13 @@ class Watchdog:
 
         Stacks would tell more, but CPython 3.11 crashes now and then if they are read while their threads run.
         """
-        time_used, written = self._watched_thread_time(), self._activity.written
-        has_worked = time_used - self._last_cpu_time > _MIN_CPU_SHARE * elapsed or written > self._last_written
+        cpu_time = self._watched_thread_time()
+        written = self._activity.written
+        has_worked = cpu_time - self._last_cpu_time > _MIN_CPU_SHARE * elapsed or written > self._last_written
         if has_worked and self._activity.phase not in LOOP_PHASES and not self._activity.row:
             self._activity.sign()
-        self._last_cpu_time, self._last_written = time_used, written
+        self._last_cpu_time = cpu_time
+        self._last_written = written
 
     def _watched_thread_time(self) -> float:
         if not hasattr(time, "pthread_getcpuclockid"):  # macOS
@@ -248,7 +277,8 @@ class Watchdog:
     def _all_ranks_stall(self, now: float) -> bool:
         if self._heartbeats is None or self._is_store_lost(now):
             return True
-        return all(now - other.moved > self._timeout / 4 for other in list(self._heartbeats.seen.values()))
+        peers = list(self._heartbeats.seen.values())
+        return all(now - peer.moved > self._timeout / 4 for peer in peers)
 
     def _exit_stalled(self, now: float) -> None:
         """Log the reason and exit, even if the stalled code holds a lock."""
@@ -280,17 +310,19 @@ class Watchdog:
         _exit_process(EXIT_REQUEUE)
 
     def _stall_message(self, now: float) -> str:
-        beats, silent = {self._rank: self._make_beat(still=True)}, set()
+        own_beat = self._make_beat(still=True)
+        beats = {self._rank: own_beat}
+        silent = set()
         if self._heartbeats is not None:
-            for rank, other in list(self._heartbeats.seen.items()):
-                beats[rank] = other.beat
-                if now - other.beat_at > self._timeout / 4 and not other.beat.left:
+            for rank, peer in list(self._heartbeats.seen.items()):
+                beats[rank] = peer.beat
+                if now - peer.beat_at > self._timeout / 4 and not peer.beat.left:
                     silent.add(rank)
             if self._is_store_lost(now):
-                mine = describe_stall({self._rank: beats[self._rank]}, set(), time.time()).rstrip(".")
+                own_stall = describe_stall({self._rank: own_beat}, set(), time.time()).rstrip(".")
                 return (
-                    f"{mine}; the process at {self._heartbeats.address} through which ranks know of each other does "
-                    "not answer: rank 0 or its torchrun agent is stopped or gone, and may be what all wait for."
+                    f"{own_stall}; the process at {self._heartbeats.address} through which ranks know of each other "
+                    "does not answer: rank 0 or its torchrun agent is stopped or gone, and may be what all wait for."
                 )
         return describe_stall(beats, silent, time.time())
 
@@ -312,10 +344,16 @@ def _run_with_timeout(seconds: float, function: Callable[[], object]) -> None:
 def _current_line(thread: int) -> tuple[str, bool]:
     """Return (innermost line of code outside torch, whether the thread waits in a collective)."""
     frame: FrameType | None = sys._current_frames().get(thread)
-    waits, depth, inside = False, 0, f"{os.sep}torch{os.sep}"
-    while frame is not None and inside in frame.f_code.co_filename:
-        waits = waits or (depth < 4 and f"{inside}distributed{os.sep}" in frame.f_code.co_filename)
-        frame, depth = frame.f_back, depth + 1
+    folder_of_torch = f"{os.sep}torch{os.sep}"
+    waits = False
+    depth = 0
+    while frame is not None and folder_of_torch in frame.f_code.co_filename:
+        # Code of torch.distributed further out, such as FSDP's hooks, calls the rest of the model.
+        if depth < 4 and f"{folder_of_torch}distributed{os.sep}" in frame.f_code.co_filename:
+            waits = True
+        frame = frame.f_back
+        depth += 1
     if frame is None:
         return "", waits
-    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno} in {frame.f_code.co_name}", waits
+    file_name = os.path.basename(frame.f_code.co_filename)
+    return f"{file_name}:{frame.f_lineno} in {frame.f_code.co_name}", waits
