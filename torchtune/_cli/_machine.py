@@ -14,7 +14,7 @@ from packaging.requirements import Requirement
 
 from torchtune._hub import describe_access, hub_cache
 from torchtune.datasets import cache_path
-from torchtune.modules.attention_utils import attention_limits
+from torchtune.modules.attention_utils import attention_limits, describe_attention
 from torchtune.modules.kernels import KERNELS, describe_kernels
 from torchtune.training.precision import has_fast_matmul
 from torchtune.utils import UserError, find_device, first_line, get_device_support, has_cpp_compiler
@@ -37,13 +37,15 @@ class Findings:
 def examine(output: Path) -> Findings:
     """Examine this machine; ``output`` is the folder for runs."""
     found = Findings()
+    device = torch.device(get_device_support().device_type)
     found.facts = [
         ("versions", [f"Python {platform.python_version()}, torch {torch.__version__}, {platform.platform()}"]),
         ("devices", _devices(found)),
         ("memory", _memory()),
         ("disks", _disks(output, found)),
         ("packages", _packages(found)),
-        ("kernels", describe_kernels(torch.device(get_device_support().device_type))),
+        ("attention", describe_attention(device)),
+        ("kernels", describe_kernels(device)),
         ("hub", [describe_access()]),
     ]
     return found

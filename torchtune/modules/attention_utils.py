@@ -3,6 +3,7 @@
 import functools
 import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Union
 
@@ -80,53 +81,55 @@ def attention(
         >>> torchtune.modules.attention(q, k, v).shape
         torch.Size([1, 2, 3, 4])
     """
-    if dropout_p > 0.0 and (window or chunk or softcap or sinks is not None):
-        raise ValueError("Attention with a window, chunks, a soft cap or sinks has no dropout: set attn_dropout to 0.")
-    scored = softcap is not None or sinks is not None  # SDPA cannot compute these
-    if documents is not None:
-        if mask is not None:
-            raise ValueError("Attention takes either documents or a mask, not both.")
-        if not is_causal:
-            if scored or window or chunk:
-                raise ValueError("Attention to all positions of a document has no window, chunks, soft cap or sinks.")
-            return _full_attention(q, k, v, documents, dropout_p)
-        documents = documents if chunk is None else _chunks_of(documents, chunk)
-        return _packed_attention(q, k, v, documents, dropout_p, window or 0, softcap or 0.0, sinks)
-    if isinstance(mask, TileMask):
-        return mask.attend(q, k, v, dropout_p)
-    if mask is not None and not isinstance(mask, Tensor):
+    _check_arguments(documents, mask, is_causal, dropout_p, window, softcap, sinks, chunk)
+    if documents is None and mask is None and is_causal and q.shape[1] == 1 < k.shape[1]:
+        # Decoding: one token after all cached keys, of which it sees those of its window or chunk.
+        visible = window if chunk is None else (k.shape[1] - 1) % chunk + 1
+        if visible is not None:
+            k, v = k[:, -visible:], v[:, -visible:]
+        is_causal, window, chunk = False, None, None
+    if documents is None:  # no row has more positions: a window or chunk of all of them is none
+        window = window if window is not None and window < k.shape[1] else None
+        chunk = chunk if chunk is not None and chunk < k.shape[1] else None
+    if documents is None and mask is None and is_causal and not dropout_p and q.shape[1] == k.shape[1]:
+        is_special = any(option is not None for option in (window, chunk, softcap, sinks))
+        if is_special or q.device.type == "cpu":
+            documents = _rows_as_documents(q, chunk)
+    if isinstance(mask, Tensor):
+        if window is not None:
+            mask = mask & _in_window(mask, window)
         if chunk is not None:
-            raise ValueError("Attention in chunks takes documents or a bool mask, not a BlockMask.")
-        if dropout_p > 0.0:
-            raise ValueError("Flex attention has no dropout: set attn_dropout to 0.")
+            mask = mask & _in_window(mask, (mask.sum(-1, keepdim=True) - 1) % chunk + 1)
+        window = None
+    if documents is not None and chunk is not None:
+        documents = _chunks_of(documents, chunk)
+
+    kernel = choose_kernel(
+        q.device,
+        q.dtype,
+        head_dim=q.shape[-1],
+        window=window or 0,
+        softcap=softcap or 0.0,
+        sinks=sinks is not None,
+        dropout=dropout_p > 0.0,
+        is_causal=is_causal or mask is not None,
+        sees=_what_defines_visibility(documents, mask),
+    )
+    if kernel is Kernel.TILES:
+        return mask.attend(q, k, v, dropout_p)
+    if kernel is Kernel.BLOCK_MASK:
         heads = (t.transpose(1, 2) for t in (q, k, v))
         return compile_friendly_flex_attention(*heads, mask, window, softcap, sinks).transpose(1, 2)
-    if q.shape[1] == 1 < k.shape[1] and mask is None and is_causal:  # decoding: one token after all cached keys
-        is_causal = False
-        window = window if chunk is None else (k.shape[1] - 1) % chunk + 1
-        if window is not None:
-            k, v, window = k[:, -window:], v[:, -window:], None
-    special = scored or (window is not None and window < k.shape[1])
-    if (
-        mask is None
-        and is_causal
-        and not dropout_p
-        and q.shape[1] == k.shape[1]
-        and (special or q.device.type == "cpu" or (chunk is not None and chunk < q.shape[1]))
-    ):
-        b, s = q.shape[:2]  # run every row as a document
-        if chunk is not None and chunk < s:
-            rows = _chunks_of(Documents.from_lengths([s] * b, q.device), chunk)
-            return _packed_attention(q, k, v, rows, 0.0, window or 0, softcap or 0.0, sinks)
-        rows = Boundaries(torch.arange(0, (b + 1) * s, s, dtype=torch.int32, device=q.device), s)
-        return _packed_attention(q, k, v, rows, 0.0, window or 0, softcap or 0.0, sinks)
-    if mask is not None and window is not None and window < k.shape[1]:
-        mask = mask & _in_window(mask, window)
-    if mask is not None and chunk is not None and chunk < k.shape[1]:
-        mask = mask & _in_window(mask, (mask.sum(-1, keepdim=True) - 1) % chunk + 1)
-    if scored:
+    if kernel is Kernel.SCORES:
         return _scored_attention(q, k, v, mask, softcap, sinks)
-    return _dense_attention(q, k, v, mask, is_causal and mask is None, dropout_p)
+    if kernel is Kernel.SDPA:
+        return _dense_attention(q, k, v, mask, is_causal and mask is None, dropout_p)
+    if kernel is Kernel.PER_DOCUMENT:
+        if not is_causal:
+            flat = (t.flatten(0, 1) for t in (q, k, v))
+            return attention_by_document(*flat, documents.cu_seqlens, dropout_p, is_causal=False).view(q.shape)
+        return per_document_attention(q, k, v, documents, dropout_p, window or 0, softcap or 0.0, sinks)
+    return _packed_attention(kernel, q, k, v, documents, is_causal, window or 0, softcap, sinks)
 
 
 attention.shares_prefixes = True  # supports Documents.shared
@@ -135,14 +138,90 @@ attention.shares_prefixes = True  # supports Documents.shared
 _FIRST_WITH_FLASH = (8, 0)
 _LARGE_SHARED_MEMORY = 160 * 2**10
 _FLEX_VERSIONS = 64
+_FLASH_HEAD_DIM = 256
 
 
 class Kernel(Enum):
-    """Kernels for attention within documents; the values are descriptions for the log."""
+    """Kernels of attention; the values are descriptions for the log."""
 
     VARLEN = "torch's varlen_attn (flash attention over documents)"
     FLEX = "flex attention with a block mask of the documents"
     PER_DOCUMENT = "documents one by one"
+    SDPA = "torch's scaled_dot_product_attention"
+    SCORES = "all scores at once"
+    BLOCK_MASK = "flex attention with the block mask that it is given"
+    TILES = "images one size after another"
+
+
+class Visibility(Enum):
+    """What says which keys a query sees; the values are descriptions for ``tune doctor``."""
+
+    DOCUMENTS = "documents"
+    ROWS = "rows"
+    MASK = "a bool mask"
+    BLOCK_MASK = "a BlockMask"
+    TILES = "image tiles"
+
+
+@dataclass(frozen=True)
+class KernelRow:
+    """A row of the table of attention's kernels.
+
+    Attributes:
+        sees: what says which keys a query sees.
+        kernel: the kernel.
+        window: whether it computes sliding windows; a window within a mask is part of the mask.
+        softcap: whether it computes soft caps.
+        sinks: whether it computes attention sinks.
+        dropout: whether it computes dropout.
+        not_causal: whether queries may see later keys.
+        cuda_only: whether it runs on CUDA only.
+    """
+
+    sees: Visibility
+    kernel: Kernel
+    window: bool = False
+    softcap: bool = False
+    sinks: bool = False
+    dropout: bool = False
+    not_causal: bool = False
+    cuda_only: bool = False
+
+    def features(self) -> list[str]:
+        """Return the features that the kernel computes, in words."""
+        words = {
+            "windows": self.window,
+            "soft caps": self.softcap,
+            "sinks": self.sinks,
+            "dropout": self.dropout,
+            "later keys": self.not_causal,
+        }
+        return [word for word, is_computed in words.items() if is_computed]
+
+    def fits_card(self, card: Card | None, dtype: torch.dtype, head_dim: int) -> bool:
+        """Return whether a card can run the kernel for a dtype and size of heads; ``None`` is a card like an H100."""
+        if self.kernel is Kernel.VARLEN:
+            has_flash = card is None or card.capability >= _FIRST_WITH_FLASH
+            return has_flash and dtype in _FLASH_DTYPES and head_dim <= _FLASH_HEAD_DIM
+        if self.kernel is Kernel.FLEX:
+            return flex_blocks(card, head_dim, dtype.itemsize) != 0
+        return True
+
+
+# The first row that computes all features of a call runs it.
+ATTENTION_KERNELS = (
+    KernelRow(Visibility.DOCUMENTS, Kernel.VARLEN, window=True, not_causal=True, cuda_only=True),
+    KernelRow(Visibility.DOCUMENTS, Kernel.FLEX, window=True, softcap=True, sinks=True, cuda_only=True),
+    KernelRow(
+        Visibility.DOCUMENTS, Kernel.PER_DOCUMENT, window=True, softcap=True, sinks=True, dropout=True, not_causal=True
+    ),
+    KernelRow(Visibility.ROWS, Kernel.SDPA, dropout=True, not_causal=True),
+    KernelRow(Visibility.ROWS, Kernel.SCORES, softcap=True, sinks=True, not_causal=True),
+    KernelRow(Visibility.MASK, Kernel.SDPA, dropout=True),
+    KernelRow(Visibility.MASK, Kernel.SCORES, softcap=True, sinks=True),
+    KernelRow(Visibility.BLOCK_MASK, Kernel.BLOCK_MASK, window=True, softcap=True, sinks=True),
+    KernelRow(Visibility.TILES, Kernel.TILES, dropout=True),
+)
 
 
 def choose_kernel(
@@ -153,26 +232,99 @@ def choose_kernel(
     window: int = 0,
     softcap: float = 0.0,
     sinks: bool = False,
+    dropout: bool = False,
+    is_causal: bool = True,
+    sees: Visibility = Visibility.DOCUMENTS,
 ) -> Kernel:
-    """Choose the kernel for attention within documents, without dropout.
+    """Choose the kernel of attention: the first row of :data:`ATTENTION_KERNELS` that computes all that is asked for.
 
     Args:
         device: device of the queries.
         dtype: dtype of the queries.
         head_dim: h.
-        window: sliding window in positions; 0: none. Every kernel has windows.
+        window: sliding window in positions; 0: none.
         softcap: soft cap of the scores; 0: none.
         sinks: whether there are attention sinks.
+        dropout: whether attention weights are dropped.
+        is_causal: whether a query sees no later keys.
+        sees: what says which keys a query sees.
+
+    Raises:
+        ValueError: no kernel computes this.
     """
-    if device.type != "cuda":
-        return Kernel.PER_DOCUMENT
-    _load_varlen()
-    card = card_of(device)
-    has_flash = card is None or card.capability >= _FIRST_WITH_FLASH
-    if has_flash and not (softcap or sinks or dtype not in _FLASH_DTYPES or head_dim > 256):
-        return Kernel.VARLEN
-    fits = flex_blocks(card, head_dim, dtype.itemsize) != 0
-    return Kernel.FLEX if fits else Kernel.PER_DOCUMENT
+    is_cuda = device.type == "cuda"
+    card = None
+    if is_cuda:
+        _load_varlen()
+        card = card_of(device)
+    for row in ATTENTION_KERNELS:
+        if row.sees is not sees or (row.cuda_only and not is_cuda):
+            continue
+        lacks_scores = (softcap and not row.softcap) or (sinks and not row.sinks)
+        lacks_positions = (window and not row.window) or not (is_causal or row.not_causal)
+        lacks_dropout = dropout and not row.dropout
+        if not (lacks_scores or lacks_positions or lacks_dropout) and row.fits_card(card, dtype, head_dim):
+            return row.kernel
+    raise ValueError(
+        f"No kernel computes attention over {sees.value} with these options (window {window}, softcap {softcap}, sinks "
+        f"{sinks}, dropout {dropout}, causal {is_causal}): give documents or a bool mask."
+    )
+
+
+def describe_attention(device: torch.device) -> list[str]:
+    """Return a line about each row of the table that a device can run, in the order of preference."""
+    lines = []
+    for row in ATTENTION_KERNELS:
+        if row.cuda_only and device.type != "cuda":
+            continue
+        features = ", ".join(row.features())
+        lines.append(f"{row.sees.value}: {row.kernel.value}; computes {features}")
+    whose = "with a window, a soft cap, sinks or chunks " if device.type == "cuda" else ""
+    lines.append(f"causal rows {whose}run as documents")
+    return lines
+
+
+def _what_defines_visibility(documents: Documents | Boundaries | None, mask: _MaskType | None) -> Visibility:
+    if documents is not None:
+        return Visibility.DOCUMENTS
+    if mask is None:
+        return Visibility.ROWS
+    if isinstance(mask, TileMask):
+        return Visibility.TILES
+    return Visibility.MASK if isinstance(mask, Tensor) else Visibility.BLOCK_MASK
+
+
+def _check_arguments(
+    documents: Documents | Boundaries | None,
+    mask: _MaskType | None,
+    is_causal: bool,
+    dropout_p: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    chunk: int | None,
+) -> None:
+    """Raise ``ValueError`` for arguments of :func:`attention` that contradict each other."""
+    is_special = bool(window or chunk or softcap or sinks is not None)
+    if dropout_p > 0.0 and is_special:
+        raise ValueError("Attention with a window, chunks, a soft cap or sinks has no dropout: set attn_dropout to 0.")
+    if documents is not None and mask is not None:
+        raise ValueError("Attention takes either documents or a mask, not both.")
+    if documents is not None and not is_causal and is_special:
+        raise ValueError("Attention to all positions of a document has no window, chunks, soft cap or sinks.")
+    if _what_defines_visibility(documents, mask) is Visibility.BLOCK_MASK:
+        if chunk is not None:
+            raise ValueError("Attention in chunks takes documents or a bool mask, not a BlockMask.")
+        if dropout_p > 0.0:
+            raise ValueError("Flex attention has no dropout: set attn_dropout to 0.")
+
+
+def _rows_as_documents(q: Tensor, chunk: int | None) -> Documents | Boundaries:
+    """Return the boundaries of documents that are the rows of queries ``[b, s, n, h]``."""
+    b, s = q.shape[:2]
+    if chunk is not None:
+        return Documents.from_lengths([s] * b, q.device)
+    return Boundaries(torch.arange(0, (b + 1) * s, s, dtype=torch.int32, device=q.device), s)
 
 
 def flex_blocks(card: Card | None, head_dim: int, itemsize: int) -> int | None:
@@ -211,38 +363,33 @@ def attention_limits(device: torch.device) -> str:
 
 
 def _packed_attention(
+    kernel: Kernel,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     documents: Documents | Boundaries,
-    dropout_p: float,
+    is_causal: bool,
     window: int,
-    softcap: float,
+    softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    has_sinks = sinks is not None
-    kernel = choose_kernel(q.device, q.dtype, head_dim=q.shape[-1], window=window, softcap=softcap, sinks=has_sinks)
-    if dropout_p or kernel is Kernel.PER_DOCUMENT:
-        return per_document_attention(q, k, v, documents, dropout_p, window, softcap, sinks)
-    flat = [q.flatten(0, 1), *(prepend_shared_prefix(documents.shared, t.flatten(0, 1)) for t in (k, v))]
-    cu_seqlens, longest = documents.cu_seqlens, documents.max_length
-    cu_keys = cu_seqlens if documents.shared is None else documents.shared.cu_keys
+    """Attention within documents by a kernel that takes all of them at once."""
+    q_flat, k_flat, v_flat = (t.flatten(0, 1) for t in (q, k, v))  # [b * s, n or n_kv, h]
+    cu_seqlens = cu_keys = documents.cu_seqlens
+    if is_causal:
+        k_flat, v_flat = (prepend_shared_prefix(documents.shared, t) for t in (k_flat, v_flat))
+        cu_keys = cu_seqlens if documents.shared is None else documents.shared.cu_keys
     if kernel is Kernel.VARLEN:
-        return _varlen_attention(*flat, cu_seqlens, cu_keys, longest, window).view(q.shape)
+        out = _varlen_attention(
+            q_flat, k_flat, v_flat, cu_seqlens, cu_keys, documents.max_length, window, is_causal=is_causal
+        )
+        return out.view(q.shape)
     mask = documents.block_masks.get(window) if isinstance(documents, Boundaries) else None
     if mask is None:
-        mask = document_block_mask(cu_seqlens, len(flat[0]), window, cu_keys, len(flat[1]))
-    heads = (t.transpose(0, 1)[None] for t in flat)
+        mask = document_block_mask(cu_seqlens, len(q_flat), window, cu_keys, len(k_flat))
+    heads = (t.transpose(0, 1)[None] for t in (q_flat, k_flat, v_flat))  # [1, n or n_kv, b * s, h]
     out = compile_friendly_flex_attention(*heads, mask, softcap=softcap or None, sinks=sinks)
     return out[0].transpose(0, 1).reshape(q.shape)
-
-
-def _full_attention(q: Tensor, k: Tensor, v: Tensor, documents: Documents | Boundaries, dropout_p: float) -> Tensor:
-    """Attention of every position to all positions of its document."""
-    flat, cu_seqlens = [t.flatten(0, 1) for t in (q, k, v)], documents.cu_seqlens
-    if not dropout_p and choose_kernel(q.device, q.dtype, head_dim=q.shape[-1]) is Kernel.VARLEN:
-        return _varlen_attention(*flat, cu_seqlens, cu_seqlens, documents.max_length, is_causal=False).view(q.shape)
-    return attention_by_document(*flat, cu_seqlens, dropout_p, is_causal=False).view(q.shape)
 
 
 def _chunks_of(documents: Documents | Boundaries, size: int) -> Boundaries:
@@ -353,13 +500,16 @@ def attention_backend(
         mask: whether there is a mask.
         kind: ``head_dim``, ``window``, ``softcap`` and ``sinks`` of :func:`choose_kernel`.
     """
-    scored = kind.get("softcap") or kind.get("sinks")
-    if mask:
-        return "all scores at once" if scored else "torch's scaled_dot_product_attention with a mask"
-    if device.type == "cpu":
+    if device.type == "cpu" and not mask:
         return f"{'documents' if documents else 'rows'} one by one, in blocks or by torch's fused kernel after length"
-    if not (documents or scored or kind.get("window")):
-        return "torch's scaled_dot_product_attention (flash or memory-efficient), causal"
+    is_special = any(kind.get(option) for option in ("window", "softcap", "sinks"))
+    if mask:
+        # A window is part of the mask.
+        options = {name: value for name, value in kind.items() if name != "window"}
+        kernel = choose_kernel(device, dtype, sees=Visibility.MASK, **options)
+        return f"{kernel.value} with a mask" if kernel is Kernel.SDPA else kernel.value
+    if not documents and not is_special:
+        return f"{Kernel.SDPA.value} (flash or memory-efficient), causal"
     kernel = choose_kernel(device, dtype, **kind)
     size = flex_blocks(card_of(device), kind.get("head_dim", 128), dtype.itemsize) if kernel is Kernel.FLEX else None
     return kernel.value if size is None else f"{kernel.value}, in blocks of {size}, which this card can hold"

@@ -64,6 +64,7 @@ def test_a_machine_that_can_train(tune, tmp_path, monkeypatch):
     assert "fla-core" not in packages, "kernels are listed on their own"
     assert [line.partition(" ")[0] for line in found["kernels"]] == [kernel.package for kernel in KERNELS]
     assert all("used" in line for line in found["kernels"])
+    assert found["attention"][0].startswith("documents: ")
     assert not list(tmp_path.iterdir()), "nothing is written"
 
 

@@ -15,10 +15,12 @@ from torchtune.modules._block_mask import BLOCK, document_block_mask
 from torchtune.modules._document_attention import Boundaries, document_attention
 from torchtune.modules.attention_utils import (
     Kernel,
+    Visibility,
     attention,
     attention_backend,
     attention_limits,
     choose_kernel,
+    describe_attention,
     flex_blocks,
 )
 from torchtune.modules.kernels import Card
@@ -153,6 +155,38 @@ def test_a_card_runs_what_its_shared_memory_holds(card, dtype, kind, kernel, blo
     said = attention_backend(CUDA, dtype, documents=True, **kind)
     assert said.startswith(kernel.value)
     assert (f"in blocks of {blocks}" in said) == (kernel is Kernel.FLEX and blocks is not None)
+
+
+@pytest.mark.parametrize(
+    ("options", "kernel"),
+    [
+        ({"dropout": True}, Kernel.PER_DOCUMENT),
+        ({"is_causal": False}, Kernel.VARLEN),
+        ({"sees": Visibility.ROWS}, Kernel.SDPA),
+        ({"sees": Visibility.ROWS, "softcap": 30.0}, Kernel.SCORES),
+        ({"sees": Visibility.MASK, "dropout": True}, Kernel.SDPA),
+        ({"sees": Visibility.MASK, "sinks": True}, Kernel.SCORES),
+        ({"sees": Visibility.BLOCK_MASK, "softcap": 30.0, "window": 8}, Kernel.BLOCK_MASK),
+        ({"sees": Visibility.TILES, "dropout": True}, Kernel.TILES),
+    ],
+)
+def test_the_first_row_that_computes_all_features_runs_them(options, kernel):
+    assert choose_kernel(CUDA, torch.bfloat16, **options) is kernel
+
+
+@pytest.mark.parametrize("options", [{"window": 8, "sees": Visibility.ROWS}, {"sinks": True, "sees": Visibility.TILES}])
+def test_features_that_no_kernel_computes_together_are_refused(options):
+    with pytest.raises(ValueError, match=r"No kernel computes attention over .*: give documents or a bool mask"):
+        choose_kernel(CUDA, torch.bfloat16, **options)
+
+
+def test_the_table_of_attention_names_what_every_kernel_computes():
+    lines = describe_attention(CUDA)
+    assert lines[1] == (
+        "documents: flex attention with a block mask of the documents; computes windows, soft caps, sinks"
+    )
+    assert lines[-1] == "causal rows with a window, a soft cap, sinks or chunks run as documents"
+    assert not any("varlen" in line for line in describe_attention(CPU))
 
 
 def test_the_doctor_says_what_a_card_cannot_run(monkeypatch):
