@@ -115,7 +115,7 @@ class OurSteps:
         batch = batch.to(self.device, non_blocking=True)
         hidden = self.model(**batch.model_inputs(), output="hidden")
         if self.case.answers is None:
-            return self.loss_fn.sum_and_count(hidden, batch.labels, self.model.output)[0]
+            return self.loss_fn.sum_and_count(hidden, batch.labels, self.model.output, index=batch.label_index)[0]
         scores = self.loss_fn.score(hidden, batch, self.model.output)
         return self.loss_fn.sum_and_metrics(batch, scores)[0]
 
