@@ -171,6 +171,7 @@ def overrides(case: Any) -> list[str]:
         f"enable_activation_checkpointing={case.checkpointing}",
         "optimizer._component_=torch.optim.AdamW",
         "optimizer.fused=True",
+        "optimizer_in_bwd=False",
         "clip_grad_norm=null",
     ]
     if case.lora:
