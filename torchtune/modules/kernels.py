@@ -14,7 +14,6 @@ from importlib import metadata
 from typing import Any
 
 import torch
-from packaging.version import Version
 from torch.nn import functional as F
 
 from torchtune.utils import first_line, get_logger, is_simulated, log_once
@@ -96,6 +95,8 @@ class OptionalKernel:
         version = self.installed_version()
         if version is None:
             return f"{self.package} is not installed ({self.install})"
+        from packaging.version import Version  # a training machine may lack it; whoever has a kernel has it
+
         if version[0].isdigit() and Version(version) < Version(self.version):
             return f"{self.package} {version} is older than {self.version} ({self.install})"
         return None
