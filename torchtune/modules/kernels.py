@@ -117,6 +117,9 @@ class OptionalKernel:
         if device.type != "cuda" or is_simulated() or not torch.cuda.is_available():
             return None
         function, problem = self.find(device, dtype, **sizes)
+        if (layer, self.package, dtype) in _logged:  # SwiGLU asks in every layer
+            return function
+        _logged.add((layer, self.package, dtype))
         prefix = f"{layer} on cuda in {dtype}: "
         if function is None:
             log_once(get_logger(), f"{prefix}plain PyTorch, because {problem}; {self.without}.")
@@ -233,6 +236,8 @@ KERNELS = (
 _allowed: frozenset[str] | None = None
 # Package, device, dtype and sizes -> the function, or None and the reason.
 _choices: dict[tuple[Any, ...], tuple[Callable[..., Any] | None, str | None]] = {}
+# Layers, packages and dtypes whose choice was logged.
+_logged: set[tuple[str, str, torch.dtype]] = set()
 
 
 def allow_kernels(packages: Collection[str] | None) -> None:
@@ -240,6 +245,7 @@ def allow_kernels(packages: Collection[str] | None) -> None:
     global _allowed
     _allowed = None if packages is None else frozenset(packages)
     _choices.clear()
+    _logged.clear()
     _CARDS.clear()
 
 
