@@ -4,6 +4,31 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from torchtune.utils import is_simulated
+
+
+class _SimulatedNorm(torch.autograd.Function):
+    """Allocates and keeps what torch's operator does on an accelerator, without values.
+
+    On a CPU, whose tensors stand for those of an accelerator in a simulation, the operator keeps float32 copies.
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, scale: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, scale)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor | None]:
+        x, scale = ctx.saved_tensors
+        return torch.zeros_like(x), None if scale is None else torch.zeros_like(scale)
+
+
+def _fused_norm(x: Tensor, eps: float, scale: Tensor | None = None) -> Tensor:
+    if is_simulated():
+        return _SimulatedNorm.apply(x, scale)
+    return F.rms_norm(x, (x.shape[-1],), scale, eps)
+
 
 def rms_norm(x: Tensor, eps: float = 1e-6, scale: Tensor | None = None) -> Tensor:
     """Compute ``x / sqrt(mean(x², last dimension) + eps) * scale`` in float32 (Zhang & Sennrich 2019).
@@ -21,7 +46,7 @@ def rms_norm(x: Tensor, eps: float = 1e-6, scale: Tensor | None = None) -> Tenso
         tensor([ 1.3416, -0.4472])
     """
     # The operator computes in float32 and rounds its result; checkpoints expect this rounding before the scale.
-    normed = F.rms_norm(x, (x.shape[-1],), eps=eps)
+    normed = _fused_norm(x, eps)
     return normed if scale is None else normed * scale
 
 
@@ -60,7 +85,7 @@ class RMSNorm(nn.Module):
         if not self.rounds_last:
             return rms_norm(x, self.eps, scale)
         factor = scale.float() + 1.0 if self.unit_offset else scale.float()
-        return F.rms_norm(x.float(), self.normalized_shape, factor, self.eps).to(x.dtype)
+        return _fused_norm(x.float(), self.eps, factor).to(x.dtype)
 
     def extra_repr(self) -> str:
         """Return size and eps for ``repr``."""
