@@ -63,6 +63,8 @@ NOT_RUN = {
     "make test": "runs this test",
     "make gpu": "needs a GPU; tests/benchmarks tries it on a CPU",
     "python benchmarks/bench_gpu.py llama-8b-lora ours --steps 20": "the same",
+    "python benchmarks/count_cuda.py --compile > counts.jsonl": "the same",
+    "python benchmarks/count_cuda.py --table counts.jsonl": "the same",
     "tune estimate --config llama3_1/8B_full --simulate 8xH100 --fit 24GiB": "simulates for minutes",
     "python benchmarks/bf16_that_learns.py --checkpoint /tmp/SmolLM2-135M-Instruct": "takes minutes",
     "make bench": "makes an environment of its own and takes an hour",
