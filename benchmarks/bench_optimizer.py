@@ -15,8 +15,7 @@ import torch
 from torch import nn
 
 from torchtune.training import prepare_optimizer
-from torchtune.training.optim import _low_precision_optimizer
-from torchtune.training.optim._rounded_step import CompiledWhenItPays, step_elements
+from torchtune.training.optim import _rounded_step
 
 VOCABULARY = 49152
 
@@ -45,10 +44,10 @@ def make_step(variant: str, model: nn.ParameterList) -> Callable[[], None]:
     optimizer = prepare_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-5), model, precision, seed=0)
     # The function is shared by all optimizers of a process: each variant has its own here.
     seconds = 0.0 if variant.endswith("compiled") and not variant.endswith("uncompiled") else float("inf")
-    function = CompiledWhenItPays(step_elements, seconds)
+    function = _rounded_step.CompiledWhenItPays(_rounded_step.step_elements, seconds)
 
     def step() -> None:
-        _low_precision_optimizer.fused_step = function
+        _rounded_step.fused_step = function
         optimizer.step()
 
     return step

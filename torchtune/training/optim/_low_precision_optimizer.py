@@ -5,7 +5,6 @@ pass. Any other optimizer of ``torch.optim`` runs, unchanged, on float32 stand-i
 states, a bounded number of elements at a time; the results are rounded back into the stored weights and states.
 """
 
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,7 +14,15 @@ from torch.optim import Optimizer
 
 from torchtune.modules.torchao_formats import StateFormat
 from torchtune.training.optim._low_bit_states import SMALLEST, is_low_bit, write_low_bit
-from torchtune.training.optim._rounded_step import UpdateRule, find_update_rule, fused_step
+from torchtune.training.optim._rounded_step import (
+    Piece,
+    UpdateRule,
+    find_update_rule,
+    piece_size,
+    rounded_piece_size,
+    step_piece,
+    step_pieces,
+)
 from torchtune.training.optim._stochastic_rounding import (
     ElementIds,
     random_bits,
@@ -25,7 +32,7 @@ from torchtune.training.optim._stochastic_rounding import (
     spread_within_rounding,
 )
 from torchtune.training.parallel._shards import ShardGrid, own_part
-from torchtune.utils import UserError, computes_on_cpu, get_logger, is_simulated, log_once
+from torchtune.utils import UserError, get_logger, is_simulated, log_once
 
 # The update of an element depends only on that element and on scalars, so a parameter can be split into pieces.
 _ELEMENTWISE = {
@@ -181,23 +188,51 @@ class LowPrecisionOptimizer(Optimizer):
         """Step parameters on ``device``, a piece at a time, so that temporary tensors stay small."""
         size = rounded_piece_size(device)  # once, because it depends on whether the step is compiled
         key = _on_device(rounding_key(self._seed, self._num_steps), torch.int32, device)
-        # One copy to the device for the pieces of all parameters, and one for all parameters of the same age.
-        origins = iter(_on_device(self._origins(parameters, size), torch.int32, device).unbind())
-        scalars_by_age: dict[int, torch.Tensor] = {}
+        # Parameters of the same age have the same scalars.
+        by_step: dict[int, list[torch.nn.Parameter]] = {}
         for parameter in parameters:
-            step = self._count_step(parameter, rule)
-            if step not in scalars_by_age:
-                scalars_by_age[step] = _on_device(rule.scalars(group, step), torch.float32, device)
-            self._step_pieces(parameter, rule, scalars_by_age[step], key, origins, size)
+            by_step.setdefault(self._count_step(parameter, rule), []).append(parameter)
+        for step, members in by_step.items():
+            scalars = _on_device(rule.scalars(group, step), torch.float32, device)
+            in_place = [parameter for parameter in members if self._is_stepped_in_place(parameter, rule)]
+            pieces = [piece for parameter in in_place for piece in self._storage_pieces(parameter, rule, size)]
+            step_pieces(rule.function, pieces, scalars, self._origins(in_place, size, device), key)
+            copied = [parameter for parameter in members if not self._is_stepped_in_place(parameter, rule)]
+            origins = iter(self._origins(copied, size, device).unbind())
+            for parameter in copied:
+                self._step_copies(parameter, rule, scalars, key, origins, size)
 
-    def _origins(self, parameters: list[torch.nn.Parameter], size: int) -> list[tuple[int, int]]:
-        """Return the origins of the pieces of all parameters; see :meth:`ElementIds.origin`."""
+    def _is_stepped_in_place(self, parameter: torch.nn.Parameter, rule: UpdateRule) -> bool:
+        """Return whether the stored tensors of a parameter are runs of its elements, which an update can change."""
+        if self._is_low_bit(parameter) or not self._ids_of(parameter).is_run:
+            return False
+        if own_part(parameter).numel() == 1:  # would be compiled for: one element is broadcast, more are not
+            return False
+        grad = parameter.grad
+        if isinstance(grad, DTensor) and grad.placements != parameter.placements:
+            return False
+        stored = [own_part(parameter), own_part(grad), *(self.state[parameter][name] for name in rule.states)]
+        return all(tensor.is_contiguous() for tensor in stored)
+
+    def _storage_pieces(self, parameter: torch.nn.Parameter, rule: UpdateRule, size: int) -> list[Piece]:
+        """Return the pieces of a parameter that is stepped in place."""
+        weights = own_part(parameter).detach().view(-1)
+        grads = own_part(parameter.grad).view(-1)
+        states = [self.state[parameter][name].view(-1) for name in rule.states]
+        pieces = []
+        for first in range(0, weights.numel(), size):
+            piece = slice(first, first + size)
+            pieces.append(Piece(weights[piece], grads[piece], [state[piece] for state in states]))
+        return pieces
+
+    def _origins(self, parameters: list[torch.nn.Parameter], size: int, device: torch.device) -> torch.Tensor:
+        """Return the origins of the pieces of parameters, int32 ``[pieces, 4]``, in one copy to the device."""
         origins = []
         for parameter in parameters:
             ids = self._ids_of(parameter)
             for first in range(0, own_part(parameter).numel(), size):
-                origins.append(ids.origin(first))
-        return origins
+                origins.append([*ids.origin(first), 0, 0])
+        return _on_device(origins, torch.int32, device).view(-1, 4)
 
     def _count_step(self, parameter: torch.nn.Parameter, rule: UpdateRule) -> int:
         """Create missing states, and return the number of this step of a parameter, as the rule counts."""
@@ -218,7 +253,7 @@ class LowPrecisionOptimizer(Optimizer):
         state["step"] = step
         return int(step)
 
-    def _step_pieces(
+    def _step_copies(
         self,
         parameter: torch.nn.Parameter,
         rule: UpdateRule,
@@ -227,7 +262,7 @@ class LowPrecisionOptimizer(Optimizer):
         origins: Iterator[torch.Tensor],
         size: int,
     ) -> None:
-        """Step the shard of a parameter; every piece takes the next of ``origins``."""
+        """Step a shard whose tensors are low-bit, not contiguous, or no run; every piece takes the next origin."""
         weights = own_part(parameter).detach()
         changed = [weights]
         low_bit = [self.state[parameter][name] for name in rule.states if self._is_low_bit(parameter)]
@@ -243,16 +278,8 @@ class LowPrecisionOptimizer(Optimizer):
             weight, *others = [tensor[piece] for tensor in flat]
             stored = [state.view(-1)[piece] for state in low_bit]
             states = others + [state.dequantize()[: weight.numel()] for state in stored]
-            fused_step(
-                rule.function,
-                weight,
-                grads[piece],
-                states,
-                scalars,
-                None if ids.is_run else ids.of(first, weight.numel(), weight.device),
-                next(origins),
-                key,
-            )
+            own_ids = None if ids.is_run else ids.of(first, weight.numel(), weight.device)
+            step_piece(rule.function, Piece(weight, grads[piece], states), scalars, own_ids, next(origins), key)
             for state, values in zip(stored, states[len(others) :], strict=True):
                 write_low_bit(state, values)
         for tensor, values in zip(changed, flat, strict=True):
@@ -441,26 +468,6 @@ class LowPrecisionOptimizer(Optimizer):
                 value = value.to(parameter.device)
             is_kept = _per_element(value, own_part(parameter))
             state[key] = value.to(self._storage_dtype(parameter)) if is_kept else value
-
-
-def piece_size(device: torch.device) -> int:
-    """Return the number of elements to step at a time; temporary memory is a few times as many float32 values.
-
-    The number is a multiple of the block size of low-bit states.
-    """
-    return 2**20 if computes_on_cpu(device) else 2**23
-
-
-def rounded_piece_size(device: torch.device) -> int:
-    """Return the number of elements to step at a time with an update of this library's.
-
-    Compiled, it has no temporary tensors. Uncompiled, it has a dozen, which fit in a CPU core's cache.
-    """
-    if is_simulated():
-        return sys.maxsize
-    if fused_step.is_compiled:
-        return piece_size(device)
-    return 2**18 if computes_on_cpu(device) else 2**21
 
 
 def _on_device(values: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

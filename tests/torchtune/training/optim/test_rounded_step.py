@@ -124,7 +124,7 @@ def test_compiled_steps_are_equal_bit_for_bit(monkeypatch):
         pytest.skip("needs a C++ compiler")
     plain = run_steps(make_adamw)
     step = _rounded_step.CompiledWhenItPays(_rounded_step.step_elements, seconds=0.0)
-    monkeypatch.setattr(_low_precision_optimizer, "fused_step", step)
+    monkeypatch.setattr(_rounded_step, "fused_step", step)
     assert torch.equal(run_steps(make_adamw), plain)
     assert step.is_compiled
 
@@ -138,9 +138,54 @@ def test_steps_stay_uncompiled_if_the_compiler_fails(caplog, monkeypatch):
 
     plain = run_steps(make_adamw)
     step = _rounded_step.CompiledWhenItPays(_rounded_step.step_elements, seconds=0.0)
-    monkeypatch.setattr(_low_precision_optimizer, "fused_step", step)
+    monkeypatch.setattr(_rounded_step, "fused_step", step)
     monkeypatch.setattr(torch, "compile", fail)
     with caplog.at_level(logging.INFO, "torchtune"):
         assert torch.equal(run_steps(make_adamw), plain)
     assert caplog.text.count("stays uncompiled: no kernel for this machine") == 1
     assert not step.is_compiled
+
+
+def step_many_parameters(monkeypatch, *, compiler):
+    """Two steps of 53 parameters of different sizes in bundles: one compiled function for all of them, or none."""
+    monkeypatch.setattr(_rounded_step, "bundled_step", _rounded_step.BundledStep())
+    monkeypatch.setattr(_rounded_step.BundledStep, "pays", lambda self, pieces: compiler is not None)
+    monkeypatch.setattr(torch, "compile", compiler)
+    torch.manual_seed(0)
+    model = nn.ParameterList([nn.Parameter(torch.randn(1 + 7 * i % 40).bfloat16()) for i in range(53)])
+    optimizer = prepare_optimizer(make_adamw(model.parameters()), model, seed=1)
+    for _ in range(2):
+        for parameter in model:
+            parameter.grad = torch.randn_like(parameter)
+        optimizer.step()
+    return torch.cat([parameter.detach() for parameter in model])
+
+
+def test_bundles_of_parameters_are_stepped_like_each_alone(monkeypatch):
+    num_pieces = []
+
+    def compile_nothing(function, **settings):
+        def compiled(update, weights, *others):
+            num_pieces.append(len(weights))
+            function(update, weights, *others)
+
+        return compiled
+
+    alone = step_many_parameters(monkeypatch, compiler=None)
+    assert torch.equal(step_many_parameters(monkeypatch, compiler=compile_nothing), alone)
+    assert set(num_pieces) == {_rounded_step.BUNDLE}  # one size, so that the function is compiled once
+    # Three bundles take 51 parameters a step (two have one element), after one of zeros that the compiler sees first.
+    assert len(num_pieces) == 2 * 3 + 1
+
+
+def test_parameters_are_stepped_alone_if_the_compiler_fails_for_bundles(caplog, monkeypatch):
+    def fail(function, **settings):
+        def compiled(*args):
+            raise torch._dynamo.exc.InternalTorchDynamoError("too many arguments")
+
+        return compiled
+
+    alone = step_many_parameters(monkeypatch, compiler=None)
+    with caplog.at_level(logging.INFO, "torchtune"):
+        assert torch.equal(step_many_parameters(monkeypatch, compiler=fail), alone)
+    assert caplog.text.count("not bundled: too many arguments") == 1
