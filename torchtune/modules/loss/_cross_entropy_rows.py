@@ -42,12 +42,19 @@ class _CrossEntropy(torch.autograd.Function):
         values = logits.detach()
         parts = [function(*part) for part in zip(values.split(rows), target.split(rows), strict=True)]
         ctx.gradient = logits
+        ctx.rows = rows
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.gradient.mul_(grad.unsqueeze(-1)), None, None
+        factors = grad.unsqueeze(-1)
+        if not computes_on_cpu(grad.device):
+            return ctx.gradient.mul_(factors), None, None
+        # On a CPU, torch multiplies bfloat16 by float32 in 15 times the time that it takes with a cast of small blocks.
+        for block, factor in zip(ctx.gradient.split(ctx.rows), factors.split(ctx.rows), strict=True):
+            block.copy_(block.to(factor.dtype).mul_(factor))
+        return ctx.gradient, None, None
 
 
 def cross_entropy(logits: Tensor, target: Tensor, function: RowLosses = row_losses) -> Tensor:

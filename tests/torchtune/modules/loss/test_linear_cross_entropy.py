@@ -11,6 +11,7 @@ from torchtune.modules.conversion import apply_conversions
 from torchtune.modules.loss import CEWithChunkedOutputLoss, LinearCrossEntropyLoss, SFTLoss
 from torchtune.modules.loss import _cross_entropy_rows as rows_of_logits
 from torchtune.modules.loss import cross_entropy_loss as implementation
+from torchtune.modules.loss._cross_entropy_rows import cross_entropy
 from torchtune.modules.peft import LoRA
 
 DIM, VOCAB, BATCH, SEQ = 16, 97, 3, 30
@@ -235,3 +236,15 @@ def test_the_older_name():
     chunks = (hidden @ weight.t()).chunk(4, dim=1)
     torch.testing.assert_close(loss(chunks, labels), exact)
     assert isinstance(loss, LinearCrossEntropyLoss)
+
+
+def test_gradient_of_bfloat16_logits_is_scaled_in_float32():
+    """150 rows of 7,000 logits are two blocks of a CPU's cache; the factors are no numbers of bfloat16."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(150, 7000, generator=generator).bfloat16()
+    target, factors = torch.randint(0, 7000, (150,), generator=generator), torch.rand(150, generator=generator)
+    leaf = logits.clone().requires_grad_()
+    cross_entropy(leaf * 1, target).backward(factors)
+    softmax = logits.float().softmax(-1)
+    gradient = (softmax - F.one_hot(target, 7000)).bfloat16()
+    assert torch.equal(leaf.grad, (gradient.float() * factors[:, None]).bfloat16())
