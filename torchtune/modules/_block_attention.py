@@ -1,8 +1,9 @@
 """Causal attention on CPU, computed block by block over the queries; scores and probabilities are float32.
 
-It is for what torch's fused CPU kernel cannot compute: windows, soft caps, sinks, and more keys than queries. Like that
-kernel, it rounds normalized probabilities to the dtype of the values. It saves only queries, keys and values; the
-backward pass recomputes the probabilities block by block.
+It is for what torch's fused CPU kernel cannot compute: windows, soft caps, sinks, and more keys than queries; and for
+the backward pass of short documents in bfloat16, which that kernel computes slowly. Like that kernel, it rounds
+normalized probabilities to the dtype of the values. It saves only queries, keys and values; the backward pass
+recomputes the probabilities block by block.
 """
 
 import functools

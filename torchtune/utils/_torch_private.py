@@ -180,6 +180,17 @@ def onednn_linear_op() -> Any | None:
     return None if op is None else op.default
 
 
+@cache
+def has_amx() -> bool:
+    """Return whether the CPU has tiles for matrix products (AMX); torch has no public question for it.
+
+    Example:
+        >>> isinstance(torchtune.utils.has_amx(), bool)
+        True
+    """
+    return torch.cpu._is_amx_tile_supported()
+
+
 def bound_onednn_caches() -> None:
     """Bound the caches of oneDNN's kernels in this process, unless the user has set their sizes.
 
