@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torchtune.data import Documents, SharedPrefixes
 from torchtune.modules._block_attention import block_attention, block_attention_backward
 from torchtune.modules._block_mask import document_block_mask
-from torchtune.utils import has_amx
+from torchtune.utils import has_bfloat16_vectors_only
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -120,9 +120,9 @@ def _is_faster_in_blocks(q: Tensor) -> bool:
 
     In bfloat16 that kernel multiplies 16 to 60 GFLOP/s of the 460 that a core of a Zen 5 reaches. With 9 heads of 64
     channels on such a core, blocks take 0.3 times as long for 64 or 105 tokens, 0.6 for 236 to 512, and as long from
-    1,024 on. With AMX, the fused kernel is faster (measured with 512 tokens).
+    1,024 on. With AMX, the fused kernel is faster (measured with 512 tokens); CPUs of other kinds were not measured.
     """
-    return q.dtype == torch.bfloat16 and q.shape[1] <= _SHORT and not has_amx()
+    return q.dtype == torch.bfloat16 and q.shape[1] <= _SHORT and has_bfloat16_vectors_only()
 
 
 def _needs_blocks(q: Tensor, k: Tensor, window: int, softcap: float, sinks: Tensor | None) -> bool:

@@ -70,7 +70,7 @@ from ._torch_private import (
 )
 from ._torch_private import bound_onednn_caches as bound_onednn_caches
 from ._torch_private import flatten_mesh as flatten_mesh
-from ._torch_private import has_amx as has_amx
+from ._torch_private import has_bfloat16_vectors_only as has_bfloat16_vectors_only
 from ._torch_private import has_cpp_compiler as has_cpp_compiler
 from ._torch_private import hooks_of_all_modules as hooks_of_all_modules
 from ._torch_private import in_backward_pass as in_backward_pass

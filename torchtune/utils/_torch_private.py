@@ -181,14 +181,14 @@ def onednn_linear_op() -> Any | None:
 
 
 @cache
-def has_amx() -> bool:
-    """Return whether the CPU has tiles for matrix products (AMX); torch has no public question for it.
+def has_bfloat16_vectors_only() -> bool:
+    """Return whether the CPU multiplies bfloat16 in vectors (AVX512_BF16) and has no tiles for it (AMX).
 
     Example:
-        >>> isinstance(torchtune.utils.has_amx(), bool)
+        >>> isinstance(torchtune.utils.has_bfloat16_vectors_only(), bool)
         True
     """
-    return torch.cpu._is_amx_tile_supported()
+    return torch.cpu._is_avx512_bf16_supported() and not torch.cpu._is_amx_tile_supported()
 
 
 def bound_onednn_caches() -> None:

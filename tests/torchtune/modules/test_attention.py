@@ -54,11 +54,11 @@ def test_documents_equal_the_masked_formula(lengths, n_kv):
     assert (masked - expected).abs().max() < 1e-5
 
 
-@pytest.mark.parametrize("has_amx", [False, True])
+@pytest.mark.parametrize("in_blocks", [False, True])
 @pytest.mark.parametrize("lengths", [(8, 12), (90, 150), (1100, 5)])
-def test_documents_in_bfloat16_within_rounding(lengths, has_amx, monkeypatch):
-    """The backward pass of short documents runs in blocks; that of long ones, or with AMX, in torch's kernel."""
-    monkeypatch.setattr(_document_attention, "has_amx", lambda: has_amx)
+def test_documents_in_bfloat16_within_rounding(lengths, in_blocks, monkeypatch):
+    """The backward pass of short documents runs in blocks on some CPUs; otherwise, torch's kernel computes it."""
+    monkeypatch.setattr(_document_attention, "has_bfloat16_vectors_only", lambda: in_blocks)
     q, k, v = _qkv(sum(lengths), dtype=torch.bfloat16)
     out = attention(q, k, v, documents=Documents.from_lengths(lengths))
     expected = _formula(q, k, v, create_block_causal_mask([torch.tensor(lengths)])[0])
