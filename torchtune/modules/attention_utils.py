@@ -139,6 +139,7 @@ _FIRST_WITH_FLASH = (8, 0)
 _LARGE_SHARED_MEMORY = 160 * 2**10
 _FLEX_VERSIONS = 64
 _FLASH_HEAD_DIM = 256
+_SMALLEST_FLEX_HEAD = 16  # the side of triton's smallest product
 
 
 class Kernel(Enum):
@@ -204,7 +205,7 @@ class KernelRow:
             has_flash = card is None or card.capability >= _FIRST_WITH_FLASH
             return has_flash and dtype in _FLASH_DTYPES and head_dim <= _FLASH_HEAD_DIM
         if self.kernel is Kernel.FLEX:
-            return flex_blocks(card, head_dim, dtype.itemsize) != 0
+            return head_dim >= _SMALLEST_FLEX_HEAD and flex_blocks(card, head_dim, dtype.itemsize) != 0
         return True
 
 
@@ -637,9 +638,12 @@ def compile_friendly_flex_attention(
     """
     from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
+    # A tensor: the compiler makes a symbol of the second float that it sees, which flex attention cannot take.
+    cap = None if softcap is None else torch.full((), softcap, dtype=torch.float32, device=q.device)
+
     def change(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        if softcap is not None:
-            score = softcap * torch.tanh(score / softcap)
+        if cap is not None:
+            score = cap * torch.tanh(score / cap)
         return score if window is None else torch.where(q_idx - kv_idx < window, score, float("-inf"))
 
     kernel = compile_flex_attention() if q.is_cuda and not torch.compiler.is_compiling() else flex_attention

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
+from tests.devices import DEVICE
 from tools.check_cuda import Counting
 from torchtune.data import Documents
 from torchtune.modules import attention_utils, kernels
@@ -97,7 +98,7 @@ def test_flex_attention_over_documents(window, softcap, sinks, monkeypatch):
         *(t.flatten(0, 1) for t in (q, k, v)), boundaries(lengths), window, softcap, scores
     ).view(q.shape)
     documents = Boundaries(boundaries(lengths), 512)
-    shared = Documents.from_lengths(lengths, prefixes=[-1, 0, 0, -1])
+    shared = Documents.from_lengths(lengths, DEVICE, prefixes=[-1, 0, 0, -1])
     options = {"window": window or None, "softcap": softcap or None, "sinks": scores}
     goes_on = attention(q, k, v, documents=shared, **options)
     monkeypatch.setattr(attention_utils, "choose_kernel", lambda *_, **__: Kernel.FLEX)
@@ -121,12 +122,17 @@ def test_flex_attention_over_documents(window, softcap, sinks, monkeypatch):
         (torch.bfloat16, {"softcap": 50.0, "window": 4096}, Kernel.FLEX),
         (torch.bfloat16, {"head_dim": 512}, Kernel.FLEX),
         (torch.float32, {}, Kernel.FLEX),
+        (torch.float32, {"head_dim": 16}, Kernel.FLEX),
     ],
 )
 def test_no_kind_of_layer_falls_back_to_loops_on_cuda(dtype, kind, kernel):
     assert choose_kernel(CUDA, dtype, **kind) is kernel
     assert attention_backend(CUDA, dtype, documents=True, **kind) == kernel.value
     assert choose_kernel(CPU, dtype, **kind) is Kernel.PER_DOCUMENT
+
+
+def test_heads_that_flex_attention_cannot_take_go_document_by_document():
+    assert choose_kernel(CUDA, torch.float32, head_dim=8) is Kernel.PER_DOCUMENT
 
 
 T4, A100, RTX_4090 = (Card(capability, kib * 2**10) for capability, kib in (((7, 5), 64), ((8, 0), 163), ((8, 9), 99)))
