@@ -123,7 +123,7 @@ def _as_overrides(changes: Changes) -> str:
 def _suggest_changes(settings: Any, activity: Activity, dims: ParallelDims, kind: str) -> Iterator[Changes]:
     """Yield changes that need less memory and that the recipe accepts, cheapest first."""
     cfg = SettingsView.of(settings)
-    on_cuda = torch.cuda.is_available()
+    on_cuda = torch.cuda.is_available() and str(cfg.device or "cuda").startswith("cuda")
     if kind == "host" and on_cuda:
         candidates = _less_offloading(cfg)
     else:
