@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 import pytest
 
+from tests.devices import DEVICE, put_tensors_on_device
+
 # Collecting imports thousands of modules and makes thousands of tests, and all of it stays: see the hook below.
 gc.disable()
 
@@ -56,6 +58,10 @@ EVERY = {
     "torchtune/estimate/test_equals_real": 5,
     "torchtune/training/test_compile": 2,
 }
+
+
+if DEVICE != "cpu":
+    put_tensors_on_device()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

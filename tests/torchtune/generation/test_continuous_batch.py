@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from tests.devices import DEVICE
 from torchtune.generation import (
     GenerationError,
     Request,
@@ -171,6 +172,10 @@ def test_samples_of_a_prompt_join_together(model):
         assert torch.equal(one, other)
 
 
+on_cpu = pytest.mark.skipif(DEVICE != "cpu", reason="is about the layout of the CPU's kernels")
+
+
+@on_cpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_weights_return_from_their_fast_layout(dtype):
     model = _model(q_bias=True, v_bias=True)
@@ -214,6 +219,7 @@ def test_a_processor_that_lacks_a_dtype_has_torchs_own_products(pack, missing, m
             assert torch.equal(model(torch.tensor([_PROMPTS[0]])), expected)
 
 
+@on_cpu
 def test_weights_are_never_there_twice(model, monkeypatch):
     packs = []
     restore = _fast_linear._Packed.restore
@@ -280,6 +286,7 @@ def test_a_step_of_latents_runs_more_than_a_matrix(what):
     _answers_as_alone(model, _PROMPTS[:2], 9)
 
 
+@on_cpu
 def test_a_loop_that_would_train_nothing_is_refused(model):
     with fast_linears(model, pack=True), pytest.raises(GenerationError, match="have no gradients inside"):
         model(torch.tensor([_PROMPTS[0]]))

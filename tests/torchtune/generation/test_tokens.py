@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.devices import DEVICE
 from tests.tiny import write_checkpoint
 from torchtune.generation import generate_tokens, stream_tokens
 from torchtune.models import Description, build, from_hf_config
@@ -40,8 +41,8 @@ def test_greedy_equals_transformers(tmp_path):
     folder = write_checkpoint(tmp_path / "checkpoint")
     with torch.device("meta"):
         model = from_hf_config(folder)
-    FullModelHFCheckpointer(str(folder)).load_model(model, device=torch.device("cpu"))
-    theirs = AutoModelForCausalLM.from_pretrained(folder)
+    FullModelHFCheckpointer(str(folder)).load_model(model, device=torch.device(DEVICE))
+    theirs = AutoModelForCausalLM.from_pretrained(folder).to(DEVICE)
     ours = generate_tokens(model, PROMPTS, max_new_tokens=20, temperature=0.0).tokens
     for prompt, tokens in zip(PROMPTS, ours, strict=True):
         given = torch.tensor([prompt])

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.devices import DEVICE
 from tests.torchtune.checkpoints.small import random_hf_model
 from tests.torchtune.models.families import FAMILIES, SMALL
 from torchtune.models import from_hf_config
@@ -30,7 +31,7 @@ def load_model(folder: Path) -> TransformerDecoder:
     """Our model from a Hugging Face folder, in float32."""
     with torch.device("meta"):
         model = from_hf_config(folder)
-    model.to_empty(device="cpu")
+    model.to_empty(device=DEVICE)
     weights = load_file(folder / "model.safetensors")
     model.load_state_dict(dict(model.spec.weight_map("hf").to_tune(weights.items(), model.description)))
     return model.eval()
@@ -102,6 +103,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     folder = tmp_path_factory.mktemp(request.param)
     hf = make_hf_model(request.param)
     hf.save_pretrained(folder)
+    hf.to(DEVICE)
     return Pair(request.param, hf, folder, load_model(folder))
 
 

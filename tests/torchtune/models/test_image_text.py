@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
 import torchtune
+from tests.devices import DEVICE
 from tests.tiny_images import (
     CONFIGS,
     END,
@@ -194,7 +195,7 @@ def packed(ours, rows):
     tokens = torch.tensor([[token for row, _ in rows for token in row]])
     parts = [patches_of(ours, own) for _, own in rows if own]
     images = Images(torch.cat([patches for patches, _ in parts]), sum((grids for _, grids in parts), ()))
-    documents = Documents.from_lengths([len(row) for row, _ in rows])
+    documents = Documents.from_lengths([len(row) for row, _ in rows], DEVICE)
     return ours(tokens, documents=documents, encoder_input={"images": images})
 
 

@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file
 from torch.overrides import TorchFunctionMode
 
+from tests.devices import DEVICE
 from tests.torchtune.models.conftest import load_model, make_hf_model, on_disk
 from tests.torchtune.models.families import CLASSIFIERS
 from torchtune.data import Documents
@@ -87,7 +88,7 @@ def test_gradients_of_every_parameter_equal(pair):
 
 
 def test_packed_documents_equal_themselves_alone(pair):
-    documents = Documents.from_lengths((20, 15, 15, 13, 1, 36))
+    documents = Documents.from_lengths((20, 15, 15, 13, 1, 36), DEVICE)
     row = TOKENS.view(1, -1)
     packed = pair.model(row, documents=documents)
     alone = torch.cat([pair.model(part) for part in row.split(documents.lengths, dim=1)], dim=1)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.devices import DEVICE
 from torchtune.data import Documents
 from torchtune.modules import (
     FlashAttentionKernel,
@@ -43,7 +44,7 @@ def _formula(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
 def test_documents_equal_the_masked_formula(lengths, n_kv):
     q, k, v = _qkv(sum(lengths), n_kv=n_kv)
     mask = create_block_causal_mask([torch.tensor(lengths)])[0]
-    out = attention(q, k, v, documents=Documents.from_lengths(lengths))
+    out = attention(q, k, v, documents=Documents.from_lengths(lengths, DEVICE))
     expected = _formula(q, k, v, mask)
     assert (out - expected).abs().max() < 1e-5
     weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
@@ -60,7 +61,7 @@ def test_documents_in_bfloat16_within_rounding(lengths, in_blocks, monkeypatch):
     """The backward pass of short documents runs in blocks on some CPUs; otherwise, torch's kernel computes it."""
     monkeypatch.setattr(_document_attention, "has_bfloat16_vectors_only", lambda: in_blocks)
     q, k, v = _qkv(sum(lengths), dtype=torch.bfloat16)
-    out = attention(q, k, v, documents=Documents.from_lengths(lengths))
+    out = attention(q, k, v, documents=Documents.from_lengths(lengths, DEVICE))
     expected = _formula(q, k, v, create_block_causal_mask([torch.tensor(lengths)])[0])
     assert out.dtype == torch.bfloat16
     assert (out - expected).abs().max() < 0.03
@@ -97,7 +98,7 @@ def _seen_with_prefixes(documents: Documents, window: int | None) -> Tensor:
     [((5, 2, 3, 4), (-1, 0, 0, -1)), ((2, 6, 3, 1, 1), (1, -1, -1, 2, 2)), ((170, 140, 5, 5, 9), (-1, 0, 0, 0, -1))],
 )
 def test_documents_that_share_a_prefix_equal_the_formula(lengths, prefixes, window):
-    documents = Documents.from_lengths(lengths, prefixes=prefixes)
+    documents = Documents.from_lengths(lengths, DEVICE, prefixes=prefixes)
     q, k, v = _qkv(sum(lengths))
     sinks = torch.linspace(-1.0, 2.0, 6).requires_grad_()
     seen = _seen_with_prefixes(documents, window)
@@ -113,7 +114,7 @@ def test_documents_that_share_a_prefix_equal_the_formula(lengths, prefixes, wind
 
 def test_gradients_of_a_shared_prefix_do_not_round_at_every_document():
     """Of 300 documents; in bfloat16 a sum of halves stops at 128."""
-    documents = Documents.from_lengths([1] * 301, prefixes=[-1] + [0] * 300)
+    documents = Documents.from_lengths([1] * 301, DEVICE, prefixes=[-1] + [0] * 300)
     q, k = (torch.zeros(1, 301, 1, 8, dtype=torch.bfloat16) for _ in range(2))
     v = torch.zeros_like(k, requires_grad=True)
     attention(q, k, v, documents=documents).sum().backward()
@@ -124,9 +125,9 @@ def test_gradients_of_a_shared_prefix_do_not_round_at_every_document():
 
 def test_what_no_document_can_go_on_from_is_refused():
     with pytest.raises(ValueError, match="itself goes on from another"):
-        Documents.from_lengths([1, 2, 3], prefixes=[-1, 0, 1])
+        Documents.from_lengths([1, 2, 3], DEVICE, prefixes=[-1, 0, 1])
     with pytest.raises(ValueError, match="do not name documents of 2"):
-        Documents.from_lengths([1, 2], prefixes=[-1, 2])
+        Documents.from_lengths([1, 2], DEVICE, prefixes=[-1, 2])
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")  # it is, on CUDA
@@ -137,7 +138,7 @@ def test_sinks_with_a_block_mask():
 
     q, k, v = (t.detach() for t in _qkv(20))
     sinks = torch.linspace(-1.0, 2.0, 6)
-    mask = create_block_mask(causal_mask_flex, 1, None, 20, 20, device="cpu")
+    mask = create_block_mask(causal_mask_flex, 1, None, 20, 20, device=DEVICE)
     expected = _formula_with_sinks(q, k, v, torch.ones(20, 20, dtype=torch.bool).tril(), sinks)
     assert (attention(q, k, v, mask=mask, sinks=sinks) - expected).abs().max() < 1e-5
     assert (attention(q, k, v, sinks=sinks) - expected).abs().max() < 1e-5
@@ -148,7 +149,7 @@ def test_sinks_with_a_block_mask():
 def test_documents_over_several_rows():
     """They cover the flattened positions, so that one may even run over a row's end."""
     q, k, v = (t.view(2, 6, *t.shape[2:]) for t in _qkv(12))
-    out = attention(q, k, v, documents=Documents.from_lengths((4, 5, 3)))
+    out = attention(q, k, v, documents=Documents.from_lengths((4, 5, 3), DEVICE))
     expected = _formula(
         *(t.view(1, 12, *t.shape[2:]) for t in (q, k, v)), create_block_causal_mask([torch.tensor([4, 5, 3])])[0]
     )
@@ -165,7 +166,7 @@ def test_without_boundaries_rows_are_causal():
 
 def test_dropout_drops_within_documents_only():
     q, k, v = _qkv(400)
-    documents = Documents.from_lengths((200, 200))
+    documents = Documents.from_lengths((200, 200), DEVICE)
     torch.manual_seed(0)
     out = attention(q, k, v, documents=documents, dropout_p=0.5)
     exact = attention(q, k, v, documents=documents)
@@ -178,9 +179,9 @@ def test_dropout_drops_within_documents_only():
 def test_what_does_not_fit_is_refused():
     q, k, v = _qkv(6)
     with pytest.raises(ValueError, match="cover 5 positions, the batch has 6"):
-        attention(q, k, v, documents=Documents.from_lengths((2, 3)))
+        attention(q, k, v, documents=Documents.from_lengths((2, 3), DEVICE))
     with pytest.raises(ValueError, match="either documents or a mask"):
-        attention(q, k, v, documents=Documents.from_lengths((6,)), mask=torch.ones(1, 6, 6, dtype=torch.bool))
+        attention(q, k, v, documents=Documents.from_lengths((6,), DEVICE), mask=torch.ones(1, 6, 6, dtype=torch.bool))
 
 
 def _layer(**options: object) -> MultiHeadAttention:
@@ -237,7 +238,7 @@ def test_chunks_of_documents_that_share_their_beginning(size):
     lengths = (6, 3, 9)
     q, k, v = (torch.randn(1, 18, n, 8, generator=torch.Generator().manual_seed(n)) for n in (4, 2, 1))
     v = v.expand(-1, -1, 2, -1)
-    found = attention(q, k, v, documents=Documents.from_lengths(lengths, prefixes=(-1, 0, 0)), chunk=size)
+    found = attention(q, k, v, documents=Documents.from_lengths(lengths, DEVICE, prefixes=(-1, 0, 0)), chunk=size)
     prefix, *others = (list(part) for part in zip(*(t.split(lengths, 1) for t in (q, k, v)), strict=True))
     expected = [attention(*prefix, chunk=size)]
     for other in others:
@@ -253,6 +254,6 @@ def test_chunks_of_documents_that_share_their_beginning(size):
 def test_chunks_refuse_what_does_not_say_where_they_begin():
     q = torch.randn(1, 8, 2, 8)
     with pytest.raises(ValueError, match="where chunks of 4 begin: give the documents"):
-        attention(q, q, q, documents=Boundaries.of(Documents.from_lengths((8,))), chunk=4)
+        attention(q, q, q, documents=Boundaries.of(Documents.from_lengths((8,), DEVICE)), chunk=4)
     with pytest.raises(ValueError, match="chunks, a soft cap or sinks has no dropout"):
         attention(q, q, q, dropout_p=0.1, chunk=4)

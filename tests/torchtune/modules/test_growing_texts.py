@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.devices import DEVICE
 from tests.torchtune.models.conftest import load_model, make_hf_model
 from torchtune.generation import generate, generate_tokens, stream
 from torchtune.modules import TransformerDecoder
@@ -42,6 +43,7 @@ def models(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     hf = make_hf_model(request.param, **_FIELDS[request.param])
     folder: Path = tmp_path_factory.mktemp(request.param)
     hf.save_pretrained(folder)
+    hf.to(DEVICE)
     ours = load_model(folder)
     ours.max_seq_len = 64  # dynamic scaling is for texts beyond it
     return hf, ours

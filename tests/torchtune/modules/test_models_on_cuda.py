@@ -21,6 +21,7 @@ from torchtune.models.llama3_2 import SPEC
 from torchtune.modules.loss import LinearCrossEntropyLoss
 
 DEVICE = "cuda"
+ON_HOST = True  # tensors start there
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
 PLAIN = Description(

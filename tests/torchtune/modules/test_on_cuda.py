@@ -18,6 +18,7 @@ from torchtune.modules.low_precision import FrozenFloat8Linear, FrozenInt8Linear
 from torchtune.modules.moe._grouped import grouped_mm
 
 DEVICE = "cuda"
+ON_HOST = True  # tensors start there
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 PREFIXES = (-1, 0, 0, -1)
 CASES = [

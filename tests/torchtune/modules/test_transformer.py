@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.devices import DEVICE
 from torchtune.data import DataError, Documents
 from torchtune.models import Description, build
 from torchtune.modules import (
@@ -80,9 +81,9 @@ def test_refusals(model):
         model(torch.tensor([1, 2, 3]))
     with pytest.raises(DataError, match=r"33 tokens is longer than the model's max_seq_len 32: shorten it"):
         model(_tokens(1, 33))
-    model(_tokens(1, 40), documents=Documents.from_lengths((20, 20)))  # each is short enough
+    model(_tokens(1, 40), documents=Documents.from_lengths((20, 20), DEVICE))  # each is short enough
     with pytest.raises(ValueError, match="33 tokens"):
-        model(_tokens(1, 40), documents=Documents.from_lengths((33, 7)))
+        model(_tokens(1, 40), documents=Documents.from_lengths((33, 7), DEVICE))
     with pytest.raises(ValueError, match="either tokens or input_embeds"):
         model(None)
     with pytest.raises(RuntimeError, match="setup_caches"):
@@ -160,7 +161,7 @@ def test_compiled_layers_keep_one_graph_for_all_documents(model):
         layer.compile(backend=counter, fullgraph=True)
     counts = []
     for lengths in ((5, 4), (12,), (3, 3, 9, 1), (2, 2), (7, 8, 9), (1, 20)):
-        documents = Documents.from_lengths(lengths)
+        documents = Documents.from_lengths(lengths, DEVICE)
         tokens = _tokens(1, sum(lengths))
         out = model(tokens, documents=documents)
         assert torch.allclose(out, eager(tokens, documents=documents), atol=1e-5)

@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from tests.serving import JSONHandler, serving
 
+ON_HOST = True  # the server has a model of its own there
 _LOADING = threading.Lock()  # from_pretrained sets global state
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import torchtune
+from tests.devices import DEVICE
 from tests.tiny import write_checkpoint
 from torchtune import rlhf
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
@@ -133,10 +134,10 @@ def test_advantages_follow_the_formula():
                 continue
             centred = value - statistics.mean(known[i])
             rest = [known[i][k] for k in range(len(known[i])) if k != known[i].index(value)]
-            assert plain[i, j] == pytest.approx(centred, abs=1e-12)
-            assert others[i, j] == pytest.approx(value - statistics.mean(rest), abs=1e-12)
-            assert scaled[i, j] == pytest.approx(centred / (statistics.stdev(known[i]) + 1e-4), abs=1e-12)
-            assert batch[i, j] == pytest.approx(centred / (spread + 1e-4), abs=1e-12)
+            assert plain[i, j].item() == pytest.approx(centred, abs=1e-12)
+            assert others[i, j].item() == pytest.approx(value - statistics.mean(rest), abs=1e-12)
+            assert scaled[i, j].item() == pytest.approx(centred / (statistics.stdev(known[i]) + 1e-4), abs=1e-12)
+            assert batch[i, j].item() == pytest.approx(centred / (spread + 1e-4), abs=1e-12)
     assert rlhf.has_variance(group).tolist() == [True, False, True]
     assert abs(plain.nansum(1)).max() < 1e-12, "centered: the mean is not added back"
 
@@ -246,7 +247,7 @@ def test_an_answer_in_the_log_moves_no_cursor():
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
     folder = write_checkpoint(tmp_path_factory.mktemp("model"))
-    model, tokenizer = torchtune.load(folder, adapter=LoRA(rank=4, alpha=6, apply_to_mlp=True), device="cpu")
+    model, tokenizer = torchtune.load(folder, adapter=LoRA(rank=4, alpha=6, apply_to_mlp=True), device=DEVICE)
     torch.manual_seed(0)
     for layer in model.layers:  # an adapter in training: B is no longer zero
         torch.nn.init.normal_(layer.attn.q_proj.lora_b.weight, std=0.3)
@@ -272,12 +273,13 @@ def test_the_sampler_and_the_trainer_agree_on_log_probs(tiny):
     ended = [rollout for rollout in rollouts if rollout.finished]
     assert 0 < len(ended) < len(rollouts)
     assert all(rollout.answer[-1] in tokenizer.stop_tokens for rollout in ended)
-    batch = collate_rollouts(rollouts, [0.5] * len(rollouts))
+    batch = collate_rollouts(rollouts, [0.5] * len(rollouts)).to(DEVICE)
     assert batch.num_labels == sum(len(rollout.answer) for rollout in rollouts), "the end is a label"
     loss = setup_loss(GRPOLoss(), model)
     loss.temperature = sampler.temperature
     scores, labelled = token_scores(model, batch, loss)
-    torch.testing.assert_close(scores[labelled], torch.cat([one.log_probs for one in rollouts]), atol=1e-4, rtol=0)
+    sampled = torch.cat([one.log_probs for one in rollouts])
+    torch.testing.assert_close(scores[labelled].cpu(), sampled, atol=1e-4, rtol=0)
     _, figures = loss.sum_and_metrics(batch, scores)
     total, count = figures["policy/sampler_difference"]
     assert total / count < 1e-4
@@ -310,16 +312,21 @@ def test_draws_follow_the_distribution(tiny):
     assert abs(chi - freedom) < 4 * (2 * freedom) ** 0.5
 
 
+def rollout_of(length):
+    """A prompt of two tokens and an answer, on the host, where samplers leave them."""
+    return Rollout(torch.arange(length + 2, device="cpu"), 2, torch.full((length,), -1.0, device="cpu"), True)
+
+
 def test_batches_hold_every_rollout_once_within_their_tokens():
-    rollouts = [Rollout(torch.arange(n + 2), 2, torch.full((n,), -1.0), True) for n in (3, 9, 2, 2, 30, 1)]
+    rollouts = [rollout_of(n) for n in (3, 9, 2, 2, 30, 1)]
     values = [float(i) for i in range(len(rollouts))]
     options = {"dims": ParallelDims(), "blank": [1], "count_documents": True}
     batches, terms, labels = rlhf.rollout_batches(rollouts, values, tokens_per_batch=14, **options)
     assert (terms, labels) == (6, 47)
     assert [batch.num_documents for batch in batches] == [2, 2, 1, 1]
     found = torch.cat([batch["advantages"][batch.labels != CROSS_ENTROPY_IGNORE_IDX] for batch in batches])
-    lengths = torch.tensor([len(one.answer) for one in rollouts])
-    assert torch.equal(found, torch.tensor(values).repeat_interleave(lengths))
+    expected = [value for value, one in zip(values, rollouts, strict=True) for _ in one.answer]
+    assert found.tolist() == expected
     one = batches[0]
     assert one.tokens[0].tolist() == [0, 1, 2, 3, *range(10)]
     assert one.labels[0].tolist() == [-100, 2, 3, 4, -100, *range(2, 11)]
@@ -327,8 +334,8 @@ def test_batches_hold_every_rollout_once_within_their_tokens():
 
 @pytest.mark.parametrize("normalize", ["tokens", "sequences"])
 def test_cross_entropy_is_the_mean_over_tokens_of_good_answers_however_they_are_split(normalize):
-    lengths, values = (3, 7, 2, 4), torch.tensor([[1.0, -1.0], [-0.5, 0.5]], dtype=torch.float64)
-    rollouts = [Rollout(torch.arange(n + 2), 2, torch.full((n,), -1.0), True) for n in lengths]
+    lengths, values = (3, 7, 2, 4), torch.tensor([[1.0, -1.0], [-0.5, 0.5]], dtype=torch.float64, device="cpu")
+    rollouts = [rollout_of(n) for n in lengths]
     prompts = [rlhf.Prompt([0, 1], {}, number) for number in range(2)]
     scored = rlhf.ScoredRollouts(prompts, rollouts, [""] * 4, values, {})
     loss = GRPOLoss(rl_coeff=0.0, ce_coeff=0.5, normalize=normalize)
@@ -358,7 +365,7 @@ def test_a_process_without_answers_notes_what_the_others_do():
         batches, terms, _ = rlhf.rollout_batches(
             [], [], tokens_per_batch=9, dims=TwoProcesses(unknown=unknown), blank=[1, 2]
         )
-        _, figures = GRPOLoss().sum_and_metrics(batches[0], torch.zeros(1, len(batches[0].tokens[0])))
+        _, figures = GRPOLoss().sum_and_metrics(batches[0], torch.zeros_like(batches[0].tokens, dtype=torch.float32))
         noted.append("policy/sampler_difference" in figures)
         assert (batches[0].num_labels, terms) == (0, 1)
     assert noted == [True, False]
@@ -371,7 +378,7 @@ def test_what_cannot_be_is_refused(tiny):
         LocalSampler(*tiny, top_k=5)
     with pytest.raises(ValueError, match="constant"):
         GRPOLoss(normalize="constant")
-    batch = collate_rollouts([Rollout(torch.arange(4), 2, None, True)], [1.0])
+    batch = collate_rollouts([Rollout(torch.arange(4, device="cpu"), 2, None, True)], [1.0])
     assert "sampled" not in batch
     with pytest.raises(RolloutError, match="two of the name"):
         RewardSum([rewards.ExactMatch(), rewards.ExactMatch("a")])

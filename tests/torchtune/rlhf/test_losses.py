@@ -6,6 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from tests.devices import DEVICE
 from torchtune.data import DataError, collate_preference
 from torchtune.modules.loss import LossError
 from torchtune.rlhf import ChosenRejectedOutputs
@@ -136,8 +137,8 @@ def pair(chosen, rejected, labels=True, **numbers):
 
 def test_a_pair_without_labels_adds_nothing():
     """It is the example of a rank that has none; so accumulation and ranks change nothing."""
-    whole = collate_preference([pair(3, 2), pair(1, 4)])
-    padded = collate_preference([pair(3, 2), pair(1, 4), pair(2, 2, labels=False)])
+    whole = collate_preference([pair(3, 2), pair(1, 4)]).to(DEVICE)
+    padded = collate_preference([pair(3, 2), pair(1, 4), pair(2, 2, labels=False)]).to(DEVICE)
     assert (whole.num_terms, padded.num_terms) == (2, 2)
     scores = torch.tensor([-1.0, -2.0, -3.0, -2.5], requires_grad=True)
     more = torch.tensor([-1.0, -2.0, 0.0, -3.0, -2.5, 0.0], requires_grad=True)
@@ -153,7 +154,7 @@ def test_a_pair_without_labels_adds_nothing():
 
 
 def test_a_margin_of_the_examples_is_taken_off():
-    batch = collate_preference([pair(1, 2, margin=0.5), pair(2, 1, margin=2.0)])
+    batch = collate_preference([pair(1, 2, margin=0.5), pair(2, 1, margin=2.0)]).to(DEVICE)
     scores = torch.tensor([1.0, 2.0, 0.25, -1.0], dtype=torch.float64)
     total, _ = RewardLoss(0.0).sum_and_metrics(batch, scores)
     assert total.item() == pytest.approx(nls(1.0 - 0.25 - 0.5) + nls(2.0 + 1.0 - 2.0), abs=1e-9)
@@ -168,7 +169,7 @@ ANSWERS = [answer([1, 2, 3], [11, 12], True), answer([4], [13, 14, 15], False), 
 
 
 def test_kto_equals_its_formula():
-    batch = collate_preference(ANSWERS)
+    batch = collate_preference(ANSWERS).to(DEVICE)
     policy = torch.tensor([-4.0, -2.0, -1.0], dtype=torch.float64, requires_grad=True)
     reference = torch.tensor([-5.0, -2.5, -0.5], dtype=torch.float64)
     for baseline in (0.25, -0.25):
@@ -212,7 +213,7 @@ def test_kto_says_what_it_cannot_read():
 
 
 def test_scores_are_pooled_at_the_last_token_of_a_document_not_at_padding():
-    batch = collate_preference([pair(3, 2), pair(1, 4)])
+    batch = collate_preference([pair(3, 2), pair(1, 4)]).to(DEVICE)
     hidden = torch.arange(batch.num_tokens, dtype=torch.float64)[None, :, None].expand(-1, -1, 3)
     head = torch.nn.Linear(3, 1, bias=False, dtype=torch.float64)
     ends = torch.tensor(batch.documents.lengths).cumsum(0) - 1

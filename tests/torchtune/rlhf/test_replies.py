@@ -82,7 +82,7 @@ def test_a_right_reply_is_an_answer(server):
     first, second = VLLMServer(server.url, "m", SETTINGS).sample(PROMPT, 2, 3)
     assert (first.answer, second.answer) == ([5, 2], [6, 2])
     assert first.finished
-    torch.testing.assert_close(first.log_probs, torch.tensor([1e-5, 0.0]))
+    torch.testing.assert_close(first.log_probs, torch.tensor([1e-5, 0.0], device="cpu"))
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.devices import DEVICE
 from torchtune import rlhf
 from torchtune.data import collate_preference, padded_collate_dpo
 from torchtune.modules import TiedLinear
@@ -61,13 +62,15 @@ def test_labels_of_datasets_are_shifted_already_and_those_of_get_batch_log_probs
         "rejected_input_ids": rows[1].tolist(),
         "rejected_labels": shifted[1].tolist(),
     }
-    batch = collate_preference([example])
+    batch = collate_preference([example]).to(DEVICE)
     hidden = torch.randn(1, 14, DIM, generator=rng, dtype=torch.float64)
     head = nn.Linear(DIM, VOCAB, bias=False, dtype=torch.float64)
     ours = rlhf.document_log_probs(hidden, batch, head)
     logits = head(hidden).view(2, 7, VOCAB)
     torch.testing.assert_close(ours, rlhf.get_batch_log_probs(logits, unshifted))
-    assert torch.equal(padded_collate_dpo([example])[1], unshifted)  # as recipes of earlier releases hand them over
+    assert (
+        padded_collate_dpo([example])[1].tolist() == unshifted.tolist()
+    )  # as recipes of earlier releases hand them over
     averaged = rlhf.get_batch_log_probs(logits, unshifted, return_average_logprobs=True)
     torch.testing.assert_close(ours / torch.tensor([5, 3]), averaged)
     for row, (first, last) in enumerate(((2, 7), (4, 7))):  # the end of the answer is among the labels

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import torchtune
+from tests.devices import DEVICE
 from tests.recipes.runs import start
 from tests.tiny import write_checkpoint, write_conversations
 from tests.torchtune.rlhf.servers import tiny_server
@@ -38,7 +39,7 @@ def checkpoint(tmp_path_factory):
 def make(checkpoint):
     def build(server, kind="vllm", adapters=False, **arguments):
         adapter = LoRA(rank=4, alpha=8) if adapters else None
-        model, tokenizer = torchtune.load(checkpoint, adapter=adapter, device="cpu")
+        model, tokenizer = torchtune.load(checkpoint, adapter=adapter, device=DEVICE)
         arguments = {"url": server.url, "server": kind, "checkpoint_dir": str(checkpoint), **arguments}
         return ServerSampler(model, tokenizer, folder=str(checkpoint.parent / "weights"), **arguments)
 
@@ -47,7 +48,7 @@ def make(checkpoint):
 
 def difference(sampler, rollouts):
     """Largest difference of the trainer's log-probs to those that came with the answers."""
-    batch = collate_rollouts(rollouts, [1.0] * len(rollouts))
+    batch = collate_rollouts(rollouts, [1.0] * len(rollouts)).to(DEVICE)
     loss = setup_policy_loss(GRPOLoss(), sampler.model, sampler)
     scores, known = token_scores(sampler.model, batch, loss)
     return (scores[known] - batch.per_token["sampled"][known]).abs().max().item()

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode, mm_flop
 
+from tests.devices import DEVICE
 from torchtune import training
 from torchtune.data import Documents
 from torchtune.models import Description, build
@@ -203,7 +204,7 @@ def test_mfu_is_what_the_model_needs_of_what_the_device_can_do(monkeypatch):
     model = tiny().bfloat16()
     LinearCrossEntropyLoss().set_model_output(model)
     throughput = training.Throughput(clock=clock, model=model, device=torch.device("cuda"))
-    documents = Documents.from_lengths([3, 5])
+    documents = Documents.from_lengths([3, 5], DEVICE)
     batch = {"tokens": torch.zeros(1, 8, dtype=torch.int64), "documents": documents}
     for _ in throughput.loading([[batch, batch]]):
         model(batch["tokens"], documents=documents)

@@ -6,6 +6,7 @@ from torch import nn
 from torch._dynamo import register_backend
 from torch._dynamo.backends.common import aot_autograd
 
+from tests.devices import DEVICE
 from torchtune import training
 from torchtune.data import Documents
 from torchtune.models import Description, build
@@ -30,7 +31,7 @@ def make_model():
 
 
 def batch(lengths):
-    documents = Documents.from_lengths(lengths)
+    documents = Documents.from_lengths(lengths, DEVICE)
     torch.manual_seed(sum(lengths))
     tokens = torch.randint(0, 64, (1, documents.num_tokens))
     return {"tokens": tokens, "documents": documents, "input_pos": documents.positions()[None]}
@@ -93,6 +94,7 @@ def test_a_model_without_layers_and_a_loss(monkeypatch):
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
 
 
+@pytest.mark.skipif(DEVICE != "cpu", reason="is about the compiler of the CPU's kernels")
 def test_it_is_said_once_what_compiling_on_a_cpu_takes(monkeypatch, caplog):
     monkeypatch.setenv("TORCH_COMPILE_BACKEND", "inductor")
     caplog.set_level("INFO", logger="torchtune")
@@ -180,6 +182,7 @@ def test_a_compiler_that_fails_on_the_backward_pass_does_not_end_a_run(monkeypat
     assert "no kernel for this gradient" in warning
 
 
+@pytest.mark.skipif(DEVICE != "cpu", reason="is about the compiler of the CPU's kernels")
 def test_no_compiler(monkeypatch):
     from torch._inductor import config as inductor_config
 

@@ -47,7 +47,7 @@ def in_float64(weight: torch.Tensor, block: int) -> torch.Tensor:
     low, high = scale.amin(-1, keepdim=True), scale.amax(-1, keepdim=True)
     step = (high - low) / 255
     scale = torch.where(step > 0, low + step * ((scale - low) / step).round(), low).unsqueeze(-1)
-    levels = torch.tensor(NF4_LEVELS, dtype=torch.float64)
+    levels = torch.tensor(NF4_LEVELS, dtype=torch.float64, device=weight.device)
     nearest = (blocks.unsqueeze(-1) / scale.unsqueeze(-1) - levels).abs().argmin(-1)
     return (levels[nearest] * scale).flatten(-2)
 

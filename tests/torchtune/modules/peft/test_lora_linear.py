@@ -10,6 +10,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from tests.devices import DEVICE
 from torchtune.modules.conversion import ConversionError
 from torchtune.modules.peft import DoRALinear, LoRALinear
 
@@ -161,7 +162,7 @@ def test_activation_checkpointing_and_compile_change_nothing(layer, dropout):
 def test_a_fresh_adapter_changes_nothing(layer):
     with torch.device("meta"):
         module = layer(IN, OUT, RANK, ALPHA)
-    module.to_empty(device="cpu")
+    module.to_empty(device=DEVICE)
     nn.init.normal_(module.weight)
     module.initialize_parameters()
     x = torch.randn(3, IN)

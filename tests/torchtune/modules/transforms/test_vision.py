@@ -30,6 +30,7 @@ from torchtune.modules.transforms.vision_utils.pad_dim_to_size import pad_dim_to
 from torchtune.modules.transforms.vision_utils.tile_crop import tile_crop
 
 TILE = 28
+ON_HOST = True  # images are processed there
 
 
 def photo(height: int, width: int, seed: int = 0) -> Image.Image:

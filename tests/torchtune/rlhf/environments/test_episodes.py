@@ -231,7 +231,7 @@ def test_a_thousand_failures_lose_no_step_and_are_not_trained_on(make, prompts, 
     assert Counter(one.end for one in failed)["timeout"] == injected["hang"]
     assert all(one.failure and math.isnan(one.reward) for one in failed)
     scored = score_rollouts(prompts, episodes, RewardSum([]), tiny[1])
-    valid = torch.tensor([one.is_valid for one in episodes]).view(3, size)
+    valid = torch.tensor([one.is_valid for one in episodes], device="cpu").view(3, size)
     assert torch.equal(~scored.rewards.isnan(), valid)
     advantages = rlhf.GroupAdvantages()(scored.rewards)
     assert advantages[valid].view(-1).sum().abs() < 1e-9, "the mean is that of valid episodes"

@@ -14,6 +14,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from torchtune.training import clip_grad_norm_, prepare_optimizer
 
+ON_HOST = True  # its meshes are there
+
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 
 
