@@ -9,7 +9,7 @@ INSTALL = $(CREATE) && $(BIN)/python -m pip install --quiet --disable-pip-versio
 # Threads that spin while they wait slow down everything else on a shared machine; a hundred processes of the tests
 # compile the library anew, half a second each, where Python is told to keep no bytecode.
 ENVIRONMENT := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE TOKENIZERS_PARALLELISM=false PYTHONDONTWRITEBYTECODE=
-# `make test DEVICE=cuda` runs the recipes of the tests there, and the tests marked gpu; torch must be a CUDA build.
+# `make test DEVICE=cuda` runs the tests there, those marked gpu and cuda_host too; torch must be a CUDA build.
 ENVIRONMENT += $(if $(DEVICE),TORCHTUNE_TEST_DEVICE=$(DEVICE))
 
 .PHONY: help quickstart dpo grpo agent vision test lint format docs bench cuda gpu configs clean
@@ -33,7 +33,7 @@ vision: $(BIN)/.quickstart  ## Let a small model learn to read pictures, minutes
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/python examples/quickstart/vision.py
 
 # Many tests wait for processes of their own: three workers keep two cores busy.
-test: $(BIN)/.test  ## Lint, import contracts, docs and tests; ALL=1: every row of the long tables; DEVICE=cuda: recipes there
+test: $(BIN)/.test  ## Lint, import contracts, docs and tests; ALL=1: every row of the long tables; DEVICE=cuda: tests there
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/lint-imports && $(ENVIRONMENT) $(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder --durations=10 $(if $(ALL),--all-rows)
 
 lint: $(BIN)/.test  ## Lint and import contracts

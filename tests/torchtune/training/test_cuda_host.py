@@ -1,0 +1,145 @@
+"""What a step asks of the host and of the memory of a CUDA device: launches, waits, peaks, compilations.
+
+Nothing here compares results: a device whose numbers mean nothing will do.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from torchtune import training
+from torchtune.data import Documents
+from torchtune.models.llama3_2 import llama3_2
+from torchtune.modules import TransformerDecoder, attention
+from torchtune.modules.attention_utils import compile_flex_attention
+from torchtune.modules.loss import LinearCrossEntropyLoss
+
+pytestmark = [
+    pytest.mark.cuda_host,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning"),
+]
+ON_HOST = True  # tensors say where they are
+LENGTHS = (200, 1, 130, 53)
+# The most operators that compute in a layer, uncompiled.
+FORWARD, BACKWARD = 32, 52
+
+
+class Operators(TorchDispatchMode):
+    """Counts the operators that compute on the device: views and empty tensors launch nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        first = result[0] if isinstance(result, tuple | list) and result else result
+        is_empty = "empty" in function.name() or function.name() in ("aten::detach", "aten::_unsafe_view")
+        if isinstance(first, torch.Tensor) and first.is_cuda and not function.is_view and not is_empty:
+            self.count += 1
+        return result
+
+
+def make_model(num_layers: int = 2) -> TransformerDecoder:
+    torch.manual_seed(0)
+    model = llama3_2(
+        vocab_size=128,
+        num_layers=num_layers,
+        num_heads=4,
+        num_kv_heads=2,
+        embed_dim=64,
+        max_seq_len=2048,
+        intermediate_dim=96,
+    )
+    return model.to("cuda", torch.bfloat16)
+
+
+def make_batch(lengths: tuple[int, ...] = LENGTHS) -> dict[str, Any]:
+    documents = Documents.from_lengths(lengths, "cuda")
+    tokens = torch.zeros(1, documents.num_tokens, dtype=torch.int64, device="cuda")
+    return {"tokens": tokens, "documents": documents, "input_pos": documents.positions()[None]}
+
+
+def operators_of(num_layers: int) -> tuple[int, int]:
+    """Operators of a forward and of a backward pass."""
+    model, batch = make_model(num_layers), make_batch()
+    with Operators() as forward:
+        hidden = model(**batch, output="hidden")
+    with Operators() as backward:
+        hidden.sum().backward()
+    return forward.count, backward.count
+
+
+def test_operators_of_a_layer():
+    more, fewer = operators_of(4), operators_of(2)
+    of_a_layer = [(a - b) / 2 for a, b in zip(more, fewer, strict=True)]
+    assert 10 < of_a_layer[0] <= FORWARD
+    assert 10 < of_a_layer[1] <= BACKWARD
+
+
+def test_an_optimizer_step_makes_the_host_wait_for_nothing():
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    model(**make_batch(), output="hidden").sum().backward()
+    for debug_mode in ("default", "error"):  # the first step makes states
+        torch.cuda.set_sync_debug_mode(debug_mode)
+        try:
+            training.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def test_logits_of_all_positions_are_never_in_memory():
+    """The peak of forward and backward is far below the float32 logits of a large vocabulary."""
+    hidden = torch.zeros(1, 4096, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    output = torch.nn.Linear(64, 32_000, bias=False, device="cuda", dtype=torch.bfloat16)
+    labels = torch.zeros(1, 4096, device="cuda", dtype=torch.int64)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    total, _ = LinearCrossEntropyLoss(num_output_chunks=16).sum_and_count(hidden, labels, output)
+    total.backward()
+    assert torch.cuda.max_memory_allocated() - before < 4096 * 32_000 * 4 / 2
+
+
+@pytest.fixture
+def compiler():
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compile_flex_attention.cache_clear()
+    yield torch._dynamo.utils.counters
+    torch._dynamo.reset()
+
+
+def test_flex_attention_is_compiled_for_all_lengths(compiler):
+    def run(softcap: float, lengths: tuple[int, ...]) -> None:
+        q, k = (torch.zeros(1, sum(lengths), heads, 16, device="cuda") for heads in (4, 2))
+        attention(q, k, k, documents=Documents.from_lengths(lengths, "cuda"), softcap=softcap)
+
+    for lengths in (LENGTHS, (300, 5), (64,)):  # one length, all lengths, and one block that holds all positions
+        run(30.0, lengths)
+    compiled = compiler["stats"]["unique_graphs"]
+    for softcap in (30.0, 50.0):
+        for lengths in ((90, 90, 17), (50,), (700,), LENGTHS):
+            run(softcap, lengths)
+    assert 0 < compiler["stats"]["unique_graphs"] <= compiled + 1
+    assert not compiler["graph_break"]
+
+
+def test_compiled_layers_have_two_graphs_and_no_break(compiler, monkeypatch):
+    monkeypatch.setenv("TORCH_COMPILE_BACKEND", "aot_eager")
+    model = make_model(3)
+    training.compile_model(model, verbose=False)
+    for lengths in (
+        LENGTHS,
+        (300, 5),
+        (90, 90, 17),
+        (400,),
+    ):  # 512 positions or fewer: the kernel is told a power of two
+        model(**make_batch(lengths), output="hidden").sum().backward()
+    assert compiler["stats"]["unique_graphs"] == 2
+    assert not compiler["graph_break"]
