@@ -290,7 +290,7 @@ def inputs_of(theirs: Any, tokens: torch.Tensor, patches: torch.Tensor, grids: A
         given = {"mm_token_type_ids": kinds, **masks_of(theirs, kinds)}
         if grids[0][0] == 1:
             return {**given, "pixel_values": pixels, "image_position_ids": places}
-        frames = torch.tensor([frames for frames, _, _ in grids])
+        frames = torch.tensor([frames for frames, _, _ in grids], device=patches.device)
         given |= {"pixel_values_videos": pixels, "num_frames_per_video": frames}
         return {**given, "video_position_ids": places}
     if theirs.config.model_type in TILED:
@@ -302,7 +302,7 @@ def inputs_of(theirs: Any, tokens: torch.Tensor, patches: torch.Tensor, grids: A
         return {"pixel_values": pixels, "image_sizes": sizes}
     video = grids[0][0] > 1
     names = ("pixel_values_videos", "video_grid_thw") if video else ("pixel_values", "image_grid_thw")
-    return {"mm_token_type_ids": kinds, names[0]: patches, names[1]: torch.tensor(grids)}
+    return {"mm_token_type_ids": kinds, names[0]: patches, names[1]: torch.tensor(grids, device=patches.device)}
 
 
 def masks_of(theirs: Any, kinds: torch.Tensor) -> dict[str, Any]:
@@ -326,8 +326,8 @@ def gemma(patches: torch.Tensor, grids: Any, merge: int, centered: bool) -> tupl
     from torchtune.modules.vision_tower import patch_places
 
     counts = [rows * columns for frames, rows, columns in grids for _ in range(frames)]
-    pixels = torch.zeros(len(counts), max(counts) + 18, patches.shape[1])
-    places = torch.full((len(counts), max(counts) + 18, 2), -1)
+    pixels = torch.zeros(len(counts), max(counts) + 18, patches.shape[1], device=patches.device)
+    places = torch.full((len(counts), max(counts) + 18, 2), -1, device=patches.device)
     parts = zip(patches.split(counts), patch_places(grids, merge)[:2].split(counts, 1), strict=True)
     for i, (part, place) in enumerate(parts):
         pixels[i, : counts[i]] = (part + 1) / 2 if centered else part
@@ -356,8 +356,8 @@ def squares(patches: torch.Tensor, side: int) -> torch.Tensor:
 def padded_pixels(patches: torch.Tensor, grids: Any, merge: int) -> tuple[torch.Tensor, torch.Tensor]:
     parts = patches.split([rows * columns for _, rows, columns in grids])
     images = [pixels_of(part, *grid[1:], merge) for part, grid in zip(parts, grids, strict=True)]
-    sizes = torch.tensor([image.shape[1:] for image in images])
-    pixels = torch.zeros(len(images), 3, *sizes.amax(0).tolist())
+    sizes = torch.tensor([image.shape[1:] for image in images], device=patches.device)
+    pixels = torch.zeros(len(images), 3, *sizes.amax(0).tolist(), device=patches.device)
     for whole, image in zip(pixels, images, strict=True):
         whole[:, : image.shape[1], : image.shape[2]] = image
     return pixels, sizes

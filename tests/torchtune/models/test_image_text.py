@@ -50,7 +50,7 @@ ROWS = {"text": TEXT, "first": FIRST, "large": LARGE, "last": LAST, "video": VID
 
 @pytest.fixture(scope="module", params=CONFIGS)
 def theirs(request):
-    return image_text_model(CONFIGS[request.param]())
+    return image_text_model(CONFIGS[request.param]()).to(DEVICE)
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +61,7 @@ def folder(theirs, tmp_path_factory):
 def read(folder):
     with torch.device("meta"):
         model = torchtune.models.from_hf_config(folder, images=True)
-    ModelSource(folder).read(model, torch.device("cpu"))
+    ModelSource(folder).read(model, torch.device(DEVICE))
     return model.eval()
 
 
@@ -324,7 +324,7 @@ def test_files_of_earlier_releases_of_llama4_are_read(tmp_path):
         return found
 
     model = built("cpu")
-    ModelSource(folder).read(model, torch.device("cpu"))
+    ModelSource(folder).read(model, torch.device(DEVICE))
     randomize_adapter(model)
     torch.save(named(model, False), folder / "earlier.pt")
     torch.save(named(model, True), tmp_path / "adapter_model.pt")

@@ -111,7 +111,7 @@ def test_saved_again_bit_equal_and_loadable_by_transformers(pair, tmp_path, save
     written = save_model(pair.model, tmp_path)
     original = load_file(pair.folder / "model.safetensors")
     assert written.keys() == original.keys()
-    assert all(torch.equal(written[name], tensor) for name, tensor in original.items())
+    assert all(torch.equal(written[name].cpu(), tensor) for name, tensor in original.items())
     kind = AutoModelForCausalLM if type(pair.hf.config) in AutoModelForCausalLM._model_mapping else type(pair.hf)
     again, loading = kind.from_pretrained(
         tmp_path,
@@ -121,7 +121,7 @@ def test_saved_again_bit_equal_and_loadable_by_transformers(pair, tmp_path, save
     )
     assert not any(loading.values()), loading
     with torch.no_grad():
-        assert torch.equal(again.eval()(TOKENS).logits, pair.hf(TOKENS).logits)
+        assert torch.equal(again.eval().to(DEVICE)(TOKENS).logits, pair.hf(TOKENS).logits)
 
 
 def test_cached_greedy_generation_gives_the_same_32_tokens(pair):
@@ -129,7 +129,7 @@ def test_cached_greedy_generation_gives_the_same_32_tokens(pair):
     prompt[1, :4] = 0  # padding on the left
     mask = (prompt != 0).long()
     theirs = pair.hf.generate(prompt, attention_mask=mask, max_new_tokens=32, do_sample=False)
-    with local_kv_cache(pair.model, batch_size=2, device="cpu", dtype=torch.float32, decoder_max_seq_len=41):
+    with local_kv_cache(pair.model, batch_size=2, device=DEVICE, dtype=torch.float32, decoder_max_seq_len=41):
         ours, logits = generate(pair.model, prompt, max_generated_tokens=32, temperature=0.0, pad_id=0)
     assert torch.equal(ours, theirs)
     assert logits.shape == (2, 32, 97)
@@ -143,6 +143,7 @@ def test_classifier_equals_that_of_transformers(name, tmp_path, save_model):
 
     hf = make_hf_model(name, "ForSequenceClassification", num_labels=3)
     hf.save_pretrained(tmp_path)
+    hf.to(DEVICE)
     model = load_model(tmp_path)
     assert model.description.num_classes == 3
     tokens = TOKENS[:, :20].clamp(min=1)
@@ -153,6 +154,10 @@ def test_classifier_equals_that_of_transformers(name, tmp_path, save_model):
     again.mkdir()
     save_model(model, again)
     with torch.no_grad():
-        other = transformers.AutoModelForSequenceClassification.from_pretrained(again, dtype=torch.float32).eval()
+        other = (
+            transformers.AutoModelForSequenceClassification.from_pretrained(again, dtype=torch.float32)
+            .eval()
+            .to(DEVICE)
+        )
         other.config._attn_implementation = hf.config._attn_implementation
         assert torch.equal(other(tokens).logits, expected)

@@ -14,6 +14,7 @@ from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor, smart_resize
 
 import torchtune
+from tests.devices import DEVICE
 from tests.tiny_images import (
     CONFIGS,
     GEMMA,
@@ -44,7 +45,7 @@ OF_GEMMA = {**GEMMA_PROCESSOR, **COLORS, "max_soft_tokens": 6}
     params=["qwen3_vl", "qwen3_5_vl", "qwen2_5_vl", "gemma4_vl", "gemma4_vl_small", "gemma4_unified_vl"],
 )
 def theirs(request):
-    return image_text_model(CONFIGS[request.param]())
+    return image_text_model(CONFIGS[request.param]()).to(DEVICE)
 
 
 @pytest.fixture(scope="module")

@@ -54,7 +54,8 @@ def make_model(num_layers: int = 2) -> TransformerDecoder:
         max_seq_len=2048,
         intermediate_dim=96,
     )
-    return model.to("cuda", torch.bfloat16)
+    has_bfloat16 = torch.cuda.get_device_capability() >= (8, 0)
+    return model.to("cuda", torch.bfloat16 if has_bfloat16 else torch.float16)
 
 
 def make_batch(lengths: tuple[int, ...] = LENGTHS) -> dict[str, Any]:
@@ -74,6 +75,10 @@ def operators_of(num_layers: int) -> tuple[int, int]:
 
 
 def test_operators_of_a_layer():
+    if torch.cuda.get_device_capability() < (8, 0):
+        pytest.skip(
+            "without flash attention a compiled kernel attends, which a mode that counts operators leaves eager"
+        )
     more, fewer = operators_of(4), operators_of(2)
     of_a_layer = [(a - b) / 2 for a, b in zip(more, fewer, strict=True)]
     assert 10 < of_a_layer[0] <= FORWARD
