@@ -8,7 +8,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchtune.checkpoints._model_weights import ModelWeights, SaveView, identity
+from torchtune.checkpoints._model_weights import (
+    ModelWeights,
+    SaveView,
+    groups_by_external_name,
+    groups_by_weight,
+    identity,
+)
 from torchtune.checkpoints._save import TensorGroup
 from torchtune.checkpoints._weight_files import (
     CheckpointError,
@@ -434,7 +440,7 @@ def _read_adapter(weights: ModelWeights, files: WeightFiles, file: Path) -> Iter
         if name in rows:
             yield rows[name], tensor
     weight_map = _adapter_weight_map(spec, tensors)
-    groups = {name: group for group in weight_map.groups(description) for name in group.external}
+    groups = groups_by_external_name(weight_map, description)
     try:
         adapter = {}
         for name, tensor in tensors.items():
@@ -554,12 +560,13 @@ def adapter_tensors(
         weight_map = spec.weight_maps.get("hf_fused", weight_map)
         if prefixes:
             weight_map = weight_map.prefixed(prefixes)
-        adapter_groups = {name: group for group in weight_map.peft().groups(description) for name in group.tune}
+        adapter_groups = groups_by_weight(weight_map.peft(), description)
     rows = {}  # parameter with rows of new tokens -> name in the file
     for external, name in token_tensors(view).items():
         rows[name] = PEFT_PREFIX + rename_prefix(external.removeprefix(PEFT_PREFIX), prefixes)
-    in_own_files = {name for names in view.owned_files.values() for name in names}
-    adapter_names = view.owned - rows.keys() - in_own_files
+    adapter_names = view.owned - rows.keys()
+    for names in view.owned_files.values():
+        adapter_names.difference_update(names)
     adapters = [name for name in view.parameters if name in adapter_names]  # in the order of the model
     unnamed = [name for name in adapters if name not in adapter_groups]
     if unnamed:
@@ -715,9 +722,7 @@ def adapter_conversion(model: nn.Module, folder: Path) -> LoRA:
     spec, description = identity(model)
     prefixes = _text_decoder_prefixes(spec, names)
     names = [rename_prefix(name, prefixes) for name in names]
-    groups = {}
-    for group in _adapter_weight_map(spec, names).groups(description):
-        groups.update(dict.fromkeys(group.external, group))
+    groups = groups_by_external_name(_adapter_weight_map(spec, names), description)
     layers = set()
     for name in names:
         if name not in groups:

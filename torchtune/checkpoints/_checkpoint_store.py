@@ -177,7 +177,7 @@ class CheckpointStore:
         source = self.source(name)
         device = torch.device(device)
         source.check_model_type(model)
-        reshard(model)
+        reshard(model)  # frees full parameters that a forward pass has left
         loaded: set[str] = set()
         with self._ranks.raise_on_all():
             loaded = source.load(model, device, dtype)
@@ -192,6 +192,7 @@ class CheckpointStore:
                 _ = source.fingerprint
             elif owned_parameters(model):
                 _ = source.base_fingerprint
+        # All ranks initialize the same full tensors, of which each keeps its shard.
         with self._ranks.share_rng_state():
             initialize_missing(model, loaded, device, dtype)
 
@@ -292,6 +293,7 @@ class CheckpointStore:
                     stack.enter_context(self.lock.held())
                 return resume_candidates(output_dir)
 
+            # Rank 0 alone lists the folder, so that all ranks try the same checkpoints in the same order.
             candidates = self._ranks.run_on_rank_0(begin)
             for number, path in enumerate(candidates):
                 faults = self._find_damage(path)
@@ -313,7 +315,10 @@ class CheckpointStore:
         with self._ranks.raise_on_all():
             files = marked_files(path, everything=False)[self._ranks.rank :: self._ranks.size]
             faults = damaged_files(path, files)
-        return [fault for faults_of_rank in self._ranks.gather(faults) for fault in faults_of_rank]
+        all_faults = []
+        for faults_of_rank in self._ranks.gather(faults):
+            all_faults += faults_of_rank
+        return all_faults
 
     def check_resume(self, cfg: Any) -> None:
         """Check that the newest complete checkpoint can be resumed, without a lock and without verifying checksums."""

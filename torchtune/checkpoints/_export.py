@@ -166,7 +166,9 @@ def shard_files(
         TensorFile(f"{folder}model-{number:05d}-of-{len(shards):05d}.safetensors", shard)
         for number, shard in enumerate(shards, 1)
     ]
-    index = {name: file.path.removeprefix(folder) for file in files for name in file.specs}
+    index = {}
+    for file in files:
+        index.update(dict.fromkeys(file.specs, file.path.removeprefix(folder)))
     return files, {"metadata": {"total_size": sum(file.size for file in files)}, "weight_map": index}
 
 

@@ -17,7 +17,7 @@ from torch import nn
 
 from torchtune.checkpoints._export import MAX_SHARD_BYTES, config_of, write_tensors
 from torchtune.checkpoints._load import ModelSource, check_base
-from torchtune.checkpoints._model_weights import SaveView, identity
+from torchtune.checkpoints._model_weights import SaveView, groups_by_weight, identity
 from torchtune.checkpoints._weight_files import CheckpointError, WeightFiles, read_json
 from torchtune.models import (
     Description,
@@ -601,7 +601,9 @@ def _tokenizer_metadata(folder: Path, vocab_size: int) -> dict[str, Any]:
             types[index] = NORMAL
         else:
             types[index] = CONTROL if added_tokens[text]["special"] else USER_DEFINED
-    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
+    merges = []
+    for merge in model["merges"]:  # text in older files, a pair in newer ones
+        merges.append(merge if isinstance(merge, str) else " ".join(merge))
     return {
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": pre,
@@ -662,7 +664,8 @@ def gguf_to_hf(gguf_file: str | Path, output_dir: str | Path, dtype: torch.dtype
         UserError: the ``gguf`` package is not installed, or the disk is full.
     """
     file = GGUFFile(gguf_file)
-    spec, description = file.spec, file.description
+    spec = file.spec
+    description = file.description
     with torch.device("meta"):
         model = build(description, spec).to(dtype)
     view = _GGUFView(model, file)
@@ -683,8 +686,7 @@ class _GGUFView(SaveView):
     def __init__(self, model: nn.Module, file: GGUFFile) -> None:
         super().__init__(model, frozenset({"model"}))
         self._file = file
-        groups = file.spec.weight_map("gguf").groups(file.description)
-        self._gguf_groups = {name: group for group in groups for name in group.tune}
+        self._gguf_groups = groups_by_weight(file.spec.weight_map("gguf"), file.description)
 
     def shard(self, name: str, turn: int) -> LocalShard:
         """Read a full weight."""

@@ -23,7 +23,14 @@ from torchtune.checkpoints._adapter import (
     splittable_layers,
 )
 from torchtune.checkpoints._directories import MARKER
-from torchtune.checkpoints._model_weights import ModelWeights, check_shape, identity, materialize, replaced_parameters
+from torchtune.checkpoints._model_weights import (
+    ModelWeights,
+    check_shape,
+    groups_by_weight,
+    identity,
+    materialize,
+    replaced_parameters,
+)
 from torchtune.checkpoints._weight_files import (
     CheckpointError,
     TextDecoderFiles,
@@ -396,6 +403,7 @@ def load_base(
     weights.split_layers = dict(split_layers or {})
     for group, shapes in _groups_to_load(weights, files, compare_tied=True):
         for name in group.tune:
+            # Only the slice of this rank is read, straight into its shard.
             copy_slice = partial(group.read, name, shapes=shapes, source=files.read)
             weights.fill(name, copy_slice, device, dtype)
             sign_of_life()
@@ -439,6 +447,7 @@ def _groups_to_load(
         groups = _groups_of_format(weights, files, spec.weight_map(name_format), description, compare_tied=compare_tied)
     for group in groups:
         shapes = [files.shape(name) for name in group.external]
+        # Some families have files with two layouts of a weight, which only its shape tells apart.
         group = group.for_shapes(shapes)
         specs = group.to_external([weights.specs[name] for name in group.tune])
         for name, shape, spec in zip(group.external, shapes, specs, strict=True):
@@ -502,12 +511,9 @@ def _head_names(weight_map: WeightMap, description: Description) -> set[str]:
 def _check_tied(weights: ModelWeights, weight_map: WeightMap, description: Description, files: WeightFiles) -> None:
     """Raise if the files store a tied tensor twice with different values; every rank compares its own shard."""
     names = set(files.names())
-    external_names = {}
-    for group in weight_map.groups(description):
-        for name in group.tune:
-            external_names[name] = group.external[0]
+    groups = groups_by_weight(weight_map, description)
     for tie in weight_map.tied:
-        original = external_names[tie.source]
+        original = groups[tie.source].external[0]
         if not getattr(description, tie.when) or tie.external not in names or original not in names:
             continue
         parameter = weights.parameters[tie.source]
@@ -601,7 +607,8 @@ def initialize_missing(
     for path, module in model.named_modules():
         if not hasattr(module, "initialize_parameters"):
             continue
-        inside = [name for name in missing if name.startswith(f"{path}." if path else "")]
+        prefix = f"{path}." if path else ""
+        inside = [name for name in missing if name.startswith(prefix)]
         if inside:
             for name in inside:
                 materialize(model, name, device, dtype)
@@ -631,6 +638,7 @@ def _initialize(model: nn.Module, path: str, module: nn.Module, names: list[str]
         module: module with ``initialize_parameters``.
         names: parameters to initialize.
     """
+    # FSDP would initialize a shard from its own values: initialize full tensors, equally on all ranks.
     reads_base = getattr(module, "initialize_reads_base", True)
     sharded: dict[str, DTensor] = {}
     full: dict[str, torch.Tensor] = {}

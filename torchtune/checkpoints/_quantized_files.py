@@ -116,7 +116,10 @@ class _QuantizedFiles(SafetensorsFiles):
     def _join(self, weights: Iterable[str], suffixes: tuple[str, ...]) -> None:
         """Count the tensors ``name + suffix`` as the weight ``name``."""
         self._suffixes = suffixes
-        self._weight_of = {name + suffix: name for name in weights for suffix in suffixes}
+        self._weight_of = {}
+        for name in weights:
+            for suffix in suffixes:
+                self._weight_of[name + suffix] = name
 
     def names(self) -> list[str]:
         """Return all names, file by file; a quantized weight counts once, scales of activations are omitted."""

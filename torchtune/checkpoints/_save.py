@@ -406,9 +406,10 @@ class Saver:
                 failure.append(error)
                 return None
 
+        # File i of a batch is written by rank i: in each round, every rank receives one group.
         for first in range(0, len(job.files), self._ranks.size):
             files = job.files[first : first + self._ranks.size]
-            for number in range(max(len(file.groups) for file in files)):
+            for number in range(max(len(file.groups) for file in files)):  # files have different numbers of groups
                 yield [
                     _GroupSlices(file, writer, compute(file.groups[number]))
                     for writer, file in enumerate(files)

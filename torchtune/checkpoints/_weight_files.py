@@ -163,6 +163,7 @@ class SafetensorsFiles(ShardFiles):
         if self._read_bytes > _REOPEN_BYTES:
             self._open = None
             self._read_bytes = 0
+        # get_slice reads only the bytes of the slice.
         stored = self._file(name).get_slice(name)
         tensor = stored[slices or ...]
         elements = tensor.numel()

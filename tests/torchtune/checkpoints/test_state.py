@@ -188,8 +188,8 @@ def test_other_run(saved):
         text = refusal(checkpointer.resume, point, model, other)
         assert all(word in text for word in ("step_2", *words)), text
 
-    refused_with(state | {"lr_scheduler": {}}, "lr_scheduler", "torchtune_config.yaml")
-    refused_with({key: state[key] for key in ("progress", "optimizer")}, "loader")
+    refused_with(state | {"lr_scheduler": {}}, "this run has 'lr_scheduler'", "torchtune_config.yaml")
+    refused_with({key: state[key] for key in ("progress", "optimizer")}, "the checkpoint has 'loader'")
     refused_with(state | {"loader": loader(12)}, "loader", "number of examples")
     for optimizer in (
         torch.optim.AdamW([parameter for name, parameter in model.named_parameters() if "mlp" in name]),
