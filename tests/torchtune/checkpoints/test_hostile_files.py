@@ -78,7 +78,7 @@ def _safetensors(entry: dict[str, Any]) -> bytes:
         bytes(500),
     ],
 )
-def test_a_file_of_torch_save_that_is_none(folder, content):
+def test_file_that_torch_save_has_not_written_is_refused(folder, content):
     (folder / "model.safetensors").unlink()
     (folder / "pytorch_model.bin").write_bytes(content)
     assert "pytorch_model.bin cannot be read as a file of tensors" in _load(folder)
@@ -106,7 +106,7 @@ def test_a_config_of_a_model_that_no_memory_holds(folder):
     assert "1048576" in _load(folder)
 
 
-def test_shards_by_the_billion():
+def test_pattern_of_a_billion_shards_is_refused():
     files = {"filename_format": "model-{}-of-{}.safetensors", "max_filename": "99999999999"}
     assert "max_filename" in _refusal(lambda: resolve_files(Path("/nowhere"), files))
 
