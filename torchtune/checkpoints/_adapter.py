@@ -118,7 +118,7 @@ def check_settings(weights: ModelWeights, path: Path, patterns: Mapping[str, Any
         CheckpointError: a setting is unknown, not supported, or differs from the model's.
     """
     if not path.is_file():
-        get_logger().warning(f"There is no {path}: that the adapter has the model's alpha is taken for granted.")
+        get_logger().warning(f"There is no {path}: the adapter is assumed to have the model's alpha.")
         return {}
     settings = read_settings(path)
     if settings.get("peft_type", "LORA") != "LORA":
@@ -397,7 +397,7 @@ def _load_owned_files(
     index = read_json(index_file) if index_file.is_file() else {}
     saved_conversions = index.get("conversions", {})
     if not isinstance(saved_conversions, dict):
-        raise CheckpointError(f"{index_file}: 'conversions' is no object: save the checkpoint again.")
+        raise CheckpointError(f"{index_file}: 'conversions' is not an object: save the checkpoint again.")
     unused = sorted(saved_conversions.keys() - weights.owned_files.keys())
     if unused:
         raise CheckpointError(

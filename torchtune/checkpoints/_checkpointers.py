@@ -623,7 +623,7 @@ def update_state_dict_for_classifier(
     """
     parameters = dict(model_named_parameters)
     if "output.weight" not in parameters:
-        raise CheckpointError("The model has no output.weight, so it is no classifier: use a classifier's builder.")
+        raise CheckpointError("The model has no output.weight, so it is not a classifier: use a classifier's builder.")
     new_head = parameters["output.weight"]
     head = state_dict.get("output.weight")
     if force_override or head is None or head.shape != new_head.shape:
@@ -637,7 +637,7 @@ def _bytes(size: str) -> int:
         number = size.upper().removesuffix(unit)
         if number != size.upper() and number.strip().replace(".", "", 1).isdigit():
             return int(float(number) * factor)
-    raise CheckpointError(f"max_shard_size: '{size}' is no size, write it like 5GB.")
+    raise CheckpointError(f"max_shard_size: '{size}' is not a size: write it like 5GB.")
 
 
 def _on_cpu(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

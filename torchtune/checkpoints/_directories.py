@@ -191,7 +191,7 @@ def checkpoints_in(folder: Path) -> list[Path]:
     marked = [path for path in named_directories(folder) if (path / MARKER).exists()]
     checkpoints = complete + sorted(path for path in marked if path not in complete)
     if not checkpoints:
-        reason = "holds no checkpoint" if folder.is_dir() else "is no folder"
+        reason = "holds no checkpoint" if folder.is_dir() else "is not a folder"
         raise CheckpointError(
             f"{folder} {reason}: give a checkpoint (epoch_N or step_N) that a recipe has saved, or the output_dir of a "
             "run."

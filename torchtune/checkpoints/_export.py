@@ -39,7 +39,7 @@ class Export:
         folder: subfolder of the model with a trailing slash; ``""`` for the checkpoint itself.
         files: tensor files.
         json_files: contents of JSON files by their path.
-        generates: whether the model generates text, and is no classifier.
+        generates: whether the model generates text, and is not a classifier.
     """
 
     source: ModelSource

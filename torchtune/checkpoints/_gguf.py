@@ -585,7 +585,7 @@ def _tokenizer_metadata(folder: Path, vocab_size: int) -> dict[str, Any]:
     pre = _pre_tokenizer_name(Tokenizer.from_file(str(path))) if model.get("type") == "BPE" else None
     if pre is None or model.get("byte_fallback"):
         raise CheckpointError(
-            f"quantizer: {path} is no byte-level BPE that cuts text in a way that GGUF has a name for: choose a "
+            f"quantizer: {path} is not a byte-level BPE with a pre-tokenizer that GGUF has a name for: choose a "
             "quantizer that writes safetensors."
         )
     added_tokens = {token["content"]: token for token in contents.get("added_tokens", ())}

@@ -137,7 +137,7 @@ class ModelSource:
         repo_id: str | None = None,
     ) -> None:
         if model_type is not None and model_type not in ModelType.__members__:
-            raise CheckpointError(f"model_type: '{model_type}' is none of {', '.join(ModelType.__members__)}.")
+            raise CheckpointError(f"model_type: '{model_type}' is not one of {', '.join(ModelType.__members__)}.")
         self.checkpoint_dir = Path(checkpoint_dir)
         refuse_foreign(self.checkpoint_dir, "checkpointer.checkpoint_dir")
         self.checkpoint_files = checkpoint_files
@@ -149,6 +149,8 @@ class ModelSource:
         # Of a tokenizer inside the weight files: its files in an export, by name, and token ids for config.json.
         self._tokenizer_files: dict[str, Any] = {}
         self._token_ids: dict[str, int] = {}
+        self._enclosing: TextDecoderFiles | None = None
+        self._is_enclosing_opened = False
 
     def open(self, model: nn.Module | None = None) -> WeightFiles:
         """Open the weight files; for a multimodal checkpoint, only the text decoder unless ``model`` is composite."""
@@ -159,8 +161,9 @@ class ModelSource:
 
         The other tensors belong to other towers, or to untrained layers for multi-token prediction.
         """
-        if not hasattr(self, "_enclosing"):
+        if not self._is_enclosing_opened:
             self._enclosing = self._open_enclosing_checkpoint(model)
+            self._is_enclosing_opened = True
         return self._enclosing
 
     def _open_enclosing_checkpoint(self, model: nn.Module) -> TextDecoderFiles | None:

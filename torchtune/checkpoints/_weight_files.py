@@ -405,7 +405,9 @@ def _shards_in_index(index: Path) -> list[str]:
     for name in names:
         # Files may be links to other folders, as in the cache of huggingface_hub, but names must not leave the folder.
         if "\0" in name or len(name) > 255 or Path(name).is_absolute() or ".." in Path(name).parts:
-            raise CheckpointError(f"{index} lists {name[:255]!r}, which is no file of this folder: download it again.")
+            raise CheckpointError(
+                f"{index} lists {name[:255]!r}, which is not a file of this folder: download it again."
+            )
     return sorted(set(names))
 
 

@@ -127,7 +127,7 @@ def test_model_type_is_checked(source):
     for model_type in ("LLAMA3", "LLAMA3_2"):
         load(source, model_type=model_type)
     assert "model_type: QWEN3" in refused(source, model_type="QWEN3")
-    assert "model_type: 'LLAMA9' is none of " in refused(source, model_type="LLAMA9")
+    assert "model_type: 'LLAMA9' is not one of " in refused(source, model_type="LLAMA9")
 
 
 def test_config_that_differs_where_no_shape_shows_it_is_logged(source, caplog):

@@ -112,7 +112,7 @@ def test_verify_names_damaged_files(run, monkeypatch, capsys):
     )
     assert f"{folder / 'step_2'}/tokenizer.json is missing" in damaged
     assert last == f"error: 1 of 2 checkpoints of {folder} are damaged: use another one."
-    with pytest.raises(CheckpointError, match=r"is no folder: give a checkpoint \(epoch_N or step_N\)"):
+    with pytest.raises(CheckpointError, match=r"is not a folder: give a checkpoint \(epoch_N or step_N\)"):
         checkpoints_in(folder / "nowhere")
 
 
