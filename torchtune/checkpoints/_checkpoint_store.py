@@ -419,6 +419,7 @@ class CheckpointStore:
         self._saver.wait()
         for model in _by_name(models).values():  # a validation leaves the parameters all-gathered
             reshard(model)
+        # All models are checked and described before a file exists.
         views = _views(models, contents, self._ranks)
         exports = []
         files: list[TensorFile] = []
@@ -530,6 +531,7 @@ class CheckpointStore:
         """
         if self.output_dir is None:
             return
+        # If the run fails, its own error matters more than that of its last checkpoint.
         is_raising = sys.exc_info()[0] is not None
         try:
             self._saver.wait()

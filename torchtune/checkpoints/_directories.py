@@ -42,6 +42,7 @@ def named_directories(output_dir: Path) -> list[Path]:
 
 def complete_directories(output_dir: Path) -> list[Path]:
     """Return the complete checkpoints (folders with an undamaged marker), oldest first."""
+    # By the number of the save: names mix steps and epochs, and clocks of machines differ.
     numbered = []
     for path in named_directories(output_dir):
         try:

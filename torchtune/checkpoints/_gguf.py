@@ -492,6 +492,7 @@ def export_gguf(
         writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
         for key, value in metadata.items():
             _add_metadata(writer, key, value)
+        # The writer needs name, shape and type of every tensor before the first values.
         divisors = _divisors(description)
         if divisors is not None:
             writer.add_tensor_info("rope_freqs.weight", divisors.shape, divisors.numpy().dtype, 4 * len(divisors))
@@ -518,7 +519,7 @@ def export_gguf(
 
 def _quantization_type(gguf: ModuleType, name: str, shape: torch.Size, file_type: str) -> Any:
     """Return the type of one tensor in a file of ``file_type``."""
-    if len(shape) == 1:
+    if len(shape) == 1:  # norms and biases, which are small
         return gguf.GGMLQuantizationType.F32
     if file_type.startswith("Q"):
         if shape[-1] % _BLOCK:

@@ -198,6 +198,7 @@ class ModelSource:
             self._tokenizer_files = files.tokenizer_files()
             self._token_ids = files.special_token_ids()
         self._check_description(model, files)
+        # Base weights first: an adapter may be split off them, and rows of new tokens extend them.
         init = adapter_init_method(model)
         split_layers = {} if init is None else splittable_layers(weights, init, self.checkpoint_dir)
         new_weights = load_base(weights, files, device, dtype, split_layers)

@@ -350,7 +350,7 @@ class Saver:
             return
         stream = None
         if torch.cuda.is_initialized():
-            torch.cuda.synchronize()
+            torch.cuda.synchronize()  # the other stream then sees the values of this step
             stream = torch.cuda.Stream()  # the copy does not wait for training kernels
         copied: Future[list[_Round]]
         if optimizers:
@@ -472,6 +472,7 @@ class Saver:
                     continue  # other ranks may still need this rank's slices
                 try:
                     if file.path not in writers:
+                        # A rank writes its files one after another: the previous one is complete.
                         for writer in writers.values():
                             writer.finish()
                         writers[file.path] = FileWriter(file, folder)

@@ -230,7 +230,9 @@ def _decode(node: _Node, path: str, read_tensor: _ReadTensor) -> Any:
     """Decode a node; ``read_tensor`` returns the tensor for a path and a node."""
     if "tensor" in node:
         return read_tensor(path, node)
-    ((kind, content),) = node.items()
+    if len(node) != 1:
+        raise ValueError(f"'{path}' has {len(node)} kinds of values")
+    kind, content = next(iter(node.items()))
     if kind == "dict":
         return {key: _decode(item, f"{path}/{key}", read_tensor) for key, item in content}
     if kind in ("list", "tuple"):
