@@ -334,9 +334,9 @@ def load_adapter(weights: ModelWeights, file: Path, device: torch.device, dtype:
         loaded.add(name)
     missing = sorted(expected - loaded)
     if missing:
-        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        omitted = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise CheckpointError(
-            f"{file} lacks '{missing[0]}'{more}, which the model in the config adapts: adapt the layers that its "
+            f"{file} lacks '{missing[0]}'{omitted}, which the model in the config adapts: adapt the layers that its "
             f"{ADAPTER_CONFIG_FILE} lists."
         )
     take_from_base(weights, settings, settings_file)

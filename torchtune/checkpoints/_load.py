@@ -620,9 +620,9 @@ def initialize_missing(
             missing = [name for name in missing if name not in inside]
     uninitialized = [name for name in missing if model.get_parameter(name).is_meta]
     if uninitialized:
-        more = f" and {len(uninitialized) - 1} more" if len(uninitialized) > 1 else ""
+        omitted = f" and {len(uninitialized) - 1} more" if len(uninitialized) > 1 else ""
         raise CheckpointError(
-            f"The checkpoint holds no value for '{uninitialized[0]}'{more}, and its module has no "
+            f"The checkpoint holds no value for '{uninitialized[0]}'{omitted}, and its module has no "
             "initialize_parameters() to make one."
         )
     for name, buffer in model.named_buffers():

@@ -536,8 +536,8 @@ class SaveView(ModelWeights):
         else:
             saved = "only what has a name in Hugging Face's or PEFT's format, and it has none"
             advice = "name it in owned_parameters(model) of the conversion that adds it, freeze it, or leave that out"
-        more = f" (and {len(unsaved) - 1} more)" if len(unsaved) > 1 else ""
-        raise CheckpointError(f"model: '{name}'{more} is trained, but checkpoints would hold {saved}: {advice}.")
+        omitted = f" (and {len(unsaved) - 1} more)" if len(unsaved) > 1 else ""
+        raise CheckpointError(f"model: '{name}'{omitted} is trained, but checkpoints would hold {saved}: {advice}.")
 
     def tensor_group(self, group: Group, turn: int) -> TensorGroup:
         """Return the external tensors of one group of a weight map, to write.
