@@ -265,5 +265,6 @@ def test_a_new_head_is_trained_or_refused(sources, tmp_path):
     apply_conversions(adapted, [LoRA(rank=2, alpha=4)])
     store.load_model(full)
     assert full.output.weight.requires_grad
+    assert not full.output.weight.is_meta
     with pytest.raises(CheckpointError, match="never trained: train all weights"):
         store.load_model(adapted)
