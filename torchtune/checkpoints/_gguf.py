@@ -136,8 +136,12 @@ class GGUFFile(WeightFiles):
         return self.description
 
     def tokenizer_files(self) -> dict[str, Any]:
-        """Return the contents of the tokenizer's files; see :func:`tokenizer_files`."""
-        return tokenizer_files(self)
+        """Return the contents of ``tokenizer.json``, ``tokenizer_config.json`` and ``generation_config.json``.
+
+        Raises:
+            CheckpointError: the kind of tokenizer is not supported.
+        """
+        return _tokenizer_files(self)
 
     def special_token_ids(self) -> dict[str, int]:
         """Return ``bos_token_id``, ``eos_token_id`` and ``pad_token_id``.
@@ -394,15 +398,7 @@ def _adds_bos(file: GGUFFile) -> bool:
     return bool(file.get("tokenizer.ggml.add_bos_token", file.get("tokenizer.ggml.pre") == "llama-bpe"))
 
 
-def tokenizer_files(file: GGUFFile) -> dict[str, Any]:
-    """Return the contents of ``tokenizer.json``, ``tokenizer_config.json`` and ``generation_config.json``.
-
-    The class is PreTrainedTokenizerFast: for other classes, ``transformers`` replaces the file's pre-tokenizer by the
-    default of the family.
-
-    Raises:
-        CheckpointError: the kind of tokenizer is not supported.
-    """
+def _tokenizer_files(file: GGUFFile) -> dict[str, Any]:
     try:
         tokenizer = json.loads(_build_tokenizer(file).to_str())
         ids = _special_ids(file)
@@ -415,6 +411,7 @@ def tokenizer_files(file: GGUFFile) -> dict[str, Any]:
         ) from error
     tokens = file.need("tokenizer.ggml.tokens")
     settings = {
+        # For other classes, transformers replaces the file's pre-tokenizer by the default of the family.
         "tokenizer_class": "PreTrainedTokenizerFast",
         **{f"{name}_token": tokens[index] for name, index in ids.items()},
         "add_bos_token": _adds_bos(file),

@@ -28,8 +28,7 @@ from tests.torchtune.checkpoints.small import (
     stored,
     write_folder,
 )
-from torchtune.checkpoints import CheckpointError
-from torchtune.checkpoints._adapter import adapter_conversion
+from torchtune.checkpoints import CheckpointError, adapter_conversion
 from torchtune.modules import TransformerDecoder
 from torchtune.modules.conversion import apply_conversions
 from torchtune.modules.peft import LoRA, get_adapter_params

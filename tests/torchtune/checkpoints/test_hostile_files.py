@@ -11,8 +11,7 @@ import pytest
 
 from tests.torchtune.checkpoints.small import build, load, read, refusal
 from tests.work import at_most
-from torchtune.checkpoints._gguf import GGUFFile
-from torchtune.checkpoints._weight_files import resolve_files
+from torchtune.checkpoints import GGUFFile, ModelSource
 from torchtune.training import FullModelHFCheckpointer
 
 INDEX = "model.safetensors.index.json"
@@ -108,7 +107,7 @@ def test_a_config_of_a_model_that_no_memory_holds(folder):
 
 def test_pattern_of_a_billion_shards_is_refused():
     files = {"filename_format": "model-{}-of-{}.safetensors", "max_filename": "99999999999"}
-    assert "max_filename" in _refusal(lambda: resolve_files(Path("/nowhere"), files))
+    assert "max_filename" in _refusal(lambda: ModelSource("/nowhere", files).open())
 
 
 def _text(value: bytes) -> bytes:
