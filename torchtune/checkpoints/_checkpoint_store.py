@@ -25,6 +25,7 @@ from torchtune.checkpoints._directories import (
 from torchtune.checkpoints._export import MAX_SHARD_BYTES, check_savable_tokenizer, export_model
 from torchtune.checkpoints._load import ModelSource, initialize_missing, load_base
 from torchtune.checkpoints._model_weights import Contents, ModelWeights, SaveView, contents_of, identity
+from torchtune.checkpoints._open import open_weight_files
 from torchtune.checkpoints._resume import (
     ModelsOfRun,
     ResumePoint,
@@ -35,7 +36,7 @@ from torchtune.checkpoints._resume import (
 )
 from torchtune.checkpoints._save import Job, Saver, TensorFile
 from torchtune.checkpoints._state import RankState, load_state, optimizers_of, rank_state
-from torchtune.checkpoints._weight_files import CheckpointError, find_files, open_weight_files
+from torchtune.checkpoints._weight_files import CheckpointError, find_files
 from torchtune.models import build
 from torchtune.modules.peft import owned_parameters
 from torchtune.training.parallel import Ranks, reshard

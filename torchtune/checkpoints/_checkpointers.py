@@ -24,15 +24,10 @@ from torchtune.checkpoints._directories import STATE_DIR, complete_directories, 
 from torchtune.checkpoints._export import MAX_SHARD_BYTES, write_tensors
 from torchtune.checkpoints._load import ModelSource, ModelType, detect_format
 from torchtune.checkpoints._model_weights import Contents
+from torchtune.checkpoints._open import open_weight_files
 from torchtune.checkpoints._resume import ResumePoint
 from torchtune.checkpoints._save import TensorGroup, save_tensors
-from torchtune.checkpoints._weight_files import (
-    CheckpointError,
-    open_weight_files,
-    read_json,
-    resolve_files,
-    safe_torch_load,
-)
+from torchtune.checkpoints._weight_files import CheckpointError, read_json, resolve_files, safe_torch_load
 from torchtune.models import (
     Description,
     FusedAdapter,
