@@ -8,16 +8,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchtune.checkpoints._model_weights import ModelWeights, SaveView, identity
-from torchtune.checkpoints._save import TensorGroup
-from torchtune.checkpoints._weight_files import (
-    CheckpointError,
-    TextDecoderFiles,
-    WeightFiles,
-    check_exists,
-    open_weight_files,
-    read_json,
+from torchtune.checkpoints._model_weights import (
+    ModelWeights,
+    SaveView,
+    groups_by_external_name,
+    groups_by_weight,
+    identity,
 )
+from torchtune.checkpoints._open import TextDecoderFiles, open_weight_files
+from torchtune.checkpoints._save import TensorGroup
+from torchtune.checkpoints._weight_files import CheckpointError, WeightFiles, check_exists, read_json
 from torchtune.models import (
     PEFT_PREFIX,
     Description,
@@ -112,7 +112,7 @@ def check_settings(weights: ModelWeights, path: Path, patterns: Mapping[str, Any
         CheckpointError: a setting is unknown, not supported, or differs from the model's.
     """
     if not path.is_file():
-        get_logger().warning(f"There is no {path}: that the adapter has the model's alpha is taken for granted.")
+        get_logger().warning(f"There is no {path}: the adapter is assumed to have the model's alpha.")
         return {}
     settings = read_settings(path)
     if settings.get("peft_type", "LORA") != "LORA":
@@ -328,9 +328,9 @@ def load_adapter(weights: ModelWeights, file: Path, device: torch.device, dtype:
         loaded.add(name)
     missing = sorted(expected - loaded)
     if missing:
-        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        omitted = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise CheckpointError(
-            f"{file} lacks '{missing[0]}'{more}, which the model in the config adapts: adapt the layers that its "
+            f"{file} lacks '{missing[0]}'{omitted}, which the model in the config adapts: adapt the layers that its "
             f"{ADAPTER_CONFIG_FILE} lists."
         )
     take_from_base(weights, settings, settings_file)
@@ -391,7 +391,7 @@ def _load_owned_files(
     index = read_json(index_file) if index_file.is_file() else {}
     saved_conversions = index.get("conversions", {})
     if not isinstance(saved_conversions, dict):
-        raise CheckpointError(f"{index_file}: 'conversions' is no object: save the checkpoint again.")
+        raise CheckpointError(f"{index_file}: 'conversions' is not an object: save the checkpoint again.")
     unused = sorted(saved_conversions.keys() - weights.owned_files.keys())
     if unused:
         raise CheckpointError(
@@ -434,7 +434,7 @@ def _read_adapter(weights: ModelWeights, files: WeightFiles, file: Path) -> Iter
         if name in rows:
             yield rows[name], tensor
     weight_map = _adapter_weight_map(spec, tensors)
-    groups = {name: group for group in weight_map.groups(description) for name in group.external}
+    groups = groups_by_external_name(weight_map, description)
     try:
         adapter = {}
         for name, tensor in tensors.items():
@@ -554,12 +554,13 @@ def adapter_tensors(
         weight_map = spec.weight_maps.get("hf_fused", weight_map)
         if prefixes:
             weight_map = weight_map.prefixed(prefixes)
-        adapter_groups = {name: group for group in weight_map.peft().groups(description) for name in group.tune}
+        adapter_groups = groups_by_weight(weight_map.peft(), description)
     rows = {}  # parameter with rows of new tokens -> name in the file
     for external, name in token_tensors(view).items():
         rows[name] = PEFT_PREFIX + rename_prefix(external.removeprefix(PEFT_PREFIX), prefixes)
-    in_own_files = {name for names in view.owned_files.values() for name in names}
-    adapter_names = view.owned - rows.keys() - in_own_files
+    adapter_names = view.owned - rows.keys()
+    for names in view.owned_files.values():
+        adapter_names.difference_update(names)
     adapters = [name for name in view.parameters if name in adapter_names]  # in the order of the model
     unnamed = [name for name in adapters if name not in adapter_groups]
     if unnamed:
@@ -715,9 +716,7 @@ def adapter_conversion(model: nn.Module, folder: Path) -> LoRA:
     spec, description = identity(model)
     prefixes = _text_decoder_prefixes(spec, names)
     names = [rename_prefix(name, prefixes) for name in names]
-    groups = {}
-    for group in _adapter_weight_map(spec, names).groups(description):
-        groups.update(dict.fromkeys(group.external, group))
+    groups = groups_by_external_name(_adapter_weight_map(spec, names), description)
     layers = set()
     for name in names:
         if name not in groups:

@@ -25,6 +25,7 @@ from torchtune.checkpoints._directories import (
 from torchtune.checkpoints._export import MAX_SHARD_BYTES, check_savable_tokenizer, export_model
 from torchtune.checkpoints._load import ModelSource, initialize_missing, load_base
 from torchtune.checkpoints._model_weights import Contents, ModelWeights, SaveView, contents_of, identity
+from torchtune.checkpoints._open import open_weight_files
 from torchtune.checkpoints._resume import (
     ModelsOfRun,
     ResumePoint,
@@ -35,7 +36,7 @@ from torchtune.checkpoints._resume import (
 )
 from torchtune.checkpoints._save import Job, Saver, TensorFile
 from torchtune.checkpoints._state import RankState, load_state, optimizers_of, rank_state
-from torchtune.checkpoints._weight_files import CheckpointError, find_files, open_weight_files
+from torchtune.checkpoints._weight_files import CheckpointError, find_files
 from torchtune.models import build
 from torchtune.modules.peft import owned_parameters
 from torchtune.training.parallel import Ranks, reshard
@@ -177,7 +178,7 @@ class CheckpointStore:
         source = self.source(name)
         device = torch.device(device)
         source.check_model_type(model)
-        reshard(model)
+        reshard(model)  # frees full parameters that a forward pass has left
         loaded: set[str] = set()
         with self._ranks.raise_on_all():
             loaded = source.load(model, device, dtype)
@@ -192,6 +193,7 @@ class CheckpointStore:
                 _ = source.fingerprint
             elif owned_parameters(model):
                 _ = source.base_fingerprint
+        # All ranks initialize the same full tensors, of which each keeps its shard.
         with self._ranks.share_rng_state():
             initialize_missing(model, loaded, device, dtype)
 
@@ -292,6 +294,7 @@ class CheckpointStore:
                     stack.enter_context(self.lock.held())
                 return resume_candidates(output_dir)
 
+            # Rank 0 alone lists the folder, so that all ranks try the same checkpoints in the same order.
             candidates = self._ranks.run_on_rank_0(begin)
             for number, path in enumerate(candidates):
                 faults = self._find_damage(path)
@@ -313,7 +316,10 @@ class CheckpointStore:
         with self._ranks.raise_on_all():
             files = marked_files(path, everything=False)[self._ranks.rank :: self._ranks.size]
             faults = damaged_files(path, files)
-        return [fault for faults_of_rank in self._ranks.gather(faults) for fault in faults_of_rank]
+        all_faults = []
+        for faults_of_rank in self._ranks.gather(faults):
+            all_faults += faults_of_rank
+        return all_faults
 
     def check_resume(self, cfg: Any) -> None:
         """Check that the newest complete checkpoint can be resumed, without a lock and without verifying checksums."""
@@ -414,6 +420,7 @@ class CheckpointStore:
         self._saver.wait()
         for model in _by_name(models).values():  # a validation leaves the parameters all-gathered
             reshard(model)
+        # All models are checked and described before a file exists.
         views = _views(models, contents, self._ranks)
         exports = []
         files: list[TensorFile] = []
@@ -525,6 +532,7 @@ class CheckpointStore:
         """
         if self.output_dir is None:
             return
+        # If the run fails, its own error matters more than that of its last checkpoint.
         is_raising = sys.exc_info()[0] is not None
         try:
             self._saver.wait()

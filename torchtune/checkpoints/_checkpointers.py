@@ -24,15 +24,10 @@ from torchtune.checkpoints._directories import STATE_DIR, complete_directories, 
 from torchtune.checkpoints._export import MAX_SHARD_BYTES, write_tensors
 from torchtune.checkpoints._load import ModelSource, ModelType, detect_format
 from torchtune.checkpoints._model_weights import Contents
+from torchtune.checkpoints._open import open_weight_files
 from torchtune.checkpoints._resume import ResumePoint
 from torchtune.checkpoints._save import TensorGroup, save_tensors
-from torchtune.checkpoints._weight_files import (
-    CheckpointError,
-    open_weight_files,
-    read_json,
-    resolve_files,
-    safe_torch_load,
-)
+from torchtune.checkpoints._weight_files import CheckpointError, read_json, resolve_files, safe_torch_load
 from torchtune.models import (
     Description,
     FusedAdapter,
@@ -623,7 +618,7 @@ def update_state_dict_for_classifier(
     """
     parameters = dict(model_named_parameters)
     if "output.weight" not in parameters:
-        raise CheckpointError("The model has no output.weight, so it is no classifier: use a classifier's builder.")
+        raise CheckpointError("The model has no output.weight, so it is not a classifier: use a classifier's builder.")
     new_head = parameters["output.weight"]
     head = state_dict.get("output.weight")
     if force_override or head is None or head.shape != new_head.shape:
@@ -637,7 +632,7 @@ def _bytes(size: str) -> int:
         number = size.upper().removesuffix(unit)
         if number != size.upper() and number.strip().replace(".", "", 1).isdigit():
             return int(float(number) * factor)
-    raise CheckpointError(f"max_shard_size: '{size}' is no size, write it like 5GB.")
+    raise CheckpointError(f"max_shard_size: '{size}' is not a size: write it like 5GB.")
 
 
 def _on_cpu(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -42,6 +42,7 @@ def named_directories(output_dir: Path) -> list[Path]:
 
 def complete_directories(output_dir: Path) -> list[Path]:
     """Return the complete checkpoints (folders with an undamaged marker), oldest first."""
+    # By the number of the save: names mix steps and epochs, and clocks of machines differ.
     numbered = []
     for path in named_directories(output_dir):
         try:
@@ -191,7 +192,7 @@ def checkpoints_in(folder: Path) -> list[Path]:
     marked = [path for path in named_directories(folder) if (path / MARKER).exists()]
     checkpoints = complete + sorted(path for path in marked if path not in complete)
     if not checkpoints:
-        reason = "holds no checkpoint" if folder.is_dir() else "is no folder"
+        reason = "holds no checkpoint" if folder.is_dir() else "is not a folder"
         raise CheckpointError(
             f"{folder} {reason}: give a checkpoint (epoch_N or step_N) that a recipe has saved, or the output_dir of a "
             "run."

@@ -18,8 +18,9 @@ from torchtune.checkpoints._adapter import (
 )
 from torchtune.checkpoints._load import GENERATION_CONFIG, ModelSource
 from torchtune.checkpoints._model_weights import ModelWeights, SaveView
+from torchtune.checkpoints._open import TextDecoderFiles
 from torchtune.checkpoints._save import TensorFile, TensorGroup, TensorSlice, aligned, write_file
-from torchtune.checkpoints._weight_files import SAFETENSORS_INDEX, TextDecoderFiles, read_json
+from torchtune.checkpoints._weight_files import SAFETENSORS_INDEX, read_json
 from torchtune.models import Description, ModelError, ModelSpec, text_config, with_text_config
 from torchtune.modules.conversion import get_conversions
 from torchtune.tokenizers import MISSING_TOKENIZER, SavableTokenizer, end_of_turn_ids
@@ -39,7 +40,7 @@ class Export:
         folder: subfolder of the model with a trailing slash; ``""`` for the checkpoint itself.
         files: tensor files.
         json_files: contents of JSON files by their path.
-        generates: whether the model generates text, and is no classifier.
+        generates: whether the model generates text, and is not a classifier.
     """
 
     source: ModelSource
@@ -166,7 +167,9 @@ def shard_files(
         TensorFile(f"{folder}model-{number:05d}-of-{len(shards):05d}.safetensors", shard)
         for number, shard in enumerate(shards, 1)
     ]
-    index = {name: file.path.removeprefix(folder) for file in files for name in file.specs}
+    index = {}
+    for file in files:
+        index.update(dict.fromkeys(file.specs, file.path.removeprefix(folder)))
     return files, {"metadata": {"total_size": sum(file.size for file in files)}, "weight_map": index}
 
 

@@ -23,15 +23,16 @@ from torchtune.checkpoints._adapter import (
     splittable_layers,
 )
 from torchtune.checkpoints._directories import MARKER
-from torchtune.checkpoints._model_weights import ModelWeights, check_shape, identity, materialize, replaced_parameters
-from torchtune.checkpoints._weight_files import (
-    CheckpointError,
-    TextDecoderFiles,
-    WeightFiles,
-    open_weight_files,
-    read_json,
-    resolve_files,
+from torchtune.checkpoints._model_weights import (
+    ModelWeights,
+    check_shape,
+    groups_by_weight,
+    identity,
+    materialize,
+    replaced_parameters,
 )
+from torchtune.checkpoints._open import TextDecoderFiles, open_weight_files
+from torchtune.checkpoints._weight_files import CheckpointError, WeightFiles, read_json, resolve_files
 from torchtune.models import (
     Description,
     Group,
@@ -130,7 +131,7 @@ class ModelSource:
         repo_id: str | None = None,
     ) -> None:
         if model_type is not None and model_type not in ModelType.__members__:
-            raise CheckpointError(f"model_type: '{model_type}' is none of {', '.join(ModelType.__members__)}.")
+            raise CheckpointError(f"model_type: '{model_type}' is not one of {', '.join(ModelType.__members__)}.")
         self.checkpoint_dir = Path(checkpoint_dir)
         refuse_foreign(self.checkpoint_dir, "checkpointer.checkpoint_dir")
         self.checkpoint_files = checkpoint_files
@@ -142,6 +143,8 @@ class ModelSource:
         # Of a tokenizer inside the weight files: its files in an export, by name, and token ids for config.json.
         self._tokenizer_files: dict[str, Any] = {}
         self._token_ids: dict[str, int] = {}
+        self._enclosing: TextDecoderFiles | None = None
+        self._is_enclosing_opened = False
 
     def open(self, model: nn.Module | None = None) -> WeightFiles:
         """Open the weight files; for a multimodal checkpoint, only the text decoder unless ``model`` is composite."""
@@ -152,8 +155,9 @@ class ModelSource:
 
         The other tensors belong to other towers, or to untrained layers for multi-token prediction.
         """
-        if not hasattr(self, "_enclosing"):
+        if not self._is_enclosing_opened:
             self._enclosing = self._open_enclosing_checkpoint(model)
+            self._is_enclosing_opened = True
         return self._enclosing
 
     def _open_enclosing_checkpoint(self, model: nn.Module) -> TextDecoderFiles | None:
@@ -188,6 +192,7 @@ class ModelSource:
             self._tokenizer_files = files.tokenizer_files()
             self._token_ids = files.special_token_ids()
         self._check_description(model, files)
+        # Base weights first: an adapter may be split off them, and rows of new tokens extend them.
         init = adapter_init_method(model)
         split_layers = {} if init is None else splittable_layers(weights, init, self.checkpoint_dir)
         new_weights = load_base(weights, files, device, dtype, split_layers)
@@ -396,6 +401,7 @@ def load_base(
     weights.split_layers = dict(split_layers or {})
     for group, shapes in _groups_to_load(weights, files, compare_tied=True):
         for name in group.tune:
+            # Only the slice of this rank is read, straight into its shard.
             copy_slice = partial(group.read, name, shapes=shapes, source=files.read)
             weights.fill(name, copy_slice, device, dtype)
             sign_of_life()
@@ -439,6 +445,7 @@ def _groups_to_load(
         groups = _groups_of_format(weights, files, spec.weight_map(name_format), description, compare_tied=compare_tied)
     for group in groups:
         shapes = [files.shape(name) for name in group.external]
+        # Some families have files with two layouts of a weight, which only its shape tells apart.
         group = group.for_shapes(shapes)
         specs = group.to_external([weights.specs[name] for name in group.tune])
         for name, shape, spec in zip(group.external, shapes, specs, strict=True):
@@ -502,12 +509,9 @@ def _head_names(weight_map: WeightMap, description: Description) -> set[str]:
 def _check_tied(weights: ModelWeights, weight_map: WeightMap, description: Description, files: WeightFiles) -> None:
     """Raise if the files store a tied tensor twice with different values; every rank compares its own shard."""
     names = set(files.names())
-    external_names = {}
-    for group in weight_map.groups(description):
-        for name in group.tune:
-            external_names[name] = group.external[0]
+    groups = groups_by_weight(weight_map, description)
     for tie in weight_map.tied:
-        original = external_names[tie.source]
+        original = groups[tie.source].external[0]
         if not getattr(description, tie.when) or tie.external not in names or original not in names:
             continue
         parameter = weights.parameters[tie.source]
@@ -601,7 +605,8 @@ def initialize_missing(
     for path, module in model.named_modules():
         if not hasattr(module, "initialize_parameters"):
             continue
-        inside = [name for name in missing if name.startswith(f"{path}." if path else "")]
+        prefix = f"{path}." if path else ""
+        inside = [name for name in missing if name.startswith(prefix)]
         if inside:
             for name in inside:
                 materialize(model, name, device, dtype)
@@ -609,9 +614,9 @@ def initialize_missing(
             missing = [name for name in missing if name not in inside]
     uninitialized = [name for name in missing if model.get_parameter(name).is_meta]
     if uninitialized:
-        more = f" and {len(uninitialized) - 1} more" if len(uninitialized) > 1 else ""
+        omitted = f" and {len(uninitialized) - 1} more" if len(uninitialized) > 1 else ""
         raise CheckpointError(
-            f"The checkpoint holds no value for '{uninitialized[0]}'{more}, and its module has no "
+            f"The checkpoint holds no value for '{uninitialized[0]}'{omitted}, and its module has no "
             "initialize_parameters() to make one."
         )
     for name, buffer in model.named_buffers():
@@ -631,6 +636,7 @@ def _initialize(model: nn.Module, path: str, module: nn.Module, names: list[str]
         module: module with ``initialize_parameters``.
         names: parameters to initialize.
     """
+    # FSDP would initialize a shard from its own values: initialize full tensors, equally on all ranks.
     reads_base = getattr(module, "initialize_reads_base", True)
     sharded: dict[str, DTensor] = {}
     full: dict[str, torch.Tensor] = {}

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from torchtune.checkpoints._save import TensorGroup, TensorSlice
 from torchtune.checkpoints._weight_files import CheckpointError
-from torchtune.models import Description, Group, Identity, ModelSpec, Slices
+from torchtune.models import Description, Group, Identity, ModelSpec, Slices, WeightMap
 from torchtune.modules.conversion import (
     Conversion,
     ConversionError,
@@ -52,6 +52,22 @@ def identity(model: nn.Module) -> tuple[ModelSpec, Description]:
             "build it with a builder of torchtune.models."
         )
     return spec, description
+
+
+def groups_by_weight(weight_map: WeightMap, description: Description) -> dict[str, Group]:
+    """Return the group of each weight, by this library's name, in the order of the weight map."""
+    groups = {}
+    for group in weight_map.groups(description):
+        groups.update(dict.fromkeys(group.tune, group))
+    return groups
+
+
+def groups_by_external_name(weight_map: WeightMap, description: Description) -> dict[str, Group]:
+    """Return the group of each external tensor, by its name, in the order of the weight map."""
+    groups = {}
+    for group in weight_map.groups(description):
+        groups.update(dict.fromkeys(group.external, group))
+    return groups
 
 
 def materialize(model: nn.Module, name: str, device: torch.device, dtype: torch.dtype | None = None) -> nn.Parameter:
@@ -125,6 +141,7 @@ class ModelWeights:
         self.owned: set[str] = set().union(*self._owned_by)
         self.stored: dict[str, tuple[Conversion, StoredWeight]] = {}
         self.storage: set[str] = set()
+        # Of two conversions that store a weight, the last one does.
         for conversion in self.conversions:
             for name, stored_weight in conversion.stored_weights(model).items():
                 self.stored[name] = conversion, stored_weight
@@ -142,13 +159,13 @@ class ModelWeights:
     def groups(self) -> dict[str, Group]:
         """Group of each base weight in the weight map, which has its Hugging Face name, by this library's name."""
         spec, description = self.identity
-        return {name: group for group in spec.weight_map("hf").groups(description) for name in group.tune}
+        return groups_by_weight(spec.weight_map("hf"), description)
 
     @cached_property
     def adapter_groups(self) -> dict[str, Group]:
         """Group of each possible adapter in the weight map, which has its PEFT name, by this library's name."""
         spec, description = self.identity
-        return {name: group for group in spec.weight_map("hf").peft().groups(description) for name in group.tune}
+        return groups_by_weight(spec.weight_map("hf").peft(), description)
 
     @cached_property
     def specs(self) -> dict[str, torch.Tensor]:
@@ -165,7 +182,10 @@ class ModelWeights:
     @cached_property
     def peft_settings(self) -> dict[str, Any]:
         """``peft_config`` of all conversions."""
-        return {key: value for settings in self._peft_configs for key, value in settings.items()}
+        settings: dict[str, Any] = {}
+        for peft_config in self._peft_configs:
+            settings.update(peft_config)
+        return settings
 
     @cached_property
     def new_rows(self) -> dict[str, tuple[str, list[int]]]:
@@ -516,8 +536,8 @@ class SaveView(ModelWeights):
         else:
             saved = "only what has a name in Hugging Face's or PEFT's format, and it has none"
             advice = "name it in owned_parameters(model) of the conversion that adds it, freeze it, or leave that out"
-        more = f" (and {len(unsaved) - 1} more)" if len(unsaved) > 1 else ""
-        raise CheckpointError(f"model: '{name}'{more} is trained, but checkpoints would hold {saved}: {advice}.")
+        omitted = f" (and {len(unsaved) - 1} more)" if len(unsaved) > 1 else ""
+        raise CheckpointError(f"model: '{name}'{omitted} is trained, but checkpoints would hold {saved}: {advice}.")
 
     def tensor_group(self, group: Group, turn: int) -> TensorGroup:
         """Return the external tensors of one group of a weight map, to write.
@@ -528,8 +548,8 @@ class SaveView(ModelWeights):
             group: group of a weight map.
             turn: chooses the writer among replicas, see :meth:`LocalShard.of`.
         """
-        op, description = group.op, group.description
-        specs = op.to_external([self.specs[name] for name in group.tune], description)
+        # Ops only rearrange tensors, so that they also convert shapes and dtypes on the meta device.
+        specs = group.op.to_external([self.specs[name] for name in group.tune], group.description)
         shapes = [spec.shape for spec in specs]
 
         def compute() -> list[TensorSlice]:
@@ -538,7 +558,7 @@ class SaveView(ModelWeights):
                 shard = self.shard(name, turn)
                 if not shard.is_writer:
                     continue
-                for external_slice in op.external_slices(index, shard.slices, shapes, description):
+                for external_slice in group.op.external_slices(index, shard.slices, shapes, group.description):
                     data = external_slice.of(shard.data)
                     start = tuple(dim.start for dim in external_slice.slices)
                     external_name = group.external[external_slice.external]
@@ -565,12 +585,13 @@ class SaveView(ModelWeights):
         else:
             weight = parameter
         if name in self.stored or not isinstance(parameter, DTensor):
+            # Every rank has the full weight.
             is_writer = self.ranks.rank == turn % self.ranks.size
             return LocalShard(self.specs[name], full_slices(weight.shape), weight.detach(), is_writer)
         shard = LocalShard.of(parameter, self.ranks, turn)
         if weight is parameter:
             return shard
-        # A view would keep the full weight in memory.
+        # A copy, because a view would keep the full weight in memory.
         return replace(shard, data=weight[shard.slices].clone())
 
     @cached_property
@@ -590,6 +611,7 @@ class SaveView(ModelWeights):
         """Return the full weight with all adapters merged. A collective: all ranks gather in the same order."""
         sharded = [key for key in sorted(merge_inputs) if isinstance(self.parameters[key], DTensor)]
         gathered = {key: full_tensor(self.parameters[key]) for key in sharded}
+        # Conversions compute merged weights from the parameters of the layer: give them full ones.
         with replaced_parameters(self.model, gathered):
             weight = self.full(name, gathered)
             for conversion in self.conversions:

@@ -35,13 +35,6 @@ _BLOCKS = "_blocks"
 _SCALES = "_scales"
 # Unsupported tensors that change the meaning of values and scales: zero points, column orders, second scales.
 _UNSUPPORTED = ("_zero_point", "_g_idx", "_global_scale")
-# Tensors for kernels that multiply quantized activations or read quantized KV caches.
-_ACTIVATIONS = (
-    "activation_scale",
-    "input_scale",
-    *(f".{name}{suffix}" for name in ("output", "q", "k", "v") for suffix in ("_scale", *_UNSUPPORTED, "_scale_ub")),
-    *(f".input{suffix}" for suffix in (*_UNSUPPORTED, "_scale_ub")),
-)
 _INTEGERS = (torch.int32, torch.int64)
 _VALUE_DTYPES = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
 _ADVICE = "use the checkpoint before it was quantized"
@@ -58,6 +51,18 @@ _AT_ONCE = 2**22
 # Elements of MXFP4 that share a scale, and the values of E2M1.
 _GROUP = 32
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+def _activation_suffixes() -> tuple[str, ...]:
+    """Return the suffixes of tensors for kernels that multiply quantized activations or read quantized KV caches."""
+    suffixes = ["activation_scale", "input_scale"]
+    for name in ("input", "output", "q", "k", "v"):
+        for parameter in (SCALE, *_UNSUPPORTED, "_scale_ub"):
+            suffixes.append(f".{name}{parameter}")
+    return tuple(suffixes)
+
+
+_ACTIVATIONS = _activation_suffixes()
 
 # Rows and columns of the blocks that share a scale.
 BlockSize = tuple[int, int]
@@ -116,7 +121,10 @@ class _QuantizedFiles(SafetensorsFiles):
     def _join(self, weights: Iterable[str], suffixes: tuple[str, ...]) -> None:
         """Count the tensors ``name + suffix`` as the weight ``name``."""
         self._suffixes = suffixes
-        self._weight_of = {name + suffix: name for name in weights for suffix in suffixes}
+        self._weight_of = {}
+        for name in weights:
+            for suffix in suffixes:
+                self._weight_of[name + suffix] = name
 
     def names(self) -> list[str]:
         """Return all names, file by file; a quantized weight counts once, scales of activations are omitted."""

@@ -358,8 +358,8 @@ def refuse_damaged(path: Path, faults: list[str], older: list[Path]) -> None:
     Raises:
         CheckpointError: there is no older checkpoint.
     """
-    others = f", and {len(faults) - 1} more files are damaged" if len(faults) > 1 else ""
-    damage = f"output_dir: {faults[0]}{others}, although {path.name} was saved whole"
+    omitted = f", and {len(faults) - 1} more files are damaged" if len(faults) > 1 else ""
+    damage = f"output_dir: {faults[0]}{omitted}, although {path.name} was saved whole"
     if not older:
         raise CheckpointError(
             f"{damage}, and there is no checkpoint before it to go on from: bring the file back, or delete the folder "

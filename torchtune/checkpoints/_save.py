@@ -350,7 +350,7 @@ class Saver:
             return
         stream = None
         if torch.cuda.is_initialized():
-            torch.cuda.synchronize()
+            torch.cuda.synchronize()  # the other stream then sees the values of this step
             stream = torch.cuda.Stream()  # the copy does not wait for training kernels
         copied: Future[list[_Round]]
         if optimizers:
@@ -406,9 +406,10 @@ class Saver:
                 failure.append(error)
                 return None
 
+        # File i of a batch is written by rank i: in each round, every rank receives one group.
         for first in range(0, len(job.files), self._ranks.size):
             files = job.files[first : first + self._ranks.size]
-            for number in range(max(len(file.groups) for file in files)):
+            for number in range(max(len(file.groups) for file in files)):  # files have different numbers of groups
                 yield [
                     _GroupSlices(file, writer, compute(file.groups[number]))
                     for writer, file in enumerate(files)
@@ -471,6 +472,7 @@ class Saver:
                     continue  # other ranks may still need this rank's slices
                 try:
                     if file.path not in writers:
+                        # A rank writes its files one after another: the previous one is complete.
                         for writer in writers.values():
                             writer.finish()
                         writers[file.path] = FileWriter(file, folder)

@@ -84,17 +84,22 @@ class _OptimizerParameters:
         by_path: dict[str, torch.Tensor] = {}
         for key, value in state.items():
             for path, optimizer in optimizers_of(key, value):
-                groups = [group["params"] for group in optimizer.param_groups]
-                trained = [parameter for group in groups for parameter in group]
-                if any(parameter not in name_of for parameter in trained):
-                    raise CheckpointError(
-                        f"'{path}' trains a parameter that is in none of the models to be saved or resumed: pass every "
-                        "trained model, by name."
-                    )
-                names[path] = [[name_of[parameter] for parameter in group] for group in groups]
-                for index, parameter in enumerate(trained):
-                    by_path[f"{path}/state/{index}"] = parameter
-                    by_path[f"{path}/state/{name_of[parameter]}"] = parameter
+                names[path] = []
+                index = 0  # counts through all groups, as in the optimizer's state_dict
+                for group in optimizer.param_groups:
+                    group_names = []
+                    for parameter in group["params"]:
+                        if parameter not in name_of:
+                            raise CheckpointError(
+                                f"'{path}' trains a parameter that is in none of the models to be saved or resumed: "
+                                "pass every trained model, by name."
+                            )
+                        name = name_of[parameter]
+                        group_names.append(name)
+                        by_path[f"{path}/state/{index}"] = parameter
+                        by_path[f"{path}/state/{name}"] = parameter
+                        index += 1
+                    names[path].append(group_names)
         return _OptimizerParameters(names, by_path)
 
     def of_tensor(self, path: str) -> torch.Tensor | None:
@@ -225,7 +230,9 @@ def _decode(node: _Node, path: str, read_tensor: _ReadTensor) -> Any:
     """Decode a node; ``read_tensor`` returns the tensor for a path and a node."""
     if "tensor" in node:
         return read_tensor(path, node)
-    ((kind, content),) = node.items()
+    if len(node) != 1:
+        raise ValueError(f"'{path}' has {len(node)} kinds of values")
+    kind, content = next(iter(node.items()))
     if kind == "dict":
         return {key: _decode(item, f"{path}/{key}", read_tensor) for key, item in content}
     if kind in ("list", "tuple"):

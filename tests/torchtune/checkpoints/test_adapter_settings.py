@@ -61,7 +61,7 @@ def lora(dora: bool = False) -> LoRA:
 
 @pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
 @pytest.mark.parametrize("init", [True, False, "gaussian", "orthogonal", "pissa", "olora", "OLoRA"])
-def test_ways_to_start(init, dora, tmp_path):
+def test_adapters_of_every_initialization_have_the_logits_of_peft(init, dora, tmp_path):
     source = write_folder(tmp_path / "in")
     theirs = trained_by_peft(source, init_lora_weights=init, use_dora=dora)
     close(logits(load(source, lora(dora))), logits(theirs))

@@ -28,8 +28,7 @@ from tests.torchtune.checkpoints.small import (
     stored,
     write_folder,
 )
-from torchtune.checkpoints import CheckpointError
-from torchtune.checkpoints._adapter import adapter_conversion
+from torchtune.checkpoints import CheckpointError, adapter_conversion
 from torchtune.modules import TransformerDecoder
 from torchtune.modules.conversion import apply_conversions
 from torchtune.modules.peft import LoRA, get_adapter_params
@@ -142,7 +141,7 @@ def test_fused_projections_with_peft_both_ways(shape, option, tmp_path):
 
 
 @pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
-def test_a_part_of_a_fused_projection(dora, tmp_path):
+def test_adapter_of_a_part_of_a_fused_projection(dora, tmp_path):
     """The adapters of the other parts stay zero: here, in peft, and after training."""
     source = write_folder(tmp_path / "in", "phi3")
     conversion = LoRA(4, 6, attn_modules=["q_proj", "v_proj"], use_dora=dora)
@@ -198,7 +197,7 @@ def test_adapter_of_a_bf16_model_resumes_bit_exact(shape, merge, tmp_path):
     assert same_bits(theirs, load_file(folder / "adapter_model.safetensors"))  # which keeps them in float32 as well
 
 
-def test_older_adapter_file(tmp_path):
+def test_adapter_file_of_an_older_checkpoint_is_read(tmp_path):
     source = write_folder(tmp_path / "in")
     model = load(source, LoRA(4, 8))
     randomize_adapter(model)
@@ -248,12 +247,12 @@ def adapted(source: Path, tmp_path: Path) -> Path:
     ],
     ids=["rank", "alpha", "too few layers", "other layers", "dora"],
 )
-def test_adapter_that_does_not_fit(conversion, words, adapted):
+def test_adapter_that_does_not_fit_is_refused(conversion, words, adapted):
     message = refusal(load, adapted, conversion)
     assert all(word in message for word in words), message
 
 
-def test_cut_or_foreign_adapter(adapted):
+def test_cut_or_foreign_adapter_is_refused(adapted):
     conversion = LoRA(4, 8, attn_modules=["q_proj"])
     path = adapted / "adapter_model.safetensors"
     whole, tensors = path.read_bytes(), load_file(path)

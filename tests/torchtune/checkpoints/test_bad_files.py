@@ -41,7 +41,7 @@ def some_shard(folder: Path) -> Path:
     return sorted(folder.glob("model-*.safetensors"))[1]
 
 
-def test_no_folder_no_weights_and_no_model(source, tmp_path):
+def test_missing_folder_weights_or_model_are_named(source, tmp_path):
     text = refused(tmp_path / "nowhere", build(source))
     assert f"no folder {tmp_path / 'nowhere'}" in text
     assert "tune download" in text
@@ -58,11 +58,11 @@ def test_no_folder_no_weights_and_no_model(source, tmp_path):
         (["model-00001.safetensors"], "the folder holds model.safetensors"),
     ],
 )
-def test_wrong_checkpoint_files(source, files, words):
+def test_wrong_checkpoint_files_are_named(source, files, words):
     assert words in refused(source, checkpoint_files=files)
 
 
-def test_mixed_formats(sharded, copy):
+def test_mixed_formats_are_refused(sharded, copy):
     folder = copy(sharded)
     torch.save({}, folder / "more.bin")
     text = refused(folder, checkpoint_files=[some_shard(folder).name, "more.bin"])
@@ -70,7 +70,7 @@ def test_mixed_formats(sharded, copy):
 
 
 @pytest.mark.parametrize("listed", [False, True])
-def test_missing_shard(sharded, copy, listed):
+def test_missing_shard_is_named(sharded, copy, listed):
     folder = copy(sharded)
     names = sorted(path.name for path in folder.glob("model-*.safetensors"))
     some_shard(folder).unlink()
@@ -80,7 +80,7 @@ def test_missing_shard(sharded, copy, listed):
 
 
 @pytest.mark.parametrize("left", [0, 4, 100, 0.5, 0.999])
-def test_truncated_shard(sharded, copy, left):
+def test_truncated_shard_is_named(sharded, copy, left):
     folder = copy(sharded)
     shard = some_shard(folder)
     content = shard.read_bytes()
@@ -102,7 +102,7 @@ def test_truncated_shard(sharded, copy, left):
         ({"tie_word_embeddings": True}, ["differs", "tie_word_embeddings=False"]),
     ],
 )
-def test_other_sizes(source, tmp_path, sizes, words):
+def test_model_of_other_sizes_is_refused(source, tmp_path, sizes, words):
     config = {**SIZES, "architectures": ["LlamaForCausalLM"], "rms_norm_eps": 1e-6, **sizes}
     (tmp_path / "config.json").write_text(json.dumps(config))
     text = refused(source, build(tmp_path))
@@ -110,7 +110,7 @@ def test_other_sizes(source, tmp_path, sizes, words):
     assert [word for word in words if word not in text] == [], text
 
 
-def test_other_families(source, copy):
+def test_checkpoint_of_another_family_is_refused(source, copy):
     options = {"num_layers": 3, "num_heads": 4, "num_kv_heads": 2, "embed_dim": 32, "max_seq_len": 256}
     with torch.device("meta"):
         model = qwen2(vocab_size=320, intermediate_dim=48, **options)
@@ -127,10 +127,10 @@ def test_model_type_is_checked(source):
     for model_type in ("LLAMA3", "LLAMA3_2"):
         load(source, model_type=model_type)
     assert "model_type: QWEN3" in refused(source, model_type="QWEN3")
-    assert "model_type: 'LLAMA9' is none of " in refused(source, model_type="LLAMA9")
+    assert "model_type: 'LLAMA9' is not one of " in refused(source, model_type="LLAMA9")
 
 
-def test_what_no_shape_shows_is_warned_of(source, caplog):
+def test_config_that_differs_where_no_shape_shows_it_is_logged(source, caplog):
     """A builder with another rotary base fits every tensor and computes something else."""
     with torch.device("meta"):
         model = llama3_2(
@@ -149,12 +149,12 @@ def test_what_no_shape_shows_is_warned_of(source, caplog):
     ("pattern", "largest", "words"),
     [("model-{}-of.safetensors", "2", "twice"), ("m-{}-{}", "two", "digits"), ("m-{}-{}", 2, "digits")],
 )
-def test_patterns_of_shards(pattern, largest, words):
+def test_malformed_pattern_of_shards_is_refused(pattern, largest, words):
     with pytest.raises(CheckpointError, match=words):
         FormattedCheckpointFiles(pattern, largest)
 
 
-def test_names_of_shards():
+def test_pattern_gives_the_names_of_shards():
     files = FormattedCheckpointFiles.from_dict({"filename_format": "m-{}-of-{}.bin", "max_filename": "0003"})
     assert files.build_checkpoint_filenames() == [f"m-000{n}-of-0003.bin" for n in (1, 2, 3)]
     with pytest.raises(CheckpointError, match="filename_format and max_filename"):

@@ -125,7 +125,7 @@ def test_each_model_has_its_contents(sources, tmp_path):
         assert same_bits(model.state_dict(), resumed[name].state_dict()), name
 
 
-def test_merged_alone(sources, tmp_path):
+def test_merged_weights_alone_cannot_be_resumed(sources, tmp_path):
     store, model = started(sources["policy"], LoRA(rank=2, alpha=4), output=tmp_path / "run")
     with pytest.raises(CheckpointError, match="a resume needs the adapter"):
         store.save("epoch_0", model, contents="merged", state={"progress": {}})
@@ -265,5 +265,6 @@ def test_a_new_head_is_trained_or_refused(sources, tmp_path):
     apply_conversions(adapted, [LoRA(rank=2, alpha=4)])
     store.load_model(full)
     assert full.output.weight.requires_grad
+    assert not full.output.weight.is_meta
     with pytest.raises(CheckpointError, match="never trained: train all weights"):
         store.load_model(adapted)

@@ -71,7 +71,7 @@ def store(source: Path, tmp_path: Path) -> FullModelHFCheckpointer:
     return checkpointer(source, tmp_path)
 
 
-def test_there_and_back(store, source, tmp_path):
+def test_state_dict_round_trip_is_exact(store, source, tmp_path):
     loaded = store.load_checkpoint()
     assert loaded.keys() == {"model"}
     store.save_checkpoint(loaded, epoch=0)
@@ -82,7 +82,7 @@ def test_there_and_back(store, source, tmp_path):
 
 
 @pytest.mark.parametrize("size", ["5", "GB", "five GB", "-1GB"])
-def test_size_that_is_none(source, tmp_path, size):
+def test_malformed_shard_size_is_refused(source, tmp_path, size):
     with pytest.raises(CheckpointError, match="max_shard_size"):
         checkpointer(source, tmp_path).save_checkpoint({"model": {}}, epoch=0, max_shard_size=size)
 
@@ -154,7 +154,7 @@ def test_an_older_run_goes_on_in_an_older_recipe_alone(store, source, tmp_path):
         store.find_resume_point()
 
 
-def test_nothing_to_resume(source, tmp_path):
+def test_folder_without_a_recipe_state_is_refused(source, tmp_path):
     with pytest.raises(CheckpointError, match=r"no checkpoint with a recipe_state\.pt"):
         checkpointer(source, tmp_path, should_load_recipe_state=True).load_checkpoint()
 
@@ -197,7 +197,7 @@ def test_meta(tied, tmp_path):
     assert store.load_checkpoint()["seed"] == 7
 
 
-def test_our_own_names(source, tmp_path):
+def test_checkpoints_with_names_of_this_library(source, tmp_path):
     ours = load(source).state_dict()
     (tmp_path / "tune").mkdir()
     torch.save(ours, tmp_path / "tune" / "model.pt")
@@ -239,7 +239,7 @@ def test_keys_of_the_dict():
     assert training.ModelType.LLAMA3_2.value == "llama3_2"
 
 
-def test_largest_folder(tmp_path):
+def test_folder_with_the_largest_number_is_found(tmp_path):
     assert get_largest_iter_folder(tmp_path) is None
     assert get_largest_iter_folder(tmp_path / "nowhere") is None
     for name in ("epoch_2", "epoch_10", "step_300", "epoch_x"):

@@ -144,7 +144,7 @@ def test_other_formats_are_refused(weights, storage, has_config, tmp_path):
         ("config_groups.group_0.weights.block_structure", "128x128"),
     ],
 )
-def test_a_value_that_is_not_meant(path, value, tmp_path):
+def test_unsupported_value_of_quantization_config_is_named(path, value, tmp_path):
     write_packed(tmp_path)
     config = read(tmp_path / "config.json")
     *places, key = path.split(".")

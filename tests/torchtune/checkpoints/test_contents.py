@@ -94,7 +94,7 @@ def test_an_adapter_that_cannot_be_merged(tmp_path):
     assert "merged weights" in refused(model, tmp_path, contents=MERGED)
 
 
-def test_what_moves_without_a_gradient_is_trained(tmp_path):
+def test_parameter_that_a_hook_moves_counts_as_trained(tmp_path):
     model = build(write_folder(tmp_path / "in"), LoRA(4, 8))
 
     class Mover(Conversion):

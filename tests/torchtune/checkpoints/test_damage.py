@@ -77,14 +77,14 @@ def test_the_checkpoint_before_takes_over(run, source, caplog, kind):
     assert run.find_resume_point().path.name == "step_2"
 
 
-def test_none_is_whole(run):
+def test_resume_without_an_intact_checkpoint_is_refused(run):
     for step in (1, 2):
         flip(run.output_dir / f"step_{step}" / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"step_1.*no checkpoint before it.*begins anew\.$"):
         run.find_resume_point()
 
 
-def test_what_a_user_may_change(run):
+def test_configs_of_a_checkpoint_may_be_edited(run):
     """A resume does not need it; `verify` tells."""
     path = run.output_dir / "step_2" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text())))
@@ -93,7 +93,7 @@ def test_what_a_user_may_change(run):
         verify_checkpoint(run.output_dir / "step_2")
 
 
-def test_verify(run, monkeypatch, capsys):
+def test_verify_names_damaged_files(run, monkeypatch, capsys):
     """All of a run: one is whole, one has two damaged files."""
     folder = run.output_dir
     flip(folder / "step_2" / "model.safetensors")
@@ -112,11 +112,11 @@ def test_verify(run, monkeypatch, capsys):
     )
     assert f"{folder / 'step_2'}/tokenizer.json is missing" in damaged
     assert last == f"error: 1 of 2 checkpoints of {folder} are damaged: use another one."
-    with pytest.raises(CheckpointError, match=r"is no folder: give a checkpoint \(epoch_N or step_N\)"):
+    with pytest.raises(CheckpointError, match=r"is not a folder: give a checkpoint \(epoch_N or step_N\)"):
         checkpoints_in(folder / "nowhere")
 
 
-def test_a_limit_of_file_sizes(source, model, tmp_path):
+def test_limit_of_file_sizes_is_explained(source, model, tmp_path):
     """`ulimit -f`: the system refuses the write with EFBIG."""
     store = FullModelHFCheckpointer(source, output_dir=tmp_path)
     with largest_file(50_000), pytest.raises(UserError, match=r"larger than a file may be.*ulimit -f.*\.$"):
@@ -125,7 +125,7 @@ def test_a_limit_of_file_sizes(source, model, tmp_path):
 
 
 @pytest.mark.parametrize("below", [".", "run"])
-def test_a_link_that_leads_nowhere(source, tmp_path, below):
+def test_output_dir_that_is_a_dangling_link_is_refused(source, tmp_path, below):
     (tmp_path / "link").symlink_to(tmp_path / "gone")
     store = FullModelHFCheckpointer(source, output_dir=tmp_path / "link" / below)
     with pytest.raises(CheckpointError, match=r"link is a link to .*gone, which is not there: .*\.$"):

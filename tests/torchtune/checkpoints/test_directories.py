@@ -59,11 +59,11 @@ def test_the_source_is_not_written_into(source, below):
 
 
 @pytest.mark.parametrize("keep", [0, -1])
-def test_keep_at_least_one(source, tmp_path, keep):
+def test_number_of_kept_checkpoints_is_at_least_one(source, tmp_path, keep):
     assert "at least 1" in refusal(checkpointer, source, tmp_path, keep_last_n_checkpoints=keep)
 
 
-def test_newest_by_time_not_by_number(store, model):
+def test_resume_point_is_the_newest_by_time_not_by_number(store, model):
     for name in ("step_9", "step_10", "epoch_0"):
         save(store, name, model)
         assert store.find_resume_point().path.name == name
@@ -80,7 +80,7 @@ def test_last_n_are_kept(store, model, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["epoch_0"]
 
 
-def test_kept_by_default(store, model, tmp_path, caplog):
+def test_all_epochs_and_three_steps_are_kept_by_default(store, model, tmp_path, caplog):
     """All of epochs, three of steps. It is said once."""
     for number in range(1, 6):
         save(store, f"step_{number}", model)
@@ -93,7 +93,7 @@ def test_kept_by_default(store, model, tmp_path, caplog):
     assert sorted(path.name for path in tmp_path.iterdir()) == [*left, "step_6"]
 
 
-def test_without_a_marker_it_does_not_count(store, model):
+def test_folder_without_a_marker_is_no_checkpoint(store, model):
     store.keep_last_n_checkpoints = 1
     save(store, "step_1", model)
     newer = save(store, "step_2", model)
@@ -106,13 +106,13 @@ def test_without_a_marker_it_does_not_count(store, model):
     assert newer.exists(), "only complete checkpoints are pruned"
 
 
-def test_finished_run(store, model):
+def test_finished_run_cannot_be_resumed(store, model):
     save(store, "step_1", model)
     save(store, "step_2", model, resumable=False)
     assert "finished (step_2)" in refusal(store.find_resume_point)
 
 
-def test_leftovers_are_cleared(store, model, tmp_path):
+def test_leftovers_of_a_killed_save_are_cleared(store, model, tmp_path):
     save(store, "step_1", model)
     for name in (".step_2.0123abcd.tmp", ".step_1.0123abcd.old.tmp"):
         (tmp_path / name).mkdir()
@@ -130,12 +130,12 @@ def test_killed_between_the_two_renames(store, model, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["best", "step_", "../step_1", "step_1/x"])
-def test_names_of_checkpoints(source, model, tmp_path, name):
+def test_name_that_no_resume_finds_is_refused(source, model, tmp_path, name):
     with pytest.raises(ValueError, match="epoch_N or step_N"):
         checkpointer(source, tmp_path).save(name, model)
 
 
-def test_everything_of_a_checkpoint(source, model, tmp_path):
+def test_files_of_a_checkpoint(source, model, tmp_path):
     folder = save(checkpointer(source, tmp_path), "step_1", model)
     assert sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()) == [
         ".complete",

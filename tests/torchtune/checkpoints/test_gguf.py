@@ -116,7 +116,7 @@ def refused(path: Path, output: Path) -> str:
     return message
 
 
-def test_cut_anywhere(tmp_path):
+def test_gguf_file_cut_anywhere_is_refused(tmp_path):
     made = write_gguf(tmp_path / "x.gguf", quantization="Q4_1", num_hidden_layers=1)
     content = made.path.read_bytes()
     rng = random.Random(0)
@@ -127,7 +127,7 @@ def test_cut_anywhere(tmp_path):
         assert "cut.gguf" in refused(path, tmp_path / "hf")
 
 
-def test_flipped_bytes(tmp_path):
+def test_gguf_file_with_flipped_bytes_is_refused_or_read(tmp_path):
     """Whatever the header says, the answer is a result or one sentence."""
     made = write_gguf(tmp_path / "x.gguf", num_hidden_layers=1)
     content = made.path.read_bytes()
@@ -148,7 +148,7 @@ def test_flipped_bytes(tmp_path):
     assert all("flipped.gguf" in message for message in messages)
 
 
-def test_no_file_at_all(tmp_path):
+def test_missing_gguf_file_is_named(tmp_path):
     with pytest.raises(CheckpointError, match=r"no file .*gone\.gguf"):
         gguf_to_hf(tmp_path / "gone.gguf", tmp_path / "hf")
 
@@ -160,7 +160,7 @@ def test_no_file_at_all(tmp_path):
         ({"tokenizer.ggml.pre": "tekken"}, "tekken"),
     ],
 )
-def test_what_cannot_be_expressed(extra, words, tmp_path):
+def test_gguf_metadata_that_cannot_be_expressed_is_refused(extra, words, tmp_path):
     pre = None if "tokenizer.ggml.pre" in extra else "smollm"
     made = write_gguf(tmp_path / "x.gguf", pre=pre, extra=extra)
     with pytest.raises(CheckpointError, match=words):
@@ -168,7 +168,7 @@ def test_what_cannot_be_expressed(extra, words, tmp_path):
     assert not (tmp_path / "hf").exists()
 
 
-def test_several_files(tmp_path):
+def test_folder_of_several_gguf_files_is_refused(tmp_path):
     made = write_gguf(tmp_path / "a.gguf")
     write_gguf(tmp_path / "b.gguf")
     with pytest.raises(CheckpointError, match=r"a\.gguf.*checkpoint_files|checkpoint_files.*one"):

@@ -11,8 +11,7 @@ import pytest
 
 from tests.torchtune.checkpoints.small import build, load, read, refusal
 from tests.work import at_most
-from torchtune.checkpoints._gguf import GGUFFile
-from torchtune.checkpoints._weight_files import resolve_files
+from torchtune.checkpoints import GGUFFile, ModelSource
 from torchtune.training import FullModelHFCheckpointer
 
 INDEX = "model.safetensors.index.json"
@@ -41,11 +40,11 @@ def _load(folder: Path) -> str:
         ({"weight_map": [1, 2]}, "weight_map"),
         ({"weight_map": {"a": 3}}, "weight_map"),
         ([], "list"),
-        ({"weight_map": {"a": "../../etc/passwd"}}, "'../../etc/passwd', which is no file of this folder"),
-        ({"weight_map": {"a": "/etc/passwd"}}, "'/etc/passwd', which is no file of this folder"),
-        ({"weight_map": {"a": "x/../../y.safetensors"}}, "no file of this folder"),
-        ({"weight_map": {"a": "x\0.safetensors"}}, "no file of this folder"),
-        ({"weight_map": {"a": "x" * 5000}}, "no file of this folder"),
+        ({"weight_map": {"a": "../../etc/passwd"}}, "'../../etc/passwd', which is not a file of this folder"),
+        ({"weight_map": {"a": "/etc/passwd"}}, "'/etc/passwd', which is not a file of this folder"),
+        ({"weight_map": {"a": "x/../../y.safetensors"}}, "not a file of this folder"),
+        ({"weight_map": {"a": "x\0.safetensors"}}, "not a file of this folder"),
+        ({"weight_map": {"a": "x" * 5000}}, "not a file of this folder"),
         ({"weight_map": {"a": "."}}, "lacks"),
         ("[" * 200_000, INDEX),
     ],
@@ -78,7 +77,7 @@ def _safetensors(entry: dict[str, Any]) -> bytes:
         bytes(500),
     ],
 )
-def test_a_file_of_torch_save_that_is_none(folder, content):
+def test_file_that_torch_save_has_not_written_is_refused(folder, content):
     (folder / "model.safetensors").unlink()
     (folder / "pytorch_model.bin").write_bytes(content)
     assert "pytorch_model.bin cannot be read as a file of tensors" in _load(folder)
@@ -106,9 +105,9 @@ def test_a_config_of_a_model_that_no_memory_holds(folder):
     assert "1048576" in _load(folder)
 
 
-def test_shards_by_the_billion():
+def test_pattern_of_a_billion_shards_is_refused():
     files = {"filename_format": "model-{}-of-{}.safetensors", "max_filename": "99999999999"}
-    assert "max_filename" in _refusal(lambda: resolve_files(Path("/nowhere"), files))
+    assert "max_filename" in _refusal(lambda: ModelSource("/nowhere", files).open())
 
 
 def _text(value: bytes) -> bytes:

@@ -131,7 +131,7 @@ def test_gradients_of_new_rows_are_those_of_the_whole_weights(shape, tmp_path):
         assert ours.get_parameter(f"{path}.weight").grad is None
 
 
-def test_what_cannot_be_had(tmp_path):
+def test_new_rows_that_a_model_or_adapter_cannot_have_are_refused(tmp_path):
     source = write_folder(tmp_path / "in")
     model = load(source, LoRA(4, 8, apply_to_output=True))
     with pytest.raises(ConversionError, match="a LoRALinear or has a bias: leave out the adapter of the output"):

@@ -127,7 +127,7 @@ def owned(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("kind", [ScaleAlone, ScaleApart])
-def test_they_come_back_and_merge(kind, tmp_path):
+def test_owned_files_are_read_back_and_merged(kind, tmp_path):
     base = write_folder(tmp_path / "base", "qwen2")
     model, _ = torchtune.load(base, adapter=kind(), device="cpu")
     plain = logits(model)
@@ -154,7 +154,7 @@ def test_they_come_back_and_merge(kind, tmp_path):
     close(logits(in_transformers(both)), expected)
 
 
-def test_a_file_beside_an_adapter_of_peft(tmp_path):
+def test_owned_file_lies_beside_an_adapter_of_peft(tmp_path):
     base = write_folder(tmp_path / "base", "llama")
     model, _ = torchtune.load(base, adapter=[LoRA(2, attn_modules=["q_proj"]), Scale()], device="cpu")
     randomize(model)
@@ -172,7 +172,7 @@ def test_a_file_beside_an_adapter_of_peft(tmp_path):
     close(logits(theirs), logits(model))
 
 
-def test_a_run_resumes_from_them(tmp_path):
+def test_a_run_resumes_from_owned_files(tmp_path):
     base = write_folder(tmp_path / "base", "qwen2")
 
     checkpointer, model = started(base, ScaleAlone())
@@ -185,7 +185,7 @@ def test_a_run_resumes_from_them(tmp_path):
         resume(checkpointer, load(base))
 
 
-def test_what_is_refused_before_training(tmp_path):
+def test_conversion_that_loses_weights_is_refused_before_training(tmp_path):
     base = write_folder(tmp_path / "base", "llama")
     checkpointer = FullModelHFCheckpointer(base, output_dir=tmp_path / "out")
     with pytest.raises(CheckpointError, match=r"'layers.0.attn.k_proj.weight' \(but 'layers.0.attn.k_proj.layer.w"):
@@ -204,7 +204,7 @@ def test_what_is_refused_before_training(tmp_path):
         torchtune.load(base, adapter=Unnamed(), device="cpu")
 
 
-def test_what_cannot_be_read_back(tmp_path):
+def test_owned_files_of_another_conversion_are_refused(tmp_path):
     base = write_folder(tmp_path / "base", "llama")
     model, _ = torchtune.load(base, adapter=ScaleAlone(), device="cpu")
     saved = torchtune.save(model, tmp_path / "saved")

@@ -39,7 +39,7 @@ def measured(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
 @pytest.mark.parametrize(("how", "size"), WAYS.items())
-def test_its_share_of_the_model_and_little_more(measured, how, size):
+def test_peak_memory_is_the_shard_and_a_tensor(measured, how, size):
     """One process: the model and one shard. A rank: what it holds and one tensor."""
     for rank in range(size):
         found = json.loads((measured / f"{how}_{rank}.json").read_text())

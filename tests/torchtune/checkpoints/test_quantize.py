@@ -11,9 +11,7 @@ from tokenizers import Tokenizer
 from torch import nn
 
 from tests.torchtune.checkpoints.small import build, in_transformers, load, logits, read, write_folder
-from torchtune.checkpoints import GGUFFile
-from torchtune.checkpoints._gguf import tokenizer_files
-from torchtune.checkpoints._load import ModelSource
+from torchtune.checkpoints import GGUFFile, ModelSource
 from torchtune.modules.conversion import ConversionError
 from torchtune.modules.torchao_formats import torchao_quantization
 from torchtune.training import FullModelHFCheckpointer, quantize_checkpoint
@@ -85,7 +83,7 @@ def test_a_gguf_file_holds_what_llama_cpps_package_quantises(file_type, source, 
     error = (logits(back) - logits(plain)).abs().max()
     assert 0 < error < {"Q8_0": 0.3, "Q4_0": 4.0, "BF16": 0.2}[file_type]
     # the tokenizer comes back out of the file as it went in
-    files = tokenizer_files(file)
+    files = file.tokenizer_files()
     theirs, mine = (
         Tokenizer.from_str(json.dumps(files["tokenizer.json"])),
         Tokenizer.from_file(str(source / "tokenizer.json")),

@@ -73,7 +73,7 @@ def test_one_scale_for_a_whole_matrix(tmp_path, shape, scale):
     assert torch.equal(source.read("w"), expected.float().bfloat16())
 
 
-def test_what_does_not_fit_is_named(tmp_path):
+def test_scales_that_do_not_fit_their_weight_are_named(tmp_path):
     ones = torch.ones(9, 6)
     path = written(tmp_path / "a", {"w": random(9, 6), "w_scale_inv": torch.ones(2, 1)}, [4, 8])
     with pytest.raises(
@@ -158,7 +158,7 @@ def test_equals_what_transformers_makes_of_it():
     assert torch.equal(dequantize_mxfp4(blocks, scales).transpose(1, 2), theirs)
 
 
-def test_any_part_is_the_part_of_the_whole(tmp_path):
+def test_slices_of_mxfp4_weights_equal_those_of_the_full_weight(tmp_path):
     blocks, scales = packed(3, 10, 4)
     save_file({"a.experts.w_blocks": blocks, "b": torch.ones(2)}, tmp_path / "1.safetensors")
     save_file({"a.experts.w_scales": scales}, tmp_path / "2.safetensors")
@@ -204,7 +204,7 @@ def test_gpt_oss_is_read_from_mxfp4_and_saved_as_bfloat16(tmp_path):
     close(logits(load(source)), logits(in_transformers(saved, dtype=torch.float32)))
 
 
-def test_what_is_packed_must_fit_the_model(tmp_path):
+def test_packed_weights_must_fit_the_model(tmp_path):
     source, _ = quantized_folder(tmp_path / "in")
     tensors = stored(source)
     name = "model.layers.1.mlp.experts.down_proj"

@@ -25,7 +25,7 @@ from tests.torchtune.checkpoints.small import (
     ("shape", "dtype"),
     [*((shape, torch.float32) for shape in SHAPES), *((shape, torch.bfloat16) for shape in ("llama_tied", "gpt_oss"))],
 )
-def test_there_and_back(shape, dtype, tmp_path):
+def test_round_trip_is_exact(shape, dtype, tmp_path):
     source = write_folder(tmp_path / "in", shape, dtype)
     checkpointer, model = started(source, dtype=dtype)
     saved = checkpointer.save("epoch_0", model)
@@ -69,7 +69,7 @@ def test_listed_and_formatted_files(tmp_path):
         assert same_bits(load(source, checkpoint_files=files).state_dict(), expected)
 
 
-def test_what_is_carried(tmp_path):
+def test_small_files_of_the_source_are_carried(tmp_path):
     source = write_folder(tmp_path / "in")
     (source / "chat_template.jinja").write_text("{{ messages }}")
     (source / "LICENSE").write_text("licence")

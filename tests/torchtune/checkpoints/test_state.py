@@ -83,7 +83,7 @@ def test_every_kind_of_value(source, tmp_path):
 
 
 @pytest.mark.parametrize("value", [object(), {1, 2}, b"bytes", {(1, 2): 3}, torch.float32], ids=lambda v: str(type(v)))
-def test_value_that_cannot_be_saved(source, tmp_path, value):
+def test_value_that_cannot_be_saved_is_named(source, tmp_path, value):
     checkpointer, model = started(source, output=tmp_path / "out")
     checkpointer.save("step_1", model, state={"progress": {}})
     with pytest.raises(CheckpointError, match="cannot be saved"):
@@ -179,7 +179,7 @@ def loader(length: int) -> BatchLoader:
     return BatchLoader(data, batch_size=2, collate_fn=list, shuffle=True, seed=1)
 
 
-def test_other_run(saved):
+def test_state_of_another_run_is_refused(saved):
     """The numbers of another optimizer would be missing, at the first step or, worse, never noticed."""
     checkpointer, model, state, _ = saved
     point = checkpointer.find_resume_point()
@@ -188,8 +188,8 @@ def test_other_run(saved):
         text = refusal(checkpointer.resume, point, model, other)
         assert all(word in text for word in ("step_2", *words)), text
 
-    refused_with(state | {"lr_scheduler": {}}, "lr_scheduler", "torchtune_config.yaml")
-    refused_with({key: state[key] for key in ("progress", "optimizer")}, "loader")
+    refused_with(state | {"lr_scheduler": {}}, "this run has 'lr_scheduler'", "torchtune_config.yaml")
+    refused_with({key: state[key] for key in ("progress", "optimizer")}, "the checkpoint has 'loader'")
     refused_with(state | {"loader": loader(12)}, "loader", "number of examples")
     for optimizer in (
         torch.optim.AdamW([parameter for name, parameter in model.named_parameters() if "mlp" in name]),
@@ -205,7 +205,7 @@ def test_other_run(saved):
     "content",
     ["{", "[]", '{"progress": 1}', '{"optimizer": {}}'],
 )
-def test_corrupt_structure(saved, content):
+def test_corrupt_structure_of_the_state_is_refused(saved, content):
     checkpointer, model, state, folder = saved
     point = checkpointer.find_resume_point()  # who looks for it later finds that it was changed
     (folder / "state" / "state.json").write_text(content)

@@ -51,7 +51,7 @@ def test_code_in_a_pickle_is_refused(folder, tmp_path):
     assert not made.exists()
 
 
-def test_no_tensors(folder):
+def test_torch_file_without_tensors_is_refused(folder):
     for value, words in (
         ({"model": {"a": torch.ones(1)}}, "a dict, where a tensor"),
         ({"epoch": 3}, "a int, where"),
@@ -62,7 +62,7 @@ def test_no_tensors(folder):
             load(folder, checkpoint_files=["odd.pt"])
 
 
-def test_cut_torch_file(folder):
+def test_cut_torch_file_is_refused(folder):
     torch.save(stored(folder), folder / "whole.bin")
     content = (folder / "whole.bin").read_bytes()
     for cut in [0, 1, 3, 100, *range(1000, len(content), len(content) // 20)]:
@@ -71,7 +71,7 @@ def test_cut_torch_file(folder):
             load(folder, checkpoint_files=["cut.bin"])
 
 
-def test_parts_of_tensors(folder):
+def test_files_with_parts_of_tensors_are_refused(folder):
     """Meta's larger models come as several files with parts of every tensor."""
     model = load(folder)
     tensors = dict(model.spec.weight_map("meta").to_external(model.state_dict().items(), model.description))
