@@ -203,6 +203,8 @@ class WrappedDataset(ExampleDataset):
     @property
     def may_have_images(self) -> bool:
         """Whether rows have images; True for a dataset that does not tell."""
+        if isinstance(self.dataset, ExampleDataset):
+            return self.dataset.may_have_images
         return bool(getattr(self.dataset, "num_images", True))
 
     @property

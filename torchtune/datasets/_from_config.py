@@ -16,7 +16,7 @@ from torchtune.data import (
     padded_collate_tiled_images_and_mask,
 )
 from torchtune.datasets._mixed import ConcatDataset, MixedDataset, MixedStream, Stop, mixture_weights
-from torchtune.datasets._user_dataset import CheckedDataset, is_own
+from torchtune.datasets._user_dataset import CheckedDataset
 from torchtune.tokenizers import check_tokenizer
 from torchtune.utils import doing
 
@@ -128,7 +128,7 @@ def instantiate_collate(collate_fn: str | Callable[..., Any], tokenizer: Any) ->
             f"collate_fn=torchtune.data.{collate_images.__name__}."
         )
     signature = inspect.signature(collate)
-    if is_own(collate) and signature.return_annotation is Batch:
+    if _is_own(collate) and signature.return_annotation is Batch:
         return collate
     settings = {}
     if "padding_idx" in signature.parameters:
@@ -141,3 +141,9 @@ def instantiate_collate(collate_fn: str | Callable[..., Any], tokenizer: Any) ->
         return batch
 
     return collated
+
+
+def _is_own(function: Any) -> bool:
+    """Return whether a function, a class or an object's class is defined in this library, or inherits from it."""
+    kind = function if hasattr(function, "__qualname__") else type(function)
+    return any(base.__module__.startswith("torchtune.") for base in getattr(kind, "__mro__", [kind]))

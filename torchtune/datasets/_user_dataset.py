@@ -13,12 +13,6 @@ from torchtune.datasets._tokenized import check_row
 _NUM_SEARCHED = 32
 
 
-def is_own(value: Any) -> bool:
-    """Return whether a class, a function or an object's class is defined in this library."""
-    kind = value if hasattr(value, "__qualname__") else type(value)
-    return any(base.__module__.startswith("torchtune.") for base in getattr(kind, "__mro__", [kind]))
-
-
 class CheckedDataset(WrappedDataset):
     """Wrapper of a dataset from outside this library that checks examples when they are read.
 

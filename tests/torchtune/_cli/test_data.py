@@ -60,6 +60,26 @@ def test_formats(kind):
     assert format_of(row) == (kind, reader)
 
 
+@pytest.mark.parametrize(
+    ("row", "reader"),
+    [
+        ({"chosen": "blue", "rejected": "cat"}, "preference_dataset"),
+        (
+            {"input": "red", "preferred_output": "blue", "non_preferred_output": "cat"},
+            "preference_dataset column_map.chosen=preferred_output column_map.rejected=non_preferred_output "
+            "column_map.prompt=input",
+        ),
+        ({"completion": "blue", "label": "false"}, "kto_dataset"),
+        ({"x": "red"}, "text_completion_dataset column=x"),
+        ({"x": "red", "y": "blue"}, ""),
+        ({"prompt": [{"role": "user", "content": "red"}]}, "prompt_dataset"),
+        ({"text": "red", "label": "good"}, "instruct_dataset column_map.input=text column_map.output=label"),
+    ],
+)
+def test_rows_without_further_columns_have_a_format(row, reader):
+    assert format_of(row)[1] == reader
+
+
 def test_what_is_wrong_is_named_with_its_line(tmp_path, tune):
     before = set(sys.modules)
     rows = [TURNS, TURNS[:1], TURNS, TURNS[::-1], [TURNS[0], TURNS[0]], [{"role": "user"}]]

@@ -56,7 +56,7 @@ def test_messages_of_a_prompt_may_be_json_text(tmp_path):
     ],
     ids=["plain", "mark and empty lines", "packed"],
 )
-def test_good_lines(reader, text, tmp_path):
+def test_lines_of_json_are_rows(reader, text, tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_bytes(text)
     assert READERS[reader](path) == [json.loads(GOOD)] * 2
@@ -76,7 +76,7 @@ def test_good_lines(reader, text, tmp_path):
     ],
     ids=["broken", "Latin-1", "UTF-16", "NUL", "surrogate", "deep", "digits"],
 )
-def test_broken_lines(reader, text, words, tmp_path):
+def test_broken_lines_are_refused_by_number(reader, text, words, tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_bytes(text)
     with pytest.raises(UserError, match=words if reader != "streamed" else words.partition(": ")[2]):
@@ -118,7 +118,7 @@ def test_rows_of_several_files(tmp_path):
         rows[6]
 
 
-def test_halves_of_characters_in_memory_are_told_as_those_of_lines(tokenizer, tmp_path):
+def test_lone_surrogates_in_memory_are_refused_as_in_files(tokenizer, tmp_path):
     rows = [{"input": "a cat", "output": "x"}, {"input": "a \ud83d", "output": "x"}, {"input": "a", "output": "\udc00"}]
     words = r"row 1: \\ud83d is half of a character: write both halves, or neither; row 2: \\udc00 is half"
     with pytest.raises(DataError, match=words):

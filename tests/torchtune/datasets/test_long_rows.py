@@ -5,7 +5,7 @@ import json
 import pytest
 
 from torchtune.data import DataError
-from torchtune.datasets import PackedDataset, instantiate_dataset, instruct_dataset
+from torchtune.datasets import PackedDataset, instantiate_dataset, instruct_dataset, workers
 from torchtune.training import context_length
 
 SHORT, LONG = {"input": "the cat", "output": "red"}, {"input": "the cat", "output": "a red bird " * 30}
@@ -73,7 +73,7 @@ def test_texts_that_packs_divide_are_cut_at_the_context(tokenizer, path):
         assert sum(lengths) == 100
 
 
-def test_pairs_answers_and_prompts(tokenizer, path):
+def test_long_rows_of_pairs_and_prompts_are_named_or_skipped(tokenizer, path):
     pair = {"prompt": "the cat", "chosen": "red", "rejected": LONG["output"]}
     path.write_text(json.dumps(pair) + "\n" + json.dumps({**pair, "rejected": "blue"}) + "\n")
     with pytest.raises(DataError, match=rf"row 0: {WORDS}"):
@@ -107,7 +107,7 @@ class _OwnRows:
         return {"tokens": tokens, "labels": [*tokens[1:], -100]}
 
 
-def test_a_dataset_of_ones_own_names_the_example(tokenizer):
+def test_long_example_of_a_users_dataset_is_named(tokenizer):
     node = {"_component_": f"{__name__}.rows_of_ones_own"}
     with pytest.raises(DataError, match="example 1 of _OwnRows: it has 59 tokens and the model reads 40"):
         instantiate_dataset(node, tokenizer, 40)[1]
@@ -124,3 +124,49 @@ def test_the_context_is_the_smallest_of_all_models():
     assert context_length({"model": {**small, "max_seq_len": 128}, "teacher_model": small}) == 64
     assert context_length({"policy_model": small}) == 64
     assert context_length({"model": None}) is None
+
+
+def test_packs_and_mixtures_count_the_rows_that_are_left(tokenizer, path):
+    def node(**settings):
+        return {"_component_": "torchtune.datasets.instruct_dataset", "source": str(path), **settings}
+
+    mixture = {"_component_": "torchtune.datasets.mixed_dataset", "datasets": {"a": node(on_bad_row="skip")}}
+    dataset = instantiate_dataset(mixture, tokenizer, 40)
+    assert [len(dataset), dataset.sizes, dataset.examples_per_epoch] == [3, [3], 3]
+    assert sorted(dataset.order(0, 0, shuffle=True)) == [0, 1, 2]
+    tokenizer.max_seq_len = 100
+    packs = instantiate_dataset(node(on_bad_row="skip", packed=True), tokenizer, 40)
+    assert len(packs) == 1
+    assert [origin["row"] for origin in packs.origins(0)] == [0, 1, 3]
+    both = instantiate_dataset([node(on_bad_row="skip"), node(on_bad_row="skip")], tokenizer, 40)
+    assert [len(both), both.origins(3)[0]["row"], both.dropped] == [6, 0, [2, 2]]
+
+
+def test_rows_that_fit_are_packed_once(tokenizer, path, caplog):
+    path.write_text(json.dumps(SHORT) + "\n")
+    with caplog.at_level("INFO"):
+        build(tokenizer, path, packed=True)
+    assert caplog.text.count("Packed 1 examples") == 1
+
+
+def test_answers_of_both_kinds_must_be_left(tokenizer, path):
+    rows = [{"prompt": "the cat", "completion": answer["output"], "label": answer is SHORT} for answer in (SHORT, LONG)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert len(build(tokenizer, path, kind="kto", longest=None, on_bad_row="skip")) == 2
+    with pytest.raises(DataError, match="has no answer that is labeled bad: both kinds are needed"):
+        build(tokenizer, path, kind="kto", on_bad_row="skip")
+    path.write_text("".join(json.dumps(row) + "\n" for row in [rows[1], rows[0], {**rows[0], "label": False}]))
+    data = build(tokenizer, path, kind="kto", on_bad_row="skip")
+    assert [data[index]["is_chosen"] for index in range(len(data))] == [True, False]
+
+
+def test_the_process_of_a_stream_in_a_mixture_knows_the_limit(tokenizer, path, monkeypatch):
+    monkeypatch.setattr("torchtune.datasets._streamed._SMALL", 0)
+    node = {"_component_": "torchtune.datasets.instruct_dataset", "source": str(path), "streaming": True}
+    mixture = {"_component_": "torchtune.datasets.mixed_dataset", "datasets": {"a": node}, "weights": {"a": 1}}
+    dataset = instantiate_dataset(mixture, tokenizer, 40)
+    with workers(2):
+        dataset.begin(0, shuffle=False)
+    dataset.read_ahead([0, 1, 2])
+    with pytest.raises(DataError, match=rf"{path}, line 4: {WORDS}"):
+        dataset[2]

@@ -39,7 +39,7 @@ def visits(of, shuffle=True, epoch=0):
 
 @given(sizes=SIZES, shuffle=st.booleans())
 @settings(max_examples=40, deadline=None)
-def test_an_epoch_ends_as_asked(sizes, shuffle):
+def test_stop_decides_when_an_epoch_ends(sizes, shuffle):
     _, times = visits(mixture(sizes, stop="all"), shuffle)
     assert all((part == 1).all() for part in times)
     _, times = visits(mixture(sizes, stop="first"), shuffle)
@@ -123,7 +123,7 @@ def test_a_resumed_run_and_any_number_of_processes_see_the_same_steps(sizes, sto
         ({"datasets": {}}, "mixture is empty"),
     ],
 )
-def test_a_mixture_that_means_nothing_is_refused(how, words):
+def test_impossible_mixtures_are_refused(how, words):
     with pytest.raises(DataError, match=words):
         mixed_dataset(None, **{"datasets": {"a": rows(2), "b": rows(2)}, **how})
 

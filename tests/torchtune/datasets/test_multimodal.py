@@ -218,7 +218,7 @@ def test_another_image_is_another_dataset(transform, pictures):
     assert llava_instruct_dataset(transform, source=other, **settings).fingerprint != first
 
 
-def test_what_is_not_possible_with_images(transform, pictures, tmp_path):
+def test_settings_that_images_rule_out_are_refused(transform, pictures, tmp_path):
     build = {"source": ROWS, "image_dir": str(pictures)}
     for settings, reason in (
         ({"packed": True}, "Rows with images of this tokenizer cannot be packed: leave packed out"),
@@ -269,7 +269,7 @@ class Processor:
         return row
 
 
-def test_a_transform_of_ones_own_gets_pillow_images(pictures, tmp_path):
+def test_users_transform_receives_pillow_images(pictures, tmp_path):
     rows = [ROWS[2], *ROWS[:2]]  # the first row is text: what the others have besides is not lost
     settings = {"source": write(tmp_path / "a.jsonl", rows), "image_dir": str(pictures)}
     dataset = llava_instruct_dataset(Processor(), **settings)

@@ -68,19 +68,19 @@ def test_packs_are_nearly_full_and_always_the_same():
     assert [pack[0] for pack in packs] == sorted(pack[0] for pack in packs)
 
 
-def test_the_fill_is_told(caplog):
+def test_fill_of_packs_is_logged(caplog):
     with caplog.at_level("INFO", logger="torchtune"):
         packed = PackedDataset(Rows.of([6, 5, 4, 3, 2]), max_seq_len=10)
     assert packed.fill == 1.0
     assert "Packed 5 examples into 2 packs of up to 10 tokens, 100.0 % full." in caplog.text
 
 
-def test_a_row_that_fits_into_no_pack():
+def test_row_longer_than_a_pack_is_refused():
     with pytest.raises(DataError, match=r"2 rows are longer than max_seq_len=4 .*\(rows 1, 2, counted from 0\)"):
         PackedDataset(Rows.of([4, 5, 6]), max_seq_len=4)
 
 
-def test_a_number_of_packs():
+def test_max_packs_keeps_the_first_packs():
     packed = PackedDataset(Rows.of([4, 4, 4]), max_seq_len=4, max_packs=2)
     assert len(packed) == 2
     with pytest.raises(DataError, match="empty"):

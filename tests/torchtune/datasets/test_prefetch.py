@@ -97,7 +97,7 @@ def test_steps_states_and_a_resume_are_the_same(kind, tmp_path, monkeypatch):
         assert [sorted(one + other) for one, other in zip(*ranks, strict=True)] == [sorted(e) for e, _, _ in expected]
 
 
-def test_so_are_errors_and_rows_that_are_left_out(tmp_path, monkeypatch):
+def test_errors_and_skipped_rows_are_the_same_with_a_worker(tmp_path, monkeypatch):
     paths = write_rows(tmp_path, [60])
     lines = Path(paths[0]).read_text().splitlines()
     lines[50], lines[20] = "{broken", '{"id": 1, "length": 0}'
@@ -123,7 +123,7 @@ def test_so_are_errors_and_rows_that_are_left_out(tmp_path, monkeypatch):
     assert found[1][0][1] == ""  # not before the run comes to them
 
 
-def test_an_error_that_cannot_be_pickled_comes_through(tmp_path, monkeypatch):
+def test_error_that_cannot_be_pickled_is_raised_in_the_parent(tmp_path, monkeypatch):
     class Own(Exception):
         def __init__(self, one, two):
             super().__init__(f"{one} and {two}")
@@ -187,7 +187,7 @@ def test_a_fork_of_the_run_reads_by_itself(tmp_path, monkeypatch):
     os.close(writing)
 
 
-def test_what_was_asked_for_before_a_resume_is_not_waited_for(tmp_path, monkeypatch):
+def test_resume_cancels_earlier_requests(tmp_path, monkeypatch):
     here, begun = os.getpid(), tmp_path / "begun"
 
     def slow(row):

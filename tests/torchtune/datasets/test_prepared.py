@@ -57,7 +57,7 @@ def test_prepared_data_give_the_batches_of_live_data(chats, tokenizer, tokenizer
         chat_dataset(tokenizer, source=str(chats), prepared=str(folder), **OPENAI)
 
 
-def test_what_changed_is_named(chats, tokenizer, tokenizer_folder, tmp_path):
+def test_difference_from_prepared_rows_is_named(chats, tokenizer, tokenizer_folder, tmp_path):
     folder = tmp_path / "prepared"
 
     def read(tokenizer, **settings):
@@ -99,7 +99,7 @@ def test_what_changed_is_named(chats, tokenizer, tokenizer_folder, tmp_path):
         read(tokenizer)
 
 
-def test_folders_of_the_output_that_are_no_rows_stay(chats, tokenizer, tmp_path):
+def test_other_folders_of_the_output_are_kept(chats, tokenizer, tmp_path):
     names = ["run-1", "run-lora", "own-data", ".notes.part", ".run-1.tmp"]
     for name in names:
         (tmp_path / name).mkdir()

@@ -4,13 +4,14 @@ import errno
 import multiprocessing
 import os
 import signal
+import sys
 
 import pytest
 
 from tests.tiny import OPENAI, read_lines, write_conversations, write_lines
 from torchtune.data import DataError
 from torchtune.datasets import SFTDataset, chat_dataset, kto_dataset, preference_dataset, prompt_dataset
-from torchtune.datasets._processes import Worker, in_parts, workers
+from torchtune.datasets._processes import Worker, in_parts, picklable_error, workers
 
 COUNT = 2500
 
@@ -36,7 +37,7 @@ def test_any_number_of_processes_writes_the_same(tokenizer, tmp_path, monkeypatc
         build(tokenizer, write(tmp_path / "bad.jsonl", bad=3), 2, monkeypatch, tmp_path / "bad")
 
 
-def test_without_processes_the_one_that_is_there_does_it(monkeypatch, caplog):
+def test_parent_works_alone_if_no_process_starts(monkeypatch, caplog):
     monkeypatch.setattr("torchtune.datasets._processes._FEW", 100)
     fork, left, before = os.fork, iter(range(2)), set(multiprocessing.active_children())
 
@@ -54,7 +55,7 @@ def test_without_processes_the_one_that_is_there_does_it(monkeypatch, caplog):
 
 
 @pytest.mark.parametrize("builder", [kto_dataset, prompt_dataset, preference_dataset])
-def test_so_do_datasets_of_answers_and_prompts(builder, tokenizer, tmp_path, monkeypatch):
+def test_any_number_of_processes_gives_the_same_answers_and_prompts(builder, tokenizer, tmp_path, monkeypatch):
     monkeypatch.setattr("torchtune.datasets._processes._FEW", 100)
     rows = [
         {"prompt": "x" * (n % 7 + 1), "completion": "ab", "chosen": "ab", "rejected": "ba", "label": n % 3 == 0}
@@ -84,7 +85,7 @@ def test_a_process_that_is_killed_is_told():
         list(in_parts(range(COUNT), work))
 
 
-def test_an_error_of_a_transform_comes_through(tmp_path, monkeypatch):
+def test_error_of_a_transform_is_raised_in_the_parent(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHTUNE_CACHE", str(tmp_path))
 
     def broken(row):
@@ -93,3 +94,10 @@ def test_an_error_of_a_transform_comes_through(tmp_path, monkeypatch):
     with workers(2), pytest.raises(KeyError, match="no such key"):
         SFTDataset(source=[{"n": n} for n in range(COUNT)], message_transform=dict, model_transform=broken)
     assert not list((tmp_path / "rows").rglob("*.arrow"))
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="errors have no notes")
+def test_only_errors_that_users_did_not_cause_carry_a_traceback():
+    assert not hasattr(picklable_error(DataError("row 1: broken")), "__notes__")
+    (note,) = picklable_error(KeyError("column")).__notes__
+    assert note.startswith("In another process:\n")

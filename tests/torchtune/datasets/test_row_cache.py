@@ -138,7 +138,7 @@ def test_two_processes_transform_every_row_once(folder, forker, fingerprint):
     assert len(calls(folder)) == (8 if fingerprint else 16)
 
 
-def test_a_killed_process_leaves_nothing_that_is_taken_for_whole(folder, forker):
+def test_rows_of_a_killed_process_are_not_reused(folder, forker):
     killed = Rank(forker, folder, 0, "first version", seconds=600.0)
     while not (folder / "calls").exists():
         time.sleep(0.02)
@@ -173,7 +173,7 @@ def chat(folder, tokenizer=None, rows=None, **settings):
     )
 
 
-def test_whatever_decides_about_tokens_decides_about_reuse(folder):
+def test_rows_are_reused_only_with_the_same_settings(folder):
     chat(folder)
     chat(folder)
     assert len(kept(folder)) == 1
@@ -196,7 +196,7 @@ def test_whatever_decides_about_tokens_decides_about_reuse(folder):
     assert len(kept(folder)) == len(changes) + 1, "a lambda says nothing about itself"
 
 
-def test_the_code_of_a_tokenizer_decides_about_reuse(folder):
+def test_rows_are_reused_only_with_the_same_tokenizer_code(folder):
     root = Path(str(torchtune.__file__)).parent
     parts = [hf_tokenizer(str(folder))]
     for part in parts:  # grows
@@ -207,7 +207,7 @@ def test_the_code_of_a_tokenizer_decides_about_reuse(folder):
     assert len(parts) > 3
 
 
-def test_other_content_of_a_file_is_other_rows(folder):
+def test_changed_file_is_tokenized_again(folder):
     tokenizer, path = hf_tokenizer(str(folder)), folder / "rows.jsonl"
     before = text_completion_dataset(tokenizer, str(path))[0]
     assert text_completion_dataset(tokenizer, str(path))[0] == before

@@ -149,7 +149,7 @@ def test_no_such_split(tmp_path):
     assert "train" in message
 
 
-def test_no_rows_left(tmp_path):
+def test_filter_that_leaves_no_rows_is_refused(tmp_path):
     path = str(write(tmp_path / "mine.jsonl"))
     assert "filter_fn is 'mine.keep', not a function of a row" in refused(tmp_path, source=path, filter_fn="mine.keep")
     assert "filter_fn leaves no rows" in refused(tmp_path, source=path, filter_fn=lambda row: False)
@@ -204,7 +204,7 @@ def test_a_hub_that_does_not_answer_is_not_waited_for(tmp_path, monkeypatch):
         ({"source": "mine.xlsx"}, "is of no kind that is read"),
     ],
 )
-def test_a_path_that_leads_nowhere_is_said_without_the_hub(settings, said, tmp_path, monkeypatch):
+def test_missing_path_is_refused_without_the_hub(settings, said, tmp_path, monkeypatch):
     write(tmp_path / "mine.jsonl")
     (tmp_path / "mine.xlsx").write_text("x")
     (tmp_path / "folder").mkdir()

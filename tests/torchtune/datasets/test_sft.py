@@ -174,7 +174,7 @@ def test_no_more_than_ten_rows_are_named(tokenizer, tmp_path):
     assert "looked no further" in message
 
 
-def test_a_long_row_is_cut_and_its_end_is_not_a_lie(tokenizer, tmp_path, caplog):
+def test_end_token_of_a_truncated_row_is_not_trained(tokenizer, tmp_path, caplog):
     dataset = chat(tokenizer, write_lines(tmp_path / "a.jsonl", [openai("red", "blue " * 300), openai("a", "b")]))
     row = dataset[0]
     assert len(row["tokens"]) == 128
@@ -383,7 +383,7 @@ def test_collation_by_name(tokenizer):
     assert pad(rows)["tokens"].tolist() == [[5, 6], [5, tokenizer.pad_id]]
 
 
-def test_transforms_that_give_more_than_tokens(tmp_path):
+def test_rows_with_more_than_tokens_are_transformed_on_reading(tmp_path):
     def transform(sample):
         return {"tokens": [1, 2, 3], "mask": [True, False, False], "encoder_input": {"images": [0.5]}}
 

@@ -39,7 +39,7 @@ def test_answers_of_a_pair_are_not_exchanged():
     assert count_shared_rows([pair([1], [2])], [pair([1], [2])]) == (1, 1)
 
 
-def test_what_cannot_be_compared_is_unknown():
+def test_datasets_that_cannot_be_compared_give_none():
     class Stream(list):
         is_stream = True
 

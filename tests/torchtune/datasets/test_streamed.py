@@ -166,9 +166,14 @@ def test_examples_are_those_of_the_mapped_dataset(tmp_path, tokenizer):
     texts.write_text("the cat sees a red bird\n" * 30)
     packed = text_completion_dataset(tokenizer, str(texts), packed=True, streaming=True, max_seq_len=50)
     assert [sum(len(document["tokens"]) for document in packed[i]) for i in range(4)] == [50] * 4
+    for splits in (True, False):  # unpacked texts are truncated in any case
+        how = {"max_seq_len": 5, "split_across_pack": splits}
+        streamed = text_completion_dataset(tokenizer, str(texts), streaming=True, **how)
+        assert len(streamed[0]["tokens"]) == 4
+        assert streamed[0] == text_completion_dataset(tokenizer, str(texts), **how)[0]
 
 
-def test_what_goes_wrong_on_the_way_is_named(tmp_path):
+def test_error_while_streaming_names_file_and_line(tmp_path):
     def of(text, **how):
         path = tmp_path / "rows.jsonl"
         path.write_bytes(text)
@@ -227,7 +232,7 @@ def test_rows_that_are_left_out_are_listed(tmp_path, tokenizer):
         instruct_dataset(tokenizer, source=rows[1:2], on_bad_row="skip")
 
 
-def test_what_a_stream_cannot_do_is_refused(tmp_path, tokenizer):
+def test_settings_that_streams_rule_out_are_refused(tmp_path, tokenizer):
     rows = [{"input": "a", "output": "b"}]
     source = str(write_lines(tmp_path / "x.jsonl", rows))
     node = {"_component_": "torchtune.datasets.instruct_dataset", "source": source, "streaming": True}
@@ -277,3 +282,11 @@ def test_a_mixture_with_a_stream_is_in_proportion_and_goes_on(tmp_path, how, wei
     assert max(times) - min(times) <= 1
     other.go_to(json.loads(json.dumps(one.state_at(index))))
     assert [other[i] for i in range(index, index + 20)] == whole[index:]
+
+
+def test_a_row_may_fill_a_pack_but_not_exceed_it(tmp_path):
+    path = write_lines(tmp_path / "rows.jsonl", [{"id": 1, "length": CAPACITY}])
+    (document,) = StreamedDataset(transform, str(path), limit=None, pack_length=CAPACITY)[0]
+    assert len(document["tokens"]) == CAPACITY
+    with pytest.raises(DataError, match=rf"rows\.jsonl, line 1: {CAPACITY} tokens fit into no pack of {CAPACITY - 1}"):
+        StreamedDataset(transform, str(path), limit=None, pack_length=CAPACITY - 1)[0]

@@ -75,7 +75,7 @@ def test_rows_in_memory_are_those_of_a_file(kind, tokenizer, tmp_path):
         (["a"], {}, "row 0: a row must be a mapping column -> value, not str"),
     ],
 )
-def test_what_is_no_rows(source, settings, said, tokenizer):
+def test_source_without_rows_is_refused(source, settings, said, tokenizer):
     with pytest.raises(DataError, match=re.escape(said)):
         instruct_dataset(tokenizer, source=source, **settings)
 
@@ -125,7 +125,7 @@ def sft(tokenizer, message_transform, model_transform=None):
         ({"messages": "red"}, "a conversation must be a list of turns, not str"),
     ],
 )
-def test_a_message_transform_that_gives_something_else(gives, said, tokenizer):
+def test_output_of_a_message_transform_is_checked(gives, said, tokenizer):
     with pytest.raises(DataError, match=re.escape(said)):
         sft(tokenizer, lambda row: gives)
     with pytest.raises(DataError, match="message_transform gives"):
@@ -143,7 +143,7 @@ def test_a_message_transform_that_gives_something_else(gives, said, tokenizer):
         ({"tokens": [[1], [2]], "mask": [True, False]}, "tokens and labels must be flat lists"),
     ],
 )
-def test_a_model_transform_that_gives_something_else(gives, said, tokenizer):
+def test_output_of_a_model_transform_is_checked(gives, said, tokenizer):
     with pytest.raises(DataError, match=re.escape(said)):
         sft(tokenizer, OpenAIToMessages(), lambda sample: gives)
 
@@ -190,7 +190,7 @@ GOOD = {"tokens": [1, 2, 3], "labels": [2, 3, -100]}
         ({"tokens": "red", "labels": "red"}, "tokens must be a list of token ids, not str"),
     ],
 )
-def test_an_own_dataset_whose_examples_cannot_be_used(row, said, tokenizer):
+def test_examples_of_a_users_dataset_are_checked(row, said, tokenizer):
     with pytest.raises(DataError, match=f"^dataset: example 0 of Own: .*{re.escape(said)}"):
         made(tokenizer, [row])
     later = made(tokenizer, [GOOD, row])
@@ -215,7 +215,7 @@ def test_a_dataset_goes_to_workers_that_are_spawned(tokenizer):
     assert again(chat) == tokenizer(chat)
 
 
-def test_an_own_dataset_that_trains_nothing_or_the_wrong_token(tokenizer):
+def test_users_dataset_without_shifted_labels_is_refused(tokenizer):
     masked = {"tokens": [1, 2, 3], "labels": [-100, -100, -100]}
     with pytest.raises(DataError, match="Own has no label in its first 32 examples: labels"):
         made(tokenizer, [masked] * 40)
@@ -232,7 +232,7 @@ def test_an_own_dataset_that_trains_nothing_or_the_wrong_token(tokenizer):
         dataset[5]
 
 
-def test_an_own_dataset_that_is_none(tokenizer):
+def test_users_dataset_needs_examples_a_length_and_an_index(tokenizer):
     with pytest.raises(DataError, match=r"^dataset: Own is empty: there is nothing to train on\.$"):
         made(tokenizer, [])
     with pytest.raises(DataError, match="Stream has no __len__"):
@@ -257,7 +257,7 @@ def test_an_own_dataset_that_is_none(tokenizer):
         ),
     ],
 )
-def test_an_own_collation_that_gives_something_else(gives, said, tokenizer):
+def test_output_of_a_users_collate_function_is_checked(gives, said, tokenizer):
     def mine(batch):
         return gives
 
