@@ -80,9 +80,10 @@ def collate_documents(batch: Sequence[Example]) -> Batch:
     documents = [document for example in batch for document in documents_of(example)]
     tokens = [_as_int_tensor(document["tokens"]) for document in documents]
     labels = [_as_int_tensor(document["labels"]) for document in documents]
-    for document in documents:
+    images = [_images(document) for document in documents]
+    for document, document_images in zip(documents, images, strict=True):
         names = {"tokens", "labels", "mask", "source"}
-        if _images(document) is not None:
+        if document_images is not None:
             names.add("encoder_input")
         if unknown := document.keys() - names:
             raise DataError(
@@ -91,9 +92,9 @@ def collate_documents(batch: Sequence[Example]) -> Batch:
     boundaries = Documents.from_lengths([len(row) for row in tokens])
     out = Batch(torch.cat(tokens)[None], torch.cat(labels)[None], boundaries.positions()[None], boundaries)
     check_shifted(out.tokens, out.labels, boundaries.lengths)
-    images = join_images([_images(document) for document in documents], boundaries.lengths)
-    if images is not None:
-        out.inputs["encoder_input"] = {"images": images}
+    joined_images = join_images(images, boundaries.lengths)
+    if joined_images is not None:
+        out.inputs["encoder_input"] = {"images": joined_images}
     sources = [document.get("source") for document in documents]
     if not all(isinstance(source, SourceNumber) for source in sources):
         return out

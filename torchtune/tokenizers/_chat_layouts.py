@@ -1,4 +1,9 @@
-"""Chat layouts that are written turn by turn: base classes, and conversations in plain text."""
+"""Chat layouts that are written turn by turn: base classes, and conversations in plain text.
+
+The tokenizers of the families keep their layouts, and are not chat templates by another name: they read vocabularies
+without a ``tokenizer.json``, take prompt templates, and train on whole turns, with the header before the text. Chat
+templates train on what the model generates, so that their masks differ.
+"""
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, ClassVar

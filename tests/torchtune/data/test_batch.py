@@ -89,12 +89,12 @@ def test_a_dict_becomes_a_batch():
         ({"documents": Documents.from_lengths([5])}, "6 tokens has documents that cover 5"),
     ],
 )
-def test_what_is_neither_per_token_nor_known_is_refused(entry, message):
+def test_entry_without_shape_per_token_is_refused(entry, message):
     with pytest.raises(DataError, match=message):
         Batch.from_dict(padded_collate_sft([ONE, TWO]) | entry)
 
 
-def test_extras_fit_the_batch():
+def test_inconsistent_entries_of_a_batch_are_refused():
     batch = padded_collate_sft([ONE, TWO])
     with pytest.raises(DataError, match="2 documents has 3 values of 'reward'"):
         Batch(**batch, per_document={"reward": torch.ones(3)})
@@ -164,7 +164,7 @@ def test_sums_per_document(dtype):
     torch.testing.assert_close(sum(parts), expected, rtol=1e-12, atol=1e-12)
 
 
-def test_rows_are_documents_where_none_are_given():
+def test_rows_without_documents_count_as_documents():
     batch = Batch.from_dict(padded_collate_sft([ONE, TWO]))
     assert batch.sum_per_document(torch.tensor([[1, 2, 3], [4, 5, 6]])).tolist() == [6, 15]
     with pytest.raises(DataError, match=r"\(2, 4\) are not per token, the tokens are \(2, 3\)"):
@@ -225,7 +225,7 @@ def test_documents_compute_on_the_device_of_their_boundaries(prefixes):
     assert elsewhere.positions().shape == (10,)
 
 
-def test_the_positions_of_labels_are_sent_along():
+def test_label_positions_move_to_the_device_with_the_batch():
     """The meta device stands for an accelerator, whose values cannot be looked at."""
     batch = collate_documents([ONE, TWO, THREE])
     assert batch.label_index is None, "on the CPU nobody waits"

@@ -32,7 +32,7 @@ PAIR = {
 }
 
 
-def test_documents_lie_one_after_another():
+def test_documents_are_concatenated_without_padding():
     batch = collate_documents([ONE, [TWO, THREE]])
     assert batch.keys() == {"tokens", "labels", "input_pos", "documents"}
     assert batch["tokens"].tolist() == [[1, 2, 3, 4, 6, 7]]
@@ -43,7 +43,7 @@ def test_documents_lie_one_after_another():
     assert batch["tokens"].dtype == batch["labels"].dtype == batch["input_pos"].dtype == torch.int64
 
 
-def test_documents_take_text_only():
+def test_examples_that_collation_cannot_join_are_refused():
     with pytest.raises(DataError, match="encoder_input"):
         collate_documents([{**ONE, "encoder_input": {}}])
     with pytest.raises(DataError, match=r"at least one token, got lengths \(0,\): leave out empty rows"):
@@ -88,7 +88,7 @@ def test_packs_as_rows():
     assert padded_collate_sft([[ONE, TWO], [THREE]])["documents"].lengths == (3, 1, 2, 2)
 
 
-def test_pairs():
+def test_pairs_are_padded_with_unshifted_labels():
     tokens, labels = padded_collate_dpo([PAIR, PAIR], padding_idx=0)
     assert tokens.tolist() == [[1, 2, 3], [1, 2, 3], [4, 5, 0], [4, 5, 0]]
     assert (
@@ -106,7 +106,7 @@ def test_padding_on_the_left():
     assert left_pad_sequence(rows).shape == (3, 2)
 
 
-def test_padding_of_chosen_keys():
+def test_padded_collate_pads_the_named_keys():
     examples = [{"tokens": [1, 2], "labels": [3], "answer": 5}, {"tokens": [4], "labels": [6, 7, 8], "answer": 6}]
     batch = padded_collate(
         examples, pad_direction="left", keys_to_pad=["tokens", "labels"], padding_idx={"tokens": 0, "labels": -100}
@@ -122,7 +122,7 @@ def test_padding_of_chosen_keys():
         padded_collate(examples, pad_direction="left", keys_to_pad=["tokens"], padding_idx={"labels": 0})
 
 
-def test_truncation():
+def test_truncation_keeps_the_chosen_side():
     assert truncate([1, 2, 3, 4], 3) == [1, 2, 3]
     assert truncate([1, 2, 3, 4], 3, eos_id=9) == [1, 2, 9]
     assert truncate([1, 2, 3, 4], 3, eos_id=9, truncation_type="left") == [2, 3, 9]

@@ -114,7 +114,7 @@ def test_broken_tools_are_refused(tools, words):
         ("", {}), (" ", {}), (None, {}), ({}, {}), ("{}", {}),
     ],
 )  # fmt: skip
-def test_arguments_are_a_mapping(written, read):
+def test_call_arguments_become_a_mapping(written, read):
     (turn,) = as_messages([calling(written)])
     read = (json.loads(written) if isinstance(written, str) else written) if read is None else read
     assert json.dumps(turn.extra["tool_calls"][0]["function"]["arguments"]) == json.dumps(read)
@@ -140,7 +140,7 @@ def test_broken_calls_are_refused(calls, words):
         as_messages([{"role": "assistant", "content": "", "tool_calls": calls}])
 
 
-def test_forms_of_a_call_are_the_same():
+def test_all_forms_of_a_call_give_the_same_tokens():
     expected = [call({"town": "Rome"})]
     for calls in (
         expected,
@@ -168,7 +168,7 @@ def test_a_system_column_is_the_system_turn(reader, name):
         reader(**{name: 5})
 
 
-def test_two_system_prompts_are_one_or_refused():
+def test_different_system_prompts_are_refused():
     own = {"role": "developer", "content": "Be brief."}
     assert len(openai(own, QUESTION, ANSWER, system="Be brief.")["messages"]) == 3
     with pytest.raises(DataError, match="column 'system' and the system turn are different system prompts"):
@@ -181,7 +181,7 @@ def test_two_system_prompts_are_one_or_refused():
     assert [turn.role for turn in named({"system": "a", "answer": "b"})["messages"]] == ["user", "assistant"]
 
 
-def test_roles_are_known_in_every_format():
+def test_roles_of_every_format_are_read():
     roles = {
         "developer": "system", "system": "system", "human": "user", "user": "user", "gpt": "assistant",
         "chatgpt": "assistant", "bing": "assistant", "model": "assistant", "assistant": "assistant",
@@ -272,7 +272,7 @@ def test_pairs_and_labelled_answers_lose_no_part_of_an_instruction(other):
             transform({**row, **other})
 
 
-def test_flags_that_do_not_work_are_refused():
+def test_unsupported_training_flags_are_refused():
     part = {"begin_offset": 0, "end_offset": 2, "train": False}
     for flag, words in (
         ({"masked": "false"}, "a turn has masked 'false': only true and false work"),
@@ -293,7 +293,7 @@ def test_flags_that_do_not_work_are_refused():
     assert [turn.masked for turn in openai({**QUESTION, "weight": 1}, ANSWER)["messages"]] == [True, False]
 
 
-def test_a_strategy_can_be_changed():
+def test_second_masking_strategy_replaces_the_first():
     turns = [dict(QUESTION), dict(ANSWER), dict(QUESTION), {**ANSWER, "weight": 0}]
     mask_messages(turns, "train_on_last")
     mask_messages(turns, "train_on_all")
@@ -405,7 +405,7 @@ def test_conversational_prompts_and_completions():
             InputOutputToMessages(column_map=columns)({**row, "completion": broken})
 
 
-def test_prompts_may_be_requests():
+def test_prompt_that_is_a_request_is_read():
     """As in OpenAI's format of preferences."""
     request = {"messages": [QUESTION], "tools": [WEATHER], "parallel_tool_calls": True}
     row = {"input": request, "preferred_output": [ANSWER], "non_preferred_output": [calling("{}")]}

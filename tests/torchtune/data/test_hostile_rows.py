@@ -53,7 +53,7 @@ def places(value, path=()):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_row_is_read_or_refused(case):
+def test_hostile_row_is_read_or_refused_in_one_sentence(case):
     row, transform = CASES[case]
     found = refused = 0
     for *way, last in places(row):

@@ -133,7 +133,7 @@ def test_a_rank_without_examples_gets_one_without_labels():
         ({"shuffle": False}, "shuffle was True, now False"),
     ],
 )
-def test_a_position_that_means_something_else_is_refused(change, words):
+def test_position_of_other_data_or_order_is_refused(change, words):
     state = loader().state_dict()
     with pytest.raises(DataError, match=words):
         loader(**change).load_state_dict(state)
@@ -159,7 +159,7 @@ def test_changed_content_is_refused():
         ({"rank": 2, "world_size": 2}, "rank 2"),
     ],
 )
-def test_bad_settings(settings, words):
+def test_loader_settings_below_one_are_refused(settings, words):
     with pytest.raises(DataError, match=words):
         loader(**settings)
 

@@ -27,7 +27,7 @@ def roles(messages):
     return [(message.role, message.text_content, message.masked) for message in messages]
 
 
-def test_message():
+def test_message_holds_text_media_and_flags():
     message = Message(
         "user", [{"type": "text", "content": "a"}, {"type": "image", "content": 1}, {"type": "text", "content": "b"}]
     )
@@ -50,7 +50,7 @@ def test_message():
         ("train_on_last", [True, True, True, True, False, True]),
     ],
 )
-def test_masking(strategy, masked):
+def test_masking_strategies_select_the_trained_turns(strategy, masked):
     messages = [Message(role, "a") for role in ("system", "user", "assistant", "user", "assistant", "user")]
     mask_messages(messages, strategy)
     assert [message.masked for message in messages] == masked
@@ -75,12 +75,12 @@ def test_media_are_never_trained_on():
         (["user", "assistant", "tool"], "turn 2 is a tool's answer"),
     ],
 )
-def test_conversations_that_are_none(turns, words):
+def test_invalid_order_of_turns_is_refused(turns, words):
     with pytest.raises(DataError, match=words):
         validate_messages([Message(role, "a") for role in turns])
 
 
-def test_conversations_with_tools():
+def test_tool_answer_must_follow_a_call():
     call = Message("assistant", "f()", ipython=True)
     validate_messages(
         [Message("user", "a"), call, Message("ipython", "b"), Message("ipython", "c"), Message("assistant", "d")]
@@ -89,7 +89,7 @@ def test_conversations_with_tools():
     validate_messages([Message("user", "a"), structured, Message("tool", "b"), Message("assistant", "d")])
 
 
-def test_prompt_templates():
+def test_prompt_templates_add_text_around_turns():
     chat = [Message("system", "s"), Message("user", "u"), Message("assistant", "")]
     text = "".join(message.text_content for message in ChatMLTemplate()(chat))
     assert text == "<|im_start|>system\ns<|im_end|>\n<|im_start|>user\nu<|im_end|>\n<|im_start|>assistant\n"

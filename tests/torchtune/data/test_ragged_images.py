@@ -20,7 +20,7 @@ def picture(path, seed=0):
     return path
 
 
-def test_the_key_is_the_content_of_an_image_and_what_its_features_are_made_by(tmp_path):
+def test_cache_key_covers_image_content_and_processor(tmp_path):
     one, copy, other = (picture(tmp_path / f"{name}.png", seed) for name, seed in (("a", 0), ("b", 0), ("c", 1)))
     cache = ImageCache(tmp_path / "features", "a processor")
     url = f"data:image/png;base64,{base64.b64encode(one.read_bytes()).decode()}"

@@ -103,7 +103,7 @@ def test_every_letter_of_many_scripts():
         lambda tokenizer: tokenizer.add_special_tokens([AddedToken("<|x|>", lstrip=True)]),
     ],
 )
-def test_other_kinds_of_tokenizers_do_it_themselves(change):
+def test_unsupported_tokenizers_are_not_replaced(change):
     tokenizer = make("gpt2")
     change(tokenizer)
     assert WordEncoder(tokenizer).encode("the cat", []) is None

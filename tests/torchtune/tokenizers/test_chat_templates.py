@@ -110,7 +110,7 @@ def check(case, turns, tmp, tools=None, *, metaspace=False):
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_ids_and_mask(case, tmp_path_factory):
+def test_ids_are_those_of_transformers_and_masks_the_expected(case, tmp_path_factory):
     spelled = 0
     for name, turns, tools in conversations(case, COUNT):
         try:

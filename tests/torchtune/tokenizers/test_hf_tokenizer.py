@@ -61,7 +61,7 @@ def test_without_configs(folder):
 
 
 @pytest.mark.parametrize("name", ["tokenizer_config.json", "generation_config.json"])
-def test_a_config_that_is_no_object(folder, name):
+def test_config_that_is_not_a_json_object_is_refused(folder, name):
     (folder / name).write_text("[]")
     with pytest.raises(DataError, match=f"{name} .*{name} holds no JSON object: download it again"):
         hf_tokenizer(str(folder))
@@ -100,7 +100,7 @@ def test_the_beginning_of_a_text_is_that_of_transformers(folder, template):
 
 
 @pytest.mark.parametrize("form", ["list", "file", "json", "folder", "argument", "path"])
-def test_places_of_a_chat_template(folder, form):
+def test_chat_template_is_read_from_every_published_file(folder, form):
     expected = hf_tokenizer(str(folder)).tokenize_messages(CHAT)
     wrong = "{{ raise_exception('the wrong one') }}"
     change(folder, chat_template=wrong)
@@ -129,7 +129,7 @@ def test_places_of_a_chat_template(folder, form):
 
 
 @pytest.mark.parametrize("name", ["chatml", "mine.jinja", "/nowhere/mine.jinja"])
-def test_a_chat_template_that_is_no_file(folder, name):
+def test_missing_chat_template_file_is_refused(folder, name):
     with pytest.raises(DataError, match=f"There is no file '{name}': chat_template is the path of a Jinja file or the"):
         hf_tokenizer(str(folder), chat_template=name)
 
@@ -138,7 +138,7 @@ def test_a_chat_template_that_is_no_file(folder, name):
     "template", [8, False, [1], ["{{ a }}"], [{"name": "default"}], [{"name": [1], "template": "a"}], {"default": 1}]
 )
 @pytest.mark.parametrize("name", ["tokenizer_config.json", "chat_template.json"])
-def test_chat_template_of_another_type_is_refused(folder, name, template):
+def test_published_chat_template_of_another_type_is_refused(folder, name, template):
     (folder / name).write_text(json.dumps({"chat_template": template}))
     with pytest.raises(DataError, match=f"{name}: chat_template is neither a text nor a list of texts"):
         hf_tokenizer(str(folder))
@@ -148,7 +148,7 @@ def test_chat_template_of_another_type_is_refused(folder, name, template):
     ("chosen", "message"),
     [(8, "chat_template is a int: give"), (["a"], "is a list: give"), ("m" * 70_000, "There is no file 'm")],
 )
-def test_chosen_chat_template_that_is_no_text_or_path_is_refused(folder, chosen, message):
+def test_chat_template_setting_that_is_neither_text_nor_path_is_refused(folder, chosen, message):
     with pytest.raises(DataError, match=message) as caught:
         hf_tokenizer(str(folder), chat_template=chosen)
     assert len(str(caught.value)) < 500
@@ -188,7 +188,7 @@ def test_nothing_in_tools_is_a_control_token(folder):
     assert tokenizer.decode(tokens).startswith(json.dumps(tools))
 
 
-def test_inference(folder):
+def test_open_conversation_ends_where_the_model_continues(folder):
     tokenizer = hf_tokenizer(str(folder))
     open_turn = "<|im_start|>user\nred<|im_end|>\n<|im_start|>assistant\n"
     for messages, begun in ((CHAT[:1], ""), ([CHAT[0], Message("assistant", "")], ""), (CHAT, "blue")):
@@ -199,7 +199,7 @@ def test_inference(folder):
 
 
 @pytest.mark.parametrize("length", [3, 8, 12])
-def test_truncation(folder, length):
+def test_row_is_truncated_to_max_seq_len(folder, length):
     whole, mask = hf_tokenizer(str(folder)).tokenize_messages(CHAT)
     assert hf_tokenizer(str(folder), max_seq_len=length).tokenize_messages(CHAT) == (
         [*whole[: length - 1], 2],
@@ -268,7 +268,7 @@ def test_templates_run_in_a_sandbox(folder):
         hf_tokenizer(str(folder), chat_template="{% for %}")
 
 
-def test_time_stands_still_within_a_conversation(folder):
+def test_renderings_of_a_conversation_have_the_same_time(folder):
     template = "{{ strftime_now('%f') }}" + CHATML
     tokenizer = hf_tokenizer(str(folder), chat_template=template)
     for _ in range(20):
@@ -276,7 +276,7 @@ def test_time_stands_still_within_a_conversation(folder):
         assert mask.count(False) == len(tokenizer.encode("blue", False, False)) + 1
 
 
-def test_a_turn_that_cannot_be_found_is_an_error(folder):
+def test_rearranged_turn_is_refused(folder):
     """Contents reversed: what the model writes is nowhere in the order in which it writes it."""
     template = "{% for m in messages %}{{ m['content'] | reverse }}{% endfor %}{{ messages | length }}<|im_end|>"
     tokenizer = hf_tokenizer(str(folder), chat_template=template)

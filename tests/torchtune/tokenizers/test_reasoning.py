@@ -56,7 +56,7 @@ def parts(tokenizer, turns, **options):
     return decode(tokens), [decode(tokens[start:end]) for start, end in edges]
 
 
-def test_the_text_of_every_policy(folder):
+def test_reasoning_policies_write_the_expected_text(folder):
     """Written out for Qwen 3: the layout of a last turn is that of its model card."""
 
     def turn(role, text):
@@ -128,7 +128,7 @@ def test_reasoning_inside_of_texts(folder):
     assert keep.tokenize_messages(messages(inside)) == keep.tokenize_messages(messages(TURNS))
 
 
-def test_a_policy_that_cannot_be_followed(folder):
+def test_keep_is_refused_where_the_template_writes_no_reasoning(folder):
     with pytest.raises(DataError, match="reasoning is 'all': use one of strip, keep, split"):
         make(folder, "all")
     never = hf_tokenizer(str(folder), reasoning="keep")  # its template does not know reasoning

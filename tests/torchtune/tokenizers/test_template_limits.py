@@ -149,7 +149,7 @@ def test_long_conversations_are_not_hostile():
 
 
 @pytest.mark.parametrize("path", sorted(PUBLISHED.glob("*.jinja")), ids=lambda path: path.stem)
-def test_published_templates_use_nothing_that_is_left_out(path):
+def test_published_templates_render_in_the_sandbox(path):
     assert ChatTemplate(path.read_text(), {"bos_token": "<s>", "eos_token": "</s>"}).render(CHAT)[0]
 
 
@@ -171,7 +171,7 @@ def test_formats_are_those_of_python():
         "{{ 'a' + messages[0].nothing + 'b' }}",
     ],
 )
-def test_what_is_faster_than_the_sandbox_writes_the_same(source):
+def test_sandbox_writes_what_jinja_writes(source):
     messages = [{"role": "user", "content": "x", "items": 1}, {"role": "assistant", "content": "y", "get": 2}]
     found = []
     for render in (

@@ -108,7 +108,7 @@ def trained_parts(tokenizer, turns):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_all_that_the_model_writes_is_trained_on_and_nothing_else(family, tmp_path):
+def test_exactly_the_model_output_is_trained_on(family, tmp_path):
     tokenizer = make(family, tmp_path)
     _, ends, never = FAMILIES[family]
     tried = 0
