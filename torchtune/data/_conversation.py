@@ -110,7 +110,10 @@ def tools_of_row(row: Mapping[str, Any], columns: Collection[str] = ()) -> list[
         return tools
     if tools:
         raise DataError("the row has both tools and functions: leave out functions, the older form")
-    return [tool if "function" in tool else function_tool(tool) for tool in functions]
+    definitions = []
+    for function in functions:
+        definitions.append(function if "function" in function else function_tool(function))
+    return definitions
 
 
 def _tools_of_column(row: Mapping[str, Any], name: str, columns: Collection[str]) -> list[Any] | None:

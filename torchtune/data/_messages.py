@@ -115,8 +115,13 @@ class Message:
 
     def get_media(self) -> list[Any]:
         """Return the images of the turn, and its videos as :class:`Video`, in order."""
-        media = [item for item in self.content if item["type"] in _MEDIA]
-        return [as_video(item) if item["type"] == "video" else item["content"] for item in media]
+        media = []
+        for item in self.content:
+            if item["type"] == "image":
+                media.append(item["content"])
+            elif item["type"] == "video":
+                media.append(as_video(item))
+        return media
 
     @property
     def contains_media(self) -> bool:
@@ -133,7 +138,9 @@ class Message:
         return "".join(item["content"] for item in self.content if item["type"] == "text")
 
     def __repr__(self) -> str:
-        parts = [item["content"] if item["type"] == "text" else f"<{item['type']}>" for item in self.content]
+        parts = []
+        for item in self.content:
+            parts.append(item["content"] if item["type"] == "text" else f"<{item['type']}>")
         return f"Message(role='{self.role}', content={parts!r})"
 
 
@@ -174,11 +181,11 @@ def as_message(value: MessageLike) -> Message:
     extra = value.get("extra") or {}
     if not isinstance(extra, Mapping):
         raise DataError(f"the 'extra' of a turn must be a mapping, not {type(extra).__name__}")
-    extra = dict(extra)
     calls = _calls_of_turn({**extra, **value})
-    if name == "function_call":
-        calls, content = [*calls, *call_of_text(content)], None
-    extra.pop("tool_calls", None)
+    if name == "function_call":  # the content is the call
+        calls = [*calls, *call_of_text(content)]
+        content = None
+    extra = {key: item for key, item in extra.items() if key != "tool_calls"}
     for key, item in value.items():
         if key not in _READ_FIELDS and item is not None:
             extra[key] = item
@@ -188,19 +195,22 @@ def as_message(value: MessageLike) -> Message:
         if not calls and not any(extra.get(field) for field in REASONING_FIELDS):
             raise DataError(f"a turn of '{name}' has no content")
         content = ""
-    elif not isinstance(content, str):
-        if not isinstance(content, list | tuple):
-            raise DataError(f"the content of a turn of '{name}' must be a text or a list, not {type(content).__name__}")
+    elif isinstance(content, list | tuple):
         content = [parse_content_part(part) for part in content]
+    elif not isinstance(content, str):
+        raise DataError(f"the content of a turn of '{name}' must be a text or a list, not {type(content).__name__}")
     try:
         message = Message(role, content, extra=extra, ipython=bool(value.get("ipython")))
     except ValueError as error:
         raise DataError(str(error).rstrip(".")) from error
     message.eot = value.get("eot") is not False
     message.stated_training = _stated_training(value)
-    message.masked = role != "assistant" if message.stated_training is None else not message.stated_training
-    if value.get("masked") is False and message.stated_training is None:
+    if message.stated_training is not None:
+        message.masked = not message.stated_training
+    elif value.get("masked") is False:
         message.masked = False
+    else:
+        message.masked = role != "assistant"
     return message
 
 
@@ -278,14 +288,17 @@ def as_messages(messages: Sequence[MessageLike]) -> list[Message]:
     """
     if not isinstance(messages, list | tuple):
         raise DataError(f"a conversation must be a list of turns, not {type(messages).__name__}")
-    converted = [turn if type(turn) is Message else as_message(turn) for turn in messages]
-    for i, message in enumerate(converted):
-        if message.role not in _TOOL_ROLES or message is messages[i]:
-            continue
-        message.eot = False
-        before = converted[i - 1] if i else None
-        if before is not None and before.role == "assistant" and before is not messages[i - 1]:
-            before.ipython, before.eot = True, False
+    converted: list[Message] = []
+    for turn in messages:
+        message = as_message(turn)
+        is_new = message is not turn  # a message states ipython and eot itself
+        if is_new and message.role in _TOOL_ROLES:
+            message.eot = False
+            call = converted[-1] if converted else None
+            if call is not None and call.role == "assistant" and call is not messages[len(converted) - 1]:
+                call.ipython = True
+                call.eot = False
+        converted.append(message)
     return converted
 
 
