@@ -30,15 +30,17 @@ class SharedPrefixes:
     @classmethod
     def of(cls, starts: Sequence[int], lengths: Sequence[int], prefixes: Sequence[int]) -> "SharedPrefixes":
         """Build from start positions, lengths, and the index of each document's prefix (-1: no prefix)."""
-        spans = [torch.arange(start, start + length) for start, length in zip(starts, lengths, strict=False)]
+        positions = []  # of each document
+        for start, length in zip(starts, lengths, strict=False):
+            positions.append(torch.arange(start, start + length))
         keys = []
-        for span, prefix in zip(spans, prefixes, strict=True):
-            keys.append(span if prefix < 0 else torch.cat([spans[prefix], span]))
+        for document, prefix in zip(positions, prefixes, strict=True):
+            keys.append(document if prefix < 0 else torch.cat([positions[prefix], document]))
         cu_keys = torch.tensor([0, *accumulate(map(len, keys))], dtype=torch.int32)
         prefix_indices = set(prefixes)
-        whole = [i for i in range(len(spans)) if i not in prefix_indices]
-        prefix_of_whole = [prefixes[i] for i in whole]
-        return cls(torch.cat(keys), cu_keys, torch.tensor(whole), torch.tensor(prefix_of_whole))
+        continuing = [i for i in range(len(prefixes)) if i not in prefix_indices]
+        prefix_of_continuing = [prefixes[i] for i in continuing]
+        return cls(torch.cat(keys), cu_keys, torch.tensor(continuing), torch.tensor(prefix_of_continuing))
 
     def sums(self, values: Tensor) -> Tensor:
         """Add the sum of each prefix to the documents that continue it: ``[documents]`` to ``[n]``."""

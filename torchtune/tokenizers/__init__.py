@@ -1,47 +1,5 @@
 """Tokenizers for text and conversations; each imports its backend library only when it is used."""
 
-from torchtune._lazy import attach
+from torchtune._lazy import attach_stub
 
-__getattr__, __dir__, __all__ = attach(
-    __name__,
-    {
-        "BaseTokenizer": "_protocols",
-        "GPT2BaseTokenizer": "_byte_level_bpe",
-        "HuggingFaceBaseTokenizer": "_hf_tokenizer",
-        "HuggingFaceModelTokenizer": "_hf_model_tokenizer",
-        "ModelTokenizer": "_protocols",
-        "RecipeTokenizer": "_protocols",
-        "SavableTokenizer": "_protocols",
-        "SentencePieceBaseTokenizer": "_sentencepiece",
-        "StreamDecoder": "_decoding",
-        "TekkenTokenizer": "_tiktoken",
-        "TikTokenBaseTokenizer": "_tiktoken",
-        "go_template": "_chat_template",
-        "hf_tokenizer": "_hf_model_tokenizer",
-        "parse_hf_tokenizer_json": "_files",
-        "tokenize_messages_no_special_tokens": "_chat_layouts",
-    },
-    between_rooms={
-        "ByteLevelBPE": "_byte_level_bpe",
-        "CL100K_PATTERN": "_tiktoken",
-        "ChatMLTurns": "_chatml_turns",
-        "HeaderTurns": "_header_turns",
-        "IM_END": "_chatml_turns",
-        "IM_START": "_chatml_turns",
-        "InstTurnsTokenizer": "_inst_turns",
-        "MISSING_TOKENIZER": "_files",
-        "MarkedTurnsTokenizer": "_chat_layouts",
-        "PublishedFiles": "_files",
-        "SentencePieceChatTokenizer": "_sentencepiece",
-        "arrays_of": "_protocols",
-        "check_tokenizer": "_protocols",
-        "decode_pieces": "_decoding",
-        "document_texts": "_decoding",
-        "end_of_turn_ids": "_protocols",
-        "is_trained": "_decoding",
-        "is_tokenizer_file": "_files",
-        "required_ids": "_chat_layouts",
-        "text_only": "_protocols",
-        "tool_options": "_protocols",
-    },
-)
+__getattr__, __dir__, __all__ = attach_stub(__name__, __file__)

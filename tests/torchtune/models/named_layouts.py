@@ -26,7 +26,7 @@ from torchtune.models.phi4 import phi4_tokenizer
 from torchtune.models.qwen2 import PRETOKENIZE_REGEX, qwen2_tokenizer
 from torchtune.models.qwen2_5 import qwen2_5_tokenizer
 from torchtune.models.qwen3 import qwen3_tokenizer
-from torchtune.tokenizers._tiktoken import CL100K_PATTERN
+from torchtune.tokenizers import CL100K_PATTERN
 
 Encoded = tuple[list[int], list[bool]]
 

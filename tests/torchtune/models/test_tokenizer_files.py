@@ -19,8 +19,7 @@ from torchtune.models.phi4 import phi4_tokenizer
 from torchtune.models.qwen2 import qwen2_tokenizer
 from torchtune.models.qwen2_5 import qwen2_5_tokenizer
 from torchtune.models.qwen3 import qwen3_tokenizer
-from torchtune.tokenizers import hf_tokenizer
-from torchtune.tokenizers._tiktoken import CL100K_PATTERN
+from torchtune.tokenizers import CL100K_PATTERN, hf_tokenizer
 
 # Kind of file -> its name in the folder.
 KINDS = {

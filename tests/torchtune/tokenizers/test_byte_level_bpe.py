@@ -6,6 +6,8 @@ from itertools import product
 import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
+from torchtune.data import DataError
+from torchtune.tokenizers import GPT2BaseTokenizer
 from torchtune.tokenizers._byte_level_bpe import WordEncoder
 
 BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -107,3 +109,13 @@ def test_unsupported_tokenizers_are_not_replaced(change):
     tokenizer = make("gpt2")
     change(tokenizer)
     assert WordEncoder(tokenizer).encode("the cat", []) is None
+
+
+def test_bpe_of_other_characters_than_those_of_gpt2_is_refused(tmp_path):
+    (tmp_path / "vocab.json").write_text('{"a": 0, "b": 1, "ab": 2}')
+    (tmp_path / "merges.txt").write_text("a b\n")
+    tokenizer = GPT2BaseTokenizer(str(tmp_path / "vocab.json"), str(tmp_path / "merges.txt"))
+    assert tokenizer.bpe("aba") == "ab a"
+    assert tokenizer.bpe("") == ""
+    with pytest.raises(DataError, match="' ' is not one of them"):
+        tokenizer.bpe("a b")

@@ -17,8 +17,7 @@ from transformers.models.mllama.image_processing_pil_mllama import (
     get_optimal_tiled_canvas,
 )
 
-from torchtune.data import DataError, load_image
-from torchtune.data._images import check_image, open_image, read_pixels
+from torchtune.data import DataError, check_image, load_image, open_image, read_pixels
 from torchtune.models.clip import CLIP_MEAN, CLIP_STD, CLIPImageTransform, clip_vit_224_transform
 from torchtune.modules.transforms import VisionCrossAttentionMask
 from torchtune.modules.transforms.vision_utils.get_canvas_best_fit import (
