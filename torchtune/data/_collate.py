@@ -90,7 +90,12 @@ def collate_documents(batch: Sequence[Example]) -> Batch:
                 f"collate_documents takes text and Images, not '{min(unknown)}': set collate_fn to one that batches it."
             )
     boundaries = Documents.from_lengths([len(row) for row in tokens])
-    out = Batch(torch.cat(tokens)[None], torch.cat(labels)[None], boundaries.positions()[None], boundaries)
+    out = Batch(
+        tokens=torch.cat(tokens)[None],  # [1, s]
+        labels=torch.cat(labels)[None],
+        input_pos=boundaries.positions()[None],
+        documents=boundaries,
+    )
     check_shifted(out.tokens, out.labels, boundaries.lengths)
     joined_images = join_images(images, boundaries.lengths)
     if joined_images is not None:
@@ -98,8 +103,8 @@ def collate_documents(batch: Sequence[Example]) -> Batch:
     sources = [document.get("source") for document in documents]
     if not all(isinstance(source, SourceNumber) for source in sources):
         return out
-    source_of_token = np.repeat(np.array(sources, np.int64), boundaries.lengths)
-    return replace(out, per_token={"source": torch.from_numpy(source_of_token)[None]}, sources=sources[0].names)
+    source_of_token = torch.from_numpy(np.repeat(np.array(sources, np.int64), boundaries.lengths))
+    return replace(out, per_token={"source": source_of_token[None]}, sources=sources[0].names)
 
 
 def _images(document: Document) -> Images | None:
@@ -154,7 +159,9 @@ def collate_preference(batch: Sequence[Mapping[str, Any]]) -> Batch:
     if is_paired:
         per_document["pair"] = torch.arange(len(batch)).repeat(2)
         # A pair counts if both of its answers have labels.
-        label_counts = list(map(min, label_counts[: len(batch)], label_counts[len(batch) :]))
+        chosen_counts = label_counts[: len(batch)]
+        rejected_counts = label_counts[len(batch) :]
+        label_counts = list(map(min, chosen_counts, rejected_counts))
     num_terms = sum(count > 0 for count in label_counts)
     return replace(out, per_document=per_document, terms=num_terms)
 

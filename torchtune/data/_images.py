@@ -146,7 +146,8 @@ def _read(value: Any, function: Callable[[Any], Any]) -> Any:
     For a video, return a :class:`Video` with the results for its frames.
     """
     if isinstance(value, Video):
-        return value._replace(frames=tuple(each_image(lambda frame: _read(frame, function), value.frames, "frame")))
+        frames = each_image(lambda frame: _read(frame, function), value.frames, "frame")
+        return value._replace(frames=tuple(frames))
     pillow, name = _require_pillow(), _image_name(value)
     if isinstance(value, Mapping):
         data, path = value.get("bytes"), value.get("path")
@@ -227,7 +228,8 @@ def _to_8_bits(image: Any) -> Any:
         return image
     if low < 0 or high > 0xFFFF:
         raise ValueError(f"its pixels are numbers from {low} to {high}: save it with 8 or 16 bits")
-    return image.convert("I").point(lambda value: value * (1 / 257) + 0.5).convert("L")
+    scaled = image.convert("I").point(lambda value: value * (1 / 257) + 0.5)  # 65535 / 257 = 255, rounded
+    return scaled.convert("L")
 
 
 def read_pixels(value: Any) -> "torch.Tensor":

@@ -51,8 +51,11 @@ class PromptTemplate(PromptTemplateInterface):
 
     def __call__(self, messages: Sequence[MessageLike], inference: bool = False) -> list[Message]:
         """Return the messages with text added."""
-        turns = as_messages(messages)
-        return [with_tags(message, *self.template.get(message.role, ("", ""))) for message in turns]
+        formatted = []
+        for message in as_messages(messages):
+            before, after = self.template.get(message.role, ("", ""))
+            formatted.append(with_tags(message, before, after))
+        return formatted
 
 
 class ChatMLTemplate(PromptTemplateInterface):

@@ -119,6 +119,7 @@ class ChatMLTurns(TurnsTokenizer):
     def _parts(self, messages: list[Message], closed: bool) -> Iterator[Part]:
         messages, begun = self._prepare(messages, closed)
         for i, message in enumerate(messages):
-            yield self.encode(self._turn(messages, i, begun[i]), add_bos=i == 0, add_eos=False), message.masked
+            text = self._turn(messages, i, begun[i])
+            yield self.encode(text, add_bos=i == 0, add_eos=False), message.masked
         if closed:
             yield [self.eos_id], messages[-1].masked if messages else True

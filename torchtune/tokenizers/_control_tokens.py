@@ -30,8 +30,11 @@ class ControlTokens:
     def __init__(self, texts: Iterable[str]) -> None:
         self.texts = sorted((text for text in texts if text), key=len, reverse=True)
         self._number = {text: i for i, text in enumerate(self.texts)}
-        self._pattern = re.compile("|".join(map(re.escape, self.texts))) if self.texts else None
-        self._shortest_length = len(self.texts[-1]) if self.texts else 0
+        self._pattern: re.Pattern[str] | None = None
+        self._shortest_length = 0
+        if self.texts:
+            self._pattern = re.compile("|".join(map(re.escape, self.texts)))
+            self._shortest_length = len(self.texts[-1])
 
     def hide(self, value: Any) -> Any:
         """Return a string or nested plain data with placeholders for control tokens, in keys too."""
@@ -150,8 +153,10 @@ class ControlTokenEncoder:
         position = 0
         new_position = 0
         for match in re.finditer(rf"{_PLACEHOLDER.pattern}|{any_token}", text):
-            is_placeholder = match[1] is not None
-            new_piece = texts[int(match[1])] if is_placeholder else _new_name(texts.index(match[0]))
+            if match[1] is not None:  # a placeholder
+                new_piece = texts[int(match[1])]
+            else:
+                new_piece = _new_name(texts.index(match[0]))
             unchanged = text[position : match.start()]
             pieces += [unchanged, new_piece]
             new_position += len(unchanged)

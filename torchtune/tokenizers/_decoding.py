@@ -69,7 +69,9 @@ def document_texts(row: Any) -> list[tuple[str, np.ndarray, np.ndarray]]:
     if "chosen_input_ids" in row:
         texts = []
         for side in ("chosen", "rejected"):
-            texts.append((side, np.asarray(row[f"{side}_input_ids"]), np.asarray(row[f"{side}_labels"])))
+            tokens = np.asarray(row[f"{side}_input_ids"])
+            labels = np.asarray(row[f"{side}_labels"])
+            texts.append((side, tokens, labels))
         return texts
     if "tokens" not in row or "labels" not in row:
         return []
@@ -104,7 +106,8 @@ def decode_pieces(tokens: np.ndarray, labels: np.ndarray, tokenizer: Any) -> lis
     pieces = []
     for start, end in pairwise([0, *changes.tolist(), len(tokens)]):
         if end > start:
-            pieces.append((tokenizer.decode(tokens[start:end].tolist(), **options), bool(trained[start])))
+            text = tokenizer.decode(tokens[start:end].tolist(), **options)
+            pieces.append((text, bool(trained[start])))
     return pieces
 
 

@@ -78,8 +78,12 @@ def is_tokenizer_file(relative: PurePath) -> bool:
     """Return whether a file belongs to the tokenizer, by its path relative to the folder of a checkpoint."""
     if relative.parts[0] in (_TEMPLATE_FOLDER, MISSING_TOKENIZER):
         return True
-    parts = relative.parts[1:] if relative.parts[0] == _META_FOLDER else relative.parts
-    return len(parts) == 1 and (parts[0].startswith(_TOKENIZER_FILES) or parts[0].endswith(".tiktoken"))
+    parts = relative.parts
+    if parts[0] == _META_FOLDER:
+        parts = parts[1:]
+    if len(parts) != 1:
+        return False
+    return parts[0].startswith(_TOKENIZER_FILES) or parts[0].endswith(".tiktoken")
 
 
 class PublishedFiles:

@@ -98,7 +98,10 @@ class HuggingFaceBaseTokenizer(BaseTokenizer):
         self.encoder = ControlTokenEncoder(self.tokenizer, self.control_tokens)
         adds_bos = self.config.get("add_bos_token")
         if not isinstance(adds_bos, bool):
-            adds_bos = self.bos_id is not None and self.tokenizer.encode("a").ids[:1] == [self.bos_id]
+            adds_bos = False
+            if self.bos_id is not None:
+                first_ids = self.tokenizer.encode("a").ids[:1]  # with the post-processor's tokens
+                adds_bos = first_ids == [self.bos_id]
         self.adds_bos: bool = adds_bos and self.bos_id is not None
         self._loaded_size = self.tokenizer.get_vocab_size()
 
@@ -190,9 +193,8 @@ class HuggingFaceBaseTokenizer(BaseTokenizer):
     def encode_text(self, text: str, add_bos: bool = True, add_eos: bool = True) -> list[int]:
         """Encode a text of training data: special tokens in it are plain text, unless ``parse_special_tokens``."""
         check_text(text)
-        return self._framed(
-            self.encoder.encode_masked(self.control_tokens.hide(text), [])[0].tolist(), add_bos, add_eos
-        )
+        ids, _ = self.encoder.encode_masked(self.control_tokens.hide(text), [])
+        return self._framed(ids.tolist(), add_bos, add_eos)
 
     def _framed(self, ids: list[int], add_bos: bool, add_eos: bool) -> list[int]:
         if add_bos and self.adds_bos:

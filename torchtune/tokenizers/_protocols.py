@@ -74,7 +74,9 @@ class SavableTokenizer(Protocol):
 def end_of_turn_ids(tokenizer: Any) -> list[int]:
     """Return the ids after which a trained model stops: the stop tokens and, if they differ, those that end a turn."""
     # Optional attributes: a tokenizer of a user's own may have neither.
-    return list(dict.fromkeys([*getattr(tokenizer, "stop_tokens", ()), *getattr(tokenizer, "turn_ends", ())]))
+    stop_ids = getattr(tokenizer, "stop_tokens", ())
+    turn_end_ids = getattr(tokenizer, "turn_ends", ())
+    return list(dict.fromkeys([*stop_ids, *turn_end_ids]))
 
 
 # What a tokenizer may need, with its meaning for messages; see torchtune.tokenizers.RecipeTokenizer.
@@ -140,7 +142,10 @@ class MessageTransform:
             DataError: the messages do not fit the chat layout.
         """
         sample = row_of(sample)
-        options = tool_options(self, sample.pop("tools", None) if self.takes_tools else sample.get("tools"))
+        tools = sample.get("tools")
+        if self.takes_tools:
+            sample.pop("tools", None)
+        options = tool_options(self, tools)
         tokens, mask = self.tokenize_messages(messages_of(sample), add_end_tokens=not inference, **options)
         return {**sample, "tokens": tokens, "mask": mask}
 

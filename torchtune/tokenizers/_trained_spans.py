@@ -118,7 +118,9 @@ class Marker:
 
     def _mark(self, text: str, span: Span | None = None) -> str:
         """Add marks around a span of ``text``, by default without outer white space; add none around nothing."""
-        start, end = span or (len(text) - len(text.lstrip()), len(text.rstrip()))
+        if span is None:
+            span = (len(text) - len(text.lstrip()), len(text.rstrip()))
+        start, end = span
         if start >= end:
             return text
         self.count += 1
@@ -353,7 +355,8 @@ class TurnFinder:
     @property
     def _has_calls(self) -> bool:
         """Whether the template writes a tool call at all."""
-        rendering = self._rendered([_USER, {"role": "assistant", "content": "", "tool_calls": [_CALL]}], False)
+        call = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
+        rendering = self._rendered([_USER, call], False)
         return rendering is not None and _CALL["function"]["name"] in rendering.text
 
     def omitted(self, ignored: Collection[int] = ()) -> list[str]:
@@ -613,7 +616,10 @@ class TurnFinder:
                 if token.start() < num_shared < token.end():
                     num_shared = token.start()
         shared = passage[:num_shared].rstrip()
-        last_token = next((token[0] for token in self._special.finditer(shared) if token.end() == len(shared)), None)
+        last_token = None
+        for token in self._special.finditer(shared):
+            if token.end() == len(shared):
+                last_token = token[0]
         if last_token in self.answer_ends:
             return len(shared)
         stop_end = self._last_stop(passage, shared)
@@ -776,8 +782,10 @@ class LayoutCache:
             return None
         content_ends = [0, *accumulate(map(len, contents))]
         spans = []
-        for start, end in layout.spans:
-            spans.append((content_ends[start[0]] + start[1], content_ends[end[0]] + end[1]))
+        for (start_texts, start_layout), (end_texts, end_layout) in layout.spans:
+            start = content_ends[start_texts] + start_layout
+            end = content_ends[end_texts] + end_layout
+            spans.append((start, end))
         return spans
 
     def _learn_layout(self, roles: Sequence[str], masked: Sequence[bool]) -> _Layout | None:

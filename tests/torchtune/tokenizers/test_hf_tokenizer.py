@@ -1,6 +1,7 @@
 """Files of a checkpoint's tokenizer, and what is said when they are missing or broken."""
 
 import json
+from types import MappingProxyType
 
 import pytest
 
@@ -186,6 +187,10 @@ def test_nothing_in_tools_is_a_control_token(folder):
     tokens = tokenizer.tokenize_messages(CHAT, tools=tools)[0]
     assert 0 not in tokens
     assert tokenizer.decode(tokens).startswith(json.dumps(tools))
+    read_only = [{"function": MappingProxyType(tools[0])}]
+    tokens = tokenizer.tokenize_messages(CHAT, tools=read_only)[0]
+    assert 0 not in tokens
+    assert tokenizer.decode(tokens).startswith(json.dumps([{"function": tools[0]}]))
 
 
 def test_open_conversation_ends_where_the_model_continues(folder):

@@ -1,0 +1,38 @@
+"""Layouts that are written turn by turn."""
+
+import pytest
+
+from tests.torchtune.models.tokenizer_files import write_bpe
+from torchtune.data import Message
+from torchtune.tokenizers import IM_END, IM_START, ChatMLTurns
+
+END_OF_TEXT = "<|endoftext|>"
+
+
+@pytest.fixture
+def tokenizer(tmp_path):
+    vocab, merges = write_bpe(tmp_path)
+    return ChatMLTurns(
+        vocab,
+        merges,
+        {END_OF_TEXT: 1000, IM_START: 1001, IM_END: 1002},
+        pattern=r"\S+|\s+",
+        bos_token=None,
+        eos_token=END_OF_TEXT,
+        pad_token=None,
+        max_seq_len=None,
+        prompt_template=None,
+        truncation_type="right",
+        parse_special_tokens=False,
+    )
+
+
+@pytest.mark.parametrize("is_masked", [False, True])
+def test_end_of_a_chatml_conversation_is_trained_on_like_its_last_turn(tokenizer, is_masked):
+    chat = [Message("user", "red?", masked=not is_masked), Message("assistant", "blue", masked=is_masked)]
+    tokens, mask = tokenizer.tokenize_messages(chat)
+    assert tokens[-1] == tokenizer.eos_id
+    assert mask[-1] is is_masked
+    open_tokens, open_mask = tokenizer.tokenize_messages(chat, add_end_tokens=False)
+    assert (open_tokens, open_mask) == (tokens[:-1], mask[:-1])
+    assert tokenizer.im_end_id not in open_tokens[-2:]
