@@ -232,7 +232,7 @@ def _split_generation_blocks(text: str) -> tuple[str, list[tuple[int, int]]]:
 MAX_SOURCE = 1 << 20  # characters of a template
 MAX_CHARACTERS = 1 << 27  # created while rendering, in texts and, converted to characters, in lists and iterations
 MAX_CPU_SECONDS = 30.0
-_CHARGES_PER_CLOCK_READING = 256  # reading the CPU time is a system call
+_CHARACTERS_PER_CLOCK_READING = 4096  # reading the CPU time is a system call
 
 # Memory that is charged for what is not text, in characters.
 _LIST_ELEMENT = 8
@@ -274,6 +274,8 @@ def _too_slow() -> DataError:
 
 def _memory_of(value: Any) -> int:
     """Return the size of a text or list in characters, without that of the list's elements."""
+    if type(value) is str:  # fast path
+        return len(value)
     if isinstance(value, str | bytes):
         return len(value)
     if isinstance(value, list | tuple | dict):
@@ -374,8 +376,8 @@ class _Allowance(threading.local):
     """Characters and CPU time that the rendering in this thread may still use."""
 
     characters = 0
+    next_check = 0  # number of characters below which the limits are compared
     end = 0.0
-    num_charges = 0
 
 
 class TemplateSandbox(ImmutableSandboxedEnvironment):
@@ -403,17 +405,23 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
     def start_rendering(self) -> None:
         """Reset the limits of this thread for a new rendering."""
         self._allowance.characters = MAX_CHARACTERS
+        self._allowance.next_check = MAX_CHARACTERS - _CHARACTERS_PER_CLOCK_READING
         self._allowance.end = time.thread_time() + MAX_CPU_SECONDS
-        self._allowance.num_charges = 0
 
     def _charge(self, num_characters: int) -> None:
         allowance = self._allowance
-        allowance.characters -= num_characters
-        if allowance.characters < 0:
+        # An operation that creates nothing costs a character, too: without it, the clock would never be read.
+        characters = allowance.characters - num_characters - 1
+        allowance.characters = characters
+        if characters < allowance.next_check:
+            self._check_limits(characters)
+
+    def _check_limits(self, characters: int) -> None:
+        if characters < 0:
             raise _too_large()
-        allowance.num_charges += 1
-        if allowance.num_charges % _CHARGES_PER_CLOCK_READING == 0 and time.thread_time() > allowance.end:
+        if time.thread_time() > self._allowance.end:
             raise _too_slow()
+        self._allowance.next_check = max(characters - _CHARACTERS_PER_CLOCK_READING, 0)
 
     def _charge_value(self, value: Any) -> Any:
         self._charge(_memory_of(value))

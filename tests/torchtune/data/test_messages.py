@@ -16,6 +16,7 @@ from torchtune.data import (
     QuestionAnswerTemplate,
     ShareGPTToMessages,
     SummarizeTemplate,
+    as_messages,
     format_content_with_images,
     mask_messages,
     validate_messages,
@@ -192,3 +193,40 @@ def test_images_in_text():
     ]
     with pytest.raises(DataError, match="2 '<i>' but 1 image"):
         format_content_with_images("<i>a<i>", image_tag="<i>", images=[1])
+
+
+@pytest.mark.parametrize(
+    ("part", "item"),
+    [
+        ({"type": "image_url", "image_url": {"url": "a.png"}}, {"type": "image", "content": "a.png"}),
+        ({"type": "image", "image": "a.png"}, {"type": "image", "content": "a.png"}),
+        ({"type": "image", "path": "a.png", "url": None}, {"type": "image", "content": "a.png"}),
+        ({"type": "image", "url": "a.png"}, {"type": "image", "content": "a.png"}),
+        ({"type": "image", "base64": "QQ=="}, {"type": "image", "content": "data:image;base64,QQ=="}),
+        ({"type": "video", "video": ["a.png"], "fps": 2}, {"type": "video", "content": ["a.png"], "fps": 2}),
+        ({"type": "text", "text": "a"}, {"type": "text", "content": "a"}),
+        ({"type": "text", "content": "a", "text": None}, {"type": "text", "content": "a"}),
+    ],
+)
+def test_content_parts_of_every_form_are_read(part, item):
+    (message,) = as_messages([{"role": "user", "content": [part]}])
+    assert message.content == [item]
+
+
+@pytest.mark.parametrize(
+    ("part", "words"),
+    [
+        ({"type": "image_url"}, "'image_url' with a 'url'"),
+        ({"type": "image_url", "image_url": "a.png"}, "'image_url' with a 'url'"),
+        ({"type": "image_url", "image_url": {}}, "'image_url' with a 'url'"),
+        ({"type": "image"}, "'image', a 'path' or a 'url'"),
+        ({"type": "video"}, "type 'video'"),
+        ({"type": "text"}, "type 'text'"),
+        ({"type": "text", "text": 3}, "holds int, not a text"),
+        ("text", "type 'str'"),
+        ({"text": "a"}, "type 'None'"),
+    ],
+)
+def test_broken_content_parts_are_refused(part, words):
+    with pytest.raises(DataError, match=words):
+        as_messages([{"role": "user", "content": [part]}])
