@@ -448,13 +448,18 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         """Evaluate ``left operator right`` and charge for the result."""
+        if operator != "+":  # a sum is as large as its parts
+            self._charge_before(operator, left, right)
+        return self._charge_value(super().call_binop(context, operator, left, right))
+
+    def _charge_before(self, operator: str, left: Any, right: Any) -> None:
+        """Charge for the result of an operation that may be much larger than its operands."""
         if isinstance(left, int) and isinstance(right, int):
+            num_bits = 0
             if operator == "*":
                 num_bits = left.bit_length() + right.bit_length()
             elif operator == "**":
                 num_bits = left.bit_length() * max(right, 1)
-            else:
-                num_bits = 0
             if num_bits > _MAX_INTEGER_BITS:
                 raise _too_large()
         elif operator == "*":
@@ -462,7 +467,6 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
             self._charge(_memory_of(sequence) * repetitions)
         elif operator == "%" and isinstance(left, str):
             self._charge(_cost_of_format(left, right))
-        return self._charge_value(super().call_binop(context, operator, left, right))
 
     # Jinja passes the keyword arguments of the template, so that plain names of parameters could collide with them.
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:

@@ -119,3 +119,13 @@ def test_bpe_of_other_characters_than_those_of_gpt2_is_refused(tmp_path):
     assert tokenizer.bpe("") == ""
     with pytest.raises(DataError, match="' ' is not one of them"):
         tokenizer.bpe("a b")
+
+
+def test_gpt2_adds_the_tokens_that_it_has(tmp_path):
+    (tmp_path / "vocab.json").write_text('{"a": 0, "b": 1, "ab": 2}')
+    (tmp_path / "merges.txt").write_text("a b\n")
+    paths = str(tmp_path / "vocab.json"), str(tmp_path / "merges.txt")
+    assert GPT2BaseTokenizer(*paths).encode("ab") == [2]
+    tokenizer = GPT2BaseTokenizer(*paths, bos_id=7, eos_id=8)
+    assert tokenizer.encode("ab") == [7, 2, 8]
+    assert tokenizer.encode("ab", add_bos=False, add_eos=False) == [2]
