@@ -72,7 +72,8 @@ class Llama2ChatTemplate(PromptTemplateInterface):
                 system = with_tags(message, *self.template["system"]).content
                 continue
             if message.role == "user":
-                content, system = [*system, *message.content], []
+                content = [*system, *message.content]
+                system = []
                 message = Message(role="user", content=content, masked=message.masked, eot=message.eot)
             formatted.append(with_tags(message, *self.template.get(message.role, ("", ""))))
         return formatted

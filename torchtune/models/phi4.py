@@ -98,7 +98,11 @@ class Phi4Tokenizer(MarkedTurnsTokenizer):
     def encode(self, text: str, add_bos: bool = True, add_eos: bool = True) -> list[int]:
         """Encode ``text`` to token ids; special tokens in it are encoded as plain text."""
         ids = self.body(text)
-        return [*([self.bos_id] if add_bos else []), *ids, *([self.eos_id] if add_eos else [])]
+        if add_bos:
+            ids = [self.bos_id, *ids]
+        if add_eos:
+            ids = [*ids, self.eos_id]
+        return ids
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
         """Decode token ids to text, by default without special tokens."""

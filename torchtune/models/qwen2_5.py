@@ -22,7 +22,8 @@ from torchtune.tokenizers import text_only
 
 SPEC = replace(QWEN2_SPEC, name="qwen2_5")
 
-_1_5B, _7B = QWEN2["qwen2_1_5b"], QWEN2["qwen2_7b"]
+_1_5B = QWEN2["qwen2_1_5b"]
+_7B = QWEN2["qwen2_7b"]
 _14B = replace(_7B, num_layers=48, embed_dim=5120, intermediate_dim=13_824, num_heads=40, num_kv_heads=8)
 _32B = replace(_14B, num_layers=64, intermediate_dim=27_648)
 _72B = replace(_7B, num_layers=80, embed_dim=8192, intermediate_dim=29_568, num_heads=64, num_kv_heads=8)

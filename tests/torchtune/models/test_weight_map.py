@@ -35,7 +35,7 @@ def _description(**changes: object) -> Description:
     return Description(**{**sizes, "num_heads": 4, "num_kv_heads": 2, **changes})
 
 
-# Of text decoders: test_vision.py has the others.
+# Of text decoders: test_llama3_2_vision.py and test_image_text.py have the others.
 _MAPS = [(name, kind) for name in list_specs() if not get_spec(name).builder for kind in get_spec(name).weight_maps]
 
 

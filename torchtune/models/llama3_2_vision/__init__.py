@@ -2,23 +2,24 @@
 
 from torchtune._lazy import attach
 
-_MODELS = [f"{way}llama3_2_vision_{size}" for way in ("", "lora_", "qlora_") for size in ("11b", "90b")]
-
 __getattr__, __dir__, __all__ = attach(
     __name__,
     {
-        **dict.fromkeys(("Llama3VisionTransform", "llama3_2_vision_transform"), "_transform"),
-        **dict.fromkeys(("Llama3VisionEncoder", "Llama3VisionProjectionHead"), "_encoder"),
-        **dict.fromkeys(
-            (
-                "llama3_2_vision_decoder",
-                "llama3_2_vision_encoder",
-                "lora_llama3_2_vision_decoder",
-                "lora_llama3_2_vision_encoder",
-            ),
-            "_component_builders",
-        ),
-        **dict.fromkeys(("SPEC", *_MODELS), "_model_builders"),
+        "Llama3VisionEncoder": "_model",
+        "Llama3VisionProjectionHead": "_model",
+        "Llama3VisionTransform": "_transform",
+        "SPEC": "_model",
+        "llama3_2_vision_11b": "_model",
+        "llama3_2_vision_90b": "_model",
+        "llama3_2_vision_decoder": "_model",
+        "llama3_2_vision_encoder": "_model",
+        "llama3_2_vision_transform": "_transform",
+        "lora_llama3_2_vision_11b": "_model",
+        "lora_llama3_2_vision_90b": "_model",
+        "lora_llama3_2_vision_decoder": "_model",
+        "lora_llama3_2_vision_encoder": "_model",
+        "qlora_llama3_2_vision_11b": "_model",
+        "qlora_llama3_2_vision_90b": "_model",
     },
-    between_rooms={"SIZES": "_model_builders"},
+    between_rooms={"SIZES": "_model", "llama3_2_vision_projection_head": "_model"},
 )
