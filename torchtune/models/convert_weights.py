@@ -15,6 +15,18 @@ from torchtune.models._description import Description
 from torchtune.models._weight_map import WeightMap, WeightMapError
 from torchtune.models._weight_names import HF_INTERLEAVED, META
 
+__all__ = [
+    "convert_by",
+    "describe_state_dict",
+    "get_mapped_key",
+    "hf_to_tune",
+    "meta_to_tune",
+    "tune_to_hf",
+    "tune_to_meta",
+    "tune_to_peft_adapter_config",
+    "tune_to_peft_adapter_weights",
+]
+
 _ADAPTER_SUFFIXES = (".lora_a.weight", ".lora_b.weight", ".magnitude")
 _LAYER_NUMBER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
