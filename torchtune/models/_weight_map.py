@@ -477,9 +477,13 @@ def _expand(weight_map: WeightMap, description: Description) -> _Table:
             for template in row.tune_templates:
                 tune += _fill(template, description, **numbers)
             groups.append(Group(tuple(external), tuple(tune), row.op, description))
-    by_external = {name: group for group in groups for name in group.external}
-    by_tune = {name: group for group in groups for name in group.tune}
-    num_names = sum(len(group.external) + len(group.tune) for group in groups)
+    by_external: dict[str, Group] = {}
+    by_tune: dict[str, Group] = {}
+    num_names = 0
+    for group in groups:
+        by_external |= dict.fromkeys(group.external, group)
+        by_tune |= dict.fromkeys(group.tune, group)
+        num_names += len(group.external) + len(group.tune)
     num_repeated = num_names - len(by_external) - len(by_tune)
     if num_repeated:
         raise ValueError(f"A weight map names {num_repeated} tensors more than once.")

@@ -10,6 +10,7 @@ from typing import Any
 
 from torchtune.models._family import (
     HF_HALF,
+    Builder,
     Description,
     Fields,
     HFFormat,
@@ -102,5 +103,12 @@ SIZES = {
     ),
 }
 BUILDERS = model_builders(__name__, "DeepSeek", SPEC, SIZES)
+# The builders that these tables make, for editors and type checkers.
+deepseek_v3: Builder
+lora_deepseek_v3: Builder
+qlora_deepseek_v3: Builder
+moonlight_16b_a3b: Builder
+lora_moonlight_16b_a3b: Builder
+qlora_moonlight_16b_a3b: Builder
 
 __all__ = ["SPEC", *BUILDERS]

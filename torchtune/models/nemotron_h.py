@@ -9,6 +9,7 @@ from typing import Any
 
 from torchtune.models._family import (
     HF_HALF,
+    Builder,
     Description,
     Fields,
     HFFormat,
@@ -218,5 +219,9 @@ SIZES = {
     ),
 }
 BUILDERS = model_builders(__name__, "Nemotron 3 Nano", SPEC, SIZES)
+# The builders that these tables make, for editors and type checkers.
+nemotron3_nano_30b_a3b: Builder
+lora_nemotron3_nano_30b_a3b: Builder
+qlora_nemotron3_nano_30b_a3b: Builder
 
 __all__ = ["SPEC", *BUILDERS]

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from torchtune._lazy import former_package
 from torchtune.data import PromptTemplateInterface
-from torchtune.models._family import model_builders
+from torchtune.models._family import Builder, model_builders
 from torchtune.models._tokenizer_builders import tokenizer_builder
 from torchtune.models.phi3 import SPEC as PHI3_SPEC
 from torchtune.models.phi3 import phi3_description
@@ -35,6 +35,10 @@ SIZES = {
     ),
 }
 BUILDERS = model_builders(__name__, "Phi-4", SPEC, SIZES)
+# The builders that these tables make, for editors and type checkers.
+phi4_14b: Builder
+lora_phi4_14b: Builder
+qlora_phi4_14b: Builder
 
 
 # The vocabulary, the ids of these tokens and the split pattern are tiktoken's cl100k_base.

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from torchtune._lazy import former_package
 from torchtune.data import Message
-from torchtune.models._family import model_builders
+from torchtune.models._family import Builder, model_builders
 from torchtune.models._tokenizer_builders import tokenizer_builder, with_defaults
 from torchtune.models.qwen2 import (
     IM_END,
@@ -46,6 +46,43 @@ SIZES = {
     "qwen2_5_72b_instruct": _72B,
 }
 BUILDERS = model_builders(__name__, "Qwen2.5", SPEC, SIZES)
+# The builders that these tables make, for editors and type checkers.
+qwen2_5_0_5b: Builder
+lora_qwen2_5_0_5b: Builder
+qlora_qwen2_5_0_5b: Builder
+qwen2_5_1_5b_base: Builder
+lora_qwen2_5_1_5b_base: Builder
+qlora_qwen2_5_1_5b_base: Builder
+qwen2_5_1_5b_instruct: Builder
+lora_qwen2_5_1_5b_instruct: Builder
+qlora_qwen2_5_1_5b_instruct: Builder
+qwen2_5_3b: Builder
+lora_qwen2_5_3b: Builder
+qlora_qwen2_5_3b: Builder
+qwen2_5_7b_base: Builder
+lora_qwen2_5_7b_base: Builder
+qlora_qwen2_5_7b_base: Builder
+qwen2_5_7b_instruct: Builder
+lora_qwen2_5_7b_instruct: Builder
+qlora_qwen2_5_7b_instruct: Builder
+qwen2_5_14b_base: Builder
+lora_qwen2_5_14b_base: Builder
+qlora_qwen2_5_14b_base: Builder
+qwen2_5_14b_instruct: Builder
+lora_qwen2_5_14b_instruct: Builder
+qlora_qwen2_5_14b_instruct: Builder
+qwen2_5_32b_base: Builder
+lora_qwen2_5_32b_base: Builder
+qlora_qwen2_5_32b_base: Builder
+qwen2_5_32b_instruct: Builder
+lora_qwen2_5_32b_instruct: Builder
+qlora_qwen2_5_32b_instruct: Builder
+qwen2_5_72b_base: Builder
+lora_qwen2_5_72b_base: Builder
+qlora_qwen2_5_72b_base: Builder
+qwen2_5_72b_instruct: Builder
+lora_qwen2_5_72b_instruct: Builder
+qlora_qwen2_5_72b_instruct: Builder
 # Compatibility: a config of earlier releases uses this name.
 lora_qwen2_5_7b = BUILDERS["lora_qwen2_5_7b"] = BUILDERS["lora_qwen2_5_7b_instruct"]
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from torchtune._lazy import former_package
 from torchtune.data import Message, PromptTemplateInterface
-from torchtune.models._family import GGUF, HF_HALF, QWEN3, family, model_builders
+from torchtune.models._family import GGUF, HF_HALF, QWEN3, Builder, family, model_builders
 from torchtune.models._tokenizer_builders import tokenizer_builder
 from torchtune.models.qwen2 import (
     DEFAULT_QWEN2_TOKENIZER_BPE_CACHE_SIZE,
@@ -56,6 +56,42 @@ SIZES = {
 }
 BUILDERS = model_builders(__name__, "Qwen3", SPEC, SIZES)
 COMPONENTS = qwen_components(__name__, "qwen3", "Qwen 3", SPEC, "before_rope")
+# The builders that these tables make, for editors and type checkers.
+qwen3_0_6b_base: Builder
+lora_qwen3_0_6b_base: Builder
+qlora_qwen3_0_6b_base: Builder
+qwen3_0_6b_instruct: Builder
+lora_qwen3_0_6b_instruct: Builder
+qlora_qwen3_0_6b_instruct: Builder
+qwen3_1_7b_base: Builder
+lora_qwen3_1_7b_base: Builder
+qlora_qwen3_1_7b_base: Builder
+qwen3_1_7b_instruct: Builder
+lora_qwen3_1_7b_instruct: Builder
+qlora_qwen3_1_7b_instruct: Builder
+qwen3_4b_base: Builder
+lora_qwen3_4b_base: Builder
+qlora_qwen3_4b_base: Builder
+qwen3_4b_instruct: Builder
+lora_qwen3_4b_instruct: Builder
+qlora_qwen3_4b_instruct: Builder
+qwen3_8b_base: Builder
+lora_qwen3_8b_base: Builder
+qlora_qwen3_8b_base: Builder
+qwen3_8b_instruct: Builder
+lora_qwen3_8b_instruct: Builder
+qlora_qwen3_8b_instruct: Builder
+qwen3_14b_base: Builder
+lora_qwen3_14b_base: Builder
+qlora_qwen3_14b_base: Builder
+qwen3_14b_instruct: Builder
+lora_qwen3_14b_instruct: Builder
+qlora_qwen3_14b_instruct: Builder
+qwen3_32b: Builder
+lora_qwen3_32b: Builder
+qlora_qwen3_32b: Builder
+qwen3: Builder
+lora_qwen3: Builder
 
 
 QWEN3_SPECIAL_TOKENS = {
