@@ -419,7 +419,7 @@ class _TiedCheck:
 
 @dataclass(frozen=True)
 class _Table:
-    """A weight map expanded for one description."""
+    """A weight map expanded for one description: all groups, and the group of each name."""
 
     groups: tuple[Group, ...]
     by_external: dict[str, Group]
@@ -458,6 +458,7 @@ def _layer_placeholder(row: Row) -> str | None:
     return None
 
 
+# Cached, because a conversion asks for the table at every tensor; 32 is more than the models of a run.
 @lru_cache(maxsize=32)
 def _expand(weight_map: WeightMap, description: Description) -> _Table:
     groups = []

@@ -57,6 +57,7 @@ _EXPERT_SIZES = (
     ("topk_group", "router_top_groups", 1),
     ("norm_topk_prob", "router_normalize", True),
 )
+# The eps keeps the sum of the selected scores from being zero.
 _ROUTER = {"router_scores": "sigmoid", "router_selection_bias": True, "router_sum_eps": 1e-20}
 # Fields of MTP layers, of other implementations, and fields that do not affect the model in transformers.
 _UNUSED = tuple(

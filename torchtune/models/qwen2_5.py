@@ -38,6 +38,7 @@ SIZES = {
     ),
     "qwen2_5_7b_base": replace(_7B, max_seq_len=_LONG),
     "qwen2_5_7b_instruct": _7B,
+    # Base models from 14B on have another eps of norms than their instruct models.
     "qwen2_5_14b_base": replace(_14B, max_seq_len=_LONG, norm_eps=1e-5),
     "qwen2_5_14b_instruct": _14B,
     "qwen2_5_32b_base": replace(_32B, max_seq_len=_LONG, norm_eps=1e-5),
