@@ -10,7 +10,9 @@ from pkgutil import iter_modules
 from typing import Any
 
 
-def attach_stub(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+def attach_stub(
+    package: str, file: str, submodules: tuple[str, ...] = ()
+) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """Build ``__getattr__``, ``__dir__`` and ``__all__`` (PEP 562) of a package from the stub beside its ``__init__``.
 
     The stub ``__init__.pyi`` holds one import for each name that the package exports. Editors and type checkers read
@@ -21,8 +23,12 @@ def attach_stub(package: str, file: str) -> tuple[Callable[[str], Any], Callable
     Args:
         package: ``__name__`` of the package.
         file: ``__file__`` of the package.
+        submodules: further modules of the package that are public names, without a line in the stub: editors find
+            modules by their files.
     """
     modules, public = _read_stub(package, Path(file).with_suffix(".pyi"))
+    modules |= {name: f"{package}.{name}" for name in submodules}
+    public = sorted([*public, *submodules])
 
     def __getattr__(name: str) -> Any:
         if name not in modules:

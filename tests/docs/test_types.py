@@ -4,7 +4,7 @@ import re
 import subprocess
 import sys
 
-from docs._ext.faces import public_names
+from docs._ext.faces import public_modules, public_names
 from tests.docs.pages import PAGES, ROOT, blocks_of
 
 # Names of modules; attributes of objects are not checked, because a type checker does not follow all that torch does.
@@ -14,7 +14,8 @@ ERRORS = re.compile(r"\[missing-(?:import|module-attribute)\]|No attribute `\w+`
 def packages():
     """Packages that the API reference documents."""
     pages = sorted((ROOT / "docs" / "api").glob("*.rst"))
-    return sorted({name for page in pages for name in re.findall(r"public-face:: (\S+)", page.read_text())})
+    names = {name for page in pages for name in re.findall(r"public-face:: (\S+)", page.read_text())}
+    return sorted({*names, *public_modules("torchtune.models")})
 
 
 def check(folder):

@@ -1,46 +1,5 @@
 """Model families: sizes, weight names, Hugging Face configs, and the builder of all models."""
 
-from torchtune._lazy import attach, modules_in
+from torchtune._lazy import attach_stub, modules_in
 
-__getattr__, __dir__, __all__ = attach(
-    __name__,
-    {
-        "Description": "_description",
-        "DynamicRopeScaling": "_rope_scaling",
-        "ExpertAdapter": "_weight_ops",
-        "FusedAdapter": "_weight_ops",
-        "Group": "_weight_map",
-        "Identity": "_weight_ops",
-        "ImageTextDescription": "_vision_description",
-        "ImageTextTransform": "_image_transform",
-        "LinearRopeScaling": "_rope_scaling",
-        "Llama3RopeScaling": "_rope_scaling",
-        "LongRopeScaling": "_rope_scaling",
-        "Mixer": "_mixers",
-        "ModelError": "_description",
-        "ModelSpec": "_spec",
-        "Slices": "_weight_ops",
-        "VisionDescription": "_vision_description",
-        "WeightMap": "_weight_map",
-        "WeightMapError": "_weight_map",
-        "YarnRopeScaling": "_rope_scaling",
-        "build": "_build",
-        "from_hf_config": "_from_hf_config",
-        "get_spec": "_spec",
-        "image_text_model": "_build_vision",
-        "checkpoint_tokenizer": "_image_transform",
-        "image_text_transform": "_image_transform",
-        "list_specs": "_spec",
-        "lora_image_text_model": "_build_vision",
-        "register": "_spec",
-        "spec_for_architecture": "_spec",
-        "module_prefixes": "_from_hf_config",
-        "rename_prefix": "_weight_map",
-        "stored_dtype": "_from_hf_config",
-        "text_config": "_from_hf_config",
-        "text_prefixes": "_from_hf_config",
-        "with_text_config": "_from_hf_config",
-    },
-    modules_in(__path__),
-    between_rooms={"PEFT_PREFIX": "_weight_map"},
-)
+__getattr__, __dir__, __all__ = attach_stub(__name__, __file__, modules_in(__path__))

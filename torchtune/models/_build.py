@@ -107,7 +107,7 @@ def build(description: Description, spec: ModelSpec | None = None) -> Transforme
     if spec is not None and spec.builder is not None:
         return spec.builder(description, spec)
     d = description
-    ropes = _ropes(d)
+    ropes = _ropes(d)  # the same objects in all layers
     embeddings = nn.Embedding(d.vocab_size, d.embed_dim)
     layers = nn.ModuleList([_layer(d, layer, ropes) for layer in range(d.num_layers)])
     model = TransformerDecoder(

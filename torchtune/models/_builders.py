@@ -346,6 +346,7 @@ def _classifier_builder(base: Builder, name: str, module: str) -> Callable[..., 
 
 def export(module: str, builders: dict[str, Builder]) -> dict[str, Builder]:
     """Make builders attributes of a module, as if the module had defined them, and return the builders."""
+    # The module is still being imported, so that it is in sys.modules but not yet an attribute of its package.
     vars(sys.modules[module]).update(builders)
     return builders
 

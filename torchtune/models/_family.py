@@ -64,7 +64,7 @@ def family(
     names: WeightMap,
     *,
     formats: Mapping[str, WeightMap] | None = None,
-    **more: Any,
+    **attributes: Any,
 ) -> ModelSpec:
     """Make the specification of a family.
 
@@ -73,7 +73,7 @@ def family(
         hf_format: reads and writes the ``config.json`` of the family.
         names: weight names of Hugging Face's files.
         formats: weight names of other formats.
-        **more: further attributes of the :class:`ModelSpec`.
+        **attributes: further attributes of the :class:`ModelSpec`, or replacements of the above.
     """
     values = {
         "architectures": (hf_format.architecture,),
@@ -81,4 +81,4 @@ def family(
         "to_hf_config": hf_format.write,
         "weight_maps": {"hf": names, **(formats or {})},
     }
-    return ModelSpec(name=name, **{**values, **more})
+    return ModelSpec(name=name, **{**values, **attributes})

@@ -150,6 +150,7 @@ class HFFormat:
         return None
 
     def _read(self, config: Mapping[str, Any], ignore_fields: Collection[str]) -> Description:
+        # transformers fills in an absent field, and for some fields also null.
         stated = self.prepare(config)
         stated = {name: value for name, value in stated.items() if value is not None or name not in _NEVER_NULL}
         fields = Fields({**dict(self.defaults), **stated}, self.architecture, set(ignore_fields))
@@ -158,6 +159,7 @@ class HFFormat:
         for name, field, default in self.extra_fields:
             values[field] = type(default)(fields.take(name, default))
         family_values = self.read_more(fields)
+        # What no line above and below has read is refused at the end.
         fields.skip(*self.unused)
         fields.require(**dict(self.required_values))
         num_layers = values["num_layers"]

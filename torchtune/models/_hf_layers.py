@@ -210,15 +210,10 @@ def _read_time_step_limit(fields: Fields) -> tuple[float, float]:
     return values[0], values[1]
 
 
-def _written_limit(limit: float) -> Any:
-    return _INFINITY if limit == math.inf else limit
-
-
 def write_mamba(mixer: Mamba2Mixer) -> dict[str, Any]:
     """Write the fields of :func:`read_mamba`."""
     config = {name: getattr(mixer, field) for name, field, _ in _MAMBA_SIZES}
     config["mamba_d_head"] = mixer.head_dim
-    limits = (mixer.dt_min, mixer.dt_max)
-    if limits != (0.0, math.inf):
-        config["time_step_limit"] = [_written_limit(limit) for limit in limits]
+    if (mixer.dt_min, mixer.dt_max) != (0.0, math.inf):
+        config["time_step_limit"] = [mixer.dt_min, _INFINITY if mixer.dt_max == math.inf else mixer.dt_max]
     return config

@@ -36,7 +36,7 @@ from torchtune.models._vision_description import ImageTextDescription
 from torchtune.tokenizers import HuggingFaceModelTokenizer, hf_tokenizer
 from torchtune.utils import read_json
 
-_UNLIMITED = 2**62
+_UNLIMITED = 2**62  # tokens; fits in an int64
 _PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 
 

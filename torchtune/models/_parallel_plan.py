@@ -37,22 +37,13 @@ def decoder_plan(model: nn.Module) -> dict[str, "ParallelStyle"]:
             "tensor_parallel_dim: a model with experts has no tensor-parallel plan: set it to 1, and "
             "data_parallel_shard_dim to -1 to shard the experts' weights."
         )
-    if model.description is not None and model.description.mixer_layers:
+    unsplit = _unsplit_layers(model)
+    if unsplit is not None:
         raise ParallelError(
-            "tensor_parallel_dim: a model with linear attention, Mamba or convolutions cannot be split by tensor "
-            "parallelism: set it to 1, and data_parallel_shard_dim to -1 to shard the weights instead."
+            f"tensor_parallel_dim: a model {unsplit} cannot be split by tensor parallelism: set it to 1, and "
+            "data_parallel_shard_dim to -1 to shard the weights instead."
         )
-    if getattr(model, "layer_embeddings", None) is not None or getattr(model, "kv_sources", None):
-        raise ParallelError(
-            "tensor_parallel_dim: a model whose layers embed tokens or share keys and values cannot be split by tensor "
-            "parallelism: set it to 1, and data_parallel_shard_dim to -1 to shard the weights instead."
-        )
-    if model.description is not None and model.description.kv_latent_dim:
-        raise ParallelError(
-            "tensor_parallel_dim: a model with latent attention cannot be split by tensor parallelism: set it to 1, "
-            "and data_parallel_shard_dim to -1 to shard the weights instead."
-        )
-    layer = model.layers[0]
+    layer = model.layers[0]  # all layers have the same modules
     block: dict[str, ParallelStyle] = {
         "attn": GatherInput(),
         "attn.q_proj": ColwiseParallel(),
@@ -65,15 +56,31 @@ def decoder_plan(model: nn.Module) -> dict[str, "ParallelStyle"]:
     }
     if layer.mlp.w3 is not None:
         block["mlp.w3"] = ColwiseParallel()
-    for name in ("sa_norm", "mlp_norm", "sa_scale", "mlp_scale", "layer_scale"):  # not in all models
-        module = getattr(layer, name, None)
-        if module is not None and any(True for _ in module.parameters()):
+    for name in ("sa_norm", "mlp_norm", "sa_scale", "mlp_scale", "layer_scale"):
+        module = getattr(layer, name)
+        has_parameters = module is not None and next(module.parameters(), None) is not None
+        if has_parameters:
             block[name] = ReplicatedNorm()
     if layer.attn.q_norm is not None:
-        style = ShardedNorm if layer.attn.qk_norm_whole else ReplicatedNorm
-        block |= {"attn.q_norm": style(), "attn.k_norm": style()}
+        # A norm over all heads is sharded like the heads, a norm of each head is the same on all ranks.
+        norm_style = ShardedNorm if layer.attn.qk_norm_whole else ReplicatedNorm
+        block["attn.q_norm"] = norm_style()
+        block["attn.k_norm"] = norm_style()
     plan = {f"layers.*.{name}": style for name, style in block.items()}
-    plan |= {"tok_embeddings": VocabParallel(), "norm": ReplicatedNorm(gather=True)}
+    plan["tok_embeddings"] = VocabParallel()
+    plan["norm"] = ReplicatedNorm(gather=True)
     if isinstance(model.output, nn.Module):
         plan["output"] = VocabParallel()
     return plan
+
+
+def _unsplit_layers(model: nn.Module) -> str | None:
+    """Return what a model has that tensor parallelism does not split, or None."""
+    description = model.description
+    if description is not None and description.mixer_layers:
+        return "with linear attention, Mamba or convolutions"
+    if model.layer_embeddings is not None or model.kv_sources:
+        return "whose layers embed tokens or share keys and values"
+    if description is not None and description.kv_latent_dim:
+        return "with latent attention"
+    return None

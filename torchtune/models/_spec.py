@@ -169,7 +169,7 @@ _READERS = {"LlamaForCausalLM": "llama3", "Phi3ForCausalLM": "phi3", "Qwen2ForCa
 _registered: dict[str, ModelSpec] = {}
 
 
-@cache
+@cache  # imports all families, which takes a tenth of a second
 def _builtin() -> Mapping[str, ModelSpec]:
     """Return the built-in families by name: modules in this folder with a ``SPEC`` named like the module."""
     specs = {}
@@ -242,6 +242,8 @@ def spec_for_architecture(architecture: str) -> ModelSpec:
         >>> torchtune.models.spec_for_architecture("Qwen3ForCausalLM").name
         'qwen3'
     """
+    # Registered families come first, so that a package can replace a built-in reader; entry points, which import a
+    # package, come last.
     for spec in _registered.values():
         if architecture in spec.architectures:
             return spec

@@ -419,7 +419,7 @@ class _TiedCheck:
 
 @dataclass(frozen=True)
 class _Table:
-    """A weight map expanded for one description."""
+    """A weight map expanded for one description: all groups, and the group of each name."""
 
     groups: tuple[Group, ...]
     by_external: dict[str, Group]
@@ -458,6 +458,7 @@ def _layer_placeholder(row: Row) -> str | None:
     return None
 
 
+# Cached, because a conversion asks for the table at every tensor; 32 is more than the models of a run.
 @lru_cache(maxsize=32)
 def _expand(weight_map: WeightMap, description: Description) -> _Table:
     groups = []
@@ -477,9 +478,13 @@ def _expand(weight_map: WeightMap, description: Description) -> _Table:
             for template in row.tune_templates:
                 tune += _fill(template, description, **numbers)
             groups.append(Group(tuple(external), tuple(tune), row.op, description))
-    by_external = {name: group for group in groups for name in group.external}
-    by_tune = {name: group for group in groups for name in group.tune}
-    num_names = sum(len(group.external) + len(group.tune) for group in groups)
+    by_external: dict[str, Group] = {}
+    by_tune: dict[str, Group] = {}
+    num_names = 0
+    for group in groups:
+        by_external |= dict.fromkeys(group.external, group)
+        by_tune |= dict.fromkeys(group.tune, group)
+        num_names += len(group.external) + len(group.tune)
     num_repeated = num_names - len(by_external) - len(by_tune)
     if num_repeated:
         raise ValueError(f"A weight map names {num_repeated} tensors more than once.")

@@ -1,4 +1,8 @@
-"""CLIP: the images of vision models, and their encoder."""
+"""CLIP: the images of vision models, and their encoder.
+
+Only Llama 3.2 Vision and configs of earlier releases need it: the towers of other models are
+:class:`torchtune.models.VisionDescription`.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -28,12 +32,20 @@ def _tokens_per_tile(tile_size: int, patch_size: int) -> int:
 
 
 def _of_tiles(table: Tensor, aspect_ratio: Tensor, tiles: int) -> Tensor:
-    """Entries ``[n, tiles, ...]`` of a table ``[rows, columns, ...]`` for the tiles of n images; 0 for padding."""
+    """Return entries ``[n, tiles, ...]`` of a table ``[rows, columns, ...]`` for the tiles of n images; 0 for padding.
+
+    Args:
+        table: position embeddings.
+        aspect_ratio: int64 ``[n, 2]``: (height, width) of each image in tiles.
+        tiles: number of tiles of an image with its padding.
+    """
     number = torch.arange(tiles, device=aspect_ratio.device)
-    is_real = number < aspect_ratio.prod(-1, keepdim=True)
+    is_tile = number < aspect_ratio.prod(-1, keepdim=True)  # [n, tiles]; False for padding
     width = aspect_ratio[:, 1:].clamp(min=1)
-    found = table[(number // width) * is_real, (number % width) * is_real]
-    return found * is_real[(...,) + (None,) * (found.dim() - 2)]
+    row = (number // width) * is_tile  # padding takes any entry of the table, here the first one
+    column = (number % width) * is_tile
+    entries = table[row, column]
+    return entries * is_tile.view(*is_tile.shape, *[1] * (entries.dim() - 2))
 
 
 class TokenPositionalEmbedding(nn.Module):
@@ -68,7 +80,8 @@ class TiledTokenPositionalEmbedding(nn.Module):
     def __init__(self, max_num_tiles: int, embed_dim: int, tile_size: int, patch_size: int) -> None:
         super().__init__()
         self.max_num_tiles = max_num_tiles
-        shape, scale = (_tokens_per_tile(tile_size, patch_size), embed_dim), embed_dim**-0.5
+        shape = (_tokens_per_tile(tile_size, patch_size), embed_dim)
+        scale = embed_dim**-0.5
         self.local_token_positional_embedding = nn.Parameter(torch.randn(shape) * scale)
         everywhere = torch.randn(max_num_tiles, max_num_tiles, *shape) * scale
         self.global_token_positional_embedding = nn.Parameter(everywhere)
@@ -282,11 +295,12 @@ class CLIPImageTransform(Transform):
             possible_resolutions = find_supported_resolutions(max_num_tiles, tile_size)
         resampling_mode(resample)
         self.possible_resolutions = torch.tensor(possible_resolutions).reshape(-1, 2)
-        self.mean, self.std = (
-            None if values is None else torch.tensor(values)[:, None, None] for values in (image_mean, image_std)
-        )
-        self.tile_size, self.dtype = tile_size, dtype
-        self.resample, self.resize_to_max_canvas = resample, resize_to_max_canvas
+        self.mean = None if image_mean is None else torch.tensor(image_mean)[:, None, None]
+        self.std = None if image_std is None else torch.tensor(image_std)[:, None, None]
+        self.tile_size = tile_size
+        self.dtype = dtype
+        self.resample = resample
+        self.resize_to_max_canvas = resize_to_max_canvas
         self.max_size = None if resize_to_max_canvas else tile_size
 
     def __call__(self, sample: Mapping[str, Any], inference: bool = False) -> dict[str, Any]:

@@ -5,7 +5,7 @@ Llama 2 with another RoPE base and a longer context.
 
 from dataclasses import replace
 
-from torchtune.models._family import model_builders
+from torchtune.models._family import Builder, model_builders
 from torchtune.models.llama2 import SIZES as LLAMA2
 from torchtune.models.llama2 import SPEC as LLAMA2_SPEC
 
@@ -29,5 +29,15 @@ SIZES = {
     ),
 }
 BUILDERS = model_builders(__name__, "Code Llama", SPEC, SIZES)
+# The builders that these tables make, for editors and type checkers.
+code_llama2_7b: Builder
+lora_code_llama2_7b: Builder
+qlora_code_llama2_7b: Builder
+code_llama2_13b: Builder
+lora_code_llama2_13b: Builder
+qlora_code_llama2_13b: Builder
+code_llama2_34b: Builder
+lora_code_llama2_34b: Builder
+qlora_code_llama2_34b: Builder
 
 __all__ = ["SPEC", *BUILDERS]

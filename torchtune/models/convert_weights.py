@@ -15,6 +15,18 @@ from torchtune.models._description import Description
 from torchtune.models._weight_map import WeightMap, WeightMapError
 from torchtune.models._weight_names import HF_INTERLEAVED, META
 
+__all__ = [
+    "convert_by",
+    "describe_state_dict",
+    "get_mapped_key",
+    "hf_to_tune",
+    "meta_to_tune",
+    "tune_to_hf",
+    "tune_to_meta",
+    "tune_to_peft_adapter_config",
+    "tune_to_peft_adapter_weights",
+]
+
 _ADAPTER_SUFFIXES = (".lora_a.weight", ".lora_b.weight", ".magnitude")
 _LAYER_NUMBER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
@@ -43,7 +55,11 @@ def describe_state_dict(
     biases: bool = True,
 ) -> Description:
     """Make a description for renaming, with the number of layers in ``names``; norms and biases may be missing."""
-    layers = [int(found[1]) for found in map(_LAYER_NUMBER.search, names) if found]
+    layers = []
+    for name in names:
+        match = _LAYER_NUMBER.search(name)
+        if match:
+            layers.append(int(match[1]))
     return Description(
         vocab_size=1,
         num_layers=max(layers, default=0) + 1,
@@ -105,18 +121,24 @@ def tune_to_peft_adapter_config(
     Raises:
         ValueError: a field is missing, or a module has no name in PEFT.
     """
-    missing = [key for key in ("target_modules", "r", "lora_alpha") if key not in adapter_config]
-    if missing:
-        raise ValueError(f"The adapter config lacks '{missing[0]}': PEFT needs it.")
-    description = describe_state_dict(())
-    paths = {group.tune[0].removesuffix(".weight"): group.external[0] for group in HF_INTERLEAVED.groups(description)}
-    theirs = {path.rpartition(".")[2]: name.split(".")[-2] for path, name in paths.items()}
-    unknown = [module for module in adapter_config["target_modules"] if module not in theirs]
-    if unknown:
-        raise ValueError(f"The adapter's module '{unknown[0]}' has no name in PEFT; known are: {', '.join(theirs)}.")
-    modules = [theirs[module] for module in adapter_config["target_modules"]]
-    config = {**adapter_config, "target_modules": modules, "peft_type": "LORA"}
-    return config | ({"base_model_name_or_path": base_model_name_or_path} if base_model_name_or_path else {})
+    for key in ("target_modules", "r", "lora_alpha"):
+        if key not in adapter_config:
+            raise ValueError(f"The adapter config lacks '{key}': PEFT needs it.")
+    peft_names = {}  # last part of our name of a module -> that of PEFT: w1 -> gate_proj
+    for group in HF_INTERLEAVED.groups(describe_state_dict(())):
+        tune_module = group.tune[0].removesuffix(".weight").rpartition(".")[2]
+        peft_names[tune_module] = group.external[0].split(".")[-2]
+    target_modules = []
+    for module in adapter_config["target_modules"]:
+        if module not in peft_names:
+            raise ValueError(
+                f"The adapter's module '{module}' has no name in PEFT; known are: {', '.join(peft_names)}."
+            )
+        target_modules.append(peft_names[module])
+    config = {**adapter_config, "target_modules": target_modules, "peft_type": "LORA"}
+    if base_model_name_or_path:
+        config["base_model_name_or_path"] = base_model_name_or_path
+    return config
 
 
 def tune_to_peft_adapter_weights(
@@ -144,16 +166,22 @@ def convert_by(
 
 def _convert_by_meta(state_dict: dict[str, Tensor], *, to_tune: bool) -> dict[str, Tensor]:
     description = describe_state_dict(state_dict)
-    pairs = [(group.external[0], group.tune[0]) for group in META.groups(description)]
-    names = dict(pairs if to_tune else [(ours, theirs) for theirs, ours in pairs])
+    new_names = {}
+    for group in META.groups(description):
+        if to_tune:
+            new_names[group.external[0]] = group.tune[0]
+        else:
+            new_names[group.tune[0]] = group.external[0]
     weights = {name: tensor for name, tensor in state_dict.items() if not name.endswith(_ADAPTER_SUFFIXES)}
     converted = convert_by(META, weights, description, to_tune=to_tune)
-    for name in state_dict.keys() - weights.keys():
-        suffix = next(suffix for suffix in _ADAPTER_SUFFIXES if name.endswith(suffix))
-        weight = name.removesuffix(suffix) + ".weight"
-        if weight not in names:
-            raise WeightMapError(f"The adapter tensor '{name}' belongs to no module of the model.")
-        converted[names[weight].removesuffix(".weight") + suffix] = state_dict[name]
+    # Meta's files have no adapters: adapters keep their suffix, after the new name of their module.
+    for name, tensor in state_dict.items():
+        for suffix in _ADAPTER_SUFFIXES:
+            if name.endswith(suffix):
+                weight = name.removesuffix(suffix) + ".weight"
+                if weight not in new_names:
+                    raise WeightMapError(f"The adapter tensor '{name}' belongs to no module of the model.")
+                converted[new_names[weight].removesuffix(".weight") + suffix] = tensor
     return converted
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from torchtune.models._family import (
     HF_HALF,
+    Builder,
     Description,
     Fields,
     HFFormat,
@@ -59,7 +60,7 @@ _671B = FORMAT.describe(
     max_seq_len=163_840,
     num_heads=128,
     num_kv_heads=128,
-    head_dim=192,
+    head_dim=192,  # of queries and keys: 128 channels without RoPE, and rope_dim
     kv_latent_dim=512,
     q_latent_dim=1536,
     value_dim=128,
@@ -102,5 +103,12 @@ SIZES = {
     ),
 }
 BUILDERS = model_builders(__name__, "DeepSeek", SPEC, SIZES)
+# The builders that these tables make, for editors and type checkers.
+deepseek_v3: Builder
+lora_deepseek_v3: Builder
+qlora_deepseek_v3: Builder
+moonlight_16b_a3b: Builder
+lora_moonlight_16b_a3b: Builder
+qlora_moonlight_16b_a3b: Builder
 
 __all__ = ["SPEC", *BUILDERS]

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from torchtune.models._family import Fields, HFFormat, Identity, family, hf_names, model_builders
+from torchtune.models._family import Builder, Fields, HFFormat, Identity, family, hf_names, model_builders
 
 
 def _read(fields: Fields) -> dict[str, Any]:
@@ -45,5 +45,9 @@ SIZES = {
     ),
 }
 BUILDERS = model_builders(__name__, "ERNIE 4.5", SPEC, SIZES)
+# The builders that these tables make, for editors and type checkers.
+ernie4_5_0_3b: Builder
+lora_ernie4_5_0_3b: Builder
+qlora_ernie4_5_0_3b: Builder
 
 __all__ = ["SPEC", *BUILDERS]

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from torchtune.models._family import (
+    Builder,
     HFFormat,
     Identity,
     Llama3RopeScaling,
@@ -82,5 +83,12 @@ SIZES = {
     ),
 }
 BUILDERS = model_builders(__name__, "EXAONE 4", SPEC, SIZES)
+# The builders that these tables make, for editors and type checkers.
+exaone4_1_2b: Builder
+lora_exaone4_1_2b: Builder
+qlora_exaone4_1_2b: Builder
+exaone4_32b: Builder
+lora_exaone4_32b: Builder
+qlora_exaone4_32b: Builder
 
 __all__ = ["SPEC", *BUILDERS]

@@ -8,6 +8,7 @@ from torchtune._lazy import former_package
 from torchtune.data import DataError, Message, MessageLike, PromptTemplateInterface, Role, as_messages
 from torchtune.models._family import (
     HF_INTERLEAVED,
+    Builder,
     Description,
     Fields,
     HFFormat,
@@ -89,6 +90,15 @@ COMPONENTS = component_builders(
     norm_eps=1e-6,
     rope_base=10_000,
 )
+# The builders that these tables make, for editors and type checkers.
+gemma_2b: Builder
+lora_gemma_2b: Builder
+qlora_gemma_2b: Builder
+gemma_7b: Builder
+lora_gemma_7b: Builder
+qlora_gemma_7b: Builder
+gemma: Builder
+lora_gemma: Builder
 
 
 class GemmaChatTemplate(PromptTemplateInterface):

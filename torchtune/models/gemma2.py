@@ -11,6 +11,7 @@ from torch import Tensor
 
 from torchtune._lazy import former_package
 from torchtune.models._family import (
+    Builder,
     Description,
     Fields,
     HFFormat,
@@ -163,6 +164,18 @@ COMPONENTS = component_builders(
     sliding_window_size=4096,
     query_pre_attn_scalar=None,
 )
+# The builders that these tables make, for editors and type checkers.
+gemma2_2b: Builder
+lora_gemma2_2b: Builder
+qlora_gemma2_2b: Builder
+gemma2_9b: Builder
+lora_gemma2_9b: Builder
+qlora_gemma2_9b: Builder
+gemma2_27b: Builder
+lora_gemma2_27b: Builder
+qlora_gemma2_27b: Builder
+gemma2: Builder
+lora_gemma2: Builder
 
 
 def gemma2_hf_to_tune(

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from torchtune.models._family import (
+    Builder,
     Description,
     Fields,
     HFFormat,
@@ -100,5 +101,18 @@ SIZES = {
     ),  # 168 is embed_dim / num_heads, not head_dim
 }
 BUILDERS = model_builders(__name__, "Gemma 3", SPEC, SIZES)
+# The builders that these tables make, for editors and type checkers.
+gemma3_1b: Builder
+lora_gemma3_1b: Builder
+qlora_gemma3_1b: Builder
+gemma3_4b: Builder
+lora_gemma3_4b: Builder
+qlora_gemma3_4b: Builder
+gemma3_12b: Builder
+lora_gemma3_12b: Builder
+qlora_gemma3_12b: Builder
+gemma3_27b: Builder
+lora_gemma3_27b: Builder
+qlora_gemma3_27b: Builder
 
 __all__ = ["SPEC", *BUILDERS]

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from torchtune.models._family import (
+    Builder,
     Description,
     Fields,
     FusedExperts,
@@ -299,5 +300,18 @@ SIZES = {
     "gemma4_31b": _31B,
 }
 BUILDERS = model_builders(__name__, "Gemma 4", SPEC, SIZES)
+# The builders that these tables make, for editors and type checkers.
+gemma4_e2b: Builder
+lora_gemma4_e2b: Builder
+qlora_gemma4_e2b: Builder
+gemma4_e4b: Builder
+lora_gemma4_e4b: Builder
+qlora_gemma4_e4b: Builder
+gemma4_26b_a4b: Builder
+lora_gemma4_26b_a4b: Builder
+qlora_gemma4_26b_a4b: Builder
+gemma4_31b: Builder
+lora_gemma4_31b: Builder
+qlora_gemma4_31b: Builder
 
 __all__ = ["SPEC", *BUILDERS]

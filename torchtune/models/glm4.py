@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from torchtune.models._family import HFFormat, Identity, family, hf_names, model_builders
+from torchtune.models._family import Builder, HFFormat, Identity, family, hf_names, model_builders
 
 # Norms of a layer: ours -> Hugging Face's.
 NORMS = {
@@ -54,5 +54,12 @@ SIZES = {
     "glm4_32b_0414": _glm4(num_layers=61, embed_dim=6144, intermediate_dim=23_040, num_heads=48, num_kv_heads=8),
 }
 BUILDERS = model_builders(__name__, "GLM-4", SPEC, SIZES)
+# The builders that these tables make, for editors and type checkers.
+glm4_9b_0414: Builder
+lora_glm4_9b_0414: Builder
+qlora_glm4_9b_0414: Builder
+glm4_32b_0414: Builder
+lora_glm4_32b_0414: Builder
+qlora_glm4_32b_0414: Builder
 
 __all__ = ["SPEC", *BUILDERS]

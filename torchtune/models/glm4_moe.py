@@ -8,6 +8,7 @@ from typing import Any
 
 from torchtune.models._family import (
     HF_HALF,
+    Builder,
     Description,
     Fields,
     HFFormat,
@@ -89,5 +90,12 @@ SIZES = {
     ),
 }
 BUILDERS = model_builders(__name__, "GLM", SPEC, SIZES)
+# The builders that these tables make, for editors and type checkers.
+glm4_5_air: Builder
+lora_glm4_5_air: Builder
+qlora_glm4_5_air: Builder
+glm4_5: Builder
+lora_glm4_5: Builder
+qlora_glm4_5: Builder
 
 __all__ = ["SPEC", *BUILDERS]

@@ -6,6 +6,7 @@ DeepSeek V3's layers, with values as wide as keys.
 from typing import Any
 
 from torchtune.models._family import (
+    Builder,
     Description,
     Fields,
     HFFormat,
@@ -79,5 +80,9 @@ SIZES = {
     ),
 }
 BUILDERS = model_builders(__name__, "GLM", SPEC, SIZES)
+# The builders that these tables make, for editors and type checkers.
+glm4_7_flash: Builder
+lora_glm4_7_flash: Builder
+qlora_glm4_7_flash: Builder
 
 __all__ = ["SPEC", *BUILDERS]

@@ -8,6 +8,7 @@ from typing import Any
 
 from torchtune.models._family import (
     HF_HALF,
+    Builder,
     Fields,
     FusedExperts,
     HFFormat,
@@ -76,7 +77,7 @@ _20B = _FORMAT.describe(
     vocab_size=201_088,
     num_layers=24,
     embed_dim=2880,
-    intermediate_dim=2880,
+    intermediate_dim=2880,  # of no layer: all have experts
     max_seq_len=131_072,
     num_heads=64,
     num_kv_heads=8,
@@ -101,5 +102,12 @@ SIZES = {
     "gpt_oss_120b": replace(_20B, num_layers=36, window_layers=tuple(range(0, 36, 2)), num_experts=128),
 }
 BUILDERS = model_builders(__name__, "gpt-oss", SPEC, SIZES)
+# The builders that these tables make, for editors and type checkers.
+gpt_oss_20b: Builder
+lora_gpt_oss_20b: Builder
+qlora_gpt_oss_20b: Builder
+gpt_oss_120b: Builder
+lora_gpt_oss_120b: Builder
+qlora_gpt_oss_120b: Builder
 
 __all__ = ["SPEC", *BUILDERS]

@@ -3,7 +3,7 @@
 from functools import partial
 from typing import Any
 
-from torchtune.models._family import Description, Fields, HFFormat, Identity, family, hf_names, model_builders
+from torchtune.models._family import Builder, Description, Fields, HFFormat, Identity, family, hf_names, model_builders
 
 
 def read_multipliers(fields: Fields) -> dict[str, Any]:
@@ -68,5 +68,12 @@ SIZES = {
     ),
 }
 BUILDERS = model_builders(__name__, "Granite 3", SPEC, SIZES)
+# The builders that these tables make, for editors and type checkers.
+granite3_1_2b: Builder
+lora_granite3_1_2b: Builder
+qlora_granite3_1_2b: Builder
+granite3_1_8b: Builder
+lora_granite3_1_8b: Builder
+qlora_granite3_1_8b: Builder
 
 __all__ = ["SPEC", *BUILDERS]

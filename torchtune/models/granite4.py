@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from torchtune.models._family import (
+    Builder,
     Description,
     Fields,
     HFFormat,
@@ -194,5 +195,18 @@ BUILDERS = {
     **model_builders(__name__, "Granite 4", SPEC, {"granite4_micro": _MICRO}),
     **model_builders(__name__, "Granite 4-H", SPEC, _H_SIZES),
 }
+# The builders that these tables make, for editors and type checkers.
+granite4_micro: Builder
+lora_granite4_micro: Builder
+qlora_granite4_micro: Builder
+granite4_h_micro: Builder
+lora_granite4_h_micro: Builder
+qlora_granite4_h_micro: Builder
+granite4_h_tiny: Builder
+lora_granite4_h_tiny: Builder
+qlora_granite4_h_tiny: Builder
+granite4_h_small: Builder
+lora_granite4_h_small: Builder
+qlora_granite4_h_small: Builder
 
 __all__ = ["SPEC", *BUILDERS]

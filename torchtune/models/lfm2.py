@@ -8,6 +8,7 @@ from typing import Any
 
 from torchtune.models._family import (
     HF_HALF,
+    Builder,
     Description,
     Fields,
     HFFormat,
@@ -120,5 +121,15 @@ SIZES = {
     "lfm2_1_2b": _1_2B,
 }
 BUILDERS = model_builders(__name__, "LFM2", SPEC, SIZES)
+# The builders that these tables make, for editors and type checkers.
+lfm2_350m: Builder
+lora_lfm2_350m: Builder
+qlora_lfm2_350m: Builder
+lfm2_700m: Builder
+lora_lfm2_700m: Builder
+qlora_lfm2_700m: Builder
+lfm2_1_2b: Builder
+lora_lfm2_1_2b: Builder
+qlora_lfm2_1_2b: Builder
 
 __all__ = ["SPEC", *BUILDERS]

@@ -8,6 +8,7 @@ from typing import Any
 
 from torchtune.models._family import (
     HF_HALF,
+    Builder,
     Description,
     Fields,
     Row,
@@ -74,5 +75,9 @@ SIZES = {
     ),
 }
 BUILDERS = model_builders(__name__, "LFM2", SPEC, SIZES)
+# The builders that these tables make, for editors and type checkers.
+lfm2_8b_a1b: Builder
+lora_lfm2_8b_a1b: Builder
+qlora_lfm2_8b_a1b: Builder
 
 __all__ = ["SPEC", *BUILDERS]

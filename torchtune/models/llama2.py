@@ -13,6 +13,7 @@ from torchtune.models._family import (
     HF_INTERLEAVED,
     LLAMA,
     META,
+    Builder,
     Description,
     component_builders,
     family,
@@ -48,6 +49,23 @@ COMPONENTS = component_builders(
     rope_base=10_000.0,
 )
 COMPONENTS |= classifier_builders(__name__, COMPONENTS)
+# The builders that these tables make, for editors and type checkers.
+llama2_7b: Builder
+lora_llama2_7b: Builder
+qlora_llama2_7b: Builder
+llama2_13b: Builder
+lora_llama2_13b: Builder
+qlora_llama2_13b: Builder
+llama2_70b: Builder
+lora_llama2_70b: Builder
+qlora_llama2_70b: Builder
+llama2_reward_7b: Builder
+lora_llama2_reward_7b: Builder
+qlora_llama2_reward_7b: Builder
+llama2: Builder
+lora_llama2: Builder
+llama2_classifier: Builder
+lora_llama2_classifier: Builder
 
 
 class Llama2ChatTemplate(PromptTemplateInterface):
@@ -72,7 +90,8 @@ class Llama2ChatTemplate(PromptTemplateInterface):
                 system = with_tags(message, *self.template["system"]).content
                 continue
             if message.role == "user":
-                content, system = [*system, *message.content], []
+                content = [*system, *message.content]
+                system = []
                 message = Message(role="user", content=content, masked=message.masked, eot=message.eot)
             formatted.append(with_tags(message, *self.template.get(message.role, ("", ""))))
         return formatted

@@ -15,6 +15,7 @@ from torchtune.models._family import (
     HF_INTERLEAVED,
     LLAMA,
     META,
+    Builder,
     Description,
     component_builders,
     family,
@@ -51,6 +52,15 @@ COMPONENTS = component_builders(
     intermediate_dim=None,
     norm_eps=1e-5,
 )
+# The builders that these tables make, for editors and type checkers.
+llama3_8b: Builder
+lora_llama3_8b: Builder
+qlora_llama3_8b: Builder
+llama3_70b: Builder
+lora_llama3_70b: Builder
+qlora_llama3_70b: Builder
+llama3: Builder
+lora_llama3: Builder
 
 
 SPECIAL_TOKENS = {

@@ -6,7 +6,7 @@ Llama 3 with RoPE scaling, and 405B.
 from dataclasses import replace
 
 from torchtune._lazy import former_package
-from torchtune.models._family import Llama3RopeScaling, component_builders, llama3_scaled, model_builders
+from torchtune.models._family import Builder, Llama3RopeScaling, component_builders, llama3_scaled, model_builders
 from torchtune.models.llama3 import SIZES as LLAMA3
 from torchtune.models.llama3 import SPEC as LLAMA3_SPEC
 from torchtune.modules.position_embeddings import ScaledRotaryPositionalEmbeddings as Llama3ScaledRoPE
@@ -34,6 +34,18 @@ COMPONENTS = component_builders(
     norm_eps=1e-5,
     scale_factor=8,
 )
+# The builders that these tables make, for editors and type checkers.
+llama3_1_8b: Builder
+lora_llama3_1_8b: Builder
+qlora_llama3_1_8b: Builder
+llama3_1_70b: Builder
+lora_llama3_1_70b: Builder
+qlora_llama3_1_70b: Builder
+llama3_1_405b: Builder
+lora_llama3_1_405b: Builder
+qlora_llama3_1_405b: Builder
+llama3_1: Builder
+lora_llama3_1: Builder
 
 __all__ = ["SPEC", *BUILDERS, *COMPONENTS, "Llama3ScaledRoPE"]
 __getattr__, __path__ = former_package(__name__)

@@ -8,6 +8,7 @@ from torchtune.models._family import (
     HF_INTERLEAVED,
     LLAMA,
     META,
+    Builder,
     Description,
     Llama3RopeScaling,
     component_builders,
@@ -48,6 +49,15 @@ COMPONENTS = component_builders(
     scale_factor=32,
     tie_word_embeddings=True,
 )
+# The builders that these tables make, for editors and type checkers.
+llama3_2_1b: Builder
+lora_llama3_2_1b: Builder
+qlora_llama3_2_1b: Builder
+llama3_2_3b: Builder
+lora_llama3_2_3b: Builder
+qlora_llama3_2_3b: Builder
+llama3_2: Builder
+lora_llama3_2: Builder
 
 __all__ = ["SPEC", *BUILDERS, *COMPONENTS]
 __getattr__, __path__ = former_package(__name__)

@@ -14,7 +14,7 @@ from torchtune.models.llama4 import SPEC as TEXT
 _MERGE = 2
 
 
-def _read(fields: Fields, values: dict[str, Any], whole: Fields) -> dict[str, Any]:
+def _read(fields: Fields, values: dict[str, Any], outer_fields: Fields) -> dict[str, Any]:
     fields.require(pixel_shuffle_ratio=1 / _MERGE)
     if values["intermediate_dim"] != values["embed_dim"] * _MERGE**2:  # which is also the projector's input
         raise fields.refusal("intermediate_size", values["intermediate_dim"])
@@ -37,8 +37,11 @@ _FORMAT = ImageTextFormat(
     ),
     tokens=(("image_token_index", 200_092),),
     fixed={
-        **dict.fromkeys(("patch_bias", "projector_bias"), False),
-        **dict.fromkeys(("first_norm", "last_norm", "projector_first"), True),
+        "patch_bias": False,
+        "first_norm": True,
+        "last_norm": True,
+        "projector_first": True,
+        "projector_bias": False,
         "activation": "gelu",
         "norm_eps": 1e-5,
         "positions": "classed",
@@ -71,7 +74,8 @@ _ROWS = [
 ]
 _HF = TEXT.weight_map().prefixed(TEXT.module_prefixes, "decoder.").extended(_ROWS)
 # Our names -> those of earlier releases.
-_CLIP, _HEAD = "encoders.vision.clip.", "encoders.vision.projection.output."
+_CLIP = "encoders.vision.clip."
+_HEAD = "encoders.vision.projection.output."
 _EARLIER = {
     "encoder.layers.": f"{_CLIP}layers.",
     "encoder.patch_embed.": f"{_CLIP}conv.",
@@ -83,12 +87,19 @@ _EARLIER = {
     "encoder.projector.mlp.w1.": f"{_HEAD}2.",
     "encoder.projector.mlp.w2.": f"{_HEAD}4.",
 }
-_OWN = [(row, name) for row in _HF.rows for name in ([row.tune] if isinstance(row.tune, str) else row.tune)]
-_ROWS_OF_EARLIER = [
-    Row(rename_prefix(name, _EARLIER), name, FlatPatches() if ".patch_embed." in name else Identity(), row.when)
-    for row, name in _OWN
-]
-_EARLIER_NAMES = {"earlier": WeightMap(tuple(_ROWS_OF_EARLIER))}
+
+
+def _earlier_rows() -> list[Row]:
+    """Make the rows of files of earlier releases, from which only their names and the shape of patches differ."""
+    rows = []
+    for row in _HF.rows:
+        for name in row.tune_templates:
+            op = FlatPatches() if ".patch_embed." in name else Identity()
+            rows.append(Row(rename_prefix(name, _EARLIER), name, op, row.when))
+    return rows
+
+
+_EARLIER_NAMES = {"earlier": WeightMap(tuple(_earlier_rows()))}
 SPEC = image_text_family("llama4_vl", [_FORMAT], _HF, LlamaImages, TEXT, _EARLIER_NAMES)
 
 __all__ = ["SPEC"]

@@ -5,7 +5,7 @@
 
 from typing import Any
 
-from torchtune.models._family import HF_HALF, Fields, HFFormat, experts, family, model_builders
+from torchtune.models._family import HF_HALF, Builder, Fields, HFFormat, experts, family, model_builders
 
 
 def _read(fields: Fields) -> dict[str, Any]:
@@ -70,5 +70,9 @@ SIZES = {
     ),
 }
 BUILDERS = model_builders(__name__, "MiniMax-M2", SPEC, SIZES)
+# The builders that these tables make, for editors and type checkers.
+minimax_m2: Builder
+lora_minimax_m2: Builder
+qlora_minimax_m2: Builder
 
 __all__ = ["SPEC", *BUILDERS]

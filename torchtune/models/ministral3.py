@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from torchtune.models._family import (
     HF_INTERLEAVED,
+    Builder,
     HFFormat,
     YarnRopeScaling,
     family,
@@ -60,5 +61,12 @@ SIZES = {
     "ministral3_8b": _8B,
 }
 BUILDERS = model_builders(__name__, "Ministral 3", SPEC, SIZES)
+# The builders that these tables make, for editors and type checkers.
+ministral3_3b: Builder
+lora_ministral3_3b: Builder
+qlora_ministral3_3b: Builder
+ministral3_8b: Builder
+lora_ministral3_8b: Builder
+qlora_ministral3_8b: Builder
 
 __all__ = ["SPEC", *BUILDERS]

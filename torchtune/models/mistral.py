@@ -12,6 +12,7 @@ from torchtune.models._family import (
     HF_INTERLEAVED,
     META,
     MISTRAL,
+    Builder,
     Description,
     component_builders,
     family,
@@ -73,6 +74,35 @@ COMPONENTS = component_builders(
     rope_base=10_000,
 )
 COMPONENTS |= classifier_builders(__name__, COMPONENTS)
+# The builders that these tables make, for editors and type checkers.
+mistral_7b: Builder
+lora_mistral_7b: Builder
+qlora_mistral_7b: Builder
+mistral_7b_v0_3: Builder
+lora_mistral_7b_v0_3: Builder
+qlora_mistral_7b_v0_3: Builder
+mistral_nemo_12b: Builder
+lora_mistral_nemo_12b: Builder
+qlora_mistral_nemo_12b: Builder
+mistral_small_22b: Builder
+lora_mistral_small_22b: Builder
+qlora_mistral_small_22b: Builder
+mistral_small_24b: Builder
+lora_mistral_small_24b: Builder
+qlora_mistral_small_24b: Builder
+mistral_small_3_1_24b: Builder
+lora_mistral_small_3_1_24b: Builder
+qlora_mistral_small_3_1_24b: Builder
+ministral_8b: Builder
+lora_ministral_8b: Builder
+qlora_ministral_8b: Builder
+mistral_reward_7b: Builder
+lora_mistral_reward_7b: Builder
+qlora_mistral_reward_7b: Builder
+mistral: Builder
+lora_mistral: Builder
+mistral_classifier: Builder
+lora_mistral_classifier: Builder
 
 
 class MistralChatTemplate(PromptTemplateInterface):

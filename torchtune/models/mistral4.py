@@ -7,6 +7,7 @@ from typing import Any
 
 from torchtune.models._family import (
     HF_HALF,
+    Builder,
     Description,
     Fields,
     HFFormat,
@@ -80,5 +81,9 @@ SIZES = {
     ),
 }
 BUILDERS = model_builders(__name__, "Mistral 4", SPEC, SIZES)
+# The builders that these tables make, for editors and type checkers.
+mistral4_119b: Builder
+lora_mistral4_119b: Builder
+qlora_mistral4_119b: Builder
 
 __all__ = ["SPEC", *BUILDERS]

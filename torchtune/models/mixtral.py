@@ -5,7 +5,7 @@ Mistral's layers with eight experts, two per token.
 
 from dataclasses import replace
 
-from torchtune.models._family import HF_INTERLEAVED, HFFormat, experts, family, model_builders
+from torchtune.models._family import HF_INTERLEAVED, Builder, HFFormat, experts, family, model_builders
 
 _FORMAT = HFFormat(
     "MixtralForCausalLM",
@@ -60,5 +60,15 @@ SIZES = {
     "mixtral_8x22b_instruct": replace(_8X22B, vocab_size=32_768),
 }
 BUILDERS = model_builders(__name__, "Mixtral", SPEC, SIZES)
+# The builders that these tables make, for editors and type checkers.
+mixtral_8x7b: Builder
+lora_mixtral_8x7b: Builder
+qlora_mixtral_8x7b: Builder
+mixtral_8x22b: Builder
+lora_mixtral_8x22b: Builder
+qlora_mixtral_8x22b: Builder
+mixtral_8x22b_instruct: Builder
+lora_mixtral_8x22b_instruct: Builder
+qlora_mixtral_8x22b_instruct: Builder
 
 __all__ = ["SPEC", *BUILDERS]

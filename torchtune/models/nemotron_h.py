@@ -9,6 +9,7 @@ from typing import Any
 
 from torchtune.models._family import (
     HF_HALF,
+    Builder,
     Description,
     Fields,
     HFFormat,
@@ -56,6 +57,7 @@ _EXPERT_SIZES = (
     ("topk_group", "router_top_groups", 1),
     ("norm_topk_prob", "router_normalize", True),
 )
+# The eps keeps the sum of the selected scores from being zero.
 _ROUTER = {"router_scores": "sigmoid", "router_selection_bias": True, "router_sum_eps": 1e-20}
 # Fields of MTP layers, of other implementations, and fields that do not affect the model in transformers.
 _UNUSED = tuple(
@@ -218,5 +220,9 @@ SIZES = {
     ),
 }
 BUILDERS = model_builders(__name__, "Nemotron 3 Nano", SPEC, SIZES)
+# The builders that these tables make, for editors and type checkers.
+nemotron3_nano_30b_a3b: Builder
+lora_nemotron3_nano_30b_a3b: Builder
+qlora_nemotron3_nano_30b_a3b: Builder
 
 __all__ = ["SPEC", *BUILDERS]

@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from torchtune.models._family import HFFormat, Identity, family, hf_names, model_builders
+from torchtune.models._family import Builder, HFFormat, Identity, family, hf_names, model_builders
 
 # Norms of a layer, all post-norms: ours -> Hugging Face's.
 NORMS = {"sa_scale": "post_attention_layernorm", "mlp_scale": "post_feedforward_layernorm"}
@@ -33,5 +33,18 @@ SIZES = {
     "olmo2_32b": _olmo2(num_layers=64, embed_dim=5120, intermediate_dim=27_648, num_heads=40, num_kv_heads=8),
 }
 BUILDERS = model_builders(__name__, "OLMo 2", SPEC, SIZES)
+# The builders that these tables make, for editors and type checkers.
+olmo2_1b: Builder
+lora_olmo2_1b: Builder
+qlora_olmo2_1b: Builder
+olmo2_7b: Builder
+lora_olmo2_7b: Builder
+qlora_olmo2_7b: Builder
+olmo2_13b: Builder
+lora_olmo2_13b: Builder
+qlora_olmo2_13b: Builder
+olmo2_32b: Builder
+lora_olmo2_32b: Builder
+qlora_olmo2_32b: Builder
 
 __all__ = ["SPEC", *BUILDERS]

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from torchtune.models._family import (
+    Builder,
     Description,
     Fields,
     YarnRopeScaling,
@@ -68,5 +69,12 @@ def _olmo3(older: str) -> Description:
 
 SIZES = {"olmo3_7b": _olmo3("olmo2_7b"), "olmo3_32b": _olmo3("olmo2_32b")}
 BUILDERS = model_builders(__name__, "OLMo 3", SPEC, SIZES)
+# The builders that these tables make, for editors and type checkers.
+olmo3_7b: Builder
+lora_olmo3_7b: Builder
+qlora_olmo3_7b: Builder
+olmo3_32b: Builder
+lora_olmo3_32b: Builder
+qlora_olmo3_32b: Builder
 
 __all__ = ["SPEC", *BUILDERS]

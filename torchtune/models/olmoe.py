@@ -5,7 +5,7 @@
 
 from typing import Any
 
-from torchtune.models._family import HF_HALF, Description, Fields, HFFormat, experts, family, model_builders
+from torchtune.models._family import HF_HALF, Builder, Description, Fields, HFFormat, experts, family, model_builders
 
 
 def _read(fields: Fields) -> dict[str, Any]:
@@ -52,5 +52,9 @@ SIZES = {
     ),
 }
 BUILDERS = model_builders(__name__, "OLMoE", SPEC, SIZES)
+# The builders that these tables make, for editors and type checkers.
+olmoe_1b_7b: Builder
+lora_olmoe_1b_7b: Builder
+qlora_olmoe_1b_7b: Builder
 
 __all__ = ["SPEC", *BUILDERS]

@@ -11,6 +11,7 @@ from torch import Tensor
 from torchtune._lazy import former_package
 from torchtune.data import PromptTemplateInterface
 from torchtune.models._family import (
+    Builder,
     HFFormat,
     Identity,
     component_builders,
@@ -66,6 +67,12 @@ COMPONENTS = component_builders(
     norm_eps=1e-5,
     rope_base=10_000,
 )
+# The builders that these tables make, for editors and type checkers.
+phi3_mini: Builder
+lora_phi3_mini: Builder
+qlora_phi3_mini: Builder
+phi3: Builder
+lora_phi3: Builder
 
 
 PHI3_SPECIAL_TOKENS = {

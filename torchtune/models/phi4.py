@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from torchtune._lazy import former_package
 from torchtune.data import PromptTemplateInterface
-from torchtune.models._family import model_builders
+from torchtune.models._family import Builder, model_builders
 from torchtune.models._tokenizer_builders import tokenizer_builder
 from torchtune.models.phi3 import SPEC as PHI3_SPEC
 from torchtune.models.phi3 import phi3_description
@@ -35,6 +35,10 @@ SIZES = {
     ),
 }
 BUILDERS = model_builders(__name__, "Phi-4", SPEC, SIZES)
+# The builders that these tables make, for editors and type checkers.
+phi4_14b: Builder
+lora_phi4_14b: Builder
+qlora_phi4_14b: Builder
 
 
 # The vocabulary, the ids of these tokens and the split pattern are tiktoken's cl100k_base.
@@ -98,7 +102,11 @@ class Phi4Tokenizer(MarkedTurnsTokenizer):
     def encode(self, text: str, add_bos: bool = True, add_eos: bool = True) -> list[int]:
         """Encode ``text`` to token ids; special tokens in it are encoded as plain text."""
         ids = self.body(text)
-        return [*([self.bos_id] if add_bos else []), *ids, *([self.eos_id] if add_eos else [])]
+        if add_bos:
+            ids = [self.bos_id, *ids]
+        if add_eos:
+            ids = [*ids, self.eos_id]
+        return ids
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
         """Decode token ids to text, by default without special tokens."""

@@ -104,6 +104,18 @@ def qwen_components(module: str, name: str, title: str, spec: ModelSpec, qk_norm
 
 
 COMPONENTS = qwen_components(__name__, "qwen2", "Qwen 2", SPEC, "after_rope")
+# The builders that these tables make, for editors and type checkers.
+qwen2_0_5b: Builder
+lora_qwen2_0_5b: Builder
+qlora_qwen2_0_5b: Builder
+qwen2_1_5b: Builder
+lora_qwen2_1_5b: Builder
+qlora_qwen2_1_5b: Builder
+qwen2_7b: Builder
+lora_qwen2_7b: Builder
+qlora_qwen2_7b: Builder
+qwen2: Builder
+lora_qwen2: Builder
 
 
 PRETOKENIZE_REGEX = (

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from torchtune._lazy import former_package
 from torchtune.data import Message
-from torchtune.models._family import model_builders
+from torchtune.models._family import Builder, model_builders
 from torchtune.models._tokenizer_builders import tokenizer_builder, with_defaults
 from torchtune.models.qwen2 import (
     IM_END,
@@ -22,7 +22,8 @@ from torchtune.tokenizers import text_only
 
 SPEC = replace(QWEN2_SPEC, name="qwen2_5")
 
-_1_5B, _7B = QWEN2["qwen2_1_5b"], QWEN2["qwen2_7b"]
+_1_5B = QWEN2["qwen2_1_5b"]
+_7B = QWEN2["qwen2_7b"]
 _14B = replace(_7B, num_layers=48, embed_dim=5120, intermediate_dim=13_824, num_heads=40, num_kv_heads=8)
 _32B = replace(_14B, num_layers=64, intermediate_dim=27_648)
 _72B = replace(_7B, num_layers=80, embed_dim=8192, intermediate_dim=29_568, num_heads=64, num_kv_heads=8)
@@ -37,6 +38,7 @@ SIZES = {
     ),
     "qwen2_5_7b_base": replace(_7B, max_seq_len=_LONG),
     "qwen2_5_7b_instruct": _7B,
+    # Base models from 14B on have another eps of norms than their instruct models.
     "qwen2_5_14b_base": replace(_14B, max_seq_len=_LONG, norm_eps=1e-5),
     "qwen2_5_14b_instruct": _14B,
     "qwen2_5_32b_base": replace(_32B, max_seq_len=_LONG, norm_eps=1e-5),
@@ -45,6 +47,43 @@ SIZES = {
     "qwen2_5_72b_instruct": _72B,
 }
 BUILDERS = model_builders(__name__, "Qwen2.5", SPEC, SIZES)
+# The builders that these tables make, for editors and type checkers.
+qwen2_5_0_5b: Builder
+lora_qwen2_5_0_5b: Builder
+qlora_qwen2_5_0_5b: Builder
+qwen2_5_1_5b_base: Builder
+lora_qwen2_5_1_5b_base: Builder
+qlora_qwen2_5_1_5b_base: Builder
+qwen2_5_1_5b_instruct: Builder
+lora_qwen2_5_1_5b_instruct: Builder
+qlora_qwen2_5_1_5b_instruct: Builder
+qwen2_5_3b: Builder
+lora_qwen2_5_3b: Builder
+qlora_qwen2_5_3b: Builder
+qwen2_5_7b_base: Builder
+lora_qwen2_5_7b_base: Builder
+qlora_qwen2_5_7b_base: Builder
+qwen2_5_7b_instruct: Builder
+lora_qwen2_5_7b_instruct: Builder
+qlora_qwen2_5_7b_instruct: Builder
+qwen2_5_14b_base: Builder
+lora_qwen2_5_14b_base: Builder
+qlora_qwen2_5_14b_base: Builder
+qwen2_5_14b_instruct: Builder
+lora_qwen2_5_14b_instruct: Builder
+qlora_qwen2_5_14b_instruct: Builder
+qwen2_5_32b_base: Builder
+lora_qwen2_5_32b_base: Builder
+qlora_qwen2_5_32b_base: Builder
+qwen2_5_32b_instruct: Builder
+lora_qwen2_5_32b_instruct: Builder
+qlora_qwen2_5_32b_instruct: Builder
+qwen2_5_72b_base: Builder
+lora_qwen2_5_72b_base: Builder
+qlora_qwen2_5_72b_base: Builder
+qwen2_5_72b_instruct: Builder
+lora_qwen2_5_72b_instruct: Builder
+qlora_qwen2_5_72b_instruct: Builder
 # Compatibility: a config of earlier releases uses this name.
 lora_qwen2_5_7b = BUILDERS["lora_qwen2_5_7b"] = BUILDERS["lora_qwen2_5_7b_instruct"]
 

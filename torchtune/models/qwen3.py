@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from torchtune._lazy import former_package
 from torchtune.data import Message, PromptTemplateInterface
-from torchtune.models._family import GGUF, HF_HALF, QWEN3, family, model_builders
+from torchtune.models._family import GGUF, HF_HALF, QWEN3, Builder, family, model_builders
 from torchtune.models._tokenizer_builders import tokenizer_builder
 from torchtune.models.qwen2 import (
     DEFAULT_QWEN2_TOKENIZER_BPE_CACHE_SIZE,
@@ -56,6 +56,42 @@ SIZES = {
 }
 BUILDERS = model_builders(__name__, "Qwen3", SPEC, SIZES)
 COMPONENTS = qwen_components(__name__, "qwen3", "Qwen 3", SPEC, "before_rope")
+# The builders that these tables make, for editors and type checkers.
+qwen3_0_6b_base: Builder
+lora_qwen3_0_6b_base: Builder
+qlora_qwen3_0_6b_base: Builder
+qwen3_0_6b_instruct: Builder
+lora_qwen3_0_6b_instruct: Builder
+qlora_qwen3_0_6b_instruct: Builder
+qwen3_1_7b_base: Builder
+lora_qwen3_1_7b_base: Builder
+qlora_qwen3_1_7b_base: Builder
+qwen3_1_7b_instruct: Builder
+lora_qwen3_1_7b_instruct: Builder
+qlora_qwen3_1_7b_instruct: Builder
+qwen3_4b_base: Builder
+lora_qwen3_4b_base: Builder
+qlora_qwen3_4b_base: Builder
+qwen3_4b_instruct: Builder
+lora_qwen3_4b_instruct: Builder
+qlora_qwen3_4b_instruct: Builder
+qwen3_8b_base: Builder
+lora_qwen3_8b_base: Builder
+qlora_qwen3_8b_base: Builder
+qwen3_8b_instruct: Builder
+lora_qwen3_8b_instruct: Builder
+qlora_qwen3_8b_instruct: Builder
+qwen3_14b_base: Builder
+lora_qwen3_14b_base: Builder
+qlora_qwen3_14b_base: Builder
+qwen3_14b_instruct: Builder
+lora_qwen3_14b_instruct: Builder
+qlora_qwen3_14b_instruct: Builder
+qwen3_32b: Builder
+lora_qwen3_32b: Builder
+qlora_qwen3_32b: Builder
+qwen3: Builder
+lora_qwen3: Builder
 
 
 QWEN3_SPECIAL_TOKENS = {
@@ -118,35 +154,44 @@ class Qwen3Tokenizer(Qwen2_5Tokenizer):
         if self.thinking is None:
             return messages, [""] * len(messages)
         last = len(messages) - 1
-        question = max((i for i, message in enumerate(messages) if _asks(message)), default=last)
-        shown, begun = list(messages), [""] * len(messages)
+        questions = [i for i, message in enumerate(messages) if _is_question(message)]
+        last_question = max(questions, default=last)
+        prepared = list(messages)
+        beginnings = [""] * len(messages)  # what comes before the text of each turn: its reasoning
         for i, message in enumerate(messages):
-            if message.role == "assistant" and (closed or i < last):
-                reasoning, text = _reasoning(message, text_only(message, type(self).__name__))
-                if i > question and (i == last or reasoning):
-                    begun[i], text = f"<think>\n{reasoning.strip(chr(10))}\n</think>\n\n", text.lstrip("\n")
-                shown[i] = Message("assistant", text, message.masked, message.ipython, message.eot, message.extra)
-        is_open = not closed and messages and messages[-1].role == "assistant" and not messages[-1].text_content
-        if is_open and self.thinking is False:
-            begun[-1] = "<think>\n\n</think>\n\n"
-        return shown, begun
+            is_complete = closed or i < last
+            if message.role != "assistant" or not is_complete:
+                continue
+            reasoning, text = _split_reasoning(message, text_only(message, type(self).__name__))
+            # Reasoning about earlier questions is left out; the last turn has a block even without reasoning.
+            if i > last_question and (i == last or reasoning):
+                reasoning = reasoning.strip("\n")
+                beginnings[i] = f"<think>\n{reasoning}\n</think>\n\n"
+                text = text.lstrip("\n")
+            prepared[i] = Message("assistant", text, message.masked, message.ipython, message.eot, message.extra)
+        if self.thinking is False and not closed and messages:
+            is_generated = messages[-1].role == "assistant" and not messages[-1].text_content
+            if is_generated:  # an empty block disables reasoning
+                beginnings[-1] = "<think>\n\n</think>\n\n"
+        return prepared, beginnings
 
 
-def _asks(message: Message) -> bool:
-    """Whether the message is a user's question and not a tool response in a user turn."""
+def _is_question(message: Message) -> bool:
+    """Return whether the message is a user's question and not a tool response in a user turn."""
     text = message.text_content
     return message.role == "user" and not (text.startswith("<tool_response>") and text.endswith("</tool_response>"))
 
 
-def _reasoning(message: Message, text: str) -> tuple[str, str]:
-    """Split a turn into its reasoning (from the field or the text) and the remaining text."""
-    given = message.extra.get("reasoning_content")
-    if isinstance(given, str):
-        return given, text
+def _split_reasoning(message: Message, text: str) -> tuple[str, str]:
+    """Split a turn into its reasoning (from the field or the text) and the remaining text, as Qwen's template."""
+    reasoning = message.extra.get("reasoning_content")
+    if isinstance(reasoning, str):
+        return reasoning, text
     if "</think>" not in text:
         return "", text
-    before, after = text.split("</think>")[0], text.split("</think>")[-1]
-    return before.rstrip("\n").split("<think>")[-1].lstrip("\n"), after.lstrip("\n")
+    parts = text.split("</think>")
+    reasoning = parts[0].rstrip("\n").split("<think>")[-1].lstrip("\n")
+    return reasoning, parts[-1].lstrip("\n")
 
 
 qwen3_tokenizer = tokenizer_builder(Qwen3Tokenizer, "qwen3_tokenizer", "Qwen 3")

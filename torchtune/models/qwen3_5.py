@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from torchtune.models._family import (
     HF_HALF,
+    Builder,
     DeltaNetMixer,
     HFFormat,
     all_but_every,
@@ -65,5 +66,12 @@ SIZES = {
     ),
 }
 BUILDERS = model_builders(__name__, "Qwen3.5", SPEC, SIZES)
+# The builders that these tables make, for editors and type checkers.
+qwen3_5_9b: Builder
+lora_qwen3_5_9b: Builder
+qlora_qwen3_5_9b: Builder
+qwen3_5_27b: Builder
+lora_qwen3_5_27b: Builder
+qlora_qwen3_5_27b: Builder
 
 __all__ = ["SPEC", *BUILDERS]

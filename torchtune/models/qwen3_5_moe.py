@@ -5,6 +5,7 @@ Qwen 3.5's layers with experts and a gated shared expert.
 
 from torchtune.models._family import (
     HF_HALF,
+    Builder,
     DeltaNetMixer,
     HFFormat,
     all_but_every,
@@ -59,7 +60,7 @@ SIZES = {
         vocab_size=248_320,
         num_layers=40,
         embed_dim=2048,
-        intermediate_dim=1,
+        intermediate_dim=1,  # of no layer: all have experts
         max_seq_len=262_144,
         num_heads=16,
         num_kv_heads=2,
@@ -77,5 +78,9 @@ SIZES = {
     )
 }
 BUILDERS = model_builders(__name__, "Qwen3.5 MoE", SPEC, SIZES)
+# The builders that these tables make, for editors and type checkers.
+qwen3_5_35b_a3b: Builder
+lora_qwen3_5_35b_a3b: Builder
+qlora_qwen3_5_35b_a3b: Builder
 
 __all__ = ["SPEC", *BUILDERS]

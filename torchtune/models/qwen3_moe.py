@@ -8,6 +8,7 @@ from typing import Any
 
 from torchtune.models._family import (
     HF_HALF,
+    Builder,
     Description,
     Fields,
     HFFormat,
@@ -75,5 +76,15 @@ SIZES = {
     "qwen3_235b_a22b": replace(_235B, max_seq_len=_LONG),
 }
 BUILDERS = model_builders(__name__, "Qwen3 MoE", SPEC, SIZES)
+# The builders that these tables make, for editors and type checkers.
+qwen3_30b_a3b_base: Builder
+lora_qwen3_30b_a3b_base: Builder
+qlora_qwen3_30b_a3b_base: Builder
+qwen3_30b_a3b_instruct: Builder
+lora_qwen3_30b_a3b_instruct: Builder
+qlora_qwen3_30b_a3b_instruct: Builder
+qwen3_235b_a22b: Builder
+lora_qwen3_235b_a22b: Builder
+qlora_qwen3_235b_a22b: Builder
 
 __all__ = ["SPEC", *BUILDERS]

@@ -8,6 +8,7 @@ from typing import Any
 from torchtune.models._family import (
     FUSED_DELTA_NET,
     HF_HALF,
+    Builder,
     DeltaNetMixer,
     Description,
     Fields,
@@ -86,5 +87,9 @@ SIZES = {
     )
 }
 BUILDERS = model_builders(__name__, "Qwen3-Next", SPEC, SIZES)
+# The builders that these tables make, for editors and type checkers.
+qwen3_next_80b_a3b: Builder
+lora_qwen3_next_80b_a3b: Builder
+qlora_qwen3_next_80b_a3b: Builder
 
 __all__ = ["SPEC", *BUILDERS]

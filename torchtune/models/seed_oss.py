@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from torchtune.models._family import HF_HALF, Description, Fields, HFFormat, family, model_builders
+from torchtune.models._family import HF_HALF, Builder, Description, Fields, HFFormat, family, model_builders
 
 
 def _read(fields: Fields) -> dict[str, Any]:
@@ -51,5 +51,9 @@ SIZES = {
     ),
 }
 BUILDERS = model_builders(__name__, "Seed-OSS", SPEC, SIZES)
+# The builders that these tables make, for editors and type checkers.
+seed_oss_36b: Builder
+lora_seed_oss_36b: Builder
+qlora_seed_oss_36b: Builder
 
 __all__ = ["SPEC", *BUILDERS]

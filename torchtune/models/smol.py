@@ -11,6 +11,7 @@ from torchtune.models._family import (
     HF_INTERLEAVED,
     LLAMA,
     META,
+    Builder,
     Description,
     component_builders,
     family,
@@ -54,6 +55,17 @@ COMPONENTS = component_builders(
     tie_word_embeddings=True,
 )
 del COMPONENTS["lora_smollm2"]
+# The builders that these tables make, for editors and type checkers.
+smollm2_135m: Builder
+lora_smollm2_135m: Builder
+qlora_smollm2_135m: Builder
+smollm2_360m: Builder
+lora_smollm2_360m: Builder
+qlora_smollm2_360m: Builder
+smollm2_1_7b: Builder
+lora_smollm2_1_7b: Builder
+qlora_smollm2_1_7b: Builder
+smollm2: Builder
 
 __all__ = ["SPEC", *BUILDERS, *COMPONENTS]
 __getattr__, __path__ = former_package(__name__)

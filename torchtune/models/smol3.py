@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from torchtune.models._family import Description, Fields, HFFormat, Identity, family, hf_names, model_builders
+from torchtune.models._family import Builder, Description, Fields, HFFormat, Identity, family, hf_names, model_builders
 
 
 def _read(fields: Fields) -> dict[str, Any]:
@@ -55,5 +55,9 @@ SIZES = {
     ),
 }
 BUILDERS = model_builders(__name__, "SmolLM 3", SPEC, SIZES)
+# The builders that these tables make, for editors and type checkers.
+smollm3_3b: Builder
+lora_smollm3_3b: Builder
+qlora_smollm3_3b: Builder
 
 __all__ = ["SPEC", *BUILDERS]

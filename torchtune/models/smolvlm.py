@@ -86,15 +86,15 @@ class TiledImages(TiledProcessor):
     def layout(self, plan: Plan) -> str:
         """Return the text that replaces the placeholder of an image."""
         tokens = _IMAGE * (plan.tokens // len(plan.grids))
-        whole = f"{_AROUND}{_WHOLE}{tokens}{_AROUND}"
+        whole_image = f"{_AROUND}{_WHOLE}{tokens}{_AROUND}"
         if len(plan.grids) == 1:
-            return whole
+            return whole_image
         text = ""
         for row in range(1, plan.height // self.tile + 1):
             for column in range(1, plan.width // self.tile + 1):
                 text += f"{_AROUND}<row_{row}_col_{column}>{tokens}"
             text += "\n"
-        return f"{text}\n{whole}"
+        return f"{text}\n{whole_image}"
 
 
 def _read(fields: Fields, values: dict[str, Any], outer_fields: Fields) -> dict[str, Any]:

@@ -50,7 +50,7 @@ def test_builders_are_ordinary_functions(family):
         assert all(p.annotation is not p.empty for p in inspect.signature(builder).parameters.values())
 
 
-def test_signatures():
+def test_signatures_have_the_arguments_of_earlier_releases():
     lora = "lora_attn_modules apply_lora_to_mlp apply_lora_to_output lora_rank lora_alpha lora_dropout "
     lora += "use_dora quantize_base"
     assert list(inspect.signature(llama3_8b).parameters) == []

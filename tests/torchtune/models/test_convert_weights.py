@@ -15,7 +15,7 @@ def _equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> b
     return first.keys() == second.keys() and all(torch.equal(first[key], second[key]) for key in first)
 
 
-def test_hugging_face_and_meta_there_and_back():
+def test_state_dicts_of_hugging_face_and_meta_come_back_unchanged():
     model = llama3(**_TINY, intermediate_dim=8)
     state = model.state_dict()
     theirs = convert_weights.tune_to_hf(state, **_SHAPE)
@@ -30,7 +30,7 @@ def test_hugging_face_and_meta_there_and_back():
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_qwen_there_and_back(tied):
+def test_state_dicts_of_qwen_come_back_unchanged(tied):
     state = qwen2(**_TINY, intermediate_dim=8, tie_word_embeddings=tied).state_dict()
     theirs = qwen2_tune_to_hf(state, **_SHAPE, tie_word_embeddings=tied)
     assert ("lm_head.weight" in theirs) is not tied
@@ -39,7 +39,7 @@ def test_qwen_there_and_back(tied):
     assert ("output.weight" in qwen2_hf_to_tune(theirs, **_SHAPE, tie_word_embeddings=tied)) is not tied
 
 
-def test_adapters_for_peft():
+def test_adapters_are_converted_to_names_of_peft():
     name = "layers.0.attn.output_proj.lora_b.weight"
     theirs = convert_weights.tune_to_peft_adapter_weights({name: torch.ones(16, 2)}, **_SHAPE)
     assert list(theirs) == ["base_model.model.model.layers.0.self_attn.o_proj.lora_B.weight"]
@@ -53,7 +53,7 @@ def test_adapters_for_peft():
         convert_weights.tune_to_peft_adapter_config({**config, "target_modules": ["x"]})
 
 
-def test_mapped_key():
+def test_mapped_key_replaces_the_layer_number():
     table = {"a.{}.b": "x.{}.y", "c": "z"}
     assert convert_weights.get_mapped_key("a.12.b", table) == "x.12.y"
     assert convert_weights.get_mapped_key("c", table) == "z"

@@ -1,5 +1,6 @@
 """A family is found by its module; the two tables that also need it name what is missing."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,20 @@ def test_each_architecture_of_a_family_has_one_reader(family):
         assert len(families) == 1 or torchtune.models._spec._READERS.get(architecture) == reader.name, (
             f"torchtune/models/_spec.py: say in _READERS which of {', '.join(families)} reads '{architecture}'"
         )
+
+
+@pytest.mark.parametrize("family", TEXT_FAMILIES)
+def test_builders_of_a_family_are_declared_for_editors(family):
+    module = getattr(torchtune.models, family)
+    path = Path(module.__file__)
+    if path.name == "__init__.py":
+        source = path.with_suffix(".pyi").read_text()
+    else:
+        source = path.read_text()
+    builders = [name for name in module.__all__ if callable(getattr(module, name)) and name != "SPEC"]
+    definitions = r"^(?:def |class |.*import .*|)%s\b"
+    missing = [name for name in builders if not re.search(definitions % name, source, re.MULTILINE)]
+    assert not missing, f"torchtune/models/{family}.py: add lines '{missing[0]}: Builder' and so on: {missing}"
 
 
 def test_tables_that_lack_a_new_family_are_named():

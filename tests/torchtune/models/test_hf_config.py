@@ -108,7 +108,7 @@ def test_a_field_can_be_ignored_and_a_missing_one_is_named():
         spec.from_hf_config({**_LLAMA, "rope_scaling": broken})
 
 
-def test_folders_that_hold_no_model(tmp_path):
+def test_folders_without_a_model_are_refused(tmp_path):
     with pytest.raises(ModelError, match=r"no config\.json in"):
         from_hf_config(tmp_path)
     (tmp_path / "config.json").write_text("{")

@@ -53,7 +53,7 @@ def test_a_wrong_value_in_any_field_is_refused_by_name(tmp_path, name):
                 assert field in text or field.startswith("rope"), (field, value, text)
 
 
-def test_a_zero_that_is_divided_by_is_named(tmp_path):
+def test_size_of_zero_is_refused_by_name(tmp_path):
     fields = {
         "gemma2": "query_pre_attn_scalar",
         "llama3": "num_attention_heads",
@@ -63,7 +63,7 @@ def test_a_zero_that_is_divided_by_is_named(tmp_path):
         assert field in (_refusal_of(tmp_path, {**_config_of(name), field: 0}) or ""), name
 
 
-def test_layers_by_the_million_and_widths_by_the_trillion(tmp_path):
+def test_sizes_beyond_memory_are_refused(tmp_path):
     config = {**_SIZES, "architectures": ["LlamaForCausalLM"]}
     for field, value in {"num_hidden_layers": 10**6, "hidden_size": 10**12, "vocab_size": 2**62}.items():
         assert field in (_refusal_of(tmp_path, {**config, field: value}) or ""), field
@@ -91,12 +91,12 @@ def test_layers_by_the_million_and_widths_by_the_trillion(tmp_path):
         '{"architectures": ["LlamaForSequenceClassification"], "num_labels": 1e30}',
     ],
 )
-def test_what_is_no_config(tmp_path, content):
+def test_json_that_is_not_a_config_is_refused(tmp_path, content):
     (tmp_path / "config.json").write_text(content)
     assert _refusal(tmp_path)
 
 
-def test_a_config_that_is_no_file(tmp_path):
+def test_config_that_is_a_folder_is_refused(tmp_path):
     (tmp_path / "config.json").mkdir()
     assert "is not a file" in (_refusal(tmp_path) or "")
     (tmp_path / "config.json").rmdir()

@@ -326,7 +326,7 @@ def test_rows_of_llama4_are_never_cut_in_images(tmp_path):
     messages = [Message("user", [{"type": "image", "content": picture(20, 20)}]), Message("assistant", "two")]
     with pytest.raises(DataError, match=r"max_seq_len=100 would cut .* tokens of images"):
         transform({"messages": messages})
-    assert (transform.processor.tile, transform.processor.patch_size, transform.processor.most) == (336, 14, 1)
+    assert (transform.processor.tile, transform.processor.patch_size, transform.processor.max_tiles) == (336, 14, 1)
 
 
 SIZES = [(37, 50), (480, 960), (9, 200), (1, 1)]

@@ -58,7 +58,7 @@ def ours_of(row: Row, turns: Turns) -> list[Any]:
     return messages
 
 
-def test_ids_and_mask(row, folder, ours, theirs):
+def test_ids_and_masks_of_conversations_are_as_published(row, folder, ours, theirs):
     parsing = None if row.parses is None else row.parses(folder)
     spelled = 0
     for name, given, tools in conversations(row.case, COUNT):
@@ -90,7 +90,7 @@ def test_every_turn_trains_its_end(row, ours):
     assert sum(token in ends for token in trained) == 3
 
 
-def test_the_prompt_of_inference(row, ours, theirs):
+def test_prompt_of_inference_leaves_the_last_turn_open(row, ours, theirs):
     for texts in (("one", "two", "three", ""), ("你好", "")):
         turns = turns_for(row, exchange(*texts))
         turns[-1]["content"] = ""
@@ -103,7 +103,7 @@ def test_the_prompt_of_inference(row, ours, theirs):
         assert ours.tokenize_messages(ours_of(row, turns), add_eos=False)[0] == prompt
 
 
-def test_a_long_row_is_cut(row, ours):
+def test_long_row_is_cut_and_its_new_end_is_masked(row, ours):
     """The end that stands where the text was cut is not trained on."""
     messages = ours_of(row, exchange("red " * 8, "blue " * 8))
     whole, mask = ours.tokenize_messages(messages)

@@ -90,7 +90,7 @@ def test_images_are_never_cut_off(ranks):
             assert transform(ROWS[1])["tokens"][:-1] == whole["tokens"][: length - 1]
 
 
-def test_builder_and_a_table_without_images(ranks, tmp_path):
+def test_builder_of_the_transform_and_text_without_images(ranks, tmp_path):
     built = llama3_2_vision_transform(ranks, image_size=56, prompt_template={"user": ["one ", " two"]})
     row = built(turns(torch.zeros(3, 10, 200, dtype=torch.uint8), "cat"))
     assert row["encoder_input"]["images"][0].shape == (4, 3, 56, 56)

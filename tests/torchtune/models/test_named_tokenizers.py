@@ -95,7 +95,7 @@ def write_special(path: Path, names: list[str], first: int) -> str:
         (QWEN3_SPECIAL_TOKENS, 151643, 151668, {"<think>": 151667}),
     ],
 )
-def test_special_tokens(table, first, last, known):
+def test_special_tokens_have_their_published_ids(table, first, last, known):
     assert sorted(table.values()) == list(range(first, last + 1))
     assert {name: table[name] for name in known} == known
 

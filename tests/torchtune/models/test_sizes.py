@@ -51,7 +51,7 @@ def test_every_builder_is_in_one_table():
 
 
 @pytest.mark.parametrize(("family", "name"), SIZES)
-def test_named_size(family, name):
+def test_named_size_has_the_names_and_shapes_of_transformers(family, name):
     with torch.device("meta"):
         model = getattr(_module(family), name)()
     if name not in PUBLISHED:
@@ -112,7 +112,7 @@ def _filled(config: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("family", "name"), dict(SIZES).items())  # one of each family
-def test_adapter_size(family, name):
+def test_lora_builder_freezes_all_base_weights(family, name):
     builder = getattr(_module(family), f"lora_{name}")
     with torch.device("meta"):
         plain = getattr(_module(family), name)()

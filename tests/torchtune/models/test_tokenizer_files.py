@@ -61,7 +61,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("builder", BUILDERS, ids=lambda builder: builder.__name__)
-def test_kinds_of_files(builder, folder):
+def test_vocabularies_of_each_kind_are_read(builder, folder):
     reads, call = BUILDERS[builder]
     for kind, name in KINDS.items():
         if kind in reads:
@@ -73,14 +73,14 @@ def test_kinds_of_files(builder, folder):
             assert str(error.value).count("\n") == 0
 
 
-def test_a_merges_file_of_another_kind(folder):
+def test_merges_file_of_another_kind_is_refused(folder):
     with pytest.raises(DataError, match=r"tokenizer\.json is broken at line 1: two parts are expected"):
         phi4_tokenizer(str(folder / "vocab.json"), str(folder / "tokenizer.json"))
     with pytest.raises(DataError, match=r"vocab\.json has no 'added_tokens': it is not a tokenizer\.json"):
         qwen2_tokenizer(str(folder / "vocab.json"), special_tokens_path=str(folder / "vocab.json"))
 
 
-def test_a_folder_without_tokenizer_json(folder, tmp_path):
+def test_folder_without_tokenizer_json_is_refused(folder, tmp_path):
     with pytest.raises(DataError, match=r"There is no tokenizer file .*tokenizer.json: download it\.$"):
         hf_tokenizer(str(tmp_path))
     for name in ("tokenizer.model", "tekken.json"):
@@ -91,7 +91,7 @@ def test_a_folder_without_tokenizer_json(folder, tmp_path):
 
 @pytest.mark.parametrize("builder", BUILDERS, ids=lambda builder: builder.__name__)
 @pytest.mark.parametrize("text", [["red", "blue"], b"red", 5, None], ids=str)
-def test_encode_takes_one_text(builder, folder, text):
+def test_encode_refuses_a_list_of_texts(builder, folder, text):
     reads, call = BUILDERS[builder]
     for kind in reads:
         with pytest.raises(DataError, match=f"encode takes one text, not {type(text).__name__}: call it once for each"):

@@ -35,7 +35,7 @@ def _description(**changes: object) -> Description:
     return Description(**{**sizes, "num_heads": 4, "num_kv_heads": 2, **changes})
 
 
-# Of text decoders: test_vision.py has the others.
+# Of text decoders: test_llama3_2_vision.py and test_image_text.py have the others.
 _MAPS = [(name, kind) for name in list_specs() if not get_spec(name).builder for kind in get_spec(name).weight_maps]
 
 
@@ -66,7 +66,7 @@ def test_every_parameter_is_mapped_exactly_once_both_ways(name, kind, changes):
     )
 
 
-def test_tied_output():
+def test_tied_output_is_not_written_and_a_copy_is_accepted():
     description = _description(tie_word_embeddings=True)
     weight_map = get_spec("llama3").weight_map("hf")
     state = build(description).state_dict()
@@ -88,7 +88,7 @@ def test_untied_model_refuses_a_tied_checkpoint():
         weight_map.select(names, description)
 
 
-def test_names_that_do_not_fit():
+def test_unknown_missing_and_repeated_names_are_refused():
     weight_map, description = get_spec("llama3").weight_map("hf"), _description()
     names = [key for group in weight_map.groups(description) for key in group.external]
     weight_map.select([*names, "model.layers.1.self_attn.rotary_emb.inv_freq"], description)  # carries nothing
@@ -107,7 +107,7 @@ def test_names_that_do_not_fit():
         list(weight_map.to_external([("norm.scale", torch.ones(16))], description))
 
 
-def test_module_names():
+def test_modules_have_their_external_names():
     weight_map, description = get_spec("llama3").weight_map("hf"), _description()
     assert weight_map.external_module("layers.1.attn.output_proj", description) == "model.layers.1.self_attn.o_proj"
     assert weight_map.external_module("output", description) == "lm_head"

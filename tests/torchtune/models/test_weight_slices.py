@@ -51,7 +51,7 @@ def any_slices(shape: torch.Size, rng: random.Random) -> tuple[slice, ...]:
     ],
     ids=str,
 )
-def test_any_part(op, external):
+def test_any_slice_is_read_as_from_the_whole_tensor(op, external):
     rng = random.Random(0)
     for which, ours in enumerate(op.to_tune(external, DESCRIPTION)):
         for _ in range(100):
@@ -61,7 +61,7 @@ def test_any_part(op, external):
             assert all(bool(((w == e) | (w < 0)).all()) for w, e in zip(written, external, strict=True))
 
 
-def test_any_part_of_a_fused_adapter():
+def test_any_slice_of_a_fused_adapter_is_read_as_from_the_whole():
     """Read as from the whole; all rows of all parts together write the whole, zeros off the diagonal included."""
     op, rng = FusedAdapter(("q_dim", "k_dim", "v_dim")), random.Random(0)
     ours = matrices((2, 6), (2, 6), (2, 6), (5, 2), (3, 2), (4, 2))

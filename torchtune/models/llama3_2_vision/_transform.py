@@ -64,7 +64,9 @@ class Llama3VisionTransform(Llama3Tokenizer):
         )
         if self.image_id is None:
             raise DataError(f"{special_tokens_path} lacks <|image|>, which stands for an image.")
-        self.max_num_tiles, self.patch_size, self.tile_size = max_num_tiles, patch_size, tile_size
+        self.max_num_tiles = max_num_tiles
+        self.patch_size = patch_size
+        self.tile_size = tile_size
         self.transform_image = CLIPImageTransform(
             image_mean=image_mean,
             image_std=image_std,
@@ -107,18 +109,29 @@ class Llama3VisionTransform(Llama3Tokenizer):
                 off an image.
         """
         messages = as_messages(sample["messages"]) if "messages" in sample else []
-        sample = super().__call__({**sample, **({"messages": messages} if messages else {})}, inference)
-        found = [self.transform_image({"image": image}) for message in messages for image in message.get_media()]
-        images = {"images": [one["image"] for one in found], "aspect_ratio": [one["aspect_ratio"] for one in found]}
-        return self.xattn_mask({**sample, "encoder_input": images})
+        if messages:
+            sample = {**sample, "messages": messages}
+        row = super().__call__(sample, inference)
+        images = []
+        aspect_ratios = []
+        for message in messages:
+            for image in message.get_media():
+                tiles = self.transform_image({"image": image})
+                images.append(tiles["image"])
+                aspect_ratios.append(tiles["aspect_ratio"])
+        encoder_input = {"images": images, "aspect_ratio": aspect_ratios}
+        return self.xattn_mask({**row, "encoder_input": encoder_input})
 
     def tokenize_messages(self, messages: Any, **kwargs: Any) -> tuple[list[int], list[bool]]:
         """Tokenize as :class:`~torchtune.models.llama3.Llama3Tokenizer`; raises ``DataError`` if it cuts off images."""
         messages = as_messages(messages)
         tokens, mask = super().tokenize_messages(messages, **kwargs)
-        images = sum(len(message.get_media()) for message in messages)
-        if lost := images - tokens.count(self.image_id):
-            raise DataError(f"max_seq_len={self.max_seq_len} cuts off {lost} of the row's {images} images: raise it")
+        num_images = sum(len(message.get_media()) for message in messages)
+        num_cut_off = num_images - tokens.count(self.image_id)
+        if num_cut_off:
+            raise DataError(
+                f"max_seq_len={self.max_seq_len} cuts off {num_cut_off} of the row's {num_images} images: raise it"
+            )
         # Image tokens are masked in all turns, because the output projection has no row for them.
         return tokens, [masked or token == self.image_id for token, masked in zip(tokens, mask, strict=True)]
 

@@ -101,8 +101,11 @@ def llama4_decoder(
         "num_experts_per_tok": experts_per_token,
         "use_qk_norm": use_qk_norm,
         "interleave_moe_layer_step": moe_every_n_layers or 1,
-        "no_rope_layers": [int((i + 1) % (skip_rope_interval or num_layers + 1) > 0) for i in range(num_layers)],
+        "no_rope_layers": [1] * num_layers,
     }
+    if skip_rope_interval:
+        for layer in range(skip_rope_interval - 1, num_layers, skip_rope_interval):
+            config["no_rope_layers"][layer] = 0
     if attention_chunk_size:
         config["attention_chunk_size"] = attention_chunk_size
     else:
@@ -159,7 +162,9 @@ def llama4_vision_encoder(
         "num_hidden_layers": clip_num_layers,
         "image_size": tile_size,
         "num_channels": in_channels,
-        **dict.fromkeys(("vision_output_dim", "projector_input_dim", "projector_output_dim"), projection_embed_dim),
+        "vision_output_dim": projection_embed_dim,
+        "projector_input_dim": projection_embed_dim,
+        "projector_output_dim": projection_embed_dim,
     }
     text = {**SPEC.to_hf_config(SIZES["llama4_scout_17b_16e"]), "hidden_size": decoder_embed_dim}
     config = {"text_config": text, "vision_config": sizes}
@@ -346,13 +351,15 @@ class Llama4Transform(ImageEncoder, Llama4Tokenizer):
     ) -> None:
         special_tokens = None if special_tokens_path is None else parse_hf_tokenizer_json(special_tokens_path)
         super().__init__(path, special_tokens, max_seq_len, get_prompt_template(prompt_template))
-        self.tile_size, self.patch_size, self.max_num_tiles = tile_size, patch_size, max_num_tiles
+        self.tile_size = tile_size
+        self.patch_size = patch_size
+        self.max_num_tiles = max_num_tiles
         self.image_tokens = (self.special_tokens["<|patch|>"],)
         self.processor = LlamaImages(
             patch_size=patch_size,
             merge=round(1 / pixel_shuffle_scaling_factor),
             tile=tile_size,
-            most=max_num_tiles,
+            max_tiles=max_num_tiles,
             mean=tuple(map(float, image_mean or (0, 0, 0))),
             std=tuple(map(float, image_std or (1, 1, 1))),
         )
@@ -372,11 +379,17 @@ class Llama4Transform(ImageEncoder, Llama4Tokenizer):
         """Tokenize as :class:`Llama4Tokenizer`; raises ``DataError`` if it cuts off images."""
         messages = as_messages(messages)
         tokens, mask = super().tokenize_messages(messages, **kwargs)
-        wanted = sum(self.plan(image).tokens for message in messages for image in message.get_media())
-        if lost := wanted - tokens.count(self.image_tokens[0]):
-            raise DataError(f"max_seq_len={self.max_seq_len} would cut {lost} tokens of images off a row: raise it")
-        drawn = {self.special_tokens[f"<|{name}|>"] for name in _LAYOUT}
-        return tokens, [masked or token in drawn for token, masked in zip(tokens, mask, strict=True)]
+        num_image_tokens = 0
+        for message in messages:
+            for image in message.get_media():
+                num_image_tokens += self.plan(image).tokens
+        num_cut_off = num_image_tokens - tokens.count(self.image_tokens[0])
+        if num_cut_off:
+            raise DataError(
+                f"max_seq_len={self.max_seq_len} would cut {num_cut_off} tokens of images off a row: raise it"
+            )
+        layout_ids = {self.special_tokens[f"<|{name}|>"] for name in _LAYOUT}
+        return tokens, [masked or token in layout_ids for token, masked in zip(tokens, mask, strict=True)]
 
     def _image_ids(self, image: Any) -> list[int]:
         layout = self.processor.layout(self.plan(image))

@@ -21,7 +21,7 @@ class LlamaImages(TiledProcessor):
     """Image processor of Llama 4: tiles of the best-fitting canvas, then the whole image as a tile.
 
     Attributes:
-        most: maximum number of tiles of a canvas.
+        max_tiles: maximum number of tiles of a canvas.
     """
 
     patch_size: int = 14
@@ -30,7 +30,7 @@ class LlamaImages(TiledProcessor):
     resample: ClassVar[int] = BILINEAR
     tower_tile: ClassVar[int] = 448
     tile: int = 336
-    most: int = 16
+    max_tiles: int = 16
 
     @classmethod
     def numbers(cls, config: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
@@ -40,12 +40,12 @@ class LlamaImages(TiledProcessor):
         return {
             "patch_size": (model.get("vision_config") or {}).get("patch_size"),
             "tile": (config.get("size") or {}).get("height"),
-            "most": config.get("max_patches"),
+            "max_tiles": config.get("max_patches"),
         }
 
     def plan(self, size: tuple[int, int]) -> Plan:
         """Return size of the canvas, grids and number of tokens of an image, from its (width, height) in pixels."""
-        canvases = torch.tensor(find_supported_resolutions(self.most, self.tile))
+        canvases = torch.tensor(find_supported_resolutions(self.max_tiles, self.tile))
         image = torch.empty(size[::-1], device="meta")
         return self.plan_of_tiles(*get_canvas_best_fit(image, canvases, resize_to_max_canvas=False))
 
@@ -59,7 +59,8 @@ class LlamaImages(TiledProcessor):
     def layout(self, plan: Plan) -> str:
         """Return the text that replaces the placeholder of an image."""
         tokens = "<|patch|>" * (plan.tokens // len(plan.grids))
-        rows, columns = plan.height // self.tile, plan.width // self.tile
+        rows = plan.height // self.tile
+        columns = plan.width // self.tile
         row = "<|tile_x_separator|>".join([tokens] * columns) + "<|tile_y_separator|>"
         tiles = row * rows if len(plan.grids) > 1 else ""
         return f"<|image_start|>{tiles}<|image|>{tokens}<|image_end|>"
