@@ -65,6 +65,7 @@ from ._torch_private import (
     allow_compiled_versions,
     compiled_with_backward,
     compiler_errors,
+    compiler_options,
     find_compiler,
     forbid_mixed_reductions,
 )

@@ -79,6 +79,11 @@ def find_compiler(name: str) -> Callable[..., Callable[..., Any]]:
     return torch._dynamo.lookup_backend(name)
 
 
+def compiler_options() -> list[str]:
+    """Return the names of inductor's settings that ``torch.compile(options=...)`` takes in this release."""
+    return torch._inductor.list_options()
+
+
 def forbid_mixed_reductions() -> None:
     """Keep the compiler from fusing reductions over different dimensions, in this process.
 

@@ -11,7 +11,7 @@ import torch
 from torchtune import training
 from torchtune._recipe_registry import find_config
 from torchtune.config import load_and_check
-from torchtune.supervision._out_of_memory import _format_changes, _suggest_changes
+from torchtune.supervision._out_of_memory import _as_overrides, _suggest_changes
 from torchtune.utils import Activity
 
 CONFIGS = {
@@ -106,7 +106,7 @@ def test_advice_is_new_and_accepted(config, overrides):
     found = list(_suggest_changes(cfg, activity(1, 2048), training.ParallelDims(**sizes), "device"))
     assert found
     for changes in found:
-        changed = settings(config, *overrides, *_format_changes(changes).split())
+        changed = settings(config, *overrides, *_as_overrides(changes).split())
         before, after = ([_at(each, key) for key in changes] for each in (cfg, changed))
         assert after == list(changes.values())
         assert before[0] != after[0]
@@ -122,7 +122,7 @@ def test_what_is_left_of_advice():
         doing = activity(1, 512)
         doing.phase = phase
         return [
-            _format_changes(changes)
+            _as_overrides(changes)
             for changes in _suggest_changes(
                 settings(config, *overrides), doing, training.ParallelDims(**sizes), "device"
             )

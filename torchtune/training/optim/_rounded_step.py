@@ -16,6 +16,7 @@ import torch
 from torchtune.training.optim._stochastic_rounding import element_ids, random_bits, round_to_bfloat16, rounding_noise
 from torchtune.utils import (
     compiler_errors,
+    compiler_options,
     computes_on_cpu,
     first_line,
     get_logger,
@@ -423,7 +424,7 @@ def _bundle_options() -> dict[str, Any]:
         # A step allocates nothing, but inductor's estimate of its peak memory forbids to combine its kernels.
         "combo_kernel_peak_memory_pct_threshold": None,
     }
-    known = torch._inductor.list_options()
+    known = compiler_options()
     return {name: value for name, value in options.items() if name in known}
 
 

@@ -146,7 +146,7 @@ def test_an_image_that_cannot_be_read_is_named(tmp_path):
     (tmp_path / "link.png").symlink_to("/dev/zero")
     for path in (tmp_path / "pipe.png", tmp_path / "link.png", "/dev/zero", tmp_path):
         for value, decode in product((path, str(path), {"path": str(path)}), (False, True)):
-            with pytest.raises(DataError, match=f"the image {path} cannot be read .it is no regular file"):
+            with pytest.raises(DataError, match=f"the image {path} cannot be read .it is not a regular file"):
                 check_image(value, decode)
     for value in ({"bytes": "zzz"}, {"bytes": [1, 2]}, {"bytes": 3, "path": "a.png"}):
         with pytest.raises(DataError, match=r"must be the bytes of its file, not (str|list|int)"):
