@@ -117,7 +117,10 @@ class GatedDeltaNet(RecurrentMixer, KernelUser):
         state = (batch_size, self.num_key_heads, shared, self.key_dim, self.value_dim)
         return StateCache(state, (batch_size, self.conv.weight.shape[-1] - 1, sum(self.widths)), dtype)
 
-    def _mix(
+    def _mix(self, x: Tensor, reach: Tensor, cache: StateCache | None) -> Tensor:
+        return self._mix_documents(x, reach, cache, None)
+
+    def _mix_documents(
         self, x: Tensor, reach: Tensor, cache: StateCache | None, documents: Documents | Boundaries | None
     ) -> Tensor:
         qkv, z, b, a = self._projected(x)

@@ -97,7 +97,7 @@ class Mamba2(RecurrentMixer, KernelUser):
         state = (batch_size, self.num_groups, self.state_dim, shared, self.head_dim)
         return StateCache(state, (batch_size, self.conv.weight.shape[-1] - 1, sum(self.widths)), dtype)
 
-    def _mix(self, x: Tensor, reach: Tensor, cache: StateCache | None, documents: object) -> Tensor:
+    def _mix(self, x: Tensor, reach: Tensor, cache: StateCache | None) -> Tensor:
         gate_scale, *conv_scales, dt_scale = self.scales
         gate, mixed, dt = self.in_proj(x).split((self.widths[0], sum(self.widths), self.num_heads), dim=-1)
         factors = None

@@ -38,17 +38,27 @@ class RecurrentMixer(nn.Module, ABC):
         return 0
 
     @abstractmethod
-    def _mix(
-        self, x: Tensor, reach: Tensor, cache: StateCache | None, documents: Documents | Boundaries | None
-    ) -> Tensor:
+    def _mix(self, x: Tensor, reach: Tensor, cache: StateCache | None) -> Tensor:
         """Mix ``[b, s, d]``.
 
         Args:
             x: hidden states ``[b, s, d]``.
             reach: ``[b, s]``, number of earlier positions in the same document.
             cache: cache with earlier positions, or None.
-            documents: boundaries of the same documents, for kernels that read lengths; None: only ``reach`` has them.
         """
+
+    def _mix_documents(
+        self, x: Tensor, reach: Tensor, cache: StateCache | None, documents: Documents | Boundaries | None
+    ) -> Tensor:
+        """Mix as :meth:`_mix` does; mixers with kernels that read the lengths of documents override it.
+
+        Args:
+            x: hidden states ``[b, s, d]``.
+            reach: ``[b, s]``, number of earlier positions in the same document.
+            cache: cache with earlier positions, or None.
+            documents: boundaries of the same documents; None: only ``reach`` has them.
+        """
+        return self._mix(x, reach, cache)
 
     @abstractmethod
     def _new_cache(self, batch_size: int, dtype: torch.dtype) -> StateCache:
@@ -91,4 +101,4 @@ class RecurrentMixer(nn.Module, ABC):
         if input_pos is None:
             input_pos = torch.arange(x.shape[1], device=x.device)
         reach = input_pos.view(-1, x.shape[1]).expand(x.shape[0], -1)
-        return self._mix(x, reach, self.kv_cache if self.cache_enabled else None, documents)
+        return self._mix_documents(x, reach, self.kv_cache if self.cache_enabled else None, documents)

@@ -31,6 +31,6 @@ class ShortConv(RecurrentMixer):
         channels, _, taps = self.conv.weight.shape
         return StateCache((0,), (batch_size, taps - 1, channels), dtype)
 
-    def _mix(self, x: Tensor, reach: Tensor, cache: StateCache | None, documents: object) -> Tensor:
+    def _mix(self, x: Tensor, reach: Tensor, cache: StateCache | None) -> Tensor:
         before, after, inner = self.in_proj(x).chunk(3, dim=-1)
         return self.output_proj(after * self.conv(before * inner, reach, cache))
