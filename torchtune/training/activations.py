@@ -16,6 +16,7 @@ class ActivationCheckpointingError(UserError, ValueError):
 
 
 def _attention_ops() -> set[Any]:
+    """Return the operations of attention and of tensor parallelism whose outputs are saved."""
     names = (
         "_scaled_dot_product_efficient_attention",
         "_scaled_dot_product_flash_attention",
@@ -23,28 +24,36 @@ def _attention_ops() -> set[Any]:
         "_scaled_dot_product_cudnn_attention",
         "_flash_attention_forward",
     )
-    ops = {getattr(torch.ops.aten, name).default for name in names if hasattr(torch.ops.aten, name)}
-    return ops | {torch.ops.higher_order.flex_attention, reduce_scatter_op()}
+    ops = {torch.ops.higher_order.flex_attention, reduce_scatter_op()}
+    for name in names:
+        if hasattr(torch.ops.aten, name):  # not every release of torch has all kernels
+            ops.add(getattr(torch.ops.aten, name).default)
+    return ops
 
 
 def _matmul_ops() -> set[Any]:
     ops = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default}
-    return ops | ({onednn_linear_op()} - {None})
+    onednn_linear = onednn_linear_op()
+    if onednn_linear is not None:
+        ops.add(onednn_linear)
+    return ops
 
 
 class _EveryOtherMatmul:
     """Policy that saves attention and every other matrix product; one instance per checkpointed forward."""
 
     def __init__(self) -> None:
-        self.saved, self.products = _attention_ops(), _matmul_ops()
+        self.attention_ops = _attention_ops()
+        self.matmul_ops = _matmul_ops()
+        # Matrix products so far in the forward (False) and in its recomputation (True), which must save the same ones.
         self.matmuls = {False: 0, True: 0}
 
     def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        if op in self.products:
+        if op in self.matmul_ops:
             self.matmuls[ctx.is_recompute] += 1
             keep = self.matmuls[ctx.is_recompute] % 2 == 1
         else:
-            keep = op in self.saved
+            keep = op in self.attention_ops
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
 
