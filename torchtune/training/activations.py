@@ -1,6 +1,5 @@
 """Selective activation checkpointing: recompute element-wise operations, keep attention and some matrix products."""
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -124,12 +123,12 @@ def apply_selective_activation_checkpointing(
     """
     if ac_mode is None or ac_mode == "none":
         return
-    every = 1
+    interval = 1
     if ac_mode == "selective" and str(ac_option).isdigit():
-        ac_option = every = int(ac_option)
-    if every < 1:
+        ac_option = int(ac_option)
+        interval = ac_option
+    if interval < 1:
         raise ActivationCheckpointingError(f"ac_option={ac_option!r} must be at least 1.")
-    wrap = partial(checkpoint_wrapper, ac_mode=ac_mode, ac_style=ac_option)
-    for index, layer in enumerate(text_decoder(model).layers):
-        if (index + 1) % every == 0:
-            wrap(layer)
+    for number, layer in enumerate(text_decoder(model).layers, start=1):
+        if number % interval == 0:
+            checkpoint_wrapper(layer, ac_mode, ac_option)
