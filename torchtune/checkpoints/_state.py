@@ -455,7 +455,7 @@ def _row_of_shard(parameter: torch.Tensor, node: _Node, shape: tuple[int, ...], 
             f"{folder}: its optimizer has low-bit states of {math.prod(saved_sizes)} shards and this run has "
             f"{math.prod(grid.sizes)}: resume with as many, or from the weights alone."
         )
-    row = tuple(slice(index, index + 1) for index in grid.place)
+    row = tuple(slice(index, index + 1) for index in grid.coordinates)
     return (*row, *full_slices(shape[len(saved_sizes) :]))
 
 

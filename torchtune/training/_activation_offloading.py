@@ -57,14 +57,18 @@ class OffloadActivations(saved_tensors_hooks):
     ) -> None:
         if max_fwd_stash_size < 1:
             raise ValueError(f"max_fwd_stash_size must be at least 1, got {max_fwd_stash_size}.")
-        self.device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         if is_simulated():
-            self.device, use_pin_memory = torch.device("cpu"), False
-        if self.device is None or self.device.type == "mps":
-            raise UserError(
-                "enable_activation_offloading: there is no accelerator with memory of its own here: set it to False."
-            )
-        self.namespace = _SimulatedStreams() if is_simulated() else getattr(torch, self.device.type)
+            self.device = torch.device("cpu")
+            self.namespace = _SimulatedStreams()
+            use_pin_memory = False
+        else:
+            self.device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+            if self.device is None or self.device.type == "mps":  # MPS shares the host's memory
+                raise UserError(
+                    "enable_activation_offloading: there is no accelerator with memory of its own here: set it to "
+                    "False."
+                )
+            self.namespace = getattr(torch, self.device.type)
         self.use_pin_memory = use_pin_memory
         self.min_offload_size = min_offload_size
         self.max_fwd_stash_size = max_fwd_stash_size
@@ -83,15 +87,23 @@ class OffloadActivations(saved_tensors_hooks):
         super().__enter__()
 
     def _should_keep(self, tensor: torch.Tensor) -> bool:
+        """Return whether a saved tensor stays where it is."""
+        if tensor.device.type != self.device.type:
+            return True
+        if tensor.numel() * tensor.element_size() < self.min_offload_size:
+            return True
+        # A parameter, or a view of one such as its transpose, stays on the device for the optimizer anyway.
         base = tensor._base if tensor._base is not None else tensor
-        return (
-            tensor.device.type != self.device.type
-            or tensor.numel() * tensor.element_size() < self.min_offload_size
-            or isinstance(base, torch.nn.Parameter)
-            or (hasattr(tensor, "__tensor_flatten__") if is_simulated() else type(tensor) is not torch.Tensor)
-        )
+        if isinstance(base, torch.nn.Parameter):
+            return True
+        # Subclasses, such as quantized and sharded tensors, hold their data in inner tensors. The tensors of a
+        # simulation are of a subclass, too, but without inner tensors.
+        if is_simulated():
+            return hasattr(tensor, "__tensor_flatten__")
+        return type(tensor) is not torch.Tensor
 
     def _pack(self, tensor: torch.Tensor) -> _Packed:
+        """Start the copy of a saved tensor to the host, and return its key; the tensor itself if it stays."""
         if self._should_keep(tensor):
             return tensor
         key = self._next_key
@@ -102,9 +114,12 @@ class OffloadActivations(saved_tensors_hooks):
             host.copy_(tensor)
         else:
             compute = self.namespace.current_stream()
+            # The tensor must live until its copy is complete. The compute stream waits for the oldest copies, so that
+            # its next kernels reuse their memory only afterwards.
             while len(self._pending_copies) >= self.max_fwd_stash_size:
-                compute.wait_event(self._pending_copies.popleft()[1])
-            self.copy_stream.wait_stream(compute)
+                _, copied = self._pending_copies.popleft()
+                compute.wait_event(copied)
+            self.copy_stream.wait_stream(compute)  # the tensor is computed before it is copied
             with self.namespace.stream(self.copy_stream):
                 host.copy_(tensor, non_blocking=True)
                 self._pending_copies.append((tensor, self.copy_stream.record_event()))
@@ -112,11 +127,13 @@ class OffloadActivations(saved_tensors_hooks):
         return key
 
     def _prefetch(self, key: int) -> None:
+        """Start the copy of an offloaded tensor back to the device, at most once."""
         if key in self._host_tensors and key not in self._device_tensors:
             with self.namespace.stream(self.copy_stream):
                 self._device_tensors[key] = self._host_tensors[key].to(self.device, non_blocking=True, copy=True)
 
     def _unpack(self, packed: _Packed) -> torch.Tensor:
+        """Return a saved tensor on the device, and prefetch the one that was saved before it."""
         if isinstance(packed, torch.Tensor):
             return packed
         if self.copy_stream is None:
@@ -126,15 +143,18 @@ class OffloadActivations(saved_tensors_hooks):
         compute = self.namespace.current_stream()
         compute.wait_stream(self.copy_stream)
         tensor = self._device_tensors.pop(packed)
+        # The copy stream allocated it: its memory must not be reused before the compute stream has read it.
         if tensor.device.type != "cpu":  # not simulated
             tensor.record_stream(compute)
-        self._prefetch(packed - 1)
+        self._prefetch(packed - 1)  # the backward pass goes through the keys in reverse
         return tensor
 
     def _release_copied(self) -> None:
         """Release the tensors that waited for their copies: the backward pass has begun."""
+        compute = self.namespace.current_stream()
         while self._pending_copies:
-            self.namespace.current_stream().wait_event(self._pending_copies.popleft()[1])
+            _, copied = self._pending_copies.popleft()
+            compute.wait_event(copied)
 
 
 class NoOpManager(saved_tensors_hooks):
@@ -189,8 +209,9 @@ def get_act_offloading_ctx_manager(
     if not enable_activation_offloading:
         return contextlib.nullcontext()
     manager = OffloadActivations(use_streams=use_streams)
-    for part in model.values() if isinstance(model, torch.nn.ModuleDict) else [model]:
-        output = getattr(text_decoder(part), "output", None)
+    models = model.values() if isinstance(model, torch.nn.ModuleDict) else [model]
+    for trained_model in models:
+        output = getattr(text_decoder(trained_model), "output", None)
         if isinstance(output, torch.nn.Module):
             _keep_on_device(output)
     return manager

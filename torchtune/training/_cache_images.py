@@ -46,8 +46,11 @@ def cache_images(model: nn.Module, tokenizer: Any, folder: str | None, dims: Par
         )
     if is_simulated():
         return
-    frozen = tower if any(parameter.requires_grad for _, parameter in parameters) else parameters
-    made_by = (fingerprint_weights(frozen, dims), parameters[0][1].device.type)
-    name = hashlib.sha256(repr(made_by).encode()).hexdigest()[:16]
+    trains_projector = any(parameter.requires_grad for _, parameter in parameters)
+    frozen = tower if trains_projector else parameters
+    # Kernels of another device round differently, so its features have a folder of their own.
+    _, first_parameter = parameters[0]
+    origin = (fingerprint_weights(frozen, dims), first_parameter.device.type)
+    name = hashlib.sha256(repr(origin).encode()).hexdigest()[:16]
     tokenizer.image_cache = ImageCache(Path(folder) / name, tokenizer.processor)
     log_rank_zero(get_logger(), f"Features of images are cached in {tokenizer.image_cache.folder}.")

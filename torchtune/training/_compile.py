@@ -23,23 +23,30 @@ from torchtune.utils import (
 )
 
 
+def _generates_cpp(model: torch.nn.Module, backend: str) -> bool:
+    """Return whether the backend writes C++ for ``model``: Inductor does for parameters on a CPU."""
+    return backend == "inductor" and any(parameter.device.type == "cpu" for parameter in model.parameters())
+
+
 def _check_toolchain(model: torch.nn.Module, backend: str) -> None:
     """Raise before the first step if Inductor needs a C++ compiler (for a CPU) and finds none."""
-    if backend != "inductor" or all(parameter.device.type != "cpu" for parameter in model.parameters()):
-        return
-    if not has_cpp_compiler():
+    if _generates_cpp(model, backend) and not has_cpp_compiler():
         raise UserError(
             "compile: torch.compile on a CPU needs a C++ compiler and finds none: install g++ (or name yours in the "
             "environment variable CXX), or set compile=False."
         )
 
 
-def _log_compilation(what: str, module: torch.nn.Module, backend: str) -> None:
+def _log_compilation(description: str, model: torch.nn.Module, backend: str) -> None:
     """Log the compilation, and hide warnings that the compiler's own modules raise."""
     warnings.filterwarnings("ignore", module=r"torch\.(_inductor|_dynamo|_functorch|jit)\b")
-    on_cpu = backend == "inductor" and any(parameter.device.type == "cpu" for parameter in module.parameters())
-    takes = "on a CPU, C++ that takes a minute or more to build" if on_cpu else "the first steps take longer"
-    get_logger().info(f"Compiling {what} with {backend}: {takes}, at the first batch and at one of another length.")
+    if _generates_cpp(model, backend):
+        duration = "on a CPU, C++ that takes a minute or more to build"
+    else:
+        duration = "the first steps take longer"
+    get_logger().info(
+        f"Compiling {description} with {backend}: {duration}, at the first batch and at one of another length."
+    )
 
 
 # Maximum number of compiled versions of one layer: for training, validation and reference (adapters off), with or
@@ -61,11 +68,11 @@ def _forgiving(backend: str) -> Callable[..., Any]:
             with compiled_with_backward():  # its failure, too, is known here
                 return compile_graph(graph, inputs, **options)
         except Exception as error:  # noqa: BLE001 - of any kind: it is the compiler's, and the graph runs without it
-            what = f"{type(error).__name__}: {first_line(error)}"
+            reason = f"{type(error).__name__}: {first_line(error)}"
             log_once(
                 get_logger(),
                 f"compile: {backend} failed on a part of the model, which runs uncompiled, slower and with the same "
-                f"results ({what}).",
+                f"results ({reason}).",
                 level=logging.WARNING,
             )
             return graph.forward
@@ -117,7 +124,8 @@ def compile_model(model: torch.nn.Module, verbose: bool = True) -> None:
     for module in layers or [model]:
         _compile_module(module, backend)
     if verbose:
-        _log_compilation(f"{len(layers)} layers and the loss" if layers else type(model).__name__, model, backend)
+        description = f"{len(layers)} layers and the loss" if layers else type(model).__name__
+        _log_compilation(description, model, backend)
 
 
 def compile_loss(loss: torch.nn.Module, verbose: bool = True) -> torch.nn.Module:

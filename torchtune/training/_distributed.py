@@ -31,8 +31,8 @@ def is_restart() -> bool:
         >>> torchtune.training.is_restart()
         False
     """
-    again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-    return any_rank(again)
+    is_local_restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    return any_rank(is_local_restart)
 
 
 def join_process_group(backend: str, **options: Any) -> None:
@@ -45,11 +45,16 @@ def join_process_group(backend: str, **options: Any) -> None:
     neighbors. ``TORCH_GLOO_LAZY_INIT=0`` in the environment restores torch's default.
     """
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
-    life, told = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), os.environ
-    if life != "0" and told.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        rank, size = int(told["RANK"]), int(told["WORLD_SIZE"])
-        store = dist.TCPStore(told["MASTER_ADDR"], int(told["MASTER_PORT"]), size, is_master=False)
-        options |= {"store": dist.PrefixStore(f"life {life}", store), "rank": rank, "world_size": size}
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    uses_agent_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if restarts != "0" and uses_agent_store:
+        world_size = int(os.environ["WORLD_SIZE"])
+        host = os.environ["MASTER_ADDR"]
+        port = int(os.environ["MASTER_PORT"])
+        store = dist.TCPStore(host, port, world_size, is_master=False)
+        options["store"] = dist.PrefixStore(f"life {restarts}", store)
+        options["rank"] = int(os.environ["RANK"])
+        options["world_size"] = world_size
     dist.init_process_group(backend, **options)
 
 

@@ -50,17 +50,20 @@ class LossScaler:
                 "optimizer_in_bwd: dtype fp16 must see all gradients before the first weight changes, because they may "
                 "overflow: set optimizer_in_bwd=False."
             )
-        for part in _parts(optimizer):
-            if isinstance(part, LowPrecisionOptimizer):
-                self._optimizers.append(part)
-            elif any(p.dtype == torch.float16 for group in part.param_groups for p in group["params"]):
-                raise UserError(
-                    "optimizer_precision: param_dtype would step in fp16, in which updates are lost: set "
-                    "optimizer_precision=fp32_master for dtype fp16."
-                )
+        for single_optimizer in _single_optimizers(optimizer):
+            if isinstance(single_optimizer, LowPrecisionOptimizer):
+                self._optimizers.append(single_optimizer)
+                continue
+            for group in single_optimizer.param_groups:
+                if any(parameter.dtype == torch.float16 for parameter in group["params"]):
+                    raise UserError(
+                        "optimizer_precision: param_dtype would step in fp16, in which updates are lost: set "
+                        "optimizer_precision=fp32_master for dtype fp16."
+                    )
         self._set(self.START)
 
     def _set(self, factor: float) -> None:
+        """Set the factor here, and where the optimizers take it out of the gradients."""
         self.factor = factor
         for optimizer in self._optimizers:
             optimizer.loss_scale = factor
@@ -78,16 +81,20 @@ class LossScaler:
         """Adapt the factor after a step; equal on all ranks, as the norm of the gradients is."""
         if not self.is_enabled:
             return
-        self._good_steps = 0 if has_overflowed else self._good_steps + 1
         if has_overflowed:
+            self._good_steps = 0
             self._set(max(1.0, self.factor / 2))
-        elif self._good_steps == self.STEPS_TO_DOUBLE:
+            return
+        self._good_steps += 1
+        if self._good_steps == self.STEPS_TO_DOUBLE:
             self._good_steps = 0
             self._set(self.factor * 2)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the factor and the number of steps since it changed; empty if the model is not in float16."""
-        return {"factor": self.factor, "good_steps": self._good_steps} if self.is_enabled else {}
+        if not self.is_enabled:
+            return {}
+        return {"factor": self.factor, "good_steps": self._good_steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the result of :meth:`state_dict`; a run that was not in float16 begins anew."""
@@ -96,13 +103,13 @@ class LossScaler:
             self._set(float(state["factor"]))
 
 
-def _parts(optimizer: Optimizer) -> Iterator[Optimizer]:
-    """Yield the optimizers of a combined one."""
-    if isinstance(optimizer, OptimizerMap):
-        for part in optimizer.optim_map.values():
-            yield from _parts(part)
-    else:
+def _single_optimizers(optimizer: Optimizer) -> Iterator[Optimizer]:
+    """Yield the optimizers of a combined one, or the optimizer itself."""
+    if not isinstance(optimizer, OptimizerMap):
         yield optimizer
+        return
+    for member in optimizer.optim_map.values():
+        yield from _single_optimizers(member)
 
 
 @torch.no_grad()
@@ -123,12 +130,15 @@ def scale_grads_(
         >>> weight.grad
         tensor([1., 2.])
     """
-    parameters = [parameters] if isinstance(parameters, torch.Tensor) else parameters
-    by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    if isinstance(parameters, torch.Tensor):
+        parameters = [parameters]
+    # A fused call takes tensors of one device and dtype.
+    grads_by_device_and_dtype: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for parameter in parameters:
-        if parameter.grad is not None:
-            by_kind.setdefault((parameter.grad.device, parameter.grad.dtype), []).append(parameter.grad)
-    for (device, dtype), grads in by_kind.items():
+        grad = parameter.grad
+        if grad is not None:
+            grads_by_device_and_dtype.setdefault((grad.device, grad.dtype), []).append(grad)
+    for (device, dtype), grads in grads_by_device_and_dtype.items():
         factor = scaler.to(device=device, dtype=dtype)
         if foreach is False:
             for grad in grads:

@@ -17,10 +17,11 @@ def disable_dropout(model: torch.nn.Module) -> None:
         tensor([1., 1., 1.])
     """
     for name, module in model.named_modules():
-        for attribute in ("p", "attn_dropout"):
-            if attribute == "p" and not isinstance(module, torch.nn.modules.dropout._DropoutNd):
-                continue
-            value = getattr(module, attribute, None)
-            if isinstance(value, float) and value > 0.0:
-                log_once(get_logger(), f"Dropout of {name or type(module).__name__} is set from {value} to 0.")
+        attributes = ["attn_dropout"]
+        if isinstance(module, torch.nn.modules.dropout._DropoutNd):  # "p" has another meaning in other modules
+            attributes = ["p", "attn_dropout"]
+        for attribute in attributes:
+            probability = getattr(module, attribute, None)
+            if isinstance(probability, float) and probability > 0.0:
+                log_once(get_logger(), f"Dropout of {name or type(module).__name__} is set from {probability} to 0.")
                 setattr(module, attribute, 0.0)

@@ -36,9 +36,9 @@ class RNGState:
             "numpy_gauss": float(cached),
             "torch": torch.get_rng_state(),
         }
-        for kind in _ACCELERATORS:
-            if _is_used(kind):
-                state[kind] = getattr(torch, kind).get_rng_state()
+        for device_type in _ACCELERATORS:
+            if _is_used(device_type):
+                state[device_type] = getattr(torch, device_type).get_rng_state()
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -46,13 +46,12 @@ class RNGState:
         version, *internal = state_dict["python"].tolist()
         random.setstate((version, tuple(internal), state_dict["python_gauss"]))
         *keys, position, has_gauss = state_dict["numpy"].tolist()
-        np.random.set_state(
-            ("MT19937", np.array(keys, dtype=np.uint32), position, has_gauss, state_dict["numpy_gauss"])
-        )
+        key_array = np.array(keys, dtype=np.uint32)
+        np.random.set_state(("MT19937", key_array, position, has_gauss, state_dict["numpy_gauss"]))
         torch.set_rng_state(state_dict["torch"].cpu())
-        for kind in _ACCELERATORS:
-            if kind in state_dict and _is_used(kind):
-                getattr(torch, kind).set_rng_state(state_dict[kind].cpu())
+        for device_type in _ACCELERATORS:
+            if device_type in state_dict and _is_used(device_type):
+                getattr(torch, device_type).set_rng_state(state_dict[device_type].cpu())
 
     def derive(self, rank: int) -> None:
         """Reseed the generators from their current state and ``rank``."""
@@ -62,12 +61,12 @@ class RNGState:
         torch.manual_seed(random.getrandbits(62))
 
 
-def _is_used(kind: str) -> bool:
+def _is_used(device_type: str) -> bool:
     """Return whether this process has used an accelerator: to ask one for its state would make it start up.
 
     A run on the CPU need not hold memory of a GPU, and a process forked from one that has used CUDA cannot.
     """
-    if kind == "mps":
+    if device_type == "mps":
         return torch.backends.mps.is_available()
-    namespace = getattr(torch, kind, None)
+    namespace = getattr(torch, device_type, None)
     return namespace is not None and namespace.is_initialized()

@@ -78,7 +78,8 @@ class SettingsView:
     """
 
     def __init__(self, source: Any, **changes: Any) -> None:
-        self.source, self._changes = source, changes
+        self.source = source
+        self._changes = changes
         self.declared = frozenset(name for name in NAMES if name in changes or _has_setting(source, name))
         if dataclasses.is_dataclass(source):
             _check_names(source, self.declared)
@@ -95,7 +96,9 @@ class SettingsView:
             raise AttributeError(f"{type(self).__name__} has no '{name}': add it to NAMES.")
         if name in self._changes:
             return self._changes[name]
-        return _get_setting(self.source, name) if _has_setting(self.source, name) else _DEFAULTS.get(name)
+        if _has_setting(self.source, name):
+            return _get_setting(self.source, name)
+        return _DEFAULTS.get(name)
 
     def replace(self, **changes: Any) -> "SettingsView":
         """Return a view of the same settings, with ``changes`` applied."""
@@ -111,27 +114,31 @@ class SettingsView:
 
         The model ``value`` is trained; all others are frozen.
         """
-        found: dict[str, tuple[Any, SettingsView]] = {}
+        models: dict[str, tuple[Any, SettingsView]] = {}
         if self.teacher_model is not None:
-            found["teacher"] = self.teacher_checkpointer, self._select_model(self.teacher_model)
+            models["teacher"] = (self.teacher_checkpointer, self._select_model(self.teacher_model))
         if self.ref_model is not None:
-            found["reference"] = self.ref_checkpointer, self._select_model(self.ref_model)
-        if self.reward_and_value_model is not None:
-            found["value"] = self.value_checkpointer, self._select_model(self.reward_and_value_model)
-            found["reward"] = self.reward_checkpointer, found["value"][1]
-            found["reference"] = self.ref_policy_checkpointer, self
-        return found
+            models["reference"] = (self.ref_checkpointer, self._select_model(self.ref_model))
+        if self.reward_and_value_model is not None:  # PPO: reward and value model are of one kind
+            reward_and_value = self._select_model(self.reward_and_value_model)
+            models["value"] = (self.value_checkpointer, reward_and_value)
+            models["reward"] = (self.reward_checkpointer, reward_and_value)
+            models["reference"] = (self.ref_policy_checkpointer, self)  # the policy's own architecture
+        return models
 
     def _select_model(self, model: Any) -> "SettingsView":
-        alone = {"teacher_model": None, "reward_and_value_model": None, "ref_model": None}
-        return self.replace(model=model, model_converters=[], **alone)
+        """Return a view of the settings in which ``model`` is the only model."""
+        return self.replace(
+            model=model, model_converters=[], teacher_model=None, reward_and_value_model=None, ref_model=None
+        )
 
     def _convert_ppo_settings(self) -> dict[str, Any]:
         """Return PPO's ``batch_size`` (per step) and ``num_steps`` (in answers) with the meaning of other recipes."""
-        steps = {"max_steps_per_epoch": self.max_steps_per_epoch}
+        max_steps = self.max_steps_per_epoch
         if self.num_steps is not None:
-            steps["max_steps_per_epoch"] = self.num_steps // self.batch_size
-        return {"batch_size": max(self.batch_size // self.gradient_accumulation_steps, 1), **steps}
+            max_steps = self.num_steps // self.batch_size
+        batch_size = max(self.batch_size // self.gradient_accumulation_steps, 1)
+        return {"batch_size": batch_size, "max_steps_per_epoch": max_steps}
 
     def resolved_dtype(self) -> str:
         """Return the name of the dtype of weights and activations; for None, the best dtype of the device."""
@@ -139,12 +146,14 @@ class SettingsView:
 
     def can_set(self, name: str) -> bool:
         """Return whether the command line can set ``name``; ``a.b`` also needs a section ``a``."""
-        first, _, rest = name.partition(".")
+        setting, _, path_in_section = name.partition(".")
         if dataclasses.is_dataclass(self.source):
-            known = first in {item.name for item in dataclasses.fields(self.source)}
+            exists = setting in {field.name for field in dataclasses.fields(self.source)}
         else:
-            known = _has_setting(self.source, first)
-        return known and (not rest or _get_setting(self.source, first) is not None)
+            exists = _has_setting(self.source, setting)
+        if not exists:
+            return False
+        return not path_in_section or _get_setting(self.source, setting) is not None
 
 
 def _get_setting(settings: Any, name: str) -> Any:
@@ -159,19 +168,23 @@ def _has_setting(settings: Any, name: str) -> bool:
 
 def _check_names(settings: Any, declared: frozenset[str]) -> None:
     """Raise if a copied recipe lacks a name that the most similar shipped recipe has."""
-    present = [names for names in _REQUIRED_TOGETHER if len(declared & {*names}) > 1]
-    absent = [name for names in present for name in names if name not in declared]
+    absent = []
+    for group in _REQUIRED_TOGETHER:
+        if len(declared.intersection(group)) > 1:
+            absent += [name for name in group if name not in declared]
     if not absent:
         return
     from torchtune._recipe_registry import get_all_recipes, settings_of_recipe
 
-    own = [item.name for item in dataclasses.fields(settings)]
+    # A group may hold settings that no recipe of this kind has: the recipe that was copied is the one to compare with.
+    field_names = [field.name for field in dataclasses.fields(settings)]
     shipped = [settings_of_recipe(recipe) for recipe in get_all_recipes()]
-    nearest = max(shipped, key=lambda names: len(names.intersection(own)))
+    nearest = max(shipped, key=lambda names: len(names.intersection(field_names)))
     missing = [name for name in absent if name in nearest]
     if not missing:
         return
-    name, cls = missing[0], type(settings)
+    name = missing[0]
+    cls = type(settings)
     raise RecipeSettingsError(
         f"{inspect.getsourcefile(cls)}: {cls.__qualname__} has no '{name}', which the library reads: if you renamed "
         "it, rename it back or add a property of that name; where the recipe does without it, add "
@@ -198,7 +211,9 @@ def context_length(settings: Any) -> int | None:
     if is_simulated():
         return None
     cfg = SettingsView.of(settings)
-    nodes = [cfg.model, *(other.model for _, other in cfg.other_models().values())]
+    nodes = [cfg.model]
+    for _, model_settings in cfg.other_models().values():
+        nodes.append(model_settings.model)
     if _has_setting(cfg.source, "policy_model"):  # PPO's name of the model
         nodes.append(_get_setting(cfg.source, "policy_model"))
     lengths = []

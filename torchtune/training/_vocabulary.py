@@ -35,28 +35,30 @@ def fit_vocabulary(model: torch.nn.Module, tokenizer: Any, *, resize: bool = Fal
     if embedding is None:  # a module of the user's own, whose layers have other names
         return
     check_tokenizer(tokenizer, "vocab_size", reader="the embedding of the model")
-    needed = tokenizer.vocab_size
-    rows = getattr(embedding, "num_tokens", embedding.weight.shape[0])
-    if needed <= rows:
+    num_tokens = tokenizer.vocab_size
+    # An embedding with special tokens in a second weight counts the rows of both.
+    has_special_rows = hasattr(embedding, "num_tokens")
+    rows = embedding.num_tokens if has_special_rows else embedding.weight.shape[0]
+    if num_tokens <= rows:
         return
-    if hasattr(embedding, "num_tokens"):
+    if has_special_rows:
         raise UserError(
-            f"tokenizer: it has {needed} tokens but the model's embeddings have {rows} rows, of which the last ones "
-            "are those of its special tokens and cannot be moved: use the tokenizer of this checkpoint."
+            f"tokenizer: it has {num_tokens} tokens but the model's embeddings have {rows} rows, of which the last "
+            "ones are those of its special tokens and cannot be moved: use the tokenizer of this checkpoint."
         )
     if not resize:
         raise UserError(
-            f"tokenizer: it has {needed} tokens but the checkpoint's embedding has {rows} rows: use the tokenizer of "
-            "this checkpoint, or set resize_token_embeddings=True (single-device recipes) to train new rows."
+            f"tokenizer: it has {num_tokens} tokens but the checkpoint's embedding has {rows} rows: use the tokenizer "
+            "of this checkpoint, or set resize_token_embeddings=True (single-device recipes) to train new rows."
         )
     from torchtune.modules.embedding_utils import resize_token_embeddings
     from torchtune.modules.peft import NewTokens
 
-    if decoder.tok_embeddings.weight.requires_grad:
-        resize_token_embeddings(decoder, needed)
-    else:
-        NewTokens.grow(decoder, needed, needed - rows)
-    get_logger().info(f"The embedding grew from {rows} to {needed} rows.")
+    if embedding.weight.requires_grad:
+        resize_token_embeddings(decoder, num_tokens)
+    else:  # adapters: the rows of the checkpoint stay frozen, the new ones are trained
+        NewTokens.grow(decoder, num_tokens, num_tokens - rows)
+    get_logger().info(f"The embedding grew from {rows} to {num_tokens} rows.")
 
 
 def _check_images(model: torch.nn.Module, tokenizer: Any) -> None:
@@ -68,18 +70,26 @@ def _check_images(model: torch.nn.Module, tokenizer: Any) -> None:
         )
     if not hasattr(tokenizer, "tile_size"):
         return
-    clip, vision, most = getattr(model.encoder, "clip", None), getattr(model.description, "vision", None), None
+    clip = getattr(model.encoder, "clip", None)
+    vision = getattr(model.description, "vision", None)
+    max_num_tiles = None
     if clip is not None:
-        patch, side, most = clip.conv.kernel_size[0], math.isqrt(clip.patches_per_tile), clip.max_num_tiles
+        patch_size = clip.conv.kernel_size[0]
+        patches_per_side = math.isqrt(clip.patches_per_tile)
+        max_num_tiles = clip.max_num_tiles
     elif vision is not None:
-        patch, side = vision.patch_size, vision.positions_side
+        patch_size = vision.patch_size
+        patches_per_side = vision.positions_side
     else:
         return
-    tile = patch * side
-    if (tokenizer.tile_size, tokenizer.patch_size) != (tile, patch):
+    tile_size = patch_size * patches_per_side
+    if tokenizer.tile_size != tile_size or tokenizer.patch_size != patch_size:
         raise UserError(
             f"tokenizer: its images have tiles of {tokenizer.tile_size} pixels in patches of {tokenizer.patch_size}, "
-            f"but those of the model have {tile} in patches of {patch}: set image_size of both to the checkpoint's."
+            f"but those of the model have {tile_size} in patches of {patch_size}: set image_size of both to the "
+            "checkpoint's."
         )
-    if most is not None and tokenizer.max_num_tiles > most:
-        raise UserError(f"tokenizer: max_num_tiles is {tokenizer.max_num_tiles}, but the model reads {most} at most.")
+    if max_num_tiles is not None and tokenizer.max_num_tiles > max_num_tiles:
+        raise UserError(
+            f"tokenizer: max_num_tiles is {tokenizer.max_num_tiles}, but the model reads {max_num_tiles} at most."
+        )

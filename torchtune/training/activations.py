@@ -1,6 +1,5 @@
 """Selective activation checkpointing: recompute element-wise operations, keep attention and some matrix products."""
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ class ActivationCheckpointingError(UserError, ValueError):
 
 
 def _attention_ops() -> set[Any]:
+    """Return the operations of attention and of tensor parallelism whose outputs are saved."""
     names = (
         "_scaled_dot_product_efficient_attention",
         "_scaled_dot_product_flash_attention",
@@ -23,28 +23,36 @@ def _attention_ops() -> set[Any]:
         "_scaled_dot_product_cudnn_attention",
         "_flash_attention_forward",
     )
-    ops = {getattr(torch.ops.aten, name).default for name in names if hasattr(torch.ops.aten, name)}
-    return ops | {torch.ops.higher_order.flex_attention, reduce_scatter_op()}
+    ops = {torch.ops.higher_order.flex_attention, reduce_scatter_op()}
+    for name in names:
+        if hasattr(torch.ops.aten, name):  # not every release of torch has all kernels
+            ops.add(getattr(torch.ops.aten, name).default)
+    return ops
 
 
 def _matmul_ops() -> set[Any]:
     ops = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default}
-    return ops | ({onednn_linear_op()} - {None})
+    onednn_linear = onednn_linear_op()
+    if onednn_linear is not None:
+        ops.add(onednn_linear)
+    return ops
 
 
 class _EveryOtherMatmul:
     """Policy that saves attention and every other matrix product; one instance per checkpointed forward."""
 
     def __init__(self) -> None:
-        self.saved, self.products = _attention_ops(), _matmul_ops()
+        self.attention_ops = _attention_ops()
+        self.matmul_ops = _matmul_ops()
+        # Matrix products so far in the forward (False) and in its recomputation (True), which must save the same ones.
         self.matmuls = {False: 0, True: 0}
 
     def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        if op in self.products:
+        if op in self.matmul_ops:
             self.matmuls[ctx.is_recompute] += 1
             keep = self.matmuls[ctx.is_recompute] % 2 == 1
         else:
-            keep = op in self.saved
+            keep = op in self.attention_ops
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
 
@@ -115,12 +123,12 @@ def apply_selective_activation_checkpointing(
     """
     if ac_mode is None or ac_mode == "none":
         return
-    every = 1
+    interval = 1
     if ac_mode == "selective" and str(ac_option).isdigit():
-        ac_option = every = int(ac_option)
-    if every < 1:
+        ac_option = int(ac_option)
+        interval = ac_option
+    if interval < 1:
         raise ActivationCheckpointingError(f"ac_option={ac_option!r} must be at least 1.")
-    wrap = partial(checkpoint_wrapper, ac_mode=ac_mode, ac_style=ac_option)
-    for index, layer in enumerate(text_decoder(model).layers):
-        if (index + 1) % every == 0:
-            wrap(layer)
+    for number, layer in enumerate(text_decoder(model).layers, start=1):
+        if number % interval == 0:
+            checkpoint_wrapper(layer, ac_mode, ac_option)

@@ -25,9 +25,11 @@ class WarmupSchedule(LambdaLR):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load ``state_dict``, and set the learning rates of the optimizer."""
         super().load_state_dict(state_dict)
-        rates = [base * factor(self.last_epoch) for base, factor in zip(self.base_lrs, self.lr_lambdas, strict=True)]
+        rates = []
+        for base_rate, factor in zip(self.base_lrs, self.lr_lambdas, strict=True):
+            rates.append(base_rate * factor(self.last_epoch))
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
-            if isinstance(group["lr"], torch.Tensor):
+            if isinstance(group["lr"], torch.Tensor):  # in place: a compiled step has captured the tensor
                 group["lr"].fill_(rate)
             else:
                 group["lr"] = rate
@@ -57,14 +59,17 @@ def _make_schedule(
     last_epoch: int,
 ) -> WarmupSchedule:
     """Build a linear warmup followed by ``decay(progress)``, with progress from 0 to 1."""
-    warmup, total = num_warmup_steps, num_training_steps
-    if total is not None:
-        warmup = _limit_warmup(warmup, total)
+    if num_training_steps is not None:
+        num_warmup_steps = _limit_warmup(num_warmup_steps, num_training_steps)
+    # Without a number of training steps the rate is constant, and the progress is not read.
+    num_decay_steps = max(1, (num_training_steps or 1) - num_warmup_steps)
 
     def factor(step: int) -> float:
-        if step < warmup:
-            return (step + 1) / (warmup + 1)
-        return max(0.0, decay((step - warmup) / max(1, (total or 1) - warmup)))
+        """Return the part of the full rate at ``step``."""
+        if step < num_warmup_steps:
+            return (step + 1) / (num_warmup_steps + 1)
+        progress = (step - num_warmup_steps) / num_decay_steps
+        return max(0.0, decay(progress))
 
     return WarmupSchedule(optimizer, factor, last_epoch)
 

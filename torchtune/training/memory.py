@@ -72,20 +72,22 @@ def set_activation_checkpointing(model: torch.nn.Module, auto_wrap_policy: ACWra
     if isinstance(auto_wrap_policy, set | frozenset):
         classes = tuple(auto_wrap_policy)
 
-        def chosen(module: torch.nn.Module) -> bool:
+        def is_selected(module: torch.nn.Module) -> bool:
             return isinstance(module, classes)
     else:
 
-        def chosen(module: torch.nn.Module) -> bool:
-            return auto_wrap_policy(module, False, sum(p.numel() for p in module.parameters()))
+        def is_selected(module: torch.nn.Module) -> bool:
+            numel = sum(parameter.numel() for parameter in module.parameters())
+            return auto_wrap_policy(module, False, numel)
 
-    def visit(module: torch.nn.Module) -> int:
-        if chosen(module):
+    def checkpoint_selected(module: torch.nn.Module) -> int:
+        """Checkpoint the outermost selected modules, and return their number."""
+        if is_selected(module):
             checkpoint_module(module, **kwargs)
-            return 1
-        return sum(visit(child) for child in module.children())
+            return 1  # without its children: they would be recomputed twice
+        return sum(checkpoint_selected(child) for child in module.children())
 
-    if visit(model) == 0:
+    if checkpoint_selected(model) == 0:
         raise ValueError(f"No module of {type(model).__name__} matches the activation checkpointing policy.")
 
 
@@ -125,12 +127,15 @@ def resident_bytes(field: str = "VmRSS") -> int:
         True
     """
     status = Path("/proc/self/status")
-    if status.exists():
+    if status.exists():  # Linux; lines read "VmRSS:     1234 kB"
         for line in status.read_text().splitlines():
             if line.startswith(f"{field}:"):
-                return int(line.split()[1]) * 1024
+                kibibytes = int(line.split()[1])
+                return kibibytes * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    if sys.platform == "darwin":  # man 2 getrusage: bytes on macOS, KiB elsewhere
+        return peak
+    return peak * 1024
 
 
 def get_memory_stats(device: torch.device, reset_stats: bool = True) -> dict[str, float]:

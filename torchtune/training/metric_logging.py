@@ -94,7 +94,8 @@ class DiskLogger(MetricLoggerInterface):
         if self.output_fmt == "jsonl":
             line = json.dumps(valid_json({"step": step, **numbers}), allow_nan=False)
         else:
-            line = f"Step {step} | " + " ".join(f"{k}:{v}" for k, v in numbers.items())
+            metrics = " ".join(f"{name}:{number}" for name, number in numbers.items())
+            line = f"Step {step} | {metrics}"
         self._file.write_line(line)
 
     def close(self) -> None:
@@ -174,8 +175,10 @@ class WandBLogger(TrackingLogger):
         wandb = self.check_installed()
         if not _is_rank_0():
             return
-        if "id" not in kwargs and (stored := _stored_name(log_dir, "wandb_run_id.txt")):
-            kwargs = {"id": stored, "resume": "allow", **kwargs}
+        if "id" not in kwargs:
+            stored_id = _stored_name(log_dir, "wandb_run_id.txt")
+            if stored_id:
+                kwargs = {"id": stored_id, "resume": "allow", **kwargs}
         if log_dir is not None:
             Path(log_dir).mkdir(parents=True, exist_ok=True)
         try:
@@ -226,7 +229,8 @@ class TensorBoardLogger(TrackingLogger):
 
     def _send_config(self, settings: dict[str, Any], path: Path) -> None:
         text = path.read_text(encoding="utf-8")
-        self._run.add_text("config", "\n".join("    " + line for line in text.splitlines()))
+        code_block = "\n".join("    " + line for line in text.splitlines())  # TensorBoard renders Markdown
+        self._run.add_text("config", code_block)
 
     def _send(self, numbers: dict[str, int | float], step: int) -> None:
         for name, number in numbers.items():
@@ -258,7 +262,8 @@ class CometLogger(TrackingLogger):
         >>> logger = torchtune.training.metric_logging.CometLogger(project="mine", online=False)  # doctest: +SKIP
     """
 
-    _package, _extra = "comet_ml", "comet"
+    _package = "comet_ml"
+    _extra = "comet"
 
     def __init__(
         self,
@@ -382,7 +387,8 @@ class TrackioLogger(TrackingLogger):
         self._skipped = 0
         if _is_rank_0():
             name = name or _stored_name(log_dir, "trackio_run_name.txt")
-            self._run = self._trackio.init(project, name=name, **{"resume": "allow", "embed": False, **kwargs})
+            options = {"resume": "allow", "embed": False, **kwargs}
+            self._run = self._trackio.init(project, name=name, **options)
             _store_name(log_dir, "trackio_run_name.txt", self._run.name)
 
     def _send_config(self, settings: dict[str, Any], path: Path) -> None:
@@ -390,12 +396,13 @@ class TrackioLogger(TrackingLogger):
 
     def _send(self, numbers: dict[str, int | float], step: int) -> None:
         self._run.log(numbers, step=step)
-        wrong = [f"{name} is {number}" for name, number in numbers.items() if not math.isfinite(number)]
-        if (skipped := numbers.get("skipped_steps", 0)) > self._skipped:
-            wrong.append(f"{skipped} steps are skipped so far")
+        warnings = [f"{name} is {number}" for name, number in numbers.items() if not math.isfinite(number)]
+        skipped = numbers.get("skipped_steps", 0)
+        if skipped > self._skipped:  # one alert for each skipped step, not for each line after it
+            warnings.append(f"{skipped} steps are skipped so far")
             self._skipped = skipped
-        if wrong:
-            self._run.alert(f"Step {step}", "; ".join(wrong), level=self._trackio.AlertLevel.WARN)
+        if warnings:
+            self._run.alert(f"Step {step}", "; ".join(warnings), level=self._trackio.AlertLevel.WARN)
 
     def log_answers(self, answers: Sequence[Mapping[str, Any]], step: int) -> None:
         """Log answers as traces, with everything but the texts as metadata."""
@@ -403,9 +410,12 @@ class TrackioLogger(TrackingLogger):
             return
         traces = []
         for row in answers:
-            turns = (("user", row["prompt"]), ("assistant", row["answer"]))
-            facts = {key: value for key, value in row.items() if key not in ("prompt", "answer")}
-            traces.append(self._trackio.Trace([{"role": role, "content": text} for role, text in turns], facts))
+            messages = [
+                {"role": "user", "content": row["prompt"]},
+                {"role": "assistant", "content": row["answer"]},
+            ]
+            metadata = {key: value for key, value in row.items() if key not in ("prompt", "answer")}
+            traces.append(self._trackio.Trace(messages, metadata))
         self._run.log({"answers": traces}, step=step)
 
 
@@ -435,14 +445,19 @@ def _is_rank_0() -> bool:
 
 def _stored_name(folder: str | None, file: str) -> str | None:
     """Return the stored name of the run that this run continues; None if there is none."""
-    path = None if folder is None else Path(folder) / file
-    return path.read_text(encoding="utf-8").strip() if path is not None and path.exists() else None
+    if folder is None:
+        return None
+    path = Path(folder) / file
+    if not path.exists():
+        return None
+    return path.read_text(encoding="utf-8").strip()
 
 
 def _store_name(folder: str | None, file: str, name: str) -> None:
+    """Store the name of the run in ``folder``, for a run that continues it."""
     if folder is not None:
-        with atomic_write(Path(folder) / file, "w") as stored:
-            stored.write(name)
+        with atomic_write(Path(folder) / file, "w") as stream:
+            stream.write(name)
 
 
 class SilentLogger(MetricLoggerInterface):

@@ -82,10 +82,10 @@ def best_dtype(device: torch.device, stored: torch.dtype | None = None) -> str:
 
     It is float16 on CUDA (T4, V100) and float32 elsewhere.
     """
-    best = torch.bfloat16 if stored is None else stored
-    if not has_fast_matmul(best, device):
-        best = torch.float16 if device.type == "cuda" else torch.float32
-    return DTYPE_NAMES[best]
+    dtype = torch.bfloat16 if stored is None else stored
+    if not has_fast_matmul(dtype, device):
+        dtype = torch.float16 if device.type == "cuda" else torch.float32
+    return DTYPE_NAMES[dtype]
 
 
 def choose_dtype(dtype: str | None, device: torch.device, stored: torch.dtype | None = None) -> tuple[str, torch.dtype]:
@@ -106,10 +106,10 @@ def choose_dtype(dtype: str | None, device: torch.device, stored: torch.dtype | 
     """
     if dtype is None:
         dtype = best_dtype(device, stored)
-    chosen = get_dtype(dtype, device)
-    if not has_fast_matmul(chosen, device):
+    torch_dtype = get_dtype(dtype, device)
+    if not has_fast_matmul(torch_dtype, device):
         log_rank_zero(get_logger(), emulation_warning(dtype, device), level=logging.WARNING)
-    return dtype, chosen
+    return dtype, torch_dtype
 
 
 def emulation_warning(dtype: str, device: torch.device) -> str:

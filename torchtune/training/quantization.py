@@ -125,11 +125,13 @@ class QATQuantizer(Quantizer):
 
     def get_activation_fake_quantize_config(self) -> Any:
         """Return torchao's configuration of inputs, or None; for :func:`swap_lora_linear_with_qat`."""
-        return torchao_formats.fake_quantize_configs(self.base_config, self.group_size)[0]
+        activations, _ = torchao_formats.fake_quantize_configs(self.base_config, self.group_size)
+        return activations
 
     def get_weight_fake_quantize_config(self) -> Any:
         """Return torchao's configuration of weights, or None; for :func:`swap_lora_linear_with_qat`."""
-        return torchao_formats.fake_quantize_configs(self.base_config, self.group_size)[1]
+        _, weights = torchao_formats.fake_quantize_configs(self.base_config, self.group_size)
+        return weights
 
     def convert(self, model: nn.Module) -> nn.Module:
         """Quantize a prepared model with adapters merged in, and return it; its outputs do not change.
@@ -142,10 +144,12 @@ class QATQuantizer(Quantizer):
         if not layers:
             raise UserError("quantizer: convert() takes a model of prepare(), this one simulates no quantization.")
         for path, layer in layers.items():
-            plain = nn.Linear(*reversed(layer.weight.shape), bias=layer.bias is not None, device="meta")
-            plain.weight = nn.Parameter(layer.quantized_weight().detach(), requires_grad=False)
-            plain.bias = layer.bias
-            model.set_submodule(path, plain)
+            out_features, in_features = layer.weight.shape
+            linear = nn.Linear(in_features, out_features, bias=layer.bias is not None, device="meta")
+            # The rounded values of the simulation: torchao finds the same scales in them, and outputs do not change.
+            linear.weight = nn.Parameter(layer.quantized_weight().detach(), requires_grad=False)
+            linear.bias = layer.bias
+            model.set_submodule(path, linear)
         model.conversions = []
         torchao_formats.quantize_linears(model, self.base_config, set(layers))
         return model
@@ -161,7 +165,9 @@ class Int8DynActInt4WeightQuantizer(Quantizer):
         >>> model = torchtune.training.quantization.Int8DynActInt4WeightQuantizer(groupsize=32).quantize(model)
     """
 
-    mode, bits, activations = "8da4w", 4, "int8"
+    mode = "8da4w"
+    bits = 4
+    activations = "int8"
 
     def __init__(self, groupsize: int = 256) -> None:
         super().__init__(groupsize)
@@ -179,7 +185,8 @@ class Int4WeightOnlyQuantizer(Quantizer):
         '4w'
     """
 
-    mode, bits = "4w", 4
+    mode = "4w"
+    bits = 4
 
     def __init__(self, groupsize: int = 128, inner_k_tiles: int = 8) -> None:
         super().__init__(groupsize)
@@ -193,7 +200,8 @@ class Int8WeightOnlyQuantizer(Quantizer):
         '8w'
     """
 
-    mode, bits = "8w", 8
+    mode = "8w"
+    bits = 8
 
     def __init__(self) -> None:
         super().__init__(None)
@@ -210,7 +218,8 @@ class Float8Quantizer(Quantizer):
         'f8'
     """
 
-    mode, bits = "f8", 8
+    mode = "f8"
+    bits = 8
 
     def __init__(self, dynamic_activations: bool = True) -> None:
         super().__init__(None)
@@ -233,7 +242,9 @@ class Int8DynActInt4WeightQATQuantizer(QATQuantizer):
         >>> _ = qat.prepare(model)  # training now sees the rounding
     """
 
-    mode, bits, activations = "8da4w-qat", 4, "int8"
+    mode = "8da4w-qat"
+    bits = 4
+    activations = "int8"
 
     def __init__(self, groupsize: int = 256) -> None:
         super().__init__(groupsize)
@@ -251,7 +262,8 @@ class Int4WeightOnlyQATQuantizer(QATQuantizer):
         >>> _ = qat.prepare(model)  # training now sees the rounding
     """
 
-    mode, bits = "4w-qat", 4
+    mode = "4w-qat"
+    bits = 4
 
     def __init__(self, groupsize: int = 256, inner_k_tiles: int = 8) -> None:
         super().__init__(groupsize)
@@ -264,7 +276,8 @@ class Int8WeightOnlyQATQuantizer(QATQuantizer):
         >>> _ = torchtune.training.quantization.Int8WeightOnlyQATQuantizer().prepare(model)
     """
 
-    mode, bits = "8w-qat", 8
+    mode = "8w-qat"
+    bits = 8
 
     def __init__(self) -> None:
         super().__init__(None)
@@ -336,18 +349,25 @@ def fake_quantization(
         ConversionError: fake quantization would not start within ``total_steps``.
     """
     if not isinstance(quantizer, QATQuantizer):
-        known = ", ".join(kind.__name__ for kind in QATQuantizer.__subclasses__())
-        raise UserError(f"quantizer: {type(quantizer).__name__} cannot be simulated in training: choose {known}.")
+        choices = ", ".join(quantizer_class.__name__ for quantizer_class in QATQuantizer.__subclasses__())
+        raise UserError(f"quantizer: {type(quantizer).__name__} cannot be simulated in training: choose {choices}.")
     return FakeQuantize(quantizer.base_config, after_n_steps=after_n_steps, step=step, total_steps=total_steps)
 
 
-_enable_linear_fake_quant, _disable_linear_fake_quant = set_fake_quant, partial(set_fake_quant, enabled=False)
+# Functions for model.apply, under the names of earlier releases; all modes are enabled and disabled alike.
+_enable_linear_fake_quant = set_fake_quant
+_disable_linear_fake_quant = partial(set_fake_quant, enabled=False)
 enable_4w_fake_quant_module_swap = enable_8da4w_fake_quant_module_swap = _enable_linear_fake_quant
 disable_4w_fake_quant_module_swap = disable_8da4w_fake_quant_module_swap = _disable_linear_fake_quant
 
 
 def _has_fake_quant(mode: str) -> bool:
-    return any(mode == kind.mode for base in QATQuantizer.__subclasses__() for kind in (base, *base.__subclasses__()))
+    """Return whether ``mode`` is the mode of a ``*QATQuantizer`` or of its ``*ModuleSwap`` class."""
+    modes = set()
+    for quantizer_class in QATQuantizer.__subclasses__():
+        modes.add(quantizer_class.mode)
+        modes.update(module_swap_class.mode for module_swap_class in quantizer_class.__subclasses__())
+    return mode in modes
 
 
 def _get_enable_fake_quant(quantizer_mode: str) -> Callable[[nn.Module], None] | None:

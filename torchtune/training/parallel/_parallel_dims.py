@@ -75,28 +75,38 @@ class ParallelDims:
             raise ParallelDimsError(
                 f"{_SETTINGS['pp']}: pipeline parallelism is not available in this release: set it to 1."
             )
-        for name in (*_MESH, "ep"):
-            size = getattr(self, name)
-            if size < 1 and not (name == "dp_shard" and size == -1):
-                allowed = "at least 1, or -1 for all that are left" if name == "dp_shard" else "at least 1"
-                raise ParallelDimsError(f"{_SETTINGS[name]} is {size}: it must be {allowed}.")
-        others = self.dp_replicate * self.cp * self.tp
+        self._check_sizes()
+        # Processes of one shard: the product of all mesh dimensions but dp_shard.
+        shard_processes = self.dp_replicate * self.cp * self.tp
         if self.dp_shard == -1:
-            if self.world_size % others:
+            if self.world_size % shard_processes:
                 raise ParallelDimsError(
                     f"data_parallel_shard_dim=-1: {self.world_size} processes cannot be divided by {self._product()}"
-                    f" = {others}: start a multiple of {others}, or change one of them."
+                    f" = {shard_processes}: start a multiple of {shard_processes}, or change one of them."
                 )
-            self.dp_shard = self.world_size // others
-        if others * self.dp_shard != self.world_size:
+            self.dp_shard = self.world_size // shard_processes
+        processes = shard_processes * self.dp_shard
+        if processes != self.world_size:
             raise ParallelDimsError(
-                f"{self._product()} = {others * self.dp_shard}, but there are {self.world_size} processes: set "
-                f"data_parallel_shard_dim=-1, or start {others * self.dp_shard} with "
-                f"tune run --nproc-per-node {others * self.dp_shard}."
+                f"{self._product()} = {processes}, but there are {self.world_size} processes: set "
+                f"data_parallel_shard_dim=-1, or start {processes} with tune run --nproc-per-node {processes}."
             )
         self._check_experts()
         self._device = torch.device("cpu")  # device of the default group's messages
         self.waited = 0.0  # seconds spent in collectives, mostly waiting for slower processes
+
+    def _check_sizes(self) -> None:
+        """Raise for a size below 1; only ``dp_shard`` may be -1."""
+        for name in (*_MESH, "ep"):
+            size = getattr(self, name)
+            if size >= 1:
+                continue
+            if name != "dp_shard":
+                raise ParallelDimsError(f"{_SETTINGS[name]} is {size}: it must be at least 1.")
+            if size != -1:
+                raise ParallelDimsError(
+                    f"{_SETTINGS[name]} is {size}: it must be at least 1, or -1 for all that are left."
+                )
 
     def _check_experts(self) -> None:
         shards = self.dp_shard * self.cp
@@ -122,33 +132,45 @@ class ParallelDims:
         Raises:
             ParallelDimsError: see the class; raised before any communication.
         """
-        world_size = int(os.environ["WORLD_SIZE"]) if is_distributed() else 1
-        wanted, found = os.environ.get(MACHINES_VARIABLE, ""), os.environ.get("GROUP_WORLD_SIZE", "")
-        if wanted.isdigit() and found.isdigit() and int(wanted) != int(found):
+        # --nnodes of this machine's command line, and the number of machines that torchrun counts.
+        requested_machines = os.environ.get(MACHINES_VARIABLE, "")
+        machines = os.environ.get("GROUP_WORLD_SIZE", "")
+        are_known = requested_machines.isdigit() and machines.isdigit()
+        if are_known and int(requested_machines) != int(machines):
             raise ParallelDimsError(
-                f"This machine was started with --nnodes {wanted}, but the run has {found}: give all machines the same "
-                "--nnodes."
+                f"This machine was started with --nnodes {requested_machines}, but the run has {machines}: give all "
+                "machines the same --nnodes."
             )
-        dims = cls(**sizes, world_size=world_size)
-        if is_distributed():
-            if not dist.is_initialized():
-                # Without device_id, torch makes the groups of the mesh anew instead of splitting the default group:
-                # gloo's halves of split groups share a listener, and with connections made at the first message
-                # (see join_process_group) wait for ever for each other's.
-                join_process_group(get_distributed_backend(device.type, offload_ops_to_cpu=True))
-            dims._make_mesh(device.type)
+        if not is_distributed():
+            return cls(**sizes, world_size=1)
+        dims = cls(**sizes, world_size=int(os.environ["WORLD_SIZE"]))
+        if not dist.is_initialized():
+            # Without device_id, torch makes the groups of the mesh anew instead of splitting the default group:
+            # gloo's halves of split groups share a listener, and with connections made at the first message
+            # (see join_process_group) wait for ever for each other's.
+            join_process_group(get_distributed_backend(device.type, offload_ops_to_cpu=True))
+        dims._make_mesh(device.type)
         return dims
 
     def _product(self) -> str:
-        return " x ".join(f"{_SETTINGS[name]} {size}" for name in _MESH if (size := getattr(self, name)) != -1)
+        """Return the product of the known sizes in words, for messages; -1 is not known yet."""
+        factors = []
+        for name in _MESH:
+            size = getattr(self, name)
+            if size != -1:
+                factors.append(f"{_SETTINGS[name]} {size}")
+        return " x ".join(factors)
 
     def __str__(self) -> str:
         if self.world_size == 1:
             return "1 process"
-        kinds = ("copies", "shards of data", "context-parallel ranks", "tensor-parallel ranks")
-        split = " x ".join(f"{getattr(self, name)} {kind}" for name, kind in zip(_MESH, kinds, strict=True))
-        experts = f", experts over {self.ep} of the shards" if self.ep > 1 else ""
-        return f"{self.world_size} processes = {split}{experts}"
+        text = (
+            f"{self.world_size} processes = {self.dp_replicate} copies x {self.dp_shard} shards of data x "
+            f"{self.cp} context-parallel ranks x {self.tp} tensor-parallel ranks"
+        )
+        if self.ep > 1:
+            text += f", experts over {self.ep} of the shards"
+        return text
 
     def build_mesh(self, device_type: str) -> Any:
         """Build the device mesh with joined dimensions, for recipes copied from earlier releases.
@@ -164,16 +186,17 @@ class ParallelDims:
 
     def _make_mesh(self, device_type: str) -> Any:
         """Build the device mesh ``dp_replicate x dp_shard x cp x tp``; all processes call it."""
-        sizes = [getattr(self, name) for name in _MESH]
+        sizes = [self.dp_replicate, self.dp_shard, self.cp, self.tp]
         self.mesh = dist.device_mesh.init_device_mesh(device_type, sizes, mesh_dim_names=_MESH)
         # A process group costs every rank memory and connections, so dimensions are joined only if needed.
         self._sharded = self.mesh["dp_shard"]
         if self.cp > 1:
             self._sharded = flatten_mesh(self.mesh["dp_shard", "cp"], "dp_shard_cp")
         if self.ep > 1:
-            sizes = [self.dp_replicate, self.dp_shard * self.cp // self.ep, self.ep]
-            names = ("dp_replicate", "dp_shard_of_experts", "ep")
-            self._experts = dist.device_mesh.init_device_mesh(device_type, sizes, mesh_dim_names=names)
+            # The same ranks in a second mesh. ep is innermost: neighbors, usually on one machine, exchange the tokens.
+            expert_sizes = [self.dp_replicate, self.dp_shard * self.cp // self.ep, self.ep]
+            expert_names = ("dp_replicate", "dp_shard_of_experts", "ep")
+            self._experts = dist.device_mesh.init_device_mesh(device_type, expert_sizes, mesh_dim_names=expert_names)
         # Messages need no separate group: NCCL sends them from the device, which is in sync at the end of a step.
         if device_type == "cuda":
             self._device = torch.device("cuda", torch.cuda.current_device())
@@ -229,7 +252,9 @@ class ParallelDims:
         """Data-parallel rank of this process."""
         if self.mesh is None:
             return 0
-        return self.mesh["dp_replicate"].get_local_rank() * self.dp_shard + self.mesh["dp_shard"].get_local_rank()
+        replica = self.mesh["dp_replicate"].get_local_rank()
+        shard = self.mesh["dp_shard"].get_local_rank()
+        return replica * self.dp_shard + shard
 
     @property
     def fsdp_mesh(self) -> Any:
@@ -250,8 +275,9 @@ class ParallelDims:
     @property
     def expert_fsdp_mesh(self) -> Any:
         """Mesh for FSDP of a rank's experts, preceded by ``dp_replicate`` for HSDP."""
-        names = ("dp_shard_of_experts",) if self.dp_replicate == 1 else ("dp_replicate", "dp_shard_of_experts")
-        return self._experts[names]
+        if self.dp_replicate == 1:
+            return self._experts["dp_shard_of_experts"]
+        return self._experts["dp_replicate", "dp_shard_of_experts"]
 
     @property
     def is_main(self) -> bool:
@@ -263,11 +289,15 @@ class ParallelDims:
 
         Integers stay integers. A single process returns its numbers without a device sync.
         """
-        return list(numbers) if self.world_size == 1 else self.exchange(numbers)[0]
+        if self.world_size == 1:
+            return list(numbers)
+        sums, _ = self.exchange(numbers)
+        return sums
 
     def any(self, flag: bool) -> bool:
         """Return whether ``flag`` is True on any process. A collective."""
-        return self.exchange((), [flag])[1][0]
+        _, flags = self.exchange((), [flag])
+        return flags[0]
 
     def exchange(
         self, numbers: Sequence["float | torch.Tensor"], flags: Sequence["bool | torch.Tensor"] = ()
@@ -285,17 +315,19 @@ class ParallelDims:
         """
         if self.world_size == 1:
             return [_to_number(number) for number in numbers], [bool(flag) for flag in flags]
-        counts = self.tp == 1 or self.mesh["tp"].get_local_rank() == 0
+        # [numbers, flags]: one all-reduce, because each costs every rank a wait for the slowest.
         message = torch.zeros(len(numbers) + len(flags), dtype=torch.float64, device=self._device)
-        for place, value in enumerate([*numbers, *flags]):
-            if counts or place >= len(numbers):
-                message[place].copy_(value) if isinstance(value, torch.Tensor) else message[place].fill_(value)
+        # Tensor-parallel ranks have the same tokens: only the first of them adds its numbers, the others add zeros.
+        if self.tp == 1 or self.mesh["tp"].get_local_rank() == 0:
+            for index, number in enumerate(numbers):
+                _write_scalar(message[index], number)
+        for index, flag in enumerate(flags, start=len(numbers)):
+            _write_scalar(message[index], flag)
         totals = self._reduce(message, dist.ReduceOp.SUM).tolist()
-        sums = [
-            round(found) if isinstance(number, int) else found
-            for number, found in zip(numbers, totals[: len(numbers)], strict=True)
-        ]
-        return sums, [found > 0 for found in totals[len(numbers) :]]
+        sums = []
+        for number, total in zip(numbers, totals, strict=False):  # the flags follow
+            sums.append(round(total) if isinstance(number, int) else total)
+        return sums, [count > 0 for count in totals[len(numbers) :]]
 
     def sum_over_sequence(self, values: torch.Tensor) -> torch.Tensor:
         """Sum over the context-parallel ranks of a sequence. A collective.
@@ -309,29 +341,33 @@ class ParallelDims:
         """
         if self.cp == 1:
             return values
-        whole = values.detach().clone()
-        dist.all_reduce(whole, group=self.mesh["cp"].get_group())
+        total = values.detach().clone()
+        dist.all_reduce(total, group=self.mesh["cp"].get_group())
+        # The value is the total and the gradient that of cp * values, without a collective in the backward pass:
+        # each rank sends gradients to its own values alone, and the caller divides the loss by cp.
         scaled = self.cp * values
-        return whole + (scaled - scaled.detach())
+        return total + (scaled - scaled.detach())
 
     def max(self, number: int) -> int:
         """Return the largest ``number`` of any process. A collective."""
         if self.world_size == 1:
             return number
-        return int(self._reduce(torch.tensor(number, device=self._device), dist.ReduceOp.MAX))
+        message = torch.tensor(number, device=self._device)
+        return int(self._reduce(message, dist.ReduceOp.MAX))
 
-    def _reduce(self, message: torch.Tensor, how: Any) -> torch.Tensor:
-        """All-reduce over all processes, and add the time to ``waited``."""
+    def _reduce(self, message: torch.Tensor, operation: Any) -> torch.Tensor:
+        """All-reduce in place over all processes, and add the time to ``waited``."""
         if message.is_cuda:  # the host does not wait, the stream does
-            before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            before = torch.cuda.Event(enable_timing=True)
+            after = torch.cuda.Event(enable_timing=True)
             before.record()
-            dist.all_reduce(message, how)
+            dist.all_reduce(message, operation)
             after.record()
             after.synchronize()
-            self.waited += before.elapsed_time(after) / 1000
+            self.waited += before.elapsed_time(after) / 1000  # elapsed_time is in milliseconds
             return message
         start = time.perf_counter()
-        dist.all_reduce(message, how)
+        dist.all_reduce(message, operation)
         self.waited += time.perf_counter() - start
         return message
 
@@ -356,7 +392,9 @@ class ParallelDims:
 
         def collate(examples: list[Any]) -> Batch:
             batch = Batch.from_dict(collate_fn(examples)).pad_to_multiple(self.min_seq_len_divisor)
-            return batch.split(self.mesh["cp"].get_local_rank(), self.cp) if self.cp > 1 else batch
+            if self.cp == 1:
+                return batch
+            return batch.split(self.mesh["cp"].get_local_rank(), self.cp)
 
         collate.unsplit = collate_fn  # for functions that extend the batch before it is sharded
         return collate
@@ -364,3 +402,11 @@ class ParallelDims:
 
 def _to_number(number: "float | torch.Tensor") -> Any:
     return number.item() if isinstance(number, torch.Tensor) else number
+
+
+def _write_scalar(element: torch.Tensor, value: "float | torch.Tensor") -> None:
+    """Write a scalar into a message's element; a tensor's value stays on its device, without a wait of the host."""
+    if isinstance(value, torch.Tensor):
+        element.copy_(value)
+    else:
+        element.fill_(value)

@@ -111,8 +111,13 @@ def _check_no_recurrent_layers(model: nn.Module, dims: ParallelDims) -> None:
 
 
 def _check_sequence_heads(module: nn.Module, dims: ParallelDims) -> None:
-    queries, keys = module.num_heads // dims.tp, module.num_kv_heads // dims.tp
-    if queries % dims.cp or (keys % dims.cp and dims.cp % max(keys, 1)):
+    """Raise unless the ranks of a sequence can exchange its shards for shards of the heads."""
+    # Tensor parallelism divides the heads first; cp divides those that a rank is left with.
+    queries = module.num_heads // dims.tp
+    keys = module.num_kv_heads // dims.tp
+    # With fewer key heads than ranks, ranks share one, which needs a whole number of ranks per key head.
+    keys_fit = keys % dims.cp == 0 or dims.cp % max(keys, 1) == 0
+    if queries % dims.cp or not keys_fit:
         raise ParallelDimsError(
             f"context_parallel_dim is {dims.cp}: it must divide the {queries} query heads of a rank, and divide "
             f"its {keys} key heads or be a multiple of them."
@@ -144,28 +149,30 @@ def check_parallelizable(
         ParallelDimsError, ParallelError: the model does not support these dimensions.
     """
     _check_not_composite(model, dims)
-    for module in _attention_layers(model) if dims.tp > 1 else ():
-        _check_layer_heads(module, dims.tp)
+    if dims.tp > 1:
+        for module in _attention_layers(model):
+            _check_layer_heads(module, dims.tp)
     if dims.cp > 1:
         _check_no_recurrent_layers(model, dims)
-    for module in _attention_layers(model) if dims.cp > 1 else ():
-        _check_sequence_heads(module, dims)
+        for module in _attention_layers(model):
+            _check_sequence_heads(module, dims)
     if dims.ep > 1:
         check_expert_parallel(model, dims)
     if dims.tp == 1:
         return None
-    found = _resolve_plan(model, plan)
+    styles = _resolve_plan(model, plan)
     modules = dict(model.named_modules())
-    for name, style in found.items():
+    for name, style in styles.items():
         if name in modules and hasattr(style, "check"):  # a plan may contain torch's styles
             style.check(name, modules[name], dims.tp)
-    return found
+    return styles
 
 
 def _matches_pattern(name: str, pattern: str) -> bool:
     """Return whether a pattern of a plan matches a module, as in torch: every part of the name separately."""
-    parts, patterns = name.split("."), pattern.split(".")
-    return len(parts) == len(patterns) and all(map(fnmatchcase, parts, patterns))
+    name_parts = name.split(".")
+    pattern_parts = pattern.split(".")
+    return len(name_parts) == len(pattern_parts) and all(map(fnmatchcase, name_parts, pattern_parts))
 
 
 def _resolve_plan(model: nn.Module, plan: Callable[[nn.Module], Any] | None) -> Mapping[str, Any]:
@@ -175,13 +182,20 @@ def _resolve_plan(model: nn.Module, plan: Callable[[nn.Module], Any] | None) -> 
             f"tensor_parallel_dim: {type(model).__name__} carries no ModelSpec that says how it is split: give a "
             "tensor_parallel_plan, or build it with a builder of torchtune.models."
         )
-    styles = {}
-    for pattern, style in (plan or model.spec.parallel_plan)(model).items():
-        matching = {name: module for name, module in model.named_modules() if _matches_pattern(name, pattern)}
-        styles |= {pattern: style} if not matching else dict.fromkeys(matching, style)
+    build_plan = plan or model.spec.parallel_plan
     modules = dict(model.named_modules())
+    styles = {}
+    for pattern, style in build_plan(model).items():
+        matching = [name for name in modules if _matches_pattern(name, pattern)]
+        if not matching:
+            styles[pattern] = style  # kept, so that torch warns of a pattern without a module
+        for name in matching:
+            styles[name] = style
+    # In the order in which the conversions changed the layers: each one gets the style of the one before.
     for conversion in get_conversions(model):
-        styles |= {name: conversion.parallel_style(modules[name], styles[name]) for name in styles if name in modules}
+        for name in styles:
+            if name in modules:
+                styles[name] = conversion.parallel_style(modules[name], styles[name])
     return styles
 
 
@@ -192,9 +206,10 @@ def _apply_tensor_parallel(model: nn.Module, dims: ParallelDims, plan: Callable[
     mesh = dims.mesh["tp"]
     prepare_mha_for_tp(model, mesh)
     parallelize_module(model, mesh, _resolve_plan(model, plan))
-    whole = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
-    if whole:
-        raise ParallelDimsError(f"tensor_parallel_plan: it says nothing of {', '.join(whole[:3])}: add them.")
+    # A plain parameter would get gradients of this rank's heads and columns alone, and differ from rank to rank.
+    plain = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
+    if plain:
+        raise ParallelDimsError(f"tensor_parallel_plan: it says nothing of {', '.join(plain[:3])}: add them.")
 
 
 def prepare_mha_for_tp(model: nn.Module, tp_mesh: Any) -> nn.Module:
@@ -216,19 +231,23 @@ def get_shard_conditions(
     """Return whether to shard a module separately: it is listed, a layer (``...layers.3``), or ``layer_embeddings``."""
     if names_to_match and name in names_to_match:
         return True
-    *_, parent, last = ["", "", *name.split(".")]
-    return (parent == "layers" and last.isdigit()) or last == "layer_embeddings"
+    path, _, last = name.rpartition(".")
+    if last == "layer_embeddings":
+        return True
+    parent = path.rpartition(".")[2]
+    return parent == "layers" and last.isdigit()
 
 
 def _check_names(model: nn.Module, names: Sequence[str]) -> None:
-    known = dict(model.named_modules())
+    """Raise for names of ``custom_sharded_layers`` that the model cannot shard separately."""
+    modules = dict(model.named_modules())
     for name in names:
-        if name == "output" and name not in known:  # tied to the embedding, which older configs also list
+        if name == "output" and name not in modules:  # tied to the embedding, which older configs also list
             log_rank_zero(get_logger(), "custom_sharded_layers: 'output' shares the weight of tok_embeddings.")
-        elif name not in known:
+        elif name not in modules:
             children = ", ".join(child for child, _ in model.named_children())
             raise ParallelDimsError(f"custom_sharded_layers: the model has no module '{name}', only {children}, ….")
-        elif name == "output" and type(known[name]) is not nn.Linear:
+        elif name == "output" and type(modules[name]) is not nn.Linear:
             raise ParallelDimsError(
                 "custom_sharded_layers: 'output' is called once per chunk of the loss, of which ranks have different "
                 "numbers, because it carries an adapter: leave it out of the list."
@@ -265,29 +284,45 @@ def shard_model(
     options: dict[str, Any] = {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32)}
     if cpu_offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
-    meshes, modules = meshes or {}, dict(model.named_modules())
-    whole = {name for name, mesh in meshes.items() if mesh.size() == 1 and not cpu_offload}
-    options["ignored_params"] = {parameter for name in whole for parameter in modules[name].parameters()}
-    chosen = [
-        (module, meshes.get(name, dp_mesh))
-        for name, module in reversed(modules.items())
-        if name not in whole and (name in meshes or any(condition(name, module) for condition in shard_conditions))
-    ]
-    if not chosen:
+    meshes = meshes or {}
+    modules = dict(model.named_modules())
+    unsharded: set[str] = set()
+    ignored_parameters: set[nn.Parameter] = set()
+    for name, mesh in meshes.items():
+        if mesh.size() == 1 and not cpu_offload:
+            unsharded.add(name)
+            ignored_parameters.update(modules[name].parameters())
+    options["ignored_params"] = ignored_parameters
+
+    # Children before their parents, as fully_shard asks: a parent takes the parameters that no child has taken.
+    sharded: list[tuple[nn.Module, Any]] = []
+    for name, module in reversed(modules.items()):
+        if name in unsharded:
+            continue
+        if name in meshes:
+            sharded.append((module, meshes[name]))
+        elif any(condition(name, module) for condition in shard_conditions):
+            sharded.append((module, dp_mesh))
+    if not sharded:
         raise ValueError("No module matches the shard conditions: nothing was sharded by itself.")
     with FrozenIntegers():
-        for module, mesh in chosen:
+        for module, mesh in sharded:
             fully_shard(module, mesh=mesh, reshard_after_forward=reshard_after_forward, **options)
         fully_shard(model, mesh=dp_mesh, **options)
+
+    # FSDP averages gradients by default; here the loss is already divided by the global count of tokens.
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-    layers = [module for module, mesh in chosen[::-1] if mesh is dp_mesh]
-    apart = {id(module) for module, mesh in chosen if mesh is not dp_mesh}
-    for layer, following in itertools.pairwise(layers):
-        inside = [module for module in following.modules() if id(module) in apart]
-        layer.set_modules_to_forward_prefetch([following, *inside])
+
+    # By default a layer's all-gather starts with its own forward; here with that of the layer before, to overlap. The
+    # modules of other meshes inside a layer are all-gathered with it.
+    layers = [module for module, mesh in reversed(sharded) if mesh is dp_mesh]
+    on_other_meshes = {id(module) for module, mesh in sharded if mesh is not dp_mesh}
+    for layer, next_layer in itertools.pairwise(layers):
+        inner = [module for module in next_layer.modules() if id(module) in on_other_meshes]
+        layer.set_modules_to_forward_prefetch([next_layer, *inner])
     for conversion in get_conversions(model):
         conversion.post_shard_hook(model, cpu_offload=cpu_offload)
 
@@ -297,6 +332,14 @@ def unshard_output(model: nn.Module) -> None:
     from torch.distributed.fsdp import FSDPModule
 
     projection = getattr(text_decoder(model), "output", None)
-    owner = projection if isinstance(projection, nn.Module) else getattr(projection, "tied_module", None)
-    if isinstance(owner, FSDPModule):
-        model.register_forward_hook(lambda *_: owner.unshard() and None)
+    if isinstance(projection, nn.Module):
+        owner = projection
+    else:  # tied: the weight belongs to the embedding
+        owner = getattr(projection, "tied_module", None)
+    if not isinstance(owner, FSDPModule):
+        return
+
+    def unshard(*_: Any) -> None:  # returns None: a hook's value would replace the model's output
+        owner.unshard()
+
+    model.register_forward_hook(unshard)

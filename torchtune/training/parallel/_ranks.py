@@ -20,41 +20,43 @@ def all_gather_object(value: T, group: dist.ProcessGroup | None = None) -> list[
     """Return the value of every rank (pickled); ``[value]`` without distributed training. A collective."""
     if get_world_size_and_rank()[0] == 1:
         return [value]
-    found: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, value, group=group)
-    return found
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
 
 
 def broadcast_object(value: T | None, group: dist.ProcessGroup | None = None) -> T:
     """Return rank 0's value (pickled); ``value`` without distributed training. A collective."""
     if get_world_size_and_rank()[0] == 1:
         return value
-    found = [value]
-    dist.broadcast_object_list(found, src=0, group=group)
-    return found[0]
+    values = [value]  # rank 0's value replaces those of the other ranks
+    dist.broadcast_object_list(values, src=0, group=group)
+    return values[0]
 
 
 def any_rank(flag: bool, group: dist.ProcessGroup | None = None) -> bool:
     """Return whether ``flag`` is True on any rank, by an all-reduce. A collective."""
     if get_world_size_and_rank()[0] == 1:
         return flag
-    found = torch.tensor(int(flag), device=_device(group))
-    dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
-    return bool(found)
+    message = torch.tensor(int(flag), device=_device(group))
+    dist.all_reduce(message, dist.ReduceOp.MAX, group=group)
+    return bool(message)
 
 
 def lowest_of_ranks(count: int, group: dist.ProcessGroup | None = None) -> int:
     """Return the lowest ``count`` of all ranks, by an all-reduce. A collective."""
     if get_world_size_and_rank()[0] == 1:
         return count
-    found = torch.tensor(count, device=_device(group))
-    dist.all_reduce(found, dist.ReduceOp.MIN, group=group)
-    return int(found)
+    message = torch.tensor(count, device=_device(group))
+    dist.all_reduce(message, dist.ReduceOp.MIN, group=group)
+    return int(message)
 
 
 def _device(group: dist.ProcessGroup | None) -> torch.device:
-    on_host = dist.get_backend(group) in ("gloo", "fake")  # fake: a simulation, with tensors on the CPU
-    return torch.device("cpu") if on_host else torch.accelerator.current_accelerator()
+    """Return the device of a group's messages."""
+    if dist.get_backend(group) in ("gloo", "fake"):  # fake: a simulation, with tensors on the CPU
+        return torch.device("cpu")
+    return torch.accelerator.current_accelerator()
 
 
 class Ranks:
@@ -78,7 +80,9 @@ class Ranks:
 
     def gather(self, value: T) -> list[T]:
         """Return the value of every rank."""
-        return [value] if self._group is None else all_gather_object(value, self._group)
+        if self._group is None:
+            return [value]
+        return all_gather_object(value, self._group)
 
     def exchange_packets(self, packets: Mapping[int, bytearray], *, receives: bool) -> list[memoryview]:
         """Send packets to some ranks; all ranks may send at the same time.
@@ -90,30 +94,38 @@ class Ranks:
         Returns:
             The received packets.
         """
-        others = [rank for rank in range(self.size) if rank != self.rank] if receives else []
-        sizes = {rank: torch.zeros(1, dtype=torch.int64) for rank in others}
-        self._send_and_receive({rank: torch.tensor([len(packet)]) for rank, packet in packets.items()}, sizes)
-        found = {rank: torch.empty(int(size), dtype=torch.uint8) for rank, size in sizes.items()}
-        self._send_and_receive(
-            {rank: torch.frombuffer(packet, dtype=torch.uint8) for rank, packet in packets.items() if packet},
-            {rank: buffer for rank, buffer in found.items() if buffer.numel()},
-        )
-        return [memoryview(buffer.numpy()) for buffer in found.values()]
+        senders = [rank for rank in range(self.size) if rank != self.rank] if receives else []
+        # The sizes first, because a receiver must allocate the packet before it arrives.
+        sent_sizes = {rank: torch.tensor([len(packet)]) for rank, packet in packets.items()}
+        received_sizes = {rank: torch.zeros(1, dtype=torch.int64) for rank in senders}
+        self._send_and_receive(sent_sizes, received_sizes)
+        # An empty packet is not sent: both sides know its size.
+        sent = {rank: torch.frombuffer(packet, dtype=torch.uint8) for rank, packet in packets.items() if packet}
+        received = {rank: torch.empty(int(size), dtype=torch.uint8) for rank, size in received_sizes.items()}
+        self._send_and_receive(sent, {rank: buffer for rank, buffer in received.items() if buffer.numel()})
+        return [memoryview(buffer.numpy()) for buffer in received.values()]
 
-    def _send_and_receive(self, out: Mapping[int, torch.Tensor], into: Mapping[int, torch.Tensor]) -> None:
-        """Send and receive asynchronously, to avoid a deadlock."""
-        work = [dist.irecv(buffer, rank, group=self._group) for rank, buffer in into.items()]
-        work += [dist.isend(values, rank, group=self._group) for rank, values in out.items()]
-        for one in work:
-            one.wait()
+    def _send_and_receive(self, sent: Mapping[int, torch.Tensor], received: Mapping[int, torch.Tensor]) -> None:
+        """Send tensors to ranks and receive others from ranks, all asynchronously, to avoid a deadlock."""
+        operations = []
+        for rank, buffer in received.items():
+            operations.append(dist.irecv(buffer, rank, group=self._group))
+        for rank, tensor in sent.items():
+            operations.append(dist.isend(tensor, rank, group=self._group))
+        for operation in operations:
+            operation.wait()
 
     def any(self, flag: bool) -> bool:
         """Return whether ``flag`` is True on any rank."""
-        return flag if self._group is None else any_rank(flag, self._group)
+        if self._group is None:
+            return flag
+        return any_rank(flag, self._group)
 
     def broadcast(self, value: T | None) -> T:
         """Return rank 0's value; other values are ignored. The cost per rank does not grow with the number of ranks."""
-        return value if self._group is None else broadcast_object(value, self._group)
+        if self._group is None:
+            return value
+        return broadcast_object(value, self._group)
 
     @contextmanager
     def raise_on_all(self) -> Iterator[None]:
@@ -132,38 +144,53 @@ class Ranks:
             if self.size == 1:
                 raise
             failure = error  # raised below, when the other ranks know
-        if not self.any(failure is not None):
+        if not self.any(failure is not None):  # one number per rank; the texts are gathered only after a failure
             return
-        is_user_error = isinstance(failure, UserError | OSError)
-        text = str(failure) if is_user_error else f"{type(failure).__name__}: {failure}"
-        error = self._choose_error(self.gather(None if failure is None else (is_user_error, text)), failure)
+        report = None
+        if failure is not None:
+            is_user_error = isinstance(failure, UserError | OSError)
+            text = str(failure) if is_user_error else f"{type(failure).__name__}: {failure}"
+            report = (is_user_error, text)
+        error = self._choose_error(self.gather(report), failure)
         try:
             if error is not None:
                 raise error from failure
         finally:
             del error, failure  # their tracebacks reference this frame and the objects of its callers
 
-    def _choose_error(self, failures: list[tuple[bool, str] | None], own: Exception | None) -> Exception | None:
-        """Return this rank's own exception if it is a bug, otherwise the exception of the first failed rank."""
-        rank, first = next(((rank, found) for rank, found in enumerate(failures) if found is not None), (0, None))
-        if first is None:
+    def _choose_error(
+        self, reports: list[tuple[bool, str] | None], local_failure: Exception | None
+    ) -> Exception | None:
+        """Return this rank's own exception if it is a bug, otherwise the exception of the first failed rank.
+
+        Args:
+            reports: for each rank, whether its exception is a user error, and its text; None for a rank without one.
+            local_failure: this rank's exception.
+        """
+        failed_ranks = [rank for rank, report in enumerate(reports) if report is not None]
+        if not failed_ranks:
             return None
-        is_user_error, text = first
-        if own is not None and (not is_user_error or not isinstance(own, UserError | OSError)):
-            return own
-        if rank > 0 and None in failures and is_user_error:
-            text = f"Rank {rank}: {text}"
-        error = self._error(text) if is_user_error else RuntimeError(f"Rank {rank} failed ({text}).")
+        first = failed_ranks[0]
+        is_user_error, text = reports[first]
+        if local_failure is not None and (not is_user_error or not isinstance(local_failure, UserError | OSError)):
+            return local_failure
+        if is_user_error:
+            # On all ranks, or on rank 0 as usual, the text says enough: only a rank of its own is named.
+            if first > 0 and len(failed_ranks) < len(reports):
+                text = f"Rank {first}: {text}"
+            error = self._error(text)
+        else:
+            error = RuntimeError(f"Rank {first} failed ({text}).")
         error.raised_on_all = True
         return error
 
     def run_on_rank_0(self, make: Callable[[], T]) -> T:
         """Call ``make`` on rank 0 and return its result on all ranks; an exception is raised on all ranks."""
-        made: T | None = None
+        result: T | None = None
         with self.raise_on_all():
             if self.rank == 0:
-                made = make()
-        return self.broadcast(made)
+                result = make()
+        return self.broadcast(result)
 
     @contextmanager
     def share_rng_state(self) -> Iterator[None]:
@@ -171,8 +198,8 @@ class Ranks:
         if self.size == 1:
             yield
             return
-        own = RNGState().state_dict()
-        RNGState().load_state_dict(self.broadcast(own))
+        local_state = RNGState().state_dict()
+        RNGState().load_state_dict(self.broadcast(local_state))
         yield
-        if self.rank != 0:
-            RNGState().load_state_dict(own)
+        if self.rank != 0:  # rank 0 goes on with the numbers that it has drawn
+            RNGState().load_state_dict(local_state)

@@ -27,20 +27,24 @@ def shard_key(parameter: torch.nn.Parameter) -> str:
         return ""
     mesh = parameter.device_mesh
     names = mesh.mesh_dim_names or range(mesh.ndim)
-    where = zip(names, parameter.placements, mesh.get_coordinate(), mesh.shape, strict=True)
-    return " ".join(f"{name}:{place}/{size}" for name, kind, place, size in where if not kind.is_replicate())
+    coordinates = mesh.get_coordinate()
+    parts = []
+    for dim, placement in enumerate(parameter.placements):
+        if not placement.is_replicate():
+            parts.append(f"{names[dim]}:{coordinates[dim]}/{mesh.shape[dim]}")
+    return " ".join(parts)
 
 
 @dataclass(frozen=True)
 class ShardGrid:
-    """Grid of a parameter's shards over the mesh dimensions that shard it, and this rank's place in it.
+    """Grid of a parameter's shards over the mesh dimensions that shard it, and this rank's coordinates in it.
 
     Data of shards without the parameter's layout, such as quantized states, is stacked as a tensor [*sizes, longest]
     with one row per shard.
     """
 
     sizes: tuple[int, ...]
-    place: tuple[int, ...]
+    coordinates: tuple[int, ...]
 
     @staticmethod
     def of(parameter: torch.Tensor) -> "ShardGrid":
@@ -48,16 +52,23 @@ class ShardGrid:
         if not hasattr(parameter, "device_mesh"):
             return ShardGrid((), ())
         mesh = parameter.device_mesh
-        dims = [dim for dim, kind in enumerate(parameter.placements) if not kind.is_replicate()]
-        where = mesh.get_coordinate()
-        return ShardGrid(tuple(mesh.shape[dim] for dim in dims), tuple(where[dim] for dim in dims))
+        mesh_coordinates = mesh.get_coordinate()
+        sizes = []
+        coordinates = []
+        for dim, placement in enumerate(parameter.placements):
+            if not placement.is_replicate():
+                sizes.append(mesh.shape[dim])
+                coordinates.append(mesh_coordinates[dim])
+        return ShardGrid(tuple(sizes), tuple(coordinates))
 
     def longest(self, parameter: torch.Tensor) -> int:
         """Return the number of elements of the largest shard."""
-        shape, sizes = list(parameter.shape), iter(self.sizes)
-        for kind in getattr(parameter, "placements", ()):
-            if not kind.is_replicate():
-                shape[kind.dim] = -(-shape[kind.dim] // next(sizes))
+        if not self.sizes:
+            return parameter.numel()
+        shape = list(parameter.shape)
+        for placement, size in zip(parameter.placements, parameter.device_mesh.shape, strict=True):
+            if not placement.is_replicate():
+                shape[placement.dim] = -(-shape[placement.dim] // size)  # rounded up, as torch.chunk's first chunk
         return math.prod(shape)
 
     def stack(self, shard: torch.Tensor, parameter: torch.Tensor, longest: int) -> torch.Tensor:
@@ -66,9 +77,16 @@ class ShardGrid:
             return shard
         if shard.numel() < longest:
             shard = torch.nn.functional.pad(shard, (0, longest - shard.numel()))
-        order = iter(range(len(self.sizes)))
-        placements = [Replicate() if kind.is_replicate() else Shard(next(order)) for kind in parameter.placements]
-        row = shard.view(*[1] * len(self.sizes), longest)
+        # The i-th mesh dimension that shards the parameter shards dimension i of the stack.
+        placements = []
+        num_sharded = 0
+        for placement in parameter.placements:
+            if placement.is_replicate():
+                placements.append(Replicate())
+            else:
+                placements.append(Shard(num_sharded))
+                num_sharded += 1
+        row = shard.view(*[1] * len(self.sizes), longest)  # [1, ..., 1, longest]
         return DTensor.from_local(row, parameter.device_mesh, placements, run_check=False)
 
 
@@ -118,11 +136,12 @@ class LocalShard:
             parameter: a sharded parameter. A plain ``tensor`` with the shape of the parameter's shard counts as a
                 shard, too.
         """
-        layout, is_plain = tensor, not isinstance(tensor, DTensor)
-        if is_plain and isinstance(parameter, DTensor) and tensor.dim() > 0:
-            layout = parameter if tensor.shape == parameter.to_local().shape else tensor
-        slices, data = my_shard(layout)
-        data = data if layout is tensor else tensor.detach()
+        layout = tensor
+        slices, data = my_shard(tensor)
+        may_be_shard = not isinstance(tensor, DTensor) and isinstance(parameter, DTensor) and tensor.dim() > 0
+        if may_be_shard and tensor.shape == parameter.to_local().shape:
+            layout = parameter
+            slices, _ = my_shard(parameter)
         spec = torch.empty(layout.shape, dtype=tensor.dtype, device="meta")
         return LocalShard(spec, slices, data, _is_writer(layout, ranks, turn))
 
@@ -133,11 +152,12 @@ def _is_writer(tensor: torch.Tensor, ranks: Ranks, turn: int) -> bool:
     mesh = tensor.device_mesh
     if mesh.size() < ranks.size and not bool((mesh.mesh == 0).any()):
         return False  # replicated outside its mesh: the ranks of rank 0's mesh write it
-    return all(
-        place == turn % mesh.size(dim)
-        for dim, (placement, place) in enumerate(zip(tensor.placements, mesh.get_coordinate(), strict=True))
-        if placement.is_replicate()
-    )
+    # Of the replicas, which differ in the replicated mesh dimensions alone, one writes.
+    coordinates = mesh.get_coordinate()
+    for dim, placement in enumerate(tensor.placements):
+        if placement.is_replicate() and coordinates[dim] != turn % mesh.size(dim):
+            return False
+    return True
 
 
 def reshard(model: nn.Module) -> None:
@@ -154,9 +174,15 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 def reduce_partial(tensor: torch.Tensor) -> torch.Tensor:
     """All-reduce the tensor over the mesh dimensions with partial sums."""
-    if isinstance(tensor, DTensor) and any(placement.is_partial() for placement in tensor.placements):
-        return tensor.redistribute(placements=[Replicate() if p.is_partial() else p for p in tensor.placements])
-    return tensor
+    if not isinstance(tensor, DTensor):
+        return tensor
+    placements = list(tensor.placements)
+    for dim, placement in enumerate(placements):
+        if placement.is_partial():
+            placements[dim] = Replicate()
+    if placements == list(tensor.placements):
+        return tensor
+    return tensor.redistribute(placements=placements)
 
 
 def read_shard(
@@ -172,9 +198,9 @@ def read_shard(
     """
     if shape == tuple(parameter.shape):
         slices, local = my_shard(parameter)
-        new = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
-        if local.numel():
-            my_shard(new)[1].copy_(read(slices))
-        return new
+        state = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+        if local.numel():  # the last ranks of a short tensor have nothing to read
+            state.to_local().copy_(read(slices))
+        return state
     value = read(full_slices(shape)).to(parameter.device, copy=True)
     return DTensor.from_local(value, parameter.device_mesh, [Replicate()] * parameter.device_mesh.ndim, run_check=False)

@@ -16,12 +16,12 @@ def check_expert_parallel(model: nn.Module, dims: ParallelDims) -> dict[str, nn.
     from torchtune.modules.moe import MoE
     from torchtune.modules.parallel import check_experts
 
-    found = {path: module for path, module in model.named_modules() if isinstance(module, MoE)}
-    if not found:
+    layers = {path: module for path, module in model.named_modules() if isinstance(module, MoE)}
+    if not layers:
         raise ParallelDimsError(f"expert_parallel_dim is {dims.ep}: the model has no experts: set it to 1.")
-    for path, layer in found.items():
+    for path, layer in layers.items():
         check_experts(f"{path}.experts", layer.experts, dims.ep)
-    return found
+    return layers
 
 
 def apply_expert_parallel(model: nn.Module, dims: ParallelDims) -> dict[str, Any]:
