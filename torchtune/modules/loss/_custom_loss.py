@@ -8,8 +8,7 @@ from torch import Tensor, nn
 
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, label_index
 from torchtune.modules.loss._chunked_logits import Projection
-from torchtune.modules.loss._row_losses import record_row_losses
-from torchtune.modules.loss.loss_types import SFTLoss
+from torchtune.modules.loss.loss_types import SFTLoss, record_row_losses
 from torchtune.modules.moe.balance import Balance, balance_of
 from torchtune.utils import UserError, is_simulated
 
