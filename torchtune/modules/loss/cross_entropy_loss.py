@@ -49,10 +49,13 @@ class _CrossEntropy(torch.autograd.Function):
         # Detached: the compiler refuses views that were made without gradients of a tensor that has one, once another
         # view has changed it in place.
         values = logits.detach()
-        parts = [function(*part) for part in zip(values.split(rows), target.split(rows), strict=True)]
-        ctx.gradient = logits
+        losses = [
+            function(block_logits, block_target)
+            for block_logits, block_target in zip(values.split(rows), target.split(rows), strict=True)
+        ]
+        ctx.gradient = logits  # overwritten by the function
         ctx.rows = rows
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        return losses[0] if len(losses) == 1 else torch.cat(losses)
 
     @staticmethod
     @once_differentiable
@@ -79,7 +82,7 @@ def cross_entropy(logits: Tensor, target: Tensor, function: RowLosses = row_loss
 
 def choose_chunk_rows(rows: int, num_output_chunks: int, trained: Tensor | None) -> int:
     """Return the positions per chunk; ``trained`` [v, d] is the output weight if it gets a gradient."""
-    even = -(-rows // num_output_chunks)
+    even = -(-rows // num_output_chunks)  # rounded up
     if trained is None:
         return max(_MIN_CHUNK_ROWS, even)
     if trained.dtype.itemsize < 4 and 0 < rows <= 2 * trained.shape[1]:
@@ -174,7 +177,8 @@ class LinearCrossEntropyLoss(SFTLoss, nn.Module):
 
     def mask_inputs(self, hidden: Tensor, target: Tensor, index: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Select labeled tokens: hidden [n, d], target [n] -> [m, d], [m]; ``index`` [m] are their positions."""
-        index = label_index(target, self.ignore_index) if index is None else index
+        if index is None:
+            index = label_index(target, self.ignore_index)
         if len(index) == len(target):
             return hidden, target
         return hidden.index_select(0, index), target.index_select(0, index)
@@ -214,15 +218,19 @@ class LinearCrossEntropyLoss(SFTLoss, nn.Module):
             (int64 scalar).
         """
         count = (labels != self.ignore_index).sum()
-        rows, target, logits = hidden.flatten(0, -2), labels.flatten(), Logits.of(projection)
-        of_chunk = self._losses_with_ignored
+        hidden = hidden.flatten(0, -2)  # [b * s, d]
+        target = labels.flatten()  # [b * s]
         if self.mask_ignored_tokens:
-            rows, target = self.mask_inputs(rows, target, index)
-            of_chunk = self._losses
+            hidden, target = self.mask_inputs(hidden, target, index)  # [m, d], [m]
+            chunk_losses = self._losses
+        else:
+            chunk_losses = self._losses_with_ignored
+        logits = Logits.of(projection)
 
-        def losses(chunk: Tensor, where: slice) -> Tensor:
-            return of_chunk(chunk, target[where], logits)
+        def losses(chunk: Tensor, rows: slice) -> Tensor:
+            return chunk_losses(chunk, target[rows], logits)
 
         trained = projection.weight if logits.is_plain and logits.parameters else None
         chunk_rows = choose_chunk_rows(len(target), self.num_output_chunks, trained)
-        return chunked_sum(rows, losses, logits, chunk_rows), count
+        total = chunked_sum(hidden, losses, logits, chunk_rows)
+        return total, count

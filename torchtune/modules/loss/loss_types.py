@@ -12,7 +12,7 @@ from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
 from torchtune.modules.loss._chunked_logits import Projection
 from torchtune.modules.moe.balance import balance_of
 
-_recorded: ContextVar[list[Tensor] | None] = ContextVar("kept", default=None)
+_recorded: ContextVar[list[Tensor] | None] = ContextVar("recorded", default=None)
 
 
 class SFTLoss(ABC):
@@ -50,10 +50,13 @@ class SFTLoss(ABC):
             Sum (scalar) and count (int64 scalar).
         """
         del index  # the loss gets all positions
-        count = (labels != getattr(self, "ignore_index", CROSS_ENTROPY_IGNORE_IDX)).sum()
+        ignore_index = getattr(self, "ignore_index", CROSS_ENTROPY_IGNORE_IDX)
+        count = (labels != ignore_index).sum()
         if type(self).set_model_output is not SFTLoss.set_model_output:  # an older loss, which knows its projection
-            return self(hidden, labels) * count, count
-        return self(projection(hidden).float(), labels) * count, count
+            mean = self(hidden, labels)
+        else:
+            mean = self(projection(hidden).float(), labels)  # of logits [b, s, v]
+        return mean * count, count
 
     def set_model_output(self, model: nn.Module) -> None:
         """Prepare ``model`` and this loss for each other before training; for older recipes.
@@ -118,17 +121,17 @@ def keep_row_losses() -> Iterator[list[Tensor]]:
         >>> len(torch.cat(kept)) == int(count) == 2
         True
     """
-    found: list[Tensor] = []
-    token = _recorded.set(found)
+    recorded: list[Tensor] = []
+    token = _recorded.set(recorded)
     try:
-        yield found
+        yield recorded
     finally:
         _recorded.reset(token)
 
 
 def record_row_losses(losses: Tensor) -> Tensor:
     """Append ``losses`` [n] to the list of :func:`keep_row_losses`, if any, and return them."""
-    found = _recorded.get()
-    if found is not None:
-        found.append(losses.detach())
+    recorded = _recorded.get()
+    if recorded is not None:
+        recorded.append(losses.detach())
     return losses
