@@ -1,10 +1,8 @@
 """Losses for fine-tuning and distillation."""
 
 from torchtune._lazy import former_names
+from torchtune.modules.loss._custom_loss import LossError, TokenLoss, setup_loss
 from torchtune.modules.loss._log_probs import linear_log_probs, token_log_probs
-from torchtune.modules.loss._row_losses import keep_row_losses
-from torchtune.modules.loss._setup import LossError, TokenLoss, setup_loss
-from torchtune.modules.loss._teacher_outputs import LikeliestTokens, TeacherOutputs, TeacherStates
 from torchtune.modules.loss.ce_chunked_output_loss import CEWithChunkedOutputLoss
 from torchtune.modules.loss.cross_entropy_loss import LinearCrossEntropyLoss
 from torchtune.modules.loss.kd_losses import (
@@ -12,12 +10,15 @@ from torchtune.modules.loss.kd_losses import (
     ForwardKLLoss,
     ForwardKLWithChunkedOutputLoss,
     GeneralizedJSDLoss,
+    LikeliestTokens,
     ReverseKLLoss,
     ReverseKLWithChunkedOutputLoss,
     SymmetricKLLoss,
     SymmetricKLWithChunkedOutputLoss,
+    TeacherOutputs,
+    TeacherStates,
 )
-from torchtune.modules.loss.loss_types import RLLoss, SFTLoss
+from torchtune.modules.loss.loss_types import RLLoss, SFTLoss, keep_row_losses
 
 __all__ = [
     "CEWithChunkedOutputLoss",
@@ -44,6 +45,6 @@ __all__ = [
 ]
 
 from torchtune.modules.loss._chunked_logits import Projection as Projection
-from torchtune.modules.loss._cross_entropy_rows import LOGITS_BLOCK as LOGITS_BLOCK
+from torchtune.modules.loss.cross_entropy_loss import LOGITS_BLOCK as LOGITS_BLOCK
 
 __getattr__ = former_names(__name__)

@@ -43,17 +43,24 @@ class Logits:
         softcap: float | None = None,
         projection: Projection | None = None,
     ) -> None:
-        self._weight, self._bias, self._softcap, self._projection = weight, bias, softcap, projection
-        self.group: dist.ProcessGroup | None = weight.device_mesh.get_group() if _is_sharded(weight) else None
+        self._weight = weight
+        self._bias = bias
+        self._softcap = softcap
+        self._projection = projection
+        self.group: dist.ProcessGroup | None = None
+        if _is_sharded(weight):
+            self.group = weight.device_mesh.get_group()
 
     @classmethod
     def of(cls, projection: Projection) -> "Logits":
         """Make the logits of ``model.output``."""
-        tied, softcap = getattr(projection, "tied_module", None), getattr(projection, "softcap", None)
+        softcap = getattr(projection, "softcap", None)
         if isinstance(projection, nn.Linear) and type(projection).forward in _PLAIN_FORWARDS:
             return cls(projection.weight, projection.bias, softcap)
-        if isinstance(tied, nn.Embedding | nn.Linear):
-            return cls(tied.weight, softcap=softcap)
+        tied_module = getattr(projection, "tied_module", None)
+        if isinstance(tied_module, nn.Embedding | nn.Linear):
+            return cls(tied_module.weight, softcap=softcap)
+        # An adapter, for example: its forward computes more than a product with one weight.
         return cls(None, projection=projection)
 
     @property
@@ -64,11 +71,12 @@ class Logits:
     @property
     def parameters(self) -> list[Tensor]:
         """The trained parameters of the projection."""
-        found = [self._weight, self._bias]
-        if not self.is_plain:
-            owner = getattr(self._projection, "tied_module", self._projection)
-            found = list(owner.parameters()) if isinstance(owner, nn.Module) else []
-        return [parameter for parameter in found if parameter is not None and parameter.requires_grad]
+        if self.is_plain:
+            parameters = [self._weight, self._bias]
+        else:
+            module = getattr(self._projection, "tied_module", self._projection)
+            parameters = list(module.parameters()) if isinstance(module, nn.Module) else []
+        return [parameter for parameter in parameters if parameter is not None and parameter.requires_grad]
 
     def rows_of(self, elements: int) -> int:
         """Return the number of positions, at least 1, whose logits have about this many elements."""
@@ -78,9 +86,12 @@ class Logits:
     def __call__(self, hidden: Tensor) -> Tensor:
         """Compute logits [n, v] of hidden states [n, d], which the caller may overwrite; with a group, its shard."""
         if not self.is_plain:
+            # A copy, because the caller overwrites the logits and the module may need its output in its backward pass.
             return self._projection(hidden).clone()
-        weight, bias = (_local_shard(parameter) for parameter in (self._weight, self._bias))
-        return soft_cap(linear(hidden.to(weight.dtype), weight, bias), self._softcap)
+        weight = _local_shard(self._weight)  # [v, d]
+        bias = _local_shard(self._bias)  # [v]
+        logits = linear(hidden.to(weight.dtype), weight, bias)  # [n, v]
+        return soft_cap(logits, self._softcap)
 
     def whole(self, logits: Tensor, size: int) -> Tensor:
         """Return the first ``size`` columns of ``logits``, all-gathered with a group, in at least float32."""
@@ -114,7 +125,10 @@ class _Gradients:
     def __init__(
         self, hidden: Tensor, function: RowFunction, logits: Logits, parameters: Sequence[Tensor], needs_hidden: bool
     ) -> None:
-        self.hidden, self.function, self.logits, self.parameters = hidden, function, logits, parameters
+        self.hidden = hidden
+        self.function = function
+        self.logits = logits
+        self.parameters = parameters
         self.of_hidden = torch.zeros_like(hidden) if needs_hidden else None
         self.of_parameters: list[Tensor | None] = [None] * len(parameters)
 
@@ -122,23 +136,30 @@ class _Gradients:
         """Add the gradients of a chunk, for gradients ``grads`` of its values or of their sum; return the values."""
         # The hooks replace those of offloading: the graph of a chunk is used at once.
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_identity, _identity):
-            chunk = self.hidden[rows].detach().requires_grad_(self.of_hidden is not None)
-            values = self.function(self.logits(chunk), rows)
-            grads = torch.ones_like(values) if grads is None else grads
-            inputs = [*([chunk] if chunk.requires_grad else []), *self.parameters]
-            found = list(torch.autograd.grad(values, inputs, grads, allow_unused=True))
+            chunk = self.hidden[rows].detach().requires_grad_(self.of_hidden is not None)  # [n, d]
+            values = self.function(self.logits(chunk), rows)  # [n], one tensor or several
+            if grads is None:
+                grads = torch.ones_like(values)
+            inputs = list(self.parameters)
+            if chunk.requires_grad:
+                inputs.insert(0, chunk)
+            input_grads = list(torch.autograd.grad(values, inputs, grads, allow_unused=True))
         if chunk.requires_grad:
-            self.of_hidden[rows] = found.pop(0)
-        for index, (total, grad) in enumerate(zip(self.of_parameters, found, strict=True)):
-            if total is not None and grad is not None:
-                grad = at_least_float32(total).add_(grad)
-            self.of_parameters[index] = total if grad is None else grad
+            self.of_hidden[rows] = input_grads.pop(0)
+        for index, grad in enumerate(input_grads):
+            if grad is None:
+                continue
+            total = self.of_parameters[index]
+            # The gradient of a single chunk keeps its dtype: no copy in float32 is made where nothing is summed.
+            self.of_parameters[index] = grad if total is None else at_least_float32(total).add_(grad)
         return values
 
     def result(self) -> list[Tensor | None]:
         """Return the gradients of the hidden states and of every parameter."""
-        pairs = zip(self.of_parameters, self.parameters, strict=True)
-        return [self.of_hidden, *(torch.zeros_like(p) if grad is None else grad.to(p.dtype) for grad, p in pairs)]
+        gradients = [self.of_hidden]
+        for grad, parameter in zip(self.of_parameters, self.parameters, strict=True):
+            gradients.append(torch.zeros_like(parameter) if grad is None else grad.to(parameter.dtype))
+        return gradients
 
 
 def _slices(hidden: Tensor, chunk_rows: int) -> list[slice]:
@@ -154,9 +175,12 @@ class _ChunkedSum(torch.autograd.Function):
         ctx: Any, hidden: Tensor, function: RowFunction, logits: Logits, chunk_rows: int, *parameters: Tensor
     ) -> Tensor:
         gradients = _Gradients(hidden, function, logits, parameters, ctx.needs_input_grad[0])
-        values = [gradients.add(rows, None).detach().sum() for rows in _slices(hidden, chunk_rows)]
+        sums = []
+        for rows in _slices(hidden, chunk_rows):
+            # No name for the values: it would keep the logits of this chunk while the next one's are computed.
+            sums.append(gradients.add(rows, None).detach().sum())
         ctx.gradients = gradients.result()
-        return torch.stack(values).sum()
+        return torch.stack(sums).sum()
 
     @staticmethod
     @once_differentiable
@@ -166,9 +190,13 @@ class _ChunkedSum(torch.autograd.Function):
                 "The gradients of this loss were used up by a first backward pass: call the loss again instead of "
                 "passing retain_graph=True."
             )
-        gradients, ctx.gradients = ctx.gradients, None
-        hidden, *parameters = (None if gradient is None else gradient.mul_(grad) for gradient in gradients)
-        return hidden, None, None, None, *parameters
+        scaled = []
+        for gradient in ctx.gradients:
+            # In place, as this backward pass is the only one.
+            scaled.append(None if gradient is None else gradient.mul_(grad))
+        ctx.gradients = None
+        of_hidden, *of_parameters = scaled
+        return of_hidden, None, None, None, *of_parameters
 
 
 class _ChunkedRows(torch.autograd.Function):
@@ -179,7 +207,9 @@ class _ChunkedRows(torch.autograd.Function):
         ctx: Any, hidden: Tensor, function: RowFunction, logits: Logits, chunk_rows: int, *parameters: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.save_for_backward(hidden)
-        ctx.function, ctx.logits, ctx.chunk_rows = function, logits, chunk_rows
+        ctx.function = function
+        ctx.logits = logits
+        ctx.chunk_rows = chunk_rows
         return _rows_of(hidden, function, logits, chunk_rows)
 
     @staticmethod
@@ -195,7 +225,8 @@ class _ChunkedRows(torch.autograd.Function):
 
 def _rows_of(hidden: Tensor, function: RowFunction, logits: Logits, chunk_rows: int) -> tuple[Tensor, ...]:
     chunks = [function(logits(hidden[rows]), rows) for rows in _slices(hidden, chunk_rows)]
-    return tuple(torch.cat(parts) for parts in zip(*chunks, strict=True))
+    # Chunks of tuples -> a tuple of tensors [n].
+    return tuple(torch.cat(values) for values in zip(*chunks, strict=True))
 
 
 @outside_graphs
@@ -216,7 +247,8 @@ def chunked_sum(hidden: Tensor, function: RowFunction, logits: Logits, chunk_row
     parameters = logits.parameters
     if torch.is_grad_enabled() and (hidden.requires_grad or parameters):
         return _ChunkedSum.apply(hidden, function, logits, chunk_rows, *parameters)
-    return torch.stack([function(logits(hidden[rows]), rows).sum() for rows in _slices(hidden, chunk_rows)]).sum()
+    sums = [function(logits(hidden[rows]), rows).sum() for rows in _slices(hidden, chunk_rows)]
+    return torch.stack(sums).sum()
 
 
 @outside_graphs

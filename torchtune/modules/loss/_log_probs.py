@@ -27,24 +27,34 @@ def log_probs_of_rows(
     Returns:
         One or two tensors, at least float32.
     """
-    logits, columns = at_least_float32(logits), targets.unsqueeze(-1)
-    top = logits.detach().amax(-1, keepdim=True)
+    logits = at_least_float32(logits)
+    columns = targets.unsqueeze(-1)  # [n, 1]
+    largest = logits.detach().amax(-1, keepdim=True)  # [n, 1]
     if group is not None:
-        dist.all_reduce(top, dist.ReduceOp.MAX, group=group)
+        # Every rank subtracts the same number, so that the sums of exponentials below can be added.
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
         columns = columns - group.rank() * logits.shape[1]
+    # Targets in the shard of another rank add 0 here. Without a group no target is masked: one that is no token must
+    # fail in gather.
     is_elsewhere = ((columns < 0) | (columns >= logits.shape[1])) & (group is not None)
-    shifted = logits - top
+    shifted = logits - largest
     exp = shifted.exp()
-    chosen = shifted.gather(-1, columns.masked_fill(is_elsewhere, 0)).masked_fill(is_elsewhere, 0.0).squeeze(-1)
-    sums = [exp.sum(-1), chosen]
+    target_logits = shifted.gather(-1, columns.masked_fill(is_elsewhere, 0))
+    target_logits = target_logits.masked_fill(is_elsewhere, 0.0).squeeze(-1)  # [n]
+    sums = [exp.sum(-1), target_logits]
     if with_entropy:
         sums.append((exp * shifted.clamp(min=-1e30)).sum(-1))  # clamped, as 0 · -inf would be NaN
     if group is not None:
         from torchtune.modules.parallel._collectives import sum_of_equals  # slow to import
 
         sums = sum_of_equals(torch.stack(sums), group)
-    total, chosen, *weighted = sums
-    return chosen - total.log(), *(total.log() - one / total for one in weighted)
+    total = sums[0]
+    log_probs = sums[1] - total.log()
+    if not with_entropy:
+        return (log_probs,)
+    # −Σ p log p, with log p = shifted − log total and p = exp / total.
+    entropies = total.log() - sums[2] / total
+    return log_probs, entropies
 
 
 def _log_probs(
@@ -116,8 +126,8 @@ def linear_log_probs(
         >>> linear_log_probs(hidden, weight, torch.tensor([0, 3, 1])).exp()
         tensor([0.2500, 0.2500, 0.2500])
     """
-    rows, width = targets.shape[0], weight.shape[1]
-    if hidden.shape != (rows, width) or targets.dim() != 1:
+    width = weight.shape[1]
+    if hidden.shape != (targets.shape[0], width) or targets.dim() != 1:
         raise ValueError(
             f"linear_log_probs: hidden is {list(hidden.shape)} and targets {list(targets.shape)}, expected "
             f"[t, {width}] and [t]: flatten batches, and keep the tokens that have a target."
@@ -126,8 +136,8 @@ def linear_log_probs(
         raise ValueError(f"linear_log_probs: temperature {temperature} and chunk_rows {chunk_rows} must be positive.")
     logits = Logits(weight, bias, softcap)
     chunk_rows = chunk_rows or logits.rows_of(_CHUNK_ELEMENTS)
-    found = _log_probs(hidden, targets, logits, temperature, chunk_rows, with_entropy=return_entropy)
-    return found if return_entropy else found[0]
+    values = _log_probs(hidden, targets, logits, temperature, chunk_rows, with_entropy=return_entropy)
+    return values if return_entropy else values[0]
 
 
 def token_log_probs(
@@ -160,10 +170,16 @@ def token_log_probs(
         >>> token_log_probs(hidden, labels, torch.nn.Linear(8, 4, bias=False)).exp()
         tensor([[0.2500, 1.0000, 0.2500]], grad_fn=...)
     """
-    targets, logits = labels.flatten(), Logits.of(projection)
-    index = label_index(targets) if index is None else index
-    rows, chosen = hidden.flatten(0, -2).index_select(0, index), targets.index_select(0, index)
+    flat_labels = labels.flatten()  # [b * s]
+    if index is None:
+        index = label_index(flat_labels)
+    rows = hidden.flatten(0, -2).index_select(0, index)  # [n, d]
+    targets = flat_labels.index_select(0, index)  # [n]
+    logits = Logits.of(projection)
     chunk_rows = logits.rows_of(_CHUNK_ELEMENTS)
-    found = _log_probs(rows, chosen, logits, temperature, chunk_rows, with_entropy=return_entropy)
-    placed = [one.new_zeros(len(targets)).index_copy(0, index, one).view(labels.shape) for one in found]
-    return placed if return_entropy else placed[0]
+    values_of_rows = _log_probs(rows, targets, logits, temperature, chunk_rows, with_entropy=return_entropy)
+    values_of_batch = []
+    for values in values_of_rows:  # [n] -> [b, s]
+        zeros = values.new_zeros(len(flat_labels))
+        values_of_batch.append(zeros.index_copy(0, index, values).view(labels.shape))
+    return values_of_batch if return_entropy else values_of_batch[0]

@@ -42,9 +42,11 @@ class CEWithChunkedOutputLoss(LinearCrossEntropyLoss):
         """
         if isinstance(outputs, Tensor):
             return super().forward(outputs, targets)
-        parts = zip(outputs, targets.split([chunk.shape[1] for chunk in outputs], dim=1), strict=True)
-        total = sum(self._sum_of_logits(logits.flatten(0, 1), target.flatten()) for logits, target in parts)
-        return total / (targets != self.ignore_index).sum().clamp(min=1)
+        lengths = [chunk.shape[1] for chunk in outputs]
+        chunks = zip(outputs, targets.split(lengths, dim=1), strict=True)
+        total = sum(self._sum_of_logits(logits.flatten(0, 1), target.flatten()) for logits, target in chunks)
+        count = (targets != self.ignore_index).sum()
+        return total / count.clamp(min=1)
 
     def _sum_of_logits(self, logits: Tensor, target: Tensor) -> Tensor:
         """logits [n, v], target [n] -> scalar."""

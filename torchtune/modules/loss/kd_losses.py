@@ -1,17 +1,16 @@
-"""Divergences between a student's and a teacher's next-token distributions."""
+"""Distillation: a teacher's next-token distributions, and their divergences from a student's."""
 
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import reduce
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from torchtune.data import label_index
 from torchtune.modules.loss._chunked_logits import Logits, Projection, chunked_sum
-from torchtune.modules.loss._teacher_outputs import LikeliestTokens, TeacherOutputs, TeacherStates
 
 Divergence = Callable[[Tensor, Tensor], Tensor]
 
@@ -20,16 +19,129 @@ _CHUNK_ELEMENTS = 2**25
 _MIN_CHUNK_ROWS = 64
 
 
-def _expectation(p_logits: Tensor, *others: Tensor, of: Callable[..., Tensor]) -> Tensor:
-    """Expectation of ``of(log p, *log-probs of the others)`` under p in every row: [..., v] -> [...].
+class TeacherOutputs(Protocol):
+    """Interface of a teacher's next-token distributions at the positions of a batch."""
+
+    vocab_size: int
+    are_likeliest: bool  # whether pair() returns the distributions of a loss with top_k
+
+    def select(self, index: Tensor, vocab_size: int) -> "TeacherOutputs":
+        """Select positions, int64 [n], and the first ``vocab_size`` tokens."""
+
+    def pair(self, student_logits: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
+        """Return comparable (student's, teacher's) logits [n, c] of some positions; the student's logits are [n, v]."""
+
+
+class TeacherStates:
+    """Hidden states of a teacher, from which logits are computed chunk by chunk, without gradient.
+
+    Args:
+        hidden: result of ``teacher(..., output="hidden")`` [b, s, d]; d may differ from the student's.
+        projection: ``teacher.output``.
+        vocab_size: use only the first ``vocab_size`` logits; by default all.
+
+    Example:
+        >>> states = torchtune.modules.loss.TeacherStates(torch.zeros(3, 4), torch.nn.Linear(4, 10))
+        >>> states.select(torch.tensor([0, 2]), 10).logits(slice(0, 2)).shape
+        torch.Size([2, 10])
+    """
+
+    are_likeliest = False
+
+    def __init__(self, hidden: Tensor, projection: Projection, vocab_size: int | None = None) -> None:
+        self.vocab_size = len(projection.weight) if vocab_size is None else vocab_size
+        self._hidden = hidden.detach().flatten(0, -2)  # [n, d]
+        self._projection = projection
+        self._logits = Logits.of(projection)
+
+    def select(self, index: Tensor, vocab_size: int) -> "TeacherStates":
+        """See :class:`TeacherOutputs`."""
+        return TeacherStates(self._hidden.index_select(0, index), self._projection, vocab_size)
+
+    @torch.no_grad()
+    def logits(self, rows: slice) -> Tensor:
+        """Compute the logits [n, v] of some positions."""
+        return self._logits.whole(self._logits(self._hidden[rows]), self.vocab_size)
+
+    def pair(self, student_logits: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
+        """See :class:`TeacherOutputs`; returns the logits of both."""
+        return student_logits, self.logits(rows)
+
+
+class LikeliestTokens:
+    """Log-probs of a teacher's k likeliest tokens, and of all other tokens as one bucket, without gradient.
+
+    The bucket avoids renormalizing the distributions: the loss also penalizes a student for probability on unlikely
+    tokens.
+
+    Args:
+        tokens: int64 [n, k].
+        log_probs: log-probs of the tokens and of the bucket [n, k + 1], at least float32.
+        vocab_size: the distributions are over the first ``vocab_size`` tokens.
+        temperature: divisor of the logits of teacher and student.
+
+    Example:
+        >>> from torchtune.modules.loss import LikeliestTokens
+        >>> teacher = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
+        >>> tokens, log_probs = LikeliestTokens.of(teacher, k=2).arrays()
+        >>> tokens.tolist(), [round(p, 4) for p in log_probs.exp()[0].tolist()]
+        ([[0, 1]], [0.5, 0.3, 0.2])
+    """
+
+    are_likeliest = True
+
+    def __init__(self, tokens: Tensor, log_probs: Tensor, vocab_size: int, temperature: float = 1.0) -> None:
+        self.vocab_size = vocab_size
+        self._tokens = tokens
+        self._log_probs = log_probs
+        self._temperature = temperature
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, logits: Tensor, k: int, temperature: float = 1.0) -> "LikeliestTokens":
+        """Take the k likeliest tokens of logits [n, v]. Raises ``ValueError`` if ``k`` is not below v."""
+        if k >= logits.shape[-1]:
+            raise ValueError(f"top_k is {k}: it must be below the {logits.shape[-1]:,} tokens of the vocabulary.")
+        scaled = logits if temperature == 1.0 else logits / temperature
+        log_probs = torch.log_softmax(scaled, -1, dtype=torch.promote_types(scaled.dtype, torch.float32))
+        tokens = log_probs.topk(k, dim=-1).indices
+        return cls(tokens, _append_bucket(log_probs, tokens), logits.shape[-1], temperature)
+
+    def arrays(self) -> tuple[Tensor, Tensor]:
+        """Return tokens [n, k] and log-probs [n, k + 1]."""
+        return self._tokens, self._log_probs
+
+    def select(self, index: Tensor, vocab_size: int) -> "LikeliestTokens":
+        """See :class:`TeacherOutputs`. Raises ``ValueError`` for another ``vocab_size``."""
+        if vocab_size != self.vocab_size:
+            raise ValueError(f"The teacher's log-probs are of {self.vocab_size:,} tokens, not of {vocab_size:,}.")
+        return LikeliestTokens(self._tokens[index], self._log_probs[index], vocab_size, self._temperature)
+
+    def pair(self, student_logits: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
+        """See :class:`TeacherOutputs`; returns log-probs of both [n, k + 1]."""
+        scaled = student_logits if self._temperature == 1.0 else student_logits / self._temperature
+        log_probs = torch.log_softmax(scaled, -1, dtype=torch.promote_types(scaled.dtype, torch.float32))
+        return _append_bucket(log_probs, self._tokens[rows]), self._log_probs[rows]
+
+
+def _append_bucket(log_probs: Tensor, tokens: Tensor) -> Tensor:
+    """Log-probs [n, k + 1] of the tokens [n, k] and of all others together, from log-probs [n, v]."""
+    bucket = log_probs.scatter(-1, tokens, -math.inf).logsumexp(-1, keepdim=True)  # [n, 1]
+    return torch.cat([log_probs.gather(-1, tokens), bucket], dim=-1)
+
+
+def _expectation(p_logits: Tensor, *other_logits: Tensor, of: Callable[..., Tensor]) -> Tensor:
+    """Expectation of ``of(log p, *other log-probs)`` under p in every row: [..., v] -> [...].
 
     Computed in at least float32; tokens with an infinite logit in any input are left out.
     """
-    logits = (p_logits, *others)
+    all_logits = (p_logits, *other_logits)
     compute = torch.promote_types(p_logits.dtype, torch.float32)
-    excluded = reduce(torch.logical_or, [torch.isinf(one) for one in logits])
-    log_probs = [torch.log_softmax(one, -1, dtype=compute).masked_fill(excluded, 0.0) for one in logits]
-    return (log_probs[0].exp() * of(*log_probs)).masked_fill(excluded, 0.0).sum(-1)
+    excluded = reduce(torch.logical_or, [torch.isinf(logits) for logits in all_logits])
+    # Masked before and after: 0 · -inf would be NaN, in the product and in its gradient.
+    log_probs = [torch.log_softmax(logits, -1, dtype=compute).masked_fill(excluded, 0.0) for logits in all_logits]
+    terms = log_probs[0].exp() * of(*log_probs)
+    return terms.masked_fill(excluded, 0.0).sum(-1)
 
 
 def forward_kl(student_logits: Tensor, teacher_logits: Tensor) -> Tensor:
@@ -55,8 +167,9 @@ def jensen_shannon(student_logits: Tensor, teacher_logits: Tensor, beta: float) 
     """
 
     def against_mixture(share: float) -> Callable[[Tensor, Tensor], Tensor]:
-        own, other = math.log(share), math.log1p(-share)
-        return lambda log_p, log_q: log_p - torch.logaddexp(log_p + own, log_q + other)
+        log_share_p = math.log(share)
+        log_share_q = math.log1p(-share)
+        return lambda log_p, log_q: log_p - torch.logaddexp(log_p + log_share_p, log_q + log_share_q)
 
     of_teacher = _expectation(teacher_logits, student_logits, of=against_mixture(beta))
     of_student = _expectation(student_logits, teacher_logits, of=against_mixture(1.0 - beta))
@@ -98,7 +211,8 @@ class DivergenceLoss(nn.Module, ABC):
         if top_k is not None and top_k < 1:
             raise ValueError(f"top_k is {top_k}: it must be at least 1, or null for all tokens.")
         self.ignore_index = ignore_index
-        self.temperature, self.top_k = temperature, top_k
+        self.temperature = temperature
+        self.top_k = top_k
 
     @abstractmethod
     def divergence(self, student_logits: Tensor, teacher_logits: Tensor) -> Tensor:
@@ -126,8 +240,9 @@ class DivergenceLoss(nn.Module, ABC):
 
     def sum_and_count(self, student_logits: Tensor, teacher_logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Compute the divergence summed over labeled tokens (scalar), and their number (int64 scalar)."""
-        labelled = labels != self.ignore_index
-        return self._rows(student_logits, teacher_logits).masked_fill(~labelled, 0.0).sum(), labelled.sum()
+        is_labeled = labels != self.ignore_index
+        divergences = self._rows(student_logits, teacher_logits).masked_fill(~is_labeled, 0.0)
+        return divergences.sum(), is_labeled.sum()
 
     def distill(
         self,
@@ -153,18 +268,23 @@ class DivergenceLoss(nn.Module, ABC):
         Returns:
             Sum (scalar, at least float32; differentiable once) and count (int64 scalar).
         """
-        index = label_index(labels, self.ignore_index) if index is None else index
-        size = min(len(projection.weight), teacher.vocab_size)
-        teacher = teacher.select(index, size)
-
-        of_rows = self.divergence if teacher.are_likeliest else self._rows
+        if index is None:
+            index = label_index(labels, self.ignore_index)
+        vocab_size = min(len(projection.weight), teacher.vocab_size)
+        teacher = teacher.select(index, vocab_size)
+        # Likeliest tokens have been chosen and divided by the temperature already.
+        divergence = self.divergence if teacher.are_likeliest else self._rows
         logits = Logits.of(projection)
 
-        def divergence(chunk: Tensor, rows: slice) -> Tensor:
-            return of_rows(*teacher.pair(logits.whole(chunk, size), rows))
+        def chunk_divergences(chunk: Tensor, rows: slice) -> Tensor:
+            student_logits = logits.whole(chunk, vocab_size)
+            return divergence(*teacher.pair(student_logits, rows))
 
-        total = chunked_sum(hidden.flatten(0, -2)[index], divergence, logits, self._chunk_rows(len(index), size))
-        return total, torch.full((), len(index), device=labels.device)
+        chunk_rows = self._chunk_rows(len(index), vocab_size)
+        labeled = hidden.flatten(0, -2)[index]  # [n, d]
+        total = chunked_sum(labeled, chunk_divergences, logits, chunk_rows)
+        count = torch.full((), len(index), device=labels.device)
+        return total, count
 
     def _chunk_rows(self, count: int, size: int) -> int:
         """Positions per chunk, so that a chunk's logits, ``size`` per position, fit in ``_CHUNK_ELEMENTS``."""
@@ -181,21 +301,30 @@ class DivergenceLoss(nn.Module, ABC):
             vocab_size: number of tokens that teacher and student both have.
         """
         index = label_index(labels, self.ignore_index)
-        teacher, step = teacher.select(index, vocab_size), self._chunk_rows(len(index), vocab_size)
-        parts = [
-            LikeliestTokens.of(teacher.logits(slice(start, start + step)), self.top_k, self.temperature).arrays()
-            for start in range(0, max(len(index), 1), step)
-        ]
-        tokens, log_probs = (torch.cat(part) for part in zip(*parts, strict=True))
-        return LikeliestTokens(tokens, log_probs, vocab_size, self.temperature)
+        teacher = teacher.select(index, vocab_size)
+        chunk_rows = self._chunk_rows(len(index), vocab_size)
+        chunks_of_tokens = []
+        chunks_of_log_probs = []
+        # Without labels one empty chunk: every rank runs the teacher's projection.
+        for start in range(0, max(len(index), 1), chunk_rows):
+            rows = slice(start, start + chunk_rows)
+            # No name for the logits [n, v]: it would keep them while the next chunk's are computed.
+            tokens, log_probs = LikeliestTokens.of(teacher.logits(rows), self.top_k, self.temperature).arrays()
+            chunks_of_tokens.append(tokens)  # [n, k]
+            chunks_of_log_probs.append(log_probs)  # [n, k + 1]
+        return LikeliestTokens(
+            torch.cat(chunks_of_tokens), torch.cat(chunks_of_log_probs), vocab_size, self.temperature
+        )
 
     def _rows(self, student_logits: Tensor, teacher_logits: Tensor) -> Tensor:
+        """Divergences of every position with :attr:`temperature` and :attr:`top_k`: [..., v] -> [...]."""
         if self.top_k is not None:
             teacher = LikeliestTokens.of(teacher_logits.flatten(0, -2), self.top_k, self.temperature)
-            found = self.divergence(*teacher.pair(student_logits.flatten(0, -2), slice(None)))
-            return found.view(student_logits.shape[:-1])
+            divergences = self.divergence(*teacher.pair(student_logits.flatten(0, -2), slice(None)))  # [n]
+            return divergences.view(student_logits.shape[:-1])
         if self.temperature != 1.0:
-            student_logits, teacher_logits = student_logits / self.temperature, teacher_logits / self.temperature
+            student_logits = student_logits / self.temperature
+            teacher_logits = teacher_logits / self.temperature
         return self.divergence(student_logits, teacher_logits)
 
 
@@ -232,7 +361,8 @@ class ForwardKLLoss(DivergenceLoss):
 
     def divergence(self, student_logits: Tensor, teacher_logits: Tensor) -> Tensor:
         """Compute KL(teacher‖student), or the cross entropy, of every position."""
-        return (forward_kl if self.with_entropy else forward_cross_entropy)(student_logits, teacher_logits)
+        forward_divergence = forward_kl if self.with_entropy else forward_cross_entropy
+        return forward_divergence(student_logits, teacher_logits)
 
 
 class ReverseKLLoss(DivergenceLoss):
@@ -290,8 +420,10 @@ class SymmetricKLLoss(DivergenceLoss):
 
     def divergence(self, student_logits: Tensor, teacher_logits: Tensor) -> Tensor:
         """Compute the weighted sum of both divergences of every position."""
-        forward = (forward_kl if self.with_entropy else forward_cross_entropy)(student_logits, teacher_logits)
-        return self.sym_kd_ratio * forward + (1.0 - self.sym_kd_ratio) * reverse_kl(student_logits, teacher_logits)
+        forward_divergence = forward_kl if self.with_entropy else forward_cross_entropy
+        forward = forward_divergence(student_logits, teacher_logits)
+        reverse = reverse_kl(student_logits, teacher_logits)
+        return self.sym_kd_ratio * forward + (1.0 - self.sym_kd_ratio) * reverse
 
 
 class GeneralizedJSDLoss(DivergenceLoss):
@@ -334,8 +466,10 @@ class GeneralizedJSDLoss(DivergenceLoss):
 
     def divergence(self, student_logits: Tensor, teacher_logits: Tensor) -> Tensor:
         """Compute the generalized Jensen-Shannon divergence of every position."""
-        if self.beta in (0.0, 1.0):
-            return (forward_kl if self.beta == 0.0 else reverse_kl)(student_logits, teacher_logits)
+        if self.beta == 0.0:
+            return forward_kl(student_logits, teacher_logits)
+        if self.beta == 1.0:
+            return reverse_kl(student_logits, teacher_logits)
         return jensen_shannon(student_logits, teacher_logits, self.beta)
 
 
@@ -352,8 +486,10 @@ class _ChunkedLoss(nn.Module):
         super().__init__()
         self.num_output_chunks = loss.num_output_chunks = _check_chunks(num_output_chunks)
         self.ignore_index = loss.ignore_index
-        self.distill, self.likeliest = loss.distill, loss.likeliest
-        self.temperature, self.top_k = loss.temperature, loss.top_k
+        self.distill = loss.distill
+        self.likeliest = loss.likeliest
+        self.temperature = loss.temperature
+        self.top_k = loss.top_k
         self._loss = loss
 
     def apply_compile_strategy(self, *args: Any, **kwargs: Any) -> nn.Module:

@@ -1,6 +1,9 @@
 """Interfaces of losses."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 from torch import Tensor, nn
@@ -8,6 +11,8 @@ from torch import Tensor, nn
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
 from torchtune.modules.loss._chunked_logits import Projection
 from torchtune.modules.moe.balance import balance_of
+
+_recorded: ContextVar[list[Tensor] | None] = ContextVar("recorded", default=None)
 
 
 class SFTLoss(ABC):
@@ -45,10 +50,13 @@ class SFTLoss(ABC):
             Sum (scalar) and count (int64 scalar).
         """
         del index  # the loss gets all positions
-        count = (labels != getattr(self, "ignore_index", CROSS_ENTROPY_IGNORE_IDX)).sum()
+        ignore_index = getattr(self, "ignore_index", CROSS_ENTROPY_IGNORE_IDX)
+        count = (labels != ignore_index).sum()
         if type(self).set_model_output is not SFTLoss.set_model_output:  # an older loss, which knows its projection
-            return self(hidden, labels) * count, count
-        return self(projection(hidden).float(), labels) * count, count
+            mean = self(hidden, labels)
+        else:
+            mean = self(projection(hidden).float(), labels)  # of logits [b, s, v]
+        return mean * count, count
 
     def set_model_output(self, model: nn.Module) -> None:
         """Prepare ``model`` and this loss for each other before training; for older recipes.
@@ -100,3 +108,30 @@ class RLLoss(ABC):
 
     def set_model_output(self, model: nn.Module) -> None:  # noqa: B027
         """Prepare ``model`` and this loss for each other before training."""
+
+
+@contextmanager
+def keep_row_losses() -> Iterator[list[Tensor]]:
+    """Record per-token losses inside the block: losses append them, detached [n], to the yielded list.
+
+    Example:
+        >>> loss, labels = torchtune.modules.loss.LinearCrossEntropyLoss(), torch.tensor([[5, -100, 7]])
+        >>> with torchtune.modules.loss.keep_row_losses() as kept:
+        ...     total, count = loss.sum_and_count(torch.randn(1, 3, 8), labels, torch.nn.Linear(8, 16, bias=False))
+        >>> len(torch.cat(kept)) == int(count) == 2
+        True
+    """
+    recorded: list[Tensor] = []
+    token = _recorded.set(recorded)
+    try:
+        yield recorded
+    finally:
+        _recorded.reset(token)
+
+
+def record_row_losses(losses: Tensor) -> Tensor:
+    """Append ``losses`` [n] to the list of :func:`keep_row_losses`, if any, and return them."""
+    recorded = _recorded.get()
+    if recorded is not None:
+        recorded.append(losses.detach())
+    return losses

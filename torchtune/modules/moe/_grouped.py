@@ -1,7 +1,6 @@
 """Grouped matrix products of rows that are sorted by matrix; matrices without rows are not read."""
 
 from collections.abc import Callable, Iterator
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -16,9 +15,10 @@ from torchtune.modules.stored_linear import Stored
 
 def _groups(counts: Tensor) -> Iterator[tuple[int, slice]]:
     """Yield (index of the matrix, slice of its rows)."""
-    sizes = counts.tolist()
-    for index, (size, end) in enumerate(zip(sizes, accumulate(sizes), strict=True)):
-        yield index, slice(end - size, end)
+    start = 0
+    for index, size in enumerate(counts.tolist()):
+        yield index, slice(start, start + size)
+        start += size
 
 
 @torch.library.custom_op("torchtune::grouped_rows", mutates_args=())
@@ -108,11 +108,14 @@ def grouped_mm(x: Tensor, weight: Tensor, counts: Tensor, *, kernel: bool | None
         Tensor ``[t, o]``.
     """
     weight = local_experts(weight)
-    if has_grouped_kernel(x, weight) if kernel is None else kernel:
-        return F.grouped_mm(x, weight, offs=counts.cumsum(0).to(torch.int32))
-    card = card_of(x.device) if kernel is None and _are_aligned_halves(x, weight) else None
-    if card is not None and card.other_grouped_products is not None:
-        return _other_grouped_mm(card.other_grouped_products, x, weight, counts)
+    uses_torch_kernel = has_grouped_kernel(x, weight) if kernel is None else kernel
+    if uses_torch_kernel:
+        ends = counts.cumsum(0).to(torch.int32)  # [e], where each matrix's rows end
+        return F.grouped_mm(x, weight, offs=ends)
+    if kernel is None and _are_aligned_halves(x, weight):
+        card = card_of(x.device)
+        if card is not None and card.other_grouped_products is not None:
+            return _other_grouped_mm(card.other_grouped_products, x, weight, counts)
     return _forward(x, weight, counts)
 
 

@@ -31,17 +31,19 @@ def load_balancing_loss(probabilities: Sequence[Tensor], counts: Sequence[Tensor
         >>> load_balancing_loss([torch.full((4, 2), 0.5)], [torch.tensor([2, 2])]).item()  # even
         1.0
     """
-    rows = sum(layer.shape[0] for layer in probabilities)
-    shares = torch.stack(list(counts)).sum(0) / rows
-    means = torch.stack([layer.sum(0) for layer in probabilities]).sum(0) / rows
-    return len(shares) * (shares * means).sum()
+    num_tokens = sum(layer.shape[0] for layer in probabilities)  # over all layers
+    fractions = torch.stack(list(counts)).sum(0) / num_tokens  # [e]
+    means = torch.stack([layer.sum(0) for layer in probabilities]).sum(0) / num_tokens  # [e]
+    return len(fractions) * (fractions * means).sum()
 
 
 class _RouterStatistics:
-    """Statistics of a model's routers in one forward pass."""
+    """Statistics of a model's routers in one forward pass; an item of each list is of one router."""
 
     def __init__(self) -> None:
-        self.routers: list[tuple[Tensor, Tensor, int]] = []  # sums of probabilities, counts, tokens
+        self.probability_sums: list[Tensor] = []  # [e]
+        self.counts: list[Tensor] = []  # tokens per expert [e]
+        self.num_tokens: list[int] = []
         self.slope: Tensor | None = None  # gradient of the balancing loss w.r.t. a token's probabilities [e]
         self.weight: Tensor | None = None  # gradient of the total loss w.r.t. the balancing loss
 
@@ -60,63 +62,76 @@ class Balance:
 
     def __init__(self, coefficient: float) -> None:
         self.coefficient = coefficient
-        self._seen = _RouterStatistics()
+        self._statistics = _RouterStatistics()
 
     @outside_graphs
     def attach(self, chosen: Tensor, probabilities: Tensor, counts: Tensor) -> Tensor:
         """Return ``chosen`` ``[t, k]``; its backward pass adds the loss gradient of ``probabilities`` ``[t, e]``."""
         if in_backward_pass():
             return chosen
-        self._seen.routers.append((probabilities.detach().sum(0), counts, len(probabilities)))
-        return _AttachGradient.apply(chosen, probabilities, self._seen)
+        self._statistics.probability_sums.append(probabilities.detach().sum(0))
+        self._statistics.counts.append(counts)
+        self._statistics.num_tokens.append(len(probabilities))
+        return _AttachGradient.apply(chosen, probabilities, self._statistics)
 
     def add_to(self, loss: Tensor, count: Tensor | int = 1) -> Tensor:
         """Return ``loss``, a sum over ``count`` labels, plus ``count`` times the balancing loss since the last call."""
         if not torch.is_grad_enabled():
             return loss
-        seen, self._seen = self._seen, _RouterStatistics()
-        if not seen.routers:
+        # The routers' backward passes read these statistics, while the next forward pass records others.
+        statistics = self._statistics
+        self._statistics = _RouterStatistics()
+        if not statistics.counts:
             return loss
-        sums, counts, rows = zip(*seen.routers, strict=True)
-        shares = torch.stack(counts).sum(0) / sum(rows)
-        seen.slope = shares * (self.coefficient * len(shares) / sum(rows))
-        return _AddLoss.apply(loss, (seen.slope * torch.stack(sums).sum(0)).sum().to(loss.dtype), count, seen)
+        num_tokens = sum(statistics.num_tokens)
+        fractions = torch.stack(statistics.counts).sum(0) / num_tokens  # [e]
+        # The counts have no gradient, so the loss e · Σ f p is linear in every token's probabilities.
+        statistics.slope = fractions * (self.coefficient * len(fractions) / num_tokens)  # [e]
+        balancing_loss = (statistics.slope * torch.stack(statistics.probability_sums).sum(0)).sum()
+        return _AddLoss.apply(loss, balancing_loss.to(loss.dtype), count, statistics)
 
 
 class _AttachGradient(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, chosen: Tensor, probabilities: Tensor, seen: _RouterStatistics) -> Tensor:
-        ctx.seen, ctx.shape = seen, probabilities.shape
+    def forward(ctx: Any, chosen: Tensor, probabilities: Tensor, statistics: _RouterStatistics) -> Tensor:
+        ctx.statistics = statistics
+        ctx.shape = probabilities.shape
         return chosen.view_as(chosen)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        slope, weight = ctx.seen.slope, ctx.seen.weight
+        slope = ctx.statistics.slope
+        weight = ctx.statistics.weight
         if slope is None or weight is None:
             raise ConversionError(
                 "BalancingLoss: the loss that is used does not add it: take it from "
                 "torchtune.modules.loss.setup_loss(loss, model), or call its set_model_output(model)."
             )
-        return grad, (slope * weight).to(grad.dtype).expand(ctx.shape), None
+        grad_probabilities = (slope * weight).to(grad.dtype).expand(ctx.shape)  # [e] -> [t, e]
+        return grad, grad_probabilities, None
 
 
 class _AddLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, loss: Tensor, more: Tensor, count: Tensor | int, seen: _RouterStatistics) -> Tensor:
-        ctx.seen, ctx.count = seen, count
-        return loss + more * count
+    def forward(
+        ctx: Any, loss: Tensor, balancing_loss: Tensor, count: Tensor | int, statistics: _RouterStatistics
+    ) -> Tensor:
+        ctx.statistics = statistics
+        ctx.count = count
+        return loss + balancing_loss * count
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.seen.weight = grad.detach() * ctx.count
+        # This node is the last of the forward pass, so it runs before the routers' nodes, which read the weight.
+        ctx.statistics.weight = grad.detach() * ctx.count
         return grad, None, None, None
 
 
 def _routers(model: nn.Module, name: str) -> dict[str, TokenChoiceTopKRouter]:
-    found = {path: module for path, module in model.named_modules() if isinstance(module, TokenChoiceTopKRouter)}
-    if not found:
+    routers = {path: module for path, module in model.named_modules() if isinstance(module, TokenChoiceTopKRouter)}
+    if not routers:
         raise ConversionError(f"{name}: the model has no experts, remove it from model_converters.")
-    return found
+    return routers
 
 
 class BalancingLoss(Conversion):
@@ -149,7 +164,8 @@ class BalancingLoss(Conversion):
         Raises:
             ConversionError: the model has no experts, or its config has no coefficient.
         """
-        routers, coefficient = _routers(model, "BalancingLoss"), self.coefficient
+        routers = _routers(model, "BalancingLoss")
+        coefficient = self.coefficient
         if coefficient is None:
             coefficient = getattr(getattr(model, "description", None), "router_balance", 0.0)
             if not coefficient:
@@ -162,8 +178,10 @@ class BalancingLoss(Conversion):
 
 def balance_of(model: nn.Module) -> Balance | None:
     """Return the :class:`Balance` of a model converted by :class:`BalancingLoss`; None for other models."""
-    found = (module.balance for module in model.modules() if isinstance(module, TokenChoiceTopKRouter))
-    return next(found, None)
+    for module in model.modules():
+        if isinstance(module, TokenChoiceTopKRouter):
+            return module.balance
+    return None
 
 
 class LossFreeBalancing(Conversion):
@@ -195,11 +213,12 @@ class LossFreeBalancing(Conversion):
             ConversionError: the model has no experts, or a router has no selection bias.
         """
         routers = _routers(model, "LossFreeBalancing")
-        if lacking := [path for path, router in routers.items() if router.selection_bias is None]:
-            raise ConversionError(
-                f"LossFreeBalancing: '{lacking[0]}' has no selection_bias, for which checkpoints of this model have no "
-                "place: use BalancingLoss."
-            )
+        for path, router in routers.items():
+            if router.selection_bias is None:
+                raise ConversionError(
+                    f"LossFreeBalancing: '{path}' has no selection_bias, for which checkpoints of this model have no "
+                    "place: use BalancingLoss."
+                )
         return ConversionReport("LossFreeBalancing", list(routers), note=f"rate {self.rate:g}")
 
     def moved_parameters(self, model: nn.Module) -> set[str]:
@@ -217,15 +236,17 @@ class LossFreeBalancing(Conversion):
         """Update the biases."""
         if not self._step:  # the training loop does not call pre_optimizer_hook
             self.pre_optimizer_hook(model)
-        counted, self._step = self._step, {}
-        for path, counts in _all_reduce_counts(counted).items():
+        counts_of_routers = _all_reduce_counts(self._step)
+        self._step = {}
+        for path, counts in counts_of_routers.items():
             counts = counts.float()
-            step, bias = self.rate * (counts.mean() - counts).sign(), model.get_submodule(path).selection_bias
+            update = self.rate * (counts.mean() - counts).sign()  # [e]
+            bias = model.get_submodule(path).selection_bias
             if hasattr(bias, "device_mesh"):  # sharded
                 from torch.distributed.tensor import distribute_tensor  # slow to import
 
-                step = distribute_tensor(step, bias.device_mesh, bias.placements)
-            bias.add_(step)
+                update = distribute_tensor(update, bias.device_mesh, bias.placements)
+            bias.add_(update)
 
 
 def tokens_per_expert(model: nn.Module) -> dict[str, Tensor]:
@@ -248,9 +269,9 @@ def _local_counts(model: nn.Module) -> dict[str, Tensor]:
 def _all_reduce_counts(counts: dict[str, Tensor]) -> dict[str, Tensor]:
     if not counts or get_world_size_and_rank()[0] == 1:
         return counts
-    together = torch.stack(list(counts.values()))
-    dist.all_reduce(together)
-    return dict(zip(counts, together, strict=True))
+    stacked = torch.stack(list(counts.values()))  # [layers, e], for one collective
+    dist.all_reduce(stacked)
+    return dict(zip(counts, stacked, strict=True))
 
 
 class ExpertLoad:
@@ -273,10 +294,10 @@ class ExpertLoad:
 
         Loads are relative to the mean of the layer. All ranks must call this method.
         """
-        now = tokens_per_expert(self._model)
-        counts = [(total - self._before.get(path, 0)).float() for path, total in now.items()]
-        self._before = now
+        totals = tokens_per_expert(self._model)
+        counts = [(total - self._before.get(path, 0)).float() for path, total in totals.items()]
+        self._before = totals
         if not counts or not all(layer.sum() for layer in counts):
             return {}
-        load = torch.stack([layer / layer.mean() for layer in counts])
+        load = torch.stack([layer / layer.mean() for layer in counts])  # [layers, e]
         return {"expert_load_max": load.max().item(), "expert_load_min": load.min().item()}

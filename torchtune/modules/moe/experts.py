@@ -69,16 +69,24 @@ class GroupedExperts(nn.Module, KernelUser):
 
     def choose_kernels(self, device: torch.device, dtype: torch.dtype) -> None:
         """Log how the products of experts are computed; :func:`grouped_mm` chooses the kernel itself."""
-        card = card_of(device) if device.type == "cuda" and not is_simulated() else None
-        if card is not None and card.has_grouped_products and dtype == torch.bfloat16:
+        if device.type != "cuda" or is_simulated():
+            return
+        card = card_of(device)
+        if card is None:
+            return
+        if card.has_grouped_products and dtype == torch.bfloat16:
             log_once(get_logger(), f"Experts on cuda in {dtype}: torch's grouped kernel.")
-        elif card is not None:
+        else:
             GROUPED_PRODUCTS.choose("Experts", device, dtype)
 
     def matrix_shapes(self) -> dict[str, tuple[int, int, int]]:
         """Return the names and shapes ``[e, i, o]`` of the stacked matrices."""
-        wide = (self.num_experts, self.dim, self.hidden_dim)
-        return {"gate_proj": wide, "down_proj": (self.num_experts, self.hidden_dim, self.dim), "up_proj": wide}
+        # In the order in which the parameters are registered.
+        return {
+            "gate_proj": (self.num_experts, self.dim, self.hidden_dim),
+            "down_proj": (self.num_experts, self.hidden_dim, self.dim),
+            "up_proj": (self.num_experts, self.dim, self.hidden_dim),
+        }
 
     def forward(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
         """Apply the experts to rows ``[t, d]`` sorted by expert, with int64 ``[e]`` rows per expert."""
@@ -135,14 +143,18 @@ class ClampedExperts(GroupedExperts):
 
     def project(self, name: str, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
         """Multiply rows ``[t, i]``, sorted by expert, by the parameter called ``name``, and add its bias."""
-        bias = local_experts(getattr(self, f"{name}_bias"))
-        bias = bias.repeat_interleave(num_tokens_per_expert, 0, output_size=len(x))
+        bias = local_experts(getattr(self, f"{name}_bias"))  # [e, o]
+        # With output_size, the host does not wait for the sum of the counts.
+        bias = bias.repeat_interleave(num_tokens_per_expert, 0, output_size=len(x))  # [t, o]
         return super().project(name, x, num_tokens_per_expert) + bias
 
     def forward(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
         """Apply the experts to rows ``[t, d]`` sorted by expert, with int64 ``[e]`` rows per expert."""
-        gate, up = self.project("gate_up_proj", x, num_tokens_per_expert).unflatten(-1, (-1, 2)).unbind(-1)
-        gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        gate_up = self.project("gate_up_proj", x, num_tokens_per_expert)  # [t, 2 * hidden_dim]
+        # Columns alternate: [t, hidden_dim, 2] -> two of [t, hidden_dim].
+        gate, up = gate_up.unflatten(-1, (-1, 2)).unbind(-1)
+        gate = gate.clamp(max=self.limit)
+        up = up.clamp(-self.limit, self.limit)
         hidden = gate * torch.sigmoid(_CLAMPED_SLOPE * gate) * (up + 1)
         return self.project("down_proj", hidden, num_tokens_per_expert)
 
@@ -170,7 +182,9 @@ class UngatedExperts(GroupedExperts):
 
     def matrix_shapes(self) -> dict[str, tuple[int, int, int]]:
         """Return the names and shapes ``[e, i, o]`` of the stacked matrices."""
-        return {name: shape for name, shape in super().matrix_shapes().items() if name != "gate_proj"}
+        shapes = super().matrix_shapes()
+        del shapes["gate_proj"]
+        return shapes
 
     def forward(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
         """Apply the experts to rows ``[t, d]`` sorted by expert, with int64 ``[e]`` rows per expert."""

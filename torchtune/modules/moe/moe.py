@@ -70,11 +70,13 @@ class TokenChoiceTopKRouter(nn.Module):
         self.normalize = normalize
         self.sum_eps = sum_eps
         self.scale = scale
-        self.groups, self.top_groups = groups, top_groups
+        self.groups = groups
+        self.top_groups = top_groups
         self.balance: Any = None  # set by torchtune.modules.moe.balance.BalancingLoss
         self.tokens_per_expert: Tensor | None = None  # int64 [e], since training began
-        bias = torch.zeros(num_experts, dtype=torch.float32) if selection_bias else None
-        self.selection_bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+        self.selection_bias = None
+        if selection_bias:
+            self.selection_bias = nn.Parameter(torch.zeros(num_experts, dtype=torch.float32), requires_grad=False)
         self.norm_eps = norm_eps
         self.channel_scale = None if norm_eps is None else nn.Parameter(torch.ones(dim))
         self.expert_scale = None if norm_eps is None else nn.Parameter(torch.ones(num_experts))
@@ -91,13 +93,14 @@ class TokenChoiceTopKRouter(nn.Module):
         """
         if self.norm_eps is not None:
             x = rms_norm(x, self.norm_eps) * self.channel_scale * self.dim**-0.5
-        logits = self.gate(x).float()
+        logits = self.gate(x).float()  # [t, e]
         scores = logits.sigmoid() if self.score_function == "sigmoid" else logits.softmax(-1)
         if self.selection_bias is None and self.top_groups == self.groups:
-            chosen, selected = scores.topk(self.experts_per_token, dim=-1)
+            chosen, selected = scores.topk(self.experts_per_token, dim=-1)  # [t, k], [t, k]
         else:
-            biased = scores if self.selection_bias is None else scores + self.selection_bias
-            selected = self._in_top_groups(biased).topk(self.experts_per_token, dim=-1).indices
+            # Bias and groups decide which experts are selected; the scores of these stay as they are.
+            selection_scores = scores if self.selection_bias is None else scores + self.selection_bias
+            selected = self._in_top_groups(selection_scores).topk(self.experts_per_token, dim=-1).indices
             chosen = scores.gather(-1, selected)
         if self.normalize:
             chosen = chosen / (chosen.sum(-1, keepdim=True) + self.sum_eps)
@@ -105,6 +108,7 @@ class TokenChoiceTopKRouter(nn.Module):
             chosen = chosen * self.scale
         if self.expert_scale is not None:
             chosen = chosen * self.expert_scale[selected]
+        # Not `bincount`, for which the host waits.
         counts = torch.zeros(self.num_experts, dtype=torch.int64, device=x.device)
         counts = counts.scatter_add_(0, selected.flatten(), torch.ones_like(selected).flatten())
         if self.training:
@@ -120,10 +124,11 @@ class TokenChoiceTopKRouter(nn.Module):
         """Return the scores ``[t, e]``, with ``-inf`` for experts outside the selected groups."""
         if self.top_groups == self.groups:
             return scores
-        grouped = scores.unflatten(-1, (self.groups, -1))
-        best = grouped.topk(2, dim=-1).values.sum(-1).topk(self.top_groups, dim=-1).indices
-        chosen = torch.zeros_like(grouped[..., 0], dtype=torch.bool).scatter_(-1, best, True)
-        return grouped.masked_fill(~chosen[..., None], float("-inf")).flatten(-2)
+        grouped = scores.unflatten(-1, (self.groups, -1))  # [t, groups, e / groups]
+        group_scores = grouped.topk(2, dim=-1).values.sum(-1)  # [t, groups]
+        top_groups = group_scores.topk(self.top_groups, dim=-1).indices  # [t, top_groups]
+        is_top = torch.zeros_like(group_scores, dtype=torch.bool).scatter_(-1, top_groups, True)
+        return grouped.masked_fill(~is_top[..., None], float("-inf")).flatten(-2)
 
 
 @torch.library.custom_op("torchtune::count_tokens", mutates_args=("total",))
@@ -148,8 +153,10 @@ class _PermuteRows(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Sum the gradients of every row's copies."""
         (back,) = ctx.saved_tensors
-        grad = grad[back]
-        return grad if ctx.copies == 1 else grad.unflatten(0, (-1, ctx.copies)).sum(1), None, None, None
+        grad_x = grad[back]  # [t * copies, d], in the order of x
+        if ctx.copies != 1:
+            grad_x = grad_x.unflatten(0, (-1, ctx.copies)).sum(1)  # [t, d]
+        return grad_x, None, None, None
 
 
 def permute_rows(x: Tensor, order: Tensor, inverse: Tensor, copies: int = 1) -> Tensor:
@@ -213,26 +220,36 @@ class MoE(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the mixture to ``[b, s, d]``."""
-        tokens = x.flatten(0, -2)
-        scores, selected, counts = self.router(tokens)
-        copies = selected.shape[1]
-        order = selected.flatten().argsort(stable=True)
+        tokens = x.flatten(0, -2)  # [t, d], t = b * s
+        scores, selected, counts = self.router(tokens)  # [t, k], [t, k], [e]
+        copies = selected.shape[1]  # k, a copy for each selected expert
+        order = selected.flatten().argsort(stable=True)  # [t * k], copies sorted by expert
         inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-        normed = tokens if self.norms is None else self.norms["input"](tokens)
+
+        expert_inputs = tokens if self.norms is None else self.norms["input"](tokens)
         if self.latent_in is not None:
-            normed = self.latent_in(normed)
-        rows = permute_rows(normed, order, inverse, copies)
+            expert_inputs = self.latent_in(expert_inputs)  # [t, l]
+        rows = permute_rows(expert_inputs, order, inverse, copies)  # [t * k, d]
         if self.scales_input:
             rows = rows * scores.flatten()[order].unsqueeze(-1).to(rows.dtype)
-        rows = self.experts(rows, counts) if self.exchange is None else self.exchange(self.experts, rows, counts)
-        by_token = permute_rows(rows, inverse, order).unflatten(0, (-1, copies))
-        out = (by_token if self.scales_input else by_token * scores.unsqueeze(-1).to(by_token.dtype)).sum(1)
+        if self.exchange is None:
+            rows = self.experts(rows, counts)
+        else:
+            rows = self.exchange(self.experts, rows, counts)
+
+        by_token = permute_rows(rows, inverse, order).unflatten(0, (-1, copies))  # [t, k, d]
+        if not self.scales_input:
+            by_token = by_token * scores.unsqueeze(-1).to(by_token.dtype)
+        out = by_token.sum(1)  # [t, d]
         if self.latent_out is not None:
             out = self.latent_out(out)
+
         if self.norms is not None:
             shared = self.shared_expert(self.norms["shared_input"](tokens))
             out = self.norms["output"](out) + self.norms["shared_output"](shared)
         elif self.shared_expert is not None:
             shared = self.shared_expert(tokens)
-            out = out + (shared if self.shared_gate is None else shared * self.shared_gate(tokens).sigmoid())
+            if self.shared_gate is not None:
+                shared = shared * self.shared_gate(tokens).sigmoid()
+            out = out + shared
         return out.view_as(x)

@@ -23,7 +23,12 @@ from torchtune.modules.stored_linear import Stored
 
 def adapted_style(style: ParallelStyle) -> ParallelStyle:
     """Return the style of an adapted layer for the ``style`` of its base layer; other styles are unchanged."""
-    return {ColwiseParallel: AdapterColwise, RowwiseParallel: AdapterRowwise}.get(type(style), lambda: style)()
+    # By exact type: a subclass computes something else.
+    if type(style) is ColwiseParallel:
+        return AdapterColwise()
+    if type(style) is RowwiseParallel:
+        return AdapterRowwise()
+    return style
 
 
 class _Adapted:
@@ -55,9 +60,12 @@ def _norms(
     module: DoRALinear, weight: Tensor | Stored, a: Tensor, b: Tensor, group: dist.ProcessGroup | None
 ) -> Tensor:
     """Row norms of W + s B A: [out]. With a group, columns are sharded and the squares are all-reduced."""
-    weight = weight.full() if isinstance(weight, Stored) else weight
+    if isinstance(weight, Stored):
+        weight = weight.full()
     updated = updated_weight(weight, a, b, module.scaling)
-    return updated.norm(dim=1) if group is None else sum_over_ranks(updated.square().sum(1), group).sqrt()
+    if group is None:
+        return updated.norm(dim=1)
+    return sum_over_ranks(updated.square().sum(1), group).sqrt()
 
 
 class AdapterColwise(_Adapted, ColwiseParallel):
@@ -67,9 +75,11 @@ class AdapterColwise(_Adapted, ColwiseParallel):
         """See the base class."""
         if module.disabled:
             return super().project(module, x, group)
-        a, b = replicated(module.lora_a.weight, group), local_shard(module.lora_b.weight)
+        a = replicated(module.lora_a.weight, group)
+        b = local_shard(module.lora_b.weight)
         # After the graph break of replicated(): PyTorch 2.11 does not support a Stored in scope there.
-        weight, bias = local_weight(module), local_shard(module.bias)
+        weight = local_weight(module)
+        bias = local_shard(module.bias)
         if not isinstance(module, DoRALinear):
             return lora_projection(x, weight, bias, a, b, scale=module.scaling)
         y = lora_projection(x, weight, bias, a.to(x.dtype), b.to(x.dtype), scale=module.scaling)
@@ -84,7 +94,8 @@ class AdapterRowwise(_Adapted, RowwiseParallel):
         """See the base class."""
         if module.disabled:
             return super().project(module, x, group)
-        a, b = local_shard(module.lora_a.weight), replicated(module.lora_b.weight, group)
+        a = local_shard(module.lora_a.weight)
+        b = replicated(module.lora_b.weight, group)
         y = lora_projection(x, local_weight(module), None, a.to(x.dtype), b.to(x.dtype), scale=module.scaling)
         y = sum_and_split_sequence(y, group)
         if not isinstance(module, DoRALinear):

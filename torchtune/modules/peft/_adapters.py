@@ -52,13 +52,14 @@ def get_adapter_params(model: nn.Module) -> dict[str, nn.Parameter]:
     """
     params: dict[str, nn.Parameter] = {}
     for path, module in adapter_modules(model):
-        own = dict(module.named_parameters())
+        module_params = dict(module.named_parameters())
         for name in module.adapter_params():
-            if name not in own:
+            if name not in module_params:
                 raise ConversionError(
                     f"{path or type(module).__name__}: adapter_params() names '{name}', which is no parameter of it."
                 )
-            params[f"{path}.{name}" if path else name] = own[name]
+            full_name = f"{path}.{name}" if path else name
+            params[full_name] = module_params[name]
     return params
 
 
@@ -133,8 +134,10 @@ def get_adapter_state_dict(state_dict: dict[str, Any], device: str | None = "cpu
         >>> list(get_adapter_state_dict(state_dict))
         ['q_proj.lora_a.weight']
     """
-    own = {key: value for key, value in state_dict.items() if is_adapter_key(key)}
-    return own if device is None else {key: value.to(device) for key, value in own.items()}
+    adapter = {key: value for key, value in state_dict.items() if is_adapter_key(key)}
+    if device is None:
+        return adapter
+    return {key: value.to(device) for key, value in adapter.items()}
 
 
 def get_lora_module_names(
@@ -170,23 +173,25 @@ def disable_adapter(model: nn.Module) -> Generator[None, None, None]:
         >>> with disable_adapter(model):
         ...     reference = model(torch.tensor([[5, 40, 7]]))  # logits of the base model
     """
-    changed, left = [], owned_parameters(model)
+    still_enabled = owned_parameters(model)
     for path, module in adapter_modules(model):
         if hasattr(module, "disabled"):
-            left -= {f"{path}.{name}" if path else name for name in module.adapter_params()}
-    if left:
+            prefix = f"{path}." if path else ""
+            still_enabled -= {f"{prefix}{name}" for name in module.adapter_params()}
+    if still_enabled:
         raise ConversionError(
-            f"'{min(left)}' cannot be switched off for the base model's answers: give its module adapter_params() and "
-            "an attribute `disabled`, or give the reference a checkpoint of its own."
+            f"'{min(still_enabled)}' cannot be switched off for the base model's answers: give its module "
+            "adapter_params() and an attribute `disabled`, or give the reference a checkpoint of its own."
         )
+    disabled_here = []  # adapters that are disabled already stay so after the block
     try:
         for _, module in adapter_modules(model):
             if getattr(module, "disabled", None) is False:
                 module.disabled = True
-                changed.append(module)
+                disabled_here.append(module)
         yield
     finally:
-        for module in changed:
+        for module in disabled_here:
             module.disabled = False
 
 
@@ -270,18 +275,24 @@ def validate_missing_and_unexpected_for_lora(
     """
     names = get_lora_module_names(lora_attn_modules or [], bool(apply_lora_to_mlp), bool(apply_lora_to_output))
 
-    def own(key: str) -> bool:
-        return is_adapter_key(key) if state_dict_keys is not None or not names else _adapted(key, names)
+    def is_of_adapter(key: str) -> bool:
+        if state_dict_keys is not None or not names:
+            return is_adapter_key(key)
+        return _adapted(key, names)
 
-    def refuse(what: str, keys: Iterable[str] | None) -> None:
+    def refuse(problem: str, keys: Iterable[str] | None) -> None:
         keys = sorted(keys or ())
-        if keys:
-            more = f" and {len(keys) - 3} more" if len(keys) > 3 else ""
-            raise ConversionError(
-                f"{what}: {', '.join(keys[:3])}{more}; check that model and checkpoint belong together."
-            )
+        if not keys:
+            return
+        examples = ", ".join(keys[:3])
+        if len(keys) > 3:
+            examples += f" and {len(keys) - 3} more"
+        raise ConversionError(f"{problem}: {examples}; check that model and checkpoint belong together.")
 
-    refuse("Keys of the base are missing from the checkpoint", [key for key in base_missing or () if not own(key)])
+    # The base is loaded without the adapter's keys, and the adapter without the base's.
+    missing_base_keys = [key for key in base_missing or () if not is_of_adapter(key)]
+    missing_adapter_keys = [key for key in lora_missing or () if is_of_adapter(key)]
+    refuse("Keys of the base are missing from the checkpoint", missing_base_keys)
     refuse("The base checkpoint holds keys that the model does not have", base_unexpected)
-    refuse("Keys of the adapter are missing from its checkpoint", [key for key in lora_missing or () if own(key)])
+    refuse("Keys of the adapter are missing from its checkpoint", missing_adapter_keys)
     refuse("The adapter's checkpoint holds keys that the model does not have", lora_unexpected)

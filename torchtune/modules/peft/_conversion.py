@@ -38,6 +38,19 @@ _TIED = (
 )
 
 
+def _anywhere(paths: Sequence[str]) -> tuple[str, ...]:
+    """Patterns of whole module paths and of their ends."""
+    patterns = []
+    for path in paths:
+        patterns += [path, f"*.{path}"]
+    return tuple(patterns)
+
+
+def _matches(path: str, patterns: Sequence[str]) -> bool:
+    names = {path, path.removesuffix(".linear")}  # a ClippedLinear holds its layer as `linear`
+    return any(fnmatchcase(name, pattern) for name, pattern in product(names, patterns))
+
+
 class LoRA(Conversion):
     """Conversion that freezes a model and adds LoRA adapters to its target modules.
 
@@ -104,14 +117,14 @@ class LoRA(Conversion):
                     f"LoRA: {name} is the text '{modules}': give a list of names or, in target_modules, patterns, for "
                     "example ['attn.*', 'mlp.*'] for all layers."
                 )
-        known = get_args(LORA_ATTN_MODULES)
-        unknown = [name for name in attn_modules or () if name not in known]
+        choices = get_args(LORA_ATTN_MODULES)
+        unknown = [name for name in attn_modules or () if name not in choices]
         if unknown:
-            raise ConversionError(f"LoRA: attn_modules has {', '.join(unknown)}, choose out of {', '.join(known)}.")
+            raise ConversionError(f"LoRA: attn_modules has {', '.join(unknown)}, choose out of {', '.join(choices)}.")
         self.rank = rank
         self.alpha = alpha
         self.dropout = dropout
-        self.attn_modules = list(known if attn_modules is None else attn_modules)
+        self.attn_modules = list(choices if attn_modules is None else attn_modules)
         self.use_dora = use_dora
         self.use_rslora = use_rslora
         if init is not None and init not in get_args(AdapterStart):
@@ -126,18 +139,22 @@ class LoRA(Conversion):
     def _targets(self) -> dict[str, tuple[str, ...]]:
         """Name of a target in error messages -> its patterns, of which at least one must match."""
         if self.target_modules is not None:
-            return {pattern: (pattern, f"*.{pattern}") for pattern in self.target_modules}
+            return {pattern: _anywhere([pattern]) for pattern in self.target_modules}
         targets = {}
-        for asked in self.attn_modules:
-            names = [f"attn.{name}" for name in ATTENTION_TARGETS.get(asked, (asked,))]
-            if asked != "output_proj":
-                names += [f"{place}.{name}" for place in ("attn", "mixer") for name in MIXER_INPUTS]
-            targets[asked] = tuple(f"{start}{name}" for name in names for start in ("", "*."))
+        for target in self.attn_modules:
+            paths = [f"attn.{name}" for name in ATTENTION_TARGETS.get(target, (target,))]
+            if target != "output_proj":
+                # A mixer that replaces attention has its place, `attn`; one that accompanies it is `mixer`.
+                paths += [f"attn.{name}" for name in MIXER_INPUTS]
+                paths += [f"mixer.{name}" for name in MIXER_INPUTS]
+            targets[target] = _anywhere(paths)
         if self.apply_to_mlp:
-            names = (*MLP_MODULES, "experts", *(f"shared_expert.{name}" for name in MLP_MODULES))
-            targets["mlp.w1/w2/w3"] = tuple(f"{start}mlp.{name}" for name in names for start in ("", "*."))
+            paths = [f"mlp.{name}" for name in MLP_MODULES]
+            paths.append("mlp.experts")
+            paths += [f"mlp.shared_expert.{name}" for name in MLP_MODULES]
+            targets["mlp.w1/w2/w3"] = _anywhere(paths)
         if self.apply_to_output:
-            targets["output"] = ("output", "*.output")
+            targets["output"] = _anywhere(["output"])
         return targets
 
     def select(self, model: nn.Module) -> dict[str, nn.Linear | GroupedExperts]:
@@ -148,17 +165,13 @@ class LoRA(Conversion):
         """
         kinds = (nn.Linear, GroupedExperts)
         linears = {path: module for path, module in model.named_modules() if isinstance(module, kinds)}
-        names = {path: {path, path.removesuffix(".linear")} for path in linears}  # of a ClippedLinear
         chosen: dict[str, nn.Linear | GroupedExperts] = {}
-        for asked, patterns in self._targets().items():
-            matching = [
-                path
-                for path in linears
-                if any(fnmatchcase(name, pattern) for name, pattern in product(names[path], patterns))
-            ]
+        for target, patterns in self._targets().items():
+            matching = [path for path in linears if _matches(path, patterns)]
             if not matching:
-                self._raise_unmatched(model, asked, list(linears))
-            chosen |= {path: linears[path] for path in matching}
+                self._raise_unmatched(model, target, list(linears))
+            for path in matching:
+                chosen[path] = linears[path]
         embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
         for path, layer in chosen.items():
             if isinstance(layer, GroupedExperts):
@@ -190,13 +203,13 @@ class LoRA(Conversion):
             )
 
     @staticmethod
-    def _raise_unmatched(model: nn.Module, asked: str, paths: list[str]) -> None:
+    def _raise_unmatched(model: nn.Module, target: str, paths: list[str]) -> None:
         output = getattr(model, "output", None)
-        if asked == "output" and output is not None and not isinstance(output, nn.Module):
+        if target == "output" and output is not None and not isinstance(output, nn.Module):
             raise ConversionError(_TIED.format("output"))
+        nearest = ", ".join(nearest_module_names(target, paths)) or "none: it has no linear layer"
         raise ConversionError(
-            f"LoRA: no linear layer of the model matches '{asked}', the nearest names are "
-            f"{', '.join(nearest_module_names(asked, paths)) or 'none: it has no linear layer'}."
+            f"LoRA: no linear layer of the model matches '{target}', the nearest names are {nearest}."
         )
 
     def convert(self, model: nn.Module) -> ConversionReport:
@@ -209,40 +222,54 @@ class LoRA(Conversion):
             ConversionError: a target matches no linear layer, or cannot be adapted; the model is then unchanged.
             ModelError: an adapter could not be saved; the model is then unchanged.
         """
-        chosen, without, beside = self.select(model), [], []
-        if (spec := getattr(model, "spec", None)) is not None:
+        chosen = self.select(model)
+        refused: list[str] = []  # paths that peft refuses
+        fused: list[str] = []  # paths whose adapters stay zero
+        spec = getattr(model, "spec", None)
+        if spec is not None:
             if self.target_modules is None:  # else the user named them explicitly
-                without = spec.refused_by_peft(chosen, model.description)
-                chosen = {path: module for path, module in chosen.items() if path not in without}
+                refused = spec.refused_by_peft(chosen, model.description)
+                chosen = {path: module for path, module in chosen.items() if path not in refused}
             spec.check_adapters(chosen, model.description)
-            if self.use_dora and (plain := spec.parameters_in_peft(chosen, model.description)):
-                raise ConversionError(
-                    f"LoRA: peft reads no adapter with magnitudes of '{plain[0]}', whose name it takes for that of "
-                    "experts: leave it out (apply_to_mlp or apply_lora_to_mlp: False), or set use_dora to False."
-                )
-            beside = spec.fused_with(chosen, model.description)
-            chosen |= {path: model.get_submodule(path) for path in beside}
+            if self.use_dora:
+                parameters = spec.parameters_in_peft(chosen, model.description)
+                if parameters:
+                    raise ConversionError(
+                        f"LoRA: peft reads no adapter with magnitudes of '{parameters[0]}', whose name it takes for "
+                        "that of experts: leave it out (apply_to_mlp or apply_lora_to_mlp: False), or set use_dora to "
+                        "False."
+                    )
+            fused = spec.fused_with(chosen, model.description)
+            for path in fused:
+                chosen[path] = model.get_submodule(path)
+
         linear_kind = DoRALinear if self.use_dora else LoRALinear
         for path, layer in chosen.items():
-            make = LoRAGroupedExperts.from_experts if isinstance(layer, GroupedExperts) else linear_kind.from_linear
-            new = make(layer, rank=self.rank, alpha=self.alpha, dropout=self.dropout)
+            if isinstance(layer, GroupedExperts):
+                make = LoRAGroupedExperts.from_experts
+            else:
+                make = linear_kind.from_linear
+            adapted = make(layer, rank=self.rank, alpha=self.alpha, dropout=self.dropout)
             if self.init is not None:
-                new.start = self.init
-            new.scaling = lora_scaling(self.rank, self.alpha, use_rslora=self.use_rslora)
-            model.set_submodule(path, new)
+                adapted.start = self.init
+            adapted.scaling = lora_scaling(self.rank, self.alpha, use_rslora=self.use_rslora)
+            model.set_submodule(path, adapted)
+
         adapter = get_adapter_params(model)
-        frozen = {name for name in adapter if name.startswith(tuple(f"{path}." for path in beside))}
+        fused_prefixes = tuple(f"{path}." for path in fused)
+        frozen = {name for name in adapter if name.startswith(fused_prefixes)}
         set_trainable_params(model, adapter.keys() - frozen)
+
         note = f"rank {self.rank}, alpha {self.alpha:g}; everything else is frozen"
         if self.dropout and self._saved_dropout(model) != self.dropout:
             note += "; files say lora_dropout 0, because peft has none for experts and MLPs beside them"
-        if without:
-            note += f"; none for {without[0]} and its like ({len(without)}), which peft refuses"
-        if beside:
-            note += f"; that of {beside[0]} and its like ({len(beside)}) stays zero: files hold it in one with others"
+        if refused:
+            note += f"; none for {refused[0]} and its like ({len(refused)}), which peft refuses"
+        if fused:
+            note += f"; that of {fused[0]} and its like ({len(fused)}) stays zero: files hold it in one with others"
         return ConversionReport(
             name="DoRA" if self.use_dora else "LoRA",
-            replaced=[path for path in chosen if path not in beside],
+            replaced=[path for path in chosen if path not in fused],
             num_parameters=sum(param.numel() for name, param in adapter.items() if name not in frozen),
             note=note,
         )
@@ -279,11 +306,13 @@ class LoRA(Conversion):
 
     def _saved_dropout(self, model: nn.Module) -> float:
         """``lora_dropout`` in ``adapter_config.json``: 0 with adapters of parameters, which ``peft`` requires."""
-        adapted, spec = self.adapted_paths(model), getattr(model, "spec", None)
-        as_parameters = any(isinstance(model.get_submodule(path), LoRAGroupedExperts) for path in adapted)
+        adapted = self.adapted_paths(model)
+        if any(isinstance(model.get_submodule(path), LoRAGroupedExperts) for path in adapted):
+            return 0.0
+        spec = getattr(model, "spec", None)
         if spec is not None and spec.parameters_in_peft(adapted, model.description):
-            as_parameters = True
-        return 0.0 if as_parameters else self.dropout
+            return 0.0
+        return self.dropout
 
     def merged(self, name: str, weight: Tensor, model: nn.Module) -> Tensor:
         """Merge the adapter into the weight ``name``; other tensors are returned unchanged.
@@ -297,9 +326,9 @@ class LoRA(Conversion):
         module = model.get_submodule(path)
         if isinstance(module, LoRAGroupedExperts):
             return module.merged_weight(leaf, weight)
-        if leaf != "weight":
-            return weight
-        return module.merged_weight(weight) if isinstance(module, LoRALinear) else weight
+        if leaf == "weight" and isinstance(module, LoRALinear):
+            return module.merged_weight(weight)
+        return weight
 
     def peft_config(self, model: nn.Module) -> dict[str, Any]:
         """Return the contents of ``adapter_config.json``, with ``target_modules`` in this library's module names.
@@ -308,8 +337,10 @@ class LoRA(Conversion):
         their paths are listed.
         """
         adapted = self.adapted_paths(model)
+        # Last components of the paths of linear layers and of adapted layers.
         plain = {path.rpartition(".")[2] for path, module in model.named_modules() if isinstance(module, nn.Linear)}
-        leaves = dict.fromkeys(path.rpartition(".")[2] for path in adapted)
+        leaves = list(dict.fromkeys(path.rpartition(".")[2] for path in adapted))
+        are_ambiguous = not plain.isdisjoint(leaves)
         return {
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
@@ -319,5 +350,5 @@ class LoRA(Conversion):
             "lora_dropout": self._saved_dropout(model),
             "use_dora": self.use_dora,
             "bias": "none",
-            "target_modules": adapted if plain & set(leaves) else list(leaves),
+            "target_modules": adapted if are_ambiguous else leaves,
         }

@@ -39,17 +39,19 @@ class LoRAProjection(torch.autograd.Function):
         *stored: Tensor,
     ) -> Tensor:
         """x and mask [..., in], W [out, in], lora_a [r, in], lora_b [out, r] -> [..., out]."""
-        rows = x.reshape(-1, x.shape[-1])
-        kept = rows if mask is None else torch.where(mask.view_as(rows), rows, 0.0)
-        low = torch.mm(kept, lora_a.t(), out=kept.new_empty(kept.shape[0], lora_a.shape[0]))
+        rows = x.reshape(-1, x.shape[-1])  # [n, in]
+        adapter_rows = rows if mask is None else torch.where(mask.view_as(rows), rows, 0.0)
+        low = adapter_rows.new_empty(adapter_rows.shape[0], lora_a.shape[0])  # [n, r]
+        torch.mm(adapter_rows, lora_a.t(), out=low)
         base = linear(rows, decode(*stored), bias).to(rows.dtype)  # autocast may change it
         y = torch.empty_like(base) if torch.compiler.is_compiling() or in_dispatch_mode() else base
         torch.addmm(base, low, lora_b.t(), alpha=scale, out=y)
-        needs_a, needs_b, needs_weight = (ctx.needs_input_grad[index] for index in (2, 3, 7))
-        ctx.save_for_backward(
-            rows if needs_weight or needs_a else None, lora_a, lora_b, low if needs_b else None, mask, *stored
-        )
-        ctx.scale, ctx.decode = scale, decode
+        _, _, needs_a, needs_b, _, _, _, needs_weight, *_ = ctx.needs_input_grad
+        saved_rows = rows if needs_weight or needs_a else None
+        saved_low = low if needs_b else None
+        ctx.save_for_backward(saved_rows, lora_a, lora_b, saved_low, mask, *stored)
+        ctx.scale = scale
+        ctx.decode = decode
         ctx.shape = x.shape
         return y.view(*x.shape[:-1], y.shape[-1])
 
@@ -59,12 +61,16 @@ class LoRAProjection(torch.autograd.Function):
         """Compute the required gradients of x, bias, A, B and W."""
         rows, lora_a, lora_b, low, mask, *stored = ctx.saved_tensors
         needs_x, needs_bias, needs_a, needs_b, _, _, _, needs_weight, *_ = ctx.needs_input_grad
-        grad = grad.reshape(-1, grad.shape[-1])
-        mask = None if mask is None else mask.view(grad.shape[0], -1)
+        grad = grad.reshape(-1, grad.shape[-1])  # [n, out]
+        if mask is not None:
+            mask = mask.view(grad.shape[0], -1)  # [n, in]
         grad_x = grad_weight = grad_bias = grad_a = grad_b = None
-        grad_low = _scaled_mm(grad, lora_b, ctx.scale) if needs_x or needs_a else None
+        if needs_x or needs_a:
+            grad_low = _scaled_mm(grad, lora_b, ctx.scale)  # [n, r]
         if needs_a:
-            grad_a = mm(grad_low.t(), rows if mask is None else torch.where(mask, rows, 0.0))
+            adapter_rows = rows if mask is None else torch.where(mask, rows, 0.0)
+            grad_a = mm(grad_low.t(), adapter_rows)
+            del adapter_rows  # [n, in], not needed for the products below
         if needs_b and computes_on_cpu(grad.device):
             grad_b = _scaled_mm(low.t(), grad, ctx.scale).t()  # faster than a narrow result
         elif needs_b:
@@ -80,7 +86,9 @@ class LoRAProjection(torch.autograd.Function):
             grad_weight = mm(grad.t(), rows)
         if needs_bias:
             grad_bias = grad.sum(0)
-        return grad_x, grad_bias, grad_a, grad_b, None, None, None, grad_weight, *(None for _ in stored[1:])
+        # Only the first stored tensor, a weight that is not in a storage format, can have a gradient.
+        other_stored = [None] * (len(stored) - 1)
+        return grad_x, grad_bias, grad_a, grad_b, None, None, None, grad_weight, *other_stored
 
 
 def _scaled_mm(a: Tensor, b: Tensor, scale: float) -> Tensor:
@@ -121,11 +129,16 @@ def lora_projection(
     """
     mask = None
     if dropout >= 1.0:
-        scale = 0.0
+        scale = 0.0  # nothing of the input remains
     elif dropout > 0.0:
         mask = torch.empty(x.shape, dtype=torch.bool, device=x.device).bernoulli_(1.0 - dropout)
         scale = scale / (1.0 - dropout)
-    decode, stored, _ = weight if isinstance(weight, Stored) else Stored(_identity, (weight,), weight.dtype)
+    if isinstance(weight, Stored):
+        decode = weight.decode
+        stored = weight.tensors
+    else:
+        decode = _identity
+        stored = (weight,)
     return LoRAProjection.apply(x, bias, lora_a, lora_b, mask, scale, decode, *stored)
 
 
@@ -146,18 +159,23 @@ def init_from_weight(weight: Tensor, how: str, rank: int, scale: float) -> tuple
     """
     if how == "pissa":
         left, values, right = torch.linalg.svd(weight, full_matrices=False)
-        root = (values[:rank] / scale).sqrt()
-        b, a = left[:, :rank] * root, root.unsqueeze(1) * right[:rank]
+        # B and A share a singular value evenly; scale · B A is the best approximation of rank r.
+        root = (values[:rank] / scale).sqrt()  # [r]
+        b = left[:, :rank] * root
+        a = root.unsqueeze(1) * right[:rank]
     else:
         left, right = torch.linalg.qr(weight)
-        b, a = left[:, :rank].contiguous(), right[:rank].contiguous()
-    return torch.addmm(weight, b, a, alpha=-scale), a, b
+        b = left[:, :rank].contiguous()
+        a = right[:rank].contiguous()
+    base = torch.addmm(weight, b, a, alpha=-scale)
+    return base, a, b
 
 
 def updated_weight(weight: Tensor, lora_a: Tensor, lora_b: Tensor, scale: float) -> Tensor:
     """Compute ``weight`` [out, in] + scale · B A in at least float32, on the device of ``weight``."""
     compute = torch.promote_types(weight.dtype, torch.float32)
-    a, b = lora_a.to(weight.device, compute), lora_b.to(weight.device, compute)
+    a = lora_a.to(weight.device, compute)
+    b = lora_b.to(weight.device, compute)
     return torch.addmm(weight.to(compute), b, a, alpha=scale)
 
 
@@ -167,5 +185,6 @@ def merged_weight(
     """Merge an adapter into ``weight``, keeping its dtype; with ``magnitude`` [out], scale the rows to it (DoRA)."""
     merged = updated_weight(weight, lora_a, lora_b, scale)
     if magnitude is not None:
-        merged = merged.mul_((magnitude.to(merged.device, merged.dtype) / merged.norm(dim=1)).unsqueeze(1))
+        factors = magnitude.to(merged.device, merged.dtype) / merged.norm(dim=1)  # [out]
+        merged = merged.mul_(factors.unsqueeze(1))
     return merged.to(weight.dtype)

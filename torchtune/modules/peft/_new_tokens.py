@@ -33,9 +33,10 @@ class GrownEmbedding(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Embed token ids ``[...]`` to ``[..., d]``."""
-        first = self.num_embeddings - len(self.new_rows)
-        new = F.embedding((tokens - first).clamp(min=0), self.new_rows)
-        return torch.where((tokens >= first).unsqueeze(-1), new, F.embedding(tokens, self.weight))
+        first = self.num_embeddings - len(self.new_rows)  # the first new token
+        new = F.embedding((tokens - first).clamp(min=0), self.new_rows)  # [..., d]
+        old = F.embedding(tokens, self.weight)  # [..., d]
+        return torch.where((tokens >= first).unsqueeze(-1), new, old)
 
 
 class GrownLinear(nn.Module):
@@ -66,8 +67,9 @@ class TiedGrownLinear(TiedLinear):
 
 
 def _project_grown(x: Tensor, grown: nn.Module) -> Tensor:
-    old = F.linear(x, grown.weight[: -len(grown.new_rows)])
-    return torch.cat([old, F.linear(x, grown.new_rows)], dim=-1)
+    old = F.linear(x, grown.weight[: -len(grown.new_rows)])  # [..., v - n]
+    new = F.linear(x, grown.new_rows)  # [..., n]
+    return torch.cat([old, new], dim=-1)
 
 
 class NewTokens(Conversion):
@@ -114,12 +116,12 @@ class NewTokens(Conversion):
             ConversionError: embedding or output projection is not a plain module, or the model has per-layer
                 embeddings or is sharded.
         """
-        kinds = (type(model.tok_embeddings), type(model.output))
-        plain = kinds in ((nn.Embedding, nn.Linear), (nn.Embedding, TiedLinear))
-        if not plain or getattr(model.output, "bias", None) is not None:
+        output_type = type(model.output)
+        is_plain = type(model.tok_embeddings) is nn.Embedding and output_type in (nn.Linear, TiedLinear)
+        if not is_plain or getattr(model.output, "bias", None) is not None:
             raise ConversionError(
                 f"resize_token_embeddings: new rows cannot be trained beside an output projection that is a "
-                f"{kinds[1].__name__} or has a bias: leave out the adapter of the output, or use a full recipe."
+                f"{output_type.__name__} or has a bias: leave out the adapter of the output, or use a full recipe."
             )
         if getattr(model, "layer_embeddings", None) is not None:
             raise ConversionError(
@@ -139,7 +141,8 @@ class NewTokens(Conversion):
             ConversionError: see :meth:`check`.
         """
         self.check(model)
-        output, paths = model.output, ["tok_embeddings"]
+        paths = ["tok_embeddings"]
+        output = model.output
         model.tok_embeddings = GrownEmbedding(model.tok_embeddings, self.num_new)
         if isinstance(output, TiedLinear):
             model.output = TiedGrownLinear(model.tok_embeddings, output.softcap)

@@ -81,18 +81,23 @@ class DoRALinear(LoRALinear):
         weight = self.stored_weight()
         if self.disabled:
             return frozen_linear(x, weight, self.bias)
-        a, b = self.lora_a.weight.to(x.dtype), self.lora_b.weight.to(x.dtype)
-        length = self.magnitude / self._norms(self.full_weight())
+        a = self.lora_a.weight.to(x.dtype)
+        b = self.lora_b.weight.to(x.dtype)
+        # The norms have no gradient (Liu et al., "DoRA", 2024, section 4.3).
+        length = self.magnitude / self._norms(self.full_weight())  # [out]
         if not self.training or self.dropout.p == 0.0:
             y = lora_projection(x, weight, self.bias, a, b, scale=self.scaling)
             return scale_rows(y, length, self.bias).to(x.dtype)
         dropped = self.dropout(x)
-        scaled = (lora_projection(dropped, weight, None, a, b, scale=self.scaling) * length).to(x.dtype)
+        adapted = lora_projection(dropped, weight, None, a, b, scale=self.scaling)
+        scaled = (adapted * length).to(x.dtype)
         # The difference is computed first: it is exactly 0 for a new adapter.
         return frozen_linear(x, weight, self.bias) + (scaled - frozen_linear(dropped, weight))
 
 
 def scale_rows(y: Tensor, length: Tensor, bias: Tensor | None) -> Tensor:
     """Scale outputs ``[..., out]``, except the ``bias`` they include, by ``length`` [out]."""
+    if bias is None:
+        return y * length
     # In this form the result is exactly y if the length is 1.
-    return y * length if bias is None else y + (length - 1) * (y - bias)
+    return y + (length - 1) * (y - bias)

@@ -118,7 +118,8 @@ class LoRALinear(nn.Module):
     def _quantize_base(self, options: dict[str, Any]) -> None:
         from torchtune.modules.low_precision._layers import FrozenNF4Linear  # imported only if needed
 
-        self.in_features, self.out_features = self.in_dim, self.out_dim
+        self.in_features = self.in_dim
+        self.out_features = self.out_dim
         base = FrozenNF4Linear.from_linear(self, **options)
         self.__dict__.update(vars(base))
         self.__class__ = _adapt_stored_class(type(self), FrozenNF4Linear)
@@ -169,10 +170,13 @@ class LoRALinear(nn.Module):
     def without_adapter(self) -> nn.Linear:
         """Return the layer without its adapter; it shares the frozen base parameters."""
         linear = change_class(self, getattr(self, "stored_kind", nn.Linear))
-        for name in dict.fromkeys(name.partition(".")[0] for name in self.adapter_params()):
-            delattr(linear, name)
+        # "lora_a.weight" -> "lora_a", each once.
+        attributes = dict.fromkeys(name.partition(".")[0] for name in self.adapter_params())
+        for attribute in attributes:
+            delattr(linear, attribute)
         del linear.dropout
-        linear.in_features, linear.out_features = self.in_dim, self.out_dim
+        linear.in_features = self.in_dim
+        linear.out_features = self.out_dim
         return linear
 
     def full_weight(self) -> Tensor:
@@ -205,8 +209,9 @@ class LoRALinear(nn.Module):
         if self.disabled:
             return frozen_linear(x, weight, self.bias)
         dropout = self.dropout.p if self.training else 0.0
-        a, b = self.lora_a.weight, self.lora_b.weight
-        return lora_projection(x, weight, self.bias, a, b, scale=self.scaling, dropout=dropout)
+        return lora_projection(
+            x, weight, self.bias, self.lora_a.weight, self.lora_b.weight, scale=self.scaling, dropout=dropout
+        )
 
     def extra_repr(self) -> str:
         """Return sizes, rank and alpha for ``repr``."""
@@ -218,8 +223,10 @@ class LoRALinear(nn.Module):
 @cache
 def _adapt_stored_class(adapted: type[LoRALinear], stored: type[StoredLinear]) -> type[LoRALinear]:
     """Class of an adapted layer with a :class:`StoredLinear` base."""
+    # The adapted class comes first in the order of bases; these members must be those of the stored class all the same.
     members = {name: getattr(stored, name) for name in ("full_weight", "stored_weight", "parallel_dims")}
-    return type(f"{adapted.__name__}{stored.__name__}", (adapted, stored), {**members, "stored_kind": stored})
+    members["stored_kind"] = stored
+    return type(f"{adapted.__name__}{stored.__name__}", (adapted, stored), members)
 
 
 __getattr__ = former_names(__name__)

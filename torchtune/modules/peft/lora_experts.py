@@ -116,7 +116,11 @@ class LoRAGroupedExperts(GroupedExperts):
 
     def adapter_params(self) -> list[str]:
         """Return the names of the adapters' parameters, relative to this module."""
-        return [f"lora_{name.removesuffix('_proj')}_{side}" for name in self.matrix_shapes() for side in "ab"]
+        names = []
+        for matrix in self.matrix_shapes():
+            part = matrix.removesuffix("_proj")
+            names += [f"lora_{part}_a", f"lora_{part}_b"]
+        return names
 
     @torch.no_grad()
     def merged_weight(self, name: str, weight: Tensor) -> Tensor:
@@ -125,7 +129,8 @@ class LoRAGroupedExperts(GroupedExperts):
             return weight
         compute = torch.promote_types(weight.dtype, torch.float32)
         part = name.removesuffix("_proj")
-        a, b = (getattr(self, f"lora_{part}_{side}").to(weight.device, compute) for side in "ab")
+        a = getattr(self, f"lora_{part}_a").to(weight.device, compute)  # [e, i, r]
+        b = getattr(self, f"lora_{part}_b").to(weight.device, compute)  # [e, r, o]
         return torch.baddbmm(weight.to(compute), a, b, alpha=self.scaling).to(weight.dtype)
 
     def project(self, name: str, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
@@ -134,8 +139,9 @@ class LoRAGroupedExperts(GroupedExperts):
         if self.disabled:
             return out
         part = name.removesuffix("_proj")
-        low = grouped_mm(self.dropout(x), getattr(self, f"lora_{part}_a"), num_tokens_per_expert)
-        return out + self.scaling * grouped_mm(low, getattr(self, f"lora_{part}_b"), num_tokens_per_expert)
+        low = grouped_mm(self.dropout(x), getattr(self, f"lora_{part}_a"), num_tokens_per_expert)  # [t, r]
+        update = grouped_mm(low, getattr(self, f"lora_{part}_b"), num_tokens_per_expert)  # [t, o]
+        return out + self.scaling * update
 
     def extra_repr(self) -> str:
         """Return sizes, rank and alpha for ``repr``."""

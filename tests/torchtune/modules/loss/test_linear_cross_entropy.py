@@ -9,9 +9,8 @@ from torchtune.modules import TiedLinear
 from torchtune.modules.capped_linear import CappedLinear
 from torchtune.modules.conversion import apply_conversions
 from torchtune.modules.loss import CEWithChunkedOutputLoss, LinearCrossEntropyLoss, SFTLoss
-from torchtune.modules.loss import _cross_entropy_rows as rows_of_logits
 from torchtune.modules.loss import cross_entropy_loss as implementation
-from torchtune.modules.loss._cross_entropy_rows import cross_entropy
+from torchtune.modules.loss.cross_entropy_loss import cross_entropy
 from torchtune.modules.peft import LoRA
 
 DIM, VOCAB, BATCH, SEQ = 16, 97, 3, 30
@@ -217,7 +216,7 @@ def test_compiled_passes_give_the_same():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_compiled_passes_take_the_logits_of_a_chunk_block_by_block(dtype, monkeypatch):
     """On a GPU, a chunk of a large vocabulary has several blocks, which are views of its logits."""
-    monkeypatch.setattr(rows_of_logits, "_CPU_BLOCK", 7 * VOCAB)
+    monkeypatch.setattr(implementation, "_CPU_BLOCK", 7 * VOCAB)
     torch.compiler.reset()  # the second shape has to compile anew
     hidden, weight, labels = inputs(dtype)
     plain = run(LinearCrossEntropyLoss(3), make_head(weight), hidden, labels)

@@ -8,8 +8,7 @@ from torch import Tensor, nn
 
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, label_index
 from torchtune.modules.loss._chunked_logits import Projection
-from torchtune.modules.loss._row_losses import record_row_losses
-from torchtune.modules.loss.loss_types import SFTLoss
+from torchtune.modules.loss.loss_types import SFTLoss, record_row_losses
 from torchtune.modules.moe.balance import Balance, balance_of
 from torchtune.utils import UserError, is_simulated
 
@@ -56,10 +55,11 @@ def setup_loss(loss: Any, model: nn.Module) -> TokenLoss:
         >>> loss.sum_and_count(hidden, torch.tensor([[40, 7, -100]]), model.output)[1].item()
         2
     """
-    if (ignored := getattr(loss, "ignore_index", CROSS_ENTROPY_IGNORE_IDX)) != CROSS_ENTROPY_IGNORE_IDX:
+    ignore_index = getattr(loss, "ignore_index", CROSS_ENTROPY_IGNORE_IDX)
+    if ignore_index != CROSS_ENTROPY_IGNORE_IDX:
         raise LossError(
-            f"loss: it ignores the label {ignored}, but {CROSS_ENTROPY_IGNORE_IDX} marks positions without one: leave "
-            "out ignore_index."
+            f"loss: it ignores the label {ignore_index}, but {CROSS_ENTROPY_IGNORE_IDX} marks positions without one: "
+            "leave out ignore_index."
         )
     if not isinstance(loss, SFTLoss):
         weight = _output_weight(model)
@@ -102,13 +102,20 @@ class LogitsLoss(_Adapter):
         self, hidden: Tensor, labels: Tensor, projection: Projection, *, index: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """See :meth:`torchtune.modules.loss.SFTLoss.sum_and_count`."""
-        hidden, labels = hidden.flatten(0, -2), labels.flatten()
-        index = label_index(labels) if index is None else index
+        hidden = hidden.flatten(0, -2)  # [b * s, d]
+        labels = labels.flatten()  # [b * s]
+        if index is None:
+            index = label_index(labels)
         count = torch.full((), len(index), device=labels.device)
-        if not len(index):  # zero, with a graph to the same parameters
-            return projection(hidden[:1]).float().sum() * 0.0 + hidden.sum() * 0.0, count
-        losses = self.loss(projection(hidden[index]).float(), labels[index])
-        return record_row_losses(losses).sum() if losses.dim() else losses * count, count
+        if not len(index):
+            # Zero, with a graph to the same parameters: other ranks wait for their gradients.
+            zero = projection(hidden[:1]).float().sum() * 0.0 + hidden.sum() * 0.0
+            return zero, count
+        logits = projection(hidden[index]).float()  # [n, v]
+        losses = self.loss(logits, labels[index])
+        if losses.dim() == 0:  # the mean
+            return losses * count, count
+        return record_row_losses(losses).sum(), count
 
 
 class MeanLoss(_Adapter):
@@ -161,8 +168,12 @@ def _takes_index(loss: SFTLoss) -> bool:
 
 def _overrides_only_forward(kind: type) -> bool:
     """Whether a class overrides ``forward`` but not ``sum_and_count``."""
-    changed = (cls for cls in kind.__mro__ if vars(cls).keys() & {"forward", "sum_and_count"})
-    return "sum_and_count" not in vars(next(changed))
+    for cls in kind.__mro__:
+        if "sum_and_count" in vars(cls):
+            return False
+        if "forward" in vars(cls):
+            return True
+    return False
 
 
 def _output_weight(model: nn.Module) -> Tensor:
@@ -182,15 +193,20 @@ def _check(loss: Any, vocab_size: int, device: torch.device) -> None:
     rows = torch.arange(2, device=device)
     logits = torch.linspace(-1, 1, 2 * max(vocab_size, 2), device=device).view(2, -1).requires_grad_()
     try:
-        once, twice = loss(logits, rows), loss(logits.repeat(2, 1), rows.repeat(2))
+        once = loss(logits, rows)
+        twice = loss(logits.repeat(2, 1), rows.repeat(2))
     except Exception as error:
         raise LossError(
             f"loss: {name} cannot be called with logits [n, v] and labels [n], which is how fine-tuning calls it: "
             f"{type(error).__name__}: {error}"
         ) from error
     if not isinstance(once, Tensor) or once.shape not in ((), (2,)) or not once.requires_grad:
-        found = f"a tensor {list(once.shape)}" if isinstance(once, Tensor) else f"a {type(once).__name__}"
-        detached = " without gradient" if isinstance(once, Tensor) and not once.requires_grad else ""
-        raise LossError(f"loss: {name} returns {found}{detached}: return the mean loss, or one for each label [n].")
+        if isinstance(once, Tensor):
+            result = f"a tensor {list(once.shape)}"
+            if not once.requires_grad:
+                result += " without gradient"
+        else:
+            result = f"a {type(once).__name__}"
+        raise LossError(f"loss: {name} returns {result}: return the mean loss, or one for each label [n].")
     if once.dim() == 0 and not is_simulated() and not torch.allclose(once, twice, rtol=1e-3):
         raise LossError(f"loss: {name} returns no mean over the labels (reduction='sum'?): let it return the mean.")
