@@ -28,6 +28,7 @@ class Boundaries:
         block_masks: window (0: none) -> FlexAttention's block mask, shared by all layers.
         chunks: chunk size -> boundaries of the documents' chunks.
         shared: prefixes that documents share.
+        num_tokens: number of positions in all documents, known on the host; ``None``: only ``cu_seqlens`` says it.
     """
 
     cu_seqlens: Tensor
@@ -35,6 +36,7 @@ class Boundaries:
     block_masks: dict[int, "BlockMask"] = field(default_factory=dict)
     shared: SharedPrefixes | None = None
     chunks: dict[int, "Boundaries"] = field(default_factory=dict)
+    num_tokens: int | None = None
 
     @classmethod
     def of(
@@ -52,7 +54,17 @@ class Boundaries:
         keys = () if shared is None else (shared.cu_keys, len(shared.keys))
         masks = {window: document_block_mask(*sizes, window, *keys) for window in block_masks}
         parts = {size: cls.of(documents.split_into_chunks(size), step, block_masks) for size in chunks}
-        return cls(documents.cu_seqlens, -(-documents.max_length // step) * step, masks, shared, parts)
+        max_length = -(-documents.max_length // step) * step
+        return cls(documents.cu_seqlens, max_length, masks, shared, parts, documents.num_tokens)
+
+
+def check_coverage(num_covered: int, num_positions: int) -> None:
+    """Raise ``ValueError`` unless the documents cover as many positions as the batch has."""
+    if num_covered != num_positions:
+        raise ValueError(
+            f"The documents cover {num_covered} positions, the batch has {num_positions}: their lengths must add up to "
+            "the positions of all rows."
+        )
 
 
 class _Gather(torch.autograd.Function):
@@ -95,8 +107,8 @@ def _split_by_length(
     each run of consecutive documents with equal numbers of queries and of keys."""
     queries = cu_seqlens.diff().tolist()
     keys = queries if cu_keys is None else cu_keys.diff().tolist()
-    if [sum(queries), sum(keys)] != [of_queries[0].shape[0], of_keys[0].shape[0]]:
-        raise ValueError(f"The documents cover {sum(queries)} positions, the batch has {of_queries[0].shape[0]}.")
+    check_coverage(sum(queries), of_queries[0].shape[0])
+    check_coverage(sum(keys), of_keys[0].shape[0])
     runs = [(*pair, sum(1 for _ in run)) for pair, run in groupby(zip(queries, keys, strict=True))]
 
     def views(tensor: Tensor, side: int) -> list[Tensor]:

@@ -17,6 +17,7 @@ from torchtune.modules._block_mask import document_block_mask
 from torchtune.modules._document_attention import (
     Boundaries,
     attention_by_document,
+    check_coverage,
     document_attention,
     prepend_shared_prefix,
 )
@@ -73,8 +74,9 @@ def attention(
         Tensor ``[b, s, n, h]``.
 
     Raises:
-        ValueError: both ``documents`` and ``mask``, dropout with a window, chunks, a soft cap or sinks, chunks with a
-            ``BlockMask``, or documents that are not causal with a window, a soft cap or sinks.
+        ValueError: both ``documents`` and ``mask``, documents that do not cover the ``b * s`` positions, dropout with a
+            window, chunks, a soft cap or sinks, chunks with a ``BlockMask``, or documents that are not causal with a
+            window, a soft cap or sinks.
 
     Example:
         >>> q = k = v = torch.randn(1, 2, 3, 4)  # [b, s, n, h]
@@ -82,6 +84,8 @@ def attention(
         torch.Size([1, 2, 3, 4])
     """
     _check_arguments(documents, mask, is_causal, dropout_p, window, softcap, sinks, chunk)
+    if documents is not None and documents.num_tokens is not None:  # kernels of all documents at once do not check
+        check_coverage(documents.num_tokens, q.shape[0] * q.shape[1])
     if documents is None and mask is None and is_causal and q.shape[1] == 1 < k.shape[1]:
         # Decoding: one token after all cached keys, of which it sees those of its window or chunk.
         visible = window if chunk is None else (k.shape[1] - 1) % chunk + 1

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from torchtune.data import Documents
+from torchtune.modules._document_attention import check_coverage
 from torchtune.utils import computes_on_cpu, to_device
 
 Layout = Literal["interleaved", "half", "halves"]
@@ -108,9 +109,14 @@ class _Rotation(torch.autograd.Function):
 
 
 def positions_of(x: Tensor, documents: Documents | None) -> Tensor:
-    """Return the position of each element of ``x`` ``[b, s, ...]`` in its document; without documents, ``[s]``."""
+    """Return the position of each element of ``x`` ``[b, s, ...]`` in its document; without documents, ``[s]``.
+
+    Raises:
+        ValueError: the documents do not cover the ``b * s`` positions.
+    """
     if documents is None:
         return torch.arange(x.shape[1], device=x.device)
+    check_coverage(documents.num_tokens, x.shape[0] * x.shape[1])
     return documents.positions().view(x.shape[0], x.shape[1]).to(x.device)
 
 

@@ -113,6 +113,19 @@ def test_flex_attention_over_documents(window, softcap, sinks, monkeypatch):
     torch.testing.assert_close(given, alone, atol=0, rtol=0)
 
 
+@pytest.mark.parametrize("kernel", [Kernel.VARLEN, Kernel.FLEX, Kernel.PER_DOCUMENT])
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("lengths", [(4, 7), (5, 8)])
+def test_documents_that_do_not_cover_the_batch_are_refused_before_any_kernel(lengths, is_causal, kernel, monkeypatch):
+    monkeypatch.setattr(attention_utils, "choose_kernel", lambda *_, **__: kernel)
+    q = torch.randn(2, 6, 4, 16)
+    k = torch.randn(2, 6, 2, 16)
+    short_or_long = Documents.from_lengths(lengths, DEVICE)
+    for documents in (short_or_long, Boundaries.of(short_or_long)):
+        with pytest.raises(ValueError, match=f"cover {sum(lengths)} positions, the batch has 12: their lengths must"):
+            attention(q, k, k, documents=documents, is_causal=is_causal)
+
+
 @pytest.mark.parametrize(
     ("dtype", "kind", "kernel"),
     [

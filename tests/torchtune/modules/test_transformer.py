@@ -84,6 +84,9 @@ def test_refusals(model):
     model(_tokens(1, 40), documents=Documents.from_lengths((20, 20), DEVICE))  # each is short enough
     with pytest.raises(ValueError, match="33 tokens"):
         model(_tokens(1, 40), documents=Documents.from_lengths((33, 7), DEVICE))
+    for input_pos in (None, torch.arange(6).expand(2, 6)):
+        with pytest.raises(ValueError, match="documents cover 5 positions, the batch has 12"):
+            model(_tokens(2, 6), documents=Documents.from_lengths((2, 3), DEVICE), input_pos=input_pos)
     with pytest.raises(ValueError, match="either tokens or input_embeds"):
         model(None)
     with pytest.raises(RuntimeError, match="setup_caches"):
