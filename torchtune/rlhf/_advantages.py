@@ -5,6 +5,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from torchtune.rlhf._rollouts import RolloutError
 from torchtune.training import ParallelDims
 
 
@@ -66,3 +67,23 @@ def _std(values: Tensor, dims: ParallelDims | None) -> float:
     total, squares, count = sums if dims is None else dims.exchange(sums)[0]
     mean = total / max(count, 1)
     return max(squares - count * mean * mean, 0.0) ** 0.5 / max(count - 1, 1) ** 0.5
+
+
+def make_advantages(component: GroupAdvantages | None) -> GroupAdvantages:
+    """Check and return the advantages component of a config, by default :class:`GroupAdvantages`.
+
+    Raises:
+        RolloutError: a test call fails or returns a wrong shape.
+    """
+    if component is None:
+        return GroupAdvantages()
+    try:
+        found, wrong = component(torch.tensor([[0.0, 1.0]], dtype=torch.float64), ParallelDims()), None
+    except Exception as error:  # noqa: BLE001 - raised by a user's component
+        found, wrong = None, f"fails: {type(error).__name__}: {error}".rstrip(".")
+    if getattr(found, "shape", None) != (1, 2):
+        raise RolloutError(
+            f"advantages: {type(component).__name__} {wrong or 'returns no advantage for each reward'}; it is called "
+            "with rewards [prompts, answers] and the processes, as torchtune.rlhf.GroupAdvantages is."
+        )
+    return component

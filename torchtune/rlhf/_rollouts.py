@@ -1,6 +1,6 @@
 """Sampled answers and their training batches."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -293,6 +293,14 @@ def blank_batch(tokens: Sequence[int], *, known: bool = True, entries: Iterable[
     batch = collate_rollouts([rollout], [0.0], per_token={name: [torch.zeros(1)] for name in entries})
     labels = torch.full_like(batch.labels, CROSS_ENTROPY_IGNORE_IDX)
     return replace(batch, labels=labels, per_document={"label_counts": torch.zeros(1, dtype=torch.int64)}, terms=0)
+
+
+def equal_chunks(rollouts: Sequence[Rollout], size: int | None, dims: ParallelDims) -> Iterator[Sequence[Rollout]]:
+    """Yield chunks of up to ``size`` rollouts, the same number of chunks on every rank; fillers repeat a rollout."""
+    size = max(len(rollouts) if size is None else size, 1)
+    parts = [rollouts[start : start + size] for start in range(0, len(rollouts), size)]
+    yield from parts
+    yield from [rollouts[:1]] * (dims.max(len(parts)) - len(parts))
 
 
 def texts_of(rollouts: Sequence[Rollout], tokenizer: Any) -> list[str]:
