@@ -51,7 +51,10 @@ def images_of(prompts: Sequence[Prompt]) -> dict[str, Any]:
         >>> torchtune.rlhf.images_of([torchtune.rlhf.Prompt([5, 6], {}, number=0)])
         {}
     """
-    return {"images": [one.images for one in prompts]} if any(one.images for one in prompts) else {}
+    images = [prompt.images for prompt in prompts]
+    if not any(images):
+        return {}  # samplers of text do not have the argument
+    return {"images": images}
 
 
 @dataclass(eq=False)
@@ -79,26 +82,42 @@ def collate_prompts(batch: Sequence[Mapping[str, Any]]) -> Batch:
     Raises:
         DataError: an example lacks a key of a prompt.
     """
+    documents = []
+    labels = []
+    prompts = []
     for example in batch:
-        if missing := {"tokens", "labels", "row", "number"} - example.keys():
+        missing = {"tokens", "labels", "row", "number"} - example.keys()
+        if missing:
             raise DataError(
                 f"dataset: an example has no '{min(missing)}', it is no prompt: use torchtune.datasets.prompt_dataset."
             )
-    ignored = [[CROSS_ENTROPY_IGNORE_IDX] * len(example["tokens"]) for example in batch]
-    out = collate_documents([{"tokens": one["tokens"], "labels": row} for one, row in zip(batch, ignored, strict=True)])
-    labels = torch.cat([torch.as_tensor(example["labels"]) for example in batch])[None]  # ignored for blank prompts
-    prompts = [
-        Prompt(
-            list(example["tokens"]),
-            example["row"],
-            example["number"],
-            is_blank=bool((torch.as_tensor(example["labels"]) == CROSS_ENTROPY_IGNORE_IDX).all()),
-            messages=example.get("messages", ()),
-            images={"encoder_input": example["encoder_input"]} if "encoder_input" in example else {},
+        tokens = example["tokens"]
+        prompt_labels = torch.as_tensor(example["labels"])  # [s]
+        # collate_documents refuses labels that are not shifted; a prompt's labels are its tokens, so they join below.
+        documents.append({"tokens": tokens, "labels": [CROSS_ENTROPY_IGNORE_IDX] * len(tokens)})
+        labels.append(prompt_labels)
+        images = {}
+        if "encoder_input" in example:
+            images = {"encoder_input": example["encoder_input"]}
+        prompts.append(
+            Prompt(
+                list(tokens),
+                example["row"],
+                example["number"],
+                # The loader fills a rank with fewer rows than others by a row with all labels ignored.
+                is_blank=bool((prompt_labels == CROSS_ENTROPY_IGNORE_IDX).all()),
+                messages=example.get("messages", ()),
+                images=images,
+            )
         )
-        for example in batch
-    ]
-    return PromptBatch(out.tokens, labels, out.input_pos, out.documents, prompts=prompts)
+    collated = collate_documents(documents)
+    return PromptBatch(
+        collated.tokens,
+        torch.cat(labels)[None],  # [1, s]
+        collated.input_pos,
+        collated.documents,
+        prompts=prompts,
+    )
 
 
 class NumberedPrompts(WrappedDataset):
@@ -116,13 +135,13 @@ class NumberedPrompts(WrappedDataset):
 
     def __init__(self, dataset: Any, stop_tokens: Sequence[int]) -> None:
         super().__init__(dataset)
-        self._stop = set(stop_tokens)
+        self._stop_tokens = set(stop_tokens)
         _ = self[0]  # raises early if add_eos is set
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         """Return an example in the format of :class:`torchtune.datasets.PromptDataset`."""
         tokens = [int(token) for token in self.dataset[index]["tokens"]]
-        if tokens[-1] in self._stop:
+        if tokens[-1] in self._stop_tokens:
             raise RolloutError(
                 f"dataset: the prompt of row {index} ends with a token that ends answers: set dataset.add_eos=False."
             )
@@ -131,7 +150,9 @@ class NumberedPrompts(WrappedDataset):
 
 def numbered_prompts(dataset: Any, tokenizer: Any) -> Any:
     """Return a dataset of prompts unchanged; wrap other datasets in :class:`NumberedPrompts`."""
-    return dataset if "number" in dataset[0] else NumberedPrompts(dataset, tokenizer.stop_tokens)
+    if "number" in dataset[0]:
+        return dataset
+    return NumberedPrompts(dataset, tokenizer.stop_tokens)
 
 
 def check_prompts(dataset: Any, sampler: Any, model: nn.Module, closing: int = 0) -> None:
@@ -152,10 +173,13 @@ def check_prompts(dataset: Any, sampler: Any, model: nn.Module, closing: int = 0
     lengths = dataset.known_lengths
     if lengths is None:
         return
-    at, new = int(lengths.argmax()), getattr(sampler, "max_new_tokens", 1)
-    if lengths[at] + new - 1 + closing > model.max_seq_len:
+    row = int(lengths.argmax())
+    new_tokens = getattr(sampler, "max_new_tokens", 1)
+    # The last token of an answer is only a label, so the model's input is one token shorter.
+    input_length = lengths[row] + new_tokens - 1 + closing
+    if input_length > model.max_seq_len:
         raise RolloutError(
-            f"dataset: the prompt of row {at} has {lengths[at]} tokens, and with {new} new ones "
+            f"dataset: the prompt of row {row} has {lengths[row]} tokens, and with {new_tokens} new ones "
             f"(max_new_tokens) that is more than the model's {model.max_seq_len}: leave it out with filter_fn, "
             "or ask for fewer."
         )
