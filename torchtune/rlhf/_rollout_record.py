@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from torchtune.rlhf._rollouts import Episode, RolloutError
-from torchtune.rlhf._scored_rollouts import ScoredRollouts, _num_sampled
+from torchtune.rlhf._scored_rollouts import ScoredRollouts, num_sampled_tokens
 from torchtune.training import ParallelDims
 from torchtune.utils import AppendedFile, get_logger
 
@@ -99,7 +99,7 @@ class RolloutRecord:
                 "reward": _json_number(scored.rewards[group, sample].item()),
                 "rewards": {name: _json_number(part[i]) for name, part in scored.parts.items()},
                 "advantage": _json_number(advantages[group, sample].item()),
-                "tokens": _num_sampled(rollout),
+                "tokens": num_sampled_tokens(rollout),
                 "finished": rollout.finished,
                 **(self._of_episode(rollout) if isinstance(rollout, Episode) else {}),
             }

@@ -45,29 +45,40 @@ class ScoredRollouts:
 
     def figures(self) -> dict[str, tuple[float, int]]:
         """Return metrics: name -> (sum, count)."""
-        size = len(self.rollouts) // max(len(self.prompts), 1)
-        real = [i for i in range(len(self.rollouts)) if not self.prompts[i // size].is_blank]
-        values = self.rewards.flatten().tolist()
-        found = {"rewards/total": [values[i] for i in real]}
-        found |= {f"rewards/{name}": [part[i] for i in real] for name, part in self.parts.items()}
-        sums = {name: (sum(v for v in part if not math.isnan(v)), _count_finite(part)) for name, part in found.items()}
-        answers = [self.rollouts[i] for i in real]
-        episodes = [one for one in answers if isinstance(one, Episode)]
-        if size > 1:
+        num_samples = self._num_samples
+        answered = [i for i in range(len(self.rollouts)) if not self.prompts[i // num_samples].is_blank]
+        answers = [self.rollouts[i] for i in answered]
+        totals = self.rewards.flatten().tolist()  # [n * g], as the rollouts are sorted
+        metrics = {"rewards/total": _sum_and_count([totals[i] for i in answered])}
+        for name, values in self.parts.items():
+            metrics[f"rewards/{name}"] = _sum_and_count([values[i] for i in answered])
+        num_scored = metrics["rewards/total"][1]
+
+        if num_samples > 1:
             groups = [i for i, prompt in enumerate(self.prompts) if not prompt.is_blank]
-            flat = ~has_variance(self.rewards)[groups]
-            sums["groups/without_variance"] = (float(flat.sum()), len(groups))
+            without_variance = ~has_variance(self.rewards)[groups]
+            metrics["groups/without_variance"] = (float(without_variance.sum()), len(groups))
+
+        episodes = [answer for answer in answers if isinstance(answer, Episode)]
         if episodes:
-            counts = {f"ends/{end}": sum(one.end == end for one in episodes) for end in ENDS}
-            counts |= {
-                f"tools/{name}": sum(getattr(one, name) for one in episodes) for name in ("turns", "calls", "errors")
-            }
-            sums |= {name: (float(count), len(episodes)) for name, count in counts.items()}
-        return sums | {
-            "answers/tokens": (float(sum(_num_sampled(one) for one in answers)), len(answers)),
-            "answers/unfinished": (float(sum(not one.finished for one in answers)), len(answers)),
-            "answers/dropped": (float(len(real) - _count_finite(found["rewards/total"])), len(answers)),
-        }
+            for end in ENDS:
+                num_ended = sum(episode.end == end for episode in episodes)
+                metrics[f"ends/{end}"] = (float(num_ended), len(episodes))
+            for name in ("turns", "calls", "errors"):
+                count = sum(getattr(episode, name) for episode in episodes)
+                metrics[f"tools/{name}"] = (float(count), len(episodes))
+
+        num_tokens = sum(num_sampled_tokens(answer) for answer in answers)
+        num_unfinished = sum(not answer.finished for answer in answers)
+        metrics["answers/tokens"] = (float(num_tokens), len(answers))
+        metrics["answers/unfinished"] = (float(num_unfinished), len(answers))
+        metrics["answers/dropped"] = (float(len(answers) - num_scored), len(answers))
+        return metrics
+
+    @property
+    def _num_samples(self) -> int:
+        """Number of answers per prompt."""
+        return len(self.rollouts) // max(len(self.prompts), 1)
 
     def batches(
         self,
@@ -92,37 +103,60 @@ class ScoredRollouts:
             The micro-batches, the same number on every rank and none without a learning signal; the number of terms and
             the number of labels, summed over all ranks.
         """
-        counts = ~self.rewards.isnan()
-        if loss.needs_rewards:
-            counts = counts & has_variance(self.rewards)[:, None]
-        found = counts.flatten().nonzero().flatten().tolist()
-        kept = [i for i in found if self.rollouts[i].finished or not drop_unfinished]
-        parts = [(part, advantages.flatten()[i].item()) for i in kept for part in self.rollouts[i].parts]
+        has_reward = ~self.rewards.isnan()  # [n, g]
+        trained = has_reward
+        if loss.needs_rewards:  # equal rewards have the advantage 0, so that their group has no gradient
+            trained = has_reward & has_variance(self.rewards)[:, None]
+        flat_advantages = advantages.flatten()
+        samples = []
+        sample_advantages = []
+        for index in trained.flatten().nonzero().flatten().tolist():
+            rollout = self.rollouts[index]
+            if drop_unfinished and not rollout.finished:
+                continue
+            # An episode has several samples if the template omits the reasoning of earlier turns.
+            for sample in rollout.parts:
+                samples.append(sample)
+                sample_advantages.append(flat_advantages[index].item())
         batches, terms, labels = rollout_batches(
-            [part for part, _ in parts],
-            [advantage for _, advantage in parts],
+            samples,
+            sample_advantages,
             tokens_per_batch=tokens_per_batch,
             dims=dims,
             blank=self.prompts[0].tokens,
             count_documents=loss.normalize != "tokens",
             share_prefix=share_prefix,
         )
-        if loss.ce_coeff:  # weights that turn the mean over all terms into a mean over the tokens of good answers
-            good = [
-                (batch.per_token["advantages"] > 0) & (batch.labels != CROSS_ENTROPY_IGNORE_IDX) for batch in batches
-            ]
-            (count,) = dims.sum(sum(int(one.sum()) for one in good))
-            for batch, one in zip(batches, good, strict=True):
-                batch["ce"] = one * (terms / max(count, 1))
+        if loss.ce_coeff:
+            _add_cross_entropy_weights(batches, terms, dims)
         return batches, terms, labels
 
 
-def _num_sampled(rollout: Rollout) -> int:
-    return sum(part.num_sampled for part in rollout.parts)
+def _add_cross_entropy_weights(batches: list[Batch], terms: int, dims: ParallelDims) -> None:
+    """Add ``ce`` ``[1, s]`` to the batches: weights that turn a mean over terms into one over tokens of good answers.
+
+    Good answers have a positive advantage. The loss divides a sum by the number of terms of all ranks.
+    """
+    masks = []
+    for batch in batches:
+        is_good = batch.per_token["advantages"] > 0
+        is_label = batch.labels != CROSS_ENTROPY_IGNORE_IDX
+        masks.append(is_good & is_label)
+    (num_tokens,) = dims.sum(sum(int(mask.sum()) for mask in masks))
+    weight = terms / max(num_tokens, 1)
+    for batch, mask in zip(batches, masks, strict=True):
+        batch["ce"] = mask * weight
 
 
-def _count_finite(values: Sequence[float]) -> int:
-    return sum(not math.isnan(value) for value in values)
+def num_sampled_tokens(rollout: Rollout) -> int:
+    """Return the number of sampled tokens, of an episode over all of its samples."""
+    return sum(sample.num_sampled for sample in rollout.parts)
+
+
+def _sum_and_count(values: Sequence[float]) -> tuple[float, int]:
+    """Return the sum and the number of the values that are not NaN."""
+    scored = [value for value in values if not math.isnan(value)]
+    return sum(scored), len(scored)
 
 
 def score_rollouts(
@@ -132,20 +166,35 @@ def score_rollouts(
 
     Empty answers, answers to blank prompts and invalid episodes get no reward.
     """
-    size = len(rollouts) // max(len(prompts), 1)
+    num_samples = len(rollouts) // max(len(prompts), 1)
     texts = texts_of(rollouts, tokenizer)
-    answered = [i for i, rollout in enumerate(rollouts) if rollout.answer and not prompts[i // size].is_blank]
-    real = [i for i in answered if getattr(rollouts[i], "is_valid", True)]
-    of = [prompts[i // size] for i in real]
-    scores = rewards([one.row for one in of], [texts[i] for i in real], [one.number for one in of])
-    total = torch.full((len(rollouts),), math.nan, dtype=torch.float64)
-    total[real] = torch.tensor(scores.total, dtype=torch.float64)
-    parts = {name: [math.nan] * len(rollouts) for name in scores.parts}
+    scored = []  # indices of the answers that get a reward
+    for i, rollout in enumerate(rollouts):
+        is_invalid = isinstance(rollout, Episode) and not rollout.is_valid
+        if rollout.answer and not is_invalid and not prompts[i // num_samples].is_blank:
+            scored.append(i)
+
+    answered = [prompts[i // num_samples] for i in scored]
+    scores = rewards(
+        [prompt.row for prompt in answered],
+        [texts[i] for i in scored],
+        [prompt.number for prompt in answered],
+    )
+    # NaN stands for no reward.
+    totals = torch.full((len(rollouts),), math.nan, dtype=torch.float64)  # [n * g]
+    totals[scored] = torch.tensor(scores.total, dtype=torch.float64)
+    parts = {}
     for name, values in scores.parts.items():
-        for i, value in zip(real, values, strict=True):
+        parts[name] = [math.nan] * len(rollouts)
+        for i, value in zip(scored, values, strict=True):
             parts[name][i] = value
-    for i in real:
-        if isinstance(rollouts[i], Episode) and rollouts[i].reward is not None:
-            parts.setdefault(rollouts[i].environment, [math.nan] * len(rollouts))[i] = rollouts[i].reward
-            total[i] += rollouts[i].reward
-    return ScoredRollouts(list(prompts), list(rollouts), texts, total.view(len(prompts), size), parts)
+
+    for i in scored:
+        episode = rollouts[i]
+        if not isinstance(episode, Episode) or episode.reward is None:
+            continue
+        if episode.environment not in parts:
+            parts[episode.environment] = [math.nan] * len(rollouts)
+        parts[episode.environment][i] = episode.reward
+        totals[i] += episode.reward
+    return ScoredRollouts(list(prompts), list(rollouts), texts, totals.view(len(prompts), num_samples), parts)
