@@ -52,51 +52,70 @@ class RewardModel:
         dims: ParallelDims | None = None,
     ) -> None:
         self._dims = ParallelDims() if dims is None else dims
-        rows = model.output.weight.shape[0]
-        if rows != 1:
+        num_outputs = model.output.weight.shape[0]
+        if num_outputs != 1:
             raise RolloutError(
-                f"reward_and_value_model: a reward is one number, but the model ends in {rows:,} outputs: set "
+                f"reward_and_value_model: a reward is one number, but the model ends in {num_outputs:,} outputs: set "
                 "_component_ to torchtune.modules.classifier_model with num_classes=1 and base_model_path the builder."
             )
-        self.model, self._batch_size = model.requires_grad_(False).eval(), batch_size
-        self._stop, self.closing = set(tokenizer.stop_tokens), _closing_tokens(tokenizer)
-        self._penalty, self._requires_eos, self._min_length = penalty, penalise_no_eos, min_response_length or 0
+        self.model = model.requires_grad_(False).eval()
+        self.closing = _closing_tokens(tokenizer)
+        self._batch_size = batch_size
+        self._stop_tokens = set(tokenizer.stop_tokens)
+        self._penalty = penalty
+        self._penalize_unfinished = penalise_no_eos
+        self._min_length = min_response_length or 0
         self._num_penalized = 0  # number of consecutive calls in which every answer was penalized
 
     @torch.no_grad()
     def __call__(self, rollouts: Sequence[Rollout]) -> Tensor:
         """Score prompts with their answers; returns float64 ``[n]`` on the host."""
-        device, found = self.model.tok_embeddings.weight.device, []
-        for part in equal_chunks(rollouts, self._batch_size, self._dims):
+        device = self.model.tok_embeddings.weight.device
+        closing_tokens = torch.tensor(self.closing, dtype=torch.int64)
+        scores = []
+        for chunk in equal_chunks(rollouts, self._batch_size, self._dims):
             documents = []
-            for rollout in part:
-                closing = self.closing if int(rollout.tokens[-1]) in self._stop else []
-                tokens = torch.cat([rollout.tokens, torch.tensor(closing, dtype=torch.int64)])
+            for rollout in chunk:
+                tokens = rollout.tokens
+                if int(tokens[-1]) in self._stop_tokens:
+                    tokens = torch.cat([tokens, closing_tokens])
                 documents.append({"tokens": tokens, "labels": torch.full_like(tokens, CROSS_ENTROPY_IGNORE_IDX)})
             batch = collate_documents(documents).to(device)
-            hidden = self.model(**batch.model_inputs(), output="hidden")
-            found.append(pooled_scores(hidden, batch, self.model.output).double().cpu())
-        return torch.cat(found)[: len(rollouts)]
+            hidden = self.model(**batch.model_inputs(), output="hidden")  # [1, s, d]
+            scores.append(pooled_scores(hidden, batch, self.model.output).double().cpu())
+        # Chunks after the last rollout are fillers, for ranks with fewer rollouts than others.
+        return torch.cat(scores)[: len(rollouts)]
 
     def apply_penalty(self, rollouts: Sequence[Rollout], scores: Tensor) -> Tensor:
         """Return the scores ``[n]``; the penalty replaces the scores of penalized answers."""
-        faulty = [(self._requires_eos and not one.finished) or len(one.answer) < self._min_length for one in rollouts]
-        self._num_penalized = self._num_penalized + 1 if all(faulty) else 0
+        penalized = []
+        for rollout in rollouts:
+            is_unfinished = self._penalize_unfinished and not rollout.finished
+            is_short = len(rollout.answer) < self._min_length
+            penalized.append(is_unfinished or is_short)
+        if all(penalized):
+            self._num_penalized += 1
+        else:
+            self._num_penalized = 0
         if self._num_penalized in (1, 10, 100):
+            num_unfinished = sum(not rollout.finished for rollout in rollouts)
             get_logger().warning(
-                f"All {len(faulty)} answers get reward_penalty ({self._num_penalized} times in a row now), of which "
-                f"{sum(not one.finished for one in rollouts)} have not ended: no score counts, so raise "
+                f"All {len(penalized)} answers get reward_penalty ({self._num_penalized} times in a row now), of which "
+                f"{num_unfinished} have not ended: no score counts, so raise "
                 "max_generated_tokens, or set penalise_no_eos=False."
             )
-        return scores.masked_fill(torch.tensor(faulty), self._penalty)
+        return scores.masked_fill(torch.tensor(penalized), self._penalty)
 
 
 def _closing_tokens(tokenizer: Any) -> list[int]:
     """Return the tokens that the chat template adds after the stop token of the last answer."""
     messages = [Message(role="user", content="a"), Message(role="assistant", content="b")]
     tokens = [int(token) for token in tokenizer({"messages": messages})["tokens"]]
-    ends = [place for place, token in enumerate(tokens) if token in set(tokenizer.stop_tokens)]
-    return tokens[ends[-1] + 1 :] if ends else []
+    stop_tokens = set(tokenizer.stop_tokens)
+    stop_positions = [position for position, token in enumerate(tokens) if token in stop_tokens]
+    if not stop_positions:
+        return []
+    return tokens[stop_positions[-1] + 1 :]
 
 
 def judge_rollouts(
@@ -117,11 +136,18 @@ def judge_rollouts(
         RolloutError: a score is not finite.
     """
     scores = reward_model(rollouts)
-    if not scores.isfinite().all():
-        at = int((~scores.isfinite()).nonzero()[0])
+    damaged = ~scores.isfinite()
+    if damaged.any():
+        index = int(damaged.nonzero()[0])
         raise RolloutError(
-            f"reward_checkpointer: the score of the answer to row {prompts[at].number} is {scores[at]}: the reward "
-            "model is damaged, or needs dtype=fp32."
+            f"reward_checkpointer: the score of the answer to row {prompts[index].number} is {scores[index]}: the "
+            "reward model is damaged, or needs dtype=fp32."
         )
-    rewards, texts = reward_model.apply_penalty(rollouts, scores), texts_of(rollouts, tokenizer)
-    return ScoredRollouts(list(prompts), list(rollouts), texts, rewards[:, None], {"score": scores.tolist()})
+    rewards = reward_model.apply_penalty(rollouts, scores)
+    return ScoredRollouts(
+        prompts=list(prompts),
+        rollouts=list(rollouts),
+        texts=texts_of(rollouts, tokenizer),
+        rewards=rewards[:, None],  # [n, 1]: one answer per prompt
+        parts={"score": scores.tolist()},
+    )
