@@ -1,6 +1,5 @@
 """Values and advantages of PPO, per token of an answer."""
 
-from contextlib import ExitStack
 from typing import NamedTuple
 
 import torch
@@ -28,10 +27,12 @@ def token_values(hidden: Tensor, batch: Batch, projection: Projection) -> Tensor
     Returns:
         ``[b, s]``, float32 or wider; 0 at positions without a label.
     """
-    index = batch.find_labels()
-    values = projection(hidden.flatten(0, 1).index_select(0, index)).squeeze(-1)
+    positions = batch.find_labels()  # [n], indices into the flattened batch
+    labeled = hidden.flatten(0, 1).index_select(0, positions)  # [n, d]
+    values = projection(labeled).squeeze(-1)  # [n]
     values = values.to(torch.promote_types(values.dtype, torch.float32))
-    return values.new_zeros(batch.labels.numel()).index_copy(0, index, values).view(batch.labels.shape)
+    all_values = values.new_zeros(batch.labels.numel()).index_copy(0, positions, values)
+    return all_values.view(batch.labels.shape)
 
 
 class AnswerTokens(NamedTuple):
@@ -77,25 +78,32 @@ def evaluate_rollouts(
     """
     rollouts = scored.rollouts
     device = value.tok_embeddings.weight.device
-    found: dict[str, list[Tensor]] = {"reference": [], "values": []}
-    with ExitStack() as stack:
-        for model in (reference, value):
-            stack.enter_context(evaluating(model))
-        for part in equal_chunks(rollouts, batch_size, dims):
-            batch = collate_rollouts(part, [0.0] * len(part)).to(device)
-            lengths = [len(rollout.tokens) - rollout.prompt_len for rollout in part]
-            labelled = batch.labels != CROSS_ENTROPY_IGNORE_IDX
-            hidden = reference(**batch.model_inputs(), output="hidden")
+    reference_log_probs = []  # one tensor per answer
+    values = []
+    with evaluating(reference), evaluating(value):
+        for chunk in equal_chunks(rollouts, batch_size, dims):
+            batch = collate_rollouts(chunk, advantages=[0.0] * len(chunk)).to(device)  # advantages are not read
+            labeled = batch.labels != CROSS_ENTROPY_IGNORE_IDX  # [1, s]
+            lengths = [len(rollout.tokens) - rollout.prompt_len for rollout in chunk]
+            hidden = reference(**batch.model_inputs(), output="hidden")  # [1, s, d]
             log_probs = token_log_probs(hidden, batch.labels, reference.output, temperature)
-            found["reference"] += log_probs[labelled].double().cpu().split(lengths)
+            reference_log_probs.extend(log_probs[labeled].double().cpu().split(lengths))
             hidden = value(**batch.model_inputs(), output="hidden")
-            values = token_values(hidden, batch, value.output)
-            found["values"] += values[labelled].double().cpu().split(lengths)
-    found["log_probs"] = [rollout.log_probs.double() for rollout in rollouts]
-    rows = {name: pad_sequence(parts[: len(rollouts)], batch_first=True) for name, parts in found.items()}
-    answers = zip(scored.prompts, rollouts, strict=True)
-    lengths = torch.tensor([0 if prompt.is_blank else len(one.answer) for prompt, one in answers])
-    return AnswerTokens(torch.arange(rows["values"].shape[1]) < lengths[:, None], **rows)
+            chunk_values = token_values(hidden, batch, value.output)
+            values.extend(chunk_values[labeled].double().cpu().split(lengths))
+
+    answer_lengths = []
+    for prompt, rollout in zip(scored.prompts, rollouts, strict=True):
+        answer_lengths.append(0 if prompt.is_blank else len(rollout.answer))
+    # Chunks after the last rollout are fillers, for ranks with fewer rollouts than others.
+    padded_values = pad_sequence(values[: len(rollouts)], batch_first=True)  # [n, r]
+    positions = torch.arange(padded_values.shape[1])
+    return AnswerTokens(
+        mask=positions < torch.tensor(answer_lengths)[:, None],
+        log_probs=pad_sequence([rollout.log_probs.double() for rollout in rollouts], batch_first=True),
+        reference=pad_sequence(reference_log_probs[: len(rollouts)], batch_first=True),
+        values=padded_values,
+    )
 
 
 class TokenAdvantages(NamedTuple):
@@ -140,38 +148,69 @@ def ppo_advantages(
         whiten_rewards: whether to divide the rewards by their standard deviation; the mean does not change.
         dims: parallel dims; all ranks must call this function, which computes means and variances over all ranks.
     """
-    every, place = _gather_rows({**tokens._asdict(), "scores": scored.rewards[:, 0]}, dims)
-    mask, values, scores = every["mask"], every["values"], every["scores"]
-    lengths = mask.sum(1)
-    last = (lengths - 1).clamp(min=0)
-    rewards, ratios, of_kl = get_rewards_ppo(scores, every["log_probs"], every["reference"], kl_coeff, last)
-    totals = rewards.sum(1)
+    # Whitening and the metrics are over the answers of all ranks: [n, r] now has the rows of every rank.
+    rows, start = _gather_rows({**tokens._asdict(), "scores": scored.rewards[:, 0]}, dims)
+    mask = rows["mask"]
+    values = rows["values"]
+    scores = rows["scores"]
+    lengths = mask.sum(1)  # [n]
+    last_token = (lengths - 1).clamp(min=0)  # the score's position; an empty answer is masked altogether
+    rewards, log_ratios, kl_rewards = get_rewards_ppo(
+        scores, rows["log_probs"], rows["reference"], kl_coeff, last_token
+    )
+    total_rewards = rewards.sum(1)  # before whitening, for the metrics
     if whiten_rewards:
         rewards = whiten(rewards, mask)
     rewards = rewards.masked_fill(~mask, 0.0)
     advantages, returns = estimate_advantages(values, rewards, gamma, lmbda, mask, shift_mean=False)
     returns = returns.masked_fill(~mask, 0.0)
-    own = slice(place, place + len(scored.rollouts))
-    real = [i for i in range(own.start, own.stop) if lengths[i]]
-    num_stops = sum(scored.rollouts[i - place].finished for i in real)
-    sums = {"scores": scores, "rlhf_reward": totals, "kl": ratios, "kl_reward": of_kl, "response_lengths": lengths}
-    figures = {name: (float(rows[real].sum()), len(real)) for name, rows in sums.items()}
-    figures["num_stop_tokens"] = (float(num_stops), 1 / dims.data_size)  # a sum over the step, not a mean
-    spread = returns[mask].var(correction=0)
-    if spread > 0:
-        unexplained = (returns - values)[mask].var(correction=0) / spread
-        figures["value/explained_variance"] = (1.0 - unexplained.item(), 1)
-    longest = tokens.mask.shape[1]
-    return TokenAdvantages(advantages[own, :longest], returns[own, :longest], figures)
+
+    # Sums and counts over this rank's answers; empty answers and answers to blank prompts do not count.
+    stop = start + len(scored.rollouts)
+    answered = [row for row in range(start, stop) if lengths[row]]
+    num_stops = sum(scored.rollouts[row - start].finished for row in answered)
+    quantities = {
+        "scores": scores,
+        "rlhf_reward": total_rewards,
+        "kl": log_ratios,
+        "kl_reward": kl_rewards,
+        "response_lengths": lengths,
+    }
+    metrics = {}
+    for name, quantity in quantities.items():
+        metrics[name] = (float(quantity[answered].sum()), len(answered))
+    # The counts of all ranks add up to 1, so this is a sum over the step, not a mean.
+    metrics["num_stop_tokens"] = (float(num_stops), 1 / dims.data_size)
+    variance = returns[mask].var(correction=0)
+    if variance > 0:
+        unexplained = (returns - values)[mask].var(correction=0) / variance
+        metrics["value/explained_variance"] = (1.0 - unexplained.item(), 1)
+
+    longest = tokens.mask.shape[1]  # of this rank; other ranks may have longer answers
+    return TokenAdvantages(advantages[start:stop, :longest], returns[start:stop, :longest], metrics)
 
 
-def _gather_rows(mine: dict[str, Tensor], dims: ParallelDims) -> tuple[dict[str, Tensor], int]:
-    """All-gather rows over the data ranks, zero-padded to one length; also return this rank's first row index."""
-    found = dict(sorted(dims.gather((dims.data_rank, mine))))  # tensor-parallel ranks have the same answers
-    longest = max(rows["mask"].shape[1] for rows in found.values())
+def _gather_rows(local_rows: dict[str, Tensor], dims: ParallelDims) -> tuple[dict[str, Tensor], int]:
+    """All-gather rows over the data ranks, zero-padded to one length.
 
-    def padded(rows: Tensor) -> Tensor:
-        return rows if rows.dim() == 1 else F.pad(rows, (0, longest - rows.shape[1]))
+    Args:
+        local_rows: name -> rows of this rank, ``[n]`` or ``[n, r]``, with ``mask``.
+        dims: parallel dims; all ranks must call this function.
 
-    every = {name: torch.cat([padded(rows[name]) for rows in found.values()]) for name in mine}
-    return every, sum(len(found[rank]["mask"]) for rank in range(dims.data_rank))
+    Returns:
+        The rows of all ranks, in the order of the data ranks; index of this rank's first row.
+    """
+    # Tensor-parallel ranks have the same answers, so the dictionary keeps one of them per data rank.
+    rows_of_rank = dict(sorted(dims.gather((dims.data_rank, local_rows))))
+    longest = max(rows["mask"].shape[1] for rows in rows_of_rank.values())
+    all_rows = {}
+    for name in local_rows:
+        tensors = []
+        for rows in rows_of_rank.values():
+            tensor = rows[name]
+            if tensor.dim() == 2:
+                tensor = F.pad(tensor, (0, longest - tensor.shape[1]))
+            tensors.append(tensor)
+        all_rows[name] = torch.cat(tensors)
+    start = sum(len(rows_of_rank[rank]["mask"]) for rank in range(dims.data_rank))
+    return all_rows, start
