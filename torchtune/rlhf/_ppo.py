@@ -1,5 +1,6 @@
 """Optimizer steps of PPO (proximal policy optimization), and checks of its loss, models and settings."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -42,32 +43,49 @@ def ppo_updates(
         device: device of the micro-batches.
         dims: parallel dims; all ranks yield the same number of steps and micro-batches.
     """
-    rollouts = scored.rollouts
-    lengths = tokens.mask.sum(1).tolist()
-    entries = {"advantages": found.advantages, "returns": found.returns, "values": tokens.values}
-    real = np.flatnonzero(lengths)
-    most = dims.max(len(real))
-    size, is_first = batch_size or max(most, 1), True
+    answered = np.flatnonzero(tokens.mask.any(1).numpy())  # indices of the answers with tokens
+    most_answers = dims.max(len(answered))  # of any rank: all ranks take the same number of steps
+    if batch_size is None:
+        batch_size = max(most_answers, 1)
+    # The loss notes the policy's distance from its samples at the first step, before it changed.
+    is_first_step = True
     for epoch in range(epochs):
-        order = real
-        if size < most:
-            order = np.random.Generator(np.random.Philox(key=prompt_seed(*seeds, epoch))).permutation(real)
-        for start in range(0, most, size):
+        order = answered
+        if batch_size < most_answers:  # one batch of all answers needs no order
+            generator = np.random.Generator(np.random.Philox(key=prompt_seed(*seeds, epoch)))
+            order = generator.permutation(answered)
+        for start in range(0, most_answers, batch_size):
             batches = []
-            for part in np.array_split(order[start : start + size], accumulation_steps):
-                if not len(part):
-                    continue
-                per_token = {name: [rows[i, : lengths[i]] for i in part] for name, rows in entries.items()}
-                batches.append(collate_rollouts([rollouts[i] for i in part], [0.0] * len(part), per_token=per_token))
+            for indices in np.array_split(order[start : start + batch_size], accumulation_steps):
+                if len(indices):
+                    batches.append(_collate_answers(indices, scored, tokens, found))
+            # Forward and backward passes of sharded models are collectives, so no rank may have fewer of them.
             for _ in range(dims.max(len(batches)) - len(batches)):
-                batches.append(blank_batch(rollouts[0].tokens[:1].tolist(), entries=entries))
-            if is_first:
+                prompt_start = scored.rollouts[0].tokens[:1].tolist()
+                batches.append(blank_batch(prompt_start, entries=("advantages", "returns", "values")))
+            if is_first_step:
                 for batch in batches:
                     batch.per_document["is_first"] = torch.ones(len(batch.per_document["label_counts"]))
-            is_first = False
-            num_labels = dims.sum(sum(batch.num_labels for batch in batches))[0]
-            ready = [batch.pad_to_multiple(dims.min_seq_len_divisor) for batch in batches]
-            yield [batch.to(device, non_blocking=True) for batch in ready], num_labels
+                is_first_step = False
+            (num_labels,) = dims.sum(sum(batch.num_labels for batch in batches))
+            padded = [batch.pad_to_multiple(dims.min_seq_len_divisor) for batch in batches]
+            yield [batch.to(device, non_blocking=True) for batch in padded], num_labels
+
+
+def _collate_answers(
+    indices: np.ndarray, scored: ScoredRollouts, tokens: AnswerTokens, advantages: TokenAdvantages
+) -> Batch:
+    """Build the micro-batch of some answers, with their advantages, returns and values per token."""
+    rollouts = []
+    per_token = {"advantages": [], "returns": [], "values": []}
+    for index in indices:
+        length = int(tokens.mask[index].sum())  # rows are padded to the longest answer
+        rollouts.append(scored.rollouts[index])
+        per_token["advantages"].append(advantages.advantages[index, :length])
+        per_token["returns"].append(advantages.returns[index, :length])
+        per_token["values"].append(tokens.values[index, :length])
+    # The advantages per token replace the ones per rollout.
+    return collate_rollouts(rollouts, [0.0] * len(rollouts), per_token=per_token)
 
 
 def setup_ppo_loss(loss: Any, models: nn.ModuleDict) -> PPOLoss:
@@ -86,6 +104,7 @@ def setup_ppo_loss(loss: Any, models: nn.ModuleDict) -> PPOLoss:
     return loss
 
 
+# Setting that names the checkpoint of each model.
 _SETTING = {
     "policy": "checkpointer",
     "value": "value_checkpointer",
@@ -106,35 +125,40 @@ def check_ppo_models(models: Mapping[str, nn.Module], checkpointer: Any, tokeniz
         RolloutError: the vocabulary of a model differs.
         TeacherError: the tokenizer of a model differs.
     """
-    mine, needed = len(models["policy"].tok_embeddings.weight), tokenizer.vocab_size
-    folders = {name: Path(checkpointer.store.source(name).checkpoint_dir) for name in models}
+    policy_vocab_size = len(models["policy"].tok_embeddings.weight)
+    policy_folder = Path(checkpointer.store.source("policy").checkpoint_dir)
     for name, model in models.items():
-        theirs = len(model.tok_embeddings.weight)
-        if theirs != mine or theirs < needed:
+        vocab_size = len(model.tok_embeddings.weight)
+        if vocab_size != policy_vocab_size or vocab_size < tokenizer.vocab_size:
             raise RolloutError(
-                f"{_SETTING[name]}: the {name} model has a vocabulary of {theirs:,} tokens, the policy one of {mine:,} "
-                f"and the tokenizer {needed:,}: take models with the same tokenizer."
+                f"{_SETTING[name]}: the {name} model has a vocabulary of {vocab_size:,} tokens, the policy one of "
+                f"{policy_vocab_size:,} and the tokenizer {tokenizer.vocab_size:,}: take models with the same "
+                "tokenizer."
             )
         if name != "policy":
-            check_same_tokenizer(folders[name], folders["policy"], _SETTING[name])
+            folder = Path(checkpointer.store.source(name).checkpoint_dir)
+            check_same_tokenizer(folder, policy_folder, _SETTING[name])
 
 
 def check_ppo_settings(settings: Any) -> Iterator[tuple[str, str]]:
     """Yield (setting, error and remedy) for invalid settings of the PPO recipe."""
-    size = settings.ppo_batch_size or settings.batch_size
-    if size > settings.batch_size:
-        yield "ppo_batch_size", f"is {size}, but a step has batch_size={settings.batch_size} answers: lower it"
-    count = settings.gradient_accumulation_steps
-    for name, number in {"ppo_batch_size": size, "batch_size": settings.batch_size}.items():
-        if number % count:
-            yield "gradient_accumulation_steps", f"is {count}, which must divide {name}={number}"
-            break
+    batch_size = settings.batch_size
+    ppo_batch_size = settings.ppo_batch_size or batch_size
+    if ppo_batch_size > batch_size:
+        yield "ppo_batch_size", f"is {ppo_batch_size}, but a step has batch_size={batch_size} answers: lower it"
+    accumulation_steps = settings.gradient_accumulation_steps
+    if ppo_batch_size % accumulation_steps:
+        error = f"is {accumulation_steps}, which must divide ppo_batch_size={ppo_batch_size}"
+        yield "gradient_accumulation_steps", error
+    elif batch_size % accumulation_steps:
+        error = f"is {accumulation_steps}, which must divide batch_size={batch_size}"
+        yield "gradient_accumulation_steps", error
     if settings.min_response_length is not None and settings.min_response_length > settings.max_generated_tokens:
         yield "min_response_length", "is above max_generated_tokens, so that every answer is penalized: lower it"
     if settings.num_steps is None:
         return
-    if settings.num_steps < settings.batch_size:
-        yield "num_steps", f"counts answers, and one step has batch_size={settings.batch_size}: raise it"
+    if settings.num_steps < batch_size:
+        yield "num_steps", f"counts answers, and one step has batch_size={batch_size}: raise it"
     if settings.epochs > 1 or settings.max_steps_per_epoch is not None:
         yield "num_steps", "says how long the run is, and so do epochs and max_steps_per_epoch: set it to null"
 
@@ -152,7 +176,7 @@ def steps_per_epoch(num_answers: int | None, num_prompts: int, batch_size: int) 
     if num_answers is None:
         return None
     if num_answers > num_prompts:
-        epochs = -(-num_answers // num_prompts)
+        epochs = math.ceil(num_answers / num_prompts)
         raise RolloutError(
             f"num_steps: {num_answers:,} answers are asked for, and the dataset has {num_prompts:,} prompts: set it to "
             f"null and epochs={epochs}."
