@@ -200,17 +200,18 @@ def _gather_rows(local_rows: dict[str, Tensor], dims: ParallelDims) -> tuple[dic
     Returns:
         The rows of all ranks, in the order of the data ranks; index of this rank's first row.
     """
-    # Tensor-parallel ranks have the same answers, so the dictionary keeps one of them per data rank.
-    rows_of_rank = dict(sorted(dims.gather((dims.data_rank, local_rows))))
-    longest = max(rows["mask"].shape[1] for rows in rows_of_rank.values())
+    # By data rank: tensor-parallel ranks have the same answers, of which one is kept.
+    gathered = dict(dims.gather((dims.data_rank, local_rows)))
+    rank_rows = [gathered[rank] for rank in range(dims.data_size)]
+    longest = max(rows["mask"].shape[1] for rows in rank_rows)
     all_rows = {}
     for name in local_rows:
         tensors = []
-        for rows in rows_of_rank.values():
+        for rows in rank_rows:
             tensor = rows[name]
             if tensor.dim() == 2:
                 tensor = F.pad(tensor, (0, longest - tensor.shape[1]))
             tensors.append(tensor)
         all_rows[name] = torch.cat(tensors)
-    start = sum(len(rows_of_rank[rank]["mask"]) for rank in range(dims.data_rank))
+    start = sum(len(rows["mask"]) for rows in rank_rows[: dims.data_rank])
     return all_rows, start
