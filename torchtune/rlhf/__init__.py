@@ -1,38 +1,29 @@
 """Post-training: preference and reward losses, and building blocks of reinforcement learning recipes."""
 
 from torchtune.rlhf import environments, loss, reward_functions, utils
-from torchtune.rlhf._advantages import GroupAdvantages, has_variance
-from torchtune.rlhf._experience import (
-    Prompt,
-    PromptBatch,
-    RolloutRecord,
-    ScoredRollouts,
-    check_prompts,
-    check_rollout_settings,
-    collate_prompts,
-    images_of,
-    make_advantages,
-    score_rollouts,
-    setup_policy_loss,
-)
+from torchtune.rlhf._advantages import GroupAdvantages, has_variance, make_advantages
+from torchtune.rlhf._grpo import check_rollout_settings, setup_policy_loss
 from torchtune.rlhf._local_sampler import LocalSampler
-from torchtune.rlhf._ppo import (
+from torchtune.rlhf._ppo import check_ppo_models, check_ppo_settings, ppo_updates, setup_ppo_loss, steps_per_epoch
+from torchtune.rlhf._ppo_advantages import (
     AnswerTokens,
-    NumberedPrompts,
-    RewardModel,
     TokenAdvantages,
-    check_ppo_models,
-    check_ppo_settings,
     evaluate_rollouts,
-    judge_rollouts,
-    numbered_prompts,
     ppo_advantages,
-    ppo_updates,
-    setup_ppo_loss,
-    steps_per_epoch,
     token_values,
 )
+from torchtune.rlhf._prompts import (
+    NumberedPrompts,
+    Prompt,
+    PromptBatch,
+    check_prompts,
+    collate_prompts,
+    images_of,
+    numbered_prompts,
+)
 from torchtune.rlhf._reference import Reference, ReferenceScores, cache_reference, check_pairs, load_reference
+from torchtune.rlhf._reward_model import RewardModel, judge_rollouts
+from torchtune.rlhf._rollout_record import RolloutRecord
 from torchtune.rlhf._rollouts import (
     Rollout,
     RolloutError,
@@ -42,6 +33,7 @@ from torchtune.rlhf._rollouts import (
     rollout_batches,
     texts_of,
 )
+from torchtune.rlhf._scored_rollouts import ScoredRollouts, score_rollouts
 from torchtune.rlhf._server_sampler import ServerSampler
 from torchtune.rlhf._shared_prompts import SharingError, can_share_prefixes, share_pairs
 from torchtune.rlhf._teacher import Teacher, cache_teacher, check_teacher, load_teacher, setup_kd_loss

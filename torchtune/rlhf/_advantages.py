@@ -5,6 +5,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from torchtune.rlhf._rollouts import RolloutError
 from torchtune.training import ParallelDims
 
 
@@ -24,7 +25,8 @@ class GroupAdvantages:
     def __init__(self, leave_one_out: bool = False, scale: Literal["group", "batch"] | None = None) -> None:
         if scale not in ("group", "batch", None):
             raise ValueError(f"scale is {scale!r}: it must be group, batch or null.")
-        self.leave_one_out, self.scale = leave_one_out, scale
+        self.leave_one_out = leave_one_out
+        self.scale = scale
 
     def __call__(self, rewards: Tensor, dims: ParallelDims | None = None) -> Tensor:
         """Compute advantages.
@@ -36,16 +38,19 @@ class GroupAdvantages:
         Returns:
             ``[n, g]`` in the dtype of the rewards; 0 in groups without variance, NaN for NaN rewards.
         """
-        known = ~rewards.isnan()
-        counts = known.sum(1, keepdim=True)
+        has_reward = ~rewards.isnan()
+        counts = has_reward.sum(1, keepdim=True)  # [n, 1]
         centered = rewards - rewards.nansum(1, keepdim=True) / counts.clamp(min=1)
-        advantages = centered * counts / (counts - 1).clamp(min=1) if self.leave_one_out else centered
+        advantages = centered
+        if self.leave_one_out:
+            advantages = centered * counts / (counts - 1).clamp(min=1)
         if self.scale == "group":
             variance = centered.square().nansum(1, keepdim=True) / (counts - 1).clamp(min=1)
             advantages = advantages / (variance.sqrt() + 1e-4)
         elif self.scale == "batch":
-            advantages = advantages / (_std(rewards[known], dims) + 1e-4)
-        return torch.where(known & ~has_variance(rewards)[:, None], 0.0, advantages)
+            advantages = advantages / (_std(rewards[has_reward], dims) + 1e-4)
+        # Rounding of the mean leaves tiny advantages where all rewards are equal, which a scale would enlarge.
+        return torch.where(has_reward & ~has_variance(rewards)[:, None], 0.0, advantages)
 
 
 def has_variance(rewards: Tensor) -> Tensor:
@@ -63,6 +68,31 @@ def has_variance(rewards: Tensor) -> Tensor:
 def _std(values: Tensor, dims: ParallelDims | None) -> float:
     """Compute the standard deviation over the values of all ranks; all ranks must call it."""
     sums = [values.sum().item(), values.square().sum().item(), float(len(values))]
-    total, squares, count = sums if dims is None else dims.exchange(sums)[0]
+    if dims is not None:
+        sums, _ = dims.exchange(sums)
+    total, total_of_squares, count = sums
     mean = total / max(count, 1)
-    return max(squares - count * mean * mean, 0.0) ** 0.5 / max(count - 1, 1) ** 0.5
+    # Rounding can make the sum of squared deviations negative.
+    squared_deviations = max(total_of_squares - count * mean * mean, 0.0)
+    return squared_deviations**0.5 / max(count - 1, 1) ** 0.5
+
+
+def make_advantages(component: GroupAdvantages | None) -> GroupAdvantages:
+    """Check and return the advantages component of a config, by default :class:`GroupAdvantages`.
+
+    Raises:
+        RolloutError: a test call fails or returns a wrong shape.
+    """
+    if component is None:
+        return GroupAdvantages()
+    name = type(component).__name__
+    expected = "it is called with rewards [prompts, answers] and the processes, as torchtune.rlhf.GroupAdvantages is."
+    rewards = torch.tensor([[0.0, 1.0]], dtype=torch.float64)
+    try:
+        advantages = component(rewards, ParallelDims())
+    except Exception as error:  # noqa: BLE001 - raised by a user's component
+        reason = f"{type(error).__name__}: {error}".rstrip(".")
+        raise RolloutError(f"advantages: {name} fails: {reason}; {expected}") from None
+    if getattr(advantages, "shape", None) != rewards.shape:
+        raise RolloutError(f"advantages: {name} returns no advantage for each reward; {expected}")
+    return component

@@ -47,8 +47,11 @@ class LocalSampler:
         stop_tokens: Sequence[int] | None = None,
     ) -> None:
         check_sampling(max_new_tokens, temperature, max_sequences)
-        self.model, self.stop_tokens = model, check_stop_tokens(stop_tokens, tokenizer, model)
-        self.max_new_tokens, self.temperature, self.max_sequences = max_new_tokens, temperature, max_sequences
+        self.model = model
+        self.stop_tokens = check_stop_tokens(stop_tokens, tokenizer, model)
+        self.max_new_tokens = max_new_tokens
+        self.temperature = temperature
+        self.max_sequences = max_sequences
 
     takes_images = True
 
@@ -65,28 +68,40 @@ class LocalSampler:
         """
         device = self.model.tok_embeddings.weight.device
         draws = None
+        temperature = 0.0
         if seeds is not None:
+            # An answer depends on its seed and its number in the group alone, not on the other prompts of a batch.
             keys = [(seed, number) for seed in seeds for number in range(num_samples)]
             draws = seeded_draws(keys, self.max_new_tokens, device)
+            temperature = self.temperature
+        row_images = None
+        if images is not None:
+            row_images = [images_of_row(prompt_images, device) for prompt_images in images]
         generated = generate_tokens(
             self.model,
             [torch.as_tensor(prompt, dtype=torch.int64, device=device) for prompt in prompts],
             max_new_tokens=self.max_new_tokens,
             num_samples=num_samples,
-            temperature=0.0 if seeds is None else self.temperature,
+            temperature=temperature,
             stop_tokens=self.stop_tokens,
             draws=draws,
             max_sequences=self.max_sequences,
-            images=None if images is None else [images_of_row(each, device) for each in images],
+            images=row_images,
         )
-        found = []
-        for index, (new, log_probs) in enumerate(zip(generated.tokens, generated.log_probs, strict=True)):
-            prompt = torch.as_tensor(prompts[index // num_samples], dtype=torch.int64)
-            new = new.cpu()
-            finished = int(new[-1]) in self.stop_tokens
-            tokens, seen = torch.cat([prompt, new]), images[index // num_samples] if images else {}
-            found.append(Rollout(tokens, len(prompt), log_probs.float().cpu(), finished, images=seen))
-        return found
+        rollouts = []
+        for index, (answer, log_probs) in enumerate(zip(generated.tokens, generated.log_probs, strict=True)):
+            group = index // num_samples
+            prompt = torch.as_tensor(prompts[group], dtype=torch.int64)
+            answer = answer.cpu()
+            rollout = Rollout(
+                tokens=torch.cat([prompt, answer]),
+                prompt_len=len(prompt),
+                log_probs=log_probs.float().cpu(),
+                finished=int(answer[-1]) in self.stop_tokens,
+                images=images[group] if images else {},
+            )
+            rollouts.append(rollout)
+        return rollouts
 
 
 def check_sampling(max_new_tokens: int, temperature: float, max_sequences: int | None = None) -> None:

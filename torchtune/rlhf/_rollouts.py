@@ -1,6 +1,6 @@
 """Sampled answers and their training batches."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -55,21 +55,24 @@ class Rollout:
     images: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        tokens, log_probs = self.tokens, self.log_probs
+        tokens = self.tokens
         if tokens.dim() != 1 or tokens.is_floating_point() or (tokens < 0).any():
             raise RolloutError(
                 f"A sampler gave tokens that are no ids, {_describe_tensor(tokens)}: they must be int64 [s], from 0."
             )
+        log_probs = self.log_probs
         if log_probs is None:
             return
-        new = len(tokens) - self.prompt_len
-        if log_probs.shape != (new,):
-            raise RolloutError(f"A sampler gave an answer of {new} tokens log-probs of shape {list(log_probs.shape)}.")
-        wrong = log_probs[~(log_probs.isfinite() & (log_probs <= MOST_LOG_PROB))]
-        if len(wrong):
+        answer_len = len(tokens) - self.prompt_len
+        if log_probs.shape != (answer_len,):
             raise RolloutError(
-                f"A sampler gave the log-prob {wrong[0].item():g} to a token, and one is a finite number up to 0: the "
-                "weights that it samples from are not finite, or it gives something else."
+                f"A sampler gave an answer of {answer_len} tokens log-probs of shape {list(log_probs.shape)}."
+            )
+        is_log_prob = log_probs.isfinite() & (log_probs <= MOST_LOG_PROB)
+        if not is_log_prob.all():
+            raise RolloutError(
+                f"A sampler gave the log-prob {log_probs[~is_log_prob][0].item():g} to a token, and one is a finite "
+                "number up to 0: the weights that it samples from are not finite, or it gives something else."
             )
 
     @property
@@ -81,8 +84,10 @@ class Rollout:
     def last_turn(self) -> list[int]:
         """Token ids of the answer after the last reply of an environment."""
         answer = self.answer
-        others = [] if self.mask is None else (~self.mask).nonzero().flatten().tolist()
-        return answer[others[-1] + 1 :] if others else answer
+        if self.mask is None or self.mask.all():
+            return answer
+        last_reply_token = int((~self.mask).nonzero()[-1])
+        return answer[last_reply_token + 1 :]
 
     @property
     def parts(self) -> list["Rollout"]:
@@ -92,7 +97,9 @@ class Rollout:
     @property
     def num_sampled(self) -> int:
         """Number of sampled tokens."""
-        return len(self.tokens) - self.prompt_len if self.mask is None else int(self.mask.sum())
+        if self.mask is None:
+            return len(self.tokens) - self.prompt_len
+        return int(self.mask.sum())
 
 
 @dataclass(frozen=True)
@@ -170,7 +177,9 @@ def prompt_seed(*words: int) -> int:
         >>> seeds[0] == seeds[1] != seeds[2]
         True
     """
-    low, high = np.random.SeedSequence([word & 0xFFFFFFFFFFFFFFFF for word in words]).generate_state(2)
+    # SeedSequence takes no negative numbers: they become their two's complement in 64 bits.
+    entropy = [word & 0xFFFFFFFFFFFFFFFF for word in words]
+    low, high = np.random.SeedSequence(entropy).generate_state(2)
     return int(high) << 32 | int(low)
 
 
@@ -197,39 +206,57 @@ def collate_rollouts(
         the positions of the labels, ``advantages``, float ``[1, s]``, and ``sampled``, the log-probs from sampling, if
         all rollouts have log-probs. ``per_document`` has ``label_counts``.
     """
-    documents, values, sampled = [], [], []
-    known = all(rollout.log_probs is not None for rollout in rollouts)
+    documents = []
+    token_advantages = []
+    sampled_log_probs = []
+    have_log_probs = all(rollout.log_probs is not None for rollout in rollouts)
     for rollout, advantage in zip(rollouts, advantages, strict=True):
-        before, new = rollout.prompt_len - 1, len(rollout.tokens) - rollout.prompt_len
+        # Labels are shifted: the last token of the prompt predicts the first of the answer.
+        num_unlabeled = rollout.prompt_len - 1
         answer = rollout.tokens[rollout.prompt_len :]
+        labels = answer
         if rollout.mask is not None:
-            answer = answer.masked_fill(~rollout.mask, CROSS_ENTROPY_IGNORE_IDX)
-        labels = torch.cat([torch.full((before,), CROSS_ENTROPY_IGNORE_IDX), answer])
+            labels = answer.masked_fill(~rollout.mask, CROSS_ENTROPY_IGNORE_IDX)
+        labels = torch.cat([torch.full((num_unlabeled,), CROSS_ENTROPY_IGNORE_IDX), labels])  # [s - 1]
         documents.append({"tokens": rollout.tokens[:-1], "labels": labels, **rollout.images})
-        values.append(torch.cat([torch.zeros(before), torch.full((new,), float(advantage))]))
-        if known:
-            sampled.append(torch.cat([torch.zeros(before), rollout.log_probs.float()]))
-    counts = [rollout.num_sampled for rollout in rollouts]
-    entries = {"advantages": torch.cat(values)[None]}
-    if known:
-        entries["sampled"] = torch.cat(sampled)[None]
-    for name, answers in (per_token or {}).items():
-        parts = zip(rollouts, answers, strict=True)
-        entries[name] = torch.cat([F.pad(value.float(), (one.prompt_len - 1, 0)) for one, value in parts])[None]
+        token_advantages.append(_pad_left(torch.full((len(answer),), float(advantage)), num_unlabeled))
+        if have_log_probs:
+            sampled_log_probs.append(_pad_left(rollout.log_probs.float(), num_unlabeled))
+
+    entries = {"advantages": torch.cat(token_advantages)[None]}  # [1, s]
+    if have_log_probs:
+        entries["sampled"] = torch.cat(sampled_log_probs)[None]
+    if per_token is not None:
+        for name, answer_values in per_token.items():
+            padded = []
+            for rollout, values in zip(rollouts, answer_values, strict=True):
+                padded.append(_pad_left(values.float(), rollout.prompt_len - 1))
+            entries[name] = torch.cat(padded)[None]
+    label_counts = torch.tensor([rollout.num_sampled for rollout in rollouts])
     batch = replace(
         collate_documents(documents),
         per_token=entries,
-        per_document={"label_counts": torch.tensor(counts)},
+        per_document={"label_counts": label_counts},
         terms=len(rollouts) if count_documents else None,
     )
-    return share_prefixes(batch, _prompt_numbers(rollouts)) if share_prefix else batch
+    if share_prefix:
+        return share_prefixes(batch, _prompt_numbers(rollouts))
+    return batch
+
+
+def _pad_left(values: Tensor, num_zeros: int) -> Tensor:
+    """Prepend zeros, the values of a prompt's positions."""
+    return F.pad(values, (num_zeros, 0))
 
 
 def _prompt_numbers(rollouts: Sequence[Rollout]) -> list[int]:
     """Return a number for each rollout, equal for equal prompts."""
-    known: dict[tuple[int, ...], int] = {}
-    prompts = (tuple(rollout.tokens[: rollout.prompt_len].tolist()) for rollout in rollouts)
-    return [known.setdefault(prompt, len(known)) for prompt in prompts]
+    number_of_prompt: dict[tuple[int, ...], int] = {}
+    numbers = []
+    for rollout in rollouts:
+        prompt = tuple(rollout.tokens[: rollout.prompt_len].tolist())
+        numbers.append(number_of_prompt.setdefault(prompt, len(number_of_prompt)))
+    return numbers
 
 
 def rollout_batches(
@@ -256,28 +283,48 @@ def rollout_batches(
     Returns:
         The micro-batches, on the host; the number of terms and the number of labels, summed over all ranks.
     """
-    parts: list[list[int]] = []
-    room, prompts = 0, set()  # prompts in the last micro-batch
-    for index, (rollout, prompt) in enumerate(zip(rollouts, _prompt_numbers(rollouts), strict=True)):
-        length = len(rollout.tokens) - 1
-        before = rollout.prompt_len - 1 if share_prefix and rollout.prompt_len > MIN_SHARED else 0
-        if not parts or length - before * (prompt in prompts) > room:
-            parts.append([])
-            room, prompts = tokens_per_batch, set()
-        parts[-1].append(index)
-        room -= length - before * (prompt in prompts)
-        prompts.add(prompt)
-    how = {"count_documents": count_documents, "share_prefix": share_prefix}
-    batches = [collate_rollouts([rollouts[i] for i in part], [advantages[i] for i in part], **how) for part in parts]
-    terms, labels, unknown = dims.sum(
+    batches = []
+    for indices in _plan_batches(rollouts, tokens_per_batch, share_prefix):
+        batch = collate_rollouts(
+            [rollouts[i] for i in indices],
+            [advantages[i] for i in indices],
+            count_documents=count_documents,
+            share_prefix=share_prefix,
+        )
+        batches.append(batch)
+    terms, labels, num_without_log_probs = dims.sum(
         sum(batch.num_terms for batch in batches),
         sum(batch.num_labels for batch in batches),
         sum("sampled" not in batch.per_token for batch in batches),
     )
+    # Forward and backward passes of sharded models are collectives, so no rank may have fewer of them. A filler has
+    # log-probs only if all batches have: the loss would log a metric of them that no other rank sums.
     for _ in range(dims.max(len(batches)) - len(batches)):
-        batches.append(blank_batch(blank, known=not unknown))
+        batches.append(blank_batch(blank, known=not num_without_log_probs))
     batches = [batch.pad_to_multiple(dims.min_seq_len_divisor) for batch in batches]
     return batches, terms, labels
+
+
+def _plan_batches(rollouts: Sequence[Rollout], tokens_per_batch: int, share_prefix: bool) -> list[list[int]]:
+    """Distribute rollouts over micro-batches in their order; return the indices of each micro-batch."""
+    plan: list[list[int]] = []
+    num_free = 0  # tokens that the last micro-batch can still take
+    prompts: set[int] = set()  # prompts in the last micro-batch
+    for index, (rollout, prompt) in enumerate(zip(rollouts, _prompt_numbers(rollouts), strict=True)):
+        length = len(rollout.tokens) - 1  # the last token is only a label
+        num_shared = 0  # tokens that a batch with the same prompt already has
+        if share_prefix and rollout.prompt_len > MIN_SHARED:
+            num_shared = rollout.prompt_len - 1
+        num_added = length - num_shared if prompt in prompts else length
+        if not plan or num_added > num_free:
+            plan.append([])
+            num_free = tokens_per_batch
+            prompts = set()
+            num_added = length
+        plan[-1].append(index)
+        num_free -= num_added
+        prompts.add(prompt)
+    return plan
 
 
 def blank_batch(tokens: Sequence[int], *, known: bool = True, entries: Iterable[str] = ()) -> Batch:
@@ -288,11 +335,32 @@ def blank_batch(tokens: Sequence[int], *, known: bool = True, entries: Iterable[
         known: whether to add log-probs, as in the other batches.
         entries: names of additional per-token entries, as in the other batches.
     """
-    log_probs = torch.zeros(1) if known else None
-    rollout = Rollout(torch.tensor([*tokens, tokens[0]]), len(tokens), log_probs, True)
+    # A rollout has at least one token of an answer; its label is ignored below.
+    rollout = Rollout(
+        tokens=torch.tensor([*tokens, tokens[0]]),
+        prompt_len=len(tokens),
+        log_probs=torch.zeros(1) if known else None,
+        finished=True,
+    )
     batch = collate_rollouts([rollout], [0.0], per_token={name: [torch.zeros(1)] for name in entries})
-    labels = torch.full_like(batch.labels, CROSS_ENTROPY_IGNORE_IDX)
-    return replace(batch, labels=labels, per_document={"label_counts": torch.zeros(1, dtype=torch.int64)}, terms=0)
+    return replace(
+        batch,
+        labels=torch.full_like(batch.labels, CROSS_ENTROPY_IGNORE_IDX),
+        per_document={"label_counts": torch.zeros(1, dtype=torch.int64)},
+        terms=0,
+    )
+
+
+def equal_chunks(rollouts: Sequence[Rollout], size: int | None, dims: ParallelDims) -> Iterator[Sequence[Rollout]]:
+    """Yield chunks of up to ``size`` rollouts, the same number of chunks on every rank; fillers repeat a rollout."""
+    if size is None:
+        size = len(rollouts)
+    size = max(size, 1)
+    chunks = [rollouts[start : start + size] for start in range(0, len(rollouts), size)]
+    yield from chunks
+    # Forward passes of sharded models are collectives, so no rank may have fewer of them.
+    for _ in range(dims.max(len(chunks)) - len(chunks)):
+        yield rollouts[:1]
 
 
 def texts_of(rollouts: Sequence[Rollout], tokenizer: Any) -> list[str]:
@@ -304,6 +372,11 @@ def texts_of(rollouts: Sequence[Rollout], tokenizer: Any) -> list[str]:
         >>> torchtune.rlhf.texts_of([rollout], tokenizer)
         ['the cat']
     """
-    stop = set(tokenizer.stop_tokens)
-    answers = [rollout.last_turn for rollout in rollouts]
-    return [tokenizer.decode(answer[:-1] if answer and answer[-1] in stop else answer) for answer in answers]
+    stop_tokens = set(tokenizer.stop_tokens)
+    texts = []
+    for rollout in rollouts:
+        answer = rollout.last_turn
+        if answer and answer[-1] in stop_tokens:
+            answer = answer[:-1]
+        texts.append(tokenizer.decode(answer))
+    return texts

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from torchtune.data import Message, as_messages
-from torchtune.rlhf._experience import Prompt
+from torchtune.rlhf._prompts import Prompt
 from torchtune.rlhf._rollouts import Episode, Rollout, RolloutError
 from torchtune.rlhf.environments._bridge import Bridge, Turn
 from torchtune.rlhf.environments._calls import ToolCall

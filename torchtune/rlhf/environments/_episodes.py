@@ -12,8 +12,8 @@ import torch
 from torchtune import config
 from torchtune.data import DataError, Message
 from torchtune.generation import Batch, Request, seeded_draws, stream_tokens
-from torchtune.rlhf._experience import Prompt
 from torchtune.rlhf._local_sampler import LocalSampler, is_tensor_parallel
+from torchtune.rlhf._prompts import Prompt
 from torchtune.rlhf._rollouts import INVALID_ENDS, Episode, RolloutError
 from torchtune.rlhf.environments._bridge import Bridge, Turn
 from torchtune.rlhf.environments._calls import FORMATS, CallError, ToolCall, detect_format, parse_calls
