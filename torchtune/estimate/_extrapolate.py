@@ -116,8 +116,8 @@ def estimate_run(
         else:
             choices = choose_layers(models, _group(cfg), ends=1 if processes == 1 else 2)
         runs = []
-        for weight, kept in choices:
-            observer = simulate(main, settings, processes, length=length, kept=kept, models=models, micro_batches=1)
+        for weight, layers in choices:
+            observer = simulate(main, settings, processes, length=length, kept=layers, models=models, micro_batches=1)
             runs.append((weight, observer))
     depth = _depth(models["model"])
     total = 0
@@ -133,7 +133,7 @@ def estimate_run(
         length_is_assumed=is_assumed,
         layers=depth,
         # Without a choice, all layers were simulated.
-        simulated=tuple(_count_kept(kept) or depth for _, kept in choices),
+        simulated=tuple(_count_layers(layers) or depth for _, layers in choices),
         parameters=(total, trained),
         moments=_extrapolate_moments(runs),
         work=_extrapolate_work(runs),
@@ -141,7 +141,7 @@ def estimate_run(
     )
 
 
-def _count_kept(kept: Kept) -> int:
+def _count_layers(kept: Kept) -> int:
     """Return the number of layers that a simulation keeps of the model; layers of other models do not count."""
     return sum(len(layers) for (setting, _), layers in kept.items() if setting == "model")
 
