@@ -69,12 +69,13 @@ def find_problems(settings: Any, processes: int = 1, *, thorough: bool = False) 
         thorough: also run checks that the run repeats before it tokenizes: build the tokenizer and compare it with the
             embedding, and compare the settings with the settings in the checkpoint to resume.
     """
-    cfg, problems = SettingsView.of(settings), []
+    cfg = SettingsView.of(settings)
+    problems: list[str] = []
 
-    def attempt(check: Callable[[], Any]) -> Any:
+    def attempt(check: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Return the result of ``check``; record a user error as a problem and return None."""
         try:
-            return check()
+            return check(*args, **kwargs)
         except UserError as error:
             if str(error) not in problems:
                 problems.append(str(error))
@@ -85,67 +86,100 @@ def find_problems(settings: Any, processes: int = 1, *, thorough: bool = False) 
 
     device = attempt(lambda: find_device(cfg.device)) if "device" in cfg.declared else None
     if device is not None and has("dtype"):
-        attempt(lambda: get_dtype(cfg.dtype, device=device))
-    checkpointer = attempt(lambda: config.instantiate(cfg.checkpointer)) if has("checkpointer") else None
-    others = {name: attempt(lambda at=at: config.instantiate(at)) for name, (at, _) in cfg.other_models().items() if at}
-    for name, source in others.items() if hasattr(checkpointer, "add_source") else ():
-        if source is not None:
-            attempt(lambda name=name, source=source: checkpointer.add_source(name, source))
-    named = None
-    compares = "ref_checkpointer" in cfg.declared and "reference" not in others
-    if compares and has("loss") and hasattr(checkpointer, "add_source"):
-        named = attempt(lambda: add_reference(checkpointer, cfg.ref_checkpointer, cfg.loss) or True)
+        attempt(get_dtype, cfg.dtype, device=device)
+
+    checkpointer = attempt(config.instantiate, cfg.checkpointer) if has("checkpointer") else None
+    sources = {}  # of other models
+    for name, (node, _) in cfg.other_models().items():
+        if node:
+            sources[name] = attempt(config.instantiate, node)
+    if hasattr(checkpointer, "add_source"):
+        for name, source in sources.items():
+            if source is not None:
+                attempt(checkpointer.add_source, name, source)
+    has_reference = False
+    needs_reference = "ref_checkpointer" in cfg.declared and "reference" not in sources
+    if needs_reference and has("loss") and hasattr(checkpointer, "add_source"):
+        has_reference = attempt(_add_reference, checkpointer, cfg)
     resume = cfg.resume_from_checkpoint or is_restart()
     if has("output_dir", "optimizer") and hasattr(checkpointer, "check_output_dir"):
-        attempt(lambda: checkpointer.check_output_dir(resume=resume))
+        attempt(checkpointer.check_output_dir, resume=resume)
     if thorough and resume and hasattr(checkpointer, "check_resume"):
-        attempt(lambda: checkpointer.check_resume(cfg.source))
-    dims = attempt(lambda: arrange(cfg, processes))
-    model = attempt(lambda: build_on_meta(cfg)[0]) if has("model") else None
-    if model is not None and has("quantizer") and (has("optimizer") or checkpointer is not None):
-        source = None if has("optimizer") else attempt(lambda: checkpointer.store.source())
-        attempt(lambda: check_quantizer(config.instantiate(cfg.quantizer), model, source))
+        attempt(checkpointer.check_resume, cfg.source)
+
+    dims = attempt(arrange, cfg, processes) or ParallelDims()
+    model = attempt(_build_model, cfg) if has("model") else None
     if model is not None:
-        attempt(lambda: _check_parts(cfg, model))
-        attempt(lambda: check_parallelizable(model, dims or ParallelDims(), _plan(cfg)))
-    if model is not None and hasattr(checkpointer, "check_model"):
-        attempt(lambda: checkpointer.check_model(model))
-    if model is not None and named and has("ref_checkpointer") and hasattr(checkpointer, "check_model"):
-        attempt(lambda: checkpointer.check_model(model, name="reference"))
-    for name, (_, other) in cfg.other_models().items():
-        if hasattr(others.get(name), "check_model"):
-            second = attempt(lambda other=other: build_on_meta(other)[0])
-            if second is not None:
-                attempt(lambda second=second: check_parallelizable(second, dims or ParallelDims(), _plan(cfg)))
-                attempt(lambda name=name, second=second: others[name].check_model(second))
+        if has("quantizer") and (has("optimizer") or checkpointer is not None):
+            # A recipe that trains quantizes the weights that it has trained, others those of the checkpoint.
+            source = None if has("optimizer") else attempt(lambda: checkpointer.store.source())
+            attempt(lambda: check_quantizer(config.instantiate(cfg.quantizer), model, source))
+        attempt(_check_images, cfg, model)
+        attempt(_check_parallel, cfg, model, dims)
+        if hasattr(checkpointer, "check_model"):
+            attempt(checkpointer.check_model, model)
+            if has_reference and has("ref_checkpointer"):
+                attempt(checkpointer.check_model, model, name="reference")
+    for name, (_, view) in cfg.other_models().items():
+        source = sources.get(name)
+        if hasattr(source, "check_model"):
+            other_model = attempt(_build_model, view)
+            if other_model is not None:
+                attempt(_check_parallel, cfg, other_model, dims)
+                attempt(source.check_model, other_model)
     if model is not None and has("optimizer"):
-        attempt(lambda: _check_trained(cfg, model, checkpointer))
-    built = attempt(lambda: config.instantiate(cfg.tokenizer)) if thorough and has("tokenizer") else None
-    if built is not None and model is not None and not cfg.resize_token_embeddings:
-        attempt(lambda: fit_vocabulary(model, built))
-    if built is not None and has("optimizer", "checkpointer"):
-        check_savable_tokenizer(built)
+        attempt(_check_trained, cfg, model, checkpointer)
+
+    tokenizer = attempt(config.instantiate, cfg.tokenizer) if thorough and has("tokenizer") else None
+    if tokenizer is not None:
+        if model is not None and not cfg.resize_token_embeddings:
+            attempt(fit_vocabulary, model, tokenizer)
+        if has("optimizer", "checkpointer"):
+            check_savable_tokenizer(tokenizer)
     if has("optimizer"):
-        attempt(lambda: _check_optimizer(cfg, device, model))
-    for name in ("loss", "metric_logger"):
-        if has(name):
-            attempt(lambda name=name: _check_component(getattr(cfg, name), build=name == "loss"))
+        attempt(_check_optimizer, cfg, device, model)
+    if has("loss"):
+        attempt(config.instantiate, cfg.loss)
+    if has("metric_logger"):
+        attempt(_check_logger, cfg.metric_logger)
     if has("collate_fn"):
-        attempt(lambda: instantiate_collate(cfg.collate_fn, built))
+        attempt(instantiate_collate, cfg.collate_fn, tokenizer)
     for name in ("dataset", "dataset_val"):
         if has(name):
-            attempt(lambda name=name: _check_sources(getattr(cfg, name)))
+            attempt(_check_sources, getattr(cfg, name))
     return problems
+
+
+def _add_reference(checkpointer: Any, cfg: SettingsView) -> bool:
+    """Add the checkpoint of the loss's reference model; return True, because nothing was raised."""
+    add_reference(checkpointer, cfg.ref_checkpointer, cfg.loss)
+    return True
+
+
+def _build_model(cfg: SettingsView) -> torch.nn.Module:
+    model, _, _ = build_on_meta(cfg)
+    return model
+
+
+def _check_parallel(cfg: SettingsView, model: torch.nn.Module, dims: ParallelDims) -> None:
+    """Check that a model can be distributed, with the tensor-parallel plan of the settings if they have one."""
+    node = cfg.tensor_parallel_plan
+    plan = None if node is None else lambda model: config.instantiate(node, model)
+    check_parallelizable(model, dims, plan)
 
 
 # A recipe with one of these settings trains on images only if the model represents images by tokens in the text.
 _TEXT_SETTINGS = ("ref_checkpointer", "sampler", "teacher_model")
 
 
-def _check_parts(cfg: SettingsView, model: torch.nn.Module) -> None:
+def _check_images(cfg: SettingsView, model: torch.nn.Module) -> None:
     """Raise if a model with images is trained by a recipe for text."""
-    settings = ["ref_policy_checkpointer", *([] if isinstance(model, ImageTextModel) else _TEXT_SETTINGS)]
-    if text_decoder(model) is not model and any(name in cfg.declared for name in settings):
+    if text_decoder(model) is model:
+        return  # it has no vision tower
+    settings = ["ref_policy_checkpointer"]
+    if not isinstance(model, ImageTextModel):
+        settings.extend(_TEXT_SETTINGS)
+    if any(name in cfg.declared for name in settings):
         raise UserError(
             f"model: a {type(model).__name__} reads images, and this recipe trains on text only: use a full_finetune "
             "or lora_finetune recipe, or a text model."
@@ -159,21 +193,22 @@ def _check_trained(cfg: SettingsView, model: torch.nn.Module, checkpointer: Any)
     """
     saves_adapters = "save_adapter_weights_only" in cfg.declared
     file = getattr(sys.modules.get(type(cfg.source).__module__), "__file__", None)
-    own = None if file is None else recipe_at(file)
+    copied_recipe = None if file is None else recipe_at(file)  # None for a recipe that is no copy of the library's
     if "weights" in promises(cfg.recipe) and has_adapters(model):
         raise UserError(
             f"model: it has adapters, but {cfg.recipe} trains all weights: use a builder without adapters, or the "
             f"recipe {current_name(cfg.recipe)}, which trains adapters if the model has them."
         )
-    if "adapters" in promises(cfg.recipe) | promises(own):
+    if "adapters" in promises(cfg.recipe) | promises(copied_recipe):
         require_adapters(model)
-    elif own is None and not saves_adapters:
+    elif copied_recipe is None and not saves_adapters:
         return
     else:
         require_trained(model)
     if hasattr(checkpointer, "check_contents"):
-        merge = saves_adapters and not cfg.save_adapter_weights_only
-        contents = checkpoint_contents(model, merge=merge) if saves_adapters else "model"
+        contents = "model"
+        if saves_adapters:
+            contents = checkpoint_contents(model, merge=not cfg.save_adapter_weights_only)
         checkpointer.check_contents(model, contents=contents)
 
 
@@ -181,13 +216,15 @@ def _check_optimizer(cfg: SettingsView, device: torch.device | None, model: torc
     """Reject optimizers that cannot be built, or that the device or the recipe's loop does not support."""
     path = str(cfg.optimizer["_component_"])
     offloads = path.endswith(".CPUOffloadOptimizer")
+    needs_cuda = offloads or path.startswith("bitsandbytes.")
     if path.startswith("schedulefree."):
         raise UserError(
             f"optimizer: {path} has a train and an eval mode, which recipes do not switch: use torch.optim.AdamW with "
             "an lr_scheduler."
         )
-    if (offloads or path.startswith("bitsandbytes.")) and device is not None and device.type != "cuda":
+    if needs_cuda and device is not None and device.type != "cuda":
         raise UserError(f"optimizer: {path} needs device=cuda, not {device.type}: use torchao.optim.AdamW8bit.")
+    # With a lower precision, recipes step fp32 copies of the parameters unless told otherwise.
     if offloads and (
         cfg.optimizer_in_bwd or (cfg.resolved_dtype() != "fp32" and cfg.optimizer_precision != "param_dtype")
     ):
@@ -195,42 +232,40 @@ def _check_optimizer(cfg: SettingsView, device: torch.device | None, model: torc
             f"optimizer: {path} updates copies of the parameters: set optimizer_precision=param_dtype and "
             "optimizer_in_bwd=False."
         )
-    trained = [] if model is None else [item for item in model.named_parameters() if item[1].requires_grad]
-    for name, parameter in trained if path == "torch.optim.Muon" else ():
-        if parameter.dim() != 2:
-            raise UserError(
-                f"optimizer: {path} only updates matrices, but {name} has {parameter.dim()} dimensions: use "
-                "torchtune.training.MuonWithAdamW."
-            )
-    if offloads or path.startswith("bitsandbytes."):  # cannot be built without CUDA
-        locate(path)
+    trained = []
+    if model is not None:
+        trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    if path == "torch.optim.Muon":
+        for name, parameter in trained:
+            if parameter.dim() != 2:
+                raise UserError(
+                    f"optimizer: {path} only updates matrices, but {name} has {parameter.dim()} dimensions: use "
+                    "torchtune.training.MuonWithAdamW."
+                )
+    if needs_cuda:
+        locate(path)  # its package must be there, but without CUDA it cannot be built
         return
     matrix = torch.nn.Parameter(torch.zeros(8, 8))
-    made = config.instantiate(cfg.optimizer, [matrix])
-    if isinstance(made, GroupedOptimizer) and model is not None:
-        made.assign(trained, model, quiet=True)
-        for members in made.members(parameter for _, parameter in trained).values():
-            made.adopt(matrix, members[0])
-            made.make([matrix])
+    optimizer = config.instantiate(cfg.optimizer, [matrix])
+    if isinstance(optimizer, GroupedOptimizer) and model is not None:
+        optimizer.assign(trained, model, quiet=True)
+        groups = optimizer.members(parameter for _, parameter in trained)
+        for members in groups.values():
+            # The small matrix stands for the group, whose settings build the group's optimizer.
+            optimizer.adopt(matrix, members[0])
+            optimizer.make([matrix])
 
 
-def _plan(cfg: SettingsView) -> Callable[[torch.nn.Module], Any] | None:
-    """Return the tensor-parallel plan of the config, if it has one."""
-    node = cfg.tensor_parallel_plan
-    return None if node is None else lambda model: config.instantiate(node, model)
-
-
-def _check_component(node: Any, *, build: bool) -> None:
-    """Build a component; with ``build=False``, because building has side effects, check its packages and methods."""
-    if build:
-        config.instantiate(node)
+def _check_logger(node: Any) -> None:
+    """Check the packages and methods of a metric logger; it is not built, because building has side effects."""
+    logger = locate(node["_component_"])
+    if not isinstance(logger, type):
         return
-    target = locate(node["_component_"])
-    needed = [name for name in ("log", "log_dict", "log_config", "close") if not callable(getattr(target, name, None))]
-    if isinstance(target, type) and needed:
-        raise UserError(f"metric_logger: {node['_component_']} has no method {needed[0]}: recipes call it.")
-    if isinstance(target, type) and issubclass(target, TrackingLogger):
-        target.check_ready(node)
+    for method in ("log", "log_dict", "log_config", "close"):
+        if not callable(getattr(logger, method, None)):
+            raise UserError(f"metric_logger: {node['_component_']} has no method {method}: recipes call it.")
+    if issubclass(logger, TrackingLogger):
+        logger.check_ready(node)
 
 
 def _check_sources(dataset: Any) -> None:

@@ -12,8 +12,9 @@ import torch.distributed as dist
 from torchtune.estimate._fake_distributed import fake_store, forget_meshes
 
 
-def _fill(found: list[Any], value: Any, *_: Any, **__: Any) -> None:
-    found[:] = [value] * len(found)
+def _gather_own(objects: list[Any], own_object: Any, *_: Any, **__: Any) -> None:
+    """Return this rank's object for every rank."""
+    objects[:] = [own_object] * len(objects)
 
 
 def _nothing(*_: Any, **__: Any) -> None:
@@ -39,16 +40,23 @@ def simulated_cluster(processes: int, per_machine: int) -> Iterator[None]:
         yield
         return
     local = min(processes, per_machine)
-    variables = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": local, "MASTER_PORT": 1}
-    environment = {name: str(value) for name, value in variables.items()} | {"MASTER_ADDR": "simulated"}
-    new_group, destroy, module = dist.new_group, dist.destroy_process_group, dist.distributed_c10d
+    environment = {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": str(processes),
+        "LOCAL_WORLD_SIZE": str(local),
+        "MASTER_ADDR": "simulated",
+        "MASTER_PORT": "1",
+    }
+    new_group = dist.new_group
+    destroy = dist.destroy_process_group
 
     def fake_group(*args: Any, **kwargs: Any) -> Any:
         return new_group(*args, **{**kwargs, "backend": "fake"})
 
     changed = {
         "new_group": fake_group,
-        "all_gather_object": _fill,
+        "all_gather_object": _gather_own,
         "broadcast_object_list": _nothing,
         "barrier": _nothing,
         "monitored_barrier": _nothing,
@@ -61,7 +69,8 @@ def simulated_cluster(processes: int, per_machine: int) -> Iterator[None]:
         forget_meshes()
         stack.callback(forget_meshes)
         for name, function in changed.items():
-            for owner in (dist, module):
+            # Torch's own code looks the functions up in the module that defines them.
+            for owner in (dist, dist.distributed_c10d):
                 stack.enter_context(mock.patch.object(owner, name, function))
         yield
 

@@ -29,6 +29,8 @@ from torchtune.utils import simulated
 
 # Names of other models -> their settings.
 _SETTINGS = {"teacher": "teacher_model", "reference": "ref_model"}
+# Indices of consecutive layers that stay together.
+LayerGroup = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -104,45 +106,68 @@ def estimate_run(
     dims = arrange(cfg, processes)
     check_simulated(cfg)
     with simulated(), simulated_cluster(processes, per_machine):
-        views = {"model": cfg} | {_SETTINGS[name]: other for name, (_, other) in cfg.other_models().items()}
+        views = {"model": cfg}
+        for name, (_, view) in cfg.other_models().items():
+            views[_SETTINGS[name]] = view
         models = {key: build_on_meta(view)[0] for key, view in views.items()}
         length, is_assumed = row_length(cfg, models["model"], length)
-        depth = _depth(models["model"])
-        parts = [(1.0, {})] if whole else choose_layers(models, _group(cfg), ends=1 if processes == 1 else 2)
-        runs = [
-            (weight, simulate(main, settings, processes, length=length, kept=kept, models=models, micro_batches=1))
-            for weight, kept in parts
-        ]
+        if whole:
+            choices: list[tuple[float, Kept]] = [(1.0, {})]
+        else:
+            choices = choose_layers(models, _group(cfg), ends=1 if processes == 1 else 2)
+        runs = []
+        for weight, layers in choices:
+            observer = simulate(main, settings, processes, length=length, kept=layers, models=models, micro_batches=1)
+            runs.append((weight, observer))
+    depth = _depth(models["model"])
+    total = 0
+    trained = 0
+    for model in models.values():
+        model_total, model_trained = count_parameters(model)
+        total += model_total
+        trained += model_trained
     return Estimate(
-        cfg,
-        dims,
-        length,
-        is_assumed,
-        depth,
-        tuple(sum(len(some) for (key, _), some in kept.items() if key == "model") or depth for _, kept in parts),
-        tuple(map(sum, zip(*map(count_parameters, models.values()), strict=True))),
-        _moments(runs),
-        _work(runs),
-        sum(weight * _host(run) for weight, run in runs),
+        settings=cfg,
+        dims=dims,
+        length=length,
+        length_is_assumed=is_assumed,
+        layers=depth,
+        # Without a choice, all layers were simulated.
+        simulated=tuple(_count_layers(layers) or depth for _, layers in choices),
+        parameters=(total, trained),
+        moments=_extrapolate_moments(runs),
+        work=_extrapolate_work(runs),
+        host=sum(weight * _host_memory(observer) for weight, observer in runs),
     )
 
 
-def _moments(runs: Sequence[tuple[float, Observer]]) -> dict[Moment, Peak]:
-    peaks = [(weight, run.ledger.peaks()) for weight, run in runs]
-    common = [moment for moment in peaks[0][1] if all(moment in found for _, found in peaks)]
-    return {moment: Peak.combine((weight, found[moment]) for weight, found in peaks) for moment in common}
+def _count_layers(kept: Kept) -> int:
+    """Return the number of layers that a simulation keeps of the model; layers of other models do not count."""
+    return sum(len(layers) for (setting, _), layers in kept.items() if setting == "model")
 
 
-def _work(runs: Sequence[tuple[float, Observer]]) -> dict[str, Work]:
-    return {
-        phase: Work.combine((weight, run.work[step, phase]) for weight, run in runs)
-        for step, phase in list(runs[0][1].work)
-        if phase != PHASES[0]
-    }
+def _extrapolate_moments(runs: Sequence[tuple[float, Observer]]) -> dict[Moment, Peak]:
+    peaks_of_runs = [(weight, observer.ledger.peaks()) for weight, observer in runs]
+    first = peaks_of_runs[0][1]
+    moments = {}
+    for moment in first:
+        # A moment that not all simulations have cannot be extrapolated.
+        if all(moment in peaks for _, peaks in peaks_of_runs):
+            moments[moment] = Peak.combine((weight, peaks[moment]) for weight, peaks in peaks_of_runs)
+    return moments
 
 
-def _host(run: Observer) -> int:
-    return sum(run.ledger.held(component, on_host=True) for component in COMPONENTS)
+def _extrapolate_work(runs: Sequence[tuple[float, Observer]]) -> dict[str, Work]:
+    first = runs[0][1]
+    works = {}
+    for step, phase in list(first.work):
+        if phase != PHASES[0]:
+            works[phase] = Work.combine((weight, observer.work[step, phase]) for weight, observer in runs)
+    return works
+
+
+def _host_memory(observer: Observer) -> int:
+    return sum(observer.ledger.held(component, on_host=True) for component in COMPONENTS)
 
 
 def _group(cfg: SettingsView) -> int:
@@ -161,60 +186,100 @@ def choose_layers(models: Mapping[str, nn.Module], group: int = 1, ends: int = 1
     Returns:
         (weight, indices of the kept layers by setting and stack) of each simulation.
     """
-    split = {
-        (key, name): _split(stack, group, ends)
-        for key, model in models.items()
-        for name, stack in stacks(model).items()
-    }
-    omitted = [len(groups) for _, kinds in split.values() for groups in kinds]
-    # Both simulations keep the remainder, the second also the quotient: choose the factor with the fewest layers.
-    factor = min(
-        range(1, max(omitted, default=0) + 2), key=lambda n: sum(2 * (size % n) + size // n for size in omitted)
-    )
+    splits = {}
+    for setting, model in models.items():
+        for name, stack in stacks(model).items():
+            splits[setting, name] = _split(stack, group, ends)
+    omitted = []
+    for _, kinds in splits.values():
+        omitted.extend(len(groups) for groups in kinds)
+
+    def count_simulated(factor: int) -> int:
+        # Both simulations keep the remainder, the second also the quotient.
+        return sum(2 * (count % factor) + count // factor for count in omitted)
+
+    factor = min(range(1, max(omitted, default=0) + 2), key=count_simulated)
 
     def keep(times: int) -> Kept:
-        found = {}
-        for where, (kept, kinds) in split.items():
-            counts = [len(kind) % factor + times * (len(kind) // factor) for kind in kinds]
-            added = (one for kind, count in zip(kinds, counts, strict=True) for one in kind[:count])
-            found[where] = sorted(itertools.chain(*kept, *added))
-        return found
+        """Return the layers of a simulation that has ``times`` the quotient of each kind."""
+        layers_of_stacks = {}
+        for stack_key, (both, kinds) in splits.items():
+            layers = list(itertools.chain(*both))
+            for groups in kinds:
+                count = len(groups) % factor + times * (len(groups) // factor)
+                layers.extend(itertools.chain(*groups[:count]))
+            layers_of_stacks[stack_key] = sorted(layers)
+        return layers_of_stacks
 
-    few, more = keep(0), keep(1)
-    if sum(map(len, (*few.values(), *more.values()))) >= sum(map(_depth, models.values())):
-        return [(1, {})]
-    return [(1 - factor, few), (factor, more)]
+    fewer_layers = keep(0)
+    more_layers = keep(1)
+    num_simulated = sum(len(layers) for layers in (*fewer_layers.values(), *more_layers.values()))
+    if num_simulated >= sum(_depth(model) for model in models.values()):
+        return [(1, {})]  # one simulation of all layers costs less than the two
+    return [(1 - factor, fewer_layers), (factor, more_layers)]
 
 
 def _depth(model: nn.Module) -> int:
     return sum(len(stack.layers) for stack in stacks(model).values())
 
 
-def _split(stack: nn.Module, group: int, ends: int) -> tuple[set[tuple[int, ...]], list[list[tuple[int, ...]]]]:
+def _split(stack: nn.Module, group: int, ends: int) -> tuple[set[LayerGroup], list[list[LayerGroup]]]:
     """Return the groups of layers that both simulations keep, and all other groups by kind."""
-    layers, full = list(stack.layers), getattr(stack, "full_layers", ())
-    groups = [tuple(range(len(layers)))[start : start + group] for start in range(0, len(layers), group)]
-    kinds: dict[tuple[Any, ...], list[tuple[int, ...]]] = {}
-    for one in groups:
-        kinds.setdefault(tuple((_kind(layers[index]), index in full) for index in one), []).append(one)
-    kept = {*groups[:ends], *groups[-ends:], *(alike[-1] for alike in kinds.values())}
+    layers = list(stack.layers)
+    full_layers = getattr(stack, "full_layers", ())
+    groups: list[LayerGroup] = []
+    for start in range(0, len(layers), group):
+        groups.append(tuple(range(start, min(start + group, len(layers)))))
+    kinds: dict[tuple[Any, ...], list[LayerGroup]] = {}
+    for indices in groups:
+        kind = tuple((_kind(layers[index]), index in full_layers) for index in indices)
+        kinds.setdefault(kind, []).append(indices)
+
+    both = {*groups[:ends], *groups[-ends:]}
+    both.update(alike[-1] for alike in kinds.values())
+    # Layers whose keys and values, or whose output, later modules read.
     read_later = {*getattr(stack, "kv_sources", {}).values(), *getattr(stack, "deep_layers", ())}
-    kept |= {one for one in groups if {*one} & read_later}
-    if ends > 1:  # keep neighbors of unequal size, because FSDP holds two neighbors at a time
-        sizes = {one: magnitude(layers[one[-1]]) for one in groups}
-        unlike = [at for at, pair in enumerate(itertools.pairwise(groups)) if sizes[pair[0]] != sizes[pair[1]]]
-        kept |= {one for at in unlike[:1] for one in groups[at : at + 3]}
-        below, nearest = (sorted(some)[-ends - 1 : -ends] for some in (groups, kept))
-        if [sizes[one] for one in below] != [sizes[one] for one in nearest]:
-            kept |= {*below}
-    return kept, [[one for one in alike if one not in kept] for alike in kinds.values()]
+    both.update(indices for indices in groups if not read_later.isdisjoint(indices))
+    if ends > 1:
+        both |= _unequal_neighbors(layers, groups, both, ends)
+
+    omitted = []
+    for alike in kinds.values():
+        omitted.append([indices for indices in alike if indices not in both])
+    return both, omitted
+
+
+def _unequal_neighbors(
+    layers: Sequence[nn.Module], groups: Sequence[LayerGroup], both: set[LayerGroup], ends: int
+) -> set[LayerGroup]:
+    """Return groups that stand next to a group of another size, because FSDP holds two neighbors at a time.
+
+    Args:
+        layers: all layers of a stack.
+        groups: all groups of its layers, in order.
+        both: groups that both simulations keep.
+        ends: number of groups kept at both ends.
+    """
+    neighbors: set[LayerGroup] = set()
+    sizes = {indices: magnitude(layers[indices[-1]]) for indices in groups}
+    for start, (indices, following) in enumerate(itertools.pairwise(groups)):
+        if sizes[indices] != sizes[following]:
+            neighbors.update(groups[start : start + 3])
+            break  # the first change of size stands for the later ones
+    # The group before the last ones must have the size that it has in the whole stack.
+    before_end = sorted(groups)[-ends - 1 : -ends]
+    kept_before_end = sorted(both | neighbors)[-ends - 1 : -ends]
+    if [sizes[indices] for indices in before_end] != [sizes[indices] for indices in kept_before_end]:
+        neighbors.update(before_end)
+    return neighbors
 
 
 def _kind(layer: nn.Module) -> str:
     """Return a key that is equal for layers with equal memory and FLOPs."""
-    modules = [
-        (name, type(module), getattr(module, "window", None), getattr(module, "chunk", None))
-        for name, module in layer.named_modules()
-    ]
-    parameters = [(name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in layer.named_parameters()]
+    modules = []
+    for name, module in layer.named_modules():
+        modules.append((name, type(module), getattr(module, "window", None), getattr(module, "chunk", None)))
+    parameters = []
+    for name, parameter in layer.named_parameters():
+        parameters.append((name, tuple(parameter.shape), parameter.dtype, parameter.requires_grad))
     return repr((modules, parameters))

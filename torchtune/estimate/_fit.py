@@ -57,79 +57,108 @@ class Candidate:
 
 def _levers(cfg: SettingsView, processes: int, *, last: bool, experts: bool) -> list[list[Option]]:
     """Return the options of every lever: overrides, and the slowdown of a step relative to the initial settings."""
-    rows = cfg.batch_size * cfg.gradient_accumulation_steps
-    sizes = [size for size in range(rows, 0, -1) if rows % size == 0 and (size & (size - 1) == 0 or size == rows)]
-    batches = [
-        ((f"batch_size={size}", f"gradient_accumulation_steps={rows // size}"), 1.05 ** math.log2(rows / size))
-        for size in sizes
-    ]
     levers = {
-        "gradient_accumulation_steps": batches,
+        "gradient_accumulation_steps": _micro_batches(cfg),
         "enable_activation_checkpointing": _recomputing(cfg),
         "enable_activation_offloading": _switch("enable_activation_offloading", 1.25),
         "optimizer_in_bwd": _switch("optimizer_in_bwd", 1.02, "clip_grad_norm=null"),
         "optimizer": _optimizers(cfg),
-        "model": _bases(cfg),
+        "model": _base_weights(cfg),
     }
     if processes > 1:
-        levers["data_parallel_replicate_dim"] = _shards(cfg)
+        levers["data_parallel_replicate_dim"] = _replicas(cfg)
     if processes > 1 and experts:
-        levers["expert_parallel_dim"] = _splits(cfg, processes, "expert_parallel_dim", 1.02)
+        levers["expert_parallel_dim"] = _parallel_sizes(cfg, processes, "expert_parallel_dim", 1.02)
     if processes > 1 and last:
-        alone = "data_parallel_shard_dim=-1"
-        levers["tensor_parallel_dim"] = _splits(cfg, processes, "tensor_parallel_dim", 1.2, alone)
-        levers["context_parallel_dim"] = _splits(cfg, processes, "context_parallel_dim", 1.15, alone)
+        # The ranks of these dimensions are taken from those that shard the data.
+        shard = "data_parallel_shard_dim=-1"
+        levers["tensor_parallel_dim"] = _parallel_sizes(cfg, processes, "tensor_parallel_dim", 1.2, shard)
+        levers["context_parallel_dim"] = _parallel_sizes(cfg, processes, "context_parallel_dim", 1.15, shard)
         levers["fsdp_cpu_offload"] = _switch("fsdp_cpu_offload", 3.0)
-    found = []
-    for options in (options for key, options in levers.items() if cfg.can_set(key)):
-        changes = [(tuple(text for text in texts if not _is_given(cfg, text)), slower) for texts, slower in options]
-        given = next((slower for changed, slower in changes if not changed), 1.0)
-        found.append([(changed, slower / given) for changed, slower in changes])
-    return found
+    return [_relative_to_settings(cfg, options) for key, options in levers.items() if cfg.can_set(key)]
 
 
-def _switch(key: str, slower: float, *more: str) -> list[Option]:
-    return [((f"{key}=False",), 1.0), ((f"{key}=True", *more), slower)]
+def _relative_to_settings(cfg: SettingsView, options: list[Option]) -> list[Option]:
+    """Omit overrides that the settings already contain, and divide slowdowns by that of the settings."""
+    changes = []
+    initial_slowdown = None
+    for overrides, slowdown in options:
+        changed = tuple(override for override in overrides if not _is_in_settings(cfg, override))
+        changes.append((changed, slowdown))
+        if not changed and initial_slowdown is None:
+            initial_slowdown = slowdown
+    if initial_slowdown is None:  # the settings are none of the options
+        initial_slowdown = 1.0
+    return [(changed, slowdown / initial_slowdown) for changed, slowdown in changes]
+
+
+def _micro_batches(cfg: SettingsView) -> list[Option]:
+    """Return the options of splitting a step's rows into micro-batches: all rows at once, then powers of two."""
+    rows = cfg.batch_size * cfg.gradient_accumulation_steps
+    options = []
+    for size in range(rows, 0, -1):
+        is_power_of_two = size & (size - 1) == 0
+        if rows % size == 0 and (is_power_of_two or size == rows):
+            overrides = (f"batch_size={size}", f"gradient_accumulation_steps={rows // size}")
+            options.append((overrides, 1.05 ** math.log2(rows / size)))
+    return options
+
+
+def _switch(key: str, slowdown: float, *also: str) -> list[Option]:
+    """Return the options of a setting that is False or True; True needs the overrides ``also``."""
+    return [((f"{key}=False",), 1.0), ((f"{key}=True", *also), slowdown)]
 
 
 def _recomputing(cfg: SettingsView) -> list[Option]:
     """Return the options of activation checkpointing: none, element-wise operations, every second layer, all layers."""
-    selects = cfg.can_set("ac_mode") and cfg.can_set("ac_option")
-    reset = ("ac_mode=null", "ac_option=null") if selects else ()
-    selective = [
-        (("enable_activation_checkpointing=False", "ac_mode=selective", f"ac_option={option}"), slower)
-        for option, slower in ((("op", 1.1), ("2", 1.17)) if selects else ())
+    never = "enable_activation_checkpointing=False"
+    always = "enable_activation_checkpointing=True"
+    if not (cfg.can_set("ac_mode") and cfg.can_set("ac_option")):
+        return [((never,), 1.0), ((always,), 1.33)]
+    return [
+        ((never, "ac_mode=null", "ac_option=null"), 1.0),
+        ((never, "ac_mode=selective", "ac_option=op"), 1.1),
+        ((never, "ac_mode=selective", "ac_option=2"), 1.17),
+        ((always, "ac_mode=null", "ac_option=null"), 1.33),
     ]
-    nothing = (("enable_activation_checkpointing=False", *reset), 1.0)
-    return [nothing, *selective, (("enable_activation_checkpointing=True", *reset), 1.33)]
 
 
-def _splits(cfg: SettingsView, processes: int, key: str, slower: float, *more: str) -> list[Option]:
+def _parallel_sizes(cfg: SettingsView, processes: int, key: str, slowdown: float, *also: str) -> list[Option]:
     """Return options for sharding over more ranks, in powers of two within a machine."""
-    given = getattr(cfg, key)
-    sizes = [size for size in (given, 2 * given, 4 * given, 8 * given) if size <= min(8, processes)]
-    return [((f"{key}={size}", *more), slower ** math.log2(size / given)) for size in sizes if processes % size == 0]
+    initial = getattr(cfg, key)
+    options = []
+    for size in (initial, 2 * initial, 4 * initial, 8 * initial):
+        if size <= min(8, processes) and processes % size == 0:
+            options.append(((f"{key}={size}", *also), slowdown ** math.log2(size / initial)))
+    return options
 
 
-def _shards(cfg: SettingsView) -> list[Option]:
-    given = [((f"data_parallel_replicate_dim={cfg.data_parallel_replicate_dim}",), 1.0)]
-    fewer = [(("data_parallel_replicate_dim=1", "data_parallel_shard_dim=-1"), 1.1)]
-    return given + (fewer if cfg.data_parallel_replicate_dim > 1 else [])
+def _replicas(cfg: SettingsView) -> list[Option]:
+    """Return the number of replicas in the settings, and sharding over all ranks instead."""
+    replicas = cfg.data_parallel_replicate_dim
+    options: list[Option] = [((f"data_parallel_replicate_dim={replicas}",), 1.0)]
+    if replicas > 1:
+        options.append((("data_parallel_replicate_dim=1", "data_parallel_shard_dim=-1"), 1.1))
+    return options
 
 
 def _optimizers(cfg: SettingsView) -> list[Option]:
-    """Return the given optimizer, and its variant with 8-bit states."""
-    given = "" if cfg.optimizer is None else str(cfg.optimizer.get("_component_"))
-    few_bits = [(("optimizer._component_=torchao.optim.AdamW8bit", "~optimizer.fused"), 1.05)]
-    return [((f"optimizer._component_={given}",), 1.0)] + (few_bits if given == "torch.optim.AdamW" else [])
+    """Return the optimizer in the settings, and its variant with 8-bit states."""
+    optimizer = "" if cfg.optimizer is None else str(cfg.optimizer.get("_component_"))
+    options: list[Option] = [((f"optimizer._component_={optimizer}",), 1.0)]
+    if optimizer == "torch.optim.AdamW":
+        options.append((("optimizer._component_=torchao.optim.AdamW8bit", "~optimizer.fused"), 1.05))
+    return options
 
 
-def _bases(cfg: SettingsView) -> list[Option]:
-    """Return the given frozen weights, and the variant with 4-bit frozen weights."""
-    given = "" if cfg.model is None else str(cfg.model.get("_component_"))
-    package, _, name = given.rpartition(".")
-    quantized = [((f"model._component_={package}.q{name}",), 1.35)]
-    return [((f"model._component_={given}",), 1.0)] + (quantized if name.startswith("lora_") else [])
+def _base_weights(cfg: SettingsView) -> list[Option]:
+    """Return the frozen weights in the settings, and the variant with 4-bit frozen weights."""
+    model = "" if cfg.model is None else str(cfg.model.get("_component_"))
+    options: list[Option] = [((f"model._component_={model}",), 1.0)]
+    package, _, builder = model.rpartition(".")
+    if builder.startswith("lora_"):
+        options.append(((f"model._component_={package}.q{builder}",), 1.35))
+    return options
 
 
 # Levers that are only tried if nothing fits without them.
@@ -153,27 +182,36 @@ def candidates(
         experts: whether the model has experts, which expert parallelism can distribute.
         costs: simulated slowdowns of single changes; others use a rough factor.
     """
-    levers = [
-        [(changed, (costs or {}).get(changed, factor)) for changed, factor in options]
-        for options in _levers(SettingsView.of(settings), processes, last=last, experts=experts)
-    ]
-    found: dict[tuple[str, ...], float] = {}
-    for chosen in itertools.product(*levers):
-        changed = tuple(dict.fromkeys(text for texts, _ in chosen for text in texts))
-        if last is any(text.startswith(LAST) for text in changed):
-            slower = math.prod(factor for _, factor in chosen)
-            found[changed] = min(slower, found.get(changed, math.inf))
-    return dict(sorted(found.items(), key=lambda item: (item[1], len(item[0]))))
+    levers = []
+    for options in _levers(SettingsView.of(settings), processes, last=last, experts=experts):
+        if costs is not None:
+            options = [(changed, costs.get(changed, slowdown)) for changed, slowdown in options]
+        levers.append(options)
+    slowdowns: dict[tuple[str, ...], float] = {}
+    for combination in itertools.product(*levers):
+        overrides = []
+        for changed, _ in combination:
+            overrides.extend(changed)
+        # Two levers may set the same key to the same value.
+        key = tuple(dict.fromkeys(overrides))
+        has_last = any(override.startswith(LAST) for override in key)
+        if has_last is last:
+            slowdown = math.prod(factor for _, factor in combination)
+            slowdowns[key] = min(slowdown, slowdowns.get(key, math.inf))
+    # Of equally fast combinations, the one with fewer overrides comes first.
+    return dict(sorted(slowdowns.items(), key=lambda item: (item[1], len(item[0]))))
 
 
-def _is_given(cfg: SettingsView, text: str) -> bool:
-    """Return whether the settings already contain an override."""
-    key, _, value = text.partition("=")
+def _is_in_settings(cfg: SettingsView, override: str) -> bool:
+    """Return whether the settings already contain an override, which is "key=value", or "~key" to delete a key."""
+    key, _, value = override.partition("=")
     section, _, leaf = key.lstrip("~").partition(".")
-    given = getattr(cfg, section, None)
-    if leaf:
-        given = None if given is None else given.get(leaf)
-    return given is None if key.startswith("~") else str(given) == value.replace("null", "None")
+    setting = getattr(cfg, section, None)
+    if leaf and setting is not None:
+        setting = setting.get(leaf)
+    if key.startswith("~"):
+        return setting is None
+    return str(setting) == value.replace("null", "None")
 
 
 @dataclass
@@ -202,21 +240,31 @@ class Search:
 
     def fitting(self, *, last: bool) -> list[Candidate]:
         """Return the simulated candidates that fit, fastest first; for ``last`` see :func:`candidates`."""
-        given, before, tried = self._simulate(()), [], 0
-        singles = {} if given is None else self._singles(last=last)
-        costs = {changed: single.seconds / given.seconds for changed, single in singles.items()}
-        found = candidates(self.settings, self.processes, last=last, experts=self.experts, costs=costs)
-        for overrides, slower in found.items():
-            fastest = min((one.seconds for one in self._list_fitting()), default=math.inf)
-            if tried == MOST or (given is not None and given.seconds * slower > fastest * CLOSE):
+        initial = self._simulate(())
+        singles = {} if initial is None else self._simulate_singles(last=last)
+        costs = {changed: single.seconds / initial.seconds for changed, single in singles.items()}
+        combinations = candidates(self.settings, self.processes, last=last, experts=self.experts, costs=costs)
+        predicted: list[Saved] = []
+        simulations = 0
+        for overrides, slowdown in combinations.items():
+            fastest = min((candidate.seconds for candidate in self._list_fitting()), default=math.inf)
+            if simulations == MOST:
                 break
-            if self._is_promising(overrides, singles, before):
-                tried += overrides not in self.known
+            # Combinations are in order of time: all later ones are slower, too.
+            if initial is not None and initial.seconds * slowdown > fastest * CLOSE:
+                break
+            if self._is_promising(overrides, singles, predicted):
+                if overrides not in self.known:
+                    simulations += 1
                 self._simulate(overrides)
-        return sorted(self._list_fitting(), key=lambda one: one.seconds)
+        return sorted(self._list_fitting(), key=lambda candidate: candidate.seconds)
 
     def _list_fitting(self) -> list[Candidate]:
-        return [one for one in self.known.values() if one is not None and one.peak <= self.limit]
+        fitting = []
+        for candidate in self.known.values():
+            if candidate is not None and candidate.peak <= self.limit:
+                fitting.append(candidate)
+        return fitting
 
     def _simulate(self, overrides: tuple[str, ...]) -> Candidate | None:
         """Simulate overrides, once; None if the run rejects them."""
@@ -230,13 +278,16 @@ class Search:
                 self.report(describe(self.known[overrides], self.limit))
         return self.known[overrides]
 
-    def _singles(self, *, last: bool) -> dict[tuple[str, ...], Candidate]:
+    def _simulate_singles(self, *, last: bool) -> dict[tuple[str, ...], Candidate]:
         """Simulate each change of a single lever that is valid alone."""
-        options = itertools.chain(
-            *_levers(SettingsView.of(self.settings), self.processes, last=last, experts=self.experts)
-        )
-        alone = [changed for changed, _ in options if changed and self._is_valid(changed)]
-        return {changed: single for changed in alone if (single := self._simulate(changed)) is not None}
+        levers = _levers(SettingsView.of(self.settings), self.processes, last=last, experts=self.experts)
+        singles = {}
+        for changed, _ in itertools.chain(*levers):
+            if changed and self._is_valid(changed):
+                candidate = self._simulate(changed)
+                if candidate is not None:
+                    singles[changed] = candidate
+        return singles
 
     def _is_valid(self, overrides: tuple[str, ...]) -> bool:
         try:
@@ -246,27 +297,38 @@ class Search:
         return True
 
     def _is_promising(
-        self, overrides: tuple[str, ...], singles: Mapping[tuple[str, ...], Candidate], before: list[Saved]
+        self, overrides: tuple[str, ...], singles: Mapping[tuple[str, ...], Candidate], predicted: list[Saved]
     ) -> bool:
-        """Return whether a combination is valid, each of its changes saves memory, and together they may fit."""
+        """Return whether a combination is valid, each of its changes saves memory, and together they may fit.
+
+        ``predicted`` has the combinations that were judged before; this one is added to it.
+        """
         if not self._is_valid(overrides):
             return False
-        texts, given = set(overrides), self.known[()]
+        texts = set(overrides)
+        initial = self.known[()]
         changes = [changed for changed in singles if texts.issuperset(changed)]
-        is_known = given is not None and texts == {text for changed in changes for text in changed}
-        size = _expected(given, [singles[changed] for changed in changes]) if is_known else 0.0
-        if any(less < texts and least <= size * SAVES_NOTHING for less, least in before):
-            return False
-        before.append((texts, size if is_known else math.inf))
+        covered = set(itertools.chain(*changes))
+        is_predictable = initial is not None and texts == covered
+        # What cannot be predicted may fit: it has to be simulated.
+        size = _predict_peak(initial, [singles[changed] for changed in changes]) if is_predictable else 0.0
+        for fewer, fewer_size in predicted:
+            if fewer < texts and fewer_size <= size * SAVES_NOTHING:
+                return False  # a part of the overrides needs as little memory
+        predicted.append((texts, size if is_predictable else math.inf))
         return size <= self.limit * MARGIN
 
 
-def _expected(given: Candidate, singles: Sequence[Candidate]) -> float:
+def _predict_peak(initial: Candidate, singles: Sequence[Candidate]) -> float:
     """Predict the peak bytes of a combination: the product of its changes' ratios, by phase and component."""
     phases: Counter[str] = Counter()
-    for (phase, component), size in (given.memory or {("", ""): given.peak}).items():
-        others = [one.memory.get((phase, component), one.peak) for one in singles]
-        phases[phase] += math.prod(other / size for other in others) * size if size else max(others, default=0.0)
+    memory = initial.memory or {("", ""): initial.peak}
+    for (phase, component), size in memory.items():
+        changed_sizes = [single.memory.get((phase, component), single.peak) for single in singles]
+        if size:
+            phases[phase] += math.prod(changed / size for changed in changed_sizes) * size
+        else:  # without a ratio to the initial settings, the largest of the changes counts
+            phases[phase] += max(changed_sizes, default=0.0)
     return max(phases.values())
 
 
@@ -299,28 +361,36 @@ def find_fastest(
         arrange(SettingsView.of(load(overrides)), processes)
 
     def measure(overrides: tuple[str, ...]) -> Candidate:
-        found = estimates[overrides] = run(load(overrides))
-        memory = {(phase, name): peak.components[name] for phase, peak in found.peaks.items() for name in COMPONENTS}
-        seconds = step_time(found.work.values(), device).total / found.tokens * 1e6
-        return Candidate(overrides, found.peak, seconds, memory)
+        estimate = run(load(overrides))
+        estimates[overrides] = estimate
+        memory = {}
+        for phase, peak in estimate.peaks.items():
+            components = peak.components
+            for component in COMPONENTS:
+                memory[phase, component] = components[component]
+        seconds = step_time(estimate.work.values(), device).total / estimate.tokens * 1e6
+        return Candidate(overrides, estimate.peak, seconds, memory)
 
     model = build_on_meta(SettingsView.of(settings))[0]
     experts = any(isinstance(module, MoE) for module in model.modules())
     search = Search(settings, processes, limit, check, measure, report, experts)
     for last in (False, True):
-        for fastest in search.fitting(last=last):
-            return fastest, estimates[fastest.overrides]
-    raise UserError(_nothing(limit, min(filter(None, search.known.values()), key=lambda one: one.peak, default=None)))
+        fitting = search.fitting(last=last)
+        if fitting:
+            return fitting[0], estimates[fitting[0].overrides]
+    raise UserError(_nothing_fits(limit, search))
 
 
-def _nothing(limit: float, nearest: Candidate | None) -> str:
+def _nothing_fits(limit: float, search: Search) -> str:
     """Return the error message of a search without a result."""
-    least = ""
-    if nearest is not None:
+    simulated = [candidate for candidate in search.known.values() if candidate is not None]
+    smallest = ""
+    if simulated:
+        nearest = min(simulated, key=lambda candidate: candidate.peak)
         changed = " ".join(nearest.overrides) or "the settings as configured"
-        least = f"; the smallest needs {nearest.peak / 2**30:.1f} GiB, with {changed}"
+        smallest = f"; the smallest needs {nearest.peak / 2**30:.1f} GiB, with {changed}"
     return (
-        f"--fit: no candidate fits in {limit / 2**30:.1f} GiB{least}: use more or larger devices, shorter rows "
+        f"--fit: no candidate fits in {limit / 2**30:.1f} GiB{smallest}: use more or larger devices, shorter rows "
         "(tokenizer.max_seq_len) or adapters."
     )
 

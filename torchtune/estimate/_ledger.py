@@ -1,6 +1,7 @@
 """Record of all memory blocks of a run: allocation, release, size and purpose."""
 
 import dataclasses
+import math
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -74,25 +75,28 @@ class Peak:
     @property
     def components(self) -> Counter[str]:
         """Bytes by component."""
-        return weighted_sum((1, Counter({component: size})) for (component, *_), size in self.held.items())
+        sizes: Counter[str] = Counter()
+        for (component, _, _), size in self.held.items():
+            sizes[component] += size
+        return sizes
 
     @classmethod
     def combine(cls, peaks: Iterable[tuple[float, "Peak"]]) -> "Peak":
         """Return the weighted sum of peaks, with the ``reached_by`` of the first peak."""
         peaks = list(peaks)
-        held, counts = (
-            weighted_sum((factor, getattr(peak, name)) for factor, peak in peaks) for name in ("held", "counts")
-        )
-        return cls(held, counts, peaks[0][1].reached_by)
+        held = weighted_sum((factor, peak.held) for factor, peak in peaks)
+        counts = weighted_sum((factor, peak.counts) for factor, peak in peaks)
+        first = peaks[0][1]
+        return cls(held, counts, first.reached_by)
 
 
 def highest_by_phase(moments: dict[Moment, Peak]) -> dict[str, Peak]:
-    """Return the highest peak of each phase."""
-    found: dict[str, Peak] = {}
+    """Return the highest peak of each phase, in the order of ``PHASES``."""
+    highest: dict[str, Peak] = {}
     for (phase, _), peak in moments.items():
-        if phase not in found or peak.total > found[phase].total:
-            found[phase] = peak
-    return {phase: found[phase] for phase in PHASES if phase in found}
+        if phase not in highest or peak.total > highest[phase].total:
+            highest[phase] = peak
+    return {phase: highest[phase] for phase in PHASES if phase in highest}
 
 
 @dataclass
@@ -102,7 +106,10 @@ class Ledger:
     Attributes:
         blocks: blocks in order of allocation.
         moments: (start time, moment), in order.
-        time: number of events so far.
+        time: number of events so far; an event is an allocation or a release.
+        _live: allocated blocks by the address of their storage.
+        _set_up: time of the end of the set-up; None before.
+        _step_end: time of the end of the last step.
     """
 
     blocks: list[Block] = field(default_factory=list)
@@ -117,11 +124,11 @@ class Ledger:
         """Current phase of the run."""
         return self.moments[-1][1][0]
 
-    def enter(self, phase: str, place: str = "") -> None:
-        """Begin a phase, or a moment of it."""
+    def enter(self, phase: str, layer: str = "") -> None:
+        """Begin a phase, or with a layer a moment of the phase."""
         if self._set_up is None and phase != PHASES[0]:
             self._set_up = self.time
-        self.moments.append((self.time, (phase, place)))
+        self.moments.append((self.time, (phase, layer)))
 
     def add(
         self, storage: torch.UntypedStorage, component: str, operator: str, where: str, *, on_host: bool = False
@@ -131,11 +138,12 @@ class Ledger:
         if key in self._live:
             return
         self._allocate(key, _rounded(storage.size()), component, operator, where, on_host)
-        weakref.finalize(storage, self._free, key)
+        weakref.finalize(storage, self._free, key)  # called when torch releases the memory
 
     def _allocate(self, key: int, size: int, component: str, operator: str, where: str, on_host: bool = False) -> None:
         self.time += 1
-        block = self._live[key] = Block(size, self.time, component, operator, where, on_host=on_host)
+        block = Block(size, self.time, component, operator, where, on_host=on_host)
+        self._live[key] = block
         self.blocks.append(block)
 
     def _free(self, key: int) -> None:
@@ -156,10 +164,12 @@ class Ledger:
         """Set the component of a tensor's memory."""
         for storage in storages(tensor):
             block = self._live.get(storage._cdata)
-            if block is not None:
-                if block.component != component:
-                    block.component, block.marked = component, self.time
-                block.on_host |= on_host
+            if block is None:
+                continue
+            if block.component != component:
+                block.component = component
+                block.marked = self.time
+            block.on_host = block.on_host or on_host
 
     def end_step(self) -> None:
         """Count existing blocks, except gradients, from the set-up on, because later steps start with them.
@@ -173,42 +183,54 @@ class Ledger:
 
         A new gradient is freed as soon as it is complete and added to the existing one.
         """
+        if self._set_up is None:
+            return
         for block in list(self._live.values()):
-            if block.component == "gradients" and self._set_up is not None:
-                self.blocks.append(
-                    dataclasses.replace(block, born=self._set_up + 1, died=min(block.marked + 1, self.time))
-                )
+            if block.component == "gradients":
+                released = min(block.marked + 1, self.time)
+                self.blocks.append(dataclasses.replace(block, born=self._set_up + 1, died=released))
 
     def is_on_host(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor is in host memory."""
-        blocks = (self._live.get(storage._cdata) for storage in storages(tensor))
-        return any(block is not None and block.on_host for block in blocks)
+        for storage in storages(tensor):
+            block = self._live.get(storage._cdata)
+            if block is not None and block.on_host:
+                return True
+        return False
 
     def peaks(self) -> dict[Moment, Peak]:
         """Return the peak of each moment on the device, in order of first occurrence."""
+        if self._set_up is not None:
+            self._start_from_set_up(self._set_up)
+        highest: dict[Moment, int] = {}
+        time_of_highest: dict[Moment, int] = {}
+        for time, moment, size in self._timeline():
+            if size > highest.get(moment, -1):
+                highest[moment] = size
+                time_of_highest[moment] = time
+        return {moment: self._peak(time) for moment, time in time_of_highest.items()}
+
+    def _start_from_set_up(self, set_up: int) -> None:
+        """Count blocks that outlast a step from the set-up on; see :meth:`end_step`."""
         for block in self.blocks:
-            lasts = block.born <= self._step_end and (block.died is None or block.died > self._step_end)
-            if lasts and block.component != "gradients" and self._set_up is not None:
-                block.born = min(block.born, self._set_up + 1)
-        highest: dict[Moment, tuple[int, int]] = {}  # bytes, time
-        for time, moment, total in self._timeline():
-            if total > highest.get(moment, (-1, 0))[0]:
-                highest[moment] = (total, time)
-        return {moment: self._peak(time) for moment, (_, time) in highest.items()}
+            outlasts_step = block.born <= self._step_end and (block.died is None or block.died > self._step_end)
+            if outlasts_step and block.component != "gradients":
+                block.born = min(block.born, set_up + 1)
 
     def held(self, component: str, *, on_host: bool) -> int:
         """Return the peak bytes of a component on the device, or in host memory."""
-        events: Counter[int] = Counter()
+        changes: Counter[int] = Counter()  # bytes allocated minus bytes released, by time
         for block in self.blocks:
             if block.component == component and block.on_host is on_host:
-                events[block.born] += block.size
+                changes[block.born] += block.size
                 if block.died is not None:
-                    events[block.died] -= block.size
-        total = most = 0
-        for time in sorted(events):
-            total += events[time]
-            most = max(most, total)
-        return most
+                    changes[block.died] -= block.size
+        size = 0
+        highest = 0
+        for time in sorted(changes):
+            size += changes[time]
+            highest = max(highest, size)
+        return highest
 
     def _timeline(self) -> Iterator[tuple[int, Moment, int]]:
         """Yield (time, moment, bytes on the device) after every event, and at the start of every moment."""
@@ -218,26 +240,34 @@ class Ledger:
                 changes[block.born] += block.size
                 if block.died is not None:
                     changes[block.died] -= block.size
-        starts = [*self.moments[1:], (self.time + 1, ("", ""))]
-        moment, following, total = self.moments[0][1], 0, 0
+        moment = self.moments[0][1]
+        # The last start is after all events, so that there is always a next one.
+        later_starts = [*self.moments[1:], (self.time + 1, ("", ""))]
+        index = 0
+        size = 0
         for time in range(1, self.time + 1):
-            while starts[following][0] < time:
-                moment, following = starts[following][1], following + 1
-                yield time - 1, moment, total
-            total += changes[time]
-            yield time, moment, total
+            # Several moments may start between two events; each starts with the bytes after the previous event.
+            while later_starts[index][0] < time:
+                moment = later_starts[index][1]
+                index += 1
+                yield time - 1, moment, size
+            size += changes[time]
+            yield time, moment, size
 
     def _peak(self, time: int) -> Peak:
+        """Return the blocks on the device at a time."""
         held: Counter[tuple[str, str, str]] = Counter()
         counts: Counter[tuple[str, str, str]] = Counter()
-        last = self.blocks[0]
+        newest = self.blocks[0]
         for block in self.blocks:
-            if block.born <= time and (block.died is None or block.died > time) and not block.on_host:
+            is_allocated = block.born <= time and (block.died is None or block.died > time)
+            if is_allocated and not block.on_host:
                 key = (block.component, block.operator, block.where)
                 held[key] += block.size
                 counts[key] += 1
-                last = max(last, block, key=lambda one: one.born)
-        return Peak(held, counts, f"{last.operator} in {last.where}")
+                if block.born > newest.born:
+                    newest = block
+        return Peak(held, counts, f"{newest.operator} in {newest.where}")
 
 
 def storages(tensor: Any) -> Iterator[torch.UntypedStorage]:
@@ -252,4 +282,5 @@ def storages(tensor: Any) -> Iterator[torch.UntypedStorage]:
 
 
 def _rounded(size: int) -> int:
-    return -(-size // _BLOCK) * _BLOCK
+    """Return a size as the allocator rounds it up."""
+    return math.ceil(size / _BLOCK) * _BLOCK

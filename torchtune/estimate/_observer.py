@@ -74,10 +74,11 @@ class Work:
     @classmethod
     def combine(cls, works: Iterable[tuple[float, "Work"]]) -> "Work":
         """Return the weighted sum of works."""
-        found, works = cls(), list(works)
-        for name in vars(found):
-            setattr(found, name, weighted_sum((factor, getattr(work, name)) for factor, work in works))
-        return found
+        works = list(works)
+        total = cls()
+        for name in vars(total):  # all attributes are counters
+            setattr(total, name, weighted_sum((factor, getattr(work, name)) for factor, work in works))
+        return total
 
 
 def magnitude(layer: torch.nn.Module) -> int:
@@ -99,22 +100,26 @@ class Observer(TorchDispatchMode):
         in_fsdp: nonzero while FSDP communicates; allocations are then its buffers.
         offload: whether parameters, gradients and optimizer states are in host memory.
         accumulates: whether one simulated backward pass stands for several micro-batches.
+        entered: whether the mode has been entered.
+        fake: whether tensors are fake; then values that they lack are supplied.
     """
 
     def __init__(self, *, fake: bool = True) -> None:
         super().__init__()
-        self.ledger, self.fake = Ledger(), fake
+        self.ledger = Ledger()
+        self.fake = fake
         self.work: dict[tuple[int, str], Work] = defaultdict(Work)
         self.step = 0
         self.path: list[str] = []
         self.in_fsdp = 0
-        self.offload = self.accumulates = False
-        self._quiet = 0
-        self._has_stepped = False
-        self._names: dict[int, str] = {}
-        self._layers: dict[int, str] = {}
-        self._parameters: set[int] = set()
+        self.offload = False
+        self.accumulates = False
         self.entered = False
+        self._quiet = 0  # nonzero while operators are not counted
+        self._has_stepped = False  # the next forward pass begins a step
+        self._names: dict[int, str] = {}  # by the id of a module
+        self._layers: dict[int, str] = {}  # moments by the id of a layer
+        self._parameters: set[int] = set()  # ids
         self._patches = ExitStack()
 
     @classmethod
@@ -136,15 +141,19 @@ class Observer(TorchDispatchMode):
 
     def _answer(self, func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> Any:
         """Run an operator, with placeholders for values that a fake tensor lacks."""
+        packet = func._overloadpacket
         first = args[0] if args else None
         is_real = not any(isinstance(tensor, FakeTensor) or tensor.is_meta for tensor in tensors)
-        if is_real and (func._overloadpacket is _aten.arange or (tensors and _is_small(tensors))):
+        # Small real tensors, such as counts and lengths, keep their values: outside of the fake mode.
+        if is_real and (packet is _aten.arange or (tensors and _is_small(tensors))):
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
-        if func._overloadpacket in _IN_PLACE and isinstance(first, FakeTensor):
+        if packet in _IN_PLACE and isinstance(first, FakeTensor):
             return first
-        if func is _aten._local_scalar_dense.default:
-            return False if first.dtype == torch.bool else 0.0 if first.is_floating_point() else 1
+        if func is _aten._local_scalar_dense.default:  # item()
+            if first.dtype == torch.bool:
+                return False
+            return 0.0 if first.is_floating_point() else 1
         if func is _aten.nonzero.default:
             return torch.empty(first.numel(), first.dim(), dtype=torch.int64, device=first.device)
         if func is _aten.equal.default:
@@ -152,61 +161,66 @@ class Observer(TorchDispatchMode):
         if func is _aten.all.default:
             with unset_fake_temporarily():
                 return torch.tensor(True)
-        if func is _aten.index.Tensor and (mask := _boolean(args[1])) is not None:
-            return first.new_empty(mask.numel(), *first.shape[mask.dim() :])
+        if func is _aten.index.Tensor:
+            mask = _boolean(args[1])
+            if mask is not None:
+                return first.new_empty(mask.numel(), *first.shape[mask.dim() :])
         return func(*args, **kwargs)
 
     def _count(self, func: Any, args: Any, kwargs: Any, inputs: list[torch.Tensor], out: Any) -> None:
-        produced = list(_tensors(out))
-        for tensor in produced:
+        """Record the memory and the work of an operator."""
+        outputs = list(_tensors(out))
+        for tensor in outputs:
             self.see(tensor, func)
         work = self.work[self.step, self.ledger.phase]
         if func.namespace in ("c10d", "_c10d_functional"):
-            self._communicates(work, func, args, kwargs, inputs)
+            self._count_collective(work, func, args, kwargs, inputs)
             return
-        if not produced or _is_view(func):
+        if not outputs or _is_view(func):
             return
-        dtype = (inputs if func._overloadpacket is _aten._scaled_mm else produced)[0].dtype
-        flops = self._flops(func, args, kwargs, out)
-        if func in _COPIES and len({*map(self.ledger.is_on_host, (*inputs, *produced))}) == 2:
-            work.hosted["bytes"] += produced[0].numel() * produced[0].element_size()
-            return
-        moved = sum(tensor.numel() * tensor.element_size() for tensor in (*inputs, *produced))
+        if func in _COPIES:
+            sides = {self.ledger.is_on_host(tensor) for tensor in (*inputs, *outputs)}
+            if len(sides) == 2:  # a copy between device and host
+                work.hosted["bytes"] += _num_bytes(outputs[0])
+                return
+        # A product of float8 matrices has an output of another dtype, and takes the time of its inputs' dtype.
+        is_scaled = func._overloadpacket is _aten._scaled_mm
+        dtype = inputs[0].dtype if is_scaled else outputs[0].dtype
+        flops = _flops(func, args, kwargs, out)
+        moved = sum(_num_bytes(tensor) for tensor in (*inputs, *outputs))
         work.calls[flops, moved, dtype] += 1
         if flops:
             work.flops[dtype] += flops
 
-    def _flops(self, func: Any, args: Any, kwargs: Any, out: Any) -> int:
-        packet = func._overloadpacket
-        if packet in flop_registry:
-            return flop_registry[packet](*args, **kwargs, out_val=out)
-        own = _OWN_FLOPS.get(str(packet))
-        return 0 if own is None else own(*args, **kwargs)
-
-    def _communicates(self, work: Work, func: Any, args: Any, kwargs: Any, inputs: list[torch.Tensor]) -> None:
+    def _count_collective(self, work: Work, func: Any, args: Any, kwargs: Any, inputs: list[torch.Tensor]) -> None:
         name = func._schema.name.split("::")[1].replace("_", "")
         kind = next((text for key, text in _COLLECTIVES.items() if key in name), None)
         if kind is None or not inputs:
             return
-        size = max(tensor.numel() * tensor.element_size() for tensor in inputs)
+        size = max(_num_bytes(tensor) for tensor in inputs)
         ranks = _ranks_of(func, (*args, *kwargs.values()))
         if func.namespace == "_c10d_functional" and kind == "all-gather":
-            size *= len(ranks)
+            size *= len(ranks)  # its input is a shard; c10d's operators have the whole output among their inputs
         if self.in_fsdp and self.offload:  # shards and their gradients are in host memory
             work.hosted["bytes"] += size // len(ranks)
-        calls, sizes = (work.collectives, work.sent) if self.in_fsdp else (work.waiting, work.awaited)
-        calls[kind, ranks] += 1
-        sizes[kind, ranks] += size
+        if self.in_fsdp:
+            work.collectives[kind, ranks] += 1
+            work.sent[kind, ranks] += size
+        else:
+            work.waiting[kind, ranks] += 1
+            work.awaited[kind, ranks] += size
 
     def see(self, tensor: torch.Tensor, func: Any = None) -> None:
         """Record the memory of a tensor."""
         for storage in storages(tensor):
-            if storage._cdata not in self.ledger._live:
-                name = "" if func is None else f"{func._schema.name.replace('::', '.')} "
-                shape = " x ".join(map(str, tensor.shape)) or "scalar"
-                operator = f"{name}[{shape}] {str(tensor.dtype).removeprefix('torch.')}"
-                on_host = is_on_host() or (self.offload and self.ledger.phase in ("set-up", "optimizer"))
-                self.ledger.add(storage, self._component(), operator, self._where(), on_host=on_host)
+            if storage._cdata in self.ledger._live:
+                continue
+            name = "" if func is None else f"{func._schema.name.replace('::', '.')} "
+            shape = " x ".join(str(size) for size in tensor.shape) or "scalar"
+            operator = f"{name}[{shape}] {str(tensor.dtype).removeprefix('torch.')}"
+            is_offloaded = self.offload and self.ledger.phase in ("set-up", "optimizer")
+            on_host = is_on_host() or is_offloaded
+            self.ledger.add(storage, self._component(), operator, self._where(), on_host=on_host)
 
     def multiply(self, factor: float) -> None:
         """Multiply the work of forward and backward passes, to include micro-batches that were not run."""
@@ -219,28 +233,30 @@ class Observer(TorchDispatchMode):
 
     def _where(self) -> str:
         """Return the module being called, and the line of the library or of the recipe."""
+        line = "torch"
         frame = sys._getframe(2)
         while frame is not None:
             file = frame.f_code.co_filename
-            if not file.startswith(_HERE) and f"{_TORCH}/" not in file and not file.startswith("<"):
-                place = f"{_short(file)}:{frame.f_lineno}"
+            is_ours = file.startswith(_HERE)
+            is_torch = f"{_TORCH}/" in file
+            if not is_ours and not is_torch and not file.startswith("<"):
+                line = f"{_short(file)}:{frame.f_lineno}"
                 break
             frame = frame.f_back
-        else:
-            place = "torch"
-        return f"{self.path[-1]}, {place}" if self.path else place
+        return f"{self.path[-1]}, {line}" if self.path else line
 
     # Patches of torch, active inside the context.
 
     def patch(self, owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-        """Replace an attribute by ``make(attribute)`` until the block ends."""
-        before = getattr(owner, name, None)
-        if before is not None:
-            setattr(owner, name, make(before))
-            self._patches.callback(setattr, owner, name, before)
+        """Replace an attribute by ``make(attribute)`` until the block ends, if this version of torch has it."""
+        original = getattr(owner, name, None)
+        if original is not None:
+            setattr(owner, name, make(original))
+            self._patches.callback(setattr, owner, name, original)
 
     def __enter__(self) -> "Observer":
-        def noted(resize_: Callable[..., Any]) -> Callable[..., Any]:
+        # FSDP frees and allocates its buffers by resizing, which no operator shows.
+        def recording(resize_: Callable[..., Any]) -> Callable[..., Any]:
             def resize(storage: torch.UntypedStorage, size: int) -> Any:
                 resize_(storage, size)
                 self.ledger.resized(storage, "other")
@@ -248,13 +264,13 @@ class Observer(TorchDispatchMode):
 
             return resize
 
-        self.patch(torch.UntypedStorage, "resize_", noted)
+        self.patch(torch.UntypedStorage, "resize_", recording)
         for name in ("propagate_tensor_meta", "_propagate_tensor_meta", "_propagate_tensor_meta_non_cached"):
             self.patch(shape_propagation(), name, self._quietly)
         if self.fake:
             from torchtune.modules.parallel import expert_parallel
 
-            self.patch(expert_parallel, "exchange_sizes", lambda _: _balanced)
+            self.patch(expert_parallel, "exchange_sizes", lambda _: _balanced_sizes)
         self.entered = True
         self._watch_phases()
         self._watch_fsdp()
@@ -336,9 +352,11 @@ class Observer(TorchDispatchMode):
     def _enter_module(self, module: torch.nn.Module, _: Any) -> None:
         name = self._names.get(id(module))
         if name is not None:
+            # With activation checkpointing, forward passes also run inside the backward pass.
             if self.ledger.phase != "backward":
                 if self._has_stepped:
-                    self.step, self._has_stepped = self.step + 1, False
+                    self.step += 1
+                    self._has_stepped = False
                 if self.ledger.phase != "forward":
                     self.ledger.enter("forward")
                 if id(module) in self._layers:
@@ -351,19 +369,25 @@ class Observer(TorchDispatchMode):
         layer = self._layers.get(id(module))
         if layer is not None and self.ledger.phase != "backward":
             self.ledger.enter("forward", f"after {layer}")
-            for tensor in filter(lambda one: one.requires_grad, _tensors(output)):
-                tensor.register_hook(lambda _: self.ledger.enter("backward", layer))
-                break
+            for tensor in _tensors(output):
+                if tensor.requires_grad:
+                    # The gradient of a layer's output is complete when the backward pass of the layer begins.
+                    tensor.register_hook(lambda _: self.ledger.enter("backward", layer))
+                    break
 
     def loaded(self, model: torch.nn.Module, name: str) -> None:
         """Record a model after its weights are loaded."""
-        self._names |= {id(module): _any_layer(path or name) for path, module in model.named_modules()}
+        for path, module in model.named_modules():
+            self._names[id(module)] = _any_layer(path or name)
         for kind, stack in stacks(model).items():
-            kept = getattr(stack, "kept_layers", range(len(stack.layers)))
+            kept_layers = getattr(stack, "kept_layers", range(len(stack.layers)))
             sizes = [magnitude(layer) for layer in stack.layers]
-            beside = zip([None, *sizes], [*sizes[1:], None], strict=False)
-            for layer, index, neighbors in zip(stack.layers, kept, beside, strict=True):
-                self._layers[id(layer)] = f"{name} {kind} {index} {neighbors}"
+            previous_sizes = [None, *sizes[:-1]]
+            next_sizes = [*sizes[1:], None]
+            # A moment is extrapolated only between layers whose neighbors have the same sizes.
+            neighbors = zip(previous_sizes, next_sizes, strict=True)
+            for layer, index, sizes_beside in zip(stack.layers, kept_layers, neighbors, strict=True):
+                self._layers[id(layer)] = f"{name} {kind} {index} {sizes_beside}"
         for parameter in model.parameters():
             self.see(parameter)
             self._parameters.add(id(parameter))
@@ -379,10 +403,14 @@ def _any_layer(path: str) -> str:
     return re.sub(r"(layers)\.\d+", r"\1.*", path)
 
 
-def _balanced(own: torch.Tensor, theirs: torch.Tensor, rows: int) -> tuple[list[int], list[int]]:
+def _balanced_sizes(counts: torch.Tensor, _: torch.Tensor, rows: int) -> tuple[list[int], list[int]]:
     """Return the rows that an expert all-to-all sends to and receives from every rank under perfect balance."""
-    sizes = [(rows + rank) // len(own) for rank in range(len(own))]
+    sizes = [(rows + rank) // len(counts) for rank in range(len(counts))]
     return sizes, sizes
+
+
+def _num_bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
@@ -397,6 +425,7 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _is_small(tensors: list[torch.Tensor]) -> bool:
+    """Return whether real tensors are small enough to compute with."""
     return sum(tensor.numel() for tensor in tensors) < 2**26
 
 
@@ -407,21 +436,34 @@ def _boolean(indices: Any) -> torch.Tensor | None:
 
 
 def _is_view(func: Any) -> bool:
+    """Return whether an operator's output shares the memory of its input without changing it."""
     returns = func._schema.returns
-    info = returns[0].alias_info if returns else None
-    return info is not None and not info.is_write
+    alias = returns[0].alias_info if returns else None
+    return alias is not None and not alias.is_write
 
 
 def _ranks_of(func: Any, args: Any) -> tuple[int, ...]:
+    """Return the ranks of a collective's process group: an object for c10d, a name for functional collectives."""
     for value in tree_leaves(args):
         if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()):
             return tuple(dist.get_process_group_ranks(dist.ProcessGroup.unbox(value)))
+        # Names of groups have digits; other texts are the names of reductions.
         if isinstance(value, str) and func.namespace == "_c10d_functional" and not value.isalpha():
             return tuple(dist.get_process_group_ranks(group_named(value)))
     return tuple(range(dist.get_world_size()))
 
 
+def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> int:
+    """Return the FLOPs of an operator; 0 for operators without matrix products."""
+    packet = func._overloadpacket
+    if packet in flop_registry:
+        return flop_registry[packet](*args, **kwargs, out_val=out)
+    formula = _CUSTOM_FLOPS.get(str(packet))
+    return 0 if formula is None else formula(*args, **kwargs)
+
+
 def _lengths(cu_seqlens: torch.Tensor, total: int) -> list[int]:
+    """Return the lengths of the documents in a row; all tokens are one document if they are unknown."""
     if isinstance(cu_seqlens, FakeTensor):
         return [total]
     with unset_fake_temporarily():
@@ -429,19 +471,34 @@ def _lengths(cu_seqlens: torch.Tensor, total: int) -> list[int]:
 
 
 def _attention_flops(products: int, q: torch.Tensor, cu_seqlens: torch.Tensor, window: int) -> int:
-    pairs = sum(attention_pairs(length, window or None) for length in _lengths(cu_seqlens, q.shape[0]))
-    return 2 * products * pairs * q.shape[1] * q.shape[2]
+    """Return the FLOPs of an attention with a number of products of queries and keys; ``q`` is ``[tokens, h, d]``."""
+    tokens, heads, head_dim = q.shape[:3]
+    pairs = 0
+    for length in _lengths(cu_seqlens, tokens):
+        pairs += attention_pairs(length, window or None)
+    return 2 * products * pairs * heads * head_dim
 
 
 def _delta_rule_flops(of_state: int, of_value: int, of_key: int, of_shared: int, k: Any, v: Any) -> int:
-    """Return the FLOPs of products with the state, and with the 64 positions of a chunk."""
-    (heads, value), (shared, key) = v.shape[2:], k.shape[2:]
-    chunk = heads * (of_value * value + of_key * key) + of_shared * shared * key
-    return v.shape[0] * v.shape[1] * (of_state * heads * key * value + 64 * chunk)
+    """Return the FLOPs of products with the state, and with the 64 positions of a chunk.
+
+    Args:
+        of_state: FLOPs per token, head and element of the state ``[key_dim, value_dim]``.
+        of_value: FLOPs per token, position of the chunk, head and element of a value.
+        of_key: FLOPs per token, position of the chunk, head and element of a key.
+        of_shared: the same for products that heads with the same key share.
+        k: keys ``[b, s, shared heads, key_dim]``.
+        v: values ``[b, s, heads, value_dim]``.
+    """
+    batch, length, heads, value_dim = v.shape
+    shared_heads, key_dim = k.shape[2:]
+    state = of_state * heads * key_dim * value_dim
+    chunk = heads * (of_value * value_dim + of_key * key_dim) + of_shared * shared_heads * key_dim
+    return batch * length * (state + 64 * chunk)
 
 
 # The library's custom operators by name. Attention: scores and values forward; scores and four gradients backward.
-_OWN_FLOPS: dict[str, Callable[..., int]] = {
+_CUSTOM_FLOPS: dict[str, Callable[..., int]] = {
     "torchtune.document_attention": lambda q, k, v, cu, sinks=None, window=0, *_: _attention_flops(2, q, cu, window),
     "torchtune.document_attention_backward": (
         lambda grad, q, k, v, out, lse, cu, sinks=None, window=0, *_: _attention_flops(5, q, cu, window)
@@ -458,5 +515,5 @@ _TORCH = torch.__path__[0]
 
 def _short(file: str) -> str:
     """Return a path relative to the library's folder, or the name of the file."""
-    _, found, rest = file.rpartition(f"/{_LIBRARY}/")
-    return f"{_LIBRARY}/{rest}" if found else file.rpartition("/")[2]
+    _, separator, path = file.rpartition(f"/{_LIBRARY}/")
+    return f"{_LIBRARY}/{path}" if separator else file.rpartition("/")[2]

@@ -74,25 +74,33 @@ def row_length(
     """Return (tokens of the longest row, whether this number is assumed); ``measured`` is known from the data."""
     if measured is not None:
         return measured, False
-    nodes = nodes_of(settings.dataset)
-    given = [settings.max_seq_len, *(node.get("max_seq_len") for node in nodes if node is not None)]
-    known = [length for length in given if length]
-    if known:
-        return min(known), False
+    limits = [settings.max_seq_len]
+    for node in nodes_of(settings.dataset):
+        if node is not None:
+            limits.append(node.get("max_seq_len"))
+    lengths = [limit for limit in limits if limit]
+    if lengths:
+        return min(lengths), False
     return min(_ASSUMED_LENGTH, getattr(model, "max_seq_len", None) or _ASSUMED_LENGTH), True
 
 
 def count_parameters(model: torch.nn.Module) -> tuple[int, int]:
     """Return the numbers of (all, trained) parameters; quantized weights count the elements of the full weight."""
-    total = sum(map(math.prod, full_shapes(model).values()))
-    return total, sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    total = sum(math.prod(shape) for shape in full_shapes(model).values())
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    return total, trained
 
 
 def weights_memory(settings: SettingsView) -> str:
     """Return a text with the GiB of the weights of all models of a run, as stored."""
-    views = [settings, *(other for _, other in settings.other_models().values())]
-    weights = [parameter for view in views for parameter in build_on_meta(view)[0].parameters()]
-    return f"{sum(map(_num_bytes, weights)) / 2**30:.2f} GiB of weights"
+    views = [settings]
+    for _, view in settings.other_models().values():
+        views.append(view)
+    size = 0
+    for view in views:
+        model, _, _ = build_on_meta(view)
+        size += sum(_num_bytes(parameter) for parameter in model.parameters())
+    return f"{size / 2**30:.2f} GiB of weights"
 
 
 def _num_bytes(tensor: torch.Tensor) -> int:
@@ -121,19 +129,24 @@ def plan_run(settings: Any, processes: int = 1, length: int | None = None) -> st
     dims = arrange(settings, processes)
     model, dtype, reports = build_on_meta(settings)
     total, trained = count_parameters(model)
-    share = trained / max(total, 1)
-    lines = [
-        f"model       {settings.model.get('_component_')}, {str(dtype).removeprefix('torch.')}",
-        *(f"{name:<12}{other.model.get('_component_')}" for name, (_, other) in settings.other_models().items()),
-        f"parameters  {total:,}" + (f", of which {trained:,} are trained ({share:.2%})" if settings.optimizer else ""),
-        *(f"converted   {report}" for report in reports),
-        f"mesh        {dims}, device {settings.device or 'chosen at start'}",
-    ]
+    parameters = f"{total:,}"
+    if settings.optimizer:
+        parameters += f", of which {trained:,} are trained ({trained / max(total, 1):.2%})"
+    lines = [f"model       {settings.model.get('_component_')}, {str(dtype).removeprefix('torch.')}"]
+    for name, (_, view) in settings.other_models().items():
+        lines.append(f"{name:<12}{view.model.get('_component_')}")
+    lines.append(f"parameters  {parameters}")
+    for report in reports:
+        lines.append(f"converted   {report}")
+    lines.append(f"mesh        {dims}, device {settings.device or 'chosen at start'}")
     device = parse_device(settings.device)
     if not has_fast_matmul(dtype, device):
         lines.append(emulation_warning(settings.resolved_dtype(), device))
     if settings.optimizer is None:
-        return "\n".join([*lines, f"memory      {weights_memory(settings)}"])
-    batch_size, (length, is_assumed) = settings.batch_size, row_length(settings, model, length)
+        lines.append(f"memory      {weights_memory(settings)}")
+        return "\n".join(lines)
+    batch_size = settings.batch_size
+    length, is_assumed = row_length(settings, model, length)
     remark = "(tokenizer.max_seq_len is not set, so this is a guess)" if is_assumed else "at most"
-    return "\n".join([*lines, f"micro-batch {batch_size} x {length} = {batch_size * length:,} tokens {remark}"])
+    lines.append(f"micro-batch {batch_size} x {length} = {batch_size * length:,} tokens {remark}")
+    return "\n".join(lines)

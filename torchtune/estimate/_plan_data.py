@@ -70,30 +70,47 @@ def plan_data(settings: Any, processes: int = 1, sample: int = SAMPLE) -> list[t
 def measure_data(settings: Any, processes: int = 1, sample: int = SAMPLE) -> DataPlan:
     """Return what :func:`plan_data` describes; the arguments and errors are the same."""
     cfg = SettingsView.of(settings)
-    tokenizer, longest = config.instantiate(cfg.tokenizer), context_length(cfg)
-    held_out = []
+    tokenizer = config.instantiate(cfg.tokenizer)
+    longest = context_length(cfg)
+
+    validation = None
     if cfg.dataset_val is not None:
-        text = measure(cfg.dataset_val, tokenizer, sample, longest).text
+        validation = measure(cfg.dataset_val, tokenizer, sample, longest).text
         shared = _shared_rows(cfg, tokenizer, sample, longest)
-        held_out = [("validation", text if shared is None else f"{text}; {shared}")]
+        if shared is not None:
+            validation += f"; {shared}"
     train = measure(cfg.dataset, tokenizer, sample, longest)
+
     dims = arrange(cfg, processes)
     streams = any(node.get("streaming") for node in nodes_of(cfg.dataset))
-    per_step = describe_global_batch(cfg, dims.data_size, None if streams else train.examples)
-    lines = [("data", train.text), *held_out, ("batch", per_step)]
+    batch = describe_global_batch(cfg, dims.data_size, None if streams else train.examples)
     if streams:
         if cfg.max_steps_per_epoch is None:
             raise DataError("dataset: streaming=True has no end: set max_steps_per_epoch.")
         per_epoch = cfg.max_steps_per_epoch
     elif train.examples is None:
-        return DataPlan([*lines, ("steps", "unknown until the data are read")], train)
+        per_epoch = None
     else:
         per_epoch = steps_of_epoch(cfg, train.examples, dims.data_size)
-    if (unused := explain_no_validation(cfg, cfg.epochs * per_epoch)) is not None:
-        lines = [(name, f"{text}; {unused}" if name == "validation" else text) for name, text in lines]
-    _try_schedule(cfg, cfg.epochs * per_epoch)
-    about = "about " if train.text.startswith("about") else ""
-    return DataPlan([*lines, ("steps", f"{about}{count_steps(cfg, per_epoch)}")], train)
+
+    if per_epoch is None:
+        steps = "unknown until the data are read"
+    else:
+        if validation is not None:
+            unused = explain_no_validation(cfg, cfg.epochs * per_epoch)
+            if unused is not None:
+                validation += f"; {unused}"
+        _try_schedule(cfg, cfg.epochs * per_epoch)
+        steps = count_steps(cfg, per_epoch)
+        if train.text.startswith("about"):
+            steps = f"about {steps}"
+
+    lines = [("data", train.text)]
+    if validation is not None:
+        lines.append(("validation", validation))
+    lines.append(("batch", batch))
+    lines.append(("steps", steps))
+    return DataPlan(lines, train)
 
 
 def measure(dataset: Any, tokenizer: Any, sample: int, longest: int | None) -> Measured:
@@ -108,55 +125,69 @@ def measure(dataset: Any, tokenizer: Any, sample: int, longest: int | None) -> M
     Raises:
         DataError: a dataset cannot be read, or a row cannot be trained on.
     """
-    counts: list[float | None] = []
-    exact, packed, unknown = True, False, []
-    sizes: list[int] = []
-    lengths: list[int | None] = []
-    dropped = truncated = 0
+    sizes: list[int] = []  # examples, packs or rows, of each source
+    counts: list[float | None] = []  # tokens of each source
+    lengths: list[int | None] = []  # longest row of each source
+    unread: list[str] = []
+    is_exact = True
+    is_packed = False
+    dropped = 0
+    truncated = 0
     omitted: list[str] = []
     for node in nodes_of(dataset):
         try:
             with preview(sample) as seen:
                 built = instantiate_dataset(node, tokenizer, longest)
         except NotRead as reason:
-            unknown.append(str(reason))
+            unread.append(str(reason))
             continue
+        # A source of more rows than the sample is estimated from the rows that were read.
         scale = seen.total / seen.read if seen.read else 1.0
         sizes.append(math.ceil(len(built) * scale))
         tokens = count_tokens(built)
         counts.append(None if tokens is None else tokens * scale)
         lengths.append(built.longest)
-        exact = exact and scale == 1.0
-        packed = packed or built.is_packed
+        is_exact = is_exact and scale == 1.0
+        is_packed = is_packed or built.is_packed
         for rows in built.row_datasets():
             dropped += len(rows.dropped)
             truncated += rows.num_truncated
             if rows.omitted:
                 omitted.append(rows.omitted)
-    if unknown:
-        return Measured(None, "; ".join(unknown), exact=False)
-    kind = "packs" if packed else "rows"
+    if unread:
+        return Measured(None, "; ".join(unread), exact=False)
+
     examples = sum(sizes)
-    total = "" if None in counts else f", {round(sum(counts)):,} tokens"
-    most = None if None in lengths else max(lengths)
-    left_out = _describe_left_out(dropped, truncated, tokenizer) + "".join(f"; {text}" for text in omitted)
+    kind = "packs" if is_packed else "rows"
+    tokens_text = "" if None in counts else f", {round(sum(counts)):,} tokens"
+    longest_row = None if None in lengths else max(lengths)
+    left_out = _describe_left_out(dropped, truncated, omitted, tokenizer)
     if is_mixture(dataset):
         per_epoch = mixture_examples(dataset, sizes)
-        if exact:
-            text = f"{examples:,} {kind}{total}, mixed: {per_epoch:,} {kind} per epoch{left_out}"
-            return Measured(per_epoch, text, most)
-        examples, kind = per_epoch, f"{kind} per epoch of a mixture"
-    if exact:
-        return Measured(examples, f"{examples:,} {kind}{total}, all tokenized to count them{left_out}", most)
-    text = f"about {examples:,} {kind}{total}, estimated from the first {sample:,} rows of each source{left_out}"
-    text += "; the run checks all rows before its first step"
-    return Measured(examples, text, most, exact=False)
+        if is_exact:
+            text = f"{examples:,} {kind}{tokens_text}, mixed: {per_epoch:,} {kind} per epoch{left_out}"
+            return Measured(per_epoch, text, longest_row)
+        examples = per_epoch
+        kind = f"{kind} per epoch of a mixture"
+    if is_exact:
+        text = f"{examples:,} {kind}{tokens_text}, all tokenized to count them{left_out}"
+        return Measured(examples, text, longest_row)
+    text = (
+        f"about {examples:,} {kind}{tokens_text}, estimated from the first {sample:,} rows of each source{left_out}; "
+        "the run checks all rows before its first step"
+    )
+    return Measured(examples, text, longest_row, exact=False)
 
 
-def _describe_left_out(dropped: int, truncated: int, tokenizer: Any) -> str:
-    text = f"; {dropped:,} rows cannot be trained on and are left out" if dropped else ""
+def _describe_left_out(dropped: int, truncated: int, omitted: list[str], tokenizer: Any) -> str:
+    """Return clauses about rows that are not trained on as they are; empty if there are none."""
+    text = ""
+    if dropped:
+        text += f"; {dropped:,} rows cannot be trained on and are left out"
     if truncated:
         text += f"; {truncated:,} rows have max_seq_len={tokenizer.max_seq_len} tokens or are truncated to it"
+    for reason in omitted:
+        text += f"; {reason}"
     return text
 
 
@@ -173,12 +204,13 @@ def _shared_rows(cfg: SettingsView, tokenizer: Any, sample: int, longest: int | 
 
 def mixture_examples(node: Mapping[str, Any], sizes: Sequence[int]) -> int:
     """Return the examples per epoch of a mixture of datasets with ``sizes``. Raises :class:`DataError`."""
-    names = tuple(map(str, node["datasets"]))
+    names = tuple(str(name) for name in node["datasets"])
     weights = mixture_weights(names, sizes, node.get("weights"), node.get("temperature", 1.0))
     return sum(mixture_counts(sizes, weights, node.get("stop", "repeat")))
 
 
 def steps_of_epoch(cfg: SettingsView, examples: int, data_size: int) -> int:
+    """Return the optimizer steps of an epoch; the loader counts them, so that a run has the same number."""
     loader = BatchLoader(
         range(examples),
         batch_size=cfg.batch_size,
@@ -194,5 +226,5 @@ def steps_of_epoch(cfg: SettingsView, examples: int, data_size: int) -> int:
 
 def _try_schedule(cfg: SettingsView, steps: int) -> None:
     """Build the schedule, so that it can warn about the number of steps."""
-    probe = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
-    config.instantiate(cfg.lr_scheduler, probe, num_training_steps=steps, last_epoch=-1)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    config.instantiate(cfg.lr_scheduler, optimizer, num_training_steps=steps, last_epoch=-1)

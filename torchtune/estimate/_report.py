@@ -1,5 +1,6 @@
 """Report of a simulated run."""
 
+import math
 from collections import Counter
 
 from torchtune.estimate import _roofline
@@ -49,46 +50,58 @@ def _lines(rows: Rows) -> str:
 def _layers(estimate: Estimate) -> str:
     if estimate.simulated == (estimate.layers,):
         return f"all {estimate.layers} layers"
-    *most, last = map(str, estimate.simulated)
-    return f"with {', '.join(most)} and {last} of {estimate.layers} layers, extrapolated to all"
+    *first, last = [str(layers) for layers in estimate.simulated]
+    return f"with {', '.join(first)} and {last} of {estimate.layers} layers, extrapolated to all"
 
 
 def _batch(estimate: Estimate) -> str:
-    cfg, length = estimate.settings, estimate.length
-    micro = f"{cfg.batch_size} x {length:,} = {cfg.batch_size * length:,} tokens per rank"
+    size = estimate.settings.batch_size
+    length = estimate.length
+    micro = f"{size} x {length:,} = {size * length:,} tokens per rank"
     return f"{micro}, {estimate.tokens:,} per step over all ranks"
 
 
 def _memory(estimate: Estimate) -> Rows:
     peaks = estimate.peaks
     head = "".join(f"{phase:>11}" for phase in peaks)
-    lines = [("memory", f"{head}   GiB of each device at the peak of each phase")]
+    rows = [("memory", f"{head}   GiB of each device at the peak of each phase")]
     for component in COMPONENTS:
         sizes = "".join(f"{peak.components[component] / GIB:>11.2f}" for peak in peaks.values())
-        lines.append((f"  {component}", sizes))
-    return [*lines, ("  total", "".join(f"{peak.total / GIB:>11.2f}" for peak in peaks.values()))]
+        rows.append((f"  {component}", sizes))
+    totals = "".join(f"{peak.total / GIB:>11.2f}" for peak in peaks.values())
+    rows.append(("  total", totals))
+    return rows
 
 
 def _filled(estimate: Estimate, device: Accelerator) -> Rows:
+    """Return the highest peak, whether it fits, and the largest blocks: of the first moment that does not fit."""
+    capacity = device.memory * GIB
     phase, highest = max(estimate.peaks.items(), key=lambda item: item[1].total)
-    moments = estimate.moments.items()
-    over = next(((name, peak) for (name, _), peak in moments if peak.total > device.memory * GIB), None)
-    fits = "it fits" if over is None else "IT DOES NOT FIT"
-    share = highest.total / (device.memory * GIB)
-    lines = [("peak", f"{highest.total / GIB:.2f} GiB in {phase}, {share:.0%} of {device.memory} GiB: {fits}")]
-    if over is None:
-        lines.append(("  reached by", highest.reached_by))
+    exceeding = None  # the run would end here, before its highest peak
+    for (moment_phase, _), peak in estimate.moments.items():
+        if peak.total > capacity:
+            exceeding = (moment_phase, peak)
+            break
+    share = f"{highest.total / GIB:.2f} GiB in {phase}, {highest.total / capacity:.0%} of {device.memory} GiB"
+    if exceeding is None:
+        rows = [("peak", f"{share}: it fits"), ("  reached by", highest.reached_by), *_largest(highest)]
     else:
-        lines.append(("  exceeded by", f"{over[1].reached_by}, {over[0]}"))
-    return [*lines, *_largest(highest if over is None else over[1]), *_host(estimate)]
+        moment_phase, peak = exceeding
+        rows = [
+            ("peak", f"{share}: IT DOES NOT FIT"),
+            ("  exceeded by", f"{peak.reached_by}, {moment_phase}"),
+            *_largest(peak),
+        ]
+    return [*rows, *_host(estimate)]
 
 
 def _largest(peak: Peak) -> Rows:
-    largest = sorted(((size, peak.counts[key], *key) for key, size in peak.held.items()), reverse=True)
-    return [
-        ("  allocated", f"{size / GIB:6.2f} GiB: {count:.0f} x {operator}, {where} ({component})")
-        for size, count, component, operator, where in largest[:5]
-    ]
+    """Return the five places that hold most memory."""
+    blocks = [(size, peak.counts[key], *key) for key, size in peak.held.items()]
+    rows = []
+    for size, count, component, operator, where in sorted(blocks, reverse=True)[:5]:
+        rows.append(("  allocated", f"{size / GIB:6.2f} GiB: {count:.0f} x {operator}, {where} ({component})"))
+    return rows
 
 
 def _host(estimate: Estimate) -> Rows:
@@ -111,27 +124,35 @@ def _flops(estimate: Estimate) -> dict[str, float]:
 
 
 def _work(estimate: Estimate) -> Rows:
-    flops, calls, sizes = _flops(estimate), Counter(), Counter()
+    calls: Counter[str] = Counter()
+    sizes: Counter[str] = Counter()
     for work in estimate.work.values():
-        for (kind, ranks), number in (work.collectives + work.waiting).items():
+        collectives = work.collectives + work.waiting
+        for (kind, ranks), number in collectives.items():
             calls[kind] += number
             sizes[kind] += work.sent[kind, ranks] + work.awaited[kind, ranks]
-    parts = ", ".join(f"{count / 1e12:,.1f} {phase}" for phase, count in flops.items() if count)
-    sent = ", ".join(f"{kind} {number:.0f} x, {_size(sizes[kind])}" for kind, number in calls.items())
-    lines = [("FLOPs", f"{sum(flops.values()) / 1e12:,.1f} T per step and device ({parts})")]
-    return [*lines, ("collectives", f"{sent} per step")] if sent else lines
+    flops = _flops(estimate)
+    phases = ", ".join(f"{count / 1e12:,.1f} {phase}" for phase, count in flops.items() if count)
+    rows = [("FLOPs", f"{sum(flops.values()) / 1e12:,.1f} T per step and device ({phases})")]
+    if calls:
+        sent = ", ".join(f"{kind} {number:.0f} x, {_size(sizes[kind])}" for kind, number in calls.items())
+        rows.append(("collectives", f"{sent} per step"))
+    return rows
 
 
 def _time(estimate: Estimate, device: Accelerator) -> Rows:
-    time, processes = step_time(estimate.work.values(), device), estimate.dims.world_size
-    text = f"{time.total:.2f} s ({time.computing:.2f} computing, {time.launching:.2f} host, "
-    text += f"{time.overlapped:.2f} FSDP's collectives overlapped, {time.waiting:.2f} others), bound by {time.bound}"
-    share = sum(_flops(estimate).values()) / time.total / device.bf16
-    speed = f"{estimate.tokens / time.total / processes:,.0f} tokens/s per device, {share:.0%} of peak"
-    steps, remark = _steps(estimate)
+    time = step_time(estimate.work.values(), device)
+    processes = estimate.dims.world_size
+    step = (
+        f"{time.total:.2f} s ({time.computing:.2f} computing, {time.launching:.2f} host, {time.overlapped:.2f} FSDP's "
+        f"collectives overlapped, {time.waiting:.2f} others), bound by {time.bound}"
+    )
+    share_of_peak = sum(_flops(estimate).values()) / time.total / device.bf16
+    speed = f"{estimate.tokens / time.total / processes:,.0f} tokens/s per device, {share_of_peak:.0%} of peak"
+    steps, reason = _steps(estimate)
     hours = steps * time.total / 3600
-    cost = f"{hours * processes:,.1f} GPU-hours, {hours:,.1f} h for {steps:,} steps ({remark})"
-    return [("step time", text), ("speed", speed), ("cost", cost)]
+    cost = f"{hours * processes:,.1f} GPU-hours, {hours:,.1f} h for {steps:,} steps ({reason})"
+    return [("step time", step), ("speed", speed), ("cost", cost)]
 
 
 def _steps(estimate: Estimate) -> tuple[int, str]:
@@ -139,21 +160,21 @@ def _steps(estimate: Estimate) -> tuple[int, str]:
     cfg = estimate.settings
     if cfg.max_steps_per_epoch is not None:
         return cfg.epochs * cfg.max_steps_per_epoch, f"epochs={cfg.epochs} x max_steps_per_epoch"
-    a_step = cfg.batch_size * cfg.gradient_accumulation_steps * estimate.dims.data_size
-    remark = f"epochs={cfg.epochs} of {ASSUMED_ROWS:,} rows, assumed: set max_steps_per_epoch for another number"
-    return cfg.epochs * -(-ASSUMED_ROWS // a_step), remark
+    rows_per_step = cfg.batch_size * cfg.gradient_accumulation_steps * estimate.dims.data_size
+    reason = f"epochs={cfg.epochs} of {ASSUMED_ROWS:,} rows, assumed: set max_steps_per_epoch for another number"
+    return cfg.epochs * math.ceil(ASSUMED_ROWS / rows_per_step), reason
 
 
 def _assumed(estimate: Estimate, device: Accelerator) -> Rows:
     lines = []
     if estimate.length_is_assumed:
         lines.append(f"rows of {estimate.length:,} tokens: set tokenizer.max_seq_len for another length")
-    lines += [
-        "all rows are full, all tokens have labels, experts are balanced, nothing is compiled",
+    lines.append("all rows are full, all tokens have labels, experts are balanced, nothing is compiled")
+    lines.append(
         f"kernels reach {_roofline.ARITHMETIC:.0%} of {device.bf16 / 1e12:,.0f} TFLOP/s (bf16) or "
         f"{_roofline.MEMORY:.0%} of {device.bandwidth:,.0f} GB/s; the host launches an operator in "
-        f"{_roofline.LAUNCH * 1e6:.0f} µs",
-    ]
+        f"{_roofline.LAUNCH * 1e6:.0f} µs"
+    )
     if step_time(estimate.work.values(), device).hosted:
         lines.append(f"copies to host memory reach {_roofline.LINKS:.0%} of {_roofline.HOST_LINK / 1e9:.0f} GB/s")
     if estimate.settings.fsdp_cpu_offload:
@@ -164,7 +185,7 @@ def _assumed(estimate: Estimate, device: Accelerator) -> Rows:
             f"{device.per_machine}, {device.network:g} GB/s per device between machines"
         )
     lines.append("not counted: fragmentation, workspaces of kernels and NCCL, together 1 to 2 GiB")
-    return [("assumed" if index == 0 else "", line) for index, line in enumerate(lines)]
+    return [("assumed", lines[0]), *(("", line) for line in lines[1:])]
 
 
 def _size(size: float) -> str:

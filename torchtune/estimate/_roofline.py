@@ -16,9 +16,13 @@ from torchtune.estimate._devices import Accelerator
 from torchtune.estimate._observer import Collective, Work
 
 # Fractions of the published peaks that large kernels and messages reach.
-ARITHMETIC, MEMORY, LINKS = 0.7, 0.85, 0.8
-# Seconds of host time per operator launch, and latency of a collective.
-LAUNCH, LATENCY = 6e-6, 20e-6
+ARITHMETIC = 0.7
+MEMORY = 0.85
+LINKS = 0.8
+# Seconds of host time per operator launch.
+LAUNCH = 6e-6
+# Seconds from the start of a collective to its first byte.
+LATENCY = 20e-6
 # Bytes per second to host memory: PCIe 4 x16, one way. Newer links of some devices are twice as fast.
 HOST_LINK = 32e9
 
@@ -68,8 +72,12 @@ def step_time(phases: Iterable[Work], device: Accelerator) -> StepTime:
 def _compute(work: Work, device: Accelerator) -> float:
     seconds = 0.0
     for (flops, moved, dtype), calls in work.calls.items():
-        peak = device.fp32 * 1e12 if dtype in (torch.float32, torch.float64) else device.bf16
-        peak = device.float8 if dtype.itemsize == 1 else peak
+        if dtype.itemsize == 1:
+            peak = device.float8
+        elif dtype in (torch.float32, torch.float64):
+            peak = device.fp32 * 1e12
+        else:
+            peak = device.bf16
         slowest = max(flops / (peak * ARITHMETIC), moved / (device.bandwidth * 1e9 * MEMORY))
         seconds += calls * slowest
     return seconds

@@ -66,15 +66,17 @@ def simulate(
     observer.accumulates = micro_batches == 1 < cfg.gradient_accumulation_steps
     observer.offload = cfg.fsdp_cpu_offload and processes > 1
     length = row_length(cfg)[0] if length is None else length
-    loads = 0
-    accumulated = min(cfg.gradient_accumulation_steps, micro_batches or cfg.gradient_accumulation_steps)
-    changes = {"gradient_accumulation_steps": accumulated, "max_steps_per_epoch": steps}
-    if kept:
-        changes["model_converters"] = []
-    for key, stack in kept or {}:
-        layers = changes.setdefault(key, {"_component_": f"{_HERE}.shallow", "setting": key, "layers": {}})["layers"]
-        layers[stack] = list(kept[key, stack])
+    micro_batches_per_step = cfg.gradient_accumulation_steps
+    accumulated = min(micro_batches_per_step, micro_batches or micro_batches_per_step)
     rows = steps * cfg.batch_size * accumulated * dims.data_size
+    changes: dict[str, Any] = {"gradient_accumulation_steps": accumulated, "max_steps_per_epoch": steps}
+    if kept:
+        changes["model_converters"] = []  # ``models`` are converted
+        for (setting, stack_name), layers in kept.items():
+            if setting not in changes:
+                changes[setting] = {"_component_": f"{_HERE}.shallow", "setting": setting, "layers": {}}
+            changes[setting]["layers"][stack_name] = list(layers)
+    loads = 0
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         stack.enter_context(simulated())
         stack.enter_context(_set(_simulated_inputs.vision, None))
@@ -82,6 +84,7 @@ def simulate(
         stack.enter_context(_silence())
         if observer.fake:
             stack.enter_context(simulated_cluster(processes, per_machine))
+        # Entered last, so that the modes are left before the cluster ends.
         modes = stack.enter_context(ExitStack())
 
         def begin() -> None:
@@ -104,7 +107,7 @@ def simulate(
             f"{main.__module__}: the recipe never calls checkpointer.load_model(model), which the simulation needs: "
             "load the model with it."
         )
-    observer.multiply(cfg.gradient_accumulation_steps / accumulated)
+    observer.multiply(micro_batches_per_step / accumulated)
     return observer
 
 
@@ -155,18 +158,19 @@ def _replaced(settings: Any, cfg: SettingsView, folder: str, rows: int, length: 
     if cfg.lr_scheduler is not None and "num_warmup_steps" in cfg.lr_scheduler:
         changes["lr_scheduler"] = {**cfg.lr_scheduler, "num_warmup_steps": 0}
     if dataclasses.is_dataclass(settings):
-        known = {item.name for item in dataclasses.fields(settings)}
-        return dataclasses.replace(settings, **{key: value for key, value in changes.items() if key in known})
-    kept = copy.deepcopy(settings)  # a DictConfig
+        names = {setting.name for setting in dataclasses.fields(settings)}
+        declared = {key: value for key, value in changes.items() if key in names}
+        return dataclasses.replace(settings, **declared)
+    replaced = copy.deepcopy(settings)  # a DictConfig
     for key, value in changes.items():
-        if key in kept:
-            kept[key] = value
-    return kept
+        if key in replaced:
+            replaced[key] = value
+    return replaced
 
 
 def _items(settings: Any) -> Iterable[tuple[str, Any]]:
     if dataclasses.is_dataclass(settings):
-        return [(item.name, getattr(settings, item.name)) for item in dataclasses.fields(settings)]
+        return [(setting.name, getattr(settings, setting.name)) for setting in dataclasses.fields(settings)]
     return settings.items()
 
 

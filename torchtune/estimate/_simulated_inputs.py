@@ -33,32 +33,37 @@ class SimulationError(UserError):
 
 def stacks(model: nn.Module) -> dict[str, nn.Module]:
     """Return the modules of a model that have ``layers``: its text decoder and its vision tower, by name."""
-    found = {"text": text_decoder(model)}
+    modules = {"text": text_decoder(model)}
     if isinstance(model, ImageTextModel):
-        found["vision"] = model.encoder
-    return {name: stack for name, stack in found.items() if hasattr(stack, "layers")}
+        modules["vision"] = model.encoder
+    return {name: module for name, module in modules.items() if hasattr(module, "layers")}
 
 
 def shallow(setting: str, layers: Mapping[str, Sequence[int]]) -> nn.Module:
     """Return a copy of a setting's model with only the given layers of its stacks; other modules are kept."""
     model = built.get()[setting]
-    every = {name: stack.layers for name, stack in stacks(model).items()}
+    all_layers = {name: stack.layers for name, stack in stacks(model).items()}
+    # Layers are omitted before the copy, because all of them would take long to copy.
     try:
         for name, stack in stacks(model).items():
-            stack.layers = nn.ModuleList(every[name][index] for index in layers[name])
-        found = copy.deepcopy(model)
+            stack.layers = nn.ModuleList(all_layers[name][index] for index in layers[name])
+        copied = copy.deepcopy(model)
     finally:
         for name, stack in stacks(model).items():
-            stack.layers = every[name]
-    for name, stack in stacks(found).items():
+            stack.layers = all_layers[name]
+    for name, stack in stacks(copied).items():
         stack.kept_layers = tuple(layers[name])
-        place = {index: at for at, index in enumerate(layers[name])}
-        if sources := getattr(stack, "kv_sources", None):
-            stack.kv_sources = {place[to]: place[of] for to, of in sources.items() if to in place}
+        # Indices of layers in the model -> in the copy.
+        new_index = {index: position for position, index in enumerate(layers[name])}
+        kv_sources = getattr(stack, "kv_sources", None)
+        if kv_sources:
+            stack.kv_sources = {
+                new_index[reader]: new_index[source] for reader, source in kv_sources.items() if reader in new_index
+            }
         if isinstance(stack, VisionTower):
-            stack.full_layers = frozenset(place[index] for index in stack.full_layers if index in place)
-            stack.deep_layers = tuple(place[index] for index in stack.deep_layers)
-    return found
+            stack.full_layers = frozenset(new_index[index] for index in stack.full_layers if index in new_index)
+            stack.deep_layers = tuple(new_index[index] for index in stack.deep_layers)
+    return copied
 
 
 class StandInCheckpointer(CheckpointStore):
@@ -152,22 +157,33 @@ class StandInDataset(ExampleDataset):
     """
 
     def __init__(self, tokenizer: Any, *, rows: int, length: int, kind: str) -> None:
-        self._rows, self._kind, self._length = rows, kind, length
+        self._rows = rows
+        self._kind = kind
+        self._length = length
         self._row = dict.fromkeys(_COLUMNS[kind], [0] * length)
 
     def __len__(self) -> int:
         return self._rows
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        inputs = {} if vision.get() is None else {"images": _image(self._length, vision.get())}
-        columns = [name.replace("input_ids", "tokens") for name in self._row]
-        images = {name.replace("tokens", "encoder_input"): inputs for name in columns if inputs and "tokens" in name}
-        return _Row(self._row | images | ({"is_chosen": index % 2 == 0} if self._kind == "answers" else {}))
+        row = _Row(self._row)
+        description = vision.get()
+        if description is not None:
+            image = {"images": _image(self._length, description)}
+            for column in self._row:
+                # A column of tokens has its images beside it: chosen_input_ids, chosen_encoder_input.
+                name = column.replace("input_ids", "tokens")
+                if "tokens" in name:
+                    row[name.replace("tokens", "encoder_input")] = image
+        if self._kind == "answers":
+            row["is_chosen"] = index % 2 == 0
+        return row
 
 
 def _image(length: int, description: Any) -> Images:
     """Return an image that has half of the tokens of a row."""
-    merge, count = description.vision.merge, max(length // 2, 1)
+    merge = description.vision.merge  # patches of a token along each side
+    count = max(length // 2, 1)
     patches = torch.zeros(count * merge**2, description.vision.patch_values)
     positions = torch.arange(length).expand(3, 1, length) if description.rope_axes else None
     return Images(patches, ((1, merge, merge * count),), torch.arange(count), positions)
