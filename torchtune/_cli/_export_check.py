@@ -14,7 +14,7 @@ import torch
 
 import torchtune
 from torchtune import config, evaluation
-from torchtune._cli._aside import CrashedError, call_aside
+from torchtune._cli._child_process import CrashedError, call_in_child_process
 from torchtune._cli._export_files import Trained, quantize
 from torchtune.checkpoints import CheckpointStore, ModelSource
 from torchtune.data import DataError
@@ -180,15 +180,15 @@ def check_files(trained: Trained, to: str, quant: str | None, files: Path, aside
         return Check(reason=f"{', '.join(missing)} is not installed: pip install 'torchtune[check]'")
     base = None
     try:
-        found = call_aside(_measure, trained.path, to, files, device)
+        found = call_in_child_process(_measure, trained.path, to, files, device)
         tokenized = None
         if _reader(to) != "llama_cpp" and (files / "tokenizer.json").is_file():
             settings = None if trained.run is None else trained.run.settings.get("tokenizer")
-            tokenized = call_aside(_compare_tokenizers, settings, trained.path, files)
+            tokenized = call_in_child_process(_compare_tokenizers, settings, trained.path, files)
         if quant is not None and trained.base is not None:
             try:
                 quantize(trained.base, quant, aside)
-                base = call_aside(_measure, trained.base, to, aside, device)
+                base = call_in_child_process(_measure, trained.base, to, aside, device)
             except UserError as error:  # for example, of another layout
                 get_logger().warning(f"The quantized base is not compared with the base: {error}")
     except CrashedError as error:

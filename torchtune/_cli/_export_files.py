@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 import torchtune
-from torchtune._cli._target import find_checkpoint
+from torchtune._cli._find_recipe import find_checkpoint
 from torchtune.checkpoints import (
     ADAPTER_CONFIG_FILE,
     ADAPTER_FILE,

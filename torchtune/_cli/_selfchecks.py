@@ -18,10 +18,10 @@ import torch
 import yaml
 
 import torchtune
-from torchtune._cli._aside import call_aside
+from torchtune._cli._child_process import call_in_child_process
 from torchtune._cli._export_check import Check, check_files
 from torchtune._cli._export_files import Trained, find_trained
-from torchtune._cli._target import RecipeTarget
+from torchtune._cli._find_recipe import RecipeTarget
 from torchtune._cli.run import run_here
 from torchtune.config import apply_overrides, instantiate, load_and_check, locate, read_document, settings_of
 from torchtune.datasets import instantiate_collate, instantiate_dataset
@@ -151,7 +151,7 @@ class _Checks:
         data["checkpointer"].pop("keep_last_n_checkpoints", None)
         config = output.with_suffix(".yaml")
         config.write_text(yaml.safe_dump(data, sort_keys=False), encoding="utf-8")
-        reason = call_aside(run_recipe, self._recipe, config, output.with_suffix(".log"))
+        reason = call_in_child_process(run_recipe, self._recipe, config, output.with_suffix(".log"))
         if reason is not None:
             said = output.with_suffix(".log").read_text().rpartition("error: ")[2]
             raise CheckFailed(f"the run '{name}' ends with {reason}: {' '.join(said.split())[:400]}")

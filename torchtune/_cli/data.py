@@ -1,6 +1,7 @@
 """``tune data``."""
 
 import argparse
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -189,9 +190,44 @@ class DataPrepare(Subcommand):
 
     def _run(self, args: argparse.Namespace) -> None:
         check_least(args, workers=1)
-        from torchtune._cli._data_prepare import prepare_config
-
         prepare_config(_read_settings(args.config, args.overrides), args.output.expanduser(), args.workers)
+
+
+def prepare_config(cfg: Any, output: Path, processes: int | None) -> None:
+    """Tokenize the datasets of a recipe's settings into a folder.
+
+    Args:
+        cfg: settings of a training recipe.
+        output: the folder; matching files in it are reused.
+        processes: number of worker processes; by default one per core.
+
+    Raises:
+        DataError: rows cannot be trained on or written; no partial files are left.
+    """
+    from torchtune import config
+    from torchtune.datasets import instantiate_dataset, preparing, workers
+    from torchtune.estimate import nodes_of
+    from torchtune.supervision import count_tokens
+    from torchtune.training import context_length
+
+    tokenizer, longest = config.instantiate(cfg.tokenizer), context_length(cfg)
+    parts = {"dataset": cfg.dataset, "dataset_val": cfg.dataset_val}
+    for name, node in parts.items():
+        if node is None:
+            continue
+        started = time.monotonic()
+        with preparing(output), workers(processes):
+            dataset = instantiate_dataset(node, tokenizer, longest)
+        tokens = count_tokens(dataset)
+        if tokens is None:
+            if dataset.is_stream:
+                raise UserError(f"{name}: a stream is tokenized during training: remove streaming to prepare it.")
+            raise UserError(f"{name}: rows with images are tokenized during training: train without preparing them.")
+        kind = "packs" if dataset.is_packed else "rows"
+        took = time.monotonic() - started
+        print(f"{name}: {len(dataset):,} {kind}, {tokens:,} tokens in {output}, {took:.1f} s. Use them with")
+        alone = nodes_of(node)[0] is node
+        print(f"  {name}.prepared={output}" if alone else f"  prepared: {output}  # in every node of {name}")
 
 
 class Data(Subcommand):
@@ -245,7 +281,7 @@ def _builder_of(name: str, given: Mapping[str, Any]) -> str:
 
 def _read_settings(name: str, overrides: list[str]) -> Any:
     """Return the checked settings of a config with a dataset, for the recipe named in it."""
-    from torchtune._cli._target import recipe_named_by, resolve_config
+    from torchtune._cli._find_recipe import recipe_named_by, resolve_config
     from torchtune.config import load_and_check
     from torchtune.training import SettingsView
 

@@ -65,16 +65,16 @@ class Eval(Subcommand):
         check_least(args, top_k=0, top_p=0, min_p=0)
         check_most(args, top_p=1, min_p=1)
         self._check_metrics(args)
-        from torchtune._cli._target import find_checkpoint
+        from torchtune._cli._find_recipe import find_checkpoint
 
         args.model = find_checkpoint(args.model)
         args.models = [*([(args.against, None)] if args.against else []), (args.model, args.adapter)]
         if args.tasks:
-            from torchtune._cli._eval_tasks import eval_tasks
+            from torchtune._cli._evaluate import eval_tasks
 
             eval_tasks(args)
         if args.data or not args.tasks:
-            from torchtune._cli._eval_rows import eval_rows
+            from torchtune._cli._evaluate import eval_rows
 
             eval_rows(args)
 

@@ -30,8 +30,8 @@ class Import(Subcommand):
     def _run(self, args: argparse.Namespace) -> None:
         import yaml
 
+        from torchtune._cli._find_recipe import recipe_named_by
         from torchtune._cli._foreign_config import ForeignConfig
-        from torchtune._cli._target import recipe_named_by
         from torchtune.config import load_and_check
 
         output = args.output or Path(f"{args.file.stem}_torchtune.yaml")

@@ -6,7 +6,7 @@ import re
 import textwrap
 from collections.abc import Iterable
 
-from torchtune._cli._find_configs import families, find_configs, search_words
+from torchtune._cli._find_recipe import families, find_configs, search_words
 from torchtune._cli.subcommand import Subcommand
 from torchtune._recipe_registry import get_all_recipes
 from torchtune.config import did_you_mean

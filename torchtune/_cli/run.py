@@ -8,7 +8,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchtune._cli._target import RecipeTarget, recipe_named_by, resolve_config, resolve_recipe
+from torchtune._cli._find_recipe import RecipeTarget, recipe_named_by, resolve_config, resolve_recipe
 from torchtune._cli._torchrun import count_options, count_processes, is_option, run, torchrun_arguments
 from torchtune._cli.subcommand import Subcommand
 from torchtune._recipe_registry import are_other_methods, current_name, find_recipe, get_all_recipes, recipe_of
@@ -108,8 +108,8 @@ def require_config(command: Command, name: str, options: str = "") -> str:
 
 
 def estimate(recipe: RecipeTarget, config: Path, command: Command) -> None:
-    """Simulate a parsed command; see :func:`torchtune._cli._simulated_run.simulate_run`."""
-    from torchtune._cli._simulated_run import simulate_run
+    """Simulate a parsed command; see :func:`torchtune._cli._dry_run.simulate_run`."""
+    from torchtune._cli._dry_run import simulate_run
 
     if command.simulate is None:
         raise UserError("--simulate is missing: name the devices, for example --simulate 8xH100.")

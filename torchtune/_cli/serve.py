@@ -53,7 +53,7 @@ class Serve(Subcommand):
     def _run(self, args: argparse.Namespace) -> None:
         check_least(args, port=0, max_new_tokens=1, max_sequences=1, max_waiting=1)
         from torchtune._cli._chat_api import ChatServer
-        from torchtune._cli._target import find_checkpoint
+        from torchtune._cli._find_recipe import find_checkpoint
         from torchtune.rlhf.environments import detect_format
 
         path = find_checkpoint(args.model)

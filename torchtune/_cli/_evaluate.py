@@ -1,4 +1,4 @@
-"""``tune eval`` on rows of a file: evaluate one or two models and print a table."""
+"""``tune eval``: evaluate one or two models on rows of a file, or on tasks of lm-eval, and print a table."""
 
 import argparse
 import math
@@ -154,3 +154,27 @@ def _format_remarks(found: list[dict[str, Any]], args: argparse.Namespace) -> li
             if count := answers.unscored(name):
                 lines.append(f"            {count:,} could not be scored by {name} and are not in its mean")
     return lines
+
+
+def eval_tasks(args: argparse.Namespace) -> None:
+    """Evaluate the models and print a table for each; results and answers so far are in a folder per model.
+
+    Raises:
+        UserError: see :func:`torchtune.evaluation.find_tasks` and :func:`torchtune.evaluation.evaluate_tasks`.
+    """
+    tasks = evaluation.find_tasks([name.strip() for name in args.tasks.split(",") if name.strip()], args.include_path)
+    for place, (folder, adapter) in enumerate(args.models, start=1):
+        output = args.output / f"{place}_{Path(adapter or folder).resolve().name}"
+        model, tokenizer = torchtune.load(folder, adapter=adapter, dtype=args.dtype, device=args.device)
+        results = evaluation.evaluate_tasks(
+            model,
+            tokenizer,
+            tasks,
+            batch_size=args.max_sequences,
+            limit=args.limit,
+            chat_template=args.chat_template,
+            seed=args.seed,
+            folder=output,
+        )
+        print(f"{folder}{f' + {adapter}' if adapter else ''}\n{results.table}\nresults     {output / 'results.json'}")
+        del model
