@@ -71,18 +71,23 @@ def resolve_recipe(name: str) -> RecipeTarget:
     name = current_name(name)
     path = find_recipe(name)
     if path is None:
-        own = next((p for p in (Path(name), Path(f"{name}.py")) if p.is_file()), None)
-        path = own.resolve() if own else None
+        for file in (Path(name), Path(f"{name}.py")):
+            if file.is_file():
+                path = file.resolve()
+                break
+    # A recipe's module, and the components that its config names, may be in the current directory.
     add_to_path(os.getcwd())
     if path is not None:
         return RecipeTarget(name, path=path)
     parts = name.split(".")
-    if "/" not in name and all(part.isidentifier() for part in parts) and not name.endswith(".py"):
+    is_module_name = all(part.isidentifier() for part in parts) and not name.endswith(".py")
+    # A name without a dot is more likely a mistyped recipe than a top-level module, such as "test".
+    if is_module_name and len(parts) > 1:
         try:
-            found = importlib.util.find_spec(name)
+            spec = importlib.util.find_spec(name)
         except ModuleNotFoundError:
-            found = None
-        if found is not None and len(parts) > 1:
+            spec = None
+        if spec is not None:
             return RecipeTarget(name, module=name)
     hint = did_you_mean(name, (recipe.name for recipe in get_all_recipes())).removeprefix("; ")
     hint = hint or "`tune ls` shows all recipes; give the path of your own recipe."
@@ -128,7 +133,8 @@ def find_targets(recipe: str | None, config: str) -> tuple[RecipeTarget, Path]:
         UserError: there is no such recipe or config.
     """
     path = resolve_config(config, recipe)
-    return (recipe_named_by(path) if recipe is None else resolve_recipe(recipe)), path
+    target = recipe_named_by(path) if recipe is None else resolve_recipe(recipe)
+    return target, path
 
 
 def find_checkpoint(model: str) -> str:
@@ -144,9 +150,9 @@ def find_checkpoint(model: str) -> str:
         raise UserError(f"{folder}: there is no such folder: give the folder of a model, a checkpoint or a run.")
     if not (folder / SETTINGS).is_file() or any(folder.glob("*config.json")):  # a checkpoint also has the settings
         return model
-    found, words = RunFolder(folder).checkpoint()
-    print(f"model       {found}, {words}", file=sys.stderr)
-    return str(found)
+    checkpoint, description = RunFolder(folder).checkpoint()
+    print(f"model       {checkpoint}, {description}", file=sys.stderr)
+    return str(checkpoint)
 
 
 def add_to_path(folder: str) -> None:
@@ -157,49 +163,67 @@ def add_to_path(folder: str) -> None:
 
 def device_of(config: Config, recipe: Recipe) -> str:
     """Return ``single_device`` or ``distributed``."""
-    alone = "single_device" in config.name or "low_memory" in config.name or not recipe.supports_distributed
-    return "single_device" if alone else "distributed"
+    is_named_single = "single_device" in config.name or "low_memory" in config.name
+    return "single_device" if is_named_single or not recipe.supports_distributed else "distributed"
 
 
 def families() -> dict[str, int]:
     """Return model family -> number of its configs."""
-    named = Counter(config.family for config, _ in _all_configs())
-    return {family: named[family] for family in sorted(named) if family}
+    counts = Counter(config.family for config, _ in _all_configs())
+    return {family: counts[family] for family in sorted(counts) if family}
 
 
 def find_configs(words: Iterable[str]) -> list[tuple[Config, Recipe]]:
     """Return the configs that match all words: a family, a size, a method, a device, or a recipe's name."""
-    known = {name for recipe in get_all_recipes() for name in _recipe_names(recipe)}
-    wanted = [part for word in words for part in ([word] if word in known else word.lower().split("/")) if part]
+    recipe_names = set()
+    for recipe in get_all_recipes():
+        recipe_names.update(_recipe_names(recipe))
+    search_terms: list[str] = []
+    for word in words:
+        if word in recipe_names:
+            search_terms.append(word)
+        else:  # a config's name, such as qwen3/8B_lora, is its family and the words of its stem
+            search_terms += [part for part in word.lower().split("/") if part]
     pairs = _all_configs()
-    for word in wanted:
-        family = re.sub(r"[.-]", "_", word)
+    for term in search_terms:
+        family = re.sub(r"[.-]", "_", term)
         # "qwen" matches all Qwen families, "qwen3" only one
         prefix = f"{family}/" if family in families() else family
-        pairs = [pair for pair in pairs if pair[0].name.startswith(prefix) or _matches_word(word, *pair)]
+        matches = []
+        for config, recipe in pairs:
+            matches_words = f"_{term}_" in _words(config, recipe) or term in _recipe_names(recipe)
+            if config.name.startswith(prefix) or matches_words:
+                matches.append((config, recipe))
+        pairs = matches
     return pairs
 
 
 def search_words() -> set[str]:
     """Return all words that match at least one config."""
-    words = (word for pair in _all_configs() for word in _words(*pair).split("_") if word)
-    return {*families(), "single_device", *words}
+    words = {*families(), "single_device"}
+    for config, recipe in _all_configs():
+        words.update(_words(config, recipe).split("_"))
+    words.discard("")  # of the underscores at both ends
+    return words
 
 
 def suggest_configs(name: str) -> str:
     """Return a hint for an unknown config name: the closest names of its family, a corrected spelling, or ""."""
-    family, _, rest = name.rpartition("/")
-    words = set(rest.lower().split("_"))
+    family, _, stem = name.rpartition("/")
+    words = set(stem.lower().split("_"))
     names = [config.name for config, _ in _all_configs()]
 
-    def rank(other: str) -> tuple[int, int]:
-        others = set(other.rpartition("/")[2].lower().split("_"))
-        # a size counts more than a method
-        return -sum(1 + word[0].isdigit() for word in words & others), len(others - words)
+    def rank(candidate: str) -> tuple[int, int]:
+        """Return the sort key of a candidate: first the most shared words, then the fewest additional words."""
+        candidate_words = set(candidate.rpartition("/")[2].lower().split("_"))
+        # A word that begins with a digit is a size, which counts more than a method.
+        shared = sum(1 + word[0].isdigit() for word in words & candidate_words)
+        additional = len(candidate_words - words)
+        return -shared, additional
 
-    same = [other for other in names if other.startswith(f"{family}/")]
-    if same and words <= search_words():
-        nearest = ", ".join(map(repr, sorted(same, key=rank)[:3]))
+    same_family = [candidate for candidate in names if candidate.startswith(f"{family}/")]
+    if same_family and words <= search_words():
+        nearest = ", ".join(map(repr, sorted(same_family, key=rank)[:3]))
         return f"nearest are {nearest}; with overrides they run any model and method (docs/configs.rst)."
     return did_you_mean(name, names).removeprefix("; ")
 
@@ -214,10 +238,6 @@ def _recipe_names(recipe: Recipe) -> list[str]:
 
 def _words(config: Config, recipe: Recipe) -> str:
     """Return the words of a config's method, size and device, with underscores around and between them."""
-    of_recipe = [word for word in recipe.name.split("_") if word not in _IGNORED_RECIPE_WORDS]
+    recipe_words = [word for word in recipe.name.split("_") if word not in _IGNORED_RECIPE_WORDS]
     stem = config.name.rpartition("/")[2]
-    return "_".join(["", stem, *of_recipe, device_of(config, recipe), ""]).lower()
-
-
-def _matches_word(word: str, config: Config, recipe: Recipe) -> bool:
-    return f"_{word}_" in _words(config, recipe) or word in _recipe_names(recipe)
+    return "_".join(["", stem, *recipe_words, device_of(config, recipe), ""]).lower()
