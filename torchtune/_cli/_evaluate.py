@@ -22,20 +22,25 @@ def eval_rows(args: argparse.Namespace) -> None:
         UserError: see :mod:`torchtune.evaluation`; raised before a model is loaded if possible.
     """
     if args.data is None:
-        data, (node, length) = Path("dataset_val"), _validation_data(args.model)
+        data = Path("dataset_val")
+        node, max_seq_len = _validation_data(args.model)
     else:
-        data, length = args.data.expanduser(), None
+        data = args.data.expanduser()
         node = _perplexity_node(data, args) if args.perplexity else None
-    rows, scores = [], evaluation.make_scores(args.score)
+        max_seq_len = None
+    rows = []
+    scores = evaluation.make_scores(args.score)
     if scores:
         columns = {"prompt": args.prompt, "answer": args.answer, "system": args.system}
         rows = evaluation.read_eval_rows(data, **columns, limit=args.limit)
         evaluation.check_scores(scores, rows, data)
     path = args.output / f"{data.stem}.results.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    found = [_evaluate(*each, args, data, rows, scores, node, length) for each in args.models]
-    print("\n".join([*_format_table(found), *_format_remarks(found, args)]))
-    results = {"data": str(data), "rows": len(rows), "models": [_result_entry(each, args) for each in found]}
+    evaluations = [
+        _evaluate(folder, adapter, args, data, rows, scores, node, max_seq_len) for folder, adapter in args.models
+    ]
+    print("\n".join([*_format_table(evaluations), *_format_remarks(evaluations, args)]))
+    results = {"data": str(data), "rows": len(rows), "models": [_result_entry(result) for result in evaluations]}
     write_json(path, valid_json(results))  # unknown numbers are null
     print(f"results     {path}")
 
@@ -57,15 +62,19 @@ def _perplexity_node(data: Path, args: argparse.Namespace) -> dict[str, Any]:
     first = next(read_rows(data), None) if data.is_file() and data.stat().st_size else None
     if first is None:
         raise UserError(f"{data}: there is no such file, or it has no rows: correct the path.")
-    row = first[1]
-    kind, reader = format_of(row) if isinstance(row, dict) else ("no mappings", "")
+    _, row = first
+    if isinstance(row, dict):
+        kind, reader = format_of(row)
+    else:
+        kind, reader = "no mappings", ""
     if kind == "prompts with answers" and isinstance(row.get("question"), str):
         reader = "instruct_dataset column_map.input=question column_map.output=answer"
     elif not reader or reader.startswith(("prompt_", "preference_", "kto_")):
         raise UserError(
             f"{data}: its rows are {kind}, but perplexity needs texts or conversations: use --score, or another file."
         )
-    return dataset_node(data, (kind, reader), [f"split=train[:{args.limit}]"] if args.limit else [])
+    overrides = [f"split=train[:{args.limit}]"] if args.limit else []
+    return dataset_node(data, (kind, reader), overrides)
 
 
 def _evaluate(
@@ -76,18 +85,34 @@ def _evaluate(
     rows: Any,
     scores: Any,
     node: Any,
-    length: int | None,
+    max_seq_len: int | None,
 ) -> dict[str, Any]:
+    """Evaluate one model.
+
+    Args:
+        folder: the checkpoint.
+        adapter: folder of an adapter for it, or ``None``.
+        args: arguments of ``tune eval``.
+        data: file of the rows, for messages and the names of the answers.
+        rows: rows to answer.
+        scores: scores of the answers; without any, no row is answered.
+        node: dataset node whose perplexity is measured, or ``None``.
+        max_seq_len: maximum tokens of a row of the dataset; by default the tokenizer's.
+
+    Returns:
+        ``model``, ``adapter`` and ``dtype``; ``perplexity`` and ``answers``, None if they were not measured.
+    """
     images = node is not None or any(row.has_images for row in rows)
     model, tokenizer = torchtune.load(folder, adapter=adapter, dtype=args.dtype, device=args.device, images=images)
     check_generates(model)
     dtype = training.precision.DTYPE_NAMES[text_decoder(model).tok_embeddings.weight.dtype]
-    found: dict[str, Any] = {"model": folder, "adapter": adapter, "dtype": dtype, "perplexity": None, "answers": None}
+    perplexity = None
     if node is not None:
-        tokenizer.max_seq_len = length or tokenizer.max_seq_len
-        found["perplexity"] = evaluation.perplexity(model, instantiate_dataset(node, tokenizer))
+        tokenizer.max_seq_len = max_seq_len or tokenizer.max_seq_len
+        perplexity = evaluation.perplexity(model, instantiate_dataset(node, tokenizer))
+    answers = None
     if scores:
-        found["answers"] = evaluation.evaluate_answers(
+        answers = evaluation.evaluate_answers(
             model,
             tokenizer,
             rows,
@@ -103,56 +128,82 @@ def _evaluate(
             seed=args.seed,
             max_sequences=args.max_sequences,
         )
-    return found
+    return {"model": folder, "adapter": adapter, "dtype": dtype, "perplexity": perplexity, "answers": answers}
 
 
-def _result_entry(found: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
+def _result_entry(result: dict[str, Any]) -> dict[str, Any]:
     """Return a model's entry of the results file."""
-    answers, measured = found["answers"], found["perplexity"]
-    result: dict[str, Any] = {name: found[name] for name in ("model", "adapter", "dtype")}
+    entry: dict[str, Any] = {name: result[name] for name in ("model", "adapter", "dtype")}
+    answers = result["answers"]
     if answers is not None:
         scores = {}
         for name in answers.scores:
             mean, error = answers.mean(name)
             scores[name] = {"mean": mean, "standard_error": error, "unscored": answers.unscored(name)}
-        result |= {"answers": str(answers.path), "scores": scores, "ends": answers.ends}
-    if measured is not None:
-        result["perplexity"] = {"loss": measured.loss, "perplexity": measured.value, "tokens": measured.tokens}
-    return result
+        entry |= {"answers": str(answers.path), "scores": scores, "ends": answers.ends}
+    perplexity = result["perplexity"]
+    if perplexity is not None:
+        entry["perplexity"] = {
+            "loss": perplexity.loss,
+            "perplexity": perplexity.value,
+            "tokens": perplexity.tokens,
+        }
+    return entry
 
 
-def _format_table(found: list[dict[str, Any]]) -> list[str]:
-    last = found[-1]
+def _format_table(evaluations: list[dict[str, Any]]) -> list[str]:
+    """Return the lines of a table: a row for each model, a column for each score and for the perplexity."""
+    # All models are measured in the same way, so that any of them has the names of the columns.
+    last = evaluations[-1]
     names = list(last["answers"].scores) if last["answers"] else []
-    lines = [["", *names, *(["perplexity"] if last["perplexity"] else [])]]
-    for each in found:
-        cells = [each["model"] + (f" + {each['adapter']}" if each["adapter"] else "")]
+    header = ["", *names]
+    if last["perplexity"]:
+        header.append("perplexity")
+    table = [header]
+    for result in evaluations:
+        label = result["model"]
+        if result["adapter"]:
+            label += f" + {result['adapter']}"
+        cells = [label]
         for name in names:
-            mean, error = each["answers"].mean(name)
-            cells.append(f"{mean:.3f}" + ("" if math.isnan(error) else f" ± {error:.3f}"))
-        lines.append([*cells, *([f"{each['perplexity'].value:.4g}"] if each["perplexity"] else [])])
-    widths = [max(len(line[i]) for line in lines if i < len(line)) for i in range(len(lines[0]))]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=False)).rstrip() for line in lines]
-
-
-def _format_remarks(found: list[dict[str, Any]], args: argparse.Namespace) -> list[str]:
+            mean, error = result["answers"].mean(name)
+            cells.append(f"{mean:.3f}" if math.isnan(error) else f"{mean:.3f} ± {error:.3f}")
+        if result["perplexity"]:
+            cells.append(f"{result['perplexity'].value:.4g}")
+        table.append(cells)
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     lines = []
-    first, last = found[0]["answers"], found[-1]["answers"]
-    for name in last.scores if first is not last else ():
-        if interval := compare_rows(*(dict(enumerate(each.scores[name])) for each in (first, last))):
-            meaning = interval.meaning(less_is_better=False)
-            lines.append(f"{name:<11} {interval}, {interval.pairs:,} rows: {meaning}")
-    for each in found:
-        if (answers := each["answers"]) is None:
+    for cells in table:
+        padded = [cell.ljust(width) for cell, width in zip(cells, widths, strict=True)]
+        lines.append("  ".join(padded).rstrip())
+    return lines
+
+
+def _format_remarks(evaluations: list[dict[str, Any]], args: argparse.Namespace) -> list[str]:
+    """Return the lines under the table: the comparison of two models, and what is to be known of the answers."""
+    lines = []
+    first = evaluations[0]["answers"]
+    last = evaluations[-1]["answers"]
+    if first is not last:
+        for name in last.scores:
+            interval = compare_rows(dict(enumerate(first.scores[name])), dict(enumerate(last.scores[name])))
+            if interval:
+                meaning = interval.meaning(less_is_better=False)
+                lines.append(f"{name:<11} {interval}, {interval.pairs:,} rows: {meaning}")
+    for result in evaluations:
+        answers = result["answers"]
+        if answers is None:
             continue
         lines.append(f"answers     {answers.path}")
         limits = {"max_new_tokens": f"--max-new-tokens {args.max_new_tokens}", "context": "the model's context"}
         for end, limit in limits.items():
-            if cut := answers.ends.get(end, 0):
-                lines.append(f"            {cut:,} were truncated at {limit}, and scored so")
+            num_truncated = answers.ends.get(end, 0)
+            if num_truncated:
+                lines.append(f"            {num_truncated:,} were truncated at {limit}, and scored so")
         for name in answers.scores:
-            if count := answers.unscored(name):
-                lines.append(f"            {count:,} could not be scored by {name} and are not in its mean")
+            num_unscored = answers.unscored(name)
+            if num_unscored:
+                lines.append(f"            {num_unscored:,} could not be scored by {name} and are not in its mean")
     return lines
 
 
@@ -162,9 +213,10 @@ def eval_tasks(args: argparse.Namespace) -> None:
     Raises:
         UserError: see :func:`torchtune.evaluation.find_tasks` and :func:`torchtune.evaluation.evaluate_tasks`.
     """
-    tasks = evaluation.find_tasks([name.strip() for name in args.tasks.split(",") if name.strip()], args.include_path)
-    for place, (folder, adapter) in enumerate(args.models, start=1):
-        output = args.output / f"{place}_{Path(adapter or folder).resolve().name}"
+    names = [name.strip() for name in args.tasks.split(",") if name.strip()]
+    tasks = evaluation.find_tasks(names, args.include_path)
+    for number, (folder, adapter) in enumerate(args.models, start=1):
+        output = args.output / f"{number}_{Path(adapter or folder).resolve().name}"
         model, tokenizer = torchtune.load(folder, adapter=adapter, dtype=args.dtype, device=args.device)
         results = evaluation.evaluate_tasks(
             model,
@@ -176,5 +228,6 @@ def eval_tasks(args: argparse.Namespace) -> None:
             seed=args.seed,
             folder=output,
         )
-        print(f"{folder}{f' + {adapter}' if adapter else ''}\n{results.table}\nresults     {output / 'results.json'}")
-        del model
+        print(f"{folder} + {adapter}" if adapter else folder)
+        print(f"{results.table}\nresults     {output / 'results.json'}")
+        del model  # before the next one is loaded
