@@ -229,7 +229,12 @@ def suggest_configs(name: str) -> str:
 
 
 def _all_configs() -> list[tuple[Config, Recipe]]:
-    return [(config, recipe) for recipe in get_all_recipes() for config in recipe.configs]
+    """Return each config with its recipe."""
+    pairs = []
+    for recipe in get_all_recipes():
+        for config in recipe.configs:
+            pairs.append((config, recipe))
+    return pairs
 
 
 def _recipe_names(recipe: Recipe) -> list[str]:
