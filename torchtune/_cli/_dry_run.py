@@ -137,18 +137,18 @@ def simulate_run(recipe: RecipeTarget, config: Any, overrides: list[str], cluste
 
     if fit is not None:
         print(f"Searching for settings that need at most {limit / _GIB:.1f} GiB per {device.name}:", flush=True)
-        found, estimate = find_fastest(
+        fastest, estimate = find_fastest(
             settings,
             processes,
             device,
             limit,
-            lambda more: load_and_check(config, [*overrides, *more], main),
+            lambda candidate: load_and_check(config, [*overrides, *candidate], main),
             run,
             lambda line: print(line, flush=True),
         )
-        print(f"\nThe fastest that fits:\n{describe(found, limit)}\n", flush=True)
-        if found.overrides:
-            print(f"Paste: {shlex.join(found.overrides)}\n")
+        print(f"\nThe fastest that fits:\n{describe(fastest, limit)}\n", flush=True)
+        if fastest.overrides:
+            print(f"Paste: {shlex.join(fastest.overrides)}\n")
         print(redact_secrets(summary(estimate, device)), flush=True)
         return
     if sys.stderr.isatty():
