@@ -16,7 +16,7 @@ import pytest
 import tomllib
 import yaml
 
-from torchtune._cli._target import RecipeTarget
+from torchtune._cli._find_recipe import RecipeTarget
 from torchtune._lazy import modules_in
 from torchtune._recipe_registry import get_all_recipes
 

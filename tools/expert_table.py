@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from torchtune._cli._target import recipe_named_by
+from torchtune._cli._find_recipe import recipe_named_by
 from torchtune.config import load_and_check
 from torchtune.estimate import estimate_run, parse_cluster
 from torchtune.estimate._cluster import simulated_cluster

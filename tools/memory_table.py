@@ -17,7 +17,7 @@ import yaml
 from recipe_table import recipes_in
 from torch import nn
 
-from torchtune._cli._target import recipe_named_by
+from torchtune._cli._find_recipe import recipe_named_by
 from torchtune.config import load_and_check
 from torchtune.estimate import build_on_meta, estimate_run
 from torchtune.estimate._cluster import simulated_cluster

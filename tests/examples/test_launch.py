@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from tests.recipes.runs import RECIPES, write_config
-from torchtune._cli._target import recipe_named_by, resolve_config
+from torchtune._cli._find_recipe import recipe_named_by, resolve_config
 from torchtune._cli._torchrun import torchrun_arguments
 from torchtune._cli.run import parse_command
 from torchtune.config import load_and_check

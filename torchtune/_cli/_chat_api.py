@@ -28,7 +28,8 @@ from torchtune.rlhf.environments import CallError, Sessions, ToolCall, parameter
 from torchtune.tokenizers import StreamDecoder
 from torchtune.utils import UserError
 
-_MOST_BYTES, _MOST_DISCARDED = 16 * 2**20, 1024  # bytes, and reads of at most 1 MiB
+_MOST_BYTES = 16 * 2**20  # of a request's body
+_MOST_DISCARDED = 1024  # reads, of at most 1 MiB, from a request that is refused
 _LOCAL = ("localhost", "127.0.0.1", "[::1]")
 # Parameters that are read, with their types, and values of other parameters that change nothing.
 _READ = {
@@ -50,8 +51,10 @@ _NEUTRAL = {
     "logit_bias": {},
     "parallel_tool_calls": True,
 }
-_MOST_ANSWERS, _MOST_TOP = 128, 20  # of n and top_logprobs, as in the API
-_MOST_STOPS, _LONGEST_STOP = 16, 4096  # texts, and characters of one
+_MOST_ANSWERS = 128  # of n, as in the API
+_MOST_TOP = 20  # of top_logprobs, as in the API
+_MOST_STOPS = 16  # texts
+_LONGEST_STOP = 4096  # characters of one text
 # Format of tool calls -> text that can begin a call; text before it is streamed.
 _STARTS = {
     "hermes": "<tool_call>",
@@ -118,9 +121,12 @@ class ChatServer(ThreadingHTTPServer):
         max_new_tokens: int,
         **limits: int,
     ) -> None:
-        self.models, self.tokenizer = models, tokenizer
-        self.tool_format, self.max_new_tokens = tool_format, max_new_tokens
-        self.sessions, self.started = Sessions(tokenizer), int(time.time())
+        self.models = models
+        self.tokenizer = tokenizer
+        self.tool_format = tool_format
+        self.max_new_tokens = max_new_tokens
+        self.sessions = Sessions(tokenizer)
+        self.started = int(time.time())
         self._texts: TokenTexts | None = None
         self._texts_lock = threading.Lock()
         self.decode_token = TokenDecoder(tokenizer)
@@ -184,13 +190,17 @@ class _Answer:
     """
 
     def __init__(self, server: ChatServer, body: dict[str, Any], session: str | None, index: int = 0) -> None:
-        self._server, self._session, self.index = server, session, index
-        self._stop = [body["stop"]] if isinstance(body.get("stop"), str) else body.get("stop") or []
+        self._server = server
+        self._session = session
+        self.index = index
+        stop = body.get("stop")
+        self._stop = [stop] if isinstance(stop, str) else stop or []
         self._check(body)
         self._tools = [] if body.get("tool_choice") == "none" else body.get("tools") or []
         self.model = server.model_name(body.get("model"))
         self._begun = self._begin(body)
-        self.num_read, self.num_written = len(self._begun.tokens), 0
+        self.num_read = len(self._begun.tokens)
+        self.num_written = 0
         room = server.models[self.model].max_seq_len - self.num_read
         if room < 1:
             raise ApiError(
@@ -225,7 +235,9 @@ class _Answer:
         )
         self._log_probs: list[tuple[int, float]] = []
         self._entries: list[dict[str, Any]] = []
-        self.end, self.message, self._texts = "length", {"role": "assistant", "content": ""}, []
+        self._texts: list[str] = []  # pieces that were sent
+        self.end = "length"
+        self.message: dict[str, Any] = {"role": "assistant", "content": ""}
 
     def _check(self, body: dict[str, Any]) -> None:
         for name, value in body.items():
@@ -237,7 +249,7 @@ class _Answer:
                 what = f" other than {json.dumps(_NEUTRAL[name])}" if name in _NEUTRAL else ""
                 raise ApiError(400, f"This server samples without {name}{what}: leave it out.")
         choice = body.get("tool_choice")
-        if not (isinstance(self._stop, list) and all(isinstance(one, str) and one for one in self._stop)):
+        if not (isinstance(self._stop, list) and all(isinstance(text, str) and text for text in self._stop)):
             raise ApiError(400, "stop must be a text, or a list of texts.")
         longest = max(map(len, self._stop), default=0)
         if len(self._stop) > _MOST_STOPS or longest > _LONGEST_STOP:
@@ -297,8 +309,8 @@ class _Answer:
             if held.found in self._stop:
                 self.end = "stop"
                 break
-        rest = decoder.end()
-        yield self._put(held.put(rest, rest))
+        last_text = decoder.end()  # of a character that is not complete
+        yield self._put(held.put(last_text, last_text))
         self.num_written = len(self._log_probs)
         calls = self._calls() if self._tools else {}
         yield self._put(held.before if calls or held.found in self._stop else held.text)
@@ -306,7 +318,7 @@ class _Answer:
 
     def _entry(self, token: int, log_prob: float, top: list[tuple[int, float]]) -> dict[str, Any]:
         entry = self._described(token, log_prob)
-        entry["top_logprobs"] = [self._described(other, value) for other, value in top]
+        entry["top_logprobs"] = [self._described(candidate, value) for candidate, value in top]
         return entry
 
     def _described(self, token: int, log_prob: float) -> dict[str, Any]:
@@ -324,7 +336,8 @@ class _Answer:
         """Return ``logprobs`` of the tokens since the last call, or ``None`` if the request has none."""
         if not self.has_log_probs:
             return None
-        entries, self._entries = self._entries, []
+        entries = self._entries
+        self._entries = []
         return {"content": entries, "refusal": None}
 
     def _put(self, text: str) -> str:
@@ -335,10 +348,10 @@ class _Answer:
         """Return the tool calls of the answer by new ids; text that is not a valid call remains text."""
         raw = self._server.tokenizer.decode([token for token, _ in self._log_probs], skip_special_tokens=False)
         try:
-            found = parse_calls(raw, self._server.tool_format, parameters_of(self._tools))
+            calls = parse_calls(raw, self._server.tool_format, parameters_of(self._tools))
         except CallError:
             return {}
-        return {secrets.token_hex(5)[:9]: call for call in found}  # Mistral's templates require nine characters
+        return {secrets.token_hex(5)[:9]: call for call in calls}  # Mistral's templates require nine characters
 
     def _finish(self, calls: Mapping[str, ToolCall]) -> None:
         self.message["content"] = "".join(self._texts)
@@ -405,19 +418,23 @@ class _Held:
             if completed is not None and (self.found is None or completed != self._start):
                 held = "".join(self._raw)
                 end = len(held) - len(raw) + count
-                self.found, self.before = completed, held[: end - len(completed)]
+                self.found = completed
+                self.before = held[: end - len(completed)]
                 if completed != self._start:
                     return ""
         if self.found is not None or any(self._matched):
             return ""
-        text, self._texts, self._raw = self.text, [], []
-        return text
+        sendable = self.text
+        self._texts = []
+        self._raw = []
+        return sendable
 
     def _match(self, char: str) -> str | None:
         """Read a character; return the longest mark that it completes."""
         completed = None
         for index, mark in enumerate(self._marks):
-            matched, borders = self._matched[index], self._borders[index]
+            matched = self._matched[index]
+            borders = self._borders[index]
             while matched and mark[matched] != char:
                 matched = borders[matched - 1]
             if mark[matched] == char:
@@ -502,17 +519,23 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def _get(self) -> None:
-        path, forget = unquote(self.path).rstrip("/"), self.command == "DELETE"
-        _, mark, name = path.partition("/v1/sessions/")
-        if path == "/v1/models" and not forget:
+        path = unquote(self.path).rstrip("/")
+        is_delete = self.command == "DELETE"
+        if path == "/v1/models" and not is_delete:
             about = {"object": "model", "created": self.server.started, "owned_by": "torchtune"}
-            self._reply(200, {"object": "list", "data": [{"id": one, **about} for one in self.server.models]})
-        elif mark and (found := self.server.sessions.samples(name, forget=forget)):
-            self._reply(200, {"id": name, "samples": [asdict(sample) for sample in found]})
-        else:
-            lost = self.server.sessions.num_forgotten if mark else 0
-            hint = f" {lost} sessions were forgotten to limit memory: DELETE each when it has ended." if lost else ""
-            raise ApiError(404, f"There is no {path} to {self.command}.{hint}")
+            self._reply(200, {"object": "list", "data": [{"id": name, **about} for name in self.server.models]})
+            return
+        hint = ""
+        _, prefix, name = path.partition("/v1/sessions/")
+        if prefix:
+            samples = self.server.sessions.samples(name, forget=is_delete)
+            if samples:
+                self._reply(200, {"id": name, "samples": [asdict(sample) for sample in samples]})
+                return
+            num_forgotten = self.server.sessions.num_forgotten
+            if num_forgotten:
+                hint = f" {num_forgotten} sessions were forgotten to limit memory: DELETE each when it has ended."
+        raise ApiError(404, f"There is no {path} to {self.command}.{hint}")
 
     def _body(self) -> dict[str, Any]:
         length = self.headers.get("Content-Length", "")
@@ -615,5 +638,6 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _usage(answers: list[_Answer]) -> dict[str, int]:
-    read, written = answers[0].num_read, sum(answer.num_written for answer in answers)
-    return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
+    num_read = answers[0].num_read  # all answers have the same prompt
+    num_written = sum(answer.num_written for answer in answers)
+    return {"prompt_tokens": num_read, "completion_tokens": num_written, "total_tokens": num_read + num_written}

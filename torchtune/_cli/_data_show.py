@@ -37,16 +37,17 @@ def _one_of_each_run(tokens: np.ndarray, image_tokens: Sequence[int]) -> np.ndar
 
 def _decode_row(tokens: np.ndarray, labels: np.ndarray, tokenizer: Any, sizes: Sequence[tuple[int, int]]) -> str:
     """Decode a row, with the trained tokens between marks, and with image sizes instead of image tokens."""
-    opening, closing = _COLOR if _has_color() else _BRACKETS
-    pieces = decode_pieces(tokens, labels, tokenizer)
-    text = "".join(f"{opening}{text}{closing}" if trained else text for text, trained in pieces)
-    for size in sizes:
-        text = text.replace("<|image|>", "<image {}x{}>".format(*size), 1)
-    return (
-        text
-        if len(text) <= _MAX_EXAMPLE
-        else f"{text[:_MAX_EXAMPLE]}{closing if _has_color() else ''} … ({len(text):,} characters)"
-    )
+    has_color = _has_color()
+    opening, closing = _COLOR if has_color else _BRACKETS
+    text = ""
+    for piece, trained in decode_pieces(tokens, labels, tokenizer):
+        text += f"{opening}{piece}{closing}" if trained else piece
+    for width, height in sizes:
+        text = text.replace("<|image|>", f"<image {width}x{height}>", 1)
+    if len(text) <= _MAX_EXAMPLE:
+        return text
+    reset = closing if has_color else ""  # the cut may be within a colored piece
+    return f"{text[:_MAX_EXAMPLE]}{reset} … ({len(text):,} characters)"
 
 
 def _has_color() -> bool:
@@ -79,26 +80,26 @@ def show_dataset(
     with nullcontext() if everything else preview(sample) as seen:
         dataset = instantiate_dataset(node, tokenizer, longest)
         reasoning = list(_describe_reasoning(dataset, tokenizer))
+    # Counts of a sample are multiplied by this, as an estimate of those of all rows.
     scale = 1.0 if seen is None or not seen.read else seen.total / seen.read
     counts = _count_rows(dataset, getattr(tokenizer, "max_seq_len", None))
-    print(
-        "\n".join(
-            [f"\n{name}: {_format_row_count(counts, scale)}", *_describe_counts(dataset, counts, scale), *reasoning]
-        )
-    )
+    print(f"\n{name}: {_format_row_count(counts, scale)}")
+    for line in [*_describe_counts(dataset, counts, scale), *reasoning]:
+        print(line)
     first = dataset.row_datasets()[0]
+    plan = getattr(getattr(tokenizer, "processor", None), "plan", None)
+    marks = "in color" if _has_color() else "between [[ and ]]"
     for number, row in enumerate(_iter_rows(first, end=examples)):
         sizes = [size_of(image) for image in first.images(number)]
-        plan = getattr(getattr(tokenizer, "processor", None), "plan", None)
-        for side, ids, targets in row:
-            summary = f"{len(ids):,} tokens, {int((targets != CROSS_ENTROPY_IGNORE_IDX).sum()):,} trained on"
-            marks = "in color" if _has_color() else "between [[ and ]]"
-            print(f"\n--- row {number}{f', {side}' if side else ''}: {summary}, {marks}")
+        for side, tokens, labels in row:  # arrays [s]
+            title = f"row {number}, {side}" if side else f"row {number}"
+            num_trained = int((labels != CROSS_ENTROPY_IGNORE_IDX).sum())
+            print(f"\n--- {title}: {len(tokens):,} tokens, {num_trained:,} trained on, {marks}")
             if plan is not None and sizes:
-                shown = ", ".join(f"{size[0]}x{size[1]} ({plan(size).tokens:,} tokens)" for size in sizes)
-                print(f"images: {shown}")
-            kept = _one_of_each_run(ids, getattr(tokenizer, "image_tokens", ()))
-            print(_decode_row(ids[kept], targets[kept], tokenizer, sizes))
+                images = [f"{size[0]}x{size[1]} ({plan(size).tokens:,} tokens)" for size in sizes]
+                print(f"images: {', '.join(images)}")
+            is_shown = _one_of_each_run(tokens, getattr(tokenizer, "image_tokens", ()))
+            print(_decode_row(tokens[is_shown], labels[is_shown], tokenizer, sizes))
     return {"examples": round(len(dataset) * scale), "hashes": counts.hashes, "exact": scale == 1.0}
 
 
@@ -116,17 +117,24 @@ class _Counts:
 
 
 def _count_rows(dataset: Any, limit: int | None) -> _Counts:
+    """Count the rows of a dataset that have been read; ``limit`` is the maximum number of tokens of a row."""
     counts = _Counts(limit)
-    for part, index, row in (
-        (inner, *found) for inner in dataset.row_datasets() for found in enumerate(_iter_rows(inner))
-    ):
-        counts.rows += 1
-        key = hash((*(ids.tobytes() for _, ids, _ in row), *map(content_of, part.images(index))))
-        counts.copies += counts.hashes.setdefault(key, counts.rows) != counts.rows
-        for _, ids, targets in row:
-            counts.lengths.append(len(ids))
-            counts.labels += int((targets != CROSS_ENTROPY_IGNORE_IDX).sum())
-            counts.full += limit is not None and len(ids) >= limit
+    for part in dataset.row_datasets():
+        for index, row in enumerate(_iter_rows(part)):
+            counts.rows += 1
+            # Hashes, because the tokens of all rows would take too much memory.
+            texts = [tokens.tobytes() for _, tokens, _ in row]
+            images = [content_of(image) for image in part.images(index)]
+            key = hash((*texts, *images))
+            if key in counts.hashes:
+                counts.copies += 1
+            else:
+                counts.hashes[key] = counts.rows
+            for _, tokens, labels in row:
+                counts.lengths.append(len(tokens))
+                counts.labels += int((labels != CROSS_ENTROPY_IGNORE_IDX).sum())
+                if limit is not None and len(tokens) >= limit:
+                    counts.full += 1
     return counts
 
 
@@ -137,24 +145,30 @@ def _format_row_count(counts: _Counts, scale: float) -> str:
 
 
 def _describe_counts(dataset: Any, counts: _Counts, scale: float) -> Iterator[str]:
-    about, tokens = "" if scale == 1.0 else "about ", sum(counts.lengths)
-    share = 100 * counts.labels / max(tokens, 1)
+    """Yield a line for each statistic; numbers are multiplied by ``scale``."""
+    about = "" if scale == 1.0 else "about "
+    num_tokens = sum(counts.lengths)
+    share = 100 * counts.labels / max(num_tokens, 1)
     trained = f"{about}{round(counts.labels * scale):,} of them trained on ({share:.1f} %)"
-    yield f"tokens      {about}{round(tokens * scale):,}, {trained}"
-    if images := sum(part.num_images or 0 for part in dataset.row_datasets()):
-        yield f"images      {about}{round(images * scale):,}"
+    yield f"tokens      {about}{round(num_tokens * scale):,}, {trained}"
+    num_images = sum(part.num_images or 0 for part in dataset.row_datasets())
+    if num_images:
+        yield f"images      {about}{round(num_images * scale):,}"
     if counts.limit is not None:
         yield f"truncated   {counts.full:,} rows have max_seq_len={counts.limit} tokens or were truncated to it"
     for part in dataset.row_datasets():
         if part.omitted:
             yield f"template    {part.omitted}"
-    if dropped := sum(len(part.dropped) for part in dataset.row_datasets()):
-        yield f"dropped     {dropped:,} rows cannot be trained on and are left out"
+    num_dropped = sum(len(part.dropped) for part in dataset.row_datasets())
+    if num_dropped:
+        yield f"dropped     {num_dropped:,} rows cannot be trained on and are left out"
     if isinstance(dataset, PackedDataset):
         fill = f"{100 * dataset.fill:.1f} % full"
         yield f"packs       {about}{round(len(dataset) * scale):,} of up to {dataset.max_seq_len:,} tokens, {fill}"
-    many = f"{counts.copies:,} rows have the tokens of an earlier row"
-    yield f"duplicates  {many if counts.copies else 'none among the rows that were read'}"
+    if counts.copies:
+        yield f"duplicates  {counts.copies:,} rows have the tokens of an earlier row"
+    else:
+        yield "duplicates  none among the rows that were read"
     yield histogram(counts.lengths, "tokens per row")
 
 
@@ -162,14 +176,13 @@ def _describe_reasoning(dataset: Any, tokenizer: Any) -> Iterator[str]:
     """Yield lines on how many rows other policies for earlier reasoning would change."""
     if not hasattr(tokenizer, "changing_policies"):
         return
-    changed = []
+    num_changed: Counter[str] = Counter()  # rows by policy
     for part in dataset.row_datasets():
         for messages in part.conversations() or ():
-            changed.append(tokenizer.changing_policies(messages))
-    rows = Counter(policy for policies in changed for policy in policies)
-    if rows:
-        others = ", ".join(f"{policy} changes {count:,} rows" for policy, count in rows.items())
-        yield f"reasoning   {tokenizer.reasoning} is set for turns before the last question; of those read, {others}"
+            num_changed.update(tokenizer.changing_policies(messages))
+    if num_changed:
+        changes = ", ".join(f"{policy} changes {count:,} rows" for policy, count in num_changed.items())
+        yield f"reasoning   {tokenizer.reasoning} is set for turns before the last question; of those read, {changes}"
 
 
 def show_config(cfg: Any, examples: int, everything: bool, sample: int) -> None:
@@ -184,18 +197,21 @@ def show_config(cfg: Any, examples: int, everything: bool, sample: int) -> None:
     from torchtune.supervision import count_steps, describe_global_batch
     from torchtune.training import context_length
 
-    tokenizer, longest = config.instantiate(cfg.tokenizer), context_length(cfg)
+    tokenizer = config.instantiate(cfg.tokenizer)
+    longest = context_length(cfg)
     train = show_dataset("dataset", cfg.dataset, tokenizer, examples, everything, sample, longest)
     if cfg.dataset_val is not None:
         held_out = show_dataset("dataset_val", cfg.dataset_val, tokenizer, 0, everything, sample, longest)
-        both = train["hashes"].keys() & held_out["hashes"].keys()
-        of = "" if train["exact"] and held_out["exact"] else " among the rows that were read (--all compares every row)"
-        rows = f"{len(both):,} rows of dataset_val are in dataset too: remove them from one" if both else "none"
-        print(f"leaks       {rows}{of}")
-    mixed, exact = is_mixture(cfg.dataset), train["exact"]
-    examples = train["examples"]
-    if mixed:
-        examples = measure(cfg.dataset, tokenizer, sys.maxsize if exact else sample, longest).examples
-    per_epoch = steps_of_epoch(cfg, examples, 1)
-    print(f"\nbatch       {describe_global_batch(cfg, 1, examples)}")
-    print(f"steps       {'' if train['exact'] else 'about '}{count_steps(cfg, per_epoch)}, on one device")
+        num_leaks = len(train["hashes"].keys() & held_out["hashes"].keys())
+        leaks = f"{num_leaks:,} rows of dataset_val are in dataset too: remove them from one" if num_leaks else "none"
+        if not (train["exact"] and held_out["exact"]):
+            leaks += " among the rows that were read (--all compares every row)"
+        print(f"leaks       {leaks}")
+    num_examples = train["examples"]
+    if is_mixture(cfg.dataset):  # an epoch of a mixture has as many rows as its weights say
+        num_read = sys.maxsize if train["exact"] else sample
+        num_examples = measure(cfg.dataset, tokenizer, num_read, longest).examples
+    steps = count_steps(cfg, steps_of_epoch(cfg, num_examples, 1))
+    about = "" if train["exact"] else "about "
+    print(f"\nbatch       {describe_global_batch(cfg, 1, num_examples)}")
+    print(f"steps       {about}{steps}, on one device")

@@ -14,7 +14,7 @@ import torch
 
 import torchtune
 from torchtune import config, evaluation
-from torchtune._cli._aside import CrashedError, call_aside
+from torchtune._cli._child_process import CrashedError, call_in_child_process
 from torchtune._cli._export_files import Trained, quantize
 from torchtune.checkpoints import CheckpointStore, ModelSource
 from torchtune.data import DataError
@@ -54,15 +54,17 @@ _MOST_TOKENS = 48
 _LIBRARIES = {"adapter": ["peft"], "compressed-tensors": ["compressed_tensors"]}
 # Largest relative difference of a layer's output, by the dtype of merged weights or the kind of quantization.
 _OF_LAYER = {torch.bfloat16: 4e-3, torch.float16: 1e-3, "bf16": 4e-3, "f16": 1e-3, "q8_0": 0.06, "int8": 0.06}
-_OF_LAYER |= {"fp8": 0.06, **dict.fromkeys(("q5_1", "q5_0", "q4_1", "q4_0", "int4", "8da4w"), 0.25)}
+_OF_LAYER |= {"fp8": 0.06, "q5_1": 0.25, "q5_0": 0.25, "q4_1": 0.25, "q4_0": 0.25, "int4": 0.25, "8da4w": 0.25}
 _OF_EQUAL_LAYER = 1e-4
 # Largest mean difference of logits, relative to their spread: for equal weights, and for rounded weights.
-_OF_LOGITS, _OF_ROUNDED_LOGITS = 2e-3, 0.1
+_OF_LOGITS = 2e-3
+_OF_ROUNDED_LOGITS = 0.1
 # Largest KL divergence of a quantized model from the trained model: a multiple of the KL divergence of the quantized
 # base from the base, plus a margin.
-_TIMES_BASE, _KL_MARGIN = 3.0, 0.02
-_NAMED = 5
-_SECONDS_BETWEEN = 10.0
+_TIMES_BASE = 3.0
+_KL_MARGIN = 0.02
+_MOST_NAMES = 5  # of tensors, in a message
+_SECONDS_BETWEEN = 10.0  # between two lines of progress
 
 
 class FailedCheck(UserError):
@@ -88,10 +90,10 @@ class Measured:
     unread: list[str]
 
     def __str__(self) -> str:
-        found = self.comparison
+        logits = self.comparison
         return (
-            f"max |Δlogit| {found.max_difference:.2g}, mean {found.mean_difference:.2g}, KL {found.kl:.2g} per token, "
-            f"greedy tokens equal {found.equal_tokens} of {found.tokens}"
+            f"max |Δlogit| {logits.max_difference:.2g}, mean {logits.mean_difference:.2g}, "
+            f"KL {logits.kl:.2g} per token, greedy tokens equal {logits.equal_tokens} of {logits.tokens}"
         )
 
 
@@ -147,18 +149,24 @@ class Check:
         """Return the result as lines of text."""
         if self.measured is None:
             return [self.verdict()]
-        found = [f"checked     in {self.measured.library}, {len(_PROMPTS)} prompts: {self.measured}"]
-        found.append(f"            relative difference of a layer at most {max(self.measured.layers.values()):.2g}")
+        lines = [
+            f"checked     in {self.measured.library}, {len(_PROMPTS)} prompts: {self.measured}",
+            f"            relative difference of a layer at most {max(self.measured.layers.values()):.2g}",
+        ]
         if self.tokenized is not None:
-            found.append(f"tokenizer   {self.tokenized.line()}")
-        return found + ([] if self.base is None else [f"base        quantized alike: {self.base}"])
+            lines.append(f"tokenizer   {self.tokenized.line()}")
+        if self.base is not None:
+            lines.append(f"base        quantized alike: {self.base}")
+        return lines
 
     def numbers(self) -> dict[str, Any]:
         """Return the result as JSON, without the layers."""
-        return {
-            name: None if found is None else {"library": found.library, **asdict(found.comparison)}
-            for name, found in (("trained", self.measured), ("base", self.base))
-        }
+        numbers: dict[str, Any] = {"trained": None, "base": None}
+        if self.measured is not None:
+            numbers["trained"] = {"library": self.measured.library, **asdict(self.measured.comparison)}
+        if self.base is not None:
+            numbers["base"] = {"library": self.base.library, **asdict(self.base.comparison)}
+        return numbers
 
 
 def check_files(trained: Trained, to: str, quant: str | None, files: Path, aside: Path, device: str) -> Check:
@@ -176,47 +184,64 @@ def check_files(trained: Trained, to: str, quant: str | None, files: Path, aside
         FailedCheck: the files have other logits or another tokenizer; the message names tensors or a row.
         EvaluationError: the library cannot read the files.
     """
-    if missing := evaluation.missing_packages("transformers", *_LIBRARIES.get(to, ())):
+    missing = evaluation.missing_packages("transformers", *_LIBRARIES.get(to, ()))
+    if missing:
         return Check(reason=f"{', '.join(missing)} is not installed: pip install 'torchtune[check]'")
     base = None
+    tokenized = None
     try:
-        found = call_aside(_measure, trained.path, to, files, device)
-        tokenized = None
+        measured = call_in_child_process(_measure, trained.path, to, files, device)
         if _reader(to) != "llama_cpp" and (files / "tokenizer.json").is_file():
             settings = None if trained.run is None else trained.run.settings.get("tokenizer")
-            tokenized = call_aside(_compare_tokenizers, settings, trained.path, files)
+            tokenized = call_in_child_process(_compare_tokenizers, settings, trained.path, files)
         if quant is not None and trained.base is not None:
             try:
                 quantize(trained.base, quant, aside)
-                base = call_aside(_measure, trained.base, to, aside, device)
+                base = call_in_child_process(_measure, trained.base, to, aside, device)
             except UserError as error:  # for example, of another layout
                 get_logger().warning(f"The quantized base is not compared with the base: {error}")
     except CrashedError as error:
         return Check(reason=f"{_reader(to)} cannot be asked: {error}")
-    limit = _OF_LAYER.get(stored_dtype(files) if to == "merged" else quant, _OF_EQUAL_LAYER)
-    wrong = [name for name, error in found.layers.items() if not error <= limit]
+    # A merged weight is rounded to its dtype, a quantized one to its kind; other weights have the same bits.
+    rounding = stored_dtype(files) if to == "merged" else quant
+    layer_limit = _OF_LAYER.get(rounding, _OF_EQUAL_LAYER)
+    # "not <=", because a difference may be NaN
+    differing = [name for name, difference in measured.layers.items() if not difference <= layer_limit]
     if quant is None:
-        most = (_OF_LOGITS if limit == _OF_EQUAL_LAYER else _OF_ROUNDED_LOGITS) * found.comparison.spread
-        agrees = found.comparison.mean_difference <= most
+        relative_limit = _OF_LOGITS if layer_limit == _OF_EQUAL_LAYER else _OF_ROUNDED_LOGITS
+        agrees = measured.comparison.mean_difference <= relative_limit * measured.comparison.spread
     else:
-        agrees = found.comparison.kl <= (torch.inf if base is None else _TIMES_BASE * base.comparison.kl + _KL_MARGIN)
-    if wrong or not agrees:
-        raise FailedCheck(_explain(found, base, wrong))
+        # Without the base, there is no measure of how much KL divergence this quantization causes.
+        kl_limit = torch.inf if base is None else _TIMES_BASE * base.comparison.kl + _KL_MARGIN
+        agrees = measured.comparison.kl <= kl_limit
+    if differing or not agrees:
+        raise FailedCheck(_explain_difference(measured, base, differing))
     if tokenized is not None and (tokenized.texts or (tokenized.chats and tokenized.is_exact)):
         first = [*tokenized.texts, *tokenized.chats][0]
         raise FailedCheck(
             f"The tokenizer files of the export give other ids than {tokenized.trained}, for example for {first!r}: "
             "save the checkpoint again with the tokenizer that trained."
         )
-    return Check(found, base=base, tokenized=tokenized)
+    return Check(measured, base=base, tokenized=tokenized)
 
 
-def _explain(found: Measured, base: Measured | None, wrong: list[str]) -> str:
-    names = list(dict.fromkeys([*found.unread, *wrong]))
-    more = f" and {len(names) - _NAMED} more" if names[_NAMED:] else ""
-    what = f"these tensors differ: {', '.join(names[:_NAMED])}{more}" if names else "this library reads every tensor"
-    than = "" if base is None else f"; the quantized base: {base}"
-    return f"{found.library} has other logits than the trained model ({found}{than}): {what}."
+def _explain_difference(measured: Measured, base: Measured | None, differing: list[str]) -> str:
+    """Return the message of a failed check.
+
+    Args:
+        measured: comparison of the trained model with the files.
+        base: comparison of the base with the quantized base, if there is one.
+        differing: layers whose outputs differ too much.
+    """
+    names = list(dict.fromkeys([*measured.unread, *differing]))  # each once, in this order
+    if names:
+        tensors = f"these tensors differ: {', '.join(names[:_MOST_NAMES])}"
+        if len(names) > _MOST_NAMES:
+            tensors += f" and {len(names) - _MOST_NAMES} more"
+    else:
+        tensors = "this library reads every tensor"
+    of_base = "" if base is None else f"; the quantized base: {base}"
+    return f"{measured.library} has other logits than the trained model ({measured}{of_base}): {tensors}."
 
 
 def _measure(path: Path, to: str, files: Path, device: str) -> Measured:
@@ -224,16 +249,17 @@ def _measure(path: Path, to: str, files: Path, device: str) -> Measured:
     say("checking", f"the logits of {path}, {len(_PROMPTS)} prompts")
     model, tokenizer = torchtune.load(path, dtype="fp32", device=device)
     prompts = [torch.tensor(tokenizer.encode(text, add_eos=False)[:_MOST_TOKENS]) for text in _PROMPTS]
-    logits, where = evaluation.logits_of(model, prompts), next(model.parameters()).device
+    logits = evaluation.logits_of(model, prompts)
+    model_device = next(model.parameters()).device
     try:
-        layers = evaluation.compare_layers(model, _read_again(path, to, files, where), _PrintedAtTimes())
-    except UserError as error:
+        layers = evaluation.compare_layers(model, _read_again(path, to, files, model_device), _PrintedAtTimes())
+    except UserError as error:  # the check fails with this reason
         layers = {str(error).rstrip("."): torch.inf}
-    del model
+    del model  # the other library needs the memory
     say("checking", f"the logits of the files in {_reader(to)}")
     with redirect_stderr(io.StringIO()):  # warnings and progress bars
-        library, others, unread = evaluation.read_elsewhere(_reader(to), files, prompts, where)
-    return Measured(library, evaluation.compare_models(logits, others), layers, unread)
+        library, exported_logits, unread = evaluation.read_elsewhere(_reader(to), files, prompts, model_device)
+    return Measured(library, evaluation.compare_models(logits, exported_logits), layers, unread)
 
 
 def _compare_tokenizers(settings: Mapping[str, Any] | None, path: Path, files: Path) -> Tokenized:
@@ -245,37 +271,41 @@ def _compare_tokenizers(settings: Mapping[str, Any] | None, path: Path, files: P
         files: folder of the export.
     """
     settings = dict(settings or {})
-    trained = "the tokenizer that trained"
+    if "max_seq_len" in settings:
+        settings["max_seq_len"] = None  # the texts are compared to their ends
     try:
-        tokenizer = config.instantiate({**settings, "max_seq_len": None} if "max_seq_len" in settings else settings)
+        tokenizer = config.instantiate(settings)
     except UserError:  # for example, its files are gone
         tokenizer = None
     if tokenizer is None:
-        tokenizer, trained = hf_tokenizer(str(path)), "the checkpoint's tokenizer"
+        tokenizer = hf_tokenizer(str(path))
+        trained = "the checkpoint's tokenizer"
+    else:
+        trained = "the tokenizer that trained"
     is_exact = isinstance(tokenizer, HuggingFaceModelTokenizer)
     texts = list(_PROMPTS)
     if is_exact:  # other tokenizers encode special tokens in a text as plain text
         texts += [f"one {token} two" for token in tokenizer.special_tokens]
     variables = settings.get("chat_template_kwargs") or {}
-    ids, chat_ids = evaluation.tokenize_elsewhere(files, texts, _CHATS, variables)
-    other_texts = [
-        text
-        for text, others in zip(texts, ids, strict=True)
-        if tokenizer.encode(text, add_bos=False, add_eos=False) != others
-    ]
-    other_chats = []
-    for chat, others in zip(_CHATS, chat_ids, strict=True):
+    ids_of_texts, ids_of_chats = evaluation.tokenize_elsewhere(files, texts, _CHATS, variables)
+    differing_texts = []
+    for text, exported_ids in zip(texts, ids_of_texts, strict=True):
+        if tokenizer.encode(text, add_bos=False, add_eos=False) != exported_ids:
+            differing_texts.append(text)
+    differing_chats = []
+    for chat, exported_ids in zip(_CHATS, ids_of_chats, strict=True):
         is_prompt = chat[-1]["role"] == "user"
         try:
-            ours, _ = tokenizer.tokenize_messages(chat, add_end_tokens=not is_prompt)
-        except DataError:
-            ours = None
+            trained_ids, _ = tokenizer.tokenize_messages(chat, add_end_tokens=not is_prompt)
+        except DataError:  # agrees with files that refuse this conversation, too
+            trained_ids = None
         # Where the template does not end the last turn, training adds the EOS token.
-        if others is not None and ours is not None and not is_prompt:
-            ours = ours[: len(others)] if ours[len(others) :] == [tokenizer.eos_id] else ours
-        if ours != others:
-            other_chats.append(" / ".join(turn["content"] for turn in chat))
-    return Tokenized(trained, other_texts, other_chats, is_exact)
+        are_both_finished = not is_prompt and exported_ids is not None and trained_ids is not None
+        if are_both_finished and trained_ids[len(exported_ids) :] == [tokenizer.eos_id]:
+            trained_ids = trained_ids[:-1]
+        if trained_ids != exported_ids:
+            differing_chats.append(" / ".join(turn["content"] for turn in chat))
+    return Tokenized(trained, differing_texts, differing_chats, is_exact)
 
 
 def say(label: str, text: str) -> None:
@@ -297,15 +327,19 @@ class _PrintedAtTimes:
 
 def _reader(to: str) -> str:
     """Return the library that reads a format."""
-    is_gguf = to in ("gguf", "ollama") and not evaluation.missing_packages("llama_cpp")
-    return "llama_cpp" if is_gguf else "peft" if to == "adapter" else "transformers"
+    if to in ("gguf", "ollama") and not evaluation.missing_packages("llama_cpp"):
+        return "llama_cpp"
+    return "peft" if to == "adapter" else "transformers"
 
 
 def _read_again(path: Path, to: str, files: Path, device: torch.device) -> torch.nn.Module:
     """Read the files in this library; GGUF files are dequantized by the ``gguf`` package."""
     if to not in ("gguf", "ollama"):
-        return torchtune.load(files, dtype="fp32", device=device)[0]
+        model, _ = torchtune.load(files, dtype="fp32", device=device)
+        return model
+    # The folder of an adapter may have no config: its checkpoint around it has one.
+    folder = path if (path / "config.json").is_file() else path.parent
     with set_default_dtype(torch.float32), torch.device("meta"):
-        model = from_hf_config(next(place for place in (path, path.parent) if (place / "config.json").is_file()))
+        model = from_hf_config(folder)
     CheckpointStore({"policy": ModelSource(files)}).load_model(model, device=device, whole=True)
     return model.eval()

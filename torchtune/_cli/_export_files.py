@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 import torchtune
-from torchtune._cli._target import find_checkpoint
+from torchtune._cli._find_recipe import find_checkpoint
 from torchtune.checkpoints import (
     ADAPTER_CONFIG_FILE,
     ADAPTER_FILE,
@@ -76,15 +76,19 @@ def find_trained(model: str) -> Trained:
     checkpoint = Path(find_checkpoint(str(folder)))
     if checkpoint != folder:  # a run in progress may delete its checkpoints
         FolderLock(folder, key="run").check_unused()
-    adapter = run = base = None
-    with suppress(UserError):
+    run = None
+    base = None
+    with suppress(UserError):  # a checkpoint alone, without the settings of its run
         run = RunFolder(checkpoint.resolve())
         base = run.base
-    with suppress(CheckpointError):
+    adapter = None
+    with suppress(CheckpointError):  # all weights were trained
         adapter = adapter_folder(checkpoint)
     if adapter is not None and (adapter / ADAPTER_CONFIG_FILE).is_file():
         base = Path(str(read_json(adapter / ADAPTER_CONFIG_FILE).get("base_model_name_or_path")))
-    return Trained(checkpoint, adapter, base if base is not None and os.path.isdir(base) else None, run)
+    if base is not None and not os.path.isdir(base):
+        base = None  # it was deleted, or is the name of a repository
+    return Trained(checkpoint, adapter, base, run)
 
 
 def write_files(trained: Trained, to: str, quant: str | None, files: Path, merged: Path) -> None:
@@ -124,21 +128,36 @@ def quantize(folder: Path, quant: str, files: Path) -> torch.nn.Module:
 
 
 def _write_modelfile(files: Path, context: int) -> None:
-    (file,), tokenizer = files.glob("*.gguf"), hf_tokenizer(str(files))
-    stops = [text for text, token_id in tokenizer.special_tokens.items() if token_id in tokenizer.stop_tokens]
+    """Write Ollama's ``Modelfile`` beside the GGUF file: chat template, stop texts, and at most ``context`` tokens."""
+    file = next(files.glob("*.gguf"))
+    tokenizer = hf_tokenizer(str(files))
+    # Ollama adds BOS by itself if the file says so; the template must not add another.
+    adds_bos = bool(GGUFFile(file).get("tokenizer.ggml.add_bos_token"))
     lines = [
         f"FROM ./{file.name}",
-        f'TEMPLATE """{go_template(tokenizer, adds_bos=bool(GGUFFile(file).get("tokenizer.ggml.add_bos_token")))}"""',
-        *(f'PARAMETER stop "{stop}"' for stop in stops),
-        f"PARAMETER num_ctx {min(context, _MOST_CONTEXT)}",
+        f'TEMPLATE """{go_template(tokenizer, adds_bos=adds_bos)}"""',
     ]
-    (files / "Modelfile").write_text("\n".join([*lines, ""]), encoding="utf-8")
+    for text, token_id in tokenizer.special_tokens.items():
+        if token_id in tokenizer.stop_tokens:
+            lines.append(f'PARAMETER stop "{text}"')
+    lines.append(f"PARAMETER num_ctx {min(context, _MOST_CONTEXT)}")
+    (files / "Modelfile").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def _quantizer(quant: str, model: torch.nn.Module) -> Any:
-    kinds = {"int4": Int4WeightOnlyQuantizer, "8da4w": Int8DynActInt4WeightQuantizer}
-    if quant in kinds:
-        widths = [layer.in_features for layer in quantizable_layers(model).values()]
-        sizes = [size for size in (128, 64, 32) if not any(width % size for width in widths)]
-        return kinds[quant](groupsize=(sizes or [128])[0])
-    return {"int8": Int8WeightOnlyQuantizer, "fp8": Float8Quantizer}.get(quant, lambda: GGUFQuantizer(quant.upper()))()
+    """Return the quantizer of a kind of quantization, with a group size that fits all layers of the model."""
+    if quant == "int8":
+        return Int8WeightOnlyQuantizer()
+    if quant == "fp8":
+        return Float8Quantizer()
+    if quant not in ("int4", "8da4w"):
+        return GGUFQuantizer(quant.upper())
+    widths = [layer.in_features for layer in quantizable_layers(model).values()]
+    groupsize = 128  # if none fits, the quantizer names the layer that does not
+    for size in (128, 64, 32):
+        if all(width % size == 0 for width in widths):
+            groupsize = size
+            break
+    if quant == "int4":
+        return Int4WeightOnlyQuantizer(groupsize=groupsize)
+    return Int8DynActInt4WeightQuantizer(groupsize=groupsize)

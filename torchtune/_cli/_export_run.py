@@ -40,12 +40,12 @@ def export(args: argparse.Namespace) -> None:
 
 def _write(trained: Trained, args: argparse.Namespace, output: Path) -> Check:
     """Write the files to a temporary folder, check them, and move them to the output folder."""
-    with atomic_directory(output) as aside:
-        files = aside / "files"
+    with atomic_directory(output) as temporary:
+        files = temporary / "files"
         say("writing", f"the files of {output}")
-        write_files(trained, args.to, args.quant, files, aside / "merged")
-        check = _check(trained, args, files, aside / "base")
-        shutil.rmtree(aside / "base", ignore_errors=True)
+        write_files(trained, args.to, args.quant, files, temporary / "merged")
+        check = _check(trained, args, files, temporary / "base")
+        shutil.rmtree(temporary / "base", ignore_errors=True)
         record = {"checkpoint": str(trained.checkpoint), "to": args.to, "quant": args.quant, "check": check.numbers()}
         write_json(files / RECORD, record)
         if trained.run is not None:  # otherwise, keep the README of the checkpoint
@@ -53,7 +53,7 @@ def _write(trained: Trained, args: argparse.Namespace, output: Path) -> Check:
             card = model_card(trained.run, check=check.verdict(), library=library)
             (files / "README.md").write_text(card, encoding="utf-8")
         for path in list(files.iterdir()):
-            path.rename(aside / path.name)
+            path.rename(temporary / path.name)
         files.rmdir()
     return check
 
@@ -96,20 +96,20 @@ def _size(folder: Path) -> str:
 
 def _commands(to: str, output: Path) -> list[str]:
     """Return the commands that serve an export."""
-    folder, name = shlex.quote(str(output.resolve())), shlex.quote(output.resolve().name)
+    folder = shlex.quote(str(output.resolve()))
+    name = shlex.quote(output.resolve().name)
     if to == "adapter":
         settings = read_json(output / ADAPTER_CONFIG_FILE)
-        most = max([settings["r"], *settings.get("rank_pattern", {}).values()])
-        rank = max(8, 2 ** (most - 1).bit_length())  # vLLM requires powers of two
+        largest_rank = max([settings["r"], *settings.get("rank_pattern", {}).values()])
+        max_lora_rank = max(8, 2 ** (largest_rank - 1).bit_length())  # vLLM requires powers of two
         base = shlex.quote(str(settings["base_model_name_or_path"]))
-        found = [f"vllm serve {base} --enable-lora --max-lora-rank {rank} --lora-modules {name}={folder}"]
-    elif to == "ollama":
-        found = [f"ollama create {name} -f {folder}/Modelfile && ollama run {name}"]
-    elif to == "gguf":
-        found = [f"llama-server -m {folder}/{next(output.glob('*.gguf')).name}"]
-    else:
-        found = [f"vllm serve {folder}", f"transformers serve {folder}"]
-    return [f"{'serve' if at == 0 else '':<12}{command}" for at, command in enumerate(found)]
+        options = f"--enable-lora --max-lora-rank {max_lora_rank} --lora-modules {name}={folder}"
+        return [f"serve       vllm serve {base} {options}"]
+    if to == "ollama":
+        return [f"serve       ollama create {name} -f {folder}/Modelfile && ollama run {name}"]
+    if to == "gguf":
+        return [f"serve       llama-server -m {folder}/{next(output.glob('*.gguf')).name}"]
+    return [f"serve       vllm serve {folder}", f"            transformers serve {folder}"]
 
 
 def _push(folder: Path, repo_id: str, *, upload: bool) -> None:

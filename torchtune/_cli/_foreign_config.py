@@ -14,7 +14,9 @@ from torchtune.utils import UserError, read_json
 TABLES = yaml.safe_load(Path(__file__).with_name("foreign_configs.yaml").read_text(encoding="utf-8"))
 LIBRARIES = ("axolotl", "trl", "llama-factory")
 # Keys and roles of turns, in conversations of either style.
-_TAGS = {*"role content user assistant system from value human gpt observation tool".split()}
+_TAGS = {
+    "role", "content", "user", "assistant", "system", "from", "value", "human", "gpt", "observation", "tool",
+}  # fmt: skip
 
 
 class ForeignConfig:
@@ -38,23 +40,25 @@ class ForeignConfig:
     def __init__(self, path: Path, library: str | None = None) -> None:
         document = read_document(path)
         document.check()
-        theirs = document.data
-        shared = {name: len(TABLES[name]["keys"].keys() & theirs.keys()) for name in LIBRARIES}
-        self.library = library or max(shared, key=lambda name: shared[name])
-        self.path, self._table = path, TABLES[self.library]
+        foreign_settings = document.data
+        num_shared = {name: len(TABLES[name]["keys"].keys() & foreign_settings.keys()) for name in LIBRARIES}
+        self.library = library or max(num_shared, key=lambda name: num_shared[name])
+        self.path = path
+        self._table = TABLES[self.library]
         self.left: dict[str, str] = {}
         self.covered: dict[str, str] = {}
         self._settings: dict[str, Any] = {}
         excluding = self._table.get("excluding", ())
-        if excluding and all(theirs.get(key) is True for key in excluding):
+        if excluding and all(foreign_settings.get(key) is True for key in excluding):
             raise UserError(f"{path}: {' and '.join(excluding)} exclude each other in {self.library}: choose one.")
         # Several keys may decide one setting: the last one of the table does, in whatever order the file has them.
         ranks = {key: rank for rank, key in enumerate(self._table["keys"])}
-        for key in sorted(theirs, key=lambda key: ranks.get(key, len(ranks))):
-            self._take(key, theirs[key])
-        taken = {*self._settings}
+        for key in sorted(foreign_settings, key=lambda key: ranks.get(key, len(ranks))):
+            self._take(key, foreign_settings[key])
+        names_in_file = set(self._settings)
         for key, value in self._table["defaults"].items():
-            if self._table["keys"][key].split()[0] not in taken:
+            name = self._table["keys"][key].split()[0]
+            if name not in names_in_file:
                 self._take(key, value)
         self.repository = self._settings.pop("@base", None)
         if self.repository is None or "@datasets" not in self._settings:
@@ -89,24 +93,32 @@ class ForeignConfig:
     def _convert_config(self) -> dict[str, Any]:
         """Return the shipped config of the smallest model, with the model and all settings of the other config."""
         take = self._settings.pop
-        method, reader, is_distributed = take("@method", "full"), take("@reader", ""), bool(take("@distributed", 0))
-        name = ("full" if method == "full" else "lora") + ("" if is_distributed else "_single_device")
-        name = "lora_dpo_single_device" if reader == "preference_dataset" else name
+        method = take("@method", "full")
+        reader = take("@reader", "")
+        is_distributed = bool(take("@distributed", 0))
+        if reader == "preference_dataset":
+            name = "lora_dpo_single_device"
+        else:
+            name = "full" if method == "full" else "lora"
+            if not is_distributed:
+                name += "_single_device"
         data = read_document(find_config(f"smol/135M_{name}")).data
         if is_distributed:
             self.covered["several devices"] = f"FSDP2 shards in the recipe {data['recipe']}"
         base = Path(self.repository)
         folder = str(base if base.is_dir() else f"/tmp/{base.name}")
-        data |= {"output_dir": f"/tmp/torchtune/{self.path.stem}", "device": None}
+        data["output_dir"] = f"/tmp/torchtune/{self.path.stem}"
+        data["device"] = None
         data["model"] = {"_component_": "torchtune.models.from_hf_config", "checkpoint_dir": folder}
         data["tokenizer"] = {"_component_": "torchtune.tokenizers.hf_tokenizer", "path": folder}
         data["checkpointer"]["checkpoint_dir"] = folder
         is_quantized = take("@quantized", False) or method == "qlora"
         if method != "full":
-            quantized = [{"_component_": "torchtune.modules.low_precision.QuantizeBase"}] * is_quantized
-            data["model_converters"] = [*quantized, {"_component_": "torchtune.modules.peft.LoRA"}]
+            data["model_converters"] = [{"_component_": "torchtune.modules.peft.LoRA"}]
+            if is_quantized:  # before LoRA, whose matrices stay in the dtype of the run
+                data["model_converters"].insert(0, {"_component_": "torchtune.modules.low_precision.QuantizeBase"})
         entries = self._entries(take("@datasets"), take("@folder", "data"))
-        nodes = [self._dataset(*entry, reader) for entry in enumerate(entries)]
+        nodes = [self._dataset(number, entry, reader) for number, entry in enumerate(entries)]
         data["dataset"] = nodes if len(nodes) > 1 else nodes[0]
         if {"@beta1", "@beta2"} & self._settings.keys():
             data["optimizer"]["betas"] = [take("@beta1", 0.9), take("@beta2", 0.999)]
@@ -116,9 +128,12 @@ class ForeignConfig:
             if section == "dataset":
                 self._set_dataset(nodes, name, value)
             elif section == "lora":
-                data.get("model_converters", [{}])[-1][name] = value
+                if "model_converters" in data:
+                    data["model_converters"][-1][name] = value
+            elif section:
+                data.setdefault(section, {})[name] = value
             else:
-                (data.setdefault(section, {}) if section else data)[name] = value
+                data[name] = value
         return self._finish(data)
 
     def _finish(self, data: dict[str, Any]) -> dict[str, Any]:
@@ -129,8 +144,9 @@ class ForeignConfig:
         if "project" in data["metric_logger"]:
             data["metric_logger"]["_component_"] = TABLES["values"]["logger"]["wandb"]
         for section in ("optimizer", "metric_logger"):
-            takes = inspect.signature(locate(data[section]["_component_"])).parameters
-            data[section] = {key: value for key, value in data[section].items() if key in {"_component_", *takes}}
+            parameters = inspect.signature(locate(data[section]["_component_"])).parameters
+            arguments = {key: value for key, value in data[section].items() if key in parameters}
+            data[section] = {"_component_": data[section]["_component_"], **arguments}
         data.get("lr_scheduler", {}).setdefault("num_warmup_steps", 0)
         return data
 
@@ -141,19 +157,21 @@ class ForeignConfig:
             elif value and name != "masking_strategy":
                 self.left[name] = f"{node['_component_']} has no such argument"
 
-    def _entries(self, found: Any, folder: str) -> list[dict[str, Any]]:
+    def _entries(self, datasets: Any, folder: str) -> list[dict[str, Any]]:
         """Return the descriptions of the datasets; LLaMA-Factory's are in ``dataset_info.json``."""
         if self.library != "llama-factory":
-            return found if isinstance(found, list) else [{"path": found}]
+            return datasets if isinstance(datasets, list) else [{"path": datasets}]
         index = self.path.parent / folder / "dataset_info.json"
-        known = read_json(index, UserError) if index.is_file() else {}
+        descriptions = read_json(index, UserError) if index.is_file() else {}
+        names = datasets.split(",") if isinstance(datasets, str) else datasets
         entries = []
-        for name in found.split(",") if isinstance(found, str) else found:
-            entry = known.get(name.strip(), {"hf_hub_url": name.strip()})
+        for name in names:
+            name = name.strip()
+            entry = descriptions.get(name, {"hf_hub_url": name})
             if entry.get("file_name"):
                 entry = {**entry, "file_name": str(index.parent / entry["file_name"])}
-            if name.strip() not in known:
-                self.left[f"dataset {name.strip()}"] = f"{index} does not describe it: set dataset.source and columns"
+            if name not in descriptions:
+                self.left[f"dataset {name}"] = f"{index} does not describe it: set dataset.source and columns"
             entries.append(entry)
         return entries
 
@@ -165,19 +183,28 @@ class ForeignConfig:
             name = self._table["data"].get(key)
             if name is None:
                 self.left[f"datasets.{number}.{key}"] = "not known"
+            elif value is not None and name.startswith("@"):
+                hints[name] = value
             elif value is not None:
-                (hints if name.startswith("@") else node)[name] = value
+                node[name] = value
         if hints["@columns"].keys() - {"messages"}:
             self.left[f"datasets.{number}.columns"] = "set dataset.column_map"
-        if unknown := {*map(str, hints["@tags"].values())} - _TAGS:
-            self.left[f"datasets.{number} tags"] = f"turns have no {', '.join(sorted(unknown))}: rename them"
+        unknown_tags = {str(tag) for tag in hints["@tags"].values()} - _TAGS
+        if unknown_tags:
+            self.left[f"datasets.{number} tags"] = f"turns have no {', '.join(sorted(unknown_tags))}: rename them"
         path = Path(str(node.get("data_files") or node.get("source"))).expanduser()
-        formats = scan(path, everything=False).formats.most_common(1) if path.is_file() and not reader else ()
-        component, *columns = (reader or (formats and formats[0][0][1]) or self._reader(number, hints)).split()
+        if not reader and path.is_file():  # the rows themselves say more than the config
+            formats = scan(path, everything=False).formats.most_common(1)
+            if formats:
+                (_, reader), _ = formats[0]
+        component, *arguments = (reader or self._reader(number, hints)).split()
         node["_component_"] = f"torchtune.datasets.{component}"
         if component == "text_completion_dataset" and hints["@column"]:
-            columns = [f"column={hints['@column']}"]
-        return {**node, **dict(column.split("=") for column in columns)}
+            arguments = [f"column={hints['@column']}"]
+        for argument in arguments:
+            key, value = argument.split("=")
+            node[key] = value
+        return node
 
     def _reader(self, number: int, hints: dict[str, Any]) -> str:
         """Return the dataset builder, with its columns, for rows that are not on this machine."""
@@ -188,7 +215,9 @@ class ForeignConfig:
             return "alpaca_dataset"
         if not kind.startswith(("chat_template", "sharegpt")):
             self.left[f"datasets.{number} {kind}".strip()] = "the columns are not known: check those of dataset"
-        role = hints["@tags"].get("role") or hints["@tags"].get("role_tag") or "from" * kind.startswith("sharegpt")
+        role = hints["@tags"].get("role") or hints["@tags"].get("role_tag")
+        if not role and kind.startswith("sharegpt"):
+            role = "from"
         style = "sharegpt" if role == "from" else "openai"
         column = hints["@columns"].get("messages") or hints["@column"]
         column = column or {"sharegpt": "conversations", "openai": "messages"}[style]
@@ -207,10 +236,17 @@ def _convert(value: Any, conversion: str) -> Any:
         return value if value > 0 else None
     if not conversion:
         return value
-    known = TABLES["values"][conversion]
+    choices = TABLES["values"][conversion]
     is_list = conversion == "targets"
-    values = value if isinstance(value, list) else str(value).split(",") if is_list and value is not True else [value]
-    if unknown := [each for each in values if each not in known] or not values:
-        raise ValueError(f"{unknown}: choose out of {', '.join(map(str, known))}")
-    names = [known[each] for each in values]
+    if isinstance(value, list):
+        values = value
+    elif is_list and value is not True:  # names with commas between them
+        values = str(value).split(",")
+    else:
+        values = [value]
+    unknown = [item for item in values if item not in choices]
+    if unknown or not values:
+        raise ValueError(f"{unknown}: choose out of {', '.join(map(str, choices))}")
+    names = [choices[item] for item in values]
+    # One target of another library may be several of ours, with commas between them.
     return ",".join(names).split(",") if is_list else names[0]

@@ -36,45 +36,49 @@ class Findings:
 
 def examine(output: Path) -> Findings:
     """Examine this machine; ``output`` is the folder for runs."""
-    found = Findings()
+    findings = Findings()
     device = torch.device(get_device_support().device_type)
-    found.facts = [
+    findings.facts = [
         ("versions", [f"Python {platform.python_version()}, torch {torch.__version__}, {platform.platform()}"]),
-        ("devices", _devices(found)),
+        ("devices", _devices(findings)),
         ("memory", _memory()),
-        ("disks", _disks(output, found)),
-        ("packages", _packages(found)),
+        ("disks", _disks(output, findings)),
+        ("packages", _packages(findings)),
         ("attention", describe_attention(device)),
         ("kernels", describe_kernels(device)),
         ("hub", [describe_access()]),
     ]
-    return found
+    return findings
 
 
-def _devices(found: Findings) -> list[str]:
+def _devices(findings: Findings) -> list[str]:
+    """Run a small training step on each device, and describe the devices."""
     kind = get_device_support().device_type
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     capability = torch.backends.cpu.get_cpu_capability()
     lines = [f"cpu: {cores} cores, torch computes on {torch.get_num_threads()} threads with {capability}"]
     if kind == "cpu":
-        _explain_slow_cpu(cores, found)
-    names = [kind] if kind in ("cpu", "mps") else [f"{kind}:{i}" for i in range(getattr(torch, kind).device_count())]
+        _explain_slow_cpu(cores, findings)
+    if kind in ("cpu", "mps"):  # one device without a number
+        names = [kind]
+    else:
+        names = [f"{kind}:{index}" for index in range(getattr(torch, kind).device_count())]
     for name in names:
         try:
             device = find_device(name)
             if kind == "cuda":
-                facts = torch.cuda.get_device_properties(device)
-                major, minor = facts.major, facts.minor
-                lines.append(f"{name}: {facts.name}, {facts.total_memory / 2**30:.1f} GiB, compute {major}.{minor}")
+                gpu = torch.cuda.get_device_properties(device)
+                memory = f"{gpu.total_memory / 2**30:.1f} GiB"
+                lines.append(f"{name}: {gpu.name}, {memory}, compute {gpu.major}.{gpu.minor}")
                 lines.append(f"{name}: {attention_limits(device)}")
             _try_step(device)
         except (RuntimeError, UserError) as error:
-            found.problems.append(f"{name}: a small training step fails: {first_line(error)}")
+            findings.problems.append(f"{name}: a small training step fails: {first_line(error)}")
             continue
         emulated = [text for text in ("bfloat16", "float16") if not has_fast_matmul(getattr(torch, text), device)]
         lines.append(f"{name}: a small training step works; {' and '.join(emulated) or 'no dtype'} emulated")
         if "bfloat16" in emulated:
-            found.slow.append(f"dtype=bf16 on {name}: emulated, several times slower than others: leave dtype out")
+            findings.slow.append(f"dtype=bf16 on {name}: emulated, several times slower than others: leave dtype out")
     return lines
 
 
@@ -86,17 +90,17 @@ def _try_step(device: torch.device) -> None:
         raise RuntimeError("its gradient is not finite")
 
 
-def _explain_slow_cpu(cores: int, found: Findings) -> None:
-    found.slow.append("training without a GPU: choose models of less than a billion parameters")
+def _explain_slow_cpu(cores: int, findings: Findings) -> None:
+    findings.slow.append("training without a GPU: choose models of less than a billion parameters")
     if shutil.which("nvidia-smi") or Path("/proc/driver/nvidia").exists():
         build = "a build without CUDA" if torch.version.cuda is None else "a build that the driver does not support"
-        found.slow.append(f"the NVIDIA GPU is not used: torch {torch.__version__} is {build}")
+        findings.slow.append(f"the NVIDIA GPU is not used: torch {torch.__version__} is {build}")
     if cores < _FEW_CORES:
-        found.slow.append(f"{cores} cores: tokenizing and training share them")
+        findings.slow.append(f"{cores} cores: tokenizing and training share them")
     if torch.get_num_threads() < cores:
-        found.slow.append(f"{torch.get_num_threads()} threads on {cores} cores: unset or raise OMP_NUM_THREADS")
+        findings.slow.append(f"{torch.get_num_threads()} threads on {cores} cores: unset or raise OMP_NUM_THREADS")
     if not has_cpp_compiler():
-        found.slow.append("compile=True cannot run on this CPU: there is no C++ compiler: install g++")
+        findings.slow.append("compile=True cannot run on this CPU: there is no C++ compiler: install g++")
 
 
 def _memory() -> list[str]:
@@ -109,19 +113,22 @@ def _memory() -> list[str]:
     return [f"{total:.1f} GiB{limited}"]
 
 
-def _disks(output: Path, found: Findings) -> list[str]:
+def _disks(output: Path, findings: Findings) -> list[str]:
+    """Describe the disks of runs, of cached rows, and of downloaded models."""
     lines = []
     for use, folder in (("runs", output), ("rows", cache_path()), ("hub", hub_cache())):
         folder = folder.absolute()
-        there = next(path for path in (folder, *folder.parents) if path.exists())
-        free, kind = shutil.disk_usage(there).free, _file_system(there)
-        lines.append(f"{use}: {folder}, {free / 2**30:.1f} GiB free{f', {kind}' if kind else ''}")
-        if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
-            found.problems.append(f"{use}: {there} may not be written to: choose another folder")
+        existing = next(path for path in (folder, *folder.parents) if path.exists())
+        free = shutil.disk_usage(existing).free
+        kind = _file_system(existing)
+        line = f"{use}: {folder}, {free / 2**30:.1f} GiB free"
+        lines.append(f"{line}, {kind}" if kind else line)
+        if not (existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)):
+            findings.problems.append(f"{use}: {existing} may not be written to: choose another folder")
         elif free < _SMALL_DISK:
-            found.slow.append(f"{use}: {free / 2**30:.1f} GiB free: a checkpoint needs 2 bytes a parameter or more")
+            findings.slow.append(f"{use}: {free / 2**30:.1f} GiB free: a checkpoint needs 2 bytes a parameter or more")
         if kind.startswith(_NETWORK):
-            found.slow.append(f"{use}: {folder} is on a network file system ({kind}): choose a local disk")
+            findings.slow.append(f"{use}: {folder} is on a network file system ({kind}): choose a local disk")
     return lines
 
 
@@ -130,35 +137,44 @@ def _file_system(path: Path) -> str:
     mounts = Path("/proc/mounts")
     if not mounts.is_file():
         return ""
-    rows = [line.split() for line in mounts.read_text().splitlines()]
-    above = [(len(row[1]), row[2]) for row in rows if path.resolve().is_relative_to(row[1].replace("\\040", " "))]
-    return max(above, key=lambda pair: pair[0])[1] if above else ""
+    file_system = ""
+    longest = 0
+    for line in mounts.read_text().splitlines():
+        _, mount_point, kind, *_ = line.split()
+        # Of the mount points above the path, the innermost one, which has the longest path, has its files.
+        if path.resolve().is_relative_to(mount_point.replace("\\040", " ")) and len(mount_point) > longest:
+            file_system = kind
+            longest = len(mount_point)
+    return file_system
 
 
-def _packages(found: Findings) -> list[str]:
+def _packages(findings: Findings) -> list[str]:
     """Compare the installed packages with the requirements of the library and its extras."""
     names = metadata.metadata("torchtune").get_all("Provides-Extra") or ()
     kernels = {kernel.package for kernel in KERNELS}  # listed on their own
-    installed, missing = [], defaultdict(list)
+    installed: list[str] = []
+    missing: dict[str, list[str]] = defaultdict(list)  # extra -> its packages
     for text in metadata.requires("torchtune") or ():
         need = Requirement(text)
-        is_optional = need.marker is not None and not need.marker.evaluate({"extra": ""})
-        extras = {name for name in names if need.marker.evaluate({"extra": name})} if is_optional else set()
+        extras = set()  # the extras that need it; none if the library itself does
+        if need.marker is not None and not need.marker.evaluate({"extra": ""}):
+            extras = {name for name in names if need.marker.evaluate({"extra": name})}
         if need.name == "torchtune" or need.name in kernels or (extras and extras <= _DEVELOPMENT):
             continue
         try:
             version = metadata.version(need.name)
         except metadata.PackageNotFoundError:
             version = None
-        wrong = version is not None and not need.specifier.contains(version, prereleases=True)
-        if wrong or (version is None and not extras):
-            how = f"pip install '{need.name}{need.specifier}'"
-            found.problems.append(f"{need.name} {version or 'is missing'}, but {need.specifier} is needed: {how}")
+        is_other_version = version is not None and not need.specifier.contains(version, prereleases=True)
+        if is_other_version or (version is None and not extras):
+            state = version or "is missing"
+            command = f"pip install '{need.name}{need.specifier}'"
+            findings.problems.append(f"{need.name} {state}, but {need.specifier} is needed: {command}")
         elif version is None:
             missing[min(extras - _DEVELOPMENT)].append(need.name)
         else:
             installed.append(f"{need.name} {version}")
-    return [
-        *textwrap.wrap(", ".join(dict.fromkeys(installed)), 100),
-        *(f"not installed: {', '.join(n)} (pip install 'torchtune[{e}]')" for e, n in missing.items()),
-    ]
+    lines = textwrap.wrap(", ".join(dict.fromkeys(installed)), 100)
+    for extra, packages in missing.items():
+        lines.append(f"not installed: {', '.join(packages)} (pip install 'torchtune[{extra}]')")
+    return lines

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from copy import deepcopy
 from functools import cached_property
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +17,10 @@ import torch
 import yaml
 
 import torchtune
-from torchtune._cli._aside import call_aside
+from torchtune._cli._child_process import call_in_child_process
 from torchtune._cli._export_check import Check, check_files
 from torchtune._cli._export_files import Trained, find_trained
-from torchtune._cli._target import RecipeTarget
+from torchtune._cli._find_recipe import RecipeTarget
 from torchtune._cli.run import run_here
 from torchtune.config import apply_overrides, instantiate, load_and_check, locate, read_document, settings_of
 from torchtune.datasets import instantiate_collate, instantiate_dataset
@@ -37,15 +36,31 @@ _DEGREES = ("tensor_parallel_dim", "context_parallel_dim", "expert_parallel_dim"
 # Settings of all runs, if the recipe has them.
 _SHORT = {
     **dict.fromkeys(_DEGREES, 1),
-    **dict.fromkeys(("dataset_val", "run_val_every_n_steps", "keep_best", "early_stopping_patience", "profiler")),
-    **dict.fromkeys(("compile", "enable_async_checkpointing", "save_adapter_weights_only"), False),
-    **{"resume_from_checkpoint": False, "log_every_n_steps": 1, "log_level": "ERROR", "seed": 1, "shuffle": False},
-    **{"save_every_n_steps": None, "save_every_n_minutes": None, "gradient_accumulation_steps": 1},
+    "dataset_val": None,
+    "run_val_every_n_steps": None,
+    "keep_best": None,
+    "early_stopping_patience": None,
+    "profiler": None,
+    "compile": False,
+    "enable_async_checkpointing": False,
+    "save_adapter_weights_only": False,
+    "resume_from_checkpoint": False,
+    "log_every_n_steps": 1,
+    "log_level": "ERROR",
+    "seed": 1,
+    "shuffle": False,
+    "save_every_n_steps": None,
+    "save_every_n_minutes": None,
+    "gradient_accumulation_steps": 1,
 }
-# Plain SGD reveals a gradient with a wrong scale.
+# Plain SGD reveals a gradient with a wrong scale; Adam divides by it.
 _PLAIN = {
-    **{"optimizer": {"_component_": "torch.optim.SGD", "lr": 0.1}, "lr_scheduler": None, "clip_grad_norm": None},
-    **{"optimizer_in_bwd": False, "epochs": 2, "max_steps_per_epoch": 1},
+    "optimizer": {"_component_": "torch.optim.SGD", "lr": 0.1},
+    "lr_scheduler": None,
+    "clip_grad_norm": None,
+    "optimizer_in_bwd": False,
+    "epochs": 2,
+    "max_steps_per_epoch": 1,
 }
 
 
@@ -81,7 +96,7 @@ def selfcheck(recipe: RecipeTarget, config: Path, overrides: list[str], folder: 
     """
     checks = _Checks(recipe, config, overrides, folder)
     show = f"tune data show {' '.join([str(config), *overrides])} --examples {_ROWS}"
-    for name, check, more in (
+    for name, check, details in (
         ("accumulation", checks.accumulation, f"{folder}/whole.log, accumulated.log and the configs beside them"),
         ("packing", checks.packing, f"{folder}/whole.log, packed.log and the configs beside them"),
         ("resume", checks.resume, f"{folder}/uninterrupted.log, resumed.log and the configs beside them"),
@@ -90,25 +105,28 @@ def selfcheck(recipe: RecipeTarget, config: Path, overrides: list[str], folder: 
         ("end of turn", checks.end_of_turn, show),
     ):
         try:
-            state, reason = "passed", check()
+            verdict = Verdict(name, "passed", check(), details)
         except NotChecked as error:
-            state, reason = "not checked", str(error)
+            verdict = Verdict(name, "not checked", str(error), details)
         except UserError as error:
-            state, reason = "failed", str(error)
-        yield Verdict(name, state, reason, more)
+            verdict = Verdict(name, "failed", str(error), details)
+        yield verdict
 
 
 class _Checks:
     """Checks of a recipe; each method returns its observation as text, or raises."""
 
     def __init__(self, recipe: RecipeTarget, config: Path, overrides: list[str], folder: Path) -> None:
-        main, document = recipe.load_main(), read_document(config)
+        main = recipe.load_main()
+        document = read_document(config)
         load_and_check(config, overrides, main)
         apply_overrides(document, overrides)
         for name in ("dataset", "tokenizer", "checkpointer"):
             if name not in document.data:
                 raise UserError(f"the config has no {name}: name a config of a recipe that trains.")
-        self._recipe, self._folder, self._data = recipe, folder, document.data
+        self._recipe = recipe
+        self._folder = folder
+        self._data = document.data
         settings = settings_of(main)
         fields = dataclasses.fields(settings) if dataclasses.is_dataclass(settings) else ()
         self._known = {field.name for field in fields} or {*self._data}
@@ -140,21 +158,28 @@ class _Checks:
         Raises:
             CheckFailed: the run fails.
         """
-        output, data = self._folder / name, self._limited(_ROWS, packed)
-        logger = "torchtune.training.metric_logging.DiskLogger"
-        file = {"log_dir": str(output / "logs"), "output_fmt": "jsonl", "filename": "log.jsonl"}
-        data |= {key: value for key, value in {**_SHORT, **changes}.items() if key in self._known}
-        if changes.keys() >= _PLAIN.keys():  # dropout differs between the two ways
+        output = self._folder / name
+        data = self._limited(_ROWS, packed)
+        for key, value in {**_SHORT, **changes}.items():
+            if key in self._known:
+                data[key] = value
+        if changes.keys() >= _PLAIN.keys():  # two runs that are compared draw different dropout masks
             _set_everywhere(data, ("lora_dropout", "dropout", "attn_dropout"), 0.0)
-        data |= {"output_dir": str(output), "metric_logger": {"_component_": logger, **file}}
+        data["output_dir"] = str(output)
+        data["metric_logger"] = {
+            "_component_": "torchtune.training.metric_logging.DiskLogger",
+            "log_dir": str(output / "logs"),
+            "output_fmt": "jsonl",
+            "filename": "log.jsonl",
+        }
         data["checkpointer"] = {**data["checkpointer"], "output_dir": str(output)}
         data["checkpointer"].pop("keep_last_n_checkpoints", None)
         config = output.with_suffix(".yaml")
         config.write_text(yaml.safe_dump(data, sort_keys=False), encoding="utf-8")
-        reason = call_aside(run_recipe, self._recipe, config, output.with_suffix(".log"))
+        reason = call_in_child_process(run_recipe, self._recipe, config, output.with_suffix(".log"))
         if reason is not None:
-            said = output.with_suffix(".log").read_text().rpartition("error: ")[2]
-            raise CheckFailed(f"the run '{name}' ends with {reason}: {' '.join(said.split())[:400]}")
+            message = output.with_suffix(".log").read_text().rpartition("error: ")[2]
+            raise CheckFailed(f"the run '{name}' ends with {reason}: {' '.join(message.split())[:400]}")
         records = [json.loads(line) for line in (output / "logs" / "log.jsonl").read_text().splitlines()]
         return {record["step"]: record for record in records if "loss" in record}
 
@@ -162,23 +187,27 @@ class _Checks:
     def _whole(self) -> dict[int, dict[str, float]]:
         return self._train("whole", **_PLAIN, batch_size=self._rows)
 
-    def _compare(self, other: dict[int, dict[str, float]], how: str) -> str:
+    def _compare(self, metrics: dict[int, dict[str, float]], how: str) -> str:
         """Compare two steps of a run with the plain run's: losses, and the norm of the gradient."""
-        one, seen = self._whole, []
-        if one.keys() != other.keys() or len(one) != 2:
-            raise CheckFailed(f"{len(one)} and {len(other)} steps instead of 2 with {how}: rows are left out")
+        expected = self._whole
+        if expected.keys() != metrics.keys() or len(expected) != 2:
+            raise CheckFailed(f"{len(expected)} and {len(metrics)} steps instead of 2 with {how}: rows are left out")
+        comparisons = []
+        # The loss of step 2 is that after an update, in which errors of the first gradient add up.
         for step, name, tolerance in (
             (1, "loss", self._tolerance),
             (1, "grad_norm", 1e3 * self._tolerance),
             (2, "loss", 10 * self._tolerance),
         ):
-            first, second = one[step].get(name), other[step].get(name)
+            first = expected[step].get(name)
+            second = metrics[step].get(name)
             if first is None or second is None:
                 continue
-            seen.append(f"{name} {first:.6g} and {second:.6g}")
-            if not abs(first - second) <= tolerance * max(1e-3, abs(first)):
-                raise CheckFailed(f"{seen[-1]} for the same rows with {how}, in step {step}")
-        return ", ".join(seen)
+            comparison = f"{name} {first:.6g} and {second:.6g}"
+            comparisons.append(comparison)
+            if not abs(first - second) <= tolerance * max(1e-3, abs(first)):  # also true for NaN
+                raise CheckFailed(f"{comparison} for the same rows with {how}, in step {step}")
+        return ", ".join(comparisons)
 
     def accumulation(self) -> str:
         """Check that one batch and gradient accumulation over single rows give the same steps."""
@@ -189,8 +218,9 @@ class _Checks:
 
     def packing(self) -> str:
         """Check that unpacked rows and packs give the same steps."""
-        if not all({"packed", "split"} <= _arguments(node).keys() for node in self._nodes(self._data)):
-            raise NotChecked("the dataset has no argument packed")
+        for node in self._nodes(self._data):
+            if not {"packed", "split"} <= _arguments(node).keys():
+                raise NotChecked("the dataset has no argument packed")
         return self._compare(self._train("packed", packed=True, **_PLAIN, batch_size=self._rows), "packs")
 
     def resume(self) -> str:
@@ -199,14 +229,20 @@ class _Checks:
             raise NotChecked("the recipe has no save_every_n_steps or resume_from_checkpoint")
         steps = {"batch_size": 1, "epochs": 1, "max_steps_per_epoch": _ROWS, "save_every_n_steps": _ROWS // 2}
         steps["shuffle"] = self._data.get("shuffle", True)
-        whole, name = self._train("uninterrupted", **steps), f"step_{_ROWS // 2}"
-        if len(whole) < _ROWS:
-            raise NotChecked(f"{_ROWS} rows are needed, and the dataset has {len(whole)}")
-        shutil.copytree(self._folder / "uninterrupted" / name, self._folder / "resumed" / name)
+        half = _ROWS // 2
+        uninterrupted = self._train("uninterrupted", **steps)
+        if len(uninterrupted) < _ROWS:
+            raise NotChecked(f"{_ROWS} rows are needed, and the dataset has {len(uninterrupted)}")
+        # A run resumes from the last checkpoint in its folder: give it the one at half of the steps alone.
+        checkpoint = f"step_{half}"
+        shutil.copytree(self._folder / "uninterrupted" / checkpoint, self._folder / "resumed" / checkpoint)
         resumed = self._train("resumed", **{**steps, "resume_from_checkpoint": True})
-        losses = [{step: row["loss"] for step, row in run.items() if step > _ROWS // 2} for run in (whole, resumed)]
-        if losses[0] != losses[1]:
-            raise CheckFailed(f"the losses are {[*losses[1].values()]} instead of {[*losses[0].values()]}")
+        expected_losses = {step: metrics["loss"] for step, metrics in uninterrupted.items() if step > half}
+        resumed_losses = {step: metrics["loss"] for step, metrics in resumed.items() if step > half}
+        if resumed_losses != expected_losses:
+            raise CheckFailed(
+                f"the losses are {list(resumed_losses.values())} instead of {list(expected_losses.values())}"
+            )
         files = sorted((self._folder / "uninterrupted" / f"step_{_ROWS}").rglob("*.safetensors"))
         for file in files:
             copy = self._folder / "resumed" / file.relative_to(self._folder / "uninterrupted")
@@ -216,7 +252,8 @@ class _Checks:
 
     def load(self) -> str:
         """Check that a loaded checkpoint has the loss of the run's next step, and the same logits in transformers."""
-        expected, checkpoint = self._whole[2]["loss"], self._folder / "whole" / "epoch_0"
+        expected = self._whole[2]["loss"]
+        checkpoint = self._folder / "whole" / "epoch_0"
         if not any(checkpoint.glob("*config.json")):
             raise NotChecked("the checkpoint is a state dict, and the library cannot build the module it is of")
         trained = find_trained(str(checkpoint))
@@ -285,32 +322,41 @@ class _Checks:
         has_conversations = not dataset.is_packed and None not in conversations_of_parts
         if not has_conversations or not hasattr(self._tokenizer, "decode"):
             raise NotChecked("the dataset has no conversations")
-        checked, header = 0, 0
+        num_checked = 0
+        header = 0
+        split_conversation = getattr(self._tokenizer, "conversations", lambda messages: [messages])
         for part, iterator in zip(parts, conversations_of_parts, strict=True):
             conversations = list(iterator)
             for index in range(len(part)):
-                row, number = part[index], part.origins(index)[0]["row"]
-                split = getattr(self._tokenizer, "conversations", lambda messages: [messages])(conversations[number])
+                row = part[index]
+                number = part.origins(index)[0]["row"]
+                split = split_conversation(conversations[number])
                 if len(split) == 1 and self._is_whole(row["tokens"]):
                     try:
                         header = max(header, self._check_row(row, split[0]))
                     except CheckFailed as error:
                         raise CheckFailed(f"row {number} of {part.source}: {error}") from None
-                    checked += 1
-        if not checked:
+                    num_checked += 1
+        if not num_checked:
             raise NotChecked("all rows are cut to max_seq_len or split into turns")
         trained = f"; the layout trains {header} tokens of the header" if header else ""
-        return f"{checked} rows are prompt and answer{trained}"
+        return f"{num_checked} rows are prompt and answer{trained}"
 
     def _check_row(self, row: dict[str, Any], messages: list[Any]) -> int:
         """Check the row of a conversation; return the number of trained tokens at the end of its prompt."""
-        tokens, trained = np.asarray(row["tokens"]), is_trained(np.asarray(row["labels"]))
-        texts = [self._tokenizer.decode(tokens[mask].tolist()) for mask in (trained, ~trained)]
+        tokens = np.asarray(row["tokens"])  # [s]
+        trained = is_trained(np.asarray(row["labels"]))  # [s]
+        trained_text = self._tokenizer.decode(tokens[trained].tolist())
+        masked_text = self._tokenizer.decode(tokens[~trained].tolist())
         for message in messages:
+            # A template may remove the reasoning of earlier turns.
             text = message.text_content.rpartition("</think>")[2].strip()
-            if message.role in ("user", "assistant") and text and text not in texts[message.masked]:
-                what = "is trained" if message.masked else "is not trained"
-                raise CheckFailed(f"'{text[:40]}' ({message.role}) {what}, wholly or in part")
+            if message.role not in ("user", "assistant"):
+                continue
+            if message.masked and text not in masked_text:
+                raise CheckFailed(f"'{text[:40]}' ({message.role}) is trained, wholly or in part")
+            if not message.masked and text not in trained_text:
+                raise CheckFailed(f"'{text[:40]}' ({message.role}) is not trained, wholly or in part")
         if messages[-1].role != "assistant" or messages[-1].masked:
             return 0
         prompt, _ = self._tokenizer.tokenize_messages(messages[:-1], add_end_tokens=False)
@@ -328,18 +374,25 @@ class _Checks:
         """Check that every trained passage ends with the end-of-turn token."""
         special = getattr(self._tokenizer, "special_tokens", {})
         stops = {*getattr(self._tokenizer, "stop_tokens", ()), *special.values()}
-        count = 0
-        for number, row in enumerate(self._examples(_LABEL_ROWS) if stops else ()):
+        no_passages = "the rows have no labels, or the tokenizer has no stop_tokens"
+        if not stops:
+            raise NotChecked(no_passages)
+        num_passages = 0
+        for number, row in enumerate(self._examples(_LABEL_ROWS)):
             for _, tokens, labels in document_texts(row):
-                trained = [*is_trained(labels).tolist(), False]
-                ends = [i for i, (now, after) in enumerate(pairwise(trained)) if now and not after]
-                for end in ends if self._is_whole(tokens) else ():
-                    if int(tokens[end]) not in stops:
-                        raise CheckFailed(f"example {number}: no stop token is trained at the end of a passage, {end}")
-                count += len(ends)
-        if not count:
-            raise NotChecked("the rows have no labels, or the tokenizer has no stop_tokens")
-        return f"{count} trained passages end with a stop token"
+                trained = is_trained(labels)  # [s]
+                # A passage ends at a trained token before one that is not trained, or at the end of the row.
+                ends = np.flatnonzero(trained & ~np.append(trained[1:], False)).tolist()
+                if self._is_whole(tokens):
+                    for end in ends:
+                        if int(tokens[end]) not in stops:
+                            raise CheckFailed(
+                                f"example {number}: no stop token is trained at the end of a passage, {end}"
+                            )
+                num_passages += len(ends)
+        if not num_passages:
+            raise NotChecked(no_passages)
+        return f"{num_passages} trained passages end with a stop token"
 
 
 def run_recipe(recipe: RecipeTarget, config: Path, log: Path) -> str | None:
@@ -363,5 +416,8 @@ def _set_everywhere(value: Any, names: tuple[str, ...], new: Any) -> None:
     """Set all existing keys in ``names``, at any depth."""
     if isinstance(value, dict):
         value.update({key: new for key in names if key in value})
-    for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
-        _set_everywhere(inner, names, new)
+        for inner in value.values():
+            _set_everywhere(inner, names, new)
+    elif isinstance(value, list):
+        for inner in value:
+            _set_everywhere(inner, names, new)

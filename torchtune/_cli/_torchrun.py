@@ -30,7 +30,8 @@ def _parser(usage: str) -> argparse.ArgumentParser:
     from torch.distributed.run import get_args_parser
 
     parser = get_args_parser()
-    parser.prog, parser.usage = "tune run", usage
+    parser.prog = "tune run"
+    parser.usage = usage
     return parser
 
 
@@ -47,10 +48,12 @@ def count_options(tokens: list[str], usage: str) -> int:
 
 def is_option(token: str) -> bool:
     """Return whether ``token`` is an option of torchrun, with or without its value."""
-    known = re.findall(r"(?<!\S)--?[a-z][\w-]*", _parser("").format_help())
-    if not token.startswith("--") and token[:2] in known:  # a short option may be joined with its value
+    options = re.findall(r"(?<!\S)--?[a-z][\w-]*", _parser("").format_help())
+    if not token.startswith("--") and token[:2] in options:  # a short option may be joined with its value
         return True
-    return any(option.startswith(token.partition("=")[0].replace("_", "-")) for option in known)
+    # argparse takes the beginning of an option for the option, and torchrun underscores for dashes.
+    name = token.partition("=")[0].replace("_", "-")
+    return any(option.startswith(name) for option in options)
 
 
 def count_processes(options: list[str], *, exactly: bool = False) -> int | None:
@@ -66,12 +69,14 @@ def count_processes(options: list[str], *, exactly: bool = False) -> int | None:
     if not options:
         return 1
     args = _parser("").parse_args([*options, "<end>"])
-    nodes, each = str(args.nnodes).rpartition(":")[2], str(args.nproc_per_node)
-    if exactly and not (len(set(str(args.nnodes).split(":"))) == 1 and nodes.isdigit() and each.isdigit()):
+    machines = str(args.nnodes).split(":")  # MIN:MAX, or a number
+    per_machine = str(args.nproc_per_node)  # or gpu, cpu, auto …
+    are_numbers = machines[-1].isdigit() and per_machine.isdigit()
+    if exactly and not (are_numbers and len(set(machines)) == 1):
         return None
-    if not (nodes.isdigit() and each.isdigit()):
-        raise UserError(f"--dry-run needs the number of processes: give numbers, not '{each}'.")
-    return int(nodes) * int(each)
+    if not are_numbers:
+        raise UserError(f"--dry-run needs the number of processes: give numbers, not '{per_machine}'.")
+    return int(machines[-1]) * int(per_machine)
 
 
 def torchrun_arguments(options: list[str], program: list[str]) -> argparse.Namespace:
@@ -109,8 +114,9 @@ def torchrun_arguments(options: list[str], program: list[str]) -> argparse.Names
 def _is_new_information(record: logging.LogRecord) -> bool:
     """Filter out torchrun's log records on failed workers or a closed rendezvous, which repeat a printed error."""
     text = record.getMessage()
-    ended = text.startswith(("Sending process", *(f"failed (exitcode: {code})" for code in _KNOWN_EXIT_CODES)))
-    return not (ended or text.endswith("due to an error of type RendezvousConnectionError."))
+    if text.startswith("Sending process") or text.endswith("due to an error of type RendezvousConnectionError."):
+        return False
+    return not any(text.startswith(f"failed (exitcode: {code})") for code in _KNOWN_EXIT_CODES)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -137,14 +143,15 @@ def run(args: argparse.Namespace) -> None:
         sys.exit(75 if error.sigval == signal.SIGTERM else 128 + error.sigval)
     except ChildFailedError as error:
         # A worker's user error makes others fail; torchrun may report either first.
-        codes = [failure.exitcode for failure in error.failures.values()]
-        own = next((code for code in _KNOWN_EXIT_CODES if code in codes), None)
-        if own is None or (own == _TEMPORARY and codes[0] != own):  # another worker was killed first
+        worker_codes = [failure.exitcode for failure in error.failures.values()]
+        exit_code = next((code for code in _KNOWN_EXIT_CODES if code in worker_codes), 1)
+        if exit_code == _TEMPORARY and worker_codes[0] != _TEMPORARY:  # another worker was killed first
+            exit_code = 1
+        if exit_code == 1:  # no worker has printed the reason
             print(error, file=sys.stderr)
-            own = 1
         if args.nnodes not in ("1", "1:1"):
             time.sleep(_LINGER)  # this process may serve the store, which other machines query to find the failed rank
-        sys.exit(own)
+        sys.exit(exit_code)
     except (RendezvousError, DistError) as error:
         sentence, code = _explain_error(error, args)
         print(f"error: {sentence}", file=sys.stderr)
@@ -155,25 +162,26 @@ def _explain_error(error: Exception, args: argparse.Namespace) -> tuple[str, int
     """Return a message on a failed rendezvous, and the exit code."""
     from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousTimeoutError
 
-    where = args.rdzv_endpoint or f"{args.master_addr}:{args.master_port}"
+    address = args.rdzv_endpoint or f"{args.master_addr}:{args.master_port}"
     if isinstance(error, RendezvousClosedError):
-        return f"the run at {where} has ended on another machine: see the error in its output.", 1
+        return f"the run at {address} has ended on another machine: see the error in its output.", 1
     if isinstance(error, RendezvousTimeoutError):
         return (
-            f"fewer machines than --nnodes {args.nnodes} connected to {where} in time: run the same command, with the "
-            "same --nnodes, on all machines; --rdzv-conf join_timeout=SECONDS waits longer.",
+            f"fewer machines than --nnodes {args.nnodes} connected to {address} in time: run the same command, with "
+            "the same --nnodes, on all machines; --rdzv-conf join_timeout=SECONDS waits longer.",
             _TEMPORARY,
         )
     cause = first_line(error.__cause__ or error)
     # torch has one class for both errors; only after workers have run, the traceback has one of these frames.
-    if {"num_nodes_waiting", "_restart_workers"} & {frame.name for frame in traceback.extract_tb(error.__traceback__)}:
+    frames = {frame.name for frame in traceback.extract_tb(error.__traceback__)}
+    if frames & {"num_nodes_waiting", "_restart_workers"}:
         return (
-            f"{where} has stopped answering, because its machine or its command has ended ({cause}): run the same "
+            f"{address} has stopped answering, because its machine or its command has ended ({cause}): run the same "
             "command on all machines with resume_from_checkpoint=True to continue from the last checkpoint.",
             _TEMPORARY,
         )
     return (
-        f"{where} cannot be reached ({cause}): give the address of the first machine with a free port, and start the "
+        f"{address} cannot be reached ({cause}): give the address of the first machine with a free port, and start the "
         "command there.",
         2,
     )

@@ -50,7 +50,7 @@ class Chat(Subcommand):
     def _run(self, args: argparse.Namespace) -> None:
         check_least(args, temperature=0, top_k=0, top_p=0, min_p=0, max_new_tokens=1, seed=0)
         check_most(args, top_p=1, min_p=1)
-        from torchtune._cli._target import find_checkpoint
+        from torchtune._cli._find_recipe import find_checkpoint
 
         args.model = find_checkpoint(args.model)
         conversation = _Conversation(args)
@@ -78,15 +78,16 @@ class Chat(Subcommand):
 
     @staticmethod
     def _handle_line(conversation: "_Conversation", line: str) -> None:
-        command, _, rest = line.partition(" ")
+        command, _, argument = line.partition(" ")
+        argument = argument.strip()
         if not line:
             return
         if command == "/reset":
             conversation.reset()
         elif command == "/system":
-            conversation.reset(rest.strip())
+            conversation.reset(argument)
         elif command == "/image":
-            conversation.show(rest.strip())
+            conversation.show(argument)
         elif command.startswith("/"):
             print(f"{command} is not a command. {_HELP}", file=sys.stderr)
         else:
@@ -102,7 +103,8 @@ class _Conversation:
         import torchtune
         from torchtune.generation import check_generates, fast_linears
 
-        self._args, self._system = args, args.system
+        self._args = args
+        self._system = args.system
         self._model, self._tokenizer = torchtune.load(
             args.model, adapter=args.adapter, dtype=args.dtype, device=args.device, images=bool(args.image)
         )
@@ -171,7 +173,9 @@ class _Conversation:
         from torchtune.generation import images_of_row, stream_tokens
         from torchtune.tokenizers import StreamDecoder
 
-        decoder, pieces, end = StreamDecoder(self._tokenizer), [], "length"
+        decoder = StreamDecoder(self._tokenizer)
+        pieces: list[str] = []
+        end = "length"
         steps = stream_tokens(
             self._model,
             [row["tokens"]],

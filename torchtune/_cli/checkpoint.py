@@ -32,20 +32,23 @@ class Verify(Subcommand):
         from torchtune.checkpoints import CheckpointError, checkpoints_in, verify_checkpoint
         from torchtune.utils import UserError
 
-        damaged, found = 0, checkpoints_in(args.folder)
-        for folder in found:
+        checkpoints = checkpoints_in(args.folder)
+        num_damaged = 0
+        for folder in checkpoints:
             size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
             bar = tqdm(total=size, desc=folder.name, unit="B", unit_scale=True, leave=False, disable=None)
             try:
                 with bar:
                     count, total = verify_checkpoint(folder, bar.update)
             except CheckpointError as error:
-                damaged += 1
+                num_damaged += 1
                 print(f"error: {error}", file=sys.stderr)
                 continue
             print(f"{folder} is whole: {count:,} files, {total:,} bytes.")
-        if damaged:
-            raise UserError(f"{damaged} of {len(found)} checkpoints of {args.folder} are damaged: use another one.")
+        if num_damaged:
+            raise UserError(
+                f"{num_damaged} of {len(checkpoints)} checkpoints of {args.folder} are damaged: use another one."
+            )
 
 
 class Checkpoint(Subcommand):

@@ -7,7 +7,7 @@ import re
 import shutil
 from pathlib import Path
 
-from torchtune._cli._find_configs import suggest_configs
+from torchtune._cli._find_recipe import suggest_configs
 from torchtune._cli.subcommand import Subcommand
 from torchtune._recipe_registry import find_config, find_recipe
 from torchtune.utils import atomic_write

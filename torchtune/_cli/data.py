@@ -1,6 +1,7 @@
 """``tune data``."""
 
 import argparse
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,13 +86,13 @@ class DataShow(Subcommand):
         for file in filter(None, (path, args.validation)):
             if not file.exists():
                 raise UserError(f"there is no file {file}: correct the path.")
-        given = _Overrides.of(args.overrides)
-        if (given.dataset or given.tokenizer) and args.tokenizer is None:
-            setting = [*given.dataset, *given.tokenizer][0]
+        overrides = _Overrides.of(args.overrides)
+        if (overrides.dataset or overrides.tokenizer) and args.tokenizer is None:
+            setting = [*overrides.dataset, *overrides.tokenizer][0]
             raise UserError(f"'{setting}' is a setting of a dataset: add --tokenizer to build the dataset.")
-        checked = [override for override in given.dataset if override.partition("=")[0] in CHECKED_SETTINGS]
-        splits = [override for override in given.dataset if override.partition("=")[0] == "split"]
-        options = {"everything": args.all, "settings": given.file_settings, "chosen": _changed({}, checked)}
+        checked = [override for override in overrides.dataset if override.partition("=")[0] in CHECKED_SETTINGS]
+        splits = [override for override in overrides.dataset if override.partition("=")[0] == "split"]
+        options = {"everything": args.all, "settings": overrides.file_settings, "chosen": _changed({}, checked)}
         facts = scan(path, **options, **_changed({}, splits))
         print("\n".join(report(facts)))
         if args.validation is not None:
@@ -105,11 +106,11 @@ class DataShow(Subcommand):
         from torchtune import config
         from torchtune._cli._data_show import show_dataset
 
-        node = dataset_node(path, facts.format, [*given.file, *given.dataset])
+        node = dataset_node(path, facts.format, [*overrides.file, *overrides.dataset])
         has_images = ".multimodal." in node["_component_"]
         loader = "torchtune.models.image_text_transform" if has_images else "torchtune.tokenizers.hf_tokenizer"
         defaults = {"_component_": loader, "path": args.tokenizer, "max_seq_len": args.max_seq_len}
-        settings = {"dataset": node, "tokenizer": _changed(defaults, given.tokenizer)}
+        settings = {"dataset": node, "tokenizer": _changed(defaults, overrides.tokenizer)}
         config.validate(settings)
         tokenizer = config.instantiate(settings["tokenizer"])
         show_dataset("dataset", node, tokenizer, args.examples, args.all, SAMPLE, _context_of(args.tokenizer))
@@ -137,16 +138,16 @@ class _Overrides:
     @classmethod
     def of(cls, overrides: list[str]) -> "_Overrides":
         """Sort the overrides of a command line."""
-        found = cls([], [], [])
+        sorted_overrides = cls([], [], [])
         for override in overrides:
             key = override.removeprefix("~").partition("=")[0]
             if key.startswith("tokenizer."):
-                found.tokenizer.append(override.replace("tokenizer.", "", 1))
+                sorted_overrides.tokenizer.append(override.replace("tokenizer.", "", 1))
             elif key.removeprefix("dataset.") in _OF_THE_FILE:
-                found.file.append(override.replace("dataset.", "", 1))
+                sorted_overrides.file.append(override.replace("dataset.", "", 1))
             else:
-                found.dataset.append(override.replace("dataset.", "", 1))
-        return found
+                sorted_overrides.dataset.append(override.replace("dataset.", "", 1))
+        return sorted_overrides
 
     @property
     def file_settings(self) -> dict[str, Any]:
@@ -189,9 +190,46 @@ class DataPrepare(Subcommand):
 
     def _run(self, args: argparse.Namespace) -> None:
         check_least(args, workers=1)
-        from torchtune._cli._data_prepare import prepare_config
-
         prepare_config(_read_settings(args.config, args.overrides), args.output.expanduser(), args.workers)
+
+
+def prepare_config(cfg: Any, output: Path, processes: int | None) -> None:
+    """Tokenize the datasets of a recipe's settings into a folder.
+
+    Args:
+        cfg: settings of a training recipe.
+        output: the folder; matching files in it are reused.
+        processes: number of worker processes; by default one per core.
+
+    Raises:
+        DataError: rows cannot be trained on or written; no partial files are left.
+    """
+    from torchtune import config
+    from torchtune.datasets import instantiate_dataset, preparing, workers
+    from torchtune.estimate import nodes_of
+    from torchtune.supervision import count_tokens
+    from torchtune.training import context_length
+
+    tokenizer = config.instantiate(cfg.tokenizer)
+    longest = context_length(cfg)
+    for name, node in (("dataset", cfg.dataset), ("dataset_val", cfg.dataset_val)):
+        if node is None:
+            continue
+        started = time.monotonic()
+        with preparing(output), workers(processes):
+            dataset = instantiate_dataset(node, tokenizer, longest)
+        tokens = count_tokens(dataset)
+        if tokens is None:
+            if dataset.is_stream:
+                raise UserError(f"{name}: a stream is tokenized during training: remove streaming to prepare it.")
+            raise UserError(f"{name}: rows with images are tokenized during training: train without preparing them.")
+        kind = "packs" if dataset.is_packed else "rows"
+        seconds = time.monotonic() - started
+        print(f"{name}: {len(dataset):,} {kind}, {tokens:,} tokens in {output}, {seconds:.1f} s. Use them with")
+        if nodes_of(node)[0] is node:
+            print(f"  {name}.prepared={output}")
+        else:  # overrides cannot reach into a list of nodes
+            print(f"  prepared: {output}  # in every node of {name}")
 
 
 class Data(Subcommand):
@@ -206,23 +244,24 @@ class Data(Subcommand):
         DataPrepare(subparsers)
 
 
-def dataset_node(path: Path, found: tuple[str, str], overrides: list[str]) -> dict[str, Any]:
+def dataset_node(path: Path, row_format: tuple[str, str], overrides: list[str]) -> dict[str, Any]:
     """Return a dataset node that reads the file.
 
     Args:
         path: the file.
-        found: format of its rows (name, builder and its settings).
+        row_format: format of its rows (name, builder and its settings).
         overrides: settings of the dataset; ``_component_``, or a setting that the format's builder does not have,
             chooses another builder.
 
     Raises:
         UserError: no builder is known for the rows and the settings.
     """
-    name, *settings = found[1].split() or [""]
-    given = _changed({}, [override for override in overrides if not override.startswith("~")])
-    component = given.get("_component_")
+    _, reader = row_format
+    name, *settings = reader.split() or [""]
+    changes = _changed({}, [override for override in overrides if not override.startswith("~")])
+    component = changes.get("_component_")
     if component is None:
-        builder = _builder_of(name, given)
+        builder = _builder_of(name, changes)
         if not builder:
             raise UserError(
                 f"{path}: no dataset reads rows of these columns: name them, for example with column_map.input=... "
@@ -234,18 +273,21 @@ def dataset_node(path: Path, found: tuple[str, str], overrides: list[str]) -> di
     return _changed({"_component_": component, "source": str(path)}, [*settings, *overrides])
 
 
-def _builder_of(name: str, given: Mapping[str, Any]) -> str:
+def _builder_of(name: str, changes: Mapping[str, Any]) -> str:
     """Return the builder of a format, or the usual one of the first setting that it does not have."""
-    columns = given.get("column_map")
-    keys = [f"column_map.{key}" for key in columns] if isinstance(columns, Mapping) else []
-    keys += [key for key in given if key in _BUILDERS]
-    others = [_BUILDERS[key][0] for key in _BUILDERS if key in keys and name not in _BUILDERS[key]]
-    return others[0] if others else name
+    keys = set(changes)
+    columns = changes.get("column_map")
+    if isinstance(columns, Mapping):
+        keys.update(f"column_map.{column}" for column in columns)
+    for key, builders in _BUILDERS.items():
+        if key in keys and name not in builders:
+            return builders[0]
+    return name
 
 
 def _read_settings(name: str, overrides: list[str]) -> Any:
     """Return the checked settings of a config with a dataset, for the recipe named in it."""
-    from torchtune._cli._target import recipe_named_by, resolve_config
+    from torchtune._cli._find_recipe import recipe_named_by, resolve_config
     from torchtune.config import load_and_check
     from torchtune.training import SettingsView
 

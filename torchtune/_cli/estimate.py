@@ -2,7 +2,7 @@
 
 import argparse
 
-from torchtune._cli._target import find_targets
+from torchtune._cli._find_recipe import find_targets
 from torchtune._cli.run import Command, estimate, parse_command, require_config
 from torchtune._cli.subcommand import Subcommand
 

@@ -65,16 +65,18 @@ class Eval(Subcommand):
         check_least(args, top_k=0, top_p=0, min_p=0)
         check_most(args, top_p=1, min_p=1)
         self._check_metrics(args)
-        from torchtune._cli._target import find_checkpoint
+        from torchtune._cli._find_recipe import find_checkpoint
 
         args.model = find_checkpoint(args.model)
-        args.models = [*([(args.against, None)] if args.against else []), (args.model, args.adapter)]
+        args.models = [(args.model, args.adapter)]
+        if args.against:
+            args.models.insert(0, (args.against, None))  # the first model is the reference
         if args.tasks:
-            from torchtune._cli._eval_tasks import eval_tasks
+            from torchtune._cli._evaluate import eval_tasks
 
             eval_tasks(args)
         if args.data or not args.tasks:
-            from torchtune._cli._eval_rows import eval_rows
+            from torchtune._cli._evaluate import eval_rows
 
             eval_rows(args)
 
@@ -82,9 +84,12 @@ class Eval(Subcommand):
     def _check_metrics(args: argparse.Namespace) -> None:
         if args.data is None and (args.score or (args.perplexity and args.tasks)):
             raise UserError("--score and --perplexity need rows: give them in --data.")
-        names = ["prompt", "answer", "system", *([] if args.tasks else ["limit"])]
-        if args.data is None and (given := [name for name in names if getattr(args, name) is not None]):
-            raise UserError(f"--{given[0]} needs rows: give them in --data.")
+        row_options = ["prompt", "answer", "system"]
+        if not args.tasks:
+            row_options.append("limit")
+        for name in row_options:
+            if args.data is None and getattr(args, name) is not None:
+                raise UserError(f"--{name} needs rows: give them in --data.")
         if args.data is not None and not args.score and not args.perplexity:
             raise UserError("there is nothing to measure: add --score exact (or another, see --help) or --perplexity.")
         if not args.tasks and (args.include_path or args.chat_template):

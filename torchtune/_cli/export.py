@@ -50,10 +50,13 @@ class Export(Subcommand):
         add("--yes", action="store_true", help="upload")
 
     def _run(self, args: argparse.Namespace) -> None:
-        known = QUANTS.get(args.to, ())
-        args.quant = args.quant.lower() if args.quant else (known or (None,))[0]
-        if args.quant is not None and args.quant not in known:
-            choices = f"choose out of {', '.join(known)}" if known else f"it goes with {', '.join(QUANTS)}"
+        quants = QUANTS.get(args.to, ())
+        if args.quant:
+            args.quant = args.quant.lower()
+        else:
+            args.quant = quants[0] if quants else None
+        if args.quant is not None and args.quant not in quants:
+            choices = f"choose out of {', '.join(quants)}" if quants else f"it goes with {', '.join(QUANTS)}"
             raise UserError(f"--quant {args.quant}: {args.to} has no such quantization: {choices}.")
         if args.yes and not args.push:
             raise UserError("--yes uploads, and there is nowhere to: add --push OWNER/NAME.")

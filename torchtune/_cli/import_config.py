@@ -30,20 +30,25 @@ class Import(Subcommand):
     def _run(self, args: argparse.Namespace) -> None:
         import yaml
 
+        from torchtune._cli._find_recipe import recipe_named_by
         from torchtune._cli._foreign_config import ForeignConfig
-        from torchtune._cli._target import recipe_named_by
         from torchtune.config import load_and_check
 
         output = args.output or Path(f"{args.file.stem}_torchtune.yaml")
         if output.exists():
             raise UserError(f"{output} exists: choose another --output.")
-        made = ForeignConfig(args.file, args.library)
-        report = [f"{made.library} config {args.file}, as a config of the recipe {made.data['recipe']}."]
-        for title, keys in (("Without counterpart", made.left), ("No setting is needed", made.covered)):
-            report += [f"{title}:", *(f"  {key}: {reason}" for key, reason in keys.items())] if keys else []
-        recipe, rest = yaml.safe_dump(made.data, sort_keys=False, allow_unicode=True).split("\n", 1)
+        converted = ForeignConfig(args.file, args.library)
+        report = [f"{converted.library} config {args.file}, as a config of the recipe {converted.data['recipe']}."]
+        for title, keys in (("Without counterpart", converted.left), ("No setting is needed", converted.covered)):
+            if keys:
+                report.append(f"{title}:")
+                report += [f"  {key}: {reason}" for key, reason in keys.items()]
+        # The first line names the recipe; the report follows as comments.
+        text = yaml.safe_dump(converted.data, sort_keys=False, allow_unicode=True)
+        recipe_line, settings = text.split("\n", 1)
+        comments = [f"# {line}" for line in report]
         with atomic_write(output, "w") as file:
-            file.write("\n".join([recipe, *(f"# {line}" for line in report), "", rest]))
+            file.write("\n".join([recipe_line, *comments, "", settings]))
         print("\n".join(report), end="\n\n", flush=True)
         try:
             load_and_check(output, [], recipe_named_by(output).load_main())
@@ -51,7 +56,7 @@ class Import(Subcommand):
             unfinished = f"Written to {output}, which does not pass `tune validate`: correct it, and check it again."
             raise UserError(f"{unfinished}\n{error}") from error
         print(f"Written to {output}, which is well-formed.")
-        folder = made.data["checkpointer"]["checkpoint_dir"]
-        if not Path(made.repository).is_dir():
-            print(f"  tune download {made.repository} --output-dir {folder}")
+        folder = converted.data["checkpointer"]["checkpoint_dir"]
+        if not Path(converted.repository).is_dir():
+            print(f"  tune download {converted.repository} --output-dir {folder}")
         print(f"  tune run --config {output}")

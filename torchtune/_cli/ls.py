@@ -6,7 +6,7 @@ import re
 import textwrap
 from collections.abc import Iterable
 
-from torchtune._cli._find_configs import families, find_configs, search_words
+from torchtune._cli._find_recipe import families, find_configs, search_words
 from torchtune._cli.subcommand import Subcommand
 from torchtune._recipe_registry import get_all_recipes
 from torchtune.config import did_you_mean
@@ -47,7 +47,7 @@ class List(Subcommand):
         if args.all:
             self._print_all()
         elif args.words:
-            self._print_found(args.words)
+            self._print_matches(args.words)
         else:
             print("\n".join(overview()))
 
@@ -61,20 +61,22 @@ class List(Subcommand):
             for index, name in enumerate(names):
                 row(recipe.name if index == 0 else "", name)
 
-    def _print_found(self, words: list[str]) -> None:
-        found = find_configs(words)
-        if not found:
+    def _print_matches(self, words: list[str]) -> None:
+        matches = find_configs(words)
+        if not matches:
             raise UserError(_explain_no_match(words))
-        found.sort(key=lambda pair: (not pair[0].family, pair[0].order))
-        for family, pairs in itertools.groupby(found, key=lambda pair: pair[0].family):
+        matches.sort(key=lambda pair: (not pair[0].family, pair[0].order))  # configs of no family are last
+        for family, pairs in itertools.groupby(matches, key=lambda pair: pair[0].family):
             print(family or "of no family")
             for config, recipe in pairs:
                 print(f"  {config.name:<42} {recipe.name}")
+        matching_recipes = {recipe.name for _, recipe in matches}
+        num_configs = 0
         for recipe in get_all_recipes():
-            if recipe.former_names and any(recipe is other for _, other in found):
+            num_configs += len(recipe.configs)
+            if recipe.former_names and recipe.name in matching_recipes:
                 print(f"{recipe.name}: also {', '.join(recipe.former_names)}")
-        every = sum(len(recipe.configs) for recipe in get_all_recipes())
-        print(f"{len(found)} of {every} configs. To run one: tune run --config NAME")
+        print(f"{len(matches)} of {num_configs} configs. To run one: tune run --config NAME")
 
 
 def overview() -> list[str]:
@@ -87,11 +89,15 @@ def overview() -> list[str]:
     def row(left: str, text: str) -> None:
         lines.append(f"  {left:<{column}} {textwrap.shorten(text, _WIDTH - column - 3, placeholder=' …')}")
 
-    for name, meant in groups.items():
-        row(name, re.sub(" on (one device|several devices)|`", "", recipes[meant[-1]].sentence))
-        former = [old for full in meant for old in recipes[full].former_names]
-        if former:
-            row("", f"also {', '.join(_merge_devices(former))}")
+    for name, recipe_names in groups.items():
+        # Both recipes of a group have the same sentence, apart from the device.
+        sentence = recipes[recipe_names[-1]].sentence
+        row(name, re.sub(" on (one device|several devices)|`", "", sentence))
+        former_names: list[str] = []
+        for recipe_name in recipe_names:
+            former_names += recipes[recipe_name].former_names
+        if former_names:
+            row("", f"also {', '.join(_merge_devices(former_names))}")
     lines.append("FAMILIES and their configs; tune ls qwen3 8B lora lists some, tune ls --all lists everything")
     counts = " ".join(f"{family}:{count}" for family, count in families().items())
     return lines + textwrap.wrap(counts, _WIDTH, initial_indent="  ", subsequent_indent="  ")
@@ -101,16 +107,20 @@ def _merge_devices(names: Iterable[str]) -> dict[str, list[str]]:
     """Group names that differ only in the device: ``full_finetune_*`` -> the full names."""
     groups: dict[str, list[str]] = {}
     for name in names:
-        groups.setdefault(re.sub("_(single_device|distributed)$", "", name), []).append(name)
-    return {f"{stem}_*" if len(group) > 1 else group[0]: group for stem, group in groups.items()}
+        stem = re.sub("_(single_device|distributed)$", "", name)
+        groups.setdefault(stem, []).append(name)
+    labelled = {}
+    for stem, group in groups.items():
+        label = f"{stem}_*" if len(group) > 1 else group[0]
+        labelled[label] = group
+    return labelled
 
 
 def _explain_no_match(words: list[str]) -> str:
     """Return why no config was found: a word without any match, or words without a common match."""
-    unknown = next((word for word in words if not find_configs([word])), None)
-    if unknown is None:
-        return f"no config matches all of {', '.join(words)}: remove a word."
-    hint = (
-        did_you_mean(unknown, search_words()) or "; `tune ls` shows the families, for example `tune ls qwen3 8B lora`."
-    )
-    return f"no config matches '{unknown}'{hint}"
+    for word in words:
+        if not find_configs([word]):
+            hint = did_you_mean(word, search_words())
+            hint = hint or "; `tune ls` shows the families, for example `tune ls qwen3 8B lora`."
+            return f"no config matches '{word}'{hint}"
+    return f"no config matches all of {', '.join(words)}: remove a word."

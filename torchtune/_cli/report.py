@@ -43,7 +43,7 @@ class Report(Subcommand):
 def _estimate(run: Any) -> tuple[Any, str]:
     """Simulate a step of a run for the memory of a device; return None and the reason if that is impossible."""
     from torchtune._cli._dry_run import estimate_or_reason
-    from torchtune._cli._target import resolve_recipe
+    from torchtune._cli._find_recipe import resolve_recipe
     from torchtune.config import load_and_check
     from torchtune.reports import SETTINGS
 

@@ -8,7 +8,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchtune._cli._target import RecipeTarget, recipe_named_by, resolve_config, resolve_recipe
+from torchtune._cli._find_recipe import RecipeTarget, recipe_named_by, resolve_config, resolve_recipe
 from torchtune._cli._torchrun import count_options, count_processes, is_option, run, torchrun_arguments
 from torchtune._cli.subcommand import Subcommand
 from torchtune._recipe_registry import are_other_methods, current_name, find_recipe, get_all_recipes, recipe_of
@@ -46,37 +46,39 @@ def parse_command(tokens: list[str]) -> Command:
         UserError: an option is unknown, misplaced or lacks its value.
     """
     command = Command([], None, None, [])
-    rest: list[str] = []
-    waiting = iter(tokens)
-    for token in waiting:
+    # First take tune's own options, which may stand anywhere.
+    other_tokens: list[str] = []
+    remaining = iter(tokens)
+    for token in remaining:
         flag, has_value, value = token.partition("=")
         if flag == "--config":
             if command.config is not None:
                 raise UserError("--config is given twice: a run has one config, changed by key=value.")
-            command.config = value if has_value else next(waiting, None)
+            command.config = value if has_value else next(remaining, None)
             if not command.config:
                 raise UserError("--config needs a value: the name of a config (see `tune ls`) or a YAML file.")
         elif flag in ("--simulate", "--fit"):
-            value = value if has_value else next(waiting, None)
+            value = value if has_value else next(remaining, None)
             if not value:
-                raise UserError(
-                    f"{flag} needs a value: {'devices, as in 8xH100' if flag == '--simulate' else '80GiB'}."
-                )
+                example = "devices, as in 8xH100" if flag == "--simulate" else "80GiB"
+                raise UserError(f"{flag} needs a value: {example}.")
             setattr(command, flag[2:], value)
         elif token == "--dry-run":
             command.dry_run = True
         elif token in ("-h", "--help"):
             command.help = True
         else:
-            rest.append(token)
-    for token in rest:
+            other_tokens.append(token)
+    for token in other_tokens:
         if token.startswith("-") and not is_option(token):
             raise UserError(f"{token}: unknown option: settings are key=value, without dashes.")
-    count = count_options(rest, _USAGE)
-    command.torchrun, rest = rest[:count], rest[count:]
-    if rest and not _is_override(rest[0]):
-        command.recipe = rest.pop(0)
-    for token, value in itertools.zip_longest(rest, rest[1:], fillvalue=""):
+    # The order of the others: torchrun's options, the recipe, overrides.
+    num_options = count_options(other_tokens, _USAGE)
+    command.torchrun = other_tokens[:num_options]
+    overrides = other_tokens[num_options:]
+    if overrides and not _is_override(overrides[0]):
+        command.recipe = overrides.pop(0)
+    for token, value in itertools.zip_longest(overrides, overrides[1:], fillvalue=""):
         if token.startswith("-"):
             if "=" not in token and not value.startswith("-") and not _is_override(value):
                 token = f"{token} {value}".rstrip()
@@ -85,7 +87,7 @@ def parse_command(tokens: list[str]) -> Command:
             )
         if not _is_override(token):
             raise UserError(f"{token}: write settings as key=value, or ~key to remove one.")
-    command.overrides = rest
+    command.overrides = overrides
     return command
 
 
@@ -108,8 +110,8 @@ def require_config(command: Command, name: str, options: str = "") -> str:
 
 
 def estimate(recipe: RecipeTarget, config: Path, command: Command) -> None:
-    """Simulate a parsed command; see :func:`torchtune._cli._simulated_run.simulate_run`."""
-    from torchtune._cli._simulated_run import simulate_run
+    """Simulate a parsed command; see :func:`torchtune._cli._dry_run.simulate_run`."""
+    from torchtune._cli._dry_run import simulate_run
 
     if command.simulate is None:
         raise UserError("--simulate is missing: name the devices, for example --simulate 8xH100.")
@@ -176,8 +178,10 @@ class Run(Subcommand):
         if config is None and is_config:
             self._parser.error(f"The '--config' argument is required: tune run --config {command.recipe}")
         recipe = recipe_named_by(config) if command.recipe is None else resolve_recipe(command.recipe)
-        if config is not None and (former := _former_name(command, config)) is not None:
-            command.overrides.insert(0, f"recipe={former}")
+        if config is not None:
+            former_name = _former_name(command, config)
+            if former_name is not None:
+                command.overrides.insert(0, f"recipe={former_name}")
         if command.help:
             self._print_settings(recipe)
             return
@@ -214,7 +218,8 @@ class Run(Subcommand):
 
         self._check_distributed(recipe, wanted=True)
         settings = load_and_check(config, command.overrides, recipe.load_main())
-        if (processes := count_processes(command.torchrun, exactly=True)) is not None:
+        processes = count_processes(command.torchrun, exactly=True)
+        if processes is not None:
             # Check before the workers start, so that errors are printed once; workers check the rank-dependent
             # settings.
             check_run(settings, processes)
@@ -229,18 +234,18 @@ class Run(Subcommand):
     def _check_distributed(self, recipe: RecipeTarget, *, wanted: bool) -> None:
         if not recipe.registered:
             return
-        found = next(each for each in get_all_recipes() if each.name == recipe.name)
-        if not found.groups:  # a user's recipe inside a checkout has no entry in features.yaml
+        entry = next(entry for entry in get_all_recipes() if entry.name == recipe.name)
+        if not entry.groups:  # a user's recipe inside a checkout has no entry in features.yaml
             return
-        supported = found.supports_distributed
-        if wanted and not supported:
-            twin = recipe.name.replace("_single_device", "_distributed")
-            other = f"run {twin}, or " if twin != recipe.name and find_recipe(twin) else ""
+        if wanted and not entry.supports_distributed:
+            distributed_name = recipe.name.replace("_single_device", "_distributed")
+            has_distributed = distributed_name != recipe.name and find_recipe(distributed_name)
+            alternative = f"run {distributed_name}, or " if has_distributed else ""
             self._parser.error(
-                f"Recipe {recipe.name} runs in one process and does not support distributed training: {other}remove "
-                "torchrun's options."
+                f"Recipe {recipe.name} runs in one process and does not support distributed training: {alternative}"
+                "remove torchrun's options."
             )
-        if supported and not wanted and "one_device" not in found.groups:
+        if entry.supports_distributed and not wanted and "one_device" not in entry.groups:
             self._parser.error(
                 f"Recipe {recipe.name} runs in several processes: give their number, for example "
                 f"tune run --nproc-per-node 2 {recipe.name} --config ..."

@@ -6,7 +6,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from torchtune._cli._target import find_targets
+from torchtune._cli._find_recipe import find_targets
 from torchtune._cli.run import parse_command, require_config
 from torchtune._cli.subcommand import Subcommand
 

@@ -31,10 +31,7 @@ class Serve(Subcommand):
 
     def _add_arguments(self) -> None:
         add = self._parser.add_argument
-        add(
-            "model",
-            help=CHECKPOINT,
-        )
+        add("model", help=CHECKPOINT)
         add(
             "--adapter",
             action="append",
@@ -53,12 +50,13 @@ class Serve(Subcommand):
     def _run(self, args: argparse.Namespace) -> None:
         check_least(args, port=0, max_new_tokens=1, max_sequences=1, max_waiting=1)
         from torchtune._cli._chat_api import ChatServer
-        from torchtune._cli._target import find_checkpoint
+        from torchtune._cli._find_recipe import find_checkpoint
         from torchtune.rlhf.environments import detect_format
 
         path = find_checkpoint(args.model)
         models, tokenizer = _load(path, args.name or Path(path).name, args)
-        templates = "".join(one.source for one in getattr(tokenizer, "chat_templates", {}).values())
+        chat_templates = getattr(tokenizer, "chat_templates", {})
+        templates = "".join(template.source for template in chat_templates.values())
         try:
             server = ChatServer(
                 ("127.0.0.1", args.port),
@@ -90,8 +88,8 @@ def _load(path: str, name: str, args: argparse.Namespace) -> tuple[dict[str, Any
     check_generates(base)
     models = {name: base}
     for text in args.adapter:
-        name, mark, adapter = text.partition("=")
-        if not (name and mark and adapter) or name in models:
+        adapter_name, _, adapter = text.partition("=")
+        if not (adapter_name and adapter) or adapter_name in models:
             raise UserError(f"--adapter {text}: give NAME=PATH, with a name of its own for each.")
-        models[name] = adapted_copy(base, adapter)
+        models[adapter_name] = adapted_copy(base, adapter)
     return models, tokenizer

@@ -6,7 +6,7 @@ from typing import Any
 
 from torchtune.utils import UserError
 
-# Help of an argument for :func:`torchtune._cli._target.find_checkpoint`.
+# Help of an argument for :func:`torchtune._cli._find_recipe.find_checkpoint`.
 CHECKPOINT = "folder of a checkpoint, or of a run (its best or last checkpoint), or a repository on the hub"
 
 

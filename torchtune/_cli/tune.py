@@ -47,15 +47,23 @@ class TuneCLIParser:
 
     def parse_args(self, args: Sequence[str] | None = None) -> argparse.Namespace:
         """Parse ``args``, or the command line."""
-        found, rest = self._parser.parse_known_args(args)
-        late = [text for text in rest if "=" in text and not text.startswith("-") and hasattr(found, "overrides")]
-        if late != rest:
-            unknown = " ".join(text for text in rest if text not in late)
+        namespace, unparsed = self._parser.parse_known_args(args)
+        # argparse takes the settings of a subcommand only up to its next option.
+        takes_overrides = hasattr(namespace, "overrides")
+        late_overrides = []
+        unknown_arguments = []
+        for argument in unparsed:
+            if takes_overrides and "=" in argument and not argument.startswith("-"):
+                late_overrides.append(argument)
+            else:
+                unknown_arguments.append(argument)
+        if unknown_arguments:
+            unknown = " ".join(unknown_arguments)
             hint = " (name the config without an option)" if "--config" in unknown.partition("=")[0].split() else ""
-            getattr(found, "parser", self._parser).error(f"unrecognized arguments: {unknown}{hint}")
-        if late:  # settings that follow an option
-            found.overrides = [*found.overrides, *late]
-        return found
+            getattr(namespace, "parser", self._parser).error(f"unrecognized arguments: {unknown}{hint}")
+        if late_overrides:
+            namespace.overrides = [*namespace.overrides, *late_overrides]
+        return namespace
 
     def run(self, args: argparse.Namespace) -> None:
         """Run the selected subcommand."""

@@ -2,7 +2,7 @@
 
 import argparse
 
-from torchtune._cli._target import recipe_named_by, resolve_config
+from torchtune._cli._find_recipe import recipe_named_by, resolve_config
 from torchtune._cli.subcommand import Subcommand
 from torchtune._recipe_registry import recipe_of
 

@@ -6,7 +6,7 @@ import re
 import pytest
 
 import torchtune._recipe_registry
-from torchtune._cli._find_configs import families
+from torchtune._cli._find_recipe import families
 from torchtune._cli.ls import List, overview
 from torchtune._recipe_registry import get_all_recipes
 

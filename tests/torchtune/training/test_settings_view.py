@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from tests.recipes.runs import load_recipe, write_config
 from torchtune import training
 from torchtune._cli import tune
-from torchtune._cli._target import RecipeTarget
+from torchtune._cli._find_recipe import RecipeTarget
 from torchtune._recipe_registry import get_all_recipes, settings_of_recipe
 from torchtune.config import load_and_check
 from torchtune.estimate import find_problems

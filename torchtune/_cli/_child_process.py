@@ -15,7 +15,7 @@ class CrashedError(UserError):
     """Error of a process that ended without a result."""
 
 
-def call_aside(function: Callable[..., Any], *args: Any) -> Any:
+def call_in_child_process(function: Callable[..., Any], *args: Any) -> Any:
     """Call a function of a module in another process; its user errors are raised here.
 
     Raises:

@@ -4,7 +4,10 @@ import subprocess
 import sys
 import time
 
-CODE = f"from torchtune._cli._aside import call_aside; from {__name__} import sleep; call_aside(sleep)"
+CODE = (
+    f"from torchtune._cli._child_process import call_in_child_process; from {__name__} import sleep; "
+    "call_in_child_process(sleep)"
+)
 
 
 def sleep():
