@@ -197,8 +197,8 @@ def families() -> dict[str, Family]:
     """Return the smallest text model of every family."""
     smallest = {}
     for name in list_specs():
-        builders = importlib.import_module(f"torchtune.models.{name}._model_builders")
-        sizes = [size for size in getattr(builders, "SIZES", {}).values() if isinstance(size, Description)]
+        family = importlib.import_module(f"torchtune.models.{name}")
+        sizes = [size for size in getattr(family, "SIZES", {}).values() if isinstance(size, Description)]
         spec = get_spec(name)
         if name in CONFIGS:
             import transformers
