@@ -153,7 +153,7 @@ def simulate_cases() -> dict[str, dict[str, float]]:
             peak, work = estimate.peak, estimate.work.values()
         else:
             models = {"model": build_on_meta(SettingsView.of(settings))[0]}
-            observer = simulate(main, settings, kept={"model": range(case.layers)}, models=models)
+            observer = simulate(main, settings, kept={("model", "text"): range(case.layers)}, models=models)
             peak = max(moment.total for moment in observer.ledger.peaks().values())
             work = observer.work.values()
         total = step_time(work, device).total
