@@ -34,7 +34,7 @@ from torchtune.models.llama3 import lora_llama3
 from torchtune.modules import TransformerSelfAttentionLayer
 from torchtune.modules.model_fusion import FusionEmbedding, FusionLayer
 from torchtune.modules.peft import DoRALinear
-from torchtune.utils import UserError
+from torchtune.utils import UserError, log_once
 
 USERS = Path(__file__).parent / "users"
 
@@ -165,6 +165,7 @@ def test_a_recipe_a_dataset_and_a_config_of_a_user_run(folder, tune, monkeypatch
     config = folder / "own.yaml"
     config.write_text(CONFIG.format(folder=folder, vocab_size=vocabulary))
     (folder / "out").mkdir()
+    log_once.cache_clear()  # another test of this process may have used the former name
     monkeypatch.chdir(USERS)
     monkeypatch.syspath_prepend(USERS)
     result = tune("run", "own_recipe.py", "--config", config)
