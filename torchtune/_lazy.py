@@ -28,7 +28,13 @@ def attach_stub(
     """
     modules, public = _read_stub(package, Path(file).with_suffix(".pyi"))
     modules |= {name: f"{package}.{name}" for name in submodules}
-    public = sorted([*public, *submodules])
+    return _export(package, modules, sorted([*public, *submodules]))
+
+
+def _export(
+    package: str, modules: Mapping[str, str], public: list[str]
+) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """Build ``__getattr__``, ``__dir__`` and ``__all__`` of a package from the module of each name."""
 
     def __getattr__(name: str) -> Any:
         if name not in modules:
@@ -59,37 +65,6 @@ def _read_stub(package: str, stub: Path) -> tuple[dict[str, str], list[str]]:
             if alias.asname is not None:
                 public.append(alias.name)
     return modules, sorted(public)
-
-
-def attach(
-    package: str,
-    exports: Mapping[str, str],
-    submodules: tuple[str, ...] = (),
-    between_rooms: Mapping[str, str] | None = None,
-) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """Build ``__getattr__``, ``__dir__`` and ``__all__`` (PEP 562) of a package with lazily imported names.
-
-    Args:
-        package: ``__name__`` of the package.
-        exports: exported name -> module that defines it, relative to the package unless it starts with "torchtune.".
-        submodules: subpackages that are reachable as attributes.
-        between_rooms: names that other packages of the library import from here and users don't; not in ``__all__``.
-    """
-    modules = {**exports, **(between_rooms or {})}
-
-    def __getattr__(name: str) -> Any:
-        if name in modules:
-            module = modules[name] if modules[name].startswith("torchtune.") else f"{package}.{modules[name]}"
-            value = getattr(importlib.import_module(module), name)
-        elif name in submodules:
-            value = importlib.import_module(f"{package}.{name}")
-        else:
-            return former_attribute(package, name)
-        setattr(sys.modules[package], name, value)
-        return value
-
-    names = sorted({*exports, *submodules})
-    return __getattr__, lambda: names, names
 
 
 # Path of the table of former names; it is imported at the first name that does not exist.
@@ -154,7 +129,8 @@ def redirect(package: str, target: str) -> tuple[Callable[[str], Any], Callable[
         package: ``__name__`` of the former address.
         target: dotted name of the package that has the names.
     """
-    return attach(package, dict.fromkeys(importlib.import_module(target).__all__, target))
+    names = sorted(importlib.import_module(target).__all__)
+    return _export(package, dict.fromkeys(names, target), names)
 
 
 def modules_in(path: Sequence[str]) -> tuple[str, ...]:
