@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import pytest
 
 from tests.devices import DEVICE, put_tensors_on_device
+from torchtune.utils import log_once
 
 # Collecting imports thousands of modules and makes thousands of tests, and all of it stays: see the hook below.
 gc.disable()
@@ -122,10 +123,11 @@ def imported_aside():
 
 @pytest.fixture(autouse=True)
 def logger_as_it_was():
-    """A recipe that runs in the test process, or in a fixture of a file before, sets the level and the handlers."""
+    """Forget what an earlier test of the same process left: level, handlers, and messages that come once."""
     logger = logging.getLogger("torchtune")
     logger.setLevel(logging.NOTSET)
     logger.handlers[:], logger.propagate = [], True
+    log_once.cache_clear()
 
 
 @dataclass

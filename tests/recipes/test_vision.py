@@ -22,7 +22,7 @@ from torchtune.estimate._simulate import SimulationError, check_simulated
 from torchtune.generation import read_prompts
 from torchtune.models import from_hf_config
 from torchtune.training import fit_vocabulary
-from torchtune.utils import UserError, log_once
+from torchtune.utils import UserError
 
 SETTINGS = {
     "dataset": {"_component_": "tests.tiny_vision.Rows"},
@@ -113,7 +113,6 @@ def test_a_simulation_has_no_images(folder):
 @pytest.mark.parametrize("part", ["encoder_trainable", "fusion_trainable"])
 def test_text_alone_under_a_frozen_decoder_trains_nothing_and_says_so(part, folder, caplog):
     """A batch of text among others with images must not end the run: its gradients are zero."""
-    log_once.cache_clear()
     parts = {"decoder_trainable": False, "encoder_trainable": False, "fusion_trainable": False, part: True}
     model = tiny_vision.with_parts(str(folder / "checkpoint"), **parts).train()
     model(torch.tensor([[1, 2]])).sum().backward()

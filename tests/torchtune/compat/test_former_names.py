@@ -34,7 +34,7 @@ from torchtune.models.llama3 import lora_llama3
 from torchtune.modules import TransformerSelfAttentionLayer
 from torchtune.modules.model_fusion import FusionEmbedding, FusionLayer
 from torchtune.modules.peft import DoRALinear
-from torchtune.utils import UserError, log_once
+from torchtune.utils import UserError
 
 USERS = Path(__file__).parent / "users"
 
@@ -165,8 +165,7 @@ def test_a_recipe_a_dataset_and_a_config_of_a_user_run(folder, tune, monkeypatch
     config = folder / "own.yaml"
     config.write_text(CONFIG.format(folder=folder, vocab_size=vocabulary))
     (folder / "out").mkdir()
-    # Another test of this process may have used the former name: the warning and the object are each kept once.
-    log_once.cache_clear()
+    # Another test of this process may have used the former name, and the module keeps its object.
     former_module = importlib.import_module("torchtune.utils.metric_logging")
     monkeypatch.delattr(former_module, "DiskLogger", raising=False)
     monkeypatch.chdir(USERS)

@@ -14,7 +14,7 @@ from torchtune.tokenizers import (
     hf_tokenizer,
     parse_hf_tokenizer_json,
 )
-from torchtune.utils import UserError, get_logger, log_once
+from torchtune.utils import UserError, get_logger
 
 CHAT = [Message("user", "red"), Message("assistant", "blue")]
 mask_messages(CHAT, "train_on_assistant")
@@ -170,7 +170,6 @@ def test_tools_reach_the_template(folder):
 def test_texts_that_spell_special_tokens_are_told_once(folder, monkeypatch, caplog):
     chat = [Message("user", "a<|endoftext|>b", masked=True), Message("assistant", "c")]
     tokenizer = hf_tokenizer(str(folder))
-    log_once.cache_clear()
     told = []
     monkeypatch.setattr(get_logger(), "handle", lambda record: told.append(record.getMessage()))
     with caplog.at_level("INFO", logger="torchtune"):
