@@ -21,16 +21,16 @@ from torchtune.checkpoints import (
     quantize_checkpoint,
 )
 from torchtune.models import from_hf_config
-from torchtune.modules.fake_quant import quantizable_layers
-from torchtune.reports import RunFolder
-from torchtune.tokenizers import go_template, hf_tokenizer
-from torchtune.training.quantization import (
+from torchtune.modules.low_precision.quantizers import (
     Float8Quantizer,
     GGUFQuantizer,
     Int4WeightOnlyQuantizer,
     Int8DynActInt4WeightQuantizer,
     Int8WeightOnlyQuantizer,
+    quantizable_layers,
 )
+from torchtune.reports import RunFolder
+from torchtune.tokenizers import go_template, hf_tokenizer
 from torchtune.utils import FolderLock, UserError, read_json
 
 # Ollama reserves memory for the whole context.

@@ -43,7 +43,7 @@ from torchtune.training.parallel import Ranks, reshard
 from torchtune.utils import FolderLock, UserError, doing, get_logger
 
 if TYPE_CHECKING:
-    from torchtune.training.quantization import Quantizer
+    from torchtune.modules.low_precision.quantizers import Quantizer
 
 POLICY = "policy"
 # Folders and prefixes in a checkpoint; models must have other names.

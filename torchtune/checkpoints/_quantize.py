@@ -19,10 +19,20 @@ from torchtune.checkpoints._weight_files import CheckpointError, WeightFiles, re
 from torchtune.models import Group
 from torchtune.modules import text_decoder
 from torchtune.modules.conversion import ConversionError, apply_conversions
-from torchtune.modules.fake_quant import check_group_size, quantizable_layers
-from torchtune.training import quantization
-from torchtune.training.quantization import GGUFQuantizer, QATQuantizer, Quantizer, fake_quantization
+from torchtune.modules.low_precision import quantizers
+from torchtune.modules.low_precision.quantizers import (
+    EXPORT_QUANTIZERS,
+    GGUFQuantizer,
+    QATQuantizer,
+    Quantizer,
+    check_group_size,
+    fake_quantization,
+    quantizable_layers,
+)
 from torchtune.utils import UserError, atomic_directory, get_logger, sign_of_life, write_json
+
+# Modules that configs may name for quantizers.
+_QUANTIZER_MODULES = ("torchtune.training.quantization", quantizers.__name__)
 
 
 def check_quantizer(quantizer: Any, model: nn.Module, source: ModelSource | None = None) -> None:
@@ -49,12 +59,8 @@ def check_quantizer(quantizer: Any, model: nn.Module, source: ModelSource | None
 def _require_quantizer(quantizer: Any) -> None:
     if isinstance(quantizer, Quantizer | GGUFQuantizer):
         return
-    names = []
-    for name in quantization.__all__:
-        is_base_class = name == "Quantizer"
-        if name.endswith("Quantizer") and "QAT" not in name and not is_base_class:
-            names.append(name)
-    raise UserError(f"quantizer: {type(quantizer).__name__} is not a quantizer: choose out of {', '.join(names)}.")
+    choices = ", ".join(quantizer_class.__name__ for quantizer_class in EXPORT_QUANTIZERS)
+    raise UserError(f"quantizer: {type(quantizer).__name__} is not a quantizer: choose out of {choices}.")
 
 
 def quantize_checkpoint(
@@ -111,11 +117,15 @@ def _quantizer_of_training(folder: Path) -> QATQuantizer | None:
     component = settings.get("quantizer")
     if not isinstance(component, dict):
         return None
-    class_name = str(component.get("_component_")).removeprefix(f"{quantization.__name__}.")
-    cls = vars(quantization).get(class_name)
-    if not isinstance(cls, type) or not issubclass(cls, QATQuantizer):
+    arguments = dict(component)
+    # The folder may come from anywhere: only classes of this library are called, not what its config names.
+    module, _, class_name = str(arguments.pop("_component_", "")).rpartition(".")
+    if module not in _QUANTIZER_MODULES:
         return None
-    return cls(**{key: value for key, value in component.items() if key != "_component_"})
+    quantizer_class = vars(quantizers).get(class_name)
+    if not isinstance(quantizer_class, type) or not issubclass(quantizer_class, QATQuantizer):
+        return None
+    return quantizer_class(**arguments)
 
 
 def write_compressed(

@@ -72,6 +72,10 @@ MODULES = {
     "torchtune.models.llama4._convert_weights": "torchtune.compat._weight_tables",
     "torchtune.models.t5": "torchtune.models",
     "torchtune.models.t5._convert_weights": "torchtune.compat._weight_tables",
+    "torchtune.modules.fake_quant": "torchtune.modules.low_precision.quantizers",
+    "torchtune.modules.low_precision.nf4_linear": "torchtune.modules.low_precision",
+    "torchtune.modules.stored_linear": "torchtune.modules.low_precision.layers",
+    "torchtune.modules.torchao_formats": "torchtune.modules.low_precision.torchao_interface",
     "torchtune.modules.transformer": "torchtune.modules",
     "torchtune.modules.rlhf": "torchtune.rlhf",  # in 0.2
     "torchtune.modules.rlhf.loss": "torchtune.rlhf.loss",

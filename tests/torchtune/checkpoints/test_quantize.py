@@ -13,7 +13,7 @@ from torch import nn
 from tests.torchtune.checkpoints.small import build, in_transformers, load, logits, read, write_folder
 from torchtune.checkpoints import GGUFFile, ModelSource
 from torchtune.modules.conversion import ConversionError
-from torchtune.modules.torchao_formats import torchao_quantization
+from torchtune.modules.low_precision.torchao_interface import torchao_quantization
 from torchtune.training import FullModelHFCheckpointer, quantize_checkpoint
 from torchtune.training import quantization as q
 from torchtune.utils import UserError

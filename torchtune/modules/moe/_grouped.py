@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from torchtune.modules._outside_graphs import outside_graphs
 from torchtune.modules.kernels import card_of
-from torchtune.modules.stored_linear import Stored
+from torchtune.modules.low_precision.formats import Stored
 
 
 def _groups(counts: Tensor) -> Iterator[tuple[int, slice]]:

@@ -18,6 +18,8 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn import functional as F
 
 from torchtune.modules.capped_linear import CappedLinear, soft_cap
+from torchtune.modules.low_precision.formats import Stored
+from torchtune.modules.low_precision.layers import StoredLinear, frozen_linear
 from torchtune.modules.parallel._collectives import (
     gather_sequence,
     gather_vocabulary,
@@ -27,7 +29,6 @@ from torchtune.modules.parallel._collectives import (
 )
 from torchtune.modules.rms_norm import RMSNorm
 from torchtune.modules.scales import OutputScale
-from torchtune.modules.stored_linear import Stored, StoredLinear, frozen_linear
 from torchtune.utils import UserError
 
 # Parameter -> (dimension of the layer's outputs, dimension of its inputs); None: no such dimension.

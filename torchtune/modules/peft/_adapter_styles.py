@@ -5,6 +5,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from torchtune.modules.low_precision.formats import Stored
 from torchtune.modules.parallel._collectives import sum_and_split_sequence, sum_over_ranks
 from torchtune.modules.parallel._styles import (
     ColwiseParallel,
@@ -18,7 +19,6 @@ from torchtune.modules.parallel._styles import (
 from torchtune.modules.peft._functional import lora_projection, updated_weight
 from torchtune.modules.peft.dora import DoRALinear, scale_rows
 from torchtune.modules.peft.lora import LoRALinear
-from torchtune.modules.stored_linear import Stored
 
 
 def adapted_style(style: ParallelStyle) -> ParallelStyle:

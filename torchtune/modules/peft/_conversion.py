@@ -14,6 +14,7 @@ from torchtune.modules.conversion import (
     Phase,
     nearest_module_names,
 )
+from torchtune.modules.low_precision.layers import StoredLinear
 from torchtune.modules.moe.experts import GroupedExperts
 from torchtune.modules.peft._adapters import (
     ATTENTION_TARGETS,
@@ -27,7 +28,6 @@ from torchtune.modules.peft._functional import lora_scaling
 from torchtune.modules.peft.dora import DoRALinear
 from torchtune.modules.peft.lora import AdapterStart, LoRALinear, check_adapter_numbers
 from torchtune.modules.peft.lora_experts import LoRAGroupedExperts
-from torchtune.modules.stored_linear import StoredLinear
 
 if TYPE_CHECKING:  # DTensor is slow to import
     from torch.distributed.tensor.parallel import ParallelStyle

@@ -5,9 +5,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from torchtune.modules.low_precision.layers import frozen_linear
 from torchtune.modules.peft._functional import lora_projection, merged_weight, updated_weight
 from torchtune.modules.peft.lora import LoRALinear
-from torchtune.modules.stored_linear import frozen_linear
 
 
 class DoRALinear(LoRALinear):

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torchtune._lazy import former_names
 from torchtune.modules._change_class import change_class
 from torchtune.modules.conversion import ConversionError
+from torchtune.modules.low_precision.formats import Stored
+from torchtune.modules.low_precision.layers import FrozenNF4Linear, StoredLinear, frozen_linear
 from torchtune.modules.peft._functional import lora_projection, lora_scaling, merged_weight
-from torchtune.modules.stored_linear import Stored, StoredLinear, frozen_linear
 
 
 class TrainableParams(Enum):
@@ -116,8 +117,6 @@ class LoRALinear(nn.Module):
         self.initialize_parameters()
 
     def _quantize_base(self, options: dict[str, Any]) -> None:
-        from torchtune.modules.low_precision._layers import FrozenNF4Linear  # imported only if needed
-
         self.in_features = self.in_dim
         self.out_features = self.out_dim
         base = FrozenNF4Linear.from_linear(self, **options)
@@ -154,7 +153,7 @@ class LoRALinear(nn.Module):
         """Wrap ``linear``: the new layer shares its base parameters, frozen, with device and dtype unchanged.
 
         Args:
-            linear: a plain layer, or a :class:`~torchtune.modules.stored_linear.StoredLinear`; the new layer is then
+            linear: a plain layer, or a :class:`~torchtune.modules.StoredLinear`; the new layer is then
                 also an instance of that class.
             rank: rank of the adapter.
             alpha: the update is scaled by alpha / rank.
@@ -184,7 +183,7 @@ class LoRALinear(nn.Module):
         return self.weight
 
     def stored_weight(self) -> Tensor | Stored:
-        """Return the weight for matrix products; see :class:`~torchtune.modules.stored_linear.StoredLinear`."""
+        """Return the weight for matrix products; see :class:`~torchtune.modules.StoredLinear`."""
         return self.full_weight()
 
     def initialize_parameters(self) -> None:

@@ -4,10 +4,10 @@ from typing import Any
 
 from torch import Tensor
 
-from torchtune.modules import torchao_formats
 from torchtune.modules._change_class import change_class
-from torchtune.modules._fake_quantized import FakeQuantized, FakeQuantSwitch
 from torchtune.modules.conversion import ConversionError
+from torchtune.modules.low_precision.fake_quantization import FakeQuantized, FakeQuantSwitch
+from torchtune.modules.low_precision.torchao_interface import fake_quantizer
 from torchtune.modules.peft._functional import merged_weight
 from torchtune.modules.peft.lora import LoRALinear
 
@@ -64,8 +64,8 @@ class QATLoRALinear(FakeQuantized, LoRALinear):
         return new
 
     def _set_configs(self, activation: Any | None, weight: Any | None) -> None:
-        self.activation_fake_quantizer = None if activation is None else torchao_formats.fake_quantizer(activation)
-        self.weight_fake_quantizer = None if weight is None else torchao_formats.fake_quantizer(weight)
+        self.activation_fake_quantizer = None if activation is None else fake_quantizer(activation)
+        self.weight_fake_quantizer = None if weight is None else fake_quantizer(weight)
         self.fake_quant = FakeQuantSwitch()
 
     def quantized_weight(self) -> Tensor:

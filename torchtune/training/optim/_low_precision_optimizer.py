@@ -12,7 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
-from torchtune.modules.torchao_formats import StateFormat
+from torchtune.modules.low_precision.torchao_interface import StateFormat
 from torchtune.training.optim._low_bit_states import SMALLEST, is_low_bit, write_low_bit
 from torchtune.training.optim._rounded_step import (
     Piece,

@@ -7,8 +7,8 @@ import torch
 from torch.optim import Optimizer
 
 from torchtune.modules.conversion import Phase, get_conversions
+from torchtune.modules.low_precision.torchao_interface import low_bit_format
 from torchtune.modules.optim import OptimizerInBackward, OptimizerMap
-from torchtune.modules.torchao_formats import low_bit_format
 from torchtune.training.optim._grouped_optimizer import GroupedOptimizer
 from torchtune.training.optim._low_precision_optimizer import (
     HALF,

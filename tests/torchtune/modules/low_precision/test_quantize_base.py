@@ -24,7 +24,7 @@ from tests.torchtune.checkpoints.small import (
 )
 from torchtune.modules.conversion import ConversionError, apply_conversions
 from torchtune.modules.low_precision import FrozenFloat8Linear, FrozenInt8Linear, FrozenNF4Linear, QuantizeBase
-from torchtune.modules.low_precision._formats import NF4, NF4_LEVELS, Float8, Int8
+from torchtune.modules.low_precision.formats import NF4, NF4_LEVELS, Float8, Int8
 from torchtune.modules.peft import LoRA, LoRALinear
 from torchtune.training import FullModelHFCheckpointer
 

@@ -15,9 +15,9 @@ from tools.composition_table import Cell
 from torchtune import training
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, BatchLoader, collate_documents
 from torchtune.modules.conversion import Conversion, run_post_optimizer_hooks, run_pre_optimizer_hooks
-from torchtune.modules.fake_quant import FakeQuantize
 from torchtune.modules.loss import LinearCrossEntropyLoss, setup_loss
 from torchtune.modules.low_precision import Float8Training, QuantizeBase
+from torchtune.modules.low_precision.quantizers import FakeQuantize
 from torchtune.modules.peft import LoRA, require_adapters
 from torchtune.training import FullModelHFCheckpointer, ParallelDims
 from torchtune.training.optim import _low_precision_optimizer

@@ -13,8 +13,8 @@ from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, BatchLoader, collate_docume
 from torchtune.models import from_hf_config
 from torchtune.modules import TransformerSelfAttentionLayer
 from torchtune.modules.conversion import apply_conversions
-from torchtune.modules.fake_quant import FakeQuantize
 from torchtune.modules.loss import LinearCrossEntropyLoss
+from torchtune.modules.low_precision.quantizers import FakeQuantize
 from torchtune.modules.peft import LoRA
 from torchtune.training import FullModelHFCheckpointer, ParallelDims
 from torchtune.training.quantization import Int4WeightOnlyQuantizer

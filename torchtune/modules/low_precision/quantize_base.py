@@ -15,8 +15,8 @@ from torchtune.modules.conversion import (
     StoredWeight,
     nearest_module_names,
 )
-from torchtune.modules.low_precision._formats import WeightFormat
-from torchtune.modules.low_precision._layers import (
+from torchtune.modules.low_precision.formats import WeightFormat
+from torchtune.modules.low_precision.layers import (
     FrozenFloat8Linear,
     FrozenInt8Linear,
     FrozenNF4Linear,

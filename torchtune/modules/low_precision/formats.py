@@ -7,8 +7,8 @@ float32 values.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import ClassVar
+from collections.abc import Callable, Sequence
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,6 +36,24 @@ NF4_LEVELS = (
 )
 _CHUNK = 2**22  # number of elements to quantize at once, which limits the memory of temporary tensors
 _TABLES: dict[tuple[torch.device, torch.dtype], Tensor] = {}
+
+
+class Stored(NamedTuple):
+    """A frozen weight in its storage format.
+
+    Attributes:
+        decode: computes the full weight from ``tensors``.
+        tensors: the stored tensors.
+        dtype: dtype of the full weight.
+    """
+
+    decode: Callable[..., Tensor]
+    tensors: tuple[Tensor, ...]
+    dtype: torch.dtype
+
+    def full(self) -> Tensor:
+        """Decode the full weight."""
+        return self.decode(*self.tensors)
 
 
 class WeightFormat(ABC):

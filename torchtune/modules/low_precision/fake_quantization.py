@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from torchtune.modules import torchao_formats
+from torchtune.modules.low_precision import torchao_interface
 
 
 class FakeQuantSwitch:
@@ -36,7 +36,7 @@ class FakeQuantized(nn.Module):
 
     def set_up_fake_quant(self, base_config: Any, switch: FakeQuantSwitch) -> None:
         """Add the fake quantizers and the switch that :meth:`forward` needs."""
-        found = torchao_formats.fake_quantizers(base_config, self.weight.shape)
+        found = torchao_interface.fake_quantizers(base_config, self.weight.shape)
         self.activation_fake_quantizer, self.weight_fake_quantizer = found
         self.fake_quant = switch
 
@@ -63,3 +63,10 @@ class FakeQuantized(nn.Module):
         if self.weight_fake_quantizer is not None:
             weight = self.weight_fake_quantizer(weight)
         return F.linear(x, weight, self.bias)
+
+
+class FakeQuantLinear(FakeQuantized, nn.Linear):
+    """Linear layer with fake-quantized weight and input; the gradient is a straight-through estimate.
+
+    The gradient of a clipped value is zero. Parameters have the names of ``nn.Linear``.
+    """

@@ -9,9 +9,10 @@ from torch import nn
 from torchtune.models.llama3 import llama3
 from torchtune.modules import TransformerDecoder
 from torchtune.modules.conversion import ConversionError, apply_conversions
-from torchtune.modules.fake_quant import FakeQuantize, FakeQuantLinear, fake_quant_layers
+from torchtune.modules.low_precision.fake_quantization import FakeQuantLinear
+from torchtune.modules.low_precision.quantizers import FakeQuantize, fake_quant_layers
+from torchtune.modules.low_precision.torchao_interface import torchao_quantization
 from torchtune.modules.peft import LoRA, QATLoRALinear
-from torchtune.modules.torchao_formats import torchao_quantization
 from torchtune.training import quantization as q
 from torchtune.utils import UserError
 

@@ -5,8 +5,15 @@ from typing import TYPE_CHECKING, ClassVar, Literal, get_args
 import torch
 from torch import nn
 
-from torchtune.modules import torchao_formats
-from torchtune.modules.conversion import Conversion, ConversionError, ConversionReport, Phase, nearest_module_names
+from torchtune.modules.conversion import (
+    Conversion,
+    ConversionError,
+    ConversionReport,
+    Phase,
+    apply_conversions,
+    nearest_module_names,
+)
+from torchtune.modules.low_precision import torchao_interface
 from torchtune.modules.transformer import text_decoder
 from torchtune.utils import is_simulated
 
@@ -73,7 +80,7 @@ class Float8Training(Conversion):
                 f"Float8Training: none of the {len(linears)} linear layers has widths that are multiples of "
                 f"{_MULTIPLE}: remove the conversion."
             )
-        torchao_formats.convert_to_float8(model, chosen, self.recipe, emulate=self.emulate)
+        torchao_interface.convert_to_float8(model, chosen, self.recipe, emulate=self.emulate)
         note = f"{self.recipe}, emulated: slower than without" if self.emulate else self.recipe
         left = [path for path in linears if path not in chosen]
         if left:
@@ -83,6 +90,23 @@ class Float8Training(Conversion):
 
     def parallel_style(self, module: nn.Module, style: "ParallelStyle") -> "ParallelStyle":
         """Raise for float8 layers, because tensor parallelism would scale each shard instead of the whole tensor."""
-        if torchao_formats.is_float8_linear(module):
+        if torchao_interface.is_float8_linear(module):
             raise ConversionError("Float8Training: layers in float8 cannot be split: set tensor_parallel_dim=1.")
         return style
+
+
+def convert_to_float8_training(model: nn.Module, fp8_recipe_name: str | None = None) -> nn.Module:
+    """Compute the linear layers of the transformer layers in float8, in place.
+
+    Args:
+        model: decoder without adapters, possibly on the meta device.
+        fp8_recipe_name: see :class:`~torchtune.modules.low_precision.Float8Training`; None is ``"tensorwise"``.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        ConversionError: the recipe is unknown, or excluded by another conversion of the model.
+    """
+    apply_conversions(model, [Float8Training(fp8_recipe_name or "tensorwise")])
+    return model

@@ -1,0 +1,60 @@
+"""Fake quantization and float8, as recipes of earlier releases call them."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from torchtune.modules.low_precision.quantizers import QATQuantizer, set_fake_quant
+from torchtune.modules.peft import LoRALinear, QATLoRALinear
+
+# Functions for model.apply, under the names of earlier releases; all modes are enabled and disabled alike.
+_enable_linear_fake_quant = set_fake_quant
+_disable_linear_fake_quant = partial(set_fake_quant, enabled=False)
+enable_4w_fake_quant_module_swap = enable_8da4w_fake_quant_module_swap = _enable_linear_fake_quant
+disable_4w_fake_quant_module_swap = disable_8da4w_fake_quant_module_swap = _disable_linear_fake_quant
+
+
+def _has_fake_quant(mode: str) -> bool:
+    """Return whether ``mode`` is the mode of a ``*QATQuantizer`` or of its ``*ModuleSwap`` class."""
+    modes = set()
+    for quantizer_class in QATQuantizer.__subclasses__():
+        modes.add(quantizer_class.mode)
+        modes.update(module_swap_class.mode for module_swap_class in quantizer_class.__subclasses__())
+    return mode in modes
+
+
+def _get_enable_fake_quant(quantizer_mode: str) -> Callable[[nn.Module], None] | None:
+    """Return the function for ``model.apply`` that enables fake quantization; None for a mode without it."""
+    return _enable_linear_fake_quant if _has_fake_quant(quantizer_mode) else None
+
+
+def _get_disable_fake_quant(quantizer_mode: str) -> Callable[[nn.Module], None] | None:
+    """Return the function for ``model.apply`` that disables fake quantization; None for a mode without it."""
+    return _disable_linear_fake_quant if _has_fake_quant(quantizer_mode) else None
+
+
+def swap_lora_linear_with_qat(
+    module: nn.Module, activation_qat_config: Any | None = None, weight_qat_config: Any | None = None
+) -> None:
+    """Replace every LoRA layer of a module by one with fake quantizers, in place.
+
+    Args:
+        module: module that contains LoRA layers.
+        activation_qat_config: torchao's ``FakeQuantizeConfigBase`` of inputs, or None.
+        weight_qat_config: the same for weights with the adapter merged in, or None.
+
+    Raises:
+        ConversionError: an adapter has dropout.
+    """
+    for name, child in module.named_children():
+        if type(child) is LoRALinear:
+            setattr(module, name, QATLoRALinear.from_lora_linear(child, activation_qat_config, weight_qat_config))
+        else:
+            swap_lora_linear_with_qat(child, activation_qat_config, weight_qat_config)
+
+
+def is_fp8_tensorwise_scaling(fp8_recipe_name: str | None) -> bool:
+    """Return whether float8 training uses one scale per tensor: the default, or ``"tensorwise"``."""
+    return fp8_recipe_name in (None, "tensorwise")

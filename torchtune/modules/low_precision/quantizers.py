@@ -1,0 +1,482 @@
+"""Quantizers of a model's weights: in quantization-aware training (``*QATQuantizer``) and at export.
+
+A quantizer stands for a configuration of torchao. It quantizes the weights of linear layers, with one scale per group
+of consecutive elements along the input dimension. Embeddings, norms and the output projection keep their precision.
+Recipes for quantization-aware training take a ``*QATQuantizer``; the recipe ``quantize`` takes any quantizer.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from torch import Tensor, nn
+
+from torchtune.modules._change_class import change_class
+from torchtune.modules.conversion import Conversion, ConversionError, ConversionReport, Phase, apply_conversions
+from torchtune.modules.low_precision import torchao_interface
+from torchtune.modules.low_precision.fake_quantization import FakeQuantized, FakeQuantLinear, FakeQuantSwitch
+from torchtune.modules.moe.experts import GroupedExperts
+from torchtune.modules.peft.dora import DoRALinear
+from torchtune.modules.peft.lora import LoRALinear
+from torchtune.modules.peft.qat_lora import QATLoRALinear, check_dropout
+from torchtune.utils import UserError
+
+if TYPE_CHECKING:  # DTensor is slow to import
+    from torch.distributed.tensor.parallel import ParallelStyle
+
+FileType = Literal["F32", "F16", "BF16", "Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0"]
+
+
+def quantizable_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the linear layers to quantize, by path: all of the transformer layers, but not the output projection.
+
+    The output projection stays in high precision, as in vLLM's published checkpoints: it is often tied to the
+    embedding, and its errors affect the logits directly.
+
+    Raises:
+        ConversionError: the model has experts, or no linear layer.
+    """
+    found: dict[str, nn.Module] = {}
+    for path, module in model.named_modules():
+        if isinstance(module, GroupedExperts):
+            raise ConversionError(
+                f"quantizer: the experts of '{path}' cannot be quantized yet: choose a model without experts."
+            )
+        if ".layers." in f".{path}" and isinstance(module, nn.Linear | LoRALinear) and not _is_inside_adapter(path):
+            found[path] = module
+    if not found:
+        raise ConversionError(f"quantizer: {type(model).__name__} has no linear layer in a list called 'layers'.")
+    return found
+
+
+def _is_inside_adapter(path: str) -> bool:
+    return path.rpartition(".")[2] in ("lora_a", "lora_b")
+
+
+def check_group_size(layers: dict[str, nn.Module], size: int | None) -> None:
+    """Check that the group size divides the input width of every layer.
+
+    Raises:
+        ConversionError: the group size does not divide the width of a layer.
+    """
+    for path, layer in layers.items():
+        width = layer.weight.shape[1]
+        if size is not None and (size < 2 or width % size):
+            raise ConversionError(
+                f"quantizer: groupsize {size} does not divide the {width} inputs of '{path}': choose one that divides "
+                "them all."
+            )
+
+
+class FakeQuantize(Conversion):
+    """Conversion that fake-quantizes the linear layers of a model as torchao would quantize them.
+
+    Training updates and saves high-precision weights. Each forward pass rounds them, and the inputs if the
+    configuration quantizes these, to the values of the quantized model.
+
+    Args:
+        base_config: configuration of torchao for the quantized model, for example ``IntxWeightOnlyConfig()``.
+        after_n_steps: number of steps before fake quantization starts.
+        step: returns the number of steps taken so far; required with ``after_n_steps``.
+        total_steps: number of steps of the run.
+
+    Raises:
+        ConversionError: fake quantization would start after ``total_steps``, or ``step`` is missing.
+    """
+
+    phase: ClassVar[Phase] = Phase.FAKE_QUANT
+
+    def __init__(
+        self,
+        base_config: Any,
+        *,
+        after_n_steps: int | None = None,
+        step: Callable[[], int] | None = None,
+        total_steps: int | None = None,
+    ) -> None:
+        if after_n_steps and step is None:
+            raise ConversionError(
+                "fake_quant_after_n_steps: pass step, a function that returns the steps taken so far."
+            )
+        if after_n_steps and total_steps is not None and after_n_steps >= total_steps:
+            raise ConversionError(
+                f"fake_quant_after_n_steps is {after_n_steps}, but the run ends after {total_steps} steps, so nothing "
+                "would be fake-quantized: make it smaller, or train without quantizer."
+            )
+        self._base_config, self._after, self._step = base_config, after_n_steps or 0, step
+        self._switch = FakeQuantSwitch()
+
+    def convert(self, model: nn.Module) -> ConversionReport:
+        """Replace linear layers by :class:`FakeQuantLinear`, and LoRA layers by :class:`QATLoRALinear`.
+
+        Raises:
+            ConversionError: a layer cannot be quantized; the model is then unchanged.
+        """
+        layers = quantizable_layers(model)
+        check_group_size(layers, torchao_interface.group_size(self._base_config))
+        new = {path: self._convert_layer(path, layer) for path, layer in layers.items()}
+        for path, layer in new.items():
+            model.set_submodule(path, layer)
+        if self._after:
+            model.register_forward_pre_hook(self._set_switch)
+        when = f"from step {self._after + 1} on" if self._after else "from the first step on"
+        return ConversionReport("Fake quantization", list(new), note=f"{type(self._base_config).__name__}, {when}")
+
+    def _convert_layer(self, path: str, layer: nn.Module) -> nn.Module:
+        if isinstance(layer, DoRALinear):
+            raise ConversionError(
+                f"quantizer: '{path}' has a DoRA adapter, which has no fake quantization: set use_dora to False."
+            )
+        if isinstance(layer, LoRALinear):
+            check_dropout(layer.dropout.p)
+            new = change_class(layer, QATLoRALinear)
+        elif type(layer).forward is nn.Linear.forward:
+            new = change_class(layer, FakeQuantLinear)
+        else:
+            raise ConversionError(
+                f"quantizer: '{path}' is a {type(layer).__name__}, which computes more than a linear layer and has no "
+                "fake quantization."
+            )
+        new.set_up_fake_quant(self._base_config, self._switch)
+        return new
+
+    def _set_switch(self, *_: object) -> None:
+        self._switch.on = self._step() >= self._after
+
+    def parallel_style(self, module: nn.Module, style: "ParallelStyle") -> "ParallelStyle":
+        """Raise for fake-quantized layers: a sharded input has no quantization range per token.
+
+        Raises:
+            ConversionError: the layer is fake-quantized.
+        """
+        if isinstance(module, FakeQuantized):
+            raise ConversionError(
+                "quantizer: fake quantization needs whole layers: set tensor_parallel_dim to 1, parameters are sharded "
+                "over data_parallel_shard_dim all the same."
+            )
+        return style
+
+
+def fake_quant_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the fake-quantized layers of a model, by path."""
+    return {path: module for path, module in model.named_modules() if isinstance(module, FakeQuantized)}
+
+
+def set_fake_quant(module: nn.Module, enabled: bool = True) -> None:
+    """Enable or disable fake quantization of a layer and of all layers with the same switch."""
+    if isinstance(module, FakeQuantized):
+        module.fake_quant.on = enabled
+
+
+class Quantizer:
+    """Base class of quantizers of a model's linear layers.
+
+    Args:
+        group_size: number of consecutive elements along the input dimension that share a scale; None: one scale per
+            row.
+
+    Attributes:
+        mode: short name, for example ``"8da4w"``.
+        bits: bits per weight.
+        activations: dtype of quantized inputs: ``"int8"``, ``"float8"`` or None.
+        group_size: see Args.
+
+    Example:
+        >>> from torchtune.training.quantization import Int8WeightOnlyQuantizer, Quantizer
+        >>> isinstance(Int8WeightOnlyQuantizer(), Quantizer)
+        True
+    """
+
+    mode: ClassVar[str]
+    bits: ClassVar[int]
+    activations: ClassVar[str | None] = None
+
+    def __init__(self, group_size: int | None) -> None:
+        self.group_size = group_size
+
+    @property
+    def base_config(self) -> Any:
+        """torchao's configuration for quantizing the model."""
+        return torchao_interface.int_config(self.bits, self.group_size, dynamic_activations=self.activations == "int8")
+
+    @property
+    def layout(self) -> dict[str, Any]:
+        """Fields that determine the quantized values: quantizers with equal layouts produce equal models."""
+        return {"bits": self.bits, "group_size": self.group_size, "activations": self.activations}
+
+    def quantized(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """Quantize one weight: return values ``[out, in]`` and scales ``[out, groups]``, with weight = values * scales.
+
+        Raises:
+            ConversionError: torchao raises an error.
+        """
+        return torchao_interface.quantized(weight, self.base_config)
+
+    def quantize(self, model: nn.Module) -> nn.Module:
+        """Replace the weights of the linear layers by torchao's quantized weights, and return the model.
+
+        Raises:
+            ConversionError: the group size does not divide the width of a layer, or torchao raises an error.
+        """
+        layers = quantizable_layers(model)
+        check_group_size(layers, self.group_size)
+        torchao_interface.quantize_linears(model, self.base_config, set(layers))
+        return model
+
+
+class QATQuantizer(Quantizer):
+    """Base class of quantizers for quantization-aware training, which simulates the quantization.
+
+    Example:
+        >>> from torchtune.training.quantization import Int8WeightOnlyQATQuantizer, QATQuantizer
+        >>> isinstance(Int8WeightOnlyQATQuantizer(), QATQuantizer)
+        True
+    """
+
+    def prepare(self, model: nn.Module) -> nn.Module:
+        """Add fake quantization to the linear layers of a model, and return it.
+
+        Raises:
+            ConversionError: see :class:`FakeQuantize`.
+        """
+        apply_conversions(model, [FakeQuantize(self.base_config)])
+        return model
+
+    def get_activation_fake_quantize_config(self) -> Any:
+        """Return torchao's configuration of inputs, or None; for :func:`swap_lora_linear_with_qat`."""
+        activations, _ = torchao_interface.fake_quantize_configs(self.base_config, self.group_size)
+        return activations
+
+    def get_weight_fake_quantize_config(self) -> Any:
+        """Return torchao's configuration of weights, or None; for :func:`swap_lora_linear_with_qat`."""
+        _, weights = torchao_interface.fake_quantize_configs(self.base_config, self.group_size)
+        return weights
+
+    def convert(self, model: nn.Module) -> nn.Module:
+        """Quantize a prepared model with adapters merged in, and return it; its outputs do not change.
+
+        Raises:
+            ConversionError: torchao raises an error.
+            UserError: the model was not prepared.
+        """
+        layers = fake_quant_layers(model)
+        if not layers:
+            raise UserError("quantizer: convert() takes a model of prepare(), this one simulates no quantization.")
+        for path, layer in layers.items():
+            out_features, in_features = layer.weight.shape
+            linear = nn.Linear(in_features, out_features, bias=layer.bias is not None, device="meta")
+            # The rounded values of the simulation: torchao finds the same scales in them, and outputs do not change.
+            linear.weight = nn.Parameter(layer.quantized_weight().detach(), requires_grad=False)
+            linear.bias = layer.bias
+            model.set_submodule(path, linear)
+        model.conversions = []
+        torchao_interface.quantize_linears(model, self.base_config, set(layers))
+        return model
+
+
+class Int8DynActInt4WeightQuantizer(Quantizer):
+    """int4 weights with one scale per group; int8 inputs with one range per token (8da4w).
+
+    Args:
+        groupsize: number of consecutive elements along the input dimension that share a scale.
+
+    Example:
+        >>> model = torchtune.training.quantization.Int8DynActInt4WeightQuantizer(groupsize=32).quantize(model)
+    """
+
+    mode = "8da4w"
+    bits = 4
+    activations = "int8"
+
+    def __init__(self, groupsize: int = 256) -> None:
+        super().__init__(groupsize)
+
+
+class Int4WeightOnlyQuantizer(Quantizer):
+    """int4 weights with one scale per group; inputs keep their precision.
+
+    Args:
+        groupsize: number of consecutive elements along the input dimension that share a scale.
+        inner_k_tiles: accepted for older configs; ignored, as checkpoints do not depend on a kernel's weight layout.
+
+    Example:
+        >>> torchtune.training.quantization.Int4WeightOnlyQuantizer(groupsize=32).mode
+        '4w'
+    """
+
+    mode = "4w"
+    bits = 4
+
+    def __init__(self, groupsize: int = 128, inner_k_tiles: int = 8) -> None:
+        super().__init__(groupsize)
+
+
+class Int8WeightOnlyQuantizer(Quantizer):
+    """int8 weights with one scale per row; inputs keep their precision.
+
+    Example:
+        >>> torchtune.training.quantization.Int8WeightOnlyQuantizer().mode
+        '8w'
+    """
+
+    mode = "8w"
+    bits = 8
+
+    def __init__(self) -> None:
+        super().__init__(None)
+
+
+class Float8Quantizer(Quantizer):
+    """float8 (e4m3) weights with one scale per row.
+
+    Args:
+        dynamic_activations: also quantize inputs to float8, one scale per token; for GPUs with float8 matrix products.
+
+    Example:
+        >>> torchtune.training.quantization.Float8Quantizer(dynamic_activations=False).mode
+        'f8'
+    """
+
+    mode = "f8"
+    bits = 8
+
+    def __init__(self, dynamic_activations: bool = True) -> None:
+        super().__init__(None)
+        self.activations = "float8" if dynamic_activations else None
+
+    @property
+    def base_config(self) -> Any:
+        """torchao's configuration of the weights."""
+        return torchao_interface.float8_config()
+
+
+class Int8DynActInt4WeightQATQuantizer(QATQuantizer):
+    """int4 weights with one scale per group; int8 inputs with one range per token.
+
+    Args:
+        groupsize: number of consecutive elements along the input dimension that share a scale.
+
+    Example:
+        >>> qat = torchtune.training.quantization.Int8DynActInt4WeightQATQuantizer(groupsize=32)
+        >>> _ = qat.prepare(model)  # training now sees the rounding
+    """
+
+    mode = "8da4w-qat"
+    bits = 4
+    activations = "int8"
+
+    def __init__(self, groupsize: int = 256) -> None:
+        super().__init__(groupsize)
+
+
+class Int4WeightOnlyQATQuantizer(QATQuantizer):
+    """int4 weights with one scale per group; inputs keep their precision.
+
+    Args:
+        groupsize: number of consecutive elements along the input dimension that share a scale.
+        inner_k_tiles: accepted for older configs; ignored, as checkpoints do not depend on a kernel's weight layout.
+
+    Example:
+        >>> qat = torchtune.training.quantization.Int4WeightOnlyQATQuantizer(groupsize=32)
+        >>> _ = qat.prepare(model)  # training now sees the rounding
+    """
+
+    mode = "4w-qat"
+    bits = 4
+
+    def __init__(self, groupsize: int = 256, inner_k_tiles: int = 8) -> None:
+        super().__init__(groupsize)
+
+
+class Int8WeightOnlyQATQuantizer(QATQuantizer):
+    """int8 weights with one scale per row; inputs keep their precision.
+
+    Example:
+        >>> _ = torchtune.training.quantization.Int8WeightOnlyQATQuantizer().prepare(model)
+    """
+
+    mode = "8w-qat"
+    bits = 8
+
+    def __init__(self) -> None:
+        super().__init__(None)
+
+
+class Int4WeightOnlyQATQuantizerModuleSwap(Int4WeightOnlyQATQuantizer):
+    """Older name of :class:`Int4WeightOnlyQATQuantizer`.
+
+    Example:
+        >>> torchtune.training.quantization.Int4WeightOnlyQATQuantizerModuleSwap(groupsize=32).mode
+        '4w-qat-module-swap'
+    """
+
+    mode = "4w-qat-module-swap"
+
+
+class Int8DynActInt4WeightQATQuantizerModuleSwap(Int8DynActInt4WeightQATQuantizer):
+    """Older name of :class:`Int8DynActInt4WeightQATQuantizer`.
+
+    Example:
+        >>> torchtune.training.quantization.Int8DynActInt4WeightQATQuantizerModuleSwap(groupsize=32).mode
+        '8da4w-qat-module-swap'
+    """
+
+    mode = "8da4w-qat-module-swap"
+
+
+class GGUFQuantizer:
+    """Quantizer for GGUF files (llama.cpp). Embedding and output projection have at least 8 bits, vectors are float32.
+
+    Args:
+        file_type: ``"Q8_0"``, ``"Q5_1"``, ``"Q5_0"``, ``"Q4_1"``, ``"Q4_0"`` (blocks of 32), or ``"BF16"``, ``"F16"``,
+            ``"F32"``.
+
+    Example:
+        >>> torchtune.training.quantization.GGUFQuantizer("Q4_0").mode
+        'gguf'
+    """
+
+    mode = "gguf"
+
+    def __init__(self, file_type: FileType = "Q8_0") -> None:
+        self.file_type = file_type
+
+
+# Quantizers of a finished checkpoint that an error message offers.
+EXPORT_QUANTIZERS = (
+    Float8Quantizer,
+    GGUFQuantizer,
+    Int4WeightOnlyQuantizer,
+    Int8DynActInt4WeightQuantizer,
+    Int8WeightOnlyQuantizer,
+)
+
+
+def get_quantizer_mode(quantizer: Any | None) -> str | None:
+    """Return the short name of a quantizer, for example ``"8da4w"``; None for any other object.
+
+    Example:
+        >>> torchtune.training.get_quantizer_mode(torchtune.training.quantization.Int8WeightOnlyQuantizer())
+        '8w'
+    """
+    return quantizer.mode if isinstance(quantizer, Quantizer | GGUFQuantizer) else None
+
+
+def fake_quantization(
+    quantizer: Any, after_n_steps: int | None, step: Callable[[], int], total_steps: int
+) -> FakeQuantize:
+    """Build the conversion that simulates a quantizer in training.
+
+    Args:
+        quantizer: a ``*QATQuantizer``.
+        after_n_steps: number of training steps before fake quantization starts.
+        step: returns the number of completed steps.
+        total_steps: number of steps of the run.
+
+    Raises:
+        UserError: ``quantizer`` is not a ``*QATQuantizer``.
+        ConversionError: fake quantization would not start within ``total_steps``.
+    """
+    if not isinstance(quantizer, QATQuantizer):
+        choices = ", ".join(quantizer_class.__name__ for quantizer_class in QATQuantizer.__subclasses__())
+        raise UserError(f"quantizer: {type(quantizer).__name__} cannot be simulated in training: choose {choices}.")
+    return FakeQuantize(quantizer.base_config, after_n_steps=after_n_steps, step=step, total_steps=total_steps)
