@@ -34,8 +34,8 @@ NF4_LEVELS = (
     0.7229568362236023,
     1.0,
 )
-_CHUNK = 2**22  # number of elements to quantize at once, which limits the memory of temporary tensors
-_TABLES: dict[tuple[torch.device, torch.dtype], Tensor] = {}
+_ELEMENTS_AT_ONCE = 2**22  # number of elements to quantize at once, which limits the memory of temporary tensors
+_TINY = torch.finfo(torch.float32).tiny  # the smallest scale, so that rows of zeros are not divided by zero
 
 
 class Stored(NamedTuple):
@@ -85,6 +85,10 @@ class WeightFormat(ABC):
     def decode(self, *tensors: Tensor) -> Tensor:
         """Dequantize the weight ``[..., columns]`` to ``dtype``."""
 
+    def tensor_names(self, weight_name: str) -> tuple[str, ...]:
+        """Return the names of the stored tensors of a weight."""
+        return tuple(weight_name + suffix for suffix in self.suffixes)
+
     def empty(self, like: Tensor) -> list[Tensor]:
         """Make uninitialized storage tensors for a weight, on the same device."""
         return [torch.empty(shape, dtype=dtype, device=like.device) for shape, dtype in self.storage_shapes(like.shape)]
@@ -93,12 +97,14 @@ class WeightFormat(ABC):
     def encode(self, weight: Tensor) -> list[Tensor]:
         """Quantize ``weight`` and return the tensors that store it, on the same device."""
         tensors = self.empty(weight)
-        rows, parts = weight.flatten(0, -2), [tensor.flatten(0, weight.dim() - 2) for tensor in tensors]
-        step = max(1, _CHUNK // weight.shape[-1])
-        for start in range(0, len(rows), step):
-            chunk = slice(start, start + step)
-            for part, values in zip(parts, self.encode_rows(rows[chunk].float()), strict=True):
-                part[chunk] = values
+        rows = weight.flatten(0, -2)  # [..., rows, columns] -> [n, columns]
+        row_views = [tensor.flatten(0, weight.dim() - 2) for tensor in tensors]
+        rows_at_once = max(1, _ELEMENTS_AT_ONCE // weight.shape[-1])
+        for start in range(0, len(rows), rows_at_once):
+            chunk = slice(start, start + rows_at_once)
+            encoded = self.encode_rows(rows[chunk].float())
+            for view, values in zip(row_views, encoded, strict=True):
+                view[chunk] = values
         return tensors
 
 
@@ -107,8 +113,16 @@ class NF4(WeightFormat):
 
     The scales are also quantized (double quantization): to 8 bits between the smallest and the largest scale of a row.
     With n columns and blocks of 64, an element takes 4.125 + 64 / n bits.
+
+    Args:
+        dtype: dtype of the decoded weight.
+        block_size: number of columns that share a scale.
+
+    Raises:
+        ConversionError: ``block_size`` is not a positive even number.
     """
 
+    # Two codes per byte, the 8-bit codes of the scales, and (minimum, step) of the scales of each row.
     suffixes = ("", "_scale", "_range")
 
     def __init__(self, dtype: torch.dtype, block_size: int = 64) -> None:
@@ -118,7 +132,9 @@ class NF4(WeightFormat):
         self.block_size = block_size
 
     def explain_unsupported(self, columns: int) -> str:
-        return f"the block size {self.block_size} does not divide {columns}" if columns % self.block_size else ""
+        if columns % self.block_size == 0:
+            return ""
+        return f"the block size {self.block_size} does not divide {columns}"
 
     def storage_shapes(self, shape: Sequence[int]) -> list[tuple[tuple[int, ...], torch.dtype]]:
         *rows, columns = shape
@@ -129,82 +145,101 @@ class NF4(WeightFormat):
         ]
 
     def encode_rows(self, rows: Tensor) -> tuple[Tensor, ...]:
-        blocks = rows.unflatten(1, (-1, self.block_size))
-        scale = blocks.abs().amax(-1)
-        low, high = scale.aminmax(dim=1, keepdim=True)
-        extent = torch.cat([low, (high - low) / 255], 1)
-        scale = ((scale - low) / extent[:, 1:].clamp(min=torch.finfo(torch.float32).tiny)).round().to(torch.uint8)
-        # Decoding uses the quantized scales, so the codes are chosen for them.
-        decoded = _scales(scale, extent.view(torch.int32)).clamp(min=torch.finfo(torch.float32).tiny)
+        blocks = rows.unflatten(1, (-1, self.block_size))  # [n, blocks, block_size]
+
+        # Quantize the scales: 8 bits between the smallest and the largest one of the row.
+        scale = blocks.abs().amax(-1)  # [n, blocks]
+        lowest, highest = scale.aminmax(dim=1, keepdim=True)
+        step = (highest - lowest) / 255
+        scale_codes = ((scale - lowest) / step.clamp(min=_TINY)).round().to(torch.uint8)
+        scale_range = torch.cat([lowest, step], 1).view(torch.int32)  # [n, 2]
+
+        # Decoding uses the quantized scales, so the nearest levels are those of the decoded scales.
+        decoded_scale = _decode_scales(scale_codes, scale_range).clamp(min=_TINY)
         levels = torch.tensor(NF4_LEVELS, device=rows.device)
-        codes = torch.bucketize(blocks / decoded.unsqueeze(-1), (levels[1:] + levels[:-1]) / 2, out_int32=True)
-        codes = codes.flatten(1).to(torch.uint8)
-        return codes[:, ::2] << 4 | codes[:, 1::2], scale, extent.view(torch.int32)
+        midpoints = (levels[1:] + levels[:-1]) / 2
+        codes = torch.bucketize(blocks / decoded_scale.unsqueeze(-1), midpoints, out_int32=True)
+        codes = codes.flatten(1).to(torch.uint8)  # [n, columns], each 0 to 15
+        packed = codes[:, ::2] << 4 | codes[:, 1::2]  # the first of two columns in the high bits
+        return packed, scale_codes, scale_range
 
-    def decode(self, codes: Tensor, scale: Tensor, extent: Tensor) -> Tensor:
-        table = _level_pairs(codes, self.dtype)
-        weight = table.index_select(0, codes.flatten().int()).view(self.dtype)
-        blocks = weight.view(*scale.shape, self.block_size)
-        return blocks.mul_(_scales(scale, extent).unsqueeze(-1)).flatten(-2)
+    def decode(self, packed: Tensor, scale_codes: Tensor, scale_range: Tensor) -> Tensor:
+        table = _byte_to_levels(packed, self.dtype)
+        weight = table.index_select(0, packed.flatten().int()).view(self.dtype)
+        blocks = weight.view(*scale_codes.shape, self.block_size)
+        scale = _decode_scales(scale_codes, scale_range).unsqueeze(-1)
+        return blocks.mul_(scale).flatten(-2)
 
 
-def _scales(codes: Tensor, extent: Tensor) -> Tensor:
+def _decode_scales(scale_codes: Tensor, scale_range: Tensor) -> Tensor:
     """Decode float32 scales of blocks from their 8-bit codes and the (minimum, step) of each row."""
-    low, step = extent.view(torch.float32).split(1, -1)
-    return torch.addcmul(low, codes.float(), step)
+    lowest, step = scale_range.view(torch.float32).split(1, -1)
+    return torch.addcmul(lowest, scale_codes.float(), step)
 
 
-def _level_pairs(codes: Tensor, dtype: torch.dtype) -> Tensor:
+_BYTE_TO_LEVELS: dict[tuple[torch.device, torch.dtype], Tensor] = {}  # one table per device and dtype
+
+
+def _byte_to_levels(packed: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a lookup table from a byte to its two levels, packed in one integer: a lookup writes two elements."""
-    key = codes.device, dtype
-    is_real = type(codes) in (Tensor, torch.nn.Parameter) and not torch.compiler.is_compiling()
-    if is_real and key in _TABLES:
-        return _TABLES[key]
-    both = [[first, second] for first in NF4_LEVELS for second in NF4_LEVELS]
-    table = torch.tensor(both, dtype=dtype, device=codes.device)
-    table = table.view({2: torch.int32, 4: torch.int64, 8: torch.complex128}[dtype.itemsize]).flatten()
-    if is_real and type(table) is Tensor:  # not a fake tensor
-        _TABLES[key] = table
+    key = packed.device, dtype
+    # Tables of fake tensors and of traced graphs have no values, so they are not kept.
+    has_values = type(packed) in (Tensor, torch.nn.Parameter) and not torch.compiler.is_compiling()
+    if has_values and key in _BYTE_TO_LEVELS:
+        return _BYTE_TO_LEVELS[key]
+    pairs = []
+    for high_level in NF4_LEVELS:
+        for low_level in NF4_LEVELS:
+            pairs.append([high_level, low_level])
+    levels = torch.tensor(pairs, dtype=dtype, device=packed.device)  # [256, 2]
+    dtype_of_pair = {2: torch.int32, 4: torch.int64, 8: torch.complex128}[dtype.itemsize]
+    table = levels.view(dtype_of_pair).flatten()  # [256]
+    if has_values and type(table) is Tensor:  # not a fake tensor
+        _BYTE_TO_LEVELS[key] = table
     return table
 
 
-class _ByRow(WeightFormat):
+class _ScaledRows(WeightFormat):
     """Base class of formats with 8 bits per element and a scale per row."""
 
     suffixes = ("", "_scale")
-    largest: ClassVar[float]
-    codes: ClassVar[torch.dtype]
+    largest_value: ClassVar[float]  # that an element represents
+    storage_dtype: ClassVar[torch.dtype]
 
     def storage_shapes(self, shape: Sequence[int]) -> list[tuple[tuple[int, ...], torch.dtype]]:
         *rows, columns = shape
-        return [((*rows, columns), self.codes), ((*rows, 1), torch.int32)]
+        return [((*rows, columns), self.storage_dtype), ((*rows, 1), torch.int32)]
 
-    def _scaled(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        scale = rows.abs().amax(1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny) / self.largest
-        return (rows / scale).clamp(-self.largest, self.largest), scale.view(torch.int32)
+    def _scale_rows(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Return rows divided by their scales ``[n, columns]``, and the bits of the scales ``[n, 1]``."""
+        scale = rows.abs().amax(1, keepdim=True).clamp(min=_TINY) / self.largest_value
+        scaled = (rows / scale).clamp(-self.largest_value, self.largest_value)
+        return scaled, scale.view(torch.int32)
 
 
-class Int8(_ByRow):
+class Int8(_ScaledRows):
     """int8 with a scale per row: multiples of 1 / 127 of the row's largest magnitude."""
 
-    largest, codes = 127.0, torch.int8
+    largest_value = 127.0
+    storage_dtype = torch.int8
 
     def encode_rows(self, rows: Tensor) -> tuple[Tensor, ...]:
-        scaled, scale = self._scaled(rows)
+        scaled, scale = self._scale_rows(rows)
         return scaled.round().to(torch.int8), scale
 
-    def decode(self, codes: Tensor, scale: Tensor) -> Tensor:
-        return codes.to(self.dtype).mul_(scale.view(torch.float32))
+    def decode(self, values: Tensor, scale: Tensor) -> Tensor:
+        return values.to(self.dtype).mul_(scale.view(torch.float32))
 
 
-class Float8(_ByRow):
+class Float8(_ScaledRows):
     """float8 (e4m3) with a scale per row."""
 
-    largest, codes = 448.0, torch.uint8
+    largest_value = 448.0
+    storage_dtype = torch.uint8  # the bits, because ``module.to(dtype)`` would cast float8
 
     def encode_rows(self, rows: Tensor) -> tuple[Tensor, ...]:
-        scaled, scale = self._scaled(rows)
+        scaled, scale = self._scale_rows(rows)
         return scaled.to(torch.float8_e4m3fn).view(torch.uint8), scale
 
-    def decode(self, codes: Tensor, scale: Tensor) -> Tensor:
-        return codes.view(torch.float8_e4m3fn).to(self.dtype).mul_(scale.view(torch.float32))
+    def decode(self, values: Tensor, scale: Tensor) -> Tensor:
+        return values.view(torch.float8_e4m3fn).to(self.dtype).mul_(scale.view(torch.float32))

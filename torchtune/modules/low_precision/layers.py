@@ -1,4 +1,9 @@
-"""Layers with frozen weights in 4 or 8 bits."""
+"""Layers with frozen weights in a storage format, for example in 4 or 8 bits.
+
+A :class:`StoredLinear` decodes its weight for every matrix product, and again in the backward pass, so that no full
+weight is kept. The quantized layers and experts below store the formats of
+:mod:`torchtune.modules.low_precision.formats`.
+"""
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
@@ -55,21 +60,27 @@ class _FrozenLinear(torch.autograd.Function):
     """x Wᵀ + bias with a frozen W that is decoded in the forward pass and again in the backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor | None, decode: Callable[..., Tensor], *stored: Tensor) -> Tensor:
-        ctx.save_for_backward(*stored)
+    def forward(
+        ctx: Any, x: Tensor, bias: Tensor | None, decode: Callable[..., Tensor], *stored_tensors: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(*stored_tensors)
         ctx.decode = decode
-        return linear(x, decode(*stored), bias)
+        return linear(x, decode(*stored_tensors), bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        needs_x, needs_bias, *_ = ctx.needs_input_grad
-        stored = ctx.saved_tensors  # read once: activation checkpointing frees them
-        grad_x = (
-            mm(grad.reshape(-1, grad.shape[-1]), ctx.decode(*stored)).view(*grad.shape[:-1], -1) if needs_x else None
-        )
-        grad_bias = grad.flatten(0, -2).sum(0) if needs_bias else None
-        return grad_x, grad_bias, None, *(None for _ in stored)
+        needs_grad_x, needs_grad_bias, *_ = ctx.needs_input_grad
+        stored_tensors = ctx.saved_tensors  # read once: activation checkpointing frees them
+        grad_x = None
+        if needs_grad_x:
+            weight = ctx.decode(*stored_tensors)
+            grad_rows = grad.reshape(-1, grad.shape[-1])  # [..., out] -> [n, out]
+            grad_x = mm(grad_rows, weight).view(*grad.shape[:-1], -1)  # [..., in]
+        grad_bias = None
+        if needs_grad_bias:
+            grad_bias = grad.flatten(0, -2).sum(0)
+        return grad_x, grad_bias, None, *[None] * len(stored_tensors)
 
 
 def frozen_linear(x: Tensor, weight: Tensor | Stored, bias: Tensor | None = None) -> Tensor:
@@ -85,11 +96,52 @@ def frozen_linear(x: Tensor, weight: Tensor | Stored, bias: Tensor | None = None
     return F.linear(x, weight, bias)
 
 
-class QuantizedLinear(StoredLinear):
-    """Base class of linear layers with a frozen, quantized weight.
+class QuantizedModule(nn.Module):
+    """Base class of modules with frozen parameters in a storage format.
 
-    The parameter ``weight`` and the parameters with this name and a suffix are the tensors of the storage format;
-    ``bias`` is not quantized.
+    The tensors that store a parameter are parameters with its name and a suffix of the format.
+
+    Attributes:
+        format: storage format of the parameters.
+        plain_class: class of the module that is not quantized.
+    """
+
+    format: WeightFormat
+    plain_class: ClassVar[type[nn.Module]]
+
+    @abstractmethod
+    def quantized_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the names and full shapes of the quantized parameters."""
+
+    def get_stored(self, name: str) -> Stored:
+        """Return the parameter called ``name`` in the storage format."""
+        tensors = tuple(getattr(self, tensor_name) for tensor_name in self.format.tensor_names(name))
+        return Stored(self.format.decode, tensors, self.format.dtype)
+
+    def quantize_parameters(self, weight_format: WeightFormat) -> None:
+        """Freeze the module and replace parameters by their quantized tensors; on the meta device they are empty."""
+        self.format = weight_format
+        for name in self.quantized_shapes():
+            weight = getattr(self, name)
+            tensors = weight_format.empty(weight) if weight.is_meta else weight_format.encode(weight.detach())
+            for tensor_name, tensor in zip(weight_format.tensor_names(name), tensors, strict=True):
+                setattr(self, tensor_name, nn.Parameter(tensor, requires_grad=False))
+        self.requires_grad_(False)
+
+    def without_quantization(self) -> nn.Module:
+        """Make a frozen module that is not quantized; parameters that were quantized are on the meta device."""
+        plain = change_class(self, self.plain_class)
+        for name, shape in self.quantized_shapes().items():
+            for tensor_name in self.format.tensor_names(name):
+                delattr(plain, tensor_name)
+            weight = torch.empty(shape, dtype=self.format.dtype, device="meta")
+            setattr(plain, name, nn.Parameter(weight, requires_grad=False))
+        del plain.format
+        return plain
+
+
+class QuantizedLinear(QuantizedModule, StoredLinear):
+    """Base class of linear layers with a frozen, quantized weight; ``bias`` is not quantized.
 
     Args:
         in_dim: width of the input.
@@ -104,8 +156,8 @@ class QuantizedLinear(StoredLinear):
         ConversionError: the block size does not divide ``in_dim``, or an option is unknown.
     """
 
-    format: WeightFormat
-    kind: ClassVar[type[WeightFormat]]
+    format_class: ClassVar[type[WeightFormat]]
+    plain_class = nn.Linear
 
     def __init__(
         self,
@@ -127,23 +179,20 @@ class QuantizedLinear(StoredLinear):
             linear: layer on any device, which is not changed; on the meta device, nothing is quantized.
             options: options of the format.
         """
-        new = change_class(linear, cls)
-        new._quantize(**options)
-        return new
+        quantized = change_class(linear, cls)
+        quantized._quantize(**options)
+        return quantized
 
     def _quantize(self, **options: Any) -> None:
-        self.format = self.kind(self.weight.dtype, **options)
-        if reason := self.format.explain_unsupported(self.in_features):
+        weight_format = self.format_class(self.weight.dtype, **options)
+        reason = weight_format.explain_unsupported(self.in_features)
+        if reason:
             raise ConversionError(f"{type(self).__name__}: {reason}, the width of the input.")
-        quantize_parameter(self, "weight", self.format)
-        self.requires_grad_(False)
+        self.quantize_parameters(weight_format)
 
-    def to_linear(self) -> nn.Linear:
-        """Make a frozen ``nn.Linear`` on the meta device, with the same bias."""
-        linear = change_class(self, nn.Linear)
-        restore_parameter(linear, "weight", self.format, (self.out_features, self.in_features))
-        del linear.format
-        return linear
+    def quantized_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the name and the full shape of the weight."""
+        return {"weight": (self.out_features, self.in_features)}
 
     def full_weight(self) -> Tensor:
         """Return the dequantized weight ``[out, in]``."""
@@ -151,7 +200,7 @@ class QuantizedLinear(StoredLinear):
 
     def stored_weight(self) -> Stored:
         """Return the weight in its storage format."""
-        return get_stored(self, "weight")
+        return self.get_stored("weight")
 
     def extra_repr(self) -> str:
         """Return sizes and format for ``repr``."""
@@ -166,7 +215,7 @@ class FrozenNF4Linear(QuantizedLinear):
         torch.Size([64, 128])
     """
 
-    kind = NF4
+    format_class = NF4
     parallel_dims: ClassVar[dict[str, tuple[int | None, int | None]]] = {
         "weight": (0, 1),
         "weight_scale": (0, 1),
@@ -192,7 +241,7 @@ class FrozenInt8Linear(QuantizedLinear):
         >>> model, _ = torchtune.load(checkpoint, adapter=converters, device="cpu")
     """
 
-    kind = Int8
+    format_class = Int8
     parallel_dims: ClassVar[dict[str, tuple[int | None, int | None]]] = {
         "weight": (0, 1),
         "weight_scale": (0, None),
@@ -208,64 +257,29 @@ class FrozenFloat8Linear(FrozenInt8Linear):
         torch.Size([8, 16])
     """
 
-    kind = Float8
+    format_class = Float8
 
 
-class QuantizedExperts(GroupedExperts):
+class QuantizedExperts(QuantizedModule, GroupedExperts):
     """Base class of experts with frozen matrices ``[e, i, o]``; each row ``[o]`` is quantized separately."""
 
-    format: WeightFormat
-    plain_kind: type[GroupedExperts]
-
     @classmethod
-    def from_experts(cls, experts: GroupedExperts, form: WeightFormat) -> "QuantizedExperts":
+    def from_experts(cls, experts: GroupedExperts, weight_format: WeightFormat) -> "QuantizedExperts":
         """Make frozen experts with the quantized matrices of ``experts``; on the meta device, they are empty."""
-        new = change_class(experts, _quantized_kind(type(experts)))
-        new.format = form
-        for name in matrix_names(experts):
-            quantize_parameter(new, name, form)
-        return new.requires_grad_(False)
+        quantized = change_class(experts, _quantized_class(type(experts)))
+        quantized.quantize_parameters(weight_format)
+        return quantized
 
-    def to_experts(self) -> GroupedExperts:
-        """Make frozen experts that are not quantized, on the meta device."""
-        plain = change_class(self, self.plain_kind)
-        for name, shape in self.matrix_shapes().items():
-            restore_parameter(plain, name, self.format, shape)
-        del plain.format
-        return plain
+    def quantized_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the names and full shapes of the stacked matrices."""
+        return self.matrix_shapes()
 
     def stored_weight(self, name: str) -> Stored:
         """Return the stacked matrices called ``name`` in their storage format."""
-        return get_stored(self, name)
+        return self.get_stored(name)
 
 
 @cache
-def _quantized_kind(plain: type[GroupedExperts]) -> type[QuantizedExperts]:
-    return type(f"Quantized{plain.__name__}", (QuantizedExperts, plain), {"plain_kind": plain})
-
-
-def matrix_names(experts: GroupedExperts) -> list[str]:
-    """Return the names of the stacked matrices ``[e, i, o]`` of experts."""
-    return list(experts.matrix_shapes())
-
-
-def get_stored(module: nn.Module, name: str) -> Stored:
-    """Return the weight called ``name`` in the storage format of ``module``."""
-    form: WeightFormat = module.format
-    return Stored(form.decode, tuple(getattr(module, name + suffix) for suffix in form.suffixes), form.dtype)
-
-
-def quantize_parameter(module: nn.Module, name: str, form: WeightFormat) -> None:
-    """Replace the parameter called ``name`` by its quantized tensors; on the meta device they are empty."""
-    weight = getattr(module, name)
-    tensors = form.empty(weight) if weight.is_meta else form.encode(weight.detach())
-    for suffix, tensor in zip(form.suffixes, tensors, strict=True):
-        setattr(module, name + suffix, nn.Parameter(tensor, requires_grad=False))
-
-
-def restore_parameter(module: nn.Module, name: str, form: WeightFormat, shape: tuple[int, ...]) -> None:
-    """Replace the quantized tensors of a parameter by an empty parameter on the meta device."""
-    for suffix in form.suffixes:
-        delattr(module, name + suffix)
-    weight = torch.empty(shape, dtype=form.dtype, device="meta")
-    setattr(module, name, nn.Parameter(weight, requires_grad=False))
+def _quantized_class(experts_class: type[GroupedExperts]) -> type[QuantizedExperts]:
+    """Make the class of quantized experts that compute as ``experts_class`` does."""
+    return type(f"Quantized{experts_class.__name__}", (QuantizedExperts, experts_class), {"plain_class": experts_class})

@@ -1,6 +1,6 @@
-"""Conversion that quantizes base weights."""
+"""Quantized base weights for QLoRA: the conversion of a model, and a state-dict hook that dequantizes them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar, Literal, get_args
 
@@ -22,17 +22,18 @@ from torchtune.modules.low_precision.layers import (
     FrozenNF4Linear,
     QuantizedExperts,
     QuantizedLinear,
+    QuantizedModule,
 )
 from torchtune.modules.moe.experts import GroupedExperts
 from torchtune.modules.moe.moe import TokenChoiceTopKRouter
 
 BaseDtype = Literal["nf4", "int8", "float8"]
-_LAYERS: dict[str, type[QuantizedLinear]] = {
+_LAYER_CLASSES: dict[str, type[QuantizedLinear]] = {
     "nf4": FrozenNF4Linear,
     "int8": FrozenInt8Linear,
     "float8": FrozenFloat8Linear,
 }
-_DEFAULT = ("layers.*", "*.layers.*")
+_DEFAULT_PATTERNS = ("layers.*", "*.layers.*")
 
 
 class QuantizeBase(Conversion):
@@ -67,7 +68,7 @@ class QuantizeBase(Conversion):
     def __init__(
         self, dtype: BaseDtype = "nf4", block_size: int | None = None, target_modules: Sequence[str] | None = None
     ) -> None:
-        if dtype not in _LAYERS:
+        if dtype not in _LAYER_CLASSES:
             raise ConversionError(f"QuantizeBase: dtype is '{dtype}', choose out of {', '.join(get_args(BaseDtype))}.")
         if block_size is not None and dtype != "nf4":
             raise ConversionError(f"QuantizeBase: {dtype} has a scale for every row, so remove block_size.")
@@ -76,11 +77,11 @@ class QuantizeBase(Conversion):
         self.dtype = dtype
         self.options: dict[str, Any] = {} if block_size is None else {"block_size": block_size}
         self.target_modules = None if target_modules is None else list(target_modules)
-        self._formats: dict[str, WeightFormat] = {}
-        self._format(torch.float32)  # raises for invalid options
+        self._formats: dict[str, WeightFormat] = {}  # by the name of the quantized weight
+        self._make_format(torch.float32)  # raises for an invalid block size
 
-    def _format(self, dtype: torch.dtype) -> WeightFormat:
-        return _LAYERS[self.dtype].kind(dtype, **self.options)
+    def _make_format(self, dtype: torch.dtype) -> WeightFormat:
+        return _LAYER_CLASSES[self.dtype].format_class(dtype, **self.options)
 
     def convert(self, model: nn.Module) -> ConversionReport:
         """Replace the target layers and freeze the model.
@@ -88,56 +89,80 @@ class QuantizeBase(Conversion):
         Raises:
             ConversionError: a target matches no layer or cannot be quantized; the model is then unchanged.
         """
-        chosen, left = self._select_modules(model)
-        before = _size_in_mib(model)
-        for path, module in chosen.items():
+        targets = self._find_targets(model)
+        unsupported = self._explain_unsupported(targets)
+        self._check(model, targets, unsupported)
+        mib_before = _size_in_mib(model)
+        replaced = []
+        for path, module in targets.items():
+            if path in unsupported:
+                continue
             if isinstance(module, GroupedExperts):
                 dtype = next(module.parameters()).dtype
-                new = QuantizedExperts.from_experts(module, self._format(dtype))
+                quantized = QuantizedExperts.from_experts(module, self._make_format(dtype))
             else:
-                new = _LAYERS[self.dtype].from_linear(module, **self.options)
-            model.set_submodule(path, new)
+                quantized = _LAYER_CLASSES[self.dtype].from_linear(module, **self.options)
+            model.set_submodule(path, quantized)
+            replaced.append(path)
         model.requires_grad_(False)
-        self._formats |= {name: module.format for name, module, _ in _quantized_weights(model)}
-        note = f"{before:,.1f} MiB of weights become {_size_in_mib(model):,.1f} MiB"
-        if left:
-            note += f"; {len(left)} keep their dtype, because {next(iter(left.values()))}: " + ", ".join(
-                nearest_module_names("", list(left), count=4)
-            )
-        return ConversionReport(name=f"Base in {self.dtype}", replaced=list(chosen), note=note)
+        for name, module, _ in _quantized_weights(model):
+            self._formats[name] = module.format
+        note = f"{mib_before:,.1f} MiB of weights become {_size_in_mib(model):,.1f} MiB"
+        if unsupported:
+            first_reason = next(iter(unsupported.values()))
+            names = ", ".join(nearest_module_names("", list(unsupported), count=4))
+            note += f"; {len(unsupported)} keep their dtype, because {first_reason}: {names}"
+        return ConversionReport(name=f"Base in {self.dtype}", replaced=replaced, note=note)
 
-    def _select_modules(self, model: nn.Module) -> tuple[dict[str, nn.Module], dict[str, str]]:
-        """Return the modules to quantize by path, and the reason for each default target that is not quantized."""
-        kinds = (nn.Linear, GroupedExperts)
+    def _find_targets(self, model: nn.Module) -> dict[str, nn.Module]:
+        """Return the linear layers and experts that the patterns match, by path.
+
+        Raises:
+            ConversionError: a pattern matches none.
+        """
         routers = {id(module.gate) for module in model.modules() if isinstance(module, TokenChoiceTopKRouter)}
-        layers = {
-            path: module
-            for path, module in model.named_modules()
-            if isinstance(module, kinds) and id(module) not in routers
-        }
-        chosen = {}
-        for asked in self.target_modules or ["*"]:
-            patterns = _DEFAULT if self.target_modules is None else (asked, f"*.{asked}")
-            matching = [path for path in layers if any(fnmatchcase(path, pattern) for pattern in patterns)]
-            if not matching:
-                nearest = ", ".join(nearest_module_names(asked, list(layers))) or "none: it has no linear layer"
-                what = "is in its layers" if self.target_modules is None else f"matches '{asked}'"
-                raise ConversionError(
-                    f"QuantizeBase: no linear layer of the model {what}, the nearest names are {nearest}."
-                )
-            chosen |= {path: layers[path] for path in matching}
-        left = {path: reason for path, module in chosen.items() if (reason := self._explain_unsupported(module))}
-        self._check(model, chosen, left)
-        return {path: module for path, module in chosen.items() if path not in left}, left
+        layers = {}
+        for path, module in model.named_modules():
+            if isinstance(module, nn.Linear | GroupedExperts) and id(module) not in routers:
+                layers[path] = module
+        if self.target_modules is None:
+            paths = _matching_paths(layers, _DEFAULT_PATTERNS)
+            if not paths:
+                raise _no_match("*", "is in its layers", layers)
+            return {path: layers[path] for path in paths}
+        targets = {}
+        for target in self.target_modules:
+            paths = _matching_paths(layers, (target, f"*.{target}"))
+            if not paths:
+                raise _no_match(target, f"matches '{target}'", layers)
+            for path in paths:
+                targets[path] = layers[path]
+        return targets
 
-    def _check(self, model: nn.Module, chosen: Mapping[str, nn.Module], left: Mapping[str, str]) -> None:
-        embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-        for path, module in chosen.items():
-            if isinstance(module, QuantizedLinear | QuantizedExperts):
+    def _explain_unsupported(self, targets: Mapping[str, nn.Module]) -> dict[str, str]:
+        """Return the reason for each target whose width the format does not support."""
+        weight_format = self._make_format(torch.float32)
+        reasons = {}
+        for path, module in targets.items():
+            if isinstance(module, GroupedExperts):
+                widths = [shape[-1] for shape in module.matrix_shapes().values()]
+            else:
+                widths = [module.in_features]
+            for width in widths:
+                reason = weight_format.explain_unsupported(width)
+                if reason and path not in reasons:
+                    reasons[path] = reason
+        return reasons
+
+    def _check(self, model: nn.Module, targets: Mapping[str, nn.Module], unsupported: Mapping[str, str]) -> None:
+        """Raise ``ConversionError`` for a target that cannot be quantized."""
+        embedding_weights = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+        for path, module in targets.items():
+            if isinstance(module, QuantizedModule):
                 raise ConversionError(f"QuantizeBase: '{path}' is quantized already, a base weight is quantized once.")
             if isinstance(module, GroupedExperts):
                 continue
-            if id(module.weight) in embeddings:
+            if id(module.weight) in embedding_weights:
                 raise ConversionError(
                     f"QuantizeBase: '{path}' shares its weight with the token embedding and cannot be quantized, "
                     "leave it out of target_modules."
@@ -147,19 +172,14 @@ class QuantizeBase(Conversion):
                     f"QuantizeBase: '{path}' is a {type(module).__name__}, which is more than a linear layer and "
                     "cannot be quantized: leave it out by target_modules."
                 )
-        if left and (self.target_modules is not None or len(left) == len(chosen)):
-            path, reason = next(iter(left.items()))
+        # Of the default targets, some may keep their dtype; targets that the user names may not.
+        is_refused = self.target_modules is not None or len(unsupported) == len(targets)
+        if unsupported and is_refused:
+            path, reason = next(iter(unsupported.items()))
             raise ConversionError(
                 f"QuantizeBase: {reason}, the width of '{path}': choose a block_size that does, or "
                 "leave the layer out by target_modules."
             )
-
-    def _explain_unsupported(self, module: nn.Module) -> str:
-        form = self._format(torch.float32)
-        if isinstance(module, GroupedExperts):
-            reasons = (form.explain_unsupported(shape[-1]) for shape in module.matrix_shapes().values())
-            return next((reason for reason in reasons if reason), "")
-        return form.explain_unsupported(module.in_features)
 
     def revert(self, model: nn.Module) -> None:
         """Replace quantized layers by layers that are not quantized, on the meta device.
@@ -167,54 +187,57 @@ class QuantizeBase(Conversion):
         Raises:
             ConversionError: the weights are not on the meta device.
         """
-        modules = [(path, module) for path, module in model.named_modules() if hasattr(module, "format")]
-        for _, module in modules:
-            if any(not parameter.is_meta for parameter in module.parameters()):
+        quantized = {path: module for path, module in model.named_modules() if isinstance(module, QuantizedModule)}
+        for module in quantized.values():
+            if not all(parameter.is_meta for parameter in module.parameters()):
                 raise ConversionError(
                     "QuantizeBase: the base is quantized already, so a conversion that comes before it cannot be "
                     "applied any more: apply it while the model is on the meta device."
                 )
-        for path, module in modules:
-            plain = module.to_experts() if isinstance(module, QuantizedExperts) else module.to_linear()
-            model.set_submodule(path, plain)
+        for path, module in quantized.items():
+            model.set_submodule(path, module.without_quantization())
 
     def stored_weights(self, model: nn.Module) -> dict[str, StoredWeight]:
         """Return the quantized weights, which are stored ``by_rows``."""
-        return {
-            name: StoredWeight(shape, module.format.dtype, _tensor_names(name, module.format), by_rows=True)
-            for name, module, shape in _quantized_weights(model)
-        }
+        weights = {}
+        for name, module, shape in _quantized_weights(model):
+            tensor_names = module.format.tensor_names(name)
+            weights[name] = StoredWeight(shape, module.format.dtype, tensor_names, by_rows=True)
+        return weights
 
     def from_full(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
         """Quantize a weight or some of its rows."""
-        form = self._formats[name]
+        weight_format = self._formats[name]
         if not tensor.isfinite().all():
             raise ConversionError(f"QuantizeBase: '{name}' has values that are not finite and cannot be quantized.")
-        return dict(zip(_tensor_names(name, form), form.encode(tensor), strict=True))
+        return dict(zip(weight_format.tensor_names(name), weight_format.encode(tensor), strict=True))
 
     def to_full(self, name: str, tensors: Mapping[str, Tensor]) -> Tensor:
         """Dequantize a weight."""
-        form = self._formats[name]
-        return form.decode(*(tensors[part] for part in _tensor_names(name, form)))
+        weight_format = self._formats[name]
+        return weight_format.decode(*(tensors[tensor_name] for tensor_name in weight_format.tensor_names(name)))
+
+
+def _matching_paths(layers: Mapping[str, nn.Module], patterns: Sequence[str]) -> list[str]:
+    """Return the paths of the layers that match one of the patterns."""
+    return [path for path in layers if any(fnmatchcase(path, pattern) for pattern in patterns)]
+
+
+def _no_match(target: str, condition: str, layers: Mapping[str, nn.Module]) -> ConversionError:
+    nearest = ", ".join(nearest_module_names(target, list(layers))) or "none: it has no linear layer"
+    return ConversionError(f"QuantizeBase: no linear layer of the model {condition}, the nearest names are {nearest}.")
 
 
 def _size_in_mib(model: nn.Module) -> float:
     return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters()) / 2**20
 
 
-def _tensor_names(name: str, form: WeightFormat) -> tuple[str, ...]:
-    return tuple(name + suffix for suffix in form.suffixes)
-
-
-def _quantized_weights(model: nn.Module) -> list[tuple[str, nn.Module, tuple[int, ...]]]:
-    """(name, module, shape) of every quantized weight."""
-    found = []
+def _quantized_weights(model: nn.Module) -> Iterator[tuple[str, QuantizedModule, tuple[int, ...]]]:
+    """Yield (name, module, full shape) of each quantized weight."""
     for path, module in model.named_modules():
-        if isinstance(module, QuantizedExperts):
-            found += [(f"{path}.{name}", module, shape) for name, shape in module.matrix_shapes().items()]
-        elif isinstance(module, QuantizedLinear):
-            found.append((f"{path}.weight", module, (module.out_features, module.in_features)))
-    return found
+        if isinstance(module, QuantizedModule):
+            for name, shape in module.quantized_shapes().items():
+                yield f"{path}.{name}", module, shape
 
 
 def reparametrize_as_dtype_state_dict_post_hook(
@@ -240,7 +263,10 @@ def reparametrize_as_dtype_state_dict_post_hook(
         **kwargs: unused.
     """
     for name, module, _ in _quantized_weights(model):
-        tensors = [state_dict.pop(prefix + part) for part in _tensor_names(name, module.format)]
+        tensors = [state_dict.pop(prefix + tensor_name) for tensor_name in module.format.tensor_names(name)]
         state_dict[prefix + name] = module.format.decode(*tensors).to(dtype)
-    if offload_to_cpu:
-        state_dict.update((key, value.cpu()) for key, value in state_dict.items() if isinstance(value, torch.Tensor))
+    if not offload_to_cpu:
+        return
+    for key, value in state_dict.items():
+        if isinstance(value, torch.Tensor):
+            state_dict[key] = value.cpu()
