@@ -6,33 +6,40 @@ from typing import Any
 
 from torch import nn
 
-from torchtune.modules.low_precision.quantizers import QATQuantizer, set_fake_quant
+from torchtune.modules.low_precision.fake_quantization import set_fake_quant
+from torchtune.modules.low_precision.quantizers import (
+    QAT_QUANTIZERS,
+    Int4WeightOnlyQATQuantizerModuleSwap,
+    Int8DynActInt4WeightQATQuantizerModuleSwap,
+)
 from torchtune.modules.peft import LoRALinear, QATLoRALinear
 
 # Functions for model.apply, under the names of earlier releases; all modes are enabled and disabled alike.
 _enable_linear_fake_quant = set_fake_quant
 _disable_linear_fake_quant = partial(set_fake_quant, enabled=False)
-enable_4w_fake_quant_module_swap = enable_8da4w_fake_quant_module_swap = _enable_linear_fake_quant
-disable_4w_fake_quant_module_swap = disable_8da4w_fake_quant_module_swap = _disable_linear_fake_quant
+enable_4w_fake_quant_module_swap = _enable_linear_fake_quant
+enable_8da4w_fake_quant_module_swap = _enable_linear_fake_quant
+disable_4w_fake_quant_module_swap = _disable_linear_fake_quant
+disable_8da4w_fake_quant_module_swap = _disable_linear_fake_quant
 
-
-def _has_fake_quant(mode: str) -> bool:
-    """Return whether ``mode`` is the mode of a ``*QATQuantizer`` or of its ``*ModuleSwap`` class."""
-    modes = set()
-    for quantizer_class in QATQuantizer.__subclasses__():
-        modes.add(quantizer_class.mode)
-        modes.update(module_swap_class.mode for module_swap_class in quantizer_class.__subclasses__())
-    return mode in modes
+_QAT_MODES = {
+    quantizer_class.mode
+    for quantizer_class in (
+        *QAT_QUANTIZERS,
+        Int4WeightOnlyQATQuantizerModuleSwap,
+        Int8DynActInt4WeightQATQuantizerModuleSwap,
+    )
+}
 
 
 def _get_enable_fake_quant(quantizer_mode: str) -> Callable[[nn.Module], None] | None:
     """Return the function for ``model.apply`` that enables fake quantization; None for a mode without it."""
-    return _enable_linear_fake_quant if _has_fake_quant(quantizer_mode) else None
+    return _enable_linear_fake_quant if quantizer_mode in _QAT_MODES else None
 
 
 def _get_disable_fake_quant(quantizer_mode: str) -> Callable[[nn.Module], None] | None:
     """Return the function for ``model.apply`` that disables fake quantization; None for a mode without it."""
-    return _disable_linear_fake_quant if _has_fake_quant(quantizer_mode) else None
+    return _disable_linear_fake_quant if quantizer_mode in _QAT_MODES else None
 
 
 def swap_lora_linear_with_qat(

@@ -1,4 +1,9 @@
-"""Base class of linear layers that simulate quantization."""
+"""Fake quantization: linear layers that compute with the rounded values of a quantized model while they are trained.
+
+Weights keep their precision. Each forward pass rounds them, and the input if the quantizer rounds inputs, and the
+gradient passes through the rounding. torchao does the rounding (its fake quantizers). Which layers of a model simulate
+which quantizer is decided by :class:`torchtune.modules.low_precision.quantizers.FakeQuantize`.
+"""
 
 from typing import Any
 
@@ -7,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from torchtune.modules.low_precision import torchao_interface
+from torchtune.modules.low_precision.torchao_interface import fake_quantizers
 
 
 class FakeQuantSwitch:
@@ -35,12 +40,21 @@ class FakeQuantized(nn.Module):
     fake_quant: FakeQuantSwitch
 
     def set_up_fake_quant(self, base_config: Any, switch: FakeQuantSwitch) -> None:
-        """Add the fake quantizers and the switch that :meth:`forward` needs."""
-        found = torchao_interface.fake_quantizers(base_config, self.weight.shape)
-        self.activation_fake_quantizer, self.weight_fake_quantizer = found
+        """Add the fake quantizers and the switch that :meth:`forward` needs.
+
+        Args:
+            base_config: torchao's configuration of the quantized model.
+            switch: switch of the model's layers.
+
+        Raises:
+            ConversionError: torchao cannot simulate this configuration.
+        """
+        activation_fake_quantizer, weight_fake_quantizer = fake_quantizers(base_config, self.weight.shape)
+        self.activation_fake_quantizer = activation_fake_quantizer
+        self.weight_fake_quantizer = weight_fake_quantizer
         self.fake_quant = switch
 
-    def quantized_weight(self) -> Tensor:
+    def weight_to_quantize(self) -> Tensor:
         """Return the weight ``[out, in]`` to fake-quantize, the one that an export writes.
 
         Subclasses with adapters return the merged weight.
@@ -57,7 +71,7 @@ class FakeQuantized(nn.Module):
         return checkpoint(self._simulate, x, use_reentrant=False, preserve_rng_state=False)
 
     def _simulate(self, x: Tensor) -> Tensor:
-        weight = self.quantized_weight()
+        weight = self.weight_to_quantize()
         if self.activation_fake_quantizer is not None:
             x = self.activation_fake_quantizer(x)
         if self.weight_fake_quantizer is not None:
@@ -70,3 +84,20 @@ class FakeQuantLinear(FakeQuantized, nn.Linear):
 
     The gradient of a clipped value is zero. Parameters have the names of ``nn.Linear``.
     """
+
+
+def fake_quant_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the fake-quantized layers of a model, by path."""
+    return {path: module for path, module in model.named_modules() if isinstance(module, FakeQuantized)}
+
+
+def set_fake_quant(module: nn.Module, enabled: bool = True) -> None:
+    """Enable or disable fake quantization of a layer and of all layers with the same switch.
+
+    Args:
+        module: any module; one that is not fake-quantized does not change, so that this is a function for
+            ``model.apply``.
+        enabled: whether the layers simulate quantization.
+    """
+    if isinstance(module, FakeQuantized):
+        module.fake_quant.on = enabled

@@ -1,4 +1,4 @@
-"""Float8 training."""
+"""Float8 training: linear layers whose matrix products are computed in float8, forward and backward."""
 
 from typing import TYPE_CHECKING, ClassVar, Literal, get_args
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 Float8Recipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"]
 
-_MULTIPLE = 16  # float8 kernels of H100 and later GPUs need widths that are multiples of 16
+_WIDTH_MULTIPLE = 16  # float8 kernels of H100 and later GPUs need widths that are multiples of 16
 
 
 class Float8Training(Conversion):
@@ -51,14 +51,17 @@ class Float8Training(Conversion):
 
     def __init__(self, recipe: Float8Recipe = "tensorwise", emulate: bool | None = None) -> None:
         if recipe not in get_args(Float8Recipe):
-            hint = "MXFP8 and NVFP4 are not there; " if str(recipe).lower().startswith(("mx", "nv")) else ""
+            hint = ""
+            if str(recipe).lower().startswith(("mx", "nv")):
+                hint = "MXFP8 and NVFP4 are not there; "
             raise ConversionError(
                 f"Float8Training: recipe is '{recipe}': {hint}choose out of {', '.join(get_args(Float8Recipe))}."
             )
         if emulate is None:
-            has_products = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
-            emulate = not (has_products or is_simulated())
-        self.recipe, self.emulate = recipe, emulate
+            has_float8_kernels = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
+            emulate = not (has_float8_kernels or is_simulated())
+        self.recipe = recipe
+        self.emulate = emulate
 
     def convert(self, model: nn.Module) -> ConversionReport:
         """Replace linear layers by float8 layers.
@@ -66,26 +69,26 @@ class Float8Training(Conversion):
         Raises:
             ConversionError: no layer has widths that are multiples of 16.
         """
-        decoder = text_decoder(model)
-        path = next(name for name, module in model.named_modules() if module is decoder)
-        prefix = f"{path}.layers." if path else "layers."
-        linears = {
-            path: module
-            for path, module in model.named_modules()
-            if path.startswith(prefix) and isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
-        }
-        chosen = {path for path, module in linears.items() if not any(size % _MULTIPLE for size in module.weight.shape)}
+        chosen = set()
+        unsupported = []
+        for path, layer in _linear_layers(model).items():
+            out_dim, in_dim = layer.weight.shape
+            if out_dim % _WIDTH_MULTIPLE == 0 and in_dim % _WIDTH_MULTIPLE == 0:
+                chosen.add(path)
+            else:
+                unsupported.append(path)
         if not chosen:
             raise ConversionError(
-                f"Float8Training: none of the {len(linears)} linear layers has widths that are multiples of "
-                f"{_MULTIPLE}: remove the conversion."
+                f"Float8Training: none of the {len(unsupported)} linear layers has widths that are multiples of "
+                f"{_WIDTH_MULTIPLE}: remove the conversion."
             )
         torchao_interface.convert_to_float8(model, chosen, self.recipe, emulate=self.emulate)
         note = f"{self.recipe}, emulated: slower than without" if self.emulate else self.recipe
-        left = [path for path in linears if path not in chosen]
-        if left:
-            names = ", ".join(nearest_module_names("", left, count=4))
-            note += f"; {len(left)} stay as they are, their widths are no multiples of {_MULTIPLE}: {names}"
+        if unsupported:
+            names = ", ".join(nearest_module_names("", unsupported, count=4))
+            note += (
+                f"; {len(unsupported)} stay as they are, their widths are no multiples of {_WIDTH_MULTIPLE}: {names}"
+            )
         return ConversionReport("Float8 training", sorted(chosen), note=note)
 
     def parallel_style(self, module: nn.Module, style: "ParallelStyle") -> "ParallelStyle":
@@ -93,6 +96,21 @@ class Float8Training(Conversion):
         if torchao_interface.is_float8_linear(module):
             raise ConversionError("Float8Training: layers in float8 cannot be split: set tensor_parallel_dim=1.")
         return style
+
+
+def _linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
+    """Return the plain linear layers inside ``layers`` of the text decoder, by path in ``model``."""
+    decoder = text_decoder(model)
+    prefix = "layers."
+    for path, module in model.named_modules():
+        if module is decoder and path:
+            prefix = f"{path}.layers."
+    layers = {}
+    for path, module in model.named_modules():
+        is_plain = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+        if is_plain and path.startswith(prefix):
+            layers[path] = module
+    return layers
 
 
 def convert_to_float8_training(model: nn.Module, fp8_recipe_name: str | None = None) -> nn.Module:

@@ -1,8 +1,23 @@
-"""Quantizers of a model's weights: in quantization-aware training (``*QATQuantizer``) and at export.
+"""Quantizers of a model's weights: what the key ``quantizer`` of a config names.
 
-A quantizer stands for a configuration of torchao. It quantizes the weights of linear layers, with one scale per group
-of consecutive elements along the input dimension. Embeddings, norms and the output projection keep their precision.
-Recipes for quantization-aware training take a ``*QATQuantizer``; the recipe ``quantize`` takes any quantizer.
+A quantizer is a component: a config names its class and its group size. It stands for a configuration of torchao, which
+quantizes the weights of linear layers with one scale per group of consecutive elements along the input dimension.
+Embeddings, norms and the output projection keep their precision (:func:`quantizable_layers`).
+
+A recipe of training takes a ``*QATQuantizer``:
+
+1. ``config.instantiate`` makes the object.
+2. :func:`fake_quantization` makes a conversion of it, :class:`FakeQuantize`, and the recipe applies it to the model on
+   the meta device, after adapters.
+3. The conversion replaces the linear layers of the transformer layers by fake-quantized ones
+   (:mod:`torchtune.modules.low_precision.fake_quantization`), whose forward pass rounds weight and input as torchao
+   would. Before step ``fake_quant_after_n_steps``, a hook of the model switches the rounding off.
+4. Checkpoints hold the weights that are not rounded. After the last one, the checkpointer's ``save_quantized`` writes
+   them once more as :meth:`Quantizer.quantized` rounds them.
+
+The recipe ``quantize`` takes any :class:`Quantizer` or a :class:`GGUFQuantizer`, and
+:func:`torchtune.checkpoints.quantize_checkpoint` writes each weight of a finished checkpoint quantized. Quantizers of
+the same bits, groups and inputs produce the same values, whether the model was trained for them or not.
 """
 
 from collections.abc import Callable
@@ -13,7 +28,12 @@ from torch import Tensor, nn
 from torchtune.modules._change_class import change_class
 from torchtune.modules.conversion import Conversion, ConversionError, ConversionReport, Phase, apply_conversions
 from torchtune.modules.low_precision import torchao_interface
-from torchtune.modules.low_precision.fake_quantization import FakeQuantized, FakeQuantLinear, FakeQuantSwitch
+from torchtune.modules.low_precision.fake_quantization import (
+    FakeQuantized,
+    FakeQuantLinear,
+    FakeQuantSwitch,
+    fake_quant_layers,
+)
 from torchtune.modules.moe.experts import GroupedExperts
 from torchtune.modules.peft.dora import DoRALinear
 from torchtune.modules.peft.lora import LoRALinear
@@ -24,147 +44,6 @@ if TYPE_CHECKING:  # DTensor is slow to import
     from torch.distributed.tensor.parallel import ParallelStyle
 
 FileType = Literal["F32", "F16", "BF16", "Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0"]
-
-
-def quantizable_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the linear layers to quantize, by path: all of the transformer layers, but not the output projection.
-
-    The output projection stays in high precision, as in vLLM's published checkpoints: it is often tied to the
-    embedding, and its errors affect the logits directly.
-
-    Raises:
-        ConversionError: the model has experts, or no linear layer.
-    """
-    found: dict[str, nn.Module] = {}
-    for path, module in model.named_modules():
-        if isinstance(module, GroupedExperts):
-            raise ConversionError(
-                f"quantizer: the experts of '{path}' cannot be quantized yet: choose a model without experts."
-            )
-        if ".layers." in f".{path}" and isinstance(module, nn.Linear | LoRALinear) and not _is_inside_adapter(path):
-            found[path] = module
-    if not found:
-        raise ConversionError(f"quantizer: {type(model).__name__} has no linear layer in a list called 'layers'.")
-    return found
-
-
-def _is_inside_adapter(path: str) -> bool:
-    return path.rpartition(".")[2] in ("lora_a", "lora_b")
-
-
-def check_group_size(layers: dict[str, nn.Module], size: int | None) -> None:
-    """Check that the group size divides the input width of every layer.
-
-    Raises:
-        ConversionError: the group size does not divide the width of a layer.
-    """
-    for path, layer in layers.items():
-        width = layer.weight.shape[1]
-        if size is not None and (size < 2 or width % size):
-            raise ConversionError(
-                f"quantizer: groupsize {size} does not divide the {width} inputs of '{path}': choose one that divides "
-                "them all."
-            )
-
-
-class FakeQuantize(Conversion):
-    """Conversion that fake-quantizes the linear layers of a model as torchao would quantize them.
-
-    Training updates and saves high-precision weights. Each forward pass rounds them, and the inputs if the
-    configuration quantizes these, to the values of the quantized model.
-
-    Args:
-        base_config: configuration of torchao for the quantized model, for example ``IntxWeightOnlyConfig()``.
-        after_n_steps: number of steps before fake quantization starts.
-        step: returns the number of steps taken so far; required with ``after_n_steps``.
-        total_steps: number of steps of the run.
-
-    Raises:
-        ConversionError: fake quantization would start after ``total_steps``, or ``step`` is missing.
-    """
-
-    phase: ClassVar[Phase] = Phase.FAKE_QUANT
-
-    def __init__(
-        self,
-        base_config: Any,
-        *,
-        after_n_steps: int | None = None,
-        step: Callable[[], int] | None = None,
-        total_steps: int | None = None,
-    ) -> None:
-        if after_n_steps and step is None:
-            raise ConversionError(
-                "fake_quant_after_n_steps: pass step, a function that returns the steps taken so far."
-            )
-        if after_n_steps and total_steps is not None and after_n_steps >= total_steps:
-            raise ConversionError(
-                f"fake_quant_after_n_steps is {after_n_steps}, but the run ends after {total_steps} steps, so nothing "
-                "would be fake-quantized: make it smaller, or train without quantizer."
-            )
-        self._base_config, self._after, self._step = base_config, after_n_steps or 0, step
-        self._switch = FakeQuantSwitch()
-
-    def convert(self, model: nn.Module) -> ConversionReport:
-        """Replace linear layers by :class:`FakeQuantLinear`, and LoRA layers by :class:`QATLoRALinear`.
-
-        Raises:
-            ConversionError: a layer cannot be quantized; the model is then unchanged.
-        """
-        layers = quantizable_layers(model)
-        check_group_size(layers, torchao_interface.group_size(self._base_config))
-        new = {path: self._convert_layer(path, layer) for path, layer in layers.items()}
-        for path, layer in new.items():
-            model.set_submodule(path, layer)
-        if self._after:
-            model.register_forward_pre_hook(self._set_switch)
-        when = f"from step {self._after + 1} on" if self._after else "from the first step on"
-        return ConversionReport("Fake quantization", list(new), note=f"{type(self._base_config).__name__}, {when}")
-
-    def _convert_layer(self, path: str, layer: nn.Module) -> nn.Module:
-        if isinstance(layer, DoRALinear):
-            raise ConversionError(
-                f"quantizer: '{path}' has a DoRA adapter, which has no fake quantization: set use_dora to False."
-            )
-        if isinstance(layer, LoRALinear):
-            check_dropout(layer.dropout.p)
-            new = change_class(layer, QATLoRALinear)
-        elif type(layer).forward is nn.Linear.forward:
-            new = change_class(layer, FakeQuantLinear)
-        else:
-            raise ConversionError(
-                f"quantizer: '{path}' is a {type(layer).__name__}, which computes more than a linear layer and has no "
-                "fake quantization."
-            )
-        new.set_up_fake_quant(self._base_config, self._switch)
-        return new
-
-    def _set_switch(self, *_: object) -> None:
-        self._switch.on = self._step() >= self._after
-
-    def parallel_style(self, module: nn.Module, style: "ParallelStyle") -> "ParallelStyle":
-        """Raise for fake-quantized layers: a sharded input has no quantization range per token.
-
-        Raises:
-            ConversionError: the layer is fake-quantized.
-        """
-        if isinstance(module, FakeQuantized):
-            raise ConversionError(
-                "quantizer: fake quantization needs whole layers: set tensor_parallel_dim to 1, parameters are sharded "
-                "over data_parallel_shard_dim all the same."
-            )
-        return style
-
-
-def fake_quant_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the fake-quantized layers of a model, by path."""
-    return {path: module for path, module in model.named_modules() if isinstance(module, FakeQuantized)}
-
-
-def set_fake_quant(module: nn.Module, enabled: bool = True) -> None:
-    """Enable or disable fake quantization of a layer and of all layers with the same switch."""
-    if isinstance(module, FakeQuantized):
-        module.fake_quant.on = enabled
 
 
 class Quantizer:
@@ -236,20 +115,10 @@ class QATQuantizer(Quantizer):
         """Add fake quantization to the linear layers of a model, and return it.
 
         Raises:
-            ConversionError: see :class:`FakeQuantize`.
+            ConversionError: a layer cannot be quantized, or the model has another conversion that excludes this one.
         """
         apply_conversions(model, [FakeQuantize(self.base_config)])
         return model
-
-    def get_activation_fake_quantize_config(self) -> Any:
-        """Return torchao's configuration of inputs, or None; for :func:`swap_lora_linear_with_qat`."""
-        activations, _ = torchao_interface.fake_quantize_configs(self.base_config, self.group_size)
-        return activations
-
-    def get_weight_fake_quantize_config(self) -> Any:
-        """Return torchao's configuration of weights, or None; for :func:`swap_lora_linear_with_qat`."""
-        _, weights = torchao_interface.fake_quantize_configs(self.base_config, self.group_size)
-        return weights
 
     def convert(self, model: nn.Module) -> nn.Module:
         """Quantize a prepared model with adapters merged in, and return it; its outputs do not change.
@@ -264,13 +133,23 @@ class QATQuantizer(Quantizer):
         for path, layer in layers.items():
             out_features, in_features = layer.weight.shape
             linear = nn.Linear(in_features, out_features, bias=layer.bias is not None, device="meta")
-            # The rounded values of the simulation: torchao finds the same scales in them, and outputs do not change.
-            linear.weight = nn.Parameter(layer.quantized_weight().detach(), requires_grad=False)
+            # torchao rounds this weight as the simulation did in each forward pass.
+            linear.weight = nn.Parameter(layer.weight_to_quantize().detach(), requires_grad=False)
             linear.bias = layer.bias
             model.set_submodule(path, linear)
-        model.conversions = []
+        model.conversions = []  # adapters are merged, and the quantization is real
         torchao_interface.quantize_linears(model, self.base_config, set(layers))
         return model
+
+    def get_activation_fake_quantize_config(self) -> Any:
+        """Return torchao's configuration of inputs, or None; recipes of earlier releases call it."""
+        activations, _ = torchao_interface.fake_quantize_configs(self.base_config, self.group_size)
+        return activations
+
+    def get_weight_fake_quantize_config(self) -> Any:
+        """Return torchao's configuration of weights, or None; recipes of earlier releases call it."""
+        _, weights = torchao_interface.fake_quantize_configs(self.base_config, self.group_size)
+        return weights
 
 
 class Int8DynActInt4WeightQuantizer(Quantizer):
@@ -449,6 +328,12 @@ EXPORT_QUANTIZERS = (
     Int8DynActInt4WeightQuantizer,
     Int8WeightOnlyQuantizer,
 )
+# Quantizers that recipes of training take; the classes of the older names are not offered.
+QAT_QUANTIZERS = (
+    Int8DynActInt4WeightQATQuantizer,
+    Int4WeightOnlyQATQuantizer,
+    Int8WeightOnlyQATQuantizer,
+)
 
 
 def get_quantizer_mode(quantizer: Any | None) -> str | None:
@@ -463,7 +348,7 @@ def get_quantizer_mode(quantizer: Any | None) -> str | None:
 
 def fake_quantization(
     quantizer: Any, after_n_steps: int | None, step: Callable[[], int], total_steps: int
-) -> FakeQuantize:
+) -> "FakeQuantize":
     """Build the conversion that simulates a quantizer in training.
 
     Args:
@@ -477,6 +362,147 @@ def fake_quantization(
         ConversionError: fake quantization would not start within ``total_steps``.
     """
     if not isinstance(quantizer, QATQuantizer):
-        choices = ", ".join(quantizer_class.__name__ for quantizer_class in QATQuantizer.__subclasses__())
+        choices = ", ".join(quantizer_class.__name__ for quantizer_class in QAT_QUANTIZERS)
         raise UserError(f"quantizer: {type(quantizer).__name__} cannot be simulated in training: choose {choices}.")
     return FakeQuantize(quantizer.base_config, after_n_steps=after_n_steps, step=step, total_steps=total_steps)
+
+
+class FakeQuantize(Conversion):
+    """Conversion that fake-quantizes the linear layers of a model as torchao would quantize them.
+
+    Training updates and saves high-precision weights. Each forward pass rounds them, and the inputs if the
+    configuration quantizes these, to the values of the quantized model.
+
+    Args:
+        base_config: configuration of torchao for the quantized model, for example ``IntxWeightOnlyConfig()``.
+        after_n_steps: number of steps before fake quantization starts.
+        step: returns the number of steps taken so far; required with ``after_n_steps``.
+        total_steps: number of steps of the run.
+
+    Raises:
+        ConversionError: fake quantization would start after ``total_steps``, or ``step`` is missing.
+    """
+
+    phase: ClassVar[Phase] = Phase.FAKE_QUANT
+
+    def __init__(
+        self,
+        base_config: Any,
+        *,
+        after_n_steps: int | None = None,
+        step: Callable[[], int] | None = None,
+        total_steps: int | None = None,
+    ) -> None:
+        if after_n_steps and step is None:
+            raise ConversionError(
+                "fake_quant_after_n_steps: pass step, a function that returns the steps taken so far."
+            )
+        if after_n_steps and total_steps is not None and after_n_steps >= total_steps:
+            raise ConversionError(
+                f"fake_quant_after_n_steps is {after_n_steps}, but the run ends after {total_steps} steps, so nothing "
+                "would be fake-quantized: make it smaller, or train without quantizer."
+            )
+        self._base_config = base_config
+        self._after_n_steps = after_n_steps or 0
+        self._step = step
+        self._switch = FakeQuantSwitch()
+
+    def convert(self, model: nn.Module) -> ConversionReport:
+        """Replace linear layers by :class:`FakeQuantLinear`, and LoRA layers by :class:`QATLoRALinear`.
+
+        Raises:
+            ConversionError: a layer cannot be quantized; the model is then unchanged.
+        """
+        layers = quantizable_layers(model)
+        check_group_size(layers, torchao_interface.group_size(self._base_config))
+        # All layers are made before the first one is replaced, so that an error leaves the model unchanged.
+        fake_quantized = {path: self._fake_quantize(path, layer) for path, layer in layers.items()}
+        for path, layer in fake_quantized.items():
+            model.set_submodule(path, layer)
+        start = "from the first step on"
+        if self._after_n_steps:
+            model.register_forward_pre_hook(self._set_switch)
+            start = f"from step {self._after_n_steps + 1} on"
+        note = f"{type(self._base_config).__name__}, {start}"
+        return ConversionReport("Fake quantization", list(fake_quantized), note=note)
+
+    def _fake_quantize(self, path: str, layer: nn.Module) -> FakeQuantized:
+        """Make a fake-quantized layer with the parameters of ``layer``."""
+        if isinstance(layer, DoRALinear):
+            raise ConversionError(
+                f"quantizer: '{path}' has a DoRA adapter, which has no fake quantization: set use_dora to False."
+            )
+        if isinstance(layer, LoRALinear):
+            check_dropout(layer.dropout.p)
+            fake_quantized = change_class(layer, QATLoRALinear)
+        elif type(layer).forward is nn.Linear.forward:
+            fake_quantized = change_class(layer, FakeQuantLinear)
+        else:
+            raise ConversionError(
+                f"quantizer: '{path}' is a {type(layer).__name__}, which computes more than a linear layer and has no "
+                "fake quantization."
+            )
+        fake_quantized.set_up_fake_quant(self._base_config, self._switch)
+        return fake_quantized
+
+    def _set_switch(self, *_: object) -> None:
+        """Turn the simulation on or off, before each forward pass of the model."""
+        self._switch.on = self._step() >= self._after_n_steps
+
+    def parallel_style(self, module: nn.Module, style: "ParallelStyle") -> "ParallelStyle":
+        """Raise for fake-quantized layers: a sharded input has no quantization range per token.
+
+        Raises:
+            ConversionError: the layer is fake-quantized.
+        """
+        if isinstance(module, FakeQuantized):
+            raise ConversionError(
+                "quantizer: fake quantization needs whole layers: set tensor_parallel_dim to 1, parameters are sharded "
+                "over data_parallel_shard_dim all the same."
+            )
+        return style
+
+
+def quantizable_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the linear layers to quantize, by path: all of the transformer layers, but not the output projection.
+
+    The output projection stays in high precision, as in vLLM's published checkpoints: it is often tied to the
+    embedding, and its errors affect the logits directly.
+
+    Raises:
+        ConversionError: the model has experts, or no linear layer.
+    """
+    layers: dict[str, nn.Module] = {}
+    for path, module in model.named_modules():
+        if isinstance(module, GroupedExperts):
+            raise ConversionError(
+                f"quantizer: the experts of '{path}' cannot be quantized yet: choose a model without experts."
+            )
+        is_in_layers = ".layers." in f".{path}"
+        is_part_of_adapter = path.endswith((".lora_a", ".lora_b"))
+        if is_in_layers and isinstance(module, nn.Linear | LoRALinear) and not is_part_of_adapter:
+            layers[path] = module
+    if not layers:
+        raise ConversionError(f"quantizer: {type(model).__name__} has no linear layer in a list called 'layers'.")
+    return layers
+
+
+def check_group_size(layers: dict[str, nn.Module], group_size: int | None) -> None:
+    """Check that the group size divides the input width of every layer.
+
+    Args:
+        layers: linear layers by path.
+        group_size: number of consecutive elements that share a scale; None: one scale per row, which always fits.
+
+    Raises:
+        ConversionError: the group size does not divide the width of a layer.
+    """
+    if group_size is None:
+        return
+    for path, layer in layers.items():
+        width = layer.weight.shape[1]
+        if group_size < 2 or width % group_size:
+            raise ConversionError(
+                f"quantizer: groupsize {group_size} does not divide the {width} inputs of '{path}': choose one that "
+                "divides them all."
+            )

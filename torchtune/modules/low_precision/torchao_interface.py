@@ -1,7 +1,12 @@
-"""The only module that imports torchao, because torchao's import paths change between releases."""
+"""The only module that imports torchao, because torchao's import paths change between releases.
+
+It makes torchao's configurations of quantized weights, quantizes layers with them, and makes fake quantizers, float8
+layers and the states of low-bit optimizers. torchao is imported at the first use.
+"""
 
 import functools
 import logging
+import math
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,14 +24,14 @@ from torchtune.utils import first_line, require
 @contextmanager
 def _silence_torchao() -> Iterator[None]:
     """Silence torchao's logs and warnings about kernels that this machine lacks."""
-    before = logging.root.manager.disable
-    logging.disable(max(before, logging.WARNING))
+    disabled_level = logging.root.manager.disable
+    logging.disable(max(disabled_level, logging.WARNING))
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        logging.disable(before)
+        logging.disable(disabled_level)
 
 
 @functools.cache
@@ -49,24 +54,28 @@ def int_config(bits: int, group_size: int | None, *, dynamic_activations: bool) 
         group_size: number of consecutive weights of a row that share a scale; None: one scale per row.
         dynamic_activations: quantize inputs to int8, with a scale per token.
     """
-    ao = torchao_quantization()
-    granularity = ao.PerAxis(0) if group_size is None else ao.PerGroup(group_size)
+    quantization = torchao_quantization()
+    if group_size is None:
+        granularity = quantization.PerAxis(0)
+    else:
+        granularity = quantization.PerGroup(group_size)
     dtype = getattr(torch, f"int{bits}")
     if dynamic_activations:
-        return ao.Int8DynamicActivationIntxWeightConfig(weight_dtype=dtype, weight_granularity=granularity)
-    return ao.IntxWeightOnlyConfig(weight_dtype=dtype, granularity=granularity)
+        return quantization.Int8DynamicActivationIntxWeightConfig(weight_dtype=dtype, weight_granularity=granularity)
+    return quantization.IntxWeightOnlyConfig(weight_dtype=dtype, granularity=granularity)
 
 
 def float8_config() -> Any:
     """Return torchao's configuration of float8 (e4m3) weights with a scale per row."""
-    ao = torchao_quantization()
-    return ao.Float8WeightOnlyConfig(weight_dtype=torch.float8_e4m3fn)
+    return torchao_quantization().Float8WeightOnlyConfig(weight_dtype=torch.float8_e4m3fn)
 
 
 def group_size(base_config: Any) -> int | None:
     """Return the group size of a torchao configuration, or None if it has none."""
-    for name in ("weight_granularity", "granularity"):
-        size = getattr(getattr(base_config, name, None), "group_size", None)
+    # torchao's classes of configurations have no common field for it.
+    for granularity_field in ("weight_granularity", "granularity"):
+        granularity = getattr(base_config, granularity_field, None)
+        size = getattr(granularity, "group_size", None)
         if size is not None:
             return size
     return getattr(base_config, "group_size", None)
@@ -82,24 +91,28 @@ def fake_quantizers(base_config: Any, shape: torch.Size) -> tuple[nn.Module | No
     Raises:
         ConversionError: torchao cannot simulate this configuration.
     """
-    ao = torchao_quantization()
+    quantization = torchao_quantization()
     out_dim, in_dim = shape
-    layer = nn.Sequential(nn.Linear(in_dim, out_dim, bias=False, device="meta"))
+    # torchao prepares the layers of a model, so it gets a model of one layer, from which the quantizers are taken.
+    model = nn.Sequential(nn.Linear(in_dim, out_dim, bias=False, device="meta"))
     try:
         with _silence_torchao():  # imports more of torchao
-            ao.quantize_(layer, ao.qat.QATConfig(base_config, step="prepare"))
+            quantization.quantize_(model, quantization.qat.QATConfig(base_config, step="prepare"))
     except (ValueError, AssertionError, NotImplementedError) as error:
         raise ConversionError(
             f"quantizer: torchao cannot simulate {type(base_config).__name__} in training ({first_line(error)}): "
             "choose another quantizer."
         ) from error
-    return layer[0].activation_fake_quantizer, layer[0].weight_fake_quantizer
+    prepared = model[0]
+    return prepared.activation_fake_quantizer, prepared.weight_fake_quantizer
 
 
 def fake_quantize_configs(base_config: Any, group_size: int | None) -> tuple[Any, Any]:
     """Return the configurations of torchao's fake quantizers of inputs and weights; None: not quantized."""
-    found = fake_quantizers(base_config, torch.Size((1, group_size or 1)))
-    return getattr(found[0], "config", None), getattr(found[1], "config", None)
+    of_inputs, of_weights = fake_quantizers(base_config, torch.Size((1, group_size or 1)))
+    inputs_config = None if of_inputs is None else of_inputs.config
+    weights_config = None if of_weights is None else of_weights.config
+    return inputs_config, weights_config
 
 
 def fake_quantizer(config: Any) -> nn.Module:
@@ -118,9 +131,9 @@ def quantize_linears(model: nn.Module, base_config: Any, paths: set[str]) -> Non
     Raises:
         ConversionError: torchao raises an error, for example because this device lacks a kernel.
     """
-    ao = torchao_quantization()
+    quantization = torchao_quantization()
     try:
-        ao.quantize_(model, base_config, filter_fn=lambda module, path: path in paths)
+        quantization.quantize_(model, base_config, filter_fn=lambda module, path: path in paths)
     except (ValueError, AssertionError, NotImplementedError, ImportError, RuntimeError) as error:
         device = next(model.parameters()).device
         raise ConversionError(
@@ -143,11 +156,13 @@ def quantized(weight: Tensor, base_config: Any) -> tuple[Tensor, Tensor]:
     Raises:
         ConversionError: torchao raises an error.
     """
-    layer = nn.Linear(*reversed(weight.shape), bias=False, device="meta")
+    out_dim, in_dim = weight.shape
+    layer = nn.Linear(in_dim, out_dim, bias=False, device="meta")
     layer.weight = nn.Parameter(weight, requires_grad=False)
     model = nn.Sequential(layer)
     quantize_linears(model, base_config, {"0"})
-    return model[0].weight.qdata, model[0].weight.scale
+    quantized_weight = model[0].weight
+    return quantized_weight.qdata, quantized_weight.scale
 
 
 def convert_to_float8(model: nn.Module, paths: set[str], recipe: str, *, emulate: bool) -> None:
@@ -163,7 +178,7 @@ def convert_to_float8(model: nn.Module, paths: set[str], recipe: str, *, emulate
     import torchao.float8 as float8
 
     config = float8.Float8LinearConfig.from_recipe_name(recipe)
-    # The number of tokens is the inner dimension of the weight gradient's product, and need not be a multiple of 16
+    # The number of tokens is the inner dimension of the weight gradient's product, and need not be a multiple of 16.
     config = replace(config, emulate=emulate, pad_inner_dim=True)
     float8.convert_to_float8_training(model, module_filter_fn=lambda _, path: path in paths, config=config)
 
@@ -182,16 +197,19 @@ class StateFormat:
 
     def zeros(self, numel: int, device: torch.device, *, signed: bool) -> Tensor:
         """Return a state of zeros: as many as asked for, and those that fill the last block; at least one block."""
-        numel = max(1, -(-numel // self.block_size)) * self.block_size
+        blocks = max(1, math.ceil(numel / self.block_size))
+        shape = (blocks * self.block_size,)
         if self.name == "fp8":
             from torchao.optim.subclass_fp8 import OptimStateFp8
 
-            return OptimStateFp8.zeros((numel,), self.block_size, device)
+            return OptimStateFp8.zeros(shape, self.block_size, device)
         if self.name == "8bit":
-            from torchao.optim.subclass_8bit import OptimState8bit as Kind
-        else:
-            from torchao.optim.subclass_4bit import OptimState4bit as Kind
-        return Kind.zeros((numel,), signed, self.block_size, device)
+            from torchao.optim.subclass_8bit import OptimState8bit
+
+            return OptimState8bit.zeros(shape, signed, self.block_size, device)
+        from torchao.optim.subclass_4bit import OptimState4bit
+
+        return OptimState4bit.zeros(shape, signed, self.block_size, device)
 
 
 def low_bit_format(optimizer: Any) -> tuple[StateFormat, type[torch.optim.Optimizer]] | None:
@@ -200,8 +218,9 @@ def low_bit_format(optimizer: Any) -> tuple[StateFormat, type[torch.optim.Optimi
         return None  # avoids importing torchao
     import torchao.optim
 
-    for base, same in (("AdamW", torch.optim.AdamW), ("Adam", torch.optim.Adam)):
-        for name in ("8bit", "4bit", "Fp8"):
-            if type(optimizer) is getattr(torchao.optim, base + name, None):
-                return StateFormat(name.lower(), optimizer.block_size), same
+    for torch_class in (torch.optim.AdamW, torch.optim.Adam):
+        for state in ("8bit", "4bit", "Fp8"):
+            torchao_class = getattr(torchao.optim, f"{torch_class.__name__}{state}", None)
+            if type(optimizer) is torchao_class:
+                return StateFormat(state.lower(), optimizer.block_size), torch_class
     return None

@@ -68,7 +68,7 @@ class QATLoRALinear(FakeQuantized, LoRALinear):
         self.weight_fake_quantizer = None if weight is None else fake_quantizer(weight)
         self.fake_quant = FakeQuantSwitch()
 
-    def quantized_weight(self) -> Tensor:
+    def weight_to_quantize(self) -> Tensor:
         """Return the merged weight ``[out, in]`` in the dtype of the base; gradients flow to A and B."""
         if self.disabled:
             return self.weight

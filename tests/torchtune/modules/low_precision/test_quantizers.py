@@ -9,8 +9,8 @@ from torch import nn
 from torchtune.models.llama3 import llama3
 from torchtune.modules import TransformerDecoder
 from torchtune.modules.conversion import ConversionError, apply_conversions
-from torchtune.modules.low_precision.fake_quantization import FakeQuantLinear
-from torchtune.modules.low_precision.quantizers import FakeQuantize, fake_quant_layers
+from torchtune.modules.low_precision.fake_quantization import FakeQuantLinear, fake_quant_layers
+from torchtune.modules.low_precision.quantizers import FakeQuantize
 from torchtune.modules.low_precision.torchao_interface import torchao_quantization
 from torchtune.modules.peft import LoRA, QATLoRALinear
 from torchtune.training import quantization as q
