@@ -101,7 +101,10 @@ def quantize_checkpoint(
     else:
         write_compressed(source, model, quantizer, folder, device=device, dtype=dtype)
     trained_for = _quantizer_of_training(source.checkpoint_dir)
-    if trained_for is not None and trained_for.layout != getattr(quantizer, "layout", None):
+    if trained_for is None:
+        return
+    is_trained_for = isinstance(quantizer, Quantizer) and quantizer.layout == trained_for.layout
+    if not is_trained_for:
         get_logger().warning(
             f"{source.checkpoint_dir} was trained for {type(trained_for).__name__} with group_size "
             f"{trained_for.group_size}, and {folder} is quantized otherwise: expect other outputs than in training."

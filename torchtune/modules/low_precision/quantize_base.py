@@ -220,7 +220,11 @@ class QuantizeBase(Conversion):
 
 def _matching_paths(layers: Mapping[str, nn.Module], patterns: Sequence[str]) -> list[str]:
     """Return the paths of the layers that match one of the patterns."""
-    return [path for path in layers if any(fnmatchcase(path, pattern) for pattern in patterns)]
+    paths = []
+    for path in layers:
+        if any(fnmatchcase(path, pattern) for pattern in patterns):
+            paths.append(path)
+    return paths
 
 
 def _no_match(target: str, condition: str, layers: Mapping[str, nn.Module]) -> ConversionError:

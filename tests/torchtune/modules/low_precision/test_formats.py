@@ -68,9 +68,9 @@ def test_chunks_of_rows_are_quantized_as_the_whole_weight(format_class, monkeypa
     torch.manual_seed(0)
     weight = torch.randn(2, 5, 64)
     weight_format = format_class(torch.float32)
-    whole = weight_format.encode(weight)
+    at_once = weight_format.encode(weight)
     monkeypatch.setattr(formats, "_ELEMENTS_AT_ONCE", 3 * 64)  # three rows, which do not divide ten
-    for tensor, expected in zip(weight_format.encode(weight), whole, strict=True):
+    for tensor, expected in zip(weight_format.encode(weight), at_once, strict=True):
         assert torch.equal(tensor, expected)
 
 

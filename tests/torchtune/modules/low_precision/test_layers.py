@@ -27,15 +27,15 @@ def test_no_full_weight_is_kept_for_the_backward_pass(layer_class, has_adapter):
     x.grad = None
     if has_adapter:
         layer = LoRALinear.from_linear(layer, rank=2, alpha=4)
-    kept = []
+    saved_tensors = []
 
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        kept.append(tensor)
+    def record(tensor: torch.Tensor) -> torch.Tensor:
+        saved_tensors.append(tensor)
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(record, lambda tensor: tensor):
         layer(x).sum().backward()
-    for tensor in kept:
+    for tensor in saved_tensors:
         assert tensor.numel() < 64 * 64 or not tensor.dtype.is_floating_point
     torch.testing.assert_close(x.grad, expected_grad)
 
