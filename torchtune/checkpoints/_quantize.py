@@ -248,11 +248,9 @@ def _pack(values: torch.Tensor, bits: int) -> torch.Tensor:
 def _quantization_config(quantizer: Quantizer) -> dict[str, Any]:
     """Return ``quantization_config`` of ``config.json`` in the format of the package ``compressed-tensors``."""
     group_size = quantizer.group_size
-    sample, _ = quantizer.quantized(torch.zeros(1, group_size or 32))
-    is_float = sample.dtype.is_floating_point
     weights: dict[str, Any] = {
         "num_bits": quantizer.bits,
-        "type": "float" if is_float else "int",
+        "type": quantizer.weight_type,
         "symmetric": True,
         "dynamic": False,
     }
@@ -263,7 +261,7 @@ def _quantization_config(quantizer: Quantizer) -> dict[str, Any]:
         weights["group_size"] = group_size
     if quantizer.activations is None:
         inputs = None
-        storage = "naive-quantized" if is_float else "pack-quantized"
+        storage = "naive-quantized" if quantizer.weight_type == "float" else "pack-quantized"
     else:
         is_float8 = quantizer.activations == "float8"
         inputs = {
@@ -273,7 +271,7 @@ def _quantization_config(quantizer: Quantizer) -> dict[str, Any]:
             "dynamic": True,
             "strategy": "token",
         }
-        storage = "float-quantized" if is_float else "int-quantized"
+        storage = "float-quantized" if quantizer.weight_type == "float" else "int-quantized"
     group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "output_activations": None}
     return {
         "quant_method": "compressed-tensors",

@@ -117,6 +117,16 @@ def test_another_quantizer_than_in_training_is_warned_of(source, tmp_path, caplo
     assert "was trained for Int4WeightOnlyQATQuantizer with group_size 16" in caplog.text
 
 
+def test_float8_is_not_int8_that_a_model_was_trained_for(source, tmp_path, caplog):
+    trained = shutil.copytree(source, tmp_path / "trained")
+    component = f"{quantization.__name__}.Int8WeightOnlyQATQuantizer"
+    (trained / "torchtune_config.yaml").write_text(f"quantizer:\n  _component_: {component}\n")
+    quantize(trained, quantization.Int8WeightOnlyQuantizer(), tmp_path / "int8")
+    assert "trained for" not in caplog.text
+    quantize(trained, quantization.Float8Quantizer(dynamic_activations=False), tmp_path / "float8")
+    assert "was trained for Int8WeightOnlyQATQuantizer" in caplog.text
+
+
 def test_a_config_beside_the_checkpoint_calls_no_class_of_another_package(source, tmp_path, caplog):
     folder = shutil.copytree(source, tmp_path / "downloaded")
     (folder / "torchtune_config.yaml").write_text("quantizer:\n  _component_: os.mkdir\n  path: called\n")

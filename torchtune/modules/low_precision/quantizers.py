@@ -56,6 +56,7 @@ class Quantizer:
     Attributes:
         mode: short name, for example ``"8da4w"``.
         bits: bits per weight.
+        weight_type: ``"int"`` or ``"float"``.
         activations: dtype of quantized inputs: ``"int8"``, ``"float8"`` or None.
         group_size: see Args.
 
@@ -67,6 +68,7 @@ class Quantizer:
 
     mode: ClassVar[str]
     bits: ClassVar[int]
+    weight_type: ClassVar[Literal["int", "float"]] = "int"
     activations: ClassVar[str | None] = None
 
     def __init__(self, group_size: int | None) -> None:
@@ -80,7 +82,12 @@ class Quantizer:
     @property
     def layout(self) -> dict[str, Any]:
         """Fields that determine the quantized values: quantizers with equal layouts produce equal models."""
-        return {"bits": self.bits, "group_size": self.group_size, "activations": self.activations}
+        return {
+            "bits": self.bits,
+            "weight_type": self.weight_type,
+            "group_size": self.group_size,
+            "activations": self.activations,
+        }
 
     def quantized(self, weight: Tensor) -> tuple[Tensor, Tensor]:
         """Quantize one weight: return values ``[out, in]`` and scales ``[out, groups]``, with weight = values * scales.
@@ -217,6 +224,7 @@ class Float8Quantizer(Quantizer):
 
     mode = "f8"
     bits = 8
+    weight_type = "float"
 
     def __init__(self, dynamic_activations: bool = True) -> None:
         super().__init__(None)
