@@ -171,6 +171,37 @@ def test_settings_that_do_not_fit_the_model_are_refused(options, message, tmp_pa
     assert str(error.value).endswith(".")
 
 
+class ScaledLinear(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(x)
+
+
+class TinyModel(nn.Module):
+    """An embedding, a layer that computes more than a linear layer, and an output with the embedding's weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tok_embeddings = nn.Embedding(16, 32)
+        self.layers = nn.ModuleList([ScaledLinear(32, 32)])
+        self.output = nn.Linear(32, 16, bias=False)
+        self.output.weight = self.tok_embeddings.weight
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("output", "'output' shares its weight with the token embedding and cannot be quantized"),
+        ("layers.0", "'layers.0' is a ScaledLinear, which is more than a linear layer"),
+        ("attn", "no linear layer of the model matches 'attn'"),
+    ],
+)
+def test_layers_that_are_more_than_a_weight_of_their_own_are_refused(target, message):
+    model = TinyModel()
+    with pytest.raises(ConversionError, match=message):
+        QuantizeBase("int8", target_modules=[target]).convert(model)
+    assert all(parameter.requires_grad for parameter in model.parameters()), "the model is unchanged"
+
+
 def test_default_targets_of_an_unsupported_width_keep_their_dtype_and_are_reported(tmp_path):
     write_folder(tmp_path, "llama", num_hidden_layers=1)
     with torch.device("meta"):
