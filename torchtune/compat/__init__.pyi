@@ -21,6 +21,18 @@ from ._former_parallel import get_world_size_and_rank as get_world_size_and_rank
 from ._former_parallel import init_distributed as init_distributed
 from ._former_parallel import scale_grads as scale_grads
 from ._former_parallel import shard_model as shard_model
+from ._former_quantization import (
+    _disable_linear_fake_quant,
+    _enable_linear_fake_quant,
+    _get_disable_fake_quant,
+    _get_enable_fake_quant,
+    disable_4w_fake_quant_module_swap,
+    disable_8da4w_fake_quant_module_swap,
+    enable_4w_fake_quant_module_swap,
+    enable_8da4w_fake_quant_module_swap,
+)
+from ._former_quantization import is_fp8_tensorwise_scaling as is_fp8_tensorwise_scaling
+from ._former_quantization import swap_lora_linear_with_qat as swap_lora_linear_with_qat
 from ._optimizer_in_backward import OptimizerInBackwardWrapper as OptimizerInBackwardWrapper
 from ._optimizer_in_backward import create_optim_in_bwd_wrapper as create_optim_in_bwd_wrapper
 from ._optimizer_in_backward import register_optim_in_bwd_hooks as register_optim_in_bwd_hooks
@@ -31,18 +43,6 @@ from ._pieces import load_dora_magnitudes as load_dora_magnitudes
 from ._pieces import swiglu_mlp as swiglu_mlp
 from ._pieces import update_stop_tokens_tracker as update_stop_tokens_tracker
 from ._pieces import validate_state_dict_for_lora as validate_state_dict_for_lora
-from ._quantization import (
-    _disable_linear_fake_quant,
-    _enable_linear_fake_quant,
-    _get_disable_fake_quant,
-    _get_enable_fake_quant,
-    disable_4w_fake_quant_module_swap,
-    disable_8da4w_fake_quant_module_swap,
-    enable_4w_fake_quant_module_swap,
-    enable_8da4w_fake_quant_module_swap,
-)
-from ._quantization import is_fp8_tensorwise_scaling as is_fp8_tensorwise_scaling
-from ._quantization import swap_lora_linear_with_qat as swap_lora_linear_with_qat
 from ._run_report import RunReport as RunReport
 from ._state_dicts import gather_cpu_state_dict as gather_cpu_state_dict
 from ._state_dicts import get_full_optimizer_state_dict as get_full_optimizer_state_dict
