@@ -160,39 +160,42 @@ def write_compressed(
     layers = quantizable_layers(model)
     check_group_size(layers, quantizer.group_size)
     quantized_names = _external_weights(groups, {f"{path}.weight" for path in layers})
-    settings = _quantization_config(quantizer)
+    quantization_config = _quantization_config(quantizer)
+    storage_format = quantization_config["format"]
     tensors = []
     kept_dtype = dtype  # of the weights that are not quantized
     for group in groups:
         for name in group.external:
             shape = files.shape(name)
-            first_element = files.read(name, tuple(slice(0, 1) for _ in shape))
-            spec = torch.empty(shape, dtype=dtype or first_element.dtype, device="meta")
+            first_element = files.read(name, tuple(slice(0, 1) for _ in shape))  # for its dtype
+            weight = torch.empty(shape, dtype=dtype or first_element.dtype, device="meta")
+            # Values are read and quantized when the file is written, one weight at a time.
             if name in quantized_names:
-                specs = _compressed_specs(quantizer, settings["format"], name, spec)
-                compute = partial(
-                    _compressed_slices, files, name, device, dtype, quantizer=quantizer, storage=settings["format"]
-                )
+                specs = _compressed_specs(quantizer, storage_format, name, weight)
+                compute = partial(_compressed_slices, files, name, device, dtype, quantizer, storage_format)
             else:
-                specs = {name: spec}
+                specs = {name: weight}
                 compute = partial(_kept_slices, files, name, device, dtype)
-                kept_dtype = spec.dtype
-            tensors.append(TensorGroup(specs, compute, spec.itemsize))
+                kept_dtype = weight.dtype
+            tensors.append(TensorGroup(specs, compute, weight.itemsize))
     spec, description = identity(model)
     config = config_of(spec, description, description.vocab_size, kept_dtype, source.checkpoint_dir)
+    config = {**config, "quantization_config": quantization_config}
     with atomic_directory(output_dir) as folder:
-        write_json(folder / "config.json", {**config, "quantization_config": settings})
+        write_json(folder / "config.json", config)
         source.carry_files(folder)
         write_tensors(tensors, folder, MAX_SHARD_BYTES)
 
 
-def _compressed_specs(quantizer: Quantizer, storage: str, name: str, spec: torch.Tensor) -> dict[str, torch.Tensor]:
+def _compressed_specs(
+    quantizer: Quantizer, storage_format: str, name: str, weight: torch.Tensor
+) -> dict[str, torch.Tensor]:
     """Return the tensors that store a weight, on the meta device."""
     # Quantize one row to find their dtypes and widths.
-    row = torch.zeros(1, *spec.shape[1:], dtype=spec.dtype)
+    row = torch.zeros(1, *weight.shape[1:], dtype=weight.dtype)
     specs = {}
-    for key, tensor in _compress(quantizer, storage, name, row).items():
-        shape = (2,) if key.endswith(SHAPE) else (len(spec), tensor.shape[1])
+    for key, tensor in _compress(quantizer, storage_format, name, row).items():
+        shape = (2,) if key.endswith(SHAPE) else (len(weight), tensor.shape[1])
         specs[key] = torch.empty(shape, dtype=tensor.dtype, device="meta")
     return specs
 
@@ -215,19 +218,19 @@ def _compressed_slices(
     name: str,
     device: torch.device | str,
     dtype: torch.dtype | None,
-    *,
     quantizer: Quantizer,
-    storage: str,
+    storage_format: str,
 ) -> list[TensorSlice]:
     """Read a weight, and quantize it on the device."""
     weight = _read_weight(files, name, device, dtype)
-    return [TensorSlice.of(key, tensor.cpu()) for key, tensor in _compress(quantizer, storage, name, weight).items()]
+    tensors = _compress(quantizer, storage_format, name, weight)
+    return [TensorSlice.of(key, tensor.cpu()) for key, tensor in tensors.items()]
 
 
-def _compress(quantizer: Quantizer, storage: str, name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+def _compress(quantizer: Quantizer, storage_format: str, name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return the tensors that store a weight, as ``_quantized_files`` describes them."""
     values, scale = quantizer.quantized(weight)
-    if storage != "pack-quantized":
+    if storage_format != "pack-quantized":
         return {name: values, name + SCALE: scale}
     shape = torch.tensor(weight.shape, dtype=torch.int64)
     return {name + SHAPE: shape, name + PACKED: _pack(values, quantizer.bits), name + SCALE: scale}
@@ -261,7 +264,7 @@ def _quantization_config(quantizer: Quantizer) -> dict[str, Any]:
         weights["group_size"] = group_size
     if quantizer.activations is None:
         inputs = None
-        storage = "naive-quantized" if quantizer.weight_type == "float" else "pack-quantized"
+        storage_format = "naive-quantized" if quantizer.weight_type == "float" else "pack-quantized"
     else:
         is_float8 = quantizer.activations == "float8"
         inputs = {
@@ -271,11 +274,11 @@ def _quantization_config(quantizer: Quantizer) -> dict[str, Any]:
             "dynamic": True,
             "strategy": "token",
         }
-        storage = "float-quantized" if quantizer.weight_type == "float" else "int-quantized"
+        storage_format = "float-quantized" if quantizer.weight_type == "float" else "int-quantized"
     group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "output_activations": None}
     return {
         "quant_method": "compressed-tensors",
-        "format": storage,
+        "format": storage_format,
         "quantization_status": "compressed",
         "config_groups": {"group_0": group},
         "ignore": ["lm_head", "score"],
@@ -330,18 +333,18 @@ def _checked_groups(source: ModelSource, model: nn.Module) -> list[Group]:
     return spec.weight_map("hf").select(files.names(), description)
 
 
-def _external_weights(groups: list[Group], chosen: set[str]) -> set[str]:
-    """Return the Hugging Face names of the weights ``chosen`` by this library's names.
+def _external_weights(groups: list[Group], weights: set[str]) -> set[str]:
+    """Return the Hugging Face names of the tensors that hold ``weights``, names of this library.
 
     Raises:
-        ConversionError: a tensor holds both chosen and other weights.
+        ConversionError: a tensor holds one of the weights and another one.
     """
     names = set()
     for group in groups:
-        chosen_in_group = chosen.intersection(group.tune)
-        if not chosen_in_group:
+        weights_in_group = weights.intersection(group.tune)
+        if not weights_in_group:
             continue
-        if len(chosen_in_group) < len(group.tune):
+        if len(weights_in_group) < len(group.tune):
             raise ConversionError(
                 f"quantizer: '{group.external[0]}' holds more than linear layers: it is not quantized."
             )
