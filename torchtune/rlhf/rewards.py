@@ -1,6 +1,68 @@
 """Masked token rewards and advantages, for PPO recipes."""
 
+from typing import NamedTuple
+
 import torch
+
+
+class Trajectory(NamedTuple):
+    """Answers of a policy with the inputs of PPO.
+
+    Shapes: ``b`` answers, ``s`` tokens of query and response, ``r`` tokens of the response.
+
+    Attributes:
+        query_responses: tokens ``[b, s]``.
+        logprobs: log-probs of the policy ``[b, r]``.
+        ref_logprobs: log-probs of the reference ``[b, r]``.
+        values: values of the value model ``[b, r]``.
+        masks: attention masks ``[b, s, s]``.
+        position_ids: ``[b, s]``.
+        response_padding_masks: bool ``[b, r]``, True at padding.
+        value_padding_masks: bool ``[b, r]``, True at padding, one token later.
+        value_seq_idxs: position of the last value ``[b]``.
+        scores: scores of the reward model ``[b]``.
+        seq_lens: position of the last token of the response ``[b]``.
+
+    Example:
+        >>> torchtune.rlhf.Trajectory(*[torch.zeros(1, 2)] * 11).values.shape
+        torch.Size([1, 2])
+    """
+
+    query_responses: torch.Tensor
+    logprobs: torch.Tensor
+    ref_logprobs: torch.Tensor
+    values: torch.Tensor
+    masks: torch.Tensor
+    position_ids: torch.Tensor
+    response_padding_masks: torch.Tensor
+    value_padding_masks: torch.Tensor
+    value_seq_idxs: torch.Tensor
+    scores: torch.Tensor
+    seq_lens: torch.Tensor
+
+
+class PPOStats(NamedTuple):
+    """Metrics of a PPO step; each is a scalar.
+
+    Attributes:
+        loss: sum of the policy loss and the weighted value loss.
+        policy_loss: clipped policy loss.
+        value_loss: clipped value loss.
+        ratios: mean probability ratio.
+        clipfrac: fraction of tokens with a clipped ratio.
+        approx_policy_kls: estimated KL divergence of the old and the new policy.
+
+    Example:
+        >>> torchtune.rlhf.PPOStats(*torch.zeros(6)).loss
+        tensor(0.)
+    """
+
+    loss: torch.Tensor
+    policy_loss: torch.Tensor
+    value_loss: torch.Tensor
+    ratios: torch.Tensor
+    clipfrac: torch.Tensor
+    approx_policy_kls: torch.Tensor
 
 
 def get_reward_penalty_mask(

@@ -15,9 +15,9 @@ import torch
 from torchtune.data import Message, as_messages
 from torchtune.rlhf._prompts import Prompt
 from torchtune.rlhf._rollouts import Episode, Rollout, RolloutError
-from torchtune.rlhf.environments._bridge import Bridge, Turn
-from torchtune.rlhf.environments._calls import ToolCall
+from torchtune.rlhf.environments._tool_call_parsers import ToolCall
 from torchtune.rlhf.environments._tools import reply_text
+from torchtune.rlhf.environments._turn_tokens import Bridge, Turn
 
 
 @dataclass(eq=False)

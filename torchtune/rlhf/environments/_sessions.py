@@ -12,8 +12,8 @@ import torch
 
 from torchtune.data import DataError, Message, as_messages
 from torchtune.rlhf._rollouts import Episode, RolloutError
-from torchtune.rlhf.environments._bridge import Bridge
-from torchtune.rlhf.environments._calls import ToolCall
+from torchtune.rlhf.environments._tool_call_parsers import ToolCall
+from torchtune.rlhf.environments._turn_tokens import Bridge
 
 
 @dataclass(eq=False)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from torchtune.rlhf._rollouts import RolloutError
-from torchtune.rlhf.environments._calls import ToolCall
+from torchtune.rlhf.environments._tool_call_parsers import ToolCall
 
 # Methods of an environment that are not tools.
 _OTHERS = {"reset", "get_reward", "close", "tools", "done"}

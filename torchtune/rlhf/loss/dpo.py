@@ -2,6 +2,7 @@
 
 import math
 from abc import abstractmethod
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -10,11 +11,54 @@ from torch.nn.functional import logsigmoid
 
 from torchtune.data import Batch, DataError
 from torchtune.modules.loss import LossError
-from torchtune.rlhf._types import ChosenRejectedOutputs
 from torchtune.rlhf.loss._base import AnswerLoss, Metrics, labelled, total_and_metrics
 from torchtune.utils import deprecated
 
 LossesAndRewards = tuple[Tensor, Tensor, Tensor]
+
+
+@dataclass
+class ChosenRejectedOutputs:
+    """Scores of a model for the two answers of ``p`` pairs.
+
+    Attributes:
+        chosen_logps: log-probs of the chosen answers ``[p]``: sums over tokens if the lengths are set, otherwise the
+            quantity that the loss compares (for some losses a mean).
+        rejected_logps: log-probs of the rejected answers ``[p]``.
+        chosen_logits: logits of the chosen answers, for metrics; losses do not use them.
+        rejected_logits: logits of the rejected answers.
+        chosen_lengths: number of labeled tokens in the chosen answers ``[p]``.
+        rejected_lengths: number of labeled tokens in the rejected answers ``[p]``.
+
+    Example:
+        >>> lengths = torch.tensor([2])
+        >>> pairs = torchtune.rlhf.ChosenRejectedOutputs(
+        ...     torch.tensor([-4.0]), torch.tensor([-6.0]), chosen_lengths=lengths, rejected_lengths=lengths
+        ... )
+        >>> pairs.chosen_mean
+        tensor([-2.])
+    """
+
+    chosen_logps: Tensor
+    rejected_logps: Tensor
+    chosen_logits: Tensor | None = None
+    rejected_logits: Tensor | None = None
+    chosen_lengths: Tensor | None = None
+    rejected_lengths: Tensor | None = None
+
+    @property
+    def chosen_mean(self) -> Tensor:
+        """Per-token mean log-probs of the chosen answers ``[p]``; ``chosen_logps`` if there are no lengths."""
+        return _per_token_mean(self.chosen_logps, self.chosen_lengths)
+
+    @property
+    def rejected_mean(self) -> Tensor:
+        """Per-token mean log-probs of the rejected answers ``[p]``; ``rejected_logps`` if there are no lengths."""
+        return _per_token_mean(self.rejected_logps, self.rejected_lengths)
+
+
+def _per_token_mean(sums: Tensor, lengths: Tensor | None) -> Tensor:
+    return sums if lengths is None else sums / lengths.clamp(min=1)
 
 
 class PreferenceLoss(AnswerLoss):

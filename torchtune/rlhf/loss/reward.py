@@ -8,8 +8,7 @@ from torch.nn.functional import logsigmoid
 
 from torchtune.data import Batch, DataError
 from torchtune.modules.loss import LossError, Projection
-from torchtune.rlhf._types import ChosenRejectedOutputs
-from torchtune.rlhf.loss.dpo import LossesAndRewards, PreferenceLoss
+from torchtune.rlhf.loss.dpo import ChosenRejectedOutputs, LossesAndRewards, PreferenceLoss
 
 
 class RewardLoss(PreferenceLoss):
