@@ -1,4 +1,4 @@
-"""Masked token rewards and advantages, for PPO recipes."""
+"""Token rewards and advantages of padded answers, and records of a step, for PPO recipes."""
 
 from typing import NamedTuple
 
@@ -155,8 +155,10 @@ def masked_var(centered_values: torch.Tensor, mask: torch.Tensor, unbiased: bool
         tensor(1.)
     """
     variance = masked_mean(centered_values.square(), mask)
+    if not unbiased:
+        return variance
     count = mask.sum()
-    return variance * count / (count - 1).clamp(min=1) if unbiased else variance
+    return variance * count / (count - 1).clamp(min=1)
 
 
 def whiten(x: torch.Tensor, mask: torch.Tensor | None = None, shift_mean: bool = True) -> torch.Tensor:
@@ -172,12 +174,15 @@ def whiten(x: torch.Tensor, mask: torch.Tensor | None = None, shift_mean: bool =
         1.0
     """
     if mask is None:
-        mean, variance = x.mean(), x.var()
+        mean = x.mean()
+        variance = x.var()
     else:
         mean = masked_mean(x, mask)
         variance = masked_var(x - mean, mask)
     whitened = (x - mean) * torch.rsqrt(variance + 1e-8)
-    return whitened + mean if shift_mean else whitened
+    if shift_mean:
+        return whitened + mean
+    return whitened
 
 
 def estimate_advantages(
@@ -206,13 +211,17 @@ def estimate_advantages(
         >>> torchtune.rlhf.estimate_advantages(values, rewards, gamma=1.0, lmbda=1.0)[1]  # returns
         tensor([[1., 1., 1.]])
     """
-    following = torch.cat([values[:, 1:], torch.zeros_like(values[:, :1])], dim=1)
-    deltas = rewards + gamma * following - values
-    estimates, last = [], torch.zeros_like(values[:, 0])
+    next_values = torch.cat([values[:, 1:], torch.zeros_like(values[:, :1])], dim=1)  # 0 after the last token
+    deltas = rewards + gamma * next_values - values
+    # The advantage of a token is its delta plus the discounted advantage of the next token: from the last to the first.
+    advantage = torch.zeros_like(values[:, 0])  # [b]
+    reversed_advantages = []
     for delta in reversed(deltas.unbind(dim=1)):
-        last = delta + gamma * lmbda * last
-        estimates.append(last)
-    advantages = torch.stack(estimates[::-1], dim=1)
+        advantage = delta + gamma * lmbda * advantage
+        reversed_advantages.append(advantage)
+    advantages = torch.stack(reversed_advantages[::-1], dim=1)  # [b, r]
     returns = advantages + values
     advantages = whiten(advantages, masks, shift_mean)
-    return advantages if masks is None else advantages.masked_fill(~masks, 0.0), returns
+    if masks is not None:
+        advantages = advantages.masked_fill(~masks, 0.0)
+    return advantages, returns
