@@ -6,7 +6,6 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import cycle
 from pathlib import Path
 from typing import Any, Literal
 from weakref import finalize
@@ -129,16 +128,17 @@ def check_sampling(max_new_tokens: int, temperature: float, max_sequences: int |
         raise RolloutError("sampler.max_new_tokens and sampler.max_sequences must be at least 1.")
 
 
-def check_stop_tokens(given: Sequence[int] | None, tokenizer: Any, model: nn.Module) -> list[int]:
+def check_stop_tokens(stop_tokens: Sequence[int] | None, tokenizer: Any, model: nn.Module) -> list[int]:
     """Return the stop tokens, by default the tokenizer's. Raises :class:`RolloutError` for invalid ids."""
-    if given is None:
+    if stop_tokens is None:
         return list(tokenizer.stop_tokens)
-    size = model.tok_embeddings.weight.shape[0]
-    if not given or not all(0 <= token < size for token in given):
+    vocab_size = model.tok_embeddings.weight.shape[0]
+    if not stop_tokens or not all(0 <= token < vocab_size for token in stop_tokens):
         raise RolloutError(
-            f"stop_tokens is {list(given)}: give token ids below {size:,}, one at least, or null for the tokenizer's."
+            f"stop_tokens is {list(stop_tokens)}: give token ids below {vocab_size:,}, one at least, or null for the "
+            "tokenizer's."
         )
-    return list(given)
+    return list(stop_tokens)
 
 
 def is_tensor_parallel(model: nn.Module) -> bool:
@@ -150,7 +150,10 @@ def is_tensor_parallel(model: nn.Module) -> bool:
 # Number of answers per step for which log-probs are compared with the trainer.
 _NUM_COMPARED = 4
 # Limits of the bias in the first step's answers: absolute (importance ratio, or nats), and in standard errors.
-_MOST_BIAS, _MOST_ERRORS = 0.05, 5.0
+_MOST_BIAS = 0.05
+_MOST_STANDARD_ERRORS = 5.0
+# Seconds between two attempts to reach a server that restarts.
+_RETRY_INTERVAL = 0.5
 
 
 class ServerSampler:
@@ -231,45 +234,71 @@ class ServerSampler:
                 "sampler: the ranks of a tensor-parallel group could get different answers from a server: set "
                 "tensor_parallel_dim to 1, or sample with torchtune.rlhf.LocalSampler."
             )
-        self.model, self.max_new_tokens, self.temperature = model, max_new_tokens, temperature
-        self.stop_tokens, self.max_difference = check_stop_tokens(stop_tokens, tokenizer, model), max_difference
-        rows = model.tok_embeddings.weight.shape[0]
-        settings = RequestSettings(max_new_tokens, temperature, self.stop_tokens, rows, timeout, weights_timeout)
-        self._servers = [
-            _make_server(server, one, model_name or checkpoint_dir, settings, Path(checkpoint_dir), tokenizer)
-            for one in ([url] if isinstance(url, str) else url)
-        ]
-        if not self._servers:
+        self.model = model
+        self.max_new_tokens = max_new_tokens
+        self.temperature = temperature
+        self.stop_tokens = check_stop_tokens(stop_tokens, tokenizer, model)
+        self.max_difference = max_difference
+        settings = RequestSettings(
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            stop_tokens=self.stop_tokens,
+            vocab_size=model.tok_embeddings.weight.shape[0],
+            timeout=timeout,
+            weights_timeout=weights_timeout,
+        )
+        urls = [url] if isinstance(url, str) else url
+        if not urls:
             raise RolloutError("sampler.url is empty: give the url of a server, or of several.")
-        self._urls = ", ".join(one.url for one in self._servers)
-        self.gives_log_probs = self._servers[0].gives_log_probs
+        self._servers = []
+        for server_url in urls:
+            self._servers.append(
+                _make_server(
+                    server, server_url, model_name or checkpoint_dir, settings, Path(checkpoint_dir), tokenizer
+                )
+            )
+        self._urls = ", ".join(endpoint.url for endpoint in self._servers)
+        self.gives_log_probs = self._servers[0].gives_log_probs  # all servers are of one kind
         self._ranks = Ranks(RolloutError)
-        self._ranks.run_on_rank_0(lambda: [one.check() for one in self._servers] and None)
-        root = self._ranks.broadcast(Path(folder).resolve() / f"weights-{uuid.uuid4().hex[:12]}")
-        self._store = CheckpointStore({"policy": {"checkpoint_dir": checkpoint_dir}}, root, keep_last_n_checkpoints=1)
-        (self._contents,) = {one.contents(model) for one in self._servers}
+        self._ranks.run_on_rank_0(self._check_servers)
+
+        weights_folder = self._ranks.broadcast(Path(folder).resolve() / f"weights-{uuid.uuid4().hex[:12]}")
+        self._store = CheckpointStore(
+            {"policy": {"checkpoint_dir": checkpoint_dir}}, weights_folder, keep_last_n_checkpoints=1
+        )
+        # Every server notes how it has to be started for these contents, which are the same for all.
+        contents = [endpoint.contents(model) for endpoint in self._servers]
+        self._contents = contents[0]
         self._store.check_contents(model, contents=self._contents, resumable=False)
         if self._ranks.rank == 0:
-            finalize(self, shutil.rmtree, root, ignore_errors=True)
+            finalize(self, shutil.rmtree, weights_folder, ignore_errors=True)
         self._loaded_fingerprint: list[int] | None = None
-        self._num_saves, self._num_dropped = 0, 0
-        self._lock, self._is_compared = threading.Lock(), max_difference is None
+        self._num_saves = 0
+        self._num_dropped = 0
+        self._lock = threading.Lock()  # one request at a time waits for a server that restarts
+        self._is_distribution_checked = max_difference is None
         self._lost: set[str] = set()  # URLs of servers that failed to reply since the last weights
         self._send_weights()
 
+    def _check_servers(self) -> None:
+        for server in self._servers:
+            server.check()
+
     def _send_weights(self) -> None:
         """Save the weights if they have changed, and let the servers load them."""
-        found = checksum_trained(self.model)
-        if not self._ranks.any(found != self._loaded_fingerprint):
+        fingerprint = checksum_trained(self.model)
+        if not self._ranks.any(fingerprint != self._loaded_fingerprint):
             return
-        previous = self._store.output_dir / f"step_{self._num_saves}" if self._num_saves else None
+        previous = None
+        if self._num_saves:
+            previous = self._store.output_dir / f"step_{self._num_saves}"
         self._num_saves += 1
         self._path = self._store.save(f"step_{self._num_saves}", self.model, contents=self._contents)
         # Rank 0 notifies the servers; every rank stores the new model name.
         name, self._lost = self._ranks.run_on_rank_0(lambda: self._load_weights(previous))
         for server in self._servers:
             server.model_name = name
-        self._loaded_fingerprint = found
+        self._loaded_fingerprint = fingerprint
 
     def _load_weights(self, previous: Path | None) -> tuple[str | None, set[str]]:
         """Let all servers load the weights concurrently; return the model's name and the servers that do not reply."""
@@ -287,9 +316,11 @@ class ServerSampler:
             list(pool.map(load, self._servers))
         if len(self._lost) == len(self._servers):
             self._wait_for(self._servers[0])
-        return next(one.model_name for one in self._servers if one.url not in self._lost), self._lost
+        reached = [server for server in self._servers if server.url not in self._lost]
+        return reached[0].model_name, self._lost
 
     def _lose(self, server: Server, error: NoReplyError) -> None:
+        """Note that a server does not reply; it gets no more prompts until it loads the next weights."""
         if server.url not in self._lost:  # the first of several requests that failed
             self._lost.add(server.url)
             get_logger().warning(f"{error} Other servers answer its prompts, or it is waited for.")
@@ -300,51 +331,60 @@ class ServerSampler:
         while True:
             try:
                 server.load_weights(self._path, None)
-                return self._lost.discard(server.url)
+                self._lost.discard(server.url)
+                return
             except NoReplyError:
                 if time.monotonic() > deadline:
                     raise
-            time.sleep(0.5)
+            time.sleep(_RETRY_INTERVAL)
 
-    def _sample(self, first: Server, *request: Any) -> list[Rollout]:
+    def _sample(self, first: Server, prompt: Sequence[int], num_samples: int, seed: int | None) -> list[Rollout]:
         """Sample answers to a prompt; use another server if ``first`` does not reply, or retry after its restart."""
         for server in (first, *self._servers):
             if server.url not in self._lost:
                 try:
-                    return server.sample(*request)
+                    return server.sample(prompt, num_samples, seed)
                 except NoReplyError as error:
                     self._lose(server, error)
         with self._lock:
-            if first.url in self._lost:
+            if first.url in self._lost:  # another request may have waited for it meanwhile
                 self._wait_for(first)
-        return first.sample(*request)
+        return first.sample(prompt, num_samples, seed)
 
     def __call__(
         self, prompts: Sequence[Sequence[int]], num_samples: int, seeds: Sequence[int] | None = None
     ) -> list[Rollout]:
         """Sample answers, see :class:`Sampler <torchtune.rlhf.Sampler>`; without seeds, decoding is greedy."""
         self._send_weights()
-        found: list[Rollout] = []
-        with self._ranks.raise_on_all(), ThreadPoolExecutor(sum(one.requests for one in self._servers)) as pool:
-            futures = [
-                pool.submit(self._sample, server, prompt, num_samples, None if seeds is None else seeds[i])
-                for i, (prompt, server) in enumerate(zip(prompts, cycle(self._servers)))
-            ]
+        rollouts: list[Rollout] = []
+        num_requests = sum(server.requests for server in self._servers)
+        with self._ranks.raise_on_all(), ThreadPoolExecutor(num_requests) as pool:
+            futures = []
+            for i, prompt in enumerate(prompts):
+                server = self._servers[i % len(self._servers)]
+                seed = None if seeds is None else seeds[i]
+                futures.append(pool.submit(self._sample, server, prompt, num_samples, seed))
             try:
-                found = [rollout for future in futures for rollout in future.result()]
-            finally:
+                for future in futures:
+                    rollouts.extend(future.result())
+            finally:  # after an error, no more requests
                 pool.shutdown(wait=False, cancel_futures=True)
-        self._count_dropped(found)
-        if seeds is not None and self.gives_log_probs and self.max_difference is not None:
-            groups = range(min(len(self._servers), len(prompts)))
-            some = [found[i * num_samples + j] for i in groups for j in range(min(num_samples, _NUM_COMPARED))]
-            self._check_log_probs(some)
-        if seeds is not None and not self._is_compared:
-            self._is_compared = True
-            self._check_distribution(found)
-        return found
+        self._count_dropped(rollouts)
+        if seeds is None:  # greedy answers are no samples
+            return rollouts
+        if self.gives_log_probs and self.max_difference is not None:
+            compared = []
+            for group in range(min(len(self._servers), len(prompts))):  # a prompt of each server
+                first = group * num_samples
+                compared += rollouts[first : first + min(num_samples, _NUM_COMPARED)]
+            self._check_log_probs(compared)
+        if not self._is_distribution_checked:
+            self._is_distribution_checked = True
+            self._check_distribution(rollouts)
+        return rollouts
 
     def _count_dropped(self, rollouts: list[Rollout]) -> None:
+        """Warn of the first answers that are dropped; dropped answers are empty."""
         dropped = sum(not rollout.answer for rollout in rollouts)
         if dropped and not self._num_dropped:
             get_logger().warning(
@@ -354,15 +394,19 @@ class ServerSampler:
         self._num_dropped += dropped
 
     @torch.no_grad()
-    def _own(self, rollouts: list[Rollout]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    def _evaluate(self, rollouts: list[Rollout]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Return the model's log-probs and entropies at answer tokens, and the server's log-probs, ``[t]`` each."""
         batch = collate_rollouts(rollouts, [0.0] * len(rollouts)).to(self.model.tok_embeddings.weight.device)
-        known = batch.labels != CROSS_ENTROPY_IGNORE_IDX
+        is_labeled = batch.labels != CROSS_ENTROPY_IGNORE_IDX
         with evaluating(self.model):
             hidden = self.model(**batch.model_inputs(), output="hidden")
-            found = token_log_probs(hidden, batch.labels, self.model.output, self.temperature, return_entropy=True)
-        sampled = batch.per_token.get("sampled")
-        return found[0][known], found[1][known], None if sampled is None else sampled[known]
+            log_probs, entropies = token_log_probs(
+                hidden, batch.labels, self.model.output, self.temperature, return_entropy=True
+            )
+        server_log_probs = None
+        if "sampled" in batch.per_token:
+            server_log_probs = batch.per_token["sampled"][is_labeled]
+        return log_probs[is_labeled], entropies[is_labeled], server_log_probs
 
     def _check_distribution(self, rollouts: list[Rollout]) -> None:
         """Check that answers are samples from the model's full distribution.
@@ -370,28 +414,37 @@ class ServerSampler:
         For such samples, the mean log-prob is the negative entropy, and the mean of π / π_server is 1. With top-p or
         top-k, the mean log-prob is larger, and the mean ratio is the probability of the tokens that are not cut off.
         """
-        if self._ranks.any(not all(one.answer for one in rollouts)):  # dropping answers biases the means
+        if self._ranks.any(not all(rollout.answer for rollout in rollouts)):  # dropping answers biases the means
             return
-        parts = [self._own([one]) for one in rollouts]
+        ratio_biases = []
+        entropy_biases = []
+        for rollout in rollouts:  # one by one, which needs the least memory
+            log_probs, entropies, server_log_probs = self._evaluate([rollout])
+            if server_log_probs is not None:
+                ratio_biases.append((log_probs - server_log_probs).exp() - 1.0)
+            entropy_biases.append(log_probs + entropies)
         with self._ranks.raise_on_all():
-            own, entropy, sampled = (None if part[0] is None else torch.cat(part) for part in zip(*parts, strict=True))
-            values = {} if sampled is None else {"above 1 in the importance ratio": (own - sampled).exp() - 1.0}
-            values["nats above the negative entropy"] = own + entropy
-            for name, value in values.items():
-                mean, error = value.mean().item(), (value.std() / len(value) ** 0.5).item()
-                if abs(mean) > max(_MOST_BIAS, _MOST_ERRORS * error):
-                    raise RolloutError(
-                        f"The answers of {self._urls} are no draws from the model's distribution at temperature "
-                        f"{self.temperature:g}: over {len(value)} tokens they are {mean:+.3f} ± {error:.3f} {name}. "
-                        "Start the server without top-p, top-k or a temperature of its own."
-                    )
+            if ratio_biases:
+                self._check_bias(torch.cat(ratio_biases), "above 1 in the importance ratio")
+            self._check_bias(torch.cat(entropy_biases), "nats above the negative entropy")
+
+    def _check_bias(self, deviations: torch.Tensor, description: str) -> None:
+        """Check that the mean of the tokens' deviations ``[t]`` is near 0. Raises :class:`RolloutError`."""
+        mean = deviations.mean().item()
+        standard_error = (deviations.std() / len(deviations) ** 0.5).item()
+        if abs(mean) > max(_MOST_BIAS, _MOST_STANDARD_ERRORS * standard_error):
+            raise RolloutError(
+                f"The answers of {self._urls} are no draws from the model's distribution at temperature "
+                f"{self.temperature:g}: over {len(deviations)} tokens they are {mean:+.3f} ± {standard_error:.3f} "
+                f"{description}. Start the server without top-p, top-k or a temperature of its own."
+            )
 
     def _check_log_probs(self, rollouts: list[Rollout]) -> None:
         """Compare log-probs with the servers, to check that they have the model's weights."""
-        own, _, sampled = self._own(rollouts)
-        difference = (own - sampled).abs().mean().item()
+        log_probs, _, server_log_probs = self._evaluate(rollouts)
+        difference = (log_probs - server_log_probs).abs().mean().item()
         with self._ranks.raise_on_all():
-            if not difference <= self.max_difference:
+            if not difference <= self.max_difference:  # also for NaN
                 raise RolloutError(
                     f"The log-probs of {self._urls} differ from the trainer's by {difference:.3g} on average "
                     f"(sampler.max_difference is {self.max_difference:g}): it has another model or other weights, or "
@@ -405,7 +458,8 @@ def _make_server(
     if kind == "vllm":
         return VLLMServer(url, model_name, settings)
     if kind == "transformers":
-        eos = getattr(tokenizer, "eos_id", None)
-        stop = eos if eos in settings.stop_tokens else settings.stop_tokens[0]
-        return TransformersServer(url, None, settings, checkpoint_dir / "tokenizer.json", stop)
+        stop_token = getattr(tokenizer, "eos_id", None)
+        if stop_token not in settings.stop_tokens:
+            stop_token = settings.stop_tokens[0]
+        return TransformersServer(url, None, settings, checkpoint_dir / "tokenizer.json", stop_token)
     raise RolloutError(f"sampler.server is {kind!r}: it must be vllm or transformers.")
