@@ -45,11 +45,14 @@ class Bridge:
 
     def __init__(self, tokenizer: Any, tools: Sequence[Mapping[str, Any]]) -> None:
         self._tokenizer = tokenizer
-        self._options = {"tools": list(tools)} if tools and getattr(tokenizer, "takes_tools", False) else {}
+        self._template_arguments = {}
+        if tools and getattr(tokenizer, "takes_tools", False):
+            self._template_arguments = {"tools": list(tools)}
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
         """Return the tokens of a conversation up to the assistant turn, including the tool definitions."""
-        return self._tokenizer.tokenize_messages(messages, add_end_tokens=False, **self._options)[0]
+        tokens, _ = self._tokenizer.tokenize_messages(messages, add_end_tokens=False, **self._template_arguments)
+        return tokens
 
     def __call__(
         self, calls: Sequence[ToolCall], replies: Sequence[str], others: Sequence[Message] = (), *, closes: bool = False
@@ -66,37 +69,47 @@ class Bridge:
             RolloutError: the chat template does not write the replies.
         """
         try:
-            *_, turn, after = self._pieces([(calls, replies, False)], others)
+            *_, turn, following = self._render([_Sketch(calls, replies)], others)
         except DataError as error:
             raise RolloutError(f"environment: the chat template takes no replies of tools: {error}") from error
-        return turn[-1:] + after if closes else after
+        if closes:
+            return turn[-1:] + following
+        return following
 
-    def _pieces(
-        self, turns: Sequence[tuple[Sequence[ToolCall], Sequence[str], bool]], others: Sequence[Message] = ()
-    ) -> list[list[int]]:
-        """Render a question, assistant turns (calls, replies, whether the turn has reasoning), and other messages.
+    def _render(self, turns: Sequence["_Sketch"], others: Sequence[Message] = ()) -> list[list[int]]:
+        """Render a question, assistant turns with their replies, and other messages.
 
         Returns:
             The tokens before the first turn, of the first turn, between the first and the second turn, and so on.
+
+        Raises:
+            DataError: the chat template rejects the messages.
         """
-        errors = []
-        for has_calls in (True, False) if any(calls for calls, _, _ in turns) else (False,):
-            messages = [_turns(calls, replies, has_calls, thinks) for calls, replies, thinks in turns]
-            try:
-                return self._split([messages[0][0], *chain.from_iterable(one[1:] for one in messages), *others])
-            except DataError as error:
-                errors.append(error)
-        raise errors[0]
+        if not any(turn.calls for turn in turns):
+            return self._split(_conversation(turns, others, with_calls=False))
+        try:
+            return self._split(_conversation(turns, others, with_calls=True))
+        except DataError as error:
+            try:  # for chat templates that do not support tool calls
+                return self._split(_conversation(turns, others, with_calls=False))
+            except DataError:
+                raise error from None
 
     def _split(self, messages: list[Message]) -> list[list[int]]:
         """Return the tokens up to the next assistant turn, split at the start and the end of each labeled turn."""
-        tokens, mask = self._tokenizer.tokenize_messages(messages, **self._options)
-        end = max(place for place, masked in enumerate(mask) if not masked) + 1
-        whole = self.prompt([*messages, Message(role="assistant", content="")])
-        if whole[:end] != tokens[:end]:
+        tokens, mask = self._tokenizer.tokenize_messages(messages, **self._template_arguments)
+        labeled = [position for position, masked in enumerate(mask) if not masked]
+        end = labeled[-1] + 1  # of the last turn
+        conversation = self.prompt([*messages, Message(role="assistant", content="")])
+        if conversation[:end] != tokens[:end]:
             raise DataError("it changes a turn that replies follow")
-        edges = [0, *(place for place in range(1, end) if mask[place] != mask[place - 1]), end]
-        return [whole[start:stop] for start, stop in zip(edges, [*edges[1:], len(whole)], strict=True)]
+        segments = []
+        start = 0
+        for position in range(1, end):
+            if mask[position] != mask[position - 1]:
+                segments.append(conversation[start:position])
+                start = position
+        return [*segments, conversation[start:end], conversation[end:]]
 
     def context(self, prompt: Sequence[int], turns: Sequence[Turn]) -> list[int] | None:
         """Return a conversation up to the next turn, without the reasoning that the chat template omits.
@@ -111,24 +124,33 @@ class Bridge:
         if not self._may_omit_reasoning:
             return None
         texts = [self._tokenizer.decode(turn.tokens, skip_special_tokens=False) for turn in turns]
-        thinks = [after_reasoning(text) != text for text in texts]
-        if turns[-1].calls and not any(thinks):
+        sketches = []
+        for turn, text in zip(turns, texts, strict=True):
+            sketches.append(_Sketch(turn.calls, turn.replies, has_reasoning=after_reasoning(text) != text))
+        if turns[-1].calls and not any(sketch.has_reasoning for sketch in sketches):
             return None
-        asked = [(turn.calls, turn.replies, one) for turn, one in zip(turns, thinks, strict=True)]
-        first, *pieces = self._pieces(asked)
-        opening = self.prompt([_QUESTION])  # the prompt may open the reasoning of the first turn
-        same = min(len(opening), len(first))
-        same = next((place for place in range(same) if opening[place] != first[place]), same)
-        tokens = [*prompt[: len(prompt) - len(opening) + same], *first[same:]]
-        for turn, text, thought, written, between in zip(turns, texts, thinks, pieces[::2], pieces[1::2], strict=True):
-            rendered = self._tokenizer.decode(written, skip_special_tokens=False)
-            if thought and _THOUGHT not in rendered:
-                answer = self._last(written, after_reasoning(rendered))
-                tokens += written[: len(written) - len(answer)] + self._last(turn.tokens, after_reasoning(text))[:-1]
-                tokens += answer[-1:]
+        # The same conversation with short texts shows which reasoning the template omits.
+        before_turns, *segments = self._render(sketches)
+        rendered_turns = segments[::2]
+        between_turns = segments[1::2]
+
+        # The prompt may open the reasoning of the first turn, which the template may write differently by now: keep the
+        # prompt up to the first difference.
+        opening = self.prompt([_QUESTION])
+        num_equal = _common_prefix(opening, before_turns)
+        tokens = [*prompt[: len(prompt) - len(opening) + num_equal], *before_turns[num_equal:]]
+        for i, turn in enumerate(turns):
+            rendered = self._tokenizer.decode(rendered_turns[i], skip_special_tokens=False)
+            if sketches[i].has_reasoning and _THOUGHT not in rendered:
+                # The template's tokens around the answer, which may be an empty block of reasoning and the stop token.
+                rendered_answer = self._last_tokens(rendered_turns[i], after_reasoning(rendered))
+                sampled_answer = self._last_tokens(turn.tokens, after_reasoning(texts[i]))
+                tokens += rendered_turns[i][: len(rendered_turns[i]) - len(rendered_answer)]
+                tokens += sampled_answer[:-1]
+                tokens += rendered_answer[-1:]
             else:
                 tokens += turn.tokens
-            tokens += between
+            tokens += between_turns[i]
         return tokens
 
     @cached_property
@@ -136,43 +158,68 @@ class Bridge:
         """Whether the chat template writes the reasoning of a turn, but may omit it from earlier turns."""
         if getattr(self._tokenizer, "reasoning", "keep") == "keep":
             return False
-        for calls, replies in (([], []), ([ToolCall("f")], ["Result"])):
-            with suppress(DataError):
-                pieces = self._pieces([(calls, replies, True)])
-                if _THOUGHT in self._tokenizer.decode(list(chain.from_iterable(pieces))):
+        answer = _Sketch([], [], has_reasoning=True)
+        tool_use = _Sketch([ToolCall("f")], ["Result"], has_reasoning=True)
+        for turn in (answer, tool_use):
+            with suppress(DataError):  # a template may support only one of them
+                segments = self._render([turn])
+                if _THOUGHT in self._tokenizer.decode(list(chain.from_iterable(segments))):
                     return True
         return False
 
-    def _last(self, tokens: list[int], text: str) -> list[int]:
+    def _last_tokens(self, tokens: list[int], text: str) -> list[int]:
         """Return the last tokens, which decode to ``text``."""
 
-        def length(count: int) -> int:
+        def text_length(count: int) -> int:
             return len(self._tokenizer.decode(tokens[:count], skip_special_tokens=False))
 
-        return tokens[bisect_left(range(len(tokens)), length(len(tokens)) - len(text), key=length) :]
+        num_before = text_length(len(tokens)) - len(text)  # characters before ``text``
+        return tokens[bisect_left(range(len(tokens)), num_before, key=text_length) :]
 
 
-def _turns(calls: Sequence[ToolCall], replies: Sequence[str], has_calls: bool, thinks: bool = False) -> list[Message]:
-    """Return a question, an assistant turn, and the replies to the turn; only the assistant turn has labels.
+@dataclass(frozen=True)
+class _Sketch:
+    """Assistant turn with short texts in place of the sampled ones: its calls, the replies, and whether it reasons."""
 
-    Without ``has_calls``, the turn is a text, for chat templates that do not support tool calls.
+    calls: Sequence[ToolCall]
+    replies: Sequence[str]
+    has_reasoning: bool = False
+
+
+def _common_prefix(tokens: Sequence[int], other_tokens: Sequence[int]) -> int:
+    """Return the number of equal tokens at the start of two sequences."""
+    count = 0
+    for token, other_token in zip(tokens, other_tokens, strict=False):
+        if token != other_token:
+            break
+        count += 1
+    return count
+
+
+def _conversation(turns: Sequence[_Sketch], others: Sequence[Message], *, with_calls: bool) -> list[Message]:
+    """Return a question, assistant turns with the replies to them, and other messages; only the turns have labels.
+
+    Without ``with_calls``, turns that call tools are texts, for chat templates that do not support tool calls.
     """
-    thought = {"reasoning_content": _THOUGHT} if thinks else {}
-    if not calls:
-        answer = Message(role="assistant", content="Answer", extra=thought)
-        return [_QUESTION, answer, *(Message(role="user", content=reply, masked=True) for reply in replies)]
-    ids = [f"call{number:05d}" for number in range(len(calls))]
-    called = [
-        {"type": "function", "id": one, "function": {"name": call.name, "arguments": {}}}
-        for one, call in zip(ids, calls, strict=True)
-    ]
-    answer = (
-        Message(role="assistant", content="", extra={"tool_calls": called, **thought})
-        if has_calls
-        else Message(role="assistant", content="Answer", extra=thought)
-    )
-    results = [
-        Message(role="tool", content=reply, masked=True, extra={"tool_call_id": one, "name": call.name})
-        for one, call, reply in zip(ids, calls, replies, strict=True)
-    ]
-    return [_QUESTION, answer, *results]
+    messages = [_QUESTION]
+    for turn in turns:
+        reasoning = {"reasoning_content": _THOUGHT} if turn.has_reasoning else {}
+        if not turn.calls:
+            messages.append(Message(role="assistant", content="Answer", extra=reasoning))
+            for reply in turn.replies:
+                messages.append(Message(role="user", content=reply, masked=True))
+            continue
+        tool_calls = []
+        results = []
+        for number, (call, reply) in enumerate(zip(turn.calls, turn.replies, strict=True)):
+            call_id = f"call{number:05d}"
+            function = {"name": call.name, "arguments": {}}
+            tool_calls.append({"type": "function", "id": call_id, "function": function})
+            extra = {"tool_call_id": call_id, "name": call.name}
+            results.append(Message(role="tool", content=reply, masked=True, extra=extra))
+        if with_calls:
+            messages.append(Message(role="assistant", content="", extra={"tool_calls": tool_calls, **reasoning}))
+        else:
+            messages.append(Message(role="assistant", content="Answer", extra=reasoning))
+        messages += results
+    return [*messages, *others]
