@@ -8,7 +8,7 @@ import torch
 from tests.recipes.runs import resume, start
 from torchtune.data import DataError
 from torchtune.modules.loss import LossError
-from torchtune.rlhf import RolloutError, _rollout_record
+from torchtune.rlhf import RolloutError, _scored_rollouts
 from torchtune.utils import UserError
 
 FULL, LORA = "full_grpo_single_device", "lora_grpo_single_device"
@@ -102,8 +102,8 @@ def test_steps_that_teach_nothing_change_nothing_and_too_many_end_the_run(tmp_pa
     assert said in caplog.text
     before = start(FULL, tmp_path, train=False).trained
     assert all(torch.equal(value, run.trained[key]) for key, value in before.items())
-    assert _rollout_record.MOST_STALE_STEPS == 300
-    monkeypatch.setattr(_rollout_record, "MOST_STALE_STEPS", 3)
+    assert _scored_rollouts.MOST_STALE_STEPS == 300
+    monkeypatch.setattr(_scored_rollouts, "MOST_STALE_STEPS", 3)
     with pytest.raises(RolloutError, match="3 steps in a row taught nothing; in the last one rewards differ in 0 of 2"):
         start(FULL, tmp_path, rewards=same)
 

@@ -1,15 +1,23 @@
 """Post-training: preference and reward losses, and building blocks of reinforcement learning recipes."""
 
 from torchtune.rlhf import environments, loss, reward_functions, utils
-from torchtune.rlhf._advantages import GroupAdvantages, has_variance, make_advantages
-from torchtune.rlhf._grpo import check_rollout_settings, setup_policy_loss
-from torchtune.rlhf._local_sampler import LocalSampler
-from torchtune.rlhf._ppo import check_ppo_models, check_ppo_settings, ppo_updates, setup_ppo_loss, steps_per_epoch
-from torchtune.rlhf._ppo_advantages import (
+from torchtune.rlhf._grpo import (
+    GroupAdvantages,
+    check_rollout_settings,
+    has_variance,
+    make_advantages,
+    setup_policy_loss,
+)
+from torchtune.rlhf._ppo import (
     AnswerTokens,
     TokenAdvantages,
+    check_ppo_models,
+    check_ppo_settings,
     evaluate_rollouts,
     ppo_advantages,
+    ppo_updates,
+    setup_ppo_loss,
+    steps_per_epoch,
     token_values,
 )
 from torchtune.rlhf._prompts import (
@@ -23,7 +31,6 @@ from torchtune.rlhf._prompts import (
 )
 from torchtune.rlhf._reference import Reference, ReferenceScores, cache_reference, check_pairs, load_reference
 from torchtune.rlhf._reward_model import RewardModel, judge_rollouts
-from torchtune.rlhf._rollout_record import RolloutRecord
 from torchtune.rlhf._rollouts import (
     Rollout,
     RolloutError,
@@ -33,15 +40,17 @@ from torchtune.rlhf._rollouts import (
     rollout_batches,
     texts_of,
 )
-from torchtune.rlhf._scored_rollouts import ScoredRollouts, score_rollouts
-from torchtune.rlhf._server_sampler import ServerSampler
+from torchtune.rlhf._samplers import LocalSampler, ServerSampler
+from torchtune.rlhf._scored_rollouts import RolloutRecord, ScoredRollouts, score_rollouts
 from torchtune.rlhf._shared_prompts import SharingError, can_share_prefixes, share_pairs
 from torchtune.rlhf._teacher import Teacher, cache_teacher, check_teacher, load_teacher, setup_kd_loss
-from torchtune.rlhf._types import ChosenRejectedOutputs, PPOStats, Trajectory
 from torchtune.rlhf.environments import setup_environments
 from torchtune.rlhf.loss import document_log_probs, pooled_scores
+from torchtune.rlhf.loss.dpo import ChosenRejectedOutputs
 from torchtune.rlhf.reward_functions import RewardSum
 from torchtune.rlhf.rewards import (
+    PPOStats,
+    Trajectory,
     estimate_advantages,
     get_reward_penalty_mask,
     get_rewards_ppo,

@@ -38,8 +38,9 @@ def post_json(
         RolloutError: the reply is an error, not JSON, or larger than ``most_bytes``.
     """
     headers = {"Content-Type": "application/json"}
-    if key := os.environ.get("OPENAI_API_KEY"):
-        headers["Authorization"] = f"Bearer {key}"
+    api_key = os.environ.get("OPENAI_API_KEY")
+    if api_key:
+        headers["Authorization"] = f"Bearer {api_key}"
     data = None if body is None else json.dumps(body).encode()
     deadline = time.monotonic() + timeout
     try:
@@ -52,9 +53,10 @@ def post_json(
         with _opener().open(request, timeout=timeout) as reply:
             text = _read_body(reply, url, deadline, most_bytes)
     except urllib.error.HTTPError as error:
+        # A server that restarts is not ready yet, or does not yet have the requested model.
         is_restarting = error.code in (502, 503) or (error.code == 404 and url.endswith("/completions"))
-        kind = NoReplyError if is_restarting else RolloutError
-        raise kind(f"The server replies to {url} with {error.code} {_describe_http_error(error)}") from error
+        error_class = NoReplyError if is_restarting else RolloutError
+        raise error_class(f"The server replies to {url} with {error.code} {_describe_http_error(error)}") from error
     except TimeoutError as error:
         raise _timeout_error(url, timeout) from error
     except urllib.error.URLError as error:
@@ -74,13 +76,16 @@ def post_json(
 def _read_body(reply: http.client.HTTPResponse, url: str, deadline: float, most_bytes: int) -> bytes:
     """Read the body in chunks as they arrive, so that a slow or endless reply raises an error."""
     body = bytearray()
-    while chunk := reply.read1(2**20):
+    while True:
+        chunk = reply.read1(2**20)
+        if not chunk:
+            break
         body += chunk
         if len(body) > most_bytes:
             raise RolloutError(f"{url} replies with more than {most_bytes:,} bytes, which nobody asked for.")
         if time.monotonic() > deadline:
             raise TimeoutError
-    if reply.length:
+    if reply.length:  # the connection ended before all announced bytes arrived
         raise http.client.IncompleteRead(bytes(body[-100:]), reply.length)
     return bytes(body)
 

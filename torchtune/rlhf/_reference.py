@@ -1,23 +1,29 @@
-"""Reference log-probs of preference losses, from a frozen model."""
+"""Frozen reference of preference losses, and the cache of its log-probs."""
 
+import hashlib
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from torchtune.data import Batch, BatchLoader
+from torchtune.data import Batch, BatchLoader, WrappedDataset
 from torchtune.generation import evaluating
 from torchtune.modules.loss import LossError
 from torchtune.modules.peft import adapter_modules, disable_adapter
-from torchtune.rlhf._reference_cache import cache_log_probs
+from torchtune.rlhf._row_cache import CacheError, create_folder, uncached_batches
 from torchtune.rlhf._teacher import check_same_tokenizer, warn_if_same_weights
 from torchtune.rlhf.loss import AnswerLoss
-from torchtune.training import ParallelDims
+from torchtune.training import ParallelDims, fingerprint_weights
 from torchtune.training.parallel import reshard
-from torchtune.utils import UserError
+from torchtune.utils import UserError, atomic_write, get_logger, is_simulated, log_rank_zero
 
 # Maximum difference of policy and reference before the first update, in nats per token.
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}
@@ -79,13 +85,21 @@ class Reference:
         cached: bool = False,
         fresh: bool = False,
     ) -> None:
-        self._loss, self._policy, self._dims, self._second = loss, policy, dims, second
-        self._initial_weights: list[tuple[nn.Parameter, Tensor]] | None = None
+        self._loss = loss
+        self._policy = policy
+        self._dims = dims
+        self._second = second
         self._cached = cached
-        self._should_check_start = fresh and loss.needs_reference and second is None and not _has_dropout(policy)
-        if loss.needs_reference and not cached and second is None and not _equals_base(policy, dims):
-            trained = (parameter for parameter in policy.parameters() if parameter.requires_grad)
-            self._initial_weights = [(parameter, parameter.detach().clone()) for parameter in trained]
+        is_policy_at_start = loss.needs_reference and second is None
+        # Dropout would make the first scores of the policy differ from those of the reference.
+        self._should_check_start = fresh and is_policy_at_start and not _has_dropout(policy)
+        # Trained parameters with their initial values; None if disabling the adapters gives the reference.
+        self._initial_weights: list[tuple[nn.Parameter, Tensor]] | None = None
+        if is_policy_at_start and not cached and not _equals_base(policy, dims):
+            self._initial_weights = []
+            for parameter in policy.parameters():
+                if parameter.requires_grad:
+                    self._initial_weights.append((parameter, parameter.detach().clone()))
 
     @torch.no_grad()
     def __call__(self, batch: Batch) -> ReferenceScores:
@@ -94,16 +108,18 @@ class Reference:
             return ReferenceScores()
         if self._cached:
             return ReferenceScores(batch.per_document["reference"])
-        other = self._loss.mismatched_batch(batch)
+        mismatched = self._loss.mismatched_batch(batch)
         with self._reference_weights() as model:
             log_probs = _score(self._loss, model, batch, self._dims)
-            of_others = None if other is None else _score(self._loss, model, other, self._dims)
-        if other is None:
-            return ReferenceScores(log_probs)
+            if mismatched is None:
+                return ReferenceScores(log_probs)
+            mismatched_log_probs = _score(self._loss, model, mismatched, self._dims)
         with evaluating(self._policy):
-            ratios = _score(self._loss, self._policy, other, self._dims) - of_others
-        total, count = self._dims.exchange([ratios.sum(), len(ratios)])[0]
-        return ReferenceScores(log_probs, torch.tensor(total / count, device=ratios.device, dtype=ratios.dtype))
+            log_ratios = _score(self._loss, self._policy, mismatched, self._dims) - mismatched_log_probs
+        # The mean over all ranks, so that the loss does not depend on their number.
+        (total, num_documents), _ = self._dims.exchange([log_ratios.sum(), len(log_ratios)])
+        baseline = torch.tensor(total / num_documents, device=log_ratios.device, dtype=log_ratios.dtype)
+        return ReferenceScores(log_probs, baseline)
 
     @contextmanager
     def _reference_weights(self) -> Iterator[nn.Module]:
@@ -124,13 +140,16 @@ class Reference:
     def _swap_weights(self) -> None:
         """Swap the trained parameters with their initial values."""
         reshard(self._policy)  # otherwise FSDP would use the old values, which are unsharded
-        for place, (parameter, value) in enumerate(self._initial_weights):
-            if hasattr(parameter, "device_mesh"):
-                now = parameter.detach().clone()
-                parameter.detach().copy_(value)
-            else:  # swap without a copy
-                now, parameter.data = parameter.data, value
-            self._initial_weights[place] = (parameter, now)
+        swapped = []
+        for parameter, stored in self._initial_weights:
+            if isinstance(parameter, DTensor):  # FSDP keeps views of the local tensor, which must stay
+                current = parameter.detach().clone()
+                parameter.detach().copy_(stored)
+            else:  # without a copy
+                current = parameter.data
+                parameter.data = stored
+            swapped.append((parameter, current))
+        self._initial_weights = swapped
 
     def check_start(self, batch: Batch, scores: Tensor, reference: Tensor | None) -> None:
         """Check that policy and reference are equal for the first batch of a run.
@@ -146,12 +165,13 @@ class Reference:
         if not self._should_check_start:
             return
         self._should_check_start = False
-        by_token = (scores.detach() - reference).abs() / batch.per_document["label_counts"].clamp(min=1)
-        allowed = _TOLERANCE.get(next(self._policy.parameters()).dtype, _LOW_PRECISION_TOLERANCE)
-        if by_token.max() > allowed:
+        label_counts = batch.per_document["label_counts"].clamp(min=1)
+        difference = ((scores.detach() - reference).abs() / label_counts).max()  # in nats per token
+        dtype = next(self._policy.parameters()).dtype
+        if difference > _TOLERANCE.get(dtype, _LOW_PRECISION_TOLERANCE):
             raise ReferenceError(
                 f"The reference is the model as the run starts with it, but at the first step the two differ by "
-                f"{by_token.max():.3g} nats a token: a conversion of the model computes differently in training, or "
+                f"{difference:.3g} nats a token: a conversion of the model computes differently in training, or "
                 "reference_cache is not of this model."
             )
 
@@ -183,19 +203,22 @@ def load_reference(
         return None
     if not loss.needs_reference:
         raise ReferenceError(_not_needed_message("ref_checkpointer", loss))
-    other, own = (checkpointer.store.source(name) for name in ("reference", "policy"))
-    check_same_tokenizer(Path(other.checkpoint_dir), Path(own.checkpoint_dir), "ref_checkpointer")
-    if not getattr(loss, "needs_rewards", True):
-        warn_if_same_weights(other, own, "ref_checkpointer")
-    second = load("reference").requires_grad_(False).eval()
-    mine, theirs = (model.tok_embeddings.weight.shape[0] for model in (policy, second))
-    if theirs < mine:
+    reference_source = checkpointer.store.source("reference")
+    policy_source = checkpointer.store.source("policy")
+    check_same_tokenizer(Path(reference_source.checkpoint_dir), Path(policy_source.checkpoint_dir), "ref_checkpointer")
+    is_teacher = not getattr(loss, "needs_rewards", True)  # on-policy distillation
+    if is_teacher:
+        warn_if_same_weights(reference_source, policy_source, "ref_checkpointer")
+    reference = load("reference").requires_grad_(False).eval()
+    reference_vocab_size = reference.tok_embeddings.weight.shape[0]
+    policy_vocab_size = policy.tok_embeddings.weight.shape[0]
+    if reference_vocab_size < policy_vocab_size:
         raise ReferenceError(
-            f"ref_checkpointer: the reference has a vocabulary of {theirs:,} tokens and the model one of {mine:,}: "
-            "take a reference with the same tokenizer."
+            f"ref_checkpointer: the reference has a vocabulary of {reference_vocab_size:,} tokens and the model one of "
+            f"{policy_vocab_size:,}: take a reference with the same tokenizer."
         )
-    loss.check_model(second)
-    return second
+    loss.check_model(reference)
+    return reference
 
 
 def check_pairs(loader: BatchLoader | None, loss: AnswerLoss, name: str) -> None:
@@ -214,9 +237,50 @@ def check_pairs(loader: BatchLoader | None, loss: AnswerLoss, name: str) -> None
     """
     if loader is None:
         return
-    _check_batches(loss, loader, name)
+    if loader.smallest_batch < loss.min_examples:
+        raise LossError(
+            f"{name}: {type(loss).__name__} compares every prompt with the answer of another example of its "
+            f"micro-batch, but of {len(loader.dataset):,} examples in micro-batches of {loader.batch_size} on "
+            f"{loader.world_size} process(es) the smallest has {loader.smallest_batch}: set another {name}, or leave "
+            "out a row with filter_fn."
+        )
     collate = getattr(loader.collate_fn, "unsplit", loader.collate_fn)
     loss.check_batch(Batch.from_dict(collate([loader.dataset[0]])))
+
+
+def _not_needed_message(name: str, loss: AnswerLoss) -> str:
+    return f"{name}: {type(loss).__name__} does without a reference: set it to null."
+
+
+@torch.no_grad()
+def _score(loss: AnswerLoss, model: nn.Module, batch: Batch, dims: ParallelDims) -> Tensor:
+    """Score the documents of a batch ``[n]``, the same on all ranks that share the batch."""
+    hidden = model(**batch.model_inputs(), output="hidden")
+    return dims.sum_over_sequence(loss.score(hidden, batch, model.output))
+
+
+def _has_dropout(model: nn.Module) -> bool:
+    return any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules())
+
+
+def _equals_base(model: nn.Module, dims: ParallelDims) -> bool:
+    """Return whether only adapters are trained and their outputs are 0."""
+    other_trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+    changes_outputs = False
+    for _, module in adapter_modules(model):
+        if getattr(module, "disabled", None) is not False:  # this adapter cannot be disabled, or is already
+            continue
+        parameters = dict(module.named_parameters())
+        other_trained -= {id(parameters[name]) for name in module.adapter_params()}
+        # The output of LoRA is 0 while its second matrix is; nothing is known of an adapter without one.
+        lora_b = getattr(getattr(module, "lora_b", None), "weight", None)
+        if lora_b is None:
+            changes_outputs = True
+            continue
+        if isinstance(lora_b, DTensor):
+            lora_b = lora_b.to_local()
+        changes_outputs = changes_outputs or bool(lora_b.detach().any())
+    return not dims.any(changes_outputs or bool(other_trained))
 
 
 def cache_reference(
@@ -251,56 +315,135 @@ def cache_reference(
     if not loss.needs_reference:
         raise ReferenceError(_not_needed_message("reference_cache", loss))
     model = policy if second is None else second
-    frozen_only = second is None and _equals_base(policy, dims)
     device = next(model.parameters()).device
+    # The fingerprint leaves out adapters with output 0: their random matrices do not change the reference.
+    frozen_only = second is None and _equals_base(policy, dims)
+    parameters = []
+    for name, parameter in model.named_parameters():
+        if not (frozen_only and parameter.requires_grad):
+            parameters.append((name, parameter))
+
+    def score(batch: Batch) -> Tensor:
+        return _score(loss, model, batch.to(device), dims)
+
     with evaluating(model):
-        found = cache_log_probs(
+        cached_loaders = cache_log_probs(
             [loader for loader in loaders if loader is not None],
-            lambda batch: _score(loss, model, batch.to(device), dims),
-            parameters=[
-                (name, one) for name, one in model.named_parameters() if not (frozen_only and one.requires_grad)
-            ],
+            score,
+            parameters=parameters,
             dims=dims,
             folder=folder,
             epochs=epochs,
         )
-    reshard(model)
-    return [None if loader is None else found.pop(0) for loader in loaders]
+    reshard(model)  # otherwise FSDP keeps weights unsharded
+    for index, loader in enumerate(loaders):
+        if loader is None:  # stays in its place
+            cached_loaders.insert(index, None)
+    return cached_loaders
 
 
-def _not_needed_message(name: str, loss: AnswerLoss) -> str:
-    return f"{name}: {type(loss).__name__} does without a reference: set it to null."
+class WithReference(WrappedDataset):
+    """Dataset of pairs with reference log-probs in every example.
 
+    Args:
+        dataset: dataset of pairs.
+        log_probs: log-probs of the chosen and the rejected answers, ``[rows, 2]``.
+    """
 
-def _check_batches(loss: AnswerLoss, loader: BatchLoader, name: str) -> None:
-    if loader.smallest_batch >= loss.min_examples:
-        return
-    raise LossError(
-        f"{name}: {type(loss).__name__} compares every prompt with the answer of another example of its micro-batch, "
-        f"but of {len(loader.dataset):,} examples in micro-batches of {loader.batch_size} on {loader.world_size} "
-        f"process(es) the smallest has {loader.smallest_batch}: set another {name}, or leave out a row with filter_fn."
-    )
+    def __init__(self, dataset: Any, log_probs: np.ndarray) -> None:
+        super().__init__(dataset)
+        self._log_probs = log_probs
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """Return the example with ``chosen_reference`` and ``rejected_reference``."""
+        chosen, rejected = self._log_probs[index].tolist()
+        return {**self.dataset[index], "chosen_reference": chosen, "rejected_reference": rejected}
 
 
 @torch.no_grad()
-def _score(loss: AnswerLoss, model: nn.Module, batch: Batch, dims: ParallelDims) -> Tensor:
-    hidden = model(**batch.model_inputs(), output="hidden")
-    return dims.sum_over_sequence(loss.score(hidden, batch, model.output))
+def cache_log_probs(
+    loaders: Sequence[BatchLoader],
+    score: Callable[[Batch], Tensor],
+    *,
+    parameters: Sequence[tuple[str, nn.Parameter]],
+    dims: ParallelDims,
+    folder: str,
+    epochs: int,
+) -> list[BatchLoader]:
+    """Compute and cache missing reference log-probs, and return loaders that add them to the examples.
+
+    Args:
+        loaders: loaders of pairs.
+        score: function of a batch that returns the log-probs of its documents ``[n]``.
+        parameters: (name, parameter) pairs of the reference, for its fingerprint.
+        dims: parallel dims.
+        folder: folder of the cache, with one file per dataset and model.
+        epochs: number of epochs of the run; rows that are not visited in these epochs are skipped.
+
+    Raises:
+        CacheError: the dataset has no fingerprint, its examples are not pairs, or a file is damaged.
+    """
+    cached_loaders = []
+    if is_simulated():  # a simulated run computes and writes nothing
+        for loader in loaders:
+            zeros = np.zeros((len(loader.dataset), 2), np.float32)
+            cached_loaders.append(loader.derive(dataset=WithReference(loader.dataset, zeros)))
+        return cached_loaders
+    create_folder(Path(folder), "reference_cache")
+    model_fingerprint = fingerprint_weights(parameters, dims)
+    for loader in loaders:
+        data = loader.dataset
+        if data.fingerprint is None:
+            raise CacheError(
+                f"reference_cache: {type(data).__name__} has no fingerprint, so its rows may change: set it to null."
+            )
+        if "chosen_input_ids" not in data[0]:
+            raise CacheError("reference_cache: it keeps log-probs of pairs, which these data are not: set it to null.")
+        key = hashlib.sha256(repr((data.fingerprint, len(data), model_fingerprint)).encode()).hexdigest()[:16]
+        path = Path(folder) / f"reference_{key}.safetensors"
+        log_probs = _read_log_probs(path, len(data))  # [rows, 2]
+        visited = loader.visited_indices(epochs)
+        missing = visited[np.isnan(log_probs[visited]).any(axis=1)]
+        if dims.any(len(missing) > 0):
+            log_rank_zero(get_logger(), f"Computing log-probs of the reference for {len(missing):,} rows, once: {path}")
+            for row, pair in _compute_log_probs(loader, missing, score, dims).items():
+                log_probs[row] = pair
+            if dims.is_main:
+                checksum = str(zlib.crc32(log_probs.tobytes()))
+                with atomic_write(path) as file:
+                    file.write(save({"log_probs": log_probs}, {"crc32": checksum}))
+        cached_loaders.append(loader.derive(dataset=WithReference(data, log_probs)))
+    return cached_loaders
 
 
-def _has_dropout(model: nn.Module) -> bool:
-    return any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules())
+def _read_log_probs(path: Path, num_rows: int) -> np.ndarray:
+    """Read a cache file: float32 ``[rows, 2]``, NaN for missing rows."""
+    if not path.exists():
+        return np.full((num_rows, 2), np.nan, dtype=np.float32)
+    try:
+        with safe_open(path, framework="np") as file:
+            log_probs = file.get_tensor("log_probs")
+            checksum = (file.metadata() or {}).get("crc32")
+    except (OSError, SafetensorError) as error:
+        raise CacheError(f"{path}: it cannot be read ({error}): delete it, and it is computed again.") from error
+    if log_probs.shape != (num_rows, 2):
+        raise CacheError(f"{path}: it has the shape {list(log_probs.shape)}, not [{num_rows}, 2]: delete it.")
+    if checksum is not None and checksum != str(zlib.crc32(log_probs.tobytes())):
+        raise CacheError(f"{path}: it is damaged, its checksum is another one: delete it, and it is computed again.")
+    return log_probs
 
 
-def _equals_base(model: nn.Module, dims: ParallelDims) -> bool:
-    """Return whether only adapters are trained and their outputs are 0."""
-    trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
-    changed = False
-    for _, module in adapter_modules(model):
-        if getattr(module, "disabled", None) is False:
-            own = dict(module.named_parameters())
-            trained -= {id(own[name]) for name in module.adapter_params()}
-            last = getattr(getattr(module, "lora_b", None), "weight", None)
-            last = last.to_local() if hasattr(last, "to_local") else last
-            changed = changed or last is None or bool(last.detach().any())
-    return not dims.any(changed or bool(trained))
+def _compute_log_probs(
+    loader: BatchLoader, rows: np.ndarray, score: Callable[[Batch], Tensor], dims: ParallelDims
+) -> dict[int, list[float]]:
+    """Return [chosen, rejected] by row, for all rows; the ranks split the rows."""
+    local_pairs: dict[int, list[float]] = {}
+    for batch in uncached_batches(loader, rows, loader.collate_fn, "Reference", dims):
+        row_numbers, _ = batch.chosen_and_rejected(batch.per_document["row"])
+        chosen, rejected = batch.chosen_and_rejected(score(batch).cpu().float())
+        pairs = torch.stack([chosen, rejected], dim=1)  # [p, 2]
+        local_pairs.update(zip(row_numbers.tolist(), pairs.tolist(), strict=True))
+    pairs_by_row = {}
+    for rank_pairs in dims.gather(local_pairs):
+        pairs_by_row.update(rank_pairs)
+    return pairs_by_row

@@ -1,20 +1,23 @@
-"""Answers with their rewards: metrics and training batches."""
+"""Answers with their rewards: metrics, training batches, and the record of a run's answers."""
 
+import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, Batch
-from torchtune.rlhf._advantages import has_variance
+from torchtune.rlhf._grpo import has_variance
 from torchtune.rlhf._prompts import Prompt
-from torchtune.rlhf._rollouts import ENDS, Episode, Rollout, rollout_batches, texts_of
+from torchtune.rlhf._rollouts import ENDS, Episode, Rollout, RolloutError, rollout_batches, texts_of
 from torchtune.rlhf.loss.grpo import GRPOLoss
 from torchtune.rlhf.reward_functions import RewardSum
 from torchtune.training import ParallelDims
+from torchtune.utils import AppendedFile, get_logger
 
 
 @dataclass(frozen=True)
@@ -198,3 +201,214 @@ def score_rollouts(
         parts[episode.environment][i] = episode.reward
         totals[i] += episode.reward
     return ScoredRollouts(list(prompts), list(rollouts), texts, totals.view(len(prompts), num_samples), parts)
+
+
+# Number of consecutive steps without a learning signal after which a run ends.
+MOST_STALE_STEPS = 300
+
+
+class RolloutRecord:
+    """Writer of answers and rewards to ``rollouts.jsonl``, which also logs tables of answers.
+
+    Ranks other than 0 add their rank to the file name. A resumed run first deletes the records of steps that it
+    repeats. :meth:`write` raises an error after ``MOST_STALE_STEPS`` consecutive steps without a learning signal.
+
+    Args:
+        output_dir: output folder of the run.
+        tokenizer: decodes the prompts.
+        dims: parallel dims; only the first rank of a tensor-parallel group writes.
+        show_every: steps between tables of answers in the log; ``None`` logs none.
+
+    Example:
+        >>> record = torchtune.rlhf.RolloutRecord(str(folder), tokenizer, torchtune.training.ParallelDims())
+    """
+
+    def __init__(self, output_dir: str, tokenizer: Any, dims: ParallelDims, show_every: int | None = None) -> None:
+        self._tokenizer = tokenizer
+        self._dims = dims
+        self._show_every = show_every
+        file_name = "rollouts.jsonl"
+        if dims.data_rank > 0:
+            file_name = f"rollouts_rank{dims.data_rank}.jsonl"
+        self._path = Path(output_dir) / file_name
+        # Tensor-parallel ranks have the same answers.
+        self._is_writer = dims.tp == 1 or dims.mesh["tp"].get_local_rank() == 0
+        self._file: AppendedFile | None = None
+        self._steps_without_signal = 0
+
+    def write(
+        self, step: int, scored: ScoredRollouts, advantages: Tensor, num_terms: int, metric_logger: Any = None
+    ) -> None:
+        """Write the answers of a step.
+
+        Args:
+            step: number of the step, from 1.
+            scored: the answers.
+            advantages: ``[n, g]``.
+            num_terms: number of terms of the loss over all ranks; 0 without a learning signal.
+            metric_logger: logger that receives the answers at every step with a table of answers.
+
+        Raises:
+            RolloutError: too many consecutive steps had no learning signal.
+        """
+        if self._is_writer:
+            if self._file is None:
+                # Only now is the first step of this run known: a resumed run writes it and later ones again.
+                self._truncate_records(step)
+                self._file = AppendedFile(self._path)
+            for line in self._lines(step, scored, advantages):
+                self._file.write_line(json.dumps(line, ensure_ascii=False))
+        shows_answers = self._show_every and step % self._show_every == 0
+        if shows_answers and self._dims.is_main:
+            lines = list(self._lines(step, scored, advantages))
+            get_logger().info(_format_table(step, lines))
+            if hasattr(metric_logger, "log_answers"):  # custom loggers may lack this method
+                metric_logger.log_answers(lines, step)
+        self._count_steps_without_signal(step, scored, num_terms)
+
+    def _truncate_records(self, step: int) -> None:
+        """Delete the records of ``step`` and later steps: of this rank, and of ranks that only an earlier run had."""
+        _truncate_record(self._path, step)
+        if not self._dims.is_main:
+            return
+        for path in self._path.parent.glob("rollouts_rank*.jsonl"):
+            rank = path.stem.removeprefix("rollouts_rank")
+            # The files of present ranks are truncated by these ranks.
+            if rank.isdigit() and int(rank) >= self._dims.data_size:
+                _truncate_record(path, step)
+
+    def _count_steps_without_signal(self, step: int, scored: ScoredRollouts, num_terms: int) -> None:
+        """Warn of consecutive steps without a learning signal, and raise an error after too many."""
+        if num_terms:
+            self._steps_without_signal = 0
+            return
+        self._steps_without_signal += 1
+        if self._steps_without_signal in (1, 10, 100) and self._dims.is_main:
+            message = f"Step {step} teaches nothing: {_describe_signal(scored)}"
+            if self._steps_without_signal > 1:
+                message += f"; {self._steps_without_signal} steps in a row now"
+            get_logger().warning(message + ".")
+        if self._steps_without_signal >= MOST_STALE_STEPS:
+            raise RolloutError(
+                f"{MOST_STALE_STEPS} steps in a row taught nothing; in the last one {_describe_signal(scored)}: look "
+                f"at {self._path}, then make the reward finer, take other prompts, or let answers grow longer."
+            )
+
+    def _lines(self, step: int, scored: ScoredRollouts, advantages: Tensor) -> Iterator[dict[str, Any]]:
+        """Yield the record of every answer, in the order of the prompts."""
+        num_samples = advantages.shape[1]
+        for i, rollout in enumerate(scored.rollouts):
+            group, sample = divmod(i, num_samples)
+            prompt = scored.prompts[group]
+            if prompt.is_blank:
+                continue
+            # Later samples of an episode have earlier turns in their prompt.
+            first_sample = rollout.parts[0]
+            prompt_tokens = first_sample.tokens[: first_sample.prompt_len].tolist()
+            line = {
+                "step": step,
+                "row": prompt.number,
+                "sample": sample,
+                "prompt": self._tokenizer.decode(prompt_tokens),
+                "answer": scored.texts[i],
+                "reward": _json_number(scored.rewards[group, sample].item()),
+                "rewards": {name: _json_number(values[i]) for name, values in scored.parts.items()},
+                "advantage": _json_number(advantages[group, sample].item()),
+                "tokens": num_sampled_tokens(rollout),
+                "finished": rollout.finished,
+            }
+            if isinstance(rollout, Episode):
+                line.update(self._describe_episode(rollout))
+            yield line
+
+    def _describe_episode(self, episode: Episode) -> dict[str, Any]:
+        """Return the entries that only an episode has; its texts show special tokens, which separate the turns."""
+        entries = {
+            "end": episode.end,
+            "turns": episode.turns,
+            "calls": episode.calls,
+            "errors": episode.errors,
+            "failure": episode.failure,
+            "episode": self._tokenizer.decode(episode.answer, skip_special_tokens=False),
+        }
+        if episode.earlier:
+            entries["earlier"] = [
+                self._tokenizer.decode(sample.tokens.tolist(), skip_special_tokens=False) for sample in episode.earlier
+            ]
+        return entries
+
+
+def _describe_signal(scored: ScoredRollouts) -> str:
+    """Describe why the answers have a learning signal, or why they have none."""
+    metrics = scored.figures()
+    without_variance, groups = metrics.get("groups/without_variance", (0, 0))
+    dropped, answers = metrics["answers/dropped"]
+    unfinished, _ = metrics["answers/unfinished"]
+    return (
+        f"rewards differ in {groups - int(without_variance)} of {groups} groups, and of {answers} answers "
+        f"{answers - int(dropped)} have a reward and {answers - int(unfinished)} have ended"
+    )
+
+
+def _json_number(value: float) -> float | None:
+    """Round a number for JSON, which has no NaN: null stands for it."""
+    if math.isnan(value):
+        return None
+    return round(value, 6)
+
+
+def _truncate_record(path: Path, step: int) -> None:
+    """Remove the lines of ``step`` and later steps, and an incomplete last line, from a file."""
+    if not path.exists():
+        return
+    num_bytes = 0  # of the lines before ``step``
+    with path.open("rb+") as file:
+        for number, line in enumerate(file, 1):
+            if not line.endswith(b"\n"):  # a run that was killed may leave half a line
+                break
+            try:
+                is_repeated = json.loads(line)["step"] >= step
+            except (ValueError, KeyError, TypeError) as error:
+                raise RolloutError(
+                    f"{path}: line {number} is no answer of a step: the run would append to this file, so move it away."
+                ) from error
+            if is_repeated:
+                break
+            num_bytes += len(line)
+        file.truncate(num_bytes)
+
+
+def _format_table(step: int, lines: list[dict[str, Any]], most: int = 4) -> str:
+    """Format up to ``most`` answers of a step: the best and the worst."""
+    # The sort is stable, so answers with equal rewards stay in the order of the prompts; those without a reward lead.
+    ordered = sorted(lines, key=lambda line: -math.inf if line["reward"] is None else -line["reward"])
+    if len(ordered) > most:
+        ordered = [*ordered[: most // 2], *ordered[-(most // 2) :]]
+    table = [f"{'reward':>8}  {'advantage':>9}  {'tokens':>6}  answer (row)"]
+    for line in ordered:
+        text = _printable(line["answer"])
+        if len(text) > 100:
+            text = text[:97] + "…"
+        reward = _format_number(line["reward"])
+        advantage = _format_number(line["advantage"])
+        table.append(f"{reward:>8}  {advantage:>9}  {line['tokens']:>6}  {text} ({line['row']})")
+    return f"Answers of step {step}:\n" + "\n".join(table)
+
+
+def _format_number(value: float | None) -> str:
+    if value is None:
+        return "—"
+    return f"{value:.3f}"
+
+
+def _printable(text: str) -> str:
+    """Replace control characters, which could change the state of the terminal."""
+    characters = []
+    for character in text:
+        if character == "\n":
+            characters.append("⏎")
+        elif character.isprintable():
+            characters.append(character)
+        else:
+            characters.append("·")
+    return "".join(characters)

@@ -19,7 +19,10 @@ from torchtune.rlhf._rollouts import MOST_LOG_PROB, Rollout, RolloutError
 from torchtune.utils import read_json, write_json
 
 # Limits of a reply's size: an answer token with text and log-probs takes about 300 bytes, a prompt token about 8.
-_REPLY_BYTES, _TOKEN_BYTES, _PROMPT_TOKEN_BYTES = 2**20, 1024, 16
+_REPLY_BYTES = 2**20
+_TOKEN_BYTES = 1024
+_PROMPT_TOKEN_BYTES = 16
+_MOST_SEED = 2**63 - 1  # servers take seeds of 64 bits with a sign
 _LEAST_LOG_PROB = -9999.0  # vLLM's value for minus infinity
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
@@ -51,7 +54,7 @@ class Server(ABC):
     Args:
         url: URL of the server, ending with ``/v1``.
         model_name: name of the model on the server; None if the name is the folder of the weights.
-        asked: settings of requests.
+        settings: settings of requests.
 
     Attributes:
         gives_log_probs: whether the server returns log-probs of sampled tokens.
@@ -62,8 +65,10 @@ class Server(ABC):
     requests = 64
 
     def __init__(self, url: str, model_name: str | None, settings: RequestSettings) -> None:
-        self.url, self.root = url.rstrip("/"), url.rstrip("/").removesuffix("/v1")
-        self.model_name, self.settings = model_name, settings
+        self.url = url.rstrip("/")
+        self.root = self.url.removesuffix("/v1")
+        self.model_name = model_name
+        self.settings = settings
 
     def contents(self, model: nn.Module) -> str:
         """Return the contents to save for the server; see :meth:`CheckpointStore.save`."""
@@ -84,17 +89,18 @@ class Server(ABC):
     def _request_completions(self, body: dict[str, Any], prompt: Sequence[int], num_samples: int) -> dict[str, Any]:
         """Send a request and return the reply; check that it has the right model and ``num_samples`` choices."""
         url = f"{self.url}/completions"
-        of_answer = _TOKEN_BYTES * self.settings.max_new_tokens + _PROMPT_TOKEN_BYTES * len(prompt)
-        most_bytes = _REPLY_BYTES + num_samples * of_answer
+        answer_bytes = _TOKEN_BYTES * self.settings.max_new_tokens + _PROMPT_TOKEN_BYTES * len(prompt)
+        most_bytes = _REPLY_BYTES + num_samples * answer_bytes
         reply = post_json(url, body, timeout=self.settings.timeout, most_bytes=most_bytes)
-        choices = reply.get("choices") if isinstance(reply, dict) else None
+        choices = _as_dict(reply).get("choices")
         if not isinstance(choices, list) or not all(isinstance(choice, dict) for choice in choices):
             raise RolloutError(f"{url} replies without choices: is it an OpenAI-compatible server?")
-        served = reply.get("model")
-        if not isinstance(served, str) or served.removesuffix("@main") != body["model"]:
+        served_model = reply.get("model")
+        # transformers appends the revision.
+        if not isinstance(served_model, str) or served_model.removesuffix("@main") != body["model"]:
             raise RolloutError(
-                f"{url} answers with the model {_format_value(served)}, not with '{body['model']}': start the server "
-                "without a fixed model, or correct the url."
+                f"{url} answers with the model {_format_value(served_model)}, not with '{body['model']}': start the "
+                "server without a fixed model, or correct the url."
             )
         if len(choices) != num_samples:
             raise RolloutError(f"{url} gave {len(choices)} answers in the place of {num_samples} to a prompt.")
@@ -111,7 +117,14 @@ class Server(ABC):
 
 def _format_value(value: Any) -> str:
     """Format a value of a reply for messages."""
-    return repr(value)[:100] if isinstance(value, str | int | float | None) else f"a {type(value).__name__}"
+    if isinstance(value, str | int | float | None):
+        return repr(value)[:100]
+    return f"a {type(value).__name__}"
+
+
+def _as_dict(value: Any) -> dict[str, Any]:
+    """Return a dict of a reply; empty for any other value, which a server should not send."""
+    return value if isinstance(value, dict) else {}
 
 
 class VLLMServer(Server):
@@ -126,23 +139,24 @@ class VLLMServer(Server):
 
     def contents(self, model: nn.Module) -> str:
         """Return ``"adapter"``, ``"merged"`` for adapters that PEFT lacks, or ``"model"`` without adapters."""
-        if any(one.owned_parameters(model) and not one.peft_config(model) for one in get_conversions(model)):
-            self._start_hint = "start vLLM with VLLM_SERVER_DEV_MODE=1"
-            return "merged"
-        has_adapters = bool(owned_parameters(model))
-        self._start_hint = (
-            "start vLLM with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
-            if has_adapters
-            else "start vLLM with VLLM_SERVER_DEV_MODE=1"
-        )
-        return "adapter" if has_adapters else "model"
+        self._start_hint = "start vLLM with VLLM_SERVER_DEV_MODE=1"
+        for conversion in get_conversions(model):
+            if conversion.owned_parameters(model) and not conversion.peft_config(model):
+                return "merged"
+        if not owned_parameters(model):
+            return "model"
+        self._start_hint = "start vLLM with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
+        return "adapter"
 
     def check(self) -> None:
         """Check the server, see :class:`Server`."""
         reply = post_json(f"{self.url}/models", None, timeout=self.settings.timeout)
-        entries = reply.get("data") if isinstance(reply, dict) else None
-        entries = entries if isinstance(entries, list) else []
-        names = [str(entry["id"]) for entry in entries if isinstance(entry, dict) and isinstance(entry.get("id"), str)]
+        models = _as_dict(reply).get("data")
+        names = []
+        for model in models if isinstance(models, list) else []:
+            name = _as_dict(model).get("id")
+            if isinstance(name, str):
+                names.append(name)
         if self.model_name not in names:
             raise RolloutError(
                 f"{self.url} serves {', '.join(names)[:200] or 'no model'}, not '{self.model_name}': correct "
@@ -153,24 +167,33 @@ class VLLMServer(Server):
         """Load weights, see :class:`Server`."""
         try:
             if (folder / "adapter_config.json").exists():
-                self.model_name = name = _adapter_name(folder)
-                try:
-                    self._post_control("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
-                except RolloutError as error:
-                    if "already been loaded" not in str(error):
-                        raise
-                if previous is not None:
-                    self._post_control("/v1/unload_lora_adapter", {"lora_name": _adapter_name(previous)})
+                self._load_adapter(folder, previous)
             else:
-                reload = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
-                self._post_control("/collective_rpc", reload)
-                said = self._post_control("/reset_prefix_cache", {})
-                if '"success":false' in said.replace(" ", ""):
-                    raise RolloutError(f"{self.root}/reset_prefix_cache did not succeed: another client is using it.")
+                self._reload_weights(folder)
         except RolloutError as error:
             raise type(error)(f"The server takes no new weights: {self._start_hint} ({error})") from error
 
+    def _load_adapter(self, folder: Path, previous: Path | None) -> None:
+        self.model_name = _adapter_name(folder)
+        try:
+            self._post_control("/v1/load_lora_adapter", {"lora_name": self.model_name, "lora_path": str(folder)})
+        except RolloutError as error:
+            # An earlier attempt, whose reply did not arrive, may have loaded it.
+            if "already been loaded" not in str(error):
+                raise
+        if previous is not None:
+            self._post_control("/v1/unload_lora_adapter", {"lora_name": _adapter_name(previous)})
+
+    def _reload_weights(self, folder: Path) -> None:
+        body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
+        self._post_control("/collective_rpc", body)
+        # The cached keys and values of prompts are of the previous weights.
+        reply = self._post_control("/reset_prefix_cache", {})
+        if '"success":false' in reply.replace(" ", ""):
+            raise RolloutError(f"{self.root}/reset_prefix_cache did not succeed: another client is using it.")
+
     def _post_control(self, path: str, body: dict[str, Any]) -> str:
+        """Send a request that concerns the weights, and return the text of the reply."""
         return post_json(f"{self.root}{path}", body, timeout=self.settings.weights_timeout, reads_json=False)
 
     def sample(self, prompt: Sequence[int], num_samples: int, seed: int | None) -> list[Rollout]:
@@ -184,44 +207,62 @@ class VLLMServer(Server):
             "stop_token_ids": self.settings.stop_tokens,
             "logprobs": 1,
             "return_token_ids": True,
-            # Overrides the model's generation_config.json, which would truncate the distribution.
-            **{"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0},
+            # These override the model's generation_config.json, which would truncate the distribution.
+            "top_p": 1.0,
+            "top_k": -1,
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
         }
         if seed is not None:
-            body["seed"] = seed & (2**63 - 1)
+            body["seed"] = seed & _MOST_SEED
         choices = self._request_completions(body, prompt, num_samples)["choices"]
-        places = [choice.get("index", place) for place, choice in enumerate(choices)]
-        if any(type(place) is not int for place in places) or sorted(places) != list(range(num_samples)):
+        choice_of_answer = {}  # by the number of the answer
+        for position, choice in enumerate(choices):
+            number = choice.get("index", position)
+            if type(number) is int:  # not bool, not a list, which a dict cannot have as a key
+                choice_of_answer[number] = choice
+        if sorted(choice_of_answer) != list(range(num_samples)):
             raise RolloutError(f"{self.url} does not number its answers from 0 to {num_samples - 1} (index).")
-        return [self._rollout(prompt, choices[places.index(place)]) for place in range(num_samples)]
+        return [self._rollout(prompt, choice_of_answer[number]) for number in range(num_samples)]
 
     def _rollout(self, prompt: Sequence[int], choice: dict[str, Any]) -> Rollout:
-        tokens, log_probs = choice.get("token_ids"), choice.get("logprobs")
-        log_probs = log_probs.get("token_logprobs") if isinstance(log_probs, dict) else None
-        is_whole = isinstance(tokens, list) and isinstance(log_probs, list) and len(tokens) == len(log_probs) > 0
-        if not is_whole or None in log_probs:
+        """Check the token ids and log-probs of an answer."""
+        tokens = choice.get("token_ids")
+        log_probs = _as_dict(choice.get("logprobs")).get("token_logprobs")
+        are_lists = isinstance(tokens, list) and isinstance(log_probs, list)
+        if not are_lists or not tokens or len(tokens) != len(log_probs) or None in log_probs:
             raise RolloutError(
                 f"{self.url} gave an answer without token ids and a log-prob for each: use a vLLM that knows "
                 "return_token_ids, or sampler.server: transformers."
             )
         self._check_count(len(tokens))
-        read = choice.get("prompt_token_ids")
-        size = self.settings.vocab_size
-        wrong = [token for token in tokens if type(token) is not int or not 0 <= token < size]
-        if wrong or (read is not None and read != list(prompt)):
-            what = f" ({_format_value(wrong[0])} is no token id below {size})" if wrong else ""
-            raise RolloutError(f"{self.url} reads or writes other tokens than this model{what}: it serves another one.")
+        vocab_size = self.settings.vocab_size
+        invalid = [token for token in tokens if type(token) is not int or not 0 <= token < vocab_size]
+        prompt_tokens = choice.get("prompt_token_ids")
+        has_other_prompt = prompt_tokens is not None and prompt_tokens != list(prompt)
+        if invalid or has_other_prompt:
+            example = ""
+            if invalid:
+                example = f" ({_format_value(invalid[0])} is no token id below {vocab_size})"
+            raise RolloutError(
+                f"{self.url} reads or writes other tokens than this model{example}: it serves another one."
+            )
         for value in log_probs:
             if type(value) not in (int, float) or not _LEAST_LOG_PROB < value <= MOST_LOG_PROB:
                 raise RolloutError(
                     f"{self.url} gave a token the log-prob {_format_value(value)}, which is no number from "
                     f"{_LEAST_LOG_PROB:g} to 0: look at the server's log, its weights or their dtype may be wrong."
                 )
-        whole = torch.tensor([*prompt, *tokens], dtype=torch.int64)
-        return Rollout(whole, len(prompt), torch.tensor(log_probs).float(), choice.get("finish_reason") == "stop")
+        return Rollout(
+            tokens=torch.tensor([*prompt, *tokens], dtype=torch.int64),
+            prompt_len=len(prompt),
+            log_probs=torch.tensor(log_probs).float(),
+            finished=choice.get("finish_reason") == "stop",
+        )
 
 
 def _adapter_name(folder: Path) -> str:
+    """Return the name of an adapter on the server, which no other run and no other step has."""
     return f"{folder.parent.name}-{folder.name}"
 
 
@@ -241,7 +282,8 @@ class TransformersServer(Server):
         super().__init__(url, model_name, settings)
         if not tokenizer_file.is_file():
             raise RolloutError(f"sampler: {tokenizer_file} is not there, and a server of texts needs it.")
-        self._tokenizer, self._stop = Tokenizer.from_file(str(tokenizer_file)), stop_token
+        self._tokenizer = Tokenizer.from_file(str(tokenizer_file))
+        self._stop_token = stop_token
         self._bos_tokens = self._tokenizer.encode("").ids  # special tokens that the server adds before each text
 
     def check(self) -> None:
@@ -252,15 +294,16 @@ class TransformersServer(Server):
         """Load weights, see :class:`Server`."""
         # Requests define the sampling, and a tokenizer that cleans up text would change the tokens.
         write_json(folder / "generation_config.json", self._generation_config())
-        if (path := folder / "tokenizer_config.json").is_file():
-            write_json(path, {**read_json(path), "clean_up_tokenization_spaces": False})
+        tokenizer_config = folder / "tokenizer_config.json"
+        if tokenizer_config.is_file():
+            write_json(tokenizer_config, {**read_json(tokenizer_config), "clean_up_tokenization_spaces": False})
         if previous is not None:
             post_json(f"{self.root}/reset", {}, timeout=self.settings.weights_timeout)
         self.model_name = str(folder)
         body = {"model": self.model_name}
-        said = post_json(f"{self.root}/load_model", body, timeout=self.settings.weights_timeout, reads_json=False)
-        if '"ready"' not in said:
-            raise RolloutError(f"The server did not load {folder} ({said.strip()[-300:]}): it has to see this folder.")
+        reply = post_json(f"{self.root}/load_model", body, timeout=self.settings.weights_timeout, reads_json=False)
+        if '"ready"' not in reply:
+            raise RolloutError(f"The server did not load {folder} ({reply.strip()[-300:]}): it has to see this folder.")
 
     def _generation_config(self) -> dict[str, Any]:
         return {
@@ -270,8 +313,8 @@ class TransformersServer(Server):
             "top_p": 1.0,
             "repetition_penalty": 1.0,
             "max_new_tokens": self.settings.max_new_tokens,
-            "eos_token_id": self._stop,
-            "pad_token_id": self._stop,
+            "eos_token_id": self._stop_token,
+            "pad_token_id": self._stop_token,
         }
 
     def sample(self, prompt: Sequence[int], num_samples: int, seed: int | None) -> list[Rollout]:
@@ -279,40 +322,51 @@ class TransformersServer(Server):
         return [self._sample_one(prompt, seed, number) for number in range(num_samples)]
 
     def _sample_one(self, prompt: Sequence[int], seed: int | None, number: int) -> Rollout:
-        begins = len(self._bos_tokens) if list(prompt[: len(self._bos_tokens)]) == self._bos_tokens else 0
-        text = self._tokenizer.decode(list(prompt[begins:]), skip_special_tokens=False)
-        how = self._generation_config()
-        if seed is None:
-            how = {name: how[name] for name in ("max_new_tokens", "eos_token_id", "pad_token_id")} | {
-                "do_sample": False
-            }
-        body = {"model": self.model_name, "prompt": text, "generation_config": json.dumps(how)}
+        text_tokens = list(prompt)
+        num_bos = len(self._bos_tokens)
+        if text_tokens[:num_bos] == self._bos_tokens:  # the server adds them
+            text_tokens = text_tokens[num_bos:]
+        text = self._tokenizer.decode(text_tokens, skip_special_tokens=False)
+        generation_config = self._generation_config()
+        if seed is None:  # greedy: settings of sampling have no effect
+            generation_config["do_sample"] = False
+            for name in ("temperature", "top_k", "top_p", "repetition_penalty"):
+                del generation_config[name]
+        body = {"model": self.model_name, "prompt": text, "generation_config": json.dumps(generation_config)}
         if seed is not None:
-            body["seed"] = (seed + number) & (2**63 - 1)
+            body["seed"] = (seed + number) & _MOST_SEED
         reply = self._request_completions(body, prompt, 1)
-        usage = reply.get("usage")
-        usage = usage if isinstance(usage, dict) else {}
-        read, count = usage.get("prompt_tokens"), usage.get("completion_tokens")
-        if type(read) is not int or type(count) is not int or count < 0:
+        usage = _as_dict(reply.get("usage"))
+        num_prompt_tokens = usage.get("prompt_tokens")
+        num_sampled = usage.get("completion_tokens")
+        if type(num_prompt_tokens) is not int or type(num_sampled) is not int or num_sampled < 0:
             raise RolloutError(f"{self.url} does not say how many tokens it read and wrote (usage).")
-        if read != len(prompt):
+        if num_prompt_tokens != len(prompt):
             raise RolloutError(
-                f"{self.url} reads {read} tokens in the place of the prompt's {len(prompt)}: its text does not become "
-                "the same tokens there; change the prompt, or use a server that takes token ids."
+                f"{self.url} reads {num_prompt_tokens} tokens in the place of the prompt's {len(prompt)}: its text "
+                "does not become the same tokens there; change the prompt, or use a server that takes token ids."
             )
-        self._check_count(count)
-        return self._rollout(prompt, reply["choices"][0], count)
+        self._check_count(num_sampled)
+        return self._rollout(prompt, reply["choices"][0], num_sampled)
 
-    def _rollout(self, prompt: Sequence[int], choice: dict[str, Any], count: int) -> Rollout:
+    def _rollout(self, prompt: Sequence[int], choice: dict[str, Any], num_sampled: int) -> Rollout:
+        """Tokenize the text of an answer; the answer is empty if its tokens cannot be the sampled ones."""
         text = choice.get("text")
         if not isinstance(text, str):
             raise RolloutError(f"{self.url} gave an answer without a text, its text is {_format_value(text)}.")
         text = _SURROGATE.sub("\ufffd", text)  # a tokenizer cannot encode a lone surrogate
         tokens = self._tokenizer.encode(text, add_special_tokens=False).ids
-        finished = len(tokens) + 1 == count
-        whole = len(tokens) == count and choice.get("finish_reason") == "length"
-        if "\ufffd" in text or not (finished or whole):
-            tokens, finished = [], False  # an empty answer, which is dropped and counted
-        elif finished:
-            tokens = [*tokens, self._stop]
-        return Rollout(torch.tensor([*prompt, *tokens], dtype=torch.int64), len(prompt), None, finished)
+        is_finished = len(tokens) + 1 == num_sampled  # the text lacks the stop token
+        is_truncated = len(tokens) == num_sampled and choice.get("finish_reason") == "length"
+        # U+FFFD stands for a part of a character, so its tokens are unknown.
+        is_dropped = "\ufffd" in text or not (is_finished or is_truncated)
+        if is_dropped:
+            tokens = []
+        elif is_finished:
+            tokens = [*tokens, self._stop_token]
+        return Rollout(
+            tokens=torch.tensor([*prompt, *tokens], dtype=torch.int64),
+            prompt_len=len(prompt),
+            log_probs=None,
+            finished=is_finished and not is_dropped,
+        )

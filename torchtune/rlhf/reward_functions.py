@@ -27,7 +27,8 @@ class Reward(ABC):
     """
 
     def __init__(self, weight: float = 1.0, name: str | None = None) -> None:
-        self.weight, self.name = weight, name or type(self).__name__
+        self.weight = weight
+        self.name = name or type(self).__name__
 
     @abstractmethod
     def __call__(self, rows: Sequence[Row], texts: Sequence[str]) -> Sequence[float | None]:
@@ -53,13 +54,17 @@ class FunctionReward(Reward):
     """
 
     def __init__(self, function: str | RewardFunction, weight: float = 1.0, name: str | None = None) -> None:
-        own = function.rpartition(".")[2] if isinstance(function, str) else getattr(function, "__name__", None)
-        super().__init__(weight, name or own or type(function).__name__)
-        found = locate_from_recipe(function) if isinstance(function, str) else function
-        if not callable(found):
-            kind = type(found).__name__
+        if isinstance(function, str):
+            function_name = function.rpartition(".")[2]
+            reward_function = locate_from_recipe(function)
+        else:
+            function_name = getattr(function, "__name__", type(function).__name__)
+            reward_function = function
+        super().__init__(weight, name or function_name)
+        if not callable(reward_function):
+            kind = type(reward_function).__name__
             raise ValueError(f"function: {function!r:.80} is a {kind}: name a function, as in my_rewards.polite.")
-        self._function: RewardFunction = found
+        self._function: RewardFunction = reward_function
 
     def __call__(self, rows: Sequence[Row], texts: Sequence[str]) -> Sequence[float | None]:
         """Call the function."""
@@ -124,7 +129,9 @@ class ExactMatch(_ColumnReward):
 
     def score(self, row: Row, text: str) -> float:
         """Return 1 or 0."""
-        return float(_last_match(self.pattern, text.strip()) == str(self.reference(row)).strip())
+        answer = _last_match(self.pattern, text.strip())
+        expected = str(self.reference(row)).strip()
+        return float(answer == expected)
 
 
 _NUMBER = re.compile(r"(?:(?<!\d)-)?(?:\d[\d,]*)?\.?\d+(?:[eE][+-]?\d+)?")  # the last number of "3-5" is 5
@@ -141,15 +148,17 @@ class NumberMatch(_ColumnReward):
 
     def score(self, row: Row, text: str) -> float:
         """Return 1 or 0."""
-        right, given = _last_number(str(self.reference(row))), _last_number(text)
-        if right is None:
+        expected = _last_number(str(self.reference(row)))
+        if expected is None:
             raise RolloutError(f"column '{self.column}' holds no number")
-        return float(given == right)
+        return float(_last_number(text) == expected)
 
 
 def _last_number(text: str) -> float | None:
-    found = _NUMBER.findall(text)
-    return float(found[-1].replace(",", "")) if found else None
+    numbers = _NUMBER.findall(text)
+    if not numbers:
+        return None
+    return float(numbers[-1].replace(",", ""))
 
 
 class RegexMatch(_RowReward):
@@ -164,11 +173,16 @@ class RegexMatch(_RowReward):
 
     def __init__(self, pattern: str, whole: bool = False, weight: float = 1.0, name: str | None = None) -> None:
         super().__init__(weight, name)
-        self.pattern, self.whole = _compile_pattern(pattern), whole
+        self.pattern = _compile_pattern(pattern)
+        self.whole = whole
 
     def score(self, row: Row, text: str) -> float:
         """Return 1 or 0."""
-        return float(bool(self.pattern.fullmatch(text.strip()) if self.whole else self.pattern.search(text)))
+        if self.whole:
+            match = self.pattern.fullmatch(text.strip())
+        else:
+            match = self.pattern.search(text)
+        return float(match is not None)
 
 
 class JSONFields(_ColumnReward):
@@ -184,16 +198,20 @@ class JSONFields(_ColumnReward):
 
     def score(self, row: Row, text: str) -> float:
         """Return the fraction, from 0 to 1."""
-        right = self.reference(row)
-        right = right if isinstance(right, Mapping) else _parse_json_object(str(right))
-        if right is None:
+        expected = self.reference(row)
+        if not isinstance(expected, Mapping):
+            expected = _parse_json_object(str(expected))
+        if expected is None:
             raise RolloutError(f"column '{self.column}' is no JSON object")
-        given = _parse_json_object(text)
-        fields = {*right, *(given or {})}
-        if given is None or not fields:
-            return float(given is not None)
-        same = [key in given and key in right and _is_equal(given[key], right[key]) for key in fields]
-        return sum(same) / len(fields)
+        answer = _parse_json_object(text)
+        if answer is None:
+            return 0.0
+        fields = answer.keys() | expected.keys()
+        if not fields:
+            return 1.0
+        common_fields = answer.keys() & expected.keys()
+        num_equal = sum(_is_equal(answer[field], expected[field]) for field in common_fields)
+        return num_equal / len(fields)
 
 
 class LengthReward(_RowReward):
@@ -210,11 +228,13 @@ class LengthReward(_RowReward):
         super().__init__(weight, name)
         if not 0 <= target < limit:
             raise ValueError(f"target is {target} and limit {limit}: limit must be above target.")
-        self.target, self.limit = target, limit
+        self.target = target
+        self.limit = limit
 
     def score(self, row: Row, text: str) -> float:
         """Return the reward, from 0 to 1."""
-        return min(1.0, max(0.0, (self.limit - len(text)) / (self.limit - self.target)))
+        reward = (self.limit - len(text)) / (self.limit - self.target)
+        return min(1.0, max(0.0, reward))
 
 
 class MathReward(_ColumnReward):
@@ -234,8 +254,11 @@ class MathReward(_ColumnReward):
 
     def score(self, row: Row, text: str) -> float | None:
         """Return 1, 0 or ``None``."""
-        right = self._math.parse(str(self.reference(row)))
-        return float(self._math.verify(right, self._math.parse(text))) if right else None
+        expected = self._math.parse(str(self.reference(row)))
+        if not expected:
+            return None
+        answer = self._math.parse(text)
+        return float(self._math.verify(expected, answer))
 
 
 class ReasoningGymReward(_RowReward):
@@ -261,16 +284,25 @@ class ReasoningGymReward(_RowReward):
         environment = (_column(row, "metadata") or {}).get("source_dataset")
         if environment is None:
             raise RolloutError("the row is of no environment: use torchtune.datasets.reasoning_gym_dataset")
-        given = _last_match(self.pattern, text.strip())
-        return 0.0 if given is None else float(self._gym.get_score_answer_fn(environment)(given, row))
+        answer = _last_match(self.pattern, text.strip())
+        if answer is None:
+            return 0.0
+        score_answer = self._gym.get_score_answer_fn(environment)
+        return float(score_answer(answer, row))
 
 
 def _last_match(pattern: re.Pattern[str] | None, text: str) -> str | None:
-    """Return the last match of a pattern (its first group if it has groups); None without a match."""
+    """Return the last match of a pattern (its first group if it has groups); None without a match.
+
+    Without a pattern, return the whole text.
+    """
     if pattern is None:
         return text
-    found = list(pattern.finditer(text))
-    return found[-1][1 if pattern.groups else 0].strip() if found else None
+    matches = list(pattern.finditer(text))
+    if not matches:
+        return None
+    group = 1 if pattern.groups else 0  # group 0 is the whole match
+    return matches[-1][group].strip()
 
 
 class JudgeReward(_RowReward):
@@ -299,7 +331,11 @@ class JudgeReward(_RowReward):
         name: str | None = None,
     ) -> None:
         super().__init__(weight, name)
-        self.url, self.model, self.prompt, self.scale, self.timeout = url.rstrip("/"), model, prompt, scale, timeout
+        self.url = url.rstrip("/")
+        self.model = model
+        self.prompt = prompt
+        self.scale = scale
+        self.timeout = timeout
         self.pattern = _compile_pattern(pattern)
         if not self.pattern.groups:
             raise ValueError(f"pattern {pattern!r} has no group: put the number in round brackets.")
@@ -307,19 +343,21 @@ class JudgeReward(_RowReward):
     def score(self, row: Row, text: str) -> float | None:
         """Return the score, or ``None``."""
         try:
-            asked = self.prompt.format_map({**row, "text": text})
+            prompt = self.prompt.format_map({**row, "text": text})
         except KeyError as error:
             raise RolloutError(f"the prompt names {error}, which is no column of the row") from error
-        body = {"model": self.model, "messages": [{"role": "user", "content": asked}], "temperature": 0.0}
+        body = {"model": self.model, "messages": [{"role": "user", "content": prompt}], "temperature": 0.0}
         reply = post_json(f"{self.url}/chat/completions", body, timeout=self.timeout)
         try:
-            said = reply["choices"][0]["message"]["content"] or ""
+            verdict = reply["choices"][0]["message"]["content"] or ""
         except (KeyError, IndexError, TypeError) as error:
             raise RolloutError(f"{self.url} replies without choices[0].message.content") from error
-        if not isinstance(said, str):
-            raise RolloutError(f"{self.url} replies with no text but a {type(said).__name__}")
-        found = self.pattern.search(said)
-        return None if found is None else float(found[1]) / self.scale
+        if not isinstance(verdict, str):
+            raise RolloutError(f"{self.url} replies with no text but a {type(verdict).__name__}")
+        match = self.pattern.search(verdict)
+        if match is None:
+            return None
+        return float(match[1]) / self.scale
 
 
 @dataclass(frozen=True)
@@ -343,8 +381,8 @@ class RewardSum:
         setting: name of the setting, for error messages.
 
     Example:
-        >>> def is_short(rows, answers, **others):
-        ...     return [float(len(answer) < 10) for answer in answers]
+        >>> def is_short(rows, texts):
+        ...     return [float(len(text) < 10) for text in texts]
         >>> rewards = torchtune.rlhf.RewardSum([is_short])
     """
 
@@ -356,7 +394,7 @@ class RewardSum:
             if name in self._rewards:
                 raise RolloutError(f"{setting}: there are two of the name '{name}': give one of them another 'name'.")
             self._rewards[name] = reward
-        if rewards and not any(getattr(reward, "weight", 1.0) for reward in rewards):
+        if rewards and not any(_weight(reward) for reward in rewards):
             raise RolloutError(f"{setting}: every weight is 0, so nothing would be learned: raise one.")
 
     def __call__(self, rows: Sequence[Row], texts: Sequence[str], numbers: Sequence[int] | None = None) -> Scores:
@@ -371,19 +409,36 @@ class RewardSum:
             RolloutError: a reward raises, or returns a wrong number of values or a value that is neither a finite
                 number nor ``None``; the message names the rows.
         """
-        numbers = list(range(len(rows))) if numbers is None else numbers
-        total, parts = [0.0] * len(texts), {}
+        if numbers is None:
+            numbers = list(range(len(rows)))
+        totals = [0.0] * len(texts)
+        parts = {}
         for name, reward in self._rewards.items():
             values = _call_reward(f"{self._setting}: '{name}'", reward, rows, texts, numbers)
             parts[name] = values
-            weight = getattr(reward, "weight", 1.0)
-            total = [before + weight * value for before, value in zip(total, values, strict=True)]
-        return Scores(total, parts)
+            weight = _weight(reward)
+            for index, value in enumerate(values):
+                totals[index] += weight * value
+        return Scores(totals, parts)
+
+
+def _weight(reward: RewardFunction) -> float:
+    """Return the weight of a reward; a function without the attribute has weight 1."""
+    return getattr(reward, "weight", 1.0)
 
 
 def _call_reward(
     name: str, reward: RewardFunction, rows: Sequence[Row], texts: Sequence[str], numbers: Sequence[int]
 ) -> list[float]:
+    """Call a reward and check its values; NaN stands for an answer that cannot be scored.
+
+    Args:
+        name: the setting and the name of the reward, for error messages.
+        reward: the reward.
+        rows: dataset rows, one per text.
+        texts: the answers.
+        numbers: row numbers, for error messages.
+    """
     if not texts:  # this rank has no prompts
         return []
     try:
@@ -394,28 +449,36 @@ def _call_reward(
     except NoReplyError as error:  # do not retry row by row: every row could take a timeout
         raise NoReplyError(f"{name} fails for {_format_rows(numbers)}: {error}") from error
     except (Exception, SystemExit) as error:  # a user function may raise anything
-        where = [
-            number for number, row, text in zip(numbers, rows, texts, strict=True) if _fails_for(reward, row, text)
-        ]
-        what = str(error) if isinstance(error, RolloutError) else f"{type(error).__name__}: {error}"
+        # Call the reward row by row: the message names the rows that fail.
+        failing = []
+        for number, row, text in zip(numbers, rows, texts, strict=True):
+            if _fails_for(reward, row, text):
+                failing.append(number)
+        failing_rows = _format_rows(failing or numbers)
+        reason = str(error) if isinstance(error, RolloutError) else f"{type(error).__name__}: {error}"
         raise RolloutError(
-            f"{name} fails for {_format_rows(where or numbers)}: {what.rstrip('.')}; correct the reward or the rows."
+            f"{name} fails for {failing_rows}: {reason.rstrip('.')}; correct the reward or the rows."
         ) from error
     if len(values) != len(texts):
         raise RolloutError(
             f"{name} returned {len(values)} values for {len(texts)} answers ({_format_rows(numbers)}): it must "
             "return one for each."
         )
-    bad = [at for at, value in enumerate(values) if value is not None and not _is_finite(value)]
-    if bad:
+    invalid = [index for index, value in enumerate(values) if value is not None and not _is_finite(value)]
+    if invalid:
+        invalid_rows = _format_rows([numbers[index] for index in invalid])
         raise RolloutError(
-            f"{name} returned {values[bad[0]]!r} for {_format_rows([numbers[at] for at in bad])}: it must return "
-            "finite numbers, or None for an answer that cannot be scored."
+            f"{name} returned {values[invalid[0]]!r} for {invalid_rows}: it must return finite numbers, or None for "
+            "an answer that cannot be scored."
         )
-    return [math.nan if value is None else float(value) for value in values]
+    scores = []
+    for value in values:
+        scores.append(math.nan if value is None else float(value))
+    return scores
 
 
 def _fails_for(reward: RewardFunction, row: Row, text: str) -> bool:
+    """Return whether a reward raises for one answer."""
     try:
         reward([dict(row)], [text])
     except (Exception, SystemExit):  # noqa: BLE001 - raised by a user function
@@ -424,9 +487,12 @@ def _fails_for(reward: RewardFunction, row: Row, text: str) -> bool:
 
 
 def _format_rows(numbers: Sequence[int]) -> str:
-    found = sorted(set(numbers))
-    shown = ", ".join(map(str, found[:10])) + (", …" if len(found) > 10 else "")
-    return f"row{'s' if len(found) > 1 else ''} {shown}"
+    """Format up to ten row numbers for messages."""
+    unique = sorted(set(numbers))
+    text = ", ".join(map(str, unique[:10]))
+    if len(unique) > 10:
+        text += ", …"
+    return f"rows {text}" if len(unique) > 1 else f"row {text}"
 
 
 def _is_finite(value: Any) -> bool:
@@ -445,12 +511,12 @@ def _compile_pattern(pattern: str) -> re.Pattern[str]:
 
 def _parse_json_object(text: str) -> dict[str, Any] | None:
     try:
-        found = json.loads(text)
+        value = json.loads(text)
     except (ValueError, RecursionError):
         return None
-    return found if isinstance(found, dict) else None
+    return value if isinstance(value, dict) else None
 
 
-def _is_equal(one: Any, other: Any) -> bool:
-    """Return whether two values are equal; True does not equal 1."""
-    return one == other and isinstance(one, bool) == isinstance(other, bool)
+def _is_equal(answer: Any, expected: Any) -> bool:
+    """Return whether two values of JSON fields are equal; True does not equal 1."""
+    return answer == expected and isinstance(answer, bool) == isinstance(expected, bool)

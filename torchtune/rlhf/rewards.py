@@ -1,6 +1,68 @@
-"""Masked token rewards and advantages, for PPO recipes."""
+"""Token rewards and advantages of padded answers, and records of a step, for PPO recipes."""
+
+from typing import NamedTuple
 
 import torch
+
+
+class Trajectory(NamedTuple):
+    """Answers of a policy with the inputs of PPO.
+
+    Shapes: ``b`` answers, ``s`` tokens of query and response, ``r`` tokens of the response.
+
+    Attributes:
+        query_responses: tokens ``[b, s]``.
+        logprobs: log-probs of the policy ``[b, r]``.
+        ref_logprobs: log-probs of the reference ``[b, r]``.
+        values: values of the value model ``[b, r]``.
+        masks: attention masks ``[b, s, s]``.
+        position_ids: ``[b, s]``.
+        response_padding_masks: bool ``[b, r]``, True at padding.
+        value_padding_masks: bool ``[b, r]``, True at padding, one token later.
+        value_seq_idxs: position of the last value ``[b]``.
+        scores: scores of the reward model ``[b]``.
+        seq_lens: position of the last token of the response ``[b]``.
+
+    Example:
+        >>> torchtune.rlhf.Trajectory(*[torch.zeros(1, 2)] * 11).values.shape
+        torch.Size([1, 2])
+    """
+
+    query_responses: torch.Tensor
+    logprobs: torch.Tensor
+    ref_logprobs: torch.Tensor
+    values: torch.Tensor
+    masks: torch.Tensor
+    position_ids: torch.Tensor
+    response_padding_masks: torch.Tensor
+    value_padding_masks: torch.Tensor
+    value_seq_idxs: torch.Tensor
+    scores: torch.Tensor
+    seq_lens: torch.Tensor
+
+
+class PPOStats(NamedTuple):
+    """Metrics of a PPO step; each is a scalar.
+
+    Attributes:
+        loss: sum of the policy loss and the weighted value loss.
+        policy_loss: clipped policy loss.
+        value_loss: clipped value loss.
+        ratios: mean probability ratio.
+        clipfrac: fraction of tokens with a clipped ratio.
+        approx_policy_kls: estimated KL divergence of the old and the new policy.
+
+    Example:
+        >>> torchtune.rlhf.PPOStats(*torch.zeros(6)).loss
+        tensor(0.)
+    """
+
+    loss: torch.Tensor
+    policy_loss: torch.Tensor
+    value_loss: torch.Tensor
+    ratios: torch.Tensor
+    clipfrac: torch.Tensor
+    approx_policy_kls: torch.Tensor
 
 
 def get_reward_penalty_mask(
@@ -93,8 +155,10 @@ def masked_var(centered_values: torch.Tensor, mask: torch.Tensor, unbiased: bool
         tensor(1.)
     """
     variance = masked_mean(centered_values.square(), mask)
+    if not unbiased:
+        return variance
     count = mask.sum()
-    return variance * count / (count - 1).clamp(min=1) if unbiased else variance
+    return variance * count / (count - 1).clamp(min=1)
 
 
 def whiten(x: torch.Tensor, mask: torch.Tensor | None = None, shift_mean: bool = True) -> torch.Tensor:
@@ -110,12 +174,15 @@ def whiten(x: torch.Tensor, mask: torch.Tensor | None = None, shift_mean: bool =
         1.0
     """
     if mask is None:
-        mean, variance = x.mean(), x.var()
+        mean = x.mean()
+        variance = x.var()
     else:
         mean = masked_mean(x, mask)
         variance = masked_var(x - mean, mask)
     whitened = (x - mean) * torch.rsqrt(variance + 1e-8)
-    return whitened + mean if shift_mean else whitened
+    if shift_mean:
+        return whitened + mean
+    return whitened
 
 
 def estimate_advantages(
@@ -144,13 +211,17 @@ def estimate_advantages(
         >>> torchtune.rlhf.estimate_advantages(values, rewards, gamma=1.0, lmbda=1.0)[1]  # returns
         tensor([[1., 1., 1.]])
     """
-    following = torch.cat([values[:, 1:], torch.zeros_like(values[:, :1])], dim=1)
-    deltas = rewards + gamma * following - values
-    estimates, last = [], torch.zeros_like(values[:, 0])
+    next_values = torch.cat([values[:, 1:], torch.zeros_like(values[:, :1])], dim=1)  # 0 after the last token
+    deltas = rewards + gamma * next_values - values
+    # The advantage of a token is its delta plus the discounted advantage of the next token: from the last to the first.
+    advantage = torch.zeros_like(values[:, 0])  # [b]
+    reversed_advantages = []
     for delta in reversed(deltas.unbind(dim=1)):
-        last = delta + gamma * lmbda * last
-        estimates.append(last)
-    advantages = torch.stack(estimates[::-1], dim=1)
+        advantage = delta + gamma * lmbda * advantage
+        reversed_advantages.append(advantage)
+    advantages = torch.stack(reversed_advantages[::-1], dim=1)  # [b, r]
     returns = advantages + values
     advantages = whiten(advantages, masks, shift_mean)
-    return advantages if masks is None else advantages.masked_fill(~masks, 0.0), returns
+    if masks is not None:
+        advantages = advantages.masked_fill(~masks, 0.0)
+    return advantages, returns

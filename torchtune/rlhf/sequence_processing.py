@@ -22,9 +22,10 @@ def truncate_sequence_at_first_stop_token(
         >>> torchtune.rlhf.truncate_sequence_at_first_stop_token(torch.tensor([[5, 2, 7]]), torch.tensor([2]))[1]
         tensor([[5, 2, 0]])
     """
-    stops = torch.isin(sequences, stop_tokens).long()
-    behind = stops.cumsum(dim=-1) - stops > 0
-    return behind, sequences.masked_fill(behind, fill_value)
+    is_stop = torch.isin(sequences, stop_tokens).long()
+    num_earlier_stops = is_stop.cumsum(dim=-1) - is_stop
+    is_truncated = num_earlier_stops > 0
+    return is_truncated, sequences.masked_fill(is_truncated, fill_value)
 
 
 def logits_to_logprobs(logits: torch.Tensor, sequences: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
@@ -50,8 +51,10 @@ def batched_logits_to_logprobs(
         >>> torchtune.rlhf.batched_logits_to_logprobs(torch.zeros(1, 2, 4), torch.tensor([[0, 3]])).exp()
         tensor([[0.2500, 0.2500]])
     """
-    chunks = zip(logits.split(chunk_size), sequences.split(chunk_size), strict=True)
-    return torch.cat([logits_to_logprobs(rows, tokens, temperature) for rows, tokens in chunks])
+    log_probs = []
+    for logits_chunk, tokens in zip(logits.split(chunk_size), sequences.split(chunk_size), strict=True):
+        log_probs.append(logits_to_logprobs(logits_chunk, tokens, temperature))
+    return torch.cat(log_probs)
 
 
 def truncate_sequence_for_logprobs(query_response_logits: torch.Tensor, context_length: int) -> torch.Tensor:
@@ -94,8 +97,11 @@ def get_batch_log_probs(
     """
     if logits.shape[:-1] != labels.shape:
         raise ValueError(f"Logits {list(logits.shape)} and labels {list(labels.shape)} differ in batch or length.")
-    labels, logits = labels[:, 1:], logits[:, :-1]
-    counts = labels != label_pad_token_id
-    log_probs = logits_to_logprobs(logits, labels.masked_fill(~counts, 0))
-    sums = log_probs.masked_fill(~counts, 0.0).sum(-1)
-    return sums / counts.sum(-1).clamp(min=1) if return_average_logprobs else sums
+    labels = labels[:, 1:]
+    logits = logits[:, :-1]
+    is_labeled = labels != label_pad_token_id
+    log_probs = logits_to_logprobs(logits, labels.masked_fill(~is_labeled, 0))  # the ignore index is not a token
+    sums = log_probs.masked_fill(~is_labeled, 0.0).sum(-1)
+    if return_average_logprobs:
+        return sums / is_labeled.sum(-1).clamp(min=1)
+    return sums

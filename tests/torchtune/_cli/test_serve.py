@@ -17,7 +17,7 @@ from torch import nn
 from tests.serving import serving
 from tests.tiny import write_adapter, write_checkpoint
 from tests.torchtune._cli.test_chat import reference
-from tests.torchtune.rlhf.environments.test_bridge import CALL, PUBLISHED, TOOLS, conversation, make
+from tests.torchtune.rlhf.environments.test_turn_tokens import CALL, PUBLISHED, TOOLS, conversation, make
 from torchtune._cli._chat_api import ChatServer, _Held
 from torchtune._cli.serve import _load
 from torchtune._cli.tune import main

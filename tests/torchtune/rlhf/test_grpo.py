@@ -22,7 +22,7 @@ from torchtune.rlhf import (
     RewardSum,
     Rollout,
     RolloutError,
-    _rollout_record,
+    _scored_rollouts,
     collate_rollouts,
 )
 from torchtune.rlhf import reward_functions as rewards
@@ -241,7 +241,7 @@ def test_answers_of_a_run_with_more_processes_do_not_stay_behind(tmp_path):
 
 def test_an_answer_in_the_log_moves_no_cursor():
     line = {"reward": 1.0, "advantage": None, "tokens": 3, "answer": "a\x1b[2Jb\r\nc", "row": 0}
-    assert _rollout_record._format_table(1, [line]).endswith("a·[2Jb·⏎c (0)")
+    assert _scored_rollouts._format_table(1, [line]).endswith("a·[2Jb·⏎c (0)")
 
 
 @pytest.fixture(scope="module")

@@ -1,12 +1,12 @@
 """Environments for reinforcement learning: tools, tool calls, and multi-turn conversations."""
 
 from torchtune.rlhf._rollouts import ENDS, Episode
-from torchtune.rlhf.environments._bridge import Bridge
-from torchtune.rlhf.environments._calls import FORMATS, CallError, ToolCall, detect_format, parse_calls
 from torchtune.rlhf.environments._episodes import Environments, setup_environments
-from torchtune.rlhf.environments._other_libraries import Gymnasium, OpenEnv, OpenEnvGym, TextArena
+from torchtune.rlhf.environments._external_environments import Gymnasium, OpenEnv, OpenEnvGym, TextArena
 from torchtune.rlhf.environments._sessions import Sample, Sessions, episodes_of
+from torchtune.rlhf.environments._tool_call_parsers import FORMATS, CallError, ToolCall, detect_format, parse_calls
 from torchtune.rlhf.environments._tools import check_call, parameters_of, tools_of
+from torchtune.rlhf.environments._turn_tokens import Bridge
 
 __all__ = [
     "ENDS",

@@ -15,14 +15,22 @@ import torch
 from torchtune.data import Message, as_messages
 from torchtune.rlhf._prompts import Prompt
 from torchtune.rlhf._rollouts import Episode, Rollout, RolloutError
-from torchtune.rlhf.environments._bridge import Bridge, Turn
-from torchtune.rlhf.environments._calls import ToolCall
+from torchtune.rlhf.environments._tool_call_parsers import ToolCall
 from torchtune.rlhf.environments._tools import reply_text
+from torchtune.rlhf.environments._turn_tokens import Bridge, Turn
 
 
 @dataclass(eq=False)
 class Kind:
-    """Kind of environment: its builder, its tools, and the bridge that renders tool replies."""
+    """Kind of environment.
+
+    Attributes:
+        name: class name of the environment.
+        build: builder of an environment.
+        schemas: JSON schema of each tool's parameters, by tool name.
+        bridge: renders prompts with the tools, and the replies of tools.
+        has_reward: whether the environment has ``get_reward``.
+    """
 
     name: str
     build: Callable[[], Any]
@@ -48,6 +56,10 @@ class Conversation:
         history: all turns of the episode.
         start: prompt tokens of the episode.
         images: the ``encoder_input`` of the prompt's images; empty without images.
+        environment: the environment; None before its reset.
+        mask: for all tokens after the prompt, True at sampled tokens.
+        log_probs: for all tokens after the prompt, log-probs of sampled tokens and 0 for other tokens.
+        calls: see :class:`Episode`, also for ``errors``, ``end``, ``reward`` and ``failure``.
     """
 
     number: int
@@ -81,30 +93,50 @@ class Conversation:
 
     def restart(self, context: list[int]) -> None:
         """Store the turns as a sample, and continue from a context without the reasoning of earlier turns."""
-        self.earlier.append(Rollout(*self._sampled(), True, torch.tensor(self.mask), self.images))
-        self.tokens, self.log_probs, self.mask, self.past = context, [], [], None
-        self.prompt_len = self.turn_start = len(context)
-
-    def _sampled(self) -> tuple[torch.Tensor, int, torch.Tensor]:
-        return torch.tensor(self.tokens), self.prompt_len, torch.tensor(self.log_probs, dtype=torch.float32)
+        sample = Rollout(
+            tokens=torch.tensor(self.tokens),
+            prompt_len=self.prompt_len,
+            log_probs=torch.tensor(self.log_probs, dtype=torch.float32),
+            finished=True,
+            mask=torch.tensor(self.mask),
+            images=self.images,
+        )
+        self.earlier.append(sample)
+        self.tokens = context
+        self.log_probs = []
+        self.mask = []
+        self.past = None  # the cached keys and values are of other tokens
+        self.prompt_len = len(context)
+        self.turn_start = len(context)
 
     @property
     def turns(self) -> int:
+        """Number of turns of the policy."""
         return len(self.history)
 
-    def shares_images(self, other: "Conversation") -> bool:
-        return self.images.get("encoder_input") is other.images.get("encoder_input")
+    def has_same_prompt(self, first: "Conversation") -> bool:
+        """Return whether the first turn has the same input and limit as that of another conversation."""
+        return (
+            self.tokens == first.tokens
+            and self.limit == first.limit
+            and self.images.get("encoder_input") is first.images.get("encoder_input")
+        )
 
     def fail(self, end: str, failure: str) -> None:
         """End the episode and mark it as invalid."""
-        self.end, self.failure, self.reward = end, failure, math.nan
+        self.end = end
+        self.failure = failure
+        self.reward = math.nan
 
     def episode(self) -> Episode:
+        """Return the episode after its end."""
         return Episode(
-            *self._sampled(),
-            self.end == "completed",
-            torch.tensor(self.mask, dtype=torch.bool),
-            self.images,
+            tokens=torch.tensor(self.tokens),
+            prompt_len=self.prompt_len,
+            log_probs=torch.tensor(self.log_probs, dtype=torch.float32),
+            finished=self.end == "completed",
+            mask=torch.tensor(self.mask, dtype=torch.bool),
+            images=self.images,
             end=self.end,
             reward=self.reward,
             environment=self.kind.name,
@@ -117,11 +149,16 @@ class Conversation:
 
 
 class Task:
-    """Call of a user function in a separate thread, with a time limit."""
+    """Call of a user function in a separate thread, with a time limit.
+
+    Attributes:
+        seconds: duration of the call, after its end.
+    """
 
     def __init__(self, timeout: float, function: Callable[..., Any], *arguments: Any) -> None:
         self._future: concurrent.futures.Future = concurrent.futures.Future()
-        self._deadline, self._timeout = time.monotonic() + timeout, timeout
+        self._timeout = timeout
+        self._deadline = time.monotonic() + timeout
         self.seconds = 0.0
 
         def run() -> None:
@@ -136,41 +173,55 @@ class Task:
 
     def result(self, *, wait: bool = True) -> tuple[Any, tuple[str, str] | None]:
         """Wait, and return (result, None), or (None, (end of the episode, error message)) for a failure."""
-        concurrent.futures.wait([self._future], wait * max(self._deadline - time.monotonic(), 0.0))
+        remaining_seconds = max(self._deadline - time.monotonic(), 0.0) if wait else 0.0
+        concurrent.futures.wait([self._future], remaining_seconds)
         if not self._future.done():
             return None, ("timeout", f"no result within {self._timeout:g} s")
-        if (error := self._future.exception()) is not None:
+        error = self._future.exception()
+        if error is not None:
             return None, ("environment_failed", f"{type(error).__name__}: {error}")
         return self._future.result(), None
 
 
 def _call(function: Callable[..., Any], /, *arguments: Any, **named: Any) -> Any:
     """Call a function; if it returns a coroutine, run the coroutine."""
-    found = function(*arguments, **named)
-    return asyncio.run(found) if inspect.iscoroutine(found) else found
+    result = function(*arguments, **named)
+    if inspect.iscoroutine(result):
+        return asyncio.run(result)
+    return result
 
 
 def reset(conversation: Conversation, seed: int) -> Any:
     """Build and reset an environment; return the observation."""
     environment = conversation.kind.build()
     conversation.environment = environment
-    known = inspect.signature(environment.reset).parameters
-    values = {"seed": seed, **conversation.prompt.row} if "seed" in known else dict(conversation.prompt.row)
-    if not any(one.kind is one.VAR_KEYWORD for one in known.values()):
-        values = {name: value for name, value in values.items() if name in known}
-    observation = _call(environment.reset, **values)
+    parameters = inspect.signature(environment.reset).parameters
+    arguments = dict(conversation.prompt.row)
+    if "seed" in parameters:
+        arguments = {"seed": seed, **arguments}  # a column "seed" replaces it
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    if not takes_all:
+        arguments = {name: value for name, value in arguments.items() if name in parameters}
+    observation = _call(environment.reset, **arguments)
+    if observation is None:
+        return None
+    if isinstance(observation, str):
+        return reply_text(observation)
     if isinstance(observation, list):
         return as_messages([{"role": "user", "content": observation}])[0].content
-    if not isinstance(observation, str | None):
-        raise TypeError(f"reset returned a {type(observation).__name__}, not a text, a list of parts or None")
-    return observation if observation is None else reply_text(observation)
+    raise TypeError(f"reset returned a {type(observation).__name__}, not a text, a list of parts or None")
 
 
 def run_tools(environment: Any, calls: list[ToolCall]) -> tuple[list[str], bool]:
     """Call tools sequentially; return their results as texts, and whether the episode is done."""
-    replies = [reply_text(_call(getattr(environment, call.name), **call.arguments)) for call in calls]
+    replies = []
+    for call in calls:
+        result = _call(getattr(environment, call.name), **call.arguments)
+        replies.append(reply_text(result))
     done = getattr(environment, "done", False)
-    return replies, bool(done() if callable(done) else done)
+    if callable(done):
+        done = done()
+    return replies, bool(done)
 
 
 def score(environment: Any) -> float:
@@ -178,18 +229,21 @@ def score(environment: Any) -> float:
     reward = _call(environment.get_reward)
     if reward is None:
         return math.nan
+    message = f"get_reward returned a {type(reward).__name__}, not a finite number or None"
     try:
-        if not math.isfinite(found := float(reward)):
-            raise ValueError("it is not finite")
+        value = float(reward)
     except Exception as error:
-        raise TypeError(
-            f"get_reward returned a {type(reward).__name__}, not a finite number or None: {error}"
-        ) from error
-    return found
+        raise TypeError(f"{message}: {error}") from error
+    if not math.isfinite(value):
+        raise TypeError(f"{message}: it is not finite")
+    return value
 
 
 def close(environment: Any) -> Any:
-    return environment.close() if callable(getattr(environment, "close", None)) else None
+    """Close an environment, if it has the method."""
+    if callable(getattr(environment, "close", None)):
+        return environment.close()
+    return None
 
 
 def with_observation(prompt: Prompt, observation: str | list[dict[str, Any]] | None) -> list[Message]:
@@ -202,9 +256,10 @@ def with_observation(prompt: Prompt, observation: str | list[dict[str, Any]] | N
         )
     if not observation:
         return messages
-    place = next((i for i in reversed(range(len(messages))) if messages[i].role == "user"), None)
-    if place is None:
-        return [*messages, Message(role="user", content=observation)]
-    last, seen = messages[place], Message(role="user", content=observation)
-    messages[place] = Message(role="user", content=[*last.content, *seen.content], extra=last.extra)
+    observed = Message(role="user", content=observation)
+    user_turns = [index for index, message in enumerate(messages) if message.role == "user"]
+    if not user_turns:
+        return [*messages, observed]
+    last = messages[user_turns[-1]]
+    messages[user_turns[-1]] = Message(role="user", content=[*last.content, *observed.content], extra=last.extra)
     return messages

@@ -4,6 +4,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -12,11 +13,9 @@ import torch
 from torchtune import config
 from torchtune.data import DataError, Message
 from torchtune.generation import Batch, Request, seeded_draws, stream_tokens
-from torchtune.rlhf._local_sampler import LocalSampler, is_tensor_parallel
 from torchtune.rlhf._prompts import Prompt
 from torchtune.rlhf._rollouts import INVALID_ENDS, Episode, RolloutError
-from torchtune.rlhf.environments._bridge import Bridge, Turn
-from torchtune.rlhf.environments._calls import FORMATS, CallError, ToolCall, detect_format, parse_calls
+from torchtune.rlhf._samplers import LocalSampler, is_tensor_parallel
 from torchtune.rlhf.environments._conversation import (
     Conversation,
     Kind,
@@ -27,7 +26,9 @@ from torchtune.rlhf.environments._conversation import (
     score,
     with_observation,
 )
+from torchtune.rlhf.environments._tool_call_parsers import FORMATS, CallError, ToolCall, detect_format, parse_calls
 from torchtune.rlhf.environments._tools import check_call, parameters_of, tools_of
+from torchtune.rlhf.environments._turn_tokens import Bridge, Turn
 from torchtune.utils import get_logger, log_once
 
 # Number of decoding steps between two turns of an episode, while tools run. An episode continues after a fixed number
@@ -86,12 +87,16 @@ class Environments:
                 "environment: tools run between the steps of this process's own sampling: take the sampler "
                 "torchtune.rlhf.LocalSampler, and set tensor_parallel_dim to 1."
             )
-        self._sampler, self._tokenizer = sampler, tokenizer
-        self._max_turns, self._timeout = max_turns, timeout
-        template = "".join(one.source for one in getattr(tokenizer, "chat_templates", {}).values())
-        self._format = tool_format or detect_format(template)
-        named = factories if isinstance(factories, Mapping) else {None: factories}
-        self._kinds = {name: self._kind(build) for name, build in named.items()}
+        self._sampler = sampler
+        self._tokenizer = tokenizer
+        self._max_turns = max_turns
+        self._timeout = timeout
+        chat_templates = getattr(tokenizer, "chat_templates", {})  # only tokenizers with templates have it
+        template_text = "".join(template.source for template in chat_templates.values())
+        self._format = tool_format or detect_format(template_text)
+        if not isinstance(factories, Mapping):
+            factories = {None: factories}  # the only kind has no name
+        self._kinds = {name: self._kind(build) for name, build in factories.items()}
         self.give_rewards = all(kind.has_reward for kind in self._kinds.values())
         has_tools = any(kind.schemas for kind in self._kinds.values())
         if self._format not in FORMATS and has_tools:
@@ -100,34 +105,43 @@ class Environments:
                 "tokenizer.chat_template to a template for tools, or, if the messages describe the tools, tool_format "
                 f"to one of {', '.join(FORMATS)}."
             )
-        if has_tools and template and "tools" not in template:
+        if has_tools and template_text and "tools" not in template_text:
             get_logger().warning(
                 "The chat template omits the definitions of tools, so that the model reads of them what the messages "
                 "say: set tokenizer.chat_template to a template for tools."
             )
         self.seconds = dict.fromkeys(("generate", "tools", "idle", "score"), 0.0)
-        self._closing: list[Task] = []
+        self._closing: list[Task] = []  # of the environments of the last call
         self._num_unclosed = 0
 
     def _kind(self, build: Callable[[], Any]) -> Kind:
         """Build an environment once to read and check its tools."""
         try:
-            sample = build()
+            environment = build()
         except Exception as error:
             raise RolloutError(f"environment: it cannot be built ({type(error).__name__}: {error}).") from error
-        name = type(sample).__name__
-        if not callable(getattr(sample, "reset", None)):
+        name = type(environment).__name__
+        if not callable(getattr(environment, "reset", None)):
             raise RolloutError(f"environment: {name} has no method 'reset', which begins an episode: add one.")
-        tools = tools_of(sample)
-        if missing := [tool for tool in parameters_of(tools) if not callable(getattr(sample, tool, None))]:
-            raise RolloutError(f"environment: {name} has no method '{missing[0]}', which its tools() describe.")
-        has_reward = callable(getattr(sample, "get_reward", None))
-        kind = Kind(name, build, parameters_of(tools), Bridge(self._tokenizer, tools), has_reward)
-        if tools:
-            kind.bridge([ToolCall(next(iter(kind.schemas)))], ["Result"])
-        _, failure = Task(self._timeout, close, sample).result()
+        tools = tools_of(environment)
+        schemas = parameters_of(tools)
+        for tool in schemas:
+            if not callable(getattr(environment, tool, None)):
+                raise RolloutError(f"environment: {name} has no method '{tool}', which its tools() describe.")
+        kind = Kind(
+            name=name,
+            build=build,
+            schemas=schemas,
+            bridge=Bridge(self._tokenizer, tools),
+            has_reward=callable(getattr(environment, "get_reward", None)),
+        )
+        if schemas:  # raises if the chat template does not write replies
+            first_tool = next(iter(schemas))
+            kind.bridge([ToolCall(first_tool)], ["Result"])
+        _, failure = Task(self._timeout, close, environment).result()
         if failure is not None:
-            raise RolloutError(f"environment: {name} cannot be closed ({failure[1]}).")
+            _, message = failure
+            raise RolloutError(f"environment: {name} cannot be closed ({message}).")
         return kind
 
     def figures(self) -> dict[str, tuple[float, int]]:
@@ -136,8 +150,9 @@ class Environments:
         ``tools/unclosed`` is the number of environments of the previous call for which ``close()`` failed or has not
         ended.
         """
-        seconds = {f"seconds/{name}": (value, 1) for name, value in self.seconds.items()}
-        return {**seconds, "tools/unclosed": (self._num_unclosed, 1)}
+        metrics = {f"seconds/{name}": (value, 1) for name, value in self.seconds.items()}
+        metrics["tools/unclosed"] = (self._num_unclosed, 1)
+        return metrics
 
     def __call__(
         self, prompts: Sequence[Prompt], num_samples: int, seeds: Sequence[int] | None = None
@@ -145,24 +160,39 @@ class Environments:
         """Sample ``num_samples`` episodes per prompt, sorted by prompt; without seeds, decoding is greedy."""
         started = time.monotonic()
         self.seconds = dict.fromkeys(self.seconds, 0.0)
-        failures = [failure[1] for _, failure in (task.result(wait=False) for task in self._closing) if failure]
-        self._num_unclosed = len(failures)
-        if failures:
-            log_once(get_logger(), f"environment: close() failed: {failures[0]}.", logging.WARNING)
-        every = [prompt for prompt in prompts for _ in range(num_samples)]
-        conversations = [self._conversation(number, prompt) for number, prompt in enumerate(every)]
-        self._begin(conversations, [None] * len(prompts) if seeds is None else seeds, num_samples)
+        self._check_closed()
+        conversations = []
+        for prompt in prompts:
+            for _ in range(num_samples):
+                conversations.append(self._conversation(len(conversations), prompt))
+        self._begin(conversations, seeds, num_samples)
         begun = time.monotonic()
         self._converse(conversations, seeds, num_samples)
+        # `_converse` adds the time in which it waits for tools to "idle".
         self.seconds["generate"] = time.monotonic() - begun - self.seconds["idle"]
         self.seconds["idle"] += begun - started
-        begun = time.monotonic()
+        ended = time.monotonic()
         self._score(conversations)
-        self.seconds["score"] = time.monotonic() - begun
+        self.seconds["score"] = time.monotonic() - ended
         return [conversation.episode() for conversation in conversations]
 
+    def _check_closed(self) -> None:
+        """Count the environments of the last call for which ``close()`` failed or has not ended, and warn once."""
+        messages = []
+        for task in self._closing:
+            _, failure = task.result(wait=False)
+            if failure is not None:
+                _, message = failure
+                messages.append(message)
+        self._num_unclosed = len(messages)
+        if messages:
+            log_once(get_logger(), f"environment: close() failed: {messages[0]}.", logging.WARNING)
+
     def _conversation(self, number: int, prompt: Prompt) -> Conversation:
-        name = prompt.row.get("environment") if None not in self._kinds else None
+        """Begin the conversation of a prompt, without an environment yet."""
+        name = None
+        if None not in self._kinds:
+            name = prompt.row.get("environment")
         if prompt.is_blank:
             name = next(iter(self._kinds))
         if name not in self._kinds:
@@ -178,189 +208,250 @@ class Environments:
             )
         return Conversation(number, prompt, self._kinds[name], list(prompt.tokens))
 
-    def _begin(self, conversations: list[Conversation], seeds: Sequence[int | None], num_samples: int) -> None:
+    def _begin(self, conversations: list[Conversation], seeds: Sequence[int] | None, num_samples: int) -> None:
         """Reset the environments of all conversations concurrently, and render the prompts."""
         tasks = []
-        for one in conversations:
-            if one.prompt.is_blank:
-                one.end = "completed"
-            else:
-                tasks.append((one, Task(self._timeout, reset, one, seeds[one.number // num_samples] or 0)))
+        for conversation in conversations:
+            if conversation.prompt.is_blank:
+                conversation.end = "completed"
+                continue
+            seed = 0  # of greedy decoding, which has no seeds
+            if seeds is not None:
+                seed = seeds[conversation.number // num_samples]
+            tasks.append((conversation, Task(self._timeout, reset, conversation, seed)))
         # By prompt and observation: the rows of a group share their images.
-        rendered: dict[Any, tuple[list[int], Mapping[str, Any], str]] = {}
-        for one, task in tasks:
-            observation = self._wait(one, task)
-            if one.end is None:
-                key = (id(one.prompt), repr(observation))
-                if key not in rendered:
-                    rendered[key] = self._render(one, with_observation(one.prompt, observation))
-                tokens, one.images, failure = rendered[key]
-                one.tokens = list(tokens)
-                self._limit(one, one.tokens)
-                if failure:
-                    one.fail("environment_failed", failure)
-        for one in conversations:
-            one.start = list(one.tokens)
-            one.prompt_len = one.turn_start = len(one.tokens)
+        rendered: dict[tuple[int, str], tuple[list[int], Mapping[str, Any], str]] = {}
+        for conversation, task in tasks:
+            observation = self._wait(conversation, task)
+            if conversation.end is not None:
+                continue
+            key = (id(conversation.prompt), repr(observation))
+            if key not in rendered:
+                rendered[key] = self._render(conversation, with_observation(conversation.prompt, observation))
+            tokens, images, failure = rendered[key]
+            conversation.tokens = list(tokens)
+            conversation.images = images
+            self._limit(conversation, conversation.tokens)
+            if failure:
+                conversation.fail("environment_failed", failure)
+        for conversation in conversations:
+            conversation.start = list(conversation.tokens)
+            conversation.prompt_len = len(conversation.tokens)
+            conversation.turn_start = len(conversation.tokens)
 
-    def _render(self, one: Conversation, messages: list[Message]) -> tuple[list[int], Mapping[str, Any], str]:
+    def _render(self, conversation: Conversation, messages: list[Message]) -> tuple[list[int], Mapping[str, Any], str]:
         """Return the tokens of a prompt, its images, and an error message if an observed image cannot be read."""
+        bridge = conversation.kind.bridge
         if not getattr(self._tokenizer, "gives_patches", False):
-            return one.kind.bridge.prompt(messages), {}, ""
+            return bridge.prompt(messages), {}, ""
         try:
-            tokens = one.kind.bridge.prompt(messages)
+            tokens = bridge.prompt(messages)
             return tokens, self._tokenizer.encode_images(messages, tokens), ""
         except DataError as error:
-            return one.prompt.tokens, {}, str(error)
+            return conversation.prompt.tokens, {}, str(error)
 
     def _limit(self, conversation: Conversation, context: list[int]) -> None:
         """Set the maximum length of the turn after ``context``; if no token fits, end the episode."""
-        room = self._sampler.model.max_seq_len + 1 - len(context)
-        conversation.limit = min(self._sampler.max_new_tokens, room)
-        if room < 1:
-            conversation.end, conversation.limit = "context", 1
+        # The last token of a turn is only a label, so the model's input is one token shorter.
+        num_free = self._sampler.model.max_seq_len + 1 - len(context)
+        conversation.limit = min(self._sampler.max_new_tokens, num_free)
+        if num_free < 1:
+            conversation.end = "context"
+            conversation.limit = 1  # `stream_tokens` takes no limit below 1
 
     def _wait(self, conversation: Conversation, task: Task) -> Any:
         """Return the result of a task; end the episode if the task fails."""
-        found, failure = task.result()
+        result, failure = task.result()
         self.seconds["tools"] += task.seconds
         if failure is not None:
-            conversation.fail(*failure)
-        return found
+            end, message = failure
+            conversation.fail(end, message)
+        return result
 
     def _converse(self, conversations: list[Conversation], seeds: Sequence[int] | None, num_samples: int) -> None:
-        """Sample all turns, and run the tools between them."""
-        sampler, count = self._sampler, len(conversations)
+        """Sample all turns, and run the tools between them.
+
+        The row of a turn in the batch is the number of the turn times the number of conversations, plus the number of
+        the conversation.
+        """
+        sampler = self._sampler
+        num_conversations = len(conversations)
         device = sampler.model.tok_embeddings.weight.device
         draws = None
+        temperature = 0.0
         if seeds is not None:
-            # The first turn uses the same random numbers as an answer without an environment.
-            keys = [
-                (seed, (turn << 32) + j)
-                for turn in range(self._max_turns)
-                for seed in seeds
-                for j in range(num_samples)
-            ]
+            keys = []  # by row
+            for turn in range(self._max_turns):
+                for seed in seeds:
+                    for sample in range(num_samples):
+                        # The first turn uses the same random numbers as an answer without an environment.
+                        keys.append((seed, (turn << 32) + sample))
             draws = seeded_draws(keys, sampler.max_new_tokens, device)
-        stop = set(sampler.stop_tokens)
-        pending: deque[tuple[int, Conversation, list[ToolCall], Task]] = deque()
+            temperature = sampler.temperature
+        stop_tokens = set(sampler.stop_tokens)
+        pending: deque[_PendingTurn] = deque()  # ascending by their due step
         step = 0
 
-        def more(batch: Batch) -> list[Request]:
+        def due_requests(batch: Batch) -> list[Request]:
             """Return requests for the episodes that are due; if no episode decodes, skip to the next due step."""
             nonlocal step
-            for due, one, *_ in pending:
-                if due == step + _STEPS_FOR_TOOLS:
-                    one.past = batch.past((one.turns - 1) * count + one.number)
+            for turn in pending:
+                if turn.due_step == step + _STEPS_FOR_TOOLS:  # it ended in this step: keep its keys and values
+                    conversation = turn.conversation
+                    row = (conversation.turns - 1) * num_conversations + conversation.number
+                    conversation.past = batch.past(row)
             step += 1
-            found: list[Request] = []
+            requests: list[Request] = []
             started = time.monotonic()
-            while pending and (pending[0][0] <= step or not (batch.is_unfinished or found)):
-                due, one, calls, task = pending.popleft()
-                step = max(step, due)
-                if self._next_turn(one, calls, task):
-                    index = one.turns * count + one.number
-                    request = Request(index, list(one.tokens), one.limit, images=one.images, past=one.past)
-                    found.append(request)
-                one.past = None
+            while pending:
+                is_decoding = batch.is_unfinished or requests
+                if pending[0].due_step > step and is_decoding:
+                    break
+                turn = pending.popleft()
+                step = max(step, turn.due_step)
+                conversation = turn.conversation
+                if self._next_turn(conversation, turn.calls, turn.task):
+                    row = conversation.turns * num_conversations + conversation.number
+                    requests.append(
+                        Request(
+                            row,
+                            list(conversation.tokens),
+                            conversation.limit,
+                            images=conversation.images,
+                            past=conversation.past,
+                        )
+                    )
+                conversation.past = None
             self.seconds["idle"] += time.monotonic() - started
-            return found
+            return requests
 
-        groups = [conversations[start : start + num_samples] for start in range(0, count, num_samples)]
+        # The prompt of a group is prefilled once if the observations of its environments are equal.
         are_equal = all(
-            one.tokens == group[0].tokens and one.limit == group[0].limit and one.shares_images(group[0])
-            for group in groups
-            for one in group
+            conversation.has_same_prompt(conversations[conversation.number // num_samples * num_samples])
+            for conversation in conversations
         )
-        first = conversations[::num_samples] if are_equal else conversations
+        first_turns = conversations[::num_samples] if are_equal else conversations
+        prompts = []
+        for conversation in first_turns:
+            # Longer prompts belong to episodes that have ended, whose token is not used.
+            prompt = conversation.tokens[-sampler.model.max_seq_len :]
+            prompts.append(torch.tensor(prompt, device=device))
         steps = stream_tokens(
             sampler.model,
-            [torch.tensor(one.tokens[-sampler.model.max_seq_len :], device=device) for one in first],
-            max_new_tokens=[one.limit for one in first],
+            prompts,
+            max_new_tokens=[conversation.limit for conversation in first_turns],
             num_samples=num_samples if are_equal else 1,
-            temperature=0.0 if draws is None else sampler.temperature,
+            temperature=temperature,
             stop_tokens=sampler.stop_tokens,
             draws=draws,
             max_sequences=sampler.max_sequences,
-            more=more,
-            images=[one.images for one in first],
+            more=due_requests,
+            images=[conversation.images for conversation in first_turns],
         )
-        for found in steps:
-            rows = zip(found.rows.tolist(), found.tokens.tolist(), found.log_probs.tolist(), strict=True)
+        for sampled in steps:
+            rows = zip(sampled.rows.tolist(), sampled.tokens.tolist(), sampled.log_probs.tolist(), strict=True)
             for row, token, log_prob in rows:
-                one = conversations[row % count]
-                if one.end is not None:  # the episode ended before its first turn, but has a slot for one token
+                conversation = conversations[row % num_conversations]
+                if conversation.end is not None:  # it ended before its first turn, but has a slot for one token
                     continue
-                one.append([token], [log_prob], is_sampled=True)
-                is_at_end = token in stop or len(one.tokens) - one.turn_start == one.limit
-                if is_at_end and (started := self._end_turn(one, token in stop)) is not None:
-                    pending.append((step + _STEPS_FOR_TOOLS, one, *started))
+                conversation.append([token], [log_prob], is_sampled=True)
+                is_stopped = token in stop_tokens
+                if is_stopped or len(conversation.tokens) - conversation.turn_start == conversation.limit:
+                    turn = self._end_turn(conversation, is_stopped, due_step=step + _STEPS_FOR_TOOLS)
+                    if turn is not None:
+                        pending.append(turn)
 
-    def _end_turn(self, one: Conversation, is_stopped: bool) -> tuple[list[ToolCall], Task] | None:
-        """Start the tools that a turn calls.
-
-        Returns:
-            The calls, and the task that runs them; None if the episode has ended.
-        """
-        turn = one.tokens[one.turn_start :]
-        one.history.append(Turn(turn, [], []))
+    def _end_turn(self, conversation: Conversation, is_stopped: bool, due_step: int) -> "_PendingTurn | None":
+        """Start the tools that a turn calls; return None if the episode has ended."""
+        tokens = conversation.tokens[conversation.turn_start :]
+        conversation.history.append(Turn(tokens, [], []))
         if not is_stopped:
-            one.end = "max_tokens" if len(turn) == self._sampler.max_new_tokens else "context"
+            conversation.end = "max_tokens" if len(tokens) == self._sampler.max_new_tokens else "context"
             return None
-        text = self._tokenizer.decode(turn, skip_special_tokens=False)
+        schemas = conversation.kind.schemas
         calls: list[ToolCall] = []
-        try:
-            calls = parse_calls(text, self._format, one.kind.schemas) if one.kind.schemas else []
-            mistake = next(filter(None, (check_call(call, one.kind.schemas) for call in calls)), None)
-        except CallError as error:
-            mistake = str(error)
+        mistake = None  # in the first wrong call
+        if schemas:
+            text = self._tokenizer.decode(tokens, skip_special_tokens=False)
+            try:
+                calls = parse_calls(text, self._format, schemas)
+            except CallError as error:
+                mistake = str(error)
+            for call in calls:
+                mistake = mistake or check_call(call, schemas)
         if mistake is not None:
-            one.errors += 1
-            if one.turns == self._max_turns:
-                one.end = "parse_error"
+            conversation.errors += 1
+            if conversation.turns == self._max_turns:
+                conversation.end = "parse_error"
                 return None
             replies = [f"Error: {mistake}."] * max(len(calls), 1)
-            return calls, Task(self._timeout, lambda: (replies, False))
+            return _PendingTurn(due_step, conversation, calls, Task(self._timeout, lambda: (replies, False)))
         if not calls:
-            one.end = "completed"
+            conversation.end = "completed"
             return None
-        one.calls += len(calls)
-        return calls, Task(self._timeout, run_tools, one.environment, calls)
+        conversation.calls += len(calls)
+        task = Task(self._timeout, run_tools, conversation.environment, calls)
+        return _PendingTurn(due_step, conversation, calls, task)
 
-    def _next_turn(self, one: Conversation, calls: list[ToolCall], task: Task) -> bool:
+    def _next_turn(self, conversation: Conversation, calls: list[ToolCall], task: Task) -> bool:
         """Wait for tool results, and append the tokens before the next turn; return False if the episode has ended."""
-        found = self._wait(one, task)
-        if one.end is not None:
+        result = self._wait(conversation, task)
+        if conversation.end is not None:
             return False
-        replies, is_done = found
-        if is_done or one.turns == self._max_turns:
-            one.end = "completed" if is_done else "max_turns"
+        replies, is_done = result
+        if is_done:
+            conversation.end = "completed"
             return False
-        one.history[-1] = Turn(one.history[-1].tokens, calls, replies)
-        context = one.kind.bridge.context(one.start, one.history)
-        is_restart = context is not None and context[: len(one.tokens)] != one.tokens
-        new = [] if is_restart else one.kind.bridge(calls, replies)
-        self._limit(one, context if is_restart else one.tokens + new)
-        if one.end is not None:
+        if conversation.turns == self._max_turns:
+            conversation.end = "max_turns"
             return False
-        if is_restart:
-            one.restart(context)
+        conversation.history[-1] = Turn(conversation.history[-1].tokens, calls, replies)
+        bridge = conversation.kind.bridge
+        context = bridge.context(conversation.start, conversation.history)
+        # The template may now omit reasoning of earlier turns, which the sampled tokens have.
+        if context is not None and context[: len(conversation.tokens)] != conversation.tokens:
+            self._limit(conversation, context)
+            if conversation.end is None:
+                conversation.restart(context)
         else:
-            one.append(new, [0.0] * len(new), is_sampled=False)
-        return True
+            reply_tokens = bridge(calls, replies)
+            self._limit(conversation, conversation.tokens + reply_tokens)
+            if conversation.end is None:
+                conversation.append(reply_tokens, [0.0] * len(reply_tokens), is_sampled=False)
+        return conversation.end is None
 
     def _score(self, conversations: list[Conversation]) -> None:
         """Get the rewards of all environments concurrently, and close the environments."""
         tasks = []
-        for one in conversations:
-            if one.end not in INVALID_ENDS and callable(getattr(one.environment, "get_reward", None)):
-                tasks.append((one, Task(self._timeout, score, one.environment)))
-        for one, task in tasks:
-            reward = self._wait(one, task)
-            if one.end not in INVALID_ENDS:
-                one.reward = reward
-        begun = [one.environment for one in conversations if one.environment is not None]
-        self._closing = [Task(self._timeout, close, environment) for environment in begun]
+        for conversation in conversations:
+            has_reward = callable(getattr(conversation.environment, "get_reward", None))
+            if has_reward and conversation.end not in INVALID_ENDS:
+                tasks.append((conversation, Task(self._timeout, score, conversation.environment)))
+        for conversation, task in tasks:
+            reward = self._wait(conversation, task)
+            if conversation.end not in INVALID_ENDS:
+                conversation.reward = reward
+        self._closing = []
+        for conversation in conversations:
+            if conversation.environment is not None:
+                self._closing.append(Task(self._timeout, close, conversation.environment))
+
+
+@dataclass(eq=False)
+class _PendingTurn:
+    """Turn whose tools run.
+
+    Attributes:
+        due_step: decoding step at which the episode continues.
+        conversation: the episode.
+        calls: tool calls of the turn.
+        task: task that runs the calls.
+    """
+
+    due_step: int
+    conversation: Conversation
+    calls: list[ToolCall]
+    task: Task
 
 
 def setup_environments(
@@ -380,11 +471,11 @@ def setup_environments(
     """
     if component is None:
         return None
-    is_one = "_component_" in component
-    factories = {
-        name: partial(config.instantiate, one) for name, one in ({None: component} if is_one else component).items()
-    }
-    found = Environments(factories, sampler, tokenizer, **settings)
-    if not rewards and not found.give_rewards:
+    if "_component_" in component:
+        factories = partial(config.instantiate, component)
+    else:
+        factories = {name: partial(config.instantiate, named) for name, named in component.items()}
+    environments = Environments(factories, sampler, tokenizer, **settings)
+    if not rewards and not environments.give_rewards:
         raise RolloutError("rewards is empty, and the environment has no get_reward: name what scores an episode.")
-    return found
+    return environments

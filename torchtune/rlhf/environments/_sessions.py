@@ -12,8 +12,8 @@ import torch
 
 from torchtune.data import DataError, Message, as_messages
 from torchtune.rlhf._rollouts import Episode, RolloutError
-from torchtune.rlhf.environments._bridge import Bridge
-from torchtune.rlhf.environments._calls import ToolCall
+from torchtune.rlhf.environments._tool_call_parsers import ToolCall
+from torchtune.rlhf.environments._turn_tokens import Bridge
 
 
 @dataclass(eq=False)
@@ -114,9 +114,11 @@ class Sessions:
     """
 
     def __init__(self, tokenizer: Any, max_tokens: int = 2**23) -> None:
-        self._tokenizer, self._lock = tokenizer, threading.Lock()
+        self._tokenizer = tokenizer
+        self._max_tokens = max_tokens
+        self._lock = threading.Lock()
         self._sessions: dict[str, _Session] = {}  # ordered from least to most recently used
-        self._max_tokens, self.num_forgotten = max_tokens, 0
+        self.num_forgotten = 0
 
     def begin(
         self,
@@ -138,24 +140,38 @@ class Sessions:
             RolloutError: the chat template does not write replies of tools.
         """
         bridge = Bridge(self._tokenizer, tools)
-        turns = as_messages(messages)
-        if any(turn.contains_media for turn in turns):
+        conversation = as_messages(messages)
+        if any(message.contains_media for message in conversation):
             raise DataError("a message has an image, and only text is read")
-        known = self._sessions.get(session, _Session()).turns
-        conversation = hashlib.sha256(json.dumps([model, list(tools)]).encode())
-        after, new = None, []
-        for number, message in enumerate(turns, 1):
-            if (turn := known.get(_add(conversation, message))) is not None:
-                after, new = turn, turns[number:]
-        replies = {one.extra.get("tool_call_id"): one.text_content for one in new if one.role == "tool"}
-        is_bridged = new and not any(one.role == "assistant" for one in new) and set(replies) == set(after.calls)
-        if not is_bridged:
-            tokens = bridge.prompt([*turns, Message(role="assistant", content="")])
-            return Continuation(tokens, [], model, conversation, None)
-        others = [Message(one.role, one.content, masked=True) for one in new if one.role != "tool"]
-        texts = [replies[name] for name in after.calls]
-        between = bridge(list(after.calls.values()), texts, others, closes=not after.finished)
-        return Continuation(after.sample.tokens[: after.length] + between, between, model, conversation, after)
+        sampled_turns = self._sessions.get(session, _Session()).turns
+        conversation_hash = hashlib.sha256(json.dumps([model, list(tools)]).encode())
+        # The last turn of the conversation that was sampled in this session, and the messages after it.
+        last_turn = None
+        new_messages: list[Message] = []
+        for number, message in enumerate(conversation, 1):
+            digest = _update_hash(conversation_hash, message)
+            if digest in sampled_turns:
+                last_turn = sampled_turns[digest]
+                new_messages = conversation[number:]
+
+        replies = {}  # by the id of the tool call
+        other_messages = []
+        has_other_turns = False  # that were not sampled in this session
+        for message in new_messages:
+            if message.role == "tool":
+                replies[message.extra.get("tool_call_id")] = message.text_content
+            else:
+                other_messages.append(Message(message.role, message.content, masked=True))
+            has_other_turns = has_other_turns or message.role == "assistant"
+        continues_turn = bool(new_messages) and not has_other_turns and replies.keys() == last_turn.calls.keys()
+        if not continues_turn:
+            tokens = bridge.prompt([*conversation, Message(role="assistant", content="")])
+            return Continuation(tokens, [], model, conversation_hash, None)
+        calls = list(last_turn.calls.values())
+        texts = [replies[call_id] for call_id in last_turn.calls]
+        between = bridge(calls, texts, other_messages, closes=not last_turn.finished)
+        tokens = last_turn.sample.tokens[: last_turn.length] + between
+        return Continuation(tokens, between, model, conversation_hash, last_turn)
 
     def end(
         self,
@@ -182,42 +198,59 @@ class Sessions:
             **sampling: settings to record.
         """
         with self._lock:
-            after = begun.after
-            self._sessions[session] = kept = self._sessions.pop(session, _Session())
-            if after is not None and len(after.sample.tokens) == after.length:
-                sample, between = after.sample, begun.between
-            else:
-                sample, between = Sample(begun.model, list(begun.tokens), len(begun.tokens)), []
-            if sample not in kept.samples:  # a new sample, or a sample of a session that was deleted meanwhile
-                kept.samples.append(sample)
+            # Popped and inserted: the session is now the most recently used.
+            recorded = self._sessions.pop(session, _Session())
+            self._sessions[session] = recorded
+
+            last_turn = begun.after
+            if last_turn is not None and len(last_turn.sample.tokens) == last_turn.length:
+                sample = last_turn.sample
+                between = begun.between
+            else:  # a new conversation, or another turn already continues the sample
+                sample = Sample(begun.model, list(begun.tokens), len(begun.tokens))
+                between = []
+            if sample not in recorded.samples:  # a new sample, or a sample of a session that was deleted meanwhile
+                recorded.samples.append(sample)
             sample.tokens += [*between, *tokens]
             sample.mask += [False] * len(between) + [True] * len(tokens)
             sample.log_probs += [0.0] * len(between) + list(log_probs)
             sample.sampling.append(sampling)
             sample.finished = finished
-            turn = _Turn(sample, len(sample.tokens), finished, calls or {})
-            kept.turns.setdefault(_add(begun.hash, as_messages([answer])[0]), turn)
+
+            digest = _update_hash(begun.hash, as_messages([answer])[0])
+            # The first of several equal conversations is continued.
+            recorded.turns.setdefault(digest, _Turn(sample, len(sample.tokens), finished, calls or {}))
             while len(self._sessions) > 1 and self._num_tokens() > self._max_tokens:
-                del self._sessions[next(iter(self._sessions))]
+                least_recently_used = next(iter(self._sessions))
+                del self._sessions[least_recently_used]
                 self.num_forgotten += 1
 
     def samples(self, session: str, *, forget: bool = False) -> list[Sample]:
         """Return the samples of a session, oldest first; empty for an unknown session."""
         with self._lock:
-            find = self._sessions.pop if forget else self._sessions.get
-            return deepcopy(find(session, _Session()).samples)
+            recorded = self._sessions.get(session, _Session())
+            if forget:
+                self._sessions.pop(session, None)
+            return deepcopy(recorded.samples)
 
     def _num_tokens(self) -> int:
-        return sum(len(sample.tokens) for one in self._sessions.values() for sample in one.samples)
+        """Return the number of tokens in all sessions."""
+        count = 0
+        for session in self._sessions.values():
+            for sample in session.samples:
+                count += len(sample.tokens)
+        return count
 
 
-def _add(conversation: Any, message: Message) -> bytes:
+def _update_hash(conversation_hash: Any, message: Message) -> bytes:
     """Update the hash of a conversation with the identifying fields of a message, and return the digest."""
-    functions = [call["function"] for call in message.extra.get("tool_calls") or ()]
-    calls = [(function["name"], function["arguments"]) for function in functions]
-    parts = [message.role, message.text_content.strip(), message.extra.get("tool_call_id"), calls]
-    conversation.update(json.dumps(parts, sort_keys=True).encode())
-    return conversation.digest()
+    calls = []
+    for call in message.extra.get("tool_calls") or ():
+        function = call["function"]
+        calls.append((function["name"], function["arguments"]))
+    fields = [message.role, message.text_content.strip(), message.extra.get("tool_call_id"), calls]
+    conversation_hash.update(json.dumps(fields, sort_keys=True).encode())
+    return conversation_hash.digest()
 
 
 def episodes_of(samples: Sequence[Mapping[str, Any]]) -> list[Episode]:
@@ -236,26 +269,31 @@ def episodes_of(samples: Sequence[Mapping[str, Any]]) -> list[Episode]:
         >>> torchtune.rlhf.environments.episodes_of([sample])[0].num_sampled
         2
     """
-    temperatures = {turn["temperature"] for sample in samples for turn in sample["sampling"]}
-    truncated = {}
+    temperatures = set()
+    truncations = {}  # settings that change the sampling distribution
     for sample in samples:
         for turn in sample["sampling"]:
-            truncated |= {name: value for name, value in turn.items() if name != "temperature" and value}
-    if truncated or len(temperatures) > 1 or 0 in temperatures:
+            for name, value in turn.items():
+                if name == "temperature":
+                    temperatures.add(value)
+                elif value:
+                    truncations[name] = value
+    if truncations or len(temperatures) > 1 or 0 in temperatures:
         settings = [f"temperature {', '.join(map(str, sorted(temperatures)))}"]
-        settings += [f"{name} {value}" for name, value in truncated.items()]
+        settings += [f"{name} {value}" for name, value in truncations.items()]
         raise RolloutError(
             f"The samples have {' and '.join(settings)}: ratios of policies need one temperature above 0, and the "
             "whole distribution."
         )
-    return [
-        Episode(
-            torch.tensor(sample["tokens"]),
-            sample["prompt_len"],
-            torch.tensor(sample["log_probs"], dtype=torch.float32),
-            sample["finished"],
-            torch.tensor(sample["mask"], dtype=torch.bool),
+    episodes = []
+    for sample in samples:
+        episode = Episode(
+            tokens=torch.tensor(sample["tokens"]),
+            prompt_len=sample["prompt_len"],
+            log_probs=torch.tensor(sample["log_probs"], dtype=torch.float32),
+            finished=sample["finished"],
+            mask=torch.tensor(sample["mask"], dtype=torch.bool),
             turns=len(sample["sampling"]),
         )
-        for sample in samples
-    ]
+        episodes.append(episode)
+    return episodes

@@ -8,13 +8,32 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from torchtune.rlhf._rollouts import RolloutError
-from torchtune.rlhf.environments._calls import ToolCall
+from torchtune.rlhf.environments._tool_call_parsers import ToolCall
 
 # Methods of an environment that are not tools.
-_OTHERS = {"reset", "get_reward", "close", "tools", "done"}
-_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", dict: "object"}
-_TYPES |= {tuple: "array", list: "array"}
-_VALUES = {name: kind for kind, name in _TYPES.items()} | {"number": int | float, "null": type(None)}
+_PROTOCOL = {"reset", "get_reward", "close", "tools", "done"}
+# Type hint -> JSON type of an argument.
+_JSON_TYPES = {
+    str: "string",
+    int: "integer",
+    float: "number",
+    bool: "boolean",
+    dict: "object",
+    tuple: "array",
+    list: "array",
+}
+# JSON type -> type of the parsed values.
+_VALUE_TYPES = {
+    "string": str,
+    "integer": int,
+    "number": int | float,
+    "boolean": bool,
+    "object": dict,
+    "array": list,
+    "null": type(None),
+}
+# A line ``name: description`` or ``name (type): description`` with its continuation lines.
+_ARGUMENT_LINE = re.compile(r"^\s+(\w+)(?: \(.*?\))?:\s*(.*(?:\n\s{8,}.*)*)", re.MULTILINE)
 
 
 def tools_of(environment: Any) -> list[dict[str, Any]]:
@@ -39,31 +58,40 @@ def tools_of(environment: Any) -> list[dict[str, Any]]:
     """
     if callable(getattr(environment, "tools", None)):
         return list(environment.tools())
-    methods = inspect.getmembers(type(environment), inspect.isfunction)
-    return [_definition(method, name) for name, method in methods if not name.startswith("_") and name not in _OTHERS]
+    definitions = []
+    for name, method in inspect.getmembers(type(environment), inspect.isfunction):
+        if not name.startswith("_") and name not in _PROTOCOL:
+            definitions.append(_definition(method, name))
+    return definitions
 
 
 def _definition(method: Callable[..., Any], name: str) -> dict[str, Any]:
-    where = f"environment: the tool {method.__qualname__}"
-    text = inspect.getdoc(method)
-    if not text:
-        raise RolloutError(f"{where} has no docstring: describe it to the model, or begin its name with '_'.")
-    description, _, rest = re.sub(r"\n\s*Returns?:.*", "", text, flags=re.DOTALL).partition("Args:")
-    described = {
-        key: " ".join(value.split())
-        for key, value in re.findall(r"^\s+(\w+)(?: \(.*?\))?:\s*(.*(?:\n\s{8,}.*)*)", rest, re.MULTILINE)
-    }
+    """Return the definition of a method as a tool, from its docstring, signature and type hints."""
+    tool = f"environment: the tool {method.__qualname__}"
+    docstring = inspect.getdoc(method)
+    if not docstring:
+        raise RolloutError(f"{tool} has no docstring: describe it to the model, or begin its name with '_'.")
+    docstring = re.sub(r"\n\s*Returns?:.*", "", docstring, flags=re.DOTALL)
+    description, _, arguments_section = docstring.partition("Args:")
+    argument_descriptions = {}
+    for argument, text in _ARGUMENT_LINE.findall(arguments_section):
+        argument_descriptions[argument] = " ".join(text.split())
     try:
         hints = get_type_hints(method)
     except NameError as error:
-        raise RolloutError(f"{where} has a type hint that is not defined ({error}): import it.") from error
-    properties, required = {}, []
-    for key, parameter in list(inspect.signature(method).parameters.items())[1:]:
-        if key not in hints:
-            raise RolloutError(f"{where} has no type hint for '{key}': add one, such as {key}: str.")
-        properties[key] = _schema(hints[key]) | ({"description": described[key]} if key in described else {})
-        if parameter.default is parameter.empty:
-            required.append(key)
+        raise RolloutError(f"{tool} has a type hint that is not defined ({error}): import it.") from error
+    properties = {}
+    required = []
+    _, *arguments = inspect.signature(method).parameters.values()  # without self
+    for argument in arguments:
+        if argument.name not in hints:
+            raise RolloutError(f"{tool} has no type hint for '{argument.name}': add one, such as {argument.name}: str.")
+        schema = _schema(hints[argument.name])
+        if argument.name in argument_descriptions:
+            schema["description"] = argument_descriptions[argument.name]
+        properties[argument.name] = schema
+        if argument.default is argument.empty:
+            required.append(argument.name)
     parameters = {"type": "object", "properties": properties, "required": required}
     function = {"name": name, "description": " ".join(description.split()), "parameters": parameters}
     return {"type": "function", "function": function}
@@ -71,16 +99,23 @@ def _definition(method: Callable[..., Any], name: str) -> dict[str, Any]:
 
 def _schema(hint: Any) -> dict[str, Any]:
     """Return the JSON schema of a type hint; for a type that JSON lacks, a schema that accepts any value."""
-    origin, arguments = get_origin(hint), get_args(hint)
+    origin = get_origin(hint)
+    arguments = get_args(hint)
     if origin in (Union, types.UnionType):
-        kept = [one for one in arguments if one is not type(None)]
-        return {**_schema(kept[0]), "nullable": True} if len(kept) == 1 and len(arguments) == 2 else {}
+        value_types = [argument for argument in arguments if argument is not type(None)]
+        is_optional = len(value_types) == 1 and len(arguments) == 2
+        if not is_optional:
+            return {}
+        return {**_schema(value_types[0]), "nullable": True}
     if origin is Literal:
         return {**_schema(type(arguments[0])), "enum": list(arguments)}
-    found = {"type": _TYPES[origin or hint]} if (origin or hint) in _TYPES else {}
-    if found.get("type") == "array" and arguments:
-        found["items"] = _schema(arguments[0])
-    return found
+    json_type = _JSON_TYPES.get(origin or hint)
+    if json_type is None:
+        return {}
+    schema = {"type": json_type}
+    if json_type == "array" and arguments:
+        schema["items"] = _schema(arguments[0])
+    return schema
 
 
 def parameters_of(tools: list[dict[str, Any]]) -> dict[str, Mapping[str, Any]]:
@@ -107,27 +142,33 @@ def check_call(call: ToolCall, schemas: Mapping[str, Mapping[str, Any]]) -> str 
     if call.name not in schemas:
         return f"there is no tool '{call.name}', the tools are {', '.join(schemas)}"
     schema = schemas[call.name]
-    known = schema.get("properties", {})
-    if missing := [name for name in schema.get("required", ()) if name not in call.arguments]:
-        return f"the tool '{call.name}' needs the argument '{missing[0]}'"
-    if unknown := [name for name in call.arguments if name not in known]:
-        return f"the tool '{call.name}' has no argument '{unknown[0]}', its arguments are {', '.join(known) or 'none'}"
+    properties = schema.get("properties", {})
+    for name in schema.get("required", ()):
+        if name not in call.arguments:
+            return f"the tool '{call.name}' needs the argument '{name}'"
+    for name in call.arguments:
+        if name not in properties:
+            return (
+                f"the tool '{call.name}' has no argument '{name}', its arguments are {', '.join(properties) or 'none'}"
+            )
     for name, value in call.arguments.items():
-        if not _fits(value, known[name]):
-            wanted = known[name].get("enum") or known[name]["type"]
-            return f"the argument '{name}' of the tool '{call.name}' must be {wanted}, not {json.dumps(value)[:80]}"
+        if not _fits(value, properties[name]):
+            expected = properties[name].get("enum") or properties[name]["type"]
+            return f"the argument '{name}' of the tool '{call.name}' must be {expected}, not {json.dumps(value)[:80]}"
     return None
 
 
 def _fits(value: Any, schema: Mapping[str, Any]) -> bool:
+    """Return whether a value fits the parts of a JSON schema that tools use; other parts are not checked."""
     if value is None and schema.get("nullable"):
         return True
     if "enum" in schema and value not in schema["enum"]:
         return False
     if not isinstance(schema.get("type"), str):
         return True
-    is_right = isinstance(value, _VALUES.get(schema["type"], object))
-    return is_right and (schema["type"] == "boolean" or not isinstance(value, bool))
+    if isinstance(value, bool):  # before numbers: a bool is an int in Python
+        return schema["type"] == "boolean"
+    return isinstance(value, _VALUE_TYPES.get(schema["type"], object))
 
 
 def reply_text(value: Any) -> str:

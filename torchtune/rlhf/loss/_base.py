@@ -39,11 +39,12 @@ class AnswerLoss(nn.Module, ABC):
 
     def check_model(self, model: nn.Module) -> None:
         """Check that the model's output fits the loss. Raises :class:`LossError`."""
-        rows, vocabulary = model.output.weight.shape[0], model.tok_embeddings.weight.shape[0]
-        if rows < vocabulary:
+        num_outputs = model.output.weight.shape[0]
+        vocab_size = model.tok_embeddings.weight.shape[0]
+        if num_outputs < vocab_size:
             raise LossError(
-                f"loss: {type(self).__name__} needs a language model, but the model ends in {rows} output(s): train "
-                "with torchtune.rlhf.loss.RewardLoss, or take the builder without 'classifier' or 'reward'."
+                f"loss: {type(self).__name__} needs a language model, but the model ends in {num_outputs} output(s): "
+                "train with torchtune.rlhf.loss.RewardLoss, or take the builder without 'classifier' or 'reward'."
             )
 
     def check_batch(self, batch: Batch) -> None:
@@ -89,8 +90,11 @@ class AnswerLoss(nn.Module, ABC):
             losses: losses of the terms ``[p]``.
             counts: bool ``[p]``; False for the filler example of a rank without data.
         """
+        # Multiplied by 0 instead of left out: a filler's backward pass is a collective of sharded models as well.
         total = torch.where(counts, losses, 0.0 * losses).sum()
-        return total if self.balance is None else self.balance.add_to(total, counts.sum())
+        if self.balance is None:
+            return total
+        return self.balance.add_to(total, counts.sum())
 
 
 class TokenLoss(AnswerLoss):
@@ -110,7 +114,8 @@ class TokenLoss(AnswerLoss):
     @staticmethod
     def clip(ratios: Tensor, advantages: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
         """Return −min(ρA, clip(ρ, 1 − low, 1 + high) A), and whether the ratio is clipped."""
-        unclipped, clipped = -advantages * ratios, -advantages * ratios.clamp(1.0 - low, 1.0 + high)
+        unclipped = -advantages * ratios
+        clipped = -advantages * ratios.clamp(1.0 - low, 1.0 + high)
         return torch.maximum(clipped, unclipped), clipped > unclipped
 
 
@@ -128,8 +133,8 @@ def document_log_probs(hidden: Tensor, batch: Batch, projection: Projection, tem
         rank's partial sums.
 
     Example:
-        >>> side = {"input_ids": [1, 2, 3], "labels": [2, 3, -100]}
-        >>> row = {f"{name}_{key}": value for name in ("chosen", "rejected") for key, value in side.items()}
+        >>> row = {"chosen_input_ids": [1, 2, 3], "chosen_labels": [2, 3, -100]}
+        >>> row |= {"rejected_input_ids": [1, 2, 4], "rejected_labels": [2, 4, -100]}
         >>> batch = torchtune.data.collate_preference([row])
         >>> torchtune.rlhf.document_log_probs(model(batch.tokens, output="hidden"), batch, model.output).shape
         torch.Size([2])
@@ -155,8 +160,8 @@ def setup_loss(loss: Any, model: nn.Module) -> AnswerLoss:
     """
     if not isinstance(loss, AnswerLoss):
         raise LossError(
-            f"loss: {type(loss).__name__} is no loss of preferences: give one of torchtune.rlhf.loss, for example "
-            "torchtune.rlhf.loss.DPOLoss, or run a recipe of fine-tuning."
+            f"loss: {type(loss).__name__} is no loss of preferences: use one of torchtune.rlhf.loss, for example "
+            "torchtune.rlhf.loss.DPOLoss, or run a fine-tuning recipe."
         )
     loss.check_model(model)
     loss.balance = balance_of(model)
@@ -174,12 +179,14 @@ def total_and_metrics(
         counts: bool ``[p]``, True for terms that count.
         terms: metrics of the terms by name, ``[p]`` each.
     """
-    number = counts.sum()
-    sums = {name: torch.where(counts, values.detach().float(), 0.0).sum() for name, values in terms.items()}
-    return loss.total(losses, counts), {name: (value, number) for name, value in sums.items()}
+    num_terms = counts.sum()
+    metrics = {}
+    for name, values in terms.items():
+        metrics[name] = (torch.where(counts, values.detach().float(), 0.0).sum(), num_terms)
+    return loss.total(losses, counts), metrics
 
 
-def labelled(batch: Batch) -> Tensor:
+def label_counts(batch: Batch) -> Tensor:
     """Return the number of labeled tokens per document ``[n]``. Raises :class:`DataError` if the batch lacks it."""
     if "label_counts" not in batch.per_document:
         raise DataError("collate_fn: the batch has no 'label_counts' per document: use collate_preference.")

@@ -2,6 +2,7 @@
 
 import math
 from abc import abstractmethod
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -10,11 +11,57 @@ from torch.nn.functional import logsigmoid
 
 from torchtune.data import Batch, DataError
 from torchtune.modules.loss import LossError
-from torchtune.rlhf._types import ChosenRejectedOutputs
-from torchtune.rlhf.loss._base import AnswerLoss, Metrics, labelled, total_and_metrics
+from torchtune.rlhf.loss._base import AnswerLoss, Metrics, label_counts, total_and_metrics
 from torchtune.utils import deprecated
 
+# Losses of the pairs, rewards of the chosen answers, rewards of the rejected answers; ``[p]`` each.
 LossesAndRewards = tuple[Tensor, Tensor, Tensor]
+
+
+@dataclass
+class ChosenRejectedOutputs:
+    """Scores of a model for the two answers of ``p`` pairs.
+
+    Attributes:
+        chosen_logps: log-probs of the chosen answers ``[p]``: sums over tokens if the lengths are set, otherwise the
+            quantity that the loss compares (for some losses a mean).
+        rejected_logps: log-probs of the rejected answers ``[p]``.
+        chosen_logits: logits of the chosen answers, for metrics; losses do not use them.
+        rejected_logits: logits of the rejected answers.
+        chosen_lengths: number of labeled tokens in the chosen answers ``[p]``.
+        rejected_lengths: number of labeled tokens in the rejected answers ``[p]``.
+
+    Example:
+        >>> lengths = torch.tensor([2])
+        >>> pairs = torchtune.rlhf.ChosenRejectedOutputs(
+        ...     torch.tensor([-4.0]), torch.tensor([-6.0]), chosen_lengths=lengths, rejected_lengths=lengths
+        ... )
+        >>> pairs.chosen_mean
+        tensor([-2.])
+    """
+
+    chosen_logps: Tensor
+    rejected_logps: Tensor
+    chosen_logits: Tensor | None = None
+    rejected_logits: Tensor | None = None
+    chosen_lengths: Tensor | None = None
+    rejected_lengths: Tensor | None = None
+
+    @property
+    def chosen_mean(self) -> Tensor:
+        """Per-token mean log-probs of the chosen answers ``[p]``; ``chosen_logps`` if there are no lengths."""
+        return _per_token_mean(self.chosen_logps, self.chosen_lengths)
+
+    @property
+    def rejected_mean(self) -> Tensor:
+        """Per-token mean log-probs of the rejected answers ``[p]``; ``rejected_logps`` if there are no lengths."""
+        return _per_token_mean(self.rejected_logps, self.rejected_lengths)
+
+
+def _per_token_mean(sums: Tensor, lengths: Tensor | None) -> Tensor:
+    if lengths is None:
+        return sums
+    return sums / lengths.clamp(min=1)
 
 
 class PreferenceLoss(AnswerLoss):
@@ -64,31 +111,41 @@ class PreferenceLoss(AnswerLoss):
             TypeError: the number of arguments is wrong.
         """
         if outputs and isinstance(outputs[0], Tensor):
-            if len(outputs) % 2:
-                raise TypeError(f"{type(self).__name__} takes log-probs of chosen and rejected answers, in twos.")
-            outputs = tuple(ChosenRejectedOutputs(*outputs[i : i + 2]) for i in range(0, len(outputs), 2))
-        policy, reference = (*outputs, None, None)[:2]
-        if policy is None or len(outputs) > 2 or (self.needs_reference and reference is None):
-            wanted = "the policy and the reference" if self.needs_reference else "the policy"
-            raise TypeError(
-                f"{type(self).__name__} takes what {wanted} say of the answers, not {len(outputs)} of them."
-            )
-        found = self.compare(policy, reference)
-        if not (isinstance(found, tuple) and [value.shape for value in found] == [policy.chosen_logps.shape] * 3):
+            outputs = self._pair_log_probs(outputs)
+        policy = outputs[0] if outputs else None
+        reference = outputs[1] if len(outputs) > 1 else None
+        lacks_reference = self.needs_reference and reference is None
+        if policy is None or lacks_reference or len(outputs) > 2:
+            models = "the policy and the reference" if self.needs_reference else "the policy"
+            raise TypeError(f"{type(self).__name__} takes the outputs of {models}, but got {len(outputs)} argument(s).")
+        compared = self.compare(policy, reference)
+        expected_shapes = [policy.chosen_logps.shape] * 3
+        if not isinstance(compared, tuple) or [tensor.shape for tensor in compared] != expected_shapes:
             raise LossError(
                 f"loss: {type(self).__name__}.compare must return three tensors of one number for each pair: the "
                 "losses, and the rewards of the chosen and of the rejected answers."
             )
-        losses, chosen, rejected = found
+        losses, chosen, rejected = compared
         return losses, chosen.detach(), rejected.detach()
+
+    def _pair_log_probs(self, log_probs: tuple[Tensor, ...]) -> tuple[ChosenRejectedOutputs, ...]:
+        """Convert log-probs (chosen and rejected of the policy, then of the reference) to outputs of each model."""
+        if len(log_probs) % 2:
+            raise TypeError(f"{type(self).__name__} takes log-probs of chosen and rejected answers, in pairs.")
+        chosen = log_probs[::2]
+        rejected = log_probs[1::2]
+        return tuple(map(ChosenRejectedOutputs, chosen, rejected))
 
     def sum_and_metrics(
         self, batch: Batch, scores: Tensor, reference: Tensor | None = None, baseline: Tensor | None = None
     ) -> tuple[Tensor, Metrics]:
         """Sum losses and metrics, see :meth:`AnswerLoss.sum_and_metrics`."""
         policy = self._outputs(batch, scores)
-        reference = None if reference is None else self._outputs(batch, reference)
-        losses, chosen, rejected = self._compare_batch(batch, policy, reference)
+        reference_outputs = None
+        if reference is not None:
+            reference_outputs = self._outputs(batch, reference)
+        losses, chosen, rejected = self._compare_batch(batch, policy, reference_outputs)
+        # A pair without labels is the filler of a rank without data.
         counts = (policy.chosen_lengths > 0) & (policy.rejected_lengths > 0)
         terms = {
             "rewards/chosen": chosen,
@@ -115,9 +172,10 @@ class PreferenceLoss(AnswerLoss):
 
     @staticmethod
     def _outputs(batch: Batch, scores: Tensor) -> ChosenRejectedOutputs:
-        lengths = batch.chosen_and_rejected(labelled(batch))
+        """Split the scores of a batch's documents ``[n]`` into those of the chosen and the rejected answers."""
         chosen, rejected = batch.chosen_and_rejected(scores)
-        return ChosenRejectedOutputs(chosen, rejected, chosen_lengths=lengths[0], rejected_lengths=lengths[1])
+        chosen_lengths, rejected_lengths = batch.chosen_and_rejected(label_counts(batch))
+        return ChosenRejectedOutputs(chosen, rejected, chosen_lengths=chosen_lengths, rejected_lengths=rejected_lengths)
 
 
 class _MarginLoss(PreferenceLoss):
@@ -148,16 +206,23 @@ class _MarginLoss(PreferenceLoss):
         return self.margin_loss(chosen - rejected), self.beta * chosen, self.beta * rejected
 
 
-def _check_beta(value: float) -> float:
-    if not 0 < value < math.inf:
-        raise ValueError(f"beta is {value}: it must be above 0, and finite.")
-    return value
+def _check_beta(beta: float) -> float:
+    if not 0 < beta < math.inf:
+        raise ValueError(f"beta is {beta}: it must be above 0, and finite.")
+    return beta
 
 
-def _check_smoothing(value: float) -> float:
-    if not 0.0 <= value < 0.5:
-        raise ValueError(f"label_smoothing is {value}: the share of wrong labels must be from 0 to below 0.5.")
-    return value
+def _check_smoothing(label_smoothing: float) -> float:
+    if not 0.0 <= label_smoothing < 0.5:
+        raise ValueError(
+            f"label_smoothing is {label_smoothing}: the share of wrong labels must be from 0 to below 0.5."
+        )
+    return label_smoothing
+
+
+def _smoothed_loss(logits: Tensor, label_smoothing: float) -> Tensor:
+    """Return −(1−ε) log σ(x) − ε log σ(−x), the cross-entropy if a fraction ε of the pairs has swapped labels."""
+    return -(1.0 - label_smoothing) * logsigmoid(logits) - label_smoothing * logsigmoid(-logits)
 
 
 class DPOLoss(_MarginLoss):
@@ -170,9 +235,10 @@ class DPOLoss(_MarginLoss):
         label_smoothing: ε, the fraction of pairs with swapped labels.
 
     Example:
-        >>> side = {"input_ids": [1, 2, 3], "labels": [2, 3, -100]}
-        >>> row = {f"{name}_{key}": value for name in ("chosen", "rejected") for key, value in side.items()}
-        >>> batch, zeros = torchtune.data.collate_preference([row]), torch.zeros(2)
+        >>> row = {"chosen_input_ids": [1, 2, 3], "chosen_labels": [2, 3, -100]}
+        >>> row |= {"rejected_input_ids": [1, 2, 4], "rejected_labels": [2, 4, -100]}
+        >>> batch = torchtune.data.collate_preference([row])
+        >>> zeros = torch.zeros(2)
         >>> total, metrics = torchtune.rlhf.loss.DPOLoss(beta=0.1).sum_and_metrics(batch, zeros, reference=zeros)
         >>> total.item()  # log(2): the model does not yet prefer one
         0.6931...
@@ -184,8 +250,7 @@ class DPOLoss(_MarginLoss):
 
     def margin_loss(self, margin: Tensor) -> Tensor:
         """Return the losses of the margins ``[p]``."""
-        scaled, epsilon = self.beta * margin, self.label_smoothing
-        return -(1.0 - epsilon) * logsigmoid(scaled) - epsilon * logsigmoid(-scaled)
+        return _smoothed_loss(self.beta * margin, self.label_smoothing)
 
 
 class RobustDPOLoss(_MarginLoss):
@@ -206,8 +271,10 @@ class RobustDPOLoss(_MarginLoss):
 
     def margin_loss(self, margin: Tensor) -> Tensor:
         """Return the losses of the margins ``[p]``."""
-        scaled, epsilon = self.beta * margin, self.label_smoothing
-        return (epsilon * logsigmoid(-scaled) - (1.0 - epsilon) * logsigmoid(scaled)) / (1.0 - 2.0 * epsilon)
+        logits = self.beta * margin
+        epsilon = self.label_smoothing
+        expected_loss = epsilon * logsigmoid(-logits) - (1.0 - epsilon) * logsigmoid(logits)
+        return expected_loss / (1.0 - 2.0 * epsilon)
 
 
 class HingeLoss(_MarginLoss):
@@ -298,13 +365,16 @@ class SimPOLoss(PreferenceLoss):
 
     def __init__(self, beta: float = 2.0, gamma: float = 0.5, label_smoothing: float = 0.0) -> None:
         super().__init__()
-        self.beta, self.gamma, self.label_smoothing = _check_beta(beta), gamma, _check_smoothing(label_smoothing)
+        self.beta = _check_beta(beta)
+        self.gamma = gamma
+        self.label_smoothing = _check_smoothing(label_smoothing)
 
     def compare(self, policy: ChosenRejectedOutputs, reference: ChosenRejectedOutputs | None) -> LossesAndRewards:
         """Compute losses and rewards of pairs; see :class:`PreferenceLoss`."""
-        chosen, rejected = self.beta * policy.chosen_mean, self.beta * policy.rejected_mean
-        margin, epsilon = chosen - rejected - self.gamma, self.label_smoothing
-        return -(1.0 - epsilon) * logsigmoid(margin) - epsilon * logsigmoid(-margin), chosen, rejected
+        chosen = self.beta * policy.chosen_mean
+        rejected = self.beta * policy.rejected_mean
+        losses = _smoothed_loss(chosen - rejected - self.gamma, self.label_smoothing)
+        return losses, chosen, rejected
 
 
 class ORPOLoss(PreferenceLoss):
@@ -328,9 +398,11 @@ class ORPOLoss(PreferenceLoss):
 
     def compare(self, policy: ChosenRejectedOutputs, reference: ChosenRejectedOutputs | None) -> LossesAndRewards:
         """Compute losses and rewards of pairs; see :class:`PreferenceLoss`."""
-        chosen, rejected = policy.chosen_mean, policy.rejected_mean
-        odds = _log_odds(chosen) - _log_odds(rejected)
-        return -chosen - self.beta * logsigmoid(odds), self.beta * chosen, self.beta * rejected
+        chosen = policy.chosen_mean
+        rejected = policy.rejected_mean
+        log_odds_ratio = _log_odds(chosen) - _log_odds(rejected)
+        losses = -chosen - self.beta * logsigmoid(log_odds_ratio)
+        return losses, self.beta * chosen, self.beta * rejected
 
 
 def _log_odds(log_prob: Tensor) -> Tensor:
@@ -356,13 +428,15 @@ class CPOLoss(PreferenceLoss):
 
     def __init__(self, beta: float = 0.1, alpha: float = 1.0, label_smoothing: float = 0.0) -> None:
         super().__init__()
-        self.beta, self.alpha, self.label_smoothing = _check_beta(beta), alpha, _check_smoothing(label_smoothing)
+        self.beta = _check_beta(beta)
+        self.alpha = alpha
+        self.label_smoothing = _check_smoothing(label_smoothing)
 
     def compare(self, policy: ChosenRejectedOutputs, reference: ChosenRejectedOutputs | None) -> LossesAndRewards:
         """Compute losses and rewards of pairs; see :class:`PreferenceLoss`."""
         if policy.chosen_lengths is None:
             raise ValueError("CPOLoss averages the chosen answer's log-prob: give chosen_lengths and rejected_lengths.")
-        chosen, rejected = self.beta * policy.chosen_logps, self.beta * policy.rejected_logps
-        margin, epsilon = chosen - rejected, self.label_smoothing
-        losses = -(1.0 - epsilon) * logsigmoid(margin) - epsilon * logsigmoid(-margin)
+        chosen = self.beta * policy.chosen_logps
+        rejected = self.beta * policy.rejected_logps
+        losses = _smoothed_loss(chosen - rejected, self.label_smoothing)
         return losses - self.alpha * policy.chosen_mean, chosen, rejected

@@ -76,18 +76,28 @@ class GRPOLoss(TokenLoss):
             "normalize": (normalize, ("tokens", "sequences", "constant")),
             "kl": (kl, ("k3", "k1")),
         }
-        for name, (value, known) in choices.items():
-            if value not in known:
-                raise ValueError(f"{name} is {value!r}: it must be one of {', '.join(known)}.")
-        positive = 1.0 if importance_cap is None else importance_cap
-        if min(epsilon, epsilon_high, kl_coeff, rl_coeff, ce_coeff) < 0 or positive <= 0:
-            raise ValueError("epsilon and coefficients may not be below 0, nor importance_cap 0 or below.")
-        if (normalize == "constant") != (constant is not None) or (constant is not None and constant <= 0):
-            raise ValueError(f"constant is {constant}: normalize='constant' needs one above 0, others take none.")
-        self.epsilon, self.epsilon_high, self.kind, self.ratio = epsilon, epsilon_high, kind, ratio
-        self.normalize, self.constant = normalize, constant
-        self.kl_coeff, self.kl, self.importance_cap = kl_coeff, kl, importance_cap
-        self.rl_coeff, self.ce_coeff = rl_coeff, ce_coeff
+        for name, (value, supported) in choices.items():
+            if value not in supported:
+                raise ValueError(f"{name} is {value!r}: it must be one of {', '.join(supported)}.")
+        if min(epsilon, epsilon_high, kl_coeff, rl_coeff, ce_coeff) < 0:
+            raise ValueError("epsilon, epsilon_high and the coefficients must not be below 0.")
+        if importance_cap is not None and importance_cap <= 0:
+            raise ValueError(f"importance_cap is {importance_cap}: it must be above 0.")
+        if normalize == "constant" and (constant is None or constant <= 0):
+            raise ValueError(f"constant is {constant}: normalize='constant' needs a constant above 0.")
+        if normalize != "constant" and constant is not None:
+            raise ValueError(f"constant is {constant}: only normalize='constant' uses it, so leave it out.")
+        self.epsilon = epsilon
+        self.epsilon_high = epsilon_high
+        self.kind = kind
+        self.ratio = ratio
+        self.normalize = normalize
+        self.constant = constant
+        self.kl_coeff = kl_coeff
+        self.kl = kl
+        self.rl_coeff = rl_coeff
+        self.ce_coeff = ce_coeff
+        self.importance_cap = importance_cap
 
     @property
     def needs_reference(self) -> bool:
@@ -131,41 +141,55 @@ class GRPOLoss(TokenLoss):
             Losses ``[t]``, and detached metrics by name, ``[t]`` each.
         """
         weights = weights or {}
-        advantages = advantages if self.needs_rewards else torch.zeros_like(advantages)
-        good = weights.get("ce", advantages > 0)
-        log_ratio = log_probs - old.detach()
+        if not self.needs_rewards:
+            advantages = torch.zeros_like(advantages)
+        ce_weights = weights.get("ce", advantages > 0)  # before the k1 divergence changes the advantages
         if self.ratio == "sequence" or self.normalize == "sequences":
             # Two searches instead of `bincount`, for which the host waits: it must know the number of answers.
             ordered = sequences.sort().values
             first = torch.searchsorted(ordered, sequences)  # [t], the same for all tokens of an answer, less than t
             lengths = torch.searchsorted(ordered, sequences, right=True) - first  # [t]
+
+        # Probability ratio, with a gradient.
+        log_ratio = log_probs - old.detach()
         if self.ratio == "sequence":
             sums = log_ratio.new_zeros(len(first)).index_add(0, first, log_ratio)
             log_ratio = sums.index_select(0, first) / lengths.to(sums.dtype)
-        rho, high = log_ratio.exp(), 1.0 + self.epsilon_high
+        ratio = log_ratio.exp()
+
+        # Policy gradient.
         if reference is not None and self.kl == "k1":
             advantages = advantages - self.kl_coeff * (old - reference).detach()
         if self.kind == "cispo":
-            losses, clipped = -rho.clamp(max=high).detach() * advantages * log_probs, rho > high
+            highest_ratio = 1.0 + self.epsilon_high
+            losses = -ratio.clamp(max=highest_ratio).detach() * advantages * log_probs
+            is_clipped = ratio > highest_ratio
         else:
-            losses, clipped = self.clip(rho, advantages, self.epsilon, self.epsilon_high)
+            losses, is_clipped = self.clip(ratio, advantages, self.epsilon, self.epsilon_high)
         losses = self.rl_coeff * weights.get("rl", 1.0) * losses
-        figures = {"ratio": rho, "clipped": clipped.to(rho.dtype)}
+        metrics = {"ratio": ratio, "clipped": is_clipped.to(ratio.dtype)}
+
+        # Divergence to the reference.
         if reference is not None:
-            difference = reference.detach() - log_probs
-            figures["kl"] = k3 = difference.exp() - difference - 1.0
+            reference_log_ratio = reference.detach() - log_probs
+            k3 = reference_log_ratio.exp() - reference_log_ratio - 1.0
+            metrics["kl"] = k3
             if self.kl == "k3":
-                losses = losses + self.kl_coeff * weights.get("ref_kl", 1.0) * (log_probs - old.detach()).exp() * k3
+                token_ratio = (log_probs - old.detach()).exp()  # per token, also for a ratio per sequence
+                losses = losses + self.kl_coeff * weights.get("ref_kl", 1.0) * token_ratio * k3
+
         if self.importance_cap is not None and sampled is not None:
-            figures["importance"] = (old - sampled).exp().clamp(max=self.importance_cap).detach()
-            losses = figures["importance"] * losses
+            importance = (old - sampled).exp().clamp(max=self.importance_cap).detach()
+            metrics["importance"] = importance
+            losses = importance * losses
         if self.normalize == "sequences":
             losses = losses / lengths.to(losses.dtype)
         elif self.normalize == "constant":
             losses = losses / self.constant
+        # The cross-entropy comes last: its weights are already normalized, see `ScoredRollouts.batches`.
         if self.ce_coeff:
-            losses = losses - self.ce_coeff * good * log_probs
-        return losses, {name: value.detach() for name, value in figures.items()}
+            losses = losses - self.ce_coeff * ce_weights * log_probs
+        return losses, {name: values.detach() for name, values in metrics.items()}
 
     def sum_and_metrics(
         self, batch: Batch, scores: Tensor, reference: Tensor | None = None, baseline: Tensor | None = None
@@ -180,33 +204,47 @@ class GRPOLoss(TokenLoss):
             baseline: not used.
         """
         self.check_batch(batch)
-        index = batch.find_labels()
+        label_positions = batch.find_labels()  # [t], indices into the flattened batch
+        num_tokens = len(label_positions)
         sampled = batch.per_token.get("sampled")
-        first = "old" not in batch.per_token
-        if first:  # the model has not been updated since sampling
-            own = sampled is None or self.importance_cap is not None
-            batch["old"] = scores.detach() if own else sampled
+        is_first_pass = "old" not in batch.per_token  # the model has not been updated since sampling
+        if is_first_pass:
+            if sampled is None or self.importance_cap is not None:
+                batch["old"] = scores.detach()
+            else:
+                batch["old"] = sampled
 
-        def tokens(values: Tensor | None) -> Tensor | None:
-            return None if values is None else values.flatten().index_select(0, index)
+        def at_labels(values: Tensor | None) -> Tensor | None:
+            """Select the labeled positions: ``[b, s]`` to ``[t]``."""
+            if values is None:
+                return None
+            return values.flatten().index_select(0, label_positions)
 
-        losses, figures = self(
-            tokens(scores),
-            tokens(batch["old"]),
-            tokens(batch.per_token["advantages"]),
-            batch.documents.document_ids().index_select(0, index),
-            tokens(reference),
-            tokens(sampled),
-            {name: tokens(batch.per_token[name]) for name in ("rl", "ce", "ref_kl") if name in batch.per_token},
+        log_probs = at_labels(scores)
+        sampled_log_probs = at_labels(sampled)
+        weights = {}
+        for name in ("rl", "ce", "ref_kl"):
+            if name in batch.per_token:
+                weights[name] = at_labels(batch.per_token[name])
+        losses, token_metrics = self(
+            log_probs,
+            at_labels(batch["old"]),
+            at_labels(batch.per_token["advantages"]),
+            batch.documents.document_ids().index_select(0, label_positions),
+            at_labels(reference),
+            sampled_log_probs,
+            weights,
         )
-        if first and sampled is not None:
-            figures["sampler_difference"] = (tokens(scores) - tokens(sampled)).abs().detach()
+        if is_first_pass and sampled is not None:
+            token_metrics["sampler_difference"] = (log_probs - sampled_log_probs).abs().detach()
+
         total = losses.sum() + 0.0 * scores.sum()  # keeps the graph connected for a batch without labels
-        number = len(index)
         if self.balance is not None:
-            terms = number if self.normalize == "tokens" else (batch.per_document["label_counts"] > 0).sum()
-            total = self.balance.add_to(total, terms)
-        return total, {f"policy/{name}": (value.float().sum(), number) for name, value in figures.items()}
+            num_terms = num_tokens
+            if self.normalize != "tokens":
+                num_terms = (batch.per_document["label_counts"] > 0).sum()
+            total = self.balance.add_to(total, num_terms)
+        return total, {f"policy/{name}": (values.float().sum(), num_tokens) for name, values in token_metrics.items()}
 
 
 class DAPOLoss(GRPOLoss):

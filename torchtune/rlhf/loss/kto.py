@@ -1,13 +1,12 @@
 """KTO loss for single answers labeled good or bad."""
 
-from itertools import pairwise
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, Batch, DataError, Documents
-from torchtune.rlhf.loss._base import AnswerLoss, Metrics, labelled, total_and_metrics
+from torchtune.rlhf.loss._base import AnswerLoss, Metrics, label_counts, total_and_metrics
 
 
 class KTOLoss(AnswerLoss):
@@ -35,13 +34,16 @@ class KTOLoss(AnswerLoss):
         super().__init__()
         if beta <= 0:
             raise ValueError(f"beta is {beta}: it must be above 0.")
-        if min(desirable_weight, undesirable_weight) < 0 or desirable_weight == undesirable_weight == 0:
+        lowest_weight = min(desirable_weight, undesirable_weight)
+        highest_weight = max(desirable_weight, undesirable_weight)
+        if lowest_weight < 0 or highest_weight == 0:
             raise ValueError(
                 f"desirable_weight is {desirable_weight} and undesirable_weight {undesirable_weight}: neither may be "
                 "below 0, and one must be above."
             )
         self.beta = beta
-        self.desirable_weight, self.undesirable_weight = desirable_weight, undesirable_weight
+        self.desirable_weight = desirable_weight
+        self.undesirable_weight = undesirable_weight
 
     def check_batch(self, batch: Batch) -> None:
         """Check that the batch has labeled answers. Raises :class:`DataError`."""
@@ -58,22 +60,28 @@ class KTOLoss(AnswerLoss):
             is_chosen: bool ``[n]``, True for good answers.
             baseline: mean r over mismatched pairs; z is ``max(0, baseline)``.
         """
-        ratios = policy - reference
-        sign = torch.where(is_chosen, 1.0, -1.0).to(ratios.dtype)
-        z = torch.as_tensor(baseline, dtype=ratios.dtype, device=ratios.device).detach().clamp(min=0.0)
-        weights = torch.where(is_chosen, self.desirable_weight, self.undesirable_weight).to(ratios.dtype)
-        return weights * torch.sigmoid(-sign * self.beta * (ratios - z)), (self.beta * ratios).detach()
+        log_ratios = policy - reference  # r, [n]
+        sign = torch.where(is_chosen, 1.0, -1.0).to(log_ratios.dtype)
+        z = torch.as_tensor(baseline, dtype=log_ratios.dtype, device=log_ratios.device).detach().clamp(min=0.0)
+        weights = torch.where(is_chosen, self.desirable_weight, self.undesirable_weight).to(log_ratios.dtype)
+        losses = weights * torch.sigmoid(-sign * self.beta * (log_ratios - z))  # 1 − σ(x) is σ(−x)
+        rewards = (self.beta * log_ratios).detach()
+        return losses, rewards
 
     def sum_and_metrics(
         self, batch: Batch, scores: Tensor, reference: Tensor | None = None, baseline: Tensor | None = None
     ) -> tuple[Tensor, Metrics]:
         """Sum losses and metrics, see :meth:`AnswerLoss.sum_and_metrics`."""
-        good, counts = _is_good(batch), labelled(batch) > 0
-        losses, rewards = self(scores, reference, good, baseline)
-        total, metrics = total_and_metrics(self, losses, counts, {"kl": baseline.clamp(min=0.0).expand_as(losses)})
-        for name, of in (("chosen", counts & good), ("rejected", counts & ~good)):
-            terms = {f"rewards/{name}": rewards, f"log_probs/{name}": scores.detach()}
-            metrics |= {key: (torch.where(of, value, 0.0).sum(), of.sum()) for key, value in terms.items()}
+        is_good = _is_good(batch)
+        counts = label_counts(batch) > 0  # an answer without labels is the filler of a rank without data
+        losses, rewards = self(scores, reference, is_good, baseline)
+        kl = baseline.clamp(min=0.0).expand_as(losses)
+        total, metrics = total_and_metrics(self, losses, counts, {"kl": kl})
+        log_probs = scores.detach()
+        for name, selected in (("chosen", counts & is_good), ("rejected", counts & ~is_good)):
+            num_selected = selected.sum()
+            metrics[f"rewards/{name}"] = (torch.where(selected, rewards, 0.0).sum(), num_selected)
+            metrics[f"log_probs/{name}"] = (torch.where(selected, log_probs, 0.0).sum(), num_selected)
         return total, metrics
 
     def mismatched_batch(self, batch: Batch) -> Batch | None:
@@ -84,35 +92,46 @@ class KTOLoss(AnswerLoss):
         Raises:
             DataError: the batch has only one example, or is split over context-parallel ranks.
         """
-        _is_good(batch)
-        count = batch.num_documents
-        if count < 2:
+        _is_good(batch)  # raises for a batch of pairs
+        num_answers = batch.num_documents
+        if num_answers < 2:
             raise DataError(
                 "loss: KTOLoss compares every prompt with the answer of another example, but a micro-batch has one: "
                 "set batch_size to 2 or more, to a number that leaves no single example at the end of an epoch."
             )
         if batch.shard[1] > 1:
             raise DataError("loss: KTOLoss makes answers of parts of the batch: set context_parallel_dim to 1.")
-        tokens, labels = batch.tokens.flatten(), batch.labels.flatten()
-        starts = [0, *torch.tensor(batch.documents.lengths).cumsum(0).tolist()]
-        spans = list(pairwise(starts))[:count]
-        has_label = (labels != CROSS_ENTROPY_IGNORE_IDX).tolist()
-        # The first label is at the last token of the prompt.
-        first = [next((at for at in range(start, end) if has_label[at]), end - 1) for start, end in spans]
-        longest, new_tokens, new_labels = max(end - start for start, end in spans), [], []
-        for i, (start, _) in enumerate(spans):
-            j = (i + 1) % count
-            prompt, end = slice(start, first[i] + 1), spans[j][1]
-            row = torch.cat([tokens[prompt], tokens[first[j] + 1 : end]])
-            ignored = torch.full_like(labels[start : first[i]], CROSS_ENTROPY_IGNORE_IDX)
-            targets = torch.cat([ignored, labels[first[j] : end]])
-            if len(row) > longest:
-                row, targets = row[:longest], targets[:longest]
+        # Labels are shifted: the last token of a prompt has the first label, the first token of the answer.
+        prompts = []
+        prompt_labels = []
+        answers = []
+        answer_labels = []
+        lengths = batch.documents.lengths[:num_answers]  # without the document of padding
+        tokens = batch.tokens.flatten()[: sum(lengths)].split(lengths)
+        labels = batch.labels.flatten()[: sum(lengths)]
+        has_label = (labels != CROSS_ENTROPY_IGNORE_IDX).cpu()  # one copy to the host for all documents
+        for document, targets, is_labeled in zip(tokens, labels.split(lengths), has_label.split(lengths), strict=True):
+            labeled = is_labeled.nonzero()
+            last_prompt_token = int(labeled[0]) if len(labeled) else len(document) - 1
+            prompts.append(document[: last_prompt_token + 1])
+            prompt_labels.append(torch.full_like(targets[:last_prompt_token], CROSS_ENTROPY_IGNORE_IDX))
+            answers.append(document[last_prompt_token + 1 :])
+            answer_labels.append(targets[last_prompt_token:])
+
+        new_tokens = []
+        new_labels = []
+        for i in range(num_answers):
+            j = (i + 1) % num_answers
+            document = torch.cat([prompts[i], answers[j]])
+            targets = torch.cat([prompt_labels[i], answer_labels[j]])
+            if len(document) > max(lengths):
+                document = document[: max(lengths)]
+                targets = targets[: max(lengths)]
                 targets[-1] = CROSS_ENTROPY_IGNORE_IDX  # the target of the last token is truncated
-            new_tokens.append(row)
+            new_tokens.append(document)
             new_labels.append(targets)
-        documents = Documents.from_lengths([len(row) for row in new_tokens], tokens.device)
-        positions = documents.positions().to(tokens.device)
+        documents = Documents.from_lengths([len(document) for document in new_tokens], batch.tokens.device)
+        positions = documents.positions().to(batch.tokens.device)
         return Batch(torch.cat(new_tokens)[None], torch.cat(new_labels)[None], positions[None], documents)
 
 

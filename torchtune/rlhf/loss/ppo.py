@@ -11,10 +11,6 @@ from torchtune.rlhf.rewards import masked_mean
 _ENTRIES = ("sampled", "advantages", "returns", "values")
 
 
-def _mean(values: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    return values.mean() if mask is None else masked_mean(values, mask)
-
-
 class PPOLoss(TokenLoss):
     """Clipped policy loss and clipped value loss (Schulman et al. 2017, arXiv:1707.06347).
 
@@ -36,9 +32,11 @@ class PPOLoss(TokenLoss):
 
     def __init__(self, epsilon: float = 0.1, value_clip_range: float = 0.2, value_coeff: float = 0.1) -> None:
         super().__init__()
-        if min(epsilon, value_clip_range) <= 0:
+        if epsilon <= 0 or value_clip_range <= 0:
             raise ValueError(f"epsilon is {epsilon} and value_clip_range {value_clip_range}: both must be above 0.")
-        self.epsilon, self.value_clip_range, self.value_coeff = epsilon, value_clip_range, value_coeff
+        self.epsilon = epsilon
+        self.value_clip_range = value_clip_range
+        self.value_coeff = value_coeff
 
     def check_model(self, model: nn.Module) -> None:
         """Check that there is a policy and a trainable value model. Raises :class:`LossError`."""
@@ -48,17 +46,22 @@ class PPOLoss(TokenLoss):
                 "of torchtune.rlhf.loss that needs one model."
             )
         super().check_model(model["policy"])
-        head = model["value"].output.weight
-        if head.shape[0] != 1:
+        value_head = model["value"].output.weight
+        num_outputs = value_head.shape[0]
+        if num_outputs != 1:
             raise LossError(
-                f"reward_and_value_model: a value is one number, but the model ends in {head.shape[0]:,} outputs: set "
+                f"reward_and_value_model: a value is one number, but the model ends in {num_outputs:,} outputs: set "
                 "_component_ to torchtune.modules.classifier_model with num_classes=1 and base_model_path the builder."
             )
-        if not head.requires_grad or self.value_coeff <= 0:
-            why = f"loss.value_coeff is {self.value_coeff}" if head.requires_grad else "its output layer is frozen"
+        obstacle = None
+        if not value_head.requires_grad:
+            obstacle = "its output layer is frozen"
+        elif self.value_coeff <= 0:
+            obstacle = f"loss.value_coeff is {self.value_coeff}"
+        if obstacle is not None:
             raise LossError(
-                f"value_checkpointer: the value model would not be trained, since {why}: advantages would be noise, so "
-                "train it, or run the recipe grpo, which needs no values."
+                f"value_checkpointer: the value model would not be trained, since {obstacle}: advantages would be "
+                "noise, so train it, or run the recipe grpo, which needs no values."
             )
 
     def sum_and_metrics(
@@ -73,24 +76,43 @@ class PPOLoss(TokenLoss):
             reference: not used, because the log-ratio to the reference is part of the rewards.
             baseline: not used.
         """
-        if missing := set(_ENTRIES) - batch.per_token.keys():
+        missing = set(_ENTRIES) - batch.per_token.keys()
+        if missing:
             raise DataError(f"The batch has no '{min(missing)}' per token: make it with torchtune.rlhf.ppo_updates.")
-        index = batch.find_labels()
-        count = len(index)
-        if count == 0:  # filler of a rank with fewer answers: the loss is 0, of all positions
-            index = torch.arange(batch.labels.numel(), device=batch.labels.device)
-        log_probs, values = (part.flatten().index_select(0, index) for part in scores)
-        old, advantages, returns, old_values = (batch[name].flatten().index_select(0, index) for name in _ENTRIES)
-        found = self(old, log_probs, advantages, old_values, values, returns)
-        total = found[0] * count
-        sums = dict(zip(("policy_loss", "value_loss", "ratios", "clipfrac"), found[1:], strict=True))
-        difference = (log_probs - old).detach()
-        sums["approx_policy_kl"] = 0.5 * difference.square().mean()
+        label_positions = batch.find_labels()  # [t], indices into the flattened batch
+        num_tokens = len(label_positions)
+        if num_tokens == 0:  # filler of a rank with fewer answers: the loss is 0, of all positions
+            label_positions = torch.arange(batch.labels.numel(), device=batch.labels.device)
+
+        def at_labels(values: Tensor) -> Tensor:
+            """Select the labeled positions: ``[b, s]`` to ``[t]``."""
+            return values.flatten().index_select(0, label_positions)
+
+        log_probs, values = scores
+        log_probs = at_labels(log_probs)
+        old_log_probs = at_labels(batch["sampled"])
+        loss, policy_loss, value_loss, ratio, clip_fraction = self(
+            old_log_probs,
+            log_probs,
+            at_labels(batch["advantages"]),
+            at_labels(batch["values"]),
+            at_labels(values),
+            at_labels(batch["returns"]),
+        )
+        log_ratios = (log_probs - old_log_probs).detach()
+        means = {
+            "policy_loss": policy_loss,
+            "value_loss": value_loss,
+            "ratios": ratio,
+            "clipfrac": clip_fraction,
+            "approx_policy_kl": 0.5 * log_ratios.square().mean(),
+        }
         if "is_first" in batch.per_document:
-            sums["policy/sampler_difference"] = difference.abs().mean()
+            means["policy/sampler_difference"] = log_ratios.abs().mean()
+        total = loss * num_tokens
         if self.balance is not None:
-            total = self.balance.add_to(total, count)
-        return total, {name: (value.float() * count, count) for name, value in sums.items()}
+            total = self.balance.add_to(total, num_tokens)
+        return total, {name: (mean.float() * num_tokens, num_tokens) for name, mean in means.items()}
 
     def forward(
         self,
@@ -120,12 +142,21 @@ class PPOLoss(TokenLoss):
             are detached.
         """
         ratios = torch.exp(pi_logprobs - pi_old_logprobs)
-        losses, clipped = self.clip(ratios, advantages, self.epsilon, self.epsilon)
-        policy_loss = _mean(losses, padding_masks)
-        near = phi_old_values + (phi_values - phi_old_values).clamp(-self.value_clip_range, self.value_clip_range)
-        errors = torch.maximum((phi_values - returns).square(), (near - returns).square())
-        value_loss = 0.5 * _mean(errors, value_padding_masks)
-        clip_share = _mean(clipped.to(ratios.dtype), padding_masks)
+        policy_losses, is_clipped = self.clip(ratios, advantages, self.epsilon, self.epsilon)
+        policy_loss = _mean(policy_losses, padding_masks)
+
+        value_change = (phi_values - phi_old_values).clamp(-self.value_clip_range, self.value_clip_range)
+        clipped_values = phi_old_values + value_change
+        squared_errors = torch.maximum((phi_values - returns).square(), (clipped_values - returns).square())
+        value_loss = 0.5 * _mean(squared_errors, value_padding_masks)
+
         loss = policy_loss + self.value_coeff * value_loss
         ratio = _mean(ratios, padding_masks)
-        return loss, policy_loss.detach(), value_loss.detach(), ratio.detach(), clip_share.detach()
+        clip_fraction = _mean(is_clipped.to(ratios.dtype), padding_masks)
+        return loss, policy_loss.detach(), value_loss.detach(), ratio.detach(), clip_fraction.detach()
+
+
+def _mean(values: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    if mask is None:
+        return values.mean()
+    return masked_mean(values, mask)

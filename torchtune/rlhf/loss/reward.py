@@ -8,8 +8,7 @@ from torch.nn.functional import logsigmoid
 
 from torchtune.data import Batch, DataError
 from torchtune.modules.loss import LossError, Projection
-from torchtune.rlhf._types import ChosenRejectedOutputs
-from torchtune.rlhf.loss.dpo import LossesAndRewards, PreferenceLoss
+from torchtune.rlhf.loss.dpo import ChosenRejectedOutputs, LossesAndRewards, PreferenceLoss
 
 
 class RewardLoss(PreferenceLoss):
@@ -37,11 +36,12 @@ class RewardLoss(PreferenceLoss):
 
     def check_model(self, model: nn.Module) -> None:
         """Check that the model has one output. Raises :class:`LossError`."""
-        rows = model.output.weight.shape[0]
-        if rows != 1:
+        num_outputs = model.output.weight.shape[0]
+        if num_outputs != 1:
             raise LossError(
-                f"loss: RewardLoss needs a model with one output, but this one has {rows:,}: set model._component_ to "
-                "torchtune.modules.classifier_model with num_classes=1 and base_model_path the builder of the model."
+                f"loss: RewardLoss needs a model with one output, but this one has {num_outputs:,}: set "
+                "model._component_ to torchtune.modules.classifier_model with num_classes=1 and base_model_path the "
+                "builder of the model."
             )
 
     def score(self, hidden: Tensor, batch: Batch, projection: Projection) -> Tensor:
@@ -55,15 +55,17 @@ class RewardLoss(PreferenceLoss):
         margin: Tensor | float = 0.0,
     ) -> LossesAndRewards:
         """Compute losses and scores of pairs; see :class:`PreferenceLoss`."""
-        chosen, rejected = policy.chosen_logps, policy.rejected_logps
+        chosen = policy.chosen_logps  # the scores of a reward model
+        rejected = policy.rejected_logps
         losses = -logsigmoid(chosen - rejected - margin)
         return losses + self.center_coefficient * (chosen + rejected).square(), chosen, rejected
 
     def _compare_batch(
         self, batch: Batch, policy: ChosenRejectedOutputs, reference: ChosenRejectedOutputs | None
     ) -> LossesAndRewards:
-        margin = batch.per_document.get("margin")
-        margin = 0.0 if margin is None else batch.chosen_and_rejected(margin)[0]
+        margin = 0.0
+        if "margin" in batch.per_document:
+            margin, _ = batch.chosen_and_rejected(batch.per_document["margin"])  # the same in both answers
         losses, chosen, rejected = self.compare(policy, None, margin)
         return losses, chosen.detach(), rejected.detach()
 
@@ -92,9 +94,13 @@ def pooled_scores(hidden: Tensor, batch: Batch, projection: Projection) -> Tenso
             "collate_fn: a score is read at the end of a document, but the batch has none: use collate_preference."
         )
     rank, _ = batch.shard
-    last = batch.documents.ends()[: batch.num_documents].to(hidden.device)
-    last = last - rank * batch.tokens.numel()
-    here = (last >= 0) & (last < batch.tokens.numel())
-    scores = projection(hidden.flatten(0, -2)[last.masked_fill(~here, 0)]).squeeze(-1)
+    num_tokens = batch.tokens.numel()  # of this rank
+    last_token = batch.documents.ends()[: batch.num_documents].to(hidden.device)  # [n], in the whole batch
+    last_token = last_token - rank * num_tokens
+    is_local = (last_token >= 0) & (last_token < num_tokens)
+    # Indexed without a selection, whose size the host would wait for.
+    last_hidden = hidden.flatten(0, -2)[last_token.masked_fill(~is_local, 0)]  # [n, d]
+    scores = projection(last_hidden).squeeze(-1)  # [n]
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
-    return scores.masked_fill(~here, 0.0) + 0.0 * hidden.sum()
+    # The second term keeps the graph connected on ranks without a last token.
+    return scores.masked_fill(~is_local, 0.0) + 0.0 * hidden.sum()

@@ -12,7 +12,7 @@ from tests.torchtune.tokenizers.test_chat_templates import write_checkpoint
 from torchtune.data import Message
 from torchtune.rlhf import RolloutError
 from torchtune.rlhf.environments import Bridge, ToolCall, detect_format, parameters_of, parse_calls
-from torchtune.rlhf.environments._bridge import Turn
+from torchtune.rlhf.environments._turn_tokens import Turn
 from torchtune.tokenizers import HuggingFaceModelTokenizer, hf_tokenizer
 
 PUBLISHED = Path(find_spec("trl").origin).parent / "chat_templates"

@@ -29,7 +29,9 @@ class OpenEnv:
     """
 
     def __init__(self, url: str, timeout: float = 60.0) -> None:
-        self._url, self._timeout, self._session = f"{url.rstrip('/')}/mcp", timeout, {}
+        self._url = f"{url.rstrip('/')}/mcp"
+        self._timeout = timeout
+        self._session: dict[str, str] = {}  # parameters of requests in a session
         self._tools = self._request("tools/list")["tools"]
 
     def _request(self, method: str, **params: Any) -> Any:
@@ -45,27 +47,26 @@ class OpenEnv:
 
     def tools(self) -> list[dict[str, Any]]:
         """Return the definitions of the server's tools."""
-        schema = ("inputSchema", "input_schema")
-        return [
-            {
-                "type": "function",
-                "function": {
-                    "name": tool["name"],
-                    "description": tool.get("description") or "",
-                    "parameters": next((tool[name] for name in schema if tool.get(name)), {}),
-                },
-            }
-            for tool in self._tools
-        ]
+        definitions = []
+        for tool in self._tools:
+            # MCP calls it inputSchema, servers in Python input_schema.
+            parameters = tool.get("inputSchema") or tool.get("input_schema") or {}
+            description = tool.get("description") or ""
+            function = {"name": tool["name"], "description": description, "parameters": parameters}
+            definitions.append({"type": "function", "function": function})
+        return definitions
 
     def __getattr__(self, name: str) -> Any:
+        """Return the function that calls a tool of the server."""
         if name.startswith("_") or all(tool["name"] != name for tool in self._tools):
             raise AttributeError(name)
         return partial(self._call, name)
 
     def _call(self, tool: str, **arguments: Any) -> Any:
-        found = self._request("tools/call", name=tool, arguments=arguments)
-        return found["data"] if isinstance(found, Mapping) and "data" in found else found
+        result = self._request("tools/call", name=tool, arguments=arguments)
+        if isinstance(result, Mapping) and "data" in result:
+            return result["data"]
+        return result
 
     def close(self) -> None:
         """End the session."""
@@ -93,14 +94,16 @@ class OpenEnvGym:
 
     def __init__(self, url: str, timeout: float = 60.0) -> None:
         self._client = require("websockets.sync.client", extra="openenv", purpose="OpenEnvGym")
-        self._url, self._timeout = url.rstrip("/"), timeout
-        self._socket, self._reward, self.done = None, 0.0, False
-        self._action = post_json(f"{self._url}/schema", None, timeout=timeout)["action"]
+        self._url = url.rstrip("/")
+        self._timeout = timeout
+        self._socket = None
+        self._reward = 0.0
+        self.done = False
+        self._action_schema = post_json(f"{self._url}/schema", None, timeout=timeout)["action"]
 
     def tools(self) -> list[dict[str, Any]]:
         """Return the definition of ``act``."""
-        properties = {name: one for name, one in self._action["properties"].items() if name != "metadata"}
-        parameters = {**self._action, "properties": properties}
+        parameters = {**self._action_schema, "properties": _without_metadata(self._action_schema["properties"])}
         function = {"name": "act", "description": "Take an action.", "parameters": parameters}
         return [{"type": "function", "function": function}]
 
@@ -118,12 +121,11 @@ class OpenEnvGym:
         reply = json.loads(self._socket.recv(timeout=self._timeout))
         if reply["type"] == "error":
             if kind == "step" and reply["data"].get("code") == "VALIDATION_ERROR":  # the model's mistake
-                return json.dumps([one["msg"] for one in reply["data"]["errors"]])
+                return json.dumps([error["msg"] for error in reply["data"]["errors"]])
             raise RolloutError(f"{self._url} replies to {kind} with {str(reply['data'])[:300]}.")
         self._reward += float(reply["data"]["reward"] or 0.0)
         self.done = reply["data"]["done"]
-        observation = {name: one for name, one in reply["data"]["observation"].items() if name != "metadata"}
-        return json.dumps(observation, ensure_ascii=False)
+        return json.dumps(_without_metadata(reply["data"]["observation"]), ensure_ascii=False)
 
     def get_reward(self) -> float:
         """Return the sum of the rewards."""
@@ -133,6 +135,11 @@ class OpenEnvGym:
         """End the session."""
         if self._socket is not None:
             self._socket.close()
+
+
+def _without_metadata(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of an action or observation without OpenEnv's own field."""
+    return {name: value for name, value in fields.items() if name != "metadata"}
 
 
 class Gymnasium:
@@ -152,11 +159,14 @@ class Gymnasium:
 
     def __init__(self, id: str, **options: Any) -> None:
         gymnasium = require("gymnasium", extra="gymnasium", purpose="Gymnasium")
-        self._env, self._reward, self.done = gymnasium.make(id, **{"render_mode": "ansi", **options}), 0.0, False
+        self._env = gymnasium.make(id, **{"render_mode": "ansi", **options})
+        self._reward = 0.0
+        self.done = False
 
     def reset(self, seed: int) -> str:
         """Begin an episode."""
-        return self._text(self._env.reset(seed=seed % 2**31)[0])
+        observation, _ = self._env.reset(seed=seed % 2**31)
+        return self._text(observation)
 
     def act(self, action: str) -> str:
         """Take an action.
@@ -165,7 +175,9 @@ class Gymnasium:
             action: the action as a text, or its number.
         """
         space = self._env.action_space
-        value = int(action) if action.strip().isdecimal() and hasattr(space, "n") else action
+        value = action
+        if action.strip().isdecimal() and hasattr(space, "n"):  # actions are numbers
+            value = int(action)
         if not space.contains(value):
             return f"'{action}' is no action, actions are {space}"
         observation, reward, terminated, truncated, _ = self._env.step(value)
@@ -174,8 +186,11 @@ class Gymnasium:
         return self._text(observation)
 
     def _text(self, observation: Any) -> str:
-        text = str(self._env.render() if self._env.render_mode == "ansi" else observation)
-        return re.sub("\x1b\\[[1-9]\\d*m", "[", text.replace("\x1b[0m", "]"))  # terminal colors mark a position
+        if self._env.render_mode == "ansi":
+            observation = self._env.render()
+        # Terminal colors mark a position: brackets take their place.
+        text = str(observation).replace("\x1b[0m", "]")
+        return re.sub("\x1b\\[[1-9]\\d*m", "[", text)
 
     def get_reward(self) -> float:
         """Return the sum of the rewards."""
@@ -202,7 +217,8 @@ class TextArena:
 
     def __init__(self, id: str, **options: Any) -> None:
         textarena = require("textarena", extra="textarena", purpose="TextArena")
-        self._env, self.done = textarena.make(f"{id.removesuffix('-raw')}-raw", **options), False
+        self._env = textarena.make(f"{id.removesuffix('-raw')}-raw", **options)
+        self.done = False
 
     def reset(self, seed: int) -> str:
         """Begin a game."""
@@ -215,12 +231,15 @@ class TextArena:
         Args:
             action: the move, as the rules describe it.
         """
-        self.done = bool(self._env.step(action)[0])
+        done, _ = self._env.step(action)
+        self.done = bool(done)
         return self._text()
 
     def _text(self) -> str:
-        return "\n".join(message for _, message, _ in self._env.get_observation()[1])
+        _, observation = self._env.get_observation()  # of the player, (sender, message, type) each
+        return "\n".join(message for _, message, _ in observation)
 
     def get_reward(self) -> float:
         """Return the reward of the game; 0 if the game has not ended."""
-        return float((self._env.close()[0] or {}).get(0, 0.0))
+        rewards, _ = self._env.close()  # by player
+        return float((rewards or {}).get(0, 0.0))

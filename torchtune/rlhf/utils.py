@@ -2,6 +2,7 @@
 
 from torch import Tensor
 
+from torchtune._lazy import former_package
 from torchtune.models.convert_weights import hf_to_tune, tune_to_hf
 
 
@@ -27,3 +28,7 @@ def reward_tune_to_hf(
     if "lm_head.weight" in weights:
         weights["score.weight"] = weights.pop("lm_head.weight")
     return weights
+
+
+__all__ = ["reward_hf_to_tune", "reward_tune_to_hf"]
+__getattr__, __path__ = former_package(__name__)

@@ -64,23 +64,24 @@ def parse_calls(text: str, tool_format: str, schemas: Schemas) -> list[ToolCall]
 def after_reasoning(text: str) -> str:
     """Return the text of a turn after its reasoning."""
     for end in ("</think>", "<channel|>", "<|end|><|start|>assistant"):
-        _, found, rest = text.rpartition(end)
-        text = rest.lstrip("\n") if found else rest
+        if end in text:
+            text = text.rpartition(end)[2].lstrip("\n")
     return text
 
 
-def _call(found: Any, arguments: str = "arguments") -> ToolCall:
+def _call_of_json(value: Any, arguments_key: str = "arguments") -> ToolCall:
     """Build a call from a JSON object with ``name`` and arguments; the arguments may be a string of JSON."""
-    if not isinstance(found, dict) or not isinstance(found.get("name"), str):
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         raise CallError("a tool call must be a JSON object with 'name' and 'arguments'")
-    values = found.get(arguments, {})
-    values = _json(values) if isinstance(values, str) else values
-    if not isinstance(values, dict):
-        raise CallError(f"'{arguments}' of the tool call must be a JSON object")
-    return ToolCall(found["name"], values)
+    arguments = value.get(arguments_key, {})
+    if isinstance(arguments, str):
+        arguments = _parse_json(arguments)
+    if not isinstance(arguments, dict):
+        raise CallError(f"'{arguments_key}' of the tool call must be a JSON object")
+    return ToolCall(value["name"], arguments)
 
 
-def _json(text: str, decode: Callable[[str], Any] = json.loads) -> Any:
+def _parse_json(text: str, decode: Callable[[str], Any] = json.loads) -> Any:
     try:
         return decode(text)
     except (ValueError, RecursionError) as error:
@@ -90,62 +91,71 @@ def _json(text: str, decode: Callable[[str], Any] = json.loads) -> Any:
 def _blocks(text: str, begin: str, end: str) -> Iterator[str]:
     """Yield the texts between the marks ``begin`` and ``end``."""
     for block in text.split(begin)[1:]:
-        inside, mark, _ = block.partition(end)
-        if not mark:
+        if end not in block:
             raise CallError(f"the tool call has no {end}")
-        yield inside
+        yield block.partition(end)[0]
 
 
 def _hermes(text: str, schemas: Schemas) -> Iterator[ToolCall]:
+    """``<tool_call>{"name": …, "arguments": {…}}</tool_call>``"""
     for block in _blocks(text, "<tool_call>", "</tool_call>"):
-        yield _call(_json(block))
+        yield _call_of_json(_parse_json(block))
 
 
 _PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
 
 
 def _qwen_xml(text: str, schemas: Schemas) -> Iterator[ToolCall]:
+    """``<tool_call><function=NAME><parameter=NAME>value</parameter></function></tool_call>``"""
     for block in _blocks(text, "<tool_call>", "</tool_call>"):
         function = re.fullmatch(r"\s*<function=([^>\n]+)>(.*)</function>\s*", block, re.DOTALL)
         if function is None:
             raise CallError("the tool call must be <function=NAME>…</function>")
-        name, body = function[1].strip(), function[2]
+        name = function[1].strip()
+        body = function[2]
         if _PARAMETER.sub("", body).strip():
             raise CallError("the parameters of the tool call must be <parameter=NAME>…</parameter>")
-        known = schemas.get(name, {}).get("properties", {})
-        values = {key.strip(): value for key, value in _PARAMETER.findall(body)}
-        yield ToolCall(name, {key: _typed(value, known.get(key, {})) for key, value in values.items()})
+        properties = schemas.get(name, {}).get("properties", {})
+        arguments = {}
+        for parameter, value in _PARAMETER.findall(body):
+            parameter = parameter.strip()
+            arguments[parameter] = _typed_argument(value, properties.get(parameter, {}))
+        yield ToolCall(name, arguments)
 
 
-def _typed(value: str, schema: Mapping[str, Any]) -> Any:
+def _typed_argument(value: str, schema: Mapping[str, Any]) -> Any:
     """Convert a plain-text argument to the type in its schema; types other than strings are parsed as JSON."""
     if schema.get("type", "string") == "string":
         return value
     try:
         return json.loads(value)
-    except ValueError:
+    except ValueError:  # models also write Python's constants
         return {"True": True, "False": False, "None": None}.get(value, value)
 
 
 def _llama3(text: str, schemas: Schemas) -> Iterator[ToolCall]:
+    """``<|python_tag|>{"name": …, "parameters": {…}}``, several separated by ``;``; the mark may be missing."""
     text = re.sub(r"<\|(python_tag|eot_id|eom_id)\|>", "", text).strip()
     while text.startswith("{"):
-        found, end = _json(text, json.JSONDecoder().raw_decode)
-        if not isinstance(found.get("name"), str):
+        value, end = _parse_json(text, json.JSONDecoder().raw_decode)
+        if not isinstance(value.get("name"), str):
             return  # an answer in JSON
-        yield _call(found, "parameters" if "parameters" in found else "arguments")
+        yield _call_of_json(value, "parameters" if "parameters" in value else "arguments")
         text = text[end:].lstrip(" \n;")
 
 
 def _mistral(text: str, schemas: Schemas) -> Iterator[ToolCall]:
+    """``[TOOL_CALLS]NAME[CALL_ID]ID[ARGS]{…}``; earlier ``[TOOL_CALLS][{"name": …, "arguments": {…}}]``"""
     for block in text.replace("</s>", "").split("[TOOL_CALLS]")[1:]:
-        name, mark, arguments = block.partition("[ARGS]")
-        if mark:
-            yield _call({"name": name.partition("[CALL_ID]")[0].strip(), "arguments": arguments})
+        if "[ARGS]" in block:
+            header, _, arguments = block.partition("[ARGS]")
+            name = header.partition("[CALL_ID]")[0].strip()
+            yield _call_of_json({"name": name, "arguments": arguments})
             continue
-        calls = _json(block)
-        for call in calls if isinstance(calls, list) else [calls]:
-            yield _call(call)
+        value = _parse_json(block)
+        calls = value if isinstance(value, list) else [value]
+        for call in calls:
+            yield _call_of_json(call)
 
 
 # The header of a message names the recipient, before or after the channel.
@@ -155,23 +165,32 @@ _RECIPIENT = re.compile(
 
 
 def _harmony(text: str, schemas: Schemas) -> Iterator[ToolCall]:
+    """``<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{…}<|call|>``"""
     for name, arguments in _RECIPIENT.findall(text):
-        yield _call({"name": name, "arguments": arguments})
+        yield _call_of_json({"name": name, "arguments": arguments})
 
 
+# Gemma 4 quotes texts by this mark instead of quotation marks, and does not quote keys.
 _QUOTE = '<|"|>'
 
 
+_UNQUOTED_KEY = re.compile(r"([{,]\s*)([^\s{},:\"\[\]]+)\s*:")
+
+
 def _gemma4(text: str, schemas: Schemas) -> Iterator[ToolCall]:
+    """``<|tool_call>call:NAME{key:<|"|>text<|"|>,…}<tool_call|>``"""
     for block in _blocks(text, "<|tool_call>", "<tool_call|>"):
-        called = re.fullmatch(r"\s*call:([\w.\-]+)(\{.*\})\s*", block, re.DOTALL)
-        if called is None:
+        function = re.fullmatch(r"\s*call:([\w.\-]+)(\{.*\})\s*", block, re.DOTALL)
+        if function is None:
             raise CallError("the tool call must be call:NAME{…}")
-        parts = called[2].split(_QUOTE)
-        keyed = (re.sub(r"([{,]\s*)([^\s{},:\"\[\]]+)\s*:", r'\1"\2":', part) for part in parts[::2])
-        texts = (json.dumps(part) for part in parts[1::2])
-        arguments = "".join(piece for pair in zip(keyed, [*texts, ""], strict=False) for piece in pair)
-        yield _call({"name": called[1], "arguments": arguments})
+        arguments = ""
+        for position, segment in enumerate(function[2].split(_QUOTE)):
+            is_quoted = position % 2 == 1  # the segments between marks are outside and inside of quotes in turn
+            if is_quoted:
+                arguments += json.dumps(segment)
+            else:
+                arguments += _UNQUOTED_KEY.sub(r'\1"\2":', segment)
+        yield _call_of_json({"name": function[1], "arguments": arguments})
 
 
 # Format -> parser of the text of a turn.
@@ -202,4 +221,7 @@ def detect_format(template: str) -> str | None:
         >>> torchtune.rlhf.environments.detect_format("<tool_call>{{ call | tojson }}</tool_call>")
         'hermes'
     """
-    return next((name for mark, name in _MARKS.items() if mark in template), None)
+    for mark, tool_format in _MARKS.items():
+        if mark in template:
+            return tool_format
+    return None
