@@ -130,9 +130,10 @@ _SHORT = 512
 def _is_faster_in_blocks(q: Tensor) -> bool:
     """Whether the backward pass of documents ``[count, length, …]`` is faster in blocks than in torch's fused kernel.
 
-    In bfloat16 that kernel multiplies 16 to 60 GFLOP/s of the 460 that a core of a Zen 5 reaches. With 9 heads of 64
-    channels on such a core, blocks take 0.3 times as long for 64 or 105 tokens, 0.6 for 236 to 512, and as long from
-    1,024 on. With AMX, the fused kernel is faster (measured with 512 tokens); CPUs of other kinds were not measured.
+    In bfloat16 that kernel multiplies 16 to 60 GFLOP/s of the 460 that a core of a Zen 5 reaches. On such a core,
+    blocks take about half as long for 64 or 128 tokens with 9 heads of 64 channels, and as long from 236 on. With 16
+    heads of 128 channels they take 0.7 to 0.8 times as long for 384 or 512, and as long from 1,024 on. With AMX, the
+    fused kernel is faster (measured with 512 tokens); CPUs of other kinds were not measured.
     """
     return q.dtype == torch.bfloat16 and q.shape[1] <= _SHORT and has_bfloat16_vectors_only()
 

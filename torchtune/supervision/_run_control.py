@@ -155,18 +155,21 @@ class RunControl:
                 next_counts = self._loader.peek_counts()
         # All ranks send equally many numbers, also those whose loader is at its end.
         counts = [0, 0, 0] if next_counts is None else next_counts
+        # All ranks have the same norm. It is in the message so that the host does not wait for it a second time.
+        norm_of_main = 0.0 if grad_norm is None or not self._dims.is_main else grad_norm
         flags = [norm_is_bad, step_metrics.has_new_names, *self._local_requests()]
-        sums, flags = self._dims.exchange([*counts, *step_metrics.sums_and_counts()], flags)
+        sums, flags = self._dims.exchange([*counts, norm_of_main, *step_metrics.sums_and_counts()], flags)
+        tokens, labels, terms, norm, *sums = sums
         norm_is_bad, has_new_names, *requests = flags  # on any rank
         if has_new_names:  # usually in the first step
             sums += step_metrics.new_sums(self._dims)
-        self._counts = None if next_counts is None else sums[: len(counts)]
+        self._counts = None if next_counts is None else [tokens, labels, terms]
         self._apply_requests(requests)
-        metrics = step_metrics.total(sums[len(counts) :])
+        metrics = step_metrics.total(sums)
         step_metrics.record(step, metrics)
         if grad_norm is not None:
-            is_bad_elsewhere = norm_is_bad and math.isfinite(grad_norm)
-            metrics["grad_norm"] = math.nan if is_bad_elsewhere else grad_norm
+            is_bad_elsewhere = norm_is_bad and math.isfinite(norm)
+            metrics["grad_norm"] = math.nan if is_bad_elsewhere else norm
         return metrics
 
     def _local_requests(self) -> list[bool]:

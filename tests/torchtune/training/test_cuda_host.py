@@ -3,6 +3,7 @@
 Nothing here compares results: a device whose numbers mean nothing will do.
 """
 
+import warnings
 from typing import Any
 
 import pytest
@@ -96,6 +97,27 @@ def test_an_optimizer_step_makes_the_host_wait_for_nothing():
             optimizer.step()
         finally:
             torch.cuda.set_sync_debug_mode("default")
+
+
+def test_host_waits_once_for_all_values_of_a_step(tmp_path):
+    metrics = training.StepMetrics()
+    control = training.RunControl(training.ParallelDims(), tmp_path)
+
+    def run_step(step: int) -> dict[str, Any]:
+        metrics.add_loss(torch.ones((), device="cuda"))
+        metrics.log_mean({name: (torch.ones((), device="cuda"), 2) for name in ("accuracy", "margin")})
+        return control.synchronize(step, metrics, torch.ones((), device="cuda"))
+
+    run_step(1)  # in which names are new
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as waits:
+            warnings.simplefilter("always")
+            values = run_step(2)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert len(waits) == 1, [str(wait.message) for wait in waits]
+    assert {type(value) for value in values.values()} == {float}
 
 
 def test_logits_of_all_positions_are_never_in_memory():

@@ -314,7 +314,8 @@ class ParallelDims:
             The sums, and the flags.
         """
         if self.world_size == 1:
-            return [_to_number(number) for number in numbers], [bool(flag) for flag in flags]
+            values = _copy_to_host([*numbers, *flags])
+            return values[: len(numbers)], [bool(value) for value in values[len(numbers) :]]
         # [numbers, flags]: one all-reduce, because each costs every rank a wait for the slowest.
         message = torch.zeros(len(numbers) + len(flags), dtype=torch.float64, device=self._device)
         # Tensor-parallel ranks have the same tokens: only the first of them adds its numbers, the others add zeros.
@@ -323,7 +324,7 @@ class ParallelDims:
                 _write_scalar(message[index], number)
         for index, flag in enumerate(flags, start=len(numbers)):
             _write_scalar(message[index], flag)
-        totals = self._reduce(message, dist.ReduceOp.SUM).tolist()
+        totals = self._reduce(message, dist.ReduceOp.SUM)
         sums = []
         for number, total in zip(numbers, totals, strict=False):  # the flags follow
             sums.append(round(total) if isinstance(number, int) else total)
@@ -352,24 +353,24 @@ class ParallelDims:
         """Return the largest ``number`` of any process. A collective."""
         if self.world_size == 1:
             return number
-        message = torch.tensor(number, device=self._device)
-        return int(self._reduce(message, dist.ReduceOp.MAX))
+        message = torch.full((1,), number, device=self._device)  # filled there: a copy would be a wait
+        return self._reduce(message, dist.ReduceOp.MAX)[0]
 
-    def _reduce(self, message: torch.Tensor, operation: Any) -> torch.Tensor:
-        """All-reduce in place over all processes, and add the time to ``waited``."""
+    def _reduce(self, message: torch.Tensor, operation: Any) -> list[Any]:
+        """All-reduce over all processes, add the time to ``waited``, and return the values ``[n]`` on the host."""
         if message.is_cuda:  # the host does not wait, the stream does
             before = torch.cuda.Event(enable_timing=True)
             after = torch.cuda.Event(enable_timing=True)
             before.record()
             dist.all_reduce(message, operation)
             after.record()
-            after.synchronize()
+            values = message.tolist()  # the host waits, after which both events are over
             self.waited += before.elapsed_time(after) / 1000  # elapsed_time is in milliseconds
-            return message
+            return values
         start = time.perf_counter()
         dist.all_reduce(message, operation)
         self.waited += time.perf_counter() - start
-        return message
+        return message.tolist()
 
     def gather(self, value: Any) -> list[Any]:
         """Return the values of all processes by rank. A collective; slow, as values are pickled."""
@@ -400,8 +401,22 @@ class ParallelDims:
         return collate
 
 
-def _to_number(number: "float | torch.Tensor") -> Any:
-    return number.item() if isinstance(number, torch.Tensor) else number
+def _copy_to_host(scalars: "Sequence[float | torch.Tensor]") -> list[Any]:
+    """Return Python numbers. Those of a CUDA device come in one copy, because the host waits for every copy."""
+    on_device = []
+    for scalar in scalars:
+        if isinstance(scalar, torch.Tensor) and scalar.is_cuda:
+            on_device.append(scalar.to(torch.float64))
+    copied = iter(torch.stack(on_device).tolist() if on_device else ())
+    numbers = []
+    for scalar in scalars:
+        if not isinstance(scalar, torch.Tensor):
+            numbers.append(scalar)
+        elif scalar.is_cuda:
+            numbers.append(next(copied))
+        else:
+            numbers.append(scalar.item())
+    return numbers
 
 
 def _write_scalar(element: torch.Tensor, value: "float | torch.Tensor") -> None:

@@ -65,7 +65,7 @@ def step(model, optimizer, dims, number):
     optimizer.step()
     optimizer.zero_grad()
     run_post_optimizer_hooks(model)
-    total, moved = dims.sum(loss.item(), traffic.moved.get("alltoall_base_", 0.0))
+    total, moved = dims.sum(loss.item(), traffic.moved["all-to-all"])
     return [total, norm.item(), moved]
 
 

@@ -30,11 +30,11 @@ def counted(tmp_path_factory):
 
 @pytest.mark.slow
 def test_one_message_a_step(counted):
-    """The first step of an epoch has one more, for its own counts: 3 numbers; then 9: loss, 3 counts and 5 flags."""
+    """Ten numbers: loss, norm, 3 counts, 5 flags. The first step of an epoch has one more, for its own 3 counts."""
     for (size, _), run in counted.items():
         steps = run["steps"]
         assert [step["calls"][HOST] for step in steps] == [2, 1, 1], size
-        assert [step["bytes"][HOST] for step in steps] == [8 * 12, 8 * 9, 8 * 9], size
+        assert [step["bytes"][HOST] for step in steps] == [8 * 13, 8 * 10, 8 * 10], size
 
 
 def test_no_kind_of_collective_is_called_more_often_by_more_processes(counted):

@@ -1,0 +1,196 @@
+"""What a micro-batch of every composition sends: kinds, bytes, numbers and order of collectives.
+
+This process is rank 0 of ranks that do not exist, so what it receives is never computed.
+"""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.torchtune.checkpoints.small import write_folder
+from tests.torchtune.training.parallel.traffic import Traffic
+from torchtune import training
+from torchtune.estimate._cluster import one_thread, simulated_cluster
+from torchtune.models import from_hf_config
+from torchtune.modules.loss import LinearCrossEntropyLoss
+
+ON_HOST = True
+CPU = torch.device("cpu")
+LENGTH = 64
+GUIDE = Path(__file__).parents[4] / "docs" / "distributed.rst"
+# Name -> shape of the model, and its settings.
+MODELS: dict[str, tuple[str, dict[str, int]]] = {
+    "llama": ("llama_tied", {"num_hidden_layers": 2}),
+    "deep": ("llama_tied", {"num_hidden_layers": 5}),
+    # Two experts on each rank, for the two shards of their weights: FSDP would pad one.
+    "moe": ("qwen3_moe", {"num_hidden_layers": 2, "num_experts": 8}),
+}
+# What docs/distributed.rst calls a composition -> model, number of processes, sizes of the dimensions.
+COMPOSITIONS: dict[str, tuple[str, int, dict[str, int]]] = {
+    "4 shards": ("llama", 4, {"dp_shard": 4}),
+    "2 copies of 2 shards": ("llama", 4, {"dp_replicate": 2, "dp_shard": 2}),
+    "4 context-parallel ranks": ("llama", 4, {"cp": 4}),
+    "2 tensor-parallel ranks, in 2 copies": ("llama", 4, {"dp_replicate": 2, "tp": 2}),
+    "8 shards, experts over 4 of them": ("moe", 8, {"dp_shard": 8, "ep": 4}),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("collectives")
+    for name, (shape, settings) in MODELS.items():
+        write_folder(folder / name, shape, **settings)
+    return folder
+
+
+def mark_layers(model: nn.Module, traffic: Traffic) -> None:
+    """Mark where every layer computes, in the forward and in the backward pass."""
+
+    def mark_forward(index: int, module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
+        traffic.mark(("forward", index))
+        output.register_hook(lambda grad: traffic.mark(("backward", index)))
+
+    for index, layer in enumerate(model.layers):
+        layer.mlp.register_forward_hook(partial(mark_forward, index))
+
+
+def traffic_of(
+    checkpoint: Path, processes: int, sizes: dict[str, int], *, checkpointed: bool = False, **settings: Any
+) -> Traffic:
+    """Return the traffic of a micro-batch, forward and backward, after one that is not counted."""
+    with simulated_cluster(processes, processes), one_thread():
+        dims = training.ParallelDims.start(CPU, **{"dp_shard": 1, **sizes})
+        with torch.device("meta"):
+            model = from_hf_config(checkpoint)
+        training.parallelize(model, dims, device=CPU, **settings)
+        model.to_empty(device=CPU)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(0.01)
+        training.checkpoint_activations(model, checkpointed, None, None)
+        loss_fn = LinearCrossEntropyLoss()
+        loss_fn.set_model_output(model)
+        tokens = torch.arange(LENGTH)[None]
+        batch = dims.collate(lambda _: {"tokens": tokens, "labels": tokens.roll(-1)})([])
+        labels = batch.pop("labels")
+
+        def step() -> None:
+            loss_fn(model(**batch), labels).backward()
+
+        step()
+        traffic = Traffic()
+        mark_layers(model, traffic)
+        with traffic:
+            step()
+    return traffic
+
+
+@pytest.fixture(scope="module")
+def traffic(folder):
+    """The traffic of every composition."""
+    return {
+        name: traffic_of(folder / model, processes, sizes) for name, (model, processes, sizes) in COMPOSITIONS.items()
+    }
+
+
+def formulas(checkpoint: Path) -> dict[str, dict[str, float]]:
+    """Return the bytes that docs/distributed.rst says for each composition of a model."""
+    with torch.device("meta"):
+        model = from_hf_config(checkpoint)
+    description = model.description
+    num_layers = description.num_layers
+    whole = 4 * sum(parameter.numel() for parameter in model.parameters())
+    layers = 4 * sum(parameter.numel() for parameter in model.layers.parameters())
+    hidden = 4 * LENGTH * description.embed_dim
+    f = 3 / 4  # of four ranks
+    gathered, reduced = {"all-gather": f * (whole + layers)}, {"reduce-scatter": f * whole}
+    if description.num_experts:
+        experts = 4 * sum(parameter.numel() for layer in model.layers for parameter in layer.mlp.experts.parameters())
+        # Ranks 0 and 4 have the same quarter of the experts, and share its weights.
+        of_experts = 1 / 2 * experts / 4
+        f_of_others = 7 / 8
+        return {
+            "8 shards, experts over 4 of them": {
+                "all-gather": f_of_others * (whole + layers - 2 * experts) + 2 * of_experts,
+                "reduce-scatter": f_of_others * (whole - experts) + of_experts,
+                "all-to-all": 4 * f * hidden * num_layers * description.experts_per_token,
+            },
+        }
+    heads = (description.q_dim + max(description.kv_dim, 4 * description.head_dim)) / description.embed_dim
+    of_two_ranks = 1 / 2 * hidden * (4 * num_layers + 2)
+    return {
+        "4 shards": gathered | reduced,
+        "2 copies of 2 shards": {
+            "all-gather": (whole + layers) / 2,
+            "reduce-scatter": whole / 2,
+            "all-reduce": whole / 2,
+        },
+        "4 context-parallel ranks": gathered | reduced | {"all-to-all": 4 * f * hidden * num_layers * heads / 4},
+        "2 tensor-parallel ranks, in 2 copies": {
+            "all-gather": of_two_ranks,
+            "reduce-scatter": of_two_ranks,
+            "all-reduce": whole / 2,
+        },
+    }
+
+
+def test_bytes_are_those_of_the_formulas(folder, traffic):
+    guide = GUIDE.read_text()
+    for name, wanted in (formulas(folder / "llama") | formulas(folder / "moe")).items():
+        moved = traffic[name].moved
+        # Tensor parallelism: gradients of norms and three numbers for each label; experts: their numbers of tokens.
+        assert moved == pytest.approx(wanted, rel=0.04 if "tensor" in name else 1e-3), name
+        least, counted = sum(wanted.values()), sum(moved.values())
+        row = f"   * - {name}\n     - {least:,.0f}\n     - {counted:,.0f}\n     - {counted / least:.2f}\n"
+        assert row in guide, f"docs/distributed.rst lacks this row:\n{row}"
+
+
+def test_numbers_are_those_of_the_formulas(folder, traffic):
+    num_layers = 2
+    groups = num_layers + 1  # that FSDP gathers together: each layer, and what is in none
+    shards = {"all-gather": 2 * num_layers + 1, "reduce-scatter": groups}
+    assert {name: dict(each.calls) for name, each in traffic.items()} == {
+        "4 shards": shards,
+        "2 copies of 2 shards": shards | {"all-reduce": groups},
+        "4 context-parallel ranks": shards | {"all-to-all": 4 * num_layers},
+        "2 tensor-parallel ranks, in 2 copies": {
+            "all-gather": 4 * num_layers + 2,
+            "reduce-scatter": 4 * num_layers + 2,
+            "all-reduce": groups + 2 * num_layers + 3,  # copies, gradients of norms, the loss
+        },
+        "8 shards, experts over 4 of them": {
+            "all-gather": 4 * num_layers + 1,
+            "reduce-scatter": 2 * num_layers + 1,
+            "all-to-all": 5 * num_layers,
+        },
+    }
+    kept = traffic_of(folder / "llama", 4, {"dp_shard": 4}, reshard_after_forward=False)
+    assert dict(kept.calls) == {"all-gather": groups, "reduce-scatter": groups}
+
+
+def test_recomputed_layers_gather_no_weights_again(folder):
+    sizes = {"dp_shard": 2, "tp": 2}
+    plain, checkpointed = (traffic_of(folder / "llama", 4, sizes, checkpointed=value) for value in (False, True))
+    # Tensor parallelism gathers the inputs of attention and MLP again, and sums the output of attention again.
+    assert checkpointed.calls - plain.calls == {"all-gather": 2 * 2, "reduce-scatter": 2}
+    hidden = 4 * LENGTH * 32 / 2
+    assert checkpointed.moved - plain.moved == {"all-gather": 2 * 2 * hidden, "reduce-scatter": 2 * hidden}
+
+
+def test_weights_of_the_next_layer_are_gathered_while_a_layer_computes(folder):
+    """In the forward pass those of one layer more than computes, in the backward pass those of one layer less."""
+    order = traffic_of(folder / "deep", 8, {"dp_shard": 8}).order
+    last = 5 - 1
+    middle = order.index(("forward", last))
+    passes = {"forward": order[: middle + 1], "backward": order[middle + 1 :]}
+    for index in range(last + 1):
+        before = passes["forward"][: passes["forward"].index(("forward", index))]
+        assert before.count("all-gather") == 1 + min(index + 1, last) + 1, "what is in no layer, and the layers so far"
+        before = passes["backward"][: passes["backward"].index(("backward", index))]
+        num_computed = last - index
+        assert before.count("all-gather") == min(num_computed + 1, last) + 1
+        assert before.count("reduce-scatter") == num_computed, "a layer's gradients are sent once they are there"
