@@ -311,9 +311,9 @@ class SFTDataset(TokenizedDataset):
             formats=formats_of(message_transform),
             is_exact=is_exact,
         )
-        super().__init__(row_source, rows, limit=limit)
-        self._transform = transform
         self._on_reading: RowsOnReading | None = None
+        super().__init__(row_source, rows, limit=limit, are_only_tokens=not takes_images and rows is not None)
+        self._transform = transform
         if takes_images or rows is None:
             self._on_reading = RowsOnReading(row_source, transform)
         if rows is None:

@@ -73,6 +73,18 @@ class TokenStore:
             digests.append(digest_tokens(tokens, offsets - offsets[0]))
         return self._of_selected(np.concatenate(digests, dtype=np.uint64))
 
+    def duplicates(self) -> np.ndarray:
+        """Return the rows that equal an earlier row in tokens, labels and weights, int64 ``[duplicates]``."""
+        first_rows: dict[int, list[int]] = {}  # digest -> rows that differ from each other
+        duplicates = []
+        for row, digest in enumerate(self.digests().tolist()):
+            candidates = first_rows.setdefault(digest, [])
+            if any(_are_equal(self[row], self[candidate]) for candidate in candidates):
+                duplicates.append(row)
+            else:
+                candidates.append(row)
+        return np.array(duplicates, np.int64)
+
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         """Return views of the ``tokens`` and ``labels`` of a row, int32 ``[s]``.
 
@@ -87,6 +99,12 @@ class TokenStore:
     def lists(self, index: int) -> dict[str, list[Any]]:
         """Return the values of a row as lists; see :meth:`__getitem__`."""
         return {name: values.tolist() for name, values in self[index].items()}
+
+
+def _are_equal(row: Mapping[str, np.ndarray], other: Mapping[str, np.ndarray]) -> bool:
+    if row.keys() != other.keys():
+        return False
+    return all(np.array_equal(values, other[name]) for name, values in row.items())
 
 
 def digest_tokens(tokens: np.ndarray, offsets: np.ndarray) -> np.ndarray:

@@ -339,6 +339,7 @@ class TokenizedDataset(ExampleDataset):
         way_out: the setting that skips rows that cannot be trained on, for messages.
         are_prompts: whether rows are prompts, which are never truncated.
         are_divided: whether packs divide long rows, so that they need not fit the model.
+        are_only_tokens: whether rows are tokens and labels alone, so that rows with equal ones are duplicates.
 
     Attributes:
         source: name of the source.
@@ -358,7 +359,12 @@ class TokenizedDataset(ExampleDataset):
         way_out: str = "on_bad_row=skip",
         are_prompts: bool = False,
         are_divided: bool = False,
+        are_only_tokens: bool = False,
     ) -> None:
+        if source.drops_duplicates and not are_only_tokens:
+            raise DataError(
+                "drop_duplicates compares tokens and labels, and these rows are told apart by more: leave it out."
+            )
         self._row_source = source
         self.source = source.name
         self.stores: dict[str, TokenStore] = {}
@@ -373,6 +379,7 @@ class TokenizedDataset(ExampleDataset):
         self._total = rows.total
         self.dropped = [row for row, _ in rows.bad]
         report_left_out(rows.bad, self.source, rows.total, len(self))
+        self._drop_duplicates()
         self.omitted = _describe_omitted(rows)
         if self.omitted:
             log_rank_zero(get_logger(), f"{self.source}: {self.omitted}: it is not trained on.", logging.WARNING)
@@ -382,6 +389,17 @@ class TokenizedDataset(ExampleDataset):
                 "were cut to it."
             )
             log_rank_zero(get_logger(), message, logging.WARNING)
+
+    def _drop_duplicates(self) -> None:
+        """Drop rows that equal an earlier row, if the source asks for it."""
+        if not self._row_source.drops_duplicates:
+            return
+        duplicates = self.store.duplicates()
+        if len(duplicates):
+            self._keep(np.delete(np.arange(len(self)), duplicates))
+            log_rank_zero(
+                get_logger(), f"{self.source}: {len(duplicates):,} rows that repeat an earlier row are dropped."
+            )
 
     @property
     def num_truncated(self) -> int:

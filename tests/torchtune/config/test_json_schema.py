@@ -72,7 +72,7 @@ def test_settings_that_a_recipe_takes_are_valid(validator, settings):
 def test_settings_that_a_recipe_refuses_are_invalid(validator, key, value):
     with pytest.raises(jsonschema.ValidationError) as refused:
         validator.validate({"model": MODEL, key: value})
-    assert list(refused.value.absolute_path)[0] == key
+    assert refused.value.absolute_path[0] == key
 
 
 def test_schema_has_defaults_comments_and_required_keys():
