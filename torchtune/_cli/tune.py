@@ -20,14 +20,16 @@ from torchtune._cli.import_config import Import
 from torchtune._cli.ls import List
 from torchtune._cli.report import Report
 from torchtune._cli.run import Run
+from torchtune._cli.schema import Schema
 from torchtune._cli.selfcheck import Selfcheck
 from torchtune._cli.serve import Serve
+from torchtune._cli.sweep import Sweep
 from torchtune._cli.validate import Validate
 from torchtune.config import redact_secrets
 from torchtune.utils import UserError, file_limits
 
 _SUBCOMMANDS = (
-    *(Download, List, Copy, Data, Run, Report, Compare, Estimate, Validate, Cat, Chat, Serve),
+    *(Download, List, Copy, Data, Run, Sweep, Report, Compare, Estimate, Validate, Schema, Cat, Chat, Serve),
     *(Eval, Export, Checkpoint, Selfcheck, Doctor, Import),
 )
 

@@ -5,6 +5,7 @@ from ._errors import InstantiationError as InstantiationError
 from ._errors import did_you_mean
 from ._instantiate import Configurable as Configurable
 from ._instantiate import instantiate as instantiate
+from ._json_schema import json_schema as json_schema
 from ._parse import load_and_check as load_and_check
 from ._parse import parse as parse
 from ._parse import validate as validate

@@ -40,7 +40,8 @@ class Batch(MutableMapping[str, Any]):
         input_pos: int64 ``[b, s]`` or ``[1, s]``, position of each token in its document.
         documents: boundaries of the documents in the flattened ``b * s`` positions; :meth:`split` does not change
             them. A shared prefix counts as part of the documents that continue it, not as a document.
-        per_token: tensors ``[b, s, ...]`` by name, for example advantages or old log-probs.
+        per_token: tensors ``[b, s, ...]`` by name, for example advantages or old log-probs. ``label_weights``, float32
+            ``[b, s]``, are factors of the labels in the loss.
         per_document: tensors ``[n, ...]`` by name, for example rewards; ``n`` is :attr:`num_documents`.
         inputs: other keyword arguments of the model's forward, for example ``mask`` or ``encoder_input``.
         num_padding_documents: number of padding documents at the end of ``documents``.
@@ -171,15 +172,29 @@ class Batch(MutableMapping[str, Any]):
         return label_index(self.labels) if index is None else index
 
     @property
-    def num_terms(self) -> int:
-        """Number of terms in the sum of a loss over this batch: labeled tokens, unless collation has set
-        :attr:`terms`.
+    def label_weights(self) -> torch.Tensor | None:
+        """Weights of the labeled tokens in the loss, float32 ``[n]``, in the order of :meth:`find_labels`.
 
-        The terms are summed over the ranks of a context-parallel group, so only its first rank counts :attr:`terms`.
+        ``None`` if the batch has none, so that each is 1.
         """
-        if self.terms is None:
+        weights = self.per_token.get("label_weights")
+        if weights is None or self.labels is None:
+            return None
+        return weights.flatten().index_select(0, self.find_labels())
+
+    @property
+    def num_terms(self) -> int | float:
+        """Divisor of the sum of a loss over this batch: the number of labeled tokens, or the sum of their weights.
+
+        Collation can set another number, :attr:`terms`. The terms are summed over the ranks of a context-parallel
+        group, so only its first rank counts :attr:`terms`.
+        """
+        if self.terms is not None:
+            return self.terms if self.shard[0] == 0 else 0
+        weights = self.label_weights
+        if weights is None:
             return self.num_labels
-        return self.terms if self.shard[0] == 0 else 0
+        return weights.sum(dtype=torch.float64).item()
 
     @property
     def num_documents(self) -> int:

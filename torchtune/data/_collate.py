@@ -21,14 +21,26 @@ Document = Mapping[str, Any]
 Example = Document | Sequence[Document]
 _SIDES = ("chosen", "rejected")
 _SIDE_PREFIXES = ("chosen_", "rejected_")
+WEIGHTS_NEED_DOCUMENTS = (
+    "Rows have weights of turns other than 0 and 1, which only torchtune.data.collate_documents and recipes of this "
+    "release read: leave out collate_fn, or write 0 and 1."
+)
 
 
 def _as_int_tensor(value: Any) -> torch.Tensor:
     return torch.as_tensor(value, dtype=torch.int64)
 
 
-def documents_of(example: Example) -> list[Document]:
-    """Return the documents of an example or pack. Raises :class:`DataError` for a malformed document."""
+def documents_of(example: Example, *, takes_weights: bool = False) -> list[Document]:
+    """Return the documents of an example or pack.
+
+    Args:
+        example: the example or pack.
+        takes_weights: whether the caller reads ``label_weights``.
+
+    Raises:
+        DataError: a document is malformed, or has label weights that the caller does not read.
+    """
     documents = [example] if isinstance(example, Mapping) else example
     if isinstance(example, Mapping) and "seq_lens" in example:  # a pack of a dataset written for earlier releases
         documents = _split_pack(example)
@@ -41,6 +53,8 @@ def documents_of(example: Example) -> list[Document]:
         num_labels = len(document["labels"])
         if num_tokens != num_labels:
             raise DataError(f"An example has {num_tokens} tokens but {num_labels} labels.")
+        if "label_weights" in document and not takes_weights:
+            raise DataError(WEIGHTS_NEED_DOCUMENTS)
     return list(documents)
 
 
@@ -66,6 +80,7 @@ def collate_documents(batch: Sequence[Example]) -> Batch:
     Returns:
         A batch of one row: ``tokens``, ``labels`` and ``input_pos`` are int64 ``[1, s]``, where ``s`` is the number of
         tokens. ``input_pos`` restarts at 0 in every document. A mixture's batch has :attr:`Batch.sources`.
+        If an example has ``label_weights`` ``[s]``, the batch has them ``per_token``, with 1 for the other examples.
 
     Raises:
         DataError: an example has entries other than tokens, labels and :class:`Images`, tokens and labels differ in
@@ -77,12 +92,12 @@ def collate_documents(batch: Sequence[Example]) -> Batch:
         >>> batch.tokens, batch.input_pos
         (tensor([[1, 2, 3, 4, 5]]), tensor([[0, 1, 0, 1, 2]]))
     """
-    documents = [document for example in batch for document in documents_of(example)]
+    documents = [document for example in batch for document in documents_of(example, takes_weights=True)]
     tokens = [_as_int_tensor(document["tokens"]) for document in documents]
     labels = [_as_int_tensor(document["labels"]) for document in documents]
     images = [_images(document) for document in documents]
     for document, document_images in zip(documents, images, strict=True):
-        names = {"tokens", "labels", "mask", "source"}
+        names = {"tokens", "labels", "label_weights", "mask", "source"}
         if document_images is not None:
             names.add("encoder_input")
         if unknown := document.keys() - names:
@@ -90,11 +105,16 @@ def collate_documents(batch: Sequence[Example]) -> Batch:
                 f"collate_documents takes text and Images, not '{min(unknown)}': set collate_fn to one that batches it."
             )
     boundaries = Documents.from_lengths([len(row) for row in tokens])
+    per_token = {}
+    if any("label_weights" in document for document in documents):
+        weights = [_label_weights(document) for document in documents]
+        per_token["label_weights"] = torch.cat(weights)[None]  # [1, s]
     out = Batch(
         tokens=torch.cat(tokens)[None],  # [1, s]
         labels=torch.cat(labels)[None],
         input_pos=boundaries.positions()[None],
         documents=boundaries,
+        per_token=per_token,
     )
     check_shifted(out.tokens, out.labels, boundaries.lengths)
     joined_images = join_images(images, boundaries.lengths)
@@ -104,7 +124,18 @@ def collate_documents(batch: Sequence[Example]) -> Batch:
     if not all(isinstance(source, SourceNumber) for source in sources):
         return out
     source_of_token = torch.from_numpy(np.repeat(np.array(sources, np.int64), boundaries.lengths))
-    return replace(out, per_token={"source": source_of_token[None]}, sources=sources[0].names)
+    return replace(out, per_token={**per_token, "source": source_of_token[None]}, sources=sources[0].names)
+
+
+def _label_weights(document: Document) -> torch.Tensor:
+    """Return the weights of a document's labels, float32 ``[s]``, which are 1 unless it states them."""
+    num_labels = len(document["labels"])
+    if "label_weights" not in document:
+        return torch.ones(num_labels)
+    weights = torch.as_tensor(document["label_weights"], dtype=torch.float32)
+    if weights.shape != (num_labels,):
+        raise DataError(f"An example has {num_labels} labels, but label_weights of shape {tuple(weights.shape)}.")
+    return weights
 
 
 def _images(document: Document) -> Images | None:

@@ -161,17 +161,17 @@ class BatchLoader:
                 self._peeked = (position, [self._load_batch(part) for part in parts])
         return self._peeked[1]
 
-    def peek_counts(self) -> tuple[int, int, int] | None:
+    def peek_counts(self) -> tuple[int, int, float] | None:
         """Load the next step and count its tokens, labeled tokens and terms on this rank; see :meth:`peek`."""
         batches = self.peek()
         return None if batches is None else self.count(batches)
 
     @staticmethod
-    def count(batches: Sequence[Any]) -> tuple[int, int, int]:
+    def count(batches: Sequence[Any]) -> tuple[int, int, float]:
         """Count the tokens, labeled tokens and terms in a step's micro-batches on this rank.
 
         Args:
-            batches: batches with ``tokens`` and ``labels``; without ``terms``, each labeled token is a term.
+            batches: batches with ``tokens`` and ``labels``; see :attr:`Batch.num_terms` for terms.
         """
         num_tokens = 0
         num_labels = 0

@@ -1,5 +1,6 @@
-"""Conversation turns and label masks."""
+"""Conversation turns, label masks and weights."""
 
+import math
 from collections.abc import Mapping, MutableMapping, Sequence
 from enum import Enum
 from typing import Any, Literal, NamedTuple, get_args
@@ -75,6 +76,7 @@ class Message:
     Attributes:
         stated_training: whether the turn is trained on, if its row states it (``weight``, ``train``, ``loss``,
             ``masked``); ``None`` if not. See :func:`mask_messages`.
+        weight: factor of the turn's tokens in the loss, from the ``weight`` of the turn in its row.
 
     Raises:
         ValueError: ``ipython`` is True for a role other than assistant, or for a turn with media.
@@ -101,6 +103,7 @@ class Message:
         self.eot = eot
         self.extra = dict(extra or {})
         self.stated_training: bool | None = None
+        self.weight = 1.0
         if ipython and (self.contains_media or role != "assistant"):
             raise ValueError(
                 f"Only a text turn of the assistant can call a tool (ipython=True), not one of role '{role}'"
@@ -137,6 +140,11 @@ class Message:
             return self.content[0]["content"]
         return "".join(item["content"] for item in self.content if item["type"] == "text")
 
+    @property
+    def has_untrained_parts(self) -> bool:
+        """Whether a text part of the turn says that it is not trained on (``train: false``)."""
+        return any(item.get("train") is False for item in self.content)
+
     def __repr__(self) -> str:
         parts = []
         for item in self.content:
@@ -146,7 +154,7 @@ class Message:
 
 # A turn: a message, or a mapping with ``role`` and ``content`` in the format of chat APIs.
 MessageLike = Message | Mapping[str, Any]
-# Fields of a turn that say whether it is trained on.
+# Fields of a turn, or of a text part of its content, that say whether it is trained on.
 _TRAINING_FIELDS = ("weight", "train", "loss")
 # Axolotl's fields that take parts of a turn out of training.
 _TRAINING_DETAIL_FIELDS = ("train_detail", "training_detail")
@@ -162,12 +170,13 @@ def as_message(value: MessageLike) -> Message:
 
     A mapping is a turn of a chat API (``role`` and ``content``) or of ShareGPT (``from`` and ``value``), and may have
     any argument of :class:`Message`. Its content is a text or a list of parts; a turn with ``tool_calls`` (or with the
-    older ``function_call``) needs no content. Arguments of tool calls may be JSON text. ``weight``, ``train``, ``loss``
-    and ``masked`` say whether the turn is trained on; without them, only turns of the assistant are. Other fields are
-    stored in ``extra``; a field that is null is absent.
+    older ``function_call``) needs no content. Arguments of tool calls may be JSON text. ``train``, ``loss`` and
+    ``masked`` say whether the turn is trained on; without them, only turns of the assistant are. ``weight`` is the
+    factor of the turn's tokens in the loss; a turn of weight 0 is not trained on. Other fields are stored in ``extra``;
+    a field that is null is absent.
 
     Raises:
-        DataError: the turn is neither a message nor such a mapping, or has another ``weight`` than 0 and 1.
+        DataError: the turn is neither a message nor such a mapping, or its ``weight`` is not a number of at least 0.
     """
     if isinstance(value, Message):
         return value
@@ -205,6 +214,7 @@ def as_message(value: MessageLike) -> Message:
         raise DataError(str(error).rstrip(".")) from error
     message.eot = value.get("eot") is not False
     message.stated_training = _stated_training(value)
+    message.weight = read_weight(value.get("weight"), "a turn")
     if message.stated_training is not None:
         message.masked = not message.stated_training
     elif value.get("masked") is False:
@@ -258,23 +268,66 @@ def _stated_training(turn: Mapping[str, Any]) -> bool | None:
     """Return whether a turn says that it is trained on; None if it says nothing, or only that its weight is 1."""
     for field in _TRAINING_DETAIL_FIELDS:
         if turn.get(field):
-            raise DataError(f"a turn has {field}, but only whole turns can be taken out of training: use train: false")
+            raise DataError(
+                f"a turn has {field}: write the content as a list of parts, and train: false in the parts that are not "
+                "trained on"
+            )
     if turn.get("masked") not in (None, 0, 1):  # also False and True
         raise DataError(f"a turn has masked {turn['masked']!r}: only true and false work")
     stated = None
-    for field in _TRAINING_FIELDS:
+    for field in ("train", "loss"):
         value = turn.get(field)
         if value is None:
             continue
         if value not in (0, 1):  # also False and True
-            allowed = "0 (not trained on) and 1" if field == "weight" else "true and false"
-            raise DataError(f"a turn has {field} {value!r}: only {allowed} work")
-        # OpenAI's weight is 1 unless stated, so that 1 says nothing about a turn that is not trained on anyway.
+            raise DataError(f"a turn has {field} {value!r}: only true and false work")
         if not value:
             return False
-        if field != "weight":
-            stated = True
-    return False if turn.get("masked") else stated
+        stated = True
+    # Any other weight says nothing about a turn that is not trained on anyway: OpenAI's weight is 1 unless stated.
+    if read_weight(turn.get("weight"), "a turn") == 0 or turn.get("masked"):
+        return False
+    return stated
+
+
+def read_weight(value: Any, owner: str) -> float:
+    """Return the weight of a turn or of a row in the loss; 1 for null.
+
+    Args:
+        value: the weight in the row.
+        owner: what has the weight, for the message.
+
+    Raises:
+        DataError: it is not a number, or negative or infinite.
+    """
+    if value is None:
+        return 1.0
+    if not isinstance(value, int | float):
+        raise DataError(f"{owner} has weight {value!r}: a weight is a number of at least 0")
+    weight = float(value)
+    if not 0 <= weight < math.inf:  # also not a number (nan)
+        raise DataError(f"{owner} has weight {value!r}: a weight is a number of at least 0")
+    return weight
+
+
+def refuse_untrained_parts(messages: Sequence[Message], reader: str) -> None:
+    """Raise :class:`DataError` if a turn that is trained on has parts that are not, which ``reader`` cannot locate."""
+    for i, message in enumerate(messages):
+        if not message.masked and message.has_untrained_parts:
+            raise DataError(
+                f"turn {i} has parts with train: false, but {reader} trains on whole turns: use the checkpoint's own "
+                "chat template (torchtune.tokenizers.hf_tokenizer), or take the whole turn out of training"
+            )
+
+
+def refuse_weights(messages: Sequence[Message], reader: str) -> None:
+    """Raise :class:`DataError` if a turn that is trained on has another weight than 1, which ``reader`` cannot use."""
+    for i, message in enumerate(messages):
+        if message.weight != 1 and not message.masked:
+            raise DataError(
+                f"turn {i} has weight {message.weight:g}, but {reader} takes turns only as a whole: use 0 (not trained "
+                "on) or 1"
+            )
 
 
 def as_messages(messages: Sequence[MessageLike]) -> list[Message]:
@@ -314,6 +367,12 @@ def parse_content_part(part: Any) -> dict[str, Any]:
         item = dict(part) if "content" in part else {"type": "text", "content": part["text"]}
         if not isinstance(item["content"], str):
             raise DataError(f"a part of a turn of type 'text' holds {type(item['content']).__name__}, not a text")
+        for field in _TRAINING_FIELDS:
+            if part.get(field) not in (None, 0, 1):  # also False and True
+                raise DataError(f"a part of a turn has {field} {part[field]!r}: only whole turns have such weights")
+            item.pop(field, None)
+            if field in part and not part[field]:
+                item["train"] = False
         return item
     if kind in _MEDIA and "content" in part:
         return part

@@ -17,6 +17,8 @@ from ._preference import hh_rlhf_helpful_dataset as hh_rlhf_helpful_dataset
 from ._preference import kto_dataset as kto_dataset
 from ._preference import preference_dataset as preference_dataset
 from ._preference import stack_exchange_paired_dataset as stack_exchange_paired_dataset
+from ._pretokenized import PretokenizedDataset as PretokenizedDataset
+from ._pretokenized import pretokenized_dataset as pretokenized_dataset
 from ._preview import NotRead, preview
 from ._processes import workers
 from ._prompts import PromptDataset as PromptDataset

@@ -12,7 +12,13 @@ import torch
 from torch.nn import functional as F
 from torch.utils.data import Dataset
 
-from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, DataError, ExampleDataset, as_example_dataset
+from torchtune.data import (
+    CROSS_ENTROPY_IGNORE_IDX,
+    WEIGHTS_NEED_DOCUMENTS,
+    DataError,
+    ExampleDataset,
+    as_example_dataset,
+)
 from torchtune.utils import get_logger, log_rank_zero
 
 # (row, start, end): a slice of a row's tokens.
@@ -126,9 +132,13 @@ def whole_rows(packs: list[list[int]], lengths: np.ndarray) -> list[list[Piece]]
 
 
 def document_of(example: Mapping[str, Any], start: int, end: int) -> dict[str, torch.Tensor]:
-    """Return int64 ``tokens`` and ``labels`` of a slice of an example."""
+    """Return int64 ``tokens`` and ``labels``, and float32 ``label_weights`` if any, of a slice of an example."""
     parts = {name: np.asarray(example[name])[start:end] for name in ("tokens", "labels")}
-    return {name: torch.from_numpy(ids.astype(np.int64)) for name, ids in parts.items()}
+    document = {name: torch.from_numpy(ids.astype(np.int64)) for name, ids in parts.items()}
+    if "label_weights" in example:
+        weights = np.array(example["label_weights"][start:end], np.float32)  # a copy: the file is read-only
+        document["label_weights"] = torch.from_numpy(weights)
+    return document
 
 
 def pack_length(tokenizer: Any) -> int:
@@ -204,6 +214,8 @@ class Pack(list):
         if key == "input_pos":
             lengths[-1] += missing
             return torch.cat([torch.arange(length) for length in lengths])
+        if any("label_weights" in document for document in self):
+            raise DataError(WEIGHTS_NEED_DOCUMENTS)
         paddings = {"tokens": self.padding_idx, "labels": CROSS_ENTROPY_IGNORE_IDX}
         if key not in paddings:
             raise KeyError(key)

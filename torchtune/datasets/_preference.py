@@ -20,6 +20,7 @@ from torchtune.data import (
     is_empty,
     read_conversation,
     read_label,
+    refuse_weights,
     resolve_masking,
     turns_with_answer,
     unfold_prompt,
@@ -241,6 +242,7 @@ def tokenize_answer(
         DataError: the answer is missing or empty, or has no label after truncation.
     """
     messages = as_messages(messages)
+    refuse_weights(messages, "preference data")
     if not messages or messages[-1].role != "assistant":
         raise DataError(f"{name} is missing: the last turn must be the assistant's")
     if not allow_empty_answers:

@@ -67,7 +67,8 @@ def format_of(row: Mapping[str, Any]) -> RowFormat:
         if styles_of(value):
             styles[name] = styles_of(value)[0]
     row_format = (
-        _preference_format(row, styles)
+        _token_format(row)
+        or _preference_format(row, styles)
         or _labeled_format(row, styles)
         or _alpaca_format(row)
         or _conversation_format(row, styles)
@@ -75,6 +76,13 @@ def format_of(row: Mapping[str, Any]) -> RowFormat:
         or _text_format(row)
     )
     return row_format or ("unknown", "")
+
+
+def _token_format(row: Mapping[str, Any]) -> RowFormat | None:
+    ids = row.get("input_ids")
+    if isinstance(ids, list) and ids and all(isinstance(token, int) for token in ids):
+        return "token ids", "pretokenized_dataset"
+    return None
 
 
 def _preference_format(row: Mapping[str, Any], styles: Mapping[str, str]) -> RowFormat | None:

@@ -354,11 +354,13 @@ class RowSource:
         filter_fn: function of a row; rows for which it returns False are dropped.
         filter_kwargs: passed to ``datasets.Dataset.filter``.
         on_bad_row: ``stop`` at a row that cannot be trained on, or ``skip`` and list such rows.
+        drop_duplicates: drop rows that have the tokens and labels of an earlier row.
         prepared: output folder of ``tune data prepare``; it must have been made from the same rows.
         **kwargs: passed to ``datasets.load_dataset`` (``split``, ``data_files``, ``name`` …).
 
     Attributes:
         skips: whether rows that cannot be trained on are skipped.
+        drops_duplicates: whether duplicates are dropped.
         name: name of the source, for messages.
 
     Raises:
@@ -373,11 +375,13 @@ class RowSource:
         filter_kwargs: Mapping[str, Any] | None = None,
         prepared: str | Path | None = None,
         on_bad_row: Literal["stop", "skip"] = "stop",
+        drop_duplicates: bool = False,
         **kwargs: Any,
     ) -> None:
         if on_bad_row not in ("stop", "skip"):
             raise DataError(f"on_bad_row must be stop or skip, not '{on_bad_row}'.")
         self.skips = on_bad_row == "skip"
+        self.drops_duplicates = drop_duplicates
         if kwargs.pop("streaming", None):
             raise DataError(
                 "streaming=True is not possible here: the rows are tokenized before training; leave it out."

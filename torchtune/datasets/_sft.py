@@ -1,18 +1,21 @@
 """Datasets for supervised fine-tuning: rows -> messages -> tokens and labels."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
 from functools import partial
 from typing import Any
 
 import numpy as np
 
 from torchtune.data import (
+    CROSS_ENTROPY_IGNORE_IDX,
     DataError,
     Message,
     Transform,
     as_messages,
     check_answers,
     copy_sample,
+    read_weight,
     validate_messages,
 )
 from torchtune.datasets._bad_rows import BadRows, report_left_out
@@ -32,6 +35,8 @@ class SFTTransform(Transform):
         model_transform: ``messages`` -> ``tokens`` and ``mask``, usually a tokenizer.
         allow_any_order: leave the order of the turns to the chat template, instead of :func:`validate_messages`.
         allow_empty_answers: train on turns of the assistant that say nothing.
+        weight_column: column with the weight of a row, a factor of the weights of its turns; None for no such column.
+            A column that holds no numbers is not read.
 
     Example:
         >>> transform = torchtune.datasets.SFTTransform(torchtune.data.OpenAIToMessages(), tokenizer)
@@ -48,15 +53,19 @@ class SFTTransform(Transform):
         *,
         allow_any_order: bool = False,
         allow_empty_answers: bool = False,
+        weight_column: str | None = "weight",
     ) -> None:
         check_tokenizer(model_transform, "__call__", reader="a dataset of conversations")
         self.message_transform = message_transform
         self.model_transform = model_transform
         self.allow_any_order = allow_any_order
         self.allow_empty_answers = allow_empty_answers
+        self.weight_column = weight_column
 
     def __call__(self, sample: Mapping[str, Any]) -> dict[str, Any]:
         """Return ``tokens``, ``labels`` and further outputs of the transforms.
+
+        A row with weights other than 0 and 1 also has ``label_weights``, one for each label.
 
         Raises:
             DataError: a transform rejects the row.
@@ -74,6 +83,10 @@ class SFTTransform(Transform):
         return [self._tokenized({**sample, "messages": messages}, arrays_of) for messages in conversations]
 
     def _tokenized(self, sample: Mapping[str, Any], tokenize: Callable[..., Any]) -> dict[str, Any]:
+        return with_label_weights(sample, lambda sample: self._labeled(sample, tokenize))
+
+    def _labeled(self, sample: Mapping[str, Any], tokenize: Callable[..., Any]) -> dict[str, Any]:
+        """Return the outputs of the model transform, with labels in the place of its mask."""
         if self.model_transform is not None:
             # Transforms to patches open the images themselves; others receive Pillow images.
             if not getattr(self.model_transform, "gives_patches", False):
@@ -92,14 +105,26 @@ class SFTTransform(Transform):
         """Return the input of the model transform, with images as in the row; raise :class:`DataError` if invalid."""
         if self.message_transform is None:
             return dict(sample)
-        sample = copy_sample(self.message_transform(sample), "message_transform")
+        row = sample
+        sample = copy_sample(self.message_transform(row), "message_transform")
         if "messages" in sample:
             sample["messages"] = as_messages(sample["messages"])
+            self._apply_row_weight(row, sample["messages"])
             if not self.allow_any_order:
                 validate_messages(sample["messages"])
             if not self.allow_empty_answers:
                 check_answers(sample["messages"])
         return sample
+
+    def _apply_row_weight(self, row: Mapping[str, Any], messages: Sequence[Message]) -> None:
+        """Multiply the weights of the turns by that of the row; a row of weight 0 is not trained on."""
+        value = None if self.weight_column is None else row.get(self.weight_column)
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            return
+        weight = read_weight(value, f"column '{self.weight_column}' (which weight_column=null does not read)")
+        for message in messages:
+            message.weight *= weight
+            message.masked = message.masked or weight == 0
 
     def text(self, sample: Mapping[str, Any], decode: bool = False) -> dict[str, Any]:
         """Return ``tokens``, ``labels`` and, as ``note``, the result of :func:`check_images`, without decoded images.
@@ -111,8 +136,49 @@ class SFTTransform(Transform):
         if "messages" not in sample:
             raise DataError(f"the message transform gives {', '.join(map(str, sample)) or 'nothing'}, not 'messages'")
         options = tool_options(self.model_transform, sample.get("tools"))
-        tokens, mask = self.model_transform.tokenize_messages(sample["messages"], **options)
-        return {"tokens": tokens, "labels": shifted_labels(tokens, mask), "note": images}
+
+        def labeled(sample: Mapping[str, Any]) -> dict[str, Any]:
+            tokens, mask = self.model_transform.tokenize_messages(sample["messages"], **options)
+            return {"tokens": tokens, "labels": shifted_labels(tokens, mask)}
+
+        return {**with_label_weights(sample, labeled), "note": images}
+
+
+def with_label_weights(
+    sample: Mapping[str, Any], labeled: Callable[[Mapping[str, Any]], dict[str, Any]]
+) -> dict[str, Any]:
+    """Return ``labeled(sample)``, with ``label_weights`` if turns that are trained on have another weight than 1.
+
+    Tokenizers only know whether a turn is trained on. So the conversation is labeled once for each weight, with the
+    turns of other weights masked.
+
+    Args:
+        sample: a row with ``messages``.
+        labeled: tokenizes such a row; returns ``tokens``, ``labels`` and possibly more.
+    """
+    row = labeled(sample)
+    if not isinstance(sample.get("messages"), list | tuple):
+        return row
+    messages = as_messages(sample["messages"])
+    weights = {message.weight for message in messages if not message.masked}
+    if weights <= {1.0}:
+        return row
+    label_weights = np.ones(len(row["labels"]), np.float32)
+    for weight in weights:
+        labels = row["labels"]
+        if len(weights) > 1:
+            labels = labeled({**sample, "messages": _masked_unless(messages, weight)})["labels"]
+        label_weights[np.asarray(labels) != CROSS_ENTROPY_IGNORE_IDX] = weight
+    row["label_weights"] = label_weights
+    return row
+
+
+def _masked_unless(messages: Sequence[Message], weight: float) -> list[Message]:
+    """Return copies of the messages, of which those with another weight are masked."""
+    copies = [copy(message) for message in messages]
+    for message in copies:
+        message.masked = message.masked or message.weight != weight
+    return copies
 
 
 class RowsOnReading:
@@ -181,6 +247,8 @@ class SFTDataset(TokenizedDataset):
             turns of the user or the assistant in a row, are refused.
         allow_empty_answers: train on turns of the assistant that say nothing; by default they are refused, because the
             model learns from them to end at once.
+        weight_column: column with the weight of a row in the loss, a factor of the weights of its turns; None for no
+            such column. A column that holds no numbers is not read.
         **load_dataset_kwargs: passed to ``datasets.load_dataset``; ``prepared``: an output folder of ``tune data
             prepare``.
 
@@ -210,9 +278,14 @@ class SFTDataset(TokenizedDataset):
         filter_kwargs: Mapping[str, Any] | None = None,
         allow_any_order: bool = False,
         allow_empty_answers: bool = False,
+        weight_column: str | None = "weight",
         **load_dataset_kwargs: Any,
     ) -> None:
-        checks = {"allow_any_order": allow_any_order, "allow_empty_answers": allow_empty_answers}
+        checks = {
+            "allow_any_order": allow_any_order,
+            "allow_empty_answers": allow_empty_answers,
+            "weight_column": weight_column,
+        }
         transform = SFTTransform(message_transform, model_transform, **checks)
         row_source = RowSource(source, filter_fn=filter_fn, filter_kwargs=filter_kwargs, **load_dataset_kwargs)
         limit = getattr(model_transform, "max_seq_len", None)
@@ -238,9 +311,9 @@ class SFTDataset(TokenizedDataset):
             formats=formats_of(message_transform),
             is_exact=is_exact,
         )
-        super().__init__(row_source, rows, limit=limit)
-        self._transform = transform
         self._on_reading: RowsOnReading | None = None
+        super().__init__(row_source, rows, limit=limit, are_only_tokens=not takes_images and rows is not None)
+        self._transform = transform
         if takes_images or rows is None:
             self._on_reading = RowsOnReading(row_source, transform)
         if rows is None:

@@ -81,7 +81,7 @@ class TextCompletionDataset(TokenizedDataset):
             },
             formats=("raw text", "labeled texts (classification)"),
         )
-        super().__init__(row_source, rows, limit=transform.limit, are_divided=not cut)
+        super().__init__(row_source, rows, limit=transform.limit, are_divided=not cut, are_only_tokens=True)
 
 
 def text_completion_dataset(

@@ -13,21 +13,25 @@ import pyarrow as pa
 
 from torchtune.utils import sign_of_life
 
-_IDS = pa.list_(pa.int32())
+_COLUMN_TYPES = {
+    "tokens": pa.list_(pa.int32()),
+    "labels": pa.list_(pa.int32()),
+    "label_weights": pa.list_(pa.float32()),  # empty lists for rows whose labels all have weight 1
+}
 
 
 class TokenStore:
-    """Rows of tokens and pre-shifted labels. The page cache holds memory-mapped files once per machine.
+    """Rows of tokens, pre-shifted labels and label weights. The page cache holds memory-mapped files once per machine.
 
     Args:
-        batches: at least one batch, with the columns ``<name>.tokens`` and ``<name>.labels``.
+        batches: at least one batch, with the columns ``<name>.tokens``, ``<name>.labels`` and ``<name>.label_weights``.
         name: name of the store.
         fingerprint: digest of all tokens and labels.
     """
 
     def __init__(self, batches: Sequence[pa.RecordBatch], name: str = "rows", fingerprint: int = 0) -> None:
         table = pa.Table.from_batches(batches)
-        self._columns = {kind: table.column(f"{name}.{kind}") for kind in ("tokens", "labels")}
+        self._columns = {kind: table.column(f"{name}.{kind}") for kind in _COLUMN_TYPES}
         self.fingerprint = fingerprint
         self._selected: np.ndarray | None = None  # rows of the batches that belong to the store; None: all
 
@@ -69,14 +73,38 @@ class TokenStore:
             digests.append(digest_tokens(tokens, offsets - offsets[0]))
         return self._of_selected(np.concatenate(digests, dtype=np.uint64))
 
-    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        """Return views of the ``tokens`` and ``labels`` of a row, int32 ``[s]``."""
-        row = index if self._selected is None else int(self._selected[index])
-        return {name: column[row].values.to_numpy() for name, column in self._columns.items()}
+    def duplicates(self) -> np.ndarray:
+        """Return the rows that equal an earlier row in tokens, labels and weights, int64 ``[duplicates]``."""
+        first_rows: dict[int, list[int]] = {}  # digest -> rows that differ from each other
+        duplicates = []
+        for row, digest in enumerate(self.digests().tolist()):
+            candidates = first_rows.setdefault(digest, [])
+            if any(_are_equal(self[row], self[candidate]) for candidate in candidates):
+                duplicates.append(row)
+            else:
+                candidates.append(row)
+        return np.array(duplicates, np.int64)
 
-    def lists(self, index: int) -> dict[str, list[int]]:
-        """Return ``tokens`` and ``labels`` of a row."""
-        return {name: ids.tolist() for name, ids in self[index].items()}
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        """Return views of the ``tokens`` and ``labels`` of a row, int32 ``[s]``.
+
+        A row with label weights other than 1 also has ``label_weights``, float32 ``[s]``.
+        """
+        row = index if self._selected is None else int(self._selected[index])
+        values = {name: column[row].values.to_numpy() for name, column in self._columns.items()}
+        if not len(values["label_weights"]):
+            del values["label_weights"]
+        return values
+
+    def lists(self, index: int) -> dict[str, list[Any]]:
+        """Return the values of a row as lists; see :meth:`__getitem__`."""
+        return {name: values.tolist() for name, values in self[index].items()}
+
+
+def _are_equal(row: Mapping[str, np.ndarray], other: Mapping[str, np.ndarray]) -> bool:
+    if row.keys() != other.keys():
+        return False
+    return all(np.array_equal(values, other[name]) for name, values in row.items())
 
 
 def digest_tokens(tokens: np.ndarray, offsets: np.ndarray) -> np.ndarray:
@@ -100,8 +128,12 @@ def digest_tokens(tokens: np.ndarray, offsets: np.ndarray) -> np.ndarray:
 
 
 def make_batch(columns: Mapping[str, Sequence[np.ndarray]]) -> pa.RecordBatch:
-    """Build a record batch from rows of int32 arrays, by column name."""
-    return pa.RecordBatch.from_arrays([pa.array(rows, _IDS) for rows in columns.values()], list(columns))
+    """Build a record batch from rows of arrays, by column name (``<store>.<kind>``)."""
+    arrays = []
+    for name, rows in columns.items():
+        kind = name.rpartition(".")[2]
+        arrays.append(pa.array(rows, _COLUMN_TYPES[kind]))
+    return pa.RecordBatch.from_arrays(arrays, list(columns))
 
 
 def _checksum(batch: pa.RecordBatch, facts: Mapping[str, Any]) -> int:

@@ -62,6 +62,27 @@ def why_no_label(sample: Mapping[str, Any], limit: int | None, reason: str) -> s
     return f" within max_seq_len={limit}, {reason}"
 
 
+def check_label_weights(weights: Any, labels: np.ndarray) -> np.ndarray:
+    """Return the weights of labels ``[s]`` as float32 ``[s]``; empty for None, which is weight 1 for all.
+
+    Raises:
+        DataError: there is not one number of at least 0 for each label, or all labels have weight 0.
+    """
+    if weights is None:
+        return np.empty(0, np.float32)
+    try:
+        weights = np.asarray(weights, np.float32)
+    except (ValueError, TypeError) as error:
+        raise DataError("label_weights must be a flat list of numbers") from error
+    if weights.shape != labels.shape:
+        raise DataError(f"a row has {len(labels)} labels, but label_weights of shape {weights.shape}")
+    if not (np.isfinite(weights) & (weights >= 0)).all():
+        raise DataError("label_weights must be numbers of at least 0")
+    if not weights[labels != CROSS_ENTROPY_IGNORE_IDX].any():
+        raise DataError("all labels have weight 0")
+    return weights
+
+
 def check_row(tokens: Any, labels: Any) -> tuple[np.ndarray, np.ndarray]:
     """Return tokens and labels as int32 ``[s]``; raise :class:`DataError` unless both are ids of equal length."""
     for name, values in (("tokens", tokens), ("labels", labels)):
@@ -106,7 +127,7 @@ class Tokenize:
 
     Args:
         samples: row -> its samples, each a mapping from the name of a store to ``tokens``, ``labels`` and optionally
-            ``note``; None if a sample has more than these, such as images.
+            ``label_weights`` and ``note``; None if a sample has more than these, such as images.
         names: names of the stores.
         tokenizer: the tokenizer that ``samples`` calls; its ``take_omitted``, if any, says what it leaves out of a row.
 
@@ -135,7 +156,7 @@ class Tokenize:
         """
         columns: dict[str, list[np.ndarray]] = {}
         for name in self.names:
-            columns |= {f"{name}.tokens": [], f"{name}.labels": []}
+            columns |= {f"{name}.tokens": [], f"{name}.labels": [], f"{name}.label_weights": []}
         facts: dict[str, Any] = {"rows": 0, "numbers": [], "bad": [], "notes": [], "omitted": {}}
         for index, row in enumerate(unparsed(rows), start):
             sign_of_life(location(index))
@@ -157,17 +178,18 @@ class Tokenize:
             for sample, token_row in zip(samples, token_rows, strict=True):
                 facts["numbers"].append(index)
                 facts["notes"] += [text["note"] for text in sample.values() if "note" in text]
-                for column, ids in zip(columns.values(), token_row, strict=True):
-                    column.append(ids)
+                for column, values in zip(columns.values(), token_row, strict=True):
+                    column.append(values)
         sign_of_life()
         return make_batch(columns), facts
 
     def _checked(self, sample: Mapping[str, Mapping[str, Any]]) -> list[np.ndarray]:
-        """Return tokens and labels of each store, int32 ``[s]``; raise :class:`DataError` if they cannot be stored."""
+        """Return tokens, labels and label weights of each store ``[s]``; raise :class:`DataError` for invalid ones."""
         token_row: list[np.ndarray] = []
         for name in self.names:
-            token_row += check_row(sample[name]["tokens"], sample[name]["labels"])
-        if self.longest is not None and any(len(ids) > self.longest for ids in token_row):
+            tokens, labels = check_row(sample[name]["tokens"], sample[name]["labels"])
+            token_row += [tokens, labels, check_label_weights(sample[name].get("label_weights"), labels)]
+        if self.longest is not None and any(len(values) > self.longest for values in token_row):
             raise DataError(too_long(self.longest))
         return token_row
 
@@ -191,7 +213,8 @@ class LabeledSamples:
     """Callable that returns the samples of a row with labels, for :class:`Tokenize`; the name of the store is ``rows``.
 
     Args:
-        transform: row -> ``tokens``, ``labels`` and optionally ``note``, or a list of such samples.
+        transform: row -> ``tokens``, ``labels`` and optionally ``label_weights`` and ``note``, or a list of such
+            samples.
         limit: maximum row length in tokens that the transform truncates to, for the error message.
         side: side that the transform truncates, ``"right"`` or ``"left"``, for the error message.
         has_notes: whether the transform returns a ``note`` as well.
@@ -206,7 +229,9 @@ class LabeledSamples:
     ) -> None:
         self._transform = transform
         self._limit = limit
-        self._outputs = ["tokens", "labels", "note"] if has_notes else ["tokens", "labels"]
+        self._outputs = ["tokens", "labels"]
+        if has_notes:
+            self._outputs.append("note")
         self._reason = "the prompt is too long" if side == "right" else "what is trained on comes before the cut"
 
     def __call__(self, row: Mapping[str, Any]) -> list[dict[str, Mapping[str, Any]]] | None:
@@ -218,14 +243,17 @@ class LabeledSamples:
         samples = self._transform(row)
         if not isinstance(samples, list):
             samples = [samples]
-        if any(sample.keys() - {*self._outputs, *row} for sample in samples):
+        if any(sample.keys() - {*self._outputs, "label_weights", *row} for sample in samples):
             return None
         trained = [sample for sample in samples if has_label(sample)]
         if not trained:
             raise DataError(NO_LABEL + why_no_label(samples[0], self._limit, self._reason))
         texts = []
         for sample in trained:
-            texts.append({"rows": {name: sample[name] for name in self._outputs}})
+            text = {name: sample[name] for name in self._outputs}
+            if "label_weights" in sample:
+                text["label_weights"] = sample["label_weights"]
+            texts.append({"rows": text})
         return texts
 
 
@@ -311,6 +339,7 @@ class TokenizedDataset(ExampleDataset):
         way_out: the setting that skips rows that cannot be trained on, for messages.
         are_prompts: whether rows are prompts, which are never truncated.
         are_divided: whether packs divide long rows, so that they need not fit the model.
+        are_only_tokens: whether rows are tokens and labels alone, so that rows with equal ones are duplicates.
 
     Attributes:
         source: name of the source.
@@ -330,7 +359,12 @@ class TokenizedDataset(ExampleDataset):
         way_out: str = "on_bad_row=skip",
         are_prompts: bool = False,
         are_divided: bool = False,
+        are_only_tokens: bool = False,
     ) -> None:
+        if source.drops_duplicates and not are_only_tokens:
+            raise DataError(
+                "drop_duplicates compares tokens and labels, and these rows are told apart by more: leave it out."
+            )
         self._row_source = source
         self.source = source.name
         self.stores: dict[str, TokenStore] = {}
@@ -345,6 +379,7 @@ class TokenizedDataset(ExampleDataset):
         self._total = rows.total
         self.dropped = [row for row, _ in rows.bad]
         report_left_out(rows.bad, self.source, rows.total, len(self))
+        self._drop_duplicates()
         self.omitted = _describe_omitted(rows)
         if self.omitted:
             log_rank_zero(get_logger(), f"{self.source}: {self.omitted}: it is not trained on.", logging.WARNING)
@@ -354,6 +389,17 @@ class TokenizedDataset(ExampleDataset):
                 "were cut to it."
             )
             log_rank_zero(get_logger(), message, logging.WARNING)
+
+    def _drop_duplicates(self) -> None:
+        """Drop rows that equal an earlier row, if the source asks for it."""
+        if not self._row_source.drops_duplicates:
+            return
+        duplicates = self.store.duplicates()
+        if len(duplicates):
+            self._keep(np.delete(np.arange(len(self)), duplicates))
+            log_rank_zero(
+                get_logger(), f"{self.source}: {len(duplicates):,} rows that repeat an earlier row are dropped."
+            )
 
     @property
     def num_truncated(self) -> int:

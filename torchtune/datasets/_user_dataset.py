@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, DataError, WrappedDataset, check_shifted
-from torchtune.datasets._tokenized import check_row
+from torchtune.datasets._tokenized import check_label_weights, check_row
 
 # Maximum number of examples that are searched for a label.
 _NUM_SEARCHED = 32
@@ -93,6 +93,7 @@ class CheckedDataset(WrappedDataset):
             if key not in document:
                 raise DataError(f"it has no '{key}' among {', '.join(map(repr, document)) or 'nothing'}")
         tokens, labels = check_row(document["tokens"], document["labels"])
+        check_label_weights(document.get("label_weights"), labels)
         if len(tokens) == 0:
             raise DataError("it has no tokens")
         if self._longest is not None and len(tokens) > self._longest:

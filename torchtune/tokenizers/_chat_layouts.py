@@ -8,7 +8,15 @@ templates train on what the model generates, so that their masks differ.
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, ClassVar
 
-from torchtune.data import DataError, Message, MessageLike, PromptTemplateInterface, as_messages, truncate_row
+from torchtune.data import (
+    DataError,
+    Message,
+    MessageLike,
+    PromptTemplateInterface,
+    as_messages,
+    refuse_untrained_parts,
+    truncate_row,
+)
 from torchtune.tokenizers._files import SavesPublishedFiles
 from torchtune.tokenizers._protocols import MessageTransform, ModelTokenizer, end_tokens, text_only
 
@@ -62,6 +70,7 @@ class TurnsTokenizer(MessageTransform, SavesPublishedFiles, ModelTokenizer):
 
     def _row(self, messages: list[Message], closed: bool, **options: Any) -> Row:
         """Tokenize a conversation; ``options`` are further arguments of :meth:`_parts`."""
+        refuse_untrained_parts(messages, type(self).__name__)
         if self.prompt_template is not None:
             messages = self.prompt_template(messages, inference=not closed)
         parts = self._parts(messages, closed, **options)
@@ -199,7 +208,9 @@ def tokenize_messages_no_special_tokens(
     Raises:
         DataError: a message contains an image.
     """
-    parts = _plain_parts(tokenizer, as_messages(messages), bos_id, eos_id, is_open=is_open, begins_once=begins_once)
+    messages = as_messages(messages)
+    refuse_untrained_parts(messages, type(tokenizer).__name__)
+    parts = _plain_parts(tokenizer, messages, bos_id, eos_id, is_open=is_open, begins_once=begins_once)
     truncation_eos_id = None if is_open else eos_id
     return join_parts(parts, tokenizer.max_seq_len, truncation_type, truncation_eos_id, tokenizer.stop_tokens)
 

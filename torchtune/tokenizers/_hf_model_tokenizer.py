@@ -36,7 +36,14 @@ from torchtune.tokenizers._reasoning import (
     earlier_reasoning,
     split_turns,
 )
-from torchtune.tokenizers._trained_spans import LayoutCache, Span, TurnFinder, first_special, learn_stops
+from torchtune.tokenizers._trained_spans import (
+    LayoutCache,
+    Span,
+    TurnFinder,
+    first_special,
+    learn_stops,
+    subtract_span,
+)
 from torchtune.utils import get_logger, log_once, write_json
 
 # Tokenizer files of other formats.
@@ -230,6 +237,9 @@ class HuggingFaceModelTokenizer(MessageTransform, ModelTokenizer):
             turns = kept_reasoning.turns
         if closed:
             text, spans = self._finished_text(turns, [message.masked for message in messages], tools)
+            for i, message in enumerate(messages):
+                if not message.masked and message.has_untrained_parts:
+                    spans = self._without_parts(i, messages, turns, tools, spans)
         else:
             text = self._open_text(turns, tools)
             spans = []
@@ -238,7 +248,8 @@ class HuggingFaceModelTokenizer(MessageTransform, ModelTokenizer):
         tokens, mask = self._encoder.encode_masked(text, spans)
         eos_id = self.eos_id if closed else None
         is_last_trained = closed and messages[-1].role == "assistant" and not messages[-1].masked
-        if is_last_trained and not text[spans[-1][0] :].rstrip().endswith(self._special_texts):
+        last_start = spans[-1][0] if spans else 0  # none is left of a turn whose parts are all taken out
+        if is_last_trained and not text[last_start:].rstrip().endswith(self._special_texts):
             log_once(get_logger(), "The chat template does not end the last turn: the end-of-sequence token is added.")
             if eos_id is None:
                 raise DataError("neither the chat template nor the tokenizer's config names a token that ends a turn")
@@ -323,6 +334,39 @@ class HuggingFaceModelTokenizer(MessageTransform, ModelTokenizer):
             return text, spans
         finally:
             template.now = None
+
+    def _without_parts(
+        self,
+        index: int,
+        messages: Sequence[Message],
+        turns: list[dict[str, Any]],
+        tools: Sequence[Any] | None,
+        spans: list[Span],
+    ) -> list[Span]:
+        """Take the parts of turn ``index`` that are not trained on out of the spans of the conversation.
+
+        Raises:
+            DataError: the template does not write the turn's text once and unchanged.
+        """
+        is_other_turn = [i != index for i in range(len(messages))]
+        text, turn_spans = self._finished_text(turns, is_other_turn, tools)
+        first = turn_spans[0][0]
+        end = turn_spans[-1][1]
+        texts = [self._control_tokens.hide(part["content"]) for part in messages[index].content]
+        content = "".join(texts)
+        written = content.strip()  # many templates strip the text of a turn
+        if text.count(written, first, end) != 1:
+            raise DataError(
+                f"turn {index} has parts with train: false, but the chat template does not write its text once and "
+                "unchanged, so that they cannot be located: take the whole turn out of training"
+            )
+        position = text.index(written, first, end) - (len(content) - len(content.lstrip()))
+        for part, part_text in zip(messages[index].content, texts, strict=True):
+            part_end = position + len(part_text)
+            if part.get("train") is False:
+                spans = subtract_span(spans, (position, part_end))
+            position = part_end
+        return spans
 
     def _find_spans_without_tools(self, turns: list[dict[str, Any]], masked: list[bool]) -> tuple[str, list[Span]]:
         """Return the result of :meth:`_finished_text` without tools, for :class:`LayoutCache`."""

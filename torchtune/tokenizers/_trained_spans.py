@@ -109,6 +109,19 @@ def inner_span(text: str) -> Span:
     return start, end
 
 
+def subtract_span(spans: Sequence[Span], removed: Span) -> list[Span]:
+    """Return spans without the characters of ``removed``."""
+    remaining: list[Span] = []
+    for start, end in spans:
+        before = (start, min(end, removed[0]))
+        after = (max(start, removed[1]), end)
+        if before[0] < before[1]:
+            remaining.append(before)
+        if after[0] < after[1]:
+            remaining.append(after)
+    return remaining
+
+
 class Marker:
     """Adds numbered marks around the texts of turns."""
 

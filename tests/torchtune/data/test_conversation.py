@@ -276,8 +276,11 @@ def test_unsupported_training_flags_are_refused():
     part = {"begin_offset": 0, "end_offset": 2, "train": False}
     for flag, words in (
         ({"masked": "false"}, "a turn has masked 'false': only true and false work"),
-        ({"train_detail": [part]}, "a turn has train_detail, but only whole turns"),
-        ({"weight": 0.5}, "a turn has weight 0.5: only 0 \\(not trained on\\) and 1 work"),
+        ({"train_detail": [part]}, "a turn has train_detail: write the content as a list of parts"),
+        ({"weight": -0.5}, "a turn has weight -0.5: a weight is a number of at least 0"),
+        ({"weight": float("nan")}, "a turn has weight nan: a weight is a number"),
+        ({"weight": "high"}, "a turn has weight 'high': a weight is a number"),
+        ({"content": [{"type": "text", "text": "So.", "weight": 0.5}]}, "a part of a turn has weight 0.5: only whole"),
         ({"train": "yes"}, "a turn has train 'yes': only true and false work"),
     ):
         with pytest.raises(DataError, match=words):
@@ -291,6 +294,15 @@ def test_unsupported_training_flags_are_refused():
     assert [turn.masked for turn in trained] == [False, False]
     # 1 is the weight of every turn that states none.
     assert [turn.masked for turn in openai({**QUESTION, "weight": 1}, ANSWER)["messages"]] == [True, False]
+
+
+def test_weight_of_a_turn_is_read_in_every_format():
+    weighted = openai(QUESTION, {**ANSWER, "weight": 0.5}, QUESTION, ANSWER)["messages"]
+    assert [turn.weight for turn in weighted] == [1, 0.5, 1, 1]
+    assert [turn.masked for turn in weighted] == [True, False, True, False]
+    turns = [{"from": "human", "value": "a", "weight": 3}, {"from": "gpt", "value": "b", "weight": 2}]
+    weighted = ShareGPTToMessages()({"conversations": turns})["messages"]
+    assert [(turn.weight, turn.masked) for turn in weighted] == [(3, True), (2, False)]
 
 
 def test_second_masking_strategy_replaces_the_first():

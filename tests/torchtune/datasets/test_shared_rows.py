@@ -54,7 +54,10 @@ def test_datasets_that_cannot_be_compared_give_none():
 def test_digests_of_stored_rows_are_those_of_the_rows():
     generator = np.random.default_rng(1)
     texts = [generator.integers(0, 9, length).astype(np.int32) for length in (4, 0, 7, 1, 3, 3)]
-    batches = [make_batch({"rows.tokens": part, "rows.labels": part}) for part in (texts[:2], texts[2:])]
+    batches = []
+    for part in (texts[:2], texts[2:]):
+        no_weights = [np.empty(0, np.float32)] * len(part)
+        batches.append(make_batch({"rows.tokens": part, "rows.labels": part, "rows.label_weights": no_weights}))
     store = TokenStore(batches)
     alone = [digest_tokens(text, np.array([0, len(text)]))[0] for text in texts]
     assert store.digests().tolist() == alone

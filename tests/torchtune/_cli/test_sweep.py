@@ -1,0 +1,147 @@
+"""``tune sweep``: its settings, its rungs, and a sweep of real runs that is stopped and continued."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.recipes.runs import write_config
+from torchtune._cli.sweep import Dimension, SweepError, draw_trials, parse_dimension, plan_rungs
+
+
+@pytest.mark.parametrize(
+    ("override", "dimension"),
+    [
+        ("optimizer.lr=1e-5:1e-3:log", Dimension("optimizer.lr", low=1e-5, high=1e-3, is_log=True)),
+        ("optimizer.weight_decay=0:.5", Dimension("optimizer.weight_decay", low=0, high=0.5)),
+        ("model.lora_rank=4:64:log", Dimension("model.lora_rank", low=4, high=64, is_log=True, is_integer=True)),
+        ("batch_size=8,16", Dimension("batch_size", values=("8", "16"))),
+        ("epochs=2", None),
+        ("modules=[q_proj,v_proj]", None),
+        ("prompt='a, b'", None),
+        ("source=s3://bucket/file", None),
+    ],
+)
+def test_ranges_and_lists_of_values_vary(override, dimension):
+    assert parse_dimension(override) == dimension
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [("lr=1e-3:1e-5", "the first bound must be less"), ("decay=0:1:log", "must be above 0: leave out :log")],
+)
+def test_range_without_numbers_is_refused(override, words):
+    with pytest.raises(SweepError, match=words):
+        parse_dimension(override)
+
+
+def test_trials_cover_each_setting_evenly():
+    dimensions = [
+        Dimension("lr", low=1e-5, high=1e-1, is_log=True),
+        Dimension("rank", low=1, high=9, is_integer=True),
+        Dimension("batch_size", values=("8", "16")),
+    ]
+    trials = draw_trials(dimensions, 4, seed=0)
+    rates, ranks, sizes = (sorted(column) for column in zip(*trials, strict=True))
+    # The middles of four parts: 10 ** (-5 + 4 * (0.125, 0.375, 0.625, 0.875)) and 1 + 8 * (…).
+    rates = sorted(float(rate.removeprefix("lr=")) for rate in rates)
+    assert rates == pytest.approx([3.162e-5, 3.162e-4, 3.162e-3, 3.162e-2])
+    assert ranks == ["rank=2", "rank=4", "rank=6", "rank=8"]
+    assert sizes == ["batch_size=16"] * 2 + ["batch_size=8"] * 2
+    assert draw_trials(dimensions, 4, seed=0) == trials
+
+
+def test_equal_trials_run_once():
+    trials = draw_trials([Dimension("batch_size", values=("8", "16"))], 8, seed=0)
+    assert sorted(trials) == [["batch_size=16"], ["batch_size=8"]]
+
+
+@pytest.mark.parametrize(
+    ("num_trials", "rungs"),
+    [
+        (2, [(2, 100)]),
+        (3, [(3, 50), (2, 100)]),
+        (8, [(8, 20), (4, 50), (2, 100)]),
+        (9, [(9, 10), (8, 20), (4, 50), (2, 100)]),
+    ],
+)
+def test_half_of_the_trials_goes_on_for_twice_as_many_steps(num_trials, rungs):
+    planned = plan_rungs(num_trials, every=10)
+    assert [(rung.num_trials, rung.steps(100)) for rung in planned] == rungs
+
+
+def test_rung_of_a_short_run_has_a_step():
+    assert [rung.steps(3) for rung in plan_rungs(16)] == [1, 1, 1, 3]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["optimizer.lr=1e-5:1e-3"], "--output is missing"),
+        (["--output", "{folder}"], "no setting varies"),
+        (
+            ["--output", "{folder}", "--trials", "1", "epochs=1,2"],
+            "--trials is 1: it must be a whole number of at least 2",
+        ),
+        (["--output", "{folder}", "optimizer.lr=a,b"], "optimizer.lr"),
+        (["--output", "{folder}", "epochz=1,2"], "epochz"),
+        (["--output", "{folder}", "epochs=1,2", "--metric", "val_loss"], "the trials do not validate"),
+        (["--output", "{folder}", "epochs=1,2", "--metric", "best:loss"], "write NAME, or max:NAME"),
+    ],
+)
+def test_sweep_that_cannot_start_is_refused_before_training(tune, tmp_path, arguments, words):
+    config = write_config("full_finetune_single_device", tmp_path, tmp_path / "run")
+    arguments = [argument.format(folder=tmp_path / "sweep") for argument in arguments]
+    refused = tune("sweep", "--config", config, *arguments)
+    assert refused.code == 2
+    assert words in refused.err
+    assert not (tmp_path / "sweep").exists()
+
+
+def test_slurm_script_has_a_whole_run_for_each_trial(tune, tmp_path):
+    config = write_config("full_finetune_single_device", tmp_path, tmp_path / "run")
+    options = ["--output", tmp_path / "sweep", "--trials=2", "--slurm"]
+    script = tune("sweep", "--config", config, *options, "epochs=1,2").out
+    (tmp_path / "trials.sh").write_text(script.replace("srun ", "echo "))
+    assert "#SBATCH --array=0-1" in script
+    epochs = []
+    for task in ("0", "1"):
+        environment = {"SLURM_ARRAY_TASK_ID": task, "PATH": "/usr/bin:/bin"}
+        command = ["bash", tmp_path / "trials.sh"]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
+        words = done.stdout.split()
+        assert words[:3] == ["tune", "run", "full_finetune_single_device"]
+        epochs += [word for word in words if word.startswith("epochs=")]
+    assert sorted(epochs) == ["epochs=1", "epochs=2"]
+    assert not (tmp_path / "sweep").exists()
+
+
+def test_sweep_that_is_stopped_goes_on_and_finds_the_best(tmp_path):
+    config = write_config("full_finetune_single_device", tmp_path, tmp_path / "run", epochs=2)
+    folder = tmp_path / "sweep"
+    # One of the learning rates is too small to learn anything.
+    settings = ["optimizer.lr=1e-9,1e-2,3e-2", "--trials", "3", "--output", str(folder)]
+    command = [sys.executable, "-m", "torchtune._cli.tune", "sweep", "--config", str(config), *settings]
+    sweep = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    second_log = folder / "trial_01" / "logs" / "log.jsonl"
+    while not second_log.exists() and sweep.poll() is None:
+        time.sleep(0.1)
+    sweep.send_signal(signal.SIGTERM)
+    sweep.communicate(timeout=120)
+    assert sweep.returncode == 75
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    table = done.stdout[done.stdout.index("\ntrial ") :].splitlines()
+    last = next(line for line in table if line.endswith("optimizer.lr=1e-9"))
+    assert table.index(last) == 4
+    assert "on the same rows" in done.stdout
+    losses = {}
+    for log in folder.glob("trial_*/logs/log.jsonl"):
+        steps = [json.loads(line)["step"] for line in log.read_text().splitlines()]
+        losses[log.parent.parent.name] = max(steps)
+    assert sorted(losses.values())[1:] == [24, 24]
+    other = subprocess.run([*command, "epochs=3"], capture_output=True, text=True, check=False)
+    assert (other.returncode, "is of a sweep with other settings" in other.stderr) == (2, True)

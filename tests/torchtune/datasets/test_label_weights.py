@@ -1,0 +1,173 @@
+"""Weights of turns, rows and parts: from the file to the batch."""
+
+import numpy as np
+import pytest
+import torch
+
+from tests.tiny import write_checkpoint, write_lines
+from torchtune.data import (
+    Batch,
+    BatchLoader,
+    DataError,
+    OpenAIToMessages,
+    collate_documents,
+    padded_collate_packed,
+    padded_collate_sft,
+)
+from torchtune.datasets import PackedDataset, SFTDataset, chat_dataset, preference_dataset
+from torchtune.tokenizers import hf_tokenizer
+
+QUESTION = {"role": "user", "content": "Where is cat 1?"}
+ANSWER = {"role": "assistant", "content": "On mat 1."}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("checkpoint")
+    write_checkpoint(folder, tied=False)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder):
+    return hf_tokenizer(folder, max_seq_len=256)
+
+
+def dataset_of(tokenizer, *rows, **settings):
+    return SFTDataset(source=rows, message_transform=OpenAIToMessages(), model_transform=tokenizer, **settings)
+
+
+def texts_by_weight(tokenizer, row):
+    """Return weight -> text of the labels with this weight."""
+    labels = np.asarray(row["labels"])
+    weights = np.asarray(row.get("label_weights", np.ones(len(labels))))
+    texts = {}
+    for weight in sorted(set(weights[labels != -100].tolist())):
+        ids = labels[(labels != -100) & (weights == weight)].tolist()
+        texts[weight] = tokenizer.decode(ids, skip_special_tokens=True)
+    return texts
+
+
+def test_tokens_of_a_turn_have_its_weight(tokenizer):
+    row = {"messages": [QUESTION, {**ANSWER, "weight": 0.25}, QUESTION, {"role": "assistant", "content": "Gone."}]}
+    weighted = dataset_of(tokenizer, row)[0]
+    assert texts_by_weight(tokenizer, weighted) == {0.25: "On mat 1.", 1.0: "Gone."}
+    plain = dataset_of(tokenizer, {"messages": [QUESTION, ANSWER, *row["messages"][2:]]})[0]
+    assert "label_weights" not in plain
+    assert weighted["tokens"] == plain["tokens"]
+    assert weighted["labels"] == plain["labels"]
+
+
+def test_weight_of_a_row_is_a_factor_of_its_turns(tokenizer):
+    row = {"messages": [QUESTION, {**ANSWER, "weight": 0.5}, QUESTION, {"role": "assistant", "content": "Gone."}]}
+    rows = [{**row, "weight": 4, "importance": 2}]
+    assert texts_by_weight(tokenizer, dataset_of(tokenizer, *rows)[0]) == {2.0: "On mat 1.", 4.0: "Gone."}
+    by_importance = dataset_of(tokenizer, *rows, weight_column="importance")[0]
+    assert texts_by_weight(tokenizer, by_importance) == {1.0: "On mat 1.", 2.0: "Gone."}
+    unread = dataset_of(tokenizer, *rows, weight_column=None)[0]
+    assert texts_by_weight(tokenizer, unread) == {0.5: "On mat 1.", 1.0: "Gone."}
+
+
+def test_column_weight_of_texts_is_not_a_weight(tokenizer):
+    row = dataset_of(tokenizer, {"messages": [QUESTION, ANSWER], "weight": "4 kg"})[0]
+    assert "label_weights" not in row
+
+
+@pytest.mark.parametrize(
+    ("weight", "words"),
+    [(-1, "column 'weight' .* has weight -1: a weight is a number of at least 0"), (0, "no label is left")],
+)
+def test_row_that_no_weight_can_train_is_refused(tokenizer, weight, words):
+    with pytest.raises(DataError, match=words):
+        dataset_of(tokenizer, {"messages": [QUESTION, ANSWER], "weight": weight})
+
+
+def test_part_of_a_turn_that_is_not_trained_on_has_no_label(tokenizer):
+    parts = [{"type": "text", "text": "On "}, {"type": "text", "text": "mat", "train": False}]
+    content = [*parts, {"type": "text", "text": " 1."}]
+    row = dataset_of(tokenizer, {"messages": [QUESTION, {"role": "assistant", "content": content}]})[0]
+    whole = dataset_of(tokenizer, {"messages": [QUESTION, ANSWER]})[0]
+    assert row["tokens"] == whole["tokens"]
+    assert texts_by_weight(tokenizer, row) == {1.0: "On  1."}
+    kept = np.asarray(row["labels"]) != -100
+    assert (np.asarray(row["labels"])[kept] == np.asarray(whole["labels"])[kept]).all()
+
+
+def test_part_of_a_text_that_the_template_changes_is_refused(folder):
+    template = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | upper }}<|im_end|>\n{% endfor %}"
+    tokenizer = hf_tokenizer(folder, chat_template=template)
+    content = [{"type": "text", "text": "On mat 1."}, {"type": "text", "text": " Or not.", "train": False}]
+    with pytest.raises(DataError, match=r"turn 1 .*train: false.* cannot be located"):
+        dataset_of(tokenizer, {"messages": [QUESTION, {"role": "assistant", "content": content}]})
+
+
+def test_packs_and_batches_carry_the_weights(tokenizer):
+    rows = [{"messages": [QUESTION, ANSWER], "weight": weight} for weight in (0.5, 1, 3)]
+    packs = PackedDataset(dataset_of(tokenizer, *rows), max_seq_len=256)
+    batch = collate_documents([packs[index] for index in range(len(packs))])
+    labels = batch.num_labels // 3
+    assert sorted(batch.label_weights.tolist()) == [0.5] * labels + [1.0] * labels + [3.0] * labels
+    assert batch.num_terms == labels * 4.5
+    padded = batch.pad_to_multiple(16)
+    shards = [padded.split(rank, 2) for rank in range(2)]
+    assert sum(shard.num_terms for shard in shards) == batch.num_terms
+
+
+def test_pieces_of_a_split_row_keep_their_weights(tokenizer):
+    rows = [{"messages": [QUESTION, {**ANSWER, "weight": 0.5}, QUESTION, ANSWER]}]
+    packs = PackedDataset(dataset_of(tokenizer, *rows), max_seq_len=8, split_across_pack=True)
+    row = dataset_of(tokenizer, *rows)[0]
+    weights = torch.cat([document["label_weights"] for pack in packs for document in pack])
+    assert weights.tolist() == row["label_weights"]
+
+
+def test_loader_counts_weights_as_terms(tokenizer):
+    rows = [{"messages": [QUESTION, ANSWER], "weight": 0.5}, {"messages": [QUESTION, ANSWER]}]
+    loader = BatchLoader(
+        dataset_of(tokenizer, *rows), batch_size=2, collate_fn=collate_documents, shuffle=False, seed=0
+    )
+    _, num_labels, num_terms = loader.peek_counts()
+    assert num_terms == 0.75 * num_labels
+
+
+def test_collate_functions_without_weights_refuse_them(tokenizer):
+    example = dataset_of(tokenizer, {"messages": [QUESTION, ANSWER], "weight": 2})[0]
+    for collate in (padded_collate_sft, lambda examples: padded_collate_packed([examples])):
+        with pytest.raises(DataError, match="weights of turns other than 0 and 1"):
+            collate([example])
+
+
+def test_label_weights_of_a_users_rows_must_fit_the_labels():
+    example = {"tokens": [1, 2, 3], "labels": [2, 3, -100], "label_weights": [1.0, 2.0]}
+    with pytest.raises(DataError, match="3 labels, but label_weights of shape"):
+        collate_documents([example])
+
+
+def test_preference_data_refuses_weights_between(tokenizer):
+    pair = {"chosen": [QUESTION, {**ANSWER, "weight": 0.5}], "rejected": [QUESTION, ANSWER]}
+    with pytest.raises(DataError, match=r"turn 1 has weight 0\.5, but preference data takes turns only as a whole"):
+        preference_dataset(tokenizer, source=[pair])
+
+
+def test_weights_move_with_the_batch():
+    weights = torch.tensor([[0.5, 2.0, 1.0]])
+    batch = Batch(torch.tensor([[1, 2, 3]]), torch.tensor([[2, -100, 4]]), per_token={"label_weights": weights})
+    assert batch.to("cpu").label_weights.tolist() == [0.5, 1.0]
+
+
+def test_shipped_builder_passes_the_weight_column_on(tokenizer):
+    rows = [{"messages": [QUESTION, ANSWER], "weight": 2}]
+    settings = {"conversation_column": "messages", "conversation_style": "openai"}
+    row = chat_dataset(tokenizer, source=rows, weight_column=None, **settings)[0]
+    assert "label_weights" not in row
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_streamed_rows_keep_their_weights(tokenizer, tmp_path, packed):
+    rows = [{"messages": [QUESTION, ANSWER], "weight": weight} for weight in (0.5, 1, 3)]
+    write_lines(tmp_path / "rows.jsonl", rows)
+    settings = {"conversation_column": "messages", "conversation_style": "openai", "streaming": True}
+    stream = chat_dataset(tokenizer, source=str(tmp_path / "rows.jsonl"), packed=packed, **settings)
+    stream.begin(0, shuffle=False)
+    batch = collate_documents([stream[index] for index in range(1 if packed else 3)])
+    assert batch.num_terms == pytest.approx(batch.num_labels * 1.5)

@@ -1,0 +1,494 @@
+"""``tune sweep``."""
+
+import argparse
+import math
+import random
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from torchtune._cli._find_recipe import recipe_named_by, resolve_config, resolve_recipe
+from torchtune._cli.run import Command, parse_command, require_config
+from torchtune._cli.subcommand import Subcommand
+from torchtune.utils import UserError, read_json, write_json
+
+_USAGE = (
+    "tune sweep [TORCHRUN-OPTIONS] [<recipe>] --config <config> --trials 8 --output <folder> "
+    "key=low:high[:log] key=a,b ... [key=value ...]"
+)
+_NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
+_RANGE = re.compile(rf"({_NUMBER}):({_NUMBER})(:log)?")
+_INTEGER = re.compile(r"[-+]?\d+")
+EXIT_REQUEUE = 75  # of a run that was stopped and can be resumed
+_STATE = "sweep.json"
+_LOG = "output.txt"
+_POLL_SECONDS = 0.5
+_LAST_SHARE = 10  # the training loss of a trial is the mean over this share of its steps, one tenth
+_FINALISTS = 2  # trials that are trained to the end, for a comparison on the same rows
+
+
+class SweepError(UserError):
+    """A sweep that cannot start or that has no result."""
+
+
+@dataclass(frozen=True)
+class Dimension:
+    """A setting that a sweep varies: numbers between two bounds, or a list of values.
+
+    Attributes:
+        key: the setting.
+        values: the values of a list; empty for a range.
+        low: lower bound of a range.
+        high: upper bound of a range.
+        is_log: whether the logarithm of the number is drawn evenly.
+        is_integer: whether numbers are rounded.
+    """
+
+    key: str
+    values: tuple[str, ...] = ()
+    low: float = 0.0
+    high: float = 0.0
+    is_log: bool = False
+    is_integer: bool = False
+
+    def value_at(self, position: float) -> str:
+        """Return the value at a position from 0 (included) to 1 (excluded)."""
+        if self.values:
+            return self.values[int(position * len(self.values))]
+        if self.is_log:
+            number = self.low * (self.high / self.low) ** position
+        else:
+            number = self.low + (self.high - self.low) * position
+        return str(round(number)) if self.is_integer else f"{number:.4g}"
+
+
+def parse_dimension(override: str) -> Dimension | None:
+    """Return the dimension of ``key=low:high[:log]`` or ``key=a,b``; None for a setting with one value.
+
+    Raises:
+        SweepError: the bounds are in the wrong order, or a logarithm is drawn of numbers that are not positive.
+    """
+    key, _, text = override.partition("=")
+    bounds = _RANGE.fullmatch(text)
+    if bounds is None:
+        is_list = "," in text and text[0] not in "[{\"'"
+        return Dimension(key, values=tuple(text.split(","))) if is_list else None
+    low = float(bounds[1])
+    high = float(bounds[2])
+    if not low < high:
+        raise SweepError(f"{override}: the first bound must be less than the second.")
+    if bounds[3] and low <= 0:
+        raise SweepError(f"{override}: the bounds of a logarithmic range must be above 0: leave out :log.")
+    is_integer = all(_INTEGER.fullmatch(bounds[number]) for number in (1, 2))
+    return Dimension(key, low=low, high=high, is_log=bool(bounds[3]), is_integer=is_integer)
+
+
+def draw_trials(dimensions: Sequence[Dimension], count: int, seed: int) -> list[list[str]]:
+    """Draw the settings of the trials as a Latin hypercube: each dimension is covered evenly.
+
+    Returns:
+        ``key=value`` of every dimension, for each of the trials; equal trials are left out.
+    """
+    generator = random.Random(seed)
+    columns = []
+    for dimension in dimensions:
+        order = list(range(count))
+        generator.shuffle(order)
+        columns.append([f"{dimension.key}={dimension.value_at((rank + 0.5) / count)}" for rank in order])
+    trials = [list(settings) for settings in zip(*columns, strict=True)]
+    return [trial for index, trial in enumerate(trials) if trial not in trials[:index]]
+
+
+@dataclass(frozen=True)
+class Rung:
+    """A stage of a sweep.
+
+    Attributes:
+        num_trials: number of trials that reach it.
+        num_halvings: how often the steps of a whole run are halved.
+        every: number of steps between two measurements; the steps of the rung are a multiple, but for a whole run.
+    """
+
+    num_trials: int
+    num_halvings: int
+    every: int = 1
+
+    def steps(self, total: int) -> int:
+        """Return the steps of the rung, for a whole run of ``total`` steps."""
+        if self.num_halvings == 0:
+            return total
+        steps = total >> self.num_halvings
+        return min(total, max(self.every, steps - steps % self.every))
+
+
+def plan_rungs(num_trials: int, every: int = 1) -> list[Rung]:
+    """Return the rungs of a sweep: half of the trials go on for twice as many steps, until two finish."""
+    rungs = [Rung(min(num_trials, _FINALISTS), 0, every)]
+    while rungs[0].num_trials < num_trials:
+        later = rungs[0]
+        rungs.insert(0, Rung(min(num_trials, 2 * later.num_trials), later.num_halvings + 1, every))
+    return rungs
+
+
+@dataclass
+class Trial:
+    """A run of a sweep.
+
+    Attributes:
+        number: index of the trial.
+        settings: ``key=value`` of the settings that vary.
+        folder: ``output_dir`` of its run.
+        error: why its run failed, or None.
+        value: metric at the last rung that it reached.
+        steps: steps of that rung.
+    """
+
+    number: int
+    settings: list[str]
+    folder: Path
+    error: str | None = None
+    value: float = math.nan
+    steps: int = 0
+
+
+@dataclass(frozen=True)
+class Metric:
+    """Metric by which trials are compared; lower is better unless ``is_maximized``."""
+
+    name: str
+    is_maximized: bool = False
+
+    @classmethod
+    def parse(cls, text: str) -> "Metric":
+        """Read ``NAME`` or ``max:NAME``, as in the setting ``keep_best``."""
+        prefix, separator, name = text.rpartition(":")
+        if separator and prefix not in ("max", "min"):
+            raise SweepError(f"--metric {text}: write NAME, or max:NAME if higher is better.")
+        return cls(name, prefix == "max")
+
+    def measure(self, folder: Path, steps: int) -> float:
+        """Return the metric of a run after a number of steps: the last value, or the mean of the last losses."""
+        from torchtune.reports import RunFolder
+
+        values = [value for step, value in RunFolder(folder).curve(self.name) if step <= steps]
+        if not values:
+            return math.nan
+        if self.name != "loss":
+            return values[-1]
+        last = values[-max(1, len(values) // _LAST_SHARE) :]
+        return sum(last) / len(last)
+
+    def sort(self, trials: Sequence[Trial]) -> list[Trial]:
+        """Return the trials that have a finite value, the best first."""
+        measured = [trial for trial in trials if trial.error is None and math.isfinite(trial.value)]
+        return sorted(measured, key=lambda trial: trial.value, reverse=self.is_maximized)
+
+
+class Sweep(Subcommand):
+    """Subcommand that trains with several settings and keeps the best."""
+
+    name = "sweep"
+    usage = _USAGE
+    help = "Train with several settings, and go on with the better half"
+    description = (
+        "Train trials with different settings by successive halving: all trials run for a few steps, the\n"
+        "better half of them is resumed for twice as many, until two finish. Trials run one after the\n"
+        "other; the same command continues a sweep that was stopped."
+    )
+    epilog = """
+        settings:
+          key=low:high       numbers between two bounds, drawn evenly; whole numbers for whole bounds
+          key=low:high:log   the same, drawn evenly on a logarithmic scale
+          key=a,b,c          a list of values
+          key=value          the same value in all trials
+
+        options:
+          --trials N         number of trials (8)
+          --output FOLDER    folder of the trials and of the state of the sweep
+          --metric NAME      metric to minimize, or max:NAME to maximize (val_loss if the config validates, else loss)
+          --seed N           seed of the settings that are drawn, and of all trials (0)
+          --slurm            print a Slurm array of whole runs instead of training
+
+        examples:
+          $ tune sweep --config smol/135M_lora_single_device --trials 8 --output /tmp/sweep \\
+              optimizer.lr=1e-5:1e-3:log batch_size=2,4 device=cpu
+    """
+    takes_tokens = True
+
+    def _run(self, args: argparse.Namespace) -> None:
+        if not args.tokens or {"-h", "--help"} & set(args.tokens):
+            self._parser.print_help()
+            return
+        options, tokens = _take_options(args.tokens)
+        command = parse_command(tokens)
+        sweep = _Sweep(command, options)
+        if options.slurm:
+            print(sweep.slurm_script())
+        else:
+            sweep.run()
+
+
+@dataclass
+class _Options:
+    output: Path = Path()
+    trials: int = 8
+    metric: str | None = None
+    seed: int = 0
+    slurm: bool = False
+
+
+def _take_options(tokens: Sequence[str]) -> tuple[_Options, list[str]]:
+    """Read the options of the sweep, which may stand anywhere; return the other tokens as well.
+
+    Raises:
+        SweepError: an option lacks its value, or has a wrong one.
+    """
+    options = _Options()
+    others: list[str] = []
+    remaining = iter(tokens)
+    for token in remaining:
+        flag, has_value, value = token.partition("=")
+        if flag == "--slurm":
+            options.slurm = True
+        elif flag in ("--trials", "--output", "--metric", "--seed"):
+            value = value if has_value else next(remaining, "")
+            if not value:
+                raise SweepError(f"{flag} needs a value.")
+            if flag in ("--trials", "--seed"):
+                if not value.isdigit() or (flag == "--trials" and int(value) < 2):
+                    least = 2 if flag == "--trials" else 0
+                    raise SweepError(f"{flag} is {value}: it must be a whole number of at least {least}.")
+                setattr(options, flag[2:], int(value))
+            elif flag == "--output":
+                options.output = Path(value).expanduser()
+            else:
+                options.metric = value
+        else:
+            others.append(token)
+    if options.output == Path():
+        raise SweepError("--output is missing: name a folder for the trials.")
+    return options, others
+
+
+class _Sweep:
+    """A sweep: its trials, and their runs.
+
+    Args:
+        command: the parsed command line, without the sweep's own options.
+        options: these options.
+
+    Raises:
+        SweepError: no setting varies, or a trial's settings are wrong.
+    """
+
+    def __init__(self, command: Command, options: _Options) -> None:
+        self._command = command
+        self._folder = options.output
+        config_name = require_config(command, "sweep", "--trials 8 --output FOLDER key=low:high")
+        self._config = resolve_config(config_name, command.recipe)
+        self._recipe = recipe_named_by(self._config) if command.recipe is None else resolve_recipe(command.recipe)
+        dimensions = []
+        self._fixed: list[str] = []
+        for override in command.overrides:
+            dimension = parse_dimension(override)
+            if dimension is None:
+                self._fixed.append(override)
+            else:
+                dimensions.append(dimension)
+        if not dimensions:
+            raise SweepError("no setting varies: give a range, such as optimizer.lr=1e-5:1e-3:log, or a list, a,b.")
+        if not any(override.startswith("seed=") for override in self._fixed):
+            self._fixed.append(f"seed={options.seed}")
+        drawn = draw_trials(dimensions, options.trials, options.seed)
+        self._trials = []
+        for number, settings in enumerate(drawn):
+            self._trials.append(Trial(number, settings, self._folder / f"trial_{number:02}"))
+        self._settings = self._check_trials()
+        self._metric = self._choose_metric(options.metric)
+
+    def _overrides(self, trial: Trial) -> list[str]:
+        return [*self._fixed, *trial.settings, f"output_dir={trial.folder}"]
+
+    def _check_trials(self) -> Any:
+        """Check the settings of every trial before the first one starts; return those of the first."""
+        from torchtune.config import load_and_check
+
+        main = self._recipe.load_main()
+        settings = [load_and_check(self._config, self._overrides(trial), main) for trial in self._trials]
+        return settings[0]
+
+    def _choose_metric(self, name: str | None) -> Metric:
+        every = getattr(self._settings, "run_val_every_n_steps", None)
+        validates = getattr(self._settings, "dataset_val", None) is not None and every is not None
+        metric = Metric.parse(name or ("val_loss" if validates else "loss"))
+        if metric.name.startswith("val_") and not validates:
+            raise SweepError(
+                f"--metric {name}: the trials do not validate: set dataset_val and run_val_every_n_steps, or choose "
+                "another metric."
+            )
+        return metric
+
+    def command_of(self, trial: Trial, *overrides: str) -> list[str]:
+        """Return the ``tune run`` command of a trial, as arguments."""
+        recipe = str(self._recipe.path or self._recipe.module)
+        if self._recipe.registered:
+            recipe = self._recipe.name
+        config = str(self._command.config)
+        return ["run", *self._command.torchrun, recipe, "--config", config, *self._overrides(trial), *overrides]
+
+    def slurm_script(self) -> str:
+        """Return a script for ``sbatch`` with one whole run for each trial."""
+        lines = [
+            "#!/bin/bash",
+            "#SBATCH --job-name=sweep",
+            f"#SBATCH --array=0-{len(self._trials) - 1}",
+            "",
+            "trials=(",
+        ]
+        for trial in self._trials:
+            lines.append("  " + shlex.quote(shlex.join(["tune", *self.command_of(trial)])))
+        return "\n".join([*lines, ")", 'eval "srun ${trials[$SLURM_ARRAY_TASK_ID]}"'])
+
+    def run(self) -> None:
+        """Run the rungs, and print the table of trials and the comparison of those that finished."""
+        self._check_state()
+        every = 1
+        if self._metric.name.startswith("val_"):
+            every = self._settings.run_val_every_n_steps
+        remaining = self._trials
+        for rung in plan_rungs(len(self._trials), every):
+            remaining = remaining[: rung.num_trials]
+            print(f"{len(remaining)} trials, to 1/{2**rung.num_halvings} of the steps of a run", flush=True)
+            for trial in remaining:
+                self._run_to(trial, rung)
+            ranked = self._metric.sort(remaining)
+            if not ranked:
+                raise SweepError(self._explain_no_result(remaining))
+            remaining = ranked
+        self._print_result(remaining)
+
+    def _check_state(self) -> None:
+        """Record what the sweep is, so that the same command continues it and another one does not mix with it."""
+        path = self._folder / _STATE
+        state = {
+            "metric": [self._metric.name, self._metric.is_maximized],
+            "trials": [self.command_of(trial) for trial in self._trials],
+        }
+        if not path.exists():
+            self._folder.mkdir(parents=True, exist_ok=True)
+            write_json(path, state)
+        elif read_json(path, SweepError) != state:
+            raise SweepError(
+                f"{path} is of a sweep with other settings: choose another --output, or remove the folder."
+            )
+
+    def _run_to(self, trial: Trial, rung: Rung) -> None:
+        """Start or resume a trial, stop it once it has made the steps of a rung, and measure it.
+
+        A stopped run finishes its step and saves, so that it may be a few steps further.
+        """
+        if not _Progress.of(trial.folder).has_reached(rung):
+            trial.error = self._train(trial, rung)
+        if trial.error is None:
+            progress = _Progress.of(trial.folder)
+            trial.steps = rung.steps(progress.total_steps)
+            trial.value = self._metric.measure(trial.folder, trial.steps)
+        result = trial.error or f"{self._metric.name} {trial.value:.5g} after {trial.steps:,} steps"
+        print(f"  trial {trial.number}: {' '.join(trial.settings)}: {result}", flush=True)
+
+    def _train(self, trial: Trial, rung: Rung) -> str | None:
+        """Run a trial in a process of its own; return why it failed, or None."""
+        from torchtune.checkpoints import complete_directories
+
+        trial.folder.mkdir(parents=True, exist_ok=True)
+        overrides = ["resume_from_checkpoint=True"] if complete_directories(trial.folder) else []
+        arguments = [sys.executable, "-m", "torchtune._cli.tune", *self.command_of(trial, *overrides)]
+        was_stopped = False
+        with (trial.folder / _LOG).open("ab") as log, _child_process(arguments, log) as process:
+            while process.poll() is None:
+                time.sleep(_POLL_SECONDS)
+                if not was_stopped and rung.num_halvings and _Progress.of(trial.folder).has_reached(rung):
+                    process.send_signal(signal.SIGTERM)
+                    was_stopped = True
+        if process.returncode == 0 or (was_stopped and process.returncode == EXIT_REQUEUE):
+            return None
+        return _last_error(trial.folder / _LOG)
+
+    def _explain_no_result(self, trials: Sequence[Trial]) -> str:
+        errors = [trial.error for trial in trials if trial.error is not None]
+        if errors:
+            return f"no trial has a {self._metric.name}; the first failed with: {errors[0]}"
+        return (
+            f"no trial has a finite {self._metric.name}: all of them diverged, or the metric is not logged: lower the "
+            "range of the learning rate, or choose another --metric."
+        )
+
+    def _print_result(self, finalists: Sequence[Trial]) -> None:
+        from torchtune.reports import Comparison, RunFolder
+
+        best_first = self._metric.sort(finalists)
+        others = [trial for trial in self._trials if trial not in best_first]
+        others.sort(key=lambda trial: -trial.steps)
+        print(f"\n{'trial':<7}{'steps':>8}  {self._metric.name:<12}settings")
+        for trial in [*best_first, *others]:
+            value = "failed" if trial.error is not None else f"{trial.value:.5g}"
+            print(f"{trial.number:<7}{trial.steps:>8,}  {value:<12}{' '.join(trial.settings)}")
+        print(f"\nbest        {best_first[0].folder}: {' '.join(best_first[0].settings)}")
+        if len(best_first) > 1:
+            print("\n" + Comparison([RunFolder(trial.folder) for trial in best_first]).text())
+
+
+@dataclass(frozen=True)
+class _Progress:
+    """Progress of a trial's run: completed steps, and steps of the whole run (0 before it has started)."""
+
+    last_step: int = 0
+    total_steps: int = 0
+
+    @classmethod
+    def of(cls, folder: Path) -> "_Progress":
+        from torchtune.reports import RunFolder
+
+        try:
+            run = RunFolder(folder)
+        except UserError:  # it has not started
+            return cls()
+        return cls(run.last_step, run.start.get("total_steps", 0))
+
+    def has_reached(self, rung: Rung) -> bool:
+        """Return whether the run has made the steps of a rung."""
+        return self.total_steps > 0 and self.last_step >= rung.steps(self.total_steps)
+
+
+@contextmanager
+def _child_process(arguments: Sequence[str], log: BinaryIO) -> Iterator[subprocess.Popen]:
+    """Run a command inside the block; if the sweep is stopped, the command is stopped first, and saves."""
+    process = subprocess.Popen(arguments, stdout=log, stderr=subprocess.STDOUT)
+    handler = signal.signal(signal.SIGTERM, _raise_terminated)
+    try:
+        yield process
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+            process.wait()
+
+
+def _raise_terminated(number: int, frame: Any) -> None:
+    """Leave the sweep upon SIGTERM as a run does, with the exit code that lets a scheduler start it again."""
+    sys.exit(EXIT_REQUEUE)
+
+
+def _last_error(log: Path) -> str:
+    """Return the error in a trial's output, or where to look for it."""
+    lines = log.read_text("utf-8", "replace").splitlines()
+    errors = [line for line in lines if "error: " in line]
+    return errors[-1].rpartition("error: ")[2] if errors else f"it failed, see {log}"
