@@ -72,6 +72,9 @@ MODULES = {
     "torchtune.models.llama4._convert_weights": "torchtune.compat._weight_tables",
     "torchtune.models.t5": "torchtune.models",
     "torchtune.models.t5._convert_weights": "torchtune.compat._weight_tables",
+    "torchtune.modules.layer_norm": "torchtune.modules",
+    "torchtune.modules.tanh_gate": "torchtune.modules",
+    "torchtune.modules.tied_linear": "torchtune.modules",
     "torchtune.modules.transformer": "torchtune.modules",
     "torchtune.modules.rlhf": "torchtune.rlhf",  # in 0.2
     "torchtune.modules.rlhf.loss": "torchtune.rlhf.loss",

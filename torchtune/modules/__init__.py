@@ -18,13 +18,12 @@ from torchtune.modules.embedding_utils import resize_token_embeddings
 from torchtune.modules.feed_forward import FeedForward, swiglu
 from torchtune.modules.kv_cache import KVCache
 from torchtune.modules.latent_attention import LatentAttention
-from torchtune.modules.layer_norm import Fp32LayerNorm
 from torchtune.modules.low_precision import FrozenNF4Linear as FrozenNF4Linear
+from torchtune.modules.output_projection import TiedLinear
 from torchtune.modules.position_embeddings import RotaryPositionalEmbeddings, apply_rope
-from torchtune.modules.rms_norm import RMSNorm, rms_norm
+from torchtune.modules.rms_norm import Fp32LayerNorm, RMSNorm, rms_norm
+from torchtune.modules.scales import TanhGate
 from torchtune.modules.stored_linear import StoredLinear
-from torchtune.modules.tanh_gate import TanhGate
-from torchtune.modules.tied_linear import TiedLinear
 from torchtune.modules.transformer import TransformerDecoder, TransformerSelfAttentionLayer, text_decoder
 from torchtune.modules.vision_transformer import VisionTransformer
 

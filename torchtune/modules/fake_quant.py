@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from torch import nn
 
 from torchtune.modules import torchao_formats
-from torchtune.modules._change_class import change_class
 from torchtune.modules._fake_quantized import FakeQuantized, FakeQuantSwitch
-from torchtune.modules.conversion import Conversion, ConversionError, ConversionReport, Phase
+from torchtune.modules.conversion import Conversion, ConversionError, ConversionReport, Phase, change_class
 from torchtune.modules.moe.experts import GroupedExperts
 from torchtune.modules.peft.dora import DoRALinear
 from torchtune.modules.peft.lora import LoRALinear

@@ -13,8 +13,8 @@ from torchtune.modules._document_attention import Boundaries
 from torchtune.modules._products import fast_products
 from torchtune.modules.attention import Block, Keys, MultiHeadAttention
 from torchtune.modules.attention_utils import Kernel, _MaskType, choose_kernel, log_attention_backend
+from torchtune.modules.embedding_utils import LayerEmbedding, LayerEmbeddings
 from torchtune.modules.kernels import KernelUser
-from torchtune.modules.layer_embeddings import LayerEmbedding, LayerEmbeddings
 from torchtune.modules.mixers import RecurrentMixer
 from torchtune.modules.position_embeddings import RotaryPositionalEmbeddings, positions_of, seq_lens_of
 from torchtune.utils import deprecated

@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from torchtune.modules._outside_graphs import outside_graphs
 from torchtune.modules._products import linear
-from torchtune.modules.capped_linear import CappedLinear, soft_cap
+from torchtune.modules.output_projection import CappedLinear, soft_cap
 
 # Hidden states [..., d] -> logits [..., v].
 Projection = Callable[[Tensor], Tensor]
@@ -96,7 +96,7 @@ class Logits:
     def whole(self, logits: Tensor, size: int) -> Tensor:
         """Return the first ``size`` columns of ``logits``, all-gathered with a group, in at least float32."""
         if self.group is not None:
-            from torchtune.modules.parallel._collectives import gather_vocabulary  # slow to import
+            from torchtune.modules.parallel.collectives import gather_vocabulary  # slow to import
 
             logits = gather_vocabulary(logits, self.group)
         return at_least_float32(logits[:, :size])

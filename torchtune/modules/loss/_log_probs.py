@@ -45,7 +45,7 @@ def log_probs_of_rows(
     if with_entropy:
         sums.append((exp * shifted.clamp(min=-1e30)).sum(-1))  # clamped, as 0 · -inf would be NaN
     if group is not None:
-        from torchtune.modules.parallel._collectives import sum_of_equals  # slow to import
+        from torchtune.modules.parallel.collectives import sum_of_equals  # slow to import
 
         sums = sum_of_equals(torch.stack(sums), group)
     total = sums[0]

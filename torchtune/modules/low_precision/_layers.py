@@ -6,8 +6,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from torchtune.modules._change_class import change_class
-from torchtune.modules.conversion import ConversionError
+from torchtune.modules.conversion import ConversionError, change_class
 from torchtune.modules.low_precision._formats import NF4, Float8, Int8, WeightFormat
 from torchtune.modules.moe.experts import GroupedExperts
 from torchtune.modules.stored_linear import Stored, StoredLinear

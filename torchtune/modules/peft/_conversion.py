@@ -296,7 +296,7 @@ class LoRA(Conversion):
         """Shard an adapter like its base weight."""
         if not isinstance(module, LoRALinear):
             return style
-        from torchtune.modules.peft._adapter_styles import adapted_style
+        from torchtune.modules.parallel.tensor_parallel import adapted_style
 
         return adapted_style(style)
 

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from torchtune._lazy import former_names
-from torchtune.modules._change_class import change_class
-from torchtune.modules.conversion import ConversionError
+from torchtune.modules.conversion import ConversionError, change_class
 from torchtune.modules.peft._functional import lora_projection, lora_scaling, merged_weight
 from torchtune.modules.stored_linear import Stored, StoredLinear, frozen_linear
 

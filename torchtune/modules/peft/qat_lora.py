@@ -5,9 +5,8 @@ from typing import Any
 from torch import Tensor
 
 from torchtune.modules import torchao_formats
-from torchtune.modules._change_class import change_class
 from torchtune.modules._fake_quantized import FakeQuantized, FakeQuantSwitch
-from torchtune.modules.conversion import ConversionError
+from torchtune.modules.conversion import ConversionError, change_class
 from torchtune.modules.peft._functional import merged_weight
 from torchtune.modules.peft.lora import LoRALinear
 
