@@ -11,7 +11,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from torchtune.config import Document, apply_overrides, read_document
 from torchtune.modules import FeedForward, FrozenNF4Linear, RMSNorm
-from torchtune.modules.attention_utils import compile_flex_attention
+from torchtune.modules.kernels.flex import compile_flex_attention
 from torchtune.modules.peft import DoRALinear, get_lora_module_names
 from torchtune.utils import UserError
 

@@ -7,8 +7,8 @@ from torch import Tensor, nn
 
 from torchtune._lazy import former_names
 from torchtune.data import Documents
-from torchtune.modules._document_attention import Boundaries
-from torchtune.modules.attention_utils import _MaskType, attention
+from torchtune.modules.kernels.attention import MaskType, attention
+from torchtune.modules.kernels.documents import Boundaries
 from torchtune.modules.kv_cache import KVCache
 from torchtune.modules.position_embeddings import apply_rope
 from torchtune.modules.rms_norm import rms_norm
@@ -152,7 +152,7 @@ class MultiHeadAttention(nn.Module):
         x: Tensor,
         y: Tensor | None = None,
         *,
-        mask: _MaskType | None = None,
+        mask: MaskType | None = None,
         input_pos: Tensor | None = None,
         documents: Documents | Boundaries | None = None,
         rope: tuple[Tensor, Tensor] | None = None,

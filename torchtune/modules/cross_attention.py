@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchtune.modules._products import fast_products
 from torchtune.modules.attention import MultiHeadAttention
+from torchtune.modules.kernels.onednn import fast_products
 from torchtune.modules.kv_cache import EncoderCache
 
 

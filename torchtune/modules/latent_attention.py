@@ -5,9 +5,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from torchtune.data import Documents
-from torchtune.modules._document_attention import Boundaries
 from torchtune.modules.attention import MultiHeadAttention
-from torchtune.modules.attention_utils import _MaskType
+from torchtune.modules.kernels.attention import MaskType
+from torchtune.modules.kernels.documents import Boundaries
 from torchtune.modules.kv_cache import KVCache
 from torchtune.modules.position_embeddings import apply_rope
 from torchtune.utils import hooks_of_all_modules
@@ -117,7 +117,7 @@ class LatentAttention(MultiHeadAttention):
         x: Tensor,
         y: Tensor | None = None,
         *,
-        mask: _MaskType | None = None,
+        mask: MaskType | None = None,
         input_pos: Tensor | None = None,
         documents: Documents | Boundaries | None = None,
         rope: tuple[Tensor, Tensor] | None = None,
@@ -168,7 +168,7 @@ class LatentAttention(MultiHeadAttention):
         hooks = (projection._forward_pre_hooks, projection._forward_hooks, *hooks_of_all_modules())
         return getattr(projection, "bias", None) is None and not any(hooks)
 
-    def _attend_to_latents(self, q: Tensor, latents: Tensor, mask: _MaskType | None) -> Tensor:
+    def _attend_to_latents(self, q: Tensor, latents: Tensor, mask: MaskType | None) -> Tensor:
         """Attention of one position ``[b, 1, n, h]`` to latents ``[b, t, c + r]``: values ``[b, 1, n, v]``.
 
         ``q · (W k) = (Wᵀ q) · k``, so the latents are the single key head of all query heads. The value projection is

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from torchtune.data import Documents
-from torchtune.modules._document_attention import check_coverage
+from torchtune.modules.kernels.documents import check_coverage
 from torchtune.utils import computes_on_cpu, to_device
 
 Layout = Literal["interleaved", "half", "halves"]

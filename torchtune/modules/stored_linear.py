@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from torchtune.modules._products import linear, mm
+from torchtune.modules.kernels.onednn import linear, mm
 
 
 class Stored(NamedTuple):

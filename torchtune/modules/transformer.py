@@ -9,12 +9,12 @@ from torch import Tensor, nn
 
 from torchtune._lazy import former_names
 from torchtune.data import DataError, Documents
-from torchtune.modules._document_attention import Boundaries
-from torchtune.modules._products import fast_products
 from torchtune.modules.attention import Block, Keys, MultiHeadAttention
-from torchtune.modules.attention_utils import Kernel, _MaskType, choose_kernel, log_attention_backend
 from torchtune.modules.embedding_utils import LayerEmbedding, LayerEmbeddings
 from torchtune.modules.kernels import KernelUser
+from torchtune.modules.kernels.attention import Kernel, MaskType, choose_kernel, log_attention_backend
+from torchtune.modules.kernels.documents import Boundaries
+from torchtune.modules.kernels.onednn import fast_products
 from torchtune.modules.mixers import RecurrentMixer
 from torchtune.modules.position_embeddings import RotaryPositionalEmbeddings, positions_of, seq_lens_of
 from torchtune.utils import deprecated
@@ -49,7 +49,7 @@ class TransformerSelfAttentionLayer(nn.Module):
         mlp_norm: nn.Module | None = None,
         sa_scale: nn.Module | None = None,
         mlp_scale: nn.Module | None = None,
-        mask_mod: Callable[[_MaskType | None, int, int, int], _MaskType] | None = None,
+        mask_mod: Callable[[MaskType | None, int, int, int], MaskType] | None = None,
         layer_embed: LayerEmbedding | None = None,
         layer_scale: nn.Module | None = None,
         mixer: RecurrentMixer | None = None,
@@ -95,7 +95,7 @@ class TransformerSelfAttentionLayer(nn.Module):
         self,
         x: Tensor,
         *,
-        mask: _MaskType | None = None,
+        mask: MaskType | None = None,
         input_pos: Tensor | None = None,
         documents: Documents | Boundaries | None = None,
         rope: tuple[Tensor, Tensor] | None = None,
@@ -295,7 +295,7 @@ class TransformerDecoder(nn.Module):
         self,
         tokens: Tensor | None,
         *,
-        mask: _MaskType | None = None,
+        mask: MaskType | None = None,
         documents: Documents | None = None,
         input_pos: Tensor | None = None,
         input_embeds: Tensor | None = None,
@@ -416,7 +416,7 @@ class TransformerDecoder(nn.Module):
                 module.choose_kernels(*key)
         self._kernels_are_for = key
 
-    def _boundaries(self, h: Tensor, documents: Documents | None, mask: _MaskType | None) -> Boundaries | None:
+    def _boundaries(self, h: Tensor, documents: Documents | None, mask: MaskType | None) -> Boundaries | None:
         """Document boundaries for the attention kernels, shared by all layers; logs the kernels once."""
         attentions = (getattr(layer, "attn", None) for layer in self.layers)
         kinds = {
@@ -434,7 +434,7 @@ class TransformerDecoder(nn.Module):
                 windows.add(window or 0)
         return None if documents is None else Boundaries.of(documents, block_masks=windows, chunks=chunks)
 
-    def _check(self, h: Tensor, mask: _MaskType | None, documents: Documents | None, input_pos: Tensor | None) -> None:
+    def _check(self, h: Tensor, mask: MaskType | None, documents: Documents | None, input_pos: Tensor | None) -> None:
         if documents is not None and documents.shared is not None and (reason := self.prefix_obstacle()):
             raise ValueError(f"Documents share a prefix, but {reason}: give each document its own.")
         longest = h.shape[1] if documents is None else documents.max_length

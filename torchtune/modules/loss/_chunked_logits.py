@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from torchtune.modules._outside_graphs import outside_graphs
-from torchtune.modules._products import linear
+from torchtune.modules.kernels.onednn import linear
 from torchtune.modules.output_projection import CappedLinear, soft_cap
 
 # Hidden states [..., d] -> logits [..., v].

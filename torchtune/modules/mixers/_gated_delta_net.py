@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from torchtune.data import Documents
-from torchtune.modules._document_attention import Boundaries
 from torchtune.modules.kernels import DELTA_RULE, KernelUser
+from torchtune.modules.kernels.documents import Boundaries
 from torchtune.modules.mixers._causal_conv import DepthwiseWeight
 from torchtune.modules.mixers._delta_rule import gated_delta_rule, kernel_delta_rule
 from torchtune.modules.mixers._mixer import RecurrentMixer

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from torchtune.data import Documents
-from torchtune.modules._document_attention import Boundaries
+from torchtune.modules.kernels.documents import Boundaries
 from torchtune.modules.mixers._state_cache import StateCache
 
 

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from torchtune._lazy import former_names
 from torchtune.modules.feed_forward import swiglu
 from torchtune.modules.kernels import GROUPED_PRODUCTS, KernelUser, card_of
-from torchtune.modules.moe._grouped import frozen_grouped_mm, grouped_mm, local_experts
+from torchtune.modules.kernels.grouped import frozen_grouped_mm, grouped_mm, local_experts
 from torchtune.modules.stored_linear import Stored
 from torchtune.utils import get_logger, is_simulated, log_once
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from torchtune.modules._products import linear, mm
+from torchtune.modules.kernels.onednn import linear, mm
 from torchtune.modules.stored_linear import Stored
 from torchtune.utils import computes_on_cpu, in_dispatch_mode
 

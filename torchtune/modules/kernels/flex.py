@@ -1,14 +1,21 @@
-"""FlexAttention's block mask for packed documents, made on the device in a few operations."""
+"""FlexAttention: its call, the blocks that a card can hold, and its block mask for packed documents."""
 
-from typing import TYPE_CHECKING
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+from torchtune.modules.kernels.optional import Card, card_of
+from torchtune.utils import allow_compiled_versions
 
 if TYPE_CHECKING:  # FlexAttention imports the compiler, which takes a second
     from torch.nn.attention.flex_attention import BlockMask
 
 BLOCK = 128
+_LARGE_SHARED_MEMORY = 160 * 2**10
+_FLEX_VERSIONS = 64
 
 
 def document_block_mask(
@@ -76,3 +83,77 @@ def document_block_mask(
         mask_mod=sees,
         seq_lengths=(num_tokens, num_keys),
     )
+
+
+def flex_blocks(card: Card | None, head_dim: int, itemsize: int) -> int | None:
+    """Choose the size of flex attention's blocks of queries and keys.
+
+    torch's own sizes are made for cards with 160 KiB of shared memory per block and more. Cards with 99 KiB (compute
+    capability 8.6, 8.9, 12.0) or 64 KiB (7.5) cannot hold them for wide heads: the backward pass, the larger of the
+    two, keeps blocks of queries, keys, values and the gradient.
+
+    Returns:
+        ``None`` for torch's sizes; 0 if no size fits.
+    """
+    if card is None or card.shared_memory >= _LARGE_SHARED_MEMORY:
+        return None
+
+    def needs(size: int) -> int:
+        return 4 * size * head_dim * itemsize
+
+    if needs(64) <= 0.9 * card.shared_memory:
+        return None
+    return next((size for size in (32, 16) if needs(size) <= 0.7 * card.shared_memory), 0)
+
+
+@functools.cache
+def compile_flex_attention() -> Callable[..., Tensor]:
+    """Return the compiled ``flex_attention``.
+
+    The second length of a sequence compiles a kernel for all lengths. A window, a soft cap, sinks and a dtype have
+    kernels of their own: a process with many of them must not reach the compiler's limit, past which scores are
+    materialized.
+    """
+    from torch.nn.attention.flex_attention import flex_attention
+
+    allow_compiled_versions(_FLEX_VERSIONS)
+    return torch.compile(flex_attention)
+
+
+def compile_friendly_flex_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block_mask: "BlockMask",
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Compute flex attention on ``[b, n, s, h]``, compiled on CUDA unless the caller is being compiled.
+
+    ``window``, ``softcap`` and ``sinks`` are as in :func:`attention`; queries and keys begin at the same position.
+    """
+    from torch.nn.attention.flex_attention import AuxRequest, flex_attention
+
+    # A tensor: the compiler makes a symbol of the second float that it sees, which flex attention cannot take.
+    cap = None if softcap is None else torch.full((), softcap, dtype=torch.float32, device=q.device)
+
+    def change(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        if cap is not None:
+            score = cap * torch.tanh(score / cap)
+        return score if window is None else torch.where(q_idx - kv_idx < window, score, float("-inf"))
+
+    kernel = compile_flex_attention() if q.is_cuda and not torch.compiler.is_compiling() else flex_attention
+    score_mod = None if window is None and softcap is None else change
+    options = {"score_mod": score_mod, "block_mask": block_mask, "enable_gqa": q.shape[1] != k.shape[1]}
+    # Else torch takes a kernel for decoding below 128 queries, whose blocks of grouped heads do not fit the mask.
+    kernel_options: dict[str, Any] = {"FORCE_USE_FLEX_ATTENTION": True}
+    size = flex_blocks(card_of(q.device), q.shape[-1], q.dtype.itemsize) if q.is_cuda else None
+    if size:
+        names = ("BLOCK_M", "BLOCK_N", "BLOCK_M1", "BLOCK_N1", "BLOCK_M2", "BLOCK_N2")
+        kernel_options |= {**dict.fromkeys(names, size), "num_stages": 1}
+    options["kernel_options"] = kernel_options
+    if sinks is None:
+        return kernel(q, k, v, **options)
+    out, more = kernel(q, k, v, return_aux=AuxRequest(lse=True), **options)
+    return out * torch.sigmoid(more.lse - sinks.float()[:, None]).unsqueeze(-1).to(out.dtype)

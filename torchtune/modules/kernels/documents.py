@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from torchtune.data import Documents, SharedPrefixes
-from torchtune.modules._block_attention import block_attention, block_attention_backward
-from torchtune.modules._block_mask import document_block_mask
+from torchtune.modules.kernels.blocks import block_attention, block_attention_backward
+from torchtune.modules.kernels.flex import document_block_mask
 from torchtune.utils import has_bfloat16_vectors_only
 
 if TYPE_CHECKING:
