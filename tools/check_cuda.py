@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchtune import training
 from torchtune.data import Documents
+from torchtune.modules.kernels import flex as flex_kernels
 from torchtune.modules.transformer import text_decoder
 
 DEVICE = torch.device("cuda:0")
