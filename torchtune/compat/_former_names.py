@@ -73,6 +73,7 @@ MODULES = {
     "torchtune.models.t5": "torchtune.models",
     "torchtune.models.t5._convert_weights": "torchtune.compat._weight_tables",
     "torchtune.modules.layer_norm": "torchtune.modules",
+    **_modules("torchtune.modules.loss", "ce_chunked_output_loss cross_entropy_loss kd_losses loss_types"),
     "torchtune.modules.tanh_gate": "torchtune.modules",
     "torchtune.modules.tied_linear": "torchtune.modules",
     "torchtune.modules.transformer": "torchtune.modules",

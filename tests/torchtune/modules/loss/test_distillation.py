@@ -17,7 +17,7 @@ from torchtune.modules.loss import (
     SymmetricKLWithChunkedOutputLoss,
     TeacherStates,
 )
-from torchtune.modules.loss import kd_losses as kd_losses_module
+from torchtune.modules.loss import distillation as kd_losses_module
 from torchtune.modules.output_projection import CappedLinear
 
 
