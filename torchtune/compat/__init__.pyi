@@ -27,6 +27,7 @@ from ._optimizer_in_backward import register_optim_in_bwd_hooks as register_opti
 from ._pieces import PACK_TYPE as PACK_TYPE
 from ._pieces import GemmaRMSNorm as GemmaRMSNorm
 from ._pieces import TuneRecipeArgumentParser as TuneRecipeArgumentParser
+from ._pieces import keep_row_losses as keep_row_losses
 from ._pieces import load_dora_magnitudes as load_dora_magnitudes
 from ._pieces import swiglu_mlp as swiglu_mlp
 from ._pieces import update_stop_tokens_tracker as update_stop_tokens_tracker

@@ -185,6 +185,7 @@ NAMES = {
         for name in ("get_canvas_best_fit", "resize_with_pad", "tile_crop")
     },
     **_names("torchtune.modules.loss", "torchtune.rlhf.loss", "DPOLoss RSOLoss SimPOLoss"),
+    **_names("torchtune.modules.loss", "torchtune.compat", "keep_row_losses"),
     **_names("torchtune.modules.attention_utils", "torchtune.compat._pieces", "_sdpa_or_flex_attention"),
     "torchtune.modules.moe.experts.LoRAGroupedExperts": "torchtune.modules.peft.lora_experts.LoRAGroupedExperts",
     **_names("torchtune.modules.peft", "torchtune.compat", "load_dora_magnitudes validate_state_dict_for_lora"),

@@ -2,7 +2,7 @@
 
 from torchtune._lazy import former_names
 from torchtune.modules.loss.cross_entropy import CEWithChunkedOutputLoss, LinearCrossEntropyLoss
-from torchtune.modules.loss.custom_loss import LossError, RLLoss, SFTLoss, TokenLoss, keep_row_losses, setup_loss
+from torchtune.modules.loss.custom_loss import LossError, RLLoss, SFTLoss, TokenLoss, setup_loss
 from torchtune.modules.loss.distillation import (
     DivergenceLoss,
     ForwardKLLoss,
@@ -36,7 +36,6 @@ __all__ = [
     "TeacherOutputs",
     "TeacherStates",
     "TokenLoss",
-    "keep_row_losses",
     "linear_log_probs",
     "setup_loss",
     "token_log_probs",

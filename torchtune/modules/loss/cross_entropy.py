@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 from torchtune.data import label_index
 from torchtune.modules._outside_graphs import outside_graphs
 from torchtune.modules.kernels.onednn import linear
-from torchtune.modules.loss.custom_loss import Projection, SFTLoss, record_row_losses
+from torchtune.modules.loss.custom_loss import Projection, SFTLoss
 from torchtune.modules.output_projection import CappedLinear, soft_cap
 from torchtune.utils import computes_on_cpu, deprecated
 
@@ -459,10 +459,8 @@ class LinearCrossEntropyLoss(SFTLoss, nn.Module):
     def _losses(self, logits: Tensor, target: Tensor, projection: Logits) -> Tensor:
         """Cross entropies [n] of logits [n, v], which are overwritten, with a known target [n] in each row."""
         if projection.group is None:
-            losses = cross_entropy(logits, target, self._row_losses)
-        else:
-            losses = -log_probs_of_rows(logits, target, projection.group)[0]
-        return record_row_losses(losses)
+            return cross_entropy(logits, target, self._row_losses)
+        return -log_probs_of_rows(logits, target, projection.group)[0]
 
     def _losses_with_ignored(self, logits: Tensor, target: Tensor, projection: Logits) -> Tensor:
         """As :meth:`_losses`; 0 for ignored tokens."""
@@ -497,7 +495,13 @@ class LinearCrossEntropyLoss(SFTLoss, nn.Module):
         return total / count.clamp(min=1)
 
     def sum_and_count(
-        self, hidden: Tensor, labels: Tensor, projection: Projection, *, index: Tensor | None = None
+        self,
+        hidden: Tensor,
+        labels: Tensor,
+        projection: Projection,
+        *,
+        index: Tensor | None = None,
+        row_losses: list[Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Compute the loss summed over labeled tokens, and their number.
 
@@ -507,6 +511,8 @@ class LinearCrossEntropyLoss(SFTLoss, nn.Module):
             projection: [n, d] -> logits [n, v], the ``output`` of the model.
             index: int64 [m], positions of the labeled tokens in the flattened batch. Without them, the host waits for
                 the device to find their number.
+            row_losses: list to which the losses of the labeled tokens are appended, detached, chunk by chunk; with
+                ``mask_ignored_tokens=False`` those of all positions, 0 for ignored tokens.
 
         Returns:
             Sum (scalar, float32, or float64 for float64 inputs; 0 with zero gradients if there is no label) and count
@@ -523,7 +529,10 @@ class LinearCrossEntropyLoss(SFTLoss, nn.Module):
         logits = Logits.of(projection)
 
         def losses(chunk: Tensor, rows: slice) -> Tensor:
-            return chunk_losses(chunk, target[rows], logits)
+            values = chunk_losses(chunk, target[rows], logits)  # [n]
+            if row_losses is not None:
+                row_losses.append(values.detach())
+            return values
 
         trained = projection.weight if logits.is_plain and logits.parameters else None
         chunk_rows = choose_chunk_rows(len(target), self.num_output_chunks, trained)

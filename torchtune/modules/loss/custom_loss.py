@@ -2,9 +2,7 @@
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -16,8 +14,6 @@ from torchtune.utils import UserError, is_simulated
 
 # Hidden states [..., d] -> logits [..., v].
 Projection = Callable[[Tensor], Tensor]
-
-_recorded: ContextVar[list[Tensor] | None] = ContextVar("recorded", default=None)
 
 
 class SFTLoss(ABC):
@@ -40,7 +36,13 @@ class SFTLoss(ABC):
         """Compute the loss, a scalar, of the model's outputs [b, s, ...] and targets [b, s]."""
 
     def sum_and_count(
-        self, hidden: Tensor, labels: Tensor, projection: Projection, *, index: Tensor | None = None
+        self,
+        hidden: Tensor,
+        labels: Tensor,
+        projection: Projection,
+        *,
+        index: Tensor | None = None,
+        row_losses: list[Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Compute the loss summed over labeled tokens, and their number.
 
@@ -50,11 +52,13 @@ class SFTLoss(ABC):
             projection: ``model.output``, [..., d] -> logits [..., v].
             index: int64 [n], positions of the labeled tokens in the flattened batch, from :attr:`Batch.label_index
                 <torchtune.data.Batch.label_index>`; for losses that select them, which else look for them.
+            row_losses: a loss of single tokens appends the losses of the labeled tokens, or of all positions, to this
+                list: detached tensors that together are [n] or [b * s], for values that are logged.
 
         Returns:
             Sum (scalar) and count (int64 scalar).
         """
-        del index  # the loss gets all positions
+        del index, row_losses  # the loss gets all positions, and returns their mean
         ignore_index = getattr(self, "ignore_index", CROSS_ENTROPY_IGNORE_IDX)
         count = (labels != ignore_index).sum()
         if type(self).set_model_output is not SFTLoss.set_model_output:  # an older loss, which knows its projection
@@ -119,7 +123,13 @@ class TokenLoss(Protocol):
     """Interface of losses in recipes: sum over labeled tokens and their number, which add up over micro-batches."""
 
     def sum_and_count(
-        self, hidden: Tensor, labels: Tensor, projection: Projection, *, index: Tensor | None = None
+        self,
+        hidden: Tensor,
+        labels: Tensor,
+        projection: Projection,
+        *,
+        index: Tensor | None = None,
+        row_losses: list[Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """See :meth:`torchtune.modules.loss.SFTLoss.sum_and_count`."""
 
@@ -170,8 +180,10 @@ def setup_loss(loss: Any, model: nn.Module) -> TokenLoss:
     elif _overrides_only_forward(type(loss)):
         loss.set_model_output(model)
         loss = MeanLoss(loss)
-    elif not _takes_index(loss):
-        loss = UnindexedLoss(loss)
+    else:
+        arguments = _optional_arguments(loss)
+        if arguments != {"index", "row_losses"}:
+            loss = OlderLoss(loss, arguments)
     balance = balance_of(model)
     return loss if balance is None else BalancedLoss(loss, balance)
 
@@ -201,7 +213,13 @@ class LogitsLoss(_Adapter):
         return self
 
     def sum_and_count(
-        self, hidden: Tensor, labels: Tensor, projection: Projection, *, index: Tensor | None = None
+        self,
+        hidden: Tensor,
+        labels: Tensor,
+        projection: Projection,
+        *,
+        index: Tensor | None = None,
+        row_losses: list[Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """See :meth:`torchtune.modules.loss.SFTLoss.sum_and_count`."""
         hidden = hidden.flatten(0, -2)  # [b * s, d]
@@ -217,29 +235,56 @@ class LogitsLoss(_Adapter):
         losses = self.loss(logits, labels[index])
         if losses.dim() == 0:  # the mean
             return losses * count, count
-        return record_row_losses(losses).sum(), count
+        if row_losses is not None:
+            row_losses.append(losses.detach())
+        return losses.sum(), count
 
 
 class MeanLoss(_Adapter):
     """An :class:`SFTLoss` that only defines ``forward`` (mean over labeled tokens), with its model output set."""
 
     def sum_and_count(
-        self, hidden: Tensor, labels: Tensor, projection: Projection, *, index: Tensor | None = None
+        self,
+        hidden: Tensor,
+        labels: Tensor,
+        projection: Projection,
+        *,
+        index: Tensor | None = None,
+        row_losses: list[Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """See :meth:`torchtune.modules.loss.SFTLoss.sum_and_count`."""
-        del index  # the loss gets all positions
+        del index, row_losses  # the loss gets all positions, and returns their mean
         return SFTLoss.sum_and_count(self.loss, hidden, labels, projection)
 
 
-class UnindexedLoss(_Adapter):
-    """An :class:`SFTLoss` whose ``sum_and_count`` was written without ``index``."""
+class OlderLoss(_Adapter):
+    """An :class:`SFTLoss` whose ``sum_and_count`` was written without ``index`` or without ``row_losses``.
+
+    Args:
+        loss: the loss.
+        arguments: which of the two the loss takes.
+    """
+
+    def __init__(self, loss: SFTLoss, arguments: set[str]) -> None:
+        super().__init__(loss)
+        self.arguments = arguments
 
     def sum_and_count(
-        self, hidden: Tensor, labels: Tensor, projection: Projection, *, index: Tensor | None = None
+        self,
+        hidden: Tensor,
+        labels: Tensor,
+        projection: Projection,
+        *,
+        index: Tensor | None = None,
+        row_losses: list[Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """See :meth:`torchtune.modules.loss.SFTLoss.sum_and_count`."""
-        del index
-        return self.loss.sum_and_count(hidden, labels, projection)
+        options: dict[str, Any] = {}
+        if "index" in self.arguments:
+            options["index"] = index
+        if "row_losses" in self.arguments:
+            options["row_losses"] = row_losses
+        return self.loss.sum_and_count(hidden, labels, projection, **options)
 
 
 class BalancedLoss(_Adapter):
@@ -255,17 +300,25 @@ class BalancedLoss(_Adapter):
         self.balance = balance
 
     def sum_and_count(
-        self, hidden: Tensor, labels: Tensor, projection: Projection, *, index: Tensor | None = None
+        self,
+        hidden: Tensor,
+        labels: Tensor,
+        projection: Projection,
+        *,
+        index: Tensor | None = None,
+        row_losses: list[Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """See :meth:`torchtune.modules.loss.SFTLoss.sum_and_count`."""
-        total, count = self.loss.sum_and_count(hidden, labels, projection, index=index)
+        total, count = self.loss.sum_and_count(hidden, labels, projection, index=index, row_losses=row_losses)
         return self.balance.add_to(total, count), count
 
 
-def _takes_index(loss: SFTLoss) -> bool:
-    """Whether ``sum_and_count`` has the argument ``index``, or passes on any keyword."""
-    parameters = inspect.signature(loss.sum_and_count).parameters.values()
-    return any(parameter.name == "index" or parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+def _optional_arguments(loss: SFTLoss) -> set[str]:
+    """Which of ``index`` and ``row_losses`` the loss's ``sum_and_count`` takes: both if it takes any keyword."""
+    parameters = inspect.signature(loss.sum_and_count).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return {"index", "row_losses"}
+    return {"index", "row_losses"} & parameters.keys()
 
 
 def _overrides_only_forward(kind: type) -> bool:
@@ -312,30 +365,3 @@ def _check(loss: Any, vocab_size: int, device: torch.device) -> None:
         raise LossError(f"loss: {name} returns {result}: return the mean loss, or one for each label [n].")
     if once.dim() == 0 and not is_simulated() and not torch.allclose(once, twice, rtol=1e-3):
         raise LossError(f"loss: {name} returns no mean over the labels (reduction='sum'?): let it return the mean.")
-
-
-@contextmanager
-def keep_row_losses() -> Iterator[list[Tensor]]:
-    """Record per-token losses inside the block: losses append them, detached [n], to the yielded list.
-
-    Example:
-        >>> loss, labels = torchtune.modules.loss.LinearCrossEntropyLoss(), torch.tensor([[5, -100, 7]])
-        >>> with torchtune.modules.loss.keep_row_losses() as kept:
-        ...     total, count = loss.sum_and_count(torch.randn(1, 3, 8), labels, torch.nn.Linear(8, 16, bias=False))
-        >>> len(torch.cat(kept)) == int(count) == 2
-        True
-    """
-    recorded: list[Tensor] = []
-    token = _recorded.set(recorded)
-    try:
-        yield recorded
-    finally:
-        _recorded.reset(token)
-
-
-def record_row_losses(losses: Tensor) -> Tensor:
-    """Append ``losses`` [n] to the list of :func:`keep_row_losses`, if any, and return them."""
-    recorded = _recorded.get()
-    if recorded is not None:
-        recorded.append(losses.detach())
-    return losses
