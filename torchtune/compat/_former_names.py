@@ -77,6 +77,7 @@ MODULES = {
     "torchtune.modules.tanh_gate": "torchtune.modules",
     "torchtune.modules.tied_linear": "torchtune.modules",
     "torchtune.modules.transformer": "torchtune.modules",
+    "torchtune.modules.moe.utils": "torchtune.compat",
     "torchtune.modules.rlhf": "torchtune.rlhf",  # in 0.2
     "torchtune.modules.rlhf.loss": "torchtune.rlhf.loss",
     "torchtune.modules.peft._utils": "torchtune.modules.peft",

@@ -19,6 +19,8 @@ from torchtune.modules.loss.custom_loss import LogitsLoss
 from torchtune.modules.peft import DoRALinear, get_lora_module_names
 from torchtune.utils import UserError
 
+# A switch that older recipes set. It has no effect: grouped products choose their kernel by device and dtype.
+use_grouped_mm = True
 # A row of packed documents: tokens, labels, positions and lengths.
 PACK_TYPE = dict[str, Tensor | list[int]]
 
@@ -96,6 +98,11 @@ def keep_row_losses() -> Iterator[list[Tensor]]:
     finally:
         for kind, method in methods.items():
             kind.sum_and_count = method
+
+
+def should_use_grouped_mm() -> bool:
+    """Return True; see :data:`use_grouped_mm`."""
+    return use_grouped_mm
 
 
 def chain(*funcs: Callable[[Any], Any]) -> Callable[[Any], Any]:

@@ -328,7 +328,7 @@ def apply_conversions(model: nn.Module, conversions: Sequence[Conversion]) -> li
         >>> from torchtune.modules.peft import LoRA
         >>> reports = apply_conversions(model, [LoRA(rank=2)])
         >>> get_conversions(model)
-        [<torchtune.modules.peft._conversion.LoRA ...>]
+        [<torchtune.modules.peft.conversion.LoRA ...>]
     """
     for conversion in conversions:
         _check_members(conversion)

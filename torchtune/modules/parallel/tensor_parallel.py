@@ -25,9 +25,8 @@ from torchtune.modules.parallel.collectives import (
     sum_over_ranks,
     vocabulary_parallel_linear,
 )
-from torchtune.modules.peft._functional import lora_projection, updated_weight
 from torchtune.modules.peft.dora import DoRALinear, scale_rows
-from torchtune.modules.peft.lora import LoRALinear
+from torchtune.modules.peft.lora import LoRALinear, lora_projection, updated_weight
 from torchtune.modules.rms_norm import RMSNorm
 from torchtune.modules.scales import OutputScale
 from torchtune.modules.stored_linear import Stored, StoredLinear, frozen_linear

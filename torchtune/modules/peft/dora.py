@@ -5,8 +5,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from torchtune.modules.peft._functional import lora_projection, merged_weight, updated_weight
-from torchtune.modules.peft.lora import LoRALinear
+from torchtune.modules.peft.lora import LoRALinear, lora_projection, merged_weight, updated_weight
 from torchtune.modules.stored_linear import frozen_linear
 
 

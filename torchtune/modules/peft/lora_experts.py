@@ -11,8 +11,7 @@ from torch.nn import functional as F
 from torchtune.modules.conversion import change_class
 from torchtune.modules.kernels.grouped import grouped_mm
 from torchtune.modules.moe.experts import GroupedExperts
-from torchtune.modules.peft._functional import lora_scaling
-from torchtune.modules.peft.lora import check_adapter_numbers
+from torchtune.modules.peft.lora import check_adapter_numbers, lora_scaling
 
 
 class LoRAGroupedExperts(GroupedExperts):

@@ -7,8 +7,7 @@ from torch import Tensor
 from torchtune.modules import torchao_formats
 from torchtune.modules._fake_quantized import FakeQuantized, FakeQuantSwitch
 from torchtune.modules.conversion import ConversionError, change_class
-from torchtune.modules.peft._functional import merged_weight
-from torchtune.modules.peft.lora import LoRALinear
+from torchtune.modules.peft.lora import LoRALinear, merged_weight
 
 
 class QATLoRALinear(FakeQuantized, LoRALinear):

@@ -15,7 +15,7 @@ from torchtune.modules.conversion import (
     nearest_module_names,
 )
 from torchtune.modules.moe.experts import GroupedExperts
-from torchtune.modules.peft._adapters import (
+from torchtune.modules.peft.adapters import (
     ATTENTION_TARGETS,
     LORA_ATTN_MODULES,
     MIXER_INPUTS,
@@ -23,9 +23,8 @@ from torchtune.modules.peft._adapters import (
     get_adapter_params,
     set_trainable_params,
 )
-from torchtune.modules.peft._functional import lora_scaling
 from torchtune.modules.peft.dora import DoRALinear
-from torchtune.modules.peft.lora import AdapterStart, LoRALinear, check_adapter_numbers
+from torchtune.modules.peft.lora import AdapterStart, LoRALinear, check_adapter_numbers, lora_scaling
 from torchtune.modules.peft.lora_experts import LoRAGroupedExperts
 from torchtune.modules.stored_linear import StoredLinear
 
