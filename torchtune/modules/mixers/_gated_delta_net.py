@@ -30,9 +30,11 @@ class _DeltaChunk(Chunk):
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, resets: Tensor) -> None:
         super().__init__(q, k, v, g, beta, resets)
-        self.q_scale, self.k_scale = (torch.rsqrt(t.square().sum(-1, keepdim=True) + 1e-6) for t in (self.q, self.k))
-        self.q_scale = self.q_scale * q.shape[-1] ** -0.5
-        self.q, self.k = self.q * self.q_scale, self.k * self.k_scale
+        # 1e-6, as in the published models: a vector of zeros keeps its length.
+        self.q_scale = torch.rsqrt(self.q.square().sum(-1, keepdim=True) + 1e-6) * q.shape[-1] ** -0.5
+        self.k_scale = torch.rsqrt(self.k.square().sum(-1, keepdim=True) + 1e-6)
+        self.q = self.q * self.q_scale
+        self.k = self.k * self.k_scale
 
     @staticmethod
     def state_shape(k: Tensor, v: Tensor) -> tuple[int, ...]:
@@ -43,13 +45,16 @@ class _DeltaChunk(Chunk):
         """Return the strictly lower triangle of the system, the error ``v - S^T k``, and u ``[b, n_k, r, c, h_v]``."""
         system = (self.k @ self.k.mT) * self.decay * self.beta
         error = self.v - (self.k @ state) * self.since_state
-        return system, error, torch.linalg.solve_triangular(system, self.beta * error, upper=False, unitriangular=True)
+        # unitriangular: the diagonal is read as 1, whatever it holds.
+        written = torch.linalg.solve_triangular(system, self.beta * error, upper=False, unitriangular=True)
+        return system, error, written
 
     def read(self, state: Tensor) -> tuple[Tensor, Tensor]:
         """See the base class."""
         _, _, written = self.corrections(state)
         out = (self.q @ state) * self.since_state + ((self.q @ self.k.mT) * self.decay) @ written
-        return out, state * self.since_state[..., -1:, :] + (self.k * self.until_end).mT @ written
+        state_after = state * self.since_state[..., -1:, :] + (self.k * self.until_end).mT @ written
+        return out, state_after
 
     def step(self, state: Tensor) -> tuple[Tensor, Tensor]:
         """See the base class."""
@@ -59,33 +64,55 @@ class _DeltaChunk(Chunk):
 
     def gradients(self, state: Tensor, d_out: Tensor, d_after: Tensor) -> tuple[Tensor, ...]:
         """See the base class."""
-        q, k, beta, decay = self.q, self.k, self.beta, self.decay
+        q = self.q
+        k = self.k
+        beta = self.beta
+        decay = self.decay
+        # The forward pass again.
         system, error, written = self.corrections(state)
-        similar, scores = k @ k.mT, q @ k.mT
-        from_after = written @ d_after.mT
+        similarities = k @ k.mT  # [b, n_k, 1, c, c]
+        scores = q @ k.mT
+
+        # The triangular system (I + system) u = beta * error: its gradient solves the transposed system.
         d_written = (scores * decay).mT @ d_out + (k * self.until_end) @ d_after
         d_target = torch.linalg.solve_triangular(system.mT, d_written, upper=True, unitriangular=True)
         d_system = (d_target @ written.mT).tril_(-1).neg_()
-        d_scores = d_out @ written.mT
         d_error = beta * d_target
-        d_read_k, d_read_q = -d_error * self.since_state, d_out * self.since_state
-        d_decay = (d_scores * scores + d_system * similar * beta) * decay
-        d_scores, d_similar = d_scores * decay, d_system * decay * beta
+        d_beta = (d_target * error).sum(-1) + (d_system * similarities * decay).sum(-1)
 
-        d_q = (d_read_q @ state.mT + d_scores @ k).sum(2, keepdim=True)
-        d_k = d_read_k @ state.mT + d_scores.mT @ q + (d_similar + d_similar.mT) @ k + self.until_end * from_after
+        # Scores and similarities are multiplied by the decay, whose logarithm has the gradient d_log_decay.
+        d_decayed_scores = d_out @ written.mT
+        d_log_decay = (d_decayed_scores * scores + d_system * similarities * beta) * decay
+        d_scores = d_decayed_scores * decay
+        d_similarities = d_system * decay * beta
+
+        # Queries and keys also read the incoming state, and keys write to the outgoing one.
+        d_read_q = d_out * self.since_state
+        d_read_k = -d_error * self.since_state
+        written_to_after = written @ d_after.mT  # [b, n_k, r, c, h_k]
+        d_q = d_read_q @ state.mT + d_scores @ k
+        d_k = (
+            d_read_k @ state.mT
+            + d_scores.mT @ q
+            + (d_similarities + d_similarities.mT) @ k
+            + self.until_end * written_to_after
+        )
+        d_q = d_q.sum(2, keepdim=True)  # r value heads share q and k: [b, n_k, 1, c, h_k]
         d_k = d_k.sum(2, keepdim=True)
-        d_beta = (d_target * error).sum(-1) + (d_system * similar * decay).sum(-1)
-        since = ((d_out * (q @ state) - d_error * (k @ state)) * self.since_state).sum(-1)
-        since[..., -1] += self.since_state[..., -1, 0] * (d_after * state).sum((-2, -1))
-        until = self.until_end[..., 0] * (k * from_after).sum(-1)
-        d_g = self.d_g(d_decay, since, until)
+
+        # Gradients of the logarithms of the decays; the last position also decays the state after the chunk.
+        d_log_since = ((d_out * (q @ state) - d_error * (k @ state)) * self.since_state).sum(-1)
+        d_log_since[..., -1] += self.since_state[..., -1, 0] * (d_after * state).sum((-2, -1))
+        d_log_until = self.until_end[..., 0] * (k * written_to_after).sum(-1)
+        d_g = self.d_g(d_log_decay, d_log_since, d_log_until)
         d_state = k.mT @ d_read_k + q.mT @ d_read_q + d_after * self.since_state[..., -1:, :]
 
+        # Through the normalization, whose queries have the length h_k ** -0.5.
         length = q.shape[-1] ** 0.5
         d_q = self.q_scale * (d_q - q * (q * d_q).sum(-1, keepdim=True) * length**2)
         d_k = self.k_scale * (d_k - k * (k * d_k).sum(-1, keepdim=True))
-        d_q, d_k = (t[:, :, 0].transpose(1, 2) for t in (d_q, d_k))
+        d_q = d_q[:, :, 0].transpose(1, 2)  # [b, c, n_k, h_k]
+        d_k = d_k[:, :, 0].transpose(1, 2)
         return d_q, d_k, positions_first(d_error), d_g, scalars_first(d_beta), d_state
 
 
@@ -202,8 +229,11 @@ class GatedDeltaNet(RecurrentMixer, KernelUser):
             raise ValueError(
                 f"num_value_heads ({num_value_heads}) must be a multiple of num_key_heads ({num_key_heads})."
             )
-        self.num_key_heads, self.num_value_heads = num_key_heads, num_value_heads
-        self.key_dim, self.value_dim = key_dim, value_dim
+        self.num_key_heads = num_key_heads
+        self.num_value_heads = num_value_heads
+        self.key_dim = key_dim
+        self.value_dim = value_dim
+        # Of queries, keys and values.
         self.widths = (num_key_heads * key_dim, num_key_heads * key_dim, num_value_heads * value_dim)
         self.fused = fused
         if fused:
@@ -234,9 +264,10 @@ class GatedDeltaNet(RecurrentMixer, KernelUser):
         self.kernel = DELTA_RULE.choose("Gated DeltaNet", device, dtype, head_dim=head_dim)
 
     def _new_cache(self, batch_size: int, dtype: torch.dtype) -> StateCache:
-        shared = self.num_value_heads // self.num_key_heads
-        state = (batch_size, self.num_key_heads, shared, self.key_dim, self.value_dim)
-        return StateCache(state, (batch_size, self.conv.weight.shape[-1] - 1, sum(self.widths)), dtype)
+        values_per_key = self.num_value_heads // self.num_key_heads
+        state = (batch_size, self.num_key_heads, values_per_key, self.key_dim, self.value_dim)
+        conv_inputs = (batch_size, self.conv.weight.shape[-1] - 1, sum(self.widths))
+        return StateCache(state, conv_inputs, dtype)
 
     def _mix(self, x: Tensor, reach: Tensor, cache: StateCache | None) -> Tensor:
         return self._mix_documents(x, reach, cache, None)
@@ -246,32 +277,33 @@ class GatedDeltaNet(RecurrentMixer, KernelUser):
     ) -> Tensor:
         qkv, z, b, a = self._projected(x)
         mixed = self.conv(qkv, reach, cache, silu=True)
-        q, k, v = (
-            t.unflatten(-1, (-1, size)) for t, size in zip(mixed.split(self.widths, -1), self._sizes, strict=True)
-        )
-        decay = -self.a_log.float().exp() * F.softplus(a.float() + self.dt_bias)
+        q, k, v = mixed.split(self.widths, dim=-1)
+        q = q.unflatten(-1, (-1, self.key_dim))  # [b, s, n_k, h_k]
+        k = k.unflatten(-1, (-1, self.key_dim))  # [b, s, n_k, h_k]
+        v = v.unflatten(-1, (-1, self.value_dim))  # [b, s, n_v, h_v]
+        log_decay = -self.a_log.float().exp() * F.softplus(a.float() + self.dt_bias)  # [b, s, n_v]
+        beta = b.sigmoid()
         if self.kernel is not None and documents is not None and cache is None:
-            out = kernel_delta_rule(self.kernel, q, k, v, decay, b.sigmoid(), documents.cu_seqlens)
+            out = kernel_delta_rule(self.kernel, q, k, v, log_decay, beta, documents.cu_seqlens)
         else:
-            state = None if cache is None else cache.state[cache.rows(x.shape[0])]
-            out, state = gated_delta_rule(q, k, v, decay, b.sigmoid(), reach == 0, state)
+            rows = None if cache is None else cache.rows(x.shape[0])
+            state = None if cache is None else cache.state[rows]
+            out, state = gated_delta_rule(q, k, v, log_decay, beta, reach == 0, state)
             if cache is not None:
-                cache.state[cache.rows(x.shape[0])] = state
+                cache.state[rows] = state
         gate = z.unflatten(-1, (-1, self.value_dim))
-        return self.output_proj(self.norm(out, gate).flatten(-2))
+        normed = self.norm(out, gate)  # [b, s, n_v, h_v]
+        return self.output_proj(normed.flatten(-2))
 
     def _projected(self, x: Tensor) -> tuple[Tensor, ...]:
         """Return the input projections: concatenated queries, keys and values; gate z; b for beta; a for decay."""
         if not self.fused:
             return self.qkv_proj(x), self.z_proj(x), self.b_proj(x), self.a_proj(x)
         qkv, z = self.qkvz_proj(x).split((sum(self.widths), self.widths[2]), dim=-1)
-        return qkv, z, *self.ba_proj(x).chunk(2, dim=-1)
+        b, a = self.ba_proj(x).chunk(2, dim=-1)
+        return qkv, z, b, a
 
     @property
     def state_elements(self) -> int:
         """Number of elements of one sequence's state, ``n_v * h_k * h_v``."""
         return self.num_value_heads * self.key_dim * self.value_dim
-
-    @property
-    def _sizes(self) -> tuple[int, int, int]:
-        return self.key_dim, self.key_dim, self.value_dim

@@ -30,9 +30,10 @@ class _StateSpaceChunk(Chunk):
 
     def read(self, state: Tensor) -> tuple[Tensor, Tensor]:
         """See the base class."""
-        written = self.beta * self.v
+        written = self.beta * self.v  # [b, n_k, r, c, h_v]
         out = self._weights() @ written
-        return out.add_(self._from_state(self.q, state) * self.since_state), self._after(state, written)
+        out.add_(self._from_state(self.q, state) * self.since_state)
+        return out, self._after(state, written)
 
     def step(self, state: Tensor) -> tuple[Tensor, Tensor]:
         """See the base class."""
@@ -41,21 +42,33 @@ class _StateSpaceChunk(Chunk):
 
     def gradients(self, state: Tensor, d_out: Tensor, d_after: Tensor) -> tuple[Tensor, ...]:
         """See the base class."""
-        q, k = self.q[:, :, 0], self.k[:, :, 0]
-        written, weights = self.beta * self.v, self._weights()
-        from_after = self._from_state(self.k, d_after)
-        d_written = (weights.mT @ d_out).add_(from_after * self.until_end)
+        q = self.q[:, :, 0]  # [b, n_k, c, h_k]
+        k = self.k[:, :, 0]
+        # The forward pass again.
+        written = self.beta * self.v  # [b, n_k, r, c, h_v]
+        weights = self._weights()  # [b, n_k, r, c, c]
+
+        # What positions write is read within the chunk, and from the state after it.
+        read_from_after = self._from_state(self.k, d_after)  # [b, n_k, r, c, h_v]
+        d_written = (weights.mT @ d_out).add_(read_from_after * self.until_end)
+        d_v = positions_first(self.beta * d_written)
+        d_beta = scalars_first((d_written * self.v).sum(-1))
+
+        # q and k have a gradient of the scores q k^T, which r heads share, and one of the state.
         d_weights = d_out @ written.mT
-        d_scores = (d_weights * self.decay).sum(2)
-        read, kept = self._rows(d_out * self.since_state), self._rows(written * self.until_end)
-        d_q = d_scores @ k + read @ state.flatten(-2).mT
-        d_k = d_scores.mT @ q + kept @ d_after.flatten(-2).mT
-        since = (d_out * self._from_state(self.q, state) * self.since_state).sum(-1)
-        since[..., -1] += self.since_state[..., -1, 0] * (d_after * state).sum((2, 4))
-        until = self.until_end[..., 0] * (written * from_after).sum(-1)
-        d_g = self.d_g(d_weights.mul_(weights), since, until)
-        d_state = (q.mT @ read).view_as(state).add_(d_after * self._decay_of_state())
-        d_v, d_beta = positions_first(self.beta * d_written), scalars_first((d_written * self.v).sum(-1))
+        d_scores = (d_weights * self.decay).sum(2)  # [b, n_k, c, c]
+        d_read = self._rows(d_out * self.since_state)  # [b, n_k, c, r * h_v]
+        added_to_state = self._rows(written * self.until_end)
+        d_q = d_scores @ k + d_read @ state.flatten(-2).mT  # [b, n_k, c, h_k]
+        d_k = d_scores.mT @ q + added_to_state @ d_after.flatten(-2).mT
+
+        # Gradients of the logarithms of the decays; the last position also decays the state after the chunk.
+        d_log_since = (d_out * self._from_state(self.q, state) * self.since_state).sum(-1)  # [b, n_k, r, c]
+        d_log_since[..., -1] += self.since_state[..., -1, 0] * (d_after * state).sum((2, 4))
+        d_log_until = self.until_end[..., 0] * (written * read_from_after).sum(-1)
+        d_g = self.d_g(d_weights.mul_(weights), d_log_since, d_log_until)
+
+        d_state = (q.mT @ d_read).view_as(state).add_(d_after * self._decay_of_state())
         return d_q.transpose(1, 2), d_k.transpose(1, 2), d_v, d_g, d_beta, d_state
 
     def _weights(self) -> Tensor:
@@ -135,28 +148,35 @@ class _GatedNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, gate: Tensor, scale: Tensor, groups: int, eps: float) -> Tensor:
         ctx.save_for_backward(x, gate, scale)
-        ctx.groups, ctx.eps = groups, eps
+        ctx.groups = groups
+        ctx.eps = eps
         return _gated_norm(x, gate, scale, groups, eps)
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, gate, scale = ctx.saved_tensors
-        wide, wide_gate = x.float(), gate.float()
-        sigmoid = wide_gate.sigmoid()
-        silu = wide_gate * sigmoid
-        gated = (wide * silu).unflatten(-1, (ctx.groups, -1))
+        x_float = x.float()
+        gate_float = gate.float()
+        # The forward pass again, in float32.
+        sigmoid = gate_float.sigmoid()
+        silu = gate_float * sigmoid
+        gated = (x_float * silu).unflatten(-1, (ctx.groups, -1))  # [..., groups, dim / groups]
         rstd = torch.rsqrt(gated.square().mean(-1, keepdim=True) + ctx.eps)
         normed = gated.mul_(rstd)
-        d_scale = (grad * normed.flatten(-2)).flatten(0, -2).sum(0)
+
+        d_scale = (grad * normed.flatten(-2)).flatten(0, -2).sum(0)  # [dim]
         d_normed = (grad * scale.float()).unflatten(-1, (ctx.groups, -1))
         d_gated = (d_normed - normed * (d_normed * normed).mean(-1, keepdim=True)).mul_(rstd).flatten(-2)
-        d_gate = d_gated * wide * (sigmoid + silu * (1 - sigmoid))
-        return (d_gated * silu).to(x.dtype), d_gate.to(gate.dtype), d_scale.to(scale.dtype), None, None
+        d_x = d_gated * silu
+        # The derivative of silu is sigmoid + silu (1 - sigmoid).
+        d_gate = d_gated * x_float * (sigmoid + silu * (1 - sigmoid))
+        return d_x.to(x.dtype), d_gate.to(gate.dtype), d_scale.to(scale.dtype), None, None
 
 
 def _gated_norm(x: Tensor, gate: Tensor, scale: Tensor, groups: int, eps: float) -> Tensor:
-    gated = (x.float() * F.silu(gate.float())).unflatten(-1, (groups, -1))
-    return F.rms_norm(gated, gated.shape[-1:], eps=eps).flatten(-2).to(x.dtype) * scale
+    gated = (x.float() * F.silu(gate.float())).unflatten(-1, (groups, -1))  # [..., groups, dim / groups]
+    normed = F.rms_norm(gated, gated.shape[-1:], eps=eps).flatten(-2)
+    return normed.to(x.dtype) * scale
 
 
 class GatedGroupNorm(nn.Module):
@@ -170,7 +190,8 @@ class GatedGroupNorm(nn.Module):
 
     def __init__(self, dim: int, groups: int, eps: float) -> None:
         super().__init__()
-        self.groups, self.eps = groups, eps
+        self.groups = groups
+        self.eps = eps
         self.scale = nn.Parameter(torch.ones(dim))
 
     def reset_parameters(self) -> None:
@@ -234,10 +255,15 @@ class Mamba2(RecurrentMixer, KernelUser):
         super().__init__()
         if num_heads % num_groups:
             raise ValueError(f"num_heads ({num_heads}) must be a multiple of num_groups ({num_groups}).")
-        self.num_heads, self.head_dim, self.num_groups, self.state_dim = num_heads, head_dim, num_groups, state_dim
-        self.dt_limits, self.scales, self.out_scale = (dt_min, dt_max), scales, out_scale
-        inner, of_groups = num_heads * head_dim, num_groups * state_dim
-        self.widths = (inner, of_groups, of_groups)
+        self.num_heads = num_heads
+        self.head_dim = head_dim
+        self.num_groups = num_groups
+        self.state_dim = state_dim
+        self.dt_limits = (dt_min, dt_max)
+        self.scales = scales
+        self.out_scale = out_scale
+        inner = num_heads * head_dim
+        self.widths = (inner, num_groups * state_dim, num_groups * state_dim)  # of x, b and c
         self.in_proj = nn.Linear(embed_dim, inner + sum(self.widths) + num_heads, bias=False)
         self.conv = DepthwiseWeight(sum(self.widths), conv_taps, bias=True)
         self.a_log = nn.Parameter(torch.empty(num_heads))
@@ -260,9 +286,10 @@ class Mamba2(RecurrentMixer, KernelUser):
         self.kernel = STATE_SPACE.choose("Mamba 2", device, dtype, state_dim=self.state_dim)
 
     def _new_cache(self, batch_size: int, dtype: torch.dtype) -> StateCache:
-        shared = self.num_heads // self.num_groups
-        state = (batch_size, self.num_groups, self.state_dim, shared, self.head_dim)
-        return StateCache(state, (batch_size, self.conv.weight.shape[-1] - 1, sum(self.widths)), dtype)
+        heads_per_group = self.num_heads // self.num_groups
+        state = (batch_size, self.num_groups, self.state_dim, heads_per_group, self.head_dim)
+        conv_inputs = (batch_size, self.conv.weight.shape[-1] - 1, sum(self.widths))
+        return StateCache(state, conv_inputs, dtype)
 
     def _mix(self, x: Tensor, reach: Tensor, cache: StateCache | None) -> Tensor:
         gate_scale, *conv_scales, dt_scale = self.scales
@@ -274,7 +301,7 @@ class Mamba2(RecurrentMixer, KernelUser):
         x, b, c = mixed.split(self.widths, dim=-1)
         x = x.unflatten(-1, (-1, self.head_dim))  # [b, s, heads, p]
         b = b.unflatten(-1, (self.num_groups, -1))  # [b, s, groups, n]
-        c = c.unflatten(-1, (self.num_groups, -1))
+        c = c.unflatten(-1, (self.num_groups, -1))  # [b, s, groups, n]
         dt = F.softplus(dt.float() * dt_scale + self.dt_bias).clamp(*self.dt_limits)
         rate = -self.a_log.float().exp()
         if self.kernel is not None and cache is None:
@@ -285,10 +312,14 @@ class Mamba2(RecurrentMixer, KernelUser):
             out, state = state_space(c, b, x, rate * dt, dt, reach == 0, state)
             if cache is not None:
                 cache.state[rows] = state
-            out = torch.addcmul(out, x, self.skip[:, None]).flatten(-2)
-        gate = gate if gate_scale == 1.0 else gate * gate_scale
-        out = self.output_proj(swiglu(gate, out) if self.norm is None else self.norm(out, gate))
-        return out if self.out_scale == 1.0 else out * self.out_scale
+            out = torch.addcmul(out, x, self.skip[:, None]).flatten(-2)  # [b, s, heads * p]
+        if gate_scale != 1.0:
+            gate = gate * gate_scale
+        gated = swiglu(gate, out) if self.norm is None else self.norm(out, gate)
+        out = self.output_proj(gated)
+        if self.out_scale != 1.0:
+            out = out * self.out_scale
+        return out
 
     @property
     def state_elements(self) -> int:

@@ -45,19 +45,20 @@ class StateCache(nn.Module):
 
     def copy_rows(self, source: Tensor, target: Tensor, first: int, end: int) -> None:
         """Copy the rows ``source`` to the rows ``target``; ``first`` and ``end`` are ignored."""
-        for kept in (self.state, self.tail):
-            if kept.ndim > 1:
-                kept[target] = kept[source]
+        for buffer in (self.state, self.tail):
+            if buffer.ndim > 1:  # a mixer without a state has an empty one
+                buffer[target] = buffer[source]
 
     def move(self, first: int, end: int, to: int, columns: int) -> None:
         """Do nothing: a state has no columns."""
 
     def extend(self, x: Tensor) -> Tensor:
         """Return the cached inputs and ``x`` ``[b', s, c]`` as ``[b', K - 1 + s, c]``; cache the last inputs."""
-        rows, length = self.rows(x.shape[0]), self.tail.shape[1]
-        x = torch.cat([self.tail[rows].to(x.dtype), x], dim=1)
-        self.tail[rows] = x[:, x.shape[1] - length :]
-        return x
+        rows = self.rows(x.shape[0])
+        num_cached = self.tail.shape[1]  # K - 1
+        extended = torch.cat([self.tail[rows].to(x.dtype), x], dim=1)
+        self.tail[rows] = extended[:, extended.shape[1] - num_cached :]
+        return extended
 
 
 class RecurrentMixer(nn.Module, ABC):

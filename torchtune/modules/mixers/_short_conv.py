@@ -20,19 +20,22 @@ class _CausalConv(torch.autograd.Function):
         ctx.save_for_backward(x, weight, reach)
         out = x * weight[:, -1]
         for shift in range(1, min(weight.shape[1], x.shape[1])):
-            taken = x[:, :-shift] * weight[:, -1 - shift]
-            out[:, shift:] += taken.masked_fill_((reach[:, shift:] < shift)[..., None], 0)
+            shifted = x[:, :-shift] * weight[:, -1 - shift]
+            is_other_document = (reach[:, shift:] < shift)[..., None]
+            out[:, shift:] += shifted.masked_fill_(is_other_document, 0)
         return out
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight, reach = ctx.saved_tensors
-        d_x, d_weight = grad * weight[:, -1], torch.zeros_like(weight, dtype=torch.float32)
+        d_x = grad * weight[:, -1]
+        d_weight = torch.zeros_like(weight, dtype=torch.float32)
         d_weight[:, -1] = (grad * x).sum((0, 1), dtype=torch.float32)
         for shift in range(1, min(weight.shape[1], x.shape[1])):
-            taken = grad[:, shift:].masked_fill((reach[:, shift:] < shift)[..., None], 0)
-            d_weight[:, -1 - shift] = (taken * x[:, :-shift]).sum((0, 1), dtype=torch.float32)
-            d_x[:, :-shift] += taken.mul_(weight[:, -1 - shift])
+            is_other_document = (reach[:, shift:] < shift)[..., None]
+            shifted_grad = grad[:, shift:].masked_fill(is_other_document, 0)
+            d_weight[:, -1 - shift] = (shifted_grad * x[:, :-shift]).sum((0, 1), dtype=torch.float32)
+            d_x[:, :-shift] += shifted_grad.mul_(weight[:, -1 - shift])
         return d_x, d_weight.to(weight.dtype), None
 
 
@@ -54,9 +57,10 @@ def cached_conv(x: Tensor, weight: Tensor, reach: Tensor, cache: StateCache | No
     """Compute :func:`causal_conv`; the inputs of earlier calls come from the cache."""
     if cache is None:
         return causal_conv(x, weight, reach)
-    before = cache.tail.shape[1]
-    longer = nn.functional.pad(reach, (before, 0))
-    return causal_conv(cache.extend(x), weight, longer)[:, before:]
+    num_cached = cache.tail.shape[1]  # K - 1
+    # The outputs of cached positions are not used, so it does not matter how far these reach.
+    reach_with_cached = F.pad(reach, (num_cached, 0))
+    return causal_conv(cache.extend(x), weight, reach_with_cached)[:, num_cached:]
 
 
 def index_documents(reach: Tensor, rows: int) -> Tensor:
@@ -159,5 +163,5 @@ class ShortConv(RecurrentMixer):
         return StateCache((0,), (batch_size, taps - 1, channels), dtype)
 
     def _mix(self, x: Tensor, reach: Tensor, cache: StateCache | None) -> Tensor:
-        before, after, inner = self.in_proj(x).chunk(3, dim=-1)
-        return self.output_proj(after * self.conv(before * inner, reach, cache))
+        b, c, inner = self.in_proj(x).chunk(3, dim=-1)
+        return self.output_proj(c * self.conv(b * inner, reach, cache))
