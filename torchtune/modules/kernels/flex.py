@@ -13,9 +13,9 @@ from torchtune.utils import allow_compiled_versions
 if TYPE_CHECKING:  # FlexAttention imports the compiler, which takes a second
     from torch.nn.attention.flex_attention import BlockMask
 
-BLOCK = 128
-_LARGE_SHARED_MEMORY = 160 * 2**10
-_FLEX_VERSIONS = 64
+BLOCK = 128  # positions per block of the mask
+_LARGE_SHARED_MEMORY = 160 * 2**10  # bytes per block of threads, for which torch's own sizes are made
+_FLEX_VERSIONS = 64  # compiled kernels per process
 
 
 def document_block_mask(
@@ -40,33 +40,49 @@ def document_block_mask(
     """
     from torch.nn.attention.flex_attention import BlockMask
 
-    cu_keys, num_keys = (cu_seqlens, num_tokens) if cu_keys is None else (cu_keys, num_keys)
+    if cu_keys is None:
+        cu_keys = cu_seqlens
+        num_keys = num_tokens
     device = cu_seqlens.device
     positions = torch.arange(num_tokens, device=device)
-    document = torch.bucketize(positions, cu_seqlens[1:], right=True)
-    document_of_key = torch.bucketize(torch.arange(num_keys, device=device), cu_keys[1:], right=True)
+    document = torch.bucketize(positions, cu_seqlens[1:], right=True)  # [t]
+    document_of_key = torch.bucketize(torch.arange(num_keys, device=device), cu_keys[1:], right=True)  # [k]
     own_key = positions + (cu_keys - cu_seqlens)[1:].long()[document]  # the key of the query's own position
-    starts = torch.arange(0, num_tokens, BLOCK, device=device)
-    ends = (starts + BLOCK).clamp(max=num_tokens) - 1  # the last position of every block
-    begin = cu_keys[document[starts]].long()  # first key of the block's first document
-    seen = begin if not window else torch.maximum(begin, own_key[starts] - window + 1)
-    first, last = seen // BLOCK, own_key[ends] // BLOCK
-    # Full blocks: after the document's beginning, inside the window of the last query, up to the first query.
-    whole_from = torch.where(document[starts] == document[ends], -(-begin // BLOCK), last + 1)
+
+    # Of every block of queries, [query blocks]: its first and last query, and the first and last block of keys it sees.
+    block_starts = torch.arange(0, num_tokens, BLOCK, device=device)
+    block_ends = (block_starts + BLOCK).clamp(max=num_tokens) - 1
+    document_begin = cu_keys[document[block_starts]].long()  # first key of the block's first document
+    first_seen = document_begin
     if window:
-        whole_from = torch.maximum(whole_from, (own_key[ends] - window + BLOCK) // BLOCK)
-    whole_from = torch.minimum(torch.maximum(whole_from, first), last + 1)
-    whole_to = torch.maximum((own_key[starts] + 1) // BLOCK, whole_from)
-    order = torch.arange(-(-num_keys // BLOCK), device=device)
-    # Partial blocks: from `first` to `whole_from`, and from `whole_to` to `last`.
-    before, after = (whole_from - first)[:, None], (last + 1 - whole_to)[:, None]
-    partial = torch.where(order < before, first[:, None] + order, whole_to[:, None] + order - before)
-    whole = whole_from[:, None] + order
+        first_seen = torch.maximum(document_begin, own_key[block_starts] - window + 1)
+    first = first_seen // BLOCK
+    last = own_key[block_ends] // BLOCK
+
+    # Full blocks, from `full_from` up to `full_to`: after the document's beginning (rounded up), inside the window of
+    # the last query, up to the first query. Blocks of several documents have none.
+    is_one_document = document[block_starts] == document[block_ends]
+    full_from = torch.where(is_one_document, -(-document_begin // BLOCK), last + 1)
+    if window:
+        full_from = torch.maximum(full_from, (own_key[block_ends] - window + BLOCK) // BLOCK)
+    full_from = torch.minimum(torch.maximum(full_from, first), last + 1)
+    full_to = torch.maximum((own_key[block_starts] + 1) // BLOCK, full_from)
+
+    # Partial blocks: from `first` to `full_from`, and from `full_to` to `last`.
+    order = torch.arange(-(-num_keys // BLOCK), device=device)  # [key blocks]
+    partial_before = (full_from - first)[:, None]
+    partial_after = (last + 1 - full_to)[:, None]
+    partial_blocks = torch.where(
+        order < partial_before, first[:, None] + order, full_to[:, None] + order - partial_before
+    )
+    full_blocks = full_from[:, None] + order  # [query blocks, key blocks]
 
     def sees(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         distance = own_key[q_idx] - kv_idx
-        inside = (distance >= 0) & (document[q_idx] == document_of_key[kv_idx])
-        return inside & (distance < window) if window else inside
+        is_visible = (distance >= 0) & (document[q_idx] == document_of_key[kv_idx])
+        if window:
+            is_visible = is_visible & (distance < window)
+        return is_visible
 
     def counts(x: Tensor) -> Tensor:
         return x.to(torch.int32)[None, None]
@@ -75,10 +91,10 @@ def document_block_mask(
         return counts(x.clamp(max=len(order) - 1))
 
     return BlockMask.from_kv_blocks(
-        counts((before + after)[:, 0]),
-        indices(partial),
-        counts(whole_to - whole_from),
-        indices(whole),
+        counts((partial_before + partial_after)[:, 0]),
+        indices(partial_blocks),
+        counts(full_to - full_from),
+        indices(full_blocks),
         BLOCK_SIZE=BLOCK,
         mask_mod=sees,
         seq_lengths=(num_tokens, num_keys),
@@ -98,12 +114,17 @@ def flex_blocks(card: Card | None, head_dim: int, itemsize: int) -> int | None:
     if card is None or card.shared_memory >= _LARGE_SHARED_MEMORY:
         return None
 
-    def needs(size: int) -> int:
+    def required_bytes(size: int) -> int:
+        # The backward pass keeps blocks of queries, keys, values and the gradient.
         return 4 * size * head_dim * itemsize
 
-    if needs(64) <= 0.9 * card.shared_memory:
+    # The factors leave room for what else the kernel keeps there.
+    if required_bytes(64) <= 0.9 * card.shared_memory:
         return None
-    return next((size for size in (32, 16) if needs(size) <= 0.7 * card.shared_memory), 0)
+    for size in (32, 16):
+        if required_bytes(size) <= 0.7 * card.shared_memory:
+            return size
+    return 0
 
 
 @functools.cache
@@ -138,22 +159,30 @@ def compile_friendly_flex_attention(
     # A tensor: the compiler makes a symbol of the second float that it sees, which flex attention cannot take.
     cap = None if softcap is None else torch.full((), softcap, dtype=torch.float32, device=q.device)
 
-    def change(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    def cap_and_window(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         if cap is not None:
             score = cap * torch.tanh(score / cap)
-        return score if window is None else torch.where(q_idx - kv_idx < window, score, float("-inf"))
+        if window is not None:
+            score = torch.where(q_idx - kv_idx < window, score, float("-inf"))
+        return score
 
-    kernel = compile_flex_attention() if q.is_cuda and not torch.compiler.is_compiling() else flex_attention
-    score_mod = None if window is None and softcap is None else change
-    options = {"score_mod": score_mod, "block_mask": block_mask, "enable_gqa": q.shape[1] != k.shape[1]}
     # Else torch takes a kernel for decoding below 128 queries, whose blocks of grouped heads do not fit the mask.
     kernel_options: dict[str, Any] = {"FORCE_USE_FLEX_ATTENTION": True}
     size = flex_blocks(card_of(q.device), q.shape[-1], q.dtype.itemsize) if q.is_cuda else None
     if size:
-        names = ("BLOCK_M", "BLOCK_N", "BLOCK_M1", "BLOCK_N1", "BLOCK_M2", "BLOCK_N2")
-        kernel_options |= {**dict.fromkeys(names, size), "num_stages": 1}
-    options["kernel_options"] = kernel_options
+        for name in ("BLOCK_M", "BLOCK_N", "BLOCK_M1", "BLOCK_N1", "BLOCK_M2", "BLOCK_N2"):
+            kernel_options[name] = size
+        kernel_options["num_stages"] = 1
+    options = {
+        "score_mod": None if window is None and softcap is None else cap_and_window,
+        "block_mask": block_mask,
+        "enable_gqa": q.shape[1] != k.shape[1],
+        "kernel_options": kernel_options,
+    }
+    kernel = compile_flex_attention() if q.is_cuda and not torch.compiler.is_compiling() else flex_attention
     if sinks is None:
         return kernel(q, k, v, **options)
-    out, more = kernel(q, k, v, return_aux=AuxRequest(lse=True), **options)
-    return out * torch.sigmoid(more.lse - sinks.float()[:, None]).unsqueeze(-1).to(out.dtype)
+    out, aux = kernel(q, k, v, return_aux=AuxRequest(lse=True), **options)
+    # A sink is one more term of the softmax's denominator: exp(lse) / (exp(lse) + exp(sink)).
+    share = torch.sigmoid(aux.lse - sinks.float()[:, None])  # [b, n, s]
+    return out * share.unsqueeze(-1).to(out.dtype)
