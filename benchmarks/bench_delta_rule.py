@@ -18,8 +18,8 @@ from torch.profiler import ProfilerActivity, profile
 from transformers.models.granitemoehybrid.modeling_granitemoehybrid import mamba2_chunk_scan
 from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule
 
-from torchtune.modules.mixers._delta_rule import gated_delta_rule
-from torchtune.modules.mixers._state_space import state_space
+from torchtune.modules.mixers._gated_delta_net import gated_delta_rule
+from torchtune.modules.mixers._mamba2 import state_space
 
 KEY_HEADS, VALUE_HEADS, SIZE = 16, 32, 128
 MAMBA_HEADS, MAMBA_SIZE, DECAYS = 64, 64, torch.linspace(-16, -1, 64)  # one group, as in Granite 4-H

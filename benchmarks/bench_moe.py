@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from torchtune.modules import FeedForward
+from torchtune.modules.kernels.grouped import grouped_mm
 from torchtune.modules.moe import GroupedExperts, MoE, TokenChoiceTopKRouter
-from torchtune.modules.moe._grouped import grouped_mm
 
 
 class _Kernel(GroupedExperts):

@@ -289,9 +289,11 @@ class LoRAFinetuneRecipeDistributed:
     def compute_loss(self, batch: Batch) -> torch.Tensor:
         """Sum the loss over the labels of a batch; returns a scalar."""
         batch = batch.to(self.device, non_blocking=True)
-        with self.offloading, self.step_metrics.by_source(batch):
+        with self.offloading, self.step_metrics.by_source(batch) as row_losses:
             hidden = self.model(**batch.model_inputs(), output="hidden")
-            total, _ = self.loss_fn.sum_and_count(hidden, batch.labels, self.model.output, index=batch.label_index)
+            total, _ = self.loss_fn.sum_and_count(
+                hidden, batch.labels, self.model.output, index=batch.label_index, row_losses=row_losses
+            )
             return total
 
     def train(self) -> int:

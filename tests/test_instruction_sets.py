@@ -25,8 +25,8 @@ INSTRUCTION_SETS = {
 LIMITED = "TUNE_TESTS_INSTRUCTIONS"  # tells the tests that run under a limit which one it is
 # Products, their gradients, and the choice of a dtype; generation and weights in their fast layout are what is below.
 KERNELS = [
-    "tests/torchtune/modules/test_products.py::test_a_product_of_any_strides_equals_float64",
-    "tests/torchtune/modules/test_products.py::test_a_layer_inside_and_its_gradients_equal_float64",
+    "tests/torchtune/modules/kernels/test_onednn.py::test_a_product_of_any_strides_equals_float64",
+    "tests/torchtune/modules/kernels/test_onednn.py::test_a_layer_inside_and_its_gradients_equal_float64",
     "tests/torchtune/training/test_precision.py::test_the_dtype_that_a_cpu_computes_fast",
 ]
 MORE = {

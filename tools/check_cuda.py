@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchtune import training
 from torchtune.data import Documents
-from torchtune.modules import attention_utils
+from torchtune.modules.kernels import flex as flex_kernels
 from torchtune.modules.transformer import text_decoder
 
 DEVICE = torch.device("cuda:0")
@@ -65,7 +65,7 @@ def fake_cuda() -> Iterator[Counting]:
         return (out, mock.Mock(lse=lse)) if return_aux is not None else out
 
     with (
-        mock.patch.object(attention_utils, "compile_flex_attention", return_value=flex),
+        mock.patch.object(flex_kernels, "compile_flex_attention", return_value=flex),
         mock.patch.object(torch.cuda, "get_device_capability", return_value=(9, 0)),
         FakeTensorMode(allow_non_fake_inputs=True),
         torch.no_grad(),

@@ -66,9 +66,7 @@ class Recurrent(nn.Module):
 EDITS = {
     'torch.device("meta"):\n            model': "self.device:\n            model",
     'hidden = self.model(**batch.model_inputs(), output="hidden")': "logits = self.model(batch.tokens)",
-    "sum_and_count(hidden, batch.labels, self.model.output,": (
-        "sum_and_count(logits, batch.labels, torch.nn.Identity(),"
-    ),
+    "hidden, batch.labels, self.model.output, index": "logits, batch.labels, torch.nn.Identity(), index",
 }
 
 

@@ -14,8 +14,8 @@ from packaging.requirements import Requirement
 
 from torchtune._hub import describe_access, hub_cache
 from torchtune.datasets import cache_path
-from torchtune.modules.attention_utils import attention_limits, describe_attention
 from torchtune.modules.kernels import KERNELS, describe_kernels
+from torchtune.modules.kernels.attention import attention_limits, describe_attention
 from torchtune.training.precision import has_fast_matmul
 from torchtune.utils import UserError, find_device, first_line, get_device_support, has_cpp_compiler
 

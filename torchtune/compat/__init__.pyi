@@ -39,9 +39,12 @@ from ._optimizer_in_backward import register_optim_in_bwd_hooks as register_opti
 from ._pieces import PACK_TYPE as PACK_TYPE
 from ._pieces import GemmaRMSNorm as GemmaRMSNorm
 from ._pieces import TuneRecipeArgumentParser as TuneRecipeArgumentParser
+from ._pieces import keep_row_losses as keep_row_losses
 from ._pieces import load_dora_magnitudes as load_dora_magnitudes
+from ._pieces import should_use_grouped_mm as should_use_grouped_mm
 from ._pieces import swiglu_mlp as swiglu_mlp
 from ._pieces import update_stop_tokens_tracker as update_stop_tokens_tracker
+from ._pieces import use_grouped_mm as use_grouped_mm
 from ._pieces import validate_state_dict_for_lora as validate_state_dict_for_lora
 from ._run_report import RunReport as RunReport
 from ._state_dicts import gather_cpu_state_dict as gather_cpu_state_dict

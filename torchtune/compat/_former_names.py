@@ -76,7 +76,12 @@ MODULES = {
     "torchtune.modules.low_precision.nf4_linear": "torchtune.modules.low_precision",
     "torchtune.modules.stored_linear": "torchtune.modules.low_precision.layers",
     "torchtune.modules.torchao_formats": "torchtune.modules.low_precision.torchao_interface",
+    "torchtune.modules.layer_norm": "torchtune.modules",
+    **_modules("torchtune.modules.loss", "ce_chunked_output_loss cross_entropy_loss kd_losses loss_types"),
+    "torchtune.modules.tanh_gate": "torchtune.modules",
+    "torchtune.modules.tied_linear": "torchtune.modules",
     "torchtune.modules.transformer": "torchtune.modules",
+    "torchtune.modules.moe.utils": "torchtune.compat",
     "torchtune.modules.rlhf": "torchtune.rlhf",  # in 0.2
     "torchtune.modules.rlhf.loss": "torchtune.rlhf.loss",
     "torchtune.modules.peft._utils": "torchtune.modules.peft",
@@ -186,6 +191,7 @@ NAMES = {
         for name in ("get_canvas_best_fit", "resize_with_pad", "tile_crop")
     },
     **_names("torchtune.modules.loss", "torchtune.rlhf.loss", "DPOLoss RSOLoss SimPOLoss"),
+    **_names("torchtune.modules.loss", "torchtune.compat", "keep_row_losses"),
     **_names("torchtune.modules.attention_utils", "torchtune.compat._pieces", "_sdpa_or_flex_attention"),
     "torchtune.modules.moe.experts.LoRAGroupedExperts": "torchtune.modules.peft.lora_experts.LoRAGroupedExperts",
     **_names("torchtune.modules.peft", "torchtune.compat", "load_dora_magnitudes validate_state_dict_for_lora"),

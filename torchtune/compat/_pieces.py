@@ -1,7 +1,9 @@
 """Small pieces that datasets, models and scripts written for earlier releases import."""
 
 import argparse
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,10 +13,14 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from torchtune.config import Document, apply_overrides, read_document
 from torchtune.modules import FeedForward, FrozenNF4Linear, RMSNorm
-from torchtune.modules.attention_utils import compile_flex_attention
+from torchtune.modules.kernels.flex import compile_flex_attention
+from torchtune.modules.loss import CEWithChunkedOutputLoss, LinearCrossEntropyLoss
+from torchtune.modules.loss.custom_loss import LogitsLoss
 from torchtune.modules.peft import DoRALinear, get_lora_module_names
 from torchtune.utils import UserError
 
+# A switch that older recipes set. It has no effect: grouped products choose their kernel by device and dtype.
+use_grouped_mm = True
 # A row of packed documents: tokens, labels, positions and lengths.
 PACK_TYPE = dict[str, Tensor | list[int]]
 
@@ -54,6 +60,49 @@ def _merge_yaml_and_cli_args(yaml_args: argparse.Namespace, cli_args: Sequence[s
     apply_overrides(document, cli_args)
     document.check()
     return OmegaConf.create(document.data)
+
+
+@contextmanager
+def keep_row_losses() -> Iterator[list[Tensor]]:
+    """Record the losses of single tokens inside the block: losses append them, detached [n], to the yielded list.
+
+    Recipes give a list to ``sum_and_count`` as ``row_losses`` instead.
+
+    Example:
+        >>> from torchtune.compat import keep_row_losses
+        >>> loss, labels = torchtune.modules.loss.LinearCrossEntropyLoss(), torch.tensor([[5, -100, 7]])
+        >>> with keep_row_losses() as kept:
+        ...     total, count = loss.sum_and_count(torch.randn(1, 3, 8), labels, torch.nn.Linear(8, 16, bias=False))
+        >>> len(torch.cat(kept)) == int(count) == 2
+        True
+    """
+    kept: list[Tensor] = []
+
+    def recording(sum_and_count: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
+        @functools.wraps(sum_and_count)
+        def record(*args: Any, row_losses: list[Tensor] | None = None, **kwargs: Any) -> tuple[Tensor, Tensor]:
+            losses: list[Tensor] = []
+            total, count = sum_and_count(*args, row_losses=losses, **kwargs)
+            kept.extend(losses)
+            if row_losses is not None:
+                row_losses.extend(losses)
+            return total, count
+
+        return record
+
+    methods = {kind: kind.sum_and_count for kind in (CEWithChunkedOutputLoss, LinearCrossEntropyLoss, LogitsLoss)}
+    for kind, method in methods.items():
+        kind.sum_and_count = recording(method)
+    try:
+        yield kept
+    finally:
+        for kind, method in methods.items():
+            kind.sum_and_count = method
+
+
+def should_use_grouped_mm() -> bool:
+    """Return True; see :data:`use_grouped_mm`."""
+    return use_grouped_mm
 
 
 def chain(*funcs: Callable[[Any], Any]) -> Callable[[Any], Any]:

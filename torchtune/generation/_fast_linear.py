@@ -15,8 +15,8 @@ from torch.nn import functional as F
 
 from torchtune.generation._sampling import GenerationError
 from torchtune.modules.latent_attention import LatentAttention
+from torchtune.modules.output_projection import TiedLinear
 from torchtune.modules.peft.lora import LoRALinear
-from torchtune.modules.tied_linear import TiedLinear
 from torchtune.training.parallel import reshard
 from torchtune.utils import computes_on_cpu, onednn_computes, onednn_layout, onednn_linear
 

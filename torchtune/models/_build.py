@@ -17,12 +17,12 @@ from torchtune.models._rope_scaling import (
 )
 from torchtune.models._spec import ModelSpec
 from torchtune.modules.attention import MultiHeadAttention
-from torchtune.modules.capped_linear import CappedLinear
 from torchtune.modules.classifier import ClassifierHead
+from torchtune.modules.embedding_utils import LayerEmbedding, LayerEmbeddings
 from torchtune.modules.feed_forward import FeedForward, SquaredReLU
 from torchtune.modules.latent_attention import LatentAttention
-from torchtune.modules.layer_embeddings import LayerEmbedding, LayerEmbeddings
 from torchtune.modules.moe import ClampedExperts, GroupedExperts, MoE, TokenChoiceTopKRouter, UngatedExperts
+from torchtune.modules.output_projection import CappedLinear, TiedLinear
 from torchtune.modules.position_embeddings import (
     DynamicRotaryPositionalEmbeddings,
     LongRotaryPositionalEmbeddings,
@@ -33,7 +33,6 @@ from torchtune.modules.position_embeddings import (
 )
 from torchtune.modules.rms_norm import RMSNorm
 from torchtune.modules.scales import Multiplier, OutputScale
-from torchtune.modules.tied_linear import TiedLinear
 from torchtune.modules.transformer import TransformerDecoder, TransformerSelfAttentionLayer
 
 ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {

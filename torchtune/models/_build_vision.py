@@ -19,10 +19,9 @@ from torchtune.models._vision_description import ImageTextDescription, VisionDes
 from torchtune.models._weight_map import WeightMap
 from torchtune.modules.attention import MultiHeadAttention
 from torchtune.modules.feed_forward import FeedForward
-from torchtune.modules.layer_norm import Fp32LayerNorm
 from torchtune.modules.model_fusion import ImageTextModel
 from torchtune.modules.position_embeddings import GridRotaryPositionalEmbeddings
-from torchtune.modules.rms_norm import RMSNorm
+from torchtune.modules.rms_norm import Fp32LayerNorm, RMSNorm
 from torchtune.modules.transformer import TransformerSelfAttentionLayer
 from torchtune.modules.vision_tower import (
     AxisPositions,

@@ -15,8 +15,8 @@ from torchtune.data import DataError, Transform, read_pixels
 from torchtune.models._description import ModelError
 from torchtune.modules.attention import MultiHeadAttention
 from torchtune.modules.feed_forward import FeedForward
-from torchtune.modules.layer_norm import Fp32LayerNorm
-from torchtune.modules.tanh_gate import TanhGate
+from torchtune.modules.rms_norm import Fp32LayerNorm
+from torchtune.modules.scales import TanhGate
 from torchtune.modules.transformer import TransformerSelfAttentionLayer
 from torchtune.modules.transforms.vision_utils.get_canvas_best_fit import (
     find_supported_resolutions,

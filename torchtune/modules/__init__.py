@@ -1,9 +1,8 @@
 """Building blocks of models: layers, losses, adapters and tokenizers."""
 
 from torchtune._lazy import former_names
-from torchtune.modules._kernel_conversions import FlashAttentionKernel, OptionalKernels
 from torchtune.modules.attention import MultiHeadAttention
-from torchtune.modules.attention_utils import attention, create_block_causal_mask, packed_block_causal_mask
+from torchtune.modules.attention_utils import create_block_causal_mask, packed_block_causal_mask
 from torchtune.modules.classifier import classifier_model
 from torchtune.modules.common_utils import (
     delete_kv_caches,
@@ -16,15 +15,16 @@ from torchtune.modules.common_utils import (
 from torchtune.modules.cross_attention import TransformerCrossAttentionLayer
 from torchtune.modules.embedding_utils import resize_token_embeddings
 from torchtune.modules.feed_forward import FeedForward, swiglu
+from torchtune.modules.kernels.attention import attention
+from torchtune.modules.kernels.conversions import FlashAttentionKernel, OptionalKernels
 from torchtune.modules.kv_cache import KVCache
 from torchtune.modules.latent_attention import LatentAttention
-from torchtune.modules.layer_norm import Fp32LayerNorm
 from torchtune.modules.low_precision import FrozenNF4Linear as FrozenNF4Linear
 from torchtune.modules.low_precision.layers import StoredLinear
+from torchtune.modules.output_projection import TiedLinear
 from torchtune.modules.position_embeddings import RotaryPositionalEmbeddings, apply_rope
-from torchtune.modules.rms_norm import RMSNorm, rms_norm
-from torchtune.modules.tanh_gate import TanhGate
-from torchtune.modules.tied_linear import TiedLinear
+from torchtune.modules.rms_norm import Fp32LayerNorm, RMSNorm, rms_norm
+from torchtune.modules.scales import TanhGate
 from torchtune.modules.transformer import TransformerDecoder, TransformerSelfAttentionLayer, text_decoder
 from torchtune.modules.vision_transformer import VisionTransformer
 

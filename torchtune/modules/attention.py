@@ -1,14 +1,15 @@
 """Multi-head and grouped-query attention."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from torchtune._lazy import former_names
 from torchtune.data import Documents
-from torchtune.modules._document_attention import Boundaries
-from torchtune.modules.attention_utils import _MaskType, attention
+from torchtune.modules.kernels.attention import MaskType, attention
+from torchtune.modules.kernels.documents import Boundaries
 from torchtune.modules.kv_cache import KVCache
 from torchtune.modules.position_embeddings import apply_rope
 from torchtune.modules.rms_norm import rms_norm
@@ -105,7 +106,8 @@ class MultiHeadAttention(nn.Module):
         self.attn_dropout = attn_dropout
         self.qk_norm_before_rope = qk_norm_before_rope
         self.qk_norm_whole = qk_norm_whole
-        self.query_factor = 1.0 if scale is None else scale * head_dim**0.5  # kernels scale by h ** -0.5
+        # Kernels scale scores by h ** -0.5: another scale multiplies the queries.
+        self.query_factor = 1.0 if scale is None else scale * head_dim**0.5
         self.softcap = softcap
         self.window = window
         self.gated = gated
@@ -152,7 +154,7 @@ class MultiHeadAttention(nn.Module):
         x: Tensor,
         y: Tensor | None = None,
         *,
-        mask: _MaskType | None = None,
+        mask: MaskType | None = None,
         input_pos: Tensor | None = None,
         documents: Documents | Boundaries | None = None,
         rope: tuple[Tensor, Tensor] | None = None,
@@ -178,16 +180,26 @@ class MultiHeadAttention(nn.Module):
             Tensor ``[b, s, d]``; with ``returns_keys``, a tuple of it and of keys and values ``[b, t, n_kv, h]``.
         """
         y = x if y is None else y
-        q, gate = self.q_proj(x), None
+        q = self.q_proj(x)  # [b, s, n * h]
+        gate = None
         if self.gated:
-            q, gate = (half.flatten(-2) for half in q.unflatten(-1, (-1, 2 * self.head_dim)).chunk(2, dim=-1))
-        q = self._heads(q, self.q_norm, input_pos, rope)
+            # For each head the query, then its gate: [b, s, n, 2h] -> two of [b, s, n * h].
+            q, gate = q.unflatten(-1, (-1, 2 * self.head_dim)).chunk(2, dim=-1)
+            q = q.flatten(-2)
+            gate = gate.flatten(-2)
+        q = self._heads(q, self.q_norm, input_pos, rope)  # [b, s, n, h]
         if self.query_factor != 1.0:
             q = q * self.query_factor
         if self.growth is not None:
             q = self._scale_queries(q, input_pos)
-        k, v = self._keys(y, input_pos, rope) if keys is None else keys
-        q = q.to(k.dtype)
+        k, v = self._keys(y, input_pos, rope) if keys is None else keys  # [b, t, n_kv, h]
+        q = q.to(k.dtype)  # a cache, or the layer that shares its keys, may have another dtype
+        # Arguments that only some layers have are left out elsewhere: a function that replaces attention may lack them.
+        options: dict[str, Any] = {}
+        if self.sinks is not None:
+            options["sinks"] = self.sinks
+        if self.chunk is not None:
+            options["chunk"] = self.chunk
         out = self.attention(
             q,
             k,
@@ -198,41 +210,57 @@ class MultiHeadAttention(nn.Module):
             dropout_p=self.attn_dropout if self.training else 0.0,
             window=self.window,
             softcap=self.softcap,
-            **({} if self.sinks is None else {"sinks": self.sinks}),
-            **({} if self.chunk is None else {"chunk": self.chunk}),
+            **options,
         )
         if blocks:
             out = self._see_blocks(out, q, k, v, blocks)
-        out = out.flatten(-2).to(x.dtype)
-        out = self.output_proj(out if gate is None else out * gate.sigmoid())
+        out = out.flatten(-2).to(x.dtype)  # [b, s, n * h]
+        if gate is not None:
+            out = out * gate.sigmoid()
+        out = self.output_proj(out)
         return (out, (k, v)) if returns_keys else out
 
     def _see_blocks(self, out: Tensor, q: Tensor, k: Tensor, v: Tensor, blocks: Sequence[Block]) -> Tensor:
         """Replace the outputs of blocks: their queries see all keys of the block that the window allows."""
         window = self.window or q.shape[1]
-        q, k, v = (t.flatten(0, 1) for t in (q, k, v))
-        found, places = [], []
-        for document, start, end in blocks:
-            first = max(document, start - window + 1)
-            queries, keys = (torch.arange(at, end, device=q.device) for at in (start, first))
-            mask = (keys > queries[:, None] - window)[None]
-            parts = (t[None, at:end] for t, at in ((q, start), (k, first), (v, first)))
-            found.append(attention(*parts, mask=mask, softcap=self.softcap)[0])
-            places.append(queries)
-        rows = out.flatten(0, 1).index_copy(0, torch.cat(places), torch.cat(found).to(out.dtype))
-        return rows.view_as(out)
+        q_flat = q.flatten(0, 1)  # [b * s, n, h]
+        k_flat = k.flatten(0, 1)  # [b * s, n_kv, h]
+        v_flat = v.flatten(0, 1)
+        block_outputs = []
+        block_positions = []
+        for document_start, start, end in blocks:
+            # Keys from the window of the block's first query, within its document, to the end of the block.
+            first_key = max(document_start, start - window + 1)
+            query_positions = torch.arange(start, end, device=q.device)
+            key_positions = torch.arange(first_key, end, device=q.device)
+            mask = key_positions > query_positions[:, None] - window  # [queries, keys]
+            block_output = attention(
+                q_flat[None, start:end],
+                k_flat[None, first_key:end],
+                v_flat[None, first_key:end],
+                mask=mask[None],
+                softcap=self.softcap,
+            )
+            block_outputs.append(block_output[0])
+            block_positions.append(query_positions)
+        values = torch.cat(block_outputs).to(out.dtype)
+        return out.flatten(0, 1).index_copy(0, torch.cat(block_positions), values).view_as(out)
 
     def _keys(self, y: Tensor, input_pos: Tensor | None, rope: tuple[Tensor, Tensor] | None) -> Keys:
         """Keys and values ``[b, t, n_kv, h]``: from the cache, then from the input."""
         if self.k_proj is None:
-            raise ValueError("This layer has no keys and values: give it those of another, keys=.")
-        projected = self.k_proj(y)
-        k = self._heads(projected, self.k_norm, input_pos, rope)
-        v = (projected if self.v_proj is None else self.v_proj(y)).unflatten(-1, (-1, self.head_dim))
+            raise ValueError("This layer has no keys and values: give it those of another layer as keys=.")
+        projected_keys = self.k_proj(y)  # [b, t, n_kv * h]
+        k = self._heads(projected_keys, self.k_norm, input_pos, rope)  # [b, t, n_kv, h]
+        projected_values = projected_keys if self.v_proj is None else self.v_proj(y)
+        v = projected_values.unflatten(-1, (-1, self.head_dim))
         if self.v_norm_eps is not None:
             v = rms_norm(v, self.v_norm_eps)
         if self.kv_cache is not None and self.cache_enabled:
-            k, v = (t.transpose(1, 2) for t in self.kv_cache.update(k.transpose(1, 2), v.transpose(1, 2)))
+            # The cache has heads before positions: [b, n_kv, t, h].
+            cached_k, cached_v = self.kv_cache.update(k.transpose(1, 2), v.transpose(1, 2))
+            k = cached_k.transpose(1, 2)
+            v = cached_v.transpose(1, 2)
         return k, v
 
     def _scale_queries(self, q: Tensor, input_pos: Tensor | None) -> Tensor:
@@ -247,8 +275,9 @@ class MultiHeadAttention(nn.Module):
     ) -> Tensor:
         """Normalize and rotate projected queries or keys: ``[b, s, n * h]`` to ``[b, s, n, h]``."""
         if norm is not None and self.qk_norm_whole:
-            x, norm = norm(x), None
-        x = x.unflatten(-1, (-1, self.head_dim))
+            x = norm(x)
+            norm = None  # applied
+        x = x.unflatten(-1, (-1, self.head_dim))  # [b, s, n, h]
         if norm is not None and self.qk_norm_before_rope:
             x = norm(x)
         if rope is not None:
@@ -257,7 +286,9 @@ class MultiHeadAttention(nn.Module):
             x = self.pos_embeddings(x, input_pos=input_pos)
         if norm is not None and not self.qk_norm_before_rope:
             x = norm(x)
-        return x if self.qk_norm_eps is None else rms_norm(x, self.qk_norm_eps)
+        if self.qk_norm_eps is not None:
+            x = rms_norm(x, self.qk_norm_eps)
+        return x
 
 
 __getattr__ = former_names(__name__)

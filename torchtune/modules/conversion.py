@@ -5,13 +5,14 @@ are LoRA, quantized base weights, fake quantization and fused kernels. To add on
 ``phase`` and ``convert`` are required, every other method has a default.
 """
 
+import copy
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -246,6 +247,18 @@ class Conversion(ABC):
         """
 
 
+_Module = TypeVar("_Module", bound=nn.Module)
+
+
+def change_class(module: nn.Module, kind: type[_Module]) -> _Module:
+    """Return a module of another class with the same parameters and attributes; ``module`` is unchanged."""
+    converted = kind.__new__(kind)
+    for name, value in vars(module).items():
+        # The dicts of parameters, buffers and submodules are copied: names are added to those of the new module.
+        converted.__dict__[name] = copy.copy(value) if isinstance(value, dict) else value
+    return converted
+
+
 def _name(conversion: object) -> str:
     return type(conversion).__name__
 
@@ -315,7 +328,7 @@ def apply_conversions(model: nn.Module, conversions: Sequence[Conversion]) -> li
         >>> from torchtune.modules.peft import LoRA
         >>> reports = apply_conversions(model, [LoRA(rank=2)])
         >>> get_conversions(model)
-        [<torchtune.modules.peft._conversion.LoRA ...>]
+        [<torchtune.modules.peft.conversion.LoRA ...>]
     """
     for conversion in conversions:
         _check_members(conversion)

@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchtune.modules._products import fast_products
 from torchtune.modules.attention import MultiHeadAttention
+from torchtune.modules.kernels.onednn import fast_products
 from torchtune.modules.kv_cache import EncoderCache
 
 
@@ -60,7 +60,8 @@ class TransformerCrossAttentionLayer(nn.Module):
     ) -> None:
         """Set up the cache of the encoder's keys and values, which takes its size from the encoder's output."""
         if self.attn.kv_cache is None:
-            self.attn.kv_cache, self.attn.cache_enabled = EncoderCache(), True
+            self.attn.kv_cache = EncoderCache()
+            self.attn.cache_enabled = True
 
     def caches_are_setup(self) -> bool:
         """Return whether the layer has a cache."""
@@ -88,16 +89,22 @@ class TransformerCrossAttentionLayer(nn.Module):
         Returns:
             Tensor ``[b, s, d]``.
         """
-        cache = self.attn.kv_cache if self.attn.cache_enabled else None
-        keys = cache.held if cache is not None and encoder_input is None else None
+        keys = None
+        if encoder_input is None and self.attn.cache_enabled and self.attn.kv_cache is not None:
+            keys = self.attn.kv_cache.held
         if encoder_input is None and keys is None:
             return x
-        blind = None
+        sees_nothing = None  # [b, s, 1]
         if encoder_mask is not None:
-            blind = ~encoder_mask.any(-1, keepdim=True)
-            encoder_mask = encoder_mask | blind  # a softmax without visible keys is NaN
+            sees_nothing = ~encoder_mask.any(-1, keepdim=True)
+            # A softmax without visible keys is NaN: these positions attend to all, and get nothing of it below.
+            encoder_mask = encoder_mask | sees_nothing
         with fast_products(x):
             attended = self.attn(self.ca_norm(x), encoder_input, mask=encoder_mask, keys=keys)
-            h = x + self.ca_scale(attended if blind is None else attended.masked_fill(blind, 0.0))
+            if sees_nothing is not None:
+                attended = attended.masked_fill(sees_nothing, 0.0)
+            h = x + self.ca_scale(attended)
             added = self.mlp(self.mlp_norm(h))
-            return h + self.mlp_scale(added if blind is None else added.masked_fill(blind, 0.0))
+            if sees_nothing is not None:
+                added = added.masked_fill(sees_nothing, 0.0)
+            return h + self.mlp_scale(added)

@@ -76,8 +76,8 @@ class KVCache(nn.Module):
 
     def copy_rows(self, source: Tensor, target: Tensor, first: int, end: int) -> None:
         """Copy columns ``first`` to ``end`` from the rows ``source`` to the rows ``target``."""
-        for kept in (self.k_cache, self.v_cache):
-            kept[target, :, first:end] = kept[source, :, first:end]
+        for cache in (self.k_cache, self.v_cache):
+            cache[target, :, first:end] = cache[source, :, first:end]
 
     def read(self, row: int, first: int, end: int) -> tuple[Tensor, Tensor]:
         """Return copies of the keys and values ``[n_kv, s, h]`` of the columns ``first`` to ``end`` of a row."""
@@ -86,19 +86,20 @@ class KVCache(nn.Module):
     def write(self, row: int, first: int, keys: Tensor, values: Tensor) -> None:
         """Replace keys and values of a row, from the column ``first`` on, by those of :meth:`read`."""
         end = first + keys.shape[1]
-        self.k_cache[row, :, first:end], self.v_cache[row, :, first:end] = keys, values
+        self.k_cache[row, :, first:end] = keys
+        self.v_cache[row, :, first:end] = values
 
     def move(self, first: int, end: int, to: int, columns: int) -> None:
         """Move columns ``first`` to ``end`` to begin at ``to``, and resize the cache to ``columns`` positions."""
         for name in ("k_cache", "v_cache"):
-            kept = getattr(self, name)
-            moved = kept[:, :, first:end]
-            if columns == kept.shape[2]:
-                moved = moved.clone()
+            cache = getattr(self, name)  # [b, n_kv, max_seq_len, h]
+            moved = cache[:, :, first:end]
+            if columns == cache.shape[2]:
+                moved = moved.clone()  # source and target may overlap
             else:
-                kept = kept.new_zeros(*kept.shape[:2], columns, kept.shape[3])
-                setattr(self, name, kept)
-            kept[:, :, to : to + end - first] = moved
+                cache = cache.new_zeros(*cache.shape[:2], columns, cache.shape[3])
+                setattr(self, name, cache)
+            cache[:, :, to : to + end - first] = moved
 
     def update(self, k_val: Tensor, v_val: Tensor) -> tuple[Tensor, Tensor]:
         """Append positions and return the whole cache.
@@ -123,24 +124,25 @@ class KVCache(nn.Module):
         assert self.cache_pos[0] + seq_len <= self.k_cache.shape[2], (
             f"The cache holds {self.k_cache.shape[2]} positions, too few for {seq_len} more: make it larger."
         )
-        where = self.cache_pos[:seq_len]
-        self.k_cache[:bsz].index_copy_(2, where, k_val.to(self.k_cache.dtype))
-        self.v_cache[:bsz].index_copy_(2, where, v_val.to(self.v_cache.dtype))
+        columns = self.cache_pos[:seq_len]
+        self.k_cache[:bsz].index_copy_(2, columns, k_val.to(self.k_cache.dtype))
+        self.v_cache[:bsz].index_copy_(2, columns, v_val.to(self.v_cache.dtype))
         self.cache_pos.add_(seq_len)
         return self.k_cache[:bsz], self.v_cache[:bsz]
 
     def _update_at(self, place: Place, k_val: Tensor, v_val: Tensor) -> tuple[Tensor, Tensor]:
-        keys, values = self.k_cache, self.v_cache
         if place.rows is not None:
-            keys[place.rows, :, place.columns] = k_val[0].transpose(0, 1).to(keys.dtype)  # indexing does not cast
-            values[place.rows, :, place.columns] = v_val[0].transpose(0, 1).to(values.dtype)
+            # Prompts without padding: each position has a row and a column of its own. Indexing does not cast.
+            self.k_cache[place.rows, :, place.columns] = k_val[0].transpose(0, 1).to(self.k_cache.dtype)
+            self.v_cache[place.rows, :, place.columns] = v_val[0].transpose(0, 1).to(self.v_cache.dtype)
             return k_val, v_val
-        rows, end = slice(place.row, place.row + k_val.shape[0]), place.end + k_val.shape[2]
-        keys[rows, :, place.end : end] = k_val
-        values[rows, :, place.end : end] = v_val
-        if place.first == place.end:
+        rows = slice(place.row, place.row + k_val.shape[0])
+        end = place.end + k_val.shape[2]
+        self.k_cache[rows, :, place.end : end] = k_val
+        self.v_cache[rows, :, place.end : end] = v_val
+        if place.first == place.end:  # nothing was cached before
             return k_val, v_val
-        return keys[rows, :, place.first : end], values[rows, :, place.first : end]
+        return self.k_cache[rows, :, place.first : end], self.v_cache[rows, :, place.first : end]
 
 
 class EncoderCache:

@@ -5,9 +5,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from torchtune.data import Documents
-from torchtune.modules._document_attention import Boundaries
 from torchtune.modules.attention import MultiHeadAttention
-from torchtune.modules.attention_utils import _MaskType
+from torchtune.modules.kernels.attention import MaskType
+from torchtune.modules.kernels.documents import Boundaries
 from torchtune.modules.kv_cache import KVCache
 from torchtune.modules.position_embeddings import apply_rope
 from torchtune.utils import hooks_of_all_modules
@@ -117,38 +117,49 @@ class LatentAttention(MultiHeadAttention):
         x: Tensor,
         y: Tensor | None = None,
         *,
-        mask: _MaskType | None = None,
+        mask: MaskType | None = None,
         input_pos: Tensor | None = None,
         documents: Documents | Boundaries | None = None,
         rope: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         """Compute attention ``[b, s, d]``; see :meth:`MultiHeadAttention.forward` for the arguments."""
-        q = self._queries(x, input_pos, rope)
-        latents = self._latents(x if y is None else y, input_pos, rope)
+        q = self._queries(x, input_pos, rope)  # [b, s, n, h]
+        latents = self._latents(x if y is None else y, input_pos, rope)  # [b, t, c + r]
         if self.kv_cache is not None and self.cache_enabled:
-            latents = self.kv_cache.update(latents[:, None], latents[:, None, :, :0])[0][:, 0].to(x.dtype)
+            # The cache has one key head, the latents, and values without channels.
+            cached_keys, _ = self.kv_cache.update(latents[:, None], latents[:, None, :, :0])
+            latents = cached_keys[:, 0].to(x.dtype)
             if x.shape[1] == 1 and self._is_plain_matmul(self.kv_proj):
-                return self.output_proj(self._attend_to_latents(q, latents, mask).flatten(-2))
+                attended = self._attend_to_latents(q, latents, mask)  # [b, 1, n, v]
+                return self.output_proj(attended.flatten(-2))
         k, v = self._expand_latents(latents)
-        dropout = self.attn_dropout if self.training else 0.0
-        options = {"documents": documents, "mask": mask, "is_causal": self.is_causal, "dropout_p": dropout}
-        out = self.attention(*(_pad_channels(t, self.head_dim) for t in (q, k, v)), **options)
-        return self.output_proj(out[..., : self.value_dim].flatten(-2).to(x.dtype))
+        out = self.attention(
+            _pad_channels(q, self.head_dim),
+            _pad_channels(k, self.head_dim),
+            _pad_channels(v, self.head_dim),
+            documents=documents,
+            mask=mask,
+            is_causal=self.is_causal,
+            dropout_p=self.attn_dropout if self.training else 0.0,
+        )
+        out = out[..., : self.value_dim]  # without the padding of values
+        return self.output_proj(out.flatten(-2).to(x.dtype))
 
     def _queries(self, x: Tensor, input_pos: Tensor | None, rope: tuple[Tensor, Tensor] | None) -> Tensor:
         """Queries ``[b, s, n, h]``, rotated and scaled for kernels that scale by ``head_dim ** -0.5``."""
         if self.q_down_proj is not None:
             x = self.q_down_norm(self.q_down_proj(x))
-        q = self.q_proj(x).unflatten(-1, (-1, self.key_dim))
-        first, last = q.split([self.key_dim - self.rope_dim, self.rope_dim], dim=-1)
-        q = torch.cat((first, self._apply_rope(last, input_pos, rope)), dim=-1) * self.query_factor
+        q = self.q_proj(x).unflatten(-1, (-1, self.key_dim))  # [b, s, n, h]
+        unrotated, rotated = q.split([self.key_dim - self.rope_dim, self.rope_dim], dim=-1)
+        q = torch.cat((unrotated, self._apply_rope(rotated, input_pos, rope)), dim=-1) * self.query_factor
         return q if self.growth is None else self._scale_queries(q, input_pos)
 
     def _latents(self, y: Tensor, input_pos: Tensor | None, rope: tuple[Tensor, Tensor] | None) -> Tensor:
         """Normalized latents, then the rotated channels of keys: ``[b, t, c + r]``."""
-        latent, common = self.kv_down_proj(y).split([self.kv_dim, self.rope_dim], dim=-1)
-        common = self._apply_rope(common.unsqueeze(2), input_pos, rope).squeeze(2)
-        return torch.cat((self.kv_down_norm(latent), common), dim=-1)
+        latent, shared_channels = self.kv_down_proj(y).split([self.kv_dim, self.rope_dim], dim=-1)
+        # Rotation takes heads, [b, t, 1, r]: all heads share these channels.
+        shared_channels = self._apply_rope(shared_channels.unsqueeze(2), input_pos, rope).squeeze(2)
+        return torch.cat((self.kv_down_norm(latent), shared_channels), dim=-1)
 
     def _apply_rope(self, x: Tensor, input_pos: Tensor | None, rope: tuple[Tensor, Tensor] | None) -> Tensor:
         if rope is not None:
@@ -157,10 +168,12 @@ class LatentAttention(MultiHeadAttention):
 
     def _expand_latents(self, latents: Tensor) -> tuple[Tensor, Tensor]:
         """Keys ``[b, t, n, h]`` and values ``[b, t, n, v]``."""
-        latent, common = latents.split([self.kv_dim, self.rope_dim], dim=-1)
-        parts = self.kv_proj(latent).unflatten(-1, (-1, self.key_dim - self.rope_dim + self.value_dim))
-        first, v = parts.split([self.key_dim - self.rope_dim, self.value_dim], dim=-1)
-        return torch.cat((first, common.unsqueeze(2).expand(-1, -1, parts.shape[2], -1)), dim=-1), v
+        latent, shared_channels = latents.split([self.kv_dim, self.rope_dim], dim=-1)
+        unrotated_dim = self.key_dim - self.rope_dim
+        heads = self.kv_proj(latent).unflatten(-1, (-1, unrotated_dim + self.value_dim))  # [b, t, n, h - r + v]
+        unrotated, v = heads.split([unrotated_dim, self.value_dim], dim=-1)
+        rotated = shared_channels.unsqueeze(2).expand(-1, -1, heads.shape[2], -1)  # [b, t, n, r]
+        return torch.cat((unrotated, rotated), dim=-1), v
 
     @staticmethod
     def _is_plain_matmul(projection: nn.Module) -> bool:
@@ -168,7 +181,7 @@ class LatentAttention(MultiHeadAttention):
         hooks = (projection._forward_pre_hooks, projection._forward_hooks, *hooks_of_all_modules())
         return getattr(projection, "bias", None) is None and not any(hooks)
 
-    def _attend_to_latents(self, q: Tensor, latents: Tensor, mask: _MaskType | None) -> Tensor:
+    def _attend_to_latents(self, q: Tensor, latents: Tensor, mask: MaskType | None) -> Tensor:
         """Attention of one position ``[b, 1, n, h]`` to latents ``[b, t, c + r]``: values ``[b, 1, n, v]``.
 
         ``q · (W k) = (Wᵀ q) · k``, so the latents are the single key head of all query heads. The value projection is
@@ -178,14 +191,17 @@ class LatentAttention(MultiHeadAttention):
             matrix = self.kv_proj.weight
         else:  # an adapter or a quantized weight
             matrix = self.kv_proj(torch.eye(self.kv_dim, dtype=latents.dtype, device=latents.device)).t()
-        of_heads = matrix.unflatten(0, (-1, self.key_dim - self.rope_dim + self.value_dim))
-        of_keys, of_values = of_heads.split([self.key_dim - self.rope_dim, self.value_dim], dim=1)
-        first, last = q.split([self.key_dim - self.rope_dim, self.rope_dim], dim=-1)
-        projected = torch.cat((torch.einsum("bsnh,nhc->bsnc", first, of_keys), last), dim=-1)
-        projected = projected * (latents.shape[-1] / self.head_dim) ** 0.5  # kernels scale by their head size
-        keys = latents.unsqueeze(2)
-        found = self.attention(projected, keys, keys, mask=mask)[..., : self.kv_dim]
-        return torch.einsum("bsnc,nvc->bsnv", found, of_values)
+        unrotated_dim = self.key_dim - self.rope_dim
+        head_matrices = matrix.unflatten(0, (-1, unrotated_dim + self.value_dim))  # [n, h - r + v, c]
+        key_matrices, value_matrices = head_matrices.split([unrotated_dim, self.value_dim], dim=1)
+        unrotated, rotated = q.split([unrotated_dim, self.rope_dim], dim=-1)
+        projected = torch.einsum("bsnh,nhc->bsnc", unrotated, key_matrices)
+        queries = torch.cat((projected, rotated), dim=-1)  # [b, 1, n, c + r]
+        # Kernels scale by the size of their heads, c + r here; query_factor is made for head_dim.
+        queries = queries * (latents.shape[-1] / self.head_dim) ** 0.5
+        keys = latents.unsqueeze(2)  # [b, t, 1, c + r]
+        attended = self.attention(queries, keys, keys, mask=mask)[..., : self.kv_dim]  # [b, 1, n, c]
+        return torch.einsum("bsnc,nvc->bsnv", attended, value_matrices)
 
 
 def _pad_channels(x: Tensor, width: int) -> Tensor:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from torchtune.data import Documents
-from torchtune.modules._document_attention import check_coverage
+from torchtune.modules.kernels.documents import check_coverage
 from torchtune.utils import computes_on_cpu, to_device
 
 Layout = Literal["interleaved", "half", "halves"]
@@ -31,10 +31,10 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
         >>> torchtune.modules.apply_rope(x, angle.cos(), angle.sin(), "interleaved").round()
         tensor([[[[-0., 1.]]]])
     """
-    turning = 2 * cos.shape[-1]
-    if turning < x.shape[-1]:
-        first, rest = x.split([turning, x.shape[-1] - turning], dim=-1)
-        return torch.cat((apply_rope(first, cos, sin, layout), rest), dim=-1)
+    rotated_channels = 2 * cos.shape[-1]  # r
+    if rotated_channels < x.shape[-1]:
+        rotated, unrotated = x.split([rotated_channels, x.shape[-1] - rotated_channels], dim=-1)
+        return torch.cat((apply_rope(rotated, cos, sin, layout), unrotated), dim=-1)
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return _rotate(x, cos, sin, layout)
     return _Rotation.apply(x, cos, sin, layout, 1)
@@ -47,26 +47,30 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout, direction: int 
         return _rotate_in_three_launches(x, cos, sin, layout, direction)
     if direction < 0:
         sin = -sin
-    wide = x.float()
+    x_float = x.float()
     if layout == "halves":
-        turned = _rotate(wide.unflatten(-1, (2, -1)), *(t.unflatten(-1, (2, -1)) for t in (cos, sin)), "half")
-        return turned.flatten(-2).to(x.dtype)
+        # Each half of the channels is rotated for itself: [b, s, n, 2, h / 2].
+        rotated = _rotate(
+            x_float.unflatten(-1, (2, -1)), cos.unflatten(-1, (2, -1)), sin.unflatten(-1, (2, -1)), "half"
+        )
+        return rotated.flatten(-2).to(x.dtype)
     if layout == "interleaved" and not is_compiling:
-        pairs = torch.view_as_complex(wide.unflatten(-1, (-1, 2)).contiguous())
+        # A rotation is the product with a complex number of length 1.
+        pairs = torch.view_as_complex(x_float.unflatten(-1, (-1, 2)).contiguous())
         return torch.view_as_real(pairs * torch.complex(cos, sin)).flatten(-2).to(x.dtype)
-    if layout == "interleaved":
-        first, second = wide.unflatten(-1, (-1, 2)).unbind(-1)
-        turned = torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1)
-        return turned.flatten(-2).to(x.dtype)
-    first, second = wide.chunk(2, dim=-1)
+    if layout == "interleaved":  # the compiler has no complex numbers
+        first, second = x_float.unflatten(-1, (-1, 2)).unbind(-1)
+        rotated = torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1)
+        return rotated.flatten(-2).to(x.dtype)
+    first, second = x_float.chunk(2, dim=-1)
     if is_compiling:
         return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
     # Four passes over memory, where the line above takes eight.
-    turned = torch.empty_like(wide)
-    to_first, to_second = turned.chunk(2, dim=-1)
-    torch.mul(first, cos, out=to_first).addcmul_(second, sin, value=-1)
-    torch.mul(second, cos, out=to_second).addcmul_(first, sin)
-    return turned.to(x.dtype)
+    rotated = torch.empty_like(x_float)
+    rotated_first, rotated_second = rotated.chunk(2, dim=-1)
+    torch.mul(first, cos, out=rotated_first).addcmul_(second, sin, value=-1)
+    torch.mul(second, cos, out=rotated_second).addcmul_(first, sin)
+    return rotated.to(x.dtype)
 
 
 def _is_accelerator(x: Tensor) -> bool:
@@ -75,22 +79,28 @@ def _is_accelerator(x: Tensor) -> bool:
 
 
 def _rotate_in_three_launches(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout, direction: int) -> Tensor:
-    turned = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    rotated = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    # The shape of the channels with a dimension of pairs.
+    shape: tuple[int, ...]
     if layout == "interleaved":
-        shape, pair = (-1, 2), -1
+        shape = (-1, 2)
+        pair_dim = -1
     elif layout == "half":
-        shape, pair = (2, -1), -2
+        shape = (2, -1)
+        pair_dim = -2
     else:
-        shape, pair = (2, 2, -1), -2
-        cos, sin = (angles.unflatten(-1, (2, -1)) for angles in (cos, sin))
+        shape = (2, 2, -1)
+        pair_dim = -2
+        cos = cos.unflatten(-1, (2, -1))
+        sin = sin.unflatten(-1, (2, -1))
     pairs = x.unflatten(-1, shape)
-    first, second = pairs.unbind(pair)
-    to_first, to_second = turned.unflatten(-1, shape).unbind(pair)
-    # Mixed dtypes compute in the widest, float32, and are rounded once, into `turned`.
-    first_product, second_product = (pairs * cos.unsqueeze(pair)).unbind(pair)
-    torch.addcmul(first_product, second, sin, value=-direction, out=to_first)
-    torch.addcmul(second_product, first, sin, value=direction, out=to_second)
-    return turned
+    first, second = pairs.unbind(pair_dim)
+    rotated_first, rotated_second = rotated.unflatten(-1, shape).unbind(pair_dim)
+    # Mixed dtypes compute in the widest, float32, and are rounded once, into `rotated`.
+    first_product, second_product = (pairs * cos.unsqueeze(pair_dim)).unbind(pair_dim)
+    torch.addcmul(first_product, second, sin, value=-direction, out=rotated_first)
+    torch.addcmul(second_product, first, sin, value=direction, out=rotated_second)
+    return rotated
 
 
 class _Rotation(torch.autograd.Function):
@@ -99,7 +109,8 @@ class _Rotation(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor, layout: Layout, direction: int) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        ctx.layout, ctx.direction = layout, direction
+        ctx.layout = layout
+        ctx.direction = direction
         return _rotate(x, cos, sin, layout, direction)
 
     @staticmethod
@@ -195,7 +206,7 @@ class RotaryPositionalEmbeddings(nn.Module):
 
         Args:
             input_pos: positions ``[b, s]`` or ``[s]``, or ``[coordinates, b, s]`` with ``axes``.
-            reach: int64 ``[b or 1, s or 1]``, sequence length of each position; by default each row is one sequence
+            seq_lens: int64 ``[b or 1, s or 1]``, sequence length of each position; by default each row is one sequence
                 that ends at its last position. Used if ``depends_on_length``.
 
         Returns:
@@ -203,15 +214,20 @@ class RotaryPositionalEmbeddings(nn.Module):
         """
         if input_pos.ndim == 1:
             input_pos = input_pos.unsqueeze(0)
-        places = input_pos[..., None]
         if input_pos.ndim == 3:
-            input_pos, places = input_pos[0], input_pos[self.axes].movedim(0, -1)
+            coordinates = input_pos[self.axes].movedim(0, -1)  # [b, s, r / 2], one of each pair of channels
+            input_pos = input_pos[0]
+        else:
+            coordinates = input_pos[..., None]  # [b, s, 1]
         if seq_lens is None:
             seq_lens = input_pos.amax(dim=-1, keepdim=True) + 1
-        angles = places.to(torch.float32)[:, :, None] * self._frequencies_of(seq_lens)
-        if self.magnitude == 1.0:
-            return angles.cos(), angles.sin()
-        return angles.cos() * self.magnitude, angles.sin() * self.magnitude
+        angles = coordinates.to(torch.float32)[:, :, None] * self._frequencies_of(seq_lens)  # [b, s, 1, r / 2]
+        cos = angles.cos()
+        sin = angles.sin()
+        if self.magnitude != 1.0:
+            cos = cos * self.magnitude
+            sin = sin * self.magnitude
+        return cos, sin
 
     def forward(self, x: Tensor, input_pos: Tensor | None = None) -> Tensor:
         """Rotate queries or keys.
@@ -248,12 +264,14 @@ class GridRotaryPositionalEmbeddings(RotaryPositionalEmbeddings):
         self.kind = kind
         layouts: dict[str, Layout] = {"halves": "halves", "neighbors": "interleaved"}
         super().__init__(dim, base=base, layout=layouts.get(kind, "half"))
-        first = int(kind in layouts)
-        self.axes = [first] * (dim // 4) + [1 - first] * (dim // 4)
+        # Coordinate 0 is the row, 1 the column; in these layouts columns rotate the first half of the channels.
+        first_axis = 1 if kind in layouts else 0
+        self.axes = [first_axis] * (dim // 4) + [1 - first_axis] * (dim // 4)
 
     def _scale(self, frequencies: Tensor) -> Tensor:
-        rows = frequencies[0::2]
-        return torch.cat([rows, frequencies[1::2] if self.kind == "alternating" else rows])
+        of_rows = frequencies[0::2]
+        of_columns = frequencies[1::2] if self.kind == "alternating" else of_rows
+        return torch.cat([of_rows, of_columns])
 
 
 class ScaledRotaryPositionalEmbeddings(RotaryPositionalEmbeddings):
@@ -292,15 +310,17 @@ class ScaledRotaryPositionalEmbeddings(RotaryPositionalEmbeddings):
         super().__init__(dim, max_seq_len, base, layout=layout)
 
     def _scale(self, frequencies: Tensor) -> Tensor:
+        low = self.low_freq_factor
+        high = self.high_freq_factor
         wavelengths = 2 * math.pi / frequencies
-        low, high = self.low_freq_factor, self.high_freq_factor
-        slow = wavelengths > self.old_context_len / low
-        fast = wavelengths < self.old_context_len / high
+        scaled = frequencies / self.scale_factor
+        is_long = wavelengths > self.old_context_len / low
+        is_short = wavelengths < self.old_context_len / high
         if high == low:  # nothing to interpolate
-            return torch.where(slow, frequencies / self.scale_factor, frequencies)
+            return torch.where(is_long, scaled, frequencies)
         blend = (self.old_context_len / wavelengths - low) / (high - low)
-        between = (1 - blend) * frequencies / self.scale_factor + blend * frequencies
-        return torch.where(slow, frequencies / self.scale_factor, torch.where(fast, frequencies, between))
+        interpolated = (1 - blend) * frequencies / self.scale_factor + blend * frequencies
+        return torch.where(is_long, scaled, torch.where(is_short, frequencies, interpolated))
 
 
 class YarnRotaryPositionalEmbeddings(RotaryPositionalEmbeddings):
@@ -337,20 +357,25 @@ class YarnRotaryPositionalEmbeddings(RotaryPositionalEmbeddings):
         layout: Layout = "interleaved",
     ) -> None:
         self.factor = factor
-        first, last = (
-            dim * math.log(original_max_seq_len / (turns * 2 * math.pi)) / (2 * math.log(base))
-            for turns in (beta_fast, beta_slow)
-        )
+
+        def find_channel(turns: float) -> float:
+            """The channel, a fraction of one, that turns so often in the pre-training context."""
+            return dim * math.log(original_max_seq_len / (turns * 2 * math.pi)) / (2 * math.log(base))
+
+        first = find_channel(beta_fast)
+        last = find_channel(beta_slow)
         if truncate:
-            first, last = math.floor(first), math.ceil(last)
-        self.ramp = (max(first, 0), min(last, dim - 1))
+            first = math.floor(first)
+            last = math.ceil(last)
+        self.ramp = (max(first, 0), min(last, dim - 1))  # channels that are interpolated
         super().__init__(dim, max_seq_len, base, layout=layout)
         self.magnitude = magnitude
 
     def _scale(self, frequencies: Tensor) -> Tensor:
         first, last = self.ramp
-        width = last - first or 0.001
-        slowed = ((torch.arange(len(frequencies), dtype=torch.float32, device="cpu") - first) / width).clamp(0, 1)
+        width = last - first or 0.001  # no division by zero
+        channels = torch.arange(len(frequencies), dtype=torch.float32, device="cpu")
+        slowed = ((channels - first) / width).clamp(0, 1)  # 0: unchanged, 1: divided by the factor
         return frequencies / self.factor * slowed + frequencies * (1 - slowed)
 
 
@@ -387,15 +412,17 @@ class LongRotaryPositionalEmbeddings(RotaryPositionalEmbeddings):
         layout: Layout = "interleaved",
     ) -> None:
         super().__init__(dim, max_seq_len, base, layout=layout)
-        self.original_max_seq_len = self.switch_at = original_max_seq_len
+        self.original_max_seq_len = original_max_seq_len
+        self.switch_at = original_max_seq_len
         self.magnitude = magnitude
         plain = torch.tensor(self._frequencies, device="cpu")
         self._frequencies = (plain / torch.tensor(short_factors, device="cpu")).tolist()
         self._long_frequencies: list[float] = (plain / torch.tensor(long_factors, device="cpu")).tolist()
 
     def _frequencies_of(self, seq_lens: Tensor) -> Tensor:
-        both = to_device([self._frequencies, self._long_frequencies], seq_lens.device, torch.float32)
-        return both[(seq_lens > self.original_max_seq_len).long()].unsqueeze(2)
+        short_and_long = to_device([self._frequencies, self._long_frequencies], seq_lens.device, torch.float32)
+        is_long = (seq_lens > self.original_max_seq_len).long()  # [b or 1, s or 1], 0 or 1
+        return short_and_long[is_long].unsqueeze(2)
 
 
 class ProportionalRotaryPositionalEmbeddings(RotaryPositionalEmbeddings):
@@ -426,8 +453,9 @@ class ProportionalRotaryPositionalEmbeddings(RotaryPositionalEmbeddings):
         super().__init__(dim, max_seq_len, base, layout=layout, stretch=factor)
 
     def _scale(self, frequencies: Tensor) -> Tensor:
-        turning = int(self.fraction * self.dim // 2)
-        return torch.cat((super()._scale(frequencies[:turning]), torch.zeros(self.dim // 2 - turning, device="cpu")))
+        num_rotated = int(self.fraction * self.dim // 2)
+        unrotated = torch.zeros(self.dim // 2 - num_rotated, device="cpu")
+        return torch.cat((super()._scale(frequencies[:num_rotated]), unrotated))
 
 
 class DynamicRotaryPositionalEmbeddings(RotaryPositionalEmbeddings):

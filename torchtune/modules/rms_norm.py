@@ -1,4 +1,4 @@
-"""Root mean square normalization."""
+"""Normalization: RMSNorm, and layer normalization in float32."""
 
 import torch
 from torch import Tensor, nn
@@ -90,3 +90,18 @@ class RMSNorm(nn.Module):
     def extra_repr(self) -> str:
         """Return size and eps for ``repr``."""
         return f"{self.normalized_shape[0]}, eps={self.eps}"
+
+
+class Fp32LayerNorm(nn.LayerNorm):
+    """``torch.nn.LayerNorm`` computed in float32, with the same arguments.
+
+    Example:
+        >>> torchtune.modules.Fp32LayerNorm(2)(torch.tensor([[1.0, 3.0]], dtype=torch.bfloat16)).dtype
+        torch.bfloat16
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalize ``[..., d]``; shape and dtype are kept."""
+        weight = None if self.weight is None else self.weight.float()
+        bias = None if self.bias is None else self.bias.float()
+        return F.layer_norm(x.float(), self.normalized_shape, weight, bias, self.eps).to(x.dtype)

@@ -9,12 +9,12 @@ from torch import Tensor, nn
 
 from torchtune._lazy import former_names
 from torchtune.data import DataError, Documents
-from torchtune.modules._document_attention import Boundaries
-from torchtune.modules._products import fast_products
 from torchtune.modules.attention import Block, Keys, MultiHeadAttention
-from torchtune.modules.attention_utils import Kernel, _MaskType, choose_kernel, log_attention_backend
+from torchtune.modules.embedding_utils import LayerEmbedding, LayerEmbeddings
 from torchtune.modules.kernels import KernelUser
-from torchtune.modules.layer_embeddings import LayerEmbedding, LayerEmbeddings
+from torchtune.modules.kernels.attention import Kernel, MaskType, choose_kernel, log_attention_backend
+from torchtune.modules.kernels.documents import Boundaries
+from torchtune.modules.kernels.onednn import fast_products
 from torchtune.modules.mixers import RecurrentMixer
 from torchtune.modules.position_embeddings import RotaryPositionalEmbeddings, positions_of, seq_lens_of
 from torchtune.utils import deprecated
@@ -49,7 +49,7 @@ class TransformerSelfAttentionLayer(nn.Module):
         mlp_norm: nn.Module | None = None,
         sa_scale: nn.Module | None = None,
         mlp_scale: nn.Module | None = None,
-        mask_mod: Callable[[_MaskType | None, int, int, int], _MaskType] | None = None,
+        mask_mod: Callable[[MaskType | None, int, int, int], MaskType] | None = None,
         layer_embed: LayerEmbedding | None = None,
         layer_scale: nn.Module | None = None,
         mixer: RecurrentMixer | None = None,
@@ -95,7 +95,7 @@ class TransformerSelfAttentionLayer(nn.Module):
         self,
         x: Tensor,
         *,
-        mask: _MaskType | None = None,
+        mask: MaskType | None = None,
         input_pos: Tensor | None = None,
         documents: Documents | Boundaries | None = None,
         rope: tuple[Tensor, Tensor] | None = None,
@@ -117,10 +117,14 @@ class TransformerSelfAttentionLayer(nn.Module):
         h = x
         with fast_products(x):
             if self.attn is not None:
-                more = {"keys": keys, "returns_keys": returns_keys} if keys is not None or returns_keys else {}
-                more |= {"blocks": blocks} if blocks else {}
-                h = self._attend(x, mask=mask, input_pos=input_pos, documents=documents, rope=rope, **more)
-                h, keys = h if returns_keys else (h, None)
+                # Arguments that only some layers have: mixers in the place of attention take neither.
+                options: dict[str, Any] = {}
+                if keys is not None or returns_keys:
+                    options["keys"] = keys
+                    options["returns_keys"] = returns_keys
+                if blocks:
+                    options["blocks"] = blocks
+                h, keys = self._attend(x, mask=mask, input_pos=input_pos, documents=documents, rope=rope, **options)
             if self.mlp is not None:
                 h = h + self.mlp_scale(self.mlp(self.mlp_norm(h)))
         if self.layer_embed is not None:
@@ -129,16 +133,19 @@ class TransformerSelfAttentionLayer(nn.Module):
             h = self.layer_scale(h)
         return (h, keys) if returns_keys else h
 
-    def _attend(self, x: Tensor, **arguments: Any) -> Tensor | tuple[Tensor, Keys]:
-        """Residual stream after attention and the parallel mixer."""
+    def _attend(self, x: Tensor, *, input_pos: Tensor | None, **arguments: Any) -> tuple[Tensor, Keys | None]:
+        """Residual stream after attention and the parallel mixer; keys and values, if attention returns them."""
         normed = self.sa_norm(x)
-        attended = self.attn(normed, **arguments)
-        attended, keys = attended if arguments.get("returns_keys") else (attended, None)
-        mixed = None if self.mixer is None else self.mixer(normed, input_pos=arguments["input_pos"])
-        del normed
+        attended = self.attn(normed, input_pos=input_pos, **arguments)
+        keys = None
+        if arguments.get("returns_keys"):
+            attended, keys = attended
+        mixed = None if self.mixer is None else self.mixer(normed, input_pos=input_pos)
+        del normed  # [b, s, d], not needed for the sums below
         h = self.sa_scale(attended) + x
-        h = h if mixed is None else h + mixed
-        return h if keys is None else (h, keys)
+        if mixed is not None:
+            h = h + mixed
+        return h, keys
 
 
 class TransformerDecoder(nn.Module):
@@ -259,12 +266,17 @@ class TransformerDecoder(nn.Module):
 
         ``input_pos`` are the positions ``[b, s]`` or ``[s]`` of the next forward pass.
         """
-        limits = (getattr(self._pos_embeddings(layer), "switch_at", None) for layer in self.layers)
-        limit = next((limit for limit in limits if limit is not None), None)
+        limit = None
+        for layer in self.layers:
+            limit = getattr(self._pos_embeddings(layer), "switch_at", None)
+            if limit is not None:
+                break
         if limit is None:
             return False
-        first, last = input_pos[..., 0], input_pos[..., -1]
-        return bool(((first > 0) & (first <= limit) & (last >= limit)).any())
+        first = input_pos[..., 0]
+        last = input_pos[..., -1]
+        is_crossing = (first > 0) & (first <= limit) & (last >= limit)
+        return bool(is_crossing.any())
 
     def caches_are_setup(self) -> bool:
         """Return whether the layers have KV caches."""
@@ -295,7 +307,7 @@ class TransformerDecoder(nn.Module):
         self,
         tokens: Tensor | None,
         *,
-        mask: _MaskType | None = None,
+        mask: MaskType | None = None,
         documents: Documents | None = None,
         input_pos: Tensor | None = None,
         input_embeds: Tensor | None = None,
@@ -350,21 +362,28 @@ class TransformerDecoder(nn.Module):
             # From the tokens, because with sequence parallelism h is a shard of the sequence.
             input_pos = positions_of(h if tokens is None else tokens, documents)
         self._choose_kernels(h)
+        # What all layers share is computed once: rotary angles, boundaries of documents, embeddings of layers.
         tables = self._rope_tables(input_pos, documents, rope_pos)
         boundaries = self._boundaries(h, documents, mask)
-        embeddings, layer_tokens = self.layer_embeddings, tokens if layer_tokens is None else layer_tokens
-        embedded = None if embeddings is None else embeddings(layer_tokens, h)
-        hidden, shared_keys, shared_layers = [], {}, set(self.kv_sources.values())
+        embedded = None  # [b, s, l, p]
+        if self.layer_embeddings is not None:
+            embedded = self.layer_embeddings(tokens if layer_tokens is None else layer_tokens, h)
+        hidden_states = []
+        shared_keys: dict[int, Keys] = {}
+        layers_with_shared_keys = set(self.kv_sources.values())
         for index, layer in enumerate(self.layers):
             if index in self.output_hidden_states:
-                hidden.append(h)
-            more = {} if embedded is None else {"embedded": embedded[:, :, index]}
+                hidden_states.append(h)
+            # Arguments that only some layers have: a layer of another class may take none of them.
+            options: dict[str, Any] = {}
+            if embedded is not None:
+                options["embedded"] = embedded[:, :, index]
             if index in self.kv_sources:
-                more["keys"] = shared_keys[self.kv_sources[index]]
-            if index in shared_layers:
-                more["returns_keys"] = True
+                options["keys"] = shared_keys[self.kv_sources[index]]
+            if index in layers_with_shared_keys:
+                options["returns_keys"] = True
             if blocks and getattr(getattr(layer, "attn", None), "window", None):
-                more["blocks"] = blocks
+                options["blocks"] = blocks
             h = layer(
                 h,
                 mask=mask,
@@ -373,22 +392,27 @@ class TransformerDecoder(nn.Module):
                 rope=tables.get(self._pos_embeddings(layer)),
                 encoder_input=encoder_input,
                 encoder_mask=encoder_mask,
-                **more,
+                **options,
             )
-            if "returns_keys" in more:
-                h, shared_keys[index] = h
-            if added is not None and index < len(added[1]):
-                h = h.flatten(0, 1).index_add(0, added[0], added[1][index].to(h.dtype)).view_as(h)
+            if "returns_keys" in options:
+                h, keys = h
+                shared_keys[index] = keys
+            if added is not None:
+                positions, values = added
+                if index < len(values):
+                    h = h.flatten(0, 1).index_add(0, positions, values[index].to(h.dtype)).view_as(h)
         if len(self.layers) in self.output_hidden_states:
-            hidden.append(h)
-        last = self.unembed(h, output)
-        return [*hidden, last] if hidden else last
+            hidden_states.append(h)
+        result = self.unembed(h, output)
+        return [*hidden_states, result] if hidden_states else result
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Return the input of the first layer ``[b, s, d]`` for ``tokens`` ``[b, s]``."""
         h = self.tok_embeddings(tokens)
+        if self.embed_scale == 1.0:
+            return h
         # On the CPU, also for another device, which takes a scalar as an argument: nothing is copied.
-        return h if self.embed_scale == 1.0 else h * torch.tensor(self.embed_scale, dtype=h.dtype, device="cpu")
+        return h * torch.tensor(self.embed_scale, dtype=h.dtype, device="cpu")
 
     def unembed(self, h: Tensor, output: Literal["logits", "hidden"] | None = None) -> Tensor | list[Tensor]:
         """Compute the result of :meth:`forward` from the last layer's output ``[b, s, d]``."""
@@ -408,35 +432,42 @@ class TransformerDecoder(nn.Module):
 
     def _choose_kernels(self, h: Tensor) -> None:
         """Let layers choose kernels of other packages before the first batch of a device and dtype."""
-        key = (h.device, h.dtype)
-        if torch.compiler.is_compiling() or self._kernels_are_for == key:
+        if torch.compiler.is_compiling() or self._kernels_are_for == (h.device, h.dtype):
             return
         for module in self.modules():
             if isinstance(module, KernelUser):
-                module.choose_kernels(*key)
-        self._kernels_are_for = key
+                module.choose_kernels(h.device, h.dtype)
+        self._kernels_are_for = (h.device, h.dtype)
 
-    def _boundaries(self, h: Tensor, documents: Documents | None, mask: _MaskType | None) -> Boundaries | None:
+    def _boundaries(self, h: Tensor, documents: Documents | None, mask: MaskType | None) -> Boundaries | None:
         """Document boundaries for the attention kernels, shared by all layers; logs the kernels once."""
-        attentions = (getattr(layer, "attn", None) for layer in self.layers)
-        kinds = {
-            (attn.head_dim, attn.window, attn.softcap, attn.sinks is not None, attn.chunk)
-            for attn in attentions
-            if isinstance(attn, MultiHeadAttention)
-        }
-        windows, chunks = set(), {kind[-1] for kind in kinds} - {None}
-        for head_dim, window, softcap, sinks, _ in kinds:
-            options = {"head_dim": head_dim, "window": window or 0, "softcap": softcap or 0.0, "sinks": sinks}
+        kinds = set()
+        chunks = set()
+        for layer in self.layers:
+            attn = getattr(layer, "attn", None)
+            if not isinstance(attn, MultiHeadAttention):
+                continue
+            kinds.add((attn.head_dim, attn.window or 0, attn.softcap or 0.0, attn.sinks is not None))
+            if attn.chunk is not None:
+                chunks.add(attn.chunk)
+        windows_with_block_mask = set()
+        for head_dim, window, softcap, sinks in kinds:
+            options = {"head_dim": head_dim, "window": window, "softcap": softcap, "sinks": sinks}
             if not torch.compiler.is_compiling():
-                given = {"documents": documents is not None, "mask": mask is not None}
-                log_attention_backend(h.device, h.dtype, **given, **options)
+                log_attention_backend(
+                    h.device, h.dtype, documents=documents is not None, mask=mask is not None, **options
+                )
             if choose_kernel(h.device, h.dtype, **options) is Kernel.FLEX:
-                windows.add(window or 0)
-        return None if documents is None else Boundaries.of(documents, block_masks=windows, chunks=chunks)
+                windows_with_block_mask.add(window)
+        if documents is None:
+            return None
+        return Boundaries.of(documents, block_masks=windows_with_block_mask, chunks=chunks)
 
-    def _check(self, h: Tensor, mask: _MaskType | None, documents: Documents | None, input_pos: Tensor | None) -> None:
-        if documents is not None and documents.shared is not None and (reason := self.prefix_obstacle()):
-            raise ValueError(f"Documents share a prefix, but {reason}: give each document its own.")
+    def _check(self, h: Tensor, mask: MaskType | None, documents: Documents | None, input_pos: Tensor | None) -> None:
+        if documents is not None and documents.shared is not None:
+            obstacle = self.prefix_obstacle()
+            if obstacle is not None:
+                raise ValueError(f"Documents share a prefix, but {obstacle}: give each document its own.")
         longest = h.shape[1] if documents is None else documents.max_length
         if longest > self.max_seq_len:
             raise DataError(
@@ -448,25 +479,33 @@ class TransformerDecoder(nn.Module):
                 "documents, or input_pos with the position of each token in its document, beside it."
             )
         if self.caches_are_enabled():
-            caches = (getattr(getattr(layer, "attn", None), "kv_cache", None) for layer in self.layers)
-            placed = any(getattr(cache, "place", None) is not None for cache in caches)  # in a continuous batch
-            if (mask is None and not placed) or input_pos is None:
+            is_continuous_batch = self._caches_have_a_place()
+            if (mask is None and not is_continuous_batch) or input_pos is None:
                 raise ValueError("With key-value caches, forward needs both mask and input_pos.")
-            if documents is not None and not placed:
+            if documents is not None and not is_continuous_batch:
                 raise ValueError("Documents are for training; with key-value caches, give a mask.")
             # A continuous batch has asked already, about positions that it knows on the host.
-            if not (placed or torch.compiler.is_compiling()) and self.invalidates_caches(input_pos):
+            has_asked = is_continuous_batch or torch.compiler.is_compiling()
+            if not has_asked and self.invalidates_caches(input_pos):
                 raise ValueError(
                     "The text grows beyond a length at which the angles of all its positions change: call "
                     "reset_caches() and give it from its beginning, as torchtune.generation.generate does."
                 )
 
+    def _caches_have_a_place(self) -> bool:
+        """Whether a continuous batch says which rows and columns of the caches a forward pass uses."""
+        for layer in self.layers:
+            cache = getattr(getattr(layer, "attn", None), "kv_cache", None)
+            if getattr(cache, "place", None) is not None:
+                return True
+        return False
+
     def attends_to_encoder(self) -> bool:
         """Return whether any layer reads ``encoder_input``."""
-        return any(
-            hasattr(layer, "fusion_layer") or not isinstance(layer, TransformerSelfAttentionLayer)
-            for layer in self.layers
-        )
+        for layer in self.layers:
+            if hasattr(layer, "fusion_layer") or not isinstance(layer, TransformerSelfAttentionLayer):
+                return True
+        return False
 
     def prefix_obstacle(self) -> str | None:
         """Return why documents cannot share a prefix (:class:`torchtune.data.Documents`), or None if they can."""
@@ -486,7 +525,11 @@ class TransformerDecoder(nn.Module):
 
     def has_states(self) -> bool:
         """Return whether any layer is recurrent or convolutional (linear attention, Mamba, short convolutions)."""
-        return any(isinstance(module, RecurrentMixer) for layer in self.layers for module in layer.children())
+        for layer in self.layers:
+            for module in layer.children():
+                if isinstance(module, RecurrentMixer):
+                    return True
+        return False
 
     @staticmethod
     def _pos_embeddings(layer: nn.Module) -> nn.Module | None:
@@ -496,10 +539,13 @@ class TransformerDecoder(nn.Module):
         self, input_pos: Tensor, documents: Documents | None, rope_pos: Tensor | None = None
     ) -> dict[nn.Module, tuple[Tensor, Tensor]]:
         """Cosine and sine of each distinct rotary embedding, computed once for all layers."""
-        kinds = {self._pos_embeddings(layer) for layer in self.layers}
-        ropes = [kind for kind in kinds if isinstance(kind, RotaryPositionalEmbeddings)]
-        seq_lens = seq_lens_of(input_pos, documents) if any(rope.depends_on_length for rope in ropes) else None
-        return {rope: rope.cos_sin(input_pos if rope_pos is None else rope_pos, seq_lens) for rope in ropes}
+        embeddings = {self._pos_embeddings(layer) for layer in self.layers}
+        ropes = [module for module in embeddings if isinstance(module, RotaryPositionalEmbeddings)]
+        seq_lens = None
+        if any(rope.depends_on_length for rope in ropes):
+            seq_lens = seq_lens_of(input_pos, documents)
+        positions = input_pos if rope_pos is None else rope_pos
+        return {rope: rope.cos_sin(positions, seq_lens) for rope in ropes}
 
 
 def text_decoder(model: nn.Module) -> nn.Module:

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from torchtune.data import Documents, Grid, Images, token_counts
-from torchtune.modules._document_attention import Boundaries
 from torchtune.modules.common_utils import is_sharded
+from torchtune.modules.kernels.documents import Boundaries
 from torchtune.modules.position_embeddings import GridRotaryPositionalEmbeddings
 
 

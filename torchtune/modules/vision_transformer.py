@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from torchtune.modules._tiles import Tiles
-from torchtune.modules.layer_norm import Fp32LayerNorm
+from torchtune.modules.rms_norm import Fp32LayerNorm
 
 
 class CLSEmbedding(nn.Module):

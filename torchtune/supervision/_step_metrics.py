@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from torchtune.data import Batch
-from torchtune.modules.loss import keep_row_losses
 from torchtune.training.parallel import ParallelDims
 from torchtune.utils import get_logger, log_once
 
@@ -115,26 +114,34 @@ class StepMetrics:
         self._means.add(figures)
 
     @contextmanager
-    def by_source(self, batch: Batch) -> Iterator[None]:
-        """Log the losses inside the block per source dataset, as ``loss/<name>``, if the batch is from a mixture.
+    def by_source(self, batch: Batch) -> Iterator[list[torch.Tensor] | None]:
+        """Log the losses of single tokens per source dataset, as ``loss/<name>``, if the batch is from a mixture.
 
-        A loss that only returns a mean cannot be split; a message about it is logged once.
+        It yields the list that ``sum_and_count`` of a loss takes as ``row_losses``, and logs what it holds after the
+        block. A loss that only returns a mean cannot be split; a message about it is logged once.
 
         Args:
             batch: batch on the device of the losses.
+
+        Yields:
+            An empty list; None if the batch is not from a mixture.
         """
         if not batch.sources:
-            yield
+            yield None
             return
-        with keep_row_losses() as chunks:
-            yield
+        row_losses: list[torch.Tensor] = []  # [n] of each chunk
+        yield row_losses
         index = batch.find_labels()
         source = batch.per_token["source"].flatten().index_select(0, index)
-        losses = torch.cat(chunks) if chunks else source.new_zeros(0, dtype=torch.float32)
+        losses = torch.cat(row_losses) if row_losses else source.new_zeros(0, dtype=torch.float32)
         if len(losses) == batch.labels.numel():  # the loss also covers unlabeled positions
             losses = losses.index_select(0, index)
         if len(losses) != len(source):
-            log_once(get_logger(), "loss/<name> is not logged: this loss gives no losses of single tokens.")
+            log_once(
+                get_logger(),
+                "loss/<name> is not logged, because the loss gave no losses of single tokens: let its sum_and_count "
+                "append them to row_losses, the list that the recipe takes from by_source.",
+            )
             # All ranks log the same names, even without labels.
             losses = losses[:0]
             source = source[:0]

@@ -32,6 +32,7 @@ from torchtune.datasets import PackedDataset
 from torchtune.models.clip import CLIPImageTransform
 from torchtune.models.llama3 import lora_llama3
 from torchtune.modules import TransformerSelfAttentionLayer
+from torchtune.modules.loss import LinearCrossEntropyLoss, setup_loss
 from torchtune.modules.model_fusion import FusionEmbedding, FusionLayer
 from torchtune.modules.peft import DoRALinear
 from torchtune.utils import UserError
@@ -321,6 +322,21 @@ def test_files_of_a_checkpoint(tmp_path):
     assert get_adapter_checkpoint_path(output, **resumed) == output / "epoch_1" / "adapter_model.pt"
     expected = [output / "epoch_1" / "model-1.safetensors"]
     assert get_model_checkpoint_path(files[1:], checkpoint, output, True, False) == expected
+
+
+@pytest.mark.parametrize("kind", [LinearCrossEntropyLoss, lambda: nn.CrossEntropyLoss(reduction="none")])
+def test_losses_of_single_tokens_by_the_former_context_manager(kind):
+    keep_row_losses = importlib.import_module("torchtune.modules.loss").keep_row_losses
+    hidden = torch.randn(1, 3, 8)
+    labels = torch.tensor([[5, -100, 7]])
+    model = nn.ModuleDict({"output": nn.Linear(8, 16, bias=False)})
+    model.output = model["output"]
+    loss = setup_loss(kind(), model)
+    with keep_row_losses() as kept:
+        loss.sum_and_count(hidden, labels, model.output)
+    loss.sum_and_count(hidden, labels, model.output)  # after the block nothing is recorded
+    expected = nn.functional.cross_entropy(model.output(hidden)[0], labels[0], reduction="none")[[0, 2]]
+    torch.testing.assert_close(torch.cat(kept), expected.detach())
 
 
 def test_pieces_of_scripts(tmp_path):

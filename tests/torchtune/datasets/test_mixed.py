@@ -178,8 +178,8 @@ def test_losses_by_dataset_are_those_of_the_formula(kind):
     }[kind]()
     step_metrics = StepMetrics()
     loss_fn = setup_loss(loss, model)
-    with step_metrics.by_source(batch):
-        total, _ = loss_fn.sum_and_count(hidden, batch.labels, model.output)
+    with step_metrics.by_source(batch) as row_losses:
+        total, _ = loss_fn.sum_and_count(hidden, batch.labels, model.output, row_losses=row_losses)
     step_metrics.add_loss(total)
     metrics = step_metrics.total([total.item(), *step_metrics.new_sums(ParallelDims())])
     logits = hidden.detach().double() @ model.output.weight.detach().double().T

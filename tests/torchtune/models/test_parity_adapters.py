@@ -16,7 +16,7 @@ from torchtune.modules import TransformerDecoder
 from torchtune.modules.conversion import ConversionError, apply_conversions
 from torchtune.modules.moe import GroupedExperts
 from torchtune.modules.peft import LoRA, get_adapter_params
-from torchtune.modules.peft._adapters import ATTENTION_TARGETS, MIXER_INPUTS
+from torchtune.modules.peft.adapters import ATTENTION_TARGETS, MIXER_INPUTS
 from torchtune.training import FullModelHFCheckpointer
 
 ATTENTION = ("output_proj", *MIXER_INPUTS, *(name for names in ATTENTION_TARGETS.values() for name in names))

@@ -12,12 +12,12 @@ from torchtune.modules import (
     FlashAttentionKernel,
     MultiHeadAttention,
     RMSNorm,
-    _document_attention,
     attention,
     create_block_causal_mask,
 )
-from torchtune.modules._document_attention import Boundaries
 from torchtune.modules.conversion import ConversionError
+from torchtune.modules.kernels import documents as document_kernels
+from torchtune.modules.kernels.documents import Boundaries
 from torchtune.supervision._flops import FlopCount
 from torchtune.utils import simulated
 
@@ -59,7 +59,7 @@ def test_documents_equal_the_masked_formula(lengths, n_kv):
 @pytest.mark.parametrize("lengths", [(8, 12), (90, 150), (1100, 5)])
 def test_documents_in_bfloat16_within_rounding(lengths, in_blocks, monkeypatch):
     """The backward pass of short documents runs in blocks on some CPUs; otherwise, torch's kernel computes it."""
-    monkeypatch.setattr(_document_attention, "has_bfloat16_vectors_only", lambda: in_blocks)
+    monkeypatch.setattr(document_kernels, "has_bfloat16_vectors_only", lambda: in_blocks)
     q, k, v = _qkv(sum(lengths), dtype=torch.bfloat16)
     out = attention(q, k, v, documents=Documents.from_lengths(lengths, DEVICE))
     expected = _formula(q, k, v, create_block_causal_mask([torch.tensor(lengths)])[0])

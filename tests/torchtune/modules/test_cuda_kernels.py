@@ -11,10 +11,9 @@ from torch.nn.attention.flex_attention import BlockMask
 from tests.devices import DEVICE
 from tools.check_cuda import Counting
 from torchtune.data import Documents
-from torchtune.modules import attention_utils, kernels
-from torchtune.modules._block_mask import BLOCK, document_block_mask
-from torchtune.modules._document_attention import Boundaries, document_attention
-from torchtune.modules.attention_utils import (
+from torchtune.modules.kernels import Card, optional
+from torchtune.modules.kernels import attention as attention_kernels
+from torchtune.modules.kernels.attention import (
     Kernel,
     Visibility,
     attention,
@@ -24,7 +23,8 @@ from torchtune.modules.attention_utils import (
     describe_attention,
     flex_blocks,
 )
-from torchtune.modules.kernels import Card
+from torchtune.modules.kernels.documents import Boundaries, document_attention
+from torchtune.modules.kernels.flex import BLOCK, document_block_mask
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 
@@ -101,7 +101,7 @@ def test_flex_attention_over_documents(window, softcap, sinks, monkeypatch):
     shared = Documents.from_lengths(lengths, DEVICE, prefixes=[-1, 0, 0, -1])
     options = {"window": window or None, "softcap": softcap or None, "sinks": scores}
     goes_on = attention(q, k, v, documents=shared, **options)
-    monkeypatch.setattr(attention_utils, "choose_kernel", lambda *_, **__: Kernel.FLEX)
+    monkeypatch.setattr(attention_kernels, "choose_kernel", lambda *_, **__: Kernel.FLEX)
     with torch.no_grad():
         torch.testing.assert_close(attention(q, k, v, documents=shared, **options), goes_on, atol=2e-6, rtol=0)
         made = Boundaries.of(shared, block_masks=[window])
@@ -117,7 +117,7 @@ def test_flex_attention_over_documents(window, softcap, sinks, monkeypatch):
 @pytest.mark.parametrize("is_causal", [True, False])
 @pytest.mark.parametrize("lengths", [(4, 7), (5, 8)])
 def test_documents_that_do_not_cover_the_batch_are_refused_before_any_kernel(lengths, is_causal, kernel, monkeypatch):
-    monkeypatch.setattr(attention_utils, "choose_kernel", lambda *_, **__: kernel)
+    monkeypatch.setattr(attention_kernels, "choose_kernel", lambda *_, **__: kernel)
     q = torch.randn(2, 6, 4, 16)
     k = torch.randn(2, 6, 2, 16)
     short_or_long = Documents.from_lengths(lengths, DEVICE)
@@ -168,7 +168,7 @@ T4, A100, RTX_4090 = (Card(capability, kib * 2**10) for capability, kib in (((7,
     ],
 )
 def test_a_card_runs_what_its_shared_memory_holds(card, dtype, kind, kernel, blocks, monkeypatch):
-    monkeypatch.setitem(kernels._CARDS, CUDA, card)
+    monkeypatch.setitem(optional._CARDS, CUDA, card)
     assert choose_kernel(CUDA, dtype, **kind) is kernel
     assert flex_blocks(card, kind.get("head_dim", 128), dtype.itemsize) == blocks
     said = attention_backend(CUDA, dtype, documents=True, **kind)
@@ -209,7 +209,7 @@ def test_the_table_of_attention_names_what_every_kernel_computes():
 
 
 def test_the_doctor_says_what_a_card_cannot_run(monkeypatch):
-    monkeypatch.setitem(kernels._CARDS, CUDA, T4)
+    monkeypatch.setitem(optional._CARDS, CUDA, T4)
     assert attention_limits(CUDA) == (
         "64 KiB of shared memory; no flash attention, flex attention instead, "
         "flex attention in blocks of 32 for heads of 128, flex attention in blocks of 16 for heads of 256, "

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from tests.torchtune.modules.test_models_on_cuda import KINDS, make_batch, make_model
 from torchtune.data import Documents
-from torchtune.modules import OptionalKernels, kernels
-from torchtune.modules._document_attention import Boundaries
+from torchtune.modules import OptionalKernels
 from torchtune.modules.conversion import ConversionError
 from torchtune.modules.kernels import (
     CAUSAL_CONV,
@@ -25,11 +24,13 @@ from torchtune.modules.kernels import (
     SWIGLU,
     OptionalKernel,
     allow_kernels,
+    card_of,
     describe_kernels,
+    grouped,
 )
+from torchtune.modules.kernels.documents import Boundaries
+from torchtune.modules.kernels.grouped import grouped_mm
 from torchtune.modules.mixers import GatedDeltaNet, Mamba2, ShortConv
-from torchtune.modules.moe import _grouped
-from torchtune.modules.moe._grouped import grouped_mm
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 
@@ -257,7 +258,7 @@ def test_swiglu_and_products_of_experts_by_kernels_of_other_packages():
     torch.testing.assert_close(SWIGLU.load().apply(gate, up), nn.functional.silu(gate) * up)
     assert torch.autograd.gradcheck(SWIGLU.load().apply, (gate, up))
     x, weight, counts = torch.randn(9, 16), torch.randn(3, 16, 8), torch.tensor([4, 0, 5])
-    other = _grouped._other_grouped_mm(GROUPED_PRODUCTS.load(), x, weight, counts)
+    other = grouped._other_grouped_mm(GROUPED_PRODUCTS.load(), x, weight, counts)
     torch.testing.assert_close(other, grouped_mm(x, weight, counts))
 
 
@@ -388,7 +389,7 @@ def test_a_model_uses_what_is_installed(kind):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_torch_is_asked_once_for_a_grouped_product():
     allow_kernels(None)
-    card = kernels.card_of(CUDA)
+    card = card_of(CUDA)
     assert card.has_grouped_products == (card.capability in ((9, 0), (10, 0)))
-    assert kernels.card_of(CUDA) is card
+    assert card_of(CUDA) is card
     assert torch.cuda.get_sync_debug_mode() == 0

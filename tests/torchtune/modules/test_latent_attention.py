@@ -7,7 +7,7 @@ from torchtune.models import Description, ModelError, build, get_spec
 from torchtune.modules import LatentAttention, RMSNorm, local_kv_cache
 from torchtune.modules.conversion import apply_conversions
 from torchtune.modules.low_precision import QuantizeBase
-from torchtune.modules.parallel._styles import ParallelError
+from torchtune.modules.parallel.tensor_parallel import ParallelError
 from torchtune.modules.peft import LoRA, get_adapter_params
 
 HEADS, KEY, TURNING, VALUE, LATENT = 3, 10, 4, 14, 16

@@ -11,8 +11,8 @@ from torch.nn import functional as F
 from torchtune.models import Description, build
 from torchtune.models._mixers import DeltaNetMixer
 from torchtune.modules.mixers import GatedDeltaNet, Mamba2, ShortConv
-from torchtune.modules.mixers._delta_rule import gated_delta_rule
-from torchtune.modules.mixers._state_space import state_space
+from torchtune.modules.mixers._gated_delta_net import gated_delta_rule
+from torchtune.modules.mixers._mamba2 import state_space
 from torchtune.modules.peft import LoRA
 from torchtune.training.parallel._parallel_dims import ParallelDims, ParallelDimsError
 from torchtune.training.parallel._parallelize import check_parallelizable

@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchtune import training
 from torchtune.data import Documents
 from torchtune.modules import attention
+from torchtune.modules.kernels.grouped import grouped_mm
 from torchtune.modules.low_precision import FrozenFloat8Linear, FrozenInt8Linear, FrozenNF4Linear
-from torchtune.modules.moe._grouped import grouped_mm
 
 DEVICE = "cuda"
 ON_HOST = True  # tensors start there

@@ -8,8 +8,8 @@ from tests.devices import DEVICE
 from torchtune import rlhf
 from torchtune.data import collate_preference, padded_collate_dpo
 from torchtune.modules import TiedLinear
-from torchtune.modules.capped_linear import CappedLinear
 from torchtune.modules.loss import token_log_probs
+from torchtune.modules.output_projection import CappedLinear
 from torchtune.modules.peft import LoRALinear
 
 DIM, VOCAB = 6, 13

@@ -12,7 +12,7 @@ from torchtune.data import Documents
 from torchtune.models import Description, build
 from torchtune.models._mixers import DeltaNetMixer
 from torchtune.models.llama3_2 import llama3_2
-from torchtune.modules._products import fast_products
+from torchtune.modules.kernels.onednn import fast_products
 from torchtune.modules.loss import LinearCrossEntropyLoss, setup_loss
 from torchtune.utils import UserError
 

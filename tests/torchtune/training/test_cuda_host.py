@@ -14,7 +14,7 @@ from torchtune import training
 from torchtune.data import Documents
 from torchtune.models.llama3_2 import llama3_2
 from torchtune.modules import TransformerDecoder, attention
-from torchtune.modules.attention_utils import compile_flex_attention
+from torchtune.modules.kernels.flex import compile_flex_attention
 from torchtune.modules.loss import LinearCrossEntropyLoss
 
 pytestmark = [

@@ -28,7 +28,7 @@ from torchtune.modules.cross_attention import TransformerCrossAttentionLayer
 from torchtune.modules.feed_forward import FeedForward
 from torchtune.modules.model_fusion import DeepFusionModel, FusionEmbedding, FusionLayer, register_fusion_module
 from torchtune.modules.rms_norm import RMSNorm
-from torchtune.modules.tanh_gate import TanhGate
+from torchtune.modules.scales import TanhGate
 from torchtune.modules.transformer import TransformerDecoder
 from torchtune.modules.vision_transformer import VisionTransformer
 

@@ -1,11 +1,9 @@
 """Losses for fine-tuning and distillation."""
 
 from torchtune._lazy import former_names
-from torchtune.modules.loss._custom_loss import LossError, TokenLoss, setup_loss
-from torchtune.modules.loss._log_probs import linear_log_probs, token_log_probs
-from torchtune.modules.loss.ce_chunked_output_loss import CEWithChunkedOutputLoss
-from torchtune.modules.loss.cross_entropy_loss import LinearCrossEntropyLoss
-from torchtune.modules.loss.kd_losses import (
+from torchtune.modules.loss.cross_entropy import CEWithChunkedOutputLoss, LinearCrossEntropyLoss
+from torchtune.modules.loss.custom_loss import LossError, RLLoss, SFTLoss, TokenLoss, setup_loss
+from torchtune.modules.loss.distillation import (
     DivergenceLoss,
     ForwardKLLoss,
     ForwardKLWithChunkedOutputLoss,
@@ -18,7 +16,7 @@ from torchtune.modules.loss.kd_losses import (
     TeacherOutputs,
     TeacherStates,
 )
-from torchtune.modules.loss.loss_types import RLLoss, SFTLoss, keep_row_losses
+from torchtune.modules.loss.log_probs import linear_log_probs, token_log_probs
 
 __all__ = [
     "CEWithChunkedOutputLoss",
@@ -38,13 +36,12 @@ __all__ = [
     "TeacherOutputs",
     "TeacherStates",
     "TokenLoss",
-    "keep_row_losses",
     "linear_log_probs",
     "setup_loss",
     "token_log_probs",
 ]
 
-from torchtune.modules.loss._chunked_logits import Projection as Projection
-from torchtune.modules.loss.cross_entropy_loss import LOGITS_BLOCK as LOGITS_BLOCK
+from torchtune.modules.loss.cross_entropy import LOGITS_BLOCK as LOGITS_BLOCK
+from torchtune.modules.loss.custom_loss import Projection as Projection
 
 __getattr__ = former_names(__name__)

@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from torchtune.modules._change_class import change_class
-from torchtune.modules._products import linear, mm
-from torchtune.modules.conversion import ConversionError
+from torchtune.modules.conversion import ConversionError, change_class
+from torchtune.modules.kernels.onednn import linear, mm
 from torchtune.modules.low_precision.formats import NF4, Float8, Int8, Stored, WeightFormat
 from torchtune.modules.moe.experts import GroupedExperts
 

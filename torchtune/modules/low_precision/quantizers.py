@@ -25,8 +25,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from torch import Tensor, nn
 
-from torchtune.modules._change_class import change_class
-from torchtune.modules.conversion import Conversion, ConversionError, ConversionReport, Phase, apply_conversions
+from torchtune.modules.conversion import (
+    Conversion,
+    ConversionError,
+    ConversionReport,
+    Phase,
+    apply_conversions,
+    change_class,
+)
 from torchtune.modules.low_precision import torchao_interface
 from torchtune.modules.low_precision.fake_quantization import (
     FakeQuantized,

@@ -2,8 +2,7 @@
 
 from torchtune.modules.mixers._gated_delta_net import GatedDeltaNet
 from torchtune.modules.mixers._mamba2 import Mamba2
-from torchtune.modules.mixers._mixer import RecurrentMixer
+from torchtune.modules.mixers._mixer import RecurrentMixer, StateCache
 from torchtune.modules.mixers._short_conv import ShortConv
-from torchtune.modules.mixers._state_cache import StateCache
 
 __all__ = ["GatedDeltaNet", "Mamba2", "RecurrentMixer", "ShortConv", "StateCache"]

@@ -1,4 +1,7 @@
-"""Gated DeltaNet: the linear attention of Qwen 3.5 and Qwen3-Next."""
+"""Gated DeltaNet, the linear attention of Qwen 3.5 and Qwen3-Next: the gated delta rule, and its mixer.
+
+The rule is linear attention with a decaying state and error correction, computed in chunks.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,13 +11,158 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from torchtune.data import Documents
-from torchtune.modules._document_attention import Boundaries
+from torchtune.modules._outside_graphs import outside_graphs
 from torchtune.modules.kernels import DELTA_RULE, KernelUser
-from torchtune.modules.mixers._causal_conv import DepthwiseWeight
-from torchtune.modules.mixers._delta_rule import gated_delta_rule, kernel_delta_rule
-from torchtune.modules.mixers._mixer import RecurrentMixer
-from torchtune.modules.mixers._state_cache import StateCache
+from torchtune.modules.kernels.documents import Boundaries
+from torchtune.modules.mixers._chunks import Chunk, chunked, positions_first, scalars_first
+from torchtune.modules.mixers._mixer import RecurrentMixer, StateCache
+from torchtune.modules.mixers._short_conv import DepthwiseWeight
 from torchtune.modules.rms_norm import rms_norm
+
+
+class _DeltaChunk(Chunk):
+    """Chunk of the gated delta rule.
+
+    Position i writes ``u_i = beta_i (v_i - exp(g_1 + ... + g_i) S^T k_i - sum_{j<i} d(i, j) (k_i . k_j) u_j)``, a
+    triangular system per chunk (Yang et al. 2024, arXiv:2412.06464). ``q_scale`` and ``k_scale``,
+    ``[b, n_k, 1, c, 1]``, normalize queries to length ``h_k ** -0.5`` and keys to length 1.
+    """
+
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, resets: Tensor) -> None:
+        super().__init__(q, k, v, g, beta, resets)
+        # 1e-6, as in the published models: a vector of zeros keeps its length.
+        self.q_scale = torch.rsqrt(self.q.square().sum(-1, keepdim=True) + 1e-6) * q.shape[-1] ** -0.5
+        self.k_scale = torch.rsqrt(self.k.square().sum(-1, keepdim=True) + 1e-6)
+        self.q = self.q * self.q_scale
+        self.k = self.k * self.k_scale
+
+    @staticmethod
+    def state_shape(k: Tensor, v: Tensor) -> tuple[int, ...]:
+        """Return ``[b, n_k, r, h_k, h_v]``."""
+        return k.shape[0], k.shape[2], v.shape[2] // k.shape[2], k.shape[-1], v.shape[-1]
+
+    def corrections(self, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the strictly lower triangle of the system, the error ``v - S^T k``, and u ``[b, n_k, r, c, h_v]``."""
+        system = (self.k @ self.k.mT) * self.decay * self.beta
+        error = self.v - (self.k @ state) * self.since_state
+        # unitriangular: the diagonal is read as 1, whatever it holds.
+        written = torch.linalg.solve_triangular(system, self.beta * error, upper=False, unitriangular=True)
+        return system, error, written
+
+    def read(self, state: Tensor) -> tuple[Tensor, Tensor]:
+        """See the base class."""
+        _, _, written = self.corrections(state)
+        out = (self.q @ state) * self.since_state + ((self.q @ self.k.mT) * self.decay) @ written
+        state_after = state * self.since_state[..., -1:, :] + (self.k * self.until_end).mT @ written
+        return out, state_after
+
+    def step(self, state: Tensor) -> tuple[Tensor, Tensor]:
+        """See the base class."""
+        state = state * self.since_state
+        state = state + self.k.mT @ (self.beta * (self.v - self.k @ state))
+        return self.q @ state, state
+
+    def gradients(self, state: Tensor, d_out: Tensor, d_after: Tensor) -> tuple[Tensor, ...]:
+        """See the base class."""
+        q = self.q
+        k = self.k
+        beta = self.beta
+        decay = self.decay
+        # The forward pass again.
+        system, error, written = self.corrections(state)
+        similarities = k @ k.mT  # [b, n_k, 1, c, c]
+        scores = q @ k.mT
+
+        # The triangular system (I + system) u = beta * error: its gradient solves the transposed system.
+        d_written = (scores * decay).mT @ d_out + (k * self.until_end) @ d_after
+        d_target = torch.linalg.solve_triangular(system.mT, d_written, upper=True, unitriangular=True)
+        d_system = (d_target @ written.mT).tril_(-1).neg_()
+        d_error = beta * d_target
+        d_beta = (d_target * error).sum(-1) + (d_system * similarities * decay).sum(-1)
+
+        # Scores and similarities are multiplied by the decay, whose logarithm has the gradient d_log_decay.
+        d_decayed_scores = d_out @ written.mT
+        d_log_decay = (d_decayed_scores * scores + d_system * similarities * beta) * decay
+        d_scores = d_decayed_scores * decay
+        d_similarities = d_system * decay * beta
+
+        # Queries and keys also read the incoming state, and keys write to the outgoing one.
+        d_read_q = d_out * self.since_state
+        d_read_k = -d_error * self.since_state
+        written_to_after = written @ d_after.mT  # [b, n_k, r, c, h_k]
+        d_q = d_read_q @ state.mT + d_scores @ k
+        d_k = (
+            d_read_k @ state.mT
+            + d_scores.mT @ q
+            + (d_similarities + d_similarities.mT) @ k
+            + self.until_end * written_to_after
+        )
+        d_q = d_q.sum(2, keepdim=True)  # r value heads share q and k: [b, n_k, 1, c, h_k]
+        d_k = d_k.sum(2, keepdim=True)
+
+        # Gradients of the logarithms of the decays; the last position also decays the state after the chunk.
+        d_log_since = ((d_out * (q @ state) - d_error * (k @ state)) * self.since_state).sum(-1)
+        d_log_since[..., -1] += self.since_state[..., -1, 0] * (d_after * state).sum((-2, -1))
+        d_log_until = self.until_end[..., 0] * (k * written_to_after).sum(-1)
+        d_g = self.d_g(d_log_decay, d_log_since, d_log_until)
+        d_state = k.mT @ d_read_k + q.mT @ d_read_q + d_after * self.since_state[..., -1:, :]
+
+        # Through the normalization, whose queries have the length h_k ** -0.5.
+        length = q.shape[-1] ** 0.5
+        d_q = self.q_scale * (d_q - q * (q * d_q).sum(-1, keepdim=True) * length**2)
+        d_k = self.k_scale * (d_k - k * (k * d_k).sum(-1, keepdim=True))
+        d_q = d_q[:, :, 0].transpose(1, 2)  # [b, c, n_k, h_k]
+        d_k = d_k[:, :, 0].transpose(1, 2)
+        return d_q, d_k, positions_first(d_error), d_g, scalars_first(d_beta), d_state
+
+
+@outside_graphs
+def kernel_delta_rule(
+    kernel: Callable[..., tuple[Tensor, Tensor | None]],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    cu_seqlens: Tensor,
+) -> Tensor:
+    """Compute the outputs of :func:`gated_delta_rule` by ``chunk_gated_delta_rule`` of flash-linear-attention.
+
+    The kernel takes the documents of a batch as one row, with their cumulative lengths ``cu_seqlens``. All layers pass
+    the same tensor of these, because the kernel keeps what it derives from it, for which the host waits once.
+    """
+    row = [t.flatten(0, 1)[None] for t in (q, k, v, g, beta)]
+    out, _ = kernel(*row, use_qk_l2norm_in_kernel=True, cu_seqlens=cu_seqlens)
+    return out.view(v.shape)
+
+
+_rule = chunked("gated_delta_rule", _DeltaChunk)
+
+
+def gated_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, resets: Tensor, state: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Compute linear attention with the gated delta rule (Yang et al. 2024, arXiv:2412.06464).
+
+    Every head has a state S ``[h_k, h_v]``. A position decays it by ``exp(g)``, adds
+    ``beta * k (v - S^T k)^T`` and outputs ``S^T q / sqrt(h_k)``; queries and keys are normalized to length 1. S is zero
+    before each position where ``resets`` is True. The computation is in float32, in chunks of 64 positions; only the
+    inputs and the state at the beginning of each chunk are saved for the backward pass.
+
+    Args:
+        q: queries ``[b, s, n_k, h_k]``.
+        k: keys ``[b, s, n_k, h_k]``.
+        v: values ``[b, s, n_v, h_v]``; n_v / n_k consecutive value heads share a key head.
+        g: float32 ``[b, s, n_v]``, logarithm of the decay, at most 0.
+        beta: ``[b, s, n_v]``, write strength: the fraction of the error to correct.
+        resets: bool ``[b, s]``, True at the first positions of documents.
+        state: S after earlier positions, as returned by this function; gets no gradient.
+
+    Returns:
+        Outputs ``[b, s, n_v, h_v]`` in the dtype of ``v``, and S after the last position, float32
+        ``[b, n_k, n_v / n_k, h_k, h_v]``, without a gradient.
+    """
+    return _rule(q, k, v, g, beta, resets, state)
 
 
 class GatedRMSNorm(nn.Module):
@@ -81,8 +229,11 @@ class GatedDeltaNet(RecurrentMixer, KernelUser):
             raise ValueError(
                 f"num_value_heads ({num_value_heads}) must be a multiple of num_key_heads ({num_key_heads})."
             )
-        self.num_key_heads, self.num_value_heads = num_key_heads, num_value_heads
-        self.key_dim, self.value_dim = key_dim, value_dim
+        self.num_key_heads = num_key_heads
+        self.num_value_heads = num_value_heads
+        self.key_dim = key_dim
+        self.value_dim = value_dim
+        # Of queries, keys and values.
         self.widths = (num_key_heads * key_dim, num_key_heads * key_dim, num_value_heads * value_dim)
         self.fused = fused
         if fused:
@@ -113,9 +264,10 @@ class GatedDeltaNet(RecurrentMixer, KernelUser):
         self.kernel = DELTA_RULE.choose("Gated DeltaNet", device, dtype, head_dim=head_dim)
 
     def _new_cache(self, batch_size: int, dtype: torch.dtype) -> StateCache:
-        shared = self.num_value_heads // self.num_key_heads
-        state = (batch_size, self.num_key_heads, shared, self.key_dim, self.value_dim)
-        return StateCache(state, (batch_size, self.conv.weight.shape[-1] - 1, sum(self.widths)), dtype)
+        values_per_key = self.num_value_heads // self.num_key_heads
+        state = (batch_size, self.num_key_heads, values_per_key, self.key_dim, self.value_dim)
+        conv_inputs = (batch_size, self.conv.weight.shape[-1] - 1, sum(self.widths))
+        return StateCache(state, conv_inputs, dtype)
 
     def _mix(self, x: Tensor, reach: Tensor, cache: StateCache | None) -> Tensor:
         return self._mix_documents(x, reach, cache, None)
@@ -125,32 +277,33 @@ class GatedDeltaNet(RecurrentMixer, KernelUser):
     ) -> Tensor:
         qkv, z, b, a = self._projected(x)
         mixed = self.conv(qkv, reach, cache, silu=True)
-        q, k, v = (
-            t.unflatten(-1, (-1, size)) for t, size in zip(mixed.split(self.widths, -1), self._sizes, strict=True)
-        )
-        decay = -self.a_log.float().exp() * F.softplus(a.float() + self.dt_bias)
+        q, k, v = mixed.split(self.widths, dim=-1)
+        q = q.unflatten(-1, (-1, self.key_dim))  # [b, s, n_k, h_k]
+        k = k.unflatten(-1, (-1, self.key_dim))  # [b, s, n_k, h_k]
+        v = v.unflatten(-1, (-1, self.value_dim))  # [b, s, n_v, h_v]
+        log_decay = -self.a_log.float().exp() * F.softplus(a.float() + self.dt_bias)  # [b, s, n_v]
+        beta = b.sigmoid()
         if self.kernel is not None and documents is not None and cache is None:
-            out = kernel_delta_rule(self.kernel, q, k, v, decay, b.sigmoid(), documents.cu_seqlens)
+            out = kernel_delta_rule(self.kernel, q, k, v, log_decay, beta, documents.cu_seqlens)
         else:
-            state = None if cache is None else cache.state[cache.rows(x.shape[0])]
-            out, state = gated_delta_rule(q, k, v, decay, b.sigmoid(), reach == 0, state)
+            rows = None if cache is None else cache.rows(x.shape[0])
+            state = None if cache is None else cache.state[rows]
+            out, state = gated_delta_rule(q, k, v, log_decay, beta, reach == 0, state)
             if cache is not None:
-                cache.state[cache.rows(x.shape[0])] = state
+                cache.state[rows] = state
         gate = z.unflatten(-1, (-1, self.value_dim))
-        return self.output_proj(self.norm(out, gate).flatten(-2))
+        normed = self.norm(out, gate)  # [b, s, n_v, h_v]
+        return self.output_proj(normed.flatten(-2))
 
     def _projected(self, x: Tensor) -> tuple[Tensor, ...]:
         """Return the input projections: concatenated queries, keys and values; gate z; b for beta; a for decay."""
         if not self.fused:
             return self.qkv_proj(x), self.z_proj(x), self.b_proj(x), self.a_proj(x)
         qkv, z = self.qkvz_proj(x).split((sum(self.widths), self.widths[2]), dim=-1)
-        return qkv, z, *self.ba_proj(x).chunk(2, dim=-1)
+        b, a = self.ba_proj(x).chunk(2, dim=-1)
+        return qkv, z, b, a
 
     @property
     def state_elements(self) -> int:
         """Number of elements of one sequence's state, ``n_v * h_k * h_v``."""
         return self.num_value_heads * self.key_dim * self.value_dim
-
-    @property
-    def _sizes(self) -> tuple[int, int, int]:
-        return self.key_dim, self.key_dim, self.value_dim

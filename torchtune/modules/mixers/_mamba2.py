@@ -1,4 +1,4 @@
-"""Mamba 2: the state-space model of Granite 4, Falcon-H1 and Nemotron 3."""
+"""Mamba 2: the state-space model (SSD), computed in chunks, the gated norm of its output, and the mixer."""
 
 import math
 from collections.abc import Callable
@@ -8,13 +8,201 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from torchtune.modules._outside_graphs import outside_graphs
 from torchtune.modules.feed_forward import swiglu
 from torchtune.modules.kernels import STATE_SPACE, KernelUser
-from torchtune.modules.mixers._causal_conv import DepthwiseWeight
-from torchtune.modules.mixers._gated_norm import GatedGroupNorm
-from torchtune.modules.mixers._mixer import RecurrentMixer
-from torchtune.modules.mixers._state_cache import StateCache
-from torchtune.modules.mixers._state_space import kernel_state_space, state_space
+from torchtune.modules.mixers._chunks import Chunk, chunked, positions_first, scalars_first
+from torchtune.modules.mixers._mixer import RecurrentMixer, StateCache
+from torchtune.modules.mixers._short_conv import DepthwiseWeight, index_documents
+
+
+class _StateSpaceChunk(Chunk):
+    """Chunk of the state-space model: position i writes ``beta_i v_i``.
+
+    Within a chunk, the sum over positions is masked attention (Dao & Gu 2024, arXiv:2405.21060). r value heads share a
+    key head; the state is ``[b, n_k, h_k, r, h_v]``, so that one matrix product computes all r heads.
+    """
+
+    @staticmethod
+    def state_shape(k: Tensor, v: Tensor) -> tuple[int, ...]:
+        """Return ``[b, n_k, h_k, r, h_v]``."""
+        return k.shape[0], k.shape[2], k.shape[-1], v.shape[2] // k.shape[2], v.shape[-1]
+
+    def read(self, state: Tensor) -> tuple[Tensor, Tensor]:
+        """See the base class."""
+        written = self.beta * self.v  # [b, n_k, r, c, h_v]
+        out = self._weights() @ written
+        out.add_(self._from_state(self.q, state) * self.since_state)
+        return out, self._after(state, written)
+
+    def step(self, state: Tensor) -> tuple[Tensor, Tensor]:
+        """See the base class."""
+        state = self._after(state, self.beta * self.v)
+        return self._from_state(self.q, state), state
+
+    def gradients(self, state: Tensor, d_out: Tensor, d_after: Tensor) -> tuple[Tensor, ...]:
+        """See the base class."""
+        q = self.q[:, :, 0]  # [b, n_k, c, h_k]
+        k = self.k[:, :, 0]
+        # The forward pass again.
+        written = self.beta * self.v  # [b, n_k, r, c, h_v]
+        weights = self._weights()  # [b, n_k, r, c, c]
+
+        # What positions write is read within the chunk, and from the state after it.
+        read_from_after = self._from_state(self.k, d_after)  # [b, n_k, r, c, h_v]
+        d_written = (weights.mT @ d_out).add_(read_from_after * self.until_end)
+        d_v = positions_first(self.beta * d_written)
+        d_beta = scalars_first((d_written * self.v).sum(-1))
+
+        # q and k have a gradient of the scores q k^T, which r heads share, and one of the state.
+        d_weights = d_out @ written.mT
+        d_scores = (d_weights * self.decay).sum(2)  # [b, n_k, c, c]
+        d_read = self._rows(d_out * self.since_state)  # [b, n_k, c, r * h_v]
+        added_to_state = self._rows(written * self.until_end)
+        d_q = d_scores @ k + d_read @ state.flatten(-2).mT  # [b, n_k, c, h_k]
+        d_k = d_scores.mT @ q + added_to_state @ d_after.flatten(-2).mT
+
+        # Gradients of the logarithms of the decays; the last position also decays the state after the chunk.
+        d_log_since = (d_out * self._from_state(self.q, state) * self.since_state).sum(-1)  # [b, n_k, r, c]
+        d_log_since[..., -1] += self.since_state[..., -1, 0] * (d_after * state).sum((2, 4))
+        d_log_until = self.until_end[..., 0] * (written * read_from_after).sum(-1)
+        d_g = self.d_g(d_weights.mul_(weights), d_log_since, d_log_until)
+
+        d_state = (q.mT @ d_read).view_as(state).add_(d_after * self._decay_of_state())
+        return d_q.transpose(1, 2), d_k.transpose(1, 2), d_v, d_g, d_beta, d_state
+
+    def _weights(self) -> Tensor:
+        """Return the attention weights ``d(i, j) (q_i . k_j)``, ``[b, n_k, r, c, c]``."""
+        return self.decay * (self.q @ self.k.mT)
+
+    def _after(self, state: Tensor, written: Tensor) -> Tensor:
+        added = self.k[:, :, 0].mT @ self._rows(written * self.until_end)
+        return added.view_as(state).add_(state * self._decay_of_state())
+
+    def _decay_of_state(self) -> Tensor:
+        return self.since_state[:, :, None, :, -1]
+
+    @staticmethod
+    def _from_state(x: Tensor, state: Tensor) -> Tensor:
+        """Multiply ``[b, n_k, 1, c, h_k]`` by the state: ``[b, n_k, r, c, h_v]``."""
+        return (x[:, :, 0] @ state.flatten(-2)).unflatten(-1, state.shape[-2:]).transpose(2, 3)
+
+    @staticmethod
+    def _rows(x: Tensor) -> Tensor:
+        """Permute ``[b, n_k, r, c, h_v]`` to ``[b, n_k, c, r * h_v]``."""
+        return x.transpose(2, 3).flatten(-2)
+
+
+_KERNEL_CHUNK = 256  # positions per chunk of the kernel, as in the published models
+
+
+@outside_graphs
+def kernel_state_space(
+    kernel: Callable[..., Tensor],
+    c: Tensor,
+    b: Tensor,
+    x: Tensor,
+    rate: Tensor,
+    dt: Tensor,
+    skip: Tensor,
+    reach: Tensor,
+) -> Tensor:
+    """Compute :func:`state_space` and its skip connection by ``mamba_chunk_scan_combined`` of mamba-ssm.
+
+    ``rate`` ``[heads]`` is the logarithm of the decay per step size: g of :func:`state_space` is ``rate * dt``.
+    """
+    return kernel(x, dt, rate, b, c, _KERNEL_CHUNK, D=skip, seq_idx=index_documents(reach, len(x)))
+
+
+_rule = chunked("state_space", _StateSpaceChunk)
+
+
+def state_space(
+    c: Tensor, b: Tensor, x: Tensor, g: Tensor, dt: Tensor, resets: Tensor, state: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Compute the state-space model (SSD) of Mamba 2, without its skip connection (Dao & Gu 2024, arXiv:2405.21060).
+
+    Every head has a state S ``[n, p]``. A position decays it by ``exp(g)``, adds ``dt * b x^T`` and outputs ``S^T c``.
+    S is zero before each position where ``resets`` is True. The computation is in float32, in chunks of 64 positions;
+    only the inputs and the state at the beginning of each chunk are saved for the backward pass.
+
+    Args:
+        c: queries ``[b, s, groups, n]``.
+        b: keys ``[b, s, groups, n]``.
+        x: values ``[b, s, heads, p]``; heads / groups consecutive heads share a group.
+        g: float32 ``[b, s, heads]``, logarithm of the decay, at most 0.
+        dt: float32 ``[b, s, heads]``, step size.
+        resets: bool ``[b, s]``, True at the first positions of documents.
+        state: S after earlier positions, as returned by this function; gets no gradient.
+
+    Returns:
+        Outputs ``[b, s, heads, p]`` in the dtype of ``x``, and S after the last position, float32
+        ``[b, groups, n, heads / groups, p]``, without a gradient.
+    """
+    return _rule(c, b, x, g, dt, resets, state)
+
+
+class _GatedNorm(torch.autograd.Function):
+    """Gated norm that saves only its arguments for the backward pass, instead of five float32 tensors of that size."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, gate: Tensor, scale: Tensor, groups: int, eps: float) -> Tensor:
+        ctx.save_for_backward(x, gate, scale)
+        ctx.groups = groups
+        ctx.eps = eps
+        return _gated_norm(x, gate, scale, groups, eps)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, gate, scale = ctx.saved_tensors
+        x_float = x.float()
+        gate_float = gate.float()
+        # The forward pass again, in float32.
+        sigmoid = gate_float.sigmoid()
+        silu = gate_float * sigmoid
+        gated = (x_float * silu).unflatten(-1, (ctx.groups, -1))  # [..., groups, dim / groups]
+        rstd = torch.rsqrt(gated.square().mean(-1, keepdim=True) + ctx.eps)
+        normed = gated.mul_(rstd)
+
+        d_scale = (grad * normed.flatten(-2)).flatten(0, -2).sum(0)  # [dim]
+        d_normed = (grad * scale.float()).unflatten(-1, (ctx.groups, -1))
+        d_gated = (d_normed - normed * (d_normed * normed).mean(-1, keepdim=True)).mul_(rstd).flatten(-2)
+        d_x = d_gated * silu
+        # The derivative of silu is sigmoid + silu (1 - sigmoid).
+        d_gate = d_gated * x_float * (sigmoid + silu * (1 - sigmoid))
+        return d_x.to(x.dtype), d_gate.to(gate.dtype), d_scale.to(scale.dtype), None, None
+
+
+def _gated_norm(x: Tensor, gate: Tensor, scale: Tensor, groups: int, eps: float) -> Tensor:
+    gated = (x.float() * F.silu(gate.float())).unflatten(-1, (groups, -1))  # [..., groups, dim / groups]
+    normed = F.rms_norm(gated, gated.shape[-1:], eps=eps).flatten(-2)
+    return normed.to(x.dtype) * scale
+
+
+class GatedGroupNorm(nn.Module):
+    """Gated RMSNorm ``scale * y / rms(y)`` for ``y = x * silu(gate)``, over groups of channels.
+
+    Args:
+        dim: number of channels.
+        groups: number of groups of consecutive channels; divides ``dim``.
+        eps: added to the mean square.
+    """
+
+    def __init__(self, dim: int, groups: int, eps: float) -> None:
+        super().__init__()
+        self.groups = groups
+        self.eps = eps
+        self.scale = nn.Parameter(torch.ones(dim))
+
+    def reset_parameters(self) -> None:
+        """Set the scale to 1."""
+        nn.init.ones_(self.scale)
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        """Multiply ``x`` ``[..., dim]`` by ``silu(gate)`` and normalize, in float32; return the dtype of ``x``."""
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return _gated_norm(x, gate, self.scale, self.groups, self.eps)
+        return _GatedNorm.apply(x, gate, self.scale, self.groups, self.eps)
 
 
 class Mamba2(RecurrentMixer, KernelUser):
@@ -67,10 +255,15 @@ class Mamba2(RecurrentMixer, KernelUser):
         super().__init__()
         if num_heads % num_groups:
             raise ValueError(f"num_heads ({num_heads}) must be a multiple of num_groups ({num_groups}).")
-        self.num_heads, self.head_dim, self.num_groups, self.state_dim = num_heads, head_dim, num_groups, state_dim
-        self.dt_limits, self.scales, self.out_scale = (dt_min, dt_max), scales, out_scale
-        inner, of_groups = num_heads * head_dim, num_groups * state_dim
-        self.widths = (inner, of_groups, of_groups)
+        self.num_heads = num_heads
+        self.head_dim = head_dim
+        self.num_groups = num_groups
+        self.state_dim = state_dim
+        self.dt_limits = (dt_min, dt_max)
+        self.scales = scales
+        self.out_scale = out_scale
+        inner = num_heads * head_dim
+        self.widths = (inner, num_groups * state_dim, num_groups * state_dim)  # of x, b and c
         self.in_proj = nn.Linear(embed_dim, inner + sum(self.widths) + num_heads, bias=False)
         self.conv = DepthwiseWeight(sum(self.widths), conv_taps, bias=True)
         self.a_log = nn.Parameter(torch.empty(num_heads))
@@ -93,9 +286,10 @@ class Mamba2(RecurrentMixer, KernelUser):
         self.kernel = STATE_SPACE.choose("Mamba 2", device, dtype, state_dim=self.state_dim)
 
     def _new_cache(self, batch_size: int, dtype: torch.dtype) -> StateCache:
-        shared = self.num_heads // self.num_groups
-        state = (batch_size, self.num_groups, self.state_dim, shared, self.head_dim)
-        return StateCache(state, (batch_size, self.conv.weight.shape[-1] - 1, sum(self.widths)), dtype)
+        heads_per_group = self.num_heads // self.num_groups
+        state = (batch_size, self.num_groups, self.state_dim, heads_per_group, self.head_dim)
+        conv_inputs = (batch_size, self.conv.weight.shape[-1] - 1, sum(self.widths))
+        return StateCache(state, conv_inputs, dtype)
 
     def _mix(self, x: Tensor, reach: Tensor, cache: StateCache | None) -> Tensor:
         gate_scale, *conv_scales, dt_scale = self.scales
@@ -107,7 +301,7 @@ class Mamba2(RecurrentMixer, KernelUser):
         x, b, c = mixed.split(self.widths, dim=-1)
         x = x.unflatten(-1, (-1, self.head_dim))  # [b, s, heads, p]
         b = b.unflatten(-1, (self.num_groups, -1))  # [b, s, groups, n]
-        c = c.unflatten(-1, (self.num_groups, -1))
+        c = c.unflatten(-1, (self.num_groups, -1))  # [b, s, groups, n]
         dt = F.softplus(dt.float() * dt_scale + self.dt_bias).clamp(*self.dt_limits)
         rate = -self.a_log.float().exp()
         if self.kernel is not None and cache is None:
@@ -118,10 +312,14 @@ class Mamba2(RecurrentMixer, KernelUser):
             out, state = state_space(c, b, x, rate * dt, dt, reach == 0, state)
             if cache is not None:
                 cache.state[rows] = state
-            out = torch.addcmul(out, x, self.skip[:, None]).flatten(-2)
-        gate = gate if gate_scale == 1.0 else gate * gate_scale
-        out = self.output_proj(swiglu(gate, out) if self.norm is None else self.norm(out, gate))
-        return out if self.out_scale == 1.0 else out * self.out_scale
+            out = torch.addcmul(out, x, self.skip[:, None]).flatten(-2)  # [b, s, heads * p]
+        if gate_scale != 1.0:
+            gate = gate * gate_scale
+        gated = swiglu(gate, out) if self.norm is None else self.norm(out, gate)
+        out = self.output_proj(gated)
+        if self.out_scale != 1.0:
+            out = out * self.out_scale
+        return out
 
     @property
     def state_elements(self) -> int:

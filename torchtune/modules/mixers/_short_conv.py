@@ -1,11 +1,142 @@
-"""Gated short convolution of LFM2."""
+"""Short convolutions: depthwise causal convolution within packed documents, and the mixer of LFM2."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from torchtune.modules.mixers._causal_conv import DepthwiseWeight
-from torchtune.modules.mixers._mixer import RecurrentMixer
-from torchtune.modules.mixers._state_cache import StateCache
+from torchtune.modules._outside_graphs import outside_graphs
+from torchtune.modules.kernels import CAUSAL_CONV, KernelUser
+from torchtune.modules.mixers._mixer import RecurrentMixer, StateCache
+
+
+class _CausalConv(torch.autograd.Function):
+    """Convolution that saves only its arguments for the backward pass, instead of a shifted copy per tap."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, reach: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, reach)
+        out = x * weight[:, -1]
+        for shift in range(1, min(weight.shape[1], x.shape[1])):
+            shifted = x[:, :-shift] * weight[:, -1 - shift]
+            is_other_document = (reach[:, shift:] < shift)[..., None]
+            out[:, shift:] += shifted.masked_fill_(is_other_document, 0)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight, reach = ctx.saved_tensors
+        d_x = grad * weight[:, -1]
+        d_weight = torch.zeros_like(weight, dtype=torch.float32)
+        d_weight[:, -1] = (grad * x).sum((0, 1), dtype=torch.float32)
+        for shift in range(1, min(weight.shape[1], x.shape[1])):
+            is_other_document = (reach[:, shift:] < shift)[..., None]
+            shifted_grad = grad[:, shift:].masked_fill(is_other_document, 0)
+            d_weight[:, -1 - shift] = (shifted_grad * x[:, :-shift]).sum((0, 1), dtype=torch.float32)
+            d_x[:, :-shift] += shifted_grad.mul_(weight[:, -1 - shift])
+        return d_x, d_weight.to(weight.dtype), None
+
+
+def causal_conv(x: Tensor, weight: Tensor, reach: Tensor) -> Tensor:
+    """Compute ``out[t, c] = sum_j weight[c, K - 1 - j] * x[t - j, c]`` for j from 0 to ``min(K - 1, reach[t])``.
+
+    Args:
+        x: ``[b, s, c]``.
+        weight: ``[c, K]``; the last column applies to the position itself.
+        reach: ``[b, s]`` or ``[1, s]``, number of earlier positions in the document of each position.
+
+    Returns:
+        Tensor ``[b, s, c]``.
+    """
+    return _CausalConv.apply(x, weight, reach.expand(x.shape[0], -1))
+
+
+def cached_conv(x: Tensor, weight: Tensor, reach: Tensor, cache: StateCache | None) -> Tensor:
+    """Compute :func:`causal_conv`; the inputs of earlier calls come from the cache."""
+    if cache is None:
+        return causal_conv(x, weight, reach)
+    num_cached = cache.tail.shape[1]  # K - 1
+    # The outputs of cached positions are not used, so it does not matter how far these reach.
+    reach_with_cached = F.pad(reach, (num_cached, 0))
+    return causal_conv(cache.extend(x), weight, reach_with_cached)[:, num_cached:]
+
+
+def index_documents(reach: Tensor, rows: int) -> Tensor:
+    """Number the documents of each row, int32 ``[rows, s]``, as kernels of other packages expect them."""
+    return (reach == 0).cumsum(-1, dtype=torch.int32).expand(rows, -1).contiguous()
+
+
+@outside_graphs
+def kernel_conv(
+    kernel: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tensor | None, reach: Tensor, silu: bool
+) -> Tensor:
+    """Compute :func:`causal_conv`, the bias and an optional SiLU by ``causal_conv1d_fn`` of causal-conv1d."""
+    # The kernel reads documents only from inputs whose channels lie side by side: [b, c, s] with stride 1 in c.
+    channels_last = x.contiguous().transpose(1, 2)
+    activation = "silu" if silu else None
+    out = kernel(channels_last, weight, bias, seq_idx=index_documents(reach, len(x)), activation=activation)
+    return out.transpose(1, 2)
+
+
+class DepthwiseWeight(nn.Module, KernelUser):
+    """Depthwise causal convolution with a weight ``[c, 1, K]`` as in ``nn.Conv1d`` and in checkpoints.
+
+    Args:
+        channels: number c of channels.
+        taps: kernel size K.
+        bias: whether there is a bias ``[c]``.
+    """
+
+    def __init__(self, channels: int, taps: int, bias: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(channels, 1, taps))
+        self.bias = nn.Parameter(torch.empty(channels)) if bias else None
+        self.kernel: Callable[..., Any] | None = None
+        self.reset_parameters()
+
+    def choose_kernels(self, device: torch.device, dtype: torch.dtype) -> None:
+        """See the base class."""
+        channels, _, taps = self.weight.shape
+        # The kernel reads eight channels at a time.
+        fits = channels % 8 == 0
+        self.kernel = CAUSAL_CONV.choose("Short convolutions", device, dtype, taps=taps) if fits else None
+
+    def reset_parameters(self) -> None:
+        """Initialize the parameters as ``nn.Conv1d`` does."""
+        bound = self.weight.shape[-1] ** -0.5
+        for parameter in self.parameters():
+            nn.init.uniform_(parameter, -bound, bound)
+
+    def forward(
+        self,
+        x: Tensor,
+        reach: Tensor,
+        cache: StateCache | None,
+        factors: Sequence[tuple[int, float]] | None = None,
+        *,
+        silu: bool = False,
+    ) -> Tensor:
+        """Compute :func:`causal_conv`: ``[b, s, c]`` to ``[b, s, c]``.
+
+        Args:
+            x: inputs ``[b, s, c]``.
+            reach: number of earlier positions in the document of each position.
+            cache: cache with earlier inputs, or None.
+            factors: (number of channels, scale of their inputs) for consecutive groups of the c channels.
+            silu: apply SiLU to the result.
+        """
+        weight = self.weight[:, 0]
+        if factors is not None:
+            scales = [weight.new_full((channels, 1), factor) for channels, factor in factors]
+            weight = weight * torch.cat(scales)
+        if self.kernel is not None and cache is None:
+            return kernel_conv(self.kernel, x, weight, self.bias, reach, silu)
+        out = cached_conv(x, weight, reach, cache)
+        if self.bias is not None:
+            out = out + self.bias
+        return F.silu(out) if silu else out
 
 
 class ShortConv(RecurrentMixer):
@@ -32,5 +163,5 @@ class ShortConv(RecurrentMixer):
         return StateCache((0,), (batch_size, taps - 1, channels), dtype)
 
     def _mix(self, x: Tensor, reach: Tensor, cache: StateCache | None) -> Tensor:
-        before, after, inner = self.in_proj(x).chunk(3, dim=-1)
-        return self.output_proj(after * self.conv(before * inner, reach, cache))
+        b, c, inner = self.in_proj(x).chunk(3, dim=-1)
+        return self.output_proj(c * self.conv(b * inner, reach, cache))

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from torchtune.data import Documents
-from torchtune.modules.attention_utils import _MaskType
+from torchtune.modules.kernels.attention import MaskType
 from torchtune.modules.model_fusion._fusion_model import FusionModel
 from torchtune.modules.model_fusion._fusion_utils import get_fusion_params
 from torchtune.modules.transformer import TransformerDecoder
@@ -66,7 +66,7 @@ class DeepFusionModel(FusionModel):
         self,
         tokens: Tensor | None,
         *,
-        mask: _MaskType | None = None,
+        mask: MaskType | None = None,
         documents: Documents | None = None,
         input_pos: Tensor | None = None,
         encoder_input: Mapping[str, Any] | None = None,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torchtune.data import Documents, Images, check_placeholders, grid_positions
 from torchtune.modules.attention import Block
-from torchtune.modules.attention_utils import _MaskType
+from torchtune.modules.kernels.attention import MaskType
 from torchtune.modules.model_fusion._fusion_model import FusionModel
 from torchtune.modules.transformer import TransformerDecoder
 from torchtune.modules.vision_tower import VisionTower
@@ -65,7 +65,7 @@ class ImageTextModel(FusionModel):
         self,
         tokens: Tensor,
         *,
-        mask: _MaskType | None = None,
+        mask: MaskType | None = None,
         documents: Documents | None = None,
         input_pos: Tensor | None = None,
         encoder_input: Mapping[str, Any] | None = None,

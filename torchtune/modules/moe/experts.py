@@ -9,8 +9,8 @@ from torch.nn import functional as F
 from torchtune._lazy import former_names
 from torchtune.modules.feed_forward import swiglu
 from torchtune.modules.kernels import GROUPED_PRODUCTS, KernelUser, card_of
+from torchtune.modules.kernels.grouped import frozen_grouped_mm, grouped_mm, local_experts
 from torchtune.modules.low_precision.formats import Stored
-from torchtune.modules.moe._grouped import frozen_grouped_mm, grouped_mm, local_experts
 from torchtune.utils import get_logger, is_simulated, log_once
 
 _CLAMPED_SLOPE = 1.702  # slope of the sigmoid approximation of GELU

@@ -1,17 +1,16 @@
 """Tensor, sequence, context and expert parallelism of layers."""
 
-from torchtune.modules.parallel._collectives import sum_gradients
-from torchtune.modules.parallel._context import ContextParallelAttention
-from torchtune.modules.parallel._styles import (
+from torchtune.modules.parallel.collectives import sum_gradients, vocabulary_parallel_linear
+from torchtune.modules.parallel.context_parallel import ContextParallelAttention
+from torchtune.modules.parallel.expert_parallel import ExpertParallel, check_experts, place_experts
+from torchtune.modules.parallel.tensor_parallel import (
     ColwiseParallel,
     GatherInput,
     ReplicatedNorm,
     RowwiseParallel,
     ShardedNorm,
     VocabParallel,
-    vocabulary_parallel_linear,
 )
-from torchtune.modules.parallel.expert_parallel import ExpertParallel, check_experts, place_experts
 
 __all__ = [
     "ColwiseParallel",
@@ -28,4 +27,4 @@ __all__ = [
     "vocabulary_parallel_linear",
 ]
 
-from torchtune.modules.parallel._styles import ParallelError as ParallelError
+from torchtune.modules.parallel.tensor_parallel import ParallelError as ParallelError

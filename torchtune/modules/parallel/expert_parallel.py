@@ -9,8 +9,8 @@ from torch.distributed.tensor import Shard
 from torchtune.modules._outside_graphs import outside_graphs
 from torchtune.modules.moe.experts import GroupedExperts
 from torchtune.modules.moe.moe import permute_rows
-from torchtune.modules.parallel._collectives import exchange_rows
-from torchtune.modules.parallel._styles import ParallelError, place_parameters
+from torchtune.modules.parallel.collectives import exchange_rows
+from torchtune.modules.parallel.tensor_parallel import ParallelError, place_parameters
 
 
 def exchange_sizes(own: Tensor, theirs: Tensor, rows: int) -> tuple[list[int], list[int]]:

@@ -1,7 +1,7 @@
 """Low-rank adapters."""
 
 from torchtune._lazy import former_names
-from torchtune.modules.peft._adapters import (
+from torchtune.modules.peft.adapters import (
     LORA_ATTN_MODULES,
     AdapterModule,
     disable_adapter,
@@ -15,10 +15,10 @@ from torchtune.modules.peft._adapters import (
     set_trainable_params,
     validate_missing_and_unexpected_for_lora,
 )
-from torchtune.modules.peft._conversion import LoRA
-from torchtune.modules.peft._new_tokens import NewTokens
+from torchtune.modules.peft.conversion import LoRA
 from torchtune.modules.peft.dora import DoRALinear
 from torchtune.modules.peft.lora import LoRALinear, TrainableParams
+from torchtune.modules.peft.new_tokens import NewTokens
 from torchtune.modules.peft.qat_lora import QATLoRALinear
 
 __all__ = [
@@ -42,7 +42,7 @@ __all__ = [
     "validate_missing_and_unexpected_for_lora",
 ]
 
-from torchtune.modules.peft._adapters import adapter_modules as adapter_modules
-from torchtune.modules.peft._functional import init_from_weight as init_from_weight
+from torchtune.modules.peft.adapters import adapter_modules as adapter_modules
+from torchtune.modules.peft.lora import init_from_weight as init_from_weight
 
 __getattr__ = former_names(__name__)

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from torchtune.modules.low_precision.layers import frozen_linear
-from torchtune.modules.peft._functional import lora_projection, merged_weight, updated_weight
-from torchtune.modules.peft.lora import LoRALinear
+from torchtune.modules.peft.lora import LoRALinear, lora_projection, merged_weight, updated_weight
 
 
 class DoRALinear(LoRALinear):

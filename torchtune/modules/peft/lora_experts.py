@@ -8,11 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from torchtune.modules._change_class import change_class
-from torchtune.modules.moe._grouped import grouped_mm
+from torchtune.modules.conversion import change_class
+from torchtune.modules.kernels.grouped import grouped_mm
 from torchtune.modules.moe.experts import GroupedExperts
-from torchtune.modules.peft._functional import lora_scaling
-from torchtune.modules.peft.lora import check_adapter_numbers
+from torchtune.modules.peft.lora import check_adapter_numbers, lora_scaling
 
 
 class LoRAGroupedExperts(GroupedExperts):

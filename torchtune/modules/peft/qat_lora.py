@@ -4,12 +4,10 @@ from typing import Any
 
 from torch import Tensor
 
-from torchtune.modules._change_class import change_class
-from torchtune.modules.conversion import ConversionError
+from torchtune.modules.conversion import ConversionError, change_class
 from torchtune.modules.low_precision.fake_quantization import FakeQuantized, FakeQuantSwitch
 from torchtune.modules.low_precision.torchao_interface import fake_quantizer
-from torchtune.modules.peft._functional import merged_weight
-from torchtune.modules.peft.lora import LoRALinear
+from torchtune.modules.peft.lora import LoRALinear, merged_weight
 
 
 class QATLoRALinear(FakeQuantized, LoRALinear):

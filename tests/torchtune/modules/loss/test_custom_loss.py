@@ -184,12 +184,56 @@ def test_what_forward_returns_is_what_its_caller_asks_for(model):
         model(tokens, output="loss")
 
 
+class WithIndex(LinearCrossEntropyLoss):
+    """Its ``sum_and_count`` was written before recipes gave it a list for the losses of single tokens."""
+
+    def sum_and_count(self, hidden, labels, projection, *, index=None):
+        assert index is not None
+        return super().sum_and_count(hidden, labels, projection, index=index)
+
+
 class Older(LinearCrossEntropyLoss):
     """Its ``sum_and_count`` was written before recipes gave it the positions of the labels."""
 
     def sum_and_count(self, hidden: Tensor, labels: Tensor, projection: nn.Module) -> tuple[Tensor, Tensor]:
         total, count = super().sum_and_count(hidden, labels, projection)
         return 2 * total, count
+
+
+class PerToken(nn.Module):
+    """A user's own loss of single tokens."""
+
+    def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(logits, labels, reduction="none")
+
+
+@pytest.mark.parametrize("kind", [LinearCrossEntropyLoss, PerToken])
+def test_losses_of_single_tokens_are_appended_to_the_list_that_the_recipe_gives(model, kind):
+    tokens, labels = batch()
+    hidden = model(tokens, output="hidden")
+    loss = setup_loss(kind(), model)
+    row_losses = []
+    total, count = loss.sum_and_count(hidden, labels, model.output, row_losses=row_losses)
+    logits = model.output(hidden).double().flatten(0, 1)
+    every = nn.functional.cross_entropy(logits, labels.flatten(), reduction="none")
+    losses = torch.cat(row_losses)
+    assert not losses.requires_grad
+    torch.testing.assert_close(losses.double(), every[labels.flatten() != -100], rtol=1e-5, atol=1e-6)
+    alone, _ = loss.sum_and_count(hidden, labels, model.output)
+    assert alone.item() == total.item()
+    assert len(losses) == count
+
+
+@pytest.mark.parametrize("kind", [WithIndex, Older, OfLogits, nn.CrossEntropyLoss])
+def test_a_loss_that_gives_no_losses_of_single_tokens_trains(model, kind):
+    tokens, labels = batch()
+    index = (labels.flatten() != -100).nonzero()[:, 0]
+    row_losses = []
+    loss = setup_loss(kind(), model)
+    hidden = model(tokens, output="hidden")
+    total, _ = loss.sum_and_count(hidden, labels, model.output, index=index, row_losses=row_losses)
+    assert total.isfinite()
+    assert row_losses == []
 
 
 def test_known_positions_of_labels_change_nothing(model):

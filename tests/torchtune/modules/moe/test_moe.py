@@ -8,8 +8,8 @@ from torchtune.models import Description, ModelError, build
 from torchtune.models.qwen3_moe import SPEC
 from torchtune.modules import FeedForward
 from torchtune.modules.conversion import ConversionError
+from torchtune.modules.kernels.grouped import grouped_mm
 from torchtune.modules.moe import GroupedExperts, MoE, TokenChoiceTopKRouter
-from torchtune.modules.moe._grouped import grouped_mm
 from torchtune.modules.peft import LoRA
 
 DIM, HIDDEN, EXPERTS = 16, 24, 6

@@ -7,8 +7,8 @@ from torch import nn
 from torchtune.models.llama3 import llama3, lora_llama3_8b
 from torchtune.models.qwen3 import lora_qwen3_0_6b_base
 from torchtune.modules import TiedLinear, TransformerDecoder
-from torchtune.modules.capped_linear import CappedLinear
 from torchtune.modules.conversion import ConversionError, apply_conversions
+from torchtune.modules.output_projection import CappedLinear
 from torchtune.modules.peft import (
     AdapterModule,
     DoRALinear,

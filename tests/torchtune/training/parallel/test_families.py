@@ -11,7 +11,7 @@ from tests.torchtune.checkpoints.small import SIZES, build, write_folder
 from tests.torchtune.models.families import FAMILIES, NAME_OF_ARCHITECTURE
 from torchtune.models import ModelError, get_spec, list_specs, spec_for_architecture
 from torchtune.models.llama4 import decoder_only_tp_plan, llama4_scout_17b_16e
-from torchtune.modules.parallel._styles import ParallelError
+from torchtune.modules.parallel.tensor_parallel import ParallelError
 from torchtune.modules.peft import LoRA
 from torchtune.training import ParallelDims
 from torchtune.training.parallel import check_parallelizable

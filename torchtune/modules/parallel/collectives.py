@@ -5,13 +5,17 @@ Shards are equal parts of dimension 1, the sequence; batches are padded to a mul
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import functional as F
 
 from torchtune.modules._outside_graphs import outside_graphs
+
+if TYPE_CHECKING:  # slow to import
+    from torch.distributed.tensor import DTensor
 
 # Renamed in torch 2.13.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -100,6 +104,13 @@ def gather_vocabulary(part: Tensor, group: dist.ProcessGroup) -> Tensor:
         return _all_gather_sequence(part.movedim(-1, 0).unsqueeze(0), group).squeeze(0).movedim(0, -1)
 
     return _Collective.apply(part, gather, lambda grad: grad.narrow(-1, group.rank() * width, width))
+
+
+def vocabulary_parallel_linear(x: Tensor, weight: "DTensor") -> Tensor:
+    """Compute all-gathered logits ``[..., v]`` of replicated ``[..., d]``; the gradient of ``x`` is a partial sum."""
+    if weight.device_mesh.mesh_dim_names != ("tp",):
+        raise RuntimeError("The output projection is sharded by FSDP: call it after the forward pass of its model.")
+    return gather_vocabulary(F.linear(x, weight.to_local()), weight.device_mesh.get_group())
 
 
 @outside_graphs

@@ -2,59 +2,14 @@
 
 from typing import Any, Literal, overload
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from torchtune.data import label_index
-from torchtune.modules.loss._chunked_logits import Logits, Projection, at_least_float32, chunked_rows
+from torchtune.modules.loss.cross_entropy import Logits, at_least_float32, chunked_rows, log_probs_of_rows
+from torchtune.modules.loss.custom_loss import Projection
 
 # Default number of logits per chunk.
 _CHUNK_ELEMENTS = 2**25
-
-
-def log_probs_of_rows(
-    logits: Tensor, targets: Tensor, group: dist.ProcessGroup | None = None, *, with_entropy: bool = False
-) -> tuple[Tensor, ...]:
-    """Compute the target's log-prob of every row, [n], and the entropy of the row's distribution if asked for.
-
-    Args:
-        logits: [n, v]; with a group, this rank's shard of the vocabulary.
-        targets: int64 [n].
-        group: process group of the shards.
-        with_entropy: also return the entropies, [n].
-
-    Returns:
-        One or two tensors, at least float32.
-    """
-    logits = at_least_float32(logits)
-    columns = targets.unsqueeze(-1)  # [n, 1]
-    largest = logits.detach().amax(-1, keepdim=True)  # [n, 1]
-    if group is not None:
-        # Every rank subtracts the same number, so that the sums of exponentials below can be added.
-        dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
-        columns = columns - group.rank() * logits.shape[1]
-    # Targets in the shard of another rank add 0 here. Without a group no target is masked: one that is no token must
-    # fail in gather.
-    is_elsewhere = ((columns < 0) | (columns >= logits.shape[1])) & (group is not None)
-    shifted = logits - largest
-    exp = shifted.exp()
-    target_logits = shifted.gather(-1, columns.masked_fill(is_elsewhere, 0))
-    target_logits = target_logits.masked_fill(is_elsewhere, 0.0).squeeze(-1)  # [n]
-    sums = [exp.sum(-1), target_logits]
-    if with_entropy:
-        sums.append((exp * shifted.clamp(min=-1e30)).sum(-1))  # clamped, as 0 · -inf would be NaN
-    if group is not None:
-        from torchtune.modules.parallel._collectives import sum_of_equals  # slow to import
-
-        sums = sum_of_equals(torch.stack(sums), group)
-    total = sums[0]
-    log_probs = sums[1] - total.log()
-    if not with_entropy:
-        return (log_probs,)
-    # −Σ p log p, with log p = shifted − log total and p = exp / total.
-    entropies = total.log() - sums[2] / total
-    return log_probs, entropies
 
 
 def _log_probs(

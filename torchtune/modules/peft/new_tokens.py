@@ -6,10 +6,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from torchtune.modules.capped_linear import soft_cap
 from torchtune.modules.conversion import Conversion, ConversionError, ConversionReport, Phase, apply_conversions
 from torchtune.modules.embedding_utils import resize_token_embeddings
-from torchtune.modules.tied_linear import TiedLinear
+from torchtune.modules.output_projection import TiedLinear, soft_cap
 
 NEW_ROWS = "new_rows"
 

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from torchtune.modules.capped_linear import CappedLinear
 from torchtune.modules.loss import (
     ForwardKLLoss,
     ForwardKLWithChunkedOutputLoss,
@@ -18,7 +17,8 @@ from torchtune.modules.loss import (
     SymmetricKLWithChunkedOutputLoss,
     TeacherStates,
 )
-from torchtune.modules.loss import kd_losses as kd_losses_module
+from torchtune.modules.loss import distillation as kd_losses_module
+from torchtune.modules.output_projection import CappedLinear
 
 
 def inputs() -> tuple[Tensor, Tensor, Tensor]:

@@ -22,8 +22,10 @@ from torchtune.utils import (
     saved_tensor_hooks,
 )
 
-_WORTH = 2**21  # multiplications from which on oneDNN is faster, its call included
-_ROWS = 64  # from which on a layer saves more than looking at all its operations costs: more than decoding has
+# Multiplications of a product from which on oneDNN is faster, its call included.
+_MIN_MULTIPLICATIONS = 2**21
+# Rows of a layer's input from which on it saves more than looking at all its operations costs: more than decoding has.
+_MIN_ROWS = 64
 
 
 @cache
@@ -39,34 +41,37 @@ def _is_plain(tensor: Tensor) -> bool:
 
 def _is_worth(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
     """Whether oneDNN, which checks no shapes, is faster and does what ``F.linear`` does."""
-    return (
-        not torch.compiler.is_compiling()  # first: sizes that are looked at are sizes that are compiled for
-        and x.ndim > 1
-        and x.shape[-1:] == weight.shape[1:]
-        and x.numel() * weight.shape[0] >= _WORTH
-        and all(_is_plain(tensor) for tensor in (x, weight, bias) if tensor is not None)
-        and (bias is None or bias.shape == weight.shape[:1])
-        and _is_faster_here()
-        and torch.backends.mkldnn.enabled
-    )
+    if torch.compiler.is_compiling():  # first: sizes that are looked at are sizes that are compiled for
+        return False
+    if x.ndim < 2 or x.shape[-1:] != weight.shape[1:] or x.numel() * weight.shape[0] < _MIN_MULTIPLICATIONS:
+        return False
+    if not (_is_plain(x) and _is_plain(weight)):
+        return False
+    if bias is not None and not (_is_plain(bias) and bias.shape == weight.shape[:1]):
+        return False
+    return _is_faster_here() and torch.backends.mkldnn.enabled
 
 
 def _dense(matrix: Tensor) -> Tensor:
     """Make the matrix contiguous unless oneDNN supports its strides: rows or columns without gaps."""
-    inner, outer = sorted(zip(matrix.stride(), matrix.shape, strict=True))
-    return matrix if inner[0] == 1 and outer[0] >= inner[1] else matrix.contiguous()
+    (inner_stride, inner_size), (outer_stride, _) = sorted(zip(matrix.stride(), matrix.shape, strict=True))
+    is_supported = inner_stride == 1 and outer_stride >= inner_size
+    return matrix if is_supported else matrix.contiguous()
 
 
 def mm(a: Tensor, b: Tensor) -> Tensor:
     """Compute the matrix product ``a b`` of ``[n, k]`` and ``[k, m]``, any strides, without a gradient."""
-    return onednn_linear(_dense(a), _dense(b).t()) if _is_worth(a, b.t()) else torch.mm(a, b)
+    if _is_worth(a, b.t()):
+        return onednn_linear(_dense(a), _dense(b).t())
+    return torch.mm(a, b)
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        needs = ctx.needs_input_grad
-        ctx.save_for_backward(rows if needs[1] else None, weight if needs[0] else None)
+        needs_rows, needs_weight, _ = ctx.needs_input_grad
+        # The gradient of each factor needs the other one.
+        ctx.save_for_backward(rows if needs_weight else None, weight if needs_rows else None)
         return onednn_linear(rows, _dense(weight), bias)
 
     @staticmethod
@@ -75,7 +80,8 @@ class _Linear(torch.autograd.Function):
         product = torch.mm if torch.is_grad_enabled() else mm  # double backward
         grad_rows = None if weight is None else product(grad, weight)
         grad_weight = None if rows is None else product(grad.t(), rows)
-        return grad_rows, grad_weight, grad.sum(0) if ctx.needs_input_grad[2] else None
+        grad_bias = grad.sum(0) if ctx.needs_input_grad[2] else None
+        return grad_rows, grad_weight, grad_bias
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -93,8 +99,9 @@ class _Linears(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # A checkpointed region is recomputed outside of this mode, where its products must be the same.
-        is_ours = func is F.linear and saved_tensor_hooks() == self._hooks
-        return (linear if is_ours else func)(*args, **(kwargs or {}))
+        if func is F.linear and saved_tensor_hooks() == self._hooks:
+            func = linear
+        return func(*args, **(kwargs or {}))
 
 
 def fast_products(x: Tensor) -> AbstractContextManager[Any]:
@@ -105,5 +112,9 @@ def fast_products(x: Tensor) -> AbstractContextManager[Any]:
     Args:
         x: input of the layer, ``[..., d]``; if oneDNN is not faster for it, or it has few rows, nothing changes.
     """
-    few = torch.compiler.is_compiling() or x.shape[:-1].numel() < _ROWS  # as in _is_worth: sizes come last
-    return nullcontext() if few or not _is_plain(x) or not _is_faster_here() else _Linears()
+    # While the compiler traces, no size is looked at, as in _is_worth.
+    if torch.compiler.is_compiling() or x.shape[:-1].numel() < _MIN_ROWS:
+        return nullcontext()
+    if not (_is_plain(x) and _is_faster_here()):
+        return nullcontext()
+    return _Linears()

@@ -9,7 +9,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from torchtune.modules._outside_graphs import outside_graphs
-from torchtune.modules.kernels import card_of
+from torchtune.modules.kernels.optional import card_of
 from torchtune.modules.low_precision.formats import Stored
 
 

@@ -1,23 +1,135 @@
-"""Adapters that give any loss the interface that recipes call."""
+"""Interfaces of losses, and adapters that give any loss the interface that recipes call."""
 
 import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, label_index
-from torchtune.modules.loss._chunked_logits import Projection
-from torchtune.modules.loss.loss_types import SFTLoss, record_row_losses
 from torchtune.modules.moe.balance import Balance, balance_of
 from torchtune.utils import UserError, is_simulated
+
+# Hidden states [..., d] -> logits [..., v].
+Projection = Callable[[Tensor], Tensor]
+
+
+class SFTLoss(ABC):
+    """Base class of losses for supervised fine-tuning.
+
+    Recipes call :meth:`sum_and_count`. A loss of hidden states overrides it; a loss that only defines :meth:`forward`,
+    the mean over labeled tokens, inherits it.
+
+    Example:
+        >>> issubclass(torchtune.modules.loss.LinearCrossEntropyLoss, torchtune.modules.loss.SFTLoss)
+        True
+    """
+
+    @abstractmethod
+    def apply_compile_strategy(self, *args: Any, **kwargs: Any) -> nn.Module:
+        """Compile the parts that profit from it (arguments of ``torch.compile``); return the loss."""
+
+    @abstractmethod
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Compute the loss, a scalar, of the model's outputs [b, s, ...] and targets [b, s]."""
+
+    def sum_and_count(
+        self,
+        hidden: Tensor,
+        labels: Tensor,
+        projection: Projection,
+        *,
+        index: Tensor | None = None,
+        row_losses: list[Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Compute the loss summed over labeled tokens, and their number.
+
+        Args:
+            hidden: result of ``model(..., output="hidden")`` [b, s, d].
+            labels: int64 [b, s], already shifted.
+            projection: ``model.output``, [..., d] -> logits [..., v].
+            index: int64 [n], positions of the labeled tokens in the flattened batch, from :attr:`Batch.label_index
+                <torchtune.data.Batch.label_index>`; for losses that select them, which else look for them.
+            row_losses: a loss of single tokens appends the losses of the labeled tokens, or of all positions, to this
+                list: detached tensors that together are [n] or [b * s], for values that are logged.
+
+        Returns:
+            Sum (scalar) and count (int64 scalar).
+        """
+        del index, row_losses  # the loss gets all positions, and returns their mean
+        ignore_index = getattr(self, "ignore_index", CROSS_ENTROPY_IGNORE_IDX)
+        count = (labels != ignore_index).sum()
+        if type(self).set_model_output is not SFTLoss.set_model_output:  # an older loss, which knows its projection
+            mean = self(hidden, labels)
+        else:
+            mean = self(projection(hidden).float(), labels)  # of logits [b, s, v]
+        return mean * count, count
+
+    def set_model_output(self, model: nn.Module) -> None:
+        """Prepare ``model`` and this loss for each other before training; for older recipes.
+
+        If the model has a balancing loss (:class:`torchtune.modules.moe.BalancingLoss`), it is added.
+        """
+        balance = balance_of(model)
+        if balance is not None and isinstance(self, nn.Module):
+            self.register_forward_hook(lambda module, inputs, output: balance.add_to(output))
+
+    @property
+    def tp_requires_loss_parallel_ctx_manager(self) -> bool:
+        """Whether tensor parallelism must run this loss inside ``loss_parallel()``."""
+        return False
+
+    def patch_tp_plan(self, tp_plan: dict[str, Any]) -> dict[str, Any]:
+        """Return the model's tensor-parallel plan, adapted to this loss."""
+        return tp_plan
+
+
+class RLLoss(ABC):
+    """Base class of reinforcement learning losses on the outputs of several policies.
+
+    Example:
+        >>> class Mine(torchtune.modules.loss.RLLoss):
+        ...     def apply_compile_strategy(self, *args, **kwargs):
+        ...         return self
+        ...     def forward(self, logprobs, advantages):
+        ...         return -(logprobs * advantages).mean()
+        ...
+        >>> Mine().forward(torch.tensor([-1.0]), torch.tensor([2.0]))
+        tensor(2.)
+    """
+
+    @abstractmethod
+    def apply_compile_strategy(self, *args: Any, **kwargs: Any) -> nn.Module:
+        """Compile the parts that profit from it (arguments of ``torch.compile``); return the loss."""
+
+    @abstractmethod
+    def forward(
+        self,
+        pi_old_outputs: Tensor,
+        pi_outputs: Tensor,
+        ref_outputs: Tensor,
+        advantages: Tensor,
+        padding_masks: Tensor | None = None,
+    ) -> Any:
+        """Compute loss and statistics from outputs of the old, current and reference policy [b, s, ...]."""
+
+    def set_model_output(self, model: nn.Module) -> None:  # noqa: B027
+        """Prepare ``model`` and this loss for each other before training."""
 
 
 class TokenLoss(Protocol):
     """Interface of losses in recipes: sum over labeled tokens and their number, which add up over micro-batches."""
 
     def sum_and_count(
-        self, hidden: Tensor, labels: Tensor, projection: Projection, *, index: Tensor | None = None
+        self,
+        hidden: Tensor,
+        labels: Tensor,
+        projection: Projection,
+        *,
+        index: Tensor | None = None,
+        row_losses: list[Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """See :meth:`torchtune.modules.loss.SFTLoss.sum_and_count`."""
 
@@ -68,8 +180,10 @@ def setup_loss(loss: Any, model: nn.Module) -> TokenLoss:
     elif _overrides_only_forward(type(loss)):
         loss.set_model_output(model)
         loss = MeanLoss(loss)
-    elif not _takes_index(loss):
-        loss = UnindexedLoss(loss)
+    else:
+        arguments = _optional_arguments(loss)
+        if arguments != {"index", "row_losses"}:
+            loss = OlderLoss(loss, arguments)
     balance = balance_of(model)
     return loss if balance is None else BalancedLoss(loss, balance)
 
@@ -99,7 +213,13 @@ class LogitsLoss(_Adapter):
         return self
 
     def sum_and_count(
-        self, hidden: Tensor, labels: Tensor, projection: Projection, *, index: Tensor | None = None
+        self,
+        hidden: Tensor,
+        labels: Tensor,
+        projection: Projection,
+        *,
+        index: Tensor | None = None,
+        row_losses: list[Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """See :meth:`torchtune.modules.loss.SFTLoss.sum_and_count`."""
         hidden = hidden.flatten(0, -2)  # [b * s, d]
@@ -115,29 +235,56 @@ class LogitsLoss(_Adapter):
         losses = self.loss(logits, labels[index])
         if losses.dim() == 0:  # the mean
             return losses * count, count
-        return record_row_losses(losses).sum(), count
+        if row_losses is not None:
+            row_losses.append(losses.detach())
+        return losses.sum(), count
 
 
 class MeanLoss(_Adapter):
     """An :class:`SFTLoss` that only defines ``forward`` (mean over labeled tokens), with its model output set."""
 
     def sum_and_count(
-        self, hidden: Tensor, labels: Tensor, projection: Projection, *, index: Tensor | None = None
+        self,
+        hidden: Tensor,
+        labels: Tensor,
+        projection: Projection,
+        *,
+        index: Tensor | None = None,
+        row_losses: list[Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """See :meth:`torchtune.modules.loss.SFTLoss.sum_and_count`."""
-        del index  # the loss gets all positions
+        del index, row_losses  # the loss gets all positions, and returns their mean
         return SFTLoss.sum_and_count(self.loss, hidden, labels, projection)
 
 
-class UnindexedLoss(_Adapter):
-    """An :class:`SFTLoss` whose ``sum_and_count`` was written without ``index``."""
+class OlderLoss(_Adapter):
+    """An :class:`SFTLoss` whose ``sum_and_count`` was written without ``index`` or without ``row_losses``.
+
+    Args:
+        loss: the loss.
+        arguments: which of the two the loss takes.
+    """
+
+    def __init__(self, loss: SFTLoss, arguments: set[str]) -> None:
+        super().__init__(loss)
+        self.arguments = arguments
 
     def sum_and_count(
-        self, hidden: Tensor, labels: Tensor, projection: Projection, *, index: Tensor | None = None
+        self,
+        hidden: Tensor,
+        labels: Tensor,
+        projection: Projection,
+        *,
+        index: Tensor | None = None,
+        row_losses: list[Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """See :meth:`torchtune.modules.loss.SFTLoss.sum_and_count`."""
-        del index
-        return self.loss.sum_and_count(hidden, labels, projection)
+        options: dict[str, Any] = {}
+        if "index" in self.arguments:
+            options["index"] = index
+        if "row_losses" in self.arguments:
+            options["row_losses"] = row_losses
+        return self.loss.sum_and_count(hidden, labels, projection, **options)
 
 
 class BalancedLoss(_Adapter):
@@ -153,17 +300,25 @@ class BalancedLoss(_Adapter):
         self.balance = balance
 
     def sum_and_count(
-        self, hidden: Tensor, labels: Tensor, projection: Projection, *, index: Tensor | None = None
+        self,
+        hidden: Tensor,
+        labels: Tensor,
+        projection: Projection,
+        *,
+        index: Tensor | None = None,
+        row_losses: list[Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """See :meth:`torchtune.modules.loss.SFTLoss.sum_and_count`."""
-        total, count = self.loss.sum_and_count(hidden, labels, projection, index=index)
+        total, count = self.loss.sum_and_count(hidden, labels, projection, index=index, row_losses=row_losses)
         return self.balance.add_to(total, count), count
 
 
-def _takes_index(loss: SFTLoss) -> bool:
-    """Whether ``sum_and_count`` has the argument ``index``, or passes on any keyword."""
-    parameters = inspect.signature(loss.sum_and_count).parameters.values()
-    return any(parameter.name == "index" or parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+def _optional_arguments(loss: SFTLoss) -> set[str]:
+    """Which of ``index`` and ``row_losses`` the loss's ``sum_and_count`` takes: both if it takes any keyword."""
+    parameters = inspect.signature(loss.sum_and_count).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return {"index", "row_losses"}
+    return {"index", "row_losses"} & parameters.keys()
 
 
 def _overrides_only_forward(kind: type) -> bool:

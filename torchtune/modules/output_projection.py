@@ -1,9 +1,33 @@
-"""Output projection with the weight of the token embedding."""
+"""Output projections: with a soft cap on the logits, and with the weight of the token embedding."""
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from torchtune.modules.capped_linear import soft_cap
+
+class CappedLinear(nn.Linear):
+    """Output projection with a soft cap.
+
+    Args:
+        in_features: d.
+        out_features: v.
+        softcap: logits become ``softcap * tanh(logits / softcap)``, in float32.
+    """
+
+    def __init__(self, in_features: int, out_features: int, softcap: float) -> None:
+        super().__init__(in_features, out_features, bias=False)
+        self.softcap = softcap
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute logits: ``[..., d]`` to ``[..., v]``."""
+        return soft_cap(super().forward(x), self.softcap)
+
+
+def soft_cap(logits: Tensor, softcap: float | None) -> Tensor:
+    """Compute ``softcap * tanh(logits / softcap)`` in at least float32; with None, return the logits unchanged."""
+    if softcap is None:
+        return logits
+    return softcap * torch.tanh(logits.to(torch.promote_types(logits.dtype, torch.float32)) / softcap)
 
 
 class TiedLinear:
@@ -41,7 +65,7 @@ class TiedLinear:
         """Compute logits: ``[..., d]`` to ``[..., v]``."""
         weight = self.tied_module.weight
         if hasattr(weight, "device_mesh"):  # sharded over the vocabulary
-            from torchtune.modules.parallel import vocabulary_parallel_linear  # slow to import
+            from torchtune.modules.parallel.collectives import vocabulary_parallel_linear  # slow to import
 
             return soft_cap(vocabulary_parallel_linear(x, weight), self.softcap)
         return soft_cap(self.linear(x, weight), self.softcap)

@@ -35,10 +35,12 @@ def block_attention(
         softcap: scores become ``softcap * tanh(score / softcap)``; 0: no soft cap.
         sinks: attention sinks ``[n]``: a logit per head in the softmax's denominator.
     """
-    queries, out_heads = (_split_queries(t, k.shape[2]) for t in (q, out))
+    queries = _split_queries(q, k.shape[2])
+    out_heads = _split_queries(out, k.shape[2])
+    keys = _by_kv_head(k, torch.float32)
     values = _by_kv_head(v, v.dtype)
-    for block, seen, _, weights, _ in _iter_blocks(queries, _by_kv_head(k, torch.float32), window, softcap, sinks):
-        product = torch.bmm(weights.to(v.dtype), values[:, seen])
+    for block, seen, _, weights, _ in _iter_blocks(queries, keys, window, softcap, sinks):
+        product = torch.bmm(weights.to(v.dtype), values[:, seen])  # [b * n_kv, n / n_kv * block, h]
         out_heads[:, :, :, block] = product.view(out_heads[:, :, :, block].shape)
 
 
@@ -59,25 +61,33 @@ def block_attention_backward(
 
     Writes ``grad_q``, ``grad_k`` and ``grad_v``, and adds to ``grad_sinks``.
     """
-    queries, grad_heads, grad_queries = (_split_queries(t, k.shape[2]) for t in (q, grad, grad_q))
-    keys, values = _by_kv_head(k, k.dtype), _by_kv_head(v, v.dtype)
-    grad_keys, grad_values = torch.zeros(2, *keys.shape, dtype=torch.float32, device=k.device)
-    for block, seen, queries_now, weights, slope in _iter_blocks(queries, keys.float(), window, softcap, sinks):
-        grad_now = _take_block(grad_heads, block, grad.dtype)
-        grad_values[:, seen] += torch.bmm(weights.to(v.dtype).transpose(1, 2), grad_now)
-        grad_weights = torch.bmm(grad_now, values[:, seen].transpose(1, 2)).float()
+    num_kv_heads = k.shape[2]
+    queries = _split_queries(q, num_kv_heads)
+    grad_heads = _split_queries(grad, num_kv_heads)
+    grad_queries = _split_queries(grad_q, num_kv_heads)
+    keys = _by_kv_head(k, k.dtype)  # [b * n_kv, t, h]
+    values = _by_kv_head(v, v.dtype)
+    # float32 sums over blocks of queries.
+    grad_keys = torch.zeros(keys.shape, dtype=torch.float32, device=k.device)
+    grad_values = torch.zeros(keys.shape, dtype=torch.float32, device=k.device)
+    for block, seen, block_queries, weights, slope in _iter_blocks(queries, keys.float(), window, softcap, sinks):
+        block_grad = _take_block(grad_heads, block, grad.dtype)  # [b * n_kv, n / n_kv * block, h]
+        grad_values[:, seen] += torch.bmm(weights.to(v.dtype).transpose(1, 2), block_grad)
+        grad_weights = torch.bmm(block_grad, values[:, seen].transpose(1, 2)).float()
         grad_scores = torch.ops.aten._softmax_backward_data(grad_weights, weights, -1, torch.float32)
-        if grad_sinks is not None:  # the sink's probability is 1 - sum of the others; its value is zero
-            left = (weights.sum(-1) - 1) * (grad_weights * weights).sum(-1)
-            grad_sinks += left.view(q.shape[0], grad_sinks.shape[0], -1).sum((0, 2))
+        if grad_sinks is not None:
+            # The sink's probability is 1 - the sum of the others, and its value is zero.
+            grad_sink = (weights.sum(-1) - 1) * (grad_weights * weights).sum(-1)
+            grad_sinks += grad_sink.view(q.shape[0], grad_sinks.shape[0], -1).sum((0, 2))
         if slope is not None:
             grad_scores.mul_(slope)
         grad_scores = grad_scores.mul_(q.shape[-1] ** -0.5).to(q.dtype)
         product = torch.bmm(grad_scores, keys[:, seen])
         grad_queries[:, :, :, block] = product.view(grad_queries[:, :, :, block].shape)
-        grad_keys[:, seen] += torch.bmm(grad_scores.transpose(1, 2), queries_now.to(q.dtype))
-    for result, by_head in ((grad_k, grad_keys), (grad_v, grad_values)):
-        result.copy_(by_head.unflatten(0, (k.shape[0], -1)).transpose(1, 2))
+        grad_keys[:, seen] += torch.bmm(grad_scores.transpose(1, 2), block_queries.to(q.dtype))
+    # [b * n_kv, t, h] -> [b, t, n_kv, h]
+    grad_k.copy_(grad_keys.unflatten(0, (k.shape[0], -1)).transpose(1, 2))
+    grad_v.copy_(grad_values.unflatten(0, (k.shape[0], -1)).transpose(1, 2))
 
 
 def _split_queries(x: Tensor, num_kv_heads: int) -> Tensor:
@@ -105,33 +115,49 @@ def _causal_mask(device: torch.device) -> Tensor:
 def _iter_blocks(
     queries: Tensor, keys: Tensor, window: int, softcap: float, sinks: Tensor | None = None
 ) -> Iterator[tuple[slice, slice, Tensor, Tensor, Tensor | None]]:
-    """Yield for each block of queries: its slice, the slice of visible keys, queries
-    ``[b * n_kv, n / n_kv * block, h]``, probabilities ``[b * n_kv, n / n_kv * block, visible]`` and the derivative of
-    the soft cap. ``keys`` and results are float32."""
+    """Compute the probabilities of one block of queries after another, in float32.
+
+    Args:
+        queries: ``[b, n_kv, n / n_kv, s, h]``.
+        keys: float32 ``[b * n_kv, t, h]``.
+        window: sliding window in positions; 0: none.
+        softcap: soft cap of the scores; 0: none.
+        sinks: attention sinks ``[n]``.
+
+    Yields:
+        The slice of the block, the slice of the keys that it sees, its queries ``[b * n_kv, n / n_kv * block, h]``,
+        probabilities ``[b * n_kv, n / n_kv * block, seen]``, and the derivative of the soft cap, of the same shape.
+    """
     group, s, h = queries.shape[2:]
-    before = keys.shape[1] - s  # positions with keys and without queries
+    num_earlier = keys.shape[1] - s  # positions with keys and without queries
     future = _causal_mask(queries.device)
     scaled_keys = keys * h**-0.5
     for start in range(0, s, _BLOCK):
         block = slice(start, min(start + _BLOCK, s))
         size = block.stop - start
-        own = start + before
-        seen = slice(max(0, own - window + 1) if window else 0, own + size)
-        queries_now = _take_block(queries, block, torch.float32)
-        scores, slope = torch.bmm(queries_now, scaled_keys[:, seen].transpose(1, 2)), None
+        first_position = start + num_earlier  # of the block's first query, among the keys
+        first_seen = max(0, first_position - window + 1) if window else 0
+        seen = slice(first_seen, first_position + size)
+        block_queries = _take_block(queries, block, torch.float32)
+        scores = torch.bmm(block_queries, scaled_keys[:, seen].transpose(1, 2))
+        slope = None
         if softcap:
             bounded = scores.div_(softcap).tanh_()
             slope = 1 - bounded.square()
             scores = bounded * softcap
-        by_position = scores.unflatten(1, (group, size))
-        by_position[..., own - seen.start :] += future[:size, :size]
+        # A view [b * n_kv, n / n_kv, block, seen]: masks are the same for all heads of a group.
+        position_scores = scores.unflatten(1, (group, size))
+        position_scores[..., first_position - first_seen :] += future[:size, :size]
         if window:
-            distance = torch.arange(own, own + size, device=keys.device)[:, None]
-            distance = distance - torch.arange(seen.start, seen.stop, device=keys.device)
-            by_position.masked_fill_(distance >= window, float("-inf"))
+            query_positions = torch.arange(first_position, first_position + size, device=keys.device)
+            key_positions = torch.arange(seen.start, seen.stop, device=keys.device)
+            distance = query_positions[:, None] - key_positions  # [block, seen]
+            position_scores.masked_fill_(distance >= window, float("-inf"))
         if sinks is None:
             weights = scores.softmax(-1)
         else:
-            column = sinks.float().view(-1, group, 1).repeat(queries.shape[0], 1, size).view(*scores.shape[:2], 1)
-            weights = torch.cat([scores, column], -1).softmax(-1)[..., :-1]
-        yield block, seen, queries_now, weights, slope
+            # One more score per query; its probability is left out, because the sink has no value.
+            sink_scores = sinks.float().view(-1, group, 1).repeat(queries.shape[0], 1, size)
+            sink_scores = sink_scores.view(*scores.shape[:2], 1)
+            weights = torch.cat([scores, sink_scores], -1).softmax(-1)[..., :-1]
+        yield block, seen, block_queries, weights, slope

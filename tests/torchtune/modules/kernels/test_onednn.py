@@ -8,10 +8,10 @@ import torch
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from torchtune.modules import _products
-from torchtune.modules._products import fast_products, linear, mm
+from torchtune.modules.kernels import onednn
+from torchtune.modules.kernels.onednn import fast_products, linear, mm
 
-needs_it = pytest.mark.skipif(not _products._is_faster_here(), reason="MKL is as fast on this processor")
+needs_it = pytest.mark.skipif(not onednn._is_faster_here(), reason="MKL is as fast on this processor")
 
 
 def _draw(*shape: int) -> torch.Tensor:

@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtune.modules.attention_utils import attention
-from torchtune.modules.parallel._collectives import exchange_heads_for_sequence, exchange_sequence_for_heads
+from torchtune.modules.kernels.attention import attention
+from torchtune.modules.parallel.collectives import exchange_heads_for_sequence, exchange_sequence_for_heads
 
 
 class ContextParallelAttention:

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from torchtune.data import Documents, SharedPrefixes
-from torchtune.modules._block_attention import block_attention, block_attention_backward
-from torchtune.modules._block_mask import document_block_mask
+from torchtune.modules.kernels.blocks import block_attention, block_attention_backward
+from torchtune.modules.kernels.flex import document_block_mask
 from torchtune.utils import has_bfloat16_vectors_only
 
 if TYPE_CHECKING:
@@ -50,12 +50,17 @@ class Boundaries:
             block_masks: windows of the layers that run FlexAttention.
             chunks: sizes of the chunks in which layers attend.
         """
-        shared, sizes = documents.shared, (documents.cu_seqlens, documents.num_tokens)
-        keys = () if shared is None else (shared.cu_keys, len(shared.keys))
-        masks = {window: document_block_mask(*sizes, window, *keys) for window in block_masks}
-        parts = {size: cls.of(documents.split_into_chunks(size), step, block_masks) for size in chunks}
-        max_length = -(-documents.max_length // step) * step
-        return cls(documents.cu_seqlens, max_length, masks, shared, parts, documents.num_tokens)
+        cu_keys = None
+        num_keys = None
+        if documents.shared is not None:
+            cu_keys = documents.shared.cu_keys
+            num_keys = len(documents.shared.keys)
+        masks = {}
+        for window in block_masks:
+            masks[window] = document_block_mask(documents.cu_seqlens, documents.num_tokens, window, cu_keys, num_keys)
+        chunk_boundaries = {size: cls.of(documents.split_into_chunks(size), step, block_masks) for size in chunks}
+        max_length = -(-documents.max_length // step) * step  # rounded up
+        return cls(documents.cu_seqlens, max_length, masks, documents.shared, chunk_boundaries, documents.num_tokens)
 
 
 def check_coverage(num_covered: int, num_positions: int) -> None:
@@ -79,9 +84,10 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
         (index,) = ctx.saved_tensors
-        wide = torch.promote_types(grad.dtype, torch.float32)
-        sums = torch.zeros(ctx.rows, *grad.shape[1:], dtype=wide, device=grad.device)
-        return sums.index_add_(0, index, grad.to(wide)).to(grad.dtype), None
+        compute = torch.promote_types(grad.dtype, torch.float32)
+        sums = torch.zeros(ctx.rows, *grad.shape[1:], dtype=compute, device=grad.device)
+        sums.index_add_(0, index, grad.to(compute))
+        return sums.to(grad.dtype), None
 
 
 def prepend_shared_prefix(shared: SharedPrefixes | None, keys: Tensor) -> Tensor:
@@ -91,9 +97,14 @@ def prepend_shared_prefix(shared: SharedPrefixes | None, keys: Tensor) -> Tensor
 
 def _run_attention(q: Tensor, k: Tensor, v: Tensor, dropout_p: float, is_causal: bool) -> Tensor:
     """Attention of documents of equal length ``[count, length, n, h]``; the result is ``[t, n, h]``."""
-    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-    grouped = q.shape[1] != k.shape[1]
-    out = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p, is_causal=is_causal, enable_gqa=grouped)
+    out = F.scaled_dot_product_attention(
+        q.transpose(1, 2),
+        k.transpose(1, 2),
+        v.transpose(1, 2),
+        dropout_p=dropout_p,
+        is_causal=is_causal,
+        enable_gqa=q.shape[2] != k.shape[2],
+    )
     return out.transpose(1, 2).flatten(0, 1)
 
 
@@ -103,20 +114,39 @@ _Rows = tuple[Tensor, ...]
 def _split_by_length(
     cu_seqlens: Tensor, cu_keys: Tensor | None, of_queries: _Rows, of_keys: _Rows
 ) -> Iterator[tuple[_Rows, _Rows]]:
-    """Yield views ``[count, length, …]`` of the tensors by query ``[t, …]`` and of the tensors by key ``[k, …]``, for
-    each run of consecutive documents with equal numbers of queries and of keys."""
-    queries = cu_seqlens.diff().tolist()
-    keys = queries if cu_keys is None else cu_keys.diff().tolist()
-    check_coverage(sum(queries), of_queries[0].shape[0])
-    check_coverage(sum(keys), of_keys[0].shape[0])
-    runs = [(*pair, sum(1 for _ in run)) for pair, run in groupby(zip(queries, keys, strict=True))]
+    """Yield views of the documents, for each run of consecutive documents with equal numbers of queries and of keys.
 
-    def views(tensor: Tensor, side: int) -> list[Tensor]:
-        parts = tensor.split([run[side] * run[2] for run in runs])  # slices would have a gradient of the whole size
-        return [part.unflatten(0, (run[2], run[side])) for part, run in zip(parts, runs, strict=True)]
+    Args:
+        cu_seqlens: cumulative numbers of queries; the host waits for them.
+        cu_keys: cumulative numbers of keys, by default of queries.
+        of_queries: tensors ``[t, …]`` by query.
+        of_keys: tensors ``[k, …]`` by key.
 
-    sides = [zip(*(views(tensor, side) for tensor in of), strict=True) for side, of in enumerate((of_queries, of_keys))]
-    return zip(*sides, strict=True)
+    Yields:
+        Views ``[count, length, …]`` of the tensors by query, and of those by key.
+    """
+    query_lengths = cu_seqlens.diff().tolist()
+    key_lengths = query_lengths if cu_keys is None else cu_keys.diff().tolist()
+    check_coverage(sum(query_lengths), of_queries[0].shape[0])
+    check_coverage(sum(key_lengths), of_keys[0].shape[0])
+    counts = []  # documents of each run
+    run_query_lengths = []
+    run_key_lengths = []
+    for (query_length, key_length), run in groupby(zip(query_lengths, key_lengths, strict=True)):
+        counts.append(len(list(run)))
+        run_query_lengths.append(query_length)
+        run_key_lengths.append(key_length)
+    query_views = [_split_runs(tensor, counts, run_query_lengths) for tensor in of_queries]
+    key_views = [_split_runs(tensor, counts, run_key_lengths) for tensor in of_keys]
+    # From the runs of each tensor to the tensors of each run.
+    return zip(zip(*query_views, strict=True), zip(*key_views, strict=True), strict=True)
+
+
+def _split_runs(tensor: Tensor, counts: list[int], lengths: list[int]) -> list[Tensor]:
+    """Split ``[t, …]`` into a view ``[count, length, …]`` for each run."""
+    sizes = [count * length for count, length in zip(counts, lengths, strict=True)]
+    runs = tensor.split(sizes)  # slices would have a gradient of the whole size
+    return [run.unflatten(0, shape) for run, shape in zip(runs, zip(counts, lengths, strict=True), strict=True)]
 
 
 def _empty_lse(q: Tensor) -> Tensor:
@@ -158,14 +188,14 @@ def _forward(
     out = torch.empty_like(q)
     lse = _empty_lse(q)
     for (q_run, out_run, lse_run), (k_run, v_run) in _split_by_length(cu_seqlens, cu_keys, (q, out, lse), (k, v)):
-        here = window if window < k_run.shape[1] else 0
-        if _needs_blocks(q_run, k_run, here, softcap, sinks):
-            block_attention(q_run, k_run, v_run, out_run, here, softcap, sinks)
+        run_window = window if window < k_run.shape[1] else 0  # a window of all keys is none
+        if _needs_blocks(q_run, k_run, run_window, softcap, sinks):
+            block_attention(q_run, k_run, v_run, out_run, run_window, softcap, sinks)
         else:
-            heads = (t.transpose(1, 2) for t in (q_run, k_run, v_run))
-            attended, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*heads, 0.0, True)
+            heads = [tensor.transpose(1, 2) for tensor in (q_run, k_run, v_run)]  # [count, n or n_kv, length, h]
+            attended, log_sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*heads, 0.0, True)
             out_run.copy_(attended.transpose(1, 2))
-            lse_run.copy_(sums.transpose(1, 2))
+            lse_run.copy_(log_sums.transpose(1, 2))
     return out, lse
 
 
@@ -183,23 +213,35 @@ def _backward(
     softcap: float = 0.0,
     cu_keys: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    grad_q = torch.empty_like(q)
+    grad_k = torch.empty_like(k)
+    grad_v = torch.empty_like(v)
     grad_sinks = torch.zeros(q.shape[1], dtype=torch.float32, device=q.device)
-    of_queries, of_keys = (grad, q, out, lse, grads[0]), (k, v, *grads[1:])
-    for (grad_run, q_run, out_run, lse_run, of_q), (k_run, v_run, *of_kv) in _split_by_length(
-        cu_seqlens, cu_keys, of_queries, of_keys
-    ):
-        results = (of_q, *of_kv)
-        here = window if window < k_run.shape[1] else 0
-        if _needs_blocks(q_run, k_run, here, softcap, sinks) or _is_faster_in_blocks(q_run):
-            more = {} if sinks is None else {"sinks": sinks, "grad_sinks": grad_sinks}
-            block_attention_backward(grad_run, q_run, k_run, v_run, *results, here, softcap, **more)
+    runs = _split_by_length(cu_seqlens, cu_keys, (grad, q, out, lse, grad_q), (k, v, grad_k, grad_v))
+    for of_queries, of_keys in runs:
+        grad_run, q_run, out_run, lse_run, grad_q_run = of_queries
+        k_run, v_run, grad_k_run, grad_v_run = of_keys
+        run_window = window if window < k_run.shape[1] else 0
+        if _needs_blocks(q_run, k_run, run_window, softcap, sinks) or _is_faster_in_blocks(q_run):
+            block_attention_backward(
+                grad_run,
+                q_run,
+                k_run,
+                v_run,
+                grad_q_run,
+                grad_k_run,
+                grad_v_run,
+                run_window,
+                softcap,
+                sinks=sinks,
+                grad_sinks=None if sinks is None else grad_sinks,
+            )
             continue
-        heads = [t.transpose(1, 2) for t in (grad_run, q_run, k_run, v_run, out_run, lse_run)]
-        found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(*heads, 0.0, True)
-        for result, value in zip(results, found, strict=True):
-            result.copy_(value.transpose(1, 2))
-    return *grads, grad_sinks
+        heads = [tensor.transpose(1, 2) for tensor in (grad_run, q_run, k_run, v_run, out_run, lse_run)]
+        run_grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(*heads, 0.0, True)
+        for result, run_grad in zip((grad_q_run, grad_k_run, grad_v_run), run_grads, strict=True):
+            result.copy_(run_grad.transpose(1, 2))
+    return grad_q, grad_k, grad_v, grad_sinks
 
 
 @_forward.register_fake
@@ -277,13 +319,16 @@ def document_attention(
     Raises:
         ValueError: the documents do not cover the positions.
     """
-    k, v = k.to(q.dtype), v.to(q.dtype)  # autocast may have left them in another dtype
-    return _forward(q, k, v, cu_seqlens, sinks, window, softcap, cu_keys)[0]
+    # Autocast may have left keys and values in another dtype.
+    out, _ = _forward(q, k.to(q.dtype), v.to(q.dtype), cu_seqlens, sinks, window, softcap, cu_keys)
+    return out
 
 
 def attention_by_document(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, dropout_p: float = 0.0, is_causal: bool = True
 ) -> Tensor:
     """Compute :func:`document_attention` with dropout of attention weights, or attention that is not causal."""
-    pieces = _split_by_length(cu_seqlens, None, (q,), (k, v))
-    return torch.cat([_run_attention(*queries, *keys, dropout_p, is_causal) for queries, keys in pieces])
+    outputs = []
+    for (q_run,), (k_run, v_run) in _split_by_length(cu_seqlens, None, (q,), (k, v)):
+        outputs.append(_run_attention(q_run, k_run, v_run, dropout_p, is_causal))
+    return torch.cat(outputs)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from torchtune.modules.conversion import ConversionError, get_conversions
-from torchtune.modules.peft._functional import merged_weight
+from torchtune.modules.peft.lora import merged_weight
 from torchtune.utils import deprecate_parameter
 
 LORA_ATTN_MODULES = Literal["q_proj", "k_proj", "v_proj", "output_proj"]

@@ -6,11 +6,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from torchtune.modules import TiedLinear
-from torchtune.modules.capped_linear import CappedLinear
 from torchtune.modules.conversion import apply_conversions
 from torchtune.modules.loss import CEWithChunkedOutputLoss, LinearCrossEntropyLoss, SFTLoss
-from torchtune.modules.loss import cross_entropy_loss as implementation
-from torchtune.modules.loss.cross_entropy_loss import cross_entropy
+from torchtune.modules.loss import cross_entropy as implementation
+from torchtune.modules.loss.cross_entropy import cross_entropy
+from torchtune.modules.output_projection import CappedLinear
 from torchtune.modules.peft import LoRA
 
 DIM, VOCAB, BATCH, SEQ = 16, 97, 3, 30

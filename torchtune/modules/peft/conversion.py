@@ -16,7 +16,7 @@ from torchtune.modules.conversion import (
 )
 from torchtune.modules.low_precision.layers import StoredLinear
 from torchtune.modules.moe.experts import GroupedExperts
-from torchtune.modules.peft._adapters import (
+from torchtune.modules.peft.adapters import (
     ATTENTION_TARGETS,
     LORA_ATTN_MODULES,
     MIXER_INPUTS,
@@ -24,9 +24,8 @@ from torchtune.modules.peft._adapters import (
     get_adapter_params,
     set_trainable_params,
 )
-from torchtune.modules.peft._functional import lora_scaling
 from torchtune.modules.peft.dora import DoRALinear
-from torchtune.modules.peft.lora import AdapterStart, LoRALinear, check_adapter_numbers
+from torchtune.modules.peft.lora import AdapterStart, LoRALinear, check_adapter_numbers, lora_scaling
 from torchtune.modules.peft.lora_experts import LoRAGroupedExperts
 
 if TYPE_CHECKING:  # DTensor is slow to import
@@ -296,7 +295,7 @@ class LoRA(Conversion):
         """Shard an adapter like its base weight."""
         if not isinstance(module, LoRALinear):
             return style
-        from torchtune.modules.peft._adapter_styles import adapted_style
+        from torchtune.modules.parallel.tensor_parallel import adapted_style
 
         return adapted_style(style)
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from torchtune.data import label_index
-from torchtune.modules.loss._chunked_logits import Logits, Projection, chunked_sum
+from torchtune.modules.loss.cross_entropy import Logits, chunked_sum
+from torchtune.modules.loss.custom_loss import Projection
 
 Divergence = Callable[[Tensor, Tensor], Tensor]
 

@@ -8,9 +8,9 @@ from torch import nn
 from torch.nn import attention
 
 from torchtune.modules.attention import MultiHeadAttention
-from torchtune.modules.attention_utils import Kernel, choose_kernel
 from torchtune.modules.conversion import Conversion, ConversionError, ConversionReport, Phase
-from torchtune.modules.kernels import FLASH_ATTENTION_3, FLASH_ATTENTION_4, KERNELS, allow_kernels
+from torchtune.modules.kernels.attention import Kernel, choose_kernel
+from torchtune.modules.kernels.optional import FLASH_ATTENTION_3, FLASH_ATTENTION_4, KERNELS, allow_kernels
 from torchtune.utils import is_simulated
 
 # Torch's name of a kernel -> its row.

@@ -1,0 +1,537 @@
+"""Scaled dot-product attention with document masks or other masks, and the choice of its kernel."""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Any, Union
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from torchtune.data import Documents
+from torchtune.modules._tiles import TileMask
+from torchtune.modules.kernels.documents import (
+    Boundaries,
+    attention_by_document,
+    check_coverage,
+    document_attention,
+    prepend_shared_prefix,
+)
+from torchtune.modules.kernels.flex import compile_friendly_flex_attention, document_block_mask, flex_blocks
+from torchtune.modules.kernels.optional import Card, card_of
+from torchtune.utils import get_logger, log_once
+
+if TYPE_CHECKING:  # FlexAttention imports the compiler, which takes a second
+    from torch.nn.attention.flex_attention import BlockMask
+
+MaskType = Union[Tensor, "BlockMask", TileMask]
+
+_FLASH_DTYPES = (torch.bfloat16, torch.float16)
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    documents: Documents | Boundaries | None = None,
+    mask: MaskType | None = None,
+    is_causal: bool = True,
+    dropout_p: float = 0.0,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    chunk: int | None = None,
+) -> Tensor:
+    """Compute scaled dot-product attention, ``softmax(q kᵀ / √h) v``, with grouped-query support.
+
+    Give at most one of ``documents`` and ``mask``. With neither, attention is causal in each row, or full if
+    ``is_causal`` is False.
+
+    Args:
+        q: queries ``[b, s, n, h]``.
+        k: keys ``[b, t, n_kv, h]``; n is a multiple of n_kv.
+        v: values ``[b, t, n_kv, h]``.
+        documents: boundaries in the flattened ``b * s`` positions; attention stays within each document and its
+            shared prefix.
+        mask: bool ``[b, s, t]`` (True: attend), a FlexAttention ``BlockMask``, or the tile mask of a
+            :class:`VisionTransformer`.
+        is_causal: causal attention; ignored with ``mask``. A single query attends to all keys.
+        dropout_p: dropout probability of attention weights.
+        window: sliding window in positions, the query's own included. With a mask, the last visible key is the query's
+            own position.
+        softcap: scores become ``softcap * tanh(score / softcap)``.
+        sinks: attention sinks ``[n]``: a logit per head in the softmax's denominator (Xiao et al. 2023,
+            arXiv:2309.17453).
+        chunk: chunk size; a query attends only within its own chunk of the document (Llama 4). With a mask, a query's
+            position follows from its number of visible keys.
+
+    Returns:
+        Tensor ``[b, s, n, h]``.
+
+    Raises:
+        ValueError: both ``documents`` and ``mask``, documents that do not cover the ``b * s`` positions, dropout with a
+            window, chunks, a soft cap or sinks, chunks with a ``BlockMask``, or documents that are not causal with a
+            window, a soft cap or sinks.
+
+    Example:
+        >>> q = k = v = torch.randn(1, 2, 3, 4)  # [b, s, n, h]
+        >>> torchtune.modules.attention(q, k, v).shape
+        torch.Size([1, 2, 3, 4])
+    """
+    _check_arguments(documents, mask, is_causal, dropout_p, window, softcap, sinks, chunk)
+    if documents is not None and documents.num_tokens is not None:  # kernels of all documents at once do not check
+        check_coverage(documents.num_tokens, q.shape[0] * q.shape[1])
+    if documents is None and mask is None and is_causal and q.shape[1] == 1 < k.shape[1]:
+        # Decoding: one token after all cached keys, of which it sees those of its window or chunk.
+        visible = window if chunk is None else (k.shape[1] - 1) % chunk + 1
+        if visible is not None:
+            k, v = k[:, -visible:], v[:, -visible:]
+        is_causal, window, chunk = False, None, None
+    if documents is None:  # no row has more positions: a window or chunk of all of them is none
+        window = window if window is not None and window < k.shape[1] else None
+        chunk = chunk if chunk is not None and chunk < k.shape[1] else None
+    if documents is None and mask is None and is_causal and not dropout_p and q.shape[1] == k.shape[1]:
+        is_special = any(option is not None for option in (window, chunk, softcap, sinks))
+        if is_special or q.device.type == "cpu":
+            documents = _rows_as_documents(q, chunk)
+    if isinstance(mask, Tensor):
+        if window is not None:
+            mask = mask & _in_window(mask, window)
+        if chunk is not None:
+            mask = mask & _in_window(mask, (mask.sum(-1, keepdim=True) - 1) % chunk + 1)
+        window = None
+    if documents is not None and chunk is not None:
+        documents = _chunks_of(documents, chunk)
+
+    kernel = choose_kernel(
+        q.device,
+        q.dtype,
+        head_dim=q.shape[-1],
+        window=window or 0,
+        softcap=softcap or 0.0,
+        sinks=sinks is not None,
+        dropout=dropout_p > 0.0,
+        is_causal=is_causal or mask is not None,
+        sees=_what_defines_visibility(documents, mask),
+    )
+    if kernel is Kernel.TILES:
+        return mask.attend(q, k, v, dropout_p)
+    if kernel is Kernel.BLOCK_MASK:
+        heads = (t.transpose(1, 2) for t in (q, k, v))
+        return compile_friendly_flex_attention(*heads, mask, window, softcap, sinks).transpose(1, 2)
+    if kernel is Kernel.SCORES:
+        return _scored_attention(q, k, v, mask, softcap, sinks)
+    if kernel is Kernel.SDPA:
+        return _dense_attention(q, k, v, mask, is_causal and mask is None, dropout_p)
+    if kernel is Kernel.PER_DOCUMENT:
+        if not is_causal:
+            flat = (t.flatten(0, 1) for t in (q, k, v))
+            return attention_by_document(*flat, documents.cu_seqlens, dropout_p, is_causal=False).view(q.shape)
+        return per_document_attention(q, k, v, documents, dropout_p, window or 0, softcap or 0.0, sinks)
+    return _packed_attention(kernel, q, k, v, documents, is_causal, window or 0, softcap, sinks)
+
+
+attention.shares_prefixes = True  # supports Documents.shared
+
+
+_FIRST_WITH_FLASH = (8, 0)
+_FLASH_HEAD_DIM = 256
+_SMALLEST_FLEX_HEAD = 16  # the side of triton's smallest product
+
+
+class Kernel(Enum):
+    """Kernels of attention; the values are descriptions for the log."""
+
+    VARLEN = "torch's varlen_attn (flash attention over documents)"
+    FLEX = "flex attention with a block mask of the documents"
+    PER_DOCUMENT = "documents one by one"
+    SDPA = "torch's scaled_dot_product_attention"
+    SCORES = "all scores at once"
+    BLOCK_MASK = "flex attention with the block mask that it is given"
+    TILES = "images one size after another"
+
+
+class Visibility(Enum):
+    """What says which keys a query sees; the values are descriptions for ``tune doctor``."""
+
+    DOCUMENTS = "documents"
+    ROWS = "rows"
+    MASK = "a bool mask"
+    BLOCK_MASK = "a BlockMask"
+    TILES = "image tiles"
+
+
+@dataclass(frozen=True)
+class KernelRow:
+    """A row of the table of attention's kernels.
+
+    Attributes:
+        sees: what says which keys a query sees.
+        kernel: the kernel.
+        window: whether it computes sliding windows; a window within a mask is part of the mask.
+        softcap: whether it computes soft caps.
+        sinks: whether it computes attention sinks.
+        dropout: whether it computes dropout.
+        not_causal: whether queries may see later keys.
+        cuda_only: whether it runs on CUDA only.
+    """
+
+    sees: Visibility
+    kernel: Kernel
+    window: bool = False
+    softcap: bool = False
+    sinks: bool = False
+    dropout: bool = False
+    not_causal: bool = False
+    cuda_only: bool = False
+
+    def features(self) -> list[str]:
+        """Return the features that the kernel computes, in words."""
+        words = {
+            "windows": self.window,
+            "soft caps": self.softcap,
+            "sinks": self.sinks,
+            "dropout": self.dropout,
+            "later keys": self.not_causal,
+        }
+        return [word for word, is_computed in words.items() if is_computed]
+
+    def fits_card(self, card: Card | None, dtype: torch.dtype, head_dim: int) -> bool:
+        """Return whether a card can run the kernel for a dtype and size of heads; ``None`` is a card like an H100."""
+        if self.kernel is Kernel.VARLEN:
+            has_flash = card is None or card.capability >= _FIRST_WITH_FLASH
+            return has_flash and dtype in _FLASH_DTYPES and head_dim <= _FLASH_HEAD_DIM
+        if self.kernel is Kernel.FLEX:
+            return head_dim >= _SMALLEST_FLEX_HEAD and flex_blocks(card, head_dim, dtype.itemsize) != 0
+        return True
+
+
+# The first row that computes all features of a call runs it.
+ATTENTION_KERNELS = (
+    KernelRow(Visibility.DOCUMENTS, Kernel.VARLEN, window=True, not_causal=True, cuda_only=True),
+    KernelRow(Visibility.DOCUMENTS, Kernel.FLEX, window=True, softcap=True, sinks=True, cuda_only=True),
+    KernelRow(
+        Visibility.DOCUMENTS, Kernel.PER_DOCUMENT, window=True, softcap=True, sinks=True, dropout=True, not_causal=True
+    ),
+    KernelRow(Visibility.ROWS, Kernel.SDPA, dropout=True, not_causal=True),
+    KernelRow(Visibility.ROWS, Kernel.SCORES, softcap=True, sinks=True, not_causal=True),
+    KernelRow(Visibility.MASK, Kernel.SDPA, dropout=True),
+    KernelRow(Visibility.MASK, Kernel.SCORES, softcap=True, sinks=True),
+    KernelRow(Visibility.BLOCK_MASK, Kernel.BLOCK_MASK, window=True, softcap=True, sinks=True),
+    KernelRow(Visibility.TILES, Kernel.TILES, dropout=True),
+)
+
+
+def choose_kernel(
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    head_dim: int = 128,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: bool = False,
+    dropout: bool = False,
+    is_causal: bool = True,
+    sees: Visibility = Visibility.DOCUMENTS,
+) -> Kernel:
+    """Choose the kernel of attention: the first row of :data:`ATTENTION_KERNELS` that computes all that is asked for.
+
+    Args:
+        device: device of the queries.
+        dtype: dtype of the queries.
+        head_dim: h.
+        window: sliding window in positions; 0: none.
+        softcap: soft cap of the scores; 0: none.
+        sinks: whether there are attention sinks.
+        dropout: whether attention weights are dropped.
+        is_causal: whether a query sees no later keys.
+        sees: what says which keys a query sees.
+
+    Raises:
+        ValueError: no kernel computes this.
+    """
+    is_cuda = device.type == "cuda"
+    card = None
+    if is_cuda:
+        _load_varlen()
+        card = card_of(device)
+    for row in ATTENTION_KERNELS:
+        if row.sees is not sees or (row.cuda_only and not is_cuda):
+            continue
+        lacks_scores = (softcap and not row.softcap) or (sinks and not row.sinks)
+        lacks_positions = (window and not row.window) or not (is_causal or row.not_causal)
+        lacks_dropout = dropout and not row.dropout
+        if not (lacks_scores or lacks_positions or lacks_dropout) and row.fits_card(card, dtype, head_dim):
+            return row.kernel
+    raise ValueError(
+        f"No kernel computes attention over {sees.value} with these options (window {window}, softcap {softcap}, sinks "
+        f"{sinks}, dropout {dropout}, causal {is_causal}): give documents or a bool mask."
+    )
+
+
+def describe_attention(device: torch.device) -> list[str]:
+    """Return a line about each row of the table that a device can run, in the order of preference."""
+    lines = []
+    for row in ATTENTION_KERNELS:
+        if row.cuda_only and device.type != "cuda":
+            continue
+        features = ", ".join(row.features())
+        lines.append(f"{row.sees.value}: {row.kernel.value}; computes {features}")
+    whose = "with a window, a soft cap, sinks or chunks " if device.type == "cuda" else ""
+    lines.append(f"causal rows {whose}run as documents")
+    return lines
+
+
+def _what_defines_visibility(documents: Documents | Boundaries | None, mask: MaskType | None) -> Visibility:
+    if documents is not None:
+        return Visibility.DOCUMENTS
+    if mask is None:
+        return Visibility.ROWS
+    if isinstance(mask, TileMask):
+        return Visibility.TILES
+    return Visibility.MASK if isinstance(mask, Tensor) else Visibility.BLOCK_MASK
+
+
+def _check_arguments(
+    documents: Documents | Boundaries | None,
+    mask: MaskType | None,
+    is_causal: bool,
+    dropout_p: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    chunk: int | None,
+) -> None:
+    """Raise ``ValueError`` for arguments of :func:`attention` that contradict each other."""
+    is_special = bool(window or chunk or softcap or sinks is not None)
+    if dropout_p > 0.0 and is_special:
+        raise ValueError("Attention with a window, chunks, a soft cap or sinks has no dropout: set attn_dropout to 0.")
+    if documents is not None and mask is not None:
+        raise ValueError("Attention takes either documents or a mask, not both.")
+    if documents is not None and not is_causal and is_special:
+        raise ValueError("Attention to all positions of a document has no window, chunks, soft cap or sinks.")
+    if _what_defines_visibility(documents, mask) is Visibility.BLOCK_MASK:
+        if chunk is not None:
+            raise ValueError("Attention in chunks takes documents or a bool mask, not a BlockMask.")
+        if dropout_p > 0.0:
+            raise ValueError("Flex attention has no dropout: set attn_dropout to 0.")
+
+
+def _rows_as_documents(q: Tensor, chunk: int | None) -> Documents | Boundaries:
+    """Return the boundaries of documents that are the rows of queries ``[b, s, n, h]``."""
+    b, s = q.shape[:2]
+    if chunk is not None:
+        return Documents.from_lengths([s] * b, q.device)
+    return Boundaries(torch.arange(0, (b + 1) * s, s, dtype=torch.int32, device=q.device), s)
+
+
+def attention_limits(device: torch.device) -> str:
+    """Say which attention a CUDA card can run, for ``tune doctor``."""
+    card = card_of(device)
+    has_flash = card.capability >= _FIRST_WITH_FLASH
+    parts = ["flash attention over documents" if has_flash else "no flash attention, flex attention instead"]
+    for head_dim in (64, 128, 256, 512):
+        size = flex_blocks(card, head_dim, itemsize=2)
+        if size:
+            parts.append(f"flex attention in blocks of {size} for heads of {head_dim}")
+        elif size == 0:
+            parts.append(f"documents one by one for heads of {head_dim} that flash attention does not take")
+    return f"{card.shared_memory // 2**10} KiB of shared memory; {', '.join(parts)}"
+
+
+def _packed_attention(
+    kernel: Kernel,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: Documents | Boundaries,
+    is_causal: bool,
+    window: int,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Attention within documents by a kernel that takes all of them at once."""
+    q_flat, k_flat, v_flat = (t.flatten(0, 1) for t in (q, k, v))  # [b * s, n or n_kv, h]
+    cu_seqlens = cu_keys = documents.cu_seqlens
+    if is_causal:
+        k_flat, v_flat = (prepend_shared_prefix(documents.shared, t) for t in (k_flat, v_flat))
+        cu_keys = cu_seqlens if documents.shared is None else documents.shared.cu_keys
+    if kernel is Kernel.VARLEN:
+        out = _varlen_attention(
+            q_flat, k_flat, v_flat, cu_seqlens, cu_keys, documents.max_length, window, is_causal=is_causal
+        )
+        return out.view(q.shape)
+    mask = documents.block_masks.get(window) if isinstance(documents, Boundaries) else None
+    if mask is None:
+        mask = document_block_mask(cu_seqlens, len(q_flat), window, cu_keys, len(k_flat))
+    heads = (t.transpose(0, 1)[None] for t in (q_flat, k_flat, v_flat))  # [1, n or n_kv, b * s, h]
+    out = compile_friendly_flex_attention(*heads, mask, softcap=softcap or None, sinks=sinks)
+    return out[0].transpose(0, 1).reshape(q.shape)
+
+
+def _chunks_of(documents: Documents | Boundaries, size: int) -> Boundaries:
+    if isinstance(documents, Documents):
+        return Boundaries.of(documents.split_into_chunks(size))
+    if size not in documents.chunks:
+        raise ValueError(f"These boundaries do not say where chunks of {size} begin: give the documents.")
+    return documents.chunks[size]
+
+
+def _in_window(mask: Tensor, window: int | Tensor) -> Tensor:
+    """bool ``[b, s, t]``: the window of keys that ends with the last visible key of ``mask``."""
+    index = torch.arange(mask.shape[-1], device=mask.device)
+    last = (mask * index).amax(-1, keepdim=True)
+    return index > last - window
+
+
+def _scored_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, softcap: float | None, sinks: Tensor | None
+) -> Tensor:
+    """Attention with materialized float32 scores, for masks and so for generation."""
+    n_kv = k.shape[2]
+    queries = q.float().unflatten(2, (n_kv, -1)) * q.shape[-1] ** -0.5
+    scores = torch.einsum("bsgmh,btgh->bgmst", queries, k.float())
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    if mask is not None:
+        scores = scores.masked_fill(~mask[:, None, None], float("-inf"))
+    if sinks is None:
+        weights = scores.softmax(-1)
+    else:
+        column = sinks.float().view(1, n_kv, -1, 1, 1).expand(*scores.shape[:-1], 1)
+        weights = torch.cat([scores, column], -1).softmax(-1)[..., :-1]
+    return torch.einsum("bgmst,btgh->bsgmh", weights, v.float()).flatten(2, 3).to(q.dtype)
+
+
+def _dense_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, dropout_p: float) -> Tensor:
+    """SDPA on ``[b, s, n, h]`` tensors; ``mask`` is bool ``[b, s, t]``."""
+    b, s, n, h = q.shape
+    if q.is_cuda:
+        card_of(q.device)
+    if s == 1 and n != k.shape[2]:  # the queries of a group become positions, so that no kernel repeats keys
+        groups = (q.view(b, k.shape[2], -1, h), k.transpose(1, 2), v.transpose(1, 2))
+        visible = None if mask is None else mask[:, None]
+        return F.scaled_dot_product_attention(*groups, attn_mask=visible, dropout_p=dropout_p).reshape(b, 1, n, h)
+    out = F.scaled_dot_product_attention(
+        q.transpose(1, 2),
+        k.transpose(1, 2),
+        v.transpose(1, 2),
+        attn_mask=None if mask is None else mask[:, None],
+        dropout_p=dropout_p,
+        is_causal=is_causal,
+        enable_gqa=q.shape[2] != k.shape[2],
+    )
+    return out.transpose(1, 2)
+
+
+def per_document_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: Documents | Boundaries,
+    dropout_p: float = 0.0,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Compute causal attention within each document, with one kernel call per run of documents of equal length.
+
+    There is no mask; the work is the sum of the squared lengths. Without dropout it is a custom operator, so that
+    compiled layers do not recompile for new lengths.
+
+    Args:
+        q: queries ``[b, s, n, h]``.
+        k: keys ``[b, s, n_kv, h]``.
+        v: values ``[b, s, n_kv, h]``.
+        documents: boundaries in the flattened ``b * s`` positions.
+        dropout_p: dropout probability of attention weights; must be 0 with a shared prefix.
+        window: sliding window in positions, the query's own included; 0: none.
+        softcap: soft cap of the scores; 0: none.
+        sinks: attention sinks ``[n]``.
+
+    Returns:
+        Tensor ``[b, s, n, h]``.
+    """
+    q_flat, k_flat, v_flat = (t.flatten(0, 1) for t in (q, k, v))
+    shared = documents.shared
+    if dropout_p == 0.0:
+        k_flat, v_flat = (prepend_shared_prefix(shared, t) for t in (k_flat, v_flat))
+        cu_keys = None if shared is None else shared.cu_keys
+        out = document_attention(q_flat, k_flat, v_flat, documents.cu_seqlens, window, softcap, sinks, cu_keys)
+    elif shared is not None:
+        raise ValueError("Attention of documents that share a prefix has no dropout: set attn_dropout to 0.")
+    else:
+        out = attention_by_document(q_flat, k_flat, v_flat, documents.cu_seqlens, dropout_p)
+    return out.view(q.shape)
+
+
+def attention_backend(
+    device: torch.device, dtype: torch.dtype, *, documents: bool, mask: bool = False, **kind: Any
+) -> str:
+    """Return a description of the kernel that :func:`attention` uses, without dropout.
+
+    Args:
+        device: device of the queries.
+        dtype: dtype of the queries.
+        documents: whether attention stays within documents.
+        mask: whether there is a mask.
+        kind: ``head_dim``, ``window``, ``softcap`` and ``sinks`` of :func:`choose_kernel`.
+    """
+    if device.type == "cpu" and not mask:
+        return f"{'documents' if documents else 'rows'} one by one, in blocks or by torch's fused kernel after length"
+    is_special = any(kind.get(option) for option in ("window", "softcap", "sinks"))
+    if mask:
+        # A window is part of the mask.
+        options = {name: value for name, value in kind.items() if name != "window"}
+        kernel = choose_kernel(device, dtype, sees=Visibility.MASK, **options)
+        return f"{kernel.value} with a mask" if kernel is Kernel.SDPA else kernel.value
+    if not documents and not is_special:
+        return f"{Kernel.SDPA.value} (flash or memory-efficient), causal"
+    kernel = choose_kernel(device, dtype, **kind)
+    size = flex_blocks(card_of(device), kind.get("head_dim", 128), dtype.itemsize) if kernel is Kernel.FLEX else None
+    return kernel.value if size is None else f"{kernel.value}, in blocks of {size}, which this card can hold"
+
+
+def log_attention_backend(device: torch.device, dtype: torch.dtype, **options: Any) -> None:
+    """Log once the kernel that attention uses, with the ``options`` of :func:`attention_backend`."""
+    name = attention_backend(device, dtype, **options)
+    special = {"window": "a window", "softcap": "a soft cap", "sinks": "sinks"}
+    given = " and ".join(word for option, word in special.items() if options.get(option))
+    log_once(get_logger(), f"Attention{given and ' with '}{given} on {device.type} in {dtype}: {name}.")
+
+
+# torch's varlen_attn, and whether it supports GQA.
+_VARLEN: tuple[Callable[..., Tensor], bool] | None = None
+
+
+def _load_varlen() -> None:
+    """Import the kernel at the first attention on CUDA, because it loads the compiler; compiled layers cannot."""
+    global _VARLEN
+    if _VARLEN is None and not torch.compiler.is_compiling():
+        from torch.nn.attention.varlen import varlen_attn
+
+        _VARLEN = varlen_attn, "enable_gqa" in inspect.signature(varlen_attn).parameters
+
+
+def _varlen_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    cu_keys: Tensor,
+    max_length: int,
+    window: int = 0,
+    is_causal: bool = True,
+) -> Tensor:
+    """Attention of queries ``[t, n, h]`` to keys ``[k, n_kv, h]``; a document's queries are its last positions."""
+    n, n_kv = q.shape[1], k.shape[1]
+    function, supports_groups = _VARLEN
+    options: dict[str, Any] = {"window_size": (window - 1 if window else -1, 0 if is_causal else -1)}
+    if n != n_kv and supports_groups:
+        options["enable_gqa"] = True
+    elif n != n_kv:
+        k, v = (t[:, :, None].expand(-1, -1, n // n_kv, -1).flatten(1, 2) for t in (k, v))
+    return function(q, k, v, cu_seqlens, cu_keys, max_length, max_length, **options)

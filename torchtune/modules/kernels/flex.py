@@ -1,0 +1,188 @@
+"""FlexAttention: its call, the blocks that a card can hold, and its block mask for packed documents."""
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from torchtune.modules.kernels.optional import Card, card_of
+from torchtune.utils import allow_compiled_versions
+
+if TYPE_CHECKING:  # FlexAttention imports the compiler, which takes a second
+    from torch.nn.attention.flex_attention import BlockMask
+
+BLOCK = 128  # positions per block of the mask
+_LARGE_SHARED_MEMORY = 160 * 2**10  # bytes per block of threads, for which torch's own sizes are made
+_FLEX_VERSIONS = 64  # compiled kernels per process
+
+
+def document_block_mask(
+    cu_seqlens: Tensor, num_tokens: int, window: int = 0, cu_keys: Tensor | None = None, num_keys: int | None = None
+) -> "BlockMask":
+    """Make the ``BlockMask`` of causal attention within documents, without a ``t × t`` mask and without a host sync.
+
+    A block of queries attends to a contiguous range of key blocks: from the first key of its first document (or of its
+    first query's window) to the position of its last query. Key blocks in the same document and inside all windows are
+    full blocks.
+
+    Args:
+        cu_seqlens: int32 ``[documents + 1]``, cumulative sequence lengths, from 0 to ``num_tokens``.
+        num_tokens: t, total number of positions.
+        window: sliding window in positions, the query's own included; 0: none.
+        cu_keys: int32 ``[documents + 1]``, cumulative numbers of keys, for documents with more keys than queries; the
+            queries are then the last positions. By default ``cu_seqlens``.
+        num_keys: k, total number of keys; by default t.
+
+    Returns:
+        Mask for queries ``[1, n, t, h]`` and keys ``[1, n_kv, k, h]``.
+    """
+    from torch.nn.attention.flex_attention import BlockMask
+
+    if cu_keys is None:
+        cu_keys = cu_seqlens
+        num_keys = num_tokens
+    device = cu_seqlens.device
+    positions = torch.arange(num_tokens, device=device)
+    document = torch.bucketize(positions, cu_seqlens[1:], right=True)  # [t]
+    document_of_key = torch.bucketize(torch.arange(num_keys, device=device), cu_keys[1:], right=True)  # [k]
+    own_key = positions + (cu_keys - cu_seqlens)[1:].long()[document]  # the key of the query's own position
+
+    # Of every block of queries, [query blocks]: its first and last query, and the first and last block of keys it sees.
+    block_starts = torch.arange(0, num_tokens, BLOCK, device=device)
+    block_ends = (block_starts + BLOCK).clamp(max=num_tokens) - 1
+    document_begin = cu_keys[document[block_starts]].long()  # first key of the block's first document
+    first_seen = document_begin
+    if window:
+        first_seen = torch.maximum(document_begin, own_key[block_starts] - window + 1)
+    first = first_seen // BLOCK
+    last = own_key[block_ends] // BLOCK
+
+    # Full blocks, from `full_from` up to `full_to`: after the document's beginning (rounded up), inside the window of
+    # the last query, up to the first query. Blocks of several documents have none.
+    is_one_document = document[block_starts] == document[block_ends]
+    full_from = torch.where(is_one_document, -(-document_begin // BLOCK), last + 1)
+    if window:
+        full_from = torch.maximum(full_from, (own_key[block_ends] - window + BLOCK) // BLOCK)
+    full_from = torch.minimum(torch.maximum(full_from, first), last + 1)
+    full_to = torch.maximum((own_key[block_starts] + 1) // BLOCK, full_from)
+
+    # Partial blocks: from `first` to `full_from`, and from `full_to` to `last`.
+    order = torch.arange(-(-num_keys // BLOCK), device=device)  # [key blocks]
+    partial_before = (full_from - first)[:, None]
+    partial_after = (last + 1 - full_to)[:, None]
+    partial_blocks = torch.where(
+        order < partial_before, first[:, None] + order, full_to[:, None] + order - partial_before
+    )
+    full_blocks = full_from[:, None] + order  # [query blocks, key blocks]
+
+    def sees(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        distance = own_key[q_idx] - kv_idx
+        is_visible = (distance >= 0) & (document[q_idx] == document_of_key[kv_idx])
+        if window:
+            is_visible = is_visible & (distance < window)
+        return is_visible
+
+    def counts(x: Tensor) -> Tensor:
+        return x.to(torch.int32)[None, None]
+
+    def indices(x: Tensor) -> Tensor:  # entries beyond the count are not read, but must be valid
+        return counts(x.clamp(max=len(order) - 1))
+
+    return BlockMask.from_kv_blocks(
+        counts((partial_before + partial_after)[:, 0]),
+        indices(partial_blocks),
+        counts(full_to - full_from),
+        indices(full_blocks),
+        BLOCK_SIZE=BLOCK,
+        mask_mod=sees,
+        seq_lengths=(num_tokens, num_keys),
+    )
+
+
+def flex_blocks(card: Card | None, head_dim: int, itemsize: int) -> int | None:
+    """Choose the size of flex attention's blocks of queries and keys.
+
+    torch's own sizes are made for cards with 160 KiB of shared memory per block and more. Cards with 99 KiB (compute
+    capability 8.6, 8.9, 12.0) or 64 KiB (7.5) cannot hold them for wide heads: the backward pass, the larger of the
+    two, keeps blocks of queries, keys, values and the gradient.
+
+    Returns:
+        ``None`` for torch's sizes; 0 if no size fits.
+    """
+    if card is None or card.shared_memory >= _LARGE_SHARED_MEMORY:
+        return None
+
+    def required_bytes(size: int) -> int:
+        # The backward pass keeps blocks of queries, keys, values and the gradient.
+        return 4 * size * head_dim * itemsize
+
+    # The factors leave room for what else the kernel keeps there.
+    if required_bytes(64) <= 0.9 * card.shared_memory:
+        return None
+    for size in (32, 16):
+        if required_bytes(size) <= 0.7 * card.shared_memory:
+            return size
+    return 0
+
+
+@functools.cache
+def compile_flex_attention() -> Callable[..., Tensor]:
+    """Return the compiled ``flex_attention``.
+
+    The second length of a sequence compiles a kernel for all lengths. A window, a soft cap, sinks and a dtype have
+    kernels of their own: a process with many of them must not reach the compiler's limit, past which scores are
+    materialized.
+    """
+    from torch.nn.attention.flex_attention import flex_attention
+
+    allow_compiled_versions(_FLEX_VERSIONS)
+    return torch.compile(flex_attention)
+
+
+def compile_friendly_flex_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block_mask: "BlockMask",
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Compute flex attention on ``[b, n, s, h]``, compiled on CUDA unless the caller is being compiled.
+
+    ``window``, ``softcap`` and ``sinks`` are as in :func:`attention`; queries and keys begin at the same position.
+    """
+    from torch.nn.attention.flex_attention import AuxRequest, flex_attention
+
+    # A tensor: the compiler makes a symbol of the second float that it sees, which flex attention cannot take.
+    cap = None if softcap is None else torch.full((), softcap, dtype=torch.float32, device=q.device)
+
+    def cap_and_window(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        if cap is not None:
+            score = cap * torch.tanh(score / cap)
+        if window is not None:
+            score = torch.where(q_idx - kv_idx < window, score, float("-inf"))
+        return score
+
+    # Else torch takes a kernel for decoding below 128 queries, whose blocks of grouped heads do not fit the mask.
+    kernel_options: dict[str, Any] = {"FORCE_USE_FLEX_ATTENTION": True}
+    size = flex_blocks(card_of(q.device), q.shape[-1], q.dtype.itemsize) if q.is_cuda else None
+    if size:
+        for name in ("BLOCK_M", "BLOCK_N", "BLOCK_M1", "BLOCK_N1", "BLOCK_M2", "BLOCK_N2"):
+            kernel_options[name] = size
+        kernel_options["num_stages"] = 1
+    options = {
+        "score_mod": None if window is None and softcap is None else cap_and_window,
+        "block_mask": block_mask,
+        "enable_gqa": q.shape[1] != k.shape[1],
+        "kernel_options": kernel_options,
+    }
+    kernel = compile_flex_attention() if q.is_cuda and not torch.compiler.is_compiling() else flex_attention
+    if sinks is None:
+        return kernel(q, k, v, **options)
+    out, aux = kernel(q, k, v, return_aux=AuxRequest(lse=True), **options)
+    # A sink is one more term of the softmax's denominator: exp(lse) / (exp(lse) + exp(sink)).
+    share = torch.sigmoid(aux.lse - sinks.float()[:, None])  # [b, n, s]
+    return out * share.unsqueeze(-1).to(out.dtype)
