@@ -11,8 +11,7 @@ from torchtune.modules import TransformerSelfAttentionLayer
 from torchtune.modules.conversion import apply_conversions
 from torchtune.modules.peft import LoRA
 from torchtune.training import memory
-from torchtune.training.activations import ActivationCheckpointingError
-from torchtune.training.memory import CheckpointedForward
+from torchtune.training.activations import ActivationCheckpointingError, CheckpointedForward
 from torchtune.utils import ObserverGuard, UserError
 
 CPU = torch.device("cpu")

@@ -13,7 +13,6 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from torchtune.modules.torchao_formats import StateFormat
-from torchtune.training.optim._low_bit_states import SMALLEST, is_low_bit, write_low_bit
 from torchtune.training.optim._rounded_step import (
     Piece,
     UpdateRule,
@@ -41,6 +40,8 @@ _ELEMENTWISE = {
 }
 _FUSABLE = {torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD}
 HALF = (torch.bfloat16, torch.float16)
+# Smaller states are not quantized: norms and biases gain nothing.
+SMALLEST = 4096
 # Suffixes in a state dict for the two tensors of a low-bit state.
 _CODES, _SCALE = " codes", " scale"
 _MASTER = "master"
@@ -468,6 +469,25 @@ class LowPrecisionOptimizer(Optimizer):
                 value = value.to(parameter.device)
             is_kept = _per_element(value, own_part(parameter))
             state[key] = value.to(self._storage_dtype(parameter)) if is_kept else value
+
+
+def is_low_bit(state: object) -> bool:
+    """Return whether a state is a low-bit tensor of torchao."""
+    return hasattr(state, "codes")
+
+
+def write_low_bit(state: torch.Tensor, values: torch.Tensor) -> None:
+    """Store float32 ``values`` in ``state``, which may be longer: its last block is padded with zeros."""
+    values = torch.nn.functional.pad(values.reshape(-1), (0, state.numel() - values.numel()))
+    if not hasattr(state, "qmap"):  # fp8: a cast
+        state.copy_(values)
+        return
+    blocks = values.view(len(state.scale), -1)
+    scale = blocks.abs().amax(-1).clamp_(min=1e-12)
+    middles = (state.qmap[1:] - state.qmap[:-1]) * 0.5 + state.qmap[:-1]
+    codes = torch.bucketize((blocks / scale[:, None]).view(-1), middles, right=True, out_int32=True).to(torch.uint8)
+    state.codes.copy_(codes if len(state.codes) == len(codes) else codes[::2] << 4 | codes[1::2])
+    state.scale.copy_(scale)
 
 
 def _on_device(values: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
