@@ -75,7 +75,7 @@ def test_nothing_of_a_step_outlives_it(precision):
     assert len(held) == 2
     for attributes in held:
         assert not any(isinstance(value, torch.Tensor | torch.Generator) for value in attributes.values())
-        assert not attributes["_worker"].state
+        assert not attributes["_base_optimizer"].state
         assert all(value.grad is None for state in attributes["state"].values() for value in state.values())
 
 
