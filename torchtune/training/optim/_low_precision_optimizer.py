@@ -52,7 +52,7 @@ _ELEMENTWISE = {
 _FUSABLE = {torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD}
 HALF = (torch.bfloat16, torch.float16)
 # States of parameters with fewer elements are not low-bit: norms and biases gain nothing.
-_MIN_LOW_BIT_ELEMENTS = 4096
+MIN_LOW_BIT_ELEMENTS = 4096
 # Suffixes in a state dict for the two tensors of a low-bit state.
 _CODES_SUFFIX = " codes"
 _SCALE_SUFFIX = " scale"
@@ -148,7 +148,7 @@ class LowPrecisionOptimizer(Optimizer):
 
     def _is_low_bit(self, parameter: torch.nn.Parameter) -> bool:
         """Return whether states are low-bit: as in torchao, for large full parameters that consist of full blocks."""
-        if self._low_bit is None or parameter.numel() < _MIN_LOW_BIT_ELEMENTS:
+        if self._low_bit is None or parameter.numel() < MIN_LOW_BIT_ELEMENTS:
             return False
         return parameter.numel() % self._low_bit.block_size == 0
 

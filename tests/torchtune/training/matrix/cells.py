@@ -100,7 +100,7 @@ def settings(cell: Cell) -> dict[str, Any]:
 
 
 @patch.object(
-    _low_precision_optimizer, "_MIN_LOW_BIT_ELEMENTS", 64
+    _low_precision_optimizer, "MIN_LOW_BIT_ELEMENTS", 64
 )  # so that states of small matrices have few bits, too
 def train(
     checkpoint: Path,

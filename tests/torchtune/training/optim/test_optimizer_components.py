@@ -167,9 +167,9 @@ def test_groups_have_their_settings_and_follow_one_schedule():
             r"groups\[1\]: the pattern '1.weight' matches only parameters that an earlier group has",
         ),
         ({"groups": [{"lr": 1.0}]}, r"groups\[0\]: needs a pattern"),
-        ({"groups": [{"pattern": "("}]}, "no regular expression"),
+        ({"groups": [{"pattern": "("}]}, r"groups\[0\]\.pattern: '\(' is not a regular expression"),
         ({"groups": [{"pattern": "bias", "weight_decai": 0}]}, "no such setting; did you mean 'weight_decay'"),
-        ({"groups": [], "optimizer": "torch.nn.Linear"}, "is no optimizer"),
+        ({"groups": [], "optimizer": "torch.nn.Linear"}, "optimizer: 'torch.nn.Linear' is not an optimizer"),
         ({"groups": [], "learning_rate": 1.0}, "AdamW has no such setting"),
     ],
 )
