@@ -257,7 +257,7 @@ def test_an_optimizer_that_leaves_parameters_out_is_refused():
     model = make_model(torch.bfloat16)
     with pytest.raises(UserError, match=r"SGD leaves out '0\.bias' and \d more, which would never change"):
         setup_optimizer(lambda parameters: torch.optim.SGD(parameters[:1], lr=1.0), model)
-    with pytest.raises(UserError, match="a SGD is no function that makes one"):
+    with pytest.raises(UserError, match="factory: it must be a function that builds an optimizer"):
         setup_optimizer(torch.optim.SGD(model.parameters(), lr=1.0), model)
 
 
