@@ -1,3 +1,5 @@
+from ._checkpoint_client import CheckpointClient as CheckpointClient
+from ._checkpoint_client import TrainingProgress as TrainingProgress
 from ._checkpoint_files import ADAPTER_CONFIG_FNAME as ADAPTER_CONFIG_FNAME
 from ._checkpoint_files import ADAPTER_MODEL_FNAME as ADAPTER_MODEL_FNAME
 from ._checkpoint_files import RECIPE_STATE_DIRNAME as RECIPE_STATE_DIRNAME
@@ -13,8 +15,13 @@ from ._checkpoint_files import get_adapter_checkpoint_path as get_adapter_checkp
 from ._checkpoint_files import get_model_checkpoint_path as get_model_checkpoint_path
 from ._checkpoint_files import get_path as get_path
 from ._checkpoint_files import get_recipe_checkpoint_path as get_recipe_checkpoint_path
-from ._client import CheckpointClient as CheckpointClient
-from ._client import TrainingProgress as TrainingProgress
+from ._former_config import TuneRecipeArgumentParser as TuneRecipeArgumentParser
+from ._former_datasets import PACK_TYPE as PACK_TYPE
+from ._former_models import GemmaRMSNorm as GemmaRMSNorm
+from ._former_models import load_dora_magnitudes as load_dora_magnitudes
+from ._former_models import swiglu_mlp as swiglu_mlp
+from ._former_models import update_stop_tokens_tracker as update_stop_tokens_tracker
+from ._former_models import validate_state_dict_for_lora as validate_state_dict_for_lora
 from ._former_parallel import get_context_parallel_manager as get_context_parallel_manager
 from ._former_parallel import get_train_context as get_train_context
 from ._former_parallel import get_world_size_and_rank as get_world_size_and_rank
@@ -24,13 +31,6 @@ from ._former_parallel import shard_model as shard_model
 from ._optimizer_in_backward import OptimizerInBackwardWrapper as OptimizerInBackwardWrapper
 from ._optimizer_in_backward import create_optim_in_bwd_wrapper as create_optim_in_bwd_wrapper
 from ._optimizer_in_backward import register_optim_in_bwd_hooks as register_optim_in_bwd_hooks
-from ._pieces import PACK_TYPE as PACK_TYPE
-from ._pieces import GemmaRMSNorm as GemmaRMSNorm
-from ._pieces import TuneRecipeArgumentParser as TuneRecipeArgumentParser
-from ._pieces import load_dora_magnitudes as load_dora_magnitudes
-from ._pieces import swiglu_mlp as swiglu_mlp
-from ._pieces import update_stop_tokens_tracker as update_stop_tokens_tracker
-from ._pieces import validate_state_dict_for_lora as validate_state_dict_for_lora
 from ._run_report import RunReport as RunReport
 from ._state_dicts import gather_cpu_state_dict as gather_cpu_state_dict
 from ._state_dicts import get_full_optimizer_state_dict as get_full_optimizer_state_dict

@@ -1,6 +1,5 @@
-"""Small pieces that datasets, models and scripts written for earlier releases import."""
+"""Models of earlier releases: layers, checks of adapters, tables of weight names, and conversions of weights."""
 
-import argparse
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,62 +8,49 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask
 
-from torchtune.config import Document, apply_overrides, read_document
+from torchtune.checkpoints import CheckpointError
 from torchtune.modules import FeedForward, FrozenNF4Linear, RMSNorm
 from torchtune.modules.attention_utils import compile_flex_attention
 from torchtune.modules.peft import DoRALinear, get_lora_module_names
-from torchtune.utils import UserError
 
-# A row of packed documents: tokens, labels, positions and lengths.
-PACK_TYPE = dict[str, Tensor | list[int]]
-
-
-class TuneRecipeArgumentParser(argparse.ArgumentParser):
-    """Argument parser whose defaults are the settings of the file ``--config``."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.add_argument("--config", type=str, required=True, help="path of a config")
-
-    def parse_known_args(self, *args: Any, **kwargs: Any) -> tuple[argparse.Namespace, list[str]]:
-        """Return the settings of the file, and the overrides ``key=value`` and ``~key``.
-
-        Raises:
-            UserError: the file cannot be read, or an argument is neither an option nor an override.
-        """
-        given, overrides = super().parse_known_args(*args, **kwargs)
-        for argument in overrides:
-            if argument.startswith("-"):
-                raise UserError(f"{argument} is not an option of a recipe: settings are written key=value.")
-        document = read_document(given.config)
-        document.check()
-        del given.config
-        return argparse.Namespace(**{**document.data, **vars(given)}), overrides
-
-
-def _merge_yaml_and_cli_args(yaml_args: argparse.Namespace, cli_args: Sequence[str]) -> Any:
-    """Return the settings of a file with overrides applied, as a ``DictConfig``.
-
-    Raises:
-        ConfigError: an override cannot be applied.
-    """
-    from omegaconf import OmegaConf
-
-    document = Document(dict(vars(yaml_args)))
-    apply_overrides(document, cli_args)
-    document.check()
-    return OmegaConf.create(document.data)
-
-
-def chain(*funcs: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Return the function that applies ``funcs`` in order."""
-
-    def chained(value: Any) -> Any:
-        for function in funcs:
-            value = function(value)
-        return value
-
-    return chained
+# Name in files -> name in models, with {} for the layer. Weight maps (torchtune.models.WeightMap) replace these tables:
+# changing a table does not change what a checkpointer does.
+_FROM_HF = {
+    "model.embed_tokens.weight": "tok_embeddings.weight",
+    "model.layers.{}.self_attn.q_proj.weight": "layers.{}.attn.q_proj.weight",
+    "model.layers.{}.self_attn.k_proj.weight": "layers.{}.attn.k_proj.weight",
+    "model.layers.{}.self_attn.v_proj.weight": "layers.{}.attn.v_proj.weight",
+    "model.layers.{}.self_attn.o_proj.weight": "layers.{}.attn.output_proj.weight",
+    "model.layers.{}.self_attn.rotary_emb.inv_freq": None,
+    "model.layers.{}.mlp.gate_proj.weight": "layers.{}.mlp.w1.weight",
+    "model.layers.{}.mlp.up_proj.weight": "layers.{}.mlp.w3.weight",
+    "model.layers.{}.mlp.down_proj.weight": "layers.{}.mlp.w2.weight",
+    "model.layers.{}.input_layernorm.weight": "layers.{}.sa_norm.scale",
+    "model.layers.{}.post_attention_layernorm.weight": "layers.{}.mlp_norm.scale",
+    "model.norm.weight": "norm.scale",
+    "lm_head.weight": "output.weight",
+}
+_META_MODULES = {
+    "attention.wq": "attn.q_proj",
+    "attention.wk": "attn.k_proj",
+    "attention.wv": "attn.v_proj",
+    "attention.wo": "attn.output_proj",
+}
+_FROM_META = {
+    "tok_embeddings.weight": "tok_embeddings.weight",
+    "norm.weight": "norm.scale",
+    "output.weight": "output.weight",
+    **{f"layers.{{}}.{theirs}.weight": f"layers.{{}}.{ours}.weight" for theirs, ours in _META_MODULES.items()},
+    "layers.{}.attention_norm.weight": "layers.{}.sa_norm.scale",
+    "layers.{}.ffn_norm.weight": "layers.{}.mlp_norm.scale",
+    **{f"layers.{{}}.feed_forward.{name}.weight": f"layers.{{}}.mlp.{name}.weight" for name in ("w1", "w2", "w3")},
+    **{
+        f"layers.{{}}.{theirs}.{part}.weight": f"layers.{{}}.{ours}.{part}.weight"
+        for theirs, ours in _META_MODULES.items()
+        for part in ("lora_a", "lora_b")
+    },
+}
+_TO_PEFT_KEYS = {"lora_a": "lora_A", "lora_b": "lora_B", "magnitude": "lora_magnitude_vector"}
 
 
 def update_stop_tokens_tracker(tokens: Tensor, stop_tokens: Tensor, stop_token_reached: Tensor) -> Tensor:
@@ -162,3 +148,28 @@ def validate_state_dict_for_lora(
         if given is not None and set(given) != expected:
             missing, unexpected = sorted(expected - set(given))[:3], sorted(set(given) - expected)[:3]
             raise AssertionError(f"The {kind} does not fit the model: missing {missing}, unexpected {unexpected}.")
+
+
+def _unavailable(name: str) -> Callable[..., Any]:
+    """Return a function that says what converts the weights instead: copied checkpointers import it for any model."""
+
+    def convert(*args: Any, **kwargs: Any) -> Any:
+        raise CheckpointError(
+            f"{name} is not part of this library: torchtune.training.FullModelHFCheckpointer and "
+            "FullModelMetaCheckpointer read and write all models."
+        )
+
+    convert.__name__ = name
+    return convert
+
+
+llama3_vision_hf_to_tune = _unavailable("llama3_vision_hf_to_tune")
+llama3_vision_tune_to_hf = _unavailable("llama3_vision_tune_to_hf")
+llama3_vision_meta_to_tune = _unavailable("llama3_vision_meta_to_tune")
+llama3_vision_tune_to_meta = _unavailable("llama3_vision_tune_to_meta")
+llama4_hf_to_tune = _unavailable("llama4_hf_to_tune")
+llama4_tune_to_hf = _unavailable("llama4_tune_to_hf")
+llama4_meta_to_tune = _unavailable("llama4_meta_to_tune")
+llama4_tune_to_meta = _unavailable("llama4_tune_to_meta")
+clip_text_hf_to_tune = _unavailable("clip_text_hf_to_tune")
+t5_encoder_hf_to_tune = _unavailable("t5_encoder_hf_to_tune")

@@ -1,4 +1,4 @@
-"""Datasets as torchdata nodes, for compatibility with multi-dataset recipes copied from earlier releases.
+"""Datasets of earlier releases: helpers of custom datasets, and torchdata nodes for multi-dataset recipes.
 
 The recipes of this library do not need torchdata: a list under ``dataset`` concatenates datasets, and
 :class:`torchtune.data.BatchLoader` loads batches.
@@ -8,9 +8,24 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from torchtune.data import DataError
 from torchtune.utils import UserError, get_world_size_and_rank
+
+# A row of packed documents: tokens, labels, positions and lengths.
+PACK_TYPE = dict[str, Tensor | list[int]]
+
+
+def chain(*funcs: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return the function that applies ``funcs`` in order."""
+
+    def chained(value: Any) -> Any:
+        for function in funcs:
+            value = function(value)
+        return value
+
+    return chained
 
 
 def _nodes() -> Any:
