@@ -21,14 +21,16 @@ class TuneRecipeArgumentParser(argparse.ArgumentParser):
         Raises:
             UserError: the file cannot be read, or an argument is neither an option nor an override.
         """
-        given, overrides = super().parse_known_args(*args, **kwargs)
+        options, overrides = super().parse_known_args(*args, **kwargs)
         for argument in overrides:
             if argument.startswith("-"):
                 raise UserError(f"{argument} is not an option of a recipe: settings are written key=value.")
-        document = read_document(given.config)
+        document = read_document(options.config)
         document.check()
-        del given.config
-        return argparse.Namespace(**{**document.data, **vars(given)}), overrides
+        del options.config
+        # Options of the command line take precedence over the file.
+        settings = {**document.data, **vars(options)}
+        return argparse.Namespace(**settings), overrides
 
 
 def _merge_yaml_and_cli_args(yaml_args: argparse.Namespace, cli_args: Sequence[str]) -> Any:

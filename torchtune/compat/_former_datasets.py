@@ -107,13 +107,21 @@ def get_multi_dataset(
     nodes = _nodes()
     if datasets.keys() != weights.keys():
         raise DataError(f"weights: {sorted(weights)} are not the names of the datasets, {sorted(datasets)}")
-    wanted = stop_criteria.replace("EXHASTED", "EXHAUSTED")
-    known = {str(v): v for k, v in vars(nodes.StopCriteria).items() if k.isupper() and isinstance(v, str)}
-    if wanted not in known:
-        raise DataError(f"stop_criteria: '{stop_criteria}' is none of {', '.join(sorted(known))}")
-    size, rank = get_world_size_and_rank()
+    criterion = stop_criteria.replace("EXHASTED", "EXHAUSTED")
+    constants = {}  # the criteria are constants in capitals, beside other attributes
+    for name, value in vars(nodes.StopCriteria).items():
+        if name.isupper() and isinstance(value, str):
+            constants[str(value)] = value
+    if criterion not in constants:
+        raise DataError(f"stop_criteria: '{stop_criteria}' is not known: use one of {', '.join(sorted(constants))}")
+    world_size, rank = get_world_size_and_rank()
     return nodes.MultiNodeWeightedSampler(
-        source_nodes=datasets, weights=weights, stop_criteria=known[wanted], seed=seed, rank=rank, world_size=size
+        source_nodes=datasets,
+        weights=weights,
+        stop_criteria=constants[criterion],
+        seed=seed,
+        rank=rank,
+        world_size=world_size,
     )
 
 

@@ -30,25 +30,27 @@ _FROM_HF = {
     "model.norm.weight": "norm.scale",
     "lm_head.weight": "output.weight",
 }
-_META_MODULES = {
-    "attention.wq": "attn.q_proj",
-    "attention.wk": "attn.k_proj",
-    "attention.wv": "attn.v_proj",
-    "attention.wo": "attn.output_proj",
-}
 _FROM_META = {
     "tok_embeddings.weight": "tok_embeddings.weight",
     "norm.weight": "norm.scale",
     "output.weight": "output.weight",
-    **{f"layers.{{}}.{theirs}.weight": f"layers.{{}}.{ours}.weight" for theirs, ours in _META_MODULES.items()},
+    "layers.{}.attention.wq.weight": "layers.{}.attn.q_proj.weight",
+    "layers.{}.attention.wk.weight": "layers.{}.attn.k_proj.weight",
+    "layers.{}.attention.wv.weight": "layers.{}.attn.v_proj.weight",
+    "layers.{}.attention.wo.weight": "layers.{}.attn.output_proj.weight",
     "layers.{}.attention_norm.weight": "layers.{}.sa_norm.scale",
     "layers.{}.ffn_norm.weight": "layers.{}.mlp_norm.scale",
-    **{f"layers.{{}}.feed_forward.{name}.weight": f"layers.{{}}.mlp.{name}.weight" for name in ("w1", "w2", "w3")},
-    **{
-        f"layers.{{}}.{theirs}.{part}.weight": f"layers.{{}}.{ours}.{part}.weight"
-        for theirs, ours in _META_MODULES.items()
-        for part in ("lora_a", "lora_b")
-    },
+    "layers.{}.feed_forward.w1.weight": "layers.{}.mlp.w1.weight",
+    "layers.{}.feed_forward.w2.weight": "layers.{}.mlp.w2.weight",
+    "layers.{}.feed_forward.w3.weight": "layers.{}.mlp.w3.weight",
+    "layers.{}.attention.wq.lora_a.weight": "layers.{}.attn.q_proj.lora_a.weight",
+    "layers.{}.attention.wq.lora_b.weight": "layers.{}.attn.q_proj.lora_b.weight",
+    "layers.{}.attention.wk.lora_a.weight": "layers.{}.attn.k_proj.lora_a.weight",
+    "layers.{}.attention.wk.lora_b.weight": "layers.{}.attn.k_proj.lora_b.weight",
+    "layers.{}.attention.wv.lora_a.weight": "layers.{}.attn.v_proj.lora_a.weight",
+    "layers.{}.attention.wv.lora_b.weight": "layers.{}.attn.v_proj.lora_b.weight",
+    "layers.{}.attention.wo.lora_a.weight": "layers.{}.attn.output_proj.lora_a.weight",
+    "layers.{}.attention.wo.lora_b.weight": "layers.{}.attn.output_proj.lora_b.weight",
 }
 _TO_PEFT_KEYS = {"lora_a": "lora_A", "lora_b": "lora_B", "magnitude": "lora_magnitude_vector"}
 
@@ -137,17 +139,24 @@ def validate_state_dict_for_lora(
     Raises:
         AssertionError: keys are missing or unexpected.
     """
-    modules = get_lora_module_names(list(lora_attn_modules), apply_lora_to_mlp, apply_lora_to_output)
-    marks = [f"{module}.{part}" for module in modules for part in ("lora", "magnitude")]
-    adapter = {key for key in full_model_state_dict_keys if any(mark in key for mark in marks)}
-    base = set(full_model_state_dict_keys) - adapter
-    for kind, given, expected in (
-        ("adapter", lora_state_dict_keys, adapter),
-        ("base model", base_model_state_dict_keys, base),
-    ):
-        if given is not None and set(given) != expected:
-            missing, unexpected = sorted(expected - set(given))[:3], sorted(set(given) - expected)[:3]
-            raise AssertionError(f"The {kind} does not fit the model: missing {missing}, unexpected {unexpected}.")
+    module_names = get_lora_module_names(list(lora_attn_modules), apply_lora_to_mlp, apply_lora_to_output)
+    adapter_keys = set()
+    for key in full_model_state_dict_keys:
+        for name in module_names:
+            if f"{name}.lora" in key or f"{name}.magnitude" in key:
+                adapter_keys.add(key)
+    base_keys = set(full_model_state_dict_keys) - adapter_keys
+    if lora_state_dict_keys is not None:
+        _check_keys("adapter", set(lora_state_dict_keys), adapter_keys)
+    if base_model_state_dict_keys is not None:
+        _check_keys("base model", set(base_model_state_dict_keys), base_keys)
+
+
+def _check_keys(kind: str, keys: set[str], expected_keys: set[str]) -> None:
+    missing = sorted(expected_keys - keys)
+    unexpected = sorted(keys - expected_keys)
+    if missing or unexpected:
+        raise AssertionError(f"The {kind} does not fit the model: missing {missing[:3]}, unexpected {unexpected[:3]}.")
 
 
 def _unavailable(name: str) -> Callable[..., Any]:

@@ -402,8 +402,11 @@ def attribute(module: str, name: str) -> Any:
     present = NAMES.get(path)
     if present is None and path in MODULES:
         return importlib.import_module(path)
-    if gone := explain_gone(path):
-        raise (AttributeError if hasattr(sys.modules[module], "__path__") else ImportError)(gone)
+    explanation = explain_gone(path)
+    if explanation is not None:
+        if hasattr(sys.modules[module], "__path__"):
+            raise AttributeError(explanation)
+        raise ImportError(explanation)
     if present is None and module in MODULES and not name.startswith("__"):
         present = f"{MODULES[module]}.{name}"
     missing = AttributeError(f"module '{module}' has no attribute '{name}'")
@@ -430,8 +433,9 @@ def find_spec(name: str) -> ModuleSpec | None:
     Raises:
         ImportError: the module is gone; the message says what replaces it.
     """
-    if gone := explain_gone(name):
-        raise ImportError(gone, name=name)
+    explanation = explain_gone(name)
+    if explanation is not None:
+        raise ImportError(explanation, name=name)
     if name in MODULES:
         return ModuleSpec(name, _FormerModuleLoader(), is_package=True)
     return None
