@@ -54,6 +54,7 @@ Scalar: TypeAlias = torch.Tensor | np.ndarray | int | float
 
 
 def to_number(data: Scalar) -> int | float:
+    """Return a number, a scalar tensor or a scalar array as a number."""
     return data.item() if hasattr(data, "item") else data
 
 

@@ -277,7 +277,8 @@ class MuonWithAdamW(GroupedOptimizer):
         output = getattr(text_decoder(model), "output", None)
         if isinstance(output, torch.nn.Module):
             modules.append(output)
-        self._not_for_muon = {parameter for module in modules for parameter in module.parameters()}
+        for module in modules:
+            self._not_for_muon.update(module.parameters())
         super().assign(named, model, quiet=quiet)
 
     def _is_matrix(self, name: str, parameter: torch.Tensor) -> bool:

@@ -242,9 +242,11 @@ def _apply_tensor_parallel(model: nn.Module, dims: ParallelDims, plan: Callable[
     prepare_mha_for_tp(model, mesh)
     parallelize_module(model, mesh, _resolve_plan(model, plan))
     # A plain parameter would get gradients of this rank's heads and columns alone, and differ from rank to rank.
-    plain = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
-    if plain:
-        raise ParallelDimsError(f"tensor_parallel_plan: it says nothing of {', '.join(plain[:3])}: add them.")
+    without_style = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
+    if without_style:
+        raise ParallelDimsError(
+            f"tensor_parallel_plan: it has no style for {', '.join(without_style[:3])}: add one for each."
+        )
 
 
 def prepare_mha_for_tp(model: nn.Module, tp_mesh: Any) -> nn.Module:
