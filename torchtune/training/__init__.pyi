@@ -77,6 +77,7 @@ from . import pooling as pooling
 from . import precision as precision
 from . import quantization as quantization
 from . import seed as seed
+from ._checksums import checksum_bits, checksum_trained, fingerprint_weights
 from ._compile import compile_loss as compile_loss
 from ._compile import compile_model as compile_model
 from ._prepare_model import cache_images as cache_images
@@ -117,7 +118,6 @@ from .parallel._ranks import get_distributed_backend as get_distributed_backend
 from .parallel._ranks import is_distributed as is_distributed
 from .parallel._ranks import is_restart as is_restart
 from .parallel._ranks import set_torch_num_threads as set_torch_num_threads
-from .parallel._shards import checksum_bits, checksum_trained, fingerprint_weights
 from .pooling import get_unmasked_sequence_lengths as get_unmasked_sequence_lengths
 from .precision import choose_dtype as choose_dtype
 from .precision import get_dtype as get_dtype

@@ -11,8 +11,8 @@ from torchtune.data import ImageCache
 from torchtune.modules.model_fusion import ImageTextModel
 from torchtune.modules.transformer import text_decoder
 from torchtune.tokenizers import check_tokenizer
+from torchtune.training._checksums import fingerprint_weights
 from torchtune.training.parallel import ParallelDims
-from torchtune.training.parallel._shards import fingerprint_weights
 from torchtune.utils import UserError, get_logger, is_simulated, log_once, log_rank_zero
 
 
