@@ -263,7 +263,7 @@ PRIVATE = re.compile(
 
 def test_private_names_of_torch_stand_in_one_place():
     """Whatever a release takes away is mended there; what checkpoints need of them is theirs."""
-    homes = {"_torch_private.py", "_fake_distributed.py"}  # of the library, and of simulations
+    homes = {"_torch_private.py"}  # of the library, and of simulations
     found = {
         f"{path.relative_to(ROOT)}:{number}": line.strip()
         for folder in ("torchtune", "recipes")

@@ -39,6 +39,7 @@ from torchtune.checkpoints._state import RankState, load_state, optimizers_of, r
 from torchtune.checkpoints._weight_files import CheckpointError, find_files
 from torchtune.models import build
 from torchtune.modules.peft import owned_parameters
+from torchtune.training import share_rng_state
 from torchtune.training.parallel import Ranks, reshard
 from torchtune.utils import FolderLock, UserError, doing, get_logger
 
@@ -194,7 +195,7 @@ class CheckpointStore:
             elif owned_parameters(model):
                 _ = source.base_fingerprint
         # All ranks initialize the same full tensors, of which each keeps its shard.
-        with self._ranks.share_rng_state():
+        with share_rng_state(self._ranks):
             initialize_missing(model, loaded, device, dtype)
 
     def check_model(self, model: nn.Module, *, name: str = POLICY) -> None:

@@ -91,7 +91,8 @@ def check_outdir_not_in_ckptdir(ckpt_dir: Path | str, out_dir: Path | str) -> bo
     Raises:
         CheckpointError: it is.
     """
-    source, output = Path(ckpt_dir).resolve(), Path(out_dir).resolve()
+    source = Path(ckpt_dir).resolve()
+    output = Path(out_dir).resolve()
     if source == output or source in output.parents:
         raise CheckpointError(f"output_dir: {out_dir} is inside the checkpoint's folder {ckpt_dir}: name another one.")
     return True

@@ -66,12 +66,12 @@ MODULES = {
     **_modules("torchtune.models.qwen3", "_component_builders _model_builders _tokenizer"),
     "torchtune.models.qwen3._convert_weights": "torchtune.models.qwen2",
     **_modules("torchtune.models.smol", "_component_builders _model_builders"),
-    "torchtune.models.clip._convert_weights": "torchtune.compat._weight_tables",
+    "torchtune.models.clip._convert_weights": "torchtune.compat._former_models",
     "torchtune.models.gemma.rms_norm": "torchtune.compat",
-    "torchtune.models.llama3_2_vision._convert_weights": "torchtune.compat._weight_tables",
-    "torchtune.models.llama4._convert_weights": "torchtune.compat._weight_tables",
+    "torchtune.models.llama3_2_vision._convert_weights": "torchtune.compat._former_models",
+    "torchtune.models.llama4._convert_weights": "torchtune.compat._former_models",
     "torchtune.models.t5": "torchtune.models",
-    "torchtune.models.t5._convert_weights": "torchtune.compat._weight_tables",
+    "torchtune.models.t5._convert_weights": "torchtune.compat._former_models",
     "torchtune.modules.fake_quant": "torchtune.modules.low_precision.quantizers",
     "torchtune.modules.low_precision.nf4_linear": "torchtune.modules.low_precision",
     "torchtune.modules.stored_linear": "torchtune.modules.low_precision.layers",
@@ -131,12 +131,12 @@ _CHECKPOINT_HELPERS = (
 NAMES = {
     "torchtune.config._utils._get_component_from_path": "torchtune.config.locate",
     "torchtune.config._utils._has_component": "torchtune.config._document.is_component",
-    **_names("torchtune.config._utils", "torchtune.compat._pieces", "_merge_yaml_and_cli_args"),
+    **_names("torchtune.config._utils", "torchtune.compat._former_config", "_merge_yaml_and_cli_args"),
     **_names("torchtune.config._parse", "torchtune.compat", "TuneRecipeArgumentParser"),
     "torchtune.data._common.PACK_TYPE": "torchtune.compat.PACK_TYPE",
-    "torchtune.data._utils.chain": "torchtune.compat._pieces.chain",
+    "torchtune.data._utils.chain": "torchtune.compat._former_datasets.chain",
     **_names(
-        "torchtune.data._utils", "torchtune.compat._torchdata", "get_dataloader get_multi_dataset load_hf_dataset"
+        "torchtune.data._utils", "torchtune.compat._former_datasets", "get_dataloader get_multi_dataset load_hf_dataset"
     ),
     "torchtune.data._prompt_templates._TemplateType": "torchtune.data.TemplateType",
     "torchtune.data._prompt_templates._get_prompt_template": "torchtune.data.get_prompt_template",
@@ -153,7 +153,7 @@ NAMES = {
     ),
     "torchtune.generation._generation.update_stop_tokens_tracker": "torchtune.compat.update_stop_tokens_tracker",
     **_names(
-        "torchtune.models.convert_weights", "torchtune.compat._weight_tables", "_FROM_HF _FROM_META _TO_PEFT_KEYS"
+        "torchtune.models.convert_weights", "torchtune.compat._former_models", "_FROM_HF _FROM_META _TO_PEFT_KEYS"
     ),
     "torchtune.models.clip.inference._transform._CLIPImageTransform": "torchtune.models.clip.CLIPImageTransform",
     "torchtune.models.phi4.phi4_14b_tokenizer": "torchtune.models.phi4.phi4_tokenizer",
@@ -192,7 +192,7 @@ NAMES = {
     },
     **_names("torchtune.modules.loss", "torchtune.rlhf.loss", "DPOLoss RSOLoss SimPOLoss"),
     **_names("torchtune.modules.loss", "torchtune.compat", "keep_row_losses"),
-    **_names("torchtune.modules.attention_utils", "torchtune.compat._pieces", "_sdpa_or_flex_attention"),
+    **_names("torchtune.modules.attention_utils", "torchtune.compat._former_models", "_sdpa_or_flex_attention"),
     "torchtune.modules.moe.experts.LoRAGroupedExperts": "torchtune.modules.peft.lora_experts.LoRAGroupedExperts",
     **_names("torchtune.modules.peft", "torchtune.compat", "load_dora_magnitudes validate_state_dict_for_lora"),
     **_names(
@@ -413,8 +413,11 @@ def attribute(module: str, name: str) -> Any:
     present = NAMES.get(path)
     if present is None and path in MODULES:
         return importlib.import_module(path)
-    if gone := explain_gone(path):
-        raise (AttributeError if hasattr(sys.modules[module], "__path__") else ImportError)(gone)
+    explanation = explain_gone(path)
+    if explanation is not None:
+        if hasattr(sys.modules[module], "__path__"):
+            raise AttributeError(explanation)
+        raise ImportError(explanation)
     if present is None and module in MODULES and not name.startswith("__"):
         present = f"{MODULES[module]}.{name}"
     missing = AttributeError(f"module '{module}' has no attribute '{name}'")
@@ -441,8 +444,9 @@ def find_spec(name: str) -> ModuleSpec | None:
     Raises:
         ImportError: the module is gone; the message says what replaces it.
     """
-    if gone := explain_gone(name):
-        raise ImportError(gone, name=name)
+    explanation = explain_gone(name)
+    if explanation is not None:
+        raise ImportError(explanation, name=name)
     if name in MODULES:
         return ModuleSpec(name, _FormerModuleLoader(), is_package=True)
     return None

@@ -106,10 +106,11 @@ def get_train_context(enable_loss_parallel: bool) -> Callable[..., Context]:
     def context(cp_context: Context | None = None) -> Iterator[None]:
         from torch.distributed.tensor.parallel import loss_parallel
 
-        with (
-            loss_parallel() if enable_loss_parallel else contextlib.nullcontext(),
-            cp_context or contextlib.nullcontext(),
-        ):
+        with contextlib.ExitStack() as stack:
+            if enable_loss_parallel:
+                stack.enter_context(loss_parallel())
+            if cp_context is not None:
+                stack.enter_context(cp_context)
             yield
 
     return context
@@ -149,22 +150,26 @@ def get_context_parallel_manager(
 
     @contextlib.contextmanager
     def manager(buffers: Sequence[torch.Tensor]) -> Iterator[None]:
-        whole = [(buffer, buffer.data) for buffer in buffers if isinstance(buffer, torch.Tensor) and buffer.dim() > 1]
-        ranks, rank = mesh.size(), mesh.get_local_rank()
-        for _, data in whole:
-            if data.shape[1] % ranks:
+        # [b, s, ...]: other buffers have no sequence to divide.
+        sharded = [buffer for buffer in buffers if isinstance(buffer, torch.Tensor) and buffer.dim() > 1]
+        ranks = mesh.size()
+        rank = mesh.get_local_rank()
+        for buffer in sharded:
+            length = buffer.shape[1]
+            if length % ranks:
                 raise ParallelDimsError(
-                    f"context_parallel_dim is {ranks}: it must divide the length of the batch ({data.shape[1]}): pad "
-                    "it, for example with padded_collate_sft(pad_to_multiple_of=parallel_dims.min_seq_len_divisor)."
+                    f"context_parallel_dim is {ranks}: it must divide the length of the batch ({length}): pad it, for "
+                    "example with padded_collate_sft(pad_to_multiple_of=parallel_dims.min_seq_len_divisor)."
                 )
         hook = model.register_forward_pre_hook(_make_position_hook(rank), with_kwargs=True)
-        for buffer, data in whole:
-            buffer.data = data.chunk(ranks, dim=1)[rank].contiguous()
+        full_data = [buffer.data for buffer in sharded]
+        for buffer in sharded:
+            buffer.data = buffer.data.chunk(ranks, dim=1)[rank].contiguous()
         try:
             yield
         finally:
             hook.remove()
-            for buffer, data in whole:
+            for buffer, data in zip(sharded, full_data, strict=True):
                 buffer.data = data
 
     return manager
@@ -172,9 +177,11 @@ def get_context_parallel_manager(
 
 def _check_heads(model: nn.Module, ranks: int) -> None:
     for module in model.modules():
-        if isinstance(module, MultiHeadAttention) and (
-            module.num_heads % ranks or (module.num_kv_heads % ranks and ranks % module.num_kv_heads)
-        ):
+        if not isinstance(module, MultiHeadAttention):
+            continue
+        # With fewer key heads than ranks, ranks share one, which needs a whole number of ranks per key head.
+        keys_fit = module.num_kv_heads % ranks == 0 or ranks % module.num_kv_heads == 0
+        if module.num_heads % ranks or not keys_fit:
             raise ParallelDimsError(
                 f"context_parallel_dim is {ranks}: it must divide the {module.num_heads} query heads of the model, and "
                 f"divide its {module.num_kv_heads} key heads or be a multiple of them."

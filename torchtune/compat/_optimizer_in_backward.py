@@ -55,7 +55,10 @@ class OptimizerInBackwardWrapper:
             RuntimeError: no schedule was set.
         """
         self.get_last_lr()  # raises
-        self.lr_scheduler.step(*(() if epoch is None else (epoch,)))
+        if epoch is None:
+            self.lr_scheduler.step()
+        else:
+            self.lr_scheduler.step(epoch)
         self._copy_lr_to_all()
 
     def _copy_lr_to_all(self) -> None:
@@ -84,9 +87,11 @@ def create_optim_in_bwd_wrapper(
         model: model of the parameters.
         optim_dict: optimizer of every trained parameter.
     """
-    return OptimizerInBackwardWrapper(
-        {name: optim_dict[parameter] for name, parameter in model.named_parameters() if parameter in optim_dict}
-    )
+    optim_map = {}
+    for name, parameter in model.named_parameters():
+        if parameter in optim_dict:
+            optim_map[name] = optim_dict[parameter]
+    return OptimizerInBackwardWrapper(optim_map)
 
 
 def register_optim_in_bwd_hooks(model: torch.nn.Module, optim_dict: dict[torch.nn.Parameter, Optimizer]) -> None:

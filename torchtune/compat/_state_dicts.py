@@ -4,7 +4,7 @@ Checkpointers load and save sharded models (``load_model``, ``save``, ``resume``
 recipes pass full state dicts around; these functions convert between the two, one tensor at a time.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -86,17 +86,22 @@ def gather_cpu_state_dict(
         Full tensors on the CPU by parameter name; empty on all ranks but 0.
     """
     reshard(model)
-    wanted = get_adapter_params(model).keys() if adapter_weights_only else None
+    tensors = model.state_dict()
+    names = list(tensors)
+    if adapter_weights_only:
+        adapter_params = get_adapter_params(model)
+        names = [name for name in names if name in adapter_params]
     gathered = {}
-    for name, tensor in model.state_dict().items():
-        if wanted is None or name in wanted:
-            whole = _gather_to_host(tensor, device)
-            if is_rank_zero:
-                gathered[name] = whole.cpu()
+    for name in names:
+        # A collective: all ranks call it, in the order of the state dict.
+        gathered_tensor = _gather(tensors[name], device)
+        if is_rank_zero:
+            gathered[name] = gathered_tensor.cpu()
     return gathered
 
 
-def _gather_to_host(tensor: torch.Tensor, device: torch.device | None) -> torch.Tensor:
+def _gather(tensor: torch.Tensor, device: torch.device | None) -> torch.Tensor:
+    """Return the full tensor; a shard in host memory is gathered on ``device``."""
     if isinstance(tensor, DTensor) and device is not None and tensor.device.type != torch.device(device).type:
         tensor = tensor.to(device)
     return full_tensor(tensor)
@@ -121,14 +126,18 @@ def get_full_optimizer_state_dict(
     Raises:
         ValueError: ``opt`` has a parameter that ``model`` lacks.
     """
-    names = _names(model, opt)
-    state: dict[str, Any] = {}
-    for parameter, values in opt.state.items():
-        state[names[parameter]] = {
-            key: _gather_to_host(value, device).to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
-            for key, value in values.items()
-        }
-    return {"state": state, "param_groups": _named_groups(opt, names)} if is_rank_zero else {}
+    names = _parameter_names(model, opt)
+    states: dict[str, dict[str, Any]] = {}
+    for parameter, parameter_state in opt.state.items():
+        gathered = {}
+        for key, value in parameter_state.items():
+            if isinstance(value, torch.Tensor):
+                value = _gather(value, device).to("cpu", copy=True)
+            gathered[key] = value
+        states[names[parameter]] = gathered
+    if not is_rank_zero:
+        return {}
+    return {"state": states, "param_groups": _named_groups(opt, names)}
 
 
 def load_from_full_optimizer_state_dict(
@@ -146,24 +155,32 @@ def load_from_full_optimizer_state_dict(
         CheckpointError: the state belongs to other parameters.
         ValueError: ``opt`` has a parameter that ``model`` lacks.
     """
-    groups = _named_groups(opt, _names(model, opt))
-    ours = [name for group in groups for name in group["params"]]
-    theirs = [name for group in full_sd["param_groups"] for name in group["params"]]
-    if sorted(ours) != sorted(theirs):
-        odd = min(set(ours) ^ set(theirs), default="?")
+    groups = _named_groups(opt, _parameter_names(model, opt))
+    names = _names_in(groups)
+    saved_names = _names_in(full_sd["param_groups"])
+    if sorted(names) != sorted(saved_names):
+        unmatched = min(set(names) ^ set(saved_names), default="?")
         raise CheckpointError(
-            f"The optimizer state in the checkpoint belongs to other parameters ('{odd}' is on one side only): resume "
-            "with the config that the checkpoint was trained with."
+            f"The optimizer state in the checkpoint belongs to other parameters ('{unmatched}' is on one side only): "
+            "resume with the config that the checkpoint was trained with."
         )
-    number = {name: index for index, name in enumerate(ours)}
-    state = {
-        number[name]: {key: _shard(value, model.get_parameter(name)) for key, value in values.items()}
-        for name, values in full_sd["state"].items()
-    }
-    saved = {name: group for group in full_sd["param_groups"] for name in group["params"]}
+
+    # torch's own load_state_dict takes parameters by number.
+    numbers = {name: number for number, name in enumerate(names)}
+    state = {}
+    for name, values in full_sd["state"].items():
+        parameter = model.get_parameter(name)
+        state[numbers[name]] = {key: _shard(value, parameter) for key, value in values.items()}
+    # Parameters may be grouped in another way: a group gets the settings with which its first parameter was saved.
+    saved_groups = {}
+    for saved_group in full_sd["param_groups"]:
+        for name in saved_group["params"]:
+            saved_groups[name] = saved_group
     for group in groups:
-        first = saved[group["params"][0]] if group["params"] else {}
-        group |= {**first, "params": [number[name] for name in group["params"]]}
+        group_names = group["params"]
+        if group_names:
+            group.update(saved_groups[group_names[0]])
+        group["params"] = [numbers[name] for name in group_names]
     opt.load_state_dict({"state": state, "param_groups": groups})
 
 
@@ -174,15 +191,29 @@ def _shard(value: Any, parameter: nn.Parameter) -> Any:
     return value
 
 
-def _names(model: nn.Module, opt: Optimizer) -> dict[nn.Parameter, str]:
+def _parameter_names(model: nn.Module, opt: Optimizer) -> dict[nn.Parameter, str]:
+    """Return the names of the model's parameters. Raises ``ValueError`` if the optimizer has another parameter."""
     names = {parameter: name for name, parameter in model.named_parameters()}
-    if any(parameter not in names for group in opt.param_groups for parameter in group["params"]):
-        raise ValueError(
-            f"{type(opt).__name__} has a parameter that the model lacks: build it over model.parameters()."
-        )
+    for group in opt.param_groups:
+        for parameter in group["params"]:
+            if parameter not in names:
+                raise ValueError(
+                    f"{type(opt).__name__} has a parameter that the model lacks: build it over model.parameters()."
+                )
     return names
 
 
 def _named_groups(opt: Optimizer, names: dict[nn.Parameter, str]) -> list[dict[str, Any]]:
     """Return the optimizer's ``param_groups`` with parameter names instead of parameters."""
-    return [{**group, "params": [names[parameter] for parameter in group["params"]]} for group in opt.param_groups]
+    groups = []
+    for group in opt.param_groups:
+        groups.append({**group, "params": [names[parameter] for parameter in group["params"]]})
+    return groups
+
+
+def _names_in(groups: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the parameter names of all groups, in order."""
+    names: list[str] = []
+    for group in groups:
+        names += group["params"]
+    return names

@@ -248,12 +248,7 @@ def _check_optimizer(cfg: SettingsView, device: torch.device | None, model: torc
     matrix = torch.nn.Parameter(torch.zeros(8, 8))
     optimizer = config.instantiate(cfg.optimizer, [matrix])
     if isinstance(optimizer, GroupedOptimizer) and model is not None:
-        optimizer.assign(trained, model, quiet=True)
-        groups = optimizer.members(parameter for _, parameter in trained)
-        for members in groups.values():
-            # The small matrix stands for the group, whose settings build the group's optimizer.
-            optimizer.adopt(matrix, members[0])
-            optimizer.make([matrix])
+        optimizer.check(trained, model)
 
 
 def _check_logger(node: Any) -> None:

@@ -9,7 +9,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from torchtune.estimate._fake_distributed import fake_store, forget_meshes
+from torchtune.estimate._torch_private import fake_store, forget_meshes
 
 
 def _gather_own(objects: list[Any], own_object: Any, *_: Any, **__: Any) -> None:

@@ -48,6 +48,7 @@ class Accelerator:
 
 
 # SXM or OAM variants where several exist. Network per device: 400 Gbit/s, 200 for A100, 100 for PCIe cards.
+# Columns: name, memory, bandwidth, fp32, link, network.
 _TABLE = (
     Accelerator("H100", 79.1, 3350, 67.0, 450, 50),
     Accelerator("H200", 139.8, 4800, 67.0, 450, 50),
@@ -58,8 +59,16 @@ _TABLE = (
     Accelerator("RTX 5090", 31.4, 1792, 104.8, 64, 12.5),
     Accelerator("MI300X", 191.7, 5300, 163.4, 448, 50),
 )
-_BY_NAME = {re.sub(r"[^a-z0-9]", "", device.name.lower()): device for device in _TABLE}
-_BY_NAME |= {"4090": _BY_NAME["rtx4090"], "5090": _BY_NAME["rtx5090"]}
+
+
+def _lookup_key(name: str) -> str:
+    """Return the letters and digits of a name: ``RTX 4090``, ``rtx-4090`` and ``RTX4090`` are the same device."""
+    return re.sub(r"[^a-z0-9]", "", name.lower())
+
+
+_BY_NAME = {_lookup_key(device.name): device for device in _TABLE}
+_BY_NAME["4090"] = _BY_NAME["rtx4090"]
+_BY_NAME["5090"] = _BY_NAME["rtx5090"]
 
 
 def parse_cluster(text: str) -> tuple[int, Accelerator]:
@@ -68,17 +77,19 @@ def parse_cluster(text: str) -> tuple[int, Accelerator]:
     Raises:
         DeviceNameError: the device is unknown or the text is malformed; the message suggests the nearest names.
     """
-    match = re.fullmatch(r"(?:(\d+)\s*[x*]\s*)?(.+)", text.strip(), re.IGNORECASE)
-    names = ", ".join(device.name.replace(" ", "") for device in _TABLE)
-    if match is None or (match[1] is not None and int(match[1]) < 1):
+    match = re.fullmatch(r"(?:(?P<number>\d+)\s*[x*]\s*)?(?P<name>.+)", text.strip(), re.IGNORECASE)
+    if match is None or (match["number"] is not None and int(match["number"]) < 1):
         raise DeviceNameError(f"--simulate {text}: give a number of devices and their name, for example 8xH100.")
-    name = re.sub(r"[^a-z0-9]", "", match[2].lower())
-    if name not in _BY_NAME:
-        close = difflib.get_close_matches(name, _BY_NAME, n=2, cutoff=0.5)
-        near = " or ".join(_BY_NAME[key].name.replace(" ", "") for key in close)
-        hint = f"did you mean {near}? The table has" if near else "the table has"
-        raise DeviceNameError(f"--simulate {text}: the device '{match[2]}' is not known: {hint} {names}.")
-    return int(match[1] or 1), _BY_NAME[name]
+    key = _lookup_key(match["name"])
+    if key in _BY_NAME:
+        return int(match["number"] or 1), _BY_NAME[key]
+
+    # Names are shown as they can be typed in a shell, without spaces.
+    all_names = ", ".join(device.name.replace(" ", "") for device in _TABLE)
+    nearest_keys = difflib.get_close_matches(key, _BY_NAME, n=2, cutoff=0.5)
+    nearest = " or ".join(_BY_NAME[nearest_key].name.replace(" ", "") for nearest_key in nearest_keys)
+    hint = f"did you mean {nearest}? The table has" if nearest else "the table has"
+    raise DeviceNameError(f"--simulate {text}: the device '{match['name']}' is not known: {hint} {all_names}.")
 
 
 def parse_memory(text: str) -> float:
@@ -87,7 +98,8 @@ def parse_memory(text: str) -> float:
     Raises:
         DeviceNameError: the text is malformed.
     """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(gib|gb|g|)", text.strip().lower())
-    if match is None or float(match[1]) == 0:
+    match = re.fullmatch(r"(?P<size>\d+(?:\.\d+)?)\s*(?P<unit>gib|gb|g|)", text.strip().lower())
+    if match is None or float(match["size"]) == 0:
         raise DeviceNameError(f"--fit {text}: give the memory of a device, for example 80GiB.")
-    return float(match[1]) * (1e9 if match[2] == "gb" else 2**30)
+    unit = 1e9 if match["unit"] == "gb" else 2**30
+    return float(match["size"]) * unit

@@ -13,7 +13,9 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.flop_counter import flop_registry
 
-from torchtune.estimate._fake_distributed import (
+from torchtune.estimate._ledger import Ledger, storages, weighted_sum
+from torchtune.estimate._simulated_inputs import stacks
+from torchtune.estimate._torch_private import (
     FakeTensor,
     TorchDispatchMode,
     fsdp_groups,
@@ -22,8 +24,6 @@ from torchtune.estimate._fake_distributed import (
     tree_leaves,
     unset_fake_temporarily,
 )
-from torchtune.estimate._ledger import Ledger, storages, weighted_sum
-from torchtune.estimate._simulated_inputs import stacks
 from torchtune.supervision import attention_pairs
 from torchtune.utils import is_on_host
 

@@ -14,10 +14,10 @@ from torch import nn
 from torchtune import config
 from torchtune.estimate import _simulated_inputs
 from torchtune.estimate._cluster import one_thread, simulated_cluster
-from torchtune.estimate._fake_distributed import FakeTensorMode
 from torchtune.estimate._observer import Observer
 from torchtune.estimate._plan import arrange, row_length
 from torchtune.estimate._simulated_inputs import SimulationError
+from torchtune.estimate._torch_private import FakeTensorMode
 from torchtune.training import SettingsView
 from torchtune.utils import simulated
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from torchtune.training.memory import CheckpointedForward
+from torchtune.training.activations import CheckpointedForward
 from torchtune.utils import (
     UserError,
     allow_compiled_versions,

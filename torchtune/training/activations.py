@@ -1,17 +1,95 @@
-"""Selective activation checkpointing: recompute element-wise operations, keep attention and some matrix products."""
+"""What a forward pass saves for the backward pass: activation checkpointing, and offloading to host memory.
 
+Checkpointed modules save only their inputs, and recompute the rest. Selective checkpointing recomputes element-wise
+operations, and keeps attention and some matrix products. Offloaded tensors stay in host memory between the passes.
+"""
+
+import contextlib
+from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from torchtune.modules.transformer import TransformerSelfAttentionLayer, text_decoder
-from torchtune.training.memory import checkpoint_module, set_activation_checkpointing
-from torchtune.utils import UserError, onednn_linear_op, reduce_scatter_op
+from torchtune.utils import UserError, allocates_on_host, is_simulated, onednn_linear_op, reduce_scatter_op
+
+ACWrapPolicyType = set[type] | Callable[[torch.nn.Module, bool, int], bool]
+# A saved tensor, or the key of an offloaded one.
+_Packed = torch.Tensor | int
 
 
 class ActivationCheckpointingError(UserError, ValueError):
     """Invalid mode or option of activation checkpointing."""
+
+
+class CheckpointedForward:
+    """Forward that saves only its inputs and recomputes activations in the backward pass.
+
+    It replaces ``module.forward``, so the module keeps its class and parameter names.
+    """
+
+    def __init__(self, forward: Callable[..., Any], **kwargs: Any) -> None:
+        self.forward = forward
+        self.kwargs = {"use_reentrant": False, **kwargs}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward, checkpointed if gradients are enabled."""
+        if not torch.is_grad_enabled():
+            return self.forward(*args, **kwargs)
+        return checkpoint(self.forward, *args, **self.kwargs, **kwargs)
+
+
+def checkpoint_module(module: torch.nn.Module, **kwargs: Any) -> torch.nn.Module:
+    """Recompute the activations of ``module`` in its backward pass; in place, at most once.
+
+    Args:
+        module: module to checkpoint.
+        kwargs: arguments of ``torch.utils.checkpoint.checkpoint``, for example ``context_fn``.
+    """
+    if not isinstance(module.forward, CheckpointedForward):
+        module.forward = CheckpointedForward(module.forward, **kwargs)
+    return module
+
+
+def set_activation_checkpointing(model: torch.nn.Module, auto_wrap_policy: ACWrapPolicyType, **kwargs: Any) -> None:
+    """Recompute the activations of the selected modules in the backward pass, in place.
+
+    Parameter names do not change. Of nested modules, only the outermost is selected.
+
+    Args:
+        model: changed in place.
+        auto_wrap_policy: set of module classes, or ``policy(module, recurse, numel) -> bool`` as in FSDP.
+        kwargs: arguments of ``torch.utils.checkpoint.checkpoint``.
+
+    Raises:
+        ValueError: no module is selected.
+
+    Example:
+        >>> torchtune.training.set_activation_checkpointing(model, auto_wrap_policy={type(model.layers[0])})
+    """
+    if isinstance(auto_wrap_policy, set | frozenset):
+        classes = tuple(auto_wrap_policy)
+
+        def is_selected(module: torch.nn.Module) -> bool:
+            return isinstance(module, classes)
+    else:
+
+        def is_selected(module: torch.nn.Module) -> bool:
+            numel = sum(parameter.numel() for parameter in module.parameters())
+            return auto_wrap_policy(module, False, numel)
+
+    def checkpoint_selected(module: torch.nn.Module) -> int:
+        """Checkpoint the outermost selected modules, and return their number."""
+        if is_selected(module):
+            checkpoint_module(module, **kwargs)
+            return 1  # without its children: they would be recomputed twice
+        return sum(checkpoint_selected(child) for child in module.children())
+
+    if checkpoint_selected(model) == 0:
+        raise ValueError(f"No module of {type(model).__name__} matches the activation checkpointing policy.")
 
 
 def _attention_ops() -> set[Any]:
@@ -132,3 +210,207 @@ def apply_selective_activation_checkpointing(
     for number, layer in enumerate(text_decoder(model).layers, start=1):
         if number % interval == 0:
             checkpoint_wrapper(layer, ac_mode, ac_option)
+
+
+class _SimulatedStreams:
+    """Stand-in for ``torch.cuda`` and its streams in a simulation: every operation completes at once."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_: self
+
+    def __enter__(self) -> None:
+        """Do nothing."""
+
+    def __exit__(self, *_: object) -> None:
+        """Do nothing."""
+
+
+class OffloadActivations(saved_tensors_hooks):
+    """Move tensors saved for the backward pass to host memory, and back when the backward pass needs them.
+
+    Parameters, their views, tensors on the host and small tensors are not moved. With streams, copies overlap with
+    computation: at most ``max_fwd_stash_size`` tensors wait on the device for their copies, and the backward pass
+    prefetches the next tensor.
+
+    Args:
+        use_pin_memory: copy to pinned (page-locked) memory, which is faster and cannot be swapped out.
+        use_streams: copy on a separate stream.
+        max_fwd_stash_size: maximum number of tensors on the device that wait for their copies.
+        min_offload_size: minimum size in bytes of an offloaded tensor.
+
+    Raises:
+        UserError: there is no accelerator with separate memory.
+        ValueError: ``max_fwd_stash_size`` is below 1.
+
+    Example:
+        >>> with torchtune.training.OffloadActivations():  # doctest: +SKIP
+        ...     loss = model(tokens).sum()
+    """
+
+    def __init__(
+        self,
+        use_pin_memory: bool = True,
+        use_streams: bool = True,
+        max_fwd_stash_size: int = 5,
+        min_offload_size: int = 1024,
+    ) -> None:
+        if max_fwd_stash_size < 1:
+            raise ValueError(f"max_fwd_stash_size must be at least 1, got {max_fwd_stash_size}.")
+        if is_simulated():
+            self.device = torch.device("cpu")
+            self.namespace = _SimulatedStreams()
+            use_pin_memory = False
+        else:
+            self.device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+            if self.device is None or self.device.type == "mps":  # MPS shares the host's memory
+                raise UserError(
+                    "enable_activation_offloading: there is no accelerator with memory of its own here: set it to "
+                    "False."
+                )
+            self.namespace = getattr(torch, self.device.type)
+        self.use_pin_memory = use_pin_memory
+        self.min_offload_size = min_offload_size
+        self.max_fwd_stash_size = max_fwd_stash_size
+        self.copy_stream = self.namespace.Stream() if use_streams else None
+        self._next_key = 0
+        self._host_tensors: dict[int, torch.Tensor] = {}
+        self._device_tensors: dict[int, torch.Tensor] = {}
+        self._pending_copies: deque[tuple[torch.Tensor, Any]] = deque()
+        super().__init__(self._pack, self._unpack)
+
+    def __enter__(self) -> None:
+        # Drop tensors of a graph that never ran its backward pass.
+        self._host_tensors.clear()
+        self._device_tensors.clear()
+        self._pending_copies.clear()
+        super().__enter__()
+
+    def _should_keep(self, tensor: torch.Tensor) -> bool:
+        """Return whether a saved tensor stays where it is."""
+        if tensor.device.type != self.device.type:
+            return True
+        if tensor.numel() * tensor.element_size() < self.min_offload_size:
+            return True
+        # A parameter, or a view of one such as its transpose, stays on the device for the optimizer anyway.
+        base = tensor._base if tensor._base is not None else tensor
+        if isinstance(base, torch.nn.Parameter):
+            return True
+        # Subclasses, such as quantized and sharded tensors, hold their data in inner tensors. The tensors of a
+        # simulation are of a subclass, too, but without inner tensors.
+        if is_simulated():
+            return hasattr(tensor, "__tensor_flatten__")
+        return type(tensor) is not torch.Tensor
+
+    def _pack(self, tensor: torch.Tensor) -> _Packed:
+        """Start the copy of a saved tensor to the host, and return its key; the tensor itself if it stays."""
+        if self._should_keep(tensor):
+            return tensor
+        key = self._next_key
+        self._next_key += 1
+        with allocates_on_host():
+            host = torch.empty_like(tensor, device="cpu", pin_memory=self.use_pin_memory)
+        if self.copy_stream is None:
+            host.copy_(tensor)
+        else:
+            compute = self.namespace.current_stream()
+            # The tensor must live until its copy is complete. The compute stream waits for the oldest copies, so that
+            # its next kernels reuse their memory only afterwards.
+            while len(self._pending_copies) >= self.max_fwd_stash_size:
+                _, copied = self._pending_copies.popleft()
+                compute.wait_event(copied)
+            self.copy_stream.wait_stream(compute)  # the tensor is computed before it is copied
+            with self.namespace.stream(self.copy_stream):
+                host.copy_(tensor, non_blocking=True)
+                self._pending_copies.append((tensor, self.copy_stream.record_event()))
+        self._host_tensors[key] = host
+        return key
+
+    def _prefetch(self, key: int) -> None:
+        """Start the copy of an offloaded tensor back to the device, at most once."""
+        if key in self._host_tensors and key not in self._device_tensors:
+            with self.namespace.stream(self.copy_stream):
+                self._device_tensors[key] = self._host_tensors[key].to(self.device, non_blocking=True, copy=True)
+
+    def _unpack(self, packed: _Packed) -> torch.Tensor:
+        """Return a saved tensor on the device, and prefetch the one that was saved before it."""
+        if isinstance(packed, torch.Tensor):
+            return packed
+        if self.copy_stream is None:
+            return self._host_tensors[packed].to(self.device, copy=True)
+        self._release_copied()
+        self._prefetch(packed)
+        compute = self.namespace.current_stream()
+        compute.wait_stream(self.copy_stream)
+        tensor = self._device_tensors.pop(packed)
+        # The copy stream allocated it: its memory must not be reused before the compute stream has read it.
+        if tensor.device.type != "cpu":  # not simulated
+            tensor.record_stream(compute)
+        self._prefetch(packed - 1)  # the backward pass goes through the keys in reverse
+        return tensor
+
+    def _release_copied(self) -> None:
+        """Release the tensors that waited for their copies: the backward pass has begun."""
+        compute = self.namespace.current_stream()
+        while self._pending_copies:
+            _, copied = self._pending_copies.popleft()
+            compute.wait_event(copied)
+
+
+class NoOpManager(saved_tensors_hooks):
+    """Keep saved tensors on the device inside the block, even within :class:`OffloadActivations`.
+
+    Example:
+        >>> weight = torch.ones(2, requires_grad=True)
+        >>> with torchtune.training.NoOpManager():
+        ...     loss = weight.square().sum()
+        ...
+        >>> loss.backward()
+    """
+
+    def __init__(self) -> None:
+        super().__init__(lambda tensor: tensor, lambda tensor: tensor)
+
+
+def _keep_on_device(module: torch.nn.Module) -> None:
+    """Disable offloading in ``module``: the backward pass needs its saved tensors first."""
+    blocks: list[NoOpManager] = []
+
+    def enter(*_: Any) -> None:
+        blocks.append(NoOpManager())
+        blocks[-1].__enter__()
+
+    def leave(*_: Any) -> None:
+        blocks.pop().__exit__()
+
+    module.register_forward_pre_hook(enter)
+    module.register_forward_hook(leave, always_call=True)
+
+
+def get_act_offloading_ctx_manager(
+    model: torch.nn.Module, enable_activation_offloading: bool, use_streams: bool = True
+) -> "OffloadActivations | contextlib.nullcontext":
+    """Return the context manager for a recipe's forward pass.
+
+    Activations of the output projection stay on the device. The context manager can be entered repeatedly.
+
+    Args:
+        model: model to train. With offloading, its ``output`` module gets hooks; a ``ModuleDict`` holds several models.
+        enable_activation_offloading: if False, return a context manager that does nothing.
+        use_streams: copy on a separate stream.
+
+    Raises:
+        UserError: there is no accelerator to offload from.
+
+    Example:
+        >>> with torchtune.training.get_act_offloading_ctx_manager(model, False):
+        ...     loss = model(torch.tensor([[5, 40, 7]])).sum()
+    """
+    if not enable_activation_offloading:
+        return contextlib.nullcontext()
+    manager = OffloadActivations(use_streams=use_streams)
+    models = model.values() if isinstance(model, torch.nn.ModuleDict) else [model]
+    for trained_model in models:
+        output = getattr(text_decoder(trained_model), "output", None)
+        if isinstance(output, torch.nn.Module):
+            _keep_on_device(output)
+    return manager

@@ -1,20 +1,17 @@
-"""Memory statistics of the device, and activation checkpointing."""
+"""Memory statistics of the device."""
 
 import gc
 import logging
 import resource
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch.utils.checkpoint import checkpoint
 
 from torchtune._lazy import former_names
+from torchtune.training.activations import ACWrapPolicyType as ACWrapPolicyType  # the public path of both
+from torchtune.training.activations import set_activation_checkpointing as set_activation_checkpointing
 from torchtune.utils import ObserverGuard, get_logger, log_once
-
-ACWrapPolicyType = set[type] | Callable[[torch.nn.Module, bool, int], bool]
 
 DEFAULT_LOG_MESSAGE = "Memory stats after model init:"
 
@@ -22,73 +19,6 @@ VALID_BACKENDS_FOR_MEMORY_STATS = ("cuda", "xpu", "npu", "hpu")
 
 _GIB = 1024**3
 _guard = ObserverGuard("memory figures")
-
-
-class CheckpointedForward:
-    """Forward that saves only its inputs and recomputes activations in the backward pass.
-
-    It replaces ``module.forward``, so the module keeps its class and parameter names.
-    """
-
-    def __init__(self, forward: Callable[..., Any], **kwargs: Any) -> None:
-        self.forward = forward
-        self.kwargs = {"use_reentrant": False, **kwargs}
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward, checkpointed if gradients are enabled."""
-        if not torch.is_grad_enabled():
-            return self.forward(*args, **kwargs)
-        return checkpoint(self.forward, *args, **self.kwargs, **kwargs)
-
-
-def checkpoint_module(module: torch.nn.Module, **kwargs: Any) -> torch.nn.Module:
-    """Recompute the activations of ``module`` in its backward pass; in place, at most once.
-
-    Args:
-        module: module to checkpoint.
-        kwargs: arguments of ``torch.utils.checkpoint.checkpoint``, for example ``context_fn``.
-    """
-    if not isinstance(module.forward, CheckpointedForward):
-        module.forward = CheckpointedForward(module.forward, **kwargs)
-    return module
-
-
-def set_activation_checkpointing(model: torch.nn.Module, auto_wrap_policy: ACWrapPolicyType, **kwargs: Any) -> None:
-    """Recompute the activations of the selected modules in the backward pass, in place.
-
-    Parameter names do not change. Of nested modules, only the outermost is selected.
-
-    Args:
-        model: changed in place.
-        auto_wrap_policy: set of module classes, or ``policy(module, recurse, numel) -> bool`` as in FSDP.
-        kwargs: arguments of ``torch.utils.checkpoint.checkpoint``.
-
-    Raises:
-        ValueError: no module is selected.
-
-    Example:
-        >>> torchtune.training.set_activation_checkpointing(model, auto_wrap_policy={type(model.layers[0])})
-    """
-    if isinstance(auto_wrap_policy, set | frozenset):
-        classes = tuple(auto_wrap_policy)
-
-        def is_selected(module: torch.nn.Module) -> bool:
-            return isinstance(module, classes)
-    else:
-
-        def is_selected(module: torch.nn.Module) -> bool:
-            numel = sum(parameter.numel() for parameter in module.parameters())
-            return auto_wrap_policy(module, False, numel)
-
-    def checkpoint_selected(module: torch.nn.Module) -> int:
-        """Checkpoint the outermost selected modules, and return their number."""
-        if is_selected(module):
-            checkpoint_module(module, **kwargs)
-            return 1  # without its children: they would be recomputed twice
-        return sum(checkpoint_selected(child) for child in module.children())
-
-    if checkpoint_selected(model) == 0:
-        raise ValueError(f"No module of {type(model).__name__} matches the activation checkpointing policy.")
 
 
 def cleanup_before_training() -> None:

@@ -31,7 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def adamw_8bit(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     from torchao.optim import AdamW8bit
 
-    _low_precision_optimizer.SMALLEST = 256  # else no parameter of the model would be quantized
+    _low_precision_optimizer.MIN_LOW_BIT_ELEMENTS = 256  # else no parameter of the model would be quantized
     return AdamW8bit(parameters, **ADAMW)
 
 

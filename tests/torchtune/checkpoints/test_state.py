@@ -137,7 +137,7 @@ TRAINED += [
 
 @pytest.mark.parametrize(("name", "precision", "in_backward"), TRAINED)
 def test_training_continues_with_the_same_bits(name, precision, in_backward, source, tmp_path, monkeypatch):
-    monkeypatch.setattr(_low_precision_optimizer, "SMALLEST", 256)  # else no state would have few bits
+    monkeypatch.setattr(_low_precision_optimizer, "MIN_LOW_BIT_ELEMENTS", 256)  # else no state would have few bits
     full = precision == "fp32 weights"
     precision = "param_dtype" if full else precision
     runs = []

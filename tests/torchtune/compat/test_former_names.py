@@ -70,7 +70,7 @@ def test_a_former_name_warns_once_with_the_present_path(caplog):
 
 
 @pytest.mark.parametrize("path", GONE)
-def test_what_is_gone_says_what_replaces_it(path):
+def test_import_of_a_removed_name_says_what_replaces_it(path):
     reason = GONE[path]
     module, _, name = path.rpartition(".")
     if path not in MODULES:
@@ -82,14 +82,14 @@ def test_what_is_gone_says_what_replaces_it(path):
     assert str(refused.value) == f"{path}.something is not part of this library: {reason}"
 
 
-def test_an_attribute_that_is_gone_says_so():
+def test_attribute_that_was_removed_says_what_replaces_it():
     data = importlib.import_module("torchtune.data")
     assert not hasattr(data, "ChatFormat")
     with pytest.raises(AttributeError, match="tokenizers lay out chats themselves"):
         _ = data.ChatFormat
 
 
-def test_modules_that_never_were_are_not_found():
+def test_modules_that_never_existed_are_not_found():
     for name in ("torchtune.data._nothing", "torchtune.models.llama3._nothing", "torchtune.nothing"):
         with pytest.raises(ModuleNotFoundError, match=f"No module named '{name}'"):
             importlib.import_module(name)
@@ -187,7 +187,7 @@ def test_a_script_of_a_user_trains():
     assert second < first
 
 
-def test_arguments_of_earlier_releases(tune, caplog):
+def test_arguments_of_earlier_releases_are_accepted_or_explained(tune, caplog):
     shipped = "smol/135M_lora_single_device"
     assert tune("validate", shipped, "dataset.trust_remote_code=True").code == 0
     assert "alpaca_cleaned_dataset ignores 'trust_remote_code': it has no effect any more" in caplog.text
@@ -199,7 +199,7 @@ def test_arguments_of_earlier_releases(tune, caplog):
     assert "takes no argument 'max_seq_len' any more: set `tokenizer.max_seq_len`." in refused.err
 
 
-def test_paths_of_other_packages_that_moved(caplog):
+def test_moved_paths_of_other_packages_are_followed(caplog):
     optim = pytest.importorskip("torchao.optim")
     assert locate("torchao.prototype.low_bit_optim.AdamW8bit") is optim.AdamW8bit
     assert "torchao.prototype.low_bit_optim.AdamW8bit is torchao.optim.AdamW8bit now" in caplog.text
@@ -258,7 +258,7 @@ class OwnLayer(nn.Module):
         return nn.functional.dropout(self.linear(x), 0.5, self.training) * self.scale
 
 
-def test_a_fusion_layer_takes_a_layer_of_ones_own():
+def test_fusion_layer_takes_a_layer_of_the_users():
     layer, fused = OwnLayer(), OwnLayer()
     fusion = FusionLayer(layer, fused, fusion_first=False).eval()
     x = torch.rand(2, 3, 4)
@@ -282,7 +282,7 @@ def test_a_fusion_layer_takes_a_layer_of_ones_own():
     assert isinstance(first, TransformerSelfAttentionLayer)
 
 
-def test_a_fusion_embedding_has_its_first_embedding():
+def test_fusion_embedding_keeps_its_first_embedding():
     embedding = FusionEmbedding(10, 2, 4)
     assert embedding.embedding.weight is embedding.weight
     assert {*embedding.state_dict()} == {"weight", "fusion_embedding.weight"}
@@ -295,7 +295,7 @@ def test_canvases_of_partial_tiles_are_refused_where_they_are_used():
         transform({"image": torch.zeros(3, 3, 10)})
 
 
-def test_files_of_a_checkpoint(tmp_path):
+def test_helpers_find_and_copy_the_files_of_a_checkpoint(tmp_path):
     checkpoint, output = tmp_path / "checkpoint", tmp_path / "out"
     (checkpoint / ".cache").mkdir(parents=True)
     for name in ("config.json", "model-1.safetensors", "model-2.safetensors", ".cache/secret"):
@@ -339,7 +339,7 @@ def test_losses_of_single_tokens_by_the_former_context_manager(kind):
     torch.testing.assert_close(torch.cat(kept), expected.detach())
 
 
-def test_pieces_of_scripts(tmp_path):
+def test_helpers_of_earlier_scripts_work(tmp_path):
     reached = torch.tensor([False, True, False])
     update_stop_tokens_tracker(torch.tensor([[7], [1], [2]]), torch.tensor([7, 8]), reached)
     assert reached.tolist() == [True, True, False]

@@ -31,7 +31,7 @@ def on_meta(builder=llama3, *args, **options):
         return builder(*args, **NUMBERS, **options)
 
 
-def test_a_meta_model_becomes_the_one_whose_state_dict_it_gets():
+def test_meta_model_is_materialized_from_a_full_state_dict():
     source, target = llama3(**NUMBERS), on_meta()
     state = dict(source.state_dict())
     found = training.load_from_full_model_state_dict(target, state, CPU, strict=True)
@@ -41,7 +41,7 @@ def test_a_meta_model_becomes_the_one_whose_state_dict_it_gets():
     assert not any(isinstance(value, torch.Tensor) for value in state.values())
 
 
-def test_the_dtype_and_what_is_trained_are_the_models():
+def test_loaded_model_keeps_its_dtype_and_trained_parameters():
     with training.set_default_dtype(torch.bfloat16):
         target = on_meta()
     target.norm.scale.requires_grad_(False)
@@ -52,7 +52,7 @@ def test_the_dtype_and_what_is_trained_are_the_models():
     assert all(isinstance(value, torch.Tensor) for value in state.values())
 
 
-def test_names_of_one_side_are_returned_or_refused():
+def test_missing_and_unexpected_names_are_returned_or_refused():
     state = dict(llama3(**NUMBERS).state_dict()) | {"exploration.weight": torch.ones(1)}
     lora = on_meta(lora_llama3, ["q_proj"], lora_rank=2, lora_alpha=4)
     missing, unexpected = training.load_from_full_model_state_dict(lora, dict(state), CPU)
@@ -64,13 +64,13 @@ def test_names_of_one_side_are_returned_or_refused():
         training.load_from_full_model_state_dict(on_meta(), state, CPU, strict=True)
 
 
-def test_another_shape_is_named():
+def test_tensor_of_another_shape_is_refused_by_name():
     state = dict(llama3(**{**NUMBERS, "vocab_size": 41}).state_dict())
     with pytest.raises(CheckpointError, match=r"'tok_embeddings.weight' has the shape \[41, 16\]"):
         training.load_from_full_model_state_dict(on_meta(), state, CPU)
 
 
-def test_only_rank_zero_receives_and_adapters_alone_if_asked():
+def test_only_rank_zero_gathers_and_adapters_can_be_gathered_alone():
     model = lora_llama3(["q_proj"], **NUMBERS, lora_rank=2, lora_alpha=4)
     assert training.gather_cpu_state_dict(model, is_rank_zero=False) == {}
     assert training.gather_cpu_state_dict(model, True).keys() == model.state_dict().keys()
@@ -171,7 +171,7 @@ def test_the_two_kinds_of_checkpoint_do_not_resume_each_other(saved_async, tmp_p
         other.load_base_checkpoint() if saved_async else other.load_distributed_checkpoint(model, optimizer)
 
 
-def test_an_adapter_is_asked_for_where_there_is_none(tmp_path):
+def test_saving_the_adapter_of_a_model_without_one_is_refused(tmp_path):
     store = FullModelHFCheckpointer(str(tmp_path), output_dir=str(tmp_path / "out"))
     model = llama3(**NUMBERS)
     progress = TrainingProgress(seed=1, epochs_run=1, total_epochs=2, max_steps_per_epoch=None)
@@ -198,7 +198,7 @@ def test_a_classifier_has_as_many_outputs_as_classes():
 
 
 @pytest.mark.parametrize("family", ["llama2", "mistral"])
-def test_the_older_classifiers_warn_and_are_classifiers(family):
+def test_earlier_classifier_builders_warn_and_build_classifiers(family):
     import importlib
 
     module = importlib.import_module(f"torchtune.models.{family}")
@@ -213,7 +213,7 @@ def test_the_older_classifiers_warn_and_are_classifiers(family):
     assert get_adapter_params(lora)
 
 
-def test_keys_that_older_configs_carry_are_accepted(tmp_path, caplog):
+def test_keys_of_earlier_configs_are_accepted(tmp_path, caplog):
     recipe = tmp_path / "mine.py"
     recipe.write_text(
         "from omegaconf import DictConfig\nfrom torchtune.training import PROFILER_KEY\n"

@@ -6,11 +6,11 @@ import torch
 from torchtune._cli._dry_run import simulate_run
 from torchtune._cli._find_recipe import recipe_named_by, resolve_config
 from torchtune.estimate import parse_cluster, parse_memory
-from torchtune.estimate._fake_distributed import FakeTensorMode
 from torchtune.estimate._fit import Candidate, Search, candidates
 from torchtune.estimate._ledger import Ledger, highest_by_phase
 from torchtune.estimate._observer import Observer
 from torchtune.estimate._roofline import step_time
+from torchtune.estimate._torch_private import FakeTensorMode
 from torchtune.utils import UserError
 
 

@@ -82,7 +82,7 @@ def test_products_of_a_layer_are_compiled_once_for_few_rows_and_many():
     assert len(graphs) == 1
 
 
-def test_a_model_without_layers_and_a_loss(monkeypatch):
+def test_model_without_layers_and_loss_are_compiled_whole(monkeypatch):
     monkeypatch.setenv("TORCH_COMPILE_BACKEND", "aot_eager")
     model, loss = nn.Linear(3, 3), nn.MSELoss()
     training.compile_model(model, verbose=False)
@@ -95,7 +95,7 @@ def test_a_model_without_layers_and_a_loss(monkeypatch):
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="is about the compiler of the CPU's kernels")
-def test_it_is_said_once_what_compiling_on_a_cpu_takes(monkeypatch, caplog):
+def test_time_of_compiling_on_a_cpu_is_logged_once(monkeypatch, caplog):
     monkeypatch.setenv("TORCH_COMPILE_BACKEND", "inductor")
     caplog.set_level("INFO", logger="torchtune")
     training.compile_model(make_model())
@@ -119,7 +119,7 @@ def test_a_plain_loss_is_compiled(monkeypatch):
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
-def test_a_loss_that_knows_what_to_compile(monkeypatch):
+def test_loss_with_a_compile_strategy_compiles_itself(monkeypatch):
     monkeypatch.setenv("TORCH_COMPILE_BACKEND", "eager")
 
     class Loss(nn.Module):
@@ -183,7 +183,7 @@ def test_a_compiler_that_fails_on_the_backward_pass_does_not_end_a_run(monkeypat
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="is about the compiler of the CPU's kernels")
-def test_no_compiler(monkeypatch):
+def test_missing_cpp_compiler_is_refused_before_the_first_step(monkeypatch):
     from torch._inductor import config as inductor_config
 
     monkeypatch.delenv("TORCH_COMPILE_BACKEND", raising=False)

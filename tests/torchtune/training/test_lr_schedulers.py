@@ -32,7 +32,7 @@ def test_cosine_follows_the_formula():
         assert rate == pytest.approx(0.5 * factor, abs=1e-12) or (step > total and rate >= 0)
 
 
-def test_linear_and_constant():
+def test_linear_and_constant_follow_the_formula():
     linear = rates(training.get_linear_schedule_with_warmup(make_optimizer(1.0), 2, 6), 8)
     assert linear == pytest.approx([1 / 3, 2 / 3, 1, 0.75, 0.5, 0.25, 0, 0])
     constant = rates(training.get_constant_schedule_with_warmup(make_optimizer(1.0), 2, num_training_steps=6), 5)
@@ -56,7 +56,7 @@ def test_every_step_of_a_run_trains_and_one_has_the_full_rate(make, warmup, tota
 
 
 @pytest.mark.parametrize("make", MAKERS)
-def test_a_warmup_as_long_as_the_run_is_shortened_and_said(make, caplog):
+def test_warmup_as_long_as_the_run_is_shortened_with_a_warning(make, caplog):
     with caplog.at_level("WARNING"):
         seen = rates(make(make_optimizer(), 100, 40), 40)
     (message,) = caplog.messages

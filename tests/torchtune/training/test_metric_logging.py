@@ -44,7 +44,7 @@ def test_config_is_written_resolved(cfg, tmp_path):
     assert OmegaConf.load(path) == {"output_dir": cfg.output_dir, "optimizer": {"lr": 2e-5}, "name": 2e-5}
 
 
-def test_flatten():
+def test_nested_settings_are_flattened_to_paths():
     assert flatten_dict({"a": {"b": 1, "c": {"d": 2}}, "e": [3], "f": {}}) == {"a.b": 1, "a.c.d": 2, "e": [3], "f": {}}
     assert flatten_dict({"a": {"b": 1}}, sep="/", parent_key="x") == {"x/a/b": 1}
 
@@ -73,12 +73,12 @@ def test_json_lines_go_on_after_a_run_that_was_killed(tmp_path):
     assert [json.loads(line) for line in (lines[0], lines[2])] == [{"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.0}]
 
 
-def test_an_unknown_format(tmp_path):
+def test_unknown_output_format_is_refused(tmp_path):
     with pytest.raises(ValueError, match="output_fmt='csv' is not known: use txt or jsonl"):
         DiskLogger(str(tmp_path), output_fmt="csv")
 
 
-def test_standard_output(capsys, cfg):
+def test_metrics_are_printed_to_standard_output(capsys, cfg):
     logger = StdoutLogger()
     logger.log("loss", torch.tensor(0.5), step=3)
     logger.log_dict({"a": 1, "b": 2.5}, step=4)
@@ -138,7 +138,7 @@ def log_three_steps(logger, cfg):
 
 @installed("wandb")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_wandb_offline(tmp_path, cfg):
+def test_wandb_logs_offline(tmp_path, cfg):
     log_three_steps(WandBLogger(log_dir=str(tmp_path), mode="offline"), cfg)
     assert (tmp_path / "wandb_run_id.txt").read_text()
     (file,) = Path(tmp_path).rglob("*.wandb")
@@ -147,7 +147,7 @@ def test_wandb_offline(tmp_path, cfg):
 
 @installed("comet_ml")
 @pytest.mark.filterwarnings("ignore")
-def test_comet_offline(tmp_path, cfg, monkeypatch):
+def test_comet_logs_offline(tmp_path, cfg, monkeypatch):
     monkeypatch.chdir(tmp_path)
     log_three_steps(CometLogger(project="mine", online=False, log_code=False), cfg)
     (archive,) = tmp_path.rglob("*.zip")
@@ -161,7 +161,7 @@ def test_comet_offline(tmp_path, cfg, monkeypatch):
 
 @installed("mlflow")
 @pytest.mark.filterwarnings("ignore")
-def test_mlflow_in_a_folder(tmp_path, cfg, monkeypatch):
+def test_mlflow_logs_to_a_folder(tmp_path, cfg, monkeypatch):
     monkeypatch.chdir(tmp_path)
     log_three_steps(MLFlowLogger("mine", tracking_uri="runs", run_name="first"), cfg)
     import mlflow
@@ -324,7 +324,7 @@ def test_weights_and_biases_without_a_key_is_refused_before_the_run(login, setti
         (("AuthenticationError", "wrong key"), r"the API key is refused \(wrong key\)"),
     ],
 )
-def test_what_weights_and_biases_refuses_at_its_start_is_one_sentence(error, refusal, monkeypatch):
+def test_error_of_weights_and_biases_at_its_start_becomes_one_sentence(error, refusal, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", make_wandb(init=error))
     with pytest.raises(UserError, match=refusal):
         main_process_logger(WandBLogger, ParallelDims())

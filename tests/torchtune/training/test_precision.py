@@ -11,7 +11,7 @@ from torchtune.training.precision import PRECISION_STR_TO_DTYPE, PrecisionError,
 from torchtune.utils import UserError, simulated
 
 
-def test_names():
+def test_dtypes_have_names():
     assert [training.get_dtype(name) for name in PRECISION_STR_TO_DTYPE] == list(PRECISION_STR_TO_DTYPE.values())
     assert training.get_dtype(None) is torch.float32
     assert training.get_dtype("bf16", device=torch.device("cpu")) is torch.bfloat16
@@ -83,7 +83,7 @@ def test_default_dtype_comes_back_after_an_error():
     assert torch.get_default_dtype() is before
 
 
-def test_expected_dtype():
+def test_parameter_of_another_dtype_is_refused_by_name():
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2).bfloat16())
     named = list(model.named_parameters())
     training.validate_expected_param_dtype(named, torch.float32, exclude_param_names=["1.weight", "1.bias"])

@@ -31,18 +31,18 @@ def test_none_draws_a_seed_that_does_not_depend_on_the_global_state():
 
 
 @pytest.mark.parametrize("seed", [-1, 2**32])
-def test_a_seed_out_of_range(seed):
+def test_seed_out_of_range_is_refused(seed):
     with pytest.raises(SeedError, match=f"seed: {seed} is not between 0 and 4294967295"):
         training.set_seed(seed)
 
 
 @pytest.mark.parametrize("mode", ["loud", 9])
-def test_an_unknown_debug_mode(mode):
+def test_unknown_debug_mode_is_refused(mode):
     with pytest.raises(SeedError, match=f"cudnn_deterministic_mode: .* but got {mode}: choose one of them"):
         training.set_seed(1, debug_mode=mode)
 
 
-def test_debug_mode(monkeypatch):
+def test_debug_mode_makes_kernels_deterministic(monkeypatch):
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     try:
         training.set_seed(1, debug_mode="warn")

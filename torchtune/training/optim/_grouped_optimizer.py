@@ -4,6 +4,7 @@ import inspect
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,7 +16,27 @@ from torchtune.modules.optim import OptimizerMap
 from torchtune.modules.transformer import text_decoder
 from torchtune.utils import UserError, get_logger, log_rank_zero
 
-_Rule = Callable[[str, torch.Tensor], bool]
+# Index of the outer settings, which apply to parameters without a group.
+_OUTER = -1
+# Keys of a group that are not settings of its optimizer.
+_GROUP_KEYS = ("pattern", "optimizer", "lr_ratio")
+
+
+@dataclass(frozen=True)
+class _ParameterGroup:
+    """Parameters with settings or an optimizer of their own.
+
+    Attributes:
+        pattern: pattern of the names, as messages show it.
+        matches: (name, parameter) -> whether the group takes the parameter.
+        optimizer_class: class of the group's own optimizer; None if the outer one has the group.
+        settings: settings of the group.
+    """
+
+    pattern: str
+    matches: Callable[[str, torch.Tensor], bool]
+    optimizer_class: type[Optimizer] | None
+    settings: dict[str, Any]
 
 
 class GroupedOptimizer:
@@ -61,32 +82,43 @@ class GroupedOptimizer:
         optimizer: str = "torch.optim.AdamW",
         **settings: Any,
     ) -> None:
-        del params  # `assign` assigns them with their names
+        del params  # `assign` takes them with their names
         self._settings = settings
         self._class = _optimizer_class(optimizer, "optimizer.optimizer")
-        _check_keys(self._class, settings, "optimizer")
-        others = ("others", lambda *_: True, None, {})
-        self._groups = [*(self._read(number, dict(group)) for number, group in enumerate(groups)), others]
+        _check_settings(self._class, settings, "optimizer", other_keys=("groups", "optimizer"))
+        self._groups: list[_ParameterGroup] = []
+        for number, group in enumerate(groups):
+            self._groups.append(self._read_group(f"optimizer.groups[{number}]", group))
         self._group_of: dict[torch.nn.Parameter, int] = {}
 
-    def _read(self, number: int, group: dict[str, Any]) -> tuple[str, _Rule, type[Optimizer] | None, dict[str, Any]]:
-        where = f"optimizer.groups[{number}]"
-        pattern, path, ratio = (group.pop(key, None) for key in ("pattern", "optimizer", "lr_ratio"))
+    def _read_group(self, key: str, group: Mapping[str, Any]) -> _ParameterGroup:
+        """Check the mapping of a group, whose path in the config is ``key``."""
+        pattern = group.get("pattern")
         if not isinstance(pattern, str) or not pattern:
-            raise UserError(f"{where}: needs a pattern, for example pattern: norm.")
+            raise UserError(f"{key}: needs a pattern, for example pattern: norm.")
         try:
-            found = re.compile(pattern).search
+            expression = re.compile(pattern)
         except re.error as error:
-            raise UserError(f"{where}.pattern: '{pattern}' is no regular expression ({error}).") from error
-        cls = None if path is None else _optimizer_class(path, f"{where}.optimizer")
-        if ratio is not None:
-            outer = self._settings.get("lr", inspect.signature(self._class).parameters["lr"].default)
-            group["lr"] = group.get("lr", outer) * ratio
-        if cls is not None:
-            known = {key: self._settings[key] for key in ("lr", "weight_decay") if key in self._settings}
-            group = known | group
-        _check_keys(cls or self._class, group, where)
-        return pattern, lambda name, _: found(name) is not None, cls, group
+            raise UserError(f"{key}.pattern: '{pattern}' is not a regular expression ({error}).") from error
+
+        settings = {name: value for name, value in group.items() if name not in _GROUP_KEYS}
+        if group.get("lr_ratio") is not None:
+            default_lr = inspect.signature(self._class).parameters["lr"].default
+            base_lr = settings.get("lr", self._settings.get("lr", default_lr))
+            settings["lr"] = base_lr * group["lr_ratio"]
+        optimizer_class = None
+        if group.get("optimizer") is not None:
+            optimizer_class = _optimizer_class(group["optimizer"], f"{key}.optimizer")
+            # All optimizers have these two, with the same meaning.
+            for name in ("lr", "weight_decay"):
+                if name in self._settings:
+                    settings.setdefault(name, self._settings[name])
+        _check_settings(optimizer_class or self._class, settings, key, other_keys=_GROUP_KEYS)
+
+        def matches(name: str, parameter: torch.Tensor) -> bool:
+            return expression.search(name) is not None
+
+        return _ParameterGroup(pattern, matches, optimizer_class, settings)
 
     def assign(
         self, named: Sequence[tuple[str, torch.nn.Parameter]], model: torch.nn.Module, *, quiet: bool = False
@@ -101,59 +133,88 @@ class GroupedOptimizer:
         Raises:
             UserError: a pattern matches no parameter.
         """
-        groups = self._groups[:-1]
         for name, parameter in named:
-            matching = (number for number, (_, rule, *_) in enumerate(groups) if rule(name, parameter))
-            self._group_of[parameter] = next(matching, -1)
-        counts, told = Counter(self._group_of.values()), []
-        for number, (pattern, rule, cls, _) in enumerate(groups):
-            if not counts[number]:
-                earlier = any(rule(name, parameter) for name, parameter in named)
-                why = "only parameters that an earlier group has" if earlier else "no trained parameter"
-                near = ", ".join(nearest_module_names(pattern, [name for name, _ in named]))
-                raise UserError(
-                    f"optimizer.groups[{number}]: the pattern '{pattern}' matches {why}; nearest are {near}."
-                )
-            told.append(f"{(cls or self._class).__name__} for {counts[number]} with {pattern}")
+            self._group_of[parameter] = self._first_match(name, parameter)
+        counts = Counter(self._group_of.values())
+        descriptions = []
+        for number, group in enumerate(self._groups):
+            if counts[number] == 0:
+                self._raise_unmatched(number, named)
+            optimizer_class = group.optimizer_class or self._class
+            descriptions.append(f"{optimizer_class.__name__} for {counts[number]} with {group.pattern}")
+        descriptions.append(f"{self._class.__name__} for {counts[_OUTER]} others")
         if not quiet:
-            text = ", ".join([*told, f"{self._class.__name__} for {counts[-1]} others"])
-            log_rank_zero(get_logger(), f"Optimizer of {len(named)} parameters: {text}.")
+            log_rank_zero(get_logger(), f"Optimizer of {len(named)} parameters: {', '.join(descriptions)}.")
 
-    def members(self, parameters: Iterable[torch.nn.Parameter]) -> dict[int, list[torch.nn.Parameter]]:
-        """Return assigned parameters by index of their group; -1 for the outer settings.
+    def _first_match(self, name: str, parameter: torch.nn.Parameter) -> int:
+        for number, group in enumerate(self._groups):
+            if group.matches(name, parameter):
+                return number
+        return _OUTER
+
+    def _raise_unmatched(self, number: int, named: Sequence[tuple[str, torch.nn.Parameter]]) -> None:
+        """Raise for a group without parameters."""
+        group = self._groups[number]
+        reason = "no trained parameter"
+        if any(group.matches(name, parameter) for name, parameter in named):
+            reason = "only parameters that an earlier group has"
+        nearest = ", ".join(nearest_module_names(group.pattern, [name for name, _ in named]))
+        raise UserError(
+            f"optimizer.groups[{number}]: the pattern '{group.pattern}' matches {reason}; nearest are {nearest}."
+        )
+
+    def check(self, named: Sequence[tuple[str, torch.nn.Parameter]], model: torch.nn.Module) -> None:
+        """Check that every pattern matches and that all optimizers accept their settings, before a run.
+
+        Args:
+            named: names and trained parameters, for example on the meta device.
+            model: model of the parameters.
 
         Raises:
-            KeyError: a parameter was not assigned.
+            UserError: see :meth:`assign` and :meth:`make`.
         """
-        found: dict[int, list[torch.nn.Parameter]] = {}
-        for parameter in parameters:
-            found.setdefault(self._group_of[parameter], []).append(parameter)
-        return found
+        self.assign(named, model, quiet=True)
+        # A small matrix stands for the parameters of each group.
+        matrix = torch.nn.Parameter(torch.zeros(8, 8))
+        for number in set(self._group_of.values()):
+            self._group_of[matrix] = number
+            self.make([matrix])
+        del self._group_of[matrix]
 
-    def adopt(self, parameter: torch.nn.Parameter, like: torch.nn.Parameter) -> None:
-        """Put a parameter into the group of the assigned parameter ``like``."""
-        self._group_of[parameter] = self._group_of[like]
-
-    def make(self, parameters: Sequence[torch.nn.Parameter]) -> Optimizer:
+    def make(self, parameters: Iterable[torch.nn.Parameter]) -> Optimizer:
         """Build the optimizer of some of the assigned parameters.
 
         Raises:
             KeyError: a parameter was not assigned.
             UserError: an optimizer refuses its parameters or settings.
         """
-        base, made = [], {}
-        for number, members in sorted(self.members(parameters).items()):
-            pattern, _, cls, settings = self._groups[number]
-            if cls is None:
-                base.append({"params": members, **settings})
-                made.setdefault(self._class.__name__, None)
-            else:
-                taken = cls is self._class or cls.__name__ in made
-                name = f"{cls.__name__} {number}" if taken else cls.__name__
-                made[name] = _build(cls, members, settings, f"optimizer, group '{pattern}'")
-        if base:
-            made[self._class.__name__] = _build(self._class, base, self._settings, "optimizer")
-        return next(iter(made.values())) if len(made) == 1 else OptimizerMap(made)
+        members_by_group: dict[int, list[torch.nn.Parameter]] = {}
+        for parameter in parameters:
+            members_by_group.setdefault(self._group_of[parameter], []).append(parameter)
+        outer_groups: list[dict[str, Any]] = []
+        optimizers: dict[str, Optimizer | None] = {}
+        outer_name = self._class.__name__
+        for number in sorted(members_by_group):
+            members = members_by_group[number]
+            if number == _OUTER:
+                outer_groups.append({"params": members})
+                optimizers[outer_name] = None  # its place in the order: it is built below, with all of its groups
+                continue
+            group = self._groups[number]
+            if group.optimizer_class is None:
+                outer_groups.append({"params": members, **group.settings})
+                optimizers.setdefault(outer_name, None)
+                continue
+            name = group.optimizer_class.__name__
+            if name == outer_name or name in optimizers:
+                name = f"{name} {number}"
+            subject = f"optimizer, group '{group.pattern}'"
+            optimizers[name] = _build(group.optimizer_class, members, group.settings, subject)
+        if outer_groups:
+            optimizers[outer_name] = _build(self._class, outer_groups, self._settings, "optimizer")
+        if len(optimizers) == 1:
+            return next(iter(optimizers.values()))
+        return OptimizerMap(optimizers)
 
 
 class MuonWithAdamW(GroupedOptimizer):
@@ -193,44 +254,60 @@ class MuonWithAdamW(GroupedOptimizer):
         eps: float = 1e-8,
         groups: Sequence[Mapping[str, Any]] = (),
     ) -> None:
-        shared = {"lr": lr, "weight_decay": weight_decay}
-        super().__init__(params, groups, "torch.optim.AdamW", **shared, betas=tuple(betas), eps=eps)
-        own = {"momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn}
-        self._outside: set[torch.Tensor] = set()
-        self._groups.insert(-1, ("matrices", self._is_matrix, torch.optim.Muon, shared | own))
+        super().__init__(
+            params, groups, "torch.optim.AdamW", lr=lr, weight_decay=weight_decay, betas=tuple(betas), eps=eps
+        )
+        muon_settings = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "ns_steps": ns_steps,
+            "adjust_lr_fn": adjust_lr_fn,
+        }
+        self._not_for_muon: set[torch.nn.Parameter] = set()
+        self._groups.append(_ParameterGroup("matrices", self._is_matrix, torch.optim.Muon, muon_settings))
 
     def assign(
         self, named: Sequence[tuple[str, torch.nn.Parameter]], model: torch.nn.Module, *, quiet: bool = False
     ) -> None:
         """Assign every trained parameter to a group; see the base class."""
-        outside = [module for module in model.modules() if isinstance(module, torch.nn.Embedding)]
-        outside += [getattr(text_decoder(model), "output", None)]
-        self._outside = {p for module in outside if isinstance(module, torch.nn.Module) for p in module.parameters()}
+        # Embeddings and the output projection are matrices, too, but not maps between hidden states.
+        modules = [module for module in model.modules() if isinstance(module, torch.nn.Embedding)]
+        output = getattr(text_decoder(model), "output", None)
+        if isinstance(output, torch.nn.Module):
+            modules.append(output)
+        for module in modules:
+            self._not_for_muon.update(module.parameters())
         super().assign(named, model, quiet=quiet)
 
     def _is_matrix(self, name: str, parameter: torch.Tensor) -> bool:
-        return parameter.dim() == 2 and parameter not in self._outside
+        return parameter.dim() == 2 and parameter not in self._not_for_muon
 
 
-def _optimizer_class(path: Any, where: str) -> type[Optimizer]:
-    cls = locate(path) if isinstance(path, str) else path
-    if not isinstance(cls, type) or not issubclass(cls, Optimizer):
-        raise UserError(f"{where}: '{path}' is no optimizer: name a class such as torch.optim.AdamW.")
-    return cls
+def _optimizer_class(path: Any, key: str) -> type[Optimizer]:
+    """Return the optimizer at a dotted path, which is the value of ``key`` in the config."""
+    optimizer_class = locate(path) if isinstance(path, str) else path
+    if not isinstance(optimizer_class, type) or not issubclass(optimizer_class, Optimizer):
+        raise UserError(f"{key}: '{path}' is not an optimizer: name a class such as torch.optim.AdamW.")
+    return optimizer_class
 
 
-def _build(cls: type[Optimizer], parameters: Sequence[Any], settings: Mapping[str, Any], where: str) -> Optimizer:
+def _build(
+    optimizer_class: type[Optimizer], parameters: Sequence[Any], settings: Mapping[str, Any], subject: str
+) -> Optimizer:
     try:
-        return cls(parameters, **settings)
+        return optimizer_class(parameters, **settings)
     except (TypeError, ValueError) as error:
-        raise UserError(f"{where}: {cls.__name__}: {error}") from error
+        raise UserError(f"{subject}: {optimizer_class.__name__}: {error}") from error
 
 
-def _check_keys(cls: type[Optimizer], settings: Mapping[str, Any], where: str) -> None:
-    known = [name for name in inspect.signature(cls).parameters if name not in ("self", "params")]
-    extra = ["pattern", "optimizer", "lr_ratio"] if where.startswith("optimizer.groups") else ["groups", "optimizer"]
-    for key in settings:
-        if key not in known:
-            raise UserError(
-                f"{where}.{key}: {cls.__name__} has no such setting{did_you_mean(key, known + extra) or '.'}"
-            )
+def _check_settings(
+    optimizer_class: type[Optimizer], settings: Mapping[str, Any], key: str, *, other_keys: Sequence[str]
+) -> None:
+    """Raise for a setting that an optimizer does not have; ``other_keys`` may stand beside its settings."""
+    supported = [name for name in inspect.signature(optimizer_class).parameters if name not in ("self", "params")]
+    for name in settings:
+        if name not in supported:
+            hint = did_you_mean(name, [*supported, *other_keys])
+            raise UserError(f"{key}.{name}: {optimizer_class.__name__} has no such setting{hint or '.'}")

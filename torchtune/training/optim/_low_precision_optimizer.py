@@ -5,6 +5,7 @@ pass. Any other optimizer of ``torch.optim`` runs, unchanged, on float32 stand-i
 states, a bounded number of elements at a time; the results are rounded back into the stored weights and states.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,7 +14,6 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from torchtune.modules.low_precision.torchao_interface import StateFormat
-from torchtune.training.optim._low_bit_states import SMALLEST, is_low_bit, write_low_bit
 from torchtune.training.optim._rounded_step import (
     Piece,
     UpdateRule,
@@ -36,13 +36,27 @@ from torchtune.utils import UserError, get_logger, is_simulated, log_once
 
 # The update of an element depends only on that element and on scalars, so a parameter can be split into pieces.
 _ELEMENTWISE = {
-    getattr(torch.optim, name)
-    for name in "ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop Rprop SGD".split()
+    torch.optim.ASGD,
+    torch.optim.Adadelta,
+    torch.optim.Adagrad,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.Adamax,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+    torch.optim.SGD,
 }
+# Optimizers whose fused kernel takes float32 tensors on the CPU and on CUDA.
 _FUSABLE = {torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD}
 HALF = (torch.bfloat16, torch.float16)
+# States of parameters with fewer elements are not low-bit: norms and biases gain nothing.
+MIN_LOW_BIT_ELEMENTS = 4096
 # Suffixes in a state dict for the two tensors of a low-bit state.
-_CODES, _SCALE = " codes", " scale"
+_CODES_SUFFIX = " codes"
+_SCALE_SUFFIX = " scale"
+# Key of the float32 weight among the states of a parameter.
 _MASTER = "master"
 # Marks a state dict whose run drew its rounding from the counter-based generator.
 _ROUNDING = "counter"
@@ -94,16 +108,22 @@ class LowPrecisionOptimizer(Optimizer):
         seed: int,
         low_bit: StateFormat | None = None,
     ) -> None:
-        self._worker, self._names, self._low_bit = optimizer, names, low_bit
+        self._base_optimizer = optimizer
         self._elementwise = type(optimizer) in _ELEMENTWISE
-        self._seed, self._num_steps = seed, 0
-        self._ids: dict[torch.nn.Parameter, ElementIds] = {}
-        self.precision, self.state_format = precision, low_bit and low_bit.name
+        self._names = names
+        self._low_bit = low_bit
+        self._seed = seed
+        self._num_steps = 0
+        self._element_ids: dict[torch.nn.Parameter, ElementIds] = {}
+        self.precision = precision
+        self.state_format = None if low_bit is None else low_bit.name
         self.loss_scale = 1.0
         super().__init__(optimizer.param_groups, optimizer.defaults)
+        # Some optimizers, such as Adagrad, make their states when they are built.
         for parameter, state in optimizer.state.items():
             self._load_parameter(parameter, state, counts_on_device=False)
         optimizer.state.clear()
+        # Hooks run once per step of this optimizer, not at every step of the base optimizer.
         for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
             getattr(self, hooks).update(getattr(optimizer, hooks))
             getattr(optimizer, hooks).clear()
@@ -115,19 +135,32 @@ class LowPrecisionOptimizer(Optimizer):
             self._make_master(parameter)
 
     def _make_master(self, parameter: torch.nn.Parameter) -> None:
+        """Make the master weights of a parameter if it has any: see the class for where they start."""
         if self.precision != "fp32_master" or parameter.dtype not in HALF:
             return
         master = own_part(parameter).detach().float().contiguous()
         if parameter.dtype == torch.bfloat16 and not parameter.is_meta:
             for piece in self._pieces(master):
-                cut = _cut(master, piece)
-                cut.copy_(spread_within_rounding(cut, self._noise(parameter, cut, piece, step=0, draw=0)))
+                values = _cut(master, piece)
+                noise = self._noise(parameter, values, piece, step=0, draw=0)
+                values.copy_(spread_within_rounding(values, noise))
         self.state[parameter][_MASTER] = master
 
+    def _is_low_bit(self, parameter: torch.nn.Parameter) -> bool:
+        """Return whether states are low-bit: as in torchao, for large full parameters that consist of full blocks."""
+        if self._low_bit is None or parameter.numel() < MIN_LOW_BIT_ELEMENTS:
+            return False
+        return parameter.numel() % self._low_bit.block_size == 0
+
+    # Rounding.
+
+    def _is_rounded_stochastically(self, stored: torch.Tensor) -> bool:
+        return self.precision == "stochastic_rounding" and stored.dtype == torch.bfloat16
+
     def _ids_of(self, parameter: torch.nn.Parameter) -> ElementIds:
-        if parameter not in self._ids:
-            self._ids[parameter] = ElementIds(parameter, self._names[parameter])
-        return self._ids[parameter]
+        if parameter not in self._element_ids:
+            self._element_ids[parameter] = ElementIds(parameter, self._names[parameter])
+        return self._element_ids[parameter]
 
     def _noise(
         self, parameter: torch.nn.Parameter, values: torch.Tensor, piece: slice | None, *, step: int, draw: int
@@ -138,11 +171,6 @@ class LowPrecisionOptimizer(Optimizer):
         bits = random_bits(ids, rounding_key(self._seed, step))
         return rounding_noise(bits, draw).view(values.shape)
 
-    def _is_low_bit(self, parameter: torch.nn.Parameter) -> bool:
-        """Return whether states are low-bit: as in torchao, for large full parameters that consist of full blocks."""
-        numel = parameter.numel()
-        return self._low_bit is not None and numel >= SMALLEST and numel % self._low_bit.block_size == 0
-
     # Steps.
 
     @torch.no_grad()
@@ -152,33 +180,39 @@ class LowPrecisionOptimizer(Optimizer):
         Args:
             closure: recomputes and returns the loss; called once, before the step.
         """
-        with torch.enable_grad():
-            loss = None if closure is None else closure()
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
         self._num_steps += 1
         for group in self.param_groups:
-            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
-            self._check_gradients(parameters)
-            rule = find_update_rule(type(self._worker), group)
-            with_rule = [parameter for parameter in parameters if self._has_rule(parameter, group)]
-            for device in {parameter.device for parameter in with_rule}:
-                on_device = [parameter for parameter in with_rule if parameter.device == device]
-                self._step_with_rule(on_device, group, rule, device)
-            parameters = [parameter for parameter in parameters if not self._has_rule(parameter, group)]
-            self._step_with_worker(parameters, group)
+            self._step_group(group)
         return loss
 
-    def _has_rule(self, parameter: torch.nn.Parameter, group: dict[str, Any]) -> bool:
-        """Return whether an update of this library's takes the steps: weights and states are rounded stochastically."""
-        is_rounded = self.precision == "stochastic_rounding" and parameter.dtype == torch.bfloat16
-        return is_rounded and find_update_rule(type(self._worker), group) is not None
+    def _step_group(self, group: dict[str, Any]) -> None:
+        """Step the parameters of a group: by this library's update where there is one, else by the base optimizer."""
+        rule = find_update_rule(type(self._base_optimizer), group)
+        with_rule: dict[torch.device, list[torch.nn.Parameter]] = {}
+        without_rule: list[torch.nn.Parameter] = []
+        for parameter in group["params"]:
+            if parameter.grad is None:
+                continue
+            self._check_gradient(parameter)
+            if rule is not None and self._is_rounded_stochastically(parameter):
+                with_rule.setdefault(parameter.device, []).append(parameter)
+            else:
+                without_rule.append(parameter)
+        for device, parameters in with_rule.items():
+            self._step_with_rule(parameters, group, rule, device)
+        if without_rule:
+            self._step_with_base_optimizer(without_rule, group)
 
-    def _check_gradients(self, parameters: list[torch.nn.Parameter]) -> None:
-        for parameter in parameters:
-            if parameter.grad.is_sparse:
-                raise UserError(
-                    f"optimizer: the gradient of {self._names[parameter]} is sparse: set "
-                    "optimizer_precision=param_dtype, or sparse=False in the embedding."
-                )
+    def _check_gradient(self, parameter: torch.nn.Parameter) -> None:
+        if parameter.grad.is_sparse:
+            raise UserError(
+                f"optimizer: the gradient of {self._names[parameter]} is sparse: set "
+                "optimizer_precision=param_dtype, or sparse=False in the embedding."
+            )
 
     # Steps with an update of this library's.
 
@@ -188,16 +222,19 @@ class LowPrecisionOptimizer(Optimizer):
         """Step parameters on ``device``, a piece at a time, so that temporary tensors stay small."""
         size = rounded_piece_size(device)  # once, because it depends on whether the step is compiled
         key = _on_device(rounding_key(self._seed, self._num_steps), torch.int32, device)
-        # Parameters of the same age have the same scalars.
-        by_step: dict[int, list[torch.nn.Parameter]] = {}
+        # Parameters of the same age have the same scalars, and can share a launch.
+        parameters_by_step: dict[int, list[torch.nn.Parameter]] = {}
         for parameter in parameters:
-            by_step.setdefault(self._count_step(parameter, rule), []).append(parameter)
-        for step, members in by_step.items():
+            step = self._count_step(parameter, rule)
+            parameters_by_step.setdefault(step, []).append(parameter)
+        for step, same_age in parameters_by_step.items():
             scalars = _on_device(rule.scalars(group, step), torch.float32, device)
-            in_place = [parameter for parameter in members if self._is_stepped_in_place(parameter, rule)]
-            pieces = [piece for parameter in in_place for piece in self._storage_pieces(parameter, rule, size)]
+            in_place = [parameter for parameter in same_age if self._is_stepped_in_place(parameter, rule)]
+            pieces: list[Piece] = []
+            for parameter in in_place:
+                pieces += self._storage_pieces(parameter, rule, size)
             step_pieces(rule.function, pieces, scalars, self._origins(in_place, size, device), key)
-            copied = [parameter for parameter in members if not self._is_stepped_in_place(parameter, rule)]
+            copied = [parameter for parameter in same_age if not self._is_stepped_in_place(parameter, rule)]
             origins = iter(self._origins(copied, size, device).unbind())
             for parameter in copied:
                 self._step_copies(parameter, rule, scalars, key, origins, size)
@@ -211,7 +248,8 @@ class LowPrecisionOptimizer(Optimizer):
         grad = parameter.grad
         if isinstance(grad, DTensor) and grad.placements != parameter.placements:
             return False
-        stored = [own_part(parameter), own_part(grad), *(self.state[parameter][name] for name in rule.states)]
+        stored = [own_part(parameter), own_part(grad)]
+        stored += [self.state[parameter][name] for name in rule.states]
         return all(tensor.is_contiguous() for tensor in stored)
 
     def _storage_pieces(self, parameter: torch.nn.Parameter, rule: UpdateRule, size: int) -> list[Piece]:
@@ -239,14 +277,14 @@ class LowPrecisionOptimizer(Optimizer):
         state = self.state[parameter]
         # torch's SGD stores None for a buffer that it does not have.
         missing = [name for name in rule.states if state.get(name) is None]
-        is_first = bool(missing)
         for name in missing:
             state.pop(name, None)
             if self._is_low_bit(parameter):
-                self._room(parameter, name)
+                self._stored_state(parameter, name)
             else:
                 state[name] = torch.zeros_like(own_part(parameter), dtype=self._storage_dtype(parameter))
         if not rule.counts_steps:
+            is_first = bool(missing)
             return 1 if is_first else 2
         # The count stays in host memory: a scalar on the device would have to be read back.
         step = torch.as_tensor(state.get("step", 0.0), dtype=torch.float32).cpu() + 1
@@ -264,70 +302,102 @@ class LowPrecisionOptimizer(Optimizer):
     ) -> None:
         """Step a shard whose tensors are low-bit, not contiguous, or no run; every piece takes the next origin."""
         weights = own_part(parameter).detach()
-        changed = [weights]
-        low_bit = [self.state[parameter][name] for name in rule.states if self._is_low_bit(parameter)]
-        if not low_bit:
-            changed += [self.state[parameter][name] for name in rule.states]
-        # A tensor that is not contiguous is copied here, and written back at the end.
-        flat = [tensor.reshape(-1) for tensor in changed]
-        grads = _own_grad(parameter).reshape(-1)
+        states = [self.state[parameter][name] for name in rule.states]
+        # A tensor that is not contiguous is copied here, and written back at the end; a contiguous one shares memory.
+        flat_weights = weights.reshape(-1)
+        flat_grads = _own_grad(parameter).reshape(-1)
+        is_low_bit = self._is_low_bit(parameter)
+        if is_low_bit:
+            flat_states = [state.view(-1) for state in states]
+        else:
+            flat_states = [state.reshape(-1) for state in states]
 
         ids = self._ids_of(parameter)
         for first in range(0, weights.numel(), size):
             piece = slice(first, first + size)
-            weight, *others = [tensor[piece] for tensor in flat]
-            stored = [state.view(-1)[piece] for state in low_bit]
-            states = others + [state.dequantize()[: weight.numel()] for state in stored]
-            own_ids = None if ids.is_run else ids.of(first, weight.numel(), weight.device)
-            step_piece(rule.function, Piece(weight, grads[piece], states), scalars, own_ids, next(origins), key)
-            for state, values in zip(stored, states[len(others) :], strict=True):
-                write_low_bit(state, values)
-        for tensor, values in zip(changed, flat, strict=True):
-            if not tensor.is_contiguous():
-                tensor.copy_(values.view(tensor.shape))
+            weight = flat_weights[piece]
+            stored_states = [state[piece] for state in flat_states]
+            step_states = stored_states
+            if is_low_bit:
+                # A shard may end within a block, whose other elements are padding.
+                step_states = [state.dequantize()[: weight.numel()] for state in stored_states]
+            # The elements of a run follow from its origin.
+            piece_ids = None if ids.is_run else ids.of(first, weight.numel(), weight.device)
+            step_piece(
+                rule.function, Piece(weight, flat_grads[piece], step_states), scalars, piece_ids, next(origins), key
+            )
+            if is_low_bit:
+                for stored, values in zip(stored_states, step_states, strict=True):
+                    _write_low_bit(stored, values)
 
-    # Steps of any other optimizer.
+        if not weights.is_contiguous():
+            weights.copy_(flat_weights.view(weights.shape))
+        for state, flat_state in zip(states, flat_states, strict=True):
+            if not is_low_bit and not state.is_contiguous():
+                state.copy_(flat_state.view(state.shape))
 
-    def _step_with_worker(self, parameters: list[torch.nn.Parameter], group: dict[str, Any]) -> None:
-        settings = result = {**group, "fused": True} if self._is_fused(group) else group
+    # Steps of the base optimizer.
+
+    def _step_with_base_optimizer(self, parameters: list[torch.nn.Parameter], group: dict[str, Any]) -> None:
+        settings = group
+        if self._is_fused(group):
+            settings = {**group, "fused": True}
+        # An optimizer may count in its settings: every parameter starts from the same count, and the group moves on
+        # once, with the count after the last parameter.
         for parameter in parameters:
-            result = self._step_parameter(parameter, settings)
-        group.update({key: value for key, value in result.items() if key not in ("params", "fused")})
+            settings_after = self._step_parameter(parameter, settings)
+        for key, value in settings_after.items():
+            if key not in ("params", "fused"):
+                group[key] = value
 
     def _is_fused(self, group: dict[str, Any]) -> bool:
         """Return whether torch's fused kernel takes the step: it can, and the user has not disabled it."""
-        others = any(map(group.get, ("foreach", "capturable", "differentiable")))
-        return type(self._worker) in _FUSABLE and group.get("fused") is not False and not others
+        if type(self._base_optimizer) not in _FUSABLE or group.get("fused") is False:
+            return False
+        return not (group.get("foreach") or group.get("capturable") or group.get("differentiable"))
 
     def _step_parameter(self, parameter: torch.nn.Parameter, settings: dict[str, Any]) -> dict[str, Any]:
-        """Step a parameter; return the settings of its group after the step."""
-        weights, grads, states = own_part(parameter).detach(), _own_grad(parameter), self.state[parameter]
-        before = dict(states)  # every piece starts from the same scalars
-        masters = before.pop(_MASTER, weights)
+        """Step a parameter, a piece at a time; return the settings of its group after the step."""
+        weights = own_part(parameter).detach()
+        grads = _own_grad(parameter)
+        state = self.state[parameter]
+        state_before = dict(state)  # every piece starts from the same scalars
+        masters = state_before.pop(_MASTER, weights)
         for piece in self._pieces(weights):
-            weight, master, grad = _cut(weights, piece), _cut(masters, piece), _cut(grads, piece)
-            stored, state = {}, {}
-            for key, item in before.items():
-                if is_low_bit(item) or _per_element(item, weights):
-                    stored[key] = _cut(item, piece)
-                    state[key] = self._stand_in(parameter, stored[key], weight)
+            weight = _cut(weights, piece)
+            master = _cut(masters, piece)
+            grad = _cut(grads, piece)
+
+            # What the base optimizer steps: stand-ins of the elements of this piece, and copies of the scalars.
+            stored_states: dict[str, torch.Tensor] = {}
+            step_state: dict[str, Any] = {}
+            for key, value in state_before.items():
+                if _is_low_bit_state(value) or _is_per_element(value, weights):
+                    stored_states[key] = _cut(value, piece)
+                    step_state[key] = self._stand_in(parameter, stored_states[key], weight)
+                elif isinstance(value, torch.Tensor):
+                    step_state[key] = value.clone()
                 else:
-                    state[key] = item.clone() if isinstance(item, torch.Tensor) else item
-            value, has_scale = self._stand_in(parameter, master, weight), grad.dtype == torch.float16
-            grad = self._stand_in(parameter, grad, weight)
-            if has_scale and self.loss_scale != 1.0:
-                grad = grad / self.loss_scale
-            result, state = self._run(dict(settings), value, grad, state)
-            self._store(parameter, master, value, piece, draw=0)
+                    step_state[key] = value
+            step_weight = self._stand_in(parameter, master, weight)
+            step_grad = self._stand_in(parameter, grad, weight)
+            if grad.dtype == torch.float16 and self.loss_scale != 1.0:
+                step_grad = step_grad / self.loss_scale
+
+            settings_after, step_state = self._run_base_optimizer(settings, step_weight, step_grad, step_state)
+
+            self._store(parameter, master, step_weight, piece, draw=0)
             if masters is not weights:
                 weight.copy_(master)
-            for draw, (key, item) in enumerate(sorted(state.items()), start=1):
-                if not _per_element(item, value):
-                    states[key] = item
-                else:
-                    into = stored[key] if key in stored else _cut(self._room(parameter, key), piece)
-                    self._store(parameter, into, item, piece, draw)
-        return result
+            # Sorted: a state takes the same draw in every run, in whichever order the optimizer makes its states.
+            for draw, (key, value) in enumerate(sorted(step_state.items()), start=1):
+                if not _is_per_element(value, step_weight):
+                    state[key] = value
+                    continue
+                if key not in stored_states:
+                    stored_states[key] = _cut(self._stored_state(parameter, key), piece)
+                self._store(parameter, stored_states[key], value, piece, draw)
+        return settings_after
 
     def _pieces(self, weights: torch.Tensor) -> list[slice | None]:
         """Return the slices to step one after another; None stands for the whole tensor in its own shape."""
@@ -337,53 +407,66 @@ class LowPrecisionOptimizer(Optimizer):
         return [slice(start, start + size) for start in range(0, weights.numel(), size)]
 
     def _stand_in(self, parameter: torch.nn.Parameter, stored: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        """Return a stored tensor in float32, in the shape of ``like``: itself if it is float32, or a copy."""
-        if is_low_bit(stored):
+        """Return a stored tensor in float32, in the shape of ``like``: itself if it is float32, or a copy.
+
+        For an optimizer that is not elementwise, the full tensor is gathered from all ranks.
+        """
+        if _is_low_bit_state(stored):
             return stored.dequantize()[: like.numel()].view(like.shape)
-        wide = (stored.float() if stored.dtype in HALF else stored).contiguous()
-        return wide if self._elementwise else _gathered(wide, parameter)
+        stand_in = stored.float() if stored.dtype in HALF else stored
+        stand_in = stand_in.contiguous()
+        return stand_in if self._elementwise else _gather_like(stand_in, parameter)
+
+    def _run_base_optimizer(
+        self, settings: dict[str, Any], weight: torch.Tensor, grad: torch.Tensor, state: dict[str, Any]
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Step ``weight`` in place; return the settings and the state after the step."""
+        group = {**settings, "params": [weight]}
+        weight.grad = grad
+        self._base_optimizer.param_groups = [group]
+        self._base_optimizer.state[weight] = state
+        self._base_optimizer.step()
+        # It must not keep the stand-in, nor its gradient, alive.
+        self._base_optimizer.param_groups = []
+        weight.grad = None
+        return group, self._base_optimizer.state.pop(weight)
 
     def _store(
-        self, parameter: torch.nn.Parameter, stored: torch.Tensor, new: torch.Tensor, piece: slice | None, draw: int
+        self, parameter: torch.nn.Parameter, stored: torch.Tensor, values: torch.Tensor, piece: slice | None, draw: int
     ) -> None:
         """Write the values of a stand-in after the step back to the stored tensor; see :func:`rounding_noise`."""
-        if new is stored:
+        if values is stored:
             return
-        if is_low_bit(stored):
-            write_low_bit(stored, new)
+        if _is_low_bit_state(stored):
+            _write_low_bit(stored, values)
             return
         if not self._elementwise and isinstance(parameter, DTensor):
-            new = distribute_tensor(new, parameter.device_mesh, parameter.placements, src_data_rank=None).to_local()
-        if self.precision == "stochastic_rounding" and stored.dtype == torch.bfloat16:
-            noise = self._noise(parameter, new, piece, step=self._num_steps, draw=draw)
-            new = round_to_bfloat16(new.contiguous(), noise)
-        stored.copy_(new)
+            # Every rank has the full result, and keeps its shard, without communication.
+            values = distribute_tensor(values, parameter.device_mesh, parameter.placements, src_data_rank=None)
+            values = values.to_local()
+        if self._is_rounded_stochastically(stored):
+            noise = self._noise(parameter, values, piece, step=self._num_steps, draw=draw)
+            values = round_to_bfloat16(values.contiguous(), noise)
+        stored.copy_(values)
 
-    def _run(
-        self, settings: dict[str, Any], value: torch.Tensor, grad: torch.Tensor, state: dict[str, Any]
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Step ``value`` in place; return the settings and the state after the step."""
-        value.grad = grad
-        settings["params"] = [value]
-        self._worker.param_groups = [settings]
-        self._worker.state[value] = state
-        self._worker.step()
-        self._worker.param_groups, value.grad = [], None
-        return settings, self._worker.state.pop(value)
-
-    # State dicts.
+    # States and state dicts.
 
     def _storage_dtype(self, parameter: torch.nn.Parameter) -> torch.dtype:
-        in_float32 = self.precision == "fp32_master" and parameter.dtype in HALF
-        return torch.float32 if in_float32 else parameter.dtype
+        """Return the dtype of the states of a parameter that are not low-bit."""
+        if self.precision == "fp32_master" and parameter.dtype in HALF:
+            return torch.float32
+        return parameter.dtype
 
-    def _room(self, parameter: torch.nn.Parameter, key: str) -> torch.Tensor:
-        """Return the stored state; a new one is uninitialized."""
-        state, own = self.state[parameter], own_part(parameter)
-        if key not in state and self._is_low_bit(parameter):
-            state[key] = self._low_bit.zeros(own.numel(), own.device, signed=key == "exp_avg")
-        elif key not in state:
-            state[key] = torch.empty_like(own, dtype=self._storage_dtype(parameter), requires_grad=False)
+    def _stored_state(self, parameter: torch.nn.Parameter, key: str) -> torch.Tensor:
+        """Return the stored state ``key`` of a parameter; a new one is uninitialized, or zeros if it is low-bit."""
+        state = self.state[parameter]
+        if key not in state:
+            shard = own_part(parameter)
+            if self._is_low_bit(parameter):
+                # Adam's first moment has a sign, the second has none.
+                state[key] = self._low_bit.zeros(shard.numel(), shard.device, signed=key == "exp_avg")
+            else:
+                state[key] = torch.empty_like(shard, dtype=self._storage_dtype(parameter), requires_grad=False)
         return state[key]
 
     def state_dict(self) -> dict[str, Any]:
@@ -393,19 +476,16 @@ class LowPrecisionOptimizer(Optimizer):
             ``state``: states by parameter name; ``param_groups``: settings, with names as ``params``;
             ``precision``: mode, format of the stored states, seed of the rounding and number of steps.
         """
-        return {
-            "state": {self._names[p]: _plain_tensors(p, state) for p, state in self.state.items()},
-            "param_groups": [
-                {**group, "params": [self._names[p] for p in group["params"]]} for group in self.param_groups
-            ],
-            "precision": {
-                "mode": self.precision,
-                "seed": self._seed,
-                "step": self._num_steps,
-                "rounding": _ROUNDING,
-                **({"states": self.state_format} if self.state_format else {}),
-            },
-        }
+        states = {}
+        for parameter, state in self.state.items():
+            states[self._names[parameter]] = _plain_tensors(parameter, state)
+        groups = []
+        for group in self.param_groups:
+            groups.append({**group, "params": [self._names[parameter] for parameter in group["params"]]})
+        precision = {"mode": self.precision, "seed": self._seed, "step": self._num_steps, "rounding": _ROUNDING}
+        if self.state_format is not None:
+            precision["states"] = self.state_format
+        return {"state": states, "param_groups": groups, "precision": precision}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -415,59 +495,90 @@ class LowPrecisionOptimizer(Optimizer):
             OptimizerStateError: groups or names do not fit. Nothing is loaded then.
         """
         check_state_format(self, state_dict)
-        groups, states = state_dict["param_groups"], state_dict["state"]
-        mine = [len(group["params"]) for group in self.param_groups]
-        theirs = [len(group["params"]) for group in groups]
-        if mine != theirs:
-            raise OptimizerStateError(
-                f"The saved optimizer state has groups of {theirs} parameters and this optimizer of {mine}: resume "
-                "with the optimizer and the trained parameters of the saved run."
-            )
-        found: dict[torch.nn.Parameter, dict[str, Any]] = {}
-        for group, saved in zip(self.param_groups, groups, strict=True):
-            by_name = {self._names[p]: p for p in group["params"]}
-            for parameter, key in zip(group["params"], saved["params"], strict=True):
-                if isinstance(key, str) and key not in by_name:
-                    raise OptimizerStateError(
-                        f"The saved optimizer state is about {key}, which this run does not train: resume with the "
-                        "trained parameters of the saved run."
-                    )
-                found[by_name.get(key, parameter)] = dict(states.get(key, {}))
+        saved_states = self._match_states(state_dict)
         self.state.clear()
-        for group, saved in zip(self.param_groups, groups, strict=True):
-            group.update({key: value for key, value in saved.items() if key != "params"})
+        for group, saved_group in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            for key, value in saved_group.items():
+                if key != "params":
+                    group[key] = value
+            rule = find_update_rule(type(self._base_optimizer), group)
             for parameter in group["params"]:
-                counts_on_device = self._is_fused(group) and not self._has_rule(parameter, group)
-                self._load_parameter(parameter, found[parameter], counts_on_device)
+                takes_rule = rule is not None and self._is_rounded_stochastically(parameter)
+                # torch's fused kernel counts steps on the device.
+                counts_on_device = self._is_fused(group) and not takes_rule
+                self._load_parameter(parameter, saved_states[parameter], counts_on_device)
         precision = state_dict.get("precision", {})
         self._seed = int(precision.get("seed", self._seed))
         self._num_steps = int(precision.get("step", self._num_steps))
-        if precision.get("mode") == "stochastic_rounding" == self.precision and precision.get("rounding") != _ROUNDING:
+        self._log_differences(precision)
+
+    def _match_states(self, state_dict: dict[str, Any]) -> dict[torch.nn.Parameter, dict[str, Any]]:
+        """Return the saved state of every parameter.
+
+        Raises:
+            OptimizerStateError: groups or names do not fit.
+        """
+        num_parameters = [len(group["params"]) for group in self.param_groups]
+        num_saved = [len(group["params"]) for group in state_dict["param_groups"]]
+        if num_saved != num_parameters:
+            raise OptimizerStateError(
+                f"The saved optimizer state has groups of {num_saved} parameters and this optimizer of "
+                f"{num_parameters}: resume with the optimizer and the trained parameters of the saved run."
+            )
+        states: dict[torch.nn.Parameter, dict[str, Any]] = {}
+        for group, saved_group in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            parameters_by_name = {self._names[parameter]: parameter for parameter in group["params"]}
+            for parameter, key in zip(group["params"], saved_group["params"], strict=True):
+                if isinstance(key, str):  # a plain optimizer has numbers instead, in the order of its parameters
+                    if key not in parameters_by_name:
+                        raise OptimizerStateError(
+                            f"The saved optimizer state is about {key}, which this run does not train: resume with the "
+                            "trained parameters of the saved run."
+                        )
+                    parameter = parameters_by_name[key]
+                states[parameter] = state_dict["state"].get(key, {})
+        return states
+
+    def _log_differences(self, saved_precision: dict[str, Any]) -> None:
+        """Say where a run goes on in another way than the run whose ``precision`` was saved."""
+        saved_mode = saved_precision.get("mode", "param_dtype")
+        if saved_mode != self.precision:
+            get_logger().warning(
+                f"The optimizer state was saved with precision {saved_mode} and goes on with {self.precision}."
+            )
+        elif self.precision == "stochastic_rounding" and saved_precision.get("rounding") != _ROUNDING:
             log_once(
                 get_logger(),
                 "The optimizer state was saved by a release with another random generator for stochastic rounding: the "
                 "run continues with other draws, which are as valid.",
             )
-        if (mode := precision.get("mode", "param_dtype")) != self.precision:
-            get_logger().warning(
-                f"The optimizer state was saved with precision {mode} and goes on with {self.precision}."
-            )
 
-    def _load_parameter(self, parameter: torch.nn.Parameter, saved: dict[str, Any], counts_on_device: bool) -> None:
+    def _load_parameter(
+        self, parameter: torch.nn.Parameter, saved_state: dict[str, Any], counts_on_device: bool
+    ) -> None:
+        """Load the state of a parameter, in the dtypes and on the devices of this optimizer's states."""
         self._make_master(parameter)
         state = self.state[parameter]
-        if (master := saved.pop(_MASTER, None)) is not None:
-            own_part(state.get(_MASTER, parameter.detach())).copy_(own_part(master))
-        for key in [name.removesuffix(_CODES) for name in saved if name.endswith(_CODES)]:
-            stored = self._room(parameter, key)
-            for name, own in ((key + _CODES, stored.codes.view(torch.uint8)), (key + _SCALE, stored.scale)):
-                own.copy_(own_part(saved.pop(name)).reshape(-1)[: own.numel()])
-        for key, value in saved.items():
+        shard = own_part(parameter)
+        for key, value in saved_state.items():
             value = own_part(value)
-            if isinstance(value, torch.Tensor) and (key != "step" or counts_on_device):
-                value = value.to(parameter.device)
-            is_kept = _per_element(value, own_part(parameter))
-            state[key] = value.to(self._storage_dtype(parameter)) if is_kept else value
+            if key == _MASTER:
+                # Float32 weights are their own master weights.
+                state.get(_MASTER, shard.detach()).copy_(value)
+            elif key.endswith(_CODES_SUFFIX):
+                stored = self._stored_state(parameter, key.removesuffix(_CODES_SUFFIX))
+                _copy_row(stored.codes.view(torch.uint8), value)
+            elif key.endswith(_SCALE_SUFFIX):
+                stored = self._stored_state(parameter, key.removesuffix(_SCALE_SUFFIX))
+                _copy_row(stored.scale, value)
+            elif not isinstance(value, torch.Tensor):
+                state[key] = value
+            else:
+                if key != "step" or counts_on_device:
+                    value = value.to(parameter.device)
+                if _is_per_element(value, shard):
+                    value = value.to(self._storage_dtype(parameter))
+                state[key] = value
 
 
 def _on_device(values: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -479,10 +590,11 @@ def _on_device(values: Any, dtype: torch.dtype, device: torch.device) -> torch.T
 
 
 def _cut(tensor: torch.Tensor, piece: slice | None) -> torch.Tensor:
+    """Return the elements of a piece, ``[n]``, or the whole tensor in its own shape."""
     return tensor if piece is None else tensor.view(-1)[piece]
 
 
-def _per_element(value: Any, like: torch.Tensor) -> bool:
+def _is_per_element(value: Any, like: torch.Tensor) -> bool:
     """Return whether ``value`` has one number per element; quantized states and factors are stored unchanged."""
     return (
         isinstance(value, torch.Tensor)
@@ -501,42 +613,86 @@ def _own_grad(parameter: torch.nn.Parameter) -> torch.Tensor:
     return own_part(grad).contiguous()
 
 
-def _gathered(shard: torch.Tensor, parameter: torch.nn.Parameter) -> torch.Tensor:
-    """All-gather a shard of a tensor sharded like ``parameter``."""
+def _gather_like(shard: torch.Tensor, parameter: torch.nn.Parameter) -> torch.Tensor:
+    """All-gather a shard of a tensor that is sharded like ``parameter``."""
     if not isinstance(parameter, DTensor):
         return shard
-    shape, stride = parameter.shape, parameter.stride()
-    mesh, placements = parameter.device_mesh, parameter.placements
-    return DTensor.from_local(shard, mesh, placements, run_check=False, shape=shape, stride=stride).full_tensor()
+    tensor = DTensor.from_local(
+        shard,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+    return tensor.full_tensor()
+
+
+# Low-bit states: torchao's tensors, written here in pieces.
+
+
+def _is_low_bit_state(state: object) -> bool:
+    """Return whether a state is a low-bit tensor of torchao, which need not be installed."""
+    return hasattr(state, "codes")
+
+
+def _write_low_bit(state: torch.Tensor, values: torch.Tensor) -> None:
+    """Store float32 ``values`` in ``state``, which may be longer: its last block is padded with zeros.
+
+    torchao finds the nearest code by a search that needs compilation to be fast; ``bucketize`` is one fused kernel.
+    """
+    padding = state.numel() - values.numel()
+    values = torch.nn.functional.pad(values.reshape(-1), (0, padding))
+    if not hasattr(state, "qmap"):  # fp8: a cast
+        state.copy_(values)
+        return
+    blocks = values.view(len(state.scale), -1)  # [blocks, block_size]
+    scale = blocks.abs().amax(-1).clamp_(min=1e-12)
+    # A value has the nearest code: the borders are in the middle between the values of neighboring codes.
+    borders = (state.qmap[1:] - state.qmap[:-1]) * 0.5 + state.qmap[:-1]
+    normalized = (blocks / scale[:, None]).view(-1)
+    codes = torch.bucketize(normalized, borders, right=True, out_int32=True).to(torch.uint8)
+    if len(state.codes) < len(codes):  # 4 bits: two codes in a byte
+        codes = codes[::2] << 4 | codes[1::2]
+    state.codes.copy_(codes)
+    state.scale.copy_(scale)
 
 
 def _plain_tensors(parameter: torch.nn.Parameter, state: dict[str, Any]) -> dict[str, Any]:
     """Return a state with low-bit tensors as plain tensors; tensors of shards are stacked."""
-    grid, found = ShardGrid.of(parameter), {}
+    grid = ShardGrid.of(parameter)
+    plain = {}
     for key, value in state.items():
-        if not is_low_bit(value):
-            found[key] = value
+        if not _is_low_bit_state(value):
+            plain[key] = value
             continue
-        blocks = -(-grid.longest(parameter) // value.block_size)
+        blocks = math.ceil(grid.longest(parameter) / value.block_size)
         codes = value.codes.view(torch.uint8)
-        found[key + _CODES] = grid.stack(codes, parameter, blocks * codes.numel() // value.scale.numel())
-        found[key + _SCALE] = grid.stack(value.scale, parameter, blocks)
-    return found
+        codes_per_block = codes.numel() // value.scale.numel()
+        plain[key + _CODES_SUFFIX] = grid.stack(codes, parameter, blocks * codes_per_block)
+        plain[key + _SCALE_SUFFIX] = grid.stack(value.scale, parameter, blocks)
+    return plain
+
+
+def _copy_row(stored: torch.Tensor, row: torch.Tensor) -> None:
+    """Copy this rank's row of stacked codes or scales, which may be padded to the longest row."""
+    stored.copy_(row.reshape(-1)[: stored.numel()])
 
 
 def adopt_masters(optimizer: Optimizer) -> None:
     """Move ``master`` of a loaded state into the float32 parameters, which need no separate master weights."""
     for parameter, state in optimizer.state.items():
-        if (master := state.pop(_MASTER, None)) is not None:
+        master = state.pop(_MASTER, None)
+        if master is not None:
             parameter.detach().copy_(master)
 
 
 def check_state_format(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
     """Raise ``OptimizerStateError`` if the states of a state dict have another format than ``optimizer``'s."""
-    saved = state_dict.get("precision", {}).get("states")
-    own = getattr(optimizer, "state_format", None)
-    if saved != own and state_dict.get("state"):
+    saved_format = state_dict.get("precision", {}).get("states")
+    state_format = getattr(optimizer, "state_format", None)
+    if saved_format != state_format and state_dict.get("state"):
         raise OptimizerStateError(
-            f"The saved optimizer has {saved or 'plain'} states and this run's has {own or 'plain'} ones: resume with "
-            "the optimizer of the saved run."
+            f"The saved optimizer has {saved_format or 'plain'} states and this run's has {state_format or 'plain'} "
+            "ones: resume with the optimizer of the saved run."
         )

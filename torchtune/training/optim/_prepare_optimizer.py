@@ -1,7 +1,7 @@
 """Setup of a run's optimizer: precision, parameter groups and step in the backward pass."""
 
 from collections.abc import Callable
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch.optim import Optimizer
@@ -21,7 +21,9 @@ from torchtune.utils import UserError, get_logger, log_rank_zero
 
 OptimizerPrecision = Literal["stochastic_rounding", "fp32_master", "param_dtype"]
 
-_NEEDED = ("param_groups", "step", "zero_grad", "state_dict", "load_state_dict")
+# What recipes and schedules call.
+_REQUIRED_ATTRIBUTES = ("param_groups", "step", "zero_grad", "state_dict", "load_state_dict")
+# Classes that no recipe can use -> the reason.
 _UNSUPPORTED = {
     torch.optim.LBFGS: "evaluates the loss many times a step",
     torch.optim.SparseAdam: "takes sparse gradients only",
@@ -69,46 +71,72 @@ def prepare_optimizer(
             f"optimizer_precision: '{precision}' is not known: use one of {', '.join(get_args(OptimizerPrecision))}."
         )
     if isinstance(optimizer, OptimizerMap):
-        parts = optimizer.optim_map.items()
-        return OptimizerMap({name: prepare_optimizer(part, model, precision, seed) for name, part in parts})
+        prepared = {}
+        for member_name, member in optimizer.optim_map.items():
+            prepared[member_name] = prepare_optimizer(member, model, precision, seed)
+        return OptimizerMap(prepared)
+    _check_usable(optimizer)
     name = type(optimizer).__name__
-    if missing := [needed for needed in _NEEDED if not hasattr(optimizer, needed)]:
-        raise UserError(
-            f"optimizer: {name} has no {missing[0]}: make it a torch.optim.Optimizer whose __init__ calls "
-            "super().__init__(params, defaults)."
-        )
-    for kind, reason in _UNSUPPORTED.items():
-        if isinstance(optimizer, kind):
-            raise UserError(f"optimizer: {name} {reason}: use another optimizer.")
-    low_bit, cls = low_bit_format(optimizer) or (None, None)
-    if low_bit is not None:
-        # torchao stores the learning rate as a float32 tensor: recover the decimal with seven digits.
-        optimizer = cls([{**group, "lr": float(f"{float(group['lr']):.7g}")} for group in optimizer.param_groups])
+
+    low_bit = None
+    format_and_class = low_bit_format(optimizer)
+    if format_and_class is not None:
+        low_bit, torch_class = format_and_class
+        optimizer = torch_class(_with_decimal_rates(optimizer.param_groups))
     if precision == "param_dtype" and low_bit is None:
         return optimizer
     if not isinstance(optimizer, Optimizer):
-        raise UserError(f"optimizer: {name} is no torch.optim.Optimizer: set optimizer_precision=param_dtype.")
+        raise UserError(f"optimizer: {name} is not a torch.optim.Optimizer: set optimizer_precision=param_dtype.")
+
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     dtypes = {parameter.dtype for parameter in parameters}
-    if not dtypes.isdisjoint(HALF):
-        if precision == "param_dtype":
-            raise UserError(
-                f"optimizer_precision: {name} takes its steps in float32: use stochastic_rounding or fp32_master."
-            )
-    elif low_bit is not None or needs_full_matrices(optimizer):
-        precision = "fp32_master"  # float32 weights are their own master weights
-    else:
+    has_half_weights = not dtypes.isdisjoint(HALF)
+    if not has_half_weights and low_bit is None and not needs_full_matrices(optimizer):
         optimizer.register_load_state_dict_post_hook(adopt_masters)  # states saved with bf16 weights have masters
         return optimizer
+    if has_half_weights and precision == "param_dtype":
+        raise UserError(
+            f"optimizer_precision: {name} takes its steps in float32: use stochastic_rounding or fp32_master."
+        )
+    if not has_half_weights:
+        precision = "fp32_master"  # float32 weights are their own master weights
     if precision == "stochastic_rounding" and torch.float16 in dtypes:
         precision = "fp32_master"  # the rounding is bfloat16's, and squares of gradients are below float16's range
         log_rank_zero(get_logger(), "optimizer_precision: fp16 weights have float32 masters and states (fp32_master).")
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    unknown = [tuple(parameter.shape) for parameter in parameters if parameter not in names]
-    if unknown:
-        raise ValueError(f"{name} has parameters that the model lacks, of shapes {unknown[:3]}.")
-    seed = _shared_seed() if seed is None else seed
+
+    names = {parameter: parameter_name for parameter_name, parameter in model.named_parameters()}
+    unknown_shapes = [tuple(parameter.shape) for parameter in parameters if parameter not in names]
+    if unknown_shapes:
+        raise ValueError(f"{name} has parameters that the model lacks, of shapes {unknown_shapes[:3]}.")
+    if seed is None:
+        seed = _shared_seed()
     return LowPrecisionOptimizer(optimizer, names, precision, seed, low_bit)
+
+
+def _check_usable(optimizer: Optimizer) -> None:
+    """Raise for an optimizer of the user's that lacks a method, and for one of torch's that recipes cannot step."""
+    name = type(optimizer).__name__
+    for attribute in _REQUIRED_ATTRIBUTES:
+        if not hasattr(optimizer, attribute):
+            raise UserError(
+                f"optimizer: {name} has no {attribute}: make it a torch.optim.Optimizer whose __init__ calls "
+                "super().__init__(params, defaults)."
+            )
+    for unsupported_class, reason in _UNSUPPORTED.items():
+        if isinstance(optimizer, unsupported_class):
+            raise UserError(f"optimizer: {name} {reason}: use another optimizer.")
+
+
+def _with_decimal_rates(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the parameter groups of a torchao optimizer with learning rates as numbers.
+
+    torchao stores a rate as a float32 tensor: seven digits are the decimal number that the user wrote.
+    """
+    decimal_groups = []
+    for group in groups:
+        rate = float(f"{float(group['lr']):.7g}")
+        decimal_groups.append({**group, "lr": rate})
+    return decimal_groups
 
 
 def _shared_seed() -> int:
@@ -123,15 +151,14 @@ def require_trained(model: torch.nn.Module) -> list[tuple[str, torch.nn.Paramete
         UserError: there are none.
     """
     trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    if not trained:
-        quantized = any(conversion.phase is Phase.QUANTIZED_BASE for conversion in get_conversions(model))
+    if trained:
+        return trained
+    if any(conversion.phase is Phase.QUANTIZED_BASE for conversion in get_conversions(model)):
         raise UserError(
             "model: its base is quantized, so it is frozen and only an adapter can be trained: use a LoRA recipe "
             "(lora_finetune_single_device or lora_finetune_distributed), or leave the conversion out."
-            if quantized
-            else "model: none of its parameters requires a gradient, so there is nothing to train."
         )
-    return trained
+    raise UserError("model: none of its parameters requires a gradient, so there is nothing to train.")
 
 
 def setup_optimizer(
@@ -157,31 +184,43 @@ def setup_optimizer(
         0.0001
     """
     if isinstance(factory, Optimizer):
+        name = type(factory).__name__
         raise UserError(
-            f"factory: a {type(factory).__name__} is no function that makes one: give lambda params: "
-            f"{type(factory).__name__}(params, …), or prepare_optimizer the optimizer that you have."
+            f"factory: it must be a function that builds an optimizer, and is an optimizer: give lambda params: "
+            f"{name}(params, …), or call prepare_optimizer with the optimizer that you have."
         )
     trained = require_trained(model)
     parameters = [parameter for _, parameter in trained]
-    described = factory(parameters[:1] if in_backward else parameters)
-    if isinstance(described, GroupedOptimizer):
-        described.assign(trained, model)
-        factory, described = described.make, described.make(parameters)
+    # With an optimizer per parameter, the first one tells whether the factory describes groups.
+    optimizer = factory(parameters[:1] if in_backward else parameters)
+    if isinstance(optimizer, GroupedOptimizer):
+        optimizer.assign(trained, model)
+        factory = optimizer.make
+        optimizer = factory(parameters)
     if not in_backward:
-        _check_all(described, trained)
-        return prepare_optimizer(described, model, precision)
-    seed = _shared_seed()
-    return OptimizerInBackward(
-        trained, lambda parameters: prepare_optimizer(factory(parameters), model, precision, seed)
-    )
+        _check_complete(optimizer, trained)
+        return prepare_optimizer(optimizer, model, precision)
+
+    seed = _shared_seed()  # once: a broadcast per parameter would be slow
+
+    def build(parameters: list[torch.nn.Parameter]) -> Optimizer:
+        return prepare_optimizer(factory(parameters), model, precision, seed)
+
+    return OptimizerInBackward(trained, build)
 
 
-def _check_all(optimizer: Optimizer, trained: list[tuple[str, torch.nn.Parameter]]) -> None:
+def _check_complete(optimizer: Optimizer, trained: list[tuple[str, torch.nn.Parameter]]) -> None:
     """Raise if an optimizer lacks trained parameters."""
-    there = {parameter for group in getattr(optimizer, "param_groups", ()) for parameter in group["params"]}
-    if there and (left := [name for name, parameter in trained if parameter not in there]):
-        more = f" and {len(left) - 1:,} more" if len(left) > 1 else ""
-        raise UserError(
-            f"optimizer: {type(optimizer).__name__} leaves out '{left[0]}'{more}, which would never change: let it "
-            "take all parameters, or freeze these."
-        )
+    optimized: set[torch.nn.Parameter] = set()
+    for group in getattr(optimizer, "param_groups", ()):  # prepare_optimizer says that an optimizer has no groups
+        optimized.update(group["params"])
+    missing = [name for name, parameter in trained if parameter not in optimized]
+    if not optimized or not missing:
+        return
+    names = f"'{missing[0]}'"
+    if len(missing) > 1:
+        names += f" and {len(missing) - 1:,} more"
+    raise UserError(
+        f"optimizer: {type(optimizer).__name__} leaves out {names}, which would never change: let it take all "
+        "parameters, or freeze these."
+    )

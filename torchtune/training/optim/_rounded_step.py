@@ -32,6 +32,9 @@ _SIMULATED_UNCOMPILED = 2**18
 # compiler grows with the number, and a kernel has at most 4 KiB of arguments.
 BUNDLE = 24
 
+# Settings with which an update differs from those below, or with which the user chooses how torch runs it.
+_SETTINGS_WITHOUT_RULE = ("amsgrad", "maximize", "foreach", "capturable", "differentiable")
+
 # (value, gradient, states, scalars) -> new value and states, all float32 of the same shape.
 UpdateFunction = Callable[
     [torch.Tensor, torch.Tensor, Sequence[torch.Tensor], Sequence[torch.Tensor]],
@@ -43,21 +46,24 @@ def adam(
     value: torch.Tensor, grad: torch.Tensor, states: Sequence[torch.Tensor], scalars: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Update of ``torch.optim.Adam``: weight decay is part of the gradient (Kingma and Ba, arXiv:1412.6980)."""
-    decay, *scalars = scalars
-    return _adam(value, grad + value * decay, states, scalars)
+    decay, *other_scalars = scalars
+    grad = grad + value * decay
+    return _adam(value, grad, states, other_scalars)
 
 
 def adamw(
     value: torch.Tensor, grad: torch.Tensor, states: Sequence[torch.Tensor], scalars: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Update of ``torch.optim.AdamW``: weight decay shrinks the weight (Loshchilov and Hutter, arXiv:1711.05101)."""
-    decay, *scalars = scalars
-    return _adam(value - value * decay, grad, states, scalars)
+    decay, *other_scalars = scalars
+    value = value - value * decay
+    return _adam(value, grad, states, other_scalars)
 
 
 def _adam(
     value: torch.Tensor, grad: torch.Tensor, states: Sequence[torch.Tensor], scalars: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """The part that Adam and AdamW share: everything but weight decay."""
     exp_avg, exp_avg_sq = states
     one_minus_beta1, beta2, one_minus_beta2, correction2_sqrt, eps, step_size = scalars
     exp_avg = exp_avg + (grad - exp_avg) * one_minus_beta1
@@ -107,11 +113,13 @@ class UpdateRule:
 
 
 def _adam_scalars(group: Mapping[str, Any], step: int) -> list[float]:
+    """Return the scalars of Adam and AdamW, computed in float64 as torch does."""
     lr = float(group["lr"])
     beta1, beta2 = map(float, group["betas"])
     decay = group["weight_decay"]
     if _is_decoupled(group):
         decay = lr * decay
+    # The averages start at zero: divided by these, they are unbiased.
     correction1 = 1 - beta1**step
     correction2 = 1 - beta2**step
     return [decay, 1 - beta1, beta2, 1 - beta2, correction2**0.5, group["eps"], lr / correction1]
@@ -123,6 +131,7 @@ def _is_decoupled(group: Mapping[str, Any]) -> bool:
 
 
 def _sgd_scalars(group: Mapping[str, Any], step: int) -> list[float]:
+    """Return the scalars of SGD, with or without momentum."""
     # torch's momentum buffer starts as the first gradient, without dampening.
     one_minus_dampening = 1.0 if step == 1 else 1 - group["dampening"]
     return [float(group["lr"]), group["weight_decay"], group["momentum"], one_minus_dampening]
@@ -135,7 +144,7 @@ def find_update_rule(optimizer: type, group: Mapping[str, Any]) -> UpdateRule | 
         optimizer: class of the optimizer.
         group: settings of the group.
     """
-    if any(map(group.get, ("amsgrad", "maximize", "foreach", "capturable", "differentiable"))):
+    if any(group.get(setting) for setting in _SETTINGS_WITHOUT_RULE):
         return None
     if group.get("fused") is False:  # the user wants torch's own loop
         return None
@@ -184,11 +193,11 @@ def step_elements(
         positions = torch.arange(weight.numel(), dtype=torch.int32, device=weight.device) + start
         ids = element_ids(positions, name_hash)
     bits = random_bits(ids, key)
-    wide_states = [state.float() for state in states]
-    value, new_states = update(weight.float(), grad.float(), wide_states, scalars.unbind())
-    _write(weight, value, bits, 0)
-    for i, (state, new_state) in enumerate(zip(states, new_states, strict=True)):
-        _write(state, new_state, bits, 1 + i)
+    float32_states = [state.float() for state in states]
+    new_weight, new_states = update(weight.float(), grad.float(), float32_states, scalars.unbind())
+    _write(weight, new_weight, bits, draw=0)
+    for draw, (state, new_state) in enumerate(zip(states, new_states, strict=True), start=1):
+        _write(state, new_state, bits, draw)
 
 
 @dataclass
@@ -251,11 +260,12 @@ def step_bundle(
     key: torch.Tensor,
 ) -> None:
     """Step :data:`BUNDLE` pieces; see :func:`step_elements`."""
-    for i, origin in enumerate(origins.unbind()):
-        step_elements(update, weights[i], grads[i], states[i], scalars, None, origin, key)
+    for index, origin in enumerate(origins.unbind()):
+        step_elements(update, weights[index], grads[index], states[index], scalars, None, origin, key)
 
 
 def _write(stored: torch.Tensor, values: torch.Tensor, bits: torch.Tensor, draw: int) -> None:
+    """Write float32 values to a stored tensor, stochastically rounded if it is bfloat16; see :func:`rounding_noise`."""
     if stored.dtype == torch.bfloat16:
         values = round_to_bfloat16(values, rounding_noise(bits, draw))
     stored.copy_(values)
@@ -286,25 +296,38 @@ class CompiledWhenItPays:
         return self._compiled is not None
 
     def __call__(self, *args: Any) -> None:
-        """Call the function."""
-        if is_simulated() and args[1].numel() > _SIMULATED_UNCOMPILED:
-            _rewrite(args)
-            return
-        if self._compiled is not None and not is_simulated():
-            try:
-                self._compiled(*map(_without_base, args))
-            except compiler_errors() as error:  # arguments of another kind are compiled again
-                self._compiled = None
-                self._log_failure(error)
-                self._function(*args)
-            return
-        on_cpu = computes_on_cpu(args[1].device)
-        if not self._is_decided and not is_simulated() and (not on_cpu or self._seconds_left <= 0):
+        """Call the function, compiled or not, or compile it first."""
+        if is_simulated():
+            self._simulate(*args)
+        elif self._compiled is not None:
+            self._call_compiled(*args)
+        elif self._is_decided:
+            self._function(*args)
+        elif self._seconds_left <= 0 or not computes_on_cpu(args[1].device):
             self._compile(*args)
+        else:
+            start = time.perf_counter()
+            self._function(*args)
+            self._seconds_left -= time.perf_counter() - start
+
+    def _simulate(self, *args: Any) -> None:
+        """Call the function on fake tensors; for large ones, only read and write all tensors, as a compiled step does.
+
+        A compiled step has no temporary tensors, whose memory the uncompiled function would count.
+        """
+        if args[1].numel() <= _SIMULATED_UNCOMPILED:
+            self._function(*args)
             return
-        start = time.perf_counter()
-        self._function(*args)
-        self._seconds_left -= time.perf_counter() - start
+        for tensor in _tensors(args):
+            tensor.copy_(tensor)
+
+    def _call_compiled(self, *args: Any) -> None:
+        try:
+            self._compiled(*map(_without_base, args))
+        except compiler_errors() as error:  # arguments of another kind are compiled again
+            self._compiled = None
+            self._log_failure(error)
+            self._function(*args)
 
     def _compile(self, *args: Any) -> None:
         """Compile the function, call it once, and decide whether to use it from now on."""
@@ -315,6 +338,7 @@ class CompiledWhenItPays:
             return
         options = _cpu_options() if on_cpu else None
         compiled = torch.compile(self._function, dynamic=True, fullgraph=True, options=options)
+        # The function changes its arguments: the uncompiled call, to compare with, needs copies of them.
         reference_args = _copies(args) if on_cpu else ()
         try:
             with one_compiler_thread():
@@ -370,16 +394,18 @@ class BundledStep:
         if self._compiled is None:
             self._compiled = torch.compile(step_bundle, dynamic=True, fullgraph=True, options=_bundle_options())
         if not self._fillers:
-            self._fillers = [_filler(pieces[0], 1003 + 2 * i) for i in range(BUNDLE)]
             # The compiler takes sizes that are equal in the first call for equal in all calls: these all differ.
+            self._fillers = [_filler(pieces[0], size=1003 + 2 * index) for index in range(BUNDLE)]
             self._step_or_fail(update, self._fillers, scalars, origins.new_zeros(BUNDLE, origins.shape[1]), key)
         for first in range(0, len(pieces), BUNDLE):
-            members = list(pieces[first : first + BUNDLE])
+            bundle = list(pieces[first : first + BUNDLE])
             # The last bundle begins with pieces of zeros, which take the origins of pieces of the bundle before.
-            num_missing = BUNDLE - len(members)
-            members = self._fillers[:num_missing] + members
-            own_origins = origins[first - num_missing : first - num_missing + BUNDLE]
-            if self._has_failed or not self._step_or_fail(update, members, scalars, own_origins, key):
+            num_missing = BUNDLE - len(bundle)
+            bundle = self._fillers[:num_missing] + bundle
+            start = first - num_missing
+            if self._has_failed or not self._step_or_fail(
+                update, bundle, scalars, origins[start : start + BUNDLE], key
+            ):
                 return first
         return len(pieces)
 
@@ -424,8 +450,8 @@ def _bundle_options() -> dict[str, Any]:
         # A step allocates nothing, but inductor's estimate of its peak memory forbids to combine its kernels.
         "combo_kernel_peak_memory_pct_threshold": None,
     }
-    known = compiler_options()
-    return {name: value for name, value in options.items() if name in known}
+    available = compiler_options()
+    return {name: value for name, value in options.items() if name in available}
 
 
 def _cpu_options() -> dict[str, Any]:
@@ -435,13 +461,9 @@ def _cpu_options() -> dict[str, Any]:
     elements, which two vectors of 256 bits are, and keeps the arrays of 32 elements that AVX-512 would take: with 256
     bits, a step takes 0.62 times as long.
     """
-    return {"cpp.simdlen": 256} if torch.backends.cpu.get_cpu_capability() == "AVX512" else {}
-
-
-def _rewrite(args: Sequence[Any]) -> None:
-    """Read and write every tensor once, without temporary tensors, as a compiled step does."""
-    for tensor in _tensors(args):
-        tensor.copy_(tensor)
+    if torch.backends.cpu.get_cpu_capability() == "AVX512":
+        return {"cpp.simdlen": 256}
+    return {}
 
 
 def _without_base(arg: Any) -> Any:
@@ -486,10 +508,12 @@ def _overwrite(args: Sequence[Any], values: Sequence[Any]) -> None:
         tensor.copy_(value)
 
 
-def _are_equal(args: Sequence[Any], others: Sequence[Any]) -> bool:
+def _are_equal(args: Sequence[Any], reference_args: Sequence[Any]) -> bool:
     """Return whether all tensors are equal bit for bit, NaN included."""
-    pairs = zip(_tensors(args), _tensors(others), strict=True)
-    return all(torch.equal(_as_bytes(tensor), _as_bytes(other)) for tensor, other in pairs)
+    for tensor, reference in zip(_tensors(args), _tensors(reference_args), strict=True):
+        if not torch.equal(_as_bytes(tensor), _as_bytes(reference)):
+            return False
+    return True
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,7 @@ alike. All operations are elementwise on int32, so that a compiler can fuse them
 """
 
 import hashlib
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -121,13 +122,13 @@ class ElementIds:
 
     def __init__(self, parameter: torch.Tensor, name: str) -> None:
         self.name_hash = hash_text(name)
-        self._shape = list(parameter.shape)
+        self._shape = list(parameter.shape)  # of the shard
         offsets = [0] * parameter.dim()
         if isinstance(parameter, DTensor):
             slices, shard = my_shard(parameter)
             self._shape = list(shard.shape)
-            offsets = [piece.start for piece in slices]
-        self._strides = [1] * parameter.dim()
+            offsets = [dim_slice.start for dim_slice in slices]
+        self._strides = [1] * parameter.dim()  # of the full tensor
         for dim in reversed(range(parameter.dim() - 1)):
             self._strides[dim] = self._strides[dim + 1] * parameter.shape[dim + 1]
         self._start = sum(offset * stride for offset, stride in zip(offsets, self._strides, strict=True))
@@ -135,17 +136,22 @@ class ElementIds:
 
     def origin(self, first: int) -> tuple[int, int]:
         """Return the position of element ``first`` of a run, and the hash of the name: what :meth:`of` depends on."""
-        return (self._start + first + 2**31) % 2**32 - 2**31, self.name_hash
+        return _wrap_to_int32(self._start + first), self.name_hash
 
     def of(self, first: int, count: int, device: torch.device) -> torch.Tensor:
         """Return the ids of ``count`` elements of the shard, counted from ``first``, int32 ``[count]``."""
-        local = torch.arange(first, first + count, device=device)
+        local = torch.arange(first, first + count, device=device)  # positions in the shard
         positions = torch.full_like(local, self._start)
         if self.is_run:
             positions += local
         else:
+            # From the innermost dimension outward: the index in each dimension, times the full tensor's stride.
             for size, stride in zip(reversed(self._shape), reversed(self._strides), strict=True):
                 positions += local % size * stride
                 local = local // size
-        wrapped = (positions + 2**31) % 2**32 - 2**31
-        return element_ids(wrapped.to(torch.int32), self.name_hash)
+        return element_ids(_wrap_to_int32(positions).to(torch.int32), self.name_hash)
+
+
+def _wrap_to_int32(positions: Any) -> Any:
+    """Wrap an integer, or a tensor of them, into the range of int32."""
+    return (positions + 2**31) % 2**32 - 2**31

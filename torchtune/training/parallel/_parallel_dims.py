@@ -11,8 +11,12 @@ import torch
 import torch.distributed as dist
 
 from torchtune.data import Batch
-from torchtune.training._distributed import get_distributed_backend, is_distributed, join_process_group
-from torchtune.training.parallel._ranks import all_gather_object
+from torchtune.training.parallel._ranks import (
+    all_gather_object,
+    get_distributed_backend,
+    is_distributed,
+    join_process_group,
+)
 from torchtune.utils import MACHINES_VARIABLE, UserError, flatten_mesh
 
 Collate = Callable[[list[Any]], Mapping[str, Any]]

@@ -11,7 +11,6 @@ from torch import nn
 from torchtune.modules.conversion import get_conversions
 from torchtune.modules.transformer import text_decoder
 from torchtune.training.parallel._parallel_dims import ParallelDims, ParallelDimsError
-from torchtune.training.parallel._split_experts import apply_expert_parallel, check_expert_parallel
 from torchtune.utils import FrozenIntegers, get_logger, log_rank_zero
 
 ShardCondition = Callable[[str, nn.Module], bool]
@@ -132,6 +131,42 @@ def _check_layer_heads(module: nn.Module, ranks: int) -> None:
         )
 
 
+def check_expert_parallel(model: nn.Module, dims: ParallelDims) -> dict[str, nn.Module]:
+    """Return the layers of ``model`` with experts, by path; ``dims.ep`` must divide their numbers of experts.
+
+    Raises:
+        ParallelDimsError, ParallelError: there are no experts, or ``dims.ep`` does not divide their number.
+    """
+    from torchtune.modules.moe import MoE
+    from torchtune.modules.parallel import check_experts
+
+    layers = {path: module for path, module in model.named_modules() if isinstance(module, MoE)}
+    if not layers:
+        raise ParallelDimsError(f"expert_parallel_dim is {dims.ep}: the model has no experts: set it to 1.")
+    for path, layer in layers.items():
+        check_experts(f"{path}.experts", layer.experts, dims.ep)
+    return layers
+
+
+def apply_expert_parallel(model: nn.Module, dims: ParallelDims) -> dict[str, Any]:
+    """Distribute experts in place: whole experts on every rank, with an all-to-all of tokens.
+
+    Returns:
+        The path of each layer's experts, mapped to the FSDP mesh of a rank's experts.
+
+    Raises:
+        ParallelDimsError, ParallelError: see :func:`check_expert_parallel`.
+    """
+    from torchtune.modules.parallel import ExpertParallel, place_experts
+
+    layers = check_expert_parallel(model, dims)
+    exchange = ExpertParallel(dims.expert_mesh.get_group())
+    for layer in layers.values():
+        place_experts(layer.experts, dims.expert_mesh)
+        layer.exchange = exchange
+    return {f"{path}.experts": dims.expert_fsdp_mesh for path in layers}
+
+
 def check_parallelizable(
     model: nn.Module, dims: ParallelDims, plan: Callable[[nn.Module], Any] | None = None
 ) -> Mapping[str, Any] | None:
@@ -207,9 +242,11 @@ def _apply_tensor_parallel(model: nn.Module, dims: ParallelDims, plan: Callable[
     prepare_mha_for_tp(model, mesh)
     parallelize_module(model, mesh, _resolve_plan(model, plan))
     # A plain parameter would get gradients of this rank's heads and columns alone, and differ from rank to rank.
-    plain = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
-    if plain:
-        raise ParallelDimsError(f"tensor_parallel_plan: it says nothing of {', '.join(plain[:3])}: add them.")
+    without_style = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
+    if without_style:
+        raise ParallelDimsError(
+            f"tensor_parallel_plan: it has no style for {', '.join(without_style[:3])}: add one for each."
+        )
 
 
 def prepare_mha_for_tp(model: nn.Module, tp_mesh: Any) -> nn.Module:

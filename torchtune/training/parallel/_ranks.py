@@ -1,5 +1,6 @@
-"""Collectives over all ranks: exchange of objects, and joint errors."""
+"""The ranks of a run: their process group, CPU threads, exchange of objects, and joint errors."""
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
@@ -8,12 +9,79 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from torchtune.training._rng import RNGState
-from torchtune.utils import UserError, get_world_size_and_rank
+from torchtune.utils import DeviceSupport, UserError, get_logger, get_world_size_and_rank
 
 T = TypeVar("T")
 # Timeout for a rank that waits while another one writes; a dead rank is noticed immediately.
 _TIMEOUT = timedelta(hours=3)
+
+
+def is_distributed() -> bool:
+    """Return whether torchrun started this process and ``torch.distributed`` is available.
+
+    Example:
+        >>> torchtune.training.is_distributed()
+        False
+    """
+    return dist.is_available() and {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
+
+
+def is_restart() -> bool:
+    """Return whether torchrun restarted a worker of this run after a failure, so that the run resumes automatically.
+
+    A collective: torchrun counts restarts per machine, and all ranks return the same value. A change in the number of
+    machines (``--nnodes 1:4``) is not a restart: set ``resume_from_checkpoint=True`` for it.
+
+    Example:
+        >>> torchtune.training.is_restart()
+        False
+    """
+    is_local_restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    return any_rank(is_local_restart)
+
+
+def join_process_group(backend: str, **options: Any) -> None:
+    """Call ``init_process_group`` with the environment set by torchrun.
+
+    torchrun keeps its store across restarts. A rank that reads another rank's address from before a restart cannot
+    connect, so keys get a new prefix after each restart.
+
+    gloo connects two ranks at their first message instead of all pairs at once: an all-reduce needs only two
+    neighbors. ``TORCH_GLOO_LAZY_INIT=0`` in the environment restores torch's default.
+    """
+    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    uses_agent_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if restarts != "0" and uses_agent_store:
+        world_size = int(os.environ["WORLD_SIZE"])
+        host = os.environ["MASTER_ADDR"]
+        port = int(os.environ["MASTER_PORT"])
+        store = dist.TCPStore(host, port, world_size, is_master=False)
+        options["store"] = dist.PrefixStore(f"life {restarts}", store)
+        options["rank"] = int(os.environ["RANK"])
+        options["world_size"] = world_size
+    dist.init_process_group(backend, **options)
+
+
+def get_distributed_backend(device_type: str, offload_ops_to_cpu: bool = False) -> str:
+    """Return the backend of ``init_process_group``, e.g. ``"nccl"``, or ``"cuda:nccl,cpu:gloo"`` for CPU offload.
+
+    Example:
+        >>> torchtune.training.get_distributed_backend("cpu")
+        'gloo'
+    """
+    backend = DeviceSupport.from_type(device_type).communication_backend
+    if offload_ops_to_cpu and device_type != "cpu":
+        return f"{device_type}:{backend},cpu:gloo"
+    return backend
+
+
+def set_torch_num_threads() -> None:
+    """Divide the machine's CPU cores among its local ranks."""
+    cores = os.cpu_count() or 1
+    threads = max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    torch.set_num_threads(threads)
+    get_logger().info(f"torch uses {threads} threads on this rank.")
 
 
 def all_gather_object(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
@@ -191,15 +259,3 @@ class Ranks:
             if self.rank == 0:
                 result = make()
         return self.broadcast(result)
-
-    @contextmanager
-    def share_rng_state(self) -> Iterator[None]:
-        """Context manager in which all ranks use rank 0's random numbers."""
-        if self.size == 1:
-            yield
-            return
-        local_state = RNGState().state_dict()
-        RNGState().load_state_dict(self.broadcast(local_state))
-        yield
-        if self.rank != 0:  # rank 0 goes on with the numbers that it has drawn
-            RNGState().load_state_dict(local_state)

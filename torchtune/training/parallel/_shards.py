@@ -17,24 +17,6 @@ def own_part(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().to_local() if hasattr(tensor, "device_mesh") else tensor
 
 
-def shard_key(parameter: torch.nn.Parameter) -> str:
-    """Return the name of this rank's shard of ``parameter``: equal on replicas, different on other shards.
-
-    The name consists of the rank's coordinates in the mesh dimensions that shard the parameter; it is ``""`` for a
-    replicated parameter.
-    """
-    if not hasattr(parameter, "device_mesh"):
-        return ""
-    mesh = parameter.device_mesh
-    names = mesh.mesh_dim_names or range(mesh.ndim)
-    coordinates = mesh.get_coordinate()
-    parts = []
-    for dim, placement in enumerate(parameter.placements):
-        if not placement.is_replicate():
-            parts.append(f"{names[dim]}:{coordinates[dim]}/{mesh.shape[dim]}")
-    return " ".join(parts)
-
-
 @dataclass(frozen=True)
 class ShardGrid:
     """Grid of a parameter's shards over the mesh dimensions that shard it, and this rank's coordinates in it.

@@ -99,7 +99,9 @@ def settings(cell: Cell) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-@patch.object(_low_precision_optimizer, "SMALLEST", 64)  # so that states of small matrices have few bits, too
+@patch.object(
+    _low_precision_optimizer, "MIN_LOW_BIT_ELEMENTS", 64
+)  # so that states of small matrices have few bits, too
 def train(
     checkpoint: Path,
     cell: Cell,

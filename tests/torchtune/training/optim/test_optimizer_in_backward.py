@@ -65,7 +65,7 @@ def test_parameters_round_independently():
 
 
 @pytest.mark.parametrize("precision", PRECISIONS[1:])
-def test_nothing_of_a_step_outlives_it(precision):
+def test_no_tensor_of_a_step_outlives_it(precision):
     """Random bits or float32 gradients, kept by every parameter's optimizer, would outweigh 8-bit states."""
     model = torch.nn.Linear(64, 64).bfloat16()
     factory = partial(torch.optim.SGD, lr=1e-3)
@@ -75,11 +75,11 @@ def test_nothing_of_a_step_outlives_it(precision):
     assert len(held) == 2
     for attributes in held:
         assert not any(isinstance(value, torch.Tensor | torch.Generator) for value in attributes.values())
-        assert not attributes["_worker"].state
+        assert not attributes["_base_optimizer"].state
         assert all(value.grad is None for state in attributes["state"].values() for value in state.values())
 
 
-def test_state_by_name_and_what_does_not_fit():
+def test_state_is_keyed_by_name_and_other_names_are_refused():
     model = make_model()
     optimizer = OptimizerInBackward(model.named_parameters(), torch.optim.AdamW, lr=1e-3)
     backward(model, 0)
@@ -95,7 +95,7 @@ def test_state_by_name_and_what_does_not_fit():
         training.setup_optimizer(adamw, frozen)
 
 
-def test_the_wrapper_over_hooks():
+def test_wrapper_steps_parameters_by_hooks_and_follows_a_schedule():
     """What copied recipes write by hand."""
     plain, ours = make_model(), make_model()
     reference = torch.optim.AdamW(plain.parameters(), lr=1e-2)

@@ -77,7 +77,7 @@ def test_stochastic_rounding_is_float32_in_the_mean(name):
     assert error.mean().abs() < 0.03 * moved.abs().mean() + 4 * spread.mean() / len(moved) ** 0.5
 
 
-def test_master_weights_start_where_they_round_to_the_weights_and_nowhere_in_particular():
+def test_master_weights_start_uniformly_among_values_that_round_to_the_weights():
     model = nn.Linear(300, 300, bias=False).bfloat16()
     with torch.no_grad():
         model.weight.view(-1)[:4] = torch.tensor([0.0, -0.0, 1.0, float("inf")])
@@ -150,7 +150,7 @@ def test_state_dict_is_keyed_by_name_and_kept_small():
         assert state["state"][name]["exp_avg"].shape == parameter.shape
 
 
-def test_state_of_plain_torch_is_taken_over(caplog):
+def test_state_of_a_plain_torch_optimizer_can_be_loaded(caplog):
     model = make_model(torch.bfloat16)
     plain = torch.optim.AdamW(model.parameters(), lr=1e-3)
     take_steps(model, plain, range(2))
@@ -167,7 +167,7 @@ def test_state_of_plain_torch_is_taken_over(caplog):
         take_steps(model, optimizer, range(1))
 
 
-def test_state_that_does_not_fit_is_refused():
+def test_state_of_other_groups_or_names_is_refused():
     model, other = make_model(torch.bfloat16), nn.Sequential(nn.Linear(4, 4, dtype=torch.bfloat16))
     optimizer = prepare_optimizer(torch.optim.SGD(model.parameters(), lr=1.0), model)
     with pytest.raises(OptimizerStateError, match=r"groups of \[2\] parameters and this optimizer of \[4\]"):
@@ -178,7 +178,7 @@ def test_state_that_does_not_fit_is_refused():
         optimizer.load_state_dict(renamed)
 
 
-def test_float32_weights_and_param_dtype_need_nothing():
+def test_optimizer_of_float32_weights_or_param_dtype_is_returned_unchanged():
     model = make_model(torch.float32)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     assert all(prepare_optimizer(optimizer, model, p) is optimizer for p in (*HALF_PRECISIONS, "param_dtype"))
@@ -188,7 +188,7 @@ def test_float32_weights_and_param_dtype_need_nothing():
 
 
 @pytest.mark.parametrize("precision", HALF_PRECISIONS)
-def test_float32_weights_beside_bfloat16_ones_step_as_they_are(precision):
+def test_float32_weights_beside_bfloat16_weights_step_in_place(precision):
     model, reference = make_model(torch.bfloat16), make_model(torch.float32)
     model[1].float()
     optimizer = prepare_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3), model, precision)
@@ -200,7 +200,7 @@ def test_float32_weights_beside_bfloat16_ones_step_as_they_are(precision):
     assert (model[1].weight - reference[1].weight).abs().max() < 2e-5
 
 
-def test_groups_clipping_and_unused_parameters():
+def test_groups_have_their_rates_and_parameters_without_gradient_do_not_move():
     model = make_model(torch.bfloat16)
     groups = [{"params": model[0].parameters(), "lr": 1e-2}, {"params": model[1].parameters(), "lr": 0.0}]
     optimizer = prepare_optimizer(torch.optim.AdamW(groups, weight_decay=0.0), model, seed=0)
@@ -216,7 +216,7 @@ def test_groups_clipping_and_unused_parameters():
     assert model[0].bias not in optimizer.state
 
 
-def test_closure_hooks_and_added_groups():
+def test_closure_hooks_and_added_groups_work_as_in_torch():
     model = make_model(torch.bfloat16)
     plain = torch.optim.SGD([model[0].weight], lr=1e-2)
     calls = []
@@ -247,7 +247,7 @@ def test_closure_hooks_and_added_groups():
         (lambda p: nn.Identity(), "param_dtype", "Identity has no param_groups: make it a torch.optim.Optimizer"),
     ],
 )
-def test_what_cannot_be_is_said(make, precision, message):
+def test_unsupported_optimizers_and_precisions_are_refused(make, precision, message):
     model = make_model(torch.bfloat16)
     with pytest.raises(UserError, match=message):
         prepare_optimizer(make(model.parameters()), model, precision)
@@ -257,7 +257,7 @@ def test_an_optimizer_that_leaves_parameters_out_is_refused():
     model = make_model(torch.bfloat16)
     with pytest.raises(UserError, match=r"SGD leaves out '0\.bias' and \d more, which would never change"):
         setup_optimizer(lambda parameters: torch.optim.SGD(parameters[:1], lr=1.0), model)
-    with pytest.raises(UserError, match="a SGD is no function that makes one"):
+    with pytest.raises(UserError, match="factory: it must be a function that builds an optimizer"):
         setup_optimizer(torch.optim.SGD(model.parameters(), lr=1.0), model)
 
 
@@ -266,7 +266,7 @@ def test_float16_weights_have_float32_master_weights():
     assert prepare_optimizer(torch.optim.SGD(half.parameters(), lr=1.0), half).precision == "fp32_master"
 
 
-def test_sparse_and_foreign_parameters_are_refused():
+def test_sparse_gradients_and_parameters_of_another_model_are_refused():
     with pytest.raises(ValueError, match="parameters that the model lacks"):
         prepare_optimizer(torch.optim.SGD(make_model(torch.bfloat16).parameters(), lr=1.0), make_model(torch.bfloat16))
     model = nn.Sequential(nn.Embedding(4, 4, sparse=True, dtype=torch.bfloat16))
@@ -276,7 +276,7 @@ def test_sparse_and_foreign_parameters_are_refused():
         optimizer.step()
 
 
-def test_an_optimizer_with_a_counter_in_its_group():
+def test_counter_in_a_group_advances_once_a_step():
     """Some keep what they count in the group: every batch of parameters starts from it, and it moves once a step."""
 
     class Counting(torch.optim.Optimizer):

@@ -108,7 +108,7 @@ def test_buffer_that_is_saved_as_none_begins_with_the_first_gradient():
     assert torch.equal(optimizer.state[model.weight]["momentum_buffer"], model.weight.grad)
 
 
-def test_state_of_another_random_generator_is_said_once(caplog, monkeypatch):
+def test_state_of_another_random_generator_is_logged(caplog, monkeypatch):
     model = nn.Linear(4, 4).bfloat16()
     optimizer = prepare_optimizer(make_adamw(model.parameters()), model, seed=1)
     state = optimizer.state_dict()

@@ -36,7 +36,7 @@ def test_mean_is_exact_and_variance_is_that_of_independent_draws(value, draw):
 
 
 @pytest.mark.parametrize("value", [0.0, -0.0, -1.5, math.inf, -math.inf, 2.0**-133, math.nan])
-def test_what_bfloat16_represents_stays(value):
+def test_values_that_bfloat16_represents_are_not_changed(value):
     result = rounded(torch.full((70_001,), value))  # an odd number: four share a draw
     assert torch.equal(result, torch.full((70_001,), value)) or (math.isnan(value) and result.isnan().all())
     assert math.copysign(1, result[0].item()) == math.copysign(1, value)

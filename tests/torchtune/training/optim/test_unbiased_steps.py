@@ -59,7 +59,7 @@ def noise(rank, sizes, placements, *, steps=1, resumed=False):
     ],
     ids=["copies x tp", "fsdp x tp", "tp", "fsdp"],
 )
-def test_noise_is_that_of_the_shard(sizes, placements):
+def test_each_shard_draws_the_noise_of_its_elements(sizes, placements):
     """The same on all replicas of a shard, independent on different shards and for different parameters."""
     # A thread for each, all alive: meshes of one thread are equal, and DTensor's caches would give the first for all
     one_at_a_time = threading.Lock()
@@ -104,7 +104,7 @@ def whole_noise(shape):
     ],
     ids=["rows", "columns", "both"],
 )
-def test_noise_of_a_shard_is_its_part_of_the_noise_of_the_whole(placements, slices):
+def test_noise_of_a_shard_is_a_slice_of_the_full_tensors_noise(placements, slices):
     shape = [64 * (2 if kind.is_shard() else 1) for kind in (placements[0], placements[1])]
     last = noise(3, (2, 2), {"weight": placements})["weight"]
     assert torch.equal(last, whole_noise(shape)[slices])

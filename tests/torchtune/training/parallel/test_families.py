@@ -124,7 +124,7 @@ REFUSED += [(name, options, "(linear attention|experts)") for name, options in W
 
 
 @pytest.mark.parametrize(("name", "options", "reason"), REFUSED, ids=[name for name, _, _ in REFUSED])
-def test_experts_and_mixers_are_refused(tmp_path, name, options, reason):
+def test_tensor_parallel_experts_and_mixers_are_refused(tmp_path, name, options, reason):
     write_folder(tmp_path, (name, options), num_hidden_layers=1)
     model = build(tmp_path)
     with pytest.raises(ParallelError, match=f"tensor_parallel_dim: a model with {reason}"):

@@ -19,11 +19,11 @@ def ended(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
-def test_a_stall_outside_of_the_loop_is_told_and_ended(name, ended):
+def test_stall_outside_the_loop_is_reported_and_ends_the_run(name, ended):
     assert not ended[name]["wrong"], f"{ended[name]['wrong']} ({ended[name]['slow'] or 'the machine was not slow'})"
 
 
-def test_what_is_done_has_a_name_and_comes_back():
+def test_activity_has_a_name_and_the_outer_one_returns():
     sign_of_life()  # nobody watches: nothing happens
     with watch_activity(activity := Activity(None, "set-up")):
         moves = activity.moves

@@ -30,14 +30,14 @@ def test_every_process_that_can_ends_and_says_who_is_behind(name, ended):
     assert not ended[name]["wrong"], f"{ended[name]['wrong']} ({ended[name]['slow'] or 'the machine was not slow'})"
 
 
-def test_ranks_in_words():
+def test_ranks_are_listed_in_words():
     assert list_ranks([1]) == "rank 1"
     assert list_ranks({3, 0}) == "ranks 0 and 3"
     assert list_ranks([0, 1, 2, 5]) == "ranks 0-2 and 5"
     assert list_ranks(range(1000)) == "ranks 0-999"
 
 
-def test_who_is_behind():
+def test_slowest_ranks_are_reported():
     ahead, behind = Beat(step=6, phase="training", moves=20, waits=True), Beat(step=5, phase="validation", moves=18)
     text = describe_stall({0: ahead, 1: behind, 2: ahead}, set(), 100.0)
     assert text.startswith(
@@ -51,7 +51,7 @@ def test_who_is_behind():
     assert describe_stall({0: behind, 1: behind}, set(), 0.0).startswith("Ranks 0 and 1 have not moved")
 
 
-def test_a_lost_rank_and_what_to_do(monkeypatch):
+def test_lost_rank_is_reported_with_a_remedy(monkeypatch):
     monkeypatch.delenv("TORCHELASTIC_MAX_RESTARTS", raising=False)
     beat = Beat(step=6, phase="training", machine="machine 1 (b)")
     lost = lost_rank_error({3: beat, 2: beat}, "a:1")
@@ -75,17 +75,17 @@ def test_no_time_limit_watches_nothing():
         training.Watchdog(activity, training.ParallelDims(), 0)
 
 
-def test_a_huge_time_limit_is_one():
+def test_huge_time_limit_is_accepted():
     assert training.watched(lambda cfg: "done")(SimpleNamespace(hang_timeout_minutes=1e300)) == "done"
 
 
-def test_errors_pass_through():
+def test_errors_pass_through_the_watchdog():
     activity = training.Throughput().activity
     with pytest.raises(KeyError), training.Watchdog(activity, training.ParallelDims(), 60.0):
         raise KeyError("x")
 
 
-def test_outside_the_loop_waiting_is_no_progress_and_writing_is():
+def test_outside_the_loop_writing_counts_as_progress_and_waiting_does_not():
     activity, found = Activity(3, "saving"), []
 
     def look(*, written):

@@ -1,4 +1,4 @@
-"""The loss of a float16 model is scaled, and what that changes is taken out again."""
+"""Clipping and scaling of gradients; the loss of a float16 model is scaled, and the scale taken out again."""
 
 import copy
 from functools import partial
@@ -119,3 +119,25 @@ def test_steps_that_need_a_smaller_scale_do_not_end_the_run(tmp_path, caplog):
     assert not guard.accepts(18, {"loss": float("nan"), "grad_norm": 1.0})
     with pytest.raises(training.SkippedStepsError, match="2 steps in a row"):
         guard.accepts(19, overflow)
+
+
+def test_plain_gradients_are_clipped_as_torch_does():
+    one, other = (torch.nn.Linear(3, 3) for _ in range(2))
+    other.load_state_dict(one.state_dict())
+    for model in (one, other):
+        (model(torch.ones(2, 3)) * 100).sum().backward()
+    norm = training.clip_grad_norm_(one.parameters(), 1.0)
+    assert torch.equal(norm, torch.nn.utils.clip_grad_norm_(other.parameters(), 1.0))
+    assert torch.equal(one.weight.grad, other.weight.grad)
+
+
+@pytest.mark.parametrize("foreach", [None, False])
+def test_gradients_are_scaled_in_their_dtype(foreach):
+    parameters = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2).bfloat16()), nn.Parameter(torch.ones(1))]
+    parameters[0].grad, parameters[1].grad = torch.full((3,), 4.0), torch.full((2,), 2.0).bfloat16()
+    training.scale_grads_(parameters, torch.tensor(0.5), foreach=foreach)
+    assert parameters[0].grad.tolist() == [2.0] * 3
+    assert parameters[1].grad.tolist() == [1.0] * 2
+    assert parameters[2].grad is None
+    training.scale_grads_(parameters[0], torch.tensor(2.0))
+    assert parameters[0].grad.tolist() == [4.0] * 3

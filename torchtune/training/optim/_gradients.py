@@ -1,14 +1,102 @@
-"""Scaling of losses and gradients."""
+"""Gradients: norm and clipping with different shardings, scaling, and the loss scale of float16."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from torchtune.modules.optim import OptimizerInBackward, OptimizerMap
-from torchtune.training.optim import LowPrecisionOptimizer
+from torchtune.training.optim._low_precision_optimizer import LowPrecisionOptimizer
+from torchtune.training.parallel._shards import own_part, reduce_partial
 from torchtune.utils import UserError
+
+
+def _norm_of_norms(norms: Sequence[torch.Tensor]) -> torch.Tensor:
+    if len(norms) == 1:
+        return norms[0]
+    device = norms[0].device
+    return torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms]))
+
+
+def _norm_over_ranks(grads: list[torch.Tensor]) -> torch.Tensor:
+    """Return the norm over all ranks of gradients of one dtype, device and sharding."""
+    layout = grads[0]
+    dtype = torch.promote_types(layout.dtype, torch.float32)  # a 16-bit norm has only 8 or 11 significant bits
+    norm = _norm_of_norms(torch._foreach_norm([own_part(grad) for grad in grads], 2, dtype=dtype))
+    if not isinstance(layout, DTensor):
+        return norm
+    # Shards are disjoint, so their squared norms add up; replicas have the same gradient, and count once.
+    squared = norm**2
+    for dim, placement in enumerate(layout.placements):
+        if not placement.is_replicate():
+            dist.all_reduce(squared, group=layout.device_mesh.get_group(dim))
+    return squared.sqrt()
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: Iterable[torch.Tensor], max_norm: float | None, loss_scale: float = 1.0
+) -> torch.Tensor:
+    """Scale gradients in place so that their norm over all parameters and ranks is at most ``max_norm``.
+
+    The norm is computed in float32 or wider. Gradients may be sharded over different mesh dimensions; replicas count
+    once.
+
+    Args:
+        parameters: parameters; parameters without a gradient are skipped.
+        max_norm: maximum norm; None only computes the norm.
+        loss_scale: factor of all gradients, see :class:`~torchtune.training.LossScaler`. It is taken out of the norm
+            and of gradients that are not float16; those of float16 keep it, because small ones would round to zero.
+
+    Returns:
+        Scalar tensor: the norm before clipping, without the loss scale.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.zeros(2))
+        >>> weight.grad = torch.tensor([3.0, 4.0])
+        >>> norm = torchtune.training.clip_grad_norm_([weight], 1.0)
+        >>> round(float(norm), 3), round(weight.grad.norm().item(), 3)
+        (5.0, 1.0)
+    """
+    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    # Gradients of one sharding need one all-reduce per mesh dimension, not one each.
+    grads_by_layout: dict[object, list[torch.Tensor]] = {}
+    for grad in grads:
+        reduced = reduce_partial(grad)
+        sharding = None
+        if isinstance(reduced, DTensor):
+            sharding = (reduced.device_mesh, reduced.placements)
+        grads_by_layout.setdefault((sharding, reduced.device, reduced.dtype), []).append(reduced)
+    norms = [_norm_over_ranks(same_layout) for same_layout in grads_by_layout.values()]
+    norm = _norm_of_norms(norms or [torch.zeros(())])
+    if loss_scale != 1.0:
+        norm = norm / loss_scale
+    if max_norm is None and loss_scale == 1.0:
+        return norm
+
+    if max_norm is None:
+        clip = torch.ones_like(norm)
+    else:
+        clip = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for (device, dtype), same_kind in _by_device_and_dtype(grads).items():
+        factor = clip
+        if loss_scale != 1.0 and dtype != torch.float16:
+            factor = clip / loss_scale
+        torch._foreach_mul_([own_part(grad) for grad in same_kind], factor.to(device))
+    return norm
+
+
+def _by_device_and_dtype(
+    tensors: Iterable[torch.Tensor],
+) -> dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]:
+    """Group tensors for fused calls, which take tensors of one device and dtype."""
+    groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    return groups
 
 
 class LossScaler:
@@ -132,16 +220,11 @@ def scale_grads_(
     """
     if isinstance(parameters, torch.Tensor):
         parameters = [parameters]
-    # A fused call takes tensors of one device and dtype.
-    grads_by_device_and_dtype: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    for parameter in parameters:
-        grad = parameter.grad
-        if grad is not None:
-            grads_by_device_and_dtype.setdefault((grad.device, grad.dtype), []).append(grad)
-    for (device, dtype), grads in grads_by_device_and_dtype.items():
+    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    for (device, dtype), same_kind in _by_device_and_dtype(grads).items():
         factor = scaler.to(device=device, dtype=dtype)
         if foreach is False:
-            for grad in grads:
+            for grad in same_kind:
                 grad.mul_(factor)
         else:
-            torch._foreach_mul_(grads, factor)
+            torch._foreach_mul_(same_kind, factor)

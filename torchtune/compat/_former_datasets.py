@@ -1,4 +1,4 @@
-"""Datasets as torchdata nodes, for compatibility with multi-dataset recipes copied from earlier releases.
+"""Datasets of earlier releases: helpers of custom datasets, and torchdata nodes for multi-dataset recipes.
 
 The recipes of this library do not need torchdata: a list under ``dataset`` concatenates datasets, and
 :class:`torchtune.data.BatchLoader` loads batches.
@@ -8,9 +8,24 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from torchtune.data import DataError
 from torchtune.utils import UserError, get_world_size_and_rank
+
+# A row of packed documents: tokens, labels, positions and lengths.
+PACK_TYPE = dict[str, Tensor | list[int]]
+
+
+def chain(*funcs: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return the function that applies ``funcs`` in order."""
+
+    def chained(value: Any) -> Any:
+        for function in funcs:
+            value = function(value)
+        return value
+
+    return chained
 
 
 def _nodes() -> Any:
@@ -92,13 +107,21 @@ def get_multi_dataset(
     nodes = _nodes()
     if datasets.keys() != weights.keys():
         raise DataError(f"weights: {sorted(weights)} are not the names of the datasets, {sorted(datasets)}")
-    wanted = stop_criteria.replace("EXHASTED", "EXHAUSTED")
-    known = {str(v): v for k, v in vars(nodes.StopCriteria).items() if k.isupper() and isinstance(v, str)}
-    if wanted not in known:
-        raise DataError(f"stop_criteria: '{stop_criteria}' is none of {', '.join(sorted(known))}")
-    size, rank = get_world_size_and_rank()
+    criterion = stop_criteria.replace("EXHASTED", "EXHAUSTED")
+    constants = {}  # the criteria are constants in capitals, beside other attributes
+    for name, value in vars(nodes.StopCriteria).items():
+        if name.isupper() and isinstance(value, str):
+            constants[str(value)] = value
+    if criterion not in constants:
+        raise DataError(f"stop_criteria: '{stop_criteria}' is not known: use one of {', '.join(sorted(constants))}")
+    world_size, rank = get_world_size_and_rank()
     return nodes.MultiNodeWeightedSampler(
-        source_nodes=datasets, weights=weights, stop_criteria=known[wanted], seed=seed, rank=rank, world_size=size
+        source_nodes=datasets,
+        weights=weights,
+        stop_criteria=constants[criterion],
+        seed=seed,
+        rank=rank,
+        world_size=world_size,
     )
 
 

@@ -36,7 +36,8 @@ from torchtune.utils import get_device, get_world_size_and_rank
 
 _TOTAL_STEPS_KEY = "total_training_steps"
 # Keys of the training state of asynchronous checkpoints.
-_OPTIMIZER, _PROGRESS = "optimizer", "progress"
+_OPTIMIZER = "optimizer"
+_PROGRESS = "progress"
 
 
 @dataclass
@@ -139,16 +140,20 @@ class CheckpointClient:
             CheckpointError: ``adapter_only`` without an adapter.
             UserError: the disk is full; earlier checkpoints are unchanged.
         """
-        if dir_prefix == "step":
-            intermediate = (training_progress.steps_run or 0) < (training_progress.total_training_steps or float("inf"))
-        else:
-            intermediate = epoch + 1 < training_progress.total_epochs
-        if adapter_only and not get_adapter_params(model):
+        has_adapter = bool(get_adapter_params(model))
+        if adapter_only and not has_adapter:
             raise CheckpointError("save_adapter_weights_only: the model has no adapter: set it to False.")
+        if dir_prefix == "step":
+            number = training_progress.steps_run
+            total_steps = training_progress.total_training_steps or float("inf")
+            intermediate = (number or 0) < total_steps
+        else:
+            number = epoch
+            intermediate = epoch + 1 < training_progress.total_epochs
+
         if self._enable_async and intermediate:
-            number = training_progress.steps_run if dir_prefix == "step" else epoch
-            contents = "model"
-            if get_adapter_params(model):
+            contents: str | tuple[str, ...] = "model"
+            if has_adapter:
                 contents = "adapter" if adapter_only else ("adapter", "merged")
             self._checkpointer.save(
                 f"{dir_prefix}_{number}",
@@ -158,13 +163,14 @@ class CheckpointClient:
                 async_save=True,
             )
             return
+
+        # All ranks gather the full tensors; rank 0 has them, and writes.
         checkpoint = self._full_checkpoint(model, adapter_config, adapter_only)
         if intermediate:
             checkpoint[OPT_KEY] = self._full_optimizer(model, optimizer, single_device)
-            checkpoint |= training_progress.state_dict()
+            checkpoint.update(training_progress.state_dict())
         if self._enable_async:
-            self._checkpointer.close()
-
+            self._checkpointer.close()  # the last checkpoint waits for those that are still being written
         self._ranks.run_on_rank_0(
             partial(
                 self._checkpointer.save_checkpoint,
@@ -185,32 +191,36 @@ class CheckpointClient:
         self, model: nn.Module, adapter_config: dict[str, Any] | None, adapter_only: bool
     ) -> dict[str, Any]:
         """Return model and adapter as full state dicts, on rank 0."""
-        is_rank_zero = get_world_size_and_rank()[1] == 0
-        adapter = get_adapter_params(model)
-        full = gather_cpu_state_dict(model, is_rank_zero, self._device, adapter_weights_only=adapter_only)
+        _, rank = get_world_size_and_rank()
+        is_rank_zero = rank == 0
+        adapter_params = get_adapter_params(model)
+        tensors = gather_cpu_state_dict(model, is_rank_zero, self._device, adapter_weights_only=adapter_only)
         checkpoint: dict[str, Any] = {}
-        if adapter:
-            checkpoint[ADAPTER_KEY] = {name: full[name] for name in adapter if name in full}
+        if adapter_params:
+            checkpoint[ADAPTER_KEY] = {name: tensors[name] for name in adapter_params if name in tensors}
             if adapter_config is not None:
                 checkpoint[ADAPTER_CONFIG] = dict(adapter_config)
-        if not adapter_only:
-            if adapter and is_rank_zero:
-                adapted = next(module for module in model.modules() if hasattr(module, "adapter_params"))
-                settings = adapter_config or {"r": adapted.rank, "lora_alpha": adapted.alpha}
-                full = get_merged_lora_ckpt(dict(full), rank=settings["r"], alpha=settings["lora_alpha"])
-            checkpoint[MODEL_KEY] = full
+        if adapter_only:
+            return checkpoint
+        if adapter_params and is_rank_zero:
+            adapted_layer = next(module for module in model.modules() if hasattr(module, "adapter_params"))
+            settings = adapter_config or {"r": adapted_layer.rank, "lora_alpha": adapted_layer.alpha}
+            tensors = get_merged_lora_ckpt(dict(tensors), rank=settings["r"], alpha=settings["lora_alpha"])
+        checkpoint[MODEL_KEY] = tensors
         return checkpoint
 
     def _full_optimizer(self, model: nn.Module, optimizer: Any, single_device: bool) -> dict[str, Any]:
+        """Return the full state of the optimizer, on rank 0."""
         if single_device:
             return optimizer.state_dict()
-        is_rank_zero = get_world_size_and_rank()[1] == 0
-        if self._optimizer_in_bwd:
-            return {
-                name: get_full_optimizer_state_dict(model, one, is_rank_zero, self._device)
-                for name, one in optimizer.optim_map.items()
-            }
-        return get_full_optimizer_state_dict(model, optimizer, is_rank_zero, self._device)
+        _, rank = get_world_size_and_rank()
+        is_rank_zero = rank == 0
+        if not self._optimizer_in_bwd:
+            return get_full_optimizer_state_dict(model, optimizer, is_rank_zero, self._device)
+        states = {}
+        for name, single_optimizer in optimizer.optim_map.items():
+            states[name] = get_full_optimizer_state_dict(model, single_optimizer, is_rank_zero, self._device)
+        return states
 
     def load_distributed_checkpoint(
         self,
@@ -235,11 +245,13 @@ class CheckpointClient:
         Raises:
             CheckpointError: there is no checkpoint, or it belongs to another model or kind of run.
         """
-        saved = complete_directories(self._checkpointer.output_dir)
-        if saved and (saved[-1] / "recipe_state.pt").is_file():
-            raise CheckpointError(
-                f"{saved[-1]} was saved as a full state dict: resume it with enable_async_checkpointing=False."
-            )
+        directories = complete_directories(self._checkpointer.output_dir)
+        if directories:
+            newest = directories[-1]
+            if (newest / "recipe_state.pt").is_file():
+                raise CheckpointError(
+                    f"{newest} was saved as a full state dict: resume it with enable_async_checkpointing=False."
+                )
         point = self._checkpointer.find_resume_point()
         if point is None:
             raise CheckpointError(

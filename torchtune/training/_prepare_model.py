@@ -1,13 +1,19 @@
-"""Fit a model's embedding to a tokenizer."""
+"""Preparation of a model for a run: its vocabulary, its dropout, and the features of its images."""
 
+import hashlib
 import math
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from torchtune.data import ImageCache
+from torchtune.modules.model_fusion import ImageTextModel
 from torchtune.modules.transformer import text_decoder
 from torchtune.tokenizers import check_tokenizer
-from torchtune.utils import UserError, get_logger
+from torchtune.training._checksums import fingerprint_weights
+from torchtune.training.parallel import ParallelDims
+from torchtune.utils import UserError, get_logger, is_simulated, log_once, log_rank_zero
 
 
 def fit_vocabulary(model: torch.nn.Module, tokenizer: Any, *, resize: bool = False) -> None:
@@ -93,3 +99,80 @@ def _check_images(model: torch.nn.Module, tokenizer: Any) -> None:
         raise UserError(
             f"tokenizer: max_num_tiles is {tokenizer.max_num_tiles}, but the model reads {max_num_tiles} at most."
         )
+
+
+def validate_no_params_on_meta_device(model: torch.nn.Module) -> None:
+    """Raise ``RuntimeError`` with the name of the first parameter or buffer that is on the meta device, if any.
+
+    Example:
+        >>> torchtune.training.validate_no_params_on_meta_device(model)
+    """
+    for kind, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
+        for name, tensor in named:
+            if tensor.is_meta:
+                raise RuntimeError(f"The {kind} {name} is still on the meta device: nothing was loaded into it.")
+
+
+def disable_dropout(model: torch.nn.Module) -> None:
+    """Set every dropout of ``model`` to 0 in place and log it, as preference losses compare two forward passes.
+
+    Covers ``torch.nn.Dropout`` and modules with a probability in ``attn_dropout``.
+
+    Example:
+        >>> layer = torch.nn.Dropout(0.5)
+        >>> torchtune.training.disable_dropout(layer)
+        >>> layer(torch.ones(3))
+        tensor([1., 1., 1.])
+    """
+    for name, module in model.named_modules():
+        attributes = ["attn_dropout"]
+        if isinstance(module, torch.nn.modules.dropout._DropoutNd):  # "p" has another meaning in other modules
+            attributes = ["p", "attn_dropout"]
+        for attribute in attributes:
+            probability = getattr(module, attribute, None)
+            if isinstance(probability, float) and probability > 0.0:
+                log_once(get_logger(), f"Dropout of {name or type(module).__name__} is set from {probability} to 0.")
+                setattr(module, attribute, 0.0)
+
+
+def cache_images(model: torch.nn.Module, tokenizer: Any, folder: str | None, dims: ParallelDims) -> None:
+    """Read features of images from a folder, and add missing features.
+
+    Cached features are the outputs of the projector if it is frozen, too, and otherwise its inputs. Images with cached
+    features are not decoded.
+
+    Args:
+        model: model with its weights; its vision tower must be frozen.
+        tokenizer: transform of the model.
+        folder: folder of the features, in a subfolder for each tower; None: no cache.
+        dims: parallel dims; all ranks must call this.
+
+    Raises:
+        UserError: the model has no image tokens, or its vision tower is trained.
+
+    Example:
+        >>> torchtune.training.cache_images(model, tokenizer, "features", torchtune.training.ParallelDims())
+        Traceback (most recent call last):
+        torchtune.utils._errors.UserError: image_cache: the model has no image tokens, ...
+    """
+    if folder is None:
+        return
+    if not isinstance(model, ImageTextModel):
+        raise UserError("image_cache: the model has no image tokens, whose features are cached: set it to null.")
+    parameters = list(model.encoder.named_parameters())
+    tower = [(name, parameter) for name, parameter in parameters if "projector" not in name]
+    if any(parameter.requires_grad for _, parameter in tower):
+        raise UserError(
+            "image_cache: the vision tower is trained, which changes the features: set model.vision_tower=frozen, or "
+            "image_cache=null."
+        )
+    if is_simulated():
+        return
+    trains_projector = any(parameter.requires_grad for _, parameter in parameters)
+    frozen = tower if trains_projector else parameters
+    # Kernels of another device round differently, so its features have a folder of their own.
+    _, first_parameter = parameters[0]
+    origin = (fingerprint_weights(frozen, dims), first_parameter.device.type)
+    name = hashlib.sha256(repr(origin).encode()).hexdigest()[:16]
+    tokenizer.image_cache = ImageCache(Path(folder) / name, tokenizer.processor)
+    log_rank_zero(get_logger(), f"Features of images are cached in {tokenizer.image_cache.folder}.")

@@ -1,0 +1,235 @@
+"""Models of earlier releases: layers, checks of adapters, tables of weight names, and conversions of weights."""
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.attention.flex_attention import BlockMask
+
+from torchtune.checkpoints import CheckpointError
+from torchtune.modules import FeedForward, FrozenNF4Linear, RMSNorm
+from torchtune.modules.kernels.flex import compile_flex_attention
+from torchtune.modules.loss import CEWithChunkedOutputLoss, LinearCrossEntropyLoss
+from torchtune.modules.loss.custom_loss import LogitsLoss
+from torchtune.modules.peft import DoRALinear, get_lora_module_names
+
+# Name in files -> name in models, with {} for the layer. Weight maps (torchtune.models.WeightMap) replace these tables:
+# changing a table does not change what a checkpointer does.
+_FROM_HF = {
+    "model.embed_tokens.weight": "tok_embeddings.weight",
+    "model.layers.{}.self_attn.q_proj.weight": "layers.{}.attn.q_proj.weight",
+    "model.layers.{}.self_attn.k_proj.weight": "layers.{}.attn.k_proj.weight",
+    "model.layers.{}.self_attn.v_proj.weight": "layers.{}.attn.v_proj.weight",
+    "model.layers.{}.self_attn.o_proj.weight": "layers.{}.attn.output_proj.weight",
+    "model.layers.{}.self_attn.rotary_emb.inv_freq": None,
+    "model.layers.{}.mlp.gate_proj.weight": "layers.{}.mlp.w1.weight",
+    "model.layers.{}.mlp.up_proj.weight": "layers.{}.mlp.w3.weight",
+    "model.layers.{}.mlp.down_proj.weight": "layers.{}.mlp.w2.weight",
+    "model.layers.{}.input_layernorm.weight": "layers.{}.sa_norm.scale",
+    "model.layers.{}.post_attention_layernorm.weight": "layers.{}.mlp_norm.scale",
+    "model.norm.weight": "norm.scale",
+    "lm_head.weight": "output.weight",
+}
+_FROM_META = {
+    "tok_embeddings.weight": "tok_embeddings.weight",
+    "norm.weight": "norm.scale",
+    "output.weight": "output.weight",
+    "layers.{}.attention.wq.weight": "layers.{}.attn.q_proj.weight",
+    "layers.{}.attention.wk.weight": "layers.{}.attn.k_proj.weight",
+    "layers.{}.attention.wv.weight": "layers.{}.attn.v_proj.weight",
+    "layers.{}.attention.wo.weight": "layers.{}.attn.output_proj.weight",
+    "layers.{}.attention_norm.weight": "layers.{}.sa_norm.scale",
+    "layers.{}.ffn_norm.weight": "layers.{}.mlp_norm.scale",
+    "layers.{}.feed_forward.w1.weight": "layers.{}.mlp.w1.weight",
+    "layers.{}.feed_forward.w2.weight": "layers.{}.mlp.w2.weight",
+    "layers.{}.feed_forward.w3.weight": "layers.{}.mlp.w3.weight",
+    "layers.{}.attention.wq.lora_a.weight": "layers.{}.attn.q_proj.lora_a.weight",
+    "layers.{}.attention.wq.lora_b.weight": "layers.{}.attn.q_proj.lora_b.weight",
+    "layers.{}.attention.wk.lora_a.weight": "layers.{}.attn.k_proj.lora_a.weight",
+    "layers.{}.attention.wk.lora_b.weight": "layers.{}.attn.k_proj.lora_b.weight",
+    "layers.{}.attention.wv.lora_a.weight": "layers.{}.attn.v_proj.lora_a.weight",
+    "layers.{}.attention.wv.lora_b.weight": "layers.{}.attn.v_proj.lora_b.weight",
+    "layers.{}.attention.wo.lora_a.weight": "layers.{}.attn.output_proj.lora_a.weight",
+    "layers.{}.attention.wo.lora_b.weight": "layers.{}.attn.output_proj.lora_b.weight",
+}
+_TO_PEFT_KEYS = {"lora_a": "lora_A", "lora_b": "lora_B", "magnitude": "lora_magnitude_vector"}
+
+
+def update_stop_tokens_tracker(tokens: Tensor, stop_tokens: Tensor, stop_token_reached: Tensor) -> Tensor:
+    """Mark the sequences whose newest token is a stop token.
+
+    Args:
+        tokens: newest token of each sequence, ``[b, 1]``.
+        stop_tokens: ids of stop tokens, ``[n]``.
+        stop_token_reached: sequences that have ended, bool ``[b]``; changed in place.
+    """
+    stop_token_reached |= torch.isin(tokens, stop_tokens).flatten()
+    return stop_token_reached
+
+
+def swiglu_mlp(dim: int, hidden_dim: int, quantize_base: bool = False, **quantization_kwargs: Any) -> FeedForward:
+    """Build the feed-forward layer of Llama, Mistral, Phi and Qwen: three matrices without biases, and SiLU.
+
+    Args:
+        dim: width of the model.
+        hidden_dim: width of the layer.
+        quantize_base: store the weights as NF4.
+        **quantization_kwargs: arguments of :class:`torchtune.modules.low_precision.FrozenNF4Linear`.
+    """
+
+    def linear(inputs: int, outputs: int) -> nn.Module:
+        if quantize_base:
+            return FrozenNF4Linear(inputs, outputs, bias=False, **quantization_kwargs)
+        return nn.Linear(inputs, outputs, bias=False)
+
+    return FeedForward(
+        gate_proj=linear(dim, hidden_dim), down_proj=linear(hidden_dim, dim), up_proj=linear(dim, hidden_dim)
+    )
+
+
+class GemmaRMSNorm(RMSNorm):
+    """:class:`torchtune.modules.RMSNorm` that scales by ``1 + scale``."""
+
+    def __init__(self, dim: int, eps: float = 1e-6) -> None:
+        super().__init__(dim, eps, unit_offset=True)
+
+
+def _sdpa_or_flex_attention() -> Callable[..., Tensor]:
+    """Return a function of query, key, value, mask, dropout and causality: FlexAttention for block masks, else SDPA."""
+
+    def attend(
+        q: Tensor, k: Tensor, v: Tensor, mask: Tensor | BlockMask | None, dropout_p: float, is_causal: bool
+    ) -> Tensor:
+        if isinstance(mask, BlockMask):
+            if dropout_p > 0:
+                raise ValueError("FlexAttention has no dropout: set attn_dropout to 0.")
+            return compile_flex_attention()(q, k, v, block_mask=mask)
+        if mask is not None and mask.dim() == 3:
+            mask = mask[:, None]  # the same for all heads
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout_p, is_causal=is_causal)
+
+    return attend
+
+
+def load_dora_magnitudes(model: nn.Module) -> None:
+    """Set the magnitudes of DoRA layers from their weights, after the weights were loaded."""
+    for module in model.modules():
+        if isinstance(module, DoRALinear):
+            module.initialize_dora_magnitude()
+
+
+def validate_state_dict_for_lora(
+    lora_attn_modules: Sequence[str],
+    apply_lora_to_mlp: bool,
+    apply_lora_to_output: bool,
+    full_model_state_dict_keys: Sequence[str],
+    lora_state_dict_keys: Sequence[str] | None = None,
+    base_model_state_dict_keys: Sequence[str] | None = None,
+) -> None:
+    """Check that the keys of an adapter and of a base model are together those of the adapted model.
+
+    Args:
+        lora_attn_modules: attention projections with an adapter.
+        apply_lora_to_mlp: whether feed-forward layers have an adapter.
+        apply_lora_to_output: whether the output projection has an adapter.
+        full_model_state_dict_keys: keys of the adapted model.
+        lora_state_dict_keys: keys of the adapter, checked if given.
+        base_model_state_dict_keys: keys of the base model, checked if given.
+
+    Raises:
+        AssertionError: keys are missing or unexpected.
+    """
+    module_names = get_lora_module_names(list(lora_attn_modules), apply_lora_to_mlp, apply_lora_to_output)
+    adapter_keys = set()
+    for key in full_model_state_dict_keys:
+        for name in module_names:
+            if f"{name}.lora" in key or f"{name}.magnitude" in key:
+                adapter_keys.add(key)
+    base_keys = set(full_model_state_dict_keys) - adapter_keys
+    if lora_state_dict_keys is not None:
+        _check_keys("adapter", set(lora_state_dict_keys), adapter_keys)
+    if base_model_state_dict_keys is not None:
+        _check_keys("base model", set(base_model_state_dict_keys), base_keys)
+
+
+def _check_keys(kind: str, keys: set[str], expected_keys: set[str]) -> None:
+    missing = sorted(expected_keys - keys)
+    unexpected = sorted(keys - expected_keys)
+    if missing or unexpected:
+        raise AssertionError(f"The {kind} does not fit the model: missing {missing[:3]}, unexpected {unexpected[:3]}.")
+
+
+def _unavailable(name: str) -> Callable[..., Any]:
+    """Return a function that says what converts the weights instead: copied checkpointers import it for any model."""
+
+    def convert(*args: Any, **kwargs: Any) -> Any:
+        raise CheckpointError(
+            f"{name} is not part of this library: torchtune.training.FullModelHFCheckpointer and "
+            "FullModelMetaCheckpointer read and write all models."
+        )
+
+    convert.__name__ = name
+    return convert
+
+
+llama3_vision_hf_to_tune = _unavailable("llama3_vision_hf_to_tune")
+llama3_vision_tune_to_hf = _unavailable("llama3_vision_tune_to_hf")
+llama3_vision_meta_to_tune = _unavailable("llama3_vision_meta_to_tune")
+llama3_vision_tune_to_meta = _unavailable("llama3_vision_tune_to_meta")
+llama4_hf_to_tune = _unavailable("llama4_hf_to_tune")
+llama4_tune_to_hf = _unavailable("llama4_tune_to_hf")
+llama4_meta_to_tune = _unavailable("llama4_meta_to_tune")
+llama4_tune_to_meta = _unavailable("llama4_tune_to_meta")
+clip_text_hf_to_tune = _unavailable("clip_text_hf_to_tune")
+t5_encoder_hf_to_tune = _unavailable("t5_encoder_hf_to_tune")
+
+
+# A switch that older recipes set. It has no effect: grouped products choose their kernel by device and dtype.
+use_grouped_mm = True
+
+
+@contextmanager
+def keep_row_losses() -> Iterator[list[Tensor]]:
+    """Record the losses of single tokens inside the block: losses append them, detached [n], to the yielded list.
+
+    Recipes give a list to ``sum_and_count`` as ``row_losses`` instead.
+
+    Example:
+        >>> from torchtune.compat import keep_row_losses
+        >>> loss, labels = torchtune.modules.loss.LinearCrossEntropyLoss(), torch.tensor([[5, -100, 7]])
+        >>> with keep_row_losses() as kept:
+        ...     total, count = loss.sum_and_count(torch.randn(1, 3, 8), labels, torch.nn.Linear(8, 16, bias=False))
+        >>> len(torch.cat(kept)) == int(count) == 2
+        True
+    """
+    kept: list[Tensor] = []
+
+    def recording(sum_and_count: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
+        @functools.wraps(sum_and_count)
+        def record(*args: Any, row_losses: list[Tensor] | None = None, **kwargs: Any) -> tuple[Tensor, Tensor]:
+            losses: list[Tensor] = []
+            total, count = sum_and_count(*args, row_losses=losses, **kwargs)
+            kept.extend(losses)
+            if row_losses is not None:
+                row_losses.extend(losses)
+            return total, count
+
+        return record
+
+    methods = {kind: kind.sum_and_count for kind in (CEWithChunkedOutputLoss, LinearCrossEntropyLoss, LogitsLoss)}
+    for kind, method in methods.items():
+        kind.sum_and_count = recording(method)
+    try:
+        yield kept
+    finally:
+        for kind, method in methods.items():
+            kind.sum_and_count = method
+
+
+def should_use_grouped_mm() -> bool:
+    """Return True; see :data:`use_grouped_mm`."""
+    return use_grouped_mm
