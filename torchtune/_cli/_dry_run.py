@@ -25,8 +25,8 @@ def dry_run(main: Callable[[Any], Any], settings: Any, processes: int) -> None:
         RunError: the run cannot start; raised after everything else is printed.
     """
     from torchtune.config import redact_secrets
-    from torchtune.estimate import find_problems, measure_data
-    from torchtune.training import RunError, SettingsView, plan_run
+    from torchtune.estimate import RunError, find_problems, measure_data, plan_run
+    from torchtune.training import SettingsView
 
     view = SettingsView.of(settings)
     problems = find_problems(view, processes, thorough=True)

@@ -16,6 +16,9 @@ from torchtune.checkpoints import (
     ADAPTER_CONFIG_FILE,
     ADAPTER_FILE,
     OWNED_INDEX,
+    CheckpointError,
+    CheckpointStore,
+    ModelSource,
     ModelWeights,
     adapter_conversion,
     adapter_folder,
@@ -28,7 +31,6 @@ from torchtune.modules import TransformerDecoder
 from torchtune.modules.conversion import Conversion, apply_conversions
 from torchtune.modules.peft import adapter_modules
 from torchtune.tokenizers import HuggingFaceModelTokenizer
-from torchtune.training import CheckpointError, CheckpointStore, ModelSource
 from torchtune.utils import UserError, read_json
 
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")

@@ -6,7 +6,7 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from torchtune.training import ModelSource
+from torchtune.checkpoints import ModelSource
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,8 @@ from typing import Any
 from torch import nn
 
 from torchtune._facade._origin import ORIGINS, unwrap
-from torchtune.checkpoints import MARKER, Contents
+from torchtune.checkpoints import MARKER, CheckpointError, CheckpointStore, Contents, ModelSource
 from torchtune.modules.peft import owned_parameters
-from torchtune.training import CheckpointError, CheckpointStore, ModelSource
 from torchtune.training.parallel import Ranks
 from torchtune.utils import fsync_directory
 

@@ -14,6 +14,7 @@ from weakref import finalize
 import torch
 from torch import nn
 
+from torchtune.checkpoints import CheckpointStore
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
 from torchtune.generation import evaluating
 from torchtune.modules.loss import token_log_probs
@@ -21,7 +22,7 @@ from torchtune.rlhf._http import NoReplyError
 from torchtune.rlhf._local_sampler import check_sampling, check_stop_tokens, is_tensor_parallel
 from torchtune.rlhf._rollouts import Rollout, RolloutError, collate_rollouts
 from torchtune.rlhf._servers import RequestSettings, Server, TransformersServer, VLLMServer
-from torchtune.training import CheckpointStore, checksum_trained
+from torchtune.training import checksum_trained
 from torchtune.training.parallel import Ranks
 from torchtune.utils import get_logger
 

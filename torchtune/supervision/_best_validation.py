@@ -42,7 +42,7 @@ class BestValidation:
         metric: the metric without ``max:``, or None.
 
     Example:
-        >>> best = torchtune.training.BestValidation("run", "val_loss", patience=1)
+        >>> best = torchtune.supervision.BestValidation("run", "val_loss", patience=1)
         >>> best.update(10, {"val_loss": 2.0}), best.update(20, {"val_loss": 2.5}), best.should_stop
         (True, False, True)
     """

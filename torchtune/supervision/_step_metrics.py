@@ -86,7 +86,7 @@ class StepMetrics:
             ``rewards/accuracies``.
 
     Example:
-        >>> metrics = torchtune.training.StepMetrics()
+        >>> metrics = torchtune.supervision.StepMetrics()
         >>> metrics.add_loss(torch.tensor(2.0))
         >>> metrics.log_mean({"accuracy": (torch.tensor(3.0), 4)})
         >>> metrics.total([2.0, *metrics.new_sums(torchtune.training.ParallelDims())])

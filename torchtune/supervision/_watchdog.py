@@ -122,7 +122,7 @@ class Watchdog:
 
     Example:
         >>> activity = torchtune.utils.Activity()
-        >>> with torchtune.training.Watchdog(activity, None, timeout=60):
+        >>> with torchtune.supervision.Watchdog(activity, None, timeout=60):
         ...     activity.sign()
     """
 

@@ -1,3 +1,5 @@
+# Names of the packages above, for recipes of earlier releases that import them from here. Recipes of today import
+# them from torchtune.checkpoints, torchtune.estimate and torchtune.supervision; new names are added there alone.
 from torchtune.checkpoints import ADAPTER_CONFIG as ADAPTER_CONFIG
 from torchtune.checkpoints import ADAPTER_KEY as ADAPTER_KEY
 from torchtune.checkpoints import DATALOADER_KEY as DATALOADER_KEY
@@ -25,6 +27,8 @@ from torchtune.checkpoints import check_training_state as check_training_state
 from torchtune.checkpoints import checkpoint_contents as checkpoint_contents
 from torchtune.checkpoints import quantize_checkpoint as quantize_checkpoint
 from torchtune.checkpoints import update_state_dict_for_classifier as update_state_dict_for_classifier
+
+# Names that only earlier releases had.
 from torchtune.compat import OptimizerInBackwardWrapper as OptimizerInBackwardWrapper
 from torchtune.compat import RunReport as RunReport
 from torchtune.compat import create_optim_in_bwd_wrapper as create_optim_in_bwd_wrapper

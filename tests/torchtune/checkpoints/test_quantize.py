@@ -11,10 +11,9 @@ from tokenizers import Tokenizer
 from torch import nn
 
 from tests.torchtune.checkpoints.small import build, in_transformers, load, logits, read, write_folder
-from torchtune.checkpoints import GGUFFile, ModelSource
+from torchtune.checkpoints import FullModelHFCheckpointer, GGUFFile, ModelSource, quantize_checkpoint
 from torchtune.modules.conversion import ConversionError
 from torchtune.modules.torchao_formats import torchao_quantization
-from torchtune.training import FullModelHFCheckpointer, quantize_checkpoint
 from torchtune.training import quantization as q
 from torchtune.utils import UserError
 

@@ -10,13 +10,14 @@ import pytest
 from omegaconf import OmegaConf
 
 from tests.recipes.runs import load_recipe, write_config
-from torchtune import training
+from torchtune import supervision, training
 from torchtune._cli import tune
 from torchtune._cli._find_recipe import RecipeTarget
 from torchtune._recipe_registry import get_all_recipes, settings_of_recipe
 from torchtune.config import load_and_check
-from torchtune.estimate import find_problems
-from torchtune.training import RecipeSettingsError, RunReport, SettingsView, check_run, plan_run, watch_run
+from torchtune.estimate import check_run, find_problems, plan_run
+from torchtune.supervision import watch_run
+from torchtune.training import RecipeSettingsError, RunReport, SettingsView
 from torchtune.training._settings_view import NAMES
 
 SINGLE, DISTRIBUTED = "full_finetune_single_device", "full_finetune_distributed"
@@ -147,7 +148,7 @@ def test_advice_is_checked_before_training_not_when_memory_is_gone():
         batch_size: int = 1
         epochs: int = 1
 
-    throughput = training.Throughput()
+    throughput = supervision.Throughput()
     with (
         pytest.raises(RecipeSettingsError, match="gradient_accumulation_steps"),
         watch_run(Settings(), training.ParallelDims(), throughput, None),

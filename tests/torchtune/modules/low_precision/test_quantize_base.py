@@ -22,11 +22,11 @@ from tests.torchtune.checkpoints.small import (
     stored,
     write_folder,
 )
+from torchtune.checkpoints import FullModelHFCheckpointer
 from torchtune.modules.conversion import ConversionError, apply_conversions
 from torchtune.modules.low_precision import FrozenFloat8Linear, FrozenInt8Linear, FrozenNF4Linear, QuantizeBase
 from torchtune.modules.low_precision._formats import NF4, NF4_LEVELS, Float8, Int8
 from torchtune.modules.peft import LoRA, LoRALinear
-from torchtune.training import FullModelHFCheckpointer
 
 BLOCK = 8  # the small models are 32 wide
 SIZES = {"num_hidden_layers": 2}
