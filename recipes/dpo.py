@@ -289,7 +289,7 @@ class DPORecipe:
     def setup_loader(self, dataset: Any, batch_size: int, *, training_data: bool = False) -> BatchLoader:
         """Build this rank's loader of a dataset; the order depends only on the seed and the epoch."""
         return BatchLoader(
-            datasets.instantiate_dataset(dataset, self.tokenizer, training.context_length(self.cfg)),
+            datasets.instantiate_dataset(dataset, self.tokenizer, estimate.context_length(self.cfg)),
             batch_size=batch_size,
             collate_fn=self.dims.collate(datasets.instantiate_collate(self.cfg.collate_fn, self.tokenizer)),
             shuffle=self.cfg.shuffle and training_data,

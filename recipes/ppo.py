@@ -310,7 +310,7 @@ class PPORecipe:
 
     def setup_loader(self, dataset: Any, batch_size: int, *, training_data: bool = False) -> BatchLoader:
         """Build this rank's loader of prompts; the order depends only on the seed and the epoch."""
-        rows = datasets.instantiate_dataset(dataset, self.tokenizer, training.context_length(self.cfg))
+        rows = datasets.instantiate_dataset(dataset, self.tokenizer, estimate.context_length(self.cfg))
         prompts = rlhf.numbered_prompts(rows, self.tokenizer)
         max_steps = None
         if training_data:

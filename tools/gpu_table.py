@@ -135,11 +135,10 @@ def table(rows: list[list[str]]) -> Iterator[str]:
 def simulate_cases() -> dict[str, dict[str, float]]:
     """Peak and step time of each case, by its recipe with the benchmark's settings."""
     from torchtune._cli._find_recipe import recipe_named_by
-    from torchtune.config import load_and_check
+    from torchtune.config import SettingsView, load_and_check
     from torchtune.estimate import build_on_meta, estimate_run, parse_cluster
     from torchtune.estimate._roofline import step_time
     from torchtune.estimate._simulate import simulate
-    from torchtune.training import SettingsView
 
     found, device = {}, parse_cluster(DEVICE)[1]
     for name, case in cases().items():

@@ -18,11 +18,10 @@ from recipe_table import recipes_in
 from torch import nn
 
 from torchtune._cli._find_recipe import recipe_named_by
-from torchtune.config import load_and_check
+from torchtune.config import SettingsView, load_and_check
 from torchtune.estimate import build_on_meta, estimate_run
 from torchtune.estimate._cluster import simulated_cluster
 from torchtune.estimate._plan import row_length
-from torchtune.training._settings_view import SettingsView
 from torchtune.training.parallel._parallel_dims import ParallelDimsError
 
 ROOT = Path(__file__).parents[1]

@@ -190,17 +190,24 @@ def recipe_at(path: str | Path) -> str | None:
     return next((recipe.name for recipe in _scan() if recipe.path == Path(path).resolve()), None)
 
 
-def settings_of_recipe(recipe: Recipe) -> frozenset[str]:
-    """Return the names of a recipe's settings, parsed from its source without an import."""
+def settings_of_recipe(recipe: Recipe) -> dict[str, str]:
+    """Return the defaults of a recipe's settings by name, as written in its source, which is not imported.
+
+    A setting without a default has the text ``"None"``.
+    """
     return _settings_in(recipe.path)
 
 
 @functools.cache
-def _settings_in(path: Path) -> frozenset[str]:
-    classes = (node for node in ast.parse(path.read_text(encoding="utf-8")).body if isinstance(node, ast.ClassDef))
-    fields = (item for node in classes if node.name == "Settings" for item in node.body)
-    named = (item.target for item in fields if isinstance(item, ast.AnnAssign))
-    return frozenset(target.id for target in named if isinstance(target, ast.Name))
+def _settings_in(path: Path) -> dict[str, str]:
+    defaults = {}
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.ClassDef) and node.name == "Settings":
+            for field_node in node.body:
+                if isinstance(field_node, ast.AnnAssign) and isinstance(field_node.target, ast.Name):
+                    value = field_node.value
+                    defaults[field_node.target.id] = "None" if value is None else ast.unparse(value)
+    return defaults
 
 
 def find_config(name: str, recipe: str | None = None) -> Path | None:

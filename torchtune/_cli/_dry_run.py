@@ -24,9 +24,8 @@ def dry_run(main: Callable[[Any], Any], settings: Any, processes: int) -> None:
         RecipeSettingsError: a setting that the library reads is missing or has another type.
         RunError: the run cannot start; raised after everything else is printed.
     """
-    from torchtune.config import redact_secrets
+    from torchtune.config import SettingsView, redact_secrets
     from torchtune.estimate import RunError, find_problems, measure_data, plan_run
-    from torchtune.training import SettingsView
 
     view = SettingsView.of(settings)
     problems = find_problems(view, processes, thorough=True)
@@ -62,8 +61,8 @@ def dry_run(main: Callable[[Any], Any], settings: Any, processes: int) -> None:
 
 
 def _memory(main: Callable[[Any], Any], settings: Any, processes: int, length: int | None) -> str:
+    from torchtune.config import SettingsView
     from torchtune.estimate import memory, weights_memory
-    from torchtune.training import SettingsView
 
     estimate, reason = estimate_or_reason(main, settings, processes, length)
     if estimate is None:

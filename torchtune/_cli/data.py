@@ -118,8 +118,8 @@ class DataShow(Subcommand):
 
 def _context_of(checkpoint: str) -> int | None:
     """Return the tokens of the longest row that a checkpoint's model reads; None if its architecture is not known."""
+    from torchtune.estimate import context_length
     from torchtune.models import ModelError
-    from torchtune.training import context_length
 
     try:
         return context_length({"model": {"_component_": _FROM_CONFIG, "checkpoint_dir": checkpoint}})
@@ -206,9 +206,8 @@ def prepare_config(cfg: Any, output: Path, processes: int | None) -> None:
     """
     from torchtune import config
     from torchtune.datasets import instantiate_dataset, preparing, workers
-    from torchtune.estimate import nodes_of
+    from torchtune.estimate import context_length, nodes_of
     from torchtune.supervision import count_tokens
-    from torchtune.training import context_length
 
     tokenizer = config.instantiate(cfg.tokenizer)
     longest = context_length(cfg)
@@ -288,8 +287,7 @@ def _builder_of(name: str, changes: Mapping[str, Any]) -> str:
 def _read_settings(name: str, overrides: list[str]) -> Any:
     """Return the checked settings of a config with a dataset, for the recipe named in it."""
     from torchtune._cli._find_recipe import recipe_named_by, resolve_config
-    from torchtune.config import load_and_check
-    from torchtune.training import SettingsView
+    from torchtune.config import SettingsView, load_and_check
 
     config = resolve_config(name)
     cfg = SettingsView.of(load_and_check(config, overrides, recipe_named_by(config).load_main()))

@@ -24,3 +24,5 @@ from ._schema import SchedulerComponent as SchedulerComponent
 from ._schema import describe_settings as describe_settings
 from ._schema import settings_of as settings_of
 from ._secrets import redact_secrets
+from ._settings_view import RecipeSettingsError as RecipeSettingsError
+from ._settings_view import SettingsView as SettingsView

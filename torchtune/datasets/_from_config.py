@@ -28,7 +28,7 @@ def instantiate_dataset(dataset: Any, tokenizer: Any, longest: int | None = None
     Args:
         dataset: node with ``_component_``, or a list of them.
         tokenizer: passed to every dataset.
-        longest: tokens of the longest row that the model reads (:func:`torchtune.training.context_length`); None for no
+        longest: tokens of the longest row that the model reads (:func:`torchtune.estimate.context_length`); None for no
             limit. Longer rows are refused, or skipped with ``on_bad_row=skip``.
 
     Raises:

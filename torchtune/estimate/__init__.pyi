@@ -6,8 +6,9 @@ from ._devices import parse_cluster, parse_memory
 from ._extrapolate import estimate_run
 from ._fit import describe, find_fastest
 from ._plan import build_on_meta, count_parameters, is_mixture, nodes_of, weights_memory
+from ._plan import context_length as context_length
 from ._plan import plan_run as plan_run
-from ._plan_data import measure, measure_data, steps_of_epoch
+from ._plan_data import measure, measure_data
 from ._plan_data import plan_data as plan_data
 from ._report import memory, summary
 from ._simulate import check_simulated

@@ -8,17 +8,16 @@ from typing import Any
 import torch
 
 from torchtune import config
-from torchtune.data import BatchLoader, DataError
+from torchtune.config import SettingsView
+from torchtune.data import DataError
 from torchtune.datasets import NotRead, instantiate_dataset, mixture_counts, mixture_weights, preview
-from torchtune.estimate._plan import arrange, is_mixture, nodes_of
+from torchtune.estimate._plan import arrange, context_length, is_mixture, nodes_of
 from torchtune.supervision import (
-    count_steps,
+    StepPlan,
     count_tokens,
-    describe_global_batch,
     explain_no_validation,
     explain_shared_rows,
 )
-from torchtune.training import SettingsView, context_length
 
 # Maximum rows per source that are tokenized for an estimate; takes about a second.
 SAMPLE = 2000
@@ -83,25 +82,26 @@ def measure_data(settings: Any, processes: int = 1, sample: int = SAMPLE) -> Dat
 
     dims = arrange(cfg, processes)
     streams = any(node.get("streaming") for node in nodes_of(cfg.dataset))
-    batch = describe_global_batch(cfg, dims.data_size, None if streams else train.examples)
+    plan = StepPlan.of(cfg)
+    batch = plan.describe_batch(dims.data_size, None if streams else train.examples)
     if streams:
-        if cfg.max_steps_per_epoch is None:
+        if plan.max_steps_per_epoch is None:
             raise DataError("dataset: streaming=True has no end: set max_steps_per_epoch.")
-        per_epoch = cfg.max_steps_per_epoch
+        per_epoch = plan.max_steps_per_epoch
     elif train.examples is None:
         per_epoch = None
     else:
-        per_epoch = steps_of_epoch(cfg, train.examples, dims.data_size)
+        per_epoch = plan.steps_per_epoch(train.examples, dims.data_size)
 
     if per_epoch is None:
         steps = "unknown until the data are read"
     else:
         if validation is not None:
-            unused = explain_no_validation(cfg, cfg.epochs * per_epoch)
+            unused = explain_no_validation(cfg, plan.epochs * per_epoch)
             if unused is not None:
                 validation += f"; {unused}"
-        _try_schedule(cfg, cfg.epochs * per_epoch)
-        steps = count_steps(cfg, per_epoch)
+        _try_schedule(cfg, plan.epochs * per_epoch)
+        steps = plan.describe_steps(per_epoch)
         if train.text.startswith("about"):
             steps = f"about {steps}"
 
@@ -207,21 +207,6 @@ def mixture_examples(node: Mapping[str, Any], sizes: Sequence[int]) -> int:
     names = tuple(str(name) for name in node["datasets"])
     weights = mixture_weights(names, sizes, node.get("weights"), node.get("temperature", 1.0))
     return sum(mixture_counts(sizes, weights, node.get("stop", "repeat")))
-
-
-def steps_of_epoch(cfg: SettingsView, examples: int, data_size: int) -> int:
-    """Return the optimizer steps of an epoch; the loader counts them, so that a run has the same number."""
-    loader = BatchLoader(
-        range(examples),
-        batch_size=cfg.batch_size,
-        collate_fn=list,
-        shuffle=False,
-        seed=0,
-        accumulation_steps=cfg.gradient_accumulation_steps,
-        max_steps_per_epoch=cfg.max_steps_per_epoch,
-        world_size=data_size,
-    )
-    return len(loader)
 
 
 def _try_schedule(cfg: SettingsView, steps: int) -> None:

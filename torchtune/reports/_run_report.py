@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from torchtune.checkpoints import ADAPTER_FILE, CheckpointStore, best_record, complete_directories
+from torchtune.config import SettingsView
 from torchtune.data import Batch, BatchLoader
 from torchtune.datasets import num_left_out
 from torchtune.estimate import count_parameters
@@ -26,19 +27,17 @@ from torchtune.supervision import (
     PROGRESS_METRICS,
     BestValidation,
     StepMetrics,
+    StepPlan,
     align_rows,
     component_name,
-    count_steps,
     count_tokens,
-    describe_global_batch,
     explain_no_validation,
     explain_shared_rows,
-    explain_short_epoch,
     observe_together,
-    rows_per_step,
 )
-from torchtune.training import SettingsView, checksum_trained
+from torchtune.training import checksum_trained
 from torchtune.training.parallel import ParallelDims, broadcast_object
+from torchtune.training.precision import best_dtype
 from torchtune.utils import ObserverGuard, UserError, get_logger, is_simulated, log_rank_zero, logged_once
 
 # Parts of the report that can fail one by one, while the others and the run go on.
@@ -97,6 +96,7 @@ class RunReport:
     ) -> None:
         _check_images(model, loader.dataset)
         self._cfg = SettingsView.of(cfg)
+        self._step_plan = StepPlan.of(cfg)
         self._recipe_file = recipe_file
         self._dims = dims
         self._device = device
@@ -215,9 +215,9 @@ class RunReport:
         log_rank_zero(logger, f"This run:\n{align_rows(self._summary_rows())}")
         if self._unused_validation is not None:
             log_rank_zero(logger, f"dataset_val: {self._unused_validation}.", logging.WARNING)
-        short = explain_short_epoch(self._cfg, self._dims.data_size, self._loader.examples_per_epoch)
+        short = self._step_plan.explain_short_epoch(self._dims.data_size, self._loader.examples_per_epoch)
         if short is not None:
-            rows = rows_per_step(self._cfg, self._dims.data_size)
+            rows = self._step_plan.rows_per_step(self._dims.data_size)
             log_rank_zero(logger, f"The batch has {rows:,} rows, but {short}.", logging.WARNING)
         if self._shared_rows is not None:
             log_rank_zero(logger, f"dataset_val: {self._shared_rows}.", logging.WARNING)
@@ -227,7 +227,7 @@ class RunReport:
         base = cfg.checkpointer.get("checkpoint_dir")
         weights = "its own initial weights" if base is None else f"weights of {base}"
         total, trained = count_parameters(self._model)
-        steps = count_steps(cfg, len(self._loader))
+        steps = self._step_plan.describe_steps(len(self._loader))
         if self._first_step > 0:
             steps += f", from step {self._first_step}"
         optimizer = component_name(cfg.optimizer)
@@ -240,7 +240,7 @@ class RunReport:
             ("model", f"{component_name(cfg.model)}, {weights}"),
             ("parameters", f"{trained:,} of {total:,} are trained ({trained / max(total, 1):.2%})"),
             ("data", self._describe_size_of_data()),
-            ("batch", describe_global_batch(cfg, self._dims.data_size, self._loader.examples_per_epoch)),
+            ("batch", self._step_plan.describe_batch(self._dims.data_size, self._loader.examples_per_epoch)),
             ("steps", steps),
             ("optimizer", optimizer),
             ("runs on", f"{self._device.type} in {cfg.dtype}, {self._dims}"),
@@ -417,7 +417,7 @@ class RunReport:
         return rows
 
     def _prompt_command(self, folder: Path, base: Any) -> str:
-        dtype = self._cfg.resolved_dtype()
+        dtype = self._cfg.dtype or best_dtype(self._device)
         if (folder / ADAPTER_FILE).is_file():
             return shlex.join(["tune", "chat", "--model", str(base), "--adapter", str(folder), "--dtype", dtype])
         words = ["tune", "run", "generate", "--config", "any_generation", f"device={self._device.type}"]

@@ -1,15 +1,12 @@
 from ._best_validation import BestValidation as BestValidation
 from ._best_validation import is_own_metric
+from ._describe_run import StepPlan as StepPlan
 from ._describe_run import (
     align_rows,
     component_name,
-    count_steps,
     count_tokens,
-    describe_global_batch,
     explain_no_validation,
     explain_shared_rows,
-    explain_short_epoch,
-    rows_per_step,
 )
 from ._flops import attention_pairs, peak_flops
 from ._observe_together import observe_together as observe_together

@@ -43,9 +43,12 @@ from torchtune.compat import load_from_full_optimizer_state_dict as load_from_fu
 from torchtune.compat import register_optim_in_bwd_hooks as register_optim_in_bwd_hooks
 from torchtune.compat import scale_grads as scale_grads
 from torchtune.compat import shard_model as shard_model
+from torchtune.config import RecipeSettingsError as RecipeSettingsError
+from torchtune.config import SettingsView as SettingsView
 from torchtune.estimate import RunError as RunError
 from torchtune.estimate import check_run as check_run
 from torchtune.estimate import check_settings as check_settings
+from torchtune.estimate import context_length as context_length
 from torchtune.estimate import plan_data as plan_data
 from torchtune.estimate import plan_run as plan_run
 from torchtune.supervision import DEFAULT_PROFILE_DIR as DEFAULT_PROFILE_DIR
@@ -97,9 +100,6 @@ from ._grad_scaler import LossScaler as LossScaler
 from ._grad_scaler import scale_grads_ as scale_grads_
 from ._model_util import disable_dropout as disable_dropout
 from ._rng import RNGState as RNGState
-from ._settings_view import RecipeSettingsError as RecipeSettingsError
-from ._settings_view import SettingsView as SettingsView
-from ._settings_view import context_length as context_length
 from ._vocabulary import fit_vocabulary as fit_vocabulary
 from .activations import apply_selective_activation_checkpointing as apply_selective_activation_checkpointing
 from .activations import checkpoint_activations as checkpoint_activations
