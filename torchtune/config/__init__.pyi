@@ -1,10 +1,11 @@
-from ._components import locate, locate_from_recipe
 from ._document import Document, apply_overrides, read_document
 from ._errors import ConfigError as ConfigError
 from ._errors import InstantiationError as InstantiationError
 from ._errors import did_you_mean
 from ._instantiate import Configurable as Configurable
 from ._instantiate import instantiate as instantiate
+from ._locate import as_written
+from ._locate import locate as locate
 from ._parse import load_and_check as load_and_check
 from ._parse import parse as parse
 from ._parse import validate as validate
@@ -16,6 +17,7 @@ from ._schema import CheckpointerComponent as CheckpointerComponent
 from ._schema import Component as Component
 from ._schema import DatasetComponent as DatasetComponent
 from ._schema import LossComponent as LossComponent
+from ._schema import ObjectPath as ObjectPath
 from ._schema import OptimizerComponent as OptimizerComponent
 from ._schema import PositiveInt as PositiveInt
 from ._schema import Range as Range

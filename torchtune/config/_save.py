@@ -12,6 +12,7 @@ import yaml
 from torchtune.config._document import Document, iter_scalars
 from torchtune.config._errors import KeyPath
 from torchtune.config._interpolate import resolve_texts, texts_with_references
+from torchtune.config._locate import as_written
 from torchtune.config._secrets import (
     MIN_REDACTED,
     REDACTED,
@@ -77,6 +78,8 @@ def _to_plain(value: Any) -> Any:
         return value.value
     if isinstance(value, Path):
         return str(value)
+    if type(value) is str:
+        return as_written(value)
     return value
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from torchtune import config
-from torchtune.config import RecipeSettingsError, SettingsView
+from torchtune.config import RecipeSettingsError, SettingsView, as_written
 from torchtune.modules import text_decoder
 from torchtune.modules.conversion import apply_conversions, full_shapes
 from torchtune.supervision import StepPlan
@@ -198,9 +198,9 @@ def plan_run(settings: Any, processes: int = 1, length: int | None = None) -> st
     parameters = f"{total:,}"
     if settings.optimizer:
         parameters += f", of which {trained:,} are trained ({trained / max(total, 1):.2%})"
-    lines = [f"model       {settings.model.get('_component_')}, {str(dtype).removeprefix('torch.')}"]
+    lines = [f"model       {as_written(settings.model['_component_'])}, {str(dtype).removeprefix('torch.')}"]
     for name, (_, view) in other_models(settings).items():
-        lines.append(f"{name:<12}{view.model.get('_component_')}")
+        lines.append(f"{name:<12}{as_written(view.model['_component_'])}")
     lines.append(f"parameters  {parameters}")
     for report in reports:
         lines.append(f"converted   {report}")

@@ -6,9 +6,9 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
-from torchtune.config import locate_from_recipe
+from torchtune.config import ObjectPath, as_written, locate
 from torchtune.rlhf._http import NoReplyError, post_json
 from torchtune.rlhf._rollouts import RolloutError
 from torchtune.utils import require
@@ -52,14 +52,23 @@ class FunctionReward(Reward):
         [1.0]
     """
 
-    def __init__(self, function: str | RewardFunction, weight: float = 1.0, name: str | None = None) -> None:
-        own = function.rpartition(".")[2] if isinstance(function, str) else getattr(function, "__name__", None)
-        super().__init__(weight, name or own or type(function).__name__)
-        found = locate_from_recipe(function) if isinstance(function, str) else function
-        if not callable(found):
-            kind = type(found).__name__
+    def __init__(
+        self,
+        function: Annotated[str, ObjectPath()] | RewardFunction,
+        weight: float = 1.0,
+        name: str | None = None,
+    ) -> None:
+        if isinstance(function, str):
+            default_name = as_written(function).rpartition(".")[2]
+            target = locate(function)
+        else:
+            default_name = getattr(function, "__name__", type(function).__name__)
+            target = function
+        super().__init__(weight, name or default_name)
+        if not callable(target):
+            kind = type(target).__name__
             raise ValueError(f"function: {function!r:.80} is a {kind}: name a function, as in my_rewards.polite.")
-        self._function: RewardFunction = found
+        self._function: RewardFunction = target
 
     def __call__(self, rows: Sequence[Row], texts: Sequence[str]) -> Sequence[float | None]:
         """Call the function."""

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torchtune.config import RecipeSettingsError, SettingsView
+from torchtune.config import RecipeSettingsError, SettingsView, as_written
 from torchtune.data import BatchLoader, ExampleDataset
 from torchtune.datasets import count_shared_rows
 from torchtune.supervision._best_validation import is_own_metric
@@ -139,7 +139,7 @@ def explain_shared_rows(held_out: Any, training: Any) -> str | None:
 
 def component_name(node: Any) -> str:
     """Return the last part of a component's dotted path."""
-    return str(node.get("_component_")).rpartition(".")[2]
+    return as_written(str(node.get("_component_"))).rpartition(".")[2]
 
 
 def count_tokens(dataset: ExampleDataset) -> int | None:
