@@ -135,7 +135,7 @@ def table(rows: list[list[str]]) -> Iterator[str]:
 def simulate_cases() -> dict[str, dict[str, float]]:
     """Peak and step time of each case, by its recipe with the benchmark's settings."""
     from torchtune._cli._find_recipe import recipe_named_by
-    from torchtune.config import SettingsView, load_and_check
+    from torchtune.config import load_and_check
     from torchtune.estimate import build_on_meta, estimate_run, parse_cluster
     from torchtune.estimate._roofline import step_time
     from torchtune.estimate._simulate import simulate
@@ -151,7 +151,7 @@ def simulate_cases() -> dict[str, dict[str, float]]:
             estimate = estimate_run(main, settings)
             peak, work = estimate.peak, estimate.work.values()
         else:
-            models = {"model": build_on_meta(SettingsView.of(settings))[0]}
+            models = {"model": build_on_meta(settings)[0]}
             observer = simulate(main, settings, kept={("model", "text"): range(case.layers)}, models=models)
             peak = max(moment.total for moment in observer.ledger.peaks().values())
             work = observer.work.values()

@@ -82,7 +82,7 @@ def cell(name: str, processes: int, known: dict[str, str] | None = None) -> str:
     path = CONFIGS / f"{name}.yaml"
     main = recipe_named_by(path).load_main()
     settings = load_and_check(path, [], main)
-    model = build_on_meta(SettingsView.of(settings))[0]
+    model = build_on_meta(settings)[0]
     known = {} if known is None else known
     depends_on = _depends_on(settings, model)
     if depends_on not in known:

@@ -193,7 +193,8 @@ def show_config(cfg: Any, examples: int, everything: bool, sample: int) -> None:
         RecipeSettingsError: a setting that the library reads is missing or has another type.
     """
     from torchtune import config
-    from torchtune.estimate import context_length, is_mixture, measure
+    from torchtune.datasets import is_mixture
+    from torchtune.estimate import context_length, measure
     from torchtune.supervision import StepPlan
 
     tokenizer = config.instantiate(cfg.tokenizer)

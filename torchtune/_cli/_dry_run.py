@@ -61,12 +61,11 @@ def dry_run(main: Callable[[Any], Any], settings: Any, processes: int) -> None:
 
 
 def _memory(main: Callable[[Any], Any], settings: Any, processes: int, length: int | None) -> str:
-    from torchtune.config import SettingsView
     from torchtune.estimate import memory, weights_memory
 
     estimate, reason = estimate_or_reason(main, settings, processes, length)
     if estimate is None:
-        return f"memory      {weights_memory(SettingsView.of(settings))}; {reason}"
+        return f"memory      {weights_memory(settings)}; {reason}"
     return memory(estimate)
 
 

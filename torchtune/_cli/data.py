@@ -205,9 +205,8 @@ def prepare_config(cfg: Any, output: Path, processes: int | None) -> None:
         DataError: rows cannot be trained on or written; no partial files are left.
     """
     from torchtune import config
-    from torchtune.datasets import instantiate_dataset, preparing, workers
-    from torchtune.estimate import context_length, nodes_of
-    from torchtune.supervision import count_tokens
+    from torchtune.datasets import dataset_nodes, instantiate_dataset, preparing, workers
+    from torchtune.estimate import context_length
 
     tokenizer = config.instantiate(cfg.tokenizer)
     longest = context_length(cfg)
@@ -217,7 +216,7 @@ def prepare_config(cfg: Any, output: Path, processes: int | None) -> None:
         started = time.monotonic()
         with preparing(output), workers(processes):
             dataset = instantiate_dataset(node, tokenizer, longest)
-        tokens = count_tokens(dataset)
+        tokens = dataset.num_known_tokens
         if tokens is None:
             if dataset.is_stream:
                 raise UserError(f"{name}: a stream is tokenized during training: remove streaming to prepare it.")
@@ -225,7 +224,7 @@ def prepare_config(cfg: Any, output: Path, processes: int | None) -> None:
         kind = "packs" if dataset.is_packed else "rows"
         seconds = time.monotonic() - started
         print(f"{name}: {len(dataset):,} {kind}, {tokens:,} tokens in {output}, {seconds:.1f} s. Use them with")
-        if nodes_of(node)[0] is node:
+        if dataset_nodes(node)[0] is node:
             print(f"  {name}.prepared={output}")
         else:  # overrides cannot reach into a list of nodes
             print(f"  prepared: {output}  # in every node of {name}")

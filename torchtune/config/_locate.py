@@ -153,7 +153,14 @@ def qualify(path: str, namespace: Mapping[str, Any]) -> str:
 
 
 def as_written(path: str) -> str:
-    """Return a path without the module that :func:`qualify` adds, for messages and saved configs."""
+    """Return the path of a component as its config has it, for messages and saved configs.
+
+    Names in a recipe's file are qualified by its module in checked settings.
+
+    Example:
+        >>> torchtune.config.as_written("math:sqrt"), torchtune.config.as_written("torch.nn.Linear")
+        ('sqrt', 'torch.nn.Linear')
+    """
     module_name, _, name = path.rpartition(":")
     module = sys.modules.get(module_name)
     # Other texts with a colon, such as cuda:0, name no object of a module.

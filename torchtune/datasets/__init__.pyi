@@ -3,12 +3,14 @@ from ._bad_rows import num_left_out
 from ._file_formats import is_data_file
 from ._file_report import CHECKED_SETTINGS, SAMPLE, histogram, read_rows, report, scan, shared_rows
 from ._fingerprint import Fingerprint
+from ._from_config import dataset_nodes as dataset_nodes
 from ._from_config import instantiate_collate as instantiate_collate
 from ._from_config import instantiate_dataset as instantiate_dataset
+from ._from_config import is_mixture as is_mixture
 from ._from_config import mixed_dataset as mixed_dataset
+from ._from_config import mixture_examples as mixture_examples
 from ._mixed import ConcatDataset as ConcatDataset
 from ._mixed import MixedDataset as MixedDataset
-from ._mixed import mixture_counts, mixture_weights
 from ._packed import PackedDataset as PackedDataset
 from ._preference import KTODataset as KTODataset
 from ._preference import LabelledAnswerToMessages as LabelledAnswerToMessages

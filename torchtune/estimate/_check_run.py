@@ -12,15 +12,22 @@ from torchtune import config
 from torchtune._recipe_registry import current_name, promises, recipe_at
 from torchtune.checkpoints import add_reference, check_quantizer, check_savable_tokenizer, checkpoint_contents
 from torchtune.config import SettingsView, locate
-from torchtune.datasets import NotRead, instantiate_collate, instantiate_dataset, preview
-from torchtune.estimate._plan import arrange, build_on_meta, is_mixture, nodes_of, other_models, weight_dtype
-from torchtune.estimate._plan_data import mixture_examples
+from torchtune.datasets import (
+    NotRead,
+    dataset_nodes,
+    instantiate_collate,
+    instantiate_dataset,
+    is_mixture,
+    mixture_examples,
+    preview,
+)
+from torchtune.estimate._plan import arrange, build_on_meta, other_models, weight_dtype
 from torchtune.modules import text_decoder
 from torchtune.modules.model_fusion import ImageTextModel
 from torchtune.modules.peft import has_adapters, require_adapters
-from torchtune.training import fit_vocabulary, is_distributed, is_restart
+from torchtune.training import GroupedOptimizer, fit_vocabulary, is_distributed, is_restart
 from torchtune.training.metric_logging import TrackingLogger
-from torchtune.training.optim import GroupedOptimizer, require_trained
+from torchtune.training.optim import require_trained
 from torchtune.training.parallel import ParallelDims, check_parallelizable
 from torchtune.training.precision import get_dtype
 from torchtune.utils import UserError, find_device, is_simulated
@@ -68,6 +75,10 @@ def find_problems(settings: Any, processes: int = 1, *, thorough: bool = False) 
         processes: number of processes.
         thorough: also run checks that the run repeats before it tokenizes: build the tokenizer and compare it with the
             embedding, and compare the settings with the settings in the checkpoint to resume.
+
+    Example:
+        >>> torchtune.estimate.find_problems({"loss": {"_component_": "torch.nn.NLLoss"}})
+        ["'torch.nn.NLLoss': module 'torch.nn' has no attribute 'NLLoss'; did you mean 'NLLLoss'?"]
     """
     cfg = SettingsView.of(settings)
     problems: list[str] = []
@@ -272,7 +283,7 @@ def _check_sources(dataset: Any) -> None:
     """Check that the files of built-in datasets exist; other datasets are not built."""
     if is_mixture(dataset):
         mixture_examples(dataset, [1] * len(dataset["datasets"]))
-    for node in nodes_of(dataset):
+    for node in dataset_nodes(dataset):
         if str(node.get("_component_")).startswith("torchtune.datasets."):
             with preview(0), suppress(NotRead):
                 instantiate_dataset(node, _NoTokenizer())

@@ -6,7 +6,7 @@ from typing import Any
 
 from torchtune._recipe_registry import recipe_at
 from torchtune.config import SettingsView
-from torchtune.supervision import is_own_metric
+from torchtune.supervision import BestValidation
 from torchtune.utils import UserError, parse_device
 
 
@@ -50,7 +50,7 @@ def check_settings(settings: Any) -> Iterator[tuple[str, str]]:
         yield "fake_quant_after_n_steps", "needs a quantizer, which defines the simulated format"
     if cfg.run_val_every_n_steps is not None and cfg.dataset_val is None:
         yield "run_val_every_n_steps", "needs dataset_val"
-    has_own_metric = cfg.keep_best is not None and is_own_metric(cfg.keep_best)
+    has_own_metric = cfg.keep_best is not None and BestValidation.is_own_metric(cfg.keep_best)
     for name in ("keep_best", "early_stopping_patience"):
         if getattr(cfg, name) is not None and cfg.run_val_every_n_steps is None and not has_own_metric:
             yield name, "compares validation results: set run_val_every_n_steps and dataset_val"

@@ -67,6 +67,11 @@ def parse_cluster(text: str) -> tuple[int, Accelerator]:
 
     Raises:
         DeviceNameError: the device is unknown or the text is malformed; the message suggests the nearest names.
+
+    Example:
+        >>> processes, device = torchtune.estimate.parse_cluster("64xH100")
+        >>> processes, device.name, device.per_machine
+        (64, 'H100', 8)
     """
     match = re.fullmatch(r"(?:(\d+)\s*[x*]\s*)?(.+)", text.strip(), re.IGNORECASE)
     names = ", ".join(device.name.replace(" ", "") for device in _TABLE)
@@ -86,6 +91,10 @@ def parse_memory(text: str) -> float:
 
     Raises:
         DeviceNameError: the text is malformed.
+
+    Example:
+        >>> torchtune.estimate.parse_memory("80GB"), torchtune.estimate.parse_memory("1GiB")
+        (80000000000.0, 1073741824.0)
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(gib|gb|g|)", text.strip().lower())
     if match is None or float(match[1]) == 0:

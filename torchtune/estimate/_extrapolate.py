@@ -101,6 +101,11 @@ def estimate_run(
         ParallelDimsError, RecipeSettingsError: the mesh does not fit the number of processes.
         SimulationError: the recipe needs something that a simulated run lacks.
         UserError: the run itself would raise it.
+
+    Example:
+        >>> estimate = torchtune.estimate.estimate_run(recipe_main, settings, 8)  # doctest: +SKIP
+        >>> print(f"{estimate.peak / 2**30:.1f} GiB per device")  # doctest: +SKIP
+        36.2 GiB per device
     """
     cfg = SettingsView.of(settings)
     dims = arrange(cfg, processes)

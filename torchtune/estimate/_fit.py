@@ -372,7 +372,7 @@ def find_fastest(
         seconds = step_time(estimate.work.values(), device).total / estimate.tokens * 1e6
         return Candidate(overrides, estimate.peak, seconds, memory)
 
-    model = build_on_meta(SettingsView.of(settings))[0]
+    model = build_on_meta(settings)[0]
     experts = any(isinstance(module, MoE) for module in model.modules())
     search = Search(settings, processes, limit, check, measure, report, experts)
     for last in (False, True):

@@ -2,13 +2,13 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from torchtune import config
 from torchtune.config import RecipeSettingsError, SettingsView, as_written
+from torchtune.datasets import dataset_nodes
 from torchtune.modules import text_decoder
 from torchtune.modules.conversion import apply_conversions, full_shapes
 from torchtune.supervision import StepPlan
@@ -112,26 +112,27 @@ def context_length(settings: Any) -> int | None:
     return min((length for length in lengths if isinstance(length, int)), default=None)
 
 
-def build_on_meta(settings: SettingsView) -> tuple[torch.nn.Module, torch.dtype, list[Any]]:
-    """Return (model on the meta device, dtype of its weights, reports of the conversions)."""
+def build_on_meta(settings: Any) -> tuple[torch.nn.Module, torch.dtype, list[Any]]:
+    """Build the converted model of a run on the meta device, which allocates no memory.
+
+    Args:
+        settings: settings of a recipe.
+
+    Returns:
+        (model, dtype of its weights, reports of the conversions)
+
+    Example:
+        >>> node = {"_component_": "torchtune.models.llama3_2.llama3_2_1b"}
+        >>> model, dtype, _ = torchtune.estimate.build_on_meta({"model": node, "dtype": "bf16"})
+        >>> model.output.weight.device.type, dtype
+        ('meta', torch.bfloat16)
+    """
+    settings = SettingsView.of(settings)
     dtype = PRECISION_STR_TO_DTYPE[weight_dtype(settings)]
     with set_default_dtype(dtype), torch.device("meta"):
         model = config.instantiate(settings.model)
         conversions = [config.instantiate(node) for node in settings.model_converters or ()]
         return model, dtype, apply_conversions(model, conversions)
-
-
-def nodes_of(dataset: Any) -> Sequence[Any]:
-    """Return the dataset nodes of a setting: itself, its items if it is a list, or the datasets of a mixture."""
-    if isinstance(dataset, Mapping):
-        inner = dataset.get("datasets")
-        return list(inner.values()) if is_mixture(dataset) and isinstance(inner, Mapping) else [dataset]
-    return dataset if isinstance(dataset, Sequence) and not isinstance(dataset, str) else [dataset]
-
-
-def is_mixture(dataset: Any) -> bool:
-    """Return whether a setting is a ``torchtune.datasets.mixed_dataset``."""
-    return isinstance(dataset, Mapping) and str(dataset.get("_component_")).endswith("datasets.mixed_dataset")
 
 
 def row_length(
@@ -141,7 +142,7 @@ def row_length(
     if measured is not None:
         return measured, False
     limits = [settings.max_seq_len]
-    for node in nodes_of(settings.dataset):
+    for node in dataset_nodes(settings.dataset):
         if node is not None:
             limits.append(node.get("max_seq_len"))
     lengths = [limit for limit in limits if limit]
@@ -151,14 +152,27 @@ def row_length(
 
 
 def count_parameters(model: torch.nn.Module) -> tuple[int, int]:
-    """Return the numbers of (all, trained) parameters; quantized weights count the elements of the full weight."""
+    """Return the numbers of (all, trained) parameters; quantized weights count the elements of the full weight.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 1).requires_grad_(False))
+        >>> torchtune.estimate.count_parameters(model)
+        (13, 9)
+    """
     total = sum(math.prod(shape) for shape in full_shapes(model).values())
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     return total, trained
 
 
-def weights_memory(settings: SettingsView) -> str:
-    """Return a text with the GiB of the weights of all models of a run, as stored."""
+def weights_memory(settings: Any) -> str:
+    """Describe the memory of the weights of all models of a run, as stored.
+
+    Example:
+        >>> node = {"_component_": "torchtune.models.llama3_2.llama3_2_1b"}
+        >>> torchtune.estimate.weights_memory({"model": node, "dtype": "bf16"})
+        '2.30 GiB of weights'
+    """
+    settings = SettingsView.of(settings)
     views = [settings]
     for _, view in other_models(settings).values():
         views.append(view)

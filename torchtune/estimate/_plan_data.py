@@ -1,7 +1,6 @@
 """Number of rows, tokens and steps of a run."""
 
 import math
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,11 +9,17 @@ import torch
 from torchtune import config
 from torchtune.config import SettingsView
 from torchtune.data import DataError
-from torchtune.datasets import NotRead, instantiate_dataset, mixture_counts, mixture_weights, preview
-from torchtune.estimate._plan import arrange, context_length, is_mixture, nodes_of
+from torchtune.datasets import (
+    NotRead,
+    dataset_nodes,
+    instantiate_dataset,
+    is_mixture,
+    mixture_examples,
+    preview,
+)
+from torchtune.estimate._plan import arrange, context_length
 from torchtune.supervision import (
     StepPlan,
-    count_tokens,
     explain_no_validation,
     explain_shared_rows,
 )
@@ -81,7 +86,7 @@ def measure_data(settings: Any, processes: int = 1, sample: int = SAMPLE) -> Dat
     train = measure(cfg.dataset, tokenizer, sample, longest)
 
     dims = arrange(cfg, processes)
-    streams = any(node.get("streaming") for node in nodes_of(cfg.dataset))
+    streams = any(node.get("streaming") for node in dataset_nodes(cfg.dataset))
     plan = StepPlan.of(cfg)
     batch = plan.describe_batch(dims.data_size, None if streams else train.examples)
     if streams:
@@ -134,7 +139,7 @@ def measure(dataset: Any, tokenizer: Any, sample: int, longest: int | None) -> M
     dropped = 0
     truncated = 0
     omitted: list[str] = []
-    for node in nodes_of(dataset):
+    for node in dataset_nodes(dataset):
         try:
             with preview(sample) as seen:
                 built = instantiate_dataset(node, tokenizer, longest)
@@ -144,7 +149,7 @@ def measure(dataset: Any, tokenizer: Any, sample: int, longest: int | None) -> M
         # A source of more rows than the sample is estimated from the rows that were read.
         scale = seen.total / seen.read if seen.read else 1.0
         sizes.append(math.ceil(len(built) * scale))
-        tokens = count_tokens(built)
+        tokens = built.num_known_tokens
         counts.append(None if tokens is None else tokens * scale)
         lengths.append(built.longest)
         is_exact = is_exact and scale == 1.0
@@ -200,13 +205,6 @@ def _shared_rows(cfg: SettingsView, tokenizer: Any, sample: int, longest: int | 
     except NotRead:
         return None
     return explain_shared_rows(held_out, training)
-
-
-def mixture_examples(node: Mapping[str, Any], sizes: Sequence[int]) -> int:
-    """Return the examples per epoch of a mixture of datasets with ``sizes``. Raises :class:`DataError`."""
-    names = tuple(str(name) for name in node["datasets"])
-    weights = mixture_weights(names, sizes, node.get("weights"), node.get("temperature", 1.0))
-    return sum(mixture_counts(sizes, weights, node.get("stop", "repeat")))
 
 
 def _try_schedule(cfg: SettingsView, steps: int) -> None:

@@ -6,14 +6,14 @@ import math
 import os
 import shlex
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from torchtune.checkpoints import ADAPTER_FILE, CheckpointStore, best_record, complete_directories
-from torchtune.config import SettingsView
+from torchtune.config import SettingsView, as_written
 from torchtune.data import Batch, BatchLoader
 from torchtune.datasets import num_left_out
 from torchtune.estimate import count_parameters
@@ -24,13 +24,9 @@ from torchtune.reports._run_folder import RunFolder
 from torchtune.reports._run_record import append_record, describe_data, describe_layers, describe_start
 from torchtune.reports._verdict import judge
 from torchtune.supervision import (
-    PROGRESS_METRICS,
     BestValidation,
     StepMetrics,
     StepPlan,
-    align_rows,
-    component_name,
-    count_tokens,
     explain_no_validation,
     explain_shared_rows,
     observe_together,
@@ -186,7 +182,7 @@ class RunReport:
             text = f"Stopped after {num_steps:,} steps in {took}."
         describe_next = self._result_rows if is_finished or stops_early else self._continue_rows
         rows = self._guards["summary"].call(describe_next) or []
-        log_rank_zero(get_logger(), "\n".join([text, align_rows(rows)]).rstrip())
+        log_rank_zero(get_logger(), "\n".join([text, _align_rows(rows)]).rstrip())
         self._write_report(state, code=code, changed=has_changed or num_steps == 0)
         if num_steps > 0 and not has_changed:
             self._warn_of_nothing_trained(num_steps)
@@ -212,7 +208,7 @@ class RunReport:
 
     def _log_summary(self) -> None:
         logger = get_logger()
-        log_rank_zero(logger, f"This run:\n{align_rows(self._summary_rows())}")
+        log_rank_zero(logger, f"This run:\n{_align_rows(self._summary_rows())}")
         if self._unused_validation is not None:
             log_rank_zero(logger, f"dataset_val: {self._unused_validation}.", logging.WARNING)
         short = self._step_plan.explain_short_epoch(self._dims.data_size, self._loader.examples_per_epoch)
@@ -230,14 +226,14 @@ class RunReport:
         steps = self._step_plan.describe_steps(len(self._loader))
         if self._first_step > 0:
             steps += f", from step {self._first_step}"
-        optimizer = component_name(cfg.optimizer)
+        optimizer = _component_name(cfg.optimizer)
         if cfg.optimizer.get("lr") is not None:
             optimizer += f", lr {cfg.optimizer.get('lr')}"
         if cfg.lr_scheduler is not None:
-            optimizer += f", {component_name(cfg.lr_scheduler)}"
+            optimizer += f", {_component_name(cfg.lr_scheduler)}"
         every = "epoch" if cfg.save_every_n_steps is None else f"{cfg.save_every_n_steps} steps"
         return [
-            ("model", f"{component_name(cfg.model)}, {weights}"),
+            ("model", f"{_component_name(cfg.model)}, {weights}"),
             ("parameters", f"{trained:,} of {total:,} are trained ({trained / max(total, 1):.2%})"),
             ("data", self._describe_size_of_data()),
             ("batch", self._step_plan.describe_batch(self._dims.data_size, self._loader.examples_per_epoch)),
@@ -254,7 +250,7 @@ class RunReport:
             text = "read while the run trains"
         else:
             text = f"{len(dataset):,} {'packs' if dataset.is_packed else 'rows'}"
-        tokens = count_tokens(dataset)
+        tokens = dataset.num_known_tokens
         if tokens is not None:
             text += f", {tokens:,} tokens"
         if self._loader_val is not None:
@@ -405,7 +401,7 @@ class RunReport:
     def _metric_rows(self) -> list[tuple[str, str]]:
         history = self._step_metrics.history
         rows = []
-        for name, label in PROGRESS_METRICS.items():
+        for name, label in StepMetrics.PROGRESS.items():
             if name not in history:
                 continue
             # The loss of group-relative methods stays near 0, whatever the answers are worth.
@@ -445,7 +441,7 @@ class RunReport:
     def _log_verdict(self, state: str) -> None:
         run = RunFolder(self._folder)
         rows = [("verdict", str(judge(run))), ("report", str(write_report(run)))]
-        get_logger().info(f"The run {state}.\n{align_rows(rows)}")
+        get_logger().info(f"The run {state}.\n{_align_rows(rows)}")
 
 
 def _check_images(model: torch.nn.Module, dataset: Any) -> None:
@@ -459,6 +455,16 @@ def _check_images(model: torch.nn.Module, dataset: Any) -> None:
             "dataset: it has no images, and text alone trains nothing of this model, whose text decoder is frozen: "
             "train that (language_model or decoder_trainable), or use a dataset with images."
         )
+
+
+def _align_rows(rows: Sequence[tuple[str, str]]) -> str:
+    """Return lines ``  name        text``."""
+    return "\n".join(f"  {name:<12}{text}" for name, text in rows)
+
+
+def _component_name(node: Any) -> str:
+    """Return the last part of a component's dotted path."""
+    return as_written(str(node.get("_component_"))).rpartition(".")[2]
 
 
 def _resume_command(cfg: SettingsView, recipe_file: str, processes: int) -> str:

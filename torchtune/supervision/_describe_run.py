@@ -1,20 +1,12 @@
 """Sentences about the steps, the batches and the data of a run."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torchtune.config import RecipeSettingsError, SettingsView, as_written
-from torchtune.data import BatchLoader, ExampleDataset
+from torchtune.config import RecipeSettingsError, SettingsView
+from torchtune.data import BatchLoader
 from torchtune.datasets import count_shared_rows
-from torchtune.supervision._best_validation import is_own_metric
-
-_WIDTH = 12  # width of the column of names
-
-
-def align_rows(rows: Sequence[tuple[str, str]]) -> str:
-    """Return lines ``  name        text``."""
-    return "\n".join(f"  {name:<{_WIDTH}}{text}" for name, text in rows)
+from torchtune.supervision._best_validation import BestValidation
 
 
 @dataclass(frozen=True)
@@ -114,7 +106,7 @@ def explain_no_validation(cfg: SettingsView, steps: int) -> str | None:
     if every is None:
         return "it is never measured: run_val_every_n_steps is not set"
     reason = f"run_val_every_n_steps is {every:,} and the run has {steps:,} steps: set it to at most that"
-    if cfg.keep_best is not None and is_own_metric(cfg.keep_best):
+    if cfg.keep_best is not None and BestValidation.is_own_metric(cfg.keep_best):
         return f"it is never measured: {reason}"
     for name in ("keep_best", "early_stopping_patience"):
         if getattr(cfg, name) is not None:
@@ -135,14 +127,3 @@ def explain_shared_rows(held_out: Any, training: Any) -> str | None:
     shared, rows = counts
     which = f"all of its {rows:,} rows" if shared == rows else f"{shared:,} of its {rows:,} rows"
     return f"{which} are training data, too, so that it does not show how the model does on other rows"
-
-
-def component_name(node: Any) -> str:
-    """Return the last part of a component's dotted path."""
-    return as_written(str(node.get("_component_"))).rpartition(".")[2]
-
-
-def count_tokens(dataset: ExampleDataset) -> int | None:
-    """Return the number of tokens in a dataset, if known without reading all rows."""
-    lengths = dataset.known_lengths
-    return None if lengths is None else int(lengths.sum())
