@@ -348,15 +348,14 @@ class Checker:
         for path, local_names, reason in self.unknown[:MAX_MISTAKES]:
             key = str(path[-1])
             # The same name in another section comes first, then a similar one in this section, then one anywhere.
-            suggested = None
-            local_name = None
             other_paths = [dotted for dotted in self.accepted_names.get(key, []) if dotted != join_key(path)]
+            local_name = None if other_paths else nearest(key, local_names)
+            similar_name = None if other_paths or local_name else nearest(key, self.accepted_names)
+            suggested = local_name
             if other_paths:
                 suggested = other_paths[0]
-            elif local_name := nearest(key, local_names):
-                suggested = local_name
-            elif similar := nearest(key, self.accepted_names):
-                suggested = self.accepted_names[similar][0]
+            elif similar_name:
+                suggested = self.accepted_names[similar_name][0]
             if len(path) == 1 and is_note(self.document, key, local_names, self.accepted_names):
                 self.notes[key] = suggested
                 continue

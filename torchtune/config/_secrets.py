@@ -56,7 +56,8 @@ def record_environment() -> Iterator[set[str]]:
 
     def read(name: str, *default: Any) -> Any:
         names.add(name)
-        if value := os.environ.get(name):
+        value = os.environ.get(name)
+        if value:
             _environment[value] = f"${{oc.env:{name}}}"
         return oc.env(name, *default)
 

@@ -27,7 +27,9 @@ from ._prompts import reasoning_gym_dataset as reasoning_gym_dataset
 from ._row_cache import cache_path, preparing
 from ._row_formats import format_of
 from ._row_images import content_of, size_of
-from ._row_source import RowSource, Source, without_waiting_for_the_hub
+from ._row_source import RowSource as RowSource
+from ._row_source import Source as Source
+from ._row_source import without_waiting_for_the_hub
 from ._sft import SFTDataset as SFTDataset
 from ._sft import SFTTransform as SFTTransform
 from ._sft_builders import alpaca_cleaned_dataset as alpaca_cleaned_dataset
@@ -38,6 +40,7 @@ from ._sft_builders import instruct_dataset as instruct_dataset
 from ._sft_builders import samsum_dataset as samsum_dataset
 from ._sft_builders import slimorca_dataset as slimorca_dataset
 from ._shared_rows import count_shared_rows as count_shared_rows
+from ._shared_rows import explain_shared_rows as explain_shared_rows
 from ._streamed import StreamedDataset as StreamedDataset
 from ._text_completion import TextCompletionDataset as TextCompletionDataset
 from ._text_completion import cnn_dailymail_articles_dataset as cnn_dailymail_articles_dataset

@@ -12,6 +12,7 @@ from torchtune.data import DataError
 from torchtune.datasets import (
     NotRead,
     dataset_nodes,
+    explain_shared_rows,
     instantiate_dataset,
     is_mixture,
     mixture_examples,
@@ -21,7 +22,6 @@ from torchtune.estimate._plan import arrange, context_length
 from torchtune.supervision import (
     StepPlan,
     explain_no_validation,
-    explain_shared_rows,
 )
 
 # Maximum rows per source that are tokenized for an estimate; takes about a second.

@@ -15,7 +15,7 @@ import torch
 from torchtune.checkpoints import ADAPTER_FILE, CheckpointStore, best_record, complete_directories
 from torchtune.config import SettingsView, as_written
 from torchtune.data import Batch, BatchLoader
-from torchtune.datasets import num_left_out
+from torchtune.datasets import explain_shared_rows, num_left_out
 from torchtune.estimate import count_parameters
 from torchtune.reports._before_and_after import Measurement
 from torchtune.reports._charts import duration
@@ -28,7 +28,6 @@ from torchtune.supervision import (
     StepMetrics,
     StepPlan,
     explain_no_validation,
-    explain_shared_rows,
     observe_together,
 )
 from torchtune.training import checksum_trained

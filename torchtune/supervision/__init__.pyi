@@ -1,6 +1,6 @@
 from ._best_validation import BestValidation as BestValidation
 from ._describe_run import StepPlan as StepPlan
-from ._describe_run import explain_no_validation, explain_shared_rows
+from ._describe_run import explain_no_validation as explain_no_validation
 from ._flops import attention_pairs as attention_pairs
 from ._flops import peak_flops as peak_flops
 from ._observe_together import observe_together as observe_together

@@ -5,7 +5,6 @@ from typing import Any
 
 from torchtune.config import RecipeSettingsError, SettingsView
 from torchtune.data import BatchLoader
-from torchtune.datasets import count_shared_rows
 from torchtune.supervision._best_validation import BestValidation
 
 
@@ -94,12 +93,18 @@ class StepPlan:
         return f"an epoch has only {examples:,} rows or packs, one incomplete step: set {advice}"
 
 
-def explain_no_validation(cfg: SettingsView, steps: int) -> str | None:
+def explain_no_validation(settings: Any, steps: int) -> str | None:
     """Return why a run of this many steps never uses its validation data; None if it does, or has none.
 
     Raises:
         RecipeSettingsError: ``keep_best`` or ``early_stopping_patience`` needs a validation.
+
+    Example:
+        >>> settings = {"dataset_val": {"_component_": "torchtune.datasets.chat_dataset"}}
+        >>> torchtune.supervision.explain_no_validation(settings, steps=10)
+        'it is never measured: run_val_every_n_steps is not set'
     """
+    cfg = SettingsView.of(settings)
     every = cfg.run_val_every_n_steps
     if cfg.dataset_val is None or (every is not None and every <= steps):
         return None
@@ -112,18 +117,3 @@ def explain_no_validation(cfg: SettingsView, steps: int) -> str | None:
         if getattr(cfg, name) is not None:
             raise RecipeSettingsError(f"{name}: there would be no validation to compare, {reason}.")
     return f"it is never measured: {reason}"
-
-
-def explain_shared_rows(held_out: Any, training: Any) -> str | None:
-    """Return a sentence if rows of the validation data are training data; None if none is, or if it is not known.
-
-    Args:
-        held_out: dataset of the validation.
-        training: dataset of the training.
-    """
-    counts = count_shared_rows(held_out, training)
-    if counts is None or not counts[0]:
-        return None
-    shared, rows = counts
-    which = f"all of its {rows:,} rows" if shared == rows else f"{shared:,} of its {rows:,} rows"
-    return f"{which} are training data, too, so that it does not show how the model does on other rows"
