@@ -80,7 +80,9 @@ def public_names():
     found = []
     top = importlib.import_module("torchtune")
     # Names that training exports for recipes of earlier releases are documented in their own rooms.
-    elsewhere = {*top.checkpoints.__all__, *top.estimate.__all__, *top.supervision.__all__}
+    elsewhere = set()
+    for room in (top.checkpoints, top.config, top.estimate, top.supervision):
+        elsewhere.update(room.__all__)
     for face in top.__all__:
         module = getattr(top, face)
         if not inspect.ismodule(module):

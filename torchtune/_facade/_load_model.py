@@ -120,7 +120,10 @@ def load(
 
 
 def adapted_copy(model: TransformerDecoder, path: str | Path) -> TransformerDecoder:
-    """Copy a loaded model, with the LoRA adapter in a folder or repository; see :func:`checkpoints.adapted_copy`."""
+    """Copy a loaded model, with the LoRA adapter in a folder or repository.
+
+    See :func:`torchtune.checkpoints.adapted_copy`.
+    """
     folder, _ = _find_folder(path)
     return checkpoints.adapted_copy(model, adapter_folder(folder))
 

@@ -79,7 +79,7 @@ def locate(path: object, namespace: Mapping[str, Any] | None = None) -> Any:
 
     Args:
         path: ``package.module.Class``, ``package.module.Class.method``, a name in ``namespace``, or
-            ``module:name``, see :func:`qualify`.
+            ``module:name``, as checked settings have it for a name in the recipe's file.
         namespace: globals of the recipe's file, whose names need no module.
 
     Raises:
