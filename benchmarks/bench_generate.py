@@ -12,9 +12,10 @@ from collections.abc import Callable
 
 import torch
 
+from torchtune.checkpoints import FullModelHFCheckpointer
 from torchtune.generation import generate_tokens
 from torchtune.models import from_hf_config
-from torchtune.training import FullModelHFCheckpointer, set_default_dtype
+from torchtune.training import set_default_dtype
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 

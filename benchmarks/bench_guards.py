@@ -25,9 +25,10 @@ from torchtune.data import BatchLoader
 from torchtune.models import Description, build
 from torchtune.models.smol import SPEC, smollm2_135m
 from torchtune.modules.loss import LinearCrossEntropyLoss
+from torchtune.supervision import StepGuard, StepMetrics, Throughput, Watchdog
 from torchtune.supervision._flops import FlopCount
 from torchtune.supervision._heartbeats import Beat, Heartbeats
-from torchtune.training import ParallelDims, StepGuard, StepMetrics, Throughput, Watchdog, clip_grad_norm_
+from torchtune.training import ParallelDims, clip_grad_norm_
 
 
 class Nothing(torch.nn.Module):

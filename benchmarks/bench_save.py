@@ -29,8 +29,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from torchtune.checkpoints import FullModelHFCheckpointer
 from torchtune.models import build, spec_for_architecture
-from torchtune.training import FullModelHFCheckpointer
 from torchtune.utils import get_logger
 
 CONFIG = {

@@ -13,12 +13,13 @@ from functools import partial
 
 import torch
 
+from torchtune.checkpoints import FullModelHFCheckpointer
 from torchtune.data import Message
 from torchtune.models import from_hf_config
 from torchtune.rlhf import LocalSampler, Prompt
 from torchtune.rlhf.environments import FORMATS, Environments, ToolCall
 from torchtune.tokenizers import hf_tokenizer
-from torchtune.training import FullModelHFCheckpointer, set_default_dtype
+from torchtune.training import set_default_dtype
 
 
 class Sleeping:

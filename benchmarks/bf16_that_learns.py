@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from torchtune import training
+from torchtune import checkpoints, training
 from torchtune.data import BatchLoader, collate_documents
 from torchtune.datasets import chat_dataset
 from torchtune.models import from_hf_config
@@ -78,7 +78,7 @@ def load(checkpoint: Path, dtype: torch.dtype) -> torch.nn.Module:
     """The model of ``checkpoint`` with weights of ``dtype``."""
     with training.set_default_dtype(dtype), torch.device("meta"):
         model = from_hf_config(checkpoint)
-    checkpointer = training.FullModelHFCheckpointer(str(checkpoint), output_dir=None)
+    checkpointer = checkpoints.FullModelHFCheckpointer(str(checkpoint), output_dir=None)
     checkpointer.load_model(model, device="cpu")
     return model
 

@@ -154,7 +154,7 @@ def run_ours(method: str, dtype: str, layout: str, checkpoint: Path, examples: l
     import torch
     from torchao.optim import AdamW8bit
 
-    from torchtune import training
+    from torchtune import checkpoints, training
     from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, BatchLoader, collate_documents
     from torchtune.datasets import PackedDataset
     from torchtune.models import from_hf_config
@@ -185,7 +185,7 @@ def run_ours(method: str, dtype: str, layout: str, checkpoint: Path, examples: l
             conversions.append(LoRA(rank=16, alpha=32, apply_to_mlp=True))
         apply_conversions(model, conversions)
     torch.manual_seed(0)
-    training.FullModelHFCheckpointer(str(checkpoint)).load_model(model)
+    checkpoints.FullModelHFCheckpointer(str(checkpoint)).load_model(model)
     loss_fn = LinearCrossEntropyLoss()
     loss_fn.set_model_output(model)
     if method == "full8":

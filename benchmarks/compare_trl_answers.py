@@ -41,7 +41,7 @@ def run_ours(
     """The loop of our recipes, with its components."""
     import torch
 
-    from torchtune import rlhf, training
+    from torchtune import checkpoints, rlhf, training
     from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, Batch, BatchLoader, collate_preference, share_prefixes
     from torchtune.models import from_hf_config
     from torchtune.modules.classifier import classifier_model
@@ -59,7 +59,7 @@ def run_ours(
         if method == "lora":
             apply_conversions(model, [LoRA(rank=16, alpha=32, apply_to_mlp=True)])
     torch.manual_seed(0)
-    training.FullModelHFCheckpointer(str(checkpoint)).load_model(model)
+    checkpoints.FullModelHFCheckpointer(str(checkpoint)).load_model(model)
     if layout == "scores":
         fill_head(model.output.weight)
 

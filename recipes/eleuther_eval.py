@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 
-from torchtune import config, evaluation, training, utils
+from torchtune import config, estimate, evaluation, training, utils
 from torchtune.config import Component, Range
 from torchtune.models import from_hf_config, stored_dtype
 from torchtune.modules.conversion import apply_conversions
@@ -122,7 +122,7 @@ class EleutherEvalRecipe:
 @config.parse
 def recipe_main(cfg: Settings) -> Any:
     """Run the recipe with checked settings."""
-    training.check_run(cfg)
+    estimate.check_run(cfg)
     recipe = EleutherEvalRecipe(cfg)
     recipe.setup(cfg)
     recipe.evaluate(cfg)

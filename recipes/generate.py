@@ -15,7 +15,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 
-from torchtune import config, generation, training, utils
+from torchtune import config, estimate, generation, training, utils
 from torchtune.config import Component, Range
 from torchtune.data import Message
 from torchtune.models import checkpoint_tokenizer, from_hf_config, stored_dtype
@@ -198,7 +198,7 @@ class InferenceRecipe:
 @config.parse
 def recipe_main(cfg: Settings) -> Any:
     """Run the recipe with checked settings."""
-    training.check_run(cfg)
+    estimate.check_run(cfg)
     recipe = InferenceRecipe(cfg)
     recipe.setup(cfg)
     if cfg.prompts:

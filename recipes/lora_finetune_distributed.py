@@ -16,7 +16,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 
-from torchtune import config, datasets, reports, training, utils
+from torchtune import checkpoints, config, datasets, estimate, reports, supervision, training, utils
 from torchtune.config import Component, PositiveInt, Range, RuntimeArgs
 from torchtune.data import Batch, BatchLoader
 from torchtune.modules.conversion import apply_conversions, run_post_optimizer_hooks, run_pre_optimizer_hooks
@@ -159,7 +159,7 @@ class Settings:
 
     def check(self) -> Iterator[tuple[str, str]]:
         """Yield (setting, error and remedy) for invalid combinations of settings."""
-        yield from training.check_settings(self)
+        yield from estimate.check_settings(self)
 
 
 class LoRAFinetuneRecipeDistributed:
@@ -206,10 +206,10 @@ class LoRAFinetuneRecipeDistributed:
         )
         self.metric_logger = training.main_process_logger(partial(config.instantiate, cfg.metric_logger), self.dims)
         self.metric_logger.log_config(cfg)
-        self.profiler = training.profiler_from_config(cfg.profiler)
-        self.step_metrics = training.StepMetrics()
+        self.profiler = supervision.profiler_from_config(cfg.profiler)
+        self.step_metrics = supervision.StepMetrics()
         self.scaler = training.LossScaler(self.optimizer, self.dtype)
-        self.guard = training.StepGuard(
+        self.guard = supervision.StepGuard(
             self.step_metrics,
             self.loader,
             self.dims,
@@ -218,9 +218,9 @@ class LoRAFinetuneRecipeDistributed:
             cfg.loss_spike_threshold,
             self.scaler,
         )
-        self.best = training.BestValidation(cfg.output_dir, cfg.keep_best, cfg.early_stopping_patience, self.dims)
+        self.best = supervision.BestValidation(cfg.output_dir, cfg.keep_best, cfg.early_stopping_patience, self.dims)
         state = self.training_state()
-        training.check_training_state(state)
+        checkpoints.check_training_state(state)
         if self.resume_point is not None:
             self.checkpointer.resume(self.resume_point, self.model, state)
             self.global_step = state["progress"]["global_step"]
@@ -254,7 +254,7 @@ class LoRAFinetuneRecipeDistributed:
             model = config.instantiate(cfg.model)
             apply_conversions(model, converters)
         require_adapters(model)
-        contents = training.checkpoint_contents(model, merge=not cfg.save_adapter_weights_only)
+        contents = checkpoints.checkpoint_contents(model, merge=not cfg.save_adapter_weights_only)
         self.checkpointer.check_contents(model, contents=contents, tokenizer=self.tokenizer)
         training.parallelize(
             model,
@@ -275,7 +275,7 @@ class LoRAFinetuneRecipeDistributed:
     def setup_loader(self, dataset: Any, batch_size: int, *, training_data: bool = False) -> BatchLoader:
         """Build this rank's loader of a dataset; the order depends only on the seed and the epoch."""
         return BatchLoader(
-            datasets.instantiate_dataset(dataset, self.tokenizer, training.context_length(self.cfg)),
+            datasets.instantiate_dataset(dataset, self.tokenizer, estimate.context_length(self.cfg)),
             batch_size=batch_size,
             collate_fn=self.dims.collate(datasets.instantiate_collate(self.cfg.collate_fn, self.tokenizer)),
             shuffle=self.cfg.shuffle and training_data,
@@ -300,15 +300,15 @@ class LoRAFinetuneRecipeDistributed:
         """Train for the remaining steps, with logging, validation and checkpoints; return the exit code."""
         cfg = self.cfg
         self.model.train()
-        throughput = training.Throughput(model=self.model, dims=self.dims, device=self.device, step=self.global_step)
-        control = training.RunControl(
+        throughput = supervision.Throughput(model=self.model, dims=self.dims, device=self.device, step=self.global_step)
+        control = supervision.RunControl(
             self.dims, cfg.output_dir, cfg.save_every_n_steps, cfg.save_every_n_minutes, best=self.best
         )
         training.reset_memory_stats(self.device)
         with (
             control,
-            training.watch_run(cfg, self.dims, throughput, cfg.hang_timeout_minutes),
-            training.ProgressBar(total=self.total_steps, initial=self.global_step) as progress,
+            supervision.watch_run(cfg, self.dims, throughput, cfg.hang_timeout_minutes),
+            supervision.ProgressBar(total=self.total_steps, initial=self.global_step) as progress,
             self.profiler as profiler,
         ):
             for step in control.steps(self.loader, cfg.epochs, throughput):
@@ -383,7 +383,7 @@ class LoRAFinetuneRecipeDistributed:
         """Save the adapter, the merged model after an epoch and, unless training is finished, the resume state."""
         state = self.training_state() if self.global_step < self.total_steps else None
         merge = not self.cfg.save_adapter_weights_only and (state is None or name.startswith("epoch"))
-        contents = training.checkpoint_contents(self.model, merge=merge)
+        contents = checkpoints.checkpoint_contents(self.model, merge=merge)
         async_save = self.cfg.enable_async_checkpointing and optional
         self.checkpointer.save(
             name,
@@ -408,10 +408,10 @@ class LoRAFinetuneRecipeDistributed:
 
 
 @config.parse
-@training.watched
+@supervision.watched
 def recipe_main(cfg: Settings) -> int:
     """Run the recipe with checked settings."""
-    training.check_run(cfg)
+    estimate.check_run(cfg)
     recipe = LoRAFinetuneRecipeDistributed(cfg)
     recipe.setup(cfg)
     try:

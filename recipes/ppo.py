@@ -18,7 +18,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 
-from torchtune import config, datasets, reports, rlhf, training, utils
+from torchtune import checkpoints, config, datasets, estimate, reports, rlhf, supervision, training, utils
 from torchtune.config import Component, PositiveInt, Range
 from torchtune.data import Batch, BatchLoader
 from torchtune.modules.conversion import apply_conversions, run_post_optimizer_hooks, run_pre_optimizer_hooks
@@ -192,7 +192,7 @@ class Settings:
 
     def check(self) -> Iterator[tuple[str, str]]:
         """Yield (setting, error and remedy) for invalid combinations of settings."""
-        yield from training.check_settings(self)
+        yield from estimate.check_settings(self)
         yield from rlhf.check_ppo_settings(self)
         if self.top_k is not None:
             yield "top_k", "changes the distribution that ratios are taken of: set it to null"
@@ -241,10 +241,10 @@ class PPORecipe:
         )
         self.metric_logger = training.main_process_logger(partial(config.instantiate, cfg.metric_logger), self.dims)
         self.metric_logger.log_config(cfg)
-        self.profiler = training.profiler_from_config(cfg.profiler)
-        self.step_metrics = training.StepMetrics()
+        self.profiler = supervision.profiler_from_config(cfg.profiler)
+        self.step_metrics = supervision.StepMetrics()
         self.scaler = training.LossScaler(self.optimizer, self.dtype)
-        self.guard = training.StepGuard(
+        self.guard = supervision.StepGuard(
             self.step_metrics,
             self.loader,
             self.dims,
@@ -253,9 +253,9 @@ class PPORecipe:
             cfg.loss_spike_threshold,
             self.scaler,
         )
-        self.best = training.BestValidation(cfg.output_dir, cfg.keep_best, cfg.early_stopping_patience, self.dims)
+        self.best = supervision.BestValidation(cfg.output_dir, cfg.keep_best, cfg.early_stopping_patience, self.dims)
         state = self.training_state()
-        training.check_training_state(state)
+        checkpoints.check_training_state(state)
         if self.resume_point is not None:
             self.checkpointer.resume(self.resume_point, self.model, state)
             self.global_step = state["progress"]["global_step"]
@@ -280,7 +280,7 @@ class PPORecipe:
         policy = self.load_model(cfg, cfg.policy_model, cfg.model_converters, "policy")
         value = self.load_model(cfg, cfg.reward_and_value_model, [], "value")
         models = torch.nn.ModuleDict({"policy": policy, "value": value})
-        contents = training.checkpoint_contents(models, merge=not cfg.save_adapter_weights_only)
+        contents = checkpoints.checkpoint_contents(models, merge=not cfg.save_adapter_weights_only)
         self.checkpointer.check_contents(models, contents=contents, tokenizer=self.tokenizer)
         training.fit_vocabulary(policy, self.tokenizer)
         self.setup_rollouts(cfg, models)
@@ -310,7 +310,7 @@ class PPORecipe:
 
     def setup_loader(self, dataset: Any, batch_size: int, *, training_data: bool = False) -> BatchLoader:
         """Build this rank's loader of prompts; the order depends only on the seed and the epoch."""
-        rows = datasets.instantiate_dataset(dataset, self.tokenizer, training.context_length(self.cfg))
+        rows = datasets.instantiate_dataset(dataset, self.tokenizer, estimate.context_length(self.cfg))
         prompts = rlhf.numbered_prompts(rows, self.tokenizer)
         max_steps = None
         if training_data:
@@ -407,15 +407,15 @@ class PPORecipe:
         """Train for the remaining steps, with logging, validation and checkpoints; return the exit code."""
         cfg = self.cfg
         self.model.train()
-        throughput = training.Throughput(model=self.model, dims=self.dims, device=self.device, step=self.global_step)
-        control = training.RunControl(
+        throughput = supervision.Throughput(model=self.model, dims=self.dims, device=self.device, step=self.global_step)
+        control = supervision.RunControl(
             self.dims, cfg.output_dir, cfg.save_every_n_steps, cfg.save_every_n_minutes, best=self.best
         )
         training.reset_memory_stats(self.device)
         with (
             control,
-            training.watch_run(cfg, self.dims, throughput, cfg.hang_timeout_minutes),
-            training.ProgressBar(total=self.total_steps, initial=self.global_step) as progress,
+            supervision.watch_run(cfg, self.dims, throughput, cfg.hang_timeout_minutes),
+            supervision.ProgressBar(total=self.total_steps, initial=self.global_step) as progress,
             self.profiler as profiler,
         ):
             for step in control.steps(self.loader, cfg.epochs, throughput):
@@ -449,7 +449,7 @@ class PPORecipe:
         self.checkpointer.close()
         return control.finish(self.global_step, self.total_steps)
 
-    def update(self, control: training.RunControl, batches: list[Batch], num_terms: int) -> dict[str, Any]:
+    def update(self, control: supervision.RunControl, batches: list[Batch], num_terms: int) -> dict[str, Any]:
         """Do one optimizer step on some answers; return its metrics."""
         # The mean is over all terms of the update, so that its gradient does not depend on the split.
         for batch in batches:
@@ -495,7 +495,7 @@ class PPORecipe:
         """Save the model (adapters also merged, after an epoch) and, unless training is finished, the resume state."""
         state = self.training_state() if self.global_step < self.total_steps else None
         merge = not self.cfg.save_adapter_weights_only and (state is None or name.startswith("epoch"))
-        contents = training.checkpoint_contents(self.model, merge=merge)
+        contents = checkpoints.checkpoint_contents(self.model, merge=merge)
         async_save = self.cfg.enable_async_checkpointing and optional
         self.checkpointer.save(
             name,
@@ -518,10 +518,10 @@ class PPORecipe:
 
 
 @config.parse
-@training.watched
+@supervision.watched
 def recipe_main(cfg: Settings) -> int:
     """Run the recipe with checked settings."""
-    training.check_run(cfg)
+    estimate.check_run(cfg)
     recipe = PPORecipe(cfg)
     recipe.setup(cfg)
     try:

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-from torchtune import config, training, utils
+from torchtune import checkpoints, config, training, utils
 from torchtune.config import Component
 
 
@@ -72,7 +72,7 @@ class QuantizationRecipe:
     def quantize(self, cfg: Settings) -> None:
         """Save the quantized checkpoint."""
         source = self.checkpointer.store.source()
-        training.quantize_checkpoint(
+        checkpoints.quantize_checkpoint(
             source, self.model, self.quantizer, cfg.output_dir, device=self.device, dtype=self.dtype
         )
         mode = training.get_quantizer_mode(self.quantizer)

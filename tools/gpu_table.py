@@ -139,7 +139,6 @@ def simulate_cases() -> dict[str, dict[str, float]]:
     from torchtune.estimate import build_on_meta, estimate_run, parse_cluster
     from torchtune.estimate._roofline import step_time
     from torchtune.estimate._simulate import simulate
-    from torchtune.training import SettingsView
 
     found, device = {}, parse_cluster(DEVICE)[1]
     for name, case in cases().items():
@@ -152,7 +151,7 @@ def simulate_cases() -> dict[str, dict[str, float]]:
             estimate = estimate_run(main, settings)
             peak, work = estimate.peak, estimate.work.values()
         else:
-            models = {"model": build_on_meta(SettingsView.of(settings))[0]}
+            models = {"model": build_on_meta(settings)[0]}
             observer = simulate(main, settings, kept={("model", "text"): range(case.layers)}, models=models)
             peak = max(moment.total for moment in observer.ledger.peaks().values())
             work = observer.work.values()

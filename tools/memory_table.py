@@ -18,11 +18,10 @@ from recipe_table import recipes_in
 from torch import nn
 
 from torchtune._cli._find_recipe import recipe_named_by
-from torchtune.config import load_and_check
+from torchtune.config import SettingsView, load_and_check
 from torchtune.estimate import build_on_meta, estimate_run
 from torchtune.estimate._cluster import simulated_cluster
 from torchtune.estimate._plan import row_length
-from torchtune.training._settings_view import SettingsView
 from torchtune.training.parallel._parallel_dims import ParallelDimsError
 
 ROOT = Path(__file__).parents[1]
@@ -83,7 +82,7 @@ def cell(name: str, processes: int, known: dict[str, str] | None = None) -> str:
     path = CONFIGS / f"{name}.yaml"
     main = recipe_named_by(path).load_main()
     settings = load_and_check(path, [], main)
-    model = build_on_meta(SettingsView.of(settings))[0]
+    model = build_on_meta(settings)[0]
     known = {} if known is None else known
     depends_on = _depends_on(settings, model)
     if depends_on not in known:

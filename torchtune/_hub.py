@@ -43,12 +43,11 @@ def download(
     except errors.HFValidationError as error:
         raise UserError(f"'{repo_id}' is not the name of a repository: it has the form owner/name.") from error
     except errors.GatedRepoError as error:
-        how = (
-            "the account of your token has no access: ask for it on the repository's page"
-            if token
-            else "a token of an account that has access is needed: give --hf-token, or set HF_TOKEN"
-        )
-        raise UserError(f"Repository '{repo_id}' is gated, and {how}.") from error
+        if token:
+            reason = "the account of your token has no access: ask for it on the repository's page"
+        else:
+            reason = "a token of an account that has access is needed: give --hf-token, or set HF_TOKEN"
+        raise UserError(f"Repository '{repo_id}' is gated, and {reason}.") from error
     except errors.RepositoryNotFoundError as error:
         raise UserError(
             f"Repository '{repo_id}' not found on the Hugging Face Hub: check its spelling, or, if it is private, "
@@ -56,15 +55,19 @@ def download(
         ) from error
     except errors.HfHubHTTPError as error:
         status = error.response.status_code
-        how = "run the same command again later, it fetches only what is missing"
-        how = "give --hf-token, or set HF_TOKEN to a token that may read it" if status in (401, 403) else how
+        if status in (401, 403):
+            remedy = "give --hf-token, or set HF_TOKEN to a token that may read it"
+        else:
+            remedy = "run the same command again later, it fetches only what is missing"
         raise UserError(
-            f"Failed to download '{repo_id}': {constants.ENDPOINT} answered with status {status}: {how}."
+            f"Failed to download '{repo_id}': {constants.ENDPOINT} answered with status {status}: {remedy}."
         ) from error
     except (errors.HTTPError, OSError) as error:
-        if output_dir is None and (cached := _cached(repo_id)):
-            return cached
-        if getattr(error, "filename", None) is not None or getattr(error, "errno", None) == errno.ENOSPC:
+        cached_folder = _cached(repo_id) if output_dir is None else None
+        if cached_folder is not None:
+            return cached_folder
+        is_of_disk = isinstance(error, OSError) and (error.filename is not None or error.errno == errno.ENOSPC)
+        if is_of_disk:
             raise UserError(
                 f"Failed to write '{repo_id}' to {output_dir or constants.HF_HUB_CACHE}: {error.strerror}."
             ) from error
@@ -94,15 +97,16 @@ def describe_access(timeout: float = 5.0) -> str:
     token = get_token()
     try:
         answer = get_session().get(f"{constants.ENDPOINT}/api/whoami-v2", headers=build_hf_headers(), timeout=timeout)
-        name = answer.json()["name"] if answer.status_code == 200 else None
+        account = answer.json()["name"] if answer.status_code == 200 else None
     except (errors.HTTPError, OSError, ValueError, LookupError, TypeError) as error:
         return f"offline: {constants.ENDPOINT} gives no answer of a hub ({_first_line(error, token)})"
-    if name is not None:
-        return f"{constants.ENDPOINT} answers, signed in as {name}"
+    if account is not None:
+        return f"{constants.ENDPOINT} answers, signed in as {account}"
     if answer.status_code != 401:
         return f"{constants.ENDPOINT} answers with status {answer.status_code}: try again later"
-    known = "refuses the token: make another" if token else "answers, without a token: gated models need HF_TOKEN"
-    return f"{constants.ENDPOINT} {known}"
+    if token:
+        return f"{constants.ENDPOINT} refuses the token: make another"
+    return f"{constants.ENDPOINT} answers, without a token: gated models need HF_TOKEN"
 
 
 def upload(folder: Path, repo_id: str) -> str:
@@ -116,9 +120,11 @@ def upload(folder: Path, repo_id: str) -> str:
     """
     from huggingface_hub import HfApi, constants, errors
 
+    api = HfApi()
     try:
-        HfApi().create_repo(repo_id, private=True, exist_ok=True)
-        return str(HfApi().upload_folder(repo_id=repo_id, folder_path=folder, ignore_patterns=[".*"]).commit_url)
+        api.create_repo(repo_id, private=True, exist_ok=True)
+        commit = api.upload_folder(repo_id=repo_id, folder_path=folder, ignore_patterns=[".*"])
+        return str(commit.commit_url)
     except (errors.HFValidationError, errors.HTTPError, OSError) as error:
         raise UserError(
             f"--push {repo_id}: {constants.ENDPOINT} does not take the files ({first_line(error)}): give "
@@ -146,5 +152,6 @@ def _make_own(folder: Path) -> None:
 
 
 def _first_line(error: Exception, token: str | None) -> str:
+    """Return the first line of an error's message, without the token."""
     text = first_line(error)
     return text.replace(token, "<redacted>") if token else text

@@ -40,8 +40,9 @@ def _export(
         if name not in modules:
             return former_attribute(package, name)
         module = importlib.import_module(modules[name])
-        # ``from . import name`` exports a module.
-        value = module if modules[name] == f"{package}.{name}" else getattr(module, name)
+        is_submodule = modules[name] == f"{package}.{name}"  # exported by ``from . import name``
+        value = module if is_submodule else getattr(module, name)
+        # The next use finds the name without a call.
         setattr(sys.modules[package], name, value)
         return value
 
@@ -103,8 +104,9 @@ def present_path(path: str) -> str:
         ImportError: the path is one of this library and is gone; the message says what replaces it.
     """
     table = importlib.import_module(_FORMER_NAMES)
-    if gone := table.explain_gone(path):
-        raise ImportError(gone)
+    explanation = table.explain_gone(path)
+    if explanation:
+        raise ImportError(explanation)
     return table.present_path(path)
 
 
@@ -119,7 +121,9 @@ class FormerModuleFinder:
     @classmethod
     def find_spec(cls, name: str, path: Any = None, target: Any = None) -> Any:
         """Return the spec of a former module of this library, or ``None``."""
-        return importlib.import_module(_FORMER_NAMES).find_spec(name) if name.startswith("torchtune.") else None
+        if not name.startswith("torchtune."):
+            return None
+        return importlib.import_module(_FORMER_NAMES).find_spec(name)
 
 
 def redirect(package: str, target: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
@@ -139,5 +143,5 @@ def modules_in(path: Sequence[str]) -> tuple[str, ...]:
     Args:
         path: ``__path__`` of the package.
     """
-    names = (module.name for module in iter_modules(path))
-    return tuple(sorted(name for name in names if not name.startswith("_")))
+    names = [module.name for module in iter_modules(path) if not module.name.startswith("_")]
+    return tuple(sorted(names))

@@ -70,7 +70,7 @@ class Recipe:
     @property
     def groups(self) -> frozenset[str]:
         """Features of the recipe in ``recipes/features.yaml``; empty if it has no entry."""
-        return _declared().get(self.name, frozenset())
+        return _groups_by_recipe().get(self.name, frozenset())
 
     @property
     def supports_distributed(self) -> bool:
@@ -85,23 +85,29 @@ class Recipe:
 
 def _natural(name: str) -> list[tuple[bool, float, str]]:
     """Return a key for natural sorting: ``135M`` before ``0.5B`` before ``3B`` before ``14B``."""
-    name = re.sub(r"(\d+)M(?=_)", lambda found: f"{int(found[1]) / 1000}B", name)
-    parts = re.split(r"(\d+(?:\.\d+)?)", name)
-    return [(False, float(part), "") if i % 2 else (True, 0.0, part) for i, part in enumerate(parts)]
+    in_billions = re.sub(r"(\d+)M(?=_)", lambda match: f"{int(match[1]) / 1000}B", name)
+    key = []
+    for part in re.split(r"(\d+(?:\.\d+)?)", in_billions):
+        if part[:1].isdigit():
+            key.append((False, float(part), ""))
+        else:
+            key.append((True, 0.0, part))
+    return key
 
 
 def recipe_of(config: str | Path) -> str | None:
     """Return the recipe that a config file names in its ``recipe:`` key, or ``None``."""
     try:
         with open(config, encoding="utf-8-sig", errors="replace") as file:
-            found = _RECIPE_KEY.search(file.read(_LARGEST))
+            match = _RECIPE_KEY.search(file.read(_LARGEST))
     except OSError as error:
         raise UserError(f"{config}: it cannot be read: {error.strerror}.") from error
-    return found[1] if found else None
+    return None if match is None else match[1]
 
 
 @functools.cache
-def _declared() -> dict[str, frozenset[str]]:
+def _groups_by_recipe() -> dict[str, frozenset[str]]:
+    """Return the table of ``recipes/features.yaml``: the name of each recipe, and its features."""
     import yaml
 
     content = yaml.safe_load((ROOT / "features.yaml").read_text(encoding="utf-8"))
@@ -110,6 +116,7 @@ def _declared() -> dict[str, frozenset[str]]:
 
 @functools.cache
 def _scan() -> tuple[Recipe, ...]:
+    """Return all recipes with their configs, from the files; cached, because there are hundreds."""
     recipes = {}
     for path in ROOT.rglob("*.py"):
         parts = path.relative_to(ROOT).parts
@@ -119,10 +126,12 @@ def _scan() -> tuple[Recipe, ...]:
             recipes[name] = Recipe(name, file_path)
     for path in CONFIGS.rglob("*.yaml"):
         file_path = path.relative_to(CONFIGS).as_posix()
-        recipe = recipe_of(path)
-        recipe = recipe and current_name(recipe)
-        if recipe in recipes:
-            recipes[recipe].configs.append(Config(file_path.removesuffix(".yaml"), file_path))
+        recipe_name = recipe_of(path)
+        if recipe_name is None:
+            continue
+        recipe = recipes.get(current_name(recipe_name))
+        if recipe is not None:
+            recipe.configs.append(Config(file_path.removesuffix(".yaml"), file_path))
     for recipe in recipes.values():
         recipe.configs.sort(key=lambda config: config.order)
     return tuple(sorted(recipes.values(), key=lambda recipe: (recipe.name.startswith("dev/"), recipe.name)))
@@ -155,16 +164,28 @@ _FORMER = {
 }
 
 
+# Prefix of a name -> what a run under this name must have.
+_PROMISES = (
+    ("lora_", "adapters"),
+    ("knowledge_", "adapters"),
+    ("qat_lora_", "adapters"),
+    ("qat_", "quantizer"),
+    ("full_", "weights"),
+    ("ppo_full_", "weights"),
+)
+
+
 def current_name(name: str) -> str:
     """Return the current name of a recipe."""
     return _FORMER.get(name, name)
 
 
-def are_other_methods(one: str, other: str) -> bool:
+def are_other_methods(first: str, second: str) -> bool:
     """Return whether two names, current or former, belong to shipped recipes with different training methods."""
     methods = {recipe.name: recipe.method for recipe in _scan()}
-    found = [methods.get(current_name(name)) for name in (one, other)]
-    return None not in found and found[0] != found[1]
+    first_method = methods.get(current_name(first))
+    second_method = methods.get(current_name(second))
+    return first_method is not None and second_method is not None and first_method != second_method
 
 
 def promises(name: object) -> frozenset[str]:
@@ -172,39 +193,59 @@ def promises(name: object) -> frozenset[str]:
 
     A run under a former name must not do anything else.
     """
-    words = {"lora_": "adapters", "knowledge_": "adapters", "qat_": "quantizer", "qat_lora_": "adapters"}
-    words |= {"full_": "weights", "ppo_full_": "weights"}
-    if not isinstance(name, str) or (name not in _FORMER and not name.startswith("lora_finetune")):
+    if not isinstance(name, str):
         return frozenset()
-    return frozenset(promise for word, promise in words.items() if name.startswith(word))
+    # Of the current names, only lora_finetune_* promises something: other recipes train whatever the model has.
+    if name not in _FORMER and not name.startswith("lora_finetune"):
+        return frozenset()
+    return frozenset(promise for prefix, promise in _PROMISES if name.startswith(prefix))
 
 
 def find_recipe(name: str) -> Path | None:
     """Return the file of the recipe with this current or former name, or ``None``."""
     name = current_name(name)
-    return next((recipe.path for recipe in _scan() if recipe.name == name), None)
+    for recipe in _scan():
+        if recipe.name == name:
+            return recipe.path
+    return None
 
 
 def recipe_at(path: str | Path) -> str | None:
     """Return the name of the shipped recipe in this file, or ``None``."""
-    return next((recipe.name for recipe in _scan() if recipe.path == Path(path).resolve()), None)
+    file = Path(path).resolve()
+    for recipe in _scan():
+        if recipe.path == file:
+            return recipe.name
+    return None
 
 
-def settings_of_recipe(recipe: Recipe) -> frozenset[str]:
-    """Return the names of a recipe's settings, parsed from its source without an import."""
+def settings_of_recipe(recipe: Recipe) -> dict[str, str]:
+    """Return the defaults of a recipe's settings by name, as written in its source, which is not imported.
+
+    A setting without a default has the text ``"None"``.
+    """
     return _settings_in(recipe.path)
 
 
 @functools.cache
-def _settings_in(path: Path) -> frozenset[str]:
-    classes = (node for node in ast.parse(path.read_text(encoding="utf-8")).body if isinstance(node, ast.ClassDef))
-    fields = (item for node in classes if node.name == "Settings" for item in node.body)
-    named = (item.target for item in fields if isinstance(item, ast.AnnAssign))
-    return frozenset(target.id for target in named if isinstance(target, ast.Name))
+def _settings_in(path: Path) -> dict[str, str]:
+    defaults = {}
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.ClassDef) and node.name == "Settings":
+            for field_node in node.body:
+                if isinstance(field_node, ast.AnnAssign) and isinstance(field_node.target, ast.Name):
+                    value = field_node.value
+                    defaults[field_node.target.id] = "None" if value is None else ast.unparse(value)
+    return defaults
 
 
 def find_config(name: str, recipe: str | None = None) -> Path | None:
     """Return the file of the config called ``name``, preferably one of ``recipe``, or ``None``."""
-    recipe = recipe and current_name(recipe)
-    ordered = sorted(_scan(), key=lambda candidate: candidate.name != recipe)
-    return next((config.path for each in ordered for config in each.configs if config.name == name), None)
+    preferred = None if recipe is None else current_name(recipe)
+    # A config of the preferred recipe comes first; sorting keeps the order of the others.
+    candidates = sorted(_scan(), key=lambda candidate: candidate.name != preferred)
+    for candidate in candidates:
+        for config in candidate.configs:
+            if config.name == name:
+                return config.path
+    return None

@@ -50,14 +50,16 @@ def public_modules(package: str) -> list[str]:
 
 
 class PublicFace(SphinxDirective):
-    """Documents every public name of a package; ``:except: other`` omits names that ``other`` exports, too."""
+    """Documents every public name of a package; ``:except: …`` omits names that other packages export, too."""
 
     required_arguments = 1
     option_spec: ClassVar[dict] = {"except": directives.unchanged}
 
     def run(self) -> list[nodes.Node]:
         package = self.arguments[0]
-        elsewhere = set(public_names(self.options["except"])) if "except" in self.options else set()
+        elsewhere = set()
+        for other in self.options.get("except", "").split():
+            elsewhere.update(public_names(other))
         names = [name for name in public_names(package) if name not in elsewhere]
         lines = [line for name in names for line in entry(package, name)]
         node = nodes.container()

@@ -10,12 +10,12 @@ from pathlib import Path
 import torch
 
 from torchtune import training
+from torchtune.checkpoints import FullModelHFCheckpointer
 from torchtune.data import Message
 from torchtune.generation import generate_tokens
 from torchtune.models import from_hf_config
 from torchtune.modules import TransformerDecoder
 from torchtune.tokenizers import HuggingFaceModelTokenizer, hf_tokenizer
-from torchtune.training import FullModelHFCheckpointer
 
 HELD_OUT = Path(__file__).parent / "data" / "held_out.jsonl"
 MAX_NEW_TOKENS = 40  # the longest right answer has 30

@@ -79,13 +79,16 @@ def public_names():
     """Dotted path of everything that the packages export, subpackages aside."""
     found = []
     top = importlib.import_module("torchtune")
-    elsewhere = set(top.training.__all__)  # names of other rooms that are documented at their former address
+    # Names that training exports for recipes of earlier releases are documented in their own rooms.
+    elsewhere = set()
+    for room in (top.checkpoints, top.config, top.estimate, top.supervision):
+        elsewhere.update(room.__all__)
     for face in top.__all__:
         module = getattr(top, face)
         if not inspect.ismodule(module):
             found.append(f"torchtune.{face}")
             continue
-        known = elsewhere if face in ("checkpoints", "estimate", "supervision") else set()
+        known = elsewhere if face == "training" else set()
         names = [name for name in module.__all__ if name not in known and not inspect.ismodule(getattr(module, name))]
         found += [f"torchtune.{face}.{name}" for name in names]
     return found

@@ -164,7 +164,7 @@ import os, signal, sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchtune import config, training
+from torchtune import config, supervision, training
 
 
 @dataclass
@@ -180,7 +180,7 @@ def recipe_main(cfg: Settings) -> int:
     import torch
 
     dims = training.ParallelDims.start(torch.device("cpu"), dp_shard=-1)
-    with training.StopSignal() as stop:
+    with supervision.StopSignal() as stop:
         ranks = dims.sum(1)
         for pid in (os.getpid(), os.getppid()):
             os.kill(pid, signal.SIGTERM)

@@ -150,9 +150,8 @@ def test_what_cannot_teach_is_one_sentence(change, words, tmp_path):
 
 def test_a_dry_run_counts_the_teacher_and_looks_for_its_weights(tmp_path):
     from torchtune.config import load_and_check
-    from torchtune.estimate import estimate_run
+    from torchtune.estimate import estimate_run, plan_run
     from torchtune.estimate._check_run import find_problems
-    from torchtune.training import plan_run
 
     run = start(ONE, tmp_path, train=False)
     main = load_recipe(ONE, tmp_path).recipe_main

@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from tests.recipes.runs import start, write_config
-from torchtune.training import StepGuard
+from torchtune.supervision import StepGuard
 
 
 @pytest.mark.parametrize(

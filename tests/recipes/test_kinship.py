@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import importlib
 import itertools
 import shutil
 from pathlib import Path
@@ -174,6 +175,20 @@ def test_a_recipe_stands_alone(path):
             assert not node.bases, f"{node.name} inherits; recipes are copied"
         if isinstance(node, ast.Attribute):
             assert not (node.attr.startswith("_") and not node.attr.startswith("__")), f"private name {node.attr}"
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=NAMES)
+def test_a_recipe_takes_every_name_from_the_package_that_defines_it(path):
+    """``torchtune.training`` has names of other packages for recipes of earlier releases alone."""
+    nodes = list(ast.walk(tree(path)))
+    imports = [node for node in nodes if isinstance(node, ast.ImportFrom) and node.module == "torchtune"]
+    packages = {alias.name for node in imports for alias in node.names}
+    for node in nodes:
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in packages:
+            value = getattr(importlib.import_module(f"torchtune.{node.value.id}"), node.attr)
+            home = getattr(value, "__module__", "")
+            if home.startswith("torchtune."):
+                assert home.startswith(f"torchtune.{node.value.id}"), f"{ast.unparse(node)} is defined in {home}"
 
 
 def depth(node):

@@ -9,10 +9,10 @@ from torch.nn.functional import logsigmoid
 from tests.recipes.runs import PREFERENCE, resume, start
 from tests.tiny import write_checkpoint
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
+from torchtune.estimate import plan_data
 from torchtune.modules.loss import LossError
 from torchtune.rlhf import _reference
 from torchtune.rlhf._reference import Reference
-from torchtune.training import plan_data
 from torchtune.utils import UserError
 
 FULL, LORA = "full_dpo_single_device", "lora_dpo_single_device"

@@ -5,9 +5,9 @@ import torch
 
 from tests.recipes import checks
 from tests.recipes.runs import QAT, resume, start
+from torchtune.checkpoints import FullModelHFCheckpointer
 from torchtune.models import from_hf_config
 from torchtune.modules.conversion import ConversionError
-from torchtune.training import FullModelHFCheckpointer
 from torchtune.training.quantization import Int8DynActInt4WeightQATQuantizer
 from torchtune.utils import UserError
 

@@ -10,9 +10,9 @@ import torch
 
 from tests.recipes.runs import after_each_step, read_log, run_main, start
 from torchtune._recipe_registry import find_recipe
-from torchtune.config import load_and_check
-from torchtune.supervision import explain_no_validation, explain_short_epoch
-from torchtune.training import RecipeSettingsError, SettingsView, checksum_trained
+from torchtune.config import RecipeSettingsError, SettingsView, load_and_check
+from torchtune.supervision import StepPlan, explain_no_validation
+from torchtune.training import checksum_trained
 
 LORA, FULL = "lora_finetune_single_device", "full_finetune_single_device"
 
@@ -102,9 +102,12 @@ def test_a_batch_larger_than_the_data_is_warned_of(tmp_path, caplog):
     ],
 )
 def test_an_epoch_of_an_incomplete_step_has_advice(accumulation, ranks, examples, advice):
-    cfg = SettingsView({"batch_size": 400, "gradient_accumulation_steps": accumulation})
-    found = explain_short_epoch(cfg, ranks, examples)
-    assert found is None if advice is None else str(found).endswith(f"one incomplete step: set {advice}")
+    plan = StepPlan(batch_size=400, gradient_accumulation_steps=accumulation)
+    sentence = plan.explain_short_epoch(ranks, examples)
+    if advice is None:
+        assert sentence is None
+    else:
+        assert sentence.endswith(f"one incomplete step: set {advice}")
 
 
 def test_a_best_validation_without_a_validation_is_refused():

@@ -8,7 +8,7 @@ import torch
 from filelock import FileLock
 
 from tests.recipes.runs import TRAINING, after_each_step, read_log, resume, start
-from torchtune.training import SkippedStepsError
+from torchtune.supervision import SkippedStepsError
 from torchtune.utils import UserError
 
 FAULTY = "tests.recipes.faulty.FaultyLoss"

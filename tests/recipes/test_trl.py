@@ -12,11 +12,11 @@ import torch
 
 from tests.recipes.runs import start
 from tests.tiny import read_lines, write_checkpoint, write_lines, write_pairs
+from torchtune.checkpoints import FullModelHFCheckpointer
 from torchtune.data import collate_preference
 from torchtune.models import from_hf_config
 from torchtune.rlhf import GroupAdvantages, Rollout, collate_rollouts
 from torchtune.rlhf.loss import GRPOLoss, setup_loss
-from torchtune.training import FullModelHFCheckpointer
 
 trl = pytest.importorskip("trl")
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -193,9 +193,9 @@ def show_config(cfg: Any, examples: int, everything: bool, sample: int) -> None:
         RecipeSettingsError: a setting that the library reads is missing or has another type.
     """
     from torchtune import config
-    from torchtune.estimate import is_mixture, measure, steps_of_epoch
-    from torchtune.supervision import count_steps, describe_global_batch
-    from torchtune.training import context_length
+    from torchtune.datasets import is_mixture
+    from torchtune.estimate import context_length, measure
+    from torchtune.supervision import StepPlan
 
     tokenizer = config.instantiate(cfg.tokenizer)
     longest = context_length(cfg)
@@ -211,7 +211,8 @@ def show_config(cfg: Any, examples: int, everything: bool, sample: int) -> None:
     if is_mixture(cfg.dataset):  # an epoch of a mixture has as many rows as its weights say
         num_read = sys.maxsize if train["exact"] else sample
         num_examples = measure(cfg.dataset, tokenizer, num_read, longest).examples
-    steps = count_steps(cfg, steps_of_epoch(cfg, num_examples, 1))
+    plan = StepPlan.of(cfg)
+    steps = plan.describe_steps(plan.steps_per_epoch(num_examples, data_size=1))
     about = "" if train["exact"] else "about "
-    print(f"\nbatch       {describe_global_batch(cfg, 1, num_examples)}")
+    print(f"\nbatch       {plan.describe_batch(1, num_examples)}")
     print(f"steps       {about}{steps}, on one device")

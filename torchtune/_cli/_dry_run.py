@@ -24,9 +24,8 @@ def dry_run(main: Callable[[Any], Any], settings: Any, processes: int) -> None:
         RecipeSettingsError: a setting that the library reads is missing or has another type.
         RunError: the run cannot start; raised after everything else is printed.
     """
-    from torchtune.config import redact_secrets
-    from torchtune.estimate import find_problems, measure_data
-    from torchtune.training import RunError, SettingsView, plan_run
+    from torchtune.config import SettingsView, redact_secrets
+    from torchtune.estimate import RunError, find_problems, measure_data, plan_run
 
     view = SettingsView.of(settings)
     problems = find_problems(view, processes, thorough=True)
@@ -63,11 +62,10 @@ def dry_run(main: Callable[[Any], Any], settings: Any, processes: int) -> None:
 
 def _memory(main: Callable[[Any], Any], settings: Any, processes: int, length: int | None) -> str:
     from torchtune.estimate import memory, weights_memory
-    from torchtune.training import SettingsView
 
     estimate, reason = estimate_or_reason(main, settings, processes, length)
     if estimate is None:
-        return f"memory      {weights_memory(SettingsView.of(settings))}; {reason}"
+        return f"memory      {weights_memory(settings)}; {reason}"
     return memory(estimate)
 
 

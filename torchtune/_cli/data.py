@@ -118,8 +118,8 @@ class DataShow(Subcommand):
 
 def _context_of(checkpoint: str) -> int | None:
     """Return the tokens of the longest row that a checkpoint's model reads; None if its architecture is not known."""
+    from torchtune.estimate import context_length
     from torchtune.models import ModelError
-    from torchtune.training import context_length
 
     try:
         return context_length({"model": {"_component_": _FROM_CONFIG, "checkpoint_dir": checkpoint}})
@@ -205,10 +205,8 @@ def prepare_config(cfg: Any, output: Path, processes: int | None) -> None:
         DataError: rows cannot be trained on or written; no partial files are left.
     """
     from torchtune import config
-    from torchtune.datasets import instantiate_dataset, preparing, workers
-    from torchtune.estimate import nodes_of
-    from torchtune.supervision import count_tokens
-    from torchtune.training import context_length
+    from torchtune.datasets import dataset_nodes, instantiate_dataset, preparing, workers
+    from torchtune.estimate import context_length
 
     tokenizer = config.instantiate(cfg.tokenizer)
     longest = context_length(cfg)
@@ -218,7 +216,7 @@ def prepare_config(cfg: Any, output: Path, processes: int | None) -> None:
         started = time.monotonic()
         with preparing(output), workers(processes):
             dataset = instantiate_dataset(node, tokenizer, longest)
-        tokens = count_tokens(dataset)
+        tokens = dataset.num_known_tokens
         if tokens is None:
             if dataset.is_stream:
                 raise UserError(f"{name}: a stream is tokenized during training: remove streaming to prepare it.")
@@ -226,7 +224,7 @@ def prepare_config(cfg: Any, output: Path, processes: int | None) -> None:
         kind = "packs" if dataset.is_packed else "rows"
         seconds = time.monotonic() - started
         print(f"{name}: {len(dataset):,} {kind}, {tokens:,} tokens in {output}, {seconds:.1f} s. Use them with")
-        if nodes_of(node)[0] is node:
+        if dataset_nodes(node)[0] is node:
             print(f"  {name}.prepared={output}")
         else:  # overrides cannot reach into a list of nodes
             print(f"  prepared: {output}  # in every node of {name}")
@@ -288,8 +286,7 @@ def _builder_of(name: str, changes: Mapping[str, Any]) -> str:
 def _read_settings(name: str, overrides: list[str]) -> Any:
     """Return the checked settings of a config with a dataset, for the recipe named in it."""
     from torchtune._cli._find_recipe import recipe_named_by, resolve_config
-    from torchtune.config import load_and_check
-    from torchtune.training import SettingsView
+    from torchtune.config import SettingsView, load_and_check
 
     config = resolve_config(name)
     cfg = SettingsView.of(load_and_check(config, overrides, recipe_named_by(config).load_main()))

@@ -214,7 +214,7 @@ class Run(Subcommand):
     def _run_distributed(self, recipe: RecipeTarget, config: Path, command: Command) -> None:
         """Check the config once, then start one process per device with torchrun."""
         from torchtune.config import load_and_check
-        from torchtune.training import check_run
+        from torchtune.estimate import check_run
 
         self._check_distributed(recipe, wanted=True)
         settings = load_and_check(config, command.overrides, recipe.load_main())

@@ -80,21 +80,23 @@ def generate(
     """
     model = unwrap(model)
     decoder = _check_model(model, tokenizer)
-    prompt = _to_lists(prompt)
-    is_one = isinstance(prompt, str) or not prompt or isinstance(prompt[0], int | Mapping | Message)
-    rows = [
-        _tokenize_prompt(decoder, tokenizer, one, number) for number, one in enumerate([prompt] if is_one else prompt)
-    ]
-    asked = _DEFAULT_LENGTH if max_new_tokens is None else max_new_tokens
+    prompts, is_single = _to_prompts(prompt)
+    max_new = _DEFAULT_LENGTH if max_new_tokens is None else max_new_tokens
     device = decoder.tok_embeddings.weight.device
     rng = torch.Generator(device)
     if seed is None:
         rng.seed()
     else:
         rng.manual_seed(seed)
-    limits = [answer_limit(decoder, row["tokens"], asked, f"prompt {number}") for number, row in enumerate(rows)]
+
+    rows = []
+    limits = []
+    for number, text_or_ids in enumerate(prompts):
+        row = _tokenize_prompt(tokenizer, text_or_ids, number)
+        rows.append(row)
+        limits.append(answer_limit(decoder, row["tokens"], max_new, f"prompt {number}"))
     images = [images_of_row(row, device) for row in rows]
-    found = generate_tokens(
+    generated = generate_tokens(
         model if any(images) else decoder,
         [torch.tensor(row["tokens"], device=device) for row in rows],
         max_new_tokens=limits,
@@ -108,34 +110,43 @@ def generate(
         max_sequences=_MAX_SEQUENCES,
         images=images,
     )
-    answers, cut = [], 0
-    for tokens, limit in zip(found.tokens, limits, strict=True):
+
+    answers = []
+    num_cut = 0
+    for tokens, limit in zip(generated.tokens, limits, strict=True):
         ids = tokens.tolist()
-        has_ended = ids[-1] in tokenizer.stop_tokens
-        cut += not has_ended and (max_new_tokens is None or limit < asked)
-        answers.append(tokenizer.decode(ids[:-1] if has_ended else ids))
-    if cut:
+        if ids[-1] in tokenizer.stop_tokens:
+            ids.pop()
+        elif max_new_tokens is None or limit < max_new:
+            num_cut += 1  # by the default or by the context, not by the length that the caller asked for
+        answers.append(tokenizer.decode(ids))
+    if num_cut:
         get_logger().warning(
-            f"{cut} of {len(answers)} answers are cut, by the context of {decoder.max_seq_len} tokens or after {asked} "
-            "tokens: max_new_tokens sets how long an answer may be."
+            f"{num_cut} of {len(answers)} answers are cut, by the context of {decoder.max_seq_len} tokens or after "
+            f"{max_new} tokens: max_new_tokens sets how long an answer may be."
         )
-    return answers[0] if is_one else answers
+    return answers[0] if is_single else answers
 
 
-def _to_lists(prompt: Any) -> Any:
-    """Convert prompts of tensors and arrays to lists of token ids.
+def _to_prompts(prompt: Any) -> tuple[list[Any], bool]:
+    """Return the prompts as a list, with token ids of tensors and arrays as lists, and whether it was a single one.
 
     Raises:
         GenerationError: the prompt has an unsupported type.
     """
-    if hasattr(prompt, "tolist"):
+    if hasattr(prompt, "tolist"):  # a tensor or an array
         prompt = prompt.tolist()
     if isinstance(prompt, bytes) or not isinstance(prompt, Sequence):
         raise GenerationError(
-            f"prompt: a {type(prompt).__name__} is none: give a text, a list of messages, token ids, or a list of them."
+            f"prompt: a {type(prompt).__name__} cannot be continued: give a text, a list of messages, token ids, or a "
+            "list of them."
         )
-    is_many = not isinstance(prompt, str) and any(hasattr(one, "tolist") for one in prompt)
-    return [one.tolist() if hasattr(one, "tolist") else one for one in prompt] if is_many else prompt
+    if isinstance(prompt, str) or not prompt or isinstance(prompt[0], int | Mapping | Message):
+        return [prompt], True
+    prompts = []
+    for item in prompt:
+        prompts.append(item.tolist() if hasattr(item, "tolist") else item)
+    return prompts, False
 
 
 def _check_model(model: nn.Module, tokenizer: Any) -> TransformerDecoder:
@@ -144,39 +155,48 @@ def _check_model(model: nn.Module, tokenizer: Any) -> TransformerDecoder:
     if not isinstance(decoder, TransformerDecoder):
         raise GenerationError(f"model: a {type(model).__name__} does not generate: give a decoder of torchtune.models.")
     check_generates(decoder)
-    if empty := [name for name, tensor in decoder.named_parameters() if tensor.is_meta]:
-        raise GenerationError(f"model: '{empty[0]}' has no values: load the weights first.")
+    for name, parameter in decoder.named_parameters():
+        if parameter.is_meta:
+            raise GenerationError(f"model: '{name}' has no values: load the weights first.")
     check_tokenizer(tokenizer)
     training.fit_vocabulary(model, tokenizer)
-    own = ORIGINS[model].tokenizer if model in ORIGINS else tokenizer
-    if own is not tokenizer:
-        count = min(own.vocab_size, tokenizer.vocab_size)
-        ids = range(count // 10, count, max(count // _SAMPLED_IDS, 1))
-        differing = sum(own.decode([i]) != tokenizer.decode([i]) for i in ids)
-        if differing > len(ids) // 2:
-            raise GenerationError(
-                "tokenizer: its tokens are not those that the model was loaded with: give the one that torchtune.load "
-                "returned with it."
-            )
+    if model in ORIGINS:
+        _check_same_tokens(ORIGINS[model].tokenizer, tokenizer)
     return decoder
 
 
-def _tokenize_prompt(decoder: TransformerDecoder, tokenizer: Any, prompt: Prompt, number: int) -> dict[str, Any]:
+def _check_same_tokens(loaded: Any, tokenizer: Any) -> None:
+    """Raise if most of a sample of ids are other texts than in the tokenizer that was loaded with the model."""
+    if loaded is tokenizer:
+        return
+    count = min(loaded.vocab_size, tokenizer.vocab_size)
+    # The first ids are often bytes and special tokens, which tokenizers have in common.
+    ids = range(count // 10, count, max(count // _SAMPLED_IDS, 1))
+    num_differing = sum(loaded.decode([token_id]) != tokenizer.decode([token_id]) for token_id in ids)
+    if num_differing > len(ids) // 2:
+        raise GenerationError(
+            "tokenizer: its tokens are not those that the model was loaded with: give the one that torchtune.load "
+            "returned with it."
+        )
+
+
+def _tokenize_prompt(tokenizer: Any, prompt: Prompt, number: int) -> dict[str, Any]:
     """Return the token ids of a prompt, including the header of the assistant's turn, and its images."""
-    if prompt and not isinstance(prompt, str) and isinstance(prompt[0], int):
-        row = {"tokens": list(prompt)}
-    else:
-        if not getattr(tokenizer, "chat_templates", True):
-            raise GenerationError(
-                f"prompt {number}: the checkpoint has no chat template, so that it answers no questions: load one that "
-                "is instruction-tuned, or continue a text with tokenizer.encode(text, add_eos=False) as the prompt."
-            )
-        messages = as_messages([{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt))
-        messages = to_be_answered(messages, None, f"prompt {number}")
-        if any(message.contains_media for message in messages) and not getattr(tokenizer, "takes_images", False):
-            raise GenerationError(
-                f"prompt {number}: it has an image, but model and tokenizer read text only: torchtune.load(folder, "
-                "images=True) loads the vision tower of a checkpoint that has one."
-            )
-        row = prompt_row(tokenizer, messages, f"prompt {number}")
-    return row
+    name = f"prompt {number}"
+    is_ids = bool(prompt) and not isinstance(prompt, str) and isinstance(prompt[0], int)
+    if is_ids:
+        return {"tokens": list(prompt)}
+    if not getattr(tokenizer, "chat_templates", True):
+        raise GenerationError(
+            f"{name}: the checkpoint has no chat template, so that it answers no questions: load one that is "
+            "instruction-tuned, or continue a text with tokenizer.encode(text, add_eos=False) as the prompt."
+        )
+    turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    messages = to_be_answered(as_messages(turns), None, name)
+    has_images = any(message.contains_media for message in messages)
+    if has_images and not getattr(tokenizer, "takes_images", False):
+        raise GenerationError(
+            f"{name}: it has an image, but model and tokenizer read text only: torchtune.load(folder, images=True) "
+            "loads the vision tower of a checkpoint that has one."
+        )
+    return prompt_row(tokenizer, messages, name)

@@ -3,33 +3,29 @@
 import os
 import re
 from collections.abc import Sequence
-from copy import deepcopy
 from pathlib import Path
 
 import torch
-from torch import nn
 
-from torchtune import training, utils
+from torchtune import checkpoints, training, utils
 from torchtune._facade._origin import ORIGINS, Origin
 from torchtune._hub import download
 from torchtune.checkpoints import (
-    ADAPTER_CONFIG_FILE,
-    ADAPTER_FILE,
-    OWNED_INDEX,
+    CheckpointError,
+    CheckpointStore,
+    ModelSource,
     ModelWeights,
     adapter_conversion,
     adapter_folder,
-    add_new_tokens,
-    changes_base,
-    load_adapter,
+    base_of_adapter,
+    has_adapter,
+    has_conversion_files,
 )
 from torchtune.models import checkpoint_tokenizer, from_hf_config, stored_dtype
 from torchtune.modules import TransformerDecoder
 from torchtune.modules.conversion import Conversion, apply_conversions
-from torchtune.modules.peft import adapter_modules
 from torchtune.tokenizers import HuggingFaceModelTokenizer
-from torchtune.training import CheckpointError, CheckpointStore, ModelSource
-from torchtune.utils import UserError, read_json
+from torchtune.utils import UserError
 
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
 
@@ -75,62 +71,70 @@ def load(
         True
     """
     folder, repo_id = _find_folder(path)
-    place, conversions = (adapter, []) if isinstance(adapter, str | Path) else (None, adapter)
-    conversions = list(conversions) if isinstance(conversions, Sequence) else [conversions] if conversions else []
-    if place is None and (_has_adapter(folder) or (folder / OWNED_INDEX).is_file()):
-        if conversions and not (folder / OWNED_INDEX).is_file():
+    adapter_path: str | Path | None = None
+    conversions: list[Conversion] = []
+    if isinstance(adapter, str | Path):
+        adapter_path = adapter
+    elif isinstance(adapter, Sequence):
+        conversions = list(adapter)
+    elif adapter is not None:
+        conversions = [adapter]
+
+    if adapter_path is None and (has_adapter(folder) or has_conversion_files(folder)):
+        if conversions and not has_conversion_files(folder):
             raise CheckpointError(f"{path} holds an adapter: it cannot get another one, merge it into its base first.")
-        place = folder
-        if all(file.name.startswith("adapter_") for pattern in _WEIGHTS for file in folder.glob(pattern)):
+        adapter_path = folder
+        if not _has_base_weights(folder):
             folder, repo_id = _find_base_model(folder)
-    if not (folder / "config.json").is_file() and (files := sorted(folder.glob("*.gguf"))):
-        raise CheckpointError(
-            f"{path} holds a GGUF file alone: torchtune.checkpoints.gguf_to_hf({files[0].name!r}, folder) "
-            "writes a folder to load."
-        )
+    if not (folder / "config.json").is_file():
+        gguf_files = sorted(folder.glob("*.gguf"))
+        if gguf_files:
+            raise CheckpointError(
+                f"{path} holds a GGUF file alone: torchtune.checkpoints.gguf_to_hf({gguf_files[0].name!r}, folder) "
+                "writes a folder to load."
+            )
     adapter_dir = None
-    if place is not None:
-        adapter_dir = adapter_folder(_find_folder(place)[0])
+    if adapter_path is not None:
+        adapter_root, _ = _find_folder(adapter_path)
+        adapter_dir = adapter_folder(adapter_root)
         if adapter_dir.parent.resolve() == folder.resolve():
             raise CheckpointError(f"adapter: the weights in {path} have {adapter_dir} merged in: give path alone.")
-    chosen = utils.get_device(None if device is None else str(device))
-    with training.set_default_dtype(_choose_dtype(dtype, folder, chosen)), torch.device("meta"):
+
+    torch_device = utils.get_device(None if device is None else str(device))
+    with training.set_default_dtype(_choose_dtype(dtype, folder, torch_device)), torch.device("meta"):
         model = from_hf_config(folder, images=images)
-        if adapter_dir is not None and _has_adapter(adapter_dir):
+        if adapter_dir is not None and has_adapter(adapter_dir):
             conversions = [adapter_conversion(model, adapter_dir), *conversions]
         apply_conversions(model, conversions)
     if conversions:
         ModelWeights(model).check_names(exported=True)
-    where = None if adapter_dir is None else str(adapter_dir.resolve())
-    source = ModelSource(folder, adapter_checkpoint=where, repo_id=repo_id)
+    adapter_checkpoint = None if adapter_dir is None else str(adapter_dir.resolve())
+    source = ModelSource(folder, adapter_checkpoint=adapter_checkpoint, repo_id=repo_id)
     tokenizer = checkpoint_tokenizer(model, _tokenizer_folder(model, folder, adapter_dir))
-    CheckpointStore({"policy": source}).load_model(
-        model, device=chosen, whole=adapter_dir is not None or not conversions
-    )
+    # The parameters of new conversions are not in the checkpoint.
+    is_whole = adapter_dir is not None or not conversions
+    CheckpointStore({"policy": source}).load_model(model, device=torch_device, whole=is_whole)
     training.fit_vocabulary(model, tokenizer)
     ORIGINS[model] = Origin(source, tokenizer)
     return model.eval(), tokenizer
 
 
 def adapted_copy(model: TransformerDecoder, path: str | Path) -> TransformerDecoder:
-    """Copy a model, with a LoRA adapter; the copy shares the parameters that the adapter does not change.
+    """Copy a loaded model, with the LoRA adapter in a folder or repository.
 
-    Args:
-        model: a loaded model.
-        path: folder or repository of the adapter.
-
-    Raises:
-        CheckpointError: files are missing or damaged, or the adapter is for another model.
+    See :func:`torchtune.checkpoints.adapted_copy`.
     """
-    folder = adapter_folder(_find_folder(path)[0])
-    copy = deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
-    apply_conversions(copy, [adapter_conversion(copy, folder)])
-    if changes_base(folder):
-        for _, layer in adapter_modules(copy):
-            layer.weight = nn.Parameter(layer.weight.clone(), requires_grad=False)
-    add_new_tokens(copy, folder / ADAPTER_FILE)
-    load_adapter(ModelWeights(copy), folder / ADAPTER_FILE, model.tok_embeddings.weight.device)
-    return copy.eval()
+    folder, _ = _find_folder(path)
+    return checkpoints.adapted_copy(model, adapter_folder(folder))
+
+
+def _has_base_weights(folder: Path) -> bool:
+    """Return whether a folder holds a file of weights that is not an adapter's."""
+    for pattern in _WEIGHTS:
+        for file in folder.glob(pattern):
+            if not file.name.startswith("adapter_"):
+                return True
+    return False
 
 
 def _find_folder(path: str | Path) -> tuple[Path, str | None]:
@@ -156,31 +160,31 @@ def _tokenizer_folder(model: TransformerDecoder, folder: Path, adapter_dir: Path
     candidates = [adapter_dir]
     if adapter_dir.name == "adapter":  # of a checkpoint of merged weights
         candidates.append(adapter_dir.parent)
-    # A transform of images needs the settings of the image processor, too.
-    needed = ["tokenizer.json"] if model.spec.image_processor is None else ["tokenizer.json", "config.json"]
-    complete = [path for path in candidates if all((path / name).is_file() for name in needed)]
-    return complete[0] if complete else folder
-
-
-def _has_adapter(folder: Path) -> bool:
-    return (folder / ADAPTER_FILE).is_file() and (folder / ADAPTER_CONFIG_FILE).is_file()
+    needed_files = ["tokenizer.json"]
+    if model.spec.image_processor is not None:
+        needed_files.append("config.json")  # the settings of the image processor
+    for candidate in candidates:
+        if all((candidate / name).is_file() for name in needed_files):
+            return candidate
+    return folder
 
 
 def _find_base_model(folder: Path) -> tuple[Path, str | None]:
     """Return folder and repository of an adapter's base model."""
-    file = folder / (ADAPTER_CONFIG_FILE if _has_adapter(folder) else OWNED_INDEX)
-    base = read_json(file, CheckpointError).get("base_model_name_or_path")
-    if not isinstance(base, str) or not base:
-        raise CheckpointError(f"{file} names no base (base_model_name_or_path): load the base with adapter={folder}.")
+    base = base_of_adapter(folder)
     try:
         return _find_folder(base)
     except UserError as error:
         raise CheckpointError(
-            f"{file} names a base that is not there: correct its base_model_name_or_path, or load the base with "
-            f"adapter={folder}. {error}"
+            f"The adapter in {folder} names a base that is not there: correct its base_model_name_or_path, or load the "
+            f"base with adapter={folder}. {error}"
         ) from error
 
 
-def _choose_dtype(asked: str | torch.dtype | None, folder: Path, device: torch.device) -> torch.dtype:
-    name = training.precision.DTYPE_NAMES.get(asked, str(asked)) if isinstance(asked, torch.dtype) else asked
-    return training.choose_dtype(name, device, stored_dtype(folder) or torch.float32)[1]
+def _choose_dtype(dtype: str | torch.dtype | None, folder: Path, device: torch.device) -> torch.dtype:
+    """Return the dtype of the weights: the given one, or the checkpoint's if the device computes it fast."""
+    name = dtype
+    if isinstance(dtype, torch.dtype):
+        name = training.precision.DTYPE_NAMES.get(dtype, str(dtype))
+    _, torch_dtype = training.choose_dtype(name, device, stored_dtype(folder) or torch.float32)
+    return torch_dtype

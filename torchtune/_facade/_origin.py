@@ -6,7 +6,7 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from torchtune.training import ModelSource
+from torchtune.checkpoints import ModelSource
 
 
 @dataclass(frozen=True)
@@ -25,4 +25,7 @@ def unwrap(model: nn.Module) -> nn.Module:
     """Return the module inside ``torch.compile``, DataParallel and DistributedDataParallel wrappers."""
     if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
         return unwrap(model.module)
-    return unwrap(model._orig_mod) if hasattr(model, "_orig_mod") else model
+    # The class of compiled modules is not asked for, because its package takes a second to import.
+    if hasattr(model, "_orig_mod"):
+        return unwrap(model._orig_mod)
+    return model

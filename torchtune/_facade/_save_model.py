@@ -8,9 +8,8 @@ from typing import Any
 from torch import nn
 
 from torchtune._facade._origin import ORIGINS, unwrap
-from torchtune.checkpoints import MARKER, Contents
+from torchtune.checkpoints import MARKER, CheckpointError, CheckpointStore, Contents, ModelSource
 from torchtune.modules.peft import owned_parameters
-from torchtune.training import CheckpointError, CheckpointStore, ModelSource
 from torchtune.training.parallel import Ranks
 from torchtune.utils import fsync_directory
 
@@ -55,31 +54,46 @@ def save(
     """
     if not isinstance(model, nn.Module):
         raise CheckpointError(f"model: a {type(model).__name__} cannot be saved: give the model itself.")
-    model, path = unwrap(model), Path(path).expanduser()
+    model = unwrap(model)
+    path = Path(path).expanduser()
     source = _find_source(model, base)
     if tokenizer is None and base is None:
         tokenizer = ORIGINS[model].tokenizer
-    ours, theirs = path.resolve(), source.checkpoint_dir.resolve()
-    if ours == theirs or ours in theirs.parents or theirs in ours.parents:
-        raise CheckpointError(f"path: {path} and the base's folder {theirs} are inside each other: name another one.")
-    if path.exists() and (not path.is_dir() or any(path.iterdir())) and not (overwrite and (path / MARKER).is_file()):
-        how = "it was not written by torchtune.save, so delete it yourself" if overwrite else "give overwrite=True"
-        raise CheckpointError(f"path: {path} is there already: name a new folder, or {how}.")
+    _check_path(path, source.checkpoint_dir, overwrite)
     if contents is None:
         contents = "adapter" if owned_parameters(model) else "model"
     ranks = Ranks(CheckpointError)
-    aside = path.with_name(f".{path.name}.saving")  # the same name on every rank
-    store = CheckpointStore({"policy": source}, aside)
+    temporary = path.with_name(f".{path.name}.saving")  # the same name on every rank
+    store = CheckpointStore({"policy": source}, temporary)
     try:
         written = store.save("epoch_0", model, contents=contents, tokenizer=tokenizer)
         ranks.run_on_rank_0(lambda: _replace_folder(written, path))
     finally:
         store.close()
-        ranks.run_on_rank_0(lambda: shutil.rmtree(aside, ignore_errors=True))
+        ranks.run_on_rank_0(lambda: shutil.rmtree(temporary, ignore_errors=True))
     return path
 
 
+def _check_path(path: Path, base_folder: Path, overwrite: bool) -> None:
+    """Raise if ``path`` overlaps with the base's folder, or holds files that may not be replaced."""
+    new = path.resolve()
+    base = base_folder.resolve()
+    if new == base or new in base.parents or base in new.parents:
+        raise CheckpointError(f"path: {path} and the base's folder {base} are inside each other: name another one.")
+    is_free = not path.exists() or (path.is_dir() and not any(path.iterdir()))
+    if is_free:
+        return
+    if not overwrite:
+        raise CheckpointError(f"path: {path} is there already: name a new folder, or give overwrite=True.")
+    if not (path / MARKER).is_file():
+        raise CheckpointError(
+            f"path: {path} is there already, and it was not written by torchtune.save: name a new folder, or delete it "
+            "yourself."
+        )
+
+
 def _replace_folder(written: Path, path: Path) -> None:
+    """Rename ``written`` to ``path``; at any instant, the old or the new folder is complete."""
     old = path.with_name(f".{path.name}.old")
     shutil.rmtree(old, ignore_errors=True)
     if path.exists():
@@ -90,6 +104,7 @@ def _replace_folder(written: Path, path: Path) -> None:
 
 
 def _find_source(model: nn.Module, base: str | Path | None) -> ModelSource:
+    """Return the checkpoint that the small files come from: the given folder, or the one that was loaded."""
     if base is not None:
         folder = Path(base).expanduser()
         if not folder.is_dir():

@@ -1,13 +1,8 @@
-from ._adapter import (
-    ADAPTER_CONFIG_FILE,
-    ADAPTER_FILE,
-    OWNED_INDEX,
-    adapter_conversion,
-    adapter_folder,
-    add_new_tokens,
-    changes_base,
-    load_adapter,
-)
+from ._adapter import ADAPTER_CONFIG_FILE, ADAPTER_FILE, adapter_conversion, adapter_folder
+from ._adapter import adapted_copy as adapted_copy
+from ._adapter import base_of_adapter as base_of_adapter
+from ._adapter import has_adapter as has_adapter
+from ._adapter import has_conversion_files as has_conversion_files
 from ._checkpoint_store import CheckpointStore as CheckpointStore
 from ._checkpointers import ADAPTER_CONFIG as ADAPTER_CONFIG
 from ._checkpointers import ADAPTER_KEY as ADAPTER_KEY

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from torchtune.models import (
     rename_prefix,
     text_prefixes,
 )
-from torchtune.modules.conversion import ConversionError
+from torchtune.modules.conversion import ConversionError, apply_conversions
 from torchtune.modules.peft import LoRA, LoRALinear, NewTokens, adapter_modules, init_from_weight
 from torchtune.modules.transformer import text_decoder
 from torchtune.utils import get_logger
@@ -680,6 +681,46 @@ def _shortest_names(names: Collection[str], weight_map: WeightMap, description: 
     return sorted(shortest)
 
 
+def has_adapter(folder: Path) -> bool:
+    """Return whether a folder holds an adapter in PEFT's layout.
+
+    Example:
+        >>> torchtune.checkpoints.has_adapter(checkpoint)
+        False
+    """
+    return (folder / ADAPTER_FILE).is_file() and (folder / ADAPTER_CONFIG_FILE).is_file()
+
+
+def has_conversion_files(folder: Path) -> bool:
+    """Return whether a folder holds parameters of conversions, with a file for each.
+
+    Example:
+        >>> torchtune.checkpoints.has_conversion_files(checkpoint)
+        False
+    """
+    return (folder / OWNED_INDEX).is_file()
+
+
+def base_of_adapter(folder: Path) -> str:
+    """Return the folder or repository of the base model, which the files of an adapter name.
+
+    Raises:
+        CheckpointError: they name none.
+
+    Example:
+        >>> adapter = torchtune.modules.peft.LoRA(rank=2)
+        >>> model, _ = torchtune.load(checkpoint, adapter=adapter, dtype="fp32", device="cpu")
+        >>> saved = torchtune.save(model, folder / "adapter")
+        >>> torchtune.checkpoints.base_of_adapter(saved) == str(checkpoint)
+        True
+    """
+    file = folder / (ADAPTER_CONFIG_FILE if has_adapter(folder) else OWNED_INDEX)
+    base = read_json(file).get("base_model_name_or_path")
+    if not isinstance(base, str) or not base:
+        raise CheckpointError(f"{file} names no base (base_model_name_or_path): load the base with adapter={folder}.")
+    return base
+
+
 def adapter_folder(folder: Path) -> Path:
     """Return the folder of the adapter: ``folder``, or ``adapter`` in a checkpoint of merged weights.
 
@@ -687,17 +728,11 @@ def adapter_folder(folder: Path) -> Path:
         CheckpointError: neither contains an adapter in PEFT's layout.
     """
     for candidate in (folder, folder / ADAPTER_DIR):
-        has_peft_files = (candidate / ADAPTER_FILE).is_file() and (candidate / ADAPTER_CONFIG_FILE).is_file()
-        if has_peft_files or (candidate / OWNED_INDEX).is_file():
+        if has_adapter(candidate) or has_conversion_files(candidate):
             return candidate
     raise CheckpointError(
         f"{folder}: there is no {ADAPTER_FILE} with an {ADAPTER_CONFIG_FILE}: give an adapter's folder."
     )
-
-
-def changes_base(folder: Path) -> bool:
-    """Return whether loading the adapter of a PEFT folder changes the base weights, as PiSSA and OLoRA do."""
-    return init_from_base(read_settings(folder / ADAPTER_CONFIG_FILE)) is not None
 
 
 def adapter_conversion(model: nn.Module, folder: Path) -> LoRA:
@@ -731,3 +766,33 @@ def adapter_conversion(model: nn.Module, folder: Path) -> LoRA:
         use_dora=bool(settings.get("use_dora")),
         use_rslora=bool(settings.get("use_rslora")),
     )
+
+
+def adapted_copy(model: nn.Module, folder: Path) -> nn.Module:
+    """Copy a model, with a LoRA adapter; the copy shares the parameters that the adapter does not change.
+
+    Args:
+        model: a loaded decoder without adapters.
+        folder: folder with ``adapter_config.json`` and ``adapter_model.safetensors``.
+
+    Raises:
+        CheckpointError: files are missing or damaged, or the adapter is for another model.
+
+    Example:
+        >>> model, _ = torchtune.load(checkpoint, dtype="fp32", device="cpu")
+        >>> lora = torchtune.modules.peft.LoRA(rank=2)
+        >>> adapted, _ = torchtune.load(checkpoint, adapter=lora, dtype="fp32", device="cpu")
+        >>> copy = torchtune.checkpoints.adapted_copy(model, torchtune.save(adapted, folder / "adapter"))
+        >>> copy.output.weight is model.output.weight
+        True
+    """
+    shared = {id(parameter): parameter for parameter in model.parameters()}
+    copy = deepcopy(model, shared)
+    apply_conversions(copy, [adapter_conversion(copy, folder)])
+    if init_from_base(read_settings(folder / ADAPTER_CONFIG_FILE)) is not None:
+        # PiSSA and OLoRA subtract the initial adapter from the base weights, which the model keeps.
+        for _, layer in adapter_modules(copy):
+            layer.weight = nn.Parameter(layer.weight.clone(), requires_grad=False)
+    add_new_tokens(copy, folder / ADAPTER_FILE)
+    load_adapter(ModelWeights(copy), folder / ADAPTER_FILE, model.tok_embeddings.weight.device)
+    return copy.eval()

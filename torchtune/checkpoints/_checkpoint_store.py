@@ -84,7 +84,7 @@ class CheckpointStore:
         CheckpointError: an argument is invalid.
 
     Example:
-        >>> store = torchtune.training.CheckpointStore({"policy": {"checkpoint_dir": checkpoint}}, folder / "run")
+        >>> store = torchtune.checkpoints.CheckpointStore({"policy": {"checkpoint_dir": checkpoint}}, folder / "run")
         >>> store.load_model(model)
         >>> store.save("epoch_0", model).name
         'epoch_0'
@@ -507,7 +507,7 @@ class CheckpointStore:
             The folder of the quantized checkpoint.
 
         Raises:
-            UserError: see :func:`torchtune.training.quantize_checkpoint`; the checkpoint is unchanged.
+            UserError: see :func:`torchtune.checkpoints.quantize_checkpoint`; the checkpoint is unchanged.
         """
         from torchtune.checkpoints._quantize import write_compressed  # loads torchao
 

@@ -481,7 +481,8 @@ class FullModelHFCheckpointer(_StoreCheckpointer):
         CheckpointError: ``model_type`` or ``keep_last_n_checkpoints`` is invalid.
 
     Example:
-        >>> checkpointer = torchtune.training.FullModelHFCheckpointer(str(checkpoint), output_dir=str(folder / "run"))
+        >>> output_dir = str(folder / "run")
+        >>> checkpointer = torchtune.checkpoints.FullModelHFCheckpointer(str(checkpoint), output_dir=output_dir)
         >>> checkpointer.load_model(model)
         >>> path = checkpointer.save("epoch_0", model)
         >>> checkpointer.close()
@@ -522,7 +523,7 @@ class FullModelMetaCheckpointer(_StoreCheckpointer):
     See :class:`FullModelHFCheckpointer` for the arguments.
 
     Example:
-        >>> checkpointer = torchtune.training.FullModelMetaCheckpointer(
+        >>> checkpointer = torchtune.checkpoints.FullModelMetaCheckpointer(
         ...     "/tmp/Llama-3.1-8B", ["consolidated.00.pth"], model_type="LLAMA3", output_dir="/tmp/run"
         ... )  # doctest: +SKIP
     """
@@ -553,7 +554,7 @@ class FullModelTorchTuneCheckpointer(_StoreCheckpointer):
     See :class:`FullModelHFCheckpointer` for the arguments.
 
     Example:
-        >>> checkpointer = torchtune.training.FullModelTorchTuneCheckpointer(
+        >>> checkpointer = torchtune.checkpoints.FullModelTorchTuneCheckpointer(
         ...     "/tmp/run/epoch_0", ["model.pt"], model_type="LLAMA3", output_dir="/tmp/next"
         ... )  # doctest: +SKIP
     """

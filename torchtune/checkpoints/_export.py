@@ -23,7 +23,7 @@ from torchtune.checkpoints._save import TensorFile, TensorGroup, TensorSlice, al
 from torchtune.checkpoints._weight_files import SAFETENSORS_INDEX, read_json
 from torchtune.models import Description, ModelError, ModelSpec, text_config, with_text_config
 from torchtune.modules.conversion import get_conversions
-from torchtune.tokenizers import MISSING_TOKENIZER, SavableTokenizer, end_of_turn_ids
+from torchtune.tokenizers import MISSING_TOKENIZER, SavableTokenizer
 from torchtune.training.parallel import Ranks, spec_of
 from torchtune.utils import get_logger, write_json
 
@@ -333,7 +333,9 @@ def add_stop_tokens(tokenizer: Any, folder: Path) -> None:
         published = []
     elif not isinstance(published, list):
         published = [published]
-    stops = list(dict.fromkeys([*published, *end_of_turn_ids(tokenizer)]))
+    # Optional attributes: a tokenizer of a user's own may have neither.
+    trained_stops = [*getattr(tokenizer, "stop_tokens", ()), *getattr(tokenizer, "turn_ends", ())]
+    stops = list(dict.fromkeys([*published, *trained_stops]))
     if stops and (stops != published or not path.is_file()):
         settings["eos_token_id"] = stops if len(stops) > 1 else stops[0]
         write_json(path, settings)

@@ -70,7 +70,7 @@ class ModelType(Enum):
     """Allowed values of ``model_type:``, which must match the spec of the model.
 
     Example:
-        >>> torchtune.training.ModelType["QWEN3"].name
+        >>> torchtune.checkpoints.ModelType["QWEN3"].name
         'QWEN3'
     """
 
@@ -114,7 +114,7 @@ class ModelSource:
         CheckpointError: ``model_type`` is unknown.
 
     Example:
-        >>> source = torchtune.training.ModelSource(checkpoint)
+        >>> source = torchtune.checkpoints.ModelSource(checkpoint)
         >>> len(source.open().names())
         20
     """

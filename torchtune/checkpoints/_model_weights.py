@@ -414,7 +414,7 @@ def checkpoint_contents(models: nn.Module, *, merge: bool) -> Contents:
         The argument ``contents`` of :meth:`CheckpointStore.save`.
 
     Example:
-        >>> torchtune.training.checkpoint_contents(model, merge=True)
+        >>> torchtune.checkpoints.checkpoint_contents(model, merge=True)
         'model'
     """
     if isinstance(models, nn.ModuleDict):

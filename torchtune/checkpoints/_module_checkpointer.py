@@ -38,11 +38,11 @@ class ModuleCheckpointer(CheckpointStore):
 
     Example:
         >>> module = torch.nn.Linear(4, 2)
-        >>> checkpointer = torchtune.training.ModuleCheckpointer(output_dir=folder / "run")
+        >>> checkpointer = torchtune.checkpoints.ModuleCheckpointer(output_dir=folder / "run")
         >>> checkpointer.load_model(module)
         >>> path = checkpointer.save("epoch_0", module)
         >>> checkpointer.close()
-        >>> again = torchtune.training.ModuleCheckpointer(path, output_dir=folder / "next")
+        >>> again = torchtune.checkpoints.ModuleCheckpointer(path, output_dir=folder / "next")
         >>> again.load_model(torch.nn.Linear(4, 2))
     """
 

@@ -86,9 +86,9 @@ def quantize_checkpoint(
         UserError: the folder is not empty, ``quantizer`` is not a quantizer, or the checkpoint does not fit it.
 
     Example:
-        >>> source = torchtune.training.ModelSource(checkpoint)
+        >>> source = torchtune.checkpoints.ModelSource(checkpoint)
         >>> quantizer = torchtune.training.quantization.Int8WeightOnlyQuantizer()
-        >>> torchtune.training.quantize_checkpoint(source, model, quantizer, folder / "int8")
+        >>> torchtune.checkpoints.quantize_checkpoint(source, model, quantizer, folder / "int8")
         >>> (folder / "int8" / "config.json").is_file()
         True
     """

@@ -154,7 +154,7 @@ def add_reference(checkpointer: Any, ref_checkpointer: Any, loss: Any) -> None:
         UserError: a component cannot be instantiated.
 
     Example:
-        >>> from torchtune.training import FullModelHFCheckpointer, add_reference
+        >>> from torchtune.checkpoints import FullModelHFCheckpointer, add_reference
         >>> checkpointer = FullModelHFCheckpointer(str(checkpoint))
         >>> add_reference(checkpointer, None, {"_component_": "torchtune.rlhf.loss.DPOLoss"})
         >>> list(checkpointer.store.sources)

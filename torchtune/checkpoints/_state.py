@@ -24,8 +24,9 @@ from torch.optim import Optimizer
 from torchtune.checkpoints._directories import STATE_DIR, STRUCTURE
 from torchtune.checkpoints._save import TensorFile, TensorGroup
 from torchtune.checkpoints._weight_files import CheckpointError, SafetensorsFiles
+from torchtune.config import RecipeSettingsError
 from torchtune.models import Slices
-from torchtune.training import RecipeSettingsError, RNGState
+from torchtune.training import RNGState
 from torchtune.training.optim import OptimizerStateError, check_state_format
 from torchtune.training.parallel import LocalShard, Ranks, ShardGrid, full_slices, read_shard, reduce_partial
 

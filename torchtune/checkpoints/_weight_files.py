@@ -209,7 +209,8 @@ class FormattedCheckpointFiles:
         CheckpointError: the pattern or the number is malformed.
 
     Example:
-        >>> torchtune.training.FormattedCheckpointFiles("model-{}-of-{}.safetensors", "2").build_checkpoint_filenames()
+        >>> files = torchtune.checkpoints.FormattedCheckpointFiles("model-{}-of-{}.safetensors", "2")
+        >>> files.build_checkpoint_filenames()
         ['model-1-of-2.safetensors', 'model-2-of-2.safetensors']
     """
 

@@ -5,8 +5,8 @@ from typing import Any
 
 from torchtune import reports
 from torchtune.checkpoints import check_training_state
+from torchtune.config import RecipeSettingsError
 from torchtune.rlhf.loss import KTOLoss
-from torchtune.training import RecipeSettingsError
 
 _ATTRIBUTES = (
     "cfg",

@@ -9,7 +9,6 @@ from collections.abc import Collection, Mapping, Sequence, Set
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 from torchtune._lazy import former_argument
-from torchtune.config._components import Accepts, Argument, accepts, locate, remaining
 from torchtune.config._document import Document, format_value, is_component, iter_items
 from torchtune.config._errors import (
     MAX_MISTAKES,
@@ -21,10 +20,12 @@ from torchtune.config._errors import (
     suggestion,
 )
 from torchtune.config._interpolate import UNRESOLVED
+from torchtune.config._locate import as_written, locate, qualify
 from torchtune.config._recipe_check import is_note
 from torchtune.config._schema import (
     PLAIN_TYPES,
     Component,
+    ObjectPath,
     Range,
     RuntimeArgs,
     build_settings,
@@ -34,6 +35,7 @@ from torchtune.config._schema import (
     type_text,
     union_members,
 )
+from torchtune.config._signatures import Accepts, Argument, accepts, remaining
 from torchtune.utils import get_logger, log_once
 
 
@@ -43,17 +45,20 @@ class Checker:
     Values are checked first, which imports nothing. Their components are queued, and are imported only while there are
     fewer mistakes than a message lists.
 
+    Names in the recipe's file are qualified by its module: other parts of the library, which build components of the
+    settings, cannot know the recipe.
+
     Args:
         document: the config, with its references resolved.
-        caller_globals: globals of the recipe, for components that its file defines.
+        namespace: globals of the recipe, for components that its file defines.
         variables: top-level keys that references name; they need not be settings.
     """
 
     def __init__(
-        self, document: Document, caller_globals: dict[str, Any] | None = None, variables: Collection[str] = ()
+        self, document: Document, namespace: Mapping[str, Any] | None = None, variables: Collection[str] = ()
     ) -> None:
         self.document = document
-        self.caller_globals = caller_globals
+        self.namespace: Mapping[str, Any] = {} if namespace is None else namespace
         self.variables = variables
         self.queue: list[tuple[KeyPath, dict[str, Any], RuntimeArgs | None]] = []
         self.components: set[KeyPath] = set()
@@ -135,10 +140,21 @@ class Checker:
             return self.visit_components(path, value)
         extras = (*extras, *split_annotated(member)[1])
         runtime_args = next((extra for extra in extras if isinstance(extra, RuntimeArgs)), RuntimeArgs())
+        if any(isinstance(extra, ObjectPath) for extra in extras):
+            return self._check_object_path(path, value)
         value = self._convert_contents(path, value, member, runtime_args)
         if type(value) in (int, float):
             self._check_bounds(path, value, extras)
         return value
+
+    def _check_object_path(self, path: KeyPath, text: str) -> str:
+        """Check that the object exists, and return its path, qualified."""
+        try:
+            locate(text, self.namespace)
+        except (InstantiationError, ValueError) as error:
+            self.document.add(path, str(error))
+            return text
+        return qualify(text, self.namespace)
 
     def _check_bounds(self, path: KeyPath, value: float, extras: tuple[Any, ...]) -> None:
         """Add a mistake for a number outside its ``Range``, and for NaN in any case."""
@@ -234,11 +250,12 @@ class Checker:
             return
         arguments = {key: value for key, value in node.items() if key != "_component_"}
         try:
-            target = locate(name, self.caller_globals)
+            target = locate(name, self.namespace)
         except (InstantiationError, ValueError) as error:
             self.document.add((*path, "_component_"), str(error))
             self.visit_components(path, arguments)
             return
+        node["_component_"] = qualify(name, self.namespace)
         if is_configurable(target):
             self.check_fields(path, node, target.Config, accepted=("_component_",))
             # `__init__` takes the config first, then the runtime arguments.
@@ -283,7 +300,7 @@ class Checker:
         bound: dict[str, str],
     ) -> None:
         """Check the arguments in YAML; ``bound`` are the parameters that runtime arguments fill."""
-        name = node["_component_"]
+        name = as_written(node["_component_"])
         for key, value in list(node.items()):
             argument_path = (*path, key)
             if key == "_component_":
@@ -331,15 +348,14 @@ class Checker:
         for path, local_names, reason in self.unknown[:MAX_MISTAKES]:
             key = str(path[-1])
             # The same name in another section comes first, then a similar one in this section, then one anywhere.
-            suggested = None
-            local_name = None
             other_paths = [dotted for dotted in self.accepted_names.get(key, []) if dotted != join_key(path)]
+            local_name = None if other_paths else nearest(key, local_names)
+            similar_name = None if other_paths or local_name else nearest(key, self.accepted_names)
+            suggested = local_name
             if other_paths:
                 suggested = other_paths[0]
-            elif local_name := nearest(key, local_names):
-                suggested = local_name
-            elif similar := nearest(key, self.accepted_names):
-                suggested = self.accepted_names[similar][0]
+            elif similar_name:
+                suggested = self.accepted_names[similar_name][0]
             if len(path) == 1 and is_note(self.document, key, local_names, self.accepted_names):
                 self.notes[key] = suggested
                 continue

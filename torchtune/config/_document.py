@@ -67,7 +67,20 @@ class Position:
 
 @dataclass
 class Document:
-    """Config as plain dicts, lists and scalars, with the source position of every key path."""
+    """Config as plain dicts, lists and scalars, with the source position of every key path.
+
+    Attributes:
+        data: settings by name.
+        name: file of the config, for messages.
+        positions: source position by key path.
+        mistakes: the first mistakes, which :meth:`check` raises together.
+
+    Example:
+        >>> document = torchtune.config.Document({"optimizer": {"lr": 0.1}})
+        >>> torchtune.config.apply_overrides(document, ["optimizer.lr=1e-4", "epochs=2"])
+        >>> document.data
+        {'optimizer': {'lr': 0.0001}, 'epochs': 2}
+    """
 
     data: dict[str, Any]
     name: str = ""
@@ -230,7 +243,23 @@ def _parse(text: str, document: Document) -> Any:
 
 
 def read_document(path: str | Path) -> Document:
-    """Read a YAML file. Raises ``ConfigError`` if it cannot be parsed; other mistakes are collected in the document."""
+    """Read a YAML file.
+
+    Args:
+        path: the file.
+
+    Returns:
+        The document, with the mistakes from which parsing recovered, such as duplicate keys.
+
+    Raises:
+        ConfigError: the file cannot be read or parsed.
+
+    Example:
+        >>> _ = (folder / "config.yaml").write_text("epochs: 2\\nepochs: 3")
+        >>> document = torchtune.config.read_document(folder / "config.yaml")
+        >>> document.data, document.mistakes[0].reason
+        ({'epochs': 2}, 'is given twice, first in line 1: remove one')
+    """
     name = str(path)
     document = Document({}, name, {(): Position(f"{name}:1", 1)})
     try:
@@ -338,7 +367,18 @@ class _InvalidOverride(Exception):
 
 
 def apply_overrides(document: Document, overrides: Sequence[str]) -> None:
-    """Apply overrides in order; each one that fails becomes a mistake of the document."""
+    """Apply overrides of a command line in order; each one that fails becomes a mistake of the document.
+
+    Args:
+        document: the config, which is changed.
+        overrides: ``key=value``, or ``~key`` to remove a setting; ``a.b`` is a key inside the section ``a``.
+
+    Example:
+        >>> document = torchtune.config.Document({"optimizer": {"lr": 0.1, "fused": True}})
+        >>> torchtune.config.apply_overrides(document, ["~optimizer.fused"])
+        >>> document.data
+        {'optimizer': {'lr': 0.1}}
+    """
     for index, token in enumerate(overrides):
         position = Position(COMMAND_LINE, _AFTER_FILES + index, token.partition("=")[2])
         key, equals, text = token.removeprefix("~").partition("=")

@@ -92,7 +92,12 @@ def nearest(name: str, candidates: Iterable[str], similarity: float = SIMILAR) -
 
 
 def did_you_mean(name: str, candidates: Iterable[str]) -> str:
-    """Return ``"; did you mean 'x'?"``, or an empty string."""
+    """Return ``"; did you mean 'x'?"`` for the nearest candidate, to end a message; an empty string if none is near.
+
+    Example:
+        >>> torchtune.config.did_you_mean("ouput_dir", ["output_dir", "device"])
+        "; did you mean 'output_dir'?"
+    """
     return suggestion(nearest(name, candidates))
 
 

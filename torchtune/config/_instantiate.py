@@ -1,6 +1,7 @@
 """Instantiate components from config nodes, and components that a dataclass configures."""
 
 import dataclasses
+import inspect
 import sys
 import traceback
 from collections.abc import Mapping
@@ -8,12 +9,11 @@ from typing import Any, ClassVar
 
 from omegaconf import DictConfig, OmegaConf
 
-from torchtune.config import _components
 from torchtune.config._check import Checker
-from torchtune.config._components import accepts
 from torchtune.config._document import Document, is_component
 from torchtune.config._errors import ArgumentError, InstantiationError
 from torchtune.config._interpolate import texts_with_references
+from torchtune.config._locate import as_written, locate
 from torchtune.config._save import to_dict
 from torchtune.config._schema import build_settings, is_configurable, settings_fields, takes_component
 from torchtune.utils import UserError
@@ -31,7 +31,8 @@ def instantiate(
         config: a mapping with ``_component_`` and arguments. Nested components, in lists too, are instantiated first,
             except for parameters annotated with :class:`Component`, which receive the nodes.
         *args: positional arguments of the outermost component.
-        caller_globals: namespace for a path without dots, searched before the recipe's; by default the caller's module.
+        caller_globals: namespace for a path without dots; by default the caller's module. In checked settings, names
+            in the recipe's file are found without it.
         **kwargs: arguments that override arguments in ``config``; any objects, passed without a copy.
 
     Returns:
@@ -82,23 +83,24 @@ def _merge(node: dict[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:
 def _create(node: dict[str, Any], args: tuple[Any, ...], caller_globals: dict[str, Any]) -> Any:
     """Call the component of ``node``, with ``args`` first."""
     path = node["_component_"]
-    component = _components.locate(path, {**_components.recipe_globals, **caller_globals})
+    component = locate(path, caller_globals)
+    name = as_written(path)
     values = {key: value for key, value in node.items() if key != "_component_"}
     if is_configurable(component):
         return from_node(component, values, *args)
     if not callable(component):
-        raise InstantiationError(f"'{path}' is a {type(component).__name__}, not a class or function")
+        raise InstantiationError(f"'{name}' is a {type(component).__name__}, not a class or function")
     arguments = {key: _build_argument(component, key, value, caller_globals) for key, value in values.items()}
     try:
         return component(*args, **arguments)
     except ValueError as error:
         if isinstance(error, UserError) or not _is_raised_by(component, error):
             raise
-        raise ArgumentError(f"{path}: {error}") from error
+        raise ArgumentError(f"{name}: {error}") from error
     except OSError as error:
         if error.filename is None:
             raise
-        raise InstantiationError(f"{path}: {error.filename}: {error.strerror}: choose another path.") from error
+        raise InstantiationError(f"{name}: {error.filename}: {error.strerror}: choose another path.") from error
 
 
 def _is_raised_by(component: Any, error: ValueError) -> bool:
@@ -116,12 +118,19 @@ def _build_argument(component: Any, key: str, value: Any, caller_globals: dict[s
         items += value.values()
     elif type(value) is list:
         items += value
-    # Reading the signature takes long, and most arguments hold no component.
-    if any(map(is_component, items)):
-        argument = accepts(component, [key]).named.get(key)
-        if argument is not None and takes_component(argument.annotation):
-            return value
+    # Reading the annotations takes long, and most arguments hold no component.
+    if any(map(is_component, items)) and takes_component(_annotation(component, key)):
+        return value
     return _build_nested(value, caller_globals)
+
+
+def _annotation(component: Any, key: str) -> Any:
+    """Return the annotation of an argument; ``Any`` if the signature does not say."""
+    try:
+        parameter = inspect.signature(component, eval_str=True).parameters.get(key)
+    except (TypeError, ValueError, NameError):  # no signature, or names that exist for type checkers only
+        return Any
+    return Any if parameter is None else parameter.annotation
 
 
 def _build_nested(value: Any, caller_globals: dict[str, Any]) -> Any:

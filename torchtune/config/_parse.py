@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from torchtune._lazy import former_names
-from torchtune.config import _components
 from torchtune.config._check import Checker
 from torchtune.config._document import COMMAND_LINE, Document, apply_overrides, iter_scalars, read_document
 from torchtune.config._errors import ConfigError, Mistake
@@ -85,11 +84,9 @@ def load_and_check(
     if recipe is None or inspect.isclass(recipe):
         main = None
         cls = recipe
-        _components.recipe_globals = {}
     else:
         main = inspect.unwrap(recipe)
         cls = settings_of(main)
-        _components.recipe_globals = main.__globals__
     if not dataclasses.is_dataclass(cls):
         return _check_untyped(document, main)
     return _check_typed(document, cls, main)

@@ -239,7 +239,7 @@ def explain_wrong_recipe(
     keys = data.keys() - {"recipe"}
     if keys <= set(setting_names):
         return None
-    candidates = [name for name, recipe in shipped.items() if keys <= settings_of_recipe(recipe)]
+    candidates = [name for name, recipe in shipped.items() if keys <= settings_of_recipe(recipe).keys()]
     if running is not None:
         # Prefer the same method for another number of devices.
         method = shipped[running].method

@@ -12,6 +12,7 @@ import yaml
 from torchtune.config._document import Document, iter_scalars
 from torchtune.config._errors import KeyPath
 from torchtune.config._interpolate import resolve_texts, texts_with_references
+from torchtune.config._locate import as_written
 from torchtune.config._secrets import (
     MIN_REDACTED,
     REDACTED,
@@ -77,6 +78,8 @@ def _to_plain(value: Any) -> Any:
         return value.value
     if isinstance(value, Path):
         return str(value)
+    if type(value) is str:
+        return as_written(value)
     return value
 
 
@@ -151,7 +154,18 @@ def to_dict(settings: Any, *, redact: bool = False) -> dict[str, Any]:
 
 
 def to_yaml(settings: Any, *, sort_keys: bool = False) -> str:
-    """Return settings as YAML text with secrets redacted and each literal ``${`` escaped."""
+    """Return settings as YAML text with secrets redacted and each literal ``${`` escaped.
+
+    Args:
+        settings: a dataclass instance or a ``DictConfig``.
+        sort_keys: sort the keys of every section.
+
+    Example:
+        >>> print(torchtune.config.to_yaml({"epochs": 2, "optimizer": {"lr": 1e-4}}), end="")
+        epochs: 2
+        optimizer:
+          lr: 0.0001
+    """
     values = escape(to_dict(settings, redact=True))
     return yaml.dump(values, Dumper=_Dumper, sort_keys=sort_keys, allow_unicode=True, width=1000)
 

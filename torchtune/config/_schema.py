@@ -32,6 +32,21 @@ class Component:
 
 
 @dataclass(frozen=True)
+class ObjectPath:
+    """Annotation of a text that names a class or function: its dotted path, or its name in the recipe's file.
+
+    The check of a config reports a path without an object.
+
+    Example:
+        >>> from typing import Annotated
+        >>> def scored(function: Annotated[str, torchtune.config.ObjectPath()]) -> object:
+        ...     return torchtune.config.locate(function)
+        >>> scored("math.sqrt")(4.0)
+        2.0
+    """
+
+
+@dataclass(frozen=True)
 class Range:
     """Bounds of a number, as in ``Annotated[int, Range(min=1)]``; ``min`` and ``max`` are inclusive.
 

@@ -56,7 +56,8 @@ def record_environment() -> Iterator[set[str]]:
 
     def read(name: str, *default: Any) -> Any:
         names.add(name)
-        if value := os.environ.get(name):
+        value = os.environ.get(name)
+        if value:
             _environment[value] = f"${{oc.env:{name}}}"
         return oc.env(name, *default)
 
@@ -109,7 +110,12 @@ def _replacement(match: re.Match[str]) -> str:
 
 
 def redact_secrets(text: str) -> str:
-    """Redact a message: values of environment variables that configs read, and the formats of ``redact_tokens``."""
+    """Return a text without secrets: values of environment variables that configs read, and tokens by their format.
+
+    Example:
+        >>> torchtune.config.redact_secrets("the key is hf_" + "a" * 34)
+        'the key is <redacted>'
+    """
     # Longer values first: a value may contain another one.
     for value in sorted(_environment, key=len, reverse=True):
         if len(value) < MIN_REDACTED:

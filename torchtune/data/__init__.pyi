@@ -19,17 +19,8 @@ from ._images import format_content_with_images as format_content_with_images
 from ._images import load_image as load_image
 from ._loader import BatchLoader as BatchLoader
 from ._loader import seeded_generators
-from ._messages import (
-    REASONING_FIELDS,
-    MaskingName,
-    Video,
-    check_answers,
-    is_empty,
-    read_weight,
-    refuse_untrained_parts,
-    refuse_weights,
-    role_of,
-)
+from ._messages import REASONING_FIELDS, Video, read_weight, refuse_untrained_parts, refuse_weights, role_of
+from ._messages import MaskingName as MaskingName
 from ._messages import MaskingStrategy as MaskingStrategy
 from ._messages import Message as Message
 from ._messages import MessageLike as MessageLike
@@ -57,7 +48,7 @@ from ._ragged_images import (
 from ._ragged_images import Images as Images
 from ._rows import DataError as DataError
 from ._rows import Transform as Transform
-from ._rows import check_column_map, column, copy_sample, read_label, text_column
+from ._rows import check_column_map, column, copy_sample, text_column
 from ._to_messages import AlpacaToMessages as AlpacaToMessages
 from ._to_messages import ChosenRejectedToMessages as ChosenRejectedToMessages
 from ._to_messages import InputOutputToMessages as InputOutputToMessages

@@ -65,6 +65,12 @@ class ExampleDataset(Dataset):
         return np.array([len(self[index]["tokens"]) for index in indices])
 
     @property
+    def num_known_tokens(self) -> int | None:
+        """Number of tokens of all examples; None if examples would have to be read."""
+        lengths = self.known_lengths
+        return None if lengths is None else int(lengths.sum())
+
+    @property
     def longest(self) -> int | None:
         """Number of tokens of the longest sequence that the model reads; None if it is unknown."""
         lengths = self.known_lengths

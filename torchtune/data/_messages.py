@@ -134,6 +134,13 @@ class Message:
         return any(item["type"] in _MEDIA for item in self.content)
 
     @property
+    def is_empty(self) -> bool:
+        """Whether the turn has neither text nor media, tool calls or reasoning."""
+        if self.text_content.strip() or self.contains_media:
+            return False
+        return not any(self.extra.get(field) for field in ("tool_calls", *REASONING_FIELDS))
+
+    @property
     def text_content(self) -> str:
         """Concatenated text of the turn."""
         if len(self.content) == 1 and self.content[0]["type"] == "text":  # fast path
@@ -507,23 +514,6 @@ def validate_messages(messages: Sequence[MessageLike]) -> None:
         if message.role in ("tool", "ipython") and last_role not in ("tool", "ipython") and not _calls_tool(before):
             raise DataError(f"turn {i} is a tool's answer, but the turn before it calls no tool")
         last_role = message.role
-
-
-def check_answers(messages: Sequence[Message]) -> None:
-    """Raise :class:`DataError` for a turn that is trained on and says nothing: the model would learn to end at once."""
-    for i, message in enumerate(messages):
-        if message.role == "assistant" and not message.masked and is_empty(message):
-            raise DataError(
-                f"turn {i} of the assistant is empty, from which the model learns to say nothing (train on such turns "
-                "with allow_empty_answers=true)"
-            )
-
-
-def is_empty(message: Message) -> bool:
-    """Return whether a turn has neither text nor media, tool calls or reasoning."""
-    if message.text_content.strip() or message.contains_media:
-        return False
-    return not any(message.extra.get(field) for field in ("tool_calls", *REASONING_FIELDS))
 
 
 def _calls_tool(message: Message | None) -> bool:

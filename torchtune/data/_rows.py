@@ -26,13 +26,6 @@ def copy_sample(sample: Any, giver: str) -> dict[str, Any]:
     return dict(sample)
 
 
-def read_label(value: Any) -> bool | None:
-    """Return whether an answer is good, by its label (a bool, 1, 0, or one of them as text); None for another value."""
-    if isinstance(value, str):
-        return {"true": True, "1": True, "false": False, "0": False}.get(value.strip().lower())
-    return bool(value) if value in (True, False) else None
-
-
 def column(sample: Mapping[str, Any], name: str) -> Any:
     """Return a column of a row. Raises :class:`DataError` with the columns and the nearest name if it is missing."""
     if name in sample:

@@ -3,12 +3,14 @@ from ._bad_rows import num_left_out
 from ._file_formats import is_data_file
 from ._file_report import CHECKED_SETTINGS, SAMPLE, histogram, read_rows, report, scan, shared_rows
 from ._fingerprint import Fingerprint
+from ._from_config import dataset_nodes as dataset_nodes
 from ._from_config import instantiate_collate as instantiate_collate
 from ._from_config import instantiate_dataset as instantiate_dataset
+from ._from_config import is_mixture as is_mixture
 from ._from_config import mixed_dataset as mixed_dataset
+from ._from_config import mixture_examples as mixture_examples
 from ._mixed import ConcatDataset as ConcatDataset
 from ._mixed import MixedDataset as MixedDataset
-from ._mixed import mixture_counts, mixture_weights
 from ._packed import PackedDataset as PackedDataset
 from ._preference import KTODataset as KTODataset
 from ._preference import LabelledAnswerToMessages as LabelledAnswerToMessages
@@ -27,7 +29,9 @@ from ._prompts import reasoning_gym_dataset as reasoning_gym_dataset
 from ._row_cache import cache_path, preparing
 from ._row_formats import format_of
 from ._row_images import content_of, size_of
-from ._row_source import RowSource, Source, without_waiting_for_the_hub
+from ._row_source import RowSource as RowSource
+from ._row_source import Source as Source
+from ._row_source import without_waiting_for_the_hub
 from ._sft import SFTDataset as SFTDataset
 from ._sft import SFTTransform as SFTTransform
 from ._sft_builders import alpaca_cleaned_dataset as alpaca_cleaned_dataset
@@ -38,6 +42,7 @@ from ._sft_builders import instruct_dataset as instruct_dataset
 from ._sft_builders import samsum_dataset as samsum_dataset
 from ._sft_builders import slimorca_dataset as slimorca_dataset
 from ._shared_rows import count_shared_rows as count_shared_rows
+from ._shared_rows import explain_shared_rows as explain_shared_rows
 from ._streamed import StreamedDataset as StreamedDataset
 from ._text_completion import TextCompletionDataset as TextCompletionDataset
 from ._text_completion import cnn_dailymail_articles_dataset as cnn_dailymail_articles_dataset

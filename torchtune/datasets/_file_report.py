@@ -16,7 +16,6 @@ from torchtune.data import (
     InputOutputToMessages,
     answer_turns,
     as_messages,
-    is_empty,
     validate_messages,
 )
 from torchtune.datasets._file_formats import (
@@ -149,7 +148,7 @@ def _has_empty_answer(row: Mapping[str, Any], reader: str) -> bool:
             turns += as_messages(answer_turns(row, column))
     except DataError:
         return False  # a problem of its own
-    return any(turn.role == "assistant" and not turn.masked and is_empty(turn) for turn in turns)
+    return any(turn.role == "assistant" and not turn.masked and turn.is_empty for turn in turns)
 
 
 def _count_characters(value: Any) -> int:

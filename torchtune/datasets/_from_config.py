@@ -15,7 +15,7 @@ from torchtune.data import (
     padded_collate_sft,
     padded_collate_tiled_images_and_mask,
 )
-from torchtune.datasets._mixed import ConcatDataset, MixedDataset, MixedStream, Stop, mixture_weights
+from torchtune.datasets._mixed import ConcatDataset, MixedDataset, MixedStream, Stop, mixture_counts, mixture_weights
 from torchtune.datasets._user_dataset import CheckedDataset
 from torchtune.tokenizers import check_tokenizer
 from torchtune.utils import doing
@@ -28,7 +28,7 @@ def instantiate_dataset(dataset: Any, tokenizer: Any, longest: int | None = None
     Args:
         dataset: node with ``_component_``, or a list of them.
         tokenizer: passed to every dataset.
-        longest: tokens of the longest row that the model reads (:func:`torchtune.training.context_length`); None for no
+        longest: tokens of the longest row that the model reads (:func:`torchtune.estimate.context_length`); None for no
             limit. Longer rows are refused, or skipped with ``on_bad_row=skip``.
 
     Raises:
@@ -58,6 +58,54 @@ def _instantiate_node(node: Any, tokenizer: Any) -> ExampleDataset:
     if isinstance(dataset, ExampleDataset):
         return dataset
     return CheckedDataset(dataset, getattr(tokenizer, "vocab_size", None))
+
+
+def dataset_nodes(dataset: Any) -> list[Any]:
+    """Return the component nodes of a dataset setting: itself, the items of a list, or the datasets of a mixture.
+
+    Example:
+        >>> first = {"_component_": "torchtune.datasets.chat_dataset"}
+        >>> second = {"_component_": "torchtune.datasets.instruct_dataset"}
+        >>> mixture = {"_component_": "torchtune.datasets.mixed_dataset", "datasets": {"a": first, "b": second}}
+        >>> torchtune.datasets.dataset_nodes(mixture) == torchtune.datasets.dataset_nodes([first, second])
+        True
+    """
+    if is_mixture(dataset) and isinstance(dataset.get("datasets"), Mapping):
+        return list(dataset["datasets"].values())
+    if isinstance(dataset, Sequence) and not isinstance(dataset, Mapping | str):
+        return list(dataset)
+    return [dataset]
+
+
+def is_mixture(dataset: Any) -> bool:
+    """Return whether a dataset setting is a :func:`mixed_dataset`.
+
+    Example:
+        >>> torchtune.datasets.is_mixture({"_component_": "torchtune.datasets.mixed_dataset", "datasets": {}})
+        True
+    """
+    return isinstance(dataset, Mapping) and str(dataset.get("_component_")).endswith("datasets.mixed_dataset")
+
+
+def mixture_examples(node: Mapping[str, Any], sizes: Sequence[int]) -> int:
+    """Return the number of examples in an epoch of a mixture.
+
+    Args:
+        node: component node of a :func:`mixed_dataset`.
+        sizes: number of examples of each of its datasets.
+
+    Raises:
+        DataError: see :class:`MixedDataset`.
+
+    Example:
+        >>> datasets = {"long": {}, "short": {}}
+        >>> node = {"_component_": "torchtune.datasets.mixed_dataset", "datasets": datasets, "stop": "first"}
+        >>> torchtune.datasets.mixture_examples({**node, "weights": {"long": 1, "short": 1}}, [100, 10])
+        20
+    """
+    names = tuple(str(name) for name in node["datasets"])
+    weights = mixture_weights(names, sizes, node.get("weights"), node.get("temperature", 1.0))
+    return sum(mixture_counts(sizes, weights, node.get("stop", "repeat")))
 
 
 def mixed_dataset(

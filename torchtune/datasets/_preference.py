@@ -13,19 +13,17 @@ from torchtune.data import (
     MaskingName,
     Transform,
     as_messages,
-    check_answers,
     check_column_map,
     column,
     copy_sample,
-    is_empty,
     read_conversation,
-    read_label,
     refuse_weights,
     resolve_masking,
     turns_with_answer,
     unfold_prompt,
 )
-from torchtune.datasets._row_formats import formats_of
+from torchtune.datasets._bad_rows import check_answers
+from torchtune.datasets._row_formats import formats_of, read_label
 from torchtune.datasets._row_images import encoded, row_error, tokenize_text
 from torchtune.datasets._row_source import RowSource, Source
 from torchtune.datasets._token_store import PreparedRows
@@ -246,7 +244,7 @@ def tokenize_answer(
     if not messages or messages[-1].role != "assistant":
         raise DataError(f"{name} is missing: the last turn must be the assistant's")
     if not allow_empty_answers:
-        if is_empty(messages[-1]):
+        if messages[-1].is_empty:
             raise DataError(f"{name} is empty (train on such answers with allow_empty_answers=true)")
         check_answers(messages)
     tokens, mask, note = tokenize_text(tokenizer, messages, tools=tools)

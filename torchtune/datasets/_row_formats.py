@@ -12,7 +12,6 @@ from torchtune.data import (
     OpenAIToMessages,
     ShareGPTToMessages,
     parse_json_text,
-    read_label,
     role_of,
 )
 
@@ -215,3 +214,10 @@ def formats_of(transform: Any) -> tuple[str, ...]:
     if isinstance(transform, ChosenRejectedToMessages):
         return ("preference pairs",)
     return tuple(getattr(transform, "formats", ()))
+
+
+def read_label(value: Any) -> bool | None:
+    """Return whether an answer is good, by its label (a bool, 1, 0, or one of them as text); None for another value."""
+    if isinstance(value, str):
+        return {"true": True, "1": True, "false": False, "0": False}.get(value.strip().lower())
+    return bool(value) if value in (True, False) else None

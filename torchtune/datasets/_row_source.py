@@ -365,6 +365,11 @@ class RowSource:
 
     Raises:
         DataError: ``source`` is neither a name nor rows, or an argument does not apply to rows in memory.
+
+    Example:
+        >>> source = torchtune.datasets.RowSource([{"size": 1}, {"size": 2}], filter_fn=lambda row: row["size"] > 1)
+        >>> list(source.rows())
+        [{'size': 2}]
     """
 
     def __init__(

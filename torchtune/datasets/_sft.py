@@ -13,12 +13,11 @@ from torchtune.data import (
     Message,
     Transform,
     as_messages,
-    check_answers,
     copy_sample,
     read_weight,
     validate_messages,
 )
-from torchtune.datasets._bad_rows import BadRows, report_left_out
+from torchtune.datasets._bad_rows import BadRows, check_answers, report_left_out
 from torchtune.datasets._row_cache import is_preparing
 from torchtune.datasets._row_formats import formats_of
 from torchtune.datasets._row_images import check_images, check_rows, encoded, images_of, row_error, with_open_images

@@ -38,6 +38,26 @@ def count_shared_rows(held_out: Any, training: Any) -> tuple[int, int] | None:
     return int(np.isin(held_out_digests, training_digests).sum()), len(held_out_digests)
 
 
+def explain_shared_rows(held_out: Any, training: Any) -> str | None:
+    """Return a sentence if rows of the validation data are training data; None if none is, or if it is not known.
+
+    Args:
+        held_out: dataset of the validation.
+        training: dataset of the training.
+
+    Example:
+        >>> rows = [{"tokens": [1, 2], "labels": [2, -100]}, {"tokens": [3], "labels": [-100]}]
+        >>> torchtune.datasets.explain_shared_rows(rows, rows[1:])[:39]
+        '1 of its 2 rows are training data, too,'
+    """
+    counts = count_shared_rows(held_out, training)
+    if counts is None or not counts[0]:
+        return None
+    shared, rows = counts
+    which = f"all of its {rows:,} rows" if shared == rows else f"{shared:,} of its {rows:,} rows"
+    return f"{which} are training data, too, so that it does not show how the model does on other rows"
+
+
 def _digest_rows(dataset: ExampleDataset) -> np.ndarray | None:
     """Return a digest of each row's tokens, uint64 ``[rows]``; None if rows cannot be compared."""
     if dataset.is_stream:

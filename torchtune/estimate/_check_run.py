@@ -11,16 +11,23 @@ import torch
 from torchtune import config
 from torchtune._recipe_registry import current_name, promises, recipe_at
 from torchtune.checkpoints import add_reference, check_quantizer, check_savable_tokenizer, checkpoint_contents
-from torchtune.config import locate
-from torchtune.datasets import NotRead, instantiate_collate, instantiate_dataset, preview
-from torchtune.estimate._plan import arrange, build_on_meta, is_mixture, nodes_of
-from torchtune.estimate._plan_data import mixture_examples
+from torchtune.config import SettingsView, locate
+from torchtune.datasets import (
+    NotRead,
+    dataset_nodes,
+    instantiate_collate,
+    instantiate_dataset,
+    is_mixture,
+    mixture_examples,
+    preview,
+)
+from torchtune.estimate._plan import arrange, build_on_meta, other_models, weight_dtype
 from torchtune.modules import text_decoder
 from torchtune.modules.model_fusion import ImageTextModel
 from torchtune.modules.peft import has_adapters, require_adapters
-from torchtune.training import SettingsView, fit_vocabulary, is_distributed, is_restart
+from torchtune.training import GroupedOptimizer, fit_vocabulary, is_distributed, is_restart
 from torchtune.training.metric_logging import TrackingLogger
-from torchtune.training.optim import GroupedOptimizer, require_trained
+from torchtune.training.optim import require_trained
 from torchtune.training.parallel import ParallelDims, check_parallelizable
 from torchtune.training.precision import get_dtype
 from torchtune.utils import UserError, find_device, is_simulated
@@ -68,6 +75,10 @@ def find_problems(settings: Any, processes: int = 1, *, thorough: bool = False) 
         processes: number of processes.
         thorough: also run checks that the run repeats before it tokenizes: build the tokenizer and compare it with the
             embedding, and compare the settings with the settings in the checkpoint to resume.
+
+    Example:
+        >>> torchtune.estimate.find_problems({"loss": {"_component_": "torch.nn.NLLoss"}})
+        ["'torch.nn.NLLoss': module 'torch.nn' has no attribute 'NLLoss'; did you mean 'NLLLoss'?"]
     """
     cfg = SettingsView.of(settings)
     problems: list[str] = []
@@ -90,7 +101,7 @@ def find_problems(settings: Any, processes: int = 1, *, thorough: bool = False) 
 
     checkpointer = attempt(config.instantiate, cfg.checkpointer) if has("checkpointer") else None
     sources = {}  # of other models
-    for name, (node, _) in cfg.other_models().items():
+    for name, (node, _) in other_models(cfg).items():
         if node:
             sources[name] = attempt(config.instantiate, node)
     if hasattr(checkpointer, "add_source"):
@@ -120,7 +131,7 @@ def find_problems(settings: Any, processes: int = 1, *, thorough: bool = False) 
             attempt(checkpointer.check_model, model)
             if has_reference and has("ref_checkpointer"):
                 attempt(checkpointer.check_model, model, name="reference")
-    for name, (_, view) in cfg.other_models().items():
+    for name, (_, view) in other_models(cfg).items():
         source = sources.get(name)
         if hasattr(source, "check_model"):
             other_model = attempt(_build_model, view)
@@ -224,10 +235,10 @@ def _check_optimizer(cfg: SettingsView, device: torch.device | None, model: torc
         )
     if needs_cuda and device is not None and device.type != "cuda":
         raise UserError(f"optimizer: {path} needs device=cuda, not {device.type}: use torchao.optim.AdamW8bit.")
-    # With a lower precision, recipes step fp32 copies of the parameters unless told otherwise.
-    if offloads and (
-        cfg.optimizer_in_bwd or (cfg.resolved_dtype() != "fp32" and cfg.optimizer_precision != "param_dtype")
-    ):
+    # With a lower precision, recipes with the setting optimizer_precision step fp32 copies of the parameters unless
+    # told otherwise.
+    steps_copies = weight_dtype(cfg) != "fp32" and cfg.optimizer_precision not in (None, "param_dtype")
+    if offloads and (cfg.optimizer_in_bwd or steps_copies):
         raise UserError(
             f"optimizer: {path} updates copies of the parameters: set optimizer_precision=param_dtype and "
             "optimizer_in_bwd=False."
@@ -267,7 +278,7 @@ def _check_sources(dataset: Any) -> None:
     """Check that the files of built-in datasets exist; other datasets are not built."""
     if is_mixture(dataset):
         mixture_examples(dataset, [1] * len(dataset["datasets"]))
-    for node in nodes_of(dataset):
+    for node in dataset_nodes(dataset):
         if str(node.get("_component_")).startswith("torchtune.datasets."):
             with preview(0), suppress(NotRead):
                 instantiate_dataset(node, _NoTokenizer())

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from torchtune._recipe_registry import recipe_at
-from torchtune.supervision import is_own_metric
-from torchtune.training import SettingsView
+from torchtune.config import SettingsView
+from torchtune.supervision import BestValidation
 from torchtune.utils import UserError, parse_device
 
 
@@ -28,7 +28,7 @@ def check_settings(settings: Any) -> Iterator[tuple[str, str]]:
     cfg = SettingsView.of(settings)
     if cfg.optimizer_in_bwd and cfg.clip_grad_norm is not None:
         yield "clip_grad_norm", "needs all gradients at once: set it to null or optimizer_in_bwd to False"
-    if cfg.optimizer_in_bwd and cfg.gradient_accumulation_steps > 1:
+    if cfg.optimizer_in_bwd and (cfg.gradient_accumulation_steps or 1) > 1:
         yield "gradient_accumulation_steps", "must be 1 with optimizer_in_bwd, which keeps no gradients"
     if cfg.ac_mode is not None and cfg.enable_activation_checkpointing:
         yield "ac_mode", "recomputes some layers and enable_activation_checkpointing all of them: set one of the two"
@@ -50,7 +50,7 @@ def check_settings(settings: Any) -> Iterator[tuple[str, str]]:
         yield "fake_quant_after_n_steps", "needs a quantizer, which defines the simulated format"
     if cfg.run_val_every_n_steps is not None and cfg.dataset_val is None:
         yield "run_val_every_n_steps", "needs dataset_val"
-    has_own_metric = cfg.keep_best is not None and is_own_metric(cfg.keep_best)
+    has_own_metric = cfg.keep_best is not None and BestValidation.is_own_metric(cfg.keep_best)
     for name in ("keep_best", "early_stopping_patience"):
         if getattr(cfg, name) is not None and cfg.run_val_every_n_steps is None and not has_own_metric:
             yield name, "compares validation results: set run_val_every_n_steps and dataset_val"

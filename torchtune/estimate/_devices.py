@@ -76,6 +76,11 @@ def parse_cluster(text: str) -> tuple[int, Accelerator]:
 
     Raises:
         DeviceNameError: the device is unknown or the text is malformed; the message suggests the nearest names.
+
+    Example:
+        >>> processes, device = torchtune.estimate.parse_cluster("64xH100")
+        >>> processes, device.name, device.per_machine
+        (64, 'H100', 8)
     """
     match = re.fullmatch(r"(?:(?P<number>\d+)\s*[x*]\s*)?(?P<name>.+)", text.strip(), re.IGNORECASE)
     if match is None or (match["number"] is not None and int(match["number"]) < 1):
@@ -97,6 +102,10 @@ def parse_memory(text: str) -> float:
 
     Raises:
         DeviceNameError: the text is malformed.
+
+    Example:
+        >>> torchtune.estimate.parse_memory("80GB"), torchtune.estimate.parse_memory("1GiB")
+        (80000000000.0, 1073741824.0)
     """
     match = re.fullmatch(r"(?P<size>\d+(?:\.\d+)?)\s*(?P<unit>gib|gb|g|)", text.strip().lower())
     if match is None or float(match["size"]) == 0:

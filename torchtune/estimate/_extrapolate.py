@@ -17,13 +17,14 @@ from typing import Any
 
 from torch import nn
 
+from torchtune.config import SettingsView
 from torchtune.estimate._cluster import simulated_cluster
 from torchtune.estimate._ledger import COMPONENTS, PHASES, Moment, Peak, highest_by_phase
 from torchtune.estimate._observer import Observer, Work, magnitude
-from torchtune.estimate._plan import arrange, build_on_meta, count_parameters, row_length
+from torchtune.estimate._plan import arrange, build_on_meta, count_parameters, other_models, row_length
 from torchtune.estimate._simulate import Kept, check_simulated, simulate
 from torchtune.estimate._simulated_inputs import stacks
-from torchtune.training import SettingsView
+from torchtune.supervision import StepPlan
 from torchtune.training.parallel import ParallelDims
 from torchtune.utils import simulated
 
@@ -74,8 +75,7 @@ class Estimate:
     @property
     def tokens(self) -> int:
         """Tokens per step, over all ranks."""
-        cfg = self.settings
-        return cfg.batch_size * cfg.gradient_accumulation_steps * self.dims.data_size * self.length
+        return StepPlan.of(self.settings).rows_per_step(self.dims.data_size) * self.length
 
 
 def estimate_run(
@@ -101,13 +101,18 @@ def estimate_run(
         ParallelDimsError, RecipeSettingsError: the mesh does not fit the number of processes.
         SimulationError: the recipe needs something that a simulated run lacks.
         UserError: the run itself would raise it.
+
+    Example:
+        >>> estimate = torchtune.estimate.estimate_run(recipe_main, settings, 8)  # doctest: +SKIP
+        >>> print(f"{estimate.peak / 2**30:.1f} GiB per device")  # doctest: +SKIP
+        36.2 GiB per device
     """
     cfg = SettingsView.of(settings)
     dims = arrange(cfg, processes)
     check_simulated(cfg)
     with simulated(), simulated_cluster(processes, per_machine):
         views = {"model": cfg}
-        for name, (_, view) in cfg.other_models().items():
+        for name, (_, view) in other_models(cfg).items():
             views[_SETTINGS[name]] = view
         models = {key: build_on_meta(view)[0] for key, view in views.items()}
         length, is_assumed = row_length(cfg, models["model"], length)

@@ -13,13 +13,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from torchtune.config import SettingsView
 from torchtune.estimate._devices import Accelerator
 from torchtune.estimate._extrapolate import Estimate
 from torchtune.estimate._ledger import COMPONENTS
 from torchtune.estimate._plan import arrange, build_on_meta
 from torchtune.estimate._roofline import step_time
 from torchtune.modules.moe import MoE
-from torchtune.training import SettingsView
+from torchtune.supervision import StepPlan
 from torchtune.utils import UserError
 
 # Maximum number of combinations to simulate, in each of two rounds.
@@ -94,7 +95,7 @@ def _relative_to_settings(cfg: SettingsView, options: list[Option]) -> list[Opti
 
 def _micro_batches(cfg: SettingsView) -> list[Option]:
     """Return the options of splitting a step's rows into micro-batches: all rows at once, then powers of two."""
-    rows = cfg.batch_size * cfg.gradient_accumulation_steps
+    rows = StepPlan.of(cfg).rows_per_step(data_size=1)
     options = []
     for size in range(rows, 0, -1):
         is_power_of_two = size & (size - 1) == 0
@@ -371,7 +372,7 @@ def find_fastest(
         seconds = step_time(estimate.work.values(), device).total / estimate.tokens * 1e6
         return Candidate(overrides, estimate.peak, seconds, memory)
 
-    model = build_on_meta(SettingsView.of(settings))[0]
+    model = build_on_meta(settings)[0]
     experts = any(isinstance(module, MoE) for module in model.modules())
     search = Search(settings, processes, limit, check, measure, report, experts)
     for last in (False, True):

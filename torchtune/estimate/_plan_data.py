@@ -1,24 +1,28 @@
 """Number of rows, tokens and steps of a run."""
 
 import math
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from torchtune import config
-from torchtune.data import BatchLoader, DataError
-from torchtune.datasets import NotRead, instantiate_dataset, mixture_counts, mixture_weights, preview
-from torchtune.estimate._plan import arrange, is_mixture, nodes_of
-from torchtune.supervision import (
-    count_steps,
-    count_tokens,
-    describe_global_batch,
-    explain_no_validation,
+from torchtune.config import SettingsView
+from torchtune.data import DataError
+from torchtune.datasets import (
+    NotRead,
+    dataset_nodes,
     explain_shared_rows,
+    instantiate_dataset,
+    is_mixture,
+    mixture_examples,
+    preview,
 )
-from torchtune.training import SettingsView, context_length
+from torchtune.estimate._plan import arrange, context_length
+from torchtune.supervision import (
+    StepPlan,
+    explain_no_validation,
+)
 
 # Maximum rows per source that are tokenized for an estimate; takes about a second.
 SAMPLE = 2000
@@ -82,26 +86,27 @@ def measure_data(settings: Any, processes: int = 1, sample: int = SAMPLE) -> Dat
     train = measure(cfg.dataset, tokenizer, sample, longest)
 
     dims = arrange(cfg, processes)
-    streams = any(node.get("streaming") for node in nodes_of(cfg.dataset))
-    batch = describe_global_batch(cfg, dims.data_size, None if streams else train.examples)
+    streams = any(node.get("streaming") for node in dataset_nodes(cfg.dataset))
+    plan = StepPlan.of(cfg)
+    batch = plan.describe_batch(dims.data_size, None if streams else train.examples)
     if streams:
-        if cfg.max_steps_per_epoch is None:
+        if plan.max_steps_per_epoch is None:
             raise DataError("dataset: streaming=True has no end: set max_steps_per_epoch.")
-        per_epoch = cfg.max_steps_per_epoch
+        per_epoch = plan.max_steps_per_epoch
     elif train.examples is None:
         per_epoch = None
     else:
-        per_epoch = steps_of_epoch(cfg, train.examples, dims.data_size)
+        per_epoch = plan.steps_per_epoch(train.examples, dims.data_size)
 
     if per_epoch is None:
         steps = "unknown until the data are read"
     else:
         if validation is not None:
-            unused = explain_no_validation(cfg, cfg.epochs * per_epoch)
+            unused = explain_no_validation(cfg, plan.epochs * per_epoch)
             if unused is not None:
                 validation += f"; {unused}"
-        _try_schedule(cfg, cfg.epochs * per_epoch)
-        steps = count_steps(cfg, per_epoch)
+        _try_schedule(cfg, plan.epochs * per_epoch)
+        steps = plan.describe_steps(per_epoch)
         if train.text.startswith("about"):
             steps = f"about {steps}"
 
@@ -134,7 +139,7 @@ def measure(dataset: Any, tokenizer: Any, sample: int, longest: int | None) -> M
     dropped = 0
     truncated = 0
     omitted: list[str] = []
-    for node in nodes_of(dataset):
+    for node in dataset_nodes(dataset):
         try:
             with preview(sample) as seen:
                 built = instantiate_dataset(node, tokenizer, longest)
@@ -144,7 +149,7 @@ def measure(dataset: Any, tokenizer: Any, sample: int, longest: int | None) -> M
         # A source of more rows than the sample is estimated from the rows that were read.
         scale = seen.total / seen.read if seen.read else 1.0
         sizes.append(math.ceil(len(built) * scale))
-        tokens = count_tokens(built)
+        tokens = built.num_known_tokens
         counts.append(None if tokens is None else tokens * scale)
         lengths.append(built.longest)
         is_exact = is_exact and scale == 1.0
@@ -200,28 +205,6 @@ def _shared_rows(cfg: SettingsView, tokenizer: Any, sample: int, longest: int | 
     except NotRead:
         return None
     return explain_shared_rows(held_out, training)
-
-
-def mixture_examples(node: Mapping[str, Any], sizes: Sequence[int]) -> int:
-    """Return the examples per epoch of a mixture of datasets with ``sizes``. Raises :class:`DataError`."""
-    names = tuple(str(name) for name in node["datasets"])
-    weights = mixture_weights(names, sizes, node.get("weights"), node.get("temperature", 1.0))
-    return sum(mixture_counts(sizes, weights, node.get("stop", "repeat")))
-
-
-def steps_of_epoch(cfg: SettingsView, examples: int, data_size: int) -> int:
-    """Return the optimizer steps of an epoch; the loader counts them, so that a run has the same number."""
-    loader = BatchLoader(
-        range(examples),
-        batch_size=cfg.batch_size,
-        collate_fn=list,
-        shuffle=False,
-        seed=0,
-        accumulation_steps=cfg.gradient_accumulation_steps,
-        max_steps_per_epoch=cfg.max_steps_per_epoch,
-        world_size=data_size,
-    )
-    return len(loader)
 
 
 def _try_schedule(cfg: SettingsView, steps: int) -> None:

@@ -8,6 +8,7 @@ from torchtune.estimate._devices import Accelerator
 from torchtune.estimate._extrapolate import Estimate
 from torchtune.estimate._ledger import COMPONENTS, Peak
 from torchtune.estimate._roofline import step_time
+from torchtune.supervision import StepPlan
 from torchtune.training.memory import resident_bytes
 from torchtune.utils import parse_device
 
@@ -55,7 +56,7 @@ def _layers(estimate: Estimate) -> str:
 
 
 def _batch(estimate: Estimate) -> str:
-    size = estimate.settings.batch_size
+    size = StepPlan.of(estimate.settings).batch_size
     length = estimate.length
     micro = f"{size} x {length:,} = {size * length:,} tokens per rank"
     return f"{micro}, {estimate.tokens:,} per step over all ranks"
@@ -157,12 +158,12 @@ def _time(estimate: Estimate, device: Accelerator) -> Rows:
 
 def _steps(estimate: Estimate) -> tuple[int, str]:
     """Return (steps of the run, the reason for that number)."""
-    cfg = estimate.settings
-    if cfg.max_steps_per_epoch is not None:
-        return cfg.epochs * cfg.max_steps_per_epoch, f"epochs={cfg.epochs} x max_steps_per_epoch"
-    rows_per_step = cfg.batch_size * cfg.gradient_accumulation_steps * estimate.dims.data_size
-    reason = f"epochs={cfg.epochs} of {ASSUMED_ROWS:,} rows, assumed: set max_steps_per_epoch for another number"
-    return cfg.epochs * math.ceil(ASSUMED_ROWS / rows_per_step), reason
+    plan = StepPlan.of(estimate.settings)
+    if plan.max_steps_per_epoch is not None:
+        return plan.epochs * plan.max_steps_per_epoch, f"epochs={plan.epochs} x max_steps_per_epoch"
+    rows_per_step = plan.rows_per_step(estimate.dims.data_size)
+    reason = f"epochs={plan.epochs} of {ASSUMED_ROWS:,} rows, assumed: set max_steps_per_epoch for another number"
+    return plan.epochs * math.ceil(ASSUMED_ROWS / rows_per_step), reason
 
 
 def _assumed(estimate: Estimate, device: Accelerator) -> Rows:

@@ -12,13 +12,14 @@ from typing import Any
 from torch import nn
 
 from torchtune import config
+from torchtune.config import SettingsView
 from torchtune.estimate import _simulated_inputs
 from torchtune.estimate._cluster import one_thread, simulated_cluster
 from torchtune.estimate._observer import Observer
 from torchtune.estimate._plan import arrange, row_length
 from torchtune.estimate._simulated_inputs import SimulationError
 from torchtune.estimate._torch_private import FakeTensorMode
-from torchtune.training import SettingsView
+from torchtune.supervision import StepPlan
 from torchtune.utils import simulated
 
 _HERE = _simulated_inputs.__name__
@@ -62,13 +63,14 @@ def simulate(
     """
     cfg = SettingsView.of(settings)
     dims = arrange(cfg, processes)
+    plan = StepPlan.of(cfg)
+    micro_batches_per_step = plan.gradient_accumulation_steps
     observer = Observer() if observer is None else observer
-    observer.accumulates = micro_batches == 1 < cfg.gradient_accumulation_steps
-    observer.offload = cfg.fsdp_cpu_offload and processes > 1
+    observer.accumulates = micro_batches == 1 < micro_batches_per_step
+    observer.offload = bool(cfg.fsdp_cpu_offload) and processes > 1
     length = row_length(cfg)[0] if length is None else length
-    micro_batches_per_step = cfg.gradient_accumulation_steps
     accumulated = min(micro_batches_per_step, micro_batches or micro_batches_per_step)
-    rows = steps * cfg.batch_size * accumulated * dims.data_size
+    rows = steps * plan.batch_size * accumulated * dims.data_size
     changes: dict[str, Any] = {"gradient_accumulation_steps": accumulated, "max_steps_per_epoch": steps}
     if kept:
         changes["model_converters"] = []  # ``models`` are converted

@@ -15,7 +15,8 @@ from ._generate import get_causal_mask_from_padding_mask as get_causal_mask_from
 from ._generate import get_position_ids_from_padding_mask as get_position_ids_from_padding_mask
 from ._generate import stream as stream
 from ._generate import stream_tokens as stream_tokens
-from ._json_filter import JSONFilter, JSONGrammar, TokenDecoder, TokenTexts
+from ._json_filter import JSONFilter, TokenDecoder, TokenTexts
+from ._json_filter import JSONGrammar as JSONGrammar
 from ._prompts import Prompt as Prompt
 from ._prompts import answer_limit as answer_limit
 from ._prompts import images_of_batch, to_be_answered
@@ -24,5 +25,6 @@ from ._prompts import prompt_row as prompt_row
 from ._prompts import read_prompts as read_prompts
 from ._sampling import GenerationError as GenerationError
 from ._sampling import LogitsProcessor as LogitsProcessor
-from ._sampling import Sampling, seeded_draws
+from ._sampling import Sampling as Sampling
 from ._sampling import sample as sample
+from ._sampling import seeded_draws

@@ -288,6 +288,11 @@ class JSONGrammar:
 
     Raises:
         GenerationError: the schema is invalid or has something else, such as ``pattern``; the message says where.
+
+    Example:
+        >>> grammar = torchtune.generation.JSONGrammar({"enum": ["red", "blue"]})
+        >>> grammar.accepts('"red"'), grammar.accepts('"green"')
+        (True, False)
     """
 
     def __init__(self, schema: Any = None) -> None:

@@ -34,6 +34,10 @@ class Sampling:
 
     Raises:
         GenerationError: a number is out of range, or a processor is not callable.
+
+    Example:
+        >>> torchtune.generation.Sampling(temperature=0.7, top_k=50).top_k
+        50
     """
 
     temperature: float = 1.0

@@ -9,13 +9,15 @@ from typing import Any
 import numpy as np
 import torch
 
+from torchtune.config import SettingsView
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, Batch, BatchLoader
 from torchtune.datasets import instantiate_dataset, workers
+from torchtune.estimate import context_length
 from torchtune.generation import GenerationError, generate_tokens, uncompiled
 from torchtune.modules import TransformerDecoder, text_decoder
 from torchtune.supervision import StepMetrics, observe_together
 from torchtune.tokenizers import document_texts
-from torchtune.training import RNGState, SettingsView, context_length
+from torchtune.training import RNGState
 from torchtune.training.parallel import ParallelDims
 from torchtune.utils import ObserverGuard, UserError, get_logger, log_once
 

@@ -9,7 +9,7 @@ import yaml
 
 from torchtune._hub import REPO_ID_FILE
 from torchtune.config import redact_secrets
-from torchtune.estimate import nodes_of
+from torchtune.datasets import dataset_nodes
 from torchtune.reports._page import environment
 from torchtune.reports._run_folder import SETTINGS, RunFolder
 from torchtune.reports._verdict import judge
@@ -42,7 +42,7 @@ def model_card(run: RunFolder | str | Path, *, check: str | None = None, library
     sources = set()
     for name in ("dataset", "dataset_val"):
         if run.settings.get(name):
-            datasets[name] = nodes_of(run.settings[name])
+            datasets[name] = dataset_nodes(run.settings[name])
             sources |= {str(node.get("source")) for node in datasets[name]}
     front = {
         **licence,

@@ -6,15 +6,16 @@ import math
 import os
 import shlex
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from torchtune.checkpoints import ADAPTER_FILE, CheckpointStore, best_record, complete_directories
+from torchtune.config import SettingsView, as_written
 from torchtune.data import Batch, BatchLoader
-from torchtune.datasets import num_left_out
+from torchtune.datasets import explain_shared_rows, num_left_out
 from torchtune.estimate import count_parameters
 from torchtune.reports._before_and_after import Measurement
 from torchtune.reports._charts import duration
@@ -23,22 +24,15 @@ from torchtune.reports._run_folder import RunFolder
 from torchtune.reports._run_record import append_record, describe_data, describe_layers, describe_start
 from torchtune.reports._verdict import judge
 from torchtune.supervision import (
-    PROGRESS_METRICS,
     BestValidation,
     StepMetrics,
-    align_rows,
-    component_name,
-    count_steps,
-    count_tokens,
-    describe_global_batch,
+    StepPlan,
     explain_no_validation,
-    explain_shared_rows,
-    explain_short_epoch,
     observe_together,
-    rows_per_step,
 )
-from torchtune.training import SettingsView, checksum_trained
+from torchtune.training import checksum_trained
 from torchtune.training.parallel import ParallelDims, broadcast_object
+from torchtune.training.precision import best_dtype
 from torchtune.utils import ObserverGuard, UserError, get_logger, is_simulated, log_rank_zero, logged_once
 
 # Parts of the report that can fail one by one, while the others and the run go on.
@@ -97,6 +91,7 @@ class RunReport:
     ) -> None:
         _check_images(model, loader.dataset)
         self._cfg = SettingsView.of(cfg)
+        self._step_plan = StepPlan.of(cfg)
         self._recipe_file = recipe_file
         self._dims = dims
         self._device = device
@@ -186,7 +181,7 @@ class RunReport:
             text = f"Stopped after {num_steps:,} steps in {took}."
         describe_next = self._result_rows if is_finished or stops_early else self._continue_rows
         rows = self._guards["summary"].call(describe_next) or []
-        log_rank_zero(get_logger(), "\n".join([text, align_rows(rows)]).rstrip())
+        log_rank_zero(get_logger(), "\n".join([text, _align_rows(rows)]).rstrip())
         self._write_report(state, code=code, changed=has_changed or num_steps == 0)
         if num_steps > 0 and not has_changed:
             self._warn_of_nothing_trained(num_steps)
@@ -212,12 +207,12 @@ class RunReport:
 
     def _log_summary(self) -> None:
         logger = get_logger()
-        log_rank_zero(logger, f"This run:\n{align_rows(self._summary_rows())}")
+        log_rank_zero(logger, f"This run:\n{_align_rows(self._summary_rows())}")
         if self._unused_validation is not None:
             log_rank_zero(logger, f"dataset_val: {self._unused_validation}.", logging.WARNING)
-        short = explain_short_epoch(self._cfg, self._dims.data_size, self._loader.examples_per_epoch)
+        short = self._step_plan.explain_short_epoch(self._dims.data_size, self._loader.examples_per_epoch)
         if short is not None:
-            rows = rows_per_step(self._cfg, self._dims.data_size)
+            rows = self._step_plan.rows_per_step(self._dims.data_size)
             log_rank_zero(logger, f"The batch has {rows:,} rows, but {short}.", logging.WARNING)
         if self._shared_rows is not None:
             log_rank_zero(logger, f"dataset_val: {self._shared_rows}.", logging.WARNING)
@@ -227,20 +222,20 @@ class RunReport:
         base = cfg.checkpointer.get("checkpoint_dir")
         weights = "its own initial weights" if base is None else f"weights of {base}"
         total, trained = count_parameters(self._model)
-        steps = count_steps(cfg, len(self._loader))
+        steps = self._step_plan.describe_steps(len(self._loader))
         if self._first_step > 0:
             steps += f", from step {self._first_step}"
-        optimizer = component_name(cfg.optimizer)
+        optimizer = _component_name(cfg.optimizer)
         if cfg.optimizer.get("lr") is not None:
             optimizer += f", lr {cfg.optimizer.get('lr')}"
         if cfg.lr_scheduler is not None:
-            optimizer += f", {component_name(cfg.lr_scheduler)}"
+            optimizer += f", {_component_name(cfg.lr_scheduler)}"
         every = "epoch" if cfg.save_every_n_steps is None else f"{cfg.save_every_n_steps} steps"
         return [
-            ("model", f"{component_name(cfg.model)}, {weights}"),
+            ("model", f"{_component_name(cfg.model)}, {weights}"),
             ("parameters", f"{trained:,} of {total:,} are trained ({trained / max(total, 1):.2%})"),
             ("data", self._describe_size_of_data()),
-            ("batch", describe_global_batch(cfg, self._dims.data_size, self._loader.examples_per_epoch)),
+            ("batch", self._step_plan.describe_batch(self._dims.data_size, self._loader.examples_per_epoch)),
             ("steps", steps),
             ("optimizer", optimizer),
             ("runs on", f"{self._device.type} in {cfg.dtype}, {self._dims}"),
@@ -254,7 +249,7 @@ class RunReport:
             text = "read while the run trains"
         else:
             text = f"{len(dataset):,} {'packs' if dataset.is_packed else 'rows'}"
-        tokens = count_tokens(dataset)
+        tokens = dataset.num_known_tokens
         if tokens is not None:
             text += f", {tokens:,} tokens"
         if self._loader_val is not None:
@@ -405,7 +400,7 @@ class RunReport:
     def _metric_rows(self) -> list[tuple[str, str]]:
         history = self._step_metrics.history
         rows = []
-        for name, label in PROGRESS_METRICS.items():
+        for name, label in StepMetrics.PROGRESS.items():
             if name not in history:
                 continue
             # The loss of group-relative methods stays near 0, whatever the answers are worth.
@@ -417,7 +412,7 @@ class RunReport:
         return rows
 
     def _prompt_command(self, folder: Path, base: Any) -> str:
-        dtype = self._cfg.resolved_dtype()
+        dtype = self._cfg.dtype or best_dtype(self._device)
         if (folder / ADAPTER_FILE).is_file():
             return shlex.join(["tune", "chat", "--model", str(base), "--adapter", str(folder), "--dtype", dtype])
         words = ["tune", "run", "generate", "--config", "any_generation", f"device={self._device.type}"]
@@ -445,7 +440,7 @@ class RunReport:
     def _log_verdict(self, state: str) -> None:
         run = RunFolder(self._folder)
         rows = [("verdict", str(judge(run))), ("report", str(write_report(run)))]
-        get_logger().info(f"The run {state}.\n{align_rows(rows)}")
+        get_logger().info(f"The run {state}.\n{_align_rows(rows)}")
 
 
 def _check_images(model: torch.nn.Module, dataset: Any) -> None:
@@ -459,6 +454,16 @@ def _check_images(model: torch.nn.Module, dataset: Any) -> None:
             "dataset: it has no images, and text alone trains nothing of this model, whose text decoder is frozen: "
             "train that (language_model or decoder_trainable), or use a dataset with images."
         )
+
+
+def _align_rows(rows: Sequence[tuple[str, str]]) -> str:
+    """Return lines ``  name        text``."""
+    return "\n".join(f"  {name:<12}{text}" for name, text in rows)
+
+
+def _component_name(node: Any) -> str:
+    """Return the last part of a component's dotted path."""
+    return as_written(str(node.get("_component_"))).rpartition(".")[2]
 
 
 def _resume_command(cfg: SettingsView, recipe_file: str, processes: int) -> str:

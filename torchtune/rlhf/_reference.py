@@ -190,7 +190,7 @@ def load_reference(
         load: function that loads the model called ``"reference"``.
         checkpointer: checkpointer of the run, with the sources ``policy`` and ``reference``.
         ref_checkpointer: checkpointer component of another model, registered by
-            :func:`torchtune.training.add_reference`; None uses the policy at the start.
+            :func:`torchtune.checkpoints.add_reference`; None uses the policy at the start.
 
     Raises:
         ReferenceError: the loss needs no reference, or the vocabularies differ.

@@ -14,13 +14,14 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from torchtune.checkpoints import CheckpointStore
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
 from torchtune.generation import evaluating, generate_tokens, images_of_row, seeded_draws
 from torchtune.modules.loss import token_log_probs
 from torchtune.rlhf._http import NoReplyError
 from torchtune.rlhf._rollouts import Rollout, RolloutError, collate_rollouts
 from torchtune.rlhf._servers import RequestSettings, Server, TransformersServer, VLLMServer
-from torchtune.training import CheckpointStore, checksum_trained
+from torchtune.training import checksum_trained
 from torchtune.training.parallel import Ranks
 from torchtune.utils import get_logger
 

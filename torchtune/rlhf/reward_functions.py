@@ -6,9 +6,9 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
-from torchtune.config import locate_from_recipe
+from torchtune.config import ObjectPath, as_written, locate
 from torchtune.rlhf._http import NoReplyError, post_json
 from torchtune.rlhf._rollouts import RolloutError
 from torchtune.utils import require
@@ -53,18 +53,23 @@ class FunctionReward(Reward):
         [1.0]
     """
 
-    def __init__(self, function: str | RewardFunction, weight: float = 1.0, name: str | None = None) -> None:
+    def __init__(
+        self,
+        function: Annotated[str, ObjectPath()] | RewardFunction,
+        weight: float = 1.0,
+        name: str | None = None,
+    ) -> None:
         if isinstance(function, str):
-            function_name = function.rpartition(".")[2]
-            reward_function = locate_from_recipe(function)
+            default_name = as_written(function).rpartition(".")[2]
+            target = locate(function)
         else:
-            function_name = getattr(function, "__name__", type(function).__name__)
-            reward_function = function
-        super().__init__(weight, name or function_name)
-        if not callable(reward_function):
-            kind = type(reward_function).__name__
+            default_name = getattr(function, "__name__", type(function).__name__)
+            target = function
+        super().__init__(weight, name or default_name)
+        if not callable(target):
+            kind = type(target).__name__
             raise ValueError(f"function: {function!r:.80} is a {kind}: name a function, as in my_rewards.polite.")
-        self._function: RewardFunction = reward_function
+        self._function: RewardFunction = target
 
     def __call__(self, rows: Sequence[Row], texts: Sequence[str]) -> Sequence[float | None]:
         """Call the function."""

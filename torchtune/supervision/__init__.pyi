@@ -1,17 +1,8 @@
 from ._best_validation import BestValidation as BestValidation
-from ._best_validation import is_own_metric
-from ._describe_run import (
-    align_rows,
-    component_name,
-    count_steps,
-    count_tokens,
-    describe_global_batch,
-    explain_no_validation,
-    explain_shared_rows,
-    explain_short_epoch,
-    rows_per_step,
-)
-from ._flops import attention_pairs, peak_flops
+from ._describe_run import StepPlan as StepPlan
+from ._describe_run import explain_no_validation as explain_no_validation
+from ._flops import attention_pairs as attention_pairs
+from ._flops import peak_flops as peak_flops
 from ._observe_together import observe_together as observe_together
 from ._out_of_memory import OutOfMemoryError as OutOfMemoryError
 from ._out_of_memory import explain_out_of_memory as explain_out_of_memory
@@ -29,7 +20,6 @@ from ._run_control import RunControl as RunControl
 from ._signals import StopSignal as StopSignal
 from ._step_guard import SkippedStepsError as SkippedStepsError
 from ._step_guard import StepGuard as StepGuard
-from ._step_metrics import PROGRESS_METRICS
 from ._step_metrics import StepMetrics as StepMetrics
 from ._throughput import Throughput as Throughput
 from ._watchdog import HANG_EXIT_CODE as HANG_EXIT_CODE

@@ -19,11 +19,6 @@ class ValidationMetricError(UserError):
     raised_on_all = True
 
 
-def is_own_metric(keep_best: str) -> bool:
-    """Return whether ``keep_best`` names a metric of a copied recipe, not one of its validation."""
-    return not keep_best.removeprefix(_MAXIMIZE_PREFIX).startswith("val_")
-
-
 class BestValidation:
     """Tracks the best validation by one metric, and counts the validations since.
 
@@ -42,10 +37,15 @@ class BestValidation:
         metric: the metric without ``max:``, or None.
 
     Example:
-        >>> best = torchtune.training.BestValidation("run", "val_loss", patience=1)
+        >>> best = torchtune.supervision.BestValidation("run", "val_loss", patience=1)
         >>> best.update(10, {"val_loss": 2.0}), best.update(20, {"val_loss": 2.5}), best.should_stop
         (True, False, True)
     """
+
+    @staticmethod
+    def is_own_metric(keep_best: str) -> bool:
+        """Return whether ``keep_best`` names a metric of a copied recipe, not one of its validation."""
+        return not keep_best.removeprefix(_MAXIMIZE_PREFIX).startswith("val_")
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class BestValidation:
         """
         if self.metric is None:
             return False
-        if self.metric not in metrics and is_own_metric(self.metric):
+        if self.metric not in metrics and self.is_own_metric(self.metric):
             return False  # the recipe validates and measures at different steps
         self._has_metric = self._has_metric or self.metric in metrics
         if self._best is None and self.metric not in metrics:

@@ -63,6 +63,10 @@ def peak_flops(name: str) -> float | None:
 
     Args:
         name: result of ``torch.cuda.get_device_name``, for example ``"NVIDIA A100-SXM4-80GB"``.
+
+    Example:
+        >>> torchtune.supervision.peak_flops("NVIDIA A100-SXM4-80GB") / 1e12
+        312.0
     """
     words = set()
     for word in name.split():
@@ -112,7 +116,16 @@ def _chunk_pairs(length: int, size: int) -> int:
 
 
 def attention_pairs(length: int, window: int | None) -> int:
-    """Return the number of causal query-key pairs, limited to ``window``."""
+    """Return the number of query-key pairs of causal attention in one sequence.
+
+    Args:
+        length: tokens of the sequence.
+        window: maximum number of keys that a query sees, itself included; None for all before it.
+
+    Example:
+        >>> torchtune.supervision.attention_pairs(4, None), torchtune.supervision.attention_pairs(4, 2)
+        (10, 7)
+    """
     widest = length if window is None else min(length, window)  # keys that the last query sees
     growing = widest * (widest + 1) // 2
     full_width = (length - widest) * widest

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from torchtune.training import SettingsView
+from torchtune.config import SettingsView
+from torchtune.supervision._describe_run import StepPlan
 from torchtune.training.memory import get_memory_stats
 from torchtune.training.parallel import ParallelDims, ParallelDimsError
 from torchtune.utils import (
@@ -151,21 +152,22 @@ def _less_offloading(cfg: SettingsView) -> Iterator[Changes]:
 
 def _smaller_steps(cfg: SettingsView, activity: Activity) -> Iterator[Changes]:
     """Yield changes with fewer tokens or activations."""
+    plan = StepPlan.of(cfg)
     if not cfg.enable_activation_checkpointing:
         yield {"enable_activation_checkpointing": True}
     if activity.phase == "validation":
-        if (cfg.batch_size_val or cfg.batch_size) > 1:
+        if (cfg.batch_size_val or plan.batch_size) > 1:
             yield {"batch_size_val": 1}
-    elif cfg.batch_size > 1:
+    elif plan.batch_size > 1:
         changes: Changes = {"batch_size": 1}
         if not cfg.optimizer_in_bwd:  # which excludes accumulation
-            changes["gradient_accumulation_steps"] = cfg.batch_size * cfg.gradient_accumulation_steps
+            changes["gradient_accumulation_steps"] = plan.rows_per_step(data_size=1)
         yield changes
     has_adapters = "lora" in f"{cfg.model} {cfg.model_converters}".lower()  # their gradients are small
     if not cfg.optimizer_in_bwd and not has_adapters:
         yield {"optimizer_in_bwd": True}
     longest = cfg.max_seq_len
-    if longest is None and cfg.batch_size == 1 and activity.shape:
+    if longest is None and plan.batch_size == 1 and activity.shape:
         longest = activity.shape[-1]
     if longest is not None and longest > _SHORTEST_TO_HALVE:
         yield {"tokenizer.max_seq_len": longest // 2}
@@ -183,7 +185,7 @@ def _more_shards(cfg: SettingsView, dims: ParallelDims) -> Iterator[Changes]:
     """Yield parallelism with a smaller share of weights or activations per device."""
     if dims.world_size == 1:
         return
-    if not cfg.fsdp_reshard_after_forward:
+    if cfg.fsdp_reshard_after_forward is False:
         yield {"fsdp_reshard_after_forward": True}
     # The other dimensions leave fewer processes to sharding.
     shard_rest: Changes = {} if cfg.data_parallel_shard_dim == -1 else {"data_parallel_shard_dim": -1}

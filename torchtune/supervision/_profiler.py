@@ -52,7 +52,7 @@ class DummyProfiler:
     """Profiler with the interface of ``torch.profiler.profile`` that does nothing.
 
     Example:
-        >>> with torchtune.training.DummyProfiler() as profiler:
+        >>> with torchtune.supervision.DummyProfiler() as profiler:
         ...     profiler.step()
     """
 
@@ -176,7 +176,7 @@ class GuardedProfiler:
         profiler: the profiler; a started one is not accepted.
 
     Example:
-        >>> with torchtune.supervision.GuardedProfiler(torchtune.training.DummyProfiler()) as profiler:
+        >>> with torchtune.supervision.GuardedProfiler(torchtune.supervision.DummyProfiler()) as profiler:
         ...     profiler.step()
     """
 

@@ -38,7 +38,7 @@ class ProgressBar:
 
     Example:
         >>> with open(folder / "bar", "w") as file:
-        ...     bar = torchtune.training.ProgressBar(total=2, file=file)
+        ...     bar = torchtune.supervision.ProgressBar(total=2, file=file)
         ...     bar.advance(1)
         ...     bar.close()
     """

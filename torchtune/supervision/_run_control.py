@@ -69,7 +69,7 @@ class RunControl:
         exit_code: 75 after SIGTERM, so that schedulers requeue the job; 130 after SIGINT; 0 without a signal.
 
     Example:
-        >>> control = torchtune.training.RunControl(torchtune.training.ParallelDims(), folder)
+        >>> control = torchtune.supervision.RunControl(torchtune.training.ParallelDims(), folder)
         >>> control.ending
         False
     """

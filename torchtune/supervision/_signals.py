@@ -16,7 +16,7 @@ class StopSignal:
     kills the process after its grace period. Outside the main thread, ``requested`` stays False.
 
     Example:
-        >>> with torchtune.training.StopSignal() as stop:
+        >>> with torchtune.supervision.StopSignal() as stop:
         ...     stop.requested
         False
     """

@@ -50,7 +50,7 @@ class StepGuard:
         num_skipped: number of skipped steps.
 
     Example:
-        >>> guard = torchtune.training.StepGuard(metrics, loader, dims, "run", max_skipped_steps=5)  # doctest: +SKIP
+        >>> guard = torchtune.supervision.StepGuard(metrics, loader, dims, "run", max_skipped_steps=5)  # doctest: +SKIP
     """
 
     def __init__(

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -10,8 +10,6 @@ from torchtune.data import Batch
 from torchtune.training.parallel import ParallelDims
 from torchtune.utils import get_logger, log_once
 
-# Metrics that show progress of a run, and their labels in a report.
-PROGRESS_METRICS = {"loss": "loss", "rewards/total": "reward", "rewards/accuracies": "accuracy"}
 # Name -> (sum, count).
 Figures = Mapping[str, tuple[torch.Tensor | float, torch.Tensor | int]]
 
@@ -85,12 +83,19 @@ class StepMetrics:
             ``rewards/accuracies``.
 
     Example:
-        >>> metrics = torchtune.training.StepMetrics()
+        >>> metrics = torchtune.supervision.StepMetrics()
         >>> metrics.add_loss(torch.tensor(2.0))
         >>> metrics.log_mean({"accuracy": (torch.tensor(3.0), 4)})
         >>> metrics.total([2.0, *metrics.new_sums(torchtune.training.ParallelDims())])
         {'loss': 2.0, 'accuracy': 0.75}
     """
+
+    # Metrics that show the progress of a run, and their labels in a report.
+    PROGRESS: ClassVar[dict[str, str]] = {
+        "loss": "loss",
+        "rewards/total": "reward",
+        "rewards/accuracies": "accuracy",
+    }
 
     def __init__(self) -> None:
         self.losses: list[torch.Tensor] = []
@@ -192,7 +197,7 @@ class StepMetrics:
             step: number of completed steps.
             metrics: metrics of the step.
         """
-        for name in PROGRESS_METRICS.keys() & metrics.keys():
+        for name in self.PROGRESS.keys() & metrics.keys():
             last = (step, metrics[name])
             first, _ = self.history.get(name, (last, last))
             self.history[name] = (first, last)

@@ -47,7 +47,7 @@ class Throughput:
         trained: number of labeled tokens.
 
     Example:
-        >>> throughput = torchtune.training.Throughput()
+        >>> throughput = torchtune.supervision.Throughput()
         >>> throughput.step(processed=512, trained=128)
     """
 

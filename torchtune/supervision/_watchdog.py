@@ -15,12 +15,13 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from torchtune.config import SettingsView
 from torchtune.supervision._heartbeats import FINISHED, ORPHANED, PEER_LOST, Beat, Heartbeats, describe_stall
 from torchtune.supervision._lost_ranks import agent_pid, is_connection_error, lost_rank_error, machine_name
 from torchtune.supervision._out_of_memory import explain_out_of_memory
 from torchtune.supervision._run_control import EXIT_REQUEUE
 from torchtune.supervision._throughput import Throughput
-from torchtune.training import SettingsView, is_distributed
+from torchtune.training import is_distributed
 from torchtune.training.parallel import ParallelDims
 from torchtune.utils import (
     LOOP_PHASES,
@@ -122,7 +123,7 @@ class Watchdog:
 
     Example:
         >>> activity = torchtune.utils.Activity()
-        >>> with torchtune.training.Watchdog(activity, None, timeout=60):
+        >>> with torchtune.supervision.Watchdog(activity, None, timeout=60):
         ...     activity.sign()
     """
 

@@ -71,14 +71,6 @@ class SavableTokenizer(Protocol):
         ...
 
 
-def end_of_turn_ids(tokenizer: Any) -> list[int]:
-    """Return the ids after which a trained model stops: the stop tokens and, if they differ, those that end a turn."""
-    # Optional attributes: a tokenizer of a user's own may have neither.
-    stop_ids = getattr(tokenizer, "stop_tokens", ())
-    turn_end_ids = getattr(tokenizer, "turn_ends", ())
-    return list(dict.fromkeys([*stop_ids, *turn_end_ids]))
-
-
 # What a tokenizer may need, with its meaning for messages; see torchtune.tokenizers.RecipeTokenizer.
 _NEEDED = {
     "vocab_size": "the number of its tokens",

@@ -1,4 +1,7 @@
-"""Devices, precision, memory, parallelism, optimizers and schedules; re-exports names of the packages above."""
+"""Devices, precision, memory, parallelism, optimizers and schedules.
+
+Names of the packages above are here for recipes of earlier releases.
+"""
 
 from torchtune._lazy import attach_stub
 

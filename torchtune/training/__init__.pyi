@@ -1,3 +1,5 @@
+# Names of the packages above, for recipes of earlier releases that import them from here. Recipes of today import
+# them from torchtune.checkpoints, torchtune.estimate and torchtune.supervision; new names are added there alone.
 from torchtune.checkpoints import ADAPTER_CONFIG as ADAPTER_CONFIG
 from torchtune.checkpoints import ADAPTER_KEY as ADAPTER_KEY
 from torchtune.checkpoints import DATALOADER_KEY as DATALOADER_KEY
@@ -25,6 +27,8 @@ from torchtune.checkpoints import check_training_state as check_training_state
 from torchtune.checkpoints import checkpoint_contents as checkpoint_contents
 from torchtune.checkpoints import quantize_checkpoint as quantize_checkpoint
 from torchtune.checkpoints import update_state_dict_for_classifier as update_state_dict_for_classifier
+
+# Names that only earlier releases had.
 from torchtune.compat import OptimizerInBackwardWrapper as OptimizerInBackwardWrapper
 from torchtune.compat import RunReport as RunReport
 from torchtune.compat import create_optim_in_bwd_wrapper as create_optim_in_bwd_wrapper
@@ -39,9 +43,12 @@ from torchtune.compat import load_from_full_optimizer_state_dict as load_from_fu
 from torchtune.compat import register_optim_in_bwd_hooks as register_optim_in_bwd_hooks
 from torchtune.compat import scale_grads as scale_grads
 from torchtune.compat import shard_model as shard_model
+from torchtune.config import RecipeSettingsError as RecipeSettingsError
+from torchtune.config import SettingsView as SettingsView
 from torchtune.estimate import RunError as RunError
 from torchtune.estimate import check_run as check_run
 from torchtune.estimate import check_settings as check_settings
+from torchtune.estimate import context_length as context_length
 from torchtune.estimate import plan_data as plan_data
 from torchtune.estimate import plan_run as plan_run
 from torchtune.supervision import DEFAULT_PROFILE_DIR as DEFAULT_PROFILE_DIR
@@ -84,9 +91,6 @@ from ._prepare_model import cache_images as cache_images
 from ._prepare_model import disable_dropout as disable_dropout
 from ._prepare_model import fit_vocabulary as fit_vocabulary
 from ._prepare_model import validate_no_params_on_meta_device as validate_no_params_on_meta_device
-from ._settings_view import RecipeSettingsError as RecipeSettingsError
-from ._settings_view import SettingsView as SettingsView
-from ._settings_view import context_length as context_length
 from .activations import NoOpManager as NoOpManager
 from .activations import OffloadActivations as OffloadActivations
 from .activations import apply_selective_activation_checkpointing as apply_selective_activation_checkpointing

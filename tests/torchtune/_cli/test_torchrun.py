@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import neighbour
-from torchtune import config, training, utils
+from torchtune import config, supervision, training, utils
 
 
 @dataclass
@@ -65,7 +65,7 @@ def recipe_main(cfg: Settings) -> int:
             os.environ["TORCHELASTIC_RESTART_COUNT"] = "0"  # as on a machine where nobody had died
         Path(f"{rank}_{life}_{training.is_restart()}_{dims.sum(1)}").touch()
         os._exit(life == "0" and rank == "1")
-    with training.StopSignal() as stop:
+    with supervision.StopSignal() as stop:
         Path(f"started_{rank}").write_text(str(os.getpid()))
         while not stop.requested:
             time.sleep(0.01)

@@ -94,7 +94,7 @@ def test_save(base, adapter, tmp_path):
         torchtune.load(merged, adapter=merged, **CPU)
     assert torchtune.save(model, merged, overwrite=True) == merged
     assert not (merged / "model.safetensors").exists()
-    with pytest.raises(UserError, match=r"not written by torchtune.save, so delete it yourself"):
+    with pytest.raises(UserError, match=r"not written by torchtune.save: .* or delete it yourself"):
         torchtune.save(model, shutil.copytree(adapter, tmp_path / "theirs"), overwrite=True)
     with pytest.raises(UserError, match="inside each other"):
         torchtune.save(model, base / "inside")
@@ -160,9 +160,9 @@ def test_what_cannot_be_generated(base, tmp_path, monkeypatch):
     refused("no room for an answer in the model's context of 4096", [7] * 4096)
     refused("end with a turn of the user", [{"role": "assistant", "content": "red"}])
     refused("end with a turn of the user", [])
-    refused("prompt: a dict is none", {"role": "user", "content": "red"})
-    refused("prompt: a NoneType is none", None)
-    refused("prompt: a bytes is none", b"red")
+    refused("prompt: a dict cannot be continued", {"role": "user", "content": "red"})
+    refused("prompt: a NoneType cannot", None)
+    refused("prompt: a bytes cannot", b"red")
     refused("temperature is -1", temperature=-1)
     refused("max_new_tokens is .* must be at least 1", max_new_tokens=0)
     monkeypatch.setattr(tokenizer, "max_seq_len", 8)

@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 
 from tests.torchtune.checkpoints.ranks import shard
+from torchtune.checkpoints import FullModelHFCheckpointer
 from torchtune.models import from_hf_config
 from torchtune.modules.conversion import apply_conversions
 from torchtune.modules.peft import LoRA
-from torchtune.training import FullModelHFCheckpointer
 from torchtune.training.parallel._shards import my_shard
 
 M_MMAP_THRESHOLD = -3  # of malloc.h

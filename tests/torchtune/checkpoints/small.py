@@ -15,11 +15,10 @@ from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from tests.tiny import write_tokenizer
-from torchtune.checkpoints import CheckpointError, ModelSource
+from torchtune.checkpoints import CheckpointError, FullModelHFCheckpointer, ModelSource
 from torchtune.models import from_hf_config
 from torchtune.modules import TransformerDecoder
 from torchtune.modules.conversion import apply_conversions
-from torchtune.training import FullModelHFCheckpointer
 
 SIZES = {
     "vocab_size": 320,

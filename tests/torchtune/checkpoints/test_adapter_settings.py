@@ -29,9 +29,8 @@ from tests.torchtune.checkpoints.small import (
     started,
     write_folder,
 )
-from torchtune.checkpoints import CheckpointError
+from torchtune.checkpoints import CheckpointError, FullModelHFCheckpointer
 from torchtune.modules.peft import LoRA
-from torchtune.training import FullModelHFCheckpointer
 
 PEFT = ["q_proj", "o_proj", "down_proj"]
 OURS = ["q_proj", "output_proj", "w2"]

@@ -28,11 +28,10 @@ from tests.torchtune.checkpoints.small import (
     stored,
     write_folder,
 )
-from torchtune.checkpoints import CheckpointError, adapter_conversion
+from torchtune.checkpoints import CheckpointError, FullModelHFCheckpointer, adapter_conversion
 from torchtune.modules import TransformerDecoder
 from torchtune.modules.conversion import apply_conversions
 from torchtune.modules.peft import LoRA, get_adapter_params
-from torchtune.training import FullModelHFCheckpointer
 
 # What is adapted: our arguments, and PEFT's target_modules.
 TARGETS: dict[str, tuple[dict[str, Any], list[str]]] = {

@@ -11,10 +11,9 @@ import torch
 from torch import nn
 
 from tests.torchtune.checkpoints.small import SIZES, build, load, read, refusal, write_folder
-from torchtune.checkpoints import CheckpointError, FormattedCheckpointFiles
+from torchtune.checkpoints import CheckpointError, FormattedCheckpointFiles, FullModelHFCheckpointer
 from torchtune.models.llama3_2 import llama3_2
 from torchtune.models.qwen2 import qwen2
-from torchtune.training import FullModelHFCheckpointer
 
 INDEX = "model.safetensors.index.json"
 

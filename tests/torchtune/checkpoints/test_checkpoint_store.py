@@ -14,11 +14,16 @@ from safetensors.torch import load_file
 import torchtune
 from tests.torchtune.checkpoints.small import SIZES, build, read, resume, same_bits, some_tokens, started, write_folder
 from torchtune import config
-from torchtune.checkpoints import CheckpointError, verify_checkpoint
+from torchtune.checkpoints import (
+    CheckpointError,
+    CheckpointStore,
+    FullModelHFCheckpointer,
+    ModelSource,
+    verify_checkpoint,
+)
 from torchtune.modules import TransformerDecoder, classifier_model
 from torchtune.modules.conversion import apply_conversions
 from torchtune.modules.peft import LoRA
-from torchtune.training import CheckpointStore, FullModelHFCheckpointer, ModelSource
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ from tests.torchtune.checkpoints.small import (
     stored,
     write_folder,
 )
-from torchtune import training
+from torchtune import checkpoints, training
 from torchtune.checkpoints import (
     CheckpointError,
     FullModelHFCheckpointer,
@@ -235,8 +235,8 @@ def test_keys_of_the_dict():
     keys = "MODEL OPT ADAPTER SEED EPOCHS TOTAL_EPOCHS MAX_STEPS STEPS DATALOADER VAL_DATALOADER RNG".split()
     values = "model optimizer adapter seed epochs_run total_epochs max_steps_per_epoch steps_run dataloader"
     assert [getattr(training, f"{key}_KEY") for key in keys] == [*values.split(), "val_dataloader", "rng_state"]
-    assert training.ADAPTER_CONFIG == "adapter_config"
-    assert training.ModelType.LLAMA3_2.value == "llama3_2"
+    assert checkpoints.ADAPTER_CONFIG == "adapter_config"
+    assert checkpoints.ModelType.LLAMA3_2.value == "llama3_2"
 
 
 def test_folder_with_the_largest_number_is_found(tmp_path):

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from tests.torchtune.checkpoints.small import build, refusal, write_folder
+from torchtune.checkpoints import FullModelHFCheckpointer
 from torchtune.modules.conversion import Conversion, ConversionReport, Phase
 from torchtune.modules.peft import LoRA
-from torchtune.training import FullModelHFCheckpointer
 
 MERGED = ("adapter", "merged")
 

@@ -16,9 +16,8 @@ from torch import nn
 from tests.torchtune.checkpoints.small import build, leave_free, load, randomize_adapter, same_bits, stored
 from tests.work import largest_file
 from torchtune._cli import tune
-from torchtune.checkpoints import CheckpointError, checkpoints_in, verify_checkpoint
+from torchtune.checkpoints import CheckpointError, FullModelHFCheckpointer, checkpoints_in, verify_checkpoint
 from torchtune.modules.peft import LoRA
-from torchtune.training import FullModelHFCheckpointer
 from torchtune.utils import UserError
 
 

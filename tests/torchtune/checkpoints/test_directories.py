@@ -8,7 +8,7 @@ import pytest
 from torch import nn
 
 from tests.torchtune.checkpoints.small import refusal
-from torchtune.training import FullModelHFCheckpointer
+from torchtune.checkpoints import FullModelHFCheckpointer
 
 
 def checkpointer(source: Path, output: Path, **options) -> FullModelHFCheckpointer:

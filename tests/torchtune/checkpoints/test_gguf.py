@@ -13,10 +13,9 @@ from transformers.convert_slow_tokenizer import TikTokenConverter
 
 from tests.torchtune.checkpoints.gguf_files import OWN, SPECIAL, Vocabulary, texts, write_gguf
 from tests.torchtune.checkpoints.small import close, in_transformers, logits, read, refusal, same_bits, stored
-from torchtune.checkpoints import CheckpointError, GGUFFile, gguf_to_hf
+from torchtune.checkpoints import CheckpointError, FullModelHFCheckpointer, GGUFFile, gguf_to_hf
 from torchtune.models import build
 from torchtune.modules import TransformerDecoder
-from torchtune.training import FullModelHFCheckpointer
 
 
 def on_meta(path: Path) -> TransformerDecoder:

@@ -11,8 +11,7 @@ import pytest
 
 from tests.torchtune.checkpoints.small import build, load, read, refusal
 from tests.work import at_most
-from torchtune.checkpoints import GGUFFile, ModelSource
-from torchtune.training import FullModelHFCheckpointer
+from torchtune.checkpoints import FullModelHFCheckpointer, GGUFFile, ModelSource
 
 INDEX = "model.safetensors.index.json"
 

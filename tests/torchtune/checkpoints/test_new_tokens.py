@@ -22,11 +22,11 @@ from tests.torchtune.checkpoints.small import (
     started,
     write_folder,
 )
-from torchtune.checkpoints import CheckpointError
+from torchtune.checkpoints import CheckpointError, FullModelHFCheckpointer
 from torchtune.modules.conversion import ConversionError
 from torchtune.modules.loss import LinearCrossEntropyLoss
 from torchtune.modules.peft import LoRA
-from torchtune.training import FullModelHFCheckpointer, fit_vocabulary, setup_optimizer
+from torchtune.training import fit_vocabulary, setup_optimizer
 
 ROWS, OLD = 328, 320
 LORA = LoRA(4, 8, attn_modules=["q_proj", "v_proj"], use_dora=True)

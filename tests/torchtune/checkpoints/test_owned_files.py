@@ -21,10 +21,9 @@ from tests.torchtune.checkpoints.small import (
     started,
     write_folder,
 )
-from torchtune.checkpoints import CheckpointError
+from torchtune.checkpoints import CheckpointError, FullModelHFCheckpointer
 from torchtune.modules.conversion import Conversion, ConversionError, ConversionReport, Phase
 from torchtune.modules.peft import LoRA, disable_adapter, owned_parameters
-from torchtune.training import FullModelHFCheckpointer
 from torchtune.utils import UserError
 
 

@@ -11,10 +11,10 @@ from tokenizers import Tokenizer
 from torch import nn
 
 from tests.torchtune.checkpoints.small import build, in_transformers, load, logits, read, write_folder
-from torchtune.checkpoints import GGUFFile, ModelSource
+from torchtune.checkpoints import FullModelHFCheckpointer, GGUFFile, ModelSource, quantize_checkpoint
 from torchtune.modules.conversion import ConversionError
 from torchtune.modules.low_precision.torchao_interface import torchao_quantization
-from torchtune.training import FullModelHFCheckpointer, quantization, quantize_checkpoint
+from torchtune.training import quantization
 from torchtune.utils import UserError
 
 

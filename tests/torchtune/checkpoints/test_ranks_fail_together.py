@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from tests.torchtune.checkpoints import ranks
 from tests.torchtune.checkpoints.small import build, leave_free, same_bits, stored, write_folder
-from torchtune.training import FullModelHFCheckpointer
+from torchtune.checkpoints import FullModelHFCheckpointer
 from torchtune.utils import UserError, get_logger
 
 

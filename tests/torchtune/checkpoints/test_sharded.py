@@ -23,10 +23,10 @@ from tests.torchtune.checkpoints.small import (
     stored,
     write_folder,
 )
+from torchtune.checkpoints import FullModelHFCheckpointer
 from torchtune.modules.conversion import Conversion, ConversionError, StoredWeight, apply_conversions
 from torchtune.modules.low_precision import FrozenInt8Linear, QuantizeBase
 from torchtune.modules.peft import LoRA
-from torchtune.training import FullModelHFCheckpointer
 
 SIZES = {"vocab_size": 322, "num_hidden_layers": 1}  # uneven: the last of four ranks has fewer rows
 

@@ -15,7 +15,8 @@ from torch import nn
 
 from tests.torchtune.checkpoints import ranks
 from tests.torchtune.checkpoints.small import build, same_bits, some_tokens, stored, write_folder
-from torchtune.training import CheckpointError, FullModelHFCheckpointer, MuonWithAdamW, RNGState, setup_optimizer
+from torchtune.checkpoints import CheckpointError, FullModelHFCheckpointer
+from torchtune.training import MuonWithAdamW, RNGState, setup_optimizer
 from torchtune.training.optim import _low_precision_optimizer
 
 ADAMW = {"lr": 1e-2, "weight_decay": 0.1}

@@ -11,10 +11,9 @@ import torch
 from torch import nn
 
 from tests.torchtune.checkpoints.small import refusal, resume, same_bits, started, write_folder
-from torchtune.checkpoints import CheckpointError
+from torchtune.checkpoints import CheckpointError, FullModelHFCheckpointer
 from torchtune.data import BatchLoader
 from torchtune.training import (
-    FullModelHFCheckpointer,
     GroupedOptimizer,
     MuonWithAdamW,
     RNGState,

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import pytest
 import torch
+import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from tests.torchtune.config.assets import parts
@@ -17,6 +18,8 @@ from torchtune.config import (
     Range,
     instantiate,
     load_and_check,
+    save_config,
+    to_dict,
 )
 from torchtune.utils import UserError
 
@@ -54,15 +57,45 @@ def test_a_path_that_a_component_cannot_open(tmp_path):
         instantiate(node)
 
 
-def test_a_name_of_the_recipe_is_found_from_the_library_too(tmp_path):
+@dataclass
+class Settings:
+    loss: Component
+
+
+def typed_main(cfg: Settings) -> None:
+    print(cfg.loss)
+
+
+def untyped_main(cfg: DictConfig) -> None:
+    print(cfg.loss)
+
+
+def never_wrong(rows: list[Any], texts: list[str]) -> list[float]:
+    return [1.0] * len(texts)
+
+
+@pytest.mark.parametrize("recipe_main", [typed_main, untyped_main])
+def test_a_name_of_the_recipe_is_found_from_the_library_and_saved_as_written(recipe_main, tmp_path):
     """A copied recipe has a loss of its own, which not only the recipe builds."""
-    (tmp_path / "config.yaml").write_text("loss: {_component_: local_component}")
+    nested = {"_component_": "local_component", "text": "cuda:0"}
+    written = {"loss": {"_component_": "local_component", "value": nested}}
+    (tmp_path / "config.yaml").write_text(json.dumps(written))
+    cfg = load_and_check(tmp_path / "config.yaml", [], recipe_main)
+    assert instantiate(cfg.loss, caller_globals={}) == ((None, {"text": "cuda:0"}), {})
+    save_config(cfg, tmp_path / "saved.yaml")
+    assert yaml.safe_load((tmp_path / "saved.yaml").read_text()) == written
 
-    def recipe_main(cfg: DictConfig) -> None:
-        print(cfg.loss)
 
-    load_and_check(tmp_path / "config.yaml", [], recipe_main)
-    assert instantiate({"_component_": "local_component", "value": 3}, caller_globals={}) == (3, {})
+def test_a_function_of_the_recipe_is_found_by_a_reward(tmp_path):
+    reward = "torchtune.rlhf.reward_functions.FunctionReward"
+    config = tmp_path / "config.yaml"
+    config.write_text(json.dumps({"loss": {"_component_": reward, "function": "never_wrong"}}))
+    cfg = load_and_check(config, [], typed_main)
+    built = instantiate(cfg.loss, caller_globals={})
+    assert (built([{}], ["a"]), built.name) == ([1.0], "never_wrong")
+    assert to_dict(cfg, redact=True)["loss"]["function"] == "never_wrong"
+    with pytest.raises(ConfigError, match=r"there is no 'never_rong' in the recipe's file.*'never_wrong'"):
+        load_and_check(config, ["loss.function=never_rong"], typed_main)
 
 
 def test_none_stays_none():

@@ -6,7 +6,7 @@ import pytest
 
 from torchtune.data import DataError
 from torchtune.datasets import PackedDataset, instantiate_dataset, instruct_dataset, workers
-from torchtune.training import context_length
+from torchtune.estimate import context_length
 
 SHORT, LONG = {"input": "the cat", "output": "red"}, {"input": "the cat", "output": "a red bird " * 30}
 ROWS = [SHORT, SHORT, LONG, SHORT]

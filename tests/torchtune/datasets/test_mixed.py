@@ -13,7 +13,8 @@ from torch import nn
 from torchtune.data import BatchLoader, DataError, collate_documents, collate_preference
 from torchtune.datasets import MixedDataset, PackedDataset, mixed_dataset
 from torchtune.modules.loss import LinearCrossEntropyLoss, setup_loss
-from torchtune.training import ParallelDims, StepMetrics
+from torchtune.supervision import StepMetrics
+from torchtune.training import ParallelDims
 
 SIZES = st.lists(st.tuples(st.integers(1, 40), st.floats(0.05, 20)), min_size=1, max_size=4)
 

@@ -14,8 +14,7 @@ from tests.tiny import write_conversations
 from torchtune import config, datasets
 from torchtune.config import ConfigError, load_and_check
 from torchtune.data import DataError
-from torchtune.estimate import find_problems, measure_data
-from torchtune.training import RunError, check_run, plan_data, plan_run
+from torchtune.estimate import RunError, check_run, find_problems, measure_data, plan_data, plan_run
 
 LORA, DISTRIBUTED = "lora_finetune_single_device", "full_finetune_distributed"
 MODEL = {"vocab_size": 1024, "num_layers": 1, "num_heads": 4, "num_kv_heads": 4, "embed_dim": 32, "max_seq_len": 64}

@@ -6,8 +6,8 @@ import torch
 
 from tests.torchtune.checkpoints import ranks
 from tests.torchtune.checkpoints.small import build, load, logits, write_folder
+from torchtune.checkpoints import FullModelHFCheckpointer
 from torchtune.estimate._cluster import simulated_cluster
-from torchtune.training import FullModelHFCheckpointer
 
 
 def load_sharded(folder: Path) -> torch.nn.Module:

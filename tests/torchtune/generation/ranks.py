@@ -9,11 +9,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from torchtune import training
+from torchtune.checkpoints import FullModelHFCheckpointer
 from torchtune.generation import generate, generate_tokens
 from torchtune.models import from_hf_config
 from torchtune.modules import TransformerDecoder
 from torchtune.modules.loss import LinearCrossEntropyLoss, linear_log_probs, setup_loss
-from torchtune.training import FullModelHFCheckpointer, ParallelDims
+from torchtune.training import ParallelDims
 
 CPU = torch.device("cpu")
 PROMPTS = [[3, 1, 4, 1, 5, 9], [2, 6], [5, 3, 5, 8]]

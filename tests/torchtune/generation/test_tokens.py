@@ -5,12 +5,12 @@ import torch
 
 from tests.devices import DEVICE
 from tests.tiny import write_checkpoint
+from torchtune.checkpoints import FullModelHFCheckpointer
 from torchtune.generation import generate_tokens, stream_tokens
 from torchtune.models import Description, build, from_hf_config
 from torchtune.modules.conversion import apply_conversions
 from torchtune.modules.kv_cache import KVCache
 from torchtune.modules.peft import LoRA
-from torchtune.training import FullModelHFCheckpointer
 
 _TINY = Description(
     vocab_size=29, num_layers=2, embed_dim=16, intermediate_dim=24, max_seq_len=64, num_heads=4, num_kv_heads=2

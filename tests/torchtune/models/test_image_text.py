@@ -25,11 +25,11 @@ from tests.tiny_images import (
     write_image_checkpoint,
 )
 from tests.torchtune.checkpoints.small import randomize_adapter
+from torchtune.checkpoints import ModelSource
 from torchtune.data import DataError, Documents, Images, collate_documents, grid_positions
 from torchtune.generation import generate_tokens
 from torchtune.modules.model_fusion import EarlyFusionModel
 from torchtune.modules.peft import LoRA, get_adapter_params
-from torchtune.training import ModelSource
 from torchtune.utils import UserError
 
 

@@ -12,11 +12,11 @@ import torchtune
 from tests import tiny_vision
 from tests.tiny_vision import IMAGE_TOKEN as IMG
 from tests.tiny_vision import images, logits_of_transformers, sees
+from torchtune.checkpoints import FullModelMetaCheckpointer, ModelSource
 from torchtune.models import llama3_2_vision as vision
 from torchtune.models.llama3_2_vision import SPEC
 from torchtune.modules.model_fusion import get_fusion_params
 from torchtune.modules.peft import LoRA, get_adapter_params
-from torchtune.training import FullModelMetaCheckpointer, ModelSource
 
 
 @pytest.fixture(scope="module")

@@ -11,13 +11,13 @@ from safetensors.torch import load_file
 
 from tests.torchtune.models.conftest import make_hf_model
 from tests.torchtune.models.families import ARCHITECTURES, FAMILIES
+from torchtune.checkpoints import FullModelHFCheckpointer
 from torchtune.models import ModelError, from_hf_config
 from torchtune.modules import TransformerDecoder
 from torchtune.modules.conversion import ConversionError, apply_conversions
 from torchtune.modules.moe import GroupedExperts
 from torchtune.modules.peft import LoRA, get_adapter_params
 from torchtune.modules.peft.adapters import ATTENTION_TARGETS, MIXER_INPUTS
-from torchtune.training import FullModelHFCheckpointer
 
 ATTENTION = ("output_proj", *MIXER_INPUTS, *(name for names in ATTENTION_TARGETS.values() for name in names))
 MLPS = ("w1", "w2", "w3")

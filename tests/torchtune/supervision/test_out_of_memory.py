@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from torchtune import training
+from torchtune import supervision, training
 from torchtune._recipe_registry import find_config
 from torchtune.config import load_and_check
 from torchtune.supervision._out_of_memory import _as_overrides, _suggest_changes
@@ -43,8 +43,8 @@ def activity(*shape):
 
 def explained(error, cfg, dims=None, **given):
     with (
-        pytest.raises(training.OutOfMemoryError) as caught,
-        training.explain_out_of_memory(cfg, activity(2, 4096), dims or training.ParallelDims(), **given),
+        pytest.raises(supervision.OutOfMemoryError) as caught,
+        supervision.explain_out_of_memory(cfg, activity(2, 4096), dims or training.ParallelDims(), **given),
     ):
         error()
     assert isinstance(caught.value.__cause__, RuntimeError | MemoryError)
@@ -83,7 +83,7 @@ def test_other_errors_stay_what_they_are():
     error = RuntimeError("mat1 and mat2 shapes cannot be multiplied")
     with (
         pytest.raises(RuntimeError) as caught,
-        training.explain_out_of_memory(SimpleNamespace(), activity(), training.ParallelDims()),
+        supervision.explain_out_of_memory(SimpleNamespace(), activity(), training.ParallelDims()),
     ):
         raise error
     assert caught.value is error
@@ -151,10 +151,10 @@ def test_settings_that_are_no_dataclass():
 
 def test_one_line_of_a_recipe(tmp_path):
     cfg = SimpleNamespace(hang_timeout_minutes=1.0, batch_size=1, output_dir=str(tmp_path))
-    throughput = training.Throughput()
+    throughput = supervision.Throughput()
     with (
-        pytest.raises(training.OutOfMemoryError),
-        training.watch_run(cfg, training.ParallelDims(), throughput, cfg.hang_timeout_minutes),
+        pytest.raises(supervision.OutOfMemoryError),
+        supervision.watch_run(cfg, training.ParallelDims(), throughput, cfg.hang_timeout_minutes),
     ):
         allocate_a_tensor()
 

@@ -3,26 +3,26 @@ import json
 import pytest
 import torch
 
-from torchtune import training
+from torchtune import supervision
 from torchtune.supervision import GuardedProfiler
 from torchtune.utils import UserError
 
 
 def test_off_is_a_dummy():
-    profiler, used = training.setup_torch_profiler()
-    assert isinstance(profiler, training.DummyProfiler)
+    profiler, used = supervision.setup_torch_profiler()
+    assert isinstance(profiler, supervision.DummyProfiler)
     assert used == {"enabled": False}
     with profiler as inside:
         inside.start()
         inside.step()
         inside.stop()
-    assert isinstance(training.profiler_from_config(None), training.DummyProfiler)
+    assert isinstance(supervision.profiler_from_config(None), supervision.DummyProfiler)
 
 
 # torch says at the second window that the events of the first are gone: they have been written by then
 @pytest.mark.filterwarnings("ignore:Warning. Profiler clears events at the end of each cycle:UserWarning")
 def test_traces_of_every_window(tmp_path):
-    profiler, used = training.setup_torch_profiler(
+    profiler, used = supervision.setup_torch_profiler(
         enabled=True,
         cuda=False,
         xpu=False,
@@ -46,21 +46,21 @@ def test_traces_of_every_window(tmp_path):
 
 
 def test_defaults_where_a_window_is_incomplete(tmp_path):
-    _, used = training.setup_torch_profiler(enabled=True, wait_steps=1, output_dir=str(tmp_path))
-    assert {name: used[name] for name in training.DEFAULT_SCHEDULE} == training.DEFAULT_SCHEDULE
+    _, used = supervision.setup_torch_profiler(enabled=True, wait_steps=1, output_dir=str(tmp_path))
+    assert {name: used[name] for name in supervision.DEFAULT_SCHEDULE} == supervision.DEFAULT_SCHEDULE
 
 
 def test_mistakes(tmp_path):
     with pytest.raises(UserError, match="nothing to record"):
-        training.setup_torch_profiler(enabled=True, cpu=False, cuda=False, xpu=False, output_dir=str(tmp_path))
+        supervision.setup_torch_profiler(enabled=True, cpu=False, cuda=False, xpu=False, output_dir=str(tmp_path))
     with pytest.raises(UserError, match="active_steps=0 must be at least 1"):
-        training.setup_torch_profiler(
+        supervision.setup_torch_profiler(
             enabled=True, wait_steps=0, warmup_steps=0, active_steps=0, num_cycles=1, output_dir=str(tmp_path)
         )
     with pytest.raises(UserError, match=r"my\.profiler is not torchtune\.training\.setup_torch_profiler"):
-        training.profiler_from_config({"_component_": "my.profiler"})
+        supervision.profiler_from_config({"_component_": "my.profiler"})
 
 
 def test_a_section_of_a_config(tmp_path):
-    profiler = training.profiler_from_config({"enabled": True, "output_dir": str(tmp_path), "cuda": False})
+    profiler = supervision.profiler_from_config({"enabled": True, "output_dir": str(tmp_path), "cuda": False})
     assert isinstance(profiler, GuardedProfiler)

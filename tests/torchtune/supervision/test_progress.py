@@ -9,12 +9,12 @@ import threading
 
 import pytest
 
-from torchtune import training
+from torchtune import supervision
 
 
 def test_plain_lines_where_there_is_no_terminal():
     file = io.StringIO()
-    with training.ProgressBar(total=10, initial=4, file=file, interval=0.0) as progress:
+    with supervision.ProgressBar(total=10, initial=4, file=file, interval=0.0) as progress:
         for step in range(5, 8):
             progress.update_metrics({"loss": 1 / step, "tokens_per_second_per_gpu": 1234.5, "lr": 1.0})
             progress.advance(step)
@@ -30,7 +30,7 @@ def test_plain_lines_where_there_is_no_terminal():
 def test_other_ranks_are_silent(monkeypatch):
     monkeypatch.setenv("RANK", "1")
     file = io.StringIO()
-    with training.ProgressBar(total=2, file=file) as progress:
+    with supervision.ProgressBar(total=2, file=file) as progress:
         progress.update_metrics({"loss": 1.0})
         progress.advance(1)
     assert file.getvalue() == ""
@@ -39,7 +39,7 @@ def test_other_ranks_are_silent(monkeypatch):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_the_first_signal_asks(number, caplog):
     before = signal.getsignal(number)
-    with caplog.at_level("WARNING", logger="torchtune"), training.StopSignal() as stop:
+    with caplog.at_level("WARNING", logger="torchtune"), supervision.StopSignal() as stop:
         assert not stop.requested
         os.kill(os.getpid(), number)
         assert stop.requested
@@ -50,7 +50,7 @@ def test_the_first_signal_asks(number, caplog):
 
 def test_no_signal_leaves_everything_as_it_was():
     before = signal.getsignal(signal.SIGINT)
-    with training.StopSignal() as stop:
+    with supervision.StopSignal() as stop:
         assert signal.getsignal(signal.SIGINT) is not before
     assert not stop.requested
     assert signal.getsignal(signal.SIGINT) is before
@@ -60,7 +60,7 @@ def test_outside_the_main_thread_it_does_nothing():
     seen = []
 
     def work():
-        with training.StopSignal() as stop:
+        with supervision.StopSignal() as stop:
             seen.append(stop.requested)
 
     thread = threading.Thread(target=work)
@@ -172,7 +172,7 @@ def test_metrics_are_left_out_where_the_line_is_short(columns, end):
 
     reader, terminal = os.openpty()
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
-    with os.fdopen(terminal, "w") as file, training.ProgressBar(total=10_000, initial=5, file=file) as progress:
+    with os.fdopen(terminal, "w") as file, supervision.ProgressBar(total=10_000, initial=5, file=file) as progress:
         progress.update_metrics({"loss": 1.25, "val_loss": 2.5, "tokens_per_second_per_gpu": 12345.0, "mfu": 0.5})
         progress.advance(6)
         progress.close()

@@ -6,7 +6,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode, mm_flop
 
 from tests.devices import DEVICE
-from torchtune import training
+from torchtune import supervision, training
 from torchtune.data import Documents
 from torchtune.models import Description, build
 from torchtune.models._mixers import DeltaNetMixer
@@ -141,7 +141,7 @@ def test_peaks_by_name(name, peak):
 
 def test_throughput_counts_both_kinds_of_tokens_without_pauses():
     clock = Clock()
-    throughput = training.Throughput(window=2, clock=clock)
+    throughput = supervision.Throughput(window=2, clock=clock)
     assert set(throughput.metrics().values()) == {0.0}
     for seconds, processed in ((50.0, 7), (1.0, 100), (3.0, 300)):
         clock.now += seconds
@@ -152,14 +152,14 @@ def test_throughput_counts_both_kinds_of_tokens_without_pauses():
     assert throughput.metrics() == counts | {"tokens_per_second_per_gpu": 100.0, "trained_tokens_per_second": 25.0}
     assert (throughput.processed, throughput.trained) == (407, 101)
     with pytest.raises(ValueError, match="at least 1"):
-        training.Throughput(window=0)
+        supervision.Throughput(window=0)
 
 
 def test_shares_of_the_time_since_the_last_log():
     clock = Clock()
     dims = training.ParallelDims()
     dims.world_size = 2
-    throughput = training.Throughput(clock=clock, dims=dims)
+    throughput = supervision.Throughput(clock=clock, dims=dims)
 
     def wait(seconds):
         clock.now += seconds
@@ -203,7 +203,7 @@ def test_mfu_is_what_the_model_needs_of_what_the_device_can_do(monkeypatch):
     clock = Clock()
     model = tiny().bfloat16()
     LinearCrossEntropyLoss().set_model_output(model)
-    throughput = training.Throughput(clock=clock, model=model, device=torch.device("cuda"))
+    throughput = supervision.Throughput(clock=clock, model=model, device=torch.device("cuda"))
     documents = Documents.from_lengths([3, 5], DEVICE)
     batch = {"tokens": torch.zeros(1, 8, dtype=torch.int64), "documents": documents}
     for _ in throughput.loading([[batch, batch]]):
@@ -224,15 +224,15 @@ def test_no_mfu_rather_than_one_made_up(name, dtype, said, monkeypatch, caplog):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
     model = tiny().to(dtype)
     with caplog.at_level("INFO", logger="torchtune"):
-        throughput = training.Throughput(model=model, device=torch.device("cuda"))
+        throughput = supervision.Throughput(model=model, device=torch.device("cuda"))
     assert "mfu" not in throughput.metrics()
     assert len([record for record in caplog.records if "no MFU" in record.message]) == said
-    assert "mfu" not in training.Throughput(model=model, device=torch.device("cpu")).metrics()
+    assert "mfu" not in supervision.Throughput(model=model, device=torch.device("cpu")).metrics()
 
 
 def test_activity_moves_with_all_that_a_loop_does():
     model = tiny()
-    throughput = training.Throughput(model=model, step=6)
+    throughput = supervision.Throughput(model=model, step=6)
     activity = throughput.activity
     assert str(activity) == "in step 7"
     moves = activity.moves
@@ -251,6 +251,6 @@ def test_activity_moves_with_all_that_a_loop_does():
 def test_the_control_of_a_run_leaves_its_activity_alone(tmp_path):
     """A run that goes on is at a later step, which messages of lost ranks and of full memory name."""
     with watch_activity(Activity(0)):
-        throughput = training.Throughput(step=7)
-        training.RunControl(training.ParallelDims(), tmp_path)
+        throughput = supervision.Throughput(step=7)
+        supervision.RunControl(training.ParallelDims(), tmp_path)
         assert throughput.activity.step == 7

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from torchtune import training
+from torchtune import estimate, training
 from torchtune.models import stored_dtype
 from torchtune.training import precision
 from torchtune.training.precision import PRECISION_STR_TO_DTYPE, PrecisionError, verify_bf16_support
@@ -39,7 +39,7 @@ def test_the_dtype_that_a_cpu_computes_fast(has_bf16, monkeypatch, caplog):
         assert training.choose_dtype(None, cpu) == ("bf16", torch.bfloat16)
     model = {"_component_": "torchtune.models.smol.smollm2_135m"}
     best, asked = (
-        training.plan_run(SimpleNamespace(model=model, model_converters=[], tokenizer=None, dtype=dtype, device="cpu"))
+        estimate.plan_run(SimpleNamespace(model=model, model_converters=[], tokenizer=None, dtype=dtype, device="cpu"))
         for dtype in (None, "bf16")
     )
     assert f"smollm2_135m, {'bfloat16' if has_bf16 else 'float32'}" in best

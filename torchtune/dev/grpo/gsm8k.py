@@ -27,12 +27,14 @@ def normalize_gsm(problem: Mapping[str, str]) -> ReasoningProblem:
 
 def sft_gsm_transform(problem: Mapping[str, str]) -> dict[str, str]:
     """Convert a row of GSM8K to ``preamble`` and ``trainable``."""
-    return _preamble_and_rest(normalize_gsm(problem))
+    return _fill_templates(normalize_gsm(problem))
 
 
-def _preamble_and_rest(problem: ReasoningProblem) -> dict[str, str]:
+def _fill_templates(problem: ReasoningProblem) -> dict[str, str]:
+    """Return the prompt, and the text to train on: thoughts and answer in tags."""
     preamble = PREAMBLE_PROMPT.format(question=problem["question"])
-    return {"preamble": preamble, "trainable": TRAINABLE_PROMPT.format(**problem)}
+    trainable = TRAINABLE_PROMPT.format(**problem)
+    return {"preamble": preamble, "trainable": trainable}
 
 
 def gsm8k_dataset(
@@ -59,8 +61,10 @@ def gsm8k_dataset(
     Raises:
         DataError: the data cannot be loaded, or ``partition`` is invalid.
     """
-    rows = _rows(source, partition, filter_fn=filter_fn, split=split, name=name, **load_dataset_kwargs)
-    prompts = [{**row, "prompt": PREAMBLE_PROMPT.format(question=row["question"])} for row in rows]
+    problems = _problems(source, partition, filter_fn=filter_fn, split=split, name=name, **load_dataset_kwargs)
+    prompts = []
+    for problem in problems:
+        prompts.append({**problem, "prompt": PREAMBLE_PROMPT.format(question=problem["question"])})
     return PromptDataset(source=prompts, tokenizer=tokenizer)
 
 
@@ -75,24 +79,37 @@ def gsm8k_sft(
     **load_dataset_kwargs: Any,
 ) -> SFTDataset:
     """Build the same prompts with thoughts and answers in tags, for fine-tuning; arguments as :func:`gsm8k_dataset`."""
-    rows = _rows(source, partition, filter_fn=filter_fn, split=split, name=name, **load_dataset_kwargs)
+    problems = _problems(source, partition, filter_fn=filter_fn, split=split, name=name, **load_dataset_kwargs)
+    rows = [_fill_templates(problem) for problem in problems]
     columns = {"input": "preamble", "output": "trainable"}
-    return instruct_dataset(tokenizer, source=[_preamble_and_rest(row) for row in rows], column_map=columns)
+    return instruct_dataset(tokenizer, source=rows, column_map=columns)
 
 
-def _rows(source: Source, partition: str | None, **arguments: Any) -> list[ReasoningProblem]:
+def _problems(source: Source, partition: str | None, **arguments: Any) -> list[ReasoningProblem]:
+    """Read the rows of a source, and return those of a partition; see :func:`gsm8k_dataset`."""
     if source != "openai/gsm8k":
         arguments.pop("name")  # a configuration of the hub's dataset
-    rows = []
+    problems = []
     for number, row in enumerate(RowSource(source, **arguments).rows()):
         try:
-            rows.append(normalize_gsm(row))
+            problems.append(normalize_gsm(row))
         except DataError as error:
             raise DataError(f"gsm8k: row {number}: {error}.") from error
     if partition is None:
-        return rows
-    found = re.fullmatch(r"(\d+)(?:-(\d+))?/(\d+)", str(partition))
-    first, last, parts = (int(group) for group in (found[1], found[2] or found[1], found[3])) if found else (1, 0, 1)
-    if not first <= last < parts:
-        raise DataError(f"gsm8k: partition is '{partition}': write k/n or i-k/n, with parts 0 to n - 1.")
-    return rows[len(rows) * first // parts : len(rows) * (last + 1) // parts]
+        return problems
+    first, last, parts = _parse_partition(partition)
+    start = len(problems) * first // parts
+    end = len(problems) * (last + 1) // parts
+    return problems[start:end]
+
+
+def _parse_partition(partition: str) -> tuple[int, int, int]:
+    """Return (first part, last part, number of parts) of a text such as ``0/4`` or ``1-3/4``."""
+    match = re.fullmatch(r"(\d+)(?:-(\d+))?/(\d+)", str(partition))
+    if match is not None:
+        first = int(match[1])
+        last = first if match[2] is None else int(match[2])
+        parts = int(match[3])
+        if first <= last < parts:
+            return first, last, parts
+    raise DataError(f"gsm8k: partition is '{partition}': write k/n or i-k/n, with parts 0 to n - 1.")

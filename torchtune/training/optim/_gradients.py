@@ -104,7 +104,7 @@ class LossScaler:
 
     float16 ends at 6e-8 and at 65504. The loss is multiplied by a power of two. Gradients in float16 keep this factor
     until the optimizer has them in float32; :func:`~torchtune.training.clip_grad_norm_` takes it out of all others. A
-    step whose gradients overflow is skipped by :class:`~torchtune.training.StepGuard`, and halves the factor; 2,000
+    step whose gradients overflow is skipped by :class:`~torchtune.supervision.StepGuard`, and halves the factor; 2,000
     steps without an overflow double it. With other dtypes the factor is 1 and stays 1.
 
     Args:

@@ -1,4 +1,5 @@
-from ._parallel_dims import ParallelDims, ParallelDimsError
+from ._parallel_dims import ParallelDims as ParallelDims
+from ._parallel_dims import ParallelDimsError as ParallelDimsError
 from ._parallelize import ShardCondition, check_parallelizable, shard_model, unshard_output
 from ._ranks import Ranks, all_gather_object, any_rank, broadcast_object, lowest_of_ranks
 from ._shards import (

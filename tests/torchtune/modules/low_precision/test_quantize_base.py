@@ -23,11 +23,11 @@ from tests.torchtune.checkpoints.small import (
     write_folder,
 )
 from tests.torchtune.modules.low_precision.small import nf4_in_float64
+from torchtune.checkpoints import FullModelHFCheckpointer
 from torchtune.modules.conversion import ConversionError, apply_conversions
 from torchtune.modules.low_precision import QuantizeBase, reparametrize_as_dtype_state_dict_post_hook
 from torchtune.modules.low_precision.formats import NF4
 from torchtune.modules.peft import LoRA
-from torchtune.training import FullModelHFCheckpointer
 
 BLOCK_SIZE = 8  # the small models are 32 wide
 SIZES = {"num_hidden_layers": 2}

@@ -25,7 +25,8 @@ from torchtune.modules.moe import (
     load_balancing_loss,
     tokens_per_expert,
 )
-from torchtune.training import Throughput, compile_model, set_activation_checkpointing
+from torchtune.supervision import Throughput
+from torchtune.training import compile_model, set_activation_checkpointing
 
 SMALL = Description(
     vocab_size=40,

@@ -10,8 +10,8 @@ from torch import nn
 from tests.torchtune.checkpoints import ranks
 from tests.torchtune.checkpoints.small import build, load, logits, some_tokens, write_folder
 from torchtune import training
+from torchtune.checkpoints import FullModelHFCheckpointer
 from torchtune.modules.peft import LoRA, get_adapter_params
-from torchtune.training import FullModelHFCheckpointer
 
 BF16 = torch.bfloat16
 

@@ -12,14 +12,15 @@ import torchao.optim
 from tests.torchtune.checkpoints.small import build
 from tests.torchtune.training.parallel.compositions import CPU, GLOBAL_BATCH, Conversations, whole
 from tools.composition_table import Cell
-from torchtune import training
+from torchtune import estimate, training
+from torchtune.checkpoints import FullModelHFCheckpointer
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, BatchLoader, collate_documents
 from torchtune.modules.conversion import Conversion, run_post_optimizer_hooks, run_pre_optimizer_hooks
 from torchtune.modules.loss import LinearCrossEntropyLoss, setup_loss
 from torchtune.modules.low_precision import Float8Training, QuantizeBase
 from torchtune.modules.low_precision.quantizers import FakeQuantize
 from torchtune.modules.peft import LoRA, require_adapters
-from torchtune.training import FullModelHFCheckpointer, ParallelDims
+from torchtune.training import ParallelDims
 from torchtune.training.optim import _low_precision_optimizer
 from torchtune.training.quantization import Int8DynActInt4WeightQuantizer
 from torchtune.utils import UserError
@@ -119,7 +120,7 @@ def train(
         rounded_like: a quantized base: the base weights are rounded to what it stores before training.
         start: initial values of the trained parameters, by name; by default, adapters are drawn at random.
     """
-    for name, problem in training.check_settings(settings(cell)):
+    for name, problem in estimate.check_settings(settings(cell)):
         raise UserError(f"{name}: {problem}.")
     torch.manual_seed(0)
     model = build(checkpoint, *conversions(cell), dtype=DTYPES[cell["dtype"]])

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from torchtune import training
+from torchtune import supervision, training
 from torchtune.supervision import StepGuard
 from torchtune.training import LossScaler
 from torchtune.utils import UserError
@@ -105,7 +105,7 @@ class Loader:
 def test_steps_that_need_a_smaller_scale_do_not_end_the_run(tmp_path, caplog):
     """Sixteen overflows bring the scale to 1; those after them count, and so does a loss that is not finite."""
     scaler = LossScaler(training.setup_optimizer(SGD, make_model()), torch.float16)
-    guard = StepGuard(training.StepMetrics(), Loader(), training.ParallelDims(), tmp_path, 2, scaler=scaler)
+    guard = StepGuard(supervision.StepMetrics(), Loader(), training.ParallelDims(), tmp_path, 2, scaler=scaler)
     overflow = {"loss": 1.0, "grad_norm": float("inf")}
     for number in range(16):
         assert not guard.accepts(number, overflow)
@@ -117,7 +117,7 @@ def test_steps_that_need_a_smaller_scale_do_not_end_the_run(tmp_path, caplog):
     assert not guard.accepts(16, overflow)
     assert guard.accepts(17, {"loss": 1.0, "grad_norm": 1.0})
     assert not guard.accepts(18, {"loss": float("nan"), "grad_norm": 1.0})
-    with pytest.raises(training.SkippedStepsError, match="2 steps in a row"):
+    with pytest.raises(supervision.SkippedStepsError, match="2 steps in a row"):
         guard.accepts(19, overflow)
 
 

@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.torchtune.checkpoints.small import randomize_adapter
 from torchtune import training
+from torchtune.checkpoints import FullModelHFCheckpointer
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, BatchLoader, collate_documents
 from torchtune.models import from_hf_config
 from torchtune.modules import TransformerSelfAttentionLayer
@@ -16,7 +17,7 @@ from torchtune.modules.conversion import apply_conversions
 from torchtune.modules.loss import LinearCrossEntropyLoss
 from torchtune.modules.low_precision.quantizers import FakeQuantize
 from torchtune.modules.peft import LoRA
-from torchtune.training import FullModelHFCheckpointer, ParallelDims
+from torchtune.training import ParallelDims
 from torchtune.training.quantization import Int4WeightOnlyQuantizer
 
 STEPS = 5

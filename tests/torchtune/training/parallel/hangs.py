@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch.distributed import TCPStore
 
 from tests.torchtune.training.parallel.standing import note_fault, run_all
-from torchtune.training import HANG_EXIT_CODE, ParallelDims, Throughput, Watchdog
+from torchtune.supervision import HANG_EXIT_CODE, Throughput, Watchdog
+from torchtune.training import ParallelDims
 from torchtune.utils import LostRankError, get_logger, get_run_logger
 
 CPU = torch.device("cpu")

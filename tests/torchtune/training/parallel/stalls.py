@@ -12,7 +12,7 @@ import torchtune.checkpoints._load as loading
 from tests.recipes.runs import load_recipe, write_config
 from tests.torchtune.training.parallel.standing import note_fault, run_all
 from torchtune.config import load_and_check
-from torchtune.training import HANG_EXIT_CODE
+from torchtune.supervision import HANG_EXIT_CODE
 
 NAME = "full_finetune_distributed"
 LIMITS = (6.0, 30.0)  # the longer one for runs that the machine was too slow for

@@ -10,11 +10,12 @@ from torch.nn import functional as F
 from tests.torchtune.checkpoints import ranks
 from tests.torchtune.checkpoints.small import build, randomize_adapter, write_folder
 from tests.torchtune.training.parallel.traffic import Traffic
+from torchtune.checkpoints import FullModelHFCheckpointer
 from torchtune.modules.conversion import run_post_optimizer_hooks, run_pre_optimizer_hooks
 from torchtune.modules.low_precision import QuantizeBase
 from torchtune.modules.moe import LossFreeBalancing, tokens_per_expert
 from torchtune.modules.peft import LoRA
-from torchtune.training import FullModelHFCheckpointer, ParallelDims, clip_grad_norm_, parallelize
+from torchtune.training import ParallelDims, clip_grad_norm_, parallelize
 
 CPU = torch.device("cpu")
 LAYERS, WIDTH, CHOSEN, EXPERTS, LENGTH = 2, 32, 2, 4, 24

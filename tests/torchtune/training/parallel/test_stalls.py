@@ -6,7 +6,7 @@ import pytest
 
 from tests.recipes.killing import launch
 from tests.torchtune.training.parallel.stalls import RUNS
-from torchtune import training
+from torchtune import supervision
 from torchtune.utils import Activity, doing, sign_of_life, watch_activity
 
 
@@ -31,5 +31,5 @@ def test_activity_has_a_name_and_the_outer_one_returns():
             assert str(activity) == "loading the checkpoint"
             sign_of_life()
         assert (activity.moves, activity.signs, str(activity)) == (moves + 2, 1, "set-up")
-        assert training.Throughput(step=3).activity is activity
+        assert supervision.Throughput(step=3).activity is activity
         assert str(activity) == "in step 4"

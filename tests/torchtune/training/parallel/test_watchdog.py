@@ -10,7 +10,7 @@ import pytest
 
 from tests.recipes.killing import launch
 from tests.torchtune.training.parallel.hangs import RUNS
-from torchtune import training
+from torchtune import supervision, training
 from torchtune.supervision._heartbeats import Beat, describe_stall, list_ranks
 from torchtune.supervision._lost_ranks import lost_rank_error
 from torchtune.utils import Activity
@@ -68,20 +68,20 @@ def test_lost_rank_is_reported_with_a_remedy(monkeypatch):
 
 
 def test_no_time_limit_watches_nothing():
-    activity = training.Throughput().activity
-    with training.Watchdog(activity, training.ParallelDims(), None):
+    activity = supervision.Throughput().activity
+    with supervision.Watchdog(activity, training.ParallelDims(), None):
         pass
     with pytest.raises(ValueError, match="above 0"):
-        training.Watchdog(activity, training.ParallelDims(), 0)
+        supervision.Watchdog(activity, training.ParallelDims(), 0)
 
 
 def test_huge_time_limit_is_accepted():
-    assert training.watched(lambda cfg: "done")(SimpleNamespace(hang_timeout_minutes=1e300)) == "done"
+    assert supervision.watched(lambda cfg: "done")(SimpleNamespace(hang_timeout_minutes=1e300)) == "done"
 
 
 def test_errors_pass_through_the_watchdog():
-    activity = training.Throughput().activity
-    with pytest.raises(KeyError), training.Watchdog(activity, training.ParallelDims(), 60.0):
+    activity = supervision.Throughput().activity
+    with pytest.raises(KeyError), supervision.Watchdog(activity, training.ParallelDims(), 60.0):
         raise KeyError("x")
 
 
@@ -101,7 +101,7 @@ def test_outside_the_loop_writing_counts_as_progress_and_waiting_does_not():
         other.join()  # to wake up for a look would take CPU time, too
         return found[-1]
 
-    with training.Watchdog(activity, training.ParallelDims(), 4.0):
+    with supervision.Watchdog(activity, training.ParallelDims(), 4.0):
         assert look_while_this_thread_sleeps(written=0) == 0
         assert look_while_this_thread_sleeps(written=1) == 1
         activity.move("training")

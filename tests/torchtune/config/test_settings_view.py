@@ -10,15 +10,17 @@ import pytest
 from omegaconf import OmegaConf
 
 from tests.recipes.runs import load_recipe, write_config
-from torchtune import training
+from torchtune import supervision, training
 from torchtune._cli import tune
 from torchtune._cli._find_recipe import RecipeTarget
 from torchtune._recipe_registry import get_all_recipes, settings_of_recipe
-from torchtune.config import load_and_check
-from torchtune.estimate import find_problems
-from torchtune.training import RecipeSettingsError, RunReport, SettingsView, check_run, plan_run, watch_run
-from torchtune.training._settings_view import NAMES
+from torchtune.config import RecipeSettingsError, SettingsView, load_and_check
+from torchtune.config._settings_view import NAMES
+from torchtune.estimate import check_run, find_problems, plan_run
+from torchtune.supervision import StepPlan, watch_run
+from torchtune.training import RunReport
 
+MODEL = "torchtune.models.smol.smollm2_135m"
 SINGLE, DISTRIBUTED = "full_finetune_single_device", "full_finetune_distributed"
 
 
@@ -126,7 +128,21 @@ def test_settings_of_an_older_recipe_declare_any_subset():
     cfg = OmegaConf.create({"batch_size": 3, "tensor_parallel_dim": None, "tokenizer": {"max_seq_len": 5}})
     settings = SettingsView.of(cfg)
     assert (settings.batch_size, settings.max_seq_len, settings.declared) == (3, 5, {"batch_size", "tokenizer"})
-    assert settings.tensor_parallel_dim == 1
+    assert settings.tensor_parallel_dim is None
+    assert "mesh        1 process" in plan_run(OmegaConf.create({"model": {"_component_": MODEL}}))
+
+
+def test_a_recipe_without_a_setting_lacks_the_feature_whatever_the_default_of_others():
+    plan = StepPlan.of({"gradient_accumulation_steps": 4})
+    assert plan == StepPlan(batch_size=1, gradient_accumulation_steps=4, epochs=1, max_steps_per_epoch=None)
+
+
+@pytest.mark.parametrize(("num_steps", "max_steps"), [(None, None), (96, 3)])
+def test_the_batch_of_ppo_is_the_rows_of_a_step(num_steps, max_steps):
+    ppo = {"reward_and_value_model": {"_component_": MODEL}, "batch_size": 32, "num_steps": num_steps}
+    plan = StepPlan.of({**ppo, "gradient_accumulation_steps": 8})
+    assert plan == StepPlan(batch_size=4, gradient_accumulation_steps=8, max_steps_per_epoch=max_steps)
+    assert plan.rows_per_step(data_size=2) == 64
 
 
 def test_every_name_is_a_setting_of_a_shipped_recipe():
@@ -147,7 +163,7 @@ def test_advice_is_checked_before_training_not_when_memory_is_gone():
         batch_size: int = 1
         epochs: int = 1
 
-    throughput = training.Throughput()
+    throughput = supervision.Throughput()
     with (
         pytest.raises(RecipeSettingsError, match="gradient_accumulation_steps"),
         watch_run(Settings(), training.ParallelDims(), throughput, None),

@@ -1,133 +1,20 @@
-"""Find the class or function of a dotted path, and the arguments that it accepts.
+"""Read the arguments that a component accepts, for the check of a config.
 
-``**kwargs`` are followed into the calls that receive them.
+``**kwargs`` are followed into the calls that receive them, by the source of the component.
 """
 
 import ast
-import builtins
 import functools
 import importlib
-import importlib.util
 import inspect
-import os
-import pkgutil
-import sys
 import textwrap
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields
-from types import ModuleType
 from typing import Any
 
-from torchtune._lazy import present_path
-from torchtune.config._errors import InstantiationError, did_you_mean
-from torchtune.utils import hide_import_warnings
-
-
-def _import(name: str, path: str) -> ModuleType:
-    """Import the module ``name``, a part of ``path``. Raises ``InstantiationError`` if it fails."""
-    try:
-        with hide_import_warnings(name):
-            return importlib.import_module(name)
-    except Exception as error:  # a user's module may raise anything
-        raise _import_error(name, path, error) from error
-
-
-def _import_error(name: str, path: str, error: Exception) -> InstantiationError:
-    """Return the error that importing ``name``, a part of ``path``, raises for ``error``."""
-    missing = name
-    if isinstance(error, ModuleNotFoundError) and error.name:
-        missing = error.name
-    if missing.partition(".")[0] != name.partition(".")[0]:
-        reason = f"because '{missing}' is not installed"
-    else:
-        first_line = str(error).partition("\n")[0]
-        reason = f"with {type(error).__name__}: {first_line}"
-        if isinstance(error, SyntaxError):
-            reason += f" ({error.filename}, line {error.lineno})"
-    return InstantiationError(f"'{path}': module '{name}' failed to import {reason}")
-
-
-def _module_exists(name: str) -> bool:
-    if name in sys.modules:
-        return True
-    try:
-        return importlib.util.find_spec(name) is not None
-    except (ImportError, ValueError):
-        return False
-
-
-def _get_member(owner: Any, parts: list[str], index: int, path: str) -> Any:
-    """Return member ``parts[index]`` of ``owner``: preferably a module inside the path, an attribute at its end."""
-    name = parts[index]
-    owner_path = ".".join(parts[:index])
-    member_path = ".".join(parts[: index + 1])
-    is_package = isinstance(owner, ModuleType) and hasattr(owner, "__path__")
-    is_last = index == len(parts) - 1
-    # A function may have the name of its module (`alpaca.alpaca`): inside the path the module is meant.
-    if is_package and not is_last and _module_exists(member_path):
-        return _import(member_path, path)
-    try:
-        return getattr(owner, name)
-    except AttributeError:
-        if is_package and _module_exists(member_path):
-            return _import(member_path, path)
-    except Exception as error:  # a lazy package imports on first access
-        raise _import_error(owner_path, path, error) from error
-    submodules = [info.name for info in pkgutil.iter_modules(getattr(owner, "__path__", []))]
-    public_names = [member for member in {*dir(owner), *submodules} if not member.startswith("_")]
-    hint = did_you_mean(name, public_names)
-    if is_package and not is_last:
-        raise InstantiationError(f"'{path}': there is no module '{member_path}'{hint}")
-    kind = "module" if isinstance(owner, ModuleType) else "class"
-    raise InstantiationError(f"'{path}': {kind} '{owner_path}' has no attribute '{name}'{hint}")
-
-
-# Globals of the recipe with the config that was read last: the library instantiates parts of this config, too.
-recipe_globals: dict[str, Any] = {}
-
-
-def locate(path: object, caller_globals: dict[str, Any] | None = None) -> Any:
-    """Return the object at ``path``: ``package.module.Class``, ``….Class.method``, or a name in the recipe's file.
-
-    Raises:
-        InstantiationError: the object does not exist, or its module cannot be imported.
-        ValueError: the path has an empty part (``a..b``).
-    """
-    if not isinstance(path, str) or not path:
-        raise InstantiationError(f"_component_ must be the dotted path of a class or function, not {path!r}")
-    try:
-        parts = present_path(path).split(".")
-    except ImportError as error:
-        raise InstantiationError(str(error)) from error
-    if not all(parts):
-        raise ValueError(f"'{path}' is not a dotted path: a part between the dots is empty")
-    # The command `tune` does not put the working directory, with the user's modules, on the path as `python` does.
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
-    scope = caller_globals or {}
-    first = parts[0]
-    # The first part of a dotted path is a module if there is one of that name, else a name in the recipe's file.
-    if first in scope and (len(parts) == 1 or not _module_exists(first)):
-        target = scope[first]
-    elif _module_exists(first):
-        target = _import(first, path)
-    else:
-        modules = {name for name in sys.modules if "." not in name and not name.startswith("_")}
-        candidates = {"torch", "torchtune", *scope, *modules} - set(dir(builtins)) - set(sys.stdlib_module_names)
-        hint = did_you_mean(first, candidates)
-        if len(parts) == 1:
-            raise InstantiationError(f"there is no '{path}' in the recipe's file, nor a module of that name{hint}")
-        advice = hint or ": install it, or correct the name"
-        raise InstantiationError(f"'{path}': there is no module '{first}' here{advice}")
-    for index in range(1, len(parts)):
-        target = _get_member(target, parts, index, path)
-    return target
-
-
-def locate_from_recipe(path: str) -> Any:
-    """Return the object that ``path`` names; a name without dots is defined in the running recipe's file."""
-    return locate(path, recipe_globals)
+from torchtune.config._errors import InstantiationError
+from torchtune.config._locate import locate
 
 
 @dataclass(frozen=True)
