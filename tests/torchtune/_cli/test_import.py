@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from torchtune._cli._foreign_config import TABLES, ForeignConfig
+from torchtune._cli.import_config import ImportedConfig, read_tables
 
 AXOLOTL = """
 base_model: unsloth/Llama-3.2-1B-Instruct
@@ -199,7 +199,7 @@ def test_the_order_of_keys_that_decide_one_setting_does_not_matter(tmp_path, bas
     path = tmp_path / "theirs.yaml"
     for ordered in (lines, lines[::-1]):
         path.write_text("\n".join([*ordered, *base_lines]).replace("{folder}", "data"))
-        ours = ForeignConfig(path).data
+        ours = ImportedConfig(path).data
         datasets = ours["dataset"] if isinstance(ours["dataset"], list) else [ours["dataset"]]
         assert {**ours, **datasets[0], **ours.get("model_converters", [{}])[-1]}[setting] == value
 
@@ -293,7 +293,7 @@ def fields_of(*classes):
 
 
 def test_keys_and_defaults_of_the_installed_trl():
-    table = TABLES["trl"]
+    table = read_tables()["trl"]
     fields = fields_of(
         ("transformers.training_args", "TrainingArguments"),
         ("trl.trainer.base_config", "_BaseConfig"),

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from torchtune._cli._dry_run import simulate_run
 from torchtune._cli._find_recipe import recipe_named_by, resolve_config
+from torchtune._cli.estimate import simulate_run
 from torchtune.estimate import parse_cluster, parse_memory
 from torchtune.estimate._fake_distributed import FakeTensorMode
 from torchtune.estimate._fit import Candidate, Search, candidates
