@@ -162,13 +162,14 @@ class Selfcheck(Subcommand):
         from torchtune._cli._selfchecks import selfcheck
 
         recipe, config = find_targets(command.recipe, config_name)
-        folder, failed = Path(tempfile.mkdtemp(prefix="torchtune-selfcheck-")), 0
+        folder = Path(tempfile.mkdtemp(prefix="torchtune-selfcheck-"))
+        num_failed = 0
         for verdict in selfcheck(recipe, config, command.overrides, folder):
-            failed += verdict.state == "failed"
             print(f"{verdict.name:<14}{verdict.state:<13}{verdict.reason}", flush=True)
             if verdict.state == "failed":
+                num_failed += 1
                 print(f"{'':<14}to see more: {verdict.more}", flush=True)
-        if failed:
-            print(f"{failed} checks failed; their runs are in {folder}.")
+        if num_failed:
+            print(f"{num_failed} checks failed; their runs are in {folder}.")
             sys.exit(1)
         shutil.rmtree(folder)

@@ -152,7 +152,8 @@ def _perplexity_node(data: Path, args: argparse.Namespace) -> dict[str, Any]:
     if isinstance(row, dict):
         kind, reader = torchtune.datasets.format_of(row)
     else:
-        kind, reader = "no mappings", ""
+        kind = "no mappings"
+        reader = ""
     if kind == "prompts with answers" and isinstance(row.get("question"), str):
         reader = "instruct_dataset column_map.input=question column_map.output=answer"
     elif not reader or reader.startswith(("prompt_", "preference_", "kto_")):

@@ -18,7 +18,7 @@ from tests.serving import serving
 from tests.tiny import write_adapter, write_checkpoint
 from tests.torchtune._cli.test_chat import reference
 from tests.torchtune.rlhf.environments.test_bridge import CALL, PUBLISHED, TOOLS, conversation, make
-from torchtune._cli._chat_api import ChatServer, _Held
+from torchtune._cli._chat_api import ChatServer, _MarkBuffer
 from torchtune._cli.serve import _load
 from torchtune._cli.tune import main
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
@@ -490,9 +490,12 @@ def test_answers_are_json_of_the_schema(server):
 
 def test_stop_texts_are_found_in_one_pass_wherever_pieces_end():
     def answered(text, marks, size):
-        held = _Held(marks, None)
-        sent = [held.put(text[start : start + size], text[start : start + size]) for start in range(0, len(text), size)]
-        return "".join(sent) + (held.before if held.found else held.text), held.found
+        buffer = _MarkBuffer(marks, None)
+        sent = ""
+        for start in range(0, len(text), size):
+            piece = text[start : start + size]
+            sent += buffer.put(piece, piece)
+        return sent + (buffer.before if buffer.mark else buffer.text), buffer.mark
 
     for size in (1, 2, 3, 50):
         assert answered("a long tail and more", ["tail"], size) == ("a long ", "tail")
