@@ -31,11 +31,10 @@ KERNELS = [
 ]
 MORE = {
     "avx2": [
-        "tests/torchtune/generation/test_continuous_batch.py::test_rows_join_and_leave",
+        "tests/torchtune/generation/test_continuous_batch.py::test_answers_are_the_same_while_rows_join_and_leave",
         "tests/torchtune/generation/test_continuous_batch.py::test_weights_return_from_their_fast_layout",
-        "tests/torchtune/generation/test_continuous_batch.py::test_layers_in_their_fast_layout_see_what_hooks_and_autocast_make_of_"
-        "their_input",
-        "tests/torchtune/generation/test_continuous_batch.py::test_prompts_of_several_lengths_in_a_row_under_autocast",
+        "tests/torchtune/generation/test_continuous_batch.py::test_fast_layers_apply_hooks_and_autocast_to_their_input",
+        "tests/torchtune/generation/test_continuous_batch.py::test_successive_prompts_of_other_lengths_work_under_autocast",
         "tests/torchtune/generation/test_tokens.py::test_greedy_equals_transformers",
     ],
     "default": [],

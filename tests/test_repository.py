@@ -103,7 +103,7 @@ def test_the_committed_table_of_models_is_what_the_families_say():
 
 
 @pytest.mark.usefixtures("tools")
-def test_the_parts_of_a_template_are_chosen():
+def test_template_conditions_select_their_lines():
     from make_configs import chosen
 
     text = "a\n#if x\nb\n#if y\nc\n#end\n#else\nd\n#end\n#if not x\ne\n#end\nf\n"
@@ -143,7 +143,7 @@ def test_the_table_of_memory_is_what_the_configs_need(monkeypatch, capsys):
 
 
 @pytest.mark.usefixtures("tools")
-def test_a_kept_result_is_what_a_simulation_says():
+def test_committed_memory_result_equals_a_simulation():
     """A change of the library that moves this one moves the others: ``make_tables.py --anew``."""
     import memory_table
 
@@ -201,7 +201,7 @@ def test_versions_agree():
     assert f"## {torchtune.__version__}" in (ROOT / "CHANGELOG.md").read_text()
 
 
-def test_the_tree_of_the_readme_is_the_tree():
+def test_tree_in_the_readme_equals_the_folders():
     block = re.search(r"```text\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1]
     stack: list[str] = []
     for line in block.splitlines():
@@ -261,7 +261,7 @@ PRIVATE = re.compile(
 )
 
 
-def test_private_names_of_torch_stand_in_one_place():
+def test_private_torch_names_are_imported_in_one_module():
     """Whatever a release takes away is mended there; what checkpoints need of them is theirs."""
     homes = {"_torch_private.py", "_fake_distributed.py"}  # of the library, and of simulations
     found = {

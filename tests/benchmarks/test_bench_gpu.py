@@ -29,7 +29,7 @@ def bench(monkeypatch):
         ("qwen3-4b-grpo-lora", "transformers", set()),
     ],
 )
-def test_stages_of_a_case(bench, case, side, kinds, capsys):
+def test_every_stage_of_a_case_is_timed(bench, case, side, kinds, capsys):
     arguments = {"case": case, "side": side, "tiny": True, "compile": None, "steps": 1, "warmup": 1}
     bench.measure(argparse.Namespace(**arguments, precision="stochastic_rounding", peak_tflops=None))
     found = {}
@@ -47,7 +47,7 @@ def test_stages_of_a_case(bench, case, side, kinds, capsys):
         assert sum(times[kind] for kind in kinds) > times["loss and others"]
 
 
-def test_operations_of_a_llama(bench):
+def test_flops_of_a_llama_are_those_of_the_formula(bench):
     """Against the sum by hand: 7 products a layer, attention in each document, and the output."""
     import torch
     from gpu_cases import RANK, draw_step, needed_flops
@@ -65,7 +65,7 @@ def test_operations_of_a_llama(bench):
     assert needed_flops(model.description, model, True, batch) == products + 12 * layers * q * pairs
 
 
-def test_no_gpu_is_said(bench, monkeypatch):
+def test_missing_gpu_is_refused(bench, monkeypatch):
     monkeypatch.setattr(bench.torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(sys, "argv", ["bench_gpu.py", "llama-8b-lora", "ours"])
     with pytest.raises(SystemExit, match="There is no CUDA device"):

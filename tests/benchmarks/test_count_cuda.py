@@ -38,7 +38,7 @@ def test_cut_models_keep_their_kinds_of_layers(counting):
 @pytest.mark.cuda_host
 @pytest.mark.filterwarnings("ignore")  # of transformers and peft about themselves
 @pytest.mark.parametrize("method", ["full", "lora", "grpo"])
-def test_launches_and_waits_of_a_micro_batch(counting, method):
+def test_launches_and_waits_of_a_micro_batch_are_counted(counting, method):
     row = counting.count_row("llama3_2", counting.families()["llama3_2"], method, compiled=False)
     assert row["ours"]["waits"] == {}
     depth = row["depth"]

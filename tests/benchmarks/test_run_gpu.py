@@ -36,7 +36,7 @@ CHEAP = """if True:
 """
 
 
-def test_slices_go_on_where_they_stopped(tmp_path):
+def test_slices_resume_after_a_kill(tmp_path):
     results, state, slow = tmp_path / "results", tmp_path / "state", tmp_path / "slow"
     code = CHEAP.format(folder=str(ROOT / "benchmarks"), slow=str(slow))
     command = [sys.executable, "-c", code, "--results", str(results), "--state", str(state)]
@@ -88,7 +88,7 @@ def test_results_become_a_table(tmp_path, monkeypatch):
     assert f"     - {found['kernels_ms']['FeedForward']:,.1f}\n" in kernels
 
 
-def test_errors_and_sampling_in_the_page(tmp_path, monkeypatch):
+def test_page_shows_errors_and_sampling_speeds(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "tools")
     table = importlib.import_module("gpu_table")
     assert table.page(tmp_path).startswith("Nothing was measured yet")
@@ -115,7 +115,7 @@ def test_errors_and_sampling_in_the_page(tmp_path, monkeypatch):
     assert "- llama-8b-lora.transformers: ``RuntimeError: no kernel for x_ in bf16``" in page
 
 
-def test_a_task_that_fails_is_a_result(driver, tmp_path):
+def test_failed_task_is_recorded_as_a_result(driver, tmp_path):
     said = 'print("RESULT " + \'{"eager": {"peak_gib": 1.0}}\', flush=True); '
     broken = driver.measure(driver.Task("a", ["-c", said + "raise ValueError('no such kernel')"], 60), tmp_path)
     assert broken["error"] == "ValueError: no such kernel"
@@ -129,7 +129,7 @@ def test_a_task_that_fails_is_a_result(driver, tmp_path):
     assert set(driver.Results(tmp_path / "results", tmp_path / "copies").read()) == {"c"}
 
 
-def test_results_of_tests(driver, tmp_path):
+def test_failed_tests_are_named_in_the_result(driver, tmp_path):
     file = tmp_path / "test_some.py"
     file.write_text(
         "import pytest\ndef test_a(): pass\n@pytest.mark.parametrize('n', ['x y'])\ndef test_b(n): assert 0\n"
@@ -143,7 +143,7 @@ def test_results_of_tests(driver, tmp_path):
     assert list(result["failed"]) == [str(file)] or "test_some.py" in result["error"]
 
 
-def test_results_of_tests_that_took_too_long_are_kept(driver):
+def test_results_of_tests_are_kept_after_a_timeout(driver):
     said = """collecting ... collected 4 items
 
 tests/test_some.py::test_a PASSED                                        [ 25%]
@@ -159,13 +159,13 @@ def test_speeds_are_measured_before_the_tests_run(driver):
     assert {name.partition(".")[0] for name in names[4:]} == {"tests"}
 
 
-def test_there_are_gpu_tests(driver):
+def test_gpu_test_tasks_are_listed_once(driver):
     names = {task.name for task in driver.test_tasks()}
     assert {"tests.on_cuda", "tests.models_on_cuda", "tests.memory"} <= names
     assert len(names) == len(list(driver.test_tasks()))
 
 
-def test_wheels_and_missing_packages(driver, tmp_path, monkeypatch, capsys):
+def test_missing_packages_are_installed_from_wheels(driver, tmp_path, monkeypatch, capsys):
     wheels, state = tmp_path / "wheels", tmp_path / "state"
     wheels.mkdir()
     with pytest.raises(SystemExit, match=r"there is no wheel \(\*.whl\)"):

@@ -238,7 +238,7 @@ def page_folder(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
-def test_what_a_page_shows_runs(path, page_folder):
+def test_code_and_commands_of_a_page_run(path, page_folder):
     for block in blocks_of(path):
         page_folder.do(block)
 

@@ -28,14 +28,14 @@ def settings():
 
 
 @pytest.mark.parametrize("page", ["moving_trl.rst", "moving_axolotl.rst"])
-def test_settings_exist(page):
+def test_settings_named_on_the_page_exist(page):
     known = settings()
     named = [name for _, right in rows(page) for name in right if not name.startswith("torch")]
     assert len(named) > 30
     assert not [name for name in named if name.partition(".")[0] not in known | {"dpo", "grpo", "lora", "qlora"}]
 
 
-def test_names_of_trl_exist():
+def test_trl_names_on_the_page_exist():
     from peft import LoraConfig
     from transformers import BitsAndBytesConfig
     from trl import DPOConfig, GRPOConfig, GRPOTrainer, SFTConfig

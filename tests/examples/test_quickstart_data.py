@@ -27,7 +27,7 @@ def test_the_committed_files_are_what_the_script_makes(maker):
     assert {name: (FOLDER / "data" / name).read_text() for name in maker.files()} == maker.files()
 
 
-def test_there_is_enough_and_nothing_occurs_twice():
+def test_files_are_large_enough_and_without_duplicates():
     train, held_out = rows("train.jsonl"), rows("held_out.jsonl")
     assert len(train) >= 500
     assert len(held_out) >= 100
@@ -53,7 +53,7 @@ def test_no_sentence_pattern_is_on_both_sides(maker):
     assert sum(json.loads(row["assistant"])["count"] not in numbers for row in held_out) >= 10
 
 
-def test_every_answer_is_the_one_right_reading(maker):
+def test_every_answer_has_the_facts_of_its_sentence(maker):
     for row in rows("train.jsonl") + rows("held_out.jsonl"):
         answer, sentence = json.loads(row["assistant"]), row["user"]
         assert list(answer) == ["name", "count", "city", "day"]

@@ -82,7 +82,7 @@ def die_at(step, monkeypatch):
 
 
 @pytest.mark.parametrize(("name", "watched"), [("dpo", "margins"), ("grpo", "ExactMatch")])
-def test_an_example_that_is_killed_goes_on(name, watched, examples, tmp_path, monkeypatch):
+def test_example_resumes_after_a_kill(name, watched, examples, tmp_path, monkeypatch):
     example = examples[name]
     whole = run(example.main, tmp_path / "whole", monkeypatch)
     assert (whole / name / "report.html").read_text().count("<svg") > 5

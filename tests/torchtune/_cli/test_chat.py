@@ -47,7 +47,7 @@ def reference(checkpoint, turns, adapter=None):
     return tokenizer.decode(found[0, ids.shape[1] :], skip_special_tokens=True)
 
 
-def test_answers_and_commands(checkpoint, adapter, chat):
+def test_chat_streams_answers_and_obeys_its_commands(checkpoint, adapter, chat):
     lines = "the cat\n\n/what\ncaf\udce9\n/system be brief\n/system\nthe cat\n/quit\nthe dog\n"
     found = chat(lines, "--model", checkpoint)
     first = reference(checkpoint, ["the cat"])
@@ -61,7 +61,7 @@ def test_answers_and_commands(checkpoint, adapter, chat):
     assert one != first
 
 
-def test_what_ends_an_answer(checkpoint, chat, monkeypatch, request):
+def test_interrupt_and_full_context_end_an_answer(checkpoint, chat, monkeypatch, request):
     calls = []
     original = TransformerDecoder.forward
 
@@ -89,7 +89,7 @@ def test_what_ends_an_answer(checkpoint, chat, monkeypatch, request):
         (["--model", "{}", "--adapter", "{}"], "there is no adapter_model.safetensors"),
     ],
 )
-def test_errors(checkpoint, tune, args, message):
+def test_invalid_arguments_of_chat_are_refused(checkpoint, tune, args, message):
     result = tune("chat", *(str(arg).format(checkpoint) for arg in args))
     assert result.code == 2
     assert message in result.err

@@ -47,7 +47,7 @@ def rows(text):
 
 
 @pytest.mark.usefixtures("offline")
-def test_a_machine_that_can_train(tune, tmp_path, monkeypatch):
+def test_machine_that_can_train_has_no_problems(tune, tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHTUNE_CACHE", str(tmp_path / "cache"))
     result = tune("doctor", "--output", str(tmp_path / "runs"))
     found = rows(result.out)
@@ -96,7 +96,7 @@ def test_optional_packages_name_their_extra(monkeypatch):
 
 
 @pytest.mark.usefixtures("offline")
-def test_what_is_slow(tmp_path, monkeypatch):
+def test_reasons_for_slow_runs_are_named(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(3), raising=False)
     monkeypatch.setattr(_machine, "_file_system", lambda path: "nfs4")
     monkeypatch.setattr(_machine, "has_fast_matmul", lambda dtype, device: dtype == torch.float32)
@@ -113,7 +113,7 @@ def test_the_file_system_is_that_of_the_innermost_mount():
     assert _machine._file_system(_machine.Path("/proc/self")) == "proc"
 
 
-def test_access_to_the_hub(hub, tune, tmp_path, monkeypatch):
+def test_access_to_the_hub_is_described(hub, tune, tmp_path, monkeypatch):
     def said(token):
         monkeypatch.delenv("HF_TOKEN", raising=False)
         if token is not None:

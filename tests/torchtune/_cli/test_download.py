@@ -134,7 +134,7 @@ def fetched(hub):
     return {path.partition(f"{COMMIT}/")[2] for verb, path in hub.asked if verb == "GET" and "/resolve/" in path}
 
 
-def test_a_model_arrives_whole(hub, folder, download):
+def test_every_file_of_a_model_is_downloaded(hub, folder, download):
     done = download("own/model")
     for name, body in FILES.items():
         assert (folder / name).read_bytes() == body
@@ -146,7 +146,7 @@ def test_a_model_arrives_whole(hub, folder, download):
     assert not fetched(hub), "fetched twice"
 
 
-def test_a_second_try_fetches_only_what_is_missing(hub, folder, download):
+def test_second_download_fetches_only_missing_files(hub, folder, download):
     hub.out_of_order = "original/params.json"
     broken = download("own/model", code=2)
     assert "status 500: run the same command again later, it fetches only what is missing." in broken.stderr
@@ -158,7 +158,7 @@ def test_a_second_try_fetches_only_what_is_missing(hub, folder, download):
     assert fetched(hub) == set(FILES) - there
 
 
-def test_a_connection_that_breaks_off_is_taken_up_where_it_was(hub, folder, download):
+def test_interrupted_download_continues_at_its_byte(hub, folder, download):
     hub.cut = "model.safetensors"
     download("own/model")
     assert hub.ranges == [10 * 2**20]
@@ -187,7 +187,7 @@ def test_a_gated_model_needs_the_right_token(download):
         ("a/b/c", "'a/b/c' is not the name of a repository"),
     ],
 )
-def test_what_is_not_there_is_one_sentence(repo, said, folder, download):
+def test_missing_repository_is_refused_in_one_sentence(repo, said, folder, download):
     done = download(repo, code=2)
     assert said in done.stderr
     assert done.stderr.count("\n") == 1
@@ -202,7 +202,7 @@ def closed():
         return f"http://127.0.0.1:{unused.getsockname()[1]}"
 
 
-def test_no_network_is_not_mistaken_for_success(folder, download, closed):
+def test_download_without_network_fails(folder, download, closed):
     folder.mkdir()
     (folder / "config.json").write_text("{}")  # what a download that broke off may leave
     done = download("own/model", code=2, endpoint=closed)
@@ -210,7 +210,7 @@ def test_no_network_is_not_mistaken_for_success(folder, download, closed):
     assert "Successfully" not in done.stdout
 
 
-def test_a_folder_that_cannot_be_written(folder, download):
+def test_unwritable_folder_is_refused(folder, download):
     folder.write_text("")
     done = download("own/model", code=2)
     assert f"{folder} cannot be written (" in done.stderr

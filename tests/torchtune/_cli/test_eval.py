@@ -35,7 +35,7 @@ def greedy(checkpoint, questions):
     return [reference(checkpoint, [question]) for question in questions]
 
 
-def test_before_and_after(folder, tmp_path, evaluate):
+def test_two_models_are_scored_compared_and_resumed(folder, tmp_path, evaluate):
     questions = ["the cat sees", "a dog", "why not", "red red red"]
     right = greedy(folder / "trained", questions)
     asked = [{"prompt": question, "answer": answer} for question, answer in zip(questions, right, strict=True)]
@@ -106,7 +106,7 @@ def test_perplexity_is_that_of_the_labelled_tokens(folder, tmp_path, evaluate):
     assert found["perplexity"] == pytest.approx(math.exp(total / count), rel=1e-4)
 
 
-def test_what_cannot_be_evaluated(folder, tmp_path, evaluate):
+def test_invalid_evaluation_is_refused(folder, tmp_path, evaluate):
     data = write_lines(tmp_path / "rows.jsonl", [{"prompt": "a", "answer": "b", "divisor": i} for i in (1, 0)])
     model = folder / "base"
     raises = "tests.torchtune.evaluation.scores.raises"

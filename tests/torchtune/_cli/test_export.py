@@ -75,7 +75,7 @@ def test_the_model_card_has_the_verdict_of_the_check(runs, tmp_path, tune):
     ("run", "to"),
     [("full", "hf"), *((run, to) for run in ("lora", "experts") for to in ("adapter", "merged"))],
 )
-def test_files_compute_what_was_trained(runs, tmp_path, tune, run, to):
+def test_exported_files_compute_the_logits_of_the_trained_model(runs, tmp_path, tune, run, to):
     model = runs / run / ("" if run == "full" else "epoch_0")
     done = tune("export", str(model), "--to", to, "--output", str(tmp_path / "out"))
     assert done.code == 0, done.err
@@ -243,7 +243,7 @@ FAULTS = [
 
 
 @pytest.mark.parametrize(("run", "to", "fault"), FAULTS, ids=[fault.__name__ for *_, fault in FAULTS])
-def test_a_fault_in_writing_is_found(runs, tmp_path, tune, monkeypatch, run, to, fault):
+def test_fault_in_written_files_fails_the_check(runs, tmp_path, tune, monkeypatch, run, to, fault):
     command = ["export", str(runs / run / "epoch_0"), "--to", to, "--output", str(tmp_path / "out")]
     assert tune(*command, "--no-check").code == 0
     before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
@@ -256,7 +256,7 @@ def test_a_fault_in_writing_is_found(runs, tmp_path, tune, monkeypatch, run, to,
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_a_fault_of_a_quantized_model_is_found(runs, tmp_path, tune, monkeypatch):
+def test_fault_of_a_quantized_model_fails_the_check(runs, tmp_path, tune, monkeypatch):
     with_the_untrained_base(monkeypatch)
     done = tune("export", str(runs / "lora" / "epoch_0"), "--to", "gguf", "--output", str(tmp_path / "out"))
     assert done.code == 3
@@ -264,14 +264,14 @@ def test_a_fault_of_a_quantized_model_is_found(runs, tmp_path, tune, monkeypatch
     assert not list(tmp_path.iterdir())
 
 
-def test_nan_is_not_equal_to_itself(runs, tmp_path, tune):
+def test_nan_logits_fail_the_check(runs, tmp_path, tune):
     train(runs / "base", tmp_path / "run")
     file = tmp_path / "run" / "adapter_model.safetensors"
     save_file({name: torch.full_like(tensor, torch.nan) for name, tensor in load_file(file).items()}, file)
     assert tune("export", str(tmp_path / "run"), "--to", "adapter").code == 3
 
 
-def test_what_is_not_checked_says_so(runs, tmp_path, tune, monkeypatch):
+def test_unchecked_export_says_why(runs, tmp_path, tune, monkeypatch):
     command = ["export", str(runs / "lora" / "epoch_0"), "--to", "adapter", "--output", str(tmp_path / "out")]
     assert "not checked because of --no-check" in tune(*command, "--no-check").out
     from torchtune.evaluation import _reference_logits
@@ -286,7 +286,7 @@ def test_what_is_not_checked_says_so(runs, tmp_path, tune, monkeypatch):
 @pytest.mark.parametrize(
     ("code", "said"), [("import os\n\nos.abort()\n", "its process crashed"), ("1 / 0\n", "ZeroDivisionError: division")]
 )
-def test_a_library_that_crashes_takes_nothing_with_it(runs, tmp_path, tune, monkeypatch, code, said):
+def test_crash_of_the_reading_library_is_reported(runs, tmp_path, tune, monkeypatch, code, said):
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "peft.py").write_text(code)
     monkeypatch.setattr(sys, "path", [str(tmp_path / "broken"), *sys.path])
@@ -298,7 +298,7 @@ def test_a_library_that_crashes_takes_nothing_with_it(runs, tmp_path, tune, monk
     assert (done.code, "cannot be checked, because peft cannot be asked" in done.err) == (2, True)
 
 
-def test_a_run_that_was_killed_gives_its_newest_complete_checkpoint(runs, tmp_path, tune):
+def test_killed_run_exports_its_newest_complete_checkpoint(runs, tmp_path, tune):
     run = tmp_path / "run"
     train(runs / "base", run / "epoch_0")
     train(runs / "base", run / "epoch_1")
@@ -311,7 +311,7 @@ def test_a_run_that_was_killed_gives_its_newest_complete_checkpoint(runs, tmp_pa
     assert (run / "epoch_0-adapter" / "adapter_model.safetensors").is_file()
 
 
-def test_mistakes_are_one_sentence(runs, tmp_path, tune):
+def test_invalid_exports_are_refused_in_one_sentence(runs, tmp_path, tune):
     full, adapter = str(runs / "full" / "epoch_0"), str(runs / "lora" / "epoch_0")
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("mine")
@@ -338,7 +338,7 @@ def test_mistakes_are_one_sentence(runs, tmp_path, tune):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mine", "moved", "orphan"]
 
 
-def test_a_run_that_is_going_on_is_left_alone(runs, tmp_path, tune):
+def test_running_run_is_not_exported(runs, tmp_path, tune):
     run = tmp_path / "run"
     train(runs / "base", run / "epoch_0")
     (run / "torchtune_config.yaml").write_text("recipe: lora_finetune_single_device\n")
@@ -349,7 +349,7 @@ def test_a_run_that_is_going_on_is_left_alone(runs, tmp_path, tune):
 
 
 @pytest.mark.parametrize("moment", ["config.json", ".out.*.old.tmp", "out", ".out.????????.tmp"])
-def test_an_export_that_was_killed_loses_and_leaves_nothing(runs, tmp_path, tune, monkeypatch, moment):
+def test_killed_export_leaves_the_former_one(runs, tmp_path, tune, monkeypatch, moment):
     """Killed after renaming a file to this name; the next export has no space, and the one before is there."""
     command = ["export", str(runs / "full" / "epoch_0"), "--to", "hf", "--output", str(tmp_path / "out"), "--no-check"]
     assert tune(*command).code == 0

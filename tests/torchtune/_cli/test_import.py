@@ -97,7 +97,7 @@ def write_rows(path):
     return path
 
 
-def test_axolotl(convert):
+def test_axolotl_config_is_converted(convert):
     ours, said = convert(AXOLOTL)
     assert ours["recipe"] == "lora_finetune_single_device"
     assert ours["model_converters"] == [
@@ -141,7 +141,7 @@ def test_axolotl(convert):
     assert "tune download unsloth/Llama-3.2-1B-Instruct --output-dir /tmp/Llama-3.2-1B-Instruct" in said
 
 
-def test_trl(convert, tmp_path):
+def test_trl_config_is_converted(convert, tmp_path):
     ours, said = convert(TRL.format(file=write_rows(tmp_path / "rows.jsonl")))
     assert ours["dataset"] == {
         "_component_": "torchtune.datasets.chat_dataset",
@@ -164,7 +164,7 @@ def test_trl(convert, tmp_path):
     assert "  eval_strategy: set dataset_val" in said
 
 
-def test_llama_factory(convert, tmp_path):
+def test_llama_factory_config_is_converted(convert, tmp_path):
     write_rows(tmp_path / "rows.jsonl")
     described = {"chats": {"file_name": "rows.jsonl", "formatting": "sharegpt", "columns": {"messages": "chats"}}}
     (tmp_path / "dataset_info.json").write_text(json.dumps(described))
@@ -213,7 +213,7 @@ def test_keys_that_exclude_each_other_in_llama_factory_are_refused(tune, tmp_pat
     assert "train_on_prompt and mask_history exclude each other in llama-factory: choose one" in result.err
 
 
-def test_preferences_of_axolotl_and_llama_factory(convert):
+def test_preference_configs_are_converted_to_dpo(convert):
     ours, _ = convert(FACTORY.format(folder="data").replace("stage: sft", "stage: dpo\npref_beta: 0.2"))
     assert ours["recipe"] == "dpo"
     assert ours["loss"]["beta"] == 0.2
@@ -233,7 +233,7 @@ def test_preferences_of_axolotl_and_llama_factory(convert):
         ),
     ],
 )
-def test_a_file_that_cannot_be_imported(tune, tmp_path, monkeypatch, text, reason):
+def test_invalid_file_is_refused(tune, tmp_path, monkeypatch, text, reason):
     monkeypatch.chdir(tmp_path)
     Path("theirs.yaml").write_text(text)
     result = tune("import", "theirs.yaml")
@@ -292,7 +292,7 @@ def fields_of(*classes):
     return found
 
 
-def test_keys_and_defaults_of_the_installed_trl():
+def test_table_has_the_keys_and_defaults_of_the_installed_trl():
     table = read_tables()["trl"]
     fields = fields_of(
         ("transformers.training_args", "TrainingArguments"),

@@ -21,7 +21,7 @@ def listed(out):
     return [line.split()[0] for line in out.splitlines() if line.startswith("  ")]
 
 
-def test_all_shows_every_recipe_once_and_every_config(tune):
+def test_ls_all_shows_every_recipe_once_and_every_config(tune):
     lines = tune("ls", "--all").out.splitlines()
     assert lines[0] == f"{'RECIPE':<40} {'CONFIG':<40}"
     rows = [(line[:40].strip(), line[41:].strip()) for line in lines[1:]]
@@ -31,7 +31,7 @@ def test_all_shows_every_recipe_once_and_every_config(tune):
     assert [name for _, name in rows] == [name for names in configs for name in names]
 
 
-def test_without_words_a_screen_names_all_recipes_and_families(tune):
+def test_ls_names_all_recipes_and_families_on_one_screen(tune):
     lines = tune("ls").out.splitlines()
     assert len(lines) <= 24
     assert max(map(len, lines)) <= 100
@@ -54,7 +54,7 @@ def test_former_names_stand_below_their_recipe(monkeypatch):
     assert below["quantize"] == ["also", "qat"]
 
 
-def test_all_words_must_describe_a_config_whatever_their_case(tune):
+def test_ls_words_must_all_match_ignoring_case(tune):
     assert listed(tune("ls", "QWEN3", "8b", "lora").out) == [
         "qwen3/8B_lora",
         "qwen3/8B_lora_single_device",
@@ -73,7 +73,7 @@ def test_all_words_must_describe_a_config_whatever_their_case(tune):
     assert "qat" in families() or all("_qat_" in name for name in listed(tune("ls", "qat").out))
 
 
-def test_families_have_headings_and_sizes_their_order(tune):
+def test_ls_groups_configs_by_family_in_order_of_size(tune):
     lines = tune("ls", "smol", "full_single_device").out.splitlines()
     assert lines[0] == "smol"
     assert listed("\n".join(lines)) == [f"smol/{size}_full_single_device" for size in ("135M", "360M", "1.7B")]
@@ -85,7 +85,7 @@ def test_families_have_headings_and_sizes_their_order(tune):
     assert lines[-1] == f"{len(listed(chr(10).join(lines)))} of {every} configs. To run one: tune run --config NAME"
 
 
-def test_a_recipe_is_a_word_by_its_names_of_now_and_before(tune):
+def test_ls_finds_a_recipe_by_its_present_and_former_names(tune):
     renamed = [recipe for recipe in get_all_recipes() if recipe.former_names and recipe.configs]
     assert renamed
     for recipe in renamed:
@@ -107,12 +107,12 @@ def test_a_recipe_is_a_word_by_its_names_of_now_and_before(tune):
         (["qwen3", "405B"], "error: no config matches all of qwen3, 405B: remove a word.\n"),
     ],
 )
-def test_words_that_describe_nothing_are_one_sentence(tune, words, message):
+def test_ls_words_without_a_match_are_refused(tune, words, message):
     result = tune("ls", *words)
     assert (result.code, result.out, result.err) == (2, "", message)
 
 
-def test_all_takes_no_words(tune):
+def test_ls_all_refuses_words(tune):
     result = tune("ls", "--all", "qwen3")
     assert result.code == 2
     assert "--all lists every config: remove it, or the words" in result.err
@@ -128,7 +128,7 @@ def test_all_takes_no_words(tune):
         ("qwen3/8B_fulll", ["did you mean 'qwen3/8B_full'?"]),
     ],
 )
-def test_a_name_that_is_no_config_is_answered_with_the_nearest(tune, name, nearest):
+def test_unknown_config_is_answered_with_the_nearest_names(tune, name, nearest):
     result = tune("run", "--config", name)
     assert result.code == 2
     assert result.err.startswith(f"error: there is no config '{name}': ")
@@ -150,7 +150,7 @@ def test_an_unknown_subcommand_is_an_error(tune):
     assert "invalid choice" in result.err
 
 
-def test_the_registry_is_what_lies_in_the_folder():
+def test_registry_has_every_recipe_and_config_of_the_folder():
     folder = find_recipe(RECIPE).parent
     files = {path.stem for path in folder.glob("*.py") if path.name != "__init__.py"}
     assert {recipe.name for recipe in get_all_recipes()} >= files
@@ -180,7 +180,7 @@ def test_a_config_is_found_for_its_recipe_first():
         (RECIPE, "..", f"../{RECIPE}.py"),
     ],
 )
-def test_cp(tune, tmp_path, monkeypatch, name, destination, written):
+def test_cp_adds_the_suffix_of_its_source(tune, tmp_path, monkeypatch, name, destination, written):
     (tmp_path / "here" / "there").mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "here")
     result = tune("cp", name, destination)
@@ -190,7 +190,7 @@ def test_cp(tune, tmp_path, monkeypatch, name, destination, written):
     assert Path(written).read_bytes() == source.read_bytes()
 
 
-def test_cp_overwrites_nothing_if_told_so(tune, tmp_path):
+def test_cp_with_no_clobber_overwrites_nothing(tune, tmp_path):
     mine = tmp_path / "mine.yaml"
     mine.write_text("kept")
     result = tune("cp", CONFIG, str(tmp_path / "mine"), "-n")
@@ -198,7 +198,7 @@ def test_cp_overwrites_nothing_if_told_so(tune, tmp_path):
     assert mine.read_text() == "kept"
 
 
-def test_cp_keeps_a_changed_file(tune, tmp_path):
+def test_cp_backs_up_a_changed_file(tune, tmp_path):
     mine, shipped = tmp_path / "mine.yaml", find_config(CONFIG).read_text()
     assert tune("cp", CONFIG, str(mine)).out == f"Copied file to {mine}\n"
     assert tune("cp", CONFIG, str(mine)).out == f"Copied file to {mine}\n", "nothing was changed, nothing is kept"
@@ -214,7 +214,7 @@ def test_cp_keeps_a_changed_file(tune, tmp_path):
     assert (tmp_path / "mine.yaml.bak").stat().st_mode & 0o777 == 0o640
 
 
-def test_cp_into_a_missing_directory(tune, tmp_path):
+def test_cp_makes_parent_directories_only_on_request(tune, tmp_path):
     missing = tmp_path / "a" / "b" / "mine.yaml"
     result = tune("cp", CONFIG, str(missing))
     assert result.code == 2
@@ -224,7 +224,7 @@ def test_cp_into_a_missing_directory(tune, tmp_path):
     assert missing.exists()
 
 
-def test_cp_of_something_unknown(tune):
+def test_cp_of_an_unknown_name_is_refused(tune):
     result = tune("cp", "nothing", "x")
     assert result.code == 2
     assert "Invalid file name: nothing. Try `tune ls`" in result.err
@@ -243,7 +243,7 @@ def test_cat_prints_the_file(tune, tmp_path):
     assert tune("cat", str(tmp_path / "empty.yaml")).out == ""
 
 
-def test_cat_of_what_is_no_config(tune, tmp_path):
+def test_cat_of_anything_but_a_config_is_refused(tune, tmp_path):
     recipe = tune("cat", RECIPE)
     assert (recipe.code, recipe.out) == (0, f"'{RECIPE}' is a recipe, not a config. Please use a config name.\n")
     assert "Invalid config format: 'nothing'. Must be YAML" in tune("cat", "nothing").err
@@ -257,7 +257,7 @@ def test_cat_of_what_is_no_config(tune, tmp_path):
 
 @pytest.mark.parametrize("command", [["cat"], ["cat", "--sort"], ["validate"]])
 @pytest.mark.parametrize("data", [b"a: " + b"[" * 200_000, b"recipe: \xff\n", b"a: 1e999"])
-def test_hostile_files_are_one_sentence(tune, tmp_path, command, data):
+def test_hostile_configs_are_refused_in_one_sentence(tune, tmp_path, command, data):
     (tmp_path / "c.yaml").write_bytes(data)
     result = tune(*command, str(tmp_path / "c.yaml"))
     assert result.code == 2
@@ -266,7 +266,7 @@ def test_hostile_files_are_one_sentence(tune, tmp_path, command, data):
     assert len(message) < 500
 
 
-def test_places_that_cannot_be_written_are_one_sentence(tune, tmp_path):
+def test_paths_that_cannot_be_written_are_refused_in_one_sentence(tune, tmp_path):
     for place in (tmp_path / ("x" * 300), Path("/proc/x.yaml")):
         result = tune("cp", CONFIG, str(place))
         assert result.code == 2

@@ -97,7 +97,7 @@ def tokenizer(shared, component):
     return {"_component_": f"{__name__}.{component}", "tokenizer_json_path": where, "max_seq_len": 128}
 
 
-def test_a_sound_run_passes(shared, tmp_path):
+def test_correct_recipe_passes_all_checks(shared, tmp_path):
     config = write_config(LORA, shared, tmp_path / "output", clip_grad_norm=0.5)
     target = RecipeTarget(LORA, path=RECIPES / f"{LORA}.py")
     verdicts = list(selfcheck(target, config, ["epochs=7"], tmp_path))
@@ -109,20 +109,20 @@ def test_a_sound_run_passes(shared, tmp_path):
 
 
 @pytest.mark.parametrize(("fault", "metric"), [*zip(list(FAULTS)[:2], ("grad_norm", "loss"), strict=True)])
-def test_a_wrong_division_under_accumulation(shared, tmp_path, fault, metric):
+def test_wrong_division_under_accumulation_is_found(shared, tmp_path, fault, metric):
     found = checks(shared, tmp_path, fault)
     with pytest.raises(UserError, match=rf"{metric} .* with 4 micro-batches, in step 1"):
         found.accumulation()
 
 
-def test_packs_whose_documents_see_each_other(shared, tmp_path):
+def test_attention_between_packed_documents_is_found(shared, tmp_path):
     found = checks(shared, tmp_path, collate_fn=f"{__name__}.leaky_collate")
     with pytest.raises(UserError, match=r"loss .* for the same rows with packs, in step 1"):
         found.packing()
     found.accumulation()
 
 
-def test_a_resume_that_forgets(shared, tmp_path):
+def test_resume_that_loses_state_is_found(shared, tmp_path):
     with pytest.raises(UserError, match=r"the losses are \[.*\] instead of|has other bits"):
         checks(shared, tmp_path, "optimizer without its state").resume()
 
@@ -140,12 +140,12 @@ def test_a_checkpoint_is_measured_by_the_loss_of_the_config(shared, tmp_path):
     assert "as the run continues" in found.load()
 
 
-def test_a_checkpoint_of_another_model(shared, tmp_path):
+def test_checkpoint_of_another_model_is_found(shared, tmp_path):
     with pytest.raises(UserError, match=r"the saved model's loss is .*, and the run continues with"):
         checks(shared, tmp_path, "another model saved than trained").load()
 
 
-def test_a_term_beside_the_loss_is_why_losses_differ(shared, tmp_path):
+def test_additional_loss_term_is_given_as_the_reason(shared, tmp_path):
     found = checks(shared, tmp_path, "a term beside the loss").load()
     assert found.startswith("loss not compared, because the recipe does not train on the config's loss alone")
     assert "read by transformers" in found, "the files are still compared"
@@ -163,18 +163,18 @@ def test_a_model_of_images_is_loaded_with_its_images(tmp_path):
     ("component", "said"),
     [("TrainsQuestions", r"\(user\) is trained"), ("OtherPrompt", "does not begin with the prompt")],
 )
-def test_wrong_label_masks(shared, tmp_path, component, said):
+def test_wrong_label_masks_are_found(shared, tmp_path, component, said):
     found = checks(shared, tmp_path, tokenizer=tokenizer(shared, component))
     with pytest.raises(UserError, match=rf"row 0 of .*: .*{said}"):
         found.labels()
 
 
-def test_prompts_that_the_config_trains_are_no_wrong_labels(shared, tmp_path):
+def test_prompts_trained_by_the_config_are_accepted(shared, tmp_path):
     found = checks(shared, tmp_path, dataset__masking_strategy="train_on_all")
     assert found.labels() == "24 rows are prompt and answer"
 
 
-def test_an_end_of_turn_that_is_masked(shared, tmp_path):
+def test_masked_end_of_turn_is_found(shared, tmp_path):
     with pytest.raises(UserError, match="example 0: no stop token is trained"):
         checks(shared, tmp_path, tokenizer=tokenizer(shared, "MasksEnds")).end_of_turn()
 
@@ -185,7 +185,7 @@ def test_a_run_that_fails_is_a_failed_check(shared, tmp_path):
         found.resume()
 
 
-def test_a_wrong_key_is_a_mistake_of_the_config(tune, shared, tmp_path):
+def test_wrong_key_of_the_config_is_refused(tune, shared, tmp_path):
     config = write_config(LORA, shared, tmp_path / "output", epochz=1)
     result = tune("selfcheck", "--config", str(config))
     assert result.code == 2
@@ -193,14 +193,14 @@ def test_a_wrong_key_is_a_mistake_of_the_config(tune, shared, tmp_path):
     assert not result.out
 
 
-def test_what_does_not_train_is_refused(tune):
+def test_recipe_that_does_not_train_is_refused(tune):
     result = tune("selfcheck", "--config", "generation")
     assert result.code == 2
     assert "the config has no dataset: name a config of a recipe that trains" in result.err
 
 
 @pytest.mark.parametrize("name", ["dpo", "grpo", "full_finetune_distributed"])
-def test_other_recipes_and_checks_that_do_not_apply(shared, tmp_path, name):
+def test_checks_that_do_not_apply_are_not_failures(shared, tmp_path, name):
     found = checks(shared, tmp_path, name=name)
     left_out = {"dpo": [found.packing, found.labels], "grpo": [found.packing, found.labels, found.end_of_turn]}
     for check in left_out.get(name, []):
@@ -212,7 +212,7 @@ def test_other_recipes_and_checks_that_do_not_apply(shared, tmp_path, name):
         assert found.end_of_turn() == "24 trained passages end with a stop token"
 
 
-def test_the_command(tune, shared, tmp_path, monkeypatch):
+def test_command_exits_with_1_if_a_check_fails(tune, shared, tmp_path, monkeypatch):
     config = write_config(LORA, shared, tmp_path / "output", tokenizer=tokenizer(shared, "TrainsQuestions"))
     monkeypatch.setattr(
         _Checks, "_train", lambda *_, **__: {1: {"loss": 1.0}, 2: {"loss": 0.5}}

@@ -128,7 +128,7 @@ def test_the_command_serves_adapters_of_one_base_until_it_is_interrupted(tmp_pat
     assert not any("_run" in thread.name for thread in threading.enumerate())
 
 
-def test_a_port_that_cannot_be_used_is_said(tmp_path, tune):
+def test_port_that_cannot_be_used_is_refused(tmp_path, tune):
     checkpoint = write_checkpoint(tmp_path / "tiny")
     with closing(socket.create_server(("127.0.0.1", 0))) as taken:
         for port in (taken.getsockname()[1], 65536):
@@ -374,14 +374,14 @@ def test_tool_calls_are_parsed_and_their_replies_bridged(name, streams, tmp_path
         ({"tool_choice": "required"}, 400, "no call can be forced"),
     ],
 )
-def test_errors_name_what_is_wrong(body, status, said, server):
+def test_invalid_fields_of_a_request_are_named(body, status, said, server):
     body = {"model": "tiny", "messages": CAT, **body} if isinstance(body, dict) else body
     found, reply = ask(server.server_port, body)
     assert found == status
     assert said in reply["error"]["message"]
 
 
-def test_other_errors_of_requests(server, loaded):
+def test_invalid_requests_are_refused(server, loaded):
     port = server.server_port
     handle = loaded[0].register_forward_pre_hook(lambda *_: 1 / 0)
     status, reply = ask(port, {"model": "tiny", "messages": CAT})
@@ -439,7 +439,7 @@ def test_log_probs_are_those_of_a_forward_pass(streams, server, loaded):
         assert b"".join(bytes(entry["bytes"]) for entry in content).decode() == text
 
 
-def test_several_answers_of_a_request(server):
+def test_request_for_several_answers_samples_each(server):
     body = {"messages": CAT, "max_tokens": 6, "seed": 5, "n": 3, "temperature": 1.5}
     reply = ask(server.server_port, body)[1]
     texts = [choice["message"]["content"] for choice in reply["choices"]]
@@ -488,7 +488,7 @@ def test_answers_are_json_of_the_schema(server):
         assert choice["message"]["content"].startswith("{")
 
 
-def test_stop_texts_are_found_in_one_pass_wherever_pieces_end():
+def test_stop_texts_are_found_across_pieces_in_one_pass():
     def answered(text, marks, size):
         buffer = _MarkBuffer(marks, None)
         sent = ""
@@ -511,7 +511,7 @@ def test_stop_texts_are_found_in_one_pass_wherever_pieces_end():
 
 
 @pytest.mark.parametrize("streams", [True, False])
-def test_a_full_queue_is_said_and_a_client_that_leaves_ends_its_answer(streams, loaded):
+def test_full_queue_is_refused_and_a_closed_connection_ends_its_answer(streams, loaded):
     model, tokenizer = loaded
     begun, go = threading.Event(), threading.Event()
 

@@ -97,7 +97,7 @@ def value_of(action):
     return ["7"] if action.type in (int, float) else ["a=b,c=d"]
 
 
-def test_torchrun_has_the_options_that_this_file_knows_of():
+def test_tested_options_are_those_of_torchrun():
     found = {action.dest for action in get_args_parser()._actions}
     assert found >= DECIDED
     assert len(options()) >= 20
@@ -137,7 +137,7 @@ def reaches(action, given):
 
 
 @pytest.mark.parametrize("option", ["-m", "--module", "--no-python", "--no_python"])
-def test_the_program_is_the_recipe(option):
+def test_options_that_replace_the_recipe_are_refused(option):
     with pytest.raises(UserError, match="remove the option"):
         parse_command([option, "own", "--config", "x"])
 
@@ -157,7 +157,7 @@ def test_the_program_is_the_recipe(option):
         ),
     ],
 )
-def test_defaults_fit_the_rest(given, expected):
+def test_defaults_follow_the_given_options(given, expected):
     passed = vars(torchrun_arguments(given.split(), ["own.py"]))
     known = get_args_parser().parse_args(["own.py"])
     assert {name: passed[name] for name in expected if hasattr(known, name)} == {
@@ -165,7 +165,7 @@ def test_defaults_fit_the_rest(given, expected):
     }
 
 
-def test_engines_may_say_it_in_the_environment(monkeypatch):
+def test_options_in_the_environment_are_respected(monkeypatch):
     """Kubeflow's torch runtime sets PET_… for each of torchrun's options."""
     told = {"NNODES": "2", "NPROC_PER_NODE": "4", "NODE_RANK": "0", "MASTER_ADDR": "host", "MASTER_PORT": "29500"}
     for name, value in told.items():
@@ -235,7 +235,7 @@ OWN = ("own.py", "--config", "own.yaml")
 
 
 @pytest.mark.parametrize("how", ["to all of them", "Ctrl-C"])
-def test_asked_to_stop_workers_save_once(folder, how):
+def test_signal_makes_workers_save_once(folder, how):
     """Slurm tells every process of a step, and torchrun tells its workers again."""
     launched = Launched(folder, *OWN)
     pids = [folder / f"started_{rank}" for rank in range(2)]
@@ -255,12 +255,12 @@ def test_asked_to_stop_workers_save_once(folder, how):
     assert "Traceback" not in errors
 
 
-def test_an_exit_code_that_says_nothing_is_1(folder):
+def test_unknown_exit_code_is_1(folder):
     code, errors = Launched(folder, *OWN, "todo='3'").wait()
     assert code == 1, errors
 
 
-def test_a_mistake_on_one_process_ends_all(folder):
+def test_user_error_of_one_process_ends_all(folder):
     code, errors = Launched(folder, *OWN, "todo=mistake").wait()
     assert code == 2, errors
     assert errors.count("error: rank 1 alone lacks its file.") == 1
@@ -280,7 +280,7 @@ def test_processes_import_from_the_folder_and_a_mistake_that_all_find_is_said_on
     assert {path.name for path in folder.glob("* of *")} == {"0 of 2: hello", "1 of 2: hello"}
 
 
-def test_a_machine_that_does_not_come(folder):
+def test_missing_machine_is_reported(folder):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
@@ -292,7 +292,7 @@ def test_a_machine_that_does_not_come(folder):
 
 
 @pytest.mark.parametrize("rendezvous", ["c10d", "static"])
-def test_a_worker_that_died_is_started_again_and_knows(folder, rendezvous):
+def test_restarted_worker_knows_of_its_restart(folder, rendezvous):
     options = ["--max-restarts", "1"]
     if rendezvous == "static":
         with socket.socket() as free:

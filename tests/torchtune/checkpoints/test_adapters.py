@@ -74,7 +74,7 @@ PAIRS = [
 
 
 @pytest.mark.parametrize(("shape", "targets", "option"), PAIRS)
-def test_with_peft_both_ways(shape, targets, option, tmp_path):
+def test_adapters_are_exchanged_with_peft(shape, targets, option, tmp_path):
     ours, theirs = TARGETS[targets]
     source, kind = write_folder(tmp_path / "in", shape), {option: True} if option else {}
     conversion = LoRA(rank=4, alpha=6, **kind, **ours)
@@ -113,7 +113,7 @@ def test_with_peft_both_ways(shape, targets, option, tmp_path):
 
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("shape", ["phi3", "glm4"])
-def test_fused_projections_with_peft_both_ways(shape, option, tmp_path):
+def test_adapters_of_fused_projections_are_exchanged_with_peft(shape, option, tmp_path):
     """One projection there is several here: theirs of rank 4 is each of ours of rank 4; ours are theirs of rank 4 n."""
     source, kind = write_folder(tmp_path / "in", shape), {option: True} if option else {}
     fused = ["qkv_proj"] if shape == "phi3" else ["q_proj", "k_proj", "v_proj"]
@@ -166,7 +166,7 @@ def test_adapter_of_a_part_of_a_fused_projection(dora, tmp_path):
     assert [name for name, parameter in again.named_parameters() if parameter.requires_grad] == list(trained)
 
 
-def test_fused_adapter_that_is_not_of_parts(tmp_path):
+def test_fused_adapter_that_cannot_be_split_is_refused(tmp_path):
     source = write_folder(tmp_path / "in", "phi3")
     wanted = LoraConfig(r=12, lora_alpha=12, target_modules=["qkv_proj"], init_lora_weights=False)
     get_peft_model(hf_model("phi3"), wanted).save_pretrained(source)
@@ -210,7 +210,7 @@ def test_adapter_file_of_an_older_checkpoint_is_read(tmp_path):
     assert torch.equal(load(source).tok_embeddings.weight, model.tok_embeddings.weight)
 
 
-def test_magnitudes_follow_the_weights(tmp_path):
+def test_dora_magnitudes_are_the_norms_of_the_loaded_weights(tmp_path):
     """Made before there were weights, they must be the lengths of the rows that were loaded."""
     source = write_folder(tmp_path / "in")
     with_meta = load(source, LoRA(4, 8, use_dora=True))

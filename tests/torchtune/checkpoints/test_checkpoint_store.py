@@ -137,7 +137,7 @@ def test_merged_weights_alone_cannot_be_resumed(sources, tmp_path):
             store.save("epoch_1", model, contents=wrong)
 
 
-def test_a_frozen_model_must_stay_the_same(sources, tmp_path):
+def test_changed_frozen_model_is_refused_on_resume(sources, tmp_path):
     def start(reference: Path | None) -> FullModelHFCheckpointer:
         checkpointer = FullModelHFCheckpointer(sources["policy"], output_dir=tmp_path / "run")
         if reference is not None:
@@ -183,7 +183,7 @@ def test_an_adapter_resumes_on_its_base_weights_alone(sources, tmp_path):
         assert all(str(sources[name]) in str(caught.value) for name in ("policy", "reference"))
 
 
-def test_sources_are_checked(sources, tmp_path):
+def test_invalid_sources_are_refused(sources, tmp_path):
     store = CheckpointStore({"policy": ModelSource(sources["policy"])}, tmp_path / "run")
     with pytest.raises(CheckpointError, match=r"'reference' has no source \(there are: policy\)"):
         store.load_model(build(sources["policy"]), name="reference")
@@ -249,7 +249,7 @@ def calls_of_a_save(folder: Path, layers: int, *conversions: Any) -> tuple[int, 
 
 
 @pytest.mark.parametrize("conversions", [[], [LoRA(rank=2, alpha=4)]], ids=["full", "lora"])
-def test_the_way_of_a_weight_is_short(conversions, tmp_path):
+def test_loading_a_weight_calls_few_functions(conversions, tmp_path):
     (calls, weights), (more_calls, more_weights) = (
         calls_of_a_save(tmp_path / str(layers), layers, *conversions) for layers in (1, 3)
     )

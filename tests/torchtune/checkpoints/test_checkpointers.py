@@ -59,7 +59,7 @@ def checkpointer(source: Path, output: Path, **options: Any) -> FullModelHFCheck
 @pytest.mark.parametrize(
     ("shape", "model_type"), [("qwen3_tied", None), ("llama_tied", None), ("phi3", "PHI3_MINI"), ("llama", "REWARD")]
 )
-def test_names_of_other_families(shape, model_type, tmp_path):
+def test_former_model_types_are_accepted(shape, model_type, tmp_path):
     """A ``model_type`` of older configs need not be the name of a family."""
     folder = write_folder(tmp_path / "source", shape)
     loaded = FullModelHFCheckpointer(folder, model_type=model_type).load_checkpoint()["model"]
@@ -87,7 +87,7 @@ def test_malformed_shard_size_is_refused(source, tmp_path, size):
         checkpointer(source, tmp_path).save_checkpoint({"model": {}}, epoch=0, max_shard_size=size)
 
 
-def test_resume_of_full_training(source, tmp_path):
+def test_full_training_resumes_from_the_last_checkpoint(source, tmp_path):
     store = checkpointer(source, tmp_path, keep_last_n_checkpoints=1)
     model = store.load_checkpoint()["model"]
     for epoch in (9, 10):
@@ -114,7 +114,7 @@ def lora_state(source: Path) -> tuple[nn.Module, dict[str, Any], dict[str, Any]]
     return model, merged, {"adapter": adapter, "adapter_config": config}
 
 
-def test_adapter(store, source, tmp_path):
+def test_adapter_is_saved_beside_merged_weights_and_resumed(store, source, tmp_path):
     model, merged, adapter = lora_state(source)
     store.save_checkpoint({"model": merged, **adapter, **STATE}, epoch=0, intermediate_checkpoint=True)
     folder = tmp_path / "epoch_0" / "adapter"
@@ -129,7 +129,7 @@ def test_adapter(store, source, tmp_path):
     assert loaded["epochs_run"] == 1
 
 
-def test_adapter_alone(store, source, tmp_path):
+def test_adapter_only_save_has_no_model_files(store, source, tmp_path):
     _, _, adapter = lora_state(source)
     store.save_checkpoint({**adapter}, epoch=0, adapter_only=True)
     assert not list((tmp_path / "epoch_0").glob("model*"))
@@ -160,7 +160,7 @@ def test_folder_without_a_recipe_state_is_refused(source, tmp_path):
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_meta(tied, tmp_path):
+def test_meta_checkpoints_are_read_and_written(tied, tmp_path):
     ours = load(write_folder(tmp_path / "hf", "llama_tied" if tied else "llama")).state_dict()
     theirs = {
         name.replace(".attn.q_proj", ".attention.wq")
@@ -231,7 +231,7 @@ def test_signatures_are_those_of_older_releases():
     assert inspect.signature(FullModelHFCheckpointer).parameters["enable_dcp"].kind is inspect.Parameter.KEYWORD_ONLY
 
 
-def test_keys_of_the_dict():
+def test_state_dict_keys_are_those_of_older_releases():
     keys = "MODEL OPT ADAPTER SEED EPOCHS TOTAL_EPOCHS MAX_STEPS STEPS DATALOADER VAL_DATALOADER RNG".split()
     values = "model optimizer adapter seed epochs_run total_epochs max_steps_per_epoch steps_run dataloader"
     assert [getattr(training, f"{key}_KEY") for key in keys] == [*values.split(), "val_dataloader", "rng_state"]
@@ -250,7 +250,7 @@ def test_folder_with_the_largest_number_is_found(tmp_path):
 
 @pytest.mark.parametrize("force", [False, True])
 @pytest.mark.parametrize("rows", [2, 7])
-def test_classifier(rows, force):
+def test_classifier_head_is_replaced_unless_it_fits(rows, force):
     own = nn.Parameter(torch.ones(2, 3))
     state = {"output.weight": torch.zeros(rows, 3), "output.bias": torch.zeros(rows), "norm.scale": torch.ones(3)}
     update_state_dict_for_classifier(state, [("output.weight", own)], force_override=force)

@@ -189,7 +189,7 @@ def write_packed(folder: Path) -> None:
         (".weight_shape", torch.tensor([-64, 64]), r"is \[-64, 64\] of torch.int64, but"),
     ],
 )
-def test_tensors_that_do_not_fit(ending, tensor, says, tmp_path):
+def test_tensors_that_do_not_fit_are_refused(ending, tensor, says, tmp_path):
     write_packed(tmp_path)
     tensors, name = stored(tmp_path), f"model.layers.0.self_attn.q_proj{ending}"
     tensors = {key: value for key, value in tensors.items() if key != name} | ({} if tensor is None else {name: tensor})
@@ -198,7 +198,7 @@ def test_tensors_that_do_not_fit(ending, tensor, says, tmp_path):
         load(tmp_path)
 
 
-def test_a_checkpoint_that_is_not_quantised_is_not_read_so(tmp_path):
+def test_scales_of_an_unquantized_weight_are_refused(tmp_path):
     write_folder(tmp_path)
     tensors = stored(tmp_path)
     tensors["model.layers.0.self_attn.q_proj.weight_scale"] = torch.ones(1)

@@ -73,7 +73,7 @@ def test_adapter_alone_loses_the_base(tmp_path):
         (True, {"contents": MERGED}, "give its conversion a method merged(name, weight, model)"),
     ],
 )
-def test_parameters_without_a_layout(claims, contents, reason, tmp_path):
+def test_parameters_without_a_layout_are_refused(claims, contents, reason, tmp_path):
     lora = [LoRA(4, 8)] if contents else []
     model = build(write_folder(tmp_path / "in"), Scaled(claims=claims), *lora)
     unfreeze(model, "norm.gain")
@@ -82,7 +82,7 @@ def test_parameters_without_a_layout(claims, contents, reason, tmp_path):
     assert claims or "owned_parameters(model)" in message
 
 
-def test_an_adapter_that_cannot_be_merged(tmp_path):
+def test_adapter_that_cannot_be_merged_is_refused(tmp_path):
     conversion = LoRA(4, 8)
     model = build(write_folder(tmp_path / "in"), conversion)
 

@@ -58,7 +58,7 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("kind", DAMAGES)
-def test_the_checkpoint_before_takes_over(run, source, caplog, kind):
+def test_resume_falls_back_to_the_checkpoint_before_a_damaged_one(run, source, caplog, kind):
     name, harm, words = DAMAGES[kind]
     harm(run.output_dir / "step_2" / name)
     caplog.clear()
@@ -132,7 +132,7 @@ def test_output_dir_that_is_a_dangling_link_is_refused(source, tmp_path, below):
         store.check_output_dir(resume=False)
 
 
-def test_a_save_in_progress_of_another_process(run, source):
+def test_folder_in_use_by_another_process_is_refused(run, source):
     """While somebody saves, or holds the folder for a run, what looks like leftovers is left alone."""
     half = run.output_dir / ".step_3.0123abcd.tmp"
     half.mkdir()
@@ -152,7 +152,7 @@ def test_a_save_in_progress_of_another_process(run, source):
     assert not half.exists()
 
 
-def test_the_folder_is_removed_between_saves(run, model):
+def test_removed_output_folder_is_made_again(run, model):
     run.lock_output_dir()
     shutil.rmtree(run.output_dir)
     run.save("step_3", model, state={"progress": {}})
@@ -166,7 +166,7 @@ def save(store: FullModelHFCheckpointer, name: str, model: nn.Module, **options)
 
 
 @pytest.mark.parametrize("adapter", [False, True])
-def test_a_disk_that_is_full_at_any_point(disk, source, adapter):
+def test_full_disk_keeps_the_previous_checkpoint(disk, source, adapter):
     conversions = [LoRA(rank=2, alpha=4)] if adapter else []
     contents = ("adapter", "merged") if adapter else "model"
     model = load(source, *conversions)

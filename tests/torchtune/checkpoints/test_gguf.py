@@ -32,7 +32,7 @@ TRIED = [*((shape, "F32") for shape in SHAPES), *(("llama", quantization) for qu
 
 
 @pytest.mark.parametrize(("shape", "quantization"), TRIED)
-def test_folder_for_transformers(shape, quantization, tmp_path):
+def test_converted_folder_is_read_by_transformers(shape, quantization, tmp_path):
     made = write_gguf(tmp_path / "x.gguf", shape, quantization)
     folder = gguf_to_hf(made.path, tmp_path / "hf", torch.float32)
     again = in_transformers(folder)
@@ -47,7 +47,7 @@ def test_folder_for_transformers(shape, quantization, tmp_path):
     )
 
 
-def test_default_is_bf16(tmp_path):
+def test_gguf_is_converted_to_bf16_by_default(tmp_path):
     made = write_gguf(tmp_path / "x.gguf", quantization="Q8_0")
     folder = gguf_to_hf(made.path, tmp_path / "hf")
     assert {tensor.dtype for tensor in stored(folder).values()} == {torch.bfloat16}
@@ -55,7 +55,7 @@ def test_default_is_bf16(tmp_path):
 
 
 @pytest.mark.parametrize("shape", ["llama_tied", "qwen2"])
-def test_read_directly(shape, tmp_path):
+def test_gguf_file_is_loaded_without_conversion(shape, tmp_path):
     (tmp_path / "in").mkdir()
     made = write_gguf(tmp_path / "in" / "x.gguf", shape, "Q8_0")
     (tmp_path / "in" / "holiday.txt").write_text("no part of the model")
@@ -73,7 +73,7 @@ def test_read_directly(shape, tmp_path):
     close(logits(in_transformers(saved)), logits(made.hf))
 
 
-def test_llama3_scaling(tmp_path, monkeypatch):
+def test_llama3_scaling_factors_are_restored(tmp_path, monkeypatch):
     """llama.cpp keeps Llama 3.1's scaling as one divisor a frequency."""
     import gguf
 
@@ -175,7 +175,7 @@ def test_folder_of_several_gguf_files_is_refused(tmp_path):
         FullModelHFCheckpointer(tmp_path).load_model(on_meta(made.path))
 
 
-def test_other_model_than_the_file(tmp_path):
+def test_gguf_file_of_another_model_is_refused(tmp_path):
     (tmp_path / "in").mkdir()
     write_gguf(tmp_path / "in" / "x.gguf")
     other = write_gguf(tmp_path / "other.gguf", num_hidden_layers=2)
@@ -200,7 +200,7 @@ def reference_tokenizer(pre: str, vocabulary: Vocabulary) -> Tokenizer:
 
 @pytest.mark.parametrize("add_bos", [False, True], ids=["", "bos"])
 @pytest.mark.parametrize("pre", ["smollm", "llama-bpe", "qwen2", "default", "gpt-2"])
-def test_ids_of_tokenizers(pre, add_bos, tmp_path):
+def test_tokenizer_of_a_gguf_file_has_the_original_ids(pre, add_bos, tmp_path):
     made = write_gguf(
         tmp_path / "x.gguf", pre=pre, extra={"tokenizer.ggml.add_bos_token": add_bos}, num_hidden_layers=1
     )

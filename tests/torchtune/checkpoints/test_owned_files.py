@@ -235,7 +235,7 @@ def test_a_merge_keeps_shape_and_dtype(tmp_path):
         torchtune.save(model, tmp_path / "merged", contents="merged")
 
 
-def test_only_modules_that_can_be_disabled_are(tmp_path):
+def test_module_that_cannot_be_disabled_is_named(tmp_path):
     model = build(write_folder(tmp_path / "base"), ScaleAlone())
     with (
         pytest.raises(ConversionError, match=r"'layers.0.attn.k_proj.factors' cannot be switched off"),

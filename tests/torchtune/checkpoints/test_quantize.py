@@ -40,7 +40,7 @@ def quantize(source: Path, quantizer: object, folder: Path) -> Path:
         (q.Float8Quantizer(), "float-quantized"),
     ],
 )
-def test_transformers_and_we_read_what_torchao_computes(quantizer, storage, source, tmp_path):
+def test_quantized_files_are_read_with_the_values_of_torchao(quantizer, storage, source, tmp_path):
     folder = quantize(source, quantizer, tmp_path / "out")
     config = read(folder / "config.json")["quantization_config"]
     assert (config["quant_method"], config["format"], config["ignore"]) == (
@@ -93,7 +93,7 @@ def test_a_gguf_file_holds_what_llama_cpps_package_quantises(file_type, source, 
     assert "chat_template" in files["tokenizer_config.json"]
 
 
-def test_what_cannot_be_quantised_is_one_sentence(source, tmp_path, caplog):
+def test_model_that_cannot_be_quantized_is_refused(source, tmp_path, caplog):
     folder = quantize(source, q.Int4WeightOnlyQuantizer(groupsize=16), tmp_path / "out")
     with pytest.raises(UserError, match=r"the weights are quantized already \(compressed-tensors\): give the folder"):
         quantize(folder, q.Int8WeightOnlyQuantizer(), tmp_path / "again")
@@ -106,7 +106,7 @@ def test_what_cannot_be_quantised_is_one_sentence(source, tmp_path, caplog):
     assert not (tmp_path / "bad").exists()
 
 
-def test_another_quantizer_than_in_training_is_said(source, tmp_path, caplog):
+def test_other_quantizer_than_in_training_is_logged(source, tmp_path, caplog):
     trained = shutil.copytree(source, tmp_path / "trained")
     component = f"{q.__name__}.Int4WeightOnlyQATQuantizer"
     (trained / "torchtune_config.yaml").write_text(f"quantizer:\n  _component_: {component}\n  groupsize: 16\n")

@@ -50,7 +50,7 @@ def random(*shape: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("shape", [(11, 10), (3, 11, 10)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_values_times_scales_of_their_blocks_and_any_part_of_it(tmp_path, shape, dtype):
+def test_block_scaled_weights_are_dequantized_wholly_and_in_slices(tmp_path, shape, dtype):
     values = random(*shape)
     scales = torch.rand(*shape[:-2], 3, 2, generator=torch.Generator().manual_seed(1)).to(dtype)
     path = written(tmp_path / "a", {"w": values, "w_scale_inv": scales, "w.activation_scale": torch.ones(1)}, [4, 8])
@@ -66,7 +66,7 @@ def test_values_times_scales_of_their_blocks_and_any_part_of_it(tmp_path, shape,
 
 
 @pytest.mark.parametrize(("shape", "scale"), [((6, 5), ()), ((6, 5), (1,)), ((2, 6, 5), (2,)), ((2, 6, 5), (2, 1, 1))])
-def test_one_scale_for_a_whole_matrix(tmp_path, shape, scale):
+def test_weight_with_one_scale_per_matrix_is_dequantized(tmp_path, shape, scale):
     values, scales = random(*shape), torch.rand(scale)
     source = open_files([written(tmp_path / "a", {"w": values, "w_scale_inv": scales})])
     expected = values.double() * scales.double().view(*shape[:-2], 1, 1)
@@ -149,7 +149,7 @@ def packed(*shape: int, low: int = 110, high: int = 140) -> tuple[torch.Tensor, 
     return blocks, torch.randint(low, high, shape, dtype=torch.uint8, generator=generator)
 
 
-def test_equals_what_transformers_makes_of_it():
+def test_mxfp4_weights_are_dequantized_as_in_transformers():
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
     blocks, scales = packed(30, 10, 2, low=2, high=252)

@@ -133,7 +133,7 @@ def a_mistake_of_ours(folder: Path) -> None:
         store.save("step_1", model, state=mine)
 
 
-def test_failures_of_one_rank_end_the_call_on_all(tmp_path, disk):
+def test_failure_of_one_rank_ends_the_call_on_all(tmp_path, disk):
     write_folder(tmp_path / "source", num_hidden_layers=2)
     write_folder(tmp_path / "other", num_hidden_layers=2, vocab_size=322)
     for name in ("cut", "missing"):

@@ -38,7 +38,7 @@ def test_round_trip_is_exact(shape, dtype, tmp_path):
 
 
 @pytest.mark.parametrize("shape", ["llama_tied", "qwen2"])
-def test_shards(shape, tmp_path):
+def test_shards_are_indexed_and_limited_in_size(shape, tmp_path):
     source = write_folder(tmp_path / "in", shape, max_shard_size="30KB")
     assert len(list(source.glob("model-*.safetensors"))) > 3
     checkpointer, model = started(source)
@@ -58,7 +58,7 @@ def test_shards(shape, tmp_path):
     assert [file.name for file in whole.glob("*.safetensors*")] == ["model.safetensors"]
 
 
-def test_listed_and_formatted_files(tmp_path):
+def test_listed_files_and_name_patterns_are_read(tmp_path):
     source = write_folder(tmp_path / "in", max_shard_size="30KB")
     names = sorted(path.name for path in source.glob("model-*.safetensors"))
     expected = load(source).state_dict()

@@ -160,11 +160,11 @@ def one_writer_of_each_file(folder: Path) -> None:
         dist.barrier()
 
 
-def test_no_file_is_written_by_two(folder):
+def test_each_file_is_written_by_one_rank(folder):
     ranks.run(2, [one_writer_of_each_file], folder)
 
 
-def test_a_builder_with_lora_beside_the_conversion(source):
+def test_lora_of_the_builder_is_applied_again_around_a_conversion(source):
     """LoRA, which is there already, is undone and applied again; so it is, if another conversion comes in between."""
     model = build(source, LoRA(rank=4, alpha=8))
     apply_conversions(model, [QuantizeBase("int8")])
@@ -174,7 +174,7 @@ def test_a_builder_with_lora_beside_the_conversion(source):
     assert not any("lora" in name for name, _ in model.named_parameters())
 
 
-def test_resume_of_a_full_run(source, tmp_path):
+def test_quantized_full_run_resumes(source, tmp_path):
     store, model = started(source, QuantizeBase("int8"), output=tmp_path)
     with torch.no_grad():
         model.norm.scale.mul_(1.5)
@@ -191,6 +191,6 @@ class Wrong(QuantizeBase):
         return {name: tensor}
 
 
-def test_tensors_that_are_not_those_of_the_parameters(source):
+def test_conversion_with_other_tensors_than_its_parameters_is_refused(source):
     with pytest.raises(ConversionError, match=r"from_full\('layers.0.* of Wrong returned .*torch.int8 \["):
         load(source, Wrong("int8"))

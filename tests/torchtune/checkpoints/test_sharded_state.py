@@ -176,7 +176,7 @@ def check_files(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_state_on_other_ranks_and_meshes(folder):
+def test_state_resumes_on_other_ranks_and_meshes(folder):
     ranks.run(
         2,
         [

@@ -51,7 +51,7 @@ def equal(first: Any, second: Any) -> bool:
     return first == second
 
 
-def test_every_kind_of_value(source, tmp_path):
+def test_every_kind_of_value_is_restored(source, tmp_path):
     shared = torch.arange(6.0)
     values = {
         "text": "äöü\n\0",

@@ -198,7 +198,7 @@ def test_weights_of_multi_token_prediction_are_carried(architecture, tmp_path):
     assert stored(alone.save("epoch_0", model)).keys() == source.keys() - set(_UNTRAINED[architecture])
 
 
-def test_a_layer_too_many_is_no_multi_token_prediction(tmp_path):
+def test_additional_layer_without_multi_token_prediction_is_refused(tmp_path):
     _folder_of_text("Glm4Moe", tmp_path / "in", _UNTRAINED["Glm4Moe"][1:], **_GLM)
     with pytest.raises(CheckpointError, match=r"'model\.layers\.2\.mlp.* has no place .* .the model has 2 layers"):
         load(tmp_path / "in")
@@ -216,7 +216,7 @@ def test_experts_in_one_tensor_are_read(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["Gemma3", "Mistral3"])
-def test_an_adapter_of_the_text_part_is_peft_s_of_the_whole_model(name, tmp_path):
+def test_adapter_of_the_text_part_is_exchanged_with_peft(name, tmp_path):
     folder, hf = tmp_path / "whole", image_text_model(CONFIGS[name]())
     hf.save_pretrained(folder)
     checkpointer, model = started(folder, lora())

@@ -19,7 +19,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("shards", [1, 3])
 @pytest.mark.parametrize("zipped", [True, False], ids=["zip", "before torch 1.6"])
-def test_torch_files(folder, shards, zipped):
+def test_torch_files_are_read(folder, shards, zipped):
     expected = load(folder).state_dict()
     tensors = list(stored(folder).items())
     (folder / "model.safetensors").unlink()

@@ -151,7 +151,7 @@ def sums_by_loop(values, lengths):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.bool])
-def test_sums_per_document(dtype):
+def test_sums_per_document_equal_those_of_a_loop(dtype):
     lengths = (3, 1, 7, 2, 40)
     tokens = torch.zeros(1, sum(lengths), dtype=torch.int64)
     batch = Batch(tokens, documents=Documents.from_lengths(lengths)).pad_to_multiple(4)
@@ -183,7 +183,7 @@ def test_sums_and_pairs_read_nothing_from_the_device():
             batch.num_labels  # noqa: B018 - recipes count before the batch moves
 
 
-def test_preference_pairs_without_padding():
+def test_preference_pairs_are_matched_by_their_number():
     batch = collate_preference(PAIRS)
     assert batch.documents.lengths == (4, 2, 3, 5)
     assert batch.tokens.shape == (1, 14)

@@ -52,7 +52,7 @@ def test_examples_that_collation_cannot_join_are_refused():
         collate_documents([{"tokens": [1, 2, 3], "labels": [1, 2]}])
 
 
-def test_padding_of_examples():
+def test_sft_examples_are_padded_on_the_right():
     batch = padded_collate_sft([ONE, TWO], padding_idx=9)
     assert batch["tokens"].tolist() == [[1, 2, 3], [4, 9, 9]]
     assert batch["labels"].tolist() == [[2, 3, -100], [5, -100, -100]]
@@ -79,7 +79,7 @@ def test_nested_inputs_keep_all_their_keys():
     assert {key: tuple(value.shape) for key, value in joined.items()} == {"images": (4, 3), "sizes": (4, 1)}
 
 
-def test_packs_as_rows():
+def test_each_pack_is_padded_as_one_row():
     batch = padded_collate_packed([[ONE, TWO], [THREE]], padding_idx=9)
     assert batch["tokens"].tolist() == [[1, 2, 3, 4], [6, 7, 9, 9]]
     assert batch["labels"].tolist() == [[2, 3, -100, 5], [7, -100, -100, -100]]
@@ -100,7 +100,7 @@ def test_pairs_are_padded_with_unshifted_labels():
         padded_collate_dpo([{**PAIR, "rejected_labels": [5, 7]}])
 
 
-def test_padding_on_the_left():
+def test_left_padding_aligns_the_ends():
     rows = [torch.tensor([1, 2, 3]), torch.tensor([4])]
     assert left_pad_sequence(rows, batch_first=True, padding_value=9).tolist() == [[1, 2, 3], [9, 9, 4]]
     assert left_pad_sequence(rows).shape == (3, 2)

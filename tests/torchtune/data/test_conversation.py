@@ -77,7 +77,7 @@ def test_tools_are_read_from_every_format(reader, tools):
     assert "tools" not in reader(tools="")
 
 
-def test_older_names_of_tools_and_calls():
+def test_older_function_fields_become_tools_and_calls():
     functions = [WEATHER["function"]]
     older = {
         "role": "assistant",
@@ -196,7 +196,7 @@ def test_roles_of_every_format_are_read():
             as_messages([turn])
 
 
-def test_sharegpt_with_tools():
+def test_sharegpt_function_calls_become_tool_calls():
     """As in LLaMA-Factory: the value of a function_call is JSON, and tools are JSON text of bare functions."""
     turns = [
         {"from": "human", "value": "Is it warm?"},
@@ -389,7 +389,7 @@ def test_both_answers_of_a_pair_are_to_one_prompt():
     read({**one_system, "system": "Be brief."})
 
 
-def test_conversational_prompts_and_completions():
+def test_only_the_completion_of_a_conversational_row_is_trained_on():
     """The completion is trained on, as in TRL; an earlier answer in the prompt is not."""
     row = {"prompt": [QUESTION, ANSWER, QUESTION], "completion": [{**ANSWER, "content": "Still."}], "tools": [WEATHER]}
     columns = {"input": "prompt", "output": "completion"}

@@ -35,7 +35,7 @@ def test_epochs_and_seeds_have_orders_of_their_own():
     assert first != flat(loader(seed=6))
 
 
-def test_order_is_pinned():
+def test_order_of_a_seed_never_changes():
     """A resumed run must find the order of the run that was killed, on any version of any package."""
     assert flat(loader(8)) == [2, 7, 5, 0, 4, 3, 6, 1]
     assert flat(loader(8, seed=2**40 + 1)) == [1, 5, 0, 3, 4, 7, 6, 2]
@@ -51,7 +51,7 @@ def test_length_counts_optimizer_steps():
 
 
 @pytest.mark.parametrize("steps", range(14))
-def test_resume_at_any_point(steps):
+def test_loader_resumes_at_any_step(steps):
     """After any number of steps a new loader with the state yields what the first one still yields."""
 
     def rest(of, epochs):

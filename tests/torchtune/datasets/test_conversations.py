@@ -237,7 +237,7 @@ def test_formats_of_other_libraries_are_named(row, reader):
     assert format_of(row)[1] == reader
 
 
-def test_conversations_of_a_table_are_found_as_in_a_report(with_tools, tmp_path):
+def test_json_text_conversations_of_a_table_are_recognized(with_tools, tmp_path):
     path = tmp_path / "rows.csv"
     with path.open("w", newline="") as file:
         csv.writer(file).writerows([["id", "talk"], ["1", json.dumps([QUESTION, calling({"town": "Rome"})])]])
@@ -284,7 +284,7 @@ class NoTools(MessageTransform):
         return [1, 2], [True, False]
 
 
-def test_tools_that_a_tokenizer_does_not_write_are_said_once(caplog):
+def test_tools_that_a_tokenizer_does_not_write_are_logged_once(caplog):
     row = {"messages": [QUESTION, calling({})], "tools": TOOLS}
     for _ in range(2):
         assert NoTools()(dict(row))["tokens"] == [1, 2]

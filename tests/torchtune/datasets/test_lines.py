@@ -85,7 +85,7 @@ def test_broken_lines_are_refused_by_number(reader, text, words, tmp_path):
 
 @pytest.mark.parametrize("reader", ["mapped", "shown", "answered"])
 @pytest.mark.parametrize("damage", [slice(0, 60), slice(15, None)], ids=["cut", "changed"])
-def test_damaged_gzip_files(reader, damage, tmp_path):
+def test_damaged_gzip_file_is_named(reader, damage, tmp_path):
     path, packed = (
         tmp_path / "rows.jsonl.gz",
         gzip.compress("".join(f'{{"prompt": {n}}}\n' for n in range(99)).encode()),
@@ -95,7 +95,7 @@ def test_damaged_gzip_files(reader, damage, tmp_path):
         READERS[reader](path)
 
 
-def test_rows_of_several_files(tmp_path):
+def test_rows_of_several_files_are_indexed_in_order(tmp_path):
     texts = ['{"a": 0}\n\n{"a": 1}\n', '\n \n{"a": 2}', '{"a": 3}\n{"a": 4}\nbroken\n    ']
     paths = []
     for number, text in enumerate(texts):

@@ -149,7 +149,7 @@ def test_rows_that_fit_are_packed_once(tokenizer, path, caplog):
     assert caplog.text.count("Packed 1 examples") == 1
 
 
-def test_answers_of_both_kinds_must_be_left(tokenizer, path):
+def test_skipping_long_rows_must_leave_good_and_bad_answers(tokenizer, path):
     rows = [{"prompt": "the cat", "completion": answer["output"], "label": answer is SHORT} for answer in (SHORT, LONG)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert len(build(tokenizer, path, kind="kto", longest=None, on_bad_row="skip")) == 2

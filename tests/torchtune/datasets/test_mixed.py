@@ -123,7 +123,7 @@ def test_a_resumed_run_and_any_number_of_processes_see_the_same_steps(sizes, sto
         ({"datasets": {}}, "mixture is empty"),
     ],
 )
-def test_impossible_mixtures_are_refused(how, words):
+def test_invalid_mixtures_are_refused(how, words):
     with pytest.raises(DataError, match=words):
         mixed_dataset(None, **{"datasets": {"a": rows(2), "b": rows(2)}, **how})
 

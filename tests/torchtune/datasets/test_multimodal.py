@@ -88,7 +88,7 @@ def sizes_of(dataset, index):
 
 
 @pytest.mark.parametrize("file", ["rows.json", "rows.jsonl"])
-def test_llava(transform, pictures, tmp_path, file):
+def test_llava_rows_are_tokenized_with_their_images(transform, pictures, tmp_path, file):
     dataset = llava_instruct_dataset(
         transform, source="json", data_files=write(tmp_path / file, ROWS), image_dir=str(pictures)
     )
@@ -103,7 +103,7 @@ def test_llava(transform, pictures, tmp_path, file):
     assert batch.inputs["encoder_input"]["images"].shape == (4, 1, 3, 3, 28, 28)  # 90 x 30 is three tiles high
 
 
-def test_images_as_the_hub_stores_them(transform, pictures, tmp_path):
+def test_images_of_hub_datasets_are_decoded(transform, pictures, tmp_path):
     from datasets import Dataset, Features, Image, List, Value
 
     texts = [[{"user": "Where?", "assistant": "one", "source": "a"}, {"user": "What?", "assistant": "two"}]] * 2
@@ -128,7 +128,7 @@ def test_images_as_the_hub_stores_them(transform, pictures, tmp_path):
     assert_same(made, dataset[1])
 
 
-def test_questions_and_several_images(transform, pictures, tmp_path):
+def test_question_with_several_images_has_all_of_them(transform, pictures, tmp_path):
     names = ["0.png", "1.png"]
     asked = vqa_dataset(
         transform,

@@ -83,7 +83,7 @@ def steps(loader, count):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_steps_states_and_a_resume_are_the_same(kind, tmp_path, monkeypatch):
+def test_prefetched_steps_states_and_resume_equal_those_without(kind, tmp_path, monkeypatch):
     streams = Streams(monkeypatch, write_rows(tmp_path, [17, 14]), mixed=kind == "mixed", **KINDS[kind])
     expected = steps(streams.loader(False), 13)
     assert steps(streams.loader(True), 13) == expected
@@ -97,7 +97,7 @@ def test_steps_states_and_a_resume_are_the_same(kind, tmp_path, monkeypatch):
         assert [sorted(one + other) for one, other in zip(*ranks, strict=True)] == [sorted(e) for e, _, _ in expected]
 
 
-def test_errors_and_skipped_rows_are_the_same_with_a_worker(tmp_path, monkeypatch):
+def test_prefetching_reports_the_same_errors_and_skipped_rows(tmp_path, monkeypatch):
     paths = write_rows(tmp_path, [60])
     lines = Path(paths[0]).read_text().splitlines()
     lines[50], lines[20] = "{broken", '{"id": 1, "length": 0}'
@@ -136,7 +136,7 @@ def test_error_that_cannot_be_pickled_is_raised_in_the_parent(tmp_path, monkeypa
     assert "in failing" in caught.value.__notes__[0]
 
 
-def test_a_process_that_is_killed_is_told(tmp_path, monkeypatch):
+def test_killed_prefetch_process_is_reported(tmp_path, monkeypatch):
     streams = Streams(monkeypatch, write_rows(tmp_path, [300]))
     loader = streams.loader(True)
     steps(loader, 2)
@@ -173,7 +173,7 @@ def test_no_process_is_left_behind(tmp_path, monkeypatch):
     os.close(writing)
 
 
-def test_a_fork_of_the_run_reads_by_itself(tmp_path, monkeypatch):
+def test_fork_of_the_run_does_not_use_the_prefetch_process(tmp_path, monkeypatch):
     loader = Streams(monkeypatch, write_rows(tmp_path, [300])).loader(True)
     expected = [ids(loader.dataset[i]) for i in range(12)]
     reading, writing = os.pipe()
@@ -209,7 +209,7 @@ def test_resume_cancels_earlier_requests(tmp_path, monkeypatch):
     assert len(begun.read_text()) < 150, "the first window is read to its end"
 
 
-def test_a_run_that_may_start_no_process_reads_by_itself(tmp_path, monkeypatch, caplog):
+def test_run_that_cannot_start_processes_reads_without_prefetching(tmp_path, monkeypatch, caplog):
     streams = Streams(monkeypatch, write_rows(tmp_path, [30]))
     expected = steps(streams.loader(False), 3)
 

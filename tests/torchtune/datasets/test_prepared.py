@@ -119,7 +119,7 @@ def _template(tokenizer):
     return tokenizer.chat_templates["default"].source
 
 
-def test_a_disk_that_is_full_leaves_nothing(tokenizer, tmp_path):
+def test_full_disk_leaves_no_partial_preparation(tokenizer, tmp_path):
     turns = [{"role": "user", "content": "red"}, {"role": "assistant", "content": "blue " * 20}]
     folder = tmp_path / "prepared"
 
@@ -148,7 +148,7 @@ def test_a_transform_without_a_fingerprint_cannot_be_prepared(tokenizer, tmp_pat
         chat_dataset(tokenizer, source=[{"messages": []}], filter_fn=lambda row: True, **OPENAI)
 
 
-def test_a_preparation_goes_on_after_a_kill(tokenizer, tokenizer_folder, tmp_path, monkeypatch, caplog):
+def test_preparation_resumes_after_a_kill(tokenizer, tokenizer_folder, tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("TORCHTUNE_CACHE", str(tmp_path / "cache"))
     source, folder = tmp_path / "answers.jsonl", tmp_path / "prepared"
     rows = [{"prompt": "a" * (n % 5 + 1), "completion": "b", "label": n % 3 == 0} for n in range(900)]
@@ -197,7 +197,7 @@ def test_a_preparation_goes_on_after_a_kill(tokenizer, tokenizer_folder, tmp_pat
     assert prepared.dropped == live.dropped == [7, 600]
 
 
-def test_two_preparations_at_once_are_one(tokenizer, tmp_path):
+def test_simultaneous_preparations_write_once(tokenizer, tmp_path):
     turns = [{"role": "user", "content": "red"}, {"role": "assistant", "content": "blue"}]
     children = []
     for _ in range(2):

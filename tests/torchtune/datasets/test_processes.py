@@ -75,7 +75,7 @@ def test_any_number_of_processes_gives_the_same_answers_and_prompts(builder, tok
         assert turns[0] == turns[1]
 
 
-def test_a_process_that_is_killed_is_told():
+def test_killed_worker_is_reported():
     def work(start, rows):
         if start > 1000:
             os.kill(os.getpid(), signal.SIGKILL)

@@ -219,7 +219,7 @@ def test_changed_file_is_tokenized_again(folder):
     assert len(kept(folder)) == 3
 
 
-def test_a_dry_run_leaves_no_part_of_the_rows_for_the_run(folder):
+def test_rows_of_a_preview_are_not_cached(folder):
     tokenizer, path = hf_tokenizer(str(folder)), folder / "rows.jsonl"
     with preview(1) as seen:
         assert len(text_completion_dataset(tokenizer, str(path))) == 1
@@ -233,7 +233,7 @@ def test_a_dry_run_leaves_no_part_of_the_rows_for_the_run(folder):
     ("clock", "is_exact"),
     [("strftime_now('%d %b %Y')", True), ("strftime_now('%H:%M')", False), ("strftime_now(layout)", False)],
 )
-def test_a_template_that_reads_the_clock(folder, clock, is_exact):
+def test_fingerprint_is_exact_unless_the_template_reads_the_time_of_day(folder, clock, is_exact):
     template = "{% if strftime_now is defined %}{{ " + clock + " }}{% endif %}{{ messages[0].content }}"
     tokenizer = hf_tokenizer(str(folder), chat_template=template)
     assert Fingerprint({"tokenizer": tokenizer}).is_exact is is_exact
@@ -241,7 +241,7 @@ def test_a_template_that_reads_the_clock(folder, clock, is_exact):
 
 @pytest.mark.parametrize("name", ["0000.arrow", "meta.json"])
 @pytest.mark.parametrize("damage", [lambda data: data[:-4], lambda data: bytes(len(data)), lambda _: b"[" * 9999])
-def test_a_damaged_store_is_made_anew(folder, caplog, name, damage):
+def test_damaged_store_is_written_again(folder, caplog, name, damage):
     before = chat(folder)[0]
     (path,) = (folder / "cache" / "rows").glob(f"*/{name}")
     whole = path.read_bytes()
@@ -266,7 +266,7 @@ def test_any_damaged_byte_of_tokens_and_labels_is_found(folder, caplog):
             assert "are damaged" in caplog.text
 
 
-def test_a_lock_that_is_a_link_or_a_folder_is_one_sentence(folder):
+def test_lock_file_that_is_a_link_or_a_folder_is_refused(folder):
     chat(folder)
     (rows,) = (path for path in (folder / "cache" / "rows").iterdir() if path.is_dir())
     precious = folder / "precious"

@@ -71,7 +71,7 @@ def stream(folder, how):
 
 @given(how=STREAMS, index=st.integers(0, 60), skipped=st.integers(0, 40))
 @QUICK
-def test_a_stream_goes_on_where_it_was(tmp_path, how, index, skipped):
+def test_stream_resumes_at_its_position(tmp_path, how, index, skipped):
     one, other = stream(tmp_path, how), stream(tmp_path, how)
     for each in (one, other):
         each.begin(3, shuffle=how["shuffle"])
@@ -88,7 +88,7 @@ def test_a_stream_goes_on_where_it_was(tmp_path, how, index, skipped):
 
 @given(how=STREAMS)
 @QUICK
-def test_a_pass_has_every_row_once(tmp_path, how):
+def test_pass_over_a_stream_has_every_row_once(tmp_path, how):
     of = stream(tmp_path, how)
     of.begin(1, shuffle=how["shuffle"])
     expected = [i for i in range(sum(how["sizes"])) for _ in range(1 + i % 7) if not (how["filtered"] and i % 3 == 1)]

@@ -33,7 +33,7 @@ def settings(name: str, folder: Path, *overrides: str, **changes: Any) -> Any:
 
 
 @pytest.mark.parametrize(("name", "processes"), [(LORA, 1), (DISTRIBUTED, 4)])
-def test_a_run_that_can_start(name, processes, folder):
+def test_run_that_can_start_has_no_problem(name, processes, folder):
     cfg = settings(name, folder)
     before = set(folder.rglob("*"))
     assert find_problems(cfg, processes, thorough=True) == []
@@ -74,7 +74,7 @@ def test_the_optimizer_of_each_group_is_tried(optimizer, said, folder):
         ),
     ],
 )
-def test_each_reason_is_found_alone(override, said, folder):
+def test_each_problem_is_found_alone(override, said, folder):
     (problem,) = find_problems(settings(LORA, folder, override), thorough=True)
     assert said in problem
     assert "\n" not in problem
@@ -98,7 +98,7 @@ INT8 = {"_component_": "torchtune.training.quantization.Int8WeightOnlyQuantizer"
         (DISTRIBUTED, {"model": {"_component_": "torchtune.models.llama3_2.llama3_2_1b"}}, 1, "checkpoint has 4 heads"),
     ],
 )
-def test_settings_that_do_not_fit(name, changes, processes, said, folder):
+def test_settings_that_exclude_each_other_are_found(name, changes, processes, said, folder):
     (problem,) = find_problems(settings(name, folder, **changes), processes)
     assert said in problem
 
@@ -125,20 +125,20 @@ def test_settings_that_a_resume_cannot_change(folder, tmp_path):
     assert "optimizer.lr was 0.01 and is 0.0005 now" in problem
 
 
-def test_all_reasons_are_said_at_once(folder):
+def test_all_problems_are_reported_at_once(folder):
     overrides = ("checkpointer.checkpoint_dir=/nope", "dataset.data_files=/nope.jsonl", "output_dir=/dev/null/run")
     with pytest.raises(RunError, match="the run cannot start, for 3 reasons:") as caught:
         check_run(settings(LORA, folder, *overrides))
     assert len(caught.value.problems) == 3
 
 
-def test_an_output_folder_that_holds_a_run(folder, tmp_path):
+def test_output_folder_with_a_run_is_found(folder, tmp_path):
     (tmp_path / "epoch_0").mkdir()
     (problem,) = find_problems(settings(LORA, folder, f"output_dir={tmp_path}"))
     assert "already holds a run (epoch_0)" in problem
 
 
-def test_layers_that_cannot_be_divided(folder):
+def test_indivisible_layers_are_found(folder):
     model = {"_component_": "torchtune.models.llama3_2.llama3_2", **MODEL, "vocab_size": 1023}
     problems = find_problems(settings(DISTRIBUTED, folder, model=model, tensor_parallel_dim=2), 2)
     assert any("2 does not divide the size 1023 of tok_embeddings" in problem for problem in problems)
@@ -173,7 +173,7 @@ def test_a_device_by_a_wrong_name_is_a_mistake_of_the_config(folder):
 
 
 @pytest.mark.parametrize("count", [24, 61])
-def test_rows_tokens_and_steps(count, folder, tmp_path):
+def test_planned_rows_tokens_and_steps_are_those_of_the_data(count, folder, tmp_path):
     data = write_conversations(tmp_path / "data.jsonl", count, seed=count)
     changes = {"dataset__data_files": str(data), "gradient_accumulation_steps": 2, "epochs": 3}
     cfg = settings(DISTRIBUTED, folder, **changes)
@@ -250,7 +250,7 @@ def test_data_of_the_hub_are_not_fetched(folder):
     assert lines["steps"] == "unknown until the data are read"
 
 
-def test_the_plan_of_a_run(folder):
+def test_plan_shows_mesh_conversions_and_tokens(folder):
     cfg = settings(LORA, folder, "tokenizer.max_seq_len=64")
     text = plan_run(cfg)
     assert "mesh        1 process, device cpu\n" in text

@@ -14,7 +14,7 @@ from torchtune.estimate._roofline import step_time
 from torchtune.utils import UserError
 
 
-def test_a_cluster_by_name():
+def test_cluster_and_memory_texts_are_parsed():
     number, device = parse_cluster("64xH100")
     assert (number, device.name, device.bf16) == (64, "H100", 989.4e12)
     assert parse_cluster("rtx-4090")[1] is parse_cluster("4090")[1]
@@ -31,13 +31,13 @@ def test_a_cluster_by_name():
         ("llama3_1/8B_full", "6xH100", ["tensor_parallel_dim=4"], "6 processes cannot be divided"),
     ],
 )
-def test_a_mistake_is_one_sentence(config, cluster, overrides, said):
+def test_invalid_simulation_is_refused(config, cluster, overrides, said):
     path = resolve_config(config)
     with pytest.raises(UserError, match=said):
         simulate_run(recipe_named_by(path), path, overrides, cluster, None)
 
 
-def test_a_peak_has_what_lives_then():
+def test_peak_memory_counts_live_tensors():
     ledger = Ledger()
     kept = torch.empty(1024)  # 4 KiB
     ledger.add(kept.untyped_storage(), "parameters", "kept", "here")
@@ -63,7 +63,7 @@ def test_candidates_keep_the_rows_of_a_step():
     assert products == {8}
 
 
-def test_experts_are_shared_out_where_there_are_some():
+def test_expert_parallelism_is_tried_only_with_experts():
     given = {"expert_parallel_dim": 1, "tensor_parallel_dim": 1}
     assert list(candidates(given, 4)) == [()]
     assert list(candidates(given, 4, experts=True)) == [(), ("expert_parallel_dim=2",), ("expert_parallel_dim=4",)]

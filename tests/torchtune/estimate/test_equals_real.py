@@ -43,12 +43,12 @@ def check(found: dict[str, Any], wanted: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case[0] == 1])
-def test_one_process(name, folder):
+def test_simulated_memory_of_one_process_equals_a_real_run(name, folder):
     check(measure(name, folder, fake=True), measure(name, folder, fake=False))
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case[0] > 1])
-def test_several_processes(name, folder, tmp_path, real):
+def test_simulated_memory_and_traffic_of_processes_equal_a_real_run(name, folder, tmp_path, real):
     found = measure(name, folder, fake=True)
     try:
         check(found, real[name])
@@ -57,6 +57,6 @@ def test_several_processes(name, folder, tmp_path, real):
     assert any(found["traffic"].values())
 
 
-def test_nothing_is_written(folder):
+def test_simulation_writes_no_files_or_environment(folder):
     assert not (folder / "never").exists()
     assert "WORLD_SIZE" not in os.environ

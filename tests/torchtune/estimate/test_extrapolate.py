@@ -75,7 +75,7 @@ def sent(estimate: Estimate) -> float:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_few_layers_tell_of_all(name, load):
+def test_few_layers_give_the_estimate_of_all(name, load):
     model, layers, recipe, processes, settings = CASES[name]
     main, cfg = load(model, layers, recipe, settings)
     few, whole = (estimate_run(main, cfg, processes, whole=every) for every in (False, True))
@@ -101,7 +101,7 @@ def test_offloaded_shards_are_copied_to_the_device_and_their_gradients_back(
 
 
 @pytest.mark.parametrize(("recipe", "processes"), [(FULL, 1), (FULL_MANY, 8)])
-def test_a_micro_batch_and_a_step_stand_for_all(recipe, processes, load):
+def test_one_micro_batch_and_step_give_the_estimate_of_all(recipe, processes, load):
     main, cfg = load(DENSE, 2, recipe, {"gradient_accumulation_steps": 3, "batch_size": 1}, length=256)
     one, every = (
         simulate(main, cfg, processes, micro_batches=most, steps=steps) for most, steps in ((1, 1), (None, 2))
@@ -112,7 +112,7 @@ def test_a_micro_batch_and_a_step_stand_for_all(recipe, processes, load):
         assert one.work[0, phase].flops == every.work[1, phase].flops
 
 
-def test_states_are_there_from_the_set_up_on():
+def test_optimizer_states_count_from_the_set_up_on():
     ledger, state = Ledger(), torch.empty(1024)
     kept = torch.empty(1024)
     ledger.add(kept.untyped_storage(), "parameters", "kept", "here")
@@ -135,7 +135,7 @@ def chosen(kinds: str, **more: Any) -> list[tuple[float, str]]:
     return [(weight, " ".join(map(str, kept.get(("model", "text"), ["all"])))) for weight, kept in found]
 
 
-def test_the_layers_that_are_kept():
+def test_simulated_layers_are_the_fewest_that_show_all_kinds():
     assert chosen("a" * 32) == [(-29, "0 31"), (30, "0 1 31")]
     assert chosen("a" * 32, ends=2) == [(-27, "0 1 30 31"), (28, "0 1 2 30 31")]
     assert chosen("b" + "a" * 9) == [(-7, "0 9"), (8, "0 1 9")]

@@ -12,7 +12,7 @@ from torchtune.evaluation import EvaluationError, compare_layers, compare_models
 from torchtune.modules.peft import LoRA
 
 
-def test_the_numbers_are_those_of_the_formulas():
+def test_differences_of_logits_are_those_of_the_formulas():
     generator = torch.Generator().manual_seed(0)
     first = [torch.randn(length, 7, generator=generator) for length in (3, 2)]
     second = [logits + torch.randn(logits.shape, generator=generator) for logits in first]

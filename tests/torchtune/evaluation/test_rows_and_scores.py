@@ -39,7 +39,7 @@ def test_every_format_gives_the_question_and_the_right_answer(tmp_path, row, opt
     assert (found.given, found.row["answer"], found.line) == ([USER], "4", 1)
 
 
-def test_earlier_turns_a_system_prompt_and_a_limit(tmp_path):
+def test_earlier_turns_and_the_system_prompt_are_in_the_prompt_up_to_the_limit(tmp_path):
     turns = [USER, ASSISTANT, {"role": "user", "content": "and 3?"}, {"role": "assistant", "content": "7"}]
     found = rows_of(tmp_path, {"messages": turns}, "", {"messages": turns}, "no JSON", system="Be brief.", limit=2)
     assert [row.line for row in found] == [1, 3]
@@ -63,14 +63,14 @@ def test_earlier_turns_a_system_prompt_and_a_limit(tmp_path):
         ([{"messages": []}], {}, "line 1"),
     ],
 )
-def test_rows_that_are_none(tmp_path, rows, options, message):
+def test_invalid_row_is_refused_by_line(tmp_path, rows, options, message):
     from torchtune.utils import UserError
 
     with pytest.raises(UserError, match=message):
         rows_of(tmp_path, *rows, **options)
 
 
-def test_a_conversation_without_a_question(tmp_path):
+def test_conversation_without_a_question_is_refused(tmp_path):
     with pytest.raises(GenerationError, match="line 1: there is no turn to answer"):
         rows_of(tmp_path, {"messages": [ASSISTANT]})
 
@@ -88,7 +88,7 @@ def test_a_conversation_without_a_question(tmp_path):
         ("tests.torchtune.evaluation.scores.half", "4", "4", 0.5),
     ],
 )
-def test_scores_by_name(name, right, answer, value):
+def test_score_of_each_name_compares_as_documented(name, right, answer, value):
     (score,) = make_scores([name])
     assert list(score([{"answer": right}], [answer])) == [value]
 
@@ -109,7 +109,7 @@ def test_a_score_with_several_patterns_has_several_names():
         (["tests.torchtune.evaluation.scores.NUMBER"], "it is a float, not a function"),
     ],
 )
-def test_scores_that_are_none(names, message):
+def test_unknown_or_invalid_score_is_refused(names, message):
     with pytest.raises(EvaluationError, match=message):
         make_scores(names)
 

@@ -77,7 +77,7 @@ def _answers_as_alone(model, prompts=_PROMPTS[:1], new=40):
 
 @pytest.mark.parametrize("tokens_per_check", [1, 5])
 @pytest.mark.parametrize("kind", _KINDS)
-def test_rows_join_and_leave(kind, tokens_per_check):
+def test_answers_are_the_same_while_rows_join_and_leave(kind, tokens_per_check):
     model = _model(**_KINDS[kind])
     limits, stop = [9, 70, 4, 20, 30, 1, 12], {11}
     shapes = []
@@ -109,7 +109,7 @@ def test_rows_join_and_leave(kind, tokens_per_check):
 
 @pytest.mark.parametrize("tokens_per_check", [1, 4])
 @pytest.mark.parametrize("kind", _KINDS)
-def test_a_sequence_that_goes_on_runs_its_new_tokens_alone(kind, tokens_per_check):
+def test_continued_sequence_runs_only_its_new_tokens(kind, tokens_per_check):
     """Ended sequences get further tokens, some at once and some later, beside those that are under way."""
     model, (stop, limit) = _model(**_KINDS[kind]), (11, 6)
     tokens, log_probs = {index: list(prompt) for index, prompt in enumerate(_PROMPTS)}, {}
@@ -209,7 +209,7 @@ def test_weights_return_from_their_fast_layout(dtype):
 
 @pytest.mark.parametrize("pack", [True, False])
 @pytest.mark.parametrize("missing", [torch.float32, torch.bfloat16])
-def test_a_processor_that_lacks_a_dtype_has_torchs_own_products(pack, missing, monkeypatch):
+def test_dtype_without_onednn_kernels_uses_torch_products(pack, missing, monkeypatch):
     monkeypatch.setattr(_fast_linear, "onednn_computes", lambda dtype: dtype != missing and onednn_computes(dtype))
     model = _model().to(missing)
     with torch.no_grad():
@@ -220,7 +220,7 @@ def test_a_processor_that_lacks_a_dtype_has_torchs_own_products(pack, missing, m
 
 
 @on_cpu
-def test_weights_are_never_there_twice(model, monkeypatch):
+def test_packed_and_plain_weights_are_not_in_memory_together(model, monkeypatch):
     packs = []
     restore = _fast_linear._Packed.restore
 
@@ -235,7 +235,7 @@ def test_weights_are_never_there_twice(model, monkeypatch):
     assert len(packs) == 2 * 7 + 1
 
 
-def test_layers_in_their_fast_layout_see_what_hooks_and_autocast_make_of_their_input():
+def test_fast_layers_apply_hooks_and_autocast_to_their_input():
     model, tokens = _model(), torch.tensor([_PROMPTS[0]])
     apply_conversions(model, [LoRA(2, 3, attn_modules=["q_proj"])])
     model.layers[0].attn.k_proj.register_forward_pre_hook(lambda _, args: (args[0].mul_(0.5),))
@@ -251,7 +251,7 @@ def test_layers_in_their_fast_layout_see_what_hooks_and_autocast_make_of_their_i
 
 
 @pytest.mark.parametrize("kind", ["attention", "latents"])
-def test_prompts_of_several_lengths_in_a_row_under_autocast(kind):
+def test_successive_prompts_of_other_lengths_work_under_autocast(kind):
     model = _model(**_KINDS[kind])
     with torch.autocast("cpu", torch.bfloat16):
         together = generate_tokens(model, _PROMPTS, max_new_tokens=3, temperature=0.0)
@@ -260,7 +260,7 @@ def test_prompts_of_several_lengths_in_a_row_under_autocast(kind):
             torch.testing.assert_close(log_probs, alone.log_probs[0], rtol=0, atol=0.1)
 
 
-def test_a_step_under_autocast_inside_of_packed_layers(model):
+def test_packed_layers_give_the_log_probs_of_autocast(model):
     with fast_linears(model, pack=True), torch.autocast("cpu", torch.bfloat16):
         found = generate_tokens(model, [_PROMPTS[0]], max_new_tokens=8, temperature=0.0)
     with torch.no_grad():
@@ -275,7 +275,7 @@ def test_a_module_in_two_places_of_a_layer_is_packed_once(model):
 
 
 @pytest.mark.parametrize("what", ["hook", "bias"])
-def test_a_step_of_latents_runs_more_than_a_matrix(what):
+def test_hooks_and_biases_of_a_latent_projection_are_applied(what):
     model = _model(**_KINDS["latents"])
     attn = model.layers[1].attn
     if what == "hook":
@@ -287,7 +287,7 @@ def test_a_step_of_latents_runs_more_than_a_matrix(what):
 
 
 @on_cpu
-def test_a_loop_that_would_train_nothing_is_refused(model):
+def test_backward_inside_of_packed_layers_is_refused(model):
     with fast_linears(model, pack=True), pytest.raises(GenerationError, match="have no gradients inside"):
         model(torch.tensor([_PROMPTS[0]]))
     with fast_linears(model, pack=False):

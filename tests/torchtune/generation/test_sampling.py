@@ -49,7 +49,7 @@ def transformers_warpers(temperature, top_k, top_p, min_p):
         (1.0, None, 1.0, 1.0),
     ],
 )
-def test_the_tokens_that_are_left_are_those_of_transformers(temperature, top_k, top_p, min_p):
+def test_truncation_keeps_the_same_tokens_as_transformers(temperature, top_k, top_p, min_p):
     logits = torch.randn(16, 101, generator=torch.Generator().manual_seed(0)) * 3
     expected = transformers_warpers(temperature, top_k, top_p, min_p)(torch.zeros(16, 1, dtype=torch.int64), logits)
     sampling = Sampling(temperature, top_k, top_p, min_p)
@@ -125,7 +125,7 @@ def test_processors_of_transformers_fit_and_run_in_order(model):
         ({"logits_processors": [lambda t, logits: torch.full_like(logits, -torch.inf)]}, "left no token to sample"),
     ],
 )
-def test_mistakes_are_named(model, options, message):
+def test_invalid_sampling_settings_are_named(model, options, message):
     with pytest.raises(ValueError, match=message):
         generate_tokens(model, PROMPTS, max_new_tokens=2, **options)
 

@@ -104,7 +104,7 @@ def test_prompts_go_through_once_and_ended_rows_leave(model):
     assert len(ended) == len(set(ended))
 
 
-def test_modes_caches_and_flags_are_those_of_before(model):
+def test_modes_caches_and_flags_of_the_model_are_restored(model):
     apply_conversions(model, [LoRA(2, 4, dropout=0.5)])
     model.train()
     model.skip_output_layer = True  # by an older recipe
@@ -149,6 +149,6 @@ def test_modes_caches_and_flags_are_those_of_before(model):
         ([[1]], {"temperature": -0.5}, "temperature is -0.5 and top_k None"),
     ],
 )
-def test_refusals(model, prompts, options, message):
+def test_invalid_prompts_and_limits_are_refused(model, prompts, options, message):
     with pytest.raises(ValueError, match=message):
         generate_tokens(model, prompts, **{"max_new_tokens": 3, **options})

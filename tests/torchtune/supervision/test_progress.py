@@ -37,7 +37,7 @@ def test_other_ranks_are_silent(monkeypatch):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_the_first_signal_asks(number, caplog):
+def test_first_signal_requests_a_stop(number, caplog):
     before = signal.getsignal(number)
     with caplog.at_level("WARNING", logger="torchtune"), training.StopSignal() as stop:
         assert not stop.requested
@@ -48,7 +48,7 @@ def test_the_first_signal_asks(number, caplog):
     assert signal.getsignal(number) is before
 
 
-def test_no_signal_leaves_everything_as_it_was():
+def test_signal_handlers_are_restored_without_a_signal():
     before = signal.getsignal(signal.SIGINT)
     with training.StopSignal() as stop:
         assert signal.getsignal(signal.SIGINT) is not before
@@ -56,7 +56,7 @@ def test_no_signal_leaves_everything_as_it_was():
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_outside_the_main_thread_it_does_nothing():
+def test_stop_signal_does_nothing_outside_the_main_thread():
     seen = []
 
     def work():
@@ -70,7 +70,7 @@ def test_outside_the_main_thread_it_does_nothing():
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, -signal.SIGTERM), (signal.SIGINT, 1)])
-def test_the_second_signal_ends_at_once(number, code):
+def test_second_signal_ends_the_process_at_once(number, code):
     script = (
         "import os, signal, sys, time\n"
         "from torchtune.supervision import StopSignal\n"

@@ -78,7 +78,7 @@ def test_ids_and_mask_are_those_of_the_tokenizer(split, nfc):
 
 
 @pytest.mark.parametrize("split", SPLITS)
-def test_every_kind_of_white_space(split):
+def test_every_kind_of_white_space_has_the_ids_of_the_tokenizer(split):
     tokenizer = make(split)
     encoder = WordEncoder(tokenizer)
     for text in (f"{'the cat ' * 6}a{run}{end} b" for run in SPACES for end in "a1.'é"):
@@ -86,7 +86,7 @@ def test_every_kind_of_white_space(split):
         assert found is None or found[0] == tokenizer.encode(text, add_special_tokens=False).ids
 
 
-def test_every_letter_of_many_scripts():
+def test_letters_of_many_scripts_have_the_ids_of_the_tokenizer():
     """A character that two engines class differently would change the words around it."""
     tokenizer = make("caseless")
     encoder = WordEncoder(tokenizer)
@@ -121,7 +121,7 @@ def test_bpe_of_other_characters_than_those_of_gpt2_is_refused(tmp_path):
         tokenizer.bpe("a b")
 
 
-def test_gpt2_adds_the_tokens_that_it_has(tmp_path):
+def test_gpt2_adds_only_tokens_of_its_vocabulary(tmp_path):
     (tmp_path / "vocab.json").write_text('{"a": 0, "b": 1, "ab": 2}')
     (tmp_path / "merges.txt").write_text("a b\n")
     paths = str(tmp_path / "vocab.json"), str(tmp_path / "merges.txt")

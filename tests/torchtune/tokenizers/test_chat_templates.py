@@ -122,7 +122,7 @@ def test_ids_are_those_of_transformers_and_masks_the_expected(case, tmp_path_fac
 
 @pytest.mark.parametrize("case", [c for c in CASES if c.name in ("llama2", "mistral", "zephyr")], ids=lambda c: c.name)
 @pytest.mark.parametrize("name", ["three exchanges", "same texts", "code"])
-def test_ids_and_mask_with_metaspace(case, name, tmp_path_factory):
+def test_metaspace_tokenizers_have_the_same_ids_and_masks(case, name, tmp_path_factory):
     check(case, CONVERSATIONS[name], tmp_path_factory.getbasetemp(), metaspace=True)
 
 
@@ -166,14 +166,14 @@ def trained_text(tokenizer, strategy):
     return tokenizer.decode([token for token, masked in zip(tokens, mask, strict=True) if not masked])
 
 
-def test_only_the_last_turn(tmp_path):
+def test_train_on_last_labels_only_the_last_turn(tmp_path):
     for case in CASES:
         text = trained_text(three(case, tmp_path).ours, "train_on_last")
         assert "four" in text
         assert "two" not in text, case.name
 
 
-def test_training_on_users_too(tmp_path):
+def test_train_on_all_labels_user_turns(tmp_path):
     for case in CASES:
         text = trained_text(three(case, tmp_path).ours, "train_on_all")
         assert all(word in text for word in ("one", "two", "three", "four")), case.name
@@ -186,7 +186,7 @@ def named(name, folder):
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gpt_oss"])
-def test_reasoning_under_any_of_its_names(name, tmp_path):
+def test_reasoning_is_read_from_any_of_its_fields(name, tmp_path):
     ours = named(name, tmp_path)
     rows = []
     for field in ("reasoning_content", "thinking", "reasoning"):
@@ -198,14 +198,14 @@ def test_reasoning_under_any_of_its_names(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["llama3_1", "gpt_oss"])
-def test_two_calls_where_the_template_writes_one(name, tmp_path):
+def test_second_call_that_the_template_omits_is_refused(name, tmp_path):
     ours = named(name, tmp_path)
     with pytest.raises(DataError, match="writes 1 of the 2 tool_calls of turn 1"):
         ours.tokenize_messages(messages_of(CALL_CONVERSATIONS["two structured calls"]))
 
 
 @pytest.mark.parametrize("name", ["mistral", "llama2"])
-def test_a_conversation_that_the_template_refuses(name, tmp_path):
+def test_refusal_of_the_template_is_reported(name, tmp_path):
     ours = named(name, tmp_path)
     turns = [*exchange("one", "two"), {"role": "assistant", "content": "three"}]
     with pytest.raises(DataError, match=r"refuses the conversation.*alternate"):

@@ -31,7 +31,7 @@ def change(folder, name="tokenizer_config.json", **settings):
     (folder / name).write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
 
 
-def test_a_folder_or_its_file(folder):
+def test_folder_and_its_file_give_the_same_tokenizer(folder):
     one, two = hf_tokenizer(str(folder)), hf_tokenizer(str(folder / "tokenizer.json"))
     three = HuggingFaceModelTokenizer(
         str(folder / "tokenizer.json"),
@@ -51,7 +51,7 @@ def test_stop_tokens_come_from_everywhere(folder):
     assert tokenizer.tokenize_messages(CHAT)[0][-2] == 2
 
 
-def test_without_configs(folder):
+def test_tokenizer_without_configs_has_no_special_ids_or_template(folder):
     for name in ("tokenizer_config.json", "generation_config.json"):
         (folder / name).unlink()
     tokenizer = HuggingFaceBaseTokenizer(str(folder / "tokenizer.json"))
@@ -76,7 +76,7 @@ def test_json_that_python_cannot_read_is_named(folder, name, text):
         hf_tokenizer(str(folder))
 
 
-def test_encode_and_decode(folder):
+def test_decode_restores_the_encoded_text(folder):
     tokenizer = hf_tokenizer(str(folder))
     ids = tokenizer.encode("red 你好 🙂")
     assert ids[-1] == 2
@@ -155,7 +155,7 @@ def test_chat_template_setting_that_is_neither_text_nor_path_is_refused(folder, 
     assert len(str(caught.value)) < 500
 
 
-def test_a_chat_template_with_an_error(folder):
+def test_syntax_error_of_a_chat_template_is_named_by_line(folder):
     with pytest.raises(DataError, match=r"error in line 2: unexpected end of template, expected .*[^.]\.$"):
         hf_tokenizer(str(folder), chat_template="a\n{{ x")
 
@@ -235,7 +235,7 @@ def test_a_cut_row_keeps_the_label_of_the_end_of_its_turn(folder, cut):
     assert 0 not in tokens
 
 
-def test_special_tokens_that_only_the_config_names(folder):
+def test_special_tokens_of_the_config_extend_the_vocabulary(folder):
     change(folder, pad_token="<pad>", added_tokens_decoder={"316": {"content": "<new>", "special": True}})
     tokenizer = hf_tokenizer(str(folder))
     assert tokenizer.special_tokens["<new>"] == 316
@@ -246,7 +246,7 @@ def test_special_tokens_that_only_the_config_names(folder):
         hf_tokenizer(str(folder))
 
 
-def test_missing_and_broken_files(folder, tmp_path):
+def test_missing_and_broken_tokenizer_files_are_named(folder, tmp_path):
     with pytest.raises(DataError, match="There is no tokenizer file"):
         hf_tokenizer(str(tmp_path / "nothing"))
     assert parse_hf_tokenizer_json(str(folder / "tokenizer.json"))["<|im_end|>"] == 2

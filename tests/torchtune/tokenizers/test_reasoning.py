@@ -116,7 +116,7 @@ def test_rows_without_earlier_reasoning_are_the_same_under_every_policy(folder):
         assert len(make(folder, "split").conversations(messages(turns))) == 1
 
 
-def test_reasoning_inside_of_texts(folder):
+def test_think_tags_in_a_text_are_reasoning(folder):
     """``<think>`` in a turn's text is reasoning, too."""
     inside = [
         {"role": turn["role"], "content": f"<think>\n{turn['reasoning_content']}\n</think>\n\n{turn['content']}"}
@@ -151,7 +151,7 @@ def cache(tmp_path, monkeypatch):
 
 
 @pytest.mark.usefixtures("cache")
-def test_split_rows_in_a_dataset(folder, tmp_path):
+def test_split_rows_keep_their_origins_when_cached_or_prepared(folder, tmp_path):
     rows = [TURNS[:2], TURNS, TURNS[:4]]
     data = dataset(folder, rows)
     assert len(data) == 1 + 3 + 2

@@ -93,7 +93,7 @@ def test_a_resumed_run_appends(tmp_path):
     assert run_log_path(3) == tmp_path / "logs" / "rank_3.log"
 
 
-def test_nothing_is_made_before_there_is_something_to_say(tmp_path):
+def test_log_folder_is_made_by_the_first_message(tmp_path):
     get_run_logger(tmp_path / "new")
     note_in_run_log("this output_dir was refused")
     assert not (tmp_path / "new").exists()
@@ -104,7 +104,7 @@ def test_nothing_is_made_before_there_is_something_to_say(tmp_path):
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device that is always full")
-def test_a_full_disk_is_said_once(tmp_path, caplog):
+def test_full_disk_is_reported_once(tmp_path, caplog):
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "rank_0.log").symlink_to("/dev/full")
     log = get_run_logger(tmp_path)
@@ -114,7 +114,7 @@ def test_a_full_disk_is_said_once(tmp_path, caplog):
     assert said.endswith("rank_0.log cannot be written (No space left on device): the run goes on without it.")
 
 
-def test_a_folder_that_cannot_be_made_is_said_once(tmp_path, caplog):
+def test_log_folder_that_cannot_be_made_is_reported_once(tmp_path, caplog):
     (tmp_path / "logs").write_text("a file")
     log = get_run_logger(tmp_path)
     log.info("one")
@@ -133,7 +133,7 @@ def test_warnings_and_errors_go_where_they_went_before(tmp_path):
     assert run_log_path(0) is None
 
 
-def test_stacks(tmp_path):
+def test_stacks_of_threads_are_written_to_the_log(tmp_path):
     get_run_logger(tmp_path).info("one")
     dump_stacks("It stands still.")
     dump_stacks_after(0.01)
@@ -144,5 +144,5 @@ def test_stacks(tmp_path):
     dump_stacks_after(None)
     now, later = file.read_text().split("Timeout")
     assert "ERROR It stands still." in now
-    assert "in test_stacks" in now
-    assert "in test_stacks" in later
+    assert "in test_stacks_of_threads_are_written_to_the_log" in now
+    assert "in test_stacks_of_threads_are_written_to_the_log" in later
