@@ -65,7 +65,8 @@ def test_a_model_in_bf16_answers(tmp_path):
 def test_a_model_in_bf16_is_evaluated(tmp_path):
     model, tokenizer = torchtune.load(write_checkpoint(tmp_path / "checkpoint"), dtype="bf16", device="cpu")
     (tmp_path / "rows.jsonl").write_text('{"prompt": "the cat", "answer": "sees"}')
-    rows, scores = evaluation.read_eval_rows(tmp_path / "rows.jsonl"), evaluation.make_scores(["exact"])
+    rows = evaluation.read_eval_rows(tmp_path / "rows.jsonl")
+    scores = evaluation.make_scores(["exact"])
     report = evaluation.evaluate_answers(
         model, tokenizer, rows, scores, source="rows.jsonl", folder=tmp_path, max_new_tokens=40
     )

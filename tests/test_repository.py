@@ -155,7 +155,8 @@ def test_configs_show_what_people_edit():
     """A setting that stands in a config differs from its default, or is one that everybody changes."""
     shown = set("batch_size gradient_accumulation_steps epochs dtype enable_activation_checkpointing compile".split())
     shown |= {"max_new_tokens", "temperature", "kd_ratio", "expert_parallel_dim"}  # the last of mixtures of experts
-    repeated, seen = [], 0
+    repeated = []
+    seen = 0
     for recipe in get_all_recipes():
         settings = inspect.get_annotations(RecipeTarget(recipe.name, path=recipe.path).load_main(), eval_str=True)[
             "cfg"
@@ -212,7 +213,9 @@ def test_tree_in_the_readme_equals_the_folders():
 
 
 def test_the_wheel_has_every_file_of_the_library_and_works_from_its_own_folder(tmp_path):
-    packages, source, site = ("torchtune", "recipes"), tmp_path / "source", tmp_path / "site"
+    packages = ("torchtune", "recipes")
+    source = tmp_path / "source"
+    site = tmp_path / "site"
     tracked = subprocess.run(
         ["git", "ls-files", "-z", *packages, "pyproject.toml", "README.md", "LICENSE"],
         cwd=ROOT,

@@ -61,31 +61,32 @@ def test_slices_resume_after_a_kill(tmp_path):
     first = (folder / "a.json").read_text()
     assert json.loads(first)["eager"] == {"tokens_per_second": 5.0, "peak_gib": 1.0}
     shutil.rmtree(results)  # as where the checkout is sent anew
-    said = call("--total", "59")  # less than the limit of a task
-    assert "2 of 4 done before this call" in said
-    assert "Left: c, d; all calls together took" in said
-    said = call()
-    assert "Done: 4 of 4, 1 with an error" in said
-    assert "ERROR: ValueError: 7" in said
+    output = call("--total", "59")  # less than the limit of a task
+    assert "2 of 4 done before this call" in output
+    assert "Left: c, d; all calls together took" in output
+    output = call()
+    assert "Done: 4 of 4, 1 with an error" in output
+    assert "ERROR: ValueError: 7" in output
     assert (folder / "a.json").read_text() == first
     assert "3 of 4 done before this call" in call("--again")
 
 
 @pytest.mark.slow
 def test_results_become_a_table(tmp_path, monkeypatch):
-    results, name = tmp_path / "results", f"{CASE}.ours"
+    results = tmp_path / "results"
+    name = f"{CASE}.ours"
     options = ["--tiny", "--results", str(results), "--state", str(tmp_path / "state"), "--only", CASE, "--slice", "1"]
     command = [sys.executable, str(ROOT / "benchmarks" / "run_gpu.py"), *options]
     done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode, f"Left: {CASE}.transformers" in done.stdout) == (0, True), done.stderr
     (path,) = results.glob(f"*/{name}.json")
-    found = json.loads(path.read_text())
-    assert {"eager", "host_syncs", "kernels_ms", "seconds"} <= found.keys()
+    table = json.loads(path.read_text())
+    assert {"eager", "host_syncs", "kernels_ms", "seconds"} <= table.keys()
     monkeypatch.syspath_prepend(ROOT / "tools")
     page = importlib.import_module("gpu_table").page(results)
     speed, kernels = page.split("   * - Qwen3 0.6B, all weights\n")[1:]
-    assert speed.splitlines()[0].strip() == f"- {found['eager']['tokens_per_second']:,.0f}"
-    assert f"     - {found['kernels_ms']['FeedForward']:,.1f}\n" in kernels
+    assert speed.splitlines()[0].strip() == f"- {table['eager']['tokens_per_second']:,.0f}"
+    assert f"     - {table['kernels_ms']['FeedForward']:,.1f}\n" in kernels
 
 
 def test_page_shows_errors_and_sampling_speeds(tmp_path, monkeypatch):
@@ -116,8 +117,8 @@ def test_page_shows_errors_and_sampling_speeds(tmp_path, monkeypatch):
 
 
 def test_failed_task_is_recorded_as_a_result(driver, tmp_path):
-    said = 'print("RESULT " + \'{"eager": {"peak_gib": 1.0}}\', flush=True); '
-    broken = driver.measure(driver.Task("a", ["-c", said + "raise ValueError('no such kernel')"], 60), tmp_path)
+    result_line = 'print("RESULT " + \'{"eager": {"peak_gib": 1.0}}\', flush=True); '
+    broken = driver.measure(driver.Task("a", ["-c", result_line + "raise ValueError('no such kernel')"], 60), tmp_path)
     assert broken["error"] == "ValueError: no such kernel"
     assert broken["eager"] == {"peak_gib": 1.0}
     endless = driver.measure(driver.Task("b", ["-c", "import time; time.sleep(600)"], 1), tmp_path)
@@ -144,13 +145,13 @@ def test_failed_tests_are_named_in_the_result(driver, tmp_path):
 
 
 def test_results_of_tests_are_kept_after_a_timeout(driver):
-    said = """collecting ... collected 4 items
+    output = """collecting ... collected 4 items
 
 tests/test_some.py::test_a PASSED                                        [ 25%]
 tests/test_some.py::test_b[x y] FAILED                                   [ 50%]
 tests/test_some.py::test_c SKIPPED (needs two devices)                   [ 75%]
 tests/test_some.py::test_d """
-    assert driver.tests_of(said) == {"passed": 1, "skipped": 1, "failed": {"test_b[x y]": ""}}
+    assert driver.tests_of(output) == {"passed": 1, "skipped": 1, "failed": {"test_b[x y]": ""}}
 
 
 def test_speeds_are_measured_before_the_tests_run(driver):

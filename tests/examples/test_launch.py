@@ -114,7 +114,8 @@ def test_ray_train_worker_trains_and_resumes(tmp_path):
     assert {"ray.train.torch", "torchtune.config"} <= imported
     names = {"__name__": "ray_train"}
     exec(compile(source, "ray_train.py", "exec"), names)
-    name, output_dir = "full_finetune_distributed", tmp_path / "output"
+    name = "full_finetune_distributed"
+    output_dir = tmp_path / "output"
     config = write_config(name, tmp_path, output_dir)
     overrides = ["resume_from_checkpoint=True", "max_steps_per_epoch=2"]
     names["train"]({"recipe": str(RECIPES / f"{name}.py"), "config": str(config), "overrides": overrides})
@@ -198,17 +199,18 @@ if __name__ == "__main__":
 def test_slurm_job_of_two_nodes_is_requeued_after_its_signal(tmp_path, namespaces):
     """Slurm tells every process to stop before the time is up; the job is queued again, and will resume."""
     (tmp_path / "mine.py").write_text(STOPPED)
-    output_dir, config = tmp_path / "output", tmp_path / "mine.yaml"
+    output_dir = tmp_path / "output"
+    config = tmp_path / "mine.yaml"
     output_dir.mkdir()
     config.write_text(f"recipe: {tmp_path / 'mine.py'}\noutput_dir: {output_dir}\n")
     nodes(tmp_path, namespaces)
     environment = {**os.environ, **SLURM, "OMP_NUM_THREADS": "1"}
     environment["PATH"] = f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run([LAUNCH / "slurm.sh", str(config)], env=environment, capture_output=True, timeout=600)
-    said = (tmp_path / "node_1.log").read_text() + (tmp_path / "node_2.log").read_text()
-    assert done.returncode == 75, said[-4000:]
+    log = (tmp_path / "node_1.log").read_text() + (tmp_path / "node_2.log").read_text()
+    assert done.returncode == 75, log[-4000:]
     expected = {f"rank {rank} of [2], stop.requested=True, cfg.resume_from_checkpoint=True" for rank in range(2)}
-    assert {path.name for path in output_dir.iterdir()} == expected, said[-4000:]
+    assert {path.name for path in output_dir.iterdir()} == expected, log[-4000:]
     calls = (tmp_path / "scontrol.log").read_text().splitlines()
     assert calls == ["show hostnames node[1-2]", "requeue 41237"]
     if isinstance(namespaces, str):

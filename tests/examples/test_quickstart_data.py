@@ -60,7 +60,7 @@ def test_every_answer_has_the_facts_of_its_sentence(maker):
         assert row["assistant"] == json.dumps(answer, separators=(",", ":"))
         days = [short for day, short in maker.DAYS.items() if day in sentence]
         assert days == ([] if answer["day"] is None else [answer["day"]])
-        said = {maker.in_words(answer["count"]), str(answer["count"])}
-        assert said & set(re.findall(r"[\w-]+", sentence.lower()))
+        spellings = {maker.in_words(answer["count"]), str(answer["count"])}
+        assert spellings & set(re.findall(r"[\w-]+", sentence.lower()))
         for key in ("name", "city"):
             assert answer[key] is None or answer[key].lower() in sentence.lower()

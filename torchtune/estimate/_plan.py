@@ -52,15 +52,18 @@ def build_on_meta(settings: SettingsView) -> tuple[torch.nn.Module, torch.dtype,
     dtype = PRECISION_STR_TO_DTYPE[settings.resolved_dtype()]
     with set_default_dtype(dtype), torch.device("meta"):
         model = config.instantiate(settings.model)
-        return model, dtype, apply_conversions(model, [config.instantiate(node) for node in settings.model_converters])
+        conversions = [config.instantiate(node) for node in settings.model_converters]
+        reports = apply_conversions(model, conversions)
+    return model, dtype, reports
 
 
 def nodes_of(dataset: Any) -> Sequence[Any]:
     """Return the dataset nodes of a setting: itself, its items if it is a list, or the datasets of a mixture."""
-    if isinstance(dataset, Mapping):
-        inner = dataset.get("datasets")
-        return list(inner.values()) if is_mixture(dataset) and isinstance(inner, Mapping) else [dataset]
-    return dataset if isinstance(dataset, Sequence) and not isinstance(dataset, str) else [dataset]
+    if is_mixture(dataset) and isinstance(dataset.get("datasets"), Mapping):
+        return list(dataset["datasets"].values())
+    if isinstance(dataset, Sequence) and not isinstance(dataset, str):
+        return dataset
+    return [dataset]
 
 
 def is_mixture(dataset: Any) -> bool:

@@ -84,8 +84,10 @@ def test_broken_rows_are_named_by_line(tmp_path, tune):
     before = set(sys.modules)
     rows = [TURNS, TURNS[:1], TURNS, TURNS[::-1], [TURNS[0], TURNS[0]], [{"role": "user"}]]
     rows += [[{"role": "robot", "content": "red"}, TURNS[1]], [{"role": "user", "content": 5}, TURNS[1]]]
-    first, *others = [{"messages": turns} for turns in rows]
-    path = write(tmp_path / "rows.jsonl", first, others[0], "", '{"messages": [', *others[1:4], "[1]", *others[4:])
+    first, *later_rows = [{"messages": turns} for turns in rows]
+    path = write(
+        tmp_path / "rows.jsonl", first, later_rows[0], "", '{"messages": [', *later_rows[1:4], "[1]", *later_rows[4:]
+    )
     with path.open("ab") as file:
         file.write(b'{"messages": "caf\xe9"}\n')
     out = tune("data", "show", path).out
@@ -115,11 +117,11 @@ def test_mixed_formats_and_leaks_are_reported(tmp_path, tune):
     (tmp_path / "empty.jsonl").touch()
     (tmp_path / "long.csv").write_text('a,b\n\n"c\nd",e\nf,g,h\n')
     (tmp_path / "mac.csv").write_bytes(b"a,b\rc,d\r")
-    for path, said in (
+    for path, message in (
         ("empty.jsonl", "the file is empty"), ("no.jsonl", "there is no file"),
         ("mac.csv", "line 1: a line ends with a carriage return alone"),
     ):  # fmt: skip
-        assert said in tune("data", "show", tmp_path / path).err
+        assert message in tune("data", "show", tmp_path / path).err
     assert "long.csv:5: it has 3 fields and the header has 2" in tune("data", "show", tmp_path / "long.csv").out
     (tmp_path / "one.json").write_text("[3")
     (tmp_path / "cut.parquet").write_bytes(b"PAR1")
@@ -222,11 +224,11 @@ def test_rows_that_train_the_same_are_duplicates_and_leaks(tmp_path, tune):
 
 def test_columns_that_no_format_names_are_listed_and_can_be_chosen(tokenizer, tmp_path, tune):
     (tmp_path / "faq.csv").write_text("no,asked,said\n1,red cat,blue\n")
-    shown = ["data", "show", tmp_path / "faq.csv"]
-    out = tune(*shown).out
+    command = ["data", "show", tmp_path / "faq.csv"]
+    out = tune(*command).out
     assert rows_of(out, "columns") == "no, asked, said, 1 rows"
     assert "column_map.input=... column_map.output=..." in out
-    tuned = [*shown, "--tokenizer", tokenizer, "--examples", 1]
+    tuned = [*command, "--tokenizer", tokenizer, "--examples", 1]
     assert "no dataset reads rows of these columns: name them" in tune(*tuned).err
     assert "[[blue" in tune(*tuned, "column_map.input=asked", "column_map.output=said").out
     assert "[[blue" in tune(*tuned, "column_map={input: asked, output: said}").out
@@ -234,10 +236,10 @@ def test_columns_that_no_format_names_are_listed_and_can_be_chosen(tokenizer, tm
     assert "[[lue" in text or "[[blue" in text
     assert "asked" not in text.partition("--- row 0")[2]
     assert "'nothing'" in tune(*tuned, "column_map.input=nothing", "column_map.output=said").err
-    assert "add --tokenizer" in tune(*shown, "column=said").err
+    assert "add --tokenizer" in tune(*command, "column=said").err
     (tmp_path / "faq.csv").write_text("asked;said\nred cat;blue\n")
-    assert "the header is one column, 'asked;said': set delimiter=';'" in tune(*shown).err
-    assert rows_of(tune(*shown, "delimiter=;").out, "columns") == "asked, said, 1 rows"
+    assert "the header is one column, 'asked;said': set delimiter=';'" in tune(*command).err
+    assert rows_of(tune(*command, "delimiter=;").out, "columns") == "asked, said, 1 rows"
     assert "[[blue" in tune(*tuned, "delimiter=;", "column_map.input=asked", "column_map.output=said").out
 
 
@@ -325,10 +327,10 @@ def test_a_row_that_the_model_cannot_read_is_named(tokenizer, tmp_path, tune):
     (tokenizer / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 32}))
     long = [TURNS[0], {"role": "assistant", "content": "red blue " * 40}]
     path = write(tmp_path / "rows.jsonl", {"messages": TURNS}, {"messages": long})
-    shown = ["data", "show", path, "--tokenizer", tokenizer]
-    result = tune(*shown)
+    command = ["data", "show", path, "--tokenizer", tokenizer]
+    result = tune(*command)
     assert result.code == 2
     assert "row 1: it has more tokens than the 32 that the model reads" in result.err
     assert f"row 1 is {path}, line 2" in result.err
-    assert "dropped     1 rows" in tune(*shown, "on_bad_row=skip").out
-    assert "1 rows have max_seq_len=32 tokens" in tune(*shown, "tokenizer.max_seq_len=32").out
+    assert "dropped     1 rows" in tune(*command, "on_bad_row=skip").out
+    assert "1 rows have max_seq_len=32 tokens" in tune(*command, "tokenizer.max_seq_len=32").out

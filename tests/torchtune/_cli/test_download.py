@@ -65,8 +65,8 @@ class Hub(BaseHTTPRequestHandler):
             self.answer(200, json.dumps({"files": files}).encode(), Content_Type="application/json")
         else:
             new = f"http://{self.headers['Host']}/own/new"
-            found = {"url": new, "commitUrl": f"{new}/commit/1", "commitOid": COMMIT}
-            self.answer(200, json.dumps(found).encode(), Content_Type="application/json")
+            reply = {"url": new, "commitUrl": f"{new}/commit/1", "commitOid": COMMIT}
+            self.answer(200, json.dumps(reply).encode(), Content_Type="application/json")
 
     def file(self, repo, name):
         if repo == "own/gated" and self.headers.get("Authorization") != "Bearer right":
@@ -139,8 +139,8 @@ def test_every_file_of_a_model_is_downloaded(hub, folder, download):
     for name, body in FILES.items():
         assert (folder / name).read_bytes() == body
     assert json.loads((folder / "original_repo_id.json").read_text()) == {"repo_id": "own/model"}
-    said = "Successfully downloaded model repo and wrote to the following locations:\n"
-    assert str(folder / "model.safetensors") in done.stdout.partition(said)[2].splitlines()
+    headline = "Successfully downloaded model repo and wrote to the following locations:\n"
+    assert str(folder / "model.safetensors") in done.stdout.partition(headline)[2].splitlines()
     hub.asked.clear()
     download("own/model")
     assert not fetched(hub), "fetched twice"
@@ -151,11 +151,11 @@ def test_second_download_fetches_only_missing_files(hub, folder, download):
     broken = download("own/model", code=2)
     assert "status 500: run the same command again later, it fetches only what is missing." in broken.stderr
     assert not (folder / "original_repo_id.json").exists()
-    there = {path.name for path in folder.rglob("*") if path.name in FILES}
+    downloaded = {path.name for path in folder.rglob("*") if path.name in FILES}
     hub.out_of_order = None
     hub.asked.clear()
     download("own/model")
-    assert fetched(hub) == set(FILES) - there
+    assert fetched(hub) == set(FILES) - downloaded
 
 
 def test_interrupted_download_continues_at_its_byte(hub, folder, download):

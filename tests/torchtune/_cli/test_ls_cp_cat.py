@@ -1,5 +1,6 @@
 """``tune``, ``tune ls``, ``tune cp`` and ``tune cat``, and the hints for names that do not exist."""
 
+import importlib
 import itertools
 import re
 from pathlib import Path
@@ -27,8 +28,10 @@ def test_ls_all_shows_every_recipe_once_and_every_config(tune):
     rows = [(line[:40].strip(), line[41:].strip()) for line in lines[1:]]
     recipes = [recipe.name for recipe in get_all_recipes()]
     assert [name for name, _ in rows if name] == recipes
-    configs = [[config.name for config in recipe.configs] or [List.NULL_VALUE] for recipe in get_all_recipes()]
-    assert [name for _, name in rows] == [name for names in configs for name in names]
+    configs = []
+    for recipe in get_all_recipes():
+        configs += [config.name for config in recipe.configs] or [List.NULL_VALUE]
+    assert [name for _, name in rows] == configs
 
 
 def test_ls_names_all_recipes_and_families_on_one_screen(tune):
@@ -133,7 +136,7 @@ def test_unknown_config_is_answered_with_the_nearest_names(tune, name, nearest):
     assert result.code == 2
     assert result.err.startswith(f"error: there is no config '{name}': ")
     assert len(result.err.splitlines()) == 1
-    assert all(other in result.err for other in nearest)
+    assert all(config in result.err for config in nearest)
 
 
 def test_no_subcommand_prints_help(tune):
@@ -142,6 +145,14 @@ def test_no_subcommand_prints_help(tune):
     assert bare.out == asked.out
     names = "download ls cp data run estimate validate cat chat eval export checkpoint doctor import"
     assert all(f"\n    {name} " in bare.out for name in names.split())
+
+
+@pytest.mark.parametrize(
+    ("module", "name"), [("ls", "List"), ("cp", "Copy"), ("cat", "Cat"), ("validate", "Validate"), ("run", "Run")]
+)
+def test_command_is_importable_from_the_module_of_its_name(module, name):
+    command = getattr(importlib.import_module(f"torchtune._cli.{module}"), name)
+    assert command is getattr(importlib.import_module("torchtune._cli.tune"), name)
 
 
 def test_an_unknown_subcommand_is_an_error(tune):
@@ -191,25 +202,28 @@ def test_cp_adds_the_suffix_of_its_source(tune, tmp_path, monkeypatch, name, des
 
 
 def test_cp_with_no_clobber_overwrites_nothing(tune, tmp_path):
-    mine = tmp_path / "mine.yaml"
-    mine.write_text("kept")
+    destination = tmp_path / "mine.yaml"
+    destination.write_text("kept")
     result = tune("cp", CONFIG, str(tmp_path / "mine"), "-n")
-    assert (result.code, result.out) == (0, f"File already exists at {mine}, not overwriting.\n")
-    assert mine.read_text() == "kept"
+    assert (result.code, result.out) == (0, f"File already exists at {destination}, not overwriting.\n")
+    assert destination.read_text() == "kept"
 
 
 def test_cp_backs_up_a_changed_file(tune, tmp_path):
-    mine, shipped = tmp_path / "mine.yaml", find_config(CONFIG).read_text()
-    assert tune("cp", CONFIG, str(mine)).out == f"Copied file to {mine}\n"
-    assert tune("cp", CONFIG, str(mine)).out == f"Copied file to {mine}\n", "nothing was changed, nothing is kept"
+    destination = tmp_path / "mine.yaml"
+    shipped = find_config(CONFIG).read_text()
+    assert tune("cp", CONFIG, str(destination)).out == f"Copied file to {destination}\n"
+    assert tune("cp", CONFIG, str(destination)).out == f"Copied file to {destination}\n", (
+        "nothing was changed, nothing is kept"
+    )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mine.yaml"]
-    kept = f"Copied file to {mine}\nThe previous file is kept as {mine}.bak"
+    message = f"Copied file to {destination}\nThe previous file is kept as {destination}.bak"
     for text, name in (("a", ""), ("b", "1"), ("a", ""), ("c", "2")):
-        mine.write_text(text)
-        mine.chmod(0o640)
-        assert tune("cp", CONFIG, str(mine)).out == f"{kept}{name}\n"
-        assert mine.read_text() == shipped
-    backups = {path.name: path.read_text() for path in tmp_path.iterdir() if path != mine}
+        destination.write_text(text)
+        destination.chmod(0o640)
+        assert tune("cp", CONFIG, str(destination)).out == f"{message}{name}\n"
+        assert destination.read_text() == shipped
+    backups = {path.name: path.read_text() for path in tmp_path.iterdir() if path != destination}
     assert backups == {"mine.yaml.bak": "a", "mine.yaml.bak1": "b", "mine.yaml.bak2": "c"}
     assert (tmp_path / "mine.yaml.bak").stat().st_mode & 0o777 == 0o640
 
@@ -267,8 +281,8 @@ def test_hostile_configs_are_refused_in_one_sentence(tune, tmp_path, command, da
 
 
 def test_paths_that_cannot_be_written_are_refused_in_one_sentence(tune, tmp_path):
-    for place in (tmp_path / ("x" * 300), Path("/proc/x.yaml")):
-        result = tune("cp", CONFIG, str(place))
+    for path in (tmp_path / ("x" * 300), Path("/proc/x.yaml")):
+        result = tune("cp", CONFIG, str(path))
         assert result.code == 2
         assert "choose another path" in result.err or "choose another output_dir" in result.err
     (tmp_path / "recipe.txt").write_text("no recipe at all\n")

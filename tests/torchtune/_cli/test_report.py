@@ -23,11 +23,11 @@ def make(folder, *, shift=0.0, noise=0.0, start=None, rate=1.0, **settings):
 
 
 def test_comparison_lists_only_differences(tune, tmp_path):
-    one = make(tmp_path / "one", output_dir="a", epochs=1, seed=4, start={"code": {"torch": "2.11"}})
-    two = make(
+    first = make(tmp_path / "one", output_dir="a", epochs=1, seed=4, start={"code": {"torch": "2.11"}})
+    second = make(
         tmp_path / "two", output_dir="b", epochs=2, seed=4, shift=-0.5, rate=2.0, start={"code": {"torch": "2.13"}}
     )
-    done = tune("compare", one, two)
+    done = tune("compare", first, second)
     assert done.code == 0
     listed = {
         line.split()[0]: line.split()[1:]
@@ -40,8 +40,8 @@ def test_comparison_lists_only_differences(tune, tmp_path):
 
 
 def test_differences_within_noise_are_called_noise_and_both_curves_drawn(tune, tmp_path):
-    one, two = make(tmp_path / "one"), make(tmp_path / "two", noise=0.3, rate=0.25)
-    done = tune("compare", one, two, "--html", tmp_path / "page.html")
+    first, second = make(tmp_path / "one"), make(tmp_path / "two", noise=0.3, rate=0.25)
+    done = tune("compare", first, second, "--html", tmp_path / "page.html")
     assert done.code == 0
     assert "8 rows: same within noise" in done.out
     assert done.out.split("  2 seconds")[1].split()[:2] == ["3.0000", "\u2013"], "the second has made no step yet"
@@ -69,8 +69,8 @@ def test_validations_are_drawn_and_the_best_checkpoints_named(tune, tmp_path):
 
 def test_different_losses_are_not_compared(tune, tmp_path):
     loss = {"_component_": "torchtune.rlhf.loss.DPOLoss"}
-    one, two = make(tmp_path / "one"), make(tmp_path / "two", recipe="dpo", loss=loss, shift=1.0)
-    done = tune("compare", one, two)
+    first, second = make(tmp_path / "one"), make(tmp_path / "two", recipe="dpo", loss=loss, shift=1.0)
+    done = tune("compare", first, second)
     assert done.code == 0
     assert (
         "their units differ: lora_finetune_single_device with LinearCrossEntropyLoss, dpo with DPOLoss.\n" in done.out

@@ -220,11 +220,11 @@ def test_without_torchrun_the_command_says_how_many_processes(tune, tmp_path):
 def test_config_of_another_recipe_is_refused(tune, tmp_path, folder):
     shipped = tune("run", "full_finetune_single_device", "--config", "smol/135M_lora_single_device")
     assert shipped.code == 2
-    said = "The config is for the recipe lora_finetune_single_device, and this is full_finetune_single_device: "
-    assert f"recipe: {said}" in shipped.err.splitlines()[-1]
-    wrong = tune("run", "full_finetune_single_device", "--config", "smol/135M_lora_single_device", "epochz=2")
-    assert "epochz: there is no such setting" in wrong.err
-    assert wrong.err.splitlines()[-1].startswith(said)
+    message = "The config is for the recipe lora_finetune_single_device, and this is full_finetune_single_device: "
+    assert f"recipe: {message}" in shipped.err.splitlines()[-1]
+    misspelled = tune("run", "full_finetune_single_device", "--config", "smol/135M_lora_single_device", "epochz=2")
+    assert "epochz: there is no such setting" in misspelled.err
+    assert misspelled.err.splitlines()[-1].startswith(message)
     config = write_config("full_finetune_distributed", tmp_path, tmp_path / "run", tensor_parallel_dim=2)
     config.write_text(config.read_text().replace("recipe: full_finetune_distributed\n", ""))
     bare = tune("run", "full_finetune_single_device", "--config", str(config))
@@ -262,11 +262,11 @@ def test_validate_takes_names_paths_and_overrides(tune, folder):
     for config in ("llama3_2/1B_lora_single_device", "own.yaml"):
         result = tune("validate", config)
         assert (result.code, result.out) == (0, "Config is well-formed!\n")
-    wrong = tune("validate", "llama3_2/1B_lora_single_device", "optimizer.lrr=1e-4", "epochs=-1", "~output_dir")
-    assert (wrong.code, wrong.out) == (2, "")
-    assert "did you mean 'lr'?" in wrong.err, "every mistake is shown, not the first one alone"
-    assert "epochs" in wrong.err
-    assert "output_dir" in wrong.err
+    refused = tune("validate", "llama3_2/1B_lora_single_device", "optimizer.lrr=1e-4", "epochs=-1", "~output_dir")
+    assert (refused.code, refused.out) == (2, "")
+    assert "did you mean 'lr'?" in refused.err, "every mistake is shown, not the first one alone"
+    assert "epochs" in refused.err
+    assert "output_dir" in refused.err
     assert "there is no config 'nothing.yaml'" in tune("validate", "nothing.yaml").err
 
 

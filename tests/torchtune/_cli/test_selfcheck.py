@@ -38,9 +38,12 @@ def leaky_collate(batch):
     """Collate packs as if each were one document."""
     for pack in batch:
         if isinstance(pack, list):
-            first, *rest = pack
+            first, *later_documents = pack
             for key in first:
-                first[key] = first[key].new_tensor([value for part in (first, *rest) for value in part[key].tolist()])
+                values = first[key].tolist()
+                for document in later_documents:
+                    values += document[key].tolist()
+                first[key] = first[key].new_tensor(values)
             pack[:] = [first]
     return collate_documents(batch)
 
@@ -93,8 +96,8 @@ def checks(shared, folder, fault=None, name=LORA, **settings):
 
 
 def tokenizer(shared, component):
-    where = str(shared / "checkpoint" / "tokenizer.json")
-    return {"_component_": f"{__name__}.{component}", "tokenizer_json_path": where, "max_seq_len": 128}
+    path = str(shared / "checkpoint" / "tokenizer.json")
+    return {"_component_": f"{__name__}.{component}", "tokenizer_json_path": path, "max_seq_len": 128}
 
 
 def test_correct_recipe_passes_all_checks(shared, tmp_path):
@@ -110,16 +113,16 @@ def test_correct_recipe_passes_all_checks(shared, tmp_path):
 
 @pytest.mark.parametrize(("fault", "metric"), [*zip(list(FAULTS)[:2], ("grad_norm", "loss"), strict=True)])
 def test_wrong_division_under_accumulation_is_found(shared, tmp_path, fault, metric):
-    found = checks(shared, tmp_path, fault)
+    faulty = checks(shared, tmp_path, fault)
     with pytest.raises(UserError, match=rf"{metric} .* with 4 micro-batches, in step 1"):
-        found.accumulation()
+        faulty.accumulation()
 
 
 def test_attention_between_packed_documents_is_found(shared, tmp_path):
-    found = checks(shared, tmp_path, collate_fn=f"{__name__}.leaky_collate")
+    faulty = checks(shared, tmp_path, collate_fn=f"{__name__}.leaky_collate")
     with pytest.raises(UserError, match=r"loss .* for the same rows with packs, in step 1"):
-        found.packing()
-    found.accumulation()
+        faulty.packing()
+    faulty.accumulation()
 
 
 def test_resume_that_loses_state_is_found(shared, tmp_path):
@@ -136,8 +139,8 @@ class HalfLoss(LinearCrossEntropyLoss):
 
 
 def test_a_checkpoint_is_measured_by_the_loss_of_the_config(shared, tmp_path):
-    found = checks(shared, tmp_path, loss={"_component_": f"{__name__}.HalfLoss"})
-    assert "as the run continues" in found.load()
+    halved = checks(shared, tmp_path, loss={"_component_": f"{__name__}.HalfLoss"})
+    assert "as the run continues" in halved.load()
 
 
 def test_checkpoint_of_another_model_is_found(shared, tmp_path):
@@ -146,17 +149,17 @@ def test_checkpoint_of_another_model_is_found(shared, tmp_path):
 
 
 def test_additional_loss_term_is_given_as_the_reason(shared, tmp_path):
-    found = checks(shared, tmp_path, "a term beside the loss").load()
-    assert found.startswith("loss not compared, because the recipe does not train on the config's loss alone")
-    assert "read by transformers" in found, "the files are still compared"
+    verdict = checks(shared, tmp_path, "a term beside the loss").load()
+    assert verdict.startswith("loss not compared, because the recipe does not train on the config's loss alone")
+    assert "read by transformers" in verdict, "the files are still compared"
 
 
 def test_a_model_of_images_is_loaded_with_its_images(tmp_path):
     write_image_checkpoint(image_text_model(CONFIGS["qwen3_vl"]()), tmp_path / "checkpoint")
     model = {"_component_": "torchtune.models.image_text_model", "checkpoint_dir": str(tmp_path / "checkpoint")}
     pictures = {"model": model, **write_pictures(tmp_path), "collate_fn": "torchtune.data.collate_documents"}
-    found = checks(tmp_path, tmp_path, name="full_finetune_single_device", lr_scheduler=None, **pictures)
-    assert found.load().startswith("loss ")
+    image_checks = checks(tmp_path, tmp_path, name="full_finetune_single_device", lr_scheduler=None, **pictures)
+    assert image_checks.load().startswith("loss ")
 
 
 @pytest.mark.parametrize(
@@ -164,14 +167,14 @@ def test_a_model_of_images_is_loaded_with_its_images(tmp_path):
     [("TrainsQuestions", r"\(user\) is trained"), ("OtherPrompt", "does not begin with the prompt")],
 )
 def test_wrong_label_masks_are_found(shared, tmp_path, component, said):
-    found = checks(shared, tmp_path, tokenizer=tokenizer(shared, component))
+    faulty = checks(shared, tmp_path, tokenizer=tokenizer(shared, component))
     with pytest.raises(UserError, match=rf"row 0 of .*: .*{said}"):
-        found.labels()
+        faulty.labels()
 
 
 def test_prompts_trained_by_the_config_are_accepted(shared, tmp_path):
-    found = checks(shared, tmp_path, dataset__masking_strategy="train_on_all")
-    assert found.labels() == "24 rows are prompt and answer"
+    recipe_checks = checks(shared, tmp_path, dataset__masking_strategy="train_on_all")
+    assert recipe_checks.labels() == "24 rows are prompt and answer"
 
 
 def test_masked_end_of_turn_is_found(shared, tmp_path):
@@ -180,9 +183,9 @@ def test_masked_end_of_turn_is_found(shared, tmp_path):
 
 
 def test_a_run_that_fails_is_a_failed_check(shared, tmp_path):
-    found = checks(shared, tmp_path, checkpointer__checkpoint_dir=str(tmp_path / "none"))
+    faulty = checks(shared, tmp_path, checkpointer__checkpoint_dir=str(tmp_path / "none"))
     with pytest.raises(UserError, match=rf"the run 'uninterrupted' ends with exit code 2: .*{tmp_path / 'none'}"):
-        found.resume()
+        faulty.resume()
 
 
 def test_wrong_key_of_the_config_is_refused(tune, shared, tmp_path):
@@ -201,15 +204,18 @@ def test_recipe_that_does_not_train_is_refused(tune):
 
 @pytest.mark.parametrize("name", ["dpo", "grpo", "full_finetune_distributed"])
 def test_checks_that_do_not_apply_are_not_failures(shared, tmp_path, name):
-    found = checks(shared, tmp_path, name=name)
-    left_out = {"dpo": [found.packing, found.labels], "grpo": [found.packing, found.labels, found.end_of_turn]}
+    recipe_checks = checks(shared, tmp_path, name=name)
+    left_out = {
+        "dpo": [recipe_checks.packing, recipe_checks.labels],
+        "grpo": [recipe_checks.packing, recipe_checks.labels, recipe_checks.end_of_turn],
+    }
     for check in left_out.get(name, []):
         with pytest.raises(NotChecked):
             check()
-    assert found.accumulation()
-    assert "read by transformers" in found.load()
+    assert recipe_checks.accumulation()
+    assert "read by transformers" in recipe_checks.load()
     if name == "dpo":
-        assert found.end_of_turn() == "24 trained passages end with a stop token"
+        assert recipe_checks.end_of_turn() == "24 trained passages end with a stop token"
 
 
 def test_command_exits_with_1_if_a_check_fails(tune, shared, tmp_path, monkeypatch):

@@ -98,20 +98,20 @@ def value_of(action):
 
 
 def test_tested_options_are_those_of_torchrun():
-    found = {action.dest for action in get_args_parser()._actions}
-    assert found >= DECIDED
+    names = {action.dest for action in get_args_parser()._actions}
+    assert names >= DECIDED
     assert len(options()) >= 20
 
 
 def ways_to_say(action):
     """An option in all its spellings, with a value apart and joined."""
-    found = []
+    ways = []
     for name in action.option_strings:
         value = value_of(action)
-        found.append([name, *value])
+        ways.append([name, *value])
         if value:
-            found.append([name + ("=" if name.startswith("--") else "") + value[0]])
-    return found
+            ways.append([name + ("=" if name.startswith("--") else "") + value[0]])
+    return ways
 
 
 @pytest.mark.parametrize("action", [pytest.param(action, id=action.dest) for action in options()])
@@ -119,8 +119,8 @@ def test_every_option_reaches_torchrun(action, monkeypatch):
     """What torchrun's own parser has is asked of it here, so that an option of a later release is tried as well."""
     for name in [name for name in os.environ if name.startswith("PET_")]:
         monkeypatch.delenv(name)
-    for given in ways_to_say(action):
-        reaches(action, given)
+    for arguments in ways_to_say(action):
+        reaches(action, arguments)
 
 
 def reaches(action, given):
@@ -159,16 +159,16 @@ def test_options_that_replace_the_recipe_are_refused(option):
 )
 def test_defaults_follow_the_given_options(given, expected):
     passed = vars(torchrun_arguments(given.split(), ["own.py"]))
-    known = get_args_parser().parse_args(["own.py"])
-    assert {name: passed[name] for name in expected if hasattr(known, name)} == {
-        name: value for name, value in expected.items() if hasattr(known, name)
+    defaults = get_args_parser().parse_args(["own.py"])
+    assert {name: passed[name] for name in expected if hasattr(defaults, name)} == {
+        name: value for name, value in expected.items() if hasattr(defaults, name)
     }
 
 
 def test_options_in_the_environment_are_respected(monkeypatch):
     """Kubeflow's torch runtime sets PET_… for each of torchrun's options."""
-    told = {"NNODES": "2", "NPROC_PER_NODE": "4", "NODE_RANK": "0", "MASTER_ADDR": "host", "MASTER_PORT": "29500"}
-    for name, value in told.items():
+    variables = {"NNODES": "2", "NPROC_PER_NODE": "4", "NODE_RANK": "0", "MASTER_ADDR": "host", "MASTER_PORT": "29500"}
+    for name, value in variables.items():
         monkeypatch.setenv(f"PET_{name}", value)
     args = torchrun_arguments(["--nproc-per-node", "4"], ["own.py"])
     assert (args.nnodes, args.node_rank, args.master_addr, args.standalone) == ("2", 0, "host", False)
@@ -265,8 +265,8 @@ def test_user_error_of_one_process_ends_all(folder):
     assert code == 2, errors
     assert errors.count("error: rank 1 alone lacks its file.") == 1
     # A process that waits for the others may end later, and gloo then says so itself.
-    said = [line for line in errors.splitlines() if "/gloo/transport/" not in line]
-    assert said[-1].startswith("error: ")
+    messages = [line for line in errors.splitlines() if "/gloo/transport/" not in line]
+    assert messages[-1].startswith("error: ")
 
 
 @pytest.mark.parametrize("todo", ["all", "all, rank 0 late"])
@@ -300,5 +300,5 @@ def test_restarted_worker_knows_of_its_restart(folder, rendezvous):
             options += ["--master-port", str(free.getsockname()[1])]
     code, errors = Launched(folder, *options, *OWN, "todo=again").wait()
     assert code == 0, errors
-    found = {path.name for path in folder.glob("[01]_*")}
-    assert found == {f"{rank}_{life}_{life == 1}_[2]" for rank in range(2) for life in range(2)}
+    notes = {path.name for path in folder.glob("[01]_*")}
+    assert notes == {f"{rank}_{life}_{life == 1}_[2]" for rank in range(2) for life in range(2)}

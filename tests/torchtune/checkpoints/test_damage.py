@@ -64,10 +64,11 @@ def test_resume_falls_back_to_the_checkpoint_before_a_damaged_one(run, source, c
     caplog.clear()
     point = run.find_resume_point()
     assert point.path.name == "step_1"
-    (said,) = (record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR)
-    assert words in said
-    assert f"step_2/{name}" in said
-    again, state = build(source), {"momentum": {}, "progress": {}}
+    (message,) = (record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR)
+    assert words in message
+    assert f"step_2/{name}" in message
+    again = build(source)
+    state = {"momentum": {}, "progress": {}}
     run.load_model(again)
     run.resume(point, again, state)
     assert bool((state["momentum"]["x"] == 1).all())
@@ -101,12 +102,12 @@ def test_verify_names_damaged_files(run, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["tune", "checkpoint", "verify", str(folder)])
     with pytest.raises(SystemExit) as stop:
         tune.main()
-    said = capsys.readouterr()
+    output = capsys.readouterr()
     assert stop.value.code == 2
-    whole = [path for path in (folder / "step_1").rglob("*") if path.is_file() and path.name != ".complete"]
-    size = sum(path.stat().st_size for path in whole)
-    assert said.out == f"{folder / 'step_1'} is whole: {len(whole)} files, {size:,} bytes.\n"
-    damaged, last = said.err.splitlines()
+    files = [path for path in (folder / "step_1").rglob("*") if path.is_file() and path.name != ".complete"]
+    size = sum(path.stat().st_size for path in files)
+    assert output.out == f"{folder / 'step_1'} is whole: {len(files)} files, {size:,} bytes.\n"
+    damaged, last = output.err.splitlines()
     assert damaged.startswith(
         f"error: {folder / 'step_2'} is damaged: {folder / 'step_2'}/model.safetensors was changed"
     )
@@ -141,11 +142,11 @@ def test_folder_in_use_by_another_process_is_refused(run, source):
         "FolderLock(Path(sys.argv[1])).acquire(); print(flush=True); sys.stdin.read()"
     )
     command = [sys.executable, "-c", code, str(run.output_dir)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
-        other.stdout.readline()
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        process.stdout.readline()
         acts = (run.find_resume_point, run.lock_output_dir, lambda: run.save("step_3", load(source)))
         for act in (*acts, lambda: run.check_output_dir(resume=True)):
-            with pytest.raises(UserError, match=rf"in use by another run \(process {other.pid} on .*\.$"):
+            with pytest.raises(UserError, match=rf"in use by another run \(process {process.pid} on .*\.$"):
                 act()
         assert half.exists()
     assert run.find_resume_point().path.name == "step_2"

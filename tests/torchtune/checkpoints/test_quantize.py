@@ -48,23 +48,23 @@ def test_quantized_files_are_read_with_the_values_of_torchao(quantizer, storage,
         storage,
         ["lm_head", "score"],
     )
-    ours, converted = load(folder), load(source)
+    loaded, converted = load(folder), load(source)
     for path, layer in converted.named_modules():  # float64 on the values and scales that torchao makes
         if "layers." in path and isinstance(layer, nn.Linear):
             ao_layer = nn.Sequential(nn.Linear(*reversed(layer.weight.shape), bias=False))
             ao_layer[0].weight = layer.weight
             torchao_quantization().quantize_(ao_layer, quantizer.base_config)
-            made = ao_layer[0].weight
-            scale = made.scale.double().repeat_interleave(layer.weight.shape[1] // made.scale.shape[1], 1)
-            wanted = made.qdata.double() * scale
-            assert torch.allclose(ours.get_submodule(path).weight.double(), wanted, rtol=1e-6, atol=1e-9)
-    theirs = in_transformers(folder, dtype=torch.float32)
+            ao_weight = ao_layer[0].weight
+            scale = ao_weight.scale.double().repeat_interleave(layer.weight.shape[1] // ao_weight.scale.shape[1], 1)
+            wanted = ao_weight.qdata.double() * scale
+            assert torch.allclose(loaded.get_submodule(path).weight.double(), wanted, rtol=1e-6, atol=1e-9)
+    hf_model = in_transformers(folder, dtype=torch.float32)
     if quantizer.activations is None:
-        assert torch.allclose(logits(theirs), logits(ours), atol=1e-4)
+        assert torch.allclose(logits(hf_model), logits(loaded), atol=1e-4)
     elif quantizer.activations == "int8":
         prepared = q.Int8DynActInt4WeightQATQuantizer(groupsize=16).prepare(converted)
-        assert torch.allclose(logits(theirs), logits(prepared), atol=1e-4)
-    assert torch.allclose(logits(theirs), logits(load(source)), atol=4.0)
+        assert torch.allclose(logits(hf_model), logits(prepared), atol=1e-4)
+    assert torch.allclose(logits(hf_model), logits(load(source)), atol=4.0)
     assert (folder / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
 
 
@@ -72,7 +72,8 @@ def test_quantized_files_are_read_with_the_values_of_torchao(quantizer, storage,
 def test_a_gguf_file_holds_what_llama_cpps_package_quantises(file_type, source, tmp_path):
     folder = quantize(source, q.GGUFQuantizer(file_type), tmp_path / "out")
     path = folder / f"model-{file_type}.gguf"
-    file, plain = GGUFFile(path), load(source)
+    file = GGUFFile(path)
+    plain = load(source)
     back = build(source)
     FullModelHFCheckpointer(folder, [path.name]).load_model(back)
     kind = gguf.GGMLQuantizationType[file_type]
@@ -84,12 +85,12 @@ def test_a_gguf_file_holds_what_llama_cpps_package_quantises(file_type, source, 
     assert 0 < error < {"Q8_0": 0.3, "Q4_0": 4.0, "BF16": 0.2}[file_type]
     # the tokenizer comes back out of the file as it went in
     files = file.tokenizer_files()
-    theirs, mine = (
+    expected, written = (
         Tokenizer.from_str(json.dumps(files["tokenizer.json"])),
         Tokenizer.from_file(str(source / "tokenizer.json")),
     )
     text = "<|im_start|>a dog sees 123 cats, isn't it?<|im_end|>\n"
-    assert theirs.encode(text).ids == mine.encode(text).ids
+    assert expected.encode(text).ids == written.encode(text).ids
     assert "chat_template" in files["tokenizer_config.json"]
 
 

@@ -50,10 +50,10 @@ def conversions(adapter: str, shape: str) -> list[Conversion]:
     """By words: the base, and what is on it."""
     mlp = shape in ("qwen2", "qwen3_moe", "gemma4_experts")
     modules = ["q_proj"] if shape == "gemma4_experts" else ["q_proj", "v_proj"]
-    found: list[Conversion] = [make() for name, make in BASES.items() if name in adapter]
+    base_conversions: list[Conversion] = [make() for name, make in BASES.items() if name in adapter]
     if "ora" in adapter:
-        found.append(LoRA(2, 4, attn_modules=modules, apply_to_mlp=mlp, use_dora="dora" in adapter))
-    return found
+        base_conversions.append(LoRA(2, 4, attn_modules=modules, apply_to_mlp=mlp, use_dora="dora" in adapter))
+    return base_conversions
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -110,8 +110,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The sources, and for each kind what one process makes of them."""
     folder = tmp_path_factory.mktemp("sharded")
     for shape in {shape for shape, _, _ in KINDS}:
-        one = {"layer_types": ["full_attention"]} if shape == "gemma4_experts" else {}
-        write_folder(folder / shape, shape, max_shard_size="30KB", **SIZES, **one)
+        changes = {"layer_types": ["full_attention"]} if shape == "gemma4_experts" else {}
+        write_folder(folder / shape, shape, max_shard_size="30KB", **SIZES, **changes)
     for shape, adapter, options in KINDS:
         alone = folder / f"{shape} {adapter} {sorted(options)}"
         torch.manual_seed(4)
@@ -150,13 +150,14 @@ def one_writer_of_each_file(folder: Path) -> None:
         opened.clear()
         saved = store.save("step_1", model, state=state, max_shard_bytes=30_000, async_save=behind)
         store.close()
-        found: list[set[str]] = [set()] * dist.get_world_size()
-        dist.all_gather_object(found, {name for name in opened if name.endswith(".safetensors")})
-        written = sorted(name for names in found for name in names)
+        files_of_ranks: list[set[str]] = [set()] * dist.get_world_size()
+        dist.all_gather_object(files_of_ranks, {name for name in opened if name.endswith(".safetensors")})
+        written = sorted(name for names in files_of_ranks for name in names)
         assert written == sorted(path.name for path in saved.rglob("*.safetensors"))
         assert len(written) > 2 * dist.get_world_size()
-        assert all(len([name for name in names if name.startswith("model-")]) >= 2 for names in found), found
-        assert [f"rank_{rank}.safetensors" in names for rank, names in enumerate(found)] == [True] * len(found)
+        for rank, names in enumerate(files_of_ranks):
+            assert len([name for name in names if name.startswith("model-")]) >= 2, files_of_ranks
+            assert f"rank_{rank}.safetensors" in names
         dist.barrier()
 
 

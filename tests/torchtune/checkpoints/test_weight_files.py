@@ -40,15 +40,15 @@ class _RunsCode:
 
 
 def test_code_in_a_pickle_is_refused(folder, tmp_path):
-    made = tmp_path / "made"
-    torch.save({"model.norm.weight": _RunsCode(made)}, folder / "evil.bin")
-    (folder / "evil.pt").write_bytes(pickle.dumps(_RunsCode(made), protocol=2))
+    marker = tmp_path / "made"
+    torch.save({"model.norm.weight": _RunsCode(marker)}, folder / "evil.bin")
+    (folder / "evil.pt").write_bytes(pickle.dumps(_RunsCode(marker), protocol=2))
     for name in ("evil.bin", "evil.pt"):
         with pytest.raises(CheckpointError, match="cannot be read as a file of tensors") as caught:
             load(folder, checkpoint_files=[name])
         assert name in str(caught.value)
         assert "weights_only" not in str(caught.value)  # torch's own text advises to run the code
-    assert not made.exists()
+    assert not marker.exists()
 
 
 def test_torch_file_without_tensors_is_refused(folder):

@@ -65,11 +65,13 @@ WRITTEN = '<call>weather {"town": "Rome", "day": 1, "hour": 1.0, "zone": null, "
 @pytest.mark.parametrize("streaming", [False, True], ids=["prepared", "streamed"])
 def test_texts_and_objects_give_the_same_tokens(with_tools, tmp_path, tools, arguments, streaming):
     """A second row with other arguments and tools adds nothing to the first one."""
-    other = {
+    text_row = {
         "messages": [QUESTION, calling({"x": "a"}, "other")],
         "tools": [{"type": "function", "function": {"name": "other"}}],
     }
-    path = write_lines(tmp_path / "rows.jsonl", [{"messages": [QUESTION, calling(arguments)], "tools": tools}, other])
+    path = write_lines(
+        tmp_path / "rows.jsonl", [{"messages": [QUESTION, calling(arguments)], "tools": tools}, text_row]
+    )
     options = {"streaming": True} if streaming else {}
     rows = chat(with_tools, str(path), **options)
     texts = [text_of(with_tools, rows[index]["tokens"]) for index in range(2)]
@@ -124,8 +126,8 @@ def test_pairs_and_labelled_answers_have_tools_and_calls(with_tools):
 
 def test_pairs_with_different_prompts_are_refused(with_tools):
     asked = {"role": "user", "content": "Is it cold?"}
-    answer, other = ({"role": "assistant", "content": text} for text in ("Yes.", "No."))
-    row = {"chosen": [QUESTION, answer], "rejected": [asked, other]}
+    answer, second_answer = ({"role": "assistant", "content": text} for text in ("Yes.", "No."))
+    row = {"chosen": [QUESTION, answer], "rejected": [asked, second_answer]}
     with pytest.raises(
         DataError, match="row 0: chosen and rejected have different prompts: they first differ in turn 0"
     ):

@@ -21,7 +21,8 @@ from torchtune.utils import UserError
 
 def _streamed(path, **settings):
     """Read a file in windows of one row, with a new reader for each, as resumed runs do."""
-    rows, position = [], None
+    rows = []
+    position = None
     while True:
         reader, _ = open_reader(str(path), split="train", **settings)
         window, position = reader.window(json.loads(json.dumps(position)), 1, None)
@@ -298,9 +299,9 @@ def test_files_of_a_folder_that_are_left_out_are_named(tmp_path, caplog, names, 
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text('{"a": "1"}' if name.endswith("l") else "a\n1\n")
     load_rows(str(tmp_path), split="train")
-    said = [record.message for record in caplog.records if "leaves out" in record.message]
-    assert len(said) == (left_out is not None)
-    assert left_out is None or f"which leaves out {left_out}: name" in said[0]
+    messages = [record.message for record in caplog.records if "leaves out" in record.message]
+    assert len(messages) == (left_out is not None)
+    assert left_out is None or f"which leaves out {left_out}: name" in messages[0]
 
 
 def test_splits_follow_file_names_and_slices(tmp_path):

@@ -105,10 +105,10 @@ def test_rows_of_several_files_are_indexed_in_order(tmp_path):
     assert len(rows) == 6
     assert [rows[i]["a"] for i in (4, 0, 2, -3)] == [4, 0, 2, 3]
     assert [row["a"] for row in rows.select(range(1, 5))] == [1, 2, 3, 4]
-    kept = rows.filter(lambda row, number: row["a"] % 2 == 0)
-    assert [len(kept), kept[1]["a"], kept.select([2])[0]["a"]] == [4, 2, 4]
+    filtered = rows.filter(lambda row, number: row["a"] % 2 == 0)
+    assert [len(filtered), filtered[1]["a"], filtered.select([2])[0]["a"]] == [4, 2, 4]
     with pytest.raises(DataError, match=r"2\.jsonl, line 3: no JSON.*correct the line"):
-        kept[3]
+        filtered[3]
     assert [rows.location(i)[-15:] for i in (1, 2)] == ["0.jsonl, line 3", "1.jsonl, line 3"]
     Path(paths[2]).write_text(texts[2][:9])
     assert rows[3] == {"a": 3}

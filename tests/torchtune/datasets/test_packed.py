@@ -16,7 +16,8 @@ class Rows(list):
 
     @classmethod
     def of(cls, lengths):
-        rows, token = cls(), 0
+        rows = cls()
+        token = 0
         for length in lengths:
             tokens = list(range(token, token + length))
             rows.append({"tokens": tokens, "labels": [*tokens[1:], -100]})

@@ -47,10 +47,10 @@ def test_prepared_data_give_the_batches_of_live_data(chats, tokenizer, tokenizer
     assert prepared.fingerprint == live.fingerprint
     assert len(prepared) == len(live) > 1
     for i in range(len(live)):
-        one, two = collate_documents([prepared[i]]), collate_documents([live[i]])
-        assert one.tokens.equal(two.tokens)
-        assert one.labels.equal(two.labels)
-        assert one.documents.lengths == two.documents.lengths
+        prepared_batch, live_batch = collate_documents([prepared[i]]), collate_documents([live[i]])
+        assert prepared_batch.tokens.equal(live_batch.tokens)
+        assert prepared_batch.labels.equal(live_batch.labels)
+        assert prepared_batch.documents.lengths == live_batch.documents.lengths
     assert is_mapped(prepared.ds.store[0]["tokens"], folder)
     _check_sources({**node, "prepared": str(folder)})
     with preview(0), pytest.raises(NotRead):
@@ -80,14 +80,14 @@ def test_difference_from_prepared_rows_is_named(chats, tokenizer, tokenizer_fold
     with pytest.raises(DataError, match="made with another dataset and another "):
         text_completion_dataset(tokenizer, str(chats), column="messages", prepared=folder)
     (shard,) = folder.glob("*/*.arrow")
-    whole = shard.read_bytes()
-    for damaged in (whole[:-4], bytes(len(whole))):
+    shard_bytes = shard.read_bytes()
+    for damaged in (shard_bytes[:-4], bytes(len(shard_bytes))):
         shard.write_bytes(damaged)
         with pytest.raises(DataError, match=r"The rows in .*prepared are damaged: prepare them again with tune data"):
             read(tokenizer)
     with preparing(folder):
         read(tokenizer)
-    assert shard.read_bytes() == whole
+    assert shard.read_bytes() == shard_bytes
     (meta,) = folder.glob("*/meta.json")
     before = meta.read_text()
     meta.write_text("[" * 9999)
@@ -160,7 +160,8 @@ def test_preparation_resumes_after_a_kill(tokenizer, tokenizer_folder, tmp_path,
 
     def killed_after(batches, tokenizer=tokenizer):
         if (child := os.fork()) == 0:
-            write, left = RowWriter.write, iter(range(batches - 1))
+            write = RowWriter.write
+            left = iter(range(batches - 1))
 
             def written(*args):
                 write(*args)
@@ -181,8 +182,8 @@ def test_preparation_resumes_after_a_kill(tokenizer, tokenizer_folder, tmp_path,
             file.write(b'{"done": 7, ')
     killed_after(2)
     *_, last = sorted(folder.glob(".*.part/*.arrow"))
-    whole = last.read_bytes()
-    last.write_bytes(whole[:-4096] + bytes(4096))  # damaged: the zeros are within the labels of the last batch
+    shard_bytes = last.read_bytes()
+    last.write_bytes(shard_bytes[:-4096] + bytes(4096))  # damaged: the zeros are within the labels of the last batch
     with pytest.raises(DataError, match="There are no prepared rows in"):
         read(prepared=folder)
     killed_after(1, hf_tokenizer(str(tokenizer_folder), max_seq_len=64))
@@ -202,12 +203,12 @@ def test_simultaneous_preparations_write_once(tokenizer, tmp_path):
     children = []
     for _ in range(2):
         if (child := os.fork()) == 0:
-            found = []
+            outputs = []
             try:
                 with preparing(tmp_path):
-                    found = chat_dataset(tokenizer, source=[{"messages": turns}] * 600, **OPENAI)
+                    outputs = chat_dataset(tokenizer, source=[{"messages": turns}] * 600, **OPENAI)
             finally:
-                os._exit(0 if len(found) == 600 else 1)
+                os._exit(0 if len(outputs) == 600 else 1)
         children.append(child)
     assert [os.waitpid(child, 0)[1] for child in children] == [0, 0]
     assert len(list(tmp_path.glob("*/meta.json"))) == 1

@@ -51,26 +51,26 @@ def test_file_is_read_by_its_suffix(suffix, tmp_path):
 
 def test_split_and_filter_select_rows(tmp_path):
     path = str(write(tmp_path / "mine.jsonl"))
-    other = str(write(tmp_path / "other.jsonl", ROWS[:2]))
+    test_path = str(write(tmp_path / "other.jsonl", ROWS[:2]))
     assert len(load_rows(path, split="train[:50%]")) == 3
-    assert list(load_rows("json", data_files={"train": path, "test": other}, split="test")) == ROWS[:2]
+    assert list(load_rows("json", data_files={"train": path, "test": test_path}, split="test")) == ROWS[:2]
     assert len(load_rows(path, split="train", filter_fn=lambda row: row["input"] != "red 3")) == 5
 
 
 def test_a_folder_of_save_to_disk_is_read(tmp_path):
     import datasets
 
-    one, two = str(tmp_path / "one"), str(tmp_path / "two")
-    datasets.Dataset.from_list(ROWS).save_to_disk(one)
-    assert list(load_rows(one, split="train")) == ROWS
-    assert list(load_rows(one, split="train[1:3]")) == ROWS[1:3]
-    assert [row.columns() for row in open_reader(one, split="train")[0].window(None, 9, None)[0]] == ROWS
+    dataset_folder, dict_folder = str(tmp_path / "one"), str(tmp_path / "two")
+    datasets.Dataset.from_list(ROWS).save_to_disk(dataset_folder)
+    assert list(load_rows(dataset_folder, split="train")) == ROWS
+    assert list(load_rows(dataset_folder, split="train[1:3]")) == ROWS[1:3]
+    assert [row.columns() for row in open_reader(dataset_folder, split="train")[0].window(None, 9, None)[0]] == ROWS
     parts = {"train": datasets.Dataset.from_list(ROWS), "held": datasets.Dataset.from_list(ROWS[:1])}
-    datasets.DatasetDict(parts).save_to_disk(two)
-    assert list(load_rows(two, split="held")) == ROWS[:1]
-    assert "has the splits train, held: set split to one" in refused(tmp_path, source=two, split="test")
-    assert "name does not go with" in refused(tmp_path, source=two, name="x")
-    assert RowSource(datasets.load_from_disk(one)).rows().to_list() == ROWS
+    datasets.DatasetDict(parts).save_to_disk(dict_folder)
+    assert list(load_rows(dict_folder, split="held")) == ROWS[:1]
+    assert "has the splits train, held: set split to one" in refused(tmp_path, source=dict_folder, split="test")
+    assert "name does not go with" in refused(tmp_path, source=dict_folder, name="x")
+    assert RowSource(datasets.load_from_disk(dataset_folder)).rows().to_list() == ROWS
 
 
 def test_files_of_a_hub_dataset_stay_its_files():

@@ -198,8 +198,8 @@ def test_tokenize_messages_of_a_derived_tokenizer_is_called(tokenizer_folder):
             tokens, mask = super().tokenize_messages(*args, **kwargs)
             return [5, *tokens], [True, *mask]
 
-    own = Own(str(tokenizer_folder / "tokenizer.json"))
-    data = SFTDataset(source=[openai("a", "b")], message_transform=OpenAIToMessages(), model_transform=own)
+    derived = Own(str(tokenizer_folder / "tokenizer.json"))
+    data = SFTDataset(source=[openai("a", "b")], message_transform=OpenAIToMessages(), model_transform=derived)
     assert data[0]["tokens"][0] == 5
 
 
@@ -304,7 +304,10 @@ def test_preference_builders_give_the_same_pairs(tokenizer, tmp_path):
     message = refused(preference_dataset, tokenizer, source=str(write_lines(tmp_path / "b.jsonl", [pair, long])))
     assert "row 1: no label is left in the chosen answer within max_seq_len=" in message
     assert "the prompt is too long" in message
-    turns = [{**pair, side: pair[side][1:], "prompt": prompt} for side in pair for prompt in ("a", pair[side][:1])]
+    turns = []
+    for side in pair:
+        for prompt in ("a", pair[side][:1]):  # the prompt as a text or as turns
+            turns.append({**pair, side: pair[side][1:], "prompt": prompt})
     texts = [{"chosen": "good", "rejected": "bad one", "prompt": "a"}, {"yes": "good", "no": "bad one", "ask": "a"}]
     for row in (*turns, texts[0]):
         assert preference_dataset(tokenizer, source=[row])[0] == expected
@@ -323,7 +326,7 @@ def test_pairs_that_teach_nothing_are_named_or_left_out(tokenizer, caplog):
         {"prompt": "a", "chosen": "d", "rejected": "e " * 300},
         {"prompt": "a", "chosen": "b", "rejected": [{"role": "user", "content": "a"}]},
     ]
-    said = refused(preference_dataset, tokenizer, source=rows)
+    message = refused(preference_dataset, tokenizer, source=rows)
     for words in (
         "row 1: both answers are the same",
         "row 2: the chosen answer is empty",
@@ -332,9 +335,9 @@ def test_pairs_that_teach_nothing_are_named_or_left_out(tokenizer, caplog):
         "row 6: the rejected answer is missing",
         "leave them out with on_bad_row=skip",
     ):
-        assert words in said
-    kept = preference_dataset(tokenizer, source=rows, on_bad_row="skip")
-    assert [kept.origins(index)[0]["row"] for index in range(len(kept))] == [0, 5]
+        assert words in message
+    remaining = preference_dataset(tokenizer, source=rows, on_bad_row="skip")
+    assert [remaining.origins(index)[0]["row"] for index in range(len(remaining))] == [0, 5]
     assert "5 of 7 rows of" in caplog.text
     assert "are left out (row 1: both answers are the same" in caplog.text
     assert "1 of 2 rows of" in caplog.text
@@ -347,14 +350,14 @@ def test_kto_rows_have_the_tokens_of_pairs(tokenizer):
         {"prompt": [{"role": "user", "content": "a"}], "completion": "bad one", "label": False},
         {"completion": openai("a", "good")["messages"], "label": 1},
     ]
-    found = kto_dataset(tokenizer, source=rows)
-    assert [found[index]["is_chosen"] for index in range(3)] == [True, False, True]
+    dataset = kto_dataset(tokenizer, source=rows)
+    assert [dataset[index]["is_chosen"] for index in range(3)] == [True, False, True]
     pair = preference_dataset(tokenizer, source=[{"prompt": "a", "chosen": "good", "rejected": "bad one"}])[0]
     sides = ("chosen", "rejected", "chosen")
     for index, side in enumerate(sides):
-        assert found[index]["tokens"] == pair[f"{side}_input_ids"]
-        assert found[index]["labels"] == pair[f"{side}_labels"]
-    assert found.fingerprint != kto_dataset(tokenizer, source=[{**rows[0], "label": False}, *rows[1:]]).fingerprint
+        assert dataset[index]["tokens"] == pair[f"{side}_input_ids"]
+        assert dataset[index]["labels"] == pair[f"{side}_labels"]
+    assert dataset.fingerprint != kto_dataset(tokenizer, source=[{**rows[0], "label": False}, *rows[1:]]).fingerprint
     assert "no answer that is labeled bad" in refused(kto_dataset, tokenizer, source=rows[::2])
     assert "column 'label' is 'yes'" in refused(kto_dataset, tokenizer, source=[{**rows[0], "label": "yes"}])
     assert "the answer is empty" in refused(kto_dataset, tokenizer, source=[{**rows[0], "completion": ""}])
@@ -362,17 +365,17 @@ def test_kto_rows_have_the_tokens_of_pairs(tokenizer):
 
 def test_list_of_datasets_is_concatenated(tokenizer, tmp_path):
     path = str(write_lines(tmp_path / "a.jsonl", [openai("a", "b"), openai("c", "d")]))
-    one = {**CHATS, "source": path}
-    both = instantiate_dataset([one, one], tokenizer)
+    node = {**CHATS, "source": path}
+    both = instantiate_dataset([node, node], tokenizer)
     assert isinstance(both, ConcatDataset)
     assert [both[i] for i in range(4)] == [both[i] for i in (0, 1, 0, 1)]
     assert both[-1] == both[1]
-    assert len(instantiate_dataset(one, tokenizer)) == 2
+    assert len(instantiate_dataset(node, tokenizer)) == 2
     with pytest.raises(DataError, match="streaming=True: leave streaming out"):
-        instantiate_dataset([one, {**one, "streaming": True}], tokenizer)
+        instantiate_dataset([node, {**node, "streaming": True}], tokenizer)
     with pytest.raises(DataError, match="cannot be mixed"):
-        instantiate_dataset([one, {**one, "packed": True}], tokenizer)
-    packs = instantiate_dataset([{**one, "packed": True}] * 2, tokenizer)
+        instantiate_dataset([node, {**node, "packed": True}], tokenizer)
+    packs = instantiate_dataset([{**node, "packed": True}] * 2, tokenizer)
     assert isinstance(packs[0], list)
 
 
@@ -402,9 +405,9 @@ SHAREGPT_ROW = {"talk": [{"from": "human", "value": "the cat"}, {"from": "gpt", 
 def test_chats_are_read_without_settings(tokenizer, row):
     (name,) = row
     style = "openai" if row is OPENAI_ROW else "sharegpt"
-    told = chat_dataset(tokenizer, source=[row], conversation_column=name, conversation_style=style)
+    with_settings = chat_dataset(tokenizer, source=[row], conversation_column=name, conversation_style=style)
     for settings in ({}, {"conversation_column": name}, {"conversation_style": style}):
-        assert chat_dataset(tokenizer, source=[{"id": 1, **row}], **settings)[0] == told[0]
+        assert chat_dataset(tokenizer, source=[{"id": 1, **row}], **settings)[0] == with_settings[0]
 
 
 def test_chats_that_can_be_read_in_two_ways_are_refused(tokenizer):

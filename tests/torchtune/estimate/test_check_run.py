@@ -109,11 +109,11 @@ def test_an_adapter_that_would_not_be_saved_or_is_not_there(folder):
     assert "is trained, but checkpoints would hold the base weights alone" in problem
     (problem,) = find_problems(settings(LORA, folder, model_converters=[]))
     assert "it has no adapters to train" in problem
-    own = load_recipe(
+    copied_recipe = load_recipe(
         DISTRIBUTED, folder, {"recipe_main(cfg: Settings) -> int:\n": "recipe_main(cfg: Settings) -> int:\n\n"}
     )
     path = write_config(DISTRIBUTED, folder, folder / "new_run", model_converters=converters)
-    assert find_problems(load_and_check(path, [], own.recipe_main)) == [], "a copy may save it"
+    assert find_problems(load_and_check(path, [], copied_recipe.recipe_main)) == [], "a copy may save it"
 
 
 def test_settings_that_a_resume_cannot_change(folder, tmp_path):
@@ -179,7 +179,8 @@ def test_planned_rows_tokens_and_steps_are_those_of_the_data(count, folder, tmp_
     cfg = settings(DISTRIBUTED, folder, **changes)
     exact = dict(plan_data(cfg, processes=2))
     built = datasets.instantiate_dataset(cfg.dataset, config.instantiate(cfg.tokenizer))
-    tokens, per_epoch = sum(len(row["tokens"]) for row in built), -(-count // 8)
+    tokens = sum(len(row["tokens"]) for row in built)
+    per_epoch = -(-count // 8)
     assert exact["data"] == f"{count} rows, {tokens:,} tokens, all tokenized to count them"
     assert exact["batch"].startswith("8 rows a step = 2 (batch_size) x 2 (accumulation) x 2 (data-parallel ranks)")
     assert exact["steps"] == f"{3 * per_epoch} = 3 epochs of {per_epoch}"
@@ -188,8 +189,8 @@ def test_planned_rows_tokens_and_steps_are_those_of_the_data(count, folder, tmp_
     remark = "tokens, estimated from the first 12 rows of each source; the run checks all rows before its first step"
     assert estimated["data"].endswith(remark)
     assert estimated["steps"] == f"about {exact['steps']}"
-    first = [sum(len(row["tokens"]) for row in (built[i] for i in range(12)))]
-    assert f"{round(first[0] * count / 12):,} tokens" in estimated["data"]
+    sample_tokens = sum(len(built[index]["tokens"]) for index in range(12))
+    assert f"{round(sample_tokens * count / 12):,} tokens" in estimated["data"]
 
 
 def test_rows_that_cannot_be_trained_on_are_named(folder, tmp_path):

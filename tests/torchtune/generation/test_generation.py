@@ -143,8 +143,8 @@ def test_stop_tokens_end_rows_and_then_generation(model):
     out, logits = generate(model, prompts, max_generated_tokens=12, temperature=0.0, pad_id=28, stop_tokens=[stop])
     ends = []
     for row in range(2):
-        found = (free[row, 5:] == stop).nonzero().flatten()
-        end = int(found[0]) + 1 if len(found) else 12
+        positions = (free[row, 5:] == stop).nonzero().flatten()
+        end = int(positions[0]) + 1 if len(positions) else 12
         ends.append(end)
         assert torch.equal(out[row, 5 : 5 + end], free[row, 5 : 5 + end])
         assert (out[row, 5 + end :] == 28).all()

@@ -55,7 +55,7 @@ def test_hostile_text_is_shown_and_never_run(tmp_path):
     page = Tags(write_report(RunFolder(run)).read_text())
     names = {tag for tag, _ in page.tags}
     assert not names & {"script", "img", "iframe", "object", "embed", "link", "a", "form"}
-    assert not [attribute for _, found in page.tags for attribute in found if attribute.startswith("on")]
+    assert not [attribute for _, attributes in page.tags for attribute in attributes if attribute.startswith("on")]
     assert page.text.count("<script>alert(1)</script>") >= 12, "every text is shown as it is"
     assert "{{ 7 * 7 }}" in page.text
 
@@ -64,7 +64,7 @@ def test_page_loads_nothing_from_elsewhere(tmp_path):
     run = write_run(tmp_path / "run", [START, ended()], [{"step": 1, "loss": 1.0}])
     page = write_report(RunFolder(run)).read_text()
     assert not re.search(r"https?:|url\(|@import|src=|href=", page)
-    (policy,) = [found["content"] for tag, found in Tags(page).tags if "http-equiv" in found]
+    (policy,) = [attributes["content"] for tag, attributes in Tags(page).tags if "http-equiv" in attributes]
     assert policy.startswith("default-src 'none'")
 
 
@@ -135,7 +135,8 @@ def test_page_fits_the_window_of_a_browser(width, dark, tmp_path):
     """The page is as wide as its window: a probe page frames it and reports its width."""
     metrics = [{"step": step, "loss": 1 / step, "lr": 0.1} for step in range(1, 60)]
     path = write_report(RunFolder(write_run(tmp_path / "run", hostile_events(), metrics)))
-    page, shot = path.read_text(), tmp_path / "shot.png"
+    page = path.read_text()
+    shot = tmp_path / "shot.png"
     says = "document.documentElement.scrollWidth+' '+getComputedStyle(document.body).backgroundColor"
     probe = f"<script>document.title={says}</script>"
     page = re.sub(r"<meta http-equiv[^>]*>", "", page).replace("</body>", f"{probe}</body>")

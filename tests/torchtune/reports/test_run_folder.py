@@ -47,8 +47,8 @@ def test_cut_last_line_of_a_log_is_left_out(tmp_path):
     for name in ("logs/run.jsonl", "logs/log.jsonl", "skipped_steps.jsonl"):
         with (run / name).open("a") as file:
             file.write('{"event": "end", "step": 2, "los')
-    found = RunFolder(run)
-    assert (list(found.steps), len(found.events), found.skipped_steps) == ([1], 1, [])
+    folder = RunFolder(run)
+    assert (list(folder.steps), len(folder.events), folder.skipped_steps) == ([1], 1, [])
 
 
 def test_killed_run_is_distinguished_from_a_running_one(tmp_path):
@@ -72,8 +72,8 @@ def test_slow_steps_exclude_saves_and_validation(tmp_path):
     seconds = [1, 2, 3, 4, 9, 10, 15, 16]
     metrics = [counted(step, step, float(at), loss=1.0) for step, at in enumerate(seconds, 1)]
     metrics[6]["lost_to_saving"] = 0.8
-    found = RunFolder(write_run(tmp_path / "run", [START], metrics)).slow_steps()
-    assert found == [(5, 5.0, 1.0)]
+    slow_steps = RunFolder(write_run(tmp_path / "run", [START], metrics)).slow_steps()
+    assert slow_steps == [(5, 5.0, 1.0)]
 
 
 @pytest.mark.parametrize("content", [None, "{", "- 1\n", "5"])

@@ -36,9 +36,9 @@ def settings(config, *overrides):
 
 
 def activity(*shape):
-    found = Activity(step=6)
-    found.shape = shape or None
-    return found
+    current = Activity(step=6)
+    current.shape = shape or None
+    return current
 
 
 def explained(error, cfg, dims=None, **given):
@@ -103,11 +103,11 @@ def test_other_errors_are_raised_unchanged():
 def test_advised_settings_are_valid_and_change_the_config(config, overrides):
     cfg = settings(config, *overrides)
     sizes = {"dp_shard": 4, "world_size": 4} if "single" not in config else {}
-    found = list(_suggest_changes(cfg, activity(1, 2048), training.ParallelDims(**sizes), "device"))
-    assert found
-    for changes in found:
+    suggestions = list(_suggest_changes(cfg, activity(1, 2048), training.ParallelDims(**sizes), "device"))
+    assert suggestions
+    for changes in suggestions:
         changed = settings(config, *overrides, *_as_overrides(changes).split())
-        before, after = ([_at(each, key) for key in changes] for each in (cfg, changed))
+        before, after = ([_at(settings_of_run, key) for key in changes] for settings_of_run in (cfg, changed))
         assert after == list(changes.values())
         assert before[0] != after[0]
 
@@ -164,10 +164,10 @@ def test_watch_run_explains_out_of_memory(tmp_path):
 @pytest.mark.parametrize("record_history", [False, True])
 def test_snapshot_of_device_memory_is_written(record_history, tmp_path):
     cfg = settings("smol/135M_full_single_device", f"output_dir={tmp_path}", "device=cuda")
-    kept = []
+    tensors = []
 
     def fill():
-        kept.append(torch.empty(2**20, device="cuda"))
+        tensors.append(torch.empty(2**20, device="cuda"))
         torch.empty(2**50, device="cuda")
 
     message = explained(fill, cfg, record_history=record_history)

@@ -112,7 +112,8 @@ def screen_of(script, columns):
     except OSError:  # the other end is closed
         pass
     assert os.waitpid(pid, 0)[1] == 0, output.decode()
-    lines, column = [""], 0
+    lines = [""]
+    column = 0
     for char in output.decode():
         if char == "\r":
             column = 0

@@ -74,9 +74,9 @@ def test_operations_are_those_that_torch_counts(change, tied):
         out = model(tokens)
         (out.mean() if change is without_loss else loss_fn(out, labels)).backward()
     products = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_)  # with weights; attention's are others
-    found = sum(counter.get_flop_counts()["Global"].get(op, 0) for op in products)
+    torch_flops = sum(counter.get_flop_counts()["Global"].get(op, 0) for op in products)
     counted = count_flops(model)
-    assert found == counted.token * tokens.numel() + counted.label * 6
+    assert torch_flops == counted.token * tokens.numel() + counted.label * 6
 
 
 def test_attention_counts_pairs_that_see_each_other():
@@ -98,8 +98,8 @@ def test_linear_attention_counts_by_token():
     tokens = torch.randint(40, (2, 8))
     with FlopCounterMode(display=False) as counter:
         model(tokens).sum().backward()
-    found = counter.get_flop_counts()["Global"]
-    products = found.get(torch.ops.aten.mm, 0) + found.get(torch.ops.aten.addmm, 0)
+    torch_flops = counter.get_flop_counts()["Global"]
+    products = torch_flops.get(torch.ops.aten.mm, 0) + torch_flops.get(torch.ops.aten.addmm, 0)
     counted = count_flops(model)
     convolved, state = 4 * (2 * 2 * 6 + 4 * 5), 4 * 6 * 5
     assert counted.token * 16 + counted.label * 16 - products == 16 * 2 * 3 * (2 * convolved + 6 * state)

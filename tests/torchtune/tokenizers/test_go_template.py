@@ -81,14 +81,13 @@ def test_go_template_renders_conversations_as_in_training(tmp_path):
         name: tokenizer_of(tmp_path / name, str(PUBLISHED / f"{text}.jinja") if text == name else text)
         for name, text in LAYOUTS.items()
     }
-    templates = {
-        f"{name}_{adds}": go_template(tokenizer, adds_bos=bool(adds))
-        for name, tokenizer in chosen.items()
-        for adds in (0, 1)
-    }
-    found = rendered(templates, tmp_path / "site")
-    assert len(found) == len(CONVERSATIONS) == 10
-    for turns, texts in zip(CONVERSATIONS, found, strict=True):
+    templates = {}
+    for name, tokenizer in chosen.items():
+        for adds in (0, 1):
+            templates[f"{name}_{adds}"] = go_template(tokenizer, adds_bos=bool(adds))
+    rendered_texts = rendered(templates, tmp_path / "site")
+    assert len(rendered_texts) == len(CONVERSATIONS) == 10
+    for turns, texts in zip(CONVERSATIONS, rendered_texts, strict=True):
         for name, tokenizer in chosen.items():
             try:
                 wanted = tokenizer.render_template(turns, add_generation_prompt=True)

@@ -118,7 +118,8 @@ def test_lock_file_without_an_owner_is_refused_only_while_held(tmp_path, content
 
 
 def test_a_link_or_a_folder_is_not_opened(tmp_path):
-    precious, path = tmp_path / "precious", tmp_path / ".run.lock"
+    precious = tmp_path / "precious"
+    path = tmp_path / ".run.lock"
     precious.write_text("mine")
     for make in (lambda: path.symlink_to(precious), lambda: path.symlink_to(tmp_path / "new"), path.mkdir):
         path.unlink(missing_ok=True)
@@ -149,7 +150,9 @@ def test_later_lock_of_the_same_process_takes_over(tmp_path):
 
 def test_waiting_threads_hold_the_lock_one_after_another(tmp_path):
     """Also for another thread, one after the other."""
-    inside, most, done = [], [], []
+    inside = []
+    most = []
+    done = []
 
     def work(number):
         with FolderLock(tmp_path, name="rows.lock").held(waiting="Another process prepares rows: waiting for it."):

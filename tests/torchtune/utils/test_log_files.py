@@ -49,9 +49,9 @@ def in_process(rank, folder, end):
         os.execv(sys.executable, [sys.executable, "-c", code, str(folder)])
     os.close(write)
     with os.fdopen(read) as screen:
-        said = screen.read()
+        output = screen.read()
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    return status, said, (folder / "logs" / f"rank_{rank}.log").read_text()
+    return status, output, (folder / "logs" / f"rank_{rank}.log").read_text()
 
 
 def test_rank_0_is_on_the_screen_and_in_its_file(tmp_path):
@@ -110,8 +110,8 @@ def test_full_disk_is_reported_once(tmp_path, caplog):
     log = get_run_logger(tmp_path)
     log.info("one")
     log.info("two")
-    (said,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
-    assert said.endswith("rank_0.log cannot be written (No space left on device): the run goes on without it.")
+    (message,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert message.endswith("rank_0.log cannot be written (No space left on device): the run goes on without it.")
 
 
 def test_log_folder_that_cannot_be_made_is_reported_once(tmp_path, caplog):

@@ -48,7 +48,7 @@ def test_paths_that_another_user_controls_are_refused(shared, tmp_path, me):
     (shared / "theirs" / "mine").mkdir()
     os.chown(shared / "theirs" / "mine", me, me)
     os.seteuid(me)
-    for path, said in (
+    for path, message in (
         (shared / "theirs", "the folder .*theirs belongs to another user of this machine .uid 54321."),
         (shared / "theirs" / "config.json", "the folder .*theirs belongs"),
         (shared / "theirs" / "not there" / "yet", "the folder .*theirs belongs"),
@@ -58,7 +58,7 @@ def test_paths_that_another_user_controls_are_refused(shared, tmp_path, me):
         (tmp_path / "leads there", "the folder .*theirs belongs"),
         (shared / "x" / ".." / "theirs", "the folder .*theirs belongs"),
     ):
-        with pytest.raises(ForeignPathError, match=said):
+        with pytest.raises(ForeignPathError, match=message):
             refuse_foreign(path)
 
 

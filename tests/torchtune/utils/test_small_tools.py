@@ -126,9 +126,9 @@ def test_a_deprecated_function_and_parameter():
 
 
 def test_empty_documents_are_refused():
-    for wrong in ([], [2, 0]):
+    for lengths in ([], [2, 0]):
         with pytest.raises(ValueError, match="at least one token"):
-            Documents.from_lengths(wrong)
+            Documents.from_lengths(lengths)
 
 
 def test_only_import_warnings_of_missing_kernels_are_hidden(caplog):
