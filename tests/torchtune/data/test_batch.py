@@ -47,7 +47,7 @@ def document_states(model, batch):
     return list(hidden.split(list(batch.documents.lengths)))
 
 
-def test_code_for_dicts_takes_a_batch():
+def test_batch_supports_the_operations_of_a_dict():
     batch = collate_documents([ONE, TWO])
     assert isinstance(batch, Batch)
     assert (

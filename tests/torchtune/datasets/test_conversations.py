@@ -81,7 +81,7 @@ def test_texts_and_objects_give_the_same_tokens(with_tools, tmp_path, tools, arg
         assert text_of(with_tools, rows[0]["labels"]) == WRITTEN
 
 
-def test_a_table_adds_no_nulls(with_tools):
+def test_fields_of_other_rows_of_a_table_are_left_out(with_tools):
     """Every mapping of a table has the fields of all rows."""
     import datasets
 
@@ -177,7 +177,7 @@ def test_any_order_of_turns_needs_a_setting(with_tools):
         SFTTransform(lambda row: row, with_tools)({"messages": [QUESTION, QUESTION, answer]})
 
 
-def test_mappings_are_masked_as_datasets_do(with_tools):
+def test_tokenizer_masks_mappings_as_datasets_do(with_tools):
     turns = [{"role": "system", "content": "Be brief."}, QUESTION, {"role": "assistant", "content": "Yes."}]
 
     def trained(turns):

@@ -12,7 +12,7 @@ import pytest
 from torchtune import training
 
 
-def test_plain_lines_where_there_is_no_terminal():
+def test_progress_is_plain_lines_without_a_terminal():
     file = io.StringIO()
     with training.ProgressBar(total=10, initial=4, file=file, interval=0.0) as progress:
         for step in range(5, 8):
@@ -27,7 +27,7 @@ def test_plain_lines_where_there_is_no_terminal():
     assert "loss=0.1429, val_loss=0.2500, tok/s=1,234" in lines[-1]
 
 
-def test_other_ranks_are_silent(monkeypatch):
+def test_other_ranks_print_no_progress(monkeypatch):
     monkeypatch.setenv("RANK", "1")
     file = io.StringIO()
     with training.ProgressBar(total=2, file=file) as progress:
@@ -145,7 +145,7 @@ with ProgressBar(total=10_000, initial=2) as progress:
 """
 
 
-def test_a_terminal_has_lines_above_one_bar():
+def test_terminal_shows_lines_above_one_bar():
     lines, output = screen_of(RUN, 80)
     assert output.count("\r") >= 2
     assert lines[0] == "INFO:torchtune:step_4 was saved."

@@ -140,7 +140,7 @@ def test_decoding_token_by_token_gives_whole_characters(case, tmp_path_factory):
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_every_turn_trains_its_end(case, tmp_path_factory):
+def test_end_of_every_turn_is_trained(case, tmp_path_factory):
     tokenizer, *_ = three(case, tmp_path_factory.getbasetemp())
     tokens, mask = tokenizer.tokenize_messages(messages_of(exchange("one", "two", "three", "four", "five", "six")))
     ends = [i for i in range(len(tokens)) if not mask[i] and (i + 1 == len(tokens) or mask[i + 1])]

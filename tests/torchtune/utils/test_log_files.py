@@ -78,7 +78,7 @@ def test_other_ranks_show_errors_alone(tmp_path):
         assert text in file
 
 
-def test_a_crash_leaves_its_stack(tmp_path):
+def test_crash_writes_its_stack_to_the_log(tmp_path):
     status, screen, file = in_process(1, tmp_path, "os.abort()")
     assert status == -6
     assert "Fatal Python error: Aborted" in file
