@@ -73,7 +73,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def _sample(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out rows of long tables."""
-    kept, left, seen = [], [], Counter()
+    kept = []
+    left = []
+    seen = Counter()
     for item in items:
         name = item.nodeid.removeprefix("tests/").partition("[")[0]
         every = next((number for start, number in EVERY.items() if name.startswith(start)), 1)
@@ -127,7 +129,8 @@ def logger_as_it_was():
     """Forget what an earlier test of the same process left: level, handlers, and messages that come once."""
     logger = logging.getLogger("torchtune")
     logger.setLevel(logging.NOTSET)
-    logger.handlers[:], logger.propagate = [], True
+    logger.handlers[:] = []
+    logger.propagate = True
     log_once.cache_clear()
 
 

@@ -31,11 +31,10 @@ KERNELS = [
 ]
 MORE = {
     "avx2": [
-        "tests/torchtune/generation/test_continuous_batch.py::test_rows_join_and_leave",
+        "tests/torchtune/generation/test_continuous_batch.py::test_answers_are_the_same_while_rows_join_and_leave",
         "tests/torchtune/generation/test_continuous_batch.py::test_weights_return_from_their_fast_layout",
-        "tests/torchtune/generation/test_continuous_batch.py::test_layers_in_their_fast_layout_see_what_hooks_and_autocast_make_of_"
-        "their_input",
-        "tests/torchtune/generation/test_continuous_batch.py::test_prompts_of_several_lengths_in_a_row_under_autocast",
+        "tests/torchtune/generation/test_continuous_batch.py::test_fast_layers_apply_hooks_and_autocast_to_their_input",
+        "tests/torchtune/generation/test_continuous_batch.py::test_successive_prompts_of_other_lengths_work_under_autocast",
         "tests/torchtune/generation/test_tokens.py::test_greedy_equals_transformers",
     ],
     "default": [],
@@ -66,7 +65,8 @@ def test_a_model_in_bf16_answers(tmp_path):
 def test_a_model_in_bf16_is_evaluated(tmp_path):
     model, tokenizer = torchtune.load(write_checkpoint(tmp_path / "checkpoint"), dtype="bf16", device="cpu")
     (tmp_path / "rows.jsonl").write_text('{"prompt": "the cat", "answer": "sees"}')
-    rows, scores = evaluation.read_eval_rows(tmp_path / "rows.jsonl"), evaluation.make_scores(["exact"])
+    rows = evaluation.read_eval_rows(tmp_path / "rows.jsonl")
+    scores = evaluation.make_scores(["exact"])
     report = evaluation.evaluate_answers(
         model, tokenizer, rows, scores, source="rows.jsonl", folder=tmp_path, max_new_tokens=40
     )

@@ -59,7 +59,7 @@ def test_a_component_takes_the_arguments_that_configs_give(path):
     assert known.open or not unknown, f"{path}{inspect.signature(component)} does not take {unknown}"
 
 
-def test_older_names_are_what_they_are_elsewhere():
+def test_older_names_are_the_present_objects():
     gemma, gemma2 = (importlib.import_module(f"torchtune.models.{name}") for name in ("gemma", "gemma2"))
     assert gemma2.gemma_tokenizer is gemma.gemma_tokenizer
     attention = importlib.import_module("torchtune.modules.attention_utils")

@@ -103,7 +103,7 @@ def test_the_committed_table_of_models_is_what_the_families_say():
 
 
 @pytest.mark.usefixtures("tools")
-def test_the_parts_of_a_template_are_chosen():
+def test_template_conditions_select_their_lines():
     from make_configs import chosen
 
     text = "a\n#if x\nb\n#if y\nc\n#end\n#else\nd\n#end\n#if not x\ne\n#end\nf\n"
@@ -143,7 +143,7 @@ def test_the_table_of_memory_is_what_the_configs_need(monkeypatch, capsys):
 
 
 @pytest.mark.usefixtures("tools")
-def test_a_kept_result_is_what_a_simulation_says():
+def test_committed_memory_result_equals_a_simulation():
     """A change of the library that moves this one moves the others: ``make_tables.py --anew``."""
     import memory_table
 
@@ -155,7 +155,8 @@ def test_configs_show_what_people_edit():
     """A setting that stands in a config differs from its default, or is one that everybody changes."""
     shown = set("batch_size gradient_accumulation_steps epochs dtype enable_activation_checkpointing compile".split())
     shown |= {"max_new_tokens", "temperature", "kd_ratio", "expert_parallel_dim"}  # the last of mixtures of experts
-    repeated, seen = [], 0
+    repeated = []
+    seen = 0
     for recipe in get_all_recipes():
         settings = inspect.get_annotations(RecipeTarget(recipe.name, path=recipe.path).load_main(), eval_str=True)[
             "cfg"
@@ -201,7 +202,7 @@ def test_versions_agree():
     assert f"## {torchtune.__version__}" in (ROOT / "CHANGELOG.md").read_text()
 
 
-def test_the_tree_of_the_readme_is_the_tree():
+def test_tree_in_the_readme_equals_the_folders():
     block = re.search(r"```text\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1]
     stack: list[str] = []
     for line in block.splitlines():
@@ -212,7 +213,9 @@ def test_the_tree_of_the_readme_is_the_tree():
 
 
 def test_the_wheel_has_every_file_of_the_library_and_works_from_its_own_folder(tmp_path):
-    packages, source, site = ("torchtune", "recipes"), tmp_path / "source", tmp_path / "site"
+    packages = ("torchtune", "recipes")
+    source = tmp_path / "source"
+    site = tmp_path / "site"
     tracked = subprocess.run(
         ["git", "ls-files", "-z", *packages, "pyproject.toml", "README.md", "LICENSE"],
         cwd=ROOT,
@@ -261,7 +264,7 @@ PRIVATE = re.compile(
 )
 
 
-def test_private_names_of_torch_stand_in_one_place():
+def test_private_torch_names_are_imported_in_one_module():
     """Whatever a release takes away is mended there; what checkpoints need of them is theirs."""
     homes = {"_torch_private.py"}  # of the library, and of simulations
     found = {

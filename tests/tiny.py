@@ -116,7 +116,8 @@ def _sentence(rng: random.Random, longest: int) -> str:
 
 def write_conversations(path: Path, count: int = 24, *, seed: int = 0) -> Path:
     """Write ``count`` conversations of one or two turns, of very different lengths, as JSON lines."""
-    rng, rows = random.Random(seed), []
+    rng = random.Random(seed)
+    rows = []
     for _ in range(count):
         messages = []
         for _ in range(rng.randint(1, 2)):
@@ -128,7 +129,8 @@ def write_conversations(path: Path, count: int = 24, *, seed: int = 0) -> Path:
 
 def write_pairs(path: Path, count: int = 12, *, seed: int = 0) -> Path:
     """Write ``count`` pairs of answers to a question, of very different lengths, as JSON lines."""
-    rng, rows = random.Random(seed), []
+    rng = random.Random(seed)
+    rows = []
     for number in range(count):
         question = {"role": "user", "content": _sentence(rng, 12)}
         answers = [_sentence(rng, 8), f"{_sentence(rng, 8)} {WORDS[number % len(WORDS)]}"]

@@ -160,7 +160,8 @@ def gemma4_unified_config() -> Any:
     from transformers import Gemma4UnifiedConfig
 
     whole = gemma4_config().to_dict()
-    text, vision = whole["text_config"], {"patch_size": 4, "pooling_kernel_size": 3, "mm_posemb_size": 64}
+    text = whole["text_config"]
+    vision = {"patch_size": 4, "pooling_kernel_size": 3, "mm_posemb_size": 64}
     absent = ("model_type", "hidden_size_per_layer_input", "vocab_size_per_layer_input", "enable_moe_block")
     text = {name: value for name, value in text.items() if name not in absent}
     vision |= dict.fromkeys(("mm_embed_dim", "output_proj_dims"), 24)
@@ -312,7 +313,8 @@ def masks_of(theirs: Any, kinds: torch.Tensor) -> dict[str, Any]:
     """
     if theirs.config.model_type != "gemma4_unified":
         return {}
-    positions, embeds = torch.arange(kinds.shape[1])[None], torch.zeros(*kinds.shape, 1)
+    positions = torch.arange(kinds.shape[1])[None]
+    embeds = torch.zeros(*kinds.shape, 1)
     masks = theirs.create_masks_for_generate(theirs.config, embeds, None, None, positions, mm_token_type_ids=kinds)
     return {"attention_mask": masks}
 

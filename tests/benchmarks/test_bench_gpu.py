@@ -29,25 +29,25 @@ def bench(monkeypatch):
         ("qwen3-4b-grpo-lora", "transformers", set()),
     ],
 )
-def test_stages_of_a_case(bench, case, side, kinds, capsys):
+def test_every_stage_of_a_case_is_timed(bench, case, side, kinds, capsys):
     arguments = {"case": case, "side": side, "tiny": True, "compile": None, "steps": 1, "warmup": 1}
     bench.measure(argparse.Namespace(**arguments, precision="stochastic_rounding", peak_tflops=None))
-    found = {}
+    results = {}
     for line in capsys.readouterr().out.splitlines():
         if line.startswith("RESULT "):
-            found |= json.loads(line.removeprefix("RESULT "))
-    eager = found["eager"]
-    assert min(eager["tokens_per_second"], eager["peak_gib"], eager["train_seconds"], found["trained"]) > 0
+            results |= json.loads(line.removeprefix("RESULT "))
+    eager = results["eager"]
+    assert min(eager["tokens_per_second"], eager["peak_gib"], eager["train_seconds"], results["trained"]) > 0
     assert ("generate_seconds" in eager) == ("grpo" in case)
     if side == "ours":
-        times = found["kernels_ms"]
-        known = kinds | {"optimizer", "Embedding", "RMSNorm", "loss and others"}
-        assert set(times) == known
+        times = results["kernels_ms"]
+        expected_kinds = kinds | {"optimizer", "Embedding", "RMSNorm", "loss and others"}
+        assert set(times) == expected_kinds
         # The backward pass belongs to layers too.
         assert sum(times[kind] for kind in kinds) > times["loss and others"]
 
 
-def test_operations_of_a_llama(bench):
+def test_flops_of_a_llama_are_those_of_the_formula(bench):
     """Against the sum by hand: 7 products a layer, attention in each document, and the output."""
     import torch
     from gpu_cases import RANK, draw_step, needed_flops
@@ -58,14 +58,16 @@ def test_operations_of_a_llama(bench):
     batch = draw_step(case, 512, 0)
     d, ffn, q, kv, layers = 64, 128, 64, 32, 4
     shapes = [(d, q), (d, kv), (d, kv), (q, d), (d, ffn), (d, ffn), (ffn, d)]
-    tokens, labels = 256, 256 - len(batch.documents.lengths)
-    weights, adapters = (sum(f(a, b) for a, b in shapes) for f in (lambda a, b: a * b, lambda a, b: RANK * (a + b)))
+    tokens = 256
+    labels = tokens - len(batch.documents.lengths)
+    weights = sum(inputs * outputs for inputs, outputs in shapes)
+    adapters = sum(RANK * (inputs + outputs) for inputs, outputs in shapes)
     products = 4 * (layers * weights * tokens + 512 * d * labels) + 6 * layers * adapters * tokens
     pairs = sum(n * (n + 1) // 2 for n in batch.documents.lengths)
     assert needed_flops(model.description, model, True, batch) == products + 12 * layers * q * pairs
 
 
-def test_no_gpu_is_said(bench, monkeypatch):
+def test_missing_gpu_is_refused(bench, monkeypatch):
     monkeypatch.setattr(bench.torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(sys, "argv", ["bench_gpu.py", "llama-8b-lora", "ours"])
     with pytest.raises(SystemExit, match="There is no CUDA device"):

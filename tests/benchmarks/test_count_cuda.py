@@ -17,10 +17,17 @@ def counting(monkeypatch):
 
 
 def test_table_compares_models_of_whole_depth(counting):
-    ours = {"layers": 2, "layer_forward": 4, "layer_backward": 6, "forward": 7, "backward": 8, "waits": {}}
-    ours |= {"copies": 1, "peak": 3.0}
-    other = {**ours, "layer_forward": 8, "layer_backward": 12, "forward": 11, "backward": 14, "waits": {"a.py:1": 2}}
-    row = {"family": "llama2", "method": "full", "depth": 10, "ours": ours, "transformers": other}
+    counts = {"layers": 2, "layer_forward": 4, "layer_backward": 6, "forward": 7, "backward": 8, "waits": {}}
+    counts |= {"copies": 1, "peak": 3.0}
+    doubled_counts = {
+        **counts,
+        "layer_forward": 8,
+        "layer_backward": 12,
+        "forward": 11,
+        "backward": 14,
+        "waits": {"a.py:1": 2},
+    }
+    row = {"family": "llama2", "method": "full", "depth": 10, "ours": counts, "transformers": doubled_counts}
     table = counting.table([row, {"family": "failed", "method": "full", "ours_error": "no kernel"}])
     cells = [line.split(" - ")[1] for line in table.splitlines() if " - " in line][12:]
     # Outside of the layers 5 launches; in a layer 5 of ours and 10 of the other, ten layers deep.
@@ -38,7 +45,7 @@ def test_cut_models_keep_their_kinds_of_layers(counting):
 @pytest.mark.cuda_host
 @pytest.mark.filterwarnings("ignore")  # of transformers and peft about themselves
 @pytest.mark.parametrize("method", ["full", "lora", "grpo"])
-def test_launches_and_waits_of_a_micro_batch(counting, method):
+def test_launches_and_waits_of_a_micro_batch_are_counted(counting, method):
     row = counting.count_row("llama3_2", counting.families()["llama3_2"], method, compiled=False)
     assert row["ours"]["waits"] == {}
     depth = row["depth"]
@@ -62,7 +69,7 @@ def test_host_waits_for_tokens_once_per_check(counting):
     model = counting.OurSide(family.description, family.spec, "full", torch.device("cuda")).model
     waits = []
     for new in (8, 64):
-        with counting.watched_waits() as found:
+        with counting.watched_waits() as counted_waits:
             assert list(stream_tokens(model, [[5, 6, 7], [8]], max_new_tokens=new, temperature=0.0))
-        waits.append(found.total())
+        waits.append(counted_waits.total())
     assert waits[1] - waits[0] <= 2 * 7  # seven more checks: tokens, and whether log-probs are finite

@@ -36,7 +36,7 @@ CHEAP = """if True:
 """
 
 
-def test_slices_go_on_where_they_stopped(tmp_path):
+def test_slices_resume_after_a_kill(tmp_path):
     results, state, slow = tmp_path / "results", tmp_path / "state", tmp_path / "slow"
     code = CHEAP.format(folder=str(ROOT / "benchmarks"), slow=str(slow))
     command = [sys.executable, "-c", code, "--results", str(results), "--state", str(state)]
@@ -61,34 +61,35 @@ def test_slices_go_on_where_they_stopped(tmp_path):
     first = (folder / "a.json").read_text()
     assert json.loads(first)["eager"] == {"tokens_per_second": 5.0, "peak_gib": 1.0}
     shutil.rmtree(results)  # as where the checkout is sent anew
-    said = call("--total", "59")  # less than the limit of a task
-    assert "2 of 4 done before this call" in said
-    assert "Left: c, d; all calls together took" in said
-    said = call()
-    assert "Done: 4 of 4, 1 with an error" in said
-    assert "ERROR: ValueError: 7" in said
+    output = call("--total", "59")  # less than the limit of a task
+    assert "2 of 4 done before this call" in output
+    assert "Left: c, d; all calls together took" in output
+    output = call()
+    assert "Done: 4 of 4, 1 with an error" in output
+    assert "ERROR: ValueError: 7" in output
     assert (folder / "a.json").read_text() == first
     assert "3 of 4 done before this call" in call("--again")
 
 
 @pytest.mark.slow
 def test_results_become_a_table(tmp_path, monkeypatch):
-    results, name = tmp_path / "results", f"{CASE}.ours"
+    results = tmp_path / "results"
+    name = f"{CASE}.ours"
     options = ["--tiny", "--results", str(results), "--state", str(tmp_path / "state"), "--only", CASE, "--slice", "1"]
     command = [sys.executable, str(ROOT / "benchmarks" / "run_gpu.py"), *options]
     done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode, f"Left: {CASE}.transformers" in done.stdout) == (0, True), done.stderr
     (path,) = results.glob(f"*/{name}.json")
-    found = json.loads(path.read_text())
-    assert {"eager", "host_syncs", "kernels_ms", "seconds"} <= found.keys()
+    table = json.loads(path.read_text())
+    assert {"eager", "host_syncs", "kernels_ms", "seconds"} <= table.keys()
     monkeypatch.syspath_prepend(ROOT / "tools")
     page = importlib.import_module("gpu_table").page(results)
     speed, kernels = page.split("   * - Qwen3 0.6B, all weights\n")[1:]
-    assert speed.splitlines()[0].strip() == f"- {found['eager']['tokens_per_second']:,.0f}"
-    assert f"     - {found['kernels_ms']['FeedForward']:,.1f}\n" in kernels
+    assert speed.splitlines()[0].strip() == f"- {table['eager']['tokens_per_second']:,.0f}"
+    assert f"     - {table['kernels_ms']['FeedForward']:,.1f}\n" in kernels
 
 
-def test_errors_and_sampling_in_the_page(tmp_path, monkeypatch):
+def test_page_shows_errors_and_sampling_speeds(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "tools")
     table = importlib.import_module("gpu_table")
     assert table.page(tmp_path).startswith("Nothing was measured yet")
@@ -115,9 +116,9 @@ def test_errors_and_sampling_in_the_page(tmp_path, monkeypatch):
     assert "- llama-8b-lora.transformers: ``RuntimeError: no kernel for x_ in bf16``" in page
 
 
-def test_a_task_that_fails_is_a_result(driver, tmp_path):
-    said = 'print("RESULT " + \'{"eager": {"peak_gib": 1.0}}\', flush=True); '
-    broken = driver.measure(driver.Task("a", ["-c", said + "raise ValueError('no such kernel')"], 60), tmp_path)
+def test_failed_task_is_recorded_as_a_result(driver, tmp_path):
+    result_line = 'print("RESULT " + \'{"eager": {"peak_gib": 1.0}}\', flush=True); '
+    broken = driver.measure(driver.Task("a", ["-c", result_line + "raise ValueError('no such kernel')"], 60), tmp_path)
     assert broken["error"] == "ValueError: no such kernel"
     assert broken["eager"] == {"peak_gib": 1.0}
     endless = driver.measure(driver.Task("b", ["-c", "import time; time.sleep(600)"], 1), tmp_path)
@@ -129,7 +130,7 @@ def test_a_task_that_fails_is_a_result(driver, tmp_path):
     assert set(driver.Results(tmp_path / "results", tmp_path / "copies").read()) == {"c"}
 
 
-def test_results_of_tests(driver, tmp_path):
+def test_failed_tests_are_named_in_the_result(driver, tmp_path):
     file = tmp_path / "test_some.py"
     file.write_text(
         "import pytest\ndef test_a(): pass\n@pytest.mark.parametrize('n', ['x y'])\ndef test_b(n): assert 0\n"
@@ -143,14 +144,14 @@ def test_results_of_tests(driver, tmp_path):
     assert list(result["failed"]) == [str(file)] or "test_some.py" in result["error"]
 
 
-def test_results_of_tests_that_took_too_long_are_kept(driver):
-    said = """collecting ... collected 4 items
+def test_results_of_tests_are_kept_after_a_timeout(driver):
+    output = """collecting ... collected 4 items
 
 tests/test_some.py::test_a PASSED                                        [ 25%]
 tests/test_some.py::test_b[x y] FAILED                                   [ 50%]
 tests/test_some.py::test_c SKIPPED (needs two devices)                   [ 75%]
 tests/test_some.py::test_d """
-    assert driver.tests_of(said) == {"passed": 1, "skipped": 1, "failed": {"test_b[x y]": ""}}
+    assert driver.tests_of(output) == {"passed": 1, "skipped": 1, "failed": {"test_b[x y]": ""}}
 
 
 def test_speeds_are_measured_before_the_tests_run(driver):
@@ -159,13 +160,13 @@ def test_speeds_are_measured_before_the_tests_run(driver):
     assert {name.partition(".")[0] for name in names[4:]} == {"tests"}
 
 
-def test_there_are_gpu_tests(driver):
+def test_gpu_test_tasks_are_listed_once(driver):
     names = {task.name for task in driver.test_tasks()}
     assert {"tests.on_cuda", "tests.models_on_cuda", "tests.memory"} <= names
     assert len(names) == len(list(driver.test_tasks()))
 
 
-def test_wheels_and_missing_packages(driver, tmp_path, monkeypatch, capsys):
+def test_missing_packages_are_installed_from_wheels(driver, tmp_path, monkeypatch, capsys):
     wheels, state = tmp_path / "wheels", tmp_path / "state"
     wheels.mkdir()
     with pytest.raises(SystemExit, match=r"there is no wheel \(\*.whl\)"):

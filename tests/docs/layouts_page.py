@@ -53,13 +53,15 @@ def example(row: Row, folder: Path) -> str:
     from transformers import PreTrainedTokenizerFast
 
     row.write(folder, row.case)
-    ours, theirs = row.ours(folder), PreTrainedTokenizerFast.from_pretrained(folder)
-    tokens, mask = ours.tokenize_messages(conversation(row))
-    text, start = "", 0
+    tokenizer, hf_tokenizer = row.ours(folder), PreTrainedTokenizerFast.from_pretrained(folder)
+    tokens, mask = tokenizer.tokenize_messages(conversation(row))
+    text = ""
+    start = 0
     for i in range(1, len(tokens) + 1):
         if i == len(tokens) or mask[i] != mask[start]:
-            part = text_of(theirs, tokens[start:i])
-            text, start = text + (part if mask[start] else f"⟦{part}⟧"), i
+            part = text_of(hf_tokenizer, tokens[start:i])
+            text += part if mask[start] else f"⟦{part}⟧"  # trained parts have brackets
+            start = i
     return text
 
 
@@ -78,8 +80,8 @@ def examples() -> str:
 
 def parts_of_page() -> tuple[str, str, str]:
     """The page before, between and after the marks."""
-    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
-    between, _, after = rest.partition(END)
+    before, _, after_begin = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+    between, _, after = after_begin.partition(END)
     return before, between, after
 
 

@@ -52,11 +52,13 @@ def blocks_of(page: Path) -> list[Block]:
 
 
 def _fenced(page: Path, lines: list[str]) -> list[Block]:
-    blocks, start = [], None
+    blocks = []
+    start = None
     for number, line in enumerate(lines, start=1):
         match = _FENCE.match(line)
         if match and start is None:
-            start, language = number, match["language"]
+            start = number
+            language = match["language"]
         elif line.rstrip() == "```":
             body = "\n".join(lines[start : number - 1]) + "\n"
             blocks.append(Block(page, start, language, None, body))

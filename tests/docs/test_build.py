@@ -54,17 +54,18 @@ def test_the_site_builds_without_a_warning_and_is_complete(tmp_path):
 
 def check_recipe_tables(page):
     """The page shows every recipe, every feature, and for each cell the setting or the reason in the features table."""
-    tables = [
-        re.findall(r"<tr.*?</tr>", found, re.DOTALL) for found in re.findall(r"<table.*?</table>", page, re.DOTALL)
-    ]
-    rows = [
-        [re.sub(r"<.*?>|\s+", " ", cell).strip() for cell in re.findall(r"<t[hd].*?</t[hd]>", row, re.DOTALL)]
-        for found in tables
-        for row in found
-    ]
-    of_recipe = {row[0]: row[1].split(", ") for row in rows if row[0] in groups()}
-    assert of_recipe == {name: [group.replace("_", " ") for group in found] for name, found in groups().items()}
-    training, content = recipes_in("training"), table()
+    rows = []
+    for html_table in re.findall(r"<table.*?</table>", page, re.DOTALL):
+        for html_row in re.findall(r"<tr.*?</tr>", html_table, re.DOTALL):
+            cells = re.findall(r"<t[hd].*?</t[hd]>", html_row, re.DOTALL)
+            rows.append([re.sub(r"<.*?>|\s+", " ", cell).strip() for cell in cells])
+    groups_on_page = {row[0]: row[1].split(", ") for row in rows if row[0] in groups()}
+    expected_groups = {}
+    for name, names in groups().items():
+        expected_groups[name] = [group.replace("_", " ") for group in names]
+    assert groups_on_page == expected_groups
+    training = recipes_in("training")
+    content = table()
     (head,) = [row for row in rows if row[0] == "feature"]
     assert head == ["feature", "setting", *training]
     for feature, setting in content["features"].items():
@@ -77,7 +78,7 @@ def check_recipe_tables(page):
 
 def public_names():
     """Dotted path of everything that the packages export, subpackages aside."""
-    found = []
+    paths = []
     top = importlib.import_module("torchtune")
     # Names that training exports for recipes of earlier releases are documented in their own rooms.
     elsewhere = set()
@@ -86,19 +87,21 @@ def public_names():
     for face in top.__all__:
         module = getattr(top, face)
         if not inspect.ismodule(module):
-            found.append(f"torchtune.{face}")
+            paths.append(f"torchtune.{face}")
             continue
-        known = elsewhere if face == "training" else set()
-        names = [name for name in module.__all__ if name not in known and not inspect.ismodule(getattr(module, name))]
-        found += [f"torchtune.{face}.{name}" for name in names]
-    return found
+        excluded = elsewhere if face == "training" else set()
+        names = [
+            name for name in module.__all__ if name not in excluded and not inspect.ismodule(getattr(module, name))
+        ]
+        paths += [f"torchtune.{face}.{name}" for name in names]
+    return paths
 
 
 def sizes():
     """Dotted path of every builder that is a row of a family's table; those with adapters are called alike."""
-    found = []
+    builders = []
     for family in public_modules("torchtune.models"):
         module = importlib.import_module(family)
         rows = getattr(module, "BUILDERS", ())  # none: parts of other families
-        found += [f"{family}.{name}" for name in rows if name in module.__all__ and "lora_" not in name]
-    return found
+        builders += [f"{family}.{name}" for name in rows if name in module.__all__ and "lora_" not in name]
+    return builders

@@ -148,7 +148,8 @@ class Page:
             assert fits, f"$ {command.text}\nshown:\n{expected}\nprinted (exit code {code}):\n{output}"
 
     def _on_ranks(self, words: list[str]) -> tuple[int, str]:
-        args, output = torchrun_arguments([], words), self.tmp / "torchrun.out"
+        args = torchrun_arguments([], words)
+        output = self.tmp / "torchrun.out"
         self.forker.start_script(
             Path(args.training_script), args.training_script_args, output, int(args.nproc_per_node)
         )
@@ -157,7 +158,9 @@ class Page:
     def _in_process(self, words: list[str], *, tiny: bool) -> tuple[int, str]:
         tiny &= words[1] in ("run", "selfcheck") and "--help" not in words
         arguments = [self._argument(word, before, tiny) for before, word in pairwise(words)]
-        output, code, argv = io.StringIO(), 0, sys.argv
+        output = io.StringIO()
+        code = 0
+        argv = sys.argv
         handler = logging.StreamHandler(output)
         handler.setFormatter(logging.Formatter("%(levelname)s:%(name)s:%(message)s"))
         logger = logging.getLogger("torchtune")
@@ -238,7 +241,7 @@ def page_folder(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
-def test_what_a_page_shows_runs(path, page_folder):
+def test_code_and_commands_of_a_page_run(path, page_folder):
     for block in blocks_of(path):
         page_folder.do(block)
 
@@ -246,23 +249,23 @@ def test_what_a_page_shows_runs(path, page_folder):
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
 def test_every_block_is_of_a_kind_that_is_checked(path):
     for block in blocks_of(path):
-        where = f"{path.name}:{block.line}"
-        assert block.language in LANGUAGES, f"{where}: say which language the block is in, one of {LANGUAGES}"
-        assert block.language != "diff" or block.caption, f"{where}: an edit needs the name of its file as caption"
+        location = f"{path.name}:{block.line}"
+        assert block.language in LANGUAGES, f"{location}: say which language the block is in, one of {LANGUAGES}"
+        assert block.language != "diff" or block.caption, f"{location}: an edit needs the name of its file as caption"
         lines = block.text.splitlines()
         hidden = block.language == "text" and any(line.startswith(("$ ", "tune ", "pip ", "make ")) for line in lines)
-        assert not hidden, f"{where}: commands belong into a console block"
+        assert not hidden, f"{location}: commands belong into a console block"
 
 
 def test_commands_that_are_not_run_are_still_shown():
-    shown = {
+    commands_of_pages = {
         command.text
         for page in PAGES
         for block in blocks_of(page)
         if block.language == "console"
         for command in commands_of(block)
     }
-    assert not NOT_RUN.keys() - shown
+    assert not NOT_RUN.keys() - commands_of_pages
 
 
 def test_commands_that_are_not_run_are_valid(tmp_path, monkeypatch):
@@ -270,7 +273,8 @@ def test_commands_that_are_not_run_are_valid(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     (tmp_path / "my_shop.py").write_text("class Shop: pass\n")  # a module that a page lets its reader write
-    parser, verbs = tune.TuneCLIParser(), re.findall(r"^([a-z]+):.*##", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    parser = tune.TuneCLIParser()
+    verbs = re.findall(r"^([a-z]+):.*##", (ROOT / "Makefile").read_text(), re.MULTILINE)
     for text in NOT_RUN:
         words = shlex.split(text)
         if words[0] == "make":

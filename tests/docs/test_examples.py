@@ -46,8 +46,11 @@ def documented():
 def test_examples_of_docstrings_run(tmp_path, monkeypatch):
     checkpoint = write_checkpoint(tmp_path / "checkpoint")
     monkeypatch.setenv("TORCHTUNE_CACHE", str(tmp_path / "cache"))
-    parser, printed = doctest.DocTestParser(), []
-    runner, lacking, run = doctest.DocTestRunner(verbose=False, optionflags=FLAGS), [], 0
+    parser = doctest.DocTestParser()
+    printed = []
+    runner = doctest.DocTestRunner(verbose=False, optionflags=FLAGS)
+    lacking = []
+    run = 0
     for face, name, value in documented():
         text = inspect.getdoc(value) or ""
         if ">>>" not in text:

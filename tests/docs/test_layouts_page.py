@@ -8,7 +8,7 @@ def test_the_page_is_current():
     assert parts_of_page()[1] == examples(), "run python -m tests.docs.layouts_page"
 
 
-def test_every_layout_is_shown_or_is_one_that_is():
+def test_every_layout_is_on_the_page_or_equals_one_that_is():
     same = {
         "qwen2_5": "qwen2",
         "mistral_v3": "mistral_v3_tekken",

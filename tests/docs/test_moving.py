@@ -16,33 +16,34 @@ _NAME = re.compile(r"``([a-z][\w.]*)(?:: [^`]*)?``")
 
 def rows(page):
     """Names in both columns of the tables of a page."""
-    found = _ROW.findall((ROOT / "docs" / page).read_text())
-    return [(_NAME.findall(left), _NAME.findall(right)) for left, right in found]
+    matches = _ROW.findall((ROOT / "docs" / page).read_text())
+    return [(_NAME.findall(left), _NAME.findall(right)) for left, right in matches]
 
 
 def settings():
     """Names of the settings of all recipes."""
     mains = [resolve_recipe(recipe.name).load_main() for recipe in get_all_recipes()]
     types = [inspect.get_annotations(main, eval_str=True)["cfg"] for main in mains]
-    return {item.name for each in types for item in dataclasses.fields(each)}
+    return {item.name for settings_class in types for item in dataclasses.fields(settings_class)}
 
 
 @pytest.mark.parametrize("page", ["moving_trl.rst", "moving_axolotl.rst"])
-def test_settings_exist(page):
-    known = settings()
+def test_settings_named_on_the_page_exist(page):
+    setting_names = settings()
     named = [name for _, right in rows(page) for name in right if not name.startswith("torch")]
     assert len(named) > 30
-    assert not [name for name in named if name.partition(".")[0] not in known | {"dpo", "grpo", "lora", "qlora"}]
+    known_names = setting_names | {"dpo", "grpo", "lora", "qlora"}
+    assert not [name for name in named if name.partition(".")[0] not in known_names]
 
 
-def test_names_of_trl_exist():
+def test_trl_names_on_the_page_exist():
     from peft import LoraConfig
     from transformers import BitsAndBytesConfig
     from trl import DPOConfig, GRPOConfig, GRPOTrainer, SFTConfig
 
     classes = (SFTConfig, DPOConfig, GRPOConfig, LoraConfig)
-    known = {item.name for each in classes for item in dataclasses.fields(each)}
-    known |= {*inspect.signature(GRPOTrainer).parameters, *inspect.signature(BitsAndBytesConfig).parameters}
+    trl_names = {item.name for config_class in classes for item in dataclasses.fields(config_class)}
+    trl_names |= {*inspect.signature(GRPOTrainer).parameters, *inspect.signature(BitsAndBytesConfig).parameters}
     named = [name for left, _ in rows("moving_trl.rst") for name in left]
     assert len(named) > 30
-    assert not [name for name in named if name not in known]
+    assert not [name for name in named if name not in trl_names]

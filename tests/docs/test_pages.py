@@ -7,7 +7,7 @@ from tests.docs.test_commands import Page
 from tests.recipes.killing import shared_forker
 
 
-def test_edits():
+def test_edits_of_a_block_are_applied_in_order():
     assert edited("a\nb\nc\n", " a\n+x\n@@\n-c\n") == "a\nx\nb\n"
     with pytest.raises(ValueError, match="occurs 0 times"):
         edited("a\n", "-b\n")
@@ -27,6 +27,6 @@ def test_edits():
         ("echo yes", "no", "shown:"),
     ],
 )
-def test_what_is_not_as_shown_fails(text, output, reason, tmp_path):
+def test_output_that_differs_from_the_page_fails(text, output, reason, tmp_path):
     with pytest.raises(AssertionError, match=reason):
         Page(tmp_path, shared_forker()).run(Command(text, output))

@@ -30,7 +30,9 @@ def make_outline(folder: Path) -> None:
     """Write a checkpoint with the names and shapes of SmolLM2 135M and a hole in the place of its numbers."""
     with torch.device("meta"):
         model = real_smollm2_135m()
-    parameters, header, end = dict(model.named_parameters()), {}, 0
+    parameters = dict(model.named_parameters())
+    header = {}
+    end = 0
     for group in model.spec.weight_map("hf").groups(model.description):
         tensors = group.to_external([parameters[name] for name in group.tune])
         for name, tensor in zip(group.external, tensors, strict=True):

@@ -68,7 +68,7 @@ def check(words, **expected):
     assert {name: getattr(passed, name) for name in expected} == expected
 
 
-def test_slurm(tmp_path):
+def test_slurm_script_starts_torchrun_on_every_node(tmp_path):
     script = (LAUNCH / "slurm.sh").read_text()
     (words,) = shell(script, tmp_path, ["llama3_3/70B_full", "epochs=2", "output_dir=/a b"], SLURM)
     assert words[-2:] == ["epochs=2", "output_dir=/a b"]
@@ -79,14 +79,14 @@ def test_slurm(tmp_path):
     assert "usage: sbatch slurm.sh CONFIG" in refused.stderr
 
 
-def test_skypilot(tmp_path):
+def test_skypilot_task_downloads_and_starts_torchrun(tmp_path):
     task = manifest("skypilot.yaml")
     downloads, words = shell(task["setup"] + task["run"], tmp_path, [], SKY | task["envs"])
     assert downloads[0] == "download"
     check(words, nnodes="2", nproc_per_node="8", rdzv_endpoint="10.0.0.1:29500", rdzv_backend="c10d")
 
 
-def test_kubeflow_trainer(monkeypatch):
+def test_kubeflow_trainer_sets_ranks_by_its_environment(monkeypatch):
     trainer = manifest("trainjob.yaml")["spec"]["trainer"]
     for name, value in TRAINER.items():
         monkeypatch.setenv(name, value)
@@ -95,7 +95,7 @@ def test_kubeflow_trainer(monkeypatch):
     check(trainer["command"][1:], nnodes="2", node_rank=1, rdzv_backend="static", standalone=False, max_restarts=3)
 
 
-def test_kubeflow_training_operator(monkeypatch):
+def test_kubeflow_operator_job_is_elastic(monkeypatch):
     spec = manifest("pytorchjob.yaml")["spec"]
     worker, policy = spec["pytorchReplicaSpecs"]["Worker"], spec["elasticPolicy"]
     assert policy["minReplicas"] <= worker["replicas"] <= policy["maxReplicas"]
@@ -106,7 +106,7 @@ def test_kubeflow_training_operator(monkeypatch):
     check(container["command"][1:], nnodes="2:4", rdzv_backend="c10d", max_restarts=10, standalone=False)
 
 
-def test_ray_train(tmp_path):
+def test_ray_train_worker_trains_and_resumes(tmp_path):
     """Ray is not installed here: its worker's function runs without it, the rest is compiled."""
     source = (LAUNCH / "ray_train.py").read_text()
     tree = ast.parse(source)
@@ -114,7 +114,8 @@ def test_ray_train(tmp_path):
     assert {"ray.train.torch", "torchtune.config"} <= imported
     names = {"__name__": "ray_train"}
     exec(compile(source, "ray_train.py", "exec"), names)
-    name, output_dir = "full_finetune_distributed", tmp_path / "output"
+    name = "full_finetune_distributed"
+    output_dir = tmp_path / "output"
     config = write_config(name, tmp_path, output_dir)
     overrides = ["resume_from_checkpoint=True", "max_steps_per_epoch=2"]
     names["train"]({"recipe": str(RECIPES / f"{name}.py"), "config": str(config), "overrides": overrides})
@@ -195,20 +196,21 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-def test_two_nodes_meet_are_stopped_and_queued_again(tmp_path, namespaces):
+def test_slurm_job_of_two_nodes_is_requeued_after_its_signal(tmp_path, namespaces):
     """Slurm tells every process to stop before the time is up; the job is queued again, and will resume."""
     (tmp_path / "mine.py").write_text(STOPPED)
-    output_dir, config = tmp_path / "output", tmp_path / "mine.yaml"
+    output_dir = tmp_path / "output"
+    config = tmp_path / "mine.yaml"
     output_dir.mkdir()
     config.write_text(f"recipe: {tmp_path / 'mine.py'}\noutput_dir: {output_dir}\n")
     nodes(tmp_path, namespaces)
     environment = {**os.environ, **SLURM, "OMP_NUM_THREADS": "1"}
     environment["PATH"] = f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run([LAUNCH / "slurm.sh", str(config)], env=environment, capture_output=True, timeout=600)
-    said = (tmp_path / "node_1.log").read_text() + (tmp_path / "node_2.log").read_text()
-    assert done.returncode == 75, said[-4000:]
+    log = (tmp_path / "node_1.log").read_text() + (tmp_path / "node_2.log").read_text()
+    assert done.returncode == 75, log[-4000:]
     expected = {f"rank {rank} of [2], stop.requested=True, cfg.resume_from_checkpoint=True" for rank in range(2)}
-    assert {path.name for path in output_dir.iterdir()} == expected, said[-4000:]
+    assert {path.name for path in output_dir.iterdir()} == expected, log[-4000:]
     calls = (tmp_path / "scontrol.log").read_text().splitlines()
     assert calls == ["show hostnames node[1-2]", "requeue 41237"]
     if isinstance(namespaces, str):

@@ -27,7 +27,7 @@ def test_the_committed_files_are_what_the_script_makes(maker):
     assert {name: (FOLDER / "data" / name).read_text() for name in maker.files()} == maker.files()
 
 
-def test_there_is_enough_and_nothing_occurs_twice():
+def test_files_are_large_enough_and_without_duplicates():
     train, held_out = rows("train.jsonl"), rows("held_out.jsonl")
     assert len(train) >= 500
     assert len(held_out) >= 100
@@ -53,14 +53,14 @@ def test_no_sentence_pattern_is_on_both_sides(maker):
     assert sum(json.loads(row["assistant"])["count"] not in numbers for row in held_out) >= 10
 
 
-def test_every_answer_is_the_one_right_reading(maker):
+def test_every_answer_has_the_facts_of_its_sentence(maker):
     for row in rows("train.jsonl") + rows("held_out.jsonl"):
         answer, sentence = json.loads(row["assistant"]), row["user"]
         assert list(answer) == ["name", "count", "city", "day"]
         assert row["assistant"] == json.dumps(answer, separators=(",", ":"))
         days = [short for day, short in maker.DAYS.items() if day in sentence]
         assert days == ([] if answer["day"] is None else [answer["day"]])
-        said = {maker.in_words(answer["count"]), str(answer["count"])}
-        assert said & set(re.findall(r"[\w-]+", sentence.lower()))
+        spellings = {maker.in_words(answer["count"]), str(answer["count"])}
+        assert spellings & set(re.findall(r"[\w-]+", sentence.lower()))
         for key in ("name", "city"):
             assert answer[key] is None or answer[key].lower() in sentence.lower()

@@ -30,11 +30,11 @@ def examples(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(FOLDER))
     modules = {name: __import__(name) for name in NAMES}
     lines = (FOLDER / "data" / "train.jsonl").read_text().splitlines()
-    for name, some in (("train", lines[:24]), ("held_out", lines[24:28])):
-        orders = [json.loads(line) for line in some]
+    for name, rows in (("train", lines[:24]), ("held_out", lines[24:28])):
+        orders = [json.loads(line) for line in rows]
         for order in orders:  # the model has 256 positions
             order["messages"] = [{**turn, "content": turn["content"][:50]} for turn in order["messages"]]
-            order["messages"][-1] = json.loads(some[orders.index(order)])["messages"][-1]
+            order["messages"][-1] = json.loads(rows[orders.index(order)])["messages"][-1]
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(order) + "\n" for order in orders))
     values = {"DATA": tmp_path, "HELD_OUT": tmp_path / "held_out.jsonl", "STEPS": 3, "STEPS_BEFORE": 1}
     for module in modules.values():
@@ -43,10 +43,12 @@ def examples(tmp_path, monkeypatch):
                 monkeypatch.setattr(module, name, value)
 
     def in_process(arguments):
-        more = ["run_val_every_n_steps=2"] if any("dataset_val" in word for word in arguments) else []
+        options = ["run_val_every_n_steps=2"] if any("dataset_val" in word for word in arguments) else []
         steps = [] if any("max_steps" in word for word in arguments) else ["max_steps_per_epoch=1"]
-        tiny = [word for word in TINY if not ("model." in word and any("image_text_model" in one for one in arguments))]
-        monkeypatch.setattr(sys, "argv", ["tune", *arguments, *tiny, *more, *steps])
+        tiny = TINY
+        if any("image_text_model" in argument for argument in arguments):
+            tiny = [word for word in TINY if "model." not in word]
+        monkeypatch.setattr(sys, "argv", ["tune", *arguments, *tiny, *options, *steps])
         with pytest.raises(SystemExit) as end:
             tune.main()
         return end.value.code or 0
@@ -82,24 +84,24 @@ def die_at(step, monkeypatch):
 
 
 @pytest.mark.parametrize(("name", "watched"), [("dpo", "margins"), ("grpo", "ExactMatch")])
-def test_an_example_that_is_killed_goes_on(name, watched, examples, tmp_path, monkeypatch):
+def test_example_resumes_after_a_kill(name, watched, examples, tmp_path, monkeypatch):
     example = examples[name]
-    whole = run(example.main, tmp_path / "whole", monkeypatch)
-    assert (whole / name / "report.html").read_text().count("<svg") > 5
-    report = json.loads((whole / f"{name}.json").read_text())
+    uninterrupted = run(example.main, tmp_path / "whole", monkeypatch)
+    assert (uninterrupted / name / "report.html").read_text().count("<svg") > 5
+    report = json.loads((uninterrupted / f"{name}.json").read_text())
     assert [set(row) for row in report["answers"]] == [{"order", "right", "before", "after"}] * 4
     die_at(3, monkeypatch)
     with pytest.raises(SystemExit, match="The same command goes on"):
         run(example.main, tmp_path / "killed", monkeypatch)
     killed = run(example.main, tmp_path / "killed", monkeypatch)
     metrics = ("grad_norm", *(f"{prefix}rewards/{watched}" for prefix in ("", "val_")))
-    runs = [RunFolder(folder / name) for folder in (whole, killed)]
+    runs = [RunFolder(folder / name) for folder in (uninterrupted, killed)]
     logs = [{metric: run.curve(metric) for metric in metrics} for run in runs]
     assert logs[0] == logs[1]
     assert [len(logs[0][metric]) for metric in metrics] == [3, 3, 1]
-    files = [(folder / name / "epoch_0" / "model.safetensors").read_bytes() for folder in (whole, killed)]
+    files = [(folder / name / "epoch_0" / "model.safetensors").read_bytes() for folder in (uninterrupted, killed)]
     assert files[0] == files[1]
-    assert files[0] != (whole / "SmolLM2-135M-Instruct" / "model.safetensors").read_bytes()
+    assert files[0] != (uninterrupted / "SmolLM2-135M-Instruct" / "model.safetensors").read_bytes()
 
 
 def test_the_example_with_a_tool_runs_and_writes_its_report(examples, tmp_path, monkeypatch):
@@ -115,7 +117,8 @@ def test_the_example_with_a_tool_runs_and_writes_its_report(examples, tmp_path, 
 
 
 def test_the_example_with_pictures_runs_and_shows_them(examples, tmp_path, monkeypatch):
-    vision, folder = examples["vision"], tmp_path / "quickstart"
+    vision = examples["vision"]
+    folder = tmp_path / "quickstart"
     sizes = {"TRAIN": 8, "HELD_OUT": 2, "ALIGN_STEPS": 2, "ALIGN_SIZE": 4, "WIDTH": 24, "WORDS": ("cat", "red")}
     tokens = {"TOKENS": {"<|endoftext|>": "[IMG]"}}
     for name, value in {**sizes, **tokens}.items():
@@ -152,15 +155,15 @@ def test_a_rejected_answer_is_wrong_in_one_field(examples, tmp_path):
     rows = [json.loads(line) for line in (tmp_path / "pairs.jsonl").read_text().splitlines()]
     assert len(rows) == 120
     values = [json.loads(row["chosen"][0]["content"]) for row in rows]
-    wrong = []
+    wrong_fields = []
     for row, right in zip(rows, values, strict=True):
-        found = json.loads(row["rejected"][0]["content"])
-        assert list(found) == list(right)
-        assert row["rejected"][0]["content"] == json.dumps(found, separators=(",", ":"))
-        (field,) = (field for field in right if found[field] != right[field])
-        assert found[field] in [other[field] for other in values]
-        wrong.append(field)
-    assert all(wrong.count(field) > 15 for field in values[0])
+        rejected = json.loads(row["rejected"][0]["content"])
+        assert list(rejected) == list(right)
+        assert row["rejected"][0]["content"] == json.dumps(rejected, separators=(",", ":"))
+        (field,) = (field for field in right if rejected[field] != right[field])
+        assert rejected[field] in [value[field] for value in values]
+        wrong_fields.append(field)
+    assert all(wrong_fields.count(field) > 15 for field in values[0])
 
 
 def test_margins_are_those_of_transformers(examples, tmp_path):
@@ -168,9 +171,9 @@ def test_margins_are_those_of_transformers(examples, tmp_path):
 
     checkpoint = write_checkpoint(tmp_path / "model")
     examples["dpo"].write_pairs(tmp_path / "held_out.jsonl", tmp_path / "pairs.jsonl", seed=2)
-    found = examples["dpo"].margins(checkpoint, tmp_path / "pairs.jsonl", "fp32")
+    margins = examples["dpo"].margins(checkpoint, tmp_path / "pairs.jsonl", "fp32")
     model, tokenizer = (kind.from_pretrained(checkpoint) for kind in (AutoModelForCausalLM, AutoTokenizer))
-    for row, margin in zip((tmp_path / "pairs.jsonl").read_text().splitlines(), found.tolist(), strict=True):
+    for row, margin in zip((tmp_path / "pairs.jsonl").read_text().splitlines(), margins.tolist(), strict=True):
         row = json.loads(row)
         sums = []
         for answer in (row["chosen"], row["rejected"]):

@@ -14,7 +14,10 @@ def test_answers_do_not_depend_on_the_batch(tmp_path, monkeypatch):
 
     model, tokenizer = score.load(write_checkpoint(tmp_path / "model"), "fp32")
     # The random model has 256 positions and a small vocabulary; the first words of each order do.
-    asked = [{"system": "a b", "user": " ".join(each["user"].split()[:4])} for each in score.conversations()[:5]]
+    asked = [
+        {"system": "a b", "user": " ".join(conversation["user"].split()[:4])}
+        for conversation in score.conversations()[:5]
+    ]
     together = score.answer(model, tokenizer, asked)
     alone = score.answer(model, tokenizer, asked, max_sequences=1)
     assert together == alone

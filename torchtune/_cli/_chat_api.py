@@ -194,9 +194,13 @@ class _Answer:
         self._session = session
         self.index = index
         stop = body.get("stop")
-        self._stop = [stop] if isinstance(stop, str) else stop or []
+        if isinstance(stop, str):
+            stop = [stop]
+        self._stop = stop or []
         self._check(body)
-        self._tools = [] if body.get("tool_choice") == "none" else body.get("tools") or []
+        self._tools = body.get("tools") or []
+        if body.get("tool_choice") == "none":
+            self._tools = []
         self.model = server.model_name(body.get("model"))
         self._begun = self._begin(body)
         self.num_read = len(self._begun.tokens)
@@ -210,28 +214,33 @@ class _Answer:
             )
         limit = _number(body, "max_tokens", server.max_new_tokens, 1)
         limit = _number(body, "max_completion_tokens", limit, 1)
-        self._sampling = {
-            "temperature": _number(body, "temperature", 1.0, 0, kinds=(int, float)),
-            "top_k": _number(body, "top_k", None, 0) or None,
-        }
-        # Recorded in sessions only if they truncate, as samples of earlier releases have no such fields.
-        truncation = {"top_p": _number(body, "top_p", 1, 0, 1, (int, float))}
-        truncation["min_p"] = _number(body, "min_p", 0, 0, 1, (int, float))
-        recorded = {"top_p": truncation["top_p"] < 1, "min_p": truncation["min_p"] > 0}
-        numbers = {**self._sampling, **truncation}
-        self._sampling |= {name: truncation[name] for name, is_recorded in recorded.items() if is_recorded}
+        temperature = _number(body, "temperature", 1.0, 0, kinds=(int, float))
+        top_k = _number(body, "top_k", None, 0) or None
+        top_p = _number(body, "top_p", 1, 0, 1, (int, float))
+        min_p = _number(body, "min_p", 0, 0, 1, (int, float))
         processors = []
-        if (json_filter := self._json_filter(body)) is not None:
+        json_filter = self._json_filter(body)
+        if json_filter is not None:
             processors.append(json_filter)
-            self._sampling["response_format"] = body["response_format"]["type"]
         seed = _number(body, "seed", None, 0)
+        if seed is not None:
+            seed = (seed + index) % 2**63  # each answer of a request has its own
+        # What the session records of the distribution. Settings that change nothing are left out, because samples of
+        # earlier releases do not have them.
+        self._sampling = {"temperature": temperature, "top_k": top_k}
+        if top_p < 1:
+            self._sampling["top_p"] = top_p
+        if min_p > 0:
+            self._sampling["min_p"] = min_p
+        if json_filter is not None:
+            self._sampling["response_format"] = body["response_format"]["type"]
         self.job = Job(
             self.model,
             self._begun.tokens,
             min(limit, room),
-            Sampling(**numbers, logits_processors=processors),
+            Sampling(temperature, top_k, top_p, min_p, processors),
             num_top=self._num_top(body),
-            seed=None if seed is None else (seed + index) % 2**63,
+            seed=seed,
         )
         self._log_probs: list[tuple[int, float]] = []
         self._entries: list[dict[str, Any]] = []
@@ -293,8 +302,12 @@ class _Answer:
 
     def __iter__(self) -> Iterator[str]:
         tokenizer = self._server.tokenizer
-        start = _STARTS[self._server.tool_format] if self._tools else None
-        held = _Held([*self._stop, *([start] if start else [])], start)
+        marks = list(self._stop)
+        call_start = None
+        if self._tools:
+            call_start = _STARTS[self._server.tool_format]
+            marks.append(call_start)
+        buffer = _MarkBuffer(marks, call_start)
         decoder = StreamDecoder(tokenizer)
         for token, log_prob, top in self.job:
             self._log_probs.append((token, log_prob))
@@ -304,16 +317,21 @@ class _Answer:
             if self.has_log_probs:
                 self._entries.append(self._entry(token, log_prob, top))
             text = decoder.put(token)
-            special = "" if text or tokenizer.decode([token]) else tokenizer.decode([token], skip_special_tokens=False)
-            yield self._put(held.put(text, text or special))
-            if held.found in self._stop:
+            raw = text  # with special tokens, which may begin a tool call
+            if not text and not tokenizer.decode([token]):
+                raw = tokenizer.decode([token], skip_special_tokens=False)
+            yield self._put(buffer.put(text, raw))
+            if buffer.mark in self._stop:
                 self.end = "stop"
                 break
         last_text = decoder.end()  # of a character that is not complete
-        yield self._put(held.put(last_text, last_text))
+        yield self._put(buffer.put(last_text, last_text))
         self.num_written = len(self._log_probs)
         calls = self._calls() if self._tools else {}
-        yield self._put(held.before if calls or held.found in self._stop else held.text)
+        if calls or buffer.mark in self._stop:
+            yield self._put(buffer.before)
+        else:
+            yield self._put(buffer.text)
         self._finish(calls)
 
     def _entry(self, token: int, log_prob: float, top: list[tuple[int, float]]) -> dict[str, Any]:
@@ -381,7 +399,7 @@ class _Answer:
             )
 
 
-class _Held:
+class _MarkBuffer:
     """Buffer of text that may begin a mark, or follows a mark.
 
     Each character is compared once per mark, by the algorithm of Knuth, Morris and Pratt.
@@ -389,17 +407,18 @@ class _Held:
     Attributes:
         text: buffered text.
         before: text before the mark.
-        found: the mark, if it has appeared.
+        mark: the mark, if it has appeared.
     """
 
-    def __init__(self, marks: list[str], start: str | None) -> None:
-        self._marks, self._start = marks, start
+    def __init__(self, marks: list[str], call_start: str | None) -> None:
+        self._marks = marks
+        self._call_start = call_start
         self._borders = [_borders(mark) for mark in marks]
         self._matched = [0] * len(marks)  # how much of each mark the text ends with
         self._texts: list[str] = []  # without special tokens, since text was sent
         self._raw: list[str] = []  # with special tokens
         self.before = ""
-        self.found: str | None = None
+        self.mark: str | None = None
 
     @property
     def text(self) -> str:
@@ -408,21 +427,21 @@ class _Held:
 
     def put(self, text: str, raw: str) -> str:
         """Add text (``raw``: with special tokens); return the text that can be sent."""
-        if self.found is not None and self.found != self._start:
+        if self.mark is not None and self.mark != self._call_start:
             return ""
         self._texts.append(text)
         self._raw.append(raw)
         for count, char in enumerate(raw, 1):
             completed = self._match(char)
             # A stop text ends the answer within a tool call, too.
-            if completed is not None and (self.found is None or completed != self._start):
-                held = "".join(self._raw)
-                end = len(held) - len(raw) + count
-                self.found = completed
-                self.before = held[: end - len(completed)]
-                if completed != self._start:
+            if completed is not None and (self.mark is None or completed != self._call_start):
+                buffered = "".join(self._raw)
+                end = len(buffered) - len(raw) + count
+                self.mark = completed
+                self.before = buffered[: end - len(completed)]
+                if completed != self._call_start:
                     return ""
-        if self.found is not None or any(self._matched):
+        if self.mark is not None or any(self._matched):
             return ""
         sendable = self.text
         self._texts = []

@@ -85,7 +85,9 @@ def _check_format(trained: Trained, to: str) -> None:
 
 def _is_classifier(folder: Path) -> bool:
     config = folder / "config.json"
-    names = (read_json(config).get("architectures") or []) if config.is_file() else []
+    if not config.is_file():
+        return False
+    names = read_json(config).get("architectures") or []
     return any(str(name).endswith("ForSequenceClassification") for name in names)
 
 

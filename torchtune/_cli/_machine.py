@@ -54,7 +54,10 @@ def examine(output: Path) -> Findings:
 def _devices(findings: Findings) -> list[str]:
     """Run a small training step on each device, and describe the devices."""
     kind = get_device_support().device_type
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):  # not on macOS
+        cores = len(os.sched_getaffinity(0))
+    else:
+        cores = os.cpu_count() or 1
     capability = torch.backends.cpu.get_cpu_capability()
     lines = [f"cpu: {cores} cores, torch computes on {torch.get_num_threads()} threads with {capability}"]
     if kind == "cpu":
@@ -107,10 +110,13 @@ def _memory() -> list[str]:
     if not hasattr(os, "sysconf"):
         return ["not known on this system"]
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    line = f"{total:.1f} GiB"
     limit = Path("/sys/fs/cgroup/memory.max")
-    text = limit.read_text().strip() if limit.is_file() else "max"
-    limited = f", of which this container may use {int(text) / 2**30:.1f} GiB" if text.isdigit() else ""
-    return [f"{total:.1f} GiB{limited}"]
+    if limit.is_file():
+        text = limit.read_text().strip()
+        if text.isdigit():  # otherwise "max"
+            line += f", of which this container may use {int(text) / 2**30:.1f} GiB"
+    return [line]
 
 
 def _disks(output: Path, findings: Findings) -> list[str]:

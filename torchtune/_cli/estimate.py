@@ -1,10 +1,19 @@
-"""``tune estimate``."""
+"""``tune estimate`` and ``tune run --dry-run``: the needs of a run before it starts."""
 
 import argparse
+import shlex
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
-from torchtune._cli._find_recipe import find_targets
-from torchtune._cli.run import Command, estimate, parse_command, require_config
+from torchtune._cli._find_recipe import RecipeTarget, find_targets
+from torchtune._cli.run import Command, parse_command, require_config
 from torchtune._cli.subcommand import Subcommand
+from torchtune._recipe_registry import get_all_recipes
+from torchtune.utils import UserError
+
+_GIB = 2**30
 
 
 class Estimate(Subcommand):
@@ -35,3 +44,164 @@ class Estimate(Subcommand):
             return
         config = require_config(command, self.name, "--simulate 8xH100")
         estimate(*find_targets(command.recipe, config), command)
+
+
+def estimate(recipe: RecipeTarget, config: Path, command: Command) -> None:
+    """Simulate a parsed command; see :func:`simulate_run`."""
+    if command.simulate is None:
+        raise UserError("--simulate is missing: name the devices, for example --simulate 8xH100.")
+    if command.torchrun:
+        raise UserError(f"{command.torchrun[0]}: --simulate sets the number of processes: remove the option.")
+    simulate_run(recipe, config, command.overrides, command.simulate, command.fit)
+
+
+def dry_run(main: Callable[[Any], Any], settings: Any, processes: int) -> None:
+    """Print the requirements of a run, and the errors that would stop it.
+
+    Args:
+        main: ``recipe_main`` of the recipe.
+        settings: its checked settings.
+        processes: number of processes.
+
+    Raises:
+        RecipeSettingsError: a setting that the library reads is missing or has another type.
+        RunError: the run cannot start; raised after everything else is printed.
+    """
+    from torchtune.config import SettingsView, redact_secrets
+    from torchtune.estimate import RunError, find_problems, measure_data, plan_run
+
+    view = SettingsView.of(settings)
+    problems = find_problems(view, processes, thorough=True)
+
+    def attempt(make: Callable[[], Any]) -> Any:
+        """Return the result of ``make``; record a user error as a problem and return None."""
+        try:
+            return make()
+        except UserError as error:
+            if str(error) not in problems:
+                problems.append(str(error))
+        return None
+
+    def show(make: Callable[[], str]) -> None:
+        text = attempt(make)
+        if text is not None:
+            print(redact_secrets(text), flush=True)
+
+    data = attempt(lambda: measure_data(view, processes)) if view.dataset is not None else None
+    # The rows of a sample say nothing about the longest row, if there is a limit.
+    is_known = data is not None and (data.train.exact or view.max_seq_len is None)
+    length = data.train.longest if is_known else None
+    if view.model is not None:
+        show(lambda: plan_run(view, processes, length))
+        if view.optimizer is not None:
+            show(lambda: _memory(main, settings, processes, length))
+    if data is not None:
+        show(lambda: "\n".join(f"{name:<12}{text}" for name, text in data.lines))
+    if problems:
+        sys.stdout.flush()
+        raise RunError(problems)
+    print("The run can start: no problem was found.")
+
+
+def _memory(main: Callable[[Any], Any], settings: Any, processes: int, length: int | None) -> str:
+    from torchtune.estimate import memory, weights_memory
+
+    estimate, reason = estimate_or_reason(main, settings, processes, length)
+    if estimate is None:
+        return f"memory      {weights_memory(settings)}; {reason}"
+    return memory(estimate)
+
+
+def estimate_or_reason(
+    main: Callable[[Any], Any], settings: Any, processes: int, length: int | None = None
+) -> tuple[Any, str]:
+    """Return the estimate of a run, or None and the reason why its recipe cannot be simulated.
+
+    Args:
+        main: ``recipe_main`` of the recipe.
+        settings: its checked settings.
+        processes: number of processes.
+        length: tokens of the longest row of the data; by default from the settings.
+
+    Raises:
+        UserError: the run itself would raise it.
+    """
+    from torchtune.estimate import SimulationError, estimate_run
+
+    try:
+        return estimate_run(main, settings, processes, length=length), ""
+    except SimulationError as error:
+        return None, str(error).removesuffix(": use --dry-run.")
+    except UserError:
+        raise
+    except Exception as error:  # noqa: BLE001  (a user's recipe that may still run)
+        return None, f"the recipe cannot be simulated: {type(error).__name__}: {error}"
+
+
+def simulate_run(recipe: RecipeTarget, config: Any, overrides: list[str], cluster: str, fit: str | None) -> None:
+    """Simulate a step of a recipe and print its memory, work and time; with ``fit``, search for settings that fit.
+
+    Args:
+        recipe: the recipe.
+        config: path of the config.
+        overrides: overrides of its settings.
+        cluster: devices, for example ``64xH100``.
+        fit: maximum memory per device, for example ``80GiB``, or ``None``.
+
+    Raises:
+        UserError: the run does not fit, or cannot be simulated; see ``torchtune.estimate``.
+    """
+    from torchtune.config import load_and_check, redact_secrets
+    from torchtune.estimate import (
+        check_simulated,
+        describe,
+        estimate_run,
+        find_fastest,
+        parse_cluster,
+        parse_memory,
+        summary,
+    )
+
+    processes, device = parse_cluster(cluster)
+    limit = device.memory * _GIB if fit is None else parse_memory(fit)
+    if processes > 1 and recipe.registered and not _is_distributed_recipe(recipe.name):
+        raise UserError(
+            f"--simulate {cluster}: {recipe.name} runs on one device: simulate 1x{cluster.partition('x')[2]}, or use "
+            "the recipe and config for several devices."
+        )
+    main = recipe.load_main()
+    settings = load_and_check(config, overrides, main)
+    check_simulated(settings)
+
+    def run(settings: Any) -> Any:
+        return estimate_run(main, settings, processes, per_machine=device.per_machine)
+
+    if fit is not None:
+        print(f"Searching for settings that need at most {limit / _GIB:.1f} GiB per {device.name}:", flush=True)
+        fastest, estimate = find_fastest(
+            settings,
+            processes,
+            device,
+            limit,
+            lambda candidate: load_and_check(config, [*overrides, *candidate], main),
+            run,
+            lambda line: print(line, flush=True),
+        )
+        print(f"\nThe fastest that fits:\n{describe(fastest, limit)}\n", flush=True)
+        if fastest.overrides:
+            print(f"Paste: {shlex.join(fastest.overrides)}\n")
+        print(redact_secrets(summary(estimate, device)), flush=True)
+        return
+    if sys.stderr.isatty():
+        print(f"Simulating a step on {cluster} …", file=sys.stderr, flush=True)
+    estimate = run(settings)
+    print(redact_secrets(summary(estimate, device)), flush=True)
+    if estimate.peak > limit:
+        raise UserError(
+            f"the run does not fit: a device needs {estimate.peak / _GIB:.1f} GiB and has {limit / _GIB:.1f} GiB: "
+            f"search for settings that fit with --fit {limit / _GIB:.0f}GiB, or use more or larger devices."
+        )
+
+
+def _is_distributed_recipe(name: str) -> bool:
+    return next(recipe.supports_distributed for recipe in get_all_recipes() if recipe.name == name)

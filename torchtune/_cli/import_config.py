@@ -1,10 +1,22 @@
-"""``tune import``."""
+"""``tune import``: convert configs of Axolotl, TRL and LLaMA-Factory; the keys are in a YAML table."""
 
 import argparse
+import inspect
+from functools import cache
 from pathlib import Path
+from typing import Any
 
+from torchtune import config
+from torchtune._cli._find_recipe import recipe_named_by
 from torchtune._cli.subcommand import Subcommand
-from torchtune.utils import UserError, atomic_write
+from torchtune._recipe_registry import find_config
+from torchtune.utils import UserError, atomic_write, read_json
+
+LIBRARIES = ("axolotl", "trl", "llama-factory")
+# Keys and roles of turns, in conversations of either style.
+_TAGS = {
+    "role", "content", "user", "assistant", "system", "from", "value", "human", "gpt", "observation", "tool",
+}  # fmt: skip
 
 
 class Import(Subcommand):
@@ -24,20 +36,16 @@ class Import(Subcommand):
 
     def _add_arguments(self) -> None:
         self._parser.add_argument("file", type=Path, help="YAML file of the other library")
-        self._parser.add_argument("--from", dest="library", choices=("axolotl", "trl", "llama-factory"), help="library")
+        self._parser.add_argument("--from", dest="library", choices=LIBRARIES, help="library")
         self._parser.add_argument("--output", type=Path, help="file to write (<name>_torchtune.yaml)")
 
     def _run(self, args: argparse.Namespace) -> None:
         import yaml
 
-        from torchtune._cli._find_recipe import recipe_named_by
-        from torchtune._cli._foreign_config import ForeignConfig
-        from torchtune.config import load_and_check
-
         output = args.output or Path(f"{args.file.stem}_torchtune.yaml")
         if output.exists():
             raise UserError(f"{output} exists: choose another --output.")
-        converted = ForeignConfig(args.file, args.library)
+        converted = ImportedConfig(args.file, args.library)
         report = [f"{converted.library} config {args.file}, as a config of the recipe {converted.data['recipe']}."]
         for title, keys in (("Without counterpart", converted.left), ("No setting is needed", converted.covered)):
             if keys:
@@ -51,7 +59,7 @@ class Import(Subcommand):
             file.write("\n".join([recipe_line, *comments, "", settings]))
         print("\n".join(report), end="\n\n", flush=True)
         try:
-            load_and_check(output, [], recipe_named_by(output).load_main())
+            config.load_and_check(output, [], recipe_named_by(output).load_main())
         except UserError as error:
             unfinished = f"Written to {output}, which does not pass `tune validate`: correct it, and check it again."
             raise UserError(f"{unfinished}\n{error}") from error
@@ -60,3 +68,248 @@ class Import(Subcommand):
         if not Path(converted.repository).is_dir():
             print(f"  tune download {converted.repository} --output-dir {folder}")
         print(f"  tune run --config {output}")
+
+
+@cache
+def read_tables() -> dict[str, Any]:
+    """Return the tables of keys and values, by library and kind; see ``imported_keys.yaml``."""
+    import yaml
+
+    return yaml.safe_load(Path(__file__).with_name("imported_keys.yaml").read_text(encoding="utf-8"))
+
+
+class ImportedConfig:
+    """Config of another library, converted to a config of this library.
+
+    Args:
+        path: the file.
+        library: one of ``LIBRARIES``; by default the library that shares most keys with the file.
+
+    Attributes:
+        data: the converted config.
+        repository: repository or folder of the base model.
+        left: keys without a counterpart -> reason.
+        covered: keys that need no setting -> reason.
+
+    Raises:
+        UserError: the file is not valid, no table has its keys, it has no model or no datasets, or a value has a wrong
+            form.
+    """
+
+    def __init__(self, path: Path, library: str | None = None) -> None:
+        document = config.read_document(path)
+        document.check()
+        source_settings = document.data
+        tables = read_tables()
+        num_shared = {name: len(tables[name]["keys"].keys() & source_settings.keys()) for name in LIBRARIES}
+        self.library = library or max(num_shared, key=lambda name: num_shared[name])
+        self.path = path
+        self._tables = tables
+        self._table = tables[self.library]
+        self.left: dict[str, str] = {}
+        self.covered: dict[str, str] = {}
+        self._settings: dict[str, Any] = {}
+        excluding = self._table.get("excluding", ())
+        if excluding and all(source_settings.get(key) is True for key in excluding):
+            raise UserError(f"{path}: {' and '.join(excluding)} exclude each other in {self.library}: choose one.")
+        # Several keys may decide one setting: the last one of the table does, in whatever order the file has them.
+        ranks = {key: rank for rank, key in enumerate(self._table["keys"])}
+        for key in sorted(source_settings, key=lambda key: ranks.get(key, len(ranks))):
+            self._take(key, source_settings[key])
+        names_in_file = set(self._settings)
+        for key, value in self._table["defaults"].items():
+            name = self._table["keys"][key].split()[0]
+            if name not in names_in_file:
+                self._take(key, value)
+        self.repository = self._settings.pop("@base", None)
+        if self.repository is None or "@datasets" not in self._settings:
+            raise UserError(f"{path}: no model and dataset of Axolotl, TRL or LLaMA-Factory: choose a file with both.")
+        try:
+            self.data = self._convert_config()
+        except (AttributeError, TypeError) as error:  # for example, a list instead of a text
+            raise UserError(f"{path}: {self.library} reads no value of this form: {error}: correct it.") from error
+
+    def _take(self, key: str, value: Any) -> None:
+        """Convert one setting, or record why it is not converted."""
+        if value is None:
+            self.covered[key] = "it is empty"
+        elif key in self._table["keys"]:
+            name, _, conversion = self._table["keys"][key].partition(" ")
+            if name in self._settings and value in (False, ""):
+                self.covered[key] = "it is off"
+                return
+            try:
+                self._settings[name] = _convert(value, conversion)
+            except (ValueError, TypeError) as error:
+                if name == "@reader":
+                    raise UserError(f"{self.path}: {key}: this method cannot be imported, {error}.") from error
+                self.left[key] = str(error)
+        elif value is False and key in self._tables["hints"]:
+            self.covered[key] = "it is off"
+        elif key in self._tables["covered"]:
+            self.covered[key] = self._tables["covered"][key]
+        else:
+            self.left[key] = self._tables["hints"].get(key, "not known")
+
+    def _convert_config(self) -> dict[str, Any]:
+        """Return the shipped config of the smallest model, with the model and all settings of the other config."""
+        take = self._settings.pop
+        method = take("@method", "full")
+        reader = take("@reader", "")
+        is_distributed = bool(take("@distributed", 0))
+        if reader == "preference_dataset":
+            name = "lora_dpo_single_device"
+        else:
+            name = "full" if method == "full" else "lora"
+            if not is_distributed:
+                name += "_single_device"
+        data = config.read_document(find_config(f"smol/135M_{name}")).data
+        if is_distributed:
+            self.covered["several devices"] = f"FSDP2 shards in the recipe {data['recipe']}"
+        base = Path(self.repository)
+        folder = str(base if base.is_dir() else f"/tmp/{base.name}")
+        data["output_dir"] = f"/tmp/torchtune/{self.path.stem}"
+        data["device"] = None
+        data["model"] = {"_component_": "torchtune.models.from_hf_config", "checkpoint_dir": folder}
+        data["tokenizer"] = {"_component_": "torchtune.tokenizers.hf_tokenizer", "path": folder}
+        data["checkpointer"]["checkpoint_dir"] = folder
+        is_quantized = take("@quantized", False) or method == "qlora"
+        if method != "full":
+            data["model_converters"] = [{"_component_": "torchtune.modules.peft.LoRA"}]
+            if is_quantized:  # before LoRA, whose matrices stay in the dtype of the run
+                data["model_converters"].insert(0, {"_component_": "torchtune.modules.low_precision.QuantizeBase"})
+        entries = self._entries(take("@datasets"), take("@folder", "data"))
+        nodes = [self._dataset(number, entry, reader) for number, entry in enumerate(entries)]
+        data["dataset"] = nodes if len(nodes) > 1 else nodes[0]
+        if {"@beta1", "@beta2"} & self._settings.keys():
+            data["optimizer"]["betas"] = [take("@beta1", 0.9), take("@beta2", 0.999)]
+        take("@column", None)
+        for key, value in self._settings.items():
+            section, _, name = key.rpartition(".")
+            if section == "dataset":
+                self._set_dataset(nodes, name, value)
+            elif section == "lora":
+                if "model_converters" in data:
+                    data["model_converters"][-1][name] = value
+            elif section:
+                data.setdefault(section, {})[name] = value
+            else:
+                data[name] = value
+        return self._finish(data)
+
+    def _finish(self, data: dict[str, Any]) -> dict[str, Any]:
+        """Remove arguments that the selected components do not have."""
+        if data.get("max_steps_per_epoch"):
+            self.left["max_steps"] = "these are steps of one epoch: add epochs for more"
+            data["epochs"] = 1
+        if "project" in data["metric_logger"]:
+            data["metric_logger"]["_component_"] = self._tables["values"]["logger"]["wandb"]
+        for section in ("optimizer", "metric_logger"):
+            parameters = inspect.signature(config.locate(data[section]["_component_"])).parameters
+            arguments = {key: value for key, value in data[section].items() if key in parameters}
+            data[section] = {"_component_": data[section]["_component_"], **arguments}
+        data.get("lr_scheduler", {}).setdefault("num_warmup_steps", 0)
+        return data
+
+    def _set_dataset(self, nodes: list[dict[str, Any]], name: str, value: Any) -> None:
+        for node in nodes:
+            if name == "name" or name in inspect.signature(config.locate(node["_component_"])).parameters:
+                node.setdefault(name, value)
+            elif value and name != "masking_strategy":
+                self.left[name] = f"{node['_component_']} has no such argument"
+
+    def _entries(self, datasets: Any, folder: str) -> list[dict[str, Any]]:
+        """Return the descriptions of the datasets; LLaMA-Factory's are in ``dataset_info.json``."""
+        if self.library != "llama-factory":
+            return datasets if isinstance(datasets, list) else [{"path": datasets}]
+        index = self.path.parent / folder / "dataset_info.json"
+        descriptions = read_json(index, UserError) if index.is_file() else {}
+        names = datasets.split(",") if isinstance(datasets, str) else datasets
+        entries = []
+        for name in names:
+            name = name.strip()
+            entry = descriptions.get(name, {"hf_hub_url": name})
+            if entry.get("file_name"):
+                entry = {**entry, "file_name": str(index.parent / entry["file_name"])}
+            if name not in descriptions:
+                self.left[f"dataset {name}"] = f"{index} does not describe it: set dataset.source and columns"
+            entries.append(entry)
+        return entries
+
+    def _dataset(self, number: int, entry: dict[str, Any], reader: str) -> dict[str, Any]:
+        """Return the config node of one dataset."""
+        node: dict[str, Any] = {"_component_": ""}
+        hints: dict[str, Any] = {"@column": self._settings.get("@column"), "@tags": {}, "@columns": {}, "@type": ""}
+        for key, value in entry.items():
+            name = self._table["data"].get(key)
+            if name is None:
+                self.left[f"datasets.{number}.{key}"] = "not known"
+            elif value is not None and name.startswith("@"):
+                hints[name] = value
+            elif value is not None:
+                node[name] = value
+        if hints["@columns"].keys() - {"messages"}:
+            self.left[f"datasets.{number}.columns"] = "set dataset.column_map"
+        unknown_tags = {str(tag) for tag in hints["@tags"].values()} - _TAGS
+        if unknown_tags:
+            self.left[f"datasets.{number} tags"] = f"turns have no {', '.join(sorted(unknown_tags))}: rename them"
+        path = Path(str(node.get("data_files") or node.get("source"))).expanduser()
+        if not reader and path.is_file():  # the rows themselves say more than the config
+            from torchtune.datasets import scan
+
+            formats = scan(path, everything=False).formats.most_common(1)
+            if formats:
+                (_, reader), _ = formats[0]
+        component, *arguments = (reader or self._reader(number, hints)).split()
+        node["_component_"] = f"torchtune.datasets.{component}"
+        if component == "text_completion_dataset" and hints["@column"]:
+            arguments = [f"column={hints['@column']}"]
+        for argument in arguments:
+            key, value = argument.split("=")
+            node[key] = value
+        return node
+
+    def _reader(self, number: int, hints: dict[str, Any]) -> str:
+        """Return the dataset builder, with its columns, for rows that are not on this machine."""
+        kind = str(hints["@type"])
+        if kind.startswith("completion"):
+            return "text_completion_dataset"
+        if kind.startswith("alpaca") or (not kind and self.library == "llama-factory"):
+            return "alpaca_dataset"
+        if not kind.startswith(("chat_template", "sharegpt")):
+            self.left[f"datasets.{number} {kind}".strip()] = "the columns are not known: check those of dataset"
+        role = hints["@tags"].get("role") or hints["@tags"].get("role_tag")
+        if not role and kind.startswith("sharegpt"):
+            role = "from"
+        style = "sharegpt" if role == "from" else "openai"
+        column = hints["@columns"].get("messages") or hints["@column"]
+        column = column or {"sharegpt": "conversations", "openai": "messages"}[style]
+        return f"chat_dataset conversation_column={column} conversation_style={style}"
+
+
+def _convert(value: Any, conversion: str) -> Any:
+    """Convert a value; raise ``ValueError`` or ``TypeError`` if it has no counterpart."""
+    if conversion == "whole":
+        if float(value) != int(value):
+            raise ValueError(f"{value} is not a whole number")
+        return int(value)
+    if conversion == "number":
+        return float(value)
+    if conversion == "positive":
+        return value if value > 0 else None
+    if not conversion:
+        return value
+    choices = read_tables()["values"][conversion]
+    is_list = conversion == "targets"
+    if isinstance(value, list):
+        values = value
+    elif is_list and value is not True:  # names with commas between them
+        values = str(value).split(",")
+    else:
+        values = [value]
+    unknown = [item for item in values if item not in choices]
+    if unknown or not values:
+        raise ValueError(f"{unknown}: choose out of {', '.join(map(str, choices))}")
+    names = [choices[item] for item in values]
+    # One target of another library may be several of ours, with commas between them.
+    return ",".join(names).split(",") if is_list else names[0]

@@ -1,7 +1,8 @@
-"""``tune report``."""
+"""``tune report`` and ``tune compare``."""
 
 import argparse
 import math
+from pathlib import Path
 from typing import Any
 
 from torchtune._cli.subcommand import Subcommand, check_least
@@ -42,8 +43,8 @@ class Report(Subcommand):
 
 def _estimate(run: Any) -> tuple[Any, str]:
     """Simulate a step of a run for the memory of a device; return None and the reason if that is impossible."""
-    from torchtune._cli._dry_run import estimate_or_reason
     from torchtune._cli._find_recipe import resolve_recipe
+    from torchtune._cli.estimate import estimate_or_reason
     from torchtune.config import load_and_check
     from torchtune.reports import SETTINGS
 
@@ -56,3 +57,33 @@ def _estimate(run: Any) -> tuple[Any, str]:
         return estimate_or_reason(main, settings, run.start.get("processes") or 1)
     except (UserError, ImportError) as error:  # for example, the model has been deleted
         return None, str(error)
+
+
+class Compare(Subcommand):
+    """Subcommand that compares runs."""
+
+    name = "compare"
+    help = "Say what differs between runs, and which is better on the same rows"
+    description = (
+        "Print the settings, data and code that differ between runs, their losses at the same tokens\n"
+        "and time, and whether the rows that all were measured on, or that `tune eval --output RUN/eval` has\n"
+        "scored, are better or the same within noise."
+    )
+    epilog = """
+        examples:
+          $ tune compare /tmp/run_a /tmp/run_b
+          $ tune compare /tmp/run_a /tmp/run_b /tmp/run_c --html comparison.html
+    """
+
+    def _add_arguments(self) -> None:
+        self._parser.add_argument("runs", nargs="+", help="output_dir of each run; the first is the reference")
+        self._parser.add_argument("--html", type=Path, metavar="FILE", help="also write a page with the curves")
+
+    def _run(self, args: argparse.Namespace) -> None:
+        from torchtune.reports import Comparison, RunFolder
+
+        comparison = Comparison([RunFolder(run) for run in args.runs])
+        print(comparison.text())
+        if args.html is not None:
+            comparison.write(args.html)
+            print(f"\npage        {args.html}")

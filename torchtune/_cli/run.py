@@ -109,17 +109,6 @@ def require_config(command: Command, name: str, options: str = "") -> str:
     raise UserError(f"tune {name} needs a config: {' '.join(words)}.")
 
 
-def estimate(recipe: RecipeTarget, config: Path, command: Command) -> None:
-    """Simulate a parsed command; see :func:`torchtune._cli._dry_run.simulate_run`."""
-    from torchtune._cli._dry_run import simulate_run
-
-    if command.simulate is None:
-        raise UserError("--simulate is missing: name the devices, for example --simulate 8xH100.")
-    if command.torchrun:
-        raise UserError(f"{command.torchrun[0]}: --simulate sets the number of processes: remove the option.")
-    simulate_run(recipe, config, command.overrides, command.simulate, command.fit)
-
-
 def run_here(recipe: RecipeTarget, config: Path, overrides: list[str]) -> None:
     """Run in this process, as ``python recipe.py --config …`` does; the recipe's decorator checks the config."""
     sys.argv = [str(recipe.path or recipe.module), "--config", str(config), *overrides]
@@ -188,6 +177,8 @@ class Run(Subcommand):
         if config is None:
             self._parser.error("The '--config' argument is required.")
         if command.simulate or command.fit:
+            from torchtune._cli.estimate import estimate
+
             estimate(recipe, config, command)
         elif command.dry_run:
             self._dry_run(recipe, config, command)
@@ -204,7 +195,7 @@ class Run(Subcommand):
 
     def _dry_run(self, recipe: RecipeTarget, config: Path, command: Command) -> None:
         """Print the requirements of a run, and finally the errors that prevent its start."""
-        from torchtune._cli._dry_run import dry_run
+        from torchtune._cli.estimate import dry_run
         from torchtune.config import load_and_check
 
         self._check_distributed(recipe, wanted=bool(command.torchrun))

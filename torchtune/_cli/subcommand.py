@@ -32,6 +32,9 @@ class Subcommand:
     takes_tokens = False
 
     def __init__(self, subparsers: argparse._SubParsersAction) -> None:
+        options: dict[str, Any] = {}
+        if self.takes_tokens:  # argparse must not take any argument for an option
+            options = {"prefix_chars": "\0", "add_help": False}
         self._parser = subparsers.add_parser(
             self.name.rpartition(" ")[2],
             prog=f"tune {self.name}",
@@ -40,7 +43,7 @@ class Subcommand:
             description=self.description,
             epilog=dedent(self.epilog).strip(),
             formatter_class=argparse.RawTextHelpFormatter,
-            **({"prefix_chars": "\0", "add_help": False} if self.takes_tokens else {}),
+            **options,
         )
         self._add_arguments()
         self._parser.set_defaults(func=self._run, parser=self._parser)

@@ -5,26 +5,20 @@ import os
 import sys
 from collections.abc import Sequence
 
-from torchtune._cli.cat import Cat
 from torchtune._cli.chat import Chat
-from torchtune._cli.checkpoint import Checkpoint
-from torchtune._cli.compare import Compare
-from torchtune._cli.cp import Copy
+from torchtune._cli.checks import Checkpoint, Doctor, Selfcheck, Validate
 from torchtune._cli.data import Data
-from torchtune._cli.doctor import Doctor
 from torchtune._cli.download import Download
 from torchtune._cli.estimate import Estimate
 from torchtune._cli.eval import Eval
 from torchtune._cli.export import Export
 from torchtune._cli.import_config import Import
-from torchtune._cli.ls import List
-from torchtune._cli.report import Report
+from torchtune._cli.ls_cp_cat import Cat, Copy, List
+from torchtune._cli.report import Compare, Report
 from torchtune._cli.run import Run
 from torchtune._cli.schema import Schema
-from torchtune._cli.selfcheck import Selfcheck
 from torchtune._cli.serve import Serve
 from torchtune._cli.sweep import Sweep
-from torchtune._cli.validate import Validate
 from torchtune.config import redact_secrets
 from torchtune.utils import UserError, file_limits
 

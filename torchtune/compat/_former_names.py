@@ -25,6 +25,11 @@ def _modules(package: str, modules: str) -> dict[str, str]:
 
 # Former module -> module that has its names. A former module may still exist, with a part of its names.
 MODULES = {
+    **dict.fromkeys(
+        ("torchtune._cli.cat", "torchtune._cli.cp", "torchtune._cli.ls"),
+        "torchtune._cli.ls_cp_cat",
+    ),
+    "torchtune._cli.validate": "torchtune._cli.checks",
     **_modules("torchtune.config", "_errors _instantiate _parse _utils _validate"),
     **_modules("torchtune.data", "_collate _common _messages _prompt_templates _utils"),
     **_modules(

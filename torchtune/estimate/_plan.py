@@ -132,7 +132,8 @@ def build_on_meta(settings: Any) -> tuple[torch.nn.Module, torch.dtype, list[Any
     with set_default_dtype(dtype), torch.device("meta"):
         model = config.instantiate(settings.model)
         conversions = [config.instantiate(node) for node in settings.model_converters or ()]
-        return model, dtype, apply_conversions(model, conversions)
+        reports = apply_conversions(model, conversions)
+    return model, dtype, reports
 
 
 def row_length(

@@ -1,7 +1,7 @@
 """Read evaluation rows: a conversation without the answer, and the reference answer."""
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -92,8 +92,11 @@ def read_eval_rows(
     path = Path(path).expanduser()
     if not path.is_file():
         raise EvaluationError(f"there is no file {path}: correct the path.")
+    file_rows: Iterable[tuple[int, Any]] = ()
+    if path.stat().st_size:
+        file_rows = read_rows(path)
     rows: list[EvalRow] = []
-    for line, row in read_rows(path) if path.stat().st_size else ():
+    for line, row in file_rows:
         location = f"{path}, line {line}"
         if not isinstance(row, Mapping):
             row = {"prompt": row}
@@ -163,7 +166,9 @@ def _split_answer(
 
 def _is_turn(value: Any) -> bool:
     """Return whether a value is a turn or begins with one."""
-    turn = value[0] if isinstance(value, list) and value else value
+    turn = value
+    if isinstance(value, list) and value:
+        turn = value[0]
     return isinstance(turn, Mapping) and ("role" in turn or "from" in turn)
 
 

@@ -289,31 +289,34 @@ class Batch:
         Returns:
             Each step since the last check, without the tokens that a row got after its end.
         """
-        steps, self._unread = self._unread, []
+        steps = self._unread
+        self._unread = []
         if not steps:
             return []
-        on_host = iter(torch.cat([tokens[:, 0] for _, tokens, _ in steps]).tolist())
-        later_tokens = Counter(row.index for rows, _, _ in steps for row in rows)  # of each sequence, not yet read
-        place_of_sequence = {row.index: place for place, row in enumerate(self._rows)}
+        host_tokens = iter(torch.cat([tokens[:, 0] for _, tokens, _ in steps]).tolist())
+        later_tokens: Counter[int] = Counter()  # of each sequence, not yet read
+        for rows, _, _ in steps:
+            later_tokens.update(row.index for row in rows)
+        slot_of_sequence = {row.index: slot for slot, row in enumerate(self._rows)}
         drawn = []
         for rows, tokens, values in steps:
-            kept = []  # of the rows of this step, those that had not ended before it
+            running = []  # of the rows of this step, those that had not ended before it
             for number, row in enumerate(rows):
-                token = next(on_host)
+                token = next(host_tokens)
                 later_tokens[row.index] -= 1
-                place = place_of_sequence[row.index]
-                if place in self._ended:
+                slot = slot_of_sequence[row.index]
+                if slot in self._ended:
                     continue
-                kept.append(number)
+                running.append(number)
                 later = later_tokens[row.index]
                 if ends(row.index, token) or row.count - later == row.limit:
-                    self._ended[place] = self._end - row.start - later
-            if 0 < len(kept) < len(rows):
-                selected = to_device(kept, self._device)
+                    self._ended[slot] = self._end - row.start - later
+            if 0 < len(running) < len(rows):
+                selected = to_device(running, self._device)
                 tokens = tokens.index_select(0, selected)
                 values = values.index_select(0, selected)
-            if kept:
-                drawn.append(([rows[number].index for number in kept], tokens, values))
+            if running:
+                drawn.append(([rows[number].index for number in running], tokens, values))
         return drawn
 
     def _invalidates_caches(self) -> bool:

@@ -197,8 +197,12 @@ def stream_tokens(
         tensor([0, 1])
         tensor([1])
     """
-    limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else list(max_new_tokens)
-    longest = max_new_tokens if isinstance(max_new_tokens, int) else max(limits, default=0)
+    if isinstance(max_new_tokens, int):
+        limits = [max_new_tokens] * len(prompts)
+        longest = max_new_tokens
+    else:
+        limits = list(max_new_tokens)
+        longest = max(limits, default=0)
     sampling = Sampling(temperature, top_k, top_p, min_p, tuple(logits_processors))
     size = len(prompts) * num_samples
     # With `more`, the number of sequences is not known in advance.
@@ -507,7 +511,9 @@ def generate(
         processors=lambda index: processors,
         step=None if compiled_generate_next_token is None else rows.step,
     )
-    logits = [step_logits for drawn in steps for _, _, step_logits in drawn]
+    logits = []
+    for drawn in steps:
+        logits += [step_logits for _, _, step_logits in drawn]
     return torch.cat(rows.columns, dim=1), torch.stack(logits, dim=1)
 
 

@@ -47,7 +47,9 @@ class Comparison:
     def differences(self) -> dict[str, list[Any]]:
         """Setting, data or code that differs -> its value in each run, None if the run lacks it."""
         facts = [_facts(run) for run in self.runs]
-        names = dict.fromkeys(name for facts_of_run in facts for name in facts_of_run)
+        names: dict[str, None] = {}  # in the order of the files
+        for facts_of_run in facts:
+            names |= dict.fromkeys(facts_of_run)
         differences = {}
         for name in names:
             values = [facts_of_run.get(name) for facts_of_run in facts]
@@ -119,7 +121,10 @@ class Comparison:
             return []
         texts = []
         for run in self.runs:
-            texts.append("none" if run.best is None else f"{run.best['value']:.5g} at step {run.best['step']:,}")
+            if run.best is None:
+                texts.append("none")
+            else:
+                texts.append(f"{run.best['value']:.5g} at step {run.best['step']:,}")
         return texts
 
     @property

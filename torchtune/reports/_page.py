@@ -65,7 +65,9 @@ def write_report(run: RunFolder, *, price_per_hour: float | None = None, estimat
         'report.html'
     """
     verdict = judge(run)
-    metrics = list(dict.fromkeys(name for values in run.steps.values() for name in values))
+    metrics: dict[str, None] = {}  # in the order of their first values
+    for values in run.steps.values():
+        metrics |= dict.fromkeys(values)
     cost = None if price_per_hour is None else price_per_hour * run.seconds / 3600
 
     facts = {name: getattr(run, name) for name in _IN_JSON}

@@ -173,7 +173,10 @@ class RunFolder:
         if path is None:
             return
         for record in _read_lines(path, "step"):
-            yield {name: math.nan if value is None else value for name, value in record.items()}
+            for name, value in record.items():
+                if value is None:  # JSON has no NaN
+                    record[name] = math.nan
+            yield record
         for step, metrics in _TEXT_LINE.findall(path.read_text("utf-8", "replace")):
             record = {"step": int(step)}
             for name, text in _METRIC.findall(metrics):

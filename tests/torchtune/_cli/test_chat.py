@@ -41,27 +41,27 @@ def reference(checkpoint, turns, adapter=None):
     model = model if adapter is None else PeftModel.from_pretrained(model, adapter)
     messages = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(turns)]
     ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=False)
-    found = model.generate(
+    output = model.generate(
         input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False, eos_token_id=2
     )
-    return tokenizer.decode(found[0, ids.shape[1] :], skip_special_tokens=True)
+    return tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
 
 
-def test_answers_and_commands(checkpoint, adapter, chat):
+def test_chat_streams_answers_and_obeys_its_commands(checkpoint, adapter, chat):
     lines = "the cat\n\n/what\ncaf\udce9\n/system be brief\n/system\nthe cat\n/quit\nthe dog\n"
-    found = chat(lines, "--model", checkpoint)
+    result = chat(lines, "--model", checkpoint)
     first = reference(checkpoint, ["the cat"])
-    assert found.out == 2 * f"{first}\n"
-    assert "/what is not a command" in found.err
-    assert "That line is not UTF-8" in found.err
-    assert "(truncated at --max-new-tokens 6)" in found.err
-    one = reference(checkpoint, ["the cat"], adapter)
-    two = reference(checkpoint, ["the cat", one, "a dog"], adapter)
-    assert chat("the cat\na dog", "--model", checkpoint, "--adapter", adapter).out == f"{one}\n{two}\n"
-    assert one != first
+    assert result.out == 2 * f"{first}\n"
+    assert "/what is not a command" in result.err
+    assert "That line is not UTF-8" in result.err
+    assert "(truncated at --max-new-tokens 6)" in result.err
+    adapted = reference(checkpoint, ["the cat"], adapter)
+    continued = reference(checkpoint, ["the cat", adapted, "a dog"], adapter)
+    assert chat("the cat\na dog", "--model", checkpoint, "--adapter", adapter).out == f"{adapted}\n{continued}\n"
+    assert adapted != first
 
 
-def test_what_ends_an_answer(checkpoint, chat, monkeypatch, request):
+def test_interrupt_and_full_context_end_an_answer(checkpoint, chat, monkeypatch, request):
     calls = []
     original = TransformerDecoder.forward
 
@@ -75,10 +75,10 @@ def test_what_ends_an_answer(checkpoint, chat, monkeypatch, request):
     monkeypatch.setattr(TransformerDecoder, "forward", forward)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
-    found = chat("the cat\nthe cat\n" + "red " * 60, "--model", checkpoint, "--max-new-tokens", 500)
-    assert len(found.out.splitlines()) >= 2
-    assert "the context of 60 tokens is full" in found.err
-    assert "start a new one with /reset." in found.err
+    result = chat("the cat\nthe cat\n" + "red " * 60, "--model", checkpoint, "--max-new-tokens", 500)
+    assert len(result.out.splitlines()) >= 2
+    assert "the context of 60 tokens is full" in result.err
+    assert "start a new one with /reset." in result.err
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_what_ends_an_answer(checkpoint, chat, monkeypatch, request):
         (["--model", "{}", "--adapter", "{}"], "there is no adapter_model.safetensors"),
     ],
 )
-def test_errors(checkpoint, tune, args, message):
+def test_invalid_arguments_of_chat_are_refused(checkpoint, tune, args, message):
     result = tune("chat", *(str(arg).format(checkpoint) for arg in args))
     assert result.code == 2
     assert message in result.err

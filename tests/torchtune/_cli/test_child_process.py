@@ -15,7 +15,7 @@ def sleep():
     time.sleep(600)
 
 
-def test_it_ends_with_a_parent_that_is_killed():
+def test_child_process_ends_when_its_parent_is_killed():
     parent = subprocess.Popen([sys.executable, "-c", CODE], stdout=subprocess.PIPE, text=True)
     assert parent.stdout.readline() == "sleeping\n"
     parent.kill()

@@ -55,7 +55,7 @@ def tokenizer(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ROWS)
-def test_formats(kind):
+def test_format_of_a_row_is_recognized(kind):
     row, reader = ROWS[kind]
     assert format_of(row) == (kind, reader)
 
@@ -80,12 +80,14 @@ def test_rows_without_further_columns_have_a_format(row, reader):
     assert format_of(row)[1] == reader
 
 
-def test_what_is_wrong_is_named_with_its_line(tmp_path, tune):
+def test_broken_rows_are_named_by_line(tmp_path, tune):
     before = set(sys.modules)
     rows = [TURNS, TURNS[:1], TURNS, TURNS[::-1], [TURNS[0], TURNS[0]], [{"role": "user"}]]
     rows += [[{"role": "robot", "content": "red"}, TURNS[1]], [{"role": "user", "content": 5}, TURNS[1]]]
-    first, *others = [{"messages": turns} for turns in rows]
-    path = write(tmp_path / "rows.jsonl", first, others[0], "", '{"messages": [', *others[1:4], "[1]", *others[4:])
+    first, *later_rows = [{"messages": turns} for turns in rows]
+    path = write(
+        tmp_path / "rows.jsonl", first, later_rows[0], "", '{"messages": [', *later_rows[1:4], "[1]", *later_rows[4:]
+    )
     with path.open("ab") as file:
         file.write(b'{"messages": "caf\xe9"}\n')
     out = tune("data", "show", path).out
@@ -102,7 +104,7 @@ def test_what_is_wrong_is_named_with_its_line(tmp_path, tune):
     assert not {"pyarrow", "datasets"} & (set(sys.modules) - before)
 
 
-def test_mixed_schemas_leaks_and_other_kinds_of_files(tmp_path, tune):
+def test_mixed_formats_and_leaks_are_reported(tmp_path, tune):
     train = write(tmp_path / "train.jsonl", ROWS["Alpaca"][0], {"messages": TURNS, "tools": [{"name": "f"}]})
     (tmp_path / "val.csv").write_text("instruction,input,output\nred,,blue\nred,,cat\n")
     out = tune("data", "show", train, "--validation", tmp_path / "val.csv").out
@@ -115,11 +117,11 @@ def test_mixed_schemas_leaks_and_other_kinds_of_files(tmp_path, tune):
     (tmp_path / "empty.jsonl").touch()
     (tmp_path / "long.csv").write_text('a,b\n\n"c\nd",e\nf,g,h\n')
     (tmp_path / "mac.csv").write_bytes(b"a,b\rc,d\r")
-    for path, said in (
+    for path, message in (
         ("empty.jsonl", "the file is empty"), ("no.jsonl", "there is no file"),
         ("mac.csv", "line 1: a line ends with a carriage return alone"),
     ):  # fmt: skip
-        assert said in tune("data", "show", tmp_path / path).err
+        assert message in tune("data", "show", tmp_path / path).err
     assert "long.csv:5: it has 3 fields and the header has 2" in tune("data", "show", tmp_path / "long.csv").out
     (tmp_path / "one.json").write_text("[3")
     (tmp_path / "cut.parquet").write_bytes(b"PAR1")
@@ -128,7 +130,7 @@ def test_mixed_schemas_leaks_and_other_kinds_of_files(tmp_path, tune):
         scan(tmp_path / "one.json", everything=True)
 
 
-def test_a_file_with_a_tokenizer(tokenizer, tmp_path, tune, monkeypatch):
+def test_file_with_a_tokenizer_is_shown_with_its_trained_tokens(tokenizer, tmp_path, tune, monkeypatch):
     path = write(tmp_path / "rows.jsonl", *[{"messages": TURNS}] * 3)
     arguments = ["show", path, "--tokenizer", tokenizer, "--examples", 1, "packed=true", "--max-seq-len", 128]
     out = tune("data", *arguments).out
@@ -153,7 +155,7 @@ def test_texts_that_the_chat_template_leaves_out_are_counted(tokenizer, tmp_path
     assert "drops" not in tune("data", "show", tmp_path / "plain.jsonl", "--tokenizer", tokenizer).out
 
 
-def test_a_config(tokenizer, tmp_path, tune):
+def test_datasets_of_a_config_are_shown(tokenizer, tmp_path, tune):
     pairs = [{"instruction": "red", "input": "", "output": word} for word in ("blue", "cat", "red cat")]
     out = tune(
         "data", "show", "smol/135M_lora_single_device", f"tokenizer.path={tokenizer}",
@@ -222,11 +224,11 @@ def test_rows_that_train_the_same_are_duplicates_and_leaks(tmp_path, tune):
 
 def test_columns_that_no_format_names_are_listed_and_can_be_chosen(tokenizer, tmp_path, tune):
     (tmp_path / "faq.csv").write_text("no,asked,said\n1,red cat,blue\n")
-    shown = ["data", "show", tmp_path / "faq.csv"]
-    out = tune(*shown).out
+    command = ["data", "show", tmp_path / "faq.csv"]
+    out = tune(*command).out
     assert rows_of(out, "columns") == "no, asked, said, 1 rows"
     assert "column_map.input=... column_map.output=..." in out
-    tuned = [*shown, "--tokenizer", tokenizer, "--examples", 1]
+    tuned = [*command, "--tokenizer", tokenizer, "--examples", 1]
     assert "no dataset reads rows of these columns: name them" in tune(*tuned).err
     assert "[[blue" in tune(*tuned, "column_map.input=asked", "column_map.output=said").out
     assert "[[blue" in tune(*tuned, "column_map={input: asked, output: said}").out
@@ -234,14 +236,14 @@ def test_columns_that_no_format_names_are_listed_and_can_be_chosen(tokenizer, tm
     assert "[[lue" in text or "[[blue" in text
     assert "asked" not in text.partition("--- row 0")[2]
     assert "'nothing'" in tune(*tuned, "column_map.input=nothing", "column_map.output=said").err
-    assert "add --tokenizer" in tune(*shown, "column=said").err
+    assert "add --tokenizer" in tune(*command, "column=said").err
     (tmp_path / "faq.csv").write_text("asked;said\nred cat;blue\n")
-    assert "the header is one column, 'asked;said': set delimiter=';'" in tune(*shown).err
-    assert rows_of(tune(*shown, "delimiter=;").out, "columns") == "asked, said, 1 rows"
+    assert "the header is one column, 'asked;said': set delimiter=';'" in tune(*command).err
+    assert rows_of(tune(*command, "delimiter=;").out, "columns") == "asked, said, 1 rows"
     assert "[[blue" in tune(*tuned, "delimiter=;", "column_map.input=asked", "column_map.output=said").out
 
 
-def test_settings_of_the_tokenizer(tokenizer, tmp_path, tune):
+def test_tokenizer_settings_are_applied(tokenizer, tmp_path, tune):
     path = write(tmp_path / "rows.jsonl", {"messages": [TURNS[0], {"role": "assistant", "content": "blue " * 20}]})
     out = tune("data", "show", path, "--tokenizer", tokenizer, "tokenizer.max_seq_len=40").out
     assert "1 rows have max_seq_len=40 tokens or were truncated to it" in out
@@ -262,7 +264,7 @@ def test_labels_beside_a_text_are_noticed(tokenizer, tmp_path, tune):
     assert "column 'label' of 1 rows is read by no dataset: write it as a text" in out
 
 
-def test_a_file_without_a_row_that_can_be_used_is_an_error(tmp_path, tune):
+def test_file_without_usable_rows_is_refused(tmp_path, tune):
     path = write(tmp_path / "rows.jsonl", '{"messages": [', "[1]")
     result = tune("data", "show", path)
     assert result.code == 2
@@ -306,7 +308,7 @@ def test_conversations_of_two_formats_are_shown_as_one_dataset_reads_them(tokeni
     assert "[[one bird<|im_end|>]]" in out
 
 
-def test_the_split_of_a_folder_is_judged_that_is_shown(tokenizer, tmp_path, tune):
+def test_format_is_that_of_the_shown_split(tokenizer, tmp_path, tune):
     folder = tmp_path / "folder"
     folder.mkdir()
     write(folder / "train.jsonl", {"messages": TURNS}, {"messages": TURNS})
@@ -325,10 +327,10 @@ def test_a_row_that_the_model_cannot_read_is_named(tokenizer, tmp_path, tune):
     (tokenizer / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 32}))
     long = [TURNS[0], {"role": "assistant", "content": "red blue " * 40}]
     path = write(tmp_path / "rows.jsonl", {"messages": TURNS}, {"messages": long})
-    shown = ["data", "show", path, "--tokenizer", tokenizer]
-    result = tune(*shown)
+    command = ["data", "show", path, "--tokenizer", tokenizer]
+    result = tune(*command)
     assert result.code == 2
     assert "row 1: it has more tokens than the 32 that the model reads" in result.err
     assert f"row 1 is {path}, line 2" in result.err
-    assert "dropped     1 rows" in tune(*shown, "on_bad_row=skip").out
-    assert "1 rows have max_seq_len=32 tokens" in tune(*shown, "tokenizer.max_seq_len=32").out
+    assert "dropped     1 rows" in tune(*command, "on_bad_row=skip").out
+    assert "1 rows have max_seq_len=32 tokens" in tune(*command, "tokenizer.max_seq_len=32").out

@@ -39,32 +39,32 @@ def offline(monkeypatch):
 
 def rows(text):
     """Name -> lines of a report."""
-    found = {}
+    facts = {}
     for line in text.splitlines():
-        name = line[:12].strip() or next(reversed(found))
-        found.setdefault(name, []).append(line[12:])
-    return found
+        name = line[:12].strip() or next(reversed(facts))
+        facts.setdefault(name, []).append(line[12:])
+    return facts
 
 
 @pytest.mark.usefixtures("offline")
-def test_a_machine_that_can_train(tune, tmp_path, monkeypatch):
+def test_machine_that_can_train_has_no_problems(tune, tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHTUNE_CACHE", str(tmp_path / "cache"))
     result = tune("doctor", "--output", str(tmp_path / "runs"))
-    found = rows(result.out)
+    facts = rows(result.out)
     assert result.code == 0
-    assert found["problems"] == ["none: training can run"]
-    assert torch.__version__ in found["versions"][0]
-    assert found["disks"][0].startswith(f"runs: {tmp_path / 'runs'}, ")
-    assert found["disks"][1].startswith(f"rows: {tmp_path / 'cache' / 'rows'}, ")
-    assert "offline: HF_HUB_OFFLINE is set" in found["hub"][0]
-    packages = " ".join(found["packages"])
+    assert facts["problems"] == ["none: training can run"]
+    assert torch.__version__ in facts["versions"][0]
+    assert facts["disks"][0].startswith(f"runs: {tmp_path / 'runs'}, ")
+    assert facts["disks"][1].startswith(f"rows: {tmp_path / 'cache' / 'rows'}, ")
+    assert "offline: HF_HUB_OFFLINE is set" in facts["hub"][0]
+    packages = " ".join(facts["packages"])
     assert f"tokenizers {metadata.version('tokenizers')}" in packages
     assert packages.count("transformers ") <= 1, "it is in several extras"
     assert "pytest" not in packages, "packages for development are not listed"
     assert "fla-core" not in packages, "kernels are listed on their own"
-    assert [line.partition(" ")[0] for line in found["kernels"]] == [kernel.package for kernel in KERNELS]
-    assert all("used" in line for line in found["kernels"])
-    assert found["attention"][0].startswith("documents: ")
+    assert [line.partition(" ")[0] for line in facts["kernels"]] == [kernel.package for kernel in KERNELS]
+    assert all("used" in line for line in facts["kernels"])
+    assert facts["attention"][0].startswith("documents: ")
     assert not list(tmp_path.iterdir()), "nothing is written"
 
 
@@ -90,13 +90,13 @@ def test_optional_packages_name_their_extra(monkeypatch):
         return version(name)
 
     monkeypatch.setattr(metadata, "version", without_wandb)
-    found = _machine.Findings()
-    assert "not installed: wandb (pip install 'torchtune[wandb]')" in _machine._packages(found)
-    assert not found.problems
+    findings = _machine.Findings()
+    assert "not installed: wandb (pip install 'torchtune[wandb]')" in _machine._packages(findings)
+    assert not findings.problems
 
 
 @pytest.mark.usefixtures("offline")
-def test_what_is_slow(tmp_path, monkeypatch):
+def test_reasons_for_slow_runs_are_named(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(3), raising=False)
     monkeypatch.setattr(_machine, "_file_system", lambda path: "nfs4")
     monkeypatch.setattr(_machine, "has_fast_matmul", lambda dtype, device: dtype == torch.float32)
@@ -113,7 +113,7 @@ def test_the_file_system_is_that_of_the_innermost_mount():
     assert _machine._file_system(_machine.Path("/proc/self")) == "proc"
 
 
-def test_access_to_the_hub(hub, tune, tmp_path, monkeypatch):
+def test_access_to_the_hub_is_described(hub, tune, tmp_path, monkeypatch):
     def said(token):
         monkeypatch.delenv("HF_TOKEN", raising=False)
         if token is not None:

@@ -65,8 +65,8 @@ class Hub(BaseHTTPRequestHandler):
             self.answer(200, json.dumps({"files": files}).encode(), Content_Type="application/json")
         else:
             new = f"http://{self.headers['Host']}/own/new"
-            found = {"url": new, "commitUrl": f"{new}/commit/1", "commitOid": COMMIT}
-            self.answer(200, json.dumps(found).encode(), Content_Type="application/json")
+            reply = {"url": new, "commitUrl": f"{new}/commit/1", "commitOid": COMMIT}
+            self.answer(200, json.dumps(reply).encode(), Content_Type="application/json")
 
     def file(self, repo, name):
         if repo == "own/gated" and self.headers.get("Authorization") != "Bearer right":
@@ -134,31 +134,31 @@ def fetched(hub):
     return {path.partition(f"{COMMIT}/")[2] for verb, path in hub.asked if verb == "GET" and "/resolve/" in path}
 
 
-def test_a_model_arrives_whole(hub, folder, download):
+def test_every_file_of_a_model_is_downloaded(hub, folder, download):
     done = download("own/model")
     for name, body in FILES.items():
         assert (folder / name).read_bytes() == body
     assert json.loads((folder / "original_repo_id.json").read_text()) == {"repo_id": "own/model"}
-    said = "Successfully downloaded model repo and wrote to the following locations:\n"
-    assert str(folder / "model.safetensors") in done.stdout.partition(said)[2].splitlines()
+    headline = "Successfully downloaded model repo and wrote to the following locations:\n"
+    assert str(folder / "model.safetensors") in done.stdout.partition(headline)[2].splitlines()
     hub.asked.clear()
     download("own/model")
     assert not fetched(hub), "fetched twice"
 
 
-def test_a_second_try_fetches_only_what_is_missing(hub, folder, download):
+def test_second_download_fetches_only_missing_files(hub, folder, download):
     hub.out_of_order = "original/params.json"
     broken = download("own/model", code=2)
     assert "status 500: run the same command again later, it fetches only what is missing." in broken.stderr
     assert not (folder / "original_repo_id.json").exists()
-    there = {path.name for path in folder.rglob("*") if path.name in FILES}
+    downloaded = {path.name for path in folder.rglob("*") if path.name in FILES}
     hub.out_of_order = None
     hub.asked.clear()
     download("own/model")
-    assert fetched(hub) == set(FILES) - there
+    assert fetched(hub) == set(FILES) - downloaded
 
 
-def test_a_connection_that_breaks_off_is_taken_up_where_it_was(hub, folder, download):
+def test_interrupted_download_continues_at_its_byte(hub, folder, download):
     hub.cut = "model.safetensors"
     download("own/model")
     assert hub.ranges == [10 * 2**20]
@@ -187,7 +187,7 @@ def test_a_gated_model_needs_the_right_token(download):
         ("a/b/c", "'a/b/c' is not the name of a repository"),
     ],
 )
-def test_what_is_not_there_is_one_sentence(repo, said, folder, download):
+def test_missing_repository_is_refused_in_one_sentence(repo, said, folder, download):
     done = download(repo, code=2)
     assert said in done.stderr
     assert done.stderr.count("\n") == 1
@@ -202,7 +202,7 @@ def closed():
         return f"http://127.0.0.1:{unused.getsockname()[1]}"
 
 
-def test_no_network_is_not_mistaken_for_success(folder, download, closed):
+def test_download_without_network_fails(folder, download, closed):
     folder.mkdir()
     (folder / "config.json").write_text("{}")  # what a download that broke off may leave
     done = download("own/model", code=2, endpoint=closed)
@@ -210,7 +210,7 @@ def test_no_network_is_not_mistaken_for_success(folder, download, closed):
     assert "Successfully" not in done.stdout
 
 
-def test_a_folder_that_cannot_be_written(folder, download):
+def test_unwritable_folder_is_refused(folder, download):
     folder.write_text("")
     done = download("own/model", code=2)
     assert f"{folder} cannot be written (" in done.stderr

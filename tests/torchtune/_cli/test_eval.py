@@ -35,7 +35,7 @@ def greedy(checkpoint, questions):
     return [reference(checkpoint, [question]) for question in questions]
 
 
-def test_before_and_after(folder, tmp_path, evaluate):
+def test_two_models_are_scored_compared_and_resumed(folder, tmp_path, evaluate):
     questions = ["the cat sees", "a dog", "why not", "red red red"]
     right = greedy(folder / "trained", questions)
     asked = [{"prompt": question, "answer": answer} for question, answer in zip(questions, right, strict=True)]
@@ -45,7 +45,7 @@ def test_before_and_after(folder, tmp_path, evaluate):
     command = [folder / "trained", "--against", folder / "base", "--data", data, "--score", "exact", "--score", half]
     out = evaluate(*command).out
     results = json.loads((tmp_path / "eval" / "rows.results.json").read_text())["models"]
-    assert [each["scores"]["exact"]["mean"] for each in results] == [0.0, 0.75]
+    assert [result["scores"]["exact"]["mean"] for result in results] == [0.0, 0.75]
     assert results[1]["scores"]["exact"]["standard_error"] == pytest.approx(0.5 / math.sqrt(4))
     assert results[1]["scores"]["half"] == {"mean": 0.5, "standard_error": 0.0, "unscored": 1}
     lines = out.splitlines()
@@ -59,9 +59,9 @@ def test_before_and_after(folder, tmp_path, evaluate):
     assert [row["right"] for row in answers] == [row["answer"] for row in asked]
     assert answers[1]["scores"] == {"exact": 0.0, "half": None}
     # Killed in the third answer: the first two are kept, the rest is answered, all are scored.
-    whole = path.read_bytes().splitlines(keepends=True)
-    kept = json.dumps({**answers[0], "answer": "kept"}).encode() + b"\n"
-    path.write_bytes(kept + whole[1] + whole[2][:30])
+    answer_lines = path.read_bytes().splitlines(keepends=True)
+    edited_line = json.dumps({**answers[0], "answer": "kept"}).encode() + b"\n"
+    path.write_bytes(edited_line + answer_lines[1] + answer_lines[2][:30])
     evaluate(*command)
     again = read_lines(path)
     assert [row["answer"] for row in again] == ["kept", *right[1:]]
@@ -79,8 +79,8 @@ def test_other_weights_in_the_same_folder_are_noticed(folder, tmp_path, evaluate
     os.utime(model / "model.safetensors", ns=(seconds.st_atime_ns, seconds.st_mtime_ns))
     evaluate(model, "--data", data, "--score", "exact")
     second = next(path for path in (tmp_path / "eval").glob("*.jsonl") if path != first)
-    found = [json.loads(path.read_text())["answer"] for path in (first, second)]
-    assert found == [greedy(folder / name, ["the cat"])[0] for name in ("base", "trained")]
+    answers = [json.loads(path.read_text())["answer"] for path in (first, second)]
+    assert answers == [greedy(folder / name, ["the cat"])[0] for name in ("base", "trained")]
 
 
 def test_perplexity_is_that_of_the_labelled_tokens(folder, tmp_path, evaluate):
@@ -91,7 +91,7 @@ def test_perplexity_is_that_of_the_labelled_tokens(folder, tmp_path, evaluate):
 
     data = write_conversations(tmp_path / "rows.jsonl", 10)
     evaluate(folder / "base", "--data", data, "--perplexity")
-    found = json.loads((tmp_path / "eval" / "rows.results.json").read_text())["models"][0]["perplexity"]
+    result = json.loads((tmp_path / "eval" / "rows.results.json").read_text())["models"][0]["perplexity"]
     dataset = chat_dataset(hf_tokenizer(folder / "base"), source=str(data), **OPENAI)
     model = AutoModelForCausalLM.from_pretrained(folder / "base")
     total, count = 0.0, 0
@@ -101,12 +101,12 @@ def test_perplexity_is_that_of_the_labelled_tokens(folder, tmp_path, evaluate):
             logits = model(tokens[None]).logits[0].double()
         total += torch.nn.functional.cross_entropy(logits, labels, ignore_index=-100, reduction="sum").item()
         count += int((labels != -100).sum())
-    assert found["tokens"] == count
-    assert found["loss"] == pytest.approx(total / count, rel=1e-5)
-    assert found["perplexity"] == pytest.approx(math.exp(total / count), rel=1e-4)
+    assert result["tokens"] == count
+    assert result["loss"] == pytest.approx(total / count, rel=1e-5)
+    assert result["perplexity"] == pytest.approx(math.exp(total / count), rel=1e-4)
 
 
-def test_what_cannot_be_evaluated(folder, tmp_path, evaluate):
+def test_invalid_evaluation_is_refused(folder, tmp_path, evaluate):
     data = write_lines(tmp_path / "rows.jsonl", [{"prompt": "a", "answer": "b", "divisor": i} for i in (1, 0)])
     model = folder / "base"
     raises = "tests.torchtune.evaluation.scores.raises"

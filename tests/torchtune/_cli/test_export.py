@@ -52,8 +52,8 @@ def runs(tmp_path_factory):
             parameter += 0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
     settings = yaml.safe_dump({"recipe": "full_finetune_single_device", "checkpointer": {"checkpoint_dir": str(base)}})
     saved = torchtune.save(model, folder / "full" / "epoch_0")
-    for place in (saved, saved.parent):
-        (place / "torchtune_config.yaml").write_text(settings)
+    for checkpoint_or_run in (saved, saved.parent):
+        (checkpoint_or_run / "torchtune_config.yaml").write_text(settings)
     train(base, folder / "lora" / "epoch_0")
     train(write_folder(folder / "experts_base", "qwen3_moe"), folder / "experts" / "epoch_0")
     return folder
@@ -75,15 +75,15 @@ def test_the_model_card_has_the_verdict_of_the_check(runs, tmp_path, tune):
     ("run", "to"),
     [("full", "hf"), *((run, to) for run in ("lora", "experts") for to in ("adapter", "merged"))],
 )
-def test_files_compute_what_was_trained(runs, tmp_path, tune, run, to):
+def test_exported_files_compute_the_logits_of_the_trained_model(runs, tmp_path, tune, run, to):
     model = runs / run / ("" if run == "full" else "epoch_0")
     done = tune("export", str(model), "--to", to, "--output", str(tmp_path / "out"))
     assert done.code == 0, done.err
     assert f"writing     the files of {tmp_path / 'out'}" in done.err, "it takes minutes for a large model"
-    found = numbers(tmp_path / "out")["trained"]
-    assert found["equal_tokens"] == found["tokens"] > 100
-    assert found["max_difference"] < 1e-3
-    assert found["kl"] < 1e-8
+    measured = numbers(tmp_path / "out")["trained"]
+    assert measured["equal_tokens"] == measured["tokens"] > 100
+    assert measured["max_difference"] < 1e-3
+    assert measured["kl"] < 1e-8
     assert f"checked     in {'peft' if to == 'adapter' else 'transformers'} " in done.out
     assert f"wrote       {tmp_path / 'out'} (" in done.out
     assert ("vllm serve" in done.out, "--lora-modules out=" in done.out) == (True, to == "adapter")
@@ -107,11 +107,13 @@ def save_run(base, folder, tokenizer, *, adapter=None):
 
 @pytest.mark.parametrize("to", ["adapter", "merged"])
 def test_adapter_with_new_tokens_is_exported_with_its_tokenizer(runs, tmp_path, tune, to):
-    other = shutil.copytree(runs / "base", tmp_path / "other", ignore=shutil.ignore_patterns("*.safetensors"))
-    backend = Tokenizer.from_file(str(other / "tokenizer.json"))
+    tokenizer_folder = shutil.copytree(
+        runs / "base", tmp_path / "other", ignore=shutil.ignore_patterns("*.safetensors")
+    )
+    backend = Tokenizer.from_file(str(tokenizer_folder / "tokenizer.json"))
     backend.add_special_tokens([AddedToken("<|tool|>", special=True)])
-    backend.save(str(other / "tokenizer.json"))
-    settings = {"_component_": "torchtune.tokenizers.hf_tokenizer", "path": str(other), "max_seq_len": 8}
+    backend.save(str(tokenizer_folder / "tokenizer.json"))
+    settings = {"_component_": "torchtune.tokenizers.hf_tokenizer", "path": str(tokenizer_folder), "max_seq_len": 8}
     save_run(runs / "base", tmp_path / "run", settings, adapter=LoRA(rank=2, alpha=6))
     done = tune("export", str(tmp_path / "run"), "--to", to, "--output", str(tmp_path / "out"))
     assert done.code == 0, done.err
@@ -141,9 +143,9 @@ def test_quantized_files_differ_as_the_quantized_base_does(runs, tmp_path, tune,
     run = "full" if quant == "q8_0" else "lora"
     done = tune("export", str(runs / run / "epoch_0"), "--to", to, "--quant", quant, "--output", str(tmp_path / "out"))
     assert done.code == 0, done.err
-    found = numbers(tmp_path / "out")
-    assert 0 < found["base"]["kl"] < (0.01 if "8" in quant else 0.5)
-    assert 0 < found["trained"]["kl"] < 3 * found["base"]["kl"] + 0.02
+    measured = numbers(tmp_path / "out")
+    assert 0 < measured["base"]["kl"] < (0.01 if "8" in quant else 0.5)
+    assert 0 < measured["trained"]["kl"] < 3 * measured["base"]["kl"] + 0.02
     assert "base        quantized alike: " in done.out
 
 
@@ -151,11 +153,11 @@ def test_ollama_gets_a_modelfile_and_a_push_without_yes_uploads_nothing(runs, tm
     output = tmp_path / "out"
     done = tune("export", str(runs / "full"), "--to", "ollama", "--output", str(output), "--push", "me/cats")
     assert done.code == 0, done.err
-    first, *others = (output / "Modelfile").read_text().splitlines()
+    first, *lines = (output / "Modelfile").read_text().splitlines()
     assert first == "FROM ./model-Q8_0.gguf"
-    assert others[-2:] == ['PARAMETER stop "<|im_end|>"', "PARAMETER num_ctx 4096"]
-    assert "\n".join(others[:-2]).startswith('TEMPLATE """')
-    assert "\n".join(others[:-2]).endswith('{{ end }}"""')
+    assert lines[-2:] == ['PARAMETER stop "<|im_end|>"', "PARAMETER num_ctx 4096"]
+    assert "\n".join(lines[:-2]).startswith('TEMPLATE """')
+    assert "\n".join(lines[:-2]).endswith('{{ end }}"""')
     assert f"ollama create out -f {output}/Modelfile && ollama run out" in done.out
     files = [path.name for path in output.iterdir() if not path.name.startswith(".")]
     for name in files:
@@ -171,11 +173,11 @@ def written(change):
         right = real(self, *arguments, **options)
 
         def compute():
-            whole = {name: torch.zeros(spec.shape, dtype=spec.dtype) for name, spec in right.specs.items()}
+            tensors = {name: torch.zeros(spec.shape, dtype=spec.dtype) for name, spec in right.specs.items()}
             for part in right.compute():
-                place = tuple(slice(a, a + n) for a, n in zip(part.start, part.shape, strict=True))
-                whole[part.name][place] = part.data
-            return [TensorSlice.of(name, change(name, tensor)) for name, tensor in whole.items()]
+                region = tuple(slice(a, a + n) for a, n in zip(part.start, part.shape, strict=True))
+                tensors[part.name][region] = part.data
+            return [TensorSlice.of(name, change(name, tensor)) for name, tensor in tensors.items()]
 
         return replace(right, compute=compute)
 
@@ -190,8 +192,9 @@ def with_the_next_experts_b(patch):
         if ".experts." not in name or "lora_B" not in name:
             return tensor
         matrix = name.rpartition(".lora_B")[0].rpartition(".")[2]
-        previous[matrix], found = tensor, previous.get(matrix, tensor.flip(1))
-        return found
+        wrong_tensor = previous.get(matrix, tensor.flip(1))
+        previous[matrix] = tensor
+        return wrong_tensor
 
     patch.setattr(SaveView, "tensor_group", written(change))
     return "experts."
@@ -243,7 +246,7 @@ FAULTS = [
 
 
 @pytest.mark.parametrize(("run", "to", "fault"), FAULTS, ids=[fault.__name__ for *_, fault in FAULTS])
-def test_a_fault_in_writing_is_found(runs, tmp_path, tune, monkeypatch, run, to, fault):
+def test_fault_in_written_files_fails_the_check(runs, tmp_path, tune, monkeypatch, run, to, fault):
     command = ["export", str(runs / run / "epoch_0"), "--to", to, "--output", str(tmp_path / "out")]
     assert tune(*command, "--no-check").code == 0
     before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
@@ -256,7 +259,7 @@ def test_a_fault_in_writing_is_found(runs, tmp_path, tune, monkeypatch, run, to,
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_a_fault_of_a_quantized_model_is_found(runs, tmp_path, tune, monkeypatch):
+def test_fault_of_a_quantized_model_fails_the_check(runs, tmp_path, tune, monkeypatch):
     with_the_untrained_base(monkeypatch)
     done = tune("export", str(runs / "lora" / "epoch_0"), "--to", "gguf", "--output", str(tmp_path / "out"))
     assert done.code == 3
@@ -264,14 +267,14 @@ def test_a_fault_of_a_quantized_model_is_found(runs, tmp_path, tune, monkeypatch
     assert not list(tmp_path.iterdir())
 
 
-def test_nan_is_not_equal_to_itself(runs, tmp_path, tune):
+def test_nan_logits_fail_the_check(runs, tmp_path, tune):
     train(runs / "base", tmp_path / "run")
     file = tmp_path / "run" / "adapter_model.safetensors"
     save_file({name: torch.full_like(tensor, torch.nan) for name, tensor in load_file(file).items()}, file)
     assert tune("export", str(tmp_path / "run"), "--to", "adapter").code == 3
 
 
-def test_what_is_not_checked_says_so(runs, tmp_path, tune, monkeypatch):
+def test_unchecked_export_says_why(runs, tmp_path, tune, monkeypatch):
     command = ["export", str(runs / "lora" / "epoch_0"), "--to", "adapter", "--output", str(tmp_path / "out")]
     assert "not checked because of --no-check" in tune(*command, "--no-check").out
     from torchtune.evaluation import _reference_logits
@@ -286,7 +289,7 @@ def test_what_is_not_checked_says_so(runs, tmp_path, tune, monkeypatch):
 @pytest.mark.parametrize(
     ("code", "said"), [("import os\n\nos.abort()\n", "its process crashed"), ("1 / 0\n", "ZeroDivisionError: division")]
 )
-def test_a_library_that_crashes_takes_nothing_with_it(runs, tmp_path, tune, monkeypatch, code, said):
+def test_crash_of_the_reading_library_is_reported(runs, tmp_path, tune, monkeypatch, code, said):
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "peft.py").write_text(code)
     monkeypatch.setattr(sys, "path", [str(tmp_path / "broken"), *sys.path])
@@ -298,7 +301,7 @@ def test_a_library_that_crashes_takes_nothing_with_it(runs, tmp_path, tune, monk
     assert (done.code, "cannot be checked, because peft cannot be asked" in done.err) == (2, True)
 
 
-def test_a_run_that_was_killed_gives_its_newest_complete_checkpoint(runs, tmp_path, tune):
+def test_killed_run_exports_its_newest_complete_checkpoint(runs, tmp_path, tune):
     run = tmp_path / "run"
     train(runs / "base", run / "epoch_0")
     train(runs / "base", run / "epoch_1")
@@ -311,13 +314,13 @@ def test_a_run_that_was_killed_gives_its_newest_complete_checkpoint(runs, tmp_pa
     assert (run / "epoch_0-adapter" / "adapter_model.safetensors").is_file()
 
 
-def test_mistakes_are_one_sentence(runs, tmp_path, tune):
+def test_invalid_exports_are_refused_in_one_sentence(runs, tmp_path, tune):
     full, adapter = str(runs / "full" / "epoch_0"), str(runs / "lora" / "epoch_0")
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("mine")
     orphan = train(write_checkpoint(tmp_path / "base"), tmp_path / "orphan")
     (tmp_path / "base").rename(tmp_path / "moved")
-    for command, said in {
+    for command, message in {
         (str(tmp_path / "nowhere"), "--to", "hf"): "there is no such folder: give that of a",
         (str(tmp_path / "mine"), "--to", "hf"): "config.json",
         (full, "--to", "adapter"): "holds no adapter, all weights were trained: choose --to hf",
@@ -331,14 +334,14 @@ def test_mistakes_are_one_sentence(runs, tmp_path, tune):
     }.items():
         done = tune("export", *command)
         assert (done.code, done.out) == (2, ""), command
-        *others, last = done.err.splitlines()
-        assert said in last
+        *progress_lines, last = done.err.splitlines()
+        assert message in last
         progress = ("Writing model", "writing ")  # of transformers, before, and of the export itself
-    assert not [line for line in others if line and not line.startswith(progress)]
+    assert not [line for line in progress_lines if line and not line.startswith(progress)]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mine", "moved", "orphan"]
 
 
-def test_a_run_that_is_going_on_is_left_alone(runs, tmp_path, tune):
+def test_running_run_is_not_exported(runs, tmp_path, tune):
     run = tmp_path / "run"
     train(runs / "base", run / "epoch_0")
     (run / "torchtune_config.yaml").write_text("recipe: lora_finetune_single_device\n")
@@ -349,7 +352,7 @@ def test_a_run_that_is_going_on_is_left_alone(runs, tmp_path, tune):
 
 
 @pytest.mark.parametrize("moment", ["config.json", ".out.*.old.tmp", "out", ".out.????????.tmp"])
-def test_an_export_that_was_killed_loses_and_leaves_nothing(runs, tmp_path, tune, monkeypatch, moment):
+def test_killed_export_leaves_the_former_one(runs, tmp_path, tune, monkeypatch, moment):
     """Killed after renaming a file to this name; the next export has no space, and the one before is there."""
     command = ["export", str(runs / "full" / "epoch_0"), "--to", "hf", "--output", str(tmp_path / "out"), "--no-check"]
     assert tune(*command).code == 0

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from torchtune._cli._foreign_config import TABLES, ForeignConfig
+from torchtune._cli.import_config import ImportedConfig, read_tables
 
 AXOLOTL = """
 base_model: unsloth/Llama-3.2-1B-Instruct
@@ -97,10 +97,10 @@ def write_rows(path):
     return path
 
 
-def test_axolotl(convert):
-    ours, said = convert(AXOLOTL)
-    assert ours["recipe"] == "lora_finetune_single_device"
-    assert ours["model_converters"] == [
+def test_axolotl_config_is_converted(convert):
+    converted, report = convert(AXOLOTL)
+    assert converted["recipe"] == "lora_finetune_single_device"
+    assert converted["model_converters"] == [
         {"_component_": "torchtune.modules.low_precision.QuantizeBase"},
         {
             "_component_": "torchtune.modules.peft.LoRA",
@@ -110,9 +110,9 @@ def test_axolotl(convert):
         },
     ]
     folder = "/tmp/Llama-3.2-1B-Instruct"
-    assert ours["model"] == {"_component_": "torchtune.models.from_hf_config", "checkpoint_dir": folder}
-    assert (ours["tokenizer"]["path"], ours["checkpointer"]["checkpoint_dir"]) == (folder, folder)
-    chats, alpaca = ours["dataset"]
+    assert converted["model"] == {"_component_": "torchtune.models.from_hf_config", "checkpoint_dir": folder}
+    assert (converted["tokenizer"]["path"], converted["checkpointer"]["checkpoint_dir"]) == (folder, folder)
+    chats, alpaca = converted["dataset"]
     assert chats == {
         "_component_": "torchtune.datasets.chat_dataset",
         "source": "own/chats",
@@ -124,26 +124,26 @@ def test_axolotl(convert):
     }
     assert alpaca["_component_"] == "torchtune.datasets.alpaca_dataset"
     assert alpaca["masking_strategy"] == "train_on_assistant", "their default, not that of our builder"
-    assert (ours["batch_size"], ours["gradient_accumulation_steps"], ours["epochs"]) == (3, 4, 2)
-    assert ours["optimizer"] == {"_component_": "torchao.optim.AdamW8bit", "weight_decay": 0.0, "lr": 2e-4}
-    assert ours["lr_scheduler"]["num_warmup_steps"] == 10
-    assert ours["lr_scheduler"]["_component_"].endswith("get_cosine_schedule_with_warmup")
-    assert ours["tokenizer"]["max_seq_len"] == 2048
-    assert ours["dtype"] is None
-    assert ours["enable_activation_checkpointing"] is True
-    assert ours["metric_logger"]["_component_"].endswith("WandBLogger")
-    assert ours["metric_logger"]["project"] == "mine"
-    assert ours["clip_grad_norm"] == 1.0, "the default of their trainer"
-    left = said.partition("Without counterpart:")[2].partition("No setting is needed:")[0]
+    assert (converted["batch_size"], converted["gradient_accumulation_steps"], converted["epochs"]) == (3, 4, 2)
+    assert converted["optimizer"] == {"_component_": "torchao.optim.AdamW8bit", "weight_decay": 0.0, "lr": 2e-4}
+    assert converted["lr_scheduler"]["num_warmup_steps"] == 10
+    assert converted["lr_scheduler"]["_component_"].endswith("get_cosine_schedule_with_warmup")
+    assert converted["tokenizer"]["max_seq_len"] == 2048
+    assert converted["dtype"] is None
+    assert converted["enable_activation_checkpointing"] is True
+    assert converted["metric_logger"]["_component_"].endswith("WandBLogger")
+    assert converted["metric_logger"]["project"] == "mine"
+    assert converted["clip_grad_norm"] == 1.0, "the default of their trainer"
+    left = report.partition("Without counterpart:")[2].partition("No setting is needed:")[0]
     for key in ("datasets.0.roles_to_train", "warmup_ratio", "plugins"):
         assert f"  {key}: " in left
     assert "flash_attention: " not in left
-    assert "tune download unsloth/Llama-3.2-1B-Instruct --output-dir /tmp/Llama-3.2-1B-Instruct" in said
+    assert "tune download unsloth/Llama-3.2-1B-Instruct --output-dir /tmp/Llama-3.2-1B-Instruct" in report
 
 
-def test_trl(convert, tmp_path):
-    ours, said = convert(TRL.format(file=write_rows(tmp_path / "rows.jsonl")))
-    assert ours["dataset"] == {
+def test_trl_config_is_converted(convert, tmp_path):
+    converted, report = convert(TRL.format(file=write_rows(tmp_path / "rows.jsonl")))
+    assert converted["dataset"] == {
         "_component_": "torchtune.datasets.chat_dataset",
         "source": str(tmp_path / "rows.jsonl"),
         "conversation_column": "chats",
@@ -152,34 +152,34 @@ def test_trl(convert, tmp_path):
         "masking_strategy": "train_on_assistant",
         "split": "train",
     }
-    (lora,) = ours["model_converters"]
+    (lora,) = converted["model_converters"]
     assert (lora["rank"], lora["alpha"], lora["dropout"]) == (16, 32, 0.05)
     assert lora["target_modules"] == ["*_proj", "w?"]
-    assert (ours["max_steps_per_epoch"], ours["epochs"]) == (20, 1)
-    assert ours["lr_scheduler"]["_component_"].endswith("get_constant_schedule_with_warmup")
-    assert ours["metric_logger"]["_component_"].endswith("TensorBoardLogger")
-    assert ours["dtype"] == "bf16"
-    assert ours["batch_size"] == 8
-    assert "  chat_template_path: not known" in said
-    assert "  eval_strategy: set dataset_val" in said
+    assert (converted["max_steps_per_epoch"], converted["epochs"]) == (20, 1)
+    assert converted["lr_scheduler"]["_component_"].endswith("get_constant_schedule_with_warmup")
+    assert converted["metric_logger"]["_component_"].endswith("TensorBoardLogger")
+    assert converted["dtype"] == "bf16"
+    assert converted["batch_size"] == 8
+    assert "  chat_template_path: not known" in report
+    assert "  eval_strategy: set dataset_val" in report
 
 
-def test_llama_factory(convert, tmp_path):
+def test_llama_factory_config_is_converted(convert, tmp_path):
     write_rows(tmp_path / "rows.jsonl")
     described = {"chats": {"file_name": "rows.jsonl", "formatting": "sharegpt", "columns": {"messages": "chats"}}}
     (tmp_path / "dataset_info.json").write_text(json.dumps(described))
-    ours, said = convert(FACTORY.format(folder=tmp_path))
-    assert ours["recipe"] == "full_finetune_distributed"
-    assert "  several devices: FSDP2 shards" in said
-    chats, identity = ours["dataset"]
+    converted, report = convert(FACTORY.format(folder=tmp_path))
+    assert converted["recipe"] == "full_finetune_distributed"
+    assert "  several devices: FSDP2 shards" in report
+    chats, identity = converted["dataset"]
     assert (chats["conversation_column"], chats["conversation_style"]) == ("chats", "openai")
     assert identity["source"] == "identity"
-    assert "model_converters" not in ours
-    assert ours["clip_grad_norm"] is None, "0 clips nothing there"
-    assert ours["epochs"] == 3
-    assert ours["enable_activation_checkpointing"] is True, "their default"
-    assert "  dataset identity: " in said
-    assert "  template: set tokenizer.chat_template" in said
+    assert "model_converters" not in converted
+    assert converted["clip_grad_norm"] is None, "0 clips nothing there"
+    assert converted["epochs"] == 3
+    assert converted["enable_activation_checkpointing"] is True, "their default"
+    assert "  dataset identity: " in report
+    assert "  template: set tokenizer.chat_template" in report
 
 
 @pytest.mark.parametrize(
@@ -199,9 +199,9 @@ def test_the_order_of_keys_that_decide_one_setting_does_not_matter(tmp_path, bas
     path = tmp_path / "theirs.yaml"
     for ordered in (lines, lines[::-1]):
         path.write_text("\n".join([*ordered, *base_lines]).replace("{folder}", "data"))
-        ours = ForeignConfig(path).data
-        datasets = ours["dataset"] if isinstance(ours["dataset"], list) else [ours["dataset"]]
-        assert {**ours, **datasets[0], **ours.get("model_converters", [{}])[-1]}[setting] == value
+        converted = ImportedConfig(path).data
+        datasets = converted["dataset"] if isinstance(converted["dataset"], list) else [converted["dataset"]]
+        assert {**converted, **datasets[0], **converted.get("model_converters", [{}])[-1]}[setting] == value
 
 
 def test_keys_that_exclude_each_other_in_llama_factory_are_refused(tune, tmp_path, monkeypatch):
@@ -213,11 +213,11 @@ def test_keys_that_exclude_each_other_in_llama_factory_are_refused(tune, tmp_pat
     assert "train_on_prompt and mask_history exclude each other in llama-factory: choose one" in result.err
 
 
-def test_preferences_of_axolotl_and_llama_factory(convert):
-    ours, _ = convert(FACTORY.format(folder="data").replace("stage: sft", "stage: dpo\npref_beta: 0.2"))
-    assert ours["recipe"] == "dpo"
-    assert ours["loss"]["beta"] == 0.2
-    assert ours["dataset"][0]["_component_"] == "torchtune.datasets.preference_dataset"
+def test_preference_configs_are_converted_to_dpo(convert):
+    converted, _ = convert(FACTORY.format(folder="data").replace("stage: sft", "stage: dpo\npref_beta: 0.2"))
+    assert converted["recipe"] == "dpo"
+    assert converted["loss"]["beta"] == 0.2
+    assert converted["dataset"][0]["_component_"] == "torchtune.datasets.preference_dataset"
 
 
 @pytest.mark.parametrize(
@@ -233,7 +233,7 @@ def test_preferences_of_axolotl_and_llama_factory(convert):
         ),
     ],
 )
-def test_a_file_that_cannot_be_imported(tune, tmp_path, monkeypatch, text, reason):
+def test_invalid_file_is_refused(tune, tmp_path, monkeypatch, text, reason):
     monkeypatch.chdir(tmp_path)
     Path("theirs.yaml").write_text(text)
     result = tune("import", "theirs.yaml")
@@ -244,10 +244,10 @@ def test_a_file_that_cannot_be_imported(tune, tmp_path, monkeypatch, text, reaso
 
 def test_a_value_that_does_not_convert_is_listed(convert):
     text = AXOLOTL.replace("num_epochs: 2", "num_epochs: 0.5").replace("adamw_bnb_8bit", "lion_8bit")
-    _, said = convert(text.replace("lora_target_modules: [gate_proj,", "lora_target_modules: [embed_tokens,"))
-    assert "  num_epochs: 0.5 is not a whole number" in said
-    assert "  optimizer: ['lion_8bit']: choose out of adamw_torch," in said
-    assert "  lora_target_modules: ['embed_tokens']: choose out of q_proj," in said
+    _, report = convert(text.replace("lora_target_modules: [gate_proj,", "lora_target_modules: [embed_tokens,"))
+    assert "  num_epochs: 0.5 is not a whole number" in report
+    assert "  optimizer: ['lion_8bit']: choose out of adamw_torch," in report
+    assert "  lora_target_modules: ['embed_tokens']: choose out of q_proj," in report
 
 
 def test_a_config_that_fails_its_check_is_kept_to_be_corrected(tune, tmp_path, monkeypatch):
@@ -274,11 +274,11 @@ def test_an_existing_file_is_kept(tune, tmp_path, monkeypatch):
 
 def fields_of(*classes):
     """Fields of dataclasses in installed files -> literal default, or ``...``; later classes override."""
-    found = {}
+    fields = {}
     for module, name in classes:
-        package, _, rest = module.partition(".")
+        package, _, submodule = module.partition(".")
         folder = importlib.util.find_spec(package).submodule_search_locations[0]
-        tree = ast.parse(Path(folder, f"{rest.replace('.', '/')}.py").read_text())
+        tree = ast.parse(Path(folder, f"{submodule.replace('.', '/')}.py").read_text())
         (body,) = [node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name]
         for node in body:
             if isinstance(node, ast.AnnAssign):
@@ -286,14 +286,14 @@ def fields_of(*classes):
                 if isinstance(value, ast.Call):
                     value = next((word.value for word in value.keywords if word.arg == "default"), None)
                 try:
-                    found[node.target.id] = ast.literal_eval(value)
+                    fields[node.target.id] = ast.literal_eval(value)
                 except ValueError:
-                    found[node.target.id] = ...
-    return found
+                    fields[node.target.id] = ...
+    return fields
 
 
-def test_keys_and_defaults_of_the_installed_trl():
-    table = TABLES["trl"]
+def test_table_has_the_keys_and_defaults_of_the_installed_trl():
+    table = read_tables()["trl"]
     fields = fields_of(
         ("transformers.training_args", "TrainingArguments"),
         ("trl.trainer.base_config", "_BaseConfig"),

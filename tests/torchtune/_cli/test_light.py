@@ -30,7 +30,7 @@ COMMANDS = {
 
 
 @pytest.mark.parametrize("arguments", COMMANDS.values(), ids=COMMANDS.keys())
-def test_a_small_command_is_light(arguments, tmp_path):
+def test_small_command_loads_no_heavy_package(arguments, tmp_path):
     code = (
         f"import sys\nsys.path.insert(0, {str(ROOT)!r})\nfrom tests.work import at_most\n"
         f"sys.argv = ['tune', *{arguments!r}]\n"

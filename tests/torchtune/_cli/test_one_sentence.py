@@ -33,7 +33,7 @@ NO_TEXT = "error: model: it is a classifier or a reward model, which gives score
         "eval MODEL --data ROWS --score exact",
     ],
 )
-def test_what_gives_scores_is_not_asked_for_text(command, reward, tune, tmp_path, monkeypatch):
+def test_reward_model_is_refused_where_text_is_generated(command, reward, tune, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     rows = str(reward.parent / "rows.jsonl")
     done = tune(*command.replace("MODEL", str(reward)).replace("ROWS", rows).split())
@@ -42,7 +42,7 @@ def test_what_gives_scores_is_not_asked_for_text(command, reward, tune, tmp_path
 
 
 @pytest.mark.parametrize("to", ["gguf", "ollama"])
-def test_a_reward_model_has_no_gguf_file(to, reward, tune, tmp_path):
+def test_export_of_a_reward_model_as_gguf_is_refused(to, reward, tune, tmp_path):
     done = tune("export", reward, "--to", to, "--output", tmp_path / "out")
     assert done.code == 2
     assert (
@@ -65,6 +65,6 @@ def test_scores_of_an_export_are_compared_by_their_spread_over_prompts(reward, t
         ("selfcheck mine.yaml", "tune selfcheck needs a config: tune selfcheck --config mine.yaml."),
     ],
 )
-def test_a_command_without_a_config_says_how_to_give_it(command, expected, tune):
+def test_command_without_a_config_shows_how_to_name_one(command, expected, tune):
     done = tune(*command.split())
     assert (done.code, done.err, done.out) == (2, f"error: {expected}\n", "")

@@ -75,7 +75,7 @@ def note(folder):
         ("./own.py", "--config", "own.yaml"),
     ],
 )
-def test_a_recipe_of_ones_own_runs(tune, folder, command):
+def test_users_recipe_runs(tune, folder, command):
     assert tune("run", *command).code == 0
     assert '"note": "first"' in note(folder)
     assert '"word": "hello"' in note(folder)
@@ -94,7 +94,7 @@ def test_a_dotted_module_runs(tune, folder):
     assert '"note": "dotted"' in note(folder)
 
 
-def test_help_prints_the_settings(tune, folder):
+def test_help_after_a_recipe_prints_its_settings(tune, folder):
     assert "torchrun" in tune("run", "--help").out
     result = tune("run", "own.py", "--help")
     assert result.code == 0
@@ -113,7 +113,7 @@ def test_mistakes_are_shown_before_anything_runs(tune, folder):
     assert not (folder / "note_0.json").exists()
 
 
-def test_an_error_of_the_user_has_no_traceback(tune, folder):
+def test_user_error_has_no_traceback(tune, folder):
     result = tune("run", "--config", "own.yaml", "fail=True")
     assert (result.code, result.err) == (2, "error: note: there is no ink.\n")
 
@@ -148,14 +148,14 @@ def test_an_error_of_the_user_has_no_traceback(tune, folder):
         (("own.yaml",), "tune run --config own.yaml"),
     ],
 )
-def test_command_lines_that_cannot_run(tune, folder, command, said):
+def test_invalid_command_lines_are_refused(tune, folder, command, said):
     result = tune("run", *command)
     assert result.code == 2
     assert said in result.err
     assert not (folder / "note_0.json").exists()
 
 
-def test_a_config_without_a_recipe_needs_one(tune, folder):
+def test_config_that_names_no_recipe_is_refused(tune, folder):
     (folder / "bare.yaml").write_text("note: bare\n")
     result = tune("run", "--config", "bare.yaml")
     assert result.code == 2
@@ -163,14 +163,14 @@ def test_a_config_without_a_recipe_needs_one(tune, folder):
     assert tune("run", "own.py", "--config", "bare.yaml").code == 0
 
 
-def test_a_file_without_a_main_function_is_no_recipe(tune, folder):
+def test_file_without_recipe_main_is_refused(tune, folder):
     (folder / "empty.py").write_text("")
     result = tune("run", "empty.py", "--config", "own.yaml", "--dry-run")
     assert result.code == 2
     assert "no function recipe_main(cfg)" in result.err
 
 
-def test_dry_run_says_what_a_run_needs_and_what_keeps_it_from_starting(tune, tmp_path):
+def test_dry_run_prints_the_needs_and_problems_of_a_run(tune, tmp_path):
     output = tmp_path / "run"
     nowhere = [f"checkpointer.checkpoint_dir={tmp_path}/no_model", f"tokenizer.path={tmp_path}/no_tokenizer"]
     command = ("run", "--config", "smol/135M_lora_single_device", "--dry-run", f"output_dir={output}", "device=cpu")
@@ -186,7 +186,7 @@ def test_dry_run_says_what_a_run_needs_and_what_keeps_it_from_starting(tune, tmp
     assert float(process[0]) == pytest.approx(float(peak) + float(process[1]) + 0.3, abs=0.02)
 
 
-def test_dry_run_of_a_run_that_can_start(tune, tmp_path):
+def test_dry_run_says_that_a_run_can_start(tune, tmp_path):
     config = write_config("lora_finetune_single_device", tmp_path, tmp_path / "run")
     result = tune("run", "--config", str(config), "--dry-run")
     assert (result.code, result.err.count("error")) == (0, 0)
@@ -196,7 +196,7 @@ def test_dry_run_of_a_run_that_can_start(tune, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_dry_run_of_a_recipe_of_ones_own(tune, folder):
+def test_dry_run_of_a_users_recipe_prints_what_is_known(tune, folder):
     result = tune("run", "--config", "own.yaml", "--dry-run")
     assert (result.code, result.out) == (0, "The run can start: no problem was found.\n")
     assert not (folder / "note_0.json").exists()
@@ -217,14 +217,14 @@ def test_without_torchrun_the_command_says_how_many_processes(tune, tmp_path):
     assert "--nproc-per-node 2 full_finetune_distributed" in result.err
 
 
-def test_a_config_for_another_recipe_is_said_to_be(tune, tmp_path, folder):
+def test_config_of_another_recipe_is_refused(tune, tmp_path, folder):
     shipped = tune("run", "full_finetune_single_device", "--config", "smol/135M_lora_single_device")
     assert shipped.code == 2
-    said = "The config is for the recipe lora_finetune_single_device, and this is full_finetune_single_device: "
-    assert f"recipe: {said}" in shipped.err.splitlines()[-1]
-    wrong = tune("run", "full_finetune_single_device", "--config", "smol/135M_lora_single_device", "epochz=2")
-    assert "epochz: there is no such setting" in wrong.err
-    assert wrong.err.splitlines()[-1].startswith(said)
+    message = "The config is for the recipe lora_finetune_single_device, and this is full_finetune_single_device: "
+    assert f"recipe: {message}" in shipped.err.splitlines()[-1]
+    misspelled = tune("run", "full_finetune_single_device", "--config", "smol/135M_lora_single_device", "epochz=2")
+    assert "epochz: there is no such setting" in misspelled.err
+    assert misspelled.err.splitlines()[-1].startswith(message)
     config = write_config("full_finetune_distributed", tmp_path, tmp_path / "run", tensor_parallel_dim=2)
     config.write_text(config.read_text().replace("recipe: full_finetune_distributed\n", ""))
     bare = tune("run", "full_finetune_single_device", "--config", str(config))
@@ -234,14 +234,14 @@ def test_a_config_for_another_recipe_is_said_to_be(tune, tmp_path, folder):
     assert "The config" not in tune("run", "--config", "own.yaml", "nte=second").err.splitlines()[-1]
 
 
-def test_a_config_that_fits_another_recipe_too_is_only_remarked_on(tune, tmp_path, caplog):
+def test_config_that_fits_another_recipe_is_logged(tune, tmp_path, caplog):
     config = write_config("full_finetune_single_device", tmp_path, tmp_path / "run")
     result = tune("run", "--nproc-per-node", "2", "full_finetune_distributed", "--config", str(config), "--dry-run")
     assert result.code == 0
     assert "The config is for the recipe full_finetune_single_device, and this is full_finetune_distri" in caplog.text
 
 
-def test_parts_of_a_command_line():
+def test_command_line_is_split_into_its_parts():
     command = parse_command(["--nnodes", "1", "--nproc_per_node=2", "own", "a.b=c", "--dry-run", "~d", "--config", "x"])
     assert (command.recipe, command.config, command.dry_run) == ("own", "x", True)
     assert command.overrides == ["a.b=c", "~d"]
@@ -262,11 +262,11 @@ def test_validate_takes_names_paths_and_overrides(tune, folder):
     for config in ("llama3_2/1B_lora_single_device", "own.yaml"):
         result = tune("validate", config)
         assert (result.code, result.out) == (0, "Config is well-formed!\n")
-    wrong = tune("validate", "llama3_2/1B_lora_single_device", "optimizer.lrr=1e-4", "epochs=-1", "~output_dir")
-    assert (wrong.code, wrong.out) == (2, "")
-    assert "did you mean 'lr'?" in wrong.err, "every mistake is shown, not the first one alone"
-    assert "epochs" in wrong.err
-    assert "output_dir" in wrong.err
+    refused = tune("validate", "llama3_2/1B_lora_single_device", "optimizer.lrr=1e-4", "epochs=-1", "~output_dir")
+    assert (refused.code, refused.out) == (2, "")
+    assert "did you mean 'lr'?" in refused.err, "every mistake is shown, not the first one alone"
+    assert "epochs" in refused.err
+    assert "output_dir" in refused.err
     assert "there is no config 'nothing.yaml'" in tune("validate", "nothing.yaml").err
 
 

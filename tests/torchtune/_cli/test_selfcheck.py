@@ -38,9 +38,12 @@ def leaky_collate(batch):
     """Collate packs as if each were one document."""
     for pack in batch:
         if isinstance(pack, list):
-            first, *rest = pack
+            first, *later_documents = pack
             for key in first:
-                first[key] = first[key].new_tensor([value for part in (first, *rest) for value in part[key].tolist()])
+                values = first[key].tolist()
+                for document in later_documents:
+                    values += document[key].tolist()
+                first[key] = first[key].new_tensor(values)
             pack[:] = [first]
     return collate_documents(batch)
 
@@ -93,11 +96,11 @@ def checks(shared, folder, fault=None, name=LORA, **settings):
 
 
 def tokenizer(shared, component):
-    where = str(shared / "checkpoint" / "tokenizer.json")
-    return {"_component_": f"{__name__}.{component}", "tokenizer_json_path": where, "max_seq_len": 128}
+    path = str(shared / "checkpoint" / "tokenizer.json")
+    return {"_component_": f"{__name__}.{component}", "tokenizer_json_path": path, "max_seq_len": 128}
 
 
-def test_a_sound_run_passes(shared, tmp_path):
+def test_correct_recipe_passes_all_checks(shared, tmp_path):
     config = write_config(LORA, shared, tmp_path / "output", clip_grad_norm=0.5)
     target = RecipeTarget(LORA, path=RECIPES / f"{LORA}.py")
     verdicts = list(selfcheck(target, config, ["epochs=7"], tmp_path))
@@ -109,20 +112,20 @@ def test_a_sound_run_passes(shared, tmp_path):
 
 
 @pytest.mark.parametrize(("fault", "metric"), [*zip(list(FAULTS)[:2], ("grad_norm", "loss"), strict=True)])
-def test_a_wrong_division_under_accumulation(shared, tmp_path, fault, metric):
-    found = checks(shared, tmp_path, fault)
+def test_wrong_division_under_accumulation_is_found(shared, tmp_path, fault, metric):
+    faulty = checks(shared, tmp_path, fault)
     with pytest.raises(UserError, match=rf"{metric} .* with 4 micro-batches, in step 1"):
-        found.accumulation()
+        faulty.accumulation()
 
 
-def test_packs_whose_documents_see_each_other(shared, tmp_path):
-    found = checks(shared, tmp_path, collate_fn=f"{__name__}.leaky_collate")
+def test_attention_between_packed_documents_is_found(shared, tmp_path):
+    faulty = checks(shared, tmp_path, collate_fn=f"{__name__}.leaky_collate")
     with pytest.raises(UserError, match=r"loss .* for the same rows with packs, in step 1"):
-        found.packing()
-    found.accumulation()
+        faulty.packing()
+    faulty.accumulation()
 
 
-def test_a_resume_that_forgets(shared, tmp_path):
+def test_resume_that_loses_state_is_found(shared, tmp_path):
     with pytest.raises(UserError, match=r"the losses are \[.*\] instead of|has other bits"):
         checks(shared, tmp_path, "optimizer without its state").resume()
 
@@ -136,56 +139,56 @@ class HalfLoss(LinearCrossEntropyLoss):
 
 
 def test_a_checkpoint_is_measured_by_the_loss_of_the_config(shared, tmp_path):
-    found = checks(shared, tmp_path, loss={"_component_": f"{__name__}.HalfLoss"})
-    assert "as the run continues" in found.load()
+    halved = checks(shared, tmp_path, loss={"_component_": f"{__name__}.HalfLoss"})
+    assert "as the run continues" in halved.load()
 
 
-def test_a_checkpoint_of_another_model(shared, tmp_path):
+def test_checkpoint_of_another_model_is_found(shared, tmp_path):
     with pytest.raises(UserError, match=r"the saved model's loss is .*, and the run continues with"):
         checks(shared, tmp_path, "another model saved than trained").load()
 
 
-def test_a_term_beside_the_loss_is_why_losses_differ(shared, tmp_path):
-    found = checks(shared, tmp_path, "a term beside the loss").load()
-    assert found.startswith("loss not compared, because the recipe does not train on the config's loss alone")
-    assert "read by transformers" in found, "the files are still compared"
+def test_additional_loss_term_is_given_as_the_reason(shared, tmp_path):
+    verdict = checks(shared, tmp_path, "a term beside the loss").load()
+    assert verdict.startswith("loss not compared, because the recipe does not train on the config's loss alone")
+    assert "read by transformers" in verdict, "the files are still compared"
 
 
 def test_a_model_of_images_is_loaded_with_its_images(tmp_path):
     write_image_checkpoint(image_text_model(CONFIGS["qwen3_vl"]()), tmp_path / "checkpoint")
     model = {"_component_": "torchtune.models.image_text_model", "checkpoint_dir": str(tmp_path / "checkpoint")}
     pictures = {"model": model, **write_pictures(tmp_path), "collate_fn": "torchtune.data.collate_documents"}
-    found = checks(tmp_path, tmp_path, name="full_finetune_single_device", lr_scheduler=None, **pictures)
-    assert found.load().startswith("loss ")
+    image_checks = checks(tmp_path, tmp_path, name="full_finetune_single_device", lr_scheduler=None, **pictures)
+    assert image_checks.load().startswith("loss ")
 
 
 @pytest.mark.parametrize(
     ("component", "said"),
     [("TrainsQuestions", r"\(user\) is trained"), ("OtherPrompt", "does not begin with the prompt")],
 )
-def test_wrong_label_masks(shared, tmp_path, component, said):
-    found = checks(shared, tmp_path, tokenizer=tokenizer(shared, component))
+def test_wrong_label_masks_are_found(shared, tmp_path, component, said):
+    faulty = checks(shared, tmp_path, tokenizer=tokenizer(shared, component))
     with pytest.raises(UserError, match=rf"row 0 of .*: .*{said}"):
-        found.labels()
+        faulty.labels()
 
 
-def test_prompts_that_the_config_trains_are_no_wrong_labels(shared, tmp_path):
-    found = checks(shared, tmp_path, dataset__masking_strategy="train_on_all")
-    assert found.labels() == "24 rows are prompt and answer"
+def test_prompts_trained_by_the_config_are_accepted(shared, tmp_path):
+    recipe_checks = checks(shared, tmp_path, dataset__masking_strategy="train_on_all")
+    assert recipe_checks.labels() == "24 rows are prompt and answer"
 
 
-def test_an_end_of_turn_that_is_masked(shared, tmp_path):
+def test_masked_end_of_turn_is_found(shared, tmp_path):
     with pytest.raises(UserError, match="example 0: no stop token is trained"):
         checks(shared, tmp_path, tokenizer=tokenizer(shared, "MasksEnds")).end_of_turn()
 
 
 def test_a_run_that_fails_is_a_failed_check(shared, tmp_path):
-    found = checks(shared, tmp_path, checkpointer__checkpoint_dir=str(tmp_path / "none"))
+    faulty = checks(shared, tmp_path, checkpointer__checkpoint_dir=str(tmp_path / "none"))
     with pytest.raises(UserError, match=rf"the run 'uninterrupted' ends with exit code 2: .*{tmp_path / 'none'}"):
-        found.resume()
+        faulty.resume()
 
 
-def test_a_wrong_key_is_a_mistake_of_the_config(tune, shared, tmp_path):
+def test_wrong_key_of_the_config_is_refused(tune, shared, tmp_path):
     config = write_config(LORA, shared, tmp_path / "output", epochz=1)
     result = tune("selfcheck", "--config", str(config))
     assert result.code == 2
@@ -193,26 +196,29 @@ def test_a_wrong_key_is_a_mistake_of_the_config(tune, shared, tmp_path):
     assert not result.out
 
 
-def test_what_does_not_train_is_refused(tune):
+def test_recipe_that_does_not_train_is_refused(tune):
     result = tune("selfcheck", "--config", "generation")
     assert result.code == 2
     assert "the config has no dataset: name a config of a recipe that trains" in result.err
 
 
 @pytest.mark.parametrize("name", ["dpo", "grpo", "full_finetune_distributed"])
-def test_other_recipes_and_checks_that_do_not_apply(shared, tmp_path, name):
-    found = checks(shared, tmp_path, name=name)
-    left_out = {"dpo": [found.packing, found.labels], "grpo": [found.packing, found.labels, found.end_of_turn]}
+def test_checks_that_do_not_apply_are_not_failures(shared, tmp_path, name):
+    recipe_checks = checks(shared, tmp_path, name=name)
+    left_out = {
+        "dpo": [recipe_checks.packing, recipe_checks.labels],
+        "grpo": [recipe_checks.packing, recipe_checks.labels, recipe_checks.end_of_turn],
+    }
     for check in left_out.get(name, []):
         with pytest.raises(NotChecked):
             check()
-    assert found.accumulation()
-    assert "read by transformers" in found.load()
+    assert recipe_checks.accumulation()
+    assert "read by transformers" in recipe_checks.load()
     if name == "dpo":
-        assert found.end_of_turn() == "24 trained passages end with a stop token"
+        assert recipe_checks.end_of_turn() == "24 trained passages end with a stop token"
 
 
-def test_the_command(tune, shared, tmp_path, monkeypatch):
+def test_command_exits_with_1_if_a_check_fails(tune, shared, tmp_path, monkeypatch):
     config = write_config(LORA, shared, tmp_path / "output", tokenizer=tokenizer(shared, "TrainsQuestions"))
     monkeypatch.setattr(
         _Checks, "_train", lambda *_, **__: {1: {"loss": 1.0}, 2: {"loss": 0.5}}

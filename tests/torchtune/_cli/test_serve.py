@@ -18,7 +18,7 @@ from tests.serving import serving
 from tests.tiny import write_adapter, write_checkpoint
 from tests.torchtune._cli.test_chat import reference
 from tests.torchtune.rlhf.environments.test_turn_tokens import CALL, PUBLISHED, TOOLS, conversation, make
-from torchtune._cli._chat_api import ChatServer, _Held
+from torchtune._cli._chat_api import ChatServer, _MarkBuffer
 from torchtune._cli.serve import _load
 from torchtune._cli.tune import main
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
@@ -68,8 +68,8 @@ def loaded(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server(loaded):
-    with running({"tiny": loaded[0]}, loaded[1]) as found:
-        yield found
+    with running({"tiny": loaded[0]}, loaded[1]) as chat_server:
+        yield chat_server
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft asks for it
@@ -82,12 +82,12 @@ def test_the_command_serves_adapters_of_one_base_until_it_is_interrupted(tmp_pat
     adapters = [f"{name}={tmp_path / name}" for name in ("one", "two")]
     models, _ = _load(str(checkpoint), "tiny", Namespace(adapter=adapters, dtype=None, device="cpu"))
     base = set(map(id, models["tiny"].parameters()))
-    own = {name for name, parameter in models["one"].named_parameters() if id(parameter) not in base}
-    assert own
-    assert all("lora_" in name for name in own)
+    adapter_names = {name for name, parameter in models["one"].named_parameters() if id(parameter) not in base}
+    assert adapter_names
+    assert all("lora_" in name for name in adapter_names)
     with closing(socket.create_server(("127.0.0.1", 0))) as free:
         port = free.getsockname()[1]
-    found = {}
+    replies = {}
 
     def client():
         try:
@@ -97,14 +97,14 @@ def test_the_command_serves_adapters_of_one_base_until_it_is_interrupted(tmp_pat
                         break
                 time.sleep(0.05)
             threads = [
-                threading.Thread(target=lambda name=name: found.update({name: content(port, CAT, name)}))
+                threading.Thread(target=lambda name=name: replies.update({name: content(port, CAT, name)}))
                 for name in expected
             ]
             for thread in threads:
                 thread.start()
             for thread in threads:
                 thread.join()
-            found["names"] = [model["id"] for model in ask(port, None, "/v1/models", "GET")[1]["data"]]
+            replies["names"] = [model["id"] for model in ask(port, None, "/v1/models", "GET")[1]["data"]]
         finally:
             os.kill(os.getpid(), signal.SIGINT)
 
@@ -119,8 +119,8 @@ def test_the_command_serves_adapters_of_one_base_until_it_is_interrupted(tmp_pat
         main()
     thread.join()
     assert ended.value.code == 130
-    assert found.pop("names") == ["tiny", "one", "two"]
-    assert found == expected
+    assert replies.pop("names") == ["tiny", "one", "two"]
+    assert replies == expected
     assert len(set(expected.values())) == 3
     printed = capsys.readouterr()
     assert f"serving tiny, one, two at http://127.0.0.1:{port}/v1" in printed.out
@@ -128,7 +128,7 @@ def test_the_command_serves_adapters_of_one_base_until_it_is_interrupted(tmp_pat
     assert not any("_run" in thread.name for thread in threading.enumerate())
 
 
-def test_a_port_that_cannot_be_used_is_said(tmp_path, tune):
+def test_port_that_cannot_be_used_is_refused(tmp_path, tune):
     checkpoint = write_checkpoint(tmp_path / "tiny")
     with closing(socket.create_server(("127.0.0.1", 0))) as taken:
         for port in (taken.getsockname()[1], 65536):
@@ -141,12 +141,13 @@ def test_requests_share_a_batch_and_do_not_change_each_other(server):
     port = server.server_port
     texts = ["the cat", "a dog", "why", "one two", "red"]
     alone = [content(port, [{"role": "user", "content": text}]) for text in texts]
-    found = {}
+    replies = {}
 
     def one(number):
-        number, sampled = number // 2, {"temperature": 1.5, "seed": 7} if number % 2 else {}
-        more = {"messages": [{"role": "user", "content": texts[number]}], **sampled}
-        found[number, bool(sampled)] = content(port, **more)
+        sampled = {"temperature": 1.5, "seed": 7} if number % 2 else {}
+        number //= 2
+        body = {"messages": [{"role": "user", "content": texts[number]}], **sampled}
+        replies[number, bool(sampled)] = content(port, **body)
 
     for _ in range(2):
         threads = [threading.Thread(target=one, args=(number,)) for number in range(2 * len(texts))]
@@ -154,22 +155,23 @@ def test_requests_share_a_batch_and_do_not_change_each_other(server):
             thread.start()
         for thread in threads:
             thread.join()
-        assert [found[number, False] for number in range(len(texts))] == alone
-        sampled = [found[number, True] for number in range(len(texts))]
-    assert sampled == [found[number, True] for number in range(len(texts))]
+        assert [replies[number, False] for number in range(len(texts))] == alone
+        sampled = [replies[number, True] for number in range(len(texts))]
+    assert sampled == [replies[number, True] for number in range(len(texts))]
     again = content(port, [{"role": "user", "content": texts[0]}], temperature=1.5, seed=7)
     assert again == sampled[0] != content(port, [{"role": "user", "content": texts[0]}], temperature=1.5, seed=8)
 
 
 def test_a_stream_gives_the_same_text_and_the_usage(server, loaded):
-    port, tokenizer = server.server_port, loaded[1]
-    whole = content(port, CAT, max_tokens=9)
+    port = server.server_port
+    tokenizer = loaded[1]
+    text = content(port, CAT, max_tokens=9)
     body = {"model": "tiny", "messages": CAT, "temperature": 0, "max_completion_tokens": 9, "stream": True}
     status, events = ask(port, {**body, "stream_options": {"include_usage": True}})
     assert status == 200
     choices = [event["choices"][0] for event in events[:-1]]
     assert choices[0]["delta"]["role"] == "assistant"
-    assert "".join(choice["delta"].get("content", "") for choice in choices) == whole
+    assert "".join(choice["delta"].get("content", "") for choice in choices) == text
     assert [choice["finish_reason"] for choice in choices if choice["finish_reason"]] == ["length"]
     prompt = tokenizer.tokenize_messages([*CAT, {"role": "assistant", "content": ""}], add_end_tokens=False)[0]
     usage = events[-1]["usage"]
@@ -177,14 +179,15 @@ def test_a_stream_gives_the_same_text_and_the_usage(server, loaded):
     assert usage["total_tokens"] == usage["prompt_tokens"] + 9
     assert usage["prompt_tokens"] == len(prompt)
     assert len({event["id"] for event in events}) == 1
-    mark = whole[len(whole) // 2 :][:2]
-    assert content(port, CAT, max_tokens=9, stop=["nowhere", mark]) == whole.partition(mark)[0]
+    mark = text[len(text) // 2 :][:2]
+    assert content(port, CAT, max_tokens=9, stop=["nowhere", mark]) == text.partition(mark)[0]
 
 
 def test_a_session_keeps_what_was_sampled_and_its_log_probs(server, loaded):
     """Also after a truncated turn, a second continuation of a turn, and a history that the client changed."""
     model, tokenizer = loaded
-    port, messages = server.server_port, list(CAT)
+    port = server.server_port
+    messages = list(CAT)
 
     def turn(messages):
         body = {"model": "tiny", "messages": messages, "max_tokens": 5, "temperature": 1.3}
@@ -206,20 +209,20 @@ def test_a_session_keeps_what_was_sampled_and_its_log_probs(server, loaded):
     new = tokenizer.decode(second["tokens"][second["prompt_len"] :])
     assert new.strip() == again["content"].strip()
     assert third["tokens"][: first["prompt_len"]] == first["tokens"][: first["prompt_len"]]
-    whole = tokenizer.decode(third["tokens"], skip_special_tokens=False)
-    assert "assistant\nno<|im_end|>" in whole
+    conversation_text = tokenizer.decode(third["tokens"], skip_special_tokens=False)
+    assert "assistant\nno<|im_end|>" in conversation_text
     # A truncated turn is closed by the template's token, which is not trained on.
-    place = answer.index("<|im_start|>user")
-    assert answer[:place].endswith("<|im_end|>\n")
+    position = answer.index("<|im_start|>user")
+    assert answer[:position].endswith("<|im_end|>\n")
     episodes = episodes_of(reply["samples"])
-    assert [one.turns for one in episodes] == [3, 1, 1]
+    assert [episode.turns for episode in episodes] == [3, 1, 1]
     batch = collate_rollouts(episodes, [1.0] * 3)
     with torch.no_grad():
         hidden = model(**batch.model_inputs(), output="hidden")
-        own = token_log_probs(hidden, batch.labels, model.output, 1.3)
-    known = batch.labels != CROSS_ENTROPY_IGNORE_IDX
-    assert int(known.sum()) == sum(sum(one["mask"]) for one in reply["samples"])
-    torch.testing.assert_close(own[known], batch.per_token["sampled"][known], rtol=0, atol=1e-5)
+        recomputed = token_log_probs(hidden, batch.labels, model.output, 1.3)
+    is_label = batch.labels != CROSS_ENTROPY_IGNORE_IDX
+    assert int(is_label.sum()) == sum(sum(episode["mask"]) for episode in reply["samples"])
+    torch.testing.assert_close(recomputed[is_label], batch.per_token["sampled"][is_label], rtol=0, atol=1e-5)
     assert ask(port, None, "/v1/sessions/episode%207/1", "DELETE")[1] == reply
     assert ask(port, None, "/v1/sessions/episode%207/1", "GET")[0] == 404
 
@@ -234,8 +237,11 @@ def test_sessions_that_were_not_used_for_longest_are_forgotten(loaded):
         sizes = {"a": len(ask(port, None, "/v1/sessions/a", "GET")[1]["samples"][0]["tokens"])}
         for name in "bcb":
             content(port, CAT, session=name)
-            kept = {one: ask(port, None, f"/v1/sessions/{one}", "GET")[1].get("samples", []) for one in "abc"}
-            sizes |= {one: sum(len(sample["tokens"]) for sample in samples) for one, samples in kept.items()}
+            samples_by_session = {}
+            for session in "abc":
+                reply = ask(port, None, f"/v1/sessions/{session}", "GET")[1]
+                samples_by_session[session] = reply.get("samples", [])
+                sizes[session] = sum(len(sample["tokens"]) for sample in samples_by_session[session])
             assert sum(sizes.values()) <= 90
         assert sizes["a"] == 0 < min(sizes["b"], sizes["c"])
         status, reply = ask(port, None, "/v1/sessions/a", "GET")
@@ -264,7 +270,8 @@ class Script(nn.Module):
 
     def __init__(self, size):
         super().__init__()
-        self.size, self.tokens = size, []
+        self.size = size
+        self.tokens = []
 
     def forward(self, hidden):
         logits = hidden.new_zeros(*hidden.shape[:2], self.size)
@@ -302,8 +309,11 @@ def test_tool_calls_are_parsed_and_their_replies_bridged(name, streams, tmp_path
         assert status == 200, reply
         if streams:
             choices = [event["choices"][0] for event in reply]
-            called = [call for choice in choices for call in choice["delta"].get("tool_calls", ())]
-            text = "".join(choice["delta"].get("content", "") for choice in choices)
+            called = []
+            text = ""
+            for choice in choices:
+                called += choice["delta"].get("tool_calls", ())
+                text += choice["delta"].get("content", "")
             assert choices[-1]["finish_reason"] == "tool_calls"
         else:
             called, text = (reply["choices"][0]["message"][key] for key in ("tool_calls", "content"))
@@ -318,10 +328,11 @@ def test_tool_calls_are_parsed_and_their_replies_bridged(name, streams, tmp_path
         assert status == 200, reply
         (sample,) = ask(server.server_port, None, "/v1/sessions/s", "GET")[1]["samples"]
     expected = tokenizer.render_template(turns, add_generation_prompt=True, tools=TOOLS)
-    sampled, place = [*tokens[start:end], stop[0]], sample["prompt_len"]
+    sampled = [*tokens[start:end], stop[0]]
+    position = sample["prompt_len"]
     sampled = sampled[: next(index for index, token in enumerate(sampled, 1) if token in stop)]
-    assert sample["tokens"][place : place + len(sampled)] == sampled
-    between = [token for token, mask in zip(sample["tokens"][place:], sample["mask"], strict=True) if not mask]
+    assert sample["tokens"][position : position + len(sampled)] == sampled
+    between = [token for token, mask in zip(sample["tokens"][position:], sample["mask"], strict=True) if not mask]
     text = tokenizer.decode(between, skip_special_tokens=False)
     assert "Found 0 there" in text
     assert expected.endswith(text)
@@ -374,14 +385,14 @@ def test_tool_calls_are_parsed_and_their_replies_bridged(name, streams, tmp_path
         ({"tool_choice": "required"}, 400, "no call can be forced"),
     ],
 )
-def test_errors_name_what_is_wrong(body, status, said, server):
+def test_invalid_fields_of_a_request_are_named(body, status, said, server):
     body = {"model": "tiny", "messages": CAT, **body} if isinstance(body, dict) else body
-    found, reply = ask(server.server_port, body)
-    assert found == status
+    reply_status, reply = ask(server.server_port, body)
+    assert reply_status == status
     assert said in reply["error"]["message"]
 
 
-def test_other_errors_of_requests(server, loaded):
+def test_invalid_requests_are_refused(server, loaded):
     port = server.server_port
     handle = loaded[0].register_forward_pre_hook(lambda *_: 1 / 0)
     status, reply = ask(port, {"model": "tiny", "messages": CAT})
@@ -417,9 +428,13 @@ def test_log_probs_are_those_of_a_forward_pass(streams, server, loaded):
     status, reply = ask(server.server_port, {**body, "stream": streams})
     assert status == 200
     if streams:
-        chunks = [choice["logprobs"] for event in reply for choice in event["choices"]]
-        content = [entry for chunk in chunks if chunk for entry in chunk["content"]]
-        text = "".join(choice["delta"].get("content", "") for event in reply for choice in event["choices"])
+        content = []
+        text = ""
+        for event in reply:
+            for choice in event["choices"]:
+                text += choice["delta"].get("content", "")
+                if choice["logprobs"]:
+                    content += choice["logprobs"]["content"]
     else:
         content = reply["choices"][0]["logprobs"]["content"]
         text = reply["choices"][0]["message"]["content"]
@@ -429,17 +444,17 @@ def test_log_probs_are_those_of_a_forward_pass(streams, server, loaded):
     tokens = torch.tensor([sample["tokens"]])
     with torch.no_grad():
         expected = model(tokens, output="logits")[0, sample["prompt_len"] - 1 : -1].log_softmax(-1)
-    for place, (token, entry) in enumerate(zip(sampled, content, strict=True)):
-        assert entry["logprob"] == pytest.approx(expected[place, token].item(), abs=1e-4)
-        assert [one["logprob"] for one in entry["top_logprobs"]] == pytest.approx(
-            expected[place].topk(3).values.tolist(), abs=1e-4
+    for position, (token, entry) in enumerate(zip(sampled, content, strict=True)):
+        assert entry["logprob"] == pytest.approx(expected[position, token].item(), abs=1e-4)
+        assert [candidate["logprob"] for candidate in entry["top_logprobs"]] == pytest.approx(
+            expected[position].topk(3).values.tolist(), abs=1e-4
         )
         assert entry["bytes"] is None or bytes(entry["bytes"]).decode() == entry["token"]
     if all(entry["bytes"] for entry in content):
         assert b"".join(bytes(entry["bytes"]) for entry in content).decode() == text
 
 
-def test_several_answers_of_a_request(server):
+def test_request_for_several_answers_samples_each(server):
     body = {"messages": CAT, "max_tokens": 6, "seed": 5, "n": 3, "temperature": 1.5}
     reply = ask(server.server_port, body)[1]
     texts = [choice["message"]["content"] for choice in reply["choices"]]
@@ -488,11 +503,14 @@ def test_answers_are_json_of_the_schema(server):
         assert choice["message"]["content"].startswith("{")
 
 
-def test_stop_texts_are_found_in_one_pass_wherever_pieces_end():
+def test_stop_texts_are_found_across_pieces_in_one_pass():
     def answered(text, marks, size):
-        held = _Held(marks, None)
-        sent = [held.put(text[start : start + size], text[start : start + size]) for start in range(0, len(text), size)]
-        return "".join(sent) + (held.before if held.found else held.text), held.found
+        buffer = _MarkBuffer(marks, None)
+        sent = ""
+        for start in range(0, len(text), size):
+            piece = text[start : start + size]
+            sent += buffer.put(piece, piece)
+        return sent + (buffer.before if buffer.mark else buffer.text), buffer.mark
 
     for size in (1, 2, 3, 50):
         assert answered("a long tail and more", ["tail"], size) == ("a long ", "tail")
@@ -508,7 +526,7 @@ def test_stop_texts_are_found_in_one_pass_wherever_pieces_end():
 
 
 @pytest.mark.parametrize("streams", [True, False])
-def test_a_full_queue_is_said_and_a_client_that_leaves_ends_its_answer(streams, loaded):
+def test_full_queue_is_refused_and_a_closed_connection_ends_its_answer(streams, loaded):
     model, tokenizer = loaded
     begun, go = threading.Event(), threading.Event()
 
@@ -517,13 +535,14 @@ def test_a_full_queue_is_said_and_a_client_that_leaves_ends_its_answer(streams, 
         go.wait(60)
 
     with running({"tiny": model}, tokenizer, max_sequences=1, max_waiting=1, max_new_tokens=4000) as server:
-        port, body = server.server_port, {"model": "tiny", "messages": CAT, "temperature": 2.0, "stream": streams}
+        port = server.server_port
+        body = {"model": "tiny", "messages": CAT, "temperature": 2.0, "stream": streams}
         handle = model.register_forward_pre_hook(hold)
         leaver = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
         leaver.request("POST", "/v1/chat/completions", json.dumps(body))
         assert begun.wait(60)
-        found = {}
-        waiter = threading.Thread(target=lambda: found.update(answer=content(port, CAT)))
+        replies = {}
+        waiter = threading.Thread(target=lambda: replies.update(answer=content(port, CAT)))
         waiter.start()
         for _ in range(200):
             if server.batch._waiting:
@@ -538,5 +557,5 @@ def test_a_full_queue_is_said_and_a_client_that_leaves_ends_its_answer(streams, 
         go.set()
         waiter.join(60)
         handle.remove()
-        assert found["answer"]
+        assert replies["answer"]
         assert len(steps) < 50, "of an answer of up to 4,000 tokens"

@@ -97,21 +97,21 @@ def value_of(action):
     return ["7"] if action.type in (int, float) else ["a=b,c=d"]
 
 
-def test_torchrun_has_the_options_that_this_file_knows_of():
-    found = {action.dest for action in get_args_parser()._actions}
-    assert found >= DECIDED
+def test_tested_options_are_those_of_torchrun():
+    names = {action.dest for action in get_args_parser()._actions}
+    assert names >= DECIDED
     assert len(options()) >= 20
 
 
 def ways_to_say(action):
     """An option in all its spellings, with a value apart and joined."""
-    found = []
+    ways = []
     for name in action.option_strings:
         value = value_of(action)
-        found.append([name, *value])
+        ways.append([name, *value])
         if value:
-            found.append([name + ("=" if name.startswith("--") else "") + value[0]])
-    return found
+            ways.append([name + ("=" if name.startswith("--") else "") + value[0]])
+    return ways
 
 
 @pytest.mark.parametrize("action", [pytest.param(action, id=action.dest) for action in options()])
@@ -119,8 +119,8 @@ def test_every_option_reaches_torchrun(action, monkeypatch):
     """What torchrun's own parser has is asked of it here, so that an option of a later release is tried as well."""
     for name in [name for name in os.environ if name.startswith("PET_")]:
         monkeypatch.delenv(name)
-    for given in ways_to_say(action):
-        reaches(action, given)
+    for arguments in ways_to_say(action):
+        reaches(action, arguments)
 
 
 def reaches(action, given):
@@ -137,7 +137,7 @@ def reaches(action, given):
 
 
 @pytest.mark.parametrize("option", ["-m", "--module", "--no-python", "--no_python"])
-def test_the_program_is_the_recipe(option):
+def test_options_that_replace_the_recipe_are_refused(option):
     with pytest.raises(UserError, match="remove the option"):
         parse_command([option, "own", "--config", "x"])
 
@@ -157,18 +157,18 @@ def test_the_program_is_the_recipe(option):
         ),
     ],
 )
-def test_defaults_fit_the_rest(given, expected):
+def test_defaults_follow_the_given_options(given, expected):
     passed = vars(torchrun_arguments(given.split(), ["own.py"]))
-    known = get_args_parser().parse_args(["own.py"])
-    assert {name: passed[name] for name in expected if hasattr(known, name)} == {
-        name: value for name, value in expected.items() if hasattr(known, name)
+    defaults = get_args_parser().parse_args(["own.py"])
+    assert {name: passed[name] for name in expected if hasattr(defaults, name)} == {
+        name: value for name, value in expected.items() if hasattr(defaults, name)
     }
 
 
-def test_engines_may_say_it_in_the_environment(monkeypatch):
+def test_options_in_the_environment_are_respected(monkeypatch):
     """Kubeflow's torch runtime sets PET_… for each of torchrun's options."""
-    told = {"NNODES": "2", "NPROC_PER_NODE": "4", "NODE_RANK": "0", "MASTER_ADDR": "host", "MASTER_PORT": "29500"}
-    for name, value in told.items():
+    variables = {"NNODES": "2", "NPROC_PER_NODE": "4", "NODE_RANK": "0", "MASTER_ADDR": "host", "MASTER_PORT": "29500"}
+    for name, value in variables.items():
         monkeypatch.setenv(f"PET_{name}", value)
     args = torchrun_arguments(["--nproc-per-node", "4"], ["own.py"])
     assert (args.nnodes, args.node_rank, args.master_addr, args.standalone) == ("2", 0, "host", False)
@@ -235,7 +235,7 @@ OWN = ("own.py", "--config", "own.yaml")
 
 
 @pytest.mark.parametrize("how", ["to all of them", "Ctrl-C"])
-def test_asked_to_stop_workers_save_once(folder, how):
+def test_signal_makes_workers_save_once(folder, how):
     """Slurm tells every process of a step, and torchrun tells its workers again."""
     launched = Launched(folder, *OWN)
     pids = [folder / f"started_{rank}" for rank in range(2)]
@@ -255,18 +255,18 @@ def test_asked_to_stop_workers_save_once(folder, how):
     assert "Traceback" not in errors
 
 
-def test_an_exit_code_that_says_nothing_is_1(folder):
+def test_unknown_exit_code_is_1(folder):
     code, errors = Launched(folder, *OWN, "todo='3'").wait()
     assert code == 1, errors
 
 
-def test_a_mistake_on_one_process_ends_all(folder):
+def test_user_error_of_one_process_ends_all(folder):
     code, errors = Launched(folder, *OWN, "todo=mistake").wait()
     assert code == 2, errors
     assert errors.count("error: rank 1 alone lacks its file.") == 1
     # A process that waits for the others may end later, and gloo then says so itself.
-    said = [line for line in errors.splitlines() if "/gloo/transport/" not in line]
-    assert said[-1].startswith("error: ")
+    messages = [line for line in errors.splitlines() if "/gloo/transport/" not in line]
+    assert messages[-1].startswith("error: ")
 
 
 @pytest.mark.parametrize("todo", ["all", "all, rank 0 late"])
@@ -280,7 +280,7 @@ def test_processes_import_from_the_folder_and_a_mistake_that_all_find_is_said_on
     assert {path.name for path in folder.glob("* of *")} == {"0 of 2: hello", "1 of 2: hello"}
 
 
-def test_a_machine_that_does_not_come(folder):
+def test_missing_machine_is_reported(folder):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
@@ -292,7 +292,7 @@ def test_a_machine_that_does_not_come(folder):
 
 
 @pytest.mark.parametrize("rendezvous", ["c10d", "static"])
-def test_a_worker_that_died_is_started_again_and_knows(folder, rendezvous):
+def test_restarted_worker_knows_of_its_restart(folder, rendezvous):
     options = ["--max-restarts", "1"]
     if rendezvous == "static":
         with socket.socket() as free:
@@ -300,5 +300,5 @@ def test_a_worker_that_died_is_started_again_and_knows(folder, rendezvous):
             options += ["--master-port", str(free.getsockname()[1])]
     code, errors = Launched(folder, *options, *OWN, "todo=again").wait()
     assert code == 0, errors
-    found = {path.name for path in folder.glob("[01]_*")}
-    assert found == {f"{rank}_{life}_{life == 1}_[2]" for rank in range(2) for life in range(2)}
+    notes = {path.name for path in folder.glob("[01]_*")}
+    assert notes == {f"{rank}_{life}_{life == 1}_[2]" for rank in range(2) for life in range(2)}

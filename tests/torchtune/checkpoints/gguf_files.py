@@ -62,10 +62,10 @@ def texts(count: int, special: list[str], seed: int = 0) -> list[str]:
     digits = [str(rng.randrange(10**size)) for size in range(1, 10)]
     parts = [*words, *special, *digits, *(f"-{first}.{second}%" for first, second in itertools.pairwise(digits))]
     parts += ["".join(chr(rng.randrange(0x370, 0xD7FF)) for _ in "abc") for _ in range(40)]
-    made = ["", " ", "\n", "0", "12345", " 12345", "a1", "1 2  3   4", "'", "'s's", *special]
-    while len(made) < count:
-        made.append("".join(rng.choice(parts) + rng.choice(spaces) for _ in range(rng.randint(1, 14))))
-    return made
+    examples = ["", " ", "\n", "0", "12345", " 12345", "a1", "1 2  3   4", "'", "'s's", *special]
+    while len(examples) < count:
+        examples.append("".join(rng.choice(parts) + rng.choice(spaces) for _ in range(rng.randint(1, 14))))
+    return examples
 
 
 def train_vocabulary(size: int = 318) -> Vocabulary:
@@ -111,7 +111,8 @@ def write_gguf(
 ) -> Made:
     """Write a file from a random model of ``shape``; matrices are quantized, vectors stay float32."""
     hf = hf_model(shape, **{"hidden_size": 64, "intermediate_size": 96, **sizes})
-    config, arch = hf.config, shape.partition("_")[0]
+    config = hf.config
+    arch = shape.partition("_")[0]
     writer = gguf.GGUFWriter(path, arch)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -136,7 +137,8 @@ def write_gguf(
             heads = heads.get(module.rpartition(".")[2]) if arch == "llama" else None
             values = parameter if heads is None else _interleaved(parameter, heads)
             array = values.detach().float().numpy()
-            layer, short = "", module
+            layer = ""
+            short = module
             if module.startswith("model.layers."):
                 _, _, number, short = module.split(".", 3)
                 layer = f"blk.{number}."

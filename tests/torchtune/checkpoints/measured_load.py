@@ -43,20 +43,20 @@ def measure(folder: Path, output: Path, shard_bytes: int, how: str, rank: int, s
         shard(model, how)
     store = FullModelHFCheckpointer(folder, output_dir=output)
     gc.collect()
-    found = {"before": max(status("VmRSS"), status("VmHWM"))}
+    memory = {"before": max(status("VmRSS"), status("VmHWM"))}
     store.load_model(model)
     held = [my_shard(parameter)[1] for parameter in model.parameters()]
-    found["model"] = sum(p.numel() * p.element_size() for p in held) / 2**20
-    found["loaded"] = status("VmHWM")
+    memory["model"] = sum(p.numel() * p.element_size() for p in held) / 2**20
+    memory["loaded"] = status("VmHWM")
     model.requires_grad_(False)  # the base alone would lose a trained adapter, and is refused
     store.save("step_1", model, max_shard_bytes=shard_bytes)
-    found["saved"] = status("VmHWM")
+    memory["saved"] = status("VmHWM")
     store.save("step_2", model)
-    found["one file"] = status("VmHWM")
+    memory["one file"] = status("VmHWM")
     if how != "tp":
         store.save("step_3", model, contents=("adapter", "merged"), max_shard_bytes=shard_bytes)
-        found["merged"] = status("VmHWM")
-    Path(f"{output}_{rank}.json").write_text(json.dumps(found))
+        memory["merged"] = status("VmHWM")
+    Path(f"{output}_{rank}.json").write_text(json.dumps(memory))
     if size > 1:
         dist.destroy_process_group()
 

@@ -209,11 +209,11 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
 
 def stored(folder: Path) -> dict[str, torch.Tensor]:
     """All tensors in the safetensors files of a folder's model."""
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     for path in sorted(folder.glob("model*.safetensors")):
         with safe_open(path, framework="pt") as file:
-            found |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
-    return found
+            tensors |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
+    return tensors
 
 
 def open_files(paths: list[Path]) -> Any:

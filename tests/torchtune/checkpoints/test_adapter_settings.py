@@ -62,8 +62,8 @@ def lora(dora: bool = False) -> LoRA:
 @pytest.mark.parametrize("init", [True, False, "gaussian", "orthogonal", "pissa", "olora", "OLoRA"])
 def test_adapters_of_every_initialization_have_the_logits_of_peft(init, dora, tmp_path):
     source = write_folder(tmp_path / "in")
-    theirs = trained_by_peft(source, init_lora_weights=init, use_dora=dora)
-    close(logits(load(source, lora(dora))), logits(theirs))
+    peft_model = trained_by_peft(source, init_lora_weights=init, use_dora=dora)
+    close(logits(load(source, lora(dora))), logits(peft_model))
 
 
 @pytest.mark.parametrize("init", ["pissa", "olora"])
@@ -102,7 +102,7 @@ def test_the_base_of_sharded_models_is_changed_alike(tmp_path):
     ranks.run(2, [sharded], tmp_path)
 
 
-def test_an_adapter_out_of_another_base(tmp_path):
+def test_resume_of_an_adapter_with_another_initialization_is_refused(tmp_path):
     source = write_folder(tmp_path / "in")
     trained_by_peft(tmp_path / "pissa", init_lora_weights="pissa")
     trained_by_peft(tmp_path / "plain")
@@ -113,7 +113,7 @@ def test_an_adapter_out_of_another_base(tmp_path):
         resume(store, model)
 
 
-def test_a_fused_projection_has_no_start_of_its_own(tmp_path):
+def test_initialization_of_a_fused_projection_is_refused(tmp_path):
     source = write_folder(tmp_path / "in", "phi3")
     trained_by_peft(source, "phi3", target_modules=["qkv_proj"], init_lora_weights="pissa")
     with pytest.raises(CheckpointError, match=r"'pissa' cannot be expressed for 'layers\.0\.attn\.q_proj"):
@@ -130,7 +130,7 @@ def test_a_fused_projection_has_no_start_of_its_own(tmp_path):
         ("a_setting_of_next_year", 0.5),
     ],
 )
-def test_settings_that_would_change_the_sum(key, value, tmp_path):
+def test_settings_that_change_the_result_are_refused(key, value, tmp_path):
     """The tensors would fit, and the model would compute something else."""
     source = write_folder(tmp_path / "in")
     trained_by_peft(source)
@@ -141,14 +141,16 @@ def test_settings_that_would_change_the_sum(key, value, tmp_path):
         load(source, lora())
 
 
-def test_settings_that_change_nothing(tmp_path):
+def test_settings_without_effect_are_accepted(tmp_path):
     """Tensors say which layers there are; EVA looks at data before training; what a newer release has off is off."""
     source = write_folder(tmp_path / "in")
-    theirs = trained_by_peft(source, target_modules=["q_proj"], layers_to_transform=[1, 2], exclude_modules=["k_proj"])
+    peft_model = trained_by_peft(
+        source, target_modules=["q_proj"], layers_to_transform=[1, 2], exclude_modules=["k_proj"]
+    )
     change(source, a_setting_of_next_year=None, another=False, lora_dropout=0.3, peft_version="9.0", loftq_config={})
     change(source, init_lora_weights="eva", eva_config={"rho": 2.0})
     model = load(source, LoRA(4, 6, target_modules=["layers.[12].attn.q_proj"]))
-    close(logits(model), logits(theirs))
+    close(logits(model), logits(peft_model))
 
 
 def test_no_setting_of_peft_is_overlooked(tmp_path):
@@ -174,14 +176,14 @@ def test_no_setting_of_peft_is_overlooked(tmp_path):
     }
 
 
-def test_settings_of_the_wrong_type(tmp_path):
+def test_settings_of_the_wrong_type_are_refused(tmp_path):
     source = write_folder(tmp_path / "base")
     trained_by_peft(saved := tmp_path / "adapter")
     settings = read(saved / "adapter_config.json") | {"base_model_name_or_path": str(source)}
     for key, value in itertools.product(("r", "lora_alpha", "use_dora", "use_rslora"), ("4", None, 10**400, math.nan)):
         change(saved, **settings | {key: value})
-        said = rf"adapter_config.json: {key} is .*, where .* is expected: correct it"
-        with pytest.raises(CheckpointError, match=said):
+        message = rf"adapter_config.json: {key} is .*, where .* is expected: correct it"
+        with pytest.raises(CheckpointError, match=message):
             torchtune.load(saved, device="cpu")
-        with pytest.raises(CheckpointError, match=said):
+        with pytest.raises(CheckpointError, match=message):
             load(source, lora(), adapter_checkpoint=saved)

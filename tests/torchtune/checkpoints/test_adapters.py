@@ -52,16 +52,16 @@ def adapters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 def gradients_under_names_of_peft(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Gradients of an adapter, ours or peft's."""
-    ours = isinstance(model, TransformerDecoder)
-    named = get_adapter_params(model) if ours else {n: p for n, p in model.named_parameters() if "lora_" in n}
+    is_torchtune = isinstance(model, TransformerDecoder)
+    named = get_adapter_params(model) if is_torchtune else {n: p for n, p in model.named_parameters() if "lora_" in n}
     for parameter in named.values():
         parameter.requires_grad_(True)
-    out = model(some_tokens()) if ours else model(some_tokens()).logits
+    out = model(some_tokens()) if is_torchtune else model(some_tokens()).logits
     weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(2))
-    found = dict(zip(named, torch.autograd.grad((out * weights).sum(), named.values()), strict=True))
-    if ours:
-        return dict(model.spec.weight_map("hf").peft().to_external(found.items(), model.description, partial=True))
-    return {n.replace(".default", "").replace("vector.weight", "vector"): gradient for n, gradient in found.items()}
+    gradients = dict(zip(named, torch.autograd.grad((out * weights).sum(), named.values()), strict=True))
+    if is_torchtune:
+        return dict(model.spec.weight_map("hf").peft().to_external(gradients.items(), model.description, partial=True))
+    return {n.replace(".default", "").replace("vector.weight", "vector"): gradient for n, gradient in gradients.items()}
 
 
 # Every shape with all targets, and every pair of a shape or of targets and an option.
@@ -73,9 +73,10 @@ PAIRS = [
 
 
 @pytest.mark.parametrize(("shape", "targets", "option"), PAIRS)
-def test_with_peft_both_ways(shape, targets, option, tmp_path):
+def test_adapters_are_exchanged_with_peft(shape, targets, option, tmp_path):
     ours, theirs = TARGETS[targets]
-    source, kind = write_folder(tmp_path / "in", shape), {option: True} if option else {}
+    source = write_folder(tmp_path / "in", shape)
+    kind = {option: True} if option else {}
     conversion = LoRA(rank=4, alpha=6, **kind, **ours)
     checkpointer, model = started(source, conversion)
     base = logits(hf_model(shape))
@@ -112,9 +113,10 @@ def test_with_peft_both_ways(shape, targets, option, tmp_path):
 
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("shape", ["phi3", "glm4"])
-def test_fused_projections_with_peft_both_ways(shape, option, tmp_path):
+def test_adapters_of_fused_projections_are_exchanged_with_peft(shape, option, tmp_path):
     """One projection there is several here: theirs of rank 4 is each of ours of rank 4; ours are theirs of rank 4 n."""
-    source, kind = write_folder(tmp_path / "in", shape), {option: True} if option else {}
+    source = write_folder(tmp_path / "in", shape)
+    kind = {option: True} if option else {}
     fused = ["qkv_proj"] if shape == "phi3" else ["q_proj", "k_proj", "v_proj"]
     torch.manual_seed(5)
     wanted = LoraConfig(
@@ -124,17 +126,17 @@ def test_fused_projections_with_peft_both_ways(shape, option, tmp_path):
         init_lora_weights=False,
         **kind,
     )
-    theirs = get_peft_model(hf_model(shape), wanted).eval()
-    theirs.save_pretrained(source)
+    peft_model = get_peft_model(hf_model(shape), wanted).eval()
+    peft_model.save_pretrained(source)
     conversion = LoRA(4, 6, attn_modules=["q_proj", "k_proj", "v_proj"], apply_to_mlp=True, **kind)
-    close(logits(load(source, conversion)), logits(theirs))
+    close(logits(load(source, conversion)), logits(peft_model))
 
     checkpointer, model = started(source, conversion)
     randomize_adapter(model)  # the parts differ now
     expected = logits(model)
-    theirs = in_peft(hf_model(shape), checkpointer.save("epoch_0", model, contents="adapter"))
-    close(logits(theirs), expected)
-    theirs.save_pretrained(source)
+    peft_model = in_peft(hf_model(shape), checkpointer.save("epoch_0", model, contents="adapter"))
+    close(logits(peft_model), expected)
+    peft_model.save_pretrained(source)
     assert same_bits(adapters(load(source, conversion)), adapters(model))
     close(logits(in_transformers(checkpointer.save("epoch_1", model, contents=("adapter", "merged")))), expected)
 
@@ -147,14 +149,14 @@ def test_adapter_of_a_part_of_a_fused_projection(dora, tmp_path):
     checkpointer, model = started(source, conversion)
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert {name.split(".")[3] for name in trained} == {"q_proj", "v_proj"}
-    others = {name: value.clone() for name, value in adapters(model).items() if name not in trained}
-    assert others
+    untrained = {name: value.clone() for name, value in adapters(model).items() if name not in trained}
+    assert untrained
     optimizer = torch.optim.SGD(trained.values(), lr=30.0)
     for _ in range(2):  # B first, then A
         model(some_tokens()).square().mean().backward()
         optimizer.step()
-    assert same_bits({name: value for name, value in adapters(model).items() if name in others}, others)
-    assert not any(value.any() for name, value in others.items() if "lora_b" in name)
+    assert same_bits({name: value for name, value in adapters(model).items() if name in untrained}, untrained)
+    assert not any(value.any() for name, value in untrained.items() if "lora_b" in name)
     expected = logits(model.eval())
     saved = checkpointer.save("epoch_0", model, contents="adapter")
     assert not torch.allclose(expected, logits(load(source)), atol=1e-3)
@@ -165,7 +167,7 @@ def test_adapter_of_a_part_of_a_fused_projection(dora, tmp_path):
     assert [name for name, parameter in again.named_parameters() if parameter.requires_grad] == list(trained)
 
 
-def test_fused_adapter_that_is_not_of_parts(tmp_path):
+def test_fused_adapter_that_cannot_be_split_is_refused(tmp_path):
     source = write_folder(tmp_path / "in", "phi3")
     wanted = LoraConfig(r=12, lora_alpha=12, target_modules=["qkv_proj"], init_lora_weights=False)
     get_peft_model(hf_model("phi3"), wanted).save_pretrained(source)
@@ -192,8 +194,10 @@ def test_adapter_of_a_bf16_model_resumes_bit_exact(shape, merge, tmp_path):
     assert {parameter.dtype for parameter in trained.values()} == {torch.float32}
     assert {p.dtype for name, p in again.named_parameters() if name not in trained} == {torch.bfloat16}
     folder = folder / "adapter" if merge else folder
-    theirs = get_peft_model_state_dict(in_peft(hf_model(shape, torch.bfloat16), folder))
-    assert same_bits(theirs, load_file(folder / "adapter_model.safetensors"))  # which keeps them in float32 as well
+    peft_tensors = get_peft_model_state_dict(in_peft(hf_model(shape, torch.bfloat16), folder))
+    assert same_bits(
+        peft_tensors, load_file(folder / "adapter_model.safetensors")
+    )  # which keeps them in float32 as well
 
 
 def test_adapter_file_of_an_older_checkpoint_is_read(tmp_path):
@@ -209,7 +213,7 @@ def test_adapter_file_of_an_older_checkpoint_is_read(tmp_path):
     assert torch.equal(load(source).tok_embeddings.weight, model.tok_embeddings.weight)
 
 
-def test_magnitudes_follow_the_weights(tmp_path):
+def test_dora_magnitudes_are_the_norms_of_the_loaded_weights(tmp_path):
     """Made before there were weights, they must be the lengths of the rows that were loaded."""
     source = write_folder(tmp_path / "in")
     with_meta = load(source, LoRA(4, 8, use_dora=True))
@@ -254,8 +258,8 @@ def test_adapter_that_does_not_fit_is_refused(conversion, words, adapted):
 def test_cut_or_foreign_adapter_is_refused(adapted):
     conversion = LoRA(4, 8, attn_modules=["q_proj"])
     path = adapted / "adapter_model.safetensors"
-    whole, tensors = path.read_bytes(), load_file(path)
-    path.write_bytes(whole[: len(whole) // 2])
+    file_bytes, tensors = path.read_bytes(), load_file(path)
+    path.write_bytes(file_bytes[: len(file_bytes) // 2])
     with pytest.raises(CheckpointError, match=r"adapter_model\.safetensors"):
         load(adapted, conversion)
     name = next(iter(tensors))

@@ -30,15 +30,15 @@ from torchtune.modules.peft import LoRA
 def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Folders of a policy and a reference model (equal sizes, other weights) and of a value model."""
     folder = tmp_path_factory.mktemp("sources")
-    found = {
+    folders = {
         "policy": write_folder(folder / "policy", "llama", seed=0),
         "reference": write_folder(folder / "reference", "llama", seed=1),
         "value": folder / "value",
     }
     settings = transformers.Qwen2Config(**SIZES, num_labels=1)
     torch.manual_seed(2)
-    transformers.Qwen2ForSequenceClassification(settings).save_pretrained(found["value"])
-    return found
+    transformers.Qwen2ForSequenceClassification(settings).save_pretrained(folders["value"])
+    return folders
 
 
 def value_model() -> TransformerDecoder:
@@ -90,20 +90,20 @@ def test_two_trained_models_resume_and_load_elsewhere(sources, tmp_path):
     again = make_store(sources, tmp_path / "run")
     resumed = load_both(again)
     trained = [p for model in resumed.values() for p in model.parameters()]
-    other = torch.optim.AdamW(trained, lr=0.1)
-    resume(again, resumed, optimizer=other)
+    resumed_optimizer = torch.optim.AdamW(trained, lr=0.1)
+    resume(again, resumed, optimizer=resumed_optimizer)
     for name, model in models.items():
         assert same_bits(model.state_dict(), resumed[name].state_dict()), name
-    for mine, theirs in zip(optimizer.param_groups[0]["params"], trained, strict=True):
-        assert torch.equal(optimizer.state[mine]["exp_avg"], other.state[theirs]["exp_avg"])
+    for parameter, resumed_parameter in zip(optimizer.param_groups[0]["params"], trained, strict=True):
+        assert torch.equal(optimizer.state[parameter]["exp_avg"], resumed_optimizer.state[resumed_parameter]["exp_avg"])
 
     in_transformers = transformers.AutoModelForSequenceClassification.from_pretrained(saved / "value").eval()
     with torch.no_grad():
-        ours = models["value"].eval()(some_tokens())[:, -1]
-        theirs = in_transformers(some_tokens()).logits
-    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+        values = models["value"].eval()(some_tokens())[:, -1]
+        resumed_parameter = in_transformers(some_tokens()).logits
+    torch.testing.assert_close(values, resumed_parameter, rtol=1e-4, atol=1e-5)
     with pytest.raises(CheckpointError, match="the checkpoint has a trained model 'value', this run has none"):
-        resume(again, resumed["policy"], optimizer=other)
+        resume(again, resumed["policy"], optimizer=resumed_optimizer)
     # A run that starts from this checkpoint carries the small files of the policy, not those of the value model.
     next_run = FullModelHFCheckpointer(saved, output_dir=tmp_path / "next")
     assert not (next_run.save("epoch_0", models["policy"]) / "value").exists()
@@ -137,12 +137,12 @@ def test_merged_weights_alone_cannot_be_resumed(sources, tmp_path):
     saved = store.save("epoch_0", model, contents="merged")
     assert not (saved / "adapter").exists()
     assert (saved / "model.safetensors").is_file()
-    for wrong in ("all", ("model", "adapter"), (), ("model", "merged")):
+    for contents in ("all", ("model", "adapter"), (), ("model", "merged")):
         with pytest.raises(CheckpointError, match="cannot be saved: choose"):
-            store.save("epoch_1", model, contents=wrong)
+            store.save("epoch_1", model, contents=contents)
 
 
-def test_a_frozen_model_must_stay_the_same(sources, tmp_path):
+def test_changed_frozen_model_is_refused_on_resume(sources, tmp_path):
     def start(reference: Path | None) -> FullModelHFCheckpointer:
         checkpointer = FullModelHFCheckpointer(sources["policy"], output_dir=tmp_path / "run")
         if reference is not None:
@@ -159,9 +159,9 @@ def test_a_frozen_model_must_stay_the_same(sources, tmp_path):
     assert not (saved / "reference").exists()
     moved = shutil.copytree(sources["reference"], tmp_path / "moved")
     assert start(moved).find_resume_point().path == saved
-    for other, what in ((sources["policy"], "differ"), (None, "this run has none")):
+    for source, what in ((sources["policy"], "differ"), (None, "this run has none")):
         with pytest.raises(CheckpointError, match=what) as caught:
-            start(other).find_resume_point()
+            start(source).find_resume_point()
         assert "'reference' model" in str(caught.value)
     (saved / "state" / "models.json").write_text("{}")
     with pytest.raises(CheckpointError, match=r"models\.json was changed|models\.json has 2 bytes"):
@@ -188,7 +188,7 @@ def test_an_adapter_resumes_on_its_base_weights_alone(sources, tmp_path):
         assert all(str(sources[name]) in str(caught.value) for name in ("policy", "reference"))
 
 
-def test_sources_are_checked(sources, tmp_path):
+def test_invalid_sources_are_refused(sources, tmp_path):
     store = CheckpointStore({"policy": ModelSource(sources["policy"])}, tmp_path / "run")
     with pytest.raises(CheckpointError, match=r"'reference' has no source \(there are: policy\)"):
         store.load_model(build(sources["policy"]), name="reference")
@@ -237,7 +237,9 @@ def test_a_save_asks_a_conversion_once(sources, tmp_path):
 def calls_of_a_save(folder: Path, layers: int, *conversions: Any) -> tuple[int, int]:
     """Number of calls of the library's functions, comprehensions aside, and of the weights that are written."""
     store, model = started(write_folder(folder / "in", "qwen3", num_hidden_layers=layers), *conversions)
-    contents, library, count = "adapter" if conversions else "model", str(Path(torchtune.__file__).parent), 0
+    contents = "adapter" if conversions else "model"
+    library = str(Path(torchtune.__file__).parent)
+    count = 0
     store.save("epoch_0", model, contents=contents)  # imports, and expands the weight maps
 
     def note(frame: FrameType, event: str, _: Any) -> None:
@@ -254,7 +256,7 @@ def calls_of_a_save(folder: Path, layers: int, *conversions: Any) -> tuple[int, 
 
 
 @pytest.mark.parametrize("conversions", [[], [LoRA(rank=2, alpha=4)]], ids=["full", "lora"])
-def test_the_way_of_a_weight_is_short(conversions, tmp_path):
+def test_loading_a_weight_calls_few_functions(conversions, tmp_path):
     (calls, weights), (more_calls, more_weights) = (
         calls_of_a_save(tmp_path / str(layers), layers, *conversions) for layers in (1, 3)
     )
@@ -262,7 +264,8 @@ def test_the_way_of_a_weight_is_short(conversions, tmp_path):
 
 
 def test_a_new_head_is_trained_or_refused(sources, tmp_path):
-    store, folder = make_store({"policy": sources["policy"]}, tmp_path), str(sources["policy"])
+    store = make_store({"policy": sources["policy"]}, tmp_path)
+    folder = str(sources["policy"])
     with torch.device("meta"):
         full, adapted = (
             classifier_model(1, "torchtune.models.from_hf_config", checkpoint_dir=folder) for _ in range(2)

@@ -59,7 +59,7 @@ def checkpointer(source: Path, output: Path, **options: Any) -> FullModelHFCheck
 @pytest.mark.parametrize(
     ("shape", "model_type"), [("qwen3_tied", None), ("llama_tied", None), ("phi3", "PHI3_MINI"), ("llama", "REWARD")]
 )
-def test_names_of_other_families(shape, model_type, tmp_path):
+def test_former_model_types_are_accepted(shape, model_type, tmp_path):
     """A ``model_type`` of older configs need not be the name of a family."""
     folder = write_folder(tmp_path / "source", shape)
     loaded = FullModelHFCheckpointer(folder, model_type=model_type).load_checkpoint()["model"]
@@ -87,7 +87,7 @@ def test_malformed_shard_size_is_refused(source, tmp_path, size):
         checkpointer(source, tmp_path).save_checkpoint({"model": {}}, epoch=0, max_shard_size=size)
 
 
-def test_resume_of_full_training(source, tmp_path):
+def test_full_training_resumes_from_the_last_checkpoint(source, tmp_path):
     store = checkpointer(source, tmp_path, keep_last_n_checkpoints=1)
     model = store.load_checkpoint()["model"]
     for epoch in (9, 10):
@@ -114,7 +114,7 @@ def lora_state(source: Path) -> tuple[nn.Module, dict[str, Any], dict[str, Any]]
     return model, merged, {"adapter": adapter, "adapter_config": config}
 
 
-def test_adapter(store, source, tmp_path):
+def test_adapter_is_saved_beside_merged_weights_and_resumed(store, source, tmp_path):
     model, merged, adapter = lora_state(source)
     store.save_checkpoint({"model": merged, **adapter, **STATE}, epoch=0, intermediate_checkpoint=True)
     folder = tmp_path / "epoch_0" / "adapter"
@@ -129,7 +129,7 @@ def test_adapter(store, source, tmp_path):
     assert loaded["epochs_run"] == 1
 
 
-def test_adapter_alone(store, source, tmp_path):
+def test_adapter_only_save_has_no_model_files(store, source, tmp_path):
     _, _, adapter = lora_state(source)
     store.save_checkpoint({**adapter}, epoch=0, adapter_only=True)
     assert not list((tmp_path / "epoch_0").glob("model*"))
@@ -160,9 +160,9 @@ def test_folder_without_a_recipe_state_is_refused(source, tmp_path):
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_meta(tied, tmp_path):
-    ours = load(write_folder(tmp_path / "hf", "llama_tied" if tied else "llama")).state_dict()
-    theirs = {
+def test_meta_checkpoints_are_read_and_written(tied, tmp_path):
+    expected = load(write_folder(tmp_path / "hf", "llama_tied" if tied else "llama")).state_dict()
+    meta_tensors = {
         name.replace(".attn.q_proj", ".attention.wq")
         .replace(".attn.k_proj", ".attention.wk")
         .replace(".attn.v_proj", ".attention.wv")
@@ -171,24 +171,24 @@ def test_meta(tied, tmp_path):
         .replace("sa_norm.scale", "attention_norm.weight")
         .replace("mlp_norm.scale", "ffn_norm.weight")
         .replace("norm.scale", "norm.weight"): tensor
-        for name, tensor in ours.items()
+        for name, tensor in expected.items()
     }
-    theirs["output.weight"] = theirs.get("output.weight", theirs["tok_embeddings.weight"])
+    meta_tensors["output.weight"] = meta_tensors.get("output.weight", meta_tensors["tok_embeddings.weight"])
     (tmp_path / "meta").mkdir()
-    torch.save({**theirs, "rope.freqs": torch.ones(4)}, tmp_path / "meta" / "consolidated.00.pth")
+    torch.save({**meta_tensors, "rope.freqs": torch.ones(4)}, tmp_path / "meta" / "consolidated.00.pth")
     for checkpointer_class in (FullModelMetaCheckpointer, FullModelHFCheckpointer):
         again = build(tmp_path / "hf")
         checkpointer_class(tmp_path / "meta", ["consolidated.00.pth"]).load_model(again)
-        assert same_bits(again.state_dict(), ours)
+        assert same_bits(again.state_dict(), expected)
     store = FullModelMetaCheckpointer(
         tmp_path / "meta", ["consolidated.00.pth"], "LLAMA3_2" if tied else "LLAMA3", tmp_path / "output"
     )
-    assert same_bits(store.load_checkpoint()["model"], ours)
-    store.save_checkpoint({"model": ours, **STATE}, epoch=0, intermediate_checkpoint=True)
-    assert same_bits(safe_torch_load(tmp_path / "output" / "epoch_0" / "model-00001-of-00001.bin"), theirs)
+    assert same_bits(store.load_checkpoint()["model"], expected)
+    store.save_checkpoint({"model": expected, **STATE}, epoch=0, intermediate_checkpoint=True)
+    assert same_bits(safe_torch_load(tmp_path / "output" / "epoch_0" / "model-00001-of-00001.bin"), meta_tensors)
     store.should_load_recipe_state = True
     loaded = store.load_checkpoint()
-    assert same_bits(loaded["model"], ours)
+    assert same_bits(loaded["model"], expected)
     assert loaded["seed"] == 7
     # where an older release kept its state
     shutil.move(tmp_path / "output" / "epoch_0" / "recipe_state.pt", tmp_path / "output" / "recipe_state.pt")
@@ -198,21 +198,21 @@ def test_meta(tied, tmp_path):
 
 
 def test_checkpoints_with_names_of_this_library(source, tmp_path):
-    ours = load(source).state_dict()
+    expected = load(source).state_dict()
     (tmp_path / "tune").mkdir()
-    torch.save(ours, tmp_path / "tune" / "model.pt")
+    torch.save(expected, tmp_path / "tune" / "model.pt")
     store = FullModelTorchTuneCheckpointer(
         tmp_path / "tune", checkpoint_files=["model.pt"], model_type="LLAMA3", output_dir=tmp_path / "output"
     )
-    assert same_bits(store.load_checkpoint(weights_only=True)["model"], ours)
+    assert same_bits(store.load_checkpoint(weights_only=True)["model"], expected)
     again = build(source)
     store.load_model(again)
-    assert same_bits(again.state_dict(), ours)
+    assert same_bits(again.state_dict(), expected)
     adapter = {"layers.0.attn.q_proj.lora_a.weight": torch.ones(2, 2)}
-    store.save_checkpoint({"model": ours, "adapter": adapter, **STATE}, epoch=3, intermediate_checkpoint=True)
+    store.save_checkpoint({"model": expected, "adapter": adapter, **STATE}, epoch=3, intermediate_checkpoint=True)
     store.should_load_recipe_state = True
     loaded = store.load_checkpoint()
-    assert same_bits(loaded["model"], ours)
+    assert same_bits(loaded["model"], expected)
     assert same_bits(loaded["adapter"], adapter)
 
 
@@ -231,7 +231,7 @@ def test_signatures_are_those_of_older_releases():
     assert inspect.signature(FullModelHFCheckpointer).parameters["enable_dcp"].kind is inspect.Parameter.KEYWORD_ONLY
 
 
-def test_keys_of_the_dict():
+def test_state_dict_keys_are_those_of_older_releases():
     keys = "MODEL OPT ADAPTER SEED EPOCHS TOTAL_EPOCHS MAX_STEPS STEPS DATALOADER VAL_DATALOADER RNG".split()
     values = "model optimizer adapter seed epochs_run total_epochs max_steps_per_epoch steps_run dataloader"
     assert [getattr(training, f"{key}_KEY") for key in keys] == [*values.split(), "val_dataloader", "rng_state"]
@@ -250,11 +250,11 @@ def test_folder_with_the_largest_number_is_found(tmp_path):
 
 @pytest.mark.parametrize("force", [False, True])
 @pytest.mark.parametrize("rows", [2, 7])
-def test_classifier(rows, force):
-    own = nn.Parameter(torch.ones(2, 3))
+def test_classifier_head_is_replaced_unless_it_fits(rows, force):
+    new_head = nn.Parameter(torch.ones(2, 3))
     state = {"output.weight": torch.zeros(rows, 3), "output.bias": torch.zeros(rows), "norm.scale": torch.ones(3)}
-    update_state_dict_for_classifier(state, [("output.weight", own)], force_override=force)
+    update_state_dict_for_classifier(state, [("output.weight", new_head)], force_override=force)
     assert state.keys() == {"output.weight", "norm.scale"}
-    assert (state["output.weight"] is own) is (force or rows == 7)
+    assert (state["output.weight"] is new_head) is (force or rows == 7)
     with pytest.raises(CheckpointError, match=r"no output\.weight"):
-        update_state_dict_for_classifier({}, [("norm.scale", own)])
+        update_state_dict_for_classifier({}, [("norm.scale", new_head)])

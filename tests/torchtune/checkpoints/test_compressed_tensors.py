@@ -38,7 +38,8 @@ def ranges(weight: torch.Tensor, args: QuantizationArgs) -> tuple[torch.Tensor, 
 
 def write(folder: Path, weights: dict[str, Any], storage: str, inputs: dict[str, Any] | None = None) -> dict[str, Any]:
     """Write a small model as the library stores it; return its parameters as the library decompresses them."""
-    model, args = hf_model("llama", **SIZES), QuantizationArgs(**weights)
+    model = hf_model("llama", **SIZES)
+    args = QuantizationArgs(**weights)
     scheme = QuantizationScheme(
         targets=["Linear"], weights=args, input_activations=None if inputs is None else QuantizationArgs(**inputs)
     )
@@ -149,8 +150,8 @@ def test_unsupported_value_of_quantization_config_is_named(path, value, tmp_path
     config = read(tmp_path / "config.json")
     *places, key = path.split(".")
     node = config["quantization_config"]
-    for place in places:
-        node = node.setdefault(place, {})
+    for setting in places:
+        node = node.setdefault(setting, {})
     node[key] = value
     (tmp_path / "config.json").write_text(json.dumps(config))
     words = "has a value of another type" if value == [1] else re.escape(f".{path} is {value!r}")
@@ -189,16 +190,17 @@ def write_packed(folder: Path) -> None:
         (".weight_shape", torch.tensor([-64, 64]), r"is \[-64, 64\] of torch.int64, but"),
     ],
 )
-def test_tensors_that_do_not_fit(ending, tensor, says, tmp_path):
+def test_tensors_that_do_not_fit_are_refused(ending, tensor, says, tmp_path):
     write_packed(tmp_path)
-    tensors, name = stored(tmp_path), f"model.layers.0.self_attn.q_proj{ending}"
+    tensors = stored(tmp_path)
+    name = f"model.layers.0.self_attn.q_proj{ending}"
     tensors = {key: value for key, value in tensors.items() if key != name} | ({} if tensor is None else {name: tensor})
     write_weights(tmp_path, tensors)
     with pytest.raises(CheckpointError, match=says):
         load(tmp_path)
 
 
-def test_a_checkpoint_that_is_not_quantised_is_not_read_so(tmp_path):
+def test_scales_of_an_unquantized_weight_are_refused(tmp_path):
     write_folder(tmp_path)
     tensors = stored(tmp_path)
     tensors["model.layers.0.self_attn.q_proj.weight_scale"] = torch.ones(1)

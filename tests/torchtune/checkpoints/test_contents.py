@@ -45,7 +45,7 @@ def refused(model: nn.Module, folder: Path, **contents: Any) -> str:
     return message
 
 
-def test_base_alone_loses_an_adapter(tmp_path):
+def test_saving_a_base_without_its_trained_adapter_is_refused(tmp_path):
     model = build(write_folder(tmp_path / "in"), LoRA(4, 8, attn_modules=["q_proj"]))
     message = refused(model, tmp_path)
     assert "'layers.0.attn.q_proj.lora_a.weight' (and 5 more) is trained" in message
@@ -53,7 +53,7 @@ def test_base_alone_loses_an_adapter(tmp_path):
     assert 'contents="adapter"' in message
 
 
-def test_adapter_alone_loses_the_base(tmp_path):
+def test_saving_an_adapter_without_trained_base_weights_is_refused(tmp_path):
     model = build(write_folder(tmp_path / "in"), LoRA(4, 8))
     unfreeze(model, "norm.scale")
     message = refused(model, tmp_path, contents="adapter")
@@ -73,7 +73,7 @@ def test_adapter_alone_loses_the_base(tmp_path):
         (True, {"contents": MERGED}, "give its conversion a method merged(name, weight, model)"),
     ],
 )
-def test_parameters_without_a_layout(claims, contents, reason, tmp_path):
+def test_parameters_without_a_layout_are_refused(claims, contents, reason, tmp_path):
     lora = [LoRA(4, 8)] if contents else []
     model = build(write_folder(tmp_path / "in"), Scaled(claims=claims), *lora)
     unfreeze(model, "norm.gain")
@@ -82,7 +82,7 @@ def test_parameters_without_a_layout(claims, contents, reason, tmp_path):
     assert claims or "owned_parameters(model)" in message
 
 
-def test_an_adapter_that_cannot_be_merged(tmp_path):
+def test_adapter_that_cannot_be_merged_is_refused(tmp_path):
     conversion = LoRA(4, 8)
     model = build(write_folder(tmp_path / "in"), conversion)
 

@@ -57,16 +57,17 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("kind", DAMAGES)
-def test_the_checkpoint_before_takes_over(run, source, caplog, kind):
+def test_resume_falls_back_to_the_checkpoint_before_a_damaged_one(run, source, caplog, kind):
     name, harm, words = DAMAGES[kind]
     harm(run.output_dir / "step_2" / name)
     caplog.clear()
     point = run.find_resume_point()
     assert point.path.name == "step_1"
-    (said,) = (record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR)
-    assert words in said
-    assert f"step_2/{name}" in said
-    again, state = build(source), {"momentum": {}, "progress": {}}
+    (message,) = (record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR)
+    assert words in message
+    assert f"step_2/{name}" in message
+    again = build(source)
+    state = {"momentum": {}, "progress": {}}
     run.load_model(again)
     run.resume(point, again, state)
     assert bool((state["momentum"]["x"] == 1).all())
@@ -100,12 +101,12 @@ def test_verify_names_damaged_files(run, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["tune", "checkpoint", "verify", str(folder)])
     with pytest.raises(SystemExit) as stop:
         tune.main()
-    said = capsys.readouterr()
+    output = capsys.readouterr()
     assert stop.value.code == 2
-    whole = [path for path in (folder / "step_1").rglob("*") if path.is_file() and path.name != ".complete"]
-    size = sum(path.stat().st_size for path in whole)
-    assert said.out == f"{folder / 'step_1'} is whole: {len(whole)} files, {size:,} bytes.\n"
-    damaged, last = said.err.splitlines()
+    files = [path for path in (folder / "step_1").rglob("*") if path.is_file() and path.name != ".complete"]
+    size = sum(path.stat().st_size for path in files)
+    assert output.out == f"{folder / 'step_1'} is whole: {len(files)} files, {size:,} bytes.\n"
+    damaged, last = output.err.splitlines()
     assert damaged.startswith(
         f"error: {folder / 'step_2'} is damaged: {folder / 'step_2'}/model.safetensors was changed"
     )
@@ -131,7 +132,7 @@ def test_output_dir_that_is_a_dangling_link_is_refused(source, tmp_path, below):
         store.check_output_dir(resume=False)
 
 
-def test_a_save_in_progress_of_another_process(run, source):
+def test_folder_in_use_by_another_process_is_refused(run, source):
     """While somebody saves, or holds the folder for a run, what looks like leftovers is left alone."""
     half = run.output_dir / ".step_3.0123abcd.tmp"
     half.mkdir()
@@ -140,18 +141,18 @@ def test_a_save_in_progress_of_another_process(run, source):
         "FolderLock(Path(sys.argv[1])).acquire(); print(flush=True); sys.stdin.read()"
     )
     command = [sys.executable, "-c", code, str(run.output_dir)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
-        other.stdout.readline()
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        process.stdout.readline()
         acts = (run.find_resume_point, run.lock_output_dir, lambda: run.save("step_3", load(source)))
         for act in (*acts, lambda: run.check_output_dir(resume=True)):
-            with pytest.raises(UserError, match=rf"in use by another run \(process {other.pid} on .*\.$"):
+            with pytest.raises(UserError, match=rf"in use by another run \(process {process.pid} on .*\.$"):
                 act()
         assert half.exists()
     assert run.find_resume_point().path.name == "step_2"
     assert not half.exists()
 
 
-def test_the_folder_is_removed_between_saves(run, model):
+def test_removed_output_folder_is_made_again(run, model):
     run.lock_output_dir()
     shutil.rmtree(run.output_dir)
     run.save("step_3", model, state={"progress": {}})
@@ -165,7 +166,7 @@ def save(store: FullModelHFCheckpointer, name: str, model: nn.Module, **options)
 
 
 @pytest.mark.parametrize("adapter", [False, True])
-def test_a_disk_that_is_full_at_any_point(disk, source, adapter):
+def test_full_disk_keeps_the_previous_checkpoint(disk, source, adapter):
     conversions = [LoRA(rank=2, alpha=4)] if adapter else []
     contents = ("adapter", "merged") if adapter else "model"
     model = load(source, *conversions)

@@ -122,7 +122,7 @@ def test_leftovers_of_a_killed_save_are_cleared(store, model, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == [".notes.tmp", "step_1"]
 
 
-def test_killed_between_the_two_renames(store, model, tmp_path):
+def test_checkpoint_is_restored_after_a_kill_between_two_renames(store, model, tmp_path):
     save(store, "step_1", model).rename(tmp_path / ".step_1.0123abcd.old.tmp")
     (tmp_path / ".step_1.89abcdef.tmp").mkdir()
     assert store.find_resume_point().path.name == "step_1"
@@ -135,7 +135,7 @@ def test_name_that_no_resume_finds_is_refused(source, model, tmp_path, name):
         checkpointer(source, tmp_path).save(name, model)
 
 
-def test_files_of_a_checkpoint(source, model, tmp_path):
+def test_checkpoint_has_the_documented_files(source, model, tmp_path):
     folder = save(checkpointer(source, tmp_path), "step_1", model)
     assert sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()) == [
         ".complete",

@@ -31,48 +31,48 @@ TRIED = [*((shape, "F32") for shape in SHAPES), *(("llama", quantization) for qu
 
 
 @pytest.mark.parametrize(("shape", "quantization"), TRIED)
-def test_folder_for_transformers(shape, quantization, tmp_path):
-    made = write_gguf(tmp_path / "x.gguf", shape, quantization)
-    folder = gguf_to_hf(made.path, tmp_path / "hf", torch.float32)
+def test_converted_folder_is_read_by_transformers(shape, quantization, tmp_path):
+    gguf_model = write_gguf(tmp_path / "x.gguf", shape, quantization)
+    folder = gguf_to_hf(gguf_model.path, tmp_path / "hf", torch.float32)
     again = in_transformers(folder)
-    assert type(again) is type(made.hf)
-    assert again.config.tie_word_embeddings == made.hf.config.tie_word_embeddings
+    assert type(again) is type(gguf_model.hf)
+    assert again.config.tie_word_embeddings == gguf_model.hf.config.tie_word_embeddings
     assert again.generation_config.eos_token_id == 2
     assert (again.config.bos_token_id, again.config.eos_token_id, again.config.pad_token_id) == (1, 2, 0)
-    torch.testing.assert_close(logits(again), logits(made.hf), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(logits(again), logits(gguf_model.hf), atol=1e-5, rtol=1e-5)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     assert tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == (
         "<|im_start|>hi<|im_end|>"
     )
 
 
-def test_default_is_bf16(tmp_path):
-    made = write_gguf(tmp_path / "x.gguf", quantization="Q8_0")
-    folder = gguf_to_hf(made.path, tmp_path / "hf")
+def test_gguf_is_converted_to_bf16_by_default(tmp_path):
+    gguf_model = write_gguf(tmp_path / "x.gguf", quantization="Q8_0")
+    folder = gguf_to_hf(gguf_model.path, tmp_path / "hf")
     assert {tensor.dtype for tensor in stored(folder).values()} == {torch.bfloat16}
     assert read(folder / "config.json")["dtype"] == "bfloat16"
 
 
 @pytest.mark.parametrize("shape", ["llama_tied", "qwen2"])
-def test_read_directly(shape, tmp_path):
+def test_gguf_file_is_loaded_without_conversion(shape, tmp_path):
     (tmp_path / "in").mkdir()
-    made = write_gguf(tmp_path / "in" / "x.gguf", shape, "Q8_0")
+    gguf_model = write_gguf(tmp_path / "in" / "x.gguf", shape, "Q8_0")
     (tmp_path / "in" / "holiday.txt").write_text("no part of the model")
     checkpointer = FullModelHFCheckpointer(tmp_path / "in", ["x.gguf"], output_dir=tmp_path / "out")
-    model = on_meta(made.path)
+    model = on_meta(gguf_model.path)
     checkpointer.load_model(model)
-    close(logits(model.eval()), logits(made.hf))
+    close(logits(model.eval()), logits(gguf_model.hf))
     saved = checkpointer.save("epoch_0", model)
-    folder = gguf_to_hf(made.path, tmp_path / "hf", torch.float32)
+    folder = gguf_to_hf(gguf_model.path, tmp_path / "hf", torch.float32)
     assert same_bits(stored(saved), stored(folder))
     files = {path.name for path in folder.iterdir()}
     assert {path.name for path in saved.iterdir()} == files | {".complete"}
     for name in files - {"model.safetensors"}:
         assert read(saved / name) == read(folder / name), name
-    close(logits(in_transformers(saved)), logits(made.hf))
+    close(logits(in_transformers(saved)), logits(gguf_model.hf))
 
 
-def test_llama3_scaling(tmp_path, monkeypatch):
+def test_llama3_scaling_factors_are_restored(tmp_path, monkeypatch):
     """llama.cpp keeps Llama 3.1's scaling as one divisor a frequency."""
     import gguf
 
@@ -97,13 +97,13 @@ def test_llama3_scaling(tmp_path, monkeypatch):
         written(self)
 
     monkeypatch.setattr(gguf.GGUFWriter, "write_header_to_file", with_frequencies)
-    made = write_gguf(tmp_path / "x.gguf", rope_parameters=scaling, max_position_embeddings=20_000)
-    again = in_transformers(gguf_to_hf(made.path, tmp_path / "hf", torch.float32))
+    gguf_model = write_gguf(tmp_path / "x.gguf", rope_parameters=scaling, max_position_embeddings=20_000)
+    again = in_transformers(gguf_to_hf(gguf_model.path, tmp_path / "hf", torch.float32))
     assert again.config.rope_parameters["rope_type"] == "llama3"
     positions = torch.arange(19_000, 19_024).expand(2, -1)
     tokens = torch.randint(3, 320, (2, 24))
     with torch.no_grad():
-        close(*(model(tokens, position_ids=positions).logits for model in (again, made.hf)))
+        close(*(model(tokens, position_ids=positions).logits for model in (again, gguf_model.hf)))
 
 
 def refused(path: Path, output: Path) -> str:
@@ -116,8 +116,8 @@ def refused(path: Path, output: Path) -> str:
 
 
 def test_gguf_file_cut_anywhere_is_refused(tmp_path):
-    made = write_gguf(tmp_path / "x.gguf", quantization="Q4_1", num_hidden_layers=1)
-    content = made.path.read_bytes()
+    gguf_model = write_gguf(tmp_path / "x.gguf", quantization="Q4_1", num_hidden_layers=1)
+    content = gguf_model.path.read_bytes()
     rng = random.Random(0)
     cuts = [0, 1, 3, 4, 7, 8, 23, 24, 25, len(content) - 1, *(rng.randrange(len(content)) for _ in range(60))]
     path = tmp_path / "cut.gguf"
@@ -128,8 +128,8 @@ def test_gguf_file_cut_anywhere_is_refused(tmp_path):
 
 def test_gguf_file_with_flipped_bytes_is_refused_or_read(tmp_path):
     """Whatever the header says, the answer is a result or one sentence."""
-    made = write_gguf(tmp_path / "x.gguf", num_hidden_layers=1)
-    content = made.path.read_bytes()
+    gguf_model = write_gguf(tmp_path / "x.gguf", num_hidden_layers=1)
+    content = gguf_model.path.read_bytes()
     start = content.index(b"output_norm.weight") + 400
     rng = random.Random(0)
     path = tmp_path / "flipped.gguf"
@@ -161,53 +161,55 @@ def test_missing_gguf_file_is_named(tmp_path):
 )
 def test_gguf_metadata_that_cannot_be_expressed_is_refused(extra, words, tmp_path):
     pre = None if "tokenizer.ggml.pre" in extra else "smollm"
-    made = write_gguf(tmp_path / "x.gguf", pre=pre, extra=extra)
+    gguf_model = write_gguf(tmp_path / "x.gguf", pre=pre, extra=extra)
     with pytest.raises(CheckpointError, match=words):
-        gguf_to_hf(made.path, tmp_path / "hf")
+        gguf_to_hf(gguf_model.path, tmp_path / "hf")
     assert not (tmp_path / "hf").exists()
 
 
 def test_folder_of_several_gguf_files_is_refused(tmp_path):
-    made = write_gguf(tmp_path / "a.gguf")
+    gguf_model = write_gguf(tmp_path / "a.gguf")
     write_gguf(tmp_path / "b.gguf")
     with pytest.raises(CheckpointError, match=r"a\.gguf.*checkpoint_files|checkpoint_files.*one"):
-        FullModelHFCheckpointer(tmp_path).load_model(on_meta(made.path))
+        FullModelHFCheckpointer(tmp_path).load_model(on_meta(gguf_model.path))
 
 
-def test_other_model_than_the_file(tmp_path):
+def test_gguf_file_of_another_model_is_refused(tmp_path):
     (tmp_path / "in").mkdir()
     write_gguf(tmp_path / "in" / "x.gguf")
-    other = write_gguf(tmp_path / "other.gguf", num_hidden_layers=2)
+    smaller_model = write_gguf(tmp_path / "other.gguf", num_hidden_layers=2)
     with pytest.raises(CheckpointError, match="layers"):
-        FullModelHFCheckpointer(tmp_path / "in", ["x.gguf"]).load_model(on_meta(other.path))
+        FullModelHFCheckpointer(tmp_path / "in", ["x.gguf"]).load_model(on_meta(smaller_model.path))
 
 
 def reference_tokenizer(pre: str, vocabulary: Vocabulary) -> Tokenizer:
     kind = Qwen2Tokenizer if pre == "qwen2" else GPT2Tokenizer
-    made = kind(
+    tokenizer = kind(
         vocab={token: index for index, token in enumerate(vocabulary.tokens)}, merges=vocabulary.merges
     )._tokenizer
     if pre == "llama-bpe":
         cut = Split(Regex(TikTokenConverter().pattern), behavior="isolated")
-        made.pre_tokenizer = Sequence([cut, ByteLevel(add_prefix_space=False, use_regex=False)])
-        made.model.ignore_merges = True
+        tokenizer.pre_tokenizer = Sequence([cut, ByteLevel(add_prefix_space=False, use_regex=False)])
+        tokenizer.model.ignore_merges = True
     if pre == "smollm":  # as in SmolLM2's tokenizer.json
-        made.pre_tokenizer = Sequence([Digits(individual_digits=True), ByteLevel(add_prefix_space=False)])
-    made.add_tokens([AddedToken(token, normalized=False) for token in (*SPECIAL, *OWN)])
-    return made
+        tokenizer.pre_tokenizer = Sequence([Digits(individual_digits=True), ByteLevel(add_prefix_space=False)])
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in (*SPECIAL, *OWN)])
+    return tokenizer
 
 
 @pytest.mark.parametrize("add_bos", [False, True], ids=["", "bos"])
 @pytest.mark.parametrize("pre", ["smollm", "llama-bpe", "qwen2", "default", "gpt-2"])
-def test_ids_of_tokenizers(pre, add_bos, tmp_path):
-    made = write_gguf(
+def test_tokenizer_of_a_gguf_file_has_the_original_ids(pre, add_bos, tmp_path):
+    gguf_model = write_gguf(
         tmp_path / "x.gguf", pre=pre, extra={"tokenizer.ggml.add_bos_token": add_bos}, num_hidden_layers=1
     )
-    folder = gguf_to_hf(made.path, tmp_path / "hf")
-    plain, fast = Tokenizer.from_file(str(folder / "tokenizer.json")), AutoTokenizer.from_pretrained(folder)
+    folder = gguf_to_hf(gguf_model.path, tmp_path / "hf")
+    plain = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    fast = AutoTokenizer.from_pretrained(folder)
     examples = texts(600, [*SPECIAL, *OWN], seed=len(pre))
-    theirs, start = reference_tokenizer(pre, made.vocabulary), [1] if add_bos else []
-    expected = [start + theirs.encode(text, add_special_tokens=False).ids for text in examples]
+    original = reference_tokenizer(pre, gguf_model.vocabulary)
+    start = [1] if add_bos else []
+    expected = [start + original.encode(text, add_special_tokens=False).ids for text in examples]
     assert sum(map(len, expected)) > 10_000
     for text, ids in zip(examples, expected, strict=True):
         assert plain.encode(text).ids == ids, text

@@ -48,7 +48,7 @@ def _load(folder: Path) -> str:
         ("[" * 200_000, INDEX),
     ],
 )
-def test_an_index_of_wrong_types_or_of_files_elsewhere(folder, index, words):
+def test_index_of_wrong_types_or_outside_files_is_refused(folder, index, words):
     (folder / INDEX).write_text(index if isinstance(index, str) else json.dumps(index))
     assert words in _load(folder)
 
@@ -91,12 +91,12 @@ def test_file_that_torch_save_has_not_written_is_refused(folder, content):
         _safetensors({"shape": [1], "data_offsets": [0, 2**62]}),
     ],
 )
-def test_a_safetensors_file_that_announces_more_than_it_holds(folder, content):
+def test_safetensors_header_beyond_the_file_is_refused(folder, content):
     (folder / "model.safetensors").write_bytes(content)
     assert "is not a whole safetensors file" in _load(folder)
 
 
-def test_a_config_of_a_model_that_no_memory_holds(folder):
+def test_config_of_sizes_beyond_the_files_is_refused(folder):
     """Its sizes are compared with those of the file before anything is allocated."""
     config = read(folder / "config.json")
     config |= {"hidden_size": 2**20, "intermediate_size": 2**22, "head_dim": 2**14, "vocab_size": 2**28}
@@ -138,13 +138,13 @@ _TENSOR = _text(b"token_embd.weight")
         b"",
     ],
 )
-def test_a_gguf_file_that_announces_more_than_it_holds(tmp_path, content):
+def test_gguf_header_beyond_the_file_is_refused(tmp_path, content):
     path = tmp_path / "model.gguf"
     path.write_bytes(content)
     assert f"{path} is not a whole GGUF file" in _refusal(lambda: GGUFFile(path))
 
 
-def test_gguf_sizes_that_no_model_has(tmp_path):
+def test_gguf_sizes_beyond_the_file_are_refused(tmp_path):
     import gguf
 
     path = tmp_path / "model.gguf"

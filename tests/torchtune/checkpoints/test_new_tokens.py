@@ -98,8 +98,11 @@ def test_new_rows_are_trained_saved_and_resumed(shape, tmp_path):
     assert read(saved / "adapter_config.json")["trainable_token_indices"] == dict.fromkeys(names, ids)
     adapted = in_peft(base_of_peft(shape), saved)
     close(logits(adapted), expected)
-    files, theirs = load_file(saved / "adapter_model.safetensors"), get_peft_model_state_dict(adapted)
-    assert same_bits({name: theirs[name] for name in files}, files)  # it adds whole embeddings whose size has changed
+    files = load_file(saved / "adapter_model.safetensors")
+    peft_tensors = get_peft_model_state_dict(adapted)
+    assert same_bits(
+        {name: peft_tensors[name] for name in files}, files
+    )  # it adds whole embeddings whose size has changed
 
     again = optimizer_of(resumed)
     resume(store, resumed, optimizer=again)
@@ -118,17 +121,17 @@ def test_new_rows_are_trained_saved_and_resumed(shape, tmp_path):
 def test_gradients_of_new_rows_are_those_of_the_whole_weights(shape, tmp_path):
     """autograd of a model whose embedding is trained whole, in float64, is the reference."""
     source = write_folder(tmp_path / "in", shape)
-    ours = load(source, LoRA(4, 8)).double()
-    whole = load(source).double()
-    for model in (ours, whole):
+    adapted = load(source, LoRA(4, 8)).double()
+    full_model = load(source).double()
+    for model in (adapted, full_model):
         fit_vocabulary(model, SimpleNamespace(vocab_size=ROWS), resize=True)
         loss = nn.functional.cross_entropy(model(tokens()[:, :-1]).double().flatten(0, 1), tokens()[:, 1:].flatten())
         loss.backward()
     paths = ["tok_embeddings"] if shape.endswith("tied") else ["tok_embeddings", "output"]
     for path in paths:
-        rows = ours.get_parameter(f"{path}.new_rows").grad
-        torch.testing.assert_close(rows, whole.get_parameter(f"{path}.weight").grad[OLD:], atol=1e-6, rtol=1e-5)
-        assert ours.get_parameter(f"{path}.weight").grad is None
+        rows = adapted.get_parameter(f"{path}.new_rows").grad
+        torch.testing.assert_close(rows, full_model.get_parameter(f"{path}.weight").grad[OLD:], atol=1e-6, rtol=1e-5)
+        assert adapted.get_parameter(f"{path}.weight").grad is None
 
 
 def test_new_rows_that_a_model_or_adapter_cannot_have_are_refused(tmp_path):

@@ -45,11 +45,13 @@ class ScaledLinear(nn.Linear):
 class Scale(Conversion):
     """Factors of keys and values; the base is trained too."""
 
-    phase, first = Phase.KERNEL, 0
+    phase = Phase.KERNEL
+    first = 0
 
     def convert(self, model: nn.Module) -> ConversionReport:
         for layer in model.layers[self.first :]:
-            layer.attn.k_proj, layer.attn.v_proj = ScaledLinear(layer.attn.k_proj), ScaledLinear(layer.attn.v_proj)
+            layer.attn.k_proj = ScaledLinear(layer.attn.k_proj)
+            layer.attn.v_proj = ScaledLinear(layer.attn.v_proj)
         return ConversionReport("Scale", ["k_proj", "v_proj"])
 
     def owned_parameters(self, model: nn.Module) -> set[str]:
@@ -157,18 +159,19 @@ def test_owned_file_lies_beside_an_adapter_of_peft(tmp_path):
     base = write_folder(tmp_path / "base", "llama")
     model, _ = torchtune.load(base, adapter=[LoRA(2, attn_modules=["q_proj"]), Scale()], device="cpu")
     randomize(model)
-    saved, expected = torchtune.save(model, tmp_path / "saved"), logits(model)
+    saved = torchtune.save(model, tmp_path / "saved")
+    expected = logits(model)
     again, _ = torchtune.load(saved, adapter=Scale(), device="cpu")
     assert torch.equal(logits(again), expected)
 
     (saved / "adapter_Scale.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"lacks adapter_Scale.safetensors, the parameters of a conversion"):
         torchtune.load(saved, adapter=Scale(), device="cpu")
-    theirs = in_peft(in_transformers(base), saved)
+    peft_model = in_peft(in_transformers(base), saved)
     with torch.no_grad():
         for name in Scale().owned_parameters(model):
             model.get_parameter(name).fill_(1)
-    close(logits(theirs), logits(model))
+    close(logits(peft_model), logits(model))
 
 
 def test_a_run_resumes_from_owned_files(tmp_path):
@@ -234,7 +237,7 @@ def test_a_merge_keeps_shape_and_dtype(tmp_path):
         torchtune.save(model, tmp_path / "merged", contents="merged")
 
 
-def test_only_modules_that_can_be_disabled_are(tmp_path):
+def test_module_that_cannot_be_disabled_is_named(tmp_path):
     model = build(write_folder(tmp_path / "base"), ScaleAlone())
     with (
         pytest.raises(ConversionError, match=r"'layers.0.attn.k_proj.factors' cannot be switched off"),

@@ -42,10 +42,16 @@ def measured(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_peak_memory_is_the_shard_and_a_tensor(measured, how, size):
     """One process: the model and one shard. A rank: what it holds and one tensor."""
     for rank in range(size):
-        found = json.loads((measured / f"{how}_{rank}.json").read_text())
-        assert found["model"] > 160 / size
-        # To merge, ranks put the weight together and add to it: it, its parts on the way, and the sum.
-        room = {stage: SHARD if size == 1 else TENSOR * (3 if stage == "merged" else 1) for stage in STAGES}
-        bound = found["before"] + found["model"] + SLACK
-        over = {stage: round(found[stage] - bound - room[stage] / MIB) for stage in STAGES if stage in found}
-        assert max(over.values()) <= 0, f"MiB above its share and what it may hold besides: {over} of {found}"
+        memory = json.loads((measured / f"{how}_{rank}.json").read_text())
+        assert memory["model"] > 160 / size
+        for stage in STAGES:
+            if stage not in memory:
+                continue
+            if size == 1:
+                buffers = SHARD
+            elif stage == "merged":  # the weight from all ranks, its parts on the way, and the sum with the adapter
+                buffers = 3 * TENSOR
+            else:
+                buffers = TENSOR
+            limit = memory["before"] + memory["model"] + SLACK + buffers / MIB
+            assert round(memory[stage] - limit) <= 0, f"rank {rank}: {stage} needs more than {limit:.0f} MiB: {memory}"

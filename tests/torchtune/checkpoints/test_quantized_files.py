@@ -50,7 +50,7 @@ def random(*shape: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("shape", [(11, 10), (3, 11, 10)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_values_times_scales_of_their_blocks_and_any_part_of_it(tmp_path, shape, dtype):
+def test_block_scaled_weights_are_dequantized_wholly_and_in_slices(tmp_path, shape, dtype):
     values = random(*shape)
     scales = torch.rand(*shape[:-2], 3, 2, generator=torch.Generator().manual_seed(1)).to(dtype)
     path = written(tmp_path / "a", {"w": values, "w_scale_inv": scales, "w.activation_scale": torch.ones(1)}, [4, 8])
@@ -66,8 +66,9 @@ def test_values_times_scales_of_their_blocks_and_any_part_of_it(tmp_path, shape,
 
 
 @pytest.mark.parametrize(("shape", "scale"), [((6, 5), ()), ((6, 5), (1,)), ((2, 6, 5), (2,)), ((2, 6, 5), (2, 1, 1))])
-def test_one_scale_for_a_whole_matrix(tmp_path, shape, scale):
-    values, scales = random(*shape), torch.rand(scale)
+def test_weight_with_one_scale_per_matrix_is_dequantized(tmp_path, shape, scale):
+    values = random(*shape)
+    scales = torch.rand(scale)
     source = open_files([written(tmp_path / "a", {"w": values, "w_scale_inv": scales})])
     expected = values.double() * scales.double().view(*shape[:-2], 1, 1)
     assert torch.equal(source.read("w"), expected.float().bfloat16())
@@ -106,28 +107,29 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
             tensors[f"{name}_scale_inv"] = scale
     write_weights(folder, tensors)
     config = read(folder / "config.json")
-    said = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [8, 8]}
-    more = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1, "ep_size": 1}
-    config |= {"quantization_config": said, "num_nextn_predict_layers": 1, **more}
+    quantization = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [8, 8]}
+    sizes = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1, "ep_size": 1}
+    config |= {"quantization_config": quantization, "num_nextn_predict_layers": 1, **sizes}
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 
 
 def test_a_published_deepseek_is_read_as_transformers_reads_it_and_saved_whole(published, tmp_path):
     dequantized = FineGrainedFP8Config(dequantize=True)
-    theirs = in_transformers(published, dtype=torch.bfloat16, quantization_config=dequantized)
+    hf_model = in_transformers(published, dtype=torch.bfloat16, quantization_config=dequantized)
     checkpointer, model = started(published, output=tmp_path / "out", dtype=torch.bfloat16)
     saved = checkpointer.save("epoch_0", model)
     config = read(saved / "config.json")
     assert "quantization_config" not in config
-    weights, source = stored(saved), open_files([published / "model.safetensors"])
+    weights = stored(saved)
+    source = open_files([published / "model.safetensors"])
     assert weights.keys() == set(source.names())
     assert all(torch.equal(weights[name], source.read(name)) for name in weights if "layers.2." in name)
     assert {tensor.dtype for name, tensor in weights.items() if "scale" not in name and "bias" not in name} == {
         torch.bfloat16
     }
     again = in_transformers(saved, dtype=torch.bfloat16)
-    assert same_bits(dict(theirs.named_parameters()), dict(again.named_parameters()))
+    assert same_bits(dict(hf_model.named_parameters()), dict(again.named_parameters()))
     close(logits(load(published)), logits(again.float()))
 
 
@@ -149,13 +151,13 @@ def packed(*shape: int, low: int = 110, high: int = 140) -> tuple[torch.Tensor, 
     return blocks, torch.randint(low, high, shape, dtype=torch.uint8, generator=generator)
 
 
-def test_equals_what_transformers_makes_of_it():
+def test_mxfp4_weights_are_dequantized_as_in_transformers():
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
     blocks, scales = packed(30, 10, 2, low=2, high=252)
     assert len(blocks.unique()) == 256
-    theirs = convert_moe_packed_tensors(blocks, scales)  # [e, in, out]
-    assert torch.equal(dequantize_mxfp4(blocks, scales).transpose(1, 2), theirs)
+    expected = convert_moe_packed_tensors(blocks, scales)  # [e, in, out]
+    assert torch.equal(dequantize_mxfp4(blocks, scales).transpose(1, 2), expected)
 
 
 def test_slices_of_mxfp4_weights_equal_those_of_the_full_weight(tmp_path):
@@ -165,11 +167,11 @@ def test_slices_of_mxfp4_weights_equal_those_of_the_full_weight(tmp_path):
     source = open_files([tmp_path / "1.safetensors", tmp_path / "2.safetensors"])
     assert sorted(source.names()) == ["a.experts.w", "b"]
     assert source.shape("a.experts.w") == (3, 128, 10)
-    whole = source.read("a.experts.w")
-    assert torch.equal(whole, dequantize_mxfp4(blocks, scales).transpose(1, 2))
+    full_weight = source.read("a.experts.w")
+    assert torch.equal(full_weight, dequantize_mxfp4(blocks, scales).transpose(1, 2))
     for box in [(1, 3, 0, 128, 0, 10), (0, 1, 37, 99, 2, 9), (2, 3, 32, 64, 0, 1), (0, 3, 127, 128, 9, 10)]:
         part = tuple(slice(*ends) for ends in zip(box[::2], box[1::2], strict=True))
-        assert torch.equal(source.read("a.experts.w", part), whole[part])
+        assert torch.equal(source.read("a.experts.w", part), full_weight[part])
     with pytest.raises(CheckpointError, match=r"but no file 'a.experts.w_scales'"):
         open_files([tmp_path / "1.safetensors"])
 
@@ -181,7 +183,8 @@ def quantized_folder(folder: Path) -> tuple[Path, torch.nn.Module]:
     tensors = stored(folder)
     for number, layer in enumerate(model.model.layers):
         for name in ("gate_up_proj", "down_proj"):
-            weight, key = getattr(layer.mlp.experts, name), f"model.layers.{number}.mlp.experts.{name}"
+            weight = getattr(layer.mlp.experts, name)
+            key = f"model.layers.{number}.mlp.experts.{name}"
             experts, rows, columns = weight.shape
             blocks, scales = packed(experts, columns, rows // 32, low=122, high=126)
             tensors |= {f"{key}_blocks": blocks, f"{key}_scales": scales}
@@ -195,11 +198,11 @@ def quantized_folder(folder: Path) -> tuple[Path, torch.nn.Module]:
 
 
 def test_gpt_oss_is_read_from_mxfp4_and_saved_as_bfloat16(tmp_path):
-    source, theirs = quantized_folder(tmp_path / "in")
+    source, hf_model = quantized_folder(tmp_path / "in")
     checkpointer, model = started(source, dtype=torch.bfloat16)
     saved = checkpointer.save("epoch_0", model)
     weights = stored(saved)
-    assert all(torch.equal(weights[name], parameter) for name, parameter in theirs.named_parameters())
+    assert all(torch.equal(weights[name], parameter) for name, parameter in hf_model.named_parameters())
     assert "quantization_config" not in read(saved / "config.json")
     close(logits(load(source)), logits(in_transformers(saved, dtype=torch.float32)))
 

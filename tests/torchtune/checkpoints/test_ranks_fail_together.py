@@ -40,9 +40,9 @@ def bad_sources(folder: Path) -> None:
     """A shard that is cut, one that is missing, a folder that one of the machines lacks, another model."""
     fails(loading(folder / "cut"), "model-00002", "is not a whole safetensors file")
     fails(loading(folder / "missing"), "lacks model-00002")
-    mine = folder / ("source" if dist.get_rank() == 0 else "nowhere")
+    source = folder / ("source" if dist.get_rank() == 0 else "nowhere")
     model = ranks.shard(build(folder / "source"), "fsdp")
-    fails(lambda: FullModelHFCheckpointer(mine).load_model(model), "Rank 1: ", "nowhere")
+    fails(lambda: FullModelHFCheckpointer(source).load_model(model), "Rank 1: ", "nowhere")
     model = ranks.shard(build(folder / "source"), "fsdp")
     fails(lambda: FullModelHFCheckpointer(folder / "other").load_model(model), "vocabulary of 322")
 
@@ -52,22 +52,22 @@ def damaged_checkpoints(folder: Path) -> None:
     store, model, state = started(folder, folder / "run")
     saved = store.save("step_1", model, state=state)
     for name in ("state/rank_1.safetensors", "model.safetensors", "state/state.json", ".complete"):
-        whole = (saved / name).read_bytes()
+        file_bytes = (saved / name).read_bytes()
         dist.barrier()
         if dist.get_rank() == 0:
-            (saved / name).write_bytes(whole[: len(whole) // 2])
+            (saved / name).write_bytes(file_bytes[: len(file_bytes) // 2])
         dist.barrier()
         fails(lambda: store.resume(store.find_resume_point(), model, state), "step_1")
         if dist.get_rank() == 0:
-            (saved / name).write_bytes(whole)
+            (saved / name).write_bytes(file_bytes)
         dist.barrier()
     store.resume(store.find_resume_point(), model, state)
     fails(lambda: store.resume(store.find_resume_point(), model, state | {"loader": {}}), "the other has not")
     fails(lambda: store.check_output_dir(resume=False), "already holds a run")
-    mine = state | {"progress": {"step": object() if dist.get_rank() == 1 else 1}}
-    fails(lambda: store.save("step_2", model, state=mine), "Rank 1: ", "cannot be saved")
-    mine = state | {"more": {"x": torch.ones(2 + dist.get_rank())}}
-    fails(lambda: store.save("step_2", model, state=mine), "differ between ranks")
+    rank_state = state | {"progress": {"step": object() if dist.get_rank() == 1 else 1}}
+    fails(lambda: store.save("step_2", model, state=rank_state), "Rank 1: ", "cannot be saved")
+    rank_state = state | {"more": {"x": torch.ones(2 + dist.get_rank())}}
+    fails(lambda: store.save("step_2", model, state=rank_state), "differ between ranks")
     assert sorted(path.name for path in (folder / "run").iterdir()) == ["step_1"]
 
 
@@ -127,13 +127,13 @@ def a_mistake_of_ours(folder: Path) -> None:
         def items(self) -> Any:
             raise RuntimeError("broken")
 
-    mine = state | {"values": Broken() if dist.get_rank() == 1 else {}}
+    rank_state = state | {"values": Broken() if dist.get_rank() == 1 else {}}
     expected = "broken" if dist.get_rank() == 1 else r"Rank 1 failed \(RuntimeError: broken\)\."
     with pytest.raises(RuntimeError, match=f"^{expected}$"):
-        store.save("step_1", model, state=mine)
+        store.save("step_1", model, state=rank_state)
 
 
-def test_failures_of_one_rank_end_the_call_on_all(tmp_path, disk):
+def test_failure_of_one_rank_ends_the_call_on_all(tmp_path, disk):
     write_folder(tmp_path / "source", num_hidden_layers=2)
     write_folder(tmp_path / "other", num_hidden_layers=2, vocab_size=322)
     for name in ("cut", "missing"):

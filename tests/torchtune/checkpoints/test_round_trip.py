@@ -30,15 +30,15 @@ def test_round_trip_is_exact(shape, dtype, tmp_path):
     checkpointer, model = started(source, dtype=dtype)
     saved = checkpointer.save("epoch_0", model)
     assert same_bits(stored(source), stored(saved))
-    theirs, again = (in_transformers(folder, dtype="auto") for folder in (source, saved))
+    hf_source, again = (in_transformers(folder, dtype="auto") for folder in (source, saved))
     assert again.dtype == dtype
-    assert same_bits(theirs.state_dict(), again.state_dict())
+    assert same_bits(hf_source.state_dict(), again.state_dict())
     # In float32: what bfloat16 rounds away may send a token to another expert.
     close(logits(load(saved)), logits(in_transformers(saved, dtype=torch.float32)))
 
 
 @pytest.mark.parametrize("shape", ["llama_tied", "qwen2"])
-def test_shards(shape, tmp_path):
+def test_shards_are_indexed_and_limited_in_size(shape, tmp_path):
     source = write_folder(tmp_path / "in", shape, max_shard_size="30KB")
     assert len(list(source.glob("model-*.safetensors"))) > 3
     checkpointer, model = started(source)
@@ -54,11 +54,11 @@ def test_shards(shape, tmp_path):
     assert max(file.stat().st_size for file in files) < max(40_000, largest) + 20_000
     assert same_bits(stored(source), tensors)
     assert same_bits(in_transformers(source).state_dict(), in_transformers(saved).state_dict())
-    whole = checkpointer.save("epoch_1", model)
-    assert [file.name for file in whole.glob("*.safetensors*")] == ["model.safetensors"]
+    single_file = checkpointer.save("epoch_1", model)
+    assert [file.name for file in single_file.glob("*.safetensors*")] == ["model.safetensors"]
 
 
-def test_listed_and_formatted_files(tmp_path):
+def test_listed_files_and_name_patterns_are_read(tmp_path):
     source = write_folder(tmp_path / "in", max_shard_size="30KB")
     names = sorted(path.name for path in source.glob("model-*.safetensors"))
     expected = load(source).state_dict()

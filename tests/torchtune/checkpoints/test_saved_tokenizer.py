@@ -72,19 +72,19 @@ def test_chosen_template_is_in_the_checkpoint(base, tmp_path):
 
 @pytest.mark.parametrize("lora", [False, True])
 def test_tokenizer_of_another_folder_replaces_all_files_of_the_base(lora, base, tmp_path):
-    source, other = shutil.copytree(base, tmp_path / "source"), shutil.copytree(base, tmp_path / "other")
+    source, tokenizer_folder = shutil.copytree(base, tmp_path / "source"), shutil.copytree(base, tmp_path / "other")
     (source / "vocab.json").write_text("{}")  # of the base's tokenizer alone
     (source / "preprocessing.txt").write_text("a note")
-    backend = Tokenizer.from_file(str(other / "tokenizer.json"))
+    backend = Tokenizer.from_file(str(tokenizer_folder / "tokenizer.json"))
     backend.add_special_tokens([AddedToken("<tag>", special=True)])
-    backend.save(str(other / "tokenizer.json"))
-    edit(other / "tokenizer_config.json", chat_template=OTHER_TEMPLATE)
-    path = saved_with(hf_tokenizer(str(other)), source, tmp_path, lora=lora)
+    backend.save(str(tokenizer_folder / "tokenizer.json"))
+    edit(tokenizer_folder / "tokenizer_config.json", chat_template=OTHER_TEMPLATE)
+    path = saved_with(hf_tokenizer(str(tokenizer_folder)), source, tmp_path, lora=lora)
     folders = [path, path / "adapter"] if lora else [path]
     for folder in folders:
-        assert (folder / "tokenizer.json").read_bytes() == (other / "tokenizer.json").read_bytes()
+        assert (folder / "tokenizer.json").read_bytes() == (tokenizer_folder / "tokenizer.json").read_bytes()
         assert hf_tokenizer(str(folder)).special_tokens["<tag>"] == VOCABULARY
-        assert ids_in_transformers(folder) == hf_tokenizer(str(other)).tokenize_messages(CHAT)[0]
+        assert ids_in_transformers(folder) == hf_tokenizer(str(tokenizer_folder)).tokenize_messages(CHAT)[0]
     assert not (path / "vocab.json").exists()
     assert (path / "preprocessing.txt").read_text() == "a note"
 
@@ -166,11 +166,11 @@ def test_own_tokenizer_writes_its_files(base, tmp_path, caplog):
 @pytest.fixture
 def adapter_with_new_tokens(base, tmp_path) -> Path:
     """Folder of an adapter alone, trained together with two tokens that the base does not have."""
-    other = shutil.copytree(base, tmp_path / "other")
-    backend = Tokenizer.from_file(str(other / "tokenizer.json"))
+    tokenizer_folder = shutil.copytree(base, tmp_path / "other")
+    backend = Tokenizer.from_file(str(tokenizer_folder / "tokenizer.json"))
     backend.add_special_tokens([AddedToken("<a>", special=True), AddedToken("<b>", special=True)])
-    backend.save(str(other / "tokenizer.json"))
-    tokenizer = hf_tokenizer(str(other))
+    backend.save(str(tokenizer_folder / "tokenizer.json"))
+    tokenizer = hf_tokenizer(str(tokenizer_folder))
     model, _ = torchtune.load(base, adapter=LoRA(2, 4), device="cpu")
     fit_vocabulary(model, tokenizer, resize=True)
     randomize_adapter(model)
@@ -190,16 +190,16 @@ def test_adapter_with_new_tokens_is_read_by_peft_and_by_load(base, adapter_with_
     plain, plain_tokenizer = torchtune.load(base, device="cpu")
     torch.testing.assert_close(adapted_copy(plain, adapter_with_new_tokens)(tokens), expected)
     assert plain.tok_embeddings.weight.shape[0] == plain_tokenizer.vocab_size == VOCABULARY
-    beside, other = torchtune.load(base, adapter=adapter_with_new_tokens, device="cpu")
-    torch.testing.assert_close(beside(tokens), expected)
+    adapted, other = torchtune.load(base, adapter=adapter_with_new_tokens, device="cpu")
+    torch.testing.assert_close(adapted(tokens), expected)
     assert other.vocab_size == VOCABULARY + 2
 
 
 def test_facade_saves_the_tokenizer_of_load_or_another(base, tmp_path):
     model, _ = torchtune.load(base)
-    other = hf_tokenizer(str(base), chat_template=OTHER_TEMPLATE)
+    tokenizer = hf_tokenizer(str(base), chat_template=OTHER_TEMPLATE)
     assert (
         ids_in_transformers(torchtune.save(model, tmp_path / "a")) == hf_tokenizer(str(base)).tokenize_messages(CHAT)[0]
     )
-    path = torchtune.save(model, tmp_path / "b", tokenizer=other)
-    assert ids_in_transformers(path) == other.tokenize_messages(CHAT)[0]
+    path = torchtune.save(model, tmp_path / "b", tokenizer=tokenizer)
+    assert ids_in_transformers(path) == tokenizer.tokenize_messages(CHAT)[0]

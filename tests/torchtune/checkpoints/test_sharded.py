@@ -50,10 +50,10 @@ def conversions(adapter: str, shape: str) -> list[Conversion]:
     """By words: the base, and what is on it."""
     mlp = shape in ("qwen2", "qwen3_moe", "gemma4_experts")
     modules = ["q_proj"] if shape == "gemma4_experts" else ["q_proj", "v_proj"]
-    found: list[Conversion] = [make() for name, make in BASES.items() if name in adapter]
+    base_conversions: list[Conversion] = [make() for name, make in BASES.items() if name in adapter]
     if "ora" in adapter:
-        found.append(LoRA(2, 4, attn_modules=modules, apply_to_mlp=mlp, use_dora="dora" in adapter))
-    return found
+        base_conversions.append(LoRA(2, 4, attn_modules=modules, apply_to_mlp=mlp, use_dora="dora" in adapter))
+    return base_conversions
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -110,8 +110,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The sources, and for each kind what one process makes of them."""
     folder = tmp_path_factory.mktemp("sharded")
     for shape in {shape for shape, _, _ in KINDS}:
-        one = {"layer_types": ["full_attention"]} if shape == "gemma4_experts" else {}
-        write_folder(folder / shape, shape, max_shard_size="30KB", **SIZES, **one)
+        changes = {"layer_types": ["full_attention"]} if shape == "gemma4_experts" else {}
+        write_folder(folder / shape, shape, max_shard_size="30KB", **SIZES, **changes)
     for shape, adapter, options in KINDS:
         alone = folder / f"{shape} {adapter} {sorted(options)}"
         torch.manual_seed(4)
@@ -150,21 +150,22 @@ def one_writer_of_each_file(folder: Path) -> None:
         opened.clear()
         saved = store.save("step_1", model, state=state, max_shard_bytes=30_000, async_save=behind)
         store.close()
-        found: list[set[str]] = [set()] * dist.get_world_size()
-        dist.all_gather_object(found, {name for name in opened if name.endswith(".safetensors")})
-        written = sorted(name for names in found for name in names)
+        files_of_ranks: list[set[str]] = [set()] * dist.get_world_size()
+        dist.all_gather_object(files_of_ranks, {name for name in opened if name.endswith(".safetensors")})
+        written = sorted(name for names in files_of_ranks for name in names)
         assert written == sorted(path.name for path in saved.rglob("*.safetensors"))
         assert len(written) > 2 * dist.get_world_size()
-        assert all(len([name for name in names if name.startswith("model-")]) >= 2 for names in found), found
-        assert [f"rank_{rank}.safetensors" in names for rank, names in enumerate(found)] == [True] * len(found)
+        for rank, names in enumerate(files_of_ranks):
+            assert len([name for name in names if name.startswith("model-")]) >= 2, files_of_ranks
+            assert f"rank_{rank}.safetensors" in names
         dist.barrier()
 
 
-def test_no_file_is_written_by_two(folder):
+def test_each_file_is_written_by_one_rank(folder):
     ranks.run(2, [one_writer_of_each_file], folder)
 
 
-def test_a_builder_with_lora_beside_the_conversion(source):
+def test_lora_of_the_builder_is_applied_again_around_a_conversion(source):
     """LoRA, which is there already, is undone and applied again; so it is, if another conversion comes in between."""
     model = build(source, LoRA(rank=4, alpha=8))
     apply_conversions(model, [QuantizeBase("int8")])
@@ -174,7 +175,7 @@ def test_a_builder_with_lora_beside_the_conversion(source):
     assert not any("lora" in name for name, _ in model.named_parameters())
 
 
-def test_resume_of_a_full_run(source, tmp_path):
+def test_quantized_full_run_resumes(source, tmp_path):
     store, model = started(source, QuantizeBase("int8"), output=tmp_path)
     with torch.no_grad():
         model.norm.scale.mul_(1.5)
@@ -191,6 +192,6 @@ class Wrong(QuantizeBase):
         return {name: tensor}
 
 
-def test_tensors_that_are_not_those_of_the_parameters(source):
+def test_conversion_with_other_tensors_than_its_parameters_is_refused(source):
     with pytest.raises(ConversionError, match=r"from_full\('layers.0.* of Wrong returned .*torch.int8 \["):
         load(source, Wrong("int8"))

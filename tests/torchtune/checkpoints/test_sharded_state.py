@@ -73,17 +73,17 @@ def moments(saved: Path) -> dict[str, torch.Tensor]:
     """What a checkpoint keeps of the optimizer: the parts in the files of all ranks, put together."""
     index = json.dumps(json.loads((saved / "state" / "state.json").read_text()))
     nodes = re.findall(r'\{"tensor": "(optimizer/[^"]*)", "shape": (\[[\d, ]*\]), "dtype": "(\w+)"', index)
-    found = {name: torch.zeros(json.loads(shape), dtype=getattr(torch, dtype)) for name, shape, dtype in nodes}
-    filled = dict.fromkeys(found, 0)
+    tensors = {name: torch.zeros(json.loads(shape), dtype=getattr(torch, dtype)) for name, shape, dtype in nodes}
+    filled = dict.fromkeys(tensors, 0)
     for path in (saved / "state").glob("rank_*.safetensors"):
         with safe_open(path, "pt") as file:
             for name, start in json.loads(file.metadata()["starts"]).items():
-                if name in found:
+                if name in tensors:
                     part = file.get_tensor(name)
-                    found[name][tuple(slice(a, a + n) for a, n in zip(start, part.shape, strict=True))] = part
+                    tensors[name][tuple(slice(a, a + n) for a, n in zip(start, part.shape, strict=True))] = part
                     filled[name] += part.numel()
-    assert filled == {name: tensor.numel() for name, tensor in found.items()}
-    return found
+    assert filled == {name: tensor.numel() for name, tensor in tensors.items()}
+    return tensors
 
 
 def save_and_go_on(how: str, kind: str, **options: Any) -> Callable[[Path], None]:
@@ -108,30 +108,30 @@ def resume(how: str, kind: str, *, same: bool = False) -> Callable[[Path], None]
 
     def case(folder: Path) -> None:
         rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        where = f"{kind}, {how} on rank {rank} of {size}"
+        location = f"{kind}, {how} on rank {rank} of {size}"
         store, model, state = start(folder, how, kind)
         torch.rand(7)
         store.resume(store.find_resume_point(), model, state)
         assert state["progress"] == {"step": 2}
         drawn, at_save, after = torch.load(folder / f"{kind} {min(rank, 1)}.pt")
-        found = weights(model)
-        assert at_save.keys() == found.keys()
+        resumed_weights = weights(model)
+        assert at_save.keys() == resumed_weights.keys()
         for name, tensor in at_save.items():
-            assert torch.equal(found[name], tensor), f"{where}: {name}"
-        assert torch.equal(torch.rand(3), drawn) == (rank < 2), where
+            assert torch.equal(resumed_weights[name], tensor), f"{location}: {name}"
+        assert torch.equal(torch.rand(3), drawn) == (rank < 2), location
         (folder / f"{kind} {how} {rank} of {size}").write_text(str(torch.initial_seed()))
-        store.store.output_dir = folder / where.replace(f"on rank {rank} ", "")
+        store.store.output_dir = folder / location.replace(f"on rank {rank} ", "")
         again = moments(store.save("step_2", model, state=state))
         expected = moments(folder / kind / "step_2")
-        assert len(expected) >= (1.5 if kind == "muon" else 2) * len(at_save), where
-        assert same_bits(again, expected), where
+        assert len(expected) >= (1.5 if kind == "muon" else 2) * len(at_save), location
+        assert same_bits(again, expected), location
         if "tp" in how:
             return  # torch's optimizers step no mixture of sharded and plain parameters
         train(model, state, 2)
         assert all(torch.isfinite(tensor).all() for tensor in weights(model).values())
         if same:
             for name, tensor in weights(model).items():
-                assert torch.equal(after[name], tensor), f"{where}: {name}"
+                assert torch.equal(after[name], tensor), f"{location}: {name}"
 
     return case
 
@@ -177,7 +177,7 @@ def check_files(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_state_on_other_ranks_and_meshes(folder):
+def test_state_resumes_on_other_ranks_and_meshes(folder):
     ranks.run(
         2,
         [

@@ -65,7 +65,8 @@ def lora() -> LoRA:
 @pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
 @pytest.mark.parametrize("name", ["Gemma3", "Mistral3"])
 def test_text_tower_comes_out_as_a_model_of_its_own(name, prefix, tmp_path):
-    hf, folder = image_text_model(CONFIGS[name]()), tmp_path / "whole"
+    hf = image_text_model(CONFIGS[name]())
+    folder = tmp_path / "whole"
     hf.save_pretrained(folder)
     if prefix == "model.language_model.":  # how newer files spell it
         weights = {
@@ -101,12 +102,15 @@ def _folder_of(name: str, tmp_path: Path) -> tuple[Path, dict[str, torch.Tensor]
 
 def _same_other_parts(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> set[str]:
     """The names of the others, with tensors [3, 5] that no model of transformers has."""
-    ours = ("language_model", "text_model", "lm_head")
-    others = {key for key, value in expected.items() if value.shape == (3, 5) or not any(part in key for part in ours)}
+    text_parts = ("language_model", "text_model", "lm_head")
+    other_names = set()
+    for name, tensor in expected.items():
+        if tensor.shape == (3, 5) or not any(part in name for part in text_parts):
+            other_names.add(name)
     assert found.keys() == expected.keys()
-    assert len(others) > 5
-    assert same_bits(*({key: tensors[key] for key in others} for tensors in (found, expected)))
-    return others
+    assert len(other_names) > 5
+    assert same_bits(*({key: tensors[key] for key in other_names} for tensors in (found, expected)))
+    return other_names
 
 
 @pytest.mark.parametrize(
@@ -121,9 +125,9 @@ def test_other_parts_are_written_back_bit_by_bit(name, max_shard_bytes, tmp_path
         for parameter in model.parameters():
             parameter.mul_(1.25)  # exact in float32
     saved = checkpointer.save("epoch_0", model, max_shard_bytes=max_shard_bytes)
-    found = stored(saved)
-    for key in source.keys() - _same_other_parts(found, source):
-        assert torch.equal(found[key], source[key] * 1.25), key
+    saved_tensors = stored(saved)
+    for key in source.keys() - _same_other_parts(saved_tensors, source):
+        assert torch.equal(saved_tensors[key], source[key] * 1.25), key
     config = read(saved / "config.json")
     assert config == read(folder / "config.json") | {"text_config": config["text_config"]}
 
@@ -138,9 +142,9 @@ def test_a_merged_adapter_and_a_resume_keep_other_parts(tmp_path):
     checkpointer, model = started(folder, lora(), output=tmp_path / "lora")
     randomize_adapter(model)
     merged = checkpointer.save("epoch_0", model, contents=("adapter", "merged"))
-    found = stored(merged)
-    _same_other_parts(found, source)
-    changed = {key for key in source if not torch.equal(found[key], source[key])}
+    merged_tensors = stored(merged)
+    _same_other_parts(merged_tensors, source)
+    changed = {key for key in source if not torch.equal(merged_tensors[key], source[key])}
     assert {key.rpartition("self_attn.")[2] for key in changed} == {"q_proj.weight", "v_proj.weight"}
 
     # The output is itself a checkpoint of all parts: train on from it, resume, and save once more.
@@ -151,7 +155,7 @@ def test_a_merged_adapter_and_a_resume_keep_other_parts(tmp_path):
         again.norm.scale.zero_()
     assert resume(checkpointer, again) == {"progress": {"step": 1}}
     assert same_bits(again.state_dict(), model.state_dict())
-    assert same_bits(stored(checkpointer.save("step_2", again)), found)
+    assert same_bits(stored(checkpointer.save("step_2", again)), merged_tensors)
 
 
 def test_a_checkpoint_with_the_text_part_called_text_model(tmp_path):
@@ -159,9 +163,9 @@ def test_a_checkpoint_with_the_text_part_called_text_model(tmp_path):
     source = {key.replace("language_model.model.", "model.text_model."): value for key, value in source.items()}
     write_weights(folder, source)
     checkpointer, model = started(folder)
-    found = stored(checkpointer.save("epoch_0", model))
-    _same_other_parts(found, source)
-    assert all(torch.equal(found[key], source[key]) for key in source)
+    saved_tensors = stored(checkpointer.save("epoch_0", model))
+    _same_other_parts(saved_tensors, source)
+    assert all(torch.equal(saved_tensors[key], source[key]) for key in source)
 
 
 def _folder_of_text(architecture: str, folder: Path, extra: tuple[str, ...], **options: Any) -> dict[str, torch.Tensor]:
@@ -188,17 +192,17 @@ def test_weights_of_multi_token_prediction_are_carried(architecture, tmp_path):
     with torch.no_grad():
         model.norm.scale.mul_(1.25)
     saved = checkpointer.save("epoch_0", model)
-    found = stored(saved)
-    assert found.keys() == source.keys()
-    assert {key for key in source if not torch.equal(found[key], source[key])} == {"model.norm.weight"}
-    assert all(found[key].dtype is torch.bfloat16 for key in _UNTRAINED[architecture])
+    saved_tensors = stored(saved)
+    assert saved_tensors.keys() == source.keys()
+    assert {key for key in source if not torch.equal(saved_tensors[key], source[key])} == {"model.norm.weight"}
+    assert all(saved_tensors[key].dtype is torch.bfloat16 for key in _UNTRAINED[architecture])
     assert read(saved / "config.json") == read(tmp_path / "in" / "config.json")
     assert torch.equal(load(saved).norm.scale, model.norm.scale)
     alone, model = started(tmp_path / "in", output=tmp_path / "alone", text_only=True)
     assert stored(alone.save("epoch_0", model)).keys() == source.keys() - set(_UNTRAINED[architecture])
 
 
-def test_a_layer_too_many_is_no_multi_token_prediction(tmp_path):
+def test_additional_layer_without_multi_token_prediction_is_refused(tmp_path):
     _folder_of_text("Glm4Moe", tmp_path / "in", _UNTRAINED["Glm4Moe"][1:], **_GLM)
     with pytest.raises(CheckpointError, match=r"'model\.layers\.2\.mlp.* has no place .* .the model has 2 layers"):
         load(tmp_path / "in")
@@ -216,29 +220,30 @@ def test_experts_in_one_tensor_are_read(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["Gemma3", "Mistral3"])
-def test_an_adapter_of_the_text_part_is_peft_s_of_the_whole_model(name, tmp_path):
-    folder, hf = tmp_path / "whole", image_text_model(CONFIGS[name]())
+def test_adapter_of_the_text_part_is_exchanged_with_peft(name, tmp_path):
+    folder = tmp_path / "whole"
+    hf = image_text_model(CONFIGS[name]())
     hf.save_pretrained(folder)
     checkpointer, model = started(folder, lora())
     before = logits(model)
     randomize_adapter(model)
     expected = logits(model)
     assert (expected - before).abs().max() > 0.1
-    whole = in_peft(hf, checkpointer.save("epoch_0", model, contents="adapter"))
-    assert (logits(whole) - expected).abs().max() <= 1e-4
+    peft_model = in_peft(hf, checkpointer.save("epoch_0", model, contents="adapter"))
+    assert (logits(peft_model) - expected).abs().max() <= 1e-4
 
     # Read back: peft's file of the composite model, and one with the names of the text model.
-    theirs, text = tmp_path / "theirs", tmp_path / "text"
-    whole.save_pretrained(theirs)
-    shutil.copytree(theirs, text)
-    tensors = load_file(theirs / "adapter_model.safetensors")
+    peft_folder, text = tmp_path / "theirs", tmp_path / "text"
+    peft_model.save_pretrained(peft_folder)
+    shutil.copytree(peft_folder, text)
+    tensors = load_file(peft_folder / "adapter_model.safetensors")
     assert all(key.startswith("base_model.model.model.language_model.layers.") for key in tensors)
     alone = {key.replace("model.language_model.", "model."): value for key, value in tensors.items()}
     save_file(alone, text / "adapter_model.safetensors")
-    for path in (theirs, text):
+    for path in (peft_folder, text):
         assert torch.equal(logits(load(folder, lora(), adapter_checkpoint=path)), expected)
 
     # As a model of its own, it has the names of the text model.
     checkpointer, model = started(folder, lora(), text_only=True)
-    own = load_file(checkpointer.save("epoch_1", model, contents="adapter") / "adapter_model.safetensors")
-    assert own.keys() == alone.keys()
+    adapter_tensors = load_file(checkpointer.save("epoch_1", model, contents="adapter") / "adapter_model.safetensors")
+    assert adapter_tensors.keys() == alone.keys()

@@ -19,7 +19,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("shards", [1, 3])
 @pytest.mark.parametrize("zipped", [True, False], ids=["zip", "before torch 1.6"])
-def test_torch_files(folder, shards, zipped):
+def test_torch_files_are_read(folder, shards, zipped):
     expected = load(folder).state_dict()
     tensors = list(stored(folder).items())
     (folder / "model.safetensors").unlink()
@@ -40,15 +40,15 @@ class _RunsCode:
 
 
 def test_code_in_a_pickle_is_refused(folder, tmp_path):
-    made = tmp_path / "made"
-    torch.save({"model.norm.weight": _RunsCode(made)}, folder / "evil.bin")
-    (folder / "evil.pt").write_bytes(pickle.dumps(_RunsCode(made), protocol=2))
+    marker = tmp_path / "made"
+    torch.save({"model.norm.weight": _RunsCode(marker)}, folder / "evil.bin")
+    (folder / "evil.pt").write_bytes(pickle.dumps(_RunsCode(marker), protocol=2))
     for name in ("evil.bin", "evil.pt"):
         with pytest.raises(CheckpointError, match="cannot be read as a file of tensors") as caught:
             load(folder, checkpoint_files=[name])
         assert name in str(caught.value)
         assert "weights_only" not in str(caught.value)  # torch's own text advises to run the code
-    assert not made.exists()
+    assert not marker.exists()
 
 
 def test_torch_file_without_tensors_is_refused(folder):

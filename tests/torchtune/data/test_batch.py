@@ -47,7 +47,7 @@ def document_states(model, batch):
     return list(hidden.split(list(batch.documents.lengths)))
 
 
-def test_code_for_dicts_takes_a_batch():
+def test_batch_supports_the_operations_of_a_dict():
     batch = collate_documents([ONE, TWO])
     assert isinstance(batch, Batch)
     assert (
@@ -70,8 +70,8 @@ def test_code_for_dicts_takes_a_batch():
 
 def test_a_dict_becomes_a_batch():
     weights, states = torch.ones(2, 3), torch.ones(2, 3, 5)
-    found = padded_collate_sft([ONE, TWO]) | {"weights": weights, "states": states, "mask": torch.ones(2, 3, 3) > 0}
-    batch = Batch.from_dict(found)
+    collated = padded_collate_sft([ONE, TWO]) | {"weights": weights, "states": states, "mask": torch.ones(2, 3, 3) > 0}
+    batch = Batch.from_dict(collated)
     assert Batch.from_dict(batch) is batch
     assert batch.per_token == {"weights": weights, "states": states}
     assert batch.model_inputs().keys() == {"tokens", "mask"}
@@ -112,24 +112,24 @@ def test_padding_to_a_multiple_changes_no_document(collate, model):
     assert padded.tokens.shape == (1, 16)
     assert padded.num_labels == batch.num_labels
     assert padded.num_documents == batch.num_documents
-    for one, other in zip(before, document_states(model, padded), strict=False):
-        torch.testing.assert_close(one, other, atol=1e-12, rtol=0)
+    for unpadded, with_padding in zip(before, document_states(model, padded), strict=False):
+        torch.testing.assert_close(unpadded, with_padding, atol=1e-12, rtol=0)
     assert padded.pad_to_multiple(1) is padded
     assert Batch.from_dict(padded_collate_sft([ONE, TWO])).pad_to_multiple(4).input_pos.tolist() == [[0, 1, 2, 0]] * 2
 
 
 def test_a_split_batch_is_the_batch_in_parts():
-    whole = collate_documents([ONE, TWO, THREE])
-    whole = Batch(**whole, per_token={"state": torch.randn(1, 6, 2)}, per_document={"reward": torch.randn(3)})
-    whole = whole.pad_to_multiple(4)
-    parts = [whole.split(rank, 2) for rank in range(2)]
+    batch = collate_documents([ONE, TWO, THREE])
+    batch = Batch(**batch, per_token={"state": torch.randn(1, 6, 2)}, per_document={"reward": torch.randn(3)})
+    batch = batch.pad_to_multiple(4)
+    parts = [batch.split(rank, 2) for rank in range(2)]
     for name in ("tokens", "labels", "input_pos", "state"):
-        assert torch.equal(torch.cat([part[name] for part in parts], dim=1), whole[name])
-    assert sum(part.num_labels for part in parts) == whole.num_labels == 4
-    assert {part.documents for part in parts} == {whole.documents}
-    assert all(part["reward"] is whole["reward"] for part in parts)
+        assert torch.equal(torch.cat([part[name] for part in parts], dim=1), batch[name])
+    assert sum(part.num_labels for part in parts) == batch.num_labels == 4
+    assert {part.documents for part in parts} == {batch.documents}
+    assert all(part["reward"] is batch["reward"] for part in parts)
     with pytest.raises(DataError, match="8 positions in 1 part"):
-        whole.split(0, 3)
+        batch.split(0, 3)
     with pytest.raises(DataError, match="in 2 part"):
         parts[0].split(0, 2)
 
@@ -143,7 +143,8 @@ def test_images_are_not_split():
 
 
 def sums_by_loop(values, lengths):
-    rows, sums = values.flatten().tolist(), []
+    rows = values.flatten().tolist()
+    sums = []
     for length in lengths:
         sums.append(sum(rows[:length]))
         rows = rows[length:]
@@ -151,15 +152,15 @@ def sums_by_loop(values, lengths):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.bool])
-def test_sums_per_document(dtype):
+def test_sums_per_document_equal_those_of_a_loop(dtype):
     lengths = (3, 1, 7, 2, 40)
     tokens = torch.zeros(1, sum(lengths), dtype=torch.int64)
     batch = Batch(tokens, documents=Documents.from_lengths(lengths)).pad_to_multiple(4)
     values = (torch.randn(batch.tokens.shape, generator=torch.Generator().manual_seed(1)) * 3).to(dtype)
-    found, expected = batch.sum_per_document(values), sums_by_loop(values, lengths)
-    assert found.dtype == (torch.int64 if dtype == torch.bool else dtype)
+    sums, expected = batch.sum_per_document(values), sums_by_loop(values, lengths)
+    assert sums.dtype == (torch.int64 if dtype == torch.bool else dtype)
     tolerance = {torch.bfloat16: 2**-8, torch.float32: 1e-6}.get(dtype, 1e-12)  # of the result alone
-    torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(sums.double(), expected, rtol=tolerance, atol=tolerance)
     parts = [batch.split(rank, 4).sum_per_document(part) for rank, part in enumerate(values.double().chunk(4, dim=1))]
     torch.testing.assert_close(sum(parts), expected, rtol=1e-12, atol=1e-12)
 
@@ -183,7 +184,7 @@ def test_sums_and_pairs_read_nothing_from_the_device():
             batch.num_labels  # noqa: B018 - recipes count before the batch moves
 
 
-def test_preference_pairs_without_padding():
+def test_preference_pairs_are_matched_by_their_number():
     batch = collate_preference(PAIRS)
     assert batch.documents.lengths == (4, 2, 3, 5)
     assert batch.tokens.shape == (1, 14)
@@ -220,8 +221,8 @@ def test_documents_compute_on_the_device_of_their_boundaries(prefixes):
     assert documents.document_ids().tolist() == [0, 0, 0, 1, 1, 2, 3, 3, 3, 3]
     assert documents.positions().tolist() == ([0, 1, 2, 3, 4, 3] if prefixes else [0, 1, 2, 0, 1, 0]) + [0, 1, 2, 3]
     elsewhere = documents.to("meta")
-    for found in (elsewhere.document_ids(), elsewhere.positions(), elsewhere.ends()):
-        assert found.device.type == "meta"
+    for values in (elsewhere.document_ids(), elsewhere.positions(), elsewhere.ends()):
+        assert values.device.type == "meta"
     assert elsewhere.positions().shape == (10,)
 
 

@@ -52,7 +52,7 @@ def test_examples_that_collation_cannot_join_are_refused():
         collate_documents([{"tokens": [1, 2, 3], "labels": [1, 2]}])
 
 
-def test_padding_of_examples():
+def test_sft_examples_are_padded_on_the_right():
     batch = padded_collate_sft([ONE, TWO], padding_idx=9)
     assert batch["tokens"].tolist() == [[1, 2, 3], [4, 9, 9]]
     assert batch["labels"].tolist() == [[2, 3, -100], [5, -100, -100]]
@@ -79,7 +79,7 @@ def test_nested_inputs_keep_all_their_keys():
     assert {key: tuple(value.shape) for key, value in joined.items()} == {"images": (4, 3), "sizes": (4, 1)}
 
 
-def test_packs_as_rows():
+def test_each_pack_is_padded_as_one_row():
     batch = padded_collate_packed([[ONE, TWO], [THREE]], padding_idx=9)
     assert batch["tokens"].tolist() == [[1, 2, 3, 4], [6, 7, 9, 9]]
     assert batch["labels"].tolist() == [[2, 3, -100, 5], [7, -100, -100, -100]]
@@ -100,7 +100,7 @@ def test_pairs_are_padded_with_unshifted_labels():
         padded_collate_dpo([{**PAIR, "rejected_labels": [5, 7]}])
 
 
-def test_padding_on_the_left():
+def test_left_padding_aligns_the_ends():
     rows = [torch.tensor([1, 2, 3]), torch.tensor([4])]
     assert left_pad_sequence(rows, batch_first=True, padding_value=9).tolist() == [[1, 2, 3], [9, 9, 4]]
     assert left_pad_sequence(rows).shape == (3, 2)
@@ -142,26 +142,35 @@ COLLATES: dict[str, Callable[[list[dict[str, Any]]], Any]] = {
     "images, left": lambda rows: padded_collate_tiled_images_and_mask(
         [{**row, **NO_IMAGE} for row in rows], pad_direction="left"
     ),
-    "own": lambda rows: Batch.from_dict({name: torch.tensor([row[name] for row in rows]) for name in rows[0]}),
-    "pairs": lambda rows: collate_preference(
-        [{f"{side}_{key}": row[name] for side in ("chosen", "rejected") for key, name in KEYS.items()} for row in rows]
-    ),
+    "dict": lambda rows: Batch.from_dict(stack(rows)),
+    "pairs": lambda rows: collate_preference([pair_of(row) for row in rows]),
     "loader": lambda rows: next(iter(loader_of(rows))),
 }
-KEYS = {"input_ids": "tokens", "labels": "labels"}
+
+
+def stack(rows):
+    """A user's collate function: tensors [b, s] of rows of one length."""
+    return {name: torch.tensor([row[name] for row in rows]) for name in ("tokens", "labels")}
+
+
+def pair_of(row):
+    """A preference pair with the same answer twice."""
+    pair = {}
+    for side in ("chosen", "rejected"):
+        pair[f"{side}_input_ids"] = row["tokens"]
+        pair[f"{side}_labels"] = row["labels"]
+    return pair
 
 
 def loader_of(rows):
-    def own(examples):
-        return {name: torch.tensor([row[name] for row in examples]) for name in ("tokens", "labels")}
-
-    return BatchLoader(rows, batch_size=len(rows), collate_fn=own, shuffle=False, seed=0)
+    return BatchLoader(rows, batch_size=len(rows), collate_fn=stack, shuffle=False, seed=0)
 
 
 @pytest.mark.parametrize("name", COLLATES)
 def test_labels_at_their_own_position_are_refused_where_rows_enter(name):
     """The convention of transformers, which shifts labels in the model."""
-    prompt, ids = [4, 5, 6], [[4, 5, 6, 7, 8, 2], [4, 5, 6, 9, 9, 2]]
+    prompt = [4, 5, 6]
+    ids = [[4, 5, 6, 7, 8, 2], [4, 5, 6, 9, 9, 2]]
     for masked in (0, 3):
         unshifted = [{"tokens": row, "labels": [-100] * masked + row[masked:]} for row in ids]
         with pytest.raises(DataError, match=r"tokens at their own position, as transformers takes them: .* shift them"):
@@ -175,8 +184,9 @@ def test_labels_at_their_own_position_are_refused_where_rows_enter(name):
     same = [{"tokens": [n] * 4, "labels": [n] * 4} for n in (7, 8)]
     runs = [{"tokens": [7, 7, 8, 8], "labels": [7, -100, 8, -100]}] * 2
     none = [{"tokens": [4, 5, 6, 7], "labels": [-100] * 4}] * 2
-    one = [{"tokens": [*prompt, 7], "labels": [-100, 5, -100, -100]}] * 2  # as a label that is no next token may be
-    for rows in (last, same, runs, none, one):
+    # A label that is not the next token, as a method of training may have.
+    other_labels = [{"tokens": [*prompt, 7], "labels": [-100, 5, -100, -100]}] * 2
+    for rows in (last, same, runs, none, other_labels):
         COLLATES[name](rows)
-    if name not in ("own", "loader"):  # which make no rows of one length
+    if name not in ("dict", "loader"):  # which make no rows of one length
         COLLATES[name]([{"tokens": [*prompt[1:], 7], "labels": [-100, -100, 7]}, *last])

@@ -77,7 +77,7 @@ def test_tools_are_read_from_every_format(reader, tools):
     assert "tools" not in reader(tools="")
 
 
-def test_older_names_of_tools_and_calls():
+def test_older_function_fields_become_tools_and_calls():
     functions = [WEATHER["function"]]
     older = {
         "role": "assistant",
@@ -169,13 +169,15 @@ def test_a_system_column_is_the_system_turn(reader, name):
 
 
 def test_different_system_prompts_are_refused():
-    own = {"role": "developer", "content": "Be brief."}
-    assert len(openai(own, QUESTION, ANSWER, system="Be brief.")["messages"]) == 3
+    system_turn = {"role": "developer", "content": "Be brief."}
+    assert len(openai(system_turn, QUESTION, ANSWER, system="Be brief.")["messages"]) == 3
     with pytest.raises(DataError, match="column 'system' and the system turn are different system prompts"):
-        openai(own, QUESTION, ANSWER, system="Be long.")
+        openai(system_turn, QUESTION, ANSWER, system="Be long.")
     with pytest.raises(DataError, match="column 'system' and column 'system_prompt' are different"):
         openai(QUESTION, ANSWER, system="Be long.", system_prompt="Be brief.")
-    replaced = OpenAIToMessages(new_system_prompt="New.")({"messages": [own, QUESTION, ANSWER], "system": "Be long."})
+    replaced = OpenAIToMessages(new_system_prompt="New.")(
+        {"messages": [system_turn, QUESTION, ANSWER], "system": "Be long."}
+    )
     assert [turn.text_content for turn in replaced["messages"]] == ["New.", "Is it warm?", "Yes."]
     named = InputOutputToMessages(column_map={"input": "system", "output": "answer"})
     assert [turn.role for turn in named({"system": "a", "answer": "b"})["messages"]] == ["user", "assistant"]
@@ -189,14 +191,14 @@ def test_roles_of_every_format_are_read():
     }  # fmt: skip
     for name, role in roles.items():
         (turn,) = as_messages([{"role": name, "content": "a"}])
-        (other,) = as_messages([{"from": name, "value": "a"}])
-        assert (turn.role, other.role, turn.text_content) == (role, role, "a")
+        (sharegpt_message,) = as_messages([{"from": name, "value": "a"}])
+        assert (turn.role, sharegpt_message.role, turn.text_content) == (role, role, "a")
     for turn, word in (({"role": "x", "content": "a"}, "role"), ({"from": "x", "value": "a"}, "speaker")):
         with pytest.raises(DataError, match=f"'x' is not a {word}: use .*developer.*observation"):
             as_messages([turn])
 
 
-def test_sharegpt_with_tools():
+def test_sharegpt_function_calls_become_tool_calls():
     """As in LLaMA-Factory: the value of a function_call is JSON, and tools are JSON text of bare functions."""
     turns = [
         {"from": "human", "value": "Is it warm?"},
@@ -315,9 +317,9 @@ def test_second_masking_strategy_replaces_the_first():
 def test_only_turns_of_the_assistant_are_trained_on_by_default():
     messages = as_messages([{"role": "system", "content": "s"}, QUESTION, ANSWER, {**QUESTION, "masked": False}])
     assert [message.masked for message in messages] == [True, True, False, False]
-    own = Message("user", "a")
-    assert as_messages([own])[0] is own
-    assert not own.masked
+    user_message = Message("user", "a")
+    assert as_messages([user_message])[0] is user_message
+    assert not user_message.masked
 
 
 def test_pairs_keep_calls_tools_reasoning_and_names():
@@ -354,8 +356,8 @@ def test_an_earlier_answer_in_the_prompt_is_no_part_of_an_answer():
         labelled = LabelledAnswerToMessages(masking_strategy=strategy)(answer)
         for turns in (pair["chosen"], pair["rejected"], labelled["messages"]):
             assert [turn.masked for turn in turns] == masked
-    whole = ChosenRejectedToMessages()({side: [*row["prompt"], *row[side]] for side in ("chosen", "rejected")})
-    assert [turn.masked for turn in whole["chosen"]] == [True, False, True, False]
+    full_pair = ChosenRejectedToMessages()({side: [*row["prompt"], *row[side]] for side in ("chosen", "rejected")})
+    assert [turn.masked for turn in full_pair["chosen"]] == [True, False, True, False]
 
 
 def test_pairs_in_sharegpt_format():
@@ -401,7 +403,7 @@ def test_both_answers_of_a_pair_are_to_one_prompt():
     read({**one_system, "system": "Be brief."})
 
 
-def test_conversational_prompts_and_completions():
+def test_only_the_completion_of_a_conversational_row_is_trained_on():
     """The completion is trained on, as in TRL; an earlier answer in the prompt is not."""
     row = {"prompt": [QUESTION, ANSWER, QUESTION], "completion": [{**ANSWER, "content": "Still."}], "tools": [WEATHER]}
     columns = {"input": "prompt", "output": "completion"}

@@ -129,6 +129,6 @@ def test_a_loader_takes_a_list():
     assert [step for (step,) in loader] == [[row] for row in ROWS]
     assert loader.rows() == [{"row": 2}]
     assert "dataset_digest" not in loader.state_dict()["fingerprint"]
-    other = loader.derive(dataset=list(reversed(ROWS)))
-    other.set_epoch(0)
-    assert [step for (step,) in other] == [[row] for row in reversed(ROWS)]
+    reversed_loader = loader.derive(dataset=list(reversed(ROWS)))
+    reversed_loader.set_epoch(0)
+    assert [step for (step,) in reversed_loader] == [[row] for row in reversed(ROWS)]

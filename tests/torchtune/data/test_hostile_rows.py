@@ -55,7 +55,7 @@ def places(value, path=()):
 @pytest.mark.parametrize("case", CASES)
 def test_hostile_row_is_read_or_refused_in_one_sentence(case):
     row, transform = CASES[case]
-    found = refused = 0
+    num_read = refused = 0
     for *way, last in places(row):
         for weird in WEIRD:
             changed = copy.deepcopy(row)
@@ -68,7 +68,7 @@ def test_hostile_row_is_read_or_refused_in_one_sentence(case):
                 sample = transform(changed)
                 for messages in (value for value in sample.values() if isinstance(value, list) and value):
                     assert all(isinstance(getattr(turn, "text_content", ""), str) for turn in messages)
-                found += 1
+                num_read += 1
             except DataError:
                 refused += 1
-    assert refused > found / 2
+    assert refused > num_read / 2

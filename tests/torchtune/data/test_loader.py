@@ -27,15 +27,15 @@ def test_an_epoch_holds_every_example_once():
 
 
 def test_epochs_and_seeds_have_orders_of_their_own():
-    one = loader()
-    first, second = flat(one), flat(one)
-    assert one.epoch == 2
+    first_loader = loader()
+    first, second = flat(first_loader), flat(first_loader)
+    assert first_loader.epoch == 2
     assert first != second
     assert first == flat(loader())
     assert first != flat(loader(seed=6))
 
 
-def test_order_is_pinned():
+def test_order_of_a_seed_never_changes():
     """A resumed run must find the order of the run that was killed, on any version of any package."""
     assert flat(loader(8)) == [2, 7, 5, 0, 4, 3, 6, 1]
     assert flat(loader(8, seed=2**40 + 1)) == [1, 5, 0, 3, 4, 7, 6, 2]
@@ -51,14 +51,14 @@ def test_length_counts_optimizer_steps():
 
 
 @pytest.mark.parametrize("steps", range(14))
-def test_resume_at_any_point(steps):
+def test_loader_resumes_at_any_step(steps):
     """After any number of steps a new loader with the state yields what the first one still yields."""
 
     def rest(of, epochs):
-        found = []
+        remaining_steps = []
         while of.epoch < epochs:
-            found += [(of.epoch, step) for step in of]
-        return found
+            remaining_steps += [(of.epoch, step) for step in of]
+        return remaining_steps
 
     first = loader()
     taken = 0
@@ -108,8 +108,8 @@ def test_the_smallest_batch_is_known_before_it_comes():
             )
             for rank in range(min(rows, ranks))
         ]
-        found = min(len(batch) for loader in loaders for step in loader for batch in step)
-        assert loaders[0].smallest_batch == found, (rows, size, ranks, steps)
+        smallest = min(len(batch) for loader in loaders for step in loader for batch in step)
+        assert loaders[0].smallest_batch == smallest, (rows, size, ranks, steps)
 
 
 def test_a_rank_without_examples_gets_one_without_labels():
@@ -175,9 +175,9 @@ def test_seeking_is_immediate():
             read.append(index)
             return torch.tensor(index)
 
-    one = BatchLoader(Data(), batch_size=1, shuffle=True, seed=0, collate_fn=list)
-    one.load_state_dict({**one.state_dict(), "epoch": 7, "step": 900})
-    next(iter(one))
+    batch_loader = BatchLoader(Data(), batch_size=1, shuffle=True, seed=0, collate_fn=list)
+    batch_loader.load_state_dict({**batch_loader.state_dict(), "epoch": 7, "step": 900})
+    next(iter(batch_loader))
     assert len(read) == 1
 
 
@@ -197,16 +197,18 @@ def test_a_step_that_is_loaded_ahead_moves_neither_the_position_nor_what_is_rand
         return BatchLoader(Noisy(), batch_size=2, collate_fn=lambda rows: rows, shuffle=True, seed=3)
 
     plain = list(make())
-    ahead, found, states = make(), [], []
+    ahead = make()
+    steps = []
+    states = []
     torch.manual_seed(5)
     for batches in ahead:
-        found.append(batches)
+        steps.append(batches)
         before, rows = ahead.state_dict(), ahead.rows()
         upcoming = ahead.peek()
         assert (ahead.state_dict(), ahead.rows()) == (before, rows)
-        assert (upcoming is None) == ahead.at_epoch_end == (len(found) == 3)
+        assert (upcoming is None) == ahead.at_epoch_end == (len(steps) == 3)
         states.append(before)
-    assert found == plain
+    assert steps == plain
     assert int(torch.randint(1000, (1,))) == int(torch.randint(1000, (1,), generator=torch.manual_seed(5)))
     assert [(state["epoch"], state["step"]) for state in states] == [(0, 1), (0, 2), (1, 0)]
     resumed = make()

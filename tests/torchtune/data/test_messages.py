@@ -106,7 +106,7 @@ def test_prompt_templates_add_text_around_turns():
     assert chat[1].text_content == "u"
 
 
-def test_alpaca():
+def test_alpaca_rows_become_prompt_and_answer():
     row = {"instruction": "Add.", "input": "1 and 2", "output": "3"}
     user, answer = AlpacaToMessages()(row)["messages"]
     assert user.text_content.endswith("\n\n### Instruction:\nAdd.\n\n### Input:\n1 and 2\n\n### Response:\n")
@@ -119,7 +119,7 @@ def test_alpaca():
     assert "{x}" in braces.text_content
 
 
-def test_input_and_output():
+def test_input_and_output_columns_become_turns():
     transform = InputOutputToMessages(column_map={"input": "q", "output": "a"}, new_system_prompt="s")
     assert roles(transform({"q": "1", "a": "2"})["messages"]) == [
         ("system", "s", True),
@@ -131,7 +131,7 @@ def test_input_and_output():
     assert [str(image) for image in user.get_media()] == ["/x/p.png"]
 
 
-def test_sharegpt():
+def test_sharegpt_turns_become_messages():
     turns = [{"from": "system", "value": "s"}, {"from": "human", "value": "h"}, {"from": "gpt", "value": "g"}]
     assert roles(ShareGPTToMessages()({"conversations": turns})["messages"]) == [
         ("system", "s", True),
@@ -150,7 +150,7 @@ def test_sharegpt():
         ShareGPTToMessages()({"conversations": []})
 
 
-def test_openai_with_tools():
+def test_openai_turns_keep_tool_calls_and_reasoning():
     call = {"function": {"name": "f", "arguments": {"a": 1, "unused": None}}}
     turns = [
         {"role": "user", "content": [{"type": "text", "text": "q"}], "tool_calls": None},
@@ -173,7 +173,7 @@ def test_openai_with_tools():
         OpenAIToMessages()({"messages": [{"role": "robot", "content": "a"}]})
 
 
-def test_pairs_of_answers():
+def test_chosen_and_rejected_become_two_conversations():
     row = {"chosen": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
     row["rejected"] = [row["chosen"][0], {"role": "assistant", "content": "b"}]
     pair = ChosenRejectedToMessages(new_system_prompt="s")(row)
@@ -183,7 +183,7 @@ def test_pairs_of_answers():
         ChosenRejectedToMessages()({"chosen": row["chosen"]})
 
 
-def test_images_in_text():
+def test_image_tags_are_replaced_in_order():
     items = format_content_with_images("<i>a<i>b", image_tag="<i>", images=[1, 2])
     assert items == [
         {"type": "image", "content": 1},

@@ -21,19 +21,19 @@ def picture(path, seed=0):
 
 
 def test_cache_key_covers_image_content_and_processor(tmp_path):
-    one, copy, other = (picture(tmp_path / f"{name}.png", seed) for name, seed in (("a", 0), ("b", 0), ("c", 1)))
+    one, copy, other_image = (picture(tmp_path / f"{name}.png", seed) for name, seed in (("a", 0), ("b", 0), ("c", 1)))
     cache = ImageCache(tmp_path / "features", "a processor")
     url = f"data:image/png;base64,{base64.b64encode(one.read_bytes()).decode()}"
     same = [one, str(copy), one.read_bytes(), {"bytes": one.read_bytes(), "path": None}, {"path": str(copy)}]
     decoded = [url, Image.open(copy)]
-    different = [other, Image.open(other), Video((one, copy), 2.0), Video((one, other), 2.0)]
+    different = [other_image, Image.open(other_image), Video((one, copy), 2.0), Video((one, other_image), 2.0)]
     paths = [cache.find(image, GRIDS).path for image in [*same, *decoded, *different]]
     assert len(set(paths[:5])) == len(set(paths[5:7])) == 1
     assert len(set(paths)) == 2 + len(different)
     assert ImageCache(tmp_path / "features", "another").find(one, GRIDS).path != paths[0]
-    found = cache.find(one, GRIDS)
-    assert found.features is None
-    found.write(FEATURES)
+    features = cache.find(one, GRIDS)
+    assert features.features is None
+    features.write(FEATURES)
     again = cache.find(copy.read_bytes(), GRIDS)
     assert again.grids == GRIDS
     assert torch.equal(again.features, FEATURES)
@@ -42,7 +42,8 @@ def test_cache_key_covers_image_content_and_processor(tmp_path):
 
 @pytest.mark.parametrize("damage", [lambda data: data[:-1] + b"!", lambda data: data[:-3], lambda data: b""])
 def test_a_damaged_file_counts_as_missing(damage, tmp_path):
-    cache, image = ImageCache(tmp_path / "features", None), picture(tmp_path / "a.png")
+    cache = ImageCache(tmp_path / "features", None)
+    image = picture(tmp_path / "a.png")
     cache.find(image, GRIDS).write(FEATURES)
     path = cache.find(image, GRIDS).path
     path.write_bytes(damage(path.read_bytes()))
@@ -50,10 +51,10 @@ def test_a_damaged_file_counts_as_missing(damage, tmp_path):
 
 
 def test_half_of_the_free_space_is_left(tmp_path, caplog):
-    found = ImageCache(tmp_path / "features", None).find(picture(tmp_path / "a.png"), GRIDS)
-    assert 0 < found.least_free < 0.6 * shutil.disk_usage(tmp_path).free
-    found._replace(least_free=2**62).write(FEATURES)
-    assert not found.path.exists()
+    features = ImageCache(tmp_path / "features", None).find(picture(tmp_path / "a.png"), GRIDS)
+    assert 0 < features.least_free < 0.6 * shutil.disk_usage(tmp_path).free
+    features._replace(least_free=2**62).write(FEATURES)
+    assert not features.path.exists()
     assert "half of the space is used" in caplog.text
 
 

@@ -65,11 +65,13 @@ WRITTEN = '<call>weather {"town": "Rome", "day": 1, "hour": 1.0, "zone": null, "
 @pytest.mark.parametrize("streaming", [False, True], ids=["prepared", "streamed"])
 def test_texts_and_objects_give_the_same_tokens(with_tools, tmp_path, tools, arguments, streaming):
     """A second row with other arguments and tools adds nothing to the first one."""
-    other = {
+    text_row = {
         "messages": [QUESTION, calling({"x": "a"}, "other")],
         "tools": [{"type": "function", "function": {"name": "other"}}],
     }
-    path = write_lines(tmp_path / "rows.jsonl", [{"messages": [QUESTION, calling(arguments)], "tools": tools}, other])
+    path = write_lines(
+        tmp_path / "rows.jsonl", [{"messages": [QUESTION, calling(arguments)], "tools": tools}, text_row]
+    )
     options = {"streaming": True} if streaming else {}
     rows = chat(with_tools, str(path), **options)
     texts = [text_of(with_tools, rows[index]["tokens"]) for index in range(2)]
@@ -79,7 +81,7 @@ def test_texts_and_objects_give_the_same_tokens(with_tools, tmp_path, tools, arg
         assert text_of(with_tools, rows[0]["labels"]) == WRITTEN
 
 
-def test_a_table_adds_no_nulls(with_tools):
+def test_fields_of_other_rows_of_a_table_are_left_out(with_tools):
     """Every mapping of a table has the fields of all rows."""
     import datasets
 
@@ -124,8 +126,8 @@ def test_pairs_and_labelled_answers_have_tools_and_calls(with_tools):
 
 def test_pairs_with_different_prompts_are_refused(with_tools):
     asked = {"role": "user", "content": "Is it cold?"}
-    answer, other = ({"role": "assistant", "content": text} for text in ("Yes.", "No."))
-    row = {"chosen": [QUESTION, answer], "rejected": [asked, other]}
+    answer, second_answer = ({"role": "assistant", "content": text} for text in ("Yes.", "No."))
+    row = {"chosen": [QUESTION, answer], "rejected": [asked, second_answer]}
     with pytest.raises(
         DataError, match="row 0: chosen and rejected have different prompts: they first differ in turn 0"
     ):
@@ -175,7 +177,7 @@ def test_any_order_of_turns_needs_a_setting(with_tools):
         SFTTransform(lambda row: row, with_tools)({"messages": [QUESTION, QUESTION, answer]})
 
 
-def test_mappings_are_masked_as_datasets_do(with_tools):
+def test_tokenizer_masks_mappings_as_datasets_do(with_tools):
     turns = [{"role": "system", "content": "Be brief."}, QUESTION, {"role": "assistant", "content": "Yes."}]
 
     def trained(turns):
@@ -237,7 +239,7 @@ def test_formats_of_other_libraries_are_named(row, reader):
     assert format_of(row)[1] == reader
 
 
-def test_conversations_of_a_table_are_found_as_in_a_report(with_tools, tmp_path):
+def test_json_text_conversations_of_a_table_are_recognized(with_tools, tmp_path):
     path = tmp_path / "rows.csv"
     with path.open("w", newline="") as file:
         csv.writer(file).writerows([["id", "talk"], ["1", json.dumps([QUESTION, calling({"town": "Rome"})])]])
@@ -284,7 +286,7 @@ class NoTools(MessageTransform):
         return [1, 2], [True, False]
 
 
-def test_tools_that_a_tokenizer_does_not_write_are_said_once(caplog):
+def test_tools_that_a_tokenizer_does_not_write_are_logged_once(caplog):
     row = {"messages": [QUESTION, calling({})], "tools": TOOLS}
     for _ in range(2):
         assert NoTools()(dict(row))["tokens"] == [1, 2]

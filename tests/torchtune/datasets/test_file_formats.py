@@ -21,7 +21,8 @@ from torchtune.utils import UserError
 
 def _streamed(path, **settings):
     """Read a file in windows of one row, with a new reader for each, as resumed runs do."""
-    rows, position = [], None
+    rows = []
+    position = None
     while True:
         reader, _ = open_reader(str(path), split="train", **settings)
         window, position = reader.window(json.loads(json.dumps(position)), 1, None)
@@ -82,13 +83,13 @@ def test_every_cell_is_the_text_in_the_file(reader, table, tmp_path):
         ({"keep_default_na": False, "num_proc": 2, "dtype": "str"}, 'input,output\n"1,5",x\n'),
     ],
 )
-def test_settings_of_tables(reader, settings, written, tmp_path):
+def test_delimiter_and_quote_settings_of_tables_are_applied(reader, settings, written, tmp_path):
     path = tmp_path / "rows.csv"
     path.write_text(written)
     assert READERS[reader](path, **settings) == [{"input": "1,5", "output": "x"}]
 
 
-def test_quotes_as_plain_characters(tmp_path):
+def test_quoting_settings_of_tables_are_applied(tmp_path):
     path = tmp_path / "rows.tsv"
     path.write_text('input\toutput\n"hello" he said\t"\n')
     assert READERS["mapped"](path, quoting=3) == [{"input": '"hello" he said', "output": '"'}]
@@ -98,7 +99,7 @@ def test_quotes_as_plain_characters(tmp_path):
     assert READERS["mapped"](tmp_path / "rows.csv", escapechar="\\", doublequote=False) == [{"a": 'say "hi"'}]
 
 
-def test_tabs_and_encodings(tmp_path):
+def test_tab_separated_and_encoded_files_are_read(tmp_path):
     (tmp_path / "rows.tsv").write_bytes(b"input\toutput\n\t\na,b\tc\n")
     assert READERS["mapped"](tmp_path / "rows.tsv") == [{"input": "", "output": ""}, {"input": "a,b", "output": "c"}]
     (tmp_path / "rows.csv").write_bytes("input,output\ncafé,é\n".encode("latin-1"))
@@ -203,7 +204,7 @@ PACKERS = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}
 @pytest.mark.parametrize("reader", READERS)
 @pytest.mark.parametrize("kind", ["jsonl", "csv"])
 @pytest.mark.parametrize("suffix", PACKERS)
-def test_compressed_files(reader, kind, suffix, tmp_path):
+def test_compressed_files_are_read_and_damaged_ones_named(reader, kind, suffix, tmp_path):
     written = b'a,b\n"1\n2",x\n\n3,y\n' if kind == "csv" else b'{"a": "1\\n2", "b": "x"}\n\n{"a": "3", "b": "y"}\n'
     path = tmp_path / f"rows.{kind}{suffix}"
     path.write_bytes(PACKERS[suffix](written))
@@ -247,14 +248,14 @@ OBJECTS = [{"a": {"x": None, "n": 1}}, {"a": {"y": 2.0}, "b": [None, "é"]}]
     ],
     ids=["list", "list in lines", "indented list", "indented objects", "lines"],
 )
-def test_lists_of_json(reader, name, written, tmp_path):
+def test_json_lists_are_rows(reader, name, written, tmp_path):
     path = tmp_path / name
     path.write_text(written)
     assert READERS[reader](path) == OBJECTS
     assert [row for _, row in read_rows(path)] == OBJECTS
 
 
-def test_a_list_inside_of_an_object(tmp_path):
+def test_list_inside_of_a_json_object_is_read(tmp_path):
     path = tmp_path / "rows.json"
     path.write_text(json.dumps({"version": 1, "data": OBJECTS}, indent=1))
     assert READERS["mapped"](path, field="data") == READERS["streamed"](path, field="data") == OBJECTS
@@ -269,7 +270,7 @@ def test_a_list_inside_of_an_object(tmp_path):
         READERS["mapped"](path)
 
 
-def test_places_of_rows(tmp_path):
+def test_row_locations_name_file_and_line(tmp_path):
     path = tmp_path / "rows.csv"
     path.write_text('a\n"1\n2"\n\n3\n')
     assert [load_rows(str(path), split="train").location(i) for i in (0, 1)] == [f"{path}, line 2", f"{path}, line 5"]
@@ -298,12 +299,12 @@ def test_files_of_a_folder_that_are_left_out_are_named(tmp_path, caplog, names, 
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text('{"a": "1"}' if name.endswith("l") else "a\n1\n")
     load_rows(str(tmp_path), split="train")
-    said = [record.message for record in caplog.records if "leaves out" in record.message]
-    assert len(said) == (left_out is not None)
-    assert left_out is None or f"which leaves out {left_out}: name" in said[0]
+    messages = [record.message for record in caplog.records if "leaves out" in record.message]
+    assert len(messages) == (left_out is not None)
+    assert left_out is None or f"which leaves out {left_out}: name" in messages[0]
 
 
-def test_splits_of_files_and_folders(tmp_path):
+def test_splits_follow_file_names_and_slices(tmp_path):
     folder = tmp_path / "folder"
     folder.mkdir()
     for name, numbers in (("train-0", range(3)), ("train-1", range(3, 5)), ("test", range(5, 7))):
@@ -323,7 +324,7 @@ def test_splits_of_files_and_folders(tmp_path):
     assert [stream[index]["labels"] for index in range(5)] == [[0], [1], [2], [3], [4]]
 
 
-def test_filters_of_files(tmp_path):
+def test_filter_settings_are_applied_to_rows(tmp_path):
     path = tmp_path / "rows.csv"
     path.write_text("a,b\n1,x\n2,y\n3,x\n")
 

@@ -85,7 +85,7 @@ def test_broken_lines_are_refused_by_number(reader, text, words, tmp_path):
 
 @pytest.mark.parametrize("reader", ["mapped", "shown", "answered"])
 @pytest.mark.parametrize("damage", [slice(0, 60), slice(15, None)], ids=["cut", "changed"])
-def test_damaged_gzip_files(reader, damage, tmp_path):
+def test_damaged_gzip_file_is_named(reader, damage, tmp_path):
     path, packed = (
         tmp_path / "rows.jsonl.gz",
         gzip.compress("".join(f'{{"prompt": {n}}}\n' for n in range(99)).encode()),
@@ -95,7 +95,7 @@ def test_damaged_gzip_files(reader, damage, tmp_path):
         READERS[reader](path)
 
 
-def test_rows_of_several_files(tmp_path):
+def test_rows_of_several_files_are_indexed_in_order(tmp_path):
     texts = ['{"a": 0}\n\n{"a": 1}\n', '\n \n{"a": 2}', '{"a": 3}\n{"a": 4}\nbroken\n    ']
     paths = []
     for number, text in enumerate(texts):
@@ -105,10 +105,10 @@ def test_rows_of_several_files(tmp_path):
     assert len(rows) == 6
     assert [rows[i]["a"] for i in (4, 0, 2, -3)] == [4, 0, 2, 3]
     assert [row["a"] for row in rows.select(range(1, 5))] == [1, 2, 3, 4]
-    kept = rows.filter(lambda row, number: row["a"] % 2 == 0)
-    assert [len(kept), kept[1]["a"], kept.select([2])[0]["a"]] == [4, 2, 4]
+    filtered = rows.filter(lambda row, number: row["a"] % 2 == 0)
+    assert [len(filtered), filtered[1]["a"], filtered.select([2])[0]["a"]] == [4, 2, 4]
     with pytest.raises(DataError, match=r"2\.jsonl, line 3: no JSON.*correct the line"):
-        kept[3]
+        filtered[3]
     assert [rows.location(i)[-15:] for i in (1, 2)] == ["0.jsonl, line 3", "1.jsonl, line 3"]
     Path(paths[2]).write_text(texts[2][:9])
     assert rows[3] == {"a": 3}

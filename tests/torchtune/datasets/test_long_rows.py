@@ -36,12 +36,12 @@ def test_a_long_row_is_named_by_file_and_line(tokenizer, path):
 
 def test_a_long_row_is_skipped_on_request(tokenizer, path):
     data = build(tokenizer, path, on_bad_row="skip")
-    whole = build(tokenizer, path, longest=None, on_bad_row="skip")
-    assert [data.dropped, len(data), whole.dropped] == [[2], 3, []]
-    assert [data[index] for index in range(3)] == [whole[index] for index in (0, 1, 3)]
-    assert data.lengths.tolist() == [whole.lengths[index] for index in (0, 1, 3)]
+    unlimited = build(tokenizer, path, longest=None, on_bad_row="skip")
+    assert [data.dropped, len(data), unlimited.dropped] == [[2], 3, []]
+    assert [data[index] for index in range(3)] == [unlimited[index] for index in (0, 1, 3)]
+    assert data.lengths.tolist() == [unlimited.lengths[index] for index in (0, 1, 3)]
     assert data.origins(2) == [{"source": str(path), "row": 3}]
-    assert data.fingerprint != whole.fingerprint
+    assert data.fingerprint != unlimited.fingerprint
     packs = PackedDataset(data, max_seq_len=100)
     assert sum(len(document["tokens"]) for document in packs[0]) == data.lengths.sum()
     path.write_text(json.dumps(LONG) + "\n")
@@ -149,7 +149,7 @@ def test_rows_that_fit_are_packed_once(tokenizer, path, caplog):
     assert caplog.text.count("Packed 1 examples") == 1
 
 
-def test_answers_of_both_kinds_must_be_left(tokenizer, path):
+def test_skipping_long_rows_must_leave_good_and_bad_answers(tokenizer, path):
     rows = [{"prompt": "the cat", "completion": answer["output"], "label": answer is SHORT} for answer in (SHORT, LONG)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert len(build(tokenizer, path, kind="kto", longest=None, on_bad_row="skip")) == 2

@@ -67,9 +67,9 @@ def test_weights_and_temperature_are_those_of_the_formula():
     of = MixedDataset({"a": rows(10), "b": rows(90)}, temperature=2.0)
     share = math.sqrt(10) / (math.sqrt(10) + math.sqrt(90))  # sizes are the default of weights
     assert of.examples_per_epoch == 90 + math.ceil(90 * share / (1 - share))
-    given = MixedDataset({"a": rows(10), "b": rows(90)}, weights={"b": 1, "a": 1})
-    assert given.examples_per_epoch == 180
-    order = visits(given, shuffle=False)[0]
+    weighted = MixedDataset({"a": rows(10), "b": rows(90)}, weights={"b": 1, "a": 1})
+    assert weighted.examples_per_epoch == 180
+    order = visits(weighted, shuffle=False)[0]
     assert order[:6].tolist() == [0, 10, 1, 11, 2, 12]
 
 
@@ -86,32 +86,33 @@ def test_a_resumed_run_and_any_number_of_processes_see_the_same_steps(sizes, sto
         return BatchLoader(mixture(sizes, stop=stop), rank=rank, world_size=size, **how)
 
     def steps(of):
-        found = []
+        steps_seen = []
         while of.epoch < 2:
-            found += [(of.epoch, batches) for batches in of]
-        return found
+            steps_seen += [(of.epoch, batches) for batches in of]
+        return steps_seen
 
-    whole = steps(loader())
+    uninterrupted = steps(loader())
     first = loader(0, world)
-    walk = itertools.islice(itertools.chain.from_iterable(itertools.repeat(first)), min(taken, len(whole)))
+    walk = itertools.islice(itertools.chain.from_iterable(itertools.repeat(first)), min(taken, len(uninterrupted)))
     done = sum(1 for _ in walk)
     ranks = []
     for rank in range(world):
         resumed = loader(rank, world)
         resumed.load_state_dict(first.state_dict())
         ranks.append(steps(resumed))
-    assert len(ranks[0]) == len(whole) - done
-    for (epoch, expected), *parts in zip(whole[done:], *ranks, strict=True):
-        assert {one for one, _ in parts} == {epoch}
-        tokens = [
-            example["tokens"][0]
-            for _, batches in parts
-            for batch in batches
-            for example in batch
-            if example["labels"][0] != -100
-        ]
-        assert sorted(tokens) == sorted(example["tokens"][0] for batch in expected for example in batch)
-    assert [batch for _, batch in whole if _ == 0] != [batch for _, batch in whole if _ == 1] or len(whole) == 2
+    assert len(ranks[0]) == len(uninterrupted) - done
+    for (epoch, expected), *parts in zip(uninterrupted[done:], *ranks, strict=True):
+        tokens = []
+        for rank_epoch, batches in parts:
+            assert rank_epoch == epoch
+            for example in itertools.chain(*batches):
+                if example["labels"][0] != -100:
+                    tokens.append(example["tokens"][0])
+        assert sorted(tokens) == sorted(example["tokens"][0] for example in itertools.chain(*expected))
+    if len(uninterrupted) > 2:  # epochs of one step may have the same order
+        first_epoch = [batches for epoch, batches in uninterrupted if epoch == 0]
+        second_epoch = [batches for epoch, batches in uninterrupted if epoch == 1]
+        assert first_epoch != second_epoch
 
 
 @pytest.mark.parametrize(
@@ -124,7 +125,7 @@ def test_a_resumed_run_and_any_number_of_processes_see_the_same_steps(sizes, sto
         ({"datasets": {}}, "mixture is empty"),
     ],
 )
-def test_impossible_mixtures_are_refused(how, words):
+def test_invalid_mixtures_are_refused(how, words):
     with pytest.raises(DataError, match=words):
         mixed_dataset(None, **{"datasets": {"a": rows(2), "b": rows(2)}, **how})
 
@@ -189,5 +190,5 @@ def test_losses_by_dataset_are_those_of_the_formula(kind):
     expected = {
         f"loss/{name}": float(every[(source == i) & (batch.labels[0] >= 0)].mean()) for i, name in enumerate("ab")
     }
-    found = {name: value for name, value in metrics.items() if name.startswith("loss/")}
-    assert found == pytest.approx({} if kind == "mean alone" else expected, rel=1e-5)  # float32; of c there is nothing
+    losses = {name: value for name, value in metrics.items() if name.startswith("loss/")}
+    assert losses == pytest.approx({} if kind == "mean alone" else expected, rel=1e-5)  # float32; of c there is nothing

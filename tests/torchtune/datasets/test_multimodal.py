@@ -67,11 +67,19 @@ def expected(transform, image, *turns):
     """The row by hand: ``turns`` are texts, and None where the image is."""
     messages = []
     for i, turn in enumerate(turns):
-        parts = [{"type": "image", "content": image} if p is None else {"type": "text", "content": p} for p in turn]
+        parts = []
+        for text in turn:  # None is the place of the image
+            if text is None:
+                parts.append({"type": "image", "content": image})
+            else:
+                parts.append({"type": "text", "content": text})
         messages.append(Message("assistant" if i % 2 else "user", parts, masked=i % 2 == 0))
     row = transform({"messages": messages})
     trained = [*row["mask"][1:], True]
-    row["labels"] = [IGNORE if m else t for t, m in zip([*row["tokens"][1:], 0], trained, strict=True)]
+    labels = []
+    for next_token, is_masked in zip([*row["tokens"][1:], 0], trained, strict=True):
+        labels.append(IGNORE if is_masked else next_token)
+    row["labels"] = labels
     return row
 
 
@@ -88,7 +96,7 @@ def sizes_of(dataset, index):
 
 
 @pytest.mark.parametrize("file", ["rows.json", "rows.jsonl"])
-def test_llava(transform, pictures, tmp_path, file):
+def test_llava_rows_are_tokenized_with_their_images(transform, pictures, tmp_path, file):
     dataset = llava_instruct_dataset(
         transform, source="json", data_files=write(tmp_path / file, ROWS), image_dir=str(pictures)
     )
@@ -103,7 +111,7 @@ def test_llava(transform, pictures, tmp_path, file):
     assert batch.inputs["encoder_input"]["images"].shape == (4, 1, 3, 3, 28, 28)  # 90 x 30 is three tiles high
 
 
-def test_images_as_the_hub_stores_them(transform, pictures, tmp_path):
+def test_images_of_hub_datasets_are_decoded(transform, pictures, tmp_path):
     from datasets import Dataset, Features, Image, List, Value
 
     texts = [[{"user": "Where?", "assistant": "one", "source": "a"}, {"user": "What?", "assistant": "two"}]] * 2
@@ -119,16 +127,16 @@ def test_images_as_the_hub_stores_them(transform, pictures, tmp_path):
         dataset = the_cauldron_dataset(transform, source=source, new_system_prompt="one")
         assert [len(dataset[i]["encoder_input"]["images"]) for i in range(2)] == [2, 1]
         read = [image for i in range(2) for image in dataset[i]["encoder_input"]["images"]]
-        for ours, image in zip(read, images, strict=True):
-            assert torch.equal(ours, transform.transform_image({"image": image})["image"])
+        for decoded, image in zip(read, images, strict=True):
+            assert torch.equal(decoded, transform.transform_image({"image": image})["image"])
         assert transform.decode(dataset[1]["tokens"]) == "oneWhere?oneWhat?two"
         trained = transform.decode([label for label in dataset[1]["labels"] if label != IGNORE])
         assert (trained, dataset.num_images) == ("onetwo", 3)
-    made = the_cauldron_transform(transform, new_system_prompt="one")(rows[1])
-    assert_same(made, dataset[1])
+    messages = the_cauldron_transform(transform, new_system_prompt="one")(rows[1])
+    assert_same(messages, dataset[1])
 
 
-def test_questions_and_several_images(transform, pictures, tmp_path):
+def test_question_with_several_images_has_all_of_them(transform, pictures, tmp_path):
     names = ["0.png", "1.png"]
     asked = vqa_dataset(
         transform,
@@ -190,14 +198,16 @@ def test_a_bad_row_is_named_before_training(transform, pictures, row, reason):
         llava_instruct_dataset(transform, source=[ROWS[0], row, ROWS[1]], image_dir=str(pictures))
     assert "row 1: " in str(error.value)
     assert reason in str(error.value)
-    kept = llava_instruct_dataset(transform, source=[ROWS[0], row, ROWS[1]], image_dir=str(pictures), on_bad_row="skip")
-    assert (len(kept), kept.origins(1)[0]["row"], sizes_of(kept, 1)) == (2, 2, [(60, 20)])
-    assert kept[1]["tokens"][-8:] == kept.store.lists(1)["tokens"][-8:]
+    remaining = llava_instruct_dataset(
+        transform, source=[ROWS[0], row, ROWS[1]], image_dir=str(pictures), on_bad_row="skip"
+    )
+    assert (len(remaining), remaining.origins(1)[0]["row"], sizes_of(remaining, 1)) == (2, 2, [(60, 20)])
+    assert remaining[1]["tokens"][-8:] == remaining.store.lists(1)["tokens"][-8:]
 
 
 def test_a_broken_image_is_named_when_it_is_read(transform, pictures, tmp_path):
-    whole = (pictures / "1.png").read_bytes()
-    (pictures / "1.png").write_bytes(whole[:2000] + whole[-64:])
+    image_bytes = (pictures / "1.png").read_bytes()
+    (pictures / "1.png").write_bytes(image_bytes[:2000] + image_bytes[-64:])
     source = write(tmp_path / "rows.jsonl", ROWS)
     settings = {"source": source, "image_dir": str(pictures)}
     dataset = llava_instruct_dataset(transform, **settings)
@@ -205,7 +215,7 @@ def test_a_broken_image_is_named_when_it_is_read(transform, pictures, tmp_path):
     with pytest.raises(DataError, match=r"rows.jsonl, row 1 .*line 2.*1.png cannot be read .*on_bad_row=skip"):
         dataset[1]
     assert len(llava_instruct_dataset(transform, **settings, on_bad_row="skip")) == 3
-    (pictures / "1.png").write_bytes(whole)
+    (pictures / "1.png").write_bytes(image_bytes)
     assert len(llava_instruct_dataset(transform, **settings, on_bad_row="skip")) == 4
 
 
@@ -213,9 +223,9 @@ def test_another_image_is_another_dataset(transform, pictures):
     """A run does not go on with other images under the same words."""
     settings = {"image_dir": str(pictures)}
     first = llava_instruct_dataset(transform, source=ROWS, **settings).fingerprint
-    other = [{**ROWS[0], "image": "2.png"}, *ROWS[1:]]
+    changed_rows = [{**ROWS[0], "image": "2.png"}, *ROWS[1:]]
     assert llava_instruct_dataset(transform, source=ROWS, **settings).fingerprint == first
-    assert llava_instruct_dataset(transform, source=other, **settings).fingerprint != first
+    assert llava_instruct_dataset(transform, source=changed_rows, **settings).fingerprint != first
 
 
 def test_settings_that_images_rule_out_are_refused(transform, pictures, tmp_path):
@@ -245,11 +255,11 @@ def test_settings_that_images_rule_out_are_refused(transform, pictures, tmp_path
 def test_prepared_rows_are_checked_and_measured_once(transform, pictures, tmp_path):
     settings = {"source": write(tmp_path / "a.jsonl", ROWS), "image_dir": str(pictures)}
     with preparing(tmp_path / "out"):
-        made = llava_instruct_dataset(transform, **settings)
+        live = llava_instruct_dataset(transform, **settings)
     (pictures / "0.png").unlink()
     dataset = llava_instruct_dataset(transform, **settings, prepared=str(tmp_path / "out"))
-    assert dataset.lengths.tolist() == made.lengths.tolist()
-    assert_same(dataset[1], made[1])
+    assert dataset.lengths.tolist() == live.lengths.tolist()
+    assert_same(dataset[1], live[1])
     with pytest.raises(DataError, match=r"row 0 .*there is no such file"):
         dataset[0]
 
@@ -274,12 +284,12 @@ def test_users_transform_receives_pillow_images(pictures, tmp_path):
     settings = {"source": write(tmp_path / "a.jsonl", rows), "image_dir": str(pictures)}
     dataset = llava_instruct_dataset(Processor(), **settings)
     assert "pixel_values" not in dataset[0]
-    theirs = Processor().images(images=[[photo(*SIZES[1], seed=1)]], return_tensors="pt")["pixel_values"]
-    assert torch.equal(dataset[2]["pixel_values"], theirs)
+    expected_pixels = Processor().images(images=[[photo(*SIZES[1], seed=1)]], return_tensors="pt")["pixel_values"]
+    assert torch.equal(dataset[2]["pixel_values"], expected_pixels)
     assert (dataset.num_images, sizes_of(dataset, 2), len(dataset)) == (2, [(60, 20)], 3)
     (pictures / "0.png").unlink()
     with pytest.raises(DataError, match=r"row 1: .*0.png cannot be read"):
         llava_instruct_dataset(Processor(), **settings)
-    kept = llava_instruct_dataset(Processor(), **settings, on_bad_row="skip")
-    assert [kept.origins(i)[0]["row"] for i in range(len(kept))] == [0, 2]
-    assert isinstance(kept, SFTDataset)
+    remaining = llava_instruct_dataset(Processor(), **settings, on_bad_row="skip")
+    assert [remaining.origins(i)[0]["row"] for i in range(len(remaining))] == [0, 2]
+    assert isinstance(remaining, SFTDataset)

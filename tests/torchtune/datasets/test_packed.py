@@ -16,7 +16,8 @@ class Rows(list):
 
     @classmethod
     def of(cls, lengths):
-        rows, token = cls(), 0
+        rows = cls()
+        token = 0
         for length in lengths:
             tokens = list(range(token, token + length))
             rows.append({"tokens": tokens, "labels": [*tokens[1:], -100]})
@@ -29,7 +30,7 @@ lengths_of_rows = st.lists(st.integers(1, 50), min_size=1, max_size=60)
 
 @given(lengths=lengths_of_rows, split=st.booleans())
 @settings(max_examples=60, deadline=None)
-def test_every_token_once(lengths, split):
+def test_packs_have_every_token_once(lengths, split):
     packed = PackedDataset(Rows.of(lengths), max_seq_len=50, split_across_pack=split)
     batches = [collate_documents([packed[i]]) for i in range(len(packed))]
     tokens = torch.cat([batch["tokens"].flatten() for batch in batches])

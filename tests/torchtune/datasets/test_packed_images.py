@@ -37,18 +37,18 @@ def folder(tmp_path_factory):
 
 def packs(folder, max_seq_len=120, source="rows.jsonl", **settings):
     transform = image_text_transform(str(folder), max_seq_len=max_seq_len)
-    given = {"packed": True, "image_dir": str(folder), **settings}
-    return vqa_dataset(transform, source=str(folder / source), **given)
+    arguments = {"packed": True, "image_dir": str(folder), **settings}
+    return vqa_dataset(transform, source=str(folder / source), **arguments)
 
 
 def test_packs_have_every_row_once_with_its_image(folder):
-    found = packs(folder)
-    assert len(found) < len(found.ds) == 8 + 12
-    rows = sorted(origin["row"] for i in range(len(found)) for origin in found.origins(i))
+    packed = packs(folder)
+    assert len(packed) < len(packed.ds) == 8 + 12
+    rows = sorted(origin["row"] for i in range(len(packed)) for origin in packed.origins(i))
     assert rows == list(range(20))
-    for i in range(len(found)):
-        documents = found[i]
-        assert sum(len(document["tokens"]) for document in documents) == found.lengths[i] <= 120
+    for i in range(len(packed)):
+        documents = packed[i]
+        assert sum(len(document["tokens"]) for document in documents) == packed.lengths[i] <= 120
         for document in documents:
             tokens = np.array(document["tokens"])
             assert ("encoder_input" in document) == (tokens == IMAGE).any()
@@ -57,7 +57,7 @@ def test_packs_have_every_row_once_with_its_image(folder):
 def test_a_batch_of_packs_has_loss_and_gradients_of_its_rows_alone(folder):
     model, _ = torchtune.load(folder, device="cpu")
     model.requires_grad_(True)
-    found = packs(folder)
+    packed = packs(folder)
 
     def gradients(batches):
         model.zero_grad()
@@ -69,49 +69,50 @@ def test_a_batch_of_packs_has_loss_and_gradients_of_its_rows_alone(folder):
             total += value.item()
         return total, {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
 
-    chosen = [found[0], found[1], found[2]]
+    chosen = [packed[0], packed[1], packed[2]]
     assert any("encoder_input" not in document for pack in chosen for document in pack)
-    together, one = gradients([collate_documents(chosen)])
-    alone, other = gradients([collate_documents([document]) for pack in chosen for document in pack])
+    together, packed_gradients = gradients([collate_documents(chosen)])
+    alone, row_gradients = gradients([collate_documents([document]) for pack in chosen for document in pack])
     assert together == pytest.approx(alone, rel=1e-5)
-    for name in one:
-        scale = other[name].abs().max().clamp(min=1e-3)
-        torch.testing.assert_close(one[name] / scale, other[name] / scale, atol=1e-4, rtol=1e-3)
+    for name in packed_gradients:
+        scale = row_gradients[name].abs().max().clamp(min=1e-3)
+        torch.testing.assert_close(packed_gradients[name] / scale, row_gradients[name] / scale, atol=1e-4, rtol=1e-3)
 
 
 def test_images_are_spread_evenly():
     rng = np.random.default_rng(0)
     images = np.where(rng.random(500) < 0.4, rng.integers(64, 1200, 500), 0)
     lengths = images + rng.integers(10, 800, 500)
-    even, plain = (best_fit(lengths, 4096, given) for given in (images, None))
+    even, plain = (best_fit(lengths, 4096, counts) for counts in (images, None))
     assert sorted(row for pack in even for row in pack) == list(range(500))
     assert max(lengths[pack].sum() for pack in even) <= 4096
     assert len(even) <= 1.02 * len(plain)
-    most, plain_most = (max(images[pack].sum() for pack in found) for found in (even, plain))
+    most = max(images[pack].sum() for pack in even)
+    plain_most = max(images[pack].sum() for pack in plain)
     mean = images.sum() / len(even)
     assert most < 1.2 * mean < 1.5 * mean < plain_most
 
 
 def test_no_image_is_decoded_before_training(folder):
-    whole = (folder / "3.png").read_bytes()
+    image_bytes = (folder / "3.png").read_bytes()
     try:
-        (folder / "3.png").write_bytes(whole[:60] + whole[-64:])  # header and end, without pixels
+        (folder / "3.png").write_bytes(image_bytes[:60] + image_bytes[-64:])  # header and end, without pixels
         (folder / "other.jsonl").write_text((folder / "rows.jsonl").read_text().replace("no", "yes"))
-        found = packs(folder, source="other.jsonl")
-        number = next(i for i in range(len(found)) if 11 in [origin["row"] for origin in found.origins(i)])
+        packed = packs(folder, source="other.jsonl")
+        number = next(i for i in range(len(packed)) if 11 in [origin["row"] for origin in packed.origins(i)])
         with pytest.raises(DataError, match=r"row 11 .*3.png cannot be read"):
-            found[number]
+            packed[number]
     finally:
-        (folder / "3.png").write_bytes(whole)
+        (folder / "3.png").write_bytes(image_bytes)
 
 
 def test_rows_are_refused_or_left_out_in_the_place_of_being_cut(folder):
     with pytest.raises(DataError, match=r"rows 9, 13, 17: max_seq_len=60 would cut \d+ tokens of images"):
         packs(folder, max_seq_len=60)
-    found = packs(folder, max_seq_len=60, on_bad_row="skip")
-    assert len(found.ds) == 17
+    packed = packs(folder, max_seq_len=60, on_bad_row="skip")
+    assert len(packed.ds) == 17
     with pytest.raises(DataError, match="split_across_pack would cut rows inside their images"):
-        PackedDataset(found.ds, max_seq_len=60, split_across_pack=True)
+        PackedDataset(packed.ds, max_seq_len=60, split_across_pack=True)
 
 
 def saved(kind="PNG", size=(40, 20), mode="RGB", keep=1.0, frames=1, **settings):
@@ -172,8 +173,10 @@ def test_an_image_is_read_or_named_before_training(name, packed, folder, tmp_pat
     settings = {"source": rows, "image_dir": str(tmp_path), "image_tag": "<image>", "packed": packed}
     transform = image_text_transform(str(folder), max_seq_len=100)
     if isinstance(wanted, tuple):
-        found = multimodal_chat_dataset(transform, **settings)
-        documents = [document for i in range(len(found)) for document in (found[i] if packed else [found[i]])]
+        dataset = multimodal_chat_dataset(transform, **settings)
+        documents = []
+    for i in range(len(dataset)):
+        documents += dataset[i] if packed else [dataset[i]]
         grids = [document["encoder_input"]["images"].grids[1] for document in documents]
         assert sorted(grids) == sorted([(1, 4, 10), wanted])
         return

@@ -55,7 +55,8 @@ class Streams:
     """Makes loaders of one stream, with and without a process that reads it ahead."""
 
     def __init__(self, monkeypatch, paths, **how):
-        self._patch, self._paths = monkeypatch, paths
+        self._patch = monkeypatch
+        self._paths = paths
         self._is_mixed = how.pop("mixed", False)
         self._how = {"transform": transform, "limit": None, "shuffle_buffer": 8} | how
 
@@ -67,23 +68,23 @@ class Streams:
             rows = [{"tokens": [1000 + i], "labels": [1]} for i in range(5)]
             dataset = mixed_dataset(None, datasets={"stream": dataset, "rows": rows}, weights={"stream": 2, "rows": 1})
         few = {"batch_size": 4 // ranks, "seed": 2, "max_steps_per_epoch": 5, "collate_fn": list}
-        found = BatchLoader(dataset, shuffle=True, rank=rank, world_size=ranks, **few)
+        batch_loader = BatchLoader(dataset, shuffle=True, rank=rank, world_size=ranks, **few)
         self.process = next(iter(set(multiprocessing.active_children()) - before), None)
         assert (self.process is not None) == (ahead and not is_refused)
-        return found
+        return batch_loader
 
 
 def steps(loader, count):
     """Examples, where they come from, and the state after them, of steps of any number of epochs."""
-    found = []
+    steps_seen = []
     for batches in itertools.islice(itertools.chain.from_iterable(itertools.repeat(loader)), count):
         state = json.loads(json.dumps(loader.state_dict()))
-        found.append(([ids(example) for batch in batches for example in batch], loader.rows(), state))
-    return found
+        steps_seen.append(([ids(example) for batch in batches for example in batch], loader.rows(), state))
+    return steps_seen
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_steps_states_and_a_resume_are_the_same(kind, tmp_path, monkeypatch):
+def test_prefetched_steps_states_and_resume_equal_those_without(kind, tmp_path, monkeypatch):
     streams = Streams(monkeypatch, write_rows(tmp_path, [17, 14]), mixed=kind == "mixed", **KINDS[kind])
     expected = steps(streams.loader(False), 13)
     assert steps(streams.loader(True), 13) == expected
@@ -93,16 +94,17 @@ def test_steps_states_and_a_resume_are_the_same(kind, tmp_path, monkeypatch):
         resumed.load_state_dict(expected[6][2])
         assert steps(resumed, 6) == expected[7:]
     if kind != "drawn":  # ranks draw numbers of their own
-        ranks = [[examples for examples, _, _ in steps(streams.loader(True, rank, 2), 13)] for rank in (0, 1)]
-        assert [sorted(one + other) for one, other in zip(*ranks, strict=True)] == [sorted(e) for e, _, _ in expected]
+        rank_steps = [steps(streams.loader(True, rank, 2), 13) for rank in (0, 1)]
+        for first_rank, second_rank, both in zip(*rank_steps, expected, strict=True):
+            assert sorted(first_rank[0] + second_rank[0]) == sorted(both[0])
 
 
-def test_errors_and_skipped_rows_are_the_same_with_a_worker(tmp_path, monkeypatch):
+def test_prefetching_reports_the_same_errors_and_skipped_rows(tmp_path, monkeypatch):
     paths = write_rows(tmp_path, [60])
     lines = Path(paths[0]).read_text().splitlines()
     lines[50], lines[20] = "{broken", '{"id": 1, "length": 0}'
     Path(paths[0]).write_text("\n".join(lines))
-    found = []
+    outcomes = []
     for ahead, bad in itertools.product((False, True), ("stop", "skip")):
         loader = Streams(monkeypatch, paths, on_bad_row=bad, pack_length=CAPACITY).loader(ahead)
         seen = []
@@ -115,12 +117,12 @@ def test_errors_and_skipped_rows_are_the_same_with_a_worker(tmp_path, monkeypatc
             seen.append(str(error))
         finally:
             close_run_logger()
-        found.append(seen)
-    assert found[2:] == found[:2]
-    assert "0.jsonl, line 21: no label is left; correct it" in found[0][-1]
-    assert 1 < len(found[0]) < 6
-    assert [json.loads(line)["line"] for line in found[1][-1][1].splitlines()] == [21, 51]
-    assert found[1][0][1] == ""  # not before the run comes to them
+        outcomes.append(seen)
+    assert outcomes[2:] == outcomes[:2]
+    assert "0.jsonl, line 21: no label is left; correct it" in outcomes[0][-1]
+    assert 1 < len(outcomes[0]) < 6
+    assert [json.loads(line)["line"] for line in outcomes[1][-1][1].splitlines()] == [21, 51]
+    assert outcomes[1][0][1] == ""  # not before the run comes to them
 
 
 def test_error_that_cannot_be_pickled_is_raised_in_the_parent(tmp_path, monkeypatch):
@@ -136,7 +138,7 @@ def test_error_that_cannot_be_pickled_is_raised_in_the_parent(tmp_path, monkeypa
     assert "in failing" in caught.value.__notes__[0]
 
 
-def test_a_process_that_is_killed_is_told(tmp_path, monkeypatch):
+def test_killed_prefetch_process_is_reported(tmp_path, monkeypatch):
     streams = Streams(monkeypatch, write_rows(tmp_path, [300]))
     loader = streams.loader(True)
     steps(loader, 2)
@@ -173,7 +175,7 @@ def test_no_process_is_left_behind(tmp_path, monkeypatch):
     os.close(writing)
 
 
-def test_a_fork_of_the_run_reads_by_itself(tmp_path, monkeypatch):
+def test_fork_of_the_run_does_not_use_the_prefetch_process(tmp_path, monkeypatch):
     loader = Streams(monkeypatch, write_rows(tmp_path, [300])).loader(True)
     expected = [ids(loader.dataset[i]) for i in range(12)]
     reading, writing = os.pipe()
@@ -188,7 +190,8 @@ def test_a_fork_of_the_run_reads_by_itself(tmp_path, monkeypatch):
 
 
 def test_resume_cancels_earlier_requests(tmp_path, monkeypatch):
-    here, begun = os.getpid(), tmp_path / "begun"
+    here = os.getpid()
+    begun = tmp_path / "begun"
 
     def slow(row):
         if os.getpid() != here and row["id"] < 150:  # of the first window
@@ -209,7 +212,7 @@ def test_resume_cancels_earlier_requests(tmp_path, monkeypatch):
     assert len(begun.read_text()) < 150, "the first window is read to its end"
 
 
-def test_a_run_that_may_start_no_process_reads_by_itself(tmp_path, monkeypatch, caplog):
+def test_run_that_cannot_start_processes_reads_without_prefetching(tmp_path, monkeypatch, caplog):
     streams = Streams(monkeypatch, write_rows(tmp_path, [30]))
     expected = steps(streams.loader(False), 3)
 

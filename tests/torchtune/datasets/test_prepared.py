@@ -47,10 +47,10 @@ def test_prepared_data_give_the_batches_of_live_data(chats, tokenizer, tokenizer
     assert prepared.fingerprint == live.fingerprint
     assert len(prepared) == len(live) > 1
     for i in range(len(live)):
-        one, two = collate_documents([prepared[i]]), collate_documents([live[i]])
-        assert one.tokens.equal(two.tokens)
-        assert one.labels.equal(two.labels)
-        assert one.documents.lengths == two.documents.lengths
+        prepared_batch, live_batch = collate_documents([prepared[i]]), collate_documents([live[i]])
+        assert prepared_batch.tokens.equal(live_batch.tokens)
+        assert prepared_batch.labels.equal(live_batch.labels)
+        assert prepared_batch.documents.lengths == live_batch.documents.lengths
     assert is_mapped(prepared.ds.store[0]["tokens"], folder)
     _check_sources({**node, "prepared": str(folder)})
     with preview(0), pytest.raises(NotRead):
@@ -80,14 +80,14 @@ def test_difference_from_prepared_rows_is_named(chats, tokenizer, tokenizer_fold
     with pytest.raises(DataError, match="made with another dataset and another "):
         text_completion_dataset(tokenizer, str(chats), column="messages", prepared=folder)
     (shard,) = folder.glob("*/*.arrow")
-    whole = shard.read_bytes()
-    for damaged in (whole[:-4], bytes(len(whole))):
+    shard_bytes = shard.read_bytes()
+    for damaged in (shard_bytes[:-4], bytes(len(shard_bytes))):
         shard.write_bytes(damaged)
         with pytest.raises(DataError, match=r"The rows in .*prepared are damaged: prepare them again with tune data"):
             read(tokenizer)
     with preparing(folder):
         read(tokenizer)
-    assert shard.read_bytes() == whole
+    assert shard.read_bytes() == shard_bytes
     (meta,) = folder.glob("*/meta.json")
     before = meta.read_text()
     meta.write_text("[" * 9999)
@@ -119,7 +119,7 @@ def _template(tokenizer):
     return tokenizer.chat_templates["default"].source
 
 
-def test_a_disk_that_is_full_leaves_nothing(tokenizer, tmp_path):
+def test_full_disk_leaves_no_partial_preparation(tokenizer, tmp_path):
     turns = [{"role": "user", "content": "red"}, {"role": "assistant", "content": "blue " * 20}]
     folder = tmp_path / "prepared"
 
@@ -148,7 +148,7 @@ def test_a_transform_without_a_fingerprint_cannot_be_prepared(tokenizer, tmp_pat
         chat_dataset(tokenizer, source=[{"messages": []}], filter_fn=lambda row: True, **OPENAI)
 
 
-def test_a_preparation_goes_on_after_a_kill(tokenizer, tokenizer_folder, tmp_path, monkeypatch, caplog):
+def test_preparation_resumes_after_a_kill(tokenizer, tokenizer_folder, tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("TORCHTUNE_CACHE", str(tmp_path / "cache"))
     source, folder = tmp_path / "answers.jsonl", tmp_path / "prepared"
     rows = [{"prompt": "a" * (n % 5 + 1), "completion": "b", "label": n % 3 == 0} for n in range(900)]
@@ -160,7 +160,8 @@ def test_a_preparation_goes_on_after_a_kill(tokenizer, tokenizer_folder, tmp_pat
 
     def killed_after(batches, tokenizer=tokenizer):
         if (child := os.fork()) == 0:
-            write, left = RowWriter.write, iter(range(batches - 1))
+            write = RowWriter.write
+            left = iter(range(batches - 1))
 
             def written(*args):
                 write(*args)
@@ -181,8 +182,8 @@ def test_a_preparation_goes_on_after_a_kill(tokenizer, tokenizer_folder, tmp_pat
             file.write(b'{"done": 7, ')
     killed_after(2)
     *_, last = sorted(folder.glob(".*.part/*.arrow"))
-    whole = last.read_bytes()
-    last.write_bytes(whole[:-4096] + bytes(4096))  # damaged: the zeros are within the labels of the last batch
+    shard_bytes = last.read_bytes()
+    last.write_bytes(shard_bytes[:-4096] + bytes(4096))  # damaged: the zeros are within the labels of the last batch
     with pytest.raises(DataError, match="There are no prepared rows in"):
         read(prepared=folder)
     killed_after(1, hf_tokenizer(str(tokenizer_folder), max_seq_len=64))
@@ -197,17 +198,17 @@ def test_a_preparation_goes_on_after_a_kill(tokenizer, tokenizer_folder, tmp_pat
     assert prepared.dropped == live.dropped == [7, 600]
 
 
-def test_two_preparations_at_once_are_one(tokenizer, tmp_path):
+def test_simultaneous_preparations_write_once(tokenizer, tmp_path):
     turns = [{"role": "user", "content": "red"}, {"role": "assistant", "content": "blue"}]
     children = []
     for _ in range(2):
         if (child := os.fork()) == 0:
-            found = []
+            outputs = []
             try:
                 with preparing(tmp_path):
-                    found = chat_dataset(tokenizer, source=[{"messages": turns}] * 600, **OPENAI)
+                    outputs = chat_dataset(tokenizer, source=[{"messages": turns}] * 600, **OPENAI)
             finally:
-                os._exit(0 if len(found) == 600 else 1)
+                os._exit(0 if len(outputs) == 600 else 1)
         children.append(child)
     assert [os.waitpid(child, 0)[1] for child in children] == [0, 0]
     assert len(list(tmp_path.glob("*/meta.json"))) == 1

@@ -29,17 +29,19 @@ def build(tokenizer, source, count, monkeypatch, cache):
 
 def test_any_number_of_processes_writes_the_same(tokenizer, tmp_path, monkeypatch):
     source = write(tmp_path / "rows.jsonl")
-    one, two = (build(tokenizer, source, count, monkeypatch, tmp_path / str(count)) for count in (1, 2))
-    assert len(one) == len(two) == COUNT
-    assert one.fingerprint == two.fingerprint
-    assert all(one[i] == two[i] for i in range(0, COUNT, 97))
+    single, parallel = (build(tokenizer, source, count, monkeypatch, tmp_path / str(count)) for count in (1, 2))
+    assert len(single) == len(parallel) == COUNT
+    assert single.fingerprint == parallel.fingerprint
+    assert all(single[i] == parallel[i] for i in range(0, COUNT, 97))
     with pytest.raises(DataError, match=rf"rows {COUNT - 3}, {COUNT - 2}, {COUNT - 1}: a conversation needs at least"):
         build(tokenizer, write(tmp_path / "bad.jsonl", bad=3), 2, monkeypatch, tmp_path / "bad")
 
 
 def test_parent_works_alone_if_no_process_starts(monkeypatch, caplog):
     monkeypatch.setattr("torchtune.datasets._processes._FEW", 100)
-    fork, left, before = os.fork, iter(range(2)), set(multiprocessing.active_children())
+    fork = os.fork
+    left = iter(range(2))
+    before = set(multiprocessing.active_children())
 
     def limited():
         if next(left, None) is None:
@@ -61,21 +63,22 @@ def test_any_number_of_processes_gives_the_same_answers_and_prompts(builder, tok
         {"prompt": "x" * (n % 7 + 1), "completion": "ab", "chosen": "ab", "rejected": "ba", "label": n % 3 == 0}
         for n in range(600)
     ]
-    found, started = [], []
+    built = []
+    started = []
     for count in (1, 2):
         monkeypatch.setenv("TORCHTUNE_CACHE", str(tmp_path / str(count)))
         with workers(count), monkeypatch.context() as patch:
             patch.setattr("torchtune.datasets._processes.Worker", lambda *how: started.append(how) or Worker(*how))
-            found.append(builder(tokenizer, source=rows))
+            built.append(builder(tokenizer, source=rows))
     assert len(started) == 2
-    assert found[0].fingerprint == found[1].fingerprint
-    for one, other in ((found[0][i], found[1][i]) for i in (0, 255, 256, 599)):
-        turns = [[vars(turn) for turn in row.pop("messages", [])] for row in (one, other)]
-        assert one == other
+    assert built[0].fingerprint == built[1].fingerprint
+    for single_row, parallel_row in ((built[0][i], built[1][i]) for i in (0, 255, 256, 599)):
+        turns = [[vars(turn) for turn in row.pop("messages", [])] for row in (single_row, parallel_row)]
+        assert single_row == parallel_row
         assert turns[0] == turns[1]
 
 
-def test_a_process_that_is_killed_is_told():
+def test_killed_worker_is_reported():
     def work(start, rows):
         if start > 1000:
             os.kill(os.getpid(), signal.SIGKILL)

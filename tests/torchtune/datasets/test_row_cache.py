@@ -110,7 +110,7 @@ def folder(tmp_path, monkeypatch):
 def is_mapped(array, folder):
     """Whether an array lies in a mapped file of a folder."""
     for line in Path("/proc/self/maps").read_text().splitlines():
-        start, end = (int(place, 16) for place in line.split()[0].split("-"))
+        start, end = (int(address, 16) for address in line.split()[0].split("-"))
         if start <= array.ctypes.data < end:
             return line.split()[-1].startswith(str(folder))
     return False
@@ -127,14 +127,14 @@ def kept(folder):
 @pytest.mark.parametrize("fingerprint", ["", "first version"])
 def test_two_processes_transform_every_row_once(folder, forker, fingerprint):
     ranks = [Rank(forker, folder, rank, fingerprint) for rank in range(2)]
-    one, two = (rank.rows() for rank in ranks)
+    first_rows, second_rows = (rank.rows() for rank in ranks)
     assert calls(folder) == list(range(1, 9))
-    assert one == two
-    assert [len(row["tokens"]) for row in one] == sorted(len(row["tokens"]) for row in one)
-    assert len(one) == 8
+    assert first_rows == second_rows
+    assert [len(row["tokens"]) for row in first_rows] == sorted(len(row["tokens"]) for row in first_rows)
+    assert len(first_rows) == 8
     assert len(kept(folder)) == (1 if fingerprint else 0), "what cannot be told apart is not kept"
     again = Rank(forker, folder, 0, fingerprint, TORCHELASTIC_RUN_ID="two", LOCAL_WORLD_SIZE="1").rows()
-    assert again == one
+    assert again == first_rows
     assert len(calls(folder)) == (8 if fingerprint else 16)
 
 
@@ -208,7 +208,8 @@ def test_rows_are_reused_only_with_the_same_tokenizer_code(folder):
 
 
 def test_changed_file_is_tokenized_again(folder):
-    tokenizer, path = hf_tokenizer(str(folder)), folder / "rows.jsonl"
+    tokenizer = hf_tokenizer(str(folder))
+    path = folder / "rows.jsonl"
     before = text_completion_dataset(tokenizer, str(path))[0]
     assert text_completion_dataset(tokenizer, str(path))[0] == before
     path.write_text(path.read_text().replace("red", "cat"))
@@ -219,8 +220,9 @@ def test_changed_file_is_tokenized_again(folder):
     assert len(kept(folder)) == 3
 
 
-def test_a_dry_run_leaves_no_part_of_the_rows_for_the_run(folder):
-    tokenizer, path = hf_tokenizer(str(folder)), folder / "rows.jsonl"
+def test_rows_of_a_preview_are_not_cached(folder):
+    tokenizer = hf_tokenizer(str(folder))
+    path = folder / "rows.jsonl"
     with preview(1) as seen:
         assert len(text_completion_dataset(tokenizer, str(path))) == 1
     assert seen.total > 1
@@ -233,7 +235,7 @@ def test_a_dry_run_leaves_no_part_of_the_rows_for_the_run(folder):
     ("clock", "is_exact"),
     [("strftime_now('%d %b %Y')", True), ("strftime_now('%H:%M')", False), ("strftime_now(layout)", False)],
 )
-def test_a_template_that_reads_the_clock(folder, clock, is_exact):
+def test_fingerprint_is_exact_unless_the_template_reads_the_time_of_day(folder, clock, is_exact):
     template = "{% if strftime_now is defined %}{{ " + clock + " }}{% endif %}{{ messages[0].content }}"
     tokenizer = hf_tokenizer(str(folder), chat_template=template)
     assert Fingerprint({"tokenizer": tokenizer}).is_exact is is_exact
@@ -241,32 +243,32 @@ def test_a_template_that_reads_the_clock(folder, clock, is_exact):
 
 @pytest.mark.parametrize("name", ["0000.arrow", "meta.json"])
 @pytest.mark.parametrize("damage", [lambda data: data[:-4], lambda data: bytes(len(data)), lambda _: b"[" * 9999])
-def test_a_damaged_store_is_made_anew(folder, caplog, name, damage):
+def test_damaged_store_is_written_again(folder, caplog, name, damage):
     before = chat(folder)[0]
     (path,) = (folder / "cache" / "rows").glob(f"*/{name}")
-    whole = path.read_bytes()
-    path.write_bytes(damage(whole))
+    file_bytes = path.read_bytes()
+    path.write_bytes(damage(file_bytes))
     assert chat(folder)[0] == before
-    assert path.read_bytes() == whole
+    assert path.read_bytes() == file_bytes
     assert "are damaged: they are prepared anew" in caplog.text
 
 
 def test_any_damaged_byte_of_tokens_and_labels_is_found(folder, caplog):
     before = chat(folder)[0]
     (path,) = (folder / "cache" / "rows").glob("*/*.arrow")
-    whole = path.read_bytes()
+    file_bytes = path.read_bytes()
     for values in before["tokens"], before["labels"]:
-        place = whole.index(np.array(values, np.int32).tobytes())
+        position = file_bytes.index(np.array(values, np.int32).tobytes())
         for offset in range(0, 4 * len(values), 7):
-            damaged = bytearray(whole)
-            damaged[place + offset] ^= 1
+            damaged = bytearray(file_bytes)
+            damaged[position + offset] ^= 1
             path.write_bytes(damaged)
             caplog.clear()
             assert chat(folder)[0] == before
             assert "are damaged" in caplog.text
 
 
-def test_a_lock_that_is_a_link_or_a_folder_is_one_sentence(folder):
+def test_lock_file_that_is_a_link_or_a_folder_is_refused(folder):
     chat(folder)
     (rows,) = (path for path in (folder / "cache" / "rows").iterdir() if path.is_dir())
     precious = folder / "precious"

@@ -41,7 +41,7 @@ def write(path, rows=ROWS):
 
 
 @pytest.mark.parametrize("suffix", [".json", ".jsonl", ".jsonl.gz", ".csv", ".tsv", ".parquet"])
-def test_a_file_of_any_kind(suffix, tmp_path):
+def test_file_is_read_by_its_suffix(suffix, tmp_path):
     path = str(write(tmp_path / f"mine{suffix}"))
     assert list(load_rows(path, split="train")) == ROWS
     assert list(load_rows("someone/on-the-hub", data_files=path, split="train")) == ROWS
@@ -49,28 +49,28 @@ def test_a_file_of_any_kind(suffix, tmp_path):
     assert list(load_rows(loader, data_files=[path], split="train")) == ROWS
 
 
-def test_splits_and_filters(tmp_path):
+def test_split_and_filter_select_rows(tmp_path):
     path = str(write(tmp_path / "mine.jsonl"))
-    other = str(write(tmp_path / "other.jsonl", ROWS[:2]))
+    test_path = str(write(tmp_path / "other.jsonl", ROWS[:2]))
     assert len(load_rows(path, split="train[:50%]")) == 3
-    assert list(load_rows("json", data_files={"train": path, "test": other}, split="test")) == ROWS[:2]
+    assert list(load_rows("json", data_files={"train": path, "test": test_path}, split="test")) == ROWS[:2]
     assert len(load_rows(path, split="train", filter_fn=lambda row: row["input"] != "red 3")) == 5
 
 
 def test_a_folder_of_save_to_disk_is_read(tmp_path):
     import datasets
 
-    one, two = str(tmp_path / "one"), str(tmp_path / "two")
-    datasets.Dataset.from_list(ROWS).save_to_disk(one)
-    assert list(load_rows(one, split="train")) == ROWS
-    assert list(load_rows(one, split="train[1:3]")) == ROWS[1:3]
-    assert [row.columns() for row in open_reader(one, split="train")[0].window(None, 9, None)[0]] == ROWS
+    dataset_folder, dict_folder = str(tmp_path / "one"), str(tmp_path / "two")
+    datasets.Dataset.from_list(ROWS).save_to_disk(dataset_folder)
+    assert list(load_rows(dataset_folder, split="train")) == ROWS
+    assert list(load_rows(dataset_folder, split="train[1:3]")) == ROWS[1:3]
+    assert [row.columns() for row in open_reader(dataset_folder, split="train")[0].window(None, 9, None)[0]] == ROWS
     parts = {"train": datasets.Dataset.from_list(ROWS), "held": datasets.Dataset.from_list(ROWS[:1])}
-    datasets.DatasetDict(parts).save_to_disk(two)
-    assert list(load_rows(two, split="held")) == ROWS[:1]
-    assert "has the splits train, held: set split to one" in refused(tmp_path, source=two, split="test")
-    assert "name does not go with" in refused(tmp_path, source=two, name="x")
-    assert RowSource(datasets.load_from_disk(one)).rows().to_list() == ROWS
+    datasets.DatasetDict(parts).save_to_disk(dict_folder)
+    assert list(load_rows(dict_folder, split="held")) == ROWS[:1]
+    assert "has the splits train, held: set split to one" in refused(tmp_path, source=dict_folder, split="test")
+    assert "name does not go with" in refused(tmp_path, source=dict_folder, name="x")
+    assert RowSource(datasets.load_from_disk(dataset_folder)).rows().to_list() == ROWS
 
 
 def test_files_of_a_hub_dataset_stay_its_files():
@@ -89,7 +89,7 @@ def refused(tmp_path, **settings):
     return message
 
 
-def test_a_missing_or_empty_file(tmp_path):
+def test_missing_or_empty_file_is_refused(tmp_path):
     assert "There is no data file" in refused(tmp_path, source=str(tmp_path / "no.jsonl"))
     assert "There is no data file" in refused(tmp_path, source="json", data_files=str(tmp_path / "no.jsonl"))
     assert "There is no data file" in refused(tmp_path, source="a/b", data_files=str(tmp_path / "no.jsonl"))
@@ -116,7 +116,7 @@ def test_a_loader_reads_a_folder(tmp_path):
     assert "There is no folder" in refused(tmp_path, source="parquet", data_dir=str(tmp_path / "none"))
 
 
-def test_what_the_datasets_package_refuses_is_said_once(tmp_path, caplog):
+def test_error_of_the_datasets_package_is_reported_once(tmp_path, caplog):
     path = tmp_path / "broken.parquet"
     path.write_bytes(b"PAR1")
     log = logging.getLogger("datasets")  # its messages do not reach the root
@@ -143,7 +143,7 @@ def test_a_broken_line_is_named_when_it_is_read(text, words, tmp_path):
             list(load_rows(str(path), split=split))
 
 
-def test_no_such_split(tmp_path):
+def test_unknown_split_is_refused_with_the_splits_of_the_file(tmp_path):
     message = refused(tmp_path, source=str(write(tmp_path / "mine.jsonl")), split="valid")
     assert "valid" in message
     assert "train" in message
@@ -159,7 +159,7 @@ def test_filter_that_leaves_no_rows_is_refused(tmp_path):
     assert "no rows" in refused(tmp_path, source=path, split="train[:0]")
 
 
-def test_without_a_split(tmp_path):
+def test_missing_split_is_refused_with_the_splits_of_the_file(tmp_path):
     path = str(write(tmp_path / "mine.jsonl"))
     assert "has the splits train" in refused(tmp_path, source=path, split=None)
     for setting in ({"streaming": True}, {"shuffle_buffer": 5}):
@@ -167,7 +167,7 @@ def test_without_a_split(tmp_path):
             RowSource(path, **setting)
 
 
-def test_the_hub_cannot_be_reached(tmp_path):
+def test_unreachable_hub_is_named(tmp_path):
     message = refused(tmp_path, source="someone/something")
     assert "someone/something" in message
     assert "hub" in message
@@ -213,7 +213,7 @@ def test_missing_path_is_refused_without_the_hub(settings, said, tmp_path, monke
     assert said in refused(tmp_path, **settings)
 
 
-def test_builders_take_a_path(tmp_path, tokenizer):
+def test_builders_read_a_path_as_source(tmp_path, tokenizer):
     path = str(write(tmp_path / "mine.jsonl"))
     assert len(instruct_dataset(tokenizer, source=path)) == 6
     with pytest.raises(DataError, match="conversation_style must be openai or sharegpt, not 'chatml'"):

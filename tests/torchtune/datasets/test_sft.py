@@ -72,7 +72,7 @@ def test_labels_are_shifted_once(tokenizer, tmp_path):
         dataset[1]
 
 
-def test_masking_strategies(tokenizer, tmp_path):
+def test_masking_strategy_selects_the_labels(tokenizer, tmp_path):
     path = str(write_lines(tmp_path / "a.jsonl", [openai("red", "blue", "one", "two")]))
     assert trained_text(tokenizer, chat(tokenizer, path, masking_strategy="train_on_last")[0]) == "two<|im_end|>"
     with pytest.raises(DataError, match="masking_strategy must be one of"):
@@ -80,7 +80,7 @@ def test_masking_strategies(tokenizer, tmp_path):
 
 
 @pytest.mark.parametrize(("value", "strategy"), [(True, "train_on_all"), (False, "train_on_assistant")])
-def test_train_on_input_still_works(tokenizer, tmp_path, value, strategy):
+def test_train_on_input_is_deprecated_and_equals_a_masking_strategy(tokenizer, tmp_path, value, strategy):
     path = str(write_lines(tmp_path / "a.jsonl", [openai("red", "blue")]))
     with pytest.warns(FutureWarning, match=f"masking_strategy='{strategy}'"):
         old = chat(tokenizer, path, train_on_input=value)
@@ -106,14 +106,14 @@ def test_rows_that_cannot_be_trained_on_are_named(tokenizer, tmp_path):
     assert "row 5: turn 1 is a second user turn in a row" in message
 
 
-def test_a_call_that_the_template_leaves_out(tokenizer, tmp_path):
+def test_tool_call_that_the_template_omits_is_refused(tokenizer, tmp_path):
     row = openai("red", "")
     row["messages"][1]["tool_calls"] = [{"type": "function", "function": {"name": "f", "arguments": {}}}]
     message = refused(chat, tokenizer, write_lines(tmp_path / "rows.jsonl", [openai("a", "b"), row]))
     assert "row 1: the chat template has no tool calls, but turn 1 has 1: set the tokenizer's chat_template" in message
 
 
-def test_texts_that_the_template_leaves_out_are_counted(tokenizer, tmp_path, caplog):
+def test_texts_that_the_template_omits_are_counted(tokenizer, tmp_path, caplog):
     """The template writes no reasoning; a count is of rows, also of those that an earlier run tokenized."""
     thoughtful = openai("red", "blue")
     thoughtful["messages"][1]["reasoning_content"] = "because"
@@ -132,7 +132,7 @@ def test_texts_that_the_template_leaves_out_are_counted(tokenizer, tmp_path, cap
     assert f"{path}, line 2: the chat template drops the reasoning" in caplog.text
 
 
-def test_a_pair_is_one_row_of_those_that_lose_a_text(tokenizer):
+def test_pair_that_loses_texts_is_counted_as_one_row(tokenizer):
     """Both sides of the pair lose their reasoning."""
     messages = {
         side: [
@@ -153,7 +153,7 @@ def test_a_pair_is_one_row_of_those_that_lose_a_text(tokenizer):
 
 
 @pytest.mark.parametrize("place", ["arguments", "tools"])
-def test_a_row_nested_deeply(tokenizer, tmp_path, place, request):
+def test_deeply_nested_row_is_refused(tokenizer, tmp_path, place, request):
     request.addfinalizer(partial(sys.setrecursionlimit, sys.getrecursionlimit()))
     sys.setrecursionlimit(1000)  # some libraries raise it for the whole process
     nested = "x"
@@ -183,7 +183,7 @@ def test_end_token_of_a_truncated_row_is_not_trained(tokenizer, tmp_path, caplog
     assert tokenizer.eos_id not in row["labels"]
 
 
-def test_arrays_hold_what_lists_do(tokenizer):
+def test_array_rows_equal_list_rows(tokenizer):
     """Rows that go to a file take another way; the text of the one is long, and spells a control token."""
     transform = SFTTransform(OpenAIToMessages(), tokenizer)
     for texts in (["red  sun", "blue one"], ["a", "b", "c\n d", "<|im_end|>"], ["red", "blue " * 300]):
@@ -192,14 +192,14 @@ def test_arrays_hold_what_lists_do(tokenizer):
         assert lists == {name: values.tolist() for name, values in arrays.items()}
 
 
-def test_a_tokenizer_derived_from_ours_is_asked(tokenizer_folder):
+def test_tokenize_messages_of_a_derived_tokenizer_is_called(tokenizer_folder):
     class Own(HuggingFaceModelTokenizer):
         def tokenize_messages(self, *args, **kwargs):
             tokens, mask = super().tokenize_messages(*args, **kwargs)
             return [5, *tokens], [True, *mask]
 
-    own = Own(str(tokenizer_folder / "tokenizer.json"))
-    data = SFTDataset(source=[openai("a", "b")], message_transform=OpenAIToMessages(), model_transform=own)
+    derived = Own(str(tokenizer_folder / "tokenizer.json"))
+    data = SFTDataset(source=[openai("a", "b")], message_transform=OpenAIToMessages(), model_transform=derived)
     assert data[0]["tokens"][0] == 5
 
 
@@ -224,7 +224,7 @@ def test_empty_cells_are_named(tokenizer, tmp_path):
     assert "row 1: column 'output' holds nothing, not a text" in message
 
 
-def test_turns_of_the_wrong_kind(tokenizer, tmp_path):
+def test_unknown_speaker_is_refused(tokenizer, tmp_path):
     sharegpt = {"conversations": [{"from": "human", "value": "a"}, {"from": "robot", "value": "b"}]}
     path = str(write_lines(tmp_path / "a.jsonl", [sharegpt]))
     assert "'robot' is not a speaker" in refused(slimorca_dataset, tokenizer, source=path)
@@ -236,7 +236,7 @@ def test_packing_needs_a_length(tokenizer_folder, tmp_path):
     assert "set the tokenizer's max_seq_len" in refused(chat, tokenizer, path, packed=True)
 
 
-def test_the_named_instruction_datasets(tokenizer, tmp_path):
+def test_named_instruction_datasets_read_their_columns(tokenizer, tmp_path):
     alpaca = str(write_lines(tmp_path / "a.jsonl", [{"instruction": "red", "input": "", "output": "blue"}]))
     tokenizer.max_seq_len = None
     assert "red" in trained_text(tokenizer, alpaca_dataset(tokenizer, source=alpaca)[0])
@@ -253,7 +253,7 @@ def test_the_named_instruction_datasets(tokenizer, tmp_path):
     assert tokenizer.decode(row["tokens"], False).startswith("<|im_start|>system\nnew<|im_end|>")
 
 
-def test_running_text(tokenizer, tmp_path):
+def test_text_completion_rows_are_cut_and_end_with_eos(tokenizer, tmp_path):
     path = str(write_lines(tmp_path / "a.jsonl", [{"text": "red blue one", "page": "a", "article": "b"}] * 3))
     row = text_completion_dataset(tokenizer, path)[0]
     assert row["tokens"] == [*tokenizer.encode("red blue one", False, False), tokenizer.eos_id]
@@ -267,7 +267,7 @@ def test_running_text(tokenizer, tmp_path):
 
 
 @pytest.mark.parametrize(("adds_bos", "first"), [(None, []), (False, []), (True, [1])])
-def test_running_text_is_text(tokenizer_folder, tmp_path, adds_bos, first):
+def test_text_completion_encodes_no_control_tokens(tokenizer_folder, tmp_path, adds_bos, first):
     """No chat header in front unless the checkpoint asks for one, no control token out of a document's text."""
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(tokenizer_folder / name, tmp_path)
@@ -286,7 +286,7 @@ def test_running_text_is_text(tokenizer_folder, tmp_path, adds_bos, first):
     assert [token for token in parsed if token in (0, 2)] == [2, 0, 2]
 
 
-def test_preference_data(tokenizer, tmp_path):
+def test_preference_builders_give_the_same_pairs(tokenizer, tmp_path):
     pair = {"chosen": openai("a", "good")["messages"], "rejected": openai("a", "bad one")["messages"]}
     stack = {"question": "a", "response_j": "good", "response_k": "bad one"}
     path = str(write_lines(tmp_path / "a.jsonl", [{**pair, **stack}] * 2))
@@ -304,7 +304,10 @@ def test_preference_data(tokenizer, tmp_path):
     message = refused(preference_dataset, tokenizer, source=str(write_lines(tmp_path / "b.jsonl", [pair, long])))
     assert "row 1: no label is left in the chosen answer within max_seq_len=" in message
     assert "the prompt is too long" in message
-    turns = [{**pair, side: pair[side][1:], "prompt": prompt} for side in pair for prompt in ("a", pair[side][:1])]
+    turns = []
+    for side in pair:
+        for prompt in ("a", pair[side][:1]):  # the prompt as a text or as turns
+            turns.append({**pair, side: pair[side][1:], "prompt": prompt})
     texts = [{"chosen": "good", "rejected": "bad one", "prompt": "a"}, {"yes": "good", "no": "bad one", "ask": "a"}]
     for row in (*turns, texts[0]):
         assert preference_dataset(tokenizer, source=[row])[0] == expected
@@ -323,7 +326,7 @@ def test_pairs_that_teach_nothing_are_named_or_left_out(tokenizer, caplog):
         {"prompt": "a", "chosen": "d", "rejected": "e " * 300},
         {"prompt": "a", "chosen": "b", "rejected": [{"role": "user", "content": "a"}]},
     ]
-    said = refused(preference_dataset, tokenizer, source=rows)
+    message = refused(preference_dataset, tokenizer, source=rows)
     for words in (
         "row 1: both answers are the same",
         "row 2: the chosen answer is empty",
@@ -332,51 +335,51 @@ def test_pairs_that_teach_nothing_are_named_or_left_out(tokenizer, caplog):
         "row 6: the rejected answer is missing",
         "leave them out with on_bad_row=skip",
     ):
-        assert words in said
-    kept = preference_dataset(tokenizer, source=rows, on_bad_row="skip")
-    assert [kept.origins(index)[0]["row"] for index in range(len(kept))] == [0, 5]
+        assert words in message
+    remaining = preference_dataset(tokenizer, source=rows, on_bad_row="skip")
+    assert [remaining.origins(index)[0]["row"] for index in range(len(remaining))] == [0, 5]
     assert "5 of 7 rows of" in caplog.text
     assert "are left out (row 1: both answers are the same" in caplog.text
     assert "1 of 2 rows of" in caplog.text
     assert "no row is left" in refused(preference_dataset, tokenizer, source=rows[1:4], on_bad_row="skip")
 
 
-def test_labelled_answers(tokenizer):
+def test_kto_rows_have_the_tokens_of_pairs(tokenizer):
     rows = [
         {"prompt": "a", "completion": "good", "label": True},
         {"prompt": [{"role": "user", "content": "a"}], "completion": "bad one", "label": False},
         {"completion": openai("a", "good")["messages"], "label": 1},
     ]
-    found = kto_dataset(tokenizer, source=rows)
-    assert [found[index]["is_chosen"] for index in range(3)] == [True, False, True]
+    dataset = kto_dataset(tokenizer, source=rows)
+    assert [dataset[index]["is_chosen"] for index in range(3)] == [True, False, True]
     pair = preference_dataset(tokenizer, source=[{"prompt": "a", "chosen": "good", "rejected": "bad one"}])[0]
     sides = ("chosen", "rejected", "chosen")
     for index, side in enumerate(sides):
-        assert found[index]["tokens"] == pair[f"{side}_input_ids"]
-        assert found[index]["labels"] == pair[f"{side}_labels"]
-    assert found.fingerprint != kto_dataset(tokenizer, source=[{**rows[0], "label": False}, *rows[1:]]).fingerprint
+        assert dataset[index]["tokens"] == pair[f"{side}_input_ids"]
+        assert dataset[index]["labels"] == pair[f"{side}_labels"]
+    assert dataset.fingerprint != kto_dataset(tokenizer, source=[{**rows[0], "label": False}, *rows[1:]]).fingerprint
     assert "no answer that is labeled bad" in refused(kto_dataset, tokenizer, source=rows[::2])
     assert "column 'label' is 'yes'" in refused(kto_dataset, tokenizer, source=[{**rows[0], "label": "yes"}])
     assert "the answer is empty" in refused(kto_dataset, tokenizer, source=[{**rows[0], "completion": ""}])
 
 
-def test_several_datasets_in_a_row(tokenizer, tmp_path):
+def test_list_of_datasets_is_concatenated(tokenizer, tmp_path):
     path = str(write_lines(tmp_path / "a.jsonl", [openai("a", "b"), openai("c", "d")]))
-    one = {**CHATS, "source": path}
-    both = instantiate_dataset([one, one], tokenizer)
+    node = {**CHATS, "source": path}
+    both = instantiate_dataset([node, node], tokenizer)
     assert isinstance(both, ConcatDataset)
     assert [both[i] for i in range(4)] == [both[i] for i in (0, 1, 0, 1)]
     assert both[-1] == both[1]
-    assert len(instantiate_dataset(one, tokenizer)) == 2
+    assert len(instantiate_dataset(node, tokenizer)) == 2
     with pytest.raises(DataError, match="streaming=True: leave streaming out"):
-        instantiate_dataset([one, {**one, "streaming": True}], tokenizer)
+        instantiate_dataset([node, {**node, "streaming": True}], tokenizer)
     with pytest.raises(DataError, match="cannot be mixed"):
-        instantiate_dataset([one, {**one, "packed": True}], tokenizer)
-    packs = instantiate_dataset([{**one, "packed": True}] * 2, tokenizer)
+        instantiate_dataset([node, {**node, "packed": True}], tokenizer)
+    packs = instantiate_dataset([{**node, "packed": True}] * 2, tokenizer)
     assert isinstance(packs[0], list)
 
 
-def test_collation_by_name(tokenizer):
+def test_collate_function_is_found_by_name(tokenizer):
     assert instantiate_collate("torchtune.data.collate_documents", tokenizer) is collate_documents
     pad = instantiate_collate("torchtune.data.padded_collate_sft", tokenizer)
     rows = [{"tokens": [5, 6], "labels": [6, IGNORE]}, {"tokens": [5], "labels": [IGNORE]}]
@@ -402,9 +405,9 @@ SHAREGPT_ROW = {"talk": [{"from": "human", "value": "the cat"}, {"from": "gpt", 
 def test_chats_are_read_without_settings(tokenizer, row):
     (name,) = row
     style = "openai" if row is OPENAI_ROW else "sharegpt"
-    told = chat_dataset(tokenizer, source=[row], conversation_column=name, conversation_style=style)
+    with_settings = chat_dataset(tokenizer, source=[row], conversation_column=name, conversation_style=style)
     for settings in ({}, {"conversation_column": name}, {"conversation_style": style}):
-        assert chat_dataset(tokenizer, source=[{"id": 1, **row}], **settings)[0] == told[0]
+        assert chat_dataset(tokenizer, source=[{"id": 1, **row}], **settings)[0] == with_settings[0]
 
 
 def test_chats_that_can_be_read_in_two_ways_are_refused(tokenizer):

@@ -47,8 +47,8 @@ def test_datasets_that_cannot_be_compared_give_none():
         num_images = 3
 
     rows = make_rows((1, 2))
-    for other in (Stream(rows), Pictures(rows), make_rows((1,)) * 20_001):
-        assert count_shared_rows(rows, other) is None
+    for dataset in (Stream(rows), Pictures(rows), make_rows((1,)) * 20_001):
+        assert count_shared_rows(rows, dataset) is None
 
 
 def test_digests_of_stored_rows_are_those_of_the_rows():

@@ -71,36 +71,42 @@ def stream(folder, how):
 
 @given(how=STREAMS, index=st.integers(0, 60), skipped=st.integers(0, 40))
 @QUICK
-def test_a_stream_goes_on_where_it_was(tmp_path, how, index, skipped):
-    one, other = stream(tmp_path, how), stream(tmp_path, how)
-    for each in (one, other):
-        each.begin(3, shuffle=how["shuffle"])
-    whole = [one[i] for i in range(index + 50)]
-    state = json.loads(json.dumps(one.state_at(index)))
-    other.go_to(state)
+def test_stream_resumes_at_its_position(tmp_path, how, index, skipped):
+    uninterrupted = stream(tmp_path, how)
+    resumed = stream(tmp_path, how)
+    uninterrupted.begin(3, shuffle=how["shuffle"])
+    resumed.begin(3, shuffle=how["shuffle"])
+    examples = [uninterrupted[i] for i in range(index + 50)]
+    state = json.loads(json.dumps(uninterrupted.state_at(index)))
+    resumed.go_to(state)
     first = index + skipped if skipped < 50 else index
-    assert list(map(ids, (other[i] for i in range(first, index + 50)))) == list(map(ids, whole[first:]))
+    assert [ids(resumed[i]) for i in range(first, index + 50)] == [ids(example) for example in examples[first:]]
     assert state["position"] is None or state["position"][1] >= 0
-    lines = [(origin["source"], origin["line"]) for origin in one.origins(index + 49)]
+    lines = [(origin["source"], origin["line"]) for origin in uninterrupted.origins(index + 49)]
     read = [json.loads(Path(path).read_text().splitlines()[line - 1])["id"] for path, line in lines]
-    assert set(read) == set(ids(whole[-1]))
+    assert set(read) == set(ids(examples[-1]))
 
 
 @given(how=STREAMS)
 @QUICK
-def test_a_pass_has_every_row_once(tmp_path, how):
+def test_pass_over_a_stream_has_every_row_once(tmp_path, how):
     of = stream(tmp_path, how)
     of.begin(1, shuffle=how["shuffle"])
-    expected = [i for i in range(sum(how["sizes"])) for _ in range(1 + i % 7) if not (how["filtered"] and i % 3 == 1)]
+    expected = []
+    for i in range(sum(how["sizes"])):
+        if not (how["filtered"] and i % 3 == 1):
+            expected += [i] * (1 + i % 7)  # a row of as many tokens
     for passes in range(2):
         while of._starts[-1].passes <= passes:
             of[of._starts[-1].example]
         starts = [start.example for start in of._starts if start.passes == passes]
         end = next(start.example for start in of._starts if start.passes > passes)
-        found = [token for i in range(starts[0], end) for token in ids(of[i])]
-        assert sorted(found) == expected
+        tokens = []
+        for i in range(starts[0], end):
+            tokens += ids(of[i])
+        assert sorted(tokens) == expected
         if not how["shuffle"] and not how["packs"]:
-            assert found == expected
+            assert tokens == expected
 
 
 @given(how=STREAMS, world=st.sampled_from([2, 4]), taken=st.integers(0, 5))
@@ -112,16 +118,22 @@ def test_any_number_of_processes_see_the_same_steps(tmp_path, how, world, taken)
         return BatchLoader(stream(tmp_path, how), rank=rank, world_size=size, shuffle=shuffle, **few)
 
     alone = loader(0, 1)
-    whole = [[ids(example) for batch in step for example in batch] for _ in range(2) for step in alone]
+    steps_of_one = [[ids(example) for batch in step for example in batch] for _ in range(2) for step in alone]
     first = loader(0, world)
     for _ in itertools.islice(itertools.chain(first, first), taken):
         pass
     ranks = [loader(rank, world) for rank in range(world)]
-    for one in ranks:
-        one.load_state_dict(json.loads(json.dumps(first.state_dict())))
-    for number, expected in enumerate(whole[taken:], taken):
-        steps = [next(iter(one)) if not (number % 4 == 0 and one.at_epoch_end) else next(_after(one)) for one in ranks]
-        assert [ids(example) for step in steps for batch in step for example in batch] == expected
+    for rank_loader in ranks:
+        rank_loader.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    for number, expected in enumerate(steps_of_one[taken:], taken):
+        examples = []
+        for rank_loader in ranks:
+            if number % 4 == 0 and rank_loader.at_epoch_end:
+                step = next(_after(rank_loader))
+            else:
+                step = next(iter(rank_loader))
+            examples += [ids(example) for example in itertools.chain(*step)]
+        assert examples == expected
 
 
 def _after(loader):
@@ -145,13 +157,13 @@ def test_tables_are_read_from_any_position(tmp_path, kind, buffer):
         how = {"data_files": paths, "limit": None, "shuffle_buffer": buffer}
         return StreamedDataset(lambda row: {"tokens": [int(row["id"])], "labels": [int(row["id"])]}, kind, **how)
 
-    whole = stream()
-    assert [ids(whole[index])[0] for index in range(36)] == [*range(18)] * 2
-    place = {"row": 2} if kind == "parquet" else {"line": 3}  # behind the header
-    assert whole.origins(8) == [{"source": paths[1], **place}]
+    complete = stream()
+    assert [ids(complete[index])[0] for index in range(36)] == [*range(18)] * 2
+    position = {"row": 2} if kind == "parquet" else {"line": 3}  # behind the header
+    assert complete.origins(8) == [{"source": paths[1], **position}]
     for index in range(20):
         resumed = stream()
-        resumed.go_to(json.loads(json.dumps(whole.state_at(index))))
+        resumed.go_to(json.loads(json.dumps(complete.state_at(index))))
         assert ids(resumed[index]) == [index % 18]
     gc.collect()
 
@@ -206,7 +218,8 @@ def test_error_while_streaming_names_file_and_line(tmp_path):
 
 
 def test_rows_that_are_left_out_are_listed(tmp_path, tokenizer):
-    path, out = tmp_path / "chats.jsonl", tmp_path / "out"
+    path = tmp_path / "chats.jsonl"
+    out = tmp_path / "out"
     rows = [{"input": "the cat", "output": "a bird"}, {"input": "the cat"}, {"input": "a dog", "output": "one cat"}]
     write_lines(path, rows)
     settings = {"source": str(path), "on_bad_row": "skip"}
@@ -222,10 +235,10 @@ def test_rows_that_are_left_out_are_listed(tmp_path, tokenizer):
         assert streamed.origins(0) == [{"source": str(path), "line": line} for line in (1, 3)]
     finally:
         close_run_logger()
-    found = read_lines(out / "skipped_rows.jsonl")
-    assert [(row.get("row"), row.get("line")) for row in found] == [(1, None), (None, 2), (None, 4)]
-    assert "there is no column 'output'" in found[0]["reason"]
-    assert "Expecting property name" in found[2]["reason"]
+    skipped = read_lines(out / "skipped_rows.jsonl")
+    assert [(row.get("row"), row.get("line")) for row in skipped] == [(1, None), (None, 2), (None, 4)]
+    assert "there is no column 'output'" in skipped[0]["reason"]
+    assert "Expecting property name" in skipped[2]["reason"]
     with pytest.raises(DataError, match=r"row 1: .*leave them out with on_bad_row=skip"):
         instruct_dataset(tokenizer, source=rows)
     with pytest.raises(DataError, match="no row is left"):
@@ -266,22 +279,23 @@ def test_a_mixture_with_a_stream_is_in_proportion_and_goes_on(tmp_path, how, wei
 
     def mixture():
         parts = {"stream": stream(tmp_path, how), "mapped": mapped}
-        of = mixed_dataset(None, datasets=parts, weights=dict(zip(parts, weights, strict=True)))
-        of.begin(4, shuffle=how["shuffle"])
-        return of
+        dataset = mixed_dataset(None, datasets=parts, weights=dict(zip(parts, weights, strict=True)))
+        dataset.begin(4, shuffle=how["shuffle"])
+        return dataset
 
-    one, other = mixture(), mixture()
-    whole = [one[i] for i in range(index + 20)]
-    for i in range(0, len(whole), 37):
-        found = sum(int(example["source"]) for example in whole[:i])
-        assert abs(found - i * weights[1] / sum(weights)) <= 3
+    uninterrupted = mixture()
+    resumed = mixture()
+    examples = [uninterrupted[i] for i in range(index + 20)]
+    for i in range(0, len(examples), 37):
+        count = sum(int(example["source"]) for example in examples[:i])
+        assert abs(count - i * weights[1] / sum(weights)) <= 3
     times = [0] * size
-    for example in whole:
+    for example in examples:
         if example["source"] == 1:
             times[example["tokens"][0] - 1000] += 1
     assert max(times) - min(times) <= 1
-    other.go_to(json.loads(json.dumps(one.state_at(index))))
-    assert [other[i] for i in range(index, index + 20)] == whole[index:]
+    resumed.go_to(json.loads(json.dumps(uninterrupted.state_at(index))))
+    assert [resumed[i] for i in range(index, index + 20)] == examples[index:]
 
 
 def test_a_row_may_fill_a_pack_but_not_exceed_it(tmp_path):

@@ -56,12 +56,12 @@ def in_memory(kind):
 @pytest.mark.parametrize("kind", ["list", "tuple", "generator", "sequence", "table", "tables"])
 def test_rows_in_memory_are_those_of_a_file(kind, tokenizer, tmp_path):
     path = str(write_lines(tmp_path / "a.jsonl", ROWS))
-    expected, found = (instruct_dataset(tokenizer, source=source) for source in (path, in_memory(kind)[kind]))
-    assert [found[i] for i in range(5)] == [expected[i] for i in range(5)]
+    expected, from_memory = (instruct_dataset(tokenizer, source=source) for source in (path, in_memory(kind)[kind]))
+    assert [from_memory[i] for i in range(5)] == [expected[i] for i in range(5)]
     assert text_completion_dataset(tokenizer, in_memory(kind)[kind])[4]["tokens"][-1] == tokenizer.eos_id
-    some = instruct_dataset(tokenizer, source=in_memory(kind)[kind], filter_fn=lambda row: row["input"] != "red 0")
-    assert some[0] == expected[1]
-    assert len(some) == 4
+    filtered = instruct_dataset(tokenizer, source=in_memory(kind)[kind], filter_fn=lambda row: row["input"] != "red 0")
+    assert filtered[0] == expected[1]
+    assert len(filtered) == 4
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_turns_as_mappings_are_messages(tokenizer):
         tokenizer("red")
     with pytest.raises(DataError, match="conversation must be a list of turns, not str"):
         tokenizer.tokenize_messages("red")
-    for turn, said in (
+    for turn, pattern in (
         ("red", "a turn must have 'role' and 'content', not str"),
         ({"from": "human"}, r"not \['from'\]"),
         ({"role": "robot", "content": "a"}, "'robot' is not a role"),
@@ -107,7 +107,7 @@ def test_turns_as_mappings_are_messages(tokenizer):
         ({"role": "user", "content": 3}, "must be a text or a list, not int"),
         ({"role": "user", "content": [{"type": "video"}]}, "type 'video'"),
     ):
-        with pytest.raises(DataError, match=said):
+        with pytest.raises(DataError, match=pattern):
             tokenizer.tokenize_messages([turn])
 
 
@@ -201,10 +201,10 @@ def test_examples_of_a_users_dataset_are_checked(row, said, tokenizer):
 def test_a_tokenizer_of_transformers_is_refused(tokenizer_folder):
     from transformers import PreTrainedTokenizerFast
 
-    theirs = PreTrainedTokenizerFast(tokenizer_file=str(tokenizer_folder / "tokenizer.json"))
+    hf_tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(tokenizer_folder / "tokenizer.json"))
     for build in (instruct_dataset, text_completion_dataset, preference_dataset, kto_dataset, prompt_dataset):
         with pytest.raises(DataError, match=r"hf_tokenizer\(folder\), which reads the same files"):
-            build(theirs, source=[{"input": "red", "output": "blue"}])
+            build(hf_tokenizer, source=[{"input": "red", "output": "blue"}])
 
 
 def test_a_dataset_goes_to_workers_that_are_spawned(tokenizer):

@@ -71,11 +71,13 @@ def measure(name: str, folder: Path, *, fake: bool) -> dict[str, Any]:
     config = write_config(recipe, folder, folder / "never", **settings)
     observer = Observer(fake=fake)
     simulate(main, load_and_check(config, [], main), processes, observer=observer, steps=2)
-    flops, traffic = {}, {}
+    flops = {}
+    traffic = {}
     for (step, phase), work in observer.work.items():
         key = f"{step} {phase}"
         flops[key] = sum(work.flops.values())
-        sent, sizes = work.collectives + work.waiting, work.sent + work.awaited
+        sent = work.collectives + work.waiting
+        sizes = work.sent + work.awaited
         kinds = [item for item in sent if item[0] != "broadcast"]
         traffic[key] = sorted([kind, list(ranks), sent[kind, ranks], sizes[kind, ranks]] for kind, ranks in kinds)
     peaks = {phase: peak.total for phase, peak in highest_by_phase(observer.ledger.peaks()).items()}
@@ -86,14 +88,17 @@ def main(folder: Path) -> None:
     """Be one rank of every case of ``names.json`` of so many; rank 0 writes what it counted."""
     import torch.distributed as dist
 
-    rank, processes = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    own = folder / f"rank_{rank}_of_{processes}"  # ranks write their configs, and must not read half of another's
-    own.mkdir()
-    prepare(own)
+    rank = int(os.environ["RANK"])
+    processes = int(os.environ["WORLD_SIZE"])
+    rank_folder = (
+        folder / f"rank_{rank}_of_{processes}"
+    )  # ranks write their configs, and must not read half of another's
+    rank_folder.mkdir()
+    prepare(rank_folder)
     os.environ.update(MASTER_ADDR="-", MASTER_PORT="0")
-    found = {}
+    measured = {}
     for name in [name for name in json.loads((folder / "names.json").read_text()) if CASES[name][0] == processes]:
         dist.init_process_group("gloo", f"file://{folder}/{processes} {name}", rank=rank, world_size=processes)
-        found[name] = measure(name, own, fake=False)
+        measured[name] = measure(name, rank_folder, fake=False)
     if rank == 0:
-        (folder / f"measured_{processes}.json").write_text(json.dumps(found))
+        (folder / f"measured_{processes}.json").write_text(json.dumps(measured))

@@ -32,7 +32,7 @@ def settings(name: str, folder: Path, *overrides: str, **changes: Any) -> Any:
 
 
 @pytest.mark.parametrize(("name", "processes"), [(LORA, 1), (DISTRIBUTED, 4)])
-def test_a_run_that_can_start(name, processes, folder):
+def test_run_that_can_start_has_no_problem(name, processes, folder):
     cfg = settings(name, folder)
     before = set(folder.rglob("*"))
     assert find_problems(cfg, processes, thorough=True) == []
@@ -73,7 +73,7 @@ def test_the_optimizer_of_each_group_is_tried(optimizer, said, folder):
         ),
     ],
 )
-def test_each_reason_is_found_alone(override, said, folder):
+def test_each_problem_is_found_alone(override, said, folder):
     (problem,) = find_problems(settings(LORA, folder, override), thorough=True)
     assert said in problem
     assert "\n" not in problem
@@ -97,7 +97,7 @@ INT8 = {"_component_": "torchtune.training.quantization.Int8WeightOnlyQuantizer"
         (DISTRIBUTED, {"model": {"_component_": "torchtune.models.llama3_2.llama3_2_1b"}}, 1, "checkpoint has 4 heads"),
     ],
 )
-def test_settings_that_do_not_fit(name, changes, processes, said, folder):
+def test_settings_that_exclude_each_other_are_found(name, changes, processes, said, folder):
     (problem,) = find_problems(settings(name, folder, **changes), processes)
     assert said in problem
 
@@ -108,11 +108,11 @@ def test_an_adapter_that_would_not_be_saved_or_is_not_there(folder):
     assert "is trained, but checkpoints would hold the base weights alone" in problem
     (problem,) = find_problems(settings(LORA, folder, model_converters=[]))
     assert "it has no adapters to train" in problem
-    own = load_recipe(
+    copied_recipe = load_recipe(
         DISTRIBUTED, folder, {"recipe_main(cfg: Settings) -> int:\n": "recipe_main(cfg: Settings) -> int:\n\n"}
     )
     path = write_config(DISTRIBUTED, folder, folder / "new_run", model_converters=converters)
-    assert find_problems(load_and_check(path, [], own.recipe_main)) == [], "a copy may save it"
+    assert find_problems(load_and_check(path, [], copied_recipe.recipe_main)) == [], "a copy may save it"
 
 
 def test_settings_that_a_resume_cannot_change(folder, tmp_path):
@@ -124,20 +124,20 @@ def test_settings_that_a_resume_cannot_change(folder, tmp_path):
     assert "optimizer.lr was 0.01 and is 0.0005 now" in problem
 
 
-def test_all_reasons_are_said_at_once(folder):
+def test_all_problems_are_reported_at_once(folder):
     overrides = ("checkpointer.checkpoint_dir=/nope", "dataset.data_files=/nope.jsonl", "output_dir=/dev/null/run")
     with pytest.raises(RunError, match="the run cannot start, for 3 reasons:") as caught:
         check_run(settings(LORA, folder, *overrides))
     assert len(caught.value.problems) == 3
 
 
-def test_an_output_folder_that_holds_a_run(folder, tmp_path):
+def test_output_folder_with_a_run_is_found(folder, tmp_path):
     (tmp_path / "epoch_0").mkdir()
     (problem,) = find_problems(settings(LORA, folder, f"output_dir={tmp_path}"))
     assert "already holds a run (epoch_0)" in problem
 
 
-def test_layers_that_cannot_be_divided(folder):
+def test_indivisible_layers_are_found(folder):
     model = {"_component_": "torchtune.models.llama3_2.llama3_2", **MODEL, "vocab_size": 1023}
     problems = find_problems(settings(DISTRIBUTED, folder, model=model, tensor_parallel_dim=2), 2)
     assert any("2 does not divide the size 1023 of tok_embeddings" in problem for problem in problems)
@@ -172,13 +172,14 @@ def test_a_device_by_a_wrong_name_is_a_mistake_of_the_config(folder):
 
 
 @pytest.mark.parametrize("count", [24, 61])
-def test_rows_tokens_and_steps(count, folder, tmp_path):
+def test_planned_rows_tokens_and_steps_are_those_of_the_data(count, folder, tmp_path):
     data = write_conversations(tmp_path / "data.jsonl", count, seed=count)
     changes = {"dataset__data_files": str(data), "gradient_accumulation_steps": 2, "epochs": 3}
     cfg = settings(DISTRIBUTED, folder, **changes)
     exact = dict(plan_data(cfg, processes=2))
     built = datasets.instantiate_dataset(cfg.dataset, config.instantiate(cfg.tokenizer))
-    tokens, per_epoch = sum(len(row["tokens"]) for row in built), -(-count // 8)
+    tokens = sum(len(row["tokens"]) for row in built)
+    per_epoch = -(-count // 8)
     assert exact["data"] == f"{count} rows, {tokens:,} tokens, all tokenized to count them"
     assert exact["batch"].startswith("8 rows a step = 2 (batch_size) x 2 (accumulation) x 2 (data-parallel ranks)")
     assert exact["steps"] == f"{3 * per_epoch} = 3 epochs of {per_epoch}"
@@ -187,8 +188,8 @@ def test_rows_tokens_and_steps(count, folder, tmp_path):
     remark = "tokens, estimated from the first 12 rows of each source; the run checks all rows before its first step"
     assert estimated["data"].endswith(remark)
     assert estimated["steps"] == f"about {exact['steps']}"
-    first = [sum(len(row["tokens"]) for row in (built[i] for i in range(12)))]
-    assert f"{round(first[0] * count / 12):,} tokens" in estimated["data"]
+    sample_tokens = sum(len(built[index]["tokens"]) for index in range(12))
+    assert f"{round(sample_tokens * count / 12):,} tokens" in estimated["data"]
 
 
 def test_rows_that_cannot_be_trained_on_are_named(folder, tmp_path):
@@ -249,7 +250,7 @@ def test_data_of_the_hub_are_not_fetched(folder):
     assert lines["steps"] == "unknown until the data are read"
 
 
-def test_the_plan_of_a_run(folder):
+def test_plan_shows_mesh_conversions_and_tokens(folder):
     cfg = settings(LORA, folder, "tokenizer.max_seq_len=64")
     text = plan_run(cfg)
     assert "mesh        1 process, device cpu\n" in text

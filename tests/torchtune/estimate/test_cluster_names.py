@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from torchtune._cli._dry_run import simulate_run
 from torchtune._cli._find_recipe import recipe_named_by, resolve_config
+from torchtune._cli.estimate import simulate_run
 from torchtune.estimate import parse_cluster, parse_memory
 from torchtune.estimate._fit import Candidate, Search, candidates
 from torchtune.estimate._ledger import Ledger, highest_by_phase
@@ -14,7 +14,7 @@ from torchtune.estimate._torch_private import FakeTensorMode
 from torchtune.utils import UserError
 
 
-def test_a_cluster_by_name():
+def test_cluster_and_memory_texts_are_parsed():
     number, device = parse_cluster("64xH100")
     assert (number, device.name, device.bf16) == (64, "H100", 989.4e12)
     assert parse_cluster("rtx-4090")[1] is parse_cluster("4090")[1]
@@ -31,22 +31,22 @@ def test_a_cluster_by_name():
         ("llama3_1/8B_full", "6xH100", ["tensor_parallel_dim=4"], "6 processes cannot be divided"),
     ],
 )
-def test_a_mistake_is_one_sentence(config, cluster, overrides, said):
+def test_invalid_simulation_is_refused(config, cluster, overrides, said):
     path = resolve_config(config)
     with pytest.raises(UserError, match=said):
         simulate_run(recipe_named_by(path), path, overrides, cluster, None)
 
 
-def test_a_peak_has_what_lives_then():
+def test_peak_memory_counts_live_tensors():
     ledger = Ledger()
-    kept = torch.empty(1024)  # 4 KiB
-    ledger.add(kept.untyped_storage(), "parameters", "kept", "here")
+    parameter = torch.empty(1024)  # 4 KiB
+    ledger.add(parameter.untyped_storage(), "parameters", "kept", "here")
     ledger.enter("forward")
-    gone = torch.empty(2048)
-    ledger.add(gone.untyped_storage(), "activations", "gone", "here")
-    del gone
-    late = torch.empty(1)
-    ledger.add(late.untyped_storage(), "activations", "late", "here")
+    freed_activation = torch.empty(2048)
+    ledger.add(freed_activation.untyped_storage(), "activations", "gone", "here")
+    del freed_activation
+    late_activation = torch.empty(1)
+    ledger.add(late_activation.untyped_storage(), "activations", "late", "here")
     peaks = highest_by_phase(ledger.peaks())
     assert peaks["set-up"].total == 4096
     assert peaks["forward"].total == 4096 + 8192
@@ -55,18 +55,18 @@ def test_a_peak_has_what_lives_then():
 
 
 def test_candidates_keep_the_rows_of_a_step():
-    found = list(candidates({"batch_size": 4, "gradient_accumulation_steps": 2}, 1))
-    assert found[0] == ("batch_size=8", "gradient_accumulation_steps=1")
-    assert () in found
-    rows = [dict(text.split("=") for text in overrides) for overrides in found]
+    candidate_overrides = list(candidates({"batch_size": 4, "gradient_accumulation_steps": 2}, 1))
+    assert candidate_overrides[0] == ("batch_size=8", "gradient_accumulation_steps=1")
+    assert () in candidate_overrides
+    rows = [dict(text.split("=") for text in overrides) for overrides in candidate_overrides]
     products = {int(row.get("batch_size", 4)) * int(row.get("gradient_accumulation_steps", 2)) for row in rows}
     assert products == {8}
 
 
-def test_experts_are_shared_out_where_there_are_some():
-    given = {"expert_parallel_dim": 1, "tensor_parallel_dim": 1}
-    assert list(candidates(given, 4)) == [()]
-    assert list(candidates(given, 4, experts=True)) == [(), ("expert_parallel_dim=2",), ("expert_parallel_dim=4",)]
+def test_expert_parallelism_is_tried_only_with_experts():
+    settings = {"expert_parallel_dim": 1, "tensor_parallel_dim": 1}
+    assert list(candidates(settings, 4)) == [()]
+    assert list(candidates(settings, 4, experts=True)) == [(), ("expert_parallel_dim=2",), ("expert_parallel_dim=4",)]
 
 
 RECOMPUTE, OFFLOAD = "enable_activation_checkpointing=True", "enable_activation_offloading=True"
@@ -98,13 +98,13 @@ def test_the_fastest_is_found_whatever_a_lever_costs_on_a_device(seconds, limit,
         slower = {**seconds, "batch_size=2": -0.05}
         return Candidate(overrides, size(overrides), 1 + sum(slower.get(text, 0) for text in overrides))
 
-    told: list[str] = []
-    search = Search(settings, 1, limit, size, take, told.append)
-    found = search.fitting(last=False)
+    messages: list[str] = []
+    search = Search(settings, 1, limit, size, take, messages.append)
+    fitting = search.fitting(last=False)
     everything = [take(overrides) for overrides in candidates(settings, 1)]
-    assert found[0] == min((one for one in everything if one.peak <= limit), key=lambda one: one.seconds)
-    assert found[0].overrides == wanted
-    assert len(told) <= len(everything)
+    assert fitting[0] == min((one for one in everything if one.peak <= limit), key=lambda one: one.seconds)
+    assert fitting[0].overrides == wanted
+    assert len(messages) <= len(everything)
 
 
 def test_products_in_float8_take_half_the_time_of_bf16():
@@ -112,12 +112,12 @@ def test_products_in_float8_take_half_the_time_of_bf16():
     for dtype in (torch.float8_e4m3fn, torch.bfloat16):
         with FakeTensorMode():
             left, right = torch.empty(4096, 4096, dtype=dtype), torch.empty(4096, 4096, dtype=dtype).t()
-            one = torch.ones(())
+            scale = torch.ones(())
             with Observer() as observer:
                 if dtype is torch.bfloat16:
                     torch.mm(left, right)
                 else:
-                    torch._scaled_mm(left, right, one, one, out_dtype=torch.bfloat16)
+                    torch._scaled_mm(left, right, scale, scale, out_dtype=torch.bfloat16)
         (work,) = observer.work.values()
         assert work.flops == {dtype: 2 * 4096**3}
         for name in ("H100", "A100"):

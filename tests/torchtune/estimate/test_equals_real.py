@@ -29,7 +29,7 @@ def measure_processes(folder: Path, names: list[str]) -> dict[str, Any]:
     for processes in {CASES[name][0] for name in names} - {1}:
         launch("estimate.measured", processes, folder)
     return {
-        name: found for path in folder.glob("measured_*.json") for name, found in json.loads(path.read_text()).items()
+        name: result for path in folder.glob("measured_*.json") for name, result in json.loads(path.read_text()).items()
     }
 
 
@@ -43,20 +43,20 @@ def check(found: dict[str, Any], wanted: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case[0] == 1])
-def test_one_process(name, folder):
+def test_simulated_memory_of_one_process_equals_a_real_run(name, folder):
     check(measure(name, folder, fake=True), measure(name, folder, fake=False))
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case[0] > 1])
-def test_several_processes(name, folder, tmp_path, real):
-    found = measure(name, folder, fake=True)
+def test_simulated_memory_and_traffic_of_processes_equal_a_real_run(name, folder, tmp_path, real):
+    simulated = measure(name, folder, fake=True)
     try:
-        check(found, real[name])
+        check(simulated, real[name])
     except AssertionError:  # gloo's threads let go of a buffer when they come to it: late where a machine is busy
-        check(found, measure_processes(tmp_path, [name])[name])
-    assert any(found["traffic"].values())
+        check(simulated, measure_processes(tmp_path, [name])[name])
+    assert any(simulated["traffic"].values())
 
 
-def test_nothing_is_written(folder):
+def test_simulation_writes_no_files_or_environment(folder):
     assert not (folder / "never").exists()
     assert "WORLD_SIZE" not in os.environ

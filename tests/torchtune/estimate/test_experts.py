@@ -24,7 +24,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("recomputes", [False, True])
-def test_tokens_are_sent_there_and_back(folder, recomputes):
+def test_tokens_of_experts_are_sent_and_returned(folder, recomputes):
     main = load_recipe(RECIPE, folder).recipe_main
     settings = {"expert_parallel_dim": 2, "enable_activation_checkpointing": recomputes, "dtype": "bf16"}
     config = write_config(RECIPE, folder, folder / "never", batch_size=2, **settings)
@@ -39,7 +39,7 @@ def test_tokens_are_sent_there_and_back(folder, recomputes):
         assert (work.waiting["all-to-all", (0, 1)], work.awaited["all-to-all", (0, 1)]) == wanted
 
 
-def test_the_slower_of_two_ways_decides():
+def test_slower_link_decides_the_time_of_an_all_to_all():
     size, (_, device) = 10**9, parse_cluster("64xH100")  # 450 GB/s within a machine of 8, 50 GB/s between machines
 
     def seconds(*ranks: int) -> float:

@@ -75,50 +75,51 @@ def sent(estimate: Estimate) -> float:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_few_layers_tell_of_all(name, load):
+def test_few_layers_give_the_estimate_of_all(name, load):
     model, layers, recipe, processes, settings = CASES[name]
     main, cfg = load(model, layers, recipe, settings)
-    few, whole = (estimate_run(main, cfg, processes, whole=every) for every in (False, True))
-    assert sum(few.simulated) < layers == whole.layers
-    assert few.peak == pytest.approx(whole.peak, rel=0.01)
-    for phase, peak in whole.peaks.items():
+    few, complete = (estimate_run(main, cfg, processes, whole=every) for every in (False, True))
+    assert sum(few.simulated) < layers == complete.layers
+    assert few.peak == pytest.approx(complete.peak, rel=0.01)
+    for phase, peak in complete.peaks.items():
         assert few.peaks[phase].total == pytest.approx(peak.total, rel=0.01), phase
-    assert flops(few) == pytest.approx(flops(whole), rel=1e-6)
-    assert sent(few) == pytest.approx(sent(whole), rel=1e-3)
-    assert few.host == pytest.approx(whole.host, rel=0.01)
-    assert few.parameters == whole.parameters
+    assert flops(few) == pytest.approx(flops(complete), rel=1e-6)
+    assert sent(few) == pytest.approx(sent(complete), rel=1e-3)
+    assert few.host == pytest.approx(complete.host, rel=0.01)
+    assert few.parameters == complete.parameters
 
 
 def test_offloaded_shards_are_copied_to_the_device_and_their_gradients_back(
     load: Callable[..., tuple[Any, Any]],
 ) -> None:
     main, cfg = load(DENSE, 10, FULL_MANY, {"fsdp_cpu_offload": True, **RECOMPUTE})
-    found = estimate_run(main, cfg, 8)
-    shard, embedding = (count / 8 for count in (found.parameters[0], 128_256 * 2048))
+    estimate = estimate_run(main, cfg, 8)
+    shard, embedding = (count / 8 for count in (estimate.parameters[0], 128_256 * 2048))
     twice = 2 * (2 * shard - embedding)  # bytes in bf16, for both passes; the root module stays gathered
-    copied = sum(work.hosted["bytes"] for work in found.work.values())
+    copied = sum(work.hosted["bytes"] for work in estimate.work.values())
     assert copied == pytest.approx(twice + 4 * shard, rel=0.02)  # gradients are summed in fp32
 
 
 @pytest.mark.parametrize(("recipe", "processes"), [(FULL, 1), (FULL_MANY, 8)])
-def test_a_micro_batch_and_a_step_stand_for_all(recipe, processes, load):
+def test_one_micro_batch_and_step_give_the_estimate_of_all(recipe, processes, load):
     main, cfg = load(DENSE, 2, recipe, {"gradient_accumulation_steps": 3, "batch_size": 1}, length=256)
-    one, every = (
+    single, complete = (
         simulate(main, cfg, processes, micro_batches=most, steps=steps) for most, steps in ((1, 1), (None, 2))
     )
-    peaks, wanted = (highest_by_phase(run.ledger.peaks()) for run in (one, every))
+    peaks, wanted = (highest_by_phase(run.ledger.peaks()) for run in (single, complete))
     for phase, peak in wanted.items():
         assert peaks[phase].total == pytest.approx(peak.total, rel=1e-3), phase
-        assert one.work[0, phase].flops == every.work[1, phase].flops
+        assert single.work[0, phase].flops == complete.work[1, phase].flops
 
 
-def test_states_are_there_from_the_set_up_on():
-    ledger, state = Ledger(), torch.empty(1024)
-    kept = torch.empty(1024)
-    ledger.add(kept.untyped_storage(), "parameters", "kept", "here")
+def test_optimizer_states_count_from_the_set_up_on():
+    ledger = Ledger()
+    state = torch.empty(1024)
+    parameter = torch.empty(1024)
+    ledger.add(parameter.untyped_storage(), "parameters", "kept", "here")
     ledger.enter("forward")
-    other = torch.empty(1024)
-    ledger.add(other.untyped_storage(), "activations", "other", "here")
+    activation = torch.empty(1024)
+    ledger.add(activation.untyped_storage(), "activations", "other", "here")
     ledger.enter("optimizer")
     ledger.add(state.untyped_storage(), "other", "state", "here")
     ledger.end_step()
@@ -131,11 +132,11 @@ def chosen(kinds: str, **more: Any) -> list[tuple[float, str]]:
     layers = nn.ModuleList(nn.Linear(1, "abc".index(kind) + 1) for kind in kinds)
     model = nn.Module()
     model.layers = layers
-    found = choose_layers({"model": model}, **more)
-    return [(weight, " ".join(map(str, kept.get(("model", "text"), ["all"])))) for weight, kept in found]
+    choices = choose_layers({"model": model}, **more)
+    return [(weight, " ".join(map(str, kept.get(("model", "text"), ["all"])))) for weight, kept in choices]
 
 
-def test_the_layers_that_are_kept():
+def test_simulated_layers_are_the_fewest_that_show_all_kinds():
     assert chosen("a" * 32) == [(-29, "0 31"), (30, "0 1 31")]
     assert chosen("a" * 32, ends=2) == [(-27, "0 1 30 31"), (28, "0 1 2 30 31")]
     assert chosen("b" + "a" * 9) == [(-7, "0 9"), (8, "0 1 9")]
@@ -147,9 +148,9 @@ def test_the_layers_that_are_kept():
 
 def test_layers_of_all_models_are_extrapolated_at_once() -> None:
     def model(layers: int) -> nn.Module:
-        found = nn.Module()
-        found.layers = nn.ModuleList(nn.Linear(1, 1) for _ in range(layers))
-        return found
+        module = nn.Module()
+        module.layers = nn.ModuleList(nn.Linear(1, 1) for _ in range(layers))
+        return module
 
     (less, few), (more, many) = choose_layers({"model": model(22), "teacher": model(42)})
     counts = [{name: len(kept) for (name, _), kept in one.items()} for one in (few, many)]

@@ -70,7 +70,7 @@ def test_a_collation_that_reads_more_of_a_row_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["generation", "quantization"])
-def test_what_does_not_train_is_refused(name, tune):
+def test_recipe_that_does_not_train_is_refused(name, tune):
     done = tune("estimate", "--config", name, "--simulate", "1xH100")
     assert done.code == 2
     assert "only training can be simulated" in done.err

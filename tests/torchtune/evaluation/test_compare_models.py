@@ -12,30 +12,37 @@ from torchtune.evaluation import EvaluationError, compare_layers, compare_models
 from torchtune.modules.peft import LoRA
 
 
-def test_the_numbers_are_those_of_the_formulas():
+def test_differences_of_logits_are_those_of_the_formulas():
     generator = torch.Generator().manual_seed(0)
     first = [torch.randn(length, 7, generator=generator) for length in (3, 2)]
     second = [logits + torch.randn(logits.shape, generator=generator) for logits in first]
-    found = compare_models(first, second)
+    comparison = compare_models(first, second)
 
     def probabilities(row):
         return [math.exp(value) / sum(map(math.exp, row)) for value in row]
 
     rows = list(zip(torch.cat(first).tolist(), torch.cat(second).tolist(), strict=True))
-    differences = [abs(a - b) for one, two in rows for a, b in zip(one, two, strict=True)]
-    both = [(probabilities(one), probabilities(two)) for one, two in rows]
-    kl = [sum(p * math.log(p / q) for p, q in zip(*pair, strict=True)) for pair in both]
-    variances = [sum((value - sum(one) / 7) ** 2 for value in one) / 7 for one, _ in rows]
-    assert found.max_difference == pytest.approx(max(differences))
-    assert found.mean_difference == pytest.approx(sum(differences) / 35)
-    assert found.spread == pytest.approx(math.sqrt(sum(variances) / 5))
-    assert found.kl == pytest.approx(sum(kl) / 5)
-    assert (found.equal_tokens, found.tokens) == (sum(a.index(max(a)) == b.index(max(b)) for a, b in rows), 5)
-    assert found.equal_tokens < 5
+    differences = []
+    kl = []
+    variances = []
+    num_equal = 0
+    for first_row, second_row in rows:  # logits of a token, [v]
+        differences += [abs(a - b) for a, b in zip(first_row, second_row, strict=True)]
+        pairs = zip(probabilities(first_row), probabilities(second_row), strict=True)
+        kl.append(sum(p * math.log(p / q) for p, q in pairs))
+        mean = sum(first_row) / 7
+        variances.append(sum((value - mean) ** 2 for value in first_row) / 7)
+        num_equal += first_row.index(max(first_row)) == second_row.index(max(second_row))
+    assert comparison.max_difference == pytest.approx(max(differences))
+    assert comparison.mean_difference == pytest.approx(sum(differences) / 35)
+    assert comparison.spread == pytest.approx(math.sqrt(sum(variances) / 5))
+    assert comparison.kl == pytest.approx(sum(kl) / 5)
+    assert (comparison.equal_tokens, comparison.tokens) == (num_equal, 5)
+    assert comparison.equal_tokens < 5
 
     first[1][1, 3] = math.nan
-    found = compare_models(first, first)
-    assert all(map(math.isnan, (found.max_difference, found.mean_difference, found.kl)))
+    comparison = compare_models(first, first)
+    assert all(map(math.isnan, (comparison.max_difference, comparison.mean_difference, comparison.kl)))
     with pytest.raises(EvaluationError, match=r"the logits of a prompt are \[3, 7\] and \[3, 6\]"):
         compare_models(first, [logits[:, :6] for logits in first])
 

@@ -34,21 +34,21 @@ def rows_of(folder, *rows, **options):
     ],
 )
 def test_every_format_gives_the_question_and_the_right_answer(tmp_path, row, options):
-    (found,) = rows_of(tmp_path, row, **options)
-    assert [(message.role, message.text_content) for message in found.messages] == [("user", "2 + 2")]
-    assert (found.given, found.row["answer"], found.line) == ([USER], "4", 1)
+    (eval_row,) = rows_of(tmp_path, row, **options)
+    assert [(message.role, message.text_content) for message in eval_row.messages] == [("user", "2 + 2")]
+    assert (eval_row.given, eval_row.row["answer"], eval_row.line) == ([USER], "4", 1)
 
 
-def test_earlier_turns_a_system_prompt_and_a_limit(tmp_path):
+def test_earlier_turns_and_the_system_prompt_are_in_the_prompt_up_to_the_limit(tmp_path):
     turns = [USER, ASSISTANT, {"role": "user", "content": "and 3?"}, {"role": "assistant", "content": "7"}]
-    found = rows_of(tmp_path, {"messages": turns}, "", {"messages": turns}, "no JSON", system="Be brief.", limit=2)
-    assert [row.line for row in found] == [1, 3]
-    assert found[0].given == [{"role": "system", "content": "Be brief."}, *turns[:3]]
+    rows = rows_of(tmp_path, {"messages": turns}, "", {"messages": turns}, "no JSON", system="Be brief.", limit=2)
+    assert [row.line for row in rows] == [1, 3]
+    assert rows[0].given == [{"role": "system", "content": "Be brief."}, *turns[:3]]
     alpaca = {"instruction": "Add.", "input": "2 + 2", "output": "4"}
-    (found,) = rows_of(tmp_path, alpaca)
-    assert "Add." in found.messages[0].text_content
-    assert "2 + 2" in found.messages[0].text_content
-    assert found.row["answer"] == "4"
+    (alpaca_row,) = rows_of(tmp_path, alpaca)
+    assert "Add." in alpaca_row.messages[0].text_content
+    assert "2 + 2" in alpaca_row.messages[0].text_content
+    assert alpaca_row.row["answer"] == "4"
 
 
 @pytest.mark.parametrize(
@@ -63,14 +63,14 @@ def test_earlier_turns_a_system_prompt_and_a_limit(tmp_path):
         ([{"messages": []}], {}, "line 1"),
     ],
 )
-def test_rows_that_are_none(tmp_path, rows, options, message):
+def test_invalid_row_is_refused_by_line(tmp_path, rows, options, message):
     from torchtune.utils import UserError
 
     with pytest.raises(UserError, match=message):
         rows_of(tmp_path, *rows, **options)
 
 
-def test_a_conversation_without_a_question(tmp_path):
+def test_conversation_without_a_question_is_refused(tmp_path):
     with pytest.raises(GenerationError, match="line 1: there is no turn to answer"):
         rows_of(tmp_path, {"messages": [ASSISTANT]})
 
@@ -88,7 +88,7 @@ def test_a_conversation_without_a_question(tmp_path):
         ("tests.torchtune.evaluation.scores.half", "4", "4", 0.5),
     ],
 )
-def test_scores_by_name(name, right, answer, value):
+def test_score_of_each_name_compares_as_documented(name, right, answer, value):
     (score,) = make_scores([name])
     assert list(score([{"answer": right}], [answer])) == [value]
 
@@ -109,7 +109,7 @@ def test_a_score_with_several_patterns_has_several_names():
         (["tests.torchtune.evaluation.scores.NUMBER"], "it is a float, not a function"),
     ],
 )
-def test_scores_that_are_none(names, message):
+def test_unknown_or_invalid_score_is_refused(names, message):
     with pytest.raises(EvaluationError, match=message):
         make_scores(names)
 
@@ -139,20 +139,21 @@ RIGHT = '{"arguments": {"day": 1, "town": "Rome"}, "name": "weather"}'
     ],
 )
 def test_a_right_answer_may_be_a_call_of_a_tool_of_the_row(tmp_path, row):
-    (found,) = rows_of(tmp_path, row)
-    assert (found.tools, found.expects_call, found.row["answer"]) == (TOOLS, True, RIGHT)
-    assert found.given == {"messages": [USER], "tools": TOOLS}
+    (eval_row,) = rows_of(tmp_path, row)
+    assert (eval_row.tools, eval_row.expects_call, eval_row.row["answer"]) == (TOOLS, True, RIGHT)
+    assert eval_row.given == {"messages": [USER], "tools": TOOLS}
     written = '<tool_call>\n{"name": "weather", "arguments": {"town": "Rome", "day": 1}}\n</tool_call>'
-    assert _scored_text(found, written, "hermes") == RIGHT
-    for wrong in ("\n\n", "", written.replace("1", "2"), written.replace("weather", "other"), "<tool_call>{"):
-        assert _scored_text(found, wrong, "hermes") != RIGHT
+    assert _scored_text(eval_row, written, "hermes") == RIGHT
+    for answer in ("\n\n", "", written.replace("1", "2"), written.replace("weather", "other"), "<tool_call>{"):
+        assert _scored_text(eval_row, answer, "hermes") != RIGHT
     (exact,) = make_scores(["exact"])
-    assert list(exact([found.row] * 2, [_scored_text(found, text, "hermes") for text in (written, "\n\n")])) == [1, 0]
+    texts = [_scored_text(eval_row, text, "hermes") for text in (written, "\n\n")]
+    assert list(exact([eval_row.row] * 2, texts)) == [1, 0]
 
 
 def test_a_column_of_right_answers_is_preferred_to_a_call(tmp_path):
-    (found,) = rows_of(tmp_path, {"messages": [USER, CALLING], "answer": "4"})
-    assert (found.row["answer"], found.expects_call) == ("4", False)
+    (eval_row,) = rows_of(tmp_path, {"messages": [USER, CALLING], "answer": "4"})
+    assert (eval_row.row["answer"], eval_row.expects_call) == ("4", False)
 
 
 def test_calls_without_a_known_format_are_refused_by_row(tmp_path):
@@ -164,5 +165,8 @@ def test_calls_without_a_known_format_are_refused_by_row(tmp_path):
 
 def test_a_system_column_is_part_of_the_prompt(tmp_path):
     row = {"question": "2 + 2", "answer": "4", "system": "Be brief."}
-    (found,) = rows_of(tmp_path, row, system="The setting is for other rows.")
-    assert [(turn.role, turn.text_content) for turn in found.messages] == [("system", "Be brief."), ("user", "2 + 2")]
+    (eval_row,) = rows_of(tmp_path, row, system="The setting is for other rows.")
+    assert [(turn.role, turn.text_content) for turn in eval_row.messages] == [
+        ("system", "Be brief."),
+        ("user", "2 + 2"),
+    ]

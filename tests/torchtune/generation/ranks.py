@@ -36,11 +36,12 @@ def generates_as_one(model: TransformerDecoder, alone: TransformerDecoder, *, sh
     for use_cache in (True, False):
         arguments = {"max_new_tokens": 6, "temperature": 0.0, "stop_tokens": stop, "use_cache": use_cache}
         arguments["tokens_per_check"] = 4 if use_cache else 1
-        found, wanted = generate_tokens(model, prompts, **arguments), generate_tokens(alone, prompts, **arguments)
-        for ours, theirs in zip(found.tokens, wanted.tokens, strict=True):
-            assert torch.equal(ours, theirs), (ours, theirs)
-        for ours, theirs in zip(found.log_probs, wanted.log_probs, strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
+        sharded = generate_tokens(model, prompts, **arguments)
+        expected = generate_tokens(alone, prompts, **arguments)
+        for tokens, expected_tokens in zip(sharded.tokens, expected.tokens, strict=True):
+            assert torch.equal(tokens, expected_tokens), (tokens, expected_tokens)
+        for log_probs, expected_log_probs in zip(sharded.log_probs, expected.log_probs, strict=True):
+            torch.testing.assert_close(log_probs, expected_log_probs, rtol=0, atol=1e-4)
     assert any(isinstance(parameter, DTensor) for parameter in model.parameters())
     sampled = generate_tokens(model, prompts, max_new_tokens=5, num_samples=3)
     if shared:  # ranks have drawn differently, and agreed
@@ -56,8 +57,10 @@ def generates_with_whole_weights(model: TransformerDecoder, alone: TransformerDe
     with torch.no_grad():
         before = model(tokens, output="hidden")
     assert type(model.layers[0].mlp.w1.weight) is torch.nn.Parameter
-    found, wanted = (generate_tokens(one, PROMPTS, max_new_tokens=32, temperature=0.0) for one in (model, alone))
-    assert all(torch.equal(ours, theirs) for ours, theirs in zip(found.tokens, wanted.tokens, strict=True))
+    generated = generate_tokens(model, PROMPTS, max_new_tokens=32, temperature=0.0)
+    expected = generate_tokens(alone, PROMPTS, max_new_tokens=32, temperature=0.0)
+    for new_tokens, expected_tokens in zip(generated.tokens, expected.tokens, strict=True):
+        assert torch.equal(new_tokens, expected_tokens)
     with torch.no_grad():
         assert torch.equal(model(tokens, output="hidden"), before)
 
@@ -67,7 +70,8 @@ def trains_on_logits_as_one(checkpoint: Path, dims: ParallelDims, model: Transfo
     rng = torch.Generator().manual_seed(dims.data_rank)
     tokens, labels = torch.randint(250, (2, 1, 16), generator=rng)
     labels[0, :5] = -100
-    positions, reference = torch.arange(16)[None], load(checkpoint, ParallelDims())
+    positions = torch.arange(16)[None]
+    reference = load(checkpoint, ParallelDims())
     for one, loss in ((model, torch.nn.CrossEntropyLoss()), (reference, LinearCrossEntropyLoss())):
         loss_fn = setup_loss(loss, one)
         total, _ = loss_fn.sum_and_count(one(tokens, input_pos=positions, output="hidden"), labels, one.output)
@@ -119,8 +123,8 @@ def main(folder: Path) -> None:
         for apart in (None, ["tok_embeddings", "output"]):
             model = load(checkpoint, fsdp, custom_sharded_layers=apart)
             generates_as_one(model, alone, shared=False)
-            ours = generate(model, prompts, max_generated_tokens=4, temperature=0.0)[0]
-            assert torch.equal(ours, generate(alone, prompts, max_generated_tokens=4, temperature=0.0)[0])
+            generated = generate(model, prompts, max_generated_tokens=4, temperature=0.0)[0]
+            assert torch.equal(generated, generate(alone, prompts, max_generated_tokens=4, temperature=0.0)[0])
             trains_on_logits_as_one(checkpoint, fsdp, model)
     generates_with_whole_weights(load(checkpoint, fsdp, reshard_after_forward=False), alone)
     cp = load(folder / "tied_True", ParallelDims.start(CPU, dp_shard=1, cp=2))

@@ -70,19 +70,20 @@ def _alone(model, prompt, new, stop):
 
 
 def _answers_as_alone(model, prompts=_PROMPTS[:1], new=40):
-    found = generate_tokens(model, prompts, max_new_tokens=new, temperature=0.0)
-    for prompt, tokens in zip(prompts, found.tokens, strict=True):
+    batched = generate_tokens(model, prompts, max_new_tokens=new, temperature=0.0)
+    for prompt, tokens in zip(prompts, batched.tokens, strict=True):
         assert tokens.tolist() == _alone(model, prompt, new, set())
 
 
 @pytest.mark.parametrize("tokens_per_check", [1, 5])
 @pytest.mark.parametrize("kind", _KINDS)
-def test_rows_join_and_leave(kind, tokens_per_check):
+def test_answers_are_the_same_while_rows_join_and_leave(kind, tokens_per_check):
     model = _model(**_KINDS[kind])
-    limits, stop = [9, 70, 4, 20, 30, 1, 12], {11}
+    limits = [9, 70, 4, 20, 30, 1, 12]
+    stop = {11}
     shapes = []
     handle = model.register_forward_pre_hook(lambda module, args: shapes.append(tuple(args[0].shape)))
-    found = generate_tokens(
+    batched = generate_tokens(
         model,
         _PROMPTS,
         max_new_tokens=limits,
@@ -92,7 +93,7 @@ def test_rows_join_and_leave(kind, tokens_per_check):
         tokens_per_check=tokens_per_check,
     )
     handle.remove()
-    for prompt, limit, tokens, log_probs in zip(_PROMPTS, limits, found.tokens, found.log_probs, strict=True):
+    for prompt, limit, tokens, log_probs in zip(_PROMPTS, limits, batched.tokens, batched.log_probs, strict=True):
         assert tokens.tolist() == _alone(model, prompt, limit, stop)
         with torch.no_grad():
             logits = model(torch.tensor([[*prompt, *tokens.tolist()]]))[0, len(prompt) - 1 : -1]
@@ -104,28 +105,34 @@ def test_rows_join_and_leave(kind, tokens_per_check):
     if kind != "mixers":  # whose states are those of rows
         assert shapes[0] == (1, sum(map(len, _PROMPTS[:3])))
     # Fewer passes than one sequence after another needs: newcomers run beside those that are under way.
-    assert len(shapes) < sum(len(tokens) for tokens in found.tokens)
+    assert len(shapes) < sum(len(tokens) for tokens in batched.tokens)
 
 
 @pytest.mark.parametrize("tokens_per_check", [1, 4])
 @pytest.mark.parametrize("kind", _KINDS)
-def test_a_sequence_that_goes_on_runs_its_new_tokens_alone(kind, tokens_per_check):
+def test_continued_sequence_runs_only_its_new_tokens(kind, tokens_per_check):
     """Ended sequences get further tokens, some at once and some later, beside those that are under way."""
-    model, (stop, limit) = _model(**_KINDS[kind]), (11, 6)
-    tokens, log_probs = {index: list(prompt) for index, prompt in enumerate(_PROMPTS)}, {}
-    turns, ended, going_on, shapes = dict.fromkeys(tokens, 1), [], [], []
+    model = _model(**_KINDS[kind])
+    stop = 11
+    limit = 6
+    tokens = {index: list(prompt) for index, prompt in enumerate(_PROMPTS)}  # by sequence
+    log_probs = {}  # (sequence, position) -> log-prob
+    turns = dict.fromkeys(tokens, 1)
+    ended = []
+    going_on = []
+    shapes = []
 
     def more(batch):
         going_on.extend((index, batch.past(index)) for index in ended)
         ended.clear()
         assert all((past is None) == (kind == "mixers") for _, past in going_on)
-        found = []
+        requests = []
         while going_on and (going_on[0][0] % 2 or not batch.is_unfinished):
             index, past = going_on.pop(0)
             tokens[index] += [8, index + 1] if index % 3 else [4, 4, 2, 1, 0, index]
             turns[index] += 1
-            found.append(Request(index, list(tokens[index]), limit, past=past))
-        return found
+            requests.append(Request(index, list(tokens[index]), limit, past=past))
+        return requests
 
     handle = model.register_forward_pre_hook(lambda module, args: shapes.append(tuple(args[0].shape)))
     options = {"max_new_tokens": limit, "temperature": 0.0, "stop_tokens": [stop], "max_sequences": 4, "more": more}
@@ -143,12 +150,13 @@ def test_a_sequence_that_goes_on_runs_its_new_tokens_alone(kind, tokens_per_chec
     for (index, _), start in starts.items():
         new = _alone(model, tokens[index][:start], limit, {stop})
         assert tokens[index][start : start + len(new)] == new
-    for index, known in tokens.items():
+    expected = {}
+    for index, sequence in tokens.items():
         with torch.no_grad():
-            wanted = F.log_softmax(model(torch.tensor([known]))[0], -1)
-        for (one, place), log_prob in log_probs.items():
-            if one == index:
-                assert log_prob == pytest.approx(wanted[place - 1, known[place]].item(), abs=1e-5)
+            expected[index] = F.log_softmax(model(torch.tensor([sequence]))[0], -1)  # [s, v]
+    for (index, position), log_prob in log_probs.items():
+        token = tokens[index][position]
+        assert log_prob == pytest.approx(expected[index][position - 1, token].item(), abs=1e-5)
     ran = sum(rows * positions for rows, positions in shapes)
     assert (ran < 350) == (kind != "mixers"), ran
 
@@ -168,8 +176,8 @@ def test_samples_of_a_prompt_join_together(model):
     together = generate_tokens(model, _PROMPTS, **options)
     few = generate_tokens(model, _PROMPTS, max_sequences=4, **options)
     assert len({len(tokens) for tokens in few.tokens}) > 1
-    for one, other in zip(together.tokens, few.tokens, strict=True):
-        assert torch.equal(one, other)
+    for together_tokens, few_tokens in zip(together.tokens, few.tokens, strict=True):
+        assert torch.equal(together_tokens, few_tokens)
 
 
 on_cpu = pytest.mark.skipif(DEVICE != "cpu", reason="is about the layout of the CPU's kernels")
@@ -196,8 +204,8 @@ def test_weights_return_from_their_fast_layout(dtype):
         with disable_adapter(model):
             base = generate_tokens(model, _PROMPTS[:1], max_new_tokens=3, temperature=0.0)
         raise ZeroDivisionError
-    for one, other in zip(packed.log_probs, again.log_probs, strict=True):
-        assert torch.equal(one, other)
+    for packed_log_probs, plain_log_probs in zip(packed.log_probs, again.log_probs, strict=True):
+        assert torch.equal(packed_log_probs, plain_log_probs)
     with disable_adapter(model):
         assert base.tokens[0].tolist() == _alone(model, _PROMPTS[0], 3, set())
     assert all(parameter is parameters[name] for name, parameter in model.named_parameters())
@@ -209,7 +217,7 @@ def test_weights_return_from_their_fast_layout(dtype):
 
 @pytest.mark.parametrize("pack", [True, False])
 @pytest.mark.parametrize("missing", [torch.float32, torch.bfloat16])
-def test_a_processor_that_lacks_a_dtype_has_torchs_own_products(pack, missing, monkeypatch):
+def test_dtype_without_onednn_kernels_uses_torch_products(pack, missing, monkeypatch):
     monkeypatch.setattr(_fast_linear, "onednn_computes", lambda dtype: dtype != missing and onednn_computes(dtype))
     model = _model().to(missing)
     with torch.no_grad():
@@ -220,7 +228,7 @@ def test_a_processor_that_lacks_a_dtype_has_torchs_own_products(pack, missing, m
 
 
 @on_cpu
-def test_weights_are_never_there_twice(model, monkeypatch):
+def test_packed_and_plain_weights_are_not_in_memory_together(model, monkeypatch):
     packs = []
     restore = _fast_linear._Packed.restore
 
@@ -235,8 +243,9 @@ def test_weights_are_never_there_twice(model, monkeypatch):
     assert len(packs) == 2 * 7 + 1
 
 
-def test_layers_in_their_fast_layout_see_what_hooks_and_autocast_make_of_their_input():
-    model, tokens = _model(), torch.tensor([_PROMPTS[0]])
+def test_fast_layers_apply_hooks_and_autocast_to_their_input():
+    model = _model()
+    tokens = torch.tensor([_PROMPTS[0]])
     apply_conversions(model, [LoRA(2, 3, attn_modules=["q_proj"])])
     model.layers[0].attn.k_proj.register_forward_pre_hook(lambda _, args: (args[0].mul_(0.5),))
     with torch.no_grad():
@@ -251,7 +260,7 @@ def test_layers_in_their_fast_layout_see_what_hooks_and_autocast_make_of_their_i
 
 
 @pytest.mark.parametrize("kind", ["attention", "latents"])
-def test_prompts_of_several_lengths_in_a_row_under_autocast(kind):
+def test_successive_prompts_of_other_lengths_work_under_autocast(kind):
     model = _model(**_KINDS[kind])
     with torch.autocast("cpu", torch.bfloat16):
         together = generate_tokens(model, _PROMPTS, max_new_tokens=3, temperature=0.0)
@@ -260,13 +269,13 @@ def test_prompts_of_several_lengths_in_a_row_under_autocast(kind):
             torch.testing.assert_close(log_probs, alone.log_probs[0], rtol=0, atol=0.1)
 
 
-def test_a_step_under_autocast_inside_of_packed_layers(model):
+def test_packed_layers_give_the_log_probs_of_autocast(model):
     with fast_linears(model, pack=True), torch.autocast("cpu", torch.bfloat16):
-        found = generate_tokens(model, [_PROMPTS[0]], max_new_tokens=8, temperature=0.0)
+        generated = generate_tokens(model, [_PROMPTS[0]], max_new_tokens=8, temperature=0.0)
     with torch.no_grad():
-        logits = model(torch.tensor([[*_PROMPTS[0], *found.tokens[0].tolist()]]))[0, len(_PROMPTS[0]) - 1 : -1]
-    wanted = F.log_softmax(logits, -1).gather(1, found.tokens[0][:, None])[:, 0]
-    torch.testing.assert_close(found.log_probs[0], wanted, rtol=0, atol=0.1)
+        logits = model(torch.tensor([[*_PROMPTS[0], *generated.tokens[0].tolist()]]))[0, len(_PROMPTS[0]) - 1 : -1]
+    wanted = F.log_softmax(logits, -1).gather(1, generated.tokens[0][:, None])[:, 0]
+    torch.testing.assert_close(generated.log_probs[0], wanted, rtol=0, atol=0.1)
 
 
 def test_a_module_in_two_places_of_a_layer_is_packed_once(model):
@@ -275,7 +284,7 @@ def test_a_module_in_two_places_of_a_layer_is_packed_once(model):
 
 
 @pytest.mark.parametrize("what", ["hook", "bias"])
-def test_a_step_of_latents_runs_more_than_a_matrix(what):
+def test_hooks_and_biases_of_a_latent_projection_are_applied(what):
     model = _model(**_KINDS["latents"])
     attn = model.layers[1].attn
     if what == "hook":
@@ -287,7 +296,7 @@ def test_a_step_of_latents_runs_more_than_a_matrix(what):
 
 
 @on_cpu
-def test_a_loop_that_would_train_nothing_is_refused(model):
+def test_backward_inside_of_packed_layers_is_refused(model):
     with fast_linears(model, pack=True), pytest.raises(GenerationError, match="have no gradients inside"):
         model(torch.tensor([_PROMPTS[0]]))
     with fast_linears(model, pack=False):

@@ -54,7 +54,7 @@ def test_sample_follows_the_distribution():
 
 
 @pytest.mark.parametrize("cached", [False, True])
-def test_rows_of_different_length_equal_themselves_alone(model, cached):
+def test_padded_rows_generate_the_same_as_alone(model, cached):
     long, short = _prompt(7), _prompt(9)[5:]
     batch = torch.stack([long, torch.cat([torch.zeros(3, dtype=torch.int64), short])])
     alone = [generate(model, p, max_generated_tokens=8, temperature=0.0)[0][0, len(p) :] for p in (long, short)]
@@ -66,7 +66,7 @@ def test_rows_of_different_length_equal_themselves_alone(model, cached):
     assert torch.equal(out[:, 7:], torch.stack(alone))
 
 
-def test_lengths_tell_padding_from_a_token_that_looks_like_it(model):
+def test_lengths_distinguish_padding_from_a_token_with_the_pad_id(model):
     prompt = torch.tensor([3, 0, 5, 0])
     real, _ = generate(model, prompt, max_generated_tokens=5, temperature=0.0, prompt_lengths=[4])
     with torch.no_grad():
@@ -76,7 +76,7 @@ def test_lengths_tell_padding_from_a_token_that_looks_like_it(model):
     assert torch.equal(again[:, 2:], real)
 
 
-def test_no_token_is_padding_unless_it_is_said(model):
+def test_without_a_pad_id_no_token_is_padding(model):
     for prompt in (torch.tensor([0, 3, 0, 5]), torch.tensor([[0, 3, 0, 5], [0, 0, 4, 2]])):
         out, _ = generate(model, prompt, max_generated_tokens=1, temperature=0.0)
         with torch.no_grad():
@@ -98,7 +98,7 @@ def test_without_a_pad_id_a_stop_token_is_followed_by_itself(model):
 
 
 @pytest.mark.parametrize("cached", [False, True])
-def test_a_flag_that_an_older_recipe_has_set_does_not_matter(model, cached):
+def test_flag_set_by_an_older_recipe_is_ignored(model, cached):
     prompts = _prompt(2, 5)
     arguments = {"max_generated_tokens": 6, "temperature": 0.0}
     expected, expected_logits = generate(model, prompts, **arguments)
@@ -112,7 +112,7 @@ def test_a_flag_that_an_older_recipe_has_set_does_not_matter(model, cached):
     assert model.skip_output_layer is True  # the older recipe goes on training
 
 
-def test_a_stream_ends_before_a_stop_token_and_takes_its_caches_away(model):
+def test_stream_ends_before_the_stop_token_and_deletes_its_caches(model):
     prompt = _prompt(5)
     tokens = list(stream(model, prompt, max_generated_tokens=20, temperature=0.0, use_cache=False))
     stop = next(token for index, token in enumerate(tokens) if index and token not in tokens[:index])
@@ -125,7 +125,7 @@ def test_a_stream_ends_before_a_stop_token_and_takes_its_caches_away(model):
     assert not model.caches_are_setup()
 
 
-def test_modes_are_those_of_before(model):
+def test_training_modes_are_restored(model):
     model.train()
     model.layers[1].eval()
     modes = [module.training for module in model.modules()]
@@ -143,8 +143,8 @@ def test_stop_tokens_end_rows_and_then_generation(model):
     out, logits = generate(model, prompts, max_generated_tokens=12, temperature=0.0, pad_id=28, stop_tokens=[stop])
     ends = []
     for row in range(2):
-        found = (free[row, 5:] == stop).nonzero().flatten()
-        end = int(found[0]) + 1 if len(found) else 12
+        positions = (free[row, 5:] == stop).nonzero().flatten()
+        end = int(positions[0]) + 1 if len(positions) else 12
         ends.append(end)
         assert torch.equal(out[row, 5 : 5 + end], free[row, 5 : 5 + end])
         assert (out[row, 5 + end :] == 28).all()
@@ -153,7 +153,7 @@ def test_stop_tokens_end_rows_and_then_generation(model):
     assert out.shape[1] == 5 + max(ends)
 
 
-def test_a_generator_makes_it_repeatable(model):
+def test_same_generator_seed_gives_the_same_tokens(model):
     def run(seed):
         rng = torch.Generator().manual_seed(seed)
         return generate(model, _prompt(3, 4), max_generated_tokens=10, temperature=1.5, top_k=20, rng=rng)[0]
@@ -175,7 +175,7 @@ def test_another_step_function_takes_over_after_the_first_token(model):
     assert torch.equal(out, generate(model, _prompt(4), max_generated_tokens=5, temperature=0.0)[0])
 
 
-def test_refusals(model):
+def test_invalid_limits_and_small_caches_are_refused(model):
     with pytest.raises(ValueError, match="at least 1"):
         generate(model, _prompt(4), max_generated_tokens=0)
     with (
@@ -185,7 +185,7 @@ def test_refusals(model):
         generate(model, _prompt(4), max_generated_tokens=6)
 
 
-def test_masks_and_positions_of_padding():
+def test_masks_and_positions_ignore_padding():
     real = torch.tensor([[False, True, True], [True, True, True]])
     mask = get_causal_mask_from_padding_mask(real, target_seq_len=4)
     assert mask.int().tolist() == [

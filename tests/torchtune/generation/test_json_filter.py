@@ -33,7 +33,7 @@ class Tokens:
         '{"a": 0.5E+10}',
     ],
 )
-def test_objects_of_json_are_accepted(text):
+def test_json_objects_are_accepted(text):
     assert isinstance(json.loads(text), dict)
     assert JSONGrammar().accepts(text)
 
@@ -64,7 +64,7 @@ def test_objects_of_json_are_accepted(text):
         '{"a"::1}',
     ],
 )
-def test_other_texts_are_not(text):
+def test_texts_that_are_not_a_json_object_are_refused(text):
     assert not JSONGrammar().accepts(text)
 
 
@@ -101,11 +101,11 @@ ORDER = {
         ("{}", False),
     ],
 )
-def test_a_schema_decides(text, is_valid):
+def test_texts_are_accepted_as_the_schema_says(text, is_valid):
     assert JSONGrammar(ORDER).accepts(text) is is_valid
 
 
-def test_kinds_of_schemas():
+def test_const_enum_union_and_recursive_schemas_are_understood():
     assert JSONGrammar({"const": {"a": 1}}).accepts('{"a": 1}')
     assert JSONGrammar({"enum": ["ß", 1]}).accepts('"\\u00df"')
     assert JSONGrammar({"enum": ["ß", 1]}).accepts('"ß"')
@@ -136,12 +136,12 @@ def test_kinds_of_schemas():
         ({"items": 3}, "#/items is 3: a schema is an object"),
     ],
 )
-def test_what_a_schema_cannot_have_is_named(schema, message):
+def test_unsupported_keyword_of_a_schema_is_named(schema, message):
     with pytest.raises(GenerationError, match=message):
         JSONGrammar(schema)
 
 
-def test_tokens_are_those_whose_text_may_follow():
+def test_allowed_tokens_are_those_whose_text_may_follow():
     texts = ['{"', '":', '"}', "}}", " {", "tea", "t\ufffd", "\n", '", "', "ab", "12", "1a"]
     tokenizer = Tokens(texts)
     vocabulary = TokenTexts(tokenizer)

@@ -49,12 +49,12 @@ def transformers_warpers(temperature, top_k, top_p, min_p):
         (1.0, None, 1.0, 1.0),
     ],
 )
-def test_the_tokens_that_are_left_are_those_of_transformers(temperature, top_k, top_p, min_p):
+def test_truncation_keeps_the_same_tokens_as_transformers(temperature, top_k, top_p, min_p):
     logits = torch.randn(16, 101, generator=torch.Generator().manual_seed(0)) * 3
     expected = transformers_warpers(temperature, top_k, top_p, min_p)(torch.zeros(16, 1, dtype=torch.int64), logits)
     sampling = Sampling(temperature, top_k, top_p, min_p)
-    found = keep_likely(logits / temperature, sampling)
-    torch.testing.assert_close(found, expected)
+    truncated = keep_likely(logits / temperature, sampling)
+    torch.testing.assert_close(truncated, expected)
 
     # Every uniform number gives a token that is left, and its log-probability is that of the whole distribution.
     for uniform in (0.0, 0.4, 1 - 1e-7):
@@ -83,14 +83,14 @@ def test_processors_see_each_sequence_without_padding(model, use_cache):
         seen.append(tokens[0].tolist())
         return torch.full_like(logits, float("-inf")).scatter(1, (tokens[:, -1:] + 1) % 29, 0.0)
 
-    found = generate_tokens(
+    generated = generate_tokens(
         model, PROMPTS, max_new_tokens=3, num_samples=2, logits_processors=[count_up], use_cache=use_cache
     )
-    for index, tokens in enumerate(found.tokens):
+    for index, tokens in enumerate(generated.tokens):
         prompt = PROMPTS[index // 2]
         expected = [prompt[-1] + 1, prompt[-1] + 2, prompt[-1] + 3]
         assert tokens.tolist() == expected
-        assert found.log_probs[index].tolist() == [0.0, 0.0, 0.0]
+        assert generated.log_probs[index].tolist() == [0.0, 0.0, 0.0]
         for length in range(3):
             assert prompt + expected[:length] in seen
     assert len(seen) == 18
@@ -102,8 +102,8 @@ def test_processors_of_transformers_fit_and_run_in_order(model):
     greedy = generate_tokens(model, PROMPTS, max_new_tokens=1, temperature=0.0).tokens
     banned = {int(tokens) for tokens in greedy}
     suppress = logits_process.SuppressTokensLogitsProcessor(sorted(banned), device="cpu")
-    found = generate_tokens(model, PROMPTS, max_new_tokens=4, temperature=0.0, logits_processors=[suppress])
-    assert not banned & set(torch.cat(found.tokens).tolist())
+    generated = generate_tokens(model, PROMPTS, max_new_tokens=4, temperature=0.0, logits_processors=[suppress])
+    assert not banned & set(torch.cat(generated.tokens).tolist())
     order = []
     generate(
         model,
@@ -125,7 +125,7 @@ def test_processors_of_transformers_fit_and_run_in_order(model):
         ({"logits_processors": [lambda t, logits: torch.full_like(logits, -torch.inf)]}, "left no token to sample"),
     ],
 )
-def test_mistakes_are_named(model, options, message):
+def test_invalid_sampling_settings_are_named(model, options, message):
     with pytest.raises(ValueError, match=message):
         generate_tokens(model, PROMPTS, max_new_tokens=2, **options)
 

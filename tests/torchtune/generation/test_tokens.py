@@ -29,9 +29,9 @@ def model():
 
 def teacher_forced(model, prompt, tokens, temperature):
     """Log-probabilities of ``tokens`` [n] after ``prompt``, by one forward pass."""
-    whole = torch.cat([torch.tensor(prompt), tokens])
+    sequence = torch.cat([torch.tensor(prompt), tokens])
     with torch.no_grad():
-        logits = model(whole[None], output="logits")[0, len(prompt) - 1 : -1]
+        logits = model(sequence[None], output="logits")[0, len(prompt) - 1 : -1]
     return torch.log_softmax(logits / temperature, -1).gather(1, tokens[:, None])[:, 0]
 
 
@@ -42,12 +42,16 @@ def test_greedy_equals_transformers(tmp_path):
     with torch.device("meta"):
         model = from_hf_config(folder)
     FullModelHFCheckpointer(str(folder)).load_model(model, device=torch.device(DEVICE))
-    theirs = AutoModelForCausalLM.from_pretrained(folder).to(DEVICE)
-    ours = generate_tokens(model, PROMPTS, max_new_tokens=20, temperature=0.0).tokens
-    for prompt, tokens in zip(PROMPTS, ours, strict=True):
-        given = torch.tensor([prompt])
-        expected = theirs.generate(
-            given, attention_mask=torch.ones_like(given), max_new_tokens=20, do_sample=False, eos_token_id=None
+    hf_model = AutoModelForCausalLM.from_pretrained(folder).to(DEVICE)
+    generated = generate_tokens(model, PROMPTS, max_new_tokens=20, temperature=0.0).tokens
+    for prompt, tokens in zip(PROMPTS, generated, strict=True):
+        prompt_ids = torch.tensor([prompt])
+        expected = hf_model.generate(
+            prompt_ids,
+            attention_mask=torch.ones_like(prompt_ids),
+            max_new_tokens=20,
+            do_sample=False,
+            eos_token_id=None,
         )
         assert tokens.tolist() == expected[0, len(prompt) :].tolist()
 
@@ -56,7 +60,7 @@ def test_greedy_equals_transformers(tmp_path):
 @pytest.mark.parametrize(("temperature", "top_k"), [(0.7, 5), (1.3, 0), (0.0, None)])
 def test_log_probs_are_those_of_a_forward_pass(model, use_cache, temperature, top_k):
     rng = torch.Generator().manual_seed(0)
-    found = generate_tokens(
+    generated = generate_tokens(
         model,
         PROMPTS,
         max_new_tokens=15,
@@ -67,11 +71,11 @@ def test_log_probs_are_those_of_a_forward_pass(model, use_cache, temperature, to
         rng=rng,
         use_cache=use_cache,
     )
-    lengths = [len(tokens) for tokens in found.tokens]
+    lengths = [len(tokens) for tokens in generated.tokens]
     assert len(lengths) == 12
     if temperature:
         assert min(lengths) < max(lengths) <= 15
-    for index, (tokens, log_probs) in enumerate(zip(found.tokens, found.log_probs, strict=True)):
+    for index, (tokens, log_probs) in enumerate(zip(generated.tokens, generated.log_probs, strict=True)):
         assert not {7, 11} & set(tokens[:-1].tolist())
         assert len(tokens) == 15 or tokens[-1] in (7, 11)
         expected = teacher_forced(model, PROMPTS[index // 4], tokens, temperature or 1.0)
@@ -79,12 +83,12 @@ def test_log_probs_are_those_of_a_forward_pass(model, use_cache, temperature, to
 
 
 def test_samples_of_a_prompt_follow_its_distribution(model):
-    found = generate_tokens(
+    generated = generate_tokens(
         model, PROMPTS[:2], max_new_tokens=1, num_samples=8000, rng=torch.Generator().manual_seed(0)
     )
     with torch.no_grad():
         for index, prompt in enumerate(PROMPTS[:2]):
-            drawn = torch.cat(found.tokens[index * 8000 : (index + 1) * 8000]).bincount(minlength=29) / 8000
+            drawn = torch.cat(generated.tokens[index * 8000 : (index + 1) * 8000]).bincount(minlength=29) / 8000
             assert (drawn - model(torch.tensor([prompt]))[0, -1].softmax(-1)).abs().max() < 0.02
 
 
@@ -95,41 +99,41 @@ def test_prompts_go_through_once_and_ended_rows_leave(model):
     assert shapes[0] == (1, sum(map(len, PROMPTS)))
     assert shapes[1:] == [(len(step.rows), 1) for step in steps[1:]]
     assert len(steps[-1].rows) < 12
-    ended = [
-        row
-        for step in steps
-        for row, t in zip(step.rows.tolist(), step.tokens.tolist(), strict=True)
-        if t in (7, 11, 2, 3)
-    ]
+    ended = []
+    for step in steps:
+        for row, token in zip(step.rows.tolist(), step.tokens.tolist(), strict=True):
+            if token in (7, 11, 2, 3):
+                ended.append(row)
     assert len(ended) == len(set(ended))
 
 
-def test_modes_caches_and_flags_are_those_of_before(model):
+def test_modes_caches_and_flags_of_the_model_are_restored(model):
     apply_conversions(model, [LoRA(2, 4, dropout=0.5)])
     model.train()
     model.skip_output_layer = True  # by an older recipe
     model.setup_caches(2, torch.float32, decoder_max_seq_len=9)
-    before = [module.kv_cache for module in model.modules() if hasattr(module, "kv_cache")]
+    cache_ids = [id(module.kv_cache) for module in model.modules() if hasattr(module, "kv_cache")]
     modes = [module.training for module in model.modules()]
 
-    def unchanged():
-        caches = [module for module in model.modules() if isinstance(module, KVCache)]
-        same = len(caches) == 2 and all(one is other for one, other in zip(caches, before, strict=True))
-        return same and [m.training for m in model.modules()] == modes and model.decoder_max_cache_seq_len == 9
+    def check_unchanged():
+        assert len(cache_ids) == 2
+        assert [id(module) for module in model.modules() if isinstance(module, KVCache)] == cache_ids
+        assert [module.training for module in model.modules()] == modes
+        assert model.decoder_max_cache_seq_len == 9
 
     greedy = generate_tokens(model, PROMPTS, max_new_tokens=5, temperature=0.0)
     again = generate_tokens(model, PROMPTS, max_new_tokens=5, temperature=0.0)
-    for one, other in zip(greedy.tokens, again.tokens, strict=True):  # no dropout
-        assert torch.equal(one, other)
-    assert unchanged()
+    for tokens, tokens_again in zip(greedy.tokens, again.tokens, strict=True):  # no dropout
+        assert torch.equal(tokens, tokens_again)
+    check_unchanged()
     running = stream_tokens(model, PROMPTS, max_new_tokens=5)
     next(running)
     assert not model.training
     running.close()
-    assert unchanged()
+    check_unchanged()
     with pytest.raises(ZeroDivisionError):
         list(stream_tokens(model, PROMPTS, max_new_tokens=5, is_over=lambda *_: bool(1 // 0)))
-    assert unchanged()
+    check_unchanged()
     assert model.skip_output_layer is True
 
 
@@ -149,6 +153,6 @@ def test_modes_caches_and_flags_are_those_of_before(model):
         ([[1]], {"temperature": -0.5}, "temperature is -0.5 and top_k None"),
     ],
 )
-def test_refusals(model, prompts, options, message):
+def test_invalid_prompts_and_limits_are_refused(model, prompts, options, message):
     with pytest.raises(ValueError, match=message):
         generate_tokens(model, prompts, **{"max_new_tokens": 3, **options})

@@ -49,7 +49,7 @@ def test_front_matter_is_what_the_hub_expects(tmp_path):
     }
 
 
-def test_the_card_says_what_was_done_and_what_came_of_it(tmp_path):
+def test_card_describes_data_settings_and_result(tmp_path):
     card = model_card(make(tmp_path / "run"), check="equal to 1e-5 in transformers")
     for text in (
         "**Learned**: loss of 8 rows of dataset\\_val 2.35 → 1.35, -1 (95 % interval -1 to -1).",
@@ -65,7 +65,7 @@ def test_the_card_says_what_was_done_and_what_came_of_it(tmp_path):
     assert "Exported files: not checked." in model_card(tmp_path / "run")
 
 
-def test_labels_and_scores_are_told(tmp_path):
+def test_card_names_the_masking_strategy_and_scores(tmp_path):
     run = make(
         tmp_path / "run", dataset={"source": "json", "masking_strategy": "train_on_last", "data_files": "a|b`.jsonl"}
     )

@@ -55,16 +55,16 @@ def test_hostile_text_is_shown_and_never_run(tmp_path):
     page = Tags(write_report(RunFolder(run)).read_text())
     names = {tag for tag, _ in page.tags}
     assert not names & {"script", "img", "iframe", "object", "embed", "link", "a", "form"}
-    assert not [attribute for _, found in page.tags for attribute in found if attribute.startswith("on")]
+    assert not [attribute for _, attributes in page.tags for attribute in attributes if attribute.startswith("on")]
     assert page.text.count("<script>alert(1)</script>") >= 12, "every text is shown as it is"
     assert "{{ 7 * 7 }}" in page.text
 
 
-def test_the_page_asks_for_nothing(tmp_path):
+def test_page_loads_nothing_from_elsewhere(tmp_path):
     run = write_run(tmp_path / "run", [START, ended()], [{"step": 1, "loss": 1.0}])
     page = write_report(RunFolder(run)).read_text()
     assert not re.search(r"https?:|url\(|@import|src=|href=", page)
-    (policy,) = [found["content"] for tag, found in Tags(page).tags if "http-equiv" in found]
+    (policy,) = [attributes["content"] for tag, attributes in Tags(page).tags if "http-equiv" in attributes]
     assert policy.startswith("default-src 'none'")
 
 
@@ -79,7 +79,7 @@ def test_a_run_ends_after_all_other_events(tmp_path):
     assert kinds == ["started", "ended", "resumed", "skipped", "saved", "ended"]
 
 
-def test_it_stays_small_for_a_long_run(tmp_path):
+def test_page_of_a_long_run_stays_small(tmp_path):
     names = [f"loss/source {i}" for i in range(60)]
     metrics = [{"step": step, "loss": 1 / step, **dict.fromkeys(names, 0.5)} for step in range(1, 500)]
     run = write_run(tmp_path / "run", [START, ended()], metrics)
@@ -102,7 +102,7 @@ def test_numbers_that_are_not_finite_are_marked_and_are_null_in_json(tmp_path):
 
 
 @pytest.mark.parametrize("metrics", [[], [{"step": 4}], [{"step": 1, "loss": None}]])
-def test_a_run_with_hardly_anything_has_a_page(metrics, tmp_path):
+def test_run_without_metrics_has_a_page(metrics, tmp_path):
     assert "is of an earlier release" in write_report(RunFolder(write_run(tmp_path / "a", [], metrics))).read_text()
     path = write_report(RunFolder(write_run(tmp_path / "b", [START], metrics, metric_logger=None)))
     assert "page shows it so far" in path.read_text()
@@ -131,11 +131,12 @@ def test_a_full_disk_leaves_the_former_page(tmp_path, monkeypatch):
 
 @pytest.mark.skipif(BROWSER is None, reason="there is no chromium: set CHROMIUM to a browser")
 @pytest.mark.parametrize(("width", "dark"), [(1100, False), (1100, True), (390, False)])
-def test_a_browser_shows_it(width, dark, tmp_path):
+def test_page_fits_the_window_of_a_browser(width, dark, tmp_path):
     """The page is as wide as its window: a probe page frames it and reports its width."""
     metrics = [{"step": step, "loss": 1 / step, "lr": 0.1} for step in range(1, 60)]
     path = write_report(RunFolder(write_run(tmp_path / "run", hostile_events(), metrics)))
-    page, shot = path.read_text(), tmp_path / "shot.png"
+    page = path.read_text()
+    shot = tmp_path / "shot.png"
     says = "document.documentElement.scrollWidth+' '+getComputedStyle(document.body).backgroundColor"
     probe = f"<script>document.title={says}</script>"
     page = re.sub(r"<meta http-equiv[^>]*>", "", page).replace("</body>", f"{probe}</body>")

@@ -29,7 +29,7 @@ def test_a_resumed_run_is_one_run(tmp_path):
     assert run.last("processed_tokens") == 80
 
 
-def test_both_formats_of_the_log_and_what_is_no_number(tmp_path):
+def test_text_log_is_read_with_nan_and_without_a_cut_line(tmp_path):
     run = write_run(tmp_path / "run", [START])
     (run / "logs" / "log.jsonl").unlink()
     logger = SETTINGS["metric_logger"] | {"output_fmt": "txt"}
@@ -42,16 +42,16 @@ def test_both_formats_of_the_log_and_what_is_no_number(tmp_path):
     assert 3 not in steps, "the last line was not completely written"
 
 
-def test_half_a_line_of_every_log_is_left_out(tmp_path):
+def test_cut_last_line_of_a_log_is_left_out(tmp_path):
     run = write_run(tmp_path / "run", [START], [{"step": 1, "loss": 2.0}])
     for name in ("logs/run.jsonl", "logs/log.jsonl", "skipped_steps.jsonl"):
         with (run / name).open("a") as file:
             file.write('{"event": "end", "step": 2, "los')
-    found = RunFolder(run)
-    assert (list(found.steps), len(found.events), found.skipped_steps) == ([1], 1, [])
+    folder = RunFolder(run)
+    assert (list(folder.steps), len(folder.events), folder.skipped_steps) == ([1], 1, [])
 
 
-def test_a_run_that_is_going_on_or_was_killed(tmp_path):
+def test_killed_run_is_distinguished_from_a_running_one(tmp_path):
     run = write_run(tmp_path / "run", [START], [{"step": 5, "loss": 2.0}])
     assert RunFolder(run).state == "was killed"
     assert str(judge(RunFolder(run))).startswith("unfinished: the run was killed at step 5 of 20")
@@ -68,30 +68,30 @@ def test_only_the_newest_run_of_a_folder_counts(tmp_path):
     assert run.start["time"] == 900.0
 
 
-def test_slow_steps_are_told_without_saves_and_validation(tmp_path):
+def test_slow_steps_exclude_saves_and_validation(tmp_path):
     seconds = [1, 2, 3, 4, 9, 10, 15, 16]
     metrics = [counted(step, step, float(at), loss=1.0) for step, at in enumerate(seconds, 1)]
     metrics[6]["lost_to_saving"] = 0.8
-    found = RunFolder(write_run(tmp_path / "run", [START], metrics)).slow_steps()
-    assert found == [(5, 5.0, 1.0)]
+    slow_steps = RunFolder(write_run(tmp_path / "run", [START], metrics)).slow_steps()
+    assert slow_steps == [(5, 5.0, 1.0)]
 
 
 @pytest.mark.parametrize("content", [None, "{", "- 1\n", "5"])
-def test_another_folder_is_no_run(content, tmp_path):
+def test_folder_without_settings_is_refused(content, tmp_path):
     if content is not None:
         (tmp_path / "torchtune_config.yaml").write_text(content)
     with pytest.raises(UserError, match=r"torchtune_config.yaml: give the output_dir of a run\.$"):
         RunFolder(tmp_path)
 
 
-def test_a_checkpoint_stands_for_its_run(tmp_path):
+def test_checkpoint_folder_gives_its_run(tmp_path):
     run = write_run(tmp_path / "run", [START])
     (run / "epoch_0").mkdir()
     (run / "epoch_0" / ".complete").write_text("{}")
     assert RunFolder(run / "epoch_0").path == run
 
 
-def test_scores_are_read_by_line(tmp_path):
+def test_evaluation_scores_are_read_by_line(tmp_path):
     run = write_run(tmp_path / "run", [START])
     (run / "eval").mkdir()
     answers = [{"line": 1, "scores": {"exact": 1.0}}, {"line": 2, "scores": {"exact": None}}]

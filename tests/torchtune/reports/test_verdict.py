@@ -13,19 +13,19 @@ STUDENT = {4: 2.776, 7: 2.365, 15: 2.131, 31: 2.040}
 
 
 @pytest.mark.parametrize("degrees", STUDENT)
-def test_the_interval_of_normal_differences_is_near_students(degrees):
+def test_interval_of_normal_differences_is_near_students_t(degrees):
     """Bootstrap means of n rows have the variance s² (n - 1) / n², which the expansion undoes."""
     values = np.random.default_rng(degrees).normal(1.0, 2.0, degrees + 1)
     half = STUDENT[degrees] * values.std(ddof=1) / math.sqrt(len(values))
-    found = paired_interval(values)
-    assert found.mean == pytest.approx(values.mean())
-    assert (found.high - found.low) / 2 == pytest.approx(half, rel=0.25 if degrees < 10 else 0.12)
+    interval = paired_interval(values)
+    assert interval.mean == pytest.approx(values.mean())
+    assert (interval.high - interval.low) / 2 == pytest.approx(half, rel=0.25 if degrees < 10 else 0.12)
 
 
-def test_it_covers_the_mean_as_often_as_it_says():
+def test_interval_covers_the_mean_in_95_percent_of_samples():
     generator = np.random.default_rng(0)
-    found = [paired_interval(generator.normal(0.0, 1.0, 10)) for _ in range(150)]
-    assert 0.9 <= np.mean([one.is_noise for one in found]) <= 0.99
+    intervals = [paired_interval(generator.normal(0.0, 1.0, 10)) for _ in range(150)]
+    assert 0.9 <= np.mean([interval.is_noise for interval in intervals]) <= 0.99
 
 
 def test_no_global_generator_is_used_and_few_rows_decide_nothing():
@@ -54,12 +54,12 @@ HIGHER = {name: value + 0.5 for name, value in ROWS.items()}
         ({"another": 1.0}, "loss", "unfinished"),
     ],
 )
-def test_the_word_follows_the_rows(after, what, word, tmp_path):
+def test_verdict_follows_the_measured_rows(after, what, word, tmp_path):
     events = [START, measured("before", ROWS, what=what), measured("after", after, what=what), ended()]
-    found = judge(RunFolder(write_run(tmp_path / "run", events)))
-    assert found.word == word
-    if found.interval is not None:
-        assert f"{found.interval.pairs} rows of dataset_val 2.35 → " in str(found)
+    verdict = judge(RunFolder(write_run(tmp_path / "run", events)))
+    assert verdict.word == word
+    if verdict.interval is not None:
+        assert f"{verdict.interval.pairs} rows of dataset_val 2.35 → " in str(verdict)
 
 
 def test_the_best_checkpoint_is_judged_even_if_the_run_has_diverged_after_it(tmp_path):
@@ -72,7 +72,7 @@ def test_the_best_checkpoint_is_judged_even_if_the_run_has_diverged_after_it(tmp
     assert " of step_8, with the best val_accuracy, 1.5 at step 8, " in verdict.reason
 
 
-def test_a_measurement_of_the_last_weights_says_so_where_others_are_used(tmp_path):
+def test_verdict_says_that_the_last_weights_were_measured_instead_of_the_best(tmp_path):
     """Of runs of earlier releases, and where the best checkpoint could not be loaded."""
     folder = write_run(tmp_path / "run", [START, measured("before", ROWS), measured("after", HIGHER), ended()])
     write_best(folder, 8, 1.5)
@@ -91,6 +91,6 @@ def test_a_measurement_of_the_last_weights_says_so_where_others_are_used(tmp_pat
         ([], [{"step": 6, "loss": 1.0}, {"step": 7, "loss": None}], "diverged"),
     ],
 )
-def test_a_run_without_a_second_measurement(events, metrics, word, tmp_path):
+def test_verdict_without_a_second_measurement_follows_the_end_of_the_run(events, metrics, word, tmp_path):
     run = RunFolder(write_run(tmp_path / "run", [START, measured("before", ROWS), *events], metrics))
     assert judge(run).word == word

@@ -36,9 +36,9 @@ def settings(config, *overrides):
 
 
 def activity(*shape):
-    found = Activity(step=6)
-    found.shape = shape or None
-    return found
+    current = Activity(step=6)
+    current.shape = shape or None
+    return current
 
 
 def explained(error, cfg, dims=None, **given):
@@ -64,7 +64,7 @@ def allocate_a_list():
 
 
 @pytest.mark.parametrize("error", [raise_torch_error, allocate_a_tensor, allocate_a_list])
-def test_every_kind_becomes_one_sentence(error, tmp_path):
+def test_every_out_of_memory_error_becomes_one_sentence(error, tmp_path):
     cfg = settings("smol/135M_full_single_device", f"output_dir={tmp_path}", *CARELESS)
     message = explained(error, cfg)
     assert re.match(
@@ -79,7 +79,7 @@ def test_every_kind_becomes_one_sentence(error, tmp_path):
     assert "\n" not in message
 
 
-def test_other_errors_stay_what_they_are():
+def test_other_errors_are_raised_unchanged():
     error = RuntimeError("mat1 and mat2 shapes cannot be multiplied")
     with (
         pytest.raises(RuntimeError) as caught,
@@ -100,14 +100,14 @@ def test_other_errors_stay_what_they_are():
     ],
     ids=["as shipped", "careless", "careful", "in backward"],
 )
-def test_advice_is_new_and_accepted(config, overrides):
+def test_advised_settings_are_valid_and_change_the_config(config, overrides):
     cfg = settings(config, *overrides)
     sizes = {"dp_shard": 4, "world_size": 4} if "single" not in config else {}
-    found = list(_suggest_changes(cfg, activity(1, 2048), training.ParallelDims(**sizes), "device"))
-    assert found
-    for changes in found:
+    suggestions = list(_suggest_changes(cfg, activity(1, 2048), training.ParallelDims(**sizes), "device"))
+    assert suggestions
+    for changes in suggestions:
         changed = settings(config, *overrides, *_as_overrides(changes).split())
-        before, after = ([_at(each, key) for key in changes] for each in (cfg, changed))
+        before, after = ([_at(settings_of_run, key) for key in changes] for settings_of_run in (cfg, changed))
         assert after == list(changes.values())
         assert before[0] != after[0]
 
@@ -117,7 +117,7 @@ def _at(cfg, key):
     return getattr(cfg, section).get(name) if name else getattr(cfg, key)
 
 
-def test_what_is_left_of_advice():
+def test_advice_leaves_out_settings_that_are_used_already():
     def said(config, *overrides, phase="training", **sizes):
         doing = activity(1, 512)
         doing.phase = phase
@@ -143,13 +143,13 @@ def test_what_is_left_of_advice():
     ]
 
 
-def test_settings_that_are_no_dataclass():
+def test_advice_is_given_for_settings_of_any_type():
     cfg = {"batch_size": 2, "gradient_accumulation_steps": 3, "output_dir": "/nowhere"}
     assert "set batch_size=1 gradient_accumulation_steps=6" in explained(raise_torch_error, cfg)
     assert "no setting would need less" in explained(raise_torch_error, {"output_dir": "/nowhere"})
 
 
-def test_one_line_of_a_recipe(tmp_path):
+def test_watch_run_explains_out_of_memory(tmp_path):
     cfg = SimpleNamespace(hang_timeout_minutes=1.0, batch_size=1, output_dir=str(tmp_path))
     throughput = supervision.Throughput()
     with (
@@ -162,12 +162,12 @@ def test_one_line_of_a_recipe(tmp_path):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("record_history", [False, True])
-def test_a_snapshot_of_the_device(record_history, tmp_path):
+def test_snapshot_of_device_memory_is_written(record_history, tmp_path):
     cfg = settings("smol/135M_full_single_device", f"output_dir={tmp_path}", "device=cuda")
-    kept = []
+    tensors = []
 
     def fill():
-        kept.append(torch.empty(2**20, device="cuda"))
+        tensors.append(torch.empty(2**20, device="cuda"))
         torch.empty(2**50, device="cuda")
 
     message = explained(fill, cfg, record_history=record_history)

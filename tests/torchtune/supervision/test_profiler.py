@@ -8,7 +8,7 @@ from torchtune.supervision import GuardedProfiler
 from torchtune.utils import UserError
 
 
-def test_off_is_a_dummy():
+def test_disabled_profiler_is_a_dummy():
     profiler, used = supervision.setup_torch_profiler()
     assert isinstance(profiler, supervision.DummyProfiler)
     assert used == {"enabled": False}
@@ -50,7 +50,7 @@ def test_defaults_where_a_window_is_incomplete(tmp_path):
     assert {name: used[name] for name in supervision.DEFAULT_SCHEDULE} == supervision.DEFAULT_SCHEDULE
 
 
-def test_mistakes(tmp_path):
+def test_invalid_profiler_settings_are_refused(tmp_path):
     with pytest.raises(UserError, match="nothing to record"):
         supervision.setup_torch_profiler(enabled=True, cpu=False, cuda=False, xpu=False, output_dir=str(tmp_path))
     with pytest.raises(UserError, match="active_steps=0 must be at least 1"):
@@ -61,6 +61,6 @@ def test_mistakes(tmp_path):
         supervision.profiler_from_config({"_component_": "my.profiler"})
 
 
-def test_a_section_of_a_config(tmp_path):
+def test_profiler_section_of_a_config_builds_a_profiler(tmp_path):
     profiler = supervision.profiler_from_config({"enabled": True, "output_dir": str(tmp_path), "cuda": False})
     assert isinstance(profiler, GuardedProfiler)

@@ -12,7 +12,7 @@ import pytest
 from torchtune import supervision
 
 
-def test_plain_lines_where_there_is_no_terminal():
+def test_progress_is_plain_lines_without_a_terminal():
     file = io.StringIO()
     with supervision.ProgressBar(total=10, initial=4, file=file, interval=0.0) as progress:
         for step in range(5, 8):
@@ -27,7 +27,7 @@ def test_plain_lines_where_there_is_no_terminal():
     assert "loss=0.1429, val_loss=0.2500, tok/s=1,234" in lines[-1]
 
 
-def test_other_ranks_are_silent(monkeypatch):
+def test_other_ranks_print_no_progress(monkeypatch):
     monkeypatch.setenv("RANK", "1")
     file = io.StringIO()
     with supervision.ProgressBar(total=2, file=file) as progress:
@@ -37,7 +37,7 @@ def test_other_ranks_are_silent(monkeypatch):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_the_first_signal_asks(number, caplog):
+def test_first_signal_requests_a_stop(number, caplog):
     before = signal.getsignal(number)
     with caplog.at_level("WARNING", logger="torchtune"), supervision.StopSignal() as stop:
         assert not stop.requested
@@ -48,7 +48,7 @@ def test_the_first_signal_asks(number, caplog):
     assert signal.getsignal(number) is before
 
 
-def test_no_signal_leaves_everything_as_it_was():
+def test_signal_handlers_are_restored_without_a_signal():
     before = signal.getsignal(signal.SIGINT)
     with supervision.StopSignal() as stop:
         assert signal.getsignal(signal.SIGINT) is not before
@@ -56,7 +56,7 @@ def test_no_signal_leaves_everything_as_it_was():
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_outside_the_main_thread_it_does_nothing():
+def test_stop_signal_does_nothing_outside_the_main_thread():
     seen = []
 
     def work():
@@ -70,7 +70,7 @@ def test_outside_the_main_thread_it_does_nothing():
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, -signal.SIGTERM), (signal.SIGINT, 1)])
-def test_the_second_signal_ends_at_once(number, code):
+def test_second_signal_ends_the_process_at_once(number, code):
     script = (
         "import os, signal, sys, time\n"
         "from torchtune.supervision import StopSignal\n"
@@ -112,7 +112,8 @@ def screen_of(script, columns):
     except OSError:  # the other end is closed
         pass
     assert os.waitpid(pid, 0)[1] == 0, output.decode()
-    lines, column = [""], 0
+    lines = [""]
+    column = 0
     for char in output.decode():
         if char == "\r":
             column = 0
@@ -144,7 +145,7 @@ with ProgressBar(total=10_000, initial=2) as progress:
 """
 
 
-def test_a_terminal_has_lines_above_one_bar():
+def test_terminal_shows_lines_above_one_bar():
     lines, output = screen_of(RUN, 80)
     assert output.count("\r") >= 2
     assert lines[0] == "INFO:torchtune:step_4 was saved."

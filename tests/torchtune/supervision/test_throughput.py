@@ -74,9 +74,9 @@ def test_operations_are_those_that_torch_counts(change, tied):
         out = model(tokens)
         (out.mean() if change is without_loss else loss_fn(out, labels)).backward()
     products = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_)  # with weights; attention's are others
-    found = sum(counter.get_flop_counts()["Global"].get(op, 0) for op in products)
+    torch_flops = sum(counter.get_flop_counts()["Global"].get(op, 0) for op in products)
     counted = count_flops(model)
-    assert found == counted.token * tokens.numel() + counted.label * 6
+    assert torch_flops == counted.token * tokens.numel() + counted.label * 6
 
 
 def test_attention_counts_pairs_that_see_each_other():
@@ -98,8 +98,8 @@ def test_linear_attention_counts_by_token():
     tokens = torch.randint(40, (2, 8))
     with FlopCounterMode(display=False) as counter:
         model(tokens).sum().backward()
-    found = counter.get_flop_counts()["Global"]
-    products = found.get(torch.ops.aten.mm, 0) + found.get(torch.ops.aten.addmm, 0)
+    torch_flops = counter.get_flop_counts()["Global"]
+    products = torch_flops.get(torch.ops.aten.mm, 0) + torch_flops.get(torch.ops.aten.addmm, 0)
     counted = count_flops(model)
     convolved, state = 4 * (2 * 2 * 6 + 4 * 5), 4 * 6 * 5
     assert counted.token * 16 + counted.label * 16 - products == 16 * 2 * 3 * (2 * convolved + 6 * state)
@@ -135,7 +135,7 @@ def test_models_without_layers_are_not_counted():
         ("Tesla T4", None),
     ],
 )
-def test_peaks_by_name(name, peak):
+def test_peak_flops_are_known_by_device_name(name, peak):
     assert peak_flops(name) == (peak and peak * 1e12)
 
 
@@ -198,7 +198,7 @@ def test_shares_of_the_time_since_the_last_log():
     }
 
 
-def test_mfu_is_what_the_model_needs_of_what_the_device_can_do(monkeypatch):
+def test_mfu_is_needed_flops_over_peak_flops(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")  # no machine here has one
     clock = Clock()
     model = tiny().bfloat16()
@@ -220,7 +220,7 @@ def test_mfu_is_what_the_model_needs_of_what_the_device_can_do(monkeypatch):
     [("Some GPU", torch.bfloat16, 1), ("NVIDIA H200", torch.float32, 0)],
     ids=["unknown", "float32"],
 )
-def test_no_mfu_rather_than_one_made_up(name, dtype, said, monkeypatch, caplog):
+def test_mfu_is_left_out_where_the_peak_is_unknown(name, dtype, said, monkeypatch, caplog):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
     model = tiny().to(dtype)
     with caplog.at_level("INFO", logger="torchtune"):
@@ -230,7 +230,7 @@ def test_no_mfu_rather_than_one_made_up(name, dtype, said, monkeypatch, caplog):
     assert "mfu" not in supervision.Throughput(model=model, device=torch.device("cpu")).metrics()
 
 
-def test_activity_moves_with_all_that_a_loop_does():
+def test_activity_moves_with_every_part_of_a_loop():
     model = tiny()
     throughput = supervision.Throughput(model=model, step=6)
     activity = throughput.activity
@@ -248,7 +248,7 @@ def test_activity_moves_with_all_that_a_loop_does():
     assert activity.step == 8
 
 
-def test_the_control_of_a_run_leaves_its_activity_alone(tmp_path):
+def test_run_control_does_not_reset_the_activity(tmp_path):
     """A run that goes on is at a later step, which messages of lost ranks and of full memory name."""
     with watch_activity(Activity(0)):
         throughput = supervision.Throughput(step=7)

@@ -35,15 +35,23 @@ def replaced(value: Any, old: list[str], new: list[str]) -> Any:
         by_old = dict(zip(old, new, strict=True))
         return re.sub("|".join(map(re.escape, sorted(old, key=len, reverse=True))), lambda m: by_old[m[0]], value)
     if isinstance(value, dict):
-        return {key: item if key == "role" else replaced(item, old, new) for key, item in value.items()}
-    return [replaced(item, old, new) for item in value] if isinstance(value, list) else value
+        result = {key: replaced(item, old, new) for key, item in value.items()}
+        if "role" in value:  # which is not text of the conversation
+            result["role"] = value["role"]
+        return result
+    if isinstance(value, list):
+        return [replaced(item, old, new) for item in value]
+    return value
 
 
 def plain_parts(case: Case, pieces: Pieces, control: list[str]) -> Iterator[tuple[str, str, list[bool]]]:
     """The truth as (kind, text, is trained by character): control tokens of the layout apart from the texts."""
     text = "".join(piece for piece, _ in pieces)
     trained = [is_trained for piece, is_trained in pieces for _ in piece]
-    patterns = [re.escape(t) + (r"\s*" if t in case.takes_spaces else "") for t in sorted(control, key=len)[::-1]]
+    patterns = []
+    for text_of_token in sorted(control, key=len, reverse=True):  # the longest match first
+        spaces = r"\s*" if text_of_token in case.takes_spaces else ""
+        patterns.append(re.escape(text_of_token) + spaces)
     position = 0
     for match in re.finditer("|".join(patterns), text):
         yield "text", text[position : match.start()], trained[position : match.start()]
@@ -67,9 +75,9 @@ def expected_plain(
             tokens.append(backend.token_to_id(text))
             mask.append(not any(trained))
             continue
-        shown = [replaced(character, stand_ins, control) for character in text]
-        by_character = [flag for part, flag in zip(shown, trained, strict=True) for _ in part]
-        encoding = backend.encode("".join(shown), add_special_tokens=False)
+        characters = [replaced(character, stand_ins, control) for character in text]
+        by_character = [flag for part, flag in zip(characters, trained, strict=True) for _ in part]
+        encoding = backend.encode("".join(characters), add_special_tokens=False)
         tokens += encoding.ids
         mask += [not any(by_character[start:end]) for start, end in encoding.offsets]
     backend.encode_special_tokens = False

@@ -99,9 +99,9 @@ def _random(case: Case, rng: random.Random) -> Turns:
             turns.append(answer(_text(rng, parts)))
         turns.append(turn("assistant", _text(rng, parts)))
     if case.reasoning is not None:
-        for one in turns:
-            if one["role"] == "assistant" and rng.random() < 0.5:
-                one[case.reasoning] = rng.choice(["because", "two\nlines", "x <|im_end|>", "🙂"])
+        for random_turn in turns:
+            if random_turn["role"] == "assistant" and rng.random() < 0.5:
+                random_turn[case.reasoning] = rng.choice(["because", "two\nlines", "x <|im_end|>", "🙂"])
     return turns
 
 
@@ -110,11 +110,11 @@ def conversations(case: Case, count: int) -> list[tuple[str, Turns, list[Any] | 
     fixed = {**CONVERSATIONS, **(TOOL_CONVERSATIONS if case.tool else {}), **(CALL_CONVERSATIONS if case.calls else {})}
     fixed = {name: turns for name, turns in fixed.items() if case.system or turns[0]["role"] != "system"}
     fixed = {name: turns for name, turns in fixed.items() if not (case.one_call and "two structured" in name)}
-    found = [(name, turns, None) for name, turns in fixed.items()]
+    cases = [(name, turns, None) for name, turns in fixed.items()]
     if case.shows_tools:
-        found += [(f"{name} with tools", turns, TOOLS) for name, turns in fixed.items() if "call" in name]
+        cases += [(f"{name} with tools", turns, TOOLS) for name, turns in fixed.items() if "call" in name]
     rng = random.Random(case.name)
-    while len(found) < count:
+    while len(cases) < count:
         tools = TOOLS if case.shows_tools and rng.random() < 0.5 else None
-        found.append((f"random {len(found)}", _random(case, rng), tools))
-    return found
+        cases.append((f"random {len(cases)}", _random(case, rng), tools))
+    return cases

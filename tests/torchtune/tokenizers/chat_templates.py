@@ -36,7 +36,8 @@ def mistral_last(turns: Turns) -> Pieces:
     pieces: Pieces = [("<s>", False)]
     system = ""
     if turns[0]["role"] == "system":
-        system, turns = turns[0]["content"] + "\n\n", turns[1:]
+        system = turns[0]["content"] + "\n\n"
+        turns = turns[1:]
     for i, turn in enumerate(turns):
         if turn["role"] == "user":
             pieces.append((f"[INST] {system if i >= len(turns) - 2 else ''}{turn['content']}[/INST]", False))
@@ -66,8 +67,8 @@ PHI3 = """{% for message in messages %}{% if message['role'] == 'system' and mes
 
 
 def phi3(turns: Turns) -> Pieces:
-    shown = [turn for turn in turns if turn["role"] != "system" or turn["content"]]
-    return [*blocks("<|", "|>\n", "<|end|>")(shown), ("<|endoftext|>", False)]
+    written_turns = [turn for turn in turns if turn["role"] != "system" or turn["content"]]
+    return [*blocks("<|", "|>\n", "<|end|>")(written_turns), ("<|endoftext|>", False)]
 
 
 PHI4 = """{% for message in messages %}{% if (message['role'] == 'system') %}{{'<|im_start|>system<|im_sep|>' + message['content'] + '<|im_end|>'}}{% elif (message['role'] == 'user') %}{{'<|im_start|>user<|im_sep|>' + message['content'] + '<|im_end|>'}}{% elif (message['role'] == 'assistant') %}{{'<|im_start|>assistant<|im_sep|>' + message['content'] + '<|im_end|>'}}{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant<|im_sep|>' }}{% endif %}"""

@@ -140,7 +140,8 @@ def qwen2_5(turns: Turns) -> Pieces:
             continue
         text = turn["content"]
         if turn.get("tool_calls"):
-            start, text = "<|im_start|>assistant", (f"\n{text}" if text else "") + calls(turn)
+            start = "<|im_start|>assistant"
+            text = (f"\n{text}" if text else "") + calls(turn)
             pieces += [(start + "\n", False), (f"{text[1:]}<|im_end|>", True), ("\n", False)]
             continue
         pieces += [(f"<|im_start|>{turn['role']}\n", False), (f"{text}<|im_end|>", assistant(turn)), ("\n", False)]
@@ -177,7 +178,8 @@ def qwen3(*, thinks: bool) -> Callable[..., Pieces]:
             if turn["role"] == "tool":
                 pieces += tool_response(turns, i)
                 continue
-            text, block = turn["content"], ""
+            text = turn["content"]
+            block = ""
             if assistant(turn):
                 reasoning, text = qwen3_reasoning(turn)
                 called = calls(turn) if text else calls(turn)[1:]
@@ -201,8 +203,8 @@ PHI4_MINI = """{% for message in messages %}{% if message['role'] == 'system' an
 def phi4_mini(turns: Turns, tools: list[Any] | None = None) -> Pieces:
     pieces: Pieces = []
     for turn in turns:
-        shown = f"<|tool|>{_json(tools)}<|/tool|>" if tools and turn["role"] == "system" else ""
-        pieces += [(f"<|{turn['role']}|>", False), (f"{turn['content']}{shown}<|end|>", assistant(turn))]
+        tool_text = f"<|tool|>{_json(tools)}<|/tool|>" if tools and turn["role"] == "system" else ""
+        pieces += [(f"<|{turn['role']}|>", False), (f"{turn['content']}{tool_text}<|end|>", assistant(turn))]
     return [*pieces, ("<|endoftext|>", False)]
 
 
@@ -243,13 +245,13 @@ def llama3_1(turns: Turns, tools: list[Any] | None = None) -> Pieces:
     environment = "Environment: ipython\n" if tools else ""
     head = "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\n"
     pieces: Pieces = [(f"{head}{environment}{dates}{system}<|eot_id|>", False)]
-    given = ""
+    tool_text = ""
     if tools:
-        given = "Given the following functions, please respond with a JSON for a function call.\n\n"
-        given += "".join(f"{_json(tool, 4)}\n\n" for tool in tools)
+        tool_text = "Given the following functions, please respond with a JSON for a function call.\n\n"
+        tool_text += "".join(f"{_json(tool, 4)}\n\n" for tool in tools)
     for i, turn in enumerate(turns):
         role = "ipython" if turn["role"] == "tool" else turn["role"]
-        text = (given if i == 0 else "") + turn["content"].strip()
+        text = (tool_text if i == 0 else "") + turn["content"].strip()
         if role == "ipython":
             text = _json(turn["content"])
         elif turn.get("tool_calls"):

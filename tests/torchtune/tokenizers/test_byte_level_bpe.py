@@ -33,8 +33,8 @@ SPACES = ["".join(run) for length in (1, 2, 3) for run in product(" \n\t\r\u00a0
 
 
 def encode(encoder, text, spans):
-    found = encoder.encode(text, spans)
-    return None if found is None else (found[0].tolist(), list(map(bool, found[1])))
+    encoded = encoder.encode(text, spans)
+    return None if encoded is None else (encoded[0].tolist(), list(map(bool, encoded[1])))
 
 
 def make(kind, *, nfc=False, split=None):
@@ -57,7 +57,8 @@ def make(kind, *, nfc=False, split=None):
 @pytest.mark.parametrize("nfc", [False, True])
 @pytest.mark.parametrize("split", SPLITS)
 def test_ids_and_mask_are_those_of_the_tokenizer(split, nfc):
-    tokenizer, draw = make(split, nfc=nfc), random.Random(split)
+    tokenizer = make(split, nfc=nfc)
+    draw = random.Random(split)
     encoder = WordEncoder(tokenizer)
     assert encoder.is_used
     used = masked = 0
@@ -66,34 +67,34 @@ def test_ids_and_mask_are_those_of_the_tokenizer(split, nfc):
         edges = sorted(draw.sample(range(len(text) + 1), k=min(2 * draw.randint(0, 2), len(text) // 2 * 2)))
         spans = list(zip(edges[::2], edges[1::2], strict=True))
         encoding = tokenizer.encode(text, add_special_tokens=False)
-        if (whole := encode(encoder, text, [])) is not None:
+        if (plain_ids := encode(encoder, text, [])) is not None:
             used += 1
-            assert whole[0] == encoding.ids
-        if (found := encode(encoder, text, spans)) is not None:
+            assert plain_ids[0] == encoding.ids
+        if (encoded := encode(encoder, text, spans)) is not None:
             masked += 1
             expected = [not any(a < end and b > start for start, end in spans) for a, b in encoding.offsets]
-            assert found == (encoding.ids, expected)
+            assert encoded == (encoding.ids, expected)
     assert used > 200
     assert masked > 40
 
 
 @pytest.mark.parametrize("split", SPLITS)
-def test_every_kind_of_white_space(split):
+def test_every_kind_of_white_space_has_the_ids_of_the_tokenizer(split):
     tokenizer = make(split)
     encoder = WordEncoder(tokenizer)
     for text in (f"{'the cat ' * 6}a{run}{end} b" for run in SPACES for end in "a1.'é"):
-        found = encode(encoder, text, [])
-        assert found is None or found[0] == tokenizer.encode(text, add_special_tokens=False).ids
+        encoded = encode(encoder, text, [])
+        assert encoded is None or encoded[0] == tokenizer.encode(text, add_special_tokens=False).ids
 
 
-def test_every_letter_of_many_scripts():
+def test_letters_of_many_scripts_have_the_ids_of_the_tokenizer():
     """A character that two engines class differently would change the words around it."""
     tokenizer = make("caseless")
     encoder = WordEncoder(tokenizer)
     for start in range(0x80, 0x1200, 64):
         text = " ".join(f"a{chr(code)}1 {chr(code)}" for code in range(start, start + 64))
-        found = encode(encoder, text, [])
-        assert found is None or found[0] == tokenizer.encode(text, add_special_tokens=False).ids
+        encoded = encode(encoder, text, [])
+        assert encoded is None or encoded[0] == tokenizer.encode(text, add_special_tokens=False).ids
 
 
 @pytest.mark.parametrize(
@@ -121,7 +122,7 @@ def test_bpe_of_other_characters_than_those_of_gpt2_is_refused(tmp_path):
         tokenizer.bpe("a b")
 
 
-def test_gpt2_adds_the_tokens_that_it_has(tmp_path):
+def test_gpt2_adds_only_tokens_of_its_vocabulary(tmp_path):
     (tmp_path / "vocab.json").write_text('{"a": 0, "b": 1, "ab": 2}')
     (tmp_path / "merges.txt").write_text("a b\n")
     paths = str(tmp_path / "vocab.json"), str(tmp_path / "merges.txt")

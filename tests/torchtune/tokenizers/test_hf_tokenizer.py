@@ -31,16 +31,20 @@ def change(folder, name="tokenizer_config.json", **settings):
     (folder / name).write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
 
 
-def test_a_folder_or_its_file(folder):
-    one, two = hf_tokenizer(str(folder)), hf_tokenizer(str(folder / "tokenizer.json"))
-    three = HuggingFaceModelTokenizer(
+def test_folder_and_its_file_give_the_same_tokenizer(folder):
+    from_folder, from_file = hf_tokenizer(str(folder)), hf_tokenizer(str(folder / "tokenizer.json"))
+    from_three_files = HuggingFaceModelTokenizer(
         str(folder / "tokenizer.json"),
         tokenizer_config_json_path=str(folder / "tokenizer_config.json"),
         generation_config_path=str(folder / "generation_config.json"),
     )
-    assert one.tokenize_messages(CHAT) == two.tokenize_messages(CHAT) == three.tokenize_messages(CHAT)
-    assert (one.bos_id, one.eos_id, one.pad_id, one.vocab_size) == (1, 2, 0, 316)
-    assert one.special_tokens == {"<|endoftext|>": 0, "<|im_start|>": 1, "<|im_end|>": 2}
+    assert (
+        from_folder.tokenize_messages(CHAT)
+        == from_file.tokenize_messages(CHAT)
+        == from_three_files.tokenize_messages(CHAT)
+    )
+    assert (from_folder.bos_id, from_folder.eos_id, from_folder.pad_id, from_folder.vocab_size) == (1, 2, 0, 316)
+    assert from_folder.special_tokens == {"<|endoftext|>": 0, "<|im_start|>": 1, "<|im_end|>": 2}
 
 
 def test_stop_tokens_come_from_everywhere(folder):
@@ -51,7 +55,7 @@ def test_stop_tokens_come_from_everywhere(folder):
     assert tokenizer.tokenize_messages(CHAT)[0][-2] == 2
 
 
-def test_without_configs(folder):
+def test_tokenizer_without_configs_has_no_special_ids_or_template(folder):
     for name in ("tokenizer_config.json", "generation_config.json"):
         (folder / name).unlink()
     tokenizer = HuggingFaceBaseTokenizer(str(folder / "tokenizer.json"))
@@ -76,7 +80,7 @@ def test_json_that_python_cannot_read_is_named(folder, name, text):
         hf_tokenizer(str(folder))
 
 
-def test_encode_and_decode(folder):
+def test_decode_restores_the_encoded_text(folder):
     tokenizer = hf_tokenizer(str(folder))
     ids = tokenizer.encode("red 你好 🙂")
     assert ids[-1] == 2
@@ -90,24 +94,26 @@ def test_the_beginning_of_a_text_is_that_of_transformers(folder, template):
     from transformers import AutoTokenizer
 
     if template is not None:
-        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
         special = [("<|endoftext|>", 0), ("<|im_start|>", 1), ("<|im_end|>", 2)]
-        tokenizer.post_processor = processors.TemplateProcessing(single=template, special_tokens=special)
-        tokenizer.save(str(folder / "tokenizer.json"))
+        backend.post_processor = processors.TemplateProcessing(single=template, special_tokens=special)
+        backend.save(str(folder / "tokenizer.json"))
     change(folder, bos_token="<|endoftext|>" if "endoftext" in str(template) else "<|im_start|>")
-    theirs = [token for token in AutoTokenizer.from_pretrained(folder)("red blue").input_ids if token != 2]
-    ours = hf_tokenizer(str(folder))
-    assert ours.encode("red blue", add_eos=False) == ours.encode_text("red blue", add_eos=False) == theirs
+    expected_ids = [token for token in AutoTokenizer.from_pretrained(folder)("red blue").input_ids if token != 2]
+    tokenizer = hf_tokenizer(str(folder))
+    assert (
+        tokenizer.encode("red blue", add_eos=False) == tokenizer.encode_text("red blue", add_eos=False) == expected_ids
+    )
 
 
 @pytest.mark.parametrize("form", ["list", "file", "json", "folder", "argument", "path"])
 def test_chat_template_is_read_from_every_published_file(folder, form):
     expected = hf_tokenizer(str(folder)).tokenize_messages(CHAT)
-    wrong = "{{ raise_exception('the wrong one') }}"
-    change(folder, chat_template=wrong)
+    unused_template = "{{ raise_exception('the wrong one') }}"
+    change(folder, chat_template=unused_template)
     arguments = {}
     if form == "list":
-        entries = [{"name": "default", "template": CHAT_TEMPLATE}, {"name": "tool_use", "template": wrong}]
+        entries = [{"name": "default", "template": CHAT_TEMPLATE}, {"name": "tool_use", "template": unused_template}]
         change(folder, chat_template=entries)
     elif form == "file":
         (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
@@ -116,7 +122,7 @@ def test_chat_template_is_read_from_every_published_file(folder, form):
     elif form == "folder":
         change(folder, chat_template=CHAT_TEMPLATE)
         (folder / "additional_chat_templates").mkdir()
-        (folder / "additional_chat_templates" / "tool_use.jinja").write_text(wrong)
+        (folder / "additional_chat_templates" / "tool_use.jinja").write_text(unused_template)
     elif form == "argument":
         arguments = {"chat_template": CHAT_TEMPLATE}
     else:
@@ -155,7 +161,7 @@ def test_chat_template_setting_that_is_neither_text_nor_path_is_refused(folder, 
     assert len(str(caught.value)) < 500
 
 
-def test_a_chat_template_with_an_error(folder):
+def test_syntax_error_of_a_chat_template_is_named_by_line(folder):
     with pytest.raises(DataError, match=r"error in line 2: unexpected end of template, expected .*[^.]\.$"):
         hf_tokenizer(str(folder), chat_template="a\n{{ x")
 
@@ -170,13 +176,13 @@ def test_tools_reach_the_template(folder):
 def test_texts_that_spell_special_tokens_are_told_once(folder, monkeypatch, caplog):
     chat = [Message("user", "a<|endoftext|>b", masked=True), Message("assistant", "c")]
     tokenizer = hf_tokenizer(str(folder))
-    told = []
-    monkeypatch.setattr(get_logger(), "handle", lambda record: told.append(record.getMessage()))
+    messages = []
+    monkeypatch.setattr(get_logger(), "handle", lambda record: messages.append(record.getMessage()))
     with caplog.at_level("INFO", logger="torchtune"):
         for _ in range(3):
             assert 0 not in tokenizer.tokenize_messages(chat)[0]
-    assert len(told) == 1
-    assert told[0].startswith("A text of the data spells '<|endoftext|>': it is read as text.")
+    assert len(messages) == 1
+    assert messages[0].startswith("A text of the data spells '<|endoftext|>': it is read as text.")
     assert 0 in hf_tokenizer(str(folder), parse_special_tokens=True).tokenize_messages(chat)[0]
 
 
@@ -204,13 +210,13 @@ def test_open_conversation_ends_where_the_model_continues(folder):
 
 @pytest.mark.parametrize("length", [3, 8, 12])
 def test_row_is_truncated_to_max_seq_len(folder, length):
-    whole, mask = hf_tokenizer(str(folder)).tokenize_messages(CHAT)
+    all_tokens, mask = hf_tokenizer(str(folder)).tokenize_messages(CHAT)
     assert hf_tokenizer(str(folder), max_seq_len=length).tokenize_messages(CHAT) == (
-        [*whole[: length - 1], 2],
+        [*all_tokens[: length - 1], 2],
         [*mask[: length - 1], True],
     )
     tokens, cut = hf_tokenizer(str(folder), max_seq_len=length, truncation_type="left").tokenize_messages(CHAT)
-    assert (tokens, cut) == (whole[-length:], mask[-length:])
+    assert (tokens, cut) == (all_tokens[-length:], mask[-length:])
     assert len(hf_tokenizer(str(folder)).tokenize_messages(CHAT, max_seq_len=length)[0]) == length
 
 
@@ -224,10 +230,10 @@ def test_a_length_without_room_is_refused(folder, length):
 def test_a_cut_row_keeps_the_label_of_the_end_of_its_turn(folder, cut):
     """The template ends turns with another token than the end of the sequence, as Llama 3's does."""
     change(folder, eos_token="<|endoftext|>", chat_template=CHATML)
-    whole, mask = hf_tokenizer(str(folder)).tokenize_messages(CHAT)
-    end = len(whole) - whole[::-1].index(2)  # behind the last <|im_end|>
+    all_tokens, mask = hf_tokenizer(str(folder)).tokenize_messages(CHAT)
+    end = len(all_tokens) - all_tokens[::-1].index(2)  # behind the last <|im_end|>
     assert not mask[end - 1]
-    length = end if cut == "right" else len(whole) - 3
+    length = end if cut == "right" else len(all_tokens) - 3
     extra = [Message("user", "one two", masked=True)] if cut == "right" else []
     tokenizer = hf_tokenizer(str(folder), max_seq_len=length, truncation_type=cut)
     tokens, masked = tokenizer.tokenize_messages([*CHAT, *extra])
@@ -235,7 +241,7 @@ def test_a_cut_row_keeps_the_label_of_the_end_of_its_turn(folder, cut):
     assert 0 not in tokens
 
 
-def test_special_tokens_that_only_the_config_names(folder):
+def test_special_tokens_of_the_config_extend_the_vocabulary(folder):
     change(folder, pad_token="<pad>", added_tokens_decoder={"316": {"content": "<new>", "special": True}})
     tokenizer = hf_tokenizer(str(folder))
     assert tokenizer.special_tokens["<new>"] == 316
@@ -246,7 +252,7 @@ def test_special_tokens_that_only_the_config_names(folder):
         hf_tokenizer(str(folder))
 
 
-def test_missing_and_broken_files(folder, tmp_path):
+def test_missing_and_broken_tokenizer_files_are_named(folder, tmp_path):
     with pytest.raises(DataError, match="There is no tokenizer file"):
         hf_tokenizer(str(tmp_path / "nothing"))
     assert parse_hf_tokenizer_json(str(folder / "tokenizer.json"))["<|im_end|>"] == 2

@@ -65,27 +65,29 @@ def test_reasoning_policies_write_the_expected_text(folder):
     think = "<think>\n{}\n</think>\n\n".format
     asked = [turn("user", text) for text in ("red cat?", "green?", "why?")]
     stripped = [turn("assistant", "blue"), turn("assistant", "the bird")]
-    kept = [turn("assistant", f"{think('one two')}blue"), turn("assistant", f"{think('three')}the bird")]
+    last_turns = [turn("assistant", f"{think('one two')}blue"), turn("assistant", f"{think('three')}the bird")]
     last = turn("assistant", f"{think('dog')}so")
     text, trained = parts(make(folder, "strip"), TURNS)
     assert text == asked[0] + stripped[0] + asked[1] + stripped[1] + asked[2] + last
     assert trained == ["blue<|im_end|>", "the bird<|im_end|>", f"{think('dog')}so<|im_end|>"]
     text, trained = parts(make(folder, "keep"), TURNS)
-    assert text == asked[0] + kept[0] + asked[1] + kept[1] + asked[2] + last
-    assert trained == [f"{think(why)}{said}<|im_end|>" for why, said in
+    assert text == asked[0] + last_turns[0] + asked[1] + last_turns[1] + asked[2] + last
+    assert trained == [f"{think(why)}{expected_text}<|im_end|>" for why, expected_text in
                        (("one two", "blue"), ("three", "the bird"), ("dog", "so"))]  # fmt: skip
     split = make(folder, "split")
     samples = split.conversations(messages(TURNS))
     tokens = [split.tokenize_messages(sample) for sample in samples]
     texts = [split.decode(ids, skip_special_tokens=False) for ids, _ in tokens]
     assert texts == [
-        asked[0] + kept[0],
-        asked[0] + stripped[0] + asked[1] + kept[1],
+        asked[0] + last_turns[0],
+        asked[0] + stripped[0] + asked[1] + last_turns[1],
         asked[0] + stripped[0] + asked[1] + stripped[1] + asked[2] + last,
     ]
-    for (ids, mask), said in zip(tokens, trained, strict=True):
+    for (ids, mask), expected_text in zip(tokens, trained, strict=True):
         labels = [token for token, masked in zip(ids, mask, strict=True) if not masked]
-        assert split.decode(labels, skip_special_tokens=False) == said, "each answer is trained once, as it is written"
+        assert split.decode(labels, skip_special_tokens=False) == expected_text, (
+            "each answer is trained once, as it is written"
+        )
 
 
 @pytest.mark.parametrize("template", STRIPPING)
@@ -116,14 +118,14 @@ def test_rows_without_earlier_reasoning_are_the_same_under_every_policy(folder):
         assert len(make(folder, "split").conversations(messages(turns))) == 1
 
 
-def test_reasoning_inside_of_texts(folder):
+def test_think_tags_in_a_text_are_reasoning(folder):
     """``<think>`` in a turn's text is reasoning, too."""
-    inside = [
-        {"role": turn["role"], "content": f"<think>\n{turn['reasoning_content']}\n</think>\n\n{turn['content']}"}
-        if "reasoning_content" in turn
-        else turn
-        for turn in TURNS
-    ]
+    inside = []
+    for turn in TURNS:
+        content = turn["content"]
+        if "reasoning_content" in turn:
+            content = f"<think>\n{turn['reasoning_content']}\n</think>\n\n{content}"
+        inside.append({"role": turn["role"], "content": content})
     keep = make(folder, "keep")
     assert keep.tokenize_messages(messages(inside)) == keep.tokenize_messages(messages(TURNS))
 
@@ -151,7 +153,7 @@ def cache(tmp_path, monkeypatch):
 
 
 @pytest.mark.usefixtures("cache")
-def test_split_rows_in_a_dataset(folder, tmp_path):
+def test_split_rows_keep_their_origins_when_cached_or_prepared(folder, tmp_path):
     rows = [TURNS[:2], TURNS, TURNS[:4]]
     data = dataset(folder, rows)
     assert len(data) == 1 + 3 + 2
@@ -184,7 +186,7 @@ def test_data_show_counts_the_rows_that_a_policy_changes(folder, capsys):
 
     dataset(folder, [TURNS, TURNS[:2], WITH_CALL])
     node = {**CHATS, "source": str(folder / "rows.jsonl")}
-    for policy, said in (("strip", "keep changes 2 rows, split changes 2 rows"), ("keep", "strip changes 2 rows")):
+    for policy, message in (("strip", "keep changes 2 rows, split changes 2 rows"), ("keep", "strip changes 2 rows")):
         show_dataset("dataset", node, make(folder, policy), 0, True, 10, longest=None)
         assert f"reasoning   {policy} is set" in (out := capsys.readouterr().out)
-        assert said in out
+        assert message in out

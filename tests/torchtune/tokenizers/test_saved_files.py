@@ -31,17 +31,17 @@ def ids_in_transformers(folder: Path) -> list[int]:
 
 
 def test_template_is_written_in_its_published_form(base, tmp_path):
-    other = shutil.copytree(base, tmp_path / "other")
-    (other / "chat_template.jinja").write_text(CHAT_TEMPLATE)
-    (other / "additional_chat_templates").mkdir()
-    (other / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}")
-    kept, replaced = tmp_path / "kept", tmp_path / "replaced"
-    for folder in (kept, replaced):
+    template_folder = shutil.copytree(base, tmp_path / "other")
+    (template_folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    (template_folder / "additional_chat_templates").mkdir()
+    (template_folder / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}")
+    unchanged_folder, replaced = tmp_path / "kept", tmp_path / "replaced"
+    for folder in (unchanged_folder, replaced):
         folder.mkdir()
-    hf_tokenizer(str(other)).save_files(kept)
-    assert (kept / "chat_template.jinja").read_text() == CHAT_TEMPLATE
-    assert (kept / "additional_chat_templates" / "tool_use.jinja").is_file()
-    hf_tokenizer(str(other), chat_template=OTHER_TEMPLATE).save_files(replaced)
+    hf_tokenizer(str(template_folder)).save_files(unchanged_folder)
+    assert (unchanged_folder / "chat_template.jinja").read_text() == CHAT_TEMPLATE
+    assert (unchanged_folder / "additional_chat_templates" / "tool_use.jinja").is_file()
+    hf_tokenizer(str(template_folder), chat_template=OTHER_TEMPLATE).save_files(replaced)
     assert (replaced / "chat_template.jinja").read_text() == OTHER_TEMPLATE
     assert "chat_template" not in json.loads((replaced / "tokenizer_config.json").read_text())
     assert not (replaced / "additional_chat_templates").exists()
@@ -57,16 +57,17 @@ def test_tokens_that_were_added_in_memory_are_saved(base, tmp_path):
 
 
 def test_tokenizer_is_saved_after_its_folder_is_gone(base, tmp_path):
-    other = shutil.copytree(base, tmp_path / "other")
-    tokenizer = hf_tokenizer(str(other))
-    shutil.rmtree(other)
+    deleted_folder = shutil.copytree(base, tmp_path / "other")
+    tokenizer = hf_tokenizer(str(deleted_folder))
+    shutil.rmtree(deleted_folder)
     (tmp_path / "out").mkdir()
     tokenizer.save_files(tmp_path / "out")
     assert hf_tokenizer(str(tmp_path / "out")).tokenize_messages(CHAT) == tokenizer.tokenize_messages(CHAT)
 
 
 def test_vocabulary_of_another_format_is_copied_with_the_files_beside_it(tmp_path):
-    published, folder = tmp_path / "published", tmp_path / "out"
+    published = tmp_path / "published"
+    folder = tmp_path / "out"
     for path in (published, folder):
         path.mkdir()
     (published / "vocab.json").write_text('{"a": 0, "b": 1, "ab": 2}')

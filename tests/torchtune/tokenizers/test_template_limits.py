@@ -103,7 +103,8 @@ def render(source, caught):
 @pytest.mark.parametrize("source", HOSTILE.values(), ids=HOSTILE.keys())
 def test_a_hostile_template_is_refused(source):
     """In a thread, where no signal can interrupt it."""
-    before, caught = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, []
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    caught = []
     thread = threading.Thread(target=render, args=(source, caught), daemon=True)
     thread.start()
     thread.join(300)
@@ -183,13 +184,13 @@ def test_formats_are_those_of_python():
 )
 def test_sandbox_writes_what_jinja_writes(source):
     messages = [{"role": "user", "content": "x", "items": 1}, {"role": "assistant", "content": "y", "get": 2}]
-    found = []
+    texts = []
     for render in (
         ImmutableSandboxedEnvironment().from_string(source).render,
         lambda messages: ChatTemplate(source, {}).render(messages)[0],
     ):
         try:
-            found.append(render(messages=messages))
+            texts.append(render(messages=messages))
         except (DataError, TemplateError, TypeError) as error:
-            found.append(str(error).removeprefix("the chat template refuses the conversation: "))
-    assert found[0] == found[1]
+            texts.append(str(error).removeprefix("the chat template refuses the conversation: "))
+    assert texts[0] == texts[1]

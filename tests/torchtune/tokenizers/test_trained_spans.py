@@ -58,9 +58,9 @@ def conversation(kind):
     called = []
 
     def word(whose):
-        made = f"zq{len(turns)}w{next(number)}x"
-        words[made] = whose
-        return made
+        text = f"zq{len(turns)}w{next(number)}x"
+        words[text] = whose
+        return text
 
     for letters in kind.split():
         if letters in ("S", "U"):
@@ -78,7 +78,8 @@ def conversation(kind):
             if letters in ("A", "R") or "X" in letters:
                 turn["content"] = f"Say {word('assistant')} loud"
             for _ in range(letters.count("C")):
-                call_id, name = f"call{next(number):05d}", word("assistant")
+                call_id = f"call{next(number):05d}"
+                name = word("assistant")
                 function = {"name": name, "arguments": {"city": word("assistant"), "days": 3}}
                 turn.setdefault("tool_calls", []).append({"type": "function", "id": call_id, "function": function})
                 called.append((call_id, name))

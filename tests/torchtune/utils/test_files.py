@@ -78,7 +78,7 @@ def test_a_partial_write_of_numpy_is_explained(tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
-def test_other_errors_pass(tmp_path):
+def test_other_disk_errors_are_raised_unchanged(tmp_path):
     with pytest.raises(OSError, match="Bad file"), atomic_write(tmp_path / "file"):
         raise OSError(errno.EBADF, os.strerror(errno.EBADF))
 
@@ -88,6 +88,6 @@ def test_a_folder_that_cannot_be_made_is_explained():
         pass
 
 
-def test_json(tmp_path):
+def test_json_files_are_indented_utf8(tmp_path):
     write_json(tmp_path / "x.json", {"a": "ü"})
     assert (tmp_path / "x.json").read_text(encoding="utf-8") == '{\n  "a": "ü"\n}\n'

@@ -67,7 +67,7 @@ def refusal(lock):
     return text
 
 
-def test_two_runs(hold, tmp_path, monkeypatch):
+def test_second_run_in_a_folder_is_refused(hold, tmp_path, monkeypatch):
     first = hold()
     text = refusal(FolderLock(tmp_path / "run"))
     monkeypatch.setattr(PATIENCE, 0.1)
@@ -89,7 +89,7 @@ def test_two_runs(hold, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("children", [(), ("forks",)])
-def test_killed(hold, tmp_path, children):
+def test_lock_of_a_killed_process_is_free(hold, tmp_path, children):
     """Not even a process that it has forked, such as a worker of a data loader, holds the lock on."""
     first = hold(*children)
     first.send_signal(signal.SIGKILL)
@@ -103,7 +103,7 @@ def test_killed(hold, tmp_path, children):
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"pid": "x", "machine": 3, "lives": 4}', "[" * 100_000])
-def test_a_file_that_says_nothing(tmp_path, content, monkeypatch):
+def test_lock_file_without_an_owner_is_refused_only_while_held(tmp_path, content, monkeypatch):
     """It was left by an earlier release or by a kill; in the hands of a process, the refusal has no name."""
     monkeypatch.setattr(PATIENCE, 0.1)
     path = tmp_path / ".run.lock"
@@ -118,7 +118,8 @@ def test_a_file_that_says_nothing(tmp_path, content, monkeypatch):
 
 
 def test_a_link_or_a_folder_is_not_opened(tmp_path):
-    precious, path = tmp_path / "precious", tmp_path / ".run.lock"
+    precious = tmp_path / "precious"
+    path = tmp_path / ".run.lock"
     precious.write_text("mine")
     for make in (lambda: path.symlink_to(precious), lambda: path.symlink_to(tmp_path / "new"), path.mkdir):
         path.unlink(missing_ok=True)
@@ -128,7 +129,7 @@ def test_a_link_or_a_folder_is_not_opened(tmp_path):
     assert not (tmp_path / "new").exists()
 
 
-def test_a_block(tmp_path):
+def test_nested_blocks_hold_the_lock_until_the_outer_one_ends(tmp_path):
     lock = FolderLock(tmp_path)
     with lock.held() as is_locked, lock.held():
         assert is_locked
@@ -137,7 +138,7 @@ def test_a_block(tmp_path):
     assert not lock.is_held
 
 
-def test_a_lock_that_was_left_open_in_this_process(tmp_path):
+def test_later_lock_of_the_same_process_takes_over(tmp_path):
     first, second = FolderLock(tmp_path), FolderLock(tmp_path)
     first.acquire()
     second.acquire()
@@ -147,9 +148,11 @@ def test_a_lock_that_was_left_open_in_this_process(tmp_path):
     second.release()
 
 
-def test_waiting(tmp_path):
+def test_waiting_threads_hold_the_lock_one_after_another(tmp_path):
     """Also for another thread, one after the other."""
-    inside, most, done = [], [], []
+    inside = []
+    most = []
+    done = []
 
     def work(number):
         with FolderLock(tmp_path, name="rows.lock").held(waiting="Another process prepares rows: waiting for it."):
@@ -170,7 +173,7 @@ def test_waiting(tmp_path):
 
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS])
-def test_a_file_system_without_locks(tmp_path, said, monkeypatch, number):
+def test_file_system_without_locks_is_logged_and_used(tmp_path, said, monkeypatch, number):
     def refuses(*_):
         raise OSError(number, os.strerror(number))
 

@@ -49,9 +49,9 @@ def in_process(rank, folder, end):
         os.execv(sys.executable, [sys.executable, "-c", code, str(folder)])
     os.close(write)
     with os.fdopen(read) as screen:
-        said = screen.read()
+        output = screen.read()
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    return status, said, (folder / "logs" / f"rank_{rank}.log").read_text()
+    return status, output, (folder / "logs" / f"rank_{rank}.log").read_text()
 
 
 def test_rank_0_is_on_the_screen_and_in_its_file(tmp_path):
@@ -78,7 +78,7 @@ def test_other_ranks_show_errors_alone(tmp_path):
         assert text in file
 
 
-def test_a_crash_leaves_its_stack(tmp_path):
+def test_crash_writes_its_stack_to_the_log(tmp_path):
     status, screen, file = in_process(1, tmp_path, "os.abort()")
     assert status == -6
     assert "Fatal Python error: Aborted" in file
@@ -93,7 +93,7 @@ def test_a_resumed_run_appends(tmp_path):
     assert run_log_path(3) == tmp_path / "logs" / "rank_3.log"
 
 
-def test_nothing_is_made_before_there_is_something_to_say(tmp_path):
+def test_log_folder_is_made_by_the_first_message(tmp_path):
     get_run_logger(tmp_path / "new")
     note_in_run_log("this output_dir was refused")
     assert not (tmp_path / "new").exists()
@@ -104,17 +104,17 @@ def test_nothing_is_made_before_there_is_something_to_say(tmp_path):
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device that is always full")
-def test_a_full_disk_is_said_once(tmp_path, caplog):
+def test_full_disk_is_reported_once(tmp_path, caplog):
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "rank_0.log").symlink_to("/dev/full")
     log = get_run_logger(tmp_path)
     log.info("one")
     log.info("two")
-    (said,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
-    assert said.endswith("rank_0.log cannot be written (No space left on device): the run goes on without it.")
+    (message,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert message.endswith("rank_0.log cannot be written (No space left on device): the run goes on without it.")
 
 
-def test_a_folder_that_cannot_be_made_is_said_once(tmp_path, caplog):
+def test_log_folder_that_cannot_be_made_is_reported_once(tmp_path, caplog):
     (tmp_path / "logs").write_text("a file")
     log = get_run_logger(tmp_path)
     log.info("one")
@@ -133,7 +133,7 @@ def test_warnings_and_errors_go_where_they_went_before(tmp_path):
     assert run_log_path(0) is None
 
 
-def test_stacks(tmp_path):
+def test_stacks_of_threads_are_written_to_the_log(tmp_path):
     get_run_logger(tmp_path).info("one")
     dump_stacks("It stands still.")
     dump_stacks_after(0.01)
@@ -144,5 +144,5 @@ def test_stacks(tmp_path):
     dump_stacks_after(None)
     now, later = file.read_text().split("Timeout")
     assert "ERROR It stands still." in now
-    assert "in test_stacks" in now
-    assert "in test_stacks" in later
+    assert "in test_stacks_of_threads_are_written_to_the_log" in now
+    assert "in test_stacks_of_threads_are_written_to_the_log" in later

@@ -33,7 +33,7 @@ def test_an_observer_whose_failures_take_long_is_left_out():
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3), LostRankError("rank 1 is gone", 75)])
-def test_what_ends_a_run_is_not_held_back(error):
+def test_errors_that_end_a_run_are_raised(error):
     with pytest.raises(type(error)):
         ObserverGuard("progress bar").call(lambda: fail(error))
 

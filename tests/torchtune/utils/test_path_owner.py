@@ -39,7 +39,7 @@ def me(request):
     os.seteuid(before)
 
 
-def test_what_another_user_controls_is_refused(shared, tmp_path, me):
+def test_paths_that_another_user_controls_are_refused(shared, tmp_path, me):
     os.seteuid(0)
     (tmp_path / "own").mkdir()
     (tmp_path / "leads there").symlink_to(shared / "theirs")
@@ -48,7 +48,7 @@ def test_what_another_user_controls_is_refused(shared, tmp_path, me):
     (shared / "theirs" / "mine").mkdir()
     os.chown(shared / "theirs" / "mine", me, me)
     os.seteuid(me)
-    for path, said in (
+    for path, message in (
         (shared / "theirs", "the folder .*theirs belongs to another user of this machine .uid 54321."),
         (shared / "theirs" / "config.json", "the folder .*theirs belongs"),
         (shared / "theirs" / "not there" / "yet", "the folder .*theirs belongs"),
@@ -58,11 +58,11 @@ def test_what_another_user_controls_is_refused(shared, tmp_path, me):
         (tmp_path / "leads there", "the folder .*theirs belongs"),
         (shared / "x" / ".." / "theirs", "the folder .*theirs belongs"),
     ):
-        with pytest.raises(ForeignPathError, match=said):
+        with pytest.raises(ForeignPathError, match=message):
             refuse_foreign(path)
 
 
-def test_what_is_ones_own_or_of_root_is_not(shared, tmp_path, me):
+def test_paths_of_the_user_or_of_root_are_accepted(shared, tmp_path, me):
     os.seteuid(0)
     for name, owner in (("mine", me), ("of root", 0)):
         (shared / name).mkdir()
@@ -81,7 +81,7 @@ def test_what_is_ones_own_or_of_root_is_not(shared, tmp_path, me):
         refuse_foreign(path)
 
 
-def test_configs_and_downloads_name_the_place(shared, tmp_path):
+def test_configs_and_downloads_name_the_refused_path(shared, tmp_path):
     config = tmp_path / "c.yaml"
     config.write_text(
         f"output_dir: {shared}/theirs/out\ncheckpointer:\n  checkpoint_dir: {shared}/theirs\ntokenizer:\n"

@@ -35,7 +35,7 @@ def test_a_run_on_cpu_bounds_the_caches_of_kernels_unless_the_user_does(monkeypa
     assert os.environ["LRU_CACHE_CAPACITY"] == "7"
 
 
-def test_get_device():
+def test_unknown_device_name_is_refused():
     assert get_device("cpu") == torch.device("cpu")
     with pytest.raises(UserError, match="'gpu' is not a device name: use one of cpu, cuda"):
         get_device("gpu")
@@ -47,7 +47,7 @@ def test_a_missing_device_is_explained():
         get_device("cuda")
 
 
-def test_device_support():
+def test_device_type_selects_the_communication_backend():
     assert DeviceSupport.from_type("cuda").communication_backend == "nccl"
     with pytest.raises(ValueError, match="Unknown device type 'tpu'"):
         DeviceSupport.from_type("tpu")
@@ -80,14 +80,14 @@ def test_require_does_not_hide_a_broken_package(tmp_path, monkeypatch):
         require("broken_package", extra="x", purpose="It")
 
 
-def test_torch_version():
+def test_torch_version_is_compared_by_numbers():
     numbers = version("torch").split("+")[0]
     assert torch_version_ge(numbers)
     assert torch_version_ge("2.2")
     assert not torch_version_ge("99.0.1")
 
 
-def test_logging(caplog, monkeypatch):
+def test_rank_zero_logs_and_once_messages_come_once(caplog, monkeypatch):
     logger = get_logger("INFO")
     with caplog.at_level(logging.INFO, logger="torchtune"):
         log_rank_zero(logger, "first rank")
@@ -125,13 +125,13 @@ def test_a_deprecated_function_and_parameter():
         g(2, 3)
 
 
-def test_documents_have_tokens():
-    for wrong in ([], [2, 0]):
+def test_empty_documents_are_refused():
+    for lengths in ([], [2, 0]):
         with pytest.raises(ValueError, match="at least one token"):
-            Documents.from_lengths(wrong)
+            Documents.from_lengths(lengths)
 
 
-def test_only_what_torchao_says_of_missing_kernels_is_left_out(caplog):
+def test_only_import_warnings_of_missing_kernels_are_hidden(caplog):
     logger = logging.getLogger("torchao")
     with hide_import_warnings("torchao.optim"):
         logger.warning("Failed to load kernels.so")

@@ -22,12 +22,12 @@ def make(folder, *, shift=0.0, noise=0.0, start=None, rate=1.0, **settings):
     return write_run(folder, [START | (start or {}), measured("after", after), ended()], metrics, **settings)
 
 
-def test_only_what_differs_is_said(tune, tmp_path):
-    one = make(tmp_path / "one", output_dir="a", epochs=1, seed=4, start={"code": {"torch": "2.11"}})
-    two = make(
+def test_comparison_lists_only_differences(tune, tmp_path):
+    first = make(tmp_path / "one", output_dir="a", epochs=1, seed=4, start={"code": {"torch": "2.11"}})
+    second = make(
         tmp_path / "two", output_dir="b", epochs=2, seed=4, shift=-0.5, rate=2.0, start={"code": {"torch": "2.13"}}
     )
-    done = tune("compare", one, two)
+    done = tune("compare", first, second)
     assert done.code == 0
     listed = {
         line.split()[0]: line.split()[1:]
@@ -39,9 +39,9 @@ def test_only_what_differs_is_said(tune, tmp_path):
     assert done.out.split("  2 seconds")[1].split()[:2] == ["3.0000", "2.5000"], "the time that both have"
 
 
-def test_noise_is_called_noise_and_the_page_has_both_curves(tune, tmp_path):
-    one, two = make(tmp_path / "one"), make(tmp_path / "two", noise=0.3, rate=0.25)
-    done = tune("compare", one, two, "--html", tmp_path / "page.html")
+def test_differences_within_noise_are_called_noise_and_both_curves_drawn(tune, tmp_path):
+    first, second = make(tmp_path / "one"), make(tmp_path / "two", noise=0.3, rate=0.25)
+    done = tune("compare", first, second, "--html", tmp_path / "page.html")
     assert done.code == 0
     assert "8 rows: same within noise" in done.out
     assert done.out.split("  2 seconds")[1].split()[:2] == ["3.0000", "\u2013"], "the second has made no step yet"
@@ -69,8 +69,8 @@ def test_validations_are_drawn_and_the_best_checkpoints_named(tune, tmp_path):
 
 def test_different_losses_are_not_compared(tune, tmp_path):
     loss = {"_component_": "torchtune.rlhf.loss.DPOLoss"}
-    one, two = make(tmp_path / "one"), make(tmp_path / "two", recipe="dpo", loss=loss, shift=1.0)
-    done = tune("compare", one, two)
+    first, second = make(tmp_path / "one"), make(tmp_path / "two", recipe="dpo", loss=loss, shift=1.0)
+    done = tune("compare", first, second)
     assert done.code == 0
     assert (
         "their units differ: lora_finetune_single_device with LinearCrossEntropyLoss, dpo with DPOLoss.\n" in done.out
@@ -101,7 +101,7 @@ def test_scores_of_the_same_rows_are_paired(tune, tmp_path):
         (["report", "{one}", "--price-per-hour", "-1"], "--price-per-hour is -1.0: it must be at least 0."),
     ],
 )
-def test_a_mistake_is_one_sentence(arguments, error, tune, tmp_path):
+def test_invalid_runs_are_refused_in_one_sentence(arguments, error, tune, tmp_path):
     one = make(tmp_path / "one")
     done = tune(*[word.format(one=one, none=tmp_path / "none") for word in arguments])
     assert done.code == 2
@@ -110,7 +110,7 @@ def test_a_mistake_is_one_sentence(arguments, error, tune, tmp_path):
     assert done.err.count("\n") == 1
 
 
-def test_report_of_a_run_that_was_killed(tune, tmp_path):
+def test_killed_run_has_a_report(tune, tmp_path):
     run = write_run(tmp_path / "run", [START, measured("before", ROWS)], [{"step": 3, "loss": 2.5}], seed=SETTINGS)
     done = tune("report", run)
     assert done.code == 0
