@@ -2,7 +2,7 @@
 
 import math
 from enum import Enum
-from functools import cache
+from functools import cache, partial
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -13,6 +13,7 @@ from torchtune.modules._change_class import change_class
 from torchtune.modules.conversion import ConversionError
 from torchtune.modules.peft._functional import lora_projection, lora_scaling, merged_weight
 from torchtune.modules.stored_linear import Stored, StoredLinear, frozen_linear
+from torchtune.utils import fill_from_cpu
 
 
 class TrainableParams(Enum):
@@ -191,7 +192,7 @@ class LoRALinear(nn.Module):
         """Initialize the adapter: A Kaiming uniform, B zero. No-op on meta."""
         if self.lora_a.weight.is_meta or self.start is not None:
             return
-        nn.init.kaiming_uniform_(self.lora_a.weight, a=math.sqrt(5))
+        fill_from_cpu(self.lora_a.weight, partial(nn.init.kaiming_uniform_, a=math.sqrt(5)))
         nn.init.zeros_(self.lora_b.weight)
 
     def adapter_params(self) -> list[str]:
