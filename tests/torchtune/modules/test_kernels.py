@@ -228,7 +228,7 @@ def _flash_attn_fwd(q, k, v, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=Non
                     return_lse=False, out=None, lse=None):
     global calls
     calls += 1
-    assert return_lse and max_seqlen_q is not None
+    assert return_lse
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     return attend(q, k, v, cu_seqlens_q, cu_seqlens_k, scale, causal, window_size_left, window_size_right)
 
