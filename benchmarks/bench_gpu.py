@@ -2,7 +2,7 @@
 
     python benchmarks/bench_gpu.py llama-8b-lora ours
     python benchmarks/bench_gpu.py llama-8b-lora transformers --steps 20
-    python benchmarks/bench_gpu.py llama-8b-lora ours --tiny      # the same code on a CPU, to see that it runs
+    python benchmarks/bench_gpu.py llama-8b-lora ours --tiny      # the same code, even on a CPU, to see that it runs
 
 Weights are random, which changes no speed; nothing is downloaded. A step is one batch of packs, filled with documents
 of about a quarter of a pack and labeled throughout: forward, backward, AdamW, in bf16. Both sides see the same tokens.
@@ -127,7 +127,7 @@ def main() -> None:
     parser.add_argument("--precision", default="stochastic_rounding", help="our optimizer_precision")
     parser.add_argument("--peak-tflops", type=float, help="of dense bf16 products; known of H100 and H200")
     parser.add_argument("--seconds", type=int, help="end the process after this time")
-    parser.add_argument("--tiny", action="store_true", help="tiny shapes on the CPU, only to try it")
+    parser.add_argument("--tiny", action="store_true", help="tiny shapes, also without a GPU, only to try it")
     arguments = parser.parse_args()
     if arguments.seconds:
         signal.alarm(arguments.seconds)
@@ -139,7 +139,7 @@ def main() -> None:
 def measure(arguments: argparse.Namespace) -> None:
     """Measure the stages of a case, and report each."""
     torch.manual_seed(0)
-    device = torch.device("cpu" if arguments.tiny else "cuda")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     case = CASES[arguments.case].shrunk() if arguments.tiny else CASES[arguments.case]
     clock = Clock(device)
     built, steps = clock(lambda: SIDES[arguments.side](case, arguments.tiny, device, arguments.precision))

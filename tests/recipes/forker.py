@@ -35,7 +35,12 @@ ROOMS = (
 )
 
 # The program of a child that is no fork; its argument is the job.
-NEW = "import json, sys; from tests.recipes.forker import child; child(json.loads(sys.argv[1]))"
+NEW = """
+import json, sys
+from tests.recipes import forker
+forker.shorten_reports()
+forker.child(json.loads(sys.argv[1]))
+"""
 
 _held: list[socket.socket] = []
 
@@ -139,7 +144,11 @@ def import_rooms() -> None:
     reports = importlib.import_module("torchtune.reports._page")
     for template in ("report.html", "card.md", "parts.html"):
         reports.environment(autoescape=template != "card.md").get_template(template)
-    # A report of fewer rows and shorter answers: these measurements take a third of a run of few steps.
+    shorten_reports()
+
+
+def shorten_reports() -> None:
+    """Measure fewer rows and shorter answers for a run's report, which takes a third of a run of few steps."""
     probe = importlib.import_module("torchtune.reports._before_and_after")
     probe._FEWEST_ROWS, probe._MOST_ROWS, probe._MOST_PROMPTS, probe._MOST_NEW_TOKENS = 2, 2, 1, 2
 

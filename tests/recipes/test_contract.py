@@ -8,7 +8,7 @@ import torch
 
 from tests.recipes import checks
 from tests.recipes.checks import GRADIENT
-from tests.recipes.runs import ADAPTERS, TRAINING, WEIGHTS, read_log, set_up, start
+from tests.recipes.runs import ADAPTERS, TRAINING, WEIGHTS, read_log, resume, set_up, start
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
 from torchtune.training import LossScaler
 
@@ -100,11 +100,23 @@ def test_resume_in_float16(name, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("method", ["dpo", "grpo", "ppo", "knowledge_distillation"])
-def test_every_method_trains_in_float16(method, tmp_path):
-    run = start(method, tmp_path, dtype="fp16", max_steps_per_epoch=2)
+def test_every_method_trains_in_float16_and_resumes(method, tmp_path, monkeypatch):
+    """Steps overflow before a save and after it; the scale goes on where it was, and each skipped step is named."""
+    monkeypatch.setattr(LossScaler, "START", 2.0**20)
+    monkeypatch.setattr(LossScaler, "STEPS_TO_DOUBLE", 1)
+    settings = {"dtype": "fp16", "batch_size": 2, "max_steps_per_epoch": 6, "save_every_n_steps": 2}
+    settings["checkpointer__keep_last_n_checkpoints"] = 20
+    run = start(method, tmp_path, **settings)
     assert all(parameter.dtype == torch.float16 for parameter in run.recipe.model.parameters())
-    assert run.recipe.scaler.factor * 2**run.recipe.guard.num_skipped == LossScaler.START
-    assert all(math.isfinite(value) for value in [*run.losses.values(), *run.figure("grad_norm")][1:])
+    resumed = resume(method, tmp_path, run, 2, **settings)
+    skipped, skipped_later = (
+        {record["step"]: record["reason"] for record in each.lines("skipped_steps.jsonl")} for each in (run, resumed)
+    )
+    assert len(skipped) == run.recipe.guard.num_skipped < 6
+    assert all("its gradient overflows fp16; the loss scale is" in reason for reason in skipped.values())
+    assert skipped_later == {step: reason for step, reason in skipped.items() if step > 2}
+    assert skipped_later
+    assert resumed.recipe.scaler.factor == run.recipe.scaler.factor
 
 
 def test_resume_with_optimizer_in_backward(name, tmp_path):

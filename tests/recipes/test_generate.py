@@ -51,7 +51,12 @@ def test_model_and_tokenizer_are_those_of_the_checkpoint(tmp_path):
 
 def only(token):
     """A processor of logits that leaves one token."""
-    return lambda tokens, logits: torch.full_like(logits, -torch.inf).index_fill(1, torch.tensor([token]), 0.0)
+
+    def process(tokens, logits):
+        is_other = torch.arange(logits.shape[-1], device=logits.device) != token
+        return torch.zeros_like(logits).masked_fill(is_other, -torch.inf)
+
+    return process
 
 
 def test_logits_processors_are_components(tmp_path):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.devices import DEVICE
 from tests.recipes.runs import TRAINING, start, write_config
 from torchtune.generation import generate_tokens
 
@@ -25,7 +26,7 @@ def test_a_model_in_training_generates_what_it_says(tmp_path):
     model = start("full_finetune_single_device", tmp_path, **TWO_STEPS).recipe.model
     assert model.training
     (tokens,) = generate_tokens(model, [[5, 6, 7]], max_new_tokens=1, temperature=0.0).tokens
-    assert tokens[0] == model(torch.tensor([[5, 6, 7]]))[0, -1].argmax()
+    assert tokens[0] == model(torch.tensor([[5, 6, 7]], device=DEVICE))[0, -1].argmax()
 
 
 def test_a_loss_that_cannot_be_used_is_one_sentence_before_training(tmp_path, tune):

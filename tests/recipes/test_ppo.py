@@ -200,7 +200,10 @@ def test_a_score_is_read_where_the_reward_model_was_trained(tmp_path):
         scores[size] = reward_model(rollouts)
     torch.testing.assert_close(scores[1], scores[3], atol=1e-6, rtol=0)
     with torch.no_grad():
-        wanted = [reward_model.model(tokens[None])[0, -1, 0].double() for tokens in (whole, whole[: end - 1])]
+        wanted = [
+            reward_model.model(tokens[None].to(recipe.device))[0, -1, 0].double().cpu()
+            for tokens in (whole, whole[: end - 1])
+        ]
     torch.testing.assert_close(scores[3], torch.stack([*wanted, wanted[0]]), atol=1e-6, rtol=0)
 
 

@@ -145,7 +145,7 @@ def test_a_reward_model_learns_to_rank_and_leaves_as_one(tmp_path):
     theirs = AutoModelForSequenceClassification.from_pretrained(saved, dtype=torch.float32)
     row = run.recipe.loader.dataset[0]
     tokens = torch.tensor(row["chosen_input_ids"])[None]
-    run.recipe.model.eval()
+    run.recipe.model.eval().cpu()
     with torch.no_grad():
         ours = run.recipe.model(tokens)[0, -1]
         torch.testing.assert_close(theirs(tokens).logits[0], ours, atol=1e-5, rtol=0)
@@ -203,7 +203,8 @@ def test_the_reference_has_no_dropout(tmp_path):
         for name, parameter in recipe.model.named_parameters():
             if "lora_b" in name:
                 torch.nn.init.normal_(parameter)
-    batch, reference = next(iter(recipe.loader))[0], Reference(recipe.loss_fn, recipe.model.train(), recipe.dims)
+    batch = next(iter(recipe.loader))[0].to(recipe.device)
+    reference = Reference(recipe.loss_fn, recipe.model.train(), recipe.dims)
     one, other = (reference(batch).log_probs for _ in range(2))
     assert torch.equal(one, other)
 

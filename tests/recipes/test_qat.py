@@ -21,7 +21,7 @@ def test_the_exported_quantised_model_computes_what_was_trained(name, tmp_path):
     from transformers import AutoModelForCausalLM
 
     run = start(name, tmp_path, max_steps_per_epoch=3)
-    run.recipe.model.eval()
+    run.recipe.model.eval().cpu()
     theirs = AutoModelForCausalLM.from_pretrained(run.output_dir / "quantized", dtype=torch.float32)
     with torch.no_grad():
         ours = run.recipe.model(TOKENS)

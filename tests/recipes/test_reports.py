@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 
+from tests.devices import DEVICE
 from tests.recipes.runs import after_each_step, load_recipe, read_log, run_main, start, write_config
 from tests.tiny import write_lines
 from torchtune.config import load_and_check
@@ -32,7 +33,7 @@ def test_measuring_draws_no_random_number_and_changes_no_loss(tmp_path):
     values = [record["val_loss"] for record in alone.records if "val_loss" in record]
     assert [value for _, value in found.curve("val_loss")] == values
     assert found.end["layers"]["LoRALinear"] == "8 in float32", "four projections in each of two layers"
-    assert "Attention on cpu in torch.float32" in (found.path / "report.html").read_text()
+    assert f"Attention on {DEVICE} in torch.float32" in (found.path / "report.html").read_text()
     (weights,) = found.path.glob("epoch_0/*.safetensors")
     assert weights.read_bytes() == (alone.output_dir / "epoch_0" / weights.name).read_bytes()
 

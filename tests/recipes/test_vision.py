@@ -55,7 +55,7 @@ def test_training_resumes_to_the_bit_and_transformers_reads_what_comes_out(kind,
     tokens, given = torch.tensor([[1, tiny_vision.IMAGE_TOKEN, 5, 9, 7]]), images([(2, 1)])
     mask = sees(tokens, given["aspect_ratio"])
     exported = MllamaForConditionalGeneration.from_pretrained(again.output_dir / "step_4").eval()
-    model = again.recipe.model.eval()
+    model = again.recipe.model.eval().cpu()
     with torch.no_grad():
         wanted = logits_of_transformers(exported, tokens, given, mask)
         found = model(tokens, encoder_input=given, encoder_mask=mask)

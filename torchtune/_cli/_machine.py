@@ -156,11 +156,15 @@ def _file_system(path: Path) -> str:
 
 def _packages(findings: Findings) -> list[str]:
     """Compare the installed packages with the requirements of the library and its extras."""
-    names = metadata.metadata("torchtune").get_all("Provides-Extra") or ()
+    try:
+        library = metadata.distribution("torchtune")
+    except metadata.PackageNotFoundError:  # a checkout on PYTHONPATH
+        return ["not compared with the requirements of torchtune, which is not installed: pip install -e ."]
+    names = library.metadata.get_all("Provides-Extra") or ()
     kernels = {kernel.package for kernel in KERNELS}  # listed on their own
     installed: list[str] = []
     missing: dict[str, list[str]] = defaultdict(list)  # extra -> its packages
-    for text in metadata.requires("torchtune") or ():
+    for text in library.requires or ():
         need = Requirement(text)
         extras = set()  # the extras that need it; none if the library itself does
         if need.marker is not None and not need.marker.evaluate({"extra": ""}):

@@ -2,11 +2,12 @@
 
 import importlib
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import nn
 
-from torchtune.utils import UserError
+from torchtune.utils import UserError, fill_from_cpu
 
 
 class ClassifierHead(nn.Linear):
@@ -22,7 +23,8 @@ class ClassifierHead(nn.Linear):
 
     def initialize_parameters(self) -> None:
         """Draw the weight from a normal distribution of variance 1 / (d + 1) (Stiennon et al. 2020, 2009.01325)."""
-        nn.init.normal_(self.weight, std=(self.in_features + 1) ** -0.5)
+        std = (self.in_features + 1) ** -0.5
+        fill_from_cpu(self.weight, partial(nn.init.normal_, std=std))
 
 
 def classifier_model(num_classes: int, base_model_path: str, **base_model_kwargs: Any) -> nn.Module:

@@ -1,7 +1,7 @@
 from ._compressed_files import numbered_lines, open_lines, packed_by, unpacking
 from ._device import DeviceSupport as DeviceSupport
 from ._device import batch_to_device as batch_to_device
-from ._device import find_device, parse_device, to_device
+from ._device import fill_from_cpu, find_device, parse_device, to_device
 from ._device import get_device as get_device
 from ._device import get_device_support as get_device_support
 from ._device import get_torch_device_namespace as get_torch_device_namespace

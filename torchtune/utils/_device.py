@@ -1,7 +1,7 @@
 """Device selection by name."""
 
 import os
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +50,23 @@ def to_device(values: Any, device: "torch.device", dtype: "torch.dtype | None" =
     if device.type != "cuda" or torch.compiler.is_compiling():
         return torch.tensor(values, dtype=dtype, device=device)
     return torch.tensor(values, dtype=dtype, device="cpu", pin_memory=True).to(device, non_blocking=True)
+
+
+def fill_from_cpu(tensor: "torch.Tensor", fill: "Callable[[torch.Tensor], Any]") -> None:
+    """Fill a tensor with random initial values of the CPU's generator.
+
+    Each kind of device has a generator of its own: with the CPU's, a seed means the same start on all of them.
+
+    Args:
+        tensor: tensor without values.
+        fill: an initialization of ``torch.nn.init``, which draws the values in place.
+    """
+    import torch
+
+    values = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+    fill(values)
+    with torch.no_grad():
+        tensor.copy_(values)
 
 
 def _available(device_type: str) -> bool:

@@ -95,6 +95,15 @@ def test_optional_packages_name_their_extra(monkeypatch):
     assert not findings.problems
 
 
+def test_a_checkout_that_is_not_installed_says_so(monkeypatch):
+    def is_not_installed(name):
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "distribution", is_not_installed)
+    (line,) = _machine._packages(_machine.Findings())
+    assert line == "not compared with the requirements of torchtune, which is not installed: pip install -e ."
+
+
 @pytest.mark.usefixtures("offline")
 def test_reasons_for_slow_runs_are_named(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(3), raising=False)

@@ -8,10 +8,12 @@ import pytest
 import tomllib
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import restore_flash_attention_impl
 
+from tests.devices import DEVICE
 from tests.torchtune.modules.test_models_on_cuda import KINDS, make_batch, make_model
 from torchtune.data import Documents
-from torchtune.modules import OptionalKernels
+from torchtune.modules import FlashAttentionKernel, OptionalKernels
 from torchtune.modules.conversion import ConversionError
 from torchtune.modules.kernels import (
     CAUSAL_CONV,
@@ -33,6 +35,33 @@ from torchtune.modules.kernels.grouped import grouped_mm
 from torchtune.modules.mixers import GatedDeltaNet, Mamba2, ShortConv
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
+
+# Attention within documents, for the stand-ins of flash attention.
+ATTEND = '''
+def attend(q, k, v, starts_q, starts_k, scale, causal, left, right):
+    """Attention within documents: the output [t, n, h], and the logarithms of the softmax's denominators [n, t]."""
+    outputs, denominators = [], []
+    groups = q.shape[1] // k.shape[1]
+    starts_q, starts_k = starts_q.tolist(), starts_k.tolist()
+    for document in range(len(starts_q) - 1):
+        queries = q[starts_q[document]:starts_q[document + 1]].float()
+        span = slice(starts_k[document], starts_k[document + 1])
+        keys, values = (t[span].float().repeat_interleave(groups, 1) for t in (k, v))
+        position = torch.arange(len(queries), device=q.device)[:, None] + len(keys) - len(queries)
+        distance = position - torch.arange(len(keys), device=q.device)
+        hidden = (distance < 0) if causal or right == 0 else torch.zeros_like(distance, dtype=torch.bool)
+        if left is not None and left >= 0:
+            hidden = hidden | (distance > left)
+        scores = torch.einsum("qnh,knh->nqk", queries, keys) * scale
+        scores = scores.masked_fill(hidden, float("-inf"))
+        outputs.append(torch.einsum("nqk,knh->qnh", scores.softmax(-1), values))
+        denominators.append(scores.logsumexp(-1))
+    return torch.cat(outputs).to(q.dtype), torch.cat(denominators, 1)
+
+def gradients_of(dout, q, k, v, *options):
+    _, pull_back = torch.func.vjp(lambda *inputs: attend(*inputs, *options)[0], q, k, v)
+    return pull_back(dout)
+'''
 
 # Module of a stand-in -> its source. Signatures are those of the rows' versions.
 STAND_INS = {
@@ -144,6 +173,75 @@ def gmm(a, b, batch_sizes, trans_b=False):
     parts = a.split(batch_sizes.tolist())
     return torch.cat([part @ matrix for part, matrix in zip(parts, b, strict=True)])
 """,
+    # flash-attn-3 3.0.0: its operators, as its C++ file declares them
+    "flash_attn_interface": """
+import torch
+
+calls = 0
+library = torch.library.Library("flash_attn_3", "FRAGMENT")
+library.define(
+    "fwd(Tensor q, Tensor k, Tensor v, Tensor? k_new=None, Tensor? v_new=None, Tensor? q_v=None, Tensor? out=None, "
+    "Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, Tensor? cu_seqlens_k_new=None, Tensor? seqused_q=None, "
+    "Tensor? seqused_k=None, int? max_seqlen_q=None, int? max_seqlen_k=None, Tensor? page_table=None, "
+    "Tensor? kv_batch_idx=None, Tensor? leftpad_k=None, Tensor? rotary_cos=None, Tensor? rotary_sin=None, "
+    "Tensor? seqlens_rotary=None, Tensor? q_descale=None, Tensor? k_descale=None, Tensor? v_descale=None, "
+    "float? softmax_scale=None, bool is_causal=False, int window_size_left=-1, int window_size_right=-1, "
+    "int attention_chunk=0, float softcap=0.0, bool is_rotary_interleaved=False, Tensor? scheduler_metadata=None, "
+    "int num_splits=0, bool? pack_gqa=None, int sm_margin=0) -> (Tensor, Tensor, Tensor, Tensor)"
+)
+library.define(
+    "bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, Tensor(dq!)? dq=None, "
+    "Tensor(dk!)? dk=None, Tensor(dv!)? dv=None, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, "
+    "Tensor? seqused_q=None, Tensor? seqused_k=None, int? max_seqlen_q=None, int? max_seqlen_k=None, "
+    "float? softmax_scale=None, bool is_causal=False, int window_size_left=-1, int window_size_right=-1, "
+    "float softcap=0.0, bool deterministic=False, int sm_margin=0) -> Tensor"
+)
+
+def fwd(q, k, v, *given):
+    global calls
+    calls += 1
+    scale, causal, left, right = given[20:24]
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    out, denominators = attend(q, k, v, given[4], given[5], scale, causal, left, right)
+    return out, denominators, q.new_empty(0), q.new_empty(0)
+
+def bwd(dout, q, k, v, out, softmax_lse, dq, dk, dv, *given):
+    scale, causal, left, right = given[6:10]
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    grads = gradients_of(dout, q, k, v, given[0], given[1], scale, causal, left, right)
+    for target, grad in zip((dq, dk, dv), grads):
+        target.copy_(grad)
+    return q.new_empty(0)
+
+library.impl("fwd", fwd, "CUDA")
+library.impl("bwd", bwd, "CUDA")
+"""
+    + ATTEND,
+    # flash-attn-4 4.0.0b36
+    "flash_attn.cute.interface": """
+import torch
+
+calls = 0
+
+def _flash_attn_fwd(q, k, v, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None, max_seqlen_q=None,
+                    max_seqlen_k=None, page_table=None, softmax_scale=None, causal=False, softcap=None,
+                    window_size_left=None, window_size_right=None, learnable_sink=None, num_splits=1, pack_gqa=None,
+                    return_lse=False, out=None, lse=None):
+    global calls
+    calls += 1
+    assert return_lse
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    return attend(q, k, v, cu_seqlens_q, cu_seqlens_k, scale, causal, window_size_left, window_size_right)
+
+def _flash_attn_bwd(q, k, v, out, dout, lse, softmax_scale=None, causal=False, softcap=0.0, window_size_left=None,
+                    window_size_right=None, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None,
+                    max_seqlen_q=None, max_seqlen_k=None, deterministic=False):
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    return gradients_of(
+        dout, q, k, v, cu_seqlens_q, cu_seqlens_k, scale, causal, window_size_left, window_size_right
+    )
+"""
+    + ATTEND,
 }
 
 
@@ -151,8 +249,6 @@ def gmm(a, b, batch_sizes, trans_b=False):
 def stand_ins(tmp_path, monkeypatch):
     """Install the stand-ins for a test, as packages with versions."""
     for kernel in KERNELS:
-        if kernel.module not in STAND_INS:
-            continue
         path = tmp_path / Path(*kernel.module.split(".")).with_suffix(".py")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(STAND_INS[kernel.module])
@@ -217,7 +313,7 @@ MIXERS = {
 def test_a_mixer_computes_the_same_with_kernels_of_other_packages(kind, rows):
     torch.manual_seed(0)
     mixer = MIXERS[kind]()
-    documents = Documents.from_lengths([40, 1, 30, 9, 60, 20][: 4 if rows == 1 else 6])
+    documents = Documents.from_lengths([40, 1, 30, 9, 60, 20][: 4 if rows == 1 else 6], DEVICE)
     x = torch.randn(rows, documents.num_tokens // rows, 24)
     batch = {"input_pos": documents.positions().view(rows, -1), "documents": Boundaries.of(documents)}
     used = []
@@ -299,7 +395,7 @@ def test_what_a_missing_package_costs_is_said_once(caplog, monkeypatch):
     [
         ((7, 5), DELTA_RULE, "it needs compute capability 8.0, and this card has 7.5"),
         ((12, 0), DELTA_RULE, None),
-        ((12, 0), FLASH_ATTENTION_3, "flash-attn-3 is not installed"),
+        ((12, 0), FLASH_ATTENTION_3, "it is written for compute capability 9.x, and this card has 12.0"),
         ((7, 5), CAUSAL_CONV, None),
     ],
 )
@@ -358,7 +454,7 @@ def test_every_package_has_an_extra_with_its_lowest_version():
 def test_stand_ins_take_what_the_library_passes():
     """A stand-in has no argument of its own: what it does not name, the published function refuses as well."""
     for kernel in KERNELS:
-        if kernel.module in STAND_INS and kernel is not DELTA_RULE:
+        if kernel.function and kernel is not DELTA_RULE:
             function = kernel.load()
             parameters = inspect.signature(getattr(function, "forward", function)).parameters.values()
             assert not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
@@ -367,8 +463,15 @@ def test_stand_ins_take_what_the_library_passes():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.usefixtures("stand_ins")
-@pytest.mark.parametrize("kind", ["gated delta rule", "state space", "experts"])
-def test_a_model_uses_what_is_installed(kind):
+@pytest.mark.parametrize(
+    ("kind", "rows"),
+    [
+        ("gated delta rule", [SWIGLU, DELTA_RULE, CAUSAL_CONV]),
+        ("state space", [SWIGLU, STATE_SPACE, CAUSAL_CONV]),
+        ("experts", [SWIGLU]),
+    ],
+)
+def test_a_model_uses_what_is_installed_and_fits_the_card(kind, rows):
     results: list[list[Tensor]] = []
     for packages in ([], None):
         allow_kernels(packages)
@@ -377,16 +480,41 @@ def test_a_model_uses_what_is_installed(kind):
         out = model(**batch.model_inputs())
         out.square().mean().backward()
         results.append([out, *(parameter.grad for parameter in model.parameters())])
-    assert calls(SWIGLU)
-    if kind == "gated delta rule":
-        assert calls(DELTA_RULE)
-        assert calls(CAUSAL_CONV)
+    for row in rows:
+        is_used = row.module in sys.modules and calls(row) > 0
+        assert is_used == (row.obstacle(CUDA, torch.bfloat16) is None), row.package
     for computed, expected in zip(*results, strict=True):
         assert distance(computed, expected) < 8e-2
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.filterwarnings("ignore:(?s).*Overriding a previously registered kernel")
+@pytest.mark.usefixtures("stand_ins")
+@pytest.mark.parametrize(("name", "row"), [("FA3", FLASH_ATTENTION_3), ("FA4", FLASH_ATTENTION_4)])
+def test_flash_attention_of_another_package_computes_what_torch_does(name, row):
+    """In a layer with a window, and in one without."""
+    if torch.cuda.get_device_capability()[0] not in row.majors:
+        pytest.skip(f"{row.package} is not for this card")
+    results: list[list[Tensor]] = []
+    for is_converted in (False, True):
+        model = make_model(**KINDS["window"]).to("cuda", torch.bfloat16)
+        if is_converted:
+            assert FlashAttentionKernel(name).convert(model).replaced
+        batch = make_batch().to("cuda")
+        try:
+            out = model(**batch.model_inputs())
+            out.square().mean().backward()
+        finally:
+            restore_flash_attention_impl(_raise_warn=False)
+        results.append([out, *(parameter.grad for parameter in model.parameters())])
+    assert calls(row) == 2, "one for each layer"
+    for computed, expected in zip(*results, strict=True):
+        assert distance(computed, expected) < 8e-2
+
+
+@pytest.mark.cuda_host
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_torch_is_asked_once_for_a_grouped_product():
     allow_kernels(None)
     card = card_of(CUDA)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.devices import DEVICE
 from torchtune.models import Description, ModelError, build, get_spec
 from torchtune.modules import LatentAttention, RMSNorm, local_kv_cache
 from torchtune.modules.conversion import apply_conversions
@@ -50,7 +51,7 @@ def test_latents_are_cached_and_compared_as_keys_would_be(model, kind):
     tokens, mask = torch.randint(0, 64, (2, 12)), torch.ones(12, 12, dtype=torch.bool).tril().expand(2, -1, -1)
     with torch.no_grad():
         expected = decoder(tokens)
-        with local_kv_cache(decoder, batch_size=2, device="cpu", dtype=torch.float32, decoder_max_seq_len=12):
+        with local_kv_cache(decoder, batch_size=2, device=DEVICE, dtype=torch.float32, decoder_max_seq_len=12):
             cache = decoder.layers[0].attn.kv_cache
             assert sum(kept.numel() for kept in (cache.k_cache, cache.v_cache)) == 2 * 12 * (LATENT + TURNING)
             parts = [decoder(tokens[:, :5], mask=mask[:, :5], input_pos=torch.arange(5))]

@@ -107,7 +107,10 @@ def test_caches_step_by_step(model):
     expected = model(tokens)
     causal = torch.ones(9, 9, dtype=torch.bool).tril().expand(2, 9, 9)
     keys = set(model.state_dict())
-    with local_kv_cache(model, batch_size=2, device="cpu", dtype=torch.float32, decoder_max_seq_len=9), torch.no_grad():
+    with (
+        local_kv_cache(model, batch_size=2, device=DEVICE, dtype=torch.float32, decoder_max_seq_len=9),
+        torch.no_grad(),
+    ):
         assert model.caches_are_setup()
         assert model.caches_are_enabled()
         assert set(model.state_dict()) == keys

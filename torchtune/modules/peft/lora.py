@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from enum import Enum
-from functools import cache
+from functools import cache, partial
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -15,7 +15,7 @@ from torchtune.modules.conversion import ConversionError, change_class
 from torchtune.modules.kernels.onednn import linear, mm
 from torchtune.modules.low_precision.formats import Stored
 from torchtune.modules.low_precision.layers import FrozenNF4Linear, StoredLinear, frozen_linear
-from torchtune.utils import computes_on_cpu, in_dispatch_mode
+from torchtune.utils import computes_on_cpu, fill_from_cpu, in_dispatch_mode
 
 
 def lora_scaling(rank: int, alpha: float, *, use_rslora: bool = False) -> float:
@@ -370,7 +370,7 @@ class LoRALinear(nn.Module):
         """Initialize the adapter: A Kaiming uniform, B zero. No-op on meta."""
         if self.lora_a.weight.is_meta or self.start is not None:
             return
-        nn.init.kaiming_uniform_(self.lora_a.weight, a=math.sqrt(5))
+        fill_from_cpu(self.lora_a.weight, partial(nn.init.kaiming_uniform_, a=math.sqrt(5)))
         nn.init.zeros_(self.lora_b.weight)
 
     def adapter_params(self) -> list[str]:

@@ -1,7 +1,7 @@
 """Experts with LoRA adapters."""
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import ClassVar
 
 import torch
@@ -12,6 +12,7 @@ from torchtune.modules.conversion import change_class
 from torchtune.modules.kernels.grouped import grouped_mm
 from torchtune.modules.moe.experts import GroupedExperts
 from torchtune.modules.peft.lora import check_adapter_numbers, lora_scaling
+from torchtune.utils import fill_from_cpu
 
 
 class LoRAGroupedExperts(GroupedExperts):
@@ -109,7 +110,7 @@ class LoRAGroupedExperts(GroupedExperts):
                 continue
             if name.endswith("_a"):
                 bound = parameter.shape[1] ** -0.5
-                nn.init.uniform_(parameter, -bound, bound)
+                fill_from_cpu(parameter, partial(nn.init.uniform_, a=-bound, b=bound))
             else:
                 nn.init.zeros_(parameter)
 

@@ -2,6 +2,7 @@
 
 import copy
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -11,8 +12,10 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from tests.devices import DEVICE
+from torchtune.modules.classifier import ClassifierHead
 from torchtune.modules.conversion import ConversionError
 from torchtune.modules.peft import DoRALinear, LoRALinear
+from torchtune.modules.peft.lora_experts import LoRAGroupedExperts
 
 IN, OUT, RANK, ALPHA = 12, 20, 4, 10.0
 
@@ -171,6 +174,31 @@ def test_a_fresh_adapter_changes_nothing(layer):
     assert module.lora_a.weight.std() > 0
     assert not module.lora_b.weight.any()
     assert module.adapter_params()[:2] == ["lora_a.weight", "lora_b.weight"]
+
+
+@pytest.mark.parametrize(
+    "new_module",
+    [
+        partial(LoRALinear, IN, OUT, RANK, ALPHA),
+        partial(DoRALinear, IN, OUT, RANK, ALPHA),
+        partial(LoRAGroupedExperts, dim=IN, hidden_dim=OUT, rank=RANK, alpha=ALPHA, num_experts=2),
+        partial(ClassifierHead, IN, 1),
+    ],
+    ids=lambda new_module: new_module.func.__name__,
+)
+def test_a_seed_gives_the_same_start_on_every_device(new_module):
+    starts = []
+    for device in ("cpu", DEVICE):
+        with torch.device("meta"):
+            module = new_module()
+        module.to_empty(device=device)
+        for parameter in module.parameters():
+            nn.init.ones_(parameter)
+        torch.manual_seed(3)
+        module.initialize_parameters()
+        starts.append({name: parameter.cpu() for name, parameter in module.named_parameters()})
+    for name, value in starts[0].items():
+        assert torch.equal(starts[1][name], value), name
 
 
 def test_keys_dtype_and_what_is_trained():
