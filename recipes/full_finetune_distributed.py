@@ -247,7 +247,7 @@ class FullFinetuneRecipeDistributed:
         converters = [config.instantiate(converter) for converter in cfg.model_converters]
         if self.quantizer is not None:
             converters.append(
-                training.fake_quantization(
+                quantization.fake_quantization(
                     self.quantizer, cfg.fake_quant_after_n_steps, lambda: self.global_step, self.total_steps
                 )
             )

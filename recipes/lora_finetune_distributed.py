@@ -22,6 +22,7 @@ from torchtune.data import Batch, BatchLoader
 from torchtune.modules.conversion import apply_conversions, run_post_optimizer_hooks, run_pre_optimizer_hooks
 from torchtune.modules.loss import setup_loss
 from torchtune.modules.peft import require_adapters
+from torchtune.training import quantization
 
 
 @dataclass(kw_only=True)
@@ -246,7 +247,7 @@ class LoRAFinetuneRecipeDistributed:
         converters = [config.instantiate(converter) for converter in cfg.model_converters]
         if self.quantizer is not None:
             converters.append(
-                training.fake_quantization(
+                quantization.fake_quantization(
                     self.quantizer, cfg.fake_quant_after_n_steps, lambda: self.global_step, self.total_steps
                 )
             )
