@@ -79,6 +79,7 @@ def test_torchao_is_imported_without_changing_what_the_process_logs():
 @pytest.mark.parametrize(("elements", "stored"), [(0, 16), (1, 16), (16, 16), (17, 32)])
 def test_a_state_of_few_bits_fills_its_last_block(name, elements, stored):
     state = StateFormat(name, 16).zeros(elements, torch.device("cpu"), signed=True)
+    assert type(state).__name__.lower() == f"optimstate{name}"
     assert state.shape == (stored,)
     assert state.dequantize().abs().sum() == 0
 
