@@ -15,6 +15,7 @@ import torch
 
 from torchtune import checkpoints, config, training, utils
 from torchtune.config import Component
+from torchtune.training import quantization
 
 
 @dataclass(kw_only=True)
@@ -75,7 +76,7 @@ class QuantizationRecipe:
         checkpoints.quantize_checkpoint(
             source, self.model, self.quantizer, cfg.output_dir, device=self.device, dtype=self.dtype
         )
-        mode = training.get_quantizer_mode(self.quantizer)
+        mode = quantization.get_quantizer_mode(self.quantizer)
         self.log.info(f"{cfg.output_dir} holds the model of {source.checkpoint_dir} quantized ({mode}).")
 
 
