@@ -226,7 +226,7 @@ def _gather_rows(local_rows: dict[str, Tensor], dims: ParallelDims) -> tuple[dic
 def ppo_updates(
     scored: ScoredRollouts,
     tokens: AnswerTokens,
-    found: TokenAdvantages,
+    advantages: TokenAdvantages,
     epochs: int,
     batch_size: int | None,
     accumulation_steps: int,
@@ -240,7 +240,7 @@ def ppo_updates(
     Args:
         scored: the answers; empty answers and answers to blank prompts are left out.
         tokens: per-token quantities of the answers.
-        found: advantages and returns of the answers.
+        advantages: advantages and returns of the answers.
         epochs: number of passes over all answers.
         batch_size: number of answers per optimizer step and rank; None uses all answers.
         accumulation_steps: number of micro-batches per optimizer step.
@@ -263,7 +263,7 @@ def ppo_updates(
             batches = []
             for indices in np.array_split(order[start : start + batch_size], accumulation_steps):
                 if len(indices):
-                    batches.append(_collate_answers(indices, scored, tokens, found))
+                    batches.append(_collate_answers(indices, scored, tokens, advantages))
             # Forward and backward passes of sharded models are collectives, so no rank may have fewer of them.
             for _ in range(dims.max(len(batches)) - len(batches)):
                 prompt_start = scored.rollouts[0].tokens[:1].tolist()

@@ -336,8 +336,10 @@ def cache_reference(
             epochs=epochs,
         )
     reshard(model)  # otherwise FSDP keeps weights unsharded
-    remaining = iter(cached_loaders)
-    return [loader if loader is None else next(remaining) for loader in loaders]
+    for index, loader in enumerate(loaders):
+        if loader is None:  # stays in its place
+            cached_loaders.insert(index, None)
+    return cached_loaders
 
 
 class WithReference(WrappedDataset):

@@ -71,8 +71,8 @@ class Rollout:
         is_log_prob = log_probs.isfinite() & (log_probs <= MOST_LOG_PROB)
         if not is_log_prob.all():
             raise RolloutError(
-                f"A sampler gave the log-prob {log_probs[~is_log_prob][0].item():g} to a token, and one is a finite "
-                "number up to 0: the weights that it samples from are not finite, or it gives something else."
+                f"A sampler gave the log-prob {log_probs[~is_log_prob][0].item():g} to a token, but a log-prob is a "
+                "finite number up to 0: the weights that it samples from are not finite, or it gives something else."
             )
 
     @property

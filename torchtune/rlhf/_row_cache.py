@@ -40,7 +40,8 @@ class SelectedRows(ExampleDataset):
     """Some rows of a dataset, with their numbers in it as ``row`` in every document."""
 
     def __init__(self, dataset: Any, rows: np.ndarray) -> None:
-        self._dataset, self._rows = dataset, rows
+        self._dataset = dataset
+        self._rows = rows
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -51,6 +52,7 @@ class SelectedRows(ExampleDataset):
 
 
 def _with_row_number(example: Any, row: int) -> Any:
+    """Add ``row`` to an example, or to every document of a pack."""
     if isinstance(example, Mapping):
         return {**example, "row": row}
     return [{**document, "row": row} for document in example]
@@ -69,6 +71,7 @@ def uncached_batches(
         rank=loader.rank,
         world_size=loader.world_size,
     )
-    for (batch,) in tqdm(batches, desc=title, total=len(batches), disable=None if dims.is_main else True):
+    hides_bar = None if dims.is_main else True  # None: shown in a terminal
+    for (batch,) in tqdm(batches, desc=title, total=len(batches), disable=hides_bar):
         sign_of_life()
         yield batch

@@ -85,7 +85,10 @@ class LocalSampler:
         temperature = 0.0
         if seeds is not None:
             # An answer depends on its seed and its number in the group alone, not on the other prompts of a batch.
-            keys = [(seed, number) for seed in seeds for number in range(num_samples)]
+            keys = []
+            for seed in seeds:
+                for number in range(num_samples):
+                    keys.append((seed, number))
             draws = seeded_draws(keys, self.max_new_tokens, device)
             temperature = self.temperature
         row_images = None

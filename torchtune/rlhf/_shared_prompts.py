@@ -1,7 +1,6 @@
 """Sharing of prompts among answers, so that a prompt is computed once."""
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -33,9 +32,12 @@ def can_share_prefixes(model: nn.Module, share_prefix: bool | None = None) -> bo
     if share_prefix is False:
         return False
     decoder = text_decoder(model)
-    known = isinstance(decoder, TransformerDecoder)
-    obstacle = getattr(model, "prefix_obstacle", getattr(decoder, "prefix_obstacle", None))
-    reason = obstacle() if known else f"{type(decoder).__name__} is no TransformerDecoder"
+    if not isinstance(decoder, TransformerDecoder):
+        reason = f"{type(decoder).__name__} is no TransformerDecoder"
+    elif hasattr(model, "prefix_obstacle"):  # a model around the decoder may have obstacles of its own
+        reason = model.prefix_obstacle()
+    else:
+        reason = decoder.prefix_obstacle()
     if reason and share_prefix:
         raise SharingError(f"share_prefix: no prompt can be computed once, because {reason}: set it to null.")
     if reason:
@@ -67,15 +69,16 @@ def share_pairs(
     """
     if loader is None or not can_share_prefixes(model, share_prefix):
         return loader
-    labelled = getattr(type(loss), "score", None) in (AnswerLoss.score, RewardLoss.score)
+    # Scores of a whole answer do not change if the first tokens of both answers are computed once.
+    scores_whole_answers = getattr(type(loss), "score", None) in (AnswerLoss.score, RewardLoss.score)
     collate = getattr(loader.collate_fn, "unsplit", loader.collate_fn)
-    return loader.derive(collate_fn=dims.collate(partial(_share_pairs, collate, labelled, bool(share_prefix))))
 
+    def collate_shared(examples: Sequence[Any]) -> Batch:
+        batch = Batch.from_dict(collate(examples))
+        if "pair" in batch.per_document and batch.documents is not None and not batch.inputs:
+            return share_prefixes(batch, batch.per_document["pair"].tolist(), labelled=scores_whole_answers)
+        if share_prefix:
+            raise DataError("share_prefix: the batches have no pairs of documents: set it to null.")
+        return batch
 
-def _share_pairs(collate: Callable[..., Any], labelled: bool, required: bool, examples: Sequence[Any]) -> Batch:
-    batch = Batch.from_dict(collate(examples))
-    if "pair" in batch.per_document and batch.documents is not None and not batch.inputs:
-        return share_prefixes(batch, batch.per_document["pair"].tolist(), labelled=labelled)
-    if required:
-        raise DataError("share_prefix: the batches have no pairs of documents: set it to null.")
-    return batch
+    return loader.derive(collate_fn=dims.collate(collate_shared))

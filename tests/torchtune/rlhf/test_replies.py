@@ -231,7 +231,7 @@ def test_a_judge_that_is_gone_or_asked_for_a_column_that_is_not_there():
 
 @pytest.mark.parametrize("value", [math.nan, -math.inf, math.inf, 0.5])
 def test_a_sampler_of_ones_own_gives_log_probs(value):
-    with pytest.raises(RolloutError, match="and one is a finite number up to 0"):
+    with pytest.raises(RolloutError, match="a log-prob is a finite number up to 0"):
         Rollout(torch.tensor([1, 5, 2]), 1, torch.tensor([value, -1.0]), True)
     with pytest.raises(RolloutError, match=r"an answer of 2 tokens log-probs of shape \[1\]"):
         Rollout(torch.tensor([1, 5, 2]), 1, torch.tensor([-1.0]), True)

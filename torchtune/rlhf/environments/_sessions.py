@@ -155,13 +155,13 @@ class Sessions:
                 new_messages = conversation[number:]
 
         replies = {}  # by the id of the tool call
-        others = []
+        other_messages = []
         has_other_turns = False  # that were not sampled in this session
         for message in new_messages:
             if message.role == "tool":
                 replies[message.extra.get("tool_call_id")] = message.text_content
             else:
-                others.append(Message(message.role, message.content, masked=True))
+                other_messages.append(Message(message.role, message.content, masked=True))
             has_other_turns = has_other_turns or message.role == "assistant"
         continues_turn = bool(new_messages) and not has_other_turns and replies.keys() == last_turn.calls.keys()
         if not continues_turn:
@@ -169,7 +169,7 @@ class Sessions:
             return Continuation(tokens, [], model, conversation_hash, None)
         calls = list(last_turn.calls.values())
         texts = [replies[call_id] for call_id in last_turn.calls]
-        between = bridge(calls, texts, others, closes=not last_turn.finished)
+        between = bridge(calls, texts, other_messages, closes=not last_turn.finished)
         tokens = last_turn.sample.tokens[: last_turn.length] + between
         return Continuation(tokens, between, model, conversation_hash, last_turn)
 

@@ -102,7 +102,10 @@ class KTOLoss(AnswerLoss):
         if batch.shard[1] > 1:
             raise DataError("loss: KTOLoss makes answers of parts of the batch: set context_parallel_dim to 1.")
         # Labels are shifted: the last token of a prompt has the first label, the first token of the answer.
-        prompts, prompt_labels, answers, answer_labels = [], [], [], []
+        prompts = []
+        prompt_labels = []
+        answers = []
+        answer_labels = []
         lengths = batch.documents.lengths[:num_answers]  # without the document of padding
         tokens = batch.tokens.flatten()[: sum(lengths)].split(lengths)
         labels = batch.labels.flatten()[: sum(lengths)]
@@ -115,7 +118,8 @@ class KTOLoss(AnswerLoss):
             answers.append(document[last_prompt_token + 1 :])
             answer_labels.append(targets[last_prompt_token:])
 
-        new_tokens, new_labels = [], []
+        new_tokens = []
+        new_labels = []
         for i in range(num_answers):
             j = (i + 1) % num_answers
             document = torch.cat([prompts[i], answers[j]])
