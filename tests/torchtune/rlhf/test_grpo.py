@@ -180,7 +180,7 @@ def nan_on_b(rows, texts):
         (rewards.LengthReward(4, 8), "12", 1.0),
     ],
 )
-def test_rewards(reward, text, expected):
+def test_reward_functions_score_an_answer(reward, text, expected):
     assert reward([ORDER], [text]) == pytest.approx([expected])
 
 
@@ -204,13 +204,13 @@ def test_rewards_add_up_with_their_weights_and_none_drops_an_answer():
         ("by_row", "'by_row' fails for rows 5, 7, 9: it returned a dict, and it must return a list"),
     ],
 )
-def test_a_wrong_reward_function_is_one_sentence_with_row_numbers(function, words):
+def test_errors_of_a_reward_function_name_the_rows(function, words):
     reward = rewards.FunctionReward(f"{__name__}.{function}")
     with pytest.raises(RolloutError, match=words):
         RewardSum([reward])([{}] * 3, ["a", "b", "c"], [5, 7, 9])
 
 
-def test_rewards_that_cannot_teach_are_refused():
+def test_rewards_without_weight_or_function_are_refused():
     with pytest.raises(RolloutError, match="every weight is 0"):
         RewardSum([rewards.ExactMatch(weight=0)])
     with pytest.raises(ValueError, match="'math' is a module: name a function"):
@@ -225,7 +225,7 @@ def test_rewards_that_cannot_teach_are_refused():
     assert RewardSum([lambda rows, texts: [1.0 / len(texts)]])([], []).total == [], "no answer, no call"
 
 
-def test_answers_of_a_run_with_more_processes_do_not_stay_behind(tmp_path):
+def test_a_resumed_run_truncates_the_records_of_all_ranks(tmp_path):
     """Steps that are done again on one process are taken out of the files of all."""
     files = [tmp_path / f"rollouts{rank}.jsonl" for rank in ("", "_rank1")]
     for path in files:
@@ -239,7 +239,7 @@ def test_answers_of_a_run_with_more_processes_do_not_stay_behind(tmp_path):
         rlhf.RolloutRecord(str(tmp_path), None, ParallelDims()).write(3, nothing, torch.zeros(0, 2), 1)
 
 
-def test_an_answer_in_the_log_moves_no_cursor():
+def test_control_characters_of_an_answer_are_replaced_in_the_log():
     line = {"reward": 1.0, "advantage": None, "tokens": 3, "answer": "a\x1b[2Jb\r\nc", "row": 0}
     assert _scored_rollouts._format_table(1, [line]).endswith("a·[2Jb·⏎c (0)")
 
@@ -298,7 +298,7 @@ def test_an_answer_depends_on_its_seed_and_number_alone(tiny):
     assert [a.answer == b.answer for a, b in zip(whole, other, strict=True)] == [True] * 4 + [False] * 4 + [True] * 4
 
 
-def test_draws_follow_the_distribution(tiny):
+def test_sampled_tokens_follow_the_softmax(tiny):
     """20,000 first tokens of one prompt against the model's softmax: χ² over the tokens that are expected often."""
     model, tokenizer = tiny
     sampler = LocalSampler(model, tokenizer, max_new_tokens=1, temperature=2.0)
@@ -317,7 +317,7 @@ def rollout_of(length):
     return Rollout(torch.arange(length + 2, device="cpu"), 2, torch.full((length,), -1.0, device="cpu"), True)
 
 
-def test_batches_hold_every_rollout_once_within_their_tokens():
+def test_batches_have_every_rollout_once_within_tokens_per_batch():
     rollouts = [rollout_of(n) for n in (3, 9, 2, 2, 30, 1)]
     values = [float(i) for i in range(len(rollouts))]
     options = {"dims": ParallelDims(), "blank": [1], "count_documents": True}
@@ -347,7 +347,7 @@ def test_cross_entropy_is_the_mean_over_tokens_of_good_answers_however_they_are_
         assert sum(totals).item() / terms == pytest.approx(expected, rel=1e-6)
 
 
-def test_a_process_without_answers_notes_what_the_others_do():
+def test_a_rank_without_answers_logs_the_same_metrics():
     """A server may give no log-probs: a blank batch that has some would log a figure that no other process sums."""
 
     @dataclass(eq=False)
@@ -371,7 +371,7 @@ def test_a_process_without_answers_notes_what_the_others_do():
     assert noted == [True, False]
 
 
-def test_what_cannot_be_is_refused(tiny):
+def test_invalid_settings_of_samplers_losses_and_rewards_are_refused(tiny):
     with pytest.raises(RolloutError, match="temperature is 0"):
         LocalSampler(*tiny, temperature=0)
     with pytest.raises(TypeError, match="top_k"):

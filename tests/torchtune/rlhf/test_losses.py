@@ -76,7 +76,7 @@ def slope(formula, values, at):
 
 
 @pytest.mark.parametrize("name", FORMULAS)
-def test_equals_its_formula(name):
+def test_preference_loss_and_gradient_equal_the_formula(name):
     loss, formula = FORMULAS[name]
     policy, reference = outputs(POLICY), outputs(REFERENCE)
     losses, *rewards = loss(policy, None if loss.is_reference_free else reference)
@@ -92,7 +92,7 @@ def test_equals_its_formula(name):
     assert not any(reward.requires_grad for reward in rewards)
 
 
-def test_takes_tensors_or_outputs_as_recipes_of_any_release_give_them():
+def test_preference_losses_take_tensors_or_outputs():
     policy, reference = outputs(POLICY), outputs(REFERENCE)
     tensors = (policy.chosen_logps, policy.rejected_logps, reference.chosen_logps, reference.rejected_logps)
     assert torch.equal(DPOLoss()(*tensors)[0], DPOLoss()(policy, reference)[0])
@@ -120,7 +120,7 @@ def test_takes_tensors_or_outputs_as_recipes_of_any_release_give_them():
         (lambda: PPOLoss(epsilon=-0.1), "epsilon is -0.1"),
     ],
 )
-def test_numbers_without_a_meaning_are_refused(make, words):
+def test_coefficients_out_of_range_are_refused(make, words):
     with pytest.raises(ValueError, match=words):
         make()
 
@@ -153,7 +153,7 @@ def test_a_pair_without_labels_adds_nothing():
     assert float(metrics["rewards/accuracies"][0]) == 2.0
 
 
-def test_a_margin_of_the_examples_is_taken_off():
+def test_reward_loss_subtracts_the_margin_of_an_example():
     batch = collate_preference([pair(1, 2, margin=0.5), pair(2, 1, margin=2.0)]).to(DEVICE)
     scores = torch.tensor([1.0, 2.0, 0.25, -1.0], dtype=torch.float64)
     total, _ = RewardLoss(0.0).sum_and_metrics(batch, scores)
@@ -203,7 +203,7 @@ def test_kto_mismatches_prompts_with_the_next_answer():
     assert found.input_pos.tolist() == [[0, 1, 2, 3, 4, 0, 1, 0, 1, 2, 3]]
 
 
-def test_kto_says_what_it_cannot_read():
+def test_kto_refuses_pairs_and_batches_of_one_example():
     with pytest.raises(DataError, match="batch_size to 2 or more"):
         KTOLoss().mismatched_batch(collate_preference(ANSWERS[:1]))
     with pytest.raises(DataError, match="kto_dataset"):
@@ -254,7 +254,7 @@ def test_ppo_equals_its_formula():
 
 
 @pytest.mark.parametrize("pairs", [2, 3])
-def test_a_loss_that_forgets_the_rewards_is_told(pairs):
+def test_a_loss_that_returns_no_rewards_is_refused(pairs):
     """Three losses could be taken for the losses and the rewards of one pair."""
 
     class Margin(DPOLoss):

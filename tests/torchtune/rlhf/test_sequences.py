@@ -80,7 +80,7 @@ def test_labels_of_datasets_are_shifted_already_and_those_of_get_batch_log_probs
         rlhf.get_batch_log_probs(logits, unshifted[:, 1:])
 
 
-def test_log_probs_in_chunks_and_of_the_response():
+def test_log_probs_in_chunks_equal_those_of_the_whole_batch():
     rng = torch.Generator().manual_seed(0)
     logits = torch.randn(5, 6, VOCAB, generator=rng)
     tokens = torch.randint(VOCAB, (5, 2), generator=rng)
@@ -92,14 +92,14 @@ def test_log_probs_in_chunks_and_of_the_response():
     torch.testing.assert_close(found[2, 0], one)
 
 
-def test_a_sequence_ends_at_its_first_stop_token():
+def test_tokens_after_the_first_stop_token_are_replaced():
     rows = torch.tensor([[5, 6, 2, 7, 2], [3, 2, 9, 9, 9], [1, 1, 1, 1, 1], [4, 4, 4, 4, 2]])
     behind, filled = rlhf.truncate_sequence_at_first_stop_token(rows, torch.tensor([2, 3]), fill_value=0)
     assert filled.tolist() == [[5, 6, 2, 0, 0], [3, 0, 0, 0, 0], [1, 1, 1, 1, 1], [4, 4, 4, 4, 2]]
     assert behind.tolist() == [[0, 0, 0, 1, 1], [0, 1, 1, 1, 1], [0] * 5, [0] * 5]
 
 
-def test_rewards_of_tokens():
+def test_the_last_token_gets_the_score_and_every_token_the_log_ratio():
     log_probs, reference = torch.tensor([[-1.0, -2.0, -3.0]]), torch.tensor([[-1.5, -2.0, -2.0]])
     scores = torch.tensor([4.0])
     total, ratios, parts = rlhf.get_rewards_ppo(scores, log_probs, reference, 0.1, torch.tensor([1]))
@@ -113,7 +113,7 @@ def test_rewards_of_tokens():
     assert rlhf.get_reward_penalty_mask(padding, lengths, False, 2).tolist() == [False, False, True]
 
 
-def test_advantages_are_generalised_estimates():
+def test_advantages_equal_generalized_advantage_estimates():
     rng = torch.Generator().manual_seed(0)
     values, rewards = (torch.randn(2, 4, generator=rng, dtype=torch.float64) for _ in range(2))
     gamma, lmbda = 0.9, 0.8
@@ -134,7 +134,7 @@ def test_advantages_are_generalised_estimates():
             torch.testing.assert_close(returns, wanted + values)
 
 
-def test_masked_figures():
+def test_masked_sums_means_and_variances_ignore_masked_values():
     values, mask = torch.tensor([[1.0, 2.0, 50.0], [3.0, -9.0, 8.0]]), torch.tensor([[1, 1, 0], [1, 0, 1]]).bool()
     kept = values[mask]
     torch.testing.assert_close(rlhf.masked_sum(values, mask, dim=1), torch.tensor([3.0, 11.0]))

@@ -91,7 +91,7 @@ def test_the_server_samples_from_the_weights_of_this_step(adapters, checkpoint, 
     assert not list(folder.glob("weights-*"))
 
 
-def test_a_server_that_keeps_its_former_weights_ends_the_run(checkpoint, make):
+def test_a_server_with_stale_weights_ends_the_run(checkpoint, make):
     with tiny_server(checkpoint, "stale") as server:
         sampler = make(server, max_new_tokens=4)
         sampler(PROMPTS, 2, [1, 2])
@@ -110,7 +110,7 @@ def test_a_server_that_keeps_its_former_weights_ends_the_run(checkpoint, make):
         ("hot", r"-\d\.\d+ ± 0\.\d+ nats above the negative entropy"),
     ],
 )
-def test_answers_of_another_distribution_are_refused_with_the_number(fault, said, checkpoint, make):
+def test_answers_of_another_distribution_are_refused(fault, said, checkpoint, make):
     with tiny_server(checkpoint, fault) as server:
         sampler = make(server, max_new_tokens=24, max_difference=9.0)
         with pytest.raises(RolloutError, match=r"are no draws from the model's distribution") as caught:
@@ -119,7 +119,7 @@ def test_answers_of_another_distribution_are_refused_with_the_number(fault, said
 
 
 @pytest.mark.parametrize("adapters", [False, True])
-def test_the_groups_of_a_server_that_dies_go_to_another_until_it_is_back(adapters, checkpoint, make, caplog):
+def test_another_server_answers_while_one_is_down(adapters, checkpoint, make, caplog):
     prompts, seeds = [*PROMPTS, *PROMPTS], [1, 2, 3, 4]
     with tiny_server(checkpoint) as one:
         with tiny_server(checkpoint, "dies") as two:
@@ -139,7 +139,7 @@ def test_the_groups_of_a_server_that_dies_go_to_another_until_it_is_back(adapter
 
 
 @pytest.mark.parametrize("adapters", [False, True])
-def test_a_restarted_server_gets_the_weights_again(adapters, checkpoint, make):
+def test_a_restarted_server_loads_the_weights_again(adapters, checkpoint, make):
     with tiny_server(checkpoint) as server:
         port = server.server_port
         sampler = make(server, adapters=adapters, max_new_tokens=4, max_difference=1e-3)
@@ -197,7 +197,7 @@ def test_texts_that_do_not_become_the_sampled_tokens_are_dropped(checkpoint, mak
         ("vllm", [], {"url": []}, "sampler.url is empty"),
     ],
 )
-def test_a_server_that_fails_is_one_sentence(
+def test_errors_of_a_server_are_one_sentence(
     kind,
     faults,
     arguments,
@@ -272,7 +272,7 @@ def test_a_recipe_trains_on_answers_of_a_server(tmp_path):
     assert min(record["grad_norm"] for record in found) > 0
 
 
-def test_vllm_takes_merged_weights_where_an_adapter_is_not_of_peft():
+def test_vllm_gets_merged_weights_for_adapters_that_peft_lacks():
     class Scale(Conversion):
         phase = Phase.KERNEL
 

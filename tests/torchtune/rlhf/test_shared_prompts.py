@@ -52,7 +52,7 @@ def pairs():
     return rows
 
 
-def test_what_is_shared_stands_once():
+def test_a_shared_prefix_is_in_the_batch_once():
     batch = collate_preference(pairs())
     shared = share_prefixes(batch, batch.per_document["pair"].tolist(), labelled=True)
     # The last token before a difference predicts another one in each answer: it stands in both.
@@ -116,7 +116,7 @@ def test_losses_and_gradients_are_those_of_answers_alone(loss, kind):
         torch.testing.assert_close(mine, theirs, atol=1e-6 * scale.item(), rtol=1e-5)
 
 
-def test_parts_of_a_split_batch_add_up():
+def test_scores_of_context_parallel_shards_add_up():
     model, batch = make(), collate_preference(pairs())
     shared = share_prefixes(batch, batch.per_document["pair"].tolist(), labelled=True).pad_to_multiple(2).to(DEVICE)
     hidden = model(**shared.model_inputs(), output="hidden")
@@ -127,7 +127,7 @@ def test_parts_of_a_split_batch_add_up():
     torch.testing.assert_close(sum(parts), whole, atol=1e-5, rtol=0)
 
 
-def test_models_that_cannot_share_do_not():
+def test_models_without_support_for_prefixes_share_none():
     mixer = DeltaNetMixer(num_key_heads=2, num_value_heads=4, key_dim=6, value_dim=5)
     assert can_share_prefixes(make())
     assert not can_share_prefixes(make(), False)
@@ -166,7 +166,7 @@ def test_labels_are_shared_for_losses_of_answers_alone():
         assert share_pairs(loader, make(), loss(), ParallelDims()).peek()[0].num_labels == labels
 
 
-def test_single_answers_share_nothing():
+def test_batches_of_single_answers_share_no_prefix():
     rows = [{"tokens": [*range(9), end], "labels": [1] * 10, "is_chosen": end > 1} for end in (1, 2)]
     loaders = [BatchLoader(rows, batch_size=2, collate_fn=collate_preference, shuffle=False, seed=0) for _ in range(2)]
     loaders = [
@@ -194,7 +194,7 @@ def answers():
 @pytest.mark.parametrize(
     "loss", [GRPOLoss(kl_coeff=0.1), GRPOLoss(ratio="sequence", normalize="sequences")], ids=["k3", "sequences"]
 )
-def test_groups_learn_what_answers_alone_do(loss):
+def test_gradients_of_a_shared_prompt_equal_those_of_separate_answers(loss):
     model, (rollouts, advantages) = make(), answers()
     how = {"dims": ParallelDims(), "blank": [1], "count_documents": loss.normalize != "tokens"}
     found = []

@@ -106,7 +106,7 @@ STRIPS = """{%- set found = namespace(last=0) -%}
 
 
 @pytest.mark.parametrize("reasoning", ["strip", "keep"])
-def test_turns_whose_prompt_the_template_changes_are_samples_of_their_own(make, prompts, tiny, reasoning):
+def test_turns_whose_prompt_the_template_changes_become_separate_samples(make, prompts, tiny, reasoning):
     model, _, folder = tiny
     other = hf_tokenizer(folder, chat_template=STRIPS, reasoning=reasoning)
     sampler = LocalSampler(model, other, max_new_tokens=9, stop_tokens=STOP)
@@ -132,7 +132,7 @@ def test_turns_whose_prompt_the_template_changes_are_samples_of_their_own(make, 
             assert other.decode(part.tokens[: part.prompt_len].tolist()).endswith("<think></think>")
 
 
-def test_the_time_that_tools_take_changes_nothing(make, prompts):
+def test_episodes_do_not_depend_on_the_time_of_tools(make, prompts):
     quick, slow = (make(lambda pause=pause: Notes(pause), max_sequences=16) for pause in (0.0, 0.01))
     first, again, delayed = quick(prompts, 16, SEEDS), quick(prompts, 16, SEEDS), slow(prompts, 16, SEEDS)
     assert all(map(same, first, again))
@@ -153,7 +153,7 @@ def test_tools_run_while_other_episodes_decode(make, prompts):
     assert sum(one.calls for one in episodes) > 20
 
 
-def test_without_tools_an_episode_is_an_answer_bit_for_bit(make, prompts):
+def test_an_episode_without_tools_equals_an_answer_bit_for_bit(make, prompts):
     class Silent:
         def reset(self) -> None: ...
 
@@ -216,7 +216,7 @@ class Faulty(Notes):
             raise OSError("it is busy")
 
 
-def test_a_thousand_failures_lose_no_step_and_are_not_trained_on(make, prompts, tiny):
+def test_failed_episodes_lose_no_step_and_are_not_trained_on(make, prompts, tiny):
     environments, size = make(Faulty, timeout=3.0, max_turns=2), 480
     Faulty.injected.clear()
     episodes = environments(prompts, size, SEEDS)
@@ -284,7 +284,7 @@ def test_an_episode_ends_when_the_environment_or_the_context_does(make, prompts,
     assert (none.end, none.num_sampled) == ("context", 0)
 
 
-def test_environments_by_column_and_wrong_ones(make, prompts, tiny, caplog):
+def test_a_column_selects_the_environment_and_invalid_environments_are_refused(make, prompts, tiny, caplog):
     class Other(Notes):
         def look(self, at: str) -> str:
             """Look at something."""
@@ -334,7 +334,7 @@ class Sights(Notes):
 
 
 @pytest.mark.parametrize("family", [qwen3_vl_config, gemma4_config])
-def test_images_of_rows_and_of_environments_are_seen_in_all_turns(family, tmp_path):
+def test_all_turns_see_the_images_of_rows_and_environments(family, tmp_path):
     folder = write_image_checkpoint(image_text_model(family()), tmp_path / "checkpoint")
     model, tokenizer = torchtune.load(folder, device="cpu", images=True)
     data = []

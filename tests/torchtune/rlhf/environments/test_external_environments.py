@@ -81,7 +81,7 @@ class _GymHandler(JSONHandler):
     do_HEAD = do_GET
 
 
-def test_gym_steps_of_an_openenv_server(monkeypatch):
+def test_openenv_gym_sends_steps_and_adds_up_rewards(monkeypatch):
     """Messages of OpenEnv 0.10, over a socket that the test replaces: the format of the reply is what is tested."""
     replies = [
         {"observation": {"metadata": {}, "text": "From 1 to 9."}, "reward": None, "done": False},

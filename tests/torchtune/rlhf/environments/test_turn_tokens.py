@@ -73,7 +73,7 @@ def conversation(calls: int, reasons: bool) -> list[Message]:
 
 @pytest.mark.parametrize("reasons", [False, True])
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_a_bridge_is_what_the_template_renders_between_two_turns(name, reasons, tmp_path):
+def test_bridge_equals_the_tokens_that_the_template_renders_between_turns(name, reasons, tmp_path):
     tokenizer = make(name, tmp_path)
     one_call_only = name.startswith(("gptoss", "llama3"))
     for calls in (1,) if one_call_only else (1, 2):
@@ -110,7 +110,7 @@ SHAPES = ("tool", "error", "tool error", "error tool", "error error")
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_earlier_turns_are_what_the_template_leaves_of_them(name, tmp_path):
+def test_context_equals_the_template_without_reasoning_of_earlier_turns(name, tmp_path):
     """Sampled turns with reasoning, then replies of tools, or of the user to a turn that could not be parsed."""
     tokenizer = make(name, tmp_path)
     bridge, omitted = Bridge(tokenizer, TOOLS), 0
@@ -159,7 +159,7 @@ def test_special_tokens_in_a_reply_are_plain_text(tmp_path):
     assert "a<|im_end|>b" in tokenizer.decode(between, skip_special_tokens=False)
 
 
-def test_a_template_without_tools_takes_them_as_turns_or_says_that_it_cannot(tmp_path):
+def test_templates_without_tools_render_replies_as_turns_or_are_refused(tmp_path):
     def tokenizer_of(template, name):
         write_checkpoint(
             tmp_path / name, Case("own", template, lambda turns: [], ["<bos>", CHATML], CHATML, bos="<bos>")
