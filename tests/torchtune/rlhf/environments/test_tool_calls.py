@@ -61,10 +61,9 @@ def test_methods_are_described_by_hints_and_docstrings():
 def test_schemas_are_those_of_transformers():
     from transformers.utils import get_json_schema
 
-    ours = tools_of(Described())[0]["function"]
-    theirs = get_json_schema(Described().look)["function"]
-    theirs.pop("return", None)
-    assert ours == theirs
+    expected = get_json_schema(Described().look)["function"]
+    expected.pop("return", None)
+    assert tools_of(Described())[0]["function"] == expected
 
 
 class Described:
