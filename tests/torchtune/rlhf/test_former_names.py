@@ -34,7 +34,7 @@ def test_losses_have_the_defaults_of_their_names():
 
 
 @pytest.mark.parametrize("name", ["generation", "rewards"])
-def test_what_did_not_come_says_what_to_use(name):
+def test_modules_that_are_gone_name_their_replacement(name):
     with pytest.raises(
         ImportError, match=rf"torchtune.dev.grpo.{name} is not part of this library: use torchtune.rlhf"
     ):

@@ -1,5 +1,6 @@
 """Losses, advantages, rewards and rollouts of GRPO, against plain formulas in float64."""
 
+import itertools
 import math
 import statistics
 from dataclasses import dataclass, replace
@@ -48,14 +49,16 @@ def numbers(count, scale, seed):
 
 def by_hand(loss, now, old, values, ref, sampled):
     """The mean over the step, sequence by sequence and token by token, with weights without gradient spelled out."""
-    total, at = torch.zeros((), dtype=torch.float64), 0
-    for length, given in zip(LENGTHS, values, strict=True):
-        here = slice(at, at + length)
-        of_sequence = torch.zeros((), dtype=torch.float64)
-        for t in range(here.start, here.stop):
-            whole = torch.exp((now[here] - old[here]).sum() / length)
-            rho = whole if loss.ratio == "sequence" else torch.exp(now[t] - old[t])
-            advantage = given if loss.needs_rewards else 0.0
+    total = torch.zeros((), dtype=torch.float64)
+    start = 0
+    good_lengths = list(compress(LENGTHS, [value > 0 for value in values]))
+    for length, value in zip(LENGTHS, values, strict=True):
+        span = slice(start, start + length)
+        sequence_total = torch.zeros((), dtype=torch.float64)
+        for t in range(span.start, span.stop):
+            sequence_ratio = torch.exp((now[span] - old[span]).sum() / length)
+            rho = sequence_ratio if loss.ratio == "sequence" else torch.exp(now[t] - old[t])
+            advantage = value if loss.needs_rewards else 0.0
             if loss.kl_coeff and loss.kl == "k1":
                 advantage -= loss.kl_coeff * float(old[t] - ref[t])
             if loss.kind == "cispo":
@@ -70,12 +73,17 @@ def by_hand(loss, now, old, values, ref, sampled):
                 term = term + loss.kl_coeff * torch.exp(now[t] - old[t]) * (x - torch.log(x) - 1)
             if loss.importance_cap is not None:
                 term = term * min(math.exp(old[t] - sampled[t]), loss.importance_cap)
-            of_sequence = of_sequence + term
-        share = {"tokens": 1 / sum(LENGTHS), "sequences": 1 / length / len(LENGTHS)}
-        total = total + of_sequence * (share.get(loss.normalize) or 1 / (loss.constant * len(LENGTHS)))
-        if given > 0:  # the mean over the tokens of good answers
-            total = total - loss.ce_coeff * now[here].sum() / sum(compress(LENGTHS, [one > 0 for one in values]))
-        at += length
+            sequence_total = sequence_total + term
+        if loss.normalize == "tokens":
+            divisor = sum(LENGTHS)
+        elif loss.normalize == "sequences":
+            divisor = length * len(LENGTHS)
+        else:
+            divisor = loss.constant * len(LENGTHS)
+        total = total + sequence_total / divisor
+        if value > 0:  # the mean over the tokens of good answers
+            total = total - loss.ce_coeff * now[span].sum() / sum(good_lengths)
+        start += length
     return total
 
 
@@ -97,49 +105,78 @@ def by_hand(loss, now, old, values, ref, sampled):
     ids=lambda loss: type(loss).__name__,
 )
 def test_losses_and_gradients_follow_the_formula(loss):
-    count, values = sum(LENGTHS), [1.0, -0.5, -2.0, 0.3]
+    count = sum(LENGTHS)
+    values = [1.0, -0.5, -2.0, 0.3]
     old = numbers(count, 1.0, 0) - 3.0
-    ref, sampled = old + numbers(count, 0.3, 2), old + numbers(count, 0.2, 3)
+    ref = old + numbers(count, 0.3, 2)
+    sampled = old + numbers(count, 0.2, 3)
     now = (old + numbers(count, 0.3, 1)).requires_grad_()
     sequences = torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS))
-    given = torch.tensor(values, dtype=torch.float64)[sequences]
+    advantages = torch.tensor(values, dtype=torch.float64)[sequences]
     reference = ref if loss.needs_reference else None
     terms = loss.num_terms(count, len(LENGTHS))
-    weights = {"ce": (given > 0).double() * (terms / int((given > 0).sum()))} if loss.ce_coeff else None
-    losses, figures = loss(now, old, given, sequences, reference, sampled, weights)
+    weights = None
+    if loss.ce_coeff:
+        is_good = advantages > 0
+        weights = {"ce": is_good.double() * (terms / int(is_good.sum()))}
+    losses, figures = loss(now, old, advantages, sequences, reference, sampled, weights)
     mean = losses.sum() / terms
     expected = by_hand(loss, now, old, values, ref, sampled)
     torch.testing.assert_close(mean, expected, atol=1e-9, rtol=0)
-    ours, theirs = (torch.autograd.grad(one, now)[0] for one in (mean, expected))
-    torch.testing.assert_close(ours, theirs, atol=1e-9, rtol=0)
-    assert ours.abs().max() > 1e-3
+    (gradient,) = torch.autograd.grad(mean, now)
+    (expected_gradient,) = torch.autograd.grad(expected, now)
+    torch.testing.assert_close(gradient, expected_gradient, atol=1e-9, rtol=0)
+    assert gradient.abs().max() > 1e-3
     assert ("kl" in figures) == loss.needs_reference
     if loss.kind == "ppo" and loss.kl_coeff == 0:
         assert 0 < figures["clipped"].mean() < 1
 
 
 def test_advantages_follow_the_formula():
-    given = [[1.0, 0.0, 0.5, 0.0], [1.0, 1.0, 1.0, 1.0], [2.0, math.nan, -1.0, 0.0]]
-    group = torch.tensor(given, dtype=torch.float64)
-    known = [[value for value in row if not math.isnan(value)] for row in given]
-    spread = statistics.stdev(value for row in known for value in row)
-    plain, others, scaled, batch = (
-        GroupAdvantages(**options)(group)
-        for options in ({}, {"leave_one_out": True}, {"scale": "group"}, {"scale": "batch"})
-    )
-    for i, row in enumerate(given):
-        for j, value in enumerate(row):
-            if math.isnan(value):
-                assert all(math.isnan(one[i, j]) for one in (plain, others, scaled, batch))
+    groups = [[1.0, 0.0, 0.5, 0.0], [1.0, 1.0, 1.0, 1.0], [2.0, math.nan, -1.0, 0.0]]
+    rewards_of_groups = torch.tensor(groups, dtype=torch.float64)
+    scored = []  # rewards of every group, without those of dropped answers
+    for group in groups:
+        scored.append([reward for reward in group if not math.isnan(reward)])
+    deviation_of_batch = statistics.stdev(itertools.chain.from_iterable(scored))
+    plain = GroupAdvantages()(rewards_of_groups)
+    leave_one_out = GroupAdvantages(leave_one_out=True)(rewards_of_groups)
+    scaled_by_group = GroupAdvantages(scale="group")(rewards_of_groups)
+    scaled_by_batch = GroupAdvantages(scale="batch")(rewards_of_groups)
+    for i, group in enumerate(groups):
+        for j, reward in enumerate(group):
+            if math.isnan(reward):
+                for advantages in (plain, leave_one_out, scaled_by_group, scaled_by_batch):
+                    assert math.isnan(advantages[i, j])
                 continue
-            centred = value - statistics.mean(known[i])
-            rest = [known[i][k] for k in range(len(known[i])) if k != known[i].index(value)]
-            assert plain[i, j].item() == pytest.approx(centred, abs=1e-12)
-            assert others[i, j].item() == pytest.approx(value - statistics.mean(rest), abs=1e-12)
-            assert scaled[i, j].item() == pytest.approx(centred / (statistics.stdev(known[i]) + 1e-4), abs=1e-12)
-            assert batch[i, j].item() == pytest.approx(centred / (spread + 1e-4), abs=1e-12)
-    assert rlhf.has_variance(group).tolist() == [True, False, True]
+            centered = reward - statistics.mean(scored[i])
+            other_rewards = scored[i].copy()
+            other_rewards.remove(reward)
+            deviation_of_group = statistics.stdev(scored[i])
+            assert plain[i, j].item() == pytest.approx(centered, abs=1e-12)
+            assert leave_one_out[i, j].item() == pytest.approx(reward - statistics.mean(other_rewards), abs=1e-12)
+            assert scaled_by_group[i, j].item() == pytest.approx(centered / (deviation_of_group + 1e-4), abs=1e-12)
+            assert scaled_by_batch[i, j].item() == pytest.approx(centered / (deviation_of_batch + 1e-4), abs=1e-12)
+    assert rlhf.has_variance(rewards_of_groups).tolist() == [True, False, True]
     assert abs(plain.nansum(1)).max() < 1e-12, "centered: the mean is not added back"
+
+
+def test_an_advantages_component_is_called_once_before_the_run():
+    class OneForAll:
+        def __call__(self, rewards, dims):
+            return rewards.mean()
+
+    class WithoutDims:
+        def __call__(self, rewards):
+            return rewards
+
+    component = GroupAdvantages(leave_one_out=True)
+    assert rlhf.make_advantages(component) is component
+    assert isinstance(rlhf.make_advantages(None), GroupAdvantages)
+    with pytest.raises(RolloutError, match="OneForAll returns no advantage for each reward"):
+        rlhf.make_advantages(OneForAll())
+    with pytest.raises(RolloutError, match="WithoutDims fails: TypeError"):
+        rlhf.make_advantages(WithoutDims())
 
 
 ORDER = {"answer": '{"name":"Nora","count":77,"city":null}', "question": "2 + 2", "steps": "2 * 3\n#### -1,200.5"}
@@ -180,7 +217,7 @@ def nan_on_b(rows, texts):
         (rewards.LengthReward(4, 8), "12", 1.0),
     ],
 )
-def test_rewards(reward, text, expected):
+def test_reward_functions_score_an_answer(reward, text, expected):
     assert reward([ORDER], [text]) == pytest.approx([expected])
 
 
@@ -189,10 +226,10 @@ def test_rewards_add_up_with_their_weights_and_none_drops_an_answer():
         rows[0].clear()  # the others see what is in the data
         return [None if text == "b" else 2.0 for text in texts]
 
-    found = RewardSum([sometimes, rewards.ExactMatch("a", weight=0.5)])([{"a": "x"}] * 3, ["x", "b", "c"])
-    assert found.total[::2] == [2.5, 2.0]
-    assert math.isnan(found.total[1])
-    assert found.parts["ExactMatch"] == [1.0, 0.0, 0.0]
+    scores = RewardSum([sometimes, rewards.ExactMatch("a", weight=0.5)])([{"a": "x"}] * 3, ["x", "b", "c"])
+    assert scores.total[::2] == [2.5, 2.0]
+    assert math.isnan(scores.total[1])
+    assert scores.parts["ExactMatch"] == [1.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize(
@@ -204,28 +241,28 @@ def test_rewards_add_up_with_their_weights_and_none_drops_an_answer():
         ("by_row", "'by_row' fails for rows 5, 7, 9: it returned a dict, and it must return a list"),
     ],
 )
-def test_a_wrong_reward_function_is_one_sentence_with_row_numbers(function, words):
+def test_errors_of_a_reward_function_name_the_rows(function, words):
     reward = rewards.FunctionReward(f"{__name__}.{function}")
     with pytest.raises(RolloutError, match=words):
         RewardSum([reward])([{}] * 3, ["a", "b", "c"], [5, 7, 9])
 
 
-def test_rewards_that_cannot_teach_are_refused():
+def test_rewards_without_weight_or_function_are_refused():
     with pytest.raises(RolloutError, match="every weight is 0"):
         RewardSum([rewards.ExactMatch(weight=0)])
     with pytest.raises(ValueError, match="'math' is a module: name a function"):
         rewards.FunctionReward("math")
     with pytest.raises(ValueError, match="3 is a int: name a function"):
         rewards.FunctionReward(3)
-    own = rewards.FunctionReward(one_more, weight=2.0)
-    assert (own.name, own.weight, own([{}], ["a"])) == ("one_more", 2.0, one_more([{}], ["a"]))
+    reward = rewards.FunctionReward(one_more, weight=2.0)
+    assert (reward.name, reward.weight, reward([{}], ["a"])) == ("one_more", 2.0, one_more([{}], ["a"]))
     assert rewards.FunctionReward(partial(one_more), name="more")([{}], ["a"]) == one_more([{}], ["a"])
     with pytest.raises(RolloutError, match=r"returned tensor.* for row 0: it must return finite numbers"):
         RewardSum([lambda rows, texts: torch.ones(1, 2)])([{}], ["a"])
     assert RewardSum([lambda rows, texts: [1.0 / len(texts)]])([], []).total == [], "no answer, no call"
 
 
-def test_answers_of_a_run_with_more_processes_do_not_stay_behind(tmp_path):
+def test_a_resumed_run_truncates_the_records_of_all_ranks(tmp_path):
     """Steps that are done again on one process are taken out of the files of all."""
     files = [tmp_path / f"rollouts{rank}.jsonl" for rank in ("", "_rank1")]
     for path in files:
@@ -239,7 +276,7 @@ def test_answers_of_a_run_with_more_processes_do_not_stay_behind(tmp_path):
         rlhf.RolloutRecord(str(tmp_path), None, ParallelDims()).write(3, nothing, torch.zeros(0, 2), 1)
 
 
-def test_an_answer_in_the_log_moves_no_cursor():
+def test_control_characters_of_an_answer_are_replaced_in_the_log():
     line = {"reward": 1.0, "advantage": None, "tokens": 3, "answer": "a\x1b[2Jb\r\nc", "row": 0}
     assert _scored_rollouts._format_table(1, [line]).endswith("a·[2Jb·⏎c (0)")
 
@@ -278,7 +315,7 @@ def test_the_sampler_and_the_trainer_agree_on_log_probs(tiny):
     loss = setup_loss(GRPOLoss(), model)
     loss.temperature = sampler.temperature
     scores, labelled = token_scores(model, batch, loss)
-    sampled = torch.cat([one.log_probs for one in rollouts])
+    sampled = torch.cat([rollout.log_probs for rollout in rollouts])
     torch.testing.assert_close(scores[labelled].cpu(), sampled, atol=1e-4, rtol=0)
     _, figures = loss.sum_and_metrics(batch, scores)
     total, count = figures["policy/sampler_difference"]
@@ -288,24 +325,29 @@ def test_the_sampler_and_the_trainer_agree_on_log_probs(tiny):
 def test_an_answer_depends_on_its_seed_and_number_alone(tiny):
     model, tokenizer = tiny
     sampler = LocalSampler(model, tokenizer, max_new_tokens=12)
-    whole = sampler(PROMPTS, 4, [11, 22, 33])
-    again = LocalSampler(model, tokenizer, max_new_tokens=12, max_sequences=4)(PROMPTS, 4, [11, 22, 33])
-    fewer = sampler(PROMPTS[1:2], 2, [22])
-    assert [one.answer for one in again] == [one.answer for one in whole]
-    assert [one.answer for one in fewer] == [one.answer for one in whole[4:6]]
-    assert len({tuple(one.answer) for one in whole}) == len(whole)
-    other = sampler(PROMPTS, 4, [11, 23, 33])
-    assert [a.answer == b.answer for a, b in zip(whole, other, strict=True)] == [True] * 4 + [False] * 4 + [True] * 4
+    small_batches = LocalSampler(model, tokenizer, max_new_tokens=12, max_sequences=4)
+
+    def answers(sampler, prompts, num_samples, seeds):
+        return [rollout.answer for rollout in sampler(prompts, num_samples, seeds)]
+
+    expected = answers(sampler, PROMPTS, 4, [11, 22, 33])
+    assert answers(small_batches, PROMPTS, 4, [11, 22, 33]) == expected
+    assert answers(sampler, PROMPTS[1:2], 2, [22]) == expected[4:6]
+    assert len(set(map(tuple, expected))) == len(expected)
+    with_other_seed = answers(sampler, PROMPTS, 4, [11, 23, 33])
+    is_same = [answer == answer_of_seed for answer, answer_of_seed in zip(expected, with_other_seed, strict=True)]
+    assert is_same == [True] * 4 + [False] * 4 + [True] * 4
 
 
-def test_draws_follow_the_distribution(tiny):
+def test_sampled_tokens_follow_the_softmax(tiny):
     """20,000 first tokens of one prompt against the model's softmax: χ² over the tokens that are expected often."""
     model, tokenizer = tiny
     sampler = LocalSampler(model, tokenizer, max_new_tokens=1, temperature=2.0)
-    found = torch.tensor([one.answer[0] for one in sampler([PROMPTS[0]], 20_000, [3])])
+    tokens = torch.tensor([rollout.answer[0] for rollout in sampler([PROMPTS[0]], 20_000, [3])])
     with torch.no_grad():
         p = (model(torch.tensor([PROMPTS[0]]))[0, -1] / 2.0).softmax(-1)
-    counts, expected = found.bincount(minlength=len(p)), 20_000 * p
+    counts = tokens.bincount(minlength=len(p))
+    expected = 20_000 * p
     often = expected > 20
     chi = ((counts - expected)[often].square() / expected[often]).sum().item()
     freedom = int(often.sum())
@@ -317,19 +359,20 @@ def rollout_of(length):
     return Rollout(torch.arange(length + 2, device="cpu"), 2, torch.full((length,), -1.0, device="cpu"), True)
 
 
-def test_batches_hold_every_rollout_once_within_their_tokens():
+def test_batches_have_every_rollout_once_within_tokens_per_batch():
     rollouts = [rollout_of(n) for n in (3, 9, 2, 2, 30, 1)]
     values = [float(i) for i in range(len(rollouts))]
     options = {"dims": ParallelDims(), "blank": [1], "count_documents": True}
     batches, terms, labels = rlhf.rollout_batches(rollouts, values, tokens_per_batch=14, **options)
     assert (terms, labels) == (6, 47)
     assert [batch.num_documents for batch in batches] == [2, 2, 1, 1]
-    found = torch.cat([batch["advantages"][batch.labels != CROSS_ENTROPY_IGNORE_IDX] for batch in batches])
-    expected = [value for value, one in zip(values, rollouts, strict=True) for _ in one.answer]
-    assert found.tolist() == expected
-    one = batches[0]
-    assert one.tokens[0].tolist() == [0, 1, 2, 3, *range(10)]
-    assert one.labels[0].tolist() == [-100, 2, 3, 4, -100, *range(2, 11)]
+    advantages = torch.cat([batch["advantages"][batch.labels != CROSS_ENTROPY_IGNORE_IDX] for batch in batches])
+    expected = []
+    for value, rollout in zip(values, rollouts, strict=True):
+        expected += [value] * len(rollout.answer)
+    assert advantages.tolist() == expected
+    assert batches[0].tokens[0].tolist() == [0, 1, 2, 3, *range(10)]
+    assert batches[0].labels[0].tolist() == [-100, 2, 3, 4, -100, *range(2, 11)]
 
 
 @pytest.mark.parametrize("normalize", ["tokens", "sequences"])
@@ -342,12 +385,15 @@ def test_cross_entropy_is_the_mean_over_tokens_of_good_answers_however_they_are_
     for tokens_per_batch in (8, 100):
         batches, terms, _ = scored.batches(values, loss, ParallelDims(), tokens_per_batch)
         # Label n has the log-prob -n.
-        totals = [loss.sum_and_metrics(one, -one.labels.clamp(min=0).double())[0] for one in batches]
+        totals = []
+        for batch in batches:
+            total, _ = loss.sum_and_metrics(batch, -batch.labels.clamp(min=0).double())
+            totals.append(total)
         expected = 0.5 * (sum(range(2, 5)) + sum(range(2, 6))) / (3 + 4)
         assert sum(totals).item() / terms == pytest.approx(expected, rel=1e-6)
 
 
-def test_a_process_without_answers_notes_what_the_others_do():
+def test_a_rank_without_answers_logs_the_same_metrics():
     """A server may give no log-probs: a blank batch that has some would log a figure that no other process sums."""
 
     @dataclass(eq=False)
@@ -371,7 +417,7 @@ def test_a_process_without_answers_notes_what_the_others_do():
     assert noted == [True, False]
 
 
-def test_what_cannot_be_is_refused(tiny):
+def test_invalid_settings_of_samplers_losses_and_rewards_are_refused(tiny):
     with pytest.raises(RolloutError, match="temperature is 0"):
         LocalSampler(*tiny, temperature=0)
     with pytest.raises(TypeError, match="top_k"):

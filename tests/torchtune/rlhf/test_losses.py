@@ -76,7 +76,7 @@ def slope(formula, values, at):
 
 
 @pytest.mark.parametrize("name", FORMULAS)
-def test_equals_its_formula(name):
+def test_preference_loss_and_gradient_equal_the_formula(name):
     loss, formula = FORMULAS[name]
     policy, reference = outputs(POLICY), outputs(REFERENCE)
     losses, *rewards = loss(policy, None if loss.is_reference_free else reference)
@@ -92,7 +92,7 @@ def test_equals_its_formula(name):
     assert not any(reward.requires_grad for reward in rewards)
 
 
-def test_takes_tensors_or_outputs_as_recipes_of_any_release_give_them():
+def test_preference_losses_take_tensors_or_outputs():
     policy, reference = outputs(POLICY), outputs(REFERENCE)
     tensors = (policy.chosen_logps, policy.rejected_logps, reference.chosen_logps, reference.rejected_logps)
     assert torch.equal(DPOLoss()(*tensors)[0], DPOLoss()(policy, reference)[0])
@@ -103,9 +103,9 @@ def test_takes_tensors_or_outputs_as_recipes_of_any_release_give_them():
     with pytest.warns(FutureWarning, match="HingeLoss"):
         hinge = RSOLoss(gamma=0.2)
     assert torch.equal(hinge(*tensors)[0], HingeLoss(0.2)(policy, reference)[0])
-    for wrong in ((policy,), tensors[:2], tensors[:3], (policy, reference, policy)):
+    for arguments in ((policy,), tensors[:2], tensors[:3], (policy, reference, policy)):
         with pytest.raises(TypeError, match="DPOLoss takes"):
-            DPOLoss()(*wrong)
+            DPOLoss()(*arguments)
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_takes_tensors_or_outputs_as_recipes_of_any_release_give_them():
         (lambda: PPOLoss(epsilon=-0.1), "epsilon is -0.1"),
     ],
 )
-def test_numbers_without_a_meaning_are_refused(make, words):
+def test_coefficients_out_of_range_are_refused(make, words):
     with pytest.raises(ValueError, match=words):
         make()
 
@@ -137,23 +137,24 @@ def pair(chosen, rejected, labels=True, **numbers):
 
 def test_a_pair_without_labels_adds_nothing():
     """It is the example of a rank that has none; so accumulation and ranks change nothing."""
-    whole = collate_preference([pair(3, 2), pair(1, 4)]).to(DEVICE)
-    padded = collate_preference([pair(3, 2), pair(1, 4), pair(2, 2, labels=False)]).to(DEVICE)
-    assert (whole.num_terms, padded.num_terms) == (2, 2)
+    batch = collate_preference([pair(3, 2), pair(1, 4)]).to(DEVICE)
+    filled = collate_preference([pair(3, 2), pair(1, 4), pair(2, 2, labels=False)]).to(DEVICE)
+    assert (batch.num_terms, filled.num_terms) == (2, 2)
     scores = torch.tensor([-1.0, -2.0, -3.0, -2.5], requires_grad=True)
-    more = torch.tensor([-1.0, -2.0, 0.0, -3.0, -2.5, 0.0], requires_grad=True)
+    filled_scores = torch.tensor([-1.0, -2.0, 0.0, -3.0, -2.5, 0.0], requires_grad=True)
     for loss in (DPOLoss(), SimPOLoss(), ORPOLoss(), CPOLoss(), RewardLoss()):
-        reference = (None, None) if loss.is_reference_free else (torch.zeros(4), torch.zeros(6))
-        one, metrics = loss.sum_and_metrics(whole, scores, reference[0])
-        other, more_metrics = loss.sum_and_metrics(padded, more, reference[1])
-        torch.testing.assert_close(one, other)
-        torch.testing.assert_close(metrics, more_metrics)
-        (gradient,) = torch.autograd.grad(other, more)
+        reference = None if loss.is_reference_free else torch.zeros(4)
+        filled_reference = None if loss.is_reference_free else torch.zeros(6)
+        total, metrics = loss.sum_and_metrics(batch, scores, reference)
+        filled_total, filled_metrics = loss.sum_and_metrics(filled, filled_scores, filled_reference)
+        torch.testing.assert_close(total, filled_total)
+        torch.testing.assert_close(metrics, filled_metrics)
+        (gradient,) = torch.autograd.grad(filled_total, filled_scores)
         assert gradient[[2, 5]].tolist() == [0.0, 0.0]
     assert float(metrics["rewards/accuracies"][0]) == 2.0
 
 
-def test_a_margin_of_the_examples_is_taken_off():
+def test_reward_loss_subtracts_the_margin_of_an_example():
     batch = collate_preference([pair(1, 2, margin=0.5), pair(2, 1, margin=2.0)]).to(DEVICE)
     scores = torch.tensor([1.0, 2.0, 0.25, -1.0], dtype=torch.float64)
     total, _ = RewardLoss(0.0).sum_and_metrics(batch, scores)
@@ -179,31 +180,32 @@ def test_kto_equals_its_formula():
         )
         ratios, signs, weights = (1.0, 0.5, -0.5), (1, -1, 1), (1.5, 0.5, 1.5)
 
-        def one(ratio, sign, weight, z=z):
+        def formula(ratio, sign, weight, z=z):
             return weight * (1 - 1 / (1 + math.exp(-sign * 0.3 * (ratio - z))))
 
-        assert total.item() == pytest.approx(sum(map(one, ratios, signs, weights)), abs=1e-9)
+        assert total.item() == pytest.approx(sum(map(formula, ratios, signs, weights)), abs=1e-9)
         (gradient,) = torch.autograd.grad(total, policy)
         for i in range(3):
-            assert gradient[i].item() == pytest.approx(slope(one, [ratios[i], signs[i], weights[i]], 0), abs=1e-6)
+            assert gradient[i].item() == pytest.approx(slope(formula, [ratios[i], signs[i], weights[i]], 0), abs=1e-6)
     assert float(metrics["rewards/chosen"][0] / metrics["rewards/chosen"][1]) == pytest.approx(0.3 * 0.25)
     assert float(metrics["rewards/rejected"][0]) == pytest.approx(0.3 * 0.5)
 
 
 def test_kto_mismatches_prompts_with_the_next_answer():
-    found = KTOLoss().mismatched_batch(collate_preference(ANSWERS))
-    rows = [
-        ([1, 2, 3, 13, 14], [-100, -100, 13, 14, -100]),  # no longer than the longest document, five tokens
-        ([4, 16], [16, -100]),
-        ([5, 6, 11, 12], [-100, 11, 12, -100]),
-    ]
-    assert found.tokens.tolist() == [[token for tokens, _ in rows for token in tokens]]
-    assert found.labels.tolist() == [[label for _, labels in rows for label in labels]]
-    assert found.documents.lengths == (5, 2, 4)
-    assert found.input_pos.tolist() == [[0, 1, 2, 3, 4, 0, 1, 0, 1, 2, 3]]
+    mismatched = KTOLoss().mismatched_batch(collate_preference(ANSWERS))
+    assert mismatched.documents.lengths == (5, 2, 4)
+    tokens = mismatched.tokens[0].split([5, 2, 4])
+    labels = mismatched.labels[0].split([5, 2, 4])
+    assert tokens[0].tolist() == [1, 2, 3, 13, 14]  # no longer than the longest document, five tokens
+    assert labels[0].tolist() == [-100, -100, 13, 14, -100]
+    assert tokens[1].tolist() == [4, 16]
+    assert labels[1].tolist() == [16, -100]
+    assert tokens[2].tolist() == [5, 6, 11, 12]
+    assert labels[2].tolist() == [-100, 11, 12, -100]
+    assert mismatched.input_pos.tolist() == [[0, 1, 2, 3, 4, 0, 1, 0, 1, 2, 3]]
 
 
-def test_kto_says_what_it_cannot_read():
+def test_kto_refuses_pairs_and_batches_of_one_example():
     with pytest.raises(DataError, match="batch_size to 2 or more"):
         KTOLoss().mismatched_batch(collate_preference(ANSWERS[:1]))
     with pytest.raises(DataError, match="kto_dataset"):
@@ -220,10 +222,10 @@ def test_scores_are_pooled_at_the_last_token_of_a_document_not_at_padding():
     wanted = ends.double() * head.weight.sum()
     torch.testing.assert_close(pooled_scores(hidden, batch, head), wanted)
     padded = batch.pad_to_multiple(8)
-    more = torch.arange(padded.num_tokens, dtype=torch.float64)[None, :, None].expand(-1, -1, 3)
-    torch.testing.assert_close(pooled_scores(more, padded, head), wanted)
+    padded_hidden = torch.arange(padded.num_tokens, dtype=torch.float64)[None, :, None].expand(-1, -1, 3)
+    torch.testing.assert_close(pooled_scores(padded_hidden, padded, head), wanted)
     halves = [padded.split(rank, 2) for rank in (0, 1)]
-    parts = [pooled_scores(part, half, head) for part, half in zip(more.chunk(2, 1), halves, strict=True)]
+    parts = [pooled_scores(part, half, head) for part, half in zip(padded_hidden.chunk(2, 1), halves, strict=True)]
     torch.testing.assert_close(parts[0] + parts[1], wanted)
     assert [half.num_terms for half in halves] == [2, 0]
 
@@ -232,7 +234,7 @@ def test_ppo_equals_its_formula():
     rng = torch.Generator().manual_seed(0)
     drawn = [torch.randn(2, 4, generator=rng, dtype=torch.float64) * 0.5 for _ in range(6)]
     mask = torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0]], dtype=torch.bool)
-    found = PPOLoss(0.2, 0.1, 0.3)(*drawn, mask, mask)
+    losses_and_metrics = PPOLoss(0.2, 0.1, 0.3)(*drawn, mask, mask)
 
     def clip(x, low, high):
         return min(max(x, low), high)
@@ -250,11 +252,11 @@ def test_ppo_equals_its_formula():
     wanted = [sum(policy) / 5, 0.5 * sum(value) / 5]
     ratio = sum(math.exp(n - o) for o, n in zip(*map(at, drawn[:2]), strict=True)) / 5
     wanted = [wanted[0] + 0.3 * wanted[1], *wanted, ratio, clipped / 5]
-    assert [one.item() for one in found] == pytest.approx(wanted, abs=1e-7)
+    assert [value.item() for value in losses_and_metrics] == pytest.approx(wanted, abs=1e-7)
 
 
 @pytest.mark.parametrize("pairs", [2, 3])
-def test_a_loss_that_forgets_the_rewards_is_told(pairs):
+def test_a_loss_that_returns_no_rewards_is_refused(pairs):
     """Three losses could be taken for the losses and the rewards of one pair."""
 
     class Margin(DPOLoss):

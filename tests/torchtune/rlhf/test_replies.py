@@ -77,7 +77,7 @@ def choice(**changes):
     return {**right, **changes}
 
 
-def test_a_right_reply_is_an_answer(server):
+def test_a_valid_reply_becomes_a_rollout(server):
     server.say({"model": "m", "choices": [choice(index=1, token_ids=[6, 2]), choice(log_probs=[1e-5, 0])]})
     first, second = VLLMServer(server.url, "m", SETTINGS).sample(PROMPT, 2, 3)
     assert (first.answer, second.answer) == ([5, 2], [6, 2])
@@ -113,7 +113,7 @@ def test_a_right_reply_is_an_answer(server):
         (choice(prompt_token_ids=[9]), "other tokens than this model"),
     ],
 )
-def test_a_wrong_reply_is_one_sentence(server, content, said):
+def test_an_invalid_reply_is_refused_in_one_sentence(server, content, said):
     if isinstance(content, dict) and "choices" not in content:
         content = {"model": "m", "choices": [content]}
     server.say("null" if content is None else content)
@@ -124,7 +124,7 @@ def test_a_wrong_reply_is_one_sentence(server, content, said):
 
 
 @pytest.mark.parametrize("data", [None, 3, "m", [None, {"id": ["m"]}]])
-def test_a_list_of_models_that_is_none(server, data):
+def test_an_invalid_list_of_models_is_refused(server, data):
     server.say({"data": data})
     with pytest.raises(RolloutError, match="serves no model, not 'm'"):
         VLLMServer(server.url, "m", SETTINGS).check()
@@ -142,7 +142,7 @@ def test_a_list_of_models_that_is_none(server, data):
         (None, [2, 1], "without a text, its text is None"),
     ],
 )
-def test_a_wrong_text_is_one_sentence(server, text, usage, said, tmp_path):
+def test_an_invalid_text_reply_is_refused_in_one_sentence(server, text, usage, said, tmp_path):
     write_tokenizer(tmp_path)
     asks = TransformersServer(server.url, "m", SETTINGS, tmp_path / "tokenizer.json", 2)
     counts = dict(zip(("prompt_tokens", "completion_tokens"), usage, strict=False)) if usage else usage
@@ -170,7 +170,7 @@ CHUNKED = OK + b"Transfer-Encoding: chunked\r\n\r\n"
         ([b""], "broke"),
     ],
 )
-def test_memory_is_bounded(server, pieces, said):
+def test_a_reply_beyond_the_size_limit_is_refused(server, pieces, said):
     server.pieces, server.pause = pieces, 0.0
     with pytest.raises(RolloutError) as caught:
         VLLMServer(server.url, "m", SETTINGS).sample(PROMPT, 1, 3)
@@ -179,7 +179,7 @@ def test_memory_is_bounded(server, pieces, said):
 
 
 @pytest.mark.parametrize("begin", [OK + b"Content-Length: 9999\r\n\r\n", CHUNKED + b"fff\r\n"])
-def test_a_slow_drip_ends_with_the_timeout_and_is_asked_for_once(server, begin):
+def test_a_slow_reply_ends_with_the_timeout_and_is_requested_once(server, begin):
     """Not once more for each answer, to say which row it was: with a timeout of minutes that would be hours."""
     server.pieces, server.pause, server.count = [begin, *[b"H"] * 600], 0.1, 0
     judge, started = JudgeReward(server.url, "m", "{text}", timeout=0.5), time.monotonic()
@@ -196,7 +196,7 @@ def said(text):
 QUESTION = "Question: {question} Answer: {text}. Give 0 to 10."
 
 
-def test_a_judge_scores_and_what_it_cannot_score_is_none(server):
+def test_a_verdict_without_a_score_drops_the_answer(server):
     judge = JudgeReward(server.url, "good", QUESTION, scale=10.0)
     for text, score in (("Score: 7.5", 0.75), ("I cannot say.", None)):
         server.say(said(text))
@@ -215,13 +215,13 @@ def test_a_judge_scores_and_what_it_cannot_score_is_none(server):
         (b"HTTP/1.1 404 Not Found\r\n\r\nno model 'm' here", "with 404 Not Found: no model 'm' here"),
     ],
 )
-def test_a_judge_that_fails_is_one_sentence_with_the_row(server, content, words):
+def test_errors_of_a_judge_name_the_row(server, content, words):
     server.say(content)
     with pytest.raises(RolloutError, match=rf"'JudgeReward' fails for row 8: .*{words}"):
         RewardSum([JudgeReward(server.url, "m", "{text}")])([{}], ["yes"], [8])
 
 
-def test_a_judge_that_is_gone_or_asked_for_a_column_that_is_not_there():
+def test_an_unreachable_judge_and_a_missing_column_are_refused():
     judge = RewardSum([JudgeReward("http://127.0.0.1:9/v1", "m", QUESTION)])
     with pytest.raises(RolloutError, match="No server answers at http://127"):
         judge([{"question": "?"}], ["yes"])
@@ -230,7 +230,7 @@ def test_a_judge_that_is_gone_or_asked_for_a_column_that_is_not_there():
 
 
 @pytest.mark.parametrize("value", [math.nan, -math.inf, math.inf, 0.5])
-def test_a_sampler_of_ones_own_gives_log_probs(value):
+def test_log_probs_of_a_user_sampler_are_checked(value):
     with pytest.raises(RolloutError, match="a log-prob is a finite number up to 0"):
         Rollout(torch.tensor([1, 5, 2]), 1, torch.tensor([value, -1.0]), True)
     with pytest.raises(RolloutError, match=r"an answer of 2 tokens log-probs of shape \[1\]"):

@@ -21,7 +21,7 @@ def projections():
         adapted = LoRALinear(DIM, VOCAB, rank=2, alpha=4)
         adapted.initialize_parameters()
         nn.init.normal_(adapted.lora_b.weight)
-        found = {
+        projections_by_kind = {
             "plain": nn.Linear(DIM, VOCAB, bias=False),
             "bias": nn.Linear(DIM, VOCAB),
             "capped": CappedLinear(DIM, VOCAB, 2.0),
@@ -29,25 +29,27 @@ def projections():
             "tied and capped": TiedLinear(nn.Embedding(VOCAB, DIM), softcap=1.5),
             "adapted": adapted,
         }
-    return found
+    return projections_by_kind
 
 
 @pytest.mark.parametrize("kind", projections())
 @pytest.mark.parametrize("labelled", [True, False])
 def test_token_log_probs_are_those_of_all_logits(kind, labelled):
-    projection, rng = projections()[kind], torch.Generator().manual_seed(1)
+    projection = projections()[kind]
+    rng = torch.Generator().manual_seed(1)
     hidden = torch.randn(2, 5, DIM, generator=rng).requires_grad_()
     labels = torch.tensor([[3, -100, 7, 1, -100], [-100, 0, 12, -100, 5]]) if labelled else torch.full((2, 5), -100)
     weight = getattr(projection, "tied_module", projection).weight
     leaves = [hidden, projection.lora_a.weight, projection.lora_b.weight] if kind == "adapted" else [hidden, weight]
     scale = torch.linspace(-1, 2, 10).view(2, 5)
-    found = token_log_probs(hidden, labels, projection, temperature=0.8)
-    logits = torch.log_softmax(projection(hidden).float() / 0.8, -1)
-    wanted = logits.gather(2, labels.clamp(min=0)[..., None])[..., 0].masked_fill(labels == -100, 0.0)
-    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=0)
-    ours, theirs = (torch.autograd.grad((each * scale).sum(), leaves) for each in (found, wanted))
-    for one, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(one, other, atol=1e-5, rtol=0)
+    log_probs = token_log_probs(hidden, labels, projection, temperature=0.8)
+    all_log_probs = torch.log_softmax(projection(hidden).float() / 0.8, -1)
+    expected = all_log_probs.gather(2, labels.clamp(min=0)[..., None])[..., 0].masked_fill(labels == -100, 0.0)
+    torch.testing.assert_close(log_probs, expected, atol=1e-5, rtol=0)
+    gradients = torch.autograd.grad((log_probs * scale).sum(), leaves)
+    expected_gradients = torch.autograd.grad((expected * scale).sum(), leaves)
+    for gradient, expected_gradient in zip(gradients, expected_gradients, strict=True):
+        torch.testing.assert_close(gradient, expected_gradient, atol=1e-5, rtol=0)
 
 
 def test_labels_of_datasets_are_shifted_already_and_those_of_get_batch_log_probs_are_not():
@@ -80,26 +82,26 @@ def test_labels_of_datasets_are_shifted_already_and_those_of_get_batch_log_probs
         rlhf.get_batch_log_probs(logits, unshifted[:, 1:])
 
 
-def test_log_probs_in_chunks_and_of_the_response():
+def test_log_probs_in_chunks_equal_those_of_the_whole_batch():
     rng = torch.Generator().manual_seed(0)
     logits = torch.randn(5, 6, VOCAB, generator=rng)
     tokens = torch.randint(VOCAB, (5, 2), generator=rng)
     of_response = rlhf.truncate_sequence_for_logprobs(logits, context_length=4)
     assert torch.equal(of_response, logits[:, 3:5])
-    found = rlhf.batched_logits_to_logprobs(of_response, tokens, temperature=0.5, chunk_size=2)
-    torch.testing.assert_close(found, rlhf.logits_to_logprobs(of_response, tokens, 0.5))
-    one = torch.log_softmax(logits[2, 3] / 0.5, -1)[tokens[2, 0]]
-    torch.testing.assert_close(found[2, 0], one)
+    log_probs = rlhf.batched_logits_to_logprobs(of_response, tokens, temperature=0.5, chunk_size=2)
+    torch.testing.assert_close(log_probs, rlhf.logits_to_logprobs(of_response, tokens, 0.5))
+    expected = torch.log_softmax(logits[2, 3] / 0.5, -1)[tokens[2, 0]]
+    torch.testing.assert_close(log_probs[2, 0], expected)
 
 
-def test_a_sequence_ends_at_its_first_stop_token():
+def test_tokens_after_the_first_stop_token_are_replaced():
     rows = torch.tensor([[5, 6, 2, 7, 2], [3, 2, 9, 9, 9], [1, 1, 1, 1, 1], [4, 4, 4, 4, 2]])
     behind, filled = rlhf.truncate_sequence_at_first_stop_token(rows, torch.tensor([2, 3]), fill_value=0)
     assert filled.tolist() == [[5, 6, 2, 0, 0], [3, 0, 0, 0, 0], [1, 1, 1, 1, 1], [4, 4, 4, 4, 2]]
     assert behind.tolist() == [[0, 0, 0, 1, 1], [0, 1, 1, 1, 1], [0] * 5, [0] * 5]
 
 
-def test_rewards_of_tokens():
+def test_the_last_token_gets_the_score_and_every_token_the_log_ratio():
     log_probs, reference = torch.tensor([[-1.0, -2.0, -3.0]]), torch.tensor([[-1.5, -2.0, -2.0]])
     scores = torch.tensor([4.0])
     total, ratios, parts = rlhf.get_rewards_ppo(scores, log_probs, reference, 0.1, torch.tensor([1]))
@@ -113,37 +115,44 @@ def test_rewards_of_tokens():
     assert rlhf.get_reward_penalty_mask(padding, lengths, False, 2).tolist() == [False, False, True]
 
 
-def test_advantages_are_generalised_estimates():
+def test_advantages_equal_generalized_advantage_estimates():
     rng = torch.Generator().manual_seed(0)
-    values, rewards = (torch.randn(2, 4, generator=rng, dtype=torch.float64) for _ in range(2))
-    gamma, lmbda = 0.9, 0.8
+    values = torch.randn(2, 4, generator=rng, dtype=torch.float64)
+    rewards = torch.randn(2, 4, generator=rng, dtype=torch.float64)
+    gamma = 0.9
+    lmbda = 0.8
     wanted = torch.zeros(2, 4, dtype=torch.float64)
     for t in range(4):  # the sum of discounted one-step errors, as the paper writes it
         for k in range(t, 4):
             following = values[:, k + 1] if k < 3 else 0.0
             wanted[:, t] += (gamma * lmbda) ** (k - t) * (rewards[:, k] + gamma * following - values[:, k])
-    mask = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]], dtype=torch.bool)
-    for given in (None, mask):
-        counted = wanted.flatten() if given is None else wanted[given]
-        scaled = (wanted - counted.mean()) / counted.std()
+    partial_mask = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]], dtype=torch.bool)
+    for mask in (None, partial_mask):
+        counted = wanted.flatten() if mask is None else wanted[mask]
+        whitened = (wanted - counted.mean()) / counted.std()
         for keeps_mean in (True, False):
-            advantages, returns = rlhf.estimate_advantages(values, rewards, gamma, lmbda, given, keeps_mean)
-            shown = scaled + counted.mean() if keeps_mean else scaled
-            shown = shown if given is None else shown.masked_fill(~given, 0.0)
-            torch.testing.assert_close(advantages, shown, atol=1e-6, rtol=0)
+            advantages, returns = rlhf.estimate_advantages(values, rewards, gamma, lmbda, mask, keeps_mean)
+            expected = whitened
+            if keeps_mean:
+                expected = expected + counted.mean()
+            if mask is not None:
+                expected = expected.masked_fill(~mask, 0.0)
+            torch.testing.assert_close(advantages, expected, atol=1e-6, rtol=0)
             torch.testing.assert_close(returns, wanted + values)
 
 
-def test_masked_figures():
+def test_masked_sums_means_and_variances_ignore_masked_values():
     values, mask = torch.tensor([[1.0, 2.0, 50.0], [3.0, -9.0, 8.0]]), torch.tensor([[1, 1, 0], [1, 0, 1]]).bool()
-    kept = values[mask]
+    selected = values[mask]
     torch.testing.assert_close(rlhf.masked_sum(values, mask, dim=1), torch.tensor([3.0, 11.0]))
-    torch.testing.assert_close(rlhf.masked_mean(values, mask), kept.mean())
-    torch.testing.assert_close(rlhf.masked_var(values - kept.mean(), mask), kept.var())
-    torch.testing.assert_close(rlhf.masked_var(values - kept.mean(), mask, unbiased=False), kept.var(correction=0))
+    torch.testing.assert_close(rlhf.masked_mean(values, mask), selected.mean())
+    torch.testing.assert_close(rlhf.masked_var(values - selected.mean(), mask), selected.var())
+    torch.testing.assert_close(
+        rlhf.masked_var(values - selected.mean(), mask, unbiased=False), selected.var(correction=0)
+    )
     centred = rlhf.whiten(values, mask, shift_mean=False)[mask]
     torch.testing.assert_close(centred.mean(), torch.tensor(0.0), atol=1e-5, rtol=0)
-    torch.testing.assert_close(rlhf.whiten(values, mask)[mask], centred + kept.mean())
+    torch.testing.assert_close(rlhf.whiten(values, mask)[mask], centred + selected.mean())
 
 
 def test_weights_of_a_reward_model_are_renamed_both_ways():

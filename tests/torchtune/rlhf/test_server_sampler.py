@@ -50,8 +50,8 @@ def difference(sampler, rollouts):
     """Largest difference of the trainer's log-probs to those that came with the answers."""
     batch = collate_rollouts(rollouts, [1.0] * len(rollouts)).to(DEVICE)
     loss = setup_policy_loss(GRPOLoss(), sampler.model, sampler)
-    scores, known = token_scores(sampler.model, batch, loss)
-    return (scores[known] - batch.per_token["sampled"][known]).abs().max().item()
+    scores, labelled = token_scores(sampler.model, batch, loss)
+    return (scores[labelled] - batch.per_token["sampled"][labelled]).abs().max().item()
 
 
 def shift(sampler, seed):
@@ -69,29 +69,30 @@ def test_the_server_samples_from_the_weights_of_this_step(adapters, checkpoint, 
             shift(sampler, seed)
             rollouts = sampler(PROMPTS, 3, [2**64 - 5, 7])
             assert difference(sampler, rollouts) < 1e-4
-        assert [one.tokens[: one.prompt_len].tolist() for one in rollouts] == [PROMPTS[0]] * 3 + [PROMPTS[1]] * 3
-        assert len({tuple(one.answer) for one in rollouts[:3]}) > 1
-        assert all(one.finished == (one.answer[-1] in sampler.stop_tokens) for one in rollouts)
+        prompts_of_rollouts = [rollout.tokens[: rollout.prompt_len].tolist() for rollout in rollouts]
+        assert prompts_of_rollouts == [PROMPTS[0]] * 3 + [PROMPTS[1]] * 3
+        assert len({tuple(rollout.answer) for rollout in rollouts[:3]}) > 1
+        assert all(rollout.finished == (rollout.answer[-1] in sampler.stop_tokens) for rollout in rollouts)
         again = sampler(PROMPTS, 3, [2**64 - 5, 7])
-        assert [one.answer for one in again] == [one.answer for one in rollouts]
+        assert [rollout.answer for rollout in again] == [rollout.answer for rollout in rollouts]
         likeliest = sampler(PROMPTS, 1)
-        assert [one.answer for one in likeliest] == [one.answer for one in sampler(PROMPTS, 1)]
+        assert [rollout.answer for rollout in likeliest] == [rollout.answer for rollout in sampler(PROMPTS, 1)]
         controls = [path for path, _ in server.asked if path != "/v1/completions"]
-        told = ["/collective_rpc", "/reset_prefix_cache"] * 3
+        expected_requests = ["/collective_rpc", "/reset_prefix_cache"] * 3
         if adapters:
-            told = ["/v1/load_lora_adapter"] + ["/v1/load_lora_adapter", "/v1/unload_lora_adapter"] * 2
-        assert controls == told, "weights travel at the start and when they have changed, and only then"
+            expected_requests = ["/v1/load_lora_adapter"] + ["/v1/load_lora_adapter", "/v1/unload_lora_adapter"] * 2
+        assert controls == expected_requests, "weights travel at the start and when they have changed, and only then"
         # A model's generation_config.json may truncate the distribution: a request has to say that it does not.
         body = next(body for path, body in server.asked if path == "/v1/completions")
-        whole = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
-        assert {name: body[name] for name in whole} == whole
+        untruncated = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+        assert {name: body[name] for name in untruncated} == untruncated
     folder = checkpoint.parent / "weights"
     assert len(list(folder.glob("weights-*/step_*"))) == 1, "the weights of former steps are removed"
     del sampler
     assert not list(folder.glob("weights-*"))
 
 
-def test_a_server_that_keeps_its_former_weights_ends_the_run(checkpoint, make):
+def test_a_server_with_stale_weights_ends_the_run(checkpoint, make):
     with tiny_server(checkpoint, "stale") as server:
         sampler = make(server, max_new_tokens=4)
         sampler(PROMPTS, 2, [1, 2])
@@ -110,7 +111,7 @@ def test_a_server_that_keeps_its_former_weights_ends_the_run(checkpoint, make):
         ("hot", r"-\d\.\d+ ± 0\.\d+ nats above the negative entropy"),
     ],
 )
-def test_answers_of_another_distribution_are_refused_with_the_number(fault, said, checkpoint, make):
+def test_answers_of_another_distribution_are_refused(fault, said, checkpoint, make):
     with tiny_server(checkpoint, fault) as server:
         sampler = make(server, max_new_tokens=24, max_difference=9.0)
         with pytest.raises(RolloutError, match=r"are no draws from the model's distribution") as caught:
@@ -119,27 +120,27 @@ def test_answers_of_another_distribution_are_refused_with_the_number(fault, said
 
 
 @pytest.mark.parametrize("adapters", [False, True])
-def test_the_groups_of_a_server_that_dies_go_to_another_until_it_is_back(adapters, checkpoint, make, caplog):
+def test_another_server_answers_while_one_is_down(adapters, checkpoint, make, caplog):
     prompts, seeds = [*PROMPTS, *PROMPTS], [1, 2, 3, 4]
-    with tiny_server(checkpoint) as one:
-        with tiny_server(checkpoint, "dies") as two:
-            port = two.server_port
-            sampler = make(one, url=[one.url, two.url], adapters=adapters, max_new_tokens=4, max_difference=1e-3)
-            found = sampler(prompts, 2, seeds)
-            answered = Counter(tuple(body["prompt"]) for path, body in one.asked if path == "/v1/completions")
+    with tiny_server(checkpoint) as first:
+        with tiny_server(checkpoint, "dies") as second:
+            port = second.server_port
+            sampler = make(first, url=[first.url, second.url], adapters=adapters, max_new_tokens=4, max_difference=1e-3)
+            rollouts = sampler(prompts, 2, seeds)
+            answered = Counter(tuple(body["prompt"]) for path, body in first.asked if path == "/v1/completions")
             assert answered == {tuple(PROMPTS[0]): 2, tuple(PROMPTS[1]): 1}, "two answered once, then nothing"
-        assert [answer.answer for answer in found] == [answer.answer for answer in sampler(prompts, 2, seeds)]
+        assert [answer.answer for answer in rollouts] == [answer.answer for answer in sampler(prompts, 2, seeds)]
         assert caplog.text.count("Other servers answer its prompts") == 1
         shift(sampler, 0)
         assert difference(sampler, sampler(prompts, 2, seeds)) < 1e-4
-        with tiny_server(checkpoint, port=port) as two:
+        with tiny_server(checkpoint, port=port) as second:
             shift(sampler, 1)
             assert difference(sampler, sampler(prompts, 2, seeds)) < 1e-4
-            assert [body["prompt"] for path, body in two.asked if path == "/v1/completions"] == [PROMPTS[1]] * 2
+            assert [body["prompt"] for path, body in second.asked if path == "/v1/completions"] == [PROMPTS[1]] * 2
 
 
 @pytest.mark.parametrize("adapters", [False, True])
-def test_a_restarted_server_gets_the_weights_again(adapters, checkpoint, make):
+def test_a_restarted_server_loads_the_weights_again(adapters, checkpoint, make):
     with tiny_server(checkpoint) as server:
         port = server.server_port
         sampler = make(server, adapters=adapters, max_new_tokens=4, max_difference=1e-3)
@@ -167,11 +168,13 @@ def test_texts_that_do_not_become_the_sampled_tokens_are_dropped(checkpoint, mak
         rows[2] = rows[server.sampled[0][0]]  # the end is as likely as what is likeliest
         server.sampled.clear()
         rollouts = sampler(PROMPTS, 24, [5, 6])
-        kept = [(one, tokens) for one, tokens in zip(rollouts, server.sampled, strict=True) if one.answer]
-        assert 5 < len(kept) < len(rollouts)
-        assert all(one.answer == tokens for one, tokens in kept)
-        assert {one.finished for one, _ in kept} == {True, False}
-        assert all(one.log_probs is None for one in rollouts)
+        not_dropped = [
+            (rollout, tokens) for rollout, tokens in zip(rollouts, server.sampled, strict=True) if rollout.answer
+        ]
+        assert 5 < len(not_dropped) < len(rollouts)
+        assert all(rollout.answer == tokens for rollout, tokens in not_dropped)
+        assert {rollout.finished for rollout, _ in not_dropped} == {True, False}
+        assert all(rollout.log_probs is None for rollout in rollouts)
         assert "answers are dropped" in caplog.text
         names = [body["model"] for path, body in server.asked if path == "/load_model"]
         assert len(set(names)) == 2
@@ -197,7 +200,7 @@ def test_texts_that_do_not_become_the_sampled_tokens_are_dropped(checkpoint, mak
         ("vllm", [], {"url": []}, "sampler.url is empty"),
     ],
 )
-def test_a_server_that_fails_is_one_sentence(
+def test_errors_of_a_server_are_one_sentence(
     kind,
     faults,
     arguments,
@@ -246,13 +249,14 @@ def test_transformers_serve_answers_with_the_weights_of_this_step(checkpoint, ma
     former = []
     for seed in range(2):
         shift(sampler, seed)
-        answers, own = ([one.answer for one in sample(prompts, 1)] for sample in (sampler, local))
-        known = [i for i, answer in enumerate(answers) if answer]
-        assert len(known) >= 3
-        assert [answers[i] for i in known] == [own[i] for i in known]
-        assert own != former
-        former = own
-    assert sum(bool(one.answer) for one in sampler(prompts[:1], 24, [5])) > 0
+        answers = [rollout.answer for rollout in sampler(prompts, 1)]
+        expected = [rollout.answer for rollout in local(prompts, 1)]
+        not_dropped = [i for i, answer in enumerate(answers) if answer]
+        assert len(not_dropped) >= 3
+        assert [answers[i] for i in not_dropped] == [expected[i] for i in not_dropped]
+        assert expected != former
+        former = expected
+    assert sum(bool(rollout.answer) for rollout in sampler(prompts[:1], 24, [5])) > 0
 
 
 def test_a_recipe_trains_on_answers_of_a_server(tmp_path):
@@ -272,7 +276,7 @@ def test_a_recipe_trains_on_answers_of_a_server(tmp_path):
     assert min(record["grad_norm"] for record in found) > 0
 
 
-def test_vllm_takes_merged_weights_where_an_adapter_is_not_of_peft():
+def test_vllm_gets_merged_weights_for_adapters_that_peft_lacks():
     class Scale(Conversion):
         phase = Phase.KERNEL
 

@@ -52,7 +52,7 @@ def pairs():
     return rows
 
 
-def test_what_is_shared_stands_once():
+def test_a_shared_prefix_is_in_the_batch_once():
     batch = collate_preference(pairs())
     shared = share_prefixes(batch, batch.per_document["pair"].tolist(), labelled=True)
     # The last token before a difference predicts another one in each answer: it stands in both.
@@ -84,7 +84,8 @@ def test_losses_and_gradients_are_those_of_answers_alone(loss, kind):
     model = make(**KINDS[kind])
     if isinstance(loss, RewardLoss):
         model.output = nn.Linear(16, 1, bias=False)
-    rows, found = pairs(), []
+    rows = pairs()
+    runs = []
     batch = collate_preference(rows)
     shared = share_prefixes(batch, batch.per_document["pair"].tolist(), labelled=True).pad_to_multiple(16)
     batch, shared = batch.to(DEVICE), shared.to(DEVICE)
@@ -94,9 +95,9 @@ def test_losses_and_gradients_are_those_of_answers_alone(loss, kind):
         if kind == "alone":
             for side in ("chosen", "rejected"):
                 for row in rows:
-                    one = collate_documents([{"tokens": row[f"{side}_input_ids"], "labels": row[f"{side}_labels"]}])
-                    one = one.to(DEVICE)
-                    scores.append(loss.score(model(one.tokens, output="hidden"), one, model.output))
+                    answer = {"tokens": row[f"{side}_input_ids"], "labels": row[f"{side}_labels"]}
+                    single = collate_documents([answer]).to(DEVICE)
+                    scores.append(loss.score(model(single.tokens, output="hidden"), single, model.output))
             scores = torch.cat(scores)
         else:
             scores = loss.score(model(**shared.model_inputs(), output="hidden"), shared, model.output)
@@ -104,30 +105,30 @@ def test_losses_and_gradients_are_those_of_answers_alone(loss, kind):
         reference = reference if kind == "alone" else reference.view(2, 5).T.flatten()
         total, metrics = loss.sum_and_metrics(here, scores, reference if loss.needs_reference else None)
         (total / here.num_terms).backward()
-        found.append((here.chosen_and_rejected(scores), total, metrics, [p.grad for p in model.parameters()]))
-    alone, together = found
+        runs.append((here.chosen_and_rejected(scores), total, metrics, [p.grad for p in model.parameters()]))
+    alone, together = runs
     torch.testing.assert_close(together[0], alone[0], atol=2e-5, rtol=1e-6)  # sums of up to 20
     assert together[1].item() == pytest.approx(alone[1].item(), rel=1e-6)
     for name, (value, count) in alone[2].items():
         assert together[2][name][0].item() == pytest.approx(value.item(), rel=1e-5, abs=1e-5), name
         assert together[2][name][1] == count
     scale = max(grad.abs().max() for grad in alone[3])
-    for mine, theirs in zip(together[3], alone[3], strict=True):
-        torch.testing.assert_close(mine, theirs, atol=1e-6 * scale.item(), rtol=1e-5)
+    for gradient, expected_gradient in zip(together[3], alone[3], strict=True):
+        torch.testing.assert_close(gradient, expected_gradient, atol=1e-6 * scale.item(), rtol=1e-5)
 
 
-def test_parts_of_a_split_batch_add_up():
+def test_scores_of_context_parallel_shards_add_up():
     model, batch = make(), collate_preference(pairs())
     shared = share_prefixes(batch, batch.per_document["pair"].tolist(), labelled=True).pad_to_multiple(2).to(DEVICE)
     hidden = model(**shared.model_inputs(), output="hidden")
-    whole = document_log_probs(hidden, shared, model.output)
+    scores = document_log_probs(hidden, shared, model.output)
     parts = [
         document_log_probs(part, shared.split(rank, 2), model.output) for rank, part in enumerate(hidden.chunk(2, 1))
     ]
-    torch.testing.assert_close(sum(parts), whole, atol=1e-5, rtol=0)
+    torch.testing.assert_close(sum(parts), scores, atol=1e-5, rtol=0)
 
 
-def test_models_that_cannot_share_do_not():
+def test_models_without_support_for_prefixes_share_none():
     mixer = DeltaNetMixer(num_key_heads=2, num_value_heads=4, key_dim=6, value_dim=5)
     assert can_share_prefixes(make())
     assert not can_share_prefixes(make(), False)
@@ -166,7 +167,7 @@ def test_labels_are_shared_for_losses_of_answers_alone():
         assert share_pairs(loader, make(), loss(), ParallelDims()).peek()[0].num_labels == labels
 
 
-def test_single_answers_share_nothing():
+def test_batches_of_single_answers_share_no_prefix():
     rows = [{"tokens": [*range(9), end], "labels": [1] * 10, "is_chosen": end > 1} for end in (1, 2)]
     loaders = [BatchLoader(rows, batch_size=2, collate_fn=collate_preference, shuffle=False, seed=0) for _ in range(2)]
     loaders = [
@@ -194,10 +195,10 @@ def answers():
 @pytest.mark.parametrize(
     "loss", [GRPOLoss(kl_coeff=0.1), GRPOLoss(ratio="sequence", normalize="sequences")], ids=["k3", "sequences"]
 )
-def test_groups_learn_what_answers_alone_do(loss):
+def test_gradients_of_a_shared_prompt_equal_those_of_separate_answers(loss):
     model, (rollouts, advantages) = make(), answers()
     how = {"dims": ParallelDims(), "blank": [1], "count_documents": loss.normalize != "tokens"}
-    found = []
+    runs = []
     for share, limit in ((False, 1), (True, 64)):
         batches, terms, labels = rollout_batches(
             rollouts, advantages, tokens_per_batch=limit, share_prefix=share, **how
@@ -210,11 +211,11 @@ def test_groups_learn_what_answers_alone_do(loss):
             value = loss.sum_and_metrics(batch, scores, reference)[0] / terms
             value.backward()
             total += value.item()
-        found.append((batches, total, terms, labels, [parameter.grad for parameter in model.parameters()]))
-    (alone, *of_alone, expected), (together, *of_together, gradients) = found
+        runs.append((batches, total, terms, labels, [parameter.grad for parameter in model.parameters()]))
+    (alone, *of_alone, expected), (together, *of_together, gradients) = runs
     # The room for tokens is that of computed ones.
     assert ([len(alone), len(together)], together[0].documents.lengths) == ([6, 1], (39, 3, 4, 1, 2, 8, 2, 3))
     assert of_together == pytest.approx(of_alone, rel=1e-6, abs=1e-8)  # the sum is near zero
     scale = max(grad.abs().max() for grad in expected).item()
-    for mine, theirs in zip(gradients, expected, strict=True):
-        torch.testing.assert_close(mine, theirs, atol=1e-6 * scale, rtol=1e-5)
+    for gradient, expected_gradient in zip(gradients, expected, strict=True):
+        torch.testing.assert_close(gradient, expected_gradient, atol=1e-6 * scale, rtol=1e-5)

@@ -50,17 +50,19 @@ def make(tiny):
 
 @pytest.fixture(scope="module")
 def prompts(tiny):
-    found = []
+    prompts = []
     for number, text in enumerate(("the cat", "a dog runs", "why")):
         messages = [Message(role="user", content=text)]
         tokens = tiny[1].tokenize_messages(messages, add_end_tokens=False)[0]
-        found.append(Prompt(tokens, {"start": f"s{number}", "unused": 1}, number, messages=messages))
-    return found
+        prompts.append(Prompt(tokens, {"start": f"s{number}", "unused": 1}, number, messages=messages))
+    return prompts
 
 
-def same(one: Episode, other: Episode) -> bool:
+def are_equal(episode: Episode, expected: Episode) -> bool:
     return (
-        one.end == other.end and torch.equal(one.tokens, other.tokens) and torch.equal(one.log_probs, other.log_probs)
+        episode.end == expected.end
+        and torch.equal(episode.tokens, expected.tokens)
+        and torch.equal(episode.log_probs, expected.log_probs)
     )
 
 
@@ -68,32 +70,34 @@ def test_turns_are_bridged_masked_and_scored_by_the_trainer_alike(make, prompts,
     model, tokenizer, _ = tiny
     environments = make()
     episodes = environments(prompts, 16, SEEDS)
-    assert len({(one.turns, one.calls, one.errors) for one in episodes}) > 4
-    ends = Counter(one.end for one in episodes)
+    assert len({(episode.turns, episode.calls, episode.errors) for episode in episodes}) > 4
+    ends = Counter(episode.end for episode in episodes)
     assert set(ends) == {"completed", "max_turns", "max_tokens", "parse_error"}
-    several = [one for one in episodes if one.turns > 1]
-    for one in several:
-        text = tokenizer.decode(one.answer, skip_special_tokens=False)
-        replies = [part for part in text.split("<|im_start|>")[1:] if part.startswith(("tool", "user"))]
-        ran = one.calls - (one.end == "max_turns")
-        assert sum("notes<|im_end|>" in reply for reply in replies) == ran
-        assert sum("Error: too long by one." in reply for reply in replies) == one.errors - (one.end == "parse_error")
+    for episode in episodes:
+        if episode.turns == 1:
+            continue
+        text = tokenizer.decode(episode.answer, skip_special_tokens=False)
+        replies = [turn for turn in text.split("<|im_start|>")[1:] if turn.startswith(("tool", "user"))]
+        num_replied = episode.calls - (episode.end == "max_turns")
+        assert sum("notes<|im_end|>" in reply for reply in replies) == num_replied
+        num_corrected = episode.errors - (episode.end == "parse_error")
+        assert sum("Error: too long by one." in reply for reply in replies) == num_corrected
         # All that was not sampled is the bridge, token by token.
-        others = one.tokens[one.prompt_len :][~one.mask].tolist()
-        rendered = tokenizer.decode(others, skip_special_tokens=False)
-        assert rendered.count("<|im_start|>assistant") == one.turns - 1
-    assert all("Begin with s0." in tokenizer.decode(one.tokens[: one.prompt_len].tolist()) for one in episodes[:16])
+        bridge_tokens = episode.tokens[episode.prompt_len :][~episode.mask].tolist()
+        rendered = tokenizer.decode(bridge_tokens, skip_special_tokens=False)
+        assert rendered.count("<|im_start|>assistant") == episode.turns - 1
+    for episode in episodes[:16]:
+        assert "Begin with s0." in tokenizer.decode(episode.tokens[: episode.prompt_len].tolist())
     batch = collate_rollouts(episodes, [0.5] * len(episodes))
-    assert batch.num_labels == sum(int(one.mask.sum()) for one in episodes)
-    assert batch.per_document["label_counts"].tolist() == [one.num_sampled for one in episodes]
+    assert batch.num_labels == sum(int(episode.mask.sum()) for episode in episodes)
+    assert batch.per_document["label_counts"].tolist() == [episode.num_sampled for episode in episodes]
     scores, labelled = token_scores(model, batch)
-    sampled = torch.cat([one.log_probs[one.mask] for one in episodes])
+    sampled = torch.cat([episode.log_probs[episode.mask] for episode in episodes])
     torch.testing.assert_close(scores[labelled], sampled, atol=1e-4, rtol=0)
-    assert batch.labels[labelled].tolist() == [
-        t for one in episodes for t in one.tokens[one.prompt_len :][one.mask].tolist()
-    ]
-    assert all(not one.log_probs[~one.mask].any() for one in episodes)
-    assert [one.reward for one in episodes] == [1.0 + one.calls for one in episodes]
+    sampled_tokens = torch.cat([episode.tokens[episode.prompt_len :][episode.mask] for episode in episodes])
+    assert torch.equal(batch.labels[labelled], sampled_tokens)
+    assert all(not episode.log_probs[~episode.mask].any() for episode in episodes)
+    assert [episode.reward for episode in episodes] == [1.0 + episode.calls for episode in episodes]
 
 
 # After a user's turn, earlier turns have no reasoning, nor the mark of its absence that a prompt ends with.
@@ -106,41 +110,45 @@ STRIPS = """{%- set found = namespace(last=0) -%}
 
 
 @pytest.mark.parametrize("reasoning", ["strip", "keep"])
-def test_turns_whose_prompt_the_template_changes_are_samples_of_their_own(make, prompts, tiny, reasoning):
+def test_turns_whose_prompt_the_template_changes_become_separate_samples(make, prompts, tiny, reasoning):
     model, _, folder = tiny
-    other = hf_tokenizer(folder, chat_template=STRIPS, reasoning=reasoning)
-    sampler = LocalSampler(model, other, max_new_tokens=9, stop_tokens=STOP)
-    environments = Environments(Notes, sampler, other, max_turns=4, tool_format="by_length")
+    tokenizer = hf_tokenizer(folder, chat_template=STRIPS, reasoning=reasoning)
+    sampler = LocalSampler(model, tokenizer, max_new_tokens=9, stop_tokens=STOP)
+    environments = Environments(Notes, sampler, tokenizer, max_turns=4, tool_format="by_length")
     episodes = environments(prompts, 16, SEEDS)
-    corrected = [one for one in episodes if one.errors > (one.end == "parse_error")]
+    corrected = [episode for episode in episodes if episode.errors > (episode.end == "parse_error")]
     assert corrected
-    assert all(bool(one.earlier) == (reasoning == "strip") for one in corrected)
-    assert not any(one.earlier for one in episodes if not one.errors)
-    scored = score_rollouts(prompts, episodes, RewardSum([]), other)
+    assert all(bool(episode.earlier) == (reasoning == "strip") for episode in corrected)
+    assert not any(episode.earlier for episode in episodes if not episode.errors)
+    scored = score_rollouts(prompts, episodes, RewardSum([]), tokenizer)
     advantages = rlhf.GroupAdvantages()(scored.rewards)
     batches, _, labels = scored.batches(advantages, GRPOLoss(), ParallelDims(), 10_000)
-    assert labels == sum(part.num_sampled for one in episodes for part in one.parts)
+    samples = list(itertools.chain.from_iterable(episode.parts for episode in episodes))
+    assert labels == sum(sample.num_sampled for sample in samples)
     assert scored.figures()["answers/tokens"] == (labels, len(episodes))
     for batch in batches:
         scores, labelled = token_scores(model, batch)
         torch.testing.assert_close(scores[labelled], batch.per_token["sampled"][labelled], atol=1e-5, rtol=0)
-    for one in corrected:
-        text = other.decode(one.tokens.tolist(), skip_special_tokens=False)
-        # A prompt ends with the mark, and so does one after replies of tools.
-        assert text.count("<think></think>") == (one.turns if reasoning == "keep" else text.count("<think></think>"))
-        for part in one.earlier:
-            assert other.decode(part.tokens[: part.prompt_len].tolist()).endswith("<think></think>")
+    for episode in corrected:
+        text = tokenizer.decode(episode.tokens.tolist(), skip_special_tokens=False)
+        if reasoning == "keep":  # a prompt ends with the mark, also after replies of tools
+            assert text.count("<think></think>") == episode.turns
+        for sample in episode.earlier:
+            assert tokenizer.decode(sample.tokens[: sample.prompt_len].tolist()).endswith("<think></think>")
 
 
-def test_the_time_that_tools_take_changes_nothing(make, prompts):
-    quick, slow = (make(lambda pause=pause: Notes(pause), max_sequences=16) for pause in (0.0, 0.01))
-    first, again, delayed = quick(prompts, 16, SEEDS), quick(prompts, 16, SEEDS), slow(prompts, 16, SEEDS)
-    assert all(map(same, first, again))
-    assert all(map(same, first, delayed))
+def test_episodes_do_not_depend_on_the_time_of_tools(make, prompts):
+    quick = make(lambda: Notes(0.0), max_sequences=16)
+    slow = make(lambda: Notes(0.01), max_sequences=16)
+    first = quick(prompts, 16, SEEDS)
+    repeated = quick(prompts, 16, SEEDS)
+    delayed = slow(prompts, 16, SEEDS)
+    assert all(map(are_equal, first, repeated))
+    assert all(map(are_equal, first, delayed))
     assert slow.seconds["tools"] > 0.1
     alone = quick(prompts[1:2], 16, SEEDS[1:2])
-    assert [one.answer for one in alone] == [one.answer for one in first[16:32]]
-    assert not any(map(same, first[:16], quick(prompts[:1], 16, [12])))
+    assert [episode.answer for episode in alone] == [episode.answer for episode in first[16:32]]
+    assert not any(map(are_equal, first[:16], quick(prompts[:1], 16, [12])))
 
 
 def test_tools_run_while_other_episodes_decode(make, prompts):
@@ -150,10 +158,10 @@ def test_tools_run_while_other_episodes_decode(make, prompts):
     spent = environments.seconds["tools"]
     assert spent > 3.0
     assert environments.seconds["idle"] < 0.5 * spent
-    assert sum(one.calls for one in episodes) > 20
+    assert sum(episode.calls for episode in episodes) > 20
 
 
-def test_without_tools_an_episode_is_an_answer_bit_for_bit(make, prompts):
+def test_an_episode_without_tools_equals_an_answer_bit_for_bit(make, prompts):
     class Silent:
         def reset(self) -> None: ...
 
@@ -164,8 +172,8 @@ def test_without_tools_an_episode_is_an_answer_bit_for_bit(make, prompts):
         assert torch.equal(episode.log_probs, answer.log_probs)
         assert episode.finished == answer.finished
         assert episode.reward is None
-    greedy = [one.answer for one in environments(prompts, 1)]
-    assert greedy == [one.answer for one in environments._sampler([prompt.tokens for prompt in prompts], 1)]
+    greedy = [episode.answer for episode in environments(prompts, 1)]
+    assert greedy == [episode.answer for episode in environments._sampler([prompt.tokens for prompt in prompts], 1)]
 
 
 class Faulty(Notes):
@@ -216,29 +224,31 @@ class Faulty(Notes):
             raise OSError("it is busy")
 
 
-def test_a_thousand_failures_lose_no_step_and_are_not_trained_on(make, prompts, tiny):
+def test_failed_episodes_lose_no_step_and_are_not_trained_on(make, prompts, tiny):
     environments, size = make(Faulty, timeout=3.0, max_turns=2), 480
     Faulty.injected.clear()
     episodes = environments(prompts, size, SEEDS)
     Faulty.is_over.set()
     injected = Counter(Faulty.injected)
     unclosed = injected.pop("close")
-    failed = [one for one in episodes if not one.is_valid]
+    failed = [episode for episode in episodes if not episode.is_valid]
     assert len(episodes) == 3 * size
     assert len(failed) == injected.total() > 1000
     assert set(injected) == set(Faulty.FAULTS)
     assert min(injected.values()) > 40
-    assert Counter(one.end for one in failed)["timeout"] == injected["hang"]
-    assert all(one.failure and math.isnan(one.reward) for one in failed)
+    assert Counter(episode.end for episode in failed)["timeout"] == injected["hang"]
+    assert all(episode.failure and math.isnan(episode.reward) for episode in failed)
     scored = score_rollouts(prompts, episodes, RewardSum([]), tiny[1])
-    valid = torch.tensor([one.is_valid for one in episodes], device="cpu").view(3, size)
+    valid = torch.tensor([episode.is_valid for episode in episodes], device="cpu").view(3, size)
     assert torch.equal(~scored.rewards.isnan(), valid)
     advantages = rlhf.GroupAdvantages()(scored.rewards)
     assert advantages[valid].view(-1).sum().abs() < 1e-9, "the mean is that of valid episodes"
     batches, terms, labels = scored.batches(advantages, GRPOLoss(), ParallelDims(), 4096)
-    assert terms == labels == sum(one.num_sampled for one in episodes if one.is_valid)
+    assert terms == labels == sum(episode.num_sampled for episode in episodes if episode.is_valid)
     trained = torch.cat([batch.labels[batch.labels >= 0] for batch in batches])
-    expected = torch.cat([one.tokens[one.prompt_len :][one.mask] for one in episodes if one.is_valid])
+    expected = torch.cat(
+        [episode.tokens[episode.prompt_len :][episode.mask] for episode in episodes if episode.is_valid]
+    )
     assert torch.equal(trained, expected)
     figures = scored.figures()
     assert figures["ends/timeout"][0] + figures["ends/environment_failed"][0] == len(failed)
@@ -264,9 +274,9 @@ def test_an_episode_ends_when_the_environment_or_the_context_does(make, prompts,
             self.done = True
             return {"text": text}
 
-    for one in make(Once)(prompts, 8, SEEDS):
-        assert one.calls <= 1
-        assert one.end == "completed" or one.calls == 0
+    for episode in make(Once)(prompts, 8, SEEDS):
+        assert episode.calls <= 1
+        assert episode.end == "completed" or episode.calls == 0
 
     longest = tiny[0].max_seq_len
 
@@ -277,14 +287,14 @@ def test_an_episode_ends_when_the_environment_or_the_context_does(make, prompts,
 
     environments = make(Long, max_turns=50)
     episodes = environments(prompts, 3, SEEDS)
-    assert any(one.end == "context" for one in episodes)
-    assert all(len(one.tokens) <= longest + 1 for one in episodes)
+    assert any(episode.end == "context" for episode in episodes)
+    assert all(len(episode.tokens) <= longest + 1 for episode in episodes)
     long = [Message(role="user", content="word " * longest)]
-    (none,) = environments([Prompt([1] * 9, {"start": ""}, 0, messages=long)], 1, [1])
-    assert (none.end, none.num_sampled) == ("context", 0)
+    (empty,) = environments([Prompt([1] * 9, {"start": ""}, 0, messages=long)], 1, [1])
+    assert (empty.end, empty.num_sampled) == ("context", 0)
 
 
-def test_environments_by_column_and_wrong_ones(make, prompts, tiny, caplog):
+def test_a_column_selects_the_environment_and_invalid_environments_are_refused(make, prompts, tiny, caplog):
     class Other(Notes):
         def look(self, at: str) -> str:
             """Look at something."""
@@ -292,14 +302,13 @@ def test_environments_by_column_and_wrong_ones(make, prompts, tiny, caplog):
 
     both = make({"notes": Notes, "other": Other})
     assert "The chat template omits the definitions of tools" in caplog.text
-    rows = [
-        Prompt(one.tokens, {**one.row, "environment": name}, one.number, messages=one.messages)
-        for one, name in zip(prompts, ("notes", "other", "notes"), strict=True)
-    ]
-    assert [one.environment for one in both(rows, 1, SEEDS)] == ["Notes", "Other", "Notes"]
+    rows = []
+    for prompt, name in zip(prompts, ("notes", "other", "notes"), strict=True):
+        rows.append(replace(prompt, row={**prompt.row, "environment": name}))
+    assert [episode.environment for episode in both(rows, 1, SEEDS)] == ["Notes", "Other", "Notes"]
     assert "The tools in the rows are not used" not in caplog.text
     tools = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
-    with_tools = [Prompt(one.tokens, {**one.row, "tools": tools}, one.number, messages=one.messages) for one in rows]
+    with_tools = [replace(prompt, row={**prompt.row, "tools": tools}) for prompt in rows]
     both(with_tools, 1, SEEDS)
     assert caplog.text.count("The tools in the rows are not used") == 1
     with pytest.raises(RolloutError, match=r"row 0 names the environment None: .*one of notes, other"):
@@ -317,8 +326,8 @@ def test_environments_by_column_and_wrong_ones(make, prompts, tiny, caplog):
     with pytest.raises(RolloutError, match=r"Unclosable cannot be closed \(OSError: it is busy\)"):
         make(Unclosable)
     blank = Prompt(prompts[0].tokens, {}, 0, is_blank=True)
-    (one,) = make()([blank], 1, [1])
-    assert (one.num_sampled, one.reward) == (0, None)
+    (empty,) = make()([blank], 1, [1])
+    assert (empty.num_sampled, empty.reward) == (0, None)
 
 
 class Sights(Notes):
@@ -334,7 +343,7 @@ class Sights(Notes):
 
 
 @pytest.mark.parametrize("family", [qwen3_vl_config, gemma4_config])
-def test_images_of_rows_and_of_environments_are_seen_in_all_turns(family, tmp_path):
+def test_all_turns_see_the_images_of_rows_and_environments(family, tmp_path):
     folder = write_image_checkpoint(image_text_model(family()), tmp_path / "checkpoint")
     model, tokenizer = torchtune.load(folder, device="cpu", images=True)
     data = []
@@ -343,25 +352,25 @@ def test_images_of_rows_and_of_environments_are_seen_in_all_turns(family, tmp_pa
         picture.save(tmp_path / f"{name}.png")
         data.append({"prompt": "<image>?", "image": picture, "start": name})
     (tmp_path / "lost.png").unlink()
-    found = rlhf.collate_prompts(list(prompt_dataset(tokenizer, source=data)))
+    batch_of_prompts = rlhf.collate_prompts(list(prompt_dataset(tokenizer, source=data)))
     sampler = LocalSampler(model, tokenizer, max_new_tokens=9, stop_tokens=STOP, max_sequences=6)
     environments = Environments(partial(Sights, tmp_path), sampler, tokenizer, max_turns=3, tool_format="by_length")
-    episodes = environments(found.prompts, 8, SEEDS)
-    lost = episodes[16:]
-    assert {one.end for one in lost} == {"environment_failed"}
-    assert "image 2 of 2: the image" in lost[0].failure
-    assert "lost.png cannot be read (there is no such file)" in lost[-1].failure
+    episodes = environments(batch_of_prompts.prompts, 8, SEEDS)
+    without_image = episodes[16:]
+    assert {episode.end for episode in without_image} == {"environment_failed"}
+    assert "image 2 of 2: the image" in without_image[0].failure
+    assert "lost.png cannot be read (there is no such file)" in without_image[-1].failure
     episodes = episodes[:16]
-    assert max(one.turns for one in episodes) == 3
-    for one in episodes:
-        assert len(one.images["encoder_input"]["images"].grids) == 2
+    assert max(episode.turns for episode in episodes) == 3
+    for episode in episodes:
+        assert len(episode.images["encoder_input"]["images"].grids) == 2
     batch = collate_rollouts(episodes, [0.5] * len(episodes))
     assert len(batch.inputs["encoder_input"]["images"].grids) == 2 * 2  # the answers to a row share them
-    sampled = torch.cat([one.log_probs[one.mask] for one in episodes])
+    sampled = torch.cat([episode.log_probs[episode.mask] for episode in episodes])
     with torch.no_grad():
         scores, labelled = token_scores(model, batch)
         images = batch.inputs["encoder_input"]["images"]
         batch.inputs["encoder_input"] = {"images": replace(images, pixels=images.pixels.flip(0))}
-        others, _ = token_scores(model, batch)
+        scores_of_swapped_images, _ = token_scores(model, batch)
     torch.testing.assert_close(scores[labelled], sampled, atol=1e-4, rtol=0)
-    assert (others[labelled] - sampled).abs().max() > 1e-3
+    assert (scores_of_swapped_images[labelled] - sampled).abs().max() > 1e-3

@@ -48,10 +48,11 @@ class _Handler(JSONHandler):
 
 @pytest.fixture
 def server():
-    with ThreadingHTTPServer(("127.0.0.1", 0), _Handler) as found:
-        found.counters, found.has_room = {}, True
-        with serving(found):
-            yield found
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Handler) as openenv_server:
+        openenv_server.counters = {}
+        openenv_server.has_room = True
+        with serving(openenv_server):
+            yield openenv_server
 
 
 def test_an_openenv_server_has_a_session_for_each_episode(server):
@@ -81,7 +82,7 @@ class _GymHandler(JSONHandler):
     do_HEAD = do_GET
 
 
-def test_gym_steps_of_an_openenv_server(monkeypatch):
+def test_openenv_gym_sends_steps_and_adds_up_rewards(monkeypatch):
     """Messages of OpenEnv 0.10, over a socket that the test replaces: the format of the reply is what is tested."""
     replies = [
         {"observation": {"metadata": {}, "text": "From 1 to 9."}, "reward": None, "done": False},
@@ -91,10 +92,12 @@ def test_gym_steps_of_an_openenv_server(monkeypatch):
         {"message": "gone", "code": "EXECUTION_ERROR"},
     ]
     sent = []
-    reply = [{"type": "error" if "code" in one else "observation", "data": one} for one in replies]
+    messages = []
+    for data in replies:
+        messages.append({"type": "error" if "code" in data else "observation", "data": data})
     urls = []
     socket = SimpleNamespace(send=sent.append, close=replies.clear)
-    socket.recv = lambda timeout: json.dumps(reply[len(sent) - 1])
+    socket.recv = lambda timeout: json.dumps(messages[len(sent) - 1])
     client = SimpleNamespace(connect=lambda url, open_timeout: urls.append(url) or socket)
     monkeypatch.setitem(sys.modules, "websockets.sync.client", client)
     with ThreadingHTTPServer(("127.0.0.1", 0), _GymHandler) as server, serving(server):

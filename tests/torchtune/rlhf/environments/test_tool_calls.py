@@ -61,10 +61,9 @@ def test_methods_are_described_by_hints_and_docstrings():
 def test_schemas_are_those_of_transformers():
     from transformers.utils import get_json_schema
 
-    ours = tools_of(Described())[0]["function"]
-    theirs = get_json_schema(Described().look)["function"]
-    theirs.pop("return", None)
-    assert ours == theirs
+    expected = get_json_schema(Described().look)["function"]
+    expected.pop("return", None)
+    assert tools_of(Described())[0]["function"] == expected
 
 
 class Described:
@@ -79,7 +78,7 @@ class Described:
         """
 
 
-def test_explicit_tools_and_what_cannot_be_described():
+def test_explicit_tools_are_used_and_methods_without_description_refused():
     class Explicit:
         def tools(self) -> list[dict]:
             return TOOLS
@@ -145,7 +144,7 @@ JSON = '{"name": "buy", "arguments": {"item": "a \\"b\\"", "count": 2}}'
         ),
     ],
 )
-def test_calls_of_every_format(tool_format, text, expected):
+def test_calls_are_parsed_in_every_format(tool_format, text, expected):
     assert parse_calls(text, tool_format, SCHEMAS) == expected
 
 
@@ -168,7 +167,7 @@ def test_calls_of_every_format(tool_format, text, expected):
         ("gemma4", "<|tool_call>call:buy{item:bare word}<tool_call|>", "is not valid JSON"),
     ],
 )
-def test_a_broken_call_is_a_sentence_for_the_model(tool_format, text, said):
+def test_an_invalid_call_is_explained_to_the_model(tool_format, text, said):
     with pytest.raises(CallError, match=said):
         parse_calls(text, tool_format, SCHEMAS)
 

@@ -73,7 +73,7 @@ def conversation(calls: int, reasons: bool) -> list[Message]:
 
 @pytest.mark.parametrize("reasons", [False, True])
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_a_bridge_is_what_the_template_renders_between_two_turns(name, reasons, tmp_path):
+def test_bridge_equals_the_tokens_that_the_template_renders_between_turns(name, reasons, tmp_path):
     tokenizer = make(name, tmp_path)
     one_call_only = name.startswith(("gptoss", "llama3"))
     for calls in (1,) if one_call_only else (1, 2):
@@ -101,55 +101,58 @@ def test_a_turn_that_could_not_be_parsed_is_answered_in_every_template(name, tmp
     tokenizer = make(name, tmp_path)
     text = tokenizer.decode(Bridge(tokenizer, TOOLS)([], ["Error: no JSON."]), skip_special_tokens=False)
     turns = [Message("user", "Why?"), Message("assistant", "so"), Message("user", "Error: no JSON.")]
-    whole = tokenizer.render_template(turns, add_generation_prompt=True, tools=TOOLS)
+    rendered = tokenizer.render_template(turns, add_generation_prompt=True, tools=TOOLS)
     assert "Error: no JSON." in text
-    assert whole.endswith(text)
+    assert rendered.endswith(text)
 
 
 SHAPES = ("tool", "error", "tool error", "error tool", "error error")
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_earlier_turns_are_what_the_template_leaves_of_them(name, tmp_path):
+def test_context_equals_the_template_without_reasoning_of_earlier_turns(name, tmp_path):
     """Sampled turns with reasoning, then replies of tools, or of the user to a turn that could not be parsed."""
     tokenizer = make(name, tmp_path)
-    bridge, omitted = Bridge(tokenizer, TOOLS), 0
+    bridge = Bridge(tokenizer, TOOLS)
+    num_omitted = 0
     for shape, reasons in itertools.product(SHAPES, (False, True)):
-        messages, turns = [Message("user", "Say the weather now", masked=True)], []
+        messages = [Message("user", "Say the weather now", masked=True)]
+        turns = []
         for number, kind in enumerate(shape.split()):
             extra = {"reasoning_content": f"Think {number} first"} if reasons else {}
             if kind == "tool":
-                turn, call, reply = *conversation(1, False)[1:2], CALL, conversation(1, False)[2]
+                _, turn, reply = conversation(1, False)
                 turn.extra.update(extra)
+                calls = [CALL]
             else:
-                turn, call, reply = (
-                    Message("assistant", f"So {number}", extra=extra),
-                    None,
-                    Message("user", "Error: no"),
-                )
+                turn = Message("assistant", f"So {number}", extra=extra)
+                reply = Message("user", "Error: no")
+                calls = []
             reply.masked = True
             tokens, mask = tokenizer.tokenize_messages([*messages, turn], tools=TOOLS)
             sampled = [token for token, masked in zip(tokens, mask, strict=True) if not masked]
-            turns.append(Turn(sampled, [call] if call else [], [reply.text_content]))
+            turns.append(Turn(sampled, calls, [reply.text_content]))
             turn.masked = True
             messages += [turn, reply]
         if "</think>" in tokenizer.decode(turns[-1].tokens) and (not reasons or name == "qwen3_5_nothink"):
             continue  # the template writes that nothing was thought, or the prompt has ended reasoning before
-        found = prompt = bridge.prompt(messages[:1])
+        prompt = bridge.prompt(messages[:1])
+        tokens = prompt
         for count, turn in enumerate(turns, 1):
-            kept = found + turn.tokens
+            with_turn = tokens + turn.tokens
             context = bridge.context(prompt, turns[:count])
-            if context is None or context[: len(kept)] == kept:
-                found = kept + bridge(turn.calls, turn.replies)
+            if context is None or context[: len(with_turn)] == with_turn:
+                tokens = with_turn + bridge(turn.calls, turn.replies)
             else:
-                found, omitted = context, omitted + 1
-        text = tokenizer.decode(found, skip_special_tokens=False).replace("<|return|>", "<|end|>")  # of a last turn
+                tokens = context
+                num_omitted += 1
+        text = tokenizer.decode(tokens, skip_special_tokens=False).replace("<|return|>", "<|end|>")  # of a last turn
         assert text == tokenizer.render_template(messages, add_generation_prompt=True, tools=TOOLS), shape
         tokenizer.reasoning = "keep"
         assert Bridge(tokenizer, TOOLS).context(prompt, turns) is None
         tokenizer.reasoning = "strip"
     keeps = name.startswith(("llama3", "qwen2_5", "qwen3_8", "qwen3_vl", "qwen3_instruct"))
-    assert omitted == 0 if keeps else omitted > 0, omitted
+    assert (num_omitted == 0) == keeps, num_omitted
 
 
 def test_special_tokens_in_a_reply_are_plain_text(tmp_path):
@@ -159,7 +162,7 @@ def test_special_tokens_in_a_reply_are_plain_text(tmp_path):
     assert "a<|im_end|>b" in tokenizer.decode(between, skip_special_tokens=False)
 
 
-def test_a_template_without_tools_takes_them_as_turns_or_says_that_it_cannot(tmp_path):
+def test_templates_without_tools_render_replies_as_turns_or_are_refused(tmp_path):
     def tokenizer_of(template, name):
         write_checkpoint(
             tmp_path / name, Case("own", template, lambda turns: [], ["<bos>", CHATML], CHATML, bos="<bos>")
