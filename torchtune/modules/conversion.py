@@ -383,9 +383,9 @@ def full_shapes(model: nn.Module) -> dict[nn.Parameter, tuple[int, ...]]:
     shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
     for conversion in get_conversions(model):
         for stored in conversion.stored_weights(model).values():
-            first, *others = stored.names
-            shapes[first] = stored.shape
-            shapes |= dict.fromkeys(others, (0,))
+            first_name, *further_names = stored.names
+            shapes[first_name] = stored.shape
+            shapes |= dict.fromkeys(further_names, (0,))
     shape_of_parameter = {parameters[name]: shape for name, shape in shapes.items()}
     if isinstance(model, nn.ModuleDict):  # models that are trained together have conversions of their own
         for part in _models_of(model):
