@@ -25,10 +25,10 @@ def create_block_causal_mask(seq_lens: list[Tensor]) -> Tensor:
                  [0, 1, 0],
                  [0, 1, 1]]], dtype=torch.int32)
     """
-    masks = [
-        torch.block_diag(*(torch.ones(n, n, dtype=torch.bool, device=row.device).tril() for n in row.tolist()))
-        for row in seq_lens
-    ]
+    masks = []
+    for row in seq_lens:
+        blocks = [torch.ones(n, n, dtype=torch.bool, device=row.device).tril() for n in row.tolist()]
+        masks.append(torch.block_diag(*blocks))  # [s, s]
     return torch.stack(masks)
 
 
@@ -48,9 +48,10 @@ def packed_block_causal_mask(seq_lens: list[Tensor]) -> MaskType:
     from torch.nn.attention.flex_attention import create_block_mask
 
     device = seq_lens[0].device
-    ids = torch.stack(
-        [torch.arange(len(row), device=device).repeat_interleave(row.to(torch.int64)) for row in seq_lens]
-    )
+    rows = []  # the number of each position's document, [s]
+    for lengths in seq_lens:
+        rows.append(torch.arange(len(lengths), device=device).repeat_interleave(lengths.to(torch.int64)))
+    ids = torch.stack(rows)  # [b, s]
 
     def same_document(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return (q_idx >= kv_idx) & (ids[b, q_idx] == ids[b, kv_idx])

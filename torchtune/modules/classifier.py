@@ -52,9 +52,10 @@ def classifier_model(num_classes: int, base_model_path: str, **base_model_kwargs
             "torchtune.models.llama3_2.llama3_2_1b."
         ) from error
     model = builder(**base_model_kwargs)
-    width, old = model.tok_embeddings.weight.shape[1], model.output
-    if hasattr(old, "adapter_params"):
-        model.output = type(old)(width, num_classes, rank=old.rank, alpha=old.alpha, dropout=old.dropout.p)
+    width = model.tok_embeddings.weight.shape[1]
+    output = model.output
+    if hasattr(output, "adapter_params"):  # an adapter of the output becomes one of the head
+        model.output = type(output)(width, num_classes, rank=output.rank, alpha=output.alpha, dropout=output.dropout.p)
     else:
         model.output = ClassifierHead(width, num_classes)
     if getattr(model, "description", None) is not None:

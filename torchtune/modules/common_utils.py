@@ -24,6 +24,7 @@ def _register_reparametrize_state_dict_hooks(
 
 
 def attention_modules(model: nn.Module) -> list[nn.Module]:
+    """Return the modules that may have a key-value cache."""
     return [module for module in model.modules() if hasattr(module, "kv_cache") and hasattr(module, "cache_enabled")]
 
 
@@ -122,22 +123,28 @@ def slice_str_to_array(slice_str: str, length: int) -> list[bool]:
     Raises:
         ValueError: a part is neither an index nor a slice, or an index is out of range.
     """
-    chosen = [False] * length
+    mask = [False] * length
     for part in slice_str.split(","):
-        try:
-            numbers = [int(number) if number.strip() else None for number in part.split(":")]
-        except ValueError as error:
-            raise ValueError(f"'{part}' in '{slice_str}' is neither an index nor a slice.") from error
-        if len(numbers) > 3 or (len(numbers) == 1 and numbers[0] is None):
+        numbers: list[int | None] = []  # an index, or start, stop and step of a slice; None: left out
+        for number in part.split(":"):
+            if not number.strip():
+                numbers.append(None)
+                continue
+            try:
+                numbers.append(int(number))
+            except ValueError as error:
+                raise ValueError(f"'{part}' in '{slice_str}' is neither an index nor a slice.") from error
+        if len(numbers) > 3 or numbers == [None]:
             raise ValueError(f"'{part}' in '{slice_str}' is neither an index nor a slice.")
-        if len(numbers) == 1:
-            if not -length <= numbers[0] < length:
-                raise ValueError(f"Index {numbers[0]} in '{slice_str}' is outside a list of {length}.")
-            chosen[numbers[0]] = True
+        if len(numbers) > 1:
+            for index in range(length)[slice(*numbers)]:
+                mask[index] = True
             continue
-        for index in range(length)[slice(*numbers)]:
-            chosen[index] = True
-    return chosen
+        index = numbers[0]
+        if not -length <= index < length:
+            raise ValueError(f"Index {index} in '{slice_str}' is outside a list of {length}.")
+        mask[index] = True
+    return mask
 
 
 def is_sharded(module: nn.Module) -> bool:

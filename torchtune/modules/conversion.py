@@ -7,6 +7,7 @@ are LoRA, quantized base weights, fake quantization and fused kernels. To add on
 
 import copy
 import logging
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -93,11 +94,15 @@ class ConversionReport:
     note: str = ""
 
     def __str__(self) -> str:
-        kinds = sorted({path.rpartition(".")[2] for path in self.replaced})
         text = f"{self.name}: {len(self.replaced)} modules converted"
-        text += f" ({', '.join(kinds)})" if kinds else ""
-        text += f", {self.num_parameters:,} parameters added" if self.num_parameters else ""
-        return text + (f"; {self.note}" if self.note else "")
+        kinds = sorted({path.rpartition(".")[2] for path in self.replaced})
+        if kinds:
+            text += f" ({', '.join(kinds)})"
+        if self.num_parameters:
+            text += f", {self.num_parameters:,} parameters added"
+        if self.note:
+            text += f"; {self.note}"
+        return text
 
 
 @dataclass(frozen=True)
@@ -334,9 +339,10 @@ def apply_conversions(model: nn.Module, conversions: Sequence[Conversion]) -> li
         _check_members(conversion)
     done = get_conversions(model)
     _check_pairs(sorted([*done, *conversions], key=lambda conversion: conversion.phase))
-    again = _revert_later(done, conversions, model)
-    done, reports = get_conversions(model), []
-    for conversion in sorted([*again, *conversions], key=lambda conversion: conversion.phase):
+    reverted = _revert_later(done, conversions, model)
+    done = get_conversions(model)
+    reports = []
+    for conversion in sorted([*reverted, *conversions], key=lambda conversion: conversion.phase):
         report = conversion.convert(model)
         if not isinstance(report, ConversionReport):
             raise ConversionError(
@@ -376,12 +382,15 @@ def full_shapes(model: nn.Module) -> dict[nn.Parameter, tuple[int, ...]]:
     parameters = dict(model.named_parameters())
     shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
     for conversion in get_conversions(model):
-        for form in conversion.stored_weights(model).values():
-            shapes |= {name: form.shape if index == 0 else (0,) for index, name in enumerate(form.names)}
-    found = {parameters[name]: shape for name, shape in shapes.items()}
-    for part in _models_of(model) if isinstance(model, nn.ModuleDict) else ():
-        found |= full_shapes(part)
-    return found
+        for stored in conversion.stored_weights(model).values():
+            first_name, *further_names = stored.names
+            shapes[first_name] = stored.shape
+            shapes |= dict.fromkeys(further_names, (0,))
+    shape_of_parameter = {parameters[name]: shape for name, shape in shapes.items()}
+    if isinstance(model, nn.ModuleDict):  # models that are trained together have conversions of their own
+        for part in _models_of(model):
+            shape_of_parameter |= full_shapes(part)
+    return shape_of_parameter
 
 
 def _models_of(model: nn.Module) -> list[nn.Module]:
@@ -415,6 +424,7 @@ def run_post_optimizer_hooks(model: nn.Module) -> None:
             conversion.post_optimizer_hook(part)
 
 
+_LAYER_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a part of a path that is a number
 # Names of linear layers in transformers and peft -> names here.
 _OF_TRANSFORMERS = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3", "o_proj": "output_proj"}
 
@@ -432,13 +442,16 @@ def nearest_module_names(wanted: str, paths: Sequence[str], count: int = 3) -> l
         >>> nearest_module_names("qproj", ["layers.0.attn.q_proj", "norm"])
         ['layers.*.attn.q_proj']
     """
-    templates = list(
-        dict.fromkeys(".".join("*" if part.isdigit() else part for part in path.split(".")) for path in paths)
-    )
+    # "layers.*.attn.q_proj" once instead of a path for each layer.
+    templates = list(dict.fromkeys(_LAYER_NUMBER.sub("*", path) for path in paths))
     by_leaf = {template.rpartition(".")[2]: template for template in templates}
     leaf = wanted.rpartition(".")[2]
-    if (ours := by_leaf.get(_OF_TRANSFORMERS.get(leaf, ""))) is not None:
-        return [ours]
-    close = [by_leaf[name] for name in get_close_matches(leaf, by_leaf, n=count, cutoff=0.5)]
-    close += [name for name in get_close_matches(wanted, templates, n=count, cutoff=0.3) if name not in close]
-    return (close or templates)[:count]
+    translated = by_leaf.get(_OF_TRANSFORMERS.get(leaf, ""))
+    if translated is not None:
+        return [translated]
+    # Leaves first: they decide more often than whole paths, which are similar to each other.
+    nearest = [by_leaf[name] for name in get_close_matches(leaf, by_leaf, n=count, cutoff=0.5)]
+    for template in get_close_matches(wanted, templates, n=count, cutoff=0.3):
+        if template not in nearest:
+            nearest.append(template)
+    return (nearest or templates)[:count]

@@ -27,8 +27,11 @@ def resize_token_embeddings(model: nn.Module, num_embeddings: int) -> None:
     """
     if num_embeddings < 1:
         raise ValueError(f"A vocabulary needs at least one token, got {num_embeddings}.")
-    of_layers = getattr(model, "layer_embeddings", None)
-    for embedding in (model.tok_embeddings, *(() if of_layers is None else (of_layers.embeddings,))):
+    layer_embeddings = getattr(model, "layer_embeddings", None)
+    embeddings = [model.tok_embeddings]
+    if layer_embeddings is not None:
+        embeddings.append(layer_embeddings.embeddings)
+    for embedding in embeddings:
         embedding.weight = _resize_parameter(embedding.weight, num_embeddings)
         embedding.num_embeddings = num_embeddings
     output = model.output
@@ -39,17 +42,19 @@ def resize_token_embeddings(model: nn.Module, num_embeddings: int) -> None:
         output.out_features = num_embeddings
     description = getattr(model, "description", None)
     if description is not None:
-        more = {} if of_layers is None else {"layer_embed_vocab": num_embeddings}
-        model.description = dataclasses.replace(description, vocab_size=num_embeddings, **more)
+        sizes = {"vocab_size": num_embeddings}
+        if layer_embeddings is not None:
+            sizes["layer_embed_vocab"] = num_embeddings
+        model.description = dataclasses.replace(description, **sizes)
 
 
 def _resize_parameter(parameter: nn.Parameter, rows: int) -> nn.Parameter:
     old = parameter.data
     new = old.new_empty((rows, *old.shape[1:]))
-    kept = min(rows, old.shape[0])
-    new[:kept] = old[:kept]
-    if rows > kept:
-        new[kept:] = old.float().mean(dim=0).to(old.dtype)
+    num_common = min(rows, old.shape[0])
+    new[:num_common] = old[:num_common]
+    if rows > num_common:
+        new[num_common:] = old.float().mean(dim=0).to(old.dtype)
     return nn.Parameter(new, requires_grad=parameter.requires_grad)
 
 
@@ -84,7 +89,7 @@ class LayerEmbeddings(nn.Module):
         if tokens is None:
             raise ValueError("The layers of this model embed tokens: give tokens instead of input_embeds.")
         width = self.norm.normalized_shape[0]
-        projected = (self.projection(h) * h.shape[-1] ** -0.5).unflatten(-1, (-1, width))
+        projected = (self.projection(h) * h.shape[-1] ** -0.5).unflatten(-1, (-1, width))  # [b, s, l, p]
         embedded = (self.embeddings(tokens) * width**0.5).unflatten(-1, (-1, width))
         return (self.norm(projected) + embedded) * 2**-0.5
 

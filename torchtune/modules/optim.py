@@ -65,17 +65,20 @@ class OptimizerInBackward(OptimizerMap):
         optimizer_cls: Callable[..., Optimizer],
         **optimizer_kwargs: Any,
     ) -> None:
-        items = list(params)
-        named = [item if isinstance(item, tuple) else (str(index), item) for index, item in enumerate(items)]
-        named = [(name, parameter) for name, parameter in named if parameter.requires_grad]
+        named: list[tuple[str, torch.nn.Parameter]] = []
+        for index, item in enumerate(params):
+            name, parameter = item if isinstance(item, tuple) else (str(index), item)
+            if parameter.requires_grad:
+                named.append((name, parameter))
         optim_map = {name: optimizer_cls([parameter], **optimizer_kwargs) for name, parameter in named}
         if not optim_map:
             raise ValueError("OptimizerInBackward got no parameter that requires a gradient.")
         self.skip_step = False
         super().__init__(optim_map)
-        self._handles = [
-            parameter.register_post_accumulate_grad_hook(self._make_hook(optim_map[name])) for name, parameter in named
-        ]
+        self._handles = []
+        for name, parameter in named:
+            hook = self._make_hook(optim_map[name])
+            self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
 
     def _make_hook(self, optimizer: Optimizer) -> Callable[[torch.Tensor], None]:
         def step(_: torch.Tensor) -> None:
@@ -99,7 +102,10 @@ class OptimizerInBackward(OptimizerMap):
 
 
 def _groups(optim_map: dict[str, Optimizer]) -> list[dict[str, Any]]:
-    return [group for optimizer in optim_map.values() for group in optimizer.param_groups]
+    groups: list[dict[str, Any]] = []
+    for optimizer in optim_map.values():
+        groups += optimizer.param_groups
+    return groups
 
 
 def load_by_name(optim_map: dict[str, Optimizer], state_dict: dict[str, Any]) -> None:
@@ -108,7 +114,8 @@ def load_by_name(optim_map: dict[str, Optimizer], state_dict: dict[str, Any]) ->
     Raises:
         ValueError: a name is missing or unknown; nothing is loaded then.
     """
-    missing, unknown = sorted(optim_map.keys() - state_dict.keys()), sorted(state_dict.keys() - optim_map.keys())
+    missing = sorted(optim_map.keys() - state_dict.keys())
+    unknown = sorted(state_dict.keys() - optim_map.keys())
     if missing or unknown:
         raise ValueError(f"The optimizer state does not fit: missing {missing[:5]}, unknown {unknown[:5]}.")
     for name, optimizer in optim_map.items():

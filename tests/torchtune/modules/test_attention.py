@@ -176,7 +176,7 @@ def test_dropout_drops_within_documents_only():
     assert not gradient[:, 200:].any()
 
 
-def test_what_does_not_fit_is_refused():
+def test_arguments_of_attention_that_contradict_each_other_are_refused():
     q, k, v = _qkv(6)
     with pytest.raises(ValueError, match="cover 5 positions, the batch has 6"):
         attention(q, k, v, documents=Documents.from_lengths((2, 3), DEVICE))
@@ -251,7 +251,7 @@ def test_chunks_of_documents_that_share_their_beginning(size):
     assert FlopCount(0.0, 0.0, {}, {size: 1.0}).attention(lengths) == pairs
 
 
-def test_chunks_refuse_what_does_not_say_where_they_begin():
+def test_boundaries_without_chunks_are_refused_by_layers_with_chunks():
     q = torch.randn(1, 8, 2, 8)
     with pytest.raises(ValueError, match="where chunks of 4 begin: give the documents"):
         attention(q, q, q, documents=Boundaries.of(Documents.from_lengths((8,), DEVICE)), chunk=4)

@@ -106,7 +106,7 @@ def test_conversions_are_ordered_by_phase():
 
 
 @pytest.mark.parametrize("kind", [LoRALinear, DoRALinear])
-def test_a_converter_of_an_early_phase_beside_a_builder_with_lora(kind):
+def test_a_conversion_of_an_earlier_phase_comes_before_the_lora_of_a_builder(kind):
     """The builder has applied LoRA already: the converter sees the model as if it had come first."""
     seen = []
 
@@ -134,7 +134,7 @@ def test_a_converter_of_an_early_phase_beside_a_builder_with_lora(kind):
     assert "attn.q_proj.bias" in ours
 
 
-def test_a_conversion_that_cannot_be_undone_any_more():
+def test_a_conversion_before_one_that_cannot_be_undone_is_refused():
     model = Recorder()
     apply_conversions(model, [FakeQuant()])
     with pytest.raises(ConversionError, match="Kernel must come before FakeQuant, which the model already has"):
@@ -155,12 +155,12 @@ def test_a_conversion_that_cannot_be_undone_any_more():
         (QuantizedBase(), QuantizedBase(), "quantized once"),
     ],
 )
-def test_forbidden_pairs(first, second, reason):
+def test_conversions_that_exclude_each_other_are_refused(first, second, reason):
     with pytest.raises(ConversionError, match=reason):
         apply_conversions(Recorder(), [first, second])
 
 
-def test_things_that_are_no_conversion():
+def test_objects_that_are_no_conversion_are_refused():
     class NoPhase(Conversion):
         def convert(self, model: nn.Module) -> ConversionReport:
             return ConversionReport("x")
@@ -181,7 +181,7 @@ def test_nearest_names_hide_layer_numbers():
     assert len(nearest_module_names("zzz", paths)) == 3
 
 
-def test_defaults_for_a_conversion_that_lacks_everything():
+def test_a_conversion_without_methods_has_defaults():
     class Mine(Conversion):
         phase = Phase.KERNEL
 

@@ -60,7 +60,7 @@ def test_latents_are_cached_and_compared_as_keys_would_be(model, kind):
     torch.testing.assert_close(torch.cat(parts, 1), expected, atol=2e-5, rtol=1e-4)
 
 
-def test_what_latents_exclude_is_refused(model):
+def test_options_that_latent_attention_excludes_are_refused(model):
     with pytest.raises(ParallelError, match="tensor_parallel_dim: a model with latent attention cannot be split"):
         model.spec.parallel_plan(model)
     numbers = {"vocab_size": 8, "num_layers": 1, "embed_dim": 8, "intermediate_dim": 8, "max_seq_len": 8}

@@ -76,7 +76,7 @@ def test_positions_by_hand(model):
     assert torch.allclose(model(tokens, input_pos=torch.arange(6) + 5), expected, atol=1e-5)  # only distances count
 
 
-def test_refusals(model):
+def test_wrong_arguments_of_the_decoder_are_refused(model):
     with pytest.raises(ValueError, match=r"tokens have the shape \[3\]: give \[b, s\]"):
         model(torch.tensor([1, 2, 3]))
     with pytest.raises(DataError, match=r"33 tokens is longer than the model's max_seq_len 32: shorten it"):
@@ -181,7 +181,7 @@ def test_compiled_layers_keep_one_graph_for_all_documents(model):
     ("text", "chosen"),
     [("0", [0]), ("-1", [4]), ("1:3", [1, 2]), (":2,4", [0, 1, 4]), ("::2", [0, 2, 4]), (":", [0, 1, 2, 3, 4])],
 )
-def test_slices_in_words(text, chosen):
+def test_indices_and_slices_of_a_text_select_items(text, chosen):
     assert slice_str_to_array(text, 5) == [index in chosen for index in range(5)]
 
 

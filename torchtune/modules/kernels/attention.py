@@ -84,25 +84,36 @@ def attention(
     _check_arguments(documents, mask, is_causal, dropout_p, window, softcap, sinks, chunk)
     if documents is not None and documents.num_tokens is not None:  # kernels of all documents at once do not check
         check_coverage(documents.num_tokens, q.shape[0] * q.shape[1])
-    if documents is None and mask is None and is_causal and q.shape[1] == 1 < k.shape[1]:
+    num_queries = q.shape[1]
+    num_keys = k.shape[1]
+    is_causal_row = documents is None and mask is None and is_causal
+    if is_causal_row and num_queries == 1 < num_keys:
         # Decoding: one token after all cached keys, of which it sees those of its window or chunk.
-        visible = window if chunk is None else (k.shape[1] - 1) % chunk + 1
-        if visible is not None:
-            k, v = k[:, -visible:], v[:, -visible:]
-        is_causal, window, chunk = False, None, None
-    if documents is None:  # no row has more positions: a window or chunk of all of them is none
-        window = window if window is not None and window < k.shape[1] else None
-        chunk = chunk if chunk is not None and chunk < k.shape[1] else None
-    if documents is None and mask is None and is_causal and not dropout_p and q.shape[1] == k.shape[1]:
-        is_special = any(option is not None for option in (window, chunk, softcap, sinks))
-        if is_special or q.device.type == "cpu":
+        num_visible = window if chunk is None else (num_keys - 1) % chunk + 1
+        if num_visible is not None:
+            k = k[:, -num_visible:]
+            v = v[:, -num_visible:]
+            num_keys = k.shape[1]
+        is_causal_row = is_causal = False
+        window = chunk = None
+    if documents is None:
+        # A window or chunk of all positions of a row is none.
+        if window is not None and window >= num_keys:
+            window = None
+        if chunk is not None and chunk >= num_keys:
+            chunk = None
+    if is_causal_row and not dropout_p and num_queries == num_keys:
+        has_options = window is not None or chunk is not None or softcap is not None or sinks is not None
+        # The kernels of documents compute all options; on a CPU they are also faster for rows.
+        if has_options or q.device.type == "cpu":
             documents = _rows_as_documents(q, chunk)
     if isinstance(mask, Tensor):
         if window is not None:
             mask = mask & _in_window(mask, window)
+            window = None
         if chunk is not None:
+            # The query's position, its number of visible keys, says where its chunk begins.
             mask = mask & _in_window(mask, (mask.sum(-1, keepdim=True) - 1) % chunk + 1)
-        window = None
     if documents is not None and chunk is not None:
         documents = _chunks_of(documents, chunk)
 
@@ -120,7 +131,7 @@ def attention(
     if kernel is Kernel.TILES:
         return mask.attend(q, k, v, dropout_p)
     if kernel is Kernel.BLOCK_MASK:
-        heads = (t.transpose(1, 2) for t in (q, k, v))
+        heads = [tensor.transpose(1, 2) for tensor in (q, k, v)]  # [b, n or n_kv, s or t, h]
         return compile_friendly_flex_attention(*heads, mask, window, softcap, sinks).transpose(1, 2)
     if kernel is Kernel.SCORES:
         return _scored_attention(q, k, v, mask, softcap, sinks)
@@ -128,7 +139,7 @@ def attention(
         return _dense_attention(q, k, v, mask, is_causal and mask is None, dropout_p)
     if kernel is Kernel.PER_DOCUMENT:
         if not is_causal:
-            flat = (t.flatten(0, 1) for t in (q, k, v))
+            flat = [tensor.flatten(0, 1) for tensor in (q, k, v)]  # [b * s, n or n_kv, h]
             return attention_by_document(*flat, documents.cu_seqlens, dropout_p, is_causal=False).view(q.shape)
         return per_document_attention(q, k, v, documents, dropout_p, window or 0, softcap or 0.0, sinks)
     return _packed_attention(kernel, q, k, v, documents, is_causal, window or 0, softcap, sinks)
@@ -137,7 +148,7 @@ def attention(
 attention.shares_prefixes = True  # supports Documents.shared
 
 
-_FIRST_WITH_FLASH = (8, 0)
+_FIRST_WITH_FLASH = (8, 0)  # compute capability
 _FLASH_HEAD_DIM = 256
 _SMALLEST_FLEX_HEAD = 16  # the side of triton's smallest product
 
@@ -354,11 +365,15 @@ def _packed_attention(
     sinks: Tensor | None,
 ) -> Tensor:
     """Attention within documents by a kernel that takes all of them at once."""
-    q_flat, k_flat, v_flat = (t.flatten(0, 1) for t in (q, k, v))  # [b * s, n or n_kv, h]
-    cu_seqlens = cu_keys = documents.cu_seqlens
-    if is_causal:
-        k_flat, v_flat = (prepend_shared_prefix(documents.shared, t) for t in (k_flat, v_flat))
-        cu_keys = cu_seqlens if documents.shared is None else documents.shared.cu_keys
+    q_flat = q.flatten(0, 1)  # [b * s, n, h]
+    k_flat = k.flatten(0, 1)  # [b * s, n_kv, h]
+    v_flat = v.flatten(0, 1)
+    cu_seqlens = documents.cu_seqlens
+    cu_keys = cu_seqlens
+    if is_causal and documents.shared is not None:
+        k_flat = prepend_shared_prefix(documents.shared, k_flat)
+        v_flat = prepend_shared_prefix(documents.shared, v_flat)
+        cu_keys = documents.shared.cu_keys
     if kernel is Kernel.VARLEN:
         out = _varlen_attention(
             q_flat, k_flat, v_flat, cu_seqlens, cu_keys, documents.max_length, window, is_causal=is_causal
@@ -367,7 +382,7 @@ def _packed_attention(
     mask = documents.block_masks.get(window) if isinstance(documents, Boundaries) else None
     if mask is None:
         mask = document_block_mask(cu_seqlens, len(q_flat), window, cu_keys, len(k_flat))
-    heads = (t.transpose(0, 1)[None] for t in (q_flat, k_flat, v_flat))  # [1, n or n_kv, b * s, h]
+    heads = [tensor.transpose(0, 1)[None] for tensor in (q_flat, k_flat, v_flat)]  # [1, n or n_kv, b * s, h]
     out = compile_friendly_flex_attention(*heads, mask, softcap=softcap or None, sinks=sinks)
     return out[0].transpose(0, 1).reshape(q.shape)
 
@@ -382,9 +397,9 @@ def _chunks_of(documents: Documents | Boundaries, size: int) -> Boundaries:
 
 def _in_window(mask: Tensor, window: int | Tensor) -> Tensor:
     """bool ``[b, s, t]``: the window of keys that ends with the last visible key of ``mask``."""
-    index = torch.arange(mask.shape[-1], device=mask.device)
-    last = (mask * index).amax(-1, keepdim=True)
-    return index > last - window
+    key_positions = torch.arange(mask.shape[-1], device=mask.device)
+    last_visible = (mask * key_positions).amax(-1, keepdim=True)  # [b, s, 1]
+    return key_positions > last_visible - window
 
 
 def _scored_attention(
@@ -392,7 +407,8 @@ def _scored_attention(
 ) -> Tensor:
     """Attention with materialized float32 scores, for masks and so for generation."""
     n_kv = k.shape[2]
-    queries = q.float().unflatten(2, (n_kv, -1)) * q.shape[-1] ** -0.5
+    # g groups of m query heads share a key head.
+    queries = q.float().unflatten(2, (n_kv, -1)) * q.shape[-1] ** -0.5  # [b, s, g, m, h]
     scores = torch.einsum("bsgmh,btgh->bgmst", queries, k.float())
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
@@ -401,28 +417,33 @@ def _scored_attention(
     if sinks is None:
         weights = scores.softmax(-1)
     else:
-        column = sinks.float().view(1, n_kv, -1, 1, 1).expand(*scores.shape[:-1], 1)
-        weights = torch.cat([scores, column], -1).softmax(-1)[..., :-1]
+        # One more score per query; its weight is left out, because the sink has no value.
+        sink_scores = sinks.float().view(1, n_kv, -1, 1, 1).expand(*scores.shape[:-1], 1)
+        weights = torch.cat([scores, sink_scores], -1).softmax(-1)[..., :-1]
     return torch.einsum("bgmst,btgh->bsgmh", weights, v.float()).flatten(2, 3).to(q.dtype)
 
 
 def _dense_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, dropout_p: float) -> Tensor:
     """SDPA on ``[b, s, n, h]`` tensors; ``mask`` is bool ``[b, s, t]``."""
     b, s, n, h = q.shape
+    n_kv = k.shape[2]
     if q.is_cuda:
-        card_of(q.device)
-    if s == 1 and n != k.shape[2]:  # the queries of a group become positions, so that no kernel repeats keys
-        groups = (q.view(b, k.shape[2], -1, h), k.transpose(1, 2), v.transpose(1, 2))
-        visible = None if mask is None else mask[:, None]
-        return F.scaled_dot_product_attention(*groups, attn_mask=visible, dropout_p=dropout_p).reshape(b, 1, n, h)
+        card_of(q.device)  # keeps torch from cuDNN's attention
+    head_mask = None if mask is None else mask[:, None]  # [b, 1, s, t]
+    if s == 1 and n != n_kv:
+        # The queries of a group become positions, [b, n_kv, n / n_kv, h], so that no kernel repeats keys.
+        out = F.scaled_dot_product_attention(
+            q.view(b, n_kv, -1, h), k.transpose(1, 2), v.transpose(1, 2), attn_mask=head_mask, dropout_p=dropout_p
+        )
+        return out.reshape(b, 1, n, h)
     out = F.scaled_dot_product_attention(
         q.transpose(1, 2),
         k.transpose(1, 2),
         v.transpose(1, 2),
-        attn_mask=None if mask is None else mask[:, None],
+        attn_mask=head_mask,
         dropout_p=dropout_p,
         is_causal=is_causal,
-        enable_gqa=q.shape[2] != k.shape[2],
+        enable_gqa=n != n_kv,
     )
     return out.transpose(1, 2)
 
@@ -455,16 +476,18 @@ def per_document_attention(
     Returns:
         Tensor ``[b, s, n, h]``.
     """
-    q_flat, k_flat, v_flat = (t.flatten(0, 1) for t in (q, k, v))
+    q_flat = q.flatten(0, 1)  # [b * s, n, h]
+    k_flat = k.flatten(0, 1)  # [b * s, n_kv, h]
+    v_flat = v.flatten(0, 1)
     shared = documents.shared
-    if dropout_p == 0.0:
-        k_flat, v_flat = (prepend_shared_prefix(shared, t) for t in (k_flat, v_flat))
-        cu_keys = None if shared is None else shared.cu_keys
-        out = document_attention(q_flat, k_flat, v_flat, documents.cu_seqlens, window, softcap, sinks, cu_keys)
-    elif shared is not None:
+    if shared is not None and dropout_p > 0.0:
         raise ValueError("Attention of documents that share a prefix has no dropout: set attn_dropout to 0.")
-    else:
-        out = attention_by_document(q_flat, k_flat, v_flat, documents.cu_seqlens, dropout_p)
+    if dropout_p > 0.0:
+        return attention_by_document(q_flat, k_flat, v_flat, documents.cu_seqlens, dropout_p).view(q.shape)
+    k_flat = prepend_shared_prefix(shared, k_flat)
+    v_flat = prepend_shared_prefix(shared, v_flat)
+    cu_keys = None if shared is None else shared.cu_keys
+    out = document_attention(q_flat, k_flat, v_flat, documents.cu_seqlens, window, softcap, sinks, cu_keys)
     return out.view(q.shape)
 
 
@@ -481,26 +504,33 @@ def attention_backend(
         kind: ``head_dim``, ``window``, ``softcap`` and ``sinks`` of :func:`choose_kernel`.
     """
     if device.type == "cpu" and not mask:
-        return f"{'documents' if documents else 'rows'} one by one, in blocks or by torch's fused kernel after length"
-    is_special = any(kind.get(option) for option in ("window", "softcap", "sinks"))
+        units = "documents" if documents else "rows"
+        return f"{units} one by one, in blocks or by torch's fused kernel after length"
+    has_options = kind.get("window") or kind.get("softcap") or kind.get("sinks")
     if mask:
         # A window is part of the mask.
         options = {name: value for name, value in kind.items() if name != "window"}
         kernel = choose_kernel(device, dtype, sees=Visibility.MASK, **options)
         return f"{kernel.value} with a mask" if kernel is Kernel.SDPA else kernel.value
-    if not documents and not is_special:
+    if not documents and not has_options:
         return f"{Kernel.SDPA.value} (flash or memory-efficient), causal"
     kernel = choose_kernel(device, dtype, **kind)
-    size = flex_blocks(card_of(device), kind.get("head_dim", 128), dtype.itemsize) if kernel is Kernel.FLEX else None
-    return kernel.value if size is None else f"{kernel.value}, in blocks of {size}, which this card can hold"
+    if kernel is Kernel.FLEX:
+        size = flex_blocks(card_of(device), kind.get("head_dim", 128), dtype.itemsize)
+        if size is not None:
+            return f"{kernel.value}, in blocks of {size}, which this card can hold"
+    return kernel.value
 
 
 def log_attention_backend(device: torch.device, dtype: torch.dtype, **options: Any) -> None:
     """Log once the kernel that attention uses, with the ``options`` of :func:`attention_backend`."""
-    name = attention_backend(device, dtype, **options)
-    special = {"window": "a window", "softcap": "a soft cap", "sinks": "sinks"}
-    given = " and ".join(word for option, word in special.items() if options.get(option))
-    log_once(get_logger(), f"Attention{given and ' with '}{given} on {device.type} in {dtype}: {name}.")
+    words = {"window": "a window", "softcap": "a soft cap", "sinks": "sinks"}
+    features = [word for option, word in words.items() if options.get(option)]
+    subject = "Attention"
+    if features:
+        subject += f" with {' and '.join(features)}"
+    backend = attention_backend(device, dtype, **options)
+    log_once(get_logger(), f"{subject} on {device.type} in {dtype}: {backend}.")
 
 
 # torch's varlen_attn, and whether it supports GQA.
@@ -527,11 +557,15 @@ def _varlen_attention(
     is_causal: bool = True,
 ) -> Tensor:
     """Attention of queries ``[t, n, h]`` to keys ``[k, n_kv, h]``; a document's queries are its last positions."""
-    n, n_kv = q.shape[1], k.shape[1]
-    function, supports_groups = _VARLEN
-    options: dict[str, Any] = {"window_size": (window - 1 if window else -1, 0 if is_causal else -1)}
-    if n != n_kv and supports_groups:
+    varlen_attn, supports_groups = _VARLEN
+    group = q.shape[1] // k.shape[1]
+    # Positions to the left and to the right of the query's own; -1: all.
+    window_left = window - 1 if window else -1
+    window_right = 0 if is_causal else -1
+    options: dict[str, Any] = {"window_size": (window_left, window_right)}
+    if group > 1 and supports_groups:
         options["enable_gqa"] = True
-    elif n != n_kv:
-        k, v = (t[:, :, None].expand(-1, -1, n // n_kv, -1).flatten(1, 2) for t in (k, v))
-    return function(q, k, v, cu_seqlens, cu_keys, max_length, max_length, **options)
+    elif group > 1:
+        k = k[:, :, None].expand(-1, -1, group, -1).flatten(1, 2)
+        v = v[:, :, None].expand(-1, -1, group, -1).flatten(1, 2)
+    return varlen_attn(q, k, v, cu_seqlens, cu_keys, max_length, max_length, **options)

@@ -79,10 +79,15 @@ class FlashAttentionKernel(Conversion):
 
 
 def _uses_flash(layer: MultiHeadAttention) -> bool:
-    dtype = next(layer.parameters()).dtype
-    kind = {"head_dim": layer.head_dim, "window": layer.window or 0, "softcap": layer.softcap or 0.0}
-    kind["sinks"] = layer.sinks is not None
-    return choose_kernel(torch.device("cuda"), dtype, **kind) is Kernel.VARLEN
+    kernel = choose_kernel(
+        torch.device("cuda"),
+        next(layer.parameters()).dtype,
+        head_dim=layer.head_dim,
+        window=layer.window or 0,
+        softcap=layer.softcap or 0.0,
+        sinks=layer.sinks is not None,
+    )
+    return kernel is Kernel.VARLEN
 
 
 class OptionalKernels(Conversion):
@@ -106,11 +111,12 @@ class OptionalKernels(Conversion):
     phase: ClassVar[Phase] = Phase.KERNEL
 
     def __init__(self, use: Sequence[str]) -> None:
-        known = {kernel.package: kernel for kernel in KERNELS if not kernel.is_asked_for}
-        unknown = [name for name in use if name not in known]
-        if unknown:
-            raise ConversionError(f"OptionalKernels: use has {unknown[0]!r}, it may have {', '.join(known)}.")
-        self.kernels = [known[name] for name in use]
+        choices = {kernel.package: kernel for kernel in KERNELS if not kernel.is_asked_for}
+        self.kernels = []
+        for name in use:
+            if name not in choices:
+                raise ConversionError(f"OptionalKernels: use has {name!r}, it may have {', '.join(choices)}.")
+            self.kernels.append(choices[name])
 
     def convert(self, model: nn.Module) -> ConversionReport:
         """Allow the kernels.

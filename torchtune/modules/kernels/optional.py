@@ -76,7 +76,7 @@ class OptionalKernel:
             names = " and ".join(f"{major}.x" for major in self.majors)
             return f"it is written for compute capability {names}, and this card has {_dotted(capability)}"
         if dtype is not None and dtype not in self.dtypes:
-            names = " and ".join(str(known).removeprefix("torch.") for known in self.dtypes)
+            names = " and ".join(str(supported).removeprefix("torch.") for supported in self.dtypes)
             return f"it takes {names}, not {str(dtype).removeprefix('torch.')}"
         for name, size in sizes.items():
             if size > self.limits.get(name, size):
@@ -292,7 +292,8 @@ def card_of(device: torch.device) -> Card | None:
     torch.backends.cuda.enable_cudnn_sdp(False)
     properties = torch.cuda.get_device_properties(device)
     capability = properties.major, properties.minor
-    has_products, other_products = _has_grouped_products(device), None
+    has_products = _has_grouped_products(device)
+    other_products = None
     if not has_products:
         other_products, _ = GROUPED_PRODUCTS.find(device, torch.bfloat16)
     _CARDS[device] = Card(capability, properties.shared_memory_per_block_optin, has_products, other_products)

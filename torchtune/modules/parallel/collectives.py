@@ -27,14 +27,15 @@ Collective = Callable[[Tensor], Tensor]
 
 def _all_gather_sequence(part: Tensor, group: dist.ProcessGroup) -> Tensor:
     """All-gather shards ``[b, s, ...]`` to ``[b, s * ranks, ...]``."""
+    # The collective joins tensors along their first dimension: positions come before rows, [s, b, ...].
     rows = part.transpose(0, 1).contiguous()
-    if len(part) == 1:  # without a view: FSDP does not support views here
-        joined = part.new_empty(1, part.shape[1] * group.size(), *part.shape[2:])
-        _all_gather(joined.transpose(0, 1), rows, group=group)
-        return joined
-    whole = rows.new_empty(rows.shape[0] * group.size(), *rows.shape[1:])
-    _all_gather(whole, rows, group=group)
-    return whole.transpose(0, 1).contiguous()
+    if len(part) == 1:  # without a view of the result: FSDP does not support views here
+        sequence = part.new_empty(1, part.shape[1] * group.size(), *part.shape[2:])
+        _all_gather(sequence.transpose(0, 1), rows, group=group)
+        return sequence
+    sequence = rows.new_empty(rows.shape[0] * group.size(), *rows.shape[1:])  # [s * ranks, b, ...]
+    _all_gather(sequence, rows, group=group)
+    return sequence.transpose(0, 1).contiguous()
 
 
 def _reduce_scatter_sequence(summand: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -83,13 +84,17 @@ def _heads_to_sequence(value: Tensor, group: dist.ProcessGroup) -> Tensor:
 @outside_graphs
 def gather_sequence(part: Tensor, group: dist.ProcessGroup) -> Tensor:
     """All-gather ``[b, s / ranks, ...]`` to ``[b, s, ...]``; the backward pass is a reduce-scatter."""
-    return _Collective.apply(part, *_of(group, _all_gather_sequence, _reduce_scatter_sequence))
+    return _Collective.apply(
+        part, partial(_all_gather_sequence, group=group), partial(_reduce_scatter_sequence, group=group)
+    )
 
 
 @outside_graphs
 def sum_and_split_sequence(summand: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Reduce-scatter ``[b, s, ...]`` to ``[b, s / ranks, ...]``; the backward pass is an all-gather."""
-    return _Collective.apply(summand, *_of(group, _reduce_scatter_sequence, _all_gather_sequence))
+    return _Collective.apply(
+        summand, partial(_reduce_scatter_sequence, group=group), partial(_all_gather_sequence, group=group)
+    )
 
 
 @outside_graphs
@@ -122,7 +127,7 @@ def sum_gradients(value: Tensor, group: dist.ProcessGroup) -> Tensor:
 @outside_graphs
 def sum_over_ranks(summand: Tensor, group: dist.ProcessGroup) -> Tensor:
     """All-reduce; the backward pass is also an all-reduce, because ranks use the sum differently."""
-    return _Collective.apply(summand, *_of(group, _all_reduce, _all_reduce))
+    return _Collective.apply(summand, partial(_all_reduce, group=group), partial(_all_reduce, group=group))
 
 
 @outside_graphs
@@ -134,13 +139,13 @@ def sum_of_equals(summand: Tensor, group: dist.ProcessGroup) -> Tensor:
 @outside_graphs
 def exchange_sequence_for_heads(value: Tensor, group: dist.ProcessGroup) -> Tensor:
     """All-to-all from sequence shards ``[b, s, n, h]`` to head shards ``[b, s * ranks, n / ranks, h]``."""
-    return _Collective.apply(value, *_of(group, _sequence_to_heads, _heads_to_sequence))
+    return _Collective.apply(value, partial(_sequence_to_heads, group=group), partial(_heads_to_sequence, group=group))
 
 
 @outside_graphs
 def exchange_heads_for_sequence(value: Tensor, group: dist.ProcessGroup) -> Tensor:
     """All-to-all from head shards ``[b, s * ranks, n / ranks, h]`` to sequence shards ``[b, s, n, h]``."""
-    return _Collective.apply(value, *_of(group, _heads_to_sequence, _sequence_to_heads))
+    return _Collective.apply(value, partial(_heads_to_sequence, group=group), partial(_sequence_to_heads, group=group))
 
 
 @outside_graphs
@@ -152,9 +157,6 @@ def exchange_rows(rows: Tensor, sent: list[int], received: list[int], group: dis
         dist.all_to_all_single(out, rows.contiguous(), received, sent, group=group)
         return out
 
-    there = partial(exchange, sent=sent, received=received)
-    return _Collective.apply(rows, there, partial(exchange, sent=received, received=sent))
-
-
-def _of(group: dist.ProcessGroup, *functions: Callable[..., Tensor]) -> list[Collective]:
-    return [partial(function, group=group) for function in functions]
+    send = partial(exchange, sent=sent, received=received)
+    send_back = partial(exchange, sent=received, received=sent)
+    return _Collective.apply(rows, send, send_back)

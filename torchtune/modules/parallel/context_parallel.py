@@ -42,13 +42,17 @@ class ContextParallelAttention:
             Tensor ``[b, s / ranks, n, h]``.
         """
         ranks = self.group.size()
-        if k.shape[2] < ranks:
-            k, v = (t.repeat_interleave(ranks // t.shape[2], dim=2) for t in (k, v))
-        sizes = [t.shape[2] // ranks for t in (q, k, v)]
-        # Concatenated per rank, so that one all-to-all suffices.
-        parts = [t.unflatten(2, (ranks, -1)) for t in (q, k, v)]
-        whole = exchange_sequence_for_heads(torch.cat(parts, dim=3).flatten(2, 3), self.group)
+        num_kv_heads = k.shape[2]
+        if num_kv_heads < ranks:
+            k = k.repeat_interleave(ranks // num_kv_heads, dim=2)
+            v = v.repeat_interleave(ranks // num_kv_heads, dim=2)
+        # Queries, keys and values of each rank's heads side by side, so that one all-to-all suffices.
+        by_rank = [heads.unflatten(2, (ranks, -1)) for heads in (q, k, v)]  # [b, s / ranks, ranks, heads / ranks, h]
+        sizes = [heads.shape[3] for heads in by_rank]
+        shards = torch.cat(by_rank, dim=3).flatten(2, 3)
+        own_heads = exchange_sequence_for_heads(shards, self.group)  # [b, s, (n + 2 n_kv) / ranks, h]
         if sinks is not None:
             options["sinks"] = sinks.chunk(ranks)[self.group.rank()]
-        out = attention(*whole.split(sizes, dim=2), **options)
+        q, k, v = own_heads.split(sizes, dim=2)
+        out = attention(q, k, v, **options)
         return exchange_heads_for_sequence(out, self.group)

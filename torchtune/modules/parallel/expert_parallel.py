@@ -13,15 +13,15 @@ from torchtune.modules.parallel.collectives import exchange_rows
 from torchtune.modules.parallel.tensor_parallel import ParallelError, place_parameters
 
 
-def exchange_sizes(own: Tensor, theirs: Tensor, rows: int) -> tuple[list[int], list[int]]:
+def exchange_sizes(sent_counts: Tensor, received_counts: Tensor, rows: int) -> tuple[list[int], list[int]]:
     """Return the numbers of rows that this rank sends to and receives from every rank. Syncs host and device.
 
     Args:
-        own: numbers of this rank's rows by target rank and expert, int64 ``[ranks, e / ranks]``.
-        theirs: numbers of received rows by source rank and local expert, int64 ``[ranks, e / ranks]``.
+        sent_counts: numbers of this rank's rows by target rank and expert, int64 ``[ranks, e / ranks]``.
+        received_counts: numbers of received rows by source rank and local expert, int64 ``[ranks, e / ranks]``.
         rows: number of this rank's rows.
     """
-    sent, received = torch.stack([own.sum(1), theirs.sum(1)]).tolist()
+    sent, received = torch.stack([sent_counts.sum(1), received_counts.sum(1)]).tolist()
     return sent, received
 
 
@@ -47,16 +47,19 @@ class ExpertParallel:
             counts: number of this rank's rows per expert, of all e experts, int64 ``[e]``.
         """
         ranks = self.group.size()
-        theirs = torch.empty_like(counts)
-        dist.all_to_all_single(theirs, counts, group=self.group)
-        theirs = theirs.view(ranks, -1)
-        sent, received = exchange_sizes(counts.view(ranks, -1), theirs, len(rows))
-        arrived = exchange_rows(rows, sent, received, self.group)
-        # Received rows are sorted by source rank, then by expert.
-        own = torch.arange(theirs.shape[1], device=rows.device).repeat(ranks)
-        order = own.repeat_interleave(theirs.flatten(), output_size=len(arrived)).argsort(stable=True)
+        received_counts = torch.empty_like(counts)
+        dist.all_to_all_single(received_counts, counts, group=self.group)
+        received_counts = received_counts.view(ranks, -1)  # by source rank and local expert
+        sent, received = exchange_sizes(counts.view(ranks, -1), received_counts, len(rows))
+        received_rows = exchange_rows(rows, sent, received, self.group)
+
+        # Received rows are sorted by source rank, then by expert: sort them by expert, and back afterward.
+        local_experts = torch.arange(received_counts.shape[1], device=rows.device).repeat(ranks)
+        # With output_size, the host does not wait for the sum of the counts.
+        expert_of_row = local_experts.repeat_interleave(received_counts.flatten(), output_size=len(received_rows))
+        order = expert_of_row.argsort(stable=True)
         inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-        computed = experts(permute_rows(arrived, order, inverse), theirs.sum(0))
+        computed = experts(permute_rows(received_rows, order, inverse), received_counts.sum(0))
         return exchange_rows(permute_rows(computed, inverse, order), received, sent, self.group)
 
 

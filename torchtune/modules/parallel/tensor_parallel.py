@@ -66,8 +66,8 @@ def replicated(parameter: Tensor | None, group: dist.ProcessGroup) -> Tensor | N
     """Return a replicated parameter as a plain tensor, with an all-reduce of its gradient."""
     if parameter is None:
         return None
-    own = local_shard(parameter)
-    return sum_gradients(own, group) if own.requires_grad else own
+    tensor = local_shard(parameter)
+    return sum_gradients(tensor, group) if tensor.requires_grad else tensor
 
 
 class _LinearStyle(ParallelStyle):
@@ -96,7 +96,8 @@ class _LinearStyle(ParallelStyle):
                 "model."
             )
         for parameter, dims in self.dims(module).items():
-            dim, tensor = dims[self.side], _parameter(module, parameter)
+            dim = dims[self.side]
+            tensor = _parameter(module, parameter)
             if dim is not None and tensor is not None and tensor.shape[dim] % ranks:
                 raise ParallelError(
                     f"tensor_parallel_dim: {ranks} does not divide the size {tensor.shape[dim]} of {name}: choose one "
@@ -109,8 +110,11 @@ class _LinearStyle(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         self.check(type(module).__name__, module, device_mesh.size())
-        dims = {name: dims[self.side] for name, dims in self.dims(module).items()}
-        place_parameters(module, device_mesh, {name: Shard(dim) for name, dim in dims.items() if dim is not None})
+        placements = {}
+        for name, dims in self.dims(module).items():
+            if dims[self.side] is not None:
+                placements[name] = Shard(dims[self.side])
+        place_parameters(module, device_mesh, placements)
         group = device_mesh.get_group()
         module.forward = lambda x: self.project(module, x, group)
         return module
@@ -154,7 +158,9 @@ class RowwiseParallel(_LinearStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         module = super()._apply(module, device_mesh)
         if module.bias is not None:
-            group, project = device_mesh.get_group(), module.forward
+            group = device_mesh.get_group()
+            project = module.forward
+            # Once, after the sum over ranks.
             module.forward = lambda x: project(x) + replicated(module.bias, group)
         return module
 
@@ -199,9 +205,10 @@ def _split_embedding(module: nn.Embedding, group: dist.ProcessGroup) -> Callable
     def forward(tokens: Tensor) -> Tensor:
         weight = local_shard(module.weight)
         rows = tokens - group.rank() * weight.shape[0]
-        elsewhere = (rows < 0) | (rows >= weight.shape[0])
-        found = F.embedding(rows.masked_fill(elsewhere, 0), weight)
-        return sum_and_split_sequence(found.masked_fill(elsewhere.unsqueeze(-1), 0.0), group)
+        is_elsewhere = (rows < 0) | (rows >= weight.shape[0])  # in the shard of another rank
+        embedded = F.embedding(rows.masked_fill(is_elsewhere, 0), weight)  # [b, s, d]
+        # Every token is embedded by one rank and 0 on the others.
+        return sum_and_split_sequence(embedded.masked_fill(is_elsewhere.unsqueeze(-1), 0.0), group)
 
     return forward
 
@@ -244,12 +251,14 @@ class ShardedNorm(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         _check_norm(module)
         place_parameters(module, device_mesh, {"scale": Shard(0)})
-        group, width = device_mesh.get_group(), module.normalized_shape[0]
+        group = device_mesh.get_group()
+        width = module.normalized_shape[0]  # over all ranks
 
         def forward(x: Tensor) -> Tensor:
-            wide, scale = x.float(), local_shard(module.scale)
-            squares = sum_over_ranks(wide.square().sum(-1, keepdim=True), group)
-            normed = wide * torch.rsqrt(squares / width + module.eps)
+            scale = local_shard(module.scale)
+            x_float = x.float()
+            squares = sum_over_ranks(x_float.square().sum(-1, keepdim=True), group)
+            normed = x_float * torch.rsqrt(squares / width + module.eps)
             if module.rounds_last:
                 return (normed * (scale.float() + module.unit_offset)).to(x.dtype)
             return normed.to(x.dtype) * scale

@@ -124,7 +124,7 @@ def test_other_projections_are_recomputed_with_the_same_result(kind):
 
 @pytest.mark.parametrize("kind", ["plain", "bf16", "frozen", "tied", "adapter"])
 @pytest.mark.parametrize("masked", [True, False])
-def test_no_label_at_all(kind, masked):
+def test_a_batch_without_labels_has_loss_and_gradients_zero(kind, masked):
     hidden, weight, labels = inputs(torch.bfloat16 if kind == "bf16" else torch.float32)
     head = make_head(weight)
     embedding = nn.Embedding(VOCAB, DIM)
@@ -225,7 +225,7 @@ def test_compiled_passes_take_the_logits_of_a_chunk_block_by_block(dtype, monkey
         torch.testing.assert_close(compiled, expected)
 
 
-def test_the_older_name():
+def test_the_loss_by_its_older_name_is_the_same():
     hidden, weight, labels = inputs()
     with pytest.warns(FutureWarning, match="Use torchtune.modules.loss.LinearCrossEntropyLoss"):
         loss = CEWithChunkedOutputLoss(num_output_chunks=4)

@@ -122,7 +122,7 @@ def test_hidden_states_of_other_sizes(loss, chunked, definition, kind, monkeypat
 
 
 @pytest.mark.parametrize(("loss", "chunked", "definition"), CASES[:1] + CASES[3:])
-def test_the_rest_is_one_token_more(loss, chunked, definition):
+def test_tokens_beyond_top_k_are_compared_as_one_bucket(loss, chunked, definition):
     """With top_k, both distributions have k + 1 outcomes: the teacher's likeliest tokens, and any other."""
     student, teacher, labels = inputs()
     loss, k = copy.copy(loss), 3
@@ -167,7 +167,7 @@ def test_bf16_logits_are_computed_in_float32():
     assert abs(value - exact) <= 1e-6
 
 
-def test_compiled():
+def test_a_compiled_divergence_is_the_same():
     student, teacher, labels = (tensor.detach() for tensor in inputs())
     loss = ForwardKLWithChunkedOutputLoss(3)
     exact = loss(student.chunk(3, dim=1), teacher.chunk(3, dim=1), labels)
@@ -175,7 +175,7 @@ def test_compiled():
     torch.testing.assert_close(loss(student.chunk(3, dim=1), teacher.chunk(3, dim=1), labels), exact)
 
 
-def test_mistakes():
+def test_wrong_arguments_of_distillation_are_refused():
     student, teacher, labels = inputs()
     with pytest.raises(ValueError, match=r"cover 10 positions .* labels have 12"):
         ForwardKLWithChunkedOutputLoss(2)(student[:, :10].chunk(2, 1), teacher[:, :10].chunk(2, 1), labels)

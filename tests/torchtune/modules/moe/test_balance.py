@@ -174,7 +174,7 @@ def test_tokens_of_a_skipped_step_do_not_move_biases_later():
     assert moved_otherwise  # with all tokens, some bias would have gone the other way
 
 
-def test_what_cannot_be_balanced():
+def test_balancing_refuses_models_that_it_cannot_balance():
     with pytest.raises(ConversionError, match=r"'layers.0.mlp.router' has no selection_bias"):
         make(LossFreeBalancing())
     with pytest.raises(ConversionError, match="the model has no experts"):

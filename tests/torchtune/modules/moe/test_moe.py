@@ -126,7 +126,7 @@ def test_frozen_experts_get_no_gradient_and_a_compiled_layer_is_one_graph():
     assert moe.experts.gate_proj.grad is None
 
 
-def test_adapters_that_experts_do_not_have():
+def test_adapters_that_experts_cannot_have_are_refused():
     sizes = {"vocab_size": 20, "num_layers": 1, "embed_dim": 16, "intermediate_dim": 8, "max_seq_len": 8}
     experts = {"num_experts": 2, "experts_per_token": 1, "expert_dim": 8}
     with torch.device("meta"):

@@ -103,7 +103,7 @@ def test_parameter_counts_of_the_reference():
         ({"alpha": 0}, "alpha is 0"),
     ],
 )
-def test_refused(options, message):
+def test_wrong_arguments_and_targets_of_lora_are_refused(options, message):
     model = make()
     with pytest.raises(ConversionError, match=message) as error:
         apply_conversions(model, [LoRA(**options)])
@@ -165,7 +165,7 @@ def test_peft_config_has_the_dropout():
     assert model.conversions[0].peft_config(model)["lora_dropout"] == 0.1
 
 
-def test_an_adapter_module_that_names_what_it_lacks():
+def test_an_adapter_that_names_a_parameter_it_lacks_is_refused():
     class Wrong(nn.Linear):
         def adapter_params(self) -> list[str]:
             return ["lora_c"]

@@ -223,6 +223,6 @@ def test_keys_dtype_and_what_is_trained():
         ({"block_size": 64}, "block_size: options of the quantized base"),
     ],
 )
-def test_bad_options(options, message):
+def test_wrong_options_of_a_lora_layer_are_refused(options, message):
     with pytest.raises(ConversionError, match=message):
         LoRALinear(**{"in_dim": IN, "out_dim": OUT, "rank": RANK, "alpha": ALPHA, **options})
