@@ -24,7 +24,8 @@ class Boundaries:
 
     Attributes:
         cu_seqlens: int32 ``[documents + 1]``, cumulative sequence lengths.
-        max_length: upper bound of a document's number of keys, rounded up so that it takes few values.
+        max_length: number of keys of the longest document. It is a number in Python, which the compiler takes for a
+            variable once it has seen two values: it is not rounded, so that this is in the second batch.
         block_masks: window (0: none) -> FlexAttention's block mask, shared by all layers.
         chunks: chunk size -> boundaries of the documents' chunks.
         shared: prefixes that documents share.
@@ -39,23 +40,19 @@ class Boundaries:
     num_tokens: int | None = None
 
     @classmethod
-    def of(
-        cls, documents: Documents, step: int = 512, block_masks: Iterable[int] = (), chunks: Iterable[int] = ()
-    ) -> "Boundaries":
+    def of(cls, documents: Documents, block_masks: Iterable[int] = (), chunks: Iterable[int] = ()) -> "Boundaries":
         """Make the boundaries of documents.
 
         Args:
             documents: the documents of the batch.
-            step: ``max_length`` is a multiple of it.
             block_masks: windows of the layers that run FlexAttention.
             chunks: sizes of the chunks in which layers attend.
         """
         shared, sizes = documents.shared, (documents.cu_seqlens, documents.num_tokens)
         keys = () if shared is None else (shared.cu_keys, len(shared.keys))
         masks = {window: document_block_mask(*sizes, window, *keys) for window in block_masks}
-        parts = {size: cls.of(documents.split_into_chunks(size), step, block_masks) for size in chunks}
-        max_length = -(-documents.max_length // step) * step
-        return cls(documents.cu_seqlens, max_length, masks, shared, parts, documents.num_tokens)
+        parts = {size: cls.of(documents.split_into_chunks(size), block_masks) for size in chunks}
+        return cls(documents.cu_seqlens, documents.max_length, masks, shared, parts, documents.num_tokens)
 
 
 def check_coverage(num_covered: int, num_positions: int) -> None:
