@@ -30,6 +30,7 @@ class Boundaries:
         chunks: chunk size -> boundaries of the documents' chunks.
         shared: prefixes that documents share.
         num_tokens: number of positions in all documents, known on the host; ``None``: only ``cu_seqlens`` says it.
+        kernel_chunks: chunks of a recurrent mixer's kernel, see :func:`index_chunks`; ``None`` if no layer has one.
     """
 
     cu_seqlens: Tensor
@@ -38,21 +39,49 @@ class Boundaries:
     shared: SharedPrefixes | None = None
     chunks: dict[int, "Boundaries"] = field(default_factory=dict)
     num_tokens: int | None = None
+    kernel_chunks: Tensor | None = None
 
     @classmethod
-    def of(cls, documents: Documents, block_masks: Iterable[int] = (), chunks: Iterable[int] = ()) -> "Boundaries":
+    def of(
+        cls,
+        documents: Documents,
+        block_masks: Iterable[int] = (),
+        chunks: Iterable[int] = (),
+        kernel_chunk: int | None = None,
+    ) -> "Boundaries":
         """Make the boundaries of documents.
 
         Args:
             documents: the documents of the batch.
             block_masks: windows of the layers that run FlexAttention.
             chunks: sizes of the chunks in which layers attend.
+            kernel_chunk: size of the chunks of recurrent mixers' kernel.
         """
         shared, sizes = documents.shared, (documents.cu_seqlens, documents.num_tokens)
         keys = () if shared is None else (shared.cu_keys, len(shared.keys))
         masks = {window: document_block_mask(*sizes, window, *keys) for window in block_masks}
         parts = {size: cls.of(documents.split_into_chunks(size), block_masks) for size in chunks}
-        return cls(documents.cu_seqlens, documents.max_length, masks, shared, parts, documents.num_tokens)
+        indices = None if kernel_chunk is None else index_chunks(documents, kernel_chunk)
+        return cls(documents.cu_seqlens, documents.max_length, masks, shared, parts, documents.num_tokens, indices)
+
+
+def index_chunks(documents: Documents, size: int) -> Tensor:
+    """Return the document of every chunk and the chunk's number in it, int32 ``[chunks, 2]``, on the documents' device.
+
+    The host knows the lengths; a kernel that derives the indices from ``cu_seqlens`` makes it wait for the device.
+
+    Args:
+        documents: the documents of the batch.
+        size: number of positions of a chunk; the last one of a document may be shorter.
+    """
+    num_chunks = torch.tensor([-(-length // size) for length in documents.lengths])
+    document_of_chunk = torch.arange(len(num_chunks)).repeat_interleave(num_chunks)
+    first_chunks = num_chunks.cumsum(0) - num_chunks
+    numbers = torch.arange(len(document_of_chunk)) - first_chunks[document_of_chunk]
+    indices = torch.stack([document_of_chunk, numbers], dim=1).to(torch.int32)
+    device = documents.cu_seqlens.device
+    # Of pinned memory the host does not wait for the copy.
+    return indices.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else indices.to(device)
 
 
 def check_coverage(num_covered: int, num_positions: int) -> None:

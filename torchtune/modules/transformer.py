@@ -432,7 +432,14 @@ class TransformerDecoder(nn.Module):
                 log_attention_backend(h.device, h.dtype, **given, **options)
             if choose_kernel(h.device, h.dtype, **options) is Kernel.FLEX:
                 windows.add(window or 0)
-        return None if documents is None else Boundaries.of(documents, block_masks=windows, chunks=chunks)
+        if documents is None:
+            return None
+        kernel_chunk = None
+        for layer in self.layers:
+            for mixer in layer.children():
+                if isinstance(mixer, RecurrentMixer):
+                    kernel_chunk = kernel_chunk or mixer.kernel_chunk
+        return Boundaries.of(documents, block_masks=windows, chunks=chunks, kernel_chunk=kernel_chunk)
 
     def _check(self, h: Tensor, mask: _MaskType | None, documents: Documents | None, input_pos: Tensor | None) -> None:
         if documents is not None and documents.shared is not None and (reason := self.prefix_obstacle()):

@@ -8,6 +8,8 @@ from torch import Tensor
 from torchtune.modules._outside_graphs import outside_graphs
 from torchtune.modules.mixers._chunks import Chunk, chunked, positions_first, scalars_first
 
+KERNEL_CHUNK = 64  # positions of a chunk in flash-linear-attention's kernel
+
 
 class _DeltaChunk(Chunk):
     """Chunk of the gated delta rule.
@@ -87,14 +89,17 @@ def kernel_delta_rule(
     g: Tensor,
     beta: Tensor,
     cu_seqlens: Tensor,
+    chunks: Tensor | None,
 ) -> Tensor:
     """Compute the outputs of :func:`gated_delta_rule` by ``chunk_gated_delta_rule`` of flash-linear-attention.
 
-    The kernel takes the documents of a batch as one row, with their cumulative lengths ``cu_seqlens``. All layers pass
-    the same tensor of these, because the kernel keeps what it derives from it, for which the host waits once.
+    The kernel takes the documents of a batch as one row, with their cumulative lengths ``cu_seqlens`` and the indices
+    of their ``chunks`` of ``KERNEL_CHUNK`` positions ``[chunks, 2]``. Without these it derives them, for which the host
+    waits.
     """
     row = [t.flatten(0, 1)[None] for t in (q, k, v, g, beta)]
-    out, _ = kernel(*row, use_qk_l2norm_in_kernel=True, cu_seqlens=cu_seqlens)
+    options = {"cu_seqlens": cu_seqlens, "chunk_indices": chunks, "chunk_size": KERNEL_CHUNK}
+    out, _ = kernel(*row, use_qk_l2norm_in_kernel=True, **options)
     return out.view(v.shape)
 
 

@@ -11,7 +11,7 @@ from torchtune.data import Documents
 from torchtune.modules._document_attention import Boundaries
 from torchtune.modules.kernels import DELTA_RULE, KernelUser
 from torchtune.modules.mixers._causal_conv import DepthwiseWeight
-from torchtune.modules.mixers._delta_rule import gated_delta_rule, kernel_delta_rule
+from torchtune.modules.mixers._delta_rule import KERNEL_CHUNK, gated_delta_rule, kernel_delta_rule
 from torchtune.modules.mixers._mixer import RecurrentMixer
 from torchtune.modules.mixers._state_cache import StateCache
 from torchtune.modules.rms_norm import rms_norm
@@ -112,6 +112,11 @@ class GatedDeltaNet(RecurrentMixer, KernelUser):
         head_dim = max(self.key_dim, self.value_dim)
         self.kernel = DELTA_RULE.choose("Gated DeltaNet", device, dtype, head_dim=head_dim)
 
+    @property
+    def kernel_chunk(self) -> int | None:
+        """See the base class."""
+        return None if self.kernel is None else KERNEL_CHUNK
+
     def _new_cache(self, batch_size: int, dtype: torch.dtype) -> StateCache:
         shared = self.num_value_heads // self.num_key_heads
         state = (batch_size, self.num_key_heads, shared, self.key_dim, self.value_dim)
@@ -130,7 +135,11 @@ class GatedDeltaNet(RecurrentMixer, KernelUser):
         )
         decay = -self.a_log.float().exp() * F.softplus(a.float() + self.dt_bias)
         if self.kernel is not None and documents is not None and cache is None:
-            out = kernel_delta_rule(self.kernel, q, k, v, decay, b.sigmoid(), documents.cu_seqlens)
+            boundaries = documents
+            if isinstance(documents, Documents):
+                boundaries = Boundaries.of(documents, kernel_chunk=KERNEL_CHUNK)
+            lengths = boundaries.cu_seqlens, boundaries.kernel_chunks
+            out = kernel_delta_rule(self.kernel, q, k, v, decay, b.sigmoid(), *lengths)
         else:
             state = None if cache is None else cache.state[cache.rows(x.shape[0])]
             out, state = gated_delta_rule(q, k, v, decay, b.sigmoid(), reach == 0, state)
