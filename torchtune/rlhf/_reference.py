@@ -102,8 +102,10 @@ class Reference:
             return ReferenceScores(log_probs)
         with evaluating(self._policy):
             ratios = _score(self._loss, self._policy, other, self._dims) - of_others
+        if self._dims.world_size == 1:
+            return ReferenceScores(log_probs, ratios.mean())
         total, count = self._dims.exchange([ratios.sum(), len(ratios)])[0]
-        return ReferenceScores(log_probs, torch.tensor(total / count, device=ratios.device, dtype=ratios.dtype))
+        return ReferenceScores(log_probs, torch.full((), total / count, device=ratios.device, dtype=ratios.dtype))
 
     @contextmanager
     def _reference_weights(self) -> Iterator[nn.Module]:

@@ -203,6 +203,15 @@ def test_kto_mismatches_prompts_with_the_next_answer():
     assert found.input_pos.tolist() == [[0, 1, 2, 3, 4, 0, 1, 0, 1, 2, 3]]
 
 
+def test_kto_reads_no_value_of_an_accelerator():
+    batch = collate_preference(ANSWERS).to("meta")  # whose values cannot be read
+    found = KTOLoss().mismatched_batch(batch)
+    assert found.documents.lengths == (5, 2, 4)
+    assert {found.tokens.device.type, found.labels.device.type, found.input_pos.device.type} == {"meta"}
+    batch.labels = batch.labels.clone()
+    assert batch.on_host is batch, "the labels on the host are others"
+
+
 def test_kto_says_what_it_cannot_read():
     with pytest.raises(DataError, match="batch_size to 2 or more"):
         KTOLoss().mismatched_batch(collate_preference(ANSWERS[:1]))

@@ -79,7 +79,8 @@ class KTOLoss(AnswerLoss):
     def mismatched_batch(self, batch: Batch) -> Batch | None:
         """Pair every prompt with the answer of the next example, truncated to the longest document in the batch.
 
-        The prompt consists of the tokens before the first labeled token.
+        The prompt consists of the tokens before the first labeled token. Lengths and labels are read on the host, so
+        that it does not wait for an accelerator.
 
         Raises:
             DataError: the batch has only one example, or is split over context-parallel ranks.
@@ -93,7 +94,8 @@ class KTOLoss(AnswerLoss):
             )
         if batch.shard[1] > 1:
             raise DataError("loss: KTOLoss makes answers of parts of the batch: set context_parallel_dim to 1.")
-        tokens, labels = batch.tokens.flatten(), batch.labels.flatten()
+        on_host = batch.on_host
+        tokens, labels = on_host.tokens.flatten(), on_host.labels.flatten()
         starts = [0, *torch.tensor(batch.documents.lengths).cumsum(0).tolist()]
         spans = list(pairwise(starts))[:count]
         has_label = (labels != CROSS_ENTROPY_IGNORE_IDX).tolist()
@@ -113,7 +115,8 @@ class KTOLoss(AnswerLoss):
             new_labels.append(targets)
         documents = Documents.from_lengths([len(row) for row in new_tokens], tokens.device)
         positions = documents.positions().to(tokens.device)
-        return Batch(torch.cat(new_tokens)[None], torch.cat(new_labels)[None], positions[None], documents)
+        mismatched = Batch(torch.cat(new_tokens)[None], torch.cat(new_labels)[None], positions[None], documents)
+        return mismatched.to(batch.tokens.device, non_blocking=True)
 
 
 def _is_good(batch: Batch) -> Tensor:
