@@ -21,19 +21,23 @@ class _CausalConv(torch.autograd.Function):
         out = x * weight[:, -1]
         for shift in range(1, min(weight.shape[1], x.shape[1])):
             taken = x[:, :-shift] * weight[:, -1 - shift]
-            out[:, shift:] += taken.masked_fill_((reach[:, shift:] < shift)[..., None], 0)
+            # Not `+=`, which copies the slice onto itself once more.
+            out[:, shift:].add_(taken.masked_fill_((reach[:, shift:] < shift)[..., None], 0))
         return out
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight, reach = ctx.saved_tensors
-        d_x, d_weight = grad * weight[:, -1], torch.zeros_like(weight, dtype=torch.float32)
-        d_weight[:, -1] = (grad * x).sum((0, 1), dtype=torch.float32)
+        d_x = grad * weight[:, -1]
+        d_taps = [(grad * x).sum((0, 1), dtype=torch.float32)]  # the last tap first
         for shift in range(1, min(weight.shape[1], x.shape[1])):
             taken = grad[:, shift:].masked_fill((reach[:, shift:] < shift)[..., None], 0)
-            d_weight[:, -1 - shift] = (taken * x[:, :-shift]).sum((0, 1), dtype=torch.float32)
-            d_x[:, :-shift] += taken.mul_(weight[:, -1 - shift])
-        return d_x, d_weight.to(weight.dtype), None
+            d_taps.append((taken * x[:, :-shift]).sum((0, 1), dtype=torch.float32))
+            d_x[:, :-shift].add_(taken.mul_(weight[:, -1 - shift]))
+        d_taps.reverse()
+        d_weight = torch.stack(d_taps, dim=1).to(weight.dtype)
+        num_unused = weight.shape[1] - len(d_taps)  # taps that reach further than the inputs
+        return d_x, nn.functional.pad(d_weight, (num_unused, 0)) if num_unused else d_weight, None
 
 
 def causal_conv(x: Tensor, weight: Tensor, reach: Tensor) -> Tensor:
