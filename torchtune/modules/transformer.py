@@ -461,7 +461,12 @@ class TransformerDecoder(nn.Module):
                 windows_with_block_mask.add(window)
         if documents is None:
             return None
-        return Boundaries.of(documents, block_masks=windows_with_block_mask, chunks=chunks)
+        kernel_chunk = None
+        for layer in self.layers:
+            for mixer in layer.children():
+                if isinstance(mixer, RecurrentMixer):
+                    kernel_chunk = kernel_chunk or mixer.kernel_chunk
+        return Boundaries.of(documents, block_masks=windows_with_block_mask, chunks=chunks, kernel_chunk=kernel_chunk)
 
     def _check(self, h: Tensor, mask: MaskType | None, documents: Documents | None, input_pos: Tensor | None) -> None:
         if documents is not None and documents.shared is not None:
