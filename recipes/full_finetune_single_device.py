@@ -249,7 +249,7 @@ class FullFinetuneRecipeSingleDevice:
         )
 
     def compute_loss(self, batch: Batch) -> torch.Tensor:
-        """Sum the loss over the labels of a batch, times their weights; returns a scalar."""
+        """Sum the loss over the labels of a batch; returns a scalar."""
         batch = batch.to(self.device, non_blocking=True)
         with self.offloading, self.step_metrics.by_source(batch) as row_losses:
             hidden = self.model(**batch.model_inputs(), output="hidden")

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from torchtune._cli._find_recipe import recipe_named_by, resolve_config, resolve_recipe
-from torchtune._cli.run import Command, parse_command, require_config
+from torchtune._cli._run_command import Command, parse_command, require_config
 from torchtune._cli.subcommand import Subcommand
 from torchtune.utils import UserError, read_json, write_json
 
