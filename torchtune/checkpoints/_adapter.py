@@ -36,6 +36,7 @@ from torchtune.models import (
     text_prefixes,
 )
 from torchtune.modules.conversion import ConversionError, apply_conversions
+from torchtune.modules.embedding_utils import resize_token_embeddings
 from torchtune.modules.peft import LoRA, LoRALinear, NewTokens, adapter_modules, init_from_weight
 from torchtune.modules.transformer import text_decoder
 from torchtune.utils import get_logger
@@ -442,7 +443,8 @@ def add_new_tokens(model: nn.Module, file: Path) -> None:
     """Enlarge the vocabulary of a model for an adapter that was trained together with the rows of new tokens.
 
     Args:
-        model: model with loaded base weights. Unchanged if it has the rows already, or if the adapter trains none.
+        model: model with loaded base weights. Unchanged if it has the rows already, or if the adapter trains none. If
+            its embedding is trained whole, it gets the rows that the adapter's has.
         file: file of the adapter.
 
     Raises:
@@ -451,7 +453,11 @@ def add_new_tokens(model: nn.Module, file: Path) -> None:
     """
     settings = file.with_name(ADAPTER_CONFIG_FILE)
     trained = read_settings(settings).get("trainable_token_indices") if settings.is_file() else None
-    if not trained or ModelWeights(model).new_rows:
+    weights = ModelWeights(model)
+    if not trained:
+        _grow_trained_embedding(weights, file)
+        return
+    if weights.new_rows:
         return
     ids = next(iter(trained.values())) if isinstance(trained, dict) else trained
     files = open_weight_files([file])
@@ -473,6 +479,19 @@ def add_new_tokens(model: nn.Module, file: Path) -> None:
         NewTokens.grow(decoder, needed, len(ids))
     except ConversionError as error:
         raise CheckpointError(f"{settings} has {len(ids)} new tokens, which this model cannot get; {error}") from error
+
+
+def _grow_trained_embedding(weights: ModelWeights, file: Path) -> None:
+    """Enlarge the vocabulary if an adapter brings a larger embedding, trained whole."""
+    decoder = text_decoder(weights.model)
+    if not any(name.endswith("tok_embeddings.weight") for name in weights.trained_whole):
+        return
+    files = open_weight_files([file])
+    embeddings = [name for name in files.names() if name.endswith("embed_tokens.weight")]
+    rows = files.shape(embeddings[0])[0] if embeddings else 0
+    is_sharded = hasattr(decoder.tok_embeddings.weight, "device_mesh")
+    if rows > decoder.tok_embeddings.weight.shape[0] and not is_sharded:
+        resize_token_embeddings(decoder, rows)
 
 
 def _load_owned_files(
@@ -937,6 +956,22 @@ def adapter_folder(folder: Path) -> Path:
     raise CheckpointError(
         f"{folder}: there is no {ADAPTER_FILE} with an {ADAPTER_CONFIG_FILE}: give an adapter's folder."
     )
+
+
+def num_classes_of_adapter(folder: Path) -> int:
+    """Return the number of outputs of the classification head that an adapter brings whole; 0 if it brings none.
+
+    Example:
+        >>> adapter = torchtune.modules.peft.LoRA(rank=2)
+        >>> model, _ = torchtune.load(checkpoint, adapter=adapter, dtype="fp32", device="cpu")
+        >>> torchtune.checkpoints.num_classes_of_adapter(torchtune.save(model, folder / "adapter"))
+        0
+    """
+    if read_settings(folder / ADAPTER_CONFIG_FILE).get("task_type") != "SEQ_CLS":
+        return 0
+    files = open_weight_files([folder / ADAPTER_FILE])
+    name = f"{PEFT_PREFIX}score.weight"
+    return files.shape(name)[0] if name in files.names() else 0
 
 
 def adapter_conversion(model: nn.Module, folder: Path) -> LoRA:

@@ -1,10 +1,12 @@
 """Modules that are trained whole beside an adapter: PEFT's ``modules_to_save``, both ways."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from torch import nn
@@ -19,6 +21,7 @@ from tests.torchtune.checkpoints.small import (
     in_transformers,
     load,
     logits,
+    randomize_adapter,
     read,
     resume,
     same_bits,
@@ -28,7 +31,11 @@ from tests.torchtune.checkpoints.small import (
     write_folder,
 )
 from torchtune.checkpoints import CheckpointError, FullModelHFCheckpointer, adapted_copy, adapter_conversion
+from torchtune.modules import classifier_model, resize_token_embeddings
+from torchtune.modules.conversion import apply_conversions
 from torchtune.modules.peft import LoRA
+from torchtune.training import fit_vocabulary
+from torchtune.utils import UserError
 
 # Our train_modules, and PEFT's modules_to_save.
 MODULES: dict[str, tuple[list[str], list[str]]] = {
@@ -156,6 +163,33 @@ def test_adapter_that_keeps_weights_tied_is_read(tmp_path):
     close(logits(loaded), logits(peft_model))
 
 
+def test_classifier_with_an_adapter_is_exchanged_with_peft(tmp_path):
+    source = write_folder(tmp_path / "in")
+    folder = str(source)
+    with torch.device("meta"):
+        model = classifier_model(3, "torchtune.models.from_hf_config", checkpoint_dir=folder)
+        apply_conversions(model, [lora("score")])
+    checkpointer = FullModelHFCheckpointer(source, output_dir=tmp_path / "out")
+    checkpointer.load_model(model)
+    randomize_adapter(model)
+    expected = model.eval()(some_tokens())[:, -1]  # of the last token
+    saved = checkpointer.save("epoch_0", model, state={"progress": {}}, contents="adapter")
+    settings = read(saved / "adapter_config.json")
+    assert (settings["modules_to_save"], settings["task_type"]) == (["score"], "SEQ_CLS")
+
+    base = transformers.AutoModelForSequenceClassification.from_pretrained(source, num_labels=3, dtype=torch.float32)
+    peft_model = in_peft(base, saved)
+    close(peft_model(some_tokens()).logits, expected)
+    peft_model.save_pretrained(tmp_path / "peft")
+    for adapter in (saved, tmp_path / "peft"):
+        again, _ = torchtune.load(source, adapter=adapter, dtype="fp32", device="cpu")
+        assert torch.equal(again(some_tokens())[:, -1], expected)
+        assert again.description.num_classes == 3
+    merged = checkpointer.save("epoch_1", model, contents=("adapter", "merged"))
+    classifier = transformers.AutoModelForSequenceClassification.from_pretrained(merged, dtype=torch.float32)
+    close(classifier(some_tokens()).logits, expected)
+
+
 def test_run_with_trained_modules_resumes_bit_exact(tmp_path):
     source = write_folder(tmp_path / "in", dtype=torch.bfloat16)
     checkpointer, model = started(source, lora("tok_embeddings", "output"), dtype=torch.bfloat16)
@@ -175,6 +209,27 @@ def test_adapters_that_do_not_fit_the_trained_modules_are_refused(tmp_path):
         load(source, lora(), adapter_checkpoint=saved)
     with pytest.raises(CheckpointError, match=r"lacks 'norm\.scale', which the model in the config trains whole"):
         load(source, lora("output", "norm"), adapter_checkpoint=saved)
+
+
+@pytest.mark.parametrize("shape", ["llama", "llama_tied"])
+def test_new_tokens_of_an_embedding_that_is_trained_whole_are_read_again(shape, tmp_path):
+    source = write_folder(tmp_path / "in", shape)
+    checkpointer, model = started(source, lora("tok_embeddings", "output"))
+    resize_token_embeddings(model, 325)
+    expected = train(model)
+    saved = checkpointer.save("epoch_0", model, contents="adapter")
+    again = load(source, lora("tok_embeddings", "output"), adapter_checkpoint=saved)
+    assert torch.equal(logits(again), expected)
+    base = hf_model(shape)
+    base.resize_token_embeddings(325)
+    close(logits(in_peft(base, saved)), expected)
+
+
+@pytest.mark.parametrize("module", ["tok_embeddings", "output"])
+def test_new_tokens_are_not_learned_by_half(module, tmp_path):
+    model = load(write_folder(tmp_path / "in"), lora(module))
+    with pytest.raises(UserError, match="learned by half: train both"):
+        fit_vocabulary(model, SimpleNamespace(vocab_size=400), resize=True)
 
 
 def test_part_of_a_fused_weight_is_refused(tmp_path):
