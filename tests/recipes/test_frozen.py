@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests.recipes.runs import resume, start
 from torchtune.checkpoints import complete_directories
@@ -37,4 +38,19 @@ def test_two_processes_train_a_part_of_the_weights_as_one(in_backward, forker, t
     run = forker.run_on_two("full_finetune_distributed", tmp_path, **settings, batch_size=2)
     assert run.losses == pytest.approx(alone.losses, rel=1e-5)
     saved, expected = (weights(complete_directories(each.output_dir)[-1]) for each in (run, alone))
+    torch.testing.assert_close(saved, expected, atol=1e-5, rtol=1e-4)
+
+
+def test_two_processes_train_modules_beside_an_adapter_as_one(forker, tmp_path):
+    lora = {"_component_": "torchtune.modules.peft.LoRA", "rank": 2, "rank_pattern": {"layers.1.*q_proj": 4}}
+    lora["train_modules"] = ["tok_embeddings", "norm"]
+    settings = {"model_converters": [lora], "max_steps_per_epoch": 3, "clip_grad_norm": 1.0}
+    alone = start("lora_finetune_single_device", tmp_path, **settings, batch_size=4)
+    run = forker.run_on_two("lora_finetune_distributed", tmp_path, **settings, batch_size=2)
+    assert run.losses == pytest.approx(alone.losses, rel=1e-5)
+    saved, expected = (
+        load_file(complete_directories(each.output_dir)[-1] / "adapter" / "adapter_model.safetensors")
+        for each in (run, alone)
+    )
+    assert any("embed_tokens" in name for name in saved)
     torch.testing.assert_close(saved, expected, atol=1e-5, rtol=1e-4)
