@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.nn.functional import logsigmoid
 
 from tests.recipes.runs import PREFERENCE, resume, start
@@ -218,6 +219,18 @@ def test_two_processes_train_as_one_however_they_share_the_work(forker, tmp_path
         assert run.losses == pytest.approx(whole.losses, rel=1e-5), (kind, split)
         for figure in ("rewards/margins", "rewards/accuracies", "log_probs/chosen", "grad_norm"):
             assert run.figure(figure) == pytest.approx(whole.figure(figure), abs=1e-4), (kind, split)
+
+
+def test_the_reference_keeps_the_start_of_modules_that_are_trained_whole(tmp_path):
+    """Without adapters in use it would be the base with trained norms."""
+    lora = {"_component_": "torchtune.modules.peft.LoRA", "rank": 4, "alpha": 8, "train_modules": ["norm"]}
+    recipe = start(LORA, tmp_path, model_converters=[lora], max_steps_per_epoch=3).recipe
+    before = load_file(tmp_path / "checkpoint" / "model.safetensors")["model.norm.weight"]
+    trained = recipe.model.norm.scale.detach().cpu()
+    assert not torch.equal(trained, before)
+    with recipe.reference._reference_weights() as reference:
+        assert torch.equal(reference.norm.scale.detach().cpu(), before)
+    assert torch.equal(recipe.model.norm.scale.detach().cpu(), trained)
 
 
 def test_the_reference_has_no_dropout(tmp_path):

@@ -33,6 +33,7 @@ from tests.torchtune.checkpoints.small import (
 from torchtune.checkpoints import CheckpointError, FullModelHFCheckpointer, adapted_copy, adapter_conversion
 from torchtune.modules import classifier_model, resize_token_embeddings
 from torchtune.modules.conversion import apply_conversions
+from torchtune.modules.low_precision import QuantizeBase
 from torchtune.modules.peft import LoRA
 from torchtune.training import fit_vocabulary
 from torchtune.utils import UserError
@@ -198,6 +199,18 @@ def test_run_with_trained_modules_resumes_bit_exact(tmp_path):
     checkpointer.save("step_3", model, state={"progress": {"global_step": 3}}, contents="adapter")
     resume(checkpointer, again)
     assert same_bits(again.state_dict(), model.state_dict())
+
+
+def test_modules_are_trained_beside_adapters_of_a_quantized_base(tmp_path):
+    """QuantizeBase leaves embedding, output and norms in their dtype."""
+    source = write_folder(tmp_path / "in")
+    conversions = [QuantizeBase(block_size=16), lora("tok_embeddings", "output", "norm")]
+    checkpointer, model = started(source, *conversions)
+    expected = train(model)
+    saved = checkpointer.save("epoch_0", model, contents=("adapter", "merged"))
+    close(logits(in_transformers(saved)), expected)
+    again = load(source, *conversions, adapter_checkpoint=saved / "adapter")
+    assert torch.equal(logits(again), expected)
 
 
 def test_adapters_that_do_not_fit_the_trained_modules_are_refused(tmp_path):

@@ -153,6 +153,11 @@ class LoRA(Conversion):
         if not self._targets():
             raise ConversionError("LoRA: no module is chosen, name at least one in attn_modules or target_modules.")
 
+    @property
+    def is_uniform(self) -> bool:
+        """Whether all adapters have the same rank and alpha, and nothing is trained beside them."""
+        return not (self.train_modules or self.rank_pattern or self.alpha_pattern)
+
     def _check_number_patterns(self) -> None:
         """Raise ``ConversionError`` unless the keys are regular expressions and the values ranks and alphas."""
         for name, numbers in (("rank_pattern", self.rank_pattern), ("alpha_pattern", self.alpha_pattern)):
