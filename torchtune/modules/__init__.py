@@ -15,6 +15,7 @@ from torchtune.modules.common_utils import (
 from torchtune.modules.cross_attention import TransformerCrossAttentionLayer
 from torchtune.modules.embedding_utils import resize_token_embeddings
 from torchtune.modules.feed_forward import FeedForward, swiglu
+from torchtune.modules.freeze import Freeze
 from torchtune.modules.kernels.attention import attention
 from torchtune.modules.kernels.conversions import FlashAttentionKernel, OptionalKernels
 from torchtune.modules.kv_cache import KVCache
@@ -32,6 +33,7 @@ __all__ = [
     "FeedForward",
     "FlashAttentionKernel",
     "Fp32LayerNorm",
+    "Freeze",
     "KVCache",
     "LatentAttention",
     "MultiHeadAttention",
