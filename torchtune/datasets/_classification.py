@@ -62,10 +62,10 @@ class ClassificationTask:
             return (float(value),)
         if self.problem_type == SINGLE_LABEL:
             if isinstance(value, list):
-                raise DataError(f"the label {value!r} is a list, but other rows have one class")
+                raise DataError(f"the label {value!r} is a list, but the rows have one class each")
             return (float(self._index(value)),)
         if not isinstance(value, list):
-            raise DataError(f"the label {value!r} is not a list of classes, as other rows have")
+            raise DataError(f"the label {value!r} is not a list, but the rows have lists of classes")
         indices = {self._index(item) for item in value}
         return tuple(float(index in indices) for index in range(len(self.class_names)))
 

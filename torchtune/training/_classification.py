@@ -167,16 +167,27 @@ def setup_classification(
     decoder = text_decoder(model)
     task = _task_of(labeled, decoder)
     _check_outputs(decoder, task)
-    targets: set[tuple[float, ...]] = set()
-    for dataset in [*labeled, *labeled_val]:
-        targets.update(dataset.targets_for(task))
-    table = sorted(targets)
-    for dataset in [*labeled, *labeled_val]:
-        dataset.set_targets(task, table)
-    classification_loss.set_targets(task.problem_type, torch.tensor(table, dtype=torch.float32))
+    number_targets(task, [*labeled, *labeled_val], classification_loss)
     decoder.description = replace(decoder.description, class_names=task.class_names, problem_type=task.problem_type)
     log_rank_zero(get_logger(), _describe(task, labeled))
     return ClassificationScores(classification_loss)
+
+
+def number_targets(
+    task: ClassificationTask, datasets: Sequence[ClassificationDataset], loss: ClassificationLoss
+) -> None:
+    """Give the datasets and the loss one table of the distinct targets of all rows.
+
+    Raises:
+        DataError: a row has a label that is not of the task; the message names the row.
+    """
+    targets: set[tuple[float, ...]] = set()
+    for dataset in datasets:
+        targets.update(dataset.targets_for(task))
+    table = sorted(targets)
+    for dataset in datasets:
+        dataset.set_targets(task, table)
+    loss.set_targets(task.problem_type, torch.tensor(table, dtype=torch.float32))
 
 
 def _task_of(labeled: Sequence[ClassificationDataset], decoder: nn.Module) -> ClassificationTask:
