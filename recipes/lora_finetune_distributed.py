@@ -196,6 +196,7 @@ class LoRAFinetuneRecipeDistributed:
 
         self.model = self.setup_model(cfg)
         self.loss_fn = setup_loss(config.instantiate(cfg.loss), self.model)
+        self.class_scores = training.setup_classification(self.model, self.loss_fn, self.loader, self.loader_val)
         if cfg.compile:
             training.compile_loss(self.loss_fn)
         self.offloading = training.get_act_offloading_ctx_manager(self.model, cfg.enable_activation_offloading)
@@ -365,13 +366,13 @@ class LoRAFinetuneRecipeDistributed:
 
     @torch.no_grad()
     def validate(self) -> dict[str, float]:
-        """Return means over the validation data: the loss, and the metrics that ``compute_loss`` logs."""
+        """Return means over the validation data: the loss, what ``compute_loss`` logs, and scores of classes."""
         self.model.eval()
-        with self.step_metrics.validation() as means:
+        with self.step_metrics.validation() as means, self.class_scores.recorded():
             for (batch,) in self.loader_val:
                 means.add({"loss": (self.compute_loss(batch), batch.num_terms)})
         self.model.train()
-        return means.over(self.dims)
+        return means.over(self.dims) | self.class_scores.over(self.dims)
 
     def training_state(self) -> dict[str, Any]:
         """Return the resume state, without the weights."""

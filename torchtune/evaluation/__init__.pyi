@@ -1,3 +1,5 @@
+from ._classification import ClassificationReport as ClassificationReport
+from ._classification import evaluate_classifier as evaluate_classifier
 from ._compare_models import Comparison as Comparison
 from ._compare_models import compare_layers as compare_layers
 from ._compare_models import compare_models as compare_models
