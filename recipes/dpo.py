@@ -330,7 +330,7 @@ class DPORecipe:
             for step in control.steps(self.loader, cfg.epochs, throughput):
                 # The mean is over all labels (pairs, …) of the step, so that its gradient does not depend on the split.
                 for batch in step.batches:
-                    loss = self.compute_loss(batch) / max(step.num_terms, 1)
+                    loss = self.compute_loss(batch) / (step.num_terms or 1)
                     self.step_metrics.add_loss(loss)
                     if cfg.optimizer_in_bwd:  # backward updates the weights, so all ranks must agree before it
                         metrics = control.synchronize(self.global_step + 1, self.step_metrics)

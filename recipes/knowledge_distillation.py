@@ -300,10 +300,10 @@ class KDRecipe:
         with self.teacher(batch) as teacher, self.offloading:
             hidden = self.model(**batch.model_inputs(), output="hidden")
             class_loss, count = self.loss_fn.sum_and_count(
-                hidden, batch.labels, self.model.output, index=batch.label_index
+                hidden, batch.labels, self.model.output, index=batch.label_index, weights=batch.label_weights
             )
             kd_loss, _ = self.kd_loss_fn.distill(
-                hidden, batch.labels, self.model.output, teacher, index=batch.label_index
+                hidden, batch.labels, self.model.output, teacher, index=batch.label_index, weights=batch.label_weights
             )
             self.step_metrics.log_mean({"class_loss": (class_loss, count), "kd_loss": (kd_loss, count)})
             return (1 - self.cfg.kd_ratio) * class_loss + self.cfg.kd_ratio * kd_loss
@@ -326,7 +326,7 @@ class KDRecipe:
             for step in control.steps(self.loader, cfg.epochs, throughput):
                 # The mean is over all labels (pairs, …) of the step, so that its gradient does not depend on the split.
                 for batch in step.batches:
-                    loss = self.compute_loss(batch) / max(step.num_terms, 1)
+                    loss = self.compute_loss(batch) / (step.num_terms or 1)
                     self.step_metrics.add_loss(loss)
                     if cfg.optimizer_in_bwd:  # backward updates the weights, so all ranks must agree before it
                         metrics = control.synchronize(self.global_step + 1, self.step_metrics)

@@ -288,12 +288,17 @@ class LoRAFinetuneRecipeDistributed:
         )
 
     def compute_loss(self, batch: Batch) -> torch.Tensor:
-        """Sum the loss over the labels of a batch; returns a scalar."""
+        """Sum the loss over the labels of a batch, times their weights; returns a scalar."""
         batch = batch.to(self.device, non_blocking=True)
         with self.offloading, self.step_metrics.by_source(batch) as row_losses:
             hidden = self.model(**batch.model_inputs(), output="hidden")
             total, _ = self.loss_fn.sum_and_count(
-                hidden, batch.labels, self.model.output, index=batch.label_index, row_losses=row_losses
+                hidden,
+                batch.labels,
+                self.model.output,
+                index=batch.label_index,
+                weights=batch.label_weights,
+                row_losses=row_losses,
             )
             return total
 
@@ -315,7 +320,7 @@ class LoRAFinetuneRecipeDistributed:
             for step in control.steps(self.loader, cfg.epochs, throughput):
                 # The mean is over all labels (pairs, …) of the step, so that its gradient does not depend on the split.
                 for batch in step.batches:
-                    loss = self.compute_loss(batch) / max(step.num_terms, 1)
+                    loss = self.compute_loss(batch) / (step.num_terms or 1)
                     self.step_metrics.add_loss(loss)
                     if cfg.optimizer_in_bwd:  # backward updates the weights, so all ranks must agree before it
                         metrics = control.synchronize(self.global_step + 1, self.step_metrics)

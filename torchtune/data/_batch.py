@@ -173,28 +173,23 @@ class Batch(MutableMapping[str, Any]):
 
     @property
     def label_weights(self) -> torch.Tensor | None:
-        """Weights of the labeled tokens in the loss, float32 ``[n]``, in the order of :meth:`find_labels`.
-
-        ``None`` if the batch has none, so that each is 1.
-        """
-        weights = self.per_token.get("label_weights")
-        if weights is None or self.labels is None:
-            return None
-        return weights.flatten().index_select(0, self.find_labels())
+        """Weights of the labels in the loss, float32 ``[b, s]``; ``None`` if the batch has none, so that each is 1."""
+        return self.per_token.get("label_weights")
 
     @property
     def num_terms(self) -> int | float:
         """Divisor of the sum of a loss over this batch: the number of labeled tokens, or the sum of their weights.
 
         Collation can set another number, :attr:`terms`. The terms are summed over the ranks of a context-parallel
-        group, so only its first rank counts :attr:`terms`.
+        group, so only its first rank counts :attr:`terms`. Call it before :meth:`to`, as :attr:`num_labels`.
         """
         if self.terms is not None:
             return self.terms if self.shard[0] == 0 else 0
         weights = self.label_weights
-        if weights is None:
+        if weights is None or self.labels is None:
             return self.num_labels
-        return weights.sum(dtype=torch.float64).item()
+        is_labeled = self.labels != CROSS_ENTROPY_IGNORE_IDX
+        return weights[is_labeled].sum(dtype=torch.float64).item()
 
     @property
     def num_documents(self) -> int:

@@ -175,7 +175,7 @@ class BatchLoader:
         """
         num_tokens = 0
         num_labels = 0
-        num_terms = 0
+        num_terms = 0.0  # not an integer where labels have weights, perhaps on other ranks only
         for batch in batches:
             batch_labels = int((batch["labels"] != CROSS_ENTROPY_IGNORE_IDX).sum())
             num_tokens += batch["tokens"].numel()

@@ -36,13 +36,13 @@ class Step(NamedTuple):
         batches: micro-batches of this rank.
         num_tokens: global count of tokens.
         num_labels: global count of labeled tokens.
-        num_terms: global divisor of the loss: labeled tokens unless a batch has ``terms``.
+        num_terms: global divisor of the loss: labeled tokens or the sum of their weights, unless a batch has ``terms``.
     """
 
     batches: list[Any]
     num_tokens: int
     num_labels: int
-    num_terms: int
+    num_terms: float
 
 
 class RunControl:
@@ -154,7 +154,7 @@ class RunControl:
             with self._throughput.loading_ahead():
                 next_counts = self._loader.peek_counts()
         # All ranks send equally many numbers, also those whose loader is at its end.
-        counts = [0, 0, 0] if next_counts is None else next_counts
+        counts = [0, 0, 0.0] if next_counts is None else next_counts
         # All ranks have the same norm. It is in the message so that the host does not wait for it a second time.
         norm_of_main = 0.0 if grad_norm is None or not self._dims.is_main else grad_norm
         flags = [norm_is_bad, step_metrics.has_new_names, *self._local_requests()]

@@ -501,9 +501,10 @@ class LinearCrossEntropyLoss(SFTLoss, nn.Module):
         projection: Projection,
         *,
         index: Tensor | None = None,
+        weights: Tensor | None = None,
         row_losses: list[Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Compute the loss summed over labeled tokens, and their number.
+        """Compute the weighted sum of the losses of labeled tokens, and the sum of their weights.
 
         Args:
             hidden: hidden states [b, s, d].
@@ -511,18 +512,25 @@ class LinearCrossEntropyLoss(SFTLoss, nn.Module):
             projection: [n, d] -> logits [n, v], the ``output`` of the model.
             index: int64 [m], positions of the labeled tokens in the flattened batch. Without them, the host waits for
                 the device to find their number.
+            weights: float32 [b, s], factors of the losses of single tokens; None: each is 1.
             row_losses: list to which the losses of the labeled tokens are appended, detached, chunk by chunk; with
                 ``mask_ignored_tokens=False`` those of all positions, 0 for ignored tokens.
 
         Returns:
             Sum (scalar, float32, or float64 for float64 inputs; 0 with zero gradients if there is no label) and count
-            (int64 scalar).
+            of labels (int64 scalar), or sum of their weights (float32 scalar).
         """
-        count = (labels != self.ignore_index).sum()
+        is_labeled = labels != self.ignore_index
+        count = is_labeled.sum() if weights is None else (weights * is_labeled).sum()
         hidden = hidden.flatten(0, -2)  # [b * s, d]
         target = labels.flatten()  # [b * s]
+        row_weights = None if weights is None else weights.flatten()  # [b * s]
         if self.mask_ignored_tokens:
+            if index is None:
+                index = label_index(target, self.ignore_index)
             hidden, target = self.mask_inputs(hidden, target, index)  # [m, d], [m]
+            if row_weights is not None:
+                row_weights = row_weights.index_select(0, index)  # [m]
             chunk_losses = self._losses
         else:
             chunk_losses = self._losses_with_ignored
@@ -532,7 +540,7 @@ class LinearCrossEntropyLoss(SFTLoss, nn.Module):
             values = chunk_losses(chunk, target[rows], logits)  # [n]
             if row_losses is not None:
                 row_losses.append(values.detach())
-            return values
+            return values if row_weights is None else values * row_weights[rows]
 
         trained = projection.weight if logits.is_plain and logits.parameters else None
         chunk_rows = choose_chunk_rows(len(target), self.num_output_chunks, trained)

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from torchtune.data import label_index
 from torchtune.modules import TiedLinear
 from torchtune.modules.conversion import apply_conversions
 from torchtune.modules.loss import CEWithChunkedOutputLoss, LinearCrossEntropyLoss, SFTLoss
@@ -247,3 +248,39 @@ def test_gradient_of_bfloat16_logits_is_scaled_in_float32():
     softmax = logits.float().softmax(-1)
     gradient = (softmax - F.one_hot(target, 7000)).bfloat16()
     assert torch.equal(leaf.grad, (gradient.float() * factors[:, None]).bfloat16())
+
+
+@pytest.mark.parametrize("is_masked", [True, False])
+@pytest.mark.parametrize("with_index", [True, False])
+def test_weighted_losses_and_gradients_are_those_of_the_formula(is_masked, with_index):
+    torch.manual_seed(0)
+    hidden = torch.randn(2, 700, 8, dtype=torch.float64, requires_grad=True)
+    projection = nn.Linear(8, 32, bias=False, dtype=torch.float64)
+    labels = torch.randint(0, 32, (2, 700))
+    labels[:, ::3] = -100
+    weights = torch.rand(2, 700, dtype=torch.float64) * 2
+    inputs = (hidden, projection.weight)
+    logits = projection(hidden).flatten(0, 1)
+    losses = nn.functional.cross_entropy(logits, labels.flatten(), reduction="none")
+    expected = (losses * weights.flatten()).sum()
+    expected_gradients = torch.autograd.grad(expected, inputs)
+
+    loss = LinearCrossEntropyLoss(num_output_chunks=4, mask_ignored_tokens=is_masked)
+    index = label_index(labels) if with_index else None
+    total, count = loss.sum_and_count(hidden, labels, projection, index=index, weights=weights)
+    torch.testing.assert_close(total, expected)
+    torch.testing.assert_close(count, weights[labels != -100].sum())
+    for gradient, expected_gradient in zip(torch.autograd.grad(total, inputs), expected_gradients, strict=True):
+        torch.testing.assert_close(gradient, expected_gradient)
+
+
+def test_weights_of_one_change_nothing():
+    torch.manual_seed(0)
+    hidden = torch.randn(1, 20, 8)
+    projection = nn.Linear(8, 32, bias=False)
+    labels = torch.randint(0, 32, (1, 20))
+    loss = LinearCrossEntropyLoss()
+    total, count = loss.sum_and_count(hidden, labels, projection)
+    weighted_total, weighted_count = loss.sum_and_count(hidden, labels, projection, weights=torch.ones(1, 20))
+    assert torch.equal(total, weighted_total)
+    assert count == weighted_count
