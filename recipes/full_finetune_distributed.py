@@ -293,6 +293,7 @@ class FullFinetuneRecipeDistributed:
         batch = batch.to(self.device, non_blocking=True)
         with self.offloading, self.step_metrics.by_source(batch) as row_losses:
             hidden = self.model(**batch.model_inputs(), output="hidden")
+            metrics: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
             total, _ = self.loss_fn.sum_and_count(
                 hidden,
                 batch.labels,
@@ -300,7 +301,9 @@ class FullFinetuneRecipeDistributed:
                 index=batch.label_index,
                 weights=batch.label_weights,
                 row_losses=row_losses,
+                metrics=metrics,
             )
+            self.step_metrics.log_mean(metrics)  # accuracy and entropy of the predictions
             return total
 
     def train(self) -> int:

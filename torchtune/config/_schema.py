@@ -110,7 +110,17 @@ OptimizerComponent = Annotated[
 ]
 SchedulerComponent = Annotated[
     Component,
-    RuntimeArgs("optimizer", keywords=("num_training_steps", "last_epoch"), rules={"num_warmup_steps": Range(min=0)}),
+    RuntimeArgs(
+        "optimizer",
+        keywords=("num_training_steps", "last_epoch"),
+        rules={
+            "num_warmup_steps": Range(min=0),
+            "warmup_ratio": Range(min=0, below=1),
+            "min_lr_ratio": Range(min=0, max=1),
+            "num_decay_steps": Range(min=0),
+            "decay_ratio": Range(min=0, max=1),
+        },
+    ),
 ]
 LossComponent = Annotated[Component, RuntimeArgs(rules={"num_output_chunks": Range(min=1)})]
 

@@ -209,5 +209,6 @@ def _shared_rows(cfg: SettingsView, tokenizer: Any, sample: int, longest: int | 
 
 def _try_schedule(cfg: SettingsView, steps: int) -> None:
     """Build the schedule, so that it can warn about the number of steps."""
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    full_rate = cfg.optimizer.get("lr", 0.1)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=full_rate)
     config.instantiate(cfg.lr_scheduler, optimizer, num_training_steps=steps, last_epoch=-1)

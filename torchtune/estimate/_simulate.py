@@ -157,8 +157,10 @@ def _replaced(settings: Any, cfg: SettingsView, folder: str, rows: int, length: 
     for key, value in _items(settings):
         if isinstance(value, Mapping) and key.endswith("checkpointer"):
             changes[key] = {"_component_": f"{_HERE}.StandInCheckpointer"}
-    if cfg.lr_scheduler is not None and "num_warmup_steps" in cfg.lr_scheduler:
-        changes["lr_scheduler"] = {**cfg.lr_scheduler, "num_warmup_steps": 0}
+    if cfg.lr_scheduler is not None:
+        # The simulated run is shorter than the phases of its schedule.
+        num_steps = {name: 0 for name in ("num_warmup_steps", "num_decay_steps") if name in cfg.lr_scheduler}
+        changes["lr_scheduler"] = {**cfg.lr_scheduler, **num_steps}
     if dataclasses.is_dataclass(settings):
         names = {setting.name for setting in dataclasses.fields(settings)}
         declared = {key: value for key, value in changes.items() if key in names}

@@ -104,8 +104,11 @@ from .activations import get_act_offloading_ctx_manager as get_act_offloading_ct
 from .activations import set_activation_checkpointing as set_activation_checkpointing
 from .lr_schedulers import get_constant_schedule_with_warmup as get_constant_schedule_with_warmup
 from .lr_schedulers import get_cosine_schedule_with_warmup as get_cosine_schedule_with_warmup
+from .lr_schedulers import get_inverse_sqrt_schedule as get_inverse_sqrt_schedule
 from .lr_schedulers import get_linear_schedule_with_warmup as get_linear_schedule_with_warmup
 from .lr_schedulers import get_lr as get_lr
+from .lr_schedulers import get_polynomial_decay_schedule_with_warmup as get_polynomial_decay_schedule_with_warmup
+from .lr_schedulers import get_wsd_schedule as get_wsd_schedule
 from .memory import VALID_BACKENDS_FOR_MEMORY_STATS as VALID_BACKENDS_FOR_MEMORY_STATS
 from .memory import cleanup_before_training as cleanup_before_training
 from .memory import get_memory_stats as get_memory_stats

@@ -2,10 +2,15 @@
 
 from torchtune.rlhf.loss._base import AnswerLoss, document_log_probs, setup_loss
 from torchtune.rlhf.loss.dpo import (
+    APODownLoss,
+    APOZeroLoss,
+    BCOPairLoss,
+    ChosenNLLLoss,
     CPOLoss,
     DPOLoss,
     HingeLoss,
     IPOLoss,
+    MixedPreferenceLoss,
     ORPOLoss,
     PreferenceLoss,
     RobustDPOLoss,
@@ -27,9 +32,13 @@ from torchtune.rlhf.loss.ppo import PPOLoss
 from torchtune.rlhf.loss.reward import RewardLoss, pooled_scores
 
 __all__ = [
+    "APODownLoss",
+    "APOZeroLoss",
     "AnswerLoss",
+    "BCOPairLoss",
     "CISPOLoss",
     "CPOLoss",
+    "ChosenNLLLoss",
     "DAPOLoss",
     "DPOLoss",
     "DrGRPOLoss",
@@ -38,6 +47,7 @@ __all__ = [
     "HingeLoss",
     "IPOLoss",
     "KTOLoss",
+    "MixedPreferenceLoss",
     "ORPOLoss",
     "OnPolicyDistillationLoss",
     "PPOLoss",
