@@ -1,5 +1,7 @@
 from . import multimodal as multimodal
 from ._bad_rows import num_left_out
+from ._embedding import EmbeddingDataset as EmbeddingDataset
+from ._embedding import embedding_dataset as embedding_dataset
 from ._file_formats import is_data_file
 from ._file_report import CHECKED_SETTINGS, SAMPLE, histogram, read_rows, report, scan, shared_rows
 from ._fingerprint import Fingerprint

@@ -13,6 +13,7 @@ from torchtune.rlhf.loss.dpo import (
     SigmoidNormLoss,
     SimPOLoss,
 )
+from torchtune.rlhf.loss.embedding import InfoNCELoss, pooled_embeddings
 from torchtune.rlhf.loss.grpo import (
     CISPOLoss,
     DAPOLoss,
@@ -37,6 +38,7 @@ __all__ = [
     "GSPOLoss",
     "HingeLoss",
     "IPOLoss",
+    "InfoNCELoss",
     "KTOLoss",
     "ORPOLoss",
     "OnPolicyDistillationLoss",
@@ -49,6 +51,7 @@ __all__ = [
     "SigmoidNormLoss",
     "SimPOLoss",
     "document_log_probs",
+    "pooled_embeddings",
     "pooled_scores",
     "setup_loss",
 ]
