@@ -1,5 +1,7 @@
 """Embedding models in the recipe dpo: the loss of all ranks' passages, and what it refuses."""
 
+import json
+
 import pytest
 import torch
 
@@ -79,6 +81,31 @@ def test_adapters_learn_to_retrieve_and_resume(tmp_path):
     assert whole.losses[8] < whole.losses[1]
     assert len(whole.figure("val_retrieval/mrr")) == 4
     resume(LORA, tmp_path, whole, 3, **settings)
+
+
+@pytest.mark.parametrize("pooling", ["last", "mean"])
+def test_checkpoint_has_the_files_of_sentence_transformers(pooling, tmp_path):
+    """In the layout of published models, for example sentence-transformers/all-MiniLM-L6-v2."""
+    dataset = {**DATASET, "query_instruction": "query: "}
+    loss = {**LOSS, "pooling": pooling}
+    run = start(FULL, tmp_path, **{**EMBEDDING, "dataset": dataset, "loss": loss}, max_steps_per_epoch=1)
+    folder = run.output_dir / "epoch_0"
+
+    def read(name):
+        return json.loads((folder / name).read_text())
+
+    assert read("modules.json") == [
+        {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"},
+        {"idx": 1, "name": "1", "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"},
+        {"idx": 2, "name": "2", "path": "2_Normalize", "type": "sentence_transformers.models.Normalize"},
+    ]
+    pooling_config = read("1_Pooling/config.json")
+    assert pooling_config["word_embedding_dimension"] == 32
+    modes = {name for name, value in pooling_config.items() if name.startswith("pooling_mode_") and value}
+    assert modes == {{"last": "pooling_mode_lasttoken", "mean": "pooling_mode_mean_tokens"}[pooling]}
+    assert (folder / "2_Normalize").is_dir()
+    assert read("sentence_bert_config.json") == {"max_seq_length": 128, "do_lower_case": False}
+    assert read("config_sentence_transformers.json")["prompts"] == {"query": "query: ", "document": ""}
 
 
 @pytest.mark.parametrize(

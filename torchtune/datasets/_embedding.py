@@ -6,12 +6,11 @@ from typing import Any
 import numpy as np
 
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, DataError, check_column_map, column, text_column
+from torchtune.datasets._row_formats import RETRIEVAL
 from torchtune.datasets._row_source import RowSource, Source
 from torchtune.datasets._token_store import TokenStore
 from torchtune.datasets._tokenized import Tokenize, TokenizedDataset, prepare_rows
 from torchtune.tokenizers import BaseTokenizer, check_tokenizer
-
-FORMAT = "queries with passages (embedding)"
 
 
 class RetrievalTransform:
@@ -148,7 +147,7 @@ class EmbeddingDataset(TokenizedDataset):
                 "add_eos": add_eos,
                 "limit": transform.limit,
             },
-            formats=(FORMAT,),
+            formats=(RETRIEVAL,),
         )
         super().__init__(row_source, rows, limit=transform.limit, are_only_tokens=True)
         self.instructions = {"query": query_instruction, "document": document_instruction}

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from torchtune.data import Batch, BatchLoader, DataError
+from torchtune.data import Batch, BatchLoader, DataError, ExampleDataset
 from torchtune.modules.loss import LossError, Projection, token_log_probs
 from torchtune.modules.moe.balance import Balance, balance_of
 from torchtune.training import ParallelDims
@@ -73,6 +73,16 @@ class AnswerLoss(nn.Module, ABC):
             Scores ``[n]``, float32 or wider. For a batch split over context-parallel ranks, this rank's partial sums.
         """
         return document_log_probs(hidden, batch, projection)
+
+    def json_files(self, model: nn.Module, dataset: ExampleDataset, tokenizer: Any) -> dict[str, Any]:
+        """Return the contents of JSON files that a checkpoint gets beside the model's, by path; by default none.
+
+        Args:
+            model: the trained model.
+            dataset: the training dataset.
+            tokenizer: tokenizer of the model.
+        """
+        return {}
 
     @abstractmethod
     def sum_and_metrics(

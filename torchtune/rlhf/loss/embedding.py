@@ -1,13 +1,13 @@
 """Contrastive loss of embedding models."""
 
 from collections.abc import Sequence
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from torchtune.data import Batch, BatchLoader, DataError
+from torchtune.data import Batch, BatchLoader, DataError, ExampleDataset
 from torchtune.modules.loss import LossError, Projection
 from torchtune.rlhf.loss._base import AnswerLoss, Metrics
 from torchtune.rlhf.loss.reward import last_hidden_states
@@ -107,6 +107,45 @@ class InfoNCELoss(AnswerLoss):
         See :meth:`AnswerLoss.score`; the projection to the vocabulary is not used.
         """
         return pooled_embeddings(hidden, batch, self.pooling)
+
+    def json_files(self, model: nn.Module, dataset: ExampleDataset, tokenizer: Any) -> dict[str, Any]:
+        """Return the files from which ``sentence-transformers`` loads the checkpoint, by path.
+
+        Its ``encode(texts, prompt_name="query")`` then adds the instruction of the dataset.
+        """
+        instructions = [part.instructions for part in dataset.row_datasets()]
+        prompts = {}
+        if all(texts == instructions[0] for texts in instructions):  # a mixture may have several
+            prompts = dict(instructions[0])
+        modules = []
+        for number, (name, path) in enumerate(
+            [("Transformer", ""), ("Pooling", "1_Pooling"), ("Normalize", "2_Normalize")]
+        ):
+            kind = f"sentence_transformers.models.{name}"
+            modules.append({"idx": number, "name": str(number), "path": path, "type": kind})
+        return {
+            "modules.json": modules,
+            "sentence_bert_config.json": {
+                "max_seq_length": getattr(tokenizer, "max_seq_len", None),
+                "do_lower_case": False,
+            },
+            "config_sentence_transformers.json": {
+                "prompts": prompts,
+                "default_prompt_name": None,
+                "similarity_fn_name": "cosine",
+            },
+            "1_Pooling/config.json": {
+                "word_embedding_dimension": model.tok_embeddings.weight.shape[1],
+                "pooling_mode_cls_token": False,
+                "pooling_mode_mean_tokens": self.pooling == "mean",
+                "pooling_mode_max_tokens": False,
+                "pooling_mode_mean_sqrt_len_tokens": False,
+                "pooling_mode_weightedmean_tokens": False,
+                "pooling_mode_lasttoken": self.pooling == "last",
+                "include_prompt": True,
+            },
+            "2_Normalize/config.json": {},
+        }
 
     def sum_and_metrics(
         self, batch: Batch, scores: Tensor, reference: Tensor | None = None, baseline: Tensor | None = None
