@@ -243,7 +243,7 @@ class DPORecipe:
         contents = checkpoints.checkpoint_contents(model, merge=not cfg.save_adapter_weights_only)
         self.checkpointer.check_contents(model, contents=contents, tokenizer=self.tokenizer)
         training.fit_vocabulary(model, self.tokenizer)
-        self.loss_fn = setup_loss(config.instantiate(cfg.loss), model)
+        self.loss_fn = setup_loss(config.instantiate(cfg.loss), model, self.dims)
         self.setup_reference(cfg, model)
         training.checkpoint_activations(model, cfg.enable_activation_checkpointing, cfg.ac_mode, cfg.ac_option)
         if cfg.compile:
@@ -410,6 +410,7 @@ class DPORecipe:
             tokenizer=self.tokenizer,
             async_save=async_save,
             optional=optional,
+            json_files=self.loss_fn.json_files(self.model, self.loader.dataset, self.tokenizer),
         )
 
     def cleanup(self) -> None:

@@ -114,7 +114,7 @@ def simulate(
 
 
 def check_simulated(settings: Any) -> str:
-    """Return the kind of rows that the loss trains on: "texts", "answers" or "pairs".
+    """Return the kind of rows that the loss trains on: "texts", "answers", "pairs" or "retrieval".
 
     Raises:
         SimulationError: a run with ``settings`` cannot be simulated.

@@ -248,6 +248,7 @@ def check_pairs(loader: BatchLoader | None, loss: AnswerLoss, name: str) -> None
         )
     collate = getattr(loader.collate_fn, "unsplit", loader.collate_fn)
     loss.check_batch(Batch.from_dict(collate([loader.dataset[0]])))
+    loss.check_loader(loader, name)
 
 
 def _not_needed_message(name: str, loss: AnswerLoss) -> str:

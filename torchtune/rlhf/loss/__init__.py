@@ -18,6 +18,7 @@ from torchtune.rlhf.loss.dpo import (
     SigmoidNormLoss,
     SimPOLoss,
 )
+from torchtune.rlhf.loss.embedding import InfoNCELoss, pooled_embeddings
 from torchtune.rlhf.loss.grpo import (
     CISPOLoss,
     DAPOLoss,
@@ -46,6 +47,7 @@ __all__ = [
     "GSPOLoss",
     "HingeLoss",
     "IPOLoss",
+    "InfoNCELoss",
     "KTOLoss",
     "MixedPreferenceLoss",
     "ORPOLoss",
@@ -59,6 +61,7 @@ __all__ = [
     "SigmoidNormLoss",
     "SimPOLoss",
     "document_log_probs",
+    "pooled_embeddings",
     "pooled_scores",
     "setup_loss",
 ]

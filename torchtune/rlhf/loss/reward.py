@@ -89,6 +89,26 @@ def pooled_scores(hidden: Tensor, batch: Batch, projection: Projection) -> Tenso
     Raises:
         DataError: the batch has no documents.
     """
+    last_hidden, is_local = last_hidden_states(hidden, batch)  # [n, d], [n]
+    scores = projection(last_hidden).squeeze(-1)  # [n]
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    # The second term keeps the graph connected on ranks without a last token.
+    return scores.masked_fill(~is_local, 0.0) + 0.0 * hidden.sum()
+
+
+def last_hidden_states(hidden: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Return the hidden state at the last token of every document, and whether this token is on this rank.
+
+    Args:
+        hidden: ``[b, s, d]``.
+        batch: batch with documents.
+
+    Returns:
+        Hidden states ``[n, d]``, of another token where the last one is not on this rank, and bool ``[n]``.
+
+    Raises:
+        DataError: the batch has no documents.
+    """
     if batch.documents is None:
         raise DataError(
             "collate_fn: a score is read at the end of a document, but the batch has none: use collate_preference."
@@ -99,8 +119,4 @@ def pooled_scores(hidden: Tensor, batch: Batch, projection: Projection) -> Tenso
     last_token = last_token - rank * num_tokens
     is_local = (last_token >= 0) & (last_token < num_tokens)
     # Indexed without a selection, whose size the host would wait for.
-    last_hidden = hidden.flatten(0, -2)[last_token.masked_fill(~is_local, 0)]  # [n, d]
-    scores = projection(last_hidden).squeeze(-1)  # [n]
-    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
-    # The second term keeps the graph connected on ranks without a last token.
-    return scores.masked_fill(~is_local, 0.0) + 0.0 * hidden.sum()
+    return hidden.flatten(0, -2)[last_token.masked_fill(~is_local, 0)], is_local
