@@ -151,7 +151,7 @@ def find_problems(settings: Any, processes: int = 1, *, thorough: bool = False) 
         attempt(_check_optimizer, cfg, device, model)
     if has("loss"):
         attempt(config.instantiate, cfg.loss)
-    if has("scores"):
+    if cfg.scores:
         attempt(lambda: evaluation.check_score_names(cfg.scores))
     if has("metric_logger"):
         attempt(_check_logger, cfg.metric_logger)
