@@ -8,6 +8,7 @@ import numpy as np
 from torch.utils.data import Dataset
 from tqdm import tqdm
 
+from torchtune.data._conversation import Conversation
 from torchtune.data._messages import Message
 
 
@@ -110,6 +111,18 @@ class ExampleDataset(Dataset):
 
     def conversations(self) -> Iterator[list[Message]] | None:
         """Return an iterator over the messages of each row of the source; None if rows are not conversations."""
+        return None
+
+    def first_conversations(self, count: int) -> list[tuple[int, Mapping[str, Any], Conversation]] | None:
+        """Return the conversations of the first rows with a right answer; None if rows are not conversations.
+
+        Args:
+            count: maximum number of rows.
+
+        Returns:
+            For each row its number in the source (from 0), its columns, and its conversation, which ends with the right
+            answer. Rows without a right answer, such as those with a bad one, are left out.
+        """
         return None
 
     def limit_rows(self, longest: int) -> None:

@@ -145,6 +145,7 @@ def _replaced(settings: Any, cfg: SettingsView, folder: str, rows: int, length: 
         "run_val_every_n_steps": None,
         "keep_best": None,
         "early_stopping_patience": None,
+        "scores": [],
         "profiler": None,
         "resume_from_checkpoint": False,
         "device": "cpu",

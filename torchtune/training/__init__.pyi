@@ -139,4 +139,4 @@ from .quantization import fake_quantization as fake_quantization
 from .quantization import get_quantizer_mode as get_quantizer_mode
 from .seed import RNGState as RNGState
 from .seed import set_seed as set_seed
-from .seed import share_rng_state
+from .seed import share_rng_state, undisturbed_random_state
