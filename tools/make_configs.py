@@ -131,13 +131,17 @@ def chosen(text: str, parts: Iterable[str]) -> str:
     return "".join(lines)
 
 
-def render(name: str, model: str, method: str, teacher: str | None = None, **changes: Any) -> str:
-    """The text of one config."""
-    values = values_of(model, method) | changes
+def render(
+    name: str, model: str, method: str, teacher: str | None = None, is_for_any_model: bool = False, **changes: Any
+) -> str:
+    """The text of one config; one for any model names ``model`` and ``teacher`` as examples."""
+    values = (dict(methods()[method]) if is_for_any_model else values_of(model, method)) | changes
     row, shared = models()["models"][model], common(model)
     parts = {*values.get("is", []), *row.get("is", [])} | ({"experts"} if size_and_kind(model)[1] else set())
     if values.get("adapter") == "qlora":
         parts.add("qlora")
+    if is_for_any_model:
+        parts.add("any")
     if "image_tokens" in parts and "tensor" in values:
         values |= {"tensor": 1}
     devices = "devices" in parts
@@ -149,8 +153,12 @@ def render(name: str, model: str, method: str, teacher: str | None = None, **cha
     }
     if teacher:
         values |= {f"teacher_{key}": value for key, value in common(teacher).items()}
-    tokenizer = models()["families"].get(shared["family"], {}).get("tokenizer", "hf")
-    filled = Template((SOURCES / "tokenizers" / f"{tokenizer}.yaml").read_text()).substitute(shared)
+        values["teacher_weights"] = "${teacher_model.checkpoint_dir}" if is_for_any_model else values["teacher_dir"]
+    shared["weights"] = "${model.checkpoint_dir}" if is_for_any_model else shared["dir"]
+    tokenizer = "hf" if is_for_any_model else models()["families"].get(shared["family"], {}).get("tokenizer", "hf")
+    filled = Template((SOURCES / "tokenizers" / f"{tokenizer}.yaml").read_text()).substitute(
+        shared | {"dir": shared["weights"]}
+    )
     text = chosen((SOURCES / f"{values['template']}.yaml").read_text(), parts)
     text = Template(text).substitute(shared | values, tokenizer=textwrap.indent(filled.rstrip(), "  "))
     return without_defaults(text, values["recipe"])
@@ -182,7 +190,9 @@ def configs() -> Iterator[tuple[str, str]]:
             name = f"{model}_{method}"
             yield name, render(name, model, method)
     for name, entry in models()["named"].items():
-        yield name, render(name, entry["model"], entry["method"], entry.get("teacher"), **entry.get("changes", {}))
+        changes = entry.get("changes", {})
+        is_for_any_model = entry.get("any", False)
+        yield name, render(name, entry["model"], entry["method"], entry.get("teacher"), is_for_any_model, **changes)
 
 
 def main() -> int:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torchtune
 from torchtune._cli._find_recipe import find_checkpoint, is_classifier
-from torchtune._cli.data import dataset_node
+from torchtune._cli._shorthands import dataset_node
 from torchtune._cli.subcommand import CHECKPOINT, Subcommand, add_placement, check_least, check_most
 from torchtune.utils import UserError, valid_json, write_json
 

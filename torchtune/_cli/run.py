@@ -8,9 +8,17 @@ from pathlib import Path
 
 from torchtune._cli._find_recipe import RecipeTarget, recipe_named_by, resolve_config, resolve_recipe
 from torchtune._cli._run_command import USAGE, Command, parse_command
+from torchtune._cli._shorthands import expand_shorthands
 from torchtune._cli._torchrun import count_processes, run, torchrun_arguments
 from torchtune._cli.subcommand import Subcommand
-from torchtune._recipe_registry import are_other_methods, current_name, find_recipe, get_all_recipes, recipe_of
+from torchtune._recipe_registry import (
+    are_other_methods,
+    current_name,
+    find_config,
+    find_recipe,
+    get_all_recipes,
+    recipe_of,
+)
 
 
 def run_here(recipe: RecipeTarget, config: Path, overrides: list[str]) -> None:
@@ -49,10 +57,13 @@ class Run(Subcommand):
           -h, --help         this text; after a recipe, all of its settings
           key=value          change a setting of the config; key.sub=value inside a section
           ~key               remove a setting
+          model=MODEL        of the configs any_*: a checkpoint's folder, a hub repository, or a GGUF file
+          data=DATA          a file or folder of rows, or a hub dataset; its format is found
         torchrun's options (see `torchrun --help`) precede the recipe and start one process per device.
 
         examples:
           $ tune run lora_finetune_single_device --config llama3_2/1B_lora_single_device epochs=2
+          $ tune run --config any_lora model=HuggingFaceTB/SmolLM2-135M-Instruct data=chats.jsonl
           $ tune run --config llama3_2/1B_lora_single_device optimizer.lr=2e-4 --dry-run
           $ tune run my_recipe.py --config my_config.yaml
           $ tune run lora_finetune_single_device --help
@@ -66,6 +77,9 @@ class Run(Subcommand):
             return
         if command.recipe is None and command.config is None:
             self._parser.error("the following arguments are required: recipe, --config")
+        if command.config is None and not find_recipe(command.recipe) and find_config(command.recipe):
+            command.config = command.recipe  # tune run CONFIG
+            command.recipe = None
         config = None if command.config is None else resolve_config(command.config, command.recipe)
         is_config = command.recipe is not None and command.recipe.endswith((".yaml", ".yml"))
         if config is None and is_config:
@@ -80,6 +94,7 @@ class Run(Subcommand):
             return
         if config is None:
             self._parser.error("The '--config' argument is required.")
+        command.overrides = expand_shorthands(config, command.overrides)
         if command.simulate or command.fit:
             from torchtune._cli.estimate import estimate
 

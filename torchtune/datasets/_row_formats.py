@@ -80,6 +80,25 @@ def format_of(row: Mapping[str, Any]) -> RowFormat:
     return row_format or ("unknown", "")
 
 
+def readings_of(row: Mapping[str, Any]) -> list[RowFormat]:
+    """Return each reading of a row as a conversation or, in a row without one, as a question with its answer.
+
+    A row with two columns of turns, or with two questions or answers, has several, and only its owner knows which one
+    is meant.
+    """
+    readings: list[RowFormat] = []
+    for column, style in conversations_of(row):
+        readings.append((KINDS[style], f"chat_dataset conversation_column={column} conversation_style={style}"))
+    if readings:
+        return readings
+    for question, answer in _QUESTION_COLUMNS:
+        if isinstance(row.get(question), str) and isinstance(row.get(answer), str):
+            readings.append(
+                ("instructions", f"instruct_dataset column_map.input={question} column_map.output={answer}")
+            )
+    return readings
+
+
 def _token_format(row: Mapping[str, Any]) -> RowFormat | None:
     ids = row.get("input_ids")
     if isinstance(ids, list) and ids and all(isinstance(token, int) for token in ids):
