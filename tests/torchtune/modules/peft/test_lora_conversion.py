@@ -230,7 +230,7 @@ def test_modules_are_trained_whole_beside_adapters():
     count = sum(model.get_parameter(name).numel() for name in whole)
     assert f"tok_embeddings, layers.1.mlp, norm trained whole ({count:,} parameters)" in str(report)
     with (
-        pytest.raises(ConversionError, match="'layers.1.mlp.w1.weight' is trained beside the adapter"),
+        pytest.raises(ConversionError, match=r"'layers\.1\.mlp\.w1\.weight' is trained beside the adapter"),
         disable_adapter(model),
     ):
         pass
