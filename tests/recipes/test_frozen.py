@@ -54,3 +54,12 @@ def test_two_processes_train_modules_beside_an_adapter_as_one(forker, tmp_path):
     )
     assert any("embed_tokens" in name for name in saved)
     torch.testing.assert_close(saved, expected, atol=1e-5, rtol=1e-4)
+
+
+def test_noise_on_embeddings_goes_on_after_a_resume(tmp_path):
+    noise = {"_component_": "torchtune.modules.NEFTune", "alpha": 5}
+    settings = {"model_converters": [noise], "save_every_n_steps": 4}
+    run = start(FULL, tmp_path, **settings)
+    without = start(FULL, tmp_path, max_steps_per_epoch=1)
+    assert run.losses[1] != without.losses[1]
+    resume(FULL, tmp_path, run, 4, **settings)

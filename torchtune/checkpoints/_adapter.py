@@ -163,8 +163,8 @@ def _check_ranks_and_alphas(weights: ModelWeights, settings: Mapping[str, Any], 
     """Raise ``CheckpointError`` if rank or alpha of an adapter, by the patterns of the file, is not the model's."""
     names = [name for name in weights.parameters if name in weights.owned and name in weights.adapter_groups]
     for group in dict.fromkeys(weights.adapter_groups[name] for name in names):
-        if group.tune[0].endswith(".magnitude"):
-            continue
+        if group.tune[0].endswith((".lora_b.weight", ".magnitude")):
+            continue  # A says the same
         rank, alpha = _numbers_in_file(group, settings)
         model_rank, model_alpha = _numbers_of_model(group, weights.peft_settings)
         for key, value, expected in (("r", rank, model_rank), ("lora_alpha", alpha, model_alpha)):
@@ -177,7 +177,7 @@ def _check_ranks_and_alphas(weights: ModelWeights, settings: Mapping[str, Any], 
 
 def _numbers_of_model(group: Group, settings: Mapping[str, Any]) -> tuple[int, float]:
     """Return rank and alpha of each of our adapters in a group, from the ``peft_config`` of the model."""
-    path = _adapted_path(group)
+    path = group.tune[0].partition(".lora_")[0]
     rank = settings.get("rank_pattern", {}).get(path, settings["r"])
     alpha = settings.get("alpha_pattern", {}).get(path, settings["lora_alpha"])
     return rank, alpha
@@ -201,11 +201,6 @@ def _by_pattern(patterns: Mapping[str, float] | None, path: str) -> float | None
         if re.match(rf"(.*\.)?({pattern})$", path):
             return value
     return None
-
-
-def _adapted_path(group: Group) -> str:
-    """Return the path of the first of our modules in a group of adapters."""
-    return group.tune[0].partition(".lora_")[0]
 
 
 def _projection(group: Group) -> tuple[str, int]:
@@ -830,12 +825,16 @@ def _rank_patterns(groups: Iterable[Group], settings: Mapping[str, Any]) -> dict
 
     These are layers with numbers of their own, and fused projections, which have the sums over their projections.
     """
+    default = settings.get("r"), settings.get("lora_alpha")
+    has_patterns = bool(settings.get("rank_pattern") or settings.get("alpha_pattern"))
     numbers: dict[str, dict[str, tuple[int, float]]] = {}  # last component of paths -> path -> rank and alpha
     for group in groups:
-        if group.tune[0].endswith(".magnitude"):
-            continue
+        if group.tune[0].endswith((".lora_b.weight", ".magnitude")):
+            continue  # A says the same
         path, count = _projection(group)
-        rank, alpha = _numbers_of_model(group, settings)
+        rank, alpha = default
+        if has_patterns:
+            rank, alpha = _numbers_of_model(group, settings)
         if count > 1:
             rank = count * rank
             alpha = count ** _scaling_power(settings) * alpha
@@ -847,7 +846,7 @@ def _rank_patterns(groups: Iterable[Group], settings: Mapping[str, Any]) -> dict
         if len(set(of_paths.values())) == 1:
             of_paths = {name: next(iter(of_paths.values()))}
         for path, (rank, alpha) in of_paths.items():
-            if (rank, alpha) != (settings["r"], settings["lora_alpha"]):
+            if (rank, alpha) != default:
                 ranks[path] = rank
                 alphas[path] = alpha
     return {"rank_pattern": ranks, "alpha_pattern": alphas} if ranks else {}
@@ -872,9 +871,7 @@ def _shortest_names(names: Collection[str], weight_map: WeightMap, description: 
     """Return the shortest unambiguous name per module: last component (``q_proj``), path in a layer, or full name."""
     if not names:
         return []
-    modules = _all_modules(weight_map, description).union(names)
-    for name in names:
-        modules.update(_parents(name))
+    modules = _all_modules(weight_map, description, names)
     ambiguous = set()  # suffixes of modules that are not adapted
     for name in modules.difference(names):
         components = name.split(".")
@@ -886,15 +883,16 @@ def _shortest_names(names: Collection[str], weight_map: WeightMap, description: 
     return sorted(shortest)
 
 
-def _all_modules(weight_map: WeightMap, description: Description) -> set[str]:
-    """Return the paths in ``transformers`` of all modules with weights, and of those that contain them."""
-    modules = set()
+def _all_modules(weight_map: WeightMap, description: Description, names: Iterable[str] = ()) -> set[str]:
+    """Return the paths in ``transformers`` of all modules with weights and those in ``names``, and of their parents."""
+    modules = set(names)
     for group in weight_map.prefixed(dict(weight_map.modules)).groups(description):
         for external in group.external:
             if external.endswith(".weight"):
                 modules.add(external.removesuffix(".weight"))
     for name in list(modules):  # peft looks at all modules, also those that contain others
-        modules.update(_parents(name))
+        components = name.split(".")
+        modules.update(".".join(components[:end]) for end in range(1, len(components)))
     return modules
 
 

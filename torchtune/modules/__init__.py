@@ -22,6 +22,7 @@ from torchtune.modules.kv_cache import KVCache
 from torchtune.modules.latent_attention import LatentAttention
 from torchtune.modules.low_precision import FrozenNF4Linear as FrozenNF4Linear
 from torchtune.modules.low_precision.layers import StoredLinear
+from torchtune.modules.neftune import NEFTune
 from torchtune.modules.output_projection import TiedLinear
 from torchtune.modules.position_embeddings import RotaryPositionalEmbeddings, apply_rope
 from torchtune.modules.rms_norm import Fp32LayerNorm, RMSNorm, rms_norm
@@ -37,6 +38,7 @@ __all__ = [
     "KVCache",
     "LatentAttention",
     "MultiHeadAttention",
+    "NEFTune",
     "OptionalKernels",
     "RMSNorm",
     "RotaryPositionalEmbeddings",

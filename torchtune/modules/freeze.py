@@ -35,7 +35,7 @@ class Freeze(Conversion):
         >>> from torchtune.modules.conversion import apply_conversions
         >>> (report,) = apply_conversions(model, [Freeze(train=["layers.1", "norm"])])
         >>> print(report)
-        Freeze: ... modules converted..., of ... parameters ... are trained
+        Freeze: 10 modules converted (...); of 28,704 parameters 9,312 are trained...
     """
 
     phase: ClassVar[Phase] = Phase.OBJECTIVE  # after all others, which may replace layers

@@ -222,6 +222,8 @@ class TransformerDecoder(nn.Module):
         self.head_dim = head_dim
         self.skip_output_layer = False
         self.num_output_chunks = 0
+        # Set by NEFTune: adds noise to embeddings [b, s, d] in training.
+        self.embedding_noise: Callable[[Tensor, Documents | None], Tensor] | None = None
         self._kernels_are_for: tuple[torch.device, torch.dtype] | None = None
         self.encoder_max_cache_seq_len: int | None = None
         self.decoder_max_cache_seq_len: int | None = None
@@ -357,6 +359,8 @@ class TransformerDecoder(nn.Module):
         if isinstance(encoder_input, Mapping) or (encoder_input is not None and not self.attends_to_encoder()):
             raise ValueError("encoder_input has images, but this model reads text only: it would not see them.")
         h = self.embed(tokens) if input_embeds is None else input_embeds
+        if self.embedding_noise is not None and self.training:
+            h = self.embedding_noise(h, documents)
         self._check(h, mask, documents, input_pos)
         if input_pos is None:
             # From the tokens, because with sequence parallelism h is a shard of the sequence.
