@@ -17,7 +17,7 @@ from typing import Any
 from torchtune._cli._find_recipe import find_checkpoint
 from torchtune._hub import find_folder
 from torchtune._recipe_registry import current_name, recipe_of
-from torchtune.utils import UserError, read_json
+from torchtune.utils import UserError, cache_root, read_json
 
 # Shorthand of a model -> section whose checkpoint it names.
 _MODELS = {"model": "model", "teacher": "teacher_model"}
@@ -169,11 +169,10 @@ def _checkpoint_folder(key: str, name: str) -> Path:
 def _folder_of_gguf(path: Path) -> Path:
     """Return the folder of a checkpoint with the contents of a GGUF file; an unchanged file is converted once."""
     from torchtune.checkpoints import gguf_to_hf
-    from torchtune.datasets import cache_path
 
     facts = path.stat()
     digest = hashlib.sha256(f"{path.resolve()} {facts.st_size} {facts.st_mtime_ns}".encode()).hexdigest()[:12]
-    folder = cache_path().parent / "gguf" / f"{path.stem}-{digest}"
+    folder = cache_root() / "gguf" / f"{path.stem}-{digest}"
     if not (folder / "config.json").is_file():
         _say("GGUF", f"{path}: its weights are written as bf16 to {folder}, once")
         folder.parent.mkdir(parents=True, exist_ok=True)

@@ -12,6 +12,7 @@ from pathlib import Path
 from torchtune._cli._find_recipe import families, find_configs, search_words, suggest_configs
 from torchtune._cli._shorthands import expand_shorthands
 from torchtune._cli.subcommand import Subcommand
+from torchtune._config_templates import configs_on_demand
 from torchtune._recipe_registry import find_config, find_recipe, get_all_recipes
 from torchtune.config import did_you_mean
 from torchtune.utils import UserError, atomic_write
@@ -68,7 +69,8 @@ class List(Subcommand):
 
     def _print_matches(self, words: list[str]) -> None:
         matches = find_configs(words)
-        if not matches:
+        on_demand = find_configs(words, on_demand=True)
+        if not matches and not on_demand:
             raise UserError(_explain_no_match(words))
         matches.sort(key=lambda pair: (not pair[0].family, pair[0].order))  # configs of no family are last
         for family, pairs in itertools.groupby(matches, key=lambda pair: pair[0].family):
@@ -81,6 +83,15 @@ class List(Subcommand):
             num_configs += len(recipe.configs)
             if recipe.former_names and recipe.name in matching_recipes:
                 print(f"{recipe.name}: also {', '.join(recipe.former_names)}")
+        methods_by_model: dict[str, list[str]] = {}
+        for config, _ in on_demand:
+            model, method = configs_on_demand()[config.name]
+            methods_by_model.setdefault(model, []).append(method)
+        if on_demand:
+            example = on_demand[0][0].name
+            print(f"MODEL_METHOD made on demand, as {example}: {len(on_demand):,} of {len(configs_on_demand()):,}")
+        for model, methods in methods_by_model.items():
+            print(f"{model}: {', '.join(methods)}")
         print(f"{len(matches)} of {num_configs} configs. To run one: tune run --config NAME")
 
 
@@ -103,7 +114,11 @@ def overview() -> list[str]:
             former_names += recipes[recipe_name].former_names
         if former_names:
             row("", f"also {', '.join(_merge_devices(former_names))}")
-    lines.append("FAMILIES and their configs; tune ls qwen3 8B lora lists some, tune ls --all lists everything")
+    num_files = sum(len(recipe.configs) for recipe in recipes.values())
+    lines.append(
+        f"FAMILIES: {num_files} configs, {len(configs_on_demand()):,} on demand; tune ls qwen3 8B lists some, tune ls "
+        "--all the files"
+    )
     counts = " ".join(f"{family}:{count}" for family, count in families().items())
     return lines + textwrap.wrap(counts, _WIDTH, initial_indent="  ", subsequent_indent="  ")
 
@@ -124,7 +139,7 @@ def _merge_devices(names: Iterable[str]) -> dict[str, list[str]]:
 def _explain_no_match(words: list[str]) -> str:
     """Return why no config was found: a word without any match, or words without a common match."""
     for word in words:
-        if not find_configs([word]):
+        if not find_configs([word]) and not find_configs([word], on_demand=True):
             hint = did_you_mean(word, search_words())
             hint = hint or "; `tune ls` shows the families, for example `tune ls qwen3 8B lora`."
             return f"no config matches '{word}'{hint}"
