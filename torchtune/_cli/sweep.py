@@ -336,6 +336,11 @@ class _Sweep:
                 f"--metric {name}: the trials do not validate: set dataset_val and run_val_every_n_steps, or choose "
                 "another metric."
             )
+        if metric.name.startswith("val_") and not isinstance(every, int):
+            raise SweepError(
+                f"run_val_every_n_steps is {every}: a sweep stops trials right after a validation: set it to a "
+                "number of steps, or choose another --metric."
+            )
         return metric
 
     def command_of(self, trial: Trial, *overrides: str) -> list[str]:

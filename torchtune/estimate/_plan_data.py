@@ -102,10 +102,10 @@ def measure_data(settings: Any, processes: int = 1, sample: int = SAMPLE) -> Dat
         steps = "unknown until the data are read"
     else:
         if validation is not None:
-            unused = explain_no_validation(cfg, plan.epochs * per_epoch)
+            unused = explain_no_validation(cfg, plan.count_steps(per_epoch))
             if unused is not None:
                 validation += f"; {unused}"
-        _try_schedule(cfg, plan.epochs * per_epoch)
+        _try_schedule(cfg, plan.count_steps(per_epoch))
         steps = plan.describe_steps(per_epoch)
         if train.text.startswith("about"):
             steps = f"about {steps}"

@@ -71,7 +71,11 @@ def simulate(
     length = row_length(cfg)[0] if length is None else length
     accumulated = min(micro_batches_per_step, micro_batches or micro_batches_per_step)
     rows = steps * plan.batch_size * accumulated * dims.data_size
-    changes: dict[str, Any] = {"gradient_accumulation_steps": accumulated, "max_steps_per_epoch": steps}
+    changes: dict[str, Any] = {
+        "gradient_accumulation_steps": accumulated,
+        "max_steps_per_epoch": steps,
+        "max_steps": None,
+    }
     if kept:
         changes["model_converters"] = []  # ``models`` are converted
         for (setting, stack_name), layers in kept.items():
