@@ -1,6 +1,7 @@
 """``tune eval``: evaluate one or two models on rows of a file, or on tasks of lm-eval, and print a table."""
 
 import argparse
+import dataclasses
 import math
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,7 @@ class Eval(Subcommand):
           $ tune eval /tmp/run/epoch_2 --data held_out.jsonl --perplexity
           $ tune eval /tmp/run/epoch_2 --tasks hellaswag,arc_easy --limit 100
           $ tune eval /tmp/classifier/epoch_2 --data held_out.jsonl
+          $ tune eval /tmp/run/epoch_2 --retrieval corpus.json --against /tmp/SmolLM2-135M-Instruct
     """
 
     def _add_arguments(self) -> None:
@@ -52,6 +54,13 @@ class Eval(Subcommand):
         add("--against", help="checkpoint to compare with")
         add("--adapter", help="folder of a LoRA adapter of the model")
         add("--tasks", metavar="NAME,NAME", help="tasks of lm-eval (extra eval); tune_facts needs no download")
+        add("--retrieval", type=Path, metavar="FILE", help="queries, corpus and relevant texts: ndcg, mrr and recall")
+        add(
+            "--pooling",
+            choices=("last", "mean"),
+            help="pooling of --retrieval (default: the checkpoint's, or last)",
+        )
+        add("--dimensions", type=int, help="leading dimensions of the embeddings of --retrieval (default: all)")
         add("--include-path", type=Path, help="folder of your own tasks, in lm-eval's YAML")
         add("--chat-template", action="store_true", help="apply the checkpoint's chat template to tasks")
         add("--prompt", metavar="COLUMN", help="column of the prompt or conversation (default: by its name)")
@@ -70,6 +79,7 @@ class Eval(Subcommand):
 
     def _run(self, args: argparse.Namespace) -> None:
         check_least(args, limit=1, max_new_tokens=1, max_sequences=1, temperature=0, seed=0)
+        check_least(args, dimensions=1)
         check_least(args, top_k=0, top_p=0, min_p=0)
         check_most(args, top_p=1, min_p=1)
         args.model = find_checkpoint(args.model)
@@ -82,11 +92,16 @@ class Eval(Subcommand):
         self._check_metrics(args)
         if args.tasks:
             eval_tasks(args)
-        if args.data or not args.tasks:
+        if args.retrieval:
+            eval_retrieval(args)
+        if args.data or not (args.tasks or args.retrieval):
             eval_rows(args)
 
     @staticmethod
     def _check_metrics(args: argparse.Namespace) -> None:
+        for name in ("pooling", "dimensions"):
+            if args.retrieval is None and getattr(args, name) is not None:
+                raise UserError(f"--{name} needs texts to embed: give them in --retrieval.")
         if args.data is None and (args.score or (args.perplexity and args.tasks)):
             raise UserError("--score and --perplexity need rows: give them in --data.")
         row_options = ["prompt", "answer", "system"]
@@ -264,11 +279,11 @@ def _format_table(evaluations: list[dict[str, Any]]) -> list[str]:
         if result["perplexity"]:
             cells.append(f"{result['perplexity'].value:.4g}")
         table.append(cells)
-    return _aligned(table)
+    return _align(table)
 
 
-def _aligned(table: list[list[str]]) -> list[str]:
-    """Return the lines of a table with columns of equal width."""
+def _align(table: list[list[str]]) -> list[str]:
+    """Return the rows of a table as lines, with cells padded to the width of their column."""
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     lines = []
     for cells in table:
@@ -330,7 +345,7 @@ def eval_classifier(args: argparse.Namespace) -> None:
         scores = [f"{report.scores.get(score, math.nan):.3f}" for score in reports[-1].scores]
         table.append([label, f"{report.rows:,}", f"{report.loss:.4f}", *scores])
         entries.append({"model": folder, "adapter": adapter, "loss": report.loss, "scores": report.scores})
-    print("\n".join(_aligned(table)))
+    print("\n".join(_align(table)))
     path = args.output / f"{name}.results.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, valid_json({"data": name, "rows": reports[-1].rows, "models": entries}))
@@ -392,3 +407,35 @@ def eval_tasks(args: argparse.Namespace) -> None:
         print(f"{folder} + {adapter}" if adapter else folder)
         print(f"{results.table}\nresults     {output / 'results.json'}")
         del model  # before the next one is loaded
+
+
+def eval_retrieval(args: argparse.Namespace) -> None:
+    """Rank a corpus for queries with the embeddings of each model, and print a table of the scores.
+
+    Raises:
+        UserError: see :func:`torchtune.evaluation.read_retrieval`.
+    """
+    data = torchtune.evaluation.read_retrieval(args.retrieval)
+    entries = []
+    for folder, adapter in args.models:
+        settings = torchtune.evaluation.EmbeddingSettings.of(adapter or folder)
+        if args.pooling:
+            settings = dataclasses.replace(settings, pooling=args.pooling)
+        model, tokenizer = torchtune.load(folder, adapter=adapter, dtype=args.dtype, device=args.device)
+        scores = torchtune.evaluation.evaluate_retrieval(
+            model, tokenizer, data, settings=settings, dimensions=args.dimensions, batch_size=args.max_sequences
+        )
+        label = f"{folder} + {adapter}" if adapter else folder
+        entries.append({"model": label, **dataclasses.asdict(settings), "scores": scores})
+        del model  # before the next one is loaded
+    header = ["", *entries[0]["scores"]]
+    table = [header]
+    for entry in entries:
+        table.append([entry["model"], *(f"{score:.3f}" for score in entry["scores"].values())])
+    print("\n".join(_align(table)))
+    print(f"{len(data.queries):,} queries, {len(data.corpus):,} texts")
+    args.output.mkdir(parents=True, exist_ok=True)
+    path = args.output / f"{args.retrieval.stem}.retrieval.json"
+    sizes = {"queries": len(data.queries), "corpus": len(data.corpus)}
+    write_json(path, {"data": str(args.retrieval), **sizes, "models": entries})
+    print(f"results     {path}")

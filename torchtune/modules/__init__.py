@@ -24,6 +24,7 @@ from torchtune.modules.low_precision import FrozenNF4Linear as FrozenNF4Linear
 from torchtune.modules.low_precision.layers import StoredLinear
 from torchtune.modules.neftune import NEFTune
 from torchtune.modules.output_projection import TiedLinear
+from torchtune.modules.pooling import Pooling, last_hidden_states, pooled_embeddings
 from torchtune.modules.position_embeddings import RotaryPositionalEmbeddings, apply_rope
 from torchtune.modules.rms_norm import Fp32LayerNorm, RMSNorm, rms_norm
 from torchtune.modules.scales import TanhGate
@@ -40,6 +41,7 @@ __all__ = [
     "MultiHeadAttention",
     "NEFTune",
     "OptionalKernels",
+    "Pooling",
     "RMSNorm",
     "RotaryPositionalEmbeddings",
     "StoredLinear",
@@ -55,8 +57,10 @@ __all__ = [
     "create_block_causal_mask",
     "delete_kv_caches",
     "disable_kv_cache",
+    "last_hidden_states",
     "local_kv_cache",
     "packed_block_causal_mask",
+    "pooled_embeddings",
     "resize_token_embeddings",
     "rms_norm",
     "swiglu",

@@ -45,7 +45,7 @@ from torchtune.rlhf._scored_rollouts import RolloutRecord, ScoredRollouts, score
 from torchtune.rlhf._shared_prompts import SharingError, can_share_prefixes, share_pairs
 from torchtune.rlhf._teacher import Teacher, cache_teacher, check_teacher, load_teacher, setup_kd_loss
 from torchtune.rlhf.environments import setup_environments
-from torchtune.rlhf.loss import document_log_probs, pooled_embeddings, pooled_scores
+from torchtune.rlhf.loss import document_log_probs, pooled_scores
 from torchtune.rlhf.loss.dpo import ChosenRejectedOutputs
 from torchtune.rlhf.reward_functions import RewardSum
 from torchtune.rlhf.rewards import (
@@ -121,7 +121,6 @@ __all__ = [
     "masked_sum",
     "masked_var",
     "numbered_prompts",
-    "pooled_embeddings",
     "pooled_scores",
     "ppo_advantages",
     "ppo_updates",

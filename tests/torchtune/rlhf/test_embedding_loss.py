@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from torchtune.data import DataError, collate_documents, collate_embedding
+from torchtune.modules import pooled_embeddings
 from torchtune.modules.loss import LossError
-from torchtune.rlhf import pooled_embeddings
 from torchtune.rlhf.loss import InfoNCELoss, setup_loss
 
 DOUBLE = torch.float64

@@ -18,7 +18,7 @@ from torchtune.rlhf.loss.dpo import (
     SigmoidNormLoss,
     SimPOLoss,
 )
-from torchtune.rlhf.loss.embedding import InfoNCELoss, pooled_embeddings
+from torchtune.rlhf.loss.embedding import InfoNCELoss
 from torchtune.rlhf.loss.grpo import (
     CISPOLoss,
     DAPOLoss,
@@ -61,7 +61,6 @@ __all__ = [
     "SigmoidNormLoss",
     "SimPOLoss",
     "document_log_probs",
-    "pooled_embeddings",
     "pooled_scores",
     "setup_loss",
 ]

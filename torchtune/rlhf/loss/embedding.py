@@ -1,18 +1,16 @@
 """Contrastive loss of embedding models."""
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from torchtune.data import Batch, BatchLoader, DataError, ExampleDataset
+from torchtune.modules import Pooling, pooled_embeddings
 from torchtune.modules.loss import LossError, Projection
 from torchtune.rlhf.loss._base import AnswerLoss, Metrics
-from torchtune.rlhf.loss.reward import last_hidden_states
-
-Pooling = Literal["last", "mean"]
 
 
 class InfoNCELoss(AnswerLoss):
@@ -200,39 +198,3 @@ class InfoNCELoss(AnswerLoss):
 def _cosines(queries: Tensor, passages: Tensor) -> Tensor:
     """Return cosine similarities ``[q, c]``."""
     return F.normalize(queries, dim=-1) @ F.normalize(passages, dim=-1).T
-
-
-def pooled_embeddings(hidden: Tensor, batch: Batch, pooling: Pooling) -> Tensor:
-    """Return the embedding of every document, not normalized.
-
-    Args:
-        hidden: hidden states from ``model(..., output="hidden")`` ``[b, s, d]``.
-        batch: batch with documents.
-        pooling: ``"last"``, the hidden state of the last token, or ``"mean"``, the mean over all tokens.
-
-    Returns:
-        ``[n, d]``, float32 or wider; for a batch split over context-parallel ranks, this rank's partial sums.
-
-    Raises:
-        DataError: the batch has no documents.
-
-    Example:
-        >>> batch = torchtune.data.collate_documents([{"tokens": [5, 6], "labels": [6, -100]}])
-        >>> torchtune.rlhf.pooled_embeddings(model(**batch.model_inputs(), output="hidden"), batch, "mean").shape
-        torch.Size([1, 32])
-    """
-    if pooling == "last":
-        last_hidden, is_local = last_hidden_states(hidden, batch)
-        embeddings = last_hidden.masked_fill(~is_local[:, None], 0.0)
-        # The second term keeps the graph connected on ranks without a last token.
-        embeddings = embeddings + 0.0 * hidden.sum()
-        return embeddings.to(torch.promote_types(hidden.dtype, torch.float32))
-    if batch.documents is None:
-        raise DataError("collate_fn: a mean is over a document, but the batch has none: use collate_embedding.")
-    # Sums of many tokens lose digits in half precision.
-    wide = hidden.flatten(0, -2).to(torch.promote_types(hidden.dtype, torch.float32))  # [b * s, d]
-    rank, size = batch.shard
-    document_ids = batch.documents.document_ids().to(hidden.device).chunk(size)[rank]  # [b * s]
-    sums = wide.new_zeros(len(batch.documents.lengths), wide.shape[1]).index_add(0, document_ids, wide)
-    lengths = torch.tensor(batch.documents.lengths, device=hidden.device)
-    return (sums / lengths[:, None])[: batch.num_documents]  # padding documents are the last
