@@ -560,7 +560,7 @@ def _read_adapter(
             external = name.removeprefix(PEFT_PREFIX)
             if _is_trained_whole(weights, external):
                 trained[external] = tensors.pop(name)
-        yield from spec.weight_map("hf").to_tune(trained.items(), description, partial=True)
+        yield from weights.module_map.to_tune(trained.items(), description, partial=True)
         adapter = {}
         for name, tensor in tensors.items():
             if name not in rows and not _is_base_weight(weights, name, tensor, file):
@@ -579,7 +579,7 @@ def _check_tying(weights: ModelWeights, tensors: Collection[str], settings: Mapp
     if settings.get("ensure_weight_tying"):
         return
     for copy, source in _tied_weights(weights).items():
-        original = weights.groups[source].external[0]
+        original = next(name for name, group in weights.module_groups.items() if source in group.tune)
         has_original = f"{PEFT_PREFIX}{original}" in tensors
         if source in weights.trained_whole and has_original != (f"{PEFT_PREFIX}{copy}" in tensors):
             alone = original if has_original else copy
@@ -590,17 +590,17 @@ def _check_tying(weights: ModelWeights, tensors: Collection[str], settings: Mapp
 
 
 def _tied_weights(weights: ModelWeights) -> dict[str, str]:
-    """Return Hugging Face's name of a weight that the model ties -> name of the weight that it is tied to."""
-    spec, description = weights.identity
-    return {tie.external: tie.source for tie in spec.weight_map("hf").tied if getattr(description, tie.when)}
+    """Return the name in ``transformers`` of a weight that the model ties -> name of the weight it is tied to."""
+    description = weights.identity[1]
+    return {tie.external: tie.source for tie in weights.module_map.tied if getattr(description, tie.when)}
 
 
 def _is_trained_whole(weights: ModelWeights, external: str) -> bool:
-    """Return whether a tensor with Hugging Face's name ``external`` holds weights that are trained whole."""
+    """Return whether a tensor with the name ``external`` in ``transformers`` holds weights that are trained whole."""
     source = _tied_weights(weights).get(external)
     if source is not None:
         return source in weights.trained_whole
-    group = weights.external_groups.get(external)
+    group = weights.module_groups.get(external)
     return group is not None and set(group.tune).issubset(weights.trained_whole)
 
 
@@ -656,13 +656,13 @@ def _is_base_weight(weights: ModelWeights, name: str, tensor: torch.Tensor, file
     Raises:
         CheckpointError: it is a base weight that differs from the model's.
     """
-    spec, description = weights.identity
+    description = weights.identity[1]
     external = name.removeprefix(PEFT_PREFIX).replace(".base_layer.", ".")
     tied = _tied_weights(weights)
     if external in tied:
         values = [(tied[external], tensor)]
-    elif external in weights.external_groups:
-        values = list(spec.weight_map("hf").to_tune([(external, tensor)], description, partial=True))
+    elif external in weights.module_groups:
+        values = list(weights.module_map.to_tune([(external, tensor)], description, partial=True))
     else:
         return False
     for weight_name, value in values:
@@ -739,10 +739,11 @@ def adapter_tensors(
     settings["trainable_token_indices"] = token_indices(view)
     settings["init_lora_weights"] = getattr(view.model, "adapter_init", None) or True
     if view.trained_whole:
-        trained = view.trained_groups(groups_by_weight(weight_map, description))
+        module_map = weight_map.prefixed(dict(weight_map.modules))
+        trained = view.trained_groups(groups_by_weight(module_map, description))
         external_names = [name for group in trained for name in group.external]
         tensors += [view.tensor_group(_named_by_peft(group), turn) for turn, group in enumerate(trained)]
-        for tie in weight_map.tied:
+        for tie in module_map.tied:
             if getattr(description, tie.when) and tie.source in view.trained_whole:
                 # peft unties a weight that it trains alone: both files' names have it, and tell peft to tie them.
                 tensors.append(view.renamed_parameter(tie.source, f"{PEFT_PREFIX}{tie.external}", 0))
@@ -1034,6 +1035,7 @@ def _modules_trained_whole(
     """
     saved = tuple(settings.get("modules_to_save") or ())
     weight_map = spec.weight_map("hf")
+    weight_map = weight_map.prefixed(dict(weight_map.modules))  # with the names of modules
     groups = groups_by_external_name(weight_map, description)
     tied = {tie.external: tie.source for tie in weight_map.tied if getattr(description, tie.when)}
     modules = set()

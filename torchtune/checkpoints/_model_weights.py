@@ -166,21 +166,28 @@ class ModelWeights:
         return groups_by_weight(spec.weight_map("hf"), description)
 
     @cached_property
-    def external_groups(self) -> dict[str, Group]:
-        """Group of each base weight, by its Hugging Face name."""
-        spec, description = self.identity
-        return groups_by_external_name(spec.weight_map("hf"), description)
+    def module_map(self) -> WeightMap:
+        """Weight map with the names of modules in ``transformers``, which ``peft`` uses, instead of those in files."""
+        weight_map = self.identity[0].weight_map("hf")
+        return weight_map.prefixed(dict(weight_map.modules))
+
+    @cached_property
+    def module_groups(self) -> dict[str, Group]:
+        """Group of each base weight in :attr:`module_map`, by its name in ``transformers``."""
+        return groups_by_external_name(self.module_map, self.identity[1])
 
     def trained_groups(self, groups: Mapping[str, Group] | None = None) -> list[Group]:
         """Return the groups of the weights that are trained whole.
 
         Args:
-            groups: group of each base weight, by name; :attr:`groups` by default.
+            groups: group of each base weight, by name; those of :attr:`module_map` by default.
 
         Raises:
-            CheckpointError: a weight has no name in files, or is a part of one whose other parts are frozen.
+            CheckpointError: a weight has no name in files, or is a part of one, or of a module, whose other parts are
+                frozen.
         """
-        groups = self.groups if groups is None else groups
+        if groups is None:
+            groups = groups_by_weight(self.module_map, self.identity[1])
         trained = set(self.trained_whole)
         of_trained: dict[Group, None] = {}  # a set that keeps the order
         for name in self.trained_whole:
@@ -196,7 +203,24 @@ class ModelWeights:
                     "both or none."
                 )
             of_trained[groups[name]] = None
+        self._check_modules_are_whole(groups, of_trained)
         return list(of_trained)
+
+    def _check_modules_are_whole(self, groups: Mapping[str, Group], trained: Mapping[Group, None]) -> None:
+        """Raise ``CheckpointError`` if ``peft`` would save other weights with those that are trained."""
+        modules = set()
+        for group in trained:
+            modules.update(name.rpartition(".")[0] for name in group.external)
+        for group in dict.fromkeys(groups.values()):
+            if group in trained:
+                continue
+            for name in group.external:
+                module = next((module for module in modules if name.startswith(f"{module}.")), None)
+                if module is not None:
+                    raise CheckpointError(
+                        f"train_modules: peft saves '{module}' whole, with '{group.tune[0]}', which would stay frozen: "
+                        "name it, too, or leave out the rest of the module."
+                    )
 
     @cached_property
     def adapter_groups(self) -> dict[str, Group]:

@@ -199,6 +199,7 @@ _LORA_DOC = """
         lora_dropout: dropout probability of the adapters' input.
         use_dora: train the magnitude of the adapted weights separately (DoRA).
         quantize_base: quantize the frozen base weights to NF4.{tie}
+        train_modules: modules that are trained whole beside the adapters, as in ``torchtune.modules.peft.LoRA``.
     """
 _SIZES_DOC = "\n        (sizes of the model): as in :func:`{base}`."
 _TIE_DOC = "\n        tie_word_embeddings: whether the output projection shares its weight with the embeddings."
@@ -222,7 +223,10 @@ def lora_builder(base: Builder, name: str, module: str, noun: str, *, quantize_b
     if takes_sizes:
         parameters = _lora_parameters_with_sizes(base_parameters, adapter_parameters)
     else:
-        parameters = [*adapter_parameters.values(), *base_parameters.values()]
+        # At the end, because earlier releases do not have it.
+        train_modules = adapter_parameters.pop("train_modules")
+        parameters = [*adapter_parameters.values(), *base_parameters.values(), train_modules]
+        adapter_parameters["train_modules"] = train_modules
     signature = inspect.Signature(parameters, return_annotation=TransformerDecoder)
 
     def builder(*args: Any, **kwargs: Any) -> TransformerDecoder:
@@ -270,6 +274,7 @@ def add_lora(
     lora_dropout: float = 0.0,
     use_dora: bool = False,
     quantize_base: bool = False,
+    train_modules: list[str] | None = None,
 ) -> TransformerDecoder:
     """Add LoRA adapters to a model, with the arguments of the ``lora_*`` builders, and return it."""
     from torchtune.modules.peft import LoRA
@@ -282,6 +287,7 @@ def add_lora(
         apply_to_mlp=apply_lora_to_mlp,
         apply_to_output=apply_lora_to_output,
         use_dora=use_dora,
+        train_modules=train_modules,
     )
     return convert_to_lora(model, lora, quantize_base)
 

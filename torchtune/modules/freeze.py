@@ -94,7 +94,7 @@ class Freeze(Conversion):
         left = sum(parameter.numel() for parameter in trained.values() if parameter.requires_grad)
         note = f"of {count:,} parameters {left:,} are trained"
         tied = isinstance(getattr(model, "output", None), TiedLinear)
-        if tied and "tok_embeddings.weight" in frozen:
+        if tied and any(name.endswith("tok_embeddings.weight") for name in frozen):
             note += ", the output is tied to the embedding and frozen with it"
         return ConversionReport("Freeze", list(modules), note=note)
 

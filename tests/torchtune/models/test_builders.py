@@ -54,15 +54,22 @@ def test_signatures_have_the_arguments_of_earlier_releases():
     lora = "lora_attn_modules apply_lora_to_mlp apply_lora_to_output lora_rank lora_alpha lora_dropout "
     lora += "use_dora quantize_base"
     assert list(inspect.signature(llama3_8b).parameters) == []
-    assert list(inspect.signature(lora_llama3_8b).parameters) == lora.split()
+    assert list(inspect.signature(lora_llama3_8b).parameters) == [*lora.split(), "train_modules"]
     assert inspect.signature(lora_llama3_8b).parameters["lora_rank"].default == 8
     assert inspect.signature(qlora_llama3_8b).parameters["quantize_base"].default is True
     assert list(inspect.signature(llama3_2_1b).parameters) == ["tie_word_embeddings"]
-    assert list(inspect.signature(lora_llama3_2_1b).parameters) == [*lora.split(), "tie_word_embeddings"]
+    tied = list(inspect.signature(lora_llama3_2_1b).parameters)
+    assert tied == [*lora.split(), "tie_word_embeddings", "train_modules"]
     component = inspect.signature(lora_llama3).parameters
     assert component["vocab_size"].kind is inspect.Parameter.KEYWORD_ONLY
     assert component["lora_rank"].default is inspect.Parameter.empty
     assert component["rope_base"].default == 500_000
+
+
+def test_modules_are_trained_whole_beside_the_adapters_of_a_builder():
+    model = _on_meta(lora_llama3_2_1b, ["q_proj"], train_modules=["tok_embeddings"])
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert {name for name in trained if "lora_" not in name} == {"tok_embeddings.weight"}
 
 
 @pytest.mark.parametrize(

@@ -411,6 +411,31 @@ def test_adapters_are_those_of_peft(theirs, folder, images, tmp_path):
     torch.testing.assert_close(found, wanted, atol=2e-4, rtol=1e-3)
 
 
+def test_projector_and_embedding_are_trained_whole_beside_adapters_as_in_peft(theirs, folder, tmp_path):
+    lora = LoRA(rank=2, alpha=2, attn_modules=["q_proj"], train_modules=["encoder.projector", "tok_embeddings"])
+    model, _ = torchtune.load(folder, adapter=lora, device="cpu", images=True)
+    with torch.no_grad():
+        for name in lora.trained_weights(model):
+            model.get_parameter(name).mul_(1.1)
+    if getattr(
+        theirs.config.vision_config, "standardize", False
+    ):  # two tensors of the projector belong to the whole tower there
+        with pytest.raises(UserError, match=r"peft saves 'model\.vision_tower' whole"):
+            torchtune.save(model, tmp_path / "adapter")
+        return
+    saved = torchtune.save(model, tmp_path / "adapter")
+    reference = PeftModel.from_pretrained(copy.deepcopy(theirs), saved).eval()
+    tokens, sizes = fitting(model, FIRST)
+    with torch.no_grad():
+        wanted = logits_of_transformers(reference.base_model.model, model, tokens, sizes)
+        assert (wanted - logits_of_transformers(theirs, model, tokens, sizes)).abs().max() > 0.01
+        found = model(torch.tensor([tokens]), **images_of(model, sizes))
+    torch.testing.assert_close(found, wanted, atol=2e-4, rtol=1e-3)
+    again, _ = torchtune.load(folder, adapter=saved, device="cpu", images=True)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, again.get_parameter(name)), name
+
+
 def test_adapters_of_a_tied_output_are_refused(tmp_path):
     folder = write_image_checkpoint(image_text_model(gemma4_config()), tmp_path)
     with pytest.raises(UserError, match="output"):

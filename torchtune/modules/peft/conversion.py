@@ -52,6 +52,11 @@ def _matches(path: str, patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(name, pattern) for name, pattern in product(names, patterns))
 
 
+def _paths_with_parameters(model: nn.Module) -> list[str]:
+    """Return the paths of the modules inside ``model`` that have parameters, or contain such modules."""
+    return [path for path, module in model.named_modules() if path and next(module.parameters(), None) is not None]
+
+
 class LoRA(Conversion):
     """Conversion that freezes a model and adds LoRA adapters to its target modules.
 
@@ -246,7 +251,7 @@ class LoRA(Conversion):
 
     def _trained_modules(self, model: nn.Module) -> dict[str, list[str]]:
         """Pattern in ``train_modules`` -> paths of the modules with parameters that it matches."""
-        paths = [path for path, module in model.named_modules() if next(module.parameters(), None) is not None]
+        paths = _paths_with_parameters(model)
         description = getattr(model, "description", None)
         is_classifier = description is not None and description.is_classifier
         matching = {}
@@ -263,14 +268,13 @@ class LoRA(Conversion):
         output = getattr(model, "output", None)
         for pattern, paths in matching.items():
             if pattern == "output" and isinstance(output, TiedLinear):
-                if "tok_embeddings" not in trained:
+                if not any(path.endswith("tok_embeddings") for path in trained):
                     raise ConversionError(
                         "LoRA: train_modules has 'output', which is tied to the token embedding of this model: name "
                         "tok_embeddings, which trains both as one."
                     )
             elif not paths:
-                names = [path for path, module in model.named_modules() if next(module.parameters(), None) is not None]
-                nearest = ", ".join(nearest_module_names(pattern, names))
+                nearest = ", ".join(nearest_module_names(pattern, _paths_with_parameters(model)))
                 raise ConversionError(
                     f"LoRA: no module of the model matches '{pattern}' in train_modules, the nearest names are "
                     f"{nearest}."
@@ -415,7 +419,8 @@ class LoRA(Conversion):
         if trained:
             count = sum(model.get_parameter(name).numel() for name in trained)
             note += f"; {', '.join(self.train_modules)} trained whole ({count:,} parameters)"
-            if "tok_embeddings.weight" in trained and isinstance(getattr(model, "output", None), TiedLinear):
+            trains_embedding = any(name.endswith("tok_embeddings.weight") for name in trained)
+            if trains_embedding and isinstance(getattr(model, "output", None), TiedLinear):
                 note += ", the embedding as one with the output tied to it"
         note += "; everything else is frozen"
         if self.dropout and self._saved_dropout(model) != self.dropout:
