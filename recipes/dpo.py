@@ -10,6 +10,7 @@ step give the same losses. See docs/preferences.rst for the choice of the loss a
     tune run --nproc-per-node 8 dpo --config llama3_1/8B_full_dpo
 """
 
+import math
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -46,6 +47,8 @@ class Settings:
     epochs: PositiveInt = 1
     # Maximum number of optimizer steps per epoch; null: the whole epoch.
     max_steps_per_epoch: PositiveInt | None = None
+    # Number of optimizer steps of the run, whatever the epochs: data are repeated or cut; null: epochs.
+    max_steps: PositiveInt | None = None
     # Examples (or packs) per micro-batch.
     batch_size: PositiveInt = 2
     # Micro-batches per optimizer step.
@@ -96,8 +99,8 @@ class Settings:
     dataset_val: config.DatasetComponent | None = None
     # Examples per validation batch; null: batch_size.
     batch_size_val: PositiveInt | None = None
-    # Number of steps between two validations; null: no validation.
-    run_val_every_n_steps: PositiveInt | None = None
+    # Number of steps between two validations, a fraction of the run (0.25), or epoch; null: no validation.
+    run_val_every_n_steps: config.StepInterval | None = None
     # Save and keep the best checkpoint by this validation metric, such as val_loss (max:val_x if higher is better).
     keep_best: str | None = None
     # Number of validations without improvement (of keep_best, or val_loss) that end the run; null: no early stopping.
@@ -110,8 +113,8 @@ class Settings:
     # Maximum number of tokens of an answer that is scored.
     scores_max_new_tokens: PositiveInt = 128
 
-    # Number of steps between two checkpoints, with one more at the end; null: one per epoch.
-    save_every_n_steps: PositiveInt | None = None
+    # Number of steps between two checkpoints, with one more at the end, or a fraction of the run; null: one per epoch.
+    save_every_n_steps: config.StepInterval | None = None
     # Minutes between two additional checkpoints; null: none.
     save_every_n_minutes: Annotated[float | None, Range(above=0)] = None
     # Save checkpoints in the background, from a copy in host memory.
@@ -194,7 +197,7 @@ class DPORecipe:
         self.tokenizer = config.instantiate(cfg.tokenizer)
         self.loader = self.setup_loader(cfg.dataset, cfg.batch_size, training_data=True)
         self.loader_val = cfg.dataset_val and self.setup_loader(cfg.dataset_val, cfg.batch_size_val or cfg.batch_size)
-        self.total_steps = cfg.epochs * len(self.loader)
+        self.total_steps = cfg.max_steps or cfg.epochs * len(self.loader)
 
         self.model = self.setup_model(cfg)
         if cfg.compile:
@@ -259,7 +262,7 @@ class DPORecipe:
         contents = checkpoints.checkpoint_contents(model, merge=not cfg.save_adapter_weights_only)
         self.checkpointer.check_contents(model, contents=contents, tokenizer=self.tokenizer)
         training.fit_vocabulary(model, self.tokenizer)
-        self.loss_fn = setup_loss(config.instantiate(cfg.loss), model)
+        self.loss_fn = setup_loss(config.instantiate(cfg.loss), model, self.dims)
         self.setup_reference(cfg, model)
         training.checkpoint_activations(model, cfg.enable_activation_checkpointing, cfg.ac_mode, cfg.ac_option)
         if cfg.compile:
@@ -294,8 +297,9 @@ class DPORecipe:
         is_cached, is_fresh = cfg.reference_cache is not None, self.resume_point is None and ref_model is None
         if is_cached:
             loaders = [self.loader, self.loader_val]
+            epochs = math.ceil(self.total_steps / len(self.loader))
             self.loader, self.loader_val = rlhf.cache_reference(
-                loaders, self.loss_fn, model, ref_model, self.dims, folder=cfg.reference_cache, epochs=cfg.epochs
+                loaders, self.loss_fn, model, ref_model, self.dims, folder=cfg.reference_cache, epochs=epochs
             )
             ref_model = None
         self.reference = rlhf.Reference(
@@ -334,7 +338,13 @@ class DPORecipe:
         self.model.train()
         throughput = supervision.Throughput(model=self.model, dims=self.dims, device=self.device, step=self.global_step)
         control = supervision.RunControl(
-            self.dims, cfg.output_dir, cfg.save_every_n_steps, cfg.save_every_n_minutes, best=self.best
+            self.dims,
+            cfg.output_dir,
+            cfg.save_every_n_steps,
+            cfg.save_every_n_minutes,
+            best=self.best,
+            total_steps=self.total_steps,
+            validate_every=cfg.run_val_every_n_steps,
         )
         training.reset_memory_stats(self.device)
         with (
@@ -377,7 +387,7 @@ class DPORecipe:
                     self.metric_logger.log_dict(metrics, step=self.global_step)
                     progress.update_metrics(metrics)
                 progress.advance(self.global_step)
-                if cfg.run_val_every_n_steps and self.global_step % cfg.run_val_every_n_steps == 0:
+                if control.validation_due(self.global_step):
                     with throughput.paused("validation"):
                         metrics = self.validate()
                     self.metric_logger.log_dict(metrics, step=self.global_step)
@@ -426,6 +436,7 @@ class DPORecipe:
             tokenizer=self.tokenizer,
             async_save=async_save,
             optional=optional,
+            json_files=self.loss_fn.json_files(self.model, self.loader.dataset, self.tokenizer),
         )
 
     def cleanup(self) -> None:

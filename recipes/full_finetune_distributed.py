@@ -45,6 +45,8 @@ class Settings:
     epochs: PositiveInt = 1
     # Maximum number of optimizer steps per epoch; null: the whole epoch.
     max_steps_per_epoch: PositiveInt | None = None
+    # Number of optimizer steps of the run, whatever the epochs: data are repeated or cut; null: epochs.
+    max_steps: PositiveInt | None = None
     # Examples (or packs) per micro-batch.
     batch_size: PositiveInt = 2
     # Micro-batches per optimizer step.
@@ -92,8 +94,8 @@ class Settings:
     dataset_val: config.DatasetComponent | None = None
     # Examples per validation batch; null: batch_size.
     batch_size_val: PositiveInt | None = None
-    # Number of steps between two validations; null: no validation.
-    run_val_every_n_steps: PositiveInt | None = None
+    # Number of steps between two validations, a fraction of the run (0.25), or epoch; null: no validation.
+    run_val_every_n_steps: config.StepInterval | None = None
     # Save and keep the best checkpoint by this validation metric, such as val_loss (max:val_x if higher is better).
     keep_best: str | None = None
     # Number of validations without improvement (of keep_best, or val_loss) that end the run; null: no early stopping.
@@ -106,8 +108,8 @@ class Settings:
     # Maximum number of tokens of an answer that is scored.
     scores_max_new_tokens: PositiveInt = 128
 
-    # Number of steps between two checkpoints, with one more at the end; null: one per epoch.
-    save_every_n_steps: PositiveInt | None = None
+    # Number of steps between two checkpoints, with one more at the end, or a fraction of the run; null: one per epoch.
+    save_every_n_steps: config.StepInterval | None = None
     # Minutes between two additional checkpoints; null: none.
     save_every_n_minutes: Annotated[float | None, Range(above=0)] = None
     # Save checkpoints in the background, from a copy in host memory.
@@ -199,10 +201,11 @@ class FullFinetuneRecipeDistributed:
         self.tokenizer = config.instantiate(cfg.tokenizer)
         self.loader = self.setup_loader(cfg.dataset, cfg.batch_size, training_data=True)
         self.loader_val = cfg.dataset_val and self.setup_loader(cfg.dataset_val, cfg.batch_size_val or cfg.batch_size)
-        self.total_steps = cfg.epochs * len(self.loader)
+        self.total_steps = cfg.max_steps or cfg.epochs * len(self.loader)
 
         self.model = self.setup_model(cfg)
         self.loss_fn = setup_loss(config.instantiate(cfg.loss), self.model)
+        self.class_scores = training.setup_classification(self.model, self.loss_fn, self.loader, self.loader_val)
         if cfg.compile:
             training.compile_loss(self.loss_fn)
         self.offloading = training.get_act_offloading_ctx_manager(self.model, cfg.enable_activation_offloading)
@@ -304,10 +307,11 @@ class FullFinetuneRecipeDistributed:
         )
 
     def compute_loss(self, batch: Batch) -> torch.Tensor:
-        """Sum the loss over the labels of a batch, times their weights; returns a scalar."""
+        """Sum the loss over the labels of a batch; returns a scalar."""
         batch = batch.to(self.device, non_blocking=True)
         with self.offloading, self.step_metrics.by_source(batch) as row_losses:
             hidden = self.model(**batch.model_inputs(), output="hidden")
+            metrics: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
             total, _ = self.loss_fn.sum_and_count(
                 hidden,
                 batch.labels,
@@ -315,7 +319,9 @@ class FullFinetuneRecipeDistributed:
                 index=batch.label_index,
                 weights=batch.label_weights,
                 row_losses=row_losses,
+                metrics=metrics,
             )
+            self.step_metrics.log_mean(metrics)  # accuracy and entropy of the predictions
             return total
 
     def train(self) -> int:
@@ -324,7 +330,13 @@ class FullFinetuneRecipeDistributed:
         self.model.train()
         throughput = supervision.Throughput(model=self.model, dims=self.dims, device=self.device, step=self.global_step)
         control = supervision.RunControl(
-            self.dims, cfg.output_dir, cfg.save_every_n_steps, cfg.save_every_n_minutes, best=self.best
+            self.dims,
+            cfg.output_dir,
+            cfg.save_every_n_steps,
+            cfg.save_every_n_minutes,
+            best=self.best,
+            total_steps=self.total_steps,
+            validate_every=cfg.run_val_every_n_steps,
         )
         training.reset_memory_stats(self.device)
         with (
@@ -367,7 +379,7 @@ class FullFinetuneRecipeDistributed:
                     self.metric_logger.log_dict(metrics, step=self.global_step)
                     progress.update_metrics(metrics)
                 progress.advance(self.global_step)
-                if cfg.run_val_every_n_steps and self.global_step % cfg.run_val_every_n_steps == 0:
+                if control.validation_due(self.global_step):
                     with throughput.paused("validation"):
                         metrics = self.validate()
                     self.metric_logger.log_dict(metrics, step=self.global_step)
@@ -381,13 +393,13 @@ class FullFinetuneRecipeDistributed:
 
     @torch.no_grad()
     def validate(self) -> dict[str, float]:
-        """Return means over the validation data: the loss, the metrics that ``compute_loss`` logs, and scores."""
+        """Return the mean loss and other metrics of the validation data, and scores of classes and of answers."""
         self.model.eval()
-        with self.step_metrics.validation() as means:
+        with self.step_metrics.validation() as means, self.class_scores.recorded():
             for (batch,) in self.loader_val:
                 means.add({"loss": (self.compute_loss(batch), batch.num_terms)})
         self.model.train()
-        return means.over(self.dims) | self.scores.measure()
+        return means.over(self.dims) | self.class_scores.over(self.dims) | self.scores.measure()
 
     def training_state(self) -> dict[str, Any]:
         """Return the resume state, without the weights."""

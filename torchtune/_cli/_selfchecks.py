@@ -52,6 +52,7 @@ _SHORT = {
     "shuffle": False,
     "save_every_n_steps": None,
     "save_every_n_minutes": None,
+    "max_steps": None,
     "gradient_accumulation_steps": 1,
 }
 # Plain SGD reveals a gradient with a wrong scale; Adam divides by it.

@@ -186,7 +186,7 @@ _SETTINGS = {
     "model model_converters quantizer resize_token_embeddings dtype shuffle max_steps_per_epoch num_steps",
     OnResume.NEW: "model.checkpoint_dir "
     "tokenizer dataset dataset_val collate_fn batch_size batch_size_val "
-    "gradient_accumulation_steps epochs loss clip_grad_norm run_val_every_n_steps "
+    "gradient_accumulation_steps epochs max_steps loss clip_grad_norm run_val_every_n_steps "
     "ref_checkpointer ref_model reference_cache teacher_model teacher_checkpointer "
     "kd_loss kd_ratio teacher_cache image_cache "
     "policy_model.checkpoint_dir reward_and_value_model.checkpoint_dir "

@@ -1,6 +1,7 @@
 """The interface of datasets: a base class with defaults, and a wrapper that gives it to any object with examples."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -38,6 +39,7 @@ class ExampleDataset(Dataset):
         dropped: numbers of the rows of the source that are left out, because they cannot be trained on.
         num_truncated: number of rows that were cut to the tokenizer's ``max_seq_len``, or are as long.
         omitted: description of what the chat template leaves out of rows; empty if it writes everything.
+        instructions: texts before the queries (``query``) and the passages (``document``) of rows for embedding models.
     """
 
     is_packed: bool = False
@@ -51,6 +53,7 @@ class ExampleDataset(Dataset):
     dropped: Sequence[int] = ()
     num_truncated: int = 0
     omitted: str = ""
+    instructions: Mapping[str, str] = MappingProxyType({})
 
     @property
     def known_lengths(self) -> np.ndarray | None:

@@ -67,9 +67,19 @@ def fit_vocabulary(model: torch.nn.Module, tokenizer: Any, *, resize: bool = Fal
             f"tokenizer: it has {num_tokens} tokens but the checkpoint's embedding has {rows} rows: use the tokenizer "
             "of this checkpoint, or set resize_token_embeddings=True (single-device recipes) to train new rows."
         )
+    if embedding.weight.requires_grad != decoder.output.weight.requires_grad:
+        raise UserError(
+            "resize_token_embeddings: of embedding and output projection one is trained and the other frozen, so new "
+            "tokens would be learned by half: train both (train_modules: [tok_embeddings, output]), or neither."
+        )
     from torchtune.modules.embedding_utils import resize_token_embeddings
-    from torchtune.modules.peft import NewTokens
+    from torchtune.modules.peft import NewTokens, has_adapters
 
+    if not embedding.weight.requires_grad and not has_adapters(decoder):
+        raise UserError(
+            "resize_token_embeddings: the embedding is frozen, so new tokens would not be learned: train "
+            "tok_embeddings and output, too."
+        )
     size = max(num_tokens, rows)
     if embedding.weight.requires_grad:
         resize_token_embeddings(decoder, size, first_new)

@@ -17,7 +17,7 @@ Projection = Callable[[Tensor], Tensor]
 
 
 # Arguments of ``sum_and_count`` that a loss need not have.
-_OPTIONAL_ARGUMENTS = frozenset({"index", "weights", "row_losses"})
+_OPTIONAL_ARGUMENTS = frozenset({"index", "weights", "row_losses", "metrics"})
 
 
 class SFTLoss(ABC):
@@ -48,6 +48,7 @@ class SFTLoss(ABC):
         index: Tensor | None = None,
         weights: Tensor | None = None,
         row_losses: list[Tensor] | None = None,
+        metrics: dict[str, tuple[Tensor, Tensor]] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Compute the weighted sum of the losses of labeled tokens, and the sum of their weights.
 
@@ -61,6 +62,7 @@ class SFTLoss(ABC):
                 <torchtune.data.Batch.label_weights>`; None: each is 1.
             row_losses: a loss of single tokens appends the losses of the labeled tokens, or of all positions, to this
                 list: detached tensors that together are [n] or [b * s], for values that are logged.
+            metrics: dict to which a loss adds other values that are logged, by name: (sum, count), both scalars.
 
         Returns:
             Sum (scalar) and count of labels (int64 scalar), or sum of their weights (float32 scalar).
@@ -68,7 +70,7 @@ class SFTLoss(ABC):
         Raises:
             LossError: the labels have weights, and the loss only returns a mean.
         """
-        del index, row_losses  # the loss gets all positions, and returns their mean
+        del index, row_losses, metrics  # the loss gets all positions, and returns their mean
         refuse_weights(self, weights)
         ignore_index = getattr(self, "ignore_index", CROSS_ENTROPY_IGNORE_IDX)
         count = (labels != ignore_index).sum()
@@ -142,6 +144,7 @@ class TokenLoss(Protocol):
         index: Tensor | None = None,
         weights: Tensor | None = None,
         row_losses: list[Tensor] | None = None,
+        metrics: dict[str, tuple[Tensor, Tensor]] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """See :meth:`torchtune.modules.loss.SFTLoss.sum_and_count`."""
 
@@ -233,8 +236,10 @@ class LogitsLoss(_Adapter):
         index: Tensor | None = None,
         weights: Tensor | None = None,
         row_losses: list[Tensor] | None = None,
+        metrics: dict[str, tuple[Tensor, Tensor]] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """See :meth:`torchtune.modules.loss.SFTLoss.sum_and_count`."""
+        del metrics  # the loss gets the logits, and returns losses alone
         hidden = hidden.flatten(0, -2)  # [b * s, d]
         labels = labels.flatten()  # [b * s]
         if index is None:
@@ -269,18 +274,19 @@ class MeanLoss(_Adapter):
         index: Tensor | None = None,
         weights: Tensor | None = None,
         row_losses: list[Tensor] | None = None,
+        metrics: dict[str, tuple[Tensor, Tensor]] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """See :meth:`torchtune.modules.loss.SFTLoss.sum_and_count`."""
-        del index, row_losses  # the loss gets all positions, and returns their mean
+        del index, row_losses, metrics  # the loss gets all positions, and returns their mean
         return SFTLoss.sum_and_count(self.loss, hidden, labels, projection, weights=weights)
 
 
 class OlderLoss(_Adapter):
-    """An :class:`SFTLoss` whose ``sum_and_count`` was written without ``index``, ``weights`` or ``row_losses``.
+    """An :class:`SFTLoss` whose ``sum_and_count`` was written without some of its optional arguments.
 
     Args:
         loss: the loss.
-        arguments: which of the three the loss takes.
+        arguments: names of the optional arguments that the loss takes.
     """
 
     def __init__(self, loss: SFTLoss, arguments: set[str]) -> None:
@@ -296,6 +302,7 @@ class OlderLoss(_Adapter):
         index: Tensor | None = None,
         weights: Tensor | None = None,
         row_losses: list[Tensor] | None = None,
+        metrics: dict[str, tuple[Tensor, Tensor]] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """See :meth:`torchtune.modules.loss.SFTLoss.sum_and_count`."""
         options: dict[str, Any] = {}
@@ -307,6 +314,8 @@ class OlderLoss(_Adapter):
             refuse_weights(self.loss, weights)
         if "row_losses" in self.arguments:
             options["row_losses"] = row_losses
+        if "metrics" in self.arguments:
+            options["metrics"] = metrics
         return self.loss.sum_and_count(hidden, labels, projection, **options)
 
 
@@ -331,12 +340,20 @@ class BalancedLoss(_Adapter):
         index: Tensor | None = None,
         weights: Tensor | None = None,
         row_losses: list[Tensor] | None = None,
+        metrics: dict[str, tuple[Tensor, Tensor]] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """See :meth:`torchtune.modules.loss.SFTLoss.sum_and_count`."""
         total, count = self.loss.sum_and_count(
-            hidden, labels, projection, index=index, weights=weights, row_losses=row_losses
+            hidden, labels, projection, index=index, weights=weights, row_losses=row_losses, metrics=metrics
         )
         return self.balance.add_to(total, count), count
+
+
+def innermost_loss(loss: Any) -> Any:
+    """Return the loss of the config inside the adapters of :func:`setup_loss`."""
+    while isinstance(loss, _Adapter):
+        loss = loss.loss
+    return loss
 
 
 def _optional_arguments(loss: SFTLoss) -> set[str]:
