@@ -10,6 +10,7 @@ step give the same losses. See docs/preferences.rst for the choice of the loss a
     tune run --nproc-per-node 8 dpo --config llama3_1/8B_full_dpo
 """
 
+import math
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ from typing import Annotated, Any, Literal
 
 import torch
 
-from torchtune import checkpoints, config, datasets, estimate, reports, rlhf, supervision, training, utils
+from torchtune import checkpoints, config, datasets, estimate, evaluation, reports, rlhf, supervision, training, utils
 from torchtune.config import Component, PositiveInt, Range, RuntimeArgs
 from torchtune.data import Batch, BatchLoader
 from torchtune.modules.conversion import apply_conversions, run_post_optimizer_hooks, run_pre_optimizer_hooks
@@ -46,6 +47,8 @@ class Settings:
     epochs: PositiveInt = 1
     # Maximum number of optimizer steps per epoch; null: the whole epoch.
     max_steps_per_epoch: PositiveInt | None = None
+    # Number of optimizer steps of the run, whatever the epochs: data are repeated or cut; null: epochs.
+    max_steps: PositiveInt | None = None
     # Examples (or packs) per micro-batch.
     batch_size: PositiveInt = 2
     # Micro-batches per optimizer step.
@@ -96,15 +99,22 @@ class Settings:
     dataset_val: config.DatasetComponent | None = None
     # Examples per validation batch; null: batch_size.
     batch_size_val: PositiveInt | None = None
-    # Number of steps between two validations; null: no validation.
-    run_val_every_n_steps: PositiveInt | None = None
+    # Number of steps between two validations, a fraction of the run (0.25), or epoch; null: no validation.
+    run_val_every_n_steps: config.StepInterval | None = None
     # Save and keep the best checkpoint by this validation metric, such as val_loss (max:val_x if higher is better).
     keep_best: str | None = None
     # Number of validations without improvement (of keep_best, or val_loss) that end the run; null: no early stopping.
     early_stopping_patience: PositiveInt | None = None
+    # Scores of greedy answers in each validation, logged as val_<score>: exact, number, json, regex:PATTERN, math, or
+    # dotted paths of functions, as in tune eval.
+    scores: list[str] = field(default_factory=list)
+    # Number of rows of dataset_val, from the first on, that are answered for scores.
+    scores_rows: PositiveInt = 16
+    # Maximum number of tokens of an answer that is scored.
+    scores_max_new_tokens: PositiveInt = 128
 
-    # Number of steps between two checkpoints, with one more at the end; null: one per epoch.
-    save_every_n_steps: PositiveInt | None = None
+    # Number of steps between two checkpoints, with one more at the end, or a fraction of the run; null: one per epoch.
+    save_every_n_steps: config.StepInterval | None = None
     # Minutes between two additional checkpoints; null: none.
     save_every_n_minutes: Annotated[float | None, Range(above=0)] = None
     # Save checkpoints in the background, from a copy in host memory.
@@ -187,7 +197,7 @@ class DPORecipe:
         self.tokenizer = config.instantiate(cfg.tokenizer)
         self.loader = self.setup_loader(cfg.dataset, cfg.batch_size, training_data=True)
         self.loader_val = cfg.dataset_val and self.setup_loader(cfg.dataset_val, cfg.batch_size_val or cfg.batch_size)
-        self.total_steps = cfg.epochs * len(self.loader)
+        self.total_steps = cfg.max_steps or cfg.epochs * len(self.loader)
 
         self.model = self.setup_model(cfg)
         if cfg.compile:
@@ -214,6 +224,15 @@ class DPORecipe:
             self.scaler,
         )
         self.best = supervision.BestValidation(cfg.output_dir, cfg.keep_best, cfg.early_stopping_patience, self.dims)
+        self.scores = evaluation.ValidationScores(
+            cfg.scores,
+            self.loader_val,
+            self.model,
+            self.tokenizer,
+            self.dims,
+            rows=cfg.scores_rows,
+            max_new_tokens=cfg.scores_max_new_tokens,
+        )
         state = self.training_state()
         checkpoints.check_training_state(state)
         if self.resume_point is not None:
@@ -243,7 +262,7 @@ class DPORecipe:
         contents = checkpoints.checkpoint_contents(model, merge=not cfg.save_adapter_weights_only)
         self.checkpointer.check_contents(model, contents=contents, tokenizer=self.tokenizer)
         training.fit_vocabulary(model, self.tokenizer)
-        self.loss_fn = setup_loss(config.instantiate(cfg.loss), model)
+        self.loss_fn = setup_loss(config.instantiate(cfg.loss), model, self.dims)
         self.setup_reference(cfg, model)
         training.checkpoint_activations(model, cfg.enable_activation_checkpointing, cfg.ac_mode, cfg.ac_option)
         if cfg.compile:
@@ -278,8 +297,9 @@ class DPORecipe:
         is_cached, is_fresh = cfg.reference_cache is not None, self.resume_point is None and ref_model is None
         if is_cached:
             loaders = [self.loader, self.loader_val]
+            epochs = math.ceil(self.total_steps / len(self.loader))
             self.loader, self.loader_val = rlhf.cache_reference(
-                loaders, self.loss_fn, model, ref_model, self.dims, folder=cfg.reference_cache, epochs=cfg.epochs
+                loaders, self.loss_fn, model, ref_model, self.dims, folder=cfg.reference_cache, epochs=epochs
             )
             ref_model = None
         self.reference = rlhf.Reference(
@@ -318,7 +338,13 @@ class DPORecipe:
         self.model.train()
         throughput = supervision.Throughput(model=self.model, dims=self.dims, device=self.device, step=self.global_step)
         control = supervision.RunControl(
-            self.dims, cfg.output_dir, cfg.save_every_n_steps, cfg.save_every_n_minutes, best=self.best
+            self.dims,
+            cfg.output_dir,
+            cfg.save_every_n_steps,
+            cfg.save_every_n_minutes,
+            best=self.best,
+            total_steps=self.total_steps,
+            validate_every=cfg.run_val_every_n_steps,
         )
         training.reset_memory_stats(self.device)
         with (
@@ -330,7 +356,7 @@ class DPORecipe:
             for step in control.steps(self.loader, cfg.epochs, throughput):
                 # The mean is over all labels (pairs, …) of the step, so that its gradient does not depend on the split.
                 for batch in step.batches:
-                    loss = self.compute_loss(batch) / max(step.num_terms, 1)
+                    loss = self.compute_loss(batch) / (step.num_terms or 1)
                     self.step_metrics.add_loss(loss)
                     if cfg.optimizer_in_bwd:  # backward updates the weights, so all ranks must agree before it
                         metrics = control.synchronize(self.global_step + 1, self.step_metrics)
@@ -361,7 +387,7 @@ class DPORecipe:
                     self.metric_logger.log_dict(metrics, step=self.global_step)
                     progress.update_metrics(metrics)
                 progress.advance(self.global_step)
-                if cfg.run_val_every_n_steps and self.global_step % cfg.run_val_every_n_steps == 0:
+                if control.validation_due(self.global_step):
                     with throughput.paused("validation"):
                         metrics = self.validate()
                     self.metric_logger.log_dict(metrics, step=self.global_step)
@@ -375,13 +401,13 @@ class DPORecipe:
 
     @torch.no_grad()
     def validate(self) -> dict[str, float]:
-        """Return means over the validation data: the loss, and the metrics that ``compute_loss`` logs."""
+        """Return means over the validation data: the loss, the metrics that ``compute_loss`` logs, and scores."""
         self.model.eval()
         with self.step_metrics.validation() as means:
             for (batch,) in self.loader_val:
                 means.add({"loss": (self.compute_loss(batch), batch.num_terms)})
         self.model.train()
-        return means.over(self.dims)
+        return means.over(self.dims) | self.scores.measure()
 
     def training_state(self) -> dict[str, Any]:
         """Return the resume state, without the weights."""
@@ -410,6 +436,7 @@ class DPORecipe:
             tokenizer=self.tokenizer,
             async_save=async_save,
             optional=optional,
+            json_files=self.loss_fn.json_files(self.model, self.loader.dataset, self.tokenizer),
         )
 
     def cleanup(self) -> None:

@@ -46,6 +46,8 @@ class Settings:
     epochs: PositiveInt = 1
     # Maximum number of optimizer steps per epoch; null: the whole epoch.
     max_steps_per_epoch: PositiveInt | None = None
+    # Number of optimizer steps of the run, whatever the epochs: data are repeated or cut; null: epochs.
+    max_steps: PositiveInt | None = None
     # Examples (or packs) per micro-batch.
     batch_size: PositiveInt = 2
     # Micro-batches per optimizer step.
@@ -118,15 +120,15 @@ class Settings:
     dataset_val: config.DatasetComponent | None = None
     # Examples per validation batch; null: batch_size.
     batch_size_val: PositiveInt | None = None
-    # Number of steps between two validations; null: no validation.
-    run_val_every_n_steps: PositiveInt | None = None
+    # Number of steps between two validations, a fraction of the run (0.25), or epoch; null: no validation.
+    run_val_every_n_steps: config.StepInterval | None = None
     # Save and keep the best checkpoint by this validation metric, such as val_loss (max:val_x if higher is better).
     keep_best: str | None = None
     # Number of validations without improvement (of keep_best, or val_loss) that end the run; null: no early stopping.
     early_stopping_patience: PositiveInt | None = None
 
-    # Number of steps between two checkpoints, with one more at the end; null: one per epoch.
-    save_every_n_steps: PositiveInt | None = None
+    # Number of steps between two checkpoints, with one more at the end, or a fraction of the run; null: one per epoch.
+    save_every_n_steps: config.StepInterval | None = None
     # Minutes between two additional checkpoints; null: none.
     save_every_n_minutes: Annotated[float | None, Range(above=0)] = None
     # Save checkpoints in the background, from a copy in host memory.
@@ -210,7 +212,7 @@ class GRPORecipe:
         self.tokenizer = config.instantiate(cfg.tokenizer)
         self.loader = self.setup_loader(cfg.dataset, cfg.batch_size, training_data=True)
         self.loader_val = cfg.dataset_val and self.setup_loader(cfg.dataset_val, cfg.batch_size_val or cfg.batch_size)
-        self.total_steps = cfg.epochs * len(self.loader)
+        self.total_steps = cfg.max_steps or cfg.epochs * len(self.loader)
 
         self.model = self.setup_model(cfg)
         if cfg.compile:
@@ -364,7 +366,13 @@ class GRPORecipe:
         self.model.train()
         throughput = supervision.Throughput(model=self.model, dims=self.dims, device=self.device, step=self.global_step)
         control = supervision.RunControl(
-            self.dims, cfg.output_dir, cfg.save_every_n_steps, cfg.save_every_n_minutes, best=self.best
+            self.dims,
+            cfg.output_dir,
+            cfg.save_every_n_steps,
+            cfg.save_every_n_minutes,
+            best=self.best,
+            total_steps=self.total_steps,
+            validate_every=cfg.run_val_every_n_steps,
         )
         training.reset_memory_stats(self.device)
         with (
@@ -405,7 +413,7 @@ class GRPORecipe:
                     self.metric_logger.log_dict(metrics, step=self.global_step)
                     progress.update_metrics(metrics)
                 progress.advance(self.global_step)
-                if cfg.run_val_every_n_steps and self.global_step % cfg.run_val_every_n_steps == 0:
+                if control.validation_due(self.global_step):
                     with throughput.paused("validation"):
                         metrics = self.validate()
                     self.metric_logger.log_dict(metrics, step=self.global_step)

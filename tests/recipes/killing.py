@@ -85,7 +85,8 @@ class Forker:
     def start_torchrun(self, options: list[str], recipe: str, config: Path, output: Path, **environment: str) -> int:
         """Start ``tune run`` with options of torchrun, whose workers are processes of their own; return its pid."""
         argv = ["run", *options, recipe, "--config", str(config)]
-        environment["PYTHONPATH"] = str(RECIPES.parent)
+        paths = [str(RECIPES.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+        environment["PYTHONPATH"] = os.pathsep.join(paths)
         (pid,) = self.start_script(Path(tune.__file__), argv, output, 1, **environment)
         return pid
 

@@ -196,3 +196,32 @@ def test_validation_leaves_training_alone(name, tmp_path):
 def test_max_steps_per_epoch(name, tmp_path):
     run = start(name, tmp_path, epochs=2, max_steps_per_epoch=3)
     assert list(run.losses) == [1, 2, 3, 4, 5, 6]
+
+
+def test_max_steps_ends_the_run_whatever_its_epochs(name, tmp_path):
+    """Epochs of three steps: the second one is cut. The schedule ends with the run, and a resumed run with it."""
+    settings = {
+        "epochs": 1,
+        "batch_size": 8,
+        "max_steps": 5,
+        "save_every_n_steps": 0.4,
+        "checkpointer__keep_last_n_checkpoints": 9,
+        "dataset_val": "${dataset}",
+        "run_val_every_n_steps": "epoch",
+    }
+    run = start(name, tmp_path, **settings)
+    expected = [0.01 / 3, 0.02 / 3, *(0.005 * (1 + math.cos(math.pi * step / 3)) for step in range(3))]
+    assert run.lrs == pytest.approx(dict(enumerate(expected, start=1)), abs=1e-9)
+    assert [record["step"] for record in run.records if "val_loss" in record] == [3, 5]
+    saved = sorted(path.parent.name for path in run.output_dir.glob("*/.complete"))
+    assert saved == ["step_2", "step_4", "step_5"]
+    resume(name, tmp_path, run, 4, **settings)
+
+
+def test_accuracy_and_entropy_of_predictions_are_logged(name, tmp_path):
+    """Of steps and validations; an untrained model is as unsure as it can be."""
+    settings = {"dataset_val": "${dataset}", "run_val_every_n_steps": 2, "max_steps": 2, "batch_size": 4}
+    first, _, validation = start(name, tmp_path, **settings).records
+    for record, prefix in ((first, ""), (validation, "val_")):
+        assert 0 <= record[f"{prefix}token_accuracy"] < 0.5
+        assert 0 < record[f"{prefix}entropy"] <= math.log(512)

@@ -120,6 +120,10 @@ def causal(folder):
     return AutoModelForCausalLM.from_pretrained(folder / "checkpoint", dtype=torch.float32)
 
 
+# Steps of one pair: TRL's mean of the likelihood term is over the tokens of a batch, ours over its pairs.
+ONE_PAIR = {"batch_size": 1, "max_steps_per_epoch": STEPS}
+
+
 @pytest.mark.parametrize(
     ("kind", "component", "settings"),
     [
@@ -128,22 +132,53 @@ def causal(folder):
         ("hinge", "HingeLoss", {"beta": 0.3}),
         ("robust", "RobustDPOLoss", {"beta": 0.3, "label_smoothing": 0.2}),
         ("sigmoid_norm", "SigmoidNormLoss", {"beta": 1.0}),
+        ("apo_zero", "APOZeroLoss", {"beta": 0.3}),
+        ("apo_down", "APODownLoss", {"beta": 0.3}),
+        ("bco_pair", "BCOPairLoss", {"beta": 0.3}),
     ],
 )
 def test_pairs_with_a_reference(kind, component, settings, tmp_path):
-    mine = run(tmp_path, {"_component_": component, **settings})
+    compare_pairs(tmp_path, run(tmp_path, {"_component_": component, **settings}), loss_type=[kind], **settings)
+
+
+MIXTURE = [
+    {"_component_": f"{LOSSES}.DPOLoss", "beta": 0.3},
+    {"_component_": f"{LOSSES}.BCOPairLoss", "beta": 0.3},
+    {"_component_": f"{LOSSES}.ChosenNLLLoss"},
+]
+
+
+@pytest.mark.parametrize(
+    ("loss", "kinds", "weights"),
+    [
+        (
+            {"_component_": "MixedPreferenceLoss", "losses": MIXTURE, "loss_weights": [0.8, 0.2, 1.0]},
+            ["sigmoid", "bco_pair", "sft"],
+            [0.8, 0.2, 1.0],
+        ),
+        ({"_component_": "DPOLoss", "beta": 0.3, "rpo_alpha": 0.5}, ["sigmoid", "sft"], [1.0, 0.5]),
+    ],
+    ids=["mpo", "rpo"],
+)
+def test_weighted_losses_of_pairs(loss, kinds, weights, tmp_path):
+    compare_pairs(tmp_path, run(tmp_path, loss, **ONE_PAIR), loss_type=kinds, loss_weights=weights, beta=0.3)
+
+
+def compare_pairs(tmp_path, mine, **settings):
+    """Compare a run with TRL's DPOTrainer on the same pairs."""
     data = mine.recipe.loader.dataset
     rows = []
     for index in range(len(data)):
         (prompt, chosen), (_, rejected) = parts(data[index], "chosen"), parts(data[index], "rejected")
         rows.append({"prompt_ids": prompt, "chosen_ids": chosen, "rejected_ids": rejected})
     model = causal(tmp_path)
-    config = trl.DPOConfig(**options(tmp_path, loss_type=[kind], max_length=None, **settings))
+    batch_size = mine.recipe.cfg.batch_size
+    config = trl.DPOConfig(
+        **options(tmp_path, max_length=None, **settings) | {"per_device_train_batch_size": batch_size}
+    )
     agree(mine, theirs(trl.DPOTrainer, config, model, tmp_path, rows, causal(tmp_path)), model)
 
 
-# Steps of one pair: TRL's mean of the likelihood term is over the tokens of a batch, ours over its pairs.
-ONE_PAIR = {"batch_size": 1, "max_steps_per_epoch": STEPS}
 # TRL's likelihood term of ORPO includes the prompt; here all tokens but the first belong to the answers.
 ALL_TOKENS = {**ONE_PAIR, "collate_fn": f"{__name__}.collate_all_labelled"}
 

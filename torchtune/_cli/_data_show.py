@@ -105,13 +105,19 @@ def show_dataset(
 
 @dataclass
 class _Counts:
-    """Statistics of rows: ``full`` have at least ``limit`` tokens, ``copies`` repeat the tokens of an earlier row."""
+    """Statistics of rows.
+
+    ``full`` rows have at least ``limit`` tokens, ``copies`` repeat the tokens of an earlier row, and ``weighted`` rows
+    have labels with other weights than 1, of which ``weights`` are the smallest and the largest.
+    """
 
     limit: int | None
     rows: int = 0
     labels: int = 0
     full: int = 0
     copies: int = 0
+    weighted: int = 0
+    weights: tuple[float, float] = (1.0, 1.0)
     lengths: list[int] = field(default_factory=list)
     hashes: dict[int, int] = field(default_factory=dict)
 
@@ -135,6 +141,11 @@ def _count_rows(dataset: Any, limit: int | None) -> _Counts:
                 counts.labels += int((labels != CROSS_ENTROPY_IGNORE_IDX).sum())
                 if limit is not None and len(tokens) >= limit:
                     counts.full += 1
+            weights = part.token_row(index).get("label_weights")
+            if weights is not None:
+                counts.weighted += 1
+                smallest, largest = counts.weights
+                counts.weights = (min(smallest, float(np.min(weights))), max(largest, float(np.max(weights))))
     return counts
 
 
@@ -151,6 +162,9 @@ def _describe_counts(dataset: Any, counts: _Counts, scale: float) -> Iterator[st
     share = 100 * counts.labels / max(num_tokens, 1)
     trained = f"{about}{round(counts.labels * scale):,} of them trained on ({share:.1f} %)"
     yield f"tokens      {about}{round(num_tokens * scale):,}, {trained}"
+    if counts.weighted:
+        smallest, largest = counts.weights
+        yield f"weights     {counts.weighted:,} rows have labels of other weights than 1 ({smallest:g} to {largest:g})"
     num_images = sum(part.num_images or 0 for part in dataset.row_datasets())
     if num_images:
         yield f"images      {about}{round(num_images * scale):,}"

@@ -40,6 +40,7 @@ _SHORT = {
     "run_val_every_n_steps": None,
     "keep_best": None,
     "early_stopping_patience": None,
+    "scores": [],
     "profiler": None,
     "compile": False,
     "enable_async_checkpointing": False,
@@ -51,6 +52,7 @@ _SHORT = {
     "shuffle": False,
     "save_every_n_steps": None,
     "save_every_n_minutes": None,
+    "max_steps": None,
     "gradient_accumulation_steps": 1,
 }
 # Plain SGD reveals a gradient with a wrong scale; Adam divides by it.

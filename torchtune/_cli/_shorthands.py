@@ -36,6 +36,8 @@ _DATASET_BUILDERS = {
     "column_map.rejected": ("preference_dataset",),
     "column_map.completion": ("kto_dataset",),
     "column_map.label": ("kto_dataset",),
+    "column_map.query": ("embedding_dataset",),
+    "column_map.positive": ("embedding_dataset",),
     "column_map.conversations": ("multimodal.multimodal_chat_dataset",),
     "column_map.input": ("instruct_dataset", "alpaca_dataset", "multimodal.vqa_dataset"),
     "column_map.output": ("instruct_dataset", "alpaca_dataset", "multimodal.vqa_dataset"),

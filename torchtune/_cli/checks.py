@@ -7,8 +7,8 @@ import tempfile
 from pathlib import Path
 
 from torchtune._cli._find_recipe import find_targets, recipe_named_by, resolve_config
+from torchtune._cli._run_command import parse_command, require_config
 from torchtune._cli._shorthands import expand_shorthands
-from torchtune._cli.run import parse_command, require_config
 from torchtune._cli.subcommand import Subcommand
 from torchtune._recipe_registry import recipe_of
 from torchtune.utils import UserError

@@ -183,6 +183,8 @@ class ImportedConfig:
         data["dataset"] = nodes if len(nodes) > 1 else nodes[0]
         if {"@beta1", "@beta2"} & self._settings.keys():
             data["optimizer"]["betas"] = [take("@beta1", 0.9), take("@beta2", 0.999)]
+        scheduler_arguments = take("@scheduler_arguments", {})
+        save_strategy = take("@save_strategy", "steps")
         take("@column", None)
         for key, value in self._settings.items():
             section, _, name = key.rpartition(".")
@@ -195,21 +197,58 @@ class ImportedConfig:
                 data.setdefault(section, {})[name] = value
             else:
                 data[name] = value
+        for name, value in scheduler_arguments.items():
+            argument = self._tables["values"]["scheduler_arguments"].get(name)
+            if argument is None:
+                self.left[f"lr_scheduler_kwargs.{name}"] = "no schedule has such an argument"
+            else:
+                data.setdefault("lr_scheduler", {})[argument] = value
+        if save_strategy == "epoch":
+            data["save_every_n_steps"] = "epoch"
+        elif save_strategy != "steps":
+            self.left["save_strategy"] = "a run saves by steps or epochs: set save_every_n_steps, or keep_best"
         return self._finish(data)
 
     def _finish(self, data: dict[str, Any]) -> dict[str, Any]:
         """Remove arguments that the selected components do not have."""
-        if data.get("max_steps_per_epoch"):
-            self.left["max_steps"] = "these are steps of one epoch: add epochs for more"
-            data["epochs"] = 1
+        if data.get("max_steps"):  # instead of the limit of the shipped config
+            data.pop("max_steps_per_epoch", None)
         if "project" in data["metric_logger"]:
             data["metric_logger"]["_component_"] = self._tables["values"]["logger"]["wandb"]
         for section in ("optimizer", "metric_logger"):
             parameters = inspect.signature(config.locate(data[section]["_component_"])).parameters
             arguments = {key: value for key, value in data[section].items() if key in parameters}
             data[section] = {"_component_": data[section]["_component_"], **arguments}
-        data.get("lr_scheduler", {}).setdefault("num_warmup_steps", 0)
+        self._finish_loss(data["loss"])
+        if "lr_scheduler" in data:
+            self._finish_scheduler(data["lr_scheduler"])
         return data
+
+    def _finish_loss(self, loss: dict[str, Any]) -> None:
+        """Remove arguments that the loss does not have, and smoothing where a reweighted loss has none."""
+        if loss.get("reweighting") is not None:
+            loss.pop("label_smoothing", None)
+        parameters = inspect.signature(config.locate(loss["_component_"])).parameters
+        for key in loss.keys() - parameters.keys() - {"_component_"}:
+            value = loss.pop(key)
+            if value:
+                self.left[f"loss.{key}"] = f"{loss['_component_']} has no such argument"
+
+    def _finish_scheduler(self, scheduler: dict[str, Any]) -> None:
+        """Convert a warmup to a number of steps or a part of the run, and list arguments that the schedule lacks."""
+        warmup = scheduler.setdefault("num_warmup_steps", 0)
+        if 0 < warmup < 1:  # a part of the run
+            scheduler["warmup_ratio"] = warmup
+            warmup = 0
+        scheduler["num_warmup_steps"] = int(warmup)
+        ratio = scheduler.get("warmup_ratio")
+        if ratio is not None and (warmup or not ratio):
+            del scheduler["warmup_ratio"]
+            self.covered["warmup_ratio"] = "warmup_steps comes first"
+        parameters = inspect.signature(config.locate(scheduler["_component_"])).parameters
+        for key in scheduler.keys() - parameters.keys() - {"_component_"}:
+            del scheduler[key]
+            self.left[f"lr_scheduler.{key}"] = f"{scheduler['_component_']} has no such argument"
 
     def _set_dataset(self, nodes: list[dict[str, Any]], name: str, value: Any) -> None:
         for node in nodes:
@@ -295,12 +334,14 @@ def _convert(value: Any, conversion: str) -> Any:
         return int(value)
     if conversion == "number":
         return float(value)
+    if conversion == "interval":  # a number of steps, or a fraction of the run
+        return float(value) if 0 < float(value) < 1 else _convert(value, "whole")
     if conversion == "positive":
         return value if value > 0 else None
     if not conversion:
         return value
     choices = read_tables()["values"][conversion]
-    is_list = conversion == "targets"
+    is_list = conversion in ("targets", "modules")
     if isinstance(value, list):
         values = value
     elif is_list and value is not True:  # names with commas between them

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from torchtune._cli._find_recipe import recipe_named_by, resolve_config, resolve_recipe
+from torchtune._cli._run_command import Command, parse_command, require_config
 from torchtune._cli._shorthands import expand_shorthands
-from torchtune._cli.run import Command, parse_command, require_config
 from torchtune._cli.subcommand import Subcommand
 from torchtune.utils import UserError, read_json, write_json
 
@@ -335,6 +335,11 @@ class _Sweep:
             raise SweepError(
                 f"--metric {name}: the trials do not validate: set dataset_val and run_val_every_n_steps, or choose "
                 "another metric."
+            )
+        if metric.name.startswith("val_") and not isinstance(every, int):
+            raise SweepError(
+                f"run_val_every_n_steps is {every}: a sweep stops trials right after a validation: set it to a "
+                "number of steps, or choose another --metric."
             )
         return metric
 

@@ -18,9 +18,10 @@ from torchtune.checkpoints import (
     base_of_adapter,
     has_adapter,
     has_conversion_files,
+    num_classes_of_adapter,
 )
 from torchtune.models import checkpoint_tokenizer, from_hf_config, stored_dtype
-from torchtune.modules import TransformerDecoder
+from torchtune.modules import TransformerDecoder, classifier_model
 from torchtune.modules.conversion import Conversion, apply_conversions
 from torchtune.tokenizers import HuggingFaceModelTokenizer
 from torchtune.utils import UserError
@@ -100,7 +101,7 @@ def load(
 
     torch_device = utils.get_device(None if device is None else str(device))
     with training.set_default_dtype(_choose_dtype(dtype, folder, torch_device)), torch.device("meta"):
-        model = from_hf_config(folder, images=images)
+        model = _build_model(folder, adapter_dir, images=images)
         if adapter_dir is not None and has_adapter(adapter_dir):
             conversions = [adapter_conversion(model, adapter_dir), *conversions]
         apply_conversions(model, conversions)
@@ -115,6 +116,16 @@ def load(
     training.fit_vocabulary(model, tokenizer)
     ORIGINS[model] = Origin(source, tokenizer)
     return model.eval(), tokenizer
+
+
+def _build_model(folder: Path, adapter_dir: Path | None, *, images: bool) -> TransformerDecoder:
+    """Build the model of a folder, with a classification head if an adapter of a language model brings one."""
+    num_classes = 0
+    if adapter_dir is not None and has_adapter(adapter_dir):
+        num_classes = num_classes_of_adapter(adapter_dir)
+    if num_classes == 0 or from_hf_config(folder).description.is_classifier:
+        return from_hf_config(folder, images=images)
+    return classifier_model(num_classes, "torchtune.models.from_hf_config", checkpoint_dir=folder)
 
 
 def adapted_copy(model: TransformerDecoder, path: str | Path) -> TransformerDecoder:

@@ -26,6 +26,7 @@ from ._schema import PositiveInt as PositiveInt
 from ._schema import Range as Range
 from ._schema import RuntimeArgs as RuntimeArgs
 from ._schema import SchedulerComponent as SchedulerComponent
+from ._schema import StepInterval as StepInterval
 from ._schema import describe_settings as describe_settings
 from ._schema import settings_of as settings_of
 from ._secrets import redact_secrets as redact_secrets

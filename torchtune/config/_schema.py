@@ -103,6 +103,8 @@ class RuntimeArgs:
 # Common types of settings. The recipes pass the tokenizer to a dataset, the parameters to an optimizer, and the
 # optimizer, the number of steps and the last epoch to a scheduler.
 PositiveInt = Annotated[int, Range(min=1)]
+# Steps between two events: their number, a fraction of the run, or the end of every epoch.
+StepInterval = PositiveInt | Annotated[float, Range(above=0, below=1)] | Literal["epoch"]
 CheckpointerComponent = Annotated[Component, RuntimeArgs(rules={"keep_last_n_checkpoints": Range(min=1)})]
 DatasetComponent = Annotated[Component | list[Component], RuntimeArgs("tokenizer")]
 OptimizerComponent = Annotated[
@@ -110,7 +112,17 @@ OptimizerComponent = Annotated[
 ]
 SchedulerComponent = Annotated[
     Component,
-    RuntimeArgs("optimizer", keywords=("num_training_steps", "last_epoch"), rules={"num_warmup_steps": Range(min=0)}),
+    RuntimeArgs(
+        "optimizer",
+        keywords=("num_training_steps", "last_epoch"),
+        rules={
+            "num_warmup_steps": Range(min=0),
+            "warmup_ratio": Range(min=0, below=1),
+            "min_lr_ratio": Range(min=0, max=1),
+            "num_decay_steps": Range(min=0),
+            "decay_ratio": Range(min=0, max=1),
+        },
+    ),
 ]
 LossComponent = Annotated[Component, RuntimeArgs(rules={"num_output_chunks": Range(min=1)})]
 

@@ -74,6 +74,8 @@ class Batch(MutableMapping[str, Any]):
     sources: tuple[str, ...] = ()
     # The labels that were moved to an accelerator, and the positions of those that count, computed on the host.
     _indexed: tuple[torch.Tensor, torch.Tensor] | None = field(default=None, init=False, repr=False)
+    # The tokens and labels that were moved to an accelerator, and the batch on the host that they come from.
+    _moved: "tuple[torch.Tensor, torch.Tensor, Batch] | None" = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.tokens, torch.Tensor):
@@ -173,28 +175,34 @@ class Batch(MutableMapping[str, Any]):
 
     @property
     def label_weights(self) -> torch.Tensor | None:
-        """Weights of the labeled tokens in the loss, float32 ``[n]``, in the order of :meth:`find_labels`.
+        """Weights of the labels in the loss, float32 ``[b, s]``; ``None`` if the batch has none, so that each is 1."""
+        return self.per_token.get("label_weights")
 
-        ``None`` if the batch has none, so that each is 1.
+    @property
+    def on_host(self) -> "Batch":
+        """The same batch on the host, as it was before :meth:`to`, where its values are read without a wait.
+
+        This is the batch itself on the CPU, and where its tokens or labels were replaced since.
         """
-        weights = self.per_token.get("label_weights")
-        if weights is None or self.labels is None:
-            return None
-        return weights.flatten().index_select(0, self.find_labels())
+        if self._moved is None:
+            return self
+        tokens, labels, batch = self._moved
+        return batch if tokens is self.tokens and labels is self.labels else self
 
     @property
     def num_terms(self) -> int | float:
         """Divisor of the sum of a loss over this batch: the number of labeled tokens, or the sum of their weights.
 
         Collation can set another number, :attr:`terms`. The terms are summed over the ranks of a context-parallel
-        group, so only its first rank counts :attr:`terms`.
+        group, so only its first rank counts :attr:`terms`. Call it before :meth:`to`, as :attr:`num_labels`.
         """
         if self.terms is not None:
             return self.terms if self.shard[0] == 0 else 0
         weights = self.label_weights
-        if weights is None:
+        if weights is None or self.labels is None:
             return self.num_labels
-        return weights.sum(dtype=torch.float64).item()
+        is_labeled = self.labels != CROSS_ENTROPY_IGNORE_IDX
+        return weights[is_labeled].sum(dtype=torch.float64).item()
 
     @property
     def num_documents(self) -> int:
@@ -224,6 +232,7 @@ class Batch(MutableMapping[str, Any]):
             if pins:
                 index = _pin(index)
             batch._indexed = (batch.labels, index.to(device, non_blocking=pins))
+            batch._moved = (batch.tokens, batch.labels, self)
         return batch
 
     def pin_memory(self) -> "Batch":

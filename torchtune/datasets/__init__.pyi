@@ -1,5 +1,18 @@
 from . import multimodal as multimodal
 from ._bad_rows import num_left_out
+from ._classification import (
+    MULTI_LABEL,
+    REGRESSION,
+    SINGLE_LABEL,
+    ClassificationTransform,
+    class_counts,
+    describe_names,
+)
+from ._classification import ClassificationDataset as ClassificationDataset
+from ._classification import ClassificationTask as ClassificationTask
+from ._classification import classification_dataset as classification_dataset
+from ._embedding import EmbeddingDataset as EmbeddingDataset
+from ._embedding import embedding_dataset as embedding_dataset
 from ._file_formats import is_data_file
 from ._file_report import CHECKED_SETTINGS, SAMPLE, histogram, read_rows, report, scan, shared_rows
 from ._fingerprint import Fingerprint

@@ -283,6 +283,7 @@ _CONTEXT = {"system", "system_prompt", "tools", "functions"}
 _READ = {
     "alpaca_dataset": {"instruction", "input", "output", "history", *_CONTEXT},
     "chat_dataset": _CONTEXT | _MEDIA,
+    "embedding_dataset": {"query", "positive", "negatives"},
     "instruct_dataset": _CONTEXT | _MEDIA,
     "kto_dataset": {"prompt", "completion", "label"} | _CONTEXT | _MEDIA,
     "multimodal.multimodal_chat_dataset": _CONTEXT,

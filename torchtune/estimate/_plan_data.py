@@ -102,10 +102,10 @@ def measure_data(settings: Any, processes: int = 1, sample: int = SAMPLE) -> Dat
         steps = "unknown until the data are read"
     else:
         if validation is not None:
-            unused = explain_no_validation(cfg, plan.epochs * per_epoch)
+            unused = explain_no_validation(cfg, plan.count_steps(per_epoch))
             if unused is not None:
                 validation += f"; {unused}"
-        _try_schedule(cfg, plan.epochs * per_epoch)
+        _try_schedule(cfg, plan.count_steps(per_epoch))
         steps = plan.describe_steps(per_epoch)
         if train.text.startswith("about"):
             steps = f"about {steps}"
@@ -209,5 +209,6 @@ def _shared_rows(cfg: SettingsView, tokenizer: Any, sample: int, longest: int | 
 
 def _try_schedule(cfg: SettingsView, steps: int) -> None:
     """Build the schedule, so that it can warn about the number of steps."""
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    full_rate = cfg.optimizer.get("lr", 0.1)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=full_rate)
     config.instantiate(cfg.lr_scheduler, optimizer, num_training_steps=steps, last_epoch=-1)

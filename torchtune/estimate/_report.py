@@ -159,6 +159,8 @@ def _time(estimate: Estimate, device: Accelerator) -> Rows:
 def _steps(estimate: Estimate) -> tuple[int, str]:
     """Return (steps of the run, the reason for that number)."""
     plan = StepPlan.of(estimate.settings)
+    if plan.max_steps is not None:
+        return plan.max_steps, "max_steps"
     if plan.max_steps_per_epoch is not None:
         return plan.epochs * plan.max_steps_per_epoch, f"epochs={plan.epochs} x max_steps_per_epoch"
     rows_per_step = plan.rows_per_step(estimate.dims.data_size)

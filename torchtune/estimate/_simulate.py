@@ -71,7 +71,11 @@ def simulate(
     length = row_length(cfg)[0] if length is None else length
     accumulated = min(micro_batches_per_step, micro_batches or micro_batches_per_step)
     rows = steps * plan.batch_size * accumulated * dims.data_size
-    changes: dict[str, Any] = {"gradient_accumulation_steps": accumulated, "max_steps_per_epoch": steps}
+    changes: dict[str, Any] = {
+        "gradient_accumulation_steps": accumulated,
+        "max_steps_per_epoch": steps,
+        "max_steps": None,
+    }
     if kept:
         changes["model_converters"] = []  # ``models`` are converted
         for (setting, stack_name), layers in kept.items():
@@ -114,7 +118,7 @@ def simulate(
 
 
 def check_simulated(settings: Any) -> str:
-    """Return the kind of rows that the loss trains on: "texts", "answers" or "pairs".
+    """Return the kind of rows that the loss trains on: "texts", "answers", "pairs" or "retrieval".
 
     Raises:
         SimulationError: a run with ``settings`` cannot be simulated.
@@ -145,6 +149,7 @@ def _replaced(settings: Any, cfg: SettingsView, folder: str, rows: int, length: 
         "run_val_every_n_steps": None,
         "keep_best": None,
         "early_stopping_patience": None,
+        "scores": [],
         "profiler": None,
         "resume_from_checkpoint": False,
         "device": "cpu",
@@ -157,8 +162,10 @@ def _replaced(settings: Any, cfg: SettingsView, folder: str, rows: int, length: 
     for key, value in _items(settings):
         if isinstance(value, Mapping) and key.endswith("checkpointer"):
             changes[key] = {"_component_": f"{_HERE}.StandInCheckpointer"}
-    if cfg.lr_scheduler is not None and "num_warmup_steps" in cfg.lr_scheduler:
-        changes["lr_scheduler"] = {**cfg.lr_scheduler, "num_warmup_steps": 0}
+    if cfg.lr_scheduler is not None:
+        # The simulated run is shorter than the phases of its schedule.
+        num_steps = {name: 0 for name in ("num_warmup_steps", "num_decay_steps") if name in cfg.lr_scheduler}
+        changes["lr_scheduler"] = {**cfg.lr_scheduler, **num_steps}
     if dataclasses.is_dataclass(settings):
         names = {setting.name for setting in dataclasses.fields(settings)}
         declared = {key: value for key, value in changes.items() if key in names}

@@ -27,6 +27,7 @@ from torchtune.supervision import (
     BestValidation,
     StepMetrics,
     StepPlan,
+    describe_interval,
     explain_no_validation,
     observe_together,
 )
@@ -230,7 +231,7 @@ class RunReport:
             optimizer += f", lr {cfg.optimizer.get('lr')}"
         if cfg.lr_scheduler is not None:
             optimizer += f", {_component_name(cfg.lr_scheduler)}"
-        every = "epoch" if cfg.save_every_n_steps is None else f"{cfg.save_every_n_steps} steps"
+        every = describe_interval(cfg.save_every_n_steps)
         return [
             ("model", f"{_component_name(cfg.model)}, {weights}"),
             ("parameters", f"{trained:,} of {total:,} are trained ({trained / max(total, 1):.2%})"),

@@ -364,8 +364,11 @@ def check_ppo_settings(settings: Any) -> Iterator[tuple[str, str]]:
         return
     if settings.num_steps < batch_size:
         yield "num_steps", f"counts answers, and one step has batch_size={batch_size}: raise it"
-    if settings.epochs > 1 or settings.max_steps_per_epoch is not None:
-        yield "num_steps", "says how long the run is, and so do epochs and max_steps_per_epoch: set it to null"
+    if settings.epochs > 1 or settings.max_steps_per_epoch is not None or settings.max_steps is not None:
+        yield (
+            "num_steps",
+            "says how long the run is, and so do epochs, max_steps and max_steps_per_epoch: set it to null",
+        )
 
 
 def steps_per_epoch(num_answers: int | None, num_prompts: int, batch_size: int) -> int | None:

@@ -21,6 +21,7 @@ from torchtune import config
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, Batch, BatchLoader, DataError
 from torchtune.modules.loss import LikeliestTokens, LossError, TeacherOutputs, TeacherStates
 from torchtune.rlhf._row_cache import CacheError, WithRowNumbers, create_folder, uncached_batches
+from torchtune.supervision import StepPlan
 from torchtune.training import ParallelDims, compile_loss, compile_model
 from torchtune.training.parallel import reshard
 from torchtune.utils import FolderLock, UserError, atomic_write, get_logger, log_rank_zero, sign_of_life, write_json
@@ -243,7 +244,7 @@ def cache_teacher(
         student: the trained model.
         kd_loss: loss with ``top_k``, the number of tokens to cache per position.
         dims: parallel dims; all ranks must call this function.
-        cfg: settings with ``teacher_model``, ``teacher_cache`` (the folder), ``dtype`` and ``epochs``.
+        cfg: settings with ``teacher_model``, ``teacher_cache`` (the folder), ``dtype``, ``epochs`` and ``max_steps``.
         source: source of the teacher's weights.
 
     Returns:
@@ -300,7 +301,14 @@ def cache_teacher(
             continue
         first_position, cache = caches[name]
         cached_loaders.append(
-            use_cache(loader, cache, likeliest, first_position=first_position, epochs=cfg.epochs, dims=dims)
+            use_cache(
+                loader,
+                cache,
+                likeliest,
+                first_position=first_position,
+                epochs=StepPlan.of(cfg).count_epochs(len(loader)),
+                dims=dims,
+            )
         )
     return cached_loaders, CachedTeacher(list(caches.values()), num_compared, kd_loss.temperature)
 

@@ -1,5 +1,6 @@
 """Sentences about the steps, the batches and the data of a run."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ class StepPlan:
         gradient_accumulation_steps: micro-batches per optimizer step.
         epochs: passes over the training data.
         max_steps_per_epoch: maximum number of optimizer steps per epoch; None for the whole epoch.
+        max_steps: number of optimizer steps of the run, whatever the epochs; None for all steps of the epochs.
 
     Example:
         >>> plan = torchtune.supervision.StepPlan(batch_size=4, gradient_accumulation_steps=2, epochs=3)
@@ -28,6 +30,7 @@ class StepPlan:
     gradient_accumulation_steps: int = 1
     epochs: int = 1
     max_steps_per_epoch: int | None = None
+    max_steps: int | None = None
 
     @classmethod
     def of(cls, settings: Any) -> "StepPlan":
@@ -39,20 +42,30 @@ class StepPlan:
         cfg = SettingsView.of(settings)
         batch_size = cfg.batch_size or 1
         accumulation = cfg.gradient_accumulation_steps or 1
-        max_steps = cfg.max_steps_per_epoch
+        max_steps_per_epoch = cfg.max_steps_per_epoch
         if cfg.reward_and_value_model is not None:
             # PPO's batch_size is the rows of a step, and its num_steps the answers of the run.
             if cfg.num_steps is not None:
-                max_steps = cfg.num_steps // batch_size
+                max_steps_per_epoch = cfg.num_steps // batch_size
             batch_size = max(batch_size // accumulation, 1)
-        return cls(batch_size, accumulation, cfg.epochs or 1, max_steps)
+        return cls(batch_size, accumulation, cfg.epochs or 1, max_steps_per_epoch, cfg.max_steps)
 
     def rows_per_step(self, data_size: int) -> int:
         """Return the global batch: the rows of an optimizer step on ``data_size`` data-parallel ranks."""
         return self.batch_size * self.gradient_accumulation_steps * data_size
 
+    def count_steps(self, per_epoch: int) -> int:
+        """Return the optimizer steps of the run."""
+        return self.max_steps or self.epochs * per_epoch
+
+    def count_epochs(self, per_epoch: int) -> int:
+        """Return the number of epochs that the run begins."""
+        return self.epochs if self.max_steps is None else math.ceil(self.max_steps / per_epoch)
+
     def describe_steps(self, per_epoch: int) -> str:
         """Return text such as ``"12 = 2 epochs of 6"``."""
+        if self.max_steps is not None:
+            return f"{self.max_steps:,} (max_steps), of {per_epoch:,} per epoch"
         epochs = "1 epoch" if self.epochs == 1 else f"{self.epochs} epochs"
         return f"{self.epochs * per_epoch:,} = {epochs} of {per_epoch:,}"
 
@@ -106,7 +119,9 @@ def explain_no_validation(settings: Any, steps: int) -> str | None:
     """
     cfg = SettingsView.of(settings)
     every = cfg.run_val_every_n_steps
-    if cfg.dataset_val is None or (every is not None and every <= steps):
+    if cfg.dataset_val is None:
+        return None
+    if every is not None and (not isinstance(every, int) or every <= steps):  # a fraction and epochs are always due
         return None
     if every is None:
         return "it is never measured: run_val_every_n_steps is not set"

@@ -6,7 +6,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -36,13 +36,13 @@ class Step(NamedTuple):
         batches: micro-batches of this rank.
         num_tokens: global count of tokens.
         num_labels: global count of labeled tokens.
-        num_terms: global divisor of the loss: labeled tokens unless a batch has ``terms``.
+        num_terms: global divisor of the loss: labeled tokens or the sum of their weights, unless a batch has ``terms``.
     """
 
     batches: list[Any]
     num_tokens: int
     num_labels: int
-    num_terms: int
+    num_terms: float
 
 
 class RunControl:
@@ -58,11 +58,14 @@ class RunControl:
     Args:
         dims: the device mesh.
         output_dir: folder of the run; a file ``SAVE`` in it requests a checkpoint and is then removed.
-        every_n_steps: interval of checkpoints; None saves after every epoch.
+        every_n_steps: interval of checkpoints: a number of steps, a fraction of ``total_steps``, or ``"epoch"``; None
+            saves after every epoch.
         every_n_minutes: maximum time since the last checkpoint, or None.
         clock: monotonic time in seconds.
         best: tracks the best validation; requests a checkpoint for each new best, and stops the run when the patience
             is exhausted.
+        total_steps: number of steps of the run, whatever the epochs; None for all steps of the epochs.
+        validate_every: interval of validations, as ``every_n_steps``; None for no validation.
 
     Attributes:
         finished: whether this is the last step of the run.
@@ -78,15 +81,19 @@ class RunControl:
         self,
         dims: ParallelDims,
         output_dir: str | Path,
-        every_n_steps: int | None = None,
+        every_n_steps: float | Literal["epoch"] | None = None,
         every_n_minutes: float | None = None,
         clock: Callable[[], float] = time.monotonic,
         *,
         best: BestValidation | None = None,
+        total_steps: int | None = None,
+        validate_every: float | Literal["epoch"] | None = None,
     ) -> None:
         self._dims = dims
         self._save_file = Path(output_dir) / "SAVE"
-        self._every_n_steps = every_n_steps
+        self._save_every = "epoch" if every_n_steps is None else every_n_steps
+        self._validate_every = validate_every
+        self._total_steps = total_steps
         self._every_n_seconds = None if every_n_minutes is None else 60 * every_n_minutes
         self._clock = clock
         self._saved_at = clock()
@@ -112,11 +119,11 @@ class RunControl:
         return self.stopping or self.finished
 
     def steps(self, loader: BatchLoader, epochs: int, throughput: Throughput | None = None) -> Iterator[Step]:
-        """Yield the steps from the loader's position to the end of the last of ``epochs``, or until the run stops.
+        """Yield the steps from the loader's position to the end of the run, or until the run stops.
 
         Args:
             loader: loader of the training data.
-            epochs: number of epochs of the run.
+            epochs: number of epochs of the run; with ``total_steps``, it ends after these.
             throughput: measures the time of data loading.
 
         Raises:
@@ -125,14 +132,22 @@ class RunControl:
         self._loader = loader
         self._epochs = epochs
         self._throughput = Throughput(dims=self._dims) if throughput is None else throughput
+        if self._total_steps is not None:
+            self.finished = self._throughput.activity.step >= self._total_steps
         _check_same_data(loader.state_dict()["fingerprint"])
-        while loader.epoch < epochs and not self.stopping:
+        while not self.stopping and self._has_epochs_left(loader):
             self._counts = None
             for batches in self._throughput.loading(loader):
                 counts = self._dims.sum(*loader.count(batches)) if self._counts is None else self._counts
                 yield Step(batches, *counts)
-                if self.stopping:
+                if self.ending:
                     return
+
+    def _has_epochs_left(self, loader: BatchLoader) -> bool:
+        """Return whether the run goes on with the loader's epoch."""
+        if self._total_steps is None:
+            return loader.epoch < self._epochs
+        return not self.finished
 
     def synchronize(
         self, step: int, step_metrics: StepMetrics, grad_norm: float | torch.Tensor | None = None
@@ -154,7 +169,7 @@ class RunControl:
             with self._throughput.loading_ahead():
                 next_counts = self._loader.peek_counts()
         # All ranks send equally many numbers, also those whose loader is at its end.
-        counts = [0, 0, 0] if next_counts is None else next_counts
+        counts = [0, 0, 0.0] if next_counts is None else next_counts
         # All ranks have the same norm. It is in the message so that the host does not wait for it a second time.
         norm_of_main = 0.0 if grad_norm is None or not self._dims.is_main else grad_norm
         flags = [norm_is_bad, step_metrics.has_new_names, *self._local_requests()]
@@ -207,6 +222,31 @@ class RunControl:
         except ValidationMetricError as error:
             self._failure = error
 
+    def validation_due(self, step: int) -> bool:
+        """Return whether the model is to be validated now.
+
+        Args:
+            step: number of completed steps.
+        """
+        if self._validate_every is None:
+            return False
+        return self._is_nth_step(step, self._validate_every)
+
+    def _is_nth_step(self, step: int, every: float | Literal["epoch"]) -> bool:
+        """Return whether an interval of steps ends with this step.
+
+        An interval that is a fraction f of the run ends with the first step after f, 2f, 3f … of the run.
+        """
+        if every == "epoch":
+            return self._loader.at_epoch_end or step == self._total_steps
+        if isinstance(every, int):
+            return step % every == 0
+        intervals_per_step = 1 / (every * self._total_steps)
+        # Rounded, as 3 · (1 / 3) may be below 1.
+        num_ended = math.floor(step * intervals_per_step + 1e-9)
+        num_ended_before = math.floor((step - 1) * intervals_per_step + 1e-9)
+        return num_ended > num_ended_before
+
     def checkpoint_due(self, step: int) -> str | None:
         """Return the name of the checkpoint to write now, ``epoch_<n>`` or ``step_<n>``; None if none is due.
 
@@ -216,11 +256,15 @@ class RunControl:
         if self._dims.world_size == 1:  # also catches requests after synchronize()
             self._apply_requests(self._local_requests())
         epoch_ends = self._loader.at_epoch_end
-        self.finished = epoch_ends and self._loader.epoch == self._epochs - 1
-        is_nth_step = self._every_n_steps is not None and step % self._every_n_steps == 0
+        if self._total_steps is None:
+            self.finished = epoch_ends and self._loader.epoch == self._epochs - 1
+        else:
+            self.finished = step >= self._total_steps
+        saves_epochs = self._save_every == "epoch"
+        is_nth_step = not saves_epochs and self._is_nth_step(step, self._save_every)
         is_due = self._should_save or self.stopping or is_nth_step
         self._should_save = False
-        is_epoch_checkpoint = epoch_ends and self._every_n_steps is None and (self.finished or self.exit_code == 0)
+        is_epoch_checkpoint = epoch_ends and saves_epochs and (self.finished or self.exit_code == 0)
         if is_due or is_epoch_checkpoint:
             self._saved_at = self._clock()
         if not (is_due or is_epoch_checkpoint or self.finished):
@@ -267,6 +311,18 @@ class RunControl:
         self._signals.__exit__(*details)
         if self._throughput is not None:
             self._throughput.activity.move("closing")
+
+
+def describe_interval(every: float | Literal["epoch"] | None) -> str:
+    """Return an interval of checkpoints as text, such as ``"50 steps"``.
+
+    Example:
+        >>> torchtune.supervision.describe_interval(0.25)
+        '0.25 of the run'
+    """
+    if every is None or every == "epoch":
+        return "epoch"
+    return f"{every} steps" if isinstance(every, int) else f"{every:.4g} of the run"
 
 
 def _check_same_data(fingerprint: Mapping[str, Any]) -> None:

@@ -85,6 +85,11 @@ from . import precision as precision
 from . import quantization as quantization
 from . import seed as seed
 from ._checksums import checksum_bits, checksum_trained, fingerprint_weights
+from ._classification import ClassificationError as ClassificationError
+from ._classification import ClassificationScores as ClassificationScores
+from ._classification import classification_scores as classification_scores
+from ._classification import number_targets
+from ._classification import setup_classification as setup_classification
 from ._compile import compile_loss as compile_loss
 from ._compile import compile_model as compile_model
 from ._prepare_model import cache_images as cache_images
@@ -99,8 +104,11 @@ from .activations import get_act_offloading_ctx_manager as get_act_offloading_ct
 from .activations import set_activation_checkpointing as set_activation_checkpointing
 from .lr_schedulers import get_constant_schedule_with_warmup as get_constant_schedule_with_warmup
 from .lr_schedulers import get_cosine_schedule_with_warmup as get_cosine_schedule_with_warmup
+from .lr_schedulers import get_inverse_sqrt_schedule as get_inverse_sqrt_schedule
 from .lr_schedulers import get_linear_schedule_with_warmup as get_linear_schedule_with_warmup
 from .lr_schedulers import get_lr as get_lr
+from .lr_schedulers import get_polynomial_decay_schedule_with_warmup as get_polynomial_decay_schedule_with_warmup
+from .lr_schedulers import get_wsd_schedule as get_wsd_schedule
 from .memory import VALID_BACKENDS_FOR_MEMORY_STATS as VALID_BACKENDS_FOR_MEMORY_STATS
 from .memory import cleanup_before_training as cleanup_before_training
 from .memory import get_memory_stats as get_memory_stats
@@ -131,4 +139,4 @@ from .quantization import fake_quantization as fake_quantization
 from .quantization import get_quantizer_mode as get_quantizer_mode
 from .seed import RNGState as RNGState
 from .seed import set_seed as set_seed
-from .seed import share_rng_state
+from .seed import share_rng_state, undisturbed_random_state

@@ -135,7 +135,8 @@ def test_axolotl_config_is_converted(convert):
     assert converted["metric_logger"]["project"] == "mine"
     assert converted["clip_grad_norm"] == 1.0, "the default of their trainer"
     left = report.partition("Without counterpart:")[2].partition("No setting is needed:")[0]
-    for key in ("datasets.0.roles_to_train", "warmup_ratio", "plugins"):
+    assert "  warmup_ratio: warmup_steps comes first" in report
+    for key in ("datasets.0.roles_to_train", "plugins"):
         assert f"  {key}: " in left
     assert "flash_attention: " not in left
     assert "tune download unsloth/Llama-3.2-1B-Instruct --output-dir /tmp/Llama-3.2-1B-Instruct" in report
@@ -155,7 +156,7 @@ def test_trl_config_is_converted(convert, tmp_path):
     (lora,) = converted["model_converters"]
     assert (lora["rank"], lora["alpha"], lora["dropout"]) == (16, 32, 0.05)
     assert lora["target_modules"] == ["*_proj", "w?"]
-    assert (converted["max_steps_per_epoch"], converted["epochs"]) == (20, 1)
+    assert (converted["max_steps"], converted["epochs"]) == (20, 3)
     assert converted["lr_scheduler"]["_component_"].endswith("get_constant_schedule_with_warmup")
     assert converted["metric_logger"]["_component_"].endswith("TensorBoardLogger")
     assert converted["dtype"] == "bf16"
@@ -191,6 +192,7 @@ def test_llama_factory_config_is_converted(convert, tmp_path):
         (FACTORY, ["mask_history: false"], "masking_strategy", "train_on_assistant"),
         (FACTORY, ["fsdp: full_shard", 'deepspeed: ""'], "recipe", "full_finetune_distributed"),
         (AXOLOTL, ["lora_target_modules: [q_proj]", "lora_target_linear: true"], "target_modules", ["*_proj", "w?"]),
+        (AXOLOTL, ["lora_modules_to_save: [embed_tokens, lm_head]"], "train_modules", ["tok_embeddings", "output"]),
     ],
 )
 def test_the_order_of_keys_that_decide_one_setting_does_not_matter(tmp_path, base, lines, setting, value):
@@ -211,6 +213,94 @@ def test_keys_that_exclude_each_other_in_llama_factory_are_refused(tune, tmp_pat
     result = tune("import", path)
     assert result.code == 2
     assert "train_on_prompt and mask_history exclude each other in llama-factory: choose one" in result.err
+
+
+SCHEDULES = "torchtune.training.lr_schedulers."
+
+
+@pytest.mark.parametrize(
+    ("lines", "schedule"),
+    [
+        (
+            "lr_scheduler_type: warmup_stable_decay\nwarmup_steps: 0.1\n"
+            "lr_scheduler_kwargs: {num_decay_steps: 40, decay_type: 1-sqrt, min_lr_ratio: 0.05}",
+            {
+                "_component_": SCHEDULES + "get_wsd_schedule",
+                "num_warmup_steps": 0,
+                "warmup_ratio": 0.1,
+                "num_decay_steps": 40,
+                "decay_type": "1-sqrt",
+                "min_lr_ratio": 0.05,
+            },
+        ),
+        (
+            "lr_scheduler_type: cosine_with_min_lr\nwarmup_ratio: 0.03\nlr_scheduler_kwargs: {min_lr_rate: 0.1}",
+            {
+                "_component_": SCHEDULES + "get_cosine_schedule_with_warmup",
+                "num_warmup_steps": 0,
+                "warmup_ratio": 0.03,
+                "min_lr_ratio": 0.1,
+            },
+        ),
+        (
+            "lr_scheduler_type: polynomial\nwarmup_steps: 7\nlr_scheduler_kwargs: {lr_end: 1.0e-6, power: 2.0}",
+            {
+                "_component_": SCHEDULES + "get_polynomial_decay_schedule_with_warmup",
+                "num_warmup_steps": 7,
+                "lr_end": 1e-6,
+                "power": 2.0,
+            },
+        ),
+        (
+            "lr_scheduler_type: inverse_sqrt\nlr_scheduler_kwargs: {timescale: 500}",
+            {"_component_": SCHEDULES + "get_inverse_sqrt_schedule", "num_warmup_steps": 0, "timescale": 500},
+        ),
+    ],
+)
+def test_schedules_are_converted_with_their_arguments(convert, tmp_path, lines, schedule):
+    base = TRL.format(file=write_rows(tmp_path / "rows.jsonl")).replace("lr_scheduler_type: constant_with_warmup\n", "")
+    converted, _ = convert(base + lines)
+    assert converted["lr_scheduler"] == schedule
+
+
+def test_arguments_that_a_schedule_lacks_are_listed(convert, tmp_path):
+    kwargs = "lr_scheduler_kwargs: {timescale: 500, min_lr: 1.0e-6}"
+    converted, report = convert(TRL.format(file=write_rows(tmp_path / "rows.jsonl")) + kwargs)
+    assert converted["lr_scheduler"].keys() == {"_component_", "num_warmup_steps"}
+    assert "  lr_scheduler_kwargs.min_lr: no schedule has such an argument" in report
+    assert (
+        "  lr_scheduler.timescale: torchtune.training.lr_schedulers.get_constant_schedule_with_warmup has no" in report
+    )
+
+
+@pytest.mark.parametrize(
+    ("base", "lines", "setting", "value"),
+    [
+        (TRL, "save_strategy: epoch\nsave_steps: 50", "save_every_n_steps", "epoch"),
+        (TRL, "save_strategy: steps\nsave_steps: 50", "save_every_n_steps", 50),
+        (TRL, "save_steps: 0.25", "save_every_n_steps", 0.25),
+        (TRL, "loss_type: dft\nlabel_smoothing_factor: 0.1", "loss.reweighting", "dft"),
+        (TRL, "loss_type: nll\nlabel_smoothing_factor: 0.1", "loss.label_smoothing", 0.1),
+        (FACTORY, "use_dft_loss: true", "loss.reweighting", "dft"),
+        (FACTORY, "use_eaft_loss: true\nuse_dft_loss: false\neaft_alpha: 0.5", "loss.reweighting", "eaft"),
+        (FACTORY, "eaft_alpha: 0.5", "loss.eaft_alpha", 0.5),
+        (FACTORY.replace("sft", "dpo"), "pref_ftx: 0.5", "loss.rpo_alpha", 0.5),
+        (AXOLOTL, "cosine_min_lr_ratio: 0.2", "lr_scheduler.min_lr_ratio", 0.2),
+        (AXOLOTL + "rl: dpo\n", "rpo_alpha: 0.5", "loss.rpo_alpha", 0.5),
+        (AXOLOTL, "max_steps: -1", "max_steps", None),
+    ],
+)
+def test_losses_and_intervals_are_converted(convert, tmp_path, base, lines, setting, value):
+    text = base.replace("{file}", str(write_rows(tmp_path / "rows.jsonl"))).replace("{folder}", "data")
+    converted, _ = convert(text + lines)
+    section, _, name = setting.rpartition(".")
+    assert (converted[section] if section else converted)[name] == value
+
+
+def test_argument_that_the_loss_lacks_is_listed(convert, tmp_path):
+    converted, report = convert(FACTORY.format(folder="data") + "pref_beta: 0.2")
+    assert converted["loss"].keys() == {"_component_"}
+    assert "  loss.beta: torchtune.modules.loss.LinearCrossEntropyLoss has no such argument" in report
 
 
 def test_preference_configs_are_converted_to_dpo(convert):
@@ -302,7 +392,8 @@ def test_table_has_the_keys_and_defaults_of_the_installed_trl():
         ("trl.scripts.utils", "ScriptArguments"),
         ("trl.scripts.utils", "DatasetMixtureConfig"),
     )
-    assert not table["keys"].keys() - fields.keys() - {"num_processes"}, "num_processes is accelerate's"
+    # num_processes is accelerate's, warmup_ratio one of earlier releases.
+    assert not table["keys"].keys() - fields.keys() - {"num_processes", "warmup_ratio"}
     assert table["data"].keys() <= fields_of(("trl.scripts.utils", "DatasetConfig")).keys()
     same = {key: fields[key] for key in table["defaults"] if fields[key] not in (..., None)}
     assert len(same) > 12

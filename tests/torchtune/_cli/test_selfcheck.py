@@ -13,7 +13,7 @@ from torchtune.utils import UserError
 
 pytestmark = pytest.mark.usefixtures("imported_aside")
 LORA = "lora_finetune_single_device"
-DIVISION = "loss = self.compute_loss(batch) / max(step.num_terms, 1)"
+DIVISION = "loss = self.compute_loss(batch) / (step.num_terms or 1)"
 SAVE = "        self.checkpointer.save(\n"
 BATCHES = "                for batch in step.batches:\n"
 STATE = "            self.checkpointer.resume(self.resume_point, self.model, state)\n"

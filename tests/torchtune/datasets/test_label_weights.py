@@ -106,7 +106,8 @@ def test_packs_and_batches_carry_the_weights(tokenizer):
     packs = PackedDataset(dataset_of(tokenizer, *rows), max_seq_len=256)
     batch = collate_documents([packs[index] for index in range(len(packs))])
     labels = batch.num_labels // 3
-    assert sorted(batch.label_weights.tolist()) == [0.5] * labels + [1.0] * labels + [3.0] * labels
+    weights = batch.label_weights[batch.labels != -100]
+    assert sorted(weights.tolist()) == [0.5] * labels + [1.0] * labels + [3.0] * labels
     assert batch.num_terms == labels * 4.5
     padded = batch.pad_to_multiple(16)
     shards = [padded.split(rank, 2) for rank in range(2)]
@@ -152,7 +153,8 @@ def test_preference_data_refuses_weights_between(tokenizer):
 def test_weights_move_with_the_batch():
     weights = torch.tensor([[0.5, 2.0, 1.0]])
     batch = Batch(torch.tensor([[1, 2, 3]]), torch.tensor([[2, -100, 4]]), per_token={"label_weights": weights})
-    assert batch.to("cpu").label_weights.tolist() == [0.5, 1.0]
+    assert batch.to("cpu").label_weights.tolist() == weights.tolist()
+    assert batch.num_terms == 1.5
 
 
 def test_shipped_builder_passes_the_weight_column_on(tokenizer):
@@ -171,3 +173,11 @@ def test_streamed_rows_keep_their_weights(tokenizer, tmp_path, packed):
     stream.begin(0, shuffle=False)
     batch = collate_documents([stream[index] for index in range(1 if packed else 3)])
     assert batch.num_terms == pytest.approx(batch.num_labels * 1.5)
+
+
+def test_data_show_tells_of_weights(tune, folder, tmp_path):
+    rows = [{"messages": [QUESTION, ANSWER], "weight": weight} for weight in (0.25, 1, 3)]
+    path = write_lines(tmp_path / "rows.jsonl", rows)
+    shown = tune("data", "show", path, "--tokenizer", folder)
+    assert shown.code == 0, shown.err
+    assert "2 rows have labels of other weights than 1 (0.25 to 3)" in shown.out

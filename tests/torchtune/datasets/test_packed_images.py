@@ -175,8 +175,8 @@ def test_an_image_is_read_or_named_before_training(name, packed, folder, tmp_pat
     if isinstance(wanted, tuple):
         dataset = multimodal_chat_dataset(transform, **settings)
         documents = []
-    for i in range(len(dataset)):
-        documents += dataset[i] if packed else [dataset[i]]
+        for i in range(len(dataset)):
+            documents += dataset[i] if packed else [dataset[i]]
         grids = [document["encoder_input"]["images"].grids[1] for document in documents]
         assert sorted(grids) == sorted([(1, 4, 10), wanted])
         return

@@ -85,6 +85,37 @@ def trains_on_logits_as_one(checkpoint: Path, dims: ParallelDims, model: Transfo
         torch.testing.assert_close(grad, wanted, rtol=0, atol=1e-3 * float(wanted.abs().max()))
 
 
+def terms_of_the_loss_of_a_sharded_vocabulary(mesh: object) -> None:
+    """The sums over the shards give the loss, gradients and metrics of the whole vocabulary."""
+    generator = torch.Generator().manual_seed(1)
+    hidden = torch.randn(23, 12, generator=generator, dtype=torch.float64).requires_grad_()
+    weight = torch.randn(50, 12, generator=generator, dtype=torch.float64)
+    labels = torch.randint(50, (23,), generator=generator)
+    labels[3] = -100
+    whole = torch.nn.Linear(12, 50, bias=False, dtype=torch.float64)
+    whole.weight = torch.nn.Parameter(weight)
+    sharded = torch.nn.Linear(12, 50, bias=False, dtype=torch.float64)
+    for terms in (
+        {},
+        {"label_smoothing": 0.1, "z_loss": 0.02},
+        {"reweighting": "dft"},
+        {"reweighting": "eaft", "eaft_alpha": 2.0, "z_loss": 0.02},
+    ):
+        loss = LinearCrossEntropyLoss(**terms)
+        sharded.weight = torch.nn.Parameter(distribute_tensor(weight, mesh, [Shard(0)]))
+        results = []
+        for projection in (sharded, whole):
+            metrics = {}
+            total, _ = loss.sum_and_count(hidden[None], labels[None], projection, metrics=metrics)
+            of_hidden, of_weight = torch.autograd.grad(total, [hidden, projection.weight])
+            if projection is sharded:
+                dist.all_reduce(of_hidden)  # each rank has its summand
+                of_weight = of_weight.full_tensor()
+            results.append([total, of_hidden, of_weight, *metrics["token_accuracy"], *metrics["entropy"]])
+        for value, expected in zip(*results, strict=True):
+            torch.testing.assert_close(value, expected, rtol=0, atol=1e-11)
+
+
 def log_probs_of_a_sharded_vocabulary(mesh: object) -> None:
     rng = torch.Generator().manual_seed(0)
     hidden, weight = (torch.randn(n, 12, generator=rng, dtype=torch.float64).requires_grad_() for n in (23, 50))
@@ -112,6 +143,7 @@ def main(folder: Path) -> None:
     torch.set_num_threads(1)
     tp = ParallelDims.start(CPU, dp_shard=1, tp=2)
     log_probs_of_a_sharded_vocabulary(tp.mesh["tp"])
+    terms_of_the_loss_of_a_sharded_vocabulary(tp.mesh["tp"])
     fsdp = ParallelDims.start(CPU, dp_shard=2)
     for tied in (True, False):
         checkpoint = folder / f"tied_{tied}"

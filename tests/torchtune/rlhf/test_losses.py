@@ -7,15 +7,21 @@ import pytest
 import torch
 
 from tests.devices import DEVICE
+from torchtune import config
 from torchtune.data import DataError, collate_preference
 from torchtune.modules.loss import LossError
 from torchtune.rlhf import ChosenRejectedOutputs
 from torchtune.rlhf.loss import (
+    APODownLoss,
+    APOZeroLoss,
+    BCOPairLoss,
+    ChosenNLLLoss,
     CPOLoss,
     DPOLoss,
     HingeLoss,
     IPOLoss,
     KTOLoss,
+    MixedPreferenceLoss,
     ORPOLoss,
     PPOLoss,
     PreferenceLoss,
@@ -36,6 +42,10 @@ LENGTHS = ((7, 2, 15), (9, 3, 6))
 def nls(x):
     """−log σ(x)"""
     return math.log1p(math.exp(-x))
+
+
+def sigmoid(x):
+    return 1 / (1 + math.exp(-x))
 
 
 def odds(p):
@@ -59,6 +69,24 @@ FORMULAS: dict[str, tuple[PreferenceLoss, Callable[..., float]]] = {
     "simpo": (SimPOLoss(2.5, 0.7), lambda c, r, C, R, n, k: nls(2.5 * (c / n - r / k) - 0.7)),
     "orpo": (ORPOLoss(0.3), lambda c, r, C, R, n, k: -c / n + 0.3 * nls(odds(c / n) - odds(r / k))),
     "cpo": (CPOLoss(0.3, 0.5), lambda c, r, C, R, n, k: nls(0.3 * (c - r)) - 0.5 * c / n),
+    "rpo": (DPOLoss(0.3, rpo_alpha=0.7), lambda c, r, C, R, n, k: nls(0.3 * (c - r - C + R)) - 0.7 * c / n),
+    "apo-zero": (APOZeroLoss(0.3), lambda c, r, C, R, n, k: 1 - sigmoid(0.3 * (c - C)) + sigmoid(0.3 * (r - R))),
+    "apo-down": (
+        APODownLoss(0.3),
+        lambda c, r, C, R, n, k: sigmoid(0.3 * (c - C)) + 1 - sigmoid(0.3 * (c - C - r + R)),
+    ),
+    "bco-pair": (BCOPairLoss(0.3), lambda c, r, C, R, n, k: nls(0.3 * (c - C)) + nls(0.3 * (R - r))),
+    "nll": (ChosenNLLLoss(), lambda c, r, C, R, n, k: -c / n),
+    "mpo": (
+        MixedPreferenceLoss([DPOLoss(0.3), BCOPairLoss(0.2), ChosenNLLLoss()], [0.8, 0.2, 1.5]),
+        lambda c, r, C, R, n, k: (
+            0.8 * nls(0.3 * (c - r - C + R)) + 0.2 * (nls(0.2 * (c - C)) + nls(0.2 * (R - r))) - 1.5 * c / n
+        ),
+    ),
+    "simpo-nll": (
+        MixedPreferenceLoss([SimPOLoss(2.5, 0.7), ChosenNLLLoss()]),
+        lambda c, r, C, R, n, k: nls(2.5 * (c / n - r / k) - 0.7) - c / n,
+    ),
     "reward": (RewardLoss(0.02), lambda c, r, C, R, n, k: nls(c - r) + 0.02 * (c + r) ** 2),
 }
 
@@ -85,7 +113,8 @@ def test_preference_loss_and_gradient_equal_the_formula(name):
         pair = [POLICY[0][i], POLICY[1][i], REFERENCE[0][i], REFERENCE[1][i], LENGTHS[0][i], LENGTHS[1][i]]
         assert losses[i].item() == pytest.approx(formula(*pair), abs=1e-9)
         assert policy.chosen_logps.grad[i].item() == pytest.approx(slope(formula, pair, 0), abs=1e-6)
-        assert policy.rejected_logps.grad[i].item() == pytest.approx(slope(formula, pair, 1), abs=1e-6)
+        gradient = 0.0 if policy.rejected_logps.grad is None else policy.rejected_logps.grad[i].item()
+        assert gradient == pytest.approx(slope(formula, pair, 1), abs=1e-6)
     if name == "dpo":
         wanted = 0.3 * (torch.tensor(POLICY) - torch.tensor(REFERENCE))
         torch.testing.assert_close(torch.stack(rewards).float(), wanted)
@@ -118,6 +147,13 @@ def test_preference_losses_take_tensors_or_outputs():
         (lambda: SimPOLoss(beta=0), "beta is 0"),
         (lambda: CPOLoss(beta=-0.1), "beta is -0.1"),
         (lambda: PPOLoss(epsilon=-0.1), "epsilon is -0.1"),
+        (lambda: DPOLoss(rpo_alpha=-1.0), "rpo_alpha is -1.0"),
+        (lambda: MixedPreferenceLoss([]), "losses is empty"),
+        (lambda: MixedPreferenceLoss([DPOLoss(), BCOPairLoss()], [1.0]), "1 weights for 2 losses"),
+        (lambda: MixedPreferenceLoss([DPOLoss(), BCOPairLoss()], [1.0, -1.0]), "loss_weights is -1.0"),
+        (lambda: MixedPreferenceLoss([DPOLoss()], [0.0]), "loss_weights are all 0"),
+        (lambda: MixedPreferenceLoss([DPOLoss(), RewardLoss()]), "losses has a RewardLoss"),
+        (lambda: MixedPreferenceLoss([DPOLoss(), KTOLoss()]), "losses has a KTOLoss"),
     ],
 )
 def test_coefficients_out_of_range_are_refused(make, words):
@@ -142,7 +178,8 @@ def test_a_pair_without_labels_adds_nothing():
     assert (batch.num_terms, filled.num_terms) == (2, 2)
     scores = torch.tensor([-1.0, -2.0, -3.0, -2.5], requires_grad=True)
     filled_scores = torch.tensor([-1.0, -2.0, 0.0, -3.0, -2.5, 0.0], requires_grad=True)
-    for loss in (DPOLoss(), SimPOLoss(), ORPOLoss(), CPOLoss(), RewardLoss()):
+    mixed = MixedPreferenceLoss([DPOLoss(), BCOPairLoss(), ChosenNLLLoss()])
+    for loss in (DPOLoss(rpo_alpha=0.5), SimPOLoss(), ORPOLoss(), CPOLoss(), APODownLoss(), mixed, RewardLoss()):
         reference = None if loss.is_reference_free else torch.zeros(4)
         filled_reference = None if loss.is_reference_free else torch.zeros(6)
         total, metrics = loss.sum_and_metrics(batch, scores, reference)
@@ -203,6 +240,16 @@ def test_kto_mismatches_prompts_with_the_next_answer():
     assert tokens[2].tolist() == [5, 6, 11, 12]
     assert labels[2].tolist() == [-100, 11, 12, -100]
     assert mismatched.input_pos.tolist() == [[0, 1, 2, 3, 4, 0, 1, 0, 1, 2, 3]]
+
+
+def test_kto_reads_no_value_of_an_accelerator():
+    batch = collate_preference(ANSWERS).to("meta")  # whose values cannot be read
+    mismatched = KTOLoss().mismatched_batch(batch)
+    assert mismatched.documents.lengths == (5, 2, 4)
+    devices = {mismatched.tokens.device.type, mismatched.labels.device.type, mismatched.input_pos.device.type}
+    assert devices == {"meta"}
+    batch.labels = batch.labels.clone()
+    assert batch.on_host is batch, "the labels on the host are others"
 
 
 def test_kto_refuses_pairs_and_batches_of_one_example():
@@ -268,3 +315,27 @@ def test_a_loss_that_returns_no_rewards_is_refused(pairs):
 
     with pytest.raises(LossError, match=r"Margin.compare must return three tensors of one number for each pair"):
         Margin()(torch.zeros(pairs), torch.zeros(pairs))
+
+
+def test_mixed_loss_is_read_from_a_config_and_logs_the_rewards_of_its_first_loss():
+    loss = config.instantiate(
+        {
+            "_component_": "torchtune.rlhf.loss.MixedPreferenceLoss",
+            "losses": [
+                {"_component_": "torchtune.rlhf.loss.DPOLoss", "beta": 0.3},
+                {"_component_": "torchtune.rlhf.loss.ChosenNLLLoss"},
+            ],
+            "loss_weights": [1.0, 0.5],
+        }
+    )
+    policy, reference = outputs(POLICY), outputs(REFERENCE)
+    losses, *rewards = loss(policy, reference)
+    torch.testing.assert_close(losses, DPOLoss(0.3, rpo_alpha=0.5)(policy, reference)[0])
+    torch.testing.assert_close(rewards, list(DPOLoss(0.3)(policy, reference)[1:]))
+    assert not MixedPreferenceLoss([SimPOLoss(), ChosenNLLLoss()]).needs_reference
+
+
+def test_likelihood_of_log_probs_without_lengths_is_refused():
+    sums = [torch.zeros(2) for _ in range(4)]
+    with pytest.raises(ValueError, match="rpo_alpha averages the chosen answer's log-prob: give chosen_lengths"):
+        DPOLoss(rpo_alpha=1.0)(*sums)

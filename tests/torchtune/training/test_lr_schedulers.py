@@ -89,3 +89,119 @@ def test_a_tensor_rate_is_set_in_place():
     schedule = training.get_linear_schedule_with_warmup(optimizer, 0, 10)
     schedule.load_state_dict({**schedule.state_dict(), "last_epoch": 5})
     assert training.get_lr(optimizer) == pytest.approx(0.25)
+
+
+# Our schedule, and the name and arguments of the same one in transformers.
+SAME_IN_TRANSFORMERS = [
+    ("get_cosine_schedule_with_warmup", {}, "cosine", {}),
+    ("get_linear_schedule_with_warmup", {}, "linear", {}),
+    ("get_constant_schedule_with_warmup", {}, "constant_with_warmup", {}),
+    ("get_cosine_schedule_with_warmup", {"min_lr_ratio": 0.1}, "cosine_with_min_lr", {"min_lr_rate": 0.1}),
+    ("get_inverse_sqrt_schedule", {"timescale": 7}, "inverse_sqrt", {"timescale": 7}),
+    ("get_polynomial_decay_schedule_with_warmup", {}, "polynomial", {}),
+    *(
+        ("get_polynomial_decay_schedule_with_warmup", options, "polynomial", options)
+        for options in ({"lr_end": 0.05, "power": 2.0}, {"lr_end": 0.0, "power": 0.5})
+    ),
+    *(
+        ("get_wsd_schedule", options, "warmup_stable_decay", options)
+        for options in (
+            {"num_decay_steps": 5},
+            {"num_decay_steps": 5, "decay_type": "linear", "min_lr_ratio": 0.2},
+            {"num_decay_steps": 6, "decay_type": "1-sqrt"},
+            {"num_decay_steps": 0, "decay_type": "linear"},
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize("warmup", [0, 1, 6])
+@pytest.mark.parametrize(("name", "options", "their_name", "their_options"), SAME_IN_TRANSFORMERS)
+def test_rates_equal_those_of_transformers_without_its_first_step_at_rate_zero(
+    name, options, their_name, their_options, warmup
+):
+    transformers = pytest.importorskip("transformers")
+    total = 20
+    ours = getattr(training, name)(make_optimizer(), num_warmup_steps=warmup, num_training_steps=total, **options)
+    # A warmup of W steps here is one of W + 1 steps there, whose first step has the rate 0.
+    theirs = transformers.get_scheduler(
+        their_name,
+        make_optimizer(),
+        num_warmup_steps=warmup + 1,
+        num_training_steps=total + 1,
+        scheduler_specific_kwargs=dict(their_options),
+    )
+    assert rates(ours, total + 3) == pytest.approx(rates(theirs, total + 4)[1:], rel=1e-12, abs=1e-15)
+    theirs = transformers.get_scheduler(
+        their_name,
+        make_optimizer(),
+        num_warmup_steps=warmup,
+        num_training_steps=total,
+        scheduler_specific_kwargs=dict(their_options),
+    )
+    ours = getattr(training, name)(make_optimizer(), num_warmup_steps=warmup, num_training_steps=total, **options)
+    assert rates(ours, total)[warmup:] == pytest.approx(rates(theirs, total)[warmup:], rel=1e-12)
+
+
+def test_timescale_of_the_inverse_square_root_is_the_warmup():
+    make = training.get_inverse_sqrt_schedule
+    assert rates(make(make_optimizer(1.0), 4), 9)[4:] == pytest.approx([(1 + n / 4) ** -0.5 for n in range(5)])
+    assert rates(make(make_optimizer(1.0)), 2) == pytest.approx([1, (1 + 1e-4) ** -0.5])
+
+
+ALL = [name for name, *_ in SAME_IN_TRANSFORMERS]
+
+
+@pytest.mark.parametrize("name", sorted(set(ALL)))
+def test_warmup_ratio_is_a_rounded_up_part_of_the_run(name):
+    make = getattr(training, name)
+    by_ratio = make(make_optimizer(), warmup_ratio=0.21, num_training_steps=20)
+    by_number = make(make_optimizer(), num_warmup_steps=5, num_training_steps=20)
+    assert rates(by_ratio, 20) == rates(by_number, 20)
+    with pytest.raises(ValueError, match=r"num_warmup_steps is 3 and warmup_ratio 0\.1: set one of the two"):
+        make(make_optimizer(), num_warmup_steps=3, warmup_ratio=0.1, num_training_steps=20)
+    with pytest.raises(ValueError, match=r"warmup_ratio is 1\.0: it is a part of the run, from 0 to below 1"):
+        make(make_optimizer(), warmup_ratio=1.0, num_training_steps=20)
+    with pytest.raises(ValueError, match="num_training_steps"):
+        make(make_optimizer(), warmup_ratio=0.1)
+
+
+def test_decay_of_wsd_is_a_tenth_of_the_run_by_default():
+    make = training.get_wsd_schedule
+    by_default = rates(make(make_optimizer(), num_training_steps=25), 25)
+    assert by_default == rates(make(make_optimizer(), decay_ratio=0.12, num_training_steps=25), 25)
+    assert by_default == rates(make(make_optimizer(), num_decay_steps=3, num_training_steps=25), 25)
+    assert by_default[22] == 0.5
+    assert by_default[23] < 0.5
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("get_wsd_schedule", {"decay_type": "sqrt"}, "decay_type is 'sqrt': it must be one of linear, cosine, 1-sqrt"),
+        ("get_wsd_schedule", {"num_decay_steps": 17}, "decay has 17 steps .* 20 steps, and 4 .* at most 16 steps"),
+        ("get_wsd_schedule", {"num_decay_steps": 2, "decay_ratio": 0.1}, "set one of the two"),
+        ("get_wsd_schedule", {"decay_ratio": 1.5}, "decay_ratio is 1.5"),
+        ("get_wsd_schedule", {"min_lr_ratio": -0.1}, "min_lr_ratio is -0.1: .* from 0 to 1"),
+        ("get_cosine_schedule_with_warmup", {"min_lr_ratio": 2}, "min_lr_ratio is 2: .* from 0 to 1"),
+        ("get_inverse_sqrt_schedule", {"timescale": 0}, "timescale is 0: .* above 0"),
+        ("get_polynomial_decay_schedule_with_warmup", {"lr_end": 0.5}, "lr_end is 0.5, and the optimizer's lr 0.5"),
+    ],
+)
+def test_impossible_schedule_is_refused(name, options, message):
+    with pytest.raises(ValueError, match=message):
+        getattr(training, name)(make_optimizer(), num_warmup_steps=4, num_training_steps=20, **options)
+
+
+@pytest.mark.parametrize("name", sorted(set(ALL)))
+def test_every_schedule_resumes_exactly(name):
+    make = getattr(training, name)
+    schedule = make(make_optimizer(), num_warmup_steps=2, num_training_steps=12)
+    rates(schedule, 5)
+    optimizer_state, state = copy.deepcopy((schedule.optimizer.state_dict(), schedule.state_dict()))
+    expected = rates(schedule, 7)
+    optimizer = make_optimizer()
+    optimizer.load_state_dict(optimizer_state)
+    resumed = make(optimizer, num_warmup_steps=2, num_training_steps=12)
+    resumed.load_state_dict(state)
+    assert rates(resumed, 7) == expected

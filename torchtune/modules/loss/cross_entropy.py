@@ -3,8 +3,11 @@
 All logits of a batch are never in memory at once.
 """
 
+import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -278,20 +281,8 @@ def log_probs_of_rows(
     Returns:
         One or two tensors, at least float32.
     """
-    logits = at_least_float32(logits)
-    columns = targets.unsqueeze(-1)  # [n, 1]
-    largest = logits.detach().amax(-1, keepdim=True)  # [n, 1]
-    if group is not None:
-        # Every rank subtracts the same number, so that the sums of exponentials below can be added.
-        dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
-        columns = columns - group.rank() * logits.shape[1]
-    # Targets in the shard of another rank add 0 here. Without a group no target is masked: one that is no token must
-    # fail in gather.
-    is_elsewhere = ((columns < 0) | (columns >= logits.shape[1])) & (group is not None)
-    shifted = logits - largest
+    shifted, _, target_logits = _shift_rows(at_least_float32(logits), targets, group)
     exp = shifted.exp()
-    target_logits = shifted.gather(-1, columns.masked_fill(is_elsewhere, 0))
-    target_logits = target_logits.masked_fill(is_elsewhere, 0.0).squeeze(-1)  # [n]
     sums = [exp.sum(-1), target_logits]
     if with_entropy:
         sums.append((exp * shifted.clamp(min=-1e30)).sum(-1))  # clamped, as 0 · -inf would be NaN
@@ -308,6 +299,32 @@ def log_probs_of_rows(
     return log_probs, entropies
 
 
+def _shift_rows(logits: Tensor, targets: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Subtract the largest logit of every row, over all shards of the vocabulary.
+
+    Args:
+        logits: [n, v]; with a group, this rank's shard.
+        targets: int64 [n].
+        group: process group of the shards.
+
+    Returns:
+        The shifted logits [n, v], the largest logits [n], and the shifted logits of the targets [n], which are 0 for
+        targets in the shard of another rank.
+    """
+    columns = targets.unsqueeze(-1)  # [n, 1]
+    largest = logits.detach().amax(-1, keepdim=True)  # [n, 1]
+    if group is not None:
+        # Every rank subtracts the same number, so that sums of exponentials can be added.
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+        columns = columns - group.rank() * logits.shape[1]
+    # Without a group no target is masked: one that is no token must fail in gather.
+    is_elsewhere = ((columns < 0) | (columns >= logits.shape[1])) & (group is not None)
+    shifted = logits - largest
+    target_logits = shifted.gather(-1, columns.masked_fill(is_elsewhere, 0))
+    target_logits = target_logits.masked_fill(is_elsewhere, 0.0).squeeze(-1)  # [n]
+    return shifted, largest.squeeze(-1), target_logits
+
+
 # Smaller chunks make the products slow and save little memory. The gradient of a trained weight takes more memory than
 # the logits of 512 positions.
 _MIN_CHUNK_ROWS = 256
@@ -317,44 +334,196 @@ _MIN_CHUNK_ROWS_TRAINED = 512
 _CPU_BLOCK = 2**20
 LOGITS_BLOCK = 2**26
 
-# (logits, target) -> losses of rows; overwrites the logits with their gradient.
-RowLosses = Callable[[Tensor, Tensor], Tensor]
+# Number of products of probabilities and logits that are in memory at once.
+_PRODUCT_BLOCK = 2**23
+
+# Likeliest tokens over which EAFT measures the entropy, and the largest entropy of so many, about log(20).
+_EAFT_TOKENS = 20
+_EAFT_LARGEST = 3.0
 
 
-def row_losses(logits: Tensor, target: Tensor) -> Tensor:
-    """Compute the cross entropy of every row [n], and overwrite ``logits`` [n, v] with its gradient, softmax − one-hot.
+@dataclass(frozen=True)
+class LossTerms:
+    """Terms of the loss of a token beside its cross entropy; see :class:`LinearCrossEntropyLoss`.
+
+    Attributes:
+        label_smoothing: part of the target that is spread over all tokens.
+        z_loss: factor of the squared log-normalizer.
+        reweighting: factor of the cross entropy.
+        eaft_alpha: exponent of the factor ``eaft``.
+    """
+
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    reweighting: Literal["dft", "eaft"] | None = None
+    eaft_alpha: float = 1.0
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the loss is the cross entropy alone."""
+        return not self.label_smoothing and not self.z_loss and self.reweighting is None
+
+    def factors(self, losses: Tensor, top_logits: Callable[[int], Tensor]) -> Tensor:
+        """Return the detached factors of the cross entropies ``losses``, [n].
+
+        Args:
+            losses: cross entropies [n].
+            top_logits: number k -> the k largest logits of every row, [n, k] or fewer.
+        """
+        losses = losses.detach()
+        if self.reweighting == "dft":
+            return torch.exp(-losses)
+        if self.reweighting == "eaft":
+            log_probs = torch.log_softmax(at_least_float32(top_logits(_EAFT_TOKENS).detach()), -1)  # [n, k]
+            entropies = -(log_probs.exp() * log_probs).sum(-1)
+            return (entropies.to(losses.dtype) / _EAFT_LARGEST).pow(self.eaft_alpha)
+        return torch.ones_like(losses)
+
+
+# (logits, target) -> losses of rows, and perhaps statistics of rows; overwrites the logits with their gradient.
+RowLosses = Callable[[Tensor, Tensor], tuple[Tensor, ...]]
+
+
+def row_losses(
+    logits: Tensor, target: Tensor, terms: LossTerms = LossTerms(), *, with_statistics: bool = False
+) -> tuple[Tensor, ...]:
+    """Compute the loss of every row [n], and overwrite ``logits`` [n, v] with its gradient, such as softmax − one-hot.
 
     The largest probability is 1 / Σ exp(logit − largest logit), which gives the normalizer without another pass.
+
+    Args:
+        logits: [n, v].
+        target: int64 [n].
+        terms: terms beside the cross entropy.
+        with_statistics: also return whether the target has the largest logit, bool [n], and the entropies of the
+            softmax, [n].
     """
     compute = torch.promote_types(logits.dtype, torch.float32)
     column = target.unsqueeze(-1)
-    margins = logits.amax(-1).to(compute) - logits.gather(-1, column).squeeze(-1)
-    gradient = torch.softmax(logits, -1, dtype=compute)
-    losses = margins - gradient.amax(-1).log_()
-    gradient.scatter_add_(-1, column, torch.full_like(column, -1, dtype=compute))
+    largest = logits.amax(-1).to(compute)  # [n]
+    margins = largest - logits.gather(-1, column).squeeze(-1)
+    gradient = torch.softmax(logits, -1, dtype=compute)  # [n, v], not the gradient yet
+    log_totals = gradient.amax(-1).log_().neg_()  # log Σ exp(logit − largest)
+    losses = margins + log_totals
+    statistics: tuple[Tensor, ...] = ()
+    if with_statistics:
+        # −Σ p log p, with log p = logit − largest − log total.
+        entropies = largest + log_totals - _dot_rows(gradient, logits)
+        statistics = (margins == 0, entropies)
+    if terms.is_plain:
+        gradient.scatter_add_(-1, column, torch.full_like(column, -1, dtype=compute))
+    else:
+        losses = _add_terms(terms, losses, largest + log_totals, logits, gradient, column)
     logits.copy_(gradient)
+    return losses, *statistics
+
+
+def _dot_rows(probabilities: Tensor, logits: Tensor) -> Tensor:
+    """Return Σ p · logit of every row, [n], without a tensor of all products."""
+    if torch.compiler.is_compiling():
+        return (probabilities * logits).sum(-1)  # one kernel
+    rows = max(1, _PRODUCT_BLOCK // logits.shape[1])
+    blocks = zip(probabilities.split(rows), logits.split(rows), strict=True)
+    return torch.cat([(block * block_logits).sum(-1) for block, block_logits in blocks])
+
+
+def _add_terms(
+    terms: LossTerms, losses: Tensor, log_normalizers: Tensor, logits: Tensor, gradient: Tensor, column: Tensor
+) -> Tensor:
+    """Return the losses with other terms, and convert the softmax in ``gradient`` to their gradient.
+
+    Args:
+        terms: the terms.
+        losses: cross entropies [n].
+        log_normalizers: log Σ exp(logit) [n].
+        logits: [n, v].
+        gradient: softmax [n, v], overwritten.
+        column: targets [n, 1].
+    """
+    smoothing = terms.label_smoothing
+    factors = terms.factors(losses, lambda k: logits.topk(min(k, logits.shape[-1]), -1).values)  # [n]
+    if smoothing:
+        # The mean over all tokens of −log p, with log p = logit − log normalizer.
+        uniform_losses = log_normalizers - logits.mean(-1, dtype=gradient.dtype)
+        losses = (1.0 - smoothing) * losses + smoothing * uniform_losses
+    losses = factors * losses + terms.z_loss * log_normalizers.square()
+    # The gradient of the log normalizer is the softmax.
+    gradient.mul_((factors + 2.0 * terms.z_loss * log_normalizers).unsqueeze(-1))
+    if smoothing:
+        gradient.sub_(smoothing / logits.shape[-1])
+    gradient.scatter_add_(-1, column, (smoothing - 1.0) * factors.unsqueeze(-1))
     return losses
+
+
+def sharded_row_losses(
+    logits: Tensor, target: Tensor, group: dist.ProcessGroup, terms: LossTerms, *, with_statistics: bool
+) -> tuple[Tensor, ...]:
+    """As :func:`row_losses`, from this rank's shard of the vocabulary; autograd computes the gradient.
+
+    Args:
+        logits: this rank's shard [n, v].
+        target: int64 [n], equal on all ranks.
+        group: process group of the shards, which have equally many columns.
+        terms: terms beside the cross entropy.
+        with_statistics: also return whether the target has the largest logit, and the entropies.
+    """
+    from torchtune.modules.parallel.collectives import gather_vocabulary, sum_of_equals  # slow to import
+
+    logits = at_least_float32(logits)
+    shifted, largest, target_logits = _shift_rows(logits, target, group)
+    exp = shifted.exp()
+    sums = [exp.sum(-1), target_logits]
+    if with_statistics:
+        sums.append((exp.detach() * shifted.detach().clamp(min=-1e30)).sum(-1))  # as 0 · -inf would be NaN
+    if terms.label_smoothing:
+        sums.append(shifted.sum(-1))
+    sums = list(sum_of_equals(torch.stack(sums), group))
+    log_totals = sums[0].log()
+    losses = log_totals - sums[1]
+    statistics: tuple[Tensor, ...] = ()
+    if with_statistics:
+        entropies = log_totals - sums[2] / sums[0]
+        statistics = ((sums[1] == 0).detach(), entropies.detach())
+    if terms.is_plain:
+        return losses, *statistics
+
+    def top_logits(k: int) -> Tensor:
+        """Return the largest logits of all shards, from the largest of each."""
+        top = logits.detach().topk(min(k, logits.shape[1]), -1).values
+        candidates = gather_vocabulary(top, group)
+        return candidates.topk(min(k, candidates.shape[1]), -1).values
+
+    factors = terms.factors(losses, top_logits)
+    if terms.label_smoothing:
+        num_tokens = logits.shape[1] * group.size()
+        uniform_losses = log_totals - sums[-1] / num_tokens
+        losses = (1.0 - terms.label_smoothing) * losses + terms.label_smoothing * uniform_losses
+    return factors * losses + terms.z_loss * (largest + log_totals).square(), *statistics
 
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, target: Tensor, function: RowLosses) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, target: Tensor, function: RowLosses) -> tuple[Tensor, ...]:
         block = _CPU_BLOCK if computes_on_cpu(logits.device) else LOGITS_BLOCK
         rows = max(1, block // logits.shape[1])
         # Detached: the compiler refuses views that were made without gradients of a tensor that has one, once another
         # view has changed it in place.
         values = logits.detach()
-        losses = [
+        blocks = [
             function(block_logits, block_target)
             for block_logits, block_target in zip(values.split(rows), target.split(rows), strict=True)
         ]
         ctx.gradient = logits  # overwritten by the function
         ctx.rows = rows
-        return losses[0] if len(losses) == 1 else torch.cat(losses)
+        losses, *statistics = blocks[0]
+        if len(blocks) > 1:  # tuples of blocks -> a tuple of tensors [n]
+            losses, *statistics = [torch.cat(tensors) for tensors in zip(*blocks, strict=True)]
+        ctx.mark_non_differentiable(*statistics)
+        return losses, *statistics
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor, *_: Tensor | None) -> tuple[Tensor, None, None]:
         factors = grad.unsqueeze(-1)
         if not computes_on_cpu(grad.device):
             return ctx.gradient.mul_(factors), None, None
@@ -364,13 +533,16 @@ class _CrossEntropy(torch.autograd.Function):
         return ctx.gradient, None, None
 
 
-def cross_entropy(logits: Tensor, target: Tensor, function: RowLosses = row_losses) -> Tensor:
-    """Compute the cross entropy of every row, at least float32 [n], without another tensor of the logits' size.
+def cross_entropy(logits: Tensor, target: Tensor, function: RowLosses = row_losses) -> tuple[Tensor, ...]:
+    """Compute the loss of every row, at least float32 [n], without another tensor of the logits' size.
 
     Args:
         logits: [n, v], overwritten with their gradient.
         target: int64 [n].
-        function: :func:`row_losses`, or this function compiled.
+        function: :func:`row_losses` with its options, or compiled.
+
+    Returns:
+        The losses, and the statistics of the function, without gradients.
     """
     return _CrossEntropy.apply(logits, target, function)
 
@@ -399,6 +571,19 @@ class LinearCrossEntropyLoss(SFTLoss, nn.Module):
         ignore_index: label of ignored tokens.
         tp_enabled: whether the output projection is sharded over a tensor-parallel group.
         mask_ignored_tokens: skip ignored tokens before the projection; ``False`` keeps shapes fixed.
+        label_smoothing: ε, part of the target that is spread evenly over all tokens: the loss of a token is
+            ``(1 − ε)(−log p) + ε · mean over all tokens of −log p``, as in ``torch.nn.CrossEntropyLoss``.
+        z_loss: factor z of ``z · log² Σ exp(logit)``, which keeps logits from drifting (PaLM, arXiv:2204.02311, with
+            1e-4).
+        reweighting: factor of a token's cross entropy, without a gradient of its own: ``dft``, its probability p
+            (dynamic fine-tuning, arXiv:2508.05629, as ``loss_type="dft"`` of TRL), for answers that are to be imitated
+            only where the model finds them plausible; ``eaft``, ``(H₂₀ / 3)^α`` with the entropy H₂₀ of the
+            renormalized 20 likeliest tokens (entropy-adaptive fine-tuning, arXiv:2601.02151, with the constants of
+            ``use_eaft_loss`` of LLaMA-Factory 0.9.5), which learns less where the model is sure of another token.
+        eaft_alpha: exponent α of ``eaft``.
+
+    Raises:
+        ValueError: a number is out of its range, the reweighting is unknown, or it comes with label smoothing.
 
     Example:
         >>> from torchtune.modules.loss import LinearCrossEntropyLoss
@@ -415,17 +600,35 @@ class LinearCrossEntropyLoss(SFTLoss, nn.Module):
         ignore_index: int = -100,
         tp_enabled: bool = False,
         mask_ignored_tokens: bool = True,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+        reweighting: Literal["dft", "eaft"] | None = None,
+        eaft_alpha: float = 1.0,
     ) -> None:
         super().__init__()
         if num_output_chunks < 1:
             raise ValueError(f"num_output_chunks is {num_output_chunks}: it must be at least 1.")
+        if not 0 <= label_smoothing < 1:
+            raise ValueError(f"label_smoothing is {label_smoothing}: a part of the target is from 0 to below 1.")
+        if not 0 <= z_loss < math.inf:
+            raise ValueError(f"z_loss is {z_loss}: it must be at least 0, and finite, for example 1e-4.")
+        if reweighting not in (None, "dft", "eaft"):
+            raise ValueError(f"reweighting is {reweighting!r}: it must be dft or eaft, or left out.")
+        if reweighting is not None and label_smoothing:
+            raise ValueError(
+                f"reweighting is {reweighting} and label_smoothing {label_smoothing}: the factor of a token is that of "
+                "its own probability, not of a spread target: set one of the two."
+            )
+        if not 0 < eaft_alpha < math.inf:
+            raise ValueError(f"eaft_alpha is {eaft_alpha}: it must be above 0, and finite.")
         self.num_output_chunks = num_output_chunks
         self.ignore_index = ignore_index
         self.tp_enabled = tp_enabled
         self.mask_ignored_tokens = mask_ignored_tokens
         # In a tuple, so that the projection does not become a submodule.
         self._projection: tuple[Any, ...] = ()
-        self._row_losses = row_losses
+        self._terms = LossTerms(label_smoothing, z_loss, reweighting, eaft_alpha)
+        self._row_losses: Callable[..., tuple[Tensor, ...]] = row_losses
 
     @property
     def tp_requires_loss_parallel_ctx_manager(self) -> bool:
@@ -454,19 +657,26 @@ class LinearCrossEntropyLoss(SFTLoss, nn.Module):
     def compute_cross_entropy(self, hidden_chunk: Tensor, target_chunk: Tensor) -> Tensor:
         """Compute the summed cross entropy of some positions: hidden [n, d], targets [n] -> scalar."""
         logits = Logits.of(self.linear_projection)
-        return self._losses_with_ignored(logits(hidden_chunk), target_chunk, logits).sum()
+        losses, *_ = self._losses_with_ignored(logits(hidden_chunk), target_chunk, logits)
+        return losses.sum()
 
-    def _losses(self, logits: Tensor, target: Tensor, projection: Logits) -> Tensor:
-        """Cross entropies [n] of logits [n, v], which are overwritten, with a known target [n] in each row."""
-        if projection.group is None:
-            return cross_entropy(logits, target, self._row_losses)
-        return -log_probs_of_rows(logits, target, projection.group)[0]
+    def _losses(
+        self, logits: Tensor, target: Tensor, projection: Logits, *, with_statistics: bool = False
+    ) -> tuple[Tensor, ...]:
+        """Losses [n] of logits [n, v], which are overwritten, with a known target [n] in each row; and statistics."""
+        if projection.group is not None:
+            return sharded_row_losses(logits, target, projection.group, self._terms, with_statistics=with_statistics)
+        function = partial(self._row_losses, terms=self._terms, with_statistics=with_statistics)
+        return cross_entropy(logits, target, function)
 
-    def _losses_with_ignored(self, logits: Tensor, target: Tensor, projection: Logits) -> Tensor:
+    def _losses_with_ignored(
+        self, logits: Tensor, target: Tensor, projection: Logits, *, with_statistics: bool = False
+    ) -> tuple[Tensor, ...]:
         """As :meth:`_losses`; 0 for ignored tokens."""
         is_ignored = target == self.ignore_index
-        losses = self._losses(logits, target.masked_fill(is_ignored, 0), projection)
-        return losses.masked_fill(is_ignored, 0.0)
+        target = target.masked_fill(is_ignored, 0)
+        values = self._losses(logits, target, projection, with_statistics=with_statistics)
+        return tuple(value.masked_fill(is_ignored, 0) for value in values)
 
     def mask_inputs(self, hidden: Tensor, target: Tensor, index: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Select labeled tokens: hidden [n, d], target [n] -> [m, d], [m]; ``index`` [m] are their positions."""
@@ -501,9 +711,11 @@ class LinearCrossEntropyLoss(SFTLoss, nn.Module):
         projection: Projection,
         *,
         index: Tensor | None = None,
+        weights: Tensor | None = None,
         row_losses: list[Tensor] | None = None,
+        metrics: dict[str, tuple[Tensor, Tensor]] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Compute the loss summed over labeled tokens, and their number.
+        """Compute the weighted sum of the losses of labeled tokens, and the sum of their weights.
 
         Args:
             hidden: hidden states [b, s, d].
@@ -511,32 +723,52 @@ class LinearCrossEntropyLoss(SFTLoss, nn.Module):
             projection: [n, d] -> logits [n, v], the ``output`` of the model.
             index: int64 [m], positions of the labeled tokens in the flattened batch. Without them, the host waits for
                 the device to find their number.
+            weights: float32 [b, s], factors of the losses of single tokens; None: each is 1.
             row_losses: list to which the losses of the labeled tokens are appended, detached, chunk by chunk; with
                 ``mask_ignored_tokens=False`` those of all positions, 0 for ignored tokens.
+            metrics: dict to which ``token_accuracy``, whether a label has the largest logit, and ``entropy``, the
+                entropy of the prediction in nats, are added as (sum, number of labels), for values that are logged.
 
         Returns:
             Sum (scalar, float32, or float64 for float64 inputs; 0 with zero gradients if there is no label) and count
-            (int64 scalar).
+            of labels (int64 scalar), or sum of their weights (float32 scalar).
         """
-        count = (labels != self.ignore_index).sum()
+        is_labeled = labels != self.ignore_index
+        count = is_labeled.sum() if weights is None else (weights * is_labeled).sum()
         hidden = hidden.flatten(0, -2)  # [b * s, d]
         target = labels.flatten()  # [b * s]
+        row_weights = None if weights is None else weights.flatten()  # [b * s]
         if self.mask_ignored_tokens:
+            if index is None:
+                index = label_index(target, self.ignore_index)
             hidden, target = self.mask_inputs(hidden, target, index)  # [m, d], [m]
+            if row_weights is not None:
+                row_weights = row_weights.index_select(0, index)  # [m]
             chunk_losses = self._losses
         else:
             chunk_losses = self._losses_with_ignored
         logits = Logits.of(projection)
 
+        correct_sums: list[Tensor] = []  # a scalar of each chunk
+        entropy_sums: list[Tensor] = []
+
         def losses(chunk: Tensor, rows: slice) -> Tensor:
-            values = chunk_losses(chunk, target[rows], logits)  # [n]
+            values, *statistics = chunk_losses(chunk, target[rows], logits, with_statistics=metrics is not None)  # [n]
+            if metrics is not None:
+                is_correct, entropies = statistics
+                correct_sums.append(is_correct.sum())
+                entropy_sums.append(entropies.sum())
             if row_losses is not None:
                 row_losses.append(values.detach())
-            return values
+            return values if row_weights is None else values * row_weights[rows]
 
         trained = projection.weight if logits.is_plain and logits.parameters else None
         chunk_rows = choose_chunk_rows(len(target), self.num_output_chunks, trained)
         total = chunked_sum(hidden, losses, logits, chunk_rows)
+        if metrics is not None:
+            num_labels = is_labeled.sum()
+            metrics["token_accuracy"] = (torch.stack(correct_sums).sum(), num_labels)
+            metrics["entropy"] = (torch.stack(entropy_sums).sum(), num_labels)
         return total, count
 
 

@@ -16,6 +16,10 @@ from torchtune.utils import UserError, is_simulated
 Projection = Callable[[Tensor], Tensor]
 
 
+# Arguments of ``sum_and_count`` that a loss need not have.
+_OPTIONAL_ARGUMENTS = frozenset({"index", "weights", "row_losses", "metrics"})
+
+
 class SFTLoss(ABC):
     """Base class of losses for supervised fine-tuning.
 
@@ -42,9 +46,11 @@ class SFTLoss(ABC):
         projection: Projection,
         *,
         index: Tensor | None = None,
+        weights: Tensor | None = None,
         row_losses: list[Tensor] | None = None,
+        metrics: dict[str, tuple[Tensor, Tensor]] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Compute the loss summed over labeled tokens, and their number.
+        """Compute the weighted sum of the losses of labeled tokens, and the sum of their weights.
 
         Args:
             hidden: result of ``model(..., output="hidden")`` [b, s, d].
@@ -52,13 +58,20 @@ class SFTLoss(ABC):
             projection: ``model.output``, [..., d] -> logits [..., v].
             index: int64 [n], positions of the labeled tokens in the flattened batch, from :attr:`Batch.label_index
                 <torchtune.data.Batch.label_index>`; for losses that select them, which else look for them.
+            weights: float32 [b, s], factors of the losses of single tokens, from :attr:`Batch.label_weights
+                <torchtune.data.Batch.label_weights>`; None: each is 1.
             row_losses: a loss of single tokens appends the losses of the labeled tokens, or of all positions, to this
                 list: detached tensors that together are [n] or [b * s], for values that are logged.
+            metrics: dict to which a loss adds other values that are logged, by name: (sum, count), both scalars.
 
         Returns:
-            Sum (scalar) and count (int64 scalar).
+            Sum (scalar) and count of labels (int64 scalar), or sum of their weights (float32 scalar).
+
+        Raises:
+            LossError: the labels have weights, and the loss only returns a mean.
         """
-        del index, row_losses  # the loss gets all positions, and returns their mean
+        del index, row_losses, metrics  # the loss gets all positions, and returns their mean
+        refuse_weights(self, weights)
         ignore_index = getattr(self, "ignore_index", CROSS_ENTROPY_IGNORE_IDX)
         count = (labels != ignore_index).sum()
         if type(self).set_model_output is not SFTLoss.set_model_output:  # an older loss, which knows its projection
@@ -129,7 +142,9 @@ class TokenLoss(Protocol):
         projection: Projection,
         *,
         index: Tensor | None = None,
+        weights: Tensor | None = None,
         row_losses: list[Tensor] | None = None,
+        metrics: dict[str, tuple[Tensor, Tensor]] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """See :meth:`torchtune.modules.loss.SFTLoss.sum_and_count`."""
 
@@ -182,7 +197,7 @@ def setup_loss(loss: Any, model: nn.Module) -> TokenLoss:
         loss = MeanLoss(loss)
     else:
         arguments = _optional_arguments(loss)
-        if arguments != {"index", "row_losses"}:
+        if arguments != _OPTIONAL_ARGUMENTS:
             loss = OlderLoss(loss, arguments)
     balance = balance_of(model)
     return loss if balance is None else BalancedLoss(loss, balance)
@@ -219,9 +234,12 @@ class LogitsLoss(_Adapter):
         projection: Projection,
         *,
         index: Tensor | None = None,
+        weights: Tensor | None = None,
         row_losses: list[Tensor] | None = None,
+        metrics: dict[str, tuple[Tensor, Tensor]] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """See :meth:`torchtune.modules.loss.SFTLoss.sum_and_count`."""
+        del metrics  # the loss gets the logits, and returns losses alone
         hidden = hidden.flatten(0, -2)  # [b * s, d]
         labels = labels.flatten()  # [b * s]
         if index is None:
@@ -234,9 +252,13 @@ class LogitsLoss(_Adapter):
         logits = projection(hidden[index]).float()  # [n, v]
         losses = self.loss(logits, labels[index])
         if losses.dim() == 0:  # the mean
+            refuse_weights(self.loss, weights)
             return losses * count, count
         if row_losses is not None:
             row_losses.append(losses.detach())
+        if weights is not None:
+            label_weights = weights.flatten()[index]  # [n]
+            return (losses * label_weights).sum(), label_weights.sum()
         return losses.sum(), count
 
 
@@ -250,19 +272,21 @@ class MeanLoss(_Adapter):
         projection: Projection,
         *,
         index: Tensor | None = None,
+        weights: Tensor | None = None,
         row_losses: list[Tensor] | None = None,
+        metrics: dict[str, tuple[Tensor, Tensor]] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """See :meth:`torchtune.modules.loss.SFTLoss.sum_and_count`."""
-        del index, row_losses  # the loss gets all positions, and returns their mean
-        return SFTLoss.sum_and_count(self.loss, hidden, labels, projection)
+        del index, row_losses, metrics  # the loss gets all positions, and returns their mean
+        return SFTLoss.sum_and_count(self.loss, hidden, labels, projection, weights=weights)
 
 
 class OlderLoss(_Adapter):
-    """An :class:`SFTLoss` whose ``sum_and_count`` was written without ``index`` or without ``row_losses``.
+    """An :class:`SFTLoss` whose ``sum_and_count`` was written without some of its optional arguments.
 
     Args:
         loss: the loss.
-        arguments: which of the two the loss takes.
+        arguments: names of the optional arguments that the loss takes.
     """
 
     def __init__(self, loss: SFTLoss, arguments: set[str]) -> None:
@@ -276,14 +300,22 @@ class OlderLoss(_Adapter):
         projection: Projection,
         *,
         index: Tensor | None = None,
+        weights: Tensor | None = None,
         row_losses: list[Tensor] | None = None,
+        metrics: dict[str, tuple[Tensor, Tensor]] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """See :meth:`torchtune.modules.loss.SFTLoss.sum_and_count`."""
         options: dict[str, Any] = {}
         if "index" in self.arguments:
             options["index"] = index
+        if "weights" in self.arguments:
+            options["weights"] = weights
+        else:
+            refuse_weights(self.loss, weights)
         if "row_losses" in self.arguments:
             options["row_losses"] = row_losses
+        if "metrics" in self.arguments:
+            options["metrics"] = metrics
         return self.loss.sum_and_count(hidden, labels, projection, **options)
 
 
@@ -306,19 +338,39 @@ class BalancedLoss(_Adapter):
         projection: Projection,
         *,
         index: Tensor | None = None,
+        weights: Tensor | None = None,
         row_losses: list[Tensor] | None = None,
+        metrics: dict[str, tuple[Tensor, Tensor]] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """See :meth:`torchtune.modules.loss.SFTLoss.sum_and_count`."""
-        total, count = self.loss.sum_and_count(hidden, labels, projection, index=index, row_losses=row_losses)
+        total, count = self.loss.sum_and_count(
+            hidden, labels, projection, index=index, weights=weights, row_losses=row_losses, metrics=metrics
+        )
         return self.balance.add_to(total, count), count
 
 
+def innermost_loss(loss: Any) -> Any:
+    """Return the loss of the config inside the adapters of :func:`setup_loss`."""
+    while isinstance(loss, _Adapter):
+        loss = loss.loss
+    return loss
+
+
 def _optional_arguments(loss: SFTLoss) -> set[str]:
-    """Which of ``index`` and ``row_losses`` the loss's ``sum_and_count`` takes: both if it takes any keyword."""
+    """Return the optional arguments that the loss's ``sum_and_count`` takes: all if it takes any keyword."""
     parameters = inspect.signature(loss.sum_and_count).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return {"index", "row_losses"}
-    return {"index", "row_losses"} & parameters.keys()
+        return set(_OPTIONAL_ARGUMENTS)
+    return _OPTIONAL_ARGUMENTS & parameters.keys()
+
+
+def refuse_weights(loss: Any, weights: Tensor | None) -> None:
+    """Raise :class:`LossError` if labels have weights, for a loss that cannot apply them."""
+    if weights is not None:
+        raise LossError(
+            f"loss: rows of the data have weights, which {type(loss).__name__} cannot apply: return the losses of "
+            "single tokens (reduction='none'), or use torchtune.modules.loss.LinearCrossEntropyLoss."
+        )
 
 
 def _overrides_only_forward(kind: type) -> bool:

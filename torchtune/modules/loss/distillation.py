@@ -253,6 +253,7 @@ class DivergenceLoss(nn.Module, ABC):
         teacher: TeacherOutputs,
         *,
         index: Tensor | None = None,
+        weights: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Compute :meth:`sum_and_count` from hidden states, without materializing all logits of either model.
 
@@ -265,9 +266,11 @@ class DivergenceLoss(nn.Module, ABC):
             projection: ``student.output``.
             teacher: outputs of the teacher, for example :class:`TeacherStates`.
             index: int64 [n], positions of the labeled tokens in the flattened batch; by default they are looked for.
+            weights: float32 [b, s], factors of the divergences of single tokens; None: each is 1.
 
         Returns:
-            Sum (scalar, at least float32; differentiable once) and count (int64 scalar).
+            Sum (scalar, at least float32; differentiable once) and count of labels (int64 scalar), or sum of their
+            weights (float32 scalar).
         """
         if index is None:
             index = label_index(labels, self.ignore_index)
@@ -276,14 +279,18 @@ class DivergenceLoss(nn.Module, ABC):
         # Likeliest tokens have been chosen and divided by the temperature already.
         divergence = self.divergence if teacher.are_likeliest else self._rows
         logits = Logits.of(projection)
+        label_weights = None if weights is None else weights.flatten()[index]  # [n]
 
         def chunk_divergences(chunk: Tensor, rows: slice) -> Tensor:
             student_logits = logits.whole(chunk, vocab_size)
-            return divergence(*teacher.pair(student_logits, rows))
+            divergences = divergence(*teacher.pair(student_logits, rows))  # [n]
+            return divergences if label_weights is None else divergences * label_weights[rows]
 
         chunk_rows = self._chunk_rows(len(index), vocab_size)
         labeled = hidden.flatten(0, -2)[index]  # [n, d]
         total = chunked_sum(labeled, chunk_divergences, logits, chunk_rows)
+        if label_weights is not None:
+            return total, label_weights.sum()
         count = torch.full((), len(index), device=labels.device)
         return total, count
 

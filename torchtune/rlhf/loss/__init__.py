@@ -2,10 +2,15 @@
 
 from torchtune.rlhf.loss._base import AnswerLoss, document_log_probs, setup_loss
 from torchtune.rlhf.loss.dpo import (
+    APODownLoss,
+    APOZeroLoss,
+    BCOPairLoss,
+    ChosenNLLLoss,
     CPOLoss,
     DPOLoss,
     HingeLoss,
     IPOLoss,
+    MixedPreferenceLoss,
     ORPOLoss,
     PreferenceLoss,
     RobustDPOLoss,
@@ -13,6 +18,7 @@ from torchtune.rlhf.loss.dpo import (
     SigmoidNormLoss,
     SimPOLoss,
 )
+from torchtune.rlhf.loss.embedding import InfoNCELoss
 from torchtune.rlhf.loss.grpo import (
     CISPOLoss,
     DAPOLoss,
@@ -27,9 +33,13 @@ from torchtune.rlhf.loss.ppo import PPOLoss
 from torchtune.rlhf.loss.reward import RewardLoss, pooled_scores
 
 __all__ = [
+    "APODownLoss",
+    "APOZeroLoss",
     "AnswerLoss",
+    "BCOPairLoss",
     "CISPOLoss",
     "CPOLoss",
+    "ChosenNLLLoss",
     "DAPOLoss",
     "DPOLoss",
     "DrGRPOLoss",
@@ -37,7 +47,9 @@ __all__ = [
     "GSPOLoss",
     "HingeLoss",
     "IPOLoss",
+    "InfoNCELoss",
     "KTOLoss",
+    "MixedPreferenceLoss",
     "ORPOLoss",
     "OnPolicyDistillationLoss",
     "PPOLoss",

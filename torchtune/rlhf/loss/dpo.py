@@ -212,6 +212,12 @@ def _check_beta(beta: float) -> float:
     return beta
 
 
+def _check_weight(name: str, weight: float) -> float:
+    if not 0 <= weight < math.inf:
+        raise ValueError(f"{name} is {weight}: a weight of a loss must be at least 0, and finite.")
+    return weight
+
+
 def _check_smoothing(label_smoothing: float) -> float:
     if not 0.0 <= label_smoothing < 0.5:
         raise ValueError(
@@ -228,11 +234,14 @@ def _smoothed_loss(logits: Tensor, label_smoothing: float) -> Tensor:
 class DPOLoss(_MarginLoss):
     """−(1−ε) log σ(βm) − ε log σ(−βm): direct preference optimization (Rafailov et al. 2023, arXiv:2305.18290).
 
-    With ε > 0, the loss is conservative DPO (Mitchell 2023), which has its minimum at a finite margin.
+    With ε > 0, the loss is conservative DPO (Mitchell 2023), which has its minimum at a finite margin. With a weight α
+    of the chosen answer's likelihood, − α log π_c per token is added (RPO, Pang et al. 2024, arXiv:2404.19733), which
+    keeps good answers likely where DPO would lower both.
 
     Args:
         beta: scale β; a higher value stays closer to the reference.
         label_smoothing: ε, the fraction of pairs with swapped labels.
+        rpo_alpha: α, weight of the chosen answer's negative log-likelihood, which is a mean over its tokens.
 
     Example:
         >>> row = {"chosen_input_ids": [1, 2, 3], "chosen_labels": [2, 3, -100]}
@@ -244,13 +253,28 @@ class DPOLoss(_MarginLoss):
         0.6931...
     """
 
-    def __init__(self, beta: float = 0.1, label_smoothing: float = 0.0) -> None:
+    def __init__(self, beta: float = 0.1, label_smoothing: float = 0.0, rpo_alpha: float = 0.0) -> None:
         super().__init__(beta)
         self.label_smoothing = _check_smoothing(label_smoothing)
+        self.rpo_alpha = _check_weight("rpo_alpha", rpo_alpha)
 
     def margin_loss(self, margin: Tensor) -> Tensor:
         """Return the losses of the margins ``[p]``."""
         return _smoothed_loss(self.beta * margin, self.label_smoothing)
+
+    def compare(self, policy: ChosenRejectedOutputs, reference: ChosenRejectedOutputs | None) -> LossesAndRewards:
+        """Compute losses and rewards of pairs; see :class:`PreferenceLoss`."""
+        losses, chosen, rejected = super().compare(policy, reference)
+        if self.rpo_alpha:
+            losses = losses + self.rpo_alpha * _mean_nll(policy, "DPOLoss with rpo_alpha")
+        return losses, chosen, rejected
+
+
+def _mean_nll(policy: ChosenRejectedOutputs, loss: str) -> Tensor:
+    """Return the chosen answers' negative log-likelihoods per token ``[p]``, for the loss of this name."""
+    if policy.chosen_lengths is None:
+        raise ValueError(f"{loss} averages the chosen answer's log-prob: give chosen_lengths and rejected_lengths.")
+    return -policy.chosen_mean
 
 
 class RobustDPOLoss(_MarginLoss):
@@ -434,9 +458,157 @@ class CPOLoss(PreferenceLoss):
 
     def compare(self, policy: ChosenRejectedOutputs, reference: ChosenRejectedOutputs | None) -> LossesAndRewards:
         """Compute losses and rewards of pairs; see :class:`PreferenceLoss`."""
-        if policy.chosen_lengths is None:
-            raise ValueError("CPOLoss averages the chosen answer's log-prob: give chosen_lengths and rejected_lengths.")
+        nll = _mean_nll(policy, "CPOLoss")
         chosen = self.beta * policy.chosen_logps
         rejected = self.beta * policy.rejected_logps
         losses = _smoothed_loss(chosen - rejected, self.label_smoothing)
-        return losses - self.alpha * policy.chosen_mean, chosen, rejected
+        return losses + self.alpha * nll, chosen, rejected
+
+
+class _RewardsLoss(PreferenceLoss):
+    """Base class of losses of the rewards r = β (log π − log π_ref) of both answers.
+
+    Args:
+        beta: scale β; a higher value stays closer to the reference.
+    """
+
+    def __init__(self, beta: float = 0.1) -> None:
+        super().__init__()
+        self.beta = _check_beta(beta)
+
+    @abstractmethod
+    def rewards_loss(self, chosen: Tensor, rejected: Tensor) -> Tensor:
+        """Return the losses of the rewards r_c ``[p]`` and r_r ``[p]``."""
+
+    def compare(self, policy: ChosenRejectedOutputs, reference: ChosenRejectedOutputs | None) -> LossesAndRewards:
+        """Compute losses and rewards of pairs; see :class:`PreferenceLoss`."""
+        chosen = self.beta * (policy.chosen_logps - reference.chosen_logps)
+        rejected = self.beta * (policy.rejected_logps - reference.rejected_logps)
+        return self.rewards_loss(chosen, rejected), chosen, rejected
+
+
+class APOZeroLoss(_RewardsLoss):
+    """1 − σ(r_c) + σ(r_r): anchored preference optimization (D'Oosterlinck et al. 2024, arXiv:2408.06266).
+
+    For chosen answers that are better than the model's: it raises their likelihood, and lowers the rejected one's.
+
+    Args:
+        beta: scale β; a higher value stays closer to the reference.
+
+    Example:
+        >>> torchtune.rlhf.loss.APOZeroLoss(beta=0.1).needs_reference
+        True
+    """
+
+    def rewards_loss(self, chosen: Tensor, rejected: Tensor) -> Tensor:
+        """Return the losses of the rewards ``[p]``."""
+        return torch.sigmoid(-chosen) + torch.sigmoid(rejected)
+
+
+class APODownLoss(_RewardsLoss):
+    """σ(r_c) + 1 − σ(r_c − r_r): anchored preference optimization (D'Oosterlinck et al. 2024, arXiv:2408.06266).
+
+    For chosen answers that are worse than the model's: it lowers the likelihood of both, the rejected one's more.
+
+    Args:
+        beta: scale β; a higher value stays closer to the reference.
+
+    Example:
+        >>> torchtune.rlhf.loss.APODownLoss(beta=0.1).needs_reference
+        True
+    """
+
+    def rewards_loss(self, chosen: Tensor, rejected: Tensor) -> Tensor:
+        """Return the losses of the rewards ``[p]``."""
+        return torch.sigmoid(chosen) + torch.sigmoid(rejected - chosen)
+
+
+class BCOPairLoss(_RewardsLoss):
+    """−log σ(r_c) − log σ(−r_r): a binary classifier of answers (Jung et al. 2024, arXiv:2404.04656).
+
+    It has no moving mean of the rewards, as TRL's ``bco_pair`` has none.
+
+    Args:
+        beta: scale β; a higher value stays closer to the reference.
+
+    Example:
+        >>> torchtune.rlhf.loss.BCOPairLoss(beta=0.1).needs_reference
+        True
+    """
+
+    def rewards_loss(self, chosen: Tensor, rejected: Tensor) -> Tensor:
+        """Return the losses of the rewards ``[p]``."""
+        return -logsigmoid(chosen) - logsigmoid(-rejected)
+
+
+class ChosenNLLLoss(PreferenceLoss):
+    """−mean log π_c, the likelihood of the chosen answer as in supervised fine-tuning; part of a mixed loss.
+
+    The rewards are the log-probs per token.
+
+    Example:
+        >>> torchtune.rlhf.loss.ChosenNLLLoss().needs_reference
+        False
+    """
+
+    needs_reference: ClassVar[bool] = False
+
+    def compare(self, policy: ChosenRejectedOutputs, reference: ChosenRejectedOutputs | None) -> LossesAndRewards:
+        """Compute losses and rewards of pairs; see :class:`PreferenceLoss`."""
+        return _mean_nll(policy, "ChosenNLLLoss"), policy.chosen_mean, policy.rejected_mean
+
+
+class MixedPreferenceLoss(PreferenceLoss):
+    """Weighted sum of losses of the same pairs (MPO, Wang et al. 2024, arXiv:2411.10442).
+
+    The paper's mixture is ``DPOLoss``, ``BCOPairLoss`` and ``ChosenNLLLoss`` with the weights 0.8, 0.2 and 1. The
+    rewards that are logged are those of the first loss.
+
+    Args:
+        losses: the losses; a reference is needed if one of them needs it.
+        loss_weights: weights of the losses; 1 each by default.
+
+    Example:
+        >>> losses = [torchtune.rlhf.loss.DPOLoss(), torchtune.rlhf.loss.ChosenNLLLoss()]
+        >>> torchtune.rlhf.loss.MixedPreferenceLoss(losses, [1.0, 0.5]).needs_reference
+        True
+    """
+
+    def __init__(self, losses: list[PreferenceLoss], loss_weights: list[float] | None = None) -> None:
+        super().__init__()
+        if not losses:
+            raise ValueError("losses is empty: give the losses to add, such as DPOLoss and ChosenNLLLoss.")
+        if loss_weights is None:
+            loss_weights = [1.0] * len(losses)
+        if len(loss_weights) != len(losses):
+            raise ValueError(
+                f"loss_weights has {len(loss_weights)} weights for {len(losses)} losses: give one for each loss."
+            )
+        for loss in losses:
+            # A loss with a score of its own compares no log-probs.
+            if not isinstance(loss, PreferenceLoss) or type(loss).score is not PreferenceLoss.score:
+                raise ValueError(
+                    f"losses has a {type(loss).__name__}: only losses of the log-probs of pairs can be added, such as "
+                    "DPOLoss."
+                )
+        self.losses = torch.nn.ModuleList(losses)
+        self.loss_weights = [_check_weight("loss_weights", weight) for weight in loss_weights]
+        if not any(self.loss_weights):
+            raise ValueError("loss_weights are all 0: there is nothing to train.")
+        self.needs_reference = any(loss.needs_reference for loss in losses)
+
+    def check_model(self, model: torch.nn.Module) -> None:
+        """Check that the model's output fits all losses. Raises :class:`LossError`."""
+        for loss in self.losses:
+            loss.check_model(model)
+
+    def compare(self, policy: ChosenRejectedOutputs, reference: ChosenRejectedOutputs | None) -> LossesAndRewards:
+        """Compute losses and rewards of pairs; see :class:`PreferenceLoss`."""
+        total = torch.zeros_like(policy.chosen_logps)
+        rewards = []
+        for loss, weight in zip(self.losses, self.loss_weights, strict=True):
+            losses, *rewards_of_loss = loss.compare(policy, reference)
+            total = total + weight * losses
+            rewards = rewards or rewards_of_loss
+        chosen, rejected = rewards
+        return total, chosen, rejected

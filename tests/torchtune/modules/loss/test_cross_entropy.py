@@ -5,6 +5,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from torchtune.data import label_index
 from torchtune.modules import TiedLinear
 from torchtune.modules.conversion import apply_conversions
 from torchtune.modules.loss import CEWithChunkedOutputLoss, LinearCrossEntropyLoss, SFTLoss
@@ -243,7 +244,195 @@ def test_gradient_of_bfloat16_logits_is_scaled_in_float32():
     logits = torch.randn(150, 7000, generator=generator).bfloat16()
     target, factors = torch.randint(0, 7000, (150,), generator=generator), torch.rand(150, generator=generator)
     leaf = logits.clone().requires_grad_()
-    cross_entropy(leaf * 1, target).backward(factors)
+    losses, *_ = cross_entropy(leaf * 1, target)
+    losses.backward(factors)
     softmax = logits.float().softmax(-1)
     gradient = (softmax - F.one_hot(target, 7000)).bfloat16()
     assert torch.equal(leaf.grad, (gradient.float() * factors[:, None]).bfloat16())
+
+
+@pytest.mark.parametrize("is_masked", [True, False])
+@pytest.mark.parametrize("with_index", [True, False])
+def test_weighted_losses_and_gradients_are_those_of_the_formula(is_masked, with_index):
+    torch.manual_seed(0)
+    hidden = torch.randn(2, 700, 8, dtype=torch.float64, requires_grad=True)
+    projection = nn.Linear(8, 32, bias=False, dtype=torch.float64)
+    labels = torch.randint(0, 32, (2, 700))
+    labels[:, ::3] = -100
+    weights = torch.rand(2, 700, dtype=torch.float64) * 2
+    inputs = (hidden, projection.weight)
+    logits = projection(hidden).flatten(0, 1)
+    losses = nn.functional.cross_entropy(logits, labels.flatten(), reduction="none")
+    expected = (losses * weights.flatten()).sum()
+    expected_gradients = torch.autograd.grad(expected, inputs)
+
+    loss = LinearCrossEntropyLoss(num_output_chunks=4, mask_ignored_tokens=is_masked)
+    index = label_index(labels) if with_index else None
+    total, count = loss.sum_and_count(hidden, labels, projection, index=index, weights=weights)
+    torch.testing.assert_close(total, expected)
+    torch.testing.assert_close(count, weights[labels != -100].sum())
+    for gradient, expected_gradient in zip(torch.autograd.grad(total, inputs), expected_gradients, strict=True):
+        torch.testing.assert_close(gradient, expected_gradient)
+
+
+def test_weights_of_one_change_nothing():
+    torch.manual_seed(0)
+    hidden = torch.randn(1, 20, 8)
+    projection = nn.Linear(8, 32, bias=False)
+    labels = torch.randint(0, 32, (1, 20))
+    loss = LinearCrossEntropyLoss()
+    total, count = loss.sum_and_count(hidden, labels, projection)
+    weighted_total, weighted_count = loss.sum_and_count(hidden, labels, projection, weights=torch.ones(1, 20))
+    assert torch.equal(total, weighted_total)
+    assert count == weighted_count
+
+
+def entropy_of_top(logits: Tensor, count: int = 20) -> Tensor:
+    """Entropy of the renormalized likeliest tokens, [n]."""
+    probabilities = logits.topk(count, -1).values.softmax(-1)
+    return -(probabilities * probabilities.log()).sum(-1)
+
+
+# Arguments -> losses [n] of logits [n, v] and labels [n], as their papers and torch have them.
+TERMS = {
+    "smoothed": (
+        {"label_smoothing": 0.1},
+        lambda logits, labels: F.cross_entropy(logits, labels, label_smoothing=0.1, reduction="none"),
+    ),
+    "z": (
+        {"z_loss": 0.03},
+        lambda logits, labels: (
+            F.cross_entropy(logits, labels, reduction="none") + 0.03 * logits.exp().sum(-1).log() ** 2
+        ),
+    ),
+    "smoothed-z": (
+        {"label_smoothing": 0.2, "z_loss": 0.01},
+        lambda logits, labels: (
+            F.cross_entropy(logits, labels, label_smoothing=0.2, reduction="none")
+            + 0.01 * logits.exp().sum(-1).log() ** 2
+        ),
+    ),
+    "dft": (
+        {"reweighting": "dft"},
+        lambda logits, labels: (
+            F.cross_entropy(logits, labels, reduction="none")
+            * logits.softmax(-1).gather(1, labels[:, None])[:, 0].detach()
+        ),
+    ),
+    "eaft": (
+        {"reweighting": "eaft", "eaft_alpha": 1.5},
+        lambda logits, labels: (
+            F.cross_entropy(logits, labels, reduction="none") * (entropy_of_top(logits.detach()) / 3.0) ** 1.5
+        ),
+    ),
+    "dft-z": (
+        {"reweighting": "dft", "z_loss": 0.03},
+        lambda logits, labels: (
+            F.cross_entropy(logits, labels, reduction="none")
+            * logits.softmax(-1).gather(1, labels[:, None])[:, 0].detach()
+            + 0.03 * logits.exp().sum(-1).log() ** 2
+        ),
+    ),
+}
+
+
+def exact_results(name: str, hidden: Tensor, weight: Tensor, labels: Tensor) -> list[Tensor]:
+    """Loss and gradients of the formula in float64."""
+    exact_hidden = hidden.detach().double().requires_grad_()
+    exact_weight = weight.double().requires_grad_()
+    rows = labels != -100
+    _, losses = TERMS[name]
+    exact = losses(exact_hidden[rows] @ exact_weight.t(), labels[rows]).mean()
+    return [exact, *torch.autograd.grad(exact * 1.7, [exact_hidden, exact_weight])]
+
+
+@pytest.mark.parametrize("chunks", [1, 4])
+@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize("name", TERMS)
+def test_terms_of_the_loss_and_their_gradients_equal_the_formulas(name, chunks, masked):
+    hidden, weight, labels = inputs()
+    loss = LinearCrossEntropyLoss(chunks, mask_ignored_tokens=masked, **TERMS[name][0])
+    expected = exact_results(name, hidden, weight, labels)
+    for ours, exact in zip(run(loss, make_head(weight), hidden, labels), expected, strict=True):
+        assert ours.dtype == torch.float64
+        assert (ours - exact).abs().max() <= 1e-10
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize("name", TERMS)
+def test_terms_of_the_loss_in_low_precision_stay_near_float64(name, dtype, tolerance):
+    hidden, weight, labels = inputs(dtype)
+    result = run(LinearCrossEntropyLoss(2, **TERMS[name][0]), make_head(weight), hidden, labels)
+    for ours, exact in zip(result, exact_results(name, hidden, weight, labels), strict=True):
+        assert (ours.double() - exact).norm() <= tolerance * exact.norm()
+
+
+@pytest.mark.parametrize("name", ["smoothed-z", "dft", "eaft"])
+def test_compiled_terms_give_the_same(name):
+    hidden, weight, labels = inputs(torch.float32)
+    plain = run(LinearCrossEntropyLoss(3, **TERMS[name][0]), make_head(weight), hidden, labels)
+    loss = LinearCrossEntropyLoss(3, **TERMS[name][0]).apply_compile_strategy(backend="aot_eager")
+    for ours, expected in zip(run(loss, make_head(weight), hidden, labels), plain, strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"label_smoothing": 1.0}, r"label_smoothing is 1\.0: .* from 0 to below 1"),
+        ({"z_loss": -1.0}, r"z_loss is -1\.0: it must be at least 0"),
+        ({"reweighting": "asft"}, "reweighting is 'asft': it must be dft or eaft"),
+        ({"reweighting": "dft", "label_smoothing": 0.1}, "set one of the two"),
+        ({"reweighting": "eaft", "eaft_alpha": 0.0}, r"eaft_alpha is 0\.0: it must be above 0"),
+    ],
+)
+def test_impossible_terms_of_the_loss_are_refused(settings, words):
+    with pytest.raises(ValueError, match=words):
+        LinearCrossEntropyLoss(**settings)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["plain", "unmasked", "smoothed", "compiled", "frozen"])
+def test_accuracy_and_entropy_of_predictions_are_those_of_all_logits(kind, dtype, monkeypatch):
+    monkeypatch.setattr(implementation, "_PRODUCT_BLOCK", 5 * VOCAB)
+    hidden, weight, labels = inputs(dtype)
+    rows = labels != -100
+    head = make_head(weight)
+    logits = head.output(hidden)[rows].detach().double()
+    labels[rows.nonzero(as_tuple=True)[0][:9], rows.nonzero(as_tuple=True)[1][:9]] = logits.argmax(-1)[:9]
+    loss = LinearCrossEntropyLoss(3, mask_ignored_tokens=kind != "unmasked")
+    if kind == "smoothed":
+        loss = LinearCrossEntropyLoss(3, label_smoothing=0.1, z_loss=0.1)
+    elif kind == "compiled":
+        loss.apply_compile_strategy(backend="aot_eager")
+    elif kind == "frozen":
+        head.requires_grad_(False)
+    metrics = {}
+    with_metrics, _ = loss.sum_and_count(hidden, labels, head.output, metrics=metrics)
+    without_metrics, _ = loss.sum_and_count(hidden, labels, head.output)
+    assert torch.equal(with_metrics, without_metrics)
+    log_probs = logits.log_softmax(-1)
+    expected_entropy = -(log_probs.exp() * log_probs).sum()
+    num_correct, num_labels = metrics["token_accuracy"]
+    assert num_labels == rows.sum()
+    assert num_correct == (logits.gather(1, labels[rows][:, None])[:, 0] == logits.amax(1)).sum()
+    assert num_correct >= 9
+    entropy, num_labels = metrics["entropy"]
+    assert num_labels == rows.sum()
+    assert not entropy.requires_grad
+    torch.testing.assert_close(
+        entropy.double(), expected_entropy, rtol=1e-9 if dtype == torch.float64 else 1e-5, atol=0
+    )
+    with torch.no_grad():
+        again = {}
+        loss.sum_and_count(hidden, labels, head.output, metrics=again)
+        torch.testing.assert_close(again, metrics, rtol=1e-5, atol=0)
+
+
+def test_batch_without_labels_has_no_accuracy():
+    hidden, weight, labels = inputs(torch.float32)
+    metrics = {}
+    LinearCrossEntropyLoss().sum_and_count(
+        hidden, torch.full_like(labels, -100), make_head(weight).output, metrics=metrics
+    )
+    assert metrics == {"token_accuracy": (0, 0), "entropy": (0, 0)}

@@ -248,3 +248,19 @@ def test_known_positions_of_labels_change_nothing(model):
         assert same[1] == count
         if factor:
             torch.testing.assert_close(same[0].double(), factor * expected, rtol=1e-6, atol=0)
+
+
+def test_loss_of_single_tokens_is_weighted_and_a_mean_refuses_weights(model):
+    torch.manual_seed(0)
+    hidden = torch.randn(1, 4, model.output.in_features, dtype=torch.float64)
+    labels = torch.tensor([[5, -100, 7, 9]])
+    weights = torch.tensor([[0.5, 9.0, 2.0, 1.0]])
+    logits = model.output(hidden)[0].float()  # as losses get them
+    losses = nn.functional.cross_entropy(logits, labels[0], reduction="none")
+    loss = setup_loss(nn.CrossEntropyLoss(reduction="none"), model)
+    total, count = loss.sum_and_count(hidden, labels, model.output, weights=weights)
+    torch.testing.assert_close(total, (losses * weights[0])[[0, 2, 3]].sum())
+    assert count == 3.5
+    mean = setup_loss(nn.CrossEntropyLoss(), model)
+    with pytest.raises(LossError, match="rows of the data have weights, which CrossEntropyLoss cannot apply"):
+        mean.sum_and_count(hidden, labels, model.output, weights=weights)
