@@ -61,6 +61,7 @@ configs: $(BIN)/.test  ## Write recipes/configs from the templates and the table
 	$(BIN)/python tools/make_dataflow.py
 	$(BIN)/python tools/make_pictures.py
 	$(BIN)/python tools/make_tables.py
+	$(BIN)/python tools/make_agent_docs.py
 
 clean:  ## Remove what the other verbs made
 	rm -rf .venv build dist docs/_build quickstart *.egg-info

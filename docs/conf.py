@@ -20,6 +20,7 @@ exclude_patterns = ["_build"]
 html_theme = "basic"
 html_title = "torchtune"
 html_static_path = ["_static"]
+html_extra_path = ["llms.txt"]  # at the root of the site (llmstxt.org)
 html_css_files = ["site.css"]
 templates_path = ["_templates"]
 pygments_style = "friendly"

@@ -96,6 +96,14 @@ def test_the_committed_configs_are_what_the_templates_make():
 
 
 @pytest.mark.usefixtures("tools")
+def test_the_committed_pages_for_agents_are_what_the_command_line_and_the_recipes_say():
+    import make_agent_docs
+
+    stale = [path.name for path, text in make_agent_docs.texts().items() if path.read_text() != text]
+    assert not stale, "run `make configs`"
+
+
+@pytest.mark.usefixtures("tools")
 def test_the_committed_table_of_models_is_what_the_families_say():
     import make_model_table
 

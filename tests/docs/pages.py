@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.rst")])
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "AGENTS.md", *(ROOT / "docs").glob("*.rst")])
 
 _DIRECTIVE = re.compile(r"^(?P<indent> *)\.\. (?:code-block|code|sourcecode):: *(?P<language>\w*) *$")
 _INCLUDE = re.compile(r"^(?P<indent> *)\.\. literalinclude:: *(?P<path>\S+) *$")

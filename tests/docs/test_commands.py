@@ -83,6 +83,8 @@ NOT_RUN = {
     "tune data prepare llama3_3/70B_lora dataset.data_files=mine.jsonl --output /shared/prepared": "needs a tokenizer",
     "tune eval /tmp/kd --against /tmp/SmolLM2-135M-Instruct --data held_out.jsonl --score exact": "tutorial_serve.rst",
     "tune chat --model /tmp/orders": "reads the terminal",
+    "tune chat --model /tmp/run": "reads the terminal",
+    "tune serve /tmp/run": "serves until it is stopped",
     "vllm serve /tmp/orders_merged": "needs vLLM",
     "transformers serve": "serves until it is stopped; tests/torchtune/rlhf/test_server_sampler.py has a server",
 }
@@ -119,7 +121,8 @@ class Page:
     def placed(self, text: str, *, tiny: bool = False) -> str:
         for old, new in SUBSTITUTIONS.items() if tiny else ():
             text = text.replace(old, new)
-        return text.replace("/tmp/", f"{self.tmp}/")
+        # What a command has written, such as a config, may name the folder of the test already.
+        return text.replace(f"{self.tmp}/", "/tmp/").replace("/tmp/", f"{self.tmp}/")
 
     def shown(self, text: str) -> str:
         for old, new in SUBSTITUTIONS.items():

@@ -22,7 +22,7 @@ from torchtune._cli.sweep import Sweep
 from torchtune.config import redact_secrets
 from torchtune.utils import UserError, file_limits
 
-_SUBCOMMANDS = (
+SUBCOMMANDS = (
     *(Download, List, Copy, Data, Run, Sweep, Report, Compare, Estimate, Validate, Schema, Cat, Chat, Serve),
     *(Eval, Export, Checkpoint, Selfcheck, Doctor, Import),
 )
@@ -38,7 +38,7 @@ class TuneCLIParser:
         )
         self._parser.set_defaults(func=lambda args: self._parser.print_help())
         subparsers = self._parser.add_subparsers(title="subcommands")
-        for subcommand in _SUBCOMMANDS:
+        for subcommand in SUBCOMMANDS:
             subcommand.create(subparsers)
 
     def parse_args(self, args: Sequence[str] | None = None) -> argparse.Namespace:

@@ -256,3 +256,21 @@ def test_a_hub_that_refuses_an_upload_is_one_sentence(hub, closed, tmp_path):
         assert done.stderr.startswith(f"--push {repo_id}: {endpoint} does not take the files (")
         assert done.stderr.endswith(f"they are in {tmp_path / 'export'}.\n")
         assert done.stderr.count("\n") == 1
+
+
+def test_model_of_one_line_comes_from_the_hub_once(hub, tmp_path):
+    def ask_for(repo, token=None):
+        command = ["-m", "torchtune._cli.tune", "cat", "any_lora", f"model={repo}"]
+        return ask(hub.url, tmp_path / "cache", *command, token=token)
+
+    first = ask_for("own/model")
+    assert first.returncode == 0, first.stderr
+    assert "checkpoint_dir: " + str(tmp_path / "cache") in first.stdout
+    assert fetched(hub) == {"config.json", "model.safetensors"}
+    hub.asked.clear()
+    assert ask_for("own/model").stdout == first.stdout
+    assert not fetched(hub), "fetched twice"
+    gated = ask_for("own/gated")
+    assert gated.returncode == 2
+    assert "model=own/gated: " in gated.stderr
+    assert "is gated, and a token of an account that has access is needed" in gated.stderr
