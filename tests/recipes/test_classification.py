@@ -1,14 +1,20 @@
 """Classifiers in the recipes of supervised fine-tuning."""
 
+import json
+
 import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
 import torchtune
-from tests.recipes.runs import resume, start
+from tests.recipes.runs import load_recipe, resume, start, write_config
 from tests.tiny import write_checkpoint, write_lines
 from torchtune.checkpoints import CheckpointError
+from torchtune.config import load_and_check
+from torchtune.estimate import plan_data
 from torchtune.reports import RunFolder
+from torchtune.training import ClassificationError
+from torchtune.utils import UserError
 
 TEXTS = {"animal": ["the cat sees", "a dog", "one bird"], "color": ["red", "a big green", "blue"], "why": ["why not"]}
 ROWS = [{"text": f"{text} {number}", "label": label} for label in TEXTS for text in TEXTS[label] for number in "12"]
@@ -104,3 +110,46 @@ def test_adapter_of_a_trained_classifier_is_trained(tmp_path):
 def test_adapter_beside_a_new_head_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match="output layer would be new and, under an adapter, never trained"):
         start("lora_finetune_single_device", tmp_path, **settings_of(tmp_path), train=False)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["model.num_classes=2"], "the labels have 3 classes .animal, color, why., but the model's head has 2"),
+        (["loss._component_=torchtune.modules.loss.LinearCrossEntropyLoss"], "LinearCrossEntropyLoss predicts tokens"),
+        (["dataset.split=train[:4]", "dataset_val.split=train[:4]"], "all rows have the class .animal."),
+    ],
+)
+def test_labels_are_checked_before_the_run(overrides, message, tmp_path):
+    config = write_config("full_finetune_single_device", tmp_path, tmp_path / "out", **settings_of(tmp_path))
+    main = load_recipe("full_finetune_single_device", tmp_path).recipe_main
+    assert plan_data(load_and_check(config, ["epochs=1"], main))
+    with pytest.raises(ClassificationError, match=message):
+        plan_data(load_and_check(config, overrides, main))
+
+
+def test_rows_are_shown_with_their_labels(tmp_path, tune):
+    settings_of(tmp_path)
+    component = "_component_=torchtune.datasets.classification_dataset"
+    shown = tune("data", "show", str(tmp_path / "labels.jsonl"), component, "--tokenizer", str(tmp_path / "checkpoint"))
+    assert "3 classes in 14 rows (single_label_classification): animal 6, color 6, why 2" in shown.out
+    assert "label 'animal'\nthe cat sees 1\n" in shown.out
+
+
+def test_classifier_is_measured_on_a_file(tmp_path, tune):
+    run = start("full_finetune_single_device", tmp_path, **settings_of(tmp_path, batch_size=4))
+    output = tmp_path / "eval"
+    done = tune("eval", str(run.output_dir), "--data", str(tmp_path / "labels.jsonl"), "--output", str(output))
+    assert done.code == 0
+    (result,) = json.loads((output / "labels.results.json").read_text())["models"]
+    assert result["scores"]["accuracy"] == pytest.approx(run.figure("val_accuracy")[-1])
+    assert result["loss"] == pytest.approx(run.figure("val_loss")[-1], rel=1e-4)
+    other = write_lines(tmp_path / "other.jsonl", [{"text": "a fish", "label": "fish"}])
+    refused = tune("eval", str(run.output_dir), "--data", str(other), "--output", str(output))
+    assert "other.jsonl, row 0: the class 'fish' is not one of animal, color, why: correct the row" in refused.err
+
+
+def test_language_model_has_no_classes(tmp_path):
+    model, tokenizer = torchtune.load(write_checkpoint(tmp_path / "checkpoint"), dtype="fp32", device="cpu")
+    with pytest.raises(UserError, match="it predicts tokens and has no classes"):
+        torchtune.classify(model, tokenizer, "the cat")

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, ExampleDataset
-from torchtune.datasets import PackedDataset, content_of, histogram, size_of
+from torchtune.datasets import ClassificationDataset, PackedDataset, content_of, describe_labels, histogram, size_of
 from torchtune.tokenizers import decode_pieces, document_texts
 from torchtune.utils import UserError
 
@@ -94,7 +94,11 @@ def show_dataset(
         for side, tokens, labels in row:  # arrays [s]
             title = f"row {number}, {side}" if side else f"row {number}"
             num_trained = int((labels != CROSS_ENTROPY_IGNORE_IDX).sum())
-            print(f"\n--- {title}: {len(tokens):,} tokens, {num_trained:,} trained on, {marks}")
+            trained = f"{num_trained:,} trained on, {marks}"
+            if isinstance(first, ClassificationDataset):  # the label is a class and not a token
+                trained = f"label {first.values[number]!r}"
+                labels = np.full_like(labels, CROSS_ENTROPY_IGNORE_IDX)
+            print(f"\n--- {title}: {len(tokens):,} tokens, {trained}")
             if plan is not None and sizes:
                 images = [f"{size[0]}x{size[1]} ({plan(size).tokens:,} tokens)" for size in sizes]
                 print(f"images: {', '.join(images)}")
@@ -171,6 +175,8 @@ def _describe_counts(dataset: Any, counts: _Counts, scale: float) -> Iterator[st
     if counts.limit is not None:
         yield f"truncated   {counts.full:,} rows have max_seq_len={counts.limit} tokens or were truncated to it"
     for part in dataset.row_datasets():
+        if isinstance(part, ClassificationDataset):
+            yield f"labels      {describe_labels(part.task, part.values)}"
         if part.omitted:
             yield f"template    {part.omitted}"
     num_dropped = sum(len(part.dropped) for part in dataset.row_datasets())

@@ -6,6 +6,7 @@ from ._classification import (
     SINGLE_LABEL,
     ClassificationTransform,
     class_counts,
+    describe_labels,
     describe_names,
 )
 from ._classification import ClassificationDataset as ClassificationDataset

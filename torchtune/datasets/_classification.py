@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, DataError, as_messages, column, truncate
+from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, DataError, as_messages, truncate
 from torchtune.datasets._packed import PackedDataset, pack_length
 from torchtune.datasets._row_source import RowSource, Source
 from torchtune.datasets._tokenized import LabeledSamples, Tokenize, TokenizedDataset, prepare_rows
@@ -123,6 +123,24 @@ def class_counts(values: Sequence[LabelValue]) -> dict[str, int]:
     return {class_name(value): counts[value] for value in ordered}
 
 
+def describe_labels(task: ClassificationTask, values: Sequence[LabelValue]) -> str:
+    """Return a text with the number of rows of each class, or the range of numbers."""
+    if task.problem_type == REGRESSION:
+        return f"regression on {len(values):,} rows with labels from {min(values)} to {max(values)}"
+    counts = class_counts(values)
+    shown = [f"{name} {counts.get(name, 0):,}" for name in task.class_names[:10]]
+    if len(task.class_names) > 10:
+        shown.append("…")
+    return f"{len(task.class_names):,} classes in {len(values):,} rows ({task.problem_type}): {', '.join(shown)}"
+
+
+def _column(row: Mapping[str, Any], setting: str, name: str) -> Any:
+    """Return a column of a row. Raises :class:`DataError` with the setting that names it, if it is missing."""
+    if name not in row:
+        raise DataError(f"there is no column '{name}' among {', '.join(map(str, row))}: set {setting} to one of them")
+    return row[name]
+
+
 class ClassificationTransform:
     """Converts a row to tokens, a mark at the last of them, and its label; see :class:`ClassificationDataset`."""
 
@@ -144,7 +162,7 @@ class ClassificationTransform:
         Raises:
             DataError: the row has no text or no label.
         """
-        tokens = self.tokens(column(row, self._text_column))
+        tokens = self.tokens(_column(row, "column", self._text_column))
         if not tokens:
             raise DataError(f"column '{self._text_column}' holds no text")
         labels = [CROSS_ENTROPY_IGNORE_IDX] * len(tokens)
@@ -164,7 +182,7 @@ class ClassificationTransform:
         return tokens if self.limit is None else truncate(tokens, self.limit)
 
     def _label(self, row: Mapping[str, Any]) -> LabelValue:
-        value = column(row, self._label_column)
+        value = _column(row, "label_column", self._label_column)
         if isinstance(value, np.ndarray | tuple):
             value = list(value)
         items = value if isinstance(value, list) else [value]
@@ -304,7 +322,9 @@ class ClassificationDataset(TokenizedDataset):
         try:
             return sorted(set(self._row_targets(task)))
         except DataError as error:
-            raise DataError(f"{self.source}, {error}.") from error
+            raise DataError(
+                f"{self.source}, {error}: correct the row, or name every class with labels of the training data."
+            ) from error
 
     def set_targets(self, task: ClassificationTask, targets: Sequence[tuple[float, ...]]) -> None:
         """Number the labels of the rows by a table of targets.

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +24,8 @@ from torchtune.supervision import (
     StepPlan,
     explain_no_validation,
 )
+from torchtune.training import find_task
+from torchtune.utils import read_json
 
 # Maximum rows per source that are tokenized for an estimate; takes about a second.
 SAMPLE = 2000
@@ -84,6 +87,8 @@ def measure_data(settings: Any, processes: int = 1, sample: int = SAMPLE) -> Dat
         if shared is not None:
             validation += f"; {shared}"
     train = measure(cfg.dataset, tokenizer, sample, longest)
+    if any(_has_labels(node) for node in dataset_nodes(cfg.dataset)):
+        _check_labels(cfg, tokenizer, sample, longest)
 
     dims = arrange(cfg, processes)
     streams = any(node.get("streaming") for node in dataset_nodes(cfg.dataset))
@@ -205,6 +210,38 @@ def _shared_rows(cfg: SettingsView, tokenizer: Any, sample: int, longest: int | 
     except NotRead:
         return None
     return explain_shared_rows(held_out, training)
+
+
+def _has_labels(node: Any) -> bool:
+    return str(node.get("_component_")).endswith("datasets.classification_dataset")
+
+
+def _check_labels(cfg: SettingsView, tokenizer: Any, sample: int, longest: int | None) -> None:
+    """Raise what the run would say of the labels of a classifier, if all rows are among those that are read.
+
+    The classes of a checkpoint that is a classifier already are not known here, so they are left to the run.
+    """
+    num_outputs = cfg.model.get("num_classes")
+    if num_outputs is None or _starts_from_classifier(cfg):
+        return
+    datasets_val = []
+    try:
+        with preview(sample) as seen:
+            datasets = instantiate_dataset(cfg.dataset, tokenizer, longest).row_datasets()
+            if cfg.dataset_val is not None:
+                datasets_val = instantiate_dataset(cfg.dataset_val, tokenizer, longest).row_datasets()
+    except NotRead:
+        return
+    if seen.read == seen.total:
+        find_task(datasets, datasets_val, config.instantiate(cfg.loss), num_outputs=num_outputs)
+
+
+def _starts_from_classifier(cfg: SettingsView) -> bool:
+    config_file = Path(str(cfg.checkpointer.get("checkpoint_dir"))) / "config.json"
+    if not config_file.is_file():
+        return True  # nothing is known of the checkpoint
+    names = read_json(config_file).get("architectures") or []
+    return any(str(name).endswith("ForSequenceClassification") for name in names)
 
 
 def _try_schedule(cfg: SettingsView, steps: int) -> None:

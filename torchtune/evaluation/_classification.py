@@ -64,7 +64,7 @@ def evaluate_classifier(model: TransformerDecoder, dataset: Any, *, batch_size: 
     try:
         number_targets(task, datasets, loss_fn)
     except DataError as error:
-        raise EvaluationError(f"{str(error).rstrip('.')}: give rows with the labels of the model.") from error
+        raise EvaluationError(str(error)) from error
     loader = BatchLoader(dataset, batch_size=batch_size, collate_fn=collate_documents, shuffle=False, seed=0)
     device = model.tok_embeddings.weight.device
     total_loss = 0.0

@@ -17,6 +17,7 @@ from torchtune.config import SettingsView, as_written
 from torchtune.data import Batch, BatchLoader
 from torchtune.datasets import explain_shared_rows, num_left_out
 from torchtune.estimate import count_parameters
+from torchtune.modules import text_decoder
 from torchtune.reports._before_and_after import Measurement
 from torchtune.reports._charts import duration
 from torchtune.reports._page import write_report
@@ -395,7 +396,13 @@ class RunReport:
             rows.append(("result", text))
         else:
             rows.append(("result", f"{last}, a Hugging Face model"))
-        rows.append(("ask it", self._prompt_command(last if best is None else best[0], base)))
+        model_folder = last if best is None else best[0]
+        description = getattr(text_decoder(self._model), "description", None)
+        if description is not None and description.is_classifier:
+            if description.problem_type is not None:  # not of a reward model, whose rows are pairs
+                rows.append(("measure it", f"tune eval {shlex.quote(str(model_folder))} --data held_out.jsonl"))
+            return rows
+        rows.append(("ask it", self._prompt_command(model_folder, base)))
         return rows
 
     def _metric_rows(self) -> list[tuple[str, str]]:

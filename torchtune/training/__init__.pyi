@@ -88,7 +88,7 @@ from ._checksums import checksum_bits, checksum_trained, fingerprint_weights
 from ._classification import ClassificationError as ClassificationError
 from ._classification import ClassificationScores as ClassificationScores
 from ._classification import classification_scores as classification_scores
-from ._classification import number_targets
+from ._classification import find_task, number_targets
 from ._classification import setup_classification as setup_classification
 from ._compile import compile_loss as compile_loss
 from ._compile import compile_model as compile_model

@@ -8,20 +8,20 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from torchtune.data import BatchLoader
+from torchtune.data import BatchLoader, ExampleDataset
 from torchtune.datasets import (
-    MULTI_LABEL,
     REGRESSION,
     SINGLE_LABEL,
     ClassificationDataset,
     ClassificationTask,
     class_counts,
+    describe_labels,
     describe_names,
 )
 from torchtune.modules.loss import ClassificationLoss, TokenLoss, innermost_loss
 from torchtune.modules.transformer import text_decoder
 from torchtune.training.parallel import ParallelDims
-from torchtune.utils import UserError, get_logger, log_rank_zero
+from torchtune.utils import UserError, get_logger, is_simulated, log_rank_zero
 
 
 class ClassificationError(UserError):
@@ -35,6 +35,16 @@ class ClassificationScores:
 
     Args:
         loss: the loss; None for a run that trains no classifier, which has no such scores.
+
+    Example:
+        >>> loss = torchtune.modules.loss.ClassificationLoss()
+        >>> scores = torchtune.training.ClassificationScores(loss)
+        >>> with scores.recorded():
+        ...     logits, labels = torch.tensor([[[2.0, 1.0], [0.0, 3.0]]]), torch.tensor([[0, 1]])
+        ...     _ = loss(logits, labels)
+        ...
+        >>> scores.over(torchtune.training.ParallelDims())
+        {'val_accuracy': 1.0, 'val_f1': 1.0}
     """
 
     def __init__(self, loss: ClassificationLoss | None = None) -> None:
@@ -141,36 +151,77 @@ def setup_classification(
         >>> torchtune.training.setup_classification(model, loss, loader).over(torchtune.training.ParallelDims())
         {}
     """
-    classification_loss = innermost_loss(loss)
-    is_classification_loss = isinstance(classification_loss, ClassificationLoss)
+    if is_simulated():  # the rows of a simulated run have no labels of their own
+        return ClassificationScores()
+    decoder = text_decoder(model)
+    description = getattr(decoder, "description", None)
     datasets = loader.dataset.row_datasets()
     datasets_val = [] if loader_val is None else loader_val.dataset.row_datasets()
+    classification_loss = innermost_loss(loss)
+    task = find_task(
+        datasets,
+        datasets_val,
+        classification_loss,
+        num_outputs=0 if description is None else description.num_classes,
+        class_names=() if description is None else description.class_names,
+    )
+    if task is None:
+        return ClassificationScores()
+    number_targets(task, [*datasets, *datasets_val], classification_loss)
+    decoder.description = replace(description, class_names=task.class_names, problem_type=task.problem_type)
+    values = [value for dataset in datasets for value in dataset.values]
+    log_rank_zero(get_logger(), f"{describe_labels(task, values)}.")
+    return ClassificationScores(classification_loss)
+
+
+def find_task(
+    datasets: Sequence[ExampleDataset],
+    datasets_val: Sequence[ExampleDataset],
+    loss: nn.Module,
+    *,
+    num_outputs: int,
+    class_names: tuple[str, ...] = (),
+) -> ClassificationTask | None:
+    """Return the task of a classifier, after checking that data, loss and model have the same.
+
+    Args:
+        datasets: datasets of rows of the training data.
+        datasets_val: those of the validation data; may be empty.
+        loss: the loss of the config.
+        num_outputs: number of outputs of the model's head; 0 for a language model.
+        class_names: names of the classes that the model has from an earlier run.
+
+    Returns:
+        None if no data has labels.
+
+    Raises:
+        ClassificationError: see :func:`setup_classification`.
+        DataError: a row of the validation data has another class.
+    """
     labeled = [dataset for dataset in datasets if isinstance(dataset, ClassificationDataset)]
     labeled_val = [dataset for dataset in datasets_val if isinstance(dataset, ClassificationDataset)]
     if not labeled and not labeled_val:
-        if is_classification_loss:
+        if isinstance(loss, ClassificationLoss):
             raise ClassificationError(
                 "loss: ClassificationLoss needs rows with labels: set dataset._component_ to "
                 "torchtune.datasets.classification_dataset."
             )
-        return ClassificationScores()
+        return None
     if len(labeled) < len(datasets) or len(labeled_val) < len(datasets_val):
         raise ClassificationError(
             "dataset: some of the data is of classification_dataset and some is not: use it for all datasets, and for "
             "dataset_val."
         )
-    if not is_classification_loss:
+    if not isinstance(loss, ClassificationLoss):
         raise ClassificationError(
-            f"loss: {type(classification_loss).__name__} predicts tokens, but the rows have labels: set "
-            "loss._component_ to torchtune.modules.loss.ClassificationLoss."
+            f"loss: {type(loss).__name__} predicts tokens, but the rows have labels: set loss._component_ to "
+            "torchtune.modules.loss.ClassificationLoss."
         )
-    decoder = text_decoder(model)
-    task = _task_of(labeled, decoder)
-    _check_outputs(decoder, task)
-    number_targets(task, [*labeled, *labeled_val], classification_loss)
-    decoder.description = replace(decoder.description, class_names=task.class_names, problem_type=task.problem_type)
-    log_rank_zero(get_logger(), _describe(task, labeled))
-    return ClassificationScores(classification_loss)
+    task = _task_of(labeled, class_names)
+    _check_outputs(num_outputs, task)
+    for dataset in [*labeled, *labeled_val]:
+        dataset.targets_for(task)  # raises for a class that the task lacks
+    return task
 
 
 def number_targets(
@@ -190,7 +241,7 @@ def number_targets(
     loss.set_targets(task.problem_type, torch.tensor(table, dtype=torch.float32))
 
 
-def _task_of(labeled: Sequence[ClassificationDataset], decoder: nn.Module) -> ClassificationTask:
+def _task_of(labeled: Sequence[ClassificationDataset], class_names: tuple[str, ...]) -> ClassificationTask:
     """Return the task of the training data, with names from ``labels``, the model or the data, in this order."""
     settings = {dataset.task for dataset in labeled if dataset.has_own_names}
     problem_types = {dataset.task.problem_type for dataset in labeled}
@@ -202,50 +253,35 @@ def _task_of(labeled: Sequence[ClassificationDataset], decoder: nn.Module) -> Cl
     if problem_type == REGRESSION:
         return ClassificationTask(REGRESSION)
     counts = class_counts([value for dataset in labeled for value in dataset.values])
-    description = decoder.description
-    if settings:
-        (task,) = settings
-    elif description.class_names and counts.keys() <= set(description.class_names):
-        task = ClassificationTask(problem_type, description.class_names)
-    else:
-        task = ClassificationTask(problem_type, tuple(counts))
-    if len(counts) < 2 and problem_type != MULTI_LABEL:
+    if not counts:
+        raise ClassificationError("dataset: no row has a class: give rows with classes.")
+    if len(counts) < 2 and problem_type == SINGLE_LABEL:
         raise ClassificationError(
             f"dataset: all rows have the class '{next(iter(counts))}', from which nothing can be learned: give rows of "
             "at least two classes."
         )
-    if not counts:
-        raise ClassificationError("dataset: no row has a class: give rows with classes.")
-    return task
+    if settings:
+        (task,) = settings
+        return task
+    if class_names and counts.keys() <= set(class_names):
+        return ClassificationTask(problem_type, class_names)
+    return ClassificationTask(problem_type, tuple(counts))
 
 
-def _check_outputs(decoder: nn.Module, task: ClassificationTask) -> None:
-    """Raise if the model has no head for the task."""
-    num_classes = decoder.description.num_classes
-    if num_classes == task.num_outputs:
+def _check_outputs(num_outputs: int, task: ClassificationTask) -> None:
+    """Raise if a model of ``num_outputs`` (0: a language model) has no head for the task."""
+    if num_outputs == task.num_outputs:
         return
     if task.problem_type == REGRESSION:
         needed = "a regression needs 1 output"
     else:
         needed = f"the labels have {task.num_outputs:,} classes ({describe_names(task.class_names)})"
-    if not num_classes:
+    if not num_outputs:
         raise ClassificationError(
             f"model: {needed}, but the model predicts tokens: set model._component_ to "
             f"torchtune.modules.classifier_model with num_classes={task.num_outputs} and base_model_path the builder."
         )
     raise ClassificationError(
-        f"model: {needed}, but the model's head has {num_classes:,}: set num_classes={task.num_outputs}, or name the "
+        f"model: {needed}, but the model's head has {num_outputs:,}: set num_classes={task.num_outputs}, or name the "
         "classes of the head in order with labels of the dataset."
     )
-
-
-def _describe(task: ClassificationTask, labeled: Sequence[ClassificationDataset]) -> str:
-    """Return a line with the number of rows of each class."""
-    values = [value for dataset in labeled for value in dataset.values]
-    if task.problem_type == REGRESSION:
-        return f"Regression on {len(values):,} rows with labels from {min(values)} to {max(values)}."
-    counts = class_counts(values)
-    shown = [f"{name} {counts.get(name, 0):,}" for name in task.class_names[:10]]
-    if len(task.class_names) > 10:
-        shown.append("…")
-    return f"{len(task.class_names):,} classes in {len(values):,} rows ({task.problem_type}): {', '.join(shown)}."

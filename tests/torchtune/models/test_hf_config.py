@@ -146,3 +146,22 @@ def test_files_of_mixtures_as_they_are_published():
     described = get_spec("qwen3_moe").from_hf_config({**qwen, "mlp_only_layers": [3], "moe_intermediate_size": 8})
     assert described.expert_layers == (1, 5)
     assert (described.num_experts, described.experts_per_token, described.expert_dim) == (4, 2, 8)
+
+
+@pytest.mark.parametrize(
+    ("fields", "names", "problem_type"),
+    [
+        ({"id2label": {"0": "ham", "1": "spam"}, "problem_type": "regression"}, ("ham", "spam"), "regression"),
+        ({"id2label": {"1": "spam", "0": "ham"}}, ("ham", "spam"), None),
+        ({"id2label": {"0": "LABEL_0", "1": "LABEL_1"}}, (), None),
+        ({"num_labels": 2}, (), None),
+    ],
+)
+def test_names_of_classes_are_read_and_written(fields, names, problem_type):
+    config = {**_LLAMA, "architectures": ["LlamaForSequenceClassification"], **fields}
+    description = LLAMA3_1.from_hf_config(config)
+    assert (description.num_classes, description.class_names, description.problem_type) == (2, names, problem_type)
+    written = LLAMA3_1.to_hf_config(description)
+    assert written["id2label"] == dict(enumerate(names or ("LABEL_0", "LABEL_1")))
+    assert written["label2id"] == {name: index for index, name in written["id2label"].items()}
+    assert written.get("problem_type") == problem_type

@@ -77,7 +77,7 @@ def test_loss_and_gradients_are_those_of_transformers(classifier):
 @pytest.mark.parametrize(
     "other",
     [{"packed": True, "max_seq_len": 12}, {"collate": padded_collate_sft}, {"batch_size": 2}],
-    ids=["packed", "padded", "in two batches"],
+    ids=["packed", "padded", "batches"],
 )
 def test_packed_and_padded_rows_have_the_same_loss(classifier, other):
     problem_type, folder = classifier
