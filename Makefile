@@ -12,7 +12,7 @@ ENVIRONMENT := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE TOKENIZERS_PARALLELISM=
 # `make test DEVICE=cuda` runs the tests there, those marked gpu and cuda_host too; torch must be a CUDA build.
 ENVIRONMENT += $(if $(DEVICE),TORCHTUNE_TEST_DEVICE=$(DEVICE))
 
-.PHONY: help quickstart dpo grpo agent vision test lint format docs bench cuda gpu configs clean
+.PHONY: help quickstart dpo embed grpo agent vision test lint format docs bench cuda gpu configs clean
 
 help:  ## Show the verbs
 	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -22,6 +22,9 @@ quickstart: $(BIN)/.quickstart  ## Fine-tune SmolLM2-135M on a small task, four 
 
 dpo: $(BIN)/.quickstart  ## Train the model of the quickstart on preferences, minutes on two cores
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/python examples/quickstart/dpo.py
+
+embed: $(BIN)/.quickstart  ## Train SmolLM2 to retrieve orders by their sentences, minutes on two cores
+	OMP_WAIT_POLICY=PASSIVE $(BIN)/python examples/quickstart/embed.py
 
 grpo: $(BIN)/.quickstart  ## Let a half-trained model learn from rewards of its own answers, ten minutes
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/python examples/quickstart/grpo.py

@@ -252,8 +252,7 @@ class DPORecipe:
             self.best,
             self.step_metrics,
             self.total_steps,
-            # KTO compares an answer with that of another row.
-            rows_per_loss=2 if isinstance(self.loss_fn, rlhf.loss.KTOLoss) else 1,
+            rows_per_loss=self.loss_fn.rows_per_loss,
         )
 
     def setup_model(self, cfg: Settings) -> torch.nn.Module:

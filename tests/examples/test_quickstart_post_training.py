@@ -15,7 +15,7 @@ from torchtune.reports import RunFolder
 from torchtune.training.metric_logging import DiskLogger
 
 FOLDER = Path(__file__).parents[2] / "examples" / "quickstart"
-NAMES = ("steps", "score", "dpo", "grpo", "calculator", "agent", "vision")
+NAMES = ("steps", "score", "dpo", "embed", "grpo", "calculator", "agent", "vision")
 TINY = [
     "model._component_=tests.docs.tiny_models.lora_smollm2_135m",
     "dtype=fp32",
@@ -102,6 +102,13 @@ def test_example_resumes_after_a_kill(name, watched, examples, tmp_path, monkeyp
     files = [(folder / name / "epoch_0" / "model.safetensors").read_bytes() for folder in (uninterrupted, killed)]
     assert files[0] == files[1]
     assert files[0] != (uninterrupted / "SmolLM2-135M-Instruct" / "model.safetensors").read_bytes()
+
+
+def test_the_example_of_embeddings_scores_before_and_after(examples, tmp_path, monkeypatch):
+    folder = run(examples["embed"].main, tmp_path / "whole", monkeypatch)
+    report = json.loads((folder / "embed.json").read_text())
+    assert report["before"].keys() == report["after"].keys() >= {"recall@1", "ndcg@10"}
+    assert (folder / "embed" / "epoch_0" / "1_Pooling" / "config.json").is_file()
 
 
 def test_the_example_with_a_tool_runs_and_writes_its_report(examples, tmp_path, monkeypatch):

@@ -5,8 +5,8 @@ import json
 import pytest
 import torch
 
-from tests.recipes.runs import resume, start
-from tests.tiny import WORDS, write_lines
+from tests.recipes.runs import resume, run_main, start
+from tests.tiny import WORDS, read_lines, write_lines
 from torchtune.modules.loss import LossError
 from torchtune.utils import UserError
 
@@ -81,6 +81,19 @@ def test_adapters_learn_to_retrieve_and_resume(tmp_path):
     assert whole.losses[8] < whole.losses[1]
     assert len(whole.figure("val_retrieval/mrr")) == 4
     resume(LORA, tmp_path, whole, 3, **settings)
+
+
+def test_report_measures_groups_of_validation_rows_and_no_answers(tmp_path):
+    data = write_lines(tmp_path / "retrieval.jsonl", ROWS)
+    dataset = {**DATASET, "source": "json", "data_files": str(data)}
+    settings = {**EMBEDDING, "dataset": dataset, "dataset_val": dataset, "run_val_every_n_steps": 2}
+    code, output_dir = run_main(FULL, tmp_path, **settings)
+    assert code == 0
+    measured = [record for record in read_lines(output_dir / "logs" / "run.jsonl") if record["event"] == "measured"]
+    assert [record["when"] for record in measured] == ["before", "after"]
+    for record in measured:
+        assert len(record["values"]) == 2  # groups of four of the twelve rows, 8 of which are measured
+        assert not record["answers"]
 
 
 @pytest.mark.parametrize("pooling", ["last", "mean"])

@@ -160,6 +160,10 @@ class EmbeddingDataset(TokenizedDataset):
         query, positive, *negatives = _texts(self.store, index)
         return {"query": query, "positive": positive, "negatives": negatives, "labels": [0]}
 
+    def token_row(self, index: int) -> dict[str, Any]:
+        """See :class:`torchtune.data.ExampleDataset`; the texts of a row are apart."""
+        return self[index]
+
     def _text_lengths(self) -> np.ndarray:
         longest = [max(map(len, _texts(self.store, index))) for index in range(len(self))]
         return np.array(longest, np.int64)

@@ -169,8 +169,8 @@ def read_retrieval(path: str | Path) -> RetrievalData:
 
     Example:
         >>> path = folder / "corpus.json"
-        >>> data = {"queries": {"q": "who?"}, "corpus": {"a": "the cat"}, "relevant": {"q": ["a"]}}
-        >>> _ = path.write_text(json.dumps(data))
+        >>> text = '{"queries": {"q": "who?"}, "corpus": {"a": "the cat"}, "relevant": {"q": ["a"]}}'
+        >>> _ = path.write_text(text)
         >>> torchtune.evaluation.read_retrieval(path).corpus
         ['the cat']
     """
@@ -263,7 +263,7 @@ def retrieval_scores(
         "mrr@10": float((top / ranks).amax(1).mean()),
     }
     for k in recall_at:
-        scores[f"recall@{k}"] = float((is_relevant[:, :k].sum(1) / num_relevant).mean())
+        scores[f"recall@{k}"] = float((is_relevant[:, :k].sum(1).double() / num_relevant).mean())
     return scores
 
 

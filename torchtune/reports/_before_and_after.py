@@ -240,7 +240,9 @@ def _first_turn(row: Any) -> tuple[list[int], list[int]] | None:
     documents = document_texts(row)
     if not documents or "encoder_input" in row:
         return None
-    _, tokens, labels = documents[0]
+    title, tokens, labels = documents[0]
+    if title == "query":  # of an embedding model, which answers nothing
+        return None
     # labels[i] is the token that follows tokens[i].
     is_label = np.append(labels != CROSS_ENTROPY_IGNORE_IDX, False)
     first_label = int(is_label.argmax())
@@ -268,6 +270,6 @@ def _digest(row: Any) -> str:
     documents = row if isinstance(row, list) else [row]
     for document in documents:
         for name in sorted(document):
-            if name == "tokens" or name.endswith(("input_ids", "labels")):
+            if name in ("tokens", "query", "positive") or name.endswith(("input_ids", "labels")):
                 digest.update(np.asarray(document[name], dtype=np.int64).tobytes())
     return digest.hexdigest()[:12]

@@ -59,6 +59,8 @@ class StreamDecoder:
 def document_texts(row: Any) -> list[tuple[str, np.ndarray, np.ndarray]]:
     """Return (title, tokens, labels) of each text in a row: both answers of a pair, or the first document of a pack.
 
+    A query with passages has a text for each.
+
     The labels of prompts for generation are placeholders; they are replaced by the ignore index. For rows of other
     kinds, the list is empty.
     """
@@ -73,6 +75,11 @@ def document_texts(row: Any) -> list[tuple[str, np.ndarray, np.ndarray]]:
             labels = np.asarray(row[f"{side}_labels"])
             texts.append((side, tokens, labels))
         return texts
+    if {"query", "positive", "negatives"} <= row.keys():
+        texts = [("query", row["query"]), ("positive", row["positive"])]
+        texts += [("negative", negative) for negative in row["negatives"]]
+        # All tokens are trained on: labels are the next ones.
+        return [(title, np.asarray(ids), np.asarray([*ids[1:], CROSS_ENTROPY_IGNORE_IDX])) for title, ids in texts]
     if "tokens" not in row or "labels" not in row:
         return []
     title = ""

@@ -5,7 +5,7 @@ import pytest
 from tests.tiny import write_tokenizer
 from torchtune.data import DataError
 from torchtune.datasets import embedding_dataset
-from torchtune.tokenizers import hf_tokenizer
+from torchtune.tokenizers import document_texts, hf_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -30,6 +30,13 @@ def test_texts_of_a_row_are_tokenized_apart(tokenizer):
     assert texts_of(data[0], tokenizer) == ["who sees", "the cat sees", "one dog", "red bird"]
     assert texts_of(data[1], tokenizer) == ["why", "a", "not a list"]
     assert data[2]["negatives"] == []
+
+
+def test_texts_of_a_row_are_shown_apart(tokenizer):
+    data = embedding_dataset(tokenizer, source=[{"query": "who", "positive": "cat", "negatives": ["dog"]}])
+    texts = document_texts(data.token_row(0))
+    assert [title for title, _, _ in texts] == ["query", "positive", "negative"]
+    assert [list(tokens) for _, tokens, _ in texts] == [data[0]["query"], data[0]["positive"], *data[0]["negatives"]]
 
 
 def test_columns_instructions_and_eos_are_settings(tokenizer):

@@ -24,6 +24,7 @@ class AnswerLoss(nn.Module, ABC):
             simulated run generates such rows.
         needs_reference: whether the loss uses a reference model.
         min_examples: minimum number of examples per micro-batch.
+        rows_per_loss: number of rows that are compared with each other where a report measures the loss of rows.
 
     Example:
         >>> issubclass(torchtune.rlhf.loss.KTOLoss, torchtune.rlhf.loss.AnswerLoss)
@@ -33,6 +34,7 @@ class AnswerLoss(nn.Module, ABC):
     trains_on: ClassVar[Literal["pairs", "answers", "retrieval", "prompts"]] = "pairs"
     needs_reference: ClassVar[bool] = True
     min_examples: ClassVar[int] = 1
+    rows_per_loss: ClassVar[int] = 1
     balance: Balance | None = None  # balancing loss of the model's experts, set by setup_loss
     dims = ParallelDims()  # ranks over which examples are compared, set by setup_loss
 

@@ -42,6 +42,7 @@ class InfoNCELoss(AnswerLoss):
 
     trains_on = "retrieval"
     needs_reference: ClassVar[bool] = False
+    rows_per_loss: ClassVar[int] = 4
 
     def __init__(
         self,

@@ -29,6 +29,7 @@ class KTOLoss(AnswerLoss):
 
     trains_on = "answers"
     min_examples: ClassVar[int] = 2
+    rows_per_loss: ClassVar[int] = 2
 
     def __init__(self, beta: float = 0.1, desirable_weight: float = 1.0, undesirable_weight: float = 1.0) -> None:
         super().__init__()
