@@ -69,6 +69,16 @@ def test_run_without_a_number_of_steps_ends_after_its_epochs(tmp_path):
     assert events(tmp_path, epochs=2) == (6, [], {3: "epoch_0", 6: "epoch_1"})
 
 
+@pytest.mark.parametrize(
+    ("settings", "position"), [({}, (1, 0)), ({"total_steps": 3}, (1, 0)), ({"total_steps": 5}, (1, 2))]
+)
+def test_loader_is_where_the_next_step_would_be(settings, position, tmp_path):
+    loader = make_loader()
+    events(tmp_path, loader=loader, **settings)
+    state = loader.state_dict()
+    assert (state["epoch"], state["step"]) == position
+
+
 def test_resumed_run_that_has_all_its_steps_takes_no_other(tmp_path):
     dims = training.ParallelDims()
     throughput = supervision.Throughput(dims=dims, device=torch.device("cpu"), step=5)
