@@ -301,6 +301,8 @@ class OurSide:
         if method == "dpo":
             self.loss_fn = setup_loss(DPOLoss(), self.model)
             self.reference = rlhf.Reference(self.loss_fn, self.model, training.ParallelDims())
+            # Adapters of a new run compute zero, and the reference is the model without them. These are random.
+            self.reference._initial_weights = None
         elif method == "grpo":
             self.loss_fn = setup_loss(GRPOLoss(), self.model)
         else:

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 
 import torch
 
-from torchtune import checkpoints, config, datasets, estimate, reports, rlhf, supervision, training, utils
+from torchtune import checkpoints, config, datasets, estimate, evaluation, reports, rlhf, supervision, training, utils
 from torchtune.config import Component, PositiveInt, Range, RuntimeArgs
 from torchtune.data import Batch, BatchLoader
 from torchtune.modules.conversion import apply_conversions, run_post_optimizer_hooks, run_pre_optimizer_hooks
@@ -105,6 +105,13 @@ class Settings:
     keep_best: str | None = None
     # Number of validations without improvement (of keep_best, or val_loss) that end the run; null: no early stopping.
     early_stopping_patience: PositiveInt | None = None
+    # Scores of greedy answers in each validation, logged as val_<score>: exact, number, json, regex:PATTERN, math, or
+    # dotted paths of functions, as in tune eval.
+    scores: list[str] = field(default_factory=list)
+    # Number of rows of dataset_val, from the first on, that are answered for scores.
+    scores_rows: PositiveInt = 16
+    # Maximum number of tokens of an answer that is scored.
+    scores_max_new_tokens: PositiveInt = 128
 
     # Number of steps between two checkpoints, with one more at the end, or a fraction of the run; null: one per epoch.
     save_every_n_steps: config.StepInterval | None = None
@@ -218,6 +225,15 @@ class KDRecipe:
             self.scaler,
         )
         self.best = supervision.BestValidation(cfg.output_dir, cfg.keep_best, cfg.early_stopping_patience, self.dims)
+        self.scores = evaluation.ValidationScores(
+            cfg.scores,
+            self.loader_val,
+            self.model,
+            self.tokenizer,
+            self.dims,
+            rows=cfg.scores_rows,
+            max_new_tokens=cfg.scores_max_new_tokens,
+        )
         state = self.training_state()
         checkpoints.check_training_state(state)
         if self.resume_point is not None:
@@ -379,13 +395,13 @@ class KDRecipe:
 
     @torch.no_grad()
     def validate(self) -> dict[str, float]:
-        """Return means over the validation data: the loss, and the metrics that ``compute_loss`` logs."""
+        """Return means over the validation data: the loss, the metrics that ``compute_loss`` logs, and scores."""
         self.model.eval()
         with self.step_metrics.validation() as means:
             for (batch,) in self.loader_val:
                 means.add({"loss": (self.compute_loss(batch), batch.num_terms)})
         self.model.train()
-        return means.over(self.dims)
+        return means.over(self.dims) | self.scores.measure()
 
     def training_state(self) -> dict[str, Any]:
         """Return the resume state, without the weights."""

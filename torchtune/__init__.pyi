@@ -13,6 +13,8 @@ from . import supervision as supervision
 from . import tokenizers as tokenizers
 from . import training as training
 from . import utils as utils
+from ._facade import classify as classify
+from ._facade import embed as embed
 from ._facade import generate as generate
 from ._facade import load as load
 from ._facade import save as save

@@ -1,6 +1,7 @@
 """Downloads from the Hugging Face hub, for ``tune download`` and :func:`torchtune.load`."""
 
 import errno
+import os
 import re
 from pathlib import Path
 
@@ -37,8 +38,15 @@ def download(
         info = HfApi(token=token).model_info(repo_id)
         if output_dir is not None:
             _make_own(output_dir)
-        elif any(file.rfilename.endswith(".safetensors") for file in info.siblings or ()):
-            ignore_patterns = [*(ignore_patterns or ()), *_OTHER_WEIGHTS]
+        else:
+            names = [file.rfilename for file in info.siblings or ()]
+            if any(name.endswith(".safetensors") for name in names):
+                ignore_patterns = [*(ignore_patterns or ()), *_OTHER_WEIGHTS]
+            elif any(name.endswith(".gguf") for name in names) and "config.json" not in names:
+                raise UserError(
+                    f"Repository '{repo_id}' holds GGUF files alone: download one of them, for example with "
+                    f"`tune download {repo_id}`, and give the path of the file."
+                )
         folder = snapshot_download(repo_id, local_dir=output_dir, ignore_patterns=ignore_patterns, token=token)
     except errors.HFValidationError as error:
         raise UserError(f"'{repo_id}' is not the name of a repository: it has the form owner/name.") from error
@@ -78,6 +86,26 @@ def download(
     if output_dir is not None:
         write_json(Path(folder) / REPO_ID_FILE, {"repo_id": repo_id})
     return Path(folder)
+
+
+def find_folder(path: str | Path) -> tuple[Path, str | None]:
+    """Return the folder of a checkpoint, and its repository if it comes from the hub, from where it is downloaded.
+
+    Raises:
+        UserError: there is no such folder or repository, or the hub does not give it.
+    """
+    # os.path answers where pathlib raises: for a path that is too long, or a home of nobody.
+    folder = Path(os.path.expanduser(path))
+    if os.path.isdir(folder):
+        return folder, None
+    if os.path.exists(folder):
+        raise UserError(f"{path} is a file: give the folder of the checkpoint.")
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) or str(path).startswith("."):
+        raise UserError(f"{path!s:.200}: there is no such folder, and a repository of the hub is called owner/name.")
+    try:
+        return download(str(path)), str(path)
+    except UserError as error:
+        raise UserError(f"There is no folder {path!s:.200}, and the hub does not give it: {error}") from error
 
 
 def hub_cache() -> Path:

@@ -10,6 +10,7 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from torchtune._config_templates import config_on_demand, parse_yaml
 from torchtune.utils import UserError
 
 ROOT = Path(__file__).resolve().parents[1] / "recipes"
@@ -108,9 +109,7 @@ def recipe_of(config: str | Path) -> str | None:
 @functools.cache
 def _groups_by_recipe() -> dict[str, frozenset[str]]:
     """Return the table of ``recipes/features.yaml``: the name of each recipe, and its features."""
-    import yaml
-
-    content = yaml.safe_load((ROOT / "features.yaml").read_text(encoding="utf-8"))
+    content = parse_yaml((ROOT / "features.yaml").read_text(encoding="utf-8"))
     return {name: frozenset(groups) for name, groups in content["recipes"].items()}
 
 
@@ -240,7 +239,10 @@ def _settings_in(path: Path) -> dict[str, str]:
 
 
 def find_config(name: str, recipe: str | None = None) -> Path | None:
-    """Return the file of the config called ``name``, preferably one of ``recipe``, or ``None``."""
+    """Return the file of the config called ``name``, preferably one of ``recipe``, or ``None``.
+
+    A config of a model and a method that is not shipped as a file is made on demand.
+    """
     preferred = None if recipe is None else current_name(recipe)
     # A config of the preferred recipe comes first; sorting keeps the order of the others.
     candidates = sorted(_scan(), key=lambda candidate: candidate.name != preferred)
@@ -248,4 +250,4 @@ def find_config(name: str, recipe: str | None = None) -> Path | None:
         for config in candidate.configs:
             if config.name == name:
                 return config.path
-    return None
+    return config_on_demand(name)

@@ -162,7 +162,7 @@ def test_speeds_are_measured_before_the_tests_run(driver):
 
 def test_gpu_test_tasks_are_listed_once(driver):
     names = {task.name for task in driver.test_tasks()}
-    assert {"tests.on_cuda", "tests.models_on_cuda", "tests.memory"} <= names
+    assert {"tests.on_cuda", "tests.models_on_cuda", "tests.activations"} <= names
     assert len(names) == len(list(driver.test_tasks()))
 
 

@@ -12,8 +12,8 @@ import yaml
 
 from tests.recipes.runs import RECIPES, write_config
 from torchtune._cli._find_recipe import recipe_named_by, resolve_config
+from torchtune._cli._run_command import parse_command
 from torchtune._cli._torchrun import torchrun_arguments
-from torchtune._cli.run import parse_command
 from torchtune.config import load_and_check
 
 LAUNCH = Path(__file__).parents[2] / "examples" / "launch"

@@ -12,7 +12,7 @@ FOR_DICTS = {
         "        utils.batch_to_device(batch, self.device)\n        labels = batch.pop('labels')\n"
     ),
     "self.model(**batch.model_inputs(), output": "self.model(**batch, output",
-    "hidden, batch.labels, self": "hidden, labels, self",
+    "                hidden,\n                batch.labels,\n": "                hidden,\n                labels,\n",
     'means.add({"loss": (self.compute_loss(batch), batch.num_terms)})': (
         "count = int((batch['labels'] != -100).sum())\n"
         "                means.add({'loss': (self.compute_loss(batch), count)})"

@@ -14,7 +14,7 @@ from transformers import AutoModelForImageTextToText
 import torchtune
 from tests.recipes.runs import load_recipe, resume, start, write_config
 from tests.recipes.test_generate import recipe_of
-from tests.tiny import CHATS, write_lines
+from tests.tiny import CHATS, read_lines, write_lines
 from tests.tiny_images import (
     CONFIGS,
     image_text_model,
@@ -262,6 +262,34 @@ def test_mistakes_are_said_before_training(name, folder):
     settings, message = WRONG[name]
     with pytest.raises(torchtune.utils.UserError, match=message):
         run("full", folder, {}, **settings)
+
+
+def num_letters(rows, texts):
+    return [float(len(text)) for text in texts]
+
+
+def test_answers_to_pictures_are_scored_in_validation(folder):
+    """The questions of validation, as rows of a file, have the same score."""
+    settings = full_settings("full", folder, {}, run_val_every_n_steps=2, save_every_n_steps=2)
+    score = f"{__name__}.num_letters"
+    settings |= {"dataset_val": settings["dataset"], "scores": [score], "scores_rows": 5, "scores_max_new_tokens": 12}
+    found = start("full_finetune_single_device", folder, **settings)
+
+    rows = []
+    for row in read_lines(folder / "pictures.jsonl")[:5]:
+        rows.append({"prompt": "<image>?", "image": str(folder / row["image"]), "answer": "r"})
+    file = write_lines(folder / "questions.jsonl", rows)
+    model, transform = torchtune.load(found.output_dir / "step_4", device="cpu", dtype="fp32", images=True)
+    report = torchtune.evaluation.evaluate_answers(
+        model,
+        transform,
+        torchtune.evaluation.read_eval_rows(file),
+        torchtune.evaluation.make_scores([score]),
+        source=file,
+        folder=folder / "eval",
+        max_new_tokens=12,
+    )
+    assert found.figure("val_num_letters")[-1] == report.mean("num_letters")[0]
 
 
 @every_family

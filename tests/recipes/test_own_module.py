@@ -66,7 +66,9 @@ class Recurrent(nn.Module):
 EDITS = {
     'torch.device("meta"):\n            model': "self.device:\n            model",
     'hidden = self.model(**batch.model_inputs(), output="hidden")': "logits = self.model(batch.tokens)",
-    "hidden, batch.labels, self.model.output, index": "logits, batch.labels, torch.nn.Identity(), index",
+    "                hidden,\n                batch.labels,\n                self.model.output,\n": (
+        "                logits,\n                batch.labels,\n                torch.nn.Identity(),\n"
+    ),
 }
 
 

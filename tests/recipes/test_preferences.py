@@ -4,10 +4,12 @@ import math
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.nn.functional import logsigmoid
 
 from tests.recipes.runs import PREFERENCE, resume, start
 from tests.tiny import write_checkpoint
+from torchtune.checkpoints import complete_directories
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
 from torchtune.estimate import plan_data
 from torchtune.modules.loss import LossError
@@ -151,6 +153,30 @@ def test_a_reward_model_learns_to_rank_and_leaves_as_one(tmp_path):
         torch.testing.assert_close(theirs(tokens).logits[0], ours, atol=1e-5, rtol=0)
 
 
+def test_a_reward_model_is_trained_with_an_adapter_and_resumed(tmp_path):
+    """Only adapter and head are trained; the merged checkpoint has them, and a resume reads both."""
+    from transformers import AutoModelForSequenceClassification
+
+    start(LORA, tmp_path, train=False)
+    base = {"base_model_path": "torchtune.models.from_hf_config", "checkpoint_dir": str(tmp_path / "checkpoint")}
+    lora = {"_component_": "torchtune.modules.peft.LoRA", "rank": 4, "alpha": 8, "train_modules": ["score"]}
+    settings = {"loss": {"_component_": "torchtune.rlhf.loss.RewardLoss"}, "batch_size": 6, "epochs": 6}
+    settings |= {"model": {**HEAD, **base}, "model_converters": [lora], "save_every_n_steps": 9, "optimizer__lr": 0.01}
+    run = start(LORA, tmp_path, **settings)
+    assert run.losses[12] < 0.9 * run.losses[1]
+    trained = {id(parameter) for group in run.recipe.optimizer.param_groups for parameter in group["params"]}
+    names = {name for name, parameter in run.recipe.model.named_parameters() if id(parameter) in trained}
+    assert "output.weight" in names
+    assert all("lora_" in name for name in names - {"output.weight"})
+    saved = complete_directories(run.output_dir)[-1]
+    theirs = AutoModelForSequenceClassification.from_pretrained(saved, dtype=torch.float32)
+    tokens = torch.tensor(run.recipe.loader.dataset[0]["chosen_input_ids"])[None]
+    with torch.no_grad():
+        ours = run.recipe.model.eval().cpu()(tokens)[0, -1]
+        torch.testing.assert_close(theirs(tokens).logits[0], ours, atol=1e-5, rtol=0)
+    resume(LORA, tmp_path, run, 9, **settings)
+
+
 @pytest.mark.parametrize(
     ("name", "settings", "words"),
     [
@@ -193,6 +219,18 @@ def test_two_processes_train_as_one_however_they_share_the_work(forker, tmp_path
         assert run.losses == pytest.approx(whole.losses, rel=1e-5), (kind, split)
         for figure in ("rewards/margins", "rewards/accuracies", "log_probs/chosen", "grad_norm"):
             assert run.figure(figure) == pytest.approx(whole.figure(figure), abs=1e-4), (kind, split)
+
+
+def test_the_reference_keeps_the_start_of_modules_that_are_trained_whole(tmp_path):
+    """Without adapters in use it would be the base with trained norms."""
+    lora = {"_component_": "torchtune.modules.peft.LoRA", "rank": 4, "alpha": 8, "train_modules": ["norm"]}
+    recipe = start(LORA, tmp_path, model_converters=[lora], max_steps_per_epoch=3).recipe
+    before = load_file(tmp_path / "checkpoint" / "model.safetensors")["model.norm.weight"]
+    trained = recipe.model.norm.scale.detach().cpu()
+    assert not torch.equal(trained, before)
+    with recipe.reference._reference_weights() as reference:
+        assert torch.equal(reference.norm.scale.detach().cpu(), before)
+    assert torch.equal(recipe.model.norm.scale.detach().cpu(), trained)
 
 
 def test_the_reference_has_no_dropout(tmp_path):

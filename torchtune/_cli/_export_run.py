@@ -7,6 +7,7 @@ from pathlib import Path
 
 from torchtune._cli._export_check import Check, FailedCheck, check_files, say
 from torchtune._cli._export_files import Trained, find_trained, write_files
+from torchtune._cli._find_recipe import is_classifier
 from torchtune.checkpoints import ADAPTER_CONFIG_FILE
 from torchtune.evaluation import EvaluationError
 from torchtune.reports import model_card
@@ -76,19 +77,11 @@ def _check_format(trained: Trained, to: str) -> None:
         raise UserError(f"{trained.checkpoint} holds no adapter, all weights were trained: choose --to hf.")
     if to == "hf" and trained.adapter is not None:
         raise UserError(f"{trained.checkpoint} was trained as an adapter: choose --to merged, or --to adapter.")
-    if to in ("gguf", "ollama") and _is_classifier(trained.checkpoint):
+    if to in ("gguf", "ollama") and is_classifier(trained.checkpoint):
         raise UserError(
             f"{trained.checkpoint} is a classifier or a reward model, and GGUF files are written of language models: "
             "choose --to hf."
         )
-
-
-def _is_classifier(folder: Path) -> bool:
-    config = folder / "config.json"
-    if not config.is_file():
-        return False
-    names = read_json(config).get("architectures") or []
-    return any(str(name).endswith("ForSequenceClassification") for name in names)
 
 
 def _size(folder: Path) -> str:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torchtune._config_templates import configs_on_demand, reason_without_config, recipe_on_demand
 from torchtune._recipe_registry import (
     Config,
     Recipe,
@@ -21,7 +22,7 @@ from torchtune._recipe_registry import (
     recipe_of,
 )
 from torchtune.config import did_you_mean
-from torchtune.utils import UserError
+from torchtune.utils import UserError, read_json
 
 # Words of recipe names that do not describe their configs: a LoRA recipe also trains QLoRA.
 _IGNORED_RECIPE_WORDS = {"full", "lora", "single", "device", "distributed"}
@@ -155,6 +156,15 @@ def find_checkpoint(model: str) -> str:
     return str(checkpoint)
 
 
+def is_classifier(folder: str | Path) -> bool:
+    """Return whether a folder holds a classifier or a reward model, as its ``config.json`` says."""
+    config = Path(folder).expanduser() / "config.json"
+    if not config.is_file():
+        return False
+    names = read_json(config).get("architectures") or []
+    return any(str(name).endswith("ForSequenceClassification") for name in names)
+
+
 def add_to_path(folder: str) -> None:
     """Append ``folder`` to the import path."""
     if folder not in sys.path:
@@ -173,8 +183,13 @@ def families() -> dict[str, int]:
     return {family: counts[family] for family in sorted(counts) if family}
 
 
-def find_configs(words: Iterable[str]) -> list[tuple[Config, Recipe]]:
-    """Return the configs that match all words: a family, a size, a method, a device, or a recipe's name."""
+def find_configs(words: Iterable[str], *, on_demand: bool = False) -> list[tuple[Config, Recipe]]:
+    """Return the configs that match all words: a family, a size, a method, a device, or a recipe's name.
+
+    Args:
+        words: the words.
+        on_demand: search the configs that are made on demand, in place of those that are files.
+    """
     recipe_names = set()
     for recipe in get_all_recipes():
         recipe_names.update(_recipe_names(recipe))
@@ -184,7 +199,7 @@ def find_configs(words: Iterable[str]) -> list[tuple[Config, Recipe]]:
             search_terms.append(word)
         else:  # a config's name, such as qwen3/8B_lora, is its family and the words of its stem
             search_terms += [part for part in word.lower().split("/") if part]
-    pairs = _all_configs()
+    pairs = _configs_on_demand() if on_demand else _all_configs()
     for term in search_terms:
         family = re.sub(r"[.-]", "_", term)
         # "qwen" matches all Qwen families, "qwen3" only one
@@ -209,6 +224,9 @@ def search_words() -> set[str]:
 
 def suggest_configs(name: str) -> str:
     """Return a hint for an unknown config name: the closest names of its family, a corrected spelling, or ""."""
+    reason = reason_without_config(name)
+    if reason is not None:
+        return f"{reason}."
     family, _, stem = name.rpartition("/")
     words = set(stem.lower().split("_"))
     names = [config.name for config, _ in _all_configs()]
@@ -234,6 +252,15 @@ def _all_configs() -> list[tuple[Config, Recipe]]:
     for recipe in get_all_recipes():
         for config in recipe.configs:
             pairs.append((config, recipe))
+    return pairs
+
+
+def _configs_on_demand() -> list[tuple[Config, Recipe]]:
+    """Return each config that is made on demand, with its recipe."""
+    recipes = {recipe.name: recipe for recipe in get_all_recipes()}
+    pairs = []
+    for name in configs_on_demand():
+        pairs.append((Config(name, f"{name}.yaml"), recipes[recipe_on_demand(name)]))
     return pairs
 
 

@@ -40,6 +40,7 @@ _SHORT = {
     "run_val_every_n_steps": None,
     "keep_best": None,
     "early_stopping_patience": None,
+    "scores": [],
     "profiler": None,
     "compile": False,
     "enable_async_checkpointing": False,

@@ -7,7 +7,8 @@ import tempfile
 from pathlib import Path
 
 from torchtune._cli._find_recipe import find_targets, recipe_named_by, resolve_config
-from torchtune._cli.run import parse_command, require_config
+from torchtune._cli._run_command import parse_command, require_config
+from torchtune._cli._shorthands import expand_shorthands
 from torchtune._cli.subcommand import Subcommand
 from torchtune._recipe_registry import recipe_of
 from torchtune.utils import UserError
@@ -41,7 +42,7 @@ class Validate(Subcommand):
 
         config = resolve_config(args.config)
         recipe = DictConfig if recipe_of(config) is None else recipe_named_by(config).load_main()
-        load_and_check(config, args.overrides, recipe)
+        load_and_check(config, expand_shorthands(config, args.overrides), recipe)
         print("Config is well-formed!")
         if recipe is DictConfig:
             print("It names no recipe: only components were checked, and no other setting.")
@@ -162,6 +163,7 @@ class Selfcheck(Subcommand):
         from torchtune._cli._selfchecks import selfcheck
 
         recipe, config = find_targets(command.recipe, config_name)
+        command.overrides = expand_shorthands(config, command.overrides)
         folder = Path(tempfile.mkdtemp(prefix="torchtune-selfcheck-"))
         num_failed = 0
         for verdict in selfcheck(recipe, config, command.overrides, folder):

@@ -2,28 +2,14 @@
 
 import argparse
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torchtune._cli._shorthands import changed, dataset_node, expand_shorthands
 from torchtune._cli.subcommand import Subcommand, check_least
 from torchtune.utils import UserError
 
-# Setting of a dataset on the command line -> builders that have it, the usual one first.
-_BUILDERS = {
-    "column_map.instruction": ("alpaca_dataset",),
-    "column_map.chosen": ("preference_dataset",),
-    "column_map.rejected": ("preference_dataset",),
-    "column_map.completion": ("kto_dataset",),
-    "column_map.label": ("kto_dataset",),
-    "column_map.conversations": ("multimodal.multimodal_chat_dataset",),
-    "column_map.input": ("instruct_dataset", "alpaca_dataset", "multimodal.vqa_dataset"),
-    "column_map.output": ("instruct_dataset", "alpaca_dataset", "multimodal.vqa_dataset"),
-    "conversation_column": ("chat_dataset",),
-    "conversation_style": ("chat_dataset",),
-    "column": ("text_completion_dataset", "prompt_dataset"),
-}
 _FROM_CONFIG = "torchtune.models.from_hf_config"
 # Settings of the file, which need no tokenizer.
 _OF_THE_FILE = {
@@ -92,8 +78,8 @@ class DataShow(Subcommand):
             raise UserError(f"'{setting}' is a setting of a dataset: add --tokenizer to build the dataset.")
         checked = [override for override in overrides.dataset if override.partition("=")[0] in CHECKED_SETTINGS]
         splits = [override for override in overrides.dataset if override.partition("=")[0] == "split"]
-        options = {"everything": args.all, "settings": overrides.file_settings, "chosen": _changed({}, checked)}
-        facts = scan(path, **options, **_changed({}, splits))
+        options = {"everything": args.all, "settings": overrides.file_settings, "chosen": changed({}, checked)}
+        facts = scan(path, **options, **changed({}, splits))
         print("\n".join(report(facts)))
         if args.validation is not None:
             held_out = scan(args.validation, **options)
@@ -110,7 +96,7 @@ class DataShow(Subcommand):
         has_images = ".multimodal." in node["_component_"]
         loader = "torchtune.models.image_text_transform" if has_images else "torchtune.tokenizers.hf_tokenizer"
         defaults = {"_component_": loader, "path": args.tokenizer, "max_seq_len": args.max_seq_len}
-        settings = {"dataset": node, "tokenizer": _changed(defaults, overrides.tokenizer)}
+        settings = {"dataset": node, "tokenizer": changed(defaults, overrides.tokenizer)}
         config.validate(settings)
         tokenizer = config.instantiate(settings["tokenizer"])
         show_dataset("dataset", node, tokenizer, args.examples, args.all, SAMPLE, _context_of(args.tokenizer))
@@ -152,17 +138,7 @@ class _Overrides:
     @property
     def file_settings(self) -> dict[str, Any]:
         """Settings of the file, by name."""
-        return _changed({}, self.file)
-
-
-def _changed(data: dict[str, Any], overrides: list[str]) -> dict[str, Any]:
-    """Return plain settings with overrides applied; raise ``ConfigError`` if one is not possible."""
-    from torchtune.config import Document, apply_overrides
-
-    document = Document(data)
-    apply_overrides(document, overrides)
-    document.check()
-    return document.data
+        return changed({}, self.file)
 
 
 class DataPrepare(Subcommand):
@@ -242,53 +218,13 @@ class Data(Subcommand):
         DataPrepare(subparsers)
 
 
-def dataset_node(path: Path, row_format: tuple[str, str], overrides: list[str]) -> dict[str, Any]:
-    """Return a dataset node that reads the file.
-
-    Args:
-        path: the file.
-        row_format: format of its rows (name, builder and its settings).
-        overrides: settings of the dataset; ``_component_``, or a setting that the format's builder does not have,
-            chooses another builder.
-
-    Raises:
-        UserError: no builder is known for the rows and the settings.
-    """
-    _, reader = row_format
-    name, *settings = reader.split() or [""]
-    changes = _changed({}, [override for override in overrides if not override.startswith("~")])
-    component = changes.get("_component_")
-    if component is None:
-        builder = _builder_of(name, changes)
-        if not builder:
-            raise UserError(
-                f"{path}: no dataset reads rows of these columns: name them, for example with column_map.input=... "
-                "column_map.output=..., or use a config."
-            )
-        component = f"torchtune.datasets.{builder}"
-    if component != f"torchtune.datasets.{name}":
-        settings = []
-    return _changed({"_component_": component, "source": str(path)}, [*settings, *overrides])
-
-
-def _builder_of(name: str, changes: Mapping[str, Any]) -> str:
-    """Return the builder of a format, or the usual one of the first setting that it does not have."""
-    keys = set(changes)
-    columns = changes.get("column_map")
-    if isinstance(columns, Mapping):
-        keys.update(f"column_map.{column}" for column in columns)
-    for key, builders in _BUILDERS.items():
-        if key in keys and name not in builders:
-            return builders[0]
-    return name
-
-
 def _read_settings(name: str, overrides: list[str]) -> Any:
     """Return the checked settings of a config with a dataset, for the recipe named in it."""
     from torchtune._cli._find_recipe import recipe_named_by, resolve_config
     from torchtune.config import SettingsView, load_and_check
 
     config = resolve_config(name)
+    overrides = expand_shorthands(config, overrides)
     cfg = SettingsView.of(load_and_check(config, overrides, recipe_named_by(config).load_main()))
     if cfg.dataset is None:
         raise UserError("the config has no dataset: name a config of a recipe that trains.")

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from torchtune._cli._find_recipe import RecipeTarget, find_targets
-from torchtune._cli.run import Command, parse_command, require_config
+from torchtune._cli._run_command import Command, parse_command, require_config
+from torchtune._cli._shorthands import expand_shorthands
 from torchtune._cli.subcommand import Subcommand
 from torchtune._recipe_registry import get_all_recipes
 from torchtune.utils import UserError
@@ -42,8 +43,9 @@ class Estimate(Subcommand):
         if command.help or not args.tokens:
             self._parser.print_help()
             return
-        config = require_config(command, self.name, "--simulate 8xH100")
-        estimate(*find_targets(command.recipe, config), command)
+        recipe, config = find_targets(command.recipe, require_config(command, self.name, "--simulate 8xH100"))
+        command.overrides = expand_shorthands(config, command.overrides)
+        estimate(recipe, config, command)
 
 
 def estimate(recipe: RecipeTarget, config: Path, command: Command) -> None:

@@ -1,13 +1,14 @@
 """``tune eval``: evaluate one or two models on rows of a file, or on tasks of lm-eval, and print a table."""
 
 import argparse
+import dataclasses
 import math
 from pathlib import Path
 from typing import Any
 
 import torchtune
-from torchtune._cli._find_recipe import find_checkpoint
-from torchtune._cli.data import dataset_node
+from torchtune._cli._find_recipe import find_checkpoint, is_classifier
+from torchtune._cli._shorthands import dataset_node
 from torchtune._cli.subcommand import CHECKPOINT, Subcommand, add_placement, check_least, check_most
 from torchtune.utils import UserError, valid_json, write_json
 
@@ -30,7 +31,9 @@ class Eval(Subcommand):
           math             the last expression equals the right one (extra math)
           package.function a function (rows, texts) -> list of numbers; None for rows without a score
 
-        Without --data and --tasks, it measures the perplexity of the run's dataset_val.
+        Without --data and --tasks, it measures the perplexity of the run's dataset_val. A
+        classifier is measured on the labels of --data or dataset_val: --prompt names the column
+        of its texts, --answer that of its labels.
 
         examples:
           $ tune eval /tmp/run
@@ -38,6 +41,8 @@ class Eval(Subcommand):
           $ tune eval /tmp/SmolLM2-135M-Instruct --adapter /tmp/run/step_100 --data held_out.jsonl --score exact
           $ tune eval /tmp/run/epoch_2 --data held_out.jsonl --perplexity
           $ tune eval /tmp/run/epoch_2 --tasks hellaswag,arc_easy --limit 100
+          $ tune eval /tmp/classifier/epoch_2 --data held_out.jsonl
+          $ tune eval /tmp/run/epoch_2 --retrieval corpus.json --against /tmp/SmolLM2-135M-Instruct
     """
 
     def _add_arguments(self) -> None:
@@ -49,6 +54,13 @@ class Eval(Subcommand):
         add("--against", help="checkpoint to compare with")
         add("--adapter", help="folder of a LoRA adapter of the model")
         add("--tasks", metavar="NAME,NAME", help="tasks of lm-eval (extra eval); tune_facts needs no download")
+        add("--retrieval", type=Path, metavar="FILE", help="queries, corpus and relevant texts: ndcg, mrr and recall")
+        add(
+            "--pooling",
+            choices=("last", "mean"),
+            help="pooling of --retrieval (default: the checkpoint's, or last)",
+        )
+        add("--dimensions", type=int, help="leading dimensions of the embeddings of --retrieval (default: all)")
         add("--include-path", type=Path, help="folder of your own tasks, in lm-eval's YAML")
         add("--chat-template", action="store_true", help="apply the checkpoint's chat template to tasks")
         add("--prompt", metavar="COLUMN", help="column of the prompt or conversation (default: by its name)")
@@ -67,20 +79,29 @@ class Eval(Subcommand):
 
     def _run(self, args: argparse.Namespace) -> None:
         check_least(args, limit=1, max_new_tokens=1, max_sequences=1, temperature=0, seed=0)
+        check_least(args, dimensions=1)
         check_least(args, top_k=0, top_p=0, min_p=0)
         check_most(args, top_p=1, min_p=1)
-        self._check_metrics(args)
         args.model = find_checkpoint(args.model)
         args.models = [(args.model, args.adapter)]
         if args.against:
             args.models.insert(0, (args.against, None))  # the first model is the reference
+        if is_classifier(args.model):
+            eval_classifier(args)
+            return
+        self._check_metrics(args)
         if args.tasks:
             eval_tasks(args)
-        if args.data or not args.tasks:
+        if args.retrieval:
+            eval_retrieval(args)
+        if args.data or not (args.tasks or args.retrieval):
             eval_rows(args)
 
     @staticmethod
     def _check_metrics(args: argparse.Namespace) -> None:
+        for name in ("pooling", "dimensions"):
+            if args.retrieval is None and getattr(args, name) is not None:
+                raise UserError(f"--{name} needs texts to embed: give them in --retrieval.")
         if args.data is None and (args.score or (args.perplexity and args.tasks)):
             raise UserError("--score and --perplexity need rows: give them in --data.")
         row_options = ["prompt", "answer", "system"]
@@ -258,6 +279,11 @@ def _format_table(evaluations: list[dict[str, Any]]) -> list[str]:
         if result["perplexity"]:
             cells.append(f"{result['perplexity'].value:.4g}")
         table.append(cells)
+    return _align(table)
+
+
+def _align(table: list[list[str]]) -> list[str]:
+    """Return the rows of a table as lines, with cells padded to the width of their column."""
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     lines = []
     for cells in table:
@@ -296,6 +322,67 @@ def _format_remarks(evaluations: list[dict[str, Any]], args: argparse.Namespace)
     return lines
 
 
+def eval_classifier(args: argparse.Namespace) -> None:
+    """Measure classifiers on rows with labels, and print a table.
+
+    Raises:
+        UserError: an option is for answers in text, there are no rows, or a row has a class that the model lacks.
+    """
+    for option, value in {"--score": args.score, "--perplexity": args.perplexity, "--tasks": args.tasks}.items():
+        if value:
+            raise UserError(f"{option}: {args.model} is a classifier, which gives no text: leave it out.")
+    node, max_seq_len, name = _labeled_data(args)
+    reports = []
+    for folder, adapter in args.models:
+        model, tokenizer = torchtune.load(folder, adapter=adapter, dtype=args.dtype, device=args.device)
+        tokenizer.max_seq_len = max_seq_len or tokenizer.max_seq_len
+        dataset = torchtune.datasets.instantiate_dataset(node, tokenizer, model.max_seq_len)
+        reports.append(torchtune.evaluation.evaluate_classifier(model, dataset, batch_size=args.max_sequences))
+    table = [["", "rows", "loss", *reports[-1].scores]]
+    entries = []
+    for (folder, adapter), report in zip(args.models, reports, strict=True):
+        label = f"{folder} + {adapter}" if adapter else folder
+        scores = [f"{report.scores.get(score, math.nan):.3f}" for score in reports[-1].scores]
+        table.append([label, f"{report.rows:,}", f"{report.loss:.4f}", *scores])
+        entries.append({"model": folder, "adapter": adapter, "loss": report.loss, "scores": report.scores})
+    print("\n".join(_align(table)))
+    path = args.output / f"{name}.results.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json(path, valid_json({"data": name, "rows": reports[-1].rows, "models": entries}))
+    print(f"results     {path}")
+
+
+def _labeled_data(args: argparse.Namespace) -> tuple[Any, int | None, str]:
+    """Return the dataset node with labels, the maximum sequence length, and a name for the file of results."""
+    settings: dict[str, Any] = {}
+    if (Path(args.model).expanduser() / torchtune.reports.SETTINGS).is_file():
+        settings = torchtune.reports.RunFolder(args.model).settings
+    max_seq_len = settings["tokenizer"].get("max_seq_len") if settings else None
+    if args.data is None:
+        if not settings.get("dataset_val"):
+            raise UserError(
+                f"there is nothing to measure: {args.model} is not of a run with dataset_val: give rows with labels in "
+                "--data."
+            )
+        return settings["dataset_val"], max_seq_len, "dataset_val"
+    data = args.data.expanduser()
+    if not data.is_file():
+        raise UserError(f"{data}: there is no such file: correct the path.")
+    node: dict[str, Any] = {}
+    if settings:  # the columns are those of the training
+        trained_on = torchtune.datasets.dataset_nodes(settings["dataset"])[0]
+        names = ("column", "label_column", "add_eos", "max_seq_len")
+        node = {name: trained_on[name] for name in names if name in trained_on}
+    node |= {"_component_": "torchtune.datasets.classification_dataset", "source": str(data)}
+    if args.prompt:
+        node["column"] = args.prompt
+    if args.answer:
+        node["label_column"] = args.answer
+    if args.limit:
+        node["split"] = f"train[:{args.limit}]"
+    return node, max_seq_len, data.stem
+
+
 def eval_tasks(args: argparse.Namespace) -> None:
     """Evaluate the models and print a table for each; results and answers so far are in a folder per model.
 
@@ -320,3 +407,35 @@ def eval_tasks(args: argparse.Namespace) -> None:
         print(f"{folder} + {adapter}" if adapter else folder)
         print(f"{results.table}\nresults     {output / 'results.json'}")
         del model  # before the next one is loaded
+
+
+def eval_retrieval(args: argparse.Namespace) -> None:
+    """Rank a corpus for queries with the embeddings of each model, and print a table of the scores.
+
+    Raises:
+        UserError: see :func:`torchtune.evaluation.read_retrieval`.
+    """
+    data = torchtune.evaluation.read_retrieval(args.retrieval)
+    entries = []
+    for folder, adapter in args.models:
+        settings = torchtune.evaluation.EmbeddingSettings.of(adapter or folder)
+        if args.pooling:
+            settings = dataclasses.replace(settings, pooling=args.pooling)
+        model, tokenizer = torchtune.load(folder, adapter=adapter, dtype=args.dtype, device=args.device)
+        scores = torchtune.evaluation.evaluate_retrieval(
+            model, tokenizer, data, settings=settings, dimensions=args.dimensions, batch_size=args.max_sequences
+        )
+        label = f"{folder} + {adapter}" if adapter else folder
+        entries.append({"model": label, **dataclasses.asdict(settings), "scores": scores})
+        del model  # before the next one is loaded
+    header = ["", *entries[0]["scores"]]
+    table = [header]
+    for entry in entries:
+        table.append([entry["model"], *(f"{score:.3f}" for score in entry["scores"].values())])
+    print("\n".join(_align(table)))
+    print(f"{len(data.queries):,} queries, {len(data.corpus):,} texts")
+    args.output.mkdir(parents=True, exist_ok=True)
+    path = args.output / f"{args.retrieval.stem}.retrieval.json"
+    sizes = {"queries": len(data.queries), "corpus": len(data.corpus)}
+    write_json(path, {"data": str(args.retrieval), **sizes, "models": entries})
+    print(f"results     {path}")

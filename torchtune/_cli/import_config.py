@@ -341,7 +341,7 @@ def _convert(value: Any, conversion: str) -> Any:
     if not conversion:
         return value
     choices = read_tables()["values"][conversion]
-    is_list = conversion == "targets"
+    is_list = conversion in ("targets", "modules")
     if isinstance(value, list):
         values = value
     elif is_list and value is not True:  # names with commas between them

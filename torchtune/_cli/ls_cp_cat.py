@@ -10,7 +10,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from torchtune._cli._find_recipe import families, find_configs, search_words, suggest_configs
+from torchtune._cli._shorthands import expand_shorthands
 from torchtune._cli.subcommand import Subcommand
+from torchtune._config_templates import configs_on_demand
 from torchtune._recipe_registry import find_config, find_recipe, get_all_recipes
 from torchtune.config import did_you_mean
 from torchtune.utils import UserError, atomic_write
@@ -67,7 +69,8 @@ class List(Subcommand):
 
     def _print_matches(self, words: list[str]) -> None:
         matches = find_configs(words)
-        if not matches:
+        on_demand = find_configs(words, on_demand=True)
+        if not matches and not on_demand:
             raise UserError(_explain_no_match(words))
         matches.sort(key=lambda pair: (not pair[0].family, pair[0].order))  # configs of no family are last
         for family, pairs in itertools.groupby(matches, key=lambda pair: pair[0].family):
@@ -80,6 +83,15 @@ class List(Subcommand):
             num_configs += len(recipe.configs)
             if recipe.former_names and recipe.name in matching_recipes:
                 print(f"{recipe.name}: also {', '.join(recipe.former_names)}")
+        methods_by_model: dict[str, list[str]] = {}
+        for config, _ in on_demand:
+            model, method = configs_on_demand()[config.name]
+            methods_by_model.setdefault(model, []).append(method)
+        if on_demand:
+            example = on_demand[0][0].name
+            print(f"MODEL_METHOD made on demand, as {example}: {len(on_demand):,} of {len(configs_on_demand()):,}")
+        for model, methods in methods_by_model.items():
+            print(f"{model}: {', '.join(methods)}")
         print(f"{len(matches)} of {num_configs} configs. To run one: tune run --config NAME")
 
 
@@ -102,7 +114,11 @@ def overview() -> list[str]:
             former_names += recipes[recipe_name].former_names
         if former_names:
             row("", f"also {', '.join(_merge_devices(former_names))}")
-    lines.append("FAMILIES and their configs; tune ls qwen3 8B lora lists some, tune ls --all lists everything")
+    num_files = sum(len(recipe.configs) for recipe in recipes.values())
+    lines.append(
+        f"FAMILIES: {num_files} configs, {len(configs_on_demand()):,} on demand; tune ls qwen3 8B lists some, tune ls "
+        "--all the files"
+    )
     counts = " ".join(f"{family}:{count}" for family, count in families().items())
     return lines + textwrap.wrap(counts, _WIDTH, initial_indent="  ", subsequent_indent="  ")
 
@@ -123,7 +139,7 @@ def _merge_devices(names: Iterable[str]) -> dict[str, list[str]]:
 def _explain_no_match(words: list[str]) -> str:
     """Return why no config was found: a word without any match, or words without a common match."""
     for word in words:
-        if not find_configs([word]):
+        if not find_configs([word]) and not find_configs([word], on_demand=True):
             hint = did_you_mean(word, search_words())
             hint = hint or "; `tune ls` shows the families, for example `tune ls qwen3 8B lora`."
             return f"no config matches '{word}'{hint}"
@@ -160,15 +176,56 @@ def back_up(path: Path, content: bytes) -> Path | None:
     raise AssertionError  # the counter is infinite
 
 
+def changed_text(config: Path, overrides: list[str]) -> str:
+    """Return the text of a config with overrides; settings that they do not change keep their lines and comments.
+
+    Args:
+        config: file of the config.
+        overrides: ``key=value`` and ``~key`` of a command line.
+
+    Raises:
+        ConfigError: the file is no config, or an override cannot be applied.
+    """
+    from torchtune.config import apply_overrides, read_document
+
+    overrides = expand_shorthands(config, overrides)
+    original = read_document(config)
+    document = read_document(config)
+    apply_overrides(document, overrides)
+    document.check()
+    lines = []
+    key = ""  # top-level key of the current line
+    for line in config.read_text(encoding="utf-8-sig").splitlines(keepends=True):
+        is_key = line[:1] not in (" ", "-", "#", "\n")
+        is_within = line[:1] in (" ", "-")
+        if is_key:
+            key = line.partition(":")[0].strip("\"'")
+        is_changed = (is_key or is_within) and document.data.get(key) != original.data.get(key)
+        if not is_changed:
+            lines.append(line)
+        elif is_key and key in document.data:
+            lines.append(_yaml_of(key, document.data[key]))
+    for key in document.data.keys() - original.data.keys():
+        lines.append(_yaml_of(key, document.data[key]))
+    return "".join(lines)
+
+
+def _yaml_of(key: str, value: object) -> str:
+    import yaml
+
+    return yaml.safe_dump({key: value}, sort_keys=False, allow_unicode=True, width=1000)
+
+
 class Copy(Subcommand):
     """Subcommand that copies a recipe or a config for editing."""
 
     name = "cp"
-    usage = "tune cp <recipe|config> destination [OPTIONS]"
+    usage = "tune cp <recipe|config> destination [OPTIONS] [key=value ...]"
     help = "Copy a recipe or config to change it"
     description = (
         "Copy a recipe or config to a file or into a directory, to change it.\n"
-        "An existing file with other content is kept as <name>.bak."
+        "An existing file with other content is kept as <name>.bak. With key=value, the copy of a config\n"
+        "has these settings; model= and data= are written as the settings that they stand for."
     )
     epilog = """
         examples:
@@ -177,12 +234,18 @@ class Copy(Subcommand):
 
           $ tune cp llama3_2/1B_lora_single_device configs/ --make-parents
           Copied file to configs/1B_lora_single_device.yaml
+
+          $ tune cp any_lora my_config.yaml model=HuggingFaceTB/SmolLM2-135M-Instruct data=chats.jsonl
+          Copied file to my_config.yaml
         To see what can be copied, run `tune ls`.
     """
 
     def _add_arguments(self) -> None:
         self._parser.add_argument("file", help="name of a recipe or config, as `tune ls` shows it")
         self._parser.add_argument("destination", help="file or directory to copy it to")
+        self._parser.add_argument(
+            "overrides", nargs="*", default=[], help="key=value: settings of the config to change"
+        )
         self._parser.add_argument("-n", "--no-clobber", action="store_true", help="never overwrite a file")
         self._parser.add_argument("--make-parents", action="store_true", help="create missing directories")
 
@@ -203,6 +266,10 @@ class Copy(Subcommand):
                 "To create the directory, add --make-parents."
             )
         content = source.read_bytes()
+        if args.overrides:
+            if source.suffix != ".yaml":
+                self._parser.error(f"{args.file} is a recipe, which has no settings to change: remove key=value.")
+            content = changed_text(source, args.overrides).encode()
         backup = back_up(destination, content)
         with atomic_write(destination) as file:
             file.write(content)
@@ -216,7 +283,7 @@ class Cat(Subcommand):
 
     name = "cat"
     help = "Print a config"
-    description = "Print a config, as it is or with its keys sorted."
+    description = "Print a config: as it is, with key=value changed, or with its keys sorted."
     epilog = """
         examples:
           $ tune cat llama3_2/1B_lora_single_device
@@ -224,17 +291,21 @@ class Cat(Subcommand):
           output_dir: /tmp/torchtune/llama3_2_1B/lora_single_device
           ...
           $ tune cat --sort my_config.yaml
+          $ tune cat any_lora model=HuggingFaceTB/SmolLM2-135M-Instruct data=chats.jsonl
         To see all configs, run `tune ls`; to change one, copy it with `tune cp`.
     """
 
     def _add_arguments(self) -> None:
         self._parser.add_argument("config_name", help="name of a config, or path of a YAML file")
+        self._parser.add_argument(
+            "overrides", nargs="*", default=[], help="key=value: settings of the config to change"
+        )
         self._parser.add_argument("--sort", action="store_true", help="print the keys in alphabetical order")
 
     def _run(self, args: argparse.Namespace) -> None:
         import yaml
 
-        from torchtune.config import ConfigError, read_document
+        from torchtune.config import ConfigError, apply_overrides, read_document
 
         name = args.config_name
         path = find_config(name)
@@ -250,13 +321,17 @@ class Cat(Subcommand):
                 )
             if not path.is_file():
                 self._parser.error(f"Config '{name}' not found.")
+        overrides = expand_shorthands(path, args.overrides)
         try:
             document = read_document(path)
-            if args.sort:
+            if args.sort or overrides:
                 document.check()
         except ConfigError as error:
             self._parser.error(f"Error parsing YAML file: {error.errors[0]}")
         text = path.read_text(encoding="utf-8-sig")
+        if overrides:
+            text = changed_text(path, overrides)
+            apply_overrides(document, overrides)
         if args.sort and document.data:
             text = yaml.safe_dump(document.data, sort_keys=True, allow_unicode=True, indent=4, width=80)
         if document.data or document.mistakes:

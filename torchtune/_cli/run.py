@@ -1,112 +1,24 @@
 """``tune run``."""
 
 import argparse
-import itertools
 import os
 import runpy
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 from torchtune._cli._find_recipe import RecipeTarget, recipe_named_by, resolve_config, resolve_recipe
-from torchtune._cli._torchrun import count_options, count_processes, is_option, run, torchrun_arguments
+from torchtune._cli._run_command import USAGE, Command, parse_command
+from torchtune._cli._shorthands import expand_shorthands
+from torchtune._cli._torchrun import count_processes, run, torchrun_arguments
 from torchtune._cli.subcommand import Subcommand
-from torchtune._recipe_registry import are_other_methods, current_name, find_recipe, get_all_recipes, recipe_of
-from torchtune.utils import UserError
-
-_USAGE = (
-    "tune run [TORCHRUN-OPTIONS] [<recipe>] --config <config> [--dry-run] [--simulate 8xH100] "
-    "[key=value ...] [~key ...]"
+from torchtune._recipe_registry import (
+    are_other_methods,
+    current_name,
+    find_config,
+    find_recipe,
+    get_all_recipes,
+    recipe_of,
 )
-
-
-@dataclass
-class Command:
-    """A parsed ``tune run`` command line."""
-
-    torchrun: list[str]
-    recipe: str | None
-    config: str | None
-    overrides: list[str]
-    dry_run: bool = False
-    simulate: str | None = None
-    fit: str | None = None
-    help: bool = False
-
-
-def _is_override(token: str) -> bool:
-    # os.path.exists: a long setting is not a valid file name, for which pathlib raises
-    return token.startswith("~") or ("=" in token and not token.startswith("-") and not os.path.exists(token))
-
-
-def parse_command(tokens: list[str]) -> Command:
-    """Parse a command line.
-
-    Raises:
-        UserError: an option is unknown, misplaced or lacks its value.
-    """
-    command = Command([], None, None, [])
-    # First take tune's own options, which may stand anywhere.
-    other_tokens: list[str] = []
-    remaining = iter(tokens)
-    for token in remaining:
-        flag, has_value, value = token.partition("=")
-        if flag == "--config":
-            if command.config is not None:
-                raise UserError("--config is given twice: a run has one config, changed by key=value.")
-            command.config = value if has_value else next(remaining, None)
-            if not command.config:
-                raise UserError("--config needs a value: the name of a config (see `tune ls`) or a YAML file.")
-        elif flag in ("--simulate", "--fit"):
-            value = value if has_value else next(remaining, None)
-            if not value:
-                example = "devices, as in 8xH100" if flag == "--simulate" else "80GiB"
-                raise UserError(f"{flag} needs a value: {example}.")
-            setattr(command, flag[2:], value)
-        elif token == "--dry-run":
-            command.dry_run = True
-        elif token in ("-h", "--help"):
-            command.help = True
-        else:
-            other_tokens.append(token)
-    for token in other_tokens:
-        if token.startswith("-") and not is_option(token):
-            raise UserError(f"{token}: unknown option: settings are key=value, without dashes.")
-    # The order of the others: torchrun's options, the recipe, overrides.
-    num_options = count_options(other_tokens, _USAGE)
-    command.torchrun = other_tokens[:num_options]
-    overrides = other_tokens[num_options:]
-    if overrides and not _is_override(overrides[0]):
-        command.recipe = overrides.pop(0)
-    for token, value in itertools.zip_longest(overrides, overrides[1:], fillvalue=""):
-        if token.startswith("-"):
-            if "=" not in token and not value.startswith("-") and not _is_override(value):
-                token = f"{token} {value}".rstrip()
-            raise UserError(
-                f"{token}: an option of torchrun stands before the recipe: tune run {token} {command.recipe} …"
-            )
-        if not _is_override(token):
-            raise UserError(f"{token}: write settings as key=value, or ~key to remove one.")
-    command.overrides = overrides
-    return command
-
-
-def require_config(command: Command, name: str, options: str = "") -> str:
-    """Return the config of a command line.
-
-    Args:
-        command: the command line.
-        name: the subcommand, for the message.
-        options: further options to show.
-
-    Raises:
-        UserError: there is none; a YAML file in its place is named with ``--config``.
-    """
-    if command.config is not None:
-        return command.config
-    is_file = str(command.recipe).endswith((".yaml", ".yml"))
-    words = ["tune", name, "--config", command.recipe if is_file else "CONFIG", *options.split()]
-    raise UserError(f"tune {name} needs a config: {' '.join(words)}.")
 
 
 def run_here(recipe: RecipeTarget, config: Path, overrides: list[str]) -> None:
@@ -134,7 +46,7 @@ class Run(Subcommand):
     """Subcommand that runs a recipe."""
 
     name = "run"
-    usage = _USAGE
+    usage = USAGE
     help = "Run a recipe, in this process or in several through torchrun"
     description = "Check a config, then run a recipe with it."
     epilog = """
@@ -145,10 +57,13 @@ class Run(Subcommand):
           -h, --help         this text; after a recipe, all of its settings
           key=value          change a setting of the config; key.sub=value inside a section
           ~key               remove a setting
+          model=MODEL        of the configs any_*: a checkpoint's folder, a hub repository, or a GGUF file
+          data=DATA          a file or folder of rows, or a hub dataset; its format is found
         torchrun's options (see `torchrun --help`) precede the recipe and start one process per device.
 
         examples:
           $ tune run lora_finetune_single_device --config llama3_2/1B_lora_single_device epochs=2
+          $ tune run --config any_lora model=HuggingFaceTB/SmolLM2-135M-Instruct data=chats.jsonl
           $ tune run --config llama3_2/1B_lora_single_device optimizer.lr=2e-4 --dry-run
           $ tune run my_recipe.py --config my_config.yaml
           $ tune run lora_finetune_single_device --help
@@ -162,6 +77,9 @@ class Run(Subcommand):
             return
         if command.recipe is None and command.config is None:
             self._parser.error("the following arguments are required: recipe, --config")
+        if command.config is None and not find_recipe(command.recipe) and find_config(command.recipe):
+            command.config = command.recipe  # tune run CONFIG
+            command.recipe = None
         config = None if command.config is None else resolve_config(command.config, command.recipe)
         is_config = command.recipe is not None and command.recipe.endswith((".yaml", ".yml"))
         if config is None and is_config:
@@ -176,6 +94,7 @@ class Run(Subcommand):
             return
         if config is None:
             self._parser.error("The '--config' argument is required.")
+        command.overrides = expand_shorthands(config, command.overrides)
         if command.simulate or command.fit:
             from torchtune._cli.estimate import estimate
 

@@ -21,7 +21,7 @@ class Subcommand:
         description: help text before the options.
         epilog: help text after the options, mostly examples; it is dedented.
         usage: usage line, instead of argparse's.
-        takes_tokens: whether all arguments are tokens, for :func:`torchtune._cli.run.parse_command`.
+        takes_tokens: whether all arguments are tokens, for :func:`torchtune._cli._run_command.parse_command`.
     """
 
     name: str

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from torchtune._cli._find_recipe import recipe_named_by, resolve_config, resolve_recipe
-from torchtune._cli.run import Command, parse_command, require_config
+from torchtune._cli._run_command import Command, parse_command, require_config
+from torchtune._cli._shorthands import expand_shorthands
 from torchtune._cli.subcommand import Subcommand
 from torchtune.utils import UserError, read_json, write_json
 
@@ -295,6 +296,7 @@ class _Sweep:
         config_name = require_config(command, "sweep", "--trials 8 --output FOLDER key=low:high")
         self._config = resolve_config(config_name, command.recipe)
         self._recipe = recipe_named_by(self._config) if command.recipe is None else resolve_recipe(command.recipe)
+        command.overrides = expand_shorthands(self._config, command.overrides)
         dimensions = []
         self._fixed: list[str] = []
         for override in command.overrides:

@@ -1,7 +1,9 @@
-"""``torchtune.load``, ``torchtune.save`` and ``torchtune.generate``, for programs without a recipe."""
+"""``torchtune.load``, ``save``, ``generate``, ``classify`` and ``embed``, for programs without a recipe."""
 
+from torchtune._facade._classify import classify
 from torchtune._facade._generate import generate
 from torchtune._facade._load_model import adapted_copy, load
 from torchtune._facade._save_model import save
+from torchtune.evaluation import embed
 
-__all__ = ["adapted_copy", "generate", "load", "save"]
+__all__ = ["adapted_copy", "classify", "embed", "generate", "load", "save"]

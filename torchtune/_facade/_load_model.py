@@ -1,7 +1,5 @@
 """Load a model and its tokenizer from a folder or the hub."""
 
-import os
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,7 +7,7 @@ import torch
 
 from torchtune import checkpoints, training, utils
 from torchtune._facade._origin import ORIGINS, Origin
-from torchtune._hub import download
+from torchtune._hub import find_folder
 from torchtune.checkpoints import (
     CheckpointError,
     CheckpointStore,
@@ -20,9 +18,10 @@ from torchtune.checkpoints import (
     base_of_adapter,
     has_adapter,
     has_conversion_files,
+    num_classes_of_adapter,
 )
 from torchtune.models import checkpoint_tokenizer, from_hf_config, stored_dtype
-from torchtune.modules import TransformerDecoder
+from torchtune.modules import TransformerDecoder, classifier_model
 from torchtune.modules.conversion import Conversion, apply_conversions
 from torchtune.tokenizers import HuggingFaceModelTokenizer
 from torchtune.utils import UserError
@@ -70,7 +69,7 @@ def load(
         >>> model(torch.tensor([tokenizer.encode("the cat", add_eos=False)])).shape[-1] == tokenizer.vocab_size
         True
     """
-    folder, repo_id = _find_folder(path)
+    folder, repo_id = find_folder(path)
     adapter_path: str | Path | None = None
     conversions: list[Conversion] = []
     if isinstance(adapter, str | Path):
@@ -95,14 +94,14 @@ def load(
             )
     adapter_dir = None
     if adapter_path is not None:
-        adapter_root, _ = _find_folder(adapter_path)
+        adapter_root, _ = find_folder(adapter_path)
         adapter_dir = adapter_folder(adapter_root)
         if adapter_dir.parent.resolve() == folder.resolve():
             raise CheckpointError(f"adapter: the weights in {path} have {adapter_dir} merged in: give path alone.")
 
     torch_device = utils.get_device(None if device is None else str(device))
     with training.set_default_dtype(_choose_dtype(dtype, folder, torch_device)), torch.device("meta"):
-        model = from_hf_config(folder, images=images)
+        model = _build_model(folder, adapter_dir, images=images)
         if adapter_dir is not None and has_adapter(adapter_dir):
             conversions = [adapter_conversion(model, adapter_dir), *conversions]
         apply_conversions(model, conversions)
@@ -119,12 +118,22 @@ def load(
     return model.eval(), tokenizer
 
 
+def _build_model(folder: Path, adapter_dir: Path | None, *, images: bool) -> TransformerDecoder:
+    """Build the model of a folder, with a classification head if an adapter of a language model brings one."""
+    num_classes = 0
+    if adapter_dir is not None and has_adapter(adapter_dir):
+        num_classes = num_classes_of_adapter(adapter_dir)
+    if num_classes == 0 or from_hf_config(folder).description.is_classifier:
+        return from_hf_config(folder, images=images)
+    return classifier_model(num_classes, "torchtune.models.from_hf_config", checkpoint_dir=folder)
+
+
 def adapted_copy(model: TransformerDecoder, path: str | Path) -> TransformerDecoder:
     """Copy a loaded model, with the LoRA adapter in a folder or repository.
 
     See :func:`torchtune.checkpoints.adapted_copy`.
     """
-    folder, _ = _find_folder(path)
+    folder, _ = find_folder(path)
     return checkpoints.adapted_copy(model, adapter_folder(folder))
 
 
@@ -135,22 +144,6 @@ def _has_base_weights(folder: Path) -> bool:
             if not file.name.startswith("adapter_"):
                 return True
     return False
-
-
-def _find_folder(path: str | Path) -> tuple[Path, str | None]:
-    """Return the folder of a checkpoint, and its repository if it comes from the hub."""
-    # os.path answers where pathlib raises: for a path that is too long, or a home of nobody.
-    folder = Path(os.path.expanduser(path))
-    if os.path.isdir(folder):
-        return folder, None
-    if os.path.exists(folder):
-        raise UserError(f"{path} is a file: give the folder of the checkpoint.")
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) or str(path).startswith("."):
-        raise UserError(f"{path!s:.200}: there is no such folder, and a repository of the hub is called owner/name.")
-    try:
-        return download(str(path)), str(path)
-    except UserError as error:
-        raise UserError(f"There is no folder {path!s:.200}, and the hub does not give it: {error}") from error
 
 
 def _tokenizer_folder(model: TransformerDecoder, folder: Path, adapter_dir: Path | None) -> Path:
@@ -173,7 +166,7 @@ def _find_base_model(folder: Path) -> tuple[Path, str | None]:
     """Return folder and repository of an adapter's base model."""
     base = base_of_adapter(folder)
     try:
-        return _find_folder(base)
+        return find_folder(base)
     except UserError as error:
         raise CheckpointError(
             f"The adapter in {folder} names a base that is not there: correct its base_model_name_or_path, or load the "

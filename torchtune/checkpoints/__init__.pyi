@@ -1,4 +1,4 @@
-from ._adapter import ADAPTER_CONFIG_FILE, ADAPTER_FILE, adapter_conversion, adapter_folder
+from ._adapter import ADAPTER_CONFIG_FILE, ADAPTER_FILE, adapter_conversion, adapter_folder, num_classes_of_adapter
 from ._adapter import adapted_copy as adapted_copy
 from ._adapter import base_of_adapter as base_of_adapter
 from ._adapter import has_adapter as has_adapter

@@ -1,8 +1,10 @@
 """Adapter files: PEFT's layout (read and written) and the layout of older checkpoints (read)."""
 
+import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,7 @@ from torchtune.models import (
     text_prefixes,
 )
 from torchtune.modules.conversion import ConversionError, apply_conversions
+from torchtune.modules.embedding_utils import resize_token_embeddings
 from torchtune.modules.peft import LoRA, LoRALinear, NewTokens, adapter_modules, init_from_weight
 from torchtune.modules.transformer import text_decoder
 from torchtune.utils import get_logger
@@ -61,6 +64,9 @@ _ANY_VALUE = (
     "eva_config corda_config lora_ga_config megatron_core qalora_group_size target_modules target_parameters "
     "exclude_modules layers_to_transform layers_pattern ensure_weight_tying"
 ).split()
+# Rank and alpha of peft for a file without them.
+_PEFT_RANK = 8
+_PEFT_ALPHA = 8
 # Maximum of alpha and rank; NaN fails the comparison with it, too.
 _LARGEST = 1e30
 # Values of init_lora_weights that leave the base weights unchanged, and values with which peft subtracts the initial
@@ -96,10 +102,28 @@ def read_settings(path: Path) -> dict[str, Any]:
         fits = type(value) in types and abs(value) < _LARGEST
         if not fits or (key == "r" and value < 1):
             raise CheckpointError(f"{path}: {key} is {value!r}, where {expected} is expected: correct it.")
+    for key in ("rank_pattern", "alpha_pattern"):
+        value = settings.get(key)
+        if value and not _is_number_by_pattern(value):
+            raise CheckpointError(
+                f"{path}: {key} is {value!r}, where numbers by patterns of module names are expected: correct it."
+            )
     return settings
 
 
-def check_settings(weights: ModelWeights, path: Path, patterns: Mapping[str, Any]) -> dict[str, Any]:
+def _is_number_by_pattern(value: Any) -> bool:
+    """Return whether a setting maps regular expressions to positive numbers."""
+    if not isinstance(value, dict):
+        return False
+    try:
+        for pattern in value:
+            re.compile(pattern)
+    except re.error:
+        return False
+    return all(type(number) in (int, float) and 0 < number < _LARGEST for number in value.values())
+
+
+def check_settings(weights: ModelWeights, path: Path) -> dict[str, Any]:
     """Compare an ``adapter_config.json`` with the model; return its settings.
 
     An unknown setting raises unless it is off, because it may change how the same tensors are used.
@@ -107,7 +131,6 @@ def check_settings(weights: ModelWeights, path: Path, patterns: Mapping[str, Any
     Args:
         weights: weights of a model with adapters.
         path: the file; if it is missing, the model's settings are assumed, with a warning.
-        patterns: ``rank_pattern`` and ``alpha_pattern`` of this model.
 
     Raises:
         CheckpointError: a setting is unknown, not supported, or differs from the model's.
@@ -119,27 +142,95 @@ def check_settings(weights: ModelWeights, path: Path, patterns: Mapping[str, Any
     if settings.get("peft_type", "LORA") != "LORA":
         raise CheckpointError(f"{path}: an adapter of type {settings['peft_type']} cannot be read, only LORA.")
     for key, value in settings.items():
-        if value and not _is_supported(key, value, settings, weights, patterns):
+        if value and not _is_supported(key, value, settings, weights):
             raise CheckpointError(
                 f"{path}: {key} = {value!r} cannot be expressed: use an adapter without it, or merge it into its base "
                 "with peft and start from the merged model."
             )
     model_settings = weights.peft_settings
-    for key, default in (("r", None), ("lora_alpha", None), ("use_dora", False), ("use_rslora", False)):
-        if key in model_settings and settings.get(key, default) != model_settings[key]:
+    for key in ("use_dora", "use_rslora"):
+        if key in model_settings and bool(settings.get(key)) != model_settings[key]:
             raise CheckpointError(
-                f"{path}: the adapter has {key} = {settings.get(key, default)}, the model in the config "
+                f"{path}: the adapter has {key} = {settings.get(key, False)}, the model in the config "
                 f"{model_settings[key]}: make them equal."
             )
+    if "r" in model_settings:
+        _check_ranks_and_alphas(weights, settings, path)
     return settings
 
 
-def _is_supported(
-    key: str, value: Any, settings: Mapping[str, Any], weights: ModelWeights, patterns: Mapping[str, Any]
-) -> bool:
+def _check_ranks_and_alphas(weights: ModelWeights, settings: Mapping[str, Any], path: Path) -> None:
+    """Raise ``CheckpointError`` if rank or alpha of an adapter, by the patterns of the file, is not the model's."""
+    names = [name for name in weights.parameters if name in weights.owned and name in weights.adapter_groups]
+    for group in dict.fromkeys(weights.adapter_groups[name] for name in names):
+        if group.tune[0].endswith((".lora_b.weight", ".magnitude")):
+            continue  # A says the same
+        rank, alpha = _numbers_in_file(group, settings)
+        model_rank, model_alpha = _numbers_of_model(group, weights.peft_settings)
+        for key, value, expected in (("r", rank, model_rank), ("lora_alpha", alpha, model_alpha)):
+            if not math.isclose(value, expected):
+                raise CheckpointError(
+                    f"{path}: the adapter has {key} = {value:g} for {_projection(group)[0]}, the model in the config "
+                    f"{expected:g}: make them equal."
+                )
+
+
+def _numbers_of_model(group: Group, settings: Mapping[str, Any]) -> tuple[int, float]:
+    """Return rank and alpha of each of our adapters in a group, from the ``peft_config`` of the model."""
+    path = group.tune[0].partition(".lora_")[0]
+    rank = settings.get("rank_pattern", {}).get(path, settings["r"])
+    alpha = settings.get("alpha_pattern", {}).get(path, settings["lora_alpha"])
+    return rank, alpha
+
+
+def _numbers_in_file(group: Group, settings: Mapping[str, Any]) -> tuple[float, float]:
+    """Return rank and alpha of each of our adapters in a group, from the settings of a file, as ``peft`` reads them."""
+    path, count = _projection(group)
+    rank = _by_pattern(settings.get("rank_pattern"), path)
+    alpha = _by_pattern(settings.get("alpha_pattern"), path)
+    if alpha is None:
+        alpha = settings.get("lora_alpha", _PEFT_ALPHA)
+    if rank is None:
+        return settings.get("r", _PEFT_RANK), alpha
+    return rank / count, alpha / count ** _scaling_power(settings)
+
+
+def _by_pattern(patterns: Mapping[str, float] | None, path: str) -> float | None:
+    """Return the value of the first pattern that matches ``path`` or its end, as ``peft`` does; None without one."""
+    for pattern, value in (patterns or {}).items():
+        if re.match(rf"(.*\.)?({pattern})$", path):
+            return value
+    return None
+
+
+def _projection(group: Group) -> tuple[str, int]:
+    """Return the path in ``transformers`` of a module, or parameter of experts, with an adapter in files.
+
+    And the number of our projections in it, each with an adapter.
+    """
+    path = group.external[0].removeprefix(PEFT_PREFIX).partition(".lora_")[0]
+    if isinstance(group.op, FusedAdapter):
+        return path, len(group.op.sizes)
+    if group.tune[0].endswith(_LINEAR_SUFFIXES):
+        return path, 1
+    gate_up, down = _EXPERTS
+    layer = path.partition(".experts")[0]
+    if isinstance(group.op, ExpertAdapter):
+        count = group.op.parts
+    else:  # a tensor for each expert; peft stacks their gate and up projections
+        count = 1 if "lora_down" in group.tune[0] else 2
+    return f"{layer}.{gate_up if count > 1 else down}", count
+
+
+def _scaling_power(settings: Mapping[str, Any]) -> float:
+    """Return the power of the number of projections by which alpha grows with the rank, for the same scale."""
+    return 0.5 if settings.get("use_rslora") else 1
+
+
+def _is_supported(key: str, value: Any, settings: Mapping[str, Any], weights: ModelWeights) -> bool:
     """Return whether a setting of an ``adapter_config.json`` can be expressed; ``value`` is not off."""
-    if key in ("rank_pattern", "alpha_pattern"):
-        return isinstance(value, Mapping) and value.items() <= patterns.get(key, {}).items()
+    if key == "modules_to_save":
+        return isinstance(value, list) and all(isinstance(name, str) for name in value)
     if key == "init_lora_weights":
         is_plain = any(value is plain or value == plain for plain in _PLAIN_INITS)
         return is_plain or init_from_base(settings) is not None
@@ -308,6 +399,7 @@ def load_adapter(weights: ModelWeights, file: Path, device: torch.device, dtype:
         CheckpointError: the adapter has other target modules, another rank or another alpha.
     """
     expected = weights.owned - _load_owned_files(weights, file.parent, device, dtype)
+    expected.update(weights.trained_whole)
     if not weights.owned:
         raise CheckpointError(f"{file}: the model has no adapter to put it into: use a lora_* builder or a converter.")
     if file.name in (*weights.owned_files, OWNED_INDEX):
@@ -315,11 +407,10 @@ def load_adapter(weights: ModelWeights, file: Path, device: torch.device, dtype:
             return
         file = file.with_name(ADAPTER_FILE)
     settings_file = file.with_name(ADAPTER_CONFIG_FILE)
-    patterns = _rank_patterns(weights.adapter_groups.values(), weights.peft_settings)
-    settings = check_settings(weights, settings_file, patterns)
+    settings = check_settings(weights, settings_file)
     loaded = set()
     # All of it is read first, so that nothing is loaded from an adapter of another model.
-    for name, tensor in list(_read_adapter(weights, open_weight_files([file]), file)):
+    for name, tensor in list(_read_adapter(weights, open_weight_files([file]), file, settings)):
         if name not in expected:
             raise CheckpointError(
                 f"{file}: it holds '{name}', which the model in the config does not adapt: adapt the layers that its "
@@ -330,6 +421,12 @@ def load_adapter(weights: ModelWeights, file: Path, device: torch.device, dtype:
     missing = sorted(expected - loaded)
     if missing:
         omitted = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        if missing[0] in weights.trained_whole:
+            raise CheckpointError(
+                f"{file} lacks '{missing[0]}'{omitted}, which the model in the config trains whole: leave out of "
+                f"train_modules what is not in modules_to_save of its {ADAPTER_CONFIG_FILE}, or merge the adapter into "
+                "its base and start from the merged model."
+            )
         raise CheckpointError(
             f"{file} lacks '{missing[0]}'{omitted}, which the model in the config adapts: adapt the layers that its "
             f"{ADAPTER_CONFIG_FILE} lists."
@@ -341,7 +438,8 @@ def add_new_tokens(model: nn.Module, file: Path) -> None:
     """Enlarge the vocabulary of a model for an adapter that was trained together with the rows of new tokens.
 
     Args:
-        model: model with loaded base weights. Unchanged if it has the rows already, or if the adapter trains none.
+        model: model with loaded base weights. Unchanged if it has the rows already, or if the adapter trains none. If
+            its embedding is trained whole, it gets the rows that the adapter's has.
         file: file of the adapter.
 
     Raises:
@@ -350,7 +448,11 @@ def add_new_tokens(model: nn.Module, file: Path) -> None:
     """
     settings = file.with_name(ADAPTER_CONFIG_FILE)
     trained = read_settings(settings).get("trainable_token_indices") if settings.is_file() else None
-    if not trained or ModelWeights(model).new_rows:
+    weights = ModelWeights(model)
+    if not trained:
+        _grow_trained_embedding(weights, file)
+        return
+    if weights.new_rows:
         return
     ids = next(iter(trained.values())) if isinstance(trained, dict) else trained
     files = open_weight_files([file])
@@ -372,6 +474,19 @@ def add_new_tokens(model: nn.Module, file: Path) -> None:
         NewTokens.grow(decoder, needed, len(ids))
     except ConversionError as error:
         raise CheckpointError(f"{settings} has {len(ids)} new tokens, which this model cannot get; {error}") from error
+
+
+def _grow_trained_embedding(weights: ModelWeights, file: Path) -> None:
+    """Enlarge the vocabulary if an adapter brings a larger embedding, trained whole."""
+    decoder = text_decoder(weights.model)
+    if not any(name.endswith("tok_embeddings.weight") for name in weights.trained_whole):
+        return
+    files = open_weight_files([file])
+    embeddings = [name for name in files.names() if name.endswith("embed_tokens.weight")]
+    rows = files.shape(embeddings[0])[0] if embeddings else 0
+    is_sharded = hasattr(decoder.tok_embeddings.weight, "device_mesh")
+    if rows > decoder.tok_embeddings.weight.shape[0] and not is_sharded:
+        resize_token_embeddings(decoder, rows)
 
 
 def _load_owned_files(
@@ -421,7 +536,9 @@ def _load_owned_files(
     return loaded
 
 
-def _read_adapter(weights: ModelWeights, files: WeightFiles, file: Path) -> Iterator[tuple[str, torch.Tensor]]:
+def _read_adapter(
+    weights: ModelWeights, files: WeightFiles, file: Path, settings: Mapping[str, Any]
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors of an adapter file with this library's names and row order."""
     tensors = dict(files.stream())
     spec, description = weights.identity
@@ -436,7 +553,14 @@ def _read_adapter(weights: ModelWeights, files: WeightFiles, file: Path) -> Iter
             yield rows[name], tensor
     weight_map = _adapter_weight_map(spec, tensors)
     groups = groups_by_external_name(weight_map, description)
+    _check_tying(weights, tensors, settings, file)
     try:
+        trained = {}
+        for name in list(tensors):
+            external = name.removeprefix(PEFT_PREFIX)
+            if _is_trained_whole(weights, external):
+                trained[external] = tensors.pop(name)
+        yield from spec.weight_map("hf").to_tune(trained.items(), description, partial=True)
         adapter = {}
         for name, tensor in tensors.items():
             if name not in rows and not _is_base_weight(weights, name, tensor, file):
@@ -448,6 +572,36 @@ def _read_adapter(weights: ModelWeights, files: WeightFiles, file: Path) -> Iter
         yield from weight_map.to_tune(adapter.items(), description, partial=True)
     except (WeightMapError, ModelError) as error:
         raise CheckpointError(f"{file}: {str(error).rstrip('.')}: it is an adapter of another model.") from error
+
+
+def _check_tying(weights: ModelWeights, tensors: Collection[str], settings: Mapping[str, Any], file: Path) -> None:
+    """Raise ``CheckpointError`` if ``peft`` unties weights that the model ties: it trained one of them alone."""
+    if settings.get("ensure_weight_tying"):
+        return
+    for copy, source in _tied_weights(weights).items():
+        original = weights.groups[source].external[0]
+        has_original = f"{PEFT_PREFIX}{original}" in tensors
+        if source in weights.trained_whole and has_original != (f"{PEFT_PREFIX}{copy}" in tensors):
+            alone = original if has_original else copy
+            raise CheckpointError(
+                f"{file}: it holds '{alone}' alone, which peft unties from the other of '{original}' and '{copy}', and "
+                "the model ties them: train it in peft with ensure_weight_tying=True, or untie the base."
+            )
+
+
+def _tied_weights(weights: ModelWeights) -> dict[str, str]:
+    """Return Hugging Face's name of a weight that the model ties -> name of the weight that it is tied to."""
+    spec, description = weights.identity
+    return {tie.external: tie.source for tie in spec.weight_map("hf").tied if getattr(description, tie.when)}
+
+
+def _is_trained_whole(weights: ModelWeights, external: str) -> bool:
+    """Return whether a tensor with Hugging Face's name ``external`` holds weights that are trained whole."""
+    source = _tied_weights(weights).get(external)
+    if source is not None:
+        return source in weights.trained_whole
+    group = weights.external_groups.get(external)
+    return group is not None and set(group.tune).issubset(weights.trained_whole)
 
 
 def _of_older_checkpoint(
@@ -503,15 +657,21 @@ def _is_base_weight(weights: ModelWeights, name: str, tensor: torch.Tensor, file
         CheckpointError: it is a base weight that differs from the model's.
     """
     spec, description = weights.identity
-    weight_map = spec.weight_map("hf")
     external = name.removeprefix(PEFT_PREFIX).replace(".base_layer.", ".")
-    if not any(external in group.external for group in weights.groups.values()):
-        return any(external == tie.external for tie in weight_map.tied)
-    for weight_name, value in weight_map.to_tune([(external, tensor)], description, partial=True):
+    tied = _tied_weights(weights)
+    if external in tied:
+        values = [(tied[external], tensor)]
+    elif external in weights.external_groups:
+        values = list(spec.weight_map("hf").to_tune([(external, tensor)], description, partial=True))
+    else:
+        return False
+    for weight_name, value in values:
         if value.shape != weights.specs[weight_name].shape or not weights.equals(weight_name, value):
             raise CheckpointError(
-                f"{file}: it brings '{name}', which differs from the model's: it was trained together with a changed "
-                "base, so merge it into that base with peft and start from the merged model."
+                f"{file}: it brings '{name}', which differs from the model's: if it was trained beside the adapter "
+                "(modules_to_save), name its module in train_modules of torchtune.modules.peft.LoRA; else it was "
+                "trained together with a changed base, so merge it into that base with peft and start from the merged "
+                "model."
             )
     return True
 
@@ -572,10 +732,48 @@ def adapter_tensors(
     tensors = [view.tensor_group(group, turn) for turn, group in enumerate(groups)]
     tensors += [view.renamed_parameter(name, external, turn) for turn, (name, external) in enumerate(rows.items())]
     settings = dict(view.peft_settings)
+    fields = adapted_modules(groups, weight_map, description, settings, in_full=bool(prefixes))
+    for key in ("rank_pattern", "alpha_pattern"):  # with this library's names
+        settings.pop(key, None)
+    settings |= fields
     settings["trainable_token_indices"] = token_indices(view)
     settings["init_lora_weights"] = getattr(view.model, "adapter_init", None) or True
-    settings |= adapted_modules(groups, weight_map, description, settings, in_full=bool(prefixes))
+    if view.trained_whole:
+        trained = view.trained_groups(groups_by_weight(weight_map, description))
+        external_names = [name for group in trained for name in group.external]
+        tensors += [view.tensor_group(_named_by_peft(group), turn) for turn, group in enumerate(trained)]
+        for tie in weight_map.tied:
+            if getattr(description, tie.when) and tie.source in view.trained_whole:
+                # peft unties a weight that it trains alone: both files' names have it, and tell peft to tie them.
+                tensors.append(view.renamed_parameter(tie.source, f"{PEFT_PREFIX}{tie.external}", 0))
+                external_names.append(tie.external)
+                settings["ensure_weight_tying"] = True
+        settings["modules_to_save"] = _modules_to_save(
+            external_names, weight_map, description, in_full=bool(prefixes) or spec.builder is not None
+        )
     return tensors, adapter_settings(base_name, settings)
+
+
+def _named_by_peft(group: Group) -> Group:
+    """Return a group of base weights with the names of an adapter file."""
+    return replace(group, external=tuple(f"{PEFT_PREFIX}{name}" for name in group.external))
+
+
+def _modules_to_save(
+    external_names: Iterable[str], weight_map: WeightMap, description: Description, *, in_full: bool
+) -> list[str]:
+    """Return the field of that name: the modules of weights, by the ends of their paths that no other module has."""
+    modules = sorted({name.rpartition(".")[0] for name in external_names})
+    if in_full:
+        return modules
+    others = _all_modules(weight_map, description).difference(modules)
+    names = set()
+    for module in modules:
+        leaf = module.rpartition(".")[2]
+        # peft compares the ends of paths, also within a component: `norm` would be any norm.
+        is_ambiguous = any(other.endswith(leaf) for other in others)
+        names.add(module if is_ambiguous else leaf)
+    return sorted(names)
 
 
 def adapted_modules(
@@ -623,24 +821,35 @@ def adapted_modules(
 
 
 def _rank_patterns(groups: Iterable[Group], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return rank and alpha of the adapters of fused projections: the sums over their projections."""
-    projections = {}  # name of a fused projection -> number of its projections
+    """Return ``rank_pattern`` and ``alpha_pattern`` of modules whose rank or alpha is not that of most.
+
+    These are layers with numbers of their own, and fused projections, which have the sums over their projections.
+    """
+    default = settings.get("r"), settings.get("lora_alpha")
+    has_patterns = bool(settings.get("rank_pattern") or settings.get("alpha_pattern"))
+    numbers: dict[str, dict[str, tuple[int, float]]] = {}  # last component of paths -> path -> rank and alpha
     for group in groups:
-        if isinstance(group.op, FusedAdapter):
-            module = group.external[0].rpartition(".lora_")[0]
-            projections[module.rpartition(".")[2]] = len(group.op.sizes)
-        elif not group.tune[0].endswith(_LINEAR_SUFFIXES):
-            # Experts with one tensor each have no ExpertAdapter; peft stacks their gate and up projections.
-            count = group.op.parts if isinstance(group.op, ExpertAdapter) else 2
-            if count > 1:
-                projections[_EXPERTS[0]] = count
-    if not projections:
-        return {}
-    power = 0.5 if settings.get("use_rslora") else 1  # keeps peft's scale equal to that of the separate projections
-    return {
-        "rank_pattern": {name: count * settings["r"] for name, count in projections.items()},
-        "alpha_pattern": {name: count**power * settings["lora_alpha"] for name, count in projections.items()},
-    }
+        if group.tune[0].endswith((".lora_b.weight", ".magnitude")):
+            continue  # A says the same
+        path, count = _projection(group)
+        rank, alpha = default
+        if has_patterns:
+            rank, alpha = _numbers_of_model(group, settings)
+        if count > 1:
+            rank = count * rank
+            alpha = count ** _scaling_power(settings) * alpha
+        name = path[path.index("experts.") :] if path.endswith(_EXPERTS) else path.rpartition(".")[2]
+        numbers.setdefault(name, {})[path] = rank, alpha
+    ranks: dict[str, int] = {}
+    alphas: dict[str, float] = {}
+    for name, of_paths in numbers.items():
+        if len(set(of_paths.values())) == 1:
+            of_paths = {name: next(iter(of_paths.values()))}
+        for path, (rank, alpha) in of_paths.items():
+            if (rank, alpha) != default:
+                ranks[path] = rank
+                alphas[path] = alpha
+    return {"rank_pattern": ranks, "alpha_pattern": alphas} if ranks else {}
 
 
 def adapter_settings(base_name: str, settings: dict[str, Any]) -> dict[str, Any]:
@@ -662,14 +871,7 @@ def _shortest_names(names: Collection[str], weight_map: WeightMap, description: 
     """Return the shortest unambiguous name per module: last component (``q_proj``), path in a layer, or full name."""
     if not names:
         return []
-    modules = set(names)
-    for group in weight_map.prefixed(dict(weight_map.modules)).groups(description):
-        for external in group.external:
-            if external.endswith(".weight"):
-                modules.add(external.removesuffix(".weight"))
-    for name in list(modules):  # peft looks at all modules, also those that contain others
-        components = name.split(".")
-        modules.update(".".join(components[:end]) for end in range(1, len(components)))
+    modules = _all_modules(weight_map, description, names)
     ambiguous = set()  # suffixes of modules that are not adapted
     for name in modules.difference(names):
         components = name.split(".")
@@ -679,6 +881,25 @@ def _shortest_names(names: Collection[str], weight_map: WeightMap, description: 
         candidates = (name.rpartition(".")[2], _LAYER_PREFIX.sub("", name), name)
         shortest.add(next(candidate for candidate in candidates if candidate not in ambiguous))
     return sorted(shortest)
+
+
+def _all_modules(weight_map: WeightMap, description: Description, names: Iterable[str] = ()) -> set[str]:
+    """Return the paths in ``transformers`` of all modules with weights and those in ``names``, and of their parents."""
+    modules = set(names)
+    for group in weight_map.prefixed(dict(weight_map.modules)).groups(description):
+        for external in group.external:
+            if external.endswith(".weight"):
+                modules.add(external.removesuffix(".weight"))
+    for name in list(modules):  # peft looks at all modules, also those that contain others
+        components = name.split(".")
+        modules.update(".".join(components[:end]) for end in range(1, len(components)))
+    return modules
+
+
+def _parents(path: str) -> list[str]:
+    """Return the paths of the modules around a module, outermost first."""
+    components = path.split(".")
+    return [".".join(components[:end]) for end in range(1, len(components))]
 
 
 def has_adapter(folder: Path) -> bool:
@@ -735,6 +956,22 @@ def adapter_folder(folder: Path) -> Path:
     )
 
 
+def num_classes_of_adapter(folder: Path) -> int:
+    """Return the number of outputs of the classification head that an adapter brings whole; 0 if it brings none.
+
+    Example:
+        >>> adapter = torchtune.modules.peft.LoRA(rank=2)
+        >>> model, _ = torchtune.load(checkpoint, adapter=adapter, dtype="fp32", device="cpu")
+        >>> torchtune.checkpoints.num_classes_of_adapter(torchtune.save(model, folder / "adapter"))
+        0
+    """
+    if read_settings(folder / ADAPTER_CONFIG_FILE).get("task_type") != "SEQ_CLS":
+        return 0
+    files = open_weight_files([folder / ADAPTER_FILE])
+    name = f"{PEFT_PREFIX}score.weight"
+    return files.shape(name)[0] if name in files.names() else 0
+
+
 def adapter_conversion(model: nn.Module, folder: Path) -> LoRA:
     """Return the conversion that adds the adapter layers of a PEFT folder to ``model``.
 
@@ -747,25 +984,70 @@ def adapter_conversion(model: nn.Module, folder: Path) -> LoRA:
     """
     file = folder / ADAPTER_FILE
     settings = read_settings(folder / ADAPTER_CONFIG_FILE)
-    names = [name for name in open_weight_files([file]).names() if ".lora_A." in name]
+    all_names = open_weight_files([file]).names()
+    names = [name for name in all_names if ".lora_A." in name]
     spec, description = identity(model)
     prefixes = _text_decoder_prefixes(spec, names)
     names = [rename_prefix(name, prefixes) for name in names]
     groups = groups_by_external_name(_adapter_weight_map(spec, names), description)
+    if not names or "r" not in settings:
+        raise CheckpointError(f"{folder}: there is no LoRA adapter in it: give the folder that a recipe or peft wrote.")
+    base_rank = settings["r"]
+    base_alpha = settings.get("lora_alpha", _PEFT_ALPHA)
     layers = set()
+    rank_pattern: dict[str, int] = {}
+    alpha_pattern: dict[str, float] = {}
     for name in names:
         if name not in groups:
             raise CheckpointError(f"{file}: it holds '{name}', for which the model has no layer: it is of another one.")
-        layers.update(tune.partition(".lora_")[0] for tune in groups[name].tune)
-    if not names or "r" not in settings:
-        raise CheckpointError(f"{folder}: there is no LoRA adapter in it: give the folder that a recipe or peft wrote.")
+        rank, alpha = _numbers_in_file(groups[name], settings)
+        for path in {tune.partition(".lora_")[0] for tune in groups[name].tune}:
+            layers.add(path)
+            if rank != base_rank and rank == int(rank):  # else the tensors do not fit, which their reader says
+                rank_pattern[re.escape(path)] = int(rank)
+            if not math.isclose(alpha, base_alpha):
+                alpha_pattern[re.escape(path)] = alpha
     return LoRA(
-        rank=settings["r"],
-        alpha=settings.get("lora_alpha", 8),
+        rank=base_rank,
+        alpha=base_alpha,
         target_modules=sorted(layers),
         use_dora=bool(settings.get("use_dora")),
         use_rslora=bool(settings.get("use_rslora")),
+        train_modules=_modules_trained_whole(
+            spec, description, [rename_prefix(name, prefixes) for name in all_names], settings
+        ),
+        rank_pattern=rank_pattern,
+        alpha_pattern=alpha_pattern,
     )
+
+
+def _modules_trained_whole(
+    spec: ModelSpec, description: Description, names: Iterable[str], settings: Mapping[str, Any]
+) -> list[str]:
+    """Return the paths of our modules that an adapter brings whole (``modules_to_save``).
+
+    Args:
+        spec: family of the model.
+        description: description of the model.
+        names: names of the tensors in the adapter file.
+        settings: settings of the adapter.
+    """
+    saved = tuple(settings.get("modules_to_save") or ())
+    weight_map = spec.weight_map("hf")
+    groups = groups_by_external_name(weight_map, description)
+    tied = {tie.external: tie.source for tie in weight_map.tied if getattr(description, tie.when)}
+    modules = set()
+    for name in names:
+        external = name.removeprefix(PEFT_PREFIX)
+        # A name may be that of the module, or of one around it.
+        is_saved = any(parent.endswith(saved) for parent in _parents(external))
+        if not saved or not is_saved:
+            continue
+        if external in tied:
+            modules.add(tied[external].rpartition(".")[0])
+        elif external in groups:
+            modules.update(tune.rpartition(".")[0] for tune in groups[external].tune)
+    return sorted(modules)
 
 
 def adapted_copy(model: nn.Module, folder: Path) -> nn.Module:
@@ -789,6 +1071,10 @@ def adapted_copy(model: nn.Module, folder: Path) -> nn.Module:
     shared = {id(parameter): parameter for parameter in model.parameters()}
     copy = deepcopy(model, shared)
     apply_conversions(copy, [adapter_conversion(copy, folder)])
+    for name in ModelWeights(copy).trained_whole:
+        path, _, leaf = name.rpartition(".")
+        own = nn.Parameter(copy.get_parameter(name).detach().clone())
+        copy.get_submodule(path).register_parameter(leaf, own)
     if init_from_base(read_settings(folder / ADAPTER_CONFIG_FILE)) is not None:
         # PiSSA and OLoRA subtract the initial adapter from the base weights, which the model keeps.
         for _, layer in adapter_modules(copy):

@@ -202,7 +202,7 @@ class ModelSource:
             add_new_tokens(model, adapter)
             weights = ModelWeights(model)  # with the parameters of new tokens
             load_adapter(weights, adapter, device, dtype)
-            return weights.parameters.keys() - new_weights
+            return weights.parameters.keys() - new_weights.difference(weights.trained_whole)
         initialized = set()  # adapters that were split off the base weights
         for name in split_layers:
             layer = name.removesuffix("weight")
@@ -486,7 +486,8 @@ def _groups_of_format(
         if not weights.parameters[_HEAD].requires_grad:
             raise CheckpointError(
                 f"{files.location()} is of a language model: the classifier's output layer would be new and, under an "
-                "adapter, never trained: train all weights, without adapters, or start from a classifier's checkpoint."
+                "adapter, never trained: train it beside the adapter (train_modules: [output] of "
+                "torchtune.modules.peft.LoRA), or start from a classifier's checkpoint."
             )
         # A classifier has no projection to the vocabulary.
         vocabulary_projection = _head_names(weight_map, replace(description, num_classes=0))

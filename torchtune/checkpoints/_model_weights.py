@@ -126,6 +126,8 @@ class ModelWeights:
         conversions: conversions of the model.
         parameters: parameters of the model, by name.
         owned: names of the parameters that conversions save apart from the base weights.
+        trained_whole: names of the base weights that are trained beside an adapter and saved with it, in the order of
+            the model.
         stored: base weights that a conversion stores in other parameters, by name: the conversion, and the parameters.
         storage: names of the parameters that store the weights in :attr:`stored`.
         base: names of the base weights.
@@ -139,6 +141,8 @@ class ModelWeights:
         self.parameters: dict[str, nn.Parameter] = dict(model.named_parameters())
         self._owned_by = [conversion.owned_parameters(model) for conversion in self.conversions]
         self.owned: set[str] = set().union(*self._owned_by)
+        trained = set().union(*(conversion.trained_weights(model) for conversion in self.conversions))
+        self.trained_whole = [name for name in self.parameters if name in trained]
         self.stored: dict[str, tuple[Conversion, StoredWeight]] = {}
         self.storage: set[str] = set()
         # Of two conversions that store a weight, the last one does.
@@ -160,6 +164,39 @@ class ModelWeights:
         """Group of each base weight in the weight map, which has its Hugging Face name, by this library's name."""
         spec, description = self.identity
         return groups_by_weight(spec.weight_map("hf"), description)
+
+    @cached_property
+    def external_groups(self) -> dict[str, Group]:
+        """Group of each base weight, by its Hugging Face name."""
+        spec, description = self.identity
+        return groups_by_external_name(spec.weight_map("hf"), description)
+
+    def trained_groups(self, groups: Mapping[str, Group] | None = None) -> list[Group]:
+        """Return the groups of the weights that are trained whole.
+
+        Args:
+            groups: group of each base weight, by name; :attr:`groups` by default.
+
+        Raises:
+            CheckpointError: a weight has no name in files, or is a part of one whose other parts are frozen.
+        """
+        groups = self.groups if groups is None else groups
+        trained = set(self.trained_whole)
+        of_trained: dict[Group, None] = {}  # a set that keeps the order
+        for name in self.trained_whole:
+            if name not in groups:
+                raise CheckpointError(
+                    f"train_modules: '{name}' has no name in Hugging Face's format, so no adapter can hold it: leave "
+                    "its module out."
+                )
+            frozen = [part for part in groups[name].tune if part not in trained]
+            if frozen:
+                raise CheckpointError(
+                    f"train_modules: '{name}' is one weight with '{frozen[0]}' in files, which would stay frozen: name "
+                    "both or none."
+                )
+            of_trained[groups[name]] = None
+        return list(of_trained)
 
     @cached_property
     def adapter_groups(self) -> dict[str, Group]:
@@ -508,6 +545,8 @@ class SaveView(ModelWeights):
             written |= weights
         if self.has_adapter or self.merges:
             written |= self._in_adapter(merge=self.merges)
+            for group in self.trained_groups():
+                written.update(group.tune)
         unsaved = [name for name in self.trained if name not in written]
         if unsaved:
             self._refuse_unsaved(unsaved, weights)

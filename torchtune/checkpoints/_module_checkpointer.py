@@ -154,6 +154,7 @@ class ModuleCheckpointer(CheckpointStore):
         async_save: bool = False,
         optional: bool = False,
         tokenizer: Any = None,
+        json_files: Mapping[str, Any] | None = None,
     ) -> Path:
         """Write ``output_dir/name`` atomically; see :meth:`CheckpointStore.save` for the arguments.
 
@@ -167,6 +168,7 @@ class ModuleCheckpointer(CheckpointStore):
             async_save: copy the tensors to host memory, and write them in the background.
             optional: on failure to write, log a warning and continue without this checkpoint.
             tokenizer: tokenizer that trained; its ``save_files(folder)``, if it has one, writes its files.
+            json_files: contents of further JSON files of the checkpoint, by path.
 
         Returns:
             The checkpoint folder.
@@ -183,6 +185,9 @@ class ModuleCheckpointer(CheckpointStore):
                 write_json(folder / SAFETENSORS_INDEX, index)
             if isinstance(tokenizer, SavableTokenizer):
                 save_tokenizer(tokenizer, [folder], self.checkpoint_dir or folder)
+            for path, content in (json_files or {}).items():
+                (folder / path).parent.mkdir(exist_ok=True)
+                write_json(folder / path, content)
 
         own_state = None
         if state is not None:

@@ -202,7 +202,7 @@ _SETTINGS = {
     "enable_fp8_training fp8_recipe_name fake_quant_after_n_steps show_samples_every_n_steps "
     "data_parallel_replicate_dim data_parallel_shard_dim tensor_parallel_dim tensor_parallel_plan "
     "context_parallel_dim expert_parallel_dim fsdp_cpu_offload fsdp_reshard_after_forward "
-    "custom_sharded_layers keep_best early_stopping_patience "
+    "custom_sharded_layers keep_best early_stopping_patience scores scores_rows scores_max_new_tokens "
     "metric_logger log_every_n_steps log_peak_memory_stats log_level profiler",
 }
 ON_RESUME = {name: treatment for treatment, names in _SETTINGS.items() for name in names.split()}

@@ -30,7 +30,8 @@ from torchtune.checkpoints import (
 )
 from torchtune.compat._optimizer_in_backward import OptimizerInBackwardWrapper
 from torchtune.compat._state_dicts import gather_cpu_state_dict, get_full_optimizer_state_dict
-from torchtune.modules.peft import get_adapter_params, get_merged_lora_ckpt
+from torchtune.modules.conversion import get_conversions
+from torchtune.modules.peft import LoRA, get_adapter_params, get_merged_lora_ckpt
 from torchtune.training.parallel import Ranks
 from torchtune.utils import get_device, get_world_size_and_rank
 
@@ -191,6 +192,12 @@ class CheckpointClient:
         self, model: nn.Module, adapter_config: dict[str, Any] | None, adapter_only: bool
     ) -> dict[str, Any]:
         """Return model and adapter as full state dicts, on rank 0."""
+        for conversion in get_conversions(model):
+            if isinstance(conversion, LoRA) and not conversion.is_uniform:
+                raise CheckpointError(
+                    "model_converters: these checkpoints hold adapters of one rank and nothing beside them: leave out "
+                    "train_modules, rank_pattern and alpha_pattern, or call save(…) of the checkpointer."
+                )
         _, rank = get_world_size_and_rank()
         is_rank_zero = rank == 0
         adapter_params = get_adapter_params(model)

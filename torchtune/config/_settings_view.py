@@ -16,7 +16,7 @@ NAMES = frozenset(
     max_steps
     gradient_accumulation_steps optimizer optimizer_precision optimizer_in_bwd lr_scheduler loss clip_grad_norm
     enable_activation_checkpointing enable_activation_offloading ac_mode ac_option save_every_n_steps metric_logger
-    hang_timeout_minutes keep_best early_stopping_patience save_adapter_weights_only resize_token_embeddings
+    hang_timeout_minutes keep_best early_stopping_patience scores save_adapter_weights_only resize_token_embeddings
     data_parallel_replicate_dim data_parallel_shard_dim tensor_parallel_dim tensor_parallel_plan context_parallel_dim
     expert_parallel_dim fsdp_cpu_offload fsdp_reshard_after_forward
     quantizer fake_quant_after_n_steps enable_fp8_training teacher_model teacher_checkpointer teacher_cache

@@ -74,6 +74,8 @@ class Batch(MutableMapping[str, Any]):
     sources: tuple[str, ...] = ()
     # The labels that were moved to an accelerator, and the positions of those that count, computed on the host.
     _indexed: tuple[torch.Tensor, torch.Tensor] | None = field(default=None, init=False, repr=False)
+    # The tokens and labels that were moved to an accelerator, and the batch on the host that they come from.
+    _moved: "tuple[torch.Tensor, torch.Tensor, Batch] | None" = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.tokens, torch.Tensor):
@@ -177,6 +179,17 @@ class Batch(MutableMapping[str, Any]):
         return self.per_token.get("label_weights")
 
     @property
+    def on_host(self) -> "Batch":
+        """The same batch on the host, as it was before :meth:`to`, where its values are read without a wait.
+
+        This is the batch itself on the CPU, and where its tokens or labels were replaced since.
+        """
+        if self._moved is None:
+            return self
+        tokens, labels, batch = self._moved
+        return batch if tokens is self.tokens and labels is self.labels else self
+
+    @property
     def num_terms(self) -> int | float:
         """Divisor of the sum of a loss over this batch: the number of labeled tokens, or the sum of their weights.
 
@@ -219,6 +232,7 @@ class Batch(MutableMapping[str, Any]):
             if pins:
                 index = _pin(index)
             batch._indexed = (batch.labels, index.to(device, non_blocking=pins))
+            batch._moved = (batch.tokens, batch.labels, self)
         return batch
 
     def pin_memory(self) -> "Batch":

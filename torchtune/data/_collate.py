@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from hashlib import blake2b
 from typing import Any
 
 import numpy as np
@@ -231,11 +232,74 @@ def _select_entries(example: Mapping[str, Any], names: Mapping[str, str]) -> dic
     """
     if missing := {names["tokens"], names["labels"]} - example.keys():
         entries = ", ".join(map(str, example)) or "nothing"
+        if {"query", "positive"} <= example.keys():
+            raise DataError(
+                "dataset: the examples are queries with passages: set collate_fn=torchtune.data.collate_embedding, and "
+                "as loss torchtune.rlhf.loss.InfoNCELoss."
+            )
         raise DataError(
             f"dataset: an example has no '{min(missing)}', it has {entries}, so it is no pair: use "
             "torchtune.datasets.preference_dataset."
         )
     return {name: example[source] for name, source in names.items() if source in example}
+
+
+# Entries of ``per_document["role"]``.
+QUERY, POSITIVE, NEGATIVE = range(3)
+
+
+def collate_embedding(batch: Sequence[Mapping[str, Any]]) -> Batch:
+    """Concatenate queries, positives and negatives, padding-free, for embedding models.
+
+    Args:
+        batch: examples with the token ids ``query`` and ``positive``, the list ``negatives`` of token ids, and
+            ``labels``: -100 in the filler of a rank without data.
+
+    Returns:
+        A batch, see :func:`collate_documents`: first all queries, then all positives in the same order, then all
+        negatives. Its ``per_document`` has ``role``, int64 ``[n]`` (0: query, 1: positive, 2: negative), ``example``,
+        int64 ``[n]``, the index of the example, ``digest``, int64 ``[n]``, equal for equal documents, and ``counts``,
+        bool ``[n]``, False in a filler. ``terms`` is the number of queries that count.
+
+    Raises:
+        DataError: an example lacks an entry.
+
+    Example:
+        >>> row = {"query": [1, 2], "positive": [3], "negatives": [[4, 5, 6]], "labels": [0]}
+        >>> batch = torchtune.data.collate_embedding([row])
+        >>> batch.documents.lengths, batch.per_document["role"]
+        ((2, 1, 3), tensor([0, 1, 2]))
+    """
+    for example in batch:
+        if missing := {"query", "positive", "negatives", "labels"} - example.keys():
+            raise DataError(
+                f"dataset: an example has no '{min(missing)}', it has {', '.join(map(str, example)) or 'nothing'}: "
+                "use torchtune.datasets.embedding_dataset."
+            )
+    # (role, index of the example, token ids) of each document
+    documents = [(QUERY, index, example["query"]) for index, example in enumerate(batch)]
+    documents += [(POSITIVE, index, example["positive"]) for index, example in enumerate(batch)]
+    for index, example in enumerate(batch):
+        documents += [(NEGATIVE, index, negative) for negative in example["negatives"]]
+
+    example_counts = [int(example["labels"][0]) != CROSS_ENTROPY_IGNORE_IDX for example in batch]
+    rows = []
+    digests = []
+    for _, index, tokens in documents:
+        # No token is predicted: labels say which tokens are trained on, for the counts of a run.
+        labels = [CROSS_ENTROPY_IGNORE_IDX] * len(tokens)
+        if example_counts[index]:
+            labels[:-1] = tokens[1:]
+        rows.append({"tokens": tokens, "labels": labels})
+        token_bytes = np.asarray(tokens, np.int64).tobytes()
+        digests.append(int.from_bytes(blake2b(token_bytes, digest_size=8).digest(), "little", signed=True))
+    per_document = {
+        "role": torch.tensor([role for role, _, _ in documents]),
+        "example": torch.tensor([index for _, index, _ in documents]),
+        "digest": torch.tensor(digests),
+        "counts": torch.tensor([example_counts[index] for _, index, _ in documents]),
+    }
+    return replace(collate_documents(rows), per_document=per_document, terms=sum(example_counts))
 
 
 def left_pad_sequence(

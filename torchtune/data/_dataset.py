@@ -1,12 +1,14 @@
 """The interface of datasets: a base class with defaults, and a wrapper that gives it to any object with examples."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 from torch.utils.data import Dataset
 from tqdm import tqdm
 
+from torchtune.data._conversation import Conversation
 from torchtune.data._messages import Message
 
 
@@ -37,6 +39,7 @@ class ExampleDataset(Dataset):
         dropped: numbers of the rows of the source that are left out, because they cannot be trained on.
         num_truncated: number of rows that were cut to the tokenizer's ``max_seq_len``, or are as long.
         omitted: description of what the chat template leaves out of rows; empty if it writes everything.
+        instructions: texts before the queries (``query``) and the passages (``document``) of rows for embedding models.
     """
 
     is_packed: bool = False
@@ -50,6 +53,7 @@ class ExampleDataset(Dataset):
     dropped: Sequence[int] = ()
     num_truncated: int = 0
     omitted: str = ""
+    instructions: Mapping[str, str] = MappingProxyType({})
 
     @property
     def known_lengths(self) -> np.ndarray | None:
@@ -107,6 +111,18 @@ class ExampleDataset(Dataset):
 
     def conversations(self) -> Iterator[list[Message]] | None:
         """Return an iterator over the messages of each row of the source; None if rows are not conversations."""
+        return None
+
+    def first_conversations(self, count: int) -> list[tuple[int, Mapping[str, Any], Conversation]] | None:
+        """Return the conversations of the first rows with a right answer; None if rows are not conversations.
+
+        Args:
+            count: maximum number of rows.
+
+        Returns:
+            For each row its number in the source (from 0), its columns, and its conversation, which ends with the right
+            answer. Rows without a right answer, such as those with a bad one, are left out.
+        """
         return None
 
     def limit_rows(self, longest: int) -> None:

@@ -122,9 +122,14 @@ class BatchLoader:
     @property
     def smallest_batch(self) -> int:
         """Number of examples in the smallest micro-batch of any rank in an epoch."""
+        return max(self.smallest_micro_batch // self.world_size, 1)
+
+    @property
+    def smallest_micro_batch(self) -> int:
+        """Number of examples in the smallest micro-batch in an epoch, over all ranks."""
         num_visited = min(len(self.dataset), len(self) * self.examples_per_step)
-        last_size = num_visited % (self.batch_size * self.world_size)  # over all ranks
-        return max(last_size // self.world_size, 1) if last_size else self.batch_size
+        micro_batch_size = self.batch_size * self.world_size
+        return num_visited % micro_batch_size or micro_batch_size
 
     def set_epoch(self, epoch: int) -> None:
         """Set the position to the start of an epoch."""

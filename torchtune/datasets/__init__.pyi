@@ -1,5 +1,18 @@
 from . import multimodal as multimodal
 from ._bad_rows import num_left_out
+from ._classification import (
+    MULTI_LABEL,
+    REGRESSION,
+    SINGLE_LABEL,
+    ClassificationTransform,
+    class_counts,
+    describe_names,
+)
+from ._classification import ClassificationDataset as ClassificationDataset
+from ._classification import ClassificationTask as ClassificationTask
+from ._classification import classification_dataset as classification_dataset
+from ._embedding import EmbeddingDataset as EmbeddingDataset
+from ._embedding import embedding_dataset as embedding_dataset
 from ._file_formats import is_data_file
 from ._file_report import CHECKED_SETTINGS, SAMPLE, histogram, read_rows, report, scan, shared_rows
 from ._fingerprint import Fingerprint
@@ -27,11 +40,11 @@ from ._prompts import PromptDataset as PromptDataset
 from ._prompts import prompt_dataset as prompt_dataset
 from ._prompts import reasoning_gym_dataset as reasoning_gym_dataset
 from ._row_cache import cache_path, preparing
-from ._row_formats import format_of
+from ._row_formats import builder_and_settings, format_of, readings_of
 from ._row_images import content_of, size_of
 from ._row_source import RowSource as RowSource
 from ._row_source import Source as Source
-from ._row_source import without_waiting_for_the_hub
+from ._row_source import load_rows, without_waiting_for_the_hub
 from ._sft import SFTDataset as SFTDataset
 from ._sft import SFTTransform as SFTTransform
 from ._sft_builders import alpaca_cleaned_dataset as alpaca_cleaned_dataset

@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -238,6 +239,7 @@ def scan(
     settings: Mapping[str, Any] | None = None,
     chosen: Mapping[str, Any] | None = None,
     split: str = "train",
+    at_most: int | None = None,
 ) -> FileFacts:
     """Read a file or folder: count and compare all rows, and inspect the first ``SAMPLE`` or all of them.
 
@@ -247,6 +249,7 @@ def scan(
         settings: settings of the file, such as ``delimiter``.
         chosen: settings of the dataset by which rows are judged, of :data:`CHECKED_SETTINGS`.
         split: split of a folder.
+        at_most: number of rows after which to stop reading.
 
     Raises:
         UserError: the file is empty, unreadable or of an unsupported type.
@@ -254,7 +257,7 @@ def scan(
     if path.is_file() and path.stat().st_size == 0:
         raise UserError(f"{path}: the file is empty.")
     facts = FileFacts(str(path))
-    for number, row in numbered_rows(path, settings or {}, split):
+    for number, row in islice(numbered_rows(path, settings or {}, split), at_most):
         facts.rows += 1
         try:
             columns = parsed(row)
@@ -280,6 +283,7 @@ _CONTEXT = {"system", "system_prompt", "tools", "functions"}
 _READ = {
     "alpaca_dataset": {"instruction", "input", "output", "history", *_CONTEXT},
     "chat_dataset": _CONTEXT | _MEDIA,
+    "embedding_dataset": {"query", "positive", "negatives"},
     "instruct_dataset": _CONTEXT | _MEDIA,
     "kto_dataset": {"prompt", "completion", "label"} | _CONTEXT | _MEDIA,
     "multimodal.multimodal_chat_dataset": _CONTEXT,

@@ -9,6 +9,7 @@ import torch
 
 from torchtune.data import (
     ChosenRejectedToMessages,
+    Conversation,
     DataError,
     MaskingName,
     Transform,
@@ -190,6 +191,10 @@ class PreferenceDataset(AnswersDataset):
                 item["rejected_encoder_input"]["images"] = replace(rejected, pixels=chosen.pixels)
         return item
 
+    def _conversation_of(self, row: Mapping[str, Any]) -> Conversation:
+        pair = self._transform(row)
+        return Conversation(as_messages(pair["chosen"]), pair.get("tools"))
+
 
 def tokenize_pair(
     pair: Mapping[str, Any], tokenizer: Any, limit: int | None, *, allow_empty_answers: bool
@@ -366,6 +371,14 @@ class KTODataset(AnswersDataset):
         row = self.stores["answers"].lists(index)
         images = self._encoder_inputs(index, "messages", row["tokens"])
         return {**row, "is_chosen": bool(self._is_good[index]), **images}
+
+    def _conversation_of(self, row: Mapping[str, Any]) -> Conversation:
+        sample = self._transform(row)
+        return Conversation(as_messages(sample["messages"]), sample.get("tools"))
+
+    @property
+    def _right_rows(self) -> np.ndarray:
+        return self._numbers[self._is_good]
 
 
 def tokenize_labeled_answer(

@@ -24,6 +24,7 @@ from torchtune.utils import (
     FolderLock,
     WriteError,
     atomic_directory,
+    cache_root,
     convert_os_errors,
     get_logger,
     read_json,
@@ -49,8 +50,7 @@ _output: ContextVar[Path | None] = ContextVar("output", default=None)
 
 def cache_path() -> Path:
     """Return ``$TORCHTUNE_CACHE/rows``, by default ``torchtune/rows`` in the user's cache folder."""
-    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(os.environ.get("TORCHTUNE_CACHE") or Path(home) / "torchtune").expanduser() / "rows"
+    return cache_root() / "rows"
 
 
 def cache_folder() -> Path:

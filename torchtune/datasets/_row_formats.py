@@ -27,6 +27,8 @@ _LIST_OF_MAPPINGS = re.compile(r"\s*\[\s*\{")
 # Pairs of columns that hold a question and its answer.
 _QUESTION_COLUMNS = (("input", "output"), ("question", "answer"), ("prompt", "completion"), ("prompt", "response"))
 
+RETRIEVAL = "queries with passages (embedding)"
+
 # What a row holds, and the dataset builder that reads it with its settings: "preference pairs", "preference_dataset".
 RowFormat = tuple[str, str]
 
@@ -67,6 +69,7 @@ def format_of(row: Mapping[str, Any]) -> RowFormat:
             styles[name] = styles_of(value)[0]
     row_format = (
         _token_format(row)
+        or _retrieval_format(row)
         or _preference_format(row, styles)
         or _labeled_format(row, styles)
         or _alpaca_format(row)
@@ -77,11 +80,47 @@ def format_of(row: Mapping[str, Any]) -> RowFormat:
     return row_format or ("unknown", "")
 
 
+def readings_of(row: Mapping[str, Any]) -> list[RowFormat]:
+    """Return each reading of a row as a conversation or, in a row without one, as a question with its answer.
+
+    A row with two columns of turns, or with two questions or answers, has several, and only its owner knows which one
+    is meant.
+    """
+    readings: list[RowFormat] = []
+    for column, style in conversations_of(row):
+        readings.append((KINDS[style], f"chat_dataset conversation_column={column} conversation_style={style}"))
+    if readings:
+        return readings
+    for question, answer in _QUESTION_COLUMNS:
+        if isinstance(row.get(question), str) and isinstance(row.get(answer), str):
+            readings.append(
+                ("instructions", f"instruct_dataset column_map.input={question} column_map.output={answer}")
+            )
+    return readings
+
+
 def _token_format(row: Mapping[str, Any]) -> RowFormat | None:
     ids = row.get("input_ids")
     if isinstance(ids, list) and ids and all(isinstance(token, int) for token in ids):
         return "token ids", "pretokenized_dataset"
     return None
+
+
+def _retrieval_format(row: Mapping[str, Any]) -> RowFormat | None:
+    if not isinstance(row.get("positive"), str):
+        return None
+    # "anchor" and "negative" are the columns of sentence-transformers' data sets.
+    queries = [name for name in ("query", "anchor", "question") if isinstance(row.get(name), str)]
+    if not queries:
+        return None
+    columns = ""
+    if queries[0] != "query" or "negative" in row:
+        columns = f" column_map.query={queries[0]} column_map.positive=positive"
+        for name in ("negatives", "negative"):
+            if name in row:
+                columns += f" column_map.negatives={name}"
+                break
+    return RETRIEVAL, f"embedding_dataset{columns}"
 
 
 def _preference_format(row: Mapping[str, Any], styles: Mapping[str, str]) -> RowFormat | None:

@@ -9,6 +9,7 @@ import numpy as np
 
 from torchtune.data import (
     CROSS_ENTROPY_IGNORE_IDX,
+    Conversation,
     DataError,
     Message,
     Transform,
@@ -350,6 +351,12 @@ class SFTDataset(TokenizedDataset):
         if self._on_reading is None:
             return super().__getitem__(index)
         return self._on_reading[int(self._numbers[index])]
+
+    def _conversation_of(self, row: Mapping[str, Any]) -> Conversation | None:
+        sample = self._transform.messages(row)
+        if "messages" not in sample:
+            return None
+        return Conversation(sample["messages"], sample.get("tools"))
 
     def conversations(self) -> Iterator[list[Message]]:
         """Yield the messages of each row of the source; none for a row that the message transform rejects."""

@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 from tqdm import tqdm
 
-from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, DataError, ExampleDataset
+from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, Conversation, DataError, ExampleDataset
 from torchtune.datasets._bad_rows import BadRows, report_left_out
 from torchtune.datasets._file_formats import Line, parsed
 from torchtune.datasets._file_rows import unparsed
@@ -470,6 +470,27 @@ class TokenizedDataset(ExampleDataset):
     def token_row(self, index: int) -> Any:
         """See :class:`torchtune.data.ExampleDataset`."""
         return self[index] if self.store is None else self.store[index]
+
+    def first_conversations(self, count: int) -> list[tuple[int, Mapping[str, Any], Conversation]] | None:
+        """See :class:`torchtune.data.ExampleDataset`."""
+        rows = self._row_source.rows()
+        conversations = []
+        # The tokenizer may split a row into several examples.
+        for number in list(dict.fromkeys(self._right_rows.tolist()))[:count]:
+            conversation = self._conversation_of(rows[number])
+            if conversation is None:
+                return None
+            conversations.append((number, rows[number], conversation))
+        return conversations
+
+    @property
+    def _right_rows(self) -> np.ndarray:
+        """Numbers of the rows with a right answer, int64 ``[rows]``."""
+        return self._numbers
+
+    def _conversation_of(self, row: Mapping[str, Any]) -> Conversation | None:
+        """Return the conversation of a row, which ends with the right answer; None if rows are not conversations."""
+        return None
 
     def origins(self, index: int) -> list[dict[str, Any]]:
         """Return ``source`` and ``row`` (counted from 0, after ``filter_fn``) of an example."""

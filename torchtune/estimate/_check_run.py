@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from torchtune import config
+from torchtune import config, evaluation
 from torchtune._recipe_registry import current_name, promises, recipe_at
 from torchtune.checkpoints import add_reference, check_quantizer, check_savable_tokenizer, checkpoint_contents
 from torchtune.config import SettingsView, locate
@@ -151,6 +151,8 @@ def find_problems(settings: Any, processes: int = 1, *, thorough: bool = False) 
         attempt(_check_optimizer, cfg, device, model)
     if has("loss"):
         attempt(config.instantiate, cfg.loss)
+    if cfg.scores:
+        attempt(lambda: evaluation.check_score_names(cfg.scores))
     if has("metric_logger"):
         attempt(_check_logger, cfg.metric_logger)
     if has("collate_fn"):

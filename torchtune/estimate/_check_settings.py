@@ -50,6 +50,12 @@ def check_settings(settings: Any) -> Iterator[tuple[str, str]]:
         yield "fake_quant_after_n_steps", "needs a quantizer, which defines the simulated format"
     if cfg.run_val_every_n_steps is not None and cfg.dataset_val is None:
         yield "run_val_every_n_steps", "needs dataset_val"
+    if cfg.scores and cfg.run_val_every_n_steps is None:
+        yield "scores", "are measured during validation: set run_val_every_n_steps and dataset_val"
+    if cfg.scores and (cfg.context_parallel_dim or 1) > 1:
+        yield "scores", "need context_parallel_dim=1, because parts of a sequence cannot generate"
+    if cfg.keep_best in [f"val_{name}" for name in cfg.scores or ()]:
+        yield "keep_best", f"would keep the lowest score: set max:{cfg.keep_best}, because more is better"
     has_own_metric = cfg.keep_best is not None and BestValidation.is_own_metric(cfg.keep_best)
     for name in ("keep_best", "early_stopping_patience"):
         if getattr(cfg, name) is not None and cfg.run_val_every_n_steps is None and not has_own_metric:

@@ -136,7 +136,7 @@ def _parallel_sizes(cfg: SettingsView, processes: int, key: str, slowdown: float
 
 def _replicas(cfg: SettingsView) -> list[Option]:
     """Return the number of replicas in the settings, and sharding over all ranks instead."""
-    replicas = cfg.data_parallel_replicate_dim
+    replicas = cfg.data_parallel_replicate_dim or 1
     options: list[Option] = [((f"data_parallel_replicate_dim={replicas}",), 1.0)]
     if replicas > 1:
         options.append((("data_parallel_replicate_dim=1", "data_parallel_shard_dim=-1"), 1.1))

@@ -118,7 +118,7 @@ def simulate(
 
 
 def check_simulated(settings: Any) -> str:
-    """Return the kind of rows that the loss trains on: "texts", "answers" or "pairs".
+    """Return the kind of rows that the loss trains on: "texts", "answers", "pairs" or "retrieval".
 
     Raises:
         SimulationError: a run with ``settings`` cannot be simulated.
@@ -149,6 +149,7 @@ def _replaced(settings: Any, cfg: SettingsView, folder: str, rows: int, length: 
         "run_val_every_n_steps": None,
         "keep_best": None,
         "early_stopping_patience": None,
+        "scores": [],
         "profiler": None,
         "resume_from_checkpoint": False,
         "device": "cpu",

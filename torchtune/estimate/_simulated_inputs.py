@@ -141,6 +141,7 @@ _COLUMNS = {
     "texts": ("tokens", "labels"),
     "answers": ("tokens", "labels"),
     "pairs": ("chosen_input_ids", "chosen_labels", "rejected_input_ids", "rejected_labels"),
+    "retrieval": ("query", "positive"),
 }
 
 
@@ -177,6 +178,8 @@ class StandInDataset(ExampleDataset):
                     row[name.replace("tokens", "encoder_input")] = image
         if self._kind == "answers":
             row["is_chosen"] = index % 2 == 0
+        if self._kind == "retrieval":
+            row |= {"negatives": [], "labels": [0]}
         return row
 
 

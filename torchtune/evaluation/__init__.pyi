@@ -1,3 +1,5 @@
+from ._classification import ClassificationReport as ClassificationReport
+from ._classification import evaluate_classifier as evaluate_classifier
 from ._compare_models import Comparison as Comparison
 from ._compare_models import compare_layers as compare_layers
 from ._compare_models import compare_models as compare_models
@@ -8,9 +10,17 @@ from ._eval_rows import read_eval_rows as read_eval_rows
 from ._perplexity import Perplexity as Perplexity
 from ._perplexity import perplexity as perplexity
 from ._reference_logits import missing_packages, read_elsewhere, tokenize_elsewhere
+from ._retrieval import EmbeddingSettings as EmbeddingSettings
+from ._retrieval import RetrievalData as RetrievalData
+from ._retrieval import embed as embed
+from ._retrieval import evaluate_retrieval as evaluate_retrieval
+from ._retrieval import read_retrieval as read_retrieval
+from ._retrieval import retrieval_scores as retrieval_scores
 from ._score_answers import AnswerReport as AnswerReport
 from ._score_answers import check_scores as check_scores
 from ._score_answers import evaluate_answers as evaluate_answers
 from ._score_answers import make_scores as make_scores
 from ._tasks import evaluate_tasks as evaluate_tasks
 from ._tasks import find_tasks as find_tasks
+from ._validation_scores import ValidationScores as ValidationScores
+from ._validation_scores import check_score_names

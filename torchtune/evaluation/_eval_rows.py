@@ -107,17 +107,49 @@ def read_eval_rows(
                 f"{location}: {str(error).rstrip('.')}: correct the row, or name --prompt."
             ) from error
         messages = to_be_answered(conversation.messages, system, location)
-        # As in a file of prompts, so that the file of answers can be compared with it.
-        prompt_value: Any = [{"role": turn.role, "content": _content_of(turn), **turn.extra} for turn in messages]
-        if conversation.tools is not None:
-            prompt_value = {"messages": prompt_value, "tools": conversation.tools}
-        expects_call = reference is not None and bool(reference.extra.get("tool_calls"))
-        rows.append(EvalRow(line, prompt_value, messages, columns, tools=conversation.tools, expects_call=expects_call))
+        rows.append(_make_row(line, messages, conversation.tools, reference, columns))
         if len(rows) == limit:
             break
     if not rows:
         raise EvaluationError(f"{path}: there are no rows in it: write one per line.")
     return rows
+
+
+def row_of_conversation(number: int, columns: Mapping[str, Any], conversation: Conversation, location: str) -> EvalRow:
+    """Return the evaluation row of a conversation, as :func:`read_eval_rows` returns it for a file with it.
+
+    Args:
+        number: number of the row in its source, from 0.
+        columns: the columns of the row.
+        conversation: the conversation, up to the right answer if there is one.
+        location: the row, for messages.
+
+    Raises:
+        GenerationError: there is no turn to answer.
+    """
+    columns = dict(columns)
+    messages = list(conversation.messages)
+    reference = None
+    if messages and messages[-1].role == "assistant":
+        reference = messages.pop()
+    answer = columns.get("answer")
+    if answer is not None and not _is_turn(answer):
+        reference = None  # a column of the right answer is preferred
+    if reference is not None:
+        columns["answer"] = reference_answer(reference)
+    messages = to_be_answered(messages, None, location)
+    return _make_row(number + 1, messages, conversation.tools, reference, columns)
+
+
+def _make_row(
+    line: int, messages: list[Message], tools: list[Any] | None, reference: Message | None, columns: Mapping[str, Any]
+) -> EvalRow:
+    # As in a file of prompts, so that the file of answers can be compared with it.
+    prompt_value: Any = [{"role": turn.role, "content": _content_of(turn), **turn.extra} for turn in messages]
+    if tools is not None:
+        prompt_value = {"messages": prompt_value, "tools": tools}
+    expects_call = reference is not None and bool(reference.extra.get("tool_calls"))
+    return EvalRow(line, prompt_value, messages, columns, tools=tools, expects_call=expects_call)
 
 
 def _content_of(message: Message) -> Any:

@@ -96,8 +96,20 @@ def _make_score(text: str) -> Reward:
     return FunctionReward(text)
 
 
-def check_scores(scores: Sequence[Reward], rows: Sequence[EvalRow], source: str | Path) -> None:
+def check_scores(
+    scores: Sequence[Reward],
+    rows: Sequence[EvalRow],
+    source: str | Path,
+    *,
+    remedy: str = "correct the row, or name the column of the right answer with --answer",
+) -> None:
     """Check before a model is loaded that every score can read its field of each row.
+
+    Args:
+        scores: from :func:`make_scores`.
+        rows: rows to answer.
+        source: origin of the rows, for messages.
+        remedy: what to do about a row without the field, for messages.
 
     Raises:
         EvaluationError: a field is missing or invalid; the message names the line.
@@ -116,10 +128,18 @@ def check_scores(scores: Sequence[Reward], rows: Sequence[EvalRow], source: str 
             try:
                 score([row.row], [""])
             except RolloutError as error:
-                raise EvaluationError(
-                    f"{source}, line {row.line}: score '{score.name}': {error}: correct the row, or name the column "
-                    "of the right answer with --answer."
-                ) from error
+                location = f"{source}, line {row.line}"
+                raise EvaluationError(f"{location}: score '{score.name}': {error}: {remedy}.") from error
+
+
+def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
+    """Return the mean and standard error of the values that are not NaN; NaN if there are too few."""
+    known = [value for value in values if not math.isnan(value)]
+    mean = statistics.fmean(known) if known else math.nan
+    error = math.nan
+    if len(known) > 1:
+        error = statistics.stdev(known) / math.sqrt(len(known))
+    return mean, error
 
 
 @dataclass(frozen=True)
@@ -143,12 +163,7 @@ class AnswerReport:
 
     def mean(self, name: str) -> tuple[float, float]:
         """Return the mean and standard error of a score over the scored rows; NaN if there are too few rows."""
-        values = [value for value in self.scores[name] if not math.isnan(value)]
-        mean = statistics.fmean(values) if values else math.nan
-        error = math.nan
-        if len(values) > 1:
-            error = statistics.stdev(values) / math.sqrt(len(values))
-        return mean, error
+        return mean_and_error(self.scores[name])
 
     def unscored(self, name: str) -> int:
         """Return the number of rows that could not be scored."""
@@ -223,7 +238,7 @@ def evaluate_answers(
     file_label = re.sub(r"[^\w.-]+", "_", label) or "model"
     reward = RewardSum(scores, setting="score")  # its errors name the score that failed
     rows_by_line = {row.line: row for row in rows}
-    tool_format = _tool_format(tokenizer, rows, source)
+    tool_format = tool_format_of(tokenizer, rows, source)
     is_checked = False
 
     def check_first(prompt: Prompt, text: str) -> None:
@@ -231,7 +246,7 @@ def evaluate_answers(
         if not is_checked:  # fail before an hour of generation, not after it
             is_checked = True
             row = rows_by_line[prompt.line]
-            reward([row.row], [_scored_text(row, text, tool_format)], [row.line])
+            reward([row.row], [scored_text(row, text, tool_format)], [row.line])
 
     answers = answer_prompts(
         model,
@@ -248,7 +263,7 @@ def evaluate_answers(
         digest=digest,
         on_answer=check_first,
     )
-    texts = [_scored_text(row, answers.done[row.line]["answer"], tool_format) for row in rows]
+    texts = [scored_text(row, answers.done[row.line]["answer"], tool_format) for row in rows]
     values_by_score = reward([row.row for row in rows], texts, [row.line for row in rows]).parts
     notes = {}
     for index, row in enumerate(rows):
@@ -261,7 +276,7 @@ def evaluate_answers(
     return AnswerReport(answers.path, values_by_score, dict(ends))
 
 
-def _tool_format(tokenizer: Any, rows: Sequence[EvalRow], source: str | Path) -> str | None:
+def tool_format_of(tokenizer: Any, rows: Sequence[EvalRow], source: str | Path) -> str | None:
     """Return the format of tool calls of the chat template; None if no right answer is a call."""
     first = next((row for row in rows if row.expects_call), None)
     if first is None:
@@ -277,7 +292,7 @@ def _tool_format(tokenizer: Any, rows: Sequence[EvalRow], source: str | Path) ->
     return tool_format
 
 
-def _scored_text(row: EvalRow, text: str, tool_format: str | None) -> str:
+def scored_text(row: EvalRow, text: str, tool_format: str | None) -> str:
     """Return the text of an answer, or its tool calls if the right answer is a call."""
     if not row.expects_call or tool_format is None:
         return text

@@ -203,7 +203,7 @@ def answer_prompts(
     limits: dict[int, int] = {}
     pixel_digests: dict[int, str] = {}
     for prompt in prompts:
-        row = _tokenize_prompt(model, tokenizer, prompt, source)
+        row = tokenize_prompt(model, tokenizer, prompt, source)
         tokens_by_line[prompt.line] = row["tokens"]
         if prompt.has_images:  # read again to answer the prompt: all images together may not fit in memory
             pixel_digests[prompt.line] = _pixel_digest(row["encoder_input"]["images"])
@@ -226,52 +226,93 @@ def answer_prompts(
         seed = torch.seed()
     waiting = [prompt for prompt in prompts if prompt.line not in answers.done]
     device = model.tok_embeddings.weight.device
-    stop = frozenset(map(int, tokenizer.stop_tokens))
     bar = tqdm(total=len(prompts), initial=len(answers.done), unit="prompt", disable=None)
     with closing(answers), bar, fast_linears(model, pack=bool(waiting)):
         for group in _groups(waiting, max_sequences):
             images: list[dict[str, Any]] = []
             for prompt in group:
                 if prompt.has_images:
-                    images.append(images_of_row(_tokenize_prompt(model, tokenizer, prompt, source), device))
+                    images.append(images_of_row(tokenize_prompt(model, tokenizer, prompt, source), device))
                 else:
                     images.append({})
             draws = None
             if temperature != 0:
                 keys = [(seed, prompt.line) for prompt in group]
                 draws = seeded_draws(keys, max_new_tokens, device, np.float32)
-            group_limits = [limits[prompt.line] for prompt in group]
-            steps = stream_tokens(
+            ended = stream_answers(
                 model,
-                [torch.tensor(tokens_by_line[prompt.line], device=device) for prompt in group],
-                max_new_tokens=group_limits,
+                tokenizer,
+                group,
+                [tokens_by_line[prompt.line] for prompt in group],
+                [limits[prompt.line] for prompt in group],
+                max_new_tokens=max_new_tokens,
+                images=images,
                 temperature=temperature,
                 top_k=top_k,
                 top_p=top_p,
                 min_p=min_p,
                 logits_processors=logits_processors,
-                stop_tokens=list(stop),
                 draws=draws,
                 max_sequences=max_sequences,
-                images=images,
             )
-            with closing(steps):
-                for index, tokens in _ended_sequences(steps, group_limits, stop):
-                    prompt = group[index]
-                    if tokens[-1] in stop:
-                        end = "stop"
-                        answer_tokens = tokens[:-1]
-                    else:
-                        end = "max_new_tokens" if len(tokens) == max_new_tokens else "context"
-                        answer_tokens = tokens
-                    # The marks of a call are special tokens in some formats.
-                    options = {"skip_special_tokens": False} if prompt.expects_call else {}
-                    text = tokenizer.decode(answer_tokens, **options)
-                    answers.add(prompt, text, end, len(tokens))
+            with closing(ended):
+                for prompt, text, end, num_tokens in ended:
+                    answers.add(prompt, text, end, num_tokens)
                     bar.update()
                     if on_answer is not None:
                         on_answer(prompt, text)
     return answers
+
+
+def stream_answers(
+    model: nn.Module,
+    tokenizer: Any,
+    prompts: Sequence[Prompt],
+    prompt_tokens: Sequence[Sequence[int]],
+    limits: Sequence[int],
+    *,
+    max_new_tokens: int,
+    images: Sequence[Mapping[str, Any]],
+    **sampling: Any,
+) -> Iterator[tuple[Prompt, str, str, int]]:
+    """Answer prompts in a continuous batch, and yield each answer when it ends.
+
+    Args:
+        model: the decoder, or the model of text and images.
+        tokenizer: the model's tokenizer.
+        prompts: prompts to answer.
+        prompt_tokens: tokens of each prompt.
+        limits: maximum number of new tokens of each answer, see :func:`torchtune.generation.answer_limit`.
+        max_new_tokens: the limit that is not due to the model's context.
+        images: images of each prompt, as returned by :func:`torchtune.generation.images_of_row`.
+        **sampling: see :func:`stream_tokens`.
+
+    Yields:
+        The prompt, the text of its answer, the reason for its end (stop, max_new_tokens or context), and its number of
+        tokens.
+    """
+    device = text_decoder(model).tok_embeddings.weight.device
+    stop = frozenset(map(int, tokenizer.stop_tokens))
+    steps = stream_tokens(
+        model,
+        [torch.tensor(tokens, device=device) for tokens in prompt_tokens],
+        max_new_tokens=limits,
+        stop_tokens=list(stop),
+        images=images,
+        **sampling,
+    )
+    with closing(steps):
+        for index, tokens in _ended_sequences(steps, limits, stop):
+            prompt = prompts[index]
+            if tokens[-1] in stop:
+                end = "stop"
+                answer_tokens = tokens[:-1]
+            else:
+                end = "max_new_tokens" if len(tokens) == max_new_tokens else "context"
+                answer_tokens = tokens
+            # The marks of a call are special tokens in some formats.
+            options = {"skip_special_tokens": False} if prompt.expects_call else {}
+            yield prompt, tokenizer.decode(answer_tokens, **options), end, len(tokens)
 
 
 def _groups(prompts: Sequence[Prompt], size: int) -> Iterator[Sequence[Prompt]]:
@@ -282,7 +323,7 @@ def _groups(prompts: Sequence[Prompt], size: int) -> Iterator[Sequence[Prompt]]:
             yield prompts_of_kind[start : start + count]
 
 
-def _tokenize_prompt(model: nn.Module, tokenizer: Any, prompt: Prompt, source: str | Path) -> dict[str, Any]:
+def tokenize_prompt(model: nn.Module, tokenizer: Any, prompt: Prompt, source: str | Path) -> dict[str, Any]:
     """Tokenize a prompt of a file.
 
     Raises:

@@ -568,7 +568,8 @@ def check_generates(model: nn.Module) -> None:
     """
     if getattr(getattr(text_decoder(model), "description", None), "is_classifier", False):
         raise GenerationError(
-            "model: it is a classifier or a reward model, which gives scores and no text: give a language model."
+            "model: it is a classifier or a reward model, which gives scores and no text: give a language model, or "
+            "use torchtune.classify or tune eval."
         )
 
 

@@ -182,6 +182,8 @@ class Description:
     # Output
     logit_softcap: float | None = None  # logits become softcap * tanh(logit / softcap)
     num_classes: int = 0  # outputs of a classifier or reward model; 0: the model predicts tokens
+    class_names: tuple[str, ...] = ()  # names of the outputs, if they are known
+    problem_type: str | None = None  # of a classifier, as config.json names it; None: unknown
     tie_word_embeddings: bool = False  # the output projection shares the embedding matrix; there is no output.weight
 
     def __post_init__(self) -> None:

@@ -155,7 +155,7 @@ class HFFormat:
         stated = {name: value for name, value in stated.items() if value is not None or name not in _NEVER_NULL}
         fields = Fields({**dict(self.defaults), **stated}, self.architecture, set(ignore_fields))
         values = self._read_layers(fields) | read_rope(fields, self.ropes)
-        values["num_classes"] = _read_num_classes(config, fields)
+        values |= _read_classes(config, fields)
         for name, field, default in self.extra_fields:
             values[field] = type(default)(fields.take(name, default))
         family_values = self.read_more(fields)
@@ -233,7 +233,7 @@ class HFFormat:
             config["original_max_position_embeddings"] = description.rope_scaling.original_max_seq_len
         if description.is_classifier:
             config["architectures"] = [self.architecture.replace("ForCausalLM", _CLASSIFIER)]
-            config["id2label"] = {index: f"LABEL_{index}" for index in range(description.num_classes)}
+            config |= _write_classes(description)
         if self.biases == "attention_bias":
             has_bias = description.attn_output_bias if self.output_bias else description.q_bias
             config[self.bias_fields[0]] = has_bias
@@ -345,15 +345,41 @@ _CLASSIFIER = "ForSequenceClassification"
 _DEFAULT_MAX_WINDOW_LAYERS = 28  # of transformers
 
 
-def _read_num_classes(config: Mapping[str, Any], fields: Fields) -> int:
-    """Return the number of labels of a classifier, with the defaults of ``transformers``; 0 for a language model."""
+def _read_classes(config: Mapping[str, Any], fields: Fields) -> dict[str, Any]:
+    """Read number and names of the classes, with the defaults of ``transformers``; no class for a language model."""
     if not (architecture_of(config) or "").endswith(_CLASSIFIER):
-        return 0
-    num_labels = fields.take("num_labels", None)
-    if num_labels:
-        return num_labels
+        return {"num_classes": 0}
+    num_classes = fields.take("num_labels", None)
     labels = fields.peek("id2label")
-    return len(labels) if isinstance(labels, dict) and labels else 2
+    if not isinstance(labels, dict) or not labels:
+        labels = {}
+    num_classes = num_classes or len(labels) or 2
+    classes: dict[str, Any] = {"num_classes": num_classes}
+    # The keys are texts in a file.
+    name_of_index = {str(index): str(name) for index, name in labels.items()}
+    names = tuple(name_of_index.get(str(index), "") for index in range(num_classes))
+    if all(names) and names != _default_names(num_classes):
+        classes["class_names"] = names
+    problem_type = fields.peek("problem_type")
+    if isinstance(problem_type, str):
+        classes["problem_type"] = problem_type
+    return classes
+
+
+def _write_classes(description: Description) -> dict[str, Any]:
+    names = description.class_names or _default_names(description.num_classes)
+    config: dict[str, Any] = {
+        "id2label": dict(enumerate(names)),
+        "label2id": {name: index for index, name in enumerate(names)},
+    }
+    if description.problem_type is not None:
+        config["problem_type"] = description.problem_type
+    return config
+
+
+def _default_names(num_classes: int) -> tuple[str, ...]:
+    """Return the names that ``transformers`` gives to classes without names."""
+    return tuple(f"LABEL_{index}" for index in range(num_classes))
 
 
 def _with_hf_names(message: str, config: Mapping[str, Any]) -> str:

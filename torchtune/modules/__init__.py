@@ -15,13 +15,16 @@ from torchtune.modules.common_utils import (
 from torchtune.modules.cross_attention import TransformerCrossAttentionLayer
 from torchtune.modules.embedding_utils import resize_token_embeddings
 from torchtune.modules.feed_forward import FeedForward, swiglu
+from torchtune.modules.freeze import Freeze
 from torchtune.modules.kernels.attention import attention
 from torchtune.modules.kernels.conversions import FlashAttentionKernel, OptionalKernels
 from torchtune.modules.kv_cache import KVCache
 from torchtune.modules.latent_attention import LatentAttention
 from torchtune.modules.low_precision import FrozenNF4Linear as FrozenNF4Linear
 from torchtune.modules.low_precision.layers import StoredLinear
+from torchtune.modules.neftune import NEFTune
 from torchtune.modules.output_projection import TiedLinear
+from torchtune.modules.pooling import Pooling, last_hidden_states, pooled_embeddings
 from torchtune.modules.position_embeddings import RotaryPositionalEmbeddings, apply_rope
 from torchtune.modules.rms_norm import Fp32LayerNorm, RMSNorm, rms_norm
 from torchtune.modules.scales import TanhGate
@@ -32,10 +35,13 @@ __all__ = [
     "FeedForward",
     "FlashAttentionKernel",
     "Fp32LayerNorm",
+    "Freeze",
     "KVCache",
     "LatentAttention",
     "MultiHeadAttention",
+    "NEFTune",
     "OptionalKernels",
+    "Pooling",
     "RMSNorm",
     "RotaryPositionalEmbeddings",
     "StoredLinear",
@@ -51,8 +57,10 @@ __all__ = [
     "create_block_causal_mask",
     "delete_kv_caches",
     "disable_kv_cache",
+    "last_hidden_states",
     "local_kv_cache",
     "packed_block_causal_mask",
+    "pooled_embeddings",
     "resize_token_embeddings",
     "rms_norm",
     "swiglu",

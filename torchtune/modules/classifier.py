@@ -58,6 +58,12 @@ def classifier_model(num_classes: int, base_model_path: str, **base_model_kwargs
         model.output = type(output)(width, num_classes, rank=output.rank, alpha=output.alpha, dropout=output.dropout.p)
     else:
         model.output = ClassifierHead(width, num_classes)
-    if getattr(model, "description", None) is not None:
-        model.description = replace(model.description, num_classes=num_classes)
+    description = getattr(model, "description", None)
+    if description is not None:
+        is_same_head = description.num_classes == num_classes
+        class_names = description.class_names if is_same_head else ()
+        problem_type = description.problem_type if is_same_head else None
+        model.description = replace(
+            description, num_classes=num_classes, class_names=class_names, problem_type=problem_type
+        )
     return model

@@ -167,6 +167,13 @@ class Conversion(ABC):
         """Return the names of parameters that are saved separately from the base weights, such as an adapter's."""
         return set()
 
+    def trained_weights(self, model: nn.Module) -> set[str]:
+        """Return the names of base weights that are trained whole and saved with an adapter.
+
+        They are read with the base, then from the adapter (PEFT's ``modules_to_save``).
+        """
+        return set()
+
     def moved_parameters(self, model: nn.Module) -> set[str]:
         """Return the names of parameters that optimizer hooks change without a gradient; every save includes them."""
         return set()
@@ -425,8 +432,16 @@ def run_post_optimizer_hooks(model: nn.Module) -> None:
 
 
 _LAYER_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a part of a path that is a number
-# Names of linear layers in transformers and peft -> names here.
-_OF_TRANSFORMERS = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3", "o_proj": "output_proj"}
+# Names of layers in transformers and peft -> names here.
+_OF_TRANSFORMERS = {
+    "gate_proj": "w1",
+    "down_proj": "w2",
+    "up_proj": "w3",
+    "o_proj": "output_proj",
+    "embed_tokens": "tok_embeddings",
+    "lm_head": "output",
+    "score": "output",
+}
 
 
 def nearest_module_names(wanted: str, paths: Sequence[str], count: int = 3) -> list[str]:

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 
 @torch.no_grad()
-def resize_token_embeddings(model: nn.Module, num_embeddings: int) -> None:
+def resize_token_embeddings(model: nn.Module, num_embeddings: int, num_trained: int | None = None) -> None:
     """Resize the token embedding and the output projection in place.
 
     Existing rows are unchanged; new rows are initialized with the mean of the old rows. A tied output shares the new
@@ -16,6 +16,8 @@ def resize_token_embeddings(model: nn.Module, num_embeddings: int) -> None:
     Args:
         model: model with ``tok_embeddings``, and an ``output`` that is a linear layer or tied.
         num_embeddings: new size of the vocabulary, at least 1.
+        num_trained: number of old rows that tokens have; rows behind them, which only pad the vocabulary, count as
+            new. By default all old rows.
 
     Raises:
         ValueError: ``num_embeddings`` is below 1.
@@ -32,13 +34,13 @@ def resize_token_embeddings(model: nn.Module, num_embeddings: int) -> None:
     if layer_embeddings is not None:
         embeddings.append(layer_embeddings.embeddings)
     for embedding in embeddings:
-        embedding.weight = _resize_parameter(embedding.weight, num_embeddings)
+        embedding.weight = _resize_parameter(embedding.weight, num_embeddings, num_trained)
         embedding.num_embeddings = num_embeddings
     output = model.output
     if isinstance(output, nn.Module):
-        output.weight = _resize_parameter(output.weight, num_embeddings)
+        output.weight = _resize_parameter(output.weight, num_embeddings, num_trained)
         if getattr(output, "bias", None) is not None:
-            output.bias = _resize_parameter(output.bias, num_embeddings)
+            output.bias = _resize_parameter(output.bias, num_embeddings, num_trained)
         output.out_features = num_embeddings
     description = getattr(model, "description", None)
     if description is not None:
@@ -48,8 +50,8 @@ def resize_token_embeddings(model: nn.Module, num_embeddings: int) -> None:
         model.description = dataclasses.replace(description, **sizes)
 
 
-def _resize_parameter(parameter: nn.Parameter, rows: int) -> nn.Parameter:
-    old = parameter.data
+def _resize_parameter(parameter: nn.Parameter, rows: int, num_trained: int | None) -> nn.Parameter:
+    old = parameter.data[:num_trained]
     new = old.new_empty((rows, *old.shape[1:]))
     num_common = min(rows, old.shape[0])
     new[:num_common] = old[:num_common]

@@ -222,6 +222,8 @@ class TransformerDecoder(nn.Module):
         self.head_dim = head_dim
         self.skip_output_layer = False
         self.num_output_chunks = 0
+        # Set by NEFTune: adds noise to embeddings [b, s, d] in training.
+        self.embedding_noise: Callable[[Tensor, Documents | None], Tensor] | None = None
         self._kernels_are_for: tuple[torch.device, torch.dtype] | None = None
         self.encoder_max_cache_seq_len: int | None = None
         self.decoder_max_cache_seq_len: int | None = None
@@ -357,6 +359,8 @@ class TransformerDecoder(nn.Module):
         if isinstance(encoder_input, Mapping) or (encoder_input is not None and not self.attends_to_encoder()):
             raise ValueError("encoder_input has images, but this model reads text only: it would not see them.")
         h = self.embed(tokens) if input_embeds is None else input_embeds
+        if self.embedding_noise is not None and self.training:
+            h = self.embedding_noise(h, documents)
         self._check(h, mask, documents, input_pos)
         if input_pos is None:
             # From the tokens, because with sequence parallelism h is a shard of the sequence.
@@ -461,7 +465,12 @@ class TransformerDecoder(nn.Module):
                 windows_with_block_mask.add(window)
         if documents is None:
             return None
-        return Boundaries.of(documents, block_masks=windows_with_block_mask, chunks=chunks)
+        kernel_chunk = None
+        for layer in self.layers:
+            for mixer in layer.children():
+                if isinstance(mixer, RecurrentMixer):
+                    kernel_chunk = kernel_chunk or mixer.kernel_chunk
+        return Boundaries.of(documents, block_masks=windows_with_block_mask, chunks=chunks, kernel_chunk=kernel_chunk)
 
     def _check(self, h: Tensor, mask: MaskType | None, documents: Documents | None, input_pos: Tensor | None) -> None:
         if documents is not None and documents.shared is not None:

@@ -17,7 +17,7 @@ from torchtune.generation import GenerationError, generate_tokens, uncompiled
 from torchtune.modules import TransformerDecoder, text_decoder
 from torchtune.supervision import StepMetrics, observe_together
 from torchtune.tokenizers import document_texts
-from torchtune.training import RNGState
+from torchtune.training import undisturbed_random_state
 from torchtune.training.parallel import ParallelDims
 from torchtune.utils import ObserverGuard, UserError, get_logger, log_once
 
@@ -213,16 +213,6 @@ def _evaluating(model: torch.nn.Module) -> Iterator[None]:
     finally:
         for module, training in was_training.items():
             module.training = training
-
-
-@contextmanager
-def undisturbed_random_state() -> Iterator[None]:
-    """Context manager that restores the random state of all devices, so that a run draws the same numbers."""
-    state = RNGState().state_dict()
-    try:
-        yield
-    finally:
-        RNGState().load_state_dict(state)
 
 
 def _evenly_spaced(indices: Sequence[int], count: int) -> list[int]:

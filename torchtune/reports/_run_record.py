@@ -18,8 +18,8 @@ import torchtune
 from torchtune._recipe_registry import CONFIGS, recipe_at
 from torchtune.config import read_document, redact_secrets, to_dict
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, BatchLoader
-from torchtune.reports._before_and_after import undisturbed_random_state
 from torchtune.tokenizers import decode_pieces, document_texts
+from torchtune.training import undisturbed_random_state
 from torchtune.training.metric_logging import flatten_dict
 from torchtune.training.parallel import ParallelDims
 from torchtune.utils import append_line, valid_json

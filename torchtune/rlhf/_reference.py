@@ -116,9 +116,11 @@ class Reference:
             mismatched_log_probs = _score(self._loss, model, mismatched, self._dims)
         with evaluating(self._policy):
             log_ratios = _score(self._loss, self._policy, mismatched, self._dims) - mismatched_log_probs
+        if self._dims.world_size == 1:  # the host does not wait for the device
+            return ReferenceScores(log_probs, log_ratios.mean())
         # The mean over all ranks, so that the loss does not depend on their number.
         (total, num_documents), _ = self._dims.exchange([log_ratios.sum(), len(log_ratios)])
-        baseline = torch.tensor(total / num_documents, device=log_ratios.device, dtype=log_ratios.dtype)
+        baseline = torch.full((), total / num_documents, device=log_ratios.device, dtype=log_ratios.dtype)
         return ReferenceScores(log_probs, baseline)
 
     @contextmanager
@@ -246,6 +248,7 @@ def check_pairs(loader: BatchLoader | None, loss: AnswerLoss, name: str) -> None
         )
     collate = getattr(loader.collate_fn, "unsplit", loader.collate_fn)
     loss.check_batch(Batch.from_dict(collate([loader.dataset[0]])))
+    loss.check_loader(loader, name)
 
 
 def _not_needed_message(name: str, loss: AnswerLoss) -> str:

@@ -138,10 +138,12 @@ class VLLMServer(Server):
     _start_hint = ""
 
     def contents(self, model: nn.Module) -> str:
-        """Return ``"adapter"``, ``"merged"`` for adapters that PEFT lacks, or ``"model"`` without adapters."""
+        """Return ``"adapter"``, ``"merged"`` for adapters that PEFT or vLLM lacks, or ``"model"`` without adapters."""
         self._start_hint = "start vLLM with VLLM_SERVER_DEV_MODE=1"
         for conversion in get_conversions(model):
             if conversion.owned_parameters(model) and not conversion.peft_config(model):
+                return "merged"
+            if conversion.trained_weights(model):  # vLLM refuses adapters with modules_to_save
                 return "merged"
         if not owned_parameters(model):
             return "model"

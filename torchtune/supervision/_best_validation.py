@@ -80,6 +80,8 @@ class BestValidation:
     def update(self, step: int, metrics: Mapping[str, float]) -> bool:
         """Compare a validation with the best so far; return whether it is better; NaN and infinity never are.
 
+        NaN of a metric other than ``val_loss`` means that it could not be measured: the validation does not count.
+
         Raises:
             ValidationMetricError: the first validation lacks the metric, and its name is that of a validation metric.
         """
@@ -94,6 +96,8 @@ class BestValidation:
                 f"{_MAXIMIZE_PREFIX} before it if more is better, and go on with resume_from_checkpoint=True."
             )
         value = metrics.get(self.metric, math.nan)
+        if math.isnan(value) and self.metric in metrics and self.metric != "val_loss":
+            return False  # it could not be measured; a diverged model has a loss of NaN
         sign = -1 if self._metric_setting.startswith(_MAXIMIZE_PREFIX) else 1
         better = math.isfinite(value) and (self._best is None or sign * value < sign * self._best[1])
         self._num_worse = 0 if better else self._num_worse + 1

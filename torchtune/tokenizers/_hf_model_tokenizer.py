@@ -76,6 +76,7 @@ class HuggingFaceModelTokenizer(MessageTransform, ModelTokenizer):
             templates omit such reasoning; ``"keep"`` writes it as in a last turn; ``"split"`` makes
             :class:`~torchtune.datasets.SFTDataset` train every turn of such a row as a separate sample that ends with
             the turn.
+        add_tokens: texts of tokens to add to the vocabulary; see :class:`HuggingFaceBaseTokenizer`.
 
     Raises:
         DataError: a file is missing or broken, or the template has an error.
@@ -102,6 +103,7 @@ class HuggingFaceModelTokenizer(MessageTransform, ModelTokenizer):
         chat_template_kwargs: Mapping[str, Any] | None = None,
         parse_special_tokens: bool = False,
         reasoning: ReasoningPolicy = "strip",
+        add_tokens: Sequence[str] = (),
     ) -> None:
         if reasoning not in get_args(ReasoningPolicy):
             raise DataError(f"reasoning is {reasoning!r}: use one of {', '.join(get_args(ReasoningPolicy))}.")
@@ -111,7 +113,9 @@ class HuggingFaceModelTokenizer(MessageTransform, ModelTokenizer):
             tokenizer_config_json_path=tokenizer_config_json_path,
             generation_config_path=generation_config_path,
             parse_special_tokens=parse_special_tokens,
+            add_tokens=add_tokens,
         )
+        self.new_tokens = self.base_tokenizer.new_tokens
         self.max_seq_len = max_seq_len
         self.truncation_type = truncation_type
         self.special_tokens = self.base_tokenizer.special_tokens
@@ -569,6 +573,7 @@ def hf_tokenizer(
     chat_template_kwargs: Mapping[str, Any] | None = None,
     parse_special_tokens: bool = False,
     reasoning: ReasoningPolicy = "strip",
+    add_tokens: Sequence[str] = (),
 ) -> HuggingFaceModelTokenizer:
     """Load the tokenizer and chat template of a Hugging Face checkpoint.
 
@@ -581,9 +586,11 @@ def hf_tokenizer(
         parse_special_tokens: encode special tokens in the text of a turn to their ids; by default they are plain text.
         reasoning: policy for the reasoning of earlier turns: ``"strip"`` (as the template does), ``"keep"`` or
             ``"split"``; see :class:`HuggingFaceModelTokenizer`.
+        add_tokens: texts of tokens to add to the vocabulary, such as ``["<think>", "</think>"]``. In a recipe,
+            ``resize_token_embeddings=True`` gives them rows that are trained, and checkpoints hold them.
 
     Raises:
-        DataError: a file is missing or broken, or the template has an error.
+        DataError: a file is missing or broken, the template has an error, or a token to add is empty.
 
     Example:
         >>> from torchtune.tokenizers import hf_tokenizer
@@ -609,4 +616,5 @@ def hf_tokenizer(
         chat_template_kwargs=chat_template_kwargs,
         parse_special_tokens=parse_special_tokens,
         reasoning=reasoning,
+        add_tokens=add_tokens,
     )

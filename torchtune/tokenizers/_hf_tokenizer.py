@@ -1,6 +1,6 @@
 """Tokenizers from a Hugging Face ``tokenizer.json``."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,9 +57,14 @@ class HuggingFaceBaseTokenizer(BaseTokenizer):
         generation_config_path: ``generation_config.json``, which has the EOS ids of generation; by default the one in
             the same folder, if any.
         parse_special_tokens: encode special tokens in training data to their ids; by default they are plain text.
+        add_tokens: texts of tokens to add to the vocabulary, such as ``<think>``. They are not special: texts of the
+            data that spell them are encoded to their ids. Those that the vocabulary has already keep their ids.
+
+    Attributes:
+        new_tokens: the added tokens that the files do not have; their ids are the last ones.
 
     Raises:
-        DataError: a file is missing or broken.
+        DataError: a file is missing or broken, or a token to add is empty.
 
     Example:
         >>> from torchtune.tokenizers import HuggingFaceBaseTokenizer
@@ -75,6 +80,7 @@ class HuggingFaceBaseTokenizer(BaseTokenizer):
         tokenizer_config_json_path: str | None = None,
         generation_config_path: str | None = None,
         parse_special_tokens: bool = False,
+        add_tokens: Sequence[str] = (),
     ) -> None:
         folder = Path(tokenizer_json_path).expanduser().parent
         self.tokenizer = _load(tokenizer_json_path)
@@ -84,6 +90,8 @@ class HuggingFaceBaseTokenizer(BaseTokenizer):
         self.named_tokens = named_special_tokens(self._read(folder, None, "special_tokens_map.json"))
         self.named_tokens |= named_special_tokens(self.config)
         self._complete_added_tokens()
+        self._loaded_size = self.tokenizer.get_vocab_size()
+        self.new_tokens = self._add_tokens(add_tokens)
         added = self.tokenizer.get_added_tokens_decoder()
         special = {token_id: token for token_id, token in added.items() if token.special}
         self.special_tokens: dict[str, int] = {token.content: token_id for token_id, token in special.items()}
@@ -103,7 +111,6 @@ class HuggingFaceBaseTokenizer(BaseTokenizer):
                 first_ids = self.tokenizer.encode("a").ids[:1]  # with the post-processor's tokens
                 adds_bos = first_ids == [self.bos_id]
         self.adds_bos: bool = adds_bos and self.bos_id is not None
-        self._loaded_size = self.tokenizer.get_vocab_size()
 
     def save_files(self, folder: str | Path) -> None:
         """Write the files from which ``transformers`` and :func:`hf_tokenizer` load this tokenizer.
@@ -148,6 +155,26 @@ class HuggingFaceBaseTokenizer(BaseTokenizer):
         added = {token.content for token in self.tokenizer.get_added_tokens_decoder().values()}
         missing = [token for token in self.named_tokens.values() if token not in added]
         self.tokenizer.add_special_tokens([AddedToken(token, special=True) for token in dict.fromkeys(missing)])
+
+    def _add_tokens(self, texts: Sequence[str]) -> list[str]:
+        """Add tokens behind the vocabulary; return those that were not in it."""
+        if isinstance(texts, str):
+            raise DataError(f"tokenizer.add_tokens is the text {texts!r}: give a list of tokens, [{texts}].")
+        for text in texts:
+            if not isinstance(text, str) or not text.strip():
+                raise DataError(f"tokenizer.add_tokens: {text!r} is not a token: give texts, such as '<think>'.")
+        new_texts = [text for text in dict.fromkeys(texts) if self.tokenizer.token_to_id(text) is None]
+        if not new_texts:
+            return []
+        first_id = self.vocab_size
+        self.tokenizer.add_tokens([AddedToken(text, normalized=False, special=False) for text in new_texts])
+        ids = [self.tokenizer.token_to_id(text) for text in new_texts]
+        if ids != list(range(first_id, first_id + len(ids))):
+            raise DataError(
+                f"tokenizer.add_tokens: the ids of the vocabulary have gaps before {first_id}, so that new tokens "
+                "would get ids between others: add the tokens to tokenizer.json."
+            )
+        return new_texts
 
     @staticmethod
     def _ids(value: int | list[int] | None) -> list[int]:

@@ -85,6 +85,11 @@ from . import precision as precision
 from . import quantization as quantization
 from . import seed as seed
 from ._checksums import checksum_bits, checksum_trained, fingerprint_weights
+from ._classification import ClassificationError as ClassificationError
+from ._classification import ClassificationScores as ClassificationScores
+from ._classification import classification_scores as classification_scores
+from ._classification import number_targets
+from ._classification import setup_classification as setup_classification
 from ._compile import compile_loss as compile_loss
 from ._compile import compile_model as compile_model
 from ._prepare_model import cache_images as cache_images
@@ -134,4 +139,4 @@ from .quantization import fake_quantization as fake_quantization
 from .quantization import get_quantizer_mode as get_quantizer_mode
 from .seed import RNGState as RNGState
 from .seed import set_seed as set_seed
-from .seed import share_rng_state
+from .seed import share_rng_state, undisturbed_random_state

@@ -21,15 +21,16 @@ def fit_vocabulary(model: torch.nn.Module, tokenizer: Any, *, resize: bool = Fal
 
     Args:
         model: a materialized decoder with ``tok_embeddings``; nothing is known of another module.
-        tokenizer: has ``vocab_size``, one more than its largest id.
+        tokenizer: has ``vocab_size``, one more than its largest id. ``new_tokens`` of it, if any, are the last ones,
+            which the tokenizer of the checkpoint does not have; their rows begin as the mean of the others.
         resize: enlarge embedding and output in place if they are too small; they never shrink. If the embedding is
             frozen (training with adapters), only the new rows are trained.
 
     Raises:
         DataError: the tokenizer has no ``vocab_size``.
         ConversionError: new rows of a frozen embedding cannot be trained in this model.
-        UserError: the tokenizer has more tokens than the embedding and ``resize`` is False, or it produces images that
-            the model cannot read.
+        UserError: the tokenizer has more tokens than the embedding, or new ones, and ``resize`` is False; or it
+            produces images that the model cannot read.
 
     Example:
         >>> torchtune.training.fit_vocabulary(model, tokenizer)  # raises if a token has no row
@@ -45,26 +46,49 @@ def fit_vocabulary(model: torch.nn.Module, tokenizer: Any, *, resize: bool = Fal
     # An embedding with special tokens in a second weight counts the rows of both.
     has_special_rows = hasattr(embedding, "num_tokens")
     rows = embedding.num_tokens if has_special_rows else embedding.weight.shape[0]
-    if num_tokens <= rows:
+    # Tokens that the tokenizer of the checkpoint does not have. Rows that pad the vocabulary may wait for them.
+    new_tokens = getattr(tokenizer, "new_tokens", ())
+    first_new = min(num_tokens - len(new_tokens), rows)
+    if num_tokens <= rows and not new_tokens:
         return
     if has_special_rows:
         raise UserError(
             f"tokenizer: it has {num_tokens} tokens but the model's embeddings have {rows} rows, of which the last "
             "ones are those of its special tokens and cannot be moved: use the tokenizer of this checkpoint."
         )
+    if new_tokens and not resize:
+        raise UserError(
+            f"tokenizer.add_tokens: {', '.join(new_tokens)} are not tokens of the checkpoint, and their rows must be "
+            "trained: set resize_token_embeddings=True (single-device recipes of fine-tuning), or set tokenizer.path "
+            "to a checkpoint that was trained with them."
+        )
     if not resize:
         raise UserError(
             f"tokenizer: it has {num_tokens} tokens but the checkpoint's embedding has {rows} rows: use the tokenizer "
             "of this checkpoint, or set resize_token_embeddings=True (single-device recipes) to train new rows."
         )
+    if embedding.weight.requires_grad != decoder.output.weight.requires_grad:
+        raise UserError(
+            "resize_token_embeddings: of embedding and output projection one is trained and the other frozen, so new "
+            "tokens would be learned by half: train both (train_modules: [tok_embeddings, output]), or neither."
+        )
     from torchtune.modules.embedding_utils import resize_token_embeddings
-    from torchtune.modules.peft import NewTokens
+    from torchtune.modules.peft import NewTokens, has_adapters
 
+    if not embedding.weight.requires_grad and not has_adapters(decoder):
+        raise UserError(
+            "resize_token_embeddings: the embedding is frozen, so new tokens would not be learned: train "
+            "tok_embeddings and output, too."
+        )
+    size = max(num_tokens, rows)
     if embedding.weight.requires_grad:
-        resize_token_embeddings(decoder, num_tokens)
-    else:  # adapters: the rows of the checkpoint stay frozen, the new ones are trained
-        NewTokens.grow(decoder, num_tokens, num_tokens - rows)
-    get_logger().info(f"The embedding grew from {rows} to {num_tokens} rows.")
+        resize_token_embeddings(decoder, size, first_new)
+    else:  # adapters: the rows of the checkpoint stay frozen, the new ones (and those that pad) are trained
+        NewTokens.grow(decoder, size, size - first_new, first_new)
+    if size > rows:
+        get_logger().info(f"The embedding grew from {rows} to {size} rows.")
+    else:
+        get_logger().info(f"The {len(new_tokens)} new tokens take rows of the embedding that had no token.")
 
 
 def _check_images(model: torch.nn.Module, tokenizer: Any) -> None:

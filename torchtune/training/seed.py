@@ -137,3 +137,13 @@ def share_rng_state(ranks: Ranks) -> Iterator[None]:
     yield
     if ranks.rank != 0:  # rank 0 goes on with the numbers that it has drawn
         RNGState().load_state_dict(local_state)
+
+
+@contextmanager
+def undisturbed_random_state() -> Iterator[None]:
+    """Context manager that restores the random state of all devices, so that a run draws the same numbers."""
+    state = RNGState().state_dict()
+    try:
+        yield
+    finally:
+        RNGState().load_state_dict(state)

@@ -54,6 +54,7 @@ from ._packages import hide_import_warnings
 from ._packages import require as require
 from ._packages import torch_version_ge as torch_version_ge
 from ._path_owner import ForeignPathError as ForeignPathError
+from ._path_owner import cache_root
 from ._path_owner import refuse_foreign as refuse_foreign
 from ._simulation import allocates_on_host as allocates_on_host
 from ._simulation import computes_on_cpu as computes_on_cpu

@@ -58,13 +58,19 @@ def fill_from_cpu(tensor: "torch.Tensor", fill: "Callable[[torch.Tensor], Any]")
     Each kind of device has a generator of its own: with the CPU's, a seed means the same start on all of them.
 
     Args:
-        tensor: tensor without values.
+        tensor: tensor without values. Of a sharded one (``DTensor``), rank 0 draws all values and sends the shards: a
+            collective.
         fill: an initialization of ``torch.nn.init``, which draws the values in place.
     """
     import torch
 
     values = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
     fill(values)
+    if hasattr(tensor, "device_mesh"):
+        from torch.distributed.tensor import distribute_tensor
+
+        mesh = tensor.device_mesh
+        values = distribute_tensor(values.to(mesh.device_type), mesh, tensor.placements)
     with torch.no_grad():
         tensor.copy_(values)
 

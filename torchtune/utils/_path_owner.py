@@ -11,6 +11,12 @@ class ForeignPathError(UserError):
     """Path that another user of this machine controls."""
 
 
+def cache_root() -> Path:
+    """Return the folder of what the library keeps between runs: ``$TORCHTUNE_CACHE``, or one in the user's cache."""
+    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(os.environ.get("TORCHTUNE_CACHE") or Path(home) / "torchtune").expanduser()
+
+
 def refuse_foreign(path: str | Path, key: str = "") -> None:
     """Raise if a path leads through another user's file, link or folder inside a world-writable folder such as /tmp.
 

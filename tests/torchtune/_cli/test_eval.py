@@ -106,6 +106,24 @@ def test_perplexity_is_that_of_the_labelled_tokens(folder, tmp_path, evaluate):
     assert result["perplexity"] == pytest.approx(math.exp(total / count), rel=1e-4)
 
 
+def test_two_models_are_compared_by_what_they_retrieve(folder, tmp_path, evaluate):
+    corpus = tmp_path / "corpus.json"
+    texts = {"a": "the cat sees", "b": "one dog", "c": "big red bird"}
+    relevant = {"q1": ["a"], "q2": ["b"]}
+    corpus.write_text(
+        json.dumps({"queries": {"q1": "the cat sees", "q2": "dog"}, "corpus": texts, "relevant": relevant})
+    )
+    command = [folder / "trained", "--against", folder / "base", "--retrieval", corpus, "--pooling", "mean"]
+    out = evaluate(*command, "--dimensions", "16").out
+    assert "2 queries, 3 texts" in out
+    results = json.loads((tmp_path / "eval" / "corpus.retrieval.json").read_text())
+    assert [entry["pooling"] for entry in results["models"]] == ["mean", "mean"]
+    for entry in results["models"]:
+        assert entry["scores"]["recall@1"] >= 0.5  # the first query is a text of the corpus
+        assert entry["scores"]["recall@5"] == 1.0
+    assert "--pooling needs texts to embed" in evaluate(folder / "base", "--pooling", "mean").err
+
+
 def test_invalid_evaluation_is_refused(folder, tmp_path, evaluate):
     data = write_lines(tmp_path / "rows.jsonl", [{"prompt": "a", "answer": "b", "divisor": i} for i in (1, 0)])
     model = folder / "base"

@@ -192,6 +192,7 @@ def test_llama_factory_config_is_converted(convert, tmp_path):
         (FACTORY, ["mask_history: false"], "masking_strategy", "train_on_assistant"),
         (FACTORY, ["fsdp: full_shard", 'deepspeed: ""'], "recipe", "full_finetune_distributed"),
         (AXOLOTL, ["lora_target_modules: [q_proj]", "lora_target_linear: true"], "target_modules", ["*_proj", "w?"]),
+        (AXOLOTL, ["lora_modules_to_save: [embed_tokens, lm_head]"], "train_modules", ["tok_embeddings", "output"]),
     ],
 )
 def test_the_order_of_keys_that_decide_one_setting_does_not_matter(tmp_path, base, lines, setting, value):

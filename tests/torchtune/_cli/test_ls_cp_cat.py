@@ -124,9 +124,9 @@ def test_ls_all_refuses_words(tune):
 @pytest.mark.parametrize(
     ("name", "nearest"),
     [
-        ("qwen3/8B_qlora", ["qwen3/8B_qlora_single_device", "qwen3/8B_lora"]),
-        ("qwen2_5/32B_full", ["qwen2_5/32B_lora"]),
-        ("gemma3/27B_full", ["gemma3/27B_lora_single_device", "gemma3/12B_full"]),
+        ("qwen3/8B_qat", ["qwen3/8B_full"]),
+        ("qwen2_5/33B_lora", ["did you mean"]),
+        ("gemma3/9B_full", ["gemma3/12B_full"]),
         ("lama3_1/8B_full", ["llama3_1/8B_full"]),
         ("qwen3/8B_fulll", ["did you mean 'qwen3/8B_full'?"]),
     ],

@@ -21,7 +21,10 @@ def reward(tmp_path_factory):
     return folder
 
 
-NO_TEXT = "error: model: it is a classifier or a reward model, which gives scores and no text: give a language model.\n"
+NO_TEXT = (
+    "error: model: it is a classifier or a reward model, which gives scores and no text: give a language model, or use "
+    "torchtune.classify or tune eval.\n"
+)
 
 
 @pytest.mark.parametrize(
@@ -30,7 +33,6 @@ NO_TEXT = "error: model: it is a classifier or a reward model, which gives score
         "chat --model MODEL",
         "serve MODEL --port 0",
         "run generate --config any_generation checkpointer.checkpoint_dir=MODEL device=cpu prompt.user=Hi",
-        "eval MODEL --data ROWS --score exact",
     ],
 )
 def test_reward_model_is_refused_where_text_is_generated(command, reward, tune, tmp_path, monkeypatch):
@@ -39,6 +41,14 @@ def test_reward_model_is_refused_where_text_is_generated(command, reward, tune, 
     done = tune(*command.replace("MODEL", str(reward)).replace("ROWS", rows).split())
     assert done.code in (1, 2)
     assert done.err.endswith(NO_TEXT)
+
+
+@pytest.mark.parametrize("option", ["--score exact", "--perplexity", "--tasks tune_facts"])
+def test_answers_of_a_classifier_are_not_evaluated(option, reward, tune):
+    done = tune("eval", str(reward), "--data", str(reward.parent / "rows.jsonl"), *option.split())
+    assert done.code == 2
+    name = option.split()[0]
+    assert done.err == f"error: {name}: {reward} is a classifier, which gives no text: leave it out.\n"
 
 
 @pytest.mark.parametrize("to", ["gguf", "ollama"])

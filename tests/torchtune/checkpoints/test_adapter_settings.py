@@ -29,7 +29,8 @@ from tests.torchtune.checkpoints.small import (
     started,
     write_folder,
 )
-from torchtune.checkpoints import CheckpointError, FullModelHFCheckpointer
+from torchtune.checkpoints import CheckpointError, FullModelHFCheckpointer, adapter_conversion
+from torchtune.modules.conversion import ConversionError
 from torchtune.modules.peft import LoRA
 
 PEFT = ["q_proj", "o_proj", "down_proj"]
@@ -125,7 +126,6 @@ def test_initialization_of_a_fused_projection_is_refused(tmp_path):
     [
         *(("init_lora_weights", start) for start in ("pissa_niter_4", "loftq", "corda")),
         ("layer_replication", [[0, 2], [1, 3]]),
-        ("rank_pattern", {"q_proj": 2}),
         ("peft_type", "IA3"),
         ("a_setting_of_next_year", 0.5),
     ],
@@ -139,6 +139,84 @@ def test_settings_that_change_the_result_are_refused(key, value, tmp_path):
         CheckpointError, match=rf"adapter_config\.json: ({key} = .*cannot be expressed|an adapter of type IA3).*\.$"
     ):
         load(source, lora())
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("rank_pattern", {"q_proj": 2}, r"r = 2 for model\.layers\.0\.self_attn\.q_proj, the model in the config 4"),
+        ("alpha_pattern", {"layers.1.*o_proj": 9}, r"lora_alpha = 9 for model\.layers\.1\.self_attn\.o_proj, .* 6"),
+        ("rank_pattern", {"q_proj(": 2}, "numbers by patterns of module names are expected"),
+        ("alpha_pattern", {"q_proj": "many"}, "numbers by patterns of module names are expected"),
+    ],
+)
+def test_patterns_of_ranks_and_alphas_that_differ_from_the_model_are_refused(key, value, words, tmp_path):
+    source = write_folder(tmp_path / "in")
+    trained_by_peft(source)
+    change(source, **{key: value})
+    with pytest.raises(CheckpointError, match=words):
+        load(source, lora())
+
+
+PATTERNS = {"q_proj": 2, r"layers\.1\.mlp\.down_proj": 8}
+ALPHAS = {r"model\.layers\.[01]\.self_attn\.o_proj": 3, "q_proj": 5}
+
+
+@pytest.mark.parametrize("option", ["", "use_dora", "use_rslora"])
+def test_adapters_with_ranks_and_alphas_by_pattern_are_exchanged_with_peft(option, tmp_path):
+    """The keys are regular expressions of the ends of paths, ours of our paths."""
+    source = write_folder(tmp_path / "in")
+    kind = {option: True} if option else {}
+    peft_model = trained_by_peft(source, rank_pattern=PATTERNS, alpha_pattern=ALPHAS, **kind)
+    conversion = LoRA(
+        4,
+        6,
+        target_modules=OURS,
+        rank_pattern={"q_proj": 2, r"layers\.1\.mlp\.w2": 8},
+        alpha_pattern={r"layers\.[01]\.attn\.output_proj": 3, "q_proj": 5},
+        **kind,
+    )
+    checkpointer, model = started(source, conversion)
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters() if name.endswith("lora_b.weight")}
+    assert shapes["layers.2.attn.q_proj.lora_b.weight"] == (32, 2)
+    assert shapes["layers.1.mlp.w2.lora_b.weight"] == (32, 8)
+    assert shapes["layers.0.mlp.w2.lora_b.weight"] == (32, 4)
+    close(logits(model), logits(peft_model))
+    assert torch.equal(logits(load(source, adapter_conversion(build(source), source))), logits(model))
+
+    saved = checkpointer.save("epoch_0", model, contents="adapter")
+    assert read(saved / "adapter_config.json")["rank_pattern"]["q_proj"] == 2
+    close(logits(in_peft(hf_model("llama"), saved)), logits(model))
+    merged = checkpointer.save("epoch_1", model, contents=("adapter", "merged"))
+    close(logits(in_transformers(merged)), logits(model))
+    folder = tmp_path / "adapter"
+    in_peft(hf_model("llama"), saved).save_pretrained(folder)
+    assert same_bits(load(source, conversion, adapter_checkpoint=folder).state_dict(), model.state_dict())
+
+
+def test_fused_projections_with_ranks_by_pattern_are_exchanged_with_peft(tmp_path):
+    source = write_folder(tmp_path / "in", "phi3")
+    trained_by_peft(source, "phi3", target_modules=["qkv_proj", "o_proj"], rank_pattern={"o_proj": 2})
+    conversion = LoRA(
+        4,
+        6,
+        rank_pattern={"output_proj": 2, r"layers\.0\.attn\.[qkv]_proj": 3},
+        alpha_pattern={"k_proj|q_proj|v_proj": 5},
+    )
+    checkpointer, model = started(write_folder(tmp_path / "base", "phi3"), conversion)
+    randomize_adapter(model)
+    saved = checkpointer.save("epoch_0", model, contents="adapter")
+    assert read(saved / "adapter_config.json")["rank_pattern"] == {
+        "model.layers.0.self_attn.qkv_proj": 9,
+        "model.layers.1.self_attn.qkv_proj": 12,
+        "model.layers.2.self_attn.qkv_proj": 12,
+        "o_proj": 2,
+    }
+    close(logits(in_peft(hf_model("phi3"), saved)), logits(model))
+    loaded = load(tmp_path / "base", adapter_conversion(build(source), saved), adapter_checkpoint=saved)
+    assert torch.equal(logits(loaded), logits(model))
+    with pytest.raises(ConversionError, match="are one projection in files"):
+        build(source, LoRA(4, 6, rank_pattern={"q_proj": 2}))
 
 
 def test_settings_without_effect_are_accepted(tmp_path):

@@ -274,5 +274,11 @@ def test_a_new_head_is_trained_or_refused(sources, tmp_path):
     store.load_model(full)
     assert full.output.weight.requires_grad
     assert not full.output.weight.is_meta
-    with pytest.raises(CheckpointError, match="never trained: train all weights"):
+    with pytest.raises(CheckpointError, match=r"never trained: .*train_modules: \[output\]"):
         store.load_model(adapted)
+    with torch.device("meta"):
+        beside = classifier_model(1, "torchtune.models.from_hf_config", checkpoint_dir=folder)
+        apply_conversions(beside, [LoRA(rank=2, alpha=4, train_modules=["score"])])
+    store.load_model(beside)
+    assert beside.output.weight.requires_grad
+    assert beside.output.weight.std() > 0

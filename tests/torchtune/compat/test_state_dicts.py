@@ -10,7 +10,8 @@ from torchtune.checkpoints import CheckpointError, FullModelHFCheckpointer
 from torchtune.config import load_and_check
 from torchtune.models.llama3 import llama3, lora_llama3
 from torchtune.modules import classifier_model
-from torchtune.modules.peft import get_adapter_params
+from torchtune.modules.conversion import apply_conversions
+from torchtune.modules.peft import LoRA, get_adapter_params
 from torchtune.training.checkpointing._checkpoint_client import CheckpointClient, TrainingProgress
 from torchtune.utils import UserError
 
@@ -177,6 +178,16 @@ def test_saving_the_adapter_of_a_model_without_one_is_refused(tmp_path):
     progress = TrainingProgress(seed=1, epochs_run=1, total_epochs=2, max_steps_per_epoch=None)
     with pytest.raises(CheckpointError, match="the model has no adapter"):
         CheckpointClient({"device": "cpu"}, store).save_checkpoint(model, None, progress, epoch=0, adapter_only=True)
+
+
+def test_full_state_dicts_hold_adapters_of_one_rank_alone(tmp_path):
+    store = FullModelHFCheckpointer(str(tmp_path), output_dir=str(tmp_path / "out"))
+    progress = TrainingProgress(seed=1, epochs_run=1, total_epochs=2, max_steps_per_epoch=None)
+    for options in ({"train_modules": ["norm"]}, {"rank_pattern": {"q_proj": 4}}):
+        model = llama3(**NUMBERS)
+        apply_conversions(model, [LoRA(rank=2, **options)])
+        with pytest.raises(CheckpointError, match=r"leave out train_modules, rank_pattern.* or call save"):
+            CheckpointClient({"device": "cpu"}, store).save_checkpoint(model, None, progress, epoch=0)
 
 
 def test_a_classifier_has_as_many_outputs_as_classes():

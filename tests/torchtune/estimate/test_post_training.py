@@ -16,6 +16,9 @@ from torchtune.rlhf.loss._base import total_and_metrics
 
 OWN = {"dataset": {"_component_": "torchtune.datasets.kto_dataset", "source": "json"}}
 OWN |= {"loss": {"_component_": f"{__name__}.Regret"}, "collate_fn": f"{__name__}.answers_of"}
+RETRIEVAL = {"dataset": {"_component_": "torchtune.datasets.embedding_dataset", "source": "json"}}
+RETRIEVAL |= {"loss": {"_component_": "torchtune.rlhf.loss.InfoNCELoss"}}
+RETRIEVAL |= {"collate_fn": "torchtune.data.collate_embedding"}
 
 
 class Regret(AnswerLoss):
@@ -49,8 +52,9 @@ IMAGES = "torchtune.data.padded_collate_tiled_images_and_mask"
         ("lora_dpo_single_device", {"reference_cache": "never"}),
         ("lora_dpo_single_device", OWN),
         ("knowledge_distillation_single_device", {}),
+        ("lora_dpo_single_device", RETRIEVAL),
     ],
-    ids=["pairs", "own loss of labeled answers", "teacher"],
+    ids=["pairs", "own loss of labeled answers", "teacher", "queries with passages"],
 )
 def test_a_step_is_simulated(name, settings, tmp_path):
     peaks = simulated(name, tmp_path, **settings)

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from torchtune.evaluation import EvaluationError, check_scores, make_scores, read_eval_rows
-from torchtune.evaluation._score_answers import _scored_text, _tool_format
+from torchtune.evaluation._score_answers import scored_text, tool_format_of
 from torchtune.generation import GenerationError
 
 USER, ASSISTANT = {"role": "user", "content": "2 + 2"}, {"role": "assistant", "content": "4"}
@@ -143,11 +143,11 @@ def test_a_right_answer_may_be_a_call_of_a_tool_of_the_row(tmp_path, row):
     assert (eval_row.tools, eval_row.expects_call, eval_row.row["answer"]) == (TOOLS, True, RIGHT)
     assert eval_row.given == {"messages": [USER], "tools": TOOLS}
     written = '<tool_call>\n{"name": "weather", "arguments": {"town": "Rome", "day": 1}}\n</tool_call>'
-    assert _scored_text(eval_row, written, "hermes") == RIGHT
+    assert scored_text(eval_row, written, "hermes") == RIGHT
     for answer in ("\n\n", "", written.replace("1", "2"), written.replace("weather", "other"), "<tool_call>{"):
-        assert _scored_text(eval_row, answer, "hermes") != RIGHT
+        assert scored_text(eval_row, answer, "hermes") != RIGHT
     (exact,) = make_scores(["exact"])
-    texts = [_scored_text(eval_row, text, "hermes") for text in (written, "\n\n")]
+    texts = [scored_text(eval_row, text, "hermes") for text in (written, "\n\n")]
     assert list(exact([eval_row.row] * 2, texts)) == [1, 0]
 
 
@@ -158,9 +158,9 @@ def test_a_column_of_right_answers_is_preferred_to_a_call(tmp_path):
 
 def test_calls_without_a_known_format_are_refused_by_row(tmp_path):
     rows = rows_of(tmp_path, {"prompt": "a", "answer": "b"}, {"messages": [USER, CALLING], "tools": TOOLS})
-    assert _tool_format(None, rows[:1], "rows.jsonl") is None
+    assert tool_format_of(None, rows[:1], "rows.jsonl") is None
     with pytest.raises(EvaluationError, match=r"rows.jsonl, line 2: the right answer is a tool call, but the chat"):
-        _tool_format(None, rows, "rows.jsonl")
+        tool_format_of(None, rows, "rows.jsonl")
 
 
 def test_a_system_column_is_part_of_the_prompt(tmp_path):

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[3]
 OTHERS = {"clip", "convert_weights", "llama3_2_vision"}
 WITH_IMAGES = {name for name in list_specs() if get_spec(name).image_processor is not None}
 TEXT_FAMILIES = sorted({*modules_in(torchtune.models.__path__)} - OTHERS - WITH_IMAGES)
-CONFIGS = yaml.safe_load((ROOT / "tools/configs/models.yaml").read_text())["models"]
+CONFIGS = yaml.safe_load((ROOT / "recipes/templates/models.yaml").read_text())["models"]
 
 
 def missing_entries(family: str, reader: str, sizes: list[str]) -> list[str]:
@@ -34,7 +34,7 @@ def missing_entries(family: str, reader: str, sizes: list[str]) -> list[str]:
         if size not in {*PUBLISHED, *COUNTED, *STATED}:
             missing.append(f"tests/torchtune/models/families.py: add '{size}' to PUBLISHED")
     if sizes and not any(name.partition("/")[0] == family for name in CONFIGS):
-        missing.append(f"tools/configs/models.yaml: add a row '{family}/SIZE' to models, then run make configs")
+        missing.append(f"recipes/templates/models.yaml: add a row '{family}/SIZE' to models, then run make configs")
     return missing
 
 
@@ -78,5 +78,5 @@ def test_tables_that_lack_a_new_family_are_named():
     assert [line.partition(":")[0] for line in missing] == [
         "tests/torchtune/models/families.py",
         "tests/torchtune/models/families.py",
-        "tools/configs/models.yaml",
+        "recipes/templates/models.yaml",
     ]

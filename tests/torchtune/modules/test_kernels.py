@@ -33,6 +33,7 @@ from torchtune.modules.kernels import (
 from torchtune.modules.kernels.documents import Boundaries
 from torchtune.modules.kernels.grouped import grouped_mm
 from torchtune.modules.mixers import GatedDeltaNet, Mamba2, ShortConv
+from torchtune.modules.mixers._gated_delta_net import KERNEL_CHUNK
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 
@@ -79,6 +80,10 @@ def chunk_gated_delta_rule(q, k, v, g, beta, scale=None, initial_state=None, out
     global calls
     calls += 1
     assert q.shape[0] == 1 and use_qk_l2norm_in_kernel, "documents come as one row"
+    ends = cu_seqlens.tolist()
+    chunks = [[document, number] for document in range(len(ends) - 1)
+              for number in range(-((ends[document] - ends[document + 1]) // kwargs["chunk_size"]))]
+    assert chunk_indices.dtype == torch.int32 and chunk_indices.tolist() == chunks, "the host has indexed the chunks"
     groups = v.shape[2] // k.shape[2]
     q, k = (normalize(t[0].float(), dim=-1, eps=1e-6).repeat_interleave(groups, 1) for t in (q, k))
     values, g, beta = v[0].float(), g[0].float(), beta[0].float()
@@ -313,9 +318,10 @@ MIXERS = {
 def test_a_mixer_computes_the_same_with_kernels_of_other_packages(kind, rows):
     torch.manual_seed(0)
     mixer = MIXERS[kind]()
-    documents = Documents.from_lengths([40, 1, 30, 9, 60, 20][: 4 if rows == 1 else 6], DEVICE)
+    documents = Documents.from_lengths([140, 1, 30, 9, 160, 20][: 4 if rows == 1 else 6], DEVICE)
     x = torch.randn(rows, documents.num_tokens // rows, 24)
-    batch = {"input_pos": documents.positions().view(rows, -1), "documents": Boundaries.of(documents)}
+    boundaries = Boundaries.of(documents, kernel_chunk=KERNEL_CHUNK)
+    batch = {"input_pos": documents.positions().view(rows, -1), "documents": boundaries}
     used = []
     results = []
     for has_kernels in (False, True):

@@ -242,6 +242,16 @@ def test_kto_mismatches_prompts_with_the_next_answer():
     assert mismatched.input_pos.tolist() == [[0, 1, 2, 3, 4, 0, 1, 0, 1, 2, 3]]
 
 
+def test_kto_reads_no_value_of_an_accelerator():
+    batch = collate_preference(ANSWERS).to("meta")  # whose values cannot be read
+    mismatched = KTOLoss().mismatched_batch(batch)
+    assert mismatched.documents.lengths == (5, 2, 4)
+    devices = {mismatched.tokens.device.type, mismatched.labels.device.type, mismatched.input_pos.device.type}
+    assert devices == {"meta"}
+    batch.labels = batch.labels.clone()
+    assert batch.on_host is batch, "the labels on the host are others"
+
+
 def test_kto_refuses_pairs_and_batches_of_one_example():
     with pytest.raises(DataError, match="batch_size to 2 or more"):
         KTOLoss().mismatched_batch(collate_preference(ANSWERS[:1]))

@@ -296,3 +296,6 @@ def test_vllm_gets_merged_weights_for_adapters_that_peft_lacks():
     assert server.contents(model) == "adapter"
     apply_conversions(model, [Scale()])
     assert server.contents(model) == "merged"
+    beside = torch.nn.ModuleDict({"a": torch.nn.Linear(4, 4), "b": torch.nn.Linear(4, 4)})
+    apply_conversions(beside, [LoRA(rank=2, target_modules=["a"], train_modules=["b"])])
+    assert server.contents(beside) == "merged"

@@ -81,3 +81,34 @@ def test_vocabulary_of_another_format_is_copied_with_the_files_beside_it(tmp_pat
     (published / "vocab.json").unlink()
     with pytest.raises(DataError, match=r"vocab\.json is gone or was changed"):
         tokenizer.save_files(folder)
+
+
+def test_added_tokens_have_the_ids_that_transformers_reads(base, tmp_path):
+    """Texts of the data that spell them are encoded to them; a token of the files keeps its id."""
+    tokenizer = hf_tokenizer(str(base), add_tokens=["<think>", "</think>", "<|im_end|>"])
+    assert tokenizer.new_tokens == ["<think>", "</think>"]
+    assert tokenizer.vocab_size == VOCABULARY + 2
+    text = "the <think>red</think> cat<|im_end|>"
+    ids = tokenizer.encode(text, add_bos=False, add_eos=False)
+    assert (ids.count(VOCABULARY), ids.count(VOCABULARY + 1)) == (1, 1)
+    assert tokenizer.decode(ids, skip_special_tokens=False) == text
+    turns = [CHAT[0], {"role": "assistant", "content": "<think>red</think> cat"}]
+    tokens = tokenizer({"messages": turns})["tokens"]
+    assert tokens.count(VOCABULARY) == 1
+
+    tokenizer.save_files(tmp_path)
+    reference = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert reference.encode(text, add_special_tokens=False) == ids
+    assert reference.apply_chat_template(turns, return_dict=False) == tokens
+    again = hf_tokenizer(str(tmp_path), add_tokens=["<think>", "</think>"])
+    assert again.new_tokens == []
+    assert again({"messages": turns})["tokens"] == tokens
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [("<think>", "give a list of tokens"), ([""], "'' is not a token"), ([3], "3 is not a token")],
+)
+def test_token_that_cannot_be_added_is_refused(base, tokens, message):
+    with pytest.raises(DataError, match=message):
+        hf_tokenizer(str(base), add_tokens=tokens)

@@ -161,12 +161,7 @@ def test_compiled_layers_have_two_graphs_and_no_break(compiler, monkeypatch):
     monkeypatch.setenv("TORCH_COMPILE_BACKEND", "aot_eager")
     model = make_model(3)
     training.compile_model(model, verbose=False)
-    for lengths in (
-        LENGTHS,
-        (300, 5),
-        (90, 90, 17),
-        (400,),
-    ):  # 512 positions or fewer: the kernel is told a power of two
+    for lengths in (LENGTHS, (300, 5), (90, 90, 17), (700, 3), (1900, 20), (1000, 80, 900)):
         model(**make_batch(lengths), output="hidden").sum().backward()
     assert compiler["stats"]["unique_graphs"] == 2
     assert not compiler["graph_break"]

@@ -24,11 +24,13 @@ class Boundaries:
 
     Attributes:
         cu_seqlens: int32 ``[documents + 1]``, cumulative sequence lengths.
-        max_length: upper bound of a document's number of keys, rounded up so that it takes few values.
+        max_length: number of keys of the longest document. It is a number in Python, which the compiler takes for a
+            variable once it has seen two values: it is not rounded, so that this is in the second batch.
         block_masks: window (0: none) -> FlexAttention's block mask, shared by all layers.
         chunks: chunk size -> boundaries of the documents' chunks.
         shared: prefixes that documents share.
         num_tokens: number of positions in all documents, known on the host; ``None``: only ``cu_seqlens`` says it.
+        kernel_chunks: chunks of a recurrent mixer's kernel, see :func:`index_chunks`; ``None`` if no layer has one.
     """
 
     cu_seqlens: Tensor
@@ -37,18 +39,23 @@ class Boundaries:
     shared: SharedPrefixes | None = None
     chunks: dict[int, "Boundaries"] = field(default_factory=dict)
     num_tokens: int | None = None
+    kernel_chunks: Tensor | None = None
 
     @classmethod
     def of(
-        cls, documents: Documents, step: int = 512, block_masks: Iterable[int] = (), chunks: Iterable[int] = ()
+        cls,
+        documents: Documents,
+        block_masks: Iterable[int] = (),
+        chunks: Iterable[int] = (),
+        kernel_chunk: int | None = None,
     ) -> "Boundaries":
         """Make the boundaries of documents.
 
         Args:
             documents: the documents of the batch.
-            step: ``max_length`` is a multiple of it.
             block_masks: windows of the layers that run FlexAttention.
             chunks: sizes of the chunks in which layers attend.
+            kernel_chunk: size of the chunks of recurrent mixers' kernel.
         """
         cu_keys = None
         num_keys = None
@@ -58,9 +65,36 @@ class Boundaries:
         masks = {}
         for window in block_masks:
             masks[window] = document_block_mask(documents.cu_seqlens, documents.num_tokens, window, cu_keys, num_keys)
-        chunk_boundaries = {size: cls.of(documents.split_into_chunks(size), step, block_masks) for size in chunks}
-        max_length = -(-documents.max_length // step) * step  # rounded up
-        return cls(documents.cu_seqlens, max_length, masks, documents.shared, chunk_boundaries, documents.num_tokens)
+        chunk_boundaries = {size: cls.of(documents.split_into_chunks(size), block_masks) for size in chunks}
+        return cls(
+            documents.cu_seqlens,
+            documents.max_length,
+            masks,
+            documents.shared,
+            chunk_boundaries,
+            documents.num_tokens,
+            None if kernel_chunk is None else index_chunks(documents, kernel_chunk),
+        )
+
+
+def index_chunks(documents: Documents, size: int) -> Tensor:
+    """Return the document of every chunk and the chunk's number in it, int32 ``[chunks, 2]``, on the documents' device.
+
+    The host knows the lengths; a kernel that derives the indices from ``cu_seqlens`` makes it wait for the device.
+
+    Args:
+        documents: the documents of the batch.
+        size: number of positions of a chunk; the last one of a document may be shorter.
+    """
+    num_chunks = torch.tensor([-(-length // size) for length in documents.lengths])  # rounded up
+    document_of_chunk = torch.arange(len(num_chunks)).repeat_interleave(num_chunks)
+    first_chunks = num_chunks.cumsum(0) - num_chunks
+    numbers = torch.arange(len(document_of_chunk)) - first_chunks[document_of_chunk]
+    indices = torch.stack([document_of_chunk, numbers], dim=1).to(torch.int32)
+    device = documents.cu_seqlens.device
+    if device.type != "cuda":
+        return indices.to(device)
+    return indices.pin_memory().to(device, non_blocking=True)  # the host does not wait for the copy
 
 
 def check_coverage(num_covered: int, num_positions: int) -> None:

@@ -1,6 +1,7 @@
 """Losses for fine-tuning and distillation."""
 
 from torchtune._lazy import former_names
+from torchtune.modules.loss.classification import ClassificationLoss
 from torchtune.modules.loss.cross_entropy import CEWithChunkedOutputLoss, LinearCrossEntropyLoss
 from torchtune.modules.loss.custom_loss import LossError, RLLoss, SFTLoss, TokenLoss, setup_loss
 from torchtune.modules.loss.distillation import (
@@ -20,6 +21,7 @@ from torchtune.modules.loss.log_probs import linear_log_probs, token_log_probs
 
 __all__ = [
     "CEWithChunkedOutputLoss",
+    "ClassificationLoss",
     "DivergenceLoss",
     "ForwardKLLoss",
     "ForwardKLWithChunkedOutputLoss",
@@ -43,5 +45,6 @@ __all__ = [
 
 from torchtune.modules.loss.cross_entropy import LOGITS_BLOCK as LOGITS_BLOCK
 from torchtune.modules.loss.custom_loss import Projection as Projection
+from torchtune.modules.loss.custom_loss import innermost_loss as innermost_loss
 
 __getattr__ = former_names(__name__)

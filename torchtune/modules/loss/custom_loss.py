@@ -349,6 +349,13 @@ class BalancedLoss(_Adapter):
         return self.balance.add_to(total, count), count
 
 
+def innermost_loss(loss: Any) -> Any:
+    """Return the loss of the config inside the adapters of :func:`setup_loss`."""
+    while isinstance(loss, _Adapter):
+        loss = loss.loss
+    return loss
+
+
 def _optional_arguments(loss: SFTLoss) -> set[str]:
     """Return the optional arguments that the loss's ``sum_and_count`` takes: all if it takes any keyword."""
     parameters = inspect.signature(loss.sum_and_count).parameters

@@ -19,6 +19,8 @@ from torchtune.modules.mixers._mixer import RecurrentMixer, StateCache
 from torchtune.modules.mixers._short_conv import DepthwiseWeight
 from torchtune.modules.rms_norm import rms_norm
 
+KERNEL_CHUNK = 64  # positions of a chunk in flash-linear-attention's kernel
+
 
 class _DeltaChunk(Chunk):
     """Chunk of the gated delta rule.
@@ -125,14 +127,17 @@ def kernel_delta_rule(
     g: Tensor,
     beta: Tensor,
     cu_seqlens: Tensor,
+    chunks: Tensor | None,
 ) -> Tensor:
     """Compute the outputs of :func:`gated_delta_rule` by ``chunk_gated_delta_rule`` of flash-linear-attention.
 
-    The kernel takes the documents of a batch as one row, with their cumulative lengths ``cu_seqlens``. All layers pass
-    the same tensor of these, because the kernel keeps what it derives from it, for which the host waits once.
+    The kernel takes the documents of a batch as one row, with their cumulative lengths ``cu_seqlens`` and the indices
+    of their ``chunks`` of ``KERNEL_CHUNK`` positions ``[chunks, 2]``. Without these it derives them, for which the host
+    waits.
     """
     row = [t.flatten(0, 1)[None] for t in (q, k, v, g, beta)]
-    out, _ = kernel(*row, use_qk_l2norm_in_kernel=True, cu_seqlens=cu_seqlens)
+    options = {"cu_seqlens": cu_seqlens, "chunk_indices": chunks, "chunk_size": KERNEL_CHUNK}
+    out, _ = kernel(*row, use_qk_l2norm_in_kernel=True, **options)
     return out.view(v.shape)
 
 
@@ -263,6 +268,11 @@ class GatedDeltaNet(RecurrentMixer, KernelUser):
         head_dim = max(self.key_dim, self.value_dim)
         self.kernel = DELTA_RULE.choose("Gated DeltaNet", device, dtype, head_dim=head_dim)
 
+    @property
+    def kernel_chunk(self) -> int | None:
+        """See the base class."""
+        return None if self.kernel is None else KERNEL_CHUNK
+
     def _new_cache(self, batch_size: int, dtype: torch.dtype) -> StateCache:
         values_per_key = self.num_value_heads // self.num_key_heads
         state = (batch_size, self.num_key_heads, values_per_key, self.key_dim, self.value_dim)
@@ -284,7 +294,12 @@ class GatedDeltaNet(RecurrentMixer, KernelUser):
         log_decay = -self.a_log.float().exp() * F.softplus(a.float() + self.dt_bias)  # [b, s, n_v]
         beta = b.sigmoid()
         if self.kernel is not None and documents is not None and cache is None:
-            out = kernel_delta_rule(self.kernel, q, k, v, log_decay, beta, documents.cu_seqlens)
+            boundaries = documents
+            if isinstance(documents, Documents):
+                boundaries = Boundaries.of(documents, kernel_chunk=KERNEL_CHUNK)
+            out = kernel_delta_rule(
+                self.kernel, q, k, v, log_decay, beta, boundaries.cu_seqlens, boundaries.kernel_chunks
+            )
         else:
             rows = None if cache is None else cache.rows(x.shape[0])
             state = None if cache is None else cache.state[rows]

@@ -88,6 +88,11 @@ class RecurrentMixer(nn.Module, ABC):
         """Number of elements of one sequence's state; 0 for mixers without a recurrent state."""
         return 0
 
+    @property
+    def kernel_chunk(self) -> int | None:
+        """Number of positions in a chunk of this mixer's kernel; None without a kernel that takes their indices."""
+        return None
+
     @abstractmethod
     def _mix(self, x: Tensor, reach: Tensor, cache: StateCache | None) -> Tensor:
         """Mix ``[b, s, d]``.

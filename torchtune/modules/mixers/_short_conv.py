@@ -22,21 +22,26 @@ class _CausalConv(torch.autograd.Function):
         for shift in range(1, min(weight.shape[1], x.shape[1])):
             shifted = x[:, :-shift] * weight[:, -1 - shift]
             is_other_document = (reach[:, shift:] < shift)[..., None]
-            out[:, shift:] += shifted.masked_fill_(is_other_document, 0)
+            # Not `+=`, which copies the slice onto itself once more.
+            out[:, shift:].add_(shifted.masked_fill_(is_other_document, 0))
         return out
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight, reach = ctx.saved_tensors
         d_x = grad * weight[:, -1]
-        d_weight = torch.zeros_like(weight, dtype=torch.float32)
-        d_weight[:, -1] = (grad * x).sum((0, 1), dtype=torch.float32)
+        d_taps = [(grad * x).sum((0, 1), dtype=torch.float32)]  # [c] each, the last tap first
         for shift in range(1, min(weight.shape[1], x.shape[1])):
             is_other_document = (reach[:, shift:] < shift)[..., None]
             shifted_grad = grad[:, shift:].masked_fill(is_other_document, 0)
-            d_weight[:, -1 - shift] = (shifted_grad * x[:, :-shift]).sum((0, 1), dtype=torch.float32)
-            d_x[:, :-shift] += shifted_grad.mul_(weight[:, -1 - shift])
-        return d_x, d_weight.to(weight.dtype), None
+            d_taps.append((shifted_grad * x[:, :-shift]).sum((0, 1), dtype=torch.float32))
+            d_x[:, :-shift].add_(shifted_grad.mul_(weight[:, -1 - shift]))
+        d_taps.reverse()
+        d_weight = torch.stack(d_taps, dim=1).to(weight.dtype)
+        num_unused = weight.shape[1] - len(d_taps)  # taps that reach further back than the inputs
+        if num_unused:
+            d_weight = F.pad(d_weight, (num_unused, 0))
+        return d_x, d_weight, None
 
 
 def causal_conv(x: Tensor, weight: Tensor, reach: Tensor) -> Tensor:

@@ -165,7 +165,7 @@ def disable_adapter(model: nn.Module) -> Generator[None, None, None]:
     An adapter is a module with ``adapter_params()`` and an attribute ``disabled``.
 
     Raises:
-        ConversionError: a conversion owns parameters of a module that is no such adapter.
+        ConversionError: a conversion owns parameters of a module that is no such adapter, or trains base weights.
 
     Example:
         >>> from torchtune.modules.peft import LoRA, disable_adapter
@@ -173,6 +173,12 @@ def disable_adapter(model: nn.Module) -> Generator[None, None, None]:
         >>> with disable_adapter(model):
         ...     reference = model(torch.tensor([[5, 40, 7]]))  # logits of the base model
     """
+    for conversion in get_conversions(model):
+        for name in sorted(conversion.trained_weights(model)):
+            raise ConversionError(
+                f"'{name}' is trained beside the adapter, so the base model's answers are lost with its first update: "
+                "give the reference a checkpoint of its own, or leave the module out of train_modules."
+            )
     still_enabled = owned_parameters(model)
     for path, module in adapter_modules(model):
         if hasattr(module, "disabled"):

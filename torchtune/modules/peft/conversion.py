@@ -1,6 +1,7 @@
 """Conversion that adds LoRA adapters."""
 
-from collections.abc import Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
 from itertools import product
 from typing import TYPE_CHECKING, Any, ClassVar, get_args
@@ -16,6 +17,7 @@ from torchtune.modules.conversion import (
 )
 from torchtune.modules.low_precision.layers import StoredLinear
 from torchtune.modules.moe.experts import GroupedExperts
+from torchtune.modules.output_projection import TiedLinear
 from torchtune.modules.peft.adapters import (
     ATTENTION_TARGETS,
     LORA_ATTN_MODULES,
@@ -70,6 +72,14 @@ class LoRA(Conversion):
         init: ``"pissa"`` or ``"olora"``: initialize the adapter from its base weight, and subtract it from the base
             while the checkpoint is loaded, before quantization. By default A is random and B zero.
         use_rslora: scale the update by alpha / sqrt(rank) (Kalajdzievski, "A Rank Stabilization Scaling Factor", 2023).
+        train_modules: patterns, like those of ``target_modules``, of modules that are trained whole beside the
+            adapters: ``tok_embeddings``, ``output``, ``norm``, ``layers.0.mlp``; ``score`` is the output layer of a
+            classifier. Adapter files hold their weights (PEFT's ``modules_to_save``). An embedding that is tied to the
+            output is trained as one with it.
+        rank_pattern: regular expression of module paths, or of their ends -> rank of the adapters of these modules
+            (PEFT's ``rank_pattern``), for example ``{"q_proj": 4, "layers.[01].mlp.*": 16}``. The first one that
+            matches counts.
+        alpha_pattern: the same for alpha.
         quantize_base: must be False; :class:`~torchtune.modules.low_precision.QuantizeBase` quantizes the base.
 
     Raises:
@@ -98,6 +108,9 @@ class LoRA(Conversion):
         quantize_base: bool = False,
         init: AdapterStart | None = None,
         use_rslora: bool = False,
+        train_modules: Sequence[str] | None = None,
+        rank_pattern: Mapping[str, int] | None = None,
+        alpha_pattern: Mapping[str, float] | None = None,
     ) -> None:
         if quantize_base:
             raise ConversionError(
@@ -110,7 +123,8 @@ class LoRA(Conversion):
                 "LoRA: target_modules replaces attn_modules, apply_to_mlp and apply_to_output: give either the "
                 "patterns or the other three."
             )
-        for name, modules in (("target_modules", target_modules), ("attn_modules", attn_modules)):
+        module_lists = {"target_modules": target_modules, "attn_modules": attn_modules, "train_modules": train_modules}
+        for name, modules in module_lists.items():
             if isinstance(modules, str):
                 raise ConversionError(
                     f"LoRA: {name} is the text '{modules}': give a list of names or, in target_modules, patterns, for "
@@ -132,8 +146,37 @@ class LoRA(Conversion):
         self.apply_to_mlp = apply_to_mlp
         self.apply_to_output = apply_to_output
         self.target_modules = None if target_modules is None else list(target_modules)
+        self.train_modules = list(train_modules or ())
+        self.rank_pattern = dict(rank_pattern or {})
+        self.alpha_pattern = dict(alpha_pattern or {})
+        self._check_number_patterns()
         if not self._targets():
             raise ConversionError("LoRA: no module is chosen, name at least one in attn_modules or target_modules.")
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether all adapters have the same rank and alpha, and nothing is trained beside them."""
+        return not (self.train_modules or self.rank_pattern or self.alpha_pattern)
+
+    def _check_number_patterns(self) -> None:
+        """Raise ``ConversionError`` unless the keys are regular expressions and the values ranks and alphas."""
+        for name, numbers in (("rank_pattern", self.rank_pattern), ("alpha_pattern", self.alpha_pattern)):
+            for pattern, number in numbers.items():
+                is_number = isinstance(number, int | float) and not isinstance(number, bool)
+                if not is_number or (name == "rank_pattern" and not isinstance(number, int)):
+                    kind = "a whole number from 1" if name == "rank_pattern" else "a number"
+                    raise ConversionError(f"LoRA: {name} has {number!r} for '{pattern}': give {kind}.")
+                try:
+                    re.compile(pattern)
+                except re.error as error:
+                    raise ConversionError(
+                        f"LoRA: {name} has '{pattern}', which is no regular expression ({error}): write it like "
+                        "'q_proj' or 'layers.[01].attn.*'."
+                    ) from error
+        for rank in self.rank_pattern.values():
+            check_adapter_numbers(rank, self.alpha, self.dropout)
+        for alpha in self.alpha_pattern.values():
+            check_adapter_numbers(self.rank, alpha, self.dropout)
 
     def _targets(self) -> dict[str, tuple[str, ...]]:
         """Name of a target in error messages -> its patterns, of which at least one must match."""
@@ -201,6 +244,109 @@ class LoRA(Conversion):
                 "apply_lora_to_mlp: False), or set use_dora to False."
             )
 
+    def _trained_modules(self, model: nn.Module) -> dict[str, list[str]]:
+        """Pattern in ``train_modules`` -> paths of the modules with parameters that it matches."""
+        paths = [path for path, module in model.named_modules() if next(module.parameters(), None) is not None]
+        description = getattr(model, "description", None)
+        is_classifier = description is not None and description.is_classifier
+        matching = {}
+        for pattern in self.train_modules:
+            # transformers and peft call the output layer of a classifier `score`.
+            name = "output" if pattern == "score" and is_classifier else pattern
+            matching[pattern] = [path for path in paths if _matches(path, _anywhere([name]))]
+        return matching
+
+    def _check_trained_modules(self, model: nn.Module, adapted: Collection[str]) -> None:
+        """Raise ``ConversionError`` if a module of ``train_modules`` is missing or cannot be trained whole."""
+        matching = self._trained_modules(model)
+        trained = {path for paths in matching.values() for path in paths}
+        output = getattr(model, "output", None)
+        for pattern, paths in matching.items():
+            if pattern == "output" and isinstance(output, TiedLinear):
+                if "tok_embeddings" not in trained:
+                    raise ConversionError(
+                        "LoRA: train_modules has 'output', which is tied to the token embedding of this model: name "
+                        "tok_embeddings, which trains both as one."
+                    )
+            elif not paths:
+                names = [path for path, module in model.named_modules() if next(module.parameters(), None) is not None]
+                nearest = ", ".join(nearest_module_names(pattern, names))
+                raise ConversionError(
+                    f"LoRA: no module of the model matches '{pattern}' in train_modules, the nearest names are "
+                    f"{nearest}."
+                )
+        for path in sorted(trained):
+            inside = [other for other in adapted if other == path or other.startswith(f"{path}.")]
+            if inside:
+                raise ConversionError(
+                    f"LoRA: '{inside[0]}' would have an adapter and be trained whole: leave it out of train_modules, "
+                    "or out of the modules with an adapter."
+                )
+            for part in model.get_submodule(path).modules():
+                if isinstance(part, GroupedExperts):
+                    raise ConversionError(
+                        f"LoRA: train_modules has '{path}' with experts, which peft cannot save whole: leave them out "
+                        "and give them adapters (apply_to_mlp: True)."
+                    )
+                if isinstance(part, StoredLinear):
+                    raise ConversionError(
+                        f"LoRA: train_modules has '{path}', whose weight is quantized and cannot be trained: leave it "
+                        "out of train_modules, or out of the quantized base."
+                    )
+
+    def trained_weights(self, model: nn.Module) -> set[str]:
+        """Return the names of the weights of ``train_modules``."""
+        names = set()
+        for paths in self._trained_modules(model).values():
+            for path in paths:
+                names.update(f"{path}.{name}" for name, _ in model.get_submodule(path).named_parameters())
+        return names
+
+    def _number(self, patterns: Mapping[str, float], path: str, default: float) -> float:
+        """Return the value of the first pattern that matches a path or its end, as in ``peft``."""
+        for pattern, number in patterns.items():
+            if re.match(rf"(.*\.)?({pattern})$", path):
+                return number
+        return default
+
+    def _numbers(self, model: nn.Module, paths: Collection[str]) -> dict[str, tuple[int, float]]:
+        """Return path -> rank and alpha of the adapters.
+
+        Raises:
+            ConversionError: a pattern matches no path, or modules that files hold as one get different numbers.
+        """
+        for name, patterns in (("rank_pattern", self.rank_pattern), ("alpha_pattern", self.alpha_pattern)):
+            for pattern in patterns:
+                if not any(re.match(rf"(.*\.)?({pattern})$", path) for path in paths):
+                    nearest = ", ".join(nearest_module_names(pattern, list(paths)))
+                    raise ConversionError(
+                        f"LoRA: no module with an adapter matches '{pattern}' in {name}, the nearest names are "
+                        f"{nearest}."
+                    )
+        numbers = {}
+        for path in paths:
+            rank = self._number(self.rank_pattern, path, self.rank)
+            alpha = self._number(self.alpha_pattern, path, self.alpha)
+            numbers[path] = int(rank), alpha
+        spec = getattr(model, "spec", None)
+        if spec is None:
+            return numbers
+        stacked = set(spec.parameters_in_peft(paths, model.description))
+        stacked.update(path for path in paths if isinstance(model.get_submodule(path), GroupedExperts))
+        for path in paths:
+            if path in stacked and numbers[path] != (self.rank, self.alpha):
+                raise ConversionError(
+                    f"LoRA: rank_pattern or alpha_pattern matches '{path}', which peft takes for experts, all of one "
+                    "rank and alpha: leave it out of the pattern."
+                )
+            for neighbor in spec.modules_together(path, model.description):
+                if numbers.get(neighbor, numbers[path]) != numbers[path]:
+                    raise ConversionError(
+                        f"LoRA: '{path}' and '{neighbor}' are one projection in files, and rank_pattern or "
+                        "alpha_pattern gives them different numbers: give them the same."
+                    )
+        return numbers
+
     @staticmethod
     def _raise_unmatched(model: nn.Module, target: str, paths: list[str]) -> None:
         output = getattr(model, "output", None)
@@ -241,6 +387,8 @@ class LoRA(Conversion):
             fused = spec.fused_with(chosen, model.description)
             for path in fused:
                 chosen[path] = model.get_submodule(path)
+        self._check_trained_modules(model, chosen)
+        numbers = self._numbers(model, chosen)
 
         linear_kind = DoRALinear if self.use_dora else LoRALinear
         for path, layer in chosen.items():
@@ -248,18 +396,28 @@ class LoRA(Conversion):
                 make = LoRAGroupedExperts.from_experts
             else:
                 make = linear_kind.from_linear
-            adapted = make(layer, rank=self.rank, alpha=self.alpha, dropout=self.dropout)
+            rank, alpha = numbers[path]
+            adapted = make(layer, rank=rank, alpha=alpha, dropout=self.dropout)
             if self.init is not None:
                 adapted.start = self.init
-            adapted.scaling = lora_scaling(self.rank, self.alpha, use_rslora=self.use_rslora)
+            adapted.scaling = lora_scaling(rank, alpha, use_rslora=self.use_rslora)
             model.set_submodule(path, adapted)
 
         adapter = get_adapter_params(model)
         fused_prefixes = tuple(f"{path}." for path in fused)
         frozen = {name for name in adapter if name.startswith(fused_prefixes)}
-        set_trainable_params(model, adapter.keys() - frozen)
+        trained = self.trained_weights(model)
+        set_trainable_params(model, (adapter.keys() - frozen) | trained)
 
-        note = f"rank {self.rank}, alpha {self.alpha:g}; everything else is frozen"
+        note = f"rank {self.rank}, alpha {self.alpha:g}"
+        if self.rank_pattern or self.alpha_pattern:
+            note += " unless a pattern gives others"
+        if trained:
+            count = sum(model.get_parameter(name).numel() for name in trained)
+            note += f"; {', '.join(self.train_modules)} trained whole ({count:,} parameters)"
+            if "tok_embeddings.weight" in trained and isinstance(getattr(model, "output", None), TiedLinear):
+                note += ", the embedding as one with the output tied to it"
+        note += "; everything else is frozen"
         if self.dropout and self._saved_dropout(model) != self.dropout:
             note += "; files say lora_dropout 0, because peft has none for experts and MLPs beside them"
         if refused:
@@ -330,21 +488,33 @@ class LoRA(Conversion):
         return weight
 
     def peft_config(self, model: nn.Module) -> dict[str, Any]:
-        """Return the contents of ``adapter_config.json``, with ``target_modules`` in this library's module names.
+        """Return the contents of ``adapter_config.json``, with this library's module names.
 
         A name without dots stands for every layer with that last component; if only some of these have an adapter,
-        their paths are listed.
+        their paths are listed. ``rank_pattern`` and ``alpha_pattern`` list the layers with numbers of their own.
         """
         adapted = self.adapted_paths(model)
         # Last components of the paths of linear layers and of adapted layers.
         plain = {path.rpartition(".")[2] for path, module in model.named_modules() if isinstance(module, nn.Linear)}
         leaves = list(dict.fromkeys(path.rpartition(".")[2] for path in adapted))
         are_ambiguous = not plain.isdisjoint(leaves)
+        ranks = {}
+        alphas = {}
+        for path in adapted:
+            module = model.get_submodule(path)
+            if module.rank != self.rank:
+                ranks[path] = module.rank
+            if module.alpha != self.alpha:
+                alphas[path] = module.alpha
+        description = getattr(model, "description", None)
+        is_classifier = description is not None and description.is_classifier
         return {
             "peft_type": "LORA",
-            "task_type": "CAUSAL_LM",
+            "task_type": "SEQ_CLS" if is_classifier else "CAUSAL_LM",
             "r": self.rank,
             "lora_alpha": self.alpha,
+            "rank_pattern": ranks,
+            "alpha_pattern": alphas,
             "use_rslora": self.use_rslora,
             "lora_dropout": self._saved_dropout(model),
             "use_dora": self.use_dora,

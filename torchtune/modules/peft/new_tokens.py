@@ -91,20 +91,21 @@ class NewTokens(Conversion):
         self.num_new = num_new
 
     @classmethod
-    def grow(cls, model: nn.Module, num_embeddings: int, num_new: int) -> None:
+    def grow(cls, model: nn.Module, num_embeddings: int, num_new: int, num_trained: int | None = None) -> None:
         """Enlarge the vocabulary of a frozen model in place, and train its last rows.
 
         Args:
             model: model with loaded weights.
             num_embeddings: new size of the vocabulary, at least the present one.
             num_new: number of trainable rows.
+            num_trained: see :func:`torchtune.modules.resize_token_embeddings`.
 
         Raises:
             ConversionError: see :meth:`check`.
         """
         cls.check(model)
-        if num_embeddings != model.tok_embeddings.num_embeddings:
-            resize_token_embeddings(model, num_embeddings)
+        if num_embeddings != model.tok_embeddings.num_embeddings or num_trained is not None:
+            resize_token_embeddings(model, num_embeddings, num_trained)
         apply_conversions(model, [cls(num_new)])
 
     @staticmethod

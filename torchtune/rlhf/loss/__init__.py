@@ -18,6 +18,7 @@ from torchtune.rlhf.loss.dpo import (
     SigmoidNormLoss,
     SimPOLoss,
 )
+from torchtune.rlhf.loss.embedding import InfoNCELoss
 from torchtune.rlhf.loss.grpo import (
     CISPOLoss,
     DAPOLoss,
@@ -46,6 +47,7 @@ __all__ = [
     "GSPOLoss",
     "HingeLoss",
     "IPOLoss",
+    "InfoNCELoss",
     "KTOLoss",
     "MixedPreferenceLoss",
     "ORPOLoss",

@@ -6,9 +6,10 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from torchtune.data import Batch, DataError
+from torchtune.data import Batch, BatchLoader, DataError, ExampleDataset
 from torchtune.modules.loss import LossError, Projection, token_log_probs
 from torchtune.modules.moe.balance import Balance, balance_of
+from torchtune.training import ParallelDims
 
 # Metric name -> (sum over terms, number of terms).
 Metrics = dict[str, tuple[Tensor, Tensor]]
@@ -19,7 +20,8 @@ class AnswerLoss(nn.Module, ABC):
 
     Attributes:
         trains_on: kind of the dataset's rows: pairs of answers (``pairs``), single answers labeled good or bad
-            (``answers``), or prompts that the model answers (``prompts``). A simulated run generates such rows.
+            (``answers``), queries with passages (``retrieval``), or prompts that the model answers (``prompts``). A
+            simulated run generates such rows.
         needs_reference: whether the loss uses a reference model.
         min_examples: minimum number of examples per micro-batch.
 
@@ -28,10 +30,11 @@ class AnswerLoss(nn.Module, ABC):
         True
     """
 
-    trains_on: ClassVar[Literal["pairs", "answers", "prompts"]] = "pairs"
+    trains_on: ClassVar[Literal["pairs", "answers", "retrieval", "prompts"]] = "pairs"
     needs_reference: ClassVar[bool] = True
     min_examples: ClassVar[int] = 1
     balance: Balance | None = None  # balancing loss of the model's experts, set by setup_loss
+    dims = ParallelDims()  # ranks over which examples are compared, set by setup_loss
 
     def apply_compile_strategy(self, *args: Any, **kwargs: Any) -> nn.Module:
         """Return the loss without compiling it; compilation gains nothing, because the projection is fused."""
@@ -50,6 +53,14 @@ class AnswerLoss(nn.Module, ABC):
     def check_batch(self, batch: Batch) -> None:
         """Check that a batch has the entries that the loss needs. Raises :class:`DataError`."""
 
+    def check_loader(self, loader: BatchLoader, name: str) -> None:
+        """Check that the loss can be computed for every micro-batch of a loader. Raises :class:`LossError`.
+
+        Args:
+            loader: loader of the examples.
+            name: name of the setting with its batch size.
+        """
+
     def score(self, hidden: Tensor, batch: Batch, projection: Projection) -> Tensor:
         """Score every document; by default the sum of its labels' log-probs.
 
@@ -62,6 +73,16 @@ class AnswerLoss(nn.Module, ABC):
             Scores ``[n]``, float32 or wider. For a batch split over context-parallel ranks, this rank's partial sums.
         """
         return document_log_probs(hidden, batch, projection)
+
+    def json_files(self, model: nn.Module, dataset: ExampleDataset, tokenizer: Any) -> dict[str, Any]:
+        """Return the contents of JSON files that a checkpoint gets beside the model's, by path; by default none.
+
+        Args:
+            model: the trained model.
+            dataset: the training dataset.
+            tokenizer: tokenizer of the model.
+        """
+        return {}
 
     @abstractmethod
     def sum_and_metrics(
@@ -143,12 +164,13 @@ def document_log_probs(hidden: Tensor, batch: Batch, projection: Projection, tem
     return batch.sum_per_document(log_probs)
 
 
-def setup_loss(loss: Any, model: nn.Module) -> AnswerLoss:
+def setup_loss(loss: Any, model: nn.Module, dims: ParallelDims | None = None) -> AnswerLoss:
     """Check a loss of a preference recipe, and prepare it for the model.
 
     Args:
         loss: an :class:`AnswerLoss`.
         model: model with ``output`` and ``tok_embeddings``.
+        dims: parallel dims, for a loss that compares the examples of all ranks; None: one process.
 
     Raises:
         LossError: the loss is not an :class:`AnswerLoss`, or the model's output does not fit it.
@@ -165,6 +187,8 @@ def setup_loss(loss: Any, model: nn.Module) -> AnswerLoss:
         )
     loss.check_model(model)
     loss.balance = balance_of(model)
+    if dims is not None:
+        loss.dims = dims
     return loss
 
 

@@ -87,7 +87,8 @@ class KTOLoss(AnswerLoss):
     def mismatched_batch(self, batch: Batch) -> Batch | None:
         """Pair every prompt with the answer of the next example, truncated to the longest document in the batch.
 
-        The prompt consists of the tokens before the first labeled token.
+        The prompt consists of the tokens before the first labeled token. Lengths and labels are read on the host, so
+        that it does not wait for an accelerator.
 
         Raises:
             DataError: the batch has only one example, or is split over context-parallel ranks.
@@ -106,10 +107,11 @@ class KTOLoss(AnswerLoss):
         prompt_labels = []
         answers = []
         answer_labels = []
+        on_host = batch.on_host
         lengths = batch.documents.lengths[:num_answers]  # without the document of padding
-        tokens = batch.tokens.flatten()[: sum(lengths)].split(lengths)
-        labels = batch.labels.flatten()[: sum(lengths)]
-        has_label = (labels != CROSS_ENTROPY_IGNORE_IDX).cpu()  # one copy to the host for all documents
+        tokens = on_host.tokens.flatten()[: sum(lengths)].split(lengths)
+        labels = on_host.labels.flatten()[: sum(lengths)]
+        has_label = labels != CROSS_ENTROPY_IGNORE_IDX
         for document, targets, is_labeled in zip(tokens, labels.split(lengths), has_label.split(lengths), strict=True):
             labeled = is_labeled.nonzero()
             last_prompt_token = int(labeled[0]) if len(labeled) else len(document) - 1
@@ -130,9 +132,10 @@ class KTOLoss(AnswerLoss):
                 targets[-1] = CROSS_ENTROPY_IGNORE_IDX  # the target of the last token is truncated
             new_tokens.append(document)
             new_labels.append(targets)
-        documents = Documents.from_lengths([len(document) for document in new_tokens], batch.tokens.device)
-        positions = documents.positions().to(batch.tokens.device)
-        return Batch(torch.cat(new_tokens)[None], torch.cat(new_labels)[None], positions[None], documents)
+        documents = Documents.from_lengths([len(document) for document in new_tokens], tokens[0].device)
+        positions = documents.positions().to(tokens[0].device)
+        mismatched = Batch(torch.cat(new_tokens)[None], torch.cat(new_labels)[None], positions[None], documents)
+        return mismatched.to(batch.tokens.device, non_blocking=True)
 
 
 def _is_good(batch: Batch) -> Tensor:

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 
-from torchtune.data import Batch, DataError
+from torchtune.data import Batch
+from torchtune.modules import last_hidden_states
 from torchtune.modules.loss import LossError, Projection
 from torchtune.rlhf.loss.dpo import ChosenRejectedOutputs, LossesAndRewards, PreferenceLoss
 
@@ -89,17 +90,7 @@ def pooled_scores(hidden: Tensor, batch: Batch, projection: Projection) -> Tenso
     Raises:
         DataError: the batch has no documents.
     """
-    if batch.documents is None:
-        raise DataError(
-            "collate_fn: a score is read at the end of a document, but the batch has none: use collate_preference."
-        )
-    rank, _ = batch.shard
-    num_tokens = batch.tokens.numel()  # of this rank
-    last_token = batch.documents.ends()[: batch.num_documents].to(hidden.device)  # [n], in the whole batch
-    last_token = last_token - rank * num_tokens
-    is_local = (last_token >= 0) & (last_token < num_tokens)
-    # Indexed without a selection, whose size the host would wait for.
-    last_hidden = hidden.flatten(0, -2)[last_token.masked_fill(~is_local, 0)]  # [n, d]
+    last_hidden, is_local = last_hidden_states(hidden, batch)  # [n, d], [n]
     scores = projection(last_hidden).squeeze(-1)  # [n]
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     # The second term keeps the graph connected on ranks without a last token.

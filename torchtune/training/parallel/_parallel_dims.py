@@ -353,6 +353,23 @@ class ParallelDims:
         scaled = self.cp * values
         return total + (scaled - scaled.detach())
 
+    def gather_over_data(self, rows: torch.Tensor) -> tuple[torch.Tensor, int]:
+        """Concatenate the rows of all data-parallel ranks, in the order of the ranks, with gradients. A collective.
+
+        Args:
+            rows: ``[n, ...]``; the number of rows may differ between ranks.
+
+        Returns:
+            The rows of all ranks ``[m, ...]``, and the index of this rank's first row. In the backward pass, a rank
+            receives the gradients of its rows from all ranks.
+        """
+        first = 0
+        for name in ("dp_shard", "dp_replicate"):  # a data-parallel rank is replica * dp_shard + shard
+            if getattr(self, name) > 1:
+                rows, num_before = _gather_rows(rows, self.mesh[name].get_group())
+                first += num_before
+        return rows, first
+
     def max(self, number: int) -> int:
         """Return the largest ``number`` of any process. A collective."""
         if self.world_size == 1:
@@ -403,6 +420,38 @@ class ParallelDims:
 
         collate.unsplit = collate_fn  # for functions that extend the batch before it is sharded
         return collate
+
+
+def _gather_rows(rows: torch.Tensor, group: Any) -> tuple[torch.Tensor, int]:
+    """Concatenate the rows of the ranks of a group; return them and the number of rows of the ranks before this one."""
+    size = dist.get_world_size(group)
+    counts = torch.empty(size, dtype=torch.int64, device=rows.device)
+    dist.all_gather_into_tensor(counts, torch.tensor([len(rows)], device=rows.device), group)
+    num_rows = counts.tolist()
+    # A collective needs equal shapes: shorter parts are padded, and the padding is cut off.
+    padded = rows.new_zeros(max(num_rows), *rows.shape[1:])
+    padded = torch.cat([rows, padded[len(rows) :]])
+    parts = _GatherParts.apply(padded, group)  # [size, most rows, ...]
+    gathered = torch.cat([part[:number] for part, number in zip(parts, num_rows, strict=True)])
+    return gathered, sum(num_rows[: dist.get_rank(group)])
+
+
+class _GatherParts(torch.autograd.Function):
+    """Stack the tensors of the ranks of a group; the gradient is summed over the ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor, group: Any) -> torch.Tensor:
+        ctx.group = group
+        parts = part.new_empty(dist.get_world_size(group), *part.shape)
+        # As bytes, because gloo has no collectives of bools.
+        dist.all_gather_into_tensor(parts.flatten(0, 1).view(torch.uint8), part.contiguous().view(torch.uint8), group)
+        return parts
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        grad = grad.contiguous()
+        dist.all_reduce(grad, group=ctx.group)
+        return grad[dist.get_rank(ctx.group)], None
 
 
 def _copy_to_host(scalars: "Sequence[float | torch.Tensor]") -> list[Any]:

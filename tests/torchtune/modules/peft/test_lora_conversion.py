@@ -4,10 +4,13 @@ import pytest
 import torch
 from torch import nn
 
+from torchtune.models import Description, build
 from torchtune.models.llama3 import llama3, lora_llama3_8b
 from torchtune.models.qwen3 import lora_qwen3_0_6b_base
+from torchtune.models.qwen3_moe import SPEC
 from torchtune.modules import TiedLinear, TransformerDecoder
 from torchtune.modules.conversion import ConversionError, apply_conversions
+from torchtune.modules.low_precision import QuantizeBase
 from torchtune.modules.output_projection import CappedLinear
 from torchtune.modules.peft import (
     AdapterModule,
@@ -21,6 +24,18 @@ from torchtune.modules.peft import (
 )
 
 TOKENS = torch.arange(20).view(2, 10)
+MIXTURE = Description(
+    vocab_size=40,
+    num_layers=2,
+    embed_dim=16,
+    intermediate_dim=24,
+    max_seq_len=32,
+    num_heads=2,
+    num_kv_heads=2,
+    num_experts=4,
+    experts_per_token=2,
+    expert_dim=8,
+)
 EVERYTHING = {"apply_to_mlp": True, "apply_to_output": True}
 
 
@@ -199,3 +214,82 @@ def test_an_output_projection_that_bounds_its_logits_takes_no_adapter():
     with pytest.raises(ConversionError, match="LoRA: 'output' is a CappedLinear, which computes more"):
         apply_conversions(model, [LoRA(target_modules=["output"])])
     assert type(model["output"]) is CappedLinear
+
+
+def test_modules_are_trained_whole_beside_adapters():
+    model = make()
+    (report,) = apply_conversions(
+        model, [LoRA(3, attn_modules=["q_proj"], train_modules=["tok_embeddings", "layers.1.mlp", "norm"])]
+    )
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    whole = {"tok_embeddings.weight", "norm.scale", *(f"layers.1.mlp.w{number}.weight" for number in (1, 2, 3))}
+    assert trained == whole | set(get_adapter_params(model))
+    (conversion,) = model.conversions
+    assert conversion.trained_weights(model) == whole
+    assert conversion.owned_parameters(model) == set(get_adapter_params(model))
+    count = sum(model.get_parameter(name).numel() for name in whole)
+    assert f"tok_embeddings, layers.1.mlp, norm trained whole ({count:,} parameters)" in str(report)
+    with (
+        pytest.raises(ConversionError, match=r"'layers\.1\.mlp\.w1\.weight' is trained beside the adapter"),
+        disable_adapter(model),
+    ):
+        pass
+
+
+def test_tied_embedding_is_named_for_both():
+    model = make(tied=True)
+    (report,) = apply_conversions(model, [LoRA(3, train_modules=["tok_embeddings", "output"])])
+    assert "the embedding as one with the output tied to it" in str(report)
+    with pytest.raises(ConversionError, match=r"'output', which is tied to the .* name tok_embeddings"):
+        apply_conversions(make(tied=True), [LoRA(3, train_modules=["output"])])
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"train_modules": "output"}, "train_modules is the text 'output': give a list"),
+        (
+            {"train_modules": ["lm_head"]},
+            "matches 'lm_head' in train_modules, the nearest names are output",
+        ),
+        ({"train_modules": ["score"]}, "no module .* matches 'score'"),
+        ({"train_modules": ["output"], "apply_to_output": True}, "'output' would have an adapter and be trained whole"),
+        ({"train_modules": ["layers.0"]}, r"'layers\.0\.attn\.q_proj' would have an adapter and be trained whole"),
+        ({"rank_pattern": {"q_prj": 4}}, r"matches 'q_prj' in rank_pattern, .*layers\.\*\.attn\.q_proj"),
+        ({"alpha_pattern": {"mlp.w1": 4}}, r"no module with an adapter matches 'mlp\.w1' in alpha_pattern"),
+        ({"rank_pattern": {"q_proj": 0}}, "rank is 0"),
+        ({"rank_pattern": {"q_proj": 2.5}}, "rank_pattern has 2.5 for 'q_proj': give a whole number"),
+        ({"alpha_pattern": {"q_proj": "8"}}, "alpha_pattern has '8' for 'q_proj': give a number"),
+        ({"alpha_pattern": {"q_proj": 0}}, "alpha is 0"),
+        ({"rank_pattern": {"*.q_proj": 4}}, r"'\*\.q_proj', which is no regular expression"),
+    ],
+)
+def test_trained_modules_and_patterns_that_cannot_be_meant_are_refused(options, words):
+    with pytest.raises(ConversionError, match=words):
+        apply_conversions(make(), [LoRA(3, **options)])
+
+
+def test_quantized_modules_and_experts_are_not_trained_whole():
+    with torch.device("meta"):
+        quantized = make()
+        mixture = build(MIXTURE, SPEC)
+    conversions = [QuantizeBase(block_size=8), LoRA(3, attn_modules=["q_proj"], train_modules=["mlp"])]
+    with pytest.raises(ConversionError, match=r"train_modules has 'layers\.0\.mlp', whose weight is quantized"):
+        apply_conversions(quantized, conversions)
+    with pytest.raises(ConversionError, match=r"train_modules has 'layers\.0\.mlp.*' with experts"):
+        apply_conversions(mixture, [LoRA(3, attn_modules=["q_proj"], train_modules=["mlp"])])
+    with pytest.raises(ConversionError, match="which peft takes for experts, all of one rank"):
+        apply_conversions(mixture, [LoRA(3, apply_to_mlp=True, rank_pattern={"experts": 4})])
+
+
+def test_the_first_matching_pattern_counts():
+    model = make()
+    patterns = {"layers.0.attn.*": 5, "q_proj": 2}
+    apply_conversions(model, [LoRA(3, 6, rank_pattern=patterns, alpha_pattern={"v_proj": 7}, use_rslora=True)])
+    layers = {path: module for path, module in model.named_modules() if isinstance(module, LoRALinear)}
+    ranks = {path: layer.rank for path, layer in layers.items()}
+    assert {path for path, rank in ranks.items() if rank == 5} == {path for path in ranks if "layers.0" in path}
+    assert ranks["layers.1.attn.q_proj"] == 2
+    assert ranks["layers.1.attn.k_proj"] == 3
+    assert layers["layers.0.attn.v_proj"].scaling == 7 / 5**0.5
+    assert layers["layers.1.attn.q_proj"].scaling == 6 / 2**0.5

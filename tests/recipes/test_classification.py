@@ -1,0 +1,106 @@
+"""Classifiers in the recipes of supervised fine-tuning."""
+
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification
+
+import torchtune
+from tests.recipes.runs import resume, start
+from tests.tiny import write_checkpoint, write_lines
+from torchtune.checkpoints import CheckpointError
+from torchtune.reports import RunFolder
+
+TEXTS = {"animal": ["the cat sees", "a dog", "one bird"], "color": ["red", "a big green", "blue"], "why": ["why not"]}
+ROWS = [{"text": f"{text} {number}", "label": label} for label in TEXTS for text in TEXTS[label] for number in "12"]
+
+
+def settings_of(folder, **settings):
+    """Settings of a run that trains a classifier, on rows in a file, and validates on them."""
+    checkpoint = folder / "checkpoint"
+    if not checkpoint.exists():
+        write_checkpoint(checkpoint)
+    data = {
+        "_component_": "torchtune.datasets.classification_dataset",
+        "source": "json",
+        "data_files": str(write_lines(folder / "labels.jsonl", ROWS)),
+    }
+    model = {
+        "_component_": "torchtune.modules.classifier_model",
+        "num_classes": 3,
+        "base_model_path": "torchtune.models.from_hf_config",
+        "checkpoint_dir": str(checkpoint),
+    }
+    return {
+        "dataset": data,
+        "dataset_val": data,
+        "run_val_every_n_steps": 2,
+        "model": model,
+        "loss": {"_component_": "torchtune.modules.loss.ClassificationLoss"},
+        "epochs": 3,
+        **settings,
+    }
+
+
+def test_classifier_is_read_by_transformers_and_the_best_is_kept(tmp_path):
+    settings = settings_of(tmp_path, keep_best="max:val_accuracy", batch_size=4)
+    run = start("full_finetune_single_device", tmp_path, **settings)
+    best = RunFolder(run.output_dir).best
+    accuracies = run.figure("val_accuracy")
+    assert best["value"] == max(accuracies) > 0.7
+    assert len(run.figure("val_f1")) == len(accuracies) == 6
+    folder = run.output_dir / best["checkpoint"]
+    reference = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
+    assert reference.config.id2label == {0: "animal", 1: "color", 2: "why"}
+    assert reference.config.label2id == {"animal": 0, "color": 1, "why": 2}
+    assert reference.config.problem_type == "single_label_classification"
+    model, tokenizer = torchtune.load(folder, dtype="fp32", device="cpu")
+    texts = [row["text"] for row in ROWS]
+    for text, classes in zip(texts, torchtune.classify(model, tokenizer, texts), strict=True):
+        tokens = torch.tensor([tokenizer.encode(text, add_eos=False)])
+        with torch.no_grad():
+            probabilities = reference(tokens).logits.softmax(-1)[0].tolist()
+        named = dict(zip(TEXTS, probabilities, strict=True))
+        assert classes == pytest.approx(named, abs=1e-5)
+        assert list(classes) == sorted(named, key=named.get, reverse=True)
+    data = torchtune.datasets.classification_dataset(tokenizer, ROWS)
+    report = torchtune.evaluation.evaluate_classifier(model, data)
+    assert report.scores["accuracy"] == best["value"]
+
+
+@pytest.mark.slow
+def test_two_ranks_train_and_validate_as_one(forker, tmp_path):
+    settings = settings_of(tmp_path)
+    alone = start("full_finetune_single_device", tmp_path, **settings, batch_size=4)
+    both = forker.run_on_two("full_finetune_distributed", tmp_path, **settings, batch_size=2, log_level="INFO")
+    assert both.losses == pytest.approx(alone.losses, rel=1e-4)
+    for name in ("val_loss", "val_accuracy", "val_f1"):
+        assert both.figure(name) == pytest.approx(alone.figure(name), rel=1e-4)
+
+
+def test_resumed_run_goes_on_with_the_same_bits(tmp_path):
+    settings = settings_of(tmp_path, batch_size=4, save_every_n_steps=4)
+    whole = start("full_finetune_single_device", tmp_path, **settings)
+    resumed = resume("full_finetune_single_device", tmp_path, whole, 4, **settings)
+    assert resumed.figure("val_f1") == whole.figure("val_f1")[2:]
+
+
+def test_adapter_of_a_trained_classifier_is_trained(tmp_path):
+    settings = settings_of(tmp_path, batch_size=4)
+    whole = start("full_finetune_single_device", tmp_path, **settings)
+    source = {**settings["model"], "checkpoint_dir": str(whole.output_dir / "epoch_0")}
+    run = start(
+        "lora_finetune_single_device",
+        tmp_path,
+        **settings | {"model": source},
+        checkpointer__checkpoint_dir=str(whole.output_dir / "epoch_0"),
+    )
+    assert run.losses[6] < run.losses[1]
+    merged, tokenizer = torchtune.load(run.output_dir / "epoch_2", dtype="fp32", device="cpu")
+    data = torchtune.datasets.classification_dataset(tokenizer, ROWS)
+    scores = torchtune.evaluation.evaluate_classifier(merged, data).scores
+    assert scores["accuracy"] == pytest.approx(run.figure("val_accuracy")[-1])
+
+
+def test_adapter_beside_a_new_head_is_refused(tmp_path):
+    with pytest.raises(CheckpointError, match="output layer would be new and, under an adapter, never trained"):
+        start("lora_finetune_single_device", tmp_path, **settings_of(tmp_path), train=False)

@@ -1,0 +1,130 @@
+"""Embedding models in the recipe dpo: the loss of all ranks' passages, and what it refuses."""
+
+import json
+
+import pytest
+import torch
+
+from tests.recipes.runs import resume, start
+from tests.tiny import WORDS, write_lines
+from torchtune.modules.loss import LossError
+from torchtune.utils import UserError
+
+FULL, LORA = "full_dpo_single_device", "lora_dpo_single_device"
+ROWS = [
+    {
+        "query": f"where {word}",
+        "positive": f"the {word} sees {WORDS[(i + 3) % len(WORDS)]}",
+        "negatives": [f"a {WORDS[(i + 1) % len(WORDS)]} finds"] * (i % 2),
+    }
+    for i, word in enumerate(WORDS[:12])
+]
+DATASET = {"_component_": "torchtune.datasets.embedding_dataset", "source": ROWS}
+LOSS = {"_component_": "torchtune.rlhf.loss.InfoNCELoss", "temperature": 0.5}
+EMBEDDING = {"dataset": DATASET, "loss": LOSS, "collate_fn": "torchtune.data.collate_embedding", "batch_size": 6}
+
+
+@pytest.mark.parametrize("pooling", ["last", "mean"])
+def test_losses_follow_a_plain_loop_over_transformers(pooling, tmp_path):
+    """With the formula of MultipleNegativesRankingLoss, since sentence-transformers is no dependency of the tests."""
+    from transformers import AutoModel
+
+    sgd = {"optimizer": {"_component_": "torch.optim.SGD", "lr": 0.05}, "lr_scheduler": None, "shuffle": False}
+    run = start(FULL, tmp_path, **EMBEDDING, **sgd, loss__pooling=pooling)
+    model = AutoModel.from_pretrained(tmp_path / "checkpoint", dtype=torch.float32)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    rows = run.recipe.loader.dataset
+
+    def embed(tokens):
+        hidden = model(torch.tensor([tokens])).last_hidden_state[0]
+        vector = hidden[-1] if pooling == "last" else hidden.mean(0)
+        return vector / vector.norm()
+
+    for step in range(2):
+        examples = [rows[6 * step + i] for i in range(6)]
+        queries = torch.stack([embed(example["query"]) for example in examples])
+        passages = [embed(example["positive"]) for example in examples]
+        for example in examples:
+            passages += [embed(negative) for negative in example["negatives"]]
+        logits = queries @ torch.stack(passages).T / 0.5
+        loss = torch.nn.functional.cross_entropy(logits, torch.arange(6))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert run.losses[step + 1] == pytest.approx(loss.item(), abs=2e-5)
+
+
+def test_two_processes_train_as_one(forker, tmp_path):
+    """Also if the last step leaves one of them without an example, and if they share sequences."""
+    rows = [{**row, "negatives": ["not a bird"]} for row in ROWS[:7]]
+    data = write_lines(tmp_path / "retrieval.jsonl", rows)
+    dataset = {**DATASET, "source": "json", "data_files": str(data)}
+    loss = {**LOSS, "matryoshka_dims": [32, 8]}
+    settings = {**EMBEDDING, "dataset": dataset, "loss": loss, "clip_grad_norm": 1.0, "epochs": 2}
+    whole = start("full_dpo_single_device", tmp_path, **settings)
+    splits = [
+        {"data_parallel_shard_dim": 2, "batch_size": 3},
+        {"data_parallel_shard_dim": 1, "data_parallel_replicate_dim": 2, "batch_size": 3},
+        {"data_parallel_shard_dim": 1, "context_parallel_dim": 2},
+    ]
+    for split in splits:
+        run = forker.run_on_two("full_dpo_distributed", tmp_path, **{**settings, **split})
+        assert run.losses == pytest.approx(whole.losses, rel=1e-4), split
+        for figure in ("retrieval/accuracy", "retrieval/mrr", "similarity/positive", "grad_norm"):
+            assert run.figure(figure) == pytest.approx(whole.figure(figure), rel=1e-3), (split, figure)
+
+
+def test_adapters_learn_to_retrieve_and_resume(tmp_path):
+    settings = {**EMBEDDING, "epochs": 4, "save_every_n_steps": 3, "loss": {**LOSS, "matryoshka_dims": [32, 16]}}
+    settings |= {"dataset_val": DATASET, "run_val_every_n_steps": 2}
+    whole = start(LORA, tmp_path, **settings)
+    assert whole.losses[8] < whole.losses[1]
+    assert len(whole.figure("val_retrieval/mrr")) == 4
+    resume(LORA, tmp_path, whole, 3, **settings)
+
+
+@pytest.mark.parametrize("pooling", ["last", "mean"])
+def test_checkpoint_has_the_files_of_sentence_transformers(pooling, tmp_path):
+    """In the layout of published models, for example sentence-transformers/all-MiniLM-L6-v2."""
+    dataset = {**DATASET, "query_instruction": "query: "}
+    loss = {**LOSS, "pooling": pooling}
+    run = start(FULL, tmp_path, **{**EMBEDDING, "dataset": dataset, "loss": loss}, max_steps_per_epoch=1)
+    folder = run.output_dir / "epoch_0"
+
+    def read(name):
+        return json.loads((folder / name).read_text())
+
+    assert read("modules.json") == [
+        {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"},
+        {"idx": 1, "name": "1", "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"},
+        {"idx": 2, "name": "2", "path": "2_Normalize", "type": "sentence_transformers.models.Normalize"},
+    ]
+    pooling_config = read("1_Pooling/config.json")
+    assert pooling_config["word_embedding_dimension"] == 32
+    modes = {name for name, value in pooling_config.items() if name.startswith("pooling_mode_") and value}
+    assert modes == {{"last": "pooling_mode_lasttoken", "mean": "pooling_mode_mean_tokens"}[pooling]}
+    assert (folder / "2_Normalize").is_dir()
+    assert read("sentence_bert_config.json") == {"max_seq_length": 128, "do_lower_case": False}
+    assert read("config_sentence_transformers.json")["prompts"] == {"query": "query: ", "document": ""}
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "words"),
+    [
+        (
+            {"batch_size": 11, "dataset": {**DATASET, "source": ROWS[::2] * 2}},
+            LossError,
+            "the smallest micro-batch has 1",
+        ),
+        (
+            {"collate_fn": "torchtune.data.collate_preference"},
+            UserError,
+            "set collate_fn=torchtune.data.collate_embedding",
+        ),
+        ({"reference_cache": "x"}, UserError, "does without a reference"),
+        ({"loss": {**LOSS, "matryoshka_dims": [64]}}, LossError, "embeddings have 32 dimensions"),
+    ],
+)
+def test_what_cannot_be_contrasted_is_one_sentence(settings, error, words, tmp_path):
+    with pytest.raises(error, match=words):
+        start(FULL, tmp_path, **{**EMBEDDING, **settings}, train=False)

@@ -1,0 +1,279 @@
+"""``model=``, ``teacher=`` and ``data=``: one line trains any model on any data, and equals the long config."""
+
+import json
+
+import pytest
+import yaml
+
+from tests import tiny
+from torchtune._cli._shorthands import expand_shorthands
+from torchtune._recipe_registry import find_config
+from torchtune.config import load_and_check, to_dict
+from torchtune.utils import UserError
+
+TURNS = [{"role": "user", "content": "why"}, {"role": "assistant", "content": "the cat"}]
+SHAREGPT = [{"from": "human", "value": "why"}, {"from": "gpt", "value": "the cat"}]
+PAIR = {"prompt": "why", "chosen": "the cat", "rejected": "a dog"}
+QUESTION = {"question": "one and two", "answer": "#### 3"}
+LABELED = {"prompt": "why", "completion": "the cat", "label": True}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return tiny.write_checkpoint(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def expand(checkpoint, tmp_path):
+    """``expand("any_lora", rows)`` returns the overrides for rows in a file, as settings."""
+
+    def run(config, rows, *overrides, name="rows.jsonl"):
+        path = tmp_path / name
+        if rows is not None:
+            tiny.write_lines(path, rows)
+        return expand_shorthands(find_config(config), [f"model={checkpoint}", f"data={path}", *overrides])
+
+    return run
+
+
+def dataset_of(overrides):
+    """The dataset section that was found, without its source."""
+    (text,) = [override for override in overrides if override.startswith("dataset={")]
+    node = json.loads(text.removeprefix("dataset="))
+    del node["source"]
+    return node
+
+
+def test_short_line_has_the_settings_of_the_hand_written_config(checkpoint, tmp_path, expand):
+    from recipes.lora_finetune_single_device import recipe_main
+
+    rows = tmp_path / "rows.jsonl"
+    by_hand = f"""
+recipe: lora_finetune_single_device
+output_dir: /tmp/torchtune/any_lora
+model:
+  _component_: torchtune.models.from_hf_config
+  checkpoint_dir: {checkpoint}
+model_converters:
+  - _component_: torchtune.modules.peft.LoRA
+    rank: 8
+    alpha: 16
+    dropout: 0.0
+    apply_to_mlp: true
+tokenizer:
+  _component_: torchtune.tokenizers.hf_tokenizer
+  path: {checkpoint}
+  max_seq_len: null
+checkpointer:
+  _component_: torchtune.training.FullModelHFCheckpointer
+  checkpoint_dir: {checkpoint}
+  output_dir: /tmp/torchtune/any_lora
+dataset:
+  _component_: torchtune.datasets.chat_dataset
+  source: {rows}
+  conversation_column: messages
+  conversation_style: openai
+batch_size: 2
+gradient_accumulation_steps: 8
+epochs: 2
+optimizer:
+  _component_: torch.optim.AdamW
+  fused: true
+  weight_decay: 0.01
+  lr: 3e-4
+lr_scheduler:
+  _component_: torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup
+  num_warmup_steps: 100
+loss:
+  _component_: torchtune.modules.loss.LinearCrossEntropyLoss
+enable_activation_checkpointing: true
+metric_logger:
+  _component_: torchtune.training.metric_logging.DiskLogger
+  log_dir: /tmp/torchtune/any_lora/logs
+profiler:
+  _component_: torchtune.training.setup_torch_profiler
+  enabled: false
+  output_dir: /tmp/torchtune/any_lora/profiling_outputs
+"""
+    (tmp_path / "by_hand.yaml").write_text(by_hand)
+    overrides = expand("any_lora", [{"messages": TURNS}], "epochs=2")
+    short = load_and_check(find_config("any_lora"), overrides, recipe_main)
+    assert to_dict(short) == to_dict(load_and_check(tmp_path / "by_hand.yaml", [], recipe_main))
+
+
+@pytest.mark.parametrize(
+    ("config", "row", "dataset"),
+    [
+        ("any_lora", {"messages": TURNS}, {"conversation_column": "messages", "conversation_style": "openai"}),
+        ("any_full", {"chat": SHAREGPT}, {"conversation_column": "chat", "conversation_style": "sharegpt"}),
+        ("any_qlora", {"instruction": "why", "input": "", "output": "the cat"}, {}),
+        ("any_kd", {"prompt": "why", "completion": "cat"}, {"column_map": {"input": "prompt", "output": "completion"}}),
+        ("any_lora", QUESTION, {"column_map": {"input": "question", "output": "answer"}}),
+        ("any_lora", {"text": "the cat"}, {"column": "text"}),
+        ("any_lora", {"text": "the cat", "label": "big"}, {"column_map": {"input": "text", "output": "label"}}),
+        ("any_lora", {"input_ids": [1, 2]}, {}),
+        ("any_dpo", PAIR, {}),
+        ("any_grpo", QUESTION, {"column": "question"}),
+        ("any_grpo", {"question": "one and two", "answer": "3"}, {"column": "question"}),
+    ],
+)
+def test_format_of_the_rows_sets_the_dataset(expand, config, row, dataset):
+    found = dataset_of(expand(config, [row, row]))
+    del found["_component_"]
+    assert found == dataset
+
+
+@pytest.mark.parametrize("config", ["any_full", "any_lora", "any_qlora", "any_kd"])
+def test_pairs_name_the_config_for_preferences(expand, config):
+    with pytest.raises(UserError, match=f"preference pairs, and {config} trains on conversations.*--config any_dpo"):
+        expand(config, [PAIR])
+
+
+@pytest.mark.parametrize(
+    ("config", "row", "remedy"),
+    [
+        ("any_dpo_distributed", {"messages": TURNS}, "--config any_lora_distributed"),
+        ("any_grpo", {"messages": TURNS}, "--config any_lora"),
+        ("any_lora", {"prompt": "why"}, "--config any_grpo"),
+        ("any_dpo", LABELED, "--config any_dpo loss=torchtune.rlhf.loss.KTOLoss"),
+    ],
+)
+def test_rows_of_another_method_name_its_config(expand, config, row, remedy):
+    with pytest.raises(UserError, match=remedy):
+        expand(config, [row])
+
+
+def test_labeled_answers_fit_their_loss(expand):
+    overrides = expand("any_dpo", [LABELED], "loss=torchtune.rlhf.loss.KTOLoss")
+    assert dataset_of(overrides) == {"_component_": "torchtune.datasets.kto_dataset"}
+
+
+def test_rows_of_two_formats_are_refused_with_both(expand):
+    rows = [{"messages": TURNS}, {"instruction": "why", "input": "", "output": "cat"}]
+    with pytest.raises(UserError, match=r"OpenAI messages .* from row 1 and Alpaca .* from row 2: split the file"):
+        expand("any_lora", rows)
+
+
+def test_conversations_of_two_formats_have_one_reader(expand):
+    rows = [{"messages": TURNS}, {"conversations": SHAREGPT}]
+    assert dataset_of(expand("any_lora", rows)) == {"_component_": "torchtune.datasets.chat_dataset"}
+
+
+@pytest.mark.parametrize(
+    ("row", "first", "second"),
+    [
+        ({"draft": TURNS, "final": TURNS}, "conversation_column=draft", "conversation_column=final"),
+        ({"prompt": "a", "completion": "b", "response": "c"}, "column_map.output=completion", "output=response"),
+    ],
+)
+def test_rows_with_two_readings_are_refused_with_both(expand, row, first, second):
+    with pytest.raises(UserError, match=f"two ways: add either .*{first}.* or .*{second}"):
+        expand("any_lora", [row])
+
+
+def test_named_column_chooses_a_reading(expand):
+    overrides = expand("any_lora", [{"draft": TURNS, "final": TURNS}], "dataset.conversation_column=final")
+    assert dataset_of(overrides)["conversation_column"] == "final"
+
+
+def test_unknown_columns_are_named(expand):
+    with pytest.raises(UserError, match=r"the columns asked, said: name those that are read.*dataset\.column_map"):
+        expand("any_lora", [{"asked": "why", "said": "the cat"}])
+    overrides = expand("any_lora", None, "dataset.column_map.input=asked", "dataset.column_map.output=said")
+    assert dataset_of(overrides)["_component_"] == "torchtune.datasets.instruct_dataset"
+
+
+def test_reward_compares_with_the_column_of_the_answers(expand):
+    assert "rewards.0.column=output" in expand("any_grpo", [{"input": "one and two", "output": "3"}])
+    with pytest.raises(UserError, match=r"compares answers with column 'answer', which the rows lack"):
+        expand("any_grpo", [{"prompt": "why"}])
+    assert expand("any_grpo", [{"prompt": "why", "right": "3"}], "rewards.0.column=right")
+
+
+def test_table_is_read(expand, tmp_path):
+    (tmp_path / "faq.csv").write_text("prompt,response\nwhy,the cat\n")
+    found = dataset_of(expand("any_lora", None, name="faq.csv"))
+    assert found["column_map"] == {"input": "prompt", "output": "response"}
+
+
+def test_images_ask_for_the_whole_model_and_its_processor(expand):
+    row = {"messages": SHAREGPT, "images": ["cat.png"]}
+    overrides = expand("any_lora", [row])
+    assert "model.images=True" in overrides
+    assert any("torchtune.models.image_text_transform" in override for override in overrides)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("nothing", "no such folder, and a repository of the hub is called owner/name"),
+        ("nothing.gguf", "there is no such file"),
+        ("empty", r"no config\.json"),
+        ("bare", "no weights"),
+        ("quantized", r"GGUF files alone: name one of them, model=.*small\.gguf"),
+    ],
+)
+def test_model_that_cannot_be_read_is_refused(tmp_path, monkeypatch, name, reason):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "bare").mkdir()
+    (tmp_path / "bare" / "config.json").write_text("{}")
+    (tmp_path / "quantized").mkdir()
+    (tmp_path / "quantized" / "small.gguf").touch()
+    with pytest.raises(UserError, match=f"model={name}.*{reason}"):
+        expand_shorthands(find_config("any_lora"), [f"model={name}"])
+
+
+def test_gguf_file_is_converted_once(tmp_path, capsys):
+    from tests.torchtune.checkpoints.gguf_files import write_gguf
+
+    file = write_gguf(tmp_path / "small.gguf").path
+    (first,) = expand_shorthands(find_config("any_lora"), [f"model={file}"])
+    assert "its weights are written as bf16" in capsys.readouterr().err
+    (second,) = expand_shorthands(find_config("any_lora"), [f"model={file}"])
+    assert first == second
+    assert "written" not in capsys.readouterr().err
+
+
+def test_component_stays_a_component():
+    overrides = ["model=torchtune.models.smol.smollm2_135m", "epochs=2"]
+    assert set(expand_shorthands(find_config("any_lora"), overrides)) == set(overrides)
+
+
+def test_data_fits_every_config(expand):
+    overrides = expand("smol/135M_lora_single_device", [{"messages": TURNS}])
+    assert dataset_of(overrides)["_component_"] == "torchtune.datasets.chat_dataset"
+
+
+def test_teacher_and_model_are_said_in_one_line_each(checkpoint, capsys):
+    overrides = expand_shorthands(find_config("any_kd"), [f"model={checkpoint}", f"teacher={checkpoint}"])
+    assert overrides == [f"model.checkpoint_dir={checkpoint}", f"teacher_model.checkpoint_dir={checkpoint}"]
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split()[0] for line in lines] == ["model", "teacher"]
+    assert all("LlamaForCausalLM" in line for line in lines)
+
+
+def test_cp_and_cat_write_the_complete_config(tune, checkpoint, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tiny.write_lines(tmp_path / "chats.jsonl", [{"messages": TURNS}])
+    arguments = [f"model={checkpoint}", "data=chats.jsonl", "epochs=3", "~lr_scheduler", "seed=1"]
+    assert tune("cp", "any_lora", "mine.yaml", *arguments).code == 0
+    text = (tmp_path / "mine.yaml").read_text()
+    assert tune("cat", "any_lora", *arguments).out == text
+    config = yaml.safe_load(text)
+    assert config["model"]["checkpoint_dir"] == str(checkpoint)
+    assert config["dataset"]["source"] == "chats.jsonl"
+    assert (config["epochs"], config["seed"], config.get("lr_scheduler")) == (3, 1, None)
+    assert "rank: 8 # higher learns more" in text
+    assert tune("validate", "mine.yaml").code == 0
+    assert "has no settings to change" in tune("cp", "dpo", "mine.py", "epochs=2").err
+
+
+def test_one_line_runs_with_and_without_config_option(tune, checkpoint, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tiny.write_lines(tmp_path / "chats.jsonl", [{"messages": TURNS}] * 16)
+    arguments = [f"model={checkpoint}", "data=chats.jsonl", "device=cpu", f"output_dir={tmp_path / 'out'}"]
+    for command in (["run", "--config", "any_lora"], ["run", "any_lora"]):
+        result = tune(*command, *arguments, "--dry-run")
+        assert result.code == 0
+        assert "The run can start" in result.out

@@ -1,0 +1,430 @@
+"""Shorthands of a command line, ``model=``, ``teacher=`` and ``data=``: the settings that they stand for.
+
+``tune run --config any_lora model=Qwen/Qwen3-4B data=chats.jsonl`` is ``tune run --config any_lora`` with
+``model.checkpoint_dir=<folder>`` and ``dataset={_component_: …, source: chats.jsonl, …}``. Shorthands are expanded
+before the config is checked, so everything after that sees settings alone.
+"""
+
+import hashlib
+import json
+import os
+import re
+import sys
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from torchtune._cli._find_recipe import find_checkpoint
+from torchtune._hub import find_folder
+from torchtune._recipe_registry import current_name, recipe_of
+from torchtune.utils import UserError, cache_root, read_json
+
+# Shorthand of a model -> section whose checkpoint it names.
+_MODELS = {"model": "model", "teacher": "teacher_model"}
+# Builders that make a model from the config.json of a checkpoint.
+_MODEL_BUILDERS = (
+    "torchtune.models.from_hf_config",
+    "torchtune.models.image_text_model",
+    "torchtune.models.lora_image_text_model",
+)
+# A dotted path of a component, such as torchtune.models.smol.smollm2_135m.
+_COMPONENT = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
+# Setting of a dataset on the command line -> builders that have it, the usual one first.
+_DATASET_BUILDERS = {
+    "column_map.instruction": ("alpaca_dataset",),
+    "column_map.chosen": ("preference_dataset",),
+    "column_map.rejected": ("preference_dataset",),
+    "column_map.completion": ("kto_dataset",),
+    "column_map.label": ("kto_dataset",),
+    "column_map.query": ("embedding_dataset",),
+    "column_map.positive": ("embedding_dataset",),
+    "column_map.conversations": ("multimodal.multimodal_chat_dataset",),
+    "column_map.input": ("instruct_dataset", "alpaca_dataset", "multimodal.vqa_dataset"),
+    "column_map.output": ("instruct_dataset", "alpaca_dataset", "multimodal.vqa_dataset"),
+    "conversation_column": ("chat_dataset",),
+    "conversation_style": ("chat_dataset",),
+    "column": ("text_completion_dataset", "prompt_dataset"),
+}
+# Rows of a hub dataset that are read to find its format.
+_HUB_ROWS = 100
+
+# What a recipe trains on, and the config for any model that trains on it.
+_SUPERVISED = "conversations, instructions or texts"
+_PAIRS = "preference pairs"
+_LABELED = "labeled answers"
+_PROMPTS = "prompts"
+_CONFIGS = {
+    _SUPERVISED: "any_lora",
+    _PAIRS: "any_dpo",
+    _LABELED: "any_dpo loss=torchtune.rlhf.loss.KTOLoss",
+    _PROMPTS: "any_grpo",
+}
+_TRAINED_ON = {
+    "dpo": _PAIRS,
+    "full_finetune_distributed": _SUPERVISED,
+    "full_finetune_single_device": _SUPERVISED,
+    "grpo": _PROMPTS,
+    "knowledge_distillation": _SUPERVISED,
+    "lora_finetune_distributed": _SUPERVISED,
+    "lora_finetune_single_device": _SUPERVISED,
+    "ppo": _PROMPTS,
+}
+# Builder of a dataset -> what it reads; other builders read what a supervised recipe trains on.
+_READ_BY = {"preference_dataset": _PAIRS, "kto_dataset": _LABELED, "prompt_dataset": _PROMPTS}
+
+
+def expand_shorthands(config: Path, overrides: list[str]) -> list[str]:
+    """Replace the shorthands among overrides by the settings that they stand for, and say what was found.
+
+    ``model=`` and ``teacher=`` name the folder of a checkpoint or of a run, a GGUF file, or a repository on the hub, in
+    a config whose model is built from the ``config.json`` of its checkpoint. ``data=`` names a file or folder of rows,
+    or a dataset on the hub.
+
+    Args:
+        config: file of the config.
+        overrides: ``key=value`` and ``~key`` of the command line.
+
+    Returns:
+        The settings found, then the other overrides in their order.
+
+    Raises:
+        UserError: a model or the data cannot be found or read, the rows have several readings, or the recipe does not
+            train on such rows.
+    """
+    shorthands, other_overrides = _separate_shorthands(overrides)
+    if not shorthands:
+        return overrides
+    from torchtune.config import apply_overrides, read_document
+
+    document = read_document(config)
+    apply_overrides(document, other_overrides)
+    recipe = current_name(str(document.data.get("recipe") or recipe_of(config) or ""))
+    settings: list[str] = []
+    for key, name in shorthands.items():
+        section = document.data.get(_MODELS.get(key, "dataset"))
+        if key == "data":
+            if section is None or "data" in document.data:  # a setting of the user's own recipe
+                other_overrides.append(f"data={name}")
+            else:
+                settings += _DataSettings(name, document.data, recipe, other_overrides, config.stem).overrides()
+        elif isinstance(section, Mapping) and section.get("_component_") in _MODEL_BUILDERS and not _is_component(name):
+            folder = _checkpoint_folder(key, name)
+            settings.append(f"{_MODELS[key]}.checkpoint_dir={folder}")
+        else:
+            other_overrides.append(f"{key}={name}")
+    return [*settings, *other_overrides]
+
+
+def _separate_shorthands(overrides: list[str]) -> tuple[dict[str, str], list[str]]:
+    """Return the value of each shorthand, and the other overrides; the last value of a shorthand counts."""
+    shorthands = {}
+    other_overrides = []
+    for override in overrides:
+        key, equals, value = override.partition("=")
+        is_section = value.startswith(("{", "[")) or "${" in value
+        if key in (*_MODELS, "data") and equals and value and not is_section:
+            shorthands[key] = value
+        else:
+            other_overrides.append(override)
+    return shorthands, other_overrides
+
+
+def _is_component(name: str) -> bool:
+    return _COMPONENT.fullmatch(name) is not None and not name.endswith(".gguf") and not os.path.exists(name)
+
+
+def _say(topic: str, text: str) -> None:
+    """Print what was found: to stderr, because `tune cat` prints a config to stdout."""
+    print(f"{topic:<11} {text}", file=sys.stderr, flush=True)
+
+
+def _checkpoint_folder(key: str, name: str) -> Path:
+    """Return the folder of a checkpoint that ``key=name`` names; it is downloaded or converted once."""
+    path = Path(name).expanduser()
+    if name.endswith(".gguf"):
+        if not path.is_file():
+            raise UserError(f"{key}={name}: there is no such file: correct the path.")
+        folder = _folder_of_gguf(path)
+    else:
+        try:
+            folder, _ = find_folder(find_checkpoint(name))
+        except UserError as error:
+            raise UserError(f"{key}={error}" if str(error).startswith(name) else f"{key}={name}: {error}") from error
+    config_file = folder / "config.json"
+    if not config_file.is_file():
+        gguf_files = sorted(folder.glob("*.gguf"))
+        if gguf_files:
+            raise UserError(f"{key}={name}: the folder has GGUF files alone: name one of them, {key}={gguf_files[0]}.")
+        raise UserError(
+            f"{key}={name}: there is no config.json in {folder}: give a checkpoint in Hugging Face's format."
+        )
+    if not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
+        raise UserError(f"{key}={name}: there are no weights in {folder}: name a checkpoint that has them.")
+    architectures = read_json(config_file, UserError).get("architectures")
+    architecture = architectures[0] if isinstance(architectures, list) and architectures else "of no named architecture"
+    _say(key, f"{name}: {architecture}" + ("" if folder == path else f", in {folder}"))
+    return folder
+
+
+def _folder_of_gguf(path: Path) -> Path:
+    """Return the folder of a checkpoint with the contents of a GGUF file; an unchanged file is converted once."""
+    from torchtune.checkpoints import gguf_to_hf
+
+    facts = path.stat()
+    digest = hashlib.sha256(f"{path.resolve()} {facts.st_size} {facts.st_mtime_ns}".encode()).hexdigest()[:12]
+    folder = cache_root() / "gguf" / f"{path.stem}-{digest}"
+    if not (folder / "config.json").is_file():
+        _say("GGUF", f"{path}: its weights are written as bf16 to {folder}, once")
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        gguf_to_hf(path, folder)
+    return folder
+
+
+class _DataSettings:
+    """The settings that ``data=`` stands for.
+
+    Args:
+        name: file, folder or hub dataset.
+        config: settings of the config.
+        recipe: name of the recipe.
+        overrides: the other overrides of the command line; those of ``dataset.`` help to read the rows.
+        config_name: name of the config.
+    """
+
+    def __init__(
+        self, name: str, config: Mapping[str, Any], recipe: str, overrides: Collection[str], config_name: str
+    ) -> None:
+        self._name = name
+        self._path = Path(name).expanduser()
+        self._config = config
+        self._recipe = recipe
+        self._chosen = []  # settings of the dataset on the command line
+        for override in overrides:
+            if override.startswith("dataset."):
+                self._chosen.append(override.removeprefix("dataset."))
+        self._config_name = config_name
+
+    def overrides(self) -> list[str]:
+        """Return the overrides that set the dataset, and what the rows ask of other sections."""
+        row_format, row = self._format_and_row()
+        row_format = self._as_trained(row_format, row)
+        kind, reader = row_format
+        if not reader and not self._chosen:
+            raise UserError(
+                f"data={self._name}: no dataset reads rows with the columns {', '.join(row)}: name those that are "
+                "read, for example with dataset.column_map.input=... dataset.column_map.output=..., or with "
+                "dataset.column=... for plain text."
+            )
+        source = str(self._path) if self._path.exists() else self._name
+        node = dataset_node(source, row_format, self._chosen)
+        builder = node["_component_"].removeprefix("torchtune.datasets.")
+        self._check_method(kind, builder)
+        columns = " ".join(reader.split()[1:])
+        description = kind if reader else "columns as named"
+        _say("data", f"{self._name}: {description}, read by {node['_component_']} {columns}".rstrip())
+        settings = [f"dataset={json.dumps(node, ensure_ascii=False)}"]
+        if builder.startswith("multimodal."):
+            settings += self._image_settings()
+        return settings + self._reward_settings(row, node)
+
+    def _format_and_row(self) -> tuple[tuple[str, str], Mapping[str, Any]]:
+        """Return the format of the rows, and the first row."""
+        from torchtune.datasets import SAMPLE, scan
+
+        is_local = self._path.exists()
+        if is_local:
+            facts = scan(self._path, everything=False, split=self._split(), at_most=SAMPLE)
+            if not facts.formats:
+                line, reason = facts.problems[0]
+                raise UserError(f"data={self._name}: no row can be used: line {line}: {reason}.")
+            formats, firsts, row = facts.formats, facts.firsts, facts.example
+            row_format = facts.format
+        else:
+            from collections import Counter
+
+            from torchtune.datasets import format_of
+
+            rows = self._hub_rows()
+            formats = Counter(map(format_of, rows))
+            firsts = {}
+            for number, hub_row in enumerate(rows, 1):
+                firsts.setdefault(format_of(hub_row), number)
+            row = rows[0]
+            row_format = formats.most_common(1)[0][0]
+        if row_format[1] != "chat_dataset":  # conversations of several formats have one reader
+            self._refuse_several_formats([each for each, _ in formats.most_common()], firsts)
+        self._refuse_several_readings(row_format, row)
+        return row_format, row
+
+    def _split(self) -> str:
+        splits = [setting.partition("=")[2] for setting in self._chosen if setting.startswith("split=")]
+        return splits[-1] if splits else "train"
+
+    def _hub_rows(self) -> list[Mapping[str, Any]]:
+        """Return the first rows of a dataset on the hub."""
+        from itertools import islice
+
+        from torchtune.datasets import load_rows
+
+        if not re.fullmatch(r"[\w.-]+/[\w.-]+", self._name) or self._name.startswith("."):
+            raise UserError(
+                f"data={self._name}: there is no such file or folder, and a dataset of the hub is called owner/name."
+            )
+        arguments = {"split": self._split(), "streaming": True}
+        for setting in self._chosen:
+            key, _, value = setting.partition("=")
+            if key in ("name", "data_files", "data_dir"):
+                arguments[key] = value
+        return list(islice(load_rows(self._name, **arguments), _HUB_ROWS))
+
+    def _refuse_several_formats(self, formats: list[tuple[str, str]], firsts: Mapping[tuple[str, str], int]) -> None:
+        """Refuse rows of two formats: a dataset reads one of them."""
+        readers = {reader.partition(" ")[0] for _, reader in formats}
+        is_of_images = len(readers) == 1 and readers.pop().startswith("multimodal.")  # some rows may lack a tag
+        if len(formats) < 2 or is_of_images:
+            return
+        readings = []
+        for kind, reader in formats[:2]:
+            description = f"{kind} ({reader})" if reader else "columns that no dataset reads"
+            readings.append(f"{description} from row {firsts[kind, reader]}")
+        raise UserError(
+            f"data={self._name}: the rows are of two formats, {' and '.join(readings)}: split the file, because a "
+            "dataset reads one of them."
+        )
+
+    def _refuse_several_readings(self, row_format: tuple[str, str], row: Mapping[str, Any]) -> None:
+        """Refuse a row that holds two conversations or two answers, unless the command line chooses one."""
+        from torchtune.datasets import readings_of
+
+        builder = row_format[1].partition(" ")[0]
+        columns = ("conversation_column=", "column_map.", "column=", "_component_=")
+        is_chosen = any(setting.startswith(columns) for setting in self._chosen)
+        if is_chosen or builder not in ("chat_dataset", "instruct_dataset"):
+            return
+        readings = [reader for _, reader in readings_of(row) if reader.startswith(builder)]
+        if len(readings) < 2:
+            return
+        first, second = (" ".join(f"dataset.{setting}" for setting in reader.split()[1:]) for reader in readings[:2])
+        raise UserError(
+            f"data={self._name}: the rows can be read in two ways: add either {first} or {second} to choose one."
+        )
+
+    def _as_trained(self, row_format: tuple[str, str], row: Mapping[str, Any]) -> tuple[str, str]:
+        """Return the format as the recipe reads it: questions with answers are prompts, or instructions."""
+        from torchtune.datasets import builder_and_settings
+
+        kind, reader = row_format
+        builder, columns = builder_and_settings(reader)
+        trained_on = _TRAINED_ON.get(self._recipe)
+        if trained_on == _PROMPTS and builder == "instruct_dataset" and kind == "instructions":
+            return "prompts with answers", f"prompt_dataset column={columns['column_map.input']}"
+        if trained_on == _SUPERVISED and builder == "prompt_dataset" and columns.get("column") == "question":
+            return "instructions", "instruct_dataset column_map.input=question column_map.output=answer"
+        return row_format
+
+    def _check_method(self, kind: str, builder: str) -> None:
+        """Refuse rows that the recipe does not train on, and name the config that does."""
+        trained_on = _TRAINED_ON.get(self._recipe)
+        if trained_on is None:  # a recipe of the user's own
+            return
+        loss = self._config.get("loss")
+        if isinstance(loss, Mapping) and str(loss.get("_component_")).endswith(".KTOLoss"):
+            trained_on = _LABELED
+        read = _READ_BY.get(builder, _SUPERVISED)
+        if read == trained_on:
+            return
+        config, _, setting = _CONFIGS[read].partition(" ")
+        if self._config_name.endswith("_distributed"):
+            config += "_distributed"
+        raise UserError(
+            f"data={self._name}: the rows are {kind}, and {self._config_name} trains on {trained_on}: use "
+            f"{f'--config {config} {setting}'.rstrip()}."
+        )
+
+    def _image_settings(self) -> list[str]:
+        """Return the settings of a model that reads images."""
+        if (self._config.get("model") or {}).get("_component_") != "torchtune.models.from_hf_config":
+            return []  # a config for images has them
+        tokenizer = {
+            "_component_": "torchtune.models.image_text_transform",
+            "path": "${model.checkpoint_dir}",
+            "max_seq_len": None,
+        }
+        return ["model.images=True", f"tokenizer={json.dumps(tokenizer)}"]
+
+    def _reward_settings(self, row: Mapping[str, Any], node: Mapping[str, Any]) -> list[str]:
+        """Return the column of the right answer, where the only reward expects another one."""
+        from torchtune.datasets import readings_of
+
+        rewards = self._config.get("rewards")
+        if not isinstance(rewards, list) or len(rewards) != 1 or not isinstance(rewards[0], Mapping):
+            return []
+        is_number = str(rewards[0].get("_component_")).endswith(".NumberMatch")
+        if not is_number or "column" in rewards[0] or "answer" in row:
+            return []
+        from torchtune.datasets import builder_and_settings
+
+        for _, reader in readings_of(row):
+            columns = builder_and_settings(reader)[1]
+            if columns.get("column_map.input") == node.get("column"):
+                column = columns["column_map.output"]
+                _say("reward", f"the last number of the answer is compared with that of column '{column}'")
+                return [f"rewards.0.column={column}"]
+        raise UserError(
+            f"data={self._name}: the reward compares answers with column 'answer', which the rows lack: name the "
+            "column of the right answer, rewards.0.column=..., or another reward, rewards=[{_component_: ...}]."
+        )
+
+
+def dataset_node(path: str | Path, row_format: tuple[str, str], overrides: list[str]) -> dict[str, Any]:
+    """Return a dataset node that reads the file.
+
+    Args:
+        path: the file.
+        row_format: format of its rows (name, builder and its settings).
+        overrides: settings of the dataset; ``_component_``, or a setting that the format's builder does not have,
+            chooses another builder.
+
+    Raises:
+        UserError: no builder is known for the rows and the settings.
+    """
+    from torchtune.datasets import builder_and_settings
+
+    _, reader = row_format
+    name, columns = builder_and_settings(reader)
+    settings = [f"{key}={column}" for key, column in columns.items()]
+    changes = changed({}, [override for override in overrides if not override.startswith("~")])
+    component = changes.get("_component_")
+    if component is None:
+        builder = _builder_of(name, changes)
+        if not builder:
+            raise UserError(
+                f"{path}: no dataset reads rows of these columns: name them, for example with column_map.input=... "
+                "column_map.output=..., or use a config."
+            )
+        component = f"torchtune.datasets.{builder}"
+    if component != f"torchtune.datasets.{name}":
+        settings = []
+    return changed({"_component_": component, "source": str(path)}, [*settings, *overrides])
+
+
+def _builder_of(name: str, changes: Mapping[str, Any]) -> str:
+    """Return the builder of a format, or the usual one of the first setting that it does not have."""
+    keys = set(changes)
+    columns = changes.get("column_map")
+    if isinstance(columns, Mapping):
+        keys.update(f"column_map.{column}" for column in columns)
+    for key, builders in _DATASET_BUILDERS.items():
+        if key in keys and name not in builders:
+            return builders[0]
+    return name
+
+
+def changed(data: dict[str, Any], overrides: list[str]) -> dict[str, Any]:
+    """Return plain settings with overrides applied; raise ``ConfigError`` if one is not possible."""
+    from torchtune.config import Document, apply_overrides
+
+    document = Document(data)
+    apply_overrides(document, overrides)
+    document.check()
+    return document.data

@@ -1,0 +1,319 @@
+"""Configs from templates: a template per method, a table of methods and a table of models (``recipes/templates``).
+
+``tools/make_configs.py`` writes the shipped configs with them. Any other combination of a model and a method is made
+when its name is used: ``tune run --config qwen3/8B_lora_dpo_single_device``.
+"""
+
+import ast
+import functools
+import string
+import textwrap
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from torchtune.utils import atomic_write, cache_root, refuse_foreign
+
+RECIPES = Path(__file__).resolve().parents[1] / "recipes"
+TEMPLATES = RECIPES / "templates"
+
+# Settings that everybody changes: configs show them, whatever their value.
+_ALWAYS_SHOWN = {
+    *("batch_size", "gradient_accumulation_steps", "epochs", "dtype", "enable_activation_checkpointing", "compile"),
+    *("max_new_tokens", "temperature", "kd_ratio", "expert_parallel_dim"),
+}
+# Methods of the configs that are made on demand -> number of parameters from which a model is too large for them. On
+# one device of 80 GB, full training needs some 8 bytes for a parameter, adapters 2, and adapters on 4 bits at most 1.
+_LARGEST = {
+    "full_single_device": 8e9,
+    "full": None,
+    "lora_single_device": 32e9,
+    "lora": None,
+    "qlora_single_device": 64e9,
+    "qlora": None,
+    "dora_single_device": 32e9,
+    "dora": None,
+    "qdora_single_device": 64e9,
+    "lora_dpo_single_device": 32e9,
+    "lora_dpo": None,
+    "full_dpo_single_device": 8e9,
+    "full_dpo": None,
+    "lora_grpo_single_device": 32e9,
+    "lora_grpo": None,
+    "full_grpo_single_device": 8e9,
+    "full_grpo": None,
+    "KD_lora_single_device": 32e9,
+    "KD_lora_distributed": None,
+}
+# Templates of methods for models with images.
+_OF_IMAGES = (
+    "full_finetune_distributed",
+    "full_finetune_single_device",
+    "lora_finetune_distributed",
+    "lora_finetune_single_device",
+)
+
+
+class _Template(string.Template):
+    """``@name`` is filled in; ``$`` belongs to YAML's own references."""
+
+    delimiter = "@"
+
+
+@functools.cache
+def _read_table(name: str) -> dict[str, Any]:
+    return parse_yaml((TEMPLATES / f"{name}.yaml").read_text(encoding="utf-8"))
+
+
+def parse_yaml(text: str) -> dict[str, Any]:
+    """Parse a table; the loader in C is ten times as fast."""
+    import yaml
+
+    return yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+
+
+def methods() -> dict[str, dict[str, Any]]:
+    """Return the table of methods."""
+    return _read_table("methods")
+
+
+def models() -> dict[str, Any]:
+    """Return the table of models, with its families and the configs with a name of their own."""
+    return _read_table("models")
+
+
+def sizes() -> dict[str, dict[str, Any]]:
+    """Return the table of sizes, written by ``tools/make_configs.py``: parameters of a model, and if it has experts."""
+    return _read_table("sizes")
+
+
+def builder(model: str) -> str:
+    """Return the name of a model's builder."""
+    return models()["models"][model].get("builder") or model.lower().translate(str.maketrans("/.", "__"))
+
+
+def _holds(range_: dict[str, Any], count: int) -> bool:
+    """Return whether a number of parameters is in a range of the table of methods."""
+    return float(range_.get("from", 0)) <= count < float(range_.get("below", "inf"))
+
+
+def methods_of(model: str) -> list[str]:
+    """Return the methods of a model's shipped configs: those that its row names, else those that fit its size."""
+    row = models()["models"][model]
+    if "configs" in row:
+        return row["configs"]
+    fitting = [
+        method
+        for method, entry in methods().items()
+        if entry.get("fits") and _holds(entry["fits"], sizes()[model]["parameters"])
+    ]
+    return [*fitting, *row.get("also", [])]
+
+
+def _values_of(model: str, method: str) -> dict[str, Any]:
+    """Return what a method's template asks for, as a model has it."""
+    values = dict(methods()[method])
+    size = sizes()[model]
+    for rule in values.get("sizes", []):
+        if _holds(rule, size["parameters"]) and not (size["experts"] and rule.get("dense")):
+            values |= rule
+    return values | models()["models"][model].get("changes", {}).get(method, {})
+
+
+def _common(model: str) -> dict[str, str]:
+    """Return what templates read of a model."""
+    row = models()["models"][model]
+    family, _, size = model.partition("/")
+    title = row.get("title") or f"{models()['families'][family]['title']} {size.replace('_', '-')}"
+    lines = [f"\n  {name}: {value}" for name, value in row.get("arguments", {}).items()]
+    return {
+        "title": title,
+        "repo": row["repo"],
+        "dir": f"/tmp/{row['repo'].rpartition('/')[2]}",
+        "family": family,
+        "builder": builder(model),
+        "arguments": "".join(lines),
+    }
+
+
+def select_parts(text: str, parts: Iterable[str]) -> str:
+    """Return a template without the parts that a config lacks: #if PART or #if not PART, then #else, then #end."""
+    lines = []
+    open_ = [True]
+    for line in text.splitlines(keepends=True):
+        match line.split():
+            case ["#if", "not", part]:
+                open_.append(part not in parts)
+            case ["#if", part]:
+                open_.append(part in parts)
+            case ["#else"]:
+                open_[-1] = not open_[-1]
+            case ["#end"]:
+                open_.pop()
+            case _ if all(open_):
+                lines.append(line)
+    return "".join(lines)
+
+
+def render(
+    name: str, model: str, method: str, teacher: str | None = None, is_for_any_model: bool = False, **changes: Any
+) -> str:
+    """Return the text of one config.
+
+    Args:
+        name: name of the config.
+        model: model of the table of models, such as ``qwen3/8B``.
+        method: method of the table of methods.
+        teacher: teacher of a distillation, a model of the table.
+        is_for_any_model: build model and teacher from the ``config.json`` of their checkpoints; they are examples.
+        **changes: of the values of the method.
+    """
+    values = (dict(methods()[method]) if is_for_any_model else _values_of(model, method)) | changes
+    row = models()["models"][model]
+    shared = _common(model)
+    parts = {*values.get("is", []), *row.get("is", [])}
+    if sizes()[model]["experts"]:
+        parts.add("experts")
+    if values.get("adapter") == "qlora":
+        parts.add("qlora")
+    if is_for_any_model:
+        parts.add("any")
+    if "image_tokens" in parts and "tensor" in values:
+        values |= {"tensor": 1}
+    devices = "devices" in parts
+    values |= {
+        "name": name,
+        "where": "several devices" if devices else "one device",
+        "run": f"tune run --nproc-per-node {values['processes']}" if devices else "tune run",
+        "trained": "adapters of " if "adapters" in parts else "",
+    }
+    if teacher:
+        values |= {f"teacher_{key}": value for key, value in _common(teacher).items()}
+        values["teacher_weights"] = "${teacher_model.checkpoint_dir}" if is_for_any_model else values["teacher_dir"]
+    shared["weights"] = "${model.checkpoint_dir}" if is_for_any_model else shared["dir"]
+    tokenizer = "hf" if is_for_any_model else models()["families"].get(shared["family"], {}).get("tokenizer", "hf")
+    filled = _Template((TEMPLATES / "tokenizers" / f"{tokenizer}.yaml").read_text()).substitute(
+        shared | {"dir": shared["weights"]}
+    )
+    text = select_parts((TEMPLATES / f"{values['template']}.yaml").read_text(), parts)
+    text = _Template(text).substitute(shared | values, tokenizer=textwrap.indent(filled.rstrip(), "  "))
+    return _without_defaults(text, values["recipe"])
+
+
+@functools.cache
+def _default_settings(recipe: str) -> dict[str, Any]:
+    """Return setting -> default, read from the text of the recipe."""
+    tree = ast.parse((RECIPES / f"{recipe}.py").read_text(encoding="utf-8"))
+    (settings,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Settings")
+    fields = (node for node in settings.body if isinstance(node, ast.AnnAssign) and node.value is not None)
+    constants = (node for node in fields if isinstance(node.value, ast.Constant | ast.UnaryOp))
+    return {node.target.id: ast.literal_eval(node.value) for node in constants}
+
+
+def _without_defaults(text: str, recipe: str) -> str:
+    """Return the config without the settings that repeat their default, but for those that are always shown."""
+    defaults = _default_settings(recipe)
+    values = parse_yaml(text)
+    repeated = {name for name in defaults.keys() & values.keys() - _ALWAYS_SHOWN if values[name] == defaults[name]}
+    lines = text.splitlines(keepends=True)
+    return "".join(line for line in lines if line.partition(":")[0] not in repeated)
+
+
+def shipped_configs() -> Iterator[tuple[str, str]]:
+    """Yield (name, text) of every config that is shipped as a file."""
+    for model in models()["models"]:
+        for method in methods_of(model):
+            name = f"{model}_{method}"
+            yield name, render(name, model, method)
+    for name, entry in models()["named"].items():
+        changes = entry.get("changes", {})
+        is_for_any_model = entry.get("any", False)
+        yield name, render(name, entry["model"], entry["method"], entry.get("teacher"), is_for_any_model, **changes)
+
+
+@functools.cache
+def _teacher_of(model: str) -> str | None:
+    """Return the next larger model of the family, which teaches; None for the largest."""
+    family = model.partition("/")[0]
+    table = sizes()
+    teacher = None
+    for name, size in table.items():
+        is_larger = name.startswith(f"{family}/") and size["parameters"] > table[model]["parameters"]
+        if is_larger and (teacher is None or size["parameters"] < table[teacher]["parameters"]):
+            teacher = name
+    return teacher
+
+
+def _model_and_method(name: str) -> tuple[str, str] | None:
+    """Return the model and the method in the name of a config; None if it names no model or no method."""
+    for model in models()["models"]:
+        method = name.removeprefix(f"{model}_")
+        if method != name and method in methods():
+            return model, method
+    return None
+
+
+def reason_against(model: str, method: str) -> str | None:
+    """Return why there is no config for a model and a method, or ``None`` if there is one."""
+    if method not in _LARGEST:
+        return f"{method} is for the models whose configs are files"
+    row = models()["models"][model]
+    largest = _LARGEST[method]
+    parameters = sizes()[model]["parameters"]
+    if largest is not None and parameters >= largest:
+        stem = method.removesuffix("_single_device")
+        several = f"{model}_{stem if stem in methods() else f'{stem}_distributed'}"
+        return f"{model} has {parameters / 1e9:.0f} billion parameters, too many for one device: see {several}"
+    if "arguments" in row:
+        return f"{model} has no builder of its own: the configs any_* build any model"
+    reads_images = not {"images", "image_tokens"}.isdisjoint(row.get("is", []))
+    if reads_images and methods()[method]["template"] not in _OF_IMAGES:
+        return f"{model} reads images, and {method} trains on text: train its text decoder with a config any_*"
+    if "dora" in methods()[method].get("is", []) and sizes()[model]["experts"]:
+        return f"{model} has experts, which have no DoRA: see {model}_lora"
+    if method.startswith("KD_") and _teacher_of(model) is None:
+        return f"{model} is the largest of its family: any_kd takes any teacher"
+    return None
+
+
+def reason_without_config(name: str) -> str | None:
+    """Return why no config has a name of a model and a method; None if the name is of neither, or there is one."""
+    found = _model_and_method(name)
+    return None if found is None else reason_against(*found)
+
+
+@functools.cache
+def configs_on_demand() -> dict[str, tuple[str, str]]:
+    """Return the name of each config that is made on demand -> its model and its method, by model."""
+    configs = {}
+    for model in models()["models"]:
+        shipped = methods_of(model)
+        for method in _LARGEST:
+            if method not in shipped and reason_against(model, method) is None:
+                configs[f"{model}_{method}"] = (model, method)
+    return configs
+
+
+def recipe_on_demand(name: str) -> str:
+    """Return the recipe of a config that is made on demand."""
+    _, method = configs_on_demand()[name]
+    return methods()[method]["recipe"]
+
+
+def config_on_demand(name: str) -> Path | None:
+    """Write the config with this name into the user's cache, and return its file; None if there is no such config."""
+    if "/" not in name or name.endswith((".yaml", ".yml")):
+        return None
+    found = _model_and_method(name)
+    if found is None or reason_against(*found) is not None:
+        return None
+    model, method = found
+    teacher = _teacher_of(model) if method.startswith("KD_") else None
+    text = render(name, model, method, teacher)
+    path = cache_root() / "configs" / f"{name}.yaml"
+    refuse_foreign(path.parent, "TORCHTUNE_CACHE")
+    if not path.is_file() or path.read_text(encoding="utf-8") != text:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with atomic_write(path) as file:
+            file.write(text.encode())
+    return path

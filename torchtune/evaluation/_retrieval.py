@@ -1,0 +1,303 @@
+"""Embeddings of texts, and how well they retrieve the relevant texts of a corpus."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from tqdm import tqdm
+
+from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, collate_documents
+from torchtune.datasets import format_of, read_rows
+from torchtune.evaluation._eval_rows import EvaluationError
+from torchtune.modules import Pooling, TransformerDecoder, pooled_embeddings
+
+_PARTS = ("queries", "corpus", "relevant")
+
+
+@torch.no_grad()
+def embed(
+    model: TransformerDecoder,
+    tokenizer: Any,
+    texts: Sequence[str],
+    *,
+    pooling: Pooling = "last",
+    instruction: str = "",
+    dimensions: int | None = None,
+    add_eos: bool = False,
+    batch_size: int = 32,
+) -> Tensor:
+    """Embed texts, as :class:`torchtune.rlhf.loss.InfoNCELoss` trains it.
+
+    Args:
+        model: the decoder; it runs in evaluation mode.
+        tokenizer: its tokenizer; texts are truncated to its ``max_seq_len``.
+        texts: ``n`` texts.
+        pooling: ``"last"``, the hidden state of the last token, or ``"mean"``, the mean over all tokens.
+        instruction: text before every text, such as that of queries.
+        dimensions: number of leading dimensions to keep, for models trained with ``matryoshka_dims``; by default all.
+        add_eos: end every text with the EOS token, as in the dataset of the training.
+        batch_size: texts per forward pass.
+
+    Returns:
+        Vectors of length 1, float32 ``[n, d]``, on the host.
+
+    Raises:
+        EvaluationError: there is no text, or a text has no tokens.
+
+    Example:
+        >>> vectors = torchtune.evaluation.embed(model, tokenizer, ["the cat", "one dog"], pooling="mean")
+        >>> vectors.shape
+        torch.Size([2, 32])
+    """
+    if not texts:
+        raise EvaluationError("embed: there is no text.")
+    limit = getattr(tokenizer, "max_seq_len", None) or model.max_seq_len
+    encode = getattr(tokenizer, "encode_text", tokenizer.encode)
+    documents = []
+    for number, text in enumerate(texts):
+        tokens = list(encode(text=instruction + text, add_bos=True, add_eos=False))
+        if add_eos:
+            tokens = [*tokens[: limit - 1], tokenizer.eos_id]
+        tokens = tokens[:limit]
+        if not tokens:
+            raise EvaluationError(f"embed: text {number} has no tokens: leave it out.")
+        documents.append({"tokens": tokens, "labels": [CROSS_ENTROPY_IGNORE_IDX] * len(tokens)})
+    device = model.tok_embeddings.weight.device
+    was_training = model.training
+    model.eval()
+    vectors = []
+    try:
+        for start in tqdm(range(0, len(documents), batch_size), desc="Embedding", unit="batch", disable=None):
+            batch = collate_documents(documents[start : start + batch_size]).to(device)
+            hidden = model(**batch.model_inputs(), output="hidden")
+            vectors.append(pooled_embeddings(hidden, batch, pooling)[:, :dimensions].float().cpu())
+    finally:
+        model.train(was_training)
+    return F.normalize(torch.cat(vectors), dim=-1)
+
+
+@dataclass(frozen=True)
+class EmbeddingSettings:
+    """How a checkpoint embeds, as ``sentence-transformers`` stores it.
+
+    Attributes:
+        pooling: see :func:`embed`.
+        query_instruction: text before queries.
+        document_instruction: text before the texts of a corpus.
+
+    Example:
+        >>> torchtune.evaluation.EmbeddingSettings.of(checkpoint).pooling  # not an embedding model
+        'last'
+    """
+
+    pooling: Pooling = "last"
+    query_instruction: str = ""
+    document_instruction: str = ""
+
+    @classmethod
+    def of(cls, folder: str | Path) -> "EmbeddingSettings":
+        """Read the settings of a checkpoint; the defaults for one that is not of an embedding model.
+
+        Raises:
+            EvaluationError: the checkpoint pools in another way, or a file is damaged.
+        """
+        path = Path(folder).expanduser()
+        pooling_path = path / "1_Pooling" / "config.json"
+        pooling: Pooling = "last"
+        if pooling_path.is_file():
+            config = _read_object(pooling_path)
+            modes = [name for name, value in config.items() if name.startswith("pooling_mode_") and value is True]
+            modes += [config["pooling_mode"]] if "pooling_mode" in config else []
+            if modes in (["pooling_mode_mean_tokens"], ["mean"]):
+                pooling = "mean"
+            elif modes not in (["pooling_mode_lasttoken"], ["lasttoken"]):
+                raise EvaluationError(
+                    f"{pooling_path}: it pools by {', '.join(map(str, modes)) or 'nothing'}: only the last token and "
+                    "the mean are read."
+                )
+        prompts_path = path / "config_sentence_transformers.json"
+        prompts: Mapping[str, Any] = {}
+        if prompts_path.is_file():
+            prompts = _read_object(prompts_path).get("prompts") or {}
+        return cls(pooling, prompts.get("query", ""), prompts.get("document", ""))
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    """Read a JSON object. Raises :class:`EvaluationError` for anything else."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise EvaluationError(f"{path}: it cannot be read as JSON ({error}): correct it.") from error
+    if not isinstance(content, dict):
+        raise EvaluationError(f"{path}: it must be a JSON object, not {type(content).__name__}.")
+    return content
+
+
+@dataclass(frozen=True)
+class RetrievalData:
+    """Queries, a corpus, and the texts of the corpus that are relevant to each query.
+
+    Attributes:
+        queries: ``n`` texts.
+        corpus: ``m`` texts.
+        relevant: for each query, the indices of the relevant texts, at least one.
+
+    Example:
+        >>> torchtune.evaluation.RetrievalData(["who?"], ["the cat", "one dog"], [[0]]).relevant
+        [[0]]
+    """
+
+    queries: Sequence[str]
+    corpus: Sequence[str]
+    relevant: Sequence[Sequence[int]]
+
+
+def read_retrieval(path: str | Path) -> RetrievalData:
+    """Read queries, corpus and relevant texts.
+
+    The file is a JSON object with ``queries`` and ``corpus``, texts by id, and ``relevant``, a list of ids of the
+    corpus by id of a query. Or it has rows of queries with passages, as
+    :func:`torchtune.datasets.embedding_dataset` reads them: the corpus is then all positives and negatives.
+
+    Raises:
+        EvaluationError: the file is neither, or an id is unknown.
+
+    Example:
+        >>> path = folder / "corpus.json"
+        >>> data = {"queries": {"q": "who?"}, "corpus": {"a": "the cat"}, "relevant": {"q": ["a"]}}
+        >>> _ = path.write_text(json.dumps(data))
+        >>> torchtune.evaluation.read_retrieval(path).corpus
+        ['the cat']
+    """
+    path = Path(path).expanduser()
+    if not path.is_file() or not path.stat().st_size:
+        raise EvaluationError(f"{path}: there is no such file, or it is empty: correct the path.")
+    if path.suffix == ".json" and path.read_text(encoding="utf-8").lstrip().startswith("{"):
+        content = _read_object(path)
+        missing = [name for name in _PARTS if name not in content]
+        if missing:
+            raise EvaluationError(f"{path}: there is no '{missing[0]}' in it: {', '.join(_PARTS)} are needed.")
+        return _from_ids(path, content)
+    return _from_rows(path, [row for _, row in read_rows(path)])
+
+
+def _from_ids(path: Path, content: Mapping[str, Any]) -> RetrievalData:
+    for name in _PARTS:
+        if not isinstance(content[name], Mapping) or not content[name]:
+            raise EvaluationError(
+                f"{path}: '{name}' must map ids to {'lists of ids' if name == 'relevant' else 'texts'}."
+            )
+    index_of = {key: index for index, key in enumerate(content["corpus"])}
+    queries = []
+    relevant = []
+    for key, ids in content["relevant"].items():
+        if key not in content["queries"]:
+            raise EvaluationError(f"{path}: 'relevant' has the query '{key}', which is not in 'queries'.")
+        unknown = [str(name) for name in ids if str(name) not in index_of]
+        if unknown or not ids:
+            what = f"'{unknown[0]}', which is not in 'corpus'" if unknown else "nothing: leave it out"
+            raise EvaluationError(f"{path}: 'relevant' of query '{key}' has {what}.")
+        queries.append(content["queries"][key])
+        relevant.append([index_of[str(name)] for name in ids])
+    return RetrievalData(queries, list(content["corpus"].values()), relevant)
+
+
+def _from_rows(path: Path, rows: Sequence[Any]) -> RetrievalData:
+    index_of: dict[str, int] = {}  # text -> its index in the corpus
+    relevant_of: dict[str, list[int]] = {}  # query -> indices of its positives
+    for number, row in enumerate(rows, 1):
+        kind, reader = format_of(row) if isinstance(row, Mapping) else ("no mapping", "")
+        if not reader.startswith("embedding_dataset"):
+            raise EvaluationError(
+                f"{path}: row {number} is {kind}: give an object with queries, corpus and relevant, or rows of query "
+                "and positive."
+            )
+        query = next(row[name] for name in ("query", "anchor", "question") if isinstance(row.get(name), str))
+        positive = index_of.setdefault(row["positive"], len(index_of))
+        positives = relevant_of.setdefault(query, [])
+        if positive not in positives:
+            positives.append(positive)
+        negatives = row.get("negatives") or row.get("negative") or []
+        for text in [negatives] if isinstance(negatives, str) else negatives:
+            index_of.setdefault(text, len(index_of))
+    return RetrievalData(list(relevant_of), list(index_of), list(relevant_of.values()))
+
+
+def retrieval_scores(
+    similarities: Tensor, relevant: Sequence[Sequence[int]], *, recall_at: Sequence[int] = (1, 5, 10)
+) -> dict[str, float]:
+    """Score a ranking of a corpus for each query, as means over the queries.
+
+    Args:
+        similarities: of queries and texts of the corpus ``[n, m]``.
+        relevant: for each query, the indices of the relevant texts.
+        recall_at: numbers k of ``recall@k``.
+
+    Returns:
+        ``ndcg@10`` (gain 1 for a relevant text), ``mrr@10`` (1 / rank of the first relevant text, 0 below rank 10),
+        and ``recall@k``, the fraction of the relevant texts among the first k.
+
+    Example:
+        >>> similarities = torch.tensor([[0.9, 0.5, 0.1]])
+        >>> torchtune.evaluation.retrieval_scores(similarities, [[1]], recall_at=[1])["mrr@10"]
+        0.5
+    """
+    num_ranked = min(max(10, *recall_at), similarities.shape[1])
+    ranking = similarities.topk(num_ranked, dim=1).indices  # [n, num_ranked]
+    is_relevant = torch.zeros_like(ranking, dtype=torch.bool)
+    for query, indices in enumerate(relevant):
+        is_relevant[query] = torch.isin(ranking[query], torch.tensor(indices))
+    num_relevant = torch.tensor([len(indices) for indices in relevant])
+
+    top = is_relevant[:, :10].double()  # [n, 10]
+    ranks = torch.arange(1, top.shape[1] + 1, dtype=torch.float64)
+    discounts = 1 / torch.log2(ranks + 1)
+    ideal = torch.stack([discounts[:count].sum() for count in num_relevant.tolist()])
+    scores = {
+        "ndcg@10": float(((top * discounts).sum(1) / ideal).mean()),
+        "mrr@10": float((top / ranks).amax(1).mean()),
+    }
+    for k in recall_at:
+        scores[f"recall@{k}"] = float((is_relevant[:, :k].sum(1) / num_relevant).mean())
+    return scores
+
+
+def evaluate_retrieval(
+    model: TransformerDecoder,
+    tokenizer: Any,
+    data: RetrievalData,
+    *,
+    settings: EmbeddingSettings | None = None,
+    dimensions: int | None = None,
+    recall_at: Sequence[int] = (1, 5, 10),
+    batch_size: int = 32,
+) -> dict[str, float]:
+    """Embed queries and corpus, rank the corpus for each query by cosine similarity, and score the rankings.
+
+    Args:
+        model: the decoder.
+        tokenizer: its tokenizer.
+        data: from :func:`read_retrieval`.
+        settings: how the model embeds; by default with its last token, without instructions.
+        dimensions: see :func:`embed`.
+        recall_at: see :func:`retrieval_scores`.
+        batch_size: texts per forward pass.
+
+    Returns:
+        see :func:`retrieval_scores`.
+
+    Example:
+        >>> data = torchtune.evaluation.RetrievalData(["the cat"], ["the cat", "one dog"], [[0]])
+        >>> torchtune.evaluation.evaluate_retrieval(model, tokenizer, data)["recall@1"]
+        1.0
+    """
+    settings = settings or EmbeddingSettings()
+    options = {"pooling": settings.pooling, "dimensions": dimensions, "batch_size": batch_size}
+    queries = embed(model, tokenizer, data.queries, instruction=settings.query_instruction, **options)
+    corpus = embed(model, tokenizer, data.corpus, instruction=settings.document_instruction, **options)
+    return retrieval_scores(queries @ corpus.T, data.relevant, recall_at=recall_at)

@@ -1,0 +1,200 @@
+"""Contrastive loss of embedding models."""
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from torchtune.data import Batch, BatchLoader, DataError, ExampleDataset
+from torchtune.modules import Pooling, pooled_embeddings
+from torchtune.modules.loss import LossError, Projection
+from torchtune.rlhf.loss._base import AnswerLoss, Metrics
+
+
+class InfoNCELoss(AnswerLoss):
+    """−log softmax of cos(q, p) / temperature, for a query q and its positive p among all passages of the batch.
+
+    The candidates of a query are the positives and negatives of all examples in the micro-batch, on all data-parallel
+    ranks. So a larger ``batch_size`` is a harder task, and gradient accumulation is not the same as a larger batch. A
+    copy of a query's positive elsewhere in the batch is not a candidate.
+
+    This is ``MultipleNegativesRankingLoss`` of ``sentence-transformers`` with ``scale = 1 / temperature`` and, with
+    ``matryoshka_dims``, ``MatryoshkaLoss``: the weighted sum of the losses of the embeddings' first dimensions.
+
+    Args:
+        temperature: divides the cosine similarities.
+        pooling: embedding of a text: the hidden state of its last token (``last``), or the mean over its tokens
+            (``mean``).
+        matryoshka_dims: numbers of leading dimensions that are trained as embeddings of their own; by default only all
+            dimensions.
+        matryoshka_weights: weight of each of ``matryoshka_dims``; by default 1.
+
+    Raises:
+        ValueError: a number is not above 0, there is another number of weights than of dimensions, or ``pooling`` is
+            unknown.
+
+    Example:
+        >>> torchtune.rlhf.loss.InfoNCELoss(temperature=0.05, matryoshka_dims=[64, 32]).matryoshka_weights
+        [1.0, 1.0]
+    """
+
+    trains_on = "retrieval"
+    needs_reference: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        temperature: float = 0.05,
+        pooling: Pooling = "last",
+        matryoshka_dims: Sequence[int] | None = None,
+        matryoshka_weights: Sequence[float] | None = None,
+    ) -> None:
+        super().__init__()
+        if temperature <= 0:
+            raise ValueError(f"temperature is {temperature}: it must be above 0.")
+        if pooling not in ("last", "mean"):
+            raise ValueError(f"pooling is {pooling!r}: it must be 'last' or 'mean'.")
+        dims = list(matryoshka_dims or ())
+        weights = [1.0] * len(dims) if matryoshka_weights is None else list(matryoshka_weights)
+        if len(weights) != len(dims):
+            raise ValueError(f"matryoshka_weights has {len(weights)} weights for {len(dims)} matryoshka_dims.")
+        if min([*dims, *weights], default=1) <= 0:
+            raise ValueError("matryoshka_dims and matryoshka_weights must be above 0.")
+        self.temperature = temperature
+        self.pooling = pooling
+        self.matryoshka_dims = dims
+        self.matryoshka_weights = weights
+
+    def check_model(self, model: nn.Module) -> None:
+        """Check that the embeddings have the Matryoshka dimensions. Raises :class:`LossError`."""
+        width = model.tok_embeddings.weight.shape[1]
+        too_wide = [dim for dim in self.matryoshka_dims if dim > width]
+        if too_wide:
+            raise LossError(
+                f"loss: matryoshka_dims has {max(too_wide)}, but the model's embeddings have {width} dimensions: set "
+                "numbers up to this."
+            )
+
+    def check_batch(self, batch: Batch) -> None:
+        """Check that the batch has queries with passages. Raises :class:`DataError`."""
+        if missing := {"role", "digest", "counts"} - batch.per_document.keys():
+            raise DataError(
+                f"loss: InfoNCELoss reads queries with passages, but the batch has no '{min(missing)}' per document: "
+                "use torchtune.datasets.embedding_dataset with collate_fn=torchtune.data.collate_embedding."
+            )
+
+    def check_loader(self, loader: BatchLoader, name: str) -> None:
+        """Check that every micro-batch has something to contrast with. Raises :class:`LossError`.
+
+        Args:
+            loader: loader of the examples.
+            name: name of the setting with its batch size.
+        """
+        if loader.smallest_micro_batch > 1 or loader.dataset[0]["negatives"]:
+            return
+        raise LossError(
+            f"{name}: InfoNCELoss contrasts a query with the passages of other queries, but of {len(loader.dataset):,} "
+            f"examples in micro-batches of {loader.batch_size} on {loader.world_size} process(es) the smallest "
+            f"micro-batch has 1, without negatives: set another {name}, or give the rows negatives."
+        )
+
+    def score(self, hidden: Tensor, batch: Batch, projection: Projection) -> Tensor:
+        """Return the embedding of every document before normalization ``[n, d]``, float32 or wider.
+
+        See :meth:`AnswerLoss.score`; the projection to the vocabulary is not used.
+        """
+        return pooled_embeddings(hidden, batch, self.pooling)
+
+    def json_files(self, model: nn.Module, dataset: ExampleDataset, tokenizer: Any) -> dict[str, Any]:
+        """Return the files from which ``sentence-transformers`` loads the checkpoint, by path.
+
+        Its ``encode(texts, prompt_name="query")`` then adds the instruction of the dataset.
+        """
+        instructions = [part.instructions for part in dataset.row_datasets()]
+        prompts = {}
+        if all(texts == instructions[0] for texts in instructions):  # a mixture may have several
+            prompts = dict(instructions[0])
+        modules = []
+        for number, (name, path) in enumerate(
+            [("Transformer", ""), ("Pooling", "1_Pooling"), ("Normalize", "2_Normalize")]
+        ):
+            kind = f"sentence_transformers.models.{name}"
+            modules.append({"idx": number, "name": str(number), "path": path, "type": kind})
+        return {
+            "modules.json": modules,
+            "sentence_bert_config.json": {
+                "max_seq_length": getattr(tokenizer, "max_seq_len", None),
+                "do_lower_case": False,
+            },
+            "config_sentence_transformers.json": {
+                "prompts": prompts,
+                "default_prompt_name": None,
+                "similarity_fn_name": "cosine",
+            },
+            "1_Pooling/config.json": {
+                "word_embedding_dimension": model.tok_embeddings.weight.shape[1],
+                "pooling_mode_cls_token": False,
+                "pooling_mode_mean_tokens": self.pooling == "mean",
+                "pooling_mode_max_tokens": False,
+                "pooling_mode_mean_sqrt_len_tokens": False,
+                "pooling_mode_weightedmean_tokens": False,
+                "pooling_mode_lasttoken": self.pooling == "last",
+                "include_prompt": True,
+            },
+            "2_Normalize/config.json": {},
+        }
+
+    def sum_and_metrics(
+        self, batch: Batch, scores: Tensor, reference: Tensor | None = None, baseline: Tensor | None = None
+    ) -> tuple[Tensor, Metrics]:
+        """Sum the loss over the queries of this rank, and return metrics; see :meth:`AnswerLoss.sum_and_metrics`.
+
+        The metrics rank a query's positive among its candidates: ``retrieval/accuracy``, how often it is the first, and
+        ``retrieval/mrr``, the mean of 1 / rank. ``similarity/positive`` is the mean cosine of queries and positives.
+        """
+        self.check_batch(batch)
+        num_queries = int((batch.per_document["role"] == 0).sum())
+        queries = scores[:num_queries]  # [q, d]
+        counts = batch.per_document["counts"][:num_queries]  # [q]
+        # The passages of all data-parallel ranks, the first of which is the positive of this rank's first query.
+        passages, first = self.dims.gather_over_data(scores[num_queries:])  # [c, d]
+        digests, _ = self.dims.gather_over_data(batch.per_document["digest"][num_queries:])  # [c]
+        passage_counts, _ = self.dims.gather_over_data(batch.per_document["counts"][num_queries:])  # [c]
+
+        targets = first + torch.arange(num_queries, device=scores.device)  # [q], each query's positive
+        is_target = F.one_hot(targets, len(passages)).bool()  # [q, c]
+        is_copy = digests[targets][:, None] == digests[None]
+        # Fillers of ranks without data are no candidates of others. A filler's own positive stays: its loss is
+        # finite, and is then multiplied by 0.
+        excluded = (is_copy | ~passage_counts) & ~is_target
+
+        losses = torch.zeros_like(queries[:, 0])
+        width = scores.shape[1]
+        dims = self.matryoshka_dims or [width]
+        weights = self.matryoshka_weights or [1.0]
+        for dim, weight in zip(dims, weights, strict=True):
+            similarities = _cosines(queries[:, :dim], passages[:, :dim])
+            logits = (similarities / self.temperature).masked_fill(excluded, -torch.inf)
+            losses = losses + weight * F.cross_entropy(logits, targets, reduction="none")
+
+        with torch.no_grad():
+            similarities = _cosines(queries, passages)
+            positives = similarities.gather(1, targets[:, None])  # [q, 1]
+            is_above = (similarities > positives) & ~excluded
+            ranks = 1 + is_above.sum(1)  # [q]
+        figures = {
+            "retrieval/accuracy": (ranks == 1).float(),
+            "retrieval/mrr": 1.0 / ranks,
+            "similarity/positive": positives[:, 0].float(),
+        }
+        num_terms = counts.sum()
+        metrics = {}
+        for name, values in figures.items():
+            metrics[name] = (torch.where(counts, values, 0.0).sum(), num_terms)
+        return self.total(losses, counts), metrics
+
+
+def _cosines(queries: Tensor, passages: Tensor) -> Tensor:
+    """Return cosine similarities ``[q, c]``."""
+    return F.normalize(queries, dim=-1) @ F.normalize(passages, dim=-1).T

@@ -1,0 +1,251 @@
+"""Set-up of a run that trains a classifier, and the scores of its validation."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from torchtune.data import BatchLoader
+from torchtune.datasets import (
+    MULTI_LABEL,
+    REGRESSION,
+    SINGLE_LABEL,
+    ClassificationDataset,
+    ClassificationTask,
+    class_counts,
+    describe_names,
+)
+from torchtune.modules.loss import ClassificationLoss, TokenLoss, innermost_loss
+from torchtune.modules.transformer import text_decoder
+from torchtune.training.parallel import ParallelDims
+from torchtune.utils import UserError, get_logger, log_rank_zero
+
+
+class ClassificationError(UserError):
+    """Labels, model and loss of a run do not fit each other."""
+
+    raised_on_all = True
+
+
+class ClassificationScores:
+    """Scores of a classifier over the validation data, from the outputs that its loss computes.
+
+    Args:
+        loss: the loss; None for a run that trains no classifier, which has no such scores.
+    """
+
+    def __init__(self, loss: ClassificationLoss | None = None) -> None:
+        self._loss = loss
+        self._outputs: list[tuple[Tensor, Tensor]] = []
+
+    @contextmanager
+    def recorded(self) -> Iterator[None]:
+        """Record the outputs of the validation inside the block."""
+        if self._loss is None:
+            yield
+            return
+        with self._loss.recorded() as outputs:
+            yield
+        self._outputs = outputs
+
+    def over(self, dims: ParallelDims) -> dict[str, float]:
+        """Return the scores of the recorded outputs of all ranks, with the prefix ``val_``. A collective."""
+        if self._loss is None:
+            return {}
+        logits = [logits.cpu().double().numpy() for logits, _ in self._outputs]
+        targets = [targets.cpu().double().numpy() for _, targets in self._outputs]
+        self._outputs = []
+        # Tensor-parallel ranks have the same rows; counting each several times changes no score.
+        outputs_of_ranks = dims.gather((logits, targets))
+        all_logits = [batch for logits, _ in outputs_of_ranks for batch in logits]
+        all_targets = [batch for _, targets in outputs_of_ranks for batch in targets]
+        if not all_logits:
+            return {}
+        scores = classification_scores(self._loss.problem_type, np.concatenate(all_logits), np.concatenate(all_targets))
+        return {f"val_{name}": score for name, score in scores.items()}
+
+
+def classification_scores(problem_type: str, logits: np.ndarray, targets: np.ndarray) -> dict[str, float]:
+    """Compute the scores of a classifier.
+
+    Args:
+        problem_type: ``single_label_classification``, ``multi_label_classification`` or ``regression``.
+        logits: float ``[n, c]``.
+        targets: the index of a class ``[n, 1]``, a 0 or 1 for each class ``[n, c]``, or a number ``[n, 1]``.
+
+    Returns:
+        ``accuracy`` (fraction of rows whose classes are all right) and ``f1`` (mean of the F1 of the classes; of one
+        class per row, without classes that neither occur nor are predicted), or ``mae`` (mean absolute error) and
+        ``r2`` (1 minus the squared error divided by that of the mean; absent if all targets are equal).
+
+    Example:
+        >>> import numpy as np
+        >>> logits, targets = np.array([[2.0, 0.0], [0.0, 1.0], [3.0, 1.0]]), np.array([[0], [1], [1]])
+        >>> scores = torchtune.training.classification_scores("single_label_classification", logits, targets)
+        >>> round(scores["accuracy"], 3), round(scores["f1"], 3)
+        (0.667, 0.667)
+    """
+    if problem_type == REGRESSION:
+        errors = logits - targets
+        scores = {"mae": float(np.abs(errors).mean())}
+        spread = np.square(targets - targets.mean()).sum()
+        if spread > 0:
+            scores["r2"] = float(1 - np.square(errors).sum() / spread)
+        return scores
+    if problem_type == SINGLE_LABEL:
+        classes = np.arange(logits.shape[1])
+        predicted = logits.argmax(-1)[:, None] == classes  # [n, c]
+        expected = targets.astype(np.int64) == classes
+    else:
+        predicted = logits > 0
+        expected = targets > 0.5
+    num_right = (predicted & expected).sum(0)  # [c]
+    num_either = predicted.sum(0) + expected.sum(0)
+    f1 = 2 * num_right / np.maximum(num_either, 1)
+    if problem_type == SINGLE_LABEL:
+        f1 = f1[num_either > 0]
+    return {"accuracy": float((predicted == expected).all(-1).mean()), "f1": float(f1.mean())}
+
+
+def setup_classification(
+    model: nn.Module, loss: TokenLoss, loader: BatchLoader, loader_val: BatchLoader | None = None
+) -> ClassificationScores:
+    """Give labels, loss and model of a run the same classes, if it trains a classifier.
+
+    The names of the classes are those of ``labels`` of the training data, of the model, or found in the training data.
+    The model's description then has them, so that checkpoints have ``id2label`` and ``problem_type``.
+
+    Args:
+        model: the model, with its weights.
+        loss: from :func:`torchtune.modules.loss.setup_loss`.
+        loader: loader of the training data.
+        loader_val: loader of the validation data.
+
+    Returns:
+        The scores of the validation; without any if no data is of
+        :func:`torchtune.datasets.classification_dataset`.
+
+    Raises:
+        ClassificationError: only some of the data has labels, the loss or the model is of another task, the labels
+            have one class, or the number of classes differs from the model's outputs.
+        DataError: a row has a class that is not one of the classes.
+
+    Example:
+        >>> from torchtune.data import BatchLoader, collate_documents
+        >>> rows = [{"tokens": [5, 6], "labels": [6, -100]}]
+        >>> loader = BatchLoader(rows, batch_size=1, collate_fn=collate_documents, shuffle=False, seed=0)
+        >>> loss = torchtune.modules.loss.LinearCrossEntropyLoss()
+        >>> torchtune.training.setup_classification(model, loss, loader).over(torchtune.training.ParallelDims())
+        {}
+    """
+    classification_loss = innermost_loss(loss)
+    is_classification_loss = isinstance(classification_loss, ClassificationLoss)
+    datasets = loader.dataset.row_datasets()
+    datasets_val = [] if loader_val is None else loader_val.dataset.row_datasets()
+    labeled = [dataset for dataset in datasets if isinstance(dataset, ClassificationDataset)]
+    labeled_val = [dataset for dataset in datasets_val if isinstance(dataset, ClassificationDataset)]
+    if not labeled and not labeled_val:
+        if is_classification_loss:
+            raise ClassificationError(
+                "loss: ClassificationLoss needs rows with labels: set dataset._component_ to "
+                "torchtune.datasets.classification_dataset."
+            )
+        return ClassificationScores()
+    if len(labeled) < len(datasets) or len(labeled_val) < len(datasets_val):
+        raise ClassificationError(
+            "dataset: some of the data is of classification_dataset and some is not: use it for all datasets, and for "
+            "dataset_val."
+        )
+    if not is_classification_loss:
+        raise ClassificationError(
+            f"loss: {type(classification_loss).__name__} predicts tokens, but the rows have labels: set "
+            "loss._component_ to torchtune.modules.loss.ClassificationLoss."
+        )
+    decoder = text_decoder(model)
+    task = _task_of(labeled, decoder)
+    _check_outputs(decoder, task)
+    number_targets(task, [*labeled, *labeled_val], classification_loss)
+    decoder.description = replace(decoder.description, class_names=task.class_names, problem_type=task.problem_type)
+    log_rank_zero(get_logger(), _describe(task, labeled))
+    return ClassificationScores(classification_loss)
+
+
+def number_targets(
+    task: ClassificationTask, datasets: Sequence[ClassificationDataset], loss: ClassificationLoss
+) -> None:
+    """Give the datasets and the loss one table of the distinct targets of all rows.
+
+    Raises:
+        DataError: a row has a label that is not of the task; the message names the row.
+    """
+    targets: set[tuple[float, ...]] = set()
+    for dataset in datasets:
+        targets.update(dataset.targets_for(task))
+    table = sorted(targets)
+    for dataset in datasets:
+        dataset.set_targets(task, table)
+    loss.set_targets(task.problem_type, torch.tensor(table, dtype=torch.float32))
+
+
+def _task_of(labeled: Sequence[ClassificationDataset], decoder: nn.Module) -> ClassificationTask:
+    """Return the task of the training data, with names from ``labels``, the model or the data, in this order."""
+    settings = {dataset.task for dataset in labeled if dataset.has_own_names}
+    problem_types = {dataset.task.problem_type for dataset in labeled}
+    if len(settings) > 1 or len(problem_types) > 1:
+        raise ClassificationError(
+            "dataset: the datasets have different labels or problem types: give all of them the same labels."
+        )
+    (problem_type,) = problem_types
+    if problem_type == REGRESSION:
+        return ClassificationTask(REGRESSION)
+    counts = class_counts([value for dataset in labeled for value in dataset.values])
+    description = decoder.description
+    if settings:
+        (task,) = settings
+    elif description.class_names and counts.keys() <= set(description.class_names):
+        task = ClassificationTask(problem_type, description.class_names)
+    else:
+        task = ClassificationTask(problem_type, tuple(counts))
+    if len(counts) < 2 and problem_type != MULTI_LABEL:
+        raise ClassificationError(
+            f"dataset: all rows have the class '{next(iter(counts))}', from which nothing can be learned: give rows of "
+            "at least two classes."
+        )
+    if not counts:
+        raise ClassificationError("dataset: no row has a class: give rows with classes.")
+    return task
+
+
+def _check_outputs(decoder: nn.Module, task: ClassificationTask) -> None:
+    """Raise if the model has no head for the task."""
+    num_classes = decoder.description.num_classes
+    if num_classes == task.num_outputs:
+        return
+    if task.problem_type == REGRESSION:
+        needed = "a regression needs 1 output"
+    else:
+        needed = f"the labels have {task.num_outputs:,} classes ({describe_names(task.class_names)})"
+    if not num_classes:
+        raise ClassificationError(
+            f"model: {needed}, but the model predicts tokens: set model._component_ to "
+            f"torchtune.modules.classifier_model with num_classes={task.num_outputs} and base_model_path the builder."
+        )
+    raise ClassificationError(
+        f"model: {needed}, but the model's head has {num_classes:,}: set num_classes={task.num_outputs}, or name the "
+        "classes of the head in order with labels of the dataset."
+    )
+
+
+def _describe(task: ClassificationTask, labeled: Sequence[ClassificationDataset]) -> str:
+    """Return a line with the number of rows of each class."""
+    values = [value for dataset in labeled for value in dataset.values]
+    if task.problem_type == REGRESSION:
+        return f"Regression on {len(values):,} rows with labels from {min(values)} to {max(values)}."
+    counts = class_counts(values)
+    shown = [f"{name} {counts.get(name, 0):,}" for name in task.class_names[:10]]
+    if len(task.class_names) > 10:
+        shown.append("…")
+    return f"{len(task.class_names):,} classes in {len(values):,} rows ({task.problem_type}): {', '.join(shown)}."
