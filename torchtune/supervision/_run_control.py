@@ -140,7 +140,8 @@ class RunControl:
             for batches in self._throughput.loading(loader):
                 counts = self._dims.sum(*loader.count(batches)) if self._counts is None else self._counts
                 yield Step(batches, *counts)
-                if self.ending:
+                is_cut = self.finished and not loader.at_epoch_end  # else the loader goes on to the next epoch
+                if self.stopping or is_cut:
                     return
 
     def _has_epochs_left(self, loader: BatchLoader) -> bool:

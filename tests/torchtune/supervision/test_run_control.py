@@ -69,6 +69,13 @@ def test_run_without_a_number_of_steps_ends_after_its_epochs(tmp_path):
     assert events(tmp_path, epochs=2) == (6, [], {3: "epoch_0", 6: "epoch_1"})
 
 
+@pytest.mark.parametrize(("settings", "num_left"), [({}, 3), ({"total_steps": 3}, 3), ({"total_steps": 5}, 1)])
+def test_loader_goes_on_after_a_finished_run(settings, num_left, tmp_path):
+    loader = make_loader()
+    events(tmp_path, loader=loader, **settings)
+    assert len(list(loader)) == num_left
+
+
 def test_resumed_run_that_has_all_its_steps_takes_no_other(tmp_path):
     dims = training.ParallelDims()
     throughput = supervision.Throughput(dims=dims, device=torch.device("cpu"), step=5)
