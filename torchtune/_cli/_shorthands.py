@@ -2,7 +2,8 @@
 
 ``tune run --config any_lora model=Qwen/Qwen3-4B data=chats.jsonl`` is ``tune run --config any_lora`` with
 ``model.checkpoint_dir=<folder>`` and ``dataset={_component_: …, source: chats.jsonl, …}``. Shorthands are expanded
-before the config is checked, so everything after that sees settings alone.
+before the config is checked, so everything after that sees settings alone. ``dataset_val=5%`` is one as well: the last
+rows of ``dataset`` are held out.
 """
 
 import hashlib
@@ -27,6 +28,8 @@ _MODEL_BUILDERS = (
     "torchtune.models.image_text_model",
     "torchtune.models.lora_image_text_model",
 )
+# A share of the training data that is held out for validation, such as 5%.
+_SHARE = re.compile(r"(\d{1,2})%")
 # A dotted path of a component, such as torchtune.models.smol.smollm2_135m.
 _COMPONENT = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 # Setting of a dataset on the command line -> builders that have it, the usual one first.
@@ -78,7 +81,7 @@ def expand_shorthands(config: Path, overrides: list[str]) -> list[str]:
 
     ``model=`` and ``teacher=`` name the folder of a checkpoint or of a run, a GGUF file, or a repository on the hub, in
     a config whose model is built from the ``config.json`` of its checkpoint. ``data=`` names a file or folder of rows,
-    or a dataset on the hub.
+    or a dataset on the hub. ``dataset_val=5%`` holds the last rows of the dataset out for validation.
 
     Args:
         config: file of the config.
@@ -92,7 +95,8 @@ def expand_shorthands(config: Path, overrides: list[str]) -> list[str]:
             train on such rows.
     """
     shorthands, other_overrides = _separate_shorthands(overrides)
-    if not shorthands:
+    held_out = shorthands.pop("dataset_val", None)
+    if held_out is None and not shorthands:
         return overrides
     from torchtune.config import apply_overrides, read_document
 
@@ -112,7 +116,31 @@ def expand_shorthands(config: Path, overrides: list[str]) -> list[str]:
             settings.append(f"{_MODELS[key]}.checkpoint_dir={folder}")
         else:
             other_overrides.append(f"{key}={name}")
-    return [*settings, *other_overrides]
+    expanded = [*settings, *other_overrides]
+    if held_out is not None:
+        document = read_document(config)
+        apply_overrides(document, expanded)
+        expanded += _held_out_rows(held_out, document.data)
+    return expanded
+
+
+def _held_out_rows(share: str, config: Mapping[str, Any]) -> list[str]:
+    """Return the overrides that train on the first rows of the dataset, and validate on the share at its end."""
+    dataset = config.get("dataset")
+    if not isinstance(dataset, Mapping) or "datasets" in dataset or dataset.get("streaming"):
+        raise UserError(f"dataset_val={share}: the dataset must be one source, and not streamed: name validation data.")
+    split = str(dataset.get("split", "train"))
+    if "[" in split:
+        raise UserError(f"dataset_val={share}: dataset.split={split} takes a part of the rows: set dataset_val.split.")
+    percent = int(_SHARE.fullmatch(share)[1])
+    if percent == 0:
+        raise UserError("dataset_val=0%: there would be no validation data: leave it out.")
+    validation = {**dataset, "split": f"{split}[{100 - percent}%:]"}
+    overrides = [f"dataset.split={split}[:{100 - percent}%]", f"dataset_val={json.dumps(validation)}"]
+    if config.get("run_val_every_n_steps") is None:
+        overrides.append("run_val_every_n_steps=epoch")
+    _say("validation", f"the last {share} of the rows are held out")
+    return overrides
 
 
 def _separate_shorthands(overrides: list[str]) -> tuple[dict[str, str], list[str]]:
@@ -122,7 +150,9 @@ def _separate_shorthands(overrides: list[str]) -> tuple[dict[str, str], list[str
     for override in overrides:
         key, equals, value = override.partition("=")
         is_section = value.startswith(("{", "[")) or "${" in value
-        if key in (*_MODELS, "data") and equals and value and not is_section:
+        if (key in (*_MODELS, "data") and equals and value and not is_section) or (
+            key == "dataset_val" and _SHARE.fullmatch(value)
+        ):
             shorthands[key] = value
         else:
             other_overrides.append(override)

@@ -1,6 +1,7 @@
 """``model=``, ``teacher=`` and ``data=``: one line trains any model on any data, and equals the long config."""
 
 import json
+import re
 
 import pytest
 import yaml
@@ -277,3 +278,32 @@ def test_one_line_runs_with_and_without_config_option(tune, checkpoint, tmp_path
         result = tune(*command, *arguments, "--dry-run")
         assert result.code == 0
         assert "The run can start" in result.out
+
+
+def test_share_of_the_rows_is_held_out(expand, checkpoint, tmp_path):
+    from torchtune.datasets import instantiate_dataset
+    from torchtune.tokenizers import hf_tokenizer
+
+    rows = [{"messages": [{**TURNS[0], "content": f"why {number}"}, TURNS[1]]} for number in range(20)]
+    overrides = expand("any_lora", rows, "dataset_val=10%")
+    assert "run_val_every_n_steps=epoch" in overrides
+    config = load_and_check(find_config("any_lora"), overrides)
+    tokenizer = hf_tokenizer(str(checkpoint))
+    parts = [instantiate_dataset(node, tokenizer) for node in (config.dataset, config.dataset_val)]
+    assert [len(part) for part in parts] == [18, 2]
+    held_out = tokenizer.decode(list(parts[1][1]["tokens"]), skip_special_tokens=False)
+    assert "why 19" in held_out.replace("1 9", "19")
+
+
+@pytest.mark.parametrize(
+    ("override", "reason"),
+    [
+        ("dataset_val=0%", "there would be no validation data"),
+        ("dataset.split=train[:50%]", "takes a part of the rows: set dataset_val.split"),
+        ("dataset.streaming=True", "the dataset must be one source, and not streamed"),
+    ],
+)
+def test_share_that_cannot_be_held_out_is_refused(expand, override, reason):
+    share = [] if override.startswith("dataset_val") else ["dataset_val=5%"]
+    with pytest.raises(UserError, match=re.escape(reason)):
+        expand("any_lora", [{"messages": TURNS}] * 4, override, *share)
