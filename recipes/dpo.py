@@ -1,4 +1,4 @@
-"""Preference training with DPO, its variants, KTO, ORPO or a reward model loss.
+"""Preference training with DPO, its variants, KTO, ORPO or a reward model loss, and embedding models with InfoNCE.
 
 The model learns from pairs of a better and a worse answer, or from single answers labeled good or bad. With adapters,
 only they are trained; the reference is then the model with its initial adapters, and no second model is loaded. Without

@@ -41,6 +41,7 @@ NOT_RUN = {
     "make quickstart": "makes an environment of its own and downloads a model",
     "make dpo": "the same; tests/examples runs it with a tiny model",
     "make grpo": "the same",
+    "make embed": "the same",
     "tune chat --model /tmp/SmolLM2-135M-Instruct": "reads the terminal",
     'tune chat --model /tmp/SmolLM2-135M-Instruct --adapter /tmp/run/epoch_2 --system "Answer in one sentence."': "",
     "tune serve /tmp/SmolLM2-135M-Instruct": "serves until it is stopped; tests/torchtune/_cli/test_serve.py runs it",

@@ -150,9 +150,9 @@ def _separate_shorthands(overrides: list[str]) -> tuple[dict[str, str], list[str
     for override in overrides:
         key, equals, value = override.partition("=")
         is_section = value.startswith(("{", "[")) or "${" in value
-        if (key in (*_MODELS, "data") and equals and value and not is_section) or (
-            key == "dataset_val" and _SHARE.fullmatch(value)
-        ):
+        names_a_source = key in (*_MODELS, "data") and equals and value and not is_section
+        holds_rows_out = key == "dataset_val" and _SHARE.fullmatch(value)
+        if names_a_source or holds_rows_out:
             shorthands[key] = value
         else:
             other_overrides.append(override)
