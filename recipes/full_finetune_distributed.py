@@ -218,7 +218,7 @@ class FullFinetuneRecipeDistributed:
         self.metric_logger = training.main_process_logger(partial(config.instantiate, cfg.metric_logger), self.dims)
         self.metric_logger.log_config(cfg)
         self.profiler = supervision.profiler_from_config(cfg.profiler)
-        self.step_metrics = supervision.StepMetrics()
+        self.step_metrics = supervision.StepMetrics(["token_accuracy", "entropy"])
         self.scaler = training.LossScaler(self.optimizer, self.dtype)
         self.guard = supervision.StepGuard(
             self.step_metrics,

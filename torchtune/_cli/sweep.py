@@ -422,11 +422,15 @@ class _Sweep:
         with (trial.folder / _LOG).open("ab") as log, _child_process(arguments, log) as process:
             while process.poll() is None:
                 time.sleep(_POLL_SECONDS)
-                if not was_stopped and rung.num_halvings and _Progress.of(trial.folder).has_reached(rung):
+                progress = _Progress.of(trial.folder)
+                is_finished = progress.last_step == progress.total_steps
+                if not was_stopped and progress.has_reached(rung) and not is_finished:
                     process.send_signal(signal.SIGTERM)
                     was_stopped = True
         if process.returncode == 0 or (was_stopped and process.returncode == EXIT_REQUEUE):
             return None
+        if was_stopped and process.returncode == -signal.SIGTERM and _Progress.of(trial.folder).has_reached(rung):
+            return None  # the signal came when the run had just made its last step
         return _last_error(trial.folder / _LOG)
 
     def _explain_no_result(self, trials: Sequence[Trial]) -> str:

@@ -1,6 +1,6 @@
 """Values logged per step: sums and counts by name, over micro-batches and ranks."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -18,12 +18,16 @@ class Means:
     """Sums and counts by name, for means over all ranks; ``prefix`` precedes each name.
 
     Ranks may add different names in a different order; :meth:`sync_names` builds a common list.
+
+    Args:
+        prefix: prefix of the names.
+        names: names that all ranks know from the start, with the prefix.
     """
 
-    def __init__(self, prefix: str = "") -> None:
+    def __init__(self, prefix: str = "", names: Sequence[str] = ()) -> None:
         self._prefix = prefix
         self._sums: dict[str, list[Any]] = {}
-        self._names: list[str] = []  # known to all ranks, in a common order
+        self._names = list(names)  # known to all ranks, in a common order
 
     def add(self, figures: Figures) -> None:
         """Add the sums and counts of a micro-batch, without a host sync."""
@@ -77,6 +81,9 @@ class StepMetrics:
 
     Only :meth:`RunControl.synchronize` waits for the device and for other ranks; it calls :meth:`total` once per step.
 
+    Args:
+        names: names of values that all ranks log. For other names, ranks exchange a message when they first appear.
+
     Attributes:
         losses: losses of the step's micro-batches, scalars.
         history: first and last (step, value) since start or resume, by name, for ``loss``, ``rewards/total`` and
@@ -97,9 +104,9 @@ class StepMetrics:
         "rewards/accuracies": "accuracy",
     }
 
-    def __init__(self) -> None:
+    def __init__(self, names: Sequence[str] = ()) -> None:
         self.losses: list[torch.Tensor] = []
-        self._means = Means()
+        self._means = Means(names=names)
         self._is_new = True  # the next loss begins another step
         self.history: dict[str, tuple[tuple[int, float], tuple[int, float]]] = {}
 

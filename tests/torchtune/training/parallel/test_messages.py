@@ -30,11 +30,11 @@ def counted(tmp_path_factory):
 
 @pytest.mark.slow
 def test_one_message_a_step(counted):
-    """Ten numbers: loss, norm, 3 counts, 5 flags. The first step of an epoch has one more, for its own 3 counts."""
+    """Fourteen numbers: loss, norm, 2 means, 3 counts, 5 flags. The first step of an epoch also sends its 3 counts."""
     for (size, _), run in counted.items():
         steps = run["steps"]
         assert [step["calls"][HOST] for step in steps] == [2, 1, 1], size
-        assert [step["bytes"][HOST] for step in steps] == [8 * 13, 8 * 10, 8 * 10], size
+        assert [step["bytes"][HOST] for step in steps] == [8 * 17, 8 * 14, 8 * 14], size
 
 
 def test_no_kind_of_collective_is_called_more_often_by_more_processes(counted):
