@@ -158,8 +158,8 @@ class InferenceRecipe:
         ):
             pieces.append(decoder.put(token))
             print(pieces[-1], end="", flush=True)
-        rest = decoder.end()
-        print(rest)
+        last_piece = decoder.end()
+        print(last_piece)
         seconds = time.perf_counter() - started
         self.log.info(f"{len(pieces)} tokens in {seconds:.2f} s, {len(pieces) / seconds:.1f} tokens/s.")
         if len(pieces) == limit:
@@ -167,7 +167,7 @@ class InferenceRecipe:
             self.log.info(f"The answer was cut: {reason}.")
         for name, value in training.get_memory_stats(self.device).items():
             self.log.info(f"{name}: {value:.2f} GiB")
-        return "".join([*pieces, rest])
+        return "".join([*pieces, last_piece])
 
     def answer_file(self, cfg: Settings) -> None:
         """Answer every prompt of the file without an answer."""

@@ -330,9 +330,13 @@ class GRPORecipe:
     def sample(self, batches: list[Batch], num_samples: int, *, greedy: bool = False) -> rlhf.ScoredRollouts:
         """Sample and score answers, which depend only on the seed, the step and the row."""
         prompts = [prompt for batch in batches for prompt in batch.prompts]
-        seeds = None if greedy else [rlhf.prompt_seed(self.seed, self.global_step, one.number) for one in prompts]
+        seeds = None
+        if not greedy:
+            seeds = [rlhf.prompt_seed(self.seed, self.global_step, prompt.number) for prompt in prompts]
         if self.environments is None:
-            rollouts = self.sampler([one.tokens for one in prompts], num_samples, seeds, **rlhf.images_of(prompts))
+            rollouts = self.sampler(
+                [prompt.tokens for prompt in prompts], num_samples, seeds, **rlhf.images_of(prompts)
+            )
         else:
             rollouts = self.environments(prompts, num_samples, seeds)
         return rlhf.score_rollouts(prompts, rollouts, self.rewards, self.tokenizer)

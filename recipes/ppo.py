@@ -373,17 +373,17 @@ class PPORecipe:
         tokens = rlhf.evaluate_rollouts(
             scored, self.reference, self.model["value"], cfg.temperature, cfg.forward_batch_size, dims=self.dims
         )
-        found = rlhf.ppo_advantages(
+        estimates = rlhf.ppo_advantages(
             tokens, scored, cfg.kl_coeff, cfg.gamma, cfg.lmbda, cfg.whiten_rewards, dims=self.dims
         )
-        self.step_metrics.log_mean(scored.figures() | found.figures)
+        self.step_metrics.log_mean(scored.figures() | estimates.figures)
         (num_labels,) = self.dims.sum(int(tokens.mask.sum()))
-        means = found.advantages.sum(1, keepdim=True) / tokens.mask.sum(1, keepdim=True).clamp(min=1)
+        means = estimates.advantages.sum(1, keepdim=True) / tokens.mask.sum(1, keepdim=True).clamp(min=1)
         self.record.write(self.global_step + 1, scored, means, num_labels, self.metric_logger)
         updates = rlhf.ppo_updates(
             scored,
             tokens,
-            found,
+            estimates,
             cfg.ppo_epochs,
             cfg.ppo_batch_size,
             cfg.gradient_accumulation_steps,

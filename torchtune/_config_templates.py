@@ -278,8 +278,8 @@ def reason_against(model: str, method: str) -> str | None:
 
 def reason_without_config(name: str) -> str | None:
     """Return why no config has a name of a model and a method; None if the name is of neither, or there is one."""
-    found = _model_and_method(name)
-    return None if found is None else reason_against(*found)
+    model_and_method = _model_and_method(name)
+    return None if model_and_method is None else reason_against(*model_and_method)
 
 
 @functools.cache
@@ -304,10 +304,10 @@ def config_on_demand(name: str) -> Path | None:
     """Write the config with this name into the user's cache, and return its file; None if there is no such config."""
     if "/" not in name or name.endswith((".yaml", ".yml")):
         return None
-    found = _model_and_method(name)
-    if found is None or reason_against(*found) is not None:
+    model_and_method = _model_and_method(name)
+    if model_and_method is None or reason_against(*model_and_method) is not None:
         return None
-    model, method = found
+    model, method = model_and_method
     teacher = _teacher_of(model) if method.startswith("KD_") else None
     text = render(name, model, method, teacher)
     path = cache_root() / "configs" / f"{name}.yaml"

@@ -282,7 +282,7 @@ class _DataSettings:
             row = rows[0]
             row_format = formats.most_common(1)[0][0]
         if row_format[1] != "chat_dataset":  # conversations of several formats have one reader
-            self._refuse_several_formats([each for each, _ in formats.most_common()], firsts)
+            self._refuse_several_formats([counted_format for counted_format, _ in formats.most_common()], firsts)
         self._refuse_several_readings(row_format, row)
         return row_format, row
 

@@ -253,7 +253,7 @@ def _take_options(tokens: Sequence[str]) -> tuple[_Options, list[str]]:
         SweepError: an option lacks its value, or has a wrong one.
     """
     options = _Options()
-    others: list[str] = []
+    other_tokens: list[str] = []
     remaining = iter(tokens)
     for token in remaining:
         flag, has_value, value = token.partition("=")
@@ -273,10 +273,10 @@ def _take_options(tokens: Sequence[str]) -> tuple[_Options, list[str]]:
             else:
                 options.metric = value
         else:
-            others.append(token)
+            other_tokens.append(token)
     if options.output == Path():
         raise SweepError("--output is missing: name a folder for the trials.")
-    return options, others
+    return options, other_tokens
 
 
 class _Sweep:
@@ -446,10 +446,10 @@ class _Sweep:
         from torchtune.reports import Comparison, RunFolder
 
         best_first = self._metric.sort(finalists)
-        others = [trial for trial in self._trials if trial not in best_first]
-        others.sort(key=lambda trial: -trial.steps)
+        other_trials = [trial for trial in self._trials if trial not in best_first]
+        other_trials.sort(key=lambda trial: -trial.steps)
         print(f"\n{'trial':<7}{'steps':>8}  {self._metric.name:<12}settings")
-        for trial in [*best_first, *others]:
+        for trial in [*best_first, *other_trials]:
             value = "failed" if trial.error is not None else f"{trial.value:.5g}"
             print(f"{trial.number:<7}{trial.steps:>8,}  {value:<12}{' '.join(trial.settings)}")
         print(f"\nbest        {best_first[0].folder}: {' '.join(best_first[0].settings)}")

@@ -217,7 +217,7 @@ def _has_labels(node: Any) -> bool:
 
 
 def _check_labels(cfg: SettingsView, tokenizer: Any, sample: int, longest: int | None) -> None:
-    """Raise what the run would say of the labels of a classifier, if all rows are among those that are read.
+    """Raise the errors of a run about a classifier's labels; they are checked only if all rows were read.
 
     The classes of a checkpoint that is a classifier already are not known here, so they are left to the run.
     """
