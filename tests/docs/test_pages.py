@@ -1,8 +1,10 @@
 """What is read off a page, and what the runner refuses."""
 
+import re
+
 import pytest
 
-from tests.docs.pages import Command, edited
+from tests.docs.pages import PAGES, Command, edited
 from tests.docs.test_commands import Page
 from tests.recipes.killing import shared_forker
 
@@ -30,3 +32,14 @@ def test_edits_of_a_block_are_applied_in_order():
 def test_output_that_differs_from_the_page_fails(text, output, reason, tmp_path):
     with pytest.raises(AssertionError, match=reason):
         Page(tmp_path, shared_forker()).run(Command(text, output))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_included_files_have_the_lines_that_begin_and_end_an_excerpt(page):
+    """The site's build notices as well, but takes half a minute; the code of a recipe changes often."""
+    included = ""
+    for line in page.read_text().splitlines():
+        if path := re.match(r" *\.\. literalinclude:: *(\S+)", line):
+            included = (page.parent / path[1]).read_text()
+        elif marker := re.match(r" +:(?:start|end)-(?:at|before|after): *(.+)", line):
+            assert marker[1] in included, line
