@@ -165,25 +165,25 @@ def _packages(findings: Findings) -> list[str]:
     installed: list[str] = []
     missing: dict[str, list[str]] = defaultdict(list)  # extra -> its packages
     for text in library.requires or ():
-        need = Requirement(text)
+        requirement = Requirement(text)
         extras = set()  # the extras that need it; none if the library itself does
-        if need.marker is not None and not need.marker.evaluate({"extra": ""}):
-            extras = {name for name in names if need.marker.evaluate({"extra": name})}
-        if need.name == "torchtune" or need.name in kernels or (extras and extras <= _DEVELOPMENT):
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+            extras = {name for name in names if requirement.marker.evaluate({"extra": name})}
+        if requirement.name == "torchtune" or requirement.name in kernels or (extras and extras <= _DEVELOPMENT):
             continue
         try:
-            version = metadata.version(need.name)
+            version = metadata.version(requirement.name)
         except metadata.PackageNotFoundError:
             version = None
-        is_other_version = version is not None and not need.specifier.contains(version, prereleases=True)
+        is_other_version = version is not None and not requirement.specifier.contains(version, prereleases=True)
         if is_other_version or (version is None and not extras):
             state = version or "is missing"
-            command = f"pip install '{need.name}{need.specifier}'"
-            findings.problems.append(f"{need.name} {state}, but {need.specifier} is needed: {command}")
+            command = f"pip install '{requirement.name}{requirement.specifier}'"
+            findings.problems.append(f"{requirement.name} {state}, but {requirement.specifier} is needed: {command}")
         elif version is None:
-            missing[min(extras - _DEVELOPMENT)].append(need.name)
+            missing[min(extras - _DEVELOPMENT)].append(requirement.name)
         else:
-            installed.append(f"{need.name} {version}")
+            installed.append(f"{requirement.name} {version}")
     lines = textwrap.wrap(", ".join(dict.fromkeys(installed)), 100)
     for extra, packages in missing.items():
         lines.append(f"not installed: {', '.join(packages)} (pip install 'torchtune[{extra}]')")

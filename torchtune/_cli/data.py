@@ -185,13 +185,13 @@ def prepare_config(cfg: Any, output: Path, processes: int | None) -> None:
     from torchtune.estimate import context_length
 
     tokenizer = config.instantiate(cfg.tokenizer)
-    longest = context_length(cfg)
+    max_seq_length = context_length(cfg)
     for name, node in (("dataset", cfg.dataset), ("dataset_val", cfg.dataset_val)):
         if node is None:
             continue
         started = time.monotonic()
         with preparing(output), workers(processes):
-            dataset = instantiate_dataset(node, tokenizer, longest)
+            dataset = instantiate_dataset(node, tokenizer, max_seq_length)
         tokens = dataset.num_known_tokens
         if tokens is None:
             if dataset.is_stream:

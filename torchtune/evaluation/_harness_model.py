@@ -54,14 +54,14 @@ def explain_no_images(model: nn.Module, tokenizer: Any) -> str | None:
     return None
 
 
-def tokenize_image_question(tokenizer: Any, text: str, media: Mapping[str, Any], room: int) -> dict[str, Any]:
+def tokenize_image_question(tokenizer: Any, text: str, media: Mapping[str, Any], max_tokens: int) -> dict[str, Any]:
     """Tokenize a question with images, as a user turn.
 
     Args:
         tokenizer: tokenizer of a vision model.
         text: the question, with ``<image>`` for each image.
         media: lm-eval's media arguments: ``visual``, one image or a list (Pillow, paths or URLs).
-        room: maximum number of tokens.
+        max_tokens: maximum number of tokens.
 
     Raises:
         EvaluationError: the numbers of images and placeholders differ, or the question is too long.
@@ -82,10 +82,10 @@ def tokenize_image_question(tokenizer: Any, text: str, media: Mapping[str, Any],
             "(num_fewshot) have no images here."
         ) from error
     row = prompt_row(tokenizer, [Message(role="user", content=content)], "tasks")
-    if len(row["tokens"]) > room:
+    if len(row["tokens"]) > max_tokens:
         raise EvaluationError(
             f"tasks: a question with images has {len(row['tokens'])} tokens, of which none can be cut, and there is "
-            f"room for {room}: raise max_seq_length, or lower the task's max_gen_toks."
+            f"room for {max_tokens}: raise max_seq_length, or lower the task's max_gen_toks."
         )
     return row
 
@@ -356,13 +356,13 @@ class HarnessModel(_harness.TemplateLM):
         eos = self.tok_decode([self.eot_token_id], skip_special_tokens=False)
         until = _requests.handle_stop_sequences(settings.get("until"), eos=eos or None)
         stop = frozenset(map(int, self.torchtune_tokenizer.stop_tokens))
-        longest = settings["max_gen_toks"]
-        if longest >= self.max_length:
+        max_new_tokens = settings["max_gen_toks"]
+        if max_new_tokens >= self.max_length:
             raise EvaluationError(
-                f"max_gen_toks is {longest} and max_seq_length {self.max_length}: it must be less, to leave room for "
-                "the prompt."
+                f"max_gen_toks is {max_new_tokens} and max_seq_length {self.max_length}: it must be less, to leave "
+                "room for the prompt."
             )
-        room = self.max_length - longest
+        max_prompt_tokens = self.max_length - max_new_tokens
         stop_texts = [text for text in until if text and text != eos]
         # Only the last tokens are decoded in each step; a stop text may begin within a token before its own.
         tail = _TOKENS_BEFORE_STOP
@@ -380,14 +380,15 @@ class HarnessModel(_harness.TemplateLM):
             return any(text in ending for text in stop_texts)
 
         if len(arguments[0]) > 2:
+            image_settings = {"max_generated_tokens": max_new_tokens, **sampling}
             for index, (prompt, _, media) in enumerate(arguments):
-                row = tokenize_image_question(self.torchtune_tokenizer, prompt, media, room)
-                tokens = self._generate_image_answer(row, has_stop_text, {"max_generated_tokens": longest, **sampling})
+                row = tokenize_image_question(self.torchtune_tokenizer, prompt, media, max_prompt_tokens)
+                tokens = self._generate_image_answer(row, has_stop_text, image_settings)
                 yield index, _requests.postprocess_generated_text(self.tok_decode(tokens), until, None)
             return
         prompts = [self.tok_encode(prompt) for prompt, _ in arguments]
-        self._warn_truncated(sum(len(tokens) > room for tokens in prompts), len(prompts))
-        prompts = [tokens[-room:] for tokens in prompts]
+        self._warn_truncated(sum(len(tokens) > max_prompt_tokens for tokens in prompts), len(prompts))
+        prompts = [tokens[-max_prompt_tokens:] for tokens in prompts]
         order = sorted(range(len(prompts)), key=lambda index: -len(prompts[index]))  # longest first
         answers: list[list[int]] = [[] for _ in prompts]
         ended: list[int] = []  # in the latest step
@@ -395,14 +396,14 @@ class HarnessModel(_harness.TemplateLM):
         def is_over(sequence: int, token: int) -> bool:
             index = order[sequence]
             answers[index].append(token)
-            if token in stop or len(answers[index]) == longest or has_stop_text(answers[index]):
+            if token in stop or len(answers[index]) == max_new_tokens or has_stop_text(answers[index]):
                 ended.append(index)
             return index in ended
 
         steps = stream_tokens(
             self.decoder,
             [torch.tensor(prompts[index], device=self.device) for index in order],
-            max_new_tokens=longest,
+            max_new_tokens=max_new_tokens,
             **sampling,
             max_sequences=self.batch_size,
             is_over=is_over,
