@@ -16,10 +16,8 @@ from torchtune.supervision._signals import StopSignal
 from torchtune.supervision._step_metrics import StepMetrics
 from torchtune.supervision._throughput import Throughput
 from torchtune.training.parallel import ParallelDims, all_gather_object, any_rank, broadcast_object
-from torchtune.utils import UserError, get_logger, log_rank_zero
+from torchtune.utils import EXIT_REQUEUE, UserError, get_logger, log_rank_zero
 
-# EX_TEMPFAIL of sysexits.h: schedulers can be set to requeue a job with this exit code.
-EXIT_REQUEUE = 75
 _EXIT_CODES = {signal.SIGINT: 128 + signal.SIGINT, signal.SIGTERM: EXIT_REQUEUE}
 
 

@@ -6,9 +6,9 @@ from ._device import get_device as get_device
 from ._device import get_device_support as get_device_support
 from ._device import get_torch_device_namespace as get_torch_device_namespace
 from ._device import get_world_size_and_rank as get_world_size_and_rank
+from ._errors import EXIT_REQUEUE, HANG_EXIT_CODE, first_line
 from ._errors import LostRankError as LostRankError
 from ._errors import UserError as UserError
-from ._errors import first_line
 from ._files import AppendedFile as AppendedFile
 from ._files import WriteError, clear_leftovers, convert_os_errors
 from ._files import append_line as append_line
