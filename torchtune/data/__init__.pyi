@@ -1,10 +1,10 @@
 from ._batch import MIN_SHARED, check_shifted, label_index
 from ._batch import Batch as Batch
 from ._batch import share_prefixes as share_prefixes
-from ._collate import WEIGHTS_NEED_DOCUMENTS
 from ._collate import collate_documents as collate_documents
 from ._collate import collate_embedding as collate_embedding
 from ._collate import collate_preference as collate_preference
+from ._collate import documents_of
 from ._collate import left_pad_sequence as left_pad_sequence
 from ._collate import padded_collate as padded_collate
 from ._collate import padded_collate_dpo as padded_collate_dpo

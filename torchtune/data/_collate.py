@@ -22,10 +22,6 @@ Document = Mapping[str, Any]
 Example = Document | Sequence[Document]
 _SIDES = ("chosen", "rejected")
 _SIDE_PREFIXES = ("chosen_", "rejected_")
-WEIGHTS_NEED_DOCUMENTS = (
-    "Rows have weights of turns other than 0 and 1, which only torchtune.data.collate_documents and recipes of this "
-    "release read: leave out collate_fn, or write 0 and 1."
-)
 
 
 def _as_int_tensor(value: Any) -> torch.Tensor:
@@ -55,7 +51,10 @@ def documents_of(example: Example, *, takes_weights: bool = False) -> list[Docum
         if num_tokens != num_labels:
             raise DataError(f"An example has {num_tokens} tokens but {num_labels} labels.")
         if "label_weights" in document and not takes_weights:
-            raise DataError(WEIGHTS_NEED_DOCUMENTS)
+            raise DataError(
+                "Rows have weights of turns other than 0 and 1, which only torchtune.data.collate_documents and "
+                "recipes of this release read: leave out collate_fn, or write 0 and 1."
+            )
     return list(documents)
 
 

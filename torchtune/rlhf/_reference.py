@@ -246,7 +246,7 @@ def check_pairs(loader: BatchLoader | None, loss: AnswerLoss, name: str) -> None
             f"{loader.world_size} process(es) the smallest has {loader.smallest_batch}: set another {name}, or leave "
             "out a row with filter_fn."
         )
-    collate = getattr(loader.collate_fn, "unsplit", loader.collate_fn)
+    collate = ParallelDims.unsharded_collate(loader.collate_fn)
     loss.check_batch(Batch.from_dict(collate([loader.dataset[0]])))
     loss.check_loader(loader, name)
 
