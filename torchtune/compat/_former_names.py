@@ -397,7 +397,7 @@ def explain_gone(path: str) -> str | None:
 
 
 def present_path(path: str) -> str:
-    """Return the present path of a name in a module of another package that was moved; other paths unchanged."""
+    """Return the current path of a component that another package has moved; other paths are returned unchanged."""
     module, _, name = path.rpartition(".")
     if module.startswith("torchtune.") or module not in NAMES:
         return path
@@ -407,12 +407,12 @@ def present_path(path: str) -> str:
 
 
 def attribute(module: str, name: str) -> Any:
-    """Return the present object of a name that ``module`` lacks, with one warning that says where it is.
+    """Return the object that replaces a name of ``module`` from an earlier release; warn once with its new path.
 
     Raises:
-        AttributeError: there is no such name, or it is gone.
-        ImportError: the name is gone, and ``module`` is not a package. ``from module import name`` would replace the
-            message of another error.
+        AttributeError: no earlier release had the name, or it was removed.
+        ImportError: the name was removed, and ``module`` is not a package: ``from module import name`` would replace
+            the message of an AttributeError.
     """
     path = f"{module}.{name}"
     present = NAMES.get(path)
@@ -440,14 +440,14 @@ def attribute(module: str, name: str) -> Any:
 def _warn(path: str, present: str) -> None:
     from torchtune.utils import get_logger, log_once
 
-    log_once(get_logger(), f"{path} is {present} now: change the import, or the path in the config.", level=30)
+    log_once(get_logger(), f"{path} has moved to {present}: update the import, or the path in the config.", level=30)
 
 
 def find_spec(name: str) -> ModuleSpec | None:
-    """Return the spec of a former module, or ``None`` if there was none.
+    """Return the spec of a module from an earlier release, or ``None`` if no release had it.
 
     Raises:
-        ImportError: the module is gone; the message says what replaces it.
+        ImportError: the module was removed; the message names the replacement.
     """
     explanation = explain_gone(name)
     if explanation is not None:
