@@ -99,9 +99,11 @@ MODULES = {
         for module in ("_gpt2", "_hf_tokenizer", "_sentencepiece", "_tiktoken", "_utils")
     },
     **_modules("torchtune.rlhf", "_types"),
-    "torchtune.rlhf.utils._convert_weights": "torchtune.rlhf.utils",
+    "torchtune.rlhf.utils": "torchtune.compat",
+    "torchtune.rlhf.utils._convert_weights": "torchtune.compat",
     **_modules("torchtune.training", "_activation_offloading _compile _distributed _grad_scaler _model_util _profiler"),
     "torchtune.training.memory": "torchtune.compat",
+    "torchtune.training.pooling": "torchtune.training",
     "torchtune.training.compat": "torchtune.compat",
     "torchtune.training.checkpointing._checkpoint_client": "torchtune.compat",
     "torchtune.training.checkpointing._checkpointer": "torchtune.training",

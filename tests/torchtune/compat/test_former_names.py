@@ -175,7 +175,8 @@ def test_a_recipe_a_dataset_and_a_config_of_a_user_run(folder, tune, monkeypatch
     assert result.code == 0, result.err
     assert "own_recipe.py never reads run_name" in caplog.text
     assert (
-        "torchtune.utils.metric_logging.DiskLogger has moved to torchtune.training.metric_logging.DiskLogger" in caplog.text
+        "torchtune.utils.metric_logging.DiskLogger has moved to torchtune.training.metric_logging.DiskLogger"
+        in caplog.text
     )
     assert len(list((folder / "out" / "logs").iterdir())) >= 1
     refused = tune("run", "own_recipe.py", "--config", config, "run_nmae=second")
