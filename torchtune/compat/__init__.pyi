@@ -34,16 +34,6 @@ from ._former_parallel import get_world_size_and_rank as get_world_size_and_rank
 from ._former_parallel import init_distributed as init_distributed
 from ._former_parallel import scale_grads as scale_grads
 from ._former_parallel import shard_model as shard_model
-from ._former_quantization import (
-    _disable_linear_fake_quant,
-    _enable_linear_fake_quant,
-    _get_disable_fake_quant,
-    _get_enable_fake_quant,
-    disable_4w_fake_quant_module_swap,
-    disable_8da4w_fake_quant_module_swap,
-    enable_4w_fake_quant_module_swap,
-    enable_8da4w_fake_quant_module_swap,
-)
 from ._former_quantization import is_fp8_tensorwise_scaling as is_fp8_tensorwise_scaling
 from ._former_quantization import swap_lora_linear_with_qat as swap_lora_linear_with_qat
 from ._optimizer_in_backward import OptimizerInBackwardWrapper as OptimizerInBackwardWrapper

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import IO, Any, ClassVar
 
 from torchtune.data import DataError
-from torchtune.utils import (
-    UserError,
+from torchtune.datasets._lines import (
     decode_line,
     decode_utf8,
     numbered_lines,
@@ -25,6 +24,7 @@ from torchtune.utils import (
     parse_json_line,
     unpacking,
 )
+from torchtune.utils import UserError
 
 # File suffix -> loader of the datasets package.
 LOADERS = {

@@ -1,4 +1,3 @@
-from ._compressed_files import numbered_lines, open_lines, packed_by, unpacking
 from ._device import DeviceSupport as DeviceSupport
 from ._device import batch_to_device as batch_to_device
 from ._device import fill_from_cpu, find_device, parse_device, to_device
@@ -25,7 +24,7 @@ from ._heartbeat import place as place
 from ._heartbeat import sign_of_life as sign_of_life
 from ._heartbeat import watch_activity as watch_activity
 from ._heartbeat import watched_activity as watched_activity
-from ._json import check_surrogates, decode_line, decode_utf8, parse_json_line
+from ._json import check_surrogates
 from ._json import read_json as read_json
 from ._json import valid_json as valid_json
 from ._json import write_json as write_json

@@ -14,5 +14,4 @@ from ._shards import (
     read_shard,
     reduce_partial,
     reshard,
-    spec_of,
 )

@@ -78,11 +78,6 @@ class ShardGrid:
         return DTensor.from_local(row, parameter.device_mesh, placements, run_check=False)
 
 
-def spec_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor on the meta device with the full tensor's shape and dtype."""
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-
-
 def full_slices(shape: torch.Size | tuple[int, ...]) -> Slices:
     """Return the slices that cover a tensor."""
     return tuple(slice(0, size) for size in shape)
