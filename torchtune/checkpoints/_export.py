@@ -94,13 +94,14 @@ def export_model(view: SaveView, source: ModelSource, max_shard_bytes: int, fold
         weight_map = spec.weight_map("hf")
         if enclosing is not None:
             weight_map = weight_map.prefixed(enclosing.prefixes)
+        # Replicas take turns with the groups, so that all ranks write about as many bytes.
         tensors = [view.tensor_group(group, turn) for turn, group in enumerate(weight_map.groups(description))]
         if enclosing is not None:
             tensors += _other_tensors(enclosing, view.ranks)
         files, index = shard_files(tensors, max_shard_bytes, folder)
         if index is not None:
             json_files[folder + SAFETENSORS_INDEX] = index
-        adapter_dir = f"{folder}{ADAPTER_DIR}/"
+        adapter_dir = f"{folder}{ADAPTER_DIR}/"  # beside merged weights, transformers would apply it a second time
     if view.has_adapter:
         base_name = source.base_name()
         tensors, settings = adapter_tensors(view, base_name, enclosing if is_text_decoder else None)

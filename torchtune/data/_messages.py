@@ -432,6 +432,7 @@ def mask_messages(
         [True, False]
     """
     strategy = parse_masking_strategy(masking_strategy)
+    # Mappings are read as messages, so that the aliases of roles and of weights count; the mappings are then changed.
     turns = messages
     if not all(type(message) is Message for message in messages):
         turns = as_messages([_without_mask(message) for message in messages])
