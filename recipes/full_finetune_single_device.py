@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 import torch
 
 from torchtune import checkpoints, config, datasets, estimate, evaluation, reports, supervision, training, utils
-from torchtune.config import Component, PositiveInt, Range
+from torchtune.config import Component, ObjectPath, PositiveInt, Range
 from torchtune.data import Batch, BatchLoader
 from torchtune.modules.conversion import apply_conversions, run_post_optimizer_hooks, run_pre_optimizer_hooks
 from torchtune.modules.loss import setup_loss
@@ -128,7 +128,7 @@ class Settings:
     # Visit the examples of each epoch in random order.
     shuffle: bool = True
     # Collate function; the default is padding-free.
-    collate_fn: str = "torchtune.data.collate_documents"
+    collate_fn: Annotated[str, ObjectPath()] = "torchtune.data.collate_documents"
     # Folder of cached features of images, which a frozen vision tower computes once; null: in every epoch.
     image_cache: str | None = None
     # Skip steps with a non-finite loss or gradient; this many in a row end the run.

@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal
 import torch
 
 from torchtune import checkpoints, config, datasets, estimate, reports, rlhf, supervision, training, utils
-from torchtune.config import Component, PositiveInt, Range, RuntimeArgs
+from torchtune.config import Component, ObjectPath, PositiveInt, Range, RuntimeArgs
 from torchtune.data import Batch, BatchLoader
 from torchtune.modules.conversion import apply_conversions, run_post_optimizer_hooks, run_pre_optimizer_hooks
 
@@ -161,7 +161,7 @@ class Settings:
     # Visit the examples of each epoch in random order.
     shuffle: bool = True
     # Collate function of prompts.
-    collate_fn: str = "torchtune.rlhf.collate_prompts"
+    collate_fn: Annotated[str, ObjectPath()] = "torchtune.rlhf.collate_prompts"
     # Skip steps with a non-finite loss or gradient; this many in a row end the run.
     max_skipped_steps: PositiveInt = 10
     # Skip steps with a loss this many standard deviations above the recent mean; null: no limit.

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 import torch
 
 from torchtune import checkpoints, config, datasets, estimate, evaluation, reports, rlhf, supervision, training, utils
-from torchtune.config import Component, PositiveInt, Range, RuntimeArgs
+from torchtune.config import Component, ObjectPath, PositiveInt, Range, RuntimeArgs
 from torchtune.data import Batch, BatchLoader
 from torchtune.modules.conversion import apply_conversions, run_post_optimizer_hooks, run_pre_optimizer_hooks
 from torchtune.modules.loss import setup_loss
@@ -147,7 +147,7 @@ class Settings:
     # Visit the examples of each epoch in random order.
     shuffle: bool = True
     # Collate function; the default is padding-free.
-    collate_fn: str = "torchtune.data.collate_documents"
+    collate_fn: Annotated[str, ObjectPath()] = "torchtune.data.collate_documents"
     # Skip steps with a non-finite loss or gradient; this many in a row end the run.
     max_skipped_steps: PositiveInt = 10
     # Skip steps with a loss this many standard deviations above the recent mean; null: no limit.

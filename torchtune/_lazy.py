@@ -42,7 +42,7 @@ def _export(
         module = importlib.import_module(modules[name])
         is_submodule = modules[name] == f"{package}.{name}"  # exported by ``from . import name``
         value = module if is_submodule else getattr(module, name)
-        # The next use finds the name without a call.
+        # As an attribute of the module, the name no longer needs a call of __getattr__.
         setattr(sys.modules[package], name, value)
         return value
 
@@ -68,15 +68,15 @@ def _read_stub(package: str, stub: Path) -> tuple[dict[str, str], list[str]]:
     return modules, sorted(public)
 
 
-# Path of the table of former names; it is imported at the first name that does not exist.
+# Module with the table of names from earlier releases. It is imported for the first missing name, not at start-up.
 _FORMER_NAMES = "torchtune.compat._former_names"
 
 
 def former_attribute(module: str, name: str) -> Any:
-    """Return the present object of a name that ``module`` had in an earlier release.
+    """Return the object that replaces a name of ``module`` from an earlier release.
 
     Raises:
-        AttributeError: there was no such name, or it is gone; then the message says what replaces it.
+        AttributeError: no earlier release had the name, or it was removed; the message then names the replacement.
     """
     if name.startswith("__"):
         raise AttributeError(f"module '{module}' has no attribute '{name}'")
@@ -84,7 +84,7 @@ def former_attribute(module: str, name: str) -> Any:
 
 
 def former_names(module: str) -> Callable[[str], Any]:
-    """Build ``__getattr__`` of a module that had other names in earlier releases."""
+    """Build a module's ``__getattr__`` for its names from earlier releases."""
     return partial(former_attribute, module)
 
 
@@ -98,10 +98,10 @@ def former_package(module: str) -> tuple[Callable[[str], Any], list[str]]:
 
 
 def present_path(path: str) -> str:
-    """Return the present path of a component of another package that was moved.
+    """Return the current path of a component that another package has moved.
 
     Raises:
-        ImportError: the path is one of this library and is gone; the message says what replaces it.
+        ImportError: this library has removed the component; the message names the replacement.
     """
     table = importlib.import_module(_FORMER_NAMES)
     explanation = table.explain_gone(path)
@@ -111,7 +111,7 @@ def present_path(path: str) -> str:
 
 
 def former_argument(path: str, argument: str) -> tuple[bool, str | None]:
-    """Return whether the function at ``path`` took ``argument`` in earlier releases, and what replaces it."""
+    """Return whether the function at ``path`` accepted ``argument`` in earlier releases, and its replacement."""
     return importlib.import_module(_FORMER_NAMES).former_argument(path, argument)
 
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.recipes.runs import TRAINING, start
+from torchtune.config import ConfigError, to_yaml
 from torchtune.data import DataError, padded_collate_packed
 
 # compute_loss and label count of a recipe that was copied when batches were dicts.
@@ -48,3 +49,23 @@ def test_a_dict_of_an_own_collation_trains(tmp_path):
     assert own.losses == pytest.approx(ours.losses, abs=1e-5)  # padded rows add up in another order
     with pytest.raises(DataError, match=r"collate_fn: 'rewards' \(shape \(4,\)\) is not per token"):
         start(name, tmp_path, collate_fn=f"{__name__}.collate_with_rewards", **settings)
+
+
+def test_collation_in_the_recipes_file_needs_no_module(tmp_path):
+    functions = """
+def short_collate(examples):
+    return padded_collate_sft([{name: example[name][:4] for name in ("tokens", "labels")} for example in examples])
+
+
+@config.parse
+"""
+    imports = "from torchtune.data import Batch, BatchLoader"
+    changes = {"@config.parse\n": functions, f"{imports}\n": f"{imports}, padded_collate_sft\n"}
+    name = "full_finetune_single_device"
+    settings = {"train": False, "changes": changes, "batch_size": 2}
+    run = start(name, tmp_path, collate_fn="short_collate", **settings)
+    (batch,) = next(iter(run.recipe.loader))
+    assert batch.tokens.shape == (2, 4)
+    assert "collate_fn: short_collate\n" in to_yaml(run.recipe.cfg)
+    with pytest.raises(ConfigError, match=r"there is no 'short_colate' in the recipe's file.*'short_collate'"):
+        start(name, tmp_path, collate_fn="short_colate", **settings)

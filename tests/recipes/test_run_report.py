@@ -12,7 +12,7 @@ from tests.recipes.runs import after_each_step, read_log, run_main, start
 from torchtune._recipe_registry import find_recipe
 from torchtune.config import RecipeSettingsError, SettingsView, load_and_check
 from torchtune.supervision import StepPlan, explain_no_validation
-from torchtune.training import checksum_trained
+from torchtune.training.parallel import checksum_trained
 
 LORA, FULL = "lora_finetune_single_device", "full_finetune_single_device"
 

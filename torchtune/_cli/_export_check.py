@@ -16,6 +16,7 @@ import torchtune
 from torchtune import config, evaluation
 from torchtune._cli._child_process import CrashedError, call_in_child_process
 from torchtune._cli._export_files import Trained, quantize
+from torchtune._cli._reference_logits import missing_packages, read_elsewhere, tokenize_elsewhere
 from torchtune.checkpoints import CheckpointStore, ModelSource
 from torchtune.data import DataError
 from torchtune.evaluation import Comparison
@@ -184,7 +185,7 @@ def check_files(trained: Trained, to: str, quant: str | None, files: Path, aside
         FailedCheck: the files have other logits or another tokenizer; the message names tensors or a row.
         EvaluationError: the library cannot read the files.
     """
-    missing = evaluation.missing_packages("transformers", *_LIBRARIES.get(to, ()))
+    missing = missing_packages("transformers", *_LIBRARIES.get(to, ()))
     if missing:
         return Check(reason=f"{', '.join(missing)} is not installed: pip install 'torchtune[check]'")
     base = None
@@ -258,7 +259,7 @@ def _measure(path: Path, to: str, files: Path, device: str) -> Measured:
     del model  # the other library needs the memory
     say("checking", f"the logits of the files in {_reader(to)}")
     with redirect_stderr(io.StringIO()):  # warnings and progress bars
-        library, exported_logits, unread = evaluation.read_elsewhere(_reader(to), files, prompts, model_device)
+        library, exported_logits, unread = read_elsewhere(_reader(to), files, prompts, model_device)
     return Measured(library, evaluation.compare_models(logits, exported_logits), layers, unread)
 
 
@@ -287,7 +288,7 @@ def _compare_tokenizers(settings: Mapping[str, Any] | None, path: Path, files: P
     if is_exact:  # other tokenizers encode special tokens in a text as plain text
         texts += [f"one {token} two" for token in tokenizer.special_tokens]
     variables = settings.get("chat_template_kwargs") or {}
-    ids_of_texts, ids_of_chats = evaluation.tokenize_elsewhere(files, texts, _CHATS, variables)
+    ids_of_texts, ids_of_chats = tokenize_elsewhere(files, texts, _CHATS, variables)
     differing_texts = []
     for text, exported_ids in zip(texts, ids_of_texts, strict=True):
         if tokenizer.encode(text, add_bos=False, add_eos=False) != exported_ids:
@@ -327,7 +328,7 @@ class _PrintedAtTimes:
 
 def _reader(to: str) -> str:
     """Return the library that reads a format."""
-    if to in ("gguf", "ollama") and not evaluation.missing_packages("llama_cpp"):
+    if to in ("gguf", "ollama") and not missing_packages("llama_cpp"):
         return "llama_cpp"
     return "peft" if to == "adapter" else "transformers"
 

@@ -334,9 +334,12 @@ class _DataSettings:
         readings = [reader for _, reader in readings_of(row) if reader.startswith(builder)]
         if len(readings) < 2:
             return
-        first, second = (" ".join(f"dataset.{setting}" for setting in reader.split()[1:]) for reader in readings[:2])
+        choices = []
+        for reader in readings[:2]:
+            settings = reader.split()[1:]
+            choices.append(" ".join(f"dataset.{setting}" for setting in settings))
         raise UserError(
-            f"data={self._name}: the rows can be read in two ways: add either {first} or {second} to choose one."
+            f"data={self._name}: the rows can be read in two ways: add either {' or '.join(choices)} to choose one."
         )
 
     def _as_trained(self, row_format: tuple[str, str], row: Mapping[str, Any]) -> tuple[str, str]:

@@ -9,12 +9,11 @@ import sys
 import time
 import traceback
 
-from torchtune.utils import AGENT_VARIABLE, MACHINES_VARIABLE, UserError, first_line
+from torchtune.utils import AGENT_VARIABLE, EXIT_REQUEUE, HANG_EXIT_CODE, MACHINES_VARIABLE, UserError, first_line
 
-# Exit codes of workers that have printed the reason: user error, stalled run, Ctrl-C, and 75 (checkpoint saved after a
-# signal, or another machine lost).
-_TEMPORARY = 75
-_KNOWN_EXIT_CODES = (2, 76, 130, _TEMPORARY)
+# Exit codes of workers that have printed the reason: user error, stalled run, Ctrl-C, and a checkpoint saved after a
+# signal, or another machine lost.
+_KNOWN_EXIT_CODES = (UserError.exit_code, HANG_EXIT_CODE, 130, EXIT_REQUEUE)
 # Default of --shutdown-timeout: seconds between SIGTERM and SIGKILL, for workers to save. It also delays a restart if
 # workers hang in a collective with a dead rank.
 SHUTDOWN_TIMEOUT = 120
@@ -140,12 +139,12 @@ def run(args: argparse.Namespace) -> None:
     try:
         torchrun(args)
     except SignalException as error:  # the workers got the signal and have saved
-        sys.exit(75 if error.sigval == signal.SIGTERM else 128 + error.sigval)
+        sys.exit(EXIT_REQUEUE if error.sigval == signal.SIGTERM else 128 + error.sigval)
     except ChildFailedError as error:
         # A worker's user error makes others fail; torchrun may report either first.
         worker_codes = [failure.exitcode for failure in error.failures.values()]
         exit_code = next((code for code in _KNOWN_EXIT_CODES if code in worker_codes), 1)
-        if exit_code == _TEMPORARY and worker_codes[0] != _TEMPORARY:  # another worker was killed first
+        if exit_code == EXIT_REQUEUE and worker_codes[0] != EXIT_REQUEUE:  # another worker was killed first
             exit_code = 1
         if exit_code == 1:  # no worker has printed the reason
             print(error, file=sys.stderr)
@@ -169,7 +168,7 @@ def _explain_error(error: Exception, args: argparse.Namespace) -> tuple[str, int
         return (
             f"fewer machines than --nnodes {args.nnodes} connected to {address} in time: run the same command, with "
             "the same --nnodes, on all machines; --rdzv-conf join_timeout=SECONDS waits longer.",
-            _TEMPORARY,
+            EXIT_REQUEUE,
         )
     cause = first_line(error.__cause__ or error)
     # torch has one class for both errors; only after workers have run, the traceback has one of these frames.
@@ -178,7 +177,7 @@ def _explain_error(error: Exception, args: argparse.Namespace) -> tuple[str, int
         return (
             f"{address} has stopped answering, because its machine or its command has ended ({cause}): run the same "
             "command on all machines with resume_from_checkpoint=True to continue from the last checkpoint.",
-            _TEMPORARY,
+            EXIT_REQUEUE,
         )
     return (
         f"{address} cannot be reached ({cause}): give the address of the first machine with a free port, and start the "

@@ -19,7 +19,7 @@ from torchtune._cli._find_recipe import recipe_named_by, resolve_config, resolve
 from torchtune._cli._run_command import Command, parse_command, require_config
 from torchtune._cli._shorthands import expand_shorthands
 from torchtune._cli.subcommand import Subcommand
-from torchtune.utils import UserError, read_json, write_json
+from torchtune.utils import EXIT_REQUEUE, UserError, read_json, write_json
 
 _USAGE = (
     "tune sweep [TORCHRUN-OPTIONS] [<recipe>] --config <config> --trials 8 --output <folder> "
@@ -28,7 +28,6 @@ _USAGE = (
 _NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
 _RANGE = re.compile(rf"({_NUMBER}):({_NUMBER})(:log)?")
 _INTEGER = re.compile(r"[-+]?\d+")
-EXIT_REQUEUE = 75  # of a run that was stopped and can be resumed
 _STATE = "sweep.json"
 _LOG = "output.txt"
 _POLL_SECONDS = 0.5
@@ -472,7 +471,7 @@ class _Progress:
             run = RunFolder(folder)
         except UserError:  # it has not started
             return cls()
-        return cls(run.last_step, run.start.get("total_steps", 0))
+        return cls(run.newest_step, run.start.get("total_steps", 0))
 
     def has_reached(self, rung: Rung) -> bool:
         """Return whether the run has made the steps of a rung."""

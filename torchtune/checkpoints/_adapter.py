@@ -148,6 +148,7 @@ def check_settings(weights: ModelWeights, path: Path) -> dict[str, Any]:
                 "with peft and start from the merged model."
             )
     model_settings = weights.peft_settings
+    # Both change the result of the same tensors, so that a difference would not show in a shape.
     for key in ("use_dora", "use_rslora"):
         if key in model_settings and bool(settings.get(key)) != model_settings[key]:
             raise CheckpointError(
@@ -484,6 +485,7 @@ def _grow_trained_embedding(weights: ModelWeights, file: Path) -> None:
     files = open_weight_files([file])
     embeddings = [name for name in files.names() if name.endswith("embed_tokens.weight")]
     rows = files.shape(embeddings[0])[0] if embeddings else 0
+    # A sharded embedding cannot grow; its shape is then compared with the file's, as for any weight.
     is_sharded = hasattr(decoder.tok_embeddings.weight, "device_mesh")
     if rows > decoder.tok_embeddings.weight.shape[0] and not is_sharded:
         resize_token_embeddings(decoder, rows)
@@ -508,6 +510,7 @@ def _load_owned_files(
     saved_conversions = index.get("conversions", {})
     if not isinstance(saved_conversions, dict):
         raise CheckpointError(f"{index_file}: 'conversions' is not an object: save the checkpoint again.")
+    # Without its conversion, the model would run with other weights than those that were trained.
     unused = sorted(saved_conversions.keys() - weights.owned_files.keys())
     if unused:
         raise CheckpointError(
@@ -545,6 +548,7 @@ def _read_adapter(
     if not any(name.startswith(PEFT_PREFIX) for name in tensors):
         yield from _of_older_checkpoint(tensors, spec, description)
         return
+    # An adapter of a model of text and images has the text decoder's names behind a prefix.
     prefixes = _text_decoder_prefixes(spec, tensors)
     tensors = {rename_prefix(name, prefixes): tensor for name, tensor in tensors.items()}
     rows = token_tensors(weights)
@@ -555,6 +559,7 @@ def _read_adapter(
     groups = groups_by_external_name(weight_map, description)
     _check_tying(weights, tensors, settings, file)
     try:
+        # Modules trained whole come first: they have the names of the base model, and what is left are adapters.
         trained = {}
         for name in list(tensors):
             external = name.removeprefix(PEFT_PREFIX)
@@ -741,8 +746,10 @@ def adapter_tensors(
     if view.trained_whole:
         module_map = weight_map.prefixed(dict(weight_map.modules))
         trained = view.trained_groups(groups_by_weight(module_map, description))
-        external_names = [name for group in trained for name in group.external]
-        tensors += [view.tensor_group(_named_by_peft(group), turn) for turn, group in enumerate(trained)]
+        external_names = []
+        for turn, group in enumerate(trained):
+            external_names += group.external
+            tensors.append(view.tensor_group(_named_by_peft(group), turn))
         for tie in module_map.tied:
             if getattr(description, tie.when) and tie.source in view.trained_whole:
                 # peft unties a weight that it trains alone: both files' names have it, and tell peft to tie them.

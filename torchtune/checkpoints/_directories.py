@@ -105,6 +105,7 @@ def new_directory(output_dir: Path, name: str, checksums: Checksums | None = Non
         CheckpointError: the name is another one, or the size of a file differs from the number of bytes written.
     """
     check_name(name)
+    # Counted, because the times of files are not comparable across machines, and names are not in order of time.
     earlier = complete_directories(output_dir)
     saves = 1 + (read_marker(earlier[-1])["saves"] if earlier else 0)
     with atomic_directory(output_dir / name) as folder:
@@ -113,6 +114,7 @@ def new_directory(output_dir: Path, name: str, checksums: Checksums | None = Non
         for path in sorted(folder.rglob("*")):
             if path.is_file():
                 sizes[str(path.relative_to(folder))] = path.stat().st_size
+        # Shards come from several machines: a file system that is not shared shows here, and not at the resume.
         written = dict(checksums or {})
         for file, (size, _) in written.items():
             if sizes.get(file) != size:

@@ -19,12 +19,12 @@ from torchtune.checkpoints._adapter import (
 from torchtune.checkpoints._load import GENERATION_CONFIG, ModelSource
 from torchtune.checkpoints._model_weights import ModelWeights, SaveView
 from torchtune.checkpoints._open import TextDecoderFiles
-from torchtune.checkpoints._save import TensorFile, TensorGroup, TensorSlice, aligned, write_file
+from torchtune.checkpoints._save import TensorFile, TensorGroup, TensorSlice, aligned, spec_of, write_file
 from torchtune.checkpoints._weight_files import SAFETENSORS_INDEX, read_json
 from torchtune.models import Description, ModelError, ModelSpec, text_config, with_text_config
 from torchtune.modules.conversion import get_conversions
 from torchtune.tokenizers import MISSING_TOKENIZER, SavableTokenizer
-from torchtune.training.parallel import Ranks, spec_of
+from torchtune.training.parallel import Ranks
 from torchtune.utils import get_logger, write_json
 
 MAX_SHARD_BYTES = 5 * 10**9
@@ -94,13 +94,14 @@ def export_model(view: SaveView, source: ModelSource, max_shard_bytes: int, fold
         weight_map = spec.weight_map("hf")
         if enclosing is not None:
             weight_map = weight_map.prefixed(enclosing.prefixes)
+        # Replicas take turns with the groups, so that all ranks write about as many bytes.
         tensors = [view.tensor_group(group, turn) for turn, group in enumerate(weight_map.groups(description))]
         if enclosing is not None:
             tensors += _other_tensors(enclosing, view.ranks)
         files, index = shard_files(tensors, max_shard_bytes, folder)
         if index is not None:
             json_files[folder + SAFETENSORS_INDEX] = index
-        adapter_dir = f"{folder}{ADAPTER_DIR}/"
+        adapter_dir = f"{folder}{ADAPTER_DIR}/"  # beside merged weights, transformers would apply it a second time
     if view.has_adapter:
         base_name = source.base_name()
         tensors, settings = adapter_tensors(view, base_name, enclosing if is_text_decoder else None)

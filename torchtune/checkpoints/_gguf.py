@@ -203,8 +203,9 @@ class GGUFFile(WeightFiles):
                 )
         names = set(self._tensors)
         layers = self.need("{arch}.block_count")
-        if layers > len(names):
+        if layers > len(names):  # before a model of so many layers is built: the number may be any
             raise CheckpointError(f"{self.path} lacks tensors: {layers} layers and {len(names)} tensors do not fit.")
+        # llama.cpp permutes the rows of queries and keys of Llama to the interleaved layout, and those of Qwen not.
         is_qwen = self.architecture.startswith("qwen")
         return Description(
             vocab_size=self.shape("token_embd.weight")[0],
@@ -224,7 +225,7 @@ class GGUFFile(WeightFiles):
             rope_layout="half" if is_qwen else "interleaved",
             rope_scaling=self._rope_scaling(),
             norm_eps=_short_float(self.need("{arch}.attention.layer_norm_rms_epsilon")),
-            tie_word_embeddings="output.weight" not in names,
+            tie_word_embeddings="output.weight" not in names,  # a tied weight is stored once
         )
 
     def _rope_scaling(self) -> Llama3RopeScaling | None:
@@ -345,17 +346,18 @@ def _build_tokenizer(file: GGUFFile) -> Any:
     merges = [tuple(merge.split(" ")) for merge in file.need("tokenizer.ggml.merges")]
     if len(vocab) != len(tokens):
         raise ValueError("the vocabulary has a token twice")
+    # Llama 3's tokenizer takes a word of the vocabulary whole, even where its merges do not lead to it.
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=pre == "llama-bpe"))
     tokenizer.pre_tokenizer = supported[pre]()
     tokenizer.decoder = decoders.ByteLevel()
-    if pre == "qwen2":
+    if pre == "qwen2":  # GGUF has no field for the normalizer of the published tokenizer
         tokenizer.normalizer = normalizers.NFC()
     special = []
     user_defined = []
     for token, token_type in zip(tokens, types, strict=True):
         if token_type == CONTROL:
             special.append(AddedToken(token, special=True, normalized=False))
-        elif token_type == USER_DEFINED:
+        elif token_type == USER_DEFINED:  # found in the text before it is split, but kept when special ones are skipped
             user_defined.append(AddedToken(token, normalized=False))
     tokenizer.add_special_tokens(special)
     tokenizer.add_tokens(user_defined)

@@ -543,6 +543,7 @@ def check_config(model: nn.Module, config_file: Path) -> None:
         raise CheckpointError(f"{config_file}: {error}") from error
     architecture = next(iter(config.get("architectures") or ()), None)
     if architecture is not None and architecture not in spec.architectures:
+        # Families that have the same weight map read each other's files; the config is then read as its own family's.
         try:
             config_spec = spec_for_architecture(architecture)
         except ModelError:
@@ -603,6 +604,7 @@ def initialize_missing(
         CheckpointError: no module initializes a parameter, or a buffer is on the meta device.
     """
     missing = [name for name, _ in model.named_parameters() if name not in loaded]
+    # Parents come before their children, so that a module that initializes its children's parameters does so once.
     for path, module in model.named_modules():
         if not hasattr(module, "initialize_parameters"):
             continue

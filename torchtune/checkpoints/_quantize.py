@@ -262,6 +262,8 @@ def _quantization_config(quantizer: Quantizer) -> dict[str, Any]:
     else:
         weights["strategy"] = "group"
         weights["group_size"] = group_size
+    # The format says how weights are stored: integers are packed into int32, unless the activations are quantized as
+    # well; then they stay plain, as kernels read them.
     if quantizer.activations is None:
         inputs = None
         storage_format = "naive-quantized" if quantizer.weight_type == "float" else "pack-quantized"

@@ -205,7 +205,9 @@ _SETTINGS = {
     "custom_sharded_layers keep_best early_stopping_patience scores scores_rows scores_max_new_tokens "
     "metric_logger log_every_n_steps log_peak_memory_stats log_level profiler",
 }
-ON_RESUME = {name: treatment for treatment, names in _SETTINGS.items() for name in names.split()}
+ON_RESUME = {}  # name of a setting -> treatment
+for _treatment, _names in _SETTINGS.items():
+    ON_RESUME |= dict.fromkeys(_names.split(), _treatment)
 _NOT_SET = "not set"
 # Allowed changes of fixed settings, which lose nothing, and their effects.
 _EXACT = {

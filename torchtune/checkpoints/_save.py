@@ -26,7 +26,7 @@ from torch.utils.hooks import RemovableHandle
 
 from torchtune.checkpoints._directories import Checksums, new_directory, prune
 from torchtune.checkpoints._weight_files import CheckpointError
-from torchtune.training.parallel import Ranks, spec_of
+from torchtune.training.parallel import Ranks
 from torchtune.utils import Activity, FolderLock, UserError, explain_os_error, get_logger, watched_activity
 
 # Names of dtypes in the header: https://github.com/huggingface/safetensors (README, "Format")
@@ -47,6 +47,11 @@ _DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+
+
+def spec_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor on the meta device with the full tensor's shape and dtype."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
 @dataclass(frozen=True)

@@ -157,6 +157,7 @@ def rank_state(state: Mapping[str, Any], named: Mapping[str, nn.Parameter], rank
     generator_tensors: dict[str, _StateTensor] = {}
     structure: dict[str, Any] = {}
     values: dict[str, Any] = {}
+    # An error of one rank's values is raised on all ranks, which would else wait for it in the save.
     with ranks.raise_on_all():
         for key, value in state.items():
             state_dict = value.state_dict() if hasattr(value, "state_dict") else value
@@ -173,8 +174,10 @@ def rank_state(state: Mapping[str, Any], named: Mapping[str, nn.Parameter], rank
         if shard.is_writer and shard.data.numel():
             starts[name] = [part.start for part in shard.slices]
             groups.append(TensorGroup.of(name, shard.data))
+    # Cloned, because training goes on drawing numbers while a save in the background writes them.
     groups += [TensorGroup.of(name, entry.tensor.clone()) for name, entry in generator_tensors.items()]
     metadata = {_VALUES: json.dumps(values), _STARTS: json.dumps(starts)}
+    # Ranks compare this signature: their files must hold shards of the same tensors.
     layout = [[name, entry.node.get("shape"), entry.node.get("dtype")] for name, entry in tensors.items()]
     return RankState(TensorFile(_file_of(ranks.rank), groups, metadata), structure, json.dumps(layout).encode())
 
@@ -519,7 +522,10 @@ def _check_parameter_names(saved: dict[str, _NameGroups], current: dict[str, _Na
 
 def _flat_names(names: dict[str, _NameGroups]) -> set[str]:
     """Return all parameter names of the optimizers."""
-    return {name for groups in names.values() for group in groups for name in group}
+    flat = set()
+    for groups in names.values():
+        flat.update(*groups)
+    return flat
 
 
 def check_training_state(state: Mapping[str, Any]) -> None:

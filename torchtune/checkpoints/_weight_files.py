@@ -330,6 +330,7 @@ def find_files(checkpoint_dir: Path) -> list[Path]:
                 f"{len(shards)} shards that {index} lists: download the checkpoint again."
             )
         return [checkpoint_dir / shard for shard in shards]
+    # Without an index, in the order of preference: a folder may have the same weights in several formats.
     for pattern in _WEIGHT_FILES:
         paths = sorted(path for path in checkpoint_dir.glob(pattern) if not path.name.startswith("adapter"))
         if pattern == "*.gguf" and len(paths) > 1:

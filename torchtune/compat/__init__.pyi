@@ -18,8 +18,11 @@ from ._checkpoint_files import get_recipe_checkpoint_path as get_recipe_checkpoi
 from ._former_config import TuneRecipeArgumentParser as TuneRecipeArgumentParser
 from ._former_datasets import PACK_TYPE as PACK_TYPE
 from ._former_models import GemmaRMSNorm as GemmaRMSNorm
+from ._former_models import get_unmasked_sequence_lengths as get_unmasked_sequence_lengths
 from ._former_models import keep_row_losses as keep_row_losses
 from ._former_models import load_dora_magnitudes as load_dora_magnitudes
+from ._former_models import reward_hf_to_tune as reward_hf_to_tune
+from ._former_models import reward_tune_to_hf as reward_tune_to_hf
 from ._former_models import should_use_grouped_mm as should_use_grouped_mm
 from ._former_models import swiglu_mlp as swiglu_mlp
 from ._former_models import update_stop_tokens_tracker as update_stop_tokens_tracker
@@ -31,16 +34,6 @@ from ._former_parallel import get_world_size_and_rank as get_world_size_and_rank
 from ._former_parallel import init_distributed as init_distributed
 from ._former_parallel import scale_grads as scale_grads
 from ._former_parallel import shard_model as shard_model
-from ._former_quantization import (
-    _disable_linear_fake_quant,
-    _enable_linear_fake_quant,
-    _get_disable_fake_quant,
-    _get_enable_fake_quant,
-    disable_4w_fake_quant_module_swap,
-    disable_8da4w_fake_quant_module_swap,
-    enable_4w_fake_quant_module_swap,
-    enable_8da4w_fake_quant_module_swap,
-)
 from ._former_quantization import is_fp8_tensorwise_scaling as is_fp8_tensorwise_scaling
 from ._former_quantization import swap_lora_linear_with_qat as swap_lora_linear_with_qat
 from ._optimizer_in_backward import OptimizerInBackwardWrapper as OptimizerInBackwardWrapper

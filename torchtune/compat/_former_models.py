@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask
 
 from torchtune.checkpoints import CheckpointError
+from torchtune.models.convert_weights import hf_to_tune, tune_to_hf
 from torchtune.modules import FeedForward, FrozenNF4Linear, RMSNorm
 from torchtune.modules.kernels.flex import compile_flex_attention
 from torchtune.modules.loss import CEWithChunkedOutputLoss, LinearCrossEntropyLoss
@@ -233,3 +234,44 @@ def keep_row_losses() -> Iterator[list[Tensor]]:
 def should_use_grouped_mm() -> bool:
     """Return True; see :data:`use_grouped_mm`."""
     return use_grouped_mm
+
+
+def get_unmasked_sequence_lengths(mask: Tensor) -> Tensor:
+    """Return the index of the last unmasked position of each row; 0 for a row that is fully masked.
+
+    Args:
+        mask: bool [b, s], True at padding.
+
+    Returns:
+        int64 [b], indices of the last hidden state of each row.
+
+    Example:
+        >>> torchtune.training.get_unmasked_sequence_lengths(torch.tensor([[False, False, True]]))
+        tensor([1])
+    """
+    positions = torch.arange(mask.shape[-1], device=mask.device)
+    return torch.where(mask, torch.zeros_like(positions), positions).amax(dim=-1)
+
+
+def reward_hf_to_tune(
+    state_dict: dict[str, Tensor],
+    num_heads: int = 32,
+    num_kv_heads: int = 32,
+    dim: int = 4096,
+    head_dim: int | None = None,
+) -> dict[str, Tensor]:
+    """Convert weights of a Hugging Face ``…ForSequenceClassification`` to torchtune names; drop ``score.bias``."""
+    weights = {name: tensor for name, tensor in state_dict.items() if name != "score.bias"}
+    if "score.weight" in weights:
+        weights["lm_head.weight"] = weights.pop("score.weight")
+    return hf_to_tune(weights, num_heads, num_kv_heads, dim, head_dim)
+
+
+def reward_tune_to_hf(
+    state_dict: dict[str, Tensor], num_heads: int = 32, num_kv_heads: int = 32, dim: int = 4096
+) -> dict[str, Tensor]:
+    """Convert weights from torchtune names to Hugging Face names; the inverse of :func:`reward_hf_to_tune`."""
+    weights = tune_to_hf(state_dict, num_heads, num_kv_heads, dim)
+    if "lm_head.weight" in weights:
+        weights["score.weight"] = weights.pop("lm_head.weight")
+    return weights

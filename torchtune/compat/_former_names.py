@@ -23,6 +23,13 @@ def _modules(package: str, modules: str) -> dict[str, str]:
     return {f"{package}.{module}": package for module in modules.split()}
 
 
+def _paths(package: str, names: str) -> list[str]:
+    """Return the dotted paths of names in a package."""
+    return [f"{package}.{name}" for name in names.split()]
+
+
+_TOKENIZER_MODULES = "_gpt2 _hf_tokenizer _sentencepiece _tiktoken _utils"
+_TIKTOKEN_LIMITS = "MAX_ENCODE_CHARS MAX_NO_WHITESPACE_CHARS"
 # Former module -> module that has its names. A former module may still exist, with a part of its names.
 MODULES = {
     **dict.fromkeys(
@@ -93,15 +100,14 @@ MODULES = {
     "torchtune.modules.peft.lora": "torchtune.modules.peft",
     "torchtune.modules.peft.peft_utils": "torchtune.modules.peft",  # until 0.3
     "torchtune.modules.tokenizers": "torchtune.tokenizers",
-    **{
-        f"torchtune.modules.{package}.{module}": "torchtune.tokenizers"
-        for package in ("tokenizers", "transforms.tokenizers")
-        for module in ("_gpt2", "_hf_tokenizer", "_sentencepiece", "_tiktoken", "_utils")
-    },
+    **dict.fromkeys(_paths("torchtune.modules.tokenizers", _TOKENIZER_MODULES), "torchtune.tokenizers"),
+    **dict.fromkeys(_paths("torchtune.modules.transforms.tokenizers", _TOKENIZER_MODULES), "torchtune.tokenizers"),
     **_modules("torchtune.rlhf", "_types"),
-    "torchtune.rlhf.utils._convert_weights": "torchtune.rlhf.utils",
+    "torchtune.rlhf.utils": "torchtune.compat",
+    "torchtune.rlhf.utils._convert_weights": "torchtune.compat",
     **_modules("torchtune.training", "_activation_offloading _compile _distributed _grad_scaler _model_util _profiler"),
     "torchtune.training.memory": "torchtune.compat",
+    "torchtune.training.pooling": "torchtune.training",
     "torchtune.training.compat": "torchtune.compat",
     "torchtune.training.checkpointing._checkpoint_client": "torchtune.compat",
     "torchtune.training.checkpointing._checkpointer": "torchtune.training",
@@ -204,11 +210,8 @@ NAMES = {
         "torchtune.modules.peft.peft_utils", "torchtune.compat", "load_dora_magnitudes validate_state_dict_for_lora"
     ),
     **_names("torchtune.modules.peft._utils", "torchtune.compat", "load_dora_magnitudes"),
-    **{
-        f"torchtune.modules.{package}._tiktoken.{name}": f"torchtune.tokenizers._tiktoken.{name}"
-        for package in ("tokenizers", "transforms.tokenizers")
-        for name in ("MAX_ENCODE_CHARS", "MAX_NO_WHITESPACE_CHARS")
-    },
+    **_names("torchtune.modules.tokenizers._tiktoken", "torchtune.tokenizers._tiktoken", _TIKTOKEN_LIMITS),
+    **_names("torchtune.modules.transforms.tokenizers._tiktoken", "torchtune.tokenizers._tiktoken", _TIKTOKEN_LIMITS),
     **_names("torchtune.training.checkpointing._utils", "torchtune.compat", _CHECKPOINT_HELPERS),
     **_names("torchtune.training.checkpointing._utils", "torchtune.checkpoints", "get_largest_iter_folder"),
     **_names("torchtune.training.checkpointing._utils", "torchtune.checkpoints", "safe_torch_load"),
@@ -254,6 +257,10 @@ _CONVERTERS = (
     "message converters are gone since 0.4: torchtune.data.OpenAIToMessages and torchtune.data.ShareGPTToMessages "
     "convert rows to messages."
 )
+_FSDP1_NAMES = (
+    "FSDPPolicyType contains_fsdp get_full_finetune_fsdp_wrap_policy lora_fsdp_wrap_policy "
+    "prepare_model_for_fsdp_with_meta_device transform_opt_state_dict wrap_fsdp"
+)
 _FSDP1 = (
     "FSDP1 and its wrap policies were gone by 0.7: torchtune.training.parallelize shards with FSDP2, and "
     "torchtune.training.shard_model, with get_shard_conditions, does so in older recipes."
@@ -298,19 +305,8 @@ GONE = {
             "_instruct.InstructDataset": "instruct_dataset",
         }.items()
     },
-    **{
-        f"torchtune.{package}.{name}": _FSDP1
-        for package in ("training", "utils")
-        for name in (
-            "FSDPPolicyType",
-            "contains_fsdp",
-            "get_full_finetune_fsdp_wrap_policy",
-            "lora_fsdp_wrap_policy",
-            "prepare_model_for_fsdp_with_meta_device",
-            "transform_opt_state_dict",
-            "wrap_fsdp",
-        )
-    },
+    **dict.fromkeys(_paths("torchtune.training", _FSDP1_NAMES), _FSDP1),
+    **dict.fromkeys(_paths("torchtune.utils", _FSDP1_NAMES), _FSDP1),
     "torchtune.modules.TiedEmbeddingTransformerDecoder": (
         "it was gone by 0.7: torchtune.modules.TransformerDecoder takes a torchtune.modules.TiedLinear as its output."
     ),
@@ -397,7 +393,7 @@ def explain_gone(path: str) -> str | None:
 
 
 def present_path(path: str) -> str:
-    """Return the present path of a name in a module of another package that was moved; other paths unchanged."""
+    """Return the current path of a component that another package has moved; other paths are returned unchanged."""
     module, _, name = path.rpartition(".")
     if module.startswith("torchtune.") or module not in NAMES:
         return path
@@ -407,12 +403,12 @@ def present_path(path: str) -> str:
 
 
 def attribute(module: str, name: str) -> Any:
-    """Return the present object of a name that ``module`` lacks, with one warning that says where it is.
+    """Return the object that replaces a name of ``module`` from an earlier release; warn once with its new path.
 
     Raises:
-        AttributeError: there is no such name, or it is gone.
-        ImportError: the name is gone, and ``module`` is not a package. ``from module import name`` would replace the
-            message of another error.
+        AttributeError: no earlier release had the name, or it was removed.
+        ImportError: the name was removed, and ``module`` is not a package: ``from module import name`` would replace
+            the message of an AttributeError.
     """
     path = f"{module}.{name}"
     present = NAMES.get(path)
@@ -440,14 +436,14 @@ def attribute(module: str, name: str) -> Any:
 def _warn(path: str, present: str) -> None:
     from torchtune.utils import get_logger, log_once
 
-    log_once(get_logger(), f"{path} is {present} now: change the import, or the path in the config.", level=30)
+    log_once(get_logger(), f"{path} has moved to {present}: update the import, or the path in the config.", level=30)
 
 
 def find_spec(name: str) -> ModuleSpec | None:
-    """Return the spec of a former module, or ``None`` if there was none.
+    """Return the spec of a module from an earlier release, or ``None`` if no release had it.
 
     Raises:
-        ImportError: the module is gone; the message says what replaces it.
+        ImportError: the module was removed; the message names the replacement.
     """
     explanation = explain_gone(name)
     if explanation is not None:

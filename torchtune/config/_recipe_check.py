@@ -1,4 +1,4 @@
-"""Check a config against the recipe that runs it: is it another recipe's, and does the recipe read every key?"""
+"""Check a config against the recipe that runs it: the recipe that it names, and the keys that the recipe reads."""
 
 import ast
 import builtins
@@ -158,7 +158,7 @@ def _passes_config(tree: ast.Module, names: dict[str, Any]) -> bool:
         arguments = [*node.args, *(keyword.value for keyword in node.keywords)]
         if not any(map(_is_config, arguments)):
             continue
-        # The variable at the start of what is called: `a` of `a.b(…).c(cfg)`.
+        # The variable at the root of the called expression: `a` in `a.b(…).c(cfg)`.
         function = node.func
         while isinstance(function, ast.Attribute | ast.Call):
             function = function.value if isinstance(function, ast.Attribute) else function.func
@@ -175,7 +175,7 @@ def _passes_config(tree: ast.Module, names: dict[str, Any]) -> bool:
 
 
 def _is_config(node: Any) -> bool:
-    """Return whether an expression is a variable or an attribute that is named like a config: ``self._cfg``."""
+    """Return whether an expression is a variable or attribute with a config's name, such as ``self._cfg``."""
     name = node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
     return name.lstrip("_").lower() in ("cfg", "config", "conf")
 

@@ -8,7 +8,8 @@ from typing import Any
 
 from torchtune.utils import UserError
 
-# Settings that the library reads.
+# Names of the settings that the library reads, without types or defaults, which are the recipe's: any other attribute
+# of a view is a spelling mistake of the library, and would else be taken for a feature that the recipe lacks.
 NAMES = frozenset(
     """
     model model_converters tokenizer checkpointer device dtype output_dir resume_from_checkpoint recipe

@@ -1,10 +1,10 @@
 from ._batch import MIN_SHARED, check_shifted, label_index
 from ._batch import Batch as Batch
 from ._batch import share_prefixes as share_prefixes
-from ._collate import WEIGHTS_NEED_DOCUMENTS
 from ._collate import collate_documents as collate_documents
 from ._collate import collate_embedding as collate_embedding
 from ._collate import collate_preference as collate_preference
+from ._collate import documents_of
 from ._collate import left_pad_sequence as left_pad_sequence
 from ._collate import padded_collate as padded_collate
 from ._collate import padded_collate_dpo as padded_collate_dpo
@@ -20,7 +20,7 @@ from ._images import format_content_with_images as format_content_with_images
 from ._images import load_image as load_image
 from ._loader import BatchLoader as BatchLoader
 from ._loader import seeded_generators
-from ._messages import REASONING_FIELDS, Video, read_weight, refuse_untrained_parts, refuse_weights, role_of
+from ._messages import REASONING_FIELDS, Video, read_weight, role_of
 from ._messages import MaskingName as MaskingName
 from ._messages import MaskingStrategy as MaskingStrategy
 from ._messages import Message as Message

@@ -127,6 +127,7 @@ class Batch(MutableMapping[str, Any]):
                 raise DataError(f"collate_fn: '{name}' must be a torch.int64 tensor [b, s], not {kind}.")
         fields = {name: batch[name] for name in _FIELDS if name in batch}
         inputs = {name: batch[name] for name in _MODEL_INPUTS if batch.get(name) is not None}
+        # Other names are tensors per token, of which a context-parallel rank takes its slice.
         per_token = {name: value for name, value in batch.items() if name not in (*_FIELDS, *_MODEL_INPUTS)}
         for name, value in per_token.items():
             if name in _TRANSFORMERS_NAMES:
@@ -270,6 +271,7 @@ class Batch(MutableMapping[str, Any]):
             return batch
         documents = batch.documents
         num_padding_documents = batch.num_padding_documents
+        # A document of its own: as a part of the last one, the padding would move the end that pooled scores read.
         if documents is not None:
             prefixes = [*documents.prefixes, -1] if documents.prefixes else ()
             documents = Documents.from_lengths([*documents.lengths, num_padding], prefixes=prefixes)

@@ -1,5 +1,6 @@
 """Collate functions: convert a list of examples to a batch."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from hashlib import blake2b
@@ -22,10 +23,6 @@ Document = Mapping[str, Any]
 Example = Document | Sequence[Document]
 _SIDES = ("chosen", "rejected")
 _SIDE_PREFIXES = ("chosen_", "rejected_")
-WEIGHTS_NEED_DOCUMENTS = (
-    "Rows have weights of turns other than 0 and 1, which only torchtune.data.collate_documents and recipes of this "
-    "release read: leave out collate_fn, or write 0 and 1."
-)
 
 
 def _as_int_tensor(value: Any) -> torch.Tensor:
@@ -55,7 +52,10 @@ def documents_of(example: Example, *, takes_weights: bool = False) -> list[Docum
         if num_tokens != num_labels:
             raise DataError(f"An example has {num_tokens} tokens but {num_labels} labels.")
         if "label_weights" in document and not takes_weights:
-            raise DataError(WEIGHTS_NEED_DOCUMENTS)
+            raise DataError(
+                "Rows have weights of turns other than 0 and 1, which only torchtune.data.collate_documents and "
+                "recipes of this release read: leave out collate_fn, or write 0 and 1."
+            )
     return list(documents)
 
 
@@ -93,7 +93,9 @@ def collate_documents(batch: Sequence[Example]) -> Batch:
         >>> batch.tokens, batch.input_pos
         (tensor([[1, 2, 3, 4, 5]]), tensor([[0, 1, 0, 1, 2]]))
     """
-    documents = [document for example in batch for document in documents_of(example, takes_weights=True)]
+    documents = []
+    for example in batch:
+        documents += documents_of(example, takes_weights=True)
     tokens = [_as_int_tensor(document["tokens"]) for document in documents]
     labels = [_as_int_tensor(document["labels"]) for document in documents]
     images = [_images(document) for document in documents]
@@ -383,7 +385,10 @@ def padded_collate(
 def _stack(values: list[Any], stack_on_new_dim: bool) -> Any:
     """Combine one value per example into a tensor; nested dicts keep their keys."""
     if isinstance(values[0], Mapping):
-        return {key: _stack([value[key] for value in values], stack_on_new_dim) for key in values[0]}
+        stacked = {}
+        for key in values[0]:
+            stacked[key] = _stack([value[key] for value in values], stack_on_new_dim)
+        return stacked
     tensors = [torch.as_tensor(value) for value in values]
     if stack_on_new_dim or tensors[0].dim() <= 1:
         return torch.stack(tensors)
@@ -476,9 +481,12 @@ def padded_collate_dpo(
     Raises:
         DataError: labels are shifted, but the last position of a row has a label.
     """
-    tokens = [_as_int_tensor(example[f"{side}_input_ids"]) for side in _SIDES for example in batch]
-    labels = [_as_int_tensor(example[f"{side}_labels"]) for side in _SIDES for example in batch]
-    labels = list(map(_unshift_labels, tokens, labels))
+    tokens = []
+    labels = []
+    for side in _SIDES:
+        for example in batch:
+            tokens.append(_as_int_tensor(example[f"{side}_input_ids"]))
+            labels.append(_unshift_labels(tokens[-1], _as_int_tensor(example[f"{side}_labels"])))
     padded_tokens = _pad(tokens, padding_idx, multiple=pad_to_multiple_of)
     padded_labels = _pad(labels, ignore_idx, multiple=pad_to_multiple_of)
     return padded_tokens, padded_labels
@@ -596,13 +604,14 @@ def padded_collate_tiled_images_and_mask(
         lengths += [start, num_tokens, length - start - num_tokens]
     if with_labels:
         check_shifted(out["tokens"], out["labels"], lengths)
-    images = [image for example in batch for image in example["encoder_input"]["images"]]
+    images_of_rows = [example["encoder_input"]["images"] for example in batch]
+    images = list(itertools.chain.from_iterable(images_of_rows))
     if not images:
         return out
-    num_images = max(len(example["encoder_input"]["images"]) for example in batch)
+    num_images = max(map(len, images_of_rows))
     num_images = _pad_limit("pad_max_images", pad_max_images, num_images, "images of a row")
     num_tiles = _pad_limit("pad_max_tiles", pad_max_tiles, max(map(len, images)), "tiles of an image")
-    first_mask = next(mask for example in batch for mask in example["encoder_mask"])
+    first_mask = next(itertools.chain.from_iterable(example["encoder_mask"] for example in batch))
     num_positions = first_mask.shape[1] // len(images[0])  # of a tile: its patches and the class token
     # Fill the tensors in place, to avoid a second copy of images and masks.
     pixels = images[0].new_zeros(len(batch), num_images, num_tiles, *images[0].shape[1:])

@@ -254,7 +254,10 @@ class BatchLoader:
         else:
             split = [list(self._split_step(self._indices, rank)) for rank in range(self.world_size)]
             indices = np.concatenate([split[rank][number][0] for number, rank in parts])
-        return [origin for index in indices for origin in self.dataset.origins(int(index))]
+        origins = []  # of all documents of the examples: a pack has several
+        for index in indices:
+            origins += self.dataset.origins(int(index))
+        return origins
 
     def _split_step(self, step: np.ndarray, rank: int) -> Iterator[tuple[np.ndarray, bool]]:
         """Yield (indices, whether the labels are removed) for a rank's micro-batches of one step."""
@@ -319,6 +322,7 @@ class BatchLoader:
             "dataset_digest": "the content of the dataset",
             "mixture": "the mixture",
         }
+        # Only what both have is compared: a state of an earlier release lacks facts that were added since.
         current = self._fingerprint()
         saved = state["fingerprint"]
         changes = []

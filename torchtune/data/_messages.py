@@ -317,26 +317,6 @@ def read_weight(value: Any, owner: str) -> float:
     return weight
 
 
-def refuse_untrained_parts(messages: Sequence[Message], reader: str) -> None:
-    """Raise :class:`DataError` if a turn that is trained on has parts that are not, which ``reader`` cannot locate."""
-    for i, message in enumerate(messages):
-        if not message.masked and message.has_untrained_parts:
-            raise DataError(
-                f"turn {i} has parts with train: false, but {reader} trains on whole turns: use the checkpoint's own "
-                "chat template (torchtune.tokenizers.hf_tokenizer), or take the whole turn out of training"
-            )
-
-
-def refuse_weights(messages: Sequence[Message], reader: str) -> None:
-    """Raise :class:`DataError` if a turn that is trained on has another weight than 1, which ``reader`` cannot use."""
-    for i, message in enumerate(messages):
-        if message.weight != 1 and not message.masked:
-            raise DataError(
-                f"turn {i} has weight {message.weight:g}, but {reader} takes turns only as a whole: use 0 (not trained "
-                "on) or 1"
-            )
-
-
 def as_messages(messages: Sequence[MessageLike]) -> list[Message]:
     """Convert a conversation to messages. Raises :class:`DataError` if it is not a list of turns.
 
@@ -452,6 +432,7 @@ def mask_messages(
         [True, False]
     """
     strategy = parse_masking_strategy(masking_strategy)
+    # Mappings are read as messages, so that the aliases of roles and of weights count; the mappings are then changed.
     turns = messages
     if not all(type(message) is Message for message in messages):
         turns = as_messages([_without_mask(message) for message in messages])

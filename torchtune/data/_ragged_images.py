@@ -6,7 +6,7 @@ import shutil
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -206,7 +206,7 @@ class Images:
         """Grids of the images that have ``pixels``."""
         if not self.cached:
             return self.grids
-        return tuple(grid for image in self.missing for grid in image.grids)
+        return tuple(chain.from_iterable(image.grids for image in self.missing))
 
     @property
     def frame_lengths(self) -> list[int]:
@@ -289,12 +289,12 @@ def join_images(documents: Sequence[Images | None], lengths: Sequence[int]) -> I
     are_shared = len(features) > len(encoded)
     return Images(
         pixels=join_pixels([images.pixels for images in encoded], colors),
-        grids=tuple(grid for images in encoded for grid in images.grids),
+        grids=tuple(chain.from_iterable(images.grids for images in encoded)),
         places=torch.cat(image_tokens),
         positions=positions,
         features=torch.cat(features) if are_shared else None,
         colors=colors,
-        cached=tuple(image for images in encoded for image in images.cached),
+        cached=tuple(chain.from_iterable(images.cached for images in encoded)),
     )
 
 

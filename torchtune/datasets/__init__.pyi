@@ -23,6 +23,7 @@ from ._from_config import instantiate_dataset as instantiate_dataset
 from ._from_config import is_mixture as is_mixture
 from ._from_config import mixed_dataset as mixed_dataset
 from ._from_config import mixture_examples as mixture_examples
+from ._lines import numbered_lines, parse_json_line
 from ._mixed import ConcatDataset as ConcatDataset
 from ._mixed import MixedDataset as MixedDataset
 from ._packed import PackedDataset as PackedDataset

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import IO, Any, ClassVar
 
 from torchtune.data import DataError
-from torchtune.utils import (
-    UserError,
+from torchtune.datasets._lines import (
     decode_line,
     decode_utf8,
     numbered_lines,
@@ -25,6 +24,7 @@ from torchtune.utils import (
     parse_json_line,
     unpacking,
 )
+from torchtune.utils import UserError
 
 # File suffix -> loader of the datasets package.
 LOADERS = {
@@ -326,7 +326,7 @@ def _table_settings(kwargs: dict[str, Any]) -> dict[str, Any]:
             )
     for name in ("delimiter", "quotechar", "escapechar"):
         value = settings.get(name, ",")
-        if value == "\\t":
+        if value == "\\t":  # as shells and YAML without quotes hand it over
             settings[name] = value = "\t"
         if not isinstance(value, str) or len(value) != 1 or not value.isascii() or value in "\r\n":
             raise DataError(f"{name} must be one ASCII character, not {value!r}.")

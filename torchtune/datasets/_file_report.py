@@ -365,6 +365,7 @@ def report(facts: FileFacts) -> list[str]:
         if reader:
             line += f": torchtune.datasets.{reader}"
         lines.append(line)
+    # A chat dataset finds the format in each row; any other dataset reads one.
     if len(facts.formats) > 1 and facts.format[0] == "conversations":
         lines.append(
             f"            torchtune.datasets.{facts.format[1]} reads all of them, without conversation_column and "

@@ -14,10 +14,10 @@ from torch.utils.data import Dataset
 
 from torchtune.data import (
     CROSS_ENTROPY_IGNORE_IDX,
-    WEIGHTS_NEED_DOCUMENTS,
     DataError,
     ExampleDataset,
     as_example_dataset,
+    documents_of,
 )
 from torchtune.utils import get_logger, log_rank_zero
 
@@ -214,12 +214,11 @@ class Pack(list):
         if key == "input_pos":
             lengths[-1] += missing
             return torch.cat([torch.arange(length) for length in lengths])
-        if any("label_weights" in document for document in self):
-            raise DataError(WEIGHTS_NEED_DOCUMENTS)
         paddings = {"tokens": self.padding_idx, "labels": CROSS_ENTROPY_IGNORE_IDX}
         if key not in paddings:
             raise KeyError(key)
-        values = torch.cat([torch.as_tensor(document[key]) for document in self])
+        documents = documents_of(self)  # raises for weights, which a padded row has no tensor for
+        values = torch.cat([torch.as_tensor(document[key]) for document in documents])
         return F.pad(values, (0, missing), value=paddings[key])
 
 

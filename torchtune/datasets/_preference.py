@@ -18,7 +18,6 @@ from torchtune.data import (
     column,
     copy_sample,
     read_conversation,
-    refuse_weights,
     resolve_masking,
     turns_with_answer,
     unfold_prompt,
@@ -242,10 +241,16 @@ def tokenize_answer(
         allow_empty_answers: whether the answer may say nothing.
 
     Raises:
-        DataError: the answer is missing or empty, or has no label after truncation.
+        DataError: the answer is missing or empty, a turn has another weight than 0 and 1, or there is no label after
+            truncation.
     """
     messages = as_messages(messages)
-    refuse_weights(messages, "preference data")
+    for i, message in enumerate(messages):
+        if message.weight != 1 and not message.masked:
+            raise DataError(
+                f"turn {i} has weight {message.weight:g}, but preference data takes turns only as a whole: use 0 (not "
+                "trained on) or 1"
+            )
     if not messages or messages[-1].role != "assistant":
         raise DataError(f"{name} is missing: the last turn must be the assistant's")
     if not allow_empty_answers:

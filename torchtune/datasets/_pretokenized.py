@@ -177,6 +177,8 @@ def pretokenized_dataset(
         >>> data[0]["labels"]
         [40, 7, -100]
     """
+    # The ending is that of text_completion_dataset, written out: `tune validate` follows **load_dataset_kwargs to the
+    # classes that are called here, which it could not do through a function that is given the class.
     length = (max_seq_len or pack_length(tokenizer)) if packed else None
     cut = not (packed and split_across_pack)
     if load_dataset_kwargs.get("streaming"):

@@ -22,7 +22,7 @@ from torchtune.datasets._file_rows import location_of
 from torchtune.datasets._processes import in_parts
 from torchtune.datasets._row_source import TableRows, without_added_nulls
 from torchtune.datasets._tokenized import Tokenize
-from torchtune.tokenizers import arrays_of, tool_options
+from torchtune.tokenizers import tool_options
 
 
 class EncodedRows(TableRows):
@@ -160,3 +160,9 @@ def row_error(error: DataError, source: str, row: int, rows: Any, skips: bool) -
     line = f" ({location})" if location else ""
     advice = "" if skips else ", or leave such rows out with on_bad_row=skip"
     return DataError(f"{source}, row {row}{line}: {str(error).rstrip('.')}; correct it{advice}.")
+
+
+def arrays_of(transform: Any, sample: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return ``transform(sample)``, or the faster ``as_arrays(sample)`` if its class defines it."""
+    as_arrays = vars(type(transform)).get("as_arrays")  # ignore an inherited one: a subclass may tokenize differently
+    return transform(sample) if as_arrays is None else as_arrays(transform, sample)

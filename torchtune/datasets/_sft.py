@@ -21,10 +21,18 @@ from torchtune.data import (
 from torchtune.datasets._bad_rows import BadRows, check_answers, report_left_out
 from torchtune.datasets._row_cache import is_preparing
 from torchtune.datasets._row_formats import formats_of
-from torchtune.datasets._row_images import check_images, check_rows, encoded, images_of, row_error, with_open_images
+from torchtune.datasets._row_images import (
+    arrays_of,
+    check_images,
+    check_rows,
+    encoded,
+    images_of,
+    row_error,
+    with_open_images,
+)
 from torchtune.datasets._row_source import RowSource, Source
 from torchtune.datasets._tokenized import LabeledSamples, Tokenize, TokenizedDataset, prepare_rows, shifted_labels
-from torchtune.tokenizers import arrays_of, check_tokenizer, tool_options
+from torchtune.tokenizers import check_tokenizer, tool_options
 
 
 class SFTTransform(Transform):

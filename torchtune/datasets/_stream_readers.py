@@ -12,6 +12,7 @@ from typing import IO, Any, NamedTuple
 from torchtune.data import DataError
 from torchtune.datasets._file_formats import FileFormat, JsonArray, JsonLines, Line, parsed
 from torchtune.datasets._file_rows import matching, refuse_shrunk
+from torchtune.datasets._lines import packed_by, unpacking
 from torchtune.datasets._preview import NotRead, is_preview
 from torchtune.datasets._row_source import (
     load_rows,
@@ -20,7 +21,7 @@ from torchtune.datasets._row_source import (
     resolve_source,
     without_added_nulls,
 )
-from torchtune.utils import UserError, first_line, packed_by, unpacking
+from torchtune.utils import UserError, first_line
 
 _EDGE = 1 << 20
 # Position of a reader, as plain data.

@@ -365,12 +365,14 @@ class StreamedDataset(ExampleDataset):
             if self._capacity is not None:
                 window.packs = self._pack(window, window.store.lengths)
                 count = len(window.packs)
+        # The order depends on the position alone, so that a resumed run shuffles the window as before.
         if self._shuffle:
             random = make_random_state(self._seed, window.start.passes, window.start.window)
             window.order = random.permutation(count)
         else:
             window.order = np.arange(count)
         self._windows[window.start.window] = window
+        # The oldest windows go first; the newest ones are those that the next steps read.
         while len(self._windows) > _NUM_CACHED:
             del self._windows[min(self._windows)]
 

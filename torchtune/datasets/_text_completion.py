@@ -118,6 +118,8 @@ def text_completion_dataset(
         >>> tokenizer.decode(list(data[0]["tokens"]))
         'the cat'
     """
+    # The ending is that of pretokenized_dataset, written out: `tune validate` follows **load_dataset_kwargs to the
+    # classes that are called here, which it could not do through a function that is given the class.
     length = (max_seq_len or pack_length(tokenizer)) if packed else None
     if load_dataset_kwargs.get("streaming"):
         transform = TextTransform(tokenizer, column, add_eos, max_seq_len, not (packed and split_across_pack))

@@ -372,12 +372,13 @@ class TokenizedDataset(ExampleDataset):
         self._way_out = way_out
         self._are_prompts = are_prompts
         self._are_divided = are_divided
-        if rows is None:
+        if rows is None:  # rows are transformed when they are read, and nothing is known of them before
             return
         self.stores = {name: rows.store(name) for name in names}
         self._numbers = rows.numbers
         self._total = rows.total
         self.dropped = [row for row, _ in rows.bad]
+        # Before duplicates are dropped: the report compares the rows that can be trained on with those of the source.
         report_left_out(rows.bad, self.source, rows.total, len(self))
         self._drop_duplicates()
         self.omitted = _describe_omitted(rows)

@@ -20,7 +20,7 @@ from torchtune.generation._generate import TokenStep, stream_tokens
 from torchtune.generation._prompts import Prompt, answer_limit, images_of_row, prompt_row
 from torchtune.generation._sampling import GenerationError, LogitsProcessor, seeded_draws
 from torchtune.modules.transformer import TransformerDecoder, text_decoder
-from torchtune.training import checksum_bits
+from torchtune.training.parallel import checksum_bits
 from torchtune.utils import atomic_write, convert_os_errors
 
 

@@ -22,9 +22,10 @@ from torchtune.data import (
     unfold_prompt,
     with_images,
 )
+from torchtune.datasets import numbered_lines, parse_json_line
 from torchtune.generation._sampling import GenerationError
 from torchtune.modules.transformer import TransformerDecoder, text_decoder
-from torchtune.utils import UserError, numbered_lines, parse_json_line
+from torchtune.utils import UserError
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from torchtune.models._build import build
 from torchtune.models._description import Description
 from torchtune.models._rope_scaling import Llama3RopeScaling
 from torchtune.models._spec import ModelSpec
-from torchtune.modules.classifier import classifier_model
+from torchtune.modules.output_projection import classifier_model
 from torchtune.modules.transformer import TransformerDecoder
 
 LoraAttnModules = list[Literal["q_proj", "k_proj", "v_proj", "output_proj"]]

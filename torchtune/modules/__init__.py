@@ -3,7 +3,6 @@
 from torchtune._lazy import former_names
 from torchtune.modules.attention import MultiHeadAttention
 from torchtune.modules.attention_utils import create_block_causal_mask, packed_block_causal_mask
-from torchtune.modules.classifier import classifier_model
 from torchtune.modules.common_utils import (
     delete_kv_caches,
     disable_kv_cache,
@@ -23,7 +22,7 @@ from torchtune.modules.latent_attention import LatentAttention
 from torchtune.modules.low_precision import FrozenNF4Linear as FrozenNF4Linear
 from torchtune.modules.low_precision.layers import StoredLinear
 from torchtune.modules.neftune import NEFTune
-from torchtune.modules.output_projection import TiedLinear
+from torchtune.modules.output_projection import TiedLinear, classifier_model
 from torchtune.modules.pooling import Pooling, last_hidden_states, pooled_embeddings
 from torchtune.modules.position_embeddings import RotaryPositionalEmbeddings, apply_rope
 from torchtune.modules.rms_norm import Fp32LayerNorm, RMSNorm, rms_norm

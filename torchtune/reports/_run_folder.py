@@ -28,6 +28,7 @@ _METRIC = re.compile(r"([^\s:][^:]*):(\S+)")
 _NUMBER = re.compile(r"[-+]?(\d+\.?\d*(e[-+]?\d+)?|nan|inf)")
 _TEXT_LINE = re.compile(r"^Step (\d+) \| (.*)\n", re.MULTILINE)
 _SLOW_FACTOR = 3.0  # of the median step
+_TAIL_BYTES = 2**16  # of a log; a line of metrics has about one kibibyte
 
 
 class RunFolder:
@@ -123,6 +124,18 @@ class RunFolder:
         """Number of completed steps, as far as known."""
         return max([*self.steps, *(event["step"] for event in self.events)], default=0)
 
+    @property
+    def newest_step(self) -> int:
+        """:attr:`last_step`, read from the end of the metrics file: the time does not grow with the run."""
+        steps = [event["step"] for event in self.events]
+        path = self._metrics_file()
+        if path is not None:
+            with path.open("rb") as file:
+                file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
+                tail = file.read().decode("utf-8", "replace")
+            steps += [int(record["step"]) for record in _parse_metrics(tail)]
+        return max(steps, default=0)
+
     @cached_property
     def state(self) -> str:
         """State of the run.
@@ -154,7 +167,9 @@ class RunFolder:
         steps: dict[int, dict[str, float]] = {}
         counted_before = dict.fromkeys(_COUNTERS, 0.0)  # by earlier processes
         last_counts = dict.fromkeys(_COUNTERS, 0.0)
-        for record in self._logged_metrics():
+        path = self._metrics_file()
+        text = "" if path is None else path.read_text("utf-8", "replace")
+        for record in _parse_metrics(text):
             step = int(record.pop("step"))
             is_new_process = any(record.get(name, math.inf) < last_counts[name] for name in _COUNTERS)
             if is_new_process:
@@ -166,23 +181,6 @@ class RunFolder:
                     last_counts[name] = value
                     values[name] = value + counted_before[name]
         return dict(sorted(steps.items()))
-
-    def _logged_metrics(self) -> Iterator[dict[str, float]]:
-        """Yield ``step`` and the metrics of each line that the metric logger wrote, as JSON or as text."""
-        path = self._metrics_file()
-        if path is None:
-            return
-        for record in _read_lines(path, "step"):
-            for name, value in record.items():
-                if value is None:  # JSON has no NaN
-                    record[name] = math.nan
-            yield record
-        for step, metrics in _TEXT_LINE.findall(path.read_text("utf-8", "replace")):
-            record = {"step": int(step)}
-            for name, text in _METRIC.findall(metrics):
-                if _NUMBER.fullmatch(text):
-                    record[name] = float(text)
-            yield record
 
     def _metrics_file(self) -> Path | None:
         node = self.settings.get("metric_logger") or {}
@@ -252,6 +250,21 @@ class RunFolder:
         return scores
 
 
+def _parse_metrics(text: str) -> Iterator[dict[str, float]]:
+    """Yield ``step`` and the metrics of each line that a metric logger wrote, as JSON or as text."""
+    for record in _parse_lines(text, "step"):
+        for name, value in record.items():
+            if value is None:  # JSON has no NaN
+                record[name] = math.nan
+        yield record
+    for step, metrics in _TEXT_LINE.findall(text):
+        record = {"step": int(step)}
+        for name, number in _METRIC.findall(metrics):
+            if _NUMBER.fullmatch(number):
+                record[name] = float(number)
+        yield record
+
+
 def describe_best(best: dict[str, Any]) -> str:
     """Return text such as ``"step_20, with the best val_loss, 1.234 at step 20"`` for a record of ``best.json``."""
     metric = str(best["metric"]).removeprefix("max:")
@@ -269,9 +282,13 @@ def _counts_before(step: int, steps: dict[int, dict[str, float]]) -> dict[str, f
 
 def _read_lines(path: Path, key: str = "event") -> Iterator[dict[str, Any]]:
     """Yield the objects with ``key`` from a file of JSON lines; skip lines that a killed process wrote in part."""
-    if not path.is_file():
-        return
-    for line in path.read_text("utf-8", "replace").splitlines():
+    if path.is_file():
+        yield from _parse_lines(path.read_text("utf-8", "replace"), key)
+
+
+def _parse_lines(text: str, key: str) -> Iterator[dict[str, Any]]:
+    """Yield the objects with ``key`` from JSON lines."""
+    for line in text.splitlines():
         try:
             record = json.loads(line)
         except (ValueError, RecursionError):

@@ -32,8 +32,7 @@ from torchtune.supervision import (
     explain_no_validation,
     observe_together,
 )
-from torchtune.training import checksum_trained
-from torchtune.training.parallel import ParallelDims, broadcast_object
+from torchtune.training.parallel import ParallelDims, broadcast_object, checksum_trained
 from torchtune.training.precision import best_dtype
 from torchtune.utils import ObserverGuard, UserError, get_logger, is_simulated, log_rank_zero, logged_once
 

@@ -1,6 +1,7 @@
 """Post-training: preference and reward losses, and building blocks of reinforcement learning recipes."""
 
-from torchtune.rlhf import environments, loss, reward_functions, utils
+from torchtune._lazy import former_names
+from torchtune.rlhf import environments, loss, reward_functions
 from torchtune.rlhf._grpo import (
     GroupAdvantages,
     check_rollout_settings,
@@ -138,6 +139,7 @@ __all__ = [
     "token_values",
     "truncate_sequence_at_first_stop_token",
     "truncate_sequence_for_logprobs",
-    "utils",
     "whiten",
 ]
+
+__getattr__ = former_names(__name__)

@@ -21,8 +21,7 @@ from torchtune.modules.peft import adapter_modules, disable_adapter
 from torchtune.rlhf._row_cache import CacheError, create_folder, uncached_batches
 from torchtune.rlhf._teacher import check_same_tokenizer, warn_if_same_weights
 from torchtune.rlhf.loss import AnswerLoss
-from torchtune.training import ParallelDims, fingerprint_weights
-from torchtune.training.parallel import reshard
+from torchtune.training.parallel import ParallelDims, fingerprint_weights, reshard
 from torchtune.utils import UserError, atomic_write, get_logger, is_simulated, log_rank_zero
 
 # Maximum difference of policy and reference before the first update, in nats per token.
@@ -246,7 +245,7 @@ def check_pairs(loader: BatchLoader | None, loss: AnswerLoss, name: str) -> None
             f"{loader.world_size} process(es) the smallest has {loader.smallest_batch}: set another {name}, or leave "
             "out a row with filter_fn."
         )
-    collate = getattr(loader.collate_fn, "unsplit", loader.collate_fn)
+    collate = ParallelDims.unsharded_collate(loader.collate_fn)
     loss.check_batch(Batch.from_dict(collate([loader.dataset[0]])))
     loss.check_loader(loader, name)
 

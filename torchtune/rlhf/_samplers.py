@@ -21,8 +21,7 @@ from torchtune.modules.loss import token_log_probs
 from torchtune.rlhf._http import NoReplyError
 from torchtune.rlhf._rollouts import Rollout, RolloutError, collate_rollouts
 from torchtune.rlhf._servers import RequestSettings, Server, TransformersServer, VLLMServer
-from torchtune.training import checksum_trained
-from torchtune.training.parallel import Ranks
+from torchtune.training.parallel import Ranks, checksum_trained
 from torchtune.utils import get_logger
 
 

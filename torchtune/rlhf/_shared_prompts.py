@@ -71,7 +71,7 @@ def share_pairs(
         return loader
     # Scores of a whole answer do not change if the first tokens of both answers are computed once.
     scores_whole_answers = getattr(type(loss), "score", None) in (AnswerLoss.score, RewardLoss.score)
-    collate = getattr(loader.collate_fn, "unsplit", loader.collate_fn)
+    collate = ParallelDims.unsharded_collate(loader.collate_fn)
 
     def collate_shared(examples: Sequence[Any]) -> Batch:
         batch = Batch.from_dict(collate(examples))

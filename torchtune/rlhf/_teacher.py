@@ -589,7 +589,7 @@ def use_cache(
         epochs: number of epochs of the run; rows that are not visited in these epochs are skipped.
         dims: parallel dims; all ranks must call this function.
     """
-    collate = getattr(loader.collate_fn, "unsplit", loader.collate_fn)
+    collate = ParallelDims.unsharded_collate(loader.collate_fn)
 
     def with_positions(numbered_examples: list[Any]) -> Batch:
         """Collate examples with row numbers; add the positions of their labels in the cache."""

@@ -1,3 +1,5 @@
+from torchtune.utils import HANG_EXIT_CODE as HANG_EXIT_CODE
+
 from ._best_validation import BestValidation as BestValidation
 from ._describe_run import StepPlan as StepPlan
 from ._describe_run import explain_no_validation as explain_no_validation
@@ -17,13 +19,12 @@ from ._profiler import profiler_from_config as profiler_from_config
 from ._profiler import setup_torch_profiler as setup_torch_profiler
 from ._progress import ProgressBar as ProgressBar
 from ._run_control import RunControl as RunControl
+from ._run_control import StopSignal as StopSignal
 from ._run_control import describe_interval
-from ._signals import StopSignal as StopSignal
 from ._step_guard import SkippedStepsError as SkippedStepsError
 from ._step_guard import StepGuard as StepGuard
 from ._step_metrics import StepMetrics as StepMetrics
 from ._throughput import Throughput as Throughput
-from ._watchdog import HANG_EXIT_CODE as HANG_EXIT_CODE
 from ._watchdog import Watchdog as Watchdog
 from ._watchdog import watch_run as watch_run
 from ._watchdog import watched as watched

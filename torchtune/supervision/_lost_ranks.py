@@ -4,8 +4,7 @@ import os
 import platform
 
 from torchtune.supervision._heartbeats import Beat, list_ranks
-from torchtune.supervision._run_control import EXIT_REQUEUE
-from torchtune.utils import AGENT_VARIABLE, LostRankError, place, run_log_path
+from torchtune.utils import AGENT_VARIABLE, EXIT_REQUEUE, LostRankError, place, run_log_path
 
 
 def machine_name() -> str:

@@ -19,11 +19,12 @@ from torchtune.config import SettingsView
 from torchtune.supervision._heartbeats import FINISHED, ORPHANED, PEER_LOST, Beat, Heartbeats, describe_stall
 from torchtune.supervision._lost_ranks import agent_pid, is_connection_error, lost_rank_error, machine_name
 from torchtune.supervision._out_of_memory import explain_out_of_memory
-from torchtune.supervision._run_control import EXIT_REQUEUE
 from torchtune.supervision._throughput import Throughput
 from torchtune.training import is_distributed
 from torchtune.training.parallel import ParallelDims
 from torchtune.utils import (
+    EXIT_REQUEUE,
+    HANG_EXIT_CODE,
     LOOP_PHASES,
     LOST,
     Activity,
@@ -42,8 +43,6 @@ from torchtune.utils import (
 )
 
 T = TypeVar("T")
-# Exit code of a stalled rank; neither torch nor Python uses it.
-HANG_EXIT_CODE = 76
 # Seconds without progress after which a rank ends if another rank has failed.
 _QUIET_SECONDS = 10.0
 # Minimum share of a CPU core that counts as progress outside the loop; code that polls uses less.

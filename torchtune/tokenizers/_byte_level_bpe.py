@@ -265,6 +265,7 @@ class ByteLevelBPE:
         if not all(isinstance(token_id, int) for token_id in vocab.values()):
             raise DataError(f"vocabulary file {vocab_path} is not a mapping token -> id.")
         merges = _read_merges(merges_path)
+        # The package tokenizers raises for such a merge as well, but does not say which files do not fit.
         for left, right in merges:
             if left not in vocab or right not in vocab or left + right not in vocab:
                 raise DataError(
@@ -284,6 +285,7 @@ class ByteLevelBPE:
         self._word_encoder = WordEncoder(self.tokenizer)
         self.special_tokens = dict(special_tokens)
         self._special_texts = {token_id: token for token, token_id in self.special_tokens.items()}
+        # A regular expression takes the first alternative that matches, so that <|im| must not come before <|im_end|>.
         longest_first = sorted(self.special_tokens, key=len, reverse=True)
         self._special = re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
         self.vocab_size = max([*vocab.values(), *self.special_tokens.values()]) + 1

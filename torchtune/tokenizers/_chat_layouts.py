@@ -14,7 +14,6 @@ from torchtune.data import (
     MessageLike,
     PromptTemplateInterface,
     as_messages,
-    refuse_untrained_parts,
     truncate_row,
 )
 from torchtune.tokenizers._files import SavesPublishedFiles
@@ -70,13 +69,23 @@ class TurnsTokenizer(MessageTransform, SavesPublishedFiles, ModelTokenizer):
 
     def _row(self, messages: list[Message], closed: bool, **options: Any) -> Row:
         """Tokenize a conversation; ``options`` are further arguments of :meth:`_parts`."""
-        refuse_untrained_parts(messages, type(self).__name__)
+        _refuse_untrained_parts(messages, type(self).__name__)
         if self.prompt_template is not None:
             messages = self.prompt_template(messages, inference=not closed)
         parts = self._parts(messages, closed, **options)
         eos_id = self.eos_id if closed else None
         turn_end_ids = [*self.stop_tokens, *self.turn_ends]
         return join_parts(parts, self.max_seq_len, self.truncation_type, eos_id, turn_end_ids)
+
+
+def _refuse_untrained_parts(messages: Sequence[Message], reader: str) -> None:
+    """Raise :class:`DataError` if a turn that is trained on has parts that are not, which ``reader`` cannot locate."""
+    for i, message in enumerate(messages):
+        if not message.masked and message.has_untrained_parts:
+            raise DataError(
+                f"turn {i} has parts with train: false, but {reader} trains on whole turns: use the checkpoint's own "
+                "chat template (torchtune.tokenizers.hf_tokenizer), or take the whole turn out of training"
+            )
 
 
 def join_parts(
@@ -209,7 +218,7 @@ def tokenize_messages_no_special_tokens(
         DataError: a message contains an image.
     """
     messages = as_messages(messages)
-    refuse_untrained_parts(messages, type(tokenizer).__name__)
+    _refuse_untrained_parts(messages, type(tokenizer).__name__)
     parts = _plain_parts(tokenizer, messages, bos_id, eos_id, is_open=is_open, begins_once=begins_once)
     truncation_eos_id = None if is_open else eos_id
     return join_parts(parts, tokenizer.max_seq_len, truncation_type, truncation_eos_id, tokenizer.stop_tokens)

@@ -125,6 +125,8 @@ class InstTurnsTokenizer(TurnsTokenizer):
         if self.version > 7 and (tools or any(_is_about_tools(message) for message in messages)):
             raise DataError(f"Tools have no layout here in version {self.version}: {_OWN_TEMPLATE}.")
         last_user = max((i for i, message in enumerate(messages) if message.role == "user"), default=-1)
+        # Before version 7 there are no tokens for a system prompt: it begins the last user turn. Tools are declared
+        # before that turn in all versions that have them, so that they stand close to the answer.
         system = "".join(f"{message.text_content}\n\n" for message in messages if message.role == "system")
         yield [self.bos_id], True
         for i, message in enumerate(messages):

@@ -169,12 +169,6 @@ def tool_options(tokenizer: Any, tools: Sequence[Any] | None) -> dict[str, Any]:
     return {}
 
 
-def arrays_of(transform: Any, sample: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return ``transform(sample)``, or the faster ``as_arrays(sample)`` if its class defines it."""
-    as_arrays = vars(type(transform)).get("as_arrays")  # ignore an inherited one: a subclass may tokenize differently
-    return transform(sample) if as_arrays is None else as_arrays(transform, sample)
-
-
 def end_tokens(add_end_tokens: bool, add_eos: bool | None) -> bool:
     """Return ``add_end_tokens``, or the deprecated ``add_eos`` with a warning if it is set."""
     if add_eos is None:

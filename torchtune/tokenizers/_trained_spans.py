@@ -777,9 +777,12 @@ class LayoutCache:
         contents = []
         for turn in turns:
             content = turn.get("content")
+            # Templates treat other fields, empty texts and spaces at the end in ways that placeholders do not show.
             if len(turn) != 2 or not isinstance(content, str) or not content or content[-1].isspace():
                 return None
             contents.append(content)
+        # The layout between the texts depends on roles and masks alone, which most conversations share: learned once,
+        # it saves the renderings that find the spans.
         key = (tuple(turn["role"] for turn in turns), tuple(masked))
         if key not in self._layouts:
             if len(self._layouts) >= _MAX_LAYOUTS:

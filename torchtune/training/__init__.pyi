@@ -36,6 +36,7 @@ from torchtune.compat import gather_cpu_state_dict as gather_cpu_state_dict
 from torchtune.compat import get_context_parallel_manager as get_context_parallel_manager
 from torchtune.compat import get_full_optimizer_state_dict as get_full_optimizer_state_dict
 from torchtune.compat import get_train_context as get_train_context
+from torchtune.compat import get_unmasked_sequence_lengths as get_unmasked_sequence_lengths
 from torchtune.compat import get_world_size_and_rank as get_world_size_and_rank
 from torchtune.compat import init_distributed as init_distributed
 from torchtune.compat import load_from_full_model_state_dict as load_from_full_model_state_dict
@@ -80,11 +81,9 @@ from . import compat as compat
 from . import lr_schedulers as lr_schedulers
 from . import memory as memory
 from . import metric_logging as metric_logging
-from . import pooling as pooling
 from . import precision as precision
 from . import quantization as quantization
 from . import seed as seed
-from ._checksums import checksum_bits, checksum_trained, fingerprint_weights
 from ._classification import ClassificationError as ClassificationError
 from ._classification import ClassificationScores as ClassificationScores
 from ._classification import classification_scores as classification_scores
@@ -130,7 +129,6 @@ from .parallel._ranks import get_distributed_backend as get_distributed_backend
 from .parallel._ranks import is_distributed as is_distributed
 from .parallel._ranks import is_restart as is_restart
 from .parallel._ranks import set_torch_num_threads as set_torch_num_threads
-from .pooling import get_unmasked_sequence_lengths as get_unmasked_sequence_lengths
 from .precision import choose_dtype as choose_dtype
 from .precision import get_dtype as get_dtype
 from .precision import set_default_dtype as set_default_dtype

@@ -11,8 +11,7 @@ from torchtune.data import ImageCache
 from torchtune.modules.model_fusion import ImageTextModel
 from torchtune.modules.transformer import text_decoder
 from torchtune.tokenizers import check_tokenizer
-from torchtune.training._checksums import fingerprint_weights
-from torchtune.training.parallel import ParallelDims
+from torchtune.training.parallel import ParallelDims, fingerprint_weights
 from torchtune.utils import UserError, get_logger, is_simulated, log_once, log_rank_zero
 
 
@@ -20,7 +19,7 @@ def fit_vocabulary(model: torch.nn.Module, tokenizer: Any, *, resize: bool = Fal
     """Check that the model's embedding has a row for every token of ``tokenizer``, and enlarge it on request.
 
     Args:
-        model: a materialized decoder with ``tok_embeddings``; nothing is known of another module.
+        model: a materialized decoder with ``tok_embeddings``; a module without them is left as it is.
         tokenizer: has ``vocab_size``, one more than its largest id. ``new_tokens`` of it, if any, are the last ones,
             which the tokenizer of the checkpoint does not have; their rows begin as the mean of the others.
         resize: enlarge embedding and output in place if they are too small; they never shrink. If the embedding is

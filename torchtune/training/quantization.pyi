@@ -1,4 +1,6 @@
-from torchtune.compat import (
+from torchtune.compat import is_fp8_tensorwise_scaling as is_fp8_tensorwise_scaling
+from torchtune.compat import swap_lora_linear_with_qat as swap_lora_linear_with_qat
+from torchtune.compat._former_quantization import (
     _disable_linear_fake_quant,
     _enable_linear_fake_quant,
     _get_disable_fake_quant,
@@ -8,8 +10,6 @@ from torchtune.compat import (
     enable_4w_fake_quant_module_swap,
     enable_8da4w_fake_quant_module_swap,
 )
-from torchtune.compat import is_fp8_tensorwise_scaling as is_fp8_tensorwise_scaling
-from torchtune.compat import swap_lora_linear_with_qat as swap_lora_linear_with_qat
 from torchtune.modules.low_precision.float8_training import convert_to_float8_training as convert_to_float8_training
 from torchtune.modules.low_precision.quantizers import Float8Quantizer as Float8Quantizer
 from torchtune.modules.low_precision.quantizers import GGUFQuantizer as GGUFQuantizer

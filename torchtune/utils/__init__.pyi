@@ -1,4 +1,3 @@
-from ._compressed_files import numbered_lines, open_lines, packed_by, unpacking
 from ._device import DeviceSupport as DeviceSupport
 from ._device import batch_to_device as batch_to_device
 from ._device import fill_from_cpu, find_device, parse_device, to_device
@@ -6,9 +5,9 @@ from ._device import get_device as get_device
 from ._device import get_device_support as get_device_support
 from ._device import get_torch_device_namespace as get_torch_device_namespace
 from ._device import get_world_size_and_rank as get_world_size_and_rank
+from ._errors import EXIT_REQUEUE, HANG_EXIT_CODE, first_line
 from ._errors import LostRankError as LostRankError
 from ._errors import UserError as UserError
-from ._errors import first_line
 from ._files import AppendedFile as AppendedFile
 from ._files import WriteError, clear_leftovers, convert_os_errors
 from ._files import append_line as append_line
@@ -25,7 +24,7 @@ from ._heartbeat import place as place
 from ._heartbeat import sign_of_life as sign_of_life
 from ._heartbeat import watch_activity as watch_activity
 from ._heartbeat import watched_activity as watched_activity
-from ._json import check_surrogates, decode_line, decode_utf8, parse_json_line
+from ._json import check_surrogates
 from ._json import read_json as read_json
 from ._json import valid_json as valid_json
 from ._json import write_json as write_json

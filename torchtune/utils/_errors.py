@@ -2,6 +2,12 @@
 
 from typing import ClassVar
 
+# Exit code of a run that the same command resumes: EX_TEMPFAIL of sysexits.h, upon which schedulers can be set to
+# requeue the job.
+EXIT_REQUEUE = 75
+# Exit code of a stalled rank; neither torch nor Python uses it.
+HANG_EXIT_CODE = 76
+
 
 class UserError(Exception):
     """Error in the user's input: configuration, data, checkpoint or machine.
@@ -24,8 +30,8 @@ class LostRankError(RuntimeError):
 
     Args:
         message: one sentence with the lost rank and the remedy.
-        exit_code: exit code of this process: 75 if the same command can resume the run, 2 after a user error on the
-            other rank, otherwise 1.
+        exit_code: exit code of this process: ``EXIT_REQUEUE`` if the same command can resume the run, 2 after a user
+            error on the other rank, otherwise 1.
 
     Attributes:
         is_reported: whether the lost rank has already printed the error on this machine.

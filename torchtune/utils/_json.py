@@ -1,16 +1,13 @@
-"""Read and write JSON: files of checkpoints, and lines of data files that users wrote."""
+"""Read and write files of JSON."""
 
 import json
 import math
-import re
 from pathlib import Path
 from typing import Any
 
 from torchtune.utils._errors import UserError
 from torchtune.utils._files import atomic_write
 
-_BOM = b"\xef\xbb\xbf"
-_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _MAX_BYTES = 64 * 2**20  # the index of the largest published models has 9 MB
 
 
@@ -75,57 +72,6 @@ def write_json(path: str | Path, value: Any) -> None:
     with atomic_write(path, "w") as file:
         json.dump(value, file, indent=2, ensure_ascii=False)
         file.write("\n")
-
-
-def decode_line(line: bytes) -> str:
-    """Decode a line as UTF-8, without the line ending and a byte order mark.
-
-    Raises:
-        UserError: the line is not UTF-8; the message is only the reason.
-    """
-    return decode_utf8(line).rstrip("\r\n")
-
-
-def decode_utf8(text: bytes) -> str:
-    """Decode bytes of a file as UTF-8, without a byte order mark.
-
-    Raises:
-        UserError: they are not UTF-8; the message is only the reason.
-    """
-    try:
-        return text.removeprefix(_BOM).decode("utf-8")
-    except UnicodeDecodeError as error:
-        if text.startswith((b"\xff\xfe", b"\xfe\xff")):
-            raise UserError("the file is UTF-16, not UTF-8: save it as UTF-8") from error
-        raise UserError(f"byte {error.start + 1} is not UTF-8: save the file as UTF-8") from error
-
-
-def parse_json_line(line: bytes) -> Any:
-    """Parse a line, or the text of a whole file, as JSON.
-
-    Raises:
-        UserError: the line is not JSON; the message is only the reason.
-    """
-    text = decode_line(line)
-    try:
-        value = json.loads(text)
-        if _SURROGATE.search(line):
-            check_surrogates(value)
-        return value
-    except json.JSONDecodeError as error:
-        zero_byte = text.find("\0")
-        if zero_byte >= 0:
-            raise UserError(
-                f"a zero byte at column {zero_byte + 1}: the file was not written to its end, or is not UTF-8"
-            ) from error
-        position = f"column {error.colno}"
-        if error.lineno > 1:  # the text is a whole file
-            position = f"line {error.lineno}, {position}"
-        raise UserError(f"no JSON, {error.msg} at {position}") from error
-    except RecursionError as error:
-        raise UserError("it is nested too deeply") from error
-    except ValueError as error:  # an integer with more digits than Python parses
-        raise UserError(f"no JSON, {str(error).partition(';')[0]}") from error
 
 
 def check_surrogates(value: Any) -> None:

@@ -277,7 +277,7 @@ def test_nan_logits_fail_the_check(runs, tmp_path, tune):
 def test_unchecked_export_says_why(runs, tmp_path, tune, monkeypatch):
     command = ["export", str(runs / "lora" / "epoch_0"), "--to", "adapter", "--output", str(tmp_path / "out")]
     assert "not checked because of --no-check" in tune(*command, "--no-check").out
-    from torchtune.evaluation import _reference_logits
+    from torchtune._cli import _reference_logits
 
     monkeypatch.setattr(_reference_logits, "find_spec", lambda name: None if name == "peft" else object())
     assert "not checked because peft is not installed: pip install 'torchtune[check]'" in tune(*command).out

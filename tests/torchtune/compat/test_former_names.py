@@ -64,8 +64,8 @@ def test_a_former_name_warns_once_with_the_present_path(caplog):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stderr.splitlines() == [
-        "WARNING:torchtune:torchtune.modules.peft.peft_utils.get_adapter_params is "
-        "torchtune.modules.peft.get_adapter_params now: change the import, or the path in the config."
+        "WARNING:torchtune:torchtune.modules.peft.peft_utils.get_adapter_params has moved to "
+        "torchtune.modules.peft.get_adapter_params: update the import, or the path in the config."
     ]
 
 
@@ -175,7 +175,8 @@ def test_a_recipe_a_dataset_and_a_config_of_a_user_run(folder, tune, monkeypatch
     assert result.code == 0, result.err
     assert "own_recipe.py never reads run_name" in caplog.text
     assert (
-        "torchtune.utils.metric_logging.DiskLogger is torchtune.training.metric_logging.DiskLogger now" in caplog.text
+        "torchtune.utils.metric_logging.DiskLogger has moved to torchtune.training.metric_logging.DiskLogger"
+        in caplog.text
     )
     assert len(list((folder / "out" / "logs").iterdir())) >= 1
     refused = tune("run", "own_recipe.py", "--config", config, "run_nmae=second")
@@ -202,7 +203,7 @@ def test_arguments_of_earlier_releases_are_accepted_or_explained(tune, caplog):
 def test_moved_paths_of_other_packages_are_followed(caplog):
     optim = pytest.importorskip("torchao.optim")
     assert locate("torchao.prototype.low_bit_optim.AdamW8bit") is optim.AdamW8bit
-    assert "torchao.prototype.low_bit_optim.AdamW8bit is torchao.optim.AdamW8bit now" in caplog.text
+    assert "torchao.prototype.low_bit_optim.AdamW8bit has moved to torchao.optim.AdamW8bit" in caplog.text
 
 
 def test_a_pack_is_read_as_the_padded_row_that_it_was():

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import platform
+from pathlib import Path
 
 import pytest
 
@@ -49,6 +50,22 @@ def test_cut_last_line_of_a_log_is_left_out(tmp_path):
             file.write('{"event": "end", "step": 2, "los')
     folder = RunFolder(run)
     assert (list(folder.steps), len(folder.events), folder.skipped_steps) == ([1], 1, [])
+
+
+@pytest.mark.parametrize("output_fmt", ["jsonl", "txt"])
+def test_newest_step_is_read_from_the_end_of_a_long_log(output_fmt, tmp_path, monkeypatch):
+    """The log is longer than the part that is read, which begins within a line, and its last line is cut."""
+    run = write_run(tmp_path / "run", [START])
+    text = {
+        "jsonl": lines([{"step": step, "loss": 2.0} for step in range(3000)]) + '{"step": 5000, "lo',
+        "txt": "".join(f"Step {step} | loss:2.0 lr:0.001\n" for step in range(3000)) + "Step 5000 | loss:2",
+    }
+    logger = SETTINGS["metric_logger"] | {"output_fmt": output_fmt, "filename": "log"}
+    (run / "torchtune_config.yaml").write_text(json.dumps(SETTINGS | {"metric_logger": logger}))
+    (run / "logs" / "log").write_text(text[output_fmt])
+    folder = RunFolder(run)
+    monkeypatch.setattr(Path, "read_text", None)  # reads a whole file
+    assert folder.newest_step == 2999
 
 
 def test_killed_run_is_distinguished_from_a_running_one(tmp_path):

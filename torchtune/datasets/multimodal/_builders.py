@@ -208,7 +208,7 @@ class TheCauldronToMessages(Transform):
                 raise DataError(f"column '{name}' holds something else than questions and answers: both must be texts")
             messages.append(Message("user", [*content, {"type": "text", "content": pair["user"]}]))
             messages.append(Message("assistant", pair["assistant"]))
-            content = []
+            content = []  # the images stand before the first question alone
         conversation = read_conversation(
             sample,
             messages,

@@ -97,7 +97,7 @@ def attention(
         is_causal_row = is_causal = False
         window = chunk = None
     if documents is None:
-        # A window or chunk of all positions of a row is none.
+        # A window or chunk that covers the whole row masks nothing.
         if window is not None and window >= num_keys:
             window = None
         if chunk is not None and chunk >= num_keys:
@@ -150,7 +150,7 @@ attention.shares_prefixes = True  # supports Documents.shared
 
 _FIRST_WITH_FLASH = (8, 0)  # compute capability
 _FLASH_HEAD_DIM = 256
-_SMALLEST_FLEX_HEAD = 16  # the side of triton's smallest product
+_SMALLEST_FLEX_HEAD = 16  # triton's tl.dot takes no smaller dimension
 
 
 class Kernel(Enum):
@@ -161,12 +161,12 @@ class Kernel(Enum):
     PER_DOCUMENT = "documents one by one"
     SDPA = "torch's scaled_dot_product_attention"
     SCORES = "all scores at once"
-    BLOCK_MASK = "flex attention with the block mask that it is given"
+    BLOCK_MASK = "flex attention with the given block mask"
     TILES = "images one size after another"
 
 
 class Visibility(Enum):
-    """What says which keys a query sees; the values are descriptions for ``tune doctor``."""
+    """Form of the attention mask; the values are descriptions for ``tune doctor``."""
 
     DOCUMENTS = "documents"
     ROWS = "rows"
@@ -180,14 +180,14 @@ class KernelRow:
     """A row of the table of attention's kernels.
 
     Attributes:
-        sees: what says which keys a query sees.
-        kernel: the kernel.
-        window: whether it computes sliding windows; a window within a mask is part of the mask.
-        softcap: whether it computes soft caps.
-        sinks: whether it computes attention sinks.
-        dropout: whether it computes dropout.
-        not_causal: whether queries may see later keys.
-        cuda_only: whether it runs on CUDA only.
+        sees: form of the attention mask.
+        kernel: kernel that computes attention with a mask of this form.
+        window: whether the kernel supports sliding windows; with a bool mask, the window becomes part of the mask.
+        softcap: whether it supports soft caps.
+        sinks: whether it supports attention sinks.
+        dropout: whether it supports dropout.
+        not_causal: whether it supports bidirectional attention.
+        cuda_only: whether it requires CUDA.
     """
 
     sees: Visibility
@@ -200,13 +200,13 @@ class KernelRow:
     cuda_only: bool = False
 
     def features(self) -> list[str]:
-        """Return the features that the kernel computes, in words."""
+        """Return the names of the supported features."""
         words = {
             "windows": self.window,
             "soft caps": self.softcap,
             "sinks": self.sinks,
             "dropout": self.dropout,
-            "later keys": self.not_causal,
+            "bidirectional attention": self.not_causal,
         }
         return [word for word, is_computed in words.items() if is_computed]
 
@@ -220,7 +220,7 @@ class KernelRow:
         return True
 
 
-# The first row that computes all features of a call runs it.
+# In the order of preference, fastest first: a call runs the first row that supports its options.
 ATTENTION_KERNELS = (
     KernelRow(Visibility.DOCUMENTS, Kernel.VARLEN, window=True, not_causal=True, cuda_only=True),
     KernelRow(Visibility.DOCUMENTS, Kernel.FLEX, window=True, softcap=True, sinks=True, cuda_only=True),
@@ -248,7 +248,7 @@ def choose_kernel(
     is_causal: bool = True,
     sees: Visibility = Visibility.DOCUMENTS,
 ) -> Kernel:
-    """Choose the kernel of attention: the first row of :data:`ATTENTION_KERNELS` that computes all that is asked for.
+    """Choose the attention kernel: the first row of :data:`ATTENTION_KERNELS` that supports all options.
 
     Args:
         device: device of the queries.
@@ -258,11 +258,11 @@ def choose_kernel(
         softcap: soft cap of the scores; 0: none.
         sinks: whether there are attention sinks.
         dropout: whether attention weights are dropped.
-        is_causal: whether a query sees no later keys.
-        sees: what says which keys a query sees.
+        is_causal: whether attention is causal.
+        sees: form of the attention mask.
 
     Raises:
-        ValueError: no kernel computes this.
+        ValueError: no kernel supports the options.
     """
     is_cuda = device.type == "cuda"
     card = None

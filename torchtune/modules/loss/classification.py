@@ -96,18 +96,18 @@ class ClassificationLoss(SFTLoss, nn.Module):
         weights: Tensor | None = None,
         row_losses: list[Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Compute the loss summed over labeled tokens, and their number.
+        """Compute the weighted sum of the losses of labeled tokens, and the sum of their weights.
 
         Args:
             hidden: hidden states ``[b, s, d]``.
             labels: int64 ``[b, s]``, numbers of targets.
             projection: ``[n, d]`` -> logits ``[n, c]``, the ``output`` of the model.
             index: int64 ``[n]``, positions of the labeled tokens in the flattened batch.
-            weights: float32 ``[n]``, factors of the labeled tokens; their sum is then the count.
+            weights: float32 ``[b, s]``, factors of the losses of single tokens; None: each is 1.
             row_losses: list to which the losses ``[n]`` of the labeled tokens are appended, detached.
 
         Returns:
-            Sum (scalar, at least float32) and count (scalar).
+            Sum (scalar, at least float32) and count of labels (int64 scalar), or sum of their weights (float32 scalar).
         """
         labels = labels.flatten()  # [b * s]
         hidden = hidden.flatten(0, -2)  # [b * s, d]
@@ -127,7 +127,8 @@ class ClassificationLoss(SFTLoss, nn.Module):
             row_losses.append(losses.detach())
         if weights is None:
             return losses.sum(), torch.full((), len(index), device=labels.device)
-        return (losses * weights).sum(), weights.sum()
+        label_weights = weights.flatten().index_select(0, index)  # [n]
+        return (losses * label_weights).sum(), label_weights.sum()
 
     def _targets_of(self, numbers: Tensor) -> Tensor:
         """Return the rows ``[n, c]`` of the table for numbers of targets ``[n]``."""

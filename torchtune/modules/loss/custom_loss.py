@@ -3,7 +3,7 @@
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -12,12 +12,24 @@ from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, label_index
 from torchtune.modules.moe.balance import Balance, balance_of
 from torchtune.utils import UserError, is_simulated
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack  # typing has it from Python 3.11 on
+
 # Hidden states [..., d] -> logits [..., v].
 Projection = Callable[[Tensor], Tensor]
 
 
-# Arguments of ``sum_and_count`` that a loss need not have.
-_OPTIONAL_ARGUMENTS = frozenset({"index", "weights", "row_losses", "metrics"})
+class TokenOptions(TypedDict, total=False):
+    """Optional arguments of :meth:`SFTLoss.sum_and_count`, which a loss need not have.
+
+    Recipes pass them as keywords. An adapter, which hands them on unread, names them together:
+    ``**options: Unpack[TokenOptions]``.
+    """
+
+    index: Tensor | None
+    weights: Tensor | None
+    row_losses: list[Tensor] | None
+    metrics: dict[str, tuple[Tensor, Tensor]] | None
 
 
 class SFTLoss(ABC):
@@ -136,15 +148,7 @@ class TokenLoss(Protocol):
     """Interface of losses in recipes: sum over labeled tokens and their number, which add up over micro-batches."""
 
     def sum_and_count(
-        self,
-        hidden: Tensor,
-        labels: Tensor,
-        projection: Projection,
-        *,
-        index: Tensor | None = None,
-        weights: Tensor | None = None,
-        row_losses: list[Tensor] | None = None,
-        metrics: dict[str, tuple[Tensor, Tensor]] | None = None,
+        self, hidden: Tensor, labels: Tensor, projection: Projection, **options: "Unpack[TokenOptions]"
     ) -> tuple[Tensor, Tensor]:
         """See :meth:`torchtune.modules.loss.SFTLoss.sum_and_count`."""
 
@@ -197,7 +201,7 @@ def setup_loss(loss: Any, model: nn.Module) -> TokenLoss:
         loss = MeanLoss(loss)
     else:
         arguments = _optional_arguments(loss)
-        if arguments != _OPTIONAL_ARGUMENTS:
+        if arguments != TokenOptions.__annotations__.keys():
             loss = OlderLoss(loss, arguments)
     balance = balance_of(model)
     return loss if balance is None else BalancedLoss(loss, balance)
@@ -266,19 +270,10 @@ class MeanLoss(_Adapter):
     """An :class:`SFTLoss` that only defines ``forward`` (mean over labeled tokens), with its model output set."""
 
     def sum_and_count(
-        self,
-        hidden: Tensor,
-        labels: Tensor,
-        projection: Projection,
-        *,
-        index: Tensor | None = None,
-        weights: Tensor | None = None,
-        row_losses: list[Tensor] | None = None,
-        metrics: dict[str, tuple[Tensor, Tensor]] | None = None,
+        self, hidden: Tensor, labels: Tensor, projection: Projection, **options: "Unpack[TokenOptions]"
     ) -> tuple[Tensor, Tensor]:
         """See :meth:`torchtune.modules.loss.SFTLoss.sum_and_count`."""
-        del index, row_losses, metrics  # the loss gets all positions, and returns their mean
-        return SFTLoss.sum_and_count(self.loss, hidden, labels, projection, weights=weights)
+        return SFTLoss.sum_and_count(self.loss, hidden, labels, projection, **options)
 
 
 class OlderLoss(_Adapter):
@@ -294,29 +289,13 @@ class OlderLoss(_Adapter):
         self.arguments = arguments
 
     def sum_and_count(
-        self,
-        hidden: Tensor,
-        labels: Tensor,
-        projection: Projection,
-        *,
-        index: Tensor | None = None,
-        weights: Tensor | None = None,
-        row_losses: list[Tensor] | None = None,
-        metrics: dict[str, tuple[Tensor, Tensor]] | None = None,
+        self, hidden: Tensor, labels: Tensor, projection: Projection, **options: "Unpack[TokenOptions]"
     ) -> tuple[Tensor, Tensor]:
         """See :meth:`torchtune.modules.loss.SFTLoss.sum_and_count`."""
-        options: dict[str, Any] = {}
-        if "index" in self.arguments:
-            options["index"] = index
-        if "weights" in self.arguments:
-            options["weights"] = weights
-        else:
-            refuse_weights(self.loss, weights)
-        if "row_losses" in self.arguments:
-            options["row_losses"] = row_losses
-        if "metrics" in self.arguments:
-            options["metrics"] = metrics
-        return self.loss.sum_and_count(hidden, labels, projection, **options)
+        if "weights" not in self.arguments:  # the other options change no result
+            refuse_weights(self.loss, options.get("weights"))
+        taken = {name: value for name, value in options.items() if name in self.arguments}
+        return self.loss.sum_and_count(hidden, labels, projection, **taken)
 
 
 class BalancedLoss(_Adapter):
@@ -332,20 +311,10 @@ class BalancedLoss(_Adapter):
         self.balance = balance
 
     def sum_and_count(
-        self,
-        hidden: Tensor,
-        labels: Tensor,
-        projection: Projection,
-        *,
-        index: Tensor | None = None,
-        weights: Tensor | None = None,
-        row_losses: list[Tensor] | None = None,
-        metrics: dict[str, tuple[Tensor, Tensor]] | None = None,
+        self, hidden: Tensor, labels: Tensor, projection: Projection, **options: "Unpack[TokenOptions]"
     ) -> tuple[Tensor, Tensor]:
         """See :meth:`torchtune.modules.loss.SFTLoss.sum_and_count`."""
-        total, count = self.loss.sum_and_count(
-            hidden, labels, projection, index=index, weights=weights, row_losses=row_losses, metrics=metrics
-        )
+        total, count = self.loss.sum_and_count(hidden, labels, projection, **options)
         return self.balance.add_to(total, count), count
 
 
@@ -360,8 +329,8 @@ def _optional_arguments(loss: SFTLoss) -> set[str]:
     """Return the optional arguments that the loss's ``sum_and_count`` takes: all if it takes any keyword."""
     parameters = inspect.signature(loss.sum_and_count).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return set(_OPTIONAL_ARGUMENTS)
-    return _OPTIONAL_ARGUMENTS & parameters.keys()
+        return set(TokenOptions.__annotations__)
+    return TokenOptions.__annotations__.keys() & parameters.keys()
 
 
 def refuse_weights(loss: Any, weights: Tensor | None) -> None:

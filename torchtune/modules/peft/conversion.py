@@ -264,7 +264,7 @@ class LoRA(Conversion):
     def _check_trained_modules(self, model: nn.Module, adapted: Collection[str]) -> None:
         """Raise ``ConversionError`` if a module of ``train_modules`` is missing or cannot be trained whole."""
         matching = self._trained_modules(model)
-        trained = {path for paths in matching.values() for path in paths}
+        trained = set().union(*matching.values())
         output = getattr(model, "output", None)
         for pattern, paths in matching.items():
             if pattern == "output" and isinstance(output, TiedLinear):

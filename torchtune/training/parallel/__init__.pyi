@@ -5,11 +5,13 @@ from ._ranks import Ranks, all_gather_object, any_rank, broadcast_object, lowest
 from ._shards import (
     LocalShard,
     ShardGrid,
+    checksum_bits,
+    checksum_trained,
+    fingerprint_weights,
     full_slices,
     full_tensor,
     my_shard,
     read_shard,
     reduce_partial,
     reshard,
-    spec_of,
 )

@@ -409,17 +409,29 @@ class ParallelDims:
         see :meth:`Batch.pad_to_multiple <torchtune.data.Batch.pad_to_multiple>` and
         :meth:`Batch.split <torchtune.data.Batch.split>`.
         """
-        if self.non_data_parallel_size == 1:
-            return collate_fn
+        return collate_fn if self.non_data_parallel_size == 1 else _ShardedCollate(collate_fn, self)
 
-        def collate(examples: list[Any]) -> Batch:
-            batch = Batch.from_dict(collate_fn(examples)).pad_to_multiple(self.min_seq_len_divisor)
-            if self.cp == 1:
-                return batch
-            return batch.split(self.mesh["cp"].get_local_rank(), self.cp)
+    @staticmethod
+    def unsharded_collate(collate_fn: Collate) -> Collate:
+        """Return the collate function that :meth:`collate` wrapped, for code that reads or extends whole batches.
 
-        collate.unsplit = collate_fn  # for functions that extend the batch before it is sharded
-        return collate
+        A function that is not wrapped is returned unchanged.
+        """
+        return collate_fn.collate_fn if isinstance(collate_fn, _ShardedCollate) else collate_fn
+
+
+class _ShardedCollate:
+    """Collate function that returns this rank's shard of every batch, see :meth:`ParallelDims.collate`."""
+
+    def __init__(self, collate_fn: Collate, dims: ParallelDims) -> None:
+        self.collate_fn = collate_fn
+        self._dims = dims
+
+    def __call__(self, examples: list[Any]) -> Batch:
+        batch = Batch.from_dict(self.collate_fn(examples)).pad_to_multiple(self._dims.min_seq_len_divisor)
+        if self._dims.cp == 1:
+            return batch
+        return batch.split(self._dims.mesh["cp"].get_local_rank(), self._dims.cp)
 
 
 def _gather_rows(rows: torch.Tensor, group: Any) -> tuple[torch.Tensor, int]:

@@ -1,8 +1,10 @@
-"""This rank's shard of a tensor: its slice of the full tensor, and its values."""
+"""This rank's shard of a tensor: its slice of the full tensor, its values, and their checksum."""
 
+import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -10,6 +12,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from torchtune.models import Slices
 from torchtune.training.parallel._ranks import Ranks
+from torchtune.utils import is_simulated
+
+if TYPE_CHECKING:
+    from torchtune.training.parallel._parallel_dims import ParallelDims
 
 
 def own_part(tensor: torch.Tensor) -> torch.Tensor:
@@ -70,11 +76,6 @@ class ShardGrid:
                 num_sharded += 1
         row = shard.view(*[1] * len(self.sizes), longest)  # [1, ..., 1, longest]
         return DTensor.from_local(row, parameter.device_mesh, placements, run_check=False)
-
-
-def spec_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor on the meta device with the full tensor's shape and dtype."""
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
 def full_slices(shape: torch.Size | tuple[int, ...]) -> Slices:
@@ -186,3 +187,47 @@ def read_shard(
         return state
     value = read(full_slices(shape)).to(parameter.device, copy=True)
     return DTensor.from_local(value, parameter.device_mesh, [Replicate()] * parameter.device_mesh.ndim, run_check=False)
+
+
+def checksum_bits(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield sums, modulo 2**64, of the bits of this rank's shard of a tensor."""
+    if hasattr(tensor, "__tensor_flatten__"):  # sharded or quantized
+        names, _ = tensor.__tensor_flatten__()
+        for name in names:
+            inner = getattr(tensor, name)
+            if isinstance(inner, torch.Tensor):  # other attributes, such as the device mesh, have no bits
+                yield from checksum_bits(inner)
+        return
+    data = tensor.detach().contiguous().view(-1).view(torch.uint8)  # [bytes]
+    if data.storage_offset() % 8:  # a view as int64 must begin at a multiple of 8 bytes
+        data = data.clone()
+    # Words of 8 bytes are summed many times faster than bytes; the last bytes may be less than a word.
+    end_of_words = data.numel() // 8 * 8
+    yield data[:end_of_words].view(torch.int64).sum()
+    yield data[end_of_words:].sum()
+
+
+@torch.no_grad()
+def checksum_trained(model: nn.Module) -> list[int]:
+    """Return sums of the bits of this rank's shards of all trained parameters; none in a simulation."""
+    if is_simulated():
+        return []
+    sums: list[torch.Tensor] = []
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            sums += checksum_bits(parameter)
+    if not sums:
+        return []
+    return torch.stack([total.cpu() for total in sums]).tolist()
+
+
+@torch.no_grad()
+def fingerprint_weights(parameters: Sequence[tuple[str, nn.Parameter]], dims: "ParallelDims") -> tuple[str, int]:
+    """Return a fingerprint of names, dtypes and bits of (name, parameter) pairs. A collective."""
+    names = repr([(name, parameter.dtype) for name, parameter in parameters])
+    total = 0
+    # The factor tells two parameters apart whose values were exchanged.
+    for factor, (_, parameter) in enumerate(parameters, start=1):
+        total += factor * sum(map(int, checksum_bits(parameter)))
+    (total_of_ranks,) = dims.sum(total % 2**40)  # below 2**40, the float64 sum over the ranks is exact
+    return hashlib.sha256(names.encode()).hexdigest(), total_of_ranks

@@ -99,14 +99,14 @@ def test_batch_without_labels_has_the_loss_zero_and_a_gradient():
     assert not projection.weight.grad.any()
 
 
-def test_weights_are_factors_of_the_rows():
+def test_weights_of_all_positions_are_factors_of_the_labeled_tokens():
     torch.manual_seed(0)
     projection = torch.nn.Linear(8, 3, bias=False)
     hidden = torch.randn(1, 4, 8)
     labels = torch.tensor([[-100, 2, -100, 0]])
     row_losses = []
     total, count = ClassificationLoss().sum_and_count(
-        hidden, labels, projection, weights=torch.tensor([2.0, 0.5]), row_losses=row_losses
+        hidden, labels, projection, weights=torch.tensor([[7.0, 2.0, 7.0, 0.5]]), row_losses=row_losses
     )
     assert count.item() == 2.5
     torch.testing.assert_close(total, (row_losses[0] * torch.tensor([2.0, 0.5])).sum())

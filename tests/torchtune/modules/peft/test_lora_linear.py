@@ -12,8 +12,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from tests.devices import DEVICE
-from torchtune.modules.classifier import ClassifierHead
 from torchtune.modules.conversion import ConversionError
+from torchtune.modules.output_projection import ClassifierHead
 from torchtune.modules.peft import DoRALinear, LoRALinear
 from torchtune.modules.peft.lora_experts import LoRAGroupedExperts
 

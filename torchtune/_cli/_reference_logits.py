@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchtune.evaluation._eval_rows import EvaluationError
+from torchtune.evaluation import EvaluationError
 from torchtune.utils import first_line, hide_import_warnings, require
 
 
