@@ -20,6 +20,7 @@ from ._former_datasets import PACK_TYPE as PACK_TYPE
 from ._former_models import GemmaRMSNorm as GemmaRMSNorm
 from ._former_models import keep_row_losses as keep_row_losses
 from ._former_models import load_dora_magnitudes as load_dora_magnitudes
+from ._former_models import pad_dim_to_size as pad_dim_to_size
 from ._former_models import should_use_grouped_mm as should_use_grouped_mm
 from ._former_models import swiglu_mlp as swiglu_mlp
 from ._former_models import update_stop_tokens_tracker as update_stop_tokens_tracker

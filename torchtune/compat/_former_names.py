@@ -86,6 +86,18 @@ MODULES = {
     "torchtune.modules.tanh_gate": "torchtune.modules",
     "torchtune.modules.tied_linear": "torchtune.modules",
     "torchtune.modules.transformer": "torchtune.modules",
+    "torchtune.modules.transforms._transforms": "torchtune.modules.transforms",
+    "torchtune.modules.transforms.vision_utils": "torchtune.modules.transforms.vision",
+    **dict.fromkeys(
+        (
+            "torchtune.modules.transforms.vision_utils.get_canvas_best_fit",
+            "torchtune.modules.transforms.vision_utils.get_inscribed_size",
+            "torchtune.modules.transforms.vision_utils.resize_with_pad",
+            "torchtune.modules.transforms.vision_utils.tile_crop",
+        ),
+        "torchtune.modules.transforms.vision",
+    ),
+    "torchtune.modules.transforms.vision_utils.pad_dim_to_size": "torchtune.compat",
     "torchtune.modules.moe.utils": "torchtune.compat",
     "torchtune.modules.rlhf": "torchtune.rlhf",  # in 0.2
     "torchtune.modules.rlhf.loss": "torchtune.rlhf.loss",
@@ -191,10 +203,11 @@ NAMES = {
         )
         for module in ("common_utils", "low_precision")
     },
-    **{
-        f"torchtune.modules.transforms.{name}": f"torchtune.modules.transforms.vision_utils.{name}.{name}"
-        for name in ("get_canvas_best_fit", "resize_with_pad", "tile_crop")
-    },
+    **_names(
+        "torchtune.modules.transforms",
+        "torchtune.modules.transforms.vision",
+        "get_canvas_best_fit resize_with_pad tile_crop",
+    ),
     **_names("torchtune.modules.loss", "torchtune.rlhf.loss", "DPOLoss RSOLoss SimPOLoss"),
     **_names("torchtune.modules.loss", "torchtune.compat", "keep_row_losses"),
     **_names("torchtune.modules.attention_utils", "torchtune.compat._former_models", "_sdpa_or_flex_attention"),

@@ -18,12 +18,13 @@ from torchtune.modules.feed_forward import FeedForward
 from torchtune.modules.rms_norm import Fp32LayerNorm
 from torchtune.modules.scales import TanhGate
 from torchtune.modules.transformer import TransformerSelfAttentionLayer
-from torchtune.modules.transforms.vision_utils.get_canvas_best_fit import (
+from torchtune.modules.transforms.vision import (
     find_supported_resolutions,
     get_canvas_best_fit,
+    interpolation_mode,
+    resize_with_pad,
+    tile_crop,
 )
-from torchtune.modules.transforms.vision_utils.resize_with_pad import resampling_mode, resize_with_pad
-from torchtune.modules.transforms.vision_utils.tile_crop import tile_crop
 from torchtune.modules.vision_transformer import CLSProjection, VisionTransformer
 
 
@@ -293,7 +294,7 @@ class CLIPImageTransform(Transform):
             if not max_num_tiles:
                 raise DataError("CLIPImageTransform needs possible_resolutions or max_num_tiles.")
             possible_resolutions = find_supported_resolutions(max_num_tiles, tile_size)
-        resampling_mode(resample)
+        interpolation_mode(resample)
         self.possible_resolutions = torch.tensor(possible_resolutions).reshape(-1, 2)
         self.mean = None if image_mean is None else torch.tensor(image_mean)[:, None, None]
         self.std = None if image_std is None else torch.tensor(image_std)[:, None, None]

@@ -9,11 +9,7 @@ import torch
 
 from torchtune.data import DataError
 from torchtune.models._image_processors import BILINEAR, Plan, TiledProcessor
-from torchtune.modules.transforms.vision_utils.get_canvas_best_fit import (
-    find_supported_resolutions,
-    get_canvas_best_fit,
-)
-from torchtune.modules.transforms.vision_utils.get_inscribed_size import get_inscribed_size
+from torchtune.modules.transforms.vision import find_supported_resolutions, get_canvas_best_fit, get_inscribed_size
 
 
 @dataclass(frozen=True, kw_only=True)
