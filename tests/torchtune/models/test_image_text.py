@@ -440,3 +440,10 @@ def test_adapters_of_a_tied_output_are_refused(tmp_path):
     folder = write_image_checkpoint(image_text_model(gemma4_config()), tmp_path)
     with pytest.raises(UserError, match="output"):
         torchtune.models.lora_image_text_model(folder, ["q_proj"], apply_lora_to_output=True)
+
+
+def test_a_tower_with_rotary_positions_needs_heads_of_a_multiple_of_4():
+    sizes = {"num_layers": 1, "embed_dim": 12, "num_heads": 2, "intermediate_dim": 8, "patch_size": 2, "output_dim": 8}
+    assert torchtune.models.VisionDescription(**sizes).head_dim == 6
+    with pytest.raises(UserError, match=r"embed_dim \(12\) must be num_heads \(2\) times a multiple of 4"):
+        torchtune.models.VisionDescription(**sizes, rope="axial")
