@@ -56,7 +56,8 @@ def build_image_text(d: ImageTextDescription, spec: ModelSpec | None = None) -> 
         pad_token=d.pad_token,
         image_blocks=d.image_blocks,
     )
-    model.description, model.spec = d, spec
+    model.description = d
+    model.spec = spec
     return model
 
 
