@@ -40,10 +40,10 @@ def _tokens_per_tile(tile_size: int, patch_size: int) -> int:
 
 
 def _of_tiles(table: Tensor, aspect_ratio: Tensor, num_tiles: int) -> Tensor:
-    """Return entries ``[n, tiles, ...]`` of a table ``[rows, columns, ...]`` for the tiles of n images; 0 for padding.
+    """Return entries ``[n, tiles, t, d]`` of a table ``[rows, columns, t, d]`` of the tiles of n images; 0 for padding.
 
     Args:
-        table: position embeddings.
+        table: position embeddings, of all tokens of a tile (t = tokens) or of the tile (t = 1).
         aspect_ratio: int64 ``[n, 2]``: (height, width) of each image in tiles.
         num_tiles: number of tiles of an image with its padding.
     """
@@ -52,8 +52,7 @@ def _of_tiles(table: Tensor, aspect_ratio: Tensor, num_tiles: int) -> Tensor:
     width = aspect_ratio[:, 1:].clamp(min=1)  # [n, 1]
     row = (index // width) * is_tile  # padding takes any entry of the table, here the first one
     column = (index % width) * is_tile
-    entries = table[row, column]
-    return entries * is_tile.view(*is_tile.shape, *[1] * (entries.dim() - 2))
+    return table[row, column] * is_tile[..., None, None]
 
 
 class TokenPositionalEmbedding(nn.Module):
@@ -129,7 +128,7 @@ class TilePositionalEmbedding(nn.Module):
 
 
 def clip_mlp(in_dim: int, out_dim: int, hidden_dim: int, activation: nn.Module) -> FeedForward:
-    """Build CLIP's feed-forward layer: two projections with biases.
+    """Build CLIP's feed-forward layer: two projections with biases. For recipes of earlier releases alone.
 
     Args:
         in_dim: input size.

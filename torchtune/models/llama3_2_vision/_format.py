@@ -481,11 +481,18 @@ _HEAD_LAYER_PREFIX = {
 _PROJECTION_PREFIX = {_HF: "multi_modal_projector.", _META: "vision_model.vision_projection."}
 
 
-def _clip_op(column: int, external: str) -> Op:
-    """Return the op of a weight of CLIP."""
-    if column == _HF and external.endswith("embedding.weight") and "tile" in external:
+_TILE_TABLES = (
+    "token_pos_embedding.global_token_positional_embedding",
+    "pre_tile_pos_embed.embedding",
+    "post_tile_pos_embed.embedding",
+)
+
+
+def _clip_op(column: int, tune: str) -> Op:
+    """Return the op of a weight of CLIP: of tables of tiles in files of Hugging Face, of patches in files of Meta."""
+    if column == _HF and tune in _TILE_TABLES:
         return TileTable()
-    if column == _META and external == "conv1._linear.weight":
+    if column == _META and tune == "conv.weight":
         return Patches()
     return Identity()
 
@@ -501,8 +508,7 @@ def _rows(column: int) -> list[Row]:
     for row in (*_ENCODER_LAYER, *_GATES):
         rows.append(Row(_HEAD_LAYER_PREFIX[column] + row[column], f"encoder.projection.layers.{{head}}.{row[0]}"))
     for row in _CLIP:
-        op = _clip_op(column, row[column])
-        rows.append(Row(_CLIP_PREFIX[column] + row[column], f"encoder.clip.{row[0]}", op))
+        rows.append(Row(_CLIP_PREFIX[column] + row[column], f"encoder.clip.{row[0]}", _clip_op(column, row[0])))
     for parameter in ("weight", "bias"):
         rows.append(Row(_PROJECTION_PREFIX[column] + parameter, f"encoder.projection.output.{parameter}"))
     return rows
