@@ -21,6 +21,7 @@ from ._former_models import GemmaRMSNorm as GemmaRMSNorm
 from ._former_models import get_unmasked_sequence_lengths as get_unmasked_sequence_lengths
 from ._former_models import keep_row_losses as keep_row_losses
 from ._former_models import load_dora_magnitudes as load_dora_magnitudes
+from ._former_models import pad_dim_to_size as pad_dim_to_size
 from ._former_models import reward_hf_to_tune as reward_hf_to_tune
 from ._former_models import reward_tune_to_hf as reward_tune_to_hf
 from ._former_models import should_use_grouped_mm as should_use_grouped_mm

@@ -1,4 +1,4 @@
-"""Models of earlier releases: layers, checks of adapters, tables of weight names, and conversions of weights."""
+"""Models of earlier releases: layers, padding of images, checks of adapters, and tables and conversions of weights."""
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask
 
 from torchtune.checkpoints import CheckpointError
+from torchtune.data import DataError
 from torchtune.models.convert_weights import hf_to_tune, tune_to_hf
 from torchtune.modules import FeedForward, FrozenNF4Linear, RMSNorm
 from torchtune.modules.kernels.flex import compile_flex_attention
@@ -187,6 +188,31 @@ llama4_meta_to_tune = _unavailable("llama4_meta_to_tune")
 llama4_tune_to_meta = _unavailable("llama4_tune_to_meta")
 clip_text_hf_to_tune = _unavailable("clip_text_hf_to_tune")
 t5_encoder_hf_to_tune = _unavailable("t5_encoder_hf_to_tune")
+
+
+def pad_dim_to_size(input: Tensor, size: int, dim: int, *, fill: float = 0.0) -> Tensor:
+    """Pad one dimension of a tensor at its end. Batches of images are padded by their collate function today.
+
+    Args:
+        input: tensor of any shape.
+        size: size of the dimension after padding.
+        dim: dimension to pad.
+        fill: padding value.
+
+    Raises:
+        DataError: the dimension is longer than ``size``.
+
+    Example:
+        >>> from torchtune.compat import pad_dim_to_size
+        >>> pad_dim_to_size(torch.ones(1, 2), 3, 0).shape
+        torch.Size([3, 2])
+    """
+    num_missing = size - input.shape[dim]
+    if num_missing < 0:
+        raise DataError(f"Dimension {dim} of a tensor {tuple(input.shape)} is longer than the size {size} to pad to.")
+    # F.pad takes two numbers for each dimension, from the last one to the first.
+    num_dims_behind = input.dim() - 1 - dim % input.dim()
+    return F.pad(input, (0, 0) * num_dims_behind + (0, num_missing), value=fill)
 
 
 # A switch that older recipes set. It has no effect: grouped products choose their kernel by device and dtype.

@@ -90,9 +90,22 @@ MODULES = {
     "torchtune.modules.torchao_formats": "torchtune.modules.low_precision.torchao_interface",
     "torchtune.modules.layer_norm": "torchtune.modules",
     **_modules("torchtune.modules.loss", "ce_chunked_output_loss cross_entropy_loss kd_losses loss_types"),
+    **_modules("torchtune.modules.model_fusion", "_deep_fusion _early_fusion _fusion_utils"),
     "torchtune.modules.tanh_gate": "torchtune.modules",
     "torchtune.modules.tied_linear": "torchtune.modules",
     "torchtune.modules.transformer": "torchtune.modules",
+    "torchtune.modules.transforms._transforms": "torchtune.modules.transforms",
+    "torchtune.modules.transforms.vision_utils": "torchtune.modules.transforms.vision",
+    **dict.fromkeys(
+        (
+            "torchtune.modules.transforms.vision_utils.get_canvas_best_fit",
+            "torchtune.modules.transforms.vision_utils.get_inscribed_size",
+            "torchtune.modules.transforms.vision_utils.resize_with_pad",
+            "torchtune.modules.transforms.vision_utils.tile_crop",
+        ),
+        "torchtune.modules.transforms.vision",
+    ),
+    "torchtune.modules.transforms.vision_utils.pad_dim_to_size": "torchtune.compat",
     "torchtune.modules.moe.utils": "torchtune.compat",
     "torchtune.modules.rlhf": "torchtune.rlhf",  # in 0.2
     "torchtune.modules.rlhf.loss": "torchtune.rlhf.loss",
@@ -197,10 +210,11 @@ NAMES = {
         )
         for module in ("common_utils", "low_precision")
     },
-    **{
-        f"torchtune.modules.transforms.{name}": f"torchtune.modules.transforms.vision_utils.{name}.{name}"
-        for name in ("get_canvas_best_fit", "resize_with_pad", "tile_crop")
-    },
+    **_names(
+        "torchtune.modules.transforms",
+        "torchtune.modules.transforms.vision",
+        "get_canvas_best_fit resize_with_pad tile_crop",
+    ),
     **_names("torchtune.modules.loss", "torchtune.rlhf.loss", "DPOLoss RSOLoss SimPOLoss"),
     **_names("torchtune.modules.loss", "torchtune.compat", "keep_row_losses"),
     **_names("torchtune.modules.attention_utils", "torchtune.compat._former_models", "_sdpa_or_flex_attention"),

@@ -56,7 +56,8 @@ def build_image_text(d: ImageTextDescription, spec: ModelSpec | None = None) -> 
         pad_token=d.pad_token,
         image_blocks=d.image_blocks,
     )
-    model.description, model.spec = d, spec
+    model.description = d
+    model.spec = spec
     return model
 
 
@@ -108,7 +109,7 @@ def build_tower(v: VisionDescription) -> VisionTower:
         positions=None if table is None else table(v.positions_side, v.embed_dim),
         rope=rope,
         first_norm=_norm(v.norm, v.embed_dim, v.norm_eps) if v.first_norm else None,
-        layers=[_layer(v, rope) for _ in range(v.num_layers)],
+        layers=[tower_layer(v, rope) for _ in range(v.num_layers)],
         norm=_norm(v.norm, v.embed_dim, v.norm_eps) if v.last_norm else None,
         projector=_projector(v),
         deep_projectors={layer: _projector(v, deep=True) for layer in v.deep_layers},
@@ -128,7 +129,8 @@ def _norm(kind: str, dim: int, eps: float) -> nn.Module | None:
     return None
 
 
-def _layer(v: VisionDescription, rope: nn.Module | None) -> TransformerSelfAttentionLayer:
+def tower_layer(v: VisionDescription, rope: nn.Module | None = None) -> TransformerSelfAttentionLayer:
+    """Build a layer of a vision tower, whose patches attend to each other in both directions."""
     width = v.embed_dim
     norm = partial(_norm, v.norm, width, v.norm_eps)
     layer = TransformerSelfAttentionLayer(

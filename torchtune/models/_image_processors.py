@@ -156,7 +156,8 @@ class ImageProcessor:
 
     def plan_of(self, height: int, width: int) -> Plan:
         """Return the plan of an image that is resized to ``height`` and ``width``."""
-        rows, columns = height // self.patch_size, width // self.patch_size
+        rows = height // self.patch_size
+        columns = width // self.patch_size
         return Plan(height, width, ((1, rows, columns),), rows * columns // self.merge**2)
 
     def plan_of_frames(self, plan: Plan, texts: Sequence[str]) -> Plan:

@@ -71,9 +71,10 @@ class ImageEncoder:
         for plan in plans:
             grids += plan.grids
             steps += [plan.step] * len(plan.grids)
-        cached: tuple[Any, ...] = ()
+        cached: list[Any] = []
         if self.image_cache is not None:
-            cached = tuple(map(self.image_cache.find, media, [plan.grids for plan in plans]))
+            for image, plan in zip(media, plans, strict=True):
+                cached.append(self.image_cache.find(image, plan.grids))
         pixels = join_pixels(each_image(self._pixels, _without_cached(media, cached)), self.processor.colors)
         merge = self.processor.merge
         check_placeholders(tokens, self.image_tokens, grids, merge)
@@ -81,13 +82,14 @@ class ImageEncoder:
         positions = None
         if self._has_grid_positions:
             positions = torch.from_numpy(grid_positions(tokens, self.image_tokens, grids, merge, steps))[:, None]
-        images = Images(pixels, grids, indices, positions, colors=self.processor.colors, cached=cached)
+        images = Images(pixels, grids, indices, positions, colors=self.processor.colors, cached=tuple(cached))
         return {"encoder_input": {"images": images}}
 
     def _pixels(self, image: Any) -> torch.Tensor:
         """Return the pixels of an image's patches; no pixels for None."""
-        pixels = np.empty((0, 0), np.uint8) if image is None else self.processor.pixels(open_image(image))
-        return torch.from_numpy(pixels)
+        if image is None:
+            return torch.empty(0, 0, dtype=torch.uint8)
+        return torch.from_numpy(self.processor.pixels(open_image(image)))
 
     def plan(self, image: Any) -> Plan:
         """Return sizes and number of tokens of an image or a video, from the header of its files."""

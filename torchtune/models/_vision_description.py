@@ -76,13 +76,21 @@ class VisionDescription:
     deep_layers: tuple[int, ...] = ()  # layers with outputs that are added in the decoder's first layers (DeepStack)
 
     def __post_init__(self) -> None:
-        for field in (*_SIZES, *_LAYER_SIZES) if self.num_layers else _SIZES:
+        sizes = _SIZES
+        if self.num_layers:
+            sizes = (*_SIZES, *_LAYER_SIZES)
+        for field in sizes:
             if not 1 <= getattr(self, field) <= _LARGEST:
                 raise ModelError(f"vision: {field} must be from 1 to {_LARGEST:,}, got {getattr(self, field):,}.")
-        if self.num_layers and (self.embed_dim % self.num_heads or self.head_dim % 4):
-            raise ModelError(
-                f"vision: embed_dim ({self.embed_dim}) must be num_heads ({self.num_heads}) times a multiple of 4."
-            )
+        if self.num_layers:
+            if self.embed_dim % self.num_heads:
+                raise ModelError(
+                    f"vision: embed_dim ({self.embed_dim}) must be a multiple of num_heads ({self.num_heads})."
+                )
+            if self.rope != "none" and self.head_dim % 4:  # rows and columns rotate half of the pairs of channels each
+                raise ModelError(
+                    f"vision: embed_dim ({self.embed_dim}) must be num_heads ({self.num_heads}) times a multiple of 4."
+                )
         for field in ("deep_layers", "full_layers"):
             if not all(0 <= layer < self.num_layers for layer in getattr(self, field)):
                 raise ModelError(f"vision: {field} must be layers of the tower, got {list(getattr(self, field))}.")

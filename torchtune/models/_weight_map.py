@@ -155,12 +155,11 @@ class Group:
 _PLACEHOLDERS = {
     "layer": "num_layers",
     "expert": "num_experts",
-    "clip": "num_clip_layers",
-    "head": "num_projection_layers",
     "block": "vision.num_layers",
+    "head": "vision.num_projection_layers",
     "deep": "vision.num_deep_layers",
 }
-_LAYERS = ("layer", "clip", "head", "block", "deep")  # a group has tensors of one layer only
+_LAYERS = ("layer", "block", "head", "deep")  # a group has tensors of one layer only
 
 PEFT_PREFIX = "base_model.model."
 

@@ -1,7 +1,13 @@
-"""CLIP: the images of vision models, and their encoder.
+"""CLIP over the tiles of an image: its encoder and its image transform.
 
-Only Llama 3.2 Vision and configs of earlier releases need it: the towers of other models are
-:class:`torchtune.models.VisionDescription`.
+Only Llama 3.2 Vision and configs of earlier releases need it; other models have the tower of
+:class:`torchtune.models.VisionDescription`. What both compute in the same way is the tower's: the layers
+(:func:`encoder_layer`). What remains here has no equivalent there, because checkpoints depend on it:
+
+- position embeddings of a tile in its image, with gates, beside those of a patch in its tile;
+- a class token before the patches, and its projection;
+- attention across the tiles of an image and their padding (:class:`torchtune.modules.VisionTransformer`);
+- resizing with torch instead of Pillow, whose values differ by a level (:class:`CLIPImageTransform`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -12,40 +18,41 @@ from torch import Tensor, nn
 
 from torchtune._lazy import former_package
 from torchtune.data import DataError, Transform, read_pixels
+from torchtune.models._build_vision import tower_layer
 from torchtune.models._description import ModelError
-from torchtune.modules.attention import MultiHeadAttention
+from torchtune.models._image_processors import CLIP_MEAN, CLIP_STD
+from torchtune.models._vision_description import VisionDescription
 from torchtune.modules.feed_forward import FeedForward
-from torchtune.modules.rms_norm import Fp32LayerNorm
 from torchtune.modules.scales import TanhGate
 from torchtune.modules.transformer import TransformerSelfAttentionLayer
-from torchtune.modules.transforms.vision_utils.get_canvas_best_fit import (
+from torchtune.modules.transforms.vision import (
     find_supported_resolutions,
     get_canvas_best_fit,
+    interpolation_mode,
+    resize_with_pad,
+    tile_crop,
 )
-from torchtune.modules.transforms.vision_utils.resize_with_pad import resampling_mode, resize_with_pad
-from torchtune.modules.transforms.vision_utils.tile_crop import tile_crop
 from torchtune.modules.vision_transformer import CLSProjection, VisionTransformer
 
 
 def _tokens_per_tile(tile_size: int, patch_size: int) -> int:
-    return (tile_size // patch_size) ** 2 + 1
+    return (tile_size // patch_size) ** 2 + 1  # patches, and the class token
 
 
-def _of_tiles(table: Tensor, aspect_ratio: Tensor, tiles: int) -> Tensor:
-    """Return entries ``[n, tiles, ...]`` of a table ``[rows, columns, ...]`` for the tiles of n images; 0 for padding.
+def _of_tiles(table: Tensor, aspect_ratio: Tensor, num_tiles: int) -> Tensor:
+    """Return entries ``[n, tiles, t, d]`` of a table ``[rows, columns, t, d]`` of the tiles of n images; 0 for padding.
 
     Args:
-        table: position embeddings.
+        table: position embeddings, of all tokens of a tile (t = tokens) or of the tile (t = 1).
         aspect_ratio: int64 ``[n, 2]``: (height, width) of each image in tiles.
-        tiles: number of tiles of an image with its padding.
+        num_tiles: number of tiles of an image with its padding.
     """
-    number = torch.arange(tiles, device=aspect_ratio.device)
-    is_tile = number < aspect_ratio.prod(-1, keepdim=True)  # [n, tiles]; False for padding
-    width = aspect_ratio[:, 1:].clamp(min=1)
-    row = (number // width) * is_tile  # padding takes any entry of the table, here the first one
-    column = (number % width) * is_tile
-    entries = table[row, column]
-    return entries * is_tile.view(*is_tile.shape, *[1] * (entries.dim() - 2))
+    index = torch.arange(num_tiles, device=aspect_ratio.device)
+    is_tile = index < aspect_ratio.prod(-1, keepdim=True)  # [n, tiles]; False for padding
+    width = aspect_ratio[:, 1:].clamp(min=1)  # [n, 1]
+    row = (index // width) * is_tile  # padding takes any entry of the table, here the first one
+    column = (index % width) * is_tile
+    return table[row, column] * is_tile[..., None, None]
 
 
 class TokenPositionalEmbedding(nn.Module):
@@ -80,11 +87,12 @@ class TiledTokenPositionalEmbedding(nn.Module):
     def __init__(self, max_num_tiles: int, embed_dim: int, tile_size: int, patch_size: int) -> None:
         super().__init__()
         self.max_num_tiles = max_num_tiles
-        shape = (_tokens_per_tile(tile_size, patch_size), embed_dim)
-        scale = embed_dim**-0.5
-        self.local_token_positional_embedding = nn.Parameter(torch.randn(shape) * scale)
-        everywhere = torch.randn(max_num_tiles, max_num_tiles, *shape) * scale
-        self.global_token_positional_embedding = nn.Parameter(everywhere)
+        tokens = _tokens_per_tile(tile_size, patch_size)
+        std = embed_dim**-0.5
+        of_tile = torch.randn(tokens, embed_dim) * std
+        of_image = torch.randn(max_num_tiles, max_num_tiles, tokens, embed_dim) * std
+        self.local_token_positional_embedding = nn.Parameter(of_tile)
+        self.global_token_positional_embedding = nn.Parameter(of_image)
         self.gate = nn.Parameter(torch.zeros(1))
 
     def forward(self, x: Tensor, aspect_ratio: Tensor) -> Tensor:
@@ -120,7 +128,7 @@ class TilePositionalEmbedding(nn.Module):
 
 
 def clip_mlp(in_dim: int, out_dim: int, hidden_dim: int, activation: nn.Module) -> FeedForward:
-    """Build CLIP's feed-forward layer: two projections with biases.
+    """Build CLIP's feed-forward layer: two projections with biases. For recipes of earlier releases alone.
 
     Args:
         in_dim: input size.
@@ -154,24 +162,24 @@ def encoder_layer(
         norm_eps: eps of the norms.
         is_gated: whether tanh gates scale the outputs of attention and feed-forward.
     """
-    if embed_dim % num_heads:
-        raise ModelError(f"embed_dim ({embed_dim}) must be a multiple of num_heads ({num_heads}).")
-    names = ("q_proj", "k_proj", "v_proj", "output_proj")
-    return TransformerSelfAttentionLayer(
-        MultiHeadAttention(
-            embed_dim=embed_dim,
-            num_heads=num_heads,
-            num_kv_heads=num_heads,
-            head_dim=embed_dim // num_heads,
-            is_causal=False,
-            **{name: nn.Linear(embed_dim, embed_dim, bias=attn_bias) for name in names},
-        ),
-        clip_mlp(embed_dim, embed_dim, 4 * embed_dim, activation()),
-        sa_norm=Fp32LayerNorm(embed_dim, eps=norm_eps),
-        mlp_norm=Fp32LayerNorm(embed_dim, eps=norm_eps),
-        sa_scale=TanhGate() if is_gated else None,
-        mlp_scale=TanhGate() if is_gated else None,
+    description = VisionDescription(
+        num_layers=1,
+        embed_dim=embed_dim,
+        intermediate_dim=4 * embed_dim,
+        num_heads=num_heads,
+        attn_bias=attn_bias,
+        attn_output_bias=attn_bias,
+        norm_eps=norm_eps,
+        patch_size=1,  # a layer alone has neither patches nor a projector
+        output_dim=embed_dim,
     )
+    layer = tower_layer(description)
+    # A description has no other activations than those of checkpoints, and no gates.
+    layer.mlp.activation = activation()
+    if is_gated:
+        layer.sa_scale = TanhGate()
+        layer.mlp_scale = TanhGate()
+    return layer
 
 
 def clip_vision_encoder(
@@ -217,31 +225,36 @@ def clip_vision_encoder(
     """
     if use_rope:
         raise ModelError("use_rope: encoders with rotary positions (Llama 4) are not in this release: set it to False.")
-    is_tiled = max_num_tiles > 1
-    has_places = is_tiled and use_tile_pos_embed
-    sizes = (embed_dim, tile_size, patch_size)
+    # The order in which modules are built decides about their random weights.
+    layer = encoder_layer(embed_dim, num_heads, activation, attn_bias=attn_bias, norm_eps=norm_eps)
+    token_pos_embedding: nn.Module
+    pre_tile_pos_embed = None
+    post_tile_pos_embed = None
+    if max_num_tiles > 1:
+        token_pos_embedding = TiledTokenPositionalEmbedding(max_num_tiles, embed_dim, tile_size, patch_size)
+        if use_tile_pos_embed:
+            pre_tile_pos_embed = TilePositionalEmbedding(max_num_tiles, embed_dim)
+            post_tile_pos_embed = TilePositionalEmbedding(max_num_tiles, embed_dim)
+    else:
+        token_pos_embedding = TokenPositionalEmbedding(embed_dim, tile_size, patch_size)
+    cls_projection = None
+    if output_cls_projection:
+        cls_projection = CLSProjection(embed_dim, cls_output_dim, is_last=append_cls_token)
     return VisionTransformer(
         patch_size=patch_size,
         tile_size=tile_size,
         num_layers=num_layers,
         embed_dim=embed_dim,
-        layer=encoder_layer(embed_dim, num_heads, activation, attn_bias=attn_bias, norm_eps=norm_eps),
-        token_pos_embedding=(
-            TiledTokenPositionalEmbedding(max_num_tiles, *sizes) if is_tiled else TokenPositionalEmbedding(*sizes)
-        ),
-        pre_tile_pos_embed=TilePositionalEmbedding(max_num_tiles, embed_dim) if has_places else None,
-        post_tile_pos_embed=TilePositionalEmbedding(max_num_tiles, embed_dim) if has_places else None,
-        cls_projection=CLSProjection(embed_dim, cls_output_dim, append_cls_token) if output_cls_projection else None,
+        layer=layer,
+        token_pos_embedding=token_pos_embedding,
+        pre_tile_pos_embed=pre_tile_pos_embed,
+        post_tile_pos_embed=post_tile_pos_embed,
+        cls_projection=cls_projection,
         out_indices=out_indices,
         in_channels=in_channels,
         append_cls_token=append_cls_token,
         norm_eps=norm_eps,
     )
-
-
-# Mean and standard deviation of OpenAI's CLIP.
-CLIP_MEAN = [0.48145466, 0.4578275, 0.40821073]
-CLIP_STD = [0.26862954, 0.26130258, 0.27577711]
 
 
 class CLIPImageTransform(Transform):
@@ -261,9 +274,9 @@ class CLIPImageTransform(Transform):
         resample: ``"nearest"``, ``"bilinear"`` or ``"bicubic"``, with antialiasing.
         resize_to_max_canvas: upscale the image as much as the canvases allow.
 
-        Raises:
-            DataError: only one of ``image_mean`` and ``image_std`` is set or has not 3 values, there is no canvas, or
-                ``resample`` is unknown.
+    Raises:
+        DataError: only one of ``image_mean`` and ``image_std`` is set or has not 3 values, there is no canvas, or
+            ``resample`` is unknown.
 
     Example:
         >>> transform = torchtune.models.clip.CLIPImageTransform(tile_size=4, max_num_tiles=4)
@@ -293,7 +306,7 @@ class CLIPImageTransform(Transform):
             if not max_num_tiles:
                 raise DataError("CLIPImageTransform needs possible_resolutions or max_num_tiles.")
             possible_resolutions = find_supported_resolutions(max_num_tiles, tile_size)
-        resampling_mode(resample)
+        interpolation_mode(resample)  # raises for an unknown filter
         self.possible_resolutions = torch.tensor(possible_resolutions).reshape(-1, 2)
         self.mean = None if image_mean is None else torch.tensor(image_mean)[:, None, None]
         self.std = None if image_std is None else torch.tensor(image_std)[:, None, None]
@@ -315,19 +328,20 @@ class CLIPImageTransform(Transform):
             The sample with ``image`` ``[tiles, 3, tile_size, tile_size]``, row by row, and ``aspect_ratio``, int64
             ``[2]``: rows and columns of tiles.
 
-            Raises:
-                DataError: the image cannot be read, the tensor has a wrong shape, dtype or range, or the canvas that
-                    fits best does not consist of whole tiles.
+        Raises:
+            DataError: the image cannot be read, the tensor has a wrong shape, dtype or range, or the canvas that fits
+                best does not consist of whole tiles.
         """
-        image = _three_channels(sample["image"])
+        image = _three_channels(sample["image"])  # [3, height, width]
         canvas = get_canvas_best_fit(image, self.possible_resolutions, self.resize_to_max_canvas)
         if canvas[0] % self.tile_size or canvas[1] % self.tile_size:
             raise DataError(
                 f"possible_resolutions: {canvas[0]} x {canvas[1]}, which fits an image of {image.shape[1]} x "
                 f"{image.shape[2]} best, is not of whole tiles of {self.tile_size}."
             )
-        image = resize_with_pad(image, canvas, self.resample, self.max_size)
-        pixels = image.float() / 255 if image.dtype == torch.uint8 else image
+        pixels = resize_with_pad(image, canvas, self.resample, self.max_size)
+        if pixels.dtype == torch.uint8:
+            pixels = pixels.float() / 255
         if self.mean is not None:
             pixels = (pixels - self.mean) / self.std
         return {
@@ -337,19 +351,20 @@ class CLIPImageTransform(Transform):
         }
 
 
-def _three_channels(image: Any) -> torch.Tensor:
+def _three_channels(image: Any) -> Tensor:
     """Convert to uint8 or float32 ``[3, height, width]``. Raises :class:`DataError` for invalid images."""
-    if not isinstance(image, torch.Tensor):
+    if not isinstance(image, Tensor):
         return read_pixels(image)
     if image.dim() != 3 or image.shape[0] not in (1, 3) or not image.numel():
         raise DataError(f"an image must be a tensor [c, height, width] of 1 or 3 channels, not {tuple(image.shape)}")
-    if image.dtype != torch.uint8 and not image.is_floating_point():
-        raise DataError(f"an image must be of uint8 or floating point, not {image.dtype}")
     if image.dtype != torch.uint8:
+        if not image.is_floating_point():
+            raise DataError(f"an image must be of uint8 or floating point, not {image.dtype}")
         low, high = (float(value) for value in image.aminmax())
-        if not 0 <= low <= high <= 1:
+        if not 0 <= low <= high <= 1:  # also for NaN
             raise DataError(f"an image of floating point must be from 0 to 1, not {low:g} to {high:g}: uint8 is to 255")
-    return (image if image.dtype == torch.uint8 else image.float()).expand(3, -1, -1)
+        image = image.float()
+    return image.expand(3, -1, -1)
 
 
 def clip_vit_224_transform() -> CLIPImageTransform:

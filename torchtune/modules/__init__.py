@@ -28,6 +28,7 @@ from torchtune.modules.position_embeddings import RotaryPositionalEmbeddings, ap
 from torchtune.modules.rms_norm import Fp32LayerNorm, RMSNorm, rms_norm
 from torchtune.modules.scales import TanhGate
 from torchtune.modules.transformer import TransformerDecoder, TransformerSelfAttentionLayer, text_decoder
+from torchtune.modules.vision_transformer import Tiles as Tiles
 from torchtune.modules.vision_transformer import VisionTransformer
 
 __all__ = [
@@ -65,7 +66,5 @@ __all__ = [
     "swiglu",
     "text_decoder",
 ]
-
-from torchtune.modules._tiles import Tiles as Tiles
 
 __getattr__ = former_names(__name__)

@@ -38,15 +38,21 @@ class InterpolatedPositions(nn.Module):
 
     def forward(self, places: Tensor) -> Tensor:
         """Return the embeddings ``[p, d]`` of patches at ``places`` (see :func:`patch_places`)."""
-        at = places[:2].float() * (self.side - 1) / (places[2:] - 1).clamp(min=1)
-        first = at.floor().long()
-        share = at - first
-        total = 0.0
-        for down, right in ((0, 0), (0, 1), (1, 0), (1, 1)):
-            row, column = (first[0] + down).clamp(max=self.side - 1), (first[1] + right).clamp(max=self.side - 1)
-            weight = (share[0] if down else 1 - share[0]) * (share[1] if right else 1 - share[1])
-            total = total + self.table(row * self.side + column) * weight[:, None]
-        return total.to(self.table.weight.dtype)
+        last = self.side - 1
+        # Rows and columns of the patches in the table, with fractions: [2, p].
+        table_places = places[:2].float() * last / (places[2:] - 1).clamp(min=1)
+        corner = table_places.floor().long()
+        fraction = table_places - corner
+        embeddings = 0.0
+        for down in (0, 1):
+            row = (corner[0] + down).clamp(max=last)
+            row_weight = fraction[0] if down else 1 - fraction[0]
+            for right in (0, 1):
+                column = (corner[1] + right).clamp(max=last)
+                column_weight = fraction[1] if right else 1 - fraction[1]
+                weight = row_weight * column_weight  # [p]
+                embeddings = embeddings + self.table(row * self.side + column) * weight[:, None]
+        return embeddings.to(self.table.weight.dtype)
 
 
 class ClassedPositions(InterpolatedPositions):
@@ -57,12 +63,16 @@ class ClassedPositions(InterpolatedPositions):
         self.table = nn.Embedding(side * side + 1, embed_dim)  # the last row is for the class token
         self.class_token = nn.Parameter(torch.zeros(embed_dim))
 
-    def with_class(self, x: Tensor, places: Tensor, tiles: int) -> tuple[Tensor, Tensor]:
+    def append_class_token(self, x: Tensor, places: Tensor, num_tiles: int) -> tuple[Tensor, Tensor]:
         """Append the class token to the patches ``[p, d]`` of each tile, at row and column -1."""
-        token = (self.class_token + self.table.weight[-1]).to(x.dtype).expand(tiles, 1, -1)
-        x = torch.cat([x.unflatten(0, (tiles, -1)), token], dim=1)
-        places = nn.functional.pad(places.unflatten(1, (tiles, -1)), (0, 1), value=-1)
+        class_token = (self.class_token + self.table.weight[-1]).to(x.dtype).expand(num_tiles, 1, -1)
+        x = torch.cat([x.unflatten(0, (num_tiles, -1)), class_token], dim=1)  # [tiles, patches + 1, d]
+        places = nn.functional.pad(places.unflatten(1, (num_tiles, -1)), (0, 1), value=-1)  # [4, tiles, patches + 1]
         return x.flatten(0, 1), places.flatten(1)
+
+    def remove_class_token(self, x: Tensor, num_tiles: int) -> Tensor:
+        """Return ``[p, d]`` of the patches alone; the inverse of :meth:`append_class_token`."""
+        return x.unflatten(0, (num_tiles, -1))[:, :-1].flatten(0, 1)
 
 
 class AxisPositions(nn.Module):
@@ -130,7 +140,9 @@ class PatchMerger(nn.Module):
         pools: bool = False,
     ) -> None:
         super().__init__()
-        self.merge, self.channels_first, self.pools = merge, channels_first, pools
+        self.merge = merge
+        self.channels_first = channels_first
+        self.pools = pools
         self.norm = norm or nn.Identity()
         self.reduce = reduce or nn.Identity()
         self.merged_norm = merged_norm or nn.Identity()
@@ -138,11 +150,13 @@ class PatchMerger(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Project patches ``[p, d]`` to tokens ``[p / merge², width]``."""
-        blocks = self.norm(x).unflatten(0, (-1, self.merge**2))
+        blocks = self.norm(x).unflatten(0, (-1, self.merge**2))  # [p / merge², merge², d]
         if self.pools:
             merged = blocks.float().mean(1) * x.shape[1] ** 0.5
+        elif self.channels_first:
+            merged = blocks.transpose(1, 2).flatten(1)
         else:
-            merged = (blocks.transpose(1, 2) if self.channels_first else blocks).flatten(1)
+            merged = blocks.flatten(1)
         return self.mlp(self.merged_norm(self.reduce(merged).to(x.dtype)))
 
 
@@ -206,71 +220,106 @@ class VisionTower(nn.Module):
             Tokens of all images, ``[n, width of the decoder]``, followed by tokens of the same shape for each layer in
             ``deep_projectors``.
         """
-        return self._with_cache(images) if images.cached else self._project(self._encode(images))
+        if images.cached:
+            return self._encode_with_cache(images)
+        return self._project(self._encode(images))
 
     def blank(self, device: torch.device) -> Images:
         """Return a blank image of one token."""
         pixels = torch.zeros(self.merge**2, self.patch_embed.in_features, device=device)
         return Images(pixels, ((1, self.merge, self.merge),))
 
-    def _with_cache(self, images: Images) -> list[Tensor]:
+    def _encode_with_cache(self, images: Images) -> list[Tensor]:
         """Encode the images without cached features, and cache their features.
 
         The features are tokens if the whole tower is frozen; otherwise they are the outputs of the layers.
         """
         is_frozen = not any(parameter.requires_grad for parameter in self.parameters())
-        parts: list[Tensor] = []
+        new_features: list[Tensor] = []  # of the images without cached ones: [rows, values of all layers]
         if images.pixel_grids:
-            found = self._encode(images)
-            found = torch.cat(self._project(found) if is_frozen else found, dim=1)
+            outputs = self._encode(images)
+            if is_frozen:
+                outputs = self._project(outputs)
             merge = self.merge if is_frozen else 1
-            parts = list(found.split([sum(token_counts(one.grids, merge)) for one in images.missing]))
+            num_rows = [sum(token_counts(image.grids, merge)) for image in images.missing]
+            new_features = list(torch.cat(outputs, dim=1).split(num_rows))
         elif is_sharded(self):  # other ranks may run the layers, which gathers their weights from all ranks
             self._encode(self.blank(images.pixels.device))
-        for one, part in zip(images.missing, parts, strict=True):
-            one.write(part)
-        features = [parts.pop(0) if one.features is None else one.features for one in images.cached]
-        whole = list(torch.cat(features).chunk(1 + len(self.deep_layers), dim=1))
-        return whole if is_frozen else self._project(whole)
+        for image, image_features in zip(images.missing, new_features, strict=True):
+            image.write(image_features)
 
-    def _project(self, features: Sequence[Tensor]) -> list[Tensor]:
+        features = []  # of all images, in order
+        remaining = iter(new_features)
+        for image in images.cached:
+            features.append(next(remaining) if image.features is None else image.features)
+        outputs = list(torch.cat(features).chunk(1 + len(self.deep_layers), dim=1))
+        return outputs if is_frozen else self._project(outputs)
+
+    def _project(self, outputs: Sequence[Tensor]) -> list[Tensor]:
         """Project the final output and the outputs of the ``deep_projectors`` layers to tokens."""
-        deep = [self.deep_projectors[self.deep_layers.index(layer)] for layer in sorted(self.deep_layers)]
-        return [project(part) for project, part in zip((self.projector, *deep), features, strict=True)]
+        projectors = [self.projector]
+        for layer in sorted(self.deep_layers):  # the order in which the layers were run
+            projectors.append(self.deep_projectors[self.deep_layers.index(layer)])
+        return [projector(output) for projector, output in zip(projectors, outputs, strict=True)]
 
     def _encode(self, images: Images) -> list[Tensor]:
         """Return the final output ``[p, d]``, and the output of each layer in ``deep_projectors``."""
-        device, dtype = images.pixels.device, self.patch_embed.weight.dtype
-        places, lengths = patch_places(images.pixel_grids, self.merge), images.frame_lengths
-        x = self.embed_norm(self.patch_embed(self.patch_norm(images.patches.to(dtype))))
+        device = images.pixels.device
+        dtype = self.patch_embed.weight.dtype
+        places = patch_places(images.pixel_grids, self.merge)  # [4, p], on the host
+        lengths = images.frame_lengths
+        x = self.embed_norm(self.patch_embed(self.patch_norm(images.patches.to(dtype))))  # [p, d]
         if self.positions is not None:
             x = x + self.positions(places.to(device))
-        has_class, tiles = isinstance(self.positions, ClassedPositions), len(lengths)
-        if has_class:
-            x, places = self.positions.with_class(x, places, tiles)
+        has_class_token = isinstance(self.positions, ClassedPositions)
+        num_tiles = len(lengths)
+        if has_class_token:
+            x, places = self.positions.append_class_token(x, places, num_tiles)
             lengths = [length + 1 for length in lengths]
-        frames = windows = Boundaries.of(Documents.from_lengths(lengths, device))
+
+        # Attention stays within a frame or, in most layers of a tower with windows, within a window.
+        frames = Boundaries.of(Documents.from_lengths(lengths, device))
+        windows = frames
+        order = None
         if self.window:
-            order, lengths = self._windows(images.pixel_grids)
-            x, places = x[order.to(device)], places[:, order]
-            windows = Boundaries.of(Documents.from_lengths(lengths, device))
+            order, window_lengths = self._windows(images.pixel_grids)
+            x = x[order.to(device)]
+            places = places[:, order]
+            windows = Boundaries.of(Documents.from_lengths(window_lengths, device))
+
         rope = None if self.rope is None else self.rope.cos_sin(places[:2, None].to(device))
-        x = self.first_norm(x)[None]
-        deep = []
+        x = self.first_norm(x)[None]  # [1, p, d]
+        deep_outputs = []
         for index, layer in enumerate(self.layers):
             x = layer(x, documents=frames if index in self.full_layers else windows, rope=rope)
             if index in self.deep_layers:
-                deep.append(x[0])
-        found = [self.norm(x[0]), *deep]
-        if has_class:
-            found = [each.unflatten(0, (tiles, -1))[:, :-1].flatten(0, 1) for each in found]
-        return [each[order.argsort().to(device)] for each in found] if self.window else found
+                deep_outputs.append(x[0])
+        outputs = [self.norm(x[0]), *deep_outputs]
+
+        if has_class_token:
+            outputs = [self.positions.remove_class_token(output, num_tiles) for output in outputs]
+        if order is not None:
+            inverse_order = order.argsort().to(device)
+            outputs = [output[inverse_order] for output in outputs]
+        return outputs
 
     def _windows(self, grids: Sequence[Grid]) -> tuple[Tensor, list[int]]:
-        """Return the order of patches by window, and the number of patches of each window."""
-        windows, start, block = [], 0, self.merge**2
-        for height, width in [(h // self.merge, w // self.merge) for t, h, w in grids for _ in range(t)]:
-            blocks = torch.arange(start, start + height * width * block).view(height, width, block)
-            windows += [part.flatten() for row in blocks.split(self.window) for part in row.split(self.window, dim=1)]
-            start += height * width * block
-        return torch.cat(windows), list(map(len, windows))
+        """Return the order of patches by window, and the number of patches of each window.
+
+        Frames begin one after the other, and in each of them a window begins every ``window`` tokens; the windows at
+        the right and at the bottom may be smaller.
+        """
+        block = self.merge**2  # patches of a token are consecutive
+        windows = []
+        start = 0
+        for num_frames, height, width in grids:
+            rows = height // self.merge
+            columns = width // self.merge
+            for _ in range(num_frames):
+                stop = start + rows * columns * block
+                patches = torch.arange(start, stop).view(rows, columns, block)
+                for band in patches.split(self.window):
+                    for window in band.split(self.window, dim=1):
+                        windows.append(window.flatten())
+                start = stop
+        return torch.cat(windows), [len(window) for window in windows]

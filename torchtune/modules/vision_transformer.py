@@ -1,12 +1,121 @@
-"""Vision transformer for tiled images."""
+"""Vision transformer for tiled images: CLIP's, whose tiles attend to each other.
+
+It computes layer by layer what :class:`torchtune.modules.vision_tower.VisionTower` does, with the same layers, but the
+two differ in what a sequence is. The tower has a ragged list of patches, and boundaries between images that attention
+does not cross. Here the tiles of an image are one sequence, padded to the number of tiles in pre-training; the padding
+takes part in attention (:class:`TileMask`), and the features of checkpoints depend on it.
+"""
 
 import copy
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from torchtune.modules._tiles import Tiles
+from torchtune.modules.kernels.attention import TileMask
 from torchtune.modules.rms_norm import Fp32LayerNorm
+from torchtune.utils import to_device
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Layout of a batch of image tiles as encoder sequences.
+
+    A sequence ``[max_num_tiles * (tokens + padding), d]`` has the tokens of all tiles, then the padding of all tiles.
+    Images are sorted by their number of tiles.
+
+    Attributes:
+        shape: (batch size, images per row, tiles per image) of the input.
+        max_num_tiles: tiles per sequence; missing tiles of an image are padding.
+        tokens: tokens per tile.
+        padding: padding positions per tile.
+        order: int64 ``[b * images]``, indices of the sorted images; None: the order of the input.
+        mask: attention mask of the sequences.
+        ratios: int64 ``[b * images, 2]``: (height, width) of each sorted image in tiles.
+    """
+
+    shape: tuple[int, int, int]
+    max_num_tiles: int
+    tokens: int
+    padding: int
+    order: Tensor | None
+    mask: TileMask
+    ratios: Tensor
+
+    @classmethod
+    def of(cls, images: Tensor, aspect_ratio: Tensor, max_num_tiles: int, tokens: int, multiple: int = 1) -> "Tiles":
+        """Compute the layout of a batch of images.
+
+        Args:
+            images: ``[b, images, tiles, c, h, w]``.
+            aspect_ratio: int64 ``[b, images, 2]``: (height, width) of each image in tiles; 0 for padding images.
+            max_num_tiles: tiles per sequence.
+            tokens: tokens per tile.
+            multiple: pad the positions of a tile to a multiple of this.
+
+        Raises:
+            ValueError: an image has more tiles than ``images`` or than ``max_num_tiles``.
+        """
+        batch_size, images_per_row, num_tiles = images.shape[:3]
+        if num_tiles > max_num_tiles:
+            raise ValueError(f"Images of {num_tiles} tiles are too large for an encoder of {max_num_tiles} tiles.")
+        ratios = aspect_ratio.reshape(-1, 2)  # [b * images, 2]
+        counts = []  # of tiles, by image
+        for height, width in ratios.tolist():
+            if height * width > num_tiles:
+                raise ValueError(
+                    f"aspect_ratio says {(height, width)} for an image of which {num_tiles} tiles are given."
+                )
+            counts.append(max(height * width, 1))  # a padding image is one tile
+        # Sorted, images of one size are consecutive, and the mask attends to them at once.
+        sorted_images = sorted(range(len(counts)), key=counts.__getitem__)
+        order = None
+        ratios = ratios.to(images.device)
+        if sorted_images != list(range(len(counts))):
+            order = to_device(sorted_images, images.device)
+            ratios = ratios[order]
+        groups = tuple((counts.count(count), count * tokens) for count in sorted(set(counts)))
+        return cls(
+            shape=(batch_size, images_per_row, num_tiles),
+            max_num_tiles=max_num_tiles,
+            tokens=tokens,
+            padding=-tokens % multiple,
+            order=order,
+            mask=TileMask(groups),
+            ratios=ratios,
+        )
+
+    def pad(self, x: Tensor) -> Tensor:
+        """Pad and sort patches ``[b * images * tiles, n, d]``: ``[b * images, max_num_tiles, n, d]``.
+
+        Padding tiles are zero.
+        """
+        num_tiles = self.shape[2]
+        x = x.unflatten(0, (-1, num_tiles))
+        x = F.pad(x, (0, 0, 0, 0, 0, self.max_num_tiles - num_tiles))
+        return x if self.order is None else x[self.order]
+
+    def join(self, tokens: Tensor, padding: Tensor | None = None) -> Tensor:
+        """Concatenate tokens ``[n, max_num_tiles, tokens, d]`` and padding, by default zeros, to ``[n, s, d]``."""
+        if padding is None:
+            num_images, num_tiles, _, width = tokens.shape
+            padding = tokens.new_zeros(num_images, num_tiles, self.padding, width)
+        return torch.cat([tokens.flatten(1, 2), padding.flatten(1, 2)], dim=1)
+
+    def split(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Split sequences ``[n, s, d]`` into tokens and padding; the inverse of :meth:`join`."""
+        tokens, padding = x.split([self.max_num_tiles * self.tokens, self.max_num_tiles * self.padding], dim=1)
+        return tokens.unflatten(1, (self.max_num_tiles, -1)), padding.unflatten(1, (self.max_num_tiles, -1))
+
+    def unpad(self, x: Tensor) -> Tensor:
+        """Return the tokens ``[b, images, tiles, tokens, d]`` of sequences ``[n, s, d]``, in the input's order."""
+        batch_size, images_per_row, num_tiles = self.shape
+        tokens, _ = self.split(x)
+        tokens = tokens[:, :num_tiles]  # [b * images, tiles, tokens, d]
+        if self.order is not None:
+            tokens = tokens[self.order.argsort()]
+        return tokens.unflatten(0, (batch_size, images_per_row))
 
 
 class CLSEmbedding(nn.Module):
@@ -99,9 +208,9 @@ class VisionTransformer(nn.Module):
         super().__init__()
         if tile_size < 1 or patch_size < 1 or tile_size % patch_size:
             raise ValueError(f"tile_size ({tile_size}) must be a multiple of patch_size ({patch_size}).")
-        wrong = [index for index in out_indices or () if not 0 <= index < num_layers]
-        if wrong:
-            raise ValueError(f"out_indices has {wrong[0]}, but the layers are 0 to {num_layers - 1}.")
+        for index in out_indices or ():
+            if not 0 <= index < num_layers:
+                raise ValueError(f"out_indices has {index}, but the layers are 0 to {num_layers - 1}.")
         self.patches_per_tile = (tile_size // patch_size) ** 2
         self.out_indices = list(out_indices or ())
         self.max_num_tiles = getattr(token_pos_embedding, "max_num_tiles", None)
@@ -130,39 +239,52 @@ class VisionTransformer(nn.Module):
             Features ``[b, images, tiles, tokens, d]``, projected by ``cls_projection`` if there is one, and the inputs
             of the layers ``out_indices``, ``[b, images, tiles, tokens, d]`` each.
 
-            Raises:
-                ValueError: the shape of an argument is invalid.
+        Raises:
+            ValueError: the shape of an argument is invalid.
         """
-        x, hidden, tiles = self.encode(images, aspect_ratio)
-        x = tiles.unpad(x)
-        return x if self.cls_projection is None else self.cls_projection(x), [tiles.unpad(h) for h in hidden]
+        x, hidden_states, tiles = self.encode(images, aspect_ratio)
+        features = tiles.unpad(x)
+        if self.cls_projection is not None:
+            features = self.cls_projection(features)
+        return features, [tiles.unpad(hidden) for hidden in hidden_states]
 
     def encode(self, images: Tensor, aspect_ratio: Tensor | None = None) -> tuple[Tensor, list[Tensor], Tiles]:
         """Encode images without removing the padding: returns sequences, hidden states and their layout."""
         if images.dim() != 6:
             raise ValueError(f"images have the shape {list(images.shape)}: give [b, images, tiles, c, h, w].")
-        b, per_row, given = images.shape[:3]
+        batch_size, images_per_row, num_tiles = images.shape[:3]
         if aspect_ratio is None:
-            if given > 1:
+            if num_tiles > 1:
                 raise ValueError("aspect_ratio must say how the tiles of an image lie: give [b, images, 2].")
-            aspect_ratio = torch.ones(b, per_row, 2, dtype=torch.int64, device=images.device)
-        patches = self.conv(images.flatten(0, 2).to(self.conv.weight.dtype)).flatten(2).transpose(1, 2)
+            aspect_ratio = torch.ones(batch_size, images_per_row, 2, dtype=torch.int64, device=images.device)
+        patches = self.conv(images.flatten(0, 2).to(self.conv.weight.dtype))  # [b * images * tiles, d, rows, columns]
+        patches = patches.flatten(2).transpose(1, 2)  # [b * images * tiles, patches, d]
         if patches.shape[1] != self.patches_per_tile:
             raise ValueError(f"A tile has {patches.shape[1]} patches, but the encoder needs {self.patches_per_tile}.")
-        tokens = self.get_image_tokens_per_tile()
-        # Tiled checkpoints were trained with max_num_tiles tiles per image, and positions padded to a multiple of 8.
-        size = (given, tokens, 1) if self.max_num_tiles is None else (self.max_num_tiles, tokens, 8)
-        tiles = Tiles.of(images, aspect_ratio, *size)
-        x = tiles.pad(patches)
+        tokens_per_tile = self.get_image_tokens_per_tile()
+        if self.max_num_tiles is None:
+            tiles = Tiles.of(images, aspect_ratio, num_tiles, tokens_per_tile)
+        else:
+            # Checkpoints were trained with max_num_tiles tiles per image, and positions padded to a multiple of 8.
+            tiles = Tiles.of(images, aspect_ratio, self.max_num_tiles, tokens_per_tile, multiple=8)
+
+        x = tiles.pad(patches)  # [n, max_num_tiles, patches, d] of n images
         if self.pre_tile_pos_embed is not None:
             x = self.pre_tile_pos_embed(x, tiles.ratios)
-        x = self.ln_pre(self.token_pos_embedding(self.cls_token_embedding(x), tiles.ratios))
-        x, hidden = tiles.join(x), []
+        x = self.cls_token_embedding(x)  # [n, max_num_tiles, tokens, d]
+        x = self.ln_pre(self.token_pos_embedding(x, tiles.ratios))
+
+        x = tiles.join(x)  # [n, s, d]
+        hidden_states = []
         for index, layer in enumerate(self.layers):
             if index in self.out_indices:
-                hidden.append(x)
+                hidden_states.append(x)
             x = layer(x, mask=tiles.mask)
         x = self.ln_post(x)
         if self.post_tile_pos_embed is not None:
-            x = tiles.join(*(self.post_tile_pos_embed(part, tiles.ratios) for part in tiles.split(x)))
-        return x, hidden, tiles
+            # Tiles have an embedding, and so does the padding of a tile.
+            tokens, padding = tiles.split(x)
+            tokens = self.post_tile_pos_embed(tokens, tiles.ratios)
+            padding = self.post_tile_pos_embed(padding, tiles.ratios)
+            x = tiles.join(tokens, padding)
+        return x, hidden_states, tiles

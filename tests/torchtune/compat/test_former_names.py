@@ -259,6 +259,26 @@ class OwnLayer(nn.Module):
         return nn.functional.dropout(self.linear(x), 0.5, self.training) * self.scale
 
 
+def test_functions_of_vision_utils_are_in_modules_of_their_names():
+    utils = "torchtune.modules.transforms.vision_utils"
+    names = ("find_supported_resolutions", "get_canvas_best_fit")
+    canvases, best_fit = (getattr(importlib.import_module(f"{utils}.get_canvas_best_fit"), name) for name in names)
+    inscribed, pad, resize, crop = (
+        getattr(importlib.import_module(f"{utils}.{name}"), name)
+        for name in ("get_inscribed_size", "pad_dim_to_size", "resize_with_pad", "tile_crop")
+    )
+    image = torch.ones(1, 2, 5)
+    canvas = best_fit(image, torch.tensor(canvases(2, 4)), resize_to_max_canvas=False)
+    assert (canvas, inscribed((2, 5), canvas, max_size=None)) == ((4, 8), (3, 8))
+    tiles = crop(resize(image, canvas, "bilinear"), 4)
+    assert pad(tiles, 3, dim=0, fill=2.0).sum(dim=(1, 2, 3)).tolist() == [12.0, 12.0, 32.0]
+    with pytest.raises(UserError, match=r"Dimension 1 of a tensor .* is longer than the size 2"):
+        pad(torch.zeros(1, 6, 8), 2, 1)
+    import torchtune.modules.transforms.vision_utils.tile_crop as module
+
+    assert module.tile_crop is crop
+
+
 def test_fusion_layer_takes_a_layer_of_the_users():
     layer, fused = OwnLayer(), OwnLayer()
     fusion = FusionLayer(layer, fused, fusion_first=False).eval()

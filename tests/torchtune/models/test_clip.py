@@ -1,9 +1,11 @@
 """CLIP's vision encoder against ``transformers``: images of one tile."""
 
+import pytest
 import torch
 from torch import nn
 from transformers import CLIPVisionConfig, CLIPVisionModel
 
+from torchtune.models import ModelError
 from torchtune.models.clip import clip_vision_encoder
 
 # ours -> theirs
@@ -50,3 +52,16 @@ def test_features_are_those_of_transformers():
         found, (hidden,) = ours(images.view(3, 1, 1, 3, 28, 28))
     torch.testing.assert_close(hidden.flatten(0, 2), wanted.hidden_states[1], atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(found[:, 0, 0, 0], wanted.pooler_output, atol=1e-5, rtol=1e-4)
+
+
+def test_heads_have_any_size_that_divides_the_width():
+    """Towers with rotary positions need heads of a multiple of 4; CLIP has none."""
+    encoder = clip_vision_encoder(4, 2, embed_dim=12, num_layers=1, num_heads=4, max_num_tiles=1)
+    assert encoder(torch.ones(1, 1, 1, 3, 4, 4))[0].shape == (1, 1, 1, 5, 12)
+    with pytest.raises(ModelError, match=r"embed_dim \(12\) must be a multiple of num_heads \(5\)"):
+        clip_vision_encoder(4, 2, embed_dim=12, num_layers=1, num_heads=5, max_num_tiles=1)
+
+
+def test_layers_have_any_activation():
+    encoder = clip_vision_encoder(4, 2, embed_dim=8, num_layers=2, num_heads=2, activation=nn.ReLU)
+    assert [type(layer.mlp.activation) for layer in encoder.layers] == [nn.ReLU, nn.ReLU]

@@ -29,8 +29,7 @@ from torchtune.data import DataError, Message, Video, collate_documents
 from torchtune.models.clip import CLIPImageTransform
 from torchtune.models.gemma4_unified_vl import UnifiedImages
 from torchtune.models.gemma4_vl import GemmaImages
-from torchtune.models.llama4 import Llama4Transform, llama4_transform
-from torchtune.models.llama4._processor import LlamaImages
+from torchtune.models.llama4 import Llama4Transform, LlamaImages, llama4_transform
 from torchtune.models.mistral3 import PixtralImages
 from torchtune.models.qwen3_vl import QwenImages
 from torchtune.models.smolvlm import TiledImages

@@ -161,7 +161,7 @@ def test_decoding_a_batch_is_decoding_every_prompt_alone(ours, use_cache):
             for _ in range(4):
                 found = torch.cat([found, ours(found, **given)[:, -1:].argmax(-1)], dim=1)
         wanted.append(found[0, len(tokens) :].tolist())
-        placed = {name: ours._placed(one, torch.tensor([tokens]), None) for name, one in _images(given)}
+        placed = {name: ours._with_places(one, torch.tensor([tokens]), None) for name, one in _images(given)}
         images.append({"encoder_input": placed} if placed else {})
     settings = {"max_new_tokens": [4, 2, 4, 3, 4], "temperature": 0.0, "images": images, "use_cache": use_cache}
     for most in (10, 4):
@@ -176,7 +176,7 @@ def _images(given):
 
 def test_answers_to_a_prompt_share_the_features_of_its_images(ours):
     tokens, sizes = fitting(ours, FIRST)
-    images = ours._placed(Images(*patches_of(ours, sizes)), torch.tensor([tokens]), None)
+    images = ours._with_places(Images(*patches_of(ours, sizes)), torch.tensor([tokens]), None)
     documents = [{"tokens": [*tokens, *answer]} for answer in ([7], [8, 9, 3])]
     found = []
     for copies in (True, False):
@@ -440,3 +440,10 @@ def test_adapters_of_a_tied_output_are_refused(tmp_path):
     folder = write_image_checkpoint(image_text_model(gemma4_config()), tmp_path)
     with pytest.raises(UserError, match="output"):
         torchtune.models.lora_image_text_model(folder, ["q_proj"], apply_lora_to_output=True)
+
+
+def test_a_tower_with_rotary_positions_needs_heads_of_a_multiple_of_4():
+    sizes = {"num_layers": 1, "embed_dim": 12, "num_heads": 2, "intermediate_dim": 8, "patch_size": 2, "output_dim": 8}
+    assert torchtune.models.VisionDescription(**sizes).head_dim == 6
+    with pytest.raises(UserError, match=r"embed_dim \(12\) must be num_heads \(2\) times a multiple of 4"):
+        torchtune.models.VisionDescription(**sizes, rope="axial")

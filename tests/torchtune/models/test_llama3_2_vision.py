@@ -251,14 +251,35 @@ def test_inputs_that_do_not_fit_are_refused(folder, change, sentence):
         ("text_config", "hidden_size", 0),
         ("vision_config", "intermediate_size", 65),
         ("vision_config", "supported_aspect_ratios", [[1, 1], [2, 1]]),
+        ("vision_config", "max_num_tiles", 0),
+        ("vision_config", "intermediate_layers_indices", [2, 1]),
         ("vision_config", "something_new", 3),
     ],
 )
 def test_a_config_that_cannot_be_built_is_refused_by_its_field(folder, part, field, value):
     config = json.loads((folder / "config.json").read_text())
     config[part][field] = value
-    with pytest.raises(torchtune.models.ModelError, match=field):
+    # A description calls the layers whose inputs are projected otherwise than the file.
+    name = "hidden_layers" if field == "intermediate_layers_indices" else field
+    with pytest.raises(torchtune.models.ModelError, match=name):
         SPEC.from_hf_config(config)
+
+
+def test_a_tile_that_is_not_of_whole_patches_is_refused(folder):
+    config = json.loads((folder / "config.json").read_text())
+    config["vision_config"]["image_size"] = 30
+    with pytest.raises(torchtune.models.ModelError, match=r"tile_size \(30\) must be a multiple of patch_size \(14\)"):
+        SPEC.from_hf_config(config)
+
+
+def test_cross_attention_has_the_activation_of_the_text(folder):
+    config = json.loads((folder / "config.json").read_text())
+    config["text_config"]["hidden_act"] = "gelu"
+    description = SPEC.from_hf_config(config)
+    with torch.device("meta"):
+        fused = torchtune.models.build(description, SPEC).decoder.layers[1]
+    assert isinstance(fused.mlp.activation, torch.nn.GELU)
+    assert isinstance(fused.fusion_layer.mlp.activation, torch.nn.GELU)
 
 
 def test_a_decoder_of_text_refuses_what_an_encoder_gives(folder):

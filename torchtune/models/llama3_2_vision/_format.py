@@ -2,8 +2,7 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -11,35 +10,69 @@ from torch import Tensor
 from torchtune.models._description import Description, ModelError
 from torchtune.models._hf_config import HFFormat
 from torchtune.models._hf_fields import Fields, is_whole
+from torchtune.models._vision_description import VisionDescription
 from torchtune.models._weight_map import Row, WeightMap, WeightMapError
 from torchtune.models._weight_names import HF_INTERLEAVED, META
 from torchtune.models._weight_ops import ExternalSlice, Identity, Op, Slices, is_empty
+from torchtune.modules.transforms.vision import find_supported_resolutions
 
 
 @dataclass(frozen=True, kw_only=True)
-class VisionDescription(Description):
-    """Description of the text decoder, the fusion layers and the image encoder.
+class TilesDescription(VisionDescription):
+    """Description of an image encoder over tiles: CLIP, and a projection head with layers of its own.
 
     Raises:
         ModelError: a field is invalid, or fields are inconsistent.
     """
 
-    # Fusion
+    # CLIP
+    tile_size: int
+    max_num_tiles: int = 4
+    hidden_layers: tuple[int, ...]  # layers whose inputs are also projected
+    patch_bias: bool = False
+    attn_bias: bool = False
+    attn_output_bias: bool = False
+    activation: Literal["silu", "gelu", "gelu_tanh"] = "gelu"
+    norm_eps: float = 1e-5
+    first_norm: bool = True
+    last_norm: bool = True
+
+    # Projection head
+    num_projection_layers: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for field in ("tile_size", "num_layers", "max_num_tiles", "num_channels", "num_projection_layers"):
+            if not 1 <= getattr(self, field) < 2**16:
+                raise ModelError(f"vision: {field} must be from 1 to {2**16 - 1:,}, got {getattr(self, field)}.")
+        if self.tile_size % self.patch_size:
+            raise ModelError(
+                f"vision: tile_size ({self.tile_size}) must be a multiple of patch_size ({self.patch_size})."
+            )
+        are_layers = all(0 <= layer < self.num_layers for layer in self.hidden_layers)
+        if not are_layers or list(self.hidden_layers) != sorted(set(self.hidden_layers)):
+            raise ModelError(
+                f"vision: hidden_layers must be layers of the encoder, 0 to {self.num_layers - 1}, in ascending order, "
+                f"got {list(self.hidden_layers)}."
+            )
+
+    @property
+    def aspect_ratios(self) -> list[tuple[int, int]]:
+        """All (height, width) of images in tiles, in the order of checkpoints, which number them from 1."""
+        return find_supported_resolutions(self.max_num_tiles, tile_size=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeepFusionDescription(Description):
+    """Description of a text decoder with cross-attention to the tiles of images.
+
+    Raises:
+        ModelError: a field is invalid, or fields are inconsistent.
+    """
+
     fusion_layers: tuple[int, ...]  # decoder layers with a cross-attention layer before them
     num_special_tokens: int = 8  # additional tokens, which are trained with the fusion
-
-    # Encoder: CLIP ...
-    tile_size: int
-    clip_dim: int
-    num_clip_layers: int
-    num_clip_heads: int
-    clip_hidden_states: tuple[int, ...]  # layers whose inputs are also projected
-    patch_size: int = 14
-    max_num_tiles: int = 4
-    in_channels: int = 3
-    clip_norm_eps: float = 1e-5
-    # ... and the layers of the projection head
-    num_projection_layers: int
+    vision: TilesDescription
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -48,21 +81,11 @@ class VisionDescription(Description):
                 f"fusion_layers must be layers of the decoder, 0 to {self.num_layers - 1}, got "
                 f"{list(self.fusion_layers)}."
             )
-        sizes = ("tile_size", "patch_size", "clip_dim", "num_clip_layers", "num_clip_heads", "max_num_tiles")
-        for name in (*sizes, "in_channels", "num_special_tokens", "num_projection_layers"):
-            if not 1 <= getattr(self, name) < 2**16:
-                raise ModelError(f"{name} must be from 1 to {2**16 - 1:,}, got {getattr(self, name)}.")
-        if self.tile_size % self.patch_size:
-            raise ModelError(f"tile_size ({self.tile_size}) must be a multiple of patch_size ({self.patch_size}).")
-        if self.clip_dim % self.num_clip_heads:
+        if not 1 <= self.num_special_tokens < 2**16:
+            raise ModelError(f"num_special_tokens must be from 1 to {2**16 - 1:,}, got {self.num_special_tokens}.")
+        if self.vision.output_dim != self.embed_dim:
             raise ModelError(
-                f"clip_dim ({self.clip_dim}) must be a multiple of num_clip_heads ({self.num_clip_heads})."
-            )
-        are_layers = all(0 <= layer < self.num_clip_layers for layer in self.clip_hidden_states)
-        if not are_layers or list(self.clip_hidden_states) != sorted(set(self.clip_hidden_states)):
-            raise ModelError(
-                f"clip_hidden_states must be layers of the encoder, 0 to {self.num_clip_layers - 1}, in ascending "
-                f"order, got {list(self.clip_hidden_states)}."
+                f"vision: output_dim ({self.vision.output_dim}) must be embed_dim of the text ({self.embed_dim})."
             )
 
     def other_numbers(self, layer: int) -> dict[str, int]:
@@ -77,17 +100,6 @@ class VisionDescription(Description):
             "cross": layer + num_before,
             "fusion": num_before,
         }
-
-    @property
-    def aspect_ratios(self) -> list[tuple[int, int]]:
-        """All (height, width) of images in tiles, in the order of checkpoints, which number them from 1."""
-        return aspect_ratios(self.max_num_tiles)
-
-
-def aspect_ratios(max_num_tiles: int) -> list[tuple[int, int]]:
-    """Return all (height, width) of at most ``max_num_tiles`` tiles, by height, then by width."""
-    sides = range(1, max_num_tiles + 1)
-    return [(height, width) for height, width in product(sides, sides) if height * width <= max_num_tiles]
 
 
 _NAME = "MllamaForConditionalGeneration"
@@ -108,20 +120,20 @@ _TEXT = HFFormat(
 # Defaults of transformers
 _CROSS_LAYERS = [3, 8, 13, 18, 23, 28, 33, 38]
 _NUM_LAYERS = 40
-_HIDDEN_STATES = [3, 7, 15, 23, 30]
-_SIZES = (  # of vision_config: (name in the file, name in the description, default of transformers)
+_HIDDEN_LAYERS = [3, 7, 15, 23, 30]
+_TOWER_FIELDS = (  # of vision_config: (name in the file, name in the description, default of transformers)
     ("image_size", "tile_size", 448),
     ("patch_size", "patch_size", 14),
-    ("hidden_size", "clip_dim", 1280),
-    ("num_hidden_layers", "num_clip_layers", 32),
-    ("attention_heads", "num_clip_heads", 16),
+    ("hidden_size", "embed_dim", 1280),
+    ("num_hidden_layers", "num_layers", 32),
+    ("attention_heads", "num_heads", 16),
     ("num_global_layers", "num_projection_layers", 8),
     ("max_num_tiles", "max_num_tiles", 4),
-    ("num_channels", "in_channels", 3),
+    ("num_channels", "num_channels", 3),
 )
 
 
-def read(config: Mapping[str, Any], ignore_fields: Collection[str] = ()) -> VisionDescription:
+def read(config: Mapping[str, Any], ignore_fields: Collection[str] = ()) -> DeepFusionDescription:
     """Make a description from the contents of a ``config.json``; see :meth:`HFFormat.read`.
 
     Raises:
@@ -133,8 +145,8 @@ def read(config: Mapping[str, Any], ignore_fields: Collection[str] = ()) -> Visi
     outer_names = {"text_config", "vision_config", "image_token_index", "tie_word_embeddings"}
     Fields(config, _NAME, {*ignore_fields, *outer_names}).refuse_unread()
     text, fusion_layers = _read_text(dict(config["text_config"]), ignore_fields)
-    vision = _read_vision(dict(config["vision_config"]), ignore_fields)
-    return VisionDescription(**vars(text), fusion_layers=fusion_layers, **vision)
+    vision = _read_vision(dict(config["vision_config"]), text.embed_dim, ignore_fields)
+    return DeepFusionDescription(**vars(text), fusion_layers=fusion_layers, vision=vision)
 
 
 def _read_text(config: dict[str, Any], ignore_fields: Collection[str]) -> tuple[Description, tuple[int, ...]]:
@@ -144,71 +156,91 @@ def _read_text(config: dict[str, Any], ignore_fields: Collection[str]) -> tuple[
     num_layers = config.pop("num_hidden_layers", _NUM_LAYERS)  # self-attention and cross-attention
     # The self-attention layer after a cross-attention, counted without cross-attention.
     fusion_layers = tuple(layer - num_before for num_before, layer in enumerate(cross_layers))
-    fits = is_whole(num_layers, 2**16) and fusion_layers and list(fusion_layers) == sorted(set(fusion_layers))
-    if not fits or not 0 <= fusion_layers[0] <= fusion_layers[-1] < num_layers - len(fusion_layers):
+    is_ascending = fusion_layers and list(fusion_layers) == sorted(set(fusion_layers))
+    if (
+        not is_whole(num_layers, 2**16)
+        or not is_ascending
+        or not 0 <= fusion_layers[0] <= fusion_layers[-1] < num_layers - len(fusion_layers)
+    ):
         raise ModelError(
             f"config.json of {_NAME} has cross_attention_layers = {cross_layers} of {num_layers} layers, but a "
             "self-attention layer must come after each of them."
         )
+    # The dropout of attention has two names.
     if config.pop("dropout", None) and config.get("attention_dropout"):
         raise fields.refusal("attention_dropout", config["attention_dropout"])
     if fields.peek("dropout"):
         config["attention_dropout"] = fields.peek("dropout")
     if "rope_parameters" not in config:
         config.setdefault("rope_theta", 500_000.0)
-    config = {key: value for key, value in config.items() if key not in ("cross_attention_layers", "dropout")}
-    text = _TEXT.read({**config, "num_hidden_layers": num_layers - len(fusion_layers)}, ignore_fields)
-    if text.tie_word_embeddings or text.head_dim * text.num_heads != text.embed_dim:
-        name = "tie_word_embeddings" if text.tie_word_embeddings else "head_dim"
-        raise fields.refusal(name, fields.peek(name))
+    config.pop("cross_attention_layers", None)
+    config["num_hidden_layers"] = num_layers - len(fusion_layers)
+    text = _TEXT.read(config, ignore_fields)
+    if text.tie_word_embeddings:
+        raise fields.refusal("tie_word_embeddings", fields.peek("tie_word_embeddings"))
+    if text.head_dim * text.num_heads != text.embed_dim:
+        raise fields.refusal("head_dim", fields.peek("head_dim"))
     return text, fusion_layers
 
 
-def _read_vision(config: dict[str, Any], ignore_fields: Collection[str]) -> dict[str, Any]:
+def _read_vision(config: dict[str, Any], output_dim: int, ignore_fields: Collection[str]) -> TilesDescription:
+    """Read the image encoder.
+
+    Args:
+        config: ``vision_config``.
+        output_dim: width of the text decoder.
+        ignore_fields: names of fields that need not be read.
+    """
     # Configs of 2024 have tie_word_embeddings here, although the image encoder has no tokens.
     fields = Fields(config, f"{_NAME} (vision_config)", {*ignore_fields, "tie_word_embeddings"})
-    hidden_states = tuple(fields.list_of("intermediate_layers_indices", _NUM_LAYERS, int, _HIDDEN_STATES))
-    values = {field: fields.typed(name, default) for name, field, default in _SIZES}
-    values["clip_hidden_states"] = hidden_states
-    values["clip_norm_eps"] = float(fields.take("norm_eps", 1e-5))
-    width = values["clip_dim"]
-    fields.typed("num_attention_heads", values["num_clip_heads"])
-    supported_ratios = [list(ratio) for ratio in aspect_ratios(values["max_num_tiles"])]
+    hidden_layers = tuple(fields.list_of("intermediate_layers_indices", _NUM_LAYERS, int, _HIDDEN_LAYERS))
+    values = {attribute: fields.typed(name, default) for name, attribute, default in _TOWER_FIELDS}
+    vision = TilesDescription(
+        **values,
+        intermediate_dim=4 * values["embed_dim"],
+        output_dim=output_dim,
+        hidden_layers=hidden_layers,
+        norm_eps=float(fields.take("norm_eps", 1e-5)),
+    )
+    fields.typed("num_attention_heads", vision.num_heads)
     # Fields with one supported value: (name, value, default of transformers).
     for name, value, default in (
         ("hidden_act", "gelu", "gelu"),
-        ("intermediate_size", 4 * width, 5120),
-        ("vision_output_dim", width * (1 + len(hidden_states)), 7680),
-        ("supported_aspect_ratios", supported_ratios, None),
+        ("intermediate_size", vision.intermediate_dim, 5120),
+        ("vision_output_dim", vision.embed_dim * (1 + len(hidden_layers)), 7680),
+        ("supported_aspect_ratios", _as_lists(vision.aspect_ratios), None),
     ):
         if fields.take(name, default) not in (value, None):
             raise fields.refusal(name, fields.peek(name))
     fields.refuse_unread()
-    return values
+    return vision
 
 
-def write(d: VisionDescription) -> dict[str, Any]:
+def _as_lists(ratios: Sequence[tuple[int, int]]) -> list[list[int]]:
+    return [[height, width] for height, width in ratios]
+
+
+def write(d: DeepFusionDescription) -> dict[str, Any]:
     """Make the ``config.json`` from which ``transformers`` builds the same model.
 
     Raises:
         ModelError: a ``config.json`` cannot express the description.
     """
     text = _TEXT.write(d.text)
-    text = {key: value for key, value in text.items() if key not in ("architectures", "head_dim", "attention_dropout")}
-    text |= {
-        "num_hidden_layers": d.num_layers + len(d.fusion_layers),
-        "cross_attention_layers": [d.other_numbers(layer)["cross"] for layer in d.fusion_layers],
-        "dropout": d.attn_dropout,
-    }
+    for name in ("architectures", "head_dim", "attention_dropout"):
+        text.pop(name, None)
+    text["num_hidden_layers"] = d.num_layers + len(d.fusion_layers)
+    text["cross_attention_layers"] = [d.other_numbers(layer)["cross"] for layer in d.fusion_layers]
+    text["dropout"] = d.attn_dropout
     vision = {
         "model_type": "mllama_vision_model",
         "hidden_act": "gelu",
-        **{name: getattr(d, field) for name, field, _ in _SIZES},
-        "intermediate_size": 4 * d.clip_dim,
-        "vision_output_dim": d.clip_dim * (1 + len(d.clip_hidden_states)),
-        "norm_eps": d.clip_norm_eps,
-        "intermediate_layers_indices": list(d.clip_hidden_states),
-        "supported_aspect_ratios": [list(ratio) for ratio in d.aspect_ratios],
+        **{name: getattr(d.vision, attribute) for name, attribute, _ in _TOWER_FIELDS},
+        "intermediate_size": d.vision.intermediate_dim,
+        "vision_output_dim": d.vision.embed_dim * (1 + len(d.vision.hidden_layers)),
+        "norm_eps": d.vision.norm_eps,
+        "intermediate_layers_indices": list(d.vision.hidden_layers),
+        "supported_aspect_ratios": _as_lists(d.vision.aspect_ratios),
     }
     config = {
         "architectures": [_NAME],
@@ -234,11 +266,11 @@ _FORKED = (
 class EmbeddingRows(Op):
     """Op that splits an external embedding into tokens and, the last rows, special tokens."""
 
-    def to_tune(self, tensors: Sequence[Tensor], description: VisionDescription) -> list[Tensor]:
+    def to_tune(self, tensors: Sequence[Tensor], description: DeepFusionDescription) -> list[Tensor]:
         """Split the embedding."""
         return list(tensors[0].split([description.vocab_size, description.num_special_tokens]))
 
-    def to_external(self, tensors: Sequence[Tensor], description: VisionDescription) -> list[Tensor]:
+    def to_external(self, tensors: Sequence[Tensor], description: DeepFusionDescription) -> list[Tensor]:
         """Concatenate the embeddings."""
         return [torch.cat(list(tensors))]
 
@@ -247,17 +279,16 @@ class EmbeddingRows(Op):
 class Patches(Op):
     """Op between an external matrix ``[d, c * p * p]`` and our convolution ``[d, c, p, p]``."""
 
-    def to_tune(self, tensors: Sequence[Tensor], description: VisionDescription) -> list[Tensor]:
+    def to_tune(self, tensors: Sequence[Tensor], description: DeepFusionDescription) -> list[Tensor]:
         """Convert the matrix to a convolution."""
-        p = description.patch_size
-        return [tensors[0].unflatten(1, (description.in_channels, p, p))]
+        return [tensors[0].unflatten(1, description.vision.patch_shape)]
 
-    def to_external(self, tensors: Sequence[Tensor], description: VisionDescription) -> list[Tensor]:
+    def to_external(self, tensors: Sequence[Tensor], description: DeepFusionDescription) -> list[Tensor]:
         """Convert the convolution to a matrix."""
         return [tensors[0].flatten(1)]
 
     def external_slices(
-        self, which: int, slices: Slices, shapes: Sequence[Sequence[int]], description: VisionDescription
+        self, which: int, slices: Slices, shapes: Sequence[Sequence[int]], description: DeepFusionDescription
     ) -> list[ExternalSlice]:
         """Return complete rows."""
         return [] if is_empty(slices) else [_Flat(0, (slices[0], slice(0, shapes[0][1])))]
@@ -283,41 +314,44 @@ class TileTable(Op):
     in every aspect ratio that has it. Ratio 0, and missing tiles of a ratio, are zero.
     """
 
-    def to_tune(self, tensors: Sequence[Tensor], description: VisionDescription) -> list[Tensor]:
+    def to_tune(self, tensors: Sequence[Tensor], description: DeepFusionDescription) -> list[Tensor]:
         """Convert to embeddings by position, 0 if no ratio has it. Raises ``WeightMapError`` if copies differ."""
-        (external,) = tensors
-        max_tiles = description.max_num_tiles
-        by_ratio = external.view(external.shape[0], max_tiles, -1, description.clip_dim)  # [1 + ratios, tiles, n, d]
-        by_position = by_ratio.new_zeros(max_tiles, max_tiles, *by_ratio.shape[2:])
-        for ratio, (height, width) in enumerate(description.aspect_ratios, 1):
+        external = tensors[0]
+        max_num_tiles = description.vision.max_num_tiles
+        # [1 + ratios, tiles, n, d]
+        by_ratio = external.view(external.shape[0], max_num_tiles, -1, description.vision.embed_dim)
+        by_position = by_ratio.new_zeros(max_num_tiles, max_num_tiles, *by_ratio.shape[2:])  # [rows, columns, n, d]
+        for ratio, (height, width) in enumerate(description.vision.aspect_ratios, 1):
             by_position[:height, :width] = by_ratio[ratio, : height * width].unflatten(0, (height, width))
         # Later ratios overwrote earlier ones: with one embedding per position, all of them were equal.
         if not external.is_meta and not torch.equal(self.to_external([by_position], description)[0], external):
             raise WeightMapError(_FORKED)
         return [by_position]
 
-    def to_external(self, tensors: Sequence[Tensor], description: VisionDescription) -> list[Tensor]:
+    def to_external(self, tensors: Sequence[Tensor], description: DeepFusionDescription) -> list[Tensor]:
         """Convert to embeddings by aspect ratio."""
-        (by_position,) = tensors
-        ratios = description.aspect_ratios
-        by_ratio = by_position.new_zeros(len(ratios) + 1, description.max_num_tiles, *by_position.shape[2:])
+        by_position = tensors[0]
+        ratios = description.vision.aspect_ratios
+        by_ratio = by_position.new_zeros(len(ratios) + 1, description.vision.max_num_tiles, *by_position.shape[2:])
         for ratio, (height, width) in enumerate(ratios, 1):
             by_ratio[ratio, : height * width] = by_position[:height, :width].flatten(0, 1)
         return [by_ratio.flatten(1)]
 
     def external_slices(
-        self, which: int, slices: Slices, shapes: Sequence[Sequence[int]], description: VisionDescription
+        self, which: int, slices: Slices, shapes: Sequence[Sequence[int]], description: DeepFusionDescription
     ) -> list[ExternalSlice]:
         """Return a slice per tile of every ratio; our slice must have complete rows of positions."""
         if is_empty(slices):
             return []
-        tile_size = shapes[0][1] // description.max_num_tiles
+        max_num_tiles = description.vision.max_num_tiles
+        values_per_tile = shapes[0][1] // max_num_tiles
         rows = slices[0]
         external_slices: list[ExternalSlice] = []
         positions: set[tuple[int, int]] = set()
-        for ratio, (height, width) in enumerate([(0, 1), *description.aspect_ratios]):  # ratio 0 has no tiles
-            for tile in range(description.max_num_tiles):
-                external = (slice(ratio, ratio + 1), slice(tile * tile_size, (tile + 1) * tile_size))
+        ratios = [(0, 1), *description.vision.aspect_ratios]  # ratio 0 has no tiles
+        for ratio, (height, width) in enumerate(ratios):
+            for tile in range(max_num_tiles):
+                external = (slice(ratio, ratio + 1), slice(tile * values_per_tile, (tile + 1) * values_per_tile))
                 row, column = divmod(tile, width)
                 if row >= height:
                     if rows.start == 0:  # one rank checks that missing tiles are zero
@@ -437,8 +471,8 @@ _CROSS_PREFIX = {
 }
 _CLIP_PREFIX = {_HF: "vision_model.", _META: "vision_model.vision_encoder."}
 _CLIP_LAYER_PREFIX = {
-    _HF: "vision_model.transformer.layers.{clip}.",
-    _META: "vision_model.vision_encoder.transformer.resblocks.{clip}.",
+    _HF: "vision_model.transformer.layers.{block}.",
+    _META: "vision_model.vision_encoder.transformer.resblocks.{block}.",
 }
 _HEAD_LAYER_PREFIX = {
     _HF: "vision_model.global_transformer.layers.{head}.",
@@ -447,11 +481,18 @@ _HEAD_LAYER_PREFIX = {
 _PROJECTION_PREFIX = {_HF: "multi_modal_projector.", _META: "vision_model.vision_projection."}
 
 
-def _clip_op(column: int, external: str) -> Op:
-    """Return the op of a weight of CLIP."""
-    if column == _HF and external.endswith("embedding.weight") and "tile" in external:
+_TILE_TABLES = (
+    "token_pos_embedding.global_token_positional_embedding",
+    "pre_tile_pos_embed.embedding",
+    "post_tile_pos_embed.embedding",
+)
+
+
+def _clip_op(column: int, tune: str) -> Op:
+    """Return the op of a weight of CLIP: of tables of tiles in files of Hugging Face, of patches in files of Meta."""
+    if column == _HF and tune in _TILE_TABLES:
         return TileTable()
-    if column == _META and external == "conv1._linear.weight":
+    if column == _META and tune == "conv.weight":
         return Patches()
     return Identity()
 
@@ -463,12 +504,11 @@ def _rows(column: int) -> list[Row]:
         tune = f"decoder.layers.{{layer}}.fusion_layer.{row[0]}"
         rows.append(Row(_CROSS_PREFIX[column] + row[column], tune, when="fusion_layers"))
     for row in _ENCODER_LAYER:
-        rows.append(Row(_CLIP_LAYER_PREFIX[column] + row[column], f"encoder.clip.layers.{{clip}}.{row[0]}"))
+        rows.append(Row(_CLIP_LAYER_PREFIX[column] + row[column], f"encoder.clip.layers.{{block}}.{row[0]}"))
     for row in (*_ENCODER_LAYER, *_GATES):
         rows.append(Row(_HEAD_LAYER_PREFIX[column] + row[column], f"encoder.projection.layers.{{head}}.{row[0]}"))
     for row in _CLIP:
-        op = _clip_op(column, row[column])
-        rows.append(Row(_CLIP_PREFIX[column] + row[column], f"encoder.clip.{row[0]}", op))
+        rows.append(Row(_CLIP_PREFIX[column] + row[column], f"encoder.clip.{row[0]}", _clip_op(column, row[0])))
     for parameter in ("weight", "bias"):
         rows.append(Row(_PROJECTION_PREFIX[column] + parameter, f"encoder.projection.output.{parameter}"))
     return rows

@@ -1,31 +1,37 @@
 """Llama 3.2 Vision: its image encoder, cross-attention and sizes, and their builders with and without LoRA.
 
-The model predates image tokens in the text: its encoder is CLIP, whose modules and names no other family has, and the
-decoder attends to the encoder's output.
+The model predates image tokens in the text: its encoder is CLIP, and the decoder attends to the encoder's output.
+Layers, feed-forwards and adapters of parts are those of the newer vision-language models
+(:mod:`torchtune.models._build_vision`); the projection head, which has layers of its own, is in this family alone.
 """
 
-import inspect
-from collections.abc import Callable, Collection, Mapping, Sequence
+import math
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from torchtune._lazy import former_names
-from torchtune.models._build import build
+from torchtune.models._build import build, feed_forward
 from torchtune.models._build_vision import Part, adapt_parts, check_parts
-from torchtune.models._builders import Builder, LoraAttnModules, Model, named_function, scale_hidden_dim_for_mlp
+from torchtune.models._builders import Builder, LoraAttnModules, Model, named_function
 from torchtune.models._description import Description, ModelError
 from torchtune.models._rope_scaling import Llama3RopeScaling
 from torchtune.models._spec import ModelSpec
 from torchtune.models.clip import clip_vision_encoder, encoder_layer
-from torchtune.models.llama3_2_vision._format import HF, HF_MODULES, META_FILES, VisionDescription, read, write
+from torchtune.models.llama3_2_vision._format import (
+    HF,
+    HF_MODULES,
+    META_FILES,
+    DeepFusionDescription,
+    TilesDescription,
+    read,
+    write,
+)
 from torchtune.modules import Tiles
 from torchtune.modules.attention import MultiHeadAttention
 from torchtune.modules.cross_attention import TransformerCrossAttentionLayer
-from torchtune.modules.feed_forward import FeedForward
 from torchtune.modules.model_fusion import DeepFusionModel, FusionEmbedding, FusionLayer, register_fusion_module
 from torchtune.modules.rms_norm import RMSNorm
 from torchtune.modules.scales import TanhGate
@@ -62,9 +68,9 @@ class Llama3VisionProjectionHead(nn.Module):
         Raises:
             ValueError: the number of hidden states is wrong.
         """
-        hidden = hidden_states or []
-        if len(hidden) != self.num_hidden:
-            raise ValueError(f"The projection head needs {self.num_hidden} hidden states, got {len(hidden)}.")
+        hidden_states = hidden_states or []
+        if len(hidden_states) != self.num_hidden:
+            raise ValueError(f"The projection head needs {self.num_hidden} hidden states, got {len(hidden_states)}.")
         if tiles is None:
             shape = x.shape
             x = x.flatten(2, 3).flatten(0, 1)  # [b * images, tiles * tokens, d]
@@ -75,10 +81,11 @@ class Llama3VisionProjectionHead(nn.Module):
             for layer in self.layers:
                 x = layer(x, mask=tiles.mask)
             x = tiles.unpad(x)
-            hidden = [tiles.unpad(state) for state in hidden]
-        if hidden:
-            # Hidden states are the fastest dimension: [..., d * num_hidden].
-            x = torch.cat([x, torch.stack(hidden, dim=-1).flatten(-2)], dim=-1)
+            hidden_states = [tiles.unpad(hidden) for hidden in hidden_states]
+        if hidden_states:
+            # In checkpoints, the hidden states of a channel are neighbors: [..., d, num_hidden].
+            hidden = torch.stack(hidden_states, dim=-1).flatten(-2)
+            x = torch.cat([x, hidden], dim=-1)  # [b, images, tiles, tokens, d * (1 + num_hidden)]
         return self.output(x.flatten(1, 3))
 
 
@@ -113,8 +120,10 @@ class Llama3VisionEncoder(nn.Module):
     def blank(self, device: torch.device) -> dict[str, Tensor]:
         """Return the arguments of :meth:`forward` for one blank image."""
         conv = self.clip.conv
-        side = round(self.clip.patches_per_tile**0.5) * conv.kernel_size[0]
-        return {"images": torch.zeros(1, 1, 1, conv.in_channels, side, side, device=device, dtype=conv.weight.dtype)}
+        patches_per_side = math.isqrt(self.clip.patches_per_tile)
+        tile_size = patches_per_side * conv.kernel_size[0]
+        shape = (1, 1, 1, conv.in_channels, tile_size, tile_size)  # [b, images, tiles, c, h, w]
+        return {"images": torch.zeros(shape, device=device, dtype=conv.weight.dtype)}
 
 
 def part_of(path: str) -> str:
@@ -174,47 +183,8 @@ def adapt(
     )
 
 
-def lora_part_builder(base: Callable[..., Model], part: str, name: str, noun: str) -> Callable[..., Model]:
-    """Make the LoRA variant of the builder of a part; its arguments are keyword-only.
-
-    Args:
-        base: builder of the part without adapters.
-        part: name of the part with adapters, in addition to the fusion layers.
-        name: name of the new function.
-        noun: name of the built model, for the docstring.
-    """
-    base_parameters = inspect.signature(base).parameters
-    adapter_parameters = dict(inspect.signature(adapt).parameters)
-    del adapter_parameters["model"], adapter_parameters["parts"]
-    flags = {}  # part -> argument that says whether it has adapters
-    for adapted_part in (part, "fusion"):
-        flags[adapted_part] = inspect.Parameter(
-            f"{adapted_part}_lora", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=bool
-        )
-    positional = [*flags.values()]
-    keyword_only = [*base_parameters.values()]
-    for parameter in adapter_parameters.values():
-        if parameter.kind is inspect.Parameter.KEYWORD_ONLY:
-            keyword_only.append(parameter)
-        else:
-            positional.append(parameter)
-    signature = inspect.signature(base).replace(parameters=[*positional, *keyword_only])
-
-    def builder(*args: Any, **kwargs: Any) -> Model:
-        bound = signature.bind(*args, **kwargs)
-        bound.apply_defaults()
-        values = bound.arguments
-        parts = {adapted_part: values[flag.name] for adapted_part, flag in flags.items()}
-        model = base(**{argument: values[argument] for argument in base_parameters})
-        return adapt(model, parts, **{argument: values[argument] for argument in adapter_parameters})
-
-    builder.__signature__ = signature
-    doc = f"The other arguments are those of :func:`{base.__name__}` and of the ``lora_*`` builders."
-    return named_function(builder, name, base.__module__, f"Build {noun}.\n\n    {doc}\n    ")
-
-
 def build_vision(
-    d: VisionDescription,
+    d: DeepFusionDescription,
     spec: ModelSpec | None,
     *,
     decoder_trainable: bool = True,
@@ -222,21 +192,22 @@ def build_vision(
     fusion_trainable: bool = True,
 ) -> DeepFusionModel:
     """Build the full model; see :class:`DeepFusionModel` for the last three arguments."""
+    v = d.vision
     encoder = llama3_2_vision_encoder(
-        patch_size=d.patch_size,
-        num_heads=d.num_clip_heads,
-        clip_embed_dim=d.clip_dim,
-        clip_num_layers=d.num_clip_layers,
-        clip_hidden_states=list(d.clip_hidden_states),
-        num_layers_projection=d.num_projection_layers,
+        patch_size=v.patch_size,
+        num_heads=v.num_heads,
+        clip_embed_dim=v.embed_dim,
+        clip_num_layers=v.num_layers,
+        clip_hidden_states=list(v.hidden_layers),
+        num_layers_projection=v.num_projection_layers,
         decoder_embed_dim=d.embed_dim,
-        tile_size=d.tile_size,
-        max_num_tiles=d.max_num_tiles,
-        in_channels=d.in_channels,
-        norm_eps=d.clip_norm_eps,
+        tile_size=v.tile_size,
+        max_num_tiles=v.max_num_tiles,
+        in_channels=v.num_channels,
+        norm_eps=v.norm_eps,
     )
     model = DeepFusionModel(
-        _fused(d.text, d.fusion_layers, d.num_special_tokens),
+        build_decoder(d.text, d.fusion_layers, d.num_special_tokens),
         encoder,
         decoder_trainable=decoder_trainable,
         encoder_trainable=encoder_trainable,
@@ -247,8 +218,8 @@ def build_vision(
     return model
 
 
-def _fused(text: Description, fusion_layers: Collection[int], num_special_tokens: int) -> TransformerDecoder:
-    """Text decoder with cross-attention before some layers, and additional tokens."""
+def build_decoder(text: Description, fusion_layers: Collection[int], num_special_tokens: int) -> TransformerDecoder:
+    """Build a text decoder with cross-attention before the layers ``fusion_layers``, and additional tokens."""
     decoder = build(text)
     for index in fusion_layers:
         decoder.layers[index] = FusionLayer(decoder.layers[index], _cross_attention_layer(text))
@@ -272,11 +243,7 @@ def _cross_attention_layer(d: Description) -> TransformerCrossAttentionLayer:
             attn_dropout=d.attn_dropout,
             is_causal=False,
         ),
-        FeedForward(
-            gate_proj=nn.Linear(d.embed_dim, d.intermediate_dim, bias=False),
-            down_proj=nn.Linear(d.intermediate_dim, d.embed_dim, bias=False),
-            up_proj=nn.Linear(d.embed_dim, d.intermediate_dim, bias=False),
-        ),
+        feed_forward(d, d.intermediate_dim),
         ca_norm=RMSNorm(d.embed_dim, d.norm_eps),
         mlp_norm=RMSNorm(d.embed_dim, d.norm_eps),
         ca_scale=TanhGate(),
@@ -363,63 +330,6 @@ def llama3_2_vision_encoder(
     return Llama3VisionEncoder(clip, head)
 
 
-def llama3_2_vision_decoder(
-    *,
-    vocab_size: int,
-    num_layers: int,
-    fusion_interval: int,
-    num_special_tokens: int,
-    num_heads: int,
-    num_kv_heads: int,
-    embed_dim: int,
-    max_seq_len: int,
-    encoder_max_seq_len: int,
-    rope_base: float = 500_000.0,
-    intermediate_dim: int | None = None,
-) -> TransformerDecoder:
-    """Build the text decoder with its cross-attention layers.
-
-    Args:
-        vocab_size: number of tokens.
-        num_layers: number of self-attention layers.
-        fusion_interval: every ``fusion_interval``-th layer has cross-attention before it.
-        num_special_tokens: number of additional tokens, with embeddings that are trained with the fusion.
-        num_heads: query heads per layer.
-        num_kv_heads: key and value heads per layer.
-        embed_dim: width of the residual stream.
-        max_seq_len: maximum sequence length.
-        encoder_max_seq_len: informational; caches take their size from the encoder's output.
-        rope_base: base (theta) of the rotary embeddings.
-        intermediate_dim: width of the feed-forward layers; by default computed from ``embed_dim``.
-    """
-    text = Description(
-        vocab_size=vocab_size,
-        num_layers=num_layers,
-        embed_dim=embed_dim,
-        intermediate_dim=intermediate_dim or scale_hidden_dim_for_mlp(embed_dim),
-        max_seq_len=max_seq_len,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        rope_base=rope_base,
-        rope_scaling=Llama3RopeScaling(),
-    )
-    return _fused(text, range(fusion_interval - 1, num_layers, fusion_interval), num_special_tokens)
-
-
-lora_llama3_2_vision_decoder = lora_part_builder(
-    llama3_2_vision_decoder,
-    "decoder",
-    "lora_llama3_2_vision_decoder",
-    "the text decoder with LoRA adapters on its self-attention layers, cross-attention layers, or both",
-)
-lora_llama3_2_vision_encoder = lora_part_builder(
-    llama3_2_vision_encoder,
-    "encoder",
-    "lora_llama3_2_vision_encoder",
-    "the image encoder with LoRA adapters on CLIP, on the projection head, or on both",
-)
-
-
 SPEC = ModelSpec(
     name="llama3_2_vision",
     architectures=("MllamaForConditionalGeneration",),
@@ -430,7 +340,7 @@ SPEC = ModelSpec(
     builder=build_vision,
 )
 
-_11B = VisionDescription(
+_11B = DeepFusionDescription(
     vocab_size=128_256,
     num_layers=32,
     embed_dim=4096,
@@ -441,12 +351,17 @@ _11B = VisionDescription(
     rope_base=500_000.0,
     rope_scaling=Llama3RopeScaling(),
     fusion_layers=tuple(range(3, 32, 4)),
-    tile_size=560,
-    clip_dim=1280,
-    num_clip_layers=32,
-    num_clip_heads=16,
-    clip_hidden_states=(3, 7, 15, 23, 30),
-    num_projection_layers=8,
+    vision=TilesDescription(
+        tile_size=560,
+        patch_size=14,
+        embed_dim=1280,
+        intermediate_dim=5120,
+        num_layers=32,
+        num_heads=16,
+        hidden_layers=(3, 7, 15, 23, 30),
+        num_projection_layers=8,
+        output_dim=4096,
+    ),
 )
 SIZES = {
     "llama3_2_vision_11b": _11B,
@@ -459,6 +374,7 @@ SIZES = {
         head_dim=128,
         rope_dim=128,
         fusion_layers=tuple(range(3, 80, 4)),
+        vision=replace(_11B.vision, output_dim=8192),
     ),
 }
 
@@ -492,10 +408,10 @@ _LORA_DOC = """Build Llama 3.2 Vision {size} with LoRA adapters.
     """
 
 
-def _builders(name: str, size: str) -> tuple[Builder, Builder]:
-    """Make the builders of a size, without and with LoRA adapters."""
+def _builder(name: str, size: str) -> Builder:
+    """Make the builder of a size without adapters."""
 
-    def full(
+    def builder(
         decoder_trainable: bool = False,
         encoder_trainable: bool = True,
         fusion_trainable: bool = True,
@@ -506,12 +422,18 @@ def _builders(name: str, size: str) -> tuple[Builder, Builder]:
             "encoder_trainable": encoder_trainable,
             "fusion_trainable": fusion_trainable,
         }
-        for part, trains in parts.items():
-            if not isinstance(trains, bool):
-                raise ModelError(f"{part} is {trains!r}, but it must be True or False (adapters: lora_{name}).")
-        return build_vision(replace(SIZES[name], tile_size=image_size), SPEC, **parts)
+        for part, is_trained in parts.items():
+            if not isinstance(is_trained, bool):
+                raise ModelError(f"{part} is {is_trained!r}, but it must be True or False (adapters: lora_{name}).")
+        return build_vision(_with_tile_size(SIZES[name], image_size), SPEC, **parts)
 
-    def lora(
+    return named_function(builder, name, __name__, _DOC.format(size=size))
+
+
+def _lora_builder(name: str, size: str) -> Builder:
+    """Make the builder of a size with LoRA adapters."""
+
+    def builder(
         lora_attn_modules: LoraAttnModules,
         decoder_trainable: Part = "frozen",
         encoder_trainable: Part = "lora",
@@ -532,8 +454,8 @@ def _builders(name: str, size: str) -> tuple[Builder, Builder]:
         }
         check_parts(parts, "lora", f"adapter files cannot store other weights: {name} trains them")
         return adapt(
-            build_vision(replace(SIZES[name], tile_size=image_size), SPEC),
-            {part.removesuffix("_trainable"): way == "lora" for part, way in parts.items()},
+            build_vision(_with_tile_size(SIZES[name], image_size), SPEC),
+            {part.removesuffix("_trainable"): training == "lora" for part, training in parts.items()},
             lora_attn_modules,
             apply_lora_to_mlp,
             apply_lora_to_output,
@@ -544,15 +466,16 @@ def _builders(name: str, size: str) -> tuple[Builder, Builder]:
             quantize_base=quantize_base,
         )
 
-    return (
-        named_function(full, name, __name__, _DOC.format(size=size)),
-        named_function(lora, f"lora_{name}", __name__, _LORA_DOC.format(size=size)),
-    )
+    return named_function(builder, f"lora_{name}", __name__, _LORA_DOC.format(size=size))
 
 
-llama3_2_vision_11b, lora_llama3_2_vision_11b = _builders("llama3_2_vision_11b", "11B")
-llama3_2_vision_90b, lora_llama3_2_vision_90b = _builders("llama3_2_vision_90b", "90B")
+def _with_tile_size(d: DeepFusionDescription, tile_size: int) -> DeepFusionDescription:
+    return replace(d, vision=replace(d.vision, tile_size=tile_size))
+
+
+llama3_2_vision_11b = _builder("llama3_2_vision_11b", "11B")
+llama3_2_vision_90b = _builder("llama3_2_vision_90b", "90B")
+lora_llama3_2_vision_11b = _lora_builder("llama3_2_vision_11b", "11B")
+lora_llama3_2_vision_90b = _lora_builder("llama3_2_vision_90b", "90B")
 qlora_llama3_2_vision_11b = partial(lora_llama3_2_vision_11b, quantize_base=True)
 qlora_llama3_2_vision_90b = partial(lora_llama3_2_vision_90b, quantize_base=True)
-
-__getattr__ = former_names(__name__)

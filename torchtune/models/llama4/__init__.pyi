@@ -13,7 +13,6 @@ from ._earlier import lora_llama4_maverick_17b_128e as lora_llama4_maverick_17b_
 from ._earlier import lora_llama4_scout_17b_16e as lora_llama4_scout_17b_16e
 from ._earlier import qlora_llama4_maverick_17b_128e as qlora_llama4_maverick_17b_128e
 from ._earlier import qlora_llama4_scout_17b_16e as qlora_llama4_scout_17b_16e
-from ._processor import LlamaImages
-from ._text import FORMAT, SIZES
-from ._text import SPEC as SPEC
-from ._text import Llama4Tokenizer as Llama4Tokenizer
+from ._model import FORMAT, SIZES, LlamaImages
+from ._model import SPEC as SPEC
+from ._model import Llama4Tokenizer as Llama4Tokenizer

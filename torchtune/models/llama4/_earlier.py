@@ -1,8 +1,9 @@
 """Builders and transform of Llama 4 with the arguments of earlier releases.
 
-Only recipes and configs of earlier releases need this file. New code builds the model with
+Only recipes and configs with these names need this file. New code builds the model with
 :func:`torchtune.models.image_text_model` (family ``llama4_vl``) and reads images with
-:func:`torchtune.models.image_text_transform`.
+:func:`torchtune.models.image_text_transform`. Everything that computes is theirs: text decoder, vision tower, projector
+and image processor. This file only turns the arguments of earlier releases into a description.
 """
 
 import re
@@ -15,13 +16,12 @@ import torch
 from torchtune.data import DataError, PromptTemplateInterface, TemplateType, as_messages, get_prompt_template
 from torchtune.models._build import build
 from torchtune.models._build_vision import Part, adapt_parts, build_tower, check_parts, image_part
-from torchtune.models._builders import Builder, LoraAttnModules, export, named_function
+from torchtune.models._builders import Builder, LoraAttnModules, named_function
 from torchtune.models._description import ModelError
 from torchtune.models._image_transform import ImageEncoder
 from torchtune.models._spec import get_spec
 from torchtune.models.llama3 import base_llama_tp_plan as decoder_only_tp_plan
-from torchtune.models.llama4._processor import LlamaImages
-from torchtune.models.llama4._text import SIZES, SPEC, Llama4Tokenizer
+from torchtune.models.llama4._model import SIZES, SPEC, Llama4Tokenizer, LlamaImages
 from torchtune.modules.model_fusion import EarlyFusionModel
 from torchtune.modules.transformer import TransformerDecoder
 from torchtune.modules.vision_tower import PatchMerger as Llama4VisionProjectionHead
@@ -119,7 +119,9 @@ def llama4_decoder(
             "original_max_position_embeddings": old_context_len,
         }
     description = SPEC.from_hf_config(config)
-    return build(description if use_shared_expert else replace(description, shared_expert_dim=0), SPEC)
+    if not use_shared_expert:
+        description = replace(description, shared_expert_dim=0)
+    return build(description, SPEC)
 
 
 def llama4_vision_encoder(
@@ -154,7 +156,7 @@ def llama4_vision_encoder(
     """
     if clip_hidden_states:
         raise ModelError("clip_hidden_states: the projector of Llama 4 takes no hidden states, leave it out.")
-    sizes = {
+    vision_config = {
         "patch_size": patch_size,
         "num_attention_heads": num_heads,
         "hidden_size": clip_embed_dim,
@@ -166,9 +168,11 @@ def llama4_vision_encoder(
         "projector_input_dim": projection_embed_dim,
         "projector_output_dim": projection_embed_dim,
     }
-    text = {**SPEC.to_hf_config(SIZES["llama4_scout_17b_16e"]), "hidden_size": decoder_embed_dim}
-    config = {"text_config": text, "vision_config": sizes}
-    return build_tower(get_spec("llama4_vl").from_hf_config(config).vision)
+    # Of the text decoder, only the width matters to the tower.
+    text_config = {**SPEC.to_hf_config(SIZES["llama4_scout_17b_16e"]), "hidden_size": decoder_embed_dim}
+    config = {"text_config": text_config, "vision_config": vision_config}
+    description = get_spec("llama4_vl").from_hf_config(config)
+    return build_tower(description.vision)
 
 
 def llama4_vision_projection_head(
@@ -181,9 +185,17 @@ def llama4_vision_projection_head(
         clip_embed_dim: width of the tower.
         projection_embed_dim: width of the projector.
     """
-    sizes = {"patch_size": 2, "num_heads": 1, "clip_num_layers": 1, "tile_size": 4, "clip_embed_dim": clip_embed_dim}
-    widths = {"projection_embed_dim": projection_embed_dim, "decoder_embed_dim": decoder_embed_dim}
-    return llama4_vision_encoder(**sizes, **widths).projector
+    # The sizes of the other modules, which are thrown away, are the smallest ones.
+    encoder = llama4_vision_encoder(
+        patch_size=2,
+        num_heads=1,
+        clip_num_layers=1,
+        tile_size=4,
+        clip_embed_dim=clip_embed_dim,
+        projection_embed_dim=projection_embed_dim,
+        decoder_embed_dim=decoder_embed_dim,
+    )
+    return encoder.projector
 
 
 _PATCH = 200_092  # the token <|patch|>
@@ -217,96 +229,116 @@ _LORA_DOC = """Build {title} with its vision tower and LoRA adapters.
     """
 
 
-def _early_fusion_builders(name: str, title: str) -> dict[str, Builder]:
-    """Make the builders ``name``, ``lora_name`` and ``qlora_name`` of a text decoder with the vision tower of Llama 4.
+def _builder(name: str, title: str) -> Builder:
+    """Make the builder ``name`` of a text decoder with the vision tower of Llama 4.
 
     Args:
         name: key of the text decoder in ``SIZES``.
         title: name of the model in docstrings.
     """
 
-    def full(
+    def builder(
         decoder_trainable: bool = True,
         encoder_trainable: bool = False,
         fusion_trainable: bool = True,
         image_size: int = 336,
     ) -> EarlyFusionModel:
-        spec = get_spec("llama4_vl")
-        text_config = SPEC.to_hf_config(SIZES[name])
-        vision_config = {"hidden_size": 1408, "vision_output_dim": 4096, "image_size": image_size}
-        image_text = build(spec.from_hf_config({"text_config": text_config, "vision_config": vision_config}), spec)
-        model = EarlyFusionModel(
-            image_text.decoder,
-            {"vision": image_text.encoder},
-            {"vision": _PATCH},
-            decoder_trainable,
-            encoder_trainable,
-            fusion_trainable,
+        return _build_early_fusion(name, decoder_trainable, encoder_trainable, fusion_trainable, image_size)
+
+    return named_function(builder, name, __name__, _DOC.format(title=title, image_size=_IMAGE_SIZE))
+
+
+def _lora_builder(name: str, title: str, prefix: str = "lora_") -> Builder:
+    """Make the builder with LoRA adapters, whose name begins with ``prefix``; see :func:`_builder`."""
+
+    def builder(
+        lora_attn_modules: LoraAttnModules,
+        *,
+        decoder_trainable: Part = "lora",
+        encoder_trainable: Part = "frozen",
+        fusion_trainable: Part = "lora",
+        apply_lora_to_mlp: bool = False,
+        apply_lora_to_output: bool = False,
+        lora_rank: int = 8,
+        lora_alpha: float = 16,
+        lora_dropout: float = 0.0,
+        use_dora: bool = False,
+        quantize_base: bool = prefix == "qlora_",
+        image_size: int = 336,
+    ) -> EarlyFusionModel:
+        check_parts(
+            {
+                "decoder_trainable": decoder_trainable,
+                "encoder_trainable": encoder_trainable,
+                "fusion_trainable": fusion_trainable,
+            },
+            "lora",
+            f"adapter files cannot store other weights: {name} trains them",
         )
-        model.description = image_text.description
-        model.spec = spec
-        return model
+        return adapt_parts(
+            _build_early_fusion(name, image_size=image_size),
+            {
+                "language_model": decoder_trainable,
+                "vision_tower": encoder_trainable,
+                "projector": fusion_trainable if apply_lora_to_output else "frozen",
+            },
+            lora_attn_modules,
+            apply_lora_to_mlp,
+            apply_lora_to_output,
+            quantize_base,
+            image_part,
+            rank=lora_rank,
+            alpha=lora_alpha,
+            dropout=lora_dropout,
+            use_dora=use_dora,
+        )
 
-    def lora_builder(lora_name: str, *, quantize_by_default: bool) -> Builder:
-        def lora(
-            lora_attn_modules: LoraAttnModules,
-            *,
-            decoder_trainable: Part = "lora",
-            encoder_trainable: Part = "frozen",
-            fusion_trainable: Part = "lora",
-            apply_lora_to_mlp: bool = False,
-            apply_lora_to_output: bool = False,
-            lora_rank: int = 8,
-            lora_alpha: float = 16,
-            lora_dropout: float = 0.0,
-            use_dora: bool = False,
-            quantize_base: bool = quantize_by_default,
-            image_size: int = 336,
-        ) -> EarlyFusionModel:
-            check_parts(
-                {
-                    "decoder_trainable": decoder_trainable,
-                    "encoder_trainable": encoder_trainable,
-                    "fusion_trainable": fusion_trainable,
-                },
-                "lora",
-                f"adapter files cannot store other weights: {name} trains them",
-            )
-            return adapt_parts(
-                full(image_size=image_size),
-                {
-                    "language_model": decoder_trainable,
-                    "vision_tower": encoder_trainable,
-                    "projector": fusion_trainable if apply_lora_to_output else "frozen",
-                },
-                lora_attn_modules,
-                apply_lora_to_mlp,
-                apply_lora_to_output,
-                quantize_base,
-                image_part,
-                rank=lora_rank,
-                alpha=lora_alpha,
-                dropout=lora_dropout,
-                use_dora=use_dora,
-            )
-
-        return named_function(lora, lora_name, __name__, _LORA_DOC.format(title=title, image_size=_IMAGE_SIZE))
-
-    return {
-        name: named_function(full, name, __name__, _DOC.format(title=title, image_size=_IMAGE_SIZE)),
-        f"lora_{name}": lora_builder(f"lora_{name}", quantize_by_default=False),
-        f"qlora_{name}": lora_builder(f"qlora_{name}", quantize_by_default=True),
-    }
+    return named_function(builder, prefix + name, __name__, _LORA_DOC.format(title=title, image_size=_IMAGE_SIZE))
 
 
-BUILDERS = export(
-    __name__,
-    {
-        **_early_fusion_builders("llama4_scout_17b_16e", "Llama 4 Scout 17B-16E"),
-        **_early_fusion_builders("llama4_maverick_17b_128e", "Llama 4 Maverick 17B-128E"),
-    },
-)
+def _build_early_fusion(
+    name: str,
+    decoder_trainable: bool = True,
+    encoder_trainable: bool = False,
+    fusion_trainable: bool = True,
+    image_size: int = 336,
+) -> EarlyFusionModel:
+    spec = get_spec("llama4_vl")
+    text_config = SPEC.to_hf_config(SIZES[name])
+    vision_config = {"hidden_size": 1408, "vision_output_dim": 4096, "image_size": image_size}
+    image_text = build(spec.from_hf_config({"text_config": text_config, "vision_config": vision_config}), spec)
+    model = EarlyFusionModel(
+        image_text.decoder,
+        {"vision": image_text.encoder},
+        {"vision": _PATCH},
+        decoder_trainable,
+        encoder_trainable,
+        fusion_trainable,
+    )
+    model.description = image_text.description
+    model.spec = spec
+    return model
 
+
+llama4_scout_17b_16e = _builder("llama4_scout_17b_16e", "Llama 4 Scout 17B-16E")
+lora_llama4_scout_17b_16e = _lora_builder("llama4_scout_17b_16e", "Llama 4 Scout 17B-16E")
+qlora_llama4_scout_17b_16e = _lora_builder("llama4_scout_17b_16e", "Llama 4 Scout 17B-16E", prefix="qlora_")
+llama4_maverick_17b_128e = _builder("llama4_maverick_17b_128e", "Llama 4 Maverick 17B-128E")
+lora_llama4_maverick_17b_128e = _lora_builder("llama4_maverick_17b_128e", "Llama 4 Maverick 17B-128E")
+qlora_llama4_maverick_17b_128e = _lora_builder("llama4_maverick_17b_128e", "Llama 4 Maverick 17B-128E", prefix="qlora_")
+BUILDERS = {
+    builder.__name__: builder
+    for builder in (
+        llama4_scout_17b_16e,
+        lora_llama4_scout_17b_16e,
+        qlora_llama4_scout_17b_16e,
+        llama4_maverick_17b_128e,
+        lora_llama4_maverick_17b_128e,
+        qlora_llama4_maverick_17b_128e,
+    )
+}
+
+# Special tokens of the layout of an image.
 _LAYOUT = ("patch", "image", "image_start", "image_end", "tile_x_separator", "tile_y_separator")
 
 
@@ -388,6 +420,7 @@ class Llama4Transform(ImageEncoder, Llama4Tokenizer):
             raise DataError(
                 f"max_seq_len={self.max_seq_len} would cut {num_cut_off} tokens of images off a row: raise it"
             )
+        # Tokens of images are never trained on.
         layout_ids = {self.special_tokens[f"<|{name}|>"] for name in _LAYOUT}
         return tokens, [masked or token in layout_ids for token, masked in zip(tokens, mask, strict=True)]
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from torchtune.data import Documents
-from torchtune.modules._tiles import TileMask
+from torchtune.modules._outside_graphs import outside_graphs
 from torchtune.modules.kernels.documents import (
     Boundaries,
     attention_by_document,
@@ -25,6 +25,47 @@ from torchtune.utils import get_logger, log_once
 
 if TYPE_CHECKING:  # FlexAttention imports the compiler, which takes a second
     from torch.nn.attention.flex_attention import BlockMask
+
+
+@dataclass(frozen=True)
+class TileMask:
+    """Attention mask of image tiles that is not materialized.
+
+    An image's real positions come before its padding. Real positions attend to all positions, padding only to real
+    ones: Llama 3.2 Vision was trained this way, and its features depend on it.
+
+    Attributes:
+        groups: (number of images, real positions of each), in the order of the batch.
+    """
+
+    groups: tuple[tuple[int, int], ...]
+
+    @outside_graphs  # so that new image sizes do not recompile
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0) -> Tensor:
+        """Compute attention of queries, keys and values ``[b, s, n, h]``; the result has the same shape."""
+        q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))  # [b, n, s, h]
+        outputs = []
+        start = 0
+        for num_images, num_real in self.groups:
+            images = slice(start, start + num_images)
+            start += num_images
+            outputs_of_group = [
+                F.scaled_dot_product_attention(q[images, :, :num_real], k[images], v[images], dropout_p=dropout_p)
+            ]
+            if num_real < q.shape[2]:
+                real_keys = k[images, :, :num_real]
+                real_values = v[images, :, :num_real]
+                outputs_of_group.append(
+                    F.scaled_dot_product_attention(q[images, :, num_real:], real_keys, real_values, dropout_p=dropout_p)
+                )
+            outputs.append(_concatenate(outputs_of_group, dim=2))
+        return _concatenate(outputs, dim=0).transpose(1, 2)
+
+
+def _concatenate(tensors: list[Tensor], dim: int) -> Tensor:
+    """Concatenate tensors, without a copy of a single one."""
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim)
+
 
 MaskType = Union[Tensor, "BlockMask", TileMask]
 

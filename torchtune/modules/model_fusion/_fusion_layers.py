@@ -1,5 +1,10 @@
-"""Decoder layer with cross-attention, and token embedding with additional tokens."""
+"""Fusion parameters, which fuse a text decoder with an encoder, and the layers that have them.
 
+:class:`FusionLayer` is a decoder layer with cross-attention, :class:`FusionEmbedding` a token embedding with additional
+tokens.
+"""
+
+from types import MethodType
 from typing import Any
 
 import torch
@@ -7,6 +12,35 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from torchtune.modules.transformer import TransformerSelfAttentionLayer
+
+
+def register_fusion_module(module: nn.Module) -> None:
+    """Register all parameters of a module as fusion parameters, which ``fusion_trainable`` controls.
+
+    Example:
+        >>> layer = torch.nn.Linear(2, 3)
+        >>> torchtune.modules.model_fusion.register_fusion_module(layer)
+        >>> sorted(torchtune.modules.model_fusion.get_fusion_params(layer))
+        ['bias', 'weight']
+    """
+    # A bound method, because deepcopy binds it to the copied module.
+    module.fusion_params = MethodType(_parameter_names, module)
+
+
+def _parameter_names(module: nn.Module) -> list[str]:
+    return [name for name, _ in module.named_parameters()]
+
+
+def get_fusion_params(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the fusion parameters by name, as listed by ``fusion_params()`` of the model's modules."""
+    fusion_params = {}
+    for path, module in model.named_modules():
+        if not callable(getattr(module, "fusion_params", None)):
+            continue
+        prefix = f"{path}." if path else ""
+        for name in module.fusion_params():
+            fusion_params[prefix + name] = module.get_parameter(name)
+    return fusion_params
 
 
 class FusionLayer(TransformerSelfAttentionLayer):
@@ -33,8 +67,8 @@ class FusionLayer(TransformerSelfAttentionLayer):
 
     def __new__(cls, layer: nn.Module | None = None, *args: Any, **kwargs: Any) -> "FusionLayer":
         """Create the class for ``layer``; copies of a module are created without arguments."""
-        is_own = layer is not None and type(layer) is not TransformerSelfAttentionLayer
-        return super().__new__(_OwnFusionLayer if is_own else cls)
+        is_of_user = layer is not None and type(layer) is not TransformerSelfAttentionLayer
+        return super().__new__(_UserFusionLayer if is_of_user else cls)
 
     def __init__(self, layer: nn.Module, fusion_layer: nn.Module, fusion_first: bool = True) -> None:
         super().__init__(
@@ -72,7 +106,7 @@ class FusionLayer(TransformerSelfAttentionLayer):
 
     def fusion_params(self) -> list[str]:
         """Return the names of the parameters of ``fusion_layer``."""
-        return [f"fusion_layer.{name}" for name, _ in self.fusion_layer.named_parameters()]
+        return [f"fusion_layer.{name}" for name in _parameter_names(self.fusion_layer)]
 
     def forward(
         self, x: Tensor, *, encoder_input: Tensor | None = None, encoder_mask: Tensor | None = None, **kwargs: Any
@@ -80,13 +114,12 @@ class FusionLayer(TransformerSelfAttentionLayer):
         """Apply both layers, one after the other, to ``[b, s, d]``."""
         encoder = {"encoder_input": encoder_input, "encoder_mask": encoder_mask}
         if self.fusion_first:
-            x = self.fusion_layer(x, **encoder, **kwargs)
-        x = super().forward(x, **kwargs)
-        return x if self.fusion_first else self.fusion_layer(x, **encoder, **kwargs)
+            return super().forward(self.fusion_layer(x, **encoder, **kwargs), **kwargs)
+        return self.fusion_layer(super().forward(x, **kwargs), **encoder, **kwargs)
 
 
-class _OwnFusionLayer(FusionLayer):
-    """:class:`FusionLayer` of a layer of another class.
+class _UserFusionLayer(FusionLayer):
+    """:class:`FusionLayer` of a layer of a user's class.
 
     Modules, parameters and buffers are the layer's own dicts. So their names do not change, as those of other layers,
     and whatever replaces one of them here replaces it in the layer, which computes with it.
@@ -94,7 +127,7 @@ class _OwnFusionLayer(FusionLayer):
 
     def __init__(self, layer: nn.Module, fusion_layer: nn.Module, fusion_first: bool = True) -> None:
         nn.Module.__init__(self)
-        vars(self)["own_layer"] = layer  # registered as a module, it would have names of its own
+        vars(self)["user_layer"] = layer  # registered as a module, it would have names of its own
         for name in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
             vars(self)[name] = vars(layer)[name]
         self.fusion_layer = fusion_layer
@@ -103,41 +136,40 @@ class _OwnFusionLayer(FusionLayer):
     @property
     def layer(self) -> nn.Module:
         """The layer that is fused with ``fusion_layer``."""
-        return self.own_layer
+        return self.user_layer
 
-    def train(self, mode: bool = True) -> "_OwnFusionLayer":
+    def train(self, mode: bool = True) -> "_UserFusionLayer":
         """Set the mode of both layers."""
-        self.own_layer.training = mode
+        self.user_layer.training = mode
         return super().train(mode)
 
     def setup_caches(
         self, batch_size: int, dtype: torch.dtype, *, encoder_max_seq_len: int | None, decoder_max_seq_len: int
     ) -> None:
         """Set up the caches of both layers."""
-        for layer in (self.own_layer, self.fusion_layer):
+        for layer in (self.user_layer, self.fusion_layer):
             layer.setup_caches(
                 batch_size, dtype, encoder_max_seq_len=encoder_max_seq_len, decoder_max_seq_len=decoder_max_seq_len
             )
 
     def caches_are_setup(self) -> bool:
         """Return whether the layer has caches."""
-        return self.own_layer.caches_are_setup()
+        return self.user_layer.caches_are_setup()
 
     def caches_are_enabled(self) -> bool:
         """Return whether the layer uses its caches."""
-        return self.own_layer.caches_are_enabled()
+        return self.user_layer.caches_are_enabled()
 
     def reset_cache(self) -> None:
         """Empty the caches of both layers."""
-        self.own_layer.reset_cache()
+        self.user_layer.reset_cache()
         self.fusion_layer.reset_cache()
 
     def forward(self, x: Tensor, **kwargs: Any) -> Tensor:
         """Apply both layers, one after the other, with the same arguments."""
-        layers = (self.fusion_layer, self.own_layer) if self.fusion_first else (self.own_layer, self.fusion_layer)
-        for layer in layers:
-            x = layer(x, **kwargs)
-        return x
+        if self.fusion_first:
+            return self.user_layer(self.fusion_layer(x, **kwargs), **kwargs)
+        return self.fusion_layer(self.user_layer(x, **kwargs), **kwargs)
 
 
 class FusionEmbedding(nn.Embedding):
@@ -173,7 +205,9 @@ class FusionEmbedding(nn.Embedding):
 
     def forward(self, input: Tensor) -> Tensor:
         """Embed tokens ``[b, s]`` to ``[b, s, d]``."""
-        last = self.num_embeddings - 1
-        first = F.embedding(input.clamp(max=last), self.weight)
-        more = self.fusion_embedding((input - last - 1).clamp(min=0))
-        return torch.where((input > last).unsqueeze(-1), more, first)
+        num_first = self.num_embeddings
+        # Both tables are read at all positions, so that shapes do not depend on the tokens.
+        embedded = F.embedding(input.clamp(max=num_first - 1), self.weight)
+        additional = self.fusion_embedding((input - num_first).clamp(min=0))
+        is_additional = (input >= num_first).unsqueeze(-1)  # [b, s, 1]
+        return torch.where(is_additional, additional, embedded)

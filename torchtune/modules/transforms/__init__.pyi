@@ -1,3 +1,3 @@
 from torchtune.data import Transform as Transform
 
-from ._transforms import VisionCrossAttentionMask as VisionCrossAttentionMask
+from .vision import VisionCrossAttentionMask as VisionCrossAttentionMask

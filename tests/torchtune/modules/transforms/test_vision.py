@@ -20,13 +20,12 @@ from transformers.models.mllama.image_processing_pil_mllama import (
 from torchtune.data import DataError, check_image, load_image, open_image, read_pixels
 from torchtune.models.clip import CLIP_MEAN, CLIP_STD, CLIPImageTransform, clip_vit_224_transform
 from torchtune.modules.transforms import VisionCrossAttentionMask
-from torchtune.modules.transforms.vision_utils.get_canvas_best_fit import (
+from torchtune.modules.transforms.vision import (
     find_supported_resolutions,
     get_canvas_best_fit,
+    get_inscribed_size,
+    tile_crop,
 )
-from torchtune.modules.transforms.vision_utils.get_inscribed_size import get_inscribed_size
-from torchtune.modules.transforms.vision_utils.pad_dim_to_size import pad_dim_to_size
-from torchtune.modules.transforms.vision_utils.tile_crop import tile_crop
 
 TILE = 28
 ON_HOST = True  # images are processed there
@@ -90,7 +89,6 @@ def test_wrong_settings_and_images():
     image = torch.zeros(1, 6, 8)
     for broken in (
         lambda: tile_crop(image, 4),
-        lambda: pad_dim_to_size(image, 2, 1),
         lambda: CLIPImageTransform(resample="lanczos"),
         lambda: CLIPImageTransform(image_mean=CLIP_MEAN),
         lambda: CLIPImageTransform(image_mean=[0.5], image_std=[0.5]),

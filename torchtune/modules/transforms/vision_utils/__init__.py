@@ -1,1 +1,0 @@
-"""Functions that resize, pad and tile images, each in a module of the same name."""
