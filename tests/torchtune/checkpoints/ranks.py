@@ -18,7 +18,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from torchtune.training import ParallelDims, parallelize
+from tests.devices import DEVICE, own_device
+from torchtune.training import ParallelDims, get_distributed_backend, parallelize
 from torchtune.utils._torch_private import FrozenIntegers
 
 TIMEOUT = 600
@@ -27,8 +28,10 @@ OURS: dict[str, dict[str, int]] = {"data": {}, "ours": {"tp": 2}, "experts": {"e
 
 def _process(rank: int, size: int, cases: Sequence[Callable[[Path], Any]], folder: Path, store: str) -> None:
     torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size))
-    dist.init_process_group("gloo", f"file://{folder}/{store}", rank=rank, world_size=size)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size))
+    own_device()
+    backend = get_distributed_backend(DEVICE, offload_ops_to_cpu=True)
+    dist.init_process_group(backend, f"file://{folder}/{store}", rank=rank, world_size=size)
     try:
         for case in cases:
             try:
