@@ -77,7 +77,7 @@ def train(folder, kind, dims):
     if dims.world_size > 1 and kind in ("full", "lora"):
         store.save("step_3", model, state=state, **({"contents": "adapter"} if kind == "lora" else {}))
         store.close()
-    weights = {name: ranks.whole(parameter).cpu() for name, parameter in model.named_parameters()}
+    weights = {name: ranks.whole(parameter) for name, parameter in model.named_parameters()}
     found = {"steps": steps, "weights": weights, "load": tokens_per_expert(model)}
     return found | {"after": step(model, optimizer, dims, STEPS)}
 
