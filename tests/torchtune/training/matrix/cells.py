@@ -145,7 +145,8 @@ def train(
     make = partial(optimizer, cell["optimizer"])
     in_backward = cell["in_backward"] == "on"
     stepped = training.setup_optimizer(make, model, precision=cell["precision"], in_backward=in_backward)
-    return _steps(model.train(), loss_fn, stepped, dims, device)
+    offloading = training.get_act_offloading_ctx_manager(model, cell["offload"] == "activations")
+    return _steps(model.train(), loss_fn, stepped, dims, device, offloading)
 
 
 @torch.no_grad()
@@ -160,7 +161,9 @@ def round_base(model: torch.nn.Module, checkpoint: Path, dtype: str) -> None:
         weight.copy_(conversion.to_full(name, conversion.from_full(name, weight)))
 
 
-def _steps(model: torch.nn.Module, loss_fn: Any, stepped: Any, dims: ParallelDims, device: torch.device) -> Run:
+def _steps(
+    model: torch.nn.Module, loss_fn: Any, stepped: Any, dims: ParallelDims, device: torch.device, offloading: Any
+) -> Run:
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
     run, kept = Run([], _values(trained), {}, []), _values(frozen)
@@ -176,8 +179,9 @@ def _steps(model: torch.nn.Module, loss_fn: Any, stepped: Any, dims: ParallelDim
     for _, (batch,) in zip(range(STEPS), loader, strict=False):
         batch = batch.to(device)
         count = dims.sum(int((batch.labels != CROSS_ENTROPY_IGNORE_IDX).sum()))[0]
-        hidden = model(**batch.model_inputs(), output="hidden")
-        loss = loss_fn.sum_and_count(hidden, batch.labels, model.output)[0] / count
+        with offloading:
+            hidden = model(**batch.model_inputs(), output="hidden")
+            loss = loss_fn.sum_and_count(hidden, batch.labels, model.output)[0] / count
         loss.backward()
         run.losses.append(dims.sum(loss.item())[0])
         run_pre_optimizer_hooks(model)
