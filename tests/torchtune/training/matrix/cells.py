@@ -130,8 +130,9 @@ def train(
         require_adapters(model)
     store.check_contents(model, contents="model" if cell["adapter"] == "none" else "adapter")
     device = own_device()
-    training.parallelize(model, dims, device=device, cpu_offload=cell["offload"] == "parameters")
-    store.load_model(model, device=device)
+    offloads = cell["offload"] == "parameters"
+    training.parallelize(model, dims, device=device, cpu_offload=offloads)
+    store.load_model(model, device="cpu" if offloads else device)
     if rounded_like is not None:
         round_base(model, checkpoint, rounded_like)
     if start is not None:
