@@ -33,6 +33,13 @@ _FACTORIES = (
 ).split()
 
 
+def own_device() -> torch.device:
+    """The device of this process; each of several ranks has a CUDA device of its own."""
+    from torchtune.utils import get_device
+
+    return get_device(DEVICE)
+
+
 def _is_made_for_a_test(maker: FrameType) -> bool:
     """Whether a tensor is made by a test of a computing room, or by a module that such a test builds."""
     frame: FrameType | None = maker

@@ -7,6 +7,7 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 import torchtune
+from tests.devices import DEVICE
 from tests.recipes.runs import load_recipe, resume, start, write_config
 from tests.tiny import write_checkpoint, write_lines
 from torchtune.checkpoints import CheckpointError
@@ -59,7 +60,7 @@ def test_classifier_is_read_by_transformers_and_the_best_is_kept(tmp_path):
     assert reference.config.id2label == {0: "animal", 1: "color", 2: "why"}
     assert reference.config.label2id == {"animal": 0, "color": 1, "why": 2}
     assert reference.config.problem_type == "single_label_classification"
-    model, tokenizer = torchtune.load(folder, dtype="fp32", device="cpu")
+    model, tokenizer = torchtune.load(folder, dtype="fp32", device=DEVICE)
     texts = [row["text"] for row in ROWS]
     for text, classes in zip(texts, torchtune.classify(model, tokenizer, texts), strict=True):
         tokens = torch.tensor([tokenizer.encode(text, add_eos=False)])
@@ -101,7 +102,7 @@ def test_adapter_of_a_trained_classifier_is_trained(tmp_path):
         checkpointer__checkpoint_dir=str(whole.output_dir / "epoch_0"),
     )
     assert run.losses[6] < run.losses[1]
-    merged, tokenizer = torchtune.load(run.output_dir / "epoch_2", dtype="fp32", device="cpu")
+    merged, tokenizer = torchtune.load(run.output_dir / "epoch_2", dtype="fp32", device=DEVICE)
     data = torchtune.datasets.classification_dataset(tokenizer, ROWS)
     scores = torchtune.evaluation.evaluate_classifier(merged, data).scores
     assert scores["accuracy"] == pytest.approx(run.figure("val_accuracy")[-1])
@@ -150,6 +151,6 @@ def test_classifier_is_measured_on_a_file(tmp_path, tune):
 
 
 def test_language_model_has_no_classes(tmp_path):
-    model, tokenizer = torchtune.load(write_checkpoint(tmp_path / "checkpoint"), dtype="fp32", device="cpu")
+    model, tokenizer = torchtune.load(write_checkpoint(tmp_path / "checkpoint"), dtype="fp32", device=DEVICE)
     with pytest.raises(UserError, match="it predicts tokens and has no classes"):
         torchtune.classify(model, tokenizer, "the cat")

@@ -243,6 +243,24 @@ def test_two_processes_train_as_one(forker, tmp_path):
         assert run.figure(name) == pytest.approx(whole.figure(name), rel=1e-3, abs=1e-5), name
 
 
+def test_two_processes_train_in_float16_as_one(forker, tmp_path):
+    """Both skip the first update, which overflows, and do the second one with the same scale of the loss.
+
+    One step of two updates: after it, rounding of weights may change a sampled token, and all that follows.
+    """
+    # Without eps, gradients that are rounding alone would decide the signs of updates.
+    adam = {"_component_": "torch.optim.AdamW", "lr": 0.003, "eps": 1e-3}
+    settings = {"dtype": "fp16", "optimizer": adam, "lr_scheduler": None, "clip_grad_norm": 1.0, "ppo_epochs": 2}
+    settings |= {"max_steps_per_epoch": 1, "loss__value_coeff": 0.5}
+    whole = start(PPO, tmp_path, **settings, batch_size=8)
+    run = forker.run_on_two(PPO, tmp_path, **settings, data_parallel_shard_dim=2, batch_size=4)
+    for name in ("loss", "grad_norm", "kl", "policy_loss", "value_loss"):
+        assert run.figure(name) == pytest.approx(whole.figure(name), rel=2e-3, abs=5e-4), name
+    for each in (run, whole):
+        (record,) = each.lines("skipped_steps.jsonl")
+        assert "overflows fp16; the loss scale is 32768" in record["reason"]
+
+
 def test_adapters_of_a_policy_learn_and_all_weights_of_the_value_model(tmp_path):
     lora = {"_component_": "torchtune.modules.peft.LoRA", "rank": 4, "alpha": 8}
     run = start(PPO, tmp_path, model_converters=[lora], batch_size=4, max_steps_per_epoch=3, save_every_n_steps=2)

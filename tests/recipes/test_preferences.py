@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file
 from torch.nn.functional import logsigmoid
 
+from tests.devices import DEVICE
 from tests.recipes.runs import PREFERENCE, resume, start
 from tests.tiny import write_checkpoint
 from torchtune.checkpoints import complete_directories
@@ -172,7 +173,7 @@ def test_a_reward_model_is_trained_with_an_adapter_and_resumed(tmp_path):
     theirs = AutoModelForSequenceClassification.from_pretrained(saved, dtype=torch.float32)
     tokens = torch.tensor(run.recipe.loader.dataset[0]["chosen_input_ids"])[None]
     with torch.no_grad():
-        ours = run.recipe.model.eval().cpu()(tokens)[0, -1]
+        ours = run.recipe.model.eval()(tokens.to(DEVICE))[0, -1].cpu()
         torch.testing.assert_close(theirs(tokens).logits[0], ours, atol=1e-5, rtol=0)
     resume(LORA, tmp_path, run, 9, **settings)
 

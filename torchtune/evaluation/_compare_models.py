@@ -76,8 +76,8 @@ def compare_models(first: Iterable[Tensor], second: Iterable[Tensor]) -> Compari
             raise EvaluationError(
                 f"the logits of a prompt are {list(first_logits.shape)} and {list(second_logits.shape)}: compare alike."
             )
-        p = first_logits.double()  # [s, v]
-        q = second_logits.double()
+        p = first_logits.double().cpu()  # [s, v]
+        q = second_logits.double().cpu()
         difference = (p - q).abs()
         log_p = p.log_softmax(-1)
         log_q = q.log_softmax(-1)

@@ -248,7 +248,7 @@ def retrieval_scores(
         0.5
     """
     num_ranked = min(max(10, *recall_at), similarities.shape[1])
-    ranking = similarities.topk(num_ranked, dim=1).indices  # [n, num_ranked]
+    ranking = similarities.topk(num_ranked, dim=1).indices.cpu()  # [n, num_ranked]
     is_relevant = torch.zeros_like(ranking, dtype=torch.bool)
     for query, indices in enumerate(relevant):
         is_relevant[query] = torch.isin(ranking[query], torch.tensor(indices))

@@ -104,7 +104,7 @@ class RewardModel:
                 f"{num_unfinished} have not ended: no score counts, so raise "
                 "max_generated_tokens, or set penalise_no_eos=False."
             )
-        return scores.masked_fill(torch.tensor(penalized), self._penalty)
+        return scores.masked_fill(torch.tensor(penalized, device=scores.device), self._penalty)
 
 
 def _closing_tokens(tokenizer: Any) -> list[int]:

@@ -216,7 +216,7 @@ class OlderPPORecipe(FTRecipeInterface):
                 )
                 stats = []
                 for _ in range(self._ppo_epochs):
-                    order = torch.randperm(self.batch_size, generator=self._rng)
+                    order = torch.randperm(self.batch_size, generator=self._rng, device=self._device)
                     for indices in order.split(self._ppo_batch_size):
                         for at in indices.split(self._ppo_backward_batch_size):
                             part = Trajectory(*(each[at] for each in trajectory))

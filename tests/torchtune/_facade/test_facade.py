@@ -9,6 +9,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import torchtune
+from tests.devices import DEVICE
 from tests.tiny import write_adapter, write_checkpoint
 from torchtune.models import from_hf_config
 from torchtune.modules.low_precision import QuantizeBase
@@ -16,7 +17,7 @@ from torchtune.modules.peft import LoRA, get_adapter_params
 from torchtune.utils import UserError
 
 IDS = torch.tensor([[5, 40, 7, 99, 12]])
-CPU = {"dtype": "fp32", "device": "cpu"}
+FP32 = {"dtype": "fp32", "device": DEVICE}
 
 
 @pytest.fixture(scope="module")
@@ -40,48 +41,48 @@ def logits(folder, adapter=None):
 def assert_equal(model, expected):
     assert not model.training
     with torch.no_grad():
-        torch.testing.assert_close(model(IDS), expected, rtol=0, atol=2e-5)
+        torch.testing.assert_close(model(IDS.to(DEVICE)).cpu(), expected, rtol=0, atol=2e-5)
 
 
 def test_load(base, adapter, tmp_path):
-    model, tokenizer = torchtune.load(base, device="cpu")
+    model, tokenizer = torchtune.load(base, device=DEVICE)
     assert model.tok_embeddings.weight.dtype == torch.float32  # as config.json says
     assert_equal(model, logits(base))
     assert tokenizer.encode("the cat", add_bos=False, add_eos=False) == AutoTokenizer.from_pretrained(base).encode(
         "the cat", add_special_tokens=False
     )
     assert (
-        torchtune.load(str(base), dtype=torch.bfloat16, device="cpu")[0].tok_embeddings.weight.dtype == torch.bfloat16
+        torchtune.load(str(base), dtype=torch.bfloat16, device=DEVICE)[0].tok_embeddings.weight.dtype == torch.bfloat16
     )
 
     adapted = logits(base, adapter)
     assert not torch.allclose(adapted, logits(base), atol=1e-2)
     for model in (
-        torchtune.load(base, adapter=adapter, **CPU)[0],
-        torchtune.load(adapter, **CPU)[0],  # peft wrote the folder of the base into it
+        torchtune.load(base, adapter=adapter, **FP32)[0],
+        torchtune.load(adapter, **FP32)[0],  # peft wrote the folder of the base into it
     ):
         assert_equal(model, adapted)
         trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
         assert trained == set(get_adapter_params(model))
     beside = shutil.copytree(base, tmp_path / "beside")
     shutil.copytree(adapter, beside, dirs_exist_ok=True)
-    assert_equal(torchtune.load(beside, **CPU)[0], adapted)  # as transformers does
+    assert_equal(torchtune.load(beside, **FP32)[0], adapted)  # as transformers does
 
-    new, _ = torchtune.load(base, adapter=[LoRA(rank=2), QuantizeBase()], **CPU)
+    new, _ = torchtune.load(base, adapter=[LoRA(rank=2), QuantizeBase()], **FP32)
     assert all(parameter.any() for name, parameter in get_adapter_params(new).items() if "lora_a" in name)
     assert not any(parameter.any() for name, parameter in get_adapter_params(new).items() if "lora_b" in name)
 
 
 def test_save(base, adapter, tmp_path):
-    model, _ = torchtune.load(base, adapter=adapter, **CPU)
+    model, _ = torchtune.load(base, adapter=adapter, **FP32)
     adapted = logits(base, adapter)
     folder = torchtune.save(model, tmp_path / "adapter")
     torch.testing.assert_close(logits(base, folder), adapted, rtol=0, atol=2e-5)
     assert json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"] == str(base)
-    assert_equal(torchtune.load(folder, **CPU)[0], adapted)
+    assert_equal(torchtune.load(folder, **FP32)[0], adapted)
     merged = torchtune.save(torch.compile(model), tmp_path / "merged", contents=("adapter", "merged"))
     torch.testing.assert_close(logits(merged), adapted, rtol=0, atol=2e-5)
-    assert_equal(torchtune.load(merged, **CPU)[0], adapted)
+    assert_equal(torchtune.load(merged, **FP32)[0], adapted)
     chat = [{"role": "user", "content": "Why?"}]
     for out in (folder, merged):  # tokenizer, chat template and generation config come along
         assert AutoTokenizer.from_pretrained(out).apply_chat_template(chat, tokenize=False) == (
@@ -91,7 +92,7 @@ def test_save(base, adapter, tmp_path):
     with pytest.raises(UserError, match="merged is there already"):
         torchtune.save(model, merged)
     with pytest.raises(UserError, match=r"have .*adapter merged in: give path alone"):
-        torchtune.load(merged, adapter=merged, **CPU)
+        torchtune.load(merged, adapter=merged, **FP32)
     assert torchtune.save(model, merged, overwrite=True) == merged
     assert not (merged / "model.safetensors").exists()
     with pytest.raises(UserError, match=r"not written by torchtune.save: .* or delete it yourself"):
@@ -102,7 +103,7 @@ def test_save(base, adapter, tmp_path):
         torchtune.save(model, tmp_path / "lost", contents="model")
     assert {path.name for path in tmp_path.iterdir()} == {"adapter", "merged", "theirs"}  # nothing half written
 
-    grown, _ = torchtune.load(base, **CPU)
+    grown, _ = torchtune.load(base, **FP32)
     grown.tok_embeddings = torch.nn.Embedding(400, 32)
     with pytest.raises(UserError, match="tied to another embedding than tok_embeddings, which no file would hold"):
         torchtune.save(grown, tmp_path / "grown")
@@ -113,11 +114,11 @@ def test_save(base, adapter, tmp_path):
     with pytest.raises(UserError, match="a OrderedDict cannot be saved: give the model itself"):
         torchtune.save(own.state_dict(), tmp_path / "own")
     wrapped = torch.nn.DataParallel(torch.compile(own))  # DistributedDataParallel has the model in the same place
-    assert_equal(torchtune.load(torchtune.save(wrapped, tmp_path / "own", base=base), **CPU)[0], own.eval()(IDS))
+    assert_equal(torchtune.load(torchtune.save(wrapped, tmp_path / "own", base=base), **FP32)[0], own.cpu().eval()(IDS))
 
 
 def test_generate(base, monkeypatch, caplog):
-    model, tokenizer = torchtune.load(base, **CPU)
+    model, tokenizer = torchtune.load(base, **FP32)
     reference, theirs = AutoModelForCausalLM.from_pretrained(base), AutoTokenizer.from_pretrained(base)
 
     def expected(ids):
@@ -150,7 +151,7 @@ def test_generate(base, monkeypatch, caplog):
 
 
 def test_what_cannot_be_generated(base, tmp_path, monkeypatch):
-    model, tokenizer = torchtune.load(base, **CPU)
+    model, tokenizer = torchtune.load(base, **FP32)
 
     def refused(match, prompt="Why?", model=model, by=tokenizer, **kw):
         with pytest.raises(UserError, match=match):
@@ -180,7 +181,7 @@ def test_what_cannot_be_generated(base, tmp_path, monkeypatch):
     (folder / "tokenizer.json").write_text(json.dumps(other))
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": None}))
-    plain, its = torchtune.load(folder, **CPU)
+    plain, its = torchtune.load(folder, **FP32)
     refused("its tokens are not those that the model was loaded with", by=its)
     refused("has no chat template, so that it answers no questions", model=plain, by=its)
     assert isinstance(torchtune.generate(plain, its, its.encode("the", add_eos=False), max_new_tokens=2), str)
@@ -192,7 +193,7 @@ def test_what_cannot_be_generated(base, tmp_path, monkeypatch):
 def test_what_cannot_be_loaded(base, adapter, tmp_path):
     def refused(match, path, **kw):
         with pytest.raises(UserError, match=match) as found:
-            torchtune.load(path, **{**CPU, **kw})
+            torchtune.load(path, **{**FP32, **kw})
         assert "\n" not in str(found.value)
 
     refused("there is no such folder", tmp_path / "nowhere")
@@ -234,11 +235,11 @@ def test_from_the_cache_of_the_hub(base, tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(UserError, match=r"There is no folder own/tiny, and the hub does not give it: .*no connection"):
-        torchtune.load("own/tiny", **CPU)
+        torchtune.load("own/tiny", **FP32)
     repository = tmp_path / "hub" / "models--own--tiny"
     (repository / "refs").mkdir(parents=True)
     (repository / "refs" / "main").write_text("0" * 40)
     shutil.copytree(base, repository / "snapshots" / ("0" * 40))
-    model, _ = torchtune.load("own/tiny", adapter=LoRA(rank=2), **CPU)
+    model, _ = torchtune.load("own/tiny", adapter=LoRA(rank=2), **FP32)
     folder = torchtune.save(model, tmp_path / "adapter")
     assert json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"] == "own/tiny"

@@ -18,17 +18,21 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from torchtune.training import ParallelDims, parallelize
+from tests.devices import DEVICE, own_device
+from torchtune.training import ParallelDims, get_distributed_backend, parallelize
 from torchtune.utils._torch_private import FrozenIntegers
 
 TIMEOUT = 600
+CPU = torch.device("cpu")
 OURS: dict[str, dict[str, int]] = {"data": {}, "ours": {"tp": 2}, "experts": {"ep": 2}}
 
 
 def _process(rank: int, size: int, cases: Sequence[Callable[[Path], Any]], folder: Path, store: str) -> None:
     torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size))
-    dist.init_process_group("gloo", f"file://{folder}/{store}", rank=rank, world_size=size)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size))
+    own_device()
+    backend = get_distributed_backend(DEVICE, offload_ops_to_cpu=True)
+    dist.init_process_group(backend, f"file://{folder}/{store}", rank=rank, world_size=size)
     try:
         for case in cases:
             try:
@@ -78,8 +82,8 @@ def _tensor_parallel(model: nn.Module, mesh: Any) -> None:
         parallelize_module(layer, mesh, plan)
 
 
-def shard(model: nn.Module, how: str) -> nn.Module:
-    """Shard a model over all processes: ``fsdp``, ``hsdp``, ``tp``, ``fsdp_tp``; or leave it ``whole``.
+def shard(model: nn.Module, how: str, device: torch.device = CPU) -> nn.Module:
+    """Shard a model over all processes, on a device: ``fsdp``, ``hsdp``, ``tp``, ``fsdp_tp``; or leave it ``whole``.
 
     ``data`` is the library's FSDP, ``ours`` is tensor parallel in pairs by the library's plan, which knows adapters,
     and FSDP over the pairs, ``experts`` is expert parallel in pairs, and FSDP.
@@ -88,19 +92,19 @@ def shard(model: nn.Module, how: str) -> nn.Module:
         return model
     if how in OURS:
         dims = ParallelDims(dp_shard=-1, **OURS[how], world_size=dist.get_world_size())
-        dims.build_mesh("cpu")
-        parallelize(model, dims, device=torch.device("cpu"))
+        dims.build_mesh(device.type)
+        parallelize(model, dims, device=device)
         return model
     size = dist.get_world_size()
     if how in ("tp", "fsdp_tp"):
         shape = (1, size) if how == "tp" else (size // 2, 2)
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
+        mesh = init_device_mesh(device.type, shape, mesh_dim_names=("dp", "tp"))
         _tensor_parallel(model, mesh["tp"])
         mesh = mesh["dp"]
     elif how == "hsdp":
-        mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replicate", "shard"))
+        mesh = init_device_mesh(device.type, (2, size // 2), mesh_dim_names=("replicate", "shard"))
     else:
-        mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("shard",))
+        mesh = init_device_mesh(device.type, (size,), mesh_dim_names=("shard",))
     if how != "tp":
         with FrozenIntegers():
             for layer in model.layers:
@@ -110,5 +114,6 @@ def shard(model: nn.Module, how: str) -> nn.Module:
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy of all of a tensor, on every rank."""
-    return (tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()).clone()
+    """A copy of all of a tensor, on every rank, on the host."""
+    values = tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+    return values.cpu().clone()

@@ -247,7 +247,7 @@ def randomize_adapter(model: torch.nn.Module, seed: int = 3) -> None:
                 _put(parameter, torch.randn(parameter.shape, generator=generator) * 0.2)
             elif name.endswith("magnitude"):
                 old = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-                _put(parameter, old * (1 + 0.2 * torch.rand(parameter.shape, generator=generator)))
+                _put(parameter, old * (1 + 0.2 * torch.rand(parameter.shape, generator=generator).to(old.device)))
 
 
 def _put(parameter: torch.Tensor, value: torch.Tensor) -> None:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tests.devices import own_device
 from tests.torchtune.checkpoints import ranks
 from tests.torchtune.checkpoints.small import (
     build,
@@ -65,12 +66,12 @@ def same_as_alone(how: str, shape: str, adapter: str, **options: Any) -> Callabl
 
     def case(folder: Path) -> None:
         source, alone = folder / shape, folder / f"{shape} {adapter} {sorted(options)}"
-        model = ranks.shard(build(source, *conversions(adapter, shape)), how)
+        model = ranks.shard(build(source, *conversions(adapter, shape)), how, own_device())
         store = FullModelHFCheckpointer(source, output_dir=folder / f"{case.__name__} {dist.get_world_size()}")
         torch.manual_seed(4 + dist.get_rank())  # ranks draw as rank 0 does
         drawn = torch.rand(1).item()
         torch.manual_seed(4 + dist.get_rank())
-        store.load_model(model)
+        store.load_model(model, device=own_device())
         assert dist.get_rank() == 0 or torch.rand(1).item() == drawn
         expected = torch.load(alone / "model.pt")
         assert {name for name, _ in model.named_parameters()} == expected.keys()
@@ -141,9 +142,9 @@ def one_writer_of_each_file(folder: Path) -> None:
         if event == "open" and isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR):
             opened.add(os.path.basename(str(arguments[0])))
 
-    model = ranks.shard(build(folder / "llama"), "fsdp")
+    model = ranks.shard(build(folder / "llama"), "fsdp", own_device())
     store = FullModelHFCheckpointer(folder / "llama", output_dir=folder / "writers")
-    store.load_model(model)
+    store.load_model(model, device=own_device())
     state = {"optimizer": torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), "progress": {}}
     sys.addaudithook(note)
     for behind in (False, True):

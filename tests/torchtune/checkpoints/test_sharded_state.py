@@ -13,6 +13,7 @@ import torch.distributed as dist
 from safetensors import safe_open
 from torch import nn
 
+from tests.devices import DEVICE, own_device
 from tests.torchtune.checkpoints import ranks
 from tests.torchtune.checkpoints.small import build, same_bits, some_tokens, stored, write_folder
 from torchtune.checkpoints import CheckpointError, FullModelHFCheckpointer
@@ -42,9 +43,10 @@ OTHERS = {"low bit": adamw_8bit, "muon": lambda parameters: MuonWithAdamW(parame
 def start(folder: Path, how: str, kind: str) -> tuple[FullModelHFCheckpointer, nn.Module, dict[str, Any]]:
     """A run of a kind (a key of ``KINDS``), before its first step."""
     low = kind in ("stochastic_rounding", "fp32_master")
-    model = ranks.shard(build(folder / "source", dtype=torch.bfloat16 if low else torch.float32), how)
+    dtype = torch.bfloat16 if low else torch.float32
+    model = ranks.shard(build(folder / "source", dtype=dtype), how, own_device())
     store = FullModelHFCheckpointer(folder / "source", output_dir=folder / kind)
-    store.load_model(model)
+    store.load_model(model, device=own_device())
     fused = {"fused": True} if kind == "fused" else {"foreach": True}
     optimizer = setup_optimizer(
         OTHERS.get(kind, lambda parameters: torch.optim.AdamW(parameters, **ADAMW, **fused)),
@@ -59,7 +61,7 @@ def start(folder: Path, how: str, kind: str) -> tuple[FullModelHFCheckpointer, n
 
 def train(model: nn.Module, state: dict[str, Any], steps: int) -> None:
     for _ in range(steps):
-        model(some_tokens()).square().mean().backward()
+        model(some_tokens().to(DEVICE)).square().mean().backward()
         state["optimizer"].step()
         state["optimizer"].zero_grad()
         state["progress"]["step"] += 1

@@ -10,6 +10,7 @@ import math
 import pytest
 import torch
 
+from tests.devices import DEVICE
 from tests.tiny import write_checkpoint, write_lines
 from torchtune import embed, load
 from torchtune.evaluation import (
@@ -31,7 +32,7 @@ CORPUS = {
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory):
     folder = write_checkpoint(tmp_path_factory.mktemp("tiny") / "checkpoint")
-    return load(folder, dtype="fp32", device="cpu")
+    return load(folder, dtype="fp32", device=DEVICE)
 
 
 def test_scores_equal_their_definitions():
@@ -101,7 +102,7 @@ def test_embeddings_equal_those_of_each_text_alone(pooling, loaded):
     for text, vector in zip(texts, vectors, strict=True):
         tokens = torch.tensor([tokenizer.encode("query: " + text, add_eos=False)])
         with torch.no_grad():
-            hidden = model(tokens, output="hidden")[0]
+            hidden = model(tokens, output="hidden")[0].cpu()
         pooled = hidden[-1] if pooling == "last" else hidden.mean(0)
         torch.testing.assert_close(vector, pooled / pooled.norm(), atol=1e-5, rtol=0)
         (short,) = embed(model, tokenizer, [text], pooling=pooling, instruction="query: ", dimensions=8)

@@ -9,7 +9,6 @@ from functools import partial
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchtune import training
 from torchtune.data import Documents
@@ -59,24 +58,39 @@ def test_attention_within_documents(options, dtype, head_dim, prefixes):
     assert max(errors[1:]) < most[1]
 
 
-class _Names(TorchDispatchMode):
-    """Lists the names of operators."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.names.append(function.name())
-        return function(*args, **(kwargs or {}))
+def operators_of(function) -> set[str]:
+    """Names of the operators that a function runs, those inside of other operators included."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        function()
+    return {event.name for event in profile.events()}
 
 
-def test_dense_attention_is_not_that_of_cudnn():
-    q = torch.randn(2, 128, 4, 64, device=DEVICE, dtype=torch.bfloat16)
-    with _Names() as operators:
-        attention(q, q, q)
-    assert operators.names
-    assert not any("cudnn" in name for name in operators.names)
+@pytest.mark.parametrize("kind", ["rows", "a mask", "documents", "documents with later keys"])
+def test_attention_is_not_that_of_cudnn(kind):
+    # Half precision, long enough and as many heads of keys as of queries: what torch may give to cuDNN.
+    q = torch.randn(1, 400, 4, 64, device=DEVICE, dtype=torch.float16, requires_grad=True)
+    options = {}
+    if kind == "a mask":
+        options["mask"] = torch.ones(1, 400, 400, dtype=torch.bool, device=DEVICE).tril()
+    elif kind != "rows":
+        options["documents"] = Documents.from_lengths([250, 150], DEVICE)
+        options["is_causal"] = kind == "documents"
+    operators = operators_of(lambda: attention(q, q, q, **options).sum().backward())
+    assert operators
+    assert not any("cudnn" in name for name in operators)
+
+
+def test_attention_to_later_keys_sees_whole_documents():
+    torch.manual_seed(0)
+    lengths = [250, 1, 149]
+    q, k, v = (torch.randn(1, sum(lengths), 4, 64).half() for _ in range(3))
+    documents = Documents.from_lengths(lengths, DEVICE)
+    out = attention(q.to(DEVICE), k.to(DEVICE), v.to(DEVICE), documents=documents, is_causal=False)
+    expected = []
+    for queries, keys, values in zip(*(tensor[0].double().split(lengths) for tensor in (q, k, v)), strict=True):
+        weights = (torch.einsum("snh,tnh->nst", queries, keys) * 64**-0.5).softmax(-1)
+        expected.append(torch.einsum("nst,tnh->snh", weights, values))
+    assert distance(out[0], torch.cat(expected)) < 1e-2
 
 
 @pytest.mark.parametrize("counts", [(64, 0, 130, 6), (0, 0, 0, 200), (50, 50, 50, 50)])

@@ -7,6 +7,7 @@ dependency of the tests.
 import pytest
 import torch
 
+from tests.devices import DEVICE
 from torchtune.data import DataError, collate_documents, collate_embedding
 from torchtune.modules import pooled_embeddings
 from torchtune.modules.loss import LossError
@@ -38,7 +39,7 @@ def expected_loss(queries, passages, temperature):
 
 
 def test_loss_and_gradient_equal_the_formula():
-    batch = collate_embedding(ROWS)
+    batch = collate_embedding(ROWS).to(DEVICE)
     scores = vectors(batch.num_documents)
     total, metrics = InfoNCELoss(temperature=0.2).sum_and_metrics(batch, scores)
     expected = expected_loss(scores[:3], scores[3:], 0.2)
@@ -51,7 +52,7 @@ def test_loss_and_gradient_equal_the_formula():
 
 
 def test_matryoshka_dimensions_are_a_weighted_sum_of_losses():
-    batch = collate_embedding(ROWS)
+    batch = collate_embedding(ROWS).to(DEVICE)
     scores = vectors(batch.num_documents)
     loss = InfoNCELoss(temperature=0.2, matryoshka_dims=[6, 3, 2], matryoshka_weights=[1.0, 0.5, 0.25])
     total, _ = loss.sum_and_metrics(batch, scores)
@@ -62,7 +63,7 @@ def test_matryoshka_dimensions_are_a_weighted_sum_of_losses():
 
 
 def test_metrics_rank_the_positive_among_all_passages():
-    batch = collate_embedding([row([1], [2]), row([3], [4])])
+    batch = collate_embedding([row([1], [2]), row([3], [4])]).to(DEVICE)
     scores = torch.tensor([[1.0, 0.0], [0.9, 0.1], [1.0, 0.0], [1.0, 0.1]])  # two queries, two positives
     _, metrics = InfoNCELoss().sum_and_metrics(batch, scores)
     assert metrics["retrieval/accuracy"] == (2, 2)
@@ -73,7 +74,7 @@ def test_metrics_rank_the_positive_among_all_passages():
 
 def test_copy_of_a_positive_is_no_negative():
     """Two queries with the same positive: each would otherwise be driven away from its own."""
-    batch = collate_embedding([row([1], [5, 6]), row([2], [5, 6]), row([3], [7])])
+    batch = collate_embedding([row([1], [5, 6]), row([2], [5, 6]), row([3], [7])]).to(DEVICE)
     scores = vectors(6).detach()
     scores[4] = scores[3]
     total, _ = InfoNCELoss(temperature=0.2).sum_and_metrics(batch, scores)
@@ -85,7 +86,7 @@ def test_copy_of_a_positive_is_no_negative():
 
 def test_filler_of_a_rank_without_data_adds_nothing():
     filler = row([1], [2], [3], labels=[-100])
-    batch = collate_embedding([*ROWS[:2], filler])
+    batch = collate_embedding([*ROWS[:2], filler]).to(DEVICE)
     assert batch.num_terms == 2
     # Documents: 3 queries, 3 positives, negatives of rows 0, 1, 1 and of the filler.
     scores = vectors(10)
@@ -105,7 +106,7 @@ def test_pooling_reads_the_last_token_or_the_mean_of_a_document():
 
 @pytest.mark.parametrize("pooling", ["last", "mean"])
 def test_pooling_over_shards_of_a_sequence_adds_up(pooling):
-    batch = collate_embedding(ROWS).pad_to_multiple(2)
+    batch = collate_embedding(ROWS).pad_to_multiple(2).to(DEVICE)
     hidden = torch.randn(1, batch.num_tokens, 4)
     whole = pooled_embeddings(hidden, batch, pooling)
     half = batch.num_tokens // 2

@@ -334,6 +334,8 @@ def describe_attention(device: torch.device) -> list[str]:
         lines.append(f"{row.sees.value}: {row.kernel.value}; computes {features}")
     whose = "with a window, a soft cap, sinks or chunks " if device.type == "cuda" else ""
     lines.append(f"causal rows {whose}run as documents")
+    if device.type == "cuda":
+        lines.append("cuDNN's kernels are not used: they make a plan for every new shape")
     return lines
 
 
@@ -602,7 +604,12 @@ def _varlen_attention(
     group = q.shape[1] // k.shape[1]
     # Positions to the left and to the right of the query's own; -1: all.
     window_left = window - 1 if window else -1
-    window_right = 0 if is_causal else -1
+    window_right = 0
+    if not is_causal:
+        # For -1 on both sides, torch 2.14 runs cuDNN's kernel on some cards (see `card_of`). A window as wide as the
+        # longest document is none to flash attention.
+        window_left = max_length
+        window_right = max_length
     options: dict[str, Any] = {"window_size": (window_left, window_right)}
     if group > 1 and supports_groups:
         options["enable_gqa"] = True

@@ -283,9 +283,10 @@ _CARDS: dict[torch.device, Card] = {}
 def card_of(device: torch.device) -> Card | None:
     """Look at a card once, outside of compiled layers; ``None`` if this machine has no such card.
 
-    From then on this process does not run cuDNN's attention, which torch prefers on an H100 for some shapes. It makes a
-    plan for every new shape, and batches of documents and steps of generation have a new shape each time; no speed of
-    the library was measured with it.
+    From then on ``scaled_dot_product_attention`` of this process does not run cuDNN's attention, which torch prefers on
+    an H100 for some shapes. It makes a plan for every new shape, and batches of documents and steps of generation have
+    a new shape each time; no speed of the library was measured with it. torch's ``varlen_attn`` ignores this switch;
+    :func:`attention` calls it such that it runs flash attention.
     """
     if device in _CARDS or torch.compiler.is_compiling() or is_simulated() or not torch.cuda.is_available():
         return _CARDS.get(device)

@@ -55,7 +55,7 @@ def classifier(request, tmp_path_factory):
 def test_loss_and_gradients_are_those_of_transformers(classifier):
     problem_type, folder = classifier
     labels = ROWS[problem_type]
-    reference = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
+    reference = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).to(DEVICE)
     _, tokenizer = torchtune.load(folder, dtype="fp32", device="cpu")
     ids = [torch.tensor(tokenizer.encode(text, add_eos=False)) for text in TEXTS]
     tokens = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True)
@@ -69,9 +69,9 @@ def test_loss_and_gradients_are_those_of_transformers(classifier):
     expected.backward()
     loss, gradients = trained_loss(folder, labels)
     assert loss == pytest.approx(expected.item(), rel=1e-5)
-    gradient = reference.model.embed_tokens.weight.grad
+    gradient = reference.model.embed_tokens.weight.grad.cpu()
     torch.testing.assert_close(gradients["embedding"], gradient, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(gradients["head"], reference.score.weight.grad, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(gradients["head"], reference.score.weight.grad.cpu(), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(

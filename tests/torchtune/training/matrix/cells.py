@@ -9,8 +9,9 @@ from unittest.mock import patch
 import torch
 import torchao.optim
 
+from tests.devices import DEVICE, own_device
 from tests.torchtune.checkpoints.small import build
-from tests.torchtune.training.parallel.compositions import CPU, GLOBAL_BATCH, Conversations, whole
+from tests.torchtune.training.parallel.compositions import GLOBAL_BATCH, Conversations, whole
 from tools.composition_table import Cell
 from torchtune import estimate, training
 from torchtune.checkpoints import FullModelHFCheckpointer
@@ -90,7 +91,7 @@ def settings(cell: Cell) -> dict[str, Any]:
     """What the rules between settings read."""
     every_layer, mode, option = CHECKPOINTING[cell["checkpointing"]]
     found = {
-        "device": "cpu",
+        "device": DEVICE,
         "optimizer_in_bwd": cell["in_backward"] == "on",
         "enable_activation_checkpointing": every_layer,
         "ac_mode": mode,
@@ -128,8 +129,10 @@ def train(
     if cell["adapter"] != "none":
         require_adapters(model)
     store.check_contents(model, contents="model" if cell["adapter"] == "none" else "adapter")
-    training.parallelize(model, dims, device=CPU, cpu_offload=cell["offload"] == "parameters")
-    store.load_model(model, device=CPU)
+    device = own_device()
+    offloads = cell["offload"] == "parameters"
+    training.parallelize(model, dims, device=device, cpu_offload=offloads)
+    store.load_model(model, device="cpu" if offloads else device)
     if rounded_like is not None:
         round_base(model, checkpoint, rounded_like)
     if start is not None:
@@ -143,7 +146,8 @@ def train(
     make = partial(optimizer, cell["optimizer"])
     in_backward = cell["in_backward"] == "on"
     stepped = training.setup_optimizer(make, model, precision=cell["precision"], in_backward=in_backward)
-    return _steps(model.train(), loss_fn, stepped, dims)
+    offloading = training.get_act_offloading_ctx_manager(model, cell["offload"] == "activations")
+    return _steps(model.train(), loss_fn, stepped, dims, device, offloading)
 
 
 @torch.no_grad()
@@ -158,7 +162,9 @@ def round_base(model: torch.nn.Module, checkpoint: Path, dtype: str) -> None:
         weight.copy_(conversion.to_full(name, conversion.from_full(name, weight)))
 
 
-def _steps(model: torch.nn.Module, loss_fn: Any, stepped: Any, dims: ParallelDims) -> Run:
+def _steps(
+    model: torch.nn.Module, loss_fn: Any, stepped: Any, dims: ParallelDims, device: torch.device, offloading: Any
+) -> Run:
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
     run, kept = Run([], _values(trained), {}, []), _values(frozen)
@@ -172,9 +178,11 @@ def _steps(model: torch.nn.Module, loss_fn: Any, stepped: Any, dims: ParallelDim
         world_size=dims.data_size,
     )
     for _, (batch,) in zip(range(STEPS), loader, strict=False):
+        batch = batch.to(device)
         count = dims.sum(int((batch.labels != CROSS_ENTROPY_IGNORE_IDX).sum()))[0]
-        hidden = model(**batch.model_inputs(), output="hidden")
-        loss = loss_fn.sum_and_count(hidden, batch.labels, model.output)[0] / count
+        with offloading:
+            hidden = model(**batch.model_inputs(), output="hidden")
+            loss = loss_fn.sum_and_count(hidden, batch.labels, model.output)[0] / count
         loss.backward()
         run.losses.append(dims.sum(loss.item())[0])
         run_pre_optimizer_hooks(model)
@@ -187,4 +195,4 @@ def _steps(model: torch.nn.Module, loss_fn: Any, stepped: Any, dims: ParallelDim
 
 
 def _values(parameters: dict[str, torch.nn.Parameter]) -> dict[str, torch.Tensor]:
-    return {name: whole(p.detach()).float().clone() for name, p in parameters.items()}
+    return {name: whole(p.detach()).float().cpu().clone() for name, p in parameters.items()}

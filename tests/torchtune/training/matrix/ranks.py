@@ -6,7 +6,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from tests.torchtune.training.matrix.cells import CPU, SIZES, Run, train
+from tests.devices import own_device
+from tests.torchtune.training.matrix.cells import SIZES, Run, train
 from torchtune.training import ParallelDims
 from torchtune.utils import UserError
 
@@ -15,7 +16,7 @@ def main(folder: Path) -> None:
     torch.set_num_threads(1)
     found: list[dict] = []
     for cell in json.loads((folder / "cells.json").read_text()):
-        dims = ParallelDims.start(CPU, **SIZES[cell["mesh"]])
+        dims = ParallelDims.start(own_device(), **SIZES[cell["mesh"]])
         try:
             run: Run = train(folder / "model", cell, dims)
             found.append(vars(run))

@@ -33,7 +33,7 @@ ALIKE = {
     ("base", "nf4"): 0.5,  # under DoRA: see below
     ("base", "int8"): 0.8,
     ("base", "float8"): 0.8,
-    ("base", "fake_quant"): 0.5,  # 4 bits in groups of 16
+    ("base", "fake_quant"): 0.45,  # 4 bits in groups of 16
     ("base", "float8_training"): 0.5,
     ("dtype", "bf16"): 0.6,
 }

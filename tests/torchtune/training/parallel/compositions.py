@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from tests.devices import own_device
 from tests.torchtune.checkpoints.small import randomize_adapter
 from torchtune import training
 from torchtune.checkpoints import FullModelHFCheckpointer
@@ -22,7 +23,6 @@ from torchtune.training.quantization import Int4WeightOnlyQuantizer
 
 STEPS = 5
 GLOBAL_BATCH = 4
-CPU = torch.device("cpu")
 
 
 class Conversations:
@@ -65,6 +65,7 @@ def run(
     **options: Any,
 ) -> tuple[list[float], dict[str, torch.Tensor], list[float]]:
     """Train for some steps; returns losses, gradients of the first step, and norms."""
+    device = own_device()
     torch.manual_seed(0)
     with torch.device("meta"):
         model = from_hf_config(checkpoint)
@@ -72,8 +73,8 @@ def run(
             apply_conversions(model, [FakeQuantize(Int4WeightOnlyQuantizer(groupsize=32).base_config)])
         elif adapter:
             apply_conversions(model, [LoRA(rank=4, alpha=8, apply_to_mlp=True, use_dora=adapter == "dora")])
-    training.parallelize(model, dims, device=CPU, **options)
-    FullModelHFCheckpointer(checkpoint).load_model(model, device=CPU)
+    training.parallelize(model, dims, device=device, **options)
+    FullModelHFCheckpointer(checkpoint).load_model(model, device=device)
     randomize_adapter(model)  # else A has no gradient in the first step
     if checkpointing:
         training.set_activation_checkpointing(model, {TransformerSelfAttentionLayer})
@@ -92,6 +93,7 @@ def run(
     losses, norms, gradients = [], [], {}
     while len(losses) < steps:
         for batches in loader:
+            batches = [batch.to(device) for batch in batches]
             loss, gradients = _step(model, loss_fn, batches, dims, gradients)
             losses.append(loss)
             norms.append(float(training.clip_grad_norm_(model.parameters(), 1.0)))
@@ -125,7 +127,7 @@ def _step(
         loss.backward()
         total += loss.item()
     if not first:
-        first = {name: whole(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
+        first = {name: whole(p.grad).cpu().clone() for name, p in model.named_parameters() if p.grad is not None}
     return dims.sum(total)[0], first
 
 

@@ -4,7 +4,6 @@ import os
 import re
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -14,7 +13,8 @@ from tests.torchtune.training.parallel.standing import note_fault, run_all
 from torchtune.config import load_and_check
 from torchtune.supervision import HANG_EXIT_CODE
 
-NAME = "full_finetune_distributed"
+# Number of ranks: recipe.
+KINDS = {1: "full_finetune_single_device", 2: "full_finetune_distributed"}
 LIMITS = (6.0, 30.0)  # the longer one for runs that the machine was too slow for
 # name: (ranks, the line before which the last rank stalls)
 RUNS = {
@@ -23,7 +23,6 @@ RUNS = {
     "close": (2, "            self.metric_logger.close()\n"),
     "alone": (1, "        self.loss_fn = setup_loss(config.instantiate(cfg.loss), self.model)\n"),
 }
-_made: dict[str, tuple[Any, Path]] = {}  # name: (module of the recipe, config)
 
 
 def sleep_forever() -> None:
@@ -55,7 +54,16 @@ def run(name: str, rank: int, limit: float, folder: Path) -> int:
     """One process of one run."""
     if name == "load":
         stall_while_reading()
-    module, config = _made[name]
+    size, line = RUNS[name]
+    changes = None
+    if line is not None:
+        indent = line[: len(line) - len(line.lstrip())]
+        call = f"__import__('{__name__}', fromlist=['x']).stall_if_last()"
+        changes = {line: f"{indent}{call}\n{line}"}
+    own = folder / f"recipe_{rank}"
+    own.mkdir()
+    module = load_recipe(KINDS[size], own, changes)
+    config = folder.parents[1] / f"{KINDS[size]}.yaml"
     settings = [f"output_dir={folder}", f"hang_timeout_minutes={limit / 60}", "log_level=INFO"]
     return module.recipe_main(load_and_check(config, settings, module.recipe_main))
 
@@ -85,13 +93,6 @@ def look(name: str, folder: Path, codes: dict[int, int], limit: float) -> str:
 
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
-    for name, (size, line) in RUNS.items():
-        kind = NAME if size > 1 else "full_finetune_single_device"
-        indent = "" if line is None else line[: len(line) - len(line.lstrip())]
-        call = "__import__('tests.torchtune.training.parallel.stalls', fromlist=['x']).stall_if_last()"
-        config = write_config(kind, folder, folder / "output")
-        _made[name] = (
-            load_recipe(kind, folder, None if line is None else {line: f"{indent}{call}\n{line}"}),
-            config,
-        )
+    for kind in KINDS.values():
+        write_config(kind, folder, folder / "output").rename(folder / f"{kind}.yaml")
     run_all({name: size for name, (size, _) in RUNS.items()}, LIMITS, folder, run, look)

@@ -1,19 +1,27 @@
-"""Runs that are made to stand still: forks their ranks, all runs at once, and tells how they ended.
+"""Runs that are made to stand still: starts their ranks, all runs at once, and tells how they ended.
 
 A time limit that is short enough for a test is too short for a machine that is busy with something else. Every rank
 notes when it was kept waiting for the processor and when it was made to stand still; a run that ended otherwise than
-it should, and was slow, is started again with the next longer limit.
+it should, and was slow, is started again with the next longer limit. Ranks are forks; on a CUDA device, which forks
+cannot use, they are new processes.
 """
 
+import importlib
 import json
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+from tests.devices import DEVICE
 from tests.recipes.forker import environments, fork, import_rooms
+
+# The program of a rank that is no fork; its argument is the job.
+_NEW = f"import json, sys; from {__name__} import do_job; do_job(json.loads(sys.argv[1]))"
 
 
 def note_fault() -> None:
@@ -44,6 +52,35 @@ def _child(rank: int, limit: float, folder: Path, body: Callable[[], int]) -> No
         os._exit(status)
 
 
+def do_job(job: dict[str, Any]) -> None:
+    """Be a rank that is no fork."""
+    import_rooms()
+    body = getattr(importlib.import_module(job["module"]), job["body"])
+    folder = Path(job["folder"])
+    _child(job["rank"], job["limit"], folder, lambda: body(job["name"], job["rank"], job["limit"], folder))
+
+
+def _start(
+    name: str,
+    rank: int,
+    limit: float,
+    folder: Path,
+    body: Callable[[str, int, float, Path], int],
+    environment: dict[str, str],
+) -> int:
+    """Start a rank of a run; return its pid."""
+    if DEVICE != "cpu":
+        job = {"module": body.__module__, "body": body.__name__, "name": name, "rank": rank, "limit": limit}
+        argv = [sys.executable, "-c", _NEW, json.dumps({**job, "folder": str(folder)})]
+        paths = {"PYTHONPATH": os.pathsep.join([os.getcwd(), *sys.path])}
+        return os.posix_spawn(sys.executable, argv, os.environ | paths | environment)
+    pid = fork()
+    if pid == 0:
+        os.environ.update(environment)
+        _child(rank, limit, folder, lambda: body(name, rank, limit, folder))
+    return pid
+
+
 def _attempt(
     runs: Mapping[str, int],
     limit: float,
@@ -61,11 +98,8 @@ def _attempt(
             (folder / name / "errors" / "0").mkdir(parents=True)
             errors = {"TORCHELASTIC_ERROR_FILE": str(folder / name / "errors" / "0" / "0" / "error.json")}
             for rank, environment in enumerate(environments(size)):
-                pid = fork()
-                if pid == 0:
-                    os.environ.update(environment, **errors, STANDING_FOLDER=str(folder / name))
-                    _child(rank, limit, folder / name, lambda: body(name, rank, limit, folder / name))  # noqa: B023
-                waiting[pid] = (name, rank)
+                environment |= {**errors, "STANDING_FOLDER": str(folder / name)}
+                waiting[_start(name, rank, limit, folder / name, body, environment)] = (name, rank)
         deadline, grace = time.monotonic() + 60 + 10 * limit, 10 + 3 * limit
         while any(wrong.values()) and time.monotonic() < deadline:
             time.sleep(0.05)

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
+from tests.devices import DEVICE, own_device
 from tests.torchtune.checkpoints import ranks
 from tests.torchtune.checkpoints.small import build, randomize_adapter, write_folder
 from tests.torchtune.training.parallel.traffic import Traffic
@@ -17,7 +18,6 @@ from torchtune.modules.moe import LossFreeBalancing, tokens_per_expert
 from torchtune.modules.peft import LoRA
 from torchtune.training import ParallelDims, clip_grad_norm_, parallelize
 
-CPU = torch.device("cpu")
 LAYERS, WIDTH, CHOSEN, EXPERTS, LENGTH = 2, 32, 2, 4, 24
 STEPS, CLIP = 3, 0.5
 LORA = {"rank": 2, "alpha": 4, "apply_to_mlp": True}
@@ -43,9 +43,9 @@ def folder(tmp_path_factory):
 def start(folder, kind, dims, output):
     source, conversions = KINDS[kind]
     model = build(folder / source, *(make() for make in conversions))
-    parallelize(model, dims, device=CPU)
+    parallelize(model, dims, device=own_device())
     store = FullModelHFCheckpointer(folder / source, output_dir=output)
-    store.load_model(model)
+    store.load_model(model, device=own_device())
     randomize_adapter(model)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return store, model.train(), torch.optim.AdamW(trained, lr=1e-3)
@@ -53,7 +53,7 @@ def start(folder, kind, dims, output):
 
 def step(model, optimizer, dims, number):
     """The loss, the norm of the gradients, and the bytes of all-to-alls of all ranks."""
-    tokens = torch.randint(3, 320, (2, LENGTH), generator=torch.Generator().manual_seed(number))
+    tokens = torch.randint(3, 320, (2, LENGTH), generator=torch.Generator().manual_seed(number)).to(DEVICE)
     labels = tokens.roll(-1, 1)
     labels[1, :10] = -100
     mine = slice(dims.data_rank, None, dims.data_size)
@@ -84,7 +84,7 @@ def train(folder, kind, dims):
 
 def on_two_ranks(folder):
     dims = ParallelDims(dp_shard=2, ep=2, world_size=2)
-    dims.build_mesh("cpu")
+    dims.build_mesh(DEVICE)
     for kind in KINDS:
         found = train(folder, kind, dims)
         if dist.get_rank() == 0:

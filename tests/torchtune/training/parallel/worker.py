@@ -9,7 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.torchtune.training.parallel.compositions import CPU, run
+from tests.devices import own_device
+from tests.torchtune.training.parallel.compositions import run
 from torchtune.training import ParallelDims
 
 
@@ -56,7 +57,7 @@ def main(folder: Path) -> None:
     outcomes = {}
     for name, (sizes, settings, options) in cases.items():
         checkpoint, settings = source(folder, settings)
-        dims = ParallelDims.start(CPU, **{"dp_shard": 1, **sizes})
+        dims = ParallelDims.start(own_device(), **{"dp_shard": 1, **sizes})
         dist.barrier()  # all references are there
         found = run(checkpoint, dims, **settings, **options)
         if dist.get_rank() == 0:
