@@ -324,8 +324,7 @@ class DPORecipe:
         batch = batch.to(self.device, non_blocking=True)
         reference, baseline = self.reference(batch)
         with self.offloading:
-            hidden = self.model(**batch.model_inputs(), output="hidden")
-            scores = self.dims.sum_over_sequence(self.loss_fn.score(hidden, batch, self.model.output))
+            scores = self.loss_fn.score_batch(self.model, batch)
             self.reference.check_start(batch, scores, reference)
             total, figures = self.loss_fn.sum_and_metrics(batch, scores, reference, baseline)
             self.step_metrics.log_mean(figures)

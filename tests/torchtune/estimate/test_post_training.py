@@ -53,8 +53,9 @@ IMAGES = "torchtune.data.padded_collate_tiled_images_and_mask"
         ("lora_dpo_single_device", OWN),
         ("knowledge_distillation_single_device", {}),
         ("lora_dpo_single_device", RETRIEVAL),
+        ("lora_dpo_single_device", {**RETRIEVAL, "loss__texts_per_pass": 2}),
     ],
-    ids=["pairs", "own loss of labeled answers", "teacher", "queries with passages"],
+    ids=["pairs", "own loss of labeled answers", "teacher", "queries with passages", "passages in parts"],
 )
 def test_a_step_is_simulated(name, settings, tmp_path):
     peaks = simulated(name, tmp_path, **settings)

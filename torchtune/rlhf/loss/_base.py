@@ -76,6 +76,19 @@ class AnswerLoss(nn.Module, ABC):
         """
         return document_log_probs(hidden, batch, projection)
 
+    def score_batch(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Score every document of a batch with a model; a collective of the ranks that share the batch.
+
+        Args:
+            model: the trained model.
+            batch: from :func:`torchtune.data.collate_preference`, on the model's device.
+
+        Returns:
+            Scores ``[n, ...]``, the same on all ranks that share the batch; see :meth:`score`.
+        """
+        hidden = model(**batch.model_inputs(), output="hidden")
+        return self.dims.sum_over_sequence(self.score(hidden, batch, model.output))
+
     def json_files(self, model: nn.Module, dataset: ExampleDataset, tokenizer: Any) -> dict[str, Any]:
         """Return the contents of JSON files that a checkpoint gets beside the model's, by path; by default none.
 
