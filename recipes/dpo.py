@@ -434,7 +434,7 @@ class DPORecipe:
             tokenizer=self.tokenizer,
             async_save=async_save,
             optional=optional,
-            json_files=self.loss_fn.json_files(self.model, self.loader.dataset, self.tokenizer),
+            extra_files=self.loss_fn.extra_files(self.model, self.loader.dataset, self.tokenizer),
         )
 
     def cleanup(self) -> None:

@@ -20,8 +20,9 @@ class AnswerLoss(nn.Module, ABC):
 
     Attributes:
         trains_on: kind of the dataset's rows: pairs of answers (``pairs``), single answers labeled good or bad
-            (``answers``), queries with passages (``retrieval``), or prompts that the model answers (``prompts``). A
-            simulated run generates such rows.
+            (``answers``), queries with passages (``retrieval``), pairs of a query and a document (``documents``),
+            queries with candidates (``candidates``), or prompts that the model answers (``prompts``). A simulated run
+            generates such rows.
         needs_reference: whether the loss uses a reference model.
         min_examples: minimum number of examples per micro-batch.
         rows_per_loss: number of rows that are compared with each other where a report measures the loss of rows.
@@ -31,7 +32,7 @@ class AnswerLoss(nn.Module, ABC):
         True
     """
 
-    trains_on: ClassVar[Literal["pairs", "answers", "retrieval", "prompts"]] = "pairs"
+    trains_on: ClassVar[Literal["pairs", "answers", "retrieval", "documents", "candidates", "prompts"]] = "pairs"
     needs_reference: ClassVar[bool] = True
     min_examples: ClassVar[int] = 1
     rows_per_loss: ClassVar[int] = 1
@@ -89,8 +90,10 @@ class AnswerLoss(nn.Module, ABC):
         hidden = model(**batch.model_inputs(), output="hidden")
         return self.dims.sum_over_sequence(self.score(hidden, batch, model.output))
 
-    def json_files(self, model: nn.Module, dataset: ExampleDataset, tokenizer: Any) -> dict[str, Any]:
-        """Return the contents of JSON files that a checkpoint gets beside the model's, by path; by default none.
+    def extra_files(self, model: nn.Module, dataset: ExampleDataset, tokenizer: Any) -> dict[str, Any]:
+        """Return the contents of files that a checkpoint gets beside the model's, by path; by default none.
+
+        A content is a text, or the content of a JSON file.
 
         Args:
             model: the trained model.

@@ -140,7 +140,7 @@ class InfoNCELoss(AnswerLoss):
         values = embeddings.detach()
         return values + (embeddings - values) / self.dims.tp
 
-    def json_files(self, model: nn.Module, dataset: ExampleDataset, tokenizer: Any) -> dict[str, Any]:
+    def extra_files(self, model: nn.Module, dataset: ExampleDataset, tokenizer: Any) -> dict[str, Any]:
         """Return the files from which ``sentence-transformers`` loads the checkpoint, by path.
 
         Its ``encode(texts, prompt_name="query")`` then adds the instruction of the dataset.
