@@ -7,6 +7,7 @@ import torch
 
 from tests.recipes.runs import resume, run_main, start
 from tests.tiny import WORDS, read_lines, write_checkpoint, write_lines
+from torchtune import load
 from torchtune.modules.loss import LossError
 from torchtune.utils import UserError
 
@@ -203,4 +204,41 @@ def test_training_in_parts_resumes(tmp_path):
         {"_component_": "torchtune.modules.peft.LoRA", "rank": 4, "alpha": 8, "dropout": 0.2}
     ]
     whole = start(LORA, tmp_path, **settings)
+    resume(LORA, tmp_path, whole, 3, **settings)
+
+
+BOTH_WAYS = [{"_component_": "torchtune.modules.BidirectionalAttention"}]
+
+
+def test_attention_in_both_directions_is_trained_and_saved(forker, tmp_path):
+    """On two context-parallel ranks as on one; transformers and this library read it from config.json."""
+    from transformers import AutoModel
+
+    data = write_lines(tmp_path / "retrieval.jsonl", ROWS)
+    dataset = {**DATASET, "source": "json", "data_files": str(data)}
+    settings = {**EMBEDDING, "dataset": dataset, "model_converters": BOTH_WAYS, "loss": {**LOSS, "pooling": "mean"}}
+    causal = start(FULL, tmp_path, **{**settings, "model_converters": []})
+    whole = start(FULL, tmp_path, **settings)
+    assert whole.losses[1] != pytest.approx(causal.losses[1], rel=1e-4)
+    split = {"data_parallel_shard_dim": 1, "context_parallel_dim": 2}
+    run = forker.run_on_two("full_dpo_distributed", tmp_path, **{**settings, **split})
+    assert run.losses == pytest.approx(whole.losses, rel=1e-4)
+
+    folder = whole.output_dir / "epoch_0"
+    assert json.loads((folder / "config.json").read_text())["is_causal"] is False
+    model, tokenizer = load(folder, device="cpu", dtype="fp32")
+    tokens = torch.tensor([tokenizer.encode("the red cat sees", add_bos=True, add_eos=False)])
+    reference = AutoModel.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        hidden = model(tokens, output="hidden")
+        torch.testing.assert_close(hidden, reference(tokens).last_hidden_state, atol=1e-5, rtol=1e-4)
+
+
+def test_adapters_of_attention_in_both_directions_resume(tmp_path):
+    adapter = {"_component_": "torchtune.modules.peft.LoRA", "rank": 4, "alpha": 8}
+    settings = {**EMBEDDING, "model_converters": [adapter, *BOTH_WAYS], "epochs": 3, "save_every_n_steps": 3}
+    whole = start(LORA, tmp_path, **settings)
+    for name in ("step_3", "step_6"):  # an adapter beside its base's config, and the merged model
+        model, _ = load(whole.output_dir / name, device="cpu")
+        assert not model.description.is_causal
     resume(LORA, tmp_path, whole, 3, **settings)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from torchtune.data import Batch, BatchLoader, DataError, ExampleDataset
-from torchtune.modules.loss import LossError, Projection, token_log_probs
+from torchtune.modules.loss import LossError, Projection, check_causal, token_log_probs
 from torchtune.modules.moe.balance import Balance, balance_of
 from torchtune.training import ParallelDims
 
@@ -45,6 +45,7 @@ class AnswerLoss(nn.Module, ABC):
 
     def check_model(self, model: nn.Module) -> None:
         """Check that the model's output fits the loss. Raises :class:`LossError`."""
+        check_causal(model, type(self).__name__)
         num_outputs = model.output.weight.shape[0]
         vocab_size = model.tok_embeddings.weight.shape[0]
         if num_outputs < vocab_size:
