@@ -324,8 +324,7 @@ class DPORecipe:
         batch = batch.to(self.device, non_blocking=True)
         reference, baseline = self.reference(batch)
         with self.offloading:
-            hidden = self.model(**batch.model_inputs(), output="hidden")
-            scores = self.dims.sum_over_sequence(self.loss_fn.score(hidden, batch, self.model.output))
+            scores = self.loss_fn.score_batch(self.model, batch)
             self.reference.check_start(batch, scores, reference)
             total, figures = self.loss_fn.sum_and_metrics(batch, scores, reference, baseline)
             self.step_metrics.log_mean(figures)
@@ -435,7 +434,7 @@ class DPORecipe:
             tokenizer=self.tokenizer,
             async_save=async_save,
             optional=optional,
-            json_files=self.loss_fn.json_files(self.model, self.loader.dataset, self.tokenizer),
+            extra_files=self.loss_fn.extra_files(self.model, self.loader.dataset, self.tokenizer),
         )
 
     def cleanup(self) -> None:

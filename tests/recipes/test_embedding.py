@@ -7,6 +7,7 @@ import torch
 
 from tests.recipes.runs import resume, run_main, start
 from tests.tiny import WORDS, read_lines, write_checkpoint, write_lines
+from torchtune import load
 from torchtune.modules.loss import LossError
 from torchtune.utils import UserError
 
@@ -138,8 +139,106 @@ def test_checkpoint_has_the_files_of_sentence_transformers(pooling, tmp_path):
         ),
         ({"reference_cache": "x"}, UserError, "does without a reference"),
         ({"loss": {**LOSS, "matryoshka_dims": [64]}}, LossError, "embeddings have 32 dimensions"),
+        (
+            {"loss": {**LOSS, "texts_per_pass": 4}, "optimizer_in_bwd": True},
+            UserError,
+            "optimizer_in_bwd: must be False with loss.texts_per_pass",
+        ),
+        (
+            {"loss": {**LOSS, "texts_per_pass": 4}, "context_parallel_dim": 2},
+            UserError,
+            "context_parallel_dim: must be 1 with loss.texts_per_pass",
+        ),
     ],
 )
 def test_what_cannot_be_contrasted_is_one_sentence(settings, error, words, tmp_path):
     with pytest.raises(error, match=words):
         start(FULL, tmp_path, **{**EMBEDDING, **settings}, train=False)
+
+
+PARTS = {**LOSS, "texts_per_pass": 5, "matryoshka_dims": [32, 8]}
+WHOLE = {**LOSS, "matryoshka_dims": [32, 8]}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "settings"),
+    [
+        (FULL, {}),
+        (FULL, {"enable_activation_checkpointing": True}),
+        (LORA, {}),
+        (LORA, {"enable_activation_checkpointing": True}),
+    ],
+)
+def test_batch_in_parts_trains_as_in_one_pass(recipe, settings, tmp_path):
+    """The gradients of every step are compared by their norm, and by the losses of the steps after it."""
+    settings = {**EMBEDDING, **settings, "epochs": 2, "clip_grad_norm": 1.0, "dataset_val": DATASET}
+    settings["run_val_every_n_steps"] = 2
+    whole = start(recipe, tmp_path, **{**settings, "loss": WHOLE})
+    parts = start(recipe, tmp_path, **{**settings, "loss": PARTS})
+    assert parts.losses == pytest.approx(whole.losses, rel=1e-5)
+    for figure in ("grad_norm", "val_loss", "retrieval/mrr"):
+        assert parts.figure(figure) == pytest.approx(whole.figure(figure), rel=1e-4), figure
+
+
+def test_two_processes_train_in_parts_as_one(forker, tmp_path):
+    """The processes have different numbers of texts, and so of parts."""
+    rows = [{**row, "negatives": ["not a bird"] * (1 + 2 * (i % 2))} for i, row in enumerate(ROWS[:7])]
+    data = write_lines(tmp_path / "retrieval.jsonl", rows)
+    dataset = {**DATASET, "source": "json", "data_files": str(data)}
+    settings = {**EMBEDDING, "dataset": dataset, "clip_grad_norm": 1.0, "epochs": 2, "shuffle": False}
+    write_checkpoint(tmp_path / "checkpoint", tied=False)
+    whole = start("full_dpo_single_device", tmp_path, **{**settings, "loss": WHOLE})
+    splits = [
+        {"data_parallel_shard_dim": 2, "batch_size": 3},
+        {"data_parallel_shard_dim": 1, "tensor_parallel_dim": 2},
+    ]
+    for split in splits:
+        run = forker.run_on_two("full_dpo_distributed", tmp_path, **{**settings, "loss": PARTS, **split})
+        assert run.losses == pytest.approx(whole.losses, rel=1e-4), split
+        assert run.figure("grad_norm") == pytest.approx(whole.figure("grad_norm"), rel=1e-3), split
+
+
+def test_training_in_parts_resumes(tmp_path):
+    settings = {**EMBEDDING, "loss": PARTS, "epochs": 3, "save_every_n_steps": 3}
+    settings["model_converters"] = [
+        {"_component_": "torchtune.modules.peft.LoRA", "rank": 4, "alpha": 8, "dropout": 0.2}
+    ]
+    whole = start(LORA, tmp_path, **settings)
+    resume(LORA, tmp_path, whole, 3, **settings)
+
+
+BOTH_WAYS = [{"_component_": "torchtune.modules.BidirectionalAttention"}]
+
+
+def test_attention_in_both_directions_is_trained_and_saved(forker, tmp_path):
+    """On two context-parallel ranks as on one; transformers and this library read it from config.json."""
+    from transformers import AutoModel
+
+    data = write_lines(tmp_path / "retrieval.jsonl", ROWS)
+    dataset = {**DATASET, "source": "json", "data_files": str(data)}
+    settings = {**EMBEDDING, "dataset": dataset, "model_converters": BOTH_WAYS, "loss": {**LOSS, "pooling": "mean"}}
+    causal = start(FULL, tmp_path, **{**settings, "model_converters": []})
+    whole = start(FULL, tmp_path, **settings)
+    assert whole.losses[1] != pytest.approx(causal.losses[1], rel=1e-4)
+    split = {"data_parallel_shard_dim": 1, "context_parallel_dim": 2}
+    run = forker.run_on_two("full_dpo_distributed", tmp_path, **{**settings, **split})
+    assert run.losses == pytest.approx(whole.losses, rel=1e-4)
+
+    folder = whole.output_dir / "epoch_0"
+    assert json.loads((folder / "config.json").read_text())["is_causal"] is False
+    model, tokenizer = load(folder, device="cpu", dtype="fp32")
+    tokens = torch.tensor([tokenizer.encode("the red cat sees", add_bos=True, add_eos=False)])
+    reference = AutoModel.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        hidden = model(tokens, output="hidden")
+        torch.testing.assert_close(hidden, reference(tokens).last_hidden_state, atol=1e-5, rtol=1e-4)
+
+
+def test_adapters_of_attention_in_both_directions_resume(tmp_path):
+    adapter = {"_component_": "torchtune.modules.peft.LoRA", "rank": 4, "alpha": 8}
+    settings = {**EMBEDDING, "model_converters": [adapter, *BOTH_WAYS], "epochs": 3, "save_every_n_steps": 3}
+    whole = start(LORA, tmp_path, **settings)
+    for name in ("step_3", "step_6"):  # an adapter beside its base's config, and the merged model
+        model, _ = load(whole.output_dir / name, device="cpu")
+        assert not model.description.is_causal
+    resume(LORA, tmp_path, whole, 3, **settings)

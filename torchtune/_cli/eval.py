@@ -43,6 +43,7 @@ class Eval(Subcommand):
           $ tune eval /tmp/run/epoch_2 --tasks hellaswag,arc_easy --limit 100
           $ tune eval /tmp/classifier/epoch_2 --data held_out.jsonl
           $ tune eval /tmp/run/epoch_2 --retrieval corpus.json --against /tmp/SmolLM2-135M-Instruct
+          $ tune eval /tmp/run/epoch_2 --retrieval corpus.json --reranker /tmp/reranker/epoch_2
     """
 
     def _add_arguments(self) -> None:
@@ -55,6 +56,8 @@ class Eval(Subcommand):
         add("--adapter", help="folder of a LoRA adapter of the model")
         add("--tasks", metavar="NAME,NAME", help="tasks of lm-eval (extra eval); tune_facts needs no download")
         add("--retrieval", type=Path, metavar="FILE", help="queries, corpus and relevant texts: ndcg, mrr and recall")
+        add("--reranker", metavar="FOLDER", help="reranker that orders the first texts of --retrieval anew")
+        add("--rerank-first", type=int, metavar="K", help="number of texts of a query for --reranker (default: 100)")
         add(
             "--pooling",
             choices=("last", "mean"),
@@ -79,7 +82,7 @@ class Eval(Subcommand):
 
     def _run(self, args: argparse.Namespace) -> None:
         check_least(args, limit=1, max_new_tokens=1, max_sequences=1, temperature=0, seed=0)
-        check_least(args, dimensions=1)
+        check_least(args, dimensions=1, rerank_first=1)
         check_least(args, top_k=0, top_p=0, min_p=0)
         check_most(args, top_p=1, min_p=1)
         args.model = find_checkpoint(args.model)
@@ -87,6 +90,11 @@ class Eval(Subcommand):
         if args.against:
             args.models.insert(0, (args.against, None))  # the first model is the reference
         if is_classifier(args.model):
+            if args.retrieval:
+                raise UserError(
+                    f"--retrieval: {args.model} is a classifier or reranker, which embeds no texts: name an embedding "
+                    "model, and a reranker in --reranker."
+                )
             eval_classifier(args)
             return
         self._check_metrics(args)
@@ -99,9 +107,11 @@ class Eval(Subcommand):
 
     @staticmethod
     def _check_metrics(args: argparse.Namespace) -> None:
-        for name in ("pooling", "dimensions"):
+        for name in ("pooling", "dimensions", "reranker", "rerank_first"):
             if args.retrieval is None and getattr(args, name) is not None:
-                raise UserError(f"--{name} needs texts to embed: give them in --retrieval.")
+                raise UserError(f"--{name.replace('_', '-')} needs texts to embed: give them in --retrieval.")
+        if args.rerank_first is not None and args.reranker is None:
+            raise UserError("--rerank-first needs a reranker: give its folder in --reranker.")
         if args.data is None and (args.score or (args.perplexity and args.tasks)):
             raise UserError("--score and --perplexity need rows: give them in --data.")
         row_options = ["prompt", "answer", "system"]
@@ -413,20 +423,34 @@ def eval_retrieval(args: argparse.Namespace) -> None:
     """Rank a corpus for queries with the embeddings of each model, and print a table of the scores.
 
     Raises:
-        UserError: see :func:`torchtune.evaluation.read_retrieval`.
+        UserError: see :func:`torchtune.evaluation.read_retrieval` and :meth:`torchtune.evaluation.Reranker.of`.
     """
     data = torchtune.evaluation.read_retrieval(args.retrieval)
+    reranker = None
+    if args.reranker is not None:
+        folder = find_checkpoint(args.reranker)
+        judge, judge_tokenizer = torchtune.load(folder, dtype=args.dtype, device=args.device)
+        reranker = torchtune.evaluation.Reranker.of(folder, judge, judge_tokenizer)
+    first = args.rerank_first or 100
     entries = []
     for folder, adapter in args.models:
         settings = torchtune.evaluation.EmbeddingSettings.of(adapter or folder)
         if args.pooling:
             settings = dataclasses.replace(settings, pooling=args.pooling)
         model, tokenizer = torchtune.load(folder, adapter=adapter, dtype=args.dtype, device=args.device)
-        scores = torchtune.evaluation.evaluate_retrieval(
-            model, tokenizer, data, settings=settings, dimensions=args.dimensions, batch_size=args.max_sequences
-        )
         label = f"{folder} + {adapter}" if adapter else folder
-        entries.append({"model": label, **dataclasses.asdict(settings), "scores": scores})
+        entry = {"model": label, **dataclasses.asdict(settings)}
+        options = {"settings": settings, "dimensions": args.dimensions, "batch_size": args.max_sequences}
+        if reranker is None:
+            scores = torchtune.evaluation.evaluate_retrieval(model, tokenizer, data, **options)
+            entries.append({**entry, "scores": scores})
+        else:
+            scores, reranked = torchtune.evaluation.evaluate_reranking(
+                model, tokenizer, reranker, data, first=first, **options
+            )
+            entries.append({**entry, "scores": scores})
+            reranked_entry = {**entry, "model": f"{label}, the first {first} reranked", "reranker": args.reranker}
+            entries.append({**reranked_entry, "scores": reranked})
         del model  # before the next one is loaded
     header = ["", *entries[0]["scores"]]
     table = [header]

@@ -21,7 +21,7 @@ from torchtune.checkpoints import (
     num_classes_of_adapter,
 )
 from torchtune.models import checkpoint_tokenizer, from_hf_config, stored_dtype
-from torchtune.modules import TransformerDecoder, classifier_model
+from torchtune.modules import BidirectionalAttention, TransformerDecoder, classifier_model
 from torchtune.modules.conversion import Conversion, apply_conversions
 from torchtune.tokenizers import HuggingFaceModelTokenizer
 from torchtune.utils import UserError
@@ -104,6 +104,8 @@ def load(
         model = _build_model(folder, adapter_dir, images=images)
         if adapter_dir is not None and has_adapter(adapter_dir):
             conversions = [adapter_conversion(model, adapter_dir), *conversions]
+            if model.description.is_causal and _attends_both_ways(adapter_dir):
+                conversions.append(BidirectionalAttention())
         apply_conversions(model, conversions)
     if conversions:
         ModelWeights(model).check_names(exported=True)
@@ -146,17 +148,29 @@ def _has_base_weights(folder: Path) -> bool:
     return False
 
 
+def _folders_of_adapter(adapter_dir: Path) -> list[Path]:
+    """Return the folders with files of the training of an adapter."""
+    if adapter_dir.name == "adapter":  # of a checkpoint of merged weights
+        return [adapter_dir, adapter_dir.parent]
+    return [adapter_dir]
+
+
+def _attends_both_ways(adapter_dir: Path) -> bool:
+    """Return whether an adapter was trained with attention in both directions, as ``config.json`` beside it says."""
+    for folder in _folders_of_adapter(adapter_dir):
+        if (folder / "config.json").is_file():
+            return utils.read_json(folder / "config.json").get("is_causal") is False
+    return False
+
+
 def _tokenizer_folder(model: TransformerDecoder, folder: Path, adapter_dir: Path | None) -> Path:
     """Return the folder of the tokenizer that trained: an adapter's, if it has one, otherwise the model's."""
     if adapter_dir is None:
         return folder
-    candidates = [adapter_dir]
-    if adapter_dir.name == "adapter":  # of a checkpoint of merged weights
-        candidates.append(adapter_dir.parent)
     needed_files = ["tokenizer.json"]
     if model.spec.image_processor is not None:
         needed_files.append("config.json")  # the settings of the image processor
-    for candidate in candidates:
+    for candidate in _folders_of_adapter(adapter_dir):
         if all((candidate / name).is_file() for name in needed_files):
             return candidate
     return folder

@@ -22,7 +22,12 @@ from torchtune.checkpoints._directories import (
     damaged_files,
     marked_files,
 )
-from torchtune.checkpoints._export import MAX_SHARD_BYTES, check_savable_tokenizer, export_model
+from torchtune.checkpoints._export import (
+    MAX_SHARD_BYTES,
+    check_savable_tokenizer,
+    export_model,
+    write_extra_files,
+)
 from torchtune.checkpoints._load import ModelSource, initialize_missing, load_base
 from torchtune.checkpoints._model_weights import Contents, ModelWeights, SaveView, contents_of, identity
 from torchtune.checkpoints._open import open_weight_files
@@ -41,7 +46,7 @@ from torchtune.models import build
 from torchtune.modules.peft import owned_parameters
 from torchtune.training import share_rng_state
 from torchtune.training.parallel import Ranks, reshard
-from torchtune.utils import FolderLock, UserError, doing, get_logger, write_json
+from torchtune.utils import FolderLock, UserError, doing, get_logger
 
 if TYPE_CHECKING:
     from torchtune.modules.low_precision.quantizers import Quantizer
@@ -388,7 +393,7 @@ class CheckpointStore:
         max_shard_bytes: int = MAX_SHARD_BYTES,
         async_save: bool = False,
         optional: bool = False,
-        json_files: Mapping[str, Any] | None = None,
+        extra_files: Mapping[str, Any] | None = None,
     ) -> Path:
         """Write ``output_dir/name`` atomically, then delete checkpoints according to ``keep_last_n_checkpoints``.
 
@@ -410,7 +415,7 @@ class CheckpointStore:
                 at the next optimizer step, and nothing else may change the weights until then. The next save and
                 :meth:`close` wait for the write and raise its errors.
             optional: on failure to write, log a warning and continue without this checkpoint.
-            json_files: contents of further JSON files of the checkpoint, by path.
+            extra_files: contents of further files of the checkpoint, by path: a text, or the content of a JSON file.
 
         Returns:
             The checkpoint folder.
@@ -437,9 +442,7 @@ class CheckpointStore:
         def write_exports(folder: Path) -> None:
             for export in exports:
                 export.write_small_files(folder, tokenizer)
-            for path, content in (json_files or {}).items():
-                (folder / path).parent.mkdir(exist_ok=True)
-                write_json(folder / path, content)
+            write_extra_files(folder, extra_files or {})
 
         # Merging and converting weights needs collectives, which must not run in the background of training: the copy
         # is then complete before this method returns, and waits for no optimizer.

@@ -353,7 +353,7 @@ class _StoreCheckpointer(StoreHolder):
         max_shard_bytes: int = MAX_SHARD_BYTES,
         async_save: bool = False,
         optional: bool = False,
-        json_files: Mapping[str, Any] | None = None,
+        extra_files: Mapping[str, Any] | None = None,
     ) -> Path:
         """Write ``output_dir/name`` atomically; see :meth:`CheckpointStore.save`."""
         return self.store.save(
@@ -366,7 +366,7 @@ class _StoreCheckpointer(StoreHolder):
             max_shard_bytes=max_shard_bytes,
             async_save=async_save,
             optional=optional,
-            json_files=json_files,
+            extra_files=extra_files,
         )
 
     def save_quantized(self, name: str, model: nn.Module, quantizer: Any) -> Path:

@@ -56,7 +56,14 @@ class Export:
             checkpoint: folder of the checkpoint.
             tokenizer: tokenizer that trained; None copies the files of the source's tokenizer.
         """
+        pad_id = getattr(tokenizer, "pad_id", None)
+        # transformers reads a classifier at the last token that is no padding, and refuses batches without a known one.
+        # An EOS token that pads as well may be the last token of a text.
+        needs_pad_id = not self.generates and pad_id not in (None, getattr(tokenizer, "eos_id", None))
         for path, content in self.json_files.items():
+            is_config = path == f"{self.folder}config.json"
+            if is_config and needs_pad_id and content.get("pad_token_id") is None:
+                content = {**content, "pad_token_id": pad_id}
             (checkpoint / path).parent.mkdir(parents=True, exist_ok=True)
             write_json(checkpoint / path, content)
         folder = checkpoint / self.folder
@@ -69,6 +76,16 @@ class Export:
         save_tokenizer(tokenizer, folders, self.source.checkpoint_dir)
         if self.generates:
             add_stop_tokens(tokenizer, folder)
+
+
+def write_extra_files(folder: Path, contents: Mapping[str, Any]) -> None:
+    """Write texts, and contents of JSON files, by path in a checkpoint's folder."""
+    for path, content in contents.items():
+        (folder / path).parent.mkdir(exist_ok=True)
+        if isinstance(content, str):
+            (folder / path).write_text(content, encoding="utf-8")
+        else:
+            write_json(folder / path, content)
 
 
 def export_model(view: SaveView, source: ModelSource, max_shard_bytes: int, folder: str) -> Export:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from torchtune.checkpoints._checkpoint_store import POLICY, CheckpointStore
-from torchtune.checkpoints._export import MAX_SHARD_BYTES, save_tokenizer, shard_files
+from torchtune.checkpoints._export import MAX_SHARD_BYTES, save_tokenizer, shard_files, write_extra_files
 from torchtune.checkpoints._open import open_weight_files
 from torchtune.checkpoints._resume import ModelsOfRun, ResumePoint
 from torchtune.checkpoints._save import TensorGroup
@@ -154,7 +154,7 @@ class ModuleCheckpointer(CheckpointStore):
         async_save: bool = False,
         optional: bool = False,
         tokenizer: Any = None,
-        json_files: Mapping[str, Any] | None = None,
+        extra_files: Mapping[str, Any] | None = None,
     ) -> Path:
         """Write ``output_dir/name`` atomically; see :meth:`CheckpointStore.save` for the arguments.
 
@@ -168,7 +168,7 @@ class ModuleCheckpointer(CheckpointStore):
             async_save: copy the tensors to host memory, and write them in the background.
             optional: on failure to write, log a warning and continue without this checkpoint.
             tokenizer: tokenizer that trained; its ``save_files(folder)``, if it has one, writes its files.
-            json_files: contents of further JSON files of the checkpoint, by path.
+            extra_files: contents of further files of the checkpoint, by path: a text, or the content of a JSON file.
 
         Returns:
             The checkpoint folder.
@@ -185,9 +185,7 @@ class ModuleCheckpointer(CheckpointStore):
                 write_json(folder / SAFETENSORS_INDEX, index)
             if isinstance(tokenizer, SavableTokenizer):
                 save_tokenizer(tokenizer, [folder], self.checkpoint_dir or folder)
-            for path, content in (json_files or {}).items():
-                (folder / path).parent.mkdir(exist_ok=True)
-                write_json(folder / path, content)
+            write_extra_files(folder, extra_files or {})
 
         own_state = None
         if state is not None:

@@ -4,6 +4,7 @@ from ._batch import share_prefixes as share_prefixes
 from ._collate import collate_documents as collate_documents
 from ._collate import collate_embedding as collate_embedding
 from ._collate import collate_preference as collate_preference
+from ._collate import collate_reranking as collate_reranking
 from ._collate import documents_of
 from ._collate import left_pad_sequence as left_pad_sequence
 from ._collate import padded_collate as padded_collate
@@ -29,6 +30,8 @@ from ._messages import Role as Role
 from ._messages import as_messages as as_messages
 from ._messages import mask_messages as mask_messages
 from ._messages import validate_messages as validate_messages
+from ._pair_template import DEFAULT_PAIR_TEMPLATE, RERANKER_FILE
+from ._pair_template import PairTemplate as PairTemplate
 from ._prompt_templates import ChatMLTemplate as ChatMLTemplate
 from ._prompt_templates import GrammarErrorCorrectionTemplate as GrammarErrorCorrectionTemplate
 from ._prompt_templates import PromptTemplate as PromptTemplate

@@ -317,6 +317,47 @@ class Batch(MutableMapping[str, Any]):
             shard=(rank, size),
         )
 
+    def split_documents(self, size: int) -> list["Batch"]:
+        """Split the batch into batches of up to ``size`` consecutive documents, without its padding documents.
+
+        Values :attr:`per_document` and :attr:`terms` are left out.
+
+        Args:
+            size: number of documents.
+
+        Raises:
+            DataError: the batch has no documents, shared prefixes or entries in :attr:`inputs`, or is split over
+                context-parallel ranks.
+
+        Example:
+            >>> rows = [{"tokens": [1, 2], "labels": [2, -100]}, {"tokens": [3], "labels": [-100]}]
+            >>> batch = torchtune.data.collate_documents(rows)
+            >>> [part.tokens.tolist() for part in batch.split_documents(1)]
+            [[[1, 2]], [[3]]]
+        """
+        if self.documents is None or self.documents.prefixes or self.inputs or self.shard[1] > 1:
+            raise DataError(
+                "collate_fn: only batches of texts whose documents have no shared prefix, on one context-parallel "
+                "rank, can be split into documents: use torchtune.data.collate_embedding."
+            )
+        batch = self._as_row()
+        lengths = self.documents.lengths[: self.num_documents]
+        starts = [0, *accumulate(lengths)]
+        parts = []
+        for first in range(0, len(lengths), size):
+            part_lengths = lengths[first : first + size]
+            tokens = slice(starts[first], starts[first + len(part_lengths)])
+            parts.append(
+                Batch(
+                    batch.tokens[:, tokens],
+                    None if batch.labels is None else batch.labels[:, tokens],
+                    batch.input_pos[:, tokens],
+                    Documents.from_lengths(part_lengths, batch.tokens.device),
+                    {name: value[:, tokens] for name, value in batch.per_token.items()},
+                )
+            )
+        return parts
+
     def _check_text_only(self) -> None:
         if self.inputs:
             raise DataError(

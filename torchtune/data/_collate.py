@@ -239,6 +239,11 @@ def _select_entries(example: Mapping[str, Any], names: Mapping[str, str]) -> dic
                 "dataset: the examples are queries with passages: set collate_fn=torchtune.data.collate_embedding, and "
                 "as loss torchtune.rlhf.loss.InfoNCELoss."
             )
+        if {"documents", "targets"} <= example.keys():
+            raise DataError(
+                "dataset: the examples are queries with candidates: set "
+                "collate_fn=torchtune.data.collate_reranking, and as loss torchtune.rlhf.loss.RerankBCELoss."
+            )
         raise DataError(
             f"dataset: an example has no '{min(missing)}', it has {entries}, so it is no pair: use "
             "torchtune.datasets.preference_dataset."
@@ -302,6 +307,53 @@ def collate_embedding(batch: Sequence[Mapping[str, Any]]) -> Batch:
         "counts": torch.tensor([example_counts[index] for _, index, _ in documents]),
     }
     return replace(collate_documents(rows), per_document=per_document, terms=sum(example_counts))
+
+
+def collate_reranking(batch: Sequence[Mapping[str, Any]]) -> Batch:
+    """Concatenate pairs of queries and documents, padding-free, for rerankers.
+
+    Args:
+        batch: examples with ``documents``, the list of token ids of the candidates of a query, ``targets``, a number
+            from 0 to 1 for each, and ``labels``: -100 in the filler of a rank without data.
+
+    Returns:
+        A batch, see :func:`collate_documents`, in which every pair is a document. Its ``per_document`` has ``example``,
+        int64 ``[n]``, the index of the example, ``is_first``, bool ``[n]``, True at the first pair of each example,
+        ``target``, float32 ``[n]``, and ``counts``, bool ``[n]``, False in a filler. ``terms`` is the number of
+        examples that count.
+
+    Raises:
+        DataError: an example lacks an entry.
+
+    Example:
+        >>> row = {"documents": [[1, 2], [1, 3, 4]], "targets": [1.0, 0.0], "labels": [0]}
+        >>> batch = torchtune.data.collate_reranking([row])
+        >>> batch.documents.lengths, batch.per_document["target"]
+        ((2, 3), tensor([1., 0.]))
+    """
+    rows = []
+    per_document: dict[str, list[Any]] = {"example": [], "is_first": [], "target": [], "counts": []}
+    num_terms = 0
+    for index, example in enumerate(batch):
+        if missing := {"documents", "targets", "labels"} - example.keys():
+            raise DataError(
+                f"dataset: an example has no '{min(missing)}', it has {', '.join(map(str, example)) or 'nothing'}: "
+                "use torchtune.datasets.reranking_dataset."
+            )
+        is_counted = int(example["labels"][0]) != CROSS_ENTROPY_IGNORE_IDX
+        num_terms += is_counted
+        for number, (tokens, target) in enumerate(zip(example["documents"], example["targets"], strict=True)):
+            # No token is predicted: labels say which tokens are trained on, for the counts of a run.
+            labels = [CROSS_ENTROPY_IGNORE_IDX] * len(tokens)
+            if is_counted:
+                labels[:-1] = tokens[1:]
+            rows.append({"tokens": tokens, "labels": labels})
+            per_document["example"].append(index)
+            per_document["is_first"].append(number == 0)
+            per_document["target"].append(float(target))
+            per_document["counts"].append(is_counted)
+    tensors = {name: torch.tensor(values) for name, values in per_document.items()}
+    return replace(collate_documents(rows), per_document=tensors, terms=num_terms)
 
 
 def left_pad_sequence(

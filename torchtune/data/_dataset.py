@@ -10,6 +10,7 @@ from tqdm import tqdm
 
 from torchtune.data._conversation import Conversation
 from torchtune.data._messages import Message
+from torchtune.data._pair_template import PairTemplate
 
 
 def make_random_state(seed: int, *words: int) -> np.random.RandomState:
@@ -40,6 +41,7 @@ class ExampleDataset(Dataset):
         num_truncated: number of rows that were cut to the tokenizer's ``max_seq_len``, or are as long.
         omitted: description of what the chat template leaves out of rows; empty if it writes everything.
         instructions: texts before the queries (``query``) and the passages (``document``) of rows for embedding models.
+        pair_template: template of rows for rerankers; None for other rows.
     """
 
     is_packed: bool = False
@@ -54,6 +56,7 @@ class ExampleDataset(Dataset):
     num_truncated: int = 0
     omitted: str = ""
     instructions: Mapping[str, str] = MappingProxyType({})
+    pair_template: PairTemplate | None = None
 
     @property
     def known_lengths(self) -> np.ndarray | None:

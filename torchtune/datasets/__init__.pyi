@@ -41,6 +41,8 @@ from ._processes import workers
 from ._prompts import PromptDataset as PromptDataset
 from ._prompts import prompt_dataset as prompt_dataset
 from ._prompts import reasoning_gym_dataset as reasoning_gym_dataset
+from ._reranking import RerankingDataset as RerankingDataset
+from ._reranking import reranking_dataset as reranking_dataset
 from ._row_cache import cache_path, preparing
 from ._row_formats import builder_and_settings, format_of, readings_of
 from ._row_images import content_of, size_of

@@ -288,6 +288,7 @@ _READ = {
     "kto_dataset": {"prompt", "completion", "label"} | _CONTEXT | _MEDIA,
     "multimodal.multimodal_chat_dataset": _CONTEXT,
     "multimodal.vqa_dataset": _CONTEXT,
+    "reranking_dataset": {"query", "document", "label"},
     "preference_dataset": {"prompt", "chosen", "rejected"} | _CONTEXT | _MEDIA,
     "text_completion_dataset": set(),
 }

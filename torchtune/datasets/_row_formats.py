@@ -28,6 +28,7 @@ _LIST_OF_MAPPINGS = re.compile(r"\s*\[\s*\{")
 _QUESTION_COLUMNS = (("input", "output"), ("question", "answer"), ("prompt", "completion"), ("prompt", "response"))
 
 RETRIEVAL = "queries with passages (embedding)"
+RERANKING = "queries with labeled documents (reranking)"
 
 # What a row holds, and the dataset builder that reads it with its settings: "preference pairs", "preference_dataset".
 RowFormat = tuple[str, str]
@@ -70,6 +71,7 @@ def format_of(row: Mapping[str, Any]) -> RowFormat:
     row_format = (
         _token_format(row)
         or _retrieval_format(row)
+        or _reranking_format(row)
         or _preference_format(row, styles)
         or _labeled_format(row, styles)
         or _alpaca_format(row)
@@ -121,6 +123,13 @@ def _retrieval_format(row: Mapping[str, Any]) -> RowFormat | None:
                 columns += f" column_map.negatives={name}"
                 break
     return RETRIEVAL, f"embedding_dataset{columns}"
+
+
+def _reranking_format(row: Mapping[str, Any]) -> RowFormat | None:
+    is_pair = isinstance(row.get("query"), str) and isinstance(row.get("document"), str)
+    if is_pair and isinstance(row.get("label"), int | float):
+        return RERANKING, "reranking_dataset"
+    return None
 
 
 def _preference_format(row: Mapping[str, Any], styles: Mapping[str, str]) -> RowFormat | None:

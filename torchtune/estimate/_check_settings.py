@@ -1,7 +1,7 @@
 """Constraints between the settings of every training recipe."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torchtune._recipe_registry import recipe_at
@@ -30,6 +30,12 @@ def check_settings(settings: Any) -> Iterator[tuple[str, str]]:
         yield "clip_grad_norm", "needs all gradients at once: set it to null or optimizer_in_bwd to False"
     if cfg.optimizer_in_bwd and (cfg.gradient_accumulation_steps or 1) > 1:
         yield "gradient_accumulation_steps", "must be 1 with optimizer_in_bwd, which keeps no gradients"
+    # Cached gradients of an embedding model: every part of a batch has a backward pass of its own.
+    if isinstance(cfg.loss, Mapping) and cfg.loss.get("texts_per_pass") is not None:
+        if cfg.optimizer_in_bwd:
+            yield "optimizer_in_bwd", "must be False with loss.texts_per_pass, which adds up gradients of passes"
+        if (cfg.context_parallel_dim or 1) > 1:
+            yield "context_parallel_dim", "must be 1 with loss.texts_per_pass, which does not split texts"
     if cfg.ac_mode is not None and cfg.enable_activation_checkpointing:
         yield "ac_mode", "recomputes some layers and enable_activation_checkpointing all of them: set one of the two"
     if cfg.ac_mode == "selective" and not (

@@ -118,7 +118,7 @@ def simulate(
 
 
 def check_simulated(settings: Any) -> str:
-    """Return the kind of rows that the loss trains on: "texts", "answers", "pairs" or "retrieval".
+    """Return the kind of rows that the loss trains on: "texts", "answers", "pairs", "retrieval" ….
 
     Raises:
         SimulationError: a run with ``settings`` cannot be simulated.

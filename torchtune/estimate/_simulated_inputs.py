@@ -142,6 +142,8 @@ _COLUMNS = {
     "answers": ("tokens", "labels"),
     "pairs": ("chosen_input_ids", "chosen_labels", "rejected_input_ids", "rejected_labels"),
     "retrieval": ("query", "positive"),
+    "documents": (),
+    "candidates": (),
 }
 
 
@@ -180,6 +182,10 @@ class StandInDataset(ExampleDataset):
             row["is_chosen"] = index % 2 == 0
         if self._kind == "retrieval":
             row |= {"negatives": [], "labels": [0]}
+        if self._kind == "documents":
+            row |= {"documents": [[0] * self._length], "targets": [1.0], "labels": [0]}
+        if self._kind == "candidates":  # two are the fewest
+            row |= {"documents": [[0] * self._length] * 2, "targets": [1.0, 0.0], "labels": [0]}
         return row
 
 

@@ -9,6 +9,8 @@ from ._eval_rows import EvaluationError as EvaluationError
 from ._eval_rows import read_eval_rows as read_eval_rows
 from ._perplexity import Perplexity as Perplexity
 from ._perplexity import perplexity as perplexity
+from ._reranking import Reranker as Reranker
+from ._reranking import evaluate_reranking as evaluate_reranking
 from ._retrieval import EmbeddingSettings as EmbeddingSettings
 from ._retrieval import RetrievalData as RetrievalData
 from ._retrieval import embed as embed

@@ -110,7 +110,7 @@ class EmbeddingSettings:
         pooling_path = path / "1_Pooling" / "config.json"
         pooling: Pooling = "last"
         if pooling_path.is_file():
-            config = _read_object(pooling_path)
+            config = read_object(pooling_path)
             modes = [name for name, value in config.items() if name.startswith("pooling_mode_") and value is True]
             modes += [config["pooling_mode"]] if "pooling_mode" in config else []
             if modes in (["pooling_mode_mean_tokens"], ["mean"]):
@@ -123,11 +123,11 @@ class EmbeddingSettings:
         prompts_path = path / "config_sentence_transformers.json"
         prompts: Mapping[str, Any] = {}
         if prompts_path.is_file():
-            prompts = _read_object(prompts_path).get("prompts") or {}
+            prompts = read_object(prompts_path).get("prompts") or {}
         return cls(pooling, prompts.get("query", ""), prompts.get("document", ""))
 
 
-def _read_object(path: Path) -> dict[str, Any]:
+def read_object(path: Path) -> dict[str, Any]:
     """Read a JSON object. Raises :class:`EvaluationError` for anything else."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -178,7 +178,7 @@ def read_retrieval(path: str | Path) -> RetrievalData:
     if not path.is_file() or not path.stat().st_size:
         raise EvaluationError(f"{path}: there is no such file, or it is empty: correct the path.")
     if path.suffix == ".json" and path.read_text(encoding="utf-8").lstrip().startswith("{"):
-        content = _read_object(path)
+        content = read_object(path)
         missing = [name for name in _PARTS if name not in content]
         if missing:
             raise EvaluationError(f"{path}: there is no '{missing[0]}' in it: {', '.join(_PARTS)} are needed.")
@@ -296,8 +296,22 @@ def evaluate_retrieval(
         >>> torchtune.evaluation.evaluate_retrieval(model, tokenizer, data)["recall@1"]
         1.0
     """
+    similarity = similarities(model, tokenizer, data, settings=settings, dimensions=dimensions, batch_size=batch_size)
+    return retrieval_scores(similarity, data.relevant, recall_at=recall_at)
+
+
+def similarities(
+    model: TransformerDecoder,
+    tokenizer: Any,
+    data: RetrievalData,
+    *,
+    settings: EmbeddingSettings | None = None,
+    dimensions: int | None = None,
+    batch_size: int = 32,
+) -> Tensor:
+    """Return the cosine similarities of queries and corpus, float32 ``[n, m]``; see :func:`evaluate_retrieval`."""
     settings = settings or EmbeddingSettings()
     options = {"pooling": settings.pooling, "dimensions": dimensions, "batch_size": batch_size}
     queries = embed(model, tokenizer, data.queries, instruction=settings.query_instruction, **options)
     corpus = embed(model, tokenizer, data.corpus, instruction=settings.document_instruction, **options)
-    return retrieval_scores(queries @ corpus.T, data.relevant, recall_at=recall_at)
+    return queries @ corpus.T

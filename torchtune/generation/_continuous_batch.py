@@ -15,6 +15,7 @@ from torchtune.data import Documents, Images
 from torchtune.generation._fast_linear import fast_linears
 from torchtune.generation._prompts import images_of_batch
 from torchtune.generation._sampling import GenerationError, LogitsProcessor, process_logits
+from torchtune.modules.bidirectional import is_causal
 from torchtune.modules.common_utils import attention_modules
 from torchtune.modules.kv_cache import EncoderCache, KVCache, Place
 from torchtune.modules.model_fusion import ImageTextModel
@@ -561,7 +562,8 @@ def check_generates(model: nn.Module) -> None:
         model: a decoder, or a model of text and images.
 
     Raises:
-        GenerationError: it is a classifier or a reward model, whose outputs are not tokens.
+        GenerationError: it is a classifier or a reward model, whose outputs are not tokens, or it attends to later
+            tokens.
 
     Example:
         >>> torchtune.generation.check_generates(model)  # raises for a reward model
@@ -570,6 +572,11 @@ def check_generates(model: nn.Module) -> None:
         raise GenerationError(
             "model: it is a classifier or a reward model, which gives scores and no text: give a language model, or "
             "use torchtune.classify or tune eval."
+        )
+    if not is_causal(model):
+        raise GenerationError(
+            "model: it attends to later tokens, as an embedding model may, and so cannot predict them: use "
+            "torchtune.embed, or give a language model."
         )
 
 

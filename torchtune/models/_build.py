@@ -226,6 +226,7 @@ def _latent_attention(d: Description, layer: int, rope: nn.Module) -> LatentAtte
         pos_embeddings=None if layer in d.unrotated_layers else rope,
         max_seq_len=d.max_seq_len,
         attn_dropout=d.attn_dropout,
+        is_causal=d.is_causal,
         scale=scale,
         growth=_growth(d, layer),
     )
@@ -271,6 +272,7 @@ def _attention(
         qk_norm_whole=d.qk_norm_whole,
         max_seq_len=d.max_seq_len,
         attn_dropout=d.attn_dropout,
+        is_causal=d.is_causal,
         scale=scale,
         softcap=d.attn_softcap,
         window=d.window if has_window else None,

@@ -85,6 +85,7 @@ class Description:
     num_kv_heads: int
     head_dim: int = 0  # 0 is replaced by embed_dim // num_heads
     attn_dropout: float = 0.0
+    is_causal: bool = True  # a position sees no later ones; False: it sees all of its document
     q_bias: bool = False
     k_bias: bool = False
     v_bias: bool = False
@@ -206,6 +207,27 @@ class Description:
         self._check_layer_kinds()
         if not 0.0 <= self.attn_dropout <= 1.0:
             raise ModelError(f"attn_dropout must lie in [0, 1], got {self.attn_dropout}.")
+        causal_part = self.causal_part()
+        if not self.is_causal and causal_part is not None:
+            raise ModelError(f"is_causal must be True in a model with {causal_part}.")
+
+    def causal_part(self) -> str | None:
+        """Return the part of the model that cannot see later positions, in words; None if there is none.
+
+        Example:
+            >>> sizes = {"vocab_size": 50, "num_layers": 1, "embed_dim": 32, "intermediate_dim": 64, "num_heads": 4}
+            >>> sizes |= {"num_kv_heads": 4, "max_seq_len": 99}
+            >>> torchtune.models.Description(**sizes, window=8, window_layers=(0,)).causal_part()
+            'sliding windows'
+        """
+        parts = {
+            "layers that read the text in its direction (linear attention, Mamba, short convolutions)": self.mixer,
+            "sliding windows": self.window,
+            "chunked attention": self.chunk,
+            "a soft cap of attention scores": self.attn_softcap,
+            "attention sinks": self.attn_sinks,
+        }
+        return next((words for words, is_there in parts.items() if is_there), None)
 
     def _set_default(self, field: str, value: int) -> None:
         """Replace a field that is 0; a frozen dataclass has no ordinary assignment."""

@@ -193,6 +193,7 @@ class HFFormat:
             "num_kv_heads": fields.take("num_key_value_heads", num_heads),
             "head_dim": fields.take("head_dim", 0),
             "attn_dropout": float(fields.take("attention_dropout", 0.0)),
+            "is_causal": bool(fields.take("is_causal", True)),
             "q_bias": has_qkv_bias,
             "k_bias": has_qkv_bias,
             "v_bias": has_qkv_bias,
@@ -229,6 +230,8 @@ class HFFormat:
         }
         for name, field, _ in self.extra_fields:
             config[name] = getattr(description, field)
+        if not description.is_causal:
+            config["is_causal"] = False
         if isinstance(description.rope_scaling, LongRopeScaling):  # some architectures read it only here
             config["original_max_position_embeddings"] = description.rope_scaling.original_max_seq_len
         if description.is_classifier:

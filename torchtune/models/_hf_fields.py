@@ -44,7 +44,7 @@ _FLAGS = frozenset(
     """attention_bias mlp_bias tie_word_embeddings use_sliding_window norm_topk_prob attention_out_bias use_bias
     attention_k_eq_v enable_moe_block use_double_wide_mlp use_expert_bias conv_bias tie_embedding rope_interleave
     mamba_conv_bias mamba_proj_bias mamba_rms_norm mamba_norm_before_gate projectors_bias use_conv_bias
-    block_auto_adjust_ff_dim""".split()
+    block_auto_adjust_ff_dim is_causal""".split()
 )
 _OBJECTS = frozenset({"rope_parameters", "rope_scaling", "quantization_config"})
 

@@ -3,6 +3,7 @@
 from torchtune._lazy import former_names
 from torchtune.modules.attention import MultiHeadAttention
 from torchtune.modules.attention_utils import create_block_causal_mask, packed_block_causal_mask
+from torchtune.modules.bidirectional import BidirectionalAttention
 from torchtune.modules.common_utils import (
     delete_kv_caches,
     disable_kv_cache,
@@ -32,6 +33,7 @@ from torchtune.modules.vision_transformer import Tiles as Tiles
 from torchtune.modules.vision_transformer import VisionTransformer
 
 __all__ = [
+    "BidirectionalAttention",
     "FeedForward",
     "FlashAttentionKernel",
     "Fp32LayerNorm",

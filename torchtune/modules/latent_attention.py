@@ -75,6 +75,7 @@ class LatentAttention(MultiHeadAttention):
         pos_embeddings: nn.Module | None = None,
         max_seq_len: int = 4096,
         attn_dropout: float = 0.0,
+        is_causal: bool = True,
         scale: float | None = None,
         growth: tuple[float, int, int] | None = None,
     ) -> None:
@@ -92,6 +93,7 @@ class LatentAttention(MultiHeadAttention):
             pos_embeddings=pos_embeddings,
             max_seq_len=max_seq_len,
             attn_dropout=attn_dropout,
+            is_causal=is_causal,
             scale=key_dim**-0.5 if scale is None else scale,
             growth=growth,
         )

@@ -324,6 +324,7 @@ class TransformerDecoder(nn.Module):
         """Predict the next token at every position.
 
         Without ``mask`` and ``documents``, attention is causal in each row, so right padding does not affect tokens.
+        A model with :class:`BidirectionalAttention` attends to its whole row, so that padded rows need either.
 
         Args:
             tokens: int64 ``[b, s]``, or ``None`` with ``input_embeds``.
@@ -524,6 +525,8 @@ class TransformerDecoder(nn.Module):
                     return f"layer {index} has {type(attn).__name__}, which goes on from no other document"
                 if not getattr(attn.attention, "shares_prefixes", False):
                     return f"layer {index} computes attention with a function of its own"
+                if not attn.is_causal:
+                    return f"layer {index} attends to later positions, which differ between documents"
                 if attn.attn_dropout:
                     return "attention has dropout (attn_dropout), which draws anew for every document"
                 if getattr(attn.pos_embeddings, "depends_on_length", False):

@@ -59,7 +59,7 @@ class StreamDecoder:
 def document_texts(row: Any) -> list[tuple[str, np.ndarray, np.ndarray]]:
     """Return (title, tokens, labels) of each text in a row: both answers of a pair, or the first document of a pack.
 
-    A query with passages has a text for each.
+    A query with passages or candidates has a text for each.
 
     The labels of prompts for generation are placeholders; they are replaced by the ignore index. For rows of other
     kinds, the list is empty.
@@ -80,6 +80,12 @@ def document_texts(row: Any) -> list[tuple[str, np.ndarray, np.ndarray]]:
         texts += [("negative", negative) for negative in row["negatives"]]
         # All tokens are trained on: labels are the next ones.
         return [(title, np.asarray(ids), np.asarray([*ids[1:], CROSS_ENTROPY_IGNORE_IDX])) for title, ids in texts]
+    if "documents" in row:  # candidates of a reranker
+        texts = []
+        for ids, target in zip(row["documents"], row["targets"], strict=True):
+            labels = [*ids[1:], CROSS_ENTROPY_IGNORE_IDX]
+            texts.append((f"candidate with label {target:g}", np.asarray(ids), np.asarray(labels)))
+        return texts
     if "tokens" not in row or "labels" not in row:
         return []
     title = ""

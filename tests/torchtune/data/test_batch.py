@@ -235,3 +235,18 @@ def test_label_positions_move_to_the_device_with_the_batch():
     assert (sent.label_index.device.type, sent.label_index.shape) == ("meta", (batch.num_labels,))
     sent["labels"] = torch.empty_like(sent.labels)
     assert sent.label_index is None, "those of other labels"
+
+
+def test_documents_of_a_batch_split_into_batches():
+    batch = collate_documents([ONE, TWO, THREE]).pad_to_multiple(4)
+    first, second = batch.split_documents(2)
+    assert first.tokens.tolist() == [[1, 2, 3, 4]]
+    assert first.documents.lengths == (3, 1)
+    assert first.input_pos.tolist() == [[0, 1, 2, 0]]
+    assert second.tokens.tolist() == [[6, 7]]  # without the padding
+    assert second.labels.tolist() == [[7, -100]]
+
+
+def test_rows_without_documents_do_not_split_into_documents():
+    with pytest.raises(DataError, match="only batches of texts whose documents"):
+        Batch(torch.tensor([[1, 2]])).split_documents(1)

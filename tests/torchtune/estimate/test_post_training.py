@@ -20,6 +20,12 @@ RETRIEVAL = {"dataset": {"_component_": "torchtune.datasets.embedding_dataset", 
 RETRIEVAL |= {"loss": {"_component_": "torchtune.rlhf.loss.InfoNCELoss"}}
 RETRIEVAL |= {"collate_fn": "torchtune.data.collate_embedding"}
 
+RERANKING = {"dataset": {"_component_": "torchtune.datasets.reranking_dataset", "source": "json", "listwise": True}}
+RERANKING |= {"loss": {"_component_": "torchtune.rlhf.loss.RerankListwiseLoss"}}
+RERANKING |= {"collate_fn": "torchtune.data.collate_reranking", "model__num_classes": 1}
+RERANKING |= {"model___component_": "torchtune.modules.classifier_model"}
+RERANKING |= {"model__base_model_path": "torchtune.models.from_hf_config"}
+
 
 class Regret(AnswerLoss):
     """A user's loss of labeled answers."""
@@ -53,8 +59,10 @@ IMAGES = "torchtune.data.padded_collate_tiled_images_and_mask"
         ("lora_dpo_single_device", OWN),
         ("knowledge_distillation_single_device", {}),
         ("lora_dpo_single_device", RETRIEVAL),
+        ("lora_dpo_single_device", {**RETRIEVAL, "loss__texts_per_pass": 2}),
+        ("lora_dpo_single_device", RERANKING),
     ],
-    ids=["pairs", "own loss of labeled answers", "teacher", "queries with passages"],
+    ids=["pairs", "own loss of labeled answers", "teacher", "queries with passages", "passages in parts", "candidates"],
 )
 def test_a_step_is_simulated(name, settings, tmp_path):
     peaks = simulated(name, tmp_path, **settings)

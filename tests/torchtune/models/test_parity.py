@@ -1,6 +1,8 @@
 """Every family computes what transformers computes, and comes back from our files bit for bit."""
 
 import copy
+import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +15,8 @@ from tests.torchtune.models.conftest import load_model, make_hf_model, on_disk
 from tests.torchtune.models.families import CLASSIFIERS
 from torchtune.data import Documents
 from torchtune.generation import generate
-from torchtune.modules import local_kv_cache
+from torchtune.models import ModelError
+from torchtune.modules import BidirectionalAttention, local_kv_cache
 from torchtune.modules.loss import LinearCrossEntropyLoss, setup_loss
 
 TOKENS = torch.randint(1, 97, (2, 50), generator=torch.Generator().manual_seed(1))
@@ -161,3 +164,28 @@ def test_classifier_equals_that_of_transformers(name, tmp_path, save_model):
         )
         other.config._attn_implementation = hf.config._attn_implementation
         assert torch.equal(other(tokens).logits, expected)
+
+
+def test_attention_in_both_directions_is_that_of_transformers(pair):
+    """As ``is_causal: false`` of config.json says; a model with windows or mixers refuses it."""
+    description = pair.model.description
+    if description.causal_part() is not None:
+        with pytest.raises(ModelError, match="is_causal"):
+            replace(description, is_causal=False)
+        return
+    config = json.loads((pair.folder / "config.json").read_text())
+    both_ways = pair.model.spec.from_hf_config({**config, "is_causal": False})
+    assert both_ways == replace(description, is_causal=False)
+    assert pair.model.spec.to_hf_config(both_ways)["is_causal"] is False
+    tokens = torch.tensor([[1, 20, 33, 7, 50]], device=DEVICE)
+    conversion = BidirectionalAttention()
+    conversion.convert(pair.model)
+    pair.hf.config.is_causal = False
+    try:
+        with torch.no_grad():
+            hidden = pair.model(tokens, output="hidden") / description.hidden_scale
+            expected = pair.hf.base_model(tokens).last_hidden_state
+    finally:
+        del pair.hf.config.is_causal
+        conversion.revert(pair.model)
+    torch.testing.assert_close(hidden, expected, atol=2e-4, rtol=1e-3)

@@ -9,11 +9,17 @@ import torch
 
 from tests.devices import DEVICE
 from torchtune.data import DataError, collate_documents, collate_embedding
+from torchtune.models import Description, build
 from torchtune.modules import pooled_embeddings
+from torchtune.modules.conversion import apply_conversions
 from torchtune.modules.loss import LossError
+from torchtune.modules.moe import BalancingLoss
+from torchtune.modules.peft import LoRA, LoRALinear
 from torchtune.rlhf.loss import InfoNCELoss, setup_loss
 
 DOUBLE = torch.float64
+DECODER = {"vocab_size": 20, "num_layers": 2, "num_heads": 2, "num_kv_heads": 1, "embed_dim": 16}
+DECODER |= {"intermediate_dim": 16, "max_seq_len": 16, "tie_word_embeddings": True}
 
 
 def row(query, positive, *negatives, labels=(0,)):
@@ -121,6 +127,7 @@ def test_pooling_over_shards_of_a_sequence_adds_up(pooling):
     ("settings", "words"),
     [
         ({"temperature": 0}, "temperature is 0"),
+        ({"texts_per_pass": 0}, "texts_per_pass is 0"),
         ({"pooling": "first"}, "pooling is 'first'"),
         ({"matryoshka_dims": [4, 0]}, "must be above 0"),
         ({"matryoshka_dims": [4, 2], "matryoshka_weights": [1.0]}, "1 weights for 2 matryoshka_dims"),
@@ -142,3 +149,64 @@ def test_batch_without_roles_is_refused():
     batch = collate_documents([{"tokens": [1], "labels": [-100]}])
     with pytest.raises(DataError, match=r"use torchtune\.datasets\.embedding_dataset"):
         InfoNCELoss().check_batch(batch)
+
+
+def with_dropout():
+    torch.manual_seed(0)
+    model = build(Description(**DECODER))
+    apply_conversions(model, [LoRA(rank=4, alpha=8, dropout=0.5)])
+    for module in model.modules():
+        if isinstance(module, LoRALinear):
+            torch.nn.init.normal_(module.lora_b.weight)  # zeros would hide the dropout
+    return model
+
+
+def gradients(model):
+    return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+
+
+def test_second_pass_drops_what_the_first_has_dropped():
+    """With the random numbers of a loop that keeps the graph of every part."""
+    batch = collate_embedding(ROWS)
+    loss = InfoNCELoss(temperature=0.2, texts_per_pass=4)
+    model = with_dropout()
+    torch.manual_seed(1)
+    scores = torch.cat([InfoNCELoss().score_batch(model, part) for part in batch.split_documents(4)])
+    total, _ = loss.sum_and_metrics(batch, scores)
+    total.backward()
+    expected = gradients(model)
+    state_after = torch.get_rng_state()
+
+    model.zero_grad()
+    torch.manual_seed(1)
+    total_in_parts, _ = loss.sum_and_metrics(batch, loss.score_batch(model, batch))
+    total_in_parts.backward()
+    torch.testing.assert_close(total_in_parts, total)
+    torch.testing.assert_close(gradients(model), expected)
+    assert torch.equal(torch.get_rng_state(), state_after)
+
+
+def test_parts_keep_no_graph_until_the_backward_pass():
+    """The memory of a batch in parts is that of one part: no tensor of the model is saved for the backward pass."""
+    batch = collate_embedding(ROWS)
+    model = with_dropout()
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
+        InfoNCELoss(texts_per_pass=2).score_batch(model, batch)
+    assert not saved
+
+
+def test_validation_in_parts_equals_one_pass():
+    batch = collate_embedding(ROWS)
+    model = with_dropout().eval()
+    with torch.no_grad():
+        torch.testing.assert_close(
+            InfoNCELoss(texts_per_pass=2).score_batch(model, batch), InfoNCELoss().score_batch(model, batch)
+        )
+
+
+def test_parts_of_models_with_a_balancing_loss_are_refused():
+    model = build(Description(**DECODER, num_experts=4, experts_per_token=2, expert_dim=16, router_balance=0.1))
+    apply_conversions(model, [BalancingLoss()])
+    with pytest.raises(LossError, match="remove BalancingLoss from model_converters"):
+        setup_loss(InfoNCELoss(texts_per_pass=2), model)

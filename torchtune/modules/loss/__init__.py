@@ -45,6 +45,7 @@ __all__ = [
 
 from torchtune.modules.loss.cross_entropy import LOGITS_BLOCK as LOGITS_BLOCK
 from torchtune.modules.loss.custom_loss import Projection as Projection
+from torchtune.modules.loss.custom_loss import check_causal as check_causal
 from torchtune.modules.loss.custom_loss import innermost_loss as innermost_loss
 
 __getattr__ = former_names(__name__)

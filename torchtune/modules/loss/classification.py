@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +37,8 @@ class ClassificationLoss(SFTLoss, nn.Module):
         >>> round(total.item(), 4), count.item()  # log(4)
         (1.3863, 1)
     """
+
+    predicts_tokens: ClassVar[bool] = False
 
     def __init__(self) -> None:
         super().__init__()

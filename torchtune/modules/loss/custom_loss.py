@@ -3,12 +3,13 @@
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol, TypedDict
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypedDict
 
 import torch
 from torch import Tensor, nn
 
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, label_index
+from torchtune.modules.bidirectional import is_causal
 from torchtune.modules.moe.balance import Balance, balance_of
 from torchtune.utils import UserError, is_simulated
 
@@ -38,10 +39,15 @@ class SFTLoss(ABC):
     Recipes call :meth:`sum_and_count`. A loss of hidden states overrides it; a loss that only defines :meth:`forward`,
     the mean over labeled tokens, inherits it.
 
+    Attributes:
+        predicts_tokens: whether labels are tokens, which the model must not see before it predicts them.
+
     Example:
         >>> issubclass(torchtune.modules.loss.LinearCrossEntropyLoss, torchtune.modules.loss.SFTLoss)
         True
     """
+
+    predicts_tokens: ClassVar[bool] = True
 
     @abstractmethod
     def apply_compile_strategy(self, *args: Any, **kwargs: Any) -> nn.Module:
@@ -192,6 +198,8 @@ def setup_loss(loss: Any, model: nn.Module) -> TokenLoss:
             f"loss: it ignores the label {ignore_index}, but {CROSS_ENTROPY_IGNORE_IDX} marks positions without one: "
             "leave out ignore_index."
         )
+    if not isinstance(loss, SFTLoss) or loss.predicts_tokens:
+        check_causal(model, type(loss).__name__)
     if not isinstance(loss, SFTLoss):
         weight = _output_weight(model)
         _check(loss, len(weight), weight.device)
@@ -205,6 +213,15 @@ def setup_loss(loss: Any, model: nn.Module) -> TokenLoss:
             loss = OlderLoss(loss, arguments)
     balance = balance_of(model)
     return loss if balance is None else BalancedLoss(loss, balance)
+
+
+def check_causal(model: nn.Module, name: str) -> None:
+    """Raise :class:`LossError` if a model sees the tokens that the loss called ``name`` lets it predict."""
+    if not is_causal(model):
+        raise LossError(
+            f"loss: {name} predicts tokens, and the model attends to later tokens, so that it sees them: remove "
+            "torchtune.modules.BidirectionalAttention from model_converters, or train embeddings or classes."
+        )
 
 
 class _Adapter(nn.Module):

@@ -30,6 +30,7 @@ from torchtune.rlhf.loss.grpo import (
 )
 from torchtune.rlhf.loss.kto import KTOLoss
 from torchtune.rlhf.loss.ppo import PPOLoss
+from torchtune.rlhf.loss.reranking import RerankBCELoss, RerankListwiseLoss, RerankLoss
 from torchtune.rlhf.loss.reward import RewardLoss, pooled_scores
 
 __all__ = [
@@ -56,6 +57,9 @@ __all__ = [
     "PreferenceLoss",
     "RLOOLoss",
     "RSOLoss",
+    "RerankBCELoss",
+    "RerankListwiseLoss",
+    "RerankLoss",
     "RewardLoss",
     "RobustDPOLoss",
     "SigmoidNormLoss",

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from torchtune.data import Batch, BatchLoader, DataError, ExampleDataset
-from torchtune.modules.loss import LossError, Projection, token_log_probs
+from torchtune.modules.loss import LossError, Projection, check_causal, token_log_probs
 from torchtune.modules.moe.balance import Balance, balance_of
 from torchtune.training import ParallelDims
 
@@ -20,8 +20,9 @@ class AnswerLoss(nn.Module, ABC):
 
     Attributes:
         trains_on: kind of the dataset's rows: pairs of answers (``pairs``), single answers labeled good or bad
-            (``answers``), queries with passages (``retrieval``), or prompts that the model answers (``prompts``). A
-            simulated run generates such rows.
+            (``answers``), queries with passages (``retrieval``), pairs of a query and a document (``documents``),
+            queries with candidates (``candidates``), or prompts that the model answers (``prompts``). A simulated run
+            generates such rows.
         needs_reference: whether the loss uses a reference model.
         min_examples: minimum number of examples per micro-batch.
         rows_per_loss: number of rows that are compared with each other where a report measures the loss of rows.
@@ -31,7 +32,7 @@ class AnswerLoss(nn.Module, ABC):
         True
     """
 
-    trains_on: ClassVar[Literal["pairs", "answers", "retrieval", "prompts"]] = "pairs"
+    trains_on: ClassVar[Literal["pairs", "answers", "retrieval", "documents", "candidates", "prompts"]] = "pairs"
     needs_reference: ClassVar[bool] = True
     min_examples: ClassVar[int] = 1
     rows_per_loss: ClassVar[int] = 1
@@ -44,6 +45,7 @@ class AnswerLoss(nn.Module, ABC):
 
     def check_model(self, model: nn.Module) -> None:
         """Check that the model's output fits the loss. Raises :class:`LossError`."""
+        check_causal(model, type(self).__name__)
         num_outputs = model.output.weight.shape[0]
         vocab_size = model.tok_embeddings.weight.shape[0]
         if num_outputs < vocab_size:
@@ -76,8 +78,23 @@ class AnswerLoss(nn.Module, ABC):
         """
         return document_log_probs(hidden, batch, projection)
 
-    def json_files(self, model: nn.Module, dataset: ExampleDataset, tokenizer: Any) -> dict[str, Any]:
-        """Return the contents of JSON files that a checkpoint gets beside the model's, by path; by default none.
+    def score_batch(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Score every document of a batch with a model; a collective of the ranks that share the batch.
+
+        Args:
+            model: the trained model.
+            batch: from :func:`torchtune.data.collate_preference`, on the model's device.
+
+        Returns:
+            Scores ``[n, ...]``, the same on all ranks that share the batch; see :meth:`score`.
+        """
+        hidden = model(**batch.model_inputs(), output="hidden")
+        return self.dims.sum_over_sequence(self.score(hidden, batch, model.output))
+
+    def extra_files(self, model: nn.Module, dataset: ExampleDataset, tokenizer: Any) -> dict[str, Any]:
+        """Return the contents of files that a checkpoint gets beside the model's, by path; by default none.
+
+        A content is a text, or the content of a JSON file.
 
         Args:
             model: the trained model.

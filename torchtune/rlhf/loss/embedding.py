@@ -10,7 +10,9 @@ from torch.nn import functional as F
 from torchtune.data import Batch, BatchLoader, DataError, ExampleDataset
 from torchtune.modules import Pooling, pooled_embeddings
 from torchtune.modules.loss import LossError, Projection
+from torchtune.modules.moe.balance import balance_of
 from torchtune.rlhf.loss._base import AnswerLoss, Metrics
+from torchtune.rlhf.loss._cached_gradients import score_in_parts
 
 
 class InfoNCELoss(AnswerLoss):
@@ -30,6 +32,9 @@ class InfoNCELoss(AnswerLoss):
         matryoshka_dims: numbers of leading dimensions that are trained as embeddings of their own; by default only all
             dimensions.
         matryoshka_weights: weight of each of ``matryoshka_dims``; by default 1.
+        texts_per_pass: number of texts in a forward pass, for batches larger than memory (cached gradients, Gao et al.
+            2021, arXiv:2101.06983). Every text is computed twice, and the gradients are those of the whole batch. By
+            default, all texts of a micro-batch are in one pass.
 
     Raises:
         ValueError: a number is not above 0, there is another number of weights than of dimensions, or ``pooling`` is
@@ -50,6 +55,7 @@ class InfoNCELoss(AnswerLoss):
         pooling: Pooling = "last",
         matryoshka_dims: Sequence[int] | None = None,
         matryoshka_weights: Sequence[float] | None = None,
+        texts_per_pass: int | None = None,
     ) -> None:
         super().__init__()
         if temperature <= 0:
@@ -62,19 +68,31 @@ class InfoNCELoss(AnswerLoss):
             raise ValueError(f"matryoshka_weights has {len(weights)} weights for {len(dims)} matryoshka_dims.")
         if min([*dims, *weights], default=1) <= 0:
             raise ValueError("matryoshka_dims and matryoshka_weights must be above 0.")
+        if texts_per_pass is not None and texts_per_pass < 1:
+            raise ValueError(f"texts_per_pass is {texts_per_pass}: it must be at least 1.")
         self.temperature = temperature
         self.pooling = pooling
         self.matryoshka_dims = dims
         self.matryoshka_weights = weights
+        self.texts_per_pass = texts_per_pass
 
     def check_model(self, model: nn.Module) -> None:
-        """Check that the embeddings have the Matryoshka dimensions. Raises :class:`LossError`."""
+        """Check that the embeddings have the Matryoshka dimensions, and the passes no balancing loss.
+
+        Raises:
+            LossError: they have not.
+        """
         width = model.tok_embeddings.weight.shape[1]
         too_wide = [dim for dim in self.matryoshka_dims if dim > width]
         if too_wide:
             raise LossError(
                 f"loss: matryoshka_dims has {max(too_wide)}, but the model's embeddings have {width} dimensions: set "
                 "numbers up to this."
+            )
+        if self.texts_per_pass is not None and balance_of(model) is not None:
+            raise LossError(
+                "loss: texts_per_pass computes texts without a graph at first, in which the balancing loss of the "
+                "experts has no gradient: remove BalancingLoss from model_converters, or texts_per_pass."
             )
 
     def check_batch(self, batch: Batch) -> None:
@@ -100,14 +118,29 @@ class InfoNCELoss(AnswerLoss):
             f"micro-batch has 1, without negatives: set another {name}, or give the rows negatives."
         )
 
+    def score_batch(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Return the embedding of every document ``[n, d]``; see :meth:`AnswerLoss.score_batch`."""
+        if self.texts_per_pass is None:
+            return super().score_batch(model, batch)
+
+        def score(part: Batch) -> Tensor:
+            return super(InfoNCELoss, self).score_batch(model, part.pad_to_multiple(self.dims.min_seq_len_divisor))
+
+        return score_in_parts(score, batch, self.texts_per_pass, self.dims.max)
+
     def score(self, hidden: Tensor, batch: Batch, projection: Projection) -> Tensor:
         """Return the embedding of every document before normalization ``[n, d]``, float32 or wider.
 
         See :meth:`AnswerLoss.score`; the projection to the vocabulary is not used.
         """
-        return pooled_embeddings(hidden, batch, self.pooling)
+        embeddings = pooled_embeddings(hidden, batch, self.pooling)
+        if self.dims.tp == 1:
+            return embeddings
+        # All tensor-parallel ranks compute the same loss, and the gradients of hidden states are summed over them.
+        values = embeddings.detach()
+        return values + (embeddings - values) / self.dims.tp
 
-    def json_files(self, model: nn.Module, dataset: ExampleDataset, tokenizer: Any) -> dict[str, Any]:
+    def extra_files(self, model: nn.Module, dataset: ExampleDataset, tokenizer: Any) -> dict[str, Any]:
         """Return the files from which ``sentence-transformers`` loads the checkpoint, by path.
 
         Its ``encode(texts, prompt_name="query")`` then adds the instruction of the dataset.
