@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn import functional as F
 
+from torchtune.modules.classifier import ClassifierHead
 from torchtune.modules.low_precision.formats import Stored
 from torchtune.modules.low_precision.layers import StoredLinear, frozen_linear
 from torchtune.modules.output_projection import CappedLinear, soft_cap
@@ -25,6 +26,7 @@ from torchtune.modules.parallel.collectives import (
     gather_vocabulary,
     sum_and_split_sequence,
     sum_gradients,
+    sum_of_equals,
     sum_over_ranks,
     vocabulary_parallel_linear,
 )
@@ -217,6 +219,44 @@ def _split_embedding(module: nn.Embedding, group: dist.ProcessGroup) -> Callable
         return sum_and_split_sequence(embedded.masked_fill(is_elsewhere.unsqueeze(-1), 0.0), group)
 
     return forward
+
+
+class HeadParallel(ParallelStyle):
+    """Head of a classifier: ``[..., d]`` replicated to logits ``[..., c]`` replicated, with d sharded over the ranks.
+
+    The gradient of the input is a partial sum.
+    """
+
+    def check(self, name: str, module: nn.Module, ranks: int) -> None:
+        """Check that ``ranks`` ranks can share the module.
+
+        Raises:
+            ParallelError: the module is not a plain head, or ``ranks`` does not divide its width.
+        """
+        if type(module) is not ClassifierHead:
+            raise ParallelError(
+                f"tensor_parallel_dim: it is not known how the head {type(module).__name__} is split: set it to 1, or "
+                "leave the output without adapter (apply_lora_to_output=False)."
+            )
+        if module.in_features % ranks:
+            raise ParallelError(
+                f"tensor_parallel_dim: {ranks} does not divide the width {module.in_features} of {name}: choose one "
+                "that does."
+            )
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        self.check(type(module).__name__, module, device_mesh.size())
+        place_parameters(module, device_mesh, {"weight": Shard(1)})
+        group = device_mesh.get_group()
+
+        def forward(x: Tensor) -> Tensor:
+            weight = local_shard(module.weight)  # [c, d / ranks]
+            width = weight.shape[1]
+            part = x.narrow(-1, group.rank() * width, width)
+            return sum_of_equals(F.linear(part, weight), group)
+
+        module.forward = forward
+        return module
 
 
 class GrownVocabParallel(VocabParallel):
