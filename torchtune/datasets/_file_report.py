@@ -133,6 +133,8 @@ def _problem(row: Any, reader: str, chosen: Mapping[str, Any]) -> str | None:
     except DataError as error:
         return str(error)
     if all(turn.masked for turn in messages):
+        if any(turn.role == "assistant" for turn in messages):
+            return "the turns of the assistant say that they are not trained on: there is nothing to train on"
         return "no turn is the assistant's: there is nothing to train on"
     return None
 
