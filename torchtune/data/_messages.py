@@ -517,8 +517,8 @@ def mask_messages(
     ``train_on_assistant`` trains on all assistant turns, ``train_on_last`` on the last assistant turn, and
     ``train_on_all`` also on user and tool turns, except user turns with media. System turns are always masked.
     A turn whose row says that it is not trained on (``weight: 0``, ``loss_scale: 0``, ``train: false``,
-    ``loss: false``, ``masked: true``) is always masked; a turn can only be taken out of what the strategy trains on, not
-    added to it.
+    ``loss: false``, ``masked: true``) is always masked; a turn can only be taken out of what the strategy trains on,
+    not added to it.
 
     Raises:
         DataError: the strategy is unknown, or a turn that it does not train on says ``train: true`` and is not the
