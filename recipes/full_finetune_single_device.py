@@ -248,8 +248,10 @@ class FullFinetuneRecipeSingleDevice:
             if cfg.enable_fp8_training:
                 quantization.convert_to_float8_training(model, cfg.fp8_recipe_name)
         self.checkpointer.check_contents(model, tokenizer=self.tokenizer)
+        if cfg.resize_token_embeddings:
+            training.add_token_rows(model, self.tokenizer)
         self.checkpointer.load_model(model, device=self.device)
-        training.fit_vocabulary(model, self.tokenizer, resize=cfg.resize_token_embeddings)
+        training.fit_vocabulary(model, self.tokenizer)
         training.checkpoint_activations(model, cfg.enable_activation_checkpointing, cfg.ac_mode, cfg.ac_option)
         if cfg.compile:
             training.compile_model(model)

@@ -140,6 +140,8 @@ class Settings:
     quantizer: Component | None = None
     # Number of steps before fake quantization starts; null: from the first step.
     fake_quant_after_n_steps: PositiveInt | None = None
+    # Enlarge the embedding if the tokenizer has more tokens than the checkpoint.
+    resize_token_embeddings: bool = False
 
     # Visit the examples of each epoch in random order.
     shuffle: bool = True
@@ -276,6 +278,8 @@ class LoRAFinetuneRecipeDistributed:
         require_adapters(model)
         contents = checkpoints.checkpoint_contents(model, merge=not cfg.save_adapter_weights_only)
         self.checkpointer.check_contents(model, contents=contents, tokenizer=self.tokenizer)
+        if cfg.resize_token_embeddings:
+            training.add_token_rows(model, self.tokenizer)
         training.parallelize(
             model,
             self.dims,

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import torchtune
 from tests.devices import DEVICE
@@ -127,6 +127,27 @@ def test_labels_are_checked_before_the_run(overrides, message, tmp_path):
     assert plan_data(load_and_check(config, ["epochs=1"], main))
     with pytest.raises(ClassificationError, match=message):
         plan_data(load_and_check(config, overrides, main))
+
+
+def test_batches_with_padding_are_classified_by_transformers_alike(tmp_path):
+    """Also if neither config.json nor the tokenizer of the base names a padding token."""
+    checkpoint = write_checkpoint(tmp_path / "checkpoint")
+    for name, field in (("config.json", "pad_token_id"), ("tokenizer_config.json", "pad_token")):
+        content = json.loads((checkpoint / name).read_text())
+        content.pop(field, None)
+        (checkpoint / name).write_text(json.dumps(content))
+    run = start("full_finetune_single_device", tmp_path, **settings_of(tmp_path, epochs=1))
+    folder = run.output_dir / "epoch_0"
+    reference = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
+    padding = AutoTokenizer.from_pretrained(folder)
+    texts = ["the cat sees a dog", "red", "one bird", "why not"]
+    batch = padding(texts, padding=True, add_special_tokens=False, return_tensors="pt")
+    assert not batch["attention_mask"].all()
+    with torch.no_grad():
+        probabilities = reference(**batch).logits.softmax(-1)
+    model, tokenizer = torchtune.load(folder, dtype="fp32", device="cpu")
+    for row, classes in zip(probabilities.tolist(), torchtune.classify(model, tokenizer, texts), strict=True):
+        assert classes == pytest.approx(dict(zip(TEXTS, row, strict=True)), abs=1e-5)
 
 
 def test_rows_are_shown_with_their_labels(tmp_path, tune):

@@ -46,7 +46,8 @@ _DATASET_BUILDERS = {
     "column_map.output": ("instruct_dataset", "alpaca_dataset", "multimodal.vqa_dataset"),
     "conversation_column": ("chat_dataset",),
     "conversation_style": ("chat_dataset",),
-    "column": ("text_completion_dataset", "prompt_dataset"),
+    "label_column": ("classification_dataset",),
+    "column": ("text_completion_dataset", "prompt_dataset", "classification_dataset"),
 }
 # Rows of a hub dataset that are read to find its format.
 _HUB_ROWS = 100
@@ -343,7 +344,7 @@ class _DataSettings:
         )
 
     def _as_trained(self, row_format: tuple[str, str], row: Mapping[str, Any]) -> tuple[str, str]:
-        """Return the format as the recipe reads it: questions with answers are prompts, or instructions."""
+        """Return the format as the recipe reads it: questions with answers may be prompts, and labels answers."""
         from torchtune.datasets import builder_and_settings
 
         kind, reader = row_format
@@ -353,15 +354,24 @@ class _DataSettings:
             return "prompts with answers", f"prompt_dataset column={columns['column_map.input']}"
         if trained_on == _SUPERVISED and builder == "prompt_dataset" and columns.get("column") == "question":
             return "instructions", "instruct_dataset column_map.input=question column_map.output=answer"
+        if builder == "classification_dataset" and not self._has_loss(".ClassificationLoss"):
+            # The config trains a language model, for which a label is an answer if it is a text.
+            if isinstance(row["label"], str):
+                return kind, "instruct_dataset column_map.input=text column_map.output=label"
+            return "raw text", "text_completion_dataset column=text"
         return row_format
+
+    def _has_loss(self, name: str) -> bool:
+        """Return whether the loss of the config is a class whose path ends with ``name``."""
+        loss = self._config.get("loss")
+        return isinstance(loss, Mapping) and str(loss.get("_component_")).endswith(name)
 
     def _check_method(self, kind: str, builder: str) -> None:
         """Refuse rows that the recipe does not train on, and name the config that does."""
         trained_on = _TRAINED_ON.get(self._recipe)
         if trained_on is None:  # a recipe of the user's own
             return
-        loss = self._config.get("loss")
-        if isinstance(loss, Mapping) and str(loss.get("_component_")).endswith(".KTOLoss"):
+        if self._has_loss(".KTOLoss"):
             trained_on = _LABELED
         read = _READ_BY.get(builder, _SUPERVISED)
         if read == trained_on:

@@ -76,6 +76,8 @@ class Export:
         save_tokenizer(tokenizer, folders, self.source.checkpoint_dir)
         if self.generates:
             add_stop_tokens(tokenizer, folder)
+        else:
+            add_pad_token(tokenizer, folder)
 
 
 def write_extra_files(folder: Path, contents: Mapping[str, Any]) -> None:
@@ -327,6 +329,33 @@ def _write_tokenizer_files(tokenizer: Any, folder: Path) -> str | None:
     except Exception as error:  # noqa: BLE001 - code of a user's own must not cost a checkpoint
         return f"the tokenizer {name} raised {type(error).__name__} in save_files ({error})"
     return None
+
+
+def add_pad_token(tokenizer: Any, folder: Path) -> None:
+    """Set ``pad_token_id`` of a classifier's ``config.json``, and ``pad_token`` of its tokenizer, if they have none.
+
+    ``transformers`` reads the head at the last token that is no padding, and refuses batches of a model without one.
+
+    Args:
+        tokenizer: tokenizer that trained.
+        folder: folder of a model in a checkpoint, with its ``config.json``.
+    """
+    # Optional attributes: a tokenizer of a user's own may have none of them.
+    pad_id = getattr(tokenizer, "pad_id", None)
+    special_tokens = getattr(tokenizer, "special_tokens", {})
+    config = read_json(folder / "config.json")
+    if pad_id is None or config.get("pad_token_id") is not None:
+        return
+    if pad_id == getattr(tokenizer, "eos_id", None):
+        # A row may end with it, which would then be taken for padding.
+        padding = [token_id for text, token_id in special_tokens.items() if "pad" in text.lower()]
+        pad_id = padding[0] if padding else pad_id
+    write_json(folder / "config.json", {**config, "pad_token_id": pad_id})
+    path = folder / "tokenizer_config.json"
+    names = [text for text, token_id in special_tokens.items() if token_id == pad_id]
+    settings = read_json(path) if path.is_file() else {}
+    if settings and settings.get("pad_token") is None and names:
+        write_json(path, {**settings, "pad_token": names[0]})
 
 
 def add_stop_tokens(tokenizer: Any, folder: Path) -> None:

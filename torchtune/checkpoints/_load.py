@@ -24,6 +24,7 @@ from torchtune.checkpoints._adapter import (
 )
 from torchtune.checkpoints._directories import MARKER
 from torchtune.checkpoints._model_weights import (
+    CopySlice,
     ModelWeights,
     check_shape,
     groups_by_weight,
@@ -39,13 +40,16 @@ from torchtune.models import (
     Identity,
     ModelError,
     ModelSpec,
+    Slices,
     WeightMap,
     WeightMapError,
     get_spec,
     spec_for_architecture,
     text_config,
 )
+from torchtune.modules.embedding_utils import VocabularyGrowth, vocabulary_weights
 from torchtune.modules.peft import LoRALinear
+from torchtune.modules.transformer import text_decoder
 from torchtune.tokenizers import is_tokenizer_file
 from torchtune.training.parallel import full_tensor, my_shard
 from torchtune.utils import get_logger, log_once, log_rank_zero, refuse_foreign, sign_of_life, write_json
@@ -403,6 +407,9 @@ def load_base(
         for name in group.tune:
             # Only the slice of this rank is read, straight into its shard.
             copy_slice = partial(group.read, name, shapes=shapes, source=files.read)
+            growth = _growth_of(weights, name)
+            if growth is not None:
+                copy_slice = partial(_copy_grown, growth, weights.specs[name].shape, copy_slice)
             weights.fill(name, copy_slice, device, dtype)
             sign_of_life()
         filled.update(group.tune)
@@ -447,10 +454,63 @@ def _groups_to_load(
         shapes = [files.shape(name) for name in group.external]
         # Some families have files with two layouts of a weight, which only its shape tells apart.
         group = group.for_shapes(shapes)
-        specs = group.to_external([weights.specs[name] for name in group.tune])
+        specs = group.to_external([_spec_in_files(weights, name) for name in group.tune])
         for name, shape, spec in zip(group.external, shapes, specs, strict=True):
             check_shape(files.path_of(name), name, shape, spec.shape)
         yield group, shapes
+
+
+def _growth_of(weights: ModelWeights, name: str) -> VocabularyGrowth | None:
+    """Return the new rows of a weight that is loaded for the first time; None if it has none."""
+    if not weights.parameters[name].is_meta:
+        return None
+    decoder = text_decoder(weights.model)
+    growth = getattr(decoder, "vocabulary_growth", None)
+    if growth is None:
+        return None
+    parameter = weights.parameters[name]
+    for decoder_name in vocabulary_weights(decoder):
+        if decoder.get_parameter(decoder_name) is parameter:
+            return growth
+    return None
+
+
+def _spec_in_files(weights: ModelWeights, name: str) -> torch.Tensor:
+    """Return a full weight on the meta device as files have it, without rows of new tokens."""
+    growth = _growth_of(weights, name)
+    if growth is None:
+        return weights.specs[name]
+    spec = weights.specs[name]
+    return spec.new_empty((growth.rows_in_files, *spec.shape[1:]))
+
+
+def _copy_grown(
+    growth: VocabularyGrowth, shape: Sequence[int], copy_slice: CopySlice, slices: Slices, target: torch.Tensor
+) -> None:
+    """Copy a slice of a weight with rows of new tokens into a tensor.
+
+    Args:
+        growth: the new rows.
+        shape: shape of the full weight with them.
+        copy_slice: copies a slice of the weight in files.
+        slices: the slice of the full weight.
+        target: tensor with the shape of the slice.
+    """
+    rows, *columns = slices
+    num_old = max(0, min(rows.stop, growth.first_new) - rows.start)
+    if num_old:
+        copy_slice((slice(rows.start, rows.start + num_old), *columns), target[:num_old])
+    if rows.stop <= growth.first_new:
+        return
+
+    def read_rows(start: int, end: int) -> torch.Tensor:
+        block = target.new_empty((end - start, *target.shape[1:]))
+        copy_slice((slice(start, end), *columns), block)
+        return block
+
+    new_rows = growth.initial_rows(shape[0] - growth.first_new, read_rows)
+    start = rows.start + num_old - growth.first_new
+    target[num_old:] = new_rows[start : rows.stop - growth.first_new].to(target.dtype)
 
 
 def _groups_of_own_names(weights: ModelWeights, files: WeightFiles, description: Description) -> list[Group]:
@@ -516,10 +576,13 @@ def _check_tied(weights: ModelWeights, weight_map: WeightMap, description: Descr
         if not getattr(description, tie.when) or tie.external not in names or original not in names:
             continue
         parameter = weights.parameters[tie.source]
-        slices, local = my_shard(parameter)
+        slices, _ = my_shard(parameter)
+        rows_in_files = _spec_in_files(weights, tie.source).shape[0]
+        rows, *columns = slices
+        slices = (slice(min(rows.start, rows_in_files), min(rows.stop, rows_in_files)), *columns)
         shapes = {files.shape(tie.external), files.shape(original)}
         differs = len(shapes) > 1
-        if shapes == {tuple(parameter.shape)} and local.numel() > 0:
+        if shapes == {(rows_in_files, *parameter.shape[1:])} and slices[0].start < slices[0].stop:
             differs = not torch.equal(files.read(tie.external, slices), files.read(original, slices))
         if differs:
             raise CheckpointError(

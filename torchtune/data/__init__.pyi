@@ -21,7 +21,13 @@ from ._images import format_content_with_images as format_content_with_images
 from ._images import load_image as load_image
 from ._loader import BatchLoader as BatchLoader
 from ._loader import seeded_generators
-from ._messages import REASONING_FIELDS, Video, read_weight, role_of
+from ._messages import (
+    REASONING_FIELDS,
+    Video,
+    read_weight,
+    role_of,
+    warn_of_row_weight,
+)
 from ._messages import MaskingName as MaskingName
 from ._messages import MaskingStrategy as MaskingStrategy
 from ._messages import Message as Message

@@ -1,5 +1,7 @@
 """Conversation turns, label masks and weights."""
 
+import itertools
+import logging
 import math
 from collections.abc import Mapping, MutableMapping, Sequence
 from enum import Enum
@@ -8,6 +10,7 @@ from typing import Any, Literal, NamedTuple, get_args
 from torchtune._lazy import former_names
 from torchtune.data._rows import DataError
 from torchtune.data._tool_calls import call_of_text, read_tool_calls
+from torchtune.utils import get_logger, log_once
 
 Role = Literal["system", "user", "assistant", "ipython", "tool"]
 # Name of a speaker in any format -> role.
@@ -76,7 +79,7 @@ class Message:
     Attributes:
         stated_training: whether the turn is trained on, if its row states it (``weight``, ``train``, ``loss``,
             ``masked``); ``None`` if not. See :func:`mask_messages`.
-        weight: factor of the turn's tokens in the loss, from the ``weight`` of the turn in its row.
+        weight: factor of the turn's tokens in the loss, from the ``weight`` or ``loss_scale`` of the turn in its row.
 
     Raises:
         ValueError: ``ipython`` is True for a role other than assistant, or for a turn with media.
@@ -161,14 +164,26 @@ class Message:
 
 # A turn: a message, or a mapping with ``role`` and ``content`` in the format of chat APIs.
 MessageLike = Message | Mapping[str, Any]
-# Fields of a turn, or of a text part of its content, that say whether it is trained on.
-_TRAINING_FIELDS = ("weight", "train", "loss")
-# Axolotl's fields that take parts of a turn out of training.
+# Fields of a turn, or of a text part of its content, that say whether it is trained on. `training` is an older name of
+# Axolotl's `train`.
+_TRAINING_FIELDS = ("train", "training", "loss")
+# Factors of a turn's tokens in the loss; ms-swift's name is `loss_scale`.
+_WEIGHT_FIELDS = ("weight", "loss_scale")
+# Axolotl's fields that take ranges of characters out of training, and its older name.
 _TRAINING_DETAIL_FIELDS = ("train_detail", "training_detail")
 # Fields of a turn that are not stored in ``extra`` as they are.
-_READ_FIELDS = frozenset(
-    ("role", "content", "masked", "ipython", "eot", "extra", "tool_calls", "function_call", *_TRAINING_FIELDS)
+_READ_FIELDS = {
+    *("role", "content", "masked", "ipython", "eot", "extra", "tool_calls", "function_call"),
+    *_TRAINING_FIELDS,
+    *_WEIGHT_FIELDS,
+    *_TRAINING_DETAIL_FIELDS,
+}
+# Fields that look as if they said whether or how much a turn is trained on, but that no format has.
+_SIMILAR_FIELDS = frozenset(
+    "trainable trained train_on is_trained no_train mask mask_loss loss_mask label_mask weights loss_weight "
+    "loss_weights sample_weight importance".split()
 )
+_KNOWN_FIELDS = "train, loss, masked, weight, loss_scale and train_detail"
 _TOOL_ROLES = ("tool", "ipython")
 
 
@@ -177,13 +192,15 @@ def as_message(value: MessageLike) -> Message:
 
     A mapping is a turn of a chat API (``role`` and ``content``) or of ShareGPT (``from`` and ``value``), and may have
     any argument of :class:`Message`. Its content is a text or a list of parts; a turn with ``tool_calls`` (or with the
-    older ``function_call``) needs no content. Arguments of tool calls may be JSON text. ``train``, ``loss`` and
-    ``masked`` say whether the turn is trained on; without them, only turns of the assistant are. ``weight`` is the
-    factor of the turn's tokens in the loss; a turn of weight 0 is not trained on. Other fields are stored in ``extra``;
-    a field that is null is absent.
+    older ``function_call``) needs no content. Arguments of tool calls may be JSON text. ``train`` (``training``),
+    ``loss`` and ``masked`` say whether the turn is trained on; without them, only turns of the assistant are.
+    ``weight`` (``loss_scale``) is the factor of the turn's tokens in the loss; a turn of weight 0 is not trained on.
+    ``train_detail`` takes ranges of characters out of training. Other fields are stored in ``extra``; a field that is
+    null is absent.
 
     Raises:
-        DataError: the turn is neither a message nor such a mapping, or its ``weight`` is not a number of at least 0.
+        DataError: the turn is neither a message nor such a mapping, or a field that says whether or how much it is
+            trained on has an impossible value.
     """
     if isinstance(value, Message):
         return value
@@ -205,6 +222,12 @@ def as_message(value: MessageLike) -> Message:
     for key, item in value.items():
         if key not in _READ_FIELDS and item is not None:
             extra[key] = item
+            if key in _SIMILAR_FIELDS:
+                log_once(
+                    get_logger(),
+                    f"Turns have a field '{key}', which does not change what is trained on: only {_KNOWN_FIELDS} do.",
+                    logging.WARNING,
+                )
     if calls:
         extra["tool_calls"] = calls
     if content is None:
@@ -221,7 +244,14 @@ def as_message(value: MessageLike) -> Message:
         raise DataError(str(error).rstrip(".")) from error
     message.eot = value.get("eot") is not False
     message.stated_training = _stated_training(value)
-    message.weight = read_weight(value.get("weight"), "a turn")
+    for field in _WEIGHT_FIELDS:
+        message.weight *= read_weight(value.get(field), "a turn", field)
+    for field in _TRAINING_DETAIL_FIELDS:
+        if value.get(field):
+            message.content = _parts_by_detail(message, value[field], field)
+            is_trained = any(part.get("train") is not False for part in message.content)
+            if message.stated_training is None and is_trained:
+                message.stated_training = True
     if message.stated_training is not None:
         message.masked = not message.stated_training
     elif value.get("masked") is False:
@@ -273,18 +303,13 @@ def _calls_of_turn(turn: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def _stated_training(turn: Mapping[str, Any]) -> bool | None:
     """Return whether a turn says that it is trained on; None if it says nothing, or only that its weight is 1."""
-    for field in _TRAINING_DETAIL_FIELDS:
-        if turn.get(field):
-            raise DataError(
-                f"a turn has {field}: write the content as a list of parts, and train: false in the parts that are not "
-                "trained on"
-            )
     if turn.get("masked") not in (None, 0, 1):  # also False and True
         raise DataError(f"a turn has masked {turn['masked']!r}: only true and false work")
     stated = None
-    for field in ("train", "loss"):
+    for field in _TRAINING_FIELDS:
         value = turn.get(field)
-        if value is None:
+        # As ms-swift says, a loss_scale counts instead of a loss.
+        if value is None or (field == "loss" and turn.get("loss_scale") is not None):
             continue
         if value not in (0, 1):  # also False and True
             raise DataError(f"a turn has {field} {value!r}: only true and false work")
@@ -292,29 +317,81 @@ def _stated_training(turn: Mapping[str, Any]) -> bool | None:
             return False
         stated = True
     # Any other weight says nothing about a turn that is not trained on anyway: OpenAI's weight is 1 unless stated.
-    if read_weight(turn.get("weight"), "a turn") == 0 or turn.get("masked"):
+    has_no_weight = any(read_weight(turn.get(field), "a turn", field) == 0 for field in _WEIGHT_FIELDS)
+    if has_no_weight or turn.get("masked"):
         return False
     return stated
 
 
-def read_weight(value: Any, owner: str) -> float:
+def _parts_by_detail(message: Message, detail: Any, field: str) -> list[dict[str, Any]]:
+    """Return the text of a turn in parts: those that are trained on, and those that are not (Axolotl's format).
+
+    Args:
+        message: the turn, whose content is one text.
+        detail: list of ``{"begin_offset", "end_offset", "train"}``, with the first and the last character of a range.
+            Characters in no range are trained on; of ranges that overlap, the last one counts.
+        field: name of the field, for messages.
+
+    Raises:
+        DataError: the turn has no single text, or a range is not one of it.
+    """
+    if len(message.content) != 1 or message.contains_media:
+        raise DataError(f"a turn has {field}, but its content is not one text: put train: false in its parts instead")
+    text = message.text_content
+    if not isinstance(detail, list | tuple):
+        raise DataError(f"a turn has {field} {detail!r}: give a list of ranges with begin_offset, end_offset and train")
+    is_trained = [True] * len(text)  # of each character
+    for span in detail:
+        is_range = isinstance(span, Mapping) and isinstance(span.get("train"), bool)
+        first = span.get("begin_offset") if is_range else None
+        last = span.get("end_offset") if is_range else None
+        if type(first) is not int or type(last) is not int or not 0 <= first <= last < len(text):
+            raise DataError(
+                f"a turn of {len(text)} characters has the {field} {span!r}: give begin_offset and end_offset of its "
+                "first and last character, from 0 on, and train"
+            )
+        is_trained[first : last + 1] = [span["train"]] * (last + 1 - first)
+    parts: list[dict[str, Any]] = []
+    start = 0
+    for trained, characters in itertools.groupby(is_trained):
+        end = start + len(list(characters))
+        part: dict[str, Any] = {"type": "text", "content": text[start:end]}
+        if not trained:
+            part["train"] = False
+        parts.append(part)
+        start = end
+    return parts or message.content
+
+
+def read_weight(value: Any, owner: str, name: str = "weight") -> float:
     """Return the weight of a turn or of a row in the loss; 1 for null.
 
     Args:
         value: the weight in the row.
         owner: what has the weight, for the message.
+        name: name of the weight, for the message.
 
     Raises:
         DataError: it is not a number, or negative or infinite.
     """
     if value is None:
         return 1.0
-    if not isinstance(value, int | float):
-        raise DataError(f"{owner} has weight {value!r}: a weight is a number of at least 0")
-    weight = float(value)
-    if not 0 <= weight < math.inf:  # also not a number (nan)
-        raise DataError(f"{owner} has weight {value!r}: a weight is a number of at least 0")
-    return weight
+    # Also not a number (nan).
+    if not isinstance(value, int | float) or not 0 <= value < math.inf:
+        raise DataError(f"{owner} has {name} {value!r}: a weight is a number of at least 0")
+    return float(value)
+
+
+def warn_of_row_weight(row: Mapping[str, Any], reader: str) -> None:
+    """Warn once if a row has a numeric column ``weight`` that ``reader`` does not read."""
+    value = row.get("weight")
+    if isinstance(value, int | float) and not isinstance(value, bool) and value != 1:
+        log_once(
+            get_logger(),
+            f"Rows have a column 'weight', which {reader} does not read: every row counts once. Repeat rows, or drop "
+            "them with filter_fn.",
+            logging.WARNING,
+        )
 
 
 def as_messages(messages: Sequence[MessageLike]) -> list[Message]:
@@ -354,12 +431,14 @@ def parse_content_part(part: Any) -> dict[str, Any]:
         item = dict(part) if "content" in part else {"type": "text", "content": part["text"]}
         if not isinstance(item["content"], str):
             raise DataError(f"a part of a turn of type 'text' holds {type(item['content']).__name__}, not a text")
-        for field in _TRAINING_FIELDS:
+        is_trained = True
+        for field in (*_TRAINING_FIELDS, *_WEIGHT_FIELDS):
             if part.get(field) not in (None, 0, 1):  # also False and True
                 raise DataError(f"a part of a turn has {field} {part[field]!r}: only whole turns have such weights")
-            item.pop(field, None)
-            if field in part and not part[field]:
-                item["train"] = False
+            if item.pop(field, part.get(field)) in (0, False):
+                is_trained = False
+        if not is_trained:
+            item["train"] = False
         return item
     if kind in _MEDIA and "content" in part:
         return part
@@ -417,8 +496,9 @@ def mask_messages(
 
     ``train_on_assistant`` trains on all assistant turns, ``train_on_last`` on the last assistant turn, and
     ``train_on_all`` also on user and tool turns, except user turns with media. System turns are always masked.
-    A turn whose row says that it is not trained on (``weight: 0``, ``train: false``, ``loss: false``, ``masked: true``)
-    is always masked; a turn can only be taken out of what the strategy trains on, not added to it.
+    A turn whose row says that it is not trained on (``weight: 0``, ``loss_scale: 0``, ``train: false``,
+    ``loss: false``, ``masked: true``) is always masked; a turn can only be taken out of what the strategy trains on,
+    not added to it.
 
     Raises:
         DataError: the strategy is unknown, or a turn that it does not train on says ``train: true`` and is not the

@@ -12,6 +12,7 @@ import numpy as np
 
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, DataError, as_messages, truncate
 from torchtune.datasets._packed import PackedDataset, pack_length
+from torchtune.datasets._row_formats import LABELED_TEXTS
 from torchtune.datasets._row_source import RowSource, Source
 from torchtune.datasets._tokenized import LabeledSamples, Tokenize, TokenizedDataset, prepare_rows
 from torchtune.tokenizers import BaseTokenizer, check_tokenizer
@@ -22,7 +23,6 @@ SINGLE_LABEL: ProblemType = "single_label_classification"
 MULTI_LABEL: ProblemType = "multi_label_classification"
 REGRESSION: ProblemType = "regression"
 _PROBLEM_TYPES = (SINGLE_LABEL, MULTI_LABEL, REGRESSION)
-FORMAT = "labeled texts (classification)"
 
 # A label as plain data: a class, a list of classes, or a number.
 LabelValue = str | int | float | bool | list[Any]
@@ -85,6 +85,17 @@ def describe_names(names: Sequence[str]) -> str:
     """Return up to ten names for a message."""
     text = ", ".join(names[:10])
     return f"{text}, … ({len(names):,})" if len(names) > 10 else text
+
+
+def _number_in_text(value: LabelValue) -> LabelValue:
+    """Return the number that a text says; other values are unchanged."""
+    if not isinstance(value, str):
+        return value
+    try:
+        number = float(value)
+    except ValueError:
+        return value
+    return number if math.isfinite(number) else value
 
 
 def _label_kind(value: LabelValue) -> str:
@@ -268,7 +279,7 @@ class ClassificationDataset(TokenizedDataset):
                 "add_eos": add_eos,
                 "limit": transform.limit,
             },
-            formats=(FORMAT, "OpenAI messages", "ShareGPT"),
+            formats=(LABELED_TEXTS, "OpenAI messages", "ShareGPT"),
         )
         self.values: list[LabelValue] = list(rows.notes)
         super().__init__(row_source, rows, limit=transform.limit)
@@ -286,6 +297,7 @@ class ClassificationDataset(TokenizedDataset):
         except DataError as error:
             raise DataError(f"{self.source}: {error}.") from error
         if problem_type == REGRESSION:
+            self.values = [_number_in_text(value) for value in self.values]  # every cell of a table is a text
             if labels is not None:
                 raise DataError(f"{self.source}: labels names classes, but a regression has none: leave it out.")
             return ClassificationTask(REGRESSION)

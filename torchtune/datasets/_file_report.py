@@ -28,7 +28,7 @@ from torchtune.datasets._file_formats import (
     settings_of,
     suffix_of,
 )
-from torchtune.datasets._row_formats import STYLES, RowFormat, builder_and_settings, format_of
+from torchtune.datasets._row_formats import LABELED_TEXTS, STYLES, RowFormat, builder_and_settings, format_of
 from torchtune.utils import UserError
 
 SAMPLE = 2000  # rows that are inspected by default
@@ -53,7 +53,6 @@ class FileFacts:
         columns: names of all columns of a row -> number of rows.
         calls: number of rows with tools or tool calls.
         empty: numbers of the rows with an answer that says nothing.
-        labels: number of rows of raw text with a label, which no dataset reads.
         problems: (line or row, reason) of rows that cannot be used.
         copies: (row, earlier equal row) for every duplicate in the file, counted from 1.
         characters: number of characters of each inspected row.
@@ -68,7 +67,6 @@ class FileFacts:
     columns: Counter[str] = field(default_factory=Counter)
     calls: int = 0
     empty: list[int] = field(default_factory=list)
-    labels: int = 0
     problems: list[tuple[int, str]] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
     characters: list[int] = field(default_factory=list)
@@ -135,6 +133,8 @@ def _problem(row: Any, reader: str, chosen: Mapping[str, Any]) -> str | None:
     except DataError as error:
         return str(error)
     if all(turn.masked for turn in messages):
+        if any(turn.role == "assistant" for turn in messages):
+            return "the turns of the assistant say that they are not trained on: there is nothing to train on"
         return "no turn is the assistant's: there is nothing to train on"
     return None
 
@@ -283,6 +283,7 @@ _CONTEXT = {"system", "system_prompt", "tools", "functions"}
 _READ = {
     "alpaca_dataset": {"instruction", "input", "output", "history", *_CONTEXT},
     "chat_dataset": _CONTEXT | _MEDIA,
+    "classification_dataset": {"text", "label"},
     "embedding_dataset": {"query", "positive", "negatives"},
     "instruct_dataset": _CONTEXT | _MEDIA,
     "kto_dataset": {"prompt", "completion", "label"} | _CONTEXT | _MEDIA,
@@ -321,8 +322,6 @@ def _inspect(
         facts.calls += 1
     if _has_empty_answer(row, reader):
         facts.empty.append(number)
-    if reader.startswith("text_completion_dataset") and "label" in row:
-        facts.labels += 1
     if facts.example is None:
         facts.example = row
     problem = _problem(row, reader, chosen)
@@ -380,10 +379,10 @@ def report(facts: FileFacts) -> list[str]:
             lines.append(f"columns     {names}, {count:,} rows")
     if is_unknown:
         lines.append(f"            {_ADVICE}")
-    if facts.labels:
+    if any(kind == LABELED_TEXTS for kind, _ in facts.formats):
         lines.append(
-            f"label       column 'label' of {facts.labels:,} rows is read by no dataset: write it as a text, such as a "
-            "name, to train it as the answer"
+            "            torchtune.datasets.instruct_dataset column_map.input=text column_map.output=label trains "
+            "labels that are texts as answers of a language model"
         )
     if facts.calls:
         lines.append(f"tool calls  {facts.calls:,} rows have tools or call them")

@@ -21,6 +21,7 @@ from torchtune.data import (
     resolve_masking,
     turns_with_answer,
     unfold_prompt,
+    warn_of_row_weight,
 )
 from torchtune.datasets._bad_rows import check_answers
 from torchtune.datasets._row_formats import formats_of, read_label
@@ -71,6 +72,7 @@ def prepare_answers(
     limit = getattr(tokenizer, "max_seq_len", None)
 
     def samples(row: Mapping[str, Any]) -> list[dict[str, dict[str, Any]]]:
+        warn_of_row_weight(row, "preference data")
         sample = copy_sample(message_transform(row), "message_transform")
         return [tokenize_row(sample, tokenizer, limit, allow_empty_answers=allow_empty_answers)]
 

@@ -29,6 +29,7 @@ _QUESTION_COLUMNS = (("input", "output"), ("question", "answer"), ("prompt", "co
 
 RETRIEVAL = "queries with passages (embedding)"
 RERANKING = "queries with labeled documents (reranking)"
+LABELED_TEXTS = "labeled texts (classification)"
 
 # What a row holds, and the dataset builder that reads it with its settings: "preference pairs", "preference_dataset".
 RowFormat = tuple[str, str]
@@ -229,12 +230,18 @@ def _text_format(row: Mapping[str, Any]) -> RowFormat | None:
             return KINDS[style], f"chat_dataset conversation_column={name} conversation_style={style}"
     if "prompt" in row:
         return "prompts with answers" if len(row) > 1 else "prompts", "prompt_dataset"
-    if isinstance(row.get("text"), str) and isinstance(row.get("label"), str):
-        return "labeled texts (classification)", "instruct_dataset column_map.input=text column_map.output=label"
+    if isinstance(row.get("text"), str) and _is_class_label(row.get("label")):
+        return LABELED_TEXTS, "classification_dataset"
     texts = [name for name, value in row.items() if isinstance(value, str)]
     if texts and ("text" in row or len(row) == 1):
         return "raw text", f"text_completion_dataset column={'text' if 'text' in row else texts[0]}"
     return None
+
+
+def _is_class_label(value: Any) -> bool:
+    """Return whether a value is a class, a list of classes, or a number."""
+    items = value if isinstance(value, list) else [value]
+    return all(isinstance(item, str | int | float) for item in items)
 
 
 def builder_and_settings(reader: str) -> tuple[str, dict[str, str]]:
@@ -252,7 +259,7 @@ def formats_of(transform: Any) -> tuple[str, ...]:
         # Columns of any name may be mapped.
         return (
             "instructions",
-            "labeled texts (classification)",
+            LABELED_TEXTS,
             "questions about images",
             "prompts with answers",
             "conversational prompts with completions",

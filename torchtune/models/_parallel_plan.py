@@ -25,6 +25,7 @@ def decoder_plan(model: nn.Module) -> dict[str, "ParallelStyle"]:
     from torchtune.modules.parallel import (
         ColwiseParallel,
         GatherInput,
+        HeadParallel,
         ParallelError,
         ReplicatedNorm,
         RowwiseParallel,
@@ -69,7 +70,10 @@ def decoder_plan(model: nn.Module) -> dict[str, "ParallelStyle"]:
     plan = {f"layers.*.{name}": style for name, style in block.items()}
     plan["tok_embeddings"] = VocabParallel()
     plan["norm"] = ReplicatedNorm(gather=True)
-    if isinstance(model.output, nn.Module):
+    description = model.description
+    if description is not None and description.is_classifier:
+        plan["output"] = HeadParallel()
+    elif isinstance(model.output, nn.Module):
         plan["output"] = VocabParallel()
     return plan
 

@@ -1,23 +1,91 @@
 """Token embeddings: resizing the vocabulary, and embeddings of every layer (Gemma 4 E2B and E4B)."""
 
 import dataclasses
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 
+# Rows of a weight that are read at a time.
+_ROWS_AT_A_TIME = 8192
+
+
+@dataclasses.dataclass(frozen=True)
+class VocabularyGrowth:
+    """New rows of a model's vocabulary, which the weight files of the model do not have.
+
+    Attributes:
+        rows_in_files: number of rows in the files.
+        first_new: number of rows of tokens in the files; rows behind them only pad the vocabulary.
+        descriptions: for each new token, the token ids of the text that describes it; empty: none.
+    """
+
+    rows_in_files: int
+    first_new: int
+    descriptions: tuple[tuple[int, ...], ...] = ()
+
+    def initial_rows(self, num_new: int, read_rows: Callable[[int, int], Tensor]) -> Tensor:
+        """Compute the initial values of the new rows, in float32.
+
+        Args:
+            num_new: n, number of new rows.
+            read_rows: returns the rows of the files from a first one up to an end, ``[rows, ...]``.
+
+        Returns:
+            ``[n, ...]``: the mean of the rows of the description's tokens; without a description, the mean of all rows
+            of tokens.
+        """
+        total: Tensor | None = None
+        for start in range(0, self.first_new, _ROWS_AT_A_TIME):
+            rows = read_rows(start, min(start + _ROWS_AT_A_TIME, self.first_new))
+            block_sum = rows.float().sum(dim=0)
+            total = block_sum if total is None else total + block_sum
+        mean = total / self.first_new
+        initial = mean.expand(num_new, *mean.shape).clone()
+        for index, token_ids in enumerate(self.descriptions):
+            if token_ids:
+                described = [read_rows(token_id, token_id + 1)[0].float() for token_id in token_ids]
+                initial[index] = torch.stack(described).mean(dim=0)
+        return initial
+
+
+def vocabulary_weights(model: nn.Module) -> list[str]:
+    """Return the names of the weights of a text decoder with a row for each token; the head of a classifier has none.
+
+    Args:
+        model: model with ``tok_embeddings``, and an ``output`` that is a linear layer or tied.
+    """
+    names = ["tok_embeddings.weight"]
+    if getattr(model, "layer_embeddings", None) is not None:
+        names.append("layer_embeddings.embeddings.weight")
+    description = getattr(model, "description", None)
+    is_classifier = description is not None and description.is_classifier
+    if isinstance(model.output, nn.Module) and not is_classifier:
+        names.append("output.weight")
+        if getattr(model.output, "bias", None) is not None:
+            names.append("output.bias")
+    return names
+
 
 @torch.no_grad()
-def resize_token_embeddings(model: nn.Module, num_embeddings: int, num_trained: int | None = None) -> None:
+def resize_token_embeddings(
+    model: nn.Module,
+    num_embeddings: int,
+    num_trained: int | None = None,
+    descriptions: Sequence[Sequence[int]] = (),
+) -> None:
     """Resize the token embedding and the output projection in place.
 
-    Existing rows are unchanged; new rows are initialized with the mean of the old rows. A tied output shares the new
-    embedding. Per-layer embeddings are resized too.
+    Existing rows are unchanged; new rows are initialized with the mean of the old rows, or of those of the tokens that
+    describe them. A tied output shares the new embedding. Per-layer embeddings are resized too; the head of a
+    classifier is not. A model on the meta device gets the values of new rows when its weights are loaded.
 
     Args:
         model: model with ``tok_embeddings``, and an ``output`` that is a linear layer or tied.
         num_embeddings: new size of the vocabulary, at least 1.
         num_trained: number of old rows that tokens have; rows behind them, which only pad the vocabulary, count as
             new. By default all old rows.
+        descriptions: for each new token, the ids of tokens that describe it, or none.
 
     Raises:
         ValueError: ``num_embeddings`` is below 1.
@@ -29,34 +97,32 @@ def resize_token_embeddings(model: nn.Module, num_embeddings: int, num_trained: 
     """
     if num_embeddings < 1:
         raise ValueError(f"A vocabulary needs at least one token, got {num_embeddings}.")
-    layer_embeddings = getattr(model, "layer_embeddings", None)
-    embeddings = [model.tok_embeddings]
-    if layer_embeddings is not None:
-        embeddings.append(layer_embeddings.embeddings)
-    for embedding in embeddings:
-        embedding.weight = _resize_parameter(embedding.weight, num_embeddings, num_trained)
-        embedding.num_embeddings = num_embeddings
-    output = model.output
-    if isinstance(output, nn.Module):
-        output.weight = _resize_parameter(output.weight, num_embeddings, num_trained)
-        if getattr(output, "bias", None) is not None:
-            output.bias = _resize_parameter(output.bias, num_embeddings, num_trained)
-        output.out_features = num_embeddings
+    old_rows = model.tok_embeddings.weight.shape[0]
+    first_new = old_rows if num_trained is None else num_trained
+    growth = VocabularyGrowth(old_rows, min(first_new, num_embeddings), tuple(map(tuple, descriptions)))
+    for name in vocabulary_weights(model):
+        path, _, leaf = name.rpartition(".")
+        module = model.get_submodule(path)
+        setattr(module, leaf, _resize_parameter(getattr(module, leaf), num_embeddings, growth))
+        size = "num_embeddings" if isinstance(module, nn.Embedding) else "out_features"
+        setattr(module, size, num_embeddings)
+    model.vocabulary_growth = growth
     description = getattr(model, "description", None)
     if description is not None:
         sizes = {"vocab_size": num_embeddings}
-        if layer_embeddings is not None:
+        if getattr(model, "layer_embeddings", None) is not None:
             sizes["layer_embed_vocab"] = num_embeddings
         model.description = dataclasses.replace(description, **sizes)
 
 
-def _resize_parameter(parameter: nn.Parameter, rows: int, num_trained: int | None) -> nn.Parameter:
-    old = parameter.data[:num_trained]
+def _resize_parameter(parameter: nn.Parameter, rows: int, growth: VocabularyGrowth) -> nn.Parameter:
+    old = parameter.data
     new = old.new_empty((rows, *old.shape[1:]))
-    num_common = min(rows, old.shape[0])
-    new[:num_common] = old[:num_common]
-    if rows > num_common:
-        new[num_common:] = old.float().mean(dim=0).to(old.dtype)
+    kept = growth.first_new
+    if not old.is_meta:
+        new[:kept] = old[:kept]
+        if rows > kept:
+            new[kept:] = growth.initial_rows(rows - kept, lambda start, end: old[start:end]).to(old.dtype)
     return nn.Parameter(new, requires_grad=parameter.requires_grad)
 
 

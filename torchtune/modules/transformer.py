@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torchtune._lazy import former_names
 from torchtune.data import DataError, Documents
 from torchtune.modules.attention import Block, Keys, MultiHeadAttention
-from torchtune.modules.embedding_utils import LayerEmbedding, LayerEmbeddings
+from torchtune.modules.embedding_utils import LayerEmbedding, LayerEmbeddings, VocabularyGrowth
 from torchtune.modules.kernels import KernelUser
 from torchtune.modules.kernels.attention import Kernel, MaskType, choose_kernel, log_attention_backend
 from torchtune.modules.kernels.documents import Boundaries
@@ -229,6 +229,8 @@ class TransformerDecoder(nn.Module):
         self.decoder_max_cache_seq_len: int | None = None
         self.description = None
         self.spec = None
+        # Set by resize_token_embeddings: rows of new tokens, which the weight files of the model do not have.
+        self.vocabulary_growth: VocabularyGrowth | None = None
 
     @property
     def text(self) -> "TransformerDecoder":

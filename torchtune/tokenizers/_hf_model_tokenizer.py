@@ -103,7 +103,7 @@ class HuggingFaceModelTokenizer(MessageTransform, ModelTokenizer):
         chat_template_kwargs: Mapping[str, Any] | None = None,
         parse_special_tokens: bool = False,
         reasoning: ReasoningPolicy = "strip",
-        add_tokens: Sequence[str] = (),
+        add_tokens: Sequence[str] | Mapping[str, str | None] = (),
     ) -> None:
         if reasoning not in get_args(ReasoningPolicy):
             raise DataError(f"reasoning is {reasoning!r}: use one of {', '.join(get_args(ReasoningPolicy))}.")
@@ -116,6 +116,7 @@ class HuggingFaceModelTokenizer(MessageTransform, ModelTokenizer):
             add_tokens=add_tokens,
         )
         self.new_tokens = self.base_tokenizer.new_tokens
+        self.described_tokens = self.base_tokenizer.described_tokens
         self.max_seq_len = max_seq_len
         self.truncation_type = truncation_type
         self.special_tokens = self.base_tokenizer.special_tokens
@@ -573,7 +574,7 @@ def hf_tokenizer(
     chat_template_kwargs: Mapping[str, Any] | None = None,
     parse_special_tokens: bool = False,
     reasoning: ReasoningPolicy = "strip",
-    add_tokens: Sequence[str] = (),
+    add_tokens: Sequence[str] | Mapping[str, str | None] = (),
 ) -> HuggingFaceModelTokenizer:
     """Load the tokenizer and chat template of a Hugging Face checkpoint.
 
@@ -586,11 +587,14 @@ def hf_tokenizer(
         parse_special_tokens: encode special tokens in the text of a turn to their ids; by default they are plain text.
         reasoning: policy for the reasoning of earlier turns: ``"strip"`` (as the template does), ``"keep"`` or
             ``"split"``; see :class:`HuggingFaceModelTokenizer`.
-        add_tokens: texts of tokens to add to the vocabulary, such as ``["<think>", "</think>"]``. In a recipe,
-            ``resize_token_embeddings=True`` gives them rows that are trained, and checkpoints hold them.
+        add_tokens: texts of tokens to add to the vocabulary, such as ``["<think>", "</think>"]``, or a mapping from
+            these to texts that describe them. In a recipe, ``resize_token_embeddings=True`` gives them rows that are
+            trained, and checkpoints hold them. A row begins as the mean of the rows of the description's tokens;
+            without a description, of all tokens.
 
     Raises:
-        DataError: a file is missing or broken, the template has an error, or a token to add is empty.
+        DataError: a file is missing or broken, the template has an error, or a token to add or its description is
+            empty.
 
     Example:
         >>> from torchtune.tokenizers import hf_tokenizer

@@ -57,14 +57,16 @@ class HuggingFaceBaseTokenizer(BaseTokenizer):
         generation_config_path: ``generation_config.json``, which has the EOS ids of generation; by default the one in
             the same folder, if any.
         parse_special_tokens: encode special tokens in training data to their ids; by default they are plain text.
-        add_tokens: texts of tokens to add to the vocabulary, such as ``<think>``. They are not special: texts of the
+        add_tokens: texts of tokens to add to the vocabulary, such as ``<think>``; or a mapping from these to texts that
+            describe them, or None, such as ``{"<think>": "start of reasoning"}``. They are not special: texts of the
             data that spell them are encoded to their ids. Those that the vocabulary has already keep their ids.
 
     Attributes:
         new_tokens: the added tokens that the files do not have; their ids are the last ones.
+        described_tokens: token ids of the description of each new token that has one, by its text.
 
     Raises:
-        DataError: a file is missing or broken, or a token to add is empty.
+        DataError: a file is missing or broken, or a token to add or its description is empty.
 
     Example:
         >>> from torchtune.tokenizers import HuggingFaceBaseTokenizer
@@ -80,7 +82,7 @@ class HuggingFaceBaseTokenizer(BaseTokenizer):
         tokenizer_config_json_path: str | None = None,
         generation_config_path: str | None = None,
         parse_special_tokens: bool = False,
-        add_tokens: Sequence[str] = (),
+        add_tokens: Sequence[str] | Mapping[str, str | None] = (),
     ) -> None:
         folder = Path(tokenizer_json_path).expanduser().parent
         self.tokenizer = _load(tokenizer_json_path)
@@ -91,6 +93,7 @@ class HuggingFaceBaseTokenizer(BaseTokenizer):
         self.named_tokens |= named_special_tokens(self.config)
         self._complete_added_tokens()
         self._loaded_size = self.tokenizer.get_vocab_size()
+        self.described_tokens: dict[str, list[int]] = {}
         self.new_tokens = self._add_tokens(add_tokens)
         added = self.tokenizer.get_added_tokens_decoder()
         special = {token_id: token for token_id, token in added.items() if token.special}
@@ -156,8 +159,8 @@ class HuggingFaceBaseTokenizer(BaseTokenizer):
         missing = [token for token in self.named_tokens.values() if token not in added]
         self.tokenizer.add_special_tokens([AddedToken(token, special=True) for token in dict.fromkeys(missing)])
 
-    def _add_tokens(self, texts: Sequence[str]) -> list[str]:
-        """Add tokens behind the vocabulary; return those that were not in it."""
+    def _add_tokens(self, texts: Sequence[str] | Mapping[str, str | None]) -> list[str]:
+        """Add tokens behind the vocabulary; return those that were not in it, and keep the ids of descriptions."""
         if isinstance(texts, str):
             raise DataError(f"tokenizer.add_tokens is the text {texts!r}: give a list of tokens, [{texts}].")
         for text in texts:
@@ -166,6 +169,10 @@ class HuggingFaceBaseTokenizer(BaseTokenizer):
         new_texts = [text for text in dict.fromkeys(texts) if self.tokenizer.token_to_id(text) is None]
         if not new_texts:
             return []
+        if isinstance(texts, Mapping):
+            for text in new_texts:
+                if texts[text] is not None:
+                    self.described_tokens[text] = self._describe(text, texts[text])
         first_id = self.vocab_size
         self.tokenizer.add_tokens([AddedToken(text, normalized=False, special=False) for text in new_texts])
         ids = [self.tokenizer.token_to_id(text) for text in new_texts]
@@ -175,6 +182,18 @@ class HuggingFaceBaseTokenizer(BaseTokenizer):
                 "would get ids between others: add the tokens to tokenizer.json."
             )
         return new_texts
+
+    def _describe(self, text: str, description: Any) -> list[int]:
+        """Return the token ids of the description of a new token, in the vocabulary without new tokens."""
+        token_ids = []
+        if isinstance(description, str) and description.strip():
+            token_ids = self.tokenizer.encode(description, add_special_tokens=False).ids
+        if not token_ids:
+            raise DataError(
+                f"tokenizer.add_tokens: the description of '{text}' is {description!r}: give a text, such as 'start of "
+                "reasoning', or null to begin with the mean of all rows."
+            )
+        return token_ids
 
     @staticmethod
     def _ids(value: int | list[int] | None) -> list[int]:

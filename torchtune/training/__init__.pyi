@@ -91,6 +91,7 @@ from ._classification import find_task, number_targets
 from ._classification import setup_classification as setup_classification
 from ._compile import compile_loss as compile_loss
 from ._compile import compile_model as compile_model
+from ._prepare_model import add_token_rows as add_token_rows
 from ._prepare_model import cache_images as cache_images
 from ._prepare_model import disable_dropout as disable_dropout
 from ._prepare_model import fit_vocabulary as fit_vocabulary

@@ -20,74 +20,119 @@ def fit_vocabulary(model: torch.nn.Module, tokenizer: Any, *, resize: bool = Fal
 
     Args:
         model: a materialized decoder with ``tok_embeddings``; a module without them is left as it is.
-        tokenizer: has ``vocab_size``, one more than its largest id. ``new_tokens`` of it, if any, are the last ones,
-            which the tokenizer of the checkpoint does not have; their rows begin as the mean of the others.
-        resize: enlarge embedding and output in place if they are too small; they never shrink. If the embedding is
-            frozen (training with adapters), only the new rows are trained.
+        tokenizer: has ``vocab_size``, one more than its largest id; see :func:`add_token_rows` for ``new_tokens``.
+        resize: call :func:`add_token_rows`; the model must not be sharded.
 
     Raises:
         DataError: the tokenizer has no ``vocab_size``.
         ConversionError: new rows of a frozen embedding cannot be trained in this model.
-        UserError: the tokenizer has more tokens than the embedding, or new ones, and ``resize`` is False; or it
-            produces images that the model cannot read.
+        UserError: the tokenizer has more tokens than the embedding, or new ones, and the model has no rows for them; or
+            it produces images that the model cannot read.
 
     Example:
         >>> torchtune.training.fit_vocabulary(model, tokenizer)  # raises if a token has no row
     """
     if getattr(tokenizer, "takes_images", False):
         _check_images(model, tokenizer)
+    if resize:
+        add_token_rows(model, tokenizer)
     decoder = text_decoder(model)
-    embedding = getattr(decoder, "tok_embeddings", None)
-    if embedding is None:  # a module of the user's own, whose layers have other names
+    rows = _rows_of_vocabulary(decoder, tokenizer)
+    if rows is None:
         return
-    check_tokenizer(tokenizer, "vocab_size", reader="the embedding of the model")
+    new_tokens = getattr(tokenizer, "new_tokens", ())
+    if new_tokens and getattr(decoder, "vocabulary_growth", None) is None:
+        raise UserError(
+            f"tokenizer.add_tokens: {', '.join(new_tokens)} are not tokens of the checkpoint, and their rows must be "
+            "trained: set resize_token_embeddings=True (recipes of fine-tuning), or set tokenizer.path to a checkpoint "
+            "that was trained with them."
+        )
+    if tokenizer.vocab_size > rows:
+        raise UserError(
+            f"tokenizer: it has {tokenizer.vocab_size} tokens but the checkpoint's embedding has {rows} rows: use the "
+            "tokenizer of this checkpoint, or set resize_token_embeddings=True (recipes of fine-tuning) to train new "
+            "rows."
+        )
+
+
+def add_token_rows(model: torch.nn.Module, tokenizer: Any) -> None:
+    """Give the vocabulary of a model a row for every token of ``tokenizer``; it never shrinks.
+
+    New rows begin as the mean of the rows of tokens, or of those of the tokens that describe them. If the embedding is
+    frozen (training with adapters), only new rows are trained.
+
+    Args:
+        model: decoder with ``tok_embeddings``, not sharded. On the meta device, the rows get their values when the
+            weights are loaded.
+        tokenizer: has ``vocab_size``, one more than its largest id. ``new_tokens`` of it, if any, are the last ones,
+            which the tokenizer of the checkpoint does not have; rows that only pad the vocabulary may wait for them.
+            ``described_tokens`` has the ids of the description of some of them.
+
+    Raises:
+        DataError: the tokenizer has no ``vocab_size``.
+        ConversionError: new rows of a frozen embedding cannot be trained in this model.
+        UserError: of embedding and output projection one is frozen, or both are in a model without an adapter.
+
+    Example:
+        >>> torchtune.training.add_token_rows(model, tokenizer)  # before the model is parallelized
+    """
+    decoder = text_decoder(model)
+    rows = _rows_of_vocabulary(decoder, tokenizer)
+    if rows is None:
+        return
     num_tokens = tokenizer.vocab_size
-    # An embedding with special tokens in a second weight counts the rows of both.
-    has_special_rows = hasattr(embedding, "num_tokens")
-    rows = embedding.num_tokens if has_special_rows else embedding.weight.shape[0]
-    # Tokens that the tokenizer of the checkpoint does not have. Rows that pad the vocabulary may wait for them.
     new_tokens = getattr(tokenizer, "new_tokens", ())
     first_new = min(num_tokens - len(new_tokens), rows)
     if num_tokens <= rows and not new_tokens:
         return
-    if has_special_rows:
+    embedding = decoder.tok_embeddings
+    if hasattr(embedding, "num_tokens"):
         raise UserError(
             f"tokenizer: it has {num_tokens} tokens but the model's embeddings have {rows} rows, of which the last "
             "ones are those of its special tokens and cannot be moved: use the tokenizer of this checkpoint."
         )
-    if new_tokens and not resize:
-        raise UserError(
-            f"tokenizer.add_tokens: {', '.join(new_tokens)} are not tokens of the checkpoint, and their rows must be "
-            "trained: set resize_token_embeddings=True (single-device recipes of fine-tuning), or set tokenizer.path "
-            "to a checkpoint that was trained with them."
-        )
-    if not resize:
-        raise UserError(
-            f"tokenizer: it has {num_tokens} tokens but the checkpoint's embedding has {rows} rows: use the tokenizer "
-            "of this checkpoint, or set resize_token_embeddings=True (single-device recipes) to train new rows."
-        )
-    if embedding.weight.requires_grad != decoder.output.weight.requires_grad:
+    from torchtune.modules.embedding_utils import resize_token_embeddings, vocabulary_weights
+    from torchtune.modules.peft import NewTokens, has_adapters
+
+    trained = {decoder.get_parameter(name).requires_grad for name in vocabulary_weights(decoder)}
+    if len(trained) > 1:
         raise UserError(
             "resize_token_embeddings: of embedding and output projection one is trained and the other frozen, so new "
             "tokens would be learned by half: train both (train_modules: [tok_embeddings, output]), or neither."
         )
-    from torchtune.modules.embedding_utils import resize_token_embeddings
-    from torchtune.modules.peft import NewTokens, has_adapters
-
     if not embedding.weight.requires_grad and not has_adapters(decoder):
         raise UserError(
             "resize_token_embeddings: the embedding is frozen, so new tokens would not be learned: train "
             "tok_embeddings and output, too."
         )
     size = max(num_tokens, rows)
+    described_tokens = getattr(tokenizer, "described_tokens", {})
+    # Tokens of tokenizer files that the checkpoint lacks come before those that the config adds.
+    descriptions: list[list[int]] = [[] for _ in range(first_new, num_tokens - len(new_tokens))]
+    for token in new_tokens:
+        descriptions.append(described_tokens.get(token, []))
     if embedding.weight.requires_grad:
-        resize_token_embeddings(decoder, size, first_new)
+        resize_token_embeddings(decoder, size, first_new, descriptions)
     else:  # adapters: the rows of the checkpoint stay frozen, the new ones (and those that pad) are trained
-        NewTokens.grow(decoder, size, size - first_new, first_new)
+        NewTokens.grow(decoder, size, size - first_new, first_new, descriptions)
     if size > rows:
-        get_logger().info(f"The embedding grew from {rows} to {size} rows.")
+        log_rank_zero(get_logger(), f"The embedding grew from {rows} to {size} rows.")
     else:
-        get_logger().info(f"The {len(new_tokens)} new tokens take rows of the embedding that had no token.")
+        log_rank_zero(get_logger(), f"The {len(new_tokens)} new tokens take rows of the embedding that had no token.")
+
+
+def _rows_of_vocabulary(decoder: torch.nn.Module, tokenizer: Any) -> int | None:
+    """Return the number of rows of the embedding; None for a module of the user's own with other names.
+
+    Raises:
+        DataError: the tokenizer has no ``vocab_size``.
+    """
+    embedding = getattr(decoder, "tok_embeddings", None)
+    if embedding is None:
+        return None
+    check_tokenizer(tokenizer, "vocab_size", reader="the embedding of the model")
+    # An embedding with special tokens in a second weight counts the rows of both.
+    return embedding.num_tokens if hasattr(embedding, "num_tokens") else embedding.weight.shape[0]
 
 
 def _check_images(model: torch.nn.Module, tokenizer: Any) -> None:

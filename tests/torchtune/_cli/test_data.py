@@ -73,7 +73,7 @@ def test_format_of_a_row_is_recognized(kind):
         ({"x": "red"}, "text_completion_dataset column=x"),
         ({"x": "red", "y": "blue"}, ""),
         ({"prompt": [{"role": "user", "content": "red"}]}, "prompt_dataset"),
-        ({"text": "red", "label": "good"}, "instruct_dataset column_map.input=text column_map.output=label"),
+        ({"text": "red", "label": "good"}, "classification_dataset"),
     ],
 )
 def test_rows_without_further_columns_have_a_format(row, reader):
@@ -255,13 +255,26 @@ def test_tokenizer_settings_are_applied(tokenizer, tmp_path, tune):
     assert "batch_size" in result.err
 
 
-def test_labels_beside_a_text_are_noticed(tokenizer, tmp_path, tune):
+def test_texts_with_labels_are_read_for_a_classifier(tokenizer, tmp_path, tune):
     (tmp_path / "mail.csv").write_text("text,label\nred cat,blue\nred,cat\n")
     out = tune("data", "show", tmp_path / "mail.csv", "--tokenizer", tokenizer).out
-    assert "labeled texts (classification), 2 rows: torchtune.datasets.instruct_dataset column_map.input=text" in out
-    assert "[[blue" in out
-    out = tune("data", "show", write(tmp_path / "mail.jsonl", {"text": "red", "label": 3})).out
-    assert "column 'label' of 1 rows is read by no dataset: write it as a text" in out
+    assert "labeled texts (classification), 2 rows: torchtune.datasets.classification_dataset\n" in out
+    assert "instruct_dataset column_map.input=text column_map.output=label trains labels that are texts" in out
+    assert "2 classes in 2 rows (single_label_classification): blue 1, cat 1" in out
+    answers = "_component_=torchtune.datasets.instruct_dataset", "column_map.input=text", "column_map.output=label"
+    assert "[[blue" in tune("data", "show", tmp_path / "mail.csv", "--tokenizer", tokenizer, *answers).out
+
+
+@pytest.mark.parametrize("label", [3, True, 0.5, ["red", "blue"], []])
+def test_label_of_any_type_is_one_of_a_classifier(label, tmp_path, tune):
+    path = write(tmp_path / "mail.jsonl", {"text": "red", "label": label})
+    assert "torchtune.datasets.classification_dataset" in tune("data", "show", path).out
+
+
+@pytest.mark.parametrize("label", [None, {"red": 1}, [None]])
+def test_value_that_is_no_label_is_beside_a_raw_text(label, tmp_path, tune):
+    path = write(tmp_path / "mail.jsonl", {"text": "red", "label": label})
+    assert "raw text, 1 rows: torchtune.datasets.text_completion_dataset" in tune("data", "show", path).out
 
 
 def test_file_without_usable_rows_is_refused(tmp_path, tune):

@@ -274,11 +274,69 @@ def test_pairs_and_labelled_answers_lose_no_part_of_an_instruction(other):
             transform({**row, **other})
 
 
+@pytest.mark.parametrize("field", ["weight", "loss_scale", "train", "training", "loss"])
+def test_part_of_a_turn_is_taken_out_by_any_field_that_takes_out_a_turn(field):
+    parts = [{"type": "text", "text": "On mat 1.", field: 1}, {"type": "text", "text": " Or not.", field: 0}]
+    answer = openai(QUESTION, {**ANSWER, "content": parts})["messages"][1]
+    assert [part.get("train") for part in answer.content] == [None, False]
+    assert openai(QUESTION, {**ANSWER, field: 0})["messages"][1].masked
+
+
+@pytest.mark.parametrize("field", ["train_detail", "training_detail"])
+def test_ranges_of_characters_are_parts_of_a_turn(field):
+    """Axolotl's documentation counts from 0, and the last character belongs to a range."""
+    spans = [(0, 8, False), (9, 18, True), (19, 30, False)]
+    detail = [{"begin_offset": first, "end_offset": last, "train": train} for first, last, train in spans]
+    text = "I'm doing very well, thank you!"
+    answer = openai(QUESTION, {"role": "assistant", "content": text, field: detail})["messages"][1]
+    parts = [(part["content"], part.get("train", True)) for part in answer.content]
+    assert parts == [("I'm doing", False), (" very well", True), (", thank you!", False)]
+    assert answer.text_content == text
+    asked = {**QUESTION, field: [{"begin_offset": 0, "end_offset": 1, "train": True}]}
+    with pytest.raises(DataError, match="turn 0 of 'user' says that it is trained on"):
+        openai(asked, ANSWER)
+    gap = openai(QUESTION, {"role": "assistant", "content": text, field: detail[:1]})["messages"][1]
+    assert [part.get("train", True) for part in gap.content] == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("fields", "masked", "weight"),
+    [
+        ({"loss_scale": 0.5}, False, 0.5),
+        ({"loss_scale": 0.0}, True, 0),
+        ({"loss": False, "loss_scale": 2.0}, False, 2),
+        ({"loss": True, "loss_scale": 0}, True, 0),
+        ({"loss": False}, True, 1),
+        ({"loss_scale": 0.5, "weight": 3}, False, 1.5),
+    ],
+)
+def test_loss_scale_is_a_weight_that_counts_before_loss(fields, masked, weight):
+    """As the documentation of ms-swift says."""
+    answer = openai(QUESTION, {**ANSWER, **fields})["messages"][1]
+    assert (answer.masked, answer.weight) == (masked, weight)
+    assert not answer.extra
+
+
+def test_field_that_looks_like_a_flag_is_said(caplog):
+    answer = openai(QUESTION, {**ANSWER, "sample_weight": 0})["messages"][1]
+    assert (answer.masked, answer.weight) == (False, 1)
+    assert "field 'sample_weight', which does not change what is trained on: only train, loss" in caplog.text
+
+
 def test_unsupported_training_flags_are_refused():
     part = {"begin_offset": 0, "end_offset": 2, "train": False}
     for flag, words in (
         ({"masked": "false"}, "a turn has masked 'false': only true and false work"),
-        ({"train_detail": [part]}, "a turn has train_detail: write the content as a list of parts"),
+        ({"training": "no"}, "a turn has training 'no': only true and false work"),
+        ({"loss_scale": -1}, "a turn has loss_scale -1: a weight is a number of at least 0"),
+        (
+            {"train_detail": [{**part, "end_offset": 99}]},
+            "a turn of . characters has the train_detail .* first and last",
+        ),
+        ({"train_detail": [{**part, "begin_offset": -1}]}, "a turn of . characters has the train_detail"),
+        ({"train_detail": [{**part, "train": "no"}]}, "a turn of . characters has the train_detail"),
+        ({"train_detail": part}, "give a list of ranges with begin_offset, end_offset and train"),
+        ({"content": [{"type": "text", "text": "So."}] * 2, "train_detail": [part]}, "its content is not one text"),
         ({"weight": -0.5}, "a turn has weight -0.5: a weight is a number of at least 0"),
         ({"weight": float("nan")}, "a turn has weight nan: a weight is a number"),
         ({"weight": "high"}, "a turn has weight 'high': a weight is a number"),

@@ -75,6 +75,18 @@ def test_problem_type_can_make_whole_numbers_a_regression(tokenizer):
     assert dataset.targets == [(1.0,), (5.0,)]
 
 
+def test_numbers_in_a_table_are_those_of_a_regression(tokenizer, tmp_path):
+    """Every cell is a text."""
+    (tmp_path / "prices.csv").write_text("text,label\nthe cat,1.5\na red one,-2\n")
+    path = str(tmp_path / "prices.csv")
+    data = classification_dataset(tokenizer, "csv", data_files=path, problem_type="regression")
+    assert data.targets == [(-2.0,), (1.5,)]
+    assert [data[row]["labels"][-1] for row in range(2)] == [1, 0]
+    (tmp_path / "prices.csv").write_text("text,label\nthe cat,1.5\na red one,much\n")
+    with pytest.raises(DataError, match="row 1: the label 'much' is not a number, as a regression needs"):
+        classification_dataset(tokenizer, "csv", data_files=path, problem_type="regression")
+
+
 def test_packs_hold_the_same_rows(tokenizer):
     rows = rows_of(*"abcabcab")
     packed = classification_dataset(tokenizer, rows, packed=True, max_seq_len=16)

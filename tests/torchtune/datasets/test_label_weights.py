@@ -14,7 +14,7 @@ from torchtune.data import (
     padded_collate_packed,
     padded_collate_sft,
 )
-from torchtune.datasets import PackedDataset, SFTDataset, chat_dataset, preference_dataset
+from torchtune.datasets import MixedDataset, PackedDataset, SFTDataset, chat_dataset, preference_dataset
 from torchtune.tokenizers import hf_tokenizer
 
 QUESTION = {"role": "user", "content": "Where is cat 1?"}
@@ -101,6 +101,18 @@ def test_part_of_a_text_that_the_template_changes_is_refused(folder):
         dataset_of(tokenizer, {"messages": [QUESTION, {"role": "assistant", "content": content}]})
 
 
+@pytest.mark.parametrize("truncation_type", ["left", "right"])
+def test_truncated_rows_keep_the_weights_of_what_is_left(folder, truncation_type):
+    turns = [QUESTION, {**ANSWER, "loss_scale": 0.25}, QUESTION, {**ANSWER, "weight": 3}]
+    whole = dataset_of(hf_tokenizer(folder), {"messages": turns})[0]
+    cut = dataset_of(hf_tokenizer(folder, max_seq_len=60, truncation_type=truncation_type), {"messages": turns})[0]
+    assert len(cut["tokens"]) == 60
+    if truncation_type == "left":
+        assert cut["label_weights"] == whole["label_weights"][-60:]
+    else:  # the last label is that of the token which ends the row
+        assert cut["label_weights"][:58] == whole["label_weights"][:58]
+
+
 def test_packs_and_batches_carry_the_weights(tokenizer):
     rows = [{"messages": [QUESTION, ANSWER], "weight": weight} for weight in (0.5, 1, 3)]
     packs = PackedDataset(dataset_of(tokenizer, *rows), max_seq_len=256)
@@ -120,6 +132,16 @@ def test_pieces_of_a_split_row_keep_their_weights(tokenizer):
     row = dataset_of(tokenizer, *rows)[0]
     weights = torch.cat([document["label_weights"] for pack in packs for document in pack])
     assert weights.tolist() == row["label_weights"]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_mixture_of_data_with_and_without_weights_weighs_the_former_alone(tokenizer, packed):
+    weighted = dataset_of(tokenizer, {"messages": [QUESTION, ANSWER], "weight": 3})
+    plain = dataset_of(tokenizer, {"messages": [QUESTION, ANSWER]})
+    mixture = MixedDataset({"weighted": weighted, "plain": plain})
+    rows = PackedDataset(mixture, max_seq_len=256) if packed else mixture
+    batch = collate_documents([rows[index] for index in range(len(rows))])
+    assert batch.num_terms == 2 * batch.num_labels
 
 
 def test_loader_counts_weights_as_terms(tokenizer):
@@ -148,6 +170,12 @@ def test_preference_data_refuses_weights_between(tokenizer):
     pair = {"chosen": [QUESTION, {**ANSWER, "weight": 0.5}], "rejected": [QUESTION, ANSWER]}
     with pytest.raises(DataError, match=r"turn 1 has weight 0\.5, but preference data takes turns only as a whole"):
         preference_dataset(tokenizer, source=[pair])
+
+
+def test_preference_data_says_that_it_does_not_read_weights_of_rows(tokenizer, caplog):
+    row = {"prompt": "Where?", "chosen": "Here.", "rejected": "No.", "weight": 0.5}
+    assert len(preference_dataset(tokenizer, source=[row])) == 1
+    assert "column 'weight', which preference data does not read: every row counts once" in caplog.text
 
 
 def test_weights_move_with_the_batch():

@@ -105,9 +105,27 @@ def test_added_tokens_have_the_ids_that_transformers_reads(base, tmp_path):
     assert again({"messages": turns})["tokens"] == tokens
 
 
+def test_descriptions_of_added_tokens_are_encoded_in_the_vocabulary_of_the_files(base):
+    """Also if a description spells another new token; of a token that the files have, there is nothing to describe."""
+    plain = hf_tokenizer(str(base))
+    added = {"<think>": "the red cat", "</think>": None, "<plan>": "the <think>", "<|im_end|>": "an end"}
+    tokenizer = hf_tokenizer(str(base), add_tokens=added)
+    assert tokenizer.new_tokens == ["<think>", "</think>", "<plan>"]
+    assert tokenizer.described_tokens == {
+        "<think>": plain.encode("the red cat", add_bos=False, add_eos=False),
+        "<plan>": plain.encode("the <think>", add_bos=False, add_eos=False),
+    }
+
+
 @pytest.mark.parametrize(
     ("tokens", "message"),
-    [("<think>", "give a list of tokens"), ([""], "'' is not a token"), ([3], "3 is not a token")],
+    [
+        ("<think>", "give a list of tokens"),
+        ([""], "'' is not a token"),
+        ([3], "3 is not a token"),
+        ({"<think>": " "}, "the description of '<think>' is ' ': give a text"),
+        ({"<think>": ["a", "b"]}, r"the description of '<think>' is \['a', 'b'\]: give a text"),
+    ],
 )
 def test_token_that_cannot_be_added_is_refused(base, tokens, message):
     with pytest.raises(DataError, match=message):

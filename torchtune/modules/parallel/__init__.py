@@ -6,6 +6,7 @@ from torchtune.modules.parallel.expert_parallel import ExpertParallel, check_exp
 from torchtune.modules.parallel.tensor_parallel import (
     ColwiseParallel,
     GatherInput,
+    HeadParallel,
     ReplicatedNorm,
     RowwiseParallel,
     ShardedNorm,
@@ -17,6 +18,7 @@ __all__ = [
     "ContextParallelAttention",
     "ExpertParallel",
     "GatherInput",
+    "HeadParallel",
     "ReplicatedNorm",
     "RowwiseParallel",
     "ShardedNorm",

@@ -17,18 +17,22 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn import functional as F
 
+from torchtune.modules.classifier import ClassifierHead
 from torchtune.modules.low_precision.formats import Stored
 from torchtune.modules.low_precision.layers import StoredLinear, frozen_linear
 from torchtune.modules.output_projection import CappedLinear, soft_cap
 from torchtune.modules.parallel.collectives import (
     gather_sequence,
+    gather_vocabulary,
     sum_and_split_sequence,
     sum_gradients,
+    sum_of_equals,
     sum_over_ranks,
     vocabulary_parallel_linear,
 )
 from torchtune.modules.peft.dora import DoRALinear, scale_rows
 from torchtune.modules.peft.lora import LoRALinear, lora_projection, updated_weight
+from torchtune.modules.peft.new_tokens import NEW_ROWS, GrownEmbedding, GrownLinear
 from torchtune.modules.rms_norm import RMSNorm
 from torchtune.modules.scales import OutputScale
 from torchtune.utils import UserError
@@ -172,6 +176,10 @@ class VocabParallel(ParallelStyle):
     its logits ``[b, s, v]``; losses of hidden states read its sharded weight instead.
     """
 
+    def supports(self, module: nn.Module) -> bool:
+        """Return whether the style supports the module."""
+        return type(module) in (nn.Embedding, nn.Linear, CappedLinear)
+
     def check(self, name: str, module: nn.Module, ranks: int) -> None:
         """Check that ``ranks`` ranks can share the module.
 
@@ -179,7 +187,7 @@ class VocabParallel(ParallelStyle):
             ParallelError: the module is not a plain embedding or output projection, or ``ranks`` does not divide
                 its size.
         """
-        if type(module) not in (nn.Embedding, nn.Linear, CappedLinear) or getattr(module, "bias", None) is not None:
+        if not self.supports(module) or getattr(module, "bias", None) is not None:
             raise ParallelError(
                 f"tensor_parallel_dim: it is not known how {type(module).__name__} is split over its vocabulary: "
                 "set it to 1, or leave the output without adapter (apply_lora_to_output=False)."
@@ -211,6 +219,96 @@ def _split_embedding(module: nn.Embedding, group: dist.ProcessGroup) -> Callable
         return sum_and_split_sequence(embedded.masked_fill(is_elsewhere.unsqueeze(-1), 0.0), group)
 
     return forward
+
+
+class HeadParallel(ParallelStyle):
+    """Head of a classifier: ``[..., d]`` replicated to logits ``[..., c]`` replicated, with d sharded over the ranks.
+
+    The gradient of the input is a partial sum.
+    """
+
+    def check(self, name: str, module: nn.Module, ranks: int) -> None:
+        """Check that ``ranks`` ranks can share the module.
+
+        Raises:
+            ParallelError: the module is not a plain head, or ``ranks`` does not divide its width.
+        """
+        if type(module) is not ClassifierHead:
+            raise ParallelError(
+                f"tensor_parallel_dim: it is not known how the head {type(module).__name__} is split: set it to 1, or "
+                "leave the output without adapter (apply_lora_to_output=False)."
+            )
+        if module.in_features % ranks:
+            raise ParallelError(
+                f"tensor_parallel_dim: {ranks} does not divide the width {module.in_features} of {name}: choose one "
+                "that does."
+            )
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        self.check(type(module).__name__, module, device_mesh.size())
+        place_parameters(module, device_mesh, {"weight": Shard(1)})
+        group = device_mesh.get_group()
+
+        def forward(x: Tensor) -> Tensor:
+            weight = local_shard(module.weight)  # [c, d / ranks]
+            width = weight.shape[1]
+            part = x.narrow(-1, group.rank() * width, width)
+            return sum_of_equals(F.linear(part, weight), group)
+
+        module.forward = forward
+        return module
+
+
+class GrownVocabParallel(VocabParallel):
+    """Vocabulary-parallel embedding or output projection with trained last rows, which every rank has.
+
+    A token belongs to the rank that has its row in the frozen weight, also if it is new.
+    """
+
+    def supports(self, module: nn.Module) -> bool:
+        """Return whether the style supports the module."""
+        return isinstance(module, GrownEmbedding | GrownLinear)
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        self.check(type(module).__name__, module, device_mesh.size())
+        place_parameters(module, device_mesh, {"weight": Shard(0), NEW_ROWS: Replicate()})
+        if isinstance(module, GrownEmbedding):
+            module.forward = _split_grown_embedding(module, device_mesh.get_group())
+        return module  # a projection computes with its shard by itself
+
+
+def _split_grown_embedding(module: GrownEmbedding, group: dist.ProcessGroup) -> Callable[[Tensor], Tensor]:
+    def forward(tokens: Tensor) -> Tensor:
+        weight = local_shard(module.weight)  # [v / ranks, d]
+        new_rows = replicated(module.new_rows, group)  # [n, d]
+        first_new = module.num_embeddings - len(new_rows)
+        rows = tokens - group.rank() * weight.shape[0]
+        is_elsewhere = (rows < 0) | (rows >= weight.shape[0])  # in the shard of another rank
+        old = F.embedding(rows.masked_fill(is_elsewhere, 0), weight)  # [b, s, d]
+        new = F.embedding((tokens - first_new).clamp(min=0), new_rows)  # [b, s, d]
+        embedded = torch.where((tokens >= first_new).unsqueeze(-1), new, old)
+        # Every token is embedded by one rank and 0 on the others.
+        return sum_and_split_sequence(embedded.masked_fill(is_elsewhere.unsqueeze(-1), 0.0), group)
+
+    return forward
+
+
+def project_grown_shard(x: Tensor, module: GrownEmbedding | GrownLinear) -> Tensor:
+    """Compute all-gathered logits ``[..., v]`` of replicated ``[..., d]`` with a sharded weight and its new rows.
+
+    The gradient of ``x`` is a partial sum.
+    """
+    if module.weight.device_mesh.mesh_dim_names != ("tp",):
+        raise RuntimeError("The output projection is sharded by FSDP: call it after the forward pass of its model.")
+    group = module.weight.device_mesh.get_group()
+    weight = local_shard(module.weight)  # [v / ranks, d]
+    new_rows = replicated(module.new_rows, group)  # [n, d]
+    # Columns of this rank that are new, counted from the first new one.
+    start = group.rank() * len(weight) - (module.weight.shape[0] - len(new_rows))
+    end = start + len(weight)
+    old_logits = F.linear(x, weight[: max(0, -start)])
+    new_logits = F.linear(x, new_rows[max(0, start) : max(0, end)])
+    return gather_vocabulary(torch.cat([old_logits, new_logits], dim=-1), group)
 
 
 def _check_norm(module: nn.Module, *others: type[nn.Module]) -> None:

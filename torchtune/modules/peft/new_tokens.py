@@ -1,14 +1,18 @@
 """Trainable embedding rows of new tokens in a frozen model."""
 
-from typing import ClassVar
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from torchtune.modules.conversion import Conversion, ConversionError, ConversionReport, Phase, apply_conversions
-from torchtune.modules.embedding_utils import resize_token_embeddings
+from torchtune.modules.embedding_utils import resize_token_embeddings, vocabulary_weights
 from torchtune.modules.output_projection import TiedLinear, soft_cap
+
+if TYPE_CHECKING:  # DTensor is slow to import
+    from torch.distributed.tensor.parallel import ParallelStyle
 
 NEW_ROWS = "new_rows"
 
@@ -20,7 +24,7 @@ class GrownEmbedding(nn.Module):
     inherit from ``nn.Embedding``, so that no code mistakes ``weight`` for the complete embedding.
 
     Args:
-        embedding: the embedding with all v rows, not on the meta device.
+        embedding: the embedding with all v rows.
         num_new: n, number of trainable rows.
     """
 
@@ -29,6 +33,11 @@ class GrownEmbedding(nn.Module):
         self.num_embeddings, self.embedding_dim = embedding.weight.shape
         self.weight = embedding.weight.requires_grad_(False)
         self.new_rows = nn.Parameter(self.weight.detach()[-num_new:].clone())
+
+    @torch.no_grad()
+    def initialize_parameters(self) -> None:
+        """Copy the last rows of the weight, which the checkpoint has filled."""
+        self.new_rows.copy_(self.weight[-len(self.new_rows) :])
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Embed token ids ``[...]`` to ``[..., d]``."""
@@ -42,7 +51,7 @@ class GrownLinear(nn.Module):
     """Output projection with trainable last rows; see :class:`GrownEmbedding`.
 
     Args:
-        linear: the projection [v, d] without a bias, not on the meta device.
+        linear: the projection [v, d] without a bias.
         num_new: n, number of trainable rows.
     """
 
@@ -51,6 +60,11 @@ class GrownLinear(nn.Module):
         self.out_features, self.in_features = linear.weight.shape
         self.weight = linear.weight.requires_grad_(False)
         self.new_rows = nn.Parameter(self.weight.detach()[-num_new:].clone())
+
+    @torch.no_grad()
+    def initialize_parameters(self) -> None:
+        """Copy the last rows of the weight, which the checkpoint has filled."""
+        self.new_rows.copy_(self.weight[-len(self.new_rows) :])
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute logits: ``[..., d]`` to ``[..., v]``."""
@@ -66,6 +80,10 @@ class TiedGrownLinear(TiedLinear):
 
 
 def _project_grown(x: Tensor, grown: nn.Module) -> Tensor:
+    if hasattr(grown.weight, "device_mesh"):  # sharded over the vocabulary
+        from torchtune.modules.parallel.tensor_parallel import project_grown_shard  # slow to import
+
+        return project_grown_shard(x, grown)
     old = F.linear(x, grown.weight[: -len(grown.new_rows)])  # [..., v - n]
     new = F.linear(x, grown.new_rows)  # [..., n]
     return torch.cat([old, new], dim=-1)
@@ -91,21 +109,29 @@ class NewTokens(Conversion):
         self.num_new = num_new
 
     @classmethod
-    def grow(cls, model: nn.Module, num_embeddings: int, num_new: int, num_trained: int | None = None) -> None:
+    def grow(
+        cls,
+        model: nn.Module,
+        num_embeddings: int,
+        num_new: int,
+        num_trained: int | None = None,
+        descriptions: Sequence[Sequence[int]] = (),
+    ) -> None:
         """Enlarge the vocabulary of a frozen model in place, and train its last rows.
 
         Args:
-            model: model with loaded weights.
+            model: model with loaded weights, or on the meta device.
             num_embeddings: new size of the vocabulary, at least the present one.
             num_new: number of trainable rows.
             num_trained: see :func:`torchtune.modules.resize_token_embeddings`.
+            descriptions: see :func:`torchtune.modules.resize_token_embeddings`.
 
         Raises:
             ConversionError: see :meth:`check`.
         """
         cls.check(model)
         if num_embeddings != model.tok_embeddings.num_embeddings or num_trained is not None:
-            resize_token_embeddings(model, num_embeddings, num_trained)
+            resize_token_embeddings(model, num_embeddings, num_trained, descriptions)
         apply_conversions(model, [cls(num_new)])
 
     @staticmethod
@@ -117,8 +143,10 @@ class NewTokens(Conversion):
                 embeddings or is sharded.
         """
         output_type = type(model.output)
-        is_plain = type(model.tok_embeddings) is nn.Embedding and output_type in (nn.Linear, TiedLinear)
-        if not is_plain or getattr(model.output, "bias", None) is not None:
+        has_plain_output = output_type in (nn.Linear, TiedLinear) and getattr(model.output, "bias", None) is None
+        if _is_classifier(model):
+            has_plain_output = True  # its head has no rows of tokens
+        if type(model.tok_embeddings) is not nn.Embedding or not has_plain_output:
             raise ConversionError(
                 f"resize_token_embeddings: new rows cannot be trained beside an output projection that is a "
                 f"{output_type.__name__} or has a bias: leave out the adapter of the output, or use a full recipe."
@@ -130,8 +158,8 @@ class NewTokens(Conversion):
             )
         if hasattr(model.tok_embeddings.weight, "device_mesh"):
             raise ConversionError(
-                "resize_token_embeddings: new rows of a sharded model cannot be trained yet: use a single-device "
-                "recipe, or start from a model that has them."
+                "resize_token_embeddings: a sharded model gets no new rows: set resize_token_embeddings=True, so that "
+                "it has them before it is sharded, or start from a model that has them."
             )
 
     def convert(self, model: nn.Module) -> ConversionReport:
@@ -146,7 +174,7 @@ class NewTokens(Conversion):
         model.tok_embeddings = GrownEmbedding(model.tok_embeddings, self.num_new)
         if isinstance(output, TiedLinear):
             model.output = TiedGrownLinear(model.tok_embeddings, output.softcap)
-        else:
+        elif not _is_classifier(model):
             model.output = GrownLinear(output, self.num_new)
             paths.append("output")
         number = sum(model.get_parameter(f"{path}.{NEW_ROWS}").numel() for path in paths)
@@ -171,3 +199,15 @@ class NewTokens(Conversion):
         size = model.tok_embeddings.num_embeddings
         ids = list(range(size - self.num_new, size))
         return {f"{path}.weight": (f"{path}.{NEW_ROWS}", ids) for path in paths}
+
+    def parallel_style(self, module: nn.Module, style: "ParallelStyle") -> "ParallelStyle":
+        """Return the style of an embedding or a projection with new rows; other styles are unchanged."""
+        if isinstance(module, GrownEmbedding | GrownLinear):
+            from torchtune.modules.parallel.tensor_parallel import GrownVocabParallel  # slow to import
+
+            return GrownVocabParallel()
+        return style
+
+
+def _is_classifier(model: nn.Module) -> bool:
+    return "output.weight" not in vocabulary_weights(model) and isinstance(model.output, nn.Module)
