@@ -213,7 +213,7 @@ class KDRecipe:
         self.metric_logger = training.main_process_logger(partial(config.instantiate, cfg.metric_logger), self.dims)
         self.metric_logger.log_config(cfg)
         self.profiler = supervision.profiler_from_config(cfg.profiler)
-        self.step_metrics = supervision.StepMetrics()
+        self.step_metrics = supervision.StepMetrics(["token_accuracy", "entropy"])
         self.scaler = training.LossScaler(self.optimizer, self.dtype)
         self.guard = supervision.StepGuard(
             self.step_metrics,
@@ -317,9 +317,16 @@ class KDRecipe:
         batch = batch.to(self.device, non_blocking=True)
         with self.teacher(batch) as teacher, self.offloading:
             hidden = self.model(**batch.model_inputs(), output="hidden")
+            metrics: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
             class_loss, count = self.loss_fn.sum_and_count(
-                hidden, batch.labels, self.model.output, index=batch.label_index, weights=batch.label_weights
+                hidden,
+                batch.labels,
+                self.model.output,
+                index=batch.label_index,
+                weights=batch.label_weights,
+                metrics=metrics,
             )
+            self.step_metrics.log_mean(metrics)  # accuracy and entropy of the predictions
             kd_loss, _ = self.kd_loss_fn.distill(
                 hidden, batch.labels, self.model.output, teacher, index=batch.label_index, weights=batch.label_weights
             )

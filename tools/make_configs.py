@@ -14,30 +14,47 @@ from make_model_table import parameters
 
 from torchtune._config_templates import TEMPLATES, builder, models, shipped_configs
 from torchtune.models import get_spec
+from torchtune.modules.low_precision.quantizers import quantizable_layers
 
 CONFIGS = Path(__file__).parents[1] / "recipes" / "configs"
 
 
-def size_and_kind(model: str) -> tuple[int, bool]:
-    """The number of parameters, counted on the meta device, and whether it is a mixture of experts."""
+# Numbers of neighbors that may share a scale when weights are quantized, the usual one first.
+GROUPS = (256, 128, 64, 32)
+
+
+def size_of(model: str) -> dict[str, int | bool]:
+    """The row of a model in the table of sizes, counted on the meta device."""
     family, row = model.partition("/")[0], models()["models"][model]
     if "parameters" in row:
-        return int(float(row["parameters"])), bool(row.get("experts"))
+        return {"parameters": int(float(row["parameters"])), "experts": bool(row.get("experts"))}
     package = importlib.import_module(f"torchtune.models.{family}")
     description = getattr(package, "SIZES", {}).get(builder(model))
-    if description is not None:
-        return parameters(description, get_spec(family)), bool(description.num_experts)
-    with torch.device("meta"):  # a builder with arguments, or of another family
+    if description is not None and description.num_experts:
+        count = parameters(description, get_spec(family))
+        return {"parameters": count, "experts": True, "vocabulary": description.vocab_size}
+    with torch.device("meta"):
         built = getattr(package, builder(model))(**row.get("arguments", {}))
-    return sum(parameter.numel() for parameter in built.parameters()), False
+    size = {"parameters": sum(parameter.numel() for parameter in built.parameters()), "experts": False}
+    if "images" in row.get("is", []):
+        return size
+    size["vocabulary"] = built.tok_embeddings.num_embeddings
+    widths = {layer.in_features for layer in quantizable_layers(built).values()}
+    for group in GROUPS:
+        if all(width % group == 0 for width in widths):
+            return size | {"group": group}
+    return size
 
 
 def sizes_text() -> str:
     """The table of sizes."""
-    lines = ["# Model -> its parameters, and whether it is a mixture of experts; written by tools/make_configs.py.\n"]
+    lines = [
+        "# Model -> its parameters, whether it is a mixture of experts, its vocabulary, and the group of inputs with\n"
+        "# one scale when it is quantized; written by tools/make_configs.py.\n"
+    ]
     for model in models()["models"]:
-        count, is_mixture = size_and_kind(model)
-        lines.append(f"{model}: {{parameters: {count}, experts: {is_mixture}}}\n")
+        entries = ", ".join(f"{name}: {value}" for name, value in size_of(model).items())
+        lines.append(f"{model}: {{{entries}}}\n")
     return "".join(lines)
 
 

@@ -17,6 +17,7 @@ import torch
 import yaml
 from torch import nn
 
+from torchtune._config_templates import models, render, shipped_configs, usual_methods
 from torchtune.models import Description, ModelSpec, build, get_spec, list_specs
 from torchtune.modules.model_fusion import EarlyFusionModel
 
@@ -74,16 +75,18 @@ def features(d: Description) -> list[str]:
 
 
 def _configs() -> tuple[dict[str, list[str]], dict[str, set[str]]]:
-    """Builder's path -> names of the configs that use it, itself or with an adapter; and package -> tokenizers."""
+    """Builder's path -> names of its usual configs, with or without an adapter; and package -> tokenizers."""
     found: dict[str, list[str]] = defaultdict(list)
     tokenizers: dict[str, set[str]] = defaultdict(set)
-    folder = ROOT / "recipes" / "configs"
-    for path in sorted(folder.rglob("*.yaml")):
-        config = yaml.load(path.read_text(), yaml.CSafeLoader)
+    texts = dict(shipped_configs())
+    for model in models()["models"]:
+        for method in usual_methods(model):
+            texts[f"{model}_{method}"] = render(f"{model}_{method}", model, method)
+    for name in sorted(texts):
+        config = yaml.load(texts[name], yaml.CSafeLoader)
         model = (config.get("model") or config["policy_model"])["_component_"]
         tokenizer = config.get("tokenizer", {}).get("_component_", "")
         module, _, builder = model.rpartition(".")
-        name = path.relative_to(folder).with_suffix("").as_posix()
         found[f"{module}.{builder.removeprefix('q').removeprefix('lora_')}"].append(name)
         tokenizers[module] |= {tokenizer.rpartition(".")[2]} - {""}
     return found, tokenizers

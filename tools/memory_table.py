@@ -1,6 +1,6 @@
-"""Simulate what shipped configs need per GPU; ``docs/tables/memory_per_gpu.yaml`` keeps the results.
+"""Simulate what the usual configs need per GPU; ``docs/tables/memory_per_gpu.yaml`` keeps the results.
 
-``make_tables.py --simulate`` simulates configs without a result, or whose file has changed since. Until then their
+``make_tables.py --simulate`` simulates configs without a result, or whose text has changed since. Until then their
 cells in the table are empty.
 """
 
@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from recipe_table import recipes_in
 from torch import nn
 
 from torchtune._cli._find_recipe import recipe_named_by
+from torchtune._config_templates import models, usual_methods
+from torchtune._recipe_registry import find_config
 from torchtune.config import SettingsView, load_and_check
 from torchtune.estimate import build_on_meta, estimate_run
 from torchtune.estimate._cluster import simulated_cluster
@@ -25,7 +26,6 @@ from torchtune.estimate._plan import row_length
 from torchtune.training.parallel._parallel_dims import ParallelDimsError
 
 ROOT = Path(__file__).parents[1]
-CONFIGS = ROOT / "recipes" / "configs"
 KEPT = ROOT / "docs" / "tables" / "memory_per_gpu.yaml"
 # The sizes for which it is a question, a small config that a test simulates again, and numbers of GPUs.
 SIZES = ("8B", "32B", "70B", "72B")
@@ -39,20 +39,18 @@ NO_MESH = "—"
 
 
 def chosen() -> list[str]:
-    """The configs of the table, by name; runs with images cannot be simulated."""
-    distributed = recipes_in("distributed")
-    return [SAMPLE] + [
-        path.relative_to(CONFIGS).with_suffix("").as_posix()
-        for path in sorted(path for size in SIZES for path in CONFIGS.glob(f"*/{size}_*.yaml"))
-        if recipe_named_by(path).name in distributed
-        and path.stem.partition("_")[2] in ("full", "lora")
-        and "image_text_model" not in path.read_text()
-    ]
+    """The configs of the table, by name: usual ones; runs with images cannot be simulated."""
+    names = []
+    for model, row in models()["models"].items():
+        is_text = not {"images", "image_tokens"} & {*row.get("is", [])}
+        if is_text and model.partition("/")[2] in SIZES:
+            names += [f"{model}_{method}" for method in usual_methods(model) if method in ("full", "lora")]
+    return [SAMPLE, *sorted(names)]
 
 
 def fingerprint(name: str) -> str:
-    """Of a config's file."""
-    return hashlib.sha256((CONFIGS / f"{name}.yaml").read_bytes()).hexdigest()[:12]
+    """Of a config's text."""
+    return hashlib.sha256(find_config(name).read_bytes()).hexdigest()[:12]
 
 
 def kept() -> dict[str, dict[str, Any]]:
@@ -66,7 +64,7 @@ def missing(found: dict[str, dict[str, Any]]) -> list[tuple[str, int]]:
 
 
 def results(found: dict[str, dict[str, Any]], name: str) -> dict[int, str]:
-    """Texts by number of GPUs, of the config's file as it is."""
+    """Texts by number of GPUs, of the config as it is."""
     entry = found.get(name)
     return entry["needs"] if entry is not None and entry["of"] == fingerprint(name) else {}
 
@@ -79,7 +77,7 @@ def cell(name: str, processes: int, known: dict[str, str] | None = None) -> str:
         processes: of the run.
         known: cells for so many processes by what they depend on, and this one from now on.
     """
-    path = CONFIGS / f"{name}.yaml"
+    path = find_config(name)
     main = recipe_named_by(path).load_main()
     settings = load_and_check(path, [], main)
     model = build_on_meta(settings)[0]

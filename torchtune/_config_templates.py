@@ -22,29 +22,13 @@ _ALWAYS_SHOWN = {
     *("batch_size", "gradient_accumulation_steps", "epochs", "dtype", "enable_activation_checkpointing", "compile"),
     *("max_new_tokens", "temperature", "kd_ratio", "expert_parallel_dim"),
 }
-# Methods of the configs that are made on demand -> number of parameters from which a model is too large for them. On
-# one device of 80 GB, full training needs some 8 bytes for a parameter, adapters 2, and adapters on 4 bits at most 1.
-_LARGEST = {
-    "full_single_device": 8e9,
-    "full": None,
-    "lora_single_device": 32e9,
-    "lora": None,
-    "qlora_single_device": 64e9,
-    "qlora": None,
-    "dora_single_device": 32e9,
-    "dora": None,
-    "qdora_single_device": 64e9,
-    "lora_dpo_single_device": 32e9,
-    "lora_dpo": None,
-    "full_dpo_single_device": 8e9,
-    "full_dpo": None,
-    "lora_grpo_single_device": 32e9,
-    "lora_grpo": None,
-    "full_grpo_single_device": 8e9,
-    "full_grpo": None,
-    "KD_lora_single_device": 32e9,
-    "KD_lora_distributed": None,
-}
+# Bytes of weights, gradients and optimizer states that a device of 80 GB has room for, and those of a frozen parameter.
+_ROOM = 64e9
+_FROZEN = 2
+# A teacher has so many times as many parameters as its student, and nearly as many tokens: embeddings of one vocabulary
+# are padded to different multiples.
+_TEACHER_RATIO = 1.5
+_PADDING = 0.005
 # Templates of methods for models with images.
 _OF_IMAGES = (
     "full_finetune_distributed",
@@ -83,7 +67,11 @@ def models() -> dict[str, Any]:
 
 
 def sizes() -> dict[str, dict[str, Any]]:
-    """Return the table of sizes, written by ``tools/make_configs.py``: parameters of a model, and if it has experts."""
+    """Return the table of sizes, written by ``tools/make_configs.py``.
+
+    A model has ``parameters`` and ``experts`` (if it has them); text models ``vocabulary``, and dense ones ``group``,
+    the number of neighbors that share a scale when they are quantized.
+    """
     return _read_table("sizes")
 
 
@@ -97,17 +85,13 @@ def _holds(range_: dict[str, Any], count: int) -> bool:
     return float(range_.get("from", 0)) <= count < float(range_.get("below", "inf"))
 
 
-def methods_of(model: str) -> list[str]:
-    """Return the methods of a model's shipped configs: those that its row names, else those that fit its size."""
+def usual_methods(model: str) -> list[str]:
+    """Return the methods of a model that are shown first: those of its files, else about two that fit its size."""
     row = models()["models"][model]
     if "configs" in row:
         return row["configs"]
-    fitting = [
-        method
-        for method, entry in methods().items()
-        if entry.get("fits") and _holds(entry["fits"], sizes()[model]["parameters"])
-    ]
-    return [*fitting, *row.get("also", [])]
+    count = sizes()[model]["parameters"]
+    return [method for method, entry in methods().items() if entry.get("fits") and _holds(entry["fits"], count)]
 
 
 def _values_of(model: str, method: str) -> dict[str, Any]:
@@ -181,6 +165,7 @@ def render(
     if "image_tokens" in parts and "tensor" in values:
         values |= {"tensor": 1}
     devices = "devices" in parts
+    values["group"] = sizes()[model].get("group")
     values |= {
         "name": name,
         "where": "several devices" if devices else "one device",
@@ -221,8 +206,8 @@ def _without_defaults(text: str, recipe: str) -> str:
 
 def shipped_configs() -> Iterator[tuple[str, str]]:
     """Yield (name, text) of every config that is shipped as a file."""
-    for model in models()["models"]:
-        for method in methods_of(model):
+    for model, row in models()["models"].items():
+        for method in row.get("configs", []):
             name = f"{model}_{method}"
             yield name, render(name, model, method)
     for name, entry in models()["named"].items():
@@ -233,15 +218,16 @@ def shipped_configs() -> Iterator[tuple[str, str]]:
 
 @functools.cache
 def _teacher_of(model: str) -> str | None:
-    """Return the next larger model of the family, which teaches; None for the largest."""
+    """Return the smallest model of the family that can teach this one: larger, with its vocabulary; None if none is."""
     family = model.partition("/")[0]
-    table = sizes()
-    teacher = None
-    for name, size in table.items():
-        is_larger = name.startswith(f"{family}/") and size["parameters"] > table[model]["parameters"]
-        if is_larger and (teacher is None or size["parameters"] < table[teacher]["parameters"]):
-            teacher = name
-    return teacher
+    student = sizes()[model]
+    teachers = []
+    for name, size in sizes().items():
+        is_of_family = name.startswith(f"{family}/") and "arguments" not in models()["models"][name]
+        is_larger = size["parameters"] >= _TEACHER_RATIO * student["parameters"]
+        if is_of_family and is_larger and abs(size["vocabulary"] / student["vocabulary"] - 1) < _PADDING:
+            teachers.append(name)
+    return min(teachers, key=lambda name: sizes()[name]["parameters"], default=None)
 
 
 def _model_and_method(name: str) -> tuple[str, str] | None:
@@ -255,25 +241,54 @@ def _model_and_method(name: str) -> tuple[str, str] | None:
 
 def reason_against(model: str, method: str) -> str | None:
     """Return why there is no config for a model and a method, or ``None`` if there is one."""
-    if method not in _LARGEST:
-        return f"{method} is for the models whose configs are files"
     row = models()["models"][model]
-    largest = _LARGEST[method]
-    parameters = sizes()[model]["parameters"]
-    if largest is not None and parameters >= largest:
-        stem = method.removesuffix("_single_device")
-        several = f"{model}_{stem if stem in methods() else f'{stem}_distributed'}"
-        return f"{model} has {parameters / 1e9:.0f} billion parameters, too many for one device: see {several}"
+    size = sizes()[model]
+    entry = methods()[method]
+    parts = entry.get("is", [])
+    if method in row.get("configs", []):
+        return None
+    if "replaced_by" in entry:
+        return f"{method} is for the models whose configs are files: see {model}_{entry['replaced_by']}"
     if "arguments" in row:
         return f"{model} has no builder of its own: the configs any_* build any model"
     reads_images = not {"images", "image_tokens"}.isdisjoint(row.get("is", []))
-    if reads_images and methods()[method]["template"] not in _OF_IMAGES:
-        return f"{model} reads images, and {method} trains on text: train its text decoder with a config any_*"
-    if "dora" in methods()[method].get("is", []) and sizes()[model]["experts"]:
+    trains_on_images = entry["template"] in _OF_IMAGES and "quantizer" not in parts
+    if reads_images and not trains_on_images:
+        return f"{model} reads images, which only configs of fine-tuning do: use its text decoder with a config any_*"
+    if "dora" in parts and size["experts"]:
         return f"{model} has experts, which have no DoRA: see {model}_lora"
-    if method.startswith("KD_") and _teacher_of(model) is None:
-        return f"{model} is the largest of its family: any_kd takes any teacher"
-    return None
+    is_quantized = "quantizer" in parts or entry["recipe"] == "quantize"
+    if is_quantized and "group" not in size:
+        return f"{model} has experts, which cannot be quantized yet"
+    teacher = None
+    if entry["recipe"] == "knowledge_distillation":
+        teacher = _teacher_of(model)
+        if teacher is None:
+            return f"no larger model of its family has the vocabulary of {model}: any_kd takes any teacher"
+    if size["parameters"] < float(entry.get("from", 0)):
+        return f"one machine holds {model}: see {model}_{method.removesuffix('_multinode')}"
+    return _reason_of_memory(model, method, teacher)
+
+
+def _reason_of_memory(model: str, method: str, teacher: str | None) -> str | None:
+    """Return why a method needs more memory than a device has, or ``None``; several devices share the parameters."""
+    bytes_per_parameter = methods()[method].get("bytes")
+    if bytes_per_parameter is None:
+        return None
+    parameters = sizes()[model]["parameters"]
+    described = f"{model} has {parameters / 1e9:.0f} billion parameters"
+    needed = bytes_per_parameter * parameters
+    if teacher is not None:
+        teacher_parameters = sizes()[teacher]["parameters"]
+        described += f" and its teacher {teacher} {teacher_parameters / 1e9:.0f} billion"
+        needed += _FROZEN * teacher_parameters
+    if needed < _ROOM:
+        return None
+    stem = method.removesuffix("_single_device")
+    for several in (stem, f"{stem}_distributed", f"{stem}_full"):
+        if several != method and several in methods():
+            return f"{described}, too many for one device: see {model}_{several}"
+    return f"{described}, too many for one device"
 
 
 def reason_without_config(name: str) -> str | None:
@@ -286,17 +301,27 @@ def reason_without_config(name: str) -> str | None:
 def configs_on_demand() -> dict[str, tuple[str, str]]:
     """Return the name of each config that is made on demand -> its model and its method, by model."""
     configs = {}
-    for model in models()["models"]:
-        shipped = methods_of(model)
-        for method in _LARGEST:
+    for model, row in models()["models"].items():
+        shipped = row.get("configs", [])
+        for method in methods():
             if method not in shipped and reason_against(model, method) is None:
                 configs[f"{model}_{method}"] = (model, method)
     return configs
 
 
-def recipe_on_demand(name: str) -> str:
-    """Return the recipe of a config that is made on demand."""
-    _, method = configs_on_demand()[name]
+@functools.cache
+def impossible_configs() -> dict[str, tuple[str, str]]:
+    """Return the name of each config that there is not -> its model and its method; ``reason_against`` says why."""
+    configs = {}
+    for model in models()["models"]:
+        for method, entry in methods().items():
+            if "replaced_by" not in entry and reason_against(model, method) is not None:
+                configs[f"{model}_{method}"] = (model, method)
+    return configs
+
+
+def recipe_of_method(method: str) -> str:
+    """Return the recipe of a method."""
     return methods()[method]["recipe"]
 
 
@@ -308,7 +333,7 @@ def config_on_demand(name: str) -> Path | None:
     if model_and_method is None or reason_against(*model_and_method) is not None:
         return None
     model, method = model_and_method
-    teacher = _teacher_of(model) if method.startswith("KD_") else None
+    teacher = _teacher_of(model) if recipe_of_method(method) == "knowledge_distillation" else None
     text = render(name, model, method, teacher)
     path = cache_root() / "configs" / f"{name}.yaml"
     refuse_foreign(path.parent, "TORCHTUNE_CACHE")

@@ -39,7 +39,24 @@ def test_the_losses_are_those_of_two_plain_models(tmp_path):
     found = start(ONE, tmp_path, **settings, max_steps_per_epoch=1)
     entropy, divergence = true_losses(found, tmp_path, rows=6)
     wanted = {"class_loss": entropy, "kd_loss": divergence, "loss": 0.7 * entropy + 0.3 * divergence}
+    wanted |= student_predictions(found, tmp_path, rows=6)
     assert {name: found.figure(name)[0] for name in wanted} == pytest.approx(wanted, abs=1e-5)
+
+
+def student_predictions(run, folder, rows):
+    """Share of labels that are the likeliest token, and mean entropy of the predictions, of the plain student."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder / "checkpoint", dtype=torch.float32)
+    are_likeliest, entropies = [], []
+    for row in (run.recipe.loader.dataset[index] for index in range(rows)):
+        tokens, labels = torch.as_tensor(row["tokens"]), torch.as_tensor(row["labels"])
+        with torch.no_grad():
+            logits = model(tokens[None]).logits[0][labels != CROSS_ENTROPY_IGNORE_IDX]
+        are_likeliest.append(logits.argmax(-1) == labels[labels != CROSS_ENTROPY_IGNORE_IDX])
+        entropies.append(torch.distributions.Categorical(logits=logits).entropy())
+    accuracy = torch.cat(are_likeliest).float().mean().item()
+    return {"token_accuracy": accuracy, "entropy": torch.cat(entropies).mean().item()}
 
 
 def test_the_teacher_stays_as_it_is(tmp_path):

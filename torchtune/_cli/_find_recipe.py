@@ -9,9 +9,15 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from torchtune._config_templates import configs_on_demand, reason_without_config, recipe_on_demand
+from torchtune._config_templates import (
+    configs_on_demand,
+    impossible_configs,
+    reason_without_config,
+    recipe_of_method,
+    usual_methods,
+)
 from torchtune._recipe_registry import (
     Config,
     Recipe,
@@ -24,6 +30,9 @@ from torchtune._recipe_registry import (
 from torchtune.config import did_you_mean
 from torchtune.utils import UserError, read_json
 
+# usual: files, and some two methods of each other model; on_demand: the others that are made when they are named;
+# impossible: models and methods that do not go together.
+ConfigKind = Literal["usual", "on_demand", "impossible"]
 # Words of recipe names that do not describe their configs: a LoRA recipe also trains QLoRA.
 _IGNORED_RECIPE_WORDS = {"full", "lora", "single", "device", "distributed"}
 
@@ -178,17 +187,17 @@ def device_of(config: Config, recipe: Recipe) -> str:
 
 
 def families() -> dict[str, int]:
-    """Return model family -> number of its configs."""
-    counts = Counter(config.family for config, _ in _all_configs())
+    """Return model family -> number of its usual configs."""
+    counts = Counter(config.family for config, _ in _configs_of("usual"))
     return {family: counts[family] for family in sorted(counts) if family}
 
 
-def find_configs(words: Iterable[str], *, on_demand: bool = False) -> list[tuple[Config, Recipe]]:
+def find_configs(words: Iterable[str], kind: ConfigKind = "usual") -> list[tuple[Config, Recipe]]:
     """Return the configs that match all words: a family, a size, a method, a device, or a recipe's name.
 
     Args:
         words: the words.
-        on_demand: search the configs that are made on demand, in place of those that are files.
+        kind: search the configs of a kind.
     """
     recipe_names = set()
     for recipe in get_all_recipes():
@@ -199,7 +208,7 @@ def find_configs(words: Iterable[str], *, on_demand: bool = False) -> list[tuple
             search_terms.append(word)
         else:  # a config's name, such as qwen3/8B_lora, is its family and the words of its stem
             search_terms += [part for part in word.lower().split("/") if part]
-    pairs = _configs_on_demand() if on_demand else _all_configs()
+    pairs = _configs_of(kind)
     for term in search_terms:
         family = re.sub(r"[.-]", "_", term)
         # "qwen" matches all Qwen families, "qwen3" only one
@@ -216,7 +225,7 @@ def find_configs(words: Iterable[str], *, on_demand: bool = False) -> list[tuple
 def search_words() -> set[str]:
     """Return all words that match at least one config."""
     words = {*families(), "single_device"}
-    for config, recipe in _all_configs():
+    for config, recipe in _configs_of("usual"):
         words.update(_words(config, recipe).split("_"))
     words.discard("")  # of the underscores at both ends
     return words
@@ -229,7 +238,7 @@ def suggest_configs(name: str) -> str:
         return f"{reason}."
     family, _, stem = name.rpartition("/")
     words = set(stem.lower().split("_"))
-    names = [config.name for config, _ in _all_configs()]
+    names = [config.name for config, _ in _configs_of("usual")]
 
     def rank(candidate: str) -> tuple[int, int]:
         """Return the sort key of a candidate: first the most shared words, then the fewest additional words."""
@@ -246,21 +255,18 @@ def suggest_configs(name: str) -> str:
     return did_you_mean(name, names).removeprefix("; ")
 
 
-def _all_configs() -> list[tuple[Config, Recipe]]:
-    """Return each config with its recipe."""
-    pairs = []
-    for recipe in get_all_recipes():
-        for config in recipe.configs:
-            pairs.append((config, recipe))
-    return pairs
-
-
-def _configs_on_demand() -> list[tuple[Config, Recipe]]:
-    """Return each config that is made on demand, with its recipe."""
+def _configs_of(kind: ConfigKind) -> list[tuple[Config, Recipe]]:
+    """Return each config of a kind, with its recipe."""
     recipes = {recipe.name: recipe for recipe in get_all_recipes()}
+    names = impossible_configs() if kind == "impossible" else configs_on_demand()
     pairs = []
-    for name in configs_on_demand():
-        pairs.append((Config(name, f"{name}.yaml"), recipes[recipe_on_demand(name)]))
+    if kind == "usual":
+        for recipe in recipes.values():
+            pairs += [(config, recipe) for config in recipe.configs]
+    for name, (model, method) in names.items():
+        is_usual = method in usual_methods(model)
+        if kind == "impossible" or is_usual == (kind == "usual"):
+            pairs.append((Config(name, f"{name}.yaml"), recipes[recipe_of_method(method)]))
     return pairs
 
 

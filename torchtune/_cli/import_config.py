@@ -1,4 +1,4 @@
-"""``tune import``: convert configs of Axolotl, TRL and LLaMA-Factory; the keys are in a YAML table."""
+"""``tune import``: convert configs of Axolotl, TRL, LLaMA-Factory and ms-swift; the keys are in a YAML table."""
 
 import argparse
 import inspect
@@ -12,20 +12,31 @@ from torchtune._cli.subcommand import Subcommand
 from torchtune._recipe_registry import find_config
 from torchtune.utils import UserError, atomic_write, read_json
 
-LIBRARIES = ("axolotl", "trl", "llama-factory")
+LIBRARIES = ("axolotl", "trl", "llama-factory", "ms-swift")
 # Keys and roles of turns, in conversations of either style.
 _TAGS = {
     "role", "content", "user", "assistant", "system", "from", "value", "human", "gpt", "observation", "tool",
 }  # fmt: skip
 
 
+# Settings of validation, without the @ that the table of keys has before them.
+_VALIDATION_KEYS = (
+    "validates", "val_strategy", "val_interval", "vals_per_epoch", "val_size", "val_split", "val_datasets", "patience",
+    "keeps_best", "best_metric", "best_is_greatest",
+)  # fmt: skip
+# Fields of a turn that say whether it is trained on.
+_TRAINING_FIELDS = ("train", "loss")
+# Axolotl's names of roles, as it maps them by default.
+_AXOLOTL_ROLES = {"gpt": "assistant", "human": "user"}
+
+
 class Import(Subcommand):
     """Subcommand that converts a config of another library."""
 
     name = "import"
-    help = "Convert a config of Axolotl, TRL or LLaMA-Factory"
+    help = "Convert a config of Axolotl, TRL, LLaMA-Factory or ms-swift"
     description = (
-        "Convert a YAML config of Axolotl, TRL (`trl sft --config`) or LLaMA-Factory to one of ours:\n"
+        "Convert a YAML config of Axolotl, TRL (`trl sft --config`), LLaMA-Factory or ms-swift to one of ours:\n"
         "one that builds any model from its checkpoint. Every key without a counterpart is listed."
     )
     epilog = """
@@ -47,7 +58,12 @@ class Import(Subcommand):
             raise UserError(f"{output} exists: choose another --output.")
         converted = ImportedConfig(args.file, args.library)
         report = [f"{converted.library} config {args.file}, as a config of the recipe {converted.data['recipe']}."]
-        for title, keys in (("Without counterpart", converted.left), ("No setting is needed", converted.covered)):
+        sections = {
+            "Without counterpart": converted.left,
+            "Done in another way": converted.differences,
+            "No setting is needed": converted.covered,
+        }
+        for title, keys in sections.items():
             if keys:
                 report.append(f"{title}:")
                 report += [f"  {key}: {reason}" for key, reason in keys.items()]
@@ -89,6 +105,7 @@ class ImportedConfig:
         data: the converted config.
         repository: repository or folder of the base model.
         left: keys without a counterpart -> reason.
+        differences: keys that are converted to something a little different -> what it is.
         covered: keys that need no setting -> reason.
 
     Raises:
@@ -107,6 +124,7 @@ class ImportedConfig:
         self._tables = tables
         self._table = tables[self.library]
         self.left: dict[str, str] = {}
+        self.differences: dict[str, str] = {}
         self.covered: dict[str, str] = {}
         self._settings: dict[str, Any] = {}
         excluding = self._table.get("excluding", ())
@@ -123,7 +141,9 @@ class ImportedConfig:
                 self._take(key, value)
         self.repository = self._settings.pop("@base", None)
         if self.repository is None or "@datasets" not in self._settings:
-            raise UserError(f"{path}: no model and dataset of Axolotl, TRL or LLaMA-Factory: choose a file with both.")
+            raise UserError(
+                f"{path}: no model and dataset of Axolotl, TRL, LLaMA-Factory or ms-swift: choose a file with both."
+            )
         try:
             self.data = self._convert_config()
         except (AttributeError, TypeError) as error:  # for example, a list instead of a text
@@ -178,14 +198,23 @@ class ImportedConfig:
             data["model_converters"] = [{"_component_": "torchtune.modules.peft.LoRA"}]
             if is_quantized:  # before LoRA, whose matrices stay in the dtype of the run
                 data["model_converters"].insert(0, {"_component_": "torchtune.modules.low_precision.QuantizeBase"})
-        entries = self._entries(take("@datasets"), take("@folder", "data"))
+        noise = take("@neftune", None)
+        if noise:
+            noise_converter = {"_component_": "torchtune.modules.NEFTune", "alpha": noise}
+            data["model_converters"] = [noise_converter, *data.get("model_converters", [])]
+        self._folder = take("@folder", "data")
+        entries = self._entries(take("@datasets"), self._folder)
         nodes = [self._dataset(number, entry, reader) for number, entry in enumerate(entries)]
         data["dataset"] = nodes if len(nodes) > 1 else nodes[0]
         if {"@beta1", "@beta2"} & self._settings.keys():
             data["optimizer"]["betas"] = [take("@beta1", 0.9), take("@beta2", 0.999)]
         scheduler_arguments = take("@scheduler_arguments", {})
         save_strategy = take("@save_strategy", "steps")
+        saves_per_epoch = take("@saves_per_epoch", 0)
         take("@column", None)
+        validation = {}
+        for key in _VALIDATION_KEYS:
+            validation[key] = take(f"@{key}", None)
         for key, value in self._settings.items():
             section, _, name = key.rpartition(".")
             if section == "dataset":
@@ -203,11 +232,88 @@ class ImportedConfig:
                 self.left[f"lr_scheduler_kwargs.{name}"] = "no schedule has such an argument"
             else:
                 data.setdefault("lr_scheduler", {})[argument] = value
+        self._set_validation(data, nodes, reader, validation)
+        if saves_per_epoch:
+            data["save_every_n_steps"] = _part_of_epoch(saves_per_epoch, data["epochs"])
         if save_strategy == "epoch":
             data["save_every_n_steps"] = "epoch"
         elif save_strategy != "steps":
             self.left["save_strategy"] = "a run saves by steps or epochs: set save_every_n_steps, or keep_best"
         return self._finish(data)
+
+    def _set_validation(
+        self, data: dict[str, Any], nodes: list[dict[str, Any]], reader: str, settings: dict[str, Any]
+    ) -> None:
+        """Set the validation data, how often they are evaluated, and what follows from their loss.
+
+        Args:
+            data: the config, with the training data; it is changed.
+            nodes: nodes of the training data.
+            reader: dataset builder of the method, "" if the rows say it.
+            settings: value of each of ``_VALIDATION_KEYS``, None if the file has none.
+        """
+        strategy = settings["val_strategy"]
+        interval: float | str | None = None
+        if settings["vals_per_epoch"]:
+            interval = _part_of_epoch(settings["vals_per_epoch"], data["epochs"])
+        elif strategy == "steps" or (strategy is None and settings["val_interval"]):
+            interval = settings["val_interval"] or data.get("log_every_n_steps", 1)
+        elif strategy == "epoch" or (strategy is None and settings["validates"]):
+            interval = "epoch"
+        is_off = strategy in (False, "no")  # YAML 1.1 reads no as false
+        if is_off:
+            self.covered["eval_strategy"] = "nothing is validated"
+            return
+        validation_nodes = self._validation_nodes(nodes, reader, settings, is_asked=interval is not None)
+        if not validation_nodes:
+            if interval is not None:
+                data["run_val_every_n_steps"] = None
+                self.left["eval_strategy"] = f"set dataset_val, and run_val_every_n_steps={interval}"
+            return
+        data["dataset_val"] = validation_nodes if len(validation_nodes) > 1 else validation_nodes[0]
+        if interval is None:
+            interval = "epoch"
+            self.differences["eval_steps"] = "not set: validation runs once per epoch"
+        data["run_val_every_n_steps"] = interval
+        if settings["patience"]:
+            data["early_stopping_patience"] = settings["patience"]
+        if settings["keeps_best"]:
+            metric = str(settings["best_metric"] or "loss").removeprefix("eval_")
+            data["keep_best"] = f"max:val_{metric}" if settings["best_is_greatest"] else f"val_{metric}"
+
+    def _validation_nodes(
+        self, nodes: list[dict[str, Any]], reader: str, settings: dict[str, Any], *, is_asked: bool
+    ) -> list[dict[str, Any]]:
+        """Return the nodes of the validation data; rows that are held out of the training data leave it."""
+        if settings["val_datasets"]:
+            entries = self._entries(settings["val_datasets"], self._folder)
+            validation_nodes = [self._dataset(number, entry, reader) for number, entry in enumerate(entries)]
+            for node, training_node in zip(validation_nodes, nodes, strict=False):
+                if node["_component_"] == training_node["_component_"] and "masking_strategy" in training_node:
+                    node.setdefault("masking_strategy", training_node["masking_strategy"])
+            return validation_nodes
+        size = settings["val_size"]
+        if not size:
+            split = settings["val_split"] or ("test" if self.library == "trl" else None)
+            are_files = any(Path(str(node.get("source"))).is_file() for node in nodes)
+            if split is None or not is_asked or are_files:
+                return []
+            return [{**node, "split": split} for node in nodes]
+        name = next(key for key, target in self._table["keys"].items() if target.startswith("@val_size"))
+        count = round(100 * size) if size < 1 else int(size)
+        if count == 0 or any("[" in str(node.get("split", "")) for node in nodes):
+            self.left[name] = "set dataset.split and dataset_val.split to parts, such as train[:990] and train[990:]"
+            return []
+        # Percents count from the first row, numbers of rows from the last one.
+        boundary = f"{100 - count}%" if size < 1 else f"-{count}"
+        validation_nodes = []
+        for node in nodes:
+            split = node.get("split", "train")
+            validation_nodes.append({**node, "split": f"{split}[{boundary}:]"})
+            node["split"] = f"{split}[:{boundary}]"
+        described = f"{count}% of the rows" if size < 1 else f"{count} rows"
+        self.differences[name] = f"the last {described} are held out, not random ones"
+        return validation_nodes
 
     def _finish(self, data: dict[str, Any]) -> dict[str, Any]:
         """Remove arguments that the selected components do not have."""
@@ -260,7 +366,8 @@ class ImportedConfig:
     def _entries(self, datasets: Any, folder: str) -> list[dict[str, Any]]:
         """Return the descriptions of the datasets; LLaMA-Factory's are in ``dataset_info.json``."""
         if self.library != "llama-factory":
-            return datasets if isinstance(datasets, list) else [{"path": datasets}]
+            entries = datasets if isinstance(datasets, list) else [datasets]
+            return [entry if isinstance(entry, dict) else self._entry_of_name(str(entry)) for entry in entries]
         index = self.path.parent / folder / "dataset_info.json"
         descriptions = read_json(index, UserError) if index.is_file() else {}
         names = datasets.split(",") if isinstance(datasets, str) else datasets
@@ -275,6 +382,20 @@ class ImportedConfig:
             entries.append(entry)
         return entries
 
+    def _entry_of_name(self, name: str) -> dict[str, Any]:
+        """Return the description of a dataset of one name; ms-swift's ``name:subset#count`` takes rows of a subset."""
+        if self.library != "ms-swift":
+            return {"path": name}
+        name, _, count = name.partition("#")
+        path, _, subset = name.removeprefix("hf::").partition(":")
+        entry = {"path": path}
+        if subset:
+            entry["name"] = subset
+        if count:
+            entry["split"] = f"train[:{count}]"
+            self.differences[f"dataset {name}"] = f"the first {count} rows, not random ones"
+        return entry
+
     def _dataset(self, number: int, entry: dict[str, Any], reader: str) -> dict[str, Any]:
         """Return the config node of one dataset."""
         node: dict[str, Any] = {"_component_": ""}
@@ -287,6 +408,7 @@ class ImportedConfig:
                 hints[name] = value
             elif value is not None:
                 node[name] = value
+        self._set_training(number, node, hints)
         if hints["@columns"].keys() - {"messages"}:
             self.left[f"datasets.{number}.columns"] = "set dataset.column_map"
         unknown_tags = {str(tag) for tag in hints["@tags"].values()} - _TAGS
@@ -308,6 +430,35 @@ class ImportedConfig:
             node[key] = value
         return node
 
+    def _set_training(self, number: int, node: dict[str, Any], hints: dict[str, Any]) -> None:
+        """Set which turns are trained on, as an entry of Axolotl says; what the rows say themselves is read anyway."""
+        left: dict[str, str] = {}
+        roles = hints.get("@roles")
+        if roles is not None:
+            trained = {_AXOLOTL_ROLES.get(str(role), str(role)) for role in roles}
+            if trained == {"assistant"}:
+                node["masking_strategy"] = "train_on_assistant"
+            elif trained >= {"assistant", "user"}:
+                node["masking_strategy"] = "train_on_all"
+            else:
+                left["roles_to_train"] = (
+                    "masking_strategy trains on the assistant, or on users and tools as well: set train: false in the "
+                    "turns of the others"
+                )
+        if hints.get("@ends") not in (None, "turn"):
+            left["train_on_eos"] = "the end of each trained turn is trained on: set eot: false in turns without one"
+        field = hints.get("@training_field")
+        if field in _TRAINING_FIELDS:
+            self.covered[f"datasets.{number}.message_field_training"] = f"'{field}' of a turn is read"
+        elif field is not None:
+            left["message_field_training"] = f"rename '{field}' of the turns to 'train', which is read"
+        if hints.get("@training_detail") is not None:
+            left["message_field_training_detail"] = (
+                "write the content of the turn as a list of texts, and train: false in those that are not trained on"
+            )
+        for key, reason in left.items():
+            self.left[f"datasets.{number}.{key}"] = reason
+
     def _reader(self, number: int, hints: dict[str, Any]) -> str:
         """Return the dataset builder, with its columns, for rows that are not on this machine."""
         kind = str(hints["@type"])
@@ -324,6 +475,11 @@ class ImportedConfig:
         column = hints["@columns"].get("messages") or hints["@column"]
         column = column or {"sharegpt": "conversations", "openai": "messages"}[style]
         return f"chat_dataset conversation_column={column} conversation_style={style}"
+
+
+def _part_of_epoch(times: int, epochs: int) -> float | str:
+    """Return an interval of a run that takes place so many times per epoch."""
+    return "epoch" if times == 1 else 1 / (times * epochs)
 
 
 def _convert(value: Any, conversion: str) -> Any:

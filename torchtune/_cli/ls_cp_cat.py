@@ -12,8 +12,8 @@ from pathlib import Path
 from torchtune._cli._find_recipe import families, find_configs, search_words, suggest_configs
 from torchtune._cli._shorthands import expand_shorthands
 from torchtune._cli.subcommand import Subcommand
-from torchtune._config_templates import configs_on_demand
-from torchtune._recipe_registry import find_config, find_recipe, get_all_recipes
+from torchtune._config_templates import configs_on_demand, impossible_configs, reason_against
+from torchtune._recipe_registry import Config, find_config, find_recipe, get_all_recipes
 from torchtune.config import did_you_mean
 from torchtune.utils import UserError, atomic_write
 
@@ -69,18 +69,20 @@ class List(Subcommand):
 
     def _print_matches(self, words: list[str]) -> None:
         matches = find_configs(words)
-        on_demand = find_configs(words, on_demand=True)
+        on_demand = find_configs(words, "on_demand")
+        models = {_model_of(config) for config, _ in [*matches, *on_demand]} - {None}
+        impossible = find_configs(words, "impossible")
         if not matches and not on_demand:
-            raise UserError(_explain_no_match(words))
+            if not impossible:
+                raise UserError(_explain_no_match(words))
+            models = {_model_of(config) for config, _ in impossible}
         matches.sort(key=lambda pair: (not pair[0].family, pair[0].order))  # configs of no family are last
         for family, pairs in itertools.groupby(matches, key=lambda pair: pair[0].family):
             print(family or "of no family")
             for config, recipe in pairs:
                 print(f"  {config.name:<42} {recipe.name}")
         matching_recipes = {recipe.name for _, recipe in matches}
-        num_configs = 0
         for recipe in get_all_recipes():
-            num_configs += len(recipe.configs)
             if recipe.former_names and recipe.name in matching_recipes:
                 print(f"{recipe.name}: also {', '.join(recipe.former_names)}")
         methods_by_model: dict[str, list[str]] = {}
@@ -88,11 +90,34 @@ class List(Subcommand):
             model, method = configs_on_demand()[config.name]
             methods_by_model.setdefault(model, []).append(method)
         if on_demand:
-            example = on_demand[0][0].name
-            print(f"MODEL_METHOD made on demand, as {example}: {len(on_demand):,} of {len(configs_on_demand()):,}")
+            print(f"MODEL_METHOD, as {on_demand[0][0].name}: {len(on_demand):,} more, made when they are named")
         for model, methods in methods_by_model.items():
             print(f"{model}: {', '.join(methods)}")
-        print(f"{len(matches)} of {num_configs} configs. To run one: tune run --config NAME")
+        if len(models) == 1:
+            _print_impossible([config.name for config, _ in impossible])
+        print(f"{len(matches) + len(on_demand):,} of {_num_configs():,} configs. To run one: tune run --config NAME")
+
+
+def _num_configs() -> int:
+    """Return the number of configs, files and others."""
+    return sum(len(recipe.configs) for recipe in get_all_recipes()) + len(configs_on_demand())
+
+
+def _model_of(config: Config) -> str | None:
+    """Return the model of a config that is no file; None for a file."""
+    combinations = {**configs_on_demand(), **impossible_configs()}
+    return combinations[config.name][0] if config.name in combinations else None
+
+
+def _print_impossible(names: list[str]) -> None:
+    """Print why there are no configs with these names of a model and a method, reason by reason."""
+    methods_by_reason: dict[str, list[str]] = {}
+    for name in names:
+        model, method = impossible_configs()[name]
+        reason = reason_against(model, method)
+        methods_by_reason.setdefault(reason, []).append(method)
+    for reason, methods in methods_by_reason.items():
+        print(f"not {', '.join(methods)}: {reason}")
 
 
 def overview() -> list[str]:
@@ -139,7 +164,7 @@ def _merge_devices(names: Iterable[str]) -> dict[str, list[str]]:
 def _explain_no_match(words: list[str]) -> str:
     """Return why no config was found: a word without any match, or words without a common match."""
     for word in words:
-        if not find_configs([word]) and not find_configs([word], on_demand=True):
+        if not find_configs([word]) and not find_configs([word], "on_demand"):
             hint = did_you_mean(word, search_words())
             hint = hint or "; `tune ls` shows the families, for example `tune ls qwen3 8B lora`."
             return f"no config matches '{word}'{hint}"

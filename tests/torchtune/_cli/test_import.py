@@ -136,8 +136,8 @@ def test_axolotl_config_is_converted(convert):
     assert converted["clip_grad_norm"] == 1.0, "the default of their trainer"
     left = report.partition("Without counterpart:")[2].partition("No setting is needed:")[0]
     assert "  warmup_ratio: warmup_steps comes first" in report
-    for key in ("datasets.0.roles_to_train", "plugins"):
-        assert f"  {key}: " in left
+    assert "  plugins: " in left
+    assert "roles_to_train" not in left, "the assistant's turns are trained on here, too"
     assert "flash_attention: " not in left
     assert "tune download unsloth/Llama-3.2-1B-Instruct --output-dir /tmp/Llama-3.2-1B-Instruct" in report
 
@@ -162,7 +162,147 @@ def test_trl_config_is_converted(convert, tmp_path):
     assert converted["dtype"] == "bf16"
     assert converted["batch_size"] == 8
     assert "  chat_template_path: not known" in report
-    assert "  eval_strategy: set dataset_val" in report
+    assert "  eval_strategy: set dataset_val, and run_val_every_n_steps=1" in report, "logging_steps is their default"
+
+
+SWIFT = """
+model: Qwen/Qwen3-0.6B
+tuner_type: lora
+dataset: [own/chats, "own/alpaca:en"]
+split_dataset_ratio: 0.01
+torch_dtype: bfloat16
+lora_rank: 16
+target_modules: [all-linear]
+modules_to_save: [embed_tokens]
+num_train_epochs: 1
+learning_rate: 1e-4
+warmup_ratio: 0.05
+lr_scheduler_type: cosine
+neftune_noise_alpha: 5
+packing: true
+loss_scale: last_round
+eval_steps: 50
+save_steps: 100
+max_length: 2048
+attn_impl: flash_attention_2
+streaming: true
+"""
+
+
+def test_swift_config_is_converted(convert):
+    converted, report = convert(SWIFT)
+    assert "ms-swift config" in report
+    chats, alpaca = converted["dataset"]
+    assert (chats["source"], chats["packed"], chats["masking_strategy"]) == ("own/chats", True, "train_on_last")
+    assert (alpaca["source"], alpaca["name"], alpaca["split"]) == ("own/alpaca", "en", "train[:99%]")
+    noise, lora = converted["model_converters"]
+    assert noise == {"_component_": "torchtune.modules.NEFTune", "alpha": 5.0}
+    assert (lora["rank"], lora["alpha"], lora["train_modules"]) == (16, 32, ["tok_embeddings"])
+    assert converted["lr_scheduler"]["warmup_ratio"] == 0.05
+    assert (converted["optimizer"]["weight_decay"], converted["optimizer"]["betas"]) == (0.1, [0.9, 0.95])
+    assert (converted["batch_size"], converted["gradient_accumulation_steps"]) == (1, 16)
+    assert (converted["dtype"], converted["tokenizer"]["max_seq_len"]) == ("bf16", 2048)
+    assert "  streaming: set dataset.streaming" in report
+    assert "attn_impl" in report.partition("No setting is needed:")[2]
+
+
+def test_number_of_rows_in_the_name_of_a_swift_dataset_is_a_part_of_its_split(convert):
+    converted, report = convert(SWIFT.replace("own/chats", "own/chats#500"))
+    assert (converted["dataset"][0]["source"], converted["dataset"][0]["split"]) == ("own/chats", "train[:500]")
+    assert "  dataset own/chats: the first 500 rows, not random ones" in report
+    assert "  split_dataset_ratio: set dataset.split and dataset_val.split to parts" in report
+
+
+def test_rows_that_are_held_out_for_validation_leave_the_training_data(convert):
+    converted, report = convert(AXOLOTL.replace('"train[:20%]"', "train") + "val_set_size: 0.05\nevals_per_epoch: 4\n")
+    assert [node["split"] for node in converted["dataset"]] == ["train[:95%]", "train[:95%]"]
+    assert [node["split"] for node in converted["dataset_val"]] == ["train[95%:]", "train[95%:]"]
+    assert all(node["masking_strategy"] == "train_on_assistant" for node in converted["dataset_val"])
+    assert converted["run_val_every_n_steps"] == 1 / 8, "4 times in each of 2 epochs"
+    assert "  val_set_size: the last 5% of the rows are held out, not random ones" in report
+    assert "Without counterpart" in report
+    assert "val_set_size" not in report.partition("Without counterpart:")[2].partition("Done in another way:")[0]
+
+
+def test_number_of_rows_is_held_out(convert):
+    converted, _ = convert(FACTORY.format(folder=".") + "val_size: 200\neval_strategy: steps\neval_steps: 25\n")
+    assert converted["dataset"][0]["split"] == "train[:-200]"
+    assert converted["dataset_val"][0]["split"] == "train[-200:]"
+    assert converted["run_val_every_n_steps"] == 25
+
+
+@pytest.mark.parametrize(
+    ("lines", "interval"),
+    [
+        ("eval_strategy: epoch", "epoch"),
+        ("evaluation_strategy: epoch", "epoch"),
+        ("eval_strategy: steps\neval_steps: 7", 7),
+        ("eval_strategy: steps\nlogging_steps: 3", 3),
+        ("eval_strategy: steps\neval_steps: 0.25", 0.25),
+        ("do_eval: true", "epoch"),
+        ("", "epoch"),
+    ],
+)
+def test_intervals_of_validation_are_converted(convert, lines, interval):
+    converted, report = convert(FACTORY.format(folder=".") + f"val_size: 0.1\n{lines}\n")
+    assert converted["run_val_every_n_steps"] == interval
+    assert converted["dataset_val"][0]["split"] == "train[90%:]"
+    assert ("  eval_steps: not set: validation runs once per epoch" in report) == (lines == "")
+
+
+@pytest.mark.parametrize("strategy", ["no", "'no'"])
+def test_run_without_validation_keeps_all_rows(convert, strategy):
+    converted, report = convert(FACTORY.format(folder=".") + f"val_size: 0.1\neval_strategy: {strategy}\n")
+    assert "dataset_val" not in converted
+    assert "split" not in converted["dataset"][0]
+    assert "  eval_strategy: nothing is validated" in report
+
+
+def test_validation_data_of_their_own_are_read(convert):
+    lines = "test_datasets: [{path: own/held_out, type: alpaca, split: test}]\neval_steps: 10\n"
+    lines += "early_stopping_patience: 3\nload_best_model_at_end: true\nmetric_for_best_model: eval_loss\n"
+    converted, _ = convert(AXOLOTL + lines)
+    assert converted["dataset_val"]["source"] == "own/held_out"
+    assert converted["dataset_val"]["split"] == "test"
+    assert converted["early_stopping_patience"] == 3
+    assert converted["keep_best"] == "val_loss"
+
+
+def test_test_split_of_trl_is_validation_data(convert):
+    converted, _ = convert(TRL.format(file="own/chats").replace("steps", "epoch"))
+    assert (converted["dataset"]["split"], converted["dataset_val"]["split"]) == ("train", "test")
+
+
+def test_rows_that_cannot_be_split_are_left_to_the_user(convert):
+    _, report = convert(AXOLOTL + "val_set_size: 0.05\n")  # which has the split train[:20%]
+    assert "  val_set_size: set dataset.split and dataset_val.split to parts" in report
+
+
+@pytest.mark.parametrize(
+    ("line", "masking", "reason"),
+    [
+        ("roles_to_train: [gpt]", "train_on_assistant", None),
+        ("roles_to_train: [assistant, user]", "train_on_all", None),
+        ("roles_to_train: [user]", "train_on_assistant", "roles_to_train: masking_strategy trains on the assistant"),
+        ("train_on_eos: turn", "train_on_assistant", None),
+        ("train_on_eos: all", "train_on_assistant", "train_on_eos: the end of each trained turn is trained on"),
+        ("message_field_training: train", "train_on_assistant", None),
+        ("message_field_training: learn", "train_on_assistant", "message_field_training: rename 'learn' of the turns"),
+        (
+            "message_field_training_detail: detail",
+            "train_on_assistant",
+            "message_field_training_detail: write the content of the turn as a list of texts",
+        ),
+    ],
+)
+def test_turns_that_are_trained_on_are_converted(convert, line, masking, reason):
+    converted, report = convert(AXOLOTL.replace("roles_to_train: [assistant]", line))
+    assert converted["dataset"][0]["masking_strategy"] == masking
+    left = report.partition("Without counterpart:")[2].partition("No setting is needed:")[0]
+    if reason is None:
+        assert "datasets.0" not in left
+    else:
+        assert f"  datasets.0.{reason}" in left
 
 
 def test_llama_factory_config_is_converted(convert, tmp_path):
@@ -392,8 +532,9 @@ def test_table_has_the_keys_and_defaults_of_the_installed_trl():
         ("trl.scripts.utils", "ScriptArguments"),
         ("trl.scripts.utils", "DatasetMixtureConfig"),
     )
-    # num_processes is accelerate's, warmup_ratio one of earlier releases.
-    assert not table["keys"].keys() - fields.keys() - {"num_processes", "warmup_ratio"}
+    # num_processes is accelerate's, the others are of earlier releases.
+    former = {"warmup_ratio", "evaluation_strategy"}
+    assert not table["keys"].keys() - fields.keys() - {"num_processes"} - former
     assert table["data"].keys() <= fields_of(("trl.scripts.utils", "DatasetConfig")).keys()
     same = {key: fields[key] for key in table["defaults"] if fields[key] not in (..., None)}
     assert len(same) > 12
