@@ -44,7 +44,7 @@ def run_ours(
     from torchtune import checkpoints, rlhf, training
     from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, Batch, BatchLoader, collate_preference, share_prefixes
     from torchtune.models import from_hf_config
-    from torchtune.modules.classifier import classifier_model
+    from torchtune.modules import classifier_model
     from torchtune.modules.conversion import apply_conversions
     from torchtune.modules.peft import LoRA
     from torchtune.rlhf.loss import DPOLoss, GRPOLoss, RewardLoss, setup_loss
