@@ -45,6 +45,11 @@ def test_what_an_older_recipe_imports_is_here_or_its_absence_has_a_reason(module
     assert missing == {name for names in groups.values() for name in names.split()}
 
 
+@pytest.mark.parametrize("module", FACE["files"])
+def test_public_names_are_imported_from_the_files_that_defined_them(module):
+    assert [name for name in FACE["files"][module].split() if not resolves(module, name)] == []
+
+
 @pytest.mark.parametrize("module", ["torchtune.dev.rl.workers", "torchtune.modules.early_exit_loss"])
 def test_an_experiment_that_did_not_come_says_so_by_name(module):
     with pytest.raises(ImportError, match=r"torchtune\.(dev|modules\.early_exit_loss).* is not part of this library"):
