@@ -88,11 +88,11 @@ def tools(monkeypatch):
 def test_the_committed_configs_are_what_the_templates_make():
     import make_configs
 
-    made = {f"{name}.yaml": text for name, text in make_configs.configs().items()}
+    generated = {f"{name}.yaml": text for name, text in make_configs.configs().items()}
     folder = ROOT / "recipes" / "configs"
     committed = {path.relative_to(folder).as_posix(): path.read_text() for path in folder.rglob("*.yaml")}
-    assert committed.keys() == made.keys(), "run `make configs`"
-    assert not [name for name, text in committed.items() if made[name] != text], "run `make configs`"
+    assert committed.keys() == generated.keys(), "run `make configs`"
+    assert not [name for name, text in committed.items() if generated[name] != text], "run `make configs`"
 
 
 @pytest.mark.usefixtures("tools")
@@ -155,14 +155,14 @@ def test_committed_memory_result_equals_a_simulation():
     """A change of the library that moves this one moves the others: ``make_tables.py --anew``."""
     import memory_table
 
-    kept = memory_table.results(memory_table.kept(), memory_table.SAMPLE)
-    assert float(memory_table.cell(memory_table.SAMPLE, 1)) == pytest.approx(float(kept[1]), rel=0.03)
+    committed = memory_table.results(memory_table.kept(), memory_table.SAMPLE)
+    assert float(memory_table.cell(memory_table.SAMPLE, 1)) == pytest.approx(float(committed[1]), rel=0.03)
 
 
 def test_configs_show_what_people_edit():
     """A setting that stands in a config differs from its default, or is one that everybody changes."""
-    shown = set("batch_size gradient_accumulation_steps epochs dtype enable_activation_checkpointing compile".split())
-    shown |= {"max_new_tokens", "temperature", "kd_ratio", "expert_parallel_dim"}  # the last of mixtures of experts
+    edited = set("batch_size gradient_accumulation_steps epochs dtype enable_activation_checkpointing compile".split())
+    edited |= {"max_new_tokens", "temperature", "kd_ratio", "expert_parallel_dim"}  # the last of mixtures of experts
     repeated = []
     seen = 0
     for recipe in get_all_recipes():
@@ -173,7 +173,7 @@ def test_configs_show_what_people_edit():
         for config in recipe.configs:
             for name, value in yaml.load(config.path.read_text(), yaml.CSafeLoader).items():
                 seen += name in defaults
-                if name not in shown and name in defaults and value == defaults[name]:
+                if name not in edited and name in defaults and value == defaults[name]:
                     repeated.append(f"{config.path.name}: {name}")
     assert seen > 1000
     assert not repeated
@@ -257,10 +257,10 @@ def test_the_wheel_has_every_file_of_the_library_and_works_from_its_own_folder(t
 
     assert str(site) in run("-c", "import torchtune; print(torchtune.__file__)")
     tune = ("-m", "torchtune._cli.tune")
-    shown = run(*tune, "ls", "--all")
+    listing = run(*tune, "ls", "--all")
     configs = [name.removesuffix(".yaml") for name in files if name.endswith(".yaml")]
-    assert all(name.removeprefix("recipes/configs/") in shown for name in configs if "/configs/" in name)
-    assert yaml.safe_load(run(*tune, "cat", "llama3_2/1B_full_single_device"))["recipe"] in shown
+    assert all(name.removeprefix("recipes/configs/") in listing for name in configs if "/configs/" in name)
+    assert yaml.safe_load(run(*tune, "cat", "llama3_2/1B_full_single_device"))["recipe"] in listing
     run(*tune, "cp", "full_finetune_single_device", "mine.py")
     assert (tmp_path / "mine.py").read_bytes() == (ROOT / "recipes" / "full_finetune_single_device.py").read_bytes()
 
@@ -275,7 +275,7 @@ PRIVATE = re.compile(
 def test_private_torch_names_are_imported_in_one_module():
     """Whatever a release takes away is mended there; what checkpoints need of them is theirs."""
     homes = {"_torch_private.py"}  # of the library, and of simulations
-    found = {
+    places = {
         f"{path.relative_to(ROOT)}:{number}": line.strip()
         for folder in ("torchtune", "recipes")
         for path in (ROOT / folder).rglob("*.py")
@@ -283,7 +283,7 @@ def test_private_torch_names_are_imported_in_one_module():
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
         if PRIVATE.search(OPERATIONS.sub("", line))
     }
-    assert not found
+    assert not places
 
 
 @functools.cache
@@ -313,14 +313,14 @@ def _imports(path):
 
 
 def test_the_face_of_a_room_is_its_only_door():
-    found = []
+    violations = []
     for path in (ROOT / "torchtune").rglob("*.py"):
         room = path.relative_to(ROOT).parts[1]
         for module in _imports(path):
-            owner, *rest = module.split(".")[1:] if module.startswith("torchtune.") else [room]
-            if owner != room and any(part.startswith("_") for part in rest):
-                found.append(f"{path.relative_to(ROOT)}: {module}")
-    assert not found, "import the name from the package instead, and add it to the stub __init__.pyi there"
+            owner, *parts = module.split(".")[1:] if module.startswith("torchtune.") else [room]
+            if owner != room and any(part.startswith("_") for part in parts):
+                violations.append(f"{path.relative_to(ROOT)}: {module}")
+    assert not violations, "import the name from the package instead, and add it to the stub __init__.pyi there"
 
 
 def test_no_file_imports_itself_by_way_of_others():
@@ -331,7 +331,7 @@ def test_no_file_imports_itself_by_way_of_others():
     graph = {}
     for name, path in files.items():
         statements = _statements(path, for_types=False)
-        found = [node for node in statements if isinstance(node, ast.ImportFrom) and node.module]
-        modules = {(node.module, f"{node.module}.{alias.name}") for node in found for alias in node.names}
+        imports = [node for node in statements if isinstance(node, ast.ImportFrom) and node.module]
+        modules = {(node.module, f"{node.module}.{alias.name}") for node in imports for alias in node.names}
         graph[name] = {inner if inner in files else outer for outer, inner in modules} & files.keys() - {name}
     TopologicalSorter(graph).prepare()  # raises CycleError, with the files

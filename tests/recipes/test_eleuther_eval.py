@@ -43,23 +43,23 @@ def reference(checkpoint, **settings):
 
 @pytest.mark.parametrize("chat", [False, True])
 def test_numbers_are_those_of_the_harness(checkpoint, tmp_path, chat):
-    found = run(checkpoint, tmp_path, chat_template=chat, output_dir=str(tmp_path / "out"))
+    results = run(checkpoint, tmp_path, chat_template=chat, output_dir=str(tmp_path / "out"))
     wanted = reference(checkpoint, apply_chat_template=chat, log_samples=True)
     for task in TASKS:
         for name, value in wanted["results"][task].items():
             if isinstance(value, float) and "stderr" not in name:
-                assert found[task][name] == pytest.approx(value, rel=1e-4), (task, name)
-    kept = json.loads((tmp_path / "out" / "results.json").read_text())["results"]
-    assert kept["tune_facts"]["acc,none"] == found["tune_facts"]["acc,none"]
+                assert results[task][name] == pytest.approx(value, rel=1e-4), (task, name)
+    saved = json.loads((tmp_path / "out" / "results.json").read_text())["results"]
+    assert saved["tune_facts"]["acc,none"] == results["tune_facts"]["acc,none"]
 
 
 def test_the_command_gives_the_numbers_of_the_recipe_and_keeps_answers(checkpoint, tmp_path, tune):
     options = "--tasks tune_facts --limit 8 --device cpu --dtype fp32 --output".split()
     out = tune("eval", checkpoint, *options, tmp_path).out
     (path,) = tmp_path.glob("*/results.json")
-    found = json.loads(path.read_text())["results"]["tune_facts"]
+    results = json.loads(path.read_text())["results"]["tune_facts"]
     wanted = run(checkpoint, tmp_path, tasks=["tune_facts"])["tune_facts"]
-    assert found["acc_norm,none"] == wanted["acc_norm,none"]
+    assert results["acc_norm,none"] == wanted["acc_norm,none"]
     assert f"tune_facts  8     acc_norm  {wanted['acc_norm,none']:.4g}" in out
     assert list(path.parent.glob("answers_*.db"))
 
@@ -71,20 +71,20 @@ def test_every_request_has_the_answer_of_the_harness(checkpoint):
     import torchtune
     from torchtune.evaluation._harness_model import HarnessModel
 
-    ours = HarnessModel(*torchtune.load(checkpoint, device="cpu", dtype="fp32"), batch_size=3, max_length=24)
-    theirs = HFLM(pretrained=str(checkpoint), device="cpu", dtype="float32", batch_size=1, max_length=24)
+    model = HarnessModel(*torchtune.load(checkpoint, device="cpu", dtype="fp32"), batch_size=3, max_length=24)
+    reference = HFLM(pretrained=str(checkpoint), device="cpu", dtype="float32", batch_size=1, max_length=24)
 
     def requests(kind, *arguments):
-        return [Instance(request_type=kind, doc={}, arguments=each, idx=0) for each in arguments]
+        return [Instance(request_type=kind, doc={}, arguments=argument, idx=0) for argument in arguments]
 
     pairs = [("the cat", " sees"), ("the cat", " finds a dog"), ("", "red"), ("a ", "b"), ("big " * 30, "dog")]
     asked = requests("loglikelihood", *pairs)
-    for one, other in zip(ours.loglikelihood(asked), theirs.loglikelihood(asked), strict=True):
-        assert one[0] == pytest.approx(other[0], abs=1e-3)
-        assert one[1] == other[1]
+    for score, reference_score in zip(model.loglikelihood(asked), reference.loglikelihood(asked), strict=True):
+        assert score[0] == pytest.approx(reference_score[0], abs=1e-3)
+        assert score[1] == reference_score[1]
     texts = requests("loglikelihood_rolling", ("why not the dog",), ("the cat sees a small bird " * 9,))
-    assert ours.loglikelihood_rolling(texts) == pytest.approx(theirs.loglikelihood_rolling(texts), abs=1e-2)
-    first = theirs.generate_until(requests("generate_until", ("the cat", {"until": [], "max_gen_toks": 8})))[0]
+    assert model.loglikelihood_rolling(texts) == pytest.approx(reference.loglikelihood_rolling(texts), abs=1e-2)
+    first = reference.generate_until(requests("generate_until", ("the cat", {"until": [], "max_gen_toks": 8})))[0]
     stop = first[len(first) // 2 :][:2]
     kinds = [
         {"until": [stop], "max_gen_toks": 8},
@@ -92,9 +92,9 @@ def test_every_request_has_the_answer_of_the_harness(checkpoint):
         {"until": [], "max_gen_toks": 4},
     ]
     asked = requests("generate_until", *(("the cat", kind) for kind in kinds), ("red " * 30, kinds[1]))
-    found = ours.generate_until(asked)
-    assert found == theirs.generate_until(asked)
-    assert stop not in found[0]
+    answers = model.generate_until(asked)
+    assert answers == reference.generate_until(asked)
+    assert stop not in answers[0]
 
 
 def test_what_is_asked_for_and_not_there(checkpoint, tmp_path):
@@ -138,9 +138,9 @@ def test_questions_with_images_have_the_answers_of_transformers(tmp_path):
     checkpoint = tiny_vision.write_vision_checkpoint(tmp_path / "checkpoint")
     settings = tiny_vision.write_pictures(tmp_path, count=2)["tokenizer"]
     tokenizer = instantiate(settings)
-    theirs = MllamaForConditionalGeneration.from_pretrained(checkpoint).eval()
-    theirs.lm_head.weight.data[256:] = 0  # ids without a text are not answers
-    theirs.save_pretrained(checkpoint)
+    reference = MllamaForConditionalGeneration.from_pretrained(checkpoint).eval()
+    reference.lm_head.weight.data[256:] = 0  # ids without a text are not answers
+    reference.save_pretrained(checkpoint)
 
     def log_probs(image, answer):
         """Of the tokens after the question, and after each of the answer."""
@@ -152,7 +152,7 @@ def test_questions_with_images_have_the_answers_of_transformers(tmp_path):
         mask = batch["encoder_mask"]
         mask = torch.cat([mask, mask[:, -1:].expand(-1, len(answer), -1)], dim=1)
         with torch.no_grad():
-            logits = tiny_vision.logits_of_transformers(theirs, tokens, batch["encoder_input"], mask)
+            logits = tiny_vision.logits_of_transformers(reference, tokens, batch["encoder_input"], mask)
         return logits[0, -len(answer) - 1 :].log_softmax(-1)
 
     rows, scores = [], {}
@@ -168,19 +168,19 @@ def test_questions_with_images_have_the_answers_of_transformers(tmp_path):
     assert rows[0]["answer"] != rows[1]["answer"]
     write_tasks_with_images(tmp_path, rows)
     shared = {"include_path": str(tmp_path), "tasks": ["seen", "seen_choice", "read_choice"], "limit": None}
-    found = run(checkpoint, tmp_path, tokenizer=settings, output_dir=str(tmp_path / "out"), **shared)
-    assert found["seen"]["exact_match,none"] == found["seen_choice"]["acc,none"] == 1.0
+    results = run(checkpoint, tmp_path, tokenizer=settings, output_dir=str(tmp_path / "out"), **shared)
+    assert results["seen"]["exact_match,none"] == results["seen_choice"]["acc,none"] == 1.0
 
     import torchtune
 
-    ours = HarnessModel(torchtune.load(checkpoint, device="cpu", dtype="fp32")[0], tokenizer)
+    model = HarnessModel(torchtune.load(checkpoint, device="cpu", dtype="fp32")[0], tokenizer)
     asked = [("?", " cat"), *((("<image>?", f" {choice}", {"visual": [image]})) for image, choice in scores)]
-    requests = [Instance(request_type="loglikelihood", doc={}, arguments=one, idx=0) for one in asked]
+    requests = [Instance(request_type="loglikelihood", doc={}, arguments=arguments, idx=0) for arguments in asked]
     ids = tokenizer.encode("? cat", add_bos=True, add_eos=False)
     with torch.no_grad():
-        given = theirs(input_ids=torch.tensor([ids])).logits[0, 1:-1].log_softmax(-1)
-    wanted = [float(given[range(4), ids[2:]].sum()), *scores.values()]
-    assert [one for one, _ in ours.loglikelihood(requests)] == pytest.approx(wanted, abs=1e-3)
+        text_log_probs = reference(input_ids=torch.tensor([ids])).logits[0, 1:-1].log_softmax(-1)
+    wanted = [float(text_log_probs[range(4), ids[2:]].sum()), *scores.values()]
+    assert [score for score, _ in model.loglikelihood(requests)] == pytest.approx(wanted, abs=1e-3)
 
     with pytest.raises(UserError, match="tiles of 42 pixels"):
         run(checkpoint, tmp_path, tokenizer={**settings, "tile_size": 42}, **shared)

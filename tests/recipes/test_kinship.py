@@ -46,11 +46,11 @@ def source(path, node):
 
 
 def comment_above(path, line):
-    lines, found = lines_of(path), []
+    lines, comments = lines_of(path), []
     while lines[line - 2].strip().startswith("#"):
         line -= 1
-        found.insert(0, lines[line - 1].strip("# "))
-    return " ".join(found)
+        comments.insert(0, lines[line - 1].strip("# "))
+    return " ".join(comments)
 
 
 @functools.cache
@@ -74,12 +74,14 @@ def methods(path):
 
 
 def test_a_shared_setting_has_one_type_default_and_comment():
-    for one, other in itertools.combinations(RECIPES, 2):
-        mine, theirs = settings(one), settings(other)
-        kin = one in TRAINING and other in TRAINING
-        for name in mine.keys() & theirs.keys():
+    for first, second in itertools.combinations(RECIPES, 2):
+        first_settings, second_settings = settings(first), settings(second)
+        kin = first in TRAINING and second in TRAINING
+        for name in first_settings.keys() & second_settings.keys():
             if name not in TABLE["own_settings"] or (kin and name not in ("model", "collate_fn")):
-                assert mine[name] == theirs[name], f"'{name}' differs between {one.name} and {other.name}"
+                assert first_settings[name] == second_settings[name], (
+                    f"'{name}' differs between {first.name} and {second.name}"
+                )
 
 
 def test_exceptions_are_needed():
@@ -100,21 +102,21 @@ def test_every_recipe_is_declared():
 
 def test_recipes_of_the_same_groups_would_be_one_method():
     """The command line tells methods apart by their groups: a config for one is not run by another."""
-    declared = {name: frozenset(found) for name, found in groups().items()}
+    declared = {name: frozenset(group_names) for name, group_names in groups().items()}
     same = [(a, b) for a in declared for b in declared if a < b and declared[a] == declared[b]]
     assert not same, "give the newer one a group of its own in recipes/features.yaml"
-    found = {recipe.name: recipe for recipe in get_all_recipes()}
-    assert set(found) == set(declared)
-    assert sorted(name for name in found if found[name].supports_distributed) == sorted(recipes_in("distributed"))
-    one, several = found["lora_finetune_single_device"], found["lora_finetune_distributed"]
-    assert one.method == several.method != found["full_finetune_distributed"].method
+    recipes = {recipe.name: recipe for recipe in get_all_recipes()}
+    assert set(recipes) == set(declared)
+    assert sorted(name for name in recipes if recipes[name].supports_distributed) == sorted(recipes_in("distributed"))
+    single, several = recipes["lora_finetune_single_device"], recipes["lora_finetune_distributed"]
+    assert single.method == several.method != recipes["full_finetune_distributed"].method
 
 
 def test_former_names_lead_to_recipes():
-    found = {recipe.name for recipe in get_all_recipes()}
+    current = {recipe.name for recipe in get_all_recipes()}
     former = {name: recipe.name for recipe in get_all_recipes() for name in recipe.former_names}
     assert len(former) >= 17
-    assert not former.keys() & found
+    assert not former.keys() & current
     assert former["lora_dpo_single_device"] == "dpo"
     assert former["qat_lora_finetune_distributed"] == "lora_finetune_distributed"
 
@@ -129,10 +131,10 @@ def test_a_recipe_that_is_not_declared_is_named_with_the_line_to_edit(tmp_path):
     recipes = copy_of_recipes(tmp_path)
     shutil.copy(recipes / "generate.py", recipes / "my_dpo.py")
     lines = (recipes / "features.yaml").read_text().splitlines()
-    said = f"recipes/features.yaml:{lines.index('recipes:') + 1}: recipes/my_dpo.py belongs to no group: add a line"
+    message = f"recipes/features.yaml:{lines.index('recipes:') + 1}: recipes/my_dpo.py belongs to no group: add a line"
     with pytest.raises(RecipeTableError) as caught:
         groups(recipes)
-    assert str(caught.value).startswith(said)
+    assert str(caught.value).startswith(message)
     assert "'my_dpo: [...]'" in str(caught.value)
 
 
@@ -155,10 +157,12 @@ def test_a_wrong_line_of_the_table_is_named(old, new, said, tmp_path):
 
 
 def test_training_recipes_have_one_order_and_one_set_of_names():
-    for one, other in itertools.combinations(TRAINING, 2):
+    for first, second in itertools.combinations(TRAINING, 2):
         for names in (settings, methods):
-            mine, theirs = list(names(one)), list(names(other))
-            assert [n for n in mine if n in theirs] == [n for n in theirs if n in mine], f"{one} and {other}"
+            first_names, second_names = list(names(first)), list(names(second))
+            assert [n for n in first_names if n in second_names] == [n for n in second_names if n in first_names], (
+                f"{first} and {second}"
+            )
     assert len({tuple(methods(FILES[name])) for name in recipes_in("supervised")}) == 1
 
 
@@ -210,8 +214,8 @@ def test_the_loop_tells_the_truth(path):
     text = path.read_text()
     for node in ast.walk(recipe_class(path)):
         if isinstance(node, ast.Call):
-            given = [*node.args, *(keyword.value for keyword in node.keywords)]
-            assert not any(isinstance(value, ast.Name) and value.id == "self" for value in given), ast.unparse(node)
+            arguments = [*node.args, *(keyword.value for keyword in node.keywords)]
+            assert not any(isinstance(value, ast.Name) and value.id == "self" for value in arguments), ast.unparse(node)
     assert 1 <= text.count("control.synchronize(") <= 2  # an optimizer in the backward pass asks before it
     assert "make sync" not in text
     assert "# twin" not in text

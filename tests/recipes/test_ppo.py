@@ -68,7 +68,7 @@ class PlainPPO:
     @torch.no_grad()
     def experience(self):
         """(log-probs, values, advantages, returns) of the tokens of every answer; advantages are centered."""
-        found = []
+        answers = []
         for rollout in self.rollouts:
             old, values = self.log_probs(self.policy, rollout).tolist(), self.values(self.value, rollout).tolist()
             reference = self.log_probs(self.reference, rollout).tolist()
@@ -76,23 +76,26 @@ class PlainPPO:
             score = (last_state @ self.reward.score.weight[0]).item()
             if len(old) < 2 or int(rollout.tokens[-1]) not in STOPS:
                 score = -2.0
-            rewards = [-0.3 * (one - other) for one, other in zip(old, reference, strict=True)]
+            rewards = [-0.3 * (log_prob - base) for log_prob, base in zip(old, reference, strict=True)]
             rewards[-1] += score
             advantages, last = [0.0] * len(old), 0.0
             for t in reversed(range(len(old))):
                 following = values[t + 1] if t + 1 < len(old) else 0.0
                 last = rewards[t] + 0.9 * following - values[t] + 0.9 * 0.8 * last
                 advantages[t] = last
-            found.append((old, values, advantages, [a + v for a, v in zip(advantages, values, strict=True)]))
-        every = [a for one in found for a in one[2]]
+            returns = [a + v for a, v in zip(advantages, values, strict=True)]
+            answers.append((old, values, advantages, returns))
+        every = []
+        for _, _, advantages, _ in answers:
+            every += advantages
         mean = sum(every) / len(every)
         std = math.sqrt(sum((a - mean) ** 2 for a in every) / (len(every) - 1))
-        return [(old, values, [(a - mean) / std for a in advs], returns) for old, values, advs, returns in found]
+        return [(old, values, [(a - mean) / std for a in advs], returns) for old, values, advs, returns in answers]
 
     def step(self):
         """The weights after three passes over all answers."""
         experience = self.experience()
-        count = sum(len(one[0]) for one in experience)
+        count = sum(len(answer[0]) for answer in experience)
         parameters = [*self.policy.parameters(), *self.value.parameters()]
         optimizer = torch.optim.AdamW(parameters, lr=0.01, eps=1e-3, weight_decay=0.1)
         self.clipped = 0
@@ -139,10 +142,10 @@ def test_a_step_is_that_of_plain_code_however_work_is_split(split, plain):
     from safetensors.torch import load_file
 
     folder, weights, rewards = plain
-    found = start(PPO, folder, **STEP, ref_policy_checkpointer=other_reference(folder), **split)
-    lines = read_lines(found.output_dir / "rollouts.jsonl")
+    run = start(PPO, folder, **STEP, ref_policy_checkpointer=other_reference(folder), **split)
+    lines = read_lines(run.output_dir / "rollouts.jsonl")
     assert [line["reward"] for line in lines] == pytest.approx(rewards, abs=1e-5)
-    (saved,) = found.output_dir.glob("epoch_*")
+    (saved,) = run.output_dir.glob("epoch_*")
     for at in ("", "value/"):
         for key, value in load_file(saved / at / "model.safetensors").items():
             torch.testing.assert_close(value.double(), weights[f"{at}{key}"], atol=2e-5, rtol=0)
@@ -150,12 +153,12 @@ def test_a_step_is_that_of_plain_code_however_work_is_split(split, plain):
 
 def test_a_resumed_run_samples_the_same_answers_and_trains_both_models_to_the_same_bits(tmp_path):
     settings = {"save_every_n_steps": 2, "batch_size": 6, "ppo_epochs": 2, "ppo_batch_size": 4, "dtype": "bf16"}
-    whole = start(PPO, tmp_path, **settings)
-    lines = (whole.output_dir / "rollouts.jsonl").read_text().splitlines(keepends=True)
+    uninterrupted = start(PPO, tmp_path, **settings)
+    lines = (uninterrupted.output_dir / "rollouts.jsonl").read_text().splitlines(keepends=True)
     killed = {"rollouts.jsonl": "".join(lines[:16]) + lines[-1][:30]}  # in step 3
-    output_dir = resume(PPO, tmp_path, whole, 2, killed, **settings).output_dir
+    output_dir = resume(PPO, tmp_path, uninterrupted, 2, killed, **settings).output_dir
     assert (output_dir / "rollouts.jsonl").read_text() == "".join(lines)
-    assert {key.partition(".")[0] for key in whole.trained} == {"policy", "value"}
+    assert {key.partition(".")[0] for key in uninterrupted.trained} == {"policy", "value"}
     write_checkpoint(tmp_path / "reward", seed=4, is_reward=True)
     (output_dir / "step_4" / ".complete").unlink()
     with pytest.raises(UserError, match=r"whose 'reward' model was .* and the weights in .* differ from it"):
@@ -190,19 +193,19 @@ def test_a_score_is_read_where_the_reward_model_was_trained(tmp_path):
 
     recipe = start(PPO, tmp_path, train=False).recipe
     messages = [Message(role="user", content="the cat"), Message(role="assistant", content="sees")]
-    whole = torch.as_tensor(recipe.tokenizer({"messages": messages})["tokens"])
-    end = int((whole == 2).nonzero()[-1]) + 1
-    assert end == len(whole) - 1
+    conversation = torch.as_tensor(recipe.tokenizer({"messages": messages})["tokens"])
+    end = int((conversation == 2).nonzero()[-1]) + 1
+    assert end == len(conversation) - 1
     scores = {}
     for size in (1, 3):
         reward_model = RewardModel(recipe.reward_model.model, recipe.tokenizer, size)
-        rollouts = [Rollout(whole[: end - cut], end - 3, None, not cut) for cut in (0, 1, 0)]
+        rollouts = [Rollout(conversation[: end - cut], end - 3, None, not cut) for cut in (0, 1, 0)]
         scores[size] = reward_model(rollouts)
     torch.testing.assert_close(scores[1], scores[3], atol=1e-6, rtol=0)
     with torch.no_grad():
         wanted = [
             reward_model.model(tokens[None].to(recipe.device))[0, -1, 0].double().cpu()
-            for tokens in (whole, whole[: end - 1])
+            for tokens in (conversation, conversation[: end - 1])
         ]
     torch.testing.assert_close(scores[3], torch.stack([*wanted, wanted[0]]), atol=1e-6, rtol=0)
 
@@ -236,11 +239,11 @@ def test_what_cannot_be_is_one_sentence(change, said, tmp_path):
 def test_two_processes_train_as_one(forker, tmp_path):
     """With as many answers on both, with one more on the first, and with none on the second."""
     settings = {"clip_grad_norm": 1.0, "dataset__split": "train[:17]", "ppo_epochs": 2, "whiten_rewards": True}
-    whole = start(PPO, tmp_path, **settings, batch_size=8)
+    single_process = start(PPO, tmp_path, **settings, batch_size=8)
     run = forker.run_on_two(PPO, tmp_path, **settings, data_parallel_shard_dim=2, batch_size=4)
     assert len(run.losses) == 3
     for name in ("loss", "grad_norm", "scores", "kl", "policy_loss", "value_loss", "num_stop_tokens"):
-        assert run.figure(name) == pytest.approx(whole.figure(name), rel=1e-3, abs=1e-5), name
+        assert run.figure(name) == pytest.approx(single_process.figure(name), rel=1e-3, abs=1e-5), name
 
 
 def test_two_processes_train_in_float16_as_one(forker, tmp_path):

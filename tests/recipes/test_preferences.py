@@ -34,8 +34,8 @@ def other_model(folder, **options):
 def log_probs(model, row, side):
     """Of an answer by ``transformers``, alone, from all logits; its labels are shifted."""
     tokens, labels = (torch.as_tensor(row[f"{side}_{kind}"]) for kind in ("input_ids", "labels"))
-    found = torch.log_softmax(model(tokens[None]).logits[0], -1).gather(1, labels.clamp(min=0)[:, None])[:, 0]
-    return found[labels != CROSS_ENTROPY_IGNORE_IDX].sum()
+    token_log_probs = torch.log_softmax(model(tokens[None]).logits[0], -1).gather(1, labels.clamp(min=0)[:, None])[:, 0]
+    return token_log_probs[labels != CROSS_ENTROPY_IGNORE_IDX].sum()
 
 
 @pytest.mark.parametrize("reference", ["checkpoint", "other"])
@@ -46,30 +46,30 @@ def test_losses_follow_a_plain_loop_over_transformers(reference, tmp_path):
     settings = {**SGD, "batch_size": 2, "gradient_accumulation_steps": 2, "clip_grad_norm": 0.5}
     settings["optimizer"] = {"_component_": "torch.optim.SGD", "lr": 0.3}
     settings |= {"ref_checkpointer": other_model(tmp_path)} if reference == "other" else {}
-    ours = start(FULL, tmp_path, **settings)
+    run = start(FULL, tmp_path, **settings)
     policy, frozen = (
         AutoModelForCausalLM.from_pretrained(tmp_path / at, dtype=torch.float32) for at in ("checkpoint", reference)
     )
-    optimizer, rows = torch.optim.SGD(policy.parameters(), lr=0.3), ours.recipe.loader.dataset
+    optimizer, rows = torch.optim.SGD(policy.parameters(), lr=0.3), run.recipe.loader.dataset
     for step in range(3):
-        found = []
+        margins = []
         for row in (rows[index] for index in range(4 * step, 4 * step + 4)):
             with torch.no_grad():
                 base = log_probs(frozen, row, "chosen") - log_probs(frozen, row, "rejected")
-            found.append(log_probs(policy, row, "chosen") - log_probs(policy, row, "rejected") - base)
-        loss = -logsigmoid(0.1 * torch.stack(found)).mean()
+            margins.append(log_probs(policy, row, "chosen") - log_probs(policy, row, "rejected") - base)
+        loss = -logsigmoid(0.1 * torch.stack(margins)).mean()
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), 0.5)
         optimizer.step()
         optimizer.zero_grad()
-        record = ours.records[step]
+        record = run.records[step]
         assert record["loss"] == pytest.approx(loss.item(), abs=1e-5)
         assert record["grad_norm"] == pytest.approx(norm.item(), abs=1e-3)
-        assert record["rewards/margins"] == pytest.approx(0.1 * torch.stack(found).mean().item(), abs=1e-5)
+        assert record["rewards/margins"] == pytest.approx(0.1 * torch.stack(margins).mean().item(), abs=1e-5)
     if reference == "other":  # adapters, too, are not compared with their base
-        assert start(LORA, tmp_path, **settings).losses[1] == pytest.approx(ours.losses[1], abs=1e-6)
-        kept = start(FULL, tmp_path, **settings, reference_cache=str(tmp_path / "kept"))
-        assert kept.losses == pytest.approx(ours.losses, abs=1e-5)
+        assert start(LORA, tmp_path, **settings).losses[1] == pytest.approx(run.losses[1], abs=1e-6)
+        cached = start(FULL, tmp_path, **settings, reference_cache=str(tmp_path / "kept"))
+        assert cached.losses == pytest.approx(run.losses, abs=1e-5)
 
 
 def test_a_shared_prompt_is_computed_once_and_changes_nothing(tmp_path):
@@ -93,20 +93,20 @@ def test_a_shared_prompt_is_computed_once_and_changes_nothing(tmp_path):
 @pytest.mark.parametrize("name", PREFERENCE)
 def test_the_first_loss_is_ln_2_and_a_reference_computed_once_changes_nothing(name, tmp_path):
     settings = {"batch_size": 3, "epochs": 2, "dataset_val": "${dataset}", "run_val_every_n_steps": 4}
-    kept = {"reference_cache": str(tmp_path / "kept")}
-    each, once = (start(name, tmp_path, **settings, **more) for more in ({}, kept))
-    assert abs(each.losses[1] - math.log(2)) <= 1e-6
-    assert once.losses == pytest.approx(each.losses, abs=1e-5)
-    assert once.figure("val_rewards/margins") == pytest.approx(each.figure("val_rewards/margins"), abs=1e-4)
-    assert each.losses[8] < each.losses[1] - 0.05
+    cache = {"reference_cache": str(tmp_path / "kept")}
+    uncached, once = (start(name, tmp_path, **settings, **options) for options in ({}, cache))
+    assert abs(uncached.losses[1] - math.log(2)) <= 1e-6
+    assert once.losses == pytest.approx(uncached.losses, abs=1e-5)
+    assert once.figure("val_rewards/margins") == pytest.approx(uncached.figure("val_rewards/margins"), abs=1e-4)
+    assert uncached.losses[8] < uncached.losses[1] - 0.05
     (file,) = (tmp_path / "kept").iterdir()
     written = file.stat().st_mtime_ns
-    again = start(name, tmp_path, **settings, **kept)
+    again = start(name, tmp_path, **settings, **cache)
     assert again.losses == once.losses
     assert file.stat().st_mtime_ns == written, "computed once"
     file.write_bytes(file.read_bytes()[:-1] + b"!")
     with pytest.raises(UserError, match="its checksum is another one: delete it"):
-        start(name, tmp_path, **settings, **kept, train=False)
+        start(name, tmp_path, **settings, **cache, train=False)
 
 
 @pytest.mark.parametrize("kind", ["new adapter", "trained adapter", "all weights"])
@@ -116,9 +116,9 @@ def test_a_resumed_run_keeps_the_reference_of_its_start(kind, tmp_path):
     if kind == "trained adapter":
         earlier = start(LORA, tmp_path, batch_size=6, epochs=2, save_adapter_weights_only=True)
         settings["checkpointer__adapter_checkpoint"] = str(earlier.output_dir / "epoch_1" / "adapter_model.safetensors")
-    whole = start(name, tmp_path, **settings)
-    assert abs(whole.losses[1] - math.log(2)) <= 1e-6
-    resume(name, tmp_path, whole, 2, **settings)
+    uninterrupted = start(name, tmp_path, **settings)
+    assert abs(uninterrupted.losses[1] - math.log(2)) <= 1e-6
+    resume(name, tmp_path, uninterrupted, 2, **settings)
 
 
 @pytest.mark.parametrize("kind", ["another model", "its own start"])
@@ -145,13 +145,13 @@ def test_a_reward_model_learns_to_rank_and_leaves_as_one(tmp_path):
     assert run.figure("rewards/accuracies")[-1] == 1.0
     assert run.losses[12] < 0.5 < run.losses[1]
     (saved,) = run.output_dir.glob("epoch_5")
-    theirs = AutoModelForSequenceClassification.from_pretrained(saved, dtype=torch.float32)
+    reference = AutoModelForSequenceClassification.from_pretrained(saved, dtype=torch.float32)
     row = run.recipe.loader.dataset[0]
     tokens = torch.tensor(row["chosen_input_ids"])[None]
     run.recipe.model.eval().cpu()
     with torch.no_grad():
-        ours = run.recipe.model(tokens)[0, -1]
-        torch.testing.assert_close(theirs(tokens).logits[0], ours, atol=1e-5, rtol=0)
+        score = run.recipe.model(tokens)[0, -1]
+        torch.testing.assert_close(reference(tokens).logits[0], score, atol=1e-5, rtol=0)
 
 
 def test_a_reward_model_is_trained_with_an_adapter_and_resumed(tmp_path):
@@ -170,11 +170,11 @@ def test_a_reward_model_is_trained_with_an_adapter_and_resumed(tmp_path):
     assert "output.weight" in names
     assert all("lora_" in name for name in names - {"output.weight"})
     saved = complete_directories(run.output_dir)[-1]
-    theirs = AutoModelForSequenceClassification.from_pretrained(saved, dtype=torch.float32)
+    reference = AutoModelForSequenceClassification.from_pretrained(saved, dtype=torch.float32)
     tokens = torch.tensor(run.recipe.loader.dataset[0]["chosen_input_ids"])[None]
     with torch.no_grad():
-        ours = run.recipe.model.eval()(tokens.to(DEVICE))[0, -1].cpu()
-        torch.testing.assert_close(theirs(tokens).logits[0], ours, atol=1e-5, rtol=0)
+        score = run.recipe.model.eval()(tokens.to(DEVICE))[0, -1].cpu()
+        torch.testing.assert_close(reference(tokens).logits[0], score, atol=1e-5, rtol=0)
     resume(LORA, tmp_path, run, 9, **settings)
 
 
@@ -216,10 +216,10 @@ def test_two_processes_train_as_one_however_they_share_the_work(forker, tmp_path
         run = forker.run_on_two(f"{kind}_dpo_distributed", tmp_path, **how)
         if kind not in wholes:
             wholes[kind] = start(f"{kind}_dpo_single_device", tmp_path, **settings, batch_size=6)
-        whole = wholes[kind]
-        assert run.losses == pytest.approx(whole.losses, rel=1e-5), (kind, split)
+        single_process = wholes[kind]
+        assert run.losses == pytest.approx(single_process.losses, rel=1e-5), (kind, split)
         for figure in ("rewards/margins", "rewards/accuracies", "log_probs/chosen", "grad_norm"):
-            assert run.figure(figure) == pytest.approx(whole.figure(figure), abs=1e-4), (kind, split)
+            assert run.figure(figure) == pytest.approx(single_process.figure(figure), abs=1e-4), (kind, split)
 
 
 def test_the_reference_keeps_the_start_of_modules_that_are_trained_whole(tmp_path):
@@ -244,8 +244,8 @@ def test_the_reference_has_no_dropout(tmp_path):
                 torch.nn.init.normal_(parameter)
     batch = next(iter(recipe.loader))[0].to(recipe.device)
     reference = Reference(recipe.loss_fn, recipe.model.train(), recipe.dims)
-    one, other = (reference(batch).log_probs for _ in range(2))
-    assert torch.equal(one, other)
+    first, second = (reference(batch).log_probs for _ in range(2))
+    assert torch.equal(first, second)
 
 
 def test_a_reference_that_is_not_the_start_of_the_run_is_refused(tmp_path, monkeypatch):

@@ -28,13 +28,13 @@ def test_measuring_draws_no_random_number_and_changes_no_loss(tmp_path):
     settings = {"model_converters": [dropout], "max_steps_per_epoch": 4, "dataset_val": "${dataset}"}
     settings |= {"run_val_every_n_steps": 2}
     alone = start(LORA, tmp_path, **settings)  # without a report
-    found = run(LORA, tmp_path, **settings)
-    assert dict(found.curve("loss")) == alone.losses
+    run_folder = run(LORA, tmp_path, **settings)
+    assert dict(run_folder.curve("loss")) == alone.losses
     values = [record["val_loss"] for record in alone.records if "val_loss" in record]
-    assert [value for _, value in found.curve("val_loss")] == values
-    assert found.end["layers"]["LoRALinear"] == "8 in float32", "four projections in each of two layers"
-    assert f"Attention on {DEVICE} in torch.float32" in (found.path / "report.html").read_text()
-    (weights,) = found.path.glob("epoch_0/*.safetensors")
+    assert [value for _, value in run_folder.curve("val_loss")] == values
+    assert run_folder.end["layers"]["LoRALinear"] == "8 in float32", "four projections in each of two layers"
+    assert f"Attention on {DEVICE} in torch.float32" in (run_folder.path / "report.html").read_text()
+    (weights,) = run_folder.path.glob("epoch_0/*.safetensors")
     assert weights.read_bytes() == (alone.output_dir / "epoch_0" / weights.name).read_bytes()
 
 
@@ -42,19 +42,19 @@ def test_losses_before_and_after_are_those_of_the_model(tmp_path):
     """The losses of rows are those of transformers' models on the tokens of the samples."""
     from transformers import AutoModelForCausalLM
 
-    found = run("full_finetune_single_device", tmp_path, epochs=2)
+    run_folder = run("full_finetune_single_device", tmp_path, epochs=2)
     recipe = start("full_finetune_single_device", tmp_path, train=False).recipe
     rows = [recipe.loader.dataset[index] for index in (0, 3, 6, 9, 13, 16, 19, 23)]
-    for when, folder in (("before", tmp_path / "checkpoint"), ("after", found.path / "epoch_1")):
+    for when, folder in (("before", tmp_path / "checkpoint"), ("after", run_folder.path / "epoch_1")):
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         wanted = []
         for row in rows:
             tokens, labels = torch.as_tensor(row["tokens"])[None], torch.as_tensor(row["labels"])
             logits = model(tokens.long()).logits[0]
             wanted.append(torch.nn.functional.cross_entropy(logits, labels.long(), ignore_index=-100).item())
-        assert list(found.measured(when)["values"].values()) == pytest.approx(wanted, rel=1e-4)
-    assert judge(found).word == "learned"
-    assert judge(found).interval.pairs == 8
+        assert list(run_folder.measured(when)["values"].values()) == pytest.approx(wanted, rel=1e-4)
+    assert judge(run_folder).word == "learned"
+    assert judge(run_folder).interval.pairs == 8
 
 
 @pytest.mark.parametrize(
@@ -79,37 +79,37 @@ def test_every_method_is_measured(name, settings, what, tmp_path):
         model = {"_component_": "torchtune.modules.classifier_model", "num_classes": 1}
         model |= {"base_model_path": "torchtune.models.from_hf_config", "checkpoint_dir": str(tmp_path / "checkpoint")}
         settings = settings | {"model": model}
-    found = run(name, tmp_path, max_steps_per_epoch=2, **settings)
-    after = found.measured("after")
+    run_folder = run(name, tmp_path, max_steps_per_epoch=2, **settings)
+    after = run_folder.measured("after")
     assert (after["what"], after["on"]) == (what, "dataset")
-    assert after["values"].keys() == found.measured("before")["values"].keys()
+    assert after["values"].keys() == run_folder.measured("before")["values"].keys()
     assert None not in after["values"].values()
-    pairs = judge(found).interval.pairs
+    pairs = judge(run_folder).interval.pairs
     assert pairs == (4 if "KTO" in str(settings) else 8) or name.startswith("full"), "KTO takes rows by twos"
     assert bool(after["answers"]) != is_reward_model
     assert [answer["prompt"] for answer in after["answers"]] == [
-        answer["prompt"] for answer in found.measured("before")["answers"]
+        answer["prompt"] for answer in run_folder.measured("before")["answers"]
     ]
-    assert (found.path / "report.html").read_text().count("<polyline") >= 4
-    assert json.loads((found.path / "report.json").read_text())["verdict"]["word"] == judge(found).word
+    assert (run_folder.path / "report.html").read_text().count("<polyline") >= 4
+    assert json.loads((run_folder.path / "report.json").read_text())["verdict"]["word"] == judge(run_folder).word
 
 
 def test_a_stream_is_measured_and_goes_on_where_it_was(tmp_path):
     """The measured rows are read anew."""
     settings = {"dataset__streaming": True, "dataset__shuffle_buffer": 6, "max_steps_per_epoch": 4, "epochs": 2}
     alone = start(LORA, tmp_path, **settings)  # without a report
-    found = run(LORA, tmp_path, **settings)
-    assert dict(found.curve("loss")) == alone.losses
-    assert judge(found).interval.pairs == 8
-    assert len(found.measured("after")["answers"]) == 8
+    run_folder = run(LORA, tmp_path, **settings)
+    assert dict(run_folder.curve("loss")) == alone.losses
+    assert judge(run_folder).interval.pairs == 8
+    assert len(run_folder.measured("after")["answers"]) == 8
 
 
 def test_with_a_cached_teacher_only_rows_that_the_run_visits_are_measured(tmp_path):
     """Its outputs are cached for these rows alone."""
     kd_loss = {"_component_": "torchtune.modules.loss.ForwardKLWithChunkedOutputLoss", "top_k": 8}
     settings = {"kd_loss": kd_loss, "teacher_cache": str(tmp_path / "kept"), "shuffle": False, "batch_size": 2}
-    found = run("knowledge_distillation", tmp_path, max_steps_per_epoch=3, epochs=2, **settings)
-    assert judge(found).interval.pairs == 6
+    run_folder = run("knowledge_distillation", tmp_path, max_steps_per_epoch=3, epochs=2, **settings)
+    assert judge(run_folder).interval.pairs == 6
 
 
 def test_settings_that_differ_from_the_config_are_listed(tmp_path, monkeypatch):
@@ -132,8 +132,8 @@ def test_a_run_that_fails_has_a_page_that_says_why(tmp_path):
     with pytest.raises(IndexError, match="pop from empty list"):
         run(LORA, tmp_path, broken)
     (folder,) = [path.parent for path in tmp_path.glob("*/report.html")]
-    found = RunFolder(folder)
-    assert (found.state, judge(found).word) == ("has failed", "unfinished")
+    run_folder = RunFolder(folder)
+    assert (run_folder.state, judge(run_folder).word) == ("has failed", "unfinished")
     assert "IndexError: pop from empty list" in (folder / "report.html").read_text()
 
 
@@ -144,12 +144,12 @@ def test_a_resumed_run_is_measured_against_its_beginning(tmp_path):
     module = load_recipe(LORA, tmp_path, None)
     config = first.path / "torchtune_config.yaml"
     module.recipe_main(load_and_check(config, ["resume_from_checkpoint=True"], module.recipe_main))
-    found = RunFolder(first.path)
-    assert found.state == "has finished"
-    assert [event["event"] for event in found.events] == ["start", "measured", "end", "start", "measured", "end"]
-    assert judge(found).interval.pairs == 8
-    assert found.last("trained_tokens") == sum(
-        one["trained_tokens"] for one in (read_log(first.path)[1], read_log(first.path)[-1])
+    run_folder = RunFolder(first.path)
+    assert run_folder.state == "has finished"
+    assert [event["event"] for event in run_folder.events] == ["start", "measured", "end", "start", "measured", "end"]
+    assert judge(run_folder).interval.pairs == 8
+    assert run_folder.last("trained_tokens") == sum(
+        record["trained_tokens"] for record in (read_log(first.path)[1], read_log(first.path)[-1])
     )
-    page = write_report(found).read_text()
+    page = write_report(run_folder).read_text()
     assert re.search(r"<td class=\"number\">2</td><td>resumed</td>", page)

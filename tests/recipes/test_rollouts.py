@@ -26,8 +26,8 @@ WORDS = [{"_component_": "torchtune.rlhf.reward_functions.FunctionReward", "func
 def test_rewards_rise_and_everything_is_written_down(tmp_path):
     settings = {"rewards": WORDS, "num_samples": 8, "epochs": 3, "dataset_val": "${dataset}", "batch_size_val": 24}
     run = start(FULL, tmp_path, **settings, run_val_every_n_steps=12, batch_size=6, log_level="INFO")
-    found = run.figure("rewards/total")
-    assert sum(found[-3:]) > sum(found[:3]) + 0.2
+    rewards = run.figure("rewards/total")
+    assert sum(rewards[-3:]) > sum(rewards[:3]) + 0.2
     val = run.figure("val_rewards/words")
     assert len(val) == 1
     lines = run.lines()
@@ -38,7 +38,7 @@ def test_rewards_rise_and_everything_is_written_down(tmp_path):
     for line in group:
         assert line["advantage"] == pytest.approx(line["reward"] - mean, abs=1e-5)
         assert line["reward"] == pytest.approx(words([], [line["answer"]])[0], abs=1e-5)
-    assert sum(line["reward"] for line in lines if line["step"] == 1) / 48 == pytest.approx(found[0], abs=1e-5)
+    assert sum(line["reward"] for line in lines if line["step"] == 1) / 48 == pytest.approx(rewards[0], abs=1e-5)
     assert max(run.figure("policy/sampler_difference")) < 1e-4
 
 
@@ -74,11 +74,11 @@ def test_compiled_layers_train_and_do_not_sample(tmp_path, monkeypatch):
 def test_a_resumed_run_samples_the_same_answers_and_ends_in_the_same_weights(name, tmp_path):
     settings = {"save_every_n_steps": 2, "max_steps_per_epoch": 5, "num_iterations": 2, "batch_size": 3}
     settings["loss"] = {"_component_": "torchtune.rlhf.loss.GRPOLoss", "kl_coeff": 0.1}
-    whole = start(name, tmp_path, **settings)
+    uninterrupted = start(name, tmp_path, **settings)
     # The run was killed in step 4, after the checkpoint of step 2.
-    lines = (whole.output_dir / "rollouts.jsonl").read_text().splitlines(keepends=True)
+    lines = (uninterrupted.output_dir / "rollouts.jsonl").read_text().splitlines(keepends=True)
     killed = {"rollouts.jsonl": "".join(lines[: 3 * 12 + 5]) + lines[-1][:30]}
-    resumed = resume(name, tmp_path, whole, 2, killed, **settings)
+    resumed = resume(name, tmp_path, uninterrupted, 2, killed, **settings)
     assert (resumed.output_dir / "rollouts.jsonl").read_text() == "".join(lines)
 
 
@@ -86,10 +86,10 @@ def test_a_resumed_run_samples_the_same_answers_and_ends_in_the_same_weights(nam
 def test_micro_batches_change_nothing(normalize, tmp_path):
     loss = {"_component_": "torchtune.rlhf.loss.GRPOLoss", "normalize": normalize}
     settings = {**SGD, "loss": loss, "max_steps_per_epoch": 2, "num_samples": 3}
-    whole = start(FULL, tmp_path, **settings, batch_size=6)
+    unsplit = start(FULL, tmp_path, **settings, batch_size=6)
     split = start(FULL, tmp_path, **settings, batch_size=2, gradient_accumulation_steps=3, tokens_per_batch=70)
-    assert split.figure("grad_norm") == pytest.approx(whole.figure("grad_norm"), rel=1e-4)
-    for key, value in whole.trained.items():
+    assert split.figure("grad_norm") == pytest.approx(unsplit.figure("grad_norm"), rel=1e-4)
+    for key, value in unsplit.trained.items():
         torch.testing.assert_close(split.trained[key], value, atol=1e-5, rtol=0)
 
 
@@ -98,8 +98,8 @@ def test_steps_that_teach_nothing_change_nothing_and_too_many_end_the_run(tmp_pa
     run = start(FULL, tmp_path, rewards=same, max_steps_per_epoch=2, log_level="INFO")
     assert run.figure("groups/without_variance") == [1.0, 1.0]
     assert run.figure("grad_norm") == [0.0, 0.0]
-    said = "Step 1 teaches nothing: rewards differ in 0 of 2 groups, and of 8 answers 8 have a reward and "
-    assert said in caplog.text
+    message = "Step 1 teaches nothing: rewards differ in 0 of 2 groups, and of 8 answers 8 have a reward and "
+    assert message in caplog.text
     before = start(FULL, tmp_path, train=False).trained
     assert all(torch.equal(value, run.trained[key]) for key, value in before.items())
     assert _scored_rollouts.MOST_STALE_STEPS == 300
@@ -173,10 +173,10 @@ def test_two_processes_train_as_one(forker, tmp_path):
     ):
         how = {**settings, split: 2, "batch_size": batch_size}
         run = forker.run_on_two(f"{kind}_grpo_distributed", tmp_path, **how)
-        whole = start(f"{kind}_grpo_single_device", tmp_path, **settings, batch_size=4)
+        single_process = start(f"{kind}_grpo_single_device", tmp_path, **settings, batch_size=4)
         for value in ("rewards/total", "grad_norm", "policy/ratio", "answers/tokens"):
-            assert run.figure(value) == pytest.approx(whole.figure(value), rel=1e-3), (split, value)
+            assert run.figure(value) == pytest.approx(single_process.figure(value), rel=1e-3), (split, value)
         files = ["rollouts.jsonl", "rollouts_rank1.jsonl"][: 2 if "shard" in split else 1]
         assert sorted(path.name for path in run.output_dir.glob("rollouts*")) == sorted(files)
-        found = [(line["row"], line["answer"]) for file in files for line in run.lines(file)]
-        assert sorted(found) == sorted((line["row"], line["answer"]) for line in whole.lines())
+        answers = [(line["row"], line["answer"]) for file in files for line in run.lines(file)]
+        assert sorted(answers) == sorted((line["row"], line["answer"]) for line in single_process.lines())

@@ -26,23 +26,23 @@ def run(name, folder, caplog, changes=None, **settings):
 
 
 def test_a_run_says_what_it_does_what_came_of_it_and_what_to_type_next(tmp_path, caplog, tune):
-    code, said, output = run(LORA, tmp_path, caplog, gradient_accumulation_steps=3, epochs=2)
+    code, log, output = run(LORA, tmp_path, caplog, gradient_accumulation_steps=3, epochs=2)
     assert code == 0
-    assert "model       from_hf_config, weights of " in said
-    assert re.search(r"parameters  4,096 of 32,\d+ are trained", said)  # 14 adapters of rank 4, counted by hand below
+    assert "model       from_hf_config, weights of " in log
+    assert re.search(r"parameters  4,096 of 32,\d+ are trained", log)  # 14 adapters of rank 4, counted by hand below
     assert 4096 == 2 * 4 * ((32 + 32) * 2 + (32 + 16) * 2 + (32 + 64) * 3)
-    assert re.search(r"data        24 rows, [\d,]+ tokens\n", said)
-    assert "batch       6 rows a step = 2 (batch_size) x 3 (accumulation)\n" in said
-    assert "steps       8 = 2 epochs of 4\n" in said
-    assert f"settings    {output}/torchtune_config.yaml" in said
+    assert re.search(r"data        24 rows, [\d,]+ tokens\n", log)
+    assert "batch       6 rows a step = 2 (batch_size) x 3 (accumulation)\n" in log
+    assert "steps       8 = 2 epochs of 4\n" in log
+    assert f"settings    {output}/torchtune_config.yaml" in log
     assert load_and_check(output / "torchtune_config.yaml", []).batch_size == 2
-    assert "resolved config" not in said
+    assert "resolved config" not in log
     losses = [record["loss"] for record in read_log(output) if "loss" in record]
-    assert f"loss        {losses[0]:.4f} at step 1, {losses[-1]:.4f} at step 8\n" in said
+    assert f"loss        {losses[0]:.4f} at step 1, {losses[-1]:.4f} at step 8\n" in log
     assert losses[-1] < losses[0]
-    assert f"result      {output}/epoch_1, a Hugging Face model with the adapter merged" in said
-    assert "NOTHING WAS TRAINED" not in said
-    (command,) = re.findall(r"ask it +tune (.*)", said)
+    assert f"result      {output}/epoch_1, a Hugging Face model with the adapter merged" in log
+    assert "NOTHING WAS TRAINED" not in log
+    (command,) = re.findall(r"ask it +tune (.*)", log)
     assert tune(*shlex.split(command), "max_new_tokens=2").code == 0
     assert tune("report", output).code == 0
     assert 0 < json.loads((output / "report.json").read_text())["estimated_gib"] < 0.01
@@ -51,21 +51,21 @@ def test_a_run_says_what_it_does_what_came_of_it_and_what_to_type_next(tmp_path,
 
 def test_answers_are_told_by_their_reward(tmp_path, caplog):
     """Not by a loss that is near 0 whatever they are worth; and what makes all of them worth the same is said."""
-    _, said, output = run("ppo_full_finetune_single_device", tmp_path, caplog, max_steps_per_epoch=3)
+    _, log, output = run("ppo_full_finetune_single_device", tmp_path, caplog, max_steps_per_epoch=3)
     rewards = [record["rewards/total"] for record in read_log(output)]
-    assert f"  reward      {rewards[0]:.4f} at step 1, {rewards[-1]:.4f} at step 3\n" in said
-    assert "  loss  " not in said
-    assert "All 8 answers get reward_penalty (1 times in a row now), of which 8 have not ended" in said, (
+    assert f"  reward      {rewards[0]:.4f} at step 1, {rewards[-1]:.4f} at step 3\n" in log
+    assert "  loss  " not in log
+    assert "All 8 answers get reward_penalty (1 times in a row now), of which 8 have not ended" in log, (
         "before training"
     )
 
 
 def test_a_run_that_is_stopped_says_how_to_go_on(tmp_path, caplog, tune):
     stop = after_each_step("self.global_step == 2 and __import__('signal').raise_signal(2)")
-    code, said, output = run(FULL, tmp_path, caplog, stop, max_steps_per_epoch=3)
+    code, log, output = run(FULL, tmp_path, caplog, stop, max_steps_per_epoch=3)
     assert code == 128 + signal.SIGINT
-    assert "Stopped after 2 steps in " in said
-    (command,) = re.findall(r"go on with +tune (.*)", said)
+    assert "Stopped after 2 steps in " in log
+    (command,) = re.findall(r"go on with +tune (.*)", log)
     assert f"{FULL}_changed.py --config" in command, "a copy of a recipe goes on with itself, whatever its config says"
     caplog.clear()
     with caplog.at_level("INFO", logger="torchtune"):
@@ -84,9 +84,9 @@ def test_a_run_that_trains_nothing_is_warned_of(name, tmp_path, caplog):
 
 
 def test_a_batch_larger_than_the_data_is_warned_of(tmp_path, caplog):
-    _, said, _ = run(LORA, tmp_path, caplog, batch_size=40, gradient_accumulation_steps=2)
+    _, log, _ = run(LORA, tmp_path, caplog, batch_size=40, gradient_accumulation_steps=2)
     short = "an epoch has only 24 rows or packs, one incomplete step: set batch_size to at most 12"
-    assert f"batch       80 rows a step = 40 (batch_size) x 2 (accumulation); {short}\n" in said
+    assert f"batch       80 rows a step = 40 (batch_size) x 2 (accumulation); {short}\n" in log
     (warned,) = [record for record in caplog.records if record.getMessage() == f"The batch has 80 rows, but {short}."]
     assert warned.levelname == "WARNING"
 
@@ -118,9 +118,9 @@ def test_a_best_validation_without_a_validation_is_refused():
 
 
 def test_only_the_last_save_of_adapters_alone_is_an_adapter(tmp_path, caplog):
-    _, said, output = run(LORA, tmp_path, caplog, save_adapter_weights_only=True, max_steps_per_epoch=2)
-    assert f"result      {output}/epoch_0, an adapter in PEFT's layout for {tmp_path / 'checkpoint'}" in said
-    assert f"ask it      tune chat --model {tmp_path / 'checkpoint'} --adapter {output}/epoch_0" in said
+    _, log, output = run(LORA, tmp_path, caplog, save_adapter_weights_only=True, max_steps_per_epoch=2)
+    assert f"result      {output}/epoch_0, an adapter in PEFT's layout for {tmp_path / 'checkpoint'}" in log
+    assert f"ask it      tune chat --model {tmp_path / 'checkpoint'} --adapter {output}/epoch_0" in log
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -153,7 +153,7 @@ def test_copied_recipes_whose_report_reads_their_attributes_have_one(tmp_path, c
         r"        with recipe\.report as report:\n.*?\n(?=    finally)", find_recipe(FULL).read_text(), re.DOTALL
     ).group()
     former = "        with training.RunReport(recipe) as report:\n            return report.end(recipe.train())\n"
-    _, said, output = run(FULL, tmp_path, caplog, {explicit: former}, max_steps_per_epoch=2)
-    assert "Finished 2 steps" in said
+    _, log, output = run(FULL, tmp_path, caplog, {explicit: former}, max_steps_per_epoch=2)
+    assert "Finished 2 steps" in log
     events = [json.loads(line) for line in (output / "logs" / "run.jsonl").read_text().splitlines()]
     assert [event["event"] for event in events] == ["start", "measured", "measured", "end"]

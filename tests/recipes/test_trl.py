@@ -59,7 +59,7 @@ def theirs(trainer_class, config, model, folder, rows, ref=None):
         text = {"chosen": "a b", "rejected": "a c"}
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, eps=EPS)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
-    more = {} if ref is None else {"ref_model": ref}
+    reference = {} if ref is None else {"ref_model": ref}
 
     class InOrder(trainer_class):
         def _get_train_sampler(self, *args):
@@ -71,7 +71,7 @@ def theirs(trainer_class, config, model, folder, rows, ref=None):
         train_dataset=Dataset.from_list([text] * len(rows)),
         processing_class=tokenizer,
         optimizers=(optimizer, schedule),
-        **more,
+        **reference,
     )
     trainer.train_dataset = Dataset.from_list(rows)
     trainer.train()
@@ -203,8 +203,8 @@ def collate_all_labelled(batch):
 )
 def test_pairs_without_a_reference(name, ours, settings, more, tmp_path):
     module = importlib.import_module(f"trl.experimental.{name.lower()}")
-    mine = run(tmp_path, ours, **settings)
-    data, rows = mine.recipe.loader.dataset, []
+    run_of_recipe = run(tmp_path, ours, **settings)
+    data, rows = run_of_recipe.recipe.loader.dataset, []
     for index in range(len(data)):
         row, example = {}, all_labelled(data[index]) if name == "ORPO" else data[index]
         for side in ("chosen", "rejected"):
@@ -222,7 +222,7 @@ def test_pairs_without_a_reference(name, ours, settings, more, tmp_path):
     if "batch_size" in settings:
         more["per_device_train_batch_size"] = settings["batch_size"]
     config = getattr(module, f"{name}Config")(**options(tmp_path, **more))
-    agree(mine, theirs(getattr(module, f"{name}Trainer"), config, model, tmp_path, rows), model)
+    agree(run_of_recipe, theirs(getattr(module, f"{name}Trainer"), config, model, tmp_path, rows), model)
 
 
 def test_reward_model(tmp_path):
@@ -238,13 +238,13 @@ def test_reward_model(tmp_path):
         (tmp_path / "scorer" / name).write_bytes((tmp_path / "checkpoint" / name).read_bytes())
     model = {"_component_": "torchtune.models.from_hf_config", "checkpoint_dir": str(tmp_path / "scorer")}
     settings = {"model": model, "checkpointer__checkpoint_dir": str(tmp_path / "scorer")}
-    mine = run(tmp_path, {"_component_": "RewardLoss", "center_coefficient": 0.01}, **settings)
-    data = mine.recipe.loader.dataset
+    run_of_recipe = run(tmp_path, {"_component_": "RewardLoss", "center_coefficient": 0.01}, **settings)
+    data = run_of_recipe.recipe.loader.dataset
     rows = [{f"{side}_ids": data[i][f"{side}_input_ids"] for side in ("chosen", "rejected")} for i in range(len(data))]
     config = trl.RewardConfig(
         **options(tmp_path, center_rewards_coefficient=0.01, max_length=None, disable_dropout=True)
     )
-    agree(mine, theirs(trl.RewardTrainer, config, base, tmp_path, rows), base)
+    agree(run_of_recipe, theirs(trl.RewardTrainer, config, base, tmp_path, rows), base)
 
 
 def test_kto(tmp_path):
@@ -254,25 +254,25 @@ def test_kto(tmp_path):
     labelled = [{"completion": pair[side], "label": side == "chosen"} for pair, side in sides]
     source = str(write_lines(tmp_path / "labelled.jsonl", labelled))
     dataset = {"_component_": "torchtune.datasets.kto_dataset", "source": source}
-    mine = run(tmp_path, {"_component_": "KTOLoss", "beta": 0.3}, dataset=dataset)
-    data = mine.recipe.loader.dataset
+    run_of_recipe = run(tmp_path, {"_component_": "KTOLoss", "beta": 0.3}, dataset=dataset)
+    data = run_of_recipe.recipe.loader.dataset
     answers = [parts(data[index]) for index in range(len(data))]
     rows = []
     for index, (prompt, answer) in enumerate(answers):
         first = index // BATCH * BATCH
-        other = answers[first + (index - first + 1) % BATCH][1]
+        mismatched = answers[first + (index - first + 1) % BATCH][1]
         longest = max(len(data[at]["tokens"]) for at in range(first, first + BATCH))
         rows.append(
             {
                 "prompt_ids": prompt,
                 "completion_ids": answer,
-                "KL_completion_ids": other[: longest - len(prompt)],
+                "KL_completion_ids": mismatched[: longest - len(prompt)],
                 "label": data[index]["is_chosen"],
             }
         )
     model = causal(tmp_path)
     config = trl.KTOConfig(**options(tmp_path, beta=0.3, max_length=None))
-    agree(mine, theirs(trl.KTOTrainer, config, model, tmp_path, rows, causal(tmp_path)), model)
+    agree(run_of_recipe, theirs(trl.KTOTrainer, config, model, tmp_path, rows, causal(tmp_path)), model)
 
 
 @pytest.mark.parametrize("has_replies", [False, True])
@@ -297,20 +297,25 @@ def test_answers_of_a_policy(has_replies, tmp_path):
     def rollout(prompts, trainer):
         number = trainer.state.global_step // 2
         prompt_ids, completion_ids = zip(*steps[number], strict=True)
-        found = {"prompt_ids": list(prompt_ids), "completion_ids": list(completion_ids), "logprobs": None}
-        return found | ({"env_mask": [list(map(int, mask)) for mask in masks[number]]} if has_replies else {})
+        generated = {"prompt_ids": list(prompt_ids), "completion_ids": list(completion_ids), "logprobs": None}
+        return generated | ({"env_mask": [list(map(int, mask)) for mask in masks[number]]} if has_replies else {})
 
-    theirs = causal(tmp_path)
+    reference = causal(tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "checkpoint")
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    optimizer = torch.optim.AdamW(theirs.parameters(), lr=LR, eps=EPS)
+    optimizer = torch.optim.AdamW(reference.parameters(), lr=LR, eps=EPS)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
-    more = {"num_generations": size, "num_iterations": 2, "beta": 0.0, "epsilon_high": 0.28, "loss_type": "dapo"}
-    more |= {"scale_rewards": "none", "per_device_train_batch_size": 2 * size, "max_steps": 6, "shuffle_dataset": False}
+    settings = {"num_generations": size, "num_iterations": 2, "beta": 0.0, "epsilon_high": 0.28, "loss_type": "dapo"}
+    settings |= {
+        "scale_rewards": "none",
+        "per_device_train_batch_size": 2 * size,
+        "max_steps": 6,
+        "shuffle_dataset": False,
+    }
     trainer = trl.GRPOTrainer(
-        model=theirs,
+        model=reference,
         reward_funcs=score,
-        args=trl.GRPOConfig(**options(tmp_path, **more)),
+        args=trl.GRPOConfig(**options(tmp_path, **settings)),
         train_dataset=Dataset.from_list([{"prompt": str(number)} for number in range(6)]),
         processing_class=tokenizer,
         optimizers=(optimizer, schedule),
@@ -344,5 +349,5 @@ def test_answers_of_a_policy(has_replies, tmp_path):
     assert max(map(abs, losses)) > 1e-2
     text = torch.tensor([tokens(40)])
     with torch.no_grad():
-        ours, wanted = model(text), theirs(text).logits
-    torch.testing.assert_close(ours.log_softmax(-1), wanted.log_softmax(-1), atol=1e-4, rtol=0)
+        logits, wanted = model(text), reference(text).logits
+    torch.testing.assert_close(logits.log_softmax(-1), wanted.log_softmax(-1), atol=1e-4, rtol=0)

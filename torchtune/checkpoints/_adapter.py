@@ -774,12 +774,12 @@ def _modules_to_save(
     modules = sorted({name.rpartition(".")[0] for name in external_names})
     if in_full:
         return modules
-    others = _all_modules(weight_map, description).difference(modules)
+    unsaved = _all_modules(weight_map, description).difference(modules)
     names = set()
     for module in modules:
         leaf = module.rpartition(".")[2]
         # peft compares the ends of paths, also within a component: `norm` would be any norm.
-        is_ambiguous = any(other.endswith(leaf) for other in others)
+        is_ambiguous = any(path.endswith(leaf) for path in unsaved)
         names.add(module if is_ambiguous else leaf)
     return sorted(names)
 
@@ -1082,8 +1082,8 @@ def adapted_copy(model: nn.Module, folder: Path) -> nn.Module:
     apply_conversions(copy, [adapter_conversion(copy, folder)])
     for name in ModelWeights(copy).trained_whole:
         path, _, leaf = name.rpartition(".")
-        own = nn.Parameter(copy.get_parameter(name).detach().clone())
-        copy.get_submodule(path).register_parameter(leaf, own)
+        parameter_of_copy = nn.Parameter(copy.get_parameter(name).detach().clone())
+        copy.get_submodule(path).register_parameter(leaf, parameter_of_copy)
     if init_from_base(read_settings(folder / ADAPTER_CONFIG_FILE)) is not None:
         # PiSSA and OLoRA subtract the initial adapter from the base weights, which the model keeps.
         for _, layer in adapter_modules(copy):

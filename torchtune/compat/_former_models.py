@@ -228,19 +228,19 @@ def keep_row_losses() -> Iterator[list[Tensor]]:
     Example:
         >>> from torchtune.compat import keep_row_losses
         >>> loss, labels = torchtune.modules.loss.LinearCrossEntropyLoss(), torch.tensor([[5, -100, 7]])
-        >>> with keep_row_losses() as kept:
+        >>> with keep_row_losses() as recorded:
         ...     total, count = loss.sum_and_count(torch.randn(1, 3, 8), labels, torch.nn.Linear(8, 16, bias=False))
-        >>> len(torch.cat(kept)) == int(count) == 2
+        >>> len(torch.cat(recorded)) == int(count) == 2
         True
     """
-    kept: list[Tensor] = []
+    recorded: list[Tensor] = []
 
     def recording(sum_and_count: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
         @functools.wraps(sum_and_count)
         def record(*args: Any, row_losses: list[Tensor] | None = None, **kwargs: Any) -> tuple[Tensor, Tensor]:
             losses: list[Tensor] = []
             total, count = sum_and_count(*args, row_losses=losses, **kwargs)
-            kept.extend(losses)
+            recorded.extend(losses)
             if row_losses is not None:
                 row_losses.extend(losses)
             return total, count
@@ -251,7 +251,7 @@ def keep_row_losses() -> Iterator[list[Tensor]]:
     for kind, method in methods.items():
         kind.sum_and_count = recording(method)
     try:
-        yield kept
+        yield recorded
     finally:
         for kind, method in methods.items():
             kind.sum_and_count = method

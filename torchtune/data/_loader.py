@@ -197,11 +197,11 @@ class BatchLoader:
             dataset: dataset with the same examples and additional entries; ``None`` for the same dataset.
             collate_fn: ``None`` for the same collate function.
         """
-        other = copy.copy(self)
-        other.dataset = self.dataset if dataset is None else as_example_dataset(dataset)
-        other.collate_fn = self.collate_fn if collate_fn is None else collate_fn
-        other._peeked = None
-        return other
+        loader = copy.copy(self)
+        loader.dataset = self.dataset if dataset is None else as_example_dataset(dataset)
+        loader.collate_fn = self.collate_fn if collate_fn is None else collate_fn
+        loader._peeked = None
+        return loader
 
     def _announce_next_steps(self) -> None:
         if not self.dataset.is_stream:

@@ -100,8 +100,8 @@ def _largest(peak: Peak) -> Rows:
     """Return the five places that hold most memory."""
     blocks = [(size, peak.counts[key], *key) for key, size in peak.held.items()]
     rows = []
-    for size, count, component, operator, where in sorted(blocks, reverse=True)[:5]:
-        rows.append(("  allocated", f"{size / GIB:6.2f} GiB: {count:.0f} x {operator}, {where} ({component})"))
+    for size, count, component, operator, location in sorted(blocks, reverse=True)[:5]:
+        rows.append(("  allocated", f"{size / GIB:6.2f} GiB: {count:.0f} x {operator}, {location} ({component})"))
     return rows
 
 

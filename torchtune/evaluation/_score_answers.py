@@ -134,11 +134,11 @@ def check_scores(
 
 def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
     """Return the mean and standard error of the values that are not NaN; NaN if there are too few."""
-    known = [value for value in values if not math.isnan(value)]
-    mean = statistics.fmean(known) if known else math.nan
+    measured = [value for value in values if not math.isnan(value)]
+    mean = statistics.fmean(measured) if measured else math.nan
     error = math.nan
-    if len(known) > 1:
-        error = statistics.stdev(known) / math.sqrt(len(known))
+    if len(measured) > 1:
+        error = statistics.stdev(measured) / math.sqrt(len(measured))
     return mean, error
 
 

@@ -19,8 +19,8 @@ from ._profiler import profiler_from_config as profiler_from_config
 from ._profiler import setup_torch_profiler as setup_torch_profiler
 from ._progress import ProgressBar as ProgressBar
 from ._run_control import RunControl as RunControl
-from ._run_control import StopSignal as StopSignal
 from ._run_control import describe_interval
+from ._signals import StopSignal as StopSignal
 from ._step_guard import SkippedStepsError as SkippedStepsError
 from ._step_guard import StepGuard as StepGuard
 from ._step_metrics import StepMetrics as StepMetrics

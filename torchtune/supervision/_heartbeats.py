@@ -197,11 +197,11 @@ class Heartbeats:
                 return failed
         if not first_beats or not self._thread.is_alive():
             return None
-        lost = {}
+        lost_beats = {}
         for rank, beat in self._peer_beats().items():
             if not beat.left and beat.number == first_beats[rank].number:
-                lost[rank] = beat
-        return lost
+                lost_beats[rank] = beat
+        return lost_beats
 
     def failed_ranks(self) -> dict[int, Beat]:
         """Return the last beats read of ranks that lost their agent or, if there are none, of ranks that failed."""

@@ -1,76 +1,24 @@
 """Decide when a run saves and stops."""
 
-import itertools
 import logging
 import math
-import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import FrameType
 from typing import Any, Literal, NamedTuple
 
 import torch
 
 from torchtune.data import BatchLoader
 from torchtune.supervision._best_validation import BestValidation, ValidationMetricError
+from torchtune.supervision._signals import StopSignal
 from torchtune.supervision._step_metrics import StepMetrics
 from torchtune.supervision._throughput import Throughput
 from torchtune.training.parallel import ParallelDims, all_gather_object, any_rank, broadcast_object
 from torchtune.utils import EXIT_REQUEUE, UserError, get_logger, log_rank_zero
 
 _EXIT_CODES = {signal.SIGINT: 128 + signal.SIGINT, signal.SIGTERM: EXIT_REQUEUE}
-
-
-class StopSignal:
-    """Context manager: the first SIGINT or SIGTERM sets ``requested``; the second ends the process.
-
-    The loop reads ``requested`` after every step. The first signal and the end of the block restore the previous
-    handlers. torchrun repeats the scheduler's signal, so under torchrun the second one is ignored; torchrun itself
-    kills the process after its grace period. Outside the main thread, ``requested`` stays False.
-
-    Example:
-        >>> with torchtune.supervision.StopSignal() as stop:
-        ...     stop.requested
-        False
-    """
-
-    def __init__(self) -> None:
-        self.number: signal.Signals | None = None
-        self._count = itertools.count()
-        self._previous: dict[signal.Signals, object] = {}
-
-    def __enter__(self) -> "StopSignal":
-        for number in (signal.SIGINT, signal.SIGTERM):
-            try:
-                self._previous[number] = signal.signal(number, self._handle)
-            except ValueError:  # not in the main thread
-                break
-        return self
-
-    @property
-    def requested(self) -> bool:
-        """Whether a signal was received; ``number`` is the signal."""
-        return self.number is not None
-
-    def _restore(self) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
-        self._previous.clear()
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        if next(self._count):  # atomic: a second signal may interrupt this function
-            return
-        self.number = signal.Signals(number)
-        hint = ""
-        if "TORCHELASTIC_RUN_ID" not in os.environ:
-            self._restore()
-            hint = "; send it again to end at once"
-        get_logger().warning(f"{self.number.name}: the run saves and stops after this step{hint}.")
-
-    def __exit__(self, *_: object) -> None:
-        self._restore()
 
 
 class DifferentDataError(UserError):

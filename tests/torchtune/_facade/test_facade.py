@@ -64,9 +64,9 @@ def test_load(base, adapter, tmp_path):
         assert_equal(model, adapted)
         trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
         assert trained == set(get_adapter_params(model))
-    beside = shutil.copytree(base, tmp_path / "beside")
-    shutil.copytree(adapter, beside, dirs_exist_ok=True)
-    assert_equal(torchtune.load(beside, **FP32)[0], adapted)  # as transformers does
+    combined = shutil.copytree(base, tmp_path / "beside")
+    shutil.copytree(adapter, combined, dirs_exist_ok=True)
+    assert_equal(torchtune.load(combined, **FP32)[0], adapted)  # as transformers does
 
     new, _ = torchtune.load(base, adapter=[LoRA(rank=2), QuantizeBase()], **FP32)
     assert all(parameter.any() for name, parameter in get_adapter_params(new).items() if "lora_a" in name)
@@ -108,31 +108,35 @@ def test_save(base, adapter, tmp_path):
     with pytest.raises(UserError, match="tied to another embedding than tok_embeddings, which no file would hold"):
         torchtune.save(grown, tmp_path / "grown")
 
-    own = from_hf_config(base)
+    built = from_hf_config(base)
     with pytest.raises(UserError, match=r"base: this model was not made by torchtune\.load"):
-        torchtune.save(own, tmp_path / "own")
+        torchtune.save(built, tmp_path / "own")
     with pytest.raises(UserError, match="a OrderedDict cannot be saved: give the model itself"):
-        torchtune.save(own.state_dict(), tmp_path / "own")
-    wrapped = torch.nn.DataParallel(torch.compile(own))  # DistributedDataParallel has the model in the same place
-    assert_equal(torchtune.load(torchtune.save(wrapped, tmp_path / "own", base=base), **FP32)[0], own.cpu().eval()(IDS))
+        torchtune.save(built.state_dict(), tmp_path / "own")
+    wrapped = torch.nn.DataParallel(torch.compile(built))  # DistributedDataParallel has the model in the same place
+    assert_equal(
+        torchtune.load(torchtune.save(wrapped, tmp_path / "own", base=base), **FP32)[0], built.cpu().eval()(IDS)
+    )
 
 
 def test_generate(base, monkeypatch, caplog):
     model, tokenizer = torchtune.load(base, **FP32)
-    reference, theirs = AutoModelForCausalLM.from_pretrained(base), AutoTokenizer.from_pretrained(base)
+    reference, reference_tokenizer = AutoModelForCausalLM.from_pretrained(base), AutoTokenizer.from_pretrained(base)
 
     def expected(ids):
-        found = reference.generate(
+        generated = reference.generate(
             input_ids=torch.tensor([ids]),
             attention_mask=torch.ones(1, len(ids), dtype=torch.int64),
             max_new_tokens=6,
             do_sample=False,
             eos_token_id=2,
         )
-        return theirs.decode(found[0, len(ids) :], skip_special_tokens=True)
+        return reference_tokenizer.decode(generated[0, len(ids) :], skip_special_tokens=True)
 
     chats = [[{"role": "user", "content": text}] for text in ("Where is the cat?", "Why?")]
-    prompts = [theirs.apply_chat_template(chat, add_generation_prompt=True, return_dict=False) for chat in chats]
+    prompts = [
+        reference_tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False) for chat in chats
+    ]
     greedy = {"max_new_tokens": 6, "temperature": 0}
     model.train()
     answers = [expected(ids) for ids in prompts]
@@ -173,12 +177,12 @@ def test_what_cannot_be_generated(base, tmp_path, monkeypatch):
     refused("a Linear does not generate", model=torch.nn.Linear(2, 2))
     refused("of transformers masks and ends nothing here", by=AutoTokenizer.from_pretrained(base))
 
-    other = json.loads((base / "tokenizer.json").read_text())
-    ids = {number: token for token, number in other["model"]["vocab"].items()}
+    permuted = json.loads((base / "tokenizer.json").read_text())
+    ids = {number: token for token, number in permuted["model"]["vocab"].items()}
     turned = {token: number if number < 3 else 3 + (number + 100) % (len(ids) - 3) for number, token in ids.items()}
-    other["model"]["vocab"] = turned
+    permuted["model"]["vocab"] = turned
     folder = shutil.copytree(base, tmp_path / "plain")
-    (folder / "tokenizer.json").write_text(json.dumps(other))
+    (folder / "tokenizer.json").write_text(json.dumps(permuted))
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": None}))
     plain, its = torchtune.load(folder, **FP32)
@@ -192,9 +196,9 @@ def test_what_cannot_be_generated(base, tmp_path, monkeypatch):
 
 def test_what_cannot_be_loaded(base, adapter, tmp_path):
     def refused(match, path, **kw):
-        with pytest.raises(UserError, match=match) as found:
+        with pytest.raises(UserError, match=match) as caught:
             torchtune.load(path, **{**FP32, **kw})
-        assert "\n" not in str(found.value)
+        assert "\n" not in str(caught.value)
 
     refused("there is no such folder", tmp_path / "nowhere")
     refused("is a file: give the folder", base / "config.json")
@@ -213,16 +217,16 @@ def test_what_cannot_be_loaded(base, adapter, tmp_path):
     refused("(?s)has the shape|of another model", write_checkpoint(tmp_path / "wide", width=64), adapter=adapter)
     small = write_checkpoint(tmp_path / "small", vocab_size=300)
     refused("has .* tokens but the checkpoint's embedding has 300 rows", small)
-    lost = shutil.copytree(adapter, tmp_path / "lost")
-    settings = json.loads((lost / "adapter_config.json").read_text())
-    (lost / "adapter_config.json").write_text(
+    orphaned = shutil.copytree(adapter, tmp_path / "lost")
+    settings = json.loads((orphaned / "adapter_config.json").read_text())
+    (orphaned / "adapter_config.json").write_text(
         json.dumps({**settings, "base_model_name_or_path": str(tmp_path / "gone")})
     )
-    refused("names a base that is not there: correct its base_model_name_or_path", lost)
+    refused("names a base that is not there: correct its base_model_name_or_path", orphaned)
     for elsewhere in ("y" * 70_000, "/" + "ab/" * 30_000, "~nobody/model", "owner/" + "y" * 70_000):
         settings["base_model_name_or_path"] = elsewhere
-        (lost / "adapter_config.json").write_text(json.dumps(settings))
-        refused("names a base that is not there: correct its base_model_name_or_path", lost)
+        (orphaned / "adapter_config.json").write_text(json.dumps(settings))
+        refused("names a base that is not there: correct its base_model_name_or_path", orphaned)
     quantized = shutil.copytree(base, tmp_path / "quantized")
     config = json.loads((quantized / "config.json").read_text())
     (quantized / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "gptq"}}))

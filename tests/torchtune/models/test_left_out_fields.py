@@ -367,12 +367,12 @@ _FULL = {"layer_types": ["full_attention"] * 3, "rope_parameters": _PLAIN}
     ],
 )
 def test_a_field_that_decides_about_another_is_read_as_transformers_reads_it(name, said):
-    architecture, more = FAMILIES[name]
-    file = {**_SIZES, **more, **said}
-    found = _read(architecture, file)
-    assert _logits_differ_by(architecture, _filled(architecture, file), found) < 1e-4
+    architecture, fields = FAMILIES[name]
+    file = {**_SIZES, **fields, **said}
+    description = _read(architecture, file)
+    assert _logits_differ_by(architecture, _filled(architecture, file), description) < 1e-4
     spec = spec_for_architecture(f"{architecture}ForCausalLM")
-    assert spec.from_hf_config(spec.to_hf_config(found)) == found
+    assert spec.from_hf_config(spec.to_hf_config(description)) == description
 
 
 @pytest.mark.parametrize("name", {architecture: name for name, (architecture, _) in _FILES.items()}.values())
@@ -381,18 +381,20 @@ def test_another_activation_is_computed_or_refused_by_name(name):
     import transformers
 
     transformers.logging.set_verbosity_error()
-    architecture, more = _FILES[name]
+    architecture, fields = _FILES[name]
     for field in ("hidden_act", "hidden_activation", "mlp_hidden_act", "mamba_hidden_act"):
-        file = {**_SIZES, **more, field: "gelu"}
+        file = {**_SIZES, **fields, field: "gelu"}
         try:
-            found = _read(architecture, file)
+            description = _read(architecture, file)
         except ModelError as error:
             if f"has {field} = 'gelu'" not in str(error):
                 raise
             continue
-        assert _logits_differ_by(architecture, _filled(architecture, file), found) < 1e-4, field
+        assert _logits_differ_by(architecture, _filled(architecture, file), description) < 1e-4, field
 
 
 def _difference(found: Description, wanted: Description) -> str:
-    ours, theirs = vars(found), vars(wanted)
-    return ", ".join(f"{key} {ours[key]} instead of {theirs[key]}" for key in ours if ours[key] != theirs[key])
+    actual, expected = vars(found), vars(wanted)
+    return ", ".join(
+        f"{key} {actual[key]} instead of {expected[key]}" for key in actual if actual[key] != expected[key]
+    )

@@ -24,12 +24,12 @@ TOKENS = torch.randint(1, 97, (2, 50), generator=torch.Generator().manual_seed(1
 
 def test_logits_and_loss_equal_in_float32(pair):
     with torch.no_grad():
-        ours, theirs = pair.model(TOKENS), pair.hf(TOKENS).logits
+        logits, reference_logits = pair.model(TOKENS), pair.hf(TOKENS).logits
         hidden = pair.model(TOKENS, output="hidden")
         loss, _ = setup_loss(LinearCrossEntropyLoss(), pair.model).sum_and_count(hidden, TOKENS, pair.model.output)
-    assert ours.dtype == torch.float32
-    assert (ours - theirs).abs().max() <= 1e-4
-    wanted = torch.nn.functional.cross_entropy(theirs.flatten(0, 1), TOKENS.flatten(), reduction="sum")
+    assert logits.dtype == torch.float32
+    assert (logits - reference_logits).abs().max() <= 1e-4
+    wanted = torch.nn.functional.cross_entropy(reference_logits.flatten(0, 1), TOKENS.flatten(), reduction="sum")
     torch.testing.assert_close(loss, wanted, rtol=1e-4, atol=0)
 
 
@@ -44,12 +44,12 @@ def test_logits_equal_in_bfloat16_within_rounding(pair):
         with _Choices() as of_ours:
             pair.model(TOKENS)
         with _Choices(of_theirs.chosen):
-            theirs = theirs_narrow(TOKENS).logits.float()
+            reference_rounded = theirs_narrow(TOKENS).logits.float()
         with _Choices(of_ours.chosen):
-            ours = narrow(TOKENS)
+            rounded = narrow(TOKENS)
         free = theirs_narrow(TOKENS).logits.float()
-    assert (ours - exact).abs().mean() <= 1.2 * (theirs - exact).abs().mean()
-    assert (ours - exact).abs().max() <= 1.5 * (free - exact).abs().max()
+    assert (rounded - exact).abs().mean() <= 1.2 * (reference_rounded - exact).abs().mean()
+    assert (rounded - exact).abs().max() <= 1.5 * (free - exact).abs().max()
 
 
 class _Choices(TorchFunctionMode):
@@ -61,14 +61,14 @@ class _Choices(TorchFunctionMode):
         self.recorded = None if recorded is None else iter(recorded)
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = function(*args, **(kwargs or {}))
+        result = function(*args, **(kwargs or {}))
         if function not in (torch.topk, torch.Tensor.topk):
-            return found
+            return result
         if self.recorded is None:
-            self.chosen.append(found.indices)
-            return found
+            self.chosen.append(result.indices)
+            return result
         indices = next(self.recorded)
-        assert indices.shape == found.indices.shape
+        assert indices.shape == result.indices.shape
         return torch.return_types.topk((args[0].gather(-1, indices), indices))
 
 
@@ -79,15 +79,15 @@ def test_gradients_of_every_parameter_equal(pair):
     (pair.model(TOKENS) * weights).sum().backward()
     (pair.hf(TOKENS).logits * weights).sum().backward()
     grads = ((name, parameter.grad) for name, parameter in pair.hf.named_parameters())
-    theirs = on_disk(grads, pair.name)
+    reference_gradients = on_disk(grads, pair.name)
     grads = [(name, parameter.grad) for name, parameter in pair.model.named_parameters() if parameter.requires_grad]
-    ours = dict(pair.model.spec.weight_map("hf").to_external(grads, pair.model.description, partial=True))
-    assert ours.keys() == theirs.keys()
-    for name, grad in theirs.items():
-        if not name.endswith("k_proj.bias"):  # exactly zero up to rounding: softmax does not see a shift of the keys
-            assert (ours[name] - grad).norm() <= 1e-4 * grad.norm(), name
-        else:
-            assert (ours[name] - grad).norm() <= 1e-4 * theirs[name.replace("k_proj", "q_proj")].norm(), name
+    gradients = dict(pair.model.spec.weight_map("hf").to_external(grads, pair.model.description, partial=True))
+    assert gradients.keys() == reference_gradients.keys()
+    for name, grad in reference_gradients.items():
+        size = grad.norm()
+        if name.endswith("k_proj.bias"):  # exactly zero up to rounding: softmax does not see a shift of the keys
+            size = reference_gradients[name.replace("k_proj", "q_proj")].norm()
+        assert (gradients[name] - grad).norm() <= 1e-4 * size, name
 
 
 def test_packed_documents_equal_themselves_alone(pair):
@@ -99,10 +99,10 @@ def test_packed_documents_equal_themselves_alone(pair):
     assert (packed - alone).abs().max() <= 16 * torch.finfo(torch.float32).eps * alone.abs().max()
     weights = torch.randn(packed.shape, generator=torch.Generator().manual_seed(2))
     trained = [parameter for parameter in pair.model.parameters() if parameter.requires_grad]
-    found, wanted = (torch.autograd.grad((logits * weights).sum(), trained) for logits in (packed, alone))
+    packed_gradients, wanted = (torch.autograd.grad((logits * weights).sum(), trained) for logits in (packed, alone))
     least = 1e-3 * max(grad.norm() for grad in wanted)  # biases of keys have no gradient but rounding
-    for ours, theirs in zip(found, wanted, strict=True):
-        assert (ours - theirs).norm() <= 1e-4 * max(theirs.norm(), least)
+    for gradient, expected_gradient in zip(packed_gradients, wanted, strict=True):
+        assert (gradient - expected_gradient).norm() <= 1e-4 * max(expected_gradient.norm(), least)
     with torch.no_grad():  # and positions given by hand change nothing
         again = pair.model(row, documents=documents, input_pos=documents.positions().view(1, -1))
     assert torch.equal(packed, again)
@@ -131,13 +131,13 @@ def test_cached_greedy_generation_gives_the_same_32_tokens(pair):
     prompt = TOKENS[:, :9].clone()
     prompt[1, :4] = 0  # padding on the left
     mask = (prompt != 0).long()
-    theirs = pair.hf.generate(prompt, attention_mask=mask, max_new_tokens=32, do_sample=False)
+    reference = pair.hf.generate(prompt, attention_mask=mask, max_new_tokens=32, do_sample=False)
     with local_kv_cache(pair.model, batch_size=2, device=DEVICE, dtype=torch.float32, decoder_max_seq_len=41):
-        ours, logits = generate(pair.model, prompt, max_generated_tokens=32, temperature=0.0, pad_id=0)
-    assert torch.equal(ours, theirs)
+        generated, logits = generate(pair.model, prompt, max_generated_tokens=32, temperature=0.0, pad_id=0)
+    assert torch.equal(generated, reference)
     assert logits.shape == (2, 32, 97)
     uncached, _ = generate(pair.model, prompt, max_generated_tokens=8, temperature=0.0, pad_id=0)
-    assert torch.equal(uncached, theirs[:, :17])
+    assert torch.equal(uncached, reference[:, :17])
 
 
 @pytest.mark.parametrize("name", CLASSIFIERS)
@@ -157,13 +157,13 @@ def test_classifier_equals_that_of_transformers(name, tmp_path, save_model):
     again.mkdir()
     save_model(model, again)
     with torch.no_grad():
-        other = (
+        reloaded = (
             transformers.AutoModelForSequenceClassification.from_pretrained(again, dtype=torch.float32)
             .eval()
             .to(DEVICE)
         )
-        other.config._attn_implementation = hf.config._attn_implementation
-        assert torch.equal(other(tokens).logits, expected)
+        reloaded.config._attn_implementation = hf.config._attn_implementation
+        assert torch.equal(reloaded(tokens).logits, expected)
 
 
 def test_attention_in_both_directions_is_that_of_transformers(pair):

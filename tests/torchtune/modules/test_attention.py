@@ -48,9 +48,9 @@ def test_documents_equal_the_masked_formula(lengths, n_kv):
     expected = _formula(q, k, v, mask)
     assert (out - expected).abs().max() < 1e-5
     weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
-    ours = torch.autograd.grad((out * weights).sum(), (q, k, v))
-    theirs = torch.autograd.grad((expected * weights).sum(), (q, k, v))
-    assert all((a - b).norm() <= 1e-5 * b.norm() + 1e-6 for a, b in zip(ours, theirs, strict=True))
+    gradients = torch.autograd.grad((out * weights).sum(), (q, k, v))
+    expected_gradients = torch.autograd.grad((expected * weights).sum(), (q, k, v))
+    assert all((a - b).norm() <= 1e-5 * b.norm() + 1e-6 for a, b in zip(gradients, expected_gradients, strict=True))
     masked = attention(q, k, v, mask=mask[None])
     assert (masked - expected).abs().max() < 1e-5
 
@@ -65,9 +65,9 @@ def test_documents_in_bfloat16_within_rounding(lengths, in_blocks, monkeypatch):
     expected = _formula(q, k, v, create_block_causal_mask([torch.tensor(lengths)])[0])
     assert out.dtype == torch.bfloat16
     assert (out - expected).abs().max() < 0.03
-    ours = torch.autograd.grad(out.sum(), (q, k, v))
-    theirs = torch.autograd.grad(expected.sum(), (q, k, v))
-    assert all((a - b).norm() <= 0.01 * b.norm() for a, b in zip(ours, theirs, strict=True))
+    gradients = torch.autograd.grad(out.sum(), (q, k, v))
+    expected_gradients = torch.autograd.grad(expected.sum(), (q, k, v))
+    assert all((a - b).norm() <= 0.01 * b.norm() for a, b in zip(gradients, expected_gradients, strict=True))
 
 
 def _formula_with_sinks(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sinks: Tensor) -> Tensor:
@@ -84,10 +84,10 @@ def _seen_with_prefixes(documents: Documents, window: int | None) -> Tensor:
     starts, positions = documents.cu_seqlens.tolist(), documents.positions()
     seen = torch.zeros(starts[-1], starts[-1], dtype=torch.bool)
     for index, prefix in enumerate(documents.prefixes):
-        own = slice(starts[index], starts[index + 1])
-        seen[own, own] = True
+        document = slice(starts[index], starts[index + 1])
+        seen[document, document] = True
         if prefix >= 0:
-            seen[own, starts[prefix] : starts[prefix + 1]] = True
+            seen[document, starts[prefix] : starts[prefix + 1]] = True
     distance = positions[:, None] - positions
     return seen & (distance >= 0) & (distance < (window or starts[-1]))
 
@@ -103,13 +103,13 @@ def test_documents_that_share_a_prefix_equal_the_formula(lengths, prefixes, wind
     sinks = torch.linspace(-1.0, 2.0, 6).requires_grad_()
     seen = _seen_with_prefixes(documents, window)
     weights = torch.randn(q.shape, generator=torch.Generator().manual_seed(1))
-    for more in ((), (sinks,)):
-        expected = (_formula_with_sinks if more else _formula)(q, k, v, seen, *more)
-        theirs = torch.autograd.grad((expected * weights).sum(), (q, k, v, *more))
-        out = attention(q, k, v, documents=documents, window=window, **({"sinks": sinks} if more else {}))
+    for sink_arguments in ((), (sinks,)):
+        expected = (_formula_with_sinks if sink_arguments else _formula)(q, k, v, seen, *sink_arguments)
+        expected_gradients = torch.autograd.grad((expected * weights).sum(), (q, k, v, *sink_arguments))
+        out = attention(q, k, v, documents=documents, window=window, **({"sinks": sinks} if sink_arguments else {}))
         assert (out - expected).abs().max() < 1e-5
-        ours = torch.autograd.grad((out * weights).sum(), (q, k, v, *more))
-        assert all((a - b).norm() <= 1e-5 * b.norm() + 1e-6 for a, b in zip(ours, theirs, strict=True))
+        gradients = torch.autograd.grad((out * weights).sum(), (q, k, v, *sink_arguments))
+        assert all((a - b).norm() <= 1e-5 * b.norm() + 1e-6 for a, b in zip(gradients, expected_gradients, strict=True))
 
 
 def test_gradients_of_a_shared_prefix_do_not_round_at_every_document():
@@ -238,13 +238,13 @@ def test_chunks_of_documents_that_share_their_beginning(size):
     lengths = (6, 3, 9)
     q, k, v = (torch.randn(1, 18, n, 8, generator=torch.Generator().manual_seed(n)) for n in (4, 2, 1))
     v = v.expand(-1, -1, 2, -1)
-    found = attention(q, k, v, documents=Documents.from_lengths(lengths, DEVICE, prefixes=(-1, 0, 0)), chunk=size)
-    prefix, *others = (list(part) for part in zip(*(t.split(lengths, 1) for t in (q, k, v)), strict=True))
+    chunked = attention(q, k, v, documents=Documents.from_lengths(lengths, DEVICE, prefixes=(-1, 0, 0)), chunk=size)
+    prefix, *answers = (list(part) for part in zip(*(t.split(lengths, 1) for t in (q, k, v)), strict=True))
     expected = [attention(*prefix, chunk=size)]
-    for other in others:
-        whole = (torch.cat(pair, 1) for pair in zip(prefix, other, strict=True))
-        expected.append(attention(*whole, chunk=size)[:, 6:])
-    torch.testing.assert_close(found, torch.cat(expected, 1), atol=1e-5, rtol=1e-5)
+    for answer in answers:
+        text = (torch.cat(pair, 1) for pair in zip(prefix, answer, strict=True))
+        expected.append(attention(*text, chunk=size)[:, 6:])
+    torch.testing.assert_close(chunked, torch.cat(expected, 1), atol=1e-5, rtol=1e-5)
     last = attention(q[:, -1:], k, v, chunk=size)
     torch.testing.assert_close(last, attention(q, k, v, chunk=size)[:, -1:], atol=1e-5, rtol=1e-5)
     pairs = sum(position % size + 1 for length in lengths for position in range(length))

@@ -44,14 +44,14 @@ def models(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     folder: Path = tmp_path_factory.mktemp(request.param)
     hf.save_pretrained(folder)
     hf.to(DEVICE)
-    ours = load_model(folder)
-    ours.max_seq_len = 64  # dynamic scaling is for texts beyond it
-    return hf, ours
+    model = load_model(folder)
+    model.max_seq_len = 64  # dynamic scaling is for texts beyond it
+    return hf, model
 
 
 def _steps(hf: Any, prompt: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens and logits of a greedy continuation."""
-    found = hf.generate(
+    generated = hf.generate(
         prompt,
         max_new_tokens=_NEW,
         do_sample=False,
@@ -59,60 +59,60 @@ def _steps(hf: Any, prompt: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         output_logits=True,
         return_dict_in_generate=True,
     )
-    return found.sequences, torch.stack(found.logits, dim=1)
+    return generated.sequences, torch.stack(generated.logits, dim=1)
 
 
 @pytest.mark.parametrize("length", _PROMPTS.values(), ids=_PROMPTS)
 def test_decoding_with_a_large_cache_goes_by_the_length_of_the_text(models, length):
-    hf, ours = models
+    hf, model = models
     prompt = torch.randint(3, 97, (1, length), generator=torch.Generator().manual_seed(length))
     tokens, logits = _steps(hf, prompt)
-    assert list(stream(ours, prompt[0], max_generated_tokens=_NEW, temperature=0.0)) == tokens[0, length:].tolist()
-    ours.setup_caches(1, torch.float32, decoder_max_seq_len=60)
+    assert list(stream(model, prompt[0], max_generated_tokens=_NEW, temperature=0.0)) == tokens[0, length:].tolist()
+    model.setup_caches(1, torch.float32, decoder_max_seq_len=60)
     try:
         for _ in range(2):  # an emptied cache is as a new one
-            found, found_logits = generate(
-                ours, prompt, max_generated_tokens=_NEW, temperature=0.0, prompt_lengths=[length]
+            continued, found_logits = generate(
+                model, prompt, max_generated_tokens=_NEW, temperature=0.0, prompt_lengths=[length]
             )
-            ours.reset_caches()
-            assert torch.equal(found, tokens)
+            model.reset_caches()
+            assert torch.equal(continued, tokens)
             torch.testing.assert_close(found_logits, logits, rtol=1e-4, atol=1e-4 * float(logits.abs().max()))
     finally:
-        delete_kv_caches(ours)
+        delete_kv_caches(model)
 
 
 def test_rows_of_a_padded_batch_go_each_by_its_own_length(models):
-    hf, ours = models
+    hf, model = models
     draw = torch.Generator().manual_seed(5)
     prompts = [torch.randint(3, 97, (1, length), generator=draw) for length in _PROMPTS.values()]
     longest = max(_PROMPTS.values())
     batch = torch.cat([torch.nn.functional.pad(prompt, (longest - prompt.shape[1], 0)) for prompt in prompts])
-    ours.setup_caches(3, torch.float32, decoder_max_seq_len=50)
+    model.setup_caches(3, torch.float32, decoder_max_seq_len=50)
     try:
         lengths = list(_PROMPTS.values())
-        found, _ = generate(ours, batch, max_generated_tokens=_NEW, temperature=0.0, prompt_lengths=lengths)
+        continued, _ = generate(model, batch, max_generated_tokens=_NEW, temperature=0.0, prompt_lengths=lengths)
     finally:
-        delete_kv_caches(ours)
+        delete_kv_caches(model)
     rows = [prompt[0] for prompt in prompts]
-    few = generate_tokens(ours, rows, max_new_tokens=_NEW, temperature=0.0, max_sequences=2)
-    for row, tokens, prompt in zip(found, few.tokens, prompts, strict=True):
+    few = generate_tokens(model, rows, max_new_tokens=_NEW, temperature=0.0, max_sequences=2)
+    for row, tokens, prompt in zip(continued, few.tokens, prompts, strict=True):
         wanted = _steps(hf, prompt)[0][0, prompt.shape[1] :]
         assert torch.equal(row[longest:], wanted)
         assert torch.equal(tokens, wanted)
 
 
 def test_a_text_that_outgrows_its_cache_is_not_read_on(models):
-    hf, ours = models
+    hf, model = models
     tokens = torch.randint(3, 97, (1, 16), generator=torch.Generator().manual_seed(9))
     mask, positions = torch.ones(16, 16, dtype=torch.bool).tril()[None], torch.arange(16)[None]
-    ours.setup_caches(1, torch.float32, decoder_max_seq_len=16)
+    model.setup_caches(1, torch.float32, decoder_max_seq_len=16)
     try:
-        ours(tokens[:, :10], input_pos=positions[:, :10], mask=mask[:, :10])
-        assert ours.invalidates_caches(positions[:, 10:]) == (hf.config.rope_parameters["rope_type"] == "longrope")
+        model(tokens[:, :10], input_pos=positions[:, :10], mask=mask[:, :10])
+        assert model.invalidates_caches(positions[:, 10:]) == (hf.config.rope_parameters["rope_type"] == "longrope")
         if hf.config.rope_parameters["rope_type"] == "dynamic":
-            ours(tokens[:, 10:], input_pos=positions[:, 10:], mask=mask[:, 10:])
+            model(tokens[:, 10:], input_pos=positions[:, 10:], mask=mask[:, 10:])
             return
         with pytest.raises(ValueError, match=r"call reset_caches\(\)"):
-            ours(tokens[:, 10:], input_pos=positions[:, 10:], mask=mask[:, 10:])
+            model(tokens[:, 10:], input_pos=positions[:, 10:], mask=mask[:, 10:])
     finally:
-        delete_kv_caches(ours)
+        delete_kv_caches(model)

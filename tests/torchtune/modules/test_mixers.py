@@ -57,28 +57,28 @@ RULES = pytest.mark.parametrize("rule", [gated_delta_rule, state_space])
 @RULES
 def test_a_rule_and_its_gradients(rule):
     inputs, resets, weight = _inputs(2, 150), _resets(150), torch.randn(2, 150, 4, 5)
-    ours = [t.clone().requires_grad_() for t in inputs]
-    out, _ = rule(*ours, resets)
+    leaves = [t.clone().requires_grad_() for t in inputs]
+    out, _ = rule(*leaves, resets)
     exact = [t.double().requires_grad_() for t in inputs]
     expected = _position_by_position(rule, *exact, resets)
     assert (out - expected).abs().max() < 2e-6 * max(1, expected.abs().max())
-    found = torch.autograd.grad((out * weight).sum(), ours)
+    gradients = torch.autograd.grad((out * weight).sum(), leaves)
     wanted = torch.autograd.grad((expected * weight).sum(), exact)
-    for one, other in zip(found, wanted, strict=True):
-        assert (one - other).abs().max() < 1e-5 * other.abs().max()
+    for gradient, expected_gradient in zip(gradients, wanted, strict=True):
+        assert (gradient - expected_gradient).abs().max() < 1e-5 * expected_gradient.abs().max()
 
 
 @RULES
 def test_decoding_goes_on_from_a_state(rule):
     inputs, resets = _inputs(2, 90), _resets(150)[:, :90]
-    whole, last = rule(*inputs, resets)
+    full, last = rule(*inputs, resets)
     with torch.no_grad():
         parts = []
         first, state = rule(*(t[:, :70] for t in inputs), resets[:, :70])
         for t in range(70, 90):
             out, state = rule(*(x[:, t : t + 1] for x in inputs), resets[:, t : t + 1], state)
             parts.append(out)
-    assert (torch.cat([first, *parts], dim=1) - whole).abs().max() < 2e-6 * max(1, whole.abs().max())
+    assert (torch.cat([first, *parts], dim=1) - full).abs().max() < 2e-6 * max(1, full.abs().max())
     assert (state - last).abs().max() < 2e-6 * max(1, last.abs().max())
 
 
@@ -96,12 +96,12 @@ def test_strong_decay_loses_no_digits(rule):
 @RULES
 def test_little_is_kept_for_the_backward_pass(rule):
     """The inputs and one state for each chunk; not the matrices between positions of a chunk."""
-    kept: list[Tensor] = []
+    saved: list[Tensor] = []
     inputs = [t.requires_grad_() for t in _inputs(1, 256)]
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         rule(*inputs, torch.zeros(1, 256, dtype=torch.bool))
     states = (256 // 64 + 1) * 4 * 6 * 5
-    assert sum(t.numel() for t in kept) <= sum(t.numel() for t in inputs) + 256 + states
+    assert sum(t.numel() for t in saved) <= sum(t.numel() for t in inputs) + 256 + states
 
 
 def _mixer(kind: str) -> nn.Module:
@@ -109,8 +109,8 @@ def _mixer(kind: str) -> nn.Module:
     if kind == "conv":
         return ShortConv(embed_dim=8, conv_taps=3)
     if kind.startswith("mamba"):
-        more = {} if kind == "mamba" else {"has_norm": False, "scales": (0.5, 0.8, 1.5, 1.2, 0.7), "dt_min": 0.02}
-        return Mamba2(num_heads=4, head_dim=5, num_groups=2, state_dim=6, **common, **more)
+        options = {} if kind == "mamba" else {"has_norm": False, "scales": (0.5, 0.8, 1.5, 1.2, 0.7), "dt_min": 0.02}
+        return Mamba2(num_heads=4, head_dim=5, num_groups=2, state_dim=6, **common, **options)
     sizes = {"num_key_heads": 2, "num_value_heads": 4, "key_dim": 6, "value_dim": 5}
     return GatedDeltaNet(fused=kind == "fused", **sizes, **common)
 
@@ -123,13 +123,13 @@ def test_a_layer_compiles(kind):
     x = torch.randn(1, 70, 8, requires_grad=True)
     positions = torch.cat([torch.arange(40), torch.arange(30)])[None]
     compiled = torch.compile(mixer, backend="aot_eager", fullgraph=True)
-    found, wanted = (kind(x, input_pos=positions) for kind in (compiled, mixer))
-    assert (found - wanted).abs().max() < 1e-6
+    compiled_out, wanted = (kind(x, input_pos=positions) for kind in (compiled, mixer))
+    assert (compiled_out - wanted).abs().max() < 1e-6
     inputs = (x, *mixer.parameters())
-    for one, other in zip(
-        torch.autograd.grad(found.sum(), inputs), torch.autograd.grad(wanted.sum(), inputs), strict=True
+    for gradient, expected_gradient in zip(
+        torch.autograd.grad(compiled_out.sum(), inputs), torch.autograd.grad(wanted.sum(), inputs), strict=True
     ):
-        assert (one - other).abs().max() < 1e-5 * max(other.abs().max(), 1)
+        assert (gradient - expected_gradient).abs().max() < 1e-5 * max(expected_gradient.abs().max(), 1)
 
 
 @pytest.fixture
@@ -164,9 +164,9 @@ def test_a_cache_continues_padded_prompts(kind):
     x = torch.randn(2, 12, 8)
     positions = torch.stack([torch.arange(12), (torch.arange(12) - 3).clamp(min=0)])  # the second row has 3 of padding
     with torch.no_grad():
-        whole = mixer(x, input_pos=positions)
-        assert (whole[1, 3:] - mixer(x[1:, 3:])[0]).abs().max() < 1e-6
+        full = mixer(x, input_pos=positions)
+        assert (full[1, 3:] - mixer(x[1:, 3:])[0]).abs().max() < 1e-6
         mixer.setup_cache(2, torch.float32, max_seq_len=12)
         steps = [mixer(x[:, :7], input_pos=positions[:, :7])]
         steps += [mixer(x[:, t : t + 1], input_pos=positions[:, t : t + 1]) for t in range(7, 12)]
-    assert (torch.cat(steps, dim=1) - whole).abs().max() < 1e-6
+    assert (torch.cat(steps, dim=1) - full).abs().max() < 1e-6

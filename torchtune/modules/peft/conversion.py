@@ -280,7 +280,9 @@ class LoRA(Conversion):
                     f"{nearest}."
                 )
         for path in sorted(trained):
-            inside = [other for other in adapted if other == path or other.startswith(f"{path}.")]
+            inside = [
+                adapted_path for adapted_path in adapted if adapted_path == path or adapted_path.startswith(f"{path}.")
+            ]
             if inside:
                 raise ConversionError(
                     f"LoRA: '{inside[0]}' would have an adapter and be trained whole: leave it out of train_modules, "

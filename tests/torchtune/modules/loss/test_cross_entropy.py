@@ -72,9 +72,9 @@ def test_equals_the_formula_in_float64(chunks, masked):
     exact = formula(hidden, exact_weight, labels)
     expected = [exact, *torch.autograd.grad(exact * 1.7, [hidden, exact_weight])]
     loss = LinearCrossEntropyLoss(num_output_chunks=chunks, mask_ignored_tokens=masked)
-    for ours, theirs in zip(run(loss, make_head(weight), hidden, labels), expected, strict=True):
-        assert ours.dtype == torch.float64
-        assert (ours - theirs).abs().max() <= 1e-10
+    for actual, reference in zip(run(loss, make_head(weight), hidden, labels), expected, strict=True):
+        assert actual.dtype == torch.float64
+        assert (actual - reference).abs().max() <= 1e-10
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
@@ -87,8 +87,8 @@ def test_low_precision_stays_near_float64(dtype, tolerance, chunks):
     expected = [exact, *torch.autograd.grad(exact * 1.7, [exact_hidden, exact_weight])]
     result = run(LinearCrossEntropyLoss(chunks), make_head(weight), hidden, labels)
     assert [tensor.dtype for tensor in result] == [torch.float32, dtype, dtype]
-    for ours, theirs in zip(result, expected, strict=True):
-        assert (ours.double() - theirs).norm() <= tolerance * theirs.norm()
+    for actual, reference in zip(result, expected, strict=True):
+        assert (actual.double() - reference).norm() <= tolerance * reference.norm()
 
 
 def test_tied_projection_adds_to_the_embeddings_gradient():
@@ -119,8 +119,8 @@ def test_other_projections_are_recomputed_with_the_same_result(kind):
     trained = [parameter for parameter in head.parameters() if parameter.requires_grad]
     exact = F.cross_entropy(head.output(hidden).flatten(0, 1), labels.flatten())
     expected = [exact, *torch.autograd.grad(exact * 1.7, [hidden, *trained])]
-    for ours, theirs in zip(run(LinearCrossEntropyLoss(4), head, hidden, labels), expected, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-10)
+    for actual, reference in zip(run(LinearCrossEntropyLoss(4), head, hidden, labels), expected, strict=True):
+        torch.testing.assert_close(actual, reference, rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("kind", ["plain", "bf16", "frozen", "tied", "adapter"])
@@ -205,8 +205,8 @@ def test_compiled_passes_give_the_same():
     plain = run(LinearCrossEntropyLoss(3), make_head(weight), hidden, labels)
     loss = LinearCrossEntropyLoss(3)
     assert loss.apply_compile_strategy(backend="aot_eager") is loss
-    for ours, theirs in zip(run(loss, make_head(weight), hidden, labels), plain, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+    for actual, reference in zip(run(loss, make_head(weight), hidden, labels), plain, strict=True):
+        torch.testing.assert_close(actual, reference, rtol=1e-6, atol=1e-6)
     with torch.no_grad():
         torch.testing.assert_close(loss(hidden, labels), plain[0].detach(), rtol=1e-6, atol=1e-6)
     loss = LinearCrossEntropyLoss(3)
@@ -353,9 +353,9 @@ def test_terms_of_the_loss_and_their_gradients_equal_the_formulas(name, chunks, 
     hidden, weight, labels = inputs()
     loss = LinearCrossEntropyLoss(chunks, mask_ignored_tokens=masked, **TERMS[name][0])
     expected = exact_results(name, hidden, weight, labels)
-    for ours, exact in zip(run(loss, make_head(weight), hidden, labels), expected, strict=True):
-        assert ours.dtype == torch.float64
-        assert (ours - exact).abs().max() <= 1e-10
+    for actual, exact in zip(run(loss, make_head(weight), hidden, labels), expected, strict=True):
+        assert actual.dtype == torch.float64
+        assert (actual - exact).abs().max() <= 1e-10
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 2e-2)])
@@ -363,8 +363,8 @@ def test_terms_of_the_loss_and_their_gradients_equal_the_formulas(name, chunks, 
 def test_terms_of_the_loss_in_low_precision_stay_near_float64(name, dtype, tolerance):
     hidden, weight, labels = inputs(dtype)
     result = run(LinearCrossEntropyLoss(2, **TERMS[name][0]), make_head(weight), hidden, labels)
-    for ours, exact in zip(result, exact_results(name, hidden, weight, labels), strict=True):
-        assert (ours.double() - exact).norm() <= tolerance * exact.norm()
+    for actual, exact in zip(result, exact_results(name, hidden, weight, labels), strict=True):
+        assert (actual.double() - exact).norm() <= tolerance * exact.norm()
 
 
 @pytest.mark.parametrize("name", ["smoothed-z", "dft", "eaft"])
@@ -372,8 +372,8 @@ def test_compiled_terms_give_the_same(name):
     hidden, weight, labels = inputs(torch.float32)
     plain = run(LinearCrossEntropyLoss(3, **TERMS[name][0]), make_head(weight), hidden, labels)
     loss = LinearCrossEntropyLoss(3, **TERMS[name][0]).apply_compile_strategy(backend="aot_eager")
-    for ours, expected in zip(run(loss, make_head(weight), hidden, labels), plain, strict=True):
-        torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6)
+    for actual, expected in zip(run(loss, make_head(weight), hidden, labels), plain, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(

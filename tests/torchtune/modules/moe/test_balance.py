@@ -58,10 +58,10 @@ def routers(model: torch.nn.Module) -> list[TokenChoiceTopKRouter]:
 
 def logits_of_routers(model: torch.nn.Module) -> list[torch.Tensor]:
     """Filled by every forward pass that follows."""
-    found: list[torch.Tensor] = []
+    logits: list[torch.Tensor] = []
     for router in routers(model):
-        router.gate.register_forward_hook(lambda module, inputs, output: found.append(output))
-    return found
+        router.gate.register_forward_hook(lambda module, inputs, output: logits.append(output))
+    return logits
 
 
 def test_loss_equals_that_of_transformers():
@@ -70,10 +70,10 @@ def test_loss_equals_that_of_transformers():
     torch.manual_seed(0)
     logits = [torch.randn(30, 6, requires_grad=True) for _ in range(3)]
     counts = [layer.topk(2).indices.flatten().bincount(minlength=6) for layer in logits]
-    ours = load_balancing_loss([layer.softmax(-1) for layer in logits], counts)
-    theirs = load_balancing_loss_func(tuple(logits), 6, 2)
-    assert torch.allclose(ours, theirs, rtol=1e-6)
-    for a, b in zip(torch.autograd.grad(ours, logits), torch.autograd.grad(theirs, logits), strict=True):
+    loss = load_balancing_loss([layer.softmax(-1) for layer in logits], counts)
+    reference = load_balancing_loss_func(tuple(logits), 6, 2)
+    assert torch.allclose(loss, reference, rtol=1e-6)
+    for a, b in zip(torch.autograd.grad(loss, logits), torch.autograd.grad(reference, logits), strict=True):
         assert torch.allclose(a, b, rtol=1e-5, atol=1e-8)
 
 
@@ -82,36 +82,36 @@ def test_gradient_is_that_of_the_sum(how):
     """Two batches that weigh differently, as recipes sum them."""
     from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-    theirs, ours = make(), make(BalancingLoss())
-    seen = logits_of_routers(theirs)
+    reference, model = make(), make(BalancingLoss())
+    seen = logits_of_routers(reference)
     expected = torch.zeros(())
     for row, weight in zip(TOKENS.split(1), (0.25, 0.75), strict=True):
         seen.clear()
-        loss = F.cross_entropy(theirs(row).flatten(0, 1), row.flatten())
+        loss = F.cross_entropy(reference(row).flatten(0, 1), row.flatten())
         loss = (loss + 0.5 * load_balancing_loss_func(tuple(seen), 5, 2)) * weight
         loss.backward()
         expected += loss.detach()
     loss_fn = LinearCrossEntropyLoss()
-    loss_fn.set_model_output(ours)
+    loss_fn.set_model_output(model)
     if "recomputed" in how:
-        set_activation_checkpointing(ours, auto_wrap_policy={TransformerSelfAttentionLayer})
+        set_activation_checkpointing(model, auto_wrap_policy={TransformerSelfAttentionLayer})
     if "compiled" in how:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("TORCH_COMPILE_BACKEND", "aot_eager")
-            compile_model(ours)
+            compile_model(model)
     total = torch.zeros(())
-    parts = [loss_fn(ours(row), row) * weight for row, weight in zip(TOKENS.split(1), (0.25, 0.75), strict=True)]
+    parts = [loss_fn(model(row), row) * weight for row, weight in zip(TOKENS.split(1), (0.25, 0.75), strict=True)]
     for part in parts:  # forward passes may be ahead of backward passes
         part.backward()
         total += part.detach()
     assert torch.allclose(total, expected, rtol=1e-5)
-    wanted = dict(theirs.named_parameters())
-    for name, parameter in ours.named_parameters():
+    wanted = dict(reference.named_parameters())
+    for name, parameter in model.named_parameters():
         assert (parameter.grad - wanted[name].grad).norm() <= 1e-4 * wanted[name].grad.norm(), name
-    assert all(count.sum() == 2 * 24 for count in tokens_per_expert(ours).values())
+    assert all(count.sum() == 2 * 24 for count in tokens_per_expert(model).values())
     with torch.no_grad():  # validation has the plain loss
         row = TOKENS[:1]
-        assert torch.allclose(loss_fn(ours.eval()(row), row), F.cross_entropy(theirs(row)[0], row[0]), rtol=1e-5)
+        assert torch.allclose(loss_fn(model.eval()(row), row), F.cross_entropy(reference(row)[0], row[0]), rtol=1e-5)
 
 
 @pytest.mark.parametrize("loss", [LinearCrossEntropyLoss(), torch.nn.CrossEntropyLoss()], ids=["linear", "module"])
@@ -119,25 +119,25 @@ def test_in_recipes_it_weighs_as_the_labels_do(loss):
     """Micro-batches of 24, 5 and no labels: each one's balancing loss counts as often."""
     from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-    theirs, ours = make(), make(BalancingLoss())
-    seen, rows = logits_of_routers(theirs), [TOKENS[:1], TOKENS[1:2], TOKENS[:1].flip(1)]
+    reference, model = make(), make(BalancingLoss())
+    seen, rows = logits_of_routers(reference), [TOKENS[:1], TOKENS[1:2], TOKENS[:1].flip(1)]
     counts, labels = (rows[0].numel(), 5, 0), []
-    loss_fn, expected, total = setup_loss(loss, ours), 0.0, 0.0
+    loss_fn, expected, total = setup_loss(loss, model), 0.0, 0.0
     for row, count in zip(rows, counts, strict=True):
         labels.append(row.masked_fill(torch.arange(row.numel())[None] >= count, -100))
         seen.clear()
-        logits = theirs(row).flatten(0, 1)
+        logits = reference(row).flatten(0, 1)
         part = F.cross_entropy(logits, labels[-1].flatten(), reduction="sum")
         part = part + count * 0.5 * load_balancing_loss_func(tuple(seen), 5, 2)
         (part / sum(counts)).backward()
         expected += part.item()
-        part, found = loss_fn.sum_and_count(ours(row, output="hidden"), labels[-1], ours.output)
-        assert int(found) == count
+        part, num_labels = loss_fn.sum_and_count(model(row, output="hidden"), labels[-1], model.output)
+        assert int(num_labels) == count
         (part / sum(counts)).backward()
         total += part.item()
     assert total == pytest.approx(expected, rel=1e-5)
-    wanted = dict(theirs.named_parameters())
-    for name, parameter in ours.named_parameters():
+    wanted = dict(reference.named_parameters())
+    for name, parameter in model.named_parameters():
         assert (parameter.grad - wanted[name].grad).norm() <= 1e-4 * wanted[name].grad.norm(), name
 
 
@@ -169,8 +169,10 @@ def test_tokens_of_a_skipped_step_do_not_move_biases_later():
         for old, (path, total) in zip(biases, now.items(), strict=True):
             step = (total - dict(before).get(path, 0)).float() * is_taken
             assert torch.allclose(model.get_submodule(path).selection_bias, old + 0.01 * (step.mean() - step).sign())
-            whole = total.float()
-            moved_otherwise |= bool(is_taken and ((whole.mean() - whole).sign() != (step.mean() - step).sign()).any())
+            all_tokens = total.float()
+            moved_otherwise |= bool(
+                is_taken and ((all_tokens.mean() - all_tokens).sign() != (step.mean() - step).sign()).any()
+            )
     assert moved_otherwise  # with all tokens, some bias would have gone the other way
 
 

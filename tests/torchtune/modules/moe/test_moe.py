@@ -43,14 +43,16 @@ def test_equals_all_experts_weighted(k, shared):
     weights = torch.randn(2, 9, DIM, dtype=torch.float64)
     leaves = [x, *moe.parameters()]
     out = moe(x)
-    found = torch.autograd.grad((out * weights).sum(), leaves)
+    gradients = torch.autograd.grad((out * weights).sum(), leaves)
     scores, selected, _ = moe.router(x.flatten(0, 1))
     wanted = dense(moe, x.flatten(0, 1), scores, selected).view_as(x)
     if shared:
         wanted = wanted + moe.shared_expert(x)
     assert torch.allclose(out, wanted, rtol=1e-6)
-    for ours, theirs in zip(found, torch.autograd.grad((wanted * weights).sum(), leaves), strict=True):
-        assert (ours - theirs).norm() <= 1e-6 * theirs.norm()
+    for gradient, expected_gradient in zip(
+        gradients, torch.autograd.grad((wanted * weights).sum(), leaves), strict=True
+    ):
+        assert (gradient - expected_gradient).norm() <= 1e-6 * expected_gradient.norm()
 
 
 def test_a_selection_bias_changes_who_is_chosen_and_not_the_scores():
@@ -61,8 +63,8 @@ def test_a_selection_bias_changes_who_is_chosen_and_not_the_scores():
     scores, selected, counts = router(x)
     assert counts[4] == 50
     assert torch.allclose(scores, router.gate(x).sigmoid().gather(1, selected))
-    kept = selected == chosen
-    assert torch.equal(scores[kept], before[kept])
+    unchanged = selected == chosen
+    assert torch.equal(scores[unchanged], before[unchanged])
     assert not router.selection_bias.requires_grad
     assert router.bfloat16()(x.bfloat16())[0].dtype == torch.float32
     assert router.selection_bias.dtype == torch.bfloat16  # as any parameter, if somebody asks for it
@@ -72,15 +74,15 @@ def test_small_scores_are_normalised_as_lfm2_does():
     from transformers import Lfm2MoeConfig
     from transformers.models.lfm2_moe.modeling_lfm2_moe import Lfm2MoeTopKRouter
 
-    ours = make(2, score_function="sigmoid", normalize=True, sum_eps=1e-6, scale=1.5).router
+    router = make(2, score_function="sigmoid", normalize=True, sum_eps=1e-6, scale=1.5).router
     config = Lfm2MoeConfig(num_experts=EXPERTS, num_experts_per_tok=2, hidden_size=DIM, routed_scaling_factor=1.5)
     config.use_expert_bias = False
-    theirs = Lfm2MoeTopKRouter(config)
-    theirs.weight.data = ours.gate.weight.data = -torch.rand(EXPERTS, DIM)
+    reference = Lfm2MoeTopKRouter(config)
+    reference.weight.data = router.gate.weight.data = -torch.rand(EXPERTS, DIM)
     x = torch.rand(50, DIM) * torch.linspace(0, 5, 50)[:, None]  # for sums of scores from 1e-9 to 1
-    _, expected, selected = theirs(x)
+    _, expected, selected = reference(x)
     assert expected.sum(-1).min() < 1.2
-    scores, chosen, _ = ours(x)
+    scores, chosen, _ = router(x)
     assert torch.equal(chosen, selected)
     assert torch.allclose(scores, expected)
 
@@ -96,8 +98,8 @@ def test_torchs_grouped_kernel_and_the_loop_are_equal(dtype):
         leaves = [t.clone().requires_grad_() for t in (x, weight)]
         out = grouped_mm(*leaves, counts, kernel=kernel)
         results.append((out, *torch.autograd.grad(out, leaves, grad)))
-    for ours, theirs in zip(*results, strict=True):
-        assert torch.allclose(ours, theirs, rtol=1e-5 if dtype == torch.float32 else 1e-2, atol=1e-5)
+    for actual, expected in zip(*results, strict=True):
+        assert torch.allclose(actual, expected, rtol=1e-5 if dtype == torch.float32 else 1e-2, atol=1e-5)
     assert not results[0][2][[1, 4]].any()
 
 
@@ -121,8 +123,8 @@ def test_frozen_experts_get_no_gradient_and_a_compiled_layer_is_one_graph():
     x = torch.randn(1, 20, DIM, requires_grad=True)
     compiled = torch.compile(moe, backend="aot_eager", fullgraph=True)
     (wanted,) = torch.autograd.grad(moe(x).square().sum(), x)
-    (found,) = torch.autograd.grad(compiled(x).square().sum(), x)
-    assert torch.allclose(found, wanted, rtol=1e-5, atol=1e-6)
+    (gradient,) = torch.autograd.grad(compiled(x).square().sum(), x)
+    assert torch.allclose(gradient, wanted, rtol=1e-5, atol=1e-6)
     assert moe.experts.gate_proj.grad is None
 
 
