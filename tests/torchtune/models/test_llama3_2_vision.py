@@ -272,6 +272,17 @@ def test_a_tile_that_is_not_of_whole_patches_is_refused(folder):
         SPEC.from_hf_config(config)
 
 
+def test_dropout_of_attention_has_one_of_two_names(folder):
+    config = json.loads((folder / "config.json").read_text())
+    for name in ("dropout", "attention_dropout"):
+        text = {**config["text_config"], "dropout": 0.0, name: 0.25}
+        description = SPEC.from_hf_config({**config, "text_config": text})
+        assert description.attn_dropout == 0.25
+        assert SPEC.to_hf_config(description)["text_config"]["dropout"] == 0.25
+    with pytest.raises(torchtune.models.ModelError, match=r"attention_dropout = 0\.5"):
+        SPEC.from_hf_config({**config, "text_config": {**text, "dropout": 0.25, "attention_dropout": 0.5}})
+
+
 def test_cross_attention_has_the_activation_of_the_text(folder):
     config = json.loads((folder / "config.json").read_text())
     config["text_config"]["hidden_act"] = "gelu"

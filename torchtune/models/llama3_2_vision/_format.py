@@ -166,11 +166,12 @@ def _read_text(config: dict[str, Any], ignore_fields: Collection[str]) -> tuple[
             f"config.json of {_NAME} has cross_attention_layers = {cross_layers} of {num_layers} layers, but a "
             "self-attention layer must come after each of them."
         )
-    # The dropout of attention has two names.
-    if config.pop("dropout", None) and config.get("attention_dropout"):
+    # The dropout of attention has another name here. transformers does not use the usual one.
+    dropout = config.pop("dropout", None)
+    if dropout and config.get("attention_dropout"):
         raise fields.refusal("attention_dropout", config["attention_dropout"])
-    if fields.peek("dropout"):
-        config["attention_dropout"] = fields.peek("dropout")
+    if dropout:
+        config["attention_dropout"] = dropout
     if "rope_parameters" not in config:
         config.setdefault("rope_theta", 500_000.0)
     config.pop("cross_attention_layers", None)
