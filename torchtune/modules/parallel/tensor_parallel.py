@@ -194,7 +194,7 @@ class VocabParallel(ParallelStyle):
         if module.weight.shape[0] % ranks:
             raise ParallelError(
                 f"tensor_parallel_dim: {ranks} does not divide the size {module.weight.shape[0]} of {name}: choose one "
-                "that does."
+                "that does, or add tokens until it does (tokenizer.add_tokens, with resize_token_embeddings=True)."
             )
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
