@@ -142,9 +142,10 @@ def test_refused_before_the_start(tmp_path, settings, message):
 def test_a_metric_that_validation_lacks_is_named_with_those_it_has(tmp_path):
     settings = {**SETTINGS, "run_val_every_n_steps": 2, "output_dir": tmp_path / "run"}
     with pytest.raises(
-        ValidationMetricError, match="validation has no val_acc: choose one of val_entropy, val_loss, val_token"
+        ValidationMetricError,
+        match=r"has no val_los \(did you mean val_loss\?\): choose one of val_entropy, val_loss",
     ):
-        start(NAME, tmp_path, **settings, keep_best="max:val_acc")
+        start(NAME, tmp_path, **settings, keep_best="val_los")
     assert folders(tmp_path / "run") == {"step_2"}, "the steps before the first validation are not lost"
     run = start(NAME, tmp_path, **settings, keep_best="val_loss", resume_from_checkpoint=True, train=False)
     assert run.recipe.global_step == 2

@@ -142,6 +142,9 @@ def test_score_that_could_not_be_measured_is_no_validation_without_improvement(t
     [
         ({"run_val_every_n_steps": None, "dataset_val": None}, "scores: are measured during validation: set run_val"),
         ({"keep_best": "val_json"}, "keep_best: would keep the lowest score: set max:val_json"),
+        ({"keep_best": "val_num_letters"}, "keep_best: would keep the lowest score: set max:val_num_letters"),
+        ({"keep_best": "max:val_jsn"}, "keep_best: validation has no val_jsn; did you mean 'val_json'?"),
+        ({"keep_best": "max:val_number"}, r"keep_best: names val_number, .*: set scores=\[number\]"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(tmp_path, questions, settings, message):
@@ -180,6 +183,18 @@ def test_adapters_are_scored_as_the_merged_model(tmp_path, questions):
     run = start("lora_finetune_single_device", tmp_path, **settings_of(questions, epochs=2, optimizer__lr=0.03))
     last = validations(run, "val_json", "val_num_letters")[6]
     assert last == score_checkpoint(run.output_dir / "step_6", questions, tmp_path)
+
+
+def test_adapters_of_a_quantized_base_are_scored_as_the_merged_model(tmp_path, questions):
+    """Merged weights are those that the quantized base and the adapter compute with."""
+    converters = [
+        {"_component_": "torchtune.modules.low_precision.QuantizeBase", "block_size": 8},
+        {"_component_": "torchtune.modules.peft.LoRA", "rank": 4, "alpha": 8},
+    ]
+    settings = settings_of(questions, model_converters=converters, optimizer__lr=0.03)
+    run = start("lora_finetune_single_device", tmp_path, **settings)
+    measured = validations(run, "val_json", "val_num_letters")[3]
+    assert measured == score_checkpoint(run.output_dir / "step_3", questions, tmp_path)
 
 
 def test_prompts_of_pairs_are_answered(tmp_path):

@@ -255,12 +255,35 @@ def new_token_ids(weights: ModelWeights) -> list[int]:
     return next((ids for _, ids in weights.new_rows.values()), [])
 
 
+# End of the name of the rows of new tokens in an adapter file, behind that of their module.
+_TRAINED_ROWS = ".token_adapter.trainable_tokens_delta"
+
+
 def token_tensors(weights: ModelWeights) -> dict[str, str]:
     """Map the name of trained rows in an adapter file to the name of the parameter."""
     return {
-        f"{PEFT_PREFIX}{_module_of(weights, name)}.token_adapter.trainable_tokens_delta": parameter
+        f"{PEFT_PREFIX}{_module_of(weights, name)}{_TRAINED_ROWS}": parameter
         for name, (parameter, _) in weights.new_rows.items()
     }
+
+
+def _drop_tied_rows(weights: ModelWeights, tensors: dict[str, torch.Tensor], file: Path) -> None:
+    """Remove the trained rows of a tied output from the tensors of an adapter file: ``peft`` may save them twice.
+
+    Raises:
+        CheckpointError: they differ from those of the embedding.
+    """
+    for external, name in _tied_weights(weights).items():
+        tied_rows = f"{PEFT_PREFIX}{external.removesuffix('.weight')}{_TRAINED_ROWS}"
+        if name not in weights.new_rows or tied_rows not in tensors:
+            continue
+        value = tensors.pop(tied_rows)
+        embedding_rows = tensors.get(f"{PEFT_PREFIX}{_module_of(weights, name)}{_TRAINED_ROWS}")
+        if embedding_rows is None or not torch.equal(value, embedding_rows):
+            raise CheckpointError(
+                f"{file}: its new tokens have other rows in the output than in the embedding, but the model shares "
+                "them: merge the adapter into its base with peft, untied, and start from the merged model."
+            )
 
 
 def _module_of(weights: ModelWeights, name: str) -> str:
@@ -552,6 +575,7 @@ def _read_adapter(
     prefixes = _text_decoder_prefixes(spec, tensors)
     tensors = {rename_prefix(name, prefixes): tensor for name, tensor in tensors.items()}
     rows = token_tensors(weights)
+    _drop_tied_rows(weights, tensors, file)
     for name, tensor in tensors.items():
         if name in rows:
             yield rows[name], tensor
@@ -656,13 +680,15 @@ def _expand_fused_adapters(
 
 
 def _is_base_weight(weights: ModelWeights, name: str, tensor: torch.Tensor, file: Path) -> bool:
-    """Return whether a tensor of an adapter file is a base weight: ``peft`` saves that of an adapted output layer.
+    """Return whether a tensor of an adapter file is a base weight.
+
+    ``peft`` saves that of an adapted output layer, and those of a resized vocabulary with new tokens.
 
     Raises:
         CheckpointError: it is a base weight that differs from the model's.
     """
     description = weights.identity[1]
-    external = name.removeprefix(PEFT_PREFIX).replace(".base_layer.", ".")
+    external = name.removeprefix(PEFT_PREFIX).replace(".token_adapter.", ".").replace(".base_layer.", ".")
     tied = _tied_weights(weights)
     if external in tied:
         values = [(tied[external], tensor)]

@@ -4,6 +4,7 @@ from ._document import read_document as read_document
 from ._errors import ConfigError as ConfigError
 from ._errors import InstantiationError as InstantiationError
 from ._errors import did_you_mean as did_you_mean
+from ._errors import nearest
 from ._instantiate import Configurable as Configurable
 from ._instantiate import instantiate as instantiate
 from ._json_schema import json_schema as json_schema

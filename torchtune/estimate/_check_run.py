@@ -25,7 +25,7 @@ from torchtune.estimate._plan import arrange, build_on_meta, other_models, weigh
 from torchtune.modules import text_decoder
 from torchtune.modules.model_fusion import ImageTextModel
 from torchtune.modules.peft import has_adapters, require_adapters
-from torchtune.training import GroupedOptimizer, fit_vocabulary, is_distributed, is_restart
+from torchtune.training import GroupedOptimizer, add_token_rows, fit_vocabulary, is_distributed, is_restart
 from torchtune.training.metric_logging import TrackingLogger
 from torchtune.training.optim import require_trained
 from torchtune.training.parallel import ParallelDims, check_parallelizable
@@ -126,7 +126,8 @@ def find_problems(settings: Any, processes: int = 1, *, thorough: bool = False) 
             source = None if has("optimizer") else attempt(lambda: checkpointer.store.source())
             attempt(lambda: check_quantizer(config.instantiate(cfg.quantizer), model, source))
         attempt(_check_images, cfg, model)
-        attempt(_check_parallel, cfg, model, dims)
+        if not cfg.resize_token_embeddings:
+            attempt(_check_parallel, cfg, model, dims)
         if hasattr(checkpointer, "check_model"):
             attempt(checkpointer.check_model, model)
             if has_reference and has("ref_checkpointer"):
@@ -143,10 +144,12 @@ def find_problems(settings: Any, processes: int = 1, *, thorough: bool = False) 
 
     tokenizer = attempt(config.instantiate, cfg.tokenizer) if thorough and has("tokenizer") else None
     if tokenizer is not None:
-        if model is not None and not cfg.resize_token_embeddings:
-            attempt(fit_vocabulary, model, tokenizer)
+        if model is not None:
+            attempt(add_token_rows if cfg.resize_token_embeddings else fit_vocabulary, model, tokenizer)
         if has("optimizer", "checkpointer"):
             check_savable_tokenizer(tokenizer)
+    if model is not None and cfg.resize_token_embeddings and tokenizer is not None:
+        attempt(_check_parallel, cfg, model, dims)  # with the rows of new tokens
     if has("optimizer"):
         attempt(_check_optimizer, cfg, device, model)
     if has("loss"):

@@ -1,11 +1,11 @@
 """Constraints between the settings of every training recipe."""
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torchtune._recipe_registry import recipe_at
-from torchtune.config import SettingsView
+from torchtune.config import SettingsView, did_you_mean
 from torchtune.supervision import BestValidation
 from torchtune.utils import UserError, parse_device
 
@@ -60,8 +60,8 @@ def check_settings(settings: Any) -> Iterator[tuple[str, str]]:
         yield "scores", "are measured during validation: set run_val_every_n_steps and dataset_val"
     if cfg.scores and (cfg.context_parallel_dim or 1) > 1:
         yield "scores", "need context_parallel_dim=1, because parts of a sequence cannot generate"
-    if cfg.keep_best in [f"val_{name}" for name in cfg.scores or ()]:
-        yield "keep_best", f"would keep the lowest score: set max:{cfg.keep_best}, because more is better"
+    if cfg.keep_best is not None:
+        yield from _check_kept_score(cfg.keep_best, cfg.scores or ())
     has_own_metric = cfg.keep_best is not None and BestValidation.is_own_metric(cfg.keep_best)
     for name in ("keep_best", "early_stopping_patience"):
         if getattr(cfg, name) is not None and cfg.run_val_every_n_steps is None and not has_own_metric:
@@ -72,3 +72,28 @@ def check_settings(settings: Any) -> Iterator[tuple[str, str]]:
             f"must be a validation metric, such as val_loss or max:val_accuracy, not {cfg.keep_best} (a copied recipe "
             "may pass one of its own to record_validation)",
         )
+
+
+# Validation metrics with names like those of scores.
+_OTHER_METRICS = ("val_accuracy", "val_entropy", "val_f1", "val_loss", "val_mae", "val_r2", "val_token_accuracy")
+
+
+def _check_kept_score(keep_best: str, scores: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yield the problem of a ``keep_best`` that names a score wrongly; other metrics are known when a run validates."""
+    from torchtune.evaluation import NAMED_SCORES  # slow to import
+
+    metric = keep_best.removeprefix("max:")
+    measured = []
+    for score in scores:
+        name = score.partition(":")[0]  # without a pattern
+        measured.append(f"val_{name.rpartition('.')[2]}")
+    if metric in measured:
+        if metric == keep_best:
+            yield "keep_best", f"would keep the lowest score: set max:{metric}, because more is better"
+    elif metric.removeprefix("val_") in NAMED_SCORES:
+        name = metric.removeprefix("val_")
+        yield "keep_best", f"names {metric}, which is measured if scores has '{name}': set scores=[{name}]"
+    elif metric not in _OTHER_METRICS:
+        suggestion = did_you_mean(metric, measured)
+        if suggestion:
+            yield "keep_best", f"validation has no {metric}{suggestion}"

@@ -17,6 +17,7 @@ from ._retrieval import embed as embed
 from ._retrieval import evaluate_retrieval as evaluate_retrieval
 from ._retrieval import read_retrieval as read_retrieval
 from ._retrieval import retrieval_scores as retrieval_scores
+from ._score_answers import NAMED_SCORES
 from ._score_answers import AnswerReport as AnswerReport
 from ._score_answers import check_scores as check_scores
 from ._score_answers import evaluate_answers as evaluate_answers

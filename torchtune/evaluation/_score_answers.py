@@ -37,6 +37,7 @@ _SCORES: dict[str, Callable[[str | None], Reward]] = {
     "number": lambda _: NumberMatch(name="number"),
     "regex": lambda pattern: RegexMatch(pattern or "", name="regex"),
 }
+NAMED_SCORES = tuple(_SCORES)
 _TAKE_PATTERN = ("exact", "regex")
 # Scores without side effects that read one row and its answer: check_scores may call them early.
 _SIDE_EFFECT_FREE = (ExactMatch, JSONFields, NumberMatch, RegexMatch)

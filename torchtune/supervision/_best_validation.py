@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtune.checkpoints import BEST, newest_record
+from torchtune.config import nearest
 from torchtune.training.parallel import ParallelDims
 from torchtune.utils import UserError, atomic_write, get_logger
 
@@ -91,9 +92,11 @@ class BestValidation:
             return False  # the recipe validates and measures at different steps
         self._has_metric = self._has_metric or self.metric in metrics
         if self._best is None and self.metric not in metrics:
+            near = nearest(self.metric, metrics)
+            suggestion = f" (did you mean {near}?)" if near else ""
             raise ValidationMetricError(
-                f"keep_best: validation has no {self.metric}: choose one of {', '.join(sorted(metrics))}, with "
-                f"{_MAXIMIZE_PREFIX} before it if more is better, and go on with resume_from_checkpoint=True."
+                f"keep_best: validation has no {self.metric}{suggestion}: choose one of {', '.join(sorted(metrics))}, "
+                f"with {_MAXIMIZE_PREFIX} before it if more is better, and go on with resume_from_checkpoint=True."
             )
         value = metrics.get(self.metric, math.nan)
         if math.isnan(value) and self.metric in metrics and self.metric != "val_loss":

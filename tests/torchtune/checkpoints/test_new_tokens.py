@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from tests.torchtune.checkpoints.small import (
+    build,
     close,
     hf_model,
     in_peft,
@@ -26,7 +27,7 @@ from torchtune.checkpoints import CheckpointError, FullModelHFCheckpointer
 from torchtune.modules.conversion import ConversionError
 from torchtune.modules.loss import LinearCrossEntropyLoss
 from torchtune.modules.peft import LoRA
-from torchtune.training import fit_vocabulary, setup_optimizer
+from torchtune.training import add_token_rows, fit_vocabulary, setup_optimizer
 
 ROWS, OLD = 328, 320
 LORA = LoRA(4, 8, attn_modules=["q_proj", "v_proj"], use_dora=True)
@@ -162,6 +163,43 @@ def test_adapter_brings_its_new_rows_to_the_base(shape, tmp_path):
     }
     fit_vocabulary(again, SimpleNamespace(vocab_size=ROWS))  # the rows are there: nothing to resize
     assert again.tok_embeddings.weight.shape[0] == ROWS
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")
+@pytest.mark.parametrize("shape", ["llama", "llama_tied"])
+def test_new_tokens_trained_modules_and_ranks_of_one_adapter_are_exchanged_with_peft(shape, tmp_path):
+    """The rows are added on the meta device, where the adapter finds them, too."""
+    source = write_folder(tmp_path / "in", shape)
+
+    def started_again(**options: object) -> tuple[FullModelHFCheckpointer, nn.Module]:
+        lora = LoRA(
+            4,
+            8,
+            attn_modules=["q_proj", "v_proj"],
+            train_modules=["norm", "layers.1.mlp"],
+            rank_pattern={"layers.0.attn.q_proj": 8, "v_proj": 2},
+            alpha_pattern={"v_proj": 6},
+        )
+        store = FullModelHFCheckpointer(source, output_dir=tmp_path / "out", **options)
+        model = build(source, lora)
+        add_token_rows(model, SimpleNamespace(vocab_size=ROWS))
+        store.load_model(model)
+        return store, model.eval()
+
+    store, model = started_again()
+    start = logits(model)
+    optimizer = optimizer_of(model.train())
+    for _ in range(3):
+        step(model, optimizer)
+    expected = logits(model.eval())
+    assert (expected - start).abs().max() > 0.1
+    saved = store.save("step_3", model, contents="adapter")
+    adapted = in_peft(base_of_peft(shape), saved)
+    close(logits(adapted), expected)
+    adapted.save_pretrained(tmp_path / "peft")
+    for adapter in (saved, tmp_path / "peft"):
+        _, again = started_again(adapter_checkpoint=str(adapter))
+        close(logits(again), expected)
 
 
 @pytest.mark.parametrize(

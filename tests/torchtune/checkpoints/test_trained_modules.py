@@ -155,13 +155,20 @@ def test_adapter_that_unties_weights_is_refused(modules, tmp_path):
         load(source, lora(), adapter_checkpoint=tmp_path / "adapter")
 
 
-def test_adapter_that_keeps_weights_tied_is_read(tmp_path):
+@pytest.mark.parametrize("patterns", [{}, {"rank_pattern": {"layers.1.self_attn.q_proj": 2}}])
+def test_adapter_that_keeps_weights_tied_is_read_and_written(patterns, tmp_path):
     source = write_folder(tmp_path / "in", "llama_tied")
-    peft_model = trained_by_peft(
-        tmp_path / "adapter", "llama_tied", modules_to_save=["embed_tokens"], ensure_weight_tying=True
-    )
+    settings = {"modules_to_save": ["embed_tokens", "model.norm"], "ensure_weight_tying": True, **patterns}
+    peft_model = trained_by_peft(tmp_path / "adapter", "llama_tied", **settings)
+    expected = logits(peft_model)
     loaded, _ = torchtune.load(source, adapter=tmp_path / "adapter", dtype="fp32", device="cpu")
-    close(logits(loaded), logits(peft_model))
+    close(logits(loaded), expected)
+    ranks = {"rank_pattern": {"layers.1.attn.q_proj": 2}} if patterns else {}
+    adapter = lora("tok_embeddings", "norm", **ranks)
+    checkpointer, model = started(source, adapter, adapter_checkpoint=str(tmp_path / "adapter"))
+    close(logits(model), expected)
+    saved = checkpointer.save("epoch_0", model, contents="adapter")
+    close(logits(in_peft(hf_model("llama_tied"), saved)), expected)
 
 
 def test_classifier_with_an_adapter_is_exchanged_with_peft(tmp_path):

@@ -15,6 +15,7 @@ from torchtune import config, datasets
 from torchtune.config import ConfigError, load_and_check
 from torchtune.data import DataError
 from torchtune.estimate import RunError, check_run, find_problems, measure_data, plan_data, plan_run
+from torchtune.tokenizers import hf_tokenizer
 
 LORA, DISTRIBUTED = "lora_finetune_single_device", "full_finetune_distributed"
 MODEL = {"vocab_size": 1024, "num_layers": 1, "num_heads": 4, "num_kv_heads": 4, "embed_dim": 32, "max_seq_len": 64}
@@ -141,6 +142,21 @@ def test_indivisible_layers_are_found(folder):
     model = {"_component_": "torchtune.models.llama3_2.llama3_2", **MODEL, "vocab_size": 1023}
     problems = find_problems(settings(DISTRIBUTED, folder, model=model, tensor_parallel_dim=2), 2)
     assert any("2 does not divide the size 1023 of tok_embeddings" in problem for problem in problems)
+
+
+@pytest.mark.parametrize("size", [1022, 1023])
+def test_vocabulary_is_split_with_its_new_tokens(folder, size):
+    """A token makes an odd vocabulary even, and an even one odd."""
+    vocabulary = hf_tokenizer(str(folder / "checkpoint")).vocab_size
+    tokens = [f"<{number}>" for number in range(size - vocabulary)]
+    changes = {"tensor_parallel_dim": 2, "resize_token_embeddings": True, "tokenizer__add_tokens": tokens}
+    problems = find_problems(settings(DISTRIBUTED, folder, **changes), 2, thorough=True)
+    if size % 2 == 0:
+        assert problems == []
+    else:
+        (problem,) = problems
+        assert "2 does not divide the size 1023 of tok_embeddings" in problem
+        assert "add tokens until it does (tokenizer.add_tokens" in problem
 
 
 def test_a_model_with_experts_is_not_split_by_layers(folder):

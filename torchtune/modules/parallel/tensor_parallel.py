@@ -17,13 +17,11 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn import functional as F
 
-from torchtune.modules.output_projection import ClassifierHead
 from torchtune.modules.low_precision.formats import Stored
 from torchtune.modules.low_precision.layers import StoredLinear, frozen_linear
-from torchtune.modules.output_projection import CappedLinear, soft_cap
+from torchtune.modules.output_projection import CappedLinear, ClassifierHead, soft_cap
 from torchtune.modules.parallel.collectives import (
     gather_sequence,
-    gather_vocabulary,
     sum_and_split_sequence,
     sum_gradients,
     sum_of_equals,
@@ -31,8 +29,8 @@ from torchtune.modules.parallel.collectives import (
     vocabulary_parallel_linear,
 )
 from torchtune.modules.peft.dora import DoRALinear, scale_rows
+from torchtune.modules.peft.grown_layers import NEW_ROWS, GrownEmbedding, GrownLinear
 from torchtune.modules.peft.lora import LoRALinear, lora_projection, updated_weight
-from torchtune.modules.peft.new_tokens import NEW_ROWS, GrownEmbedding, GrownLinear
 from torchtune.modules.rms_norm import RMSNorm
 from torchtune.modules.scales import OutputScale
 from torchtune.utils import UserError
@@ -195,7 +193,7 @@ class VocabParallel(ParallelStyle):
         if module.weight.shape[0] % ranks:
             raise ParallelError(
                 f"tensor_parallel_dim: {ranks} does not divide the size {module.weight.shape[0]} of {name}: choose one "
-                "that does."
+                "that does, or add tokens until it does (tokenizer.add_tokens, with resize_token_embeddings=True)."
             )
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -291,24 +289,6 @@ def _split_grown_embedding(module: GrownEmbedding, group: dist.ProcessGroup) -> 
         return sum_and_split_sequence(embedded.masked_fill(is_elsewhere.unsqueeze(-1), 0.0), group)
 
     return forward
-
-
-def project_grown_shard(x: Tensor, module: GrownEmbedding | GrownLinear) -> Tensor:
-    """Compute all-gathered logits ``[..., v]`` of replicated ``[..., d]`` with a sharded weight and its new rows.
-
-    The gradient of ``x`` is a partial sum.
-    """
-    if module.weight.device_mesh.mesh_dim_names != ("tp",):
-        raise RuntimeError("The output projection is sharded by FSDP: call it after the forward pass of its model.")
-    group = module.weight.device_mesh.get_group()
-    weight = local_shard(module.weight)  # [v / ranks, d]
-    new_rows = replicated(module.new_rows, group)  # [n, d]
-    # Columns of this rank that are new, counted from the first new one.
-    start = group.rank() * len(weight) - (module.weight.shape[0] - len(new_rows))
-    end = start + len(weight)
-    old_logits = F.linear(x, weight[: max(0, -start)])
-    new_logits = F.linear(x, new_rows[max(0, start) : max(0, end)])
-    return gather_vocabulary(torch.cat([old_logits, new_logits], dim=-1), group)
 
 
 def _check_norm(module: nn.Module, *others: type[nn.Module]) -> None:
