@@ -87,9 +87,8 @@ def test_adapters_learn_to_retrieve_and_resume(tmp_path):
 
 
 def test_report_measures_groups_of_validation_rows_and_no_answers(tmp_path):
-    data = write_lines(tmp_path / "retrieval.jsonl", ROWS)
-    dataset = {**DATASET, "source": "json", "data_files": str(data)}
-    settings = {**EMBEDDING, "dataset": dataset, "dataset_val": dataset, "run_val_every_n_steps": 2}
+    """The rows are those of the config, which a check of the settings does not tokenize."""
+    settings = {**EMBEDDING, "dataset_val": DATASET, "run_val_every_n_steps": 2}
     code, output_dir = run_main(FULL, tmp_path, **settings)
     assert code == 0
     measured = [record for record in read_lines(output_dir / "logs" / "run.jsonl") if record["event"] == "measured"]
