@@ -9,7 +9,7 @@ from ._eval_rows import EvaluationError as EvaluationError
 from ._eval_rows import read_eval_rows as read_eval_rows
 from ._perplexity import Perplexity as Perplexity
 from ._perplexity import perplexity as perplexity
-from ._reference_logits import missing_packages, read_elsewhere, tokenize_elsewhere
+from ._reference_logits import embed_elsewhere, missing_packages, read_elsewhere, score_elsewhere, tokenize_elsewhere
 from ._reranking import Reranker as Reranker
 from ._reranking import evaluate_reranking as evaluate_reranking
 from ._retrieval import EmbeddingSettings as EmbeddingSettings
