@@ -60,7 +60,10 @@ def check_settings(settings: Any) -> Iterator[tuple[str, str]]:
         yield "scores", "are measured during validation: set run_val_every_n_steps and dataset_val"
     if cfg.scores and (cfg.context_parallel_dim or 1) > 1:
         yield "scores", "need context_parallel_dim=1, because parts of a sequence cannot generate"
-    if cfg.keep_best in [f"val_{name}" for name in cfg.scores or ()]:
+    score_metrics = [f"val_{name}" for name in cfg.scores or ()]
+    if any(name.startswith("retrieval:") for name in cfg.scores or ()):
+        score_metrics += ["val_ndcg@10", "val_mrr@10", "val_recall@1", "val_recall@5", "val_recall@10"]
+    if cfg.keep_best in score_metrics:
         yield "keep_best", f"would keep the lowest score: set max:{cfg.keep_best}, because more is better"
     has_own_metric = cfg.keep_best is not None and BestValidation.is_own_metric(cfg.keep_best)
     for name in ("keep_best", "early_stopping_patience"):
