@@ -232,6 +232,7 @@ class DPORecipe:
             self.dims,
             rows=cfg.scores_rows,
             max_new_tokens=cfg.scores_max_new_tokens,
+            loss=self.loss_fn,
         )
         state = self.training_state()
         checkpoints.check_training_state(state)

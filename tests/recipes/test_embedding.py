@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from tests.recipes.runs import resume, run_main, start
-from tests.tiny import WORDS, read_lines, write_checkpoint, write_lines
+from tests.tiny import WORDS, read_lines, write_checkpoint, write_lines, write_pairs
 from torchtune import load
+from torchtune.evaluation import EmbeddingSettings, EvaluationError, evaluate_retrieval, read_retrieval
 from torchtune.modules.loss import LossError
 from torchtune.utils import UserError
 
@@ -87,9 +88,8 @@ def test_adapters_learn_to_retrieve_and_resume(tmp_path):
 
 
 def test_report_measures_groups_of_validation_rows_and_no_answers(tmp_path):
-    data = write_lines(tmp_path / "retrieval.jsonl", ROWS)
-    dataset = {**DATASET, "source": "json", "data_files": str(data)}
-    settings = {**EMBEDDING, "dataset": dataset, "dataset_val": dataset, "run_val_every_n_steps": 2}
+    """The rows are those of the config, which a check of the settings does not tokenize."""
+    settings = {**EMBEDDING, "dataset_val": DATASET, "run_val_every_n_steps": 2}
     code, output_dir = run_main(FULL, tmp_path, **settings)
     assert code == 0
     measured = [record for record in read_lines(output_dir / "logs" / "run.jsonl") if record["event"] == "measured"]
@@ -242,3 +242,54 @@ def test_adapters_of_attention_in_both_directions_resume(tmp_path):
         model, _ = load(whole.output_dir / name, device="cpu")
         assert not model.description.is_causal
     resume(LORA, tmp_path, whole, 3, **settings)
+
+
+def test_corpus_is_measured_in_each_validation(forker, tmp_path):
+    """As tune eval measures the checkpoint; the best one is kept, and two ranks have the scores of one."""
+    corpus = {
+        "queries": {row["positive"]: row["query"] for row in ROWS[:4]},
+        "corpus": {row["positive"]: row["positive"] for row in ROWS},
+        "relevant": {row["positive"]: [row["positive"]] for row in ROWS[:4]},
+    }
+    path = tmp_path / "corpus.json"
+    path.write_text(json.dumps(corpus))
+    data = write_lines(tmp_path / "retrieval.jsonl", ROWS)
+    dataset = {**DATASET, "source": "json", "data_files": str(data), "query_instruction": "find "}
+    settings = {**EMBEDDING, "dataset": dataset, "dataset_val": dataset, "run_val_every_n_steps": 2, "epochs": 2}
+    settings |= {"scores": [f"retrieval:{path}"], "keep_best": "max:val_ndcg@10", "loss": {**LOSS, "pooling": "mean"}}
+    run = start(FULL, tmp_path, **settings)
+    assert len(run.figure("val_recall@5")) == 2
+    folder = run.output_dir / "epoch_1"
+    model, tokenizer = load(folder, device="cpu", dtype="fp32")
+    scores = evaluate_retrieval(model, tokenizer, read_retrieval(path), settings=EmbeddingSettings.of(folder))
+    assert run.figure("val_ndcg@10")[-1] == pytest.approx(scores["ndcg@10"])
+    split = {"data_parallel_shard_dim": 2, "batch_size": 3}
+    two = forker.run_on_two("full_dpo_distributed", tmp_path, **{**settings, **split})
+    assert two.figure("val_ndcg@10") == pytest.approx(run.figure("val_ndcg@10"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "words"),
+    [
+        ({"scores": ["retrieval:none.json"]}, EvaluationError, "scores: none.json: there is no such file"),
+        ({"scores": ["retrieval:a", "retrieval:b"]}, EvaluationError, "scores: 2 files are named with retrieval:"),
+        (
+            {"scores": ["retrieval:a"], "keep_best": "val_ndcg@10"},
+            UserError,
+            "keep_best: would keep the lowest score: set max:val_ndcg@10",
+        ),
+    ],
+)
+def test_corpus_that_cannot_be_measured_is_one_sentence(settings, error, words, tmp_path):
+    validation = {"dataset_val": DATASET, "run_val_every_n_steps": 2}
+    with pytest.raises(error, match=words):
+        start(FULL, tmp_path, **{**EMBEDDING, **validation, **settings}, train=False)
+
+
+def test_corpus_of_a_run_without_embeddings_is_refused(tmp_path):
+    path = write_lines(tmp_path / "rows.jsonl", ROWS[:2])
+    pairs = {"_component_": "torchtune.datasets.preference_dataset", "source": "json"}
+    pairs["data_files"] = str(write_pairs(tmp_path / "pairs.jsonl"))
+    validation = {"dataset_val": pairs, "run_val_every_n_steps": 2, "scores": [f"retrieval:{path}"]}
+    with pytest.raises(EvaluationError, match="measures embeddings, which DPOLoss does not train"):
+        start(FULL, tmp_path, **validation, train=False)

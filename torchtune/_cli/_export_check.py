@@ -16,9 +16,15 @@ import torchtune
 from torchtune import config, evaluation
 from torchtune._cli._child_process import CrashedError, call_in_child_process
 from torchtune._cli._export_files import Trained, quantize
-from torchtune._cli._reference_logits import missing_packages, read_elsewhere, tokenize_elsewhere
+from torchtune._cli._reference_logits import (
+    embed_elsewhere,
+    missing_packages,
+    read_elsewhere,
+    score_elsewhere,
+    tokenize_elsewhere,
+)
 from torchtune.checkpoints import CheckpointStore, ModelSource
-from torchtune.data import DataError
+from torchtune.data import RERANKER_FILE, DataError
 from torchtune.evaluation import Comparison
 from torchtune.models import from_hf_config, stored_dtype
 from torchtune.tokenizers import HuggingFaceModelTokenizer, hf_tokenizer
@@ -51,6 +57,11 @@ _CHATS = (
     [_QUESTION, _ANSWER, _AGAIN, _ANSWER],
 )
 _MOST_TOKENS = 48
+# A question and its answer, for rerankers.
+_PAIRS = (("What is 17 + 25?", "It is 42."), ("Where do I park?", "Once upon a time there was a small dog."))
+# Largest relative difference of an embedding or score: for equal weights, and for rounded weights.
+_OF_EMBEDDING = 2e-3
+_OF_ROUNDED_EMBEDDING = 0.2
 # Required libraries besides transformers.
 _LIBRARIES = {"adapter": ["peft"], "compressed-tensors": ["compressed_tensors"]}
 # Largest relative difference of a layer's output, by the dtype of merged weights or the kind of quantization.
@@ -125,6 +136,32 @@ class Tokenized:
 
 
 @dataclass(frozen=True)
+class Embedded:
+    """Comparison of an embedding model, or a reranker, with its exported files.
+
+    Attributes:
+        kind: what was compared, ``embeddings`` or ``scores of pairs``.
+        library: name and version of the library that read the files; empty if none could.
+        difference: largest relative difference of an embedding or score.
+        note: remark on the comparison.
+    """
+
+    kind: str
+    library: str = ""
+    difference: float = math.nan
+    note: str = ""
+
+    def line(self) -> str:
+        """Return the result in one sentence."""
+        if not self.library:
+            return f"the {self.kind} are not compared: {self.note}"
+        text = (
+            f"{self.kind} in {self.library}: relative difference from the trained model at most {self.difference:.2g}"
+        )
+        return f"{text}; {self.note}" if self.note else text
+
+
+@dataclass(frozen=True)
 class Check:
     """Result of a check.
 
@@ -133,12 +170,14 @@ class Check:
         reason: reason for not checking.
         base: comparison of the base with the quantized base, if the weights are quantized.
         tokenized: comparison of the tokenizers; None if they were not compared.
+        embedded: comparison of the embeddings or the scores of pairs; None for other models.
     """
 
     measured: Measured | None = None
     reason: str = ""
     base: Measured | None = None
     tokenized: Tokenized | None = None
+    embedded: Embedded | None = None
 
     def verdict(self) -> str:
         """Return the result in one sentence."""
@@ -156,6 +195,8 @@ class Check:
         ]
         if self.tokenized is not None:
             lines.append(f"tokenizer   {self.tokenized.line()}")
+        if self.embedded is not None:
+            lines.append(f"compared    {self.embedded.line()}")
         if self.base is not None:
             lines.append(f"base        quantized alike: {self.base}")
         return lines
@@ -195,6 +236,9 @@ def check_files(trained: Trained, to: str, quant: str | None, files: Path, aside
         if _reader(to) != "llama_cpp" and (files / "tokenizer.json").is_file():
             settings = None if trained.run is None else trained.run.settings.get("tokenizer")
             tokenized = call_in_child_process(_compare_tokenizers, settings, trained.path, files)
+        embedded = None
+        if to in ("hf", "merged") and (files / "modules.json").is_file():
+            embedded = call_in_child_process(_compare_embeddings, trained.path, files, device)
         if quant is not None and trained.base is not None:
             try:
                 quantize(trained.base, quant, aside)
@@ -223,7 +267,14 @@ def check_files(trained: Trained, to: str, quant: str | None, files: Path, aside
             f"The tokenizer files of the export give other ids than {tokenized.trained}, for example for {first!r}: "
             "save the checkpoint again with the tokenizer that trained."
         )
-    return Check(measured, base=base, tokenized=tokenized)
+    if embedded is not None and embedded.library:
+        difference_limit = _OF_EMBEDDING if layer_limit == _OF_EQUAL_LAYER else _OF_ROUNDED_EMBEDDING
+        if not embedded.difference <= difference_limit:
+            raise FailedCheck(
+                f"{embedded.library} computes other {embedded.kind} than the trained model, with a relative difference "
+                f"of {embedded.difference:.2g}: texts must begin and end as the tokenizer's files say."
+            )
+    return Check(measured, base=base, tokenized=tokenized, embedded=embedded)
 
 
 def _explain_difference(measured: Measured, base: Measured | None, differing: list[str]) -> str:
@@ -307,6 +358,38 @@ def _compare_tokenizers(settings: Mapping[str, Any] | None, path: Path, files: P
         if trained_ids != exported_ids:
             differing_chats.append(" / ".join(turn["content"] for turn in chat))
     return Tokenized(trained, differing_texts, differing_chats, is_exact)
+
+
+def _compare_embeddings(path: Path, files: Path, device: str) -> Embedded:
+    """Compare the embeddings of texts, or the scores of a reranker; see :class:`Embedded`.
+
+    Args:
+        path: folder of the trained model.
+        files: folder of the export, with the settings of the training.
+        device: device of the models.
+    """
+    is_missing = bool(missing_packages("sentence_transformers"))
+    remedy = "sentence-transformers is not installed: pip install 'torchtune[embeddings]'"
+    model, tokenizer = torchtune.load(path, dtype="fp32", device=device)
+    model_device = next(model.parameters()).device
+    if (files / RERANKER_FILE).is_file():
+        kind = "scores of pairs"
+        if is_missing:
+            return Embedded(kind, note=remedy)
+        trained_scores = evaluation.Reranker.of(files, model, tokenizer).scores(_PAIRS)
+        library, scores = score_elsewhere(files, _PAIRS, model_device)
+        difference = (scores - trained_scores).abs().max() / trained_scores.abs().max()
+        return Embedded(kind, library, difference.item())
+    settings = evaluation.EmbeddingSettings.of(files)
+    instruction = settings.query_instruction
+    vectors = evaluation.embed(
+        model, tokenizer, _PROMPTS, pooling=settings.pooling, instruction=instruction, add_eos=settings.add_eos
+    )
+    reader = "transformers" if is_missing else "sentence_transformers"
+    library, exported = embed_elsewhere(reader, files, _PROMPTS, instruction, settings.pooling, model_device)
+    note = f"pooled here, because {remedy}" if is_missing else ""
+    difference = (vectors - exported).norm(dim=1).max().item()  # of vectors of length 1
+    return Embedded("embeddings", library, difference, note)
 
 
 def say(label: str, text: str) -> None:

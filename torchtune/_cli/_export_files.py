@@ -20,6 +20,7 @@ from torchtune.checkpoints import (
     adapter_folder,
     quantize_checkpoint,
 )
+from torchtune.data import RERANKER_FILE
 from torchtune.models import from_hf_config
 from torchtune.modules.low_precision.quantizers import (
     Float8Quantizer,
@@ -33,6 +34,15 @@ from torchtune.reports import RunFolder
 from torchtune.tokenizers import go_template, hf_tokenizer
 from torchtune.utils import FolderLock, UserError, read_json
 
+# Files of an embedding model or a reranker, see extra_files of torchtune.rlhf.loss.
+_EMBEDDING_FILES = (
+    "modules.json",
+    "sentence_bert_config.json",
+    "config_sentence_transformers.json",
+    "1_Pooling/config.json",
+    "2_Normalize/config.json",
+    RERANKER_FILE,
+)
 # Ollama reserves memory for the whole context.
 _MOST_CONTEXT = 8192
 
@@ -108,6 +118,7 @@ def write_files(trained: Trained, to: str, quant: str | None, files: Path, merge
             dtype = tensors.read(tensors.names()[0]).dtype
         model, _ = torchtune.load(trained.path, dtype=dtype, device="cpu")
         torchtune.save(model, files, contents="model" if to == "hf" else to)
+        _copy_embedding_files(trained.checkpoint, files)
         return
     source = trained.checkpoint
     if not trained.has_weights:
@@ -117,6 +128,16 @@ def write_files(trained: Trained, to: str, quant: str | None, files: Path, merge
     shutil.rmtree(merged, ignore_errors=True)
     if to == "ollama":
         _write_modelfile(files, model.description.max_seq_len)
+
+
+def _copy_embedding_files(checkpoint: Path, files: Path) -> None:
+    """Copy what ``sentence-transformers`` reads of an embedding model or reranker; an export may begin at the base."""
+    if not (checkpoint / "modules.json").is_file():
+        return
+    for name in _EMBEDDING_FILES:
+        if (checkpoint / name).is_file():
+            (files / name).parent.mkdir(exist_ok=True)
+            shutil.copyfile(checkpoint / name, files / name)
 
 
 def quantize(folder: Path, quant: str, files: Path) -> torch.nn.Module:

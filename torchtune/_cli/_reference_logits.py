@@ -53,6 +53,81 @@ def read_elsewhere(
     return f"{library} {module.__version__}", logits, unread
 
 
+@torch.no_grad()
+def embed_elsewhere(
+    library: str, files: Path, texts: Sequence[str], instruction: str, pooling: str, device: torch.device
+) -> tuple[str, Tensor]:
+    """Load an exported embedding model in float32 in another library, and embed texts.
+
+    Args:
+        library: ``sentence_transformers``, which reads pooling itself, or ``transformers``, whose hidden states are
+            pooled here.
+        files: folder of the files.
+        texts: ``n`` texts.
+        instruction: text before each of them.
+        pooling: ``last`` or ``mean``.
+        device: device of the model.
+
+    Returns:
+        Name and version of the library, and vectors of length 1, float32 ``[n, d]``.
+
+    Raises:
+        EvaluationError: the library raises an error.
+        UserError: the library is not installed.
+    """
+    extra = "embeddings" if library == "sentence_transformers" else "check"
+    module = require(library, extra=extra, purpose="The check of an embedding model")
+    try:
+        with warnings.catch_warnings(), hide_import_warnings("torchao"):
+            warnings.simplefilter("ignore")
+            if library == "sentence_transformers":
+                options = {"model_kwargs": {"dtype": torch.float32}}
+                model = module.SentenceTransformer(str(files), device=str(device), **options)
+                vectors = model.encode(list(texts), prompt=instruction, convert_to_tensor=True, show_progress_bar=False)
+            else:
+                tokenizer = module.AutoTokenizer.from_pretrained(files)
+                model = module.AutoModel.from_pretrained(files, dtype=torch.float32).eval().to(device)
+                vectors = torch.stack([_pooled(model, tokenizer, instruction + text, pooling) for text in texts])
+    except Exception as error:  # raised by the other library
+        raise EvaluationError(f"{library} cannot embed with {files}: {first_line(error)}.") from error
+    return f"{library} {module.__version__}", nn.functional.normalize(vectors.float().cpu(), dim=-1)
+
+
+def _pooled(model: nn.Module, tokenizer: Any, text: str, pooling: str) -> Tensor:
+    """Return the last hidden state of a text, or the mean of all ``[d]``."""
+    ids = torch.tensor([tokenizer(text)["input_ids"]], device=model.device)
+    hidden = model(ids).last_hidden_state[0]  # [s, d]
+    return hidden[-1] if pooling == "last" else hidden.mean(0)
+
+
+@torch.no_grad()
+def score_elsewhere(files: Path, pairs: Sequence[tuple[str, str]], device: torch.device) -> tuple[str, Tensor]:
+    """Load an exported reranker in float32 in ``sentence-transformers``, and score pairs of a query and a document.
+
+    Args:
+        files: folder of the files.
+        pairs: ``n`` pairs.
+        device: device of the model.
+
+    Returns:
+        Name and version of the library, and scores, float32 ``[n]``.
+
+    Raises:
+        EvaluationError: the library raises an error.
+        UserError: the library is not installed.
+    """
+    module = require("sentence_transformers", extra="embeddings", purpose="The check of a reranker")
+    try:
+        with warnings.catch_warnings(), hide_import_warnings("torchao"):
+            warnings.simplefilter("ignore")
+            options = {"model_kwargs": {"dtype": torch.float32}}
+            model = module.CrossEncoder(str(files), device=str(device), **options)
+            scores = model.predict(list(pairs), convert_to_tensor=True, show_progress_bar=False)
+    except Exception as error:  # raised by the other library
+        raise EvaluationError(f"sentence_transformers cannot score with {files}: {first_line(error)}.") from error
+    return f"sentence_transformers {module.__version__}", scores.float().cpu()
+
+
 def tokenize_elsewhere(
     files: Path, texts: Sequence[str], chats: Sequence[Sequence[Mapping[str, Any]]], variables: Mapping[str, Any]
 ) -> tuple[list[list[int]], list[list[int] | None]]:

@@ -41,6 +41,7 @@ class ExampleDataset(Dataset):
         num_truncated: number of rows that were cut to the tokenizer's ``max_seq_len``, or are as long.
         omitted: description of what the chat template leaves out of rows; empty if it writes everything.
         instructions: texts before the queries (``query``) and the passages (``document``) of rows for embedding models.
+        add_eos: whether texts of rows for embedding models end with the EOS token; None: as the tokenizer's files say.
         pair_template: template of rows for rerankers; None for other rows.
     """
 
@@ -56,6 +57,7 @@ class ExampleDataset(Dataset):
     num_truncated: int = 0
     omitted: str = ""
     instructions: Mapping[str, str] = MappingProxyType({})
+    add_eos: bool | None = None
     pair_template: PairTemplate | None = None
 
     @property

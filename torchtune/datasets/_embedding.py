@@ -1,5 +1,6 @@
 """Dataset for embedding models: queries with a text that answers them, and texts that do not."""
 
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -10,7 +11,8 @@ from torchtune.datasets._row_formats import RETRIEVAL
 from torchtune.datasets._row_source import RowSource, Source
 from torchtune.datasets._token_store import TokenStore
 from torchtune.datasets._tokenized import Tokenize, TokenizedDataset, prepare_rows
-from torchtune.tokenizers import BaseTokenizer, check_tokenizer
+from torchtune.tokenizers import BaseTokenizer, check_tokenizer, end_of_text
+from torchtune.utils import get_logger, log_rank_zero
 
 
 class RetrievalTransform:
@@ -22,13 +24,13 @@ class RetrievalTransform:
         column_map: Mapping[str, str] | None,
         query_instruction: str,
         document_instruction: str,
-        add_eos: bool,
+        add_eos: bool | None,
         max_seq_len: int | None,
     ) -> None:
         check_tokenizer(tokenizer, "encode", reader="a dataset of texts")
         # Control tokens in a text are plain text; tokenizers without `encode_text` never parse them.
         self._encode = getattr(tokenizer, "encode_text", tokenizer.encode)
-        self._eos_id = tokenizer.eos_id if add_eos else None
+        self.end = end_of_text(tokenizer, add_eos)
         defaults = {"query": "query", "positive": "positive", "negatives": "negatives"}
         self.column_map = check_column_map(column_map, defaults, ("query", "positive"))
         # A column of negatives may be missing, unless the user has named it.
@@ -72,16 +74,13 @@ class RetrievalTransform:
         return value
 
     def _tokens(self, text: str, instruction: str, name: str) -> list[int]:
-        """Return the tokens of a text after its instruction, truncated on the right, with the EOS token at the end."""
+        """Return the tokens of a text after its instruction, truncated on the right, with the tokens at its end."""
         if not text.strip():
             raise DataError(f"column '{name}' has an empty text")
         tokens = list(self._encode(text=instruction + text, add_bos=True, add_eos=False))
-        num_end_tokens = 0 if self._eos_id is None else 1
         if self.limit is not None:
-            tokens = tokens[: self.limit - num_end_tokens]
-        if self._eos_id is not None:
-            tokens.append(self._eos_id)
-        return tokens
+            tokens = tokens[: self.limit - len(self.end)]
+        return tokens + self.end
 
 
 class EmbeddingDataset(TokenizedDataset):
@@ -97,13 +96,14 @@ class EmbeddingDataset(TokenizedDataset):
             list of texts, or one text; the column may be missing unless it is named here.
         query_instruction: text before every query, for example ``"query: "``.
         document_instruction: text before every positive and negative.
-        add_eos: end every text with the EOS token, for tokenizers whose files say so.
+        add_eos: end every text with the EOS token; by default, texts end as the tokenizer's files say.
         filter_fn: function of a row; rows for which it returns False are dropped.
         max_seq_len: texts are truncated to it; by default the tokenizer's.
         **load_dataset_kwargs: passed to ``datasets.load_dataset``.
 
     Attributes:
         instructions: ``query`` and ``document``, the texts before queries and documents.
+        add_eos: see above.
 
     Raises:
         DataError: the data cannot be loaded, has no rows, or has rows that cannot be trained on (listed by number):
@@ -123,7 +123,7 @@ class EmbeddingDataset(TokenizedDataset):
         column_map: Mapping[str, str] | None = None,
         query_instruction: str = "",
         document_instruction: str = "",
-        add_eos: bool = False,
+        add_eos: bool | None = None,
         filter_fn: Callable[..., bool] | None = None,
         max_seq_len: int | None = None,
         **load_dataset_kwargs: Any,
@@ -144,13 +144,30 @@ class EmbeddingDataset(TokenizedDataset):
                 "tokenizer": tokenizer,
                 "columns": transform.column_map,
                 "instructions": [query_instruction, document_instruction],
-                "add_eos": add_eos,
+                "end": transform.end,
                 "limit": transform.limit,
             },
             formats=(RETRIEVAL,),
         )
         super().__init__(row_source, rows, limit=transform.limit, are_only_tokens=True)
         self.instructions = {"query": query_instruction, "document": document_instruction}
+        self.add_eos = add_eos
+        self._log_end(tokenizer, transform.end)
+
+    def _log_end(self, tokenizer: BaseTokenizer, end: list[int]) -> None:
+        """Log how texts end, if the tokenizer's files say so, and warn if they end differently."""
+        published = end_of_text(tokenizer, None)
+        if end == published:
+            if end:
+                text = tokenizer.decode(end, skip_special_tokens=False)
+                log_rank_zero(get_logger(), f"Texts end with {text}, as the tokenizer's files say.")
+            return
+        log_rank_zero(
+            get_logger(),
+            f"add_eos={self.add_eos} ends texts otherwise than the tokenizer's files, by which sentence-transformers "
+            "would compute other embeddings: leave it out, if the model is to be used there.",
+            logging.WARNING,
+        )
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         """Return the token ids of ``query``, ``positive`` and ``negatives``, and ``labels``.
@@ -197,7 +214,7 @@ def embedding_dataset(
     column_map: Mapping[str, str] | None = None,
     query_instruction: str = "",
     document_instruction: str = "",
-    add_eos: bool = False,
+    add_eos: bool | None = None,
     split: str = "train",
     filter_fn: Callable[..., bool] | None = None,
     max_seq_len: int | None = None,
@@ -211,7 +228,7 @@ def embedding_dataset(
         column_map: columns of ``query``, ``positive`` and ``negatives``; by default the same names.
         query_instruction: text before every query, for example ``"query: "``.
         document_instruction: text before every positive and negative.
-        add_eos: end every text with the EOS token, for tokenizers whose files say so.
+        add_eos: end every text with the EOS token; by default, texts end as the tokenizer's files say.
         split: split of the dataset.
         filter_fn: function of a row; rows for which it returns False are dropped.
         max_seq_len: texts are truncated to it; by default the tokenizer's.

@@ -143,7 +143,7 @@ class RerankingDataset(TokenizedDataset):
         max_seq_len: int | None = None,
         **load_dataset_kwargs: Any,
     ) -> None:
-        if add_eos and getattr(tokenizer, "pad_id", None) == tokenizer.eos_id:
+        if add_eos and tokenizer.eos_id is not None and getattr(tokenizer, "pad_id", None) == tokenizer.eos_id:
             raise DataError(
                 "add_eos: the EOS token of this tokenizer is its padding token, too, and transformers scores the last "
                 "token that is not padding: end the template with another text instead."

@@ -411,6 +411,7 @@ class RowSource:
     def rows(self) -> Any:
         """Load the rows at the first call and return them; raise :class:`DataError` as :func:`load_rows` does."""
         if self._is_in_memory:
+            check_preview(self.name, is_remote=False)  # a check of settings has no tokenizer
             rows = _filtered(self._rows, self._filter, self._filter_kwargs, self.name)
         else:
             rows = self._loaded()

@@ -300,3 +300,4 @@ class _NoTokenizer:
         return None if not name.startswith("__") else object.__getattribute__(self, name)
 
     max_seq_len = 1
+    end_ids = ()

@@ -80,13 +80,16 @@ _OTHER_METRICS = ("val_accuracy", "val_entropy", "val_f1", "val_loss", "val_mae"
 
 def _check_kept_score(keep_best: str, scores: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Yield the problem of a ``keep_best`` that names a score wrongly; other metrics are known when a run validates."""
-    from torchtune.evaluation import NAMED_SCORES  # slow to import
+    from torchtune.evaluation import NAMED_SCORES, RETRIEVAL_SCORES  # slow to import
 
     metric = keep_best.removeprefix("max:")
     measured = []
     for score in scores:
         name = score.partition(":")[0]  # without a pattern
-        measured.append(f"val_{name.rpartition('.')[2]}")
+        if name == "retrieval":
+            measured += [f"val_{metric_name}" for metric_name in RETRIEVAL_SCORES]
+        else:
+            measured.append(f"val_{name.rpartition('.')[2]}")
     if metric in measured:
         if metric == keep_best:
             yield "keep_best", f"would keep the lowest score: set max:{metric}, because more is better"

@@ -24,5 +24,5 @@ from ._score_answers import evaluate_answers as evaluate_answers
 from ._score_answers import make_scores as make_scores
 from ._tasks import evaluate_tasks as evaluate_tasks
 from ._tasks import find_tasks as find_tasks
+from ._validation_scores import RETRIEVAL_SCORES, check_score_names
 from ._validation_scores import ValidationScores as ValidationScores
-from ._validation_scores import check_score_names

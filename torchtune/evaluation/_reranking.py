@@ -37,8 +37,10 @@ class Reranker:
         EvaluationError: the model does not have one output.
 
     Example:
-        >>> reranker = torchtune.evaluation.Reranker(judge, tokenizer)  # doctest: +SKIP
-        >>> reranker.scores([("who sees", "the cat sees")])  # doctest: +SKIP
+        >>> sources = {"checkpoint_dir": checkpoint}
+        >>> judge = torchtune.modules.classifier_model(1, "torchtune.models.from_hf_config", **sources)
+        >>> torchtune.evaluation.Reranker(judge, tokenizer).scores([("who sees", "the cat sees")]).shape
+        torch.Size([1])
     """
 
     model: TransformerDecoder
@@ -147,6 +149,15 @@ def evaluate_reranking(
 
     Returns:
         The scores before and after; see :func:`retrieval_scores`.
+
+    Example:
+        >>> sources = {"checkpoint_dir": checkpoint}
+        >>> judge = torchtune.modules.classifier_model(1, "torchtune.models.from_hf_config", **sources)
+        >>> reranker = torchtune.evaluation.Reranker(judge, tokenizer)
+        >>> data = torchtune.evaluation.RetrievalData(["the cat"], ["the cat", "one dog"], [[0]])
+        >>> before, after = torchtune.evaluation.evaluate_reranking(model, tokenizer, reranker, data)
+        >>> before["recall@1"], after["recall@5"]
+        (1.0, 1.0)
     """
     similarity = similarities(model, tokenizer, data, settings=settings, dimensions=dimensions, batch_size=batch_size)
     before = retrieval_scores(similarity, data.relevant, recall_at=recall_at)

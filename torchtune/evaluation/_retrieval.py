@@ -15,6 +15,7 @@ from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, collate_documents
 from torchtune.datasets import format_of, read_rows
 from torchtune.evaluation._eval_rows import EvaluationError
 from torchtune.modules import Pooling, TransformerDecoder, pooled_embeddings
+from torchtune.tokenizers import end_of_text
 
 _PARTS = ("queries", "corpus", "relevant")
 
@@ -28,7 +29,7 @@ def embed(
     pooling: Pooling = "last",
     instruction: str = "",
     dimensions: int | None = None,
-    add_eos: bool = False,
+    add_eos: bool | None = None,
     batch_size: int = 32,
 ) -> Tensor:
     """Embed texts, as :class:`torchtune.rlhf.loss.InfoNCELoss` trains it.
@@ -40,7 +41,7 @@ def embed(
         pooling: ``"last"``, the hidden state of the last token, or ``"mean"``, the mean over all tokens.
         instruction: text before every text, such as that of queries.
         dimensions: number of leading dimensions to keep, for models trained with ``matryoshka_dims``; by default all.
-        add_eos: end every text with the EOS token, as in the dataset of the training.
+        add_eos: end every text with the EOS token; by default, texts end as the tokenizer's files say.
         batch_size: texts per forward pass.
 
     Returns:
@@ -58,12 +59,11 @@ def embed(
         raise EvaluationError("embed: there is no text.")
     limit = getattr(tokenizer, "max_seq_len", None) or model.max_seq_len
     encode = getattr(tokenizer, "encode_text", tokenizer.encode)
+    end = end_of_text(tokenizer, add_eos)
     documents = []
     for number, text in enumerate(texts):
         tokens = list(encode(text=instruction + text, add_bos=True, add_eos=False))
-        if add_eos:
-            tokens = [*tokens[: limit - 1], tokenizer.eos_id]
-        tokens = tokens[:limit]
+        tokens = [*tokens[: limit - len(end)], *end]
         if not tokens:
             raise EvaluationError(f"embed: text {number} has no tokens: leave it out.")
         documents.append({"tokens": tokens, "labels": [CROSS_ENTROPY_IGNORE_IDX] * len(tokens)})
@@ -89,6 +89,7 @@ class EmbeddingSettings:
         pooling: see :func:`embed`.
         query_instruction: text before queries.
         document_instruction: text before the texts of a corpus.
+        add_eos: see :func:`embed`.
 
     Example:
         >>> torchtune.evaluation.EmbeddingSettings.of(checkpoint).pooling  # not an embedding model
@@ -98,6 +99,7 @@ class EmbeddingSettings:
     pooling: Pooling = "last"
     query_instruction: str = ""
     document_instruction: str = ""
+    add_eos: bool | None = None
 
     @classmethod
     def of(cls, folder: str | Path) -> "EmbeddingSettings":
@@ -121,10 +123,10 @@ class EmbeddingSettings:
                     "the mean are read."
                 )
         prompts_path = path / "config_sentence_transformers.json"
-        prompts: Mapping[str, Any] = {}
-        if prompts_path.is_file():
-            prompts = read_object(prompts_path).get("prompts") or {}
-        return cls(pooling, prompts.get("query", ""), prompts.get("document", ""))
+        content = read_object(prompts_path) if prompts_path.is_file() else {}
+        prompts = content.get("prompts") or {}
+        # An entry of this library: sentence-transformers has no setting for it.
+        return cls(pooling, prompts.get("query", ""), prompts.get("document", ""), content.get("add_eos"))
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -312,6 +314,7 @@ def similarities(
     """Return the cosine similarities of queries and corpus, float32 ``[n, m]``; see :func:`evaluate_retrieval`."""
     settings = settings or EmbeddingSettings()
     options = {"pooling": settings.pooling, "dimensions": dimensions, "batch_size": batch_size}
+    options["add_eos"] = settings.add_eos
     queries = embed(model, tokenizer, data.queries, instruction=settings.query_instruction, **options)
     corpus = embed(model, tokenizer, data.corpus, instruction=settings.document_instruction, **options)
     return queries @ corpus.T

@@ -9,6 +9,7 @@ import torch
 
 from torchtune.data import BatchLoader
 from torchtune.evaluation._eval_rows import EvalRow, EvaluationError, row_of_conversation
+from torchtune.evaluation._retrieval import EmbeddingSettings, RetrievalData, evaluate_retrieval, read_retrieval
 from torchtune.evaluation._score_answers import check_scores, make_scores, mean_and_error, scored_text, tool_format_of
 from torchtune.generation import (
     answer_limit,
@@ -26,16 +27,22 @@ from torchtune.training.parallel import ParallelDims, broadcast_object
 from torchtune.utils import ObserverGuard, UserError, get_logger, is_simulated, log_rank_zero, sign_of_life
 
 _SETTING = "dataset_val"  # names the rows in messages
+_RETRIEVAL = "retrieval:"  # before the file of a corpus
+RETRIEVAL_SCORES = ("ndcg@10", "mrr@10", "recall@1", "recall@5", "recall@10")
 
 
 def check_score_names(names: Sequence[str]) -> list[Reward]:
-    """Return the scores of the setting ``scores``; see :func:`make_scores`.
+    """Return the scores of answers in the setting ``scores``; see :func:`make_scores`.
+
+    ``retrieval:FILE`` is no score of answers; its file is checked.
 
     Raises:
-        EvaluationError: there is no such score, or its metric would have the name of the validation loss.
+        EvaluationError: there is no such score or file, its metric would have the name of the validation loss, or there
+            are two files.
     """
+    _read_corpus(names)
     try:
-        scores = make_scores(names)
+        scores = make_scores([name for name in names if not name.startswith(_RETRIEVAL)])
     except EvaluationError as error:
         raise EvaluationError(f"scores: {error}") from error
     if any(score.name == "loss" for score in scores):
@@ -45,11 +52,28 @@ def check_score_names(names: Sequence[str]) -> list[Reward]:
     return scores
 
 
+def _read_corpus(names: Sequence[str]) -> RetrievalData | None:
+    """Read the file of ``retrieval:FILE``; None if there is none."""
+    files = [name.removeprefix(_RETRIEVAL) for name in names if name.startswith(_RETRIEVAL)]
+    if not files:
+        return None
+    if len(files) > 1:
+        raise EvaluationError(f"scores: {len(files)} files are named with {_RETRIEVAL}, but one is measured: name one.")
+    try:
+        return read_retrieval(files[0])
+    except EvaluationError as error:
+        raise EvaluationError(f"scores: {error}") from error
+
+
 class ValidationScores:
     """Scores of a model's greedy answers to the first rows of the validation data, as ``tune eval`` computes them.
 
-    All ranks generate all answers together, so that the scores do not depend on their number; rank 0 calls the scores.
-    Measuring changes neither the model nor the random state. What fails is logged once, and the run goes on.
+    ``retrieval:FILE`` measures what an embedding model retrieves of a small corpus instead: ``val_ndcg@10``,
+    ``val_mrr@10`` and ``val_recall@k``, as ``tune eval --retrieval`` does.
+
+    All ranks generate all answers, or embed all texts, together, so that the scores do not depend on their number; rank
+    0 calls the scores. Measuring changes neither the model nor the random state. What fails is logged once, and the run
+    goes on.
 
     Args:
         names: the scores, see :func:`make_scores`; without any, nothing is measured.
@@ -59,9 +83,11 @@ class ValidationScores:
         dims: processes of the run.
         rows: number of rows to answer.
         max_new_tokens: maximum length of an answer; longer ones are truncated and scored.
+        loss: loss of the run, which says how an embedding model pools.
 
     Raises:
-        EvaluationError: a score does not exist or cannot read a row, or the rows are no conversations.
+        EvaluationError: a score does not exist or cannot read a row, the rows are no conversations, or a corpus is
+            given in a run that trains no embeddings.
         GenerationError: the model is a classifier or a reward model.
 
     Example:
@@ -80,15 +106,23 @@ class ValidationScores:
         *,
         rows: int = 16,
         max_new_tokens: int = 128,
+        loss: Any = None,
     ) -> None:
         self._model = model
         self._tokenizer = tokenizer
         self._dims = dims
         self._max_new_tokens = max_new_tokens
         self._scores: list[Reward] = []
+        self._corpus: RetrievalData | None = None
         if not names or loader_val is None or is_simulated():
             return
         self._scores = check_score_names(names)
+        self._corpus = _read_corpus(names)
+        if self._corpus is not None:
+            self._embedding = _embedding_settings(loss, loader_val, dims)
+            self._retrieval_guard = ObserverGuard("scores: the retrieval")
+        if not self._scores:
+            return
         check_generates(model)
         for attribute in ("decode", "stop_tokens"):
             if not hasattr(tokenizer, attribute):
@@ -133,8 +167,11 @@ class ValidationScores:
 
     def measure(self) -> dict[str, float]:
         """Return the mean of each score over the rows, as ``val_<score>``; NaN if it failed. A collective."""
+        metrics = {}
+        if self._corpus is not None:
+            metrics |= self._measure_retrieval()
         if not self._scores:
-            return {}
+            return metrics
         means = None
         with undisturbed_random_state():
             texts = observe_together(self._answers_guard, self._generate, self._dims)
@@ -144,7 +181,18 @@ class ValidationScores:
         means = broadcast_object(means)
         if means is None:
             means = [math.nan] * len(self._scores)
-        return {f"val_{score.name}": mean for score, mean in zip(self._scores, means, strict=True)}
+        return metrics | {f"val_{score.name}": mean for score, mean in zip(self._scores, means, strict=True)}
+
+    def _measure_retrieval(self) -> dict[str, float]:
+        """Return the scores of the corpus with the prefix ``val_``; NaN if it failed. A collective."""
+
+        def retrieve() -> dict[str, float]:
+            return evaluate_retrieval(self._model, self._tokenizer, self._corpus, settings=self._embedding)
+
+        with undisturbed_random_state():
+            scores = observe_together(self._retrieval_guard, retrieve, self._dims)
+        scores = broadcast_object(scores) or dict.fromkeys(RETRIEVAL_SCORES, math.nan)
+        return {f"val_{name}": score for name, score in scores.items()}
 
     def _generate(self) -> list[str]:
         """Return the answer to each row, as it is scored. A collective."""
@@ -176,6 +224,21 @@ class ValidationScores:
             return mean
 
         return self._score_guards[score.name].call(call, default=math.nan)
+
+
+def _embedding_settings(loss: Any, loader_val: BatchLoader, dims: ParallelDims) -> EmbeddingSettings:
+    """Return how the model of a run embeds: the pooling of its loss, and the texts around those of its data."""
+    pooling = getattr(loss, "pooling", None)
+    if pooling is None:
+        raise EvaluationError(
+            f"scores: {_RETRIEVAL}FILE measures embeddings, which {type(loss).__name__} does not train: use "
+            "torchtune.rlhf.loss.InfoNCELoss, or leave it out."
+        )
+    if dims.tp > 1:
+        raise EvaluationError(f"scores: {_RETRIEVAL}FILE needs tensor_parallel_dim=1: leave it out, or set it to 1.")
+    dataset = loader_val.dataset.row_datasets()[0]
+    query, document = (dataset.instructions.get(name, "") for name in ("query", "document"))
+    return EmbeddingSettings(pooling, query, document, dataset.add_eos)
 
 
 def _first_rows(loader_val: BatchLoader, count: int) -> list[EvalRow]:

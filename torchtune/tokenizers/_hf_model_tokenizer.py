@@ -122,6 +122,7 @@ class HuggingFaceModelTokenizer(MessageTransform, ModelTokenizer):
         self.special_tokens = self.base_tokenizer.special_tokens
         self._special_texts = tuple(self.special_tokens)
         self.bos_id = self.base_tokenizer.bos_id
+        self.end_ids = self.base_tokenizer.end_ids
         self.eos_id = self.base_tokenizer.eos_id
         self.pad_id = self.base_tokenizer.pad_id
         self.vocab_size = self.base_tokenizer.vocab_size

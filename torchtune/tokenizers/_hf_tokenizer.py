@@ -62,6 +62,7 @@ class HuggingFaceBaseTokenizer(BaseTokenizer):
             data that spell them are encoded to their ids. Those that the vocabulary has already keep their ids.
 
     Attributes:
+        end_ids: tokens that the files put at the end of every text, such as those of embedding models; mostly none.
         new_tokens: the added tokens that the files do not have; their ids are the last ones.
         described_tokens: token ids of the description of each new token that has one, by its text.
 
@@ -114,6 +115,7 @@ class HuggingFaceBaseTokenizer(BaseTokenizer):
                 first_ids = self.tokenizer.encode("a").ids[:1]  # with the post-processor's tokens
                 adds_bos = first_ids == [self.bos_id]
         self.adds_bos: bool = adds_bos and self.bos_id is not None
+        self.end_ids = self._published_end()
 
     def save_files(self, folder: str | Path) -> None:
         """Write the files from which ``transformers`` and :func:`hf_tokenizer` load this tokenizer.
@@ -208,6 +210,16 @@ class HuggingFaceBaseTokenizer(BaseTokenizer):
             return self.tokenizer.token_to_id(self.named_tokens[name])
         ids = self._ids(self.generation_config.get(generation_name))
         return ids[0] if ids else None
+
+    def _published_end(self) -> list[int]:
+        """Return the tokens that the post-processor of ``tokenizer.json``, or ``add_eos_token``, puts behind a text."""
+        with_tokens = self.tokenizer.encode("a").ids
+        text = self.tokenizer.encode("a", add_special_tokens=False).ids
+        for start in range(len(with_tokens) - len(text)):  # the tokens before the text
+            if with_tokens[start : start + len(text)] == text:
+                return with_tokens[start + len(text) :]
+        adds_eos = self.config.get("add_eos_token") is True and self.eos_id is not None
+        return [self.eos_id] if adds_eos else []
 
     @property
     def vocab_size(self) -> int:

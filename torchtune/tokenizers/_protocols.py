@@ -101,6 +101,21 @@ def check_tokenizer(tokenizer: Any, *needed: str, reader: str = "a dataset") -> 
             raise DataError(f"tokenizer: a {kind} has no {name}, which {reader} needs ({_NEEDED[name]}): add it.")
 
 
+def end_of_text(tokenizer: Any, add_eos: bool | None) -> list[int]:
+    """Return the tokens that end a text of an embedding model.
+
+    Args:
+        tokenizer: the tokenizer; ``end_ids`` of a tokenizer from files are those that the files put behind a text.
+        add_eos: ``None`` for these; True for these or, if there are none, the EOS token; False for none.
+    """
+    published = list(getattr(tokenizer, "end_ids", ()))
+    if add_eos is None:
+        return published
+    if not add_eos:
+        return []
+    return published or [tokenizer.eos_id]
+
+
 def check_text(text: Any) -> None:
     """Raise :class:`DataError` if ``text`` is not a string."""
     if not isinstance(text, str):

@@ -7,6 +7,7 @@ import signal
 import sys
 from dataclasses import replace
 from fnmatch import fnmatch
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ from torchtune.checkpoints import _export
 from torchtune.checkpoints._model_weights import SaveView
 from torchtune.checkpoints._save import TensorSlice
 from torchtune.modules.peft import LoRA, lora_experts
+from torchtune.rlhf.loss import InfoNCELoss, RerankBCELoss
 from torchtune.tokenizers import hf_tokenizer
 from torchtune.training import fit_vocabulary
 
@@ -374,3 +376,50 @@ def test_killed_export_leaves_the_former_one(runs, tmp_path, tune, monkeypatch, 
         assert "nothing that was saved before is lost" in tune(*command).err
     assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def save_embedding_model(runs, folder, **settings):
+    """A checkpoint of an adapter with the files of an embedding model."""
+    saved = shutil.copytree(runs / "lora" / "epoch_0", folder / "epoch_0")
+    base = json.loads((saved / "adapter_config.json").read_text())["base_model_name_or_path"]
+    model, tokenizer = torchtune.load(base, device="cpu")
+    data = torchtune.datasets.embedding_dataset(
+        tokenizer, source=[{"query": "who", "positive": "cat"}], query_instruction="query: "
+    )
+    files = InfoNCELoss(pooling="mean").extra_files(model, data, tokenizer)
+    files["config_sentence_transformers.json"] |= settings
+    _export.write_extra_files(saved, files)
+    return saved
+
+
+def test_embeddings_of_exported_files_are_compared(runs, tmp_path, tune):
+    saved = save_embedding_model(runs, tmp_path)
+    done = tune("export", str(saved), "--to", "merged", "--output", str(tmp_path / "out"))
+    assert done.code == 0, done.err
+    assert (tmp_path / "out" / "1_Pooling" / "config.json").is_file()  # the base has none
+    line = next(line for line in done.out.splitlines() if line.startswith("compared"))
+    assert "compared    embeddings in " in line
+    if find_spec("sentence_transformers") is None:
+        assert "in transformers " in line
+        assert "pip install 'torchtune[embeddings]'" in line
+
+
+def test_other_embeddings_fail_the_check(runs, tmp_path, tune):
+    """The model was trained with an end of texts that no other library knows."""
+    saved = save_embedding_model(runs, tmp_path, add_eos=True)
+    done = tune("export", str(saved), "--to", "merged", "--output", str(tmp_path / "out"))
+    assert done.code == 3
+    assert "computes other embeddings than the trained model" in done.err
+    assert not (tmp_path / "out").exists()
+
+
+def test_reranker_keeps_its_template(tmp_path, tune):
+    saved = write_checkpoint(tmp_path / "reranker", is_reward=True)
+    model, tokenizer = torchtune.load(saved, device="cpu")
+    rows = [{"query": "who", "positive": "cat", "negatives": ["dog"]}]
+    data = torchtune.datasets.reranking_dataset(tokenizer, source=rows, template="{query} {document}")
+    _export.write_extra_files(saved, RerankBCELoss().extra_files(model, data, tokenizer))
+    done = tune("export", str(saved), "--to", "hf", "--output", str(tmp_path / "out"))
+    assert done.code == 0, done.err
+    assert json.loads((tmp_path / "out" / "reranker_config.json").read_text())["template"] == "{query} {document}"
+    assert "scores of pairs" in done.out

@@ -87,3 +87,42 @@ def test_named_column_of_negatives_must_be_there(tokenizer):
 def test_streaming_is_refused(tokenizer):
     with pytest.raises(DataError, match="leave out streaming"):
         embedding_dataset(tokenizer, source=[{"query": "who", "positive": "cat"}], streaming=True)
+
+
+@pytest.fixture(scope="module")
+def ending_folder(tmp_path_factory):
+    """A tokenizer that ends texts with another token than EOS, as that of Qwen3-Embedding."""
+    from tokenizers import Tokenizer, processors
+
+    folder = tmp_path_factory.mktemp("ending")
+    write_tokenizer(folder)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="$A <|endoftext|>", special_tokens=[("<|endoftext|>", 0)]
+    )
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def test_texts_end_as_the_files_of_the_tokenizer_say(ending_folder, caplog):
+    from transformers import AutoTokenizer
+
+    tokenizer = hf_tokenizer(str(ending_folder), max_seq_len=6)
+    rows = [{"query": "who", "positive": "the cat " * 9}]
+    reference = AutoTokenizer.from_pretrained(ending_folder)
+    data = embedding_dataset(tokenizer, source=rows)
+    assert data[0]["query"] == reference("who")["input_ids"]
+    assert data[0]["positive"] == reference(rows[0]["positive"], truncation=True, max_length=6)["input_ids"]
+    assert data[0]["query"][-1] == 0
+    assert embedding_dataset(tokenizer, source=rows, add_eos=False)[0]["query"] == data[0]["query"][:-1]
+
+
+def test_end_is_named_and_another_one_is_warned_of(ending_folder, tokenizer, caplog):
+    rows = [{"query": "who", "positive": "cat"}]
+    with caplog.at_level("INFO", logger="torchtune"):
+        embedding_dataset(tokenizer, source=rows)
+        assert not [text for text in caplog.messages if "end" in text]
+        embedding_dataset(hf_tokenizer(str(ending_folder)), source=rows)
+        assert "Texts end with <|endoftext|>, as the tokenizer's files say." in caplog.messages
+        embedding_dataset(tokenizer, source=rows, add_eos=True)
+    assert any("add_eos=True ends texts otherwise than the tokenizer's files" in text for text in caplog.messages)

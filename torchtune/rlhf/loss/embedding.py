@@ -149,6 +149,11 @@ class InfoNCELoss(AnswerLoss):
         prompts = {}
         if all(texts == instructions[0] for texts in instructions):  # a mixture may have several
             prompts = dict(instructions[0])
+        # Whether texts end otherwise than the tokenizer's files say, for this library.
+        add_eos = {part.add_eos for part in dataset.row_datasets()}
+        ends = {}
+        if add_eos in ({True}, {False}):
+            (ends["add_eos"],) = add_eos
         modules = []
         for number, (name, path) in enumerate(
             [("Transformer", ""), ("Pooling", "1_Pooling"), ("Normalize", "2_Normalize")]
@@ -165,6 +170,7 @@ class InfoNCELoss(AnswerLoss):
                 "prompts": prompts,
                 "default_prompt_name": None,
                 "similarity_fn_name": "cosine",
+                **ends,
             },
             "1_Pooling/config.json": {
                 "word_embedding_dimension": model.tok_embeddings.weight.shape[1],
