@@ -225,6 +225,51 @@ def test_model_that_cannot_be_read_is_refused(tmp_path, monkeypatch, name, reaso
         expand_shorthands(find_config("any_lora"), [f"model={name}"])
 
 
+@pytest.mark.parametrize("name", ["model", "teacher", "data"])
+def test_shorthand_without_value_is_refused(name):
+    with pytest.raises(UserError, match=f"^{name}= is empty: name "):
+        expand_shorthands(find_config("any_kd"), [f"{name}="])
+
+
+def test_table_without_header_is_said(expand, tmp_path):
+    (tmp_path / "faq.csv").write_text("why,the cat\nwhere,a dog\n")
+    with pytest.raises(UserError, match=r"columns why, the cat \(those of a table are in its first line\): name those"):
+        expand("any_lora", None, name="faq.csv")
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"), [("", "the file is empty"), ("\n\n", "there are no rows in it"), ("[\n", "line 1: no JSON")]
+)
+def test_file_without_rows_is_refused(expand, tmp_path, text, reason):
+    (tmp_path / "chats.jsonl").write_text(text)
+    with pytest.raises(UserError, match=reason):
+        expand("any_lora", None, name="chats.jsonl")
+
+
+def test_folder_of_rows_is_read(expand, tmp_path):
+    (tmp_path / "chats").mkdir()
+    for name in ("a", "b"):
+        tiny.write_lines(tmp_path / "chats" / f"{name}.jsonl", [{"messages": TURNS}])
+    assert dataset_of(expand("any_lora", None, name="chats"))["conversation_style"] == "openai"
+
+
+def test_folder_without_rows_is_refused(expand, tmp_path):
+    (tmp_path / "chats").mkdir()
+    with pytest.raises(UserError, match=r"chats: the folder has no data files: put \.jsonl, \.json, \.csv or"):
+        expand("any_lora", None, name="chats")
+
+
+def test_gguf_file_without_tokenizer_is_refused_and_leaves_nothing(tmp_path, monkeypatch):
+    import tests.torchtune.checkpoints.gguf_files as gguf_files
+
+    monkeypatch.setenv("TORCHTUNE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(gguf_files, "_write_tokenizer", lambda *arguments: None)
+    file = gguf_files.write_gguf(tmp_path / "bare.gguf").path
+    with pytest.raises(UserError, match=r"bare\.gguf has no metadata 'tokenizer\.ggml\.tokens': .*; convert the model"):
+        expand_shorthands(find_config("any_lora"), [f"model={file}"])
+    assert not list((tmp_path / "cache" / "gguf").iterdir())
+
+
 def test_gguf_file_is_converted_once(tmp_path, capsys):
     from tests.torchtune.checkpoints.gguf_files import write_gguf
 
