@@ -10,6 +10,7 @@ from tests import tiny
 from torchtune._cli._shorthands import expand_shorthands
 from torchtune._recipe_registry import find_config
 from torchtune.config import load_and_check, to_dict
+from torchtune.reports import RunFolder
 from torchtune.utils import UserError
 
 TURNS = [{"role": "user", "content": "why"}, {"role": "assistant", "content": "the cat"}]
@@ -324,6 +325,42 @@ def test_one_line_runs_with_and_without_config_option(tune, checkpoint, tmp_path
         result = tune(*command, *arguments, "--dry-run")
         assert result.code == 0
         assert "The run can start" in result.out
+
+
+@pytest.mark.parametrize(
+    ("family", "extra"),
+    [
+        ("Gemma3Text", {"sliding_window": 16, "query_pre_attn_scalar": 16}),
+        ("Granite", {"logits_scaling": 8.0, "residual_multiplier": 0.22}),
+        ("Olmoe", {"num_experts": 4, "num_experts_per_tok": 2}),
+    ],
+)
+def test_one_line_trains_other_families_as_the_long_config_does(tune, tmp_path, monkeypatch, family, extra):
+    import transformers
+
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "model"
+    folder.mkdir()
+    vocabulary = tiny.write_tokenizer(folder)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes |= {"num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 128, "eos_token_id": 2}
+    config = getattr(transformers, f"{family}Config")(vocab_size=vocabulary, **sizes, **extra)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(folder)
+    rows = tiny.write_conversations(tmp_path / "chats.jsonl", 4)
+    dataset = "{_component_: torchtune.datasets.chat_dataset, source: chats.jsonl, conversation_column: messages, "
+    dataset += "conversation_style: openai}"
+    settings = ["device=cpu", "dtype=fp32", "seed=3", "gradient_accumulation_steps=1", "max_steps=1"]
+    losses = []
+    for name, source in (
+        ("short", [f"model={folder}", f"data={rows.name}"]),
+        ("long", [f"model.checkpoint_dir={folder}", f"dataset={dataset}"]),
+    ):
+        result = tune("run", "any_full", *source, *settings, f"output_dir={tmp_path / name}")
+        assert result.code == 0, result.err
+        losses.append(RunFolder(tmp_path / name).curve("loss"))
+    assert losses[0] == losses[1]
+    assert len(losses[0]) == 1
 
 
 def test_share_of_the_rows_is_held_out(expand, checkpoint, tmp_path):
