@@ -41,31 +41,49 @@ def recipe_lines() -> str:
     return "\n".join(lines)
 
 
-def settings_of(recipe: str) -> dict[str, dict[str, Any]]:
-    """Setting -> its JSON schema."""
-    return json_schema(resolve_recipe(recipe).load_main())["properties"]
+def schema_of(recipe: str) -> dict[str, Any]:
+    """The JSON schema of a recipe's config."""
+    return json_schema(resolve_recipe(recipe).load_main())
+
+
+def setting_line(name: str, setting: dict[str, Any], facts: str) -> str:
+    """One line of a list of settings."""
+    return f"- `{name}` ({facts}): {setting.get('description', '')}".rstrip(": ")
+
+
+def default_of(name: str, schema: dict[str, Any]) -> str:
+    """``required``, or the default of a setting."""
+    if name in schema.get("required", []):
+        return "required"
+    value = json.dumps(schema["properties"][name].get("default")).strip('"')
+    return f"default {value}"
 
 
 def setting_lines() -> str:
     """The settings of the recipe, one a line."""
-    schema = json_schema(resolve_recipe(RECIPE).load_main())
-    required = set(schema.get("required", []))
+    schema = schema_of(RECIPE)
     lines = []
     for name, setting in schema["properties"].items():
-        value = json.dumps(setting.get("default")).strip('"')
-        default = "required" if name in required else f"default {value}"
-        lines.append(f"- `{name}` ({default}): {setting.get('description', '')}".rstrip(": "))
+        lines.append(setting_line(name, setting, default_of(name, schema)))
     return "\n".join(lines)
 
 
 def other_setting_lines() -> str:
-    """Settings that other recipes have besides, one recipe a line."""
-    known = settings_of(RECIPE).keys()
-    lines = []
+    """Settings that other recipes have besides, one a line, with the recipes that have them."""
+    known = schema_of(RECIPE)["properties"].keys()
+    settings: dict[str, tuple[dict[str, Any], str]] = {}
+    recipes: dict[str, list[str]] = {}
     for recipe in get_all_recipes():
-        others = [f"`{name}`" for name in settings_of(recipe.name) if name not in known]
-        if others:
-            lines.append(f"- `{recipe.name}`: {', '.join(others)}")
+        schema = schema_of(recipe.name)
+        for name, setting in schema["properties"].items():
+            if name not in known:
+                settings.setdefault(name, (setting, default_of(name, schema)))
+                recipes.setdefault(name, []).append(recipe.name)
+    lines = []
+    for name, (setting, default) in settings.items():
+        owners = ", ".join(recipes[name]).replace("full_finetune_distributed", "distributed")
+        owners = owners.replace(", lora_finetune_distributed", "").replace("knowledge_distillation", "distillation")
+        lines.append(setting_line(name, setting, f"{owners}; {default}"))
     return "\n".join(lines)
 
 

@@ -28,6 +28,12 @@ _MODEL_BUILDERS = (
     "torchtune.models.image_text_model",
     "torchtune.models.lora_image_text_model",
 )
+# A shorthand without a value, as of a variable of the shell that is not set -> what it takes.
+_EMPTY = {
+    "model=": "name the folder of a checkpoint, a repository of the hub or a GGUF file",
+    "teacher=": "name the folder of a checkpoint, a repository of the hub or a GGUF file",
+    "data=": "name a file, a folder or a dataset of the hub",
+}
 # A share of the training data that is held out for validation, such as 5%.
 _SHARE = re.compile(r"(\d{1,2})%")
 # A dotted path of a component, such as torchtune.models.smol.smollm2_135m.
@@ -95,6 +101,9 @@ def expand_shorthands(config: Path, overrides: list[str]) -> list[str]:
         UserError: a model or the data cannot be found or read, the rows have several readings, or the recipe does not
             train on such rows.
     """
+    for override in overrides:
+        if override in _EMPTY:
+            raise UserError(f"{override} is empty: {_EMPTY[override]}.")
     shorthands, other_overrides = _separate_shorthands(overrides)
     held_out = shorthands.pop("dataset_val", None)
     if held_out is None and not shorthands:
@@ -241,9 +250,11 @@ class _DataSettings:
         row_format = self._as_trained(row_format, row)
         kind, reader = row_format
         if not reader and not self._chosen:
+            is_table = self._path.suffix.lower() in (".csv", ".tsv")
+            header = " (those of a table are in its first line)" if is_table else ""
             raise UserError(
-                f"data={self._name}: no dataset reads rows with the columns {', '.join(row)}: name those that are "
-                "read, for example with dataset.column_map.input=... dataset.column_map.output=..., or with "
+                f"data={self._name}: no dataset reads rows with the columns {', '.join(row)}{header}: name those that "
+                "are read, for example with dataset.column_map.input=... dataset.column_map.output=..., or with "
                 "dataset.column=... for plain text."
             )
         source = str(self._path) if self._path.exists() else self._name

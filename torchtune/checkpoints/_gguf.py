@@ -153,7 +153,8 @@ class GGUFFile(WeightFiles):
         value = self.get(key)
         if value is None:
             raise CheckpointError(
-                f"{self.path} has no metadata '{key.replace('{arch}', self.architecture)}': it is incomplete."
+                f"{self.path} has no metadata '{key.replace('{arch}', self.architecture)}': it is incomplete; "
+                "convert the model anew, or name its folder in Hugging Face's format."
             )
         return value
 
@@ -162,7 +163,9 @@ class GGUFFile(WeightFiles):
         """``general.architecture``, for example ``"llama"``."""
         value = self._value("general.architecture")
         if not isinstance(value, str):
-            raise CheckpointError(f"{self.path} does not say its architecture: it is incomplete.")
+            raise CheckpointError(
+                f"{self.path} does not say its architecture: it is incomplete; convert the model anew."
+            )
         return value
 
     @cached_property

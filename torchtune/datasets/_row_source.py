@@ -601,6 +601,11 @@ def _load_with_package(
         files = ", ".join(_files(load_dataset_kwargs.get("data_files")))
         hint = f", and there is no data file {files} in {Path.cwd()}" if files else ""
         if isinstance(error, FileNotFoundError):
+            if Path(path).is_dir() and not files:
+                raise DataError(
+                    f"{name}: the folder has no data files: put .jsonl, .json, .csv or .parquet files there, or give "
+                    "another path."
+                ) from error
             raise DataError(f"{name} cannot be found: {first_line(error)}{hint}.") from error
         raise DataError(
             f"Dataset '{source}' cannot be fetched: the hub cannot be reached{hint}; check the network, or give a "

@@ -10,6 +10,7 @@ from tests import tiny
 from torchtune._cli._shorthands import expand_shorthands
 from torchtune._recipe_registry import find_config
 from torchtune.config import load_and_check, to_dict
+from torchtune.reports import RunFolder
 from torchtune.utils import UserError
 
 TURNS = [{"role": "user", "content": "why"}, {"role": "assistant", "content": "the cat"}]
@@ -225,6 +226,52 @@ def test_model_that_cannot_be_read_is_refused(tmp_path, monkeypatch, name, reaso
         expand_shorthands(find_config("any_lora"), [f"model={name}"])
 
 
+@pytest.mark.parametrize("name", ["model", "teacher", "data"])
+def test_shorthand_without_value_is_refused(name):
+    with pytest.raises(UserError, match=f"^{name}= is empty: name "):
+        expand_shorthands(find_config("any_kd"), [f"{name}="])
+
+
+def test_table_without_header_is_said(expand, tmp_path):
+    (tmp_path / "faq.csv").write_text("why,the cat\nwhere,a dog\n")
+    with pytest.raises(UserError, match=r"columns why, the cat \(those of a table are in its first line\): name those"):
+        expand("any_lora", None, name="faq.csv")
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [("", "the file is empty"), ("\n\n", "there are no rows in it"), ("[\n", "no JSON, .*; correct the file")],
+)
+def test_file_without_rows_is_refused(expand, tmp_path, text, reason):
+    (tmp_path / "chats.jsonl").write_text(text)
+    with pytest.raises(UserError, match=reason):
+        expand("any_lora", None, name="chats.jsonl")
+
+
+def test_folder_of_rows_is_read(expand, tmp_path):
+    (tmp_path / "chats").mkdir()
+    for name in ("a", "b"):
+        tiny.write_lines(tmp_path / "chats" / f"{name}.jsonl", [{"messages": TURNS}])
+    assert dataset_of(expand("any_lora", None, name="chats"))["conversation_style"] == "openai"
+
+
+def test_folder_without_rows_is_refused(expand, tmp_path):
+    (tmp_path / "chats").mkdir()
+    with pytest.raises(UserError, match=r"chats: the folder has no data files: put \.jsonl, \.json, \.csv or"):
+        expand("any_lora", None, name="chats")
+
+
+def test_gguf_file_without_tokenizer_is_refused_and_leaves_nothing(tmp_path, monkeypatch):
+    import tests.torchtune.checkpoints.gguf_files as gguf_files
+
+    monkeypatch.setenv("TORCHTUNE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(gguf_files, "_write_tokenizer", lambda *arguments: None)
+    file = gguf_files.write_gguf(tmp_path / "bare.gguf").path
+    with pytest.raises(UserError, match=r"bare\.gguf has no metadata 'tokenizer\.ggml\.tokens': .*; convert the model"):
+        expand_shorthands(find_config("any_lora"), [f"model={file}"])
+    assert not list((tmp_path / "cache" / "gguf").iterdir())
+
+
 def test_gguf_file_is_converted_once(tmp_path, capsys):
     from tests.torchtune.checkpoints.gguf_files import write_gguf
 
@@ -278,6 +325,42 @@ def test_one_line_runs_with_and_without_config_option(tune, checkpoint, tmp_path
         result = tune(*command, *arguments, "--dry-run")
         assert result.code == 0
         assert "The run can start" in result.out
+
+
+@pytest.mark.parametrize(
+    ("family", "extra"),
+    [
+        ("Gemma3Text", {"sliding_window": 16, "query_pre_attn_scalar": 16}),
+        ("Granite", {"logits_scaling": 8.0, "residual_multiplier": 0.22}),
+        ("Olmoe", {"num_experts": 4, "num_experts_per_tok": 2}),
+    ],
+)
+def test_one_line_trains_other_families_as_the_long_config_does(tune, tmp_path, monkeypatch, family, extra):
+    import transformers
+
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "model"
+    folder.mkdir()
+    vocabulary = tiny.write_tokenizer(folder)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes |= {"num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 128, "eos_token_id": 2}
+    config = getattr(transformers, f"{family}Config")(vocab_size=vocabulary, **sizes, **extra)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(folder)
+    rows = tiny.write_conversations(tmp_path / "chats.jsonl", 4)
+    dataset = "{_component_: torchtune.datasets.chat_dataset, source: chats.jsonl, conversation_column: messages, "
+    dataset += "conversation_style: openai}"
+    settings = ["device=cpu", "dtype=fp32", "seed=3", "gradient_accumulation_steps=1", "max_steps=1"]
+    losses = []
+    for name, source in (
+        ("short", [f"model={folder}", f"data={rows.name}"]),
+        ("long", [f"model.checkpoint_dir={folder}", f"dataset={dataset}"]),
+    ):
+        result = tune("run", "any_full", *source, *settings, f"output_dir={tmp_path / name}")
+        assert result.code == 0, result.err
+        losses.append(RunFolder(tmp_path / name).curve("loss"))
+    assert losses[0] == losses[1]
+    assert len(losses[0]) == 1
 
 
 def test_share_of_the_rows_is_held_out(expand, checkpoint, tmp_path):
