@@ -215,7 +215,7 @@ def test_gradients_of_a_shared_prompt_equal_those_of_separate_answers(loss):
     (alone, *of_alone, expected), (together, *of_together, gradients) = runs
     # The room for tokens is that of computed ones.
     assert ([len(alone), len(together)], together[0].documents.lengths) == ([6, 1], (39, 3, 4, 1, 2, 8, 2, 3))
-    assert of_together == pytest.approx(of_alone, rel=1e-6, abs=1e-8)  # the sum is near zero
+    assert of_together == pytest.approx(of_alone, rel=1e-6, abs=1e-7)  # the sum is near zero
     scale = max(grad.abs().max() for grad in expected).item()
     for gradient, expected_gradient in zip(gradients, expected, strict=True):
         torch.testing.assert_close(gradient, expected_gradient, atol=1e-6 * scale, rtol=1e-5)
