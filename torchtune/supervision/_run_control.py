@@ -53,8 +53,8 @@ class RunControl:
     the requests (time and file on rank 0, signals on any rank), and the counts of the next step, which is loaded before
     the ranks wait for each other. Only the first step of an epoch or after a resume has a separate all-reduce.
 
-    On CUDA, the loss and all values of the device have an all-reduce of their own, and come to the host while it goes
-    on: :meth:`synchronize` receives those of the step before. A validation, a checkpoint and the end of the run wait for
+    On CUDA, the loss and all values of the device have an all-reduce of their own, and arrive while the host goes on:
+    :meth:`synchronize` receives those of the step before. A validation, a checkpoint and the end of the run wait for
     them.
 
     Inside the block, SIGTERM or SIGINT on any rank stops the run after the step; a second signal ends that process at

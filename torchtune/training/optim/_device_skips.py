@@ -10,6 +10,8 @@ from torchtune.modules.conversion import Conversion, get_conversions
 from torchtune.modules.optim import OptimizerInBackward, OptimizerMap
 from torchtune.training.optim._low_precision_optimizer import LowPrecisionOptimizer
 
+# Devices whose kernels are launched before they are decided on.
+_DEVICES = {"cuda"}
 # Optimizers of torch whose fused kernel changes nothing where `found_inf` is not zero.
 _SKIPPING = {torch.optim.Adagrad, torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD}
 
@@ -89,7 +91,7 @@ def single_optimizers(optimizer: Optimizer) -> Iterator[Optimizer]:
 def _can_skip(optimizer: Optimizer) -> bool:
     """Return whether all kernels of an optimizer can leave out a step."""
     for group in optimizer.param_groups:
-        if any(parameter.device.type != "cuda" for parameter in group["params"]):
+        if any(parameter.device.type not in _DEVICES for parameter in group["params"]):
             return False
     if isinstance(optimizer, LowPrecisionOptimizer):
         return optimizer.can_skip_on_device
