@@ -16,7 +16,7 @@ from torchtune.supervision._signals import StopSignal
 from torchtune.supervision._step_metrics import StepMetrics, means_of
 from torchtune.supervision._throughput import Throughput
 from torchtune.training import LateMetrics
-from torchtune.training.parallel import ParallelDims, all_gather_object, any_rank, broadcast_object
+from torchtune.training.parallel import LateExchange, ParallelDims, all_gather_object, any_rank, broadcast_object
 from torchtune.utils import UserError, get_logger, log_rank_zero
 
 # EX_TEMPFAIL of sysexits.h: schedulers can be set to requeue a job with this exit code.
@@ -108,6 +108,7 @@ class RunControl:
         self._epochs = 0
         self._counts: list[int] | None = None  # tokens, labels and terms of the next step
         self._should_save = False
+        self._exchange: LateExchange | None = None  # of the last step, if its metrics are not settled
         self._late_metrics: LateMetrics | None = None  # of the last step
         self.finished = False
         self._failure: ValidationMetricError | None = None
@@ -186,7 +187,7 @@ class RunControl:
         values = [norm_of_main, *step_metrics.sums_and_counts()]
         requests = [step_metrics.has_new_names, *self._local_requests()]
 
-        exchange = None
+        exchange: LateExchange | None = None
         if self._dims.sends_from_device(values):
             # First, so that the device begins before the hosts wait for each other.
             exchange = self._dims.start_exchange(values, [norm_is_bad])
@@ -220,6 +221,7 @@ class RunControl:
             return read(values, norm_is_bad)
 
         loss, norm_is_bad = exchange.message[1], exchange.message[-1]
+        self._exchange = exchange
         self._late_metrics = LateMetrics(receive, is_bad=~torch.isfinite(loss) | (norm_is_bad > 0))
         return self._late_metrics
 
@@ -227,8 +229,20 @@ class RunControl:
         """Receive the metrics of the last step, and do what waits for them. A collective."""
         if self._late_metrics is not None:
             late_metrics = self._late_metrics
+            self._exchange = None
             self._late_metrics = None
             late_metrics.settle()
+
+    def _settle_after_error(self) -> None:
+        """Log the step before the one that failed, unless this takes a device that may hang, or other ranks."""
+        try:
+            if self._exchange is None or not self._exchange.has_arrived:
+                return
+        except RuntimeError:  # the device has failed
+            return
+        values = [self._late_metrics["loss"], self._late_metrics.get("grad_norm", 0.0)]
+        if self._dims.world_size == 1 or all(map(math.isfinite, values)):  # ranks record a skipped step together
+            self._settle()
 
     def _local_requests(self) -> list[bool]:
         """Return whether this rank requests a checkpoint, and whether it received each signal."""
@@ -354,6 +368,8 @@ class RunControl:
         return self
 
     def __exit__(self, *details: object) -> None:
+        if self._late_metrics is not None:
+            self._settle_after_error()
         self._signals.__exit__(*details)
         if self._throughput is not None:
             self._throughput.activity.move("closing")

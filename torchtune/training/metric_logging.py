@@ -686,8 +686,16 @@ class GuardedLogger(MetricLoggerInterface):
     def __init__(self, logger: MetricLoggerInterface) -> None:
         self._logger = logger
         self._guard = ObserverGuard(f"metric_logger {type(logger).__name__}")
+        self._late: LateMetrics | None = None
 
     def _call(self, function: Callable[[], None]) -> None:
+        """Call a function of the logger, after the late metrics of an earlier step: services want steps in order."""
+        if self._late is None:
+            self._call_now(function)
+        else:
+            self._late.when_settled(lambda: self._call_now(function))
+
+    def _call_now(self, function: Callable[[], None]) -> None:
         with kept_random_state():
             self._guard.call(function)
 
@@ -703,11 +711,7 @@ class GuardedLogger(MetricLoggerInterface):
     def log_dict(self, payload: Mapping[str, Scalar], step: int) -> None:
         """Log several scalars of one step; late ones when they are there."""
         if isinstance(payload, LateMetrics):
-            payload.when_settled(lambda: self._log_dict(payload, step))
-        else:
-            self._log_dict(payload, step)
-
-    def _log_dict(self, payload: Mapping[str, Scalar], step: int) -> None:
+            self._late = payload
         # A copy, because the recipe uses its metrics further.
         self._call(lambda: self._logger.log_dict(dict(payload), step=step))
 
@@ -717,8 +721,8 @@ class GuardedLogger(MetricLoggerInterface):
             self._call(lambda: self._logger.log_answers(answers, step))
 
     def close(self) -> None:
-        """Close the logger."""
-        self._call(self._logger.close)
+        """Close the logger; metrics that an error kept from arriving are lost."""
+        self._call_now(self._logger.close)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._logger, name)
