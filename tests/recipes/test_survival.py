@@ -67,7 +67,7 @@ FUSED = {"_component_": "torch.optim.AdamW", "lr": 0.01, "fused": True}
 FAULTS = faulty(nan=[1, 3], inf=[5])
 DECIDED_BY_HOST = {"training.DeviceSkips(self.optimizer, self.model),": "None,"}
 # Of the log: what is a time.
-TIMES = ("elapsed", "lost_to", "peak", "time", "tokens_per_second", "trained_tokens_per_second")
+TIMES = ("elapsed", "lost_to", "mfu", "peak", "time", "tokens_per_second", "trained_tokens_per_second")
 
 
 @pytest.fixture
