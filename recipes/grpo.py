@@ -237,6 +237,7 @@ class GRPORecipe:
             cfg.max_skipped_steps,
             cfg.loss_spike_threshold,
             self.scaler,
+            training.DeviceSkips(self.optimizer, self.model),
         )
         self.best = supervision.BestValidation(cfg.output_dir, cfg.keep_best, cfg.early_stopping_patience, self.dims)
         state = self.training_state()
@@ -399,7 +400,7 @@ class GRPORecipe:
                     grad_norm = training.clip_grad_norm_(
                         self.model.parameters(), cfg.clip_grad_norm, self.scaler.factor
                     )
-                    metrics |= control.synchronize(self.global_step + 1, self.step_metrics, grad_norm)
+                    metrics = metrics | control.synchronize(self.global_step + 1, self.step_metrics, grad_norm)
                     if self.guard.accepts(self.global_step + 1, metrics):
                         self.optimizer.step()
                         run_post_optimizer_hooks(self.model)

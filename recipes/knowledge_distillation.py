@@ -223,6 +223,7 @@ class KDRecipe:
             cfg.max_skipped_steps,
             cfg.loss_spike_threshold,
             self.scaler,
+            training.DeviceSkips(self.optimizer, self.model),
         )
         self.best = supervision.BestValidation(cfg.output_dir, cfg.keep_best, cfg.early_stopping_patience, self.dims)
         self.scores = evaluation.ValidationScores(

@@ -254,6 +254,7 @@ class PPORecipe:
             cfg.max_skipped_steps,
             cfg.loss_spike_threshold,
             self.scaler,
+            training.DeviceSkips(self.optimizer, self.model),
         )
         self.best = supervision.BestValidation(cfg.output_dir, cfg.keep_best, cfg.early_stopping_patience, self.dims)
         state = self.training_state()
@@ -431,7 +432,7 @@ class PPORecipe:
                     updates, num_tokens, num_labels = self.make_experience(step.batches)
                 metrics = {}
                 for batches, num_terms in updates:
-                    metrics |= self.update(control, batches, num_terms)
+                    metrics = metrics | self.update(control, batches, num_terms)
                 metrics["lr"] = training.get_lr(self.optimizer)
                 if self.lr_scheduler is not None:
                     self.lr_scheduler.step()

@@ -7,7 +7,10 @@ import pytest
 import torch
 from filelock import FileLock
 
-from tests.recipes.runs import TRAINING, after_each_step, read_log, resume, start
+from tests.devices import DEVICE
+from tests.recipes.late import decide_late
+from tests.recipes.runs import CHATS, TRAINING, after_each_step, read_log, resume, start
+from torchtune import training
 from torchtune.supervision import SkippedStepsError
 from torchtune.utils import UserError
 
@@ -58,6 +61,91 @@ def test_the_micro_batch_that_is_not_finite_is_told(tmp_path):
 def test_too_many_in_a_row_end_the_run(name, tmp_path):
     with pytest.raises(SkippedStepsError, match=r"3 steps in a row were skipped, the last, 6, because its loss is nan"):
         start(name, tmp_path, loss=faulty(nan=[2, 4, 5, 6]), max_skipped_steps=3)
+
+
+FUSED = {"_component_": "torch.optim.AdamW", "lr": 0.01, "fused": True}
+FAULTS = faulty(nan=[1, 3], inf=[5])
+DECIDED_BY_HOST = {"training.DeviceSkips(self.optimizer, self.model),": "None,"}
+# Of the log: what is a time.
+TIMES = ("elapsed", "lost_to", "mfu", "peak", "time", "tokens_per_second", "trained_tokens_per_second")
+
+
+@pytest.fixture
+def decides_late(monkeypatch):
+    """On a CUDA device, nothing is to be done for it."""
+    return lambda: decide_late(monkeypatch) if DEVICE == "cpu" else None
+
+
+def without_times(rows):
+    return [{name: value for name, value in row.items() if not name.startswith(TIMES)} for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("full_finetune_single_device", {"dtype": "bf16", "loss": FAULTS, "run_val_every_n_steps": 2}),
+        ("full_finetune_single_device", {"optimizer": FUSED, "loss": FAULTS, "log_every_n_steps": 4}),
+        ("lora_finetune_single_device", {"dtype": "bf16", "loss": FAULTS, "optimizer_precision": "fp32_master"}),
+        ("grpo", {"optimizer": FUSED, "num_iterations": 2, "show_samples_every_n_steps": 1}),
+    ],
+)
+def test_steps_that_the_device_decides_are_those_that_the_host_decides(name, settings, tmp_path, decides_late):
+    """Log, skipped steps, weights and optimizer are the same to the bit, and so is a resume from a checkpoint."""
+    settings = {**settings, "save_every_n_steps": 6}
+    if "run_val_every_n_steps" in settings:
+        settings["dataset_val"] = {**CHATS, "source": "json", "data_files": str(tmp_path / "data.jsonl")}
+    by_host = start(name, tmp_path, **settings, changes=DECIDED_BY_HOST)
+    decides_late()
+    by_device = start(name, tmp_path, **settings)
+    assert training.DeviceSkips(by_device.recipe.optimizer, by_device.recipe.model).is_supported
+
+    assert without_times(by_device.records) == without_times(by_host.records)
+    for key, value in by_host.trained.items():
+        assert torch.equal(value, by_device.trained[key]), key
+    states = [run.recipe.optimizer.state_dict() for run in (by_device, by_host)]
+    torch.testing.assert_close(states[0]["state"], states[1]["state"], rtol=0, atol=0)
+    assert states[0].get("precision") == states[1].get("precision")
+    if settings.get("loss") == FAULTS:
+        skipped = [without_times(records(run.output_dir)) for run in (by_device, by_host)]
+        assert skipped[0] == skipped[1]
+        assert [record["step"] for record in skipped[0]] == [1, 3, 5]
+        settings["loss"] = faulty()
+    resume(name, tmp_path, by_device, 6, **settings)
+
+
+def test_late_decisions_end_a_run_after_as_many_steps(tmp_path, decides_late):
+    logs = []
+    for number, changes in enumerate((DECIDED_BY_HOST, None)):
+        output_dir = tmp_path / f"run_{number}"
+        with pytest.raises(SkippedStepsError, match=r"3 steps in a row were skipped, the last, 6, because its loss"):
+            start(
+                "full_finetune_single_device",
+                tmp_path,
+                loss=faulty(nan=[2, 4, 5, 6]),
+                optimizer=FUSED,
+                max_skipped_steps=3,
+                output_dir=output_dir,
+                changes=changes,
+            )
+        logs.append(without_times(read_log(output_dir)))
+        decides_late()
+    assert logs[0] == logs[1]
+    assert [record["step"] for record in logs[0]] == [1, 2, 3, 4, 5]
+
+
+def test_step_before_an_error_is_logged(tmp_path, decides_late):
+    decides_late()
+    fails = 'if self.global_step == 3: raise RuntimeError("broken")'
+    output_dir = tmp_path / "run"
+    with pytest.raises(RuntimeError, match="broken"):
+        start(
+            "full_finetune_single_device",
+            tmp_path,
+            optimizer=FUSED,
+            output_dir=output_dir,
+            changes=after_each_step(fails),
+        )
+    assert [record["step"] for record in read_log(output_dir)] == [1, 2, 3]
 
 
 def test_a_spike_is_skipped_and_the_count_survives_a_resume(tmp_path):

@@ -240,19 +240,26 @@ class BatchLoader:
         visited = [self._order(epoch)[:num_visited] for epoch in range(num_orders)]
         return np.unique(np.concatenate(visited))
 
-    def rows(self, parts: Sequence[tuple[int, int]] | None = None) -> list[dict[str, Any]]:
-        """Return the dataset rows of the last yielded step.
+    @property
+    def step_indices(self) -> np.ndarray:
+        """Indices of the examples of the last yielded step, for all ranks."""
+        return self._indices
+
+    def rows(
+        self, parts: Sequence[tuple[int, int]] | None = None, step_indices: np.ndarray | None = None
+    ) -> list[dict[str, Any]]:
+        """Return the dataset rows of the last yielded step, or of an earlier one.
 
         Args:
             parts: (micro-batch, rank) pairs to look up; by default all micro-batches of all ranks.
+            step_indices: :attr:`step_indices` after the earlier step was yielded.
 
         Returns:
             One dict per row, with ``row`` (from 0) and, if known, ``source``.
         """
-        if parts is None:
-            indices = self._indices
-        else:
-            split = [list(self._split_step(self._indices, rank)) for rank in range(self.world_size)]
+        indices = self._indices if step_indices is None else step_indices
+        if parts is not None:
+            split = [list(self._split_step(indices, rank)) for rank in range(self.world_size)]
             indices = np.concatenate([split[rank][number][0] for number, rank in parts])
         origins = []  # of all documents of the examples: a pack has several
         for index in indices:

@@ -7,6 +7,7 @@ from typing import IO, Any
 
 from tqdm import tqdm
 
+from torchtune.training import LateMetrics
 from torchtune.utils import ObserverGuard
 
 # Metric -> name and format on the screen, most important first: the last ones are left out where the line is too short.
@@ -52,8 +53,15 @@ class ProgressBar:
         return self
 
     def update_metrics(self, metrics: Mapping[str, Any]) -> None:
-        """Show loss, reward, accuracy (also of validation), tokens per second and MFU; other metrics are ignored."""
-        if self._bar is not None:
+        """Show loss, reward, accuracy (also of validation), tokens per second and MFU; other metrics are ignored.
+
+        Late metrics are shown when they are there.
+        """
+        if self._bar is None:
+            return
+        if isinstance(metrics, LateMetrics):
+            metrics.when_settled(lambda: self._guard.call(lambda: self._show(metrics)))
+        else:
             self._guard.call(lambda: self._show(metrics))
 
     def _show(self, metrics: Mapping[str, Any]) -> None:

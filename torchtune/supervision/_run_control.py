@@ -4,7 +4,7 @@ import logging
 import math
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -13,9 +13,10 @@ import torch
 from torchtune.data import BatchLoader
 from torchtune.supervision._best_validation import BestValidation, ValidationMetricError
 from torchtune.supervision._signals import StopSignal
-from torchtune.supervision._step_metrics import StepMetrics
+from torchtune.supervision._step_metrics import StepMetrics, means_of
 from torchtune.supervision._throughput import Throughput
-from torchtune.training.parallel import ParallelDims, all_gather_object, any_rank, broadcast_object
+from torchtune.training import LateMetrics
+from torchtune.training.parallel import LateExchange, ParallelDims, all_gather_object, any_rank, broadcast_object
 from torchtune.utils import EXIT_REQUEUE, UserError, get_logger, log_rank_zero
 
 _EXIT_CODES = {signal.SIGINT: 128 + signal.SIGINT, signal.SIGTERM: EXIT_REQUEUE}
@@ -48,7 +49,11 @@ class RunControl:
 
     Ranks agree in one all-reduce per step, :meth:`synchronize`. It carries the loss and whether all values are finite,
     the requests (time and file on rank 0, signals on any rank), and the counts of the next step, which is loaded before
-    the host waits for the device. Only the first step of an epoch or after a resume has a separate all-reduce.
+    the ranks wait for each other. Only the first step of an epoch or after a resume has a separate all-reduce.
+
+    On CUDA, the loss and all values of the device have an all-reduce of their own, and arrive while the host goes on:
+    :meth:`synchronize` receives those of the step before. A validation, a checkpoint and the end of the run wait for
+    them.
 
     Inside the block, SIGTERM or SIGINT on any rank stops the run after the step; a second signal ends that process at
     once.
@@ -101,6 +106,8 @@ class RunControl:
         self._epochs = 0
         self._counts: list[int] | None = None  # tokens, labels and terms of the next step
         self._should_save = False
+        self._exchange: LateExchange | None = None  # of the last step, if its metrics are not settled
+        self._late_metrics: LateMetrics | None = None  # of the last step
         self.finished = False
         self._failure: ValidationMetricError | None = None
         self.exit_code = 0
@@ -150,8 +157,8 @@ class RunControl:
 
     def synchronize(
         self, step: int, step_metrics: StepMetrics, grad_norm: float | torch.Tensor | None = None
-    ) -> dict[str, Any]:
-        """Agree on a step with all ranks in one all-reduce; the host waits for the device here.
+    ) -> MutableMapping[str, Any]:
+        """Agree on a step with all ranks; the host waits for the device here, but on CUDA only for the step before.
 
         Args:
             step: number of completed steps, including this one.
@@ -160,8 +167,12 @@ class RunControl:
 
         Returns:
             The metrics of the step, equal on all ranks: ``loss``, the means of the values, and ``grad_norm``, which is
-            NaN if it is not finite on any rank.
+            NaN if it is not finite on any rank. On CUDA they are :class:`~torchtune.training.LateMetrics`.
+
+        Raises:
+            SkippedStepsError: the step before was one too many that was skipped.
         """
+        self._settle()
         norm_is_bad = False if grad_norm is None else ~torch.isfinite(torch.as_tensor(grad_norm))
         next_counts = None
         if self._loader is not None:
@@ -171,20 +182,65 @@ class RunControl:
         counts = [0, 0, 0.0] if next_counts is None else next_counts
         # All ranks have the same norm. It is in the message so that the host does not wait for it a second time.
         norm_of_main = 0.0 if grad_norm is None or not self._dims.is_main else grad_norm
-        flags = [norm_is_bad, step_metrics.has_new_names, *self._local_requests()]
-        sums, flags = self._dims.exchange([*counts, norm_of_main, *step_metrics.sums_and_counts()], flags)
-        tokens, labels, terms, norm, *sums = sums
-        norm_is_bad, has_new_names, *requests = flags  # on any rank
+        values = [norm_of_main, *step_metrics.sums_and_counts()]
+        requests = [step_metrics.has_new_names, *self._local_requests()]
+
+        exchange: LateExchange | None = None
+        if self._dims.sends_from_device(values):
+            # First, so that the device begins before the hosts wait for each other.
+            exchange = self._dims.start_exchange(values, [norm_is_bad])
+            counts, requests = self._dims.exchange(counts, requests, on_host=True)
+        else:
+            sums, flags = self._dims.exchange([*counts, *values], [norm_is_bad, *requests])
+            counts, values = sums[:3], sums[3:]
+            norm_is_bad, *requests = flags  # on any rank
+        has_new_names, *requests = requests
+        new_sums = []
         if has_new_names:  # usually in the first step
-            sums += step_metrics.new_sums(self._dims)
-        self._counts = None if next_counts is None else [tokens, labels, terms]
+            new_sums = step_metrics.new_sums(self._dims)
+        self._counts = None if next_counts is None else counts
         self._apply_requests(requests)
-        metrics = step_metrics.total(sums)
-        step_metrics.record(step, metrics)
-        if grad_norm is not None:
-            is_bad_elsewhere = norm_is_bad and math.isfinite(norm)
-            metrics["grad_norm"] = math.nan if is_bad_elsewhere else norm
-        return metrics
+        names = step_metrics.end_step()
+
+        def read(values: list[float], norm_is_bad: bool) -> dict[str, Any]:
+            norm, loss, *sums = values
+            metrics = {"loss": loss, **means_of(names, sums + new_sums)}
+            step_metrics.record(step, metrics)
+            if grad_norm is not None:
+                is_bad_elsewhere = norm_is_bad and math.isfinite(norm)
+                metrics["grad_norm"] = math.nan if is_bad_elsewhere else norm
+            return metrics
+
+        if exchange is None:
+            return read(values, norm_is_bad)
+
+        def receive() -> dict[str, Any]:
+            values, (norm_is_bad,) = exchange.wait()
+            return read(values, norm_is_bad)
+
+        loss, norm_is_bad = exchange.message[1], exchange.message[-1]
+        self._exchange = exchange
+        self._late_metrics = LateMetrics(receive, is_bad=~torch.isfinite(loss) | (norm_is_bad > 0))
+        return self._late_metrics
+
+    def _settle(self) -> None:
+        """Receive the metrics of the last step, and do what waits for them. A collective."""
+        if self._late_metrics is not None:
+            late_metrics = self._late_metrics
+            self._exchange = None
+            self._late_metrics = None
+            late_metrics.settle()
+
+    def _settle_after_error(self) -> None:
+        """Log the step before the one that failed, unless this takes a device that may hang, or other ranks."""
+        try:
+            if self._exchange is None or not self._exchange.has_arrived:
+                return
+        except RuntimeError:  # the device has failed
+            return
+        values = [self._late_metrics["loss"], self._late_metrics.get("grad_norm", 0.0)]
+        if self._dims.world_size == 1 or all(map(math.isfinite, values)):  # ranks record a skipped step together
+            self._settle()
 
     def _local_requests(self) -> list[bool]:
         """Return whether this rank requests a checkpoint, and whether it received each signal."""
@@ -227,9 +283,10 @@ class RunControl:
         Args:
             step: number of completed steps.
         """
-        if self._validate_every is None:
+        if self._validate_every is None or not self._is_nth_step(step, self._validate_every):
             return False
-        return self._is_nth_step(step, self._validate_every)
+        self._settle()
+        return True
 
     def _is_nth_step(self, step: int, every: float | Literal["epoch"]) -> bool:
         """Return whether an interval of steps ends with this step.
@@ -268,6 +325,7 @@ class RunControl:
             self._saved_at = self._clock()
         if not (is_due or is_epoch_checkpoint or self.finished):
             return None
+        self._settle()  # the state of a checkpoint is decided
         name = f"epoch_{self._loader.epoch}" if is_epoch_checkpoint else f"step_{step}"
         self._best.record_checkpoint(name)
         return name
@@ -282,6 +340,7 @@ class RunControl:
         Raises:
             ValidationMetricError: validation lacks the metric.
         """
+        self._settle()
         if self._failure is not None:
             raise self._failure
         if step >= total and self._best.is_missing:
@@ -307,6 +366,8 @@ class RunControl:
         return self
 
     def __exit__(self, *details: object) -> None:
+        if self._late_metrics is not None:
+            self._settle_after_error()
         self._signals.__exit__(*details)
         if self._throughput is not None:
             self._throughput.activity.move("closing")

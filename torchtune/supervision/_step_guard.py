@@ -6,14 +6,16 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from torchtune.data import BatchLoader
 from torchtune.supervision._step_metrics import StepMetrics
-from torchtune.training import LossScaler
+from torchtune.training import DeviceSkips, LateMetrics, LossScaler
 from torchtune.training.parallel import ParallelDims
 from torchtune.utils import UserError, append_line, get_logger, valid_json
 
@@ -26,6 +28,23 @@ class SkippedStepsError(UserError, RuntimeError):
     """Too many consecutive steps were skipped."""
 
     raised_on_all = True
+
+
+@dataclass
+class _StepData:
+    """What the record of a skipped step needs.
+
+    Attributes:
+        step: number of the step.
+        epoch: number of its epoch.
+        losses: losses of its micro-batches on this rank.
+        indices: indices of its examples, for all ranks; None if it is the loader's last step.
+    """
+
+    step: int
+    epoch: int
+    losses: list[torch.Tensor]
+    indices: np.ndarray | None = None
 
 
 class StepGuard:
@@ -45,6 +64,9 @@ class StepGuard:
             is a spike; None disables it.
         scaler: scale of the loss of a float16 model. Steps that only need a smaller scale are skipped without counting
             toward ``max_skipped_steps``.
+        skips: lets the optimizer leave out steps on a CUDA device, so that the host does not wait to decide. The host
+            decides, and waits, where it must know more than whether a step is finite: with ``spike_threshold``, and in
+            float16.
 
     Attributes:
         num_skipped: number of skipped steps.
@@ -62,6 +84,7 @@ class StepGuard:
         max_skipped_steps: int,
         spike_threshold: float | None = None,
         scaler: LossScaler | None = None,
+        skips: DeviceSkips | None = None,
     ) -> None:
         self._step_metrics = step_metrics
         self._loader = loader
@@ -70,12 +93,17 @@ class StepGuard:
         self._max_skipped_steps = max_skipped_steps
         self._spike_threshold = spike_threshold
         self._scaler = scaler
+        self._skips = skips
+        self._undecided: LateMetrics | None = None  # of the last step, if the host does not know its outcome
         self._recent_losses: deque[float] = deque(maxlen=_WINDOW)
         self._in_a_row = 0
         self.num_skipped = 0
 
     def accepts(self, step: int, metrics: Mapping[str, Any]) -> bool:
-        """Return whether the optimizer may take the step.
+        """Return whether to call the optimizer.
+
+        If the optimizer can leave out the step by itself (``skips``), the answer is True, and the step is decided and
+        recorded when its metrics are settled.
 
         Args:
             step: number of the step, for the record.
@@ -84,6 +112,44 @@ class StepGuard:
         Raises:
             SkippedStepsError: ``max_skipped_steps`` consecutive steps were skipped.
         """
+        self._settle()
+        step_data = _StepData(step, self._loader.epoch, self._step_metrics.losses)
+        if not isinstance(metrics, LateMetrics):
+            return self._decide(metrics, step_data)
+        if not self._optimizer_decides:
+            accepted = self._decide(metrics, step_data)
+            metrics.settle()
+            return accepted
+        self._skips.prepare(metrics.is_bad)
+        step_data.indices = self._loader.step_indices  # the loader will have gone on
+        self._undecided = metrics
+        metrics.when_settled(lambda: self._decide_late(metrics, step_data))
+        return True
+
+    @property
+    def _optimizer_decides(self) -> bool:
+        """Whether a step is skipped only if it is not finite, and the optimizer can do this by itself."""
+        is_scaled = self._scaler is not None and self._scaler.is_enabled
+        if self._skips is None or self._spike_threshold is not None or is_scaled:
+            return False
+        return self._skips.is_supported
+
+    def _settle(self) -> None:
+        """Decide on the last step, if it is not decided. A collective."""
+        if self._undecided is not None:
+            self._undecided.settle()
+
+    def _decide_late(self, metrics: LateMetrics, step_data: "_StepData") -> None:
+        """Learn what the optimizer did with a step."""
+        self._undecided = None
+        was_bad = self._skip_reason(metrics["loss"], metrics["grad_norm"]) is not None
+        self._skips.finish(was_bad=was_bad)
+        self._decide(metrics, step_data)
+        metrics.update(self.metrics())
+
+    def _decide(self, metrics: Mapping[str, Any], step_data: "_StepData") -> bool:
+        """Return whether a step is accepted, and record a skipped one. A collective."""
+        step = step_data.step
         loss = metrics["loss"]
         grad_norm = metrics.get("grad_norm")
         if grad_norm is not None:
@@ -102,7 +168,7 @@ class StepGuard:
         else:
             self._in_a_row += 1
         self.num_skipped += 1
-        self._record(step, reason, loss, grad_norm)
+        self._record(step_data, reason, loss, grad_norm)
         if self._in_a_row >= self._max_skipped_steps:
             raise SkippedStepsError(
                 f"max_skipped_steps: {self._in_a_row} steps in a row were skipped, the last, {step}, because {reason}: "
@@ -111,8 +177,9 @@ class StepGuard:
         return False
 
     def metrics(self) -> dict[str, int]:
-        """Return ``skipped_steps``, if any were skipped."""
-        return {"skipped_steps": self.num_skipped} if self.num_skipped else {}
+        """Return ``skipped_steps``, if any were skipped; metrics of a step that is decided later get it then."""
+        is_known = self._undecided is None
+        return {"skipped_steps": self.num_skipped} if self.num_skipped and is_known else {}
 
     def _skip_reason(self, loss: float, grad_norm: float | None) -> str | None:
         """Return why to skip a step, or None."""
@@ -129,42 +196,43 @@ class StepGuard:
             return f"its loss {loss:.4f} is far above the mean {mean:.4f} of the steps before"
         return None
 
-    def _record(self, step: int, reason: str, loss: float, grad_norm: float | None) -> None:
+    def _record(self, step_data: "_StepData", reason: str, loss: float, grad_norm: float | None) -> None:
         """Log the skipped step, and write it with its rows to ``skipped_steps.jsonl``. A collective."""
         if self.num_skipped == 1:  # if the first step is skipped, the schedule moves before the optimizer
             warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
-        rows = self._rows_to_record()
+        rows = self._rows_to_record(step_data)
         if not self._dims.is_main:
             return
         record = {
-            "step": step,
+            "step": step_data.step,
             "time": time.time(),
             "reason": reason,
             "loss": loss,
             "grad_norm": grad_norm,
-            "epoch": self._loader.epoch,
+            "epoch": step_data.epoch,
             "rows": rows,
         }
         append_line(self._path, json.dumps(valid_json(record), allow_nan=False))
         counts = f"{self._in_a_row} in a row, the run ends at {self._max_skipped_steps}"
         names = f"; {len(rows)} rows are named in {self._path}" if rows else ""
-        get_logger().warning(f"Step {step} was skipped because {reason} ({counts}){names}.")
+        get_logger().warning(f"Step {step_data.step} was skipped because {reason} ({counts}){names}.")
 
-    def _rows_to_record(self) -> list[dict[str, Any]]:
+    def _rows_to_record(self, step_data: "_StepData") -> list[dict[str, Any]]:
         """Return the rows of the micro-batches whose loss is not finite; all rows of the step if it is finite in all.
 
         A gradient norm that is not finite cannot be attributed to a micro-batch.
         """
-        is_finite = [bool(torch.isfinite(loss)) for loss in self._step_metrics.losses]
+        is_finite = [bool(torch.isfinite(loss)) for loss in step_data.losses]
         micro_batches = set()  # (number, rank)
         for rank, is_finite_on_rank in self._dims.gather((self._loader.rank, is_finite)):
             for number, finite in enumerate(is_finite_on_rank):
                 if not finite:
                     micro_batches.add((number, rank))
-        return self._loader.rows(sorted(micro_batches) or None)
+        return self._loader.rows(sorted(micro_batches) or None, step_data.indices)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counts of skipped steps, and the losses in the mean."""
+        """Return the counts of skipped steps, and the losses in the mean. A collective."""
+        self._settle()
         state = {"num_skipped": self.num_skipped, "in_a_row": self._in_a_row, "losses": list(self._recent_losses)}
         if self._scaler is not None and self._scaler.state_dict():
             state["loss_scale"] = self._scaler.state_dict()

@@ -37,6 +37,11 @@ class Means:
             sums[1] = sums[1] + _to_float64(count)
 
     @property
+    def names(self) -> list[str]:
+        """The common list of names, as it is now."""
+        return list(self._names)
+
+    @property
     def has_new_names(self) -> bool:
         """Whether this rank has names that are not in the common list."""
         return not self._sums.keys() <= set(self._names)
@@ -62,12 +67,17 @@ class Means:
 
     def from_sums(self, sums: list[float]) -> dict[str, float]:
         """Return the means from the all-reduced :meth:`sums_and_counts`; names with a count of 0 are omitted."""
-        pairs = zip(self._names, sums[::2], sums[1::2], strict=True)
-        return {name: total / count for name, total, count in pairs if count}
+        return means_of(self._names, sums)
 
     def clear(self) -> None:
         """Remove all values."""
         self._sums = {}
+
+
+def means_of(names: Sequence[str], sums: Sequence[float]) -> dict[str, float]:
+    """Return the means from sums and counts, which alternate; names with a count of 0 are omitted."""
+    pairs = zip(names, sums[::2], sums[1::2], strict=True)
+    return {name: total / count for name, total, count in pairs if count}
 
 
 def _to_float64(value: Any) -> Any:
@@ -192,10 +202,14 @@ class StepMetrics:
 
     def total(self, sums: list[float]) -> dict[str, float]:
         """Return the metrics of the step from the all-reduced :meth:`sums_and_counts`; the next loss begins a step."""
-        metrics = {"loss": sums[0], **self._means.from_sums(sums[1:])}
+        names = self.end_step()
+        return {"loss": sums[0], **means_of(names, sums[1:])}
+
+    def end_step(self) -> list[str]:
+        """Return the names of :meth:`sums_and_counts` after the loss; the next loss begins another step."""
         self._means.clear()
         self._is_new = True
-        return metrics
+        return self._means.names
 
     def record(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Update :attr:`history` with the values of a step.

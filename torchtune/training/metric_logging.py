@@ -6,7 +6,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias
@@ -38,6 +38,7 @@ __all__ = [
     "CometLogger",
     "DiskLogger",
     "GuardedLogger",
+    "LateMetrics",
     "MLFlowLogger",
     "MetricLoggerInterface",
     "SilentLogger",
@@ -566,6 +567,96 @@ def _store_name(folder: str | None, file: str, name: str) -> None:
             stream.write(name)
 
 
+class LateMetrics(MutableMapping[str, Any]):
+    """Metrics of a step whose numbers are still on their way from the device.
+
+    Entries can be added at once; reading waits for the numbers. So that nobody needs to wait, loggers and progress bars
+    read after the step is settled, which :class:`~torchtune.supervision.RunControl` does in the next step, and before a
+    validation or a checkpoint.
+
+    Args:
+        receive: waits for the numbers, and returns them; called once.
+        is_bad: scalar tensor on the device, whether loss or gradient norm are not finite on any rank.
+
+    Attributes:
+        is_bad: see above.
+
+    Example:
+        >>> from torchtune.training import LateMetrics
+        >>> metrics = LateMetrics(lambda: {"loss": 2.0}, torch.tensor(False))
+        >>> metrics["lr"] = 0.1
+        >>> metrics.when_settled(lambda: print(dict(metrics)))
+        >>> metrics.settle()
+        {'loss': 2.0, 'lr': 0.1}
+    """
+
+    def __init__(self, receive: Callable[[], dict[str, Any]], is_bad: torch.Tensor) -> None:
+        self.is_bad = is_bad
+        self._receive: Callable[[], dict[str, Any]] | None = receive
+        self._entries: dict[str, Any] = {}
+        self._readers: list[Callable[[], None]] = []
+        self._is_settled = False
+
+    def when_settled(self, reader: Callable[[], None]) -> None:
+        """Call ``reader`` when the step is settled, after all readers before it; at once if it is."""
+        if self._is_settled:
+            reader()
+        else:
+            self._readers.append(reader)
+
+    def settle(self) -> None:
+        """Wait for the numbers, and call the readers; a second call does nothing.
+
+        All ranks call it at the same point, because a reader may be a collective. If one raises, those after it are not
+        called.
+        """
+        if self._is_settled:
+            return
+        self._is_settled = True
+        self._read()
+        for reader in self._readers:
+            reader()
+
+    def _read(self) -> dict[str, Any]:
+        if self._receive is not None:
+            self._entries = {**self._receive(), **self._entries}
+            self._receive = None
+        return self._entries
+
+    def __getitem__(self, name: str) -> Any:
+        return self._read()[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._entries[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        del self._read()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._read())
+
+    def __len__(self) -> int:
+        return len(self._read())
+
+    def __or__(self, other: Mapping[str, Any]) -> Mapping[str, Any]:
+        if isinstance(other, LateMetrics):
+            return other.__ror__(self)
+        return {**self, **other}
+
+    def __ror__(self, other: Mapping[str, Any]) -> "LateMetrics":
+        """Add the entries of metrics before these, as of an earlier update of the same step."""
+        receive = self._receive
+        if receive is None:
+            self._entries = {**other, **self._entries}
+        else:
+            self._receive = lambda: {**other, **receive()}
+        return self
+
+    def __ior__(self, other: Mapping[str, Any]) -> "LateMetrics":
+        self.update(other)
+        return self
+
+
 class SilentLogger(MetricLoggerInterface):
     """Metric logger that logs nothing, for all ranks but the first.
 
@@ -595,8 +686,16 @@ class GuardedLogger(MetricLoggerInterface):
     def __init__(self, logger: MetricLoggerInterface) -> None:
         self._logger = logger
         self._guard = ObserverGuard(f"metric_logger {type(logger).__name__}")
+        self._late: LateMetrics | None = None
 
     def _call(self, function: Callable[[], None]) -> None:
+        """Call a function of the logger, after the late metrics of an earlier step: services want steps in order."""
+        if self._late is None:
+            self._call_now(function)
+        else:
+            self._late.when_settled(lambda: self._call_now(function))
+
+    def _call_now(self, function: Callable[[], None]) -> None:
         with kept_random_state():
             self._guard.call(function)
 
@@ -610,7 +709,9 @@ class GuardedLogger(MetricLoggerInterface):
         self._call(lambda: self._logger.log_config(config))
 
     def log_dict(self, payload: Mapping[str, Scalar], step: int) -> None:
-        """Log several scalars of one step."""
+        """Log several scalars of one step; late ones when they are there."""
+        if isinstance(payload, LateMetrics):
+            self._late = payload
         # A copy, because the recipe uses its metrics further.
         self._call(lambda: self._logger.log_dict(dict(payload), step=step))
 
@@ -620,8 +721,8 @@ class GuardedLogger(MetricLoggerInterface):
             self._call(lambda: self._logger.log_answers(answers, step))
 
     def close(self) -> None:
-        """Close the logger."""
-        self._call(self._logger.close)
+        """Close the logger; metrics that an error kept from arriving are lost."""
+        self._call_now(self._logger.close)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._logger, name)

@@ -3,19 +3,19 @@
 Nothing here compares results: a device whose numbers mean nothing will do.
 """
 
-import warnings
 from typing import Any
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchtune import training
+from torchtune import supervision, training
 from torchtune.data import Documents
 from torchtune.models.llama3_2 import llama3_2
 from torchtune.modules import TransformerDecoder, attention
 from torchtune.modules.kernels.flex import compile_flex_attention
 from torchtune.modules.loss import LinearCrossEntropyLoss
+from torchtune.training.parallel import LateExchange
 
 pytestmark = [
     pytest.mark.cuda_host,
@@ -99,25 +99,55 @@ def test_an_optimizer_step_makes_the_host_wait_for_nothing():
             torch.cuda.set_sync_debug_mode("default")
 
 
-def test_host_waits_once_for_all_values_of_a_step(tmp_path):
-    metrics = training.StepMetrics()
-    control = training.RunControl(training.ParallelDims(), tmp_path)
+class Loader:
+    """Knows no rows."""
 
-    def run_step(step: int) -> dict[str, Any]:
-        metrics.add_loss(torch.ones((), device="cuda"))
+    rank, epoch, step_indices = 0, 0, None
+
+    def rows(self, parts, step_indices):
+        return []
+
+
+@pytest.mark.parametrize("precision", ["stochastic_rounding", "fp32_master", "param_dtype"])
+def test_host_waits_in_no_step(precision, tmp_path, monkeypatch):
+    """From the first launch to the last, it only asks for the values of the step before."""
+    model = make_model()
+    optimizer = training.setup_optimizer(lambda parameters: torch.optim.AdamW(parameters, fused=True), model, precision)
+    metrics = supervision.StepMetrics()
+    dims = training.ParallelDims()
+    control = supervision.RunControl(dims, tmp_path)
+    scaler = training.LossScaler(optimizer, torch.bfloat16)
+    skips = training.DeviceSkips(optimizer, model)
+    guard = supervision.StepGuard(metrics, Loader(), dims, tmp_path, 100, None, scaler, skips)
+    received = []
+    wait = LateExchange.wait
+    monkeypatch.setattr(LateExchange, "wait", lambda self: received.append(self) or wait(self))
+
+    def run_step(step: int, batch: dict[str, Any]) -> Any:
+        loss = model(**batch, output="hidden").float().mean() * 0
+        metrics.add_loss(loss)
         metrics.log_mean({name: (torch.ones((), device="cuda"), 2) for name in ("accuracy", "margin")})
-        return control.synchronize(step, metrics, torch.ones((), device="cuda"))
+        loss.backward()
+        grad_norm = training.clip_grad_norm_(model.parameters(), 1.0)
+        values = control.synchronize(step, metrics, grad_norm)
+        assert guard.accepts(step, values)
+        optimizer.step()
+        optimizer.zero_grad()
+        values["lr"] = 0.1
+        return values
 
-    run_step(1)  # in which names are new
-    torch.cuda.set_sync_debug_mode("warn")
-    try:
-        with warnings.catch_warnings(record=True) as waits:
-            warnings.simplefilter("always")
-            values = run_step(2)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert len(waits) == 1, [str(wait.message) for wait in waits]
+    run_step(1, make_batch())  # in which names are new
+    run_step(2, make_batch())
+    for step in (3, 4):
+        batch = make_batch()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            values = run_step(step, batch)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert len(received) == step - 1, "the values of the step before"
     assert {type(value) for value in values.values()} == {float}
+    assert len(received) == 4
 
 
 def test_logits_of_all_positions_are_never_in_memory():

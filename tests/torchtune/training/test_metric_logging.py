@@ -20,6 +20,7 @@ from torchtune.training.metric_logging import (
     CometLogger,
     DiskLogger,
     GuardedLogger,
+    LateMetrics,
     MLFlowLogger,
     SilentLogger,
     StdoutLogger,
@@ -328,3 +329,57 @@ def test_error_of_weights_and_biases_at_its_start_becomes_one_sentence(error, re
     monkeypatch.setitem(sys.modules, "wandb", make_wandb(init=error))
     with pytest.raises(UserError, match=refusal):
         main_process_logger(WandBLogger, ParallelDims())
+
+
+def late_metrics(**numbers):
+    waits = []
+
+    def receive():
+        waits.append(1)
+        return numbers
+
+    return LateMetrics(receive, is_bad=torch.tensor(False)), waits
+
+
+def test_late_metrics_take_entries_without_a_wait():
+    metrics, waits = late_metrics(loss=2.0)
+    metrics["lr"] = 0.1
+    metrics |= {"tokens": 5}
+    assert not waits
+    assert list(metrics.items()) == [("loss", 2.0), ("lr", 0.1), ("tokens", 5)]
+    assert len(metrics) == 3
+    assert "loss" in metrics
+    assert len(waits) == 1
+
+
+def test_late_metrics_follow_those_of_an_earlier_update():
+    first, waits_of_first = late_metrics(reward=1.0, loss=3.0)
+    second, waits_of_second = late_metrics(loss=2.0)
+    metrics = {} | first
+    first.settle()
+    metrics = metrics | second
+    metrics["lr"] = 0.1
+    assert (len(waits_of_first), len(waits_of_second)) == (1, 0)
+    assert dict(metrics) == {"reward": 1.0, "loss": 2.0, "lr": 0.1}
+
+
+def test_late_metrics_are_a_mapping_for_recipes_of_earlier_releases():
+    metrics, _ = late_metrics(loss=2.0)
+    plain = {"old": 1}
+    plain |= metrics
+    assert plain == {"old": 1, "loss": 2.0} == {"old": 1, **metrics}
+    assert metrics | {"new": 1} == {"loss": 2.0, "new": 1}
+
+
+def test_late_metrics_are_logged_in_the_order_of_steps(capsys):
+    """Services refuse a step after a later one."""
+    logger = GuardedLogger(StdoutLogger())
+    metrics, waits = late_metrics(loss=2.0)
+    logger.log_dict(metrics, step=1)
+    logger.log("reward", 1.0, step=2)
+    assert not waits
+    assert capsys.readouterr().out == ""
+    metrics.settle()
+    metrics.settle()
+    logger.log("reward", 3.0, step=3)
+    assert capsys.readouterr().out == "Step 1 | loss:2.0\nStep 2 | reward:1.0\nStep 3 | reward:3.0\n"

@@ -1,6 +1,6 @@
 """Gradients: norm and clipping with different shardings, scaling, and the loss scale of float16."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -8,7 +8,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from torchtune.modules.optim import OptimizerInBackward, OptimizerMap
+from torchtune.modules.optim import OptimizerInBackward
+from torchtune.training.optim._device_skips import single_optimizers
 from torchtune.training.optim._low_precision_optimizer import LowPrecisionOptimizer
 from torchtune.training.parallel._shards import own_part, reduce_partial
 from torchtune.utils import UserError
@@ -138,7 +139,7 @@ class LossScaler:
                 "optimizer_in_bwd: dtype fp16 must see all gradients before the first weight changes, because they may "
                 "overflow: set optimizer_in_bwd=False."
             )
-        for single_optimizer in _single_optimizers(optimizer):
+        for single_optimizer in single_optimizers(optimizer):
             if isinstance(single_optimizer, LowPrecisionOptimizer):
                 self._optimizers.append(single_optimizer)
                 continue
@@ -189,15 +190,6 @@ class LossScaler:
         if self.is_enabled and state:
             self._good_steps = int(state["good_steps"])
             self._set(float(state["factor"]))
-
-
-def _single_optimizers(optimizer: Optimizer) -> Iterator[Optimizer]:
-    """Yield the optimizers of a combined one, or the optimizer itself."""
-    if not isinstance(optimizer, OptimizerMap):
-        yield optimizer
-        return
-    for member in optimizer.optim_map.values():
-        yield from _single_optimizers(member)
 
 
 @torch.no_grad()

@@ -91,6 +91,9 @@ class LowPrecisionOptimizer(Optimizer):
         precision: ``stochastic_rounding`` or ``fp32_master``.
         loss_scale: factor of float16 gradients, which are divided by it in float32.
         state_format: ``8bit``, ``4bit`` or ``fp8`` if states of large parameters are low-bit; otherwise None.
+        num_steps: number of steps, on which the rounding depends.
+        found_inf: float32 scalar on the device of the parameters; a step changes nothing where it is not zero. None
+            takes every step. See :class:`~torchtune.training.DeviceSkips`.
 
     Args:
         optimizer: new optimizer of 16-bit (and possibly float32) parameters; do not use it elsewhere.
@@ -113,11 +116,12 @@ class LowPrecisionOptimizer(Optimizer):
         self._names = names
         self._low_bit = low_bit
         self._seed = seed
-        self._num_steps = 0
+        self.num_steps = 0
         self._element_ids: dict[torch.nn.Parameter, ElementIds] = {}
         self.precision = precision
         self.state_format = None if low_bit is None else low_bit.name
         self.loss_scale = 1.0
+        self.found_inf: torch.Tensor | None = None
         super().__init__(optimizer.param_groups, optimizer.defaults)
         # Some optimizers, such as Adagrad, make their states when they are built.
         for parameter, state in optimizer.state.items():
@@ -152,6 +156,21 @@ class LowPrecisionOptimizer(Optimizer):
             return False
         return parameter.numel() % self._low_bit.block_size == 0
 
+    @property
+    def can_skip_on_device(self) -> bool:
+        """Whether all kernels of a step on CUDA read :attr:`found_inf`.
+
+        Low-bit states are written by functions of torch, as are all states of optimizers without a fused kernel.
+        """
+        if self._low_bit is not None:
+            return False
+        for group in self.param_groups:
+            rule = find_update_rule(type(self._base_optimizer), group)
+            has_rule = rule is not None and all(map(self._is_rounded_stochastically, group["params"]))
+            if not has_rule and not self._is_fused(group):
+                return False
+        return True
+
     # Rounding.
 
     def _is_rounded_stochastically(self, stored: torch.Tensor) -> bool:
@@ -184,7 +203,7 @@ class LowPrecisionOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._num_steps += 1
+        self.num_steps += 1
         for group in self.param_groups:
             self._step_group(group)
         return loss
@@ -221,7 +240,8 @@ class LowPrecisionOptimizer(Optimizer):
     ) -> None:
         """Step parameters on ``device``, a piece at a time, so that temporary tensors stay small."""
         size = rounded_piece_size(device)  # once, because it depends on whether the step is compiled
-        key = _on_device(rounding_key(self._seed, self._num_steps), torch.int32, device)
+        is_skipped = None if self.found_inf is None else self.found_inf != 0
+        key = _on_device(rounding_key(self._seed, self.num_steps), torch.int32, device)
         # Parameters of the same age have the same scalars, and can share a launch.
         parameters_by_step: dict[int, list[torch.nn.Parameter]] = {}
         for parameter in parameters:
@@ -233,11 +253,11 @@ class LowPrecisionOptimizer(Optimizer):
             pieces: list[Piece] = []
             for parameter in in_place:
                 pieces += self._storage_pieces(parameter, rule, size)
-            step_pieces(rule.function, pieces, scalars, self._origins(in_place, size, device), key)
+            step_pieces(rule.function, pieces, scalars, self._origins(in_place, size, device), key, is_skipped)
             copied = [parameter for parameter in same_age if not self._is_stepped_in_place(parameter, rule)]
             origins = iter(self._origins(copied, size, device).unbind())
             for parameter in copied:
-                self._step_copies(parameter, rule, scalars, key, origins, size)
+                self._step_copies(parameter, rule, scalars, key, origins, size, is_skipped)
 
     def _is_stepped_in_place(self, parameter: torch.nn.Parameter, rule: UpdateRule) -> bool:
         """Return whether the stored tensors of a parameter are runs of its elements, which an update can change."""
@@ -299,6 +319,7 @@ class LowPrecisionOptimizer(Optimizer):
         key: torch.Tensor,
         origins: Iterator[torch.Tensor],
         size: int,
+        is_skipped: torch.Tensor | None,
     ) -> None:
         """Step a shard whose tensors are low-bit, not contiguous, or no run; every piece takes the next origin."""
         weights = own_part(parameter).detach()
@@ -324,7 +345,13 @@ class LowPrecisionOptimizer(Optimizer):
             # The elements of a run follow from its origin.
             piece_ids = None if ids.is_run else ids.of(first, weight.numel(), weight.device)
             step_piece(
-                rule.function, Piece(weight, flat_grads[piece], step_states), scalars, piece_ids, next(origins), key
+                rule.function,
+                Piece(weight, flat_grads[piece], step_states),
+                scalars,
+                piece_ids,
+                next(origins),
+                key,
+                is_skipped,
             )
             if is_low_bit:
                 for stored, values in zip(stored_states, step_states, strict=True):
@@ -425,6 +452,7 @@ class LowPrecisionOptimizer(Optimizer):
         weight.grad = grad
         self._base_optimizer.param_groups = [group]
         self._base_optimizer.state[weight] = state
+        self._base_optimizer.found_inf = self.found_inf
         self._base_optimizer.step()
         # It must not keep the stand-in, nor its gradient, alive.
         self._base_optimizer.param_groups = []
@@ -445,7 +473,7 @@ class LowPrecisionOptimizer(Optimizer):
             values = distribute_tensor(values, parameter.device_mesh, parameter.placements, src_data_rank=None)
             values = values.to_local()
         if self._is_rounded_stochastically(stored):
-            noise = self._noise(parameter, values, piece, step=self._num_steps, draw=draw)
+            noise = self._noise(parameter, values, piece, step=self.num_steps, draw=draw)
             values = round_to_bfloat16(values.contiguous(), noise)
         stored.copy_(values)
 
@@ -482,7 +510,7 @@ class LowPrecisionOptimizer(Optimizer):
         groups = []
         for group in self.param_groups:
             groups.append({**group, "params": [self._names[parameter] for parameter in group["params"]]})
-        precision = {"mode": self.precision, "seed": self._seed, "step": self._num_steps, "rounding": _ROUNDING}
+        precision = {"mode": self.precision, "seed": self._seed, "step": self.num_steps, "rounding": _ROUNDING}
         if self.state_format is not None:
             precision["states"] = self.state_format
         return {"state": states, "param_groups": groups, "precision": precision}
@@ -509,7 +537,7 @@ class LowPrecisionOptimizer(Optimizer):
                 self._load_parameter(parameter, saved_states[parameter], counts_on_device)
         precision = state_dict.get("precision", {})
         self._seed = int(precision.get("seed", self._seed))
-        self._num_steps = int(precision.get("step", self._num_steps))
+        self.num_steps = int(precision.get("step", self.num_steps))
         self._log_differences(precision)
 
     def _match_states(self, state_dict: dict[str, Any]) -> dict[torch.nn.Parameter, dict[str, Any]]:

@@ -174,6 +174,7 @@ def step_elements(
     ids: torch.Tensor | None,
     origin: torch.Tensor,
     key: torch.Tensor,
+    is_skipped: torch.Tensor | None,
 ) -> None:
     """Step the elements of a piece: read the storage as float32, update, round, write.
 
@@ -187,6 +188,7 @@ def step_elements(
         origin: int32 ``[4]``: position of the first element, hash of the parameter's name, and two numbers that align
             the origins of several pieces to 16 bytes, as kernels assume.
         key: int32 scalar, from :func:`rounding_key`.
+        is_skipped: bool scalar on the device; nothing changes where it is True. None for a step that is taken.
     """
     if ids is None:
         start, name_hash, _, _ = origin.unbind()
@@ -195,9 +197,9 @@ def step_elements(
     bits = random_bits(ids, key)
     float32_states = [state.float() for state in states]
     new_weight, new_states = update(weight.float(), grad.float(), float32_states, scalars.unbind())
-    _write(weight, new_weight, bits, draw=0)
+    _write(weight, new_weight, bits, 0, is_skipped)
     for draw, (state, new_state) in enumerate(zip(states, new_states, strict=True), start=1):
-        _write(state, new_state, bits, draw)
+        _write(state, new_state, bits, draw, is_skipped)
 
 
 @dataclass
@@ -221,6 +223,7 @@ def step_pieces(
     scalars: torch.Tensor,
     origins: torch.Tensor,
     key: torch.Tensor,
+    is_skipped: torch.Tensor | None = None,
 ) -> None:
     """Step pieces of consecutive elements: many share the launch of a kernel where there are launches.
 
@@ -230,12 +233,13 @@ def step_pieces(
         scalars: float32, scalars of the update.
         origins: int32 ``[len(pieces), 4]``; see :func:`step_elements`.
         key: int32 scalar, from :func:`rounding_key`.
+        is_skipped: see :func:`step_elements`.
     """
     num_bundled = 0
     if bundled_step.pays(pieces):
-        num_bundled = bundled_step(update, pieces, scalars, origins, key)
+        num_bundled = bundled_step(update, pieces, scalars, origins, key, is_skipped)
     for piece, origin in zip(pieces[num_bundled:], origins[num_bundled:].unbind(), strict=True):
-        step_piece(update, piece, scalars, None, origin, key)
+        step_piece(update, piece, scalars, None, origin, key, is_skipped)
 
 
 def step_piece(
@@ -245,9 +249,10 @@ def step_piece(
     ids: torch.Tensor | None,
     origin: torch.Tensor,
     key: torch.Tensor,
+    is_skipped: torch.Tensor | None = None,
 ) -> None:
     """Step one piece, compiled once that pays; see :func:`step_elements`."""
-    fused_step(update, piece.weight, piece.grad, piece.states, scalars, ids, origin, key)
+    fused_step(update, piece.weight, piece.grad, piece.states, scalars, ids, origin, key, is_skipped)
 
 
 def step_bundle(
@@ -258,16 +263,21 @@ def step_bundle(
     scalars: torch.Tensor,
     origins: torch.Tensor,
     key: torch.Tensor,
+    is_skipped: torch.Tensor | None,
 ) -> None:
     """Step :data:`BUNDLE` pieces; see :func:`step_elements`."""
     for index, origin in enumerate(origins.unbind()):
-        step_elements(update, weights[index], grads[index], states[index], scalars, None, origin, key)
+        step_elements(update, weights[index], grads[index], states[index], scalars, None, origin, key, is_skipped)
 
 
-def _write(stored: torch.Tensor, values: torch.Tensor, bits: torch.Tensor, draw: int) -> None:
+def _write(
+    stored: torch.Tensor, values: torch.Tensor, bits: torch.Tensor, draw: int, is_skipped: torch.Tensor | None
+) -> None:
     """Write float32 values to a stored tensor, stochastically rounded if it is bfloat16; see :func:`rounding_noise`."""
     if stored.dtype == torch.bfloat16:
         values = round_to_bfloat16(values, rounding_noise(bits, draw))
+    if is_skipped is not None:
+        values = torch.where(is_skipped, stored, values)
     stored.copy_(values)
 
 
@@ -385,6 +395,7 @@ class BundledStep:
         scalars: torch.Tensor,
         origins: torch.Tensor,
         key: torch.Tensor,
+        is_skipped: torch.Tensor | None,
     ) -> int:
         """Step the pieces; see :func:`step_pieces`.
 
@@ -396,7 +407,9 @@ class BundledStep:
         if not self._fillers:
             # The compiler takes sizes that are equal in the first call for equal in all calls: these all differ.
             self._fillers = [_filler(pieces[0], size=1003 + 2 * index) for index in range(BUNDLE)]
-            self._step_or_fail(update, self._fillers, scalars, origins.new_zeros(BUNDLE, origins.shape[1]), key)
+            self._step_or_fail(
+                update, self._fillers, scalars, origins.new_zeros(BUNDLE, origins.shape[1]), key, is_skipped
+            )
         for first in range(0, len(pieces), BUNDLE):
             bundle = list(pieces[first : first + BUNDLE])
             # The last bundle begins with pieces of zeros, which take the origins of pieces of the bundle before.
@@ -404,7 +417,7 @@ class BundledStep:
             bundle = self._fillers[:num_missing] + bundle
             start = first - num_missing
             if self._has_failed or not self._step_or_fail(
-                update, bundle, scalars, origins[start : start + BUNDLE], key
+                update, bundle, scalars, origins[start : start + BUNDLE], key, is_skipped
             ):
                 return first
         return len(pieces)
@@ -416,6 +429,7 @@ class BundledStep:
         scalars: torch.Tensor,
         origins: torch.Tensor,
         key: torch.Tensor,
+        is_skipped: torch.Tensor | None,
     ) -> bool:
         """Step one bundle; return False if the compiler fails, which it does before anything is computed."""
         weights = [_without_base(piece.weight) for piece in pieces]
@@ -423,7 +437,7 @@ class BundledStep:
         states = [_without_base(piece.states) for piece in pieces]
         try:
             with one_compiler_thread():
-                self._compiled(update, weights, grads, states, scalars, _without_base(origins), key)
+                self._compiled(update, weights, grads, states, scalars, _without_base(origins), key, is_skipped)
         except compiler_errors() as error:
             self._has_failed = True
             get_logger().info(f"Pieces of the optimizer step are not bundled: {first_line(error)}")

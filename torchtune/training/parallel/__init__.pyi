@@ -1,3 +1,4 @@
+from ._parallel_dims import LateExchange
 from ._parallel_dims import ParallelDims as ParallelDims
 from ._parallel_dims import ParallelDimsError as ParallelDimsError
 from ._parallelize import ShardCondition, check_parallelizable, shard_model, unshard_output

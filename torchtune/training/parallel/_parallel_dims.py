@@ -291,11 +291,11 @@ class ParallelDims:
     def sum(self, *numbers: float) -> list[Any]:
         """Sum over all processes with different tokens; tensor-parallel ranks count once.
 
-        Integers stay integers. A single process returns its numbers without a device sync.
+        Integers stay integers. The message goes from host to host, so that nobody waits for a device.
         """
         if self.world_size == 1:
             return list(numbers)
-        sums, _ = self.exchange(numbers)
+        sums, _ = self.exchange(numbers, on_host=True)
         return sums
 
     def any(self, flag: bool) -> bool:
@@ -304,7 +304,11 @@ class ParallelDims:
         return flags[0]
 
     def exchange(
-        self, numbers: Sequence["float | torch.Tensor"], flags: Sequence["bool | torch.Tensor"] = ()
+        self,
+        numbers: Sequence["float | torch.Tensor"],
+        flags: Sequence["bool | torch.Tensor"] = (),
+        *,
+        on_host: bool = False,
     ) -> tuple[list[Any], list[bool]]:
         """All-reduce numbers and flags in one message. A collective.
 
@@ -313,6 +317,7 @@ class ParallelDims:
         Args:
             numbers: summed as in :meth:`sum`, in float64; sums of int are int.
             flags: each becomes True if it is True on any process.
+            on_host: send the message from host to host, without a wait for the device; the numbers are no tensors.
 
         Returns:
             The sums, and the flags.
@@ -320,19 +325,64 @@ class ParallelDims:
         if self.world_size == 1:
             values = _copy_to_host([*numbers, *flags])
             return values[: len(numbers)], [bool(value) for value in values[len(numbers) :]]
+        device = self._device
+        if on_host and "cpu:" in dist.get_backend_config():  # older recipes may have made a group of the device alone
+            device = torch.device("cpu")
+        message = self._write_message(numbers, flags, device)
+        totals = self._reduce(message, dist.ReduceOp.SUM)
+        sums = []
+        for number, total in zip(numbers, totals, strict=False):  # the flags follow
+            sums.append(round(total) if isinstance(number, int) else total)
+        return sums, [count > 0 for count in totals[len(numbers) :]]
+
+    def sends_from_device(self, numbers: Sequence["float | torch.Tensor"]) -> bool:
+        """Return whether the host would wait for a device in :meth:`exchange`; the same on all processes."""
+        if self.world_size > 1:
+            return self._device.type == "cuda"
+        return any(isinstance(number, torch.Tensor) and number.is_cuda for number in numbers)
+
+    def start_exchange(
+        self, numbers: Sequence["float | torch.Tensor"], flags: Sequence["bool | torch.Tensor"] = ()
+    ) -> "LateExchange":
+        """Begin what :meth:`exchange` does on a CUDA device; the host goes on at once. A collective.
+
+        Args:
+            numbers: see :meth:`exchange`; all sums are float.
+            flags: see :meth:`exchange`.
+        """
+        device = self._device
+        if self.world_size == 1:
+            device = torch.device("cuda", torch.cuda.current_device())
+        message = self._write_message(numbers, flags, device)
+        before = torch.cuda.Event(enable_timing=True)
+        after = torch.cuda.Event(enable_timing=True)
+        before.record()
+        if self.world_size > 1:
+            dist.all_reduce(message)
+        after.record()
+
+        def count_waiting() -> None:
+            if self.world_size > 1:
+                self.waited += before.elapsed_time(after) / 1000  # elapsed_time is in milliseconds
+
+        return LateExchange(message, len(numbers), count_waiting)
+
+    def _write_message(
+        self,
+        numbers: Sequence["float | torch.Tensor"],
+        flags: Sequence["bool | torch.Tensor"],
+        device: torch.device,
+    ) -> torch.Tensor:
+        """Return the part of this process in the sums of numbers, then of flags, float64 ``[n]``."""
         # [numbers, flags]: one all-reduce, because each costs every rank a wait for the slowest.
-        message = torch.zeros(len(numbers) + len(flags), dtype=torch.float64, device=self._device)
+        message = torch.zeros(len(numbers) + len(flags), dtype=torch.float64, device=device)
         # Tensor-parallel ranks have the same tokens: only the first of them adds its numbers, the others add zeros.
         if self.tp == 1 or self.mesh["tp"].get_local_rank() == 0:
             for index, number in enumerate(numbers):
                 _write_scalar(message[index], number)
         for index, flag in enumerate(flags, start=len(numbers)):
             _write_scalar(message[index], flag)
-        totals = self._reduce(message, dist.ReduceOp.SUM)
-        sums = []
-        for number, total in zip(numbers, totals, strict=False):  # the flags follow
-            sums.append(round(total) if isinstance(number, int) else total)
-        return sums, [count > 0 for count in totals[len(numbers) :]]
+        return message
 
     def sum_over_sequence(self, values: torch.Tensor) -> torch.Tensor:
         """Sum over the context-parallel ranks of a sequence. A collective.
@@ -432,6 +482,41 @@ class _ShardedCollate:
         if self._dims.cp == 1:
             return batch
         return batch.split(self._dims.mesh["cp"].get_local_rank(), self._dims.cp)
+
+
+class LateExchange:
+    """All-reduced numbers and flags on their way from a CUDA device to the host.
+
+    Args:
+        message: sums of the numbers, then of the flags, float64 ``[n]``.
+        num_numbers: number of the numbers.
+        on_arrival: called once, when they are there.
+
+    Attributes:
+        message: see above; on the device.
+    """
+
+    def __init__(self, message: torch.Tensor, num_numbers: int, on_arrival: Callable[[], None]) -> None:
+        self.message = message
+        self._num_numbers = num_numbers
+        self._on_arrival = on_arrival
+        # A copy to pinned memory is one that the host does not wait for.
+        self._on_host = torch.empty(message.shape, dtype=message.dtype, pin_memory=True)
+        self._on_host.copy_(message, non_blocking=True)
+        self._arrival = torch.cuda.Event()
+        self._arrival.record()
+
+    @property
+    def has_arrived(self) -> bool:
+        """Whether :meth:`wait` returns at once."""
+        return self._arrival.query()
+
+    def wait(self) -> tuple[list[float], list[bool]]:
+        """Wait for the device; return the sums, and the flags. Call it once."""
+        self._arrival.synchronize()
+        self._on_arrival()
+        totals = self._on_host.tolist()
+        return totals[: self._num_numbers], [count > 0 for count in totals[self._num_numbers :]]
 
 
 def _gather_rows(rows: torch.Tensor, group: Any) -> tuple[torch.Tensor, int]:
