@@ -56,11 +56,21 @@ _SUPERVISED = "conversations, instructions or texts"
 _PAIRS = "preference pairs"
 _LABELED = "labeled answers"
 _PROMPTS = "prompts"
+_RETRIEVED = "queries with passages"
+_RERANKED = "queries with labeled documents"
 _CONFIGS = {
     _SUPERVISED: "any_lora",
     _PAIRS: "any_dpo",
     _LABELED: "any_dpo loss=torchtune.rlhf.loss.KTOLoss",
     _PROMPTS: "any_grpo",
+    _RETRIEVED: "any_dpo loss=torchtune.rlhf.loss.InfoNCELoss ~loss.beta collate_fn=torchtune.data.collate_embedding",
+}
+# Loss of the recipe dpo -> what it trains on, if it is not pairs.
+_TRAINED_ON_BY_LOSS = {
+    "KTOLoss": _LABELED,
+    "InfoNCELoss": _RETRIEVED,
+    "RerankBCELoss": _RERANKED,
+    "RerankListwiseLoss": _RERANKED,
 }
 _TRAINED_ON = {
     "dpo": _PAIRS,
@@ -73,7 +83,13 @@ _TRAINED_ON = {
     "ppo": _PROMPTS,
 }
 # Builder of a dataset -> what it reads; other builders read what a supervised recipe trains on.
-_READ_BY = {"preference_dataset": _PAIRS, "kto_dataset": _LABELED, "prompt_dataset": _PROMPTS}
+_READ_BY = {
+    "preference_dataset": _PAIRS,
+    "kto_dataset": _LABELED,
+    "prompt_dataset": _PROMPTS,
+    "embedding_dataset": _RETRIEVED,
+    "reranking_dataset": _RERANKED,
+}
 
 
 def expand_shorthands(config: Path, overrides: list[str]) -> list[str]:
@@ -358,11 +374,17 @@ class _DataSettings:
         if trained_on is None:  # a recipe of the user's own
             return
         loss = self._config.get("loss")
-        if isinstance(loss, Mapping) and str(loss.get("_component_")).endswith(".KTOLoss"):
-            trained_on = _LABELED
+        if isinstance(loss, Mapping):
+            loss_name = str(loss.get("_component_")).rpartition(".")[2]
+            trained_on = _TRAINED_ON_BY_LOSS.get(loss_name, trained_on)
         read = _READ_BY.get(builder, _SUPERVISED)
         if read == trained_on:
             return
+        if read == _RERANKED:  # its model has another head
+            raise UserError(
+                f"data={self._name}: the rows are {kind}, and {self._config_name} trains on {trained_on}: start from "
+                "the config of rerankers in docs/embeddings.rst."
+            )
         config, _, setting = _CONFIGS[read].partition(" ")
         if self._config_name.endswith("_distributed"):
             config += "_distributed"
