@@ -63,11 +63,21 @@ _SUPERVISED = "conversations, instructions or texts"
 _PAIRS = "preference pairs"
 _LABELED = "labeled answers"
 _PROMPTS = "prompts"
+_RETRIEVED = "queries with passages"
+_RERANKED = "queries with labeled documents"
 _CONFIGS = {
     _SUPERVISED: "any_lora",
     _PAIRS: "any_dpo",
     _LABELED: "any_dpo loss=torchtune.rlhf.loss.KTOLoss",
     _PROMPTS: "any_grpo",
+    _RETRIEVED: "any_dpo loss=torchtune.rlhf.loss.InfoNCELoss ~loss.beta collate_fn=torchtune.data.collate_embedding",
+}
+# Loss of the recipe dpo -> what it trains on, if it is not pairs.
+_TRAINED_ON_BY_LOSS = {
+    "KTOLoss": _LABELED,
+    "InfoNCELoss": _RETRIEVED,
+    "RerankBCELoss": _RERANKED,
+    "RerankListwiseLoss": _RERANKED,
 }
 _TRAINED_ON = {
     "dpo": _PAIRS,
@@ -80,7 +90,13 @@ _TRAINED_ON = {
     "ppo": _PROMPTS,
 }
 # Builder of a dataset -> what it reads; other builders read what a supervised recipe trains on.
-_READ_BY = {"preference_dataset": _PAIRS, "kto_dataset": _LABELED, "prompt_dataset": _PROMPTS}
+_READ_BY = {
+    "preference_dataset": _PAIRS,
+    "kto_dataset": _LABELED,
+    "prompt_dataset": _PROMPTS,
+    "embedding_dataset": _RETRIEVED,
+    "reranking_dataset": _RERANKED,
+}
 
 
 def expand_shorthands(config: Path, overrides: list[str]) -> list[str]:
@@ -365,28 +381,34 @@ class _DataSettings:
             return "prompts with answers", f"prompt_dataset column={columns['column_map.input']}"
         if trained_on == _SUPERVISED and builder == "prompt_dataset" and columns.get("column") == "question":
             return "instructions", "instruct_dataset column_map.input=question column_map.output=answer"
-        if builder == "classification_dataset" and not self._has_loss(".ClassificationLoss"):
+        if builder == "classification_dataset" and self._loss_name() != "ClassificationLoss":
             # The config trains a language model, for which a label is an answer if it is a text.
             if isinstance(row["label"], str):
                 return kind, "instruct_dataset column_map.input=text column_map.output=label"
             return "raw text", "text_completion_dataset column=text"
         return row_format
 
-    def _has_loss(self, name: str) -> bool:
-        """Return whether the loss of the config is a class whose path ends with ``name``."""
+    def _loss_name(self) -> str | None:
+        """Return the name of the loss's class; None if the config has no loss."""
         loss = self._config.get("loss")
-        return isinstance(loss, Mapping) and str(loss.get("_component_")).endswith(name)
+        if not isinstance(loss, Mapping):
+            return None
+        return str(loss.get("_component_")).rpartition(".")[2]
 
     def _check_method(self, kind: str, builder: str) -> None:
         """Refuse rows that the recipe does not train on, and name the config that does."""
         trained_on = _TRAINED_ON.get(self._recipe)
         if trained_on is None:  # a recipe of the user's own
             return
-        if self._has_loss(".KTOLoss"):
-            trained_on = _LABELED
+        trained_on = _TRAINED_ON_BY_LOSS.get(self._loss_name(), trained_on)
         read = _READ_BY.get(builder, _SUPERVISED)
         if read == trained_on:
             return
+        if read == _RERANKED:  # its model has another head
+            raise UserError(
+                f"data={self._name}: the rows are {kind}, and {self._config_name} trains on {trained_on}: start from "
+                "the config of rerankers in docs/embeddings.rst."
+            )
         config, _, setting = _CONFIGS[read].partition(" ")
         if self._config_name.endswith("_distributed"):
             config += "_distributed"

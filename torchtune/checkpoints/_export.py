@@ -56,14 +56,7 @@ class Export:
             checkpoint: folder of the checkpoint.
             tokenizer: tokenizer that trained; None copies the files of the source's tokenizer.
         """
-        pad_id = getattr(tokenizer, "pad_id", None)
-        # transformers reads a classifier at the last token that is no padding, and refuses batches without a known one.
-        # An EOS token that pads as well may be the last token of a text.
-        needs_pad_id = not self.generates and pad_id not in (None, getattr(tokenizer, "eos_id", None))
         for path, content in self.json_files.items():
-            is_config = path == f"{self.folder}config.json"
-            if is_config and needs_pad_id and content.get("pad_token_id") is None:
-                content = {**content, "pad_token_id": pad_id}
             (checkpoint / path).parent.mkdir(parents=True, exist_ok=True)
             write_json(checkpoint / path, content)
         folder = checkpoint / self.folder
@@ -334,7 +327,9 @@ def _write_tokenizer_files(tokenizer: Any, folder: Path) -> str | None:
 def add_pad_token(tokenizer: Any, folder: Path) -> None:
     """Set ``pad_token_id`` of a classifier's ``config.json``, and ``pad_token`` of its tokenizer, if they have none.
 
-    ``transformers`` reads the head at the last token that is no padding, and refuses batches of a model without one.
+    ``transformers`` reads the head at the last token that is no padding, and refuses batches of a model without a
+    padding token. None is set if the vocabulary has only an EOS token for padding: a text may end with it, and would be
+    read one token earlier.
 
     Args:
         tokenizer: tokenizer that trained.
@@ -347,9 +342,10 @@ def add_pad_token(tokenizer: Any, folder: Path) -> None:
     if pad_id is None or config.get("pad_token_id") is not None:
         return
     if pad_id == getattr(tokenizer, "eos_id", None):
-        # A row may end with it, which would then be taken for padding.
         padding = [token_id for text, token_id in special_tokens.items() if "pad" in text.lower()]
-        pad_id = padding[0] if padding else pad_id
+        if not padding:
+            return
+        pad_id = padding[0]
     write_json(folder / "config.json", {**config, "pad_token_id": pad_id})
     path = folder / "tokenizer_config.json"
     names = [text for text, token_id in special_tokens.items() if token_id == pad_id]

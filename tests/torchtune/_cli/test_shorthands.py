@@ -17,6 +17,7 @@ TURNS = [{"role": "user", "content": "why"}, {"role": "assistant", "content": "t
 SHAREGPT = [{"from": "human", "value": "why"}, {"from": "gpt", "value": "the cat"}]
 PAIR = {"prompt": "why", "chosen": "the cat", "rejected": "a dog"}
 QUESTION = {"question": "one and two", "answer": "#### 3"}
+RETRIEVAL = {"query": "who sees", "positive": "the cat"}
 LABELED = {"prompt": "why", "completion": "the cat", "label": True}
 
 
@@ -138,11 +139,18 @@ def test_pairs_name_the_config_for_preferences(expand, config):
         ("any_grpo", {"messages": TURNS}, "--config any_lora"),
         ("any_lora", {"prompt": "why"}, "--config any_grpo"),
         ("any_dpo", LABELED, "--config any_dpo loss=torchtune.rlhf.loss.KTOLoss"),
+        ("any_lora", RETRIEVAL, "--config any_dpo loss=torchtune.rlhf.loss.InfoNCELoss ~loss.beta collate_fn="),
+        ("any_lora", {"query": "who", "document": "cat", "label": 1}, "start from the config of rerankers"),
     ],
 )
 def test_rows_of_another_method_name_its_config(expand, config, row, remedy):
     with pytest.raises(UserError, match=remedy):
         expand(config, [row])
+
+
+def test_queries_with_passages_fit_their_loss(expand):
+    overrides = expand("any_dpo", [RETRIEVAL], "loss=torchtune.rlhf.loss.InfoNCELoss", "~loss.beta")
+    assert dataset_of(overrides) == {"_component_": "torchtune.datasets.embedding_dataset"}
 
 
 def test_labeled_answers_fit_their_loss(expand):
