@@ -19,7 +19,7 @@ from torchtune._cli._find_recipe import recipe_named_by, resolve_config, resolve
 from torchtune._cli._run_command import Command, parse_command, require_config
 from torchtune._cli._shorthands import expand_shorthands
 from torchtune._cli.subcommand import Subcommand
-from torchtune.utils import EXIT_REQUEUE, UserError, read_json, write_json
+from torchtune.utils import EXIT_REQUEUE, FolderLock, UserError, read_json, write_json
 
 _USAGE = (
     "tune sweep [TORCHRUN-OPTIONS] [<recipe>] --config <config> --trials 8 --output <folder> "
@@ -364,8 +364,17 @@ class _Sweep:
         return "\n".join([*lines, ")", 'eval "srun ${trials[$SLURM_ARRAY_TASK_ID]}"'])
 
     def run(self) -> None:
-        """Run the rungs, and print the table of trials and the comparison of those that finished."""
+        """Run the rungs, and print the table of trials and the comparison of those that finished.
+
+        Raises:
+            SweepError: the folder is of another sweep, or no trial has a result.
+            UserError: another sweep, or the run of a sweep that was killed, uses the folder.
+        """
         self._check_state()
+        with FolderLock(self._folder, name=".sweep.lock", key="--output").held():
+            self._run_rungs()
+
+    def _run_rungs(self) -> None:
         every = 1
         if self._metric.name.startswith("val_"):
             every = self._settings.run_val_every_n_steps
@@ -415,6 +424,9 @@ class _Sweep:
         from torchtune.checkpoints import complete_directories
 
         trial.folder.mkdir(parents=True, exist_ok=True)
+        # The run of a sweep that was killed may still train: it must not count as a failure of the trial.
+        with FolderLock(trial.folder, key="--output").held():
+            pass
         overrides = ["resume_from_checkpoint=True"] if complete_directories(trial.folder) else []
         arguments = [sys.executable, "-m", "torchtune._cli.tune", *self.command_of(trial, *overrides)]
         was_stopped = False

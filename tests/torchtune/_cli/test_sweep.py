@@ -119,6 +119,34 @@ def test_slurm_script_has_a_whole_run_for_each_trial(tune, tmp_path):
     assert not (tmp_path / "sweep").exists()
 
 
+HOLD = """
+import sys
+from pathlib import Path
+from torchtune.utils import FolderLock
+FolderLock(Path(sys.argv[1]), name=sys.argv[2]).acquire()
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize(("part", "lock"), [(".", ".sweep.lock"), ("trial_00", ".run.lock")])
+def test_sweep_does_not_mix_with_one_that_still_runs(tune, tmp_path, monkeypatch, part, lock):
+    """The run of a sweep that was killed trains on: its trial must not count as failed."""
+    monkeypatch.setattr("torchtune.utils._folder_lock._PATIENCE", 0.1)
+    config = write_config("full_finetune_single_device", tmp_path, tmp_path / "run")
+    folder = tmp_path / "sweep" / part
+    folder.mkdir(parents=True)
+    command = [sys.executable, "-c", HOLD, str(folder), lock]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as owner:
+        assert owner.stdout.readline() == "held\n"
+        refused = tune("sweep", "--config", config, "--output", tmp_path / "sweep", "epochs=1,2")
+        owner.stdin.close()
+    assert refused.code == 2
+    assert "is in use by another run" in refused.err
+    assert "failed" not in refused.out
+    assert not (tmp_path / "sweep" / "trial_00" / "output.txt").exists()
+
+
 def test_sweep_that_is_stopped_goes_on_and_finds_the_best(tmp_path):
     config = write_config("full_finetune_single_device", tmp_path, tmp_path / "run", epochs=2)
     folder = tmp_path / "sweep"
