@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from tests.devices import DEVICE
 from tests.recipes.killing import Forker, alive, losses, said, steps_logged
 from tests.recipes.runs import RECIPES, after_each_step, write_config
 
@@ -101,6 +102,8 @@ def machines(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(("lost", "with_worker"), [(1, False), (0, True)], ids=["the agent", "the first machine"])
 def test_the_other_machine_ends_and_the_run_resumes(machines, forker, tmp_path, lost, with_worker):
+    if DEVICE == "cuda" and with_worker:
+        pytest.skip("gloo tells at once that a machine is gone; with NCCL it takes hang_timeout_minutes")
     output_dir, recipe = tmp_path / "output", tmp_path / "mine.py"
     waits = "import time; time.sleep(2 * (self.global_step >= 7 and self.resume_point is None))"
     ((place, waiting),) = after_each_step(waits).items()
@@ -119,7 +122,8 @@ def test_the_other_machine_ends_and_the_run_resumes(machines, forker, tmp_path, 
     machines.until(lambda: not alive(survivor), running=False)
     screen = machines.screen(1 - lost)
     assert machines.forkers[1 - lost].wait() == [75], screen
-    errors = re.findall(r"^error: (.*)", screen, re.MULTILINE)
+    # Said by the command where a collective fails, as those of gloo do, and else by the watchdog.
+    errors = re.findall(r"^(?:error: |ERROR:torchtune:)(.*)", screen, re.MULTILINE)
     assert errors, screen
     assert all(
         re.match(rf"(Ranks? {lost} on machine {lost} \(|Machine 0, |{machines.endpoint} has stopped)", error)
