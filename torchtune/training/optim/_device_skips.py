@@ -1,5 +1,6 @@
 """Steps that an optimizer leaves out by a decision of the device, before the host knows it."""
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -27,11 +28,6 @@ class DeviceSkips:
         optimizer: from :func:`~torchtune.training.setup_optimizer`.
         model: model of its parameters.
 
-    Attributes:
-        is_supported: whether all parameters are on a CUDA device and all of their kernels can leave out a step: torch's
-            fused optimizers, and this library's steps of bfloat16 weights. A conversion with a
-            ``post_optimizer_hook`` must know on the host whether there was a step, and excludes it.
-
     Example:
         >>> optimizer = torch.optim.AdamW(model.parameters())
         >>> torchtune.training.DeviceSkips(optimizer, model).is_supported  # on a CPU
@@ -39,12 +35,23 @@ class DeviceSkips:
     """
 
     def __init__(self, optimizer: Optimizer, model: torch.nn.Module) -> None:
+        self._optimizer = optimizer
+        self._model = model
         self._optimizers = list(single_optimizers(optimizer))
         self._states_before: dict[Optimizer, dict[torch.Tensor, dict[str, Any]]] = {}
         self._num_steps_before: dict[LowPrecisionOptimizer, int] = {}
-        self.is_supported = not isinstance(optimizer, OptimizerInBackward) and not _has_post_hook(model)
-        for single_optimizer in self._optimizers:
-            self.is_supported = self.is_supported and _can_skip(single_optimizer)
+
+    @functools.cached_property
+    def is_supported(self) -> bool:
+        """Whether all parameters are on a CUDA device and all of their kernels can leave out a step.
+
+        Those of torch's fused optimizers can, and this library's steps of bfloat16 weights. A conversion with a
+        ``post_optimizer_hook`` must know on the host whether there was a step, and excludes it. Asked first at a step,
+        because a resumed optimizer has the settings of its saved groups.
+        """
+        if isinstance(self._optimizer, OptimizerInBackward) or _has_post_hook(self._model):
+            return False
+        return all(map(_can_skip, self._optimizers))
 
     def prepare(self, is_bad: torch.Tensor) -> None:
         """Make the next ``optimizer.step()`` change nothing where ``is_bad``.

@@ -103,6 +103,15 @@ def test_optimizer_steps_without_a_flag_after_the_last_decision(skips_on_cpu):
     assert not torch.equal(model[0].weight, before)
 
 
+def test_resumed_optimizer_has_the_kernels_of_the_saved_run(skips_on_cpu):
+    model = make_model()
+    saved = setup_optimizer(lambda parameters: torch.optim.AdamW(parameters, lr=0.01), model)
+    optimizer = setup_optimizer(adamw, model)
+    skips = DeviceSkips(optimizer, model)
+    optimizer.load_state_dict(saved.state_dict())
+    assert not skips.is_supported
+
+
 class WithPostHook(Conversion):
     """Does something after each step."""
 
