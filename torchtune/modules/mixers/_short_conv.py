@@ -26,11 +26,10 @@ class _CausalConv(torch.autograd.Function):
         continues = torch.ge(reach[:, 1:], 1, out=continues)[..., None]
         earliest, *later = weight.unbind(1)
         out = x * earliest
+        moved = torch.zeros_like(x)  # no position is before the first one
         for tap in later:
-            earlier = out
-            out = x * tap
-            # Not `+=`, which copies the slice onto itself once more.
-            out[:, 1:].addcmul_(earlier[:, :-1], continues)
+            torch.mul(out[:, :-1], continues, out=moved[:, 1:])
+            out = torch.addcmul(moved, x, tap)  # rounds once
         ctx.save_for_backward(x, weight, continues)
         return out
 
