@@ -126,7 +126,7 @@ def test_operators_of_a_short_convolution():
     hidden = torch.zeros(1, 300, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     reach = torch.arange(300, device="cuda")[None]
     forward, backward = operators_of_module(convolution, hidden, reach, None)
-    assert forward <= 8
+    assert forward <= 9
     assert backward <= 9  # with the gradient of the sum, and without that of a frozen weight
 
 
