@@ -20,16 +20,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from torchtune.modules import FeedForward
-from torchtune.modules.kernels.grouped import grouped_mm
+from torchtune.modules.kernels.grouped import RowGroups, grouped_mm
 from torchtune.modules.moe import GroupedExperts, MoE, TokenChoiceTopKRouter
 
 
 class _Kernel(GroupedExperts):
     """Experts whose products torch's grouped kernel makes."""
 
-    def project(self, name: str, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
+    def project(self, name: str, x: Tensor, groups: RowGroups) -> Tensor:
         """As the base does, by the kernel."""
-        return grouped_mm(x, getattr(self, name), num_tokens_per_expert, kernel=True)
+        return grouped_mm(x, getattr(self, name), groups, kernel=True)
 
 
 class _All(MoE):

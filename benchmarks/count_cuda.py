@@ -38,6 +38,7 @@ from unittest import mock
 import torch
 from gpu_cases import RANK, Case, draw_step
 from torch import Tensor, nn
+from torch._library.custom_ops import OPDEFS
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchtune import rlhf, training
@@ -130,6 +131,10 @@ class Operators(TorchDispatchMode):
         super().__exit__(*error)
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if operator.namespace == "torchtune":
+            # An operator of the library is not a launch, but the operators in it are.
+            with self:
+                return OPDEFS[operator._schema.name]._init_fn(*args, **(kwargs or {}))
         result = operator(*args, **(kwargs or {}))
         name = operator._schema.name.removeprefix("aten::")
         if name in _ALLOCATIONS or name in _NO_LAUNCHES or _is_view(operator):

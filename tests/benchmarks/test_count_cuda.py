@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from torchtune.modules.mixers import Mamba2
+
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -50,6 +52,19 @@ def test_launches_and_waits_of_a_micro_batch_are_counted(counting, method):
     assert row["ours"]["waits"] == {}
     depth = row["depth"]
     assert counting._launches(row["ours"], depth) <= 0.65 * counting._launches(row["transformers"], depth)
+
+
+@needs_cuda
+@pytest.mark.cuda_host
+def test_launches_inside_of_an_operator_of_the_library_are_counted(counting):
+    mixer = Mamba2(embed_dim=32, num_heads=2, head_dim=16, num_groups=1, state_dim=8, conv_taps=2, norm_eps=1e-6)
+    counts = []
+    for chunks in (1, 2):
+        operators = counting.Operators()
+        with operators, torch.no_grad():
+            mixer.to("cuda")(torch.zeros(1, 64 * chunks, 32, device="cuda"))
+        counts.append(operators.counts["other"])
+    assert counts[1] > counts[0] + 10  # the recurrence runs chunk after chunk
 
 
 @needs_cuda

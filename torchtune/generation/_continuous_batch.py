@@ -1,5 +1,6 @@
 """The decode loop: a continuous batch with key-value caches, in which rows join and leave while others continue."""
 
+import os
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from torchtune.data import Documents, Images
 from torchtune.generation._fast_linear import fast_linears
 from torchtune.generation._prompts import images_of_batch
 from torchtune.generation._sampling import GenerationError, LogitsProcessor, process_logits
+from torchtune.generation._static_step import StaticStep
 from torchtune.modules.bidirectional import is_causal
 from torchtune.modules.common_utils import attention_modules
 from torchtune.modules.kv_cache import EncoderCache, KVCache, Place
@@ -84,6 +86,15 @@ def _reads_only_keys_and_values(model: nn.Module) -> bool:
     return not (model.text.attends_to_encoder() or model.text.has_states())
 
 
+def _has_static_steps(model: nn.Module) -> bool:
+    """Return whether a step of the model has the same shapes for texts of any length."""
+    if not isinstance(model, TransformerDecoder) or not _reads_only_keys_and_values(model):
+        return False
+    embeddings = [getattr(attn, "pos_embeddings", None) for attn in attention_modules(model)]
+    grows = any(getattr(embedding, "depends_on_length", False) for embedding in embeddings)
+    return not grows and not model.output_hidden_states
+
+
 class ModelRanks:
     """The ranks that share the model. As a context manager, it reshards FSDP parameters on exit."""
 
@@ -113,6 +124,11 @@ class ModelRanks:
 
     def __exit__(self, *error: object) -> None:
         reshard(self._model)  # all-gathered parameters would be stale after the next optimizer step
+
+    @property
+    def is_single(self) -> bool:
+        """Whether no other rank shares the model."""
+        return not self._groups and self._tp is None
 
     def multiple(self, length: int) -> int:
         """Return ``length`` rounded up to a multiple of the sequence-parallel size."""
@@ -156,6 +172,7 @@ class Batch:
         device: device of the tokens.
         use_cache: use KV caches; without them every step runs the model on whole sequences.
         step: runs the model on one position per row after the cached positions; by default as it runs on prompts.
+        is_static: run these positions with static shapes (:class:`StaticStep`), where the model can.
     """
 
     def __init__(
@@ -167,6 +184,7 @@ class Batch:
         device: torch.device,
         use_cache: bool,
         step: Step | None = None,
+        is_static: bool = False,
     ) -> None:
         self._model = model
         self._ranks = ranks
@@ -187,6 +205,8 @@ class Batch:
         self._starts = torch.zeros(0, dtype=torch.int64, device=device)  # [m], columns of first tokens
         self._offsets = self._starts  # [m], positions minus indices of new tokens
         self._caches: list[KVCache] = []
+        self._is_static = is_static and use_cache and step is None and ranks.is_single and _has_static_steps(model)
+        self._static_step: StaticStep | None = None
 
     @property
     def is_unfinished(self) -> bool:
@@ -240,6 +260,9 @@ class Batch:
         input_pos = (self._end - 1 - self._starts + self._offsets)[:, None]  # [m, 1]
         if not self._use_cache or self._invalidates_caches():
             return self._run_whole(0, first, self._end), list(self._rows)
+        logits = self._run_static() if self._is_static else None
+        if logits is not None:
+            return logits, list(self._rows)
         mask = None
         if any(row.start != first for row in self._rows):
             columns = torch.arange(first, self._end, device=self._device)
@@ -253,6 +276,16 @@ class Batch:
                 break
         logits = self._run(x, input_pos, mask, None, Place(0, first, self._end - 1), images=images)
         return logits, list(self._rows)
+
+    def _run_static(self) -> Tensor | None:
+        """Return logits ``[m, v]`` of a step with static shapes, or None if it cannot be captured."""
+        if self._static_step is None:
+            self._static_step = StaticStep(self._model, self._caches, self._cache_place)
+        tokens = self._tokens[: len(self._rows), self._end - 1 : self._end]
+        self._static_step.set_inputs(tokens, self._starts, self._offsets, self._end - 1)
+        logits = self._static_step.run(len(self._rows))
+        self._is_static = self._static_step.is_usable
+        return logits
 
     def sequences(self, rows: list[Row]) -> list[Tensor]:
         """Return prompt and new tokens, int64 ``[s]``, of each row of :meth:`forward`, before :meth:`append`."""
@@ -553,6 +586,8 @@ class Batch:
 
 # Minimum number of new tokens for which converting weights to oneDNN's layout and back saves time.
 _WORTH_PACKING = 32
+# Minimum number of new tokens for which a CUDA graph of a step saves time.
+_WORTH_CAPTURING = 32
 
 
 def check_generates(model: nn.Module) -> None:
@@ -620,7 +655,10 @@ def decode(
     ranks = ModelRanks(model)
     pack = use_cache and max(request.limit for request in requests) >= _WORTH_PACKING
     with ranks, evaluating(model), fast_linears(model, pack=pack), _without_caches(model):
-        batch = Batch(model, requests, size, ranks, device, use_cache, step)
+        # Only on request, because no GPU has run it. Capturing a graph takes as long as a few steps.
+        is_static = device.type == "cuda" and os.environ.get("TORCHTUNE_CUDA_GRAPHS") == "1"
+        is_static = is_static and max(request.limit for request in requests) >= _WORTH_CAPTURING
+        batch = Batch(model, requests, size, ranks, device, use_cache, step, is_static)
         while True:
             passes = tokens_per_check
             if tokens_per_check > 1:

@@ -16,6 +16,8 @@ class Place:
         end: first column that is written; equal to ``first`` if nothing is cached yet.
         rows: for padding-free prompts ``[1, n]``: the cache row of each position, int64 ``[n]``.
         columns: the cache column of each position, int64 ``[n]``.
+        column: the column of one new position of every row of the cache, int64 ``[1]``, instead of the other numbers;
+            attention then reads all rows and columns.
     """
 
     row: int = 0
@@ -23,6 +25,7 @@ class Place:
     end: int = 0
     rows: Tensor | None = None
     columns: Tensor | None = None
+    column: Tensor | None = None
 
 
 class KVCache(nn.Module):
@@ -131,6 +134,10 @@ class KVCache(nn.Module):
         return self.k_cache[:bsz], self.v_cache[:bsz]
 
     def _update_at(self, place: Place, k_val: Tensor, v_val: Tensor) -> tuple[Tensor, Tensor]:
+        if place.column is not None:
+            self.k_cache.index_copy_(2, place.column, k_val.to(self.k_cache.dtype))
+            self.v_cache.index_copy_(2, place.column, v_val.to(self.v_cache.dtype))
+            return self.k_cache, self.v_cache
         if place.rows is not None:
             # Prompts without padding: each position has a row and a column of its own. Indexing does not cast.
             self.k_cache[place.rows, :, place.columns] = k_val[0].transpose(0, 1).to(self.k_cache.dtype)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from torchtune.data import Documents
 from torchtune.modules.kernels.documents import check_coverage
-from torchtune.utils import computes_on_cpu, to_device
+from torchtune.utils import launches_kernels, to_device
 
 Layout = Literal["interleaved", "half", "halves"]
 
@@ -43,7 +43,7 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout, direction: int = 1) -> Tensor:
     """Rotate by the angles, or with ``direction`` -1 by their negatives."""
     is_compiling = torch.compiler.is_compiling()
-    if not is_compiling and _is_accelerator(x):
+    if not is_compiling and launches_kernels(x.device):  # where operators convert dtypes while they read
         return _rotate_in_three_launches(x, cos, sin, layout, direction)
     if direction < 0:
         sin = -sin
@@ -71,11 +71,6 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout, direction: int 
     torch.mul(first, cos, out=rotated_first).addcmul_(second, sin, value=-1)
     torch.mul(second, cos, out=rotated_second).addcmul_(first, sin)
     return rotated.to(x.dtype)
-
-
-def _is_accelerator(x: Tensor) -> bool:
-    """Whether launches are what an uncompiled operator costs, and operators convert dtypes while they read."""
-    return x.device.type == "cuda" or (x.device.type == "cpu" and not computes_on_cpu(x.device))
 
 
 def _rotate_in_three_launches(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout, direction: int) -> Tensor:
@@ -188,6 +183,7 @@ class RotaryPositionalEmbeddings(nn.Module):
         self.base = base
         exponents = torch.arange(0, dim, 2, dtype=torch.int64, device="cpu").float() / dim
         self._frequencies: list[float] = self._scale(1.0 / (base**exponents)).tolist()
+        self._sent: Tensor | None = None  # the frequencies on the CUDA device that asked last
 
     def _scale(self, frequencies: Tensor) -> Tensor:
         """Hook for variants: float32 ``[r / 2]`` to float32 ``[r / 2]``."""
@@ -198,7 +194,14 @@ class RotaryPositionalEmbeddings(nn.Module):
 
     def _frequencies_of(self, seq_lens: Tensor) -> Tensor:
         """Hook for variants: lengths ``[b or 1, s or 1]`` to float32 ``[r / 2]``, or to one row per position."""
-        return to_device(self._frequencies, seq_lens.device, torch.float32)
+        device = seq_lens.device
+        if self._sent is not None and self._sent.device == device:
+            return self._sent
+        frequencies = to_device(self._frequencies, device, torch.float32)
+        # A graph of CUDA cannot repeat the copy from the host. A fake tensor is not for later calls.
+        if device.type == "cuda" and type(frequencies) is Tensor:
+            self._sent = frequencies
+        return frequencies
 
     @torch.no_grad()
     def cos_sin(self, input_pos: Tensor, seq_lens: Tensor | None = None) -> tuple[Tensor, Tensor]:

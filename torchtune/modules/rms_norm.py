@@ -1,10 +1,13 @@
 """Normalization: RMSNorm, and layer normalization in float32."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from torchtune.utils import is_simulated
+from torchtune.utils import is_simulated, launches_kernels
 
 
 class _SimulatedNorm(torch.autograd.Function):
@@ -30,6 +33,45 @@ def _fused_norm(x: Tensor, eps: float, scale: Tensor | None = None) -> Tensor:
     return F.rms_norm(x, (x.shape[-1],), scale, eps)
 
 
+class _ScaledNorm(torch.autograd.Function):
+    """Norm and scale in two launches, and their backward pass in one.
+
+    The operators apart take four in the backward pass, round the gradient between them, and keep the norm.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor, eps: float) -> Tensor:
+        if is_simulated():
+            normed = x.clone()
+            rstd = torch.empty(*x.shape[:-1], 1, dtype=torch.float32, device=x.device)
+        else:
+            normed, rstd = torch.ops.aten._fused_rms_norm(x, x.shape[-1:], None, eps)
+        ctx.save_for_backward(x, scale, rstd)
+        return normed.mul_(scale)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, scale, rstd = ctx.saved_tensors
+        needs_x, needs_scale, _ = ctx.needs_input_grad
+        if is_simulated():
+            grad_x = torch.zeros_like(x) if needs_x else None
+            grad_scale = torch.zeros_like(scale) if needs_scale else None
+        else:
+            grad_x, grad_scale = torch.ops.aten._fused_rms_norm_backward(
+                grad, x, x.shape[-1:], rstd, scale, [needs_x, needs_scale]
+            )
+        return grad_x, grad_scale, None
+
+
+def _fuses_backward(x: Tensor, scale: Tensor) -> bool:
+    """Whether the backward passes of norm and scale are one launch; the compiler and a CPU fuse them themselves."""
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not launches_kernels(x.device):
+        return False
+    is_sharded = hasattr(x, "placements") or hasattr(scale, "placements")
+    return x.dtype == scale.dtype and not is_sharded
+
+
 def rms_norm(x: Tensor, eps: float = 1e-6, scale: Tensor | None = None) -> Tensor:
     """Compute ``x / sqrt(mean(x², last dimension) + eps) * scale`` in float32 (Zhang & Sennrich 2019).
 
@@ -45,9 +87,12 @@ def rms_norm(x: Tensor, eps: float = 1e-6, scale: Tensor | None = None) -> Tenso
         >>> torchtune.modules.rms_norm(torch.tensor([3.0, -1.0]))
         tensor([ 1.3416, -0.4472])
     """
+    if scale is None:
+        return _fused_norm(x, eps)
+    if _fuses_backward(x, scale):
+        return _ScaledNorm.apply(x, scale, eps)
     # The operator computes in float32 and rounds its result; checkpoints expect this rounding before the scale.
-    normed = _fused_norm(x, eps)
-    return normed if scale is None else normed * scale
+    return _fused_norm(x, eps) * scale
 
 
 class RMSNorm(nn.Module):

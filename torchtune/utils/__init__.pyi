@@ -59,6 +59,7 @@ from ._simulation import allocates_on_host as allocates_on_host
 from ._simulation import computes_on_cpu as computes_on_cpu
 from ._simulation import is_on_host as is_on_host
 from ._simulation import is_simulated as is_simulated
+from ._simulation import launches_kernels as launches_kernels
 from ._simulation import simulated as simulated
 from ._torch_private import (
     FrozenIntegers,

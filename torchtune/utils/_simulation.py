@@ -21,6 +21,11 @@ def computes_on_cpu(device: "torch.device") -> bool:
     return device.type == "cpu" and not _is_active
 
 
+def launches_kernels(device: "torch.device") -> bool:
+    """Return whether an uncompiled operator costs a launch: on CUDA, and in a simulation, which stands for it."""
+    return device.type == "cuda" or (device.type == "cpu" and _is_active)
+
+
 @contextmanager
 def simulated() -> Iterator[None]:
     """Context manager in which CPU tensors represent accelerator tensors."""

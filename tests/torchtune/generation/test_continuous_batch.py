@@ -12,11 +12,13 @@ from tests.devices import DEVICE
 from torchtune.generation import (
     GenerationError,
     Request,
+    _continuous_batch,
     _fast_linear,
     fast_linears,
     generate_tokens,
     stream_tokens,
 )
+from torchtune.generation._static_step import StaticStep
 from torchtune.models import Description, build
 from torchtune.models._mixers import DeltaNetMixer
 from torchtune.modules.conversion import apply_conversions
@@ -73,6 +75,36 @@ def _answers_as_alone(model, prompts=_PROMPTS[:1], new=40):
     batched = generate_tokens(model, prompts, max_new_tokens=new, temperature=0.0)
     for prompt, tokens in zip(prompts, batched.tokens, strict=True):
         assert tokens.tolist() == _alone(model, prompt, new, set())
+
+
+@pytest.mark.parametrize("kind", [kind for kind in _KINDS if kind != "mixers"])
+def test_steps_with_static_shapes_give_the_same_answers(kind, monkeypatch):
+    """Rows join and leave, and the caches grow."""
+    model = _model(**_KINDS[kind])
+    static_steps = []
+    batch_class = _continuous_batch.Batch
+
+    def make_static_batch(*args: Any) -> Any:
+        *others, _ = args
+        return batch_class(*others, is_static=True)
+
+    def count_steps(step: StaticStep, count: int) -> torch.Tensor:
+        static_steps.append(count)
+        return step.compute()[:count]
+
+    monkeypatch.setattr(_continuous_batch, "Batch", make_static_batch)
+    monkeypatch.setattr(StaticStep, "run", count_steps)
+    limits = [9, 70, 4, 20, 30, 1, 12]
+    batched = generate_tokens(
+        model, _PROMPTS, max_new_tokens=limits, temperature=0.0, stop_tokens={11}, max_sequences=3, tokens_per_check=4
+    )
+    assert set(static_steps) == {1, 2, 3}
+    for prompt, limit, tokens, log_probs in zip(_PROMPTS, limits, batched.tokens, batched.log_probs, strict=True):
+        assert tokens.tolist() == _alone(model, prompt, limit, {11})
+        with torch.no_grad():
+            logits = model(torch.tensor([[*prompt, *tokens.tolist()]]))[0, len(prompt) - 1 : -1]
+        wanted = F.log_softmax(logits, -1).gather(1, tokens[:, None])[:, 0]
+        torch.testing.assert_close(log_probs, wanted, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("tokens_per_check", [1, 5])

@@ -31,7 +31,7 @@ from torchtune.modules.kernels import (
     grouped,
 )
 from torchtune.modules.kernels.documents import Boundaries
-from torchtune.modules.kernels.grouped import grouped_mm
+from torchtune.modules.kernels.grouped import RowGroups, grouped_mm
 from torchtune.modules.mixers import GatedDeltaNet, Mamba2, ShortConv
 from torchtune.modules.mixers._gated_delta_net import KERNEL_CHUNK
 
@@ -361,7 +361,7 @@ def test_swiglu_and_products_of_experts_by_kernels_of_other_packages():
     assert torch.autograd.gradcheck(SWIGLU.load().apply, (gate, up))
     x, weight, counts = torch.randn(9, 16), torch.randn(3, 16, 8), torch.tensor([4, 0, 5])
     other = grouped._other_grouped_mm(GROUPED_PRODUCTS.load(), x, weight, counts)
-    torch.testing.assert_close(other, grouped_mm(x, weight, counts))
+    torch.testing.assert_close(other, grouped_mm(x, weight, RowGroups.of(counts)))
 
 
 @pytest.mark.usefixtures("stand_ins")

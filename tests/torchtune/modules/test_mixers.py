@@ -13,6 +13,7 @@ from torchtune.models._mixers import DeltaNetMixer
 from torchtune.modules.mixers import GatedDeltaNet, Mamba2, ShortConv
 from torchtune.modules.mixers._gated_delta_net import gated_delta_rule
 from torchtune.modules.mixers._mamba2 import state_space
+from torchtune.modules.mixers._short_conv import causal_conv
 from torchtune.modules.peft import LoRA
 from torchtune.training.parallel._parallel_dims import ParallelDims, ParallelDimsError
 from torchtune.training.parallel._parallelize import check_parallelizable
@@ -170,3 +171,25 @@ def test_a_cache_continues_padded_prompts(kind):
         steps = [mixer(x[:, :7], input_pos=positions[:, :7])]
         steps += [mixer(x[:, t : t + 1], input_pos=positions[:, t : t + 1]) for t in range(7, 12)]
     assert (torch.cat(steps, dim=1) - full).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("taps", [1, 3, 4])
+@pytest.mark.parametrize("lengths", [(5, 1, 2, 3), (1,), (2,)])
+def test_convolution_and_its_gradients_stay_within_documents(taps, lengths):
+    torch.manual_seed(0)
+    x = torch.randn(1, sum(lengths), 3, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(3, taps, dtype=torch.float64, requires_grad=True)
+    reach = torch.cat([torch.arange(length) for length in lengths])[None]
+    documents = []
+    for document in x.split(lengths, dim=1):
+        padded = F.pad(document.transpose(1, 2), (taps - 1, 0))
+        documents.append(F.conv1d(padded, weight[:, None], groups=3).transpose(1, 2))
+    expected = torch.cat(documents, dim=1)
+    out = causal_conv(x, weight, reach)
+    torch.testing.assert_close(out, expected)
+    grad = torch.randn_like(out)
+    expected_gradients = torch.autograd.grad(expected, [x, weight], grad)
+    gradients = torch.autograd.grad(out, [x, weight], grad)  # of the weight, sums in float32
+    torch.testing.assert_close(gradients, expected_gradients, atol=1e-5, rtol=1e-5)
+    with_frozen_weight = causal_conv(x, weight.detach(), reach)
+    torch.testing.assert_close(torch.autograd.grad(with_frozen_weight, x, grad)[0], expected_gradients[0])

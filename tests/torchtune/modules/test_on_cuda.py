@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from torchtune import training
 from torchtune.data import Documents
-from torchtune.modules import attention
-from torchtune.modules.kernels.grouped import grouped_mm
+from torchtune.modules import attention, rms_norm
+from torchtune.modules.kernels.grouped import RowGroups, grouped_mm
 from torchtune.modules.low_precision import FrozenFloat8Linear, FrozenInt8Linear, FrozenNF4Linear
 
 DEVICE = "cuda"
@@ -101,10 +101,26 @@ def test_products_of_groups(counts):
     results = []
     for device, dtype in (("cpu", torch.float64), (DEVICE, torch.bfloat16)):
         leaves = [t.to(device, dtype).requires_grad_() for t in (x, weight)]
-        out = grouped_mm(*leaves, torch.tensor(counts, device=device))
+        out = grouped_mm(*leaves, RowGroups.of(torch.tensor(counts, device=device)))
         out.backward(grad.to(device, dtype))
         results.append([out, *(leaf.grad for leaf in leaves)])
     assert max(distance(found, expected.detach()) for expected, found in zip(*results, strict=True)) < 1e-2
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_norm_and_its_gradients(is_frozen):
+    torch.manual_seed(0)
+    x = torch.randn(2, 9, 64).bfloat16()
+    scale = torch.rand(64).bfloat16()
+    grad = torch.randn(2, 9, 64).bfloat16()
+    results = []
+    for device, dtype in (("cpu", torch.float64), (DEVICE, torch.bfloat16)):
+        inputs = [x.to(device, dtype).requires_grad_(), scale.to(device, dtype).requires_grad_(not is_frozen)]
+        out = rms_norm(inputs[0], 1e-5, inputs[1])
+        out.backward(grad.to(device, dtype))
+        results.append([out, *(tensor.grad for tensor in inputs if tensor.requires_grad)])
+    errors = [distance(found, expected.detach()) for expected, found in zip(*results, strict=True)]
+    assert max(errors) < 1e-2
 
 
 @pytest.mark.parametrize("kind", [FrozenNF4Linear, FrozenInt8Linear, FrozenFloat8Linear])

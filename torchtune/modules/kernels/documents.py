@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import TYPE_CHECKING
 
 import torch
@@ -57,14 +57,9 @@ class Boundaries:
             chunks: sizes of the chunks in which layers attend.
             kernel_chunk: size of the chunks of recurrent mixers' kernel.
         """
-        cu_keys = None
-        num_keys = None
-        if documents.shared is not None:
-            cu_keys = documents.shared.cu_keys
-            num_keys = len(documents.shared.keys)
         masks = {}
         for window in block_masks:
-            masks[window] = document_block_mask(documents.cu_seqlens, documents.num_tokens, window, cu_keys, num_keys)
+            masks[window] = _block_mask(documents, window)
         chunk_boundaries = {size: cls.of(documents.split_into_chunks(size), block_masks) for size in chunks}
         return cls(
             documents.cu_seqlens,
@@ -75,6 +70,17 @@ class Boundaries:
             documents.num_tokens,
             None if kernel_chunk is None else index_chunks(documents, kernel_chunk),
         )
+
+
+def _block_mask(documents: Documents, window: int) -> "BlockMask":
+    """Make FlexAttention's block mask on the host, which knows the lengths, for the documents' device."""
+    cu_queries = torch.tensor([0, *accumulate(documents.lengths)], dtype=torch.int32, device="cpu")
+    device = documents.cu_seqlens.device
+    if not documents.prefixes:
+        return document_block_mask(cu_queries, documents.num_tokens, window, device=device)
+    num_keys = [before + length for before, length in zip(documents.before, documents.lengths, strict=True)]
+    cu_keys = torch.tensor([0, *accumulate(num_keys)], dtype=torch.int32, device="cpu")
+    return document_block_mask(cu_queries, documents.num_tokens, window, cu_keys, sum(num_keys), device)
 
 
 def index_chunks(documents: Documents, size: int) -> Tensor:

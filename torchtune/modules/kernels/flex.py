@@ -1,7 +1,7 @@
 """FlexAttention: its call, the blocks that a card can hold, and its block mask for packed documents."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +19,12 @@ _FLEX_VERSIONS = 64  # compiled kernels per process
 
 
 def document_block_mask(
-    cu_seqlens: Tensor, num_tokens: int, window: int = 0, cu_keys: Tensor | None = None, num_keys: int | None = None
+    cu_seqlens: Tensor,
+    num_tokens: int,
+    window: int = 0,
+    cu_keys: Tensor | None = None,
+    num_keys: int | None = None,
+    device: torch.device | None = None,
 ) -> "BlockMask":
     """Make the ``BlockMask`` of causal attention within documents, without a ``t × t`` mask and without a host sync.
 
@@ -34,6 +39,8 @@ def document_block_mask(
         cu_keys: int32 ``[documents + 1]``, cumulative numbers of keys, for documents with more keys than queries; the
             queries are then the last positions. By default ``cu_seqlens``.
         num_keys: k, total number of keys; by default t.
+        device: device of the mask; by default that of ``cu_seqlens``, on which the mask is computed. Of boundaries on
+            the host it reaches a CUDA device in one copy, instead of some eighty launches.
 
     Returns:
         Mask for queries ``[1, n, t, h]`` and keys ``[1, n_kv, k, h]``.
@@ -43,14 +50,14 @@ def document_block_mask(
     if cu_keys is None:
         cu_keys = cu_seqlens
         num_keys = num_tokens
-    device = cu_seqlens.device
-    positions = torch.arange(num_tokens, device=device)
+    source = cu_seqlens.device
+    positions = torch.arange(num_tokens, device=source)
     document = torch.bucketize(positions, cu_seqlens[1:], right=True)  # [t]
-    document_of_key = torch.bucketize(torch.arange(num_keys, device=device), cu_keys[1:], right=True)  # [k]
+    document_of_key = torch.bucketize(torch.arange(num_keys, device=source), cu_keys[1:], right=True)  # [k]
     own_key = positions + (cu_keys - cu_seqlens)[1:].long()[document]  # the key of the query's own position
 
     # Of every block of queries, [query blocks]: its first and last query, and the first and last block of keys it sees.
-    block_starts = torch.arange(0, num_tokens, BLOCK, device=device)
+    block_starts = torch.arange(0, num_tokens, BLOCK, device=source)
     block_ends = (block_starts + BLOCK).clamp(max=num_tokens) - 1
     document_begin = cu_keys[document[block_starts]].long()  # first key of the block's first document
     first_seen = document_begin
@@ -69,13 +76,57 @@ def document_block_mask(
     full_to = torch.maximum((own_key[block_starts] + 1) // BLOCK, full_from)
 
     # Partial blocks: from `first` to `full_from`, and from `full_to` to `last`.
-    order = torch.arange(-(-num_keys // BLOCK), device=device)  # [key blocks]
+    order = torch.arange(-(-num_keys // BLOCK), device=source)  # [key blocks]
     partial_before = (full_from - first)[:, None]
     partial_after = (last + 1 - full_to)[:, None]
     partial_blocks = torch.where(
         order < partial_before, first[:, None] + order, full_to[:, None] + order - partial_before
     )
     full_blocks = full_from[:, None] + order  # [query blocks, key blocks]
+
+    def counts(x: Tensor) -> Tensor:
+        return x.to(torch.int32)[None, None]
+
+    def indices(x: Tensor) -> Tensor:  # entries beyond the count are not read, but must be valid
+        return counts(x.clamp(max=len(order) - 1))
+
+    mask = BlockMask.from_kv_blocks(
+        counts((partial_before + partial_after)[:, 0]),
+        indices(partial_blocks),
+        counts(full_to - full_from),
+        indices(full_blocks),
+        BLOCK_SIZE=BLOCK,
+        seq_lengths=(num_tokens, num_keys),
+    )
+    lists = {name: getattr(mask, name) for name in _BLOCK_LISTS}
+    sent = _send([own_key, document, document_of_key, *lists.values()], device or source)
+    mask_mod = _sees(*sent[:3], window)
+    lists = dict(zip(lists, sent[3:], strict=True))
+    return BlockMask((num_tokens, num_keys), **lists, BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=mask_mod)
+
+
+# The lists of blocks in a BlockMask: by block of queries, and by block of keys for the backward pass.
+_BLOCK_LISTS = (
+    "kv_num_blocks",
+    "kv_indices",
+    "full_kv_num_blocks",
+    "full_kv_indices",
+    "q_num_blocks",
+    "q_indices",
+    "full_q_num_blocks",
+    "full_q_indices",
+)
+
+
+def _sees(own_key: Tensor, document: Tensor, document_of_key: Tensor, window: int) -> Callable[..., Tensor]:
+    """Return the function that says which keys a query sees.
+
+    Args:
+        own_key: the key of each query's own position ``[t]``.
+        document: document of each query ``[t]``.
+        document_of_key: document of each key ``[k]``.
+        window: sliding window in positions; 0: none.
+    """
 
     def sees(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         distance = own_key[q_idx] - kv_idx
@@ -84,21 +135,27 @@ def document_block_mask(
             is_visible = is_visible & (distance < window)
         return is_visible
 
-    def counts(x: Tensor) -> Tensor:
-        return x.to(torch.int32)[None, None]
+    return sees
 
-    def indices(x: Tensor) -> Tensor:  # entries beyond the count are not read, but must be valid
-        return counts(x.clamp(max=len(order) - 1))
 
-    return BlockMask.from_kv_blocks(
-        counts((partial_before + partial_after)[:, 0]),
-        indices(partial_blocks),
-        counts(full_to - full_from),
-        indices(full_blocks),
-        BLOCK_SIZE=BLOCK,
-        mask_mod=sees,
-        seq_lengths=(num_tokens, num_keys),
-    )
+_ALIGNMENT = 32  # elements: kernels are compiled for tensors that begin at a multiple of 16 bytes
+
+
+def _send(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Return the tensors as int32 on a device; from the host to a CUDA device in one copy, for which nothing waits."""
+    if tensors[0].device.type == device.type or device.type != "cuda":
+        return [tensor.to(device, torch.int32) for tensor in tensors]
+    starts = [0]
+    for tensor in tensors:
+        starts.append(starts[-1] + -(-tensor.numel() // _ALIGNMENT) * _ALIGNMENT)
+    packed = torch.empty(starts[-1], dtype=torch.int32, device="cpu", pin_memory=True)
+    for tensor, start in zip(tensors, starts, strict=False):
+        packed[start : start + tensor.numel()] = tensor.flatten()
+    packed = packed.to(device, non_blocking=True)
+    sent = []
+    for tensor, start in zip(tensors, starts, strict=False):
+        sent.append(packed[start : start + tensor.numel()].view(tensor.shape))
+    return sent
 
 
 def flex_blocks(card: Card | None, head_dim: int, itemsize: int) -> int | None:

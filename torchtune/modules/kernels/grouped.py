@@ -1,7 +1,7 @@
 """Grouped matrix products of rows that are sorted by matrix; matrices without rows are not read."""
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -94,13 +94,30 @@ def local_experts(weight: Tensor) -> Tensor:
     return weight.to_local() if hasattr(weight, "to_local") else weight
 
 
-def grouped_mm(x: Tensor, weight: Tensor, counts: Tensor, *, kernel: bool | None = None) -> Tensor:
-    """Multiply the first ``counts[0]`` rows by ``weight[0]``, the next ``counts[1]`` rows by ``weight[1]``, and so on.
+class RowGroups(NamedTuple):
+    """Rows that are sorted by matrix, for all products of a layer.
+
+    Attributes:
+        counts: int64 ``[e]``, number of rows for each matrix.
+        ends: int32 ``[e]``, where each matrix's rows end.
+    """
+
+    counts: Tensor
+    ends: Tensor
+
+    @classmethod
+    def of(cls, counts: Tensor) -> "RowGroups":
+        """Make the groups of ``counts``, int64 ``[e]``."""
+        return cls(counts, counts.cumsum(0, dtype=torch.int32))
+
+
+def grouped_mm(x: Tensor, weight: Tensor, groups: RowGroups, *, kernel: bool | None = None) -> Tensor:
+    """Multiply the rows of the first group by ``weight[0]``, those of the second group by ``weight[1]``, and so on.
 
     Args:
         x: rows ``[t, i]``, sorted by matrix.
         weight: ``[e, i, o]``; matrices without rows are not computed and get a zero gradient.
-        counts: int64 ``[e]``, number of rows for each matrix; the sum is t.
+        groups: the rows of each matrix, t in total.
         kernel: use torch's grouped kernel (True) or a loop over the matrices with rows (False); by default torch's
             kernel is used where it has one, or else that of grouped-gemm, or else the loop.
 
@@ -110,32 +127,34 @@ def grouped_mm(x: Tensor, weight: Tensor, counts: Tensor, *, kernel: bool | None
     weight = local_experts(weight)
     uses_torch_kernel = has_grouped_kernel(x, weight) if kernel is None else kernel
     if uses_torch_kernel:
-        ends = counts.cumsum(0).to(torch.int32)  # [e], where each matrix's rows end
-        return F.grouped_mm(x, weight, offs=ends)
+        return F.grouped_mm(x, weight, offs=groups.ends)
     if kernel is None and _are_aligned_halves(x, weight):
         card = card_of(x.device)
         if card is not None and card.other_grouped_products is not None:
-            return _other_grouped_mm(card.other_grouped_products, x, weight, counts)
-    return _forward(x, weight, counts)
+            return _other_grouped_mm(card.other_grouped_products, x, weight, groups.counts)
+    return _forward(x, weight, groups.counts)
 
 
 class _FrozenGroupedMM(torch.autograd.Function):
     """Grouped product with frozen matrices, which are dequantized in the forward pass and in the backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, counts: Tensor, decode: Callable[..., Tensor], *stored: Tensor) -> Tensor:
-        ctx.save_for_backward(counts, *stored)
+    def forward(
+        ctx: Any, x: Tensor, counts: Tensor, ends: Tensor, decode: Callable[..., Tensor], *stored: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(counts, ends, *stored)
         ctx.decode = decode
-        return grouped_mm(x, decode(*stored), counts)
+        return grouped_mm(x, decode(*stored), RowGroups(counts, ends))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        counts, *stored = ctx.saved_tensors
-        grad_x = grouped_mm(grad.contiguous(), ctx.decode(*stored).transpose(1, 2), counts)
-        return grad_x, None, None, *(None for _ in stored)
+        counts, ends, *stored = ctx.saved_tensors
+        weight = ctx.decode(*stored).transpose(1, 2)  # [e, o, i]
+        grad_x = grouped_mm(grad.contiguous(), weight, RowGroups(counts, ends))
+        return grad_x, None, None, None, *(None for _ in stored)
 
 
-def frozen_grouped_mm(x: Tensor, weight: Stored, counts: Tensor) -> Tensor:
+def frozen_grouped_mm(x: Tensor, weight: Stored, groups: RowGroups) -> Tensor:
     """Compute :func:`grouped_mm` with a frozen weight; only its stored tensors are saved for the backward pass."""
-    return _FrozenGroupedMM.apply(x, counts, weight.decode, *map(local_experts, weight.tensors))
+    return _FrozenGroupedMM.apply(x, groups.counts, groups.ends, weight.decode, *map(local_experts, weight.tensors))

@@ -403,17 +403,17 @@ def row_losses(
     largest = logits.amax(-1).to(compute)  # [n]
     margins = largest - logits.gather(-1, column).squeeze(-1)
     gradient = torch.softmax(logits, -1, dtype=compute)  # [n, v], not the gradient yet
-    log_totals = gradient.amax(-1).log_().neg_()  # log Σ exp(logit − largest)
-    losses = margins + log_totals
+    largest_log_probs = gradient.amax(-1).log_()  # −log Σ exp(logit − largest)
+    losses = margins - largest_log_probs
     statistics: tuple[Tensor, ...] = ()
     if with_statistics:
-        # −Σ p log p, with log p = logit − largest − log total.
-        entropies = largest + log_totals - _dot_rows(gradient, logits)
+        # −Σ p log p, with log p = logit − largest + largest log p.
+        entropies = largest - largest_log_probs - _dot_rows(gradient, logits)
         statistics = (margins == 0, entropies)
     if terms.is_plain:
-        gradient.scatter_add_(-1, column, torch.full_like(column, -1, dtype=compute))
+        gradient.scatter_(-1, column, -1, reduce="add")
     else:
-        losses = _add_terms(terms, losses, largest + log_totals, logits, gradient, column)
+        losses = _add_terms(terms, losses, largest - largest_log_probs, logits, gradient, column)
     logits.copy_(gradient)
     return losses, *statistics
 

@@ -164,13 +164,15 @@ class _GatedNorm(torch.autograd.Function):
         rstd = torch.rsqrt(gated.square().mean(-1, keepdim=True) + ctx.eps)
         normed = gated.mul_(rstd)
 
-        d_scale = (grad * normed.flatten(-2)).flatten(0, -2).sum(0)  # [dim]
+        d_scale = None
+        if ctx.needs_input_grad[2]:
+            d_scale = (grad * normed.flatten(-2)).flatten(0, -2).sum(0).to(scale.dtype)  # [dim]
         d_normed = (grad * scale.float()).unflatten(-1, (ctx.groups, -1))
         d_gated = (d_normed - normed * (d_normed * normed).mean(-1, keepdim=True)).mul_(rstd).flatten(-2)
         d_x = d_gated * silu
         # The derivative of silu is sigmoid + silu (1 - sigmoid).
         d_gate = d_gated * x_float * (sigmoid + silu * (1 - sigmoid))
-        return d_x.to(x.dtype), d_gate.to(gate.dtype), d_scale.to(scale.dtype), None, None
+        return d_x.to(x.dtype), d_gate.to(gate.dtype), d_scale, None, None
 
 
 def _gated_norm(x: Tensor, gate: Tensor, scale: Tensor, groups: int, eps: float) -> Tensor:

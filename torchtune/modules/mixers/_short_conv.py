@@ -13,35 +13,44 @@ from torchtune.modules.mixers._mixer import RecurrentMixer, StateCache
 
 
 class _CausalConv(torch.autograd.Function):
-    """Convolution that saves only its arguments for the backward pass, instead of a shifted copy per tap."""
+    """Convolution that saves only its arguments for the backward pass, instead of a shifted copy per tap.
+
+    From the earliest tap on, the sum so far moves one position ahead, unless a document begins there, and the product
+    of the next tap is added: all taps share the mask of the first positions.
+    """
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, reach: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight, reach)
-        out = x * weight[:, -1]
-        for shift in range(1, min(weight.shape[1], x.shape[1])):
-            shifted = x[:, :-shift] * weight[:, -1 - shift]
-            is_other_document = (reach[:, shift:] < shift)[..., None]
-            # Not `+=`, which copies the slice onto itself once more.
-            out[:, shift:].add_(shifted.masked_fill_(is_other_document, 0))
+        # 1 where the position before is of the same document, else 0: [b, s - 1, 1].
+        continues = torch.empty(*reach[:, 1:].shape, dtype=x.dtype, device=x.device)
+        continues = torch.ge(reach[:, 1:], 1, out=continues)[..., None]
+        earliest, *later = weight.unbind(1)
+        out = x * earliest
+        moved = torch.zeros_like(x)  # no position is before the first one
+        for tap in later:
+            torch.mul(out[:, :-1], continues, out=moved[:, 1:])
+            out = torch.addcmul(moved, x, tap)  # rounds once
+        ctx.save_for_backward(x, weight, continues)
         return out
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        x, weight, reach = ctx.saved_tensors
-        d_x = grad * weight[:, -1]
-        d_taps = [(grad * x).sum((0, 1), dtype=torch.float32)]  # [c] each, the last tap first
-        for shift in range(1, min(weight.shape[1], x.shape[1])):
-            is_other_document = (reach[:, shift:] < shift)[..., None]
-            shifted_grad = grad[:, shift:].masked_fill(is_other_document, 0)
-            d_taps.append((shifted_grad * x[:, :-shift]).sum((0, 1), dtype=torch.float32))
-            d_x[:, :-shift].add_(shifted_grad.mul_(weight[:, -1 - shift]))
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        x, weight, continues = ctx.saved_tensors
+        *earlier, last = weight.unbind(1)
+        d_x = grad * last
+        d_taps = []  # [c] each, the last tap first
+        if ctx.needs_input_grad[1]:
+            d_taps.append((grad * x).sum((0, 1), dtype=torch.float32))
+        for tap in reversed(earlier):
+            length = max(0, grad.shape[1] - 1)  # positions that a later one reads
+            grad = grad[:, 1:] * continues[:, :length]
+            d_x[:, :length].addcmul_(grad, tap)
+            if ctx.needs_input_grad[1]:
+                d_taps.append((grad * x[:, :length]).sum((0, 1), dtype=torch.float32))
+        if not d_taps:
+            return d_x, None, None
         d_taps.reverse()
-        d_weight = torch.stack(d_taps, dim=1).to(weight.dtype)
-        num_unused = weight.shape[1] - len(d_taps)  # taps that reach further back than the inputs
-        if num_unused:
-            d_weight = F.pad(d_weight, (num_unused, 0))
-        return d_x, d_weight, None
+        return d_x, torch.stack(d_taps, dim=1).to(weight.dtype), None
 
 
 def causal_conv(x: Tensor, weight: Tensor, reach: Tensor) -> Tensor:
@@ -63,8 +72,9 @@ def cached_conv(x: Tensor, weight: Tensor, reach: Tensor, cache: StateCache | No
     if cache is None:
         return causal_conv(x, weight, reach)
     num_cached = cache.tail.shape[1]  # K - 1
-    # The outputs of cached positions are not used, so it does not matter how far these reach.
-    reach_with_cached = F.pad(reach, (num_cached, 0))
+    # Cached positions before the document have negative numbers.
+    distances = torch.arange(num_cached, 0, -1, device=reach.device)
+    reach_with_cached = torch.cat([reach[:, :1] - distances, reach], dim=1)
     return causal_conv(cache.extend(x), weight, reach_with_cached)[:, num_cached:]
 
 

@@ -1,15 +1,17 @@
 """Experts with stacked weights."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from torchtune._lazy import former_names
 from torchtune.modules.feed_forward import swiglu
 from torchtune.modules.kernels import GROUPED_PRODUCTS, KernelUser, card_of
-from torchtune.modules.kernels.grouped import frozen_grouped_mm, grouped_mm, local_experts
+from torchtune.modules.kernels.grouped import RowGroups, frozen_grouped_mm, grouped_mm, local_experts
 from torchtune.modules.low_precision.formats import Stored
 from torchtune.utils import get_logger, is_simulated, log_once
 
@@ -56,12 +58,12 @@ class GroupedExperts(nn.Module, KernelUser):
                 bound = parameter.shape[1] ** -0.5
                 nn.init.uniform_(parameter, -bound, bound)
 
-    def project(self, name: str, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
+    def project(self, name: str, x: Tensor, groups: RowGroups) -> Tensor:
         """Multiply rows ``[t, i]``, sorted by expert, by the parameter called ``name``, ``[e, i, o]``."""
         weight = self.stored_weight(name)
         if isinstance(weight, Stored):
-            return frozen_grouped_mm(x, weight, num_tokens_per_expert)
-        return grouped_mm(x, weight, num_tokens_per_expert)
+            return frozen_grouped_mm(x, weight, groups)
+        return grouped_mm(x, weight, groups)
 
     def stored_weight(self, name: str) -> Tensor | Stored:
         """Return the parameter called ``name``, possibly in a storage format."""
@@ -90,17 +92,68 @@ class GroupedExperts(nn.Module, KernelUser):
 
     def forward(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
         """Apply the experts to rows ``[t, d]`` sorted by expert, with int64 ``[e]`` rows per expert."""
-        gate = self.project("gate_proj", x, num_tokens_per_expert)
-        up = self.project("up_proj", x, num_tokens_per_expert)
+        groups = RowGroups.of(num_tokens_per_expert)
+        gate = self.project("gate_proj", x, groups)
+        up = self.project("up_proj", x, groups)
         if self.activation is F.silu or type(self.activation) is nn.SiLU:
             hidden = swiglu(gate, up)
         else:
             hidden = self.activation(gate) * up
-        return self.project("down_proj", hidden, num_tokens_per_expert)
+        return self.project("down_proj", hidden, groups)
 
     def extra_repr(self) -> str:
         """Return the sizes for ``repr``."""
         return f"{self.num_experts} experts, {self.dim} -> {self.hidden_dim} -> {self.dim}"
+
+
+def clamped_swiglu(gate_up: Tensor, limit: float) -> Tensor:
+    """Compute ``gate · sigmoid(1.702 gate) · (up + 1)`` of clamped gates and ups, saving only its input.
+
+    Args:
+        gate_up: ``[t, 2h]``, gate and up in alternating columns.
+        limit: gate is at most ``limit``, up is within ``±limit``.
+
+    Returns:
+        Tensor ``[t, h]``.
+    """
+    if torch.compiler.is_compiling():
+        return _clamped_swiglu(gate_up, limit)  # the compiler fuses it and chooses the saved tensors
+    return _ClampedSwiGLU.apply(gate_up, limit)
+
+
+def _clamped_swiglu(gate_up: Tensor, limit: float) -> Tensor:
+    gate, up = gate_up.unflatten(-1, (-1, 2)).unbind(-1)  # [t, h] each
+    gate = gate.clamp(max=limit)
+    up = up.clamp(-limit, limit)
+    return gate * torch.sigmoid(_CLAMPED_SLOPE * gate) * (up + 1)
+
+
+class _ClampedSwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor, limit: float) -> Tensor:
+        ctx.save_for_backward(gate_up)
+        ctx.limit = limit
+        return _clamped_swiglu(gate_up, limit)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (gate_up,) = ctx.saved_tensors
+        pairs = gate_up.unflatten(-1, (-1, 2))
+        gate, up = pairs.unbind(-1)
+        grad_pairs = torch.empty_like(pairs)
+        grad_gate, grad_up = grad_pairs.unbind(-1)
+        clamped_up = up.clamp(-ctx.limit, ctx.limit)
+        scaled_gate = gate.clamp(max=ctx.limit).mul_(_CLAMPED_SLOPE)
+        # gate · sigmoid(1.702 gate) is silu(1.702 gate) / 1.702, whose derivative torch has as one operator.
+        activated = F.silu(scaled_gate).mul_(1 / _CLAMPED_SLOPE)
+        torch.mul(grad, activated, out=grad_up)
+        grad_activated = torch.addcmul(grad, grad, clamped_up)
+        torch.ops.aten.silu_backward.grad_input(grad_activated, scaled_gate, grad_input=grad_gate)
+        # Values that were clamped have no gradient. Clamped values that are equal were not changed.
+        grad_gate.masked_fill_(gate > ctx.limit, 0)
+        grad_up.masked_fill_(clamped_up != up, 0)
+        return grad_pairs.flatten(-2), None
 
 
 class ClampedExperts(GroupedExperts):
@@ -141,22 +194,15 @@ class ClampedExperts(GroupedExperts):
             "down_proj": (self.num_experts, self.hidden_dim, self.dim),
         }
 
-    def project(self, name: str, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
-        """Multiply rows ``[t, i]``, sorted by expert, by the parameter called ``name``, and add its bias."""
-        bias = local_experts(getattr(self, f"{name}_bias"))  # [e, o]
-        # With output_size, the host does not wait for the sum of the counts.
-        bias = bias.repeat_interleave(num_tokens_per_expert, 0, output_size=len(x))  # [t, o]
-        return super().project(name, x, num_tokens_per_expert) + bias
-
     def forward(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
         """Apply the experts to rows ``[t, d]`` sorted by expert, with int64 ``[e]`` rows per expert."""
-        gate_up = self.project("gate_up_proj", x, num_tokens_per_expert)  # [t, 2 * hidden_dim]
-        # Columns alternate: [t, hidden_dim, 2] -> two of [t, hidden_dim].
-        gate, up = gate_up.unflatten(-1, (-1, 2)).unbind(-1)
-        gate = gate.clamp(max=self.limit)
-        up = up.clamp(-self.limit, self.limit)
-        hidden = gate * torch.sigmoid(_CLAMPED_SLOPE * gate) * (up + 1)
-        return self.project("down_proj", hidden, num_tokens_per_expert)
+        groups = RowGroups.of(num_tokens_per_expert)
+        # With output_size, the host does not wait for the sum of the counts.
+        expert_of_row = torch.repeat_interleave(num_tokens_per_expert, output_size=len(x))  # [t]
+        gate_up = self.project("gate_up_proj", x, groups)  # [t, 2 * hidden_dim]
+        gate_up = gate_up + local_experts(self.gate_up_proj_bias).index_select(0, expert_of_row)
+        out = self.project("down_proj", clamped_swiglu(gate_up, self.limit), groups)
+        return out + local_experts(self.down_proj_bias).index_select(0, expert_of_row)
 
 
 class UngatedExperts(GroupedExperts):
@@ -188,8 +234,9 @@ class UngatedExperts(GroupedExperts):
 
     def forward(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
         """Apply the experts to rows ``[t, d]`` sorted by expert, with int64 ``[e]`` rows per expert."""
-        hidden = self.activation(self.project("up_proj", x, num_tokens_per_expert))
-        return self.project("down_proj", hidden, num_tokens_per_expert)
+        groups = RowGroups.of(num_tokens_per_expert)
+        hidden = self.activation(self.project("up_proj", x, groups))
+        return self.project("down_proj", hidden, groups)
 
 
 __getattr__ = former_names(__name__)

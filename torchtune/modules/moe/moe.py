@@ -93,8 +93,11 @@ class TokenChoiceTopKRouter(nn.Module):
         """
         if self.norm_eps is not None:
             x = rms_norm(x, self.norm_eps) * self.channel_scale * self.dim**-0.5
-        logits = self.gate(x).float()  # [t, e]
-        scores = logits.sigmoid() if self.score_function == "sigmoid" else logits.softmax(-1)
+        logits = self.gate(x)  # [t, e]
+        if self.score_function == "sigmoid":
+            scores = logits.float().sigmoid()
+        else:
+            scores = logits.softmax(-1, dtype=torch.float32)
         if self.selection_bias is None and self.top_groups == self.groups:
             chosen, selected = scores.topk(self.experts_per_token, dim=-1)  # [t, k], [t, k]
         else:
@@ -103,14 +106,14 @@ class TokenChoiceTopKRouter(nn.Module):
             selected = self._in_top_groups(selection_scores).topk(self.experts_per_token, dim=-1).indices
             chosen = scores.gather(-1, selected)
         if self.normalize:
-            chosen = chosen / (chosen.sum(-1, keepdim=True) + self.sum_eps)
+            chosen = _Normalize.apply(chosen, self.sum_eps)
         if self.scale != 1.0:
             chosen = chosen * self.scale
         if self.expert_scale is not None:
             chosen = chosen * self.expert_scale[selected]
         # Not `bincount`, for which the host waits.
         counts = torch.zeros(self.num_experts, dtype=torch.int64, device=x.device)
-        counts = counts.scatter_add_(0, selected.flatten(), torch.ones_like(selected).flatten())
+        counts.scatter_(0, selected.flatten(), 1, reduce="add")
         if self.training:
             if self.tokens_per_expert is None:
                 self.tokens_per_expert = torch.zeros_like(counts)
@@ -129,6 +132,26 @@ class TokenChoiceTopKRouter(nn.Module):
         top_groups = group_scores.topk(self.top_groups, dim=-1).indices  # [t, top_groups]
         is_top = torch.zeros_like(group_scores, dtype=torch.bool).scatter_(-1, top_groups, True)
         return grouped.masked_fill(~is_top[..., None], float("-inf")).flatten(-2)
+
+
+class _Normalize(torch.autograd.Function):
+    """Division by the sum of each row; its derivative has four operators, where those of sum and division have nine."""
+
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, eps: float) -> Tensor:
+        total = scores.sum(-1, keepdim=True)  # [t, 1]
+        if eps:
+            total += eps
+        normalized = scores / total
+        ctx.save_for_backward(normalized, total)
+        return normalized
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        normalized, total = ctx.saved_tensors
+        grad_total = (grad * normalized).sum(-1, keepdim=True)
+        return (grad - grad_total).div_(total), None
 
 
 @torch.library.custom_op("torchtune::count_tokens", mutates_args=("total",))
@@ -160,10 +183,10 @@ class _PermuteRows(torch.autograd.Function):
 
 
 def permute_rows(x: Tensor, order: Tensor, inverse: Tensor, copies: int = 1) -> Tensor:
-    """Repeat rows ``[t, d]`` and permute the copies to ``[t * copies, d]``.
+    """Repeat rows ``[t, …]`` and permute the copies to ``[t * copies, …]``.
 
     Args:
-        x: rows ``[t, d]``.
+        x: rows ``[t, …]``.
         order: permutation of the copies, int64 ``[t * copies]``, which are adjacent for each row before it is applied.
         inverse: inverse of ``order``.
         copies: number of copies of each row.
@@ -231,7 +254,8 @@ class MoE(nn.Module):
             expert_inputs = self.latent_in(expert_inputs)  # [t, l]
         rows = permute_rows(expert_inputs, order, inverse, copies)  # [t * k, d]
         if self.scales_input:
-            rows = rows * scores.flatten()[order].unsqueeze(-1).to(rows.dtype)
+            row_scores = permute_rows(scores.flatten(), order, inverse)  # [t * k]
+            rows = rows * row_scores.unsqueeze(-1).to(rows.dtype)
         if self.exchange is None:
             rows = self.experts(rows, counts)
         else:

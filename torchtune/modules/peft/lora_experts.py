@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from torchtune.modules.conversion import change_class
-from torchtune.modules.kernels.grouped import grouped_mm
+from torchtune.modules.kernels.grouped import RowGroups, grouped_mm
 from torchtune.modules.moe.experts import GroupedExperts
 from torchtune.modules.peft.lora import check_adapter_numbers, lora_scaling
 from torchtune.utils import fill_from_cpu
@@ -133,15 +133,15 @@ class LoRAGroupedExperts(GroupedExperts):
         b = getattr(self, f"lora_{part}_b").to(weight.device, compute)  # [e, r, o]
         return torch.baddbmm(weight.to(compute), a, b, alpha=self.scaling).to(weight.dtype)
 
-    def project(self, name: str, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
+    def project(self, name: str, x: Tensor, groups: RowGroups) -> Tensor:
         """Multiply rows by their expert's matrix and add its LoRA update."""
-        out = super().project(name, x, num_tokens_per_expert)
+        out = super().project(name, x, groups)
         if self.disabled:
             return out
         part = name.removesuffix("_proj")
-        low = grouped_mm(self.dropout(x), getattr(self, f"lora_{part}_a"), num_tokens_per_expert)  # [t, r]
-        update = grouped_mm(low, getattr(self, f"lora_{part}_b"), num_tokens_per_expert)  # [t, o]
-        return out + self.scaling * update
+        low = grouped_mm(self.dropout(x), getattr(self, f"lora_{part}_a"), groups)  # [t, r]
+        update = grouped_mm(low, getattr(self, f"lora_{part}_b"), groups)  # [t, o]
+        return torch.add(out, update, alpha=self.scaling)
 
     def extra_repr(self) -> str:
         """Return sizes, rank and alpha for ``repr``."""

@@ -8,8 +8,9 @@ from torchtune.models import Description, ModelError, build
 from torchtune.models.qwen3_moe import SPEC
 from torchtune.modules import FeedForward
 from torchtune.modules.conversion import ConversionError
-from torchtune.modules.kernels.grouped import grouped_mm
+from torchtune.modules.kernels.grouped import RowGroups, grouped_mm
 from torchtune.modules.moe import GroupedExperts, MoE, TokenChoiceTopKRouter
+from torchtune.modules.moe.experts import clamped_swiglu
 from torchtune.modules.peft import LoRA
 
 DIM, HIDDEN, EXPERTS = 16, 24, 6
@@ -96,11 +97,42 @@ def test_torchs_grouped_kernel_and_the_loop_are_equal(dtype):
     results = []
     for kernel in (False, True):
         leaves = [t.clone().requires_grad_() for t in (x, weight)]
-        out = grouped_mm(*leaves, counts, kernel=kernel)
+        out = grouped_mm(*leaves, RowGroups.of(counts), kernel=kernel)
         results.append((out, *torch.autograd.grad(out, leaves, grad)))
     for actual, expected in zip(*results, strict=True):
         assert torch.allclose(actual, expected, rtol=1e-5 if dtype == torch.float32 else 1e-2, atol=1e-5)
     assert not results[0][2][[1, 4]].any()
+
+
+def test_clamped_activation_has_the_gradient_of_its_formula():
+    torch.manual_seed(0)
+    gate_up = (4 * torch.randn(6, 10, dtype=torch.float64)).requires_grad_()
+    grad = torch.randn(6, 5, dtype=torch.float64)
+    # Columns alternate between gate and up; some values are clamped, some are not.
+    gate = gate_up[:, 0::2].clamp(max=3.0)
+    up = gate_up[:, 1::2].clamp(-3.0, 3.0)
+    expected = gate * torch.sigmoid(1.702 * gate) * (up + 1)
+    out = clamped_swiglu(gate_up, limit=3.0)
+    torch.testing.assert_close(out, expected)
+    (expected_grad,) = torch.autograd.grad(expected, gate_up, grad)
+    assert (expected_grad == 0).any()
+    assert (expected_grad != 0).any()
+    torch.testing.assert_close(torch.autograd.grad(out, gate_up, grad)[0], expected_grad)
+
+
+@pytest.mark.parametrize("eps", [0.0, 0.5])
+def test_normalized_scores_have_the_gradient_of_their_formula(eps):
+    torch.manual_seed(0)
+    tokens = torch.randn(5, DIM, dtype=torch.float64)
+    router = make(k=3, normalize=True, sum_eps=eps, score_function="sigmoid").router.double()
+    scores, selected, counts = router(tokens)
+    chosen = router.gate(tokens).float().sigmoid().gather(-1, selected)
+    expected = chosen / (chosen.sum(-1, keepdim=True) + eps)
+    torch.testing.assert_close(scores, expected)
+    assert counts.tolist() == torch.bincount(selected.flatten(), minlength=EXPERTS).tolist()
+    grad = torch.randn(5, 3)
+    gradients = [torch.autograd.grad(value, router.gate.weight, grad)[0] for value in (scores, expected)]
+    torch.testing.assert_close(*gradients, atol=1e-7, rtol=1e-5)
 
 
 def test_experts_that_no_token_chose_cost_nothing():
