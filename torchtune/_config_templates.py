@@ -85,6 +85,7 @@ def _holds(range_: dict[str, Any], count: int) -> bool:
     return float(range_.get("from", 0)) <= count < float(range_.get("below", "inf"))
 
 
+@functools.cache
 def usual_methods(model: str) -> list[str]:
     """Return the methods of a model that are shown first: those of its files, else about two that fit its size."""
     row = models()["models"][model]

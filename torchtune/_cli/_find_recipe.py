@@ -1,5 +1,6 @@
 """Find recipes and configs by name, by path, or by words as in ``tune ls qwen3 8B lora``."""
 
+import functools
 import importlib
 import importlib.util
 import os
@@ -186,6 +187,7 @@ def device_of(config: Config, recipe: Recipe) -> str:
     return "single_device" if is_named_single or not recipe.supports_distributed else "distributed"
 
 
+@functools.cache
 def families() -> dict[str, int]:
     """Return model family -> number of its usual configs."""
     counts = Counter(config.family for config, _ in _configs_of("usual"))
@@ -255,6 +257,7 @@ def suggest_configs(name: str) -> str:
     return did_you_mean(name, names).removeprefix("; ")
 
 
+@functools.cache
 def _configs_of(kind: ConfigKind) -> list[tuple[Config, Recipe]]:
     """Return each config of a kind, with its recipe."""
     recipes = {recipe.name: recipe for recipe in get_all_recipes()}

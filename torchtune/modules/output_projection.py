@@ -108,6 +108,12 @@ def classifier_model(num_classes: int, base_model_path: str, **base_model_kwargs
 
     Raises:
         UserError: there is no such builder, or ``num_classes`` is below 1.
+
+    Example:
+        >>> with torch.device("meta"):
+        ...     model = torchtune.modules.classifier_model(3, "torchtune.models.llama3_2.llama3_2_1b")
+        >>> tuple(model.output.weight.shape)
+        (3, 2048)
     """
     if num_classes < 1:
         raise UserError(f"num_classes is {num_classes}: it must be at least 1.")
