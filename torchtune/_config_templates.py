@@ -240,6 +240,7 @@ def _model_and_method(name: str) -> tuple[str, str] | None:
     return None
 
 
+@functools.cache
 def reason_against(model: str, method: str) -> str | None:
     """Return why there is no config for a model and a method, or ``None`` if there is one."""
     row = models()["models"][model]

@@ -10,6 +10,7 @@ from torchtune.checkpoints import ModelWeights
 from torchtune.evaluation._eval_rows import EvaluationError
 from torchtune.modules import TransformerDecoder
 from torchtune.modules.conversion import get_conversions
+from torchtune.modules.kernels.grouped import RowGroups
 from torchtune.modules.moe import GroupedExperts
 from torchtune.modules.peft import LoRALinear
 
@@ -185,8 +186,8 @@ def _probe_output(model: nn.Module, name: str) -> Tensor:
         if leaf in shapes:
             experts, inputs, _ = shapes[leaf]
             x = torch.randn(experts * _PROBES, inputs, generator=generator)
-            counts = torch.full((experts,), _PROBES, device=parameter.device)
-            y = module.project(leaf, x.to(parameter.device, parameter.dtype), counts)
+            groups = RowGroups.of(torch.full((experts,), _PROBES, device=parameter.device))
+            y = module.project(leaf, x.to(parameter.device, parameter.dtype), groups)
             return y.float().view(experts, -1)
     value = parameter.detach()
     for conversion in get_conversions(model):  # for example, trained rows of an embedding

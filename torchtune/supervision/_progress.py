@@ -7,7 +7,6 @@ from typing import IO, Any
 
 from tqdm import tqdm
 
-from torchtune.training import LateMetrics
 from torchtune.utils import ObserverGuard
 
 # Metric -> name and format on the screen, most important first: the last ones are left out where the line is too short.
@@ -59,6 +58,8 @@ class ProgressBar:
         """
         if self._bar is None:
             return
+        from torchtune.training import LateMetrics  # loads torch, which commands without a run do not need
+
         if isinstance(metrics, LateMetrics):
             metrics.when_settled(lambda: self._guard.call(lambda: self._show(metrics)))
         else:
