@@ -26,9 +26,6 @@ def train(job: dict[str, Any]) -> None:
 
 def main() -> None:
     """Check the config, start the workers and wait for them."""
-    import ray.train
-    from ray.train.torch import TorchConfig, TorchTrainer
-
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipe", type=Path, help="a file that all nodes see")
     parser.add_argument("config", help="a config's name, or a YAML file that all nodes see")
@@ -45,6 +42,12 @@ def main() -> None:
         load_and_check(args.config, overrides, runpy.run_path(str(args.recipe))["recipe_main"])
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    try:
+        import ray.train
+        from ray.train.torch import TorchConfig, TorchTrainer
+    except ImportError:
+        print("error: Ray Train is not installed: pip install 'torchtune[ray]'.", file=sys.stderr)
         sys.exit(2)
     trainer = TorchTrainer(
         train,
