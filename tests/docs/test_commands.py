@@ -35,6 +35,10 @@ NOT_RUN = {
     "tune run --nproc-per-node 8 --config llama3_1/8B_full": "eight GPUs",
     "tune run --nnodes 2 --nproc-per-node 8 --rdzv-endpoint host:29500 --config llama3_3/70B_full_multinode": "2 hosts",
     "sbatch --nodes 2 examples/launch/slurm.sh llama3_3/70B_full output_dir=/shared/run": "needs Slurm",
+    "docker build -f examples/launch/kubeflow/Dockerfile -t registry.example.com/torchtune:latest .": "needs Docker",
+    "kubectl apply --server-side -f examples/launch/kubeflow/qwen2.5-1.5b.yaml": "needs a cluster",
+    "pip install 'torchtune[ray]'": "changes the environment",
+    "python examples/launch/ray_train.py --workers 16 --storage /shared/ray my_recipe.py llama3_1/8B_full": "16 GPUs",
     "pip install .": "changes the environment; tests/test_repository.py installs a wheel",
     "tune download HuggingFaceTB/SmolLM2-135M-Instruct": "needs the hub",
     "tune download meta-llama/Llama-3.2-1B-Instruct --hf-token $HF_TOKEN": "needs the hub",
@@ -283,7 +287,7 @@ def test_commands_that_are_not_run_are_valid(tmp_path, monkeypatch):
         words = shlex.split(text)
         if words[0] == "make":
             assert set(words[1:]) <= {*verbs}, text
-        elif words[0] in ("python", "sbatch"):
+        elif words[0] in ("python", "sbatch", "kubectl", "docker"):
             assert any((ROOT / word).is_file() for word in words), text
         elif words[0] == "tune":
             check_tune(parser.parse_args(words[1:]), text)

@@ -107,7 +107,7 @@ def test_kubeflow_operator_job_is_elastic(monkeypatch):
 
 
 def test_ray_train_worker_trains_and_resumes(tmp_path):
-    """Ray is not installed here: its worker's function runs without it, the rest is compiled."""
+    """Its worker's function runs without Ray; the rest is compiled."""
     source = (LAUNCH / "ray_train.py").read_text()
     tree = ast.parse(source)
     imported = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
@@ -120,6 +120,32 @@ def test_ray_train_worker_trains_and_resumes(tmp_path):
     overrides = ["resume_from_checkpoint=True", "max_steps_per_epoch=2"]
     names["train"]({"recipe": str(RECIPES / f"{name}.py"), "config": str(config), "overrides": overrides})
     assert (output_dir / "epoch_0" / ".complete").exists()
+
+
+@pytest.mark.slow
+def test_ray_train_runs_on_two_workers(tmp_path):
+    pytest.importorskip("ray.train", reason="pip install 'torchtune[ray]'")
+    name = "full_finetune_distributed"
+    output_dir = tmp_path / "output"
+    config = write_config(name, tmp_path, output_dir, max_steps_per_epoch=2)
+    options = ["--cpu", "--workers", "2", "--storage", str(tmp_path / "storage")]
+    command = [sys.executable, LAUNCH / "ray_train.py", *options, RECIPES / f"{name}.py", config, "device=cpu"]
+    environment = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert (output_dir / "epoch_0" / ".complete").exists()
+    assert "[rank=0, world_size=2]" in done.stdout + done.stderr
+
+
+def test_ray_train_says_a_mistake_before_workers_start(tmp_path):
+    """In a process of its own, without Ray, which is imported after the config was checked."""
+    config = write_config("full_finetune_distributed", tmp_path, tmp_path / "output")
+    command = [sys.executable, LAUNCH / "ray_train.py", "--workers", "2", "--storage", tmp_path]
+    command += [RECIPES / "full_finetune_distributed.py", config, "epochz=2"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.endswith("command line: epochz: there is no such setting; did you mean 'epochs'?\n")
+    assert "Traceback" not in done.stderr
 
 
 @pytest.fixture

@@ -24,10 +24,15 @@ _CONFLICTING_OPTIONS = {"module": "--module", "no_python": "--no-python"}
 
 
 def _parser(usage: str) -> argparse.ArgumentParser:
-    # Read when torch is imported, also in workers: _explain_error replaces the C++ stack traces of lost connections.
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    # Read when torch is imported. Here, _explain_error replaces the C++ stack traces of connections that fail; workers
+    # show errors, such as NCCL's, without traces of what they only warn about.
+    is_default = "TORCH_CPP_LOG_LEVEL" not in os.environ
+    if is_default:
+        os.environ["TORCH_CPP_LOG_LEVEL"] = "FATAL"
     from torch.distributed.run import get_args_parser
 
+    if is_default:
+        os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
     parser = get_args_parser()
     parser.prog = "tune run"
     parser.usage = usage
@@ -164,13 +169,19 @@ def _explain_error(error: Exception, args: argparse.Namespace) -> tuple[str, int
     address = args.rdzv_endpoint or f"{args.master_addr}:{args.master_port}"
     if isinstance(error, RendezvousClosedError):
         return f"the run at {address} has ended on another machine: see the error in its output.", 1
-    if isinstance(error, RendezvousTimeoutError):
+    cause = first_line(error.__cause__ or error)
+    is_missing_machine = isinstance(error, RendezvousTimeoutError)
+    waiting_option = "join_timeout"
+    if args.rdzv_backend == "static" and args.node_rank == 0:
+        # The first machine serves the store itself: the others have not connected, "1/2 clients joined".
+        is_missing_machine = is_missing_machine or "clients joined" in cause
+        waiting_option = "timeout"
+    if is_missing_machine:
         return (
             f"fewer machines than --nnodes {args.nnodes} connected to {address} in time: run the same command, with "
-            "the same --nnodes, on all machines; --rdzv-conf join_timeout=SECONDS waits longer.",
+            f"the same --nnodes, on all machines; --rdzv-conf {waiting_option}=SECONDS waits longer.",
             EXIT_REQUEUE,
         )
-    cause = first_line(error.__cause__ or error)
     # torch has one class for both errors; only after workers have run, the traceback has one of these frames.
     frames = {frame.name for frame in traceback.extract_tb(error.__traceback__)}
     if frames & {"num_nodes_waiting", "_restart_workers"}:

@@ -35,6 +35,7 @@ from torchtune.checkpoints._resume import (
     ModelsOfRun,
     ResumePoint,
     check_resumed_settings,
+    check_same_settings,
     refuse_damaged,
     resume_candidates,
     resume_point,
@@ -264,6 +265,8 @@ class CheckpointStore:
     def open_output_dir(self, cfg: Any, *, resume: bool) -> ResumePoint | None:
         """Check and lock the output folder, and find the resume point; call it before loading anything.
 
+        First it checks that all ranks have the same settings: with others they would wait for each other's messages.
+
         Args:
             cfg: settings of this run.
             resume: whether to continue the run in the folder.
@@ -272,8 +275,10 @@ class CheckpointStore:
             The checkpoint to resume from; None for a new run.
 
         Raises:
+            CheckpointError: the settings of two ranks differ.
             UserError: see :meth:`check_output_dir`, :meth:`lock_output_dir` and :meth:`find_resume_point`.
         """
+        check_same_settings(cfg, self._ranks)
         self.check_output_dir(resume=resume)
         self.lock_output_dir()
         return self.find_resume_point(cfg) if resume else None

@@ -26,6 +26,7 @@ from torchtune.checkpoints._directories import (
 from torchtune.checkpoints._load import ModelSource
 from torchtune.checkpoints._state import damage_named, load_progress
 from torchtune.checkpoints._weight_files import CheckpointError
+from torchtune.training.parallel import Ranks
 from torchtune.utils import clear_leftovers, get_logger, log_rank_zero, write_json
 
 # Temporary folders that atomic_directory and prune leave behind in a killed process.
@@ -208,6 +209,8 @@ _SETTINGS = {
 ON_RESUME = {}  # name of a setting -> treatment
 for _treatment, _names in _SETTINGS.items():
     ON_RESUME |= dict.fromkeys(_names.split(), _treatment)
+# Settings of which each machine may have its own.
+_MAY_DIFFER = {"log_level", "metric_logger", "profiler"}
 _NOT_SET = "not set"
 # Allowed changes of fixed settings, which lose nothing, and their effects.
 _EXACT = {
@@ -264,6 +267,45 @@ def check_resumed_settings(cfg: Any, checkpoint: Path) -> None:
             log_rank_zero(
                 get_logger(), f"Resumed with other settings, {treatment.value}: {'; '.join(changes[treatment])}."
             )
+
+
+def check_same_settings(cfg: Any, ranks: Ranks) -> None:
+    """Check that all ranks have the settings of rank 0; each machine reads its own command line and config.
+
+    Absolute paths, and what is logged, may differ between machines. A collective.
+
+    Args:
+        cfg: settings of a recipe on this rank.
+        ranks: all ranks.
+
+    Raises:
+        CheckpointError: a setting differs; raised on all ranks.
+    """
+    from torchtune.config import to_yaml
+
+    if ranks.size == 1:
+        return
+    # The serialized forms again: secrets are redacted, and what comes from the environment is not resolved.
+    text = to_yaml(cfg)
+    text_of_first = ranks.broadcast(text)
+    with ranks.raise_on_all():
+        if text != text_of_first:
+            _refuse_other_settings(yaml.safe_load(text_of_first), yaml.safe_load(text), ranks.rank)
+
+
+def _refuse_other_settings(first: Mapping[str, Any], own: Mapping[str, Any], rank: int) -> None:
+    """Raise ``CheckpointError`` if settings differ that must be equal on all ranks."""
+    changes = []
+    for key, value_of_first, value in _differences("", first, own):
+        key = key.removeprefix(".")
+        are_paths = all(isinstance(item, str) and Path(item).is_absolute() for item in (value_of_first, value))
+        if not are_paths and key.partition(".")[0] not in _MAY_DIFFER:
+            changes.append(f"{key} is {value_of_first} on rank 0 and {value} on rank {rank}")
+    if changes:
+        raise CheckpointError(
+            f"The machines run with other settings: {'; '.join(changes)}: give all machines the same config and the "
+            "same command line."
+        )
 
 
 def _differences(name: str, old: Any, new: Any) -> Iterator[tuple[str, Any, Any]]:

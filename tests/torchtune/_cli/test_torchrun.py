@@ -280,15 +280,50 @@ def test_processes_import_from_the_folder_and_a_mistake_that_all_find_is_said_on
     assert {path.name for path in folder.glob("* of *")} == {"0 of 2: hello", "1 of 2: hello"}
 
 
-def test_missing_machine_is_reported(folder):
+def unused_address():
+    """An address at which nothing listens."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+        return f"127.0.0.1:{free.getsockname()[1]}"
+
+
+def test_missing_machine_is_reported(folder):
+    address = unused_address()
     options = ["--nnodes", "2", "--rdzv-endpoint", address, "--rdzv-conf", "join_timeout=2"]
     code, errors = Launched(folder, *options, *OWN).wait()
     assert code == 75, errors
     assert errors.splitlines()[-1].startswith(f"error: fewer machines than --nnodes 2 connected to {address} in time: ")
     assert "Traceback" not in errors
+
+
+# What Kubernetes tells each of two pods, with its number; nobody assigns numbers then.
+PODS = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1"}
+
+
+def test_first_machine_reports_a_missing_one_of_a_static_rendezvous(folder, monkeypatch):
+    for name, value in {**PODS, "PET_NODE_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    address = unused_address()
+    code, errors = Launched(folder, f"--rdzv_endpoint={address}", "--rdzv-conf", "timeout=1", *OWN).wait()
+    assert code == 75, errors
+    sentence = errors.splitlines()[-1]
+    assert sentence.startswith(f"error: fewer machines than --nnodes 2 connected to {address} in time: ")
+    assert sentence.endswith("--rdzv-conf timeout=SECONDS waits longer.")
+
+
+def test_wrong_port_is_reported_in_one_sentence(folder):
+    """In a process of its own, because torch reads what it may print when it is imported."""
+    address = unused_address()
+    command = [sys.executable, "-m", "torchtune._cli.tune", "run", f"--rdzv_endpoint={address}"]
+    command += ["--rdzv-conf", "timeout=1", *OWN]
+    environment = {**os.environ, **PODS, "PET_NODE_RANK": "1"}
+    environment.pop("TORCH_CPP_LOG_LEVEL", None)
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 2, done.stderr
+    (sentence,) = done.stderr.splitlines()
+    assert sentence.startswith(f"error: {address} cannot be reached (The client socket has timed out")
 
 
 @pytest.mark.parametrize("rendezvous", ["c10d", "static"])

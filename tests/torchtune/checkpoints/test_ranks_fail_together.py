@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from omegaconf import OmegaConf
 
 from tests.torchtune.checkpoints import ranks
 from tests.torchtune.checkpoints.small import build, leave_free, same_bits, stored, write_folder
 from torchtune.checkpoints import FullModelHFCheckpointer
+from torchtune.training import ParallelDims
 from torchtune.utils import UserError, get_logger
 
 
@@ -133,6 +135,37 @@ def a_mistake_of_ours(folder: Path) -> None:
         store.save("step_1", model, state=rank_state)
 
 
+def other_settings(folder: Path) -> None:
+    """The command lines of two machines differ; folders and what is logged may."""
+    is_first = dist.get_rank() == 0
+    store = FullModelHFCheckpointer(folder / "source", output_dir=folder / "settings_run")
+    settings = {
+        "model": {"_component_": "mine", "lora_rank": 8, "hidden": [2, 3]},
+        "tokenizer": {"path": "/first/tokenizer" if is_first else "/second/tokenizer"},
+        "resume_from_checkpoint": False,
+        "log_level": "INFO" if is_first else "DEBUG",
+    }
+    assert store.open_output_dir(OmegaConf.create(settings), resume=False) is None
+    store.close()
+    rank_settings = {**settings, "model": {**settings["model"], "lora_rank": 8 if is_first else 16}}
+    words = ("model.lora_rank is 8 on rank 0 and 16 on rank 1", "the same command line")
+    fails(lambda: store.open_output_dir(OmegaConf.create(rank_settings), resume=False), *words)
+    rank_settings = {**settings, "resume_from_checkpoint": is_first}
+    words = ("resume_from_checkpoint is True on rank 0 and False on rank 1",)
+    fails(lambda: store.open_output_dir(OmegaConf.create(rank_settings), resume=is_first), *words)
+    rank_settings = settings if is_first else {**settings, "max_steps": 3}
+    words = ("max_steps is not set on rank 0 and 3 on rank 1",)
+    fails(lambda: store.open_output_dir(OmegaConf.create(rank_settings), resume=False), *words)
+
+
+def other_sizes(folder: Path) -> None:
+    """Each machine's sizes fit the processes, but they are not the same."""
+    os.environ.update(MASTER_ADDR="nobody", MASTER_PORT="0")  # torchrun's; the processes have met already
+    sizes = {"dp_shard": -1} if dist.get_rank() == 0 else {"dp_shard": 1, "tp": 2}
+    words = ("data_parallel_shard_dim is 1 on one rank and 2 on another", "the same command line")
+    fails(lambda: ParallelDims.start(ranks.CPU, **sizes), *words)
+
+
 def test_failure_of_one_rank_ends_the_call_on_all(tmp_path, disk):
     write_folder(tmp_path / "source", num_hidden_layers=2)
     write_folder(tmp_path / "other", num_hidden_layers=2, vocab_size=322)
@@ -141,4 +174,6 @@ def test_failure_of_one_rank_ends_the_call_on_all(tmp_path, disk):
         (second,) = (tmp_path / name).glob("model-00002-*")
         os.truncate(second, second.stat().st_size // 2) if name == "cut" else second.unlink()
     assert disk == tmp_path / "disk"
-    ranks.run(2, [bad_sources, damaged_checkpoints, full_disk, a_mistake_of_ours], tmp_path)
+    ranks.run(
+        2, [bad_sources, damaged_checkpoints, full_disk, a_mistake_of_ours, other_settings, other_sizes], tmp_path
+    )

@@ -16,6 +16,7 @@ from torchtune.training.parallel._ranks import (
     get_distributed_backend,
     is_distributed,
     join_process_group,
+    message_device,
 )
 from torchtune.utils import MACHINES_VARIABLE, UserError, flatten_mesh
 
@@ -125,6 +126,19 @@ class ParallelDims:
                 f"x context_parallel_dim {self.cp} = {shards}, of which it takes its processes."
             )
 
+    def _check_same_sizes(self) -> None:
+        """Check that all processes have the same sizes: each machine has a command line of its own. A collective."""
+        sizes = [self.dp_replicate, self.dp_shard, self.cp, self.tp, self.ep]
+        # The maxima and minima (of the negative sizes) of all processes.
+        bounds = torch.tensor([sizes, [-size for size in sizes]], device=message_device())
+        dist.all_reduce(bounds, dist.ReduceOp.MAX)
+        for name, largest, negative_smallest in zip((*_MESH, "ep"), *bounds.tolist(), strict=True):
+            if largest != -negative_smallest:
+                raise ParallelDimsError(
+                    f"{_SETTINGS[name]} is {-negative_smallest} on one rank and {largest} on another: give all "
+                    "machines the same config and the same command line."
+                )
+
     @classmethod
     def start(cls, device: torch.device, **sizes: int) -> "ParallelDims":
         """Initialize torchrun's process group and build the mesh; without torchrun, return a single process.
@@ -134,7 +148,7 @@ class ParallelDims:
             sizes: arguments of the class, without ``world_size``.
 
         Raises:
-            ParallelDimsError: see the class; raised before any communication.
+            ParallelDimsError: see the class; raised before any communication, unless the sizes differ between ranks.
         """
         # --nnodes of this machine's command line, and the number of machines that torchrun counts.
         requested_machines = os.environ.get(MACHINES_VARIABLE, "")
@@ -153,6 +167,7 @@ class ParallelDims:
             # gloo's halves of split groups share a listener, and with connections made at the first message
             # (see join_process_group) wait for ever for each other's.
             join_process_group(get_distributed_backend(device.type, offload_ops_to_cpu=True))
+        dims._check_same_sizes()
         dims._make_mesh(device.type)
         return dims
 

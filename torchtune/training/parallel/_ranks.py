@@ -106,7 +106,7 @@ def any_rank(flag: bool, group: dist.ProcessGroup | None = None) -> bool:
     """Return whether ``flag`` is True on any rank, by an all-reduce. A collective."""
     if get_world_size_and_rank()[0] == 1:
         return flag
-    message = torch.tensor(int(flag), device=_device(group))
+    message = torch.tensor(int(flag), device=message_device(group))
     dist.all_reduce(message, dist.ReduceOp.MAX, group=group)
     return bool(message)
 
@@ -115,12 +115,12 @@ def lowest_of_ranks(count: int, group: dist.ProcessGroup | None = None) -> int:
     """Return the lowest ``count`` of all ranks, by an all-reduce. A collective."""
     if get_world_size_and_rank()[0] == 1:
         return count
-    message = torch.tensor(count, device=_device(group))
+    message = torch.tensor(count, device=message_device(group))
     dist.all_reduce(message, dist.ReduceOp.MIN, group=group)
     return int(message)
 
 
-def _device(group: dist.ProcessGroup | None) -> torch.device:
+def message_device(group: dist.ProcessGroup | None = None) -> torch.device:
     """Return the device of a group's messages."""
     if dist.get_backend(group) in ("gloo", "fake"):  # fake: a simulation, with tensors on the CPU
         return torch.device("cpu")
