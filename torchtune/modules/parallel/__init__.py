@@ -1,7 +1,7 @@
 """Tensor, sequence, context and expert parallelism of layers."""
 
 from torchtune.modules.parallel.collectives import sum_gradients, vocabulary_parallel_linear
-from torchtune.modules.parallel.context_parallel import ContextParallelAttention
+from torchtune.modules.parallel.context_parallel import ContextParallelAttention, ContextParallelShare, shard_sequences
 from torchtune.modules.parallel.expert_parallel import ExpertParallel, check_experts, place_experts
 from torchtune.modules.parallel.tensor_parallel import (
     ColwiseParallel,
@@ -16,6 +16,7 @@ from torchtune.modules.parallel.tensor_parallel import (
 __all__ = [
     "ColwiseParallel",
     "ContextParallelAttention",
+    "ContextParallelShare",
     "ExpertParallel",
     "GatherInput",
     "HeadParallel",
@@ -25,8 +26,10 @@ __all__ = [
     "VocabParallel",
     "check_experts",
     "place_experts",
+    "shard_sequences",
     "sum_gradients",
     "vocabulary_parallel_linear",
 ]
 
+from torchtune.modules.parallel.context_parallel import shards_sequences as shards_sequences
 from torchtune.modules.parallel.tensor_parallel import ParallelError as ParallelError

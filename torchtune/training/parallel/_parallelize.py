@@ -50,7 +50,10 @@ def parallelize(
             raise ParallelDimsError("fsdp_cpu_offload: it needs torchrun: start with tune run --nproc-per-node 1.")
         return
     if dims.cp > 1:
-        _apply_context_parallel(model, dims)
+        from torchtune.modules.parallel import shard_sequences
+
+        _check_context_parallel(model, dims)
+        shard_sequences(model, dims.mesh["cp"].get_group())
     if dims.tp > 1:
         _apply_tensor_parallel(model, dims, tensor_parallel_plan)
     meshes = apply_expert_parallel(model, dims) if dims.ep > 1 else {}
@@ -89,24 +92,21 @@ def _attention_layers(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if isinstance(module, MultiHeadAttention)]
 
 
-def _apply_context_parallel(model: nn.Module, dims: ParallelDims) -> None:
-    from torchtune.modules.parallel import ContextParallelAttention
-
-    _check_no_recurrent_layers(model, dims)
-    for module in _attention_layers(model):
-        _check_sequence_heads(module, dims)
-        module.attention = ContextParallelAttention(dims.mesh["cp"].get_group())
-
-
-def _check_no_recurrent_layers(model: nn.Module, dims: ParallelDims) -> None:
+def _check_context_parallel(model: nn.Module, dims: ParallelDims) -> None:
+    """Raise unless the ranks of a sequence can exchange its shards for shards of the heads of all layers."""
     from torchtune.modules.mixers import RecurrentMixer
 
-    kinds = {type(module).__name__ for module in model.modules() if isinstance(module, RecurrentMixer)}
-    if kinds:
-        raise ParallelDimsError(
-            f"context_parallel_dim is {dims.cp}: the state of {', '.join(sorted(kinds))} layers is not passed from "
-            "rank to rank: set it to 1, and data_parallel_shard_dim to -1 to shard the weights instead."
-        )
+    for attention in _attention_layers(model):
+        _check_sequence_heads(attention, dims)
+    for mixer in model.modules():
+        if not isinstance(mixer, RecurrentMixer):
+            continue
+        obstacle = mixer.sharing_obstacle(dims.cp)
+        if obstacle is not None:
+            raise ParallelDimsError(
+                f"context_parallel_dim is {dims.cp}: {obstacle}: set it to a size that fits, or to 1 with "
+                "data_parallel_shard_dim=-1 to shard the weights instead."
+            )
 
 
 def _check_sequence_heads(module: nn.Module, dims: ParallelDims) -> None:
@@ -188,9 +188,7 @@ def check_parallelizable(
         for module in _attention_layers(model):
             _check_layer_heads(module, dims.tp)
     if dims.cp > 1:
-        _check_no_recurrent_layers(model, dims)
-        for module in _attention_layers(model):
-            _check_sequence_heads(module, dims)
+        _check_context_parallel(model, dims)
     if dims.ep > 1:
         check_expert_parallel(model, dims)
     if dims.tp == 1:

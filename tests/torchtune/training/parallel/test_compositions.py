@@ -8,6 +8,7 @@ import pytest
 from tests.recipes.killing import launch
 from tests.tiny import write_checkpoint
 from tests.torchtune.checkpoints.small import write_folder
+from tests.torchtune.models.families import FAMILIES, NAME_OF_ARCHITECTURE
 
 ROOT = Path(__file__).parents[4]
 
@@ -39,7 +40,21 @@ CASES = {
     "fsdp shared keys": (2, {"dp_shard": 2}, {**_SHARED, "accumulation": 2, "checkpointing": True}, {}),
     "cp shared keys": (2, {"cp": 2}, {**_SHARED, "packed": True}, {}),
     "ep beside mlp": (2, {"dp_shard": 2, "ep": 2}, {"source": "experts beside mlp"}, {}),
+    "fsdp x cp linear attention": (4, {"dp_shard": 2, "cp": 2}, {"source": "linear attention", "packed": True}, {}),
+    "cp linear attention lora": (2, {"cp": 2}, {"source": "linear attention", "adapter": "lora"}, {}),
+    "cp mamba": (2, {"cp": 2}, {"source": "mamba", "packed": True, "checkpointing": True}, {}),
+    "cp mamba beside attention": (2, {"cp": 2}, {"source": "mamba beside attention"}, {}),
+    "cp convolutions": (2, {"cp": 2}, {"source": "convolutions", "packed": True}, {}),
+    "cp latent attention": (2, {"cp": 2}, {"source": "latent attention", "packed": True}, {}),
     "fsdp accumulates": (2, {"dp_shard": 2}, {"accumulation": 2, "checkpointing": True}, {}),
+}
+# Checkpoint -> its architecture, in the sizes of the tests of its family.
+WITH_STATES = {
+    "linear attention": "Qwen3_5",
+    "mamba": "NemotronH",
+    "mamba beside attention": "FalconH1",
+    "convolutions": "Lfm2",
+    "latent attention": "DeepseekV3",
 }
 # These train to the end of an epoch, where ranks are without work; the others for two steps.
 WHOLE_EPOCH = ("fsdp", "fsdp x cp packed", "tp", "ep", "fsdp accumulates")
@@ -54,6 +69,8 @@ def folder(tmp_path_factory):
     write_folder(folder / "biased experts", "gpt_oss")
     write_folder(folder / "shared keys", "gemma4_shared_keys")
     write_folder(folder / "experts beside mlp", "gemma4_experts")
+    for name, architecture in WITH_STATES.items():
+        write_folder(folder / name, (architecture, FAMILIES[NAME_OF_ARCHITECTURE[architecture]][1]))
     return folder
 
 
