@@ -135,7 +135,8 @@ def get_context_parallel_manager(
         enabled: if False, the context does nothing.
         rotate_method: accepted and ignored: one all-to-all redistributes queries, keys and values instead of a ring.
         world_mesh: from ``ParallelDims.build_mesh``.
-        model: its attention layers and mixers are changed, and a hook computes the chunk's positions if the batch has none.
+        model: its attention layers and mixers are changed, and a hook computes the chunk's positions if the batch has
+            none.
 
     Raises:
         ParallelDimsError: the ranks do not divide the heads or, inside the context, the sequence length.

@@ -96,7 +96,10 @@ class ModelRanks:
         from torchtune.modules.parallel import shards_sequences
 
         if shards_sequences(model):
-            raise GenerationError("Generation does not support context parallelism: set context_parallel_dim to 1.")
+            raise GenerationError(
+                "Generation does not support parts of sequences: set context_parallel_dim to 1, and for a model with "
+                "linear attention, Mamba or convolutions tensor_parallel_dim."
+            )
         reshard(model)
         meshes = [parameter.device_mesh for parameter in model.parameters() if hasattr(parameter, "device_mesh")]
         if meshes:

@@ -67,9 +67,13 @@ Blocks = tuple[tuple[int, int], ...]  # number of heads and channels per head of
 class MixerShare:
     """The share of a mixer's positions and heads that a process has and computes: all of them.
 
-    :class:`torchtune.modules.parallel.ContextParallelShare` replaces it if sequences are sharded over ranks. Channels
+    :class:`torchtune.modules.parallel.SequenceShare` replaces it if sequences are sharded over ranks. Channels
     lie head by head in blocks: ``((n, h), (m, g))`` are n heads of h channels each, then m heads of g channels.
     """
+
+    def own_positions(self, positions: Tensor) -> Tensor:
+        """Return those of ``positions`` ``[b, s]`` that this process's hidden states have."""
+        return positions
 
     def num_heads(self, heads: int) -> int:
         """Return how many of ``heads`` heads this process computes."""
@@ -207,7 +211,8 @@ class RecurrentMixer(nn.Module, ABC):
         """
         if input_pos is None:
             input_pos = torch.arange(x.shape[1], device=x.device)
-        reach = input_pos.view(-1, x.shape[1]).expand(x.shape[0], -1)
+        positions = self.share.own_positions(input_pos.view(-1, input_pos.shape[-1]))
+        reach = positions.expand(x.shape[0], -1)
         return self._mix_documents(x, reach, self.kv_cache if self.cache_enabled else None, documents)
 
 

@@ -66,18 +66,27 @@ class ContextParallelAttention:
         return exchange_heads_for_sequence(out, self.group)
 
 
-class ContextParallelShare(MixerShare):
+class SequenceShare(MixerShare):
     """Share of a recurrent mixer's positions and heads, for sequences that are sharded over ranks.
 
     As in :class:`ContextParallelAttention`, an all-to-all gives each rank some heads of the full sequence, whose states
     no other rank needs. With fewer heads of a block than ranks, its heads are repeated.
 
     Args:
-        group: process group of context parallelism.
+        group: process group of the ranks that share a sequence, of context and of tensor parallelism.
+        tensor_parallel: process group of tensor parallelism, whose ranks are given the same positions and share the
+            hidden states; by default there is none.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, tensor_parallel: dist.ProcessGroup | None = None) -> None:
         self.group = group
+        self.tensor_parallel = tensor_parallel
+
+    def own_positions(self, positions: Tensor) -> Tensor:
+        """See the base class."""
+        if self.tensor_parallel is None:
+            return positions
+        return positions.chunk(self.tensor_parallel.size(), dim=-1)[self.tensor_parallel.rank()]
 
     def num_heads(self, heads: int) -> int:
         """See the base class."""
@@ -139,15 +148,21 @@ def shard_sequences(model: nn.Module, group: dist.ProcessGroup) -> None:
     for module in model.modules():
         if isinstance(module, MultiHeadAttention):
             module.attention = ContextParallelAttention(group)
-        elif isinstance(module, RecurrentMixer):
-            module.share = ContextParallelShare(group)
+    share_mixers(model, SequenceShare(group))
+
+
+def share_mixers(model: nn.Module, share: SequenceShare) -> None:
+    """Let recurrent mixers compute with a share of the positions and heads."""
+    for module in model.modules():
+        if isinstance(module, RecurrentMixer):
+            module.share = share
 
 
 def shards_sequences(model: nn.Module) -> bool:
-    """Return whether :func:`shard_sequences` was called for ``model``."""
+    """Return whether attention layers or recurrent mixers of ``model`` compute with parts of sequences."""
     for module in model.modules():
         if isinstance(module, MultiHeadAttention) and isinstance(module.attention, ContextParallelAttention):
             return True
-        if isinstance(module, RecurrentMixer) and isinstance(module.share, ContextParallelShare):
+        if isinstance(module, RecurrentMixer) and isinstance(module.share, SequenceShare):
             return True
     return False

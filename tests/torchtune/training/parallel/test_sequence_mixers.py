@@ -1,4 +1,4 @@
-"""Recurrent mixers whose sequences are sharded over ranks compute what one process does."""
+"""Recurrent mixers whose sequences are sharded over ranks compute what one process does, which resumes their runs."""
 
 from pathlib import Path
 from typing import Any
@@ -8,9 +8,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tests.devices import DEVICE, own_device
 from tests.torchtune.checkpoints import ranks
+from tests.torchtune.checkpoints.small import build, write_folder
+from tests.torchtune.models.families import FAMILIES
+from torchtune.checkpoints import FullModelHFCheckpointer
+from torchtune.data import collate_documents
+from torchtune.modules.loss import LinearCrossEntropyLoss
 from torchtune.modules.mixers import GatedDeltaNet, Mamba2, ShortConv
-from torchtune.modules.parallel import ContextParallelShare
+from torchtune.modules.parallel import SequenceShare
+from torchtune.training import ParallelDims, clip_grad_norm_, parallelize
 
 WIDTH = 8
 # Lengths of the documents of a row: some cross a cut, end at it, or have less positions than the convolution has taps.
@@ -59,7 +66,7 @@ def on_ranks(folder: Path) -> None:
     for kind in KINDS:
         for name in LENGTHS:
             module = mixer(kind)
-            module.share = ContextParallelShare(dist.group.WORLD)
+            module.share = SequenceShare(dist.group.WORLD)
             values = compute(module, *(tensor.chunk(size, dim=1)[rank] for tensor in inputs(name)))
             for parameter in values.keys() - {"out", "x"}:
                 dist.all_reduce(values[parameter])  # as FSDP does
@@ -85,3 +92,64 @@ def test_ranks_compute_what_one_process_does(folder, kind, name, size):
     values = torch.load(folder / f"{kind} {name} {size}.pt")
     for part, wanted in compute(mixer(kind), *inputs(name)).items():
         assert (values[part] - wanted).abs().max() <= 2e-5 * wanted.abs().max(), part
+
+
+STEPS = 2
+# Of two ranks each: what one process resumes.
+SPLITS = {"context": {"cp": 2}, "tensor": {"tp": 2}, "tensor and experts": {"tp": 2, "ep": 2}}
+HYBRID = FAMILIES["qwen3_next"]  # Gated DeltaNet, attention and experts
+
+
+def start(folder: Path, dims: ParallelDims, output: Path) -> tuple[Any, nn.Module, torch.optim.Optimizer]:
+    model = build(folder / "hybrid")
+    parallelize(model, dims, device=own_device())
+    store = FullModelHFCheckpointer(folder / "hybrid", output_dir=output)
+    store.load_model(model, device=own_device())
+    return store, model.train(), torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, dims: ParallelDims, number: int) -> list[float]:
+    """Loss and norm of the gradients, of documents of which one crosses the cut."""
+    tokens = torch.randint(3, 320, (40,), generator=torch.Generator().manual_seed(number))
+    rows = [{"tokens": part, "labels": part.roll(-1)} for part in tokens.split([5, 27, 8])]
+    batch = dims.collate(collate_documents)(rows)
+    labels = batch.pop("labels")
+    loss_fn = LinearCrossEntropyLoss()
+    loss_fn.set_model_output(model)
+    loss = loss_fn(model(**batch), labels) * (labels.numel() / len(tokens))
+    loss.backward()
+    norm = clip_grad_norm_(model.parameters(), 0.5)
+    optimizer.step()
+    optimizer.zero_grad()
+    return [*dims.sum(loss.item()), norm.item()]
+
+
+def train_and_save(folder: Path) -> None:
+    for name, sizes in SPLITS.items():
+        dims = ParallelDims(**sizes, world_size=2)
+        dims.build_mesh(DEVICE)
+        store, model, optimizer = start(folder, dims, folder / name)
+        before = [step(model, optimizer, dims, number) for number in range(STEPS)]
+        store.save("step_2", model, state={"optimizer": optimizer, "progress": {"step": STEPS}})
+        store.close()
+        after = step(model, optimizer, dims, STEPS)
+        if dist.get_rank() == 0:
+            torch.save((before, after), folder / f"{name}.pt")
+
+
+@pytest.mark.slow
+def test_one_process_resumes_what_two_ranks_have_saved(tmp_path):
+    write_folder(tmp_path / "hybrid", HYBRID)
+    ranks.run(2, [train_and_save], tmp_path)
+    alone = ParallelDims()
+    _, model, optimizer = start(tmp_path, alone, tmp_path / "alone")
+    expected = [step(model, optimizer, alone, number) for number in range(STEPS)]
+    for name in SPLITS:
+        before, after = torch.load(tmp_path / f"{name}.pt")
+        for found, wanted in zip(before, expected, strict=True):
+            assert found == pytest.approx(wanted, rel=1e-5), name
+        store, model, optimizer = start(tmp_path, alone, tmp_path / name)
+        state = {"optimizer": optimizer, "progress": {"step": 0}}
+        store.resume(store.find_resume_point(), model, state)
+        assert state["progress"] == {"step": STEPS}
+        assert step(model, optimizer, alone, STEPS) == pytest.approx(after, rel=1e-5), name
