@@ -53,7 +53,7 @@ def parallelize(
         from torchtune.modules.parallel import shard_sequences
 
         _check_context_parallel(model, dims)
-        shard_sequences(model, dims.mesh["cp"].get_group())
+        shard_sequences(text_decoder(model), dims.mesh["cp"].get_group())
     if dims.tp > 1:
         _apply_tensor_parallel(model, dims, tensor_parallel_plan)
     # Tensor-parallel ranks have different tokens in layers with experts, of which they have shards.
@@ -76,15 +76,29 @@ def parallelize(
 
 
 def _check_not_composite(model: nn.Module, dims: ParallelDims) -> None:
-    """Raise for tensor or context parallelism of a composite model."""
+    """Raise for tensor parallelism of a composite model, and for context parallelism of one that does not support it.
+
+    Its text decoder computes with parts of sequences; every rank encodes all images of its sequences.
+    """
+    from torchtune.modules.model_fusion import ImageTextModel
+
     if text_decoder(model) is model:
         return
-    for name, size in (("tensor_parallel_dim", dims.tp), ("context_parallel_dim", dims.cp)):
-        if size > 1:
-            raise ParallelDimsError(
-                f"{name} is {size}: a model of text and images is split over data-parallel ranks alone: set it to 1, "
-                "and data_parallel_shard_dim to -1."
-            )
+    if dims.tp > 1:
+        raise ParallelDimsError(
+            f"tensor_parallel_dim is {dims.tp}: a model of text and images is split over its data and sequences alone: "
+            "set it to 1, and data_parallel_shard_dim to -1."
+        )
+    if dims.cp > 1 and not isinstance(model, ImageTextModel):
+        raise ParallelDimsError(
+            f"context_parallel_dim is {dims.cp}: a model of text and images with cross-attention is split over its "
+            "data alone: set it to 1, and data_parallel_shard_dim to -1."
+        )
+    if dims.cp > 1 and model.image_blocks:
+        raise ParallelDimsError(
+            f"context_parallel_dim is {dims.cp}: the tokens of an image attend to each other in both directions, also "
+            "across a cut of the sequence: set it to 1, and data_parallel_shard_dim to -1."
+        )
 
 
 def _attention_layers(model: nn.Module) -> list[nn.Module]:
@@ -95,7 +109,7 @@ def _attention_layers(model: nn.Module) -> list[nn.Module]:
 
 def _check_context_parallel(model: nn.Module, dims: ParallelDims) -> None:
     """Raise unless the ranks of a sequence can exchange its shards for shards of the heads of all layers."""
-    for attention in _attention_layers(model):
+    for attention in _attention_layers(text_decoder(model)):
         _check_sequence_heads(attention, dims)
     _check_mixers(model, dims)
 
