@@ -42,6 +42,7 @@ COMPOSITIONS: dict[str, tuple[str, int, dict[str, int]]] = {
     "2 tensor-parallel ranks, in 2 copies": ("llama", 4, {"dp_replicate": 2, "tp": 2}),
     "8 shards, experts over 4 of them": ("moe", 8, {"dp_shard": 8, "ep": 4}),
     "4 context-parallel ranks, Gated DeltaNet": ("delta", 4, {"cp": 4}),
+    "2 tensor-parallel ranks, Gated DeltaNet": ("delta", 2, {"tp": 2}),
     "4 context-parallel ranks, short convolutions": ("convolutions", 4, {"cp": 4}),
 }
 
@@ -133,8 +134,18 @@ def formulas(checkpoint: Path) -> dict[str, dict[str, float]]:
         # Queries and keys of every rank's head, values, two numbers of each value head, and the reach.
         sent = 2 * 4 * mixer.key_dim + channels + 2 * mixer.num_value_heads + 4
         exchanged = 2 * f * 4 * LENGTH / 4 * num_layers * (sent + channels)
+        # Of two ranks: the input and output of each MLP, of the embedding and of the output; the channels as above.
+        of_two_ranks = 1 / 2 * hidden * (2 * num_layers + 2)
+        sent = 2 * 2 * mixer.key_dim + channels + 2 * mixer.num_value_heads + 2
+        mixers = 4 * sum(parameter.numel() for layer in model.layers for parameter in layer.attn.parameters())
         return {
             "4 context-parallel ranks, Gated DeltaNet": gathered | reduced | {"all-to-all": exchanged},
+            "2 tensor-parallel ranks, Gated DeltaNet": {
+                "all-gather": of_two_ranks,
+                "reduce-scatter": of_two_ranks,
+                "all-to-all": 2 * 1 / 2 * 4 * LENGTH / 2 * num_layers * (sent + channels),
+                "all-reduce": 2 * 1 / 2 * mixers,
+            },
         }
     if description.mixer is not None:
         ends = f * 4 * num_layers * 4 * (description.mixer.conv_taps - 1) * description.embed_dim
@@ -195,6 +206,12 @@ def test_numbers_are_those_of_the_formulas(folder, traffic):
             "all-to-all": 5 * num_layers,
         },
         "4 context-parallel ranks, Gated DeltaNet": shards | {"all-to-all": 4 * num_layers},
+        "2 tensor-parallel ranks, Gated DeltaNet": {
+            "all-gather": 2 * num_layers + 2,
+            "reduce-scatter": 2 * num_layers + 2,
+            "all-to-all": 4 * num_layers,
+            "all-reduce": 9 * num_layers + 2 * num_layers + 3,  # parameters of mixers, norms, the loss
+        },
         "4 context-parallel ranks, short convolutions": {
             "all-gather": shards["all-gather"] + num_layers,
             "reduce-scatter": shards["reduce-scatter"] + num_layers,
