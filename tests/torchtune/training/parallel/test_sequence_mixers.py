@@ -17,6 +17,7 @@ from torchtune.data import collate_documents
 from torchtune.modules.loss import LinearCrossEntropyLoss
 from torchtune.modules.mixers import GatedDeltaNet, Mamba2, ShortConv
 from torchtune.modules.parallel import SequenceShare
+from torchtune.modules.parallel.context_parallel import shards_sequences
 from torchtune.training import ParallelDims, clip_grad_norm_, parallelize
 
 WIDTH = 8
@@ -83,6 +84,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for size in (2, 4):
         ranks.run(size, [on_ranks], folder)
     return folder
+
+
+def test_mixers_that_share_sequences_are_told_apart_for_generation():
+    model = nn.Sequential(mixer("delta"), mixer("short convolution"))
+    assert not shards_sequences(model)
+    model[1].share = SequenceShare(group=None)
+    assert shards_sequences(model)
 
 
 @pytest.mark.parametrize("size", [2, 4])
