@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch import nn
 
 from torchtune.modules import MultiHeadAttention
-from torchtune.modules.parallel import ContextParallelAttention
+from torchtune.modules.mixers import RecurrentMixer
+from torchtune.modules.parallel import shard_sequences
 from torchtune.training import is_distributed, parallel, scale_grads_
 from torchtune.training.parallel import ParallelDimsError
 from torchtune.utils import deprecated
@@ -126,15 +127,16 @@ def get_context_parallel_manager(
     """Return the context manager for context parallelism over the mesh dimension ``cp``.
 
     Inside ``with manager([tokens, labels, ...]):`` the tensors [b, s, ...] hold this rank's chunk along ``s``; after
-    the block they are full again. The model permanently uses
-    :class:`torchtune.modules.parallel.ContextParallelAttention`. Gradients must be reduced over ``cp``, too: shard
-    parameters over the mesh dimension ``dp_shard_cp``.
+    the block they are full again. The model is changed permanently by
+    :func:`torchtune.modules.parallel.shard_sequences`. Gradients must be reduced over ``cp``, too: shard parameters
+    over the mesh dimension ``dp_shard_cp``.
 
     Args:
         enabled: if False, the context does nothing.
         rotate_method: accepted and ignored: one all-to-all redistributes queries, keys and values instead of a ring.
         world_mesh: from ``ParallelDims.build_mesh``.
-        model: its attention is replaced, and a hook computes the chunk's positions if the batch has none.
+        model: its attention layers and mixers are changed, and a hook computes the chunk's positions if the batch has
+            none.
 
     Raises:
         ParallelDimsError: the ranks do not divide the heads or, inside the context, the sequence length.
@@ -143,10 +145,7 @@ def get_context_parallel_manager(
         return lambda buffers: contextlib.nullcontext()
     mesh = world_mesh["cp"]
     _check_heads(model, mesh.size())
-    attention = ContextParallelAttention(mesh.get_group())
-    for module in model.modules():
-        if isinstance(module, MultiHeadAttention):
-            module.attention = attention
+    shard_sequences(model, mesh.get_group())
 
     @contextlib.contextmanager
     def manager(buffers: Sequence[torch.Tensor]) -> Iterator[None]:
@@ -177,6 +176,10 @@ def get_context_parallel_manager(
 
 def _check_heads(model: nn.Module, ranks: int) -> None:
     for module in model.modules():
+        if isinstance(module, RecurrentMixer):
+            obstacle = module.sharing_obstacle(ranks)
+            if obstacle is not None:
+                raise ParallelDimsError(f"context_parallel_dim is {ranks}: {obstacle}: set it to a size that fits.")
         if not isinstance(module, MultiHeadAttention):
             continue
         # With fewer key heads than ranks, ranks share one, which needs a whole number of ranks per key head.

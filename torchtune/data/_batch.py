@@ -10,6 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from torchtune.data._documents import Documents
+from torchtune.data._ragged_images import Images
 from torchtune.data._rows import DataError
 from torchtune.data._token_rows import CROSS_ENTROPY_IGNORE_IDX
 
@@ -260,11 +261,12 @@ class Batch(MutableMapping[str, Any]):
         ignore index, ``per_token`` with zeros.
 
         Raises:
-            DataError: :attr:`inputs` is not empty; its values cannot be padded, because their layout is unknown.
+            DataError: :attr:`inputs` has something else than the images of documents; its values cannot be padded,
+                because their layout is unknown.
         """
         if multiple == 1:
             return self
-        self._check_text_only()
+        images = self._only_images()
         batch = self._as_row()
         num_padding = -batch.tokens.shape[1] % multiple
         if num_padding == 0:
@@ -283,6 +285,7 @@ class Batch(MutableMapping[str, Any]):
             input_pos=_pad(batch.input_pos, num_padding),
             documents=documents,
             per_token={name: _pad(value, num_padding) for name, value in batch.per_token.items()},
+            inputs={} if images is None else {"encoder_input": {"images": images.pad_positions(num_padding)}},
             num_padding_documents=num_padding_documents,
         )
 
@@ -295,11 +298,11 @@ class Batch(MutableMapping[str, Any]):
 
         Raises:
             DataError: ``size`` does not divide the sequence length (see :meth:`pad_to_multiple`), the batch is already
-                split, or :attr:`inputs` is not empty.
+                split, or :attr:`inputs` has something else than the images of documents.
         """
         if size == 1:
             return self
-        self._check_text_only()
+        images = self._only_images()
         batch = self._as_row()
         length = batch.tokens.shape[1]
         if length % size or self.shard[1] > 1:
@@ -308,12 +311,17 @@ class Batch(MutableMapping[str, Any]):
         def local_shard(value: torch.Tensor) -> torch.Tensor:  # [b, s, ...] -> [b, s / size, ...]
             return value.chunk(size, dim=1)[rank].contiguous()
 
+        inputs = {}
+        if images is not None:
+            first = rank * length // size
+            inputs = {"encoder_input": {"images": images.split_positions(first, first + length // size)}}
         return replace(
             batch,
             tokens=local_shard(batch.tokens),
             labels=None if batch.labels is None else local_shard(batch.labels),
             input_pos=local_shard(batch.input_pos),
             per_token={name: local_shard(value) for name, value in batch.per_token.items()},
+            inputs=inputs,
             shard=(rank, size),
         )
 
@@ -358,12 +366,19 @@ class Batch(MutableMapping[str, Any]):
             )
         return parts
 
-    def _check_text_only(self) -> None:
-        if self.inputs:
+    def _only_images(self) -> Images | None:
+        """Return the images of a row of documents, or None without :attr:`inputs`; raise for other inputs."""
+        if not self.inputs:
+            return None
+        encoder_input = self.inputs.get("encoder_input")
+        images = encoder_input.get("images") if isinstance(encoder_input, Mapping) else None
+        has_others = len(self.inputs) > 1 or not isinstance(images, Images) or images.places is None
+        if has_others or self.documents is None or len(self.tokens) > 1:
             raise DataError(
                 f"collate_fn: it is not known how to split '{min(self.inputs)}' over processes: use "
                 "torchtune.data.collate_documents with tensor_parallel_dim or context_parallel_dim."
             )
+        return images
 
     def _as_row(self) -> "Batch":
         """Return the batch with explicit positions; with documents, flatten it to one row."""

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from torchtune.data._images import is_url, open_image
 from torchtune.data._messages import Video
@@ -223,6 +224,22 @@ class Images:
             return 0
         next_position = int(self.positions[:, 0, -1].max()) + 1
         return next_position - self.positions.shape[2]
+
+    def pad_positions(self, num_padding: int) -> "Images":
+        """Return the images of a row that is followed by ``num_padding`` positions of text."""
+        if self.positions is None:
+            return self
+        return replace(self, positions=F.pad(self.positions, (0, num_padding)))
+
+    def split_positions(self, first: int, end: int) -> "Images":
+        """Return the images for the positions ``first`` to ``end`` (exclusive) of a row: all, with their tokens there.
+
+        Images are not divided: the vision tower encodes all of them, and ``features`` says which outputs are used.
+        """
+        is_own = (self.places >= first) & (self.places < end)
+        features = torch.arange(len(self.places)) if self.features is None else self.features
+        positions = None if self.positions is None else self.positions[:, :, first:end].contiguous()
+        return replace(self, places=self.places[is_own] - first, features=features[is_own], positions=positions)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "Images":
         """Copy the tensors to a device."""

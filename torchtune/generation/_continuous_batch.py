@@ -104,11 +104,13 @@ class ModelRanks:
         self._tp: dist.ProcessGroup | None = None
         if not (dist.is_available() and dist.is_initialized()):
             return
-        from torchtune.modules.parallel import ContextParallelAttention
+        from torchtune.modules.parallel import shards_sequences
 
-        for module in attention_modules(model):
-            if isinstance(module.attention, ContextParallelAttention):
-                raise GenerationError("Generation does not support context parallelism: set context_parallel_dim to 1.")
+        if shards_sequences(model):
+            raise GenerationError(
+                "Generation does not support parts of sequences: set context_parallel_dim to 1, and for a model with "
+                "linear attention, Mamba or convolutions tensor_parallel_dim."
+            )
         reshard(model)
         meshes = [parameter.device_mesh for parameter in model.parameters() if hasattr(parameter, "device_mesh")]
         if meshes:

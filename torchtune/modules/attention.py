@@ -197,7 +197,8 @@ class MultiHeadAttention(nn.Module):
         # Arguments that only some layers have are left out elsewhere: a function that replaces attention may lack them.
         options: dict[str, Any] = {}
         if self.sinks is not None:
-            options["sinks"] = self.sinks
+            # Tensor parallelism makes them a DTensor, sharded by head.
+            options["sinks"] = self.sinks.to_local() if hasattr(self.sinks, "to_local") else self.sinks
         if self.chunk is not None:
             options["chunk"] = self.chunk
         out = self.attention(

@@ -189,9 +189,10 @@ class LatentAttention(MultiHeadAttention):
         ``q · (W k) = (Wᵀ q) · k``, so the latents are the single key head of all query heads. The value projection is
         applied to the weighted sum of latents.
         """
-        if type(self.kv_proj) is nn.Linear:
-            matrix = self.kv_proj.weight
-        else:  # an adapter or a quantized weight
+        weight = getattr(self.kv_proj, "weight", None)
+        if type(self.kv_proj) is nn.Linear and type(weight) in (nn.Parameter, Tensor):
+            matrix = weight
+        else:  # an adapter, a quantized weight, or one that is split over ranks
             matrix = self.kv_proj(torch.eye(self.kv_dim, dtype=latents.dtype, device=latents.device)).t()
         unrotated_dim = self.key_dim - self.rope_dim
         head_matrices = matrix.unflatten(0, (-1, unrotated_dim + self.value_dim))  # [n, h - r + v, c]

@@ -159,10 +159,13 @@ def test_vocabulary_is_split_with_its_new_tokens(folder, size):
         assert "add tokens until it does (tokenizer.add_tokens" in problem
 
 
-def test_a_model_with_experts_is_not_split_by_layers(folder):
+def test_experts_are_split_with_the_layers_or_refused_by_their_number(folder):
     model = {"_component_": "torchtune.models.mixtral.mixtral_8x7b"}
-    problems = find_problems(settings(DISTRIBUTED, folder, model=model, tensor_parallel_dim=2), 2)
-    assert any("experts" in problem for problem in problems)
+    sizes = {"tensor_parallel_dim": 2, "expert_parallel_dim": 2}
+    problems = find_problems(settings(DISTRIBUTED, folder, model=model, **sizes), 2)
+    assert not any("parallel_dim" in problem for problem in problems)
+    problems = find_problems(settings(DISTRIBUTED, folder, model=model, expert_parallel_dim=3), 3)
+    assert any("expert_parallel_dim is 3: it must divide the 8 experts" in problem for problem in problems)
 
 
 def test_a_tensor_of_another_shape_is_found_without_reading_it(folder, tmp_path):

@@ -8,8 +8,9 @@ from torchtune.models import Description, ModelError, build, get_spec
 from torchtune.modules import LatentAttention, RMSNorm, local_kv_cache
 from torchtune.modules.conversion import apply_conversions
 from torchtune.modules.low_precision import QuantizeBase
-from torchtune.modules.parallel.tensor_parallel import ParallelError
 from torchtune.modules.peft import LoRA, get_adapter_params
+from torchtune.training import ParallelDims
+from torchtune.training.parallel import ParallelDimsError, check_parallelizable
 
 HEADS, KEY, TURNING, VALUE, LATENT = 3, 10, 4, 14, 16
 TINY = Description(
@@ -61,8 +62,8 @@ def test_latents_are_cached_and_compared_as_keys_would_be(model, kind):
 
 
 def test_options_that_latent_attention_excludes_are_refused(model):
-    with pytest.raises(ParallelError, match="tensor_parallel_dim: a model with latent attention cannot be split"):
-        model.spec.parallel_plan(model)
+    with pytest.raises(ParallelDimsError, match="tensor_parallel_dim is 2: it must divide the 3 query heads"):
+        check_parallelizable(model, ParallelDims(tp=2, world_size=2))
     numbers = {"vocab_size": 8, "num_layers": 1, "embed_dim": 8, "intermediate_dim": 8, "max_seq_len": 8}
     heads = {"num_heads": 2, "num_kv_heads": 2}
     with pytest.raises(ModelError, match=r"kv_latent_dim \(got 4\) and value_dim go together"):

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from torchtune.models import Description, build
 from torchtune.models._mixers import DeltaNetMixer
-from torchtune.modules.mixers import GatedDeltaNet, Mamba2, ShortConv
+from torchtune.modules.mixers import GatedDeltaNet, Mamba2, RecurrentMixer, ShortConv
 from torchtune.modules.mixers._gated_delta_net import gated_delta_rule
 from torchtune.modules.mixers._mamba2 import state_space
 from torchtune.modules.mixers._short_conv import causal_conv
@@ -148,9 +148,26 @@ def test_a_mask_alone_is_refused(decoder):
     decoder(tokens, mask=mask, input_pos=torch.arange(4))
 
 
-def test_context_parallelism_is_refused_by_name(decoder):
-    with pytest.raises(ParallelDimsError, match="context_parallel_dim is 2: the state of GatedDeltaNet layers"):
-        check_parallelizable(decoder, ParallelDims(cp=2, dp_shard=1, tp=1, dp_replicate=1, world_size=2))
+def test_heads_that_context_parallel_ranks_cannot_share_are_refused(decoder):
+    check_parallelizable(decoder, ParallelDims(cp=2, world_size=2))
+    decoder.layers[1].attn = _mixer("mamba")  # without attention: its heads would be refused first
+    message = "context_parallel_dim is 3: it must divide the 2 heads of GatedDeltaNet layers, and divide their 1 key"
+    with pytest.raises(ParallelDimsError, match=message):
+        check_parallelizable(decoder, ParallelDims(cp=3, world_size=3))
+    decoder.layers[0].attn = _mixer("conv")
+    with pytest.raises(ParallelDimsError, match="the 4 heads of Mamba2 layers, and divide their 2 groups or be"):
+        check_parallelizable(decoder, ParallelDims(cp=8, world_size=8))
+    decoder.layers[1].attn = _mixer("conv")
+    check_parallelizable(decoder, ParallelDims(cp=8, world_size=8))
+
+
+def test_a_mixer_that_says_nothing_of_context_parallelism_is_refused(decoder):
+    class Other(ShortConv):
+        sharing_obstacle = RecurrentMixer.sharing_obstacle
+
+    decoder.layers[0].attn = Other(embed_dim=8, conv_taps=3)
+    with pytest.raises(ParallelDimsError, match="context_parallel_dim is 2: the state of Other layers is not passed"):
+        check_parallelizable(decoder, ParallelDims(cp=2, world_size=2))
 
 
 def test_lora_of_attention_adapts_the_input_projection(decoder):

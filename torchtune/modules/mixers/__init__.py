@@ -6,3 +6,6 @@ from torchtune.modules.mixers._mixer import RecurrentMixer, StateCache
 from torchtune.modules.mixers._short_conv import ShortConv
 
 __all__ = ["GatedDeltaNet", "Mamba2", "RecurrentMixer", "ShortConv", "StateCache"]
+
+from torchtune.modules.mixers._mixer import Blocks as Blocks
+from torchtune.modules.mixers._mixer import MixerShare as MixerShare

@@ -15,7 +15,7 @@ from torchtune.modules._outside_graphs import outside_graphs
 from torchtune.modules.kernels import DELTA_RULE, KernelUser
 from torchtune.modules.kernels.documents import Boundaries
 from torchtune.modules.mixers._chunks import Chunk, chunked, positions_first, scalars_first
-from torchtune.modules.mixers._mixer import RecurrentMixer, StateCache
+from torchtune.modules.mixers._mixer import RecurrentMixer, StateCache, heads_obstacle
 from torchtune.modules.mixers._short_conv import DepthwiseWeight
 from torchtune.modules.rms_norm import rms_norm
 
@@ -286,12 +286,22 @@ class GatedDeltaNet(RecurrentMixer, KernelUser):
         self, x: Tensor, reach: Tensor, cache: StateCache | None, documents: Documents | Boundaries | None
     ) -> Tensor:
         qkv, z, b, a = self._projected(x)
-        mixed = self.conv(qkv, reach, cache, silu=True)
-        q, k, v = mixed.split(self.widths, dim=-1)
+        share = self.share
+        per_head = ((self.num_value_heads, 1),)
+        blocks = (
+            (self.num_key_heads, self.key_dim),
+            (self.num_key_heads, self.key_dim),
+            (self.num_value_heads, self.value_dim),
+        )
+        # Before the convolution, which then has the positions before each of its own. The gate stays as it is.
+        (qkv, b, a), reach = share.gather_positions((qkv, b, a), (blocks, per_head, per_head), reach)
+        mixed = self.conv(qkv, reach, cache, silu=True, share=share, blocks=blocks)
+        q, k, v = mixed.split([share.num_heads(heads) * head_dim for heads, head_dim in blocks], dim=-1)
         q = q.unflatten(-1, (-1, self.key_dim))  # [b, s, n_k, h_k]
         k = k.unflatten(-1, (-1, self.key_dim))  # [b, s, n_k, h_k]
         v = v.unflatten(-1, (-1, self.value_dim))  # [b, s, n_v, h_v]
-        log_decay = -self.a_log.float().exp() * F.softplus(a.float() + self.dt_bias)  # [b, s, n_v]
+        rate = -share.own_channels(self.a_log, per_head).float().exp()
+        log_decay = rate * F.softplus(a.float() + share.own_channels(self.dt_bias, per_head))  # [b, s, n_v]
         beta = b.sigmoid()
         if self.kernel is not None and documents is not None and cache is None:
             boundaries = documents
@@ -306,9 +316,14 @@ class GatedDeltaNet(RecurrentMixer, KernelUser):
             out, state = gated_delta_rule(q, k, v, log_decay, beta, reach == 0, state)
             if cache is not None:
                 cache.state[rows] = state
+        out = share.scatter_positions(out)
         gate = z.unflatten(-1, (-1, self.value_dim))
         normed = self.norm(out, gate)  # [b, s, n_v, h_v]
         return self.output_proj(normed.flatten(-2))
+
+    def sharing_obstacle(self, ranks: int) -> str | None:
+        """See the base class."""
+        return heads_obstacle("GatedDeltaNet", ranks, self.num_value_heads, self.num_key_heads, "key heads")
 
     def _projected(self, x: Tensor) -> tuple[Tensor, ...]:
         """Return the input projections: concatenated queries, keys and values; gate z; b for beta; a for decay."""

@@ -12,7 +12,7 @@ from torchtune.modules._outside_graphs import outside_graphs
 from torchtune.modules.feed_forward import swiglu
 from torchtune.modules.kernels import STATE_SPACE, KernelUser
 from torchtune.modules.mixers._chunks import Chunk, chunked, positions_first, scalars_first
-from torchtune.modules.mixers._mixer import RecurrentMixer, StateCache
+from torchtune.modules.mixers._mixer import RecurrentMixer, StateCache, heads_obstacle
 from torchtune.modules.mixers._short_conv import DepthwiseWeight, index_documents
 
 
@@ -299,22 +299,34 @@ class Mamba2(RecurrentMixer, KernelUser):
         factors = None
         if set(conv_scales) != {1.0}:
             factors = list(zip(self.widths, conv_scales, strict=True))
-        mixed = self.conv(mixed, reach, cache, factors, silu=True)
-        x, b, c = mixed.split(self.widths, dim=-1)
+        share = self.share
+        per_head = ((self.num_heads, 1),)
+        blocks = (
+            (self.num_heads, self.head_dim),
+            (self.num_groups, self.state_dim),
+            (self.num_groups, self.state_dim),
+        )
+        # Before the convolution, which then has the positions before each of its own. The gate stays as it is.
+        (mixed, dt), reach = share.gather_positions((mixed, dt), (blocks, per_head), reach)
+        mixed = self.conv(mixed, reach, cache, factors, silu=True, share=share, blocks=blocks)
+        x, b, c = mixed.split([share.num_heads(heads) * head_dim for heads, head_dim in blocks], dim=-1)
         x = x.unflatten(-1, (-1, self.head_dim))  # [b, s, heads, p]
-        b = b.unflatten(-1, (self.num_groups, -1))  # [b, s, groups, n]
-        c = c.unflatten(-1, (self.num_groups, -1))  # [b, s, groups, n]
-        dt = F.softplus(dt.float() * dt_scale + self.dt_bias).clamp(*self.dt_limits)
-        rate = -self.a_log.float().exp()
+        b = b.unflatten(-1, (-1, self.state_dim))  # [b, s, groups, n]
+        c = c.unflatten(-1, (-1, self.state_dim))  # [b, s, groups, n]
+        dt_bias = share.own_channels(self.dt_bias, per_head)
+        dt = F.softplus(dt.float() * dt_scale + dt_bias).clamp(*self.dt_limits)
+        rate = -share.own_channels(self.a_log, per_head).float().exp()
+        skip = share.own_channels(self.skip, per_head)
         if self.kernel is not None and cache is None:
-            out = kernel_state_space(self.kernel, c, b, x, rate, dt, self.skip, reach).flatten(-2)
+            out = kernel_state_space(self.kernel, c, b, x, rate, dt, skip, reach)
         else:
             rows = None if cache is None else cache.rows(x.shape[0])
             state = None if cache is None else cache.state[rows]
             out, state = state_space(c, b, x, rate * dt, dt, reach == 0, state)
             if cache is not None:
                 cache.state[rows] = state
-            out = torch.addcmul(out, x, self.skip[:, None]).flatten(-2)  # [b, s, heads * p]
+            out = torch.addcmul(out, x, skip[:, None])
+        out = share.scatter_positions(out).flatten(-2)  # [b, s, heads * p]
         if gate_scale != 1.0:
             gate = gate * gate_scale
         gated = swiglu(gate, out) if self.norm is None else self.norm(out, gate)
@@ -322,6 +334,10 @@ class Mamba2(RecurrentMixer, KernelUser):
         if self.out_scale != 1.0:
             out = out * self.out_scale
         return out
+
+    def sharing_obstacle(self, ranks: int) -> str | None:
+        """See the base class."""
+        return heads_obstacle("Mamba2", ranks, self.num_heads, self.num_groups, "groups")
 
     @property
     def state_elements(self) -> int:

@@ -61,6 +61,53 @@ class StateCache(nn.Module):
         return extended
 
 
+Blocks = tuple[tuple[int, int], ...]  # number of heads and channels per head of consecutive groups of channels
+
+
+class MixerShare:
+    """The share of a mixer's positions and heads that a process has and computes: all of them.
+
+    :class:`torchtune.modules.parallel.SequenceShare` replaces it if sequences are sharded over ranks. Channels
+    lie head by head in blocks: ``((n, h), (m, g))`` are n heads of h channels each, then m heads of g channels.
+    """
+
+    def own_positions(self, positions: Tensor) -> Tensor:
+        """Return those of ``positions`` ``[b, s]`` that this process's hidden states have."""
+        return positions
+
+    def num_heads(self, heads: int) -> int:
+        """Return how many of ``heads`` heads this process computes."""
+        return heads
+
+    def own_channels(self, parameter: Tensor, blocks: Blocks) -> Tensor:
+        """Return the channels of this process's heads, from a parameter ``[c, ...]`` of all heads."""
+        return parameter
+
+    def gather_positions(
+        self, channels: Sequence[Tensor], blocks: Sequence[Blocks], reach: Tensor
+    ) -> tuple[Sequence[Tensor], Tensor]:
+        """Give up the channels of other heads for all positions of the sequence.
+
+        Args:
+            channels: tensors of one dtype for this process's positions, ``[b, s, c]`` each.
+            blocks: blocks of the channels of each tensor.
+            reach: number of earlier positions in the same document, ``[b, s]``.
+
+        Returns:
+            The channels of this process's heads for all positions, and the reach of all positions, of which numbers
+            above 256 may be returned as 256.
+        """
+        return channels, reach
+
+    def scatter_positions(self, heads: Tensor) -> Tensor:
+        """Return all heads ``[b, s, n, h]`` of this process's positions, from its heads of all positions."""
+        return heads
+
+    def with_earlier_positions(self, x: Tensor, reach: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """Return ``x`` ``[b, s, c]`` and ``reach``, preceded by up to ``count`` positions that other processes have."""
+        return x, reach
+
+
 class RecurrentMixer(nn.Module, ABC):
     """Base class of mixers with a recurrent state, which replace attention (``TransformerSelfAttentionLayer.attn``).
 
@@ -82,6 +129,14 @@ class RecurrentMixer(nn.Module, ABC):
         super().__init__()
         self.kv_cache: StateCache | None = None
         self.cache_enabled = False
+        self.share = MixerShare()
+
+    def sharing_obstacle(self, ranks: int) -> str | None:
+        """Return why ``ranks`` ranks cannot share sequences, for an error message, or None if they can.
+
+        Subclasses that compute with :attr:`share` override it.
+        """
+        return f"the state of {type(self).__name__} layers is not passed from rank to rank"
 
     @property
     def state_elements(self) -> int:
@@ -156,5 +211,25 @@ class RecurrentMixer(nn.Module, ABC):
         """
         if input_pos is None:
             input_pos = torch.arange(x.shape[1], device=x.device)
-        reach = input_pos.view(-1, x.shape[1]).expand(x.shape[0], -1)
+        positions = self.share.own_positions(input_pos.view(-1, input_pos.shape[-1]))
+        reach = positions.expand(x.shape[0], -1)
         return self._mix_documents(x, reach, self.kv_cache if self.cache_enabled else None, documents)
+
+
+def heads_obstacle(kind: str, ranks: int, heads: int, shared: int, shared_name: str) -> str | None:
+    """Return why ``ranks`` ranks cannot share the heads of a mixer, or None if they can.
+
+    Args:
+        kind: name of the mixer.
+        ranks: number of ranks.
+        heads: number of heads with a state.
+        shared: number of smaller parts, each for heads / shared consecutive heads. With fewer parts than ranks, some
+            ranks compute with the same one.
+        shared_name: what the parts are called.
+    """
+    if heads % ranks == 0 and (shared % ranks == 0 or ranks % shared == 0):
+        return None
+    return (
+        f"it must divide the {heads} heads of {kind} layers, and divide their {shared} {shared_name} or be a multiple "
+        "of them"
+    )

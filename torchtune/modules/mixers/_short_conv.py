@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from torchtune.modules._outside_graphs import outside_graphs
 from torchtune.modules.kernels import CAUSAL_CONV, KernelUser
-from torchtune.modules.mixers._mixer import RecurrentMixer, StateCache
+from torchtune.modules.mixers._mixer import Blocks, MixerShare, RecurrentMixer, StateCache
 
 
 class _CausalConv(torch.autograd.Function):
@@ -113,10 +113,7 @@ class DepthwiseWeight(nn.Module, KernelUser):
 
     def choose_kernels(self, device: torch.device, dtype: torch.dtype) -> None:
         """See the base class."""
-        channels, _, taps = self.weight.shape
-        # The kernel reads eight channels at a time.
-        fits = channels % 8 == 0
-        self.kernel = CAUSAL_CONV.choose("Short convolutions", device, dtype, taps=taps) if fits else None
+        self.kernel = CAUSAL_CONV.choose("Short convolutions", device, dtype, taps=self.weight.shape[-1])
 
     def reset_parameters(self) -> None:
         """Initialize the parameters as ``nn.Conv1d`` does."""
@@ -132,6 +129,8 @@ class DepthwiseWeight(nn.Module, KernelUser):
         factors: Sequence[tuple[int, float]] | None = None,
         *,
         silu: bool = False,
+        share: MixerShare | None = None,
+        blocks: Blocks = (),
     ) -> Tensor:
         """Compute :func:`causal_conv`: ``[b, s, c]`` to ``[b, s, c]``.
 
@@ -141,16 +140,23 @@ class DepthwiseWeight(nn.Module, KernelUser):
             cache: cache with earlier inputs, or None.
             factors: (number of channels, scale of their inputs) for consecutive groups of the c channels.
             silu: apply SiLU to the result.
+            share: the share of the c channels that ``x`` has; by default all of them.
+            blocks: blocks of the c channels, for ``share``.
         """
         weight = self.weight[:, 0]
+        bias = self.bias
         if factors is not None:
             scales = [weight.new_full((channels, 1), factor) for channels, factor in factors]
             weight = weight * torch.cat(scales)
-        if self.kernel is not None and cache is None:
-            return kernel_conv(self.kernel, x, weight, self.bias, reach, silu)
+        if share is not None:
+            weight = share.own_channels(weight, blocks)
+            bias = None if bias is None else share.own_channels(bias, blocks)
+        fits_kernel = len(weight) % 8 == 0  # the kernel reads eight channels at a time
+        if self.kernel is not None and fits_kernel and cache is None:
+            return kernel_conv(self.kernel, x, weight, bias, reach, silu)
         out = cached_conv(x, weight, reach, cache)
-        if self.bias is not None:
-            out = out + self.bias
+        if bias is not None:
+            out = out + bias
         return F.silu(out) if silu else out
 
 
@@ -179,4 +185,11 @@ class ShortConv(RecurrentMixer):
 
     def _mix(self, x: Tensor, reach: Tensor, cache: StateCache | None) -> Tensor:
         b, c, inner = self.in_proj(x).chunk(3, dim=-1)
-        return self.output_proj(c * self.conv(b * inner, reach, cache))
+        num_earlier = self.conv.weight.shape[-1] - 1
+        inputs, reach = self.share.with_earlier_positions(b * inner, reach, num_earlier)
+        convolved = self.conv(inputs, reach, cache)[:, -x.shape[1] :]  # without the earlier positions
+        return self.output_proj(c * convolved)
+
+    def sharing_obstacle(self, ranks: int) -> str | None:
+        """See the base class."""
+        return None

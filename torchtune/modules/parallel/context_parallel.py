@@ -1,13 +1,21 @@
-"""Attention with context parallelism."""
+"""Attention and recurrent mixers with context parallelism."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 
+from torchtune.modules.attention import MultiHeadAttention
 from torchtune.modules.kernels.attention import attention
-from torchtune.modules.parallel.collectives import exchange_heads_for_sequence, exchange_sequence_for_heads
+from torchtune.modules.mixers import Blocks, MixerShare, RecurrentMixer
+from torchtune.modules.parallel.collectives import (
+    exchange_heads_for_sequence,
+    exchange_sequence_for_heads,
+    gather_sequence,
+)
 
 
 class ContextParallelAttention:
@@ -56,3 +64,105 @@ class ContextParallelAttention:
         q, k, v = own_heads.split(sizes, dim=2)
         out = attention(q, k, v, **options)
         return exchange_heads_for_sequence(out, self.group)
+
+
+class SequenceShare(MixerShare):
+    """Share of a recurrent mixer's positions and heads, for sequences that are sharded over ranks.
+
+    As in :class:`ContextParallelAttention`, an all-to-all gives each rank some heads of the full sequence, whose states
+    no other rank needs. With fewer heads of a block than ranks, its heads are repeated.
+
+    Args:
+        group: process group of the ranks that share a sequence, of context and of tensor parallelism.
+        tensor_parallel: process group of tensor parallelism, whose ranks are given the same positions and share the
+            hidden states; by default there is none.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, tensor_parallel: dist.ProcessGroup | None = None) -> None:
+        self.group = group
+        self.tensor_parallel = tensor_parallel
+
+    def own_positions(self, positions: Tensor) -> Tensor:
+        """See the base class."""
+        if self.tensor_parallel is None:
+            return positions
+        return positions.chunk(self.tensor_parallel.size(), dim=-1)[self.tensor_parallel.rank()]
+
+    def num_heads(self, heads: int) -> int:
+        """See the base class."""
+        return max(heads // self.group.size(), 1)
+
+    def own_channels(self, parameter: Tensor, blocks: Blocks) -> Tensor:
+        """See the base class."""
+        ranks = self.group.size()
+        own = []
+        block_sizes = [heads * head_dim for heads, head_dim in blocks]
+        for block, (heads, head_dim) in zip(parameter.split(block_sizes), blocks, strict=True):
+            # With fewer heads than ranks, several ranks have the same one.
+            first_head = self.group.rank() * heads // ranks
+            own.append(block.narrow(0, first_head * head_dim, self.num_heads(heads) * head_dim))
+        return torch.cat(own)
+
+    def gather_positions(
+        self, channels: Sequence[Tensor], blocks: Sequence[Blocks], reach: Tensor
+    ) -> tuple[Sequence[Tensor], Tensor]:
+        """See the base class."""
+        ranks = self.group.size()
+        by_rank = []  # [b, s / ranks, ranks, own channels], of each block
+        own_sizes = []  # number of a rank's channels, of each tensor
+        for tensor, tensor_blocks in zip(channels, blocks, strict=True):
+            block_sizes = [heads * head_dim for heads, head_dim in tensor_blocks]
+            for block, (heads, head_dim) in zip(tensor.split(block_sizes, dim=-1), tensor_blocks, strict=True):
+                if heads < ranks:
+                    by_head = block.unflatten(-1, (heads, head_dim))
+                    block = by_head.repeat_interleave(ranks // heads, dim=2).flatten(-2)
+                by_rank.append(block.unflatten(-1, (ranks, -1)))
+            own_sizes.append(sum(self.num_heads(heads) * head_dim for heads, head_dim in tensor_blocks))
+        # The reach goes along as another channel, which saves a collective. Integers up to 256 are exact in any dtype.
+        reach_channel = reach.clamp(max=256)[:, :, None, None].to(by_rank[0].dtype)
+        by_rank.append(reach_channel.expand(-1, -1, ranks, 1))
+        exchanged = exchange_sequence_for_heads(torch.cat(by_rank, dim=-1), self.group)  # [b, s, 1, own channels + 1]
+        *own, own_reach = exchanged.squeeze(2).split([*own_sizes, 1], dim=-1)
+        return own, own_reach.squeeze(-1).to(reach.dtype)
+
+    def scatter_positions(self, heads: Tensor) -> Tensor:
+        """See the base class."""
+        return exchange_heads_for_sequence(heads, self.group)
+
+    def with_earlier_positions(self, x: Tensor, reach: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """See the base class: without an exchange of heads, if only ``count`` positions matter to the next ones."""
+        # The end of each shard, of which this rank takes the positions before its own. A shard may be shorter.
+        num_sent = min(count, x.shape[1])
+        ends = gather_sequence(x[:, x.shape[1] - num_sent :], self.group)  # [b, ranks * num_sent, c]
+        earlier = ends[:, : self.group.rank() * num_sent]
+        missing = max(count - earlier.shape[1], 0)  # before the first position of the sequence
+        earlier = F.pad(earlier, (0, 0, missing, 0))[:, -count:]
+        distance = torch.arange(count, 0, -1, device=reach.device)
+        # Earlier positions of other documents are documents of one position.
+        earlier_reach = (reach[:, :1] - distance).clamp(min=0)
+        return torch.cat([earlier, x], dim=1), torch.cat([earlier_reach, reach], dim=1)
+
+
+def shard_sequences(model: nn.Module, group: dist.ProcessGroup) -> None:
+    """Let attention layers and recurrent mixers compute with sequences that are sharded over the ranks of ``group``."""
+    for module in model.modules():
+        if isinstance(module, MultiHeadAttention):
+            module.attention = ContextParallelAttention(group)
+    share_mixers(model, SequenceShare(group))
+
+
+def share_mixers(model: nn.Module, share: SequenceShare) -> None:
+    """Let recurrent mixers compute with a share of the positions and heads."""
+    for module in model.modules():
+        if isinstance(module, RecurrentMixer):
+            module.share = share
+
+
+def shards_sequences(model: nn.Module) -> bool:
+    """Return whether attention layers or recurrent mixers of ``model`` compute with parts of sequences."""
+    for module in model.modules():
+        if isinstance(module, MultiHeadAttention) and isinstance(module.attention, ContextParallelAttention):
+            return True
+        if isinstance(module, RecurrentMixer) and isinstance(module.share, SequenceShare):
+            return True
+    return False

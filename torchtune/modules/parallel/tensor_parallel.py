@@ -7,7 +7,7 @@ and reduce-scatters its output. Gradients of replicated parameters are all-reduc
 """
 
 from collections.abc import Callable, Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn import functional as F
 
+from torchtune.modules._outside_graphs import outside_graphs
 from torchtune.modules.low_precision.formats import Stored
 from torchtune.modules.low_precision.layers import StoredLinear, frozen_linear
 from torchtune.modules.output_projection import CappedLinear, ClassifierHead, soft_cap
@@ -44,9 +45,18 @@ class ParallelError(UserError, ValueError):
     """Raised when a model cannot be sharded as requested."""
 
 
-def place_parameters(module: nn.Module, mesh: DeviceMesh, places: dict[str, Placement]) -> None:
-    """Convert the parameters of ``module`` to DTensors; parameters without a placement are replicated."""
-    for name, parameter in list(module.named_parameters()):
+def place_parameters(
+    module: nn.Module, mesh: DeviceMesh, places: dict[str, Placement], *, recurse: bool = True
+) -> None:
+    """Convert the parameters of ``module`` to DTensors; parameters without a placement are replicated.
+
+    Args:
+        module: changed in place.
+        mesh: mesh of the DTensors.
+        places: placements by parameter name.
+        recurse: include the parameters of children.
+    """
+    for name, parameter in list(module.named_parameters(recurse=recurse)):
         path, _, leaf = name.rpartition(".")
         placement = places.get(name, Replicate())
         if isinstance(placement, Shard) and parameter.shape[placement.dim] % mesh.size():
@@ -346,15 +356,75 @@ class ShardedNorm(ParallelStyle):
 
 
 class GatherInput(ParallelStyle):
-    """Block of column-wise projections with one all-gather of its input ``[b, s / ranks, d]``."""
+    """Block of column-wise projections with one all-gather of its input ``[b, s / ranks, d]``.
+
+    Attention sinks, a parameter of the block itself, are sharded by head.
+    """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        place_parameters(module, device_mesh, {"sinks": Shard(0)}, recurse=False)
         group = device_mesh.get_group()
 
         def gather(_: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
             return gather_sequence(args[0], group), *args[1:]
 
         module.register_forward_pre_hook(gather)
+        return module
+
+
+class _Block(nn.Module):
+    """Holder of a block whose parameters :func:`torch.func.functional_call` replaces: it calls ``function``."""
+
+    def __init__(self, block: nn.Module, function: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.block = block
+        self.function = function
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self.function(*args, **kwargs)
+
+
+class SequenceParallel(ParallelStyle):
+    """Block of which every rank has all weights, whose gradients are all-reduced.
+
+    There is neither an all-gather nor a reduce-scatter: as a block between sequence shards, every rank applies it to
+    its positions ``[b, s / ranks, d]``.
+
+    Args:
+        apart: children whose parameters are sharded otherwise.
+    """
+
+    def __init__(self, *apart: str) -> None:
+        super().__init__()
+        self.apart = apart
+
+    def check(self, name: str, module: nn.Module, ranks: int) -> None:
+        """Check that ``ranks`` ranks can share the positions.
+
+        Raises:
+            ParallelError: an adapter has dropout.
+        """
+        for child in module.modules():
+            if isinstance(child, LoRALinear):
+                check_no_dropout(child)
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        for child in dict(module.named_children()):
+            if child not in self.apart:
+                place_parameters(module.get_submodule(child), device_mesh, {})
+        place_parameters(module, device_mesh, {}, recurse=False)
+        group = device_mesh.get_group()
+        block = _Block(module, module.forward)
+
+        @outside_graphs
+        def forward(*args: Any, **kwargs: Any) -> Tensor:
+            parameters = {}
+            for name, parameter in module.named_parameters():
+                if name.split(".")[0] not in self.apart:
+                    parameters[f"block.{name}"] = replicated(parameter, group)
+            return torch.func.functional_call(block, parameters, args, kwargs)
+
+        module.forward = forward
         return module
 
 
@@ -366,6 +436,14 @@ def adapted_style(style: ParallelStyle) -> ParallelStyle:
     if type(style) is RowwiseParallel:
         return AdapterRowwise()
     return style
+
+
+def check_no_dropout(module: LoRALinear) -> None:
+    """Raise :class:`ParallelError` if the adapter has dropout, whose masks would differ from rank to rank."""
+    if module.dropout.p > 0.0:
+        raise ParallelError(
+            "tensor_parallel_dim: dropout of adapters would differ from that of one device: set lora_dropout to 0."
+        )
 
 
 class _Adapted:
@@ -386,10 +464,7 @@ class _Adapted:
             ParallelError: the adapter has dropout, or ``ranks`` does not divide a size.
         """
         super().check(name, module, ranks)
-        if module.dropout.p > 0.0:
-            raise ParallelError(
-                "tensor_parallel_dim: dropout of adapters would differ from that of one device: set lora_dropout to 0."
-            )
+        check_no_dropout(module)
 
 
 @torch.no_grad()

@@ -5,6 +5,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -46,8 +47,9 @@ class ParallelDims:
 
     The data-parallel size is ``dp_replicate * dp_shard``. Parameters, gradients and optimizer states are sharded over
     ``dp_shard * cp`` and replicated over ``dp_replicate`` (HSDP). Within a data-parallel rank, ``cp`` ranks shard every
-    sequence and ``tp`` ranks every layer. Experts have a separate mesh: the ``dp_shard * cp`` ranks form groups of
-    ``ep`` neighbors with different experts, and ranks with the same experts shard their parameters.
+    sequence and ``tp`` ranks every layer. Experts have a separate mesh: the ``dp_shard * cp * tp`` ranks, which have
+    different tokens, form groups of ``ep`` neighbors with different experts, and ranks with the same experts shard
+    their parameters.
 
     Args:
         dp_replicate: number of replicas of the model.
@@ -55,7 +57,7 @@ class ParallelDims:
         tp: tensor-parallel size.
         cp: context-parallel size.
         world_size: number of processes.
-        ep: expert-parallel size; a divisor of ``dp_shard * cp``.
+        ep: expert-parallel size; a divisor of ``dp_shard * cp * tp``.
         pp: pipeline-parallel size; must be 1.
 
     Raises:
@@ -114,16 +116,14 @@ class ParallelDims:
                 )
 
     def _check_experts(self) -> None:
-        shards = self.dp_shard * self.cp
-        if self.ep > 1 and self.tp > 1:
-            raise ParallelDimsError(
-                f"expert_parallel_dim is {self.ep} and tensor_parallel_dim {self.tp}: layers with experts are not "
-                "split any further: set tensor_parallel_dim to 1."
-            )
+        shards = self.dp_shard * self.cp * self.tp
         if shards % self.ep:
+            factors = f"data_parallel_shard_dim {self.dp_shard} x context_parallel_dim {self.cp}"
+            if self.tp > 1:
+                factors += f" x tensor_parallel_dim {self.tp}"
             raise ParallelDimsError(
-                f"expert_parallel_dim is {self.ep}: it must divide the shards, data_parallel_shard_dim {self.dp_shard} "
-                f"x context_parallel_dim {self.cp} = {shards}, of which it takes its processes."
+                f"expert_parallel_dim is {self.ep}: it must divide the shards, {factors} = {shards}, of which it takes "
+                "its processes."
             )
 
     def _check_same_sizes(self) -> None:
@@ -211,11 +211,6 @@ class ParallelDims:
         self._sharded = self.mesh["dp_shard"]
         if self.cp > 1:
             self._sharded = flatten_mesh(self.mesh["dp_shard", "cp"], "dp_shard_cp")
-        if self.ep > 1:
-            # The same ranks in a second mesh. ep is innermost: neighbors, usually on one machine, exchange the tokens.
-            expert_sizes = [self.dp_replicate, self.dp_shard * self.cp // self.ep, self.ep]
-            expert_names = ("dp_replicate", "dp_shard_of_experts", "ep")
-            self._experts = dist.device_mesh.init_device_mesh(device_type, expert_sizes, mesh_dim_names=expert_names)
         # Messages need no separate group: NCCL sends them from the device, which is in sync at the end of a step.
         if device_type == "cuda":
             self._device = torch.device("cuda", torch.cuda.current_device())
@@ -285,6 +280,14 @@ class ParallelDims:
         with warnings.catch_warnings():  # torch warns about joined dimensions, but has no other way to join the two
             warnings.filterwarnings("ignore", "Slicing a flattened dim", UserWarning)
             return self.mesh["dp_replicate", "dp_shard_cp"]
+
+    @cached_property
+    def _experts(self) -> Any:
+        """Mesh of the experts, with the same ranks; all processes build it at their first use."""
+        # ep is innermost: neighbors, usually on one machine, exchange the tokens.
+        sizes = [self.dp_replicate, self.dp_shard * self.cp * self.tp // self.ep, self.ep]
+        names = ("dp_replicate", "dp_shard_of_experts", "ep")
+        return dist.device_mesh.init_device_mesh(self.mesh.device_type, sizes, mesh_dim_names=names)
 
     @property
     def expert_mesh(self) -> Any:

@@ -11,7 +11,7 @@ from torch import nn
 from torchtune.modules.conversion import get_conversions
 from torchtune.modules.transformer import text_decoder
 from torchtune.training.parallel._parallel_dims import ParallelDims, ParallelDimsError
-from torchtune.utils import FrozenIntegers, get_logger, log_rank_zero
+from torchtune.utils import FrozenIntegers, flatten_mesh, get_logger, log_rank_zero
 
 ShardCondition = Callable[[str, nn.Module], bool]
 
@@ -50,11 +50,15 @@ def parallelize(
             raise ParallelDimsError("fsdp_cpu_offload: it needs torchrun: start with tune run --nproc-per-node 1.")
         return
     if dims.cp > 1:
-        _apply_context_parallel(model, dims)
+        from torchtune.modules.parallel import shard_sequences
+
+        _check_context_parallel(model, dims)
+        shard_sequences(text_decoder(model), dims.mesh["cp"].get_group())
     if dims.tp > 1:
         _apply_tensor_parallel(model, dims, tensor_parallel_plan)
-    meshes = apply_expert_parallel(model, dims) if dims.ep > 1 else {}
-    if dims.data_size * dims.cp == 1 and not cpu_offload:
+    # Tensor-parallel ranks have different tokens in layers with experts, of which they have shards.
+    meshes = apply_expert_parallel(model, dims) if dims.ep > 1 or dims.tp > 1 else {}
+    if dims.data_size * dims.cp == 1 and not meshes and not cpu_offload:
         return
     if cpu_offload and device.type == "cpu":
         log_rank_zero(get_logger(), "fsdp_cpu_offload changes nothing: everything is in host memory already.")
@@ -72,15 +76,29 @@ def parallelize(
 
 
 def _check_not_composite(model: nn.Module, dims: ParallelDims) -> None:
-    """Raise for tensor or context parallelism of a composite model."""
+    """Raise for tensor parallelism of a composite model, and for context parallelism of one that does not support it.
+
+    Its text decoder computes with parts of sequences; every rank encodes all images of its sequences.
+    """
+    from torchtune.modules.model_fusion import ImageTextModel
+
     if text_decoder(model) is model:
         return
-    for name, size in (("tensor_parallel_dim", dims.tp), ("context_parallel_dim", dims.cp)):
-        if size > 1:
-            raise ParallelDimsError(
-                f"{name} is {size}: a model of text and images is split over data-parallel ranks alone: set it to 1, "
-                "and data_parallel_shard_dim to -1."
-            )
+    if dims.tp > 1:
+        raise ParallelDimsError(
+            f"tensor_parallel_dim is {dims.tp}: a model of text and images is split over its data and sequences alone: "
+            "set it to 1, and data_parallel_shard_dim to -1."
+        )
+    if dims.cp > 1 and not isinstance(model, ImageTextModel):
+        raise ParallelDimsError(
+            f"context_parallel_dim is {dims.cp}: a model of text and images with cross-attention is split over its "
+            "data alone: set it to 1, and data_parallel_shard_dim to -1."
+        )
+    if dims.cp > 1 and model.image_blocks:
+        raise ParallelDimsError(
+            f"context_parallel_dim is {dims.cp}: the tokens of an image attend to each other in both directions, also "
+            "across a cut of the sequence: set it to 1, and data_parallel_shard_dim to -1."
+        )
 
 
 def _attention_layers(model: nn.Module) -> list[nn.Module]:
@@ -89,24 +107,29 @@ def _attention_layers(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if isinstance(module, MultiHeadAttention)]
 
 
-def _apply_context_parallel(model: nn.Module, dims: ParallelDims) -> None:
-    from torchtune.modules.parallel import ContextParallelAttention
-
-    _check_no_recurrent_layers(model, dims)
-    for module in _attention_layers(model):
-        _check_sequence_heads(module, dims)
-        module.attention = ContextParallelAttention(dims.mesh["cp"].get_group())
+def _check_context_parallel(model: nn.Module, dims: ParallelDims) -> None:
+    """Raise unless the ranks of a sequence can exchange its shards for shards of the heads of all layers."""
+    for attention in _attention_layers(text_decoder(model)):
+        _check_sequence_heads(attention, dims)
+    _check_mixers(model, dims)
 
 
-def _check_no_recurrent_layers(model: nn.Module, dims: ParallelDims) -> None:
+def _check_mixers(model: nn.Module, dims: ParallelDims) -> None:
+    """Raise unless context- and tensor-parallel ranks can share the positions and heads of recurrent mixers."""
     from torchtune.modules.mixers import RecurrentMixer
 
-    kinds = {type(module).__name__ for module in model.modules() if isinstance(module, RecurrentMixer)}
-    if kinds:
-        raise ParallelDimsError(
-            f"context_parallel_dim is {dims.cp}: the state of {', '.join(sorted(kinds))} layers is not passed from "
-            "rank to rank: set it to 1, and data_parallel_shard_dim to -1 to shard the weights instead."
-        )
+    setting = f"context_parallel_dim is {dims.cp}" if dims.tp == 1 else f"tensor_parallel_dim is {dims.tp}"
+    if dims.cp > 1 and dims.tp > 1:
+        setting = f"context_parallel_dim {dims.cp} x tensor_parallel_dim {dims.tp} is {dims.cp * dims.tp}"
+    for mixer in model.modules():
+        if not isinstance(mixer, RecurrentMixer):
+            continue
+        obstacle = mixer.sharing_obstacle(dims.cp * dims.tp)
+        if obstacle is not None:
+            raise ParallelDimsError(
+                f"{setting}: {obstacle}: set it to a size that fits, or to 1 with data_parallel_shard_dim=-1 to shard "
+                "the weights instead."
+            )
 
 
 def _check_sequence_heads(module: nn.Module, dims: ParallelDims) -> None:
@@ -141,7 +164,7 @@ def check_expert_parallel(model: nn.Module, dims: ParallelDims) -> dict[str, nn.
     from torchtune.modules.parallel import check_experts
 
     layers = {path: module for path, module in model.named_modules() if isinstance(module, MoE)}
-    if not layers:
+    if not layers and dims.ep > 1:
         raise ParallelDimsError(f"expert_parallel_dim is {dims.ep}: the model has no experts: set it to 1.")
     for path, layer in layers.items():
         check_experts(f"{path}.experts", layer.experts, dims.ep)
@@ -149,7 +172,7 @@ def check_expert_parallel(model: nn.Module, dims: ParallelDims) -> dict[str, nn.
 
 
 def apply_expert_parallel(model: nn.Module, dims: ParallelDims) -> dict[str, Any]:
-    """Distribute experts in place: whole experts on every rank, with an all-to-all of tokens.
+    """Distribute experts in place: whole experts on every rank, with an all-to-all of tokens if ``dims.ep`` is above 1.
 
     Returns:
         The path of each layer's experts, mapped to the FSDP mesh of a rank's experts.
@@ -160,10 +183,11 @@ def apply_expert_parallel(model: nn.Module, dims: ParallelDims) -> dict[str, Any
     from torchtune.modules.parallel import ExpertParallel, place_experts
 
     layers = check_expert_parallel(model, dims)
-    exchange = ExpertParallel(dims.expert_mesh.get_group())
-    for layer in layers.values():
-        place_experts(layer.experts, dims.expert_mesh)
-        layer.exchange = exchange
+    if dims.ep > 1:
+        exchange = ExpertParallel(dims.expert_mesh.get_group())
+        for layer in layers.values():
+            place_experts(layer.experts, dims.expert_mesh)
+            layer.exchange = exchange
     return {f"{path}.experts": dims.expert_fsdp_mesh for path in layers}
 
 
@@ -187,10 +211,9 @@ def check_parallelizable(
     if dims.tp > 1:
         for module in _attention_layers(model):
             _check_layer_heads(module, dims.tp)
+        _check_mixers(model, dims)
     if dims.cp > 1:
-        _check_no_recurrent_layers(model, dims)
-        for module in _attention_layers(model):
-            _check_sequence_heads(module, dims)
+        _check_context_parallel(model, dims)
     if dims.ep > 1:
         check_expert_parallel(model, dims)
     if dims.tp == 1:
@@ -217,6 +240,8 @@ def _resolve_plan(model: nn.Module, plan: Callable[[nn.Module], Any] | None) -> 
             f"tensor_parallel_dim: {type(model).__name__} carries no ModelSpec that says how it is split: give a "
             "tensor_parallel_plan, or build it with a builder of torchtune.models."
         )
+    from torchtune.modules.parallel import SequenceParallel
+
     build_plan = plan or model.spec.parallel_plan
     modules = dict(model.named_modules())
     styles = {}
@@ -231,6 +256,9 @@ def _resolve_plan(model: nn.Module, plan: Callable[[nn.Module], Any] | None) -> 
         for name in styles:
             if name in modules:
                 styles[name] = conversion.parallel_style(modules[name], styles[name])
+            if name in modules and isinstance(styles[name], SequenceParallel):
+                for child in modules[name].modules():
+                    conversion.parallel_style(child, styles[name])  # it may refuse the child
     return styles
 
 
@@ -238,11 +266,20 @@ def _apply_tensor_parallel(model: nn.Module, dims: ParallelDims, plan: Callable[
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.parallel import parallelize_module
 
+    from torchtune.modules.parallel import SequenceShare, share_mixers
+
     mesh = dims.mesh["tp"]
     prepare_mha_for_tp(model, mesh)
+    _check_mixers(model, dims)
+    # The tensor-parallel ranks of a mixer have parts of the hidden states of the same positions, in order.
+    sequence_group = flatten_mesh(dims.mesh["cp", "tp"], "cp_tp").get_group() if dims.cp > 1 else mesh.get_group()
+    share_mixers(model, SequenceShare(sequence_group, tensor_parallel=mesh.get_group()))
     parallelize_module(model, mesh, _resolve_plan(model, plan))
     # A plain parameter would get gradients of this rank's heads and columns alone, and differ from rank to rank.
-    without_style = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
+    without_style = []
+    for name, parameter in model.named_parameters():
+        if not isinstance(parameter, DTensor) and ".experts." not in name:  # experts are distributed by themselves
+            without_style.append(name)
     if without_style:
         raise ParallelDimsError(
             f"tensor_parallel_plan: it has no style for {', '.join(without_style[:3])}: add one for each."

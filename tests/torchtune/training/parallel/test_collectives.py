@@ -16,6 +16,7 @@ from tests.torchtune.training.parallel.traffic import Traffic
 from torchtune import training
 from torchtune.estimate._cluster import one_thread, simulated_cluster
 from torchtune.models import from_hf_config
+from torchtune.models._mixers import DeltaNetMixer
 from torchtune.modules.loss import LinearCrossEntropyLoss
 
 ON_HOST = True
@@ -23,11 +24,15 @@ CPU = torch.device("cpu")
 LENGTH = 64
 GUIDE = Path(__file__).parents[4] / "docs" / "distributed.rst"
 # Name -> shape of the model, and its settings.
-MODELS: dict[str, tuple[str, dict[str, int]]] = {
+_DELTA_NET = {"linear_num_key_heads": 2, "linear_num_value_heads": 8}  # fewer key heads than ranks
+_DELTA_NET |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
+MODELS: dict[str, tuple[str | tuple[str, dict[str, Any]], dict[str, Any]]] = {
     "llama": ("llama_tied", {"num_hidden_layers": 2}),
     "deep": ("llama_tied", {"num_hidden_layers": 5}),
     # Two experts on each rank, for the two shards of their weights: FSDP would pad one.
     "moe": ("qwen3_moe", {"num_hidden_layers": 2, "num_experts": 8}),
+    "delta": (("Qwen3_5", _DELTA_NET), {"num_hidden_layers": 2, "layer_types": ["linear_attention"] * 2}),
+    "convolutions": (("Lfm2", {"conv_L_cache": 3}), {"num_hidden_layers": 2, "layer_types": ["conv"] * 2}),
 }
 # What docs/distributed.rst calls a composition -> model, number of processes, sizes of the dimensions.
 COMPOSITIONS: dict[str, tuple[str, int, dict[str, int]]] = {
@@ -36,6 +41,9 @@ COMPOSITIONS: dict[str, tuple[str, int, dict[str, int]]] = {
     "4 context-parallel ranks": ("llama", 4, {"cp": 4}),
     "2 tensor-parallel ranks, in 2 copies": ("llama", 4, {"dp_replicate": 2, "tp": 2}),
     "8 shards, experts over 4 of them": ("moe", 8, {"dp_shard": 8, "ep": 4}),
+    "4 context-parallel ranks, Gated DeltaNet": ("delta", 4, {"cp": 4}),
+    "2 tensor-parallel ranks, Gated DeltaNet": ("delta", 2, {"tp": 2}),
+    "4 context-parallel ranks, short convolutions": ("convolutions", 4, {"cp": 4}),
 }
 
 
@@ -120,6 +128,33 @@ def formulas(checkpoint: Path) -> dict[str, dict[str, float]]:
                 "all-to-all": 4 * f * hidden * num_layers * description.experts_per_token,
             },
         }
+    if isinstance(description.mixer, DeltaNetMixer):
+        mixer = description.mixer
+        channels = mixer.num_value_heads * mixer.value_dim
+        # Queries and keys of every rank's head, values, two numbers of each value head, and the reach.
+        sent = 2 * 4 * mixer.key_dim + channels + 2 * mixer.num_value_heads + 4
+        exchanged = 2 * f * 4 * LENGTH / 4 * num_layers * (sent + channels)
+        # Of two ranks: the input and output of each MLP, of the embedding and of the output; the channels as above.
+        of_two_ranks = 1 / 2 * hidden * (2 * num_layers + 2)
+        sent = 2 * 2 * mixer.key_dim + channels + 2 * mixer.num_value_heads + 2
+        mixers = 4 * sum(parameter.numel() for layer in model.layers for parameter in layer.attn.parameters())
+        return {
+            "4 context-parallel ranks, Gated DeltaNet": gathered | reduced | {"all-to-all": exchanged},
+            "2 tensor-parallel ranks, Gated DeltaNet": {
+                "all-gather": of_two_ranks,
+                "reduce-scatter": of_two_ranks,
+                "all-to-all": 2 * 1 / 2 * 4 * LENGTH / 2 * num_layers * (sent + channels),
+                "all-reduce": 2 * 1 / 2 * mixers,
+            },
+        }
+    if description.mixer is not None:
+        ends = f * 4 * num_layers * 4 * (description.mixer.conv_taps - 1) * description.embed_dim
+        return {
+            "4 context-parallel ranks, short convolutions": {
+                "all-gather": gathered["all-gather"] + ends,
+                "reduce-scatter": reduced["reduce-scatter"] + ends,
+            },
+        }
     heads = (description.q_dim + max(description.kv_dim, 4 * description.head_dim)) / description.embed_dim
     of_two_ranks = 1 / 2 * hidden * (4 * num_layers + 2)
     return {
@@ -140,7 +175,10 @@ def formulas(checkpoint: Path) -> dict[str, dict[str, float]]:
 
 def test_bytes_are_those_of_the_formulas(folder, traffic):
     guide = GUIDE.read_text()
-    for name, wanted in (formulas(folder / "llama") | formulas(folder / "moe")).items():
+    wanted_bytes = {}
+    for model in ("llama", "moe", "delta", "convolutions"):
+        wanted_bytes |= formulas(folder / model)
+    for name, wanted in wanted_bytes.items():
         moved = traffic[name].moved
         # Tensor parallelism: gradients of norms and three numbers for each label; experts: their numbers of tokens.
         assert moved == pytest.approx(wanted, rel=0.04 if "tensor" in name else 1e-3), name
@@ -166,6 +204,17 @@ def test_numbers_are_those_of_the_formulas(folder, traffic):
             "all-gather": 4 * num_layers + 1,
             "reduce-scatter": 2 * num_layers + 1,
             "all-to-all": 5 * num_layers,
+        },
+        "4 context-parallel ranks, Gated DeltaNet": shards | {"all-to-all": 4 * num_layers},
+        "2 tensor-parallel ranks, Gated DeltaNet": {
+            "all-gather": 2 * num_layers + 2,
+            "reduce-scatter": 2 * num_layers + 2,
+            "all-to-all": 4 * num_layers,
+            "all-reduce": 9 * num_layers + 2 * num_layers + 3,  # parameters of mixers, norms, the loss
+        },
+        "4 context-parallel ranks, short convolutions": {
+            "all-gather": shards["all-gather"] + num_layers,
+            "reduce-scatter": shards["reduce-scatter"] + num_layers,
         },
     }
     kept = traffic_of(folder / "llama", 4, {"dp_shard": 4}, reshard_after_forward=False)

@@ -2,12 +2,14 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.recipes.killing import launch
 from tests.tiny import write_checkpoint
 from tests.torchtune.checkpoints.small import write_folder
+from tests.torchtune.models.families import FAMILIES
 
 ROOT = Path(__file__).parents[4]
 
@@ -39,7 +41,36 @@ CASES = {
     "fsdp shared keys": (2, {"dp_shard": 2}, {**_SHARED, "accumulation": 2, "checkpointing": True}, {}),
     "cp shared keys": (2, {"cp": 2}, {**_SHARED, "packed": True}, {}),
     "ep beside mlp": (2, {"dp_shard": 2, "ep": 2}, {"source": "experts beside mlp"}, {}),
+    "fsdp x cp linear attention": (4, {"dp_shard": 2, "cp": 2}, {"source": "linear attention", "packed": True}, {}),
+    "cp linear attention lora": (2, {"cp": 2}, {"source": "linear attention", "adapter": "lora"}, {}),
+    "cp mamba": (2, {"cp": 2}, {"source": "mamba", "packed": True, "checkpointing": True}, {}),
+    "cp mamba beside attention": (2, {"cp": 2}, {"source": "mamba beside attention"}, {}),
+    "cp convolutions": (2, {"cp": 2}, {"source": "convolutions", "packed": True}, {}),
+    "cp latent attention": (2, {"cp": 2}, {"source": "latent attention", "packed": True}, {}),
+    "fsdp x tp linear attention": (4, {"dp_shard": 2, "tp": 2}, {"source": "linear attention", "packed": True}, {}),
+    "cp x tp linear attention lora": (4, {"cp": 2, "tp": 2}, {"source": "linear attention", "adapter": "lora"}, {}),
+    "tp mamba beside attention": (2, {"tp": 2}, {"source": "mamba beside attention", "checkpointing": True}, {}),
+    "tp convolutions": (2, {"tp": 2}, {"source": "convolutions", "packed": True}, {}),
+    "tp latent attention": (2, {"tp": 2}, {"source": "latent attention", "packed": True}, {}),
+    "cp x tp latent attention lora": (4, {"cp": 2, "tp": 2}, {"source": "latent attention", "adapter": "lora"}, {}),
+    "tp experts": (2, {"tp": 2}, {"source": "experts", "accumulation": 2, "checkpointing": True}, {}),
+    "tp x ep": (2, {"tp": 2, "ep": 2}, {"source": "experts", "packed": True}, {}),
+    "fsdp x tp x ep": (4, {"dp_shard": 2, "tp": 2, "ep": 4}, {"source": "experts"}, {}),
+    "fsdp x tp x ep lora": (4, {"dp_shard": 2, "tp": 2, "ep": 2}, {"source": "experts", "adapter": "lora"}, {}),
+    "hsdp x tp mamba": (4, {"dp_replicate": 2, "tp": 2}, {"source": "mamba"}, {}),
     "fsdp accumulates": (2, {"dp_shard": 2}, {"accumulation": 2, "checkpointing": True}, {}),
+}
+# Checkpoint -> its architecture, in the sizes of the tests of its family.
+_DELTA_NET = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_value_head_dim": 12}
+_DELTA_NET |= {"linear_key_head_dim": 8, "head_dim": 16, "initializer_range": 0.08}
+_DELTA_NET |= {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+_LATENTS = {**FAMILIES["deepseek_v3"][1], "num_key_value_heads": 4}
+WITH_STATES: dict[str, tuple[str, dict[str, Any]]] = {
+    "linear attention": ("Qwen3_5", _DELTA_NET),
+    "mamba": FAMILIES["nemotron_h"],
+    "mamba beside attention": FAMILIES["falcon_h1"],
+    "convolutions": FAMILIES["lfm2"],
+    "latent attention": ("DeepseekV3", _LATENTS),
 }
 # These train to the end of an epoch, where ranks are without work; the others for two steps.
 WHOLE_EPOCH = ("fsdp", "fsdp x cp packed", "tp", "ep", "fsdp accumulates")
@@ -54,6 +85,8 @@ def folder(tmp_path_factory):
     write_folder(folder / "biased experts", "gpt_oss")
     write_folder(folder / "shared keys", "gemma4_shared_keys")
     write_folder(folder / "experts beside mlp", "gemma4_experts")
+    for name, shape in WITH_STATES.items():
+        write_folder(folder / name, shape)
     return folder
 
 

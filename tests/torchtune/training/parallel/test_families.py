@@ -4,13 +4,13 @@ import json
 from typing import Any
 
 import pytest
-import torch
 
 from tests.recipes.killing import launch
 from tests.torchtune.checkpoints.small import SIZES, build, write_folder
 from tests.torchtune.models.families import FAMILIES, NAME_OF_ARCHITECTURE
 from torchtune.models import ModelError, get_spec, list_specs, spec_for_architecture
-from torchtune.models.llama4 import decoder_only_tp_plan, llama4_scout_17b_16e
+from torchtune.models.llama4 import decoder_only_tp_plan
+from torchtune.modules.moe import BalancingLoss, LossFreeBalancing
 from torchtune.modules.parallel.tensor_parallel import ParallelError
 from torchtune.modules.peft import LoRA
 from torchtune.training import ParallelDims
@@ -53,30 +53,37 @@ SPLIT: dict[str, dict[str, Any]] = {
     "SeedOss": {"head_dim": 16, "attention_dropout": 0.0, "residual_dropout": 0.0},
     "SmolLM3": {"no_rope_layers": [1, 0]},
 }
-_LATENTS = {"n_routed_experts": 2, "num_experts_per_tok": 1, "n_group": 1, "topk_group": 1, "num_key_value_heads": 4}
-WITH_EXPERTS = {
+_FEW_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 8}
+_LATENTS = {"n_routed_experts": 4, **_FEW_EXPERTS, "n_group": 1, "topk_group": 1, "num_key_value_heads": 4}
+_LATENTS |= {"kv_lora_rank": 16, "q_lora_rank": 20, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 14}
+# Architectures of which a rank computes some layers with its part of the sequence.
+WITH_EXPERTS: dict[str, dict[str, Any]] = {
     "DeepseekV3": {**_LATENTS, "first_k_dense_replace": 0},
     "Llama4": {"num_local_experts": 2},
-    "Glm4MoeLite": {**_LATENTS, "mlp_layer_types": ["sparse"]},
+    "Glm4MoeLite": {**_LATENTS, "mlp_layer_types": ["sparse", "dense"]},
     "Mistral4": _LATENTS,
-    "Glm4Moe": {"n_routed_experts": 2, "num_experts_per_tok": 1, "first_k_dense_replace": 0},
-    "GptOss": {"num_local_experts": 2, "num_experts_per_tok": 1},
-    "Lfm2Moe": {"layer_types": ["full_attention"], "num_dense_layers": 0, "num_experts": 2, "num_experts_per_tok": 1},
-    "MiniMaxM2": {"num_local_experts": 2, "num_experts_per_tok": 1},
-    "Mixtral": {"num_local_experts": 2},
-    "Olmoe": {"num_experts": 2, "num_experts_per_tok": 1},
-    "Qwen3Moe": {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 8},
+    "Glm4Moe": {"n_routed_experts": 4, **_FEW_EXPERTS, "first_k_dense_replace": 0},
+    "GptOss": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "Lfm2Moe": {"layer_types": ["full_attention", "conv"], "num_experts": 4, **_FEW_EXPERTS} | {"num_dense_layers": 0},
+    "MiniMaxM2": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "Mixtral": {"num_local_experts": 4},
+    "Olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
+    "Qwen3Moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8},
 }
-WITH_MIXERS = {
+_SHARED_EXPERT = {"num_experts": 4, **_FEW_EXPERTS, "shared_expert_intermediate_size": 20}
+_DELTA_NET = {"layer_types": ["linear_attention", "full_attention"], "initializer_range": 0.08}
+_DELTA_NET |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "head_dim": 16}
+_DELTA_NET |= {"linear_value_head_dim": 8}
+WITH_MIXERS: dict[str, dict[str, Any]] = {
     "NemotronH": {"layers_block_type": ["mamba", "mlp"], "mamba_num_heads": 4, "mamba_head_dim": 8, "n_groups": 2},
     "FalconH1": {"mamba_n_heads": 4, "mamba_d_ssm": 32},
-    "GraniteMoeHybrid": {"layer_types": ["mamba"], "num_local_experts": 0, "mamba_n_heads": 4},
-    "Lfm2": {"layer_types": ["conv"]},
-    "Qwen3Next": {"layer_types": ["linear_attention"], "mlp_only_layers": [0]},
-    "Qwen3_5": {"layer_types": ["linear_attention"]},
-    "Qwen3_5Moe": {"layer_types": ["full_attention"], "num_experts": 2, "num_experts_per_tok": 1},
+    "GraniteMoeHybrid": {"layer_types": ["mamba", "mamba"], "num_local_experts": 0, "mamba_n_heads": 4},
+    "Lfm2": {"layer_types": ["conv", "full_attention"]},
+    "Qwen3Next": {**_DELTA_NET, "mlp_only_layers": [0], **_SHARED_EXPERT},
+    "Qwen3_5": _DELTA_NET,
+    "Qwen3_5Moe": {**_DELTA_NET, **_SHARED_EXPERT},
 }
-# An architecture without an entry above is split, or refused, as the small model of the tests of its family.
+# An architecture without an entry above is split as the small model of the tests of its family.
 for _architecture, _name in NAME_OF_ARCHITECTURE.items():
     if _architecture not in {*SPLIT, *WITH_EXPERTS, *WITH_MIXERS}:
         _options = FAMILIES[_name][1]
@@ -88,9 +95,10 @@ for _architecture, _name in NAME_OF_ARCHITECTURE.items():
             WITH_MIXERS[_architecture] = _options
         else:
             SPLIT[_architecture] = _options
-WAYS = {"full": {}, "lora": {"adapter": "lora"}, "dora": {"adapter": "dora"}}
+WAYS = {"full": {}, "lora": {"adapter": "lora"}, "dora": {"adapter": "dora"}, "by sequence": {}}
 # DoRA's magnitudes scale everything but the biases, which this Llama has.
 TRAINED = [("Llama", "dora"), *((name, way) for name in SPLIT for way in ("full", "lora"))]
+TRAINED += [(name, "by sequence") for name in (*WITH_EXPERTS, *WITH_MIXERS)]
 
 
 @pytest.fixture(scope="module")
@@ -101,9 +109,12 @@ def outcomes(tmp_path_factory, request):
     for item in request.session.items:
         if item.path == request.path and "outcomes" in item.fixturenames:
             name, way = item.callspec.params["name"], item.callspec.params["way"]
-            if not (folder / name).exists():
-                write_folder(folder / name, (name, SPLIT[name]), num_hidden_layers=2)
-            cases[f"{name} {way}"] = ({"tp": 2}, {**WAYS[way], "source": name, "steps": 1}, {})
+            by_sequence = way == "by sequence"
+            source = f"{name} {way}" if by_sequence else name
+            if not (folder / source).exists():
+                options = {**WITH_EXPERTS, **WITH_MIXERS}[name] if by_sequence else SPLIT[name]
+                write_folder(folder / source, (name, options), num_hidden_layers=2)
+            cases[f"{name} {way}"] = ({"tp": 2}, {**WAYS[way], "source": source, "steps": 1}, {})
     (folder / "cases_2.json").write_text(json.dumps(cases))
     launch("training.parallel.worker", 2, folder)
     return json.loads((folder / "outcomes_2.json").read_text())
@@ -119,25 +130,17 @@ def test_a_split_layer_computes_what_one_device_does(outcomes, name, way):
     assert outcome["missing"] == 0
 
 
-REFUSED = [(name, options, "experts") for name, options in WITH_EXPERTS.items()]
-REFUSED += [(name, options, "(linear attention|experts)") for name, options in WITH_MIXERS.items()]
-
-
-@pytest.mark.parametrize(("name", "options", "reason"), REFUSED, ids=[name for name, _, _ in REFUSED])
-def test_tensor_parallel_experts_and_mixers_are_refused(tmp_path, name, options, reason):
-    write_folder(tmp_path, (name, options), num_hidden_layers=1)
-    model = build(tmp_path)
-    with pytest.raises(ParallelError, match=f"tensor_parallel_dim: a model with {reason}"):
-        model.spec.parallel_plan(model)
+@pytest.mark.parametrize("balancing", [BalancingLoss(), LossFreeBalancing(rate=0.01)])
+def test_tensor_parallel_experts_with_balancing_are_refused(tmp_path, balancing):
+    shape = "qwen3_moe" if isinstance(balancing, BalancingLoss) else ("Glm4Moe", WITH_EXPERTS["Glm4Moe"])
+    model = build(write_folder(tmp_path, shape), balancing)
+    with pytest.raises(ParallelError, match=f"{type(balancing).__name__} counts the tokens of whole sequences"):
+        check_parallelizable(model, ParallelDims(tp=2, world_size=2))
 
 
 def test_the_plan_that_configs_of_llama4_name_is_that_of_its_dense_layers(tmp_path):
     dense = build(write_folder(tmp_path, num_hidden_layers=1))
-    with torch.device("meta"):
-        experts = llama4_scout_17b_16e()
     assert decoder_only_tp_plan(dense).keys() == dense.spec.parallel_plan(dense).keys()
-    with pytest.raises(ParallelError, match=r"tensor_parallel_dim: a model with experts .*: set it to 1"):
-        decoder_only_tp_plan(experts)
     with pytest.raises(ModelError, match="tensor_parallel_plan: inference=True is not"):
         decoder_only_tp_plan(dense, inference=True)
 
