@@ -160,7 +160,7 @@ def merge_shards(output: Path) -> list[dict[str, Any]]:
             raise DataError(
                 f"The shards in {output} were prepared with another version of torchtune or of a package that "
                 f"tokenizes than this one: join them with that version, or prepare all of them again, the first with "
-                f"{_command(first_manifest, shards[0])}"
+                f"{_command(output, first_manifest, shards[0])}"
             )
         with preparing(output):
             cached_rows(fingerprint, record["source"], _Joining(output, first_manifest, records))
@@ -213,7 +213,7 @@ class _Joining:
 def _shards_in(output: Path) -> list[Shard]:
     """Return all shards of the division in an output folder, whether they are there or not."""
     folder = output / SHARDS
-    advice = f"prepare them with tune data prepare <config> --output {shlex.quote(str(output))} --shard 0/<number>."
+    advice = f"prepare them with `{_unknown_command(output)} --shard 0/<number>`."
     if not folder.is_dir():
         raise DataError(f"There are no shards in {output}: {advice}")
     folders_of_count: Counter[int] = Counter()
@@ -253,18 +253,20 @@ def _read_manifests(output: Path, shards: Sequence[Shard]) -> dict[Shard, dict[s
         raise _damaged(output, some_manifest, unreadable[0], f"its {_MANIFEST} cannot be read")
     if missing:
         fact = "is not finished" if missing[0].folder(output).is_dir() else "is missing"
-        others = ""
-        if len(missing) > 1:
-            others = f", as {len(missing) - 1} more"
-            others += f" ({', '.join(str(shard) for shard in missing[1:6])}{', …' if len(missing) > 6 else ''})"
+        others = ", ".join(str(shard) for shard in missing[1:6])
+        if len(missing) > 6:
+            others += f" and {len(missing) - 6} more"
+        if others:
+            others = f" (as {others})"
         raise DataError(
-            f"Shard {missing[0]} in {output} {fact}{others}: prepare it with {_command(some_manifest, missing[0])}"
+            f"Shard {missing[0]} in {output} {fact}{others}: prepare it with "
+            f"{_command(output, some_manifest, missing[0])}"
         )
     for shard, manifest in manifests.items():
         if manifest.get("shard") != str(shard):
             raise DataError(
                 f"{shard.folder(output)} holds shard {manifest.get('shard')}, which is there twice: remove this folder "
-                f"and prepare its own shard with {_command(manifest, shard)}"
+                f"and prepare its own shard with {_command(output, manifest, shard)}"
             )
     return manifests
 
@@ -285,7 +287,7 @@ def _check_agreement(output: Path, manifests: Mapping[Shard, Mapping[str, Any]])
         what = describe_differences(list(dict.fromkeys(differences))) if differences else "another number of datasets"
         raise DataError(
             f"Shard {shard} in {output} does not go with shard {agreeing}, it was made with {what}: prepare it again "
-            f"with {_command(manifests[agreeing], shard)}"
+            f"with {_command(output, manifests[agreeing], shard)}"
         )
 
 
@@ -304,11 +306,15 @@ def _check_files(output: Path, manifests: Mapping[Shard, Mapping[str, Any]]) -> 
 
 def _damaged(output: Path, manifest: Mapping[str, Any], shard: Shard, fact: str) -> DataError:
     return DataError(
-        f"Shard {shard} in {output} is damaged ({fact}): prepare it again with {_command(manifest, shard)}"
+        f"Shard {shard} in {output} is damaged ({fact}): prepare it again with {_command(output, manifest, shard)}"
     )
 
 
-def _command(manifest: Mapping[str, Any], shard: Shard) -> str:
+def _command(output: Path, manifest: Mapping[str, Any], shard: Shard) -> str:
     """Return the command that prepares a shard, as the manifest of some shard says it was prepared."""
-    command = manifest.get("command", ["tune", "data", "prepare"])
-    return f"`{shlex.join([*command, '--shard', str(shard)])}`."
+    command = shlex.join(manifest["command"]) if "command" in manifest else _unknown_command(output)
+    return f"`{command} --shard {shard}`."
+
+
+def _unknown_command(output: Path) -> str:
+    return f"tune data prepare <config> --output {shlex.quote(str(output))}"

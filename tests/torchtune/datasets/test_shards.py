@@ -51,7 +51,7 @@ def contents(folder):
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.glob("[!s.]*/*")}
 
 
-@pytest.mark.parametrize("count", [1, 3, 6])  # six: more shards than batches
+@pytest.mark.parametrize("count", [2, 5])  # five: more shards than batches
 def test_joined_shards_equal_a_whole_preparation(config, tokenizer, tmp_path, tune, count):
     whole, sharded = tmp_path / "whole", tmp_path / "sharded"
     tune("data", "prepare", config, "--output", whole)
@@ -148,6 +148,10 @@ def test_unusable_shards_are_named_with_their_command(config, shards, tune, tmp_
     folder.rename(tmp_path / "away")
     assert f"Shard 1/3 in {shards} is missing: prepare it with {command} 1/3`." in refusal(tune, shards)
 
+    (shards / "shards" / "0-of-3").rename(tmp_path / "also away")
+    assert f"Shard 0/3 in {shards} is missing (as 1/3): prepare it with {command} 0/3`." in refusal(tune, shards)
+    (tmp_path / "also away").rename(shards / "shards" / "0-of-3")
+
     shutil.copytree(shards / "shards" / "2-of-3", folder)
     sentence = refusal(tune, shards)
     assert f"{folder} holds shard 2/3, which is there twice: remove this folder and prepare its own" in sentence
@@ -242,6 +246,11 @@ def test_shards_that_are_no_shards_are_refused(config, tmp_path, tune):
     ):
         assert sentence in tune("data", "prepare", config, "--output", output, "--shard", text).err
     assert "There are no shards in" in tune("data", "merge", output).err
+    (output / "shards" / "1-of-2").mkdir(parents=True)
+    expected = (
+        f"Shard 0/2 in {output} is missing (as 1/2): prepare it with `tune data prepare <config> --output {output}"
+    )
+    assert expected in tune("data", "merge", output).err
     streamed = ("dataset.streaming=True", "dataset.packed=False", "max_steps_per_epoch=1")
     err = tune("data", "prepare", config, "--output", output, "--shard", "0/2", *streamed).err
     assert "dataset: a stream is tokenized during training: remove streaming to prepare it." in err
