@@ -86,6 +86,14 @@ NOT_RUN = {
     "tune run --nproc-per-node 2 --config smol/135M_lora device=cpu dataset.data_files=mine.jsonl": "two processes",
     "tune estimate --config llama3_3/70B_lora --simulate 16xH100 tokenizer.max_seq_len=4096": "seconds",
     "tune data prepare llama3_3/70B_lora dataset.data_files=mine.jsonl --output /shared/prepared": "needs a tokenizer",
+    "sbatch --array=0-15 examples/launch/prepare_slurm.sh 16 my_config.yaml /shared/corpus": "needs Slurm; "
+    "tests/examples/test_launch.py runs what its tasks, and those of the next, are told to do",
+    "kubectl apply -f examples/launch/prepare_job.yaml": "needs Kubernetes",
+    "tune run --nproc-per-node 8 --config llama3_3/70B_lora --grace 30 save_every_n_minutes=30 "
+    "resume_from_checkpoint=True": "eight GPUs",
+    "python examples/launch/prepare_ray.py my_config.yaml --output /shared/corpus --shards 16": "needs Ray",
+    "python examples/launch/prepare_datatrove.py my_config.yaml --output /shared/corpus --shards 16": "needs datatrove",
+    "tune data merge /shared/corpus": "needs a cluster; docs/data.rst shows it on one machine",
     "tune eval /tmp/kd --against /tmp/SmolLM2-135M-Instruct --data held_out.jsonl --score exact": "tutorial_serve.rst",
     "tune chat --model /tmp/orders": "reads the terminal",
     "tune chat --model /tmp/run": "reads the terminal",

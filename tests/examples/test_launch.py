@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from tests.recipes.runs import RECIPES, write_config
+from tests.tiny import CHATS, write_conversations, write_tokenizer
 from torchtune._cli._find_recipe import recipe_named_by, resolve_config
 from torchtune._cli._run_command import parse_command
 from torchtune._cli._torchrun import torchrun_arguments
@@ -146,6 +147,78 @@ def test_ray_train_says_a_mistake_before_workers_start(tmp_path):
     assert done.returncode == 2, done.stderr
     assert done.stderr.endswith("command line: epochz: there is no such setting; did you mean 'epochs'?\n")
     assert "Traceback" not in done.stderr
+
+
+def python_example(name):
+    """Names of a Python example whose engine is not installed here: all but its function ``main`` can be used."""
+    source = (LAUNCH / name).read_text()
+    names = {"__name__": name}
+    exec(compile(source, name, "exec"), names)
+    return names, {node.module for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom)}
+
+
+def prepared_by_slurm(folder, config, output, index):
+    script = (LAUNCH / "prepare_slurm.sh").read_text()
+    task = {"SLURM_ARRAY_TASK_ID": str(index), "SLURM_CPUS_PER_TASK": "1"}
+    return shell(script, folder, ["2", config, output, "dataset_val=null"], task)[-1]
+
+
+def prepared_by_kubernetes(folder, config, output, index):
+    spec = manifest("prepare_job.yaml")["spec"]
+    (container,) = spec["template"]["spec"]["containers"]
+    (shards,) = container["env"]
+    assert (spec["completionMode"], str(spec["completions"])) == ("Indexed", shards["value"])
+    command = shlex.join(container["command"])
+    for shown, used in (("llama3_3/70B_lora", config), ("/shared/prepared", output)):
+        assert shown in command
+        command = command.replace(shown, used)
+    *words, data, tokenizer = shell(command, folder, [], {"JOB_COMPLETION_INDEX": str(index), "SHARDS": "2"})[-1]
+    assert data.startswith("dataset.data_files=")
+    assert tokenizer.startswith("tokenizer.path=")
+    return words
+
+
+def prepared_by_ray(folder, config, output, index):
+    names, _ = python_example("prepare_ray.py")
+    job = {"config": config, "overrides": [], "output": output, "shards": 2, "cpus": 1}
+    return called(lambda: names["prepare"](job, index))
+
+
+def prepared_by_datatrove(folder, config, output, index):
+    names, imported = python_example("prepare_datatrove.py")
+    assert "datatrove.executor" in imported
+    job = {"config": config, "overrides": [], "output": output, "cpus": 1}
+    return called(lambda: names["prepare"](None, index, 2, job=job))
+
+
+def called(prepare):
+    """Words of the command that a function starts, without its first, ``tune``."""
+    commands = []
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(subprocess, "run", lambda words, check: commands.append(words))
+        prepare()
+    ((program_name, *words),) = commands
+    assert program_name == "tune"
+    return words
+
+
+@pytest.mark.parametrize(
+    "prepared_by", [prepared_by_slurm, prepared_by_kubernetes, prepared_by_ray, prepared_by_datatrove]
+)
+def test_engines_prepare_shards_that_can_be_joined(prepared_by, tmp_path, tune):
+    """What each engine's task is told to do is done here; the engines are not installed."""
+    write_tokenizer(tmp_path)
+    tokenizer = {"_component_": "torchtune.tokenizers.hf_tokenizer", "path": str(tmp_path), "max_seq_len": 128}
+    data = write_conversations(tmp_path / "chats.jsonl", 300)
+    settings = yaml.safe_load(resolve_config("smol/135M_lora_single_device").read_text())
+    config = tmp_path / "mine.yaml"
+    config.write_text(yaml.safe_dump({**settings, "tokenizer": tokenizer, "dataset": {**CHATS, "source": str(data)}}))
+    output = str(tmp_path / "prepared")
+    for index in range(2):
+        words = prepared_by(tmp_path, str(config), output, index)
+        assert words[:2] == ["data", "prepare"]
+        assert f"shard {index}/2: " in tune(*words).out
+    assert "dataset: 2 shards, 300 rows" in tune("data", "merge", output).out
 
 
 @pytest.fixture

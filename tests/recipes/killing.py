@@ -85,9 +85,11 @@ class Forker:
         self.jobs.send({**job, "cwd": os.getcwd(), "ranks": ranks})
         return self.jobs.recv()
 
-    def start_torchrun(self, options: list[str], recipe: str, config: Path, output: Path, **environment: str) -> int:
+    def start_torchrun(
+        self, options: list[str], recipe: str, config: Path, output: Path, *overrides: str, **environment: str
+    ) -> int:
         """Start ``tune run`` with options of torchrun, whose workers are processes of their own; return its pid."""
-        argv = ["run", *options, recipe, "--config", str(config)]
+        argv = ["run", *options, recipe, "--config", str(config), *overrides]
         paths = [str(RECIPES.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
         environment["PYTHONPATH"] = os.pathsep.join(paths)
         (pid,) = self.start_script(Path(tune.__file__), argv, output, 1, **environment)

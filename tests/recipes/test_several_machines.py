@@ -25,10 +25,14 @@ class Machines:
 
     Args:
         folder: holds a folder of each machine.
+        count: number of machines.
+        ranks: number of ranks on each.
     """
 
-    def __init__(self, folder):
+    def __init__(self, folder, count=2, ranks=1):
         self.folder = folder
+        self.count = count
+        self.ranks = ranks
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.endpoint = f"127.0.0.1:{free.getsockname()[1]}"
@@ -36,15 +40,15 @@ class Machines:
         self.agents: list[int] = []
         self.workers: list[int] = []
 
-    def start(self, recipe, config):
+    def start(self, recipe, config, *overrides):
         """Start the command of one more machine."""
         place = self.folder / f"machine_{len(self.agents)}"
         place.mkdir(exist_ok=True)
-        options = ["--nnodes", "2", "--nproc-per-node", "1", "--rdzv-endpoint", self.endpoint]
+        options = ["--nnodes", str(self.count), "--nproc-per-node", str(self.ranks), "--rdzv-endpoint", self.endpoint]
         options += ["--local-addr", "127.0.0.1"]
         self.forkers.append(Forker())
         environment = {"RES_OPTIONS": "timeout:1 attempts:1"}
-        agent = self.forkers[-1].start_torchrun(options, recipe, config, place / "screen", **environment)
+        agent = self.forkers[-1].start_torchrun(options, recipe, config, place / "screen", *overrides, **environment)
         self.agents.append(agent)
         if len(self.agents) == 1:  # it serves the rendezvous, even if its start takes longer than the second one's
             self.until(self._is_served)
@@ -68,14 +72,22 @@ class Machines:
             time.sleep(0.05)
 
     def find_workers(self):
-        """The worker of each machine."""
+        """The worker of each machine, the last one if there are several."""
+        workers_of = self.find_all_workers()
+        self.workers = [workers_of[agent][-1] for agent in self.agents]
+        return self.workers
+
+    def find_all_workers(self):
+        """Agent -> its workers."""
         found = subprocess.run(
             ["ps", "-A", "-ww", "-o", "pid=,ppid=,args="], capture_output=True, text=True, check=True
         )
         rows = [line.split(None, 2) for line in found.stdout.splitlines()]
-        children = {int(parent): int(pid) for pid, parent, args in rows if "--config" in args}
-        self.workers = [children[agent] for agent in self.agents]
-        return self.workers
+        workers_of = {agent: [] for agent in self.agents}
+        for pid, parent, args in rows:
+            if "--config" in args and int(parent) in workers_of:
+                workers_of[int(parent)].append(int(pid))
+        return workers_of
 
     def screens(self):
         """All of them, for messages."""

@@ -1,6 +1,7 @@
 """The command line of ``tune run`` and of the commands that take the same words."""
 
 import itertools
+import math
 import os
 from dataclasses import dataclass
 
@@ -9,6 +10,7 @@ from torchtune.utils import UserError
 
 USAGE = (
     "tune run [TORCHRUN-OPTIONS] [<recipe>] --config <config> [--dry-run] [--simulate 8xH100] "
+    "[--grace SECONDS] "
     "[key=value ...] [~key ...]"
 )
 
@@ -24,12 +26,27 @@ class Command:
     dry_run: bool = False
     simulate: str | None = None
     fit: str | None = None
+    grace: float | None = None
     help: bool = False
 
 
 def _is_override(token: str) -> bool:
     # os.path.exists: a long setting is not a valid file name, for which pathlib raises
     return token.startswith("~") or ("=" in token and not token.startswith("-") and not os.path.exists(token))
+
+
+def _parse_grace(text: str) -> float:
+    """Return the seconds of ``--grace``; raise :class:`UserError` unless they are a positive number."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < math.inf:
+        raise UserError(
+            f"--grace {text}".rstrip() + ": give the seconds between the signal that stops the run and the kill, such "
+            "as 120."
+        )
+    return seconds
 
 
 def parse_command(tokens: list[str]) -> Command:
@@ -56,6 +73,8 @@ def parse_command(tokens: list[str]) -> Command:
                 example = "devices, as in 8xH100" if flag == "--simulate" else "80GiB"
                 raise UserError(f"{flag} needs a value: {example}.")
             setattr(command, flag[2:], value)
+        elif flag == "--grace":
+            command.grace = _parse_grace(value if has_value else next(remaining, ""))
         elif token == "--dry-run":
             command.dry_run = True
         elif token in ("-h", "--help"):

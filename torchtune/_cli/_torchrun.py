@@ -2,6 +2,7 @@
 
 import argparse
 import logging
+import math
 import os
 import re
 import signal
@@ -9,7 +10,15 @@ import sys
 import time
 import traceback
 
-from torchtune.utils import AGENT_VARIABLE, EXIT_REQUEUE, HANG_EXIT_CODE, MACHINES_VARIABLE, UserError, first_line
+from torchtune.utils import (
+    AGENT_VARIABLE,
+    EXIT_REQUEUE,
+    GRACE_VARIABLE,
+    HANG_EXIT_CODE,
+    MACHINES_VARIABLE,
+    UserError,
+    first_line,
+)
 
 # Exit codes of workers that have printed the reason: user error, stalled run, Ctrl-C, and a checkpoint saved after a
 # signal, or another machine lost.
@@ -89,7 +98,7 @@ def torchrun_arguments(options: list[str], program: list[str]) -> argparse.Names
     - ``--standalone`` on one machine.
     - The backend ``c10d`` for ``--rdzv-endpoint`` without a backend or node rank: it assigns node ranks, so that the
       command is the same on all machines.
-    - A ``--shutdown-timeout`` that is long enough to save.
+    - A ``--shutdown-timeout`` that is long enough to save, or the grace period of ``tune run --grace``.
 
     Args:
         options: torchrun's options from the command line.
@@ -111,7 +120,7 @@ def torchrun_arguments(options: list[str], program: list[str]) -> argparse.Names
         if getattr(args, name) is None:
             setattr(args, name, default)
     if getattr(args, "shutdown_timeout", 0) is None and "TORCH_ELASTIC_SHUTDOWN_TIMEOUT" not in os.environ:
-        args.shutdown_timeout = SHUTDOWN_TIMEOUT
+        args.shutdown_timeout = math.ceil(float(os.environ.get(GRACE_VARIABLE, SHUTDOWN_TIMEOUT)))
     return args
 
 

@@ -1,14 +1,19 @@
 """``tune data``."""
 
 import argparse
+import shlex
 import time
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torchtune._cli._shorthands import changed, dataset_node, expand_shorthands
 from torchtune._cli.subcommand import Subcommand, check_least
 from torchtune.utils import UserError
+
+if TYPE_CHECKING:
+    from torchtune.datasets import Shard
 
 _FROM_CONFIG = "torchtune.models.from_hf_config"
 # Settings of the file, which need no tokenizer.
@@ -149,12 +154,14 @@ class DataPrepare(Subcommand):
     description = (
         "Tokenize the datasets of a config into a folder of memory-mapped files. A run with\n"
         "dataset.prepared=<folder> reads them without tokenizing. It stops with an error if the tokenizer, the\n"
-        "template, the masks, the data or the code have changed."
+        "template, the masks, the data or the code have changed. With --shard, jobs on any number of machines\n"
+        "prepare parts of the rows in one shared folder, and tune data merge joins them."
     )
     epilog = """
         examples:
           $ tune data prepare my_config.yaml --output /data/prepared
           $ tune run --config my_config.yaml dataset.prepared=/data/prepared
+          $ tune data prepare my_config.yaml --output /data/prepared --shard 0/16
     """
 
     def _add_arguments(self) -> None:
@@ -163,10 +170,21 @@ class DataPrepare(Subcommand):
         add("overrides", nargs="*", default=[], help="key=value: settings of the config to change")
         add("--output", type=Path, required=True, help="folder for the tokenized data")
         add("--workers", type=int, help="number of tokenizing processes (default: one per core)")
+        shard = "prepare one of n parts of the rows, i/n, counted from 0; a finished part is reused"
+        add("--shard", metavar="i/n", help=shard)
 
     def _run(self, args: argparse.Namespace) -> None:
+        from torchtune.datasets import Shard
+
         check_least(args, workers=1)
-        prepare_config(_read_settings(args.config, args.overrides), args.output.expanduser(), args.workers)
+        shard = None if args.shard is None else Shard.parse(args.shard)
+        output = args.output.expanduser()
+        cfg = _read_settings(args.config, args.overrides)
+        if shard is None:
+            prepare_config(cfg, output, args.workers)
+            return
+        command = ["tune", "data", "prepare", args.config, *args.overrides, "--output", str(args.output)]
+        prepare_shard(cfg, output, args.workers, shard, command)
 
 
 def prepare_config(cfg: Any, output: Path, processes: int | None) -> None:
@@ -194,16 +212,118 @@ def prepare_config(cfg: Any, output: Path, processes: int | None) -> None:
             dataset = instantiate_dataset(node, tokenizer, max_seq_length)
         tokens = dataset.num_known_tokens
         if tokens is None:
-            if dataset.is_stream:
-                raise UserError(f"{name}: a stream is tokenized during training: remove streaming to prepare it.")
-            raise UserError(f"{name}: rows with images are tokenized during training: train without preparing them.")
+            raise _not_prepared(name, dataset)
         kind = "packs" if dataset.is_packed else "rows"
         seconds = time.monotonic() - started
         print(f"{name}: {len(dataset):,} {kind}, {tokens:,} tokens in {output}, {seconds:.1f} s. Use them with")
-        if dataset_nodes(node)[0] is node:
-            print(f"  {name}.prepared={output}")
-        else:  # overrides cannot reach into a list of nodes
-            print(f"  prepared: {output}  # in every node of {name}")
+        _print_use(name, output, is_single=dataset_nodes(node)[0] is node)
+
+
+def _not_prepared(name: str, dataset: Any) -> UserError:
+    """Return the error for a dataset whose rows are tokenized during training."""
+    if dataset.is_stream:
+        return UserError(f"{name}: a stream is tokenized during training: remove streaming to prepare it.")
+    return UserError(f"{name}: rows with images are tokenized during training: train without preparing them.")
+
+
+def _print_use(name: str, output: Path, *, is_single: bool) -> None:
+    """Print the setting that makes a run read prepared rows.
+
+    Args:
+        name: name of the setting of the dataset.
+        output: folder of the rows.
+        is_single: whether the setting is a dataset, and not a list or mixture of datasets.
+    """
+    if is_single:
+        print(f"  {name}.prepared={output}")
+    else:  # overrides cannot reach into a list of nodes
+        print(f"  prepared: {output}  # in every node of {name}")
+
+
+def prepare_shard(cfg: Any, output: Path, processes: int | None, shard: "Shard", command: list[str]) -> None:
+    """Tokenize the rows of a shard of each dataset of a recipe's settings.
+
+    Args:
+        cfg: settings of a training recipe.
+        output: the folder that all shards share; finished parts of the shard are reused.
+        processes: number of worker processes; by default one per core.
+        shard: the shard.
+        command: command that prepares the shards, without its option ``--shard``.
+
+    Raises:
+        DataError: rows cannot be trained on or written.
+        UserError: a dataset is tokenized during training.
+    """
+    from torchtune import config
+    from torchtune.datasets import ShardWritten, instantiate_dataset, preparing_shard, workers, write_manifest
+
+    tokenizer = config.instantiate(cfg.tokenizer)
+    started = time.monotonic()
+    records = []
+    for name, setting in (("dataset", cfg.dataset), ("dataset_val", cfg.dataset_val)):
+        for node in _single_nodes(setting):
+            try:
+                with preparing_shard(output, shard), workers(processes):
+                    dataset = instantiate_dataset(node, tokenizer)
+            except ShardWritten as written:
+                records.append({"name": name, **written.record})
+            else:
+                raise _not_prepared(name, dataset)
+    write_manifest(output, shard, records, command)
+    rows = sum(record["rows"] for record in records)
+    tokens = sum(record["tokens"] for record in records)
+    seconds = time.monotonic() - started
+    print(f"shard {shard}: {rows:,} rows, {tokens:,} tokens in {shard.folder(output)}, {seconds:.1f} s. Join all with")
+    print(f"  tune data merge {shlex.quote(str(output))}")
+
+
+def _single_nodes(setting: Any) -> list[Any]:
+    """Return the nodes of a dataset setting, also those of mixtures in lists and lists in mixtures."""
+    from torchtune.datasets import dataset_nodes
+
+    if setting is None:
+        return []
+    nodes = dataset_nodes(setting)
+    if nodes[0] is setting:
+        return nodes
+    single_nodes = []
+    for node in nodes:
+        single_nodes += _single_nodes(node)
+    return single_nodes
+
+
+class DataMerge(Subcommand):
+    """Subcommand that joins shards of tokenized data."""
+
+    name = "data merge"
+    help = "Check the shards of tune data prepare --shard, and join them for runs"
+    description = (
+        "Check that all shards in a folder are complete and were made with the same settings, tokenizer and data,\n"
+        "and join them. The result equals that of tune data prepare without --shard, and does not need the folder\n"
+        "shards in it any more."
+    )
+    epilog = """
+        examples:
+          $ tune data merge /data/prepared
+          $ tune run --config my_config.yaml dataset.prepared=/data/prepared
+    """
+
+    def _add_arguments(self) -> None:
+        self._parser.add_argument("output", type=Path, help="folder that tune data prepare --shard wrote to")
+
+    def _run(self, args: argparse.Namespace) -> None:
+        from torchtune.datasets import merge_shards
+
+        output = args.output.expanduser()
+        joined = merge_shards(output)
+        nodes_of_name = Counter(dataset["name"] for dataset in joined)
+        for dataset in joined:
+            left_out = f" ({dataset['left_out']:,} cannot be trained on)" if dataset["left_out"] else ""
+            print(
+                f"{dataset['name']}: {dataset['shards']} shards, {dataset['rows']:,} rows{left_out}, "
+                f"{dataset['tokens']:,} tokens in {output}. Use them with"
+            )
+            _print_use(dataset["name"], output, is_single=nodes_of_name[dataset["name"]] == 1)
 
 
 class Data(Subcommand):
@@ -216,6 +336,7 @@ class Data(Subcommand):
         subparsers = self._parser.add_subparsers(title="subcommands")
         DataShow(subparsers)
         DataPrepare(subparsers)
+        DataMerge(subparsers)
 
 
 def _read_settings(name: str, overrides: list[str]) -> Any:

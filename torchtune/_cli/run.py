@@ -19,6 +19,7 @@ from torchtune._recipe_registry import (
     get_all_recipes,
     recipe_of,
 )
+from torchtune.utils import GRACE_VARIABLE
 
 
 def run_here(recipe: RecipeTarget, config: Path, overrides: list[str]) -> None:
@@ -54,6 +55,8 @@ class Run(Subcommand):
           --config CONFIG    name of a config, or a YAML file; <recipe> is optional if the config names it
           --dry-run          check everything, print memory and steps, and stop
           --simulate 8xH100  run a step on simulated devices (`tune estimate --help`), and stop
+          --grace SECONDS    time between the signal that stops the run and the kill: how long workers may save, and
+                             a checkpoint that takes longer is written more often
           -h, --help         this text; after a recipe, all of its settings
           key=value          change a setting of the config; key.sub=value inside a section
           ~key               remove a setting
@@ -95,6 +98,8 @@ class Run(Subcommand):
         if config is None:
             self._parser.error("The '--config' argument is required.")
         command.overrides = expand_shorthands(config, command.overrides)
+        if command.grace is not None:
+            os.environ[GRACE_VARIABLE] = str(command.grace)
         if command.simulate or command.fit:
             from torchtune._cli.estimate import estimate
 

@@ -58,6 +58,7 @@ from ._sft_builders import grammar_dataset as grammar_dataset
 from ._sft_builders import instruct_dataset as instruct_dataset
 from ._sft_builders import samsum_dataset as samsum_dataset
 from ._sft_builders import slimorca_dataset as slimorca_dataset
+from ._shards import Shard, ShardWritten, merge_shards, preparing_shard, write_manifest
 from ._shared_rows import count_shared_rows as count_shared_rows
 from ._shared_rows import explain_shared_rows as explain_shared_rows
 from ._streamed import StreamedDataset as StreamedDataset

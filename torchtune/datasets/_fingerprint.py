@@ -46,10 +46,27 @@ class Fingerprint:
         for name, value in (values or {}).items():
             self.add(name, value)
 
+    @classmethod
+    def from_made_of(cls, made_of: Mapping[str, str]) -> "Fingerprint":
+        """Return the fingerprint of rows with some :attr:`made_of`, if the code is the same."""
+        fingerprint = cls()
+        fingerprint.parts = {name: part for name, part in made_of.items() if name != "code"}
+        return fingerprint
+
     @property
     def text(self) -> str:
         """SHA-256 of the parts and the code, 64 hexadecimal digits."""
         return _digest(json.dumps([self.parts, code_digest()]))
+
+    @property
+    def made_of(self) -> dict[str, str]:
+        """The parts, and the digest of the code as ``code``."""
+        return {**self.parts, "code": code_digest()}
+
+    def text_of(self, name: str) -> str:
+        """Return the SHA-256 of the parts of the value that was added under a name."""
+        parts = {key: part for key, part in self.parts.items() if key.partition(".")[0] == name}
+        return _digest(json.dumps(parts))
 
     def add(self, name: str, value: Any) -> None:
         """Add a value under a name: plain data, or an object of this library, attribute by attribute.
@@ -72,17 +89,8 @@ class Fingerprint:
         self.parts[name] = repr(value) if is_short else _digest(text)
 
     def differences(self, then: Mapping[str, str]) -> list[str]:
-        """Return descriptions of the differences from another fingerprint's :attr:`parts` and ``code``."""
-        now = {**self.parts, "code": code_digest()}
-        differences = []
-        for name in dict.fromkeys([*now, *then]):
-            before = then.get(name)
-            after = now.get(name)
-            if before == after:
-                continue
-            is_short = all(text is None or len(text) < 64 for text in (before, after))
-            differences.append(f"{name} (was {before}, now {after})" if is_short else name)
-        return differences
+        """Return descriptions of the differences from another fingerprint's :attr:`made_of`."""
+        return differences_of(self.made_of, then)
 
     def _text(self, value: Any) -> str:
         try:
@@ -156,6 +164,19 @@ class Fingerprint:
                 self.is_exact = self.is_shared = False
                 return
         self.parts[name] = digest.hexdigest()
+
+
+def differences_of(now: Mapping[str, str], then: Mapping[str, str]) -> list[str]:
+    """Return descriptions of the differences between two fingerprints' ``made_of``."""
+    differences = []
+    for name in dict.fromkeys([*now, *then]):
+        before = then.get(name)
+        after = now.get(name)
+        if before == after:
+            continue
+        is_short = all(text is None or len(text) < 64 for text in (before, after))
+        differences.append(f"{name} (was {before}, now {after})" if is_short else name)
+    return differences
 
 
 def _digest(text: str) -> str:

@@ -53,8 +53,8 @@ def processes() -> int:
     return _num_workers.get() or min(cores, _MOST)
 
 
-def in_parts(rows: Any, work: Callable[[int, Any], Result], first: int = 0) -> Iterator[Result]:
-    """Yield ``work(start, rows)`` of consecutive parts of ``rows``, in order, from row ``first`` on.
+def in_parts(rows: Any, work: Callable[[int, Any], Result], first: int = 0, end: int | None = None) -> Iterator[Result]:
+    """Yield ``work(start, rows)`` of consecutive parts of ``rows``, in order, from row ``first`` to before ``end``.
 
     A small number of rows is processed in this process, larger numbers in forked processes.
 
@@ -62,15 +62,17 @@ def in_parts(rows: Any, work: Callable[[int, Any], Result], first: int = 0) -> I
         ProcessKilled: a process was killed.
     """
 
-    def work_on_part(start: int) -> Result:
-        end = min(start + ROWS, len(rows))
-        if hasattr(rows, "select"):  # rows of files, or a datasets.Dataset
-            return work(start, rows.select(range(start, end)))
-        return work(start, rows[start:end])
+    end = len(rows) if end is None else end
 
-    starts = range(first, len(rows), ROWS)
+    def work_on_part(start: int) -> Result:
+        end_of_part = min(start + ROWS, end)
+        if hasattr(rows, "select"):  # rows of files, or a datasets.Dataset
+            return work(start, rows.select(range(start, end_of_part)))
+        return work(start, rows[start:end_of_part])
+
+    starts = range(first, end, ROWS)
     pool: list[Worker] = []
-    if len(rows) - first > _FEW and processes() > 1:
+    if end - first > _FEW and processes() > 1:
         yield work_on_part(first)  # before the fork, so that workers inherit the filled caches
         starts = starts[1:]
         pool = _start_workers(work_on_part)

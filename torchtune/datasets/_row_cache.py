@@ -4,19 +4,20 @@ import hashlib
 import json
 import os
 import re
+import shlex
 import shutil
 import socket
 import stat
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from contextvars import ContextVar
 from pathlib import Path
 
 from torchtune.data import DataError
-from torchtune.datasets._fingerprint import Fingerprint, code_digest
+from torchtune.datasets._fingerprint import Fingerprint
 from torchtune.datasets._preview import NotRead, is_preview, reads_nothing
 from torchtune.datasets._processes import ProcessKilled
 from torchtune.datasets._token_store import PreparedRows, RowWriter, fingerprint_of
@@ -33,6 +34,7 @@ from torchtune.utils import (
 )
 
 _META = "meta.json"
+SHARDS = "shards"  # the folder of shards in an output folder of `tune data prepare`
 _OTHER_CACHE = "set the environment variable TORCHTUNE_CACHE to a folder of your own"
 _STALE = 3600.0  # seconds without writes after which a folder counts as abandoned
 _KILLED = (KeyboardInterrupt, ProcessKilled)  # errors after which a preparation can be continued
@@ -171,8 +173,8 @@ def _write_folder(folder: Path, fingerprint: Fingerprint, write: Callable[[RowWr
     with closing(RowWriter(folder)) as writer:
         is_stored = write(writer)
     if is_stored:
-        made_of = {**fingerprint.parts, "code": code_digest()}
-        write_json(folder / _META, {"fingerprint": fingerprint_of(writer.sums), "made_of": made_of})
+        meta = {"fingerprint": fingerprint_of(writer.sums), "made_of": fingerprint.made_of}
+        write_json(folder / _META, meta)
     return is_stored
 
 
@@ -208,18 +210,24 @@ def _rows_prepared_before(fingerprint: Fingerprint, source: str, root: Path) -> 
     if folder.is_dir():
         raise DataError(f"The rows in {root} are damaged: prepare them again with tune data prepare.")
     metas = [read_json(path, DataError) for path in sorted(root.glob(f"[!.]*/{_META}"))]
+    if not metas and (root / SHARDS).is_dir():
+        raise DataError(f"The rows in {root} are shards: join them with tune data merge {shlex.quote(str(root))}.")
     if not metas:
         raise DataError(f"There are no prepared rows in {root}: write them with tune data prepare.")
     # A folder holds the rows of several datasets: those with the fewest differences are the ones that are meant.
     differences = min((fingerprint.differences(meta.get("made_of", {})) for meta in metas), key=len)
+    raise DataError(
+        f"The rows in {root} do not fit {source} as it is read now, they were made with "
+        f"{describe_differences(differences)}: prepare them again with tune data prepare, or set that back."
+    )
+
+
+def describe_differences(differences: Sequence[str]) -> str:
+    """Return the first differences of two fingerprints for a message, such as "another tokenizer.max_seq_len"."""
     # Private attributes depend on public ones, which say more.
     public = [name for name in differences if "._" not in name]
     descriptions = [_DESCRIPTIONS.get(name, f"another {name}") for name in (public or differences)[:5]]
-    made_with = " and ".join(descriptions) or "other settings"
-    raise DataError(
-        f"The rows in {root} do not fit {source} as it is read now, they were made with {made_with}: prepare them "
-        "again with tune data prepare, or set that back."
-    )
+    return " and ".join(descriptions) or "other settings"
 
 
 def _key_of_this_run(fingerprint: Fingerprint) -> str | None:

@@ -144,7 +144,7 @@ def _checksum(batch: pa.RecordBatch, facts: Mapping[str, Any]) -> int:
     return crc
 
 
-def _read_batches(path: Path) -> Iterator[tuple[pa.RecordBatch, dict[str, Any]]]:
+def read_batches(path: Path) -> Iterator[tuple[pa.RecordBatch, dict[str, Any]]]:
     """Yield the batches of a file with their facts, up to the first damaged or incomplete batch."""
     try:
         mapped = pa.ipc.open_stream(pa.memory_map(str(path)))
@@ -176,7 +176,7 @@ class PreparedRows:
         folder: folder of the files.
 
     Attributes:
-        files: number of files.
+        paths: the files.
         sums: number of source rows and checksum of each batch.
         total: number of source rows.
         numbers: source row of each token row, int64 ``[rows]``.
@@ -186,16 +186,15 @@ class PreparedRows:
     """
 
     def __init__(self, folder: Path) -> None:
-        paths = sorted(folder.glob("*.arrow"))
-        self.files = len(paths)
+        self.paths = sorted(folder.glob("*.arrow"))
         self.sums: list[list[int]] = []
         self.bad: list[tuple[int, str]] = []
         self.notes: list[Any] = []
         self.omitted: Counter[str] = Counter()
         self._batches: list[pa.RecordBatch] = []
         numbers: list[int] = []
-        for path in paths:
-            for batch, facts in _read_batches(path):
+        for path in self.paths:
+            for batch, facts in read_batches(path):
                 self._batches.append(batch)
                 self.sums.append([facts["rows"], facts["crc"]])
                 self.bad += [(row, reason) for row, reason in facts["bad"]]
@@ -209,6 +208,16 @@ class PreparedRows:
     def fingerprint(self) -> int:
         """Digest of all tokens, labels and notes."""
         return fingerprint_of(self.sums)
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens of all stores."""
+        count = 0
+        for batch in self._batches:
+            for name in batch.schema.names:
+                if name.endswith(".tokens"):
+                    count += len(batch.column(name).flatten())
+        return count
 
     def store(self, name: str) -> TokenStore:
         """Return the rows of a store."""
@@ -229,7 +238,7 @@ class RowWriter:
     def __init__(self, folder: Path) -> None:
         self.before = PreparedRows(folder)
         self.sums = self.before.sums.copy()
-        self._file = (folder / f"{self.before.files:04}.arrow").open("wb")
+        self._file = (folder / f"{len(self.before.paths):04}.arrow").open("wb")
         self._stream: Any = None
 
     def write(self, batch: pa.RecordBatch, facts: Mapping[str, Any]) -> None:

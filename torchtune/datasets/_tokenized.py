@@ -25,6 +25,7 @@ from torchtune.datasets._fingerprint import Fingerprint
 from torchtune.datasets._processes import in_parts
 from torchtune.datasets._row_cache import cached_rows
 from torchtune.datasets._row_source import RowSource
+from torchtune.datasets._shards import ShardWritten, current_shard, record_of
 from torchtune.datasets._token_store import PreparedRows, RowWriter, TokenStore, make_batch
 from torchtune.utils import UserError, check_surrogates, get_logger, log_rank_zero, sign_of_life
 
@@ -283,7 +284,9 @@ def prepare_rows(
 
     Raises:
         DataError: some rows cannot be trained on and are not skipped; the message names up to ten.
+        ShardWritten: a shard was prepared (:func:`preparing_shard`).
     """
+    shard = current_shard()
     fingerprint = Fingerprint(depends_on)
     source.add_to(fingerprint)
     fingerprint.is_exact = fingerprint.is_exact and is_exact
@@ -291,15 +294,27 @@ def prepare_rows(
     def write(writer: RowWriter) -> bool:
         rows = source.rows() if load is None else load()
         bad = BadRows(source.name, rows, skips=source.skips, way_out=way_out, formats=formats)
-        return _write_rows(rows, tokenize, bad, writer)
+        numbers = range(len(rows)) if shard is None else shard.rows(len(rows))
+        return _write_rows(rows, numbers, tokenize, bad, writer)
 
-    return cached_rows(fingerprint, source.name, write, source.prepared)
+    token_rows = cached_rows(fingerprint, source.name, write, source.prepared)
+    # The dataset of rows with images says why they cannot be prepared.
+    if shard is not None and token_rows is not None and not token_rows.notes:
+        raise ShardWritten(record_of(source.name, fingerprint, token_rows))
+    return token_rows
 
 
-def _write_rows(rows: Any, tokenize: Tokenize, bad: BadRows, writer: RowWriter) -> bool:
-    """Write the tokens of all rows, with a progress bar; many rows are tokenized in several processes.
+def _write_rows(rows: Any, numbers: range, tokenize: Tokenize, bad: BadRows, writer: RowWriter) -> bool:
+    """Write the tokens of consecutive rows, with a progress bar; many rows are tokenized in several processes.
 
     Rows that a killed process has written are not tokenized again.
+
+    Args:
+        rows: all rows of the source.
+        numbers: the rows to write; without any, a batch without rows is written.
+        tokenize: tokenizes them.
+        bad: collects the rows that cannot be trained on.
+        writer: writes them.
 
     Returns:
         Whether the rows were written; False if one has more than tokens.
@@ -314,8 +329,10 @@ def _write_rows(rows: Any, tokenize: Tokenize, bad: BadRows, writer: RowWriter) 
         message = f"Going on behind {done:,} rows that were tokenized before."
         log_rank_zero(get_logger(), message, logging.WARNING)  # commands only show warnings and errors
     hidden = True if os.environ.get("GROUP_RANK", "0") != "0" else None  # None: show it only on a terminal
-    with tqdm(total=len(rows), initial=done, desc="Tokenizing", unit=" rows", disable=hidden) as bar:
-        for tokenized in in_parts(rows, tokenize, done):
+    if not numbers and not writer.sums:
+        writer.write(*tokenize(numbers.start, []))
+    with tqdm(total=len(numbers), initial=done, desc="Tokenizing", unit=" rows", disable=hidden) as bar:
+        for tokenized in in_parts(rows, tokenize, numbers.start + done, numbers.stop):
             if tokenized is None:
                 return False
             batch, facts = tokenized

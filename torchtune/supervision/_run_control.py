@@ -2,6 +2,7 @@
 
 import logging
 import math
+import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
@@ -10,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
+from torchtune.checkpoints import MARKER
 from torchtune.data import BatchLoader
 from torchtune.supervision._best_validation import BestValidation, ValidationMetricError
 from torchtune.supervision._signals import StopSignal
@@ -17,8 +19,10 @@ from torchtune.supervision._step_metrics import StepMetrics, means_of
 from torchtune.supervision._throughput import Throughput
 from torchtune.training import LateMetrics
 from torchtune.training.parallel import LateExchange, ParallelDims, all_gather_object, any_rank, broadcast_object
-from torchtune.utils import EXIT_REQUEUE, UserError, get_logger, log_rank_zero
+from torchtune.utils import EXIT_REQUEUE, GRACE_VARIABLE, UserError, get_logger, log_rank_zero
 
+# Where a checkpoint takes longer than the grace period, the time between two is this many times its duration.
+_DURATIONS_BETWEEN = 10
 _EXIT_CODES = {signal.SIGINT: 128 + signal.SIGINT, signal.SIGTERM: EXIT_REQUEUE}
 
 
@@ -56,7 +60,8 @@ class RunControl:
     them.
 
     Inside the block, SIGTERM or SIGINT on any rank stops the run after the step; a second signal ends that process at
-    once.
+    once. If a checkpoint takes longer than the grace period between the signal and the kill (``tune run --grace``), the
+    one after the signal would not be complete: a warning says so, and checkpoints are written more often.
 
     Args:
         dims: the device mesh.
@@ -100,6 +105,8 @@ class RunControl:
         self._every_n_seconds = None if every_n_minutes is None else 60 * every_n_minutes
         self._clock = clock
         self._saved_at = clock()
+        self._grace = float(os.environ.get(GRACE_VARIABLE, "inf"))
+        self._unmeasured: Path | None = None  # a checkpoint that is being written, perhaps in the background
         self._signals = StopSignal()
         self._throughput: Throughput | None = None
         self._loader: BatchLoader | None = None
@@ -244,6 +251,7 @@ class RunControl:
 
     def _local_requests(self) -> list[bool]:
         """Return whether this rank requests a checkpoint, and whether it received each signal."""
+        self._check_grace()
         signals = [self._signals.number == number for number in _EXIT_CODES]
         return [self._dims.is_main and self._is_save_requested(), *signals]
 
@@ -252,6 +260,29 @@ class RunControl:
             self._save_file.unlink(missing_ok=True)
             return True
         return self._every_n_seconds is not None and self._clock() - self._saved_at >= self._every_n_seconds
+
+    def _check_grace(self) -> None:
+        """Measure a checkpoint when it is complete; the first that outlasts the grace period shortens the interval.
+
+        The step that has followed is included, because after a signal a step is finished, too.
+        """
+        if self._unmeasured is None or not (self._unmeasured / MARKER).exists():
+            return
+        self._unmeasured = None
+        seconds = self._clock() - self._saved_at
+        if seconds <= self._grace:
+            return
+        longest = _DURATIONS_BETWEEN * seconds
+        is_shortened = self._every_n_seconds is None or self._every_n_seconds > longest
+        if is_shortened:
+            self._every_n_seconds = longest
+        interval = f"{'one is written' if is_shortened else 'save_every_n_minutes writes one'} every"
+        get_logger().warning(
+            f"A checkpoint and a step take {seconds:.3g} s, more than the {self._grace:.3g} s between the signal and "
+            f"the kill (--grace): a checkpoint that begins at the signal is lost, so {interval} "
+            f"{self._every_n_seconds / 60:.3g} minutes."
+        )
+        self._grace = math.inf
 
     def _apply_requests(self, requests: list[bool]) -> None:
         """Apply the requests of all ranks, see :meth:`_local_requests`; the first signal decides the exit code."""
@@ -328,6 +359,9 @@ class RunControl:
         self._settle()  # the state of a checkpoint is decided
         name = f"epoch_{self._loader.epoch}" if is_epoch_checkpoint else f"step_{step}"
         self._best.record_checkpoint(name)
+        if self._dims.is_main and math.isfinite(self._grace):
+            self._saved_at = self._clock()
+            self._unmeasured = self._save_file.parent / name
         return name
 
     def finish(self, step: int, total: int) -> int:

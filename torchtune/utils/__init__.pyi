@@ -29,6 +29,7 @@ from ._json import read_json as read_json
 from ._json import valid_json as valid_json
 from ._json import write_json as write_json
 from ._log_files import AGENT_VARIABLE as AGENT_VARIABLE
+from ._log_files import GRACE_VARIABLE as GRACE_VARIABLE
 from ._log_files import LOST as LOST
 from ._log_files import MACHINES_VARIABLE as MACHINES_VARIABLE
 from ._log_files import close_run_logger as close_run_logger

@@ -21,6 +21,8 @@ LOST = "another rank is lost"
 AGENT_VARIABLE = "TORCHTUNE_AGENT_PID"
 # Environment variable with the number of machines of `tune run`, or a range.
 MACHINES_VARIABLE = "TORCHTUNE_NNODES"
+# Environment variable with the seconds between the signal that stops a run and its kill, the option --grace.
+GRACE_VARIABLE = "TORCHTUNE_GRACE"
 _MARKER_PREFIX = "said_"
 _FORMAT = "%(asctime)s %(levelname)s %(message)s"
 

@@ -124,6 +124,8 @@ def test_user_error_has_no_traceback(tune, folder):
         ((), "the following arguments are required: recipe, --config"),
         (("own.py",), "The '--config' argument is required."),
         (("own.py", "--config"), "--config needs a value"),
+        (("own.py", "--config", "own.yaml", "--grace", "soon"), "--grace soon: give the seconds between the signal"),
+        (("own.py", "--config", "own.yaml", "--grace=0"), "--grace 0: give the seconds between the signal"),
         (("own.py", "--config", "own.yaml", "--config", "own.yaml"), "--config is given twice"),
         (("own.py", "--config", "own.yaml", "--epochs=3"), "--epochs=3: unknown option"),
         (("own.py", "--config", "own.yaml", "epochs"), "epochs: write settings as key=value"),
@@ -245,6 +247,7 @@ def test_command_line_is_split_into_its_parts():
     command = parse_command(["--nnodes", "1", "--nproc_per_node=2", "own", "a.b=c", "--dry-run", "~d", "--config", "x"])
     assert (command.recipe, command.config, command.dry_run) == ("own", "x", True)
     assert command.overrides == ["a.b=c", "~d"]
+    assert parse_command(["own", "--config", "x", "--grace", "30"]).grace == 30
     long = f"dataset={{source: {'a' * 300}}}"
     assert parse_command(["own", long, "--config", "x"]).overrides == [long], "longer than the name of a file may be"
     for late in (["--nproc-per-node", "2"], ["--nproc_per_node=2"], ["--standalone"]):

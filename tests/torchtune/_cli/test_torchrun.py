@@ -165,6 +165,13 @@ def test_defaults_follow_the_given_options(given, expected):
     }
 
 
+@pytest.mark.skipif(not HAS_SHUTDOWN_TIMEOUT, reason="torchrun of this release has no such option")
+def test_workers_may_save_as_long_as_the_grace_period_lasts(monkeypatch):
+    monkeypatch.setenv("TORCHTUNE_GRACE", "600.0")
+    assert torchrun_arguments(["--nproc-per-node", "2"], ["own.py"]).shutdown_timeout == 600
+    assert torchrun_arguments(["--shutdown-timeout", "5"], ["own.py"]).shutdown_timeout == 5
+
+
 def test_options_in_the_environment_are_respected(monkeypatch):
     """Kubeflow's torch runtime sets PET_… for each of torchrun's options."""
     variables = {"NNODES": "2", "NPROC_PER_NODE": "4", "NODE_RANK": "0", "MASTER_ADDR": "host", "MASTER_PORT": "29500"}

@@ -108,3 +108,40 @@ def test_fraction_of_the_run_always_validates():
     settings = {"dataset_val": {"_component_": "a.b"}, "keep_best": "val_loss"}
     for interval in (0.5, "epoch", 2):
         assert supervision.explain_no_validation({**settings, "run_val_every_n_steps": interval}, steps=2) is None
+
+
+def save_steps(folder, *, save_seconds, num_steps, **settings):
+    """Take steps of a second each, with checkpoints that take some seconds; returns the steps that were saved."""
+    now = 0.0
+    control = supervision.RunControl(training.ParallelDims(), folder, clock=lambda: now, **settings)
+    saved = []
+    for step, _ in enumerate(control.steps(make_loader(2 * num_steps), epochs=1), start=1):
+        now += 1
+        name = control.checkpoint_due(step)
+        if name is not None:
+            (folder / name).mkdir()
+            now += save_seconds
+            (folder / name / ".complete").touch()
+            saved.append(step)
+    return saved
+
+
+def test_checkpoint_that_outlasts_the_grace_period_shortens_the_interval(tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("TORCHTUNE_GRACE", "5")
+    saved = save_steps(tmp_path, save_seconds=7, num_steps=250, every_n_minutes=1.5)
+    # One and a half minutes to the first, which takes 7 s, and 8 s with a step. Then ten times as long, 7 s of saving
+    # included.
+    assert saved == [90, 90 + 73, 90 + 73 + 73, 250]
+    assert caplog.text.count("more than the 5 s between the signal and the kill (--grace)") == 1
+    assert "A checkpoint and a step take 8 s" in caplog.text
+    assert "so one is written every 1.33 minutes" in caplog.text
+
+
+@pytest.mark.parametrize(("grace", "minutes"), [("60", 1.5), ("5", 0.5), (None, 1.5)])
+def test_interval_is_kept_if_checkpoints_are_fast_or_frequent(grace, minutes, tmp_path, monkeypatch, caplog):
+    if grace is not None:
+        monkeypatch.setenv("TORCHTUNE_GRACE", grace)
+    saved = save_steps(tmp_path, save_seconds=7, num_steps=200, every_n_minutes=minutes)
+    assert saved[0] == 60 * minutes
+    assert saved[1] - saved[0] in (60 * minutes, 60 * minutes - 7)
+    assert ("save_every_n_minutes writes one every 0.5 minutes" in caplog.text) == (grace == "5")

@@ -1,0 +1,320 @@
+"""Shards of prepared rows: each is written by a process of its own, and all of them are joined afterwards.
+
+A shard is a contiguous range of the source's rows, in the folder ``<output>/shards/<index>-of-<count>``. Its rows are
+stored as those of a whole preparation are, and its manifest, which is written last, says that it is complete. Ranges
+begin at a multiple of the rows of a batch, so that the joined files have the batches of a whole preparation, bit by
+bit. Packs are made of the joined rows, as a run makes them of any prepared rows.
+"""
+
+import re
+import shlex
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torchtune.data import DataError
+from torchtune.datasets._fingerprint import Fingerprint, differences_of
+from torchtune.datasets._processes import ROWS
+from torchtune.datasets._row_cache import SHARDS, cached_rows, describe_differences, preparing
+from torchtune.datasets._token_store import PreparedRows, RowWriter, fingerprint_of, read_batches
+from torchtune.utils import UserError, read_json, write_json
+
+_MANIFEST = "manifest.json"
+_FOLDER_NAME = re.compile(r"(\d+)-of-(\d+)")
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One of several parts of the rows of a source.
+
+    Args:
+        index: number of the shard, counted from 0.
+        count: number of shards.
+    """
+
+    index: int
+    count: int
+
+    @classmethod
+    def parse(cls, text: str) -> "Shard":
+        """Return the shard of a text such as ``0/4``; raise :class:`UserError` if there is no such shard."""
+        match = re.fullmatch(r"(\d+)/(\d+)", text)
+        if match is None:
+            raise UserError(f"--shard {text} is not a shard: give its number and the number of shards, such as 0/4.")
+        shard = cls(int(match[1]), int(match[2]))
+        if shard.count == 0:
+            raise UserError(f"--shard {text} is one of no shards: give the number of shards, such as 0/4.")
+        if shard.index >= shard.count:
+            raise UserError(
+                f"--shard {text} does not exist: shards are counted from 0, and the last is "
+                f"{shard.count - 1}/{shard.count}."
+            )
+        return shard
+
+    def __str__(self) -> str:
+        return f"{self.index}/{self.count}"
+
+    def folder(self, output: Path) -> Path:
+        """Return the folder of the shard in the output folder of a preparation."""
+        return output / SHARDS / f"{self.index}-of-{self.count}"
+
+    def rows(self, total: int) -> range:
+        """Return the shard's rows of a source with ``total`` rows; none if there are fewer batches than shards."""
+        batches = -(-total // ROWS)
+        first_batch = batches * self.index // self.count
+        end_batch = batches * (self.index + 1) // self.count
+        return range(first_batch * ROWS, min(end_batch * ROWS, total))
+
+
+class ShardWritten(Exception):
+    """Raised in the place of a dataset that would have the rows of a shard alone.
+
+    A dataset checks, counts and packs its rows, which a part of them need not allow.
+
+    Args:
+        record: source, fingerprints, counts, files and checksum of the rows, for the manifest.
+    """
+
+    def __init__(self, record: dict[str, Any]) -> None:
+        super().__init__(f"the rows of {record['source']} were written to a shard")
+        self.record = record
+
+
+_current: ContextVar[Shard | None] = ContextVar("shard", default=None)
+
+
+@contextmanager
+def preparing_shard(output: Path, shard: Shard) -> Iterator[None]:
+    """Make datasets write the rows of a shard inside the block and raise :class:`ShardWritten`."""
+    token = _current.set(shard)
+    try:
+        with preparing(shard.folder(output)):
+            yield
+    finally:
+        _current.reset(token)
+
+
+def current_shard() -> Shard | None:
+    """Return the shard of the active :func:`preparing_shard` block."""
+    return _current.get()
+
+
+def record_of(source: str, fingerprint: Fingerprint, rows: PreparedRows) -> dict[str, Any]:
+    """Return the entry of a manifest for the rows of a source.
+
+    Args:
+        source: name of the source.
+        fingerprint: fingerprint of all rows of the source.
+        rows: rows of the shard.
+    """
+    return {
+        "source": source,
+        "fingerprint": fingerprint.text,
+        "tokenizer": fingerprint.text_of("tokenizer"),
+        "made_of": fingerprint.made_of,
+        "rows": rows.total,
+        "left_out": len(rows.bad),
+        "tokens": rows.num_tokens,
+        "checksum": rows.fingerprint,
+        "files": {path.name: path.stat().st_size for path in rows.paths},
+    }
+
+
+def write_manifest(output: Path, shard: Shard, records: Sequence[Mapping[str, Any]], command: Sequence[str]) -> None:
+    """Write the manifest of a shard whose rows are complete.
+
+    Args:
+        output: output folder of the preparation.
+        shard: the shard.
+        records: name of the setting of each dataset, with its :func:`record_of`.
+        command: command that prepares the shards, without its option ``--shard``.
+    """
+    manifest = {"shard": str(shard), "command": list(command), "datasets": list(records)}
+    write_json(shard.folder(output) / _MANIFEST, manifest)
+
+
+def merge_shards(output: Path) -> list[dict[str, Any]]:
+    """Join the shards of an output folder into the folder that ``dataset.prepared`` reads, a batch at a time.
+
+    Returns:
+        name, number of shards, rows, rows left out and tokens of each dataset.
+
+    Raises:
+        DataError: shards are missing, damaged, in the wrong folder, of different numbers of parts, or made with
+            different settings, tokenizers, data or versions. Nothing is joined then.
+    """
+    shards = _shards_in(output)
+    manifests = _read_manifests(output, shards)
+    _check_agreement(output, manifests)
+    _check_files(output, manifests)
+    first_manifest = next(iter(manifests.values()))
+    joined = []
+    for number, record in enumerate(first_manifest["datasets"]):
+        records = {shard: manifest["datasets"][number] for shard, manifest in manifests.items()}
+        fingerprint = Fingerprint.from_made_of(record["made_of"])
+        if fingerprint.text != record["fingerprint"]:
+            raise DataError(
+                f"The shards in {output} were prepared with another version of torchtune or of a package that "
+                f"tokenizes than this one: join them with that version, or prepare all of them again, the first with "
+                f"{_command(output, first_manifest, shards[0])}"
+            )
+        with preparing(output):
+            cached_rows(fingerprint, record["source"], _Joining(output, first_manifest, records))
+        totals = {name: sum(entry[name] for entry in records.values()) for name in ("rows", "left_out", "tokens")}
+        joined.append({"name": record["name"], "shards": len(shards), **totals})
+    return joined
+
+
+class _Joining:
+    """Callable that copies the batches of all shards, in order.
+
+    Args:
+        output: output folder of the preparation.
+        manifest: manifest of any shard, for the command in messages.
+        records: the dataset's record of each shard, in order.
+    """
+
+    def __init__(self, output: Path, manifest: Mapping[str, Any], records: Mapping[Shard, Mapping[str, Any]]) -> None:
+        self._output = output
+        self._manifest = manifest
+        self._records = records
+
+    def __call__(self, writer: RowWriter) -> bool:
+        """Copy the batches behind those that an interrupted call has copied.
+
+        Raises:
+            DataError: a shard is damaged.
+        """
+        copied_before = len(writer.before.sums)
+        for shard, record in self._records.items():
+            sums = []
+            for batch, facts in self._batches(shard, record):
+                sums.append([facts["rows"], facts["crc"]])
+                if facts["rows"] == 0:  # the only batch of a shard without rows
+                    continue
+                if copied_before > 0:
+                    copied_before -= 1
+                    continue
+                writer.write(batch, facts)
+            if fingerprint_of(sums) != record["checksum"]:
+                raise _damaged(self._output, self._manifest, shard, "its checksum is another")
+        return True
+
+    def _batches(self, shard: Shard, record: Mapping[str, Any]) -> Iterator[tuple[Any, dict[str, Any]]]:
+        folder = shard.folder(self._output) / record["fingerprint"]
+        for name in sorted(record["files"]):
+            yield from read_batches(folder / name)
+
+
+def _shards_in(output: Path) -> list[Shard]:
+    """Return all shards of the division in an output folder, whether they are there or not."""
+    folder = output / SHARDS
+    advice = f"prepare them with `{_unknown_command(output)} --shard 0/<number>`."
+    if not folder.is_dir():
+        raise DataError(f"There are no shards in {output}: {advice}")
+    folders_of_count: Counter[int] = Counter()
+    for path in folder.iterdir():
+        match = _FOLDER_NAME.fullmatch(path.name)
+        if match is not None and path.is_dir():
+            folders_of_count[int(match[2])] += 1
+    if not folders_of_count:
+        raise DataError(f"There are no shards in {output}: {advice}")
+    if len(folders_of_count) > 1:
+        counts = " and ".join(str(count) for count in sorted(folders_of_count))
+        smallest = min(folders_of_count, key=lambda count: (folders_of_count[count], -count))
+        raise DataError(
+            f"The rows in {folder} were prepared twice, as {counts} shards: remove those of one division, for example "
+            f"with rm -r {shlex.quote(str(folder))}/*-of-{smallest}."
+        )
+    (count,) = folders_of_count
+    return [Shard(index, count) for index in range(count)]
+
+
+def _read_manifests(output: Path, shards: Sequence[Shard]) -> dict[Shard, dict[str, Any]]:
+    """Return the manifests of all shards; raise :class:`DataError` if one is missing or of another shard."""
+    manifests: dict[Shard, dict[str, Any]] = {}
+    missing: list[Shard] = []
+    unreadable: list[Shard] = []
+    for shard in shards:
+        path = shard.folder(output) / _MANIFEST
+        if not path.is_file():
+            missing.append(shard)
+            continue
+        try:
+            manifests[shard] = read_json(path, DataError)
+        except DataError:
+            unreadable.append(shard)
+    some_manifest: Mapping[str, Any] = next(iter(manifests.values()), {})
+    if unreadable:
+        raise _damaged(output, some_manifest, unreadable[0], f"its {_MANIFEST} cannot be read")
+    if missing:
+        fact = "is not finished" if missing[0].folder(output).is_dir() else "is missing"
+        others = ", ".join(str(shard) for shard in missing[1:6])
+        if len(missing) > 6:
+            others += f" and {len(missing) - 6} more"
+        if others:
+            others = f" (as {others})"
+        raise DataError(
+            f"Shard {missing[0]} in {output} {fact}{others}: prepare it with "
+            f"{_command(output, some_manifest, missing[0])}"
+        )
+    for shard, manifest in manifests.items():
+        if manifest.get("shard") != str(shard):
+            raise DataError(
+                f"{shard.folder(output)} holds shard {manifest.get('shard')}, which is there twice: remove this folder "
+                f"and prepare its own shard with {_command(output, manifest, shard)}"
+            )
+    return manifests
+
+
+def _check_agreement(output: Path, manifests: Mapping[Shard, Mapping[str, Any]]) -> None:
+    """Raise :class:`DataError` for a shard that was made with other settings than most of the shards."""
+    fingerprints = {}
+    for shard, manifest in manifests.items():
+        fingerprints[shard] = tuple(record["fingerprint"] for record in manifest["datasets"])
+    ((most_frequent, _),) = Counter(fingerprints.values()).most_common(1)
+    agreeing = next(shard for shard in manifests if fingerprints[shard] == most_frequent)
+    for shard, manifest in manifests.items():
+        if fingerprints[shard] == most_frequent:
+            continue
+        differences = []
+        for record, agreed in zip(manifest["datasets"], manifests[agreeing]["datasets"], strict=False):
+            differences += differences_of(record["made_of"], agreed["made_of"])
+        what = describe_differences(list(dict.fromkeys(differences))) if differences else "another number of datasets"
+        raise DataError(
+            f"Shard {shard} in {output} does not go with shard {agreeing}, it was made with {what}: prepare it again "
+            f"with {_command(output, manifests[agreeing], shard)}"
+        )
+
+
+def _check_files(output: Path, manifests: Mapping[Shard, Mapping[str, Any]]) -> None:
+    """Raise :class:`DataError` for files that are missing or shorter than they were, before anything is copied."""
+    for shard, manifest in manifests.items():
+        for record in manifest["datasets"]:
+            for name, size in record["files"].items():
+                path = shard.folder(output) / record["fingerprint"] / name
+                if not path.is_file():
+                    raise _damaged(output, manifest, shard, f"{path.name} is missing")
+                if path.stat().st_size != size:
+                    fact = f"{path.name} has {path.stat().st_size:,} of {size:,} bytes"
+                    raise _damaged(output, manifest, shard, fact)
+
+
+def _damaged(output: Path, manifest: Mapping[str, Any], shard: Shard, fact: str) -> DataError:
+    return DataError(
+        f"Shard {shard} in {output} is damaged ({fact}): prepare it again with {_command(output, manifest, shard)}"
+    )
+
+
+def _command(output: Path, manifest: Mapping[str, Any], shard: Shard) -> str:
+    """Return the command that prepares a shard, as the manifest of some shard says it was prepared."""
+    command = shlex.join(manifest["command"]) if "command" in manifest else _unknown_command(output)
+    return f"`{command} --shard {shard}`."
+
+
+def _unknown_command(output: Path) -> str:
+    return f"tune data prepare <config> --output {shlex.quote(str(output))}"
