@@ -1,6 +1,6 @@
 """Checkpoints of a run in an object store: uploaded in the background, and downloaded by a run on a fresh machine.
 
-A checkpoint in the bucket has the files of the local folder, a manifest (``manifest.json``: size and SHA-256 of every
+A checkpoint in the bucket has the files of the local folder, a manifest (``.manifest.json``: size and SHA-256 of every
 file) and, written last, the completion marker of the local folder. Without the marker, a checkpoint does not count.
 """
 
@@ -37,7 +37,8 @@ from torchtune.utils import (
     sign_of_life,
 )
 
-MANIFEST = "manifest.json"
+# Hidden, so that no export carries it along as a file of the model.
+MANIFEST = ".manifest.json"
 # File of the run that writes to the bucket.
 _OWNER = "run.json"
 # Seconds between two attempts to upload a checkpoint, and at the end of a run, where only a few are made.

@@ -15,14 +15,13 @@ from torchtune.utils._errors import UserError, first_line
 from torchtune.utils._files import atomic_directory, explain_os_error
 from torchtune.utils._folder_lock import FolderLock
 from torchtune.utils._heartbeat import sign_of_life
+from torchtune.utils._json import write_json
 from torchtune.utils._path_owner import cache_root
 
 # Bytes in memory at a time. S3 takes at most 10,000 parts: a file may have up to 160 GB.
 _CHUNK = 16 * 2**20
 # Extra of this library that has the file system of a protocol.
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
-# File in a fetched folder with the names, sizes and versions of the objects that it holds.
-_FETCHED = ".fetched.json"
 # Seconds after which a download that failed for another reason than its data is tried again.
 _PAUSES = (1.0, 4.0)
 
@@ -247,14 +246,17 @@ def local_path(path: str | Path, key: str) -> Path:
     if remote.is_file():
         parent, _, name = remote.url.rpartition("/")
         return local_path(parent, key) / name
+    record = folder.with_name(f"{folder.name}.json")
     lock = FolderLock(folder.parent, name=f".{folder.name}.lock", key=key)
     with lock.held(waiting=f"Waiting until another process has fetched {remote}."):
         listing = remote.files()
         versions = {name: _version(info) for name, info in listing.items() if not name.endswith("/")}
         if not versions:
             raise RemoteError(f"{key}: {remote} holds no files: correct the path, and check that the bucket exists.")
-        if _read_fetched(folder) != versions:
-            _fetch(remote, listing, versions, folder)
+        if not folder.is_dir() or _read_record(record) != versions:
+            record.unlink(missing_ok=True)
+            _fetch(remote, listing, list(versions), folder)
+            write_json(record, versions)
     return folder
 
 
@@ -264,18 +266,17 @@ def _version(info: dict[str, Any]) -> list[Any]:
     return [info["size"], str(tag)]
 
 
-def _read_fetched(folder: Path) -> dict[str, list[Any]] | None:
+def _read_record(path: Path) -> dict[str, list[Any]] | None:
+    """Return the names, sizes and versions of the objects that a fetched folder holds."""
     try:
-        return json.loads((folder / _FETCHED).read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
 
 
-def _fetch(
-    remote: RemoteFolder, listing: dict[str, dict[str, Any]], versions: dict[str, list[Any]], folder: Path
-) -> None:
+def _fetch(remote: RemoteFolder, listing: dict[str, dict[str, Any]], names: list[str], folder: Path) -> None:
     """Download the files of a folder; the new folder replaces an older one when it is complete."""
-    total = sum(listing[name]["size"] for name in versions)
+    total = sum(listing[name]["size"] for name in names)
     bar = tqdm(total=total, desc=f"Fetching {remote}", unit="B", unit_scale=True, disable=None)
 
     def progress(count: int) -> None:
@@ -283,7 +284,7 @@ def _fetch(
         sign_of_life()
 
     with closing(bar), atomic_directory(folder) as temporary:
-        for name in versions:
+        for name in names:
             if ".." in PurePosixPath(name).parts:
                 raise RemoteError(f"{remote.key}: {remote} has a file {name}, which leaves the folder: rename it.")
             try:
@@ -297,4 +298,3 @@ def _fetch(
                     f"{remote.key}: {remote} gave {received.size:,} of {listing[name]['size']:,} bytes of {name}: try "
                     "again when nobody writes to it."
                 )
-        (temporary / _FETCHED).write_text(json.dumps(versions), encoding="utf-8")

@@ -82,12 +82,12 @@ def test_upload_has_all_files_checksums_and_last_the_marker(source, model, tmp_p
     save_run(source, tmp_path / "run", bucket, model, steps=[2])
     local = files_of(tmp_path / "run" / "step_2")
     remote = files_of(bucket / "step_2")
-    manifest = json.loads(remote.pop("manifest.json"))["files"]
+    manifest = json.loads(remote.pop(".manifest.json"))["files"]
     assert remote == local
     for name in local.keys() - {".complete"}:
         expected = {"size": len(local[name]), "sha256": hashlib.sha256(local[name]).hexdigest()}
         assert manifest[name] == expected
-    assert [Path(path).name for path in FaultyFileSystem.written[-2:]] == ["manifest.json", ".complete"]
+    assert [Path(path).name for path in FaultyFileSystem.written[-2:]] == [".manifest.json", ".complete"]
 
 
 def test_run_on_a_fresh_machine_goes_on_from_the_bucket(source, model, tmp_path, bucket):
@@ -113,10 +113,10 @@ def damage(bucket: Path, kind: str) -> None:
     elif kind == "missing":
         file.unlink()
     elif kind == "no manifest":
-        (bucket / "step_4" / "manifest.json").unlink()
+        (bucket / "step_4" / ".manifest.json").unlink()
     elif kind == "manifest that leaves the folder":
         content = {"files": {"../../stolen": {"size": 1, "sha256": "0"}}}
-        (bucket / "step_4" / "manifest.json").write_text(json.dumps(content))
+        (bucket / "step_4" / ".manifest.json").write_text(json.dumps(content))
     elif kind == "half a marker":
         marker = bucket / "step_4" / ".complete"
         marker.write_bytes(marker.read_bytes()[:20])

@@ -56,7 +56,7 @@ def test_s3_upload_resume_and_damage(server, source, tmp_path):
     save_run(source, tmp_path / "run", url)
     client = boto3.client("s3")
     keys = {entry["Key"] for entry in client.list_objects_v2(Bucket=BUCKET, Prefix="run/")["Contents"]}
-    assert {"run/run.json", "run/step_2/.complete", "run/step_4/manifest.json"} <= keys
+    assert {"run/run.json", "run/step_2/.complete", "run/step_4/.manifest.json"} <= keys
     checkpointer, point = start(source, tmp_path / "fresh", url, resume=True)
     checkpointer.close()
     assert point.path == tmp_path / "fresh" / "step_4"
