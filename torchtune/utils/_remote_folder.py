@@ -51,7 +51,7 @@ class RemoteFolder:
         key: setting with the URL, for messages.
 
     Raises:
-        RemoteError: the protocol is unknown, or the package of its file system is not installed.
+        RemoteError: the protocol is unknown, the package of its file system is not installed, or it cannot be reached.
     """
 
     def __init__(self, url: str, key: str) -> None:
@@ -74,6 +74,11 @@ class RemoteFolder:
             raise RemoteError(
                 f"{key}: {url} is no path of a file system that is known ({first_line(error)}): write it like "
                 "s3://bucket/run."
+            ) from error
+        except Exception as error:  # a file system that connects at once
+            raise RemoteError(
+                f"{key}: {url} cannot be opened ({type(error).__name__}: {first_line(error)}): check the address, the "
+                "credentials, and the network."
             ) from error
         self._path = self._path.rstrip("/")
 

@@ -9,6 +9,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -268,6 +269,49 @@ def test_finished_run_that_could_not_be_uploaded_fails_and_a_stopped_one_says_so
     checkpointer.close()  # again, as recipes do
 
 
+def slow_weights(operation: str, path: str) -> None:
+    if operation == "write" and path.endswith("model.safetensors"):
+        time.sleep(0.5)
+
+
+def test_end_of_a_run_waits_for_the_upload_with_a_line_of_progress(
+    source, model, tmp_path, bucket, caplog, monkeypatch
+):
+    monkeypatch.setattr(_bucket, "_LOG_EVERY", 0.0)
+    caplog.set_level(logging.INFO)
+    checkpointer, _ = start(source, tmp_path / "run", bucket)
+    FaultyFileSystem.fault = staticmethod(slow_weights)
+    save(checkpointer, 4, model)
+    checkpointer.close()
+    assert (bucket / "step_4" / ".complete").is_file()
+    assert f"Uploading step_4 to faulty://{bucket}: 0.00 of 0.00 GB, 1 checkpoints left" in caplog.text
+
+
+def test_run_that_fails_uploads_what_it_has_saved(source, model, tmp_path, bucket):
+    checkpointer, _ = start(source, tmp_path / "run", bucket)
+    FaultyFileSystem.fault = staticmethod(slow_weights)
+    save(checkpointer, 4, model)
+    with pytest.raises(ZeroDivisionError), closing(checkpointer):
+        _ = 1 / 0
+    assert (bucket / "step_4" / ".complete").is_file()
+
+
+def test_checkpoint_is_not_removed_here_while_it_is_uploaded(source, model, tmp_path, bucket):
+    checkpointer, _ = start(source, tmp_path / "run", bucket, keep_last_n_checkpoints=1)
+    FaultyFileSystem.fault = staticmethod(slow_weights)
+    save(checkpointer, 2, model)
+    deadline = time.monotonic() + 20
+    while not (bucket / "step_2").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    save(checkpointer, 4, model)
+    save(checkpointer, 6, model)
+    assert names_in(tmp_path / "run") >= {"step_2", "step_6"}
+    assert "step_4" not in names_in(tmp_path / "run")
+    FaultyFileSystem.reset()
+    checkpointer.close()
+    assert names_in(bucket) == {"step_6"}
+
+
 def test_service_that_loses_bytes_is_noticed_at_once(source, model, tmp_path, bucket):
     checkpointer, _ = start(source, tmp_path / "run", bucket)
     FaultyFileSystem.lost_bytes = {"model.safetensors": 7}
@@ -324,6 +368,7 @@ def test_unknown_file_system_and_missing_package_are_named(source, tmp_path):
 
     text = check("s4://bucket/run")
     assert "write it like s3://bucket/run" in text
+    assert "cannot be opened (ConnectionRefusedError" in check("ftp://127.0.0.1:1/run")
     if importlib.util.find_spec("s3fs") is None:
         assert "pip install 'torchtune[s3]'" in check("s3://bucket/run")
 
