@@ -400,7 +400,7 @@ class Uploader:
         names = ", ".join(path.name for path in self._pending)
         text = (
             f"{names} could not be uploaded to {self._bucket}, and nothing is lost as long as {newest.parent} exists: "
-            f"{self._failures[newest.name]}"
+            f"{self._failures.get(newest.name, 'the upload ended')}"
         )
         # A run that was stopped ends as it would, so that its scheduler starts it again.
         if read_marker(newest)["resumable"]:

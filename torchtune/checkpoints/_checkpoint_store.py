@@ -319,13 +319,13 @@ class CheckpointStore:
 
     def _open_bucket(self, *, resume: bool) -> None:
         """Check that the bucket can be written to, and that nothing is overwritten; on rank 0."""
-        self._bucket.claim()
         self._checkpoints_in_bucket = self._bucket.complete()
         if self._checkpoints_in_bucket and not resume:
             raise CheckpointError(
                 f"checkpointer.upload: {self._bucket} already holds a run ({self._checkpoints_in_bucket[-1].name}): "
                 "set resume_from_checkpoint=True to go on with it, or choose another folder."
             )
+        self._bucket.claim()  # after the check, so that a start by mistake does not stop a run
 
     def find_resume_point(self, cfg: Any = None) -> ResumePoint | None:
         """Return the newest complete and undamaged checkpoint; None, with a warning, if there is no checkpoint.

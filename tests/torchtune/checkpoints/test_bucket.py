@@ -205,6 +205,18 @@ def test_bucket_with_a_run_is_not_overwritten(source, model, tmp_path, bucket):
     assert "resume_from_checkpoint=True" in text
 
 
+def test_start_by_mistake_does_not_stop_the_uploads_of_a_run(source, model, tmp_path, bucket):
+    checkpointer, _ = start(source, tmp_path / "run", bucket)
+    save(checkpointer, 2, model)
+    deadline = time.monotonic() + 20
+    while not (bucket / "step_2" / ".complete").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    refusal(start, source, tmp_path / "fresh", bucket)
+    save(checkpointer, 4, model, resumable=False)
+    checkpointer.close()
+    assert names_in(bucket) == {"step_2", "step_4"}
+
+
 def test_finished_run_in_the_bucket_is_not_resumed(source, model, tmp_path, bucket):
     checkpointer, _ = start(source, tmp_path / "run", bucket)
     save(checkpointer, 4, model, resumable=False)
