@@ -162,6 +162,7 @@ def test_save_after_a_damaged_one_is_newer_than_that(source, model, tmp_path, bu
     checkpointer, _ = start(source, tmp_path / "fresh", bucket, resume=True)
     save(checkpointer, 3, model)
     checkpointer.close()
+    assert json.loads((bucket / "step_3" / ".complete").read_text())["saves"] == 3
     assert resume(source, tmp_path / "third", bucket).path.name == "step_3"
 
 
@@ -173,6 +174,13 @@ def test_upload_without_marker_does_not_count_and_is_removed_later(source, model
     save(checkpointer, 3, model)
     checkpointer.close()
     assert names_in(bucket) == {"step_2", "step_3"}
+
+
+def test_upload_replaces_what_a_killed_one_of_its_name_has_left(source, model, tmp_path, bucket):
+    (bucket / "step_2").mkdir(parents=True)
+    (bucket / "step_2" / "left").write_text("half")
+    save_run(source, tmp_path / "run", bucket, model, steps=[2])
+    assert not (bucket / "step_2" / "left").exists()
 
 
 def test_checkpoint_that_was_not_uploaded_before_a_kill_is_uploaded_by_the_resume(source, model, tmp_path, bucket):
@@ -260,7 +268,8 @@ def test_bucket_that_is_gone_for_a_while_gets_the_checkpoints_later(source, mode
     FaultyFileSystem.reset()
     save(checkpointer, 4, model)
     checkpointer.close()
-    assert all((bucket / name / ".complete").is_file() for name in ("step_2", "step_4"))
+    markers = [Path(path).parent.name for path in FaultyFileSystem.written if path.endswith(".complete")]
+    assert markers == ["step_4", "step_2"]  # the newest first
 
 
 @pytest.mark.parametrize("resumable", [False, True])
