@@ -94,7 +94,7 @@ def test_s3_wrong_key_is_one_sentence(server, source, tmp_path):
 
     check_keys_after("0")
     try:
-        with pytest.raises(UserError, match=r"s3://checkpoints/y cannot be written .*check the credentials"):
+        with pytest.raises(UserError, match=r"s3://checkpoints/y cannot be listed .*check the credentials"):
             start(source, tmp_path / "run", f"s3://{BUCKET}/y")
     finally:
         check_keys_after("inf")
@@ -107,7 +107,7 @@ def test_s3_server_that_is_gone_is_one_sentence(source, tmp_path, monkeypatch, s
 
     s3fs.S3FileSystem.clear_instance_cache()
     monkeypatch.setattr(s3fs.S3FileSystem, "retries", 1)
-    with pytest.raises(UserError, match=r"checkpointer.upload: s3://checkpoints/x cannot be written .*the network"):
+    with pytest.raises(UserError, match=r"checkpointer.upload: s3://checkpoints/x cannot be listed .*the network"):
         start(source, tmp_path / "run", f"s3://{BUCKET}/x")
     s3fs.S3FileSystem.clear_instance_cache()
 
