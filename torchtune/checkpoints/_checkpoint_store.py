@@ -13,7 +13,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torchtune.checkpoints._adapter import ADAPTER_DIR, ADAPTER_FILE, OWNED_INDEX, load_adapter
+from torchtune.checkpoints._bucket import Bucket, DamagedUploadError, RemoteCheckpoint, Uploader
 from torchtune.checkpoints._directories import (
+    MARKER,
     STATE_DIR,
     STRUCTURE,
     check_name,
@@ -21,6 +23,7 @@ from torchtune.checkpoints._directories import (
     complete_directories,
     damaged_files,
     marked_files,
+    prune,
 )
 from torchtune.checkpoints._export import (
     MAX_SHARD_BYTES,
@@ -32,6 +35,7 @@ from torchtune.checkpoints._load import ModelSource, initialize_missing, load_ba
 from torchtune.checkpoints._model_weights import Contents, ModelWeights, SaveView, contents_of, identity
 from torchtune.checkpoints._open import open_weight_files
 from torchtune.checkpoints._resume import (
+    Candidate,
     ModelsOfRun,
     ResumePoint,
     check_resumed_settings,
@@ -39,6 +43,7 @@ from torchtune.checkpoints._resume import (
     refuse_damaged,
     resume_candidates,
     resume_point,
+    with_bucket,
 )
 from torchtune.checkpoints._save import Job, Saver, TensorFile
 from torchtune.checkpoints._state import RankState, load_state, optimizers_of, rank_state
@@ -47,7 +52,7 @@ from torchtune.models import build
 from torchtune.modules.peft import owned_parameters
 from torchtune.training import share_rng_state
 from torchtune.training.parallel import Ranks, reshard
-from torchtune.utils import FolderLock, UserError, doing, get_logger
+from torchtune.utils import FolderLock, UserError, doing, get_logger, sign_of_life
 
 if TYPE_CHECKING:
     from torchtune.modules.low_precision.quantizers import Quantizer
@@ -85,6 +90,8 @@ class CheckpointStore:
         output_dir: folder of the checkpoints ``epoch_N`` and ``step_N``; required to save and to resume.
         keep_last_n_checkpoints: number of checkpoints to keep. By default all ``epoch_N`` are kept, and the last three
             ``step_N``.
+        upload: folder of an object store, such as ``s3://bucket/run``, to which every checkpoint is uploaded in the
+            background; a run with an empty output folder resumes from it.
 
     Raises:
         CheckpointError: an argument is invalid.
@@ -103,11 +110,14 @@ class CheckpointStore:
         output_dir: str | Path | None = None,
         *,
         keep_last_n_checkpoints: int | None = None,
+        upload: str | None = None,
     ) -> None:
         if keep_last_n_checkpoints is not None and keep_last_n_checkpoints < 1:
             raise CheckpointError(f"keep_last_n_checkpoints is {keep_last_n_checkpoints}: it must be at least 1.")
         self.output_dir = None if output_dir is None else Path(output_dir)
         self.keep_last_n_checkpoints = keep_last_n_checkpoints
+        self.upload = upload
+        self._checkpoints_in_bucket: list[RemoteCheckpoint] = []  # on rank 0, when the output folder was opened
         self.sources: dict[str, ModelSource] = {}
         for name, source in sources.items():
             if isinstance(source, Mapping):
@@ -126,6 +136,17 @@ class CheckpointStore:
     @cached_property
     def _saver(self) -> Saver:
         return Saver(self._ranks, self.lock)
+
+    @cached_property
+    def _bucket(self) -> Bucket | None:
+        """Checkpoints in the object store; None without ``upload``. Only rank 0 uses it."""
+        return None if self.upload is None else Bucket(self.upload)
+
+    @cached_property
+    def _uploader(self) -> Uploader | None:
+        if self._bucket is None or self._ranks.rank > 0:
+            return None
+        return Uploader(self._bucket, self.require_output_dir())
 
     def add_source(self, name: str, source: Any) -> None:
         """Add a model to the run.
@@ -240,9 +261,10 @@ class CheckpointStore:
 
         Raises:
             UserError: there is no output folder, it is inside a source's folder, it holds a run but ``resume`` is
-                False, or it is in use.
+                False, it is in use, or ``upload`` names no file system that is known and installed.
         """
         output_dir = self.require_output_dir()
+        self._ranks.run_on_rank_0(lambda: self._bucket is not None)
         self._ranks.run_on_rank_0(self.lock.check_unused)
         for folder in self._source_folders():
             self._ranks.run_on_rank_0(partial(check_output_dir, output_dir, folder, resume=resume))
@@ -281,12 +303,40 @@ class CheckpointStore:
         check_same_settings(cfg, self._ranks)
         self.check_output_dir(resume=resume)
         self.lock_output_dir()
-        return self.find_resume_point(cfg) if resume else None
+        if self._uses_bucket():
+            self._ranks.run_on_rank_0(partial(self._open_bucket, resume=resume))
+        point = self.find_resume_point(cfg) if resume else None
+        if self._uploader is not None and point is not None:
+            self._uploader.keep = self.keep_last_n_checkpoints
+            self._uploader.add_missing(self._checkpoints_in_bucket)
+        return point
+
+    def _uses_bucket(self) -> bool:
+        """Return whether checkpoints are uploaded. Raises ``CheckpointError`` if ranks have different settings."""
+        uploads = self._ranks.gather(self.upload)
+        for rank, upload in enumerate(uploads):
+            if upload != uploads[0]:
+                raise CheckpointError(
+                    f"checkpointer.upload is {uploads[0]} on rank 0 and {upload} on rank {rank}: give all ranks the "
+                    "same config."
+                )
+        return self.upload is not None
+
+    def _open_bucket(self, *, resume: bool) -> None:
+        """Check that the bucket can be written to, and that nothing is overwritten; on rank 0."""
+        self._checkpoints_in_bucket = self._bucket.complete()
+        if self._checkpoints_in_bucket and not resume:
+            raise CheckpointError(
+                f"checkpointer.upload: {self._bucket} already holds a run ({self._checkpoints_in_bucket[-1].name}): "
+                "set resume_from_checkpoint=True to go on with it, or choose another folder."
+            )
+        self._bucket.claim()  # after the check, so that a start by mistake does not stop a run
 
     def find_resume_point(self, cfg: Any = None) -> ResumePoint | None:
         """Return the newest complete and undamaged checkpoint; None, with a warning, if there is no checkpoint.
 
-        The ranks divide the files that a resume needs, and verify their checksums. If a checkpoint is damaged, an error
+        One that only the bucket has (``upload``) is downloaded, if :meth:`open_output_dir` has opened it. The ranks
+        divide the files that a resume needs, and verify their checksums. If a checkpoint is damaged, an error
         is logged and the previous checkpoint is tried.
 
         Args:
@@ -300,18 +350,30 @@ class CheckpointStore:
         output_dir = self.require_output_dir()
         with ExitStack() as stack:
 
-            def begin() -> list[Path]:
+            def begin() -> list[Candidate]:
                 if output_dir.is_dir():
                     stack.enter_context(self.lock.held())
-                return resume_candidates(output_dir)
+                local = resume_candidates(output_dir, is_only_place=not self._checkpoints_in_bucket)
+                return with_bucket(local, self._checkpoints_in_bucket, output_dir)
 
             # Rank 0 alone lists the folder, so that all ranks try the same checkpoints in the same order.
             candidates = self._ranks.run_on_rank_0(begin)
-            for number, path in enumerate(candidates):
-                faults = self._find_damage(path)
+            for number, candidate in enumerate(candidates):
+                path = candidate.path
+                older = [other.path for other in candidates[number + 1 :]]
+                if not candidate.is_local:
+                    faults = self._ranks.run_on_rank_0(partial(self._download, candidate))
+                    if not faults:
+                        self._check_same_marker(path)
+                        faults = self._find_damage(path)
+                else:
+                    faults = self._find_damage(path)
+                    if faults and candidate.remote is not None:
+                        self._ranks.run_on_rank_0(partial(self._log_replaced, path, faults))
+                        faults = self._ranks.run_on_rank_0(partial(self._download, candidate))
                 if faults:
-                    older = candidates[number + 1 :]
-                    self._ranks.run_on_rank_0(partial(refuse_damaged, path, faults, older))
+                    setting = "output_dir" if candidate.is_local else "checkpointer.upload"
+                    self._ranks.run_on_rank_0(partial(refuse_damaged, path, faults, older, setting))
                     continue
                 point = self._ranks.run_on_rank_0(partial(resume_point, path))
                 with self._ranks.raise_on_all():
@@ -320,6 +382,40 @@ class CheckpointStore:
                     ModelsOfRun.read(path).check_sources(self.sources, path)
                 return point
         return None
+
+    def _download(self, candidate: Candidate) -> list[str]:
+        """Download a checkpoint of the bucket, with the best one so far; return a phrase for its damage; on rank 0."""
+        remote = candidate.remote
+        if not remote.resumable:
+            raise CheckpointError(
+                f"checkpointer.upload: the run in {self._bucket} is finished ({remote.name}), there is nothing to "
+                "resume: start a new run from those weights, in another folder."
+            )
+        try:
+            self._bucket.download(remote, candidate.path.parent)
+        except DamagedUploadError as error:
+            return [str(error)]
+        by_name = {checkpoint.name: checkpoint for checkpoint in self._checkpoints_in_bucket}
+        self._bucket.download_best(by_name, candidate.path.parent)
+        return []
+
+    def _log_replaced(self, path: Path, faults: list[str]) -> None:
+        get_logger().error(f"output_dir: {faults[0]}: {path.name} is downloaded again from {self._bucket}.")
+
+    def _check_same_marker(self, path: Path) -> None:
+        """Raise ``CheckpointError`` unless all ranks see the checkpoint that rank 0 has downloaded."""
+        marker = None
+        with self._ranks.raise_on_all():
+            if (path / MARKER).is_file():
+                marker = (path / MARKER).read_bytes()
+        markers = self._ranks.gather(marker)
+        for rank, other in enumerate(markers):
+            if other != markers[0]:
+                raise CheckpointError(
+                    f"The ranks disagree about the newest checkpoint of {self.upload}: rank 0 has downloaded "
+                    f"{path.name} into {path.parent}, and rank {rank} sees {'another' if other else 'none'} there: "
+                    "give all machines the same output_dir."
+                )
 
     def _find_damage(self, path: Path) -> list[str]:
         """Return a phrase for each missing or changed file that a resume needs; each rank verifies some of them."""
@@ -502,11 +598,20 @@ class CheckpointStore:
             state_file=None if state is None else state.file,
             state_signature=b"" if state is None else state.signature,
             write_small_files=write_small_files,
-            keep=self.keep_last_n_checkpoints,
+            last_save=0 if self._uploader is None else self._bucket.last_save,
+            finish=self._finish_save,
             optional=optional,
         )
         self._saver.save(job, in_background=async_save, optimizers=optimizers)
         return output_dir / name
+
+    def _finish_save(self, path: Path) -> None:
+        """Remove old checkpoints after a save, and begin its upload; on rank 0."""
+        if self._uploader is None:
+            prune(path.parent, self.keep_last_n_checkpoints)
+        else:
+            self._uploader.keep = self.keep_last_n_checkpoints
+            self._uploader.add(path)
 
     def save_quantized(self, name: str, model: nn.Module, quantizer: "Quantizer") -> Path:
         """Quantize the saved checkpoint ``name`` into ``output_dir/quantized``, one tensor at a time on rank 0.
@@ -539,10 +644,11 @@ class CheckpointStore:
         return folder
 
     def close(self) -> None:
-        """Wait until the pending checkpoint is written, and release the output folder.
+        """Wait until the pending checkpoint is written and uploaded, and release the output folder.
 
         Raises:
-            UserError: writing failed; only logged if another error is being raised.
+            UserError: writing failed, or the last checkpoint of a finished run could not be uploaded; only logged if
+                another error is being raised.
         """
         if self.output_dir is None:
             return
@@ -550,12 +656,33 @@ class CheckpointStore:
         is_raising = sys.exc_info()[0] is not None
         try:
             self._saver.wait()
+            if self.upload is not None:
+                self._finish_uploads(together=not is_raising)
         except (UserError, OSError) as error:
             if not is_raising:
                 raise
-            get_logger().warning(f"The last checkpoint was not written: {error}")
+            get_logger().warning(f"The last checkpoint was not written or uploaded: {error}")
         finally:
             self.lock.release()
+
+    def _finish_uploads(self, *, together: bool) -> None:
+        """Wait for the uploads.
+
+        Args:
+            together: all ranks call this method, and those without an uploader wait for rank 0.
+        """
+        steps = iter(()) if self._uploader is None else self._uploader.finish()
+        if not together:
+            for _ in steps:
+                sign_of_life()
+            return
+        with doing("uploading"):
+            is_finished = False
+            while not is_finished:
+                with self._ranks.raise_on_all():
+                    is_finished = self._uploader is not None and next(steps, "finished") == "finished"
+                is_finished = self._ranks.any(is_finished)
+                sign_of_life()
 
     def require_output_dir(self) -> Path:
         """Return the output folder. Raises ``CheckpointError`` if there is none."""

@@ -145,6 +145,11 @@ class FullStateDicts:
         """
         if adapter_only and ADAPTER_KEY not in state_dict:
             raise CheckpointError("save_checkpoint: adapter_only=True needs an adapter in the dict.")
+        if self._store.upload is not None:
+            raise CheckpointError(
+                "checkpointer.upload: save_checkpoint does not upload: save with checkpointer.save, as the recipes of "
+                "this release do, or leave the setting out."
+            )
         output_dir = self._store.require_output_dir()
         with self._store.lock.held(), new_directory(output_dir, name) as folder:
             if not adapter_only:
@@ -439,6 +444,7 @@ def _make_store(
     output_dir: str | None,
     adapter_checkpoint: str | None,
     keep_last_n_checkpoints: int | None,
+    upload: str | None,
     *,
     text_only: bool = False,
 ) -> CheckpointStore:
@@ -450,7 +456,7 @@ def _make_store(
         "model_type": model_type,
         "text_only": text_only,
     }
-    return CheckpointStore({POLICY: source}, output_dir, keep_last_n_checkpoints=keep_last_n_checkpoints)
+    return CheckpointStore({POLICY: source}, output_dir, keep_last_n_checkpoints=keep_last_n_checkpoints, upload=upload)
 
 
 class FullModelHFCheckpointer(_StoreCheckpointer):
@@ -459,7 +465,8 @@ class FullModelHFCheckpointer(_StoreCheckpointer):
     Hugging Face libraries can load its checkpoints. A recipe adds further models with :meth:`add_source`.
 
     Args:
-        checkpoint_dir: folder of the weights, usually as downloaded; see :class:`ModelSource` for the formats.
+        checkpoint_dir: folder of the weights, usually as downloaded, or a URL such as ``s3://bucket/model``; see
+            :class:`ModelSource` for the formats.
         checkpoint_files: names of the weight files, or ``{filename_format, max_filename}``; found by default.
         model_type: name of a :class:`ModelType`; it must match the model.
         output_dir: folder of the checkpoints ``epoch_N`` and ``step_N``.
@@ -472,6 +479,8 @@ class FullModelHFCheckpointer(_StoreCheckpointer):
         should_load_recipe_state: whether :meth:`load_checkpoint` reads the newest checkpoint in ``output_dir``.
         keep_last_n_checkpoints: number of checkpoints to keep. By default all ``epoch_N`` are kept, and the last three
             ``step_N``.
+        upload: folder of an object store, such as ``s3://bucket/run``, to which every checkpoint is uploaded in the
+            background; a run with an empty ``output_dir`` resumes from it.
         enable_dcp: accepted for older configs; every rank always reads and writes its own shard.
         text_only: export the text decoder of a multimodal checkpoint as a separate model. By default the other towers
             are exported with it, unchanged.
@@ -503,6 +512,7 @@ class FullModelHFCheckpointer(_StoreCheckpointer):
         should_load_recipe_state: bool = False,
         *,
         keep_last_n_checkpoints: int | None = None,
+        upload: str | None = None,
         enable_dcp: bool = False,
         text_only: bool = False,
     ) -> None:
@@ -513,6 +523,7 @@ class FullModelHFCheckpointer(_StoreCheckpointer):
             output_dir,
             adapter_checkpoint,
             keep_last_n_checkpoints,
+            upload,
             text_only=text_only,
         )
         super().__init__(store, "hf", should_load_recipe_state=should_load_recipe_state)
@@ -542,9 +553,16 @@ class FullModelMetaCheckpointer(_StoreCheckpointer):
         should_load_recipe_state: bool = False,
         *,
         keep_last_n_checkpoints: int | None = None,
+        upload: str | None = None,
     ) -> None:
         store = _make_store(
-            checkpoint_dir, checkpoint_files, model_type, output_dir, adapter_checkpoint, keep_last_n_checkpoints
+            checkpoint_dir,
+            checkpoint_files,
+            model_type,
+            output_dir,
+            adapter_checkpoint,
+            keep_last_n_checkpoints,
+            upload,
         )
         super().__init__(store, "meta", should_load_recipe_state=should_load_recipe_state)
 
@@ -573,9 +591,16 @@ class FullModelTorchTuneCheckpointer(_StoreCheckpointer):
         should_load_recipe_state: bool = False,
         *,
         keep_last_n_checkpoints: int | None = None,
+        upload: str | None = None,
     ) -> None:
         store = _make_store(
-            checkpoint_dir, checkpoint_files, model_type, output_dir, adapter_checkpoint, keep_last_n_checkpoints
+            checkpoint_dir,
+            checkpoint_files,
+            model_type,
+            output_dir,
+            adapter_checkpoint,
+            keep_last_n_checkpoints,
+            upload,
         )
         super().__init__(store, "tune", should_load_recipe_state=should_load_recipe_state)
 

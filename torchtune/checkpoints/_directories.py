@@ -6,7 +6,7 @@ import re
 import shutil
 import uuid
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -62,29 +62,42 @@ def read_marker(path: Path) -> dict[str, Any]:
         CheckpointError: the marker is missing or damaged.
     """
     try:
-        marker = json.loads((path / MARKER).read_text(encoding="utf-8"))
-        return {
-            "saves": int(marker["saves"]),
-            "resumable": bool(marker["resumable"]),
-            "files": {_relative_path(name): int(size) for name, size in marker["files"].items()},
-            "crc32": {_relative_path(name): int(text, 16) for name, text in marker["crc32"].items()},
-        }
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        return parse_marker((path / MARKER).read_bytes())
+    except (OSError, ValueError) as error:
         raise CheckpointError(
             f"{path / MARKER} was not written by this library or is damaged: delete {path.name} or that file."
         ) from error
 
 
-def _relative_path(name: str) -> str:
-    """Return a path of the marker. Raises ``ValueError`` if it leaves the folder."""
+def parse_marker(content: bytes) -> dict[str, Any]:
+    """Parse the content of a completion marker, see :func:`read_marker`. Raises ``ValueError`` if it is damaged."""
+    try:
+        marker = json.loads(content.decode("utf-8"))
+        return {
+            "saves": int(marker["saves"]),
+            "resumable": bool(marker["resumable"]),
+            "files": {check_relative(name): int(size) for name, size in marker["files"].items()},
+            "crc32": {check_relative(name): int(text, 16) for name, text in marker["crc32"].items()},
+        }
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        raise ValueError("the marker is damaged") from error
+
+
+def check_relative(name: str) -> str:
+    """Return the path of a file of a checkpoint. Raises ``ValueError`` if it leaves the folder."""
     if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
         raise ValueError(f"{name} leaves the folder")
     return name
 
 
+def is_checkpoint_name(name: str) -> bool:
+    """Return whether ``name`` is ``epoch_N`` or ``step_N``."""
+    return _NAME.match(name) is not None
+
+
 def check_name(name: Any) -> None:
     """Raise :class:`CheckpointError` if ``name`` is not ``epoch_N`` or ``step_N``, which a resume finds."""
-    if not isinstance(name, str) or not _NAME.match(name):
+    if not isinstance(name, str) or not is_checkpoint_name(name):
         raise CheckpointError(
             f"name: {name!r:.60} is not the name of a checkpoint: use epoch_N or step_N; torchtune.save writes into a "
             "folder of any name."
@@ -92,7 +105,9 @@ def check_name(name: Any) -> None:
 
 
 @contextmanager
-def new_directory(output_dir: Path, name: str, checksums: Checksums | None = None) -> Iterator[Path]:
+def new_directory(
+    output_dir: Path, name: str, checksums: Checksums | None = None, *, last_save: int = 0
+) -> Iterator[Path]:
     """Create a folder that becomes ``output_dir/name``, with a completion marker, if the block succeeds.
 
     Args:
@@ -100,6 +115,7 @@ def new_directory(output_dir: Path, name: str, checksums: Checksums | None = Non
         name: ``epoch_N`` or ``step_N``.
         checksums: size and checksum of each file, if known from writing it; the block may add entries. Checksums of all
             other files are computed.
+        last_save: number of the last save of the run that is known from elsewhere, such as a bucket.
 
     Raises:
         CheckpointError: the name is another one, or the size of a file differs from the number of bytes written.
@@ -107,7 +123,7 @@ def new_directory(output_dir: Path, name: str, checksums: Checksums | None = Non
     check_name(name)
     # Counted, because the times of files are not comparable across machines, and names are not in order of time.
     earlier = complete_directories(output_dir)
-    saves = 1 + (read_marker(earlier[-1])["saves"] if earlier else 0)
+    saves = 1 + max(last_save, read_marker(earlier[-1])["saves"] if earlier else 0)
     with atomic_directory(output_dir / name) as folder:
         yield folder
         sizes = {}
@@ -228,34 +244,49 @@ def verify_checkpoint(folder: Path, progress: Callable[[int], object] = lambda c
     return len(names), sum((folder / name).stat().st_size for name in names)
 
 
-def newest_record(output_dir: Path, records: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """Return the newest record of ``best.json`` with a complete checkpoint."""
-    complete = {path.name for path in complete_directories(output_dir)}
+def newest_of(records: list[dict[str, Any]], names: Collection[str]) -> dict[str, Any] | None:
+    """Return the newest record of ``best.json`` whose checkpoint is in ``names``."""
     for record in reversed(records):
-        if record["checkpoint"] in complete:
+        if record["checkpoint"] in names:
             return record
     return None
 
 
-def best_record(output_dir: Path) -> dict[str, Any] | None:
-    """Return the record of the best complete checkpoint in ``best.json``: ``checkpoint``, ``step`` and ``value``.
+def newest_record(output_dir: Path, records: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """Return the newest record of ``best.json`` with a complete checkpoint."""
+    return newest_of(records, {path.name for path in complete_directories(output_dir)})
 
-    It also has ``metric``, the setting ``keep_best``. None without ``best.json`` or without a complete checkpoint.
+
+def read_best_records(output_dir: Path) -> list[dict[str, Any]]:
+    """Return the records of ``best.json``, the newest last: ``checkpoint``, ``step``, ``value`` and ``metric``.
+
+    ``metric`` is the setting ``keep_best``. Empty without the file.
 
     Raises:
         CheckpointError: the file is damaged.
     """
     try:
         best = json.loads((output_dir / BEST).read_text(encoding="utf-8"))
-        record = newest_record(output_dir, best["best"])
-        return None if record is None else {"metric": best.get("keep_best"), **record}
+        records = []
+        for record in best["best"]:
+            records.append({"metric": best.get("keep_best"), "checkpoint": record["checkpoint"], **record})
+        return records
     except FileNotFoundError:
-        return None
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        return []
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(
             f"{output_dir / BEST} is damaged, so that no old checkpoint is removed: delete it if none of the best is "
             "to be kept."
         ) from error
+
+
+def best_record(output_dir: Path) -> dict[str, Any] | None:
+    """Return the record of the best complete checkpoint, see :func:`read_best_records`; None if there is none.
+
+    Raises:
+        CheckpointError: ``best.json`` is damaged.
+    """
+    return newest_record(output_dir, read_best_records(output_dir))
 
 
 def best_checkpoint(output_dir: Path) -> str | None:
@@ -264,21 +295,31 @@ def best_checkpoint(output_dir: Path) -> str | None:
     return None if record is None else record["checkpoint"]
 
 
-def prune(output_dir: Path, keep: int | None) -> None:
+def outdated_names(names: list[str], keep: int | None) -> list[str]:
+    """Return the checkpoints beyond ``keep``; the best of ``best.json`` may be among them, the newest never is.
+
+    Args:
+        names: names of the complete checkpoints, oldest first.
+        keep: number of checkpoints to keep. None keeps all ``epoch_N`` and the last three ``step_N``.
+    """
+    if keep is not None:
+        return names[: -max(keep, 1)]
+    by_steps = [name for name in names if name.startswith("step_")]
+    return [name for name in by_steps[:-KEPT_STEPS] if name != names[-1]]
+
+
+def prune(output_dir: Path, keep: int | None, *, underway: Path | None = None) -> None:
     """Delete the oldest complete checkpoints beyond ``keep``, but never the newest or the best of ``best.json``.
 
     Failures to delete are logged.
 
     Args:
         output_dir: folder of the run.
-        keep: number of checkpoints to keep. None keeps all ``epoch_N`` and the last three ``step_N``.
+        keep: see :func:`outdated_names`.
+        underway: a checkpoint that is being uploaded, which stays until the next call.
     """
-    complete = complete_directories(output_dir)
-    if keep is None:
-        by_steps = [path for path in complete if path.name.startswith("step_")]
-        outdated = [path for path in by_steps[:-KEPT_STEPS] if path != complete[-1]]
-    else:
-        outdated = complete[: -max(keep, 1)]
+    names = [path.name for path in complete_directories(output_dir)]
+    outdated = [output_dir / name for name in outdated_names(names, keep)]
     if not outdated:
         return
     try:
@@ -287,7 +328,7 @@ def prune(output_dir: Path, keep: int | None) -> None:
         get_logger().warning(str(error))
         return
     for path in outdated:
-        if path.name == best:
+        if path.name == best or path == underway:
             continue
         if keep is None:
             log_once(

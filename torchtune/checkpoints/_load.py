@@ -52,7 +52,7 @@ from torchtune.modules.peft import LoRALinear
 from torchtune.modules.transformer import text_decoder
 from torchtune.tokenizers import is_tokenizer_file
 from torchtune.training.parallel import full_tensor, my_shard
-from torchtune.utils import get_logger, log_once, log_rank_zero, refuse_foreign, sign_of_life, write_json
+from torchtune.utils import get_logger, local_path, log_once, log_rank_zero, refuse_foreign, sign_of_life, write_json
 
 GENERATION_CONFIG = "generation_config.json"
 # Files that are not copied from the source folder: weights, and files that an export writes itself.
@@ -102,7 +102,8 @@ class ModelSource:
     names of the tensors. Weights are streamed: host memory holds at most one shard file.
 
     Args:
-        checkpoint_dir: folder of the weights, usually as downloaded.
+        checkpoint_dir: folder of the weights, usually as downloaded, or a URL such as ``s3://bucket/model``, which is
+            fetched once into a cache.
         checkpoint_files: names of the weight files, or ``{filename_format, max_filename}``; found by default.
         adapter_checkpoint: initial adapter: a folder in PEFT's layout, a file in such a folder, or the
             ``adapter_model.pt`` of an older checkpoint; an absolute path, or relative to the working directory or
@@ -136,7 +137,7 @@ class ModelSource:
     ) -> None:
         if model_type is not None and model_type not in ModelType.__members__:
             raise CheckpointError(f"model_type: '{model_type}' is not one of {', '.join(ModelType.__members__)}.")
-        self.checkpoint_dir = Path(checkpoint_dir)
+        self.checkpoint_dir = local_path(checkpoint_dir, "checkpointer.checkpoint_dir")
         refuse_foreign(self.checkpoint_dir, "checkpointer.checkpoint_dir")
         self.checkpoint_files = checkpoint_files
         self.adapter_checkpoint = adapter_checkpoint

@@ -5,7 +5,7 @@ import logging
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
 from itertools import zip_longest
@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 
 from torchtune import config
+from torchtune.checkpoints._bucket import RemoteCheckpoint
 from torchtune.checkpoints._directories import (
     MARKER,
     MODELS,
@@ -347,10 +348,58 @@ class ResumePoint:
         return load_progress(self.path)
 
 
-def resume_candidates(output_dir: Path) -> list[Path]:
+@dataclass(frozen=True)
+class Candidate:
+    """A complete checkpoint that a run may resume from.
+
+    Attributes:
+        path: its folder, to be downloaded unless ``is_local``.
+        saves: number of the save in its run.
+        is_local: whether the folder exists.
+        remote: the same checkpoint in the bucket, if it is there.
+    """
+
+    path: Path
+    saves: int
+    is_local: bool
+    remote: RemoteCheckpoint | None
+
+
+def with_bucket(local: list[Path], remote: list[RemoteCheckpoint], output_dir: Path) -> list[Candidate]:
+    """Return the checkpoints here and in the bucket, newest first; of equal saves those that are here.
+
+    Two different checkpoints of one name are of two runs that went on from the same point: the newer one counts.
+
+    Args:
+        local: complete checkpoints in ``output_dir``.
+        remote: complete checkpoints in the bucket.
+        output_dir: folder of the run.
+    """
+    candidates = {}
+    for path in local:
+        candidates[path.name] = Candidate(path, read_marker(path)["saves"], is_local=True, remote=None)
+    for checkpoint in remote:
+        path = output_dir / checkpoint.name
+        here = candidates.get(checkpoint.name)
+        if here is None or here.saves < checkpoint.saves:
+            candidates[path.name] = Candidate(path, checkpoint.saves, is_local=False, remote=checkpoint)
+        elif (path / MARKER).read_bytes() == checkpoint.marker:
+            candidates[path.name] = replace(here, remote=checkpoint)
+    return sorted(
+        candidates.values(),
+        key=lambda candidate: (candidate.saves, candidate.is_local, candidate.path.name),
+        reverse=True,
+    )
+
+
+def resume_candidates(output_dir: Path, *, is_only_place: bool = True) -> list[Path]:
     """Return the complete checkpoints, newest first; empty if the run starts from the beginning.
 
     Leftovers of an interrupted save are deleted.
+
+    Args:
+        output_dir: folder of the run.
+        is_only_place: there are no checkpoints in a bucket, so that this folder must not be without one.
 
     Raises:
         CheckpointError: there are only incomplete or damaged checkpoints.
@@ -365,10 +414,10 @@ def resume_candidates(output_dir: Path) -> list[Path]:
     for path in incomplete:
         if not (path / MARKER).exists():
             continue
-        if not complete:
+        if not complete and is_only_place:
             read_marker(path)  # raises
         get_logger().error(f"output_dir: {path / MARKER} is damaged: {path.name} does not count as a checkpoint.")
-    if complete:
+    if complete or not is_only_place:
         return complete[::-1]
     if incomplete:
         names = [path.name for path in incomplete]
@@ -391,19 +440,20 @@ def resume_point(path: Path) -> ResumePoint:
     return ResumePoint(path)
 
 
-def refuse_damaged(path: Path, faults: list[str], older: list[Path]) -> None:
+def refuse_damaged(path: Path, faults: list[str], older: list[Path], setting: str = "output_dir") -> None:
     """Log the damage of a checkpoint, and the older checkpoint to try instead.
 
     Args:
         path: the damaged checkpoint.
         faults: phrases for its missing or changed files.
         older: older checkpoints, newest first.
+        setting: the setting with the place of the checkpoint.
 
     Raises:
         CheckpointError: there is no older checkpoint.
     """
     omitted = f", and {len(faults) - 1} more files are damaged" if len(faults) > 1 else ""
-    damage = f"output_dir: {faults[0]}{omitted}, although {path.name} was saved whole"
+    damage = f"{setting}: {faults[0]}{omitted}, although {path.name} was saved whole"
     if not older:
         raise CheckpointError(
             f"{damage}, and there is no checkpoint before it to go on from: bring the file back, or delete the folder "

@@ -24,7 +24,7 @@ import torch
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from torchtune.checkpoints._directories import Checksums, new_directory, prune
+from torchtune.checkpoints._directories import Checksums, new_directory
 from torchtune.checkpoints._weight_files import CheckpointError
 from torchtune.training.parallel import Ranks
 from torchtune.utils import Activity, FolderLock, UserError, explain_os_error, get_logger, watched_activity
@@ -265,7 +265,8 @@ class Job:
         state_file: file of this rank's training state; None without training state.
         state_signature: bytes that must be equal on all ranks, besides the headers of the files.
         write_small_files: writes all other files into the folder, on rank 0.
-        keep: number of checkpoints to keep; None for the default.
+        last_save: number of the last save of the run that is known from elsewhere, such as a bucket.
+        finish: called with the complete folder on rank 0; removes old checkpoints, and begins an upload.
         optional: on failure, log a warning and continue.
     """
 
@@ -275,7 +276,8 @@ class Job:
     state_file: TensorFile | None
     state_signature: bytes
     write_small_files: Callable[[Path], None]
-    keep: int | None
+    last_save: int
+    finish: Callable[[Path], None]
     optional: bool
 
 
@@ -440,7 +442,7 @@ class Saver:
 
             def begin() -> Path:
                 stack.enter_context(self._lock.held())
-                return stack.enter_context(new_directory(job.output_dir, job.name, checksums))
+                return stack.enter_context(new_directory(job.output_dir, job.name, checksums, last_save=job.last_save))
 
             folder = ranks.run_on_rank_0(begin)
             with ranks.raise_on_all():
@@ -460,7 +462,7 @@ class Saver:
                 checksums.update(written_by_rank)
             ranks.run_on_rank_0(stack.close)  # writes the marker and renames the folder
         if ranks.rank == 0:
-            prune(job.output_dir, job.keep)
+            job.finish(path)
 
     def _write_files(self, job: Job, rounds: Iterable[_Round], folder: Path) -> Checksums:
         """Write and flush the files of this rank; return size and checksum of each."""

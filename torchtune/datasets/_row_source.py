@@ -25,11 +25,13 @@ from torchtune.datasets._file_formats import LOADERS, FileFormat, format_of_file
 from torchtune.datasets._file_rows import FileRows, matching
 from torchtune.datasets._fingerprint import Fingerprint
 from torchtune.datasets._preview import check_preview, limited
-from torchtune.utils import first_line, get_logger, log_once
+from torchtune.utils import RemoteFolder, first_line, get_logger, log_once
 
 # Name of a Hub dataset, folder, file or loader; or rows in memory.
 Source = str | Path | Iterable[Mapping[str, Any]]
 # Loaders whose files this library reads itself, by the class of their settings in the datasets package.
+# Protocols that the datasets package reads without fsspec's file systems.
+_OWN_PROTOCOLS = ("http://", "https://", "hf://")
 _OWN = {"CsvConfig": "csv", "JsonConfig": "json", "TextConfig": "text"}
 # Files in a folder that `save_to_disk` of a dataset, or of a dataset with splits, wrote.
 _SAVED = ("state.json", "dataset_dict.json")
@@ -107,8 +109,8 @@ def resolve_source(source: str, kwargs: Mapping[str, Any]) -> tuple[str, dict[st
             names = [source]
             kwargs["data_files"] = source
             source = LOADERS[suffix_of(source)]
-        # A local file, or a name that can only be a path; other names are files inside the Hub dataset.
-        elif any(Path(name).is_file() or name.startswith(("/", "./", "../")) for name in names):
+        # A local file, a URL, or a name that can only be a path; other names are files inside the Hub dataset.
+        elif any(_is_remote(name) or Path(name).is_file() or name.startswith(("/", "./", "../")) for name in names):
             _check_files(names)
             loaders_of_names = {LOADERS.get(suffix_of(name)) for name in names}
             if len(loaders_of_names) != 1 or None in loaders_of_names:
@@ -214,6 +216,8 @@ def _downloaded(names: Sequence[str]) -> list[str]:
     paths = []
     try:
         for name in names:
+            if _is_remote(name) and not name.startswith(_OWN_PROTOCOLS):
+                RemoteFolder(name, "data_files")  # names the package that a protocol needs
             paths.append(str(datasets.DownloadManager().download(name)) if _is_remote(name) else name)
     except (OSError, ValueError) as error:  # also errors of connections, and unknown protocols
         raise DataError(f"{', '.join(names)} cannot be fetched: {first_line(error)}.") from error

@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from torchtune.supervision import (
     explain_no_validation,
 )
 from torchtune.training import find_task
-from torchtune.utils import read_json
+from torchtune.utils import local_path, read_json
 
 # Maximum rows per source that are tokenized for an estimate; takes about a second.
 SAMPLE = 2000
@@ -237,7 +236,7 @@ def _check_labels(cfg: SettingsView, tokenizer: Any, sample: int, longest: int |
 
 
 def _starts_from_classifier(cfg: SettingsView) -> bool:
-    config_file = Path(str(cfg.checkpointer.get("checkpoint_dir"))) / "config.json"
+    config_file = local_path(str(cfg.checkpointer.get("checkpoint_dir")), "checkpointer.checkpoint_dir") / "config.json"
     if not config_file.is_file():
         return True  # nothing is known of the checkpoint
     names = read_json(config_file).get("architectures") or []

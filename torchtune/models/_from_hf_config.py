@@ -11,7 +11,7 @@ from torchtune.models._description import ModelError
 from torchtune.models._hf_fields import architecture_of, shown
 from torchtune.models._spec import spec_for_architecture
 from torchtune.modules.transformer import TransformerDecoder
-from torchtune.utils import read_json
+from torchtune.utils import local_path, read_json
 
 # model_type of text_config -> architecture of the text-only model.
 _TEXT_ARCHITECTURES = {
@@ -173,7 +173,7 @@ def from_hf_config(
     checkpointer copies the other parts unchanged.
 
     Args:
-        checkpoint_dir: folder with ``config.json``, or the file itself.
+        checkpoint_dir: folder with ``config.json``, or the file itself, or the URL of a folder (``s3://bucket/model``).
         ignore_fields: fields of the file to skip.
         images: also build the vision tower of a composite model.
 
@@ -187,7 +187,7 @@ def from_hf_config(
         >>> model.spec.name
         'llama...'
     """
-    path = Path(checkpoint_dir)
+    path = local_path(checkpoint_dir, "model.checkpoint_dir")
     path = path / "config.json" if path.is_dir() else path
     if not path.exists():
         raise ModelError(f"There is no config.json in {checkpoint_dir}: give the folder of the checkpoint.")
@@ -217,7 +217,7 @@ def stored_dtype(checkpoint_dir: str | Path | None) -> torch.dtype | None:
     """
     if checkpoint_dir is None:
         return None
-    path = Path(checkpoint_dir) / "config.json"
+    path = local_path(checkpoint_dir, "checkpointer.checkpoint_dir") / "config.json"
     if not path.is_file():
         return None
     config = text_config(read_json(path, ModelError))

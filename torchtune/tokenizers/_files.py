@@ -6,6 +6,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from torchtune.data import DataError
+from torchtune.utils import local_path
 
 # File of a checkpoint whose tokenizer could not write its files; it says why.
 MISSING_TOKENIZER = "TOKENIZER_MISSING.md"
@@ -28,7 +29,7 @@ _META_FOLDER = "original"
 
 def existing_file(path: str | Path, what: str) -> Path:
     """Return ``path``; raise :class:`DataError` if it is missing, a folder or empty."""
-    path = Path(path).expanduser()
+    path = local_path(path, what).expanduser()
     if path.is_dir():
         raise DataError(f"{what} {path} is a folder: name the file in it.")
     if not path.is_file():
@@ -97,7 +98,7 @@ class PublishedFiles:
     """
 
     def __init__(self, path: str | Path) -> None:
-        self.path = Path(path).expanduser().absolute()
+        self.path = local_path(path, "tokenizer.path").expanduser().absolute()
         self._modified = self._modification_time()
 
     def fingerprint_parts(self) -> list[Any]:

@@ -44,7 +44,7 @@ from torchtune.tokenizers._trained_spans import (
     learn_stops,
     subtract_span,
 )
-from torchtune.utils import get_logger, log_once, write_json
+from torchtune.utils import get_logger, local_path, log_once, write_json
 
 # Tokenizer files of other formats.
 _FILES_OF_OTHER_FORMATS = ("tokenizer.model", "tekken.json", "vocab.json", "original/tokenizer.model")
@@ -126,7 +126,7 @@ class HuggingFaceModelTokenizer(MessageTransform, ModelTokenizer):
         self.eos_id = self.base_tokenizer.eos_id
         self.pad_id = self.base_tokenizer.pad_id
         self.vocab_size = self.base_tokenizer.vocab_size
-        folder = Path(tokenizer_json_path).expanduser().parent
+        folder = local_path(tokenizer_json_path, "tokenizer.tokenizer_json_path").expanduser().parent
         self._replaces_template = chat_template is not None
         variables = {**self.base_tokenizer.named_tokens, **(chat_template_kwargs or {})}
         sources = _template_sources(folder, self.base_tokenizer.config, chat_template)
@@ -580,7 +580,7 @@ def hf_tokenizer(
     """Load the tokenizer and chat template of a Hugging Face checkpoint.
 
     Args:
-        path: the checkpoint's folder, or its ``tokenizer.json``.
+        path: the checkpoint's folder, or its ``tokenizer.json``, or a URL of one of them (``s3://bucket/model``).
         max_seq_len: maximum row length in tokens; ``None`` disables truncation.
         chat_template: file or text of a template that replaces the checkpoint's.
         truncation_type: ``"right"`` cuts the end of a long row, ``"left"`` the beginning.
@@ -603,7 +603,7 @@ def hf_tokenizer(
         >>> tokenizer.decode(tokenizer.encode("the cat", add_bos=False, add_eos=False))
         'the cat'
     """
-    folder = Path(path).expanduser()
+    folder = local_path(path, "tokenizer.path").expanduser()
     if folder.is_dir() and not (folder / "tokenizer.json").is_file():
         family_files = sorted(name for name in _FILES_OF_OTHER_FORMATS if (folder / name).is_file())
         if (folder / MISSING_TOKENIZER).is_file():

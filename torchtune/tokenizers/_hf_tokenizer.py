@@ -10,7 +10,7 @@ from torchtune.data import DataError
 from torchtune.tokenizers._control_tokens import ControlTokenEncoder, ControlTokens
 from torchtune.tokenizers._files import PublishedFiles, read_json
 from torchtune.tokenizers._protocols import BaseTokenizer, check_text
-from torchtune.utils import write_json
+from torchtune.utils import local_path, write_json
 
 # Keys of special tokens in tokenizer_config.json.
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -85,7 +85,8 @@ class HuggingFaceBaseTokenizer(BaseTokenizer):
         parse_special_tokens: bool = False,
         add_tokens: Sequence[str] | Mapping[str, str | None] = (),
     ) -> None:
-        folder = Path(tokenizer_json_path).expanduser().parent
+        tokenizer_json_path = local_path(tokenizer_json_path, "tokenizer.tokenizer_json_path").expanduser()
+        folder = tokenizer_json_path.parent
         self.tokenizer = _load(tokenizer_json_path)
         self.published = PublishedFiles(tokenizer_json_path)
         self.config = self._read(folder, tokenizer_config_json_path, "tokenizer_config.json")

@@ -56,6 +56,7 @@ from ._packages import torch_version_ge as torch_version_ge
 from ._path_owner import ForeignPathError as ForeignPathError
 from ._path_owner import cache_root
 from ._path_owner import refuse_foreign as refuse_foreign
+from ._remote_folder import RemoteError, RemoteFolder, is_url, local_path
 from ._simulation import allocates_on_host as allocates_on_host
 from ._simulation import computes_on_cpu as computes_on_cpu
 from ._simulation import is_on_host as is_on_host

@@ -79,6 +79,8 @@ def test_files_of_a_hub_dataset_stay_its_files():
         {"data_files": "part/one.jsonl"},
     )
     assert resolve_source("json", {"data_files": "https://host/x.jsonl"})[0] == "json"
+    # A URL is no file inside the Hub dataset.
+    assert resolve_source("someone/data", {"data_files": "s3://bucket/x.jsonl"})[0] == "json"
 
 
 def refused(tmp_path, **settings):
