@@ -135,6 +135,10 @@ class Operators(TorchDispatchMode):
             # An operator of the library is not a launch, but the operators in it are.
             with self:
                 return OPDEFS[operator._schema.name]._init_fn(*args, **(kwargs or {}))
+        if operator._can_decompose():
+            # Autograd takes operators apart that are made of others. In an operator of the library it does not run.
+            with self:
+                return operator.decompose(*args, **(kwargs or {}))
         result = operator(*args, **(kwargs or {}))
         name = operator._schema.name.removeprefix("aten::")
         if name in _ALLOCATIONS or name in _NO_LAUNCHES or _is_view(operator):
