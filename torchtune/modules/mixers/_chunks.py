@@ -11,10 +11,10 @@ from torch.nn import functional as F
 CHUNK = 64  # positions; the state before each chunk is saved for the backward pass
 
 # The most elements of a tensor of a group of chunks, which are computed at once. Forward passes keep up to 8 tensors of
-# this size in float32, and backward passes up to 15: on a GPU 480 MiB, whose launches take longer than the host needs
+# this size in float32, and backward passes up to 15: on a GPU 960 MiB, whose launches take longer than the host needs
 # for the next ones. On a CPU, tensors stay in the cache of a core, and large models have groups of one chunk.
 _GROUP_ELEMENTS = {"cpu": 2**17}
-_GROUP_ELEMENTS_OF_GPUS = 2**23
+_GROUP_ELEMENTS_OF_GPUS = 2**24
 
 # The logarithm of no decay at all, exp(-1000) = 0: a document does not see the state that others left. Minus infinity
 # would make differences of cumulative sums undefined, and a larger number would cost them digits.
