@@ -38,6 +38,7 @@ from unittest import mock
 import torch
 from gpu_cases import RANK, Case, draw_step
 from torch import Tensor, nn
+from torch._C import DispatchKey
 from torch._library.custom_ops import OPDEFS
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -135,6 +136,11 @@ class Operators(TorchDispatchMode):
             # An operator of the library is not a launch, but the operators in it are.
             with self:
                 return OPDEFS[operator._schema.name]._init_fn(*args, **(kwargs or {}))
+        is_composite = operator.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd)
+        if is_composite and not operator.has_kernel_for_dispatch_key(DispatchKey.CUDA):
+            # Autograd takes such operators apart. In an operator of the library it does not run.
+            with self:
+                return operator.decompose(*args, **(kwargs or {}))
         result = operator(*args, **(kwargs or {}))
         name = operator._schema.name.removeprefix("aten::")
         if name in _ALLOCATIONS or name in _NO_LAUNCHES or _is_view(operator):

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from torchtune.modules.mixers import Mamba2
+from torchtune.modules.mixers import GatedDeltaNet, Mamba2
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -56,15 +56,28 @@ def test_launches_and_waits_of_a_micro_batch_are_counted(counting, method):
 
 @needs_cuda
 @pytest.mark.cuda_host
-def test_launches_inside_of_an_operator_of_the_library_are_counted(counting):
-    mixer = Mamba2(embed_dim=32, num_heads=2, head_dim=16, num_groups=1, state_dim=8, conv_taps=2, norm_eps=1e-6)
+@pytest.mark.parametrize(("kind", "forward", "backward"), [("mamba", 1, 1), ("delta", 3, 3)])
+def test_each_chunk_of_a_recurrence_adds_only_the_launches_of_its_state(counting, kind, forward, backward):
+    sizes = {"embed_dim": 32, "conv_taps": 2, "norm_eps": 1e-6}
+    if kind == "mamba":
+        mixer = Mamba2(num_heads=2, head_dim=16, num_groups=1, state_dim=8, **sizes).to("cuda")
+    else:
+        mixer = GatedDeltaNet(num_key_heads=1, num_value_heads=2, key_dim=16, value_dim=16, **sizes).to("cuda")
     counts = []
-    for chunks in (1, 2):
+    for chunks in (2, 10):
+        x = torch.zeros(1, 64 * chunks, 32, device="cuda", requires_grad=True)
         operators = counting.Operators()
-        with operators, torch.no_grad():
-            mixer.to("cuda")(torch.zeros(1, 64 * chunks, 32, device="cuda"))
-        counts.append(operators.counts["other"])
-    assert counts[1] > counts[0] + 10  # the recurrence runs chunk after chunk
+        with operators:
+            operators.part = "forward"
+            out = mixer(x)
+            operators.part = "backward"
+            out.sum().backward()
+        mixer.zero_grad(set_to_none=True)
+        counts.append(operators.counts)
+    assert counts[1]["forward"] - counts[0]["forward"] == 8 * forward
+    assert counts[1]["backward"] - counts[0]["backward"] == 8 * backward
+    # Operators inside of the library's own ones are counted, and so is what makes up a composite operator.
+    assert counts[0]["forward"] > 30
 
 
 @needs_cuda

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from torchtune.models import Description, build
 from torchtune.models._mixers import DeltaNetMixer
-from torchtune.modules.mixers import GatedDeltaNet, Mamba2, RecurrentMixer, ShortConv
+from torchtune.modules.mixers import GatedDeltaNet, Mamba2, RecurrentMixer, ShortConv, _chunks
 from torchtune.modules.mixers._gated_delta_net import gated_delta_rule
 from torchtune.modules.mixers._mamba2 import state_space
 from torchtune.modules.mixers._short_conv import causal_conv
@@ -56,7 +56,9 @@ RULES = pytest.mark.parametrize("rule", [gated_delta_rule, state_space])
 
 
 @RULES
-def test_a_rule_and_its_gradients(rule):
+@pytest.mark.parametrize("chunks_per_group", [1, 2, 3])  # the last chunk alone, alone, and filled up
+def test_a_rule_and_its_gradients(rule, chunks_per_group, monkeypatch):
+    monkeypatch.setattr(_chunks, "_chunks_per_group", lambda *_: chunks_per_group)
     inputs, resets, weight = _inputs(2, 150), _resets(150), torch.randn(2, 150, 4, 5)
     leaves = [t.clone().requires_grad_() for t in inputs]
     out, _ = rule(*leaves, resets)
@@ -67,6 +69,30 @@ def test_a_rule_and_its_gradients(rule):
     wanted = torch.autograd.grad((expected * weight).sum(), exact)
     for gradient, expected_gradient in zip(gradients, wanted, strict=True):
         assert (gradient - expected_gradient).abs().max() < 1e-5 * expected_gradient.abs().max()
+
+
+@RULES
+@pytest.mark.parametrize("positions", [384, 340])
+def test_chunks_computed_at_once_equal_chunk_after_chunk(rule, positions, monkeypatch):
+    inputs = [t.requires_grad_() for t in _inputs(2, positions)]
+    resets, weight = _resets(positions), torch.randn(2, positions, 4, 5)
+    results = []
+    for chunks_per_group in (1, 100):
+        monkeypatch.setattr(_chunks, "_chunks_per_group", lambda *_, count=chunks_per_group: count)
+        out, state = rule(*inputs, resets)
+        results.append([out, state, *torch.autograd.grad((out * weight).sum(), inputs)])
+    torch.testing.assert_close(results[1], results[0], atol=2e-5, rtol=1e-5)
+
+
+def test_a_group_of_chunks_keeps_within_its_memory():
+    """Sequences of any length and number are computed in groups of at most so many elements."""
+    with torch.device("meta"):  # takes as much as a GPU
+        k, v = (torch.empty(4, 10**6, heads, 128) for heads in (2, 4))
+    assert _chunks._chunks_per_group(k, v) * 4 * 4 * 128 * 128 == 2**24
+    k, v = (torch.empty(4, 128, heads, 16) for heads in (2, 4))
+    assert _chunks._chunks_per_group(k, v) == 2
+    k, v = (torch.empty(4, 128, heads, 128) for heads in (2, 4))
+    assert _chunks._chunks_per_group(k, v) == 1  # never less
 
 
 @RULES

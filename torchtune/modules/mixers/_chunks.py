@@ -1,59 +1,70 @@
 """Chunked linear attention with a decaying state: the common part of the gated delta rule and Mamba 2."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 CHUNK = 64  # positions; the state before each chunk is saved for the backward pass
+
+# The most elements of a tensor of a group of chunks, which are computed at once. Forward passes keep up to 8 tensors of
+# this size in float32, and backward passes up to 15: on a GPU 960 MiB, whose launches take longer than the host needs
+# for the next ones. On a CPU, tensors stay in the cache of a core, and large models have groups of one chunk.
+_GROUP_ELEMENTS = {"cpu": 2**17}
+_GROUP_ELEMENTS_OF_GPUS = 2**24
+
+# The logarithm of no decay at all, exp(-1000) = 0: a document does not see the state that others left. Minus infinity
+# would make differences of cumulative sums undefined, and a larger number would cost them digits.
+_CLOSED = -1000.0
 
 Rule = Callable[..., tuple[Tensor, Tensor]]
 
 
-class Chunk(ABC):
-    """Base class of a chunk of c positions, for all heads, in float32.
+class Chunks(ABC):
+    """Base class of m chunks of c positions each, for all heads, in float32.
 
+    The chunks of b sequences are computed at once as n = m * b matrices, the first chunk of all sequences first. Only
+    the states go from chunk to chunk: before them, and after the last one, they are ``states`` ``[m + 1, b, ...]``.
     ``d(i, j) = exp(g_{j+1} + ... + g_i)`` is the decay between positions i >= j of one document.
 
     Args:
-        q: ``[b, c, n_k, h_k]``.
-        k: ``[b, c, n_k, h_k]``.
-        v: ``[b, c, n_v, h_v]``.
-        g: logarithm of the decay ``[b, c, n_v]``.
-        beta: write strength ``[b, c, n_v]``.
-        resets: bool ``[b, c]``, True at the first positions of documents.
+        q: ``[m, b, c, n_k, h_k]``.
+        k: ``[m, b, c, n_k, h_k]``.
+        v: ``[m, b, c, n_v, h_v]``.
+        g: logarithm of the decay ``[m, b, c, n_v]``.
+        beta: write strength ``[m, b, c, n_v]``.
+        resets: bool ``[m, b, c]``, True at the first positions of documents.
 
     Attributes:
-        q: queries ``[b, n_k, 1, c, h_k]``.
-        k: keys ``[b, n_k, 1, c, h_k]``.
-        v: values ``[b, n_k, r, c, h_v]``; r value heads share a key head.
-        beta: write strength ``[b, n_k, r, c, 1]``.
-        decay: d ``[b, n_k, r, c, c]``, 0 above the diagonal and between documents.
-        since_state: decay of the incoming state ``[b, n_k, r, c, 1]``, 0 after a new document has begun.
-        until_end: decay until the last position ``[b, n_k, r, c, 1]``, 0 in documents that end before it.
+        q: queries ``[n, n_k, 1, c, h_k]``.
+        k: keys ``[n, n_k, 1, c, h_k]``.
+        v: values ``[n, n_k, r, c, h_v]``; r value heads share a key head.
+        beta: write strength ``[n, n_k, r, c, 1]``.
+        decay: d ``[n, n_k, r, c, c]``, 0 above the diagonal and between documents.
+        since_state: decay of the incoming state ``[n, n_k, r, c, 1]``, 0 after a new document has begun.
+        until_end: decay until the last position ``[n, n_k, r, c, 1]``, 0 in documents that end before it.
     """
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, resets: Tensor) -> None:
-        key_heads = k.shape[2]
-        self.q = q.float().transpose(1, 2)[:, :, None]
-        self.k = k.float().transpose(1, 2)[:, :, None]
-        self.v = _heads_first(v, key_heads)
+        key_heads = k.shape[3]
+        self.num_chunks = k.shape[0]
+        self.q = heads_first(q, key_heads)
+        self.k = heads_first(k, key_heads)
+        self.v = heads_first(v, key_heads)
         self.beta = _scalars_heads_first(beta, key_heads)[..., None]
-        log_decays = _scalars_heads_first(g, key_heads)  # [b, n_k, r, c]
-
-        document = resets.cumsum(-1)  # [b, c], index within the chunk; 0: the document of the incoming state
-        is_same_document = (document[:, :, None] == document[:, None, :]).tril()[:, None, None]
-        is_in_first_document = (document == 0)[:, None, None]
-        is_in_last_document = (document == document[:, -1:])[:, None, None]
+        # What a document's first position decays belongs to the document before it.
+        log_decays = _scalars_heads_first(
+            g.float().masked_fill(resets[..., None], _CLOSED), key_heads
+        )  # [n, n_k, r, c]
         # float64, because small differences of a large cumulative sum have only about three digits in float32.
         cumulative = log_decays.cumsum(-1, dtype=torch.float64)
-        between = (cumulative[..., :, None] - cumulative[..., None, :]).float()  # [b, n_k, r, c, c]
-        # The logarithm of no decay at all: positions of other documents are not seen.
-        closed = float("-inf")
-        self.decay = torch.where(is_same_document, between, closed).exp_()
-        self.since_state = torch.where(is_in_first_document, cumulative.float(), closed).exp_()[..., None]
-        self.until_end = torch.where(is_in_last_document, between[..., -1, :], closed).exp_()[..., None]
+        between = (cumulative[..., :, None] - cumulative[..., None, :]).float()
+        self.decay = between.exp_().tril_()
+        self.since_state = cumulative.float().exp_()[..., None]
+        self.until_end = self.decay[..., -1, :, None]
 
     @staticmethod
     @abstractmethod
@@ -61,69 +72,131 @@ class Chunk(ABC):
         """Return the shape of the state for keys ``[b, s, n_k, h_k]`` and values ``[b, s, n_v, h_v]``."""
 
     @abstractmethod
-    def read(self, state: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute the outputs ``[b, n_k, r, c, h_v]`` and the state after the chunk."""
+    def read(self, states: Tensor) -> Tensor:
+        """Compute the outputs ``[n, n_k, r, c, h_v]`` from ``states[0]``, and write the other states."""
 
     @abstractmethod
     def step(self, state: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute :meth:`read` for a single position, by the recurrence."""
+        """Compute the output and the state after a single position, by the recurrence."""
 
     @abstractmethod
-    def gradients(self, state: Tensor, d_out: Tensor, d_after: Tensor) -> tuple[Tensor, ...]:
-        """Compute the gradients of the arguments q, k, v, g and beta, and of the state before the chunk."""
-
-    def d_g(self, d_log_decay: Tensor, d_log_since: Tensor, d_log_until: Tensor) -> Tensor:
-        """Compute the gradient of g, ``[b, c, n_v]``.
+    def gradients(self, states: Tensor, d_out: Tensor, d_states: Tensor) -> tuple[Tensor, ...]:
+        """Compute the gradients of the arguments q, k, v, g and beta, each ``[n, c, ...]``.
 
         Args:
-            d_log_decay: gradient of the logarithm of ``decay``, ``[b, n_k, r, c, c]``.
-            d_log_since: gradient of the logarithm of ``since_state``, ``[b, n_k, r, c]``.
-            d_log_until: gradient of the logarithm of ``until_end``, ``[b, n_k, r, c]``.
+            states: the states before the chunks, ``[m, b, ...]``.
+            d_out: gradient of the outputs ``[n, n_k, r, c, h_v]``.
+            d_states: gradients of the states before the chunks, which are written, and of the state after the last
+                one, ``[m + 1, b, ...]``.
         """
-        # Of the cumulative sums G: log decay(i, j) is G_i - G_j, log since_state G_i, log until_end G_c - G_j.
-        d_cumulative = d_log_decay.sum(-1) - d_log_decay.sum(-2) + d_log_since - d_log_until
-        d_cumulative[..., -1] += d_log_until.sum(-1)
+
+    def split(self, x: Tensor) -> Tensor:
+        """Split ``[n, ...]`` into chunks and sequences ``[m, b, ...]``."""
+        return x.unflatten(0, (self.num_chunks, -1))
+
+    def d_g(self, d_log_decay: Tensor, d_log_since: Tensor, d_log_until: Tensor) -> Tensor:
+        """Compute the gradient of g, ``[n, c, n_v]``.
+
+        Args:
+            d_log_decay: gradient of the logarithm of ``decay``, ``[n, n_k, r, c, c]``; changed.
+            d_log_since: gradient of the logarithm of ``since_state``, ``[n, n_k, r, c]``.
+            d_log_until: gradient of the logarithm of ``until_end``, ``[n, n_k, r, c]``.
+        """
+        d_log_decay[..., -1, :] += d_log_until
+        # Of the cumulative sums G: log decay(i, j) is G_i - G_j, log since_state G_i.
+        d_cumulative = d_log_decay.sum(-1).sub_(d_log_decay.sum(-2)).add_(d_log_since)
         # g_i is part of G_i and of all later sums.
         return scalars_first(d_cumulative.flip(-1).cumsum(-1).flip(-1))
 
 
 def positions_first(x: Tensor) -> Tensor:
-    """Permute ``[b, n_k, r, c, h_v]`` to ``[b, c, n_v, h_v]``."""
+    """Permute ``[n, n_k, r, c, h_v]`` to ``[n, c, n_v, h_v]``."""
     return x.permute(0, 3, 1, 2, 4).flatten(2, 3)
 
 
 def scalars_first(x: Tensor) -> Tensor:
-    """Permute ``[b, n_k, r, c]`` to ``[b, c, n_v]``."""
+    """Permute ``[n, n_k, r, c]`` to ``[n, c, n_v]``."""
     return x.permute(0, 3, 1, 2).flatten(2)
 
 
-def _heads_first(x: Tensor, key_heads: int) -> Tensor:
-    """Permute ``[b, c, n_v, h_v]`` to float32 ``[b, n_k, r, c, h_v]``."""
-    return x.float().unflatten(2, (key_heads, -1)).permute(0, 2, 3, 1, 4)
+def heads_first(x: Tensor, key_heads: int) -> Tensor:
+    """Permute ``[m, b, c, n_v, h_v]`` to float32 ``[n, n_k, r, c, h_v]``."""
+    x = x.unflatten(3, (key_heads, -1)).permute(0, 1, 3, 4, 2, 5)
+    # In the new order at once: products read it several times.
+    return x.to(torch.float32, memory_format=torch.contiguous_format).flatten(0, 1)
 
 
 def _scalars_heads_first(x: Tensor, key_heads: int) -> Tensor:
-    """Permute ``[b, c, n_v]`` to float32 ``[b, n_k, r, c]``."""
-    return x.float().unflatten(2, (key_heads, -1)).permute(0, 2, 3, 1)
+    """Permute ``[m, b, c, n_v]`` to float32 ``[n, n_k, r, c]``."""
+    x = x.unflatten(3, (key_heads, -1)).permute(0, 1, 3, 4, 2)
+    return x.to(torch.float32, memory_format=torch.contiguous_format).flatten(0, 1)
 
 
 def _num_chunks(k: Tensor) -> int:
     return -(-k.shape[1] // CHUNK)  # rounded up
 
 
-def _slices(num_positions: int) -> Iterator[slice]:
-    for start in range(0, num_positions, CHUNK):
-        yield slice(start, min(start + CHUNK, num_positions))
+def _chunks_per_group(k: Tensor, v: Tensor) -> int:
+    """Return how many chunks of keys ``[b, s, n_k, h_k]`` and values ``[b, s, n_v, h_v]`` are computed at once."""
+    rows, _, value_heads, value_dim = v.shape
+    key_dim = k.shape[-1]
+    # A position has vectors, and decays to all positions of its chunk; a chunk has a state.
+    elements_of_head = max(CHUNK * CHUNK, CHUNK * key_dim, CHUNK * value_dim, key_dim * value_dim)
+    limit = _GROUP_ELEMENTS.get(k.device.type, _GROUP_ELEMENTS_OF_GPUS)
+    return max(1, limit // max(1, rows * value_heads * elements_of_head))
 
 
-def chunked(name: str, kind: type[Chunk]) -> Rule:
+def _pad(x: Tensor, chunks_per_group: int) -> Tensor:
+    """Append positions that write nothing, to ``[b, s, ...]``, until the last group has whole chunks."""
+    positions_of_last_group = x.shape[1] % (chunks_per_group * CHUNK)
+    if positions_of_last_group <= CHUNK:
+        return x  # it has one chunk, which may be shorter
+    missing = -x.shape[1] % CHUNK
+    if not missing:
+        return x
+    return F.pad(x, (0, 0) * (x.ndim - 2) + (0, missing))
+
+
+class _Group(NamedTuple):
+    """Chunks that are computed at once.
+
+    Attributes:
+        positions: of the chunks.
+        first: index of the first chunk.
+        num_chunks: number of chunks.
+    """
+
+    positions: slice
+    first: int
+    num_chunks: int
+
+    def of(self, x: Tensor) -> Tensor:
+        """View the group's positions of ``[b, s, ...]`` as ``[m, b, c, ...]``."""
+        return x[:, self.positions].unflatten(1, (self.num_chunks, -1)).transpose(0, 1)
+
+    @property
+    def last(self) -> int:
+        """Index of the chunk after the group."""
+        return self.first + self.num_chunks
+
+
+def _groups(num_positions: int, chunks_per_group: int) -> list[_Group]:
+    groups = []
+    size = chunks_per_group * CHUNK
+    for start in range(0, num_positions, size):
+        stop = min(start + size, num_positions)
+        groups.append(_Group(slice(start, stop), start // CHUNK, max(1, (stop - start) // CHUNK)))
+    return groups
+
+
+def chunked(name: str, kind: type[Chunks]) -> Rule:
     """Make the function of a chunked recurrence, and its operator ``torchtune::name``.
 
     For the backward pass, it saves only the inputs and the state at the beginning of each chunk.
 
     Args:
         name: name of the operator.
-        kind: class that computes a chunk.
+        kind: class that computes a group of chunks.
 
     Returns:
         ``rule(q, k, v, g, beta, resets, state=None)``, which returns the outputs ``[b, s, n_v, h_v]`` in the dtype of
@@ -133,9 +206,6 @@ def chunked(name: str, kind: type[Chunk]) -> Rule:
     def first_state(k: Tensor, v: Tensor) -> Tensor:
         return k.new_zeros(kind.state_shape(k, v), dtype=torch.float32)
 
-    def make_chunk(positions: slice, *inputs: Tensor) -> Chunk:
-        return kind(*(tensor[:, positions] for tensor in inputs))
-
     def empty_gradients(*inputs: Tensor) -> tuple[Tensor, ...]:
         return tuple(torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in inputs)
 
@@ -143,30 +213,38 @@ def chunked(name: str, kind: type[Chunk]) -> Rule:
     def forward(
         q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, resets: Tensor, state: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        out = torch.empty_like(v, memory_format=torch.contiguous_format)
         first = first_state(k, v) if state is None else state.float()
         states = first.new_empty(_num_chunks(k) + 1, *first.shape)  # before each chunk, and after the last one
         states[0] = first
-        for index, positions in enumerate(_slices(k.shape[1])):
-            chunk = make_chunk(positions, q, k, v, g, beta, resets)
-            chunk_out, state_after = chunk.read(states[index])
-            states[index + 1] = state_after
-            out[:, positions] = positions_first(chunk_out)
-        return out, states
+        chunks_per_group = _chunks_per_group(k, v)
+        inputs = [_pad(tensor, chunks_per_group) for tensor in (q, k, v, g, beta, resets)]
+        out = torch.empty_like(inputs[2], memory_format=torch.contiguous_format)
+        for group in _groups(out.shape[1], chunks_per_group):
+            chunks = kind(*map(group.of, inputs))
+            chunks_out = chunks.read(states[group.first : group.last + 1])
+            group.of(out).copy_(chunks.split(positions_first(chunks_out)))
+            del chunks, chunks_out  # before the next group allocates its own
+        return out[:, : v.shape[1]].contiguous(), states
 
     @torch.library.custom_op(f"torchtune::{name}_backward", mutates_args=())
     def backward(
         grad: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, resets: Tensor, states: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        grads = empty_gradients(q, k, v, g, beta)
-        d_state = torch.zeros_like(states[0])  # the state after the last position has no gradient
-        for index, positions in reversed(list(enumerate(_slices(k.shape[1])))):
-            chunk = make_chunk(positions, q, k, v, g, beta, resets)
-            d_out = _heads_first(grad[:, positions], k.shape[2])
-            *chunk_grads, d_state = chunk.gradients(states[index], d_out, d_state)
+        chunks_per_group = _chunks_per_group(k, v)
+        d_states = torch.empty_like(states[: chunks_per_group + 1])  # of a group
+        d_states[-1] = 0.0  # the state after the last position has no gradient
+        grad, *inputs = (_pad(tensor, chunks_per_group) for tensor in (grad, q, k, v, g, beta, resets))
+        grads = empty_gradients(*inputs[:-1])
+        for group in reversed(_groups(grad.shape[1], chunks_per_group)):
+            chunks = kind(*map(group.of, inputs))
+            d_out = heads_first(group.of(grad), k.shape[2])
+            d_states_of_group = d_states[-group.num_chunks - 1 :]
+            chunk_grads = chunks.gradients(states[group.first : group.last], d_out, d_states_of_group)
+            d_states[-1] = d_states_of_group[0]
             for grad_of_input, chunk_grad in zip(grads, chunk_grads, strict=True):
-                grad_of_input[:, positions] = chunk_grad
-        return grads
+                group.of(grad_of_input).copy_(chunks.split(chunk_grad))
+            del chunks, d_out, chunk_grads, chunk_grad  # before the next group allocates its own
+        return tuple(tensor[:, : k.shape[1]].contiguous() for tensor in grads)
 
     @forward.register_fake
     def _(
@@ -187,6 +265,7 @@ def chunked(name: str, kind: type[Chunk]) -> Rule:
         _, states = output
         ctx.save_for_backward(*tensors, states)
         ctx.mark_non_differentiable(states)
+        ctx.set_materialize_grads(False)  # of the states: zeros, as large as they are
 
     def formula(ctx, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
         # Neither `resets` nor the state before the first position has a gradient.
@@ -199,7 +278,8 @@ def chunked(name: str, kind: type[Chunk]) -> Rule:
     ) -> tuple[Tensor, Tensor]:
         is_decoding = k.shape[1] == 1 and state is not None and not torch.is_grad_enabled()
         if is_decoding:
-            out, state = kind(q, k, v, g, beta, resets).step(state)
+            position = kind(*(tensor[None] for tensor in (q, k, v, g, beta, resets)))
+            out, state = position.step(state)
             return positions_first(out).to(v.dtype), state
         out, states = forward(q, k, v, g, beta, resets, state)
         return out, states[-1]

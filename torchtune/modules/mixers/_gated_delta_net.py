@@ -3,7 +3,7 @@
 The rule is linear attention with a decaying state and error correction, computed in chunks.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torchtune.data import Documents
 from torchtune.modules._outside_graphs import outside_graphs
 from torchtune.modules.kernels import DELTA_RULE, KernelUser
 from torchtune.modules.kernels.documents import Boundaries
-from torchtune.modules.mixers._chunks import Chunk, chunked, positions_first, scalars_first
+from torchtune.modules.mixers._chunks import Chunks, chunked, positions_first, scalars_first
 from torchtune.modules.mixers._mixer import RecurrentMixer, StateCache, heads_obstacle
 from torchtune.modules.mixers._short_conv import DepthwiseWeight
 from torchtune.modules.rms_norm import rms_norm
@@ -22,12 +22,14 @@ from torchtune.modules.rms_norm import rms_norm
 KERNEL_CHUNK = 64  # positions of a chunk in flash-linear-attention's kernel
 
 
-class _DeltaChunk(Chunk):
-    """Chunk of the gated delta rule.
+class _DeltaChunks(Chunks):
+    """Chunks of the gated delta rule.
 
     Position i writes ``u_i = beta_i (v_i - exp(g_1 + ... + g_i) S^T k_i - sum_{j<i} d(i, j) (k_i . k_j) u_j)``, a
-    triangular system per chunk (Yang et al. 2024, arXiv:2412.06464). ``q_scale`` and ``k_scale``,
-    ``[b, n_k, 1, c, 1]``, normalize queries to length ``h_k ** -0.5`` and keys to length 1.
+    triangular system ``(I + system) u = beta * error`` per chunk (Yang et al. 2024, arXiv:2412.06464). All systems are
+    inverted at once, for u at S = 0 and for the matrix W that multiplies S. From chunk to chunk only ``u - W S`` and
+    the next state are left, three operators. ``q_scale`` and ``k_scale``, ``[n, n_k, 1, c, 1]``, normalize queries to
+    length ``h_k ** -0.5`` and keys to length 1.
     """
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, resets: Tensor) -> None:
@@ -43,20 +45,21 @@ class _DeltaChunk(Chunk):
         """Return ``[b, n_k, r, h_k, h_v]``."""
         return k.shape[0], k.shape[2], v.shape[2] // k.shape[2], k.shape[-1], v.shape[-1]
 
-    def corrections(self, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the strictly lower triangle of the system, the error ``v - S^T k``, and u ``[b, n_k, r, c, h_v]``."""
-        system = (self.k @ self.k.mT) * self.decay * self.beta
-        error = self.v - (self.k @ state) * self.since_state
-        # unitriangular: the diagonal is read as 1, whatever it holds.
-        written = torch.linalg.solve_triangular(system, self.beta * error, upper=False, unitriangular=True)
-        return system, error, written
-
-    def read(self, state: Tensor) -> tuple[Tensor, Tensor]:
+    def read(self, states: Tensor) -> Tensor:
         """See the base class."""
-        _, _, written = self.corrections(state)
-        out = (self.q @ state) * self.since_state + ((self.q @ self.k.mT) * self.decay) @ written
-        state_after = state * self.since_state[..., -1:, :] + (self.k * self.until_end).mT @ written
-        return out, state_after
+        solution = self._inverse((self.k @ self.k.mT) * self.decay) * self.beta.mT  # [n, n_k, r, c, c]
+        written = solution @ self.v  # [n, n_k, r, c, h_v], without what S contributes
+        state_weights = solution @ (self.k * self.since_state)  # [n, n_k, r, c, h_k]
+        keys_until_end = self.k * self.until_end
+        decays = self._decays_of_states()
+        for index, (chunk_written, chunk_weights, chunk_keys) in enumerate(
+            zip(*map(self._by_chunk, (written, state_weights, keys_until_end)), strict=True)
+        ):
+            chunk_written.baddbmm_(chunk_weights, states[index].flatten(0, 2), alpha=-1)
+            torch.mul(states[index], decays[index], out=states[index + 1])
+            states[index + 1].flatten(0, 2).baddbmm_(chunk_keys.mT, chunk_written)
+        out = ((self.q @ self.k.mT) * self.decay) @ written
+        return out.addcmul_(self.q @ states[:-1].flatten(0, 1), self.since_state)
 
     def step(self, state: Tensor) -> tuple[Tensor, Tensor]:
         """See the base class."""
@@ -64,58 +67,88 @@ class _DeltaChunk(Chunk):
         state = state + self.k.mT @ (self.beta * (self.v - self.k @ state))
         return self.q @ state, state
 
-    def gradients(self, state: Tensor, d_out: Tensor, d_after: Tensor) -> tuple[Tensor, ...]:
+    def gradients(self, states: Tensor, d_out: Tensor, d_states: Tensor) -> tuple[Tensor, ...]:
         """See the base class."""
         q = self.q
         k = self.k
         beta = self.beta
         decay = self.decay
+        before = states.flatten(0, 1)  # [n, n_k, r, h_k, h_v]
         # The forward pass again.
-        system, error, written = self.corrections(state)
-        similarities = k @ k.mT  # [b, n_k, 1, c, c]
-        scores = q @ k.mT
+        similarities = (k @ k.mT) * decay  # [n, n_k, r, c, c]
+        inverse = self._inverse(similarities)
+        solution = inverse * beta.mT
+        keys_since_state = k * self.since_state  # [n, n_k, r, c, h_k]
+        keys_until_end = k * self.until_end
+        error = self.v - keys_since_state @ before
+        written = solution @ error  # [n, n_k, r, c, h_v]
+        scores = q @ k.mT  # [n, n_k, 1, c, c]
+
+        # What positions write is read within the chunk, and from the state after it.
+        d_read_q = d_out * self.since_state
+        d_written = (scores * decay).mT @ d_out
+        self._d_states(d_states, d_written, d_read_q, solution @ keys_since_state, keys_until_end)
+        d_afters = d_states[1:].flatten(0, 1)
 
         # The triangular system (I + system) u = beta * error: its gradient solves the transposed system.
-        d_written = (scores * decay).mT @ d_out + (k * self.until_end) @ d_after
-        d_target = torch.linalg.solve_triangular(system.mT, d_written, upper=True, unitriangular=True)
-        d_system = (d_target @ written.mT).tril_(-1).neg_()
+        d_target = inverse.mT @ d_written
+        negative_d_system = (d_target @ written.mT).tril_(-1)
         d_error = beta * d_target
-        d_beta = (d_target * error).sum(-1) + (d_system * similarities * decay).sum(-1)
+        d_beta = (d_target * error).sum(-1).sub_((negative_d_system * similarities).sum(-1))
+        negative_d_system.mul_(beta)
 
         # Scores and similarities are multiplied by the decay, whose logarithm has the gradient d_log_decay.
-        d_decayed_scores = d_out @ written.mT
-        d_log_decay = (d_decayed_scores * scores + d_system * similarities * beta) * decay
-        d_scores = d_decayed_scores * decay
-        d_similarities = d_system * decay * beta
+        d_scores = (d_out @ written.mT).mul_(decay)
+        d_log_decay = (d_scores * scores).addcmul_(negative_d_system, similarities, value=-1)
+        negative_d_similarities = negative_d_system.mul_(decay)
 
-        # Queries and keys also read the incoming state, and keys write to the outgoing one.
-        d_read_q = d_out * self.since_state
-        d_read_k = -d_error * self.since_state
-        written_to_after = written @ d_after.mT  # [b, n_k, r, c, h_k]
-        d_q = d_read_q @ state.mT + d_scores @ k
-        d_k = (
-            d_read_k @ state.mT
-            + d_scores.mT @ q
-            + (d_similarities + d_similarities.mT) @ k
-            + self.until_end * written_to_after
-        )
-        d_q = d_q.sum(2, keepdim=True)  # r value heads share q and k: [b, n_k, 1, c, h_k]
-        d_k = d_k.sum(2, keepdim=True)
+        # Queries and keys also read the incoming state, and keys write to the outgoing one: [n, n_k, r, c, h_k].
+        d_q_by_state = d_read_q @ before.mT
+        negative_d_k_by_state = (d_error * self.since_state) @ before.mT
+        written_to_after = written @ d_afters.mT
+        d_k = (d_scores.mT @ q).addcmul_(self.until_end, written_to_after).sub_(negative_d_k_by_state)
+        d_k.sub_((negative_d_similarities + negative_d_similarities.mT) @ k)
 
         # Gradients of the logarithms of the decays; the last position also decays the state after the chunk.
-        d_log_since = ((d_out * (q @ state) - d_error * (k @ state)) * self.since_state).sum(-1)
-        d_log_since[..., -1] += self.since_state[..., -1, 0] * (d_after * state).sum((-2, -1))
-        d_log_until = self.until_end[..., 0] * (k * written_to_after).sum(-1)
+        d_log_since = (q * d_q_by_state).sum(-1).sub_((k * negative_d_k_by_state).sum(-1))
+        d_log_since[..., -1] += self.since_state[..., -1, 0] * (d_afters * before).sum((-2, -1))
+        d_log_until = (keys_until_end * written_to_after).sum(-1)
         d_g = self.d_g(d_log_decay, d_log_since, d_log_until)
-        d_state = k.mT @ d_read_k + q.mT @ d_read_q + d_after * self.since_state[..., -1:, :]
 
-        # Through the normalization, whose queries have the length h_k ** -0.5.
-        length = q.shape[-1] ** 0.5
-        d_q = self.q_scale * (d_q - q * (q * d_q).sum(-1, keepdim=True) * length**2)
+        # Through the normalization, whose queries have the length h_k ** -0.5; r value heads share q and k.
+        d_q = (d_q_by_state.add_(d_scores @ k)).sum(2, keepdim=True)  # [n, n_k, 1, c, h_k]
+        d_k = d_k.sum(2, keepdim=True)
+        d_q = self.q_scale * (d_q - q * (q * d_q).sum(-1, keepdim=True).mul_(q.shape[-1]))
         d_k = self.k_scale * (d_k - k * (k * d_k).sum(-1, keepdim=True))
-        d_q = d_q[:, :, 0].transpose(1, 2)  # [b, c, n_k, h_k]
+        d_q = d_q[:, :, 0].transpose(1, 2)  # [n, c, n_k, h_k]
         d_k = d_k[:, :, 0].transpose(1, 2)
-        return d_q, d_k, positions_first(d_error), d_g, scalars_first(d_beta), d_state
+        return d_q, d_k, positions_first(d_error), d_g, scalars_first(d_beta)
+
+    def _d_states(
+        self, d_states: Tensor, d_written: Tensor, d_read_q: Tensor, state_weights: Tensor, keys_until_end: Tensor
+    ) -> None:
+        """Compute the gradients of the states, and add to ``d_written`` what is read from the states after."""
+        torch.matmul(self.q.mT, d_read_q, out=d_states[:-1].flatten(0, 1))
+        decays = self._decays_of_states()
+        tensors_of_chunks = zip(*map(self._by_chunk, (d_written, state_weights, keys_until_end)), strict=True)
+        for index, (chunk_d_written, chunk_weights, chunk_keys) in reversed(list(enumerate(tensors_of_chunks))):
+            chunk_d_written.baddbmm_(chunk_keys, d_states[index + 1].flatten(0, 2))
+            d_states[index].addcmul_(d_states[index + 1], decays[index])
+            d_states[index].flatten(0, 2).baddbmm_(chunk_weights.mT, chunk_d_written, alpha=-1)
+
+    def _inverse(self, similarities: Tensor) -> Tensor:
+        """Return the inverse of I + system, ``[n, n_k, r, c, c]``, of decayed similarities of keys."""
+        identity = torch.eye(similarities.shape[-1], dtype=torch.float32, device=similarities.device)
+        # unitriangular: the diagonal is read as 1, whatever it holds.
+        return torch.linalg.solve_triangular(similarities * self.beta, identity, upper=False, unitriangular=True)
+
+    def _decays_of_states(self) -> Tensor:
+        """Return how much each chunk decays a state, ``[m, b, n_k, r, 1, 1]``."""
+        return self.split(self.since_state[..., -1:, :])
+
+    def _by_chunk(self, x: Tensor) -> Sequence[Tensor]:
+        """View ``[n, n_k, r, c, h]`` as m tensors ``[b * n_k * r, c, h]``."""
+        return self.split(x).flatten(1, 3).unbind()
 
 
 @outside_graphs
@@ -141,7 +174,7 @@ def kernel_delta_rule(
     return out.view(v.shape)
 
 
-_rule = chunked("gated_delta_rule", _DeltaChunk)
+_rule = chunked("gated_delta_rule", _DeltaChunks)
 
 
 def gated_delta_rule(

@@ -11,16 +11,17 @@ from torch.nn import functional as F
 from torchtune.modules._outside_graphs import outside_graphs
 from torchtune.modules.feed_forward import swiglu
 from torchtune.modules.kernels import STATE_SPACE, KernelUser
-from torchtune.modules.mixers._chunks import Chunk, chunked, positions_first, scalars_first
+from torchtune.modules.mixers._chunks import Chunks, chunked, positions_first, scalars_first
 from torchtune.modules.mixers._mixer import RecurrentMixer, StateCache, heads_obstacle
 from torchtune.modules.mixers._short_conv import DepthwiseWeight, index_documents
 
 
-class _StateSpaceChunk(Chunk):
-    """Chunk of the state-space model: position i writes ``beta_i v_i``.
+class _StateSpaceChunks(Chunks):
+    """Chunks of the state-space model: position i writes ``beta_i v_i``.
 
     Within a chunk, the sum over positions is masked attention (Dao & Gu 2024, arXiv:2405.21060). r value heads share a
-    key head; the state is ``[b, n_k, h_k, r, h_v]``, so that one matrix product computes all r heads.
+    key head; the state is ``[b, n_k, h_k, r, h_v]``, so that one matrix product computes all r heads. From chunk to
+    chunk, it is multiplied by the decay and added to what the chunk writes: one operator each.
     """
 
     @staticmethod
@@ -28,69 +29,84 @@ class _StateSpaceChunk(Chunk):
         """Return ``[b, n_k, h_k, r, h_v]``."""
         return k.shape[0], k.shape[2], k.shape[-1], v.shape[2] // k.shape[2], v.shape[-1]
 
-    def read(self, state: Tensor) -> tuple[Tensor, Tensor]:
+    def read(self, states: Tensor) -> Tensor:
         """See the base class."""
-        written = self.beta * self.v  # [b, n_k, r, c, h_v]
+        written = self.beta * self.v  # [n, n_k, r, c, h_v]
+        self._outer_products(self.k, written * self.until_end, states[1:])
+        decays = self._decays_of_states()
+        for index in range(self.num_chunks):
+            states[index + 1].addcmul_(states[index], decays[index])
         out = self._weights() @ written
-        out.add_(self._from_state(self.q, state) * self.since_state)
-        return out, self._after(state, written)
+        return out.addcmul_(self._from_states(self.q, states[:-1]), self.since_state)
 
     def step(self, state: Tensor) -> tuple[Tensor, Tensor]:
         """See the base class."""
-        state = self._after(state, self.beta * self.v)
-        return self._from_state(self.q, state), state
+        written = self._rows(self.beta * self.v)  # [b, n_k, 1, r * h_v]
+        added = (self.k[:, :, 0].mT @ written).view_as(state)
+        state = added.addcmul_(state, self._decays_of_states()[0])
+        return self._from_states(self.q, state[None]), state
 
-    def gradients(self, state: Tensor, d_out: Tensor, d_after: Tensor) -> tuple[Tensor, ...]:
+    def gradients(self, states: Tensor, d_out: Tensor, d_states: Tensor) -> tuple[Tensor, ...]:
         """See the base class."""
-        q = self.q[:, :, 0]  # [b, n_k, c, h_k]
+        q = self.q[:, :, 0]  # [n, n_k, c, h_k]
         k = self.k[:, :, 0]
         # The forward pass again.
-        written = self.beta * self.v  # [b, n_k, r, c, h_v]
-        weights = self._weights()  # [b, n_k, r, c, c]
+        written = self.beta * self.v  # [n, n_k, r, c, h_v]
+        weights = self._weights()  # [n, n_k, r, c, c]
+
+        # The states before the chunks are read by q, and decay to the states after them.
+        d_read = d_out * self.since_state
+        self._outer_products(self.q, d_read, d_states[:-1])
+        decays = self._decays_of_states()
+        for index in reversed(range(self.num_chunks)):
+            d_states[index].addcmul_(d_states[index + 1], decays[index])
+        d_afters = d_states[1:]
 
         # What positions write is read within the chunk, and from the state after it.
-        read_from_after = self._from_state(self.k, d_after)  # [b, n_k, r, c, h_v]
-        d_written = (weights.mT @ d_out).add_(read_from_after * self.until_end)
+        read_from_after = self._from_states(self.k, d_afters)  # [n, n_k, r, c, h_v]
+        d_written = (weights.mT @ d_out).addcmul_(read_from_after, self.until_end)
         d_v = positions_first(self.beta * d_written)
         d_beta = scalars_first((d_written * self.v).sum(-1))
 
         # q and k have a gradient of the scores q k^T, which r heads share, and one of the state.
         d_weights = d_out @ written.mT
-        d_scores = (d_weights * self.decay).sum(2)  # [b, n_k, c, c]
-        d_read = self._rows(d_out * self.since_state)  # [b, n_k, c, r * h_v]
-        added_to_state = self._rows(written * self.until_end)
-        d_q = d_scores @ k + d_read @ state.flatten(-2).mT  # [b, n_k, c, h_k]
-        d_k = d_scores.mT @ q + added_to_state @ d_after.flatten(-2).mT
+        d_scores = (d_weights * self.decay).sum(2)  # [n, n_k, c, c]
+        d_q = d_scores @ k + self._rows(d_read) @ self._columns(states).mT  # [n, n_k, c, h_k]
+        d_k = d_scores.mT @ q + self._rows(written * self.until_end) @ self._columns(d_afters).mT
 
         # Gradients of the logarithms of the decays; the last position also decays the state after the chunk.
-        d_log_since = (d_out * self._from_state(self.q, state) * self.since_state).sum(-1)  # [b, n_k, r, c]
-        d_log_since[..., -1] += self.since_state[..., -1, 0] * (d_after * state).sum((2, 4))
+        d_log_since = (d_read * self._from_states(self.q, states)).sum(-1)  # [n, n_k, r, c]
+        d_log_since[..., -1] += self.since_state[..., -1, 0] * (d_afters * states).sum((3, 5)).flatten(0, 1)
         d_log_until = self.until_end[..., 0] * (written * read_from_after).sum(-1)
         d_g = self.d_g(d_weights.mul_(weights), d_log_since, d_log_until)
-
-        d_state = (q.mT @ d_read).view_as(state).add_(d_after * self._decay_of_state())
-        return d_q.transpose(1, 2), d_k.transpose(1, 2), d_v, d_g, d_beta, d_state
+        return d_q.transpose(1, 2), d_k.transpose(1, 2), d_v, d_g, d_beta
 
     def _weights(self) -> Tensor:
-        """Return the attention weights ``d(i, j) (q_i . k_j)``, ``[b, n_k, r, c, c]``."""
+        """Return the attention weights ``d(i, j) (q_i . k_j)``, ``[n, n_k, r, c, c]``."""
         return self.decay * (self.q @ self.k.mT)
 
-    def _after(self, state: Tensor, written: Tensor) -> Tensor:
-        added = self.k[:, :, 0].mT @ self._rows(written * self.until_end)
-        return added.view_as(state).add_(state * self._decay_of_state())
+    def _decays_of_states(self) -> Tensor:
+        """Return how much each chunk decays a state, ``[m, b, n_k, 1, r, 1]``."""
+        return self.split(self.since_state[:, :, None, :, -1])
 
-    def _decay_of_state(self) -> Tensor:
-        return self.since_state[:, :, None, :, -1]
+    def _outer_products(self, x: Tensor, values: Tensor, states: Tensor) -> None:
+        """Write the sum over positions of ``[n, n_k, 1, c, h_k]`` times ``[n, n_k, r, c, h_v]`` to m states."""
+        heads = x.flatten(0, 2)  # [n * n_k, c, h_k]
+        torch.bmm(heads.mT, self._rows(values).flatten(0, 1), out=states.flatten(0, 2).flatten(-2))
 
-    @staticmethod
-    def _from_state(x: Tensor, state: Tensor) -> Tensor:
-        """Multiply ``[b, n_k, 1, c, h_k]`` by the state: ``[b, n_k, r, c, h_v]``."""
-        return (x[:, :, 0] @ state.flatten(-2)).unflatten(-1, state.shape[-2:]).transpose(2, 3)
+    def _from_states(self, x: Tensor, states: Tensor) -> Tensor:
+        """Multiply ``[n, n_k, 1, c, h_k]`` by the states of the m chunks: ``[n, n_k, r, c, h_v]``."""
+        return (x[:, :, 0] @ self._columns(states)).unflatten(-1, states.shape[-2:]).transpose(2, 3)
 
     @staticmethod
     def _rows(x: Tensor) -> Tensor:
-        """Permute ``[b, n_k, r, c, h_v]`` to ``[b, n_k, c, r * h_v]``."""
+        """Permute ``[n, n_k, r, c, h_v]`` to ``[n, n_k, c, r * h_v]``."""
         return x.transpose(2, 3).flatten(-2)
+
+    @staticmethod
+    def _columns(states: Tensor) -> Tensor:
+        """View states ``[m, b, n_k, h_k, r, h_v]`` as ``[n, n_k, h_k, r * h_v]``."""
+        return states.flatten(0, 1).flatten(-2)
 
 
 _KERNEL_CHUNK = 256  # positions per chunk of the kernel, as in the published models
@@ -114,7 +130,7 @@ def kernel_state_space(
     return kernel(x, dt, rate, b, c, _KERNEL_CHUNK, D=skip, seq_idx=index_documents(reach, len(x)))
 
 
-_rule = chunked("state_space", _StateSpaceChunk)
+_rule = chunked("state_space", _StateSpaceChunks)
 
 
 def state_space(
