@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+from torchtune._cli._several_processes import several_processes
 from torchtune._cli.chat import Chat
 from torchtune._cli.checks import Checkpoint, Doctor, Selfcheck, Validate
 from torchtune._cli.data import Data
@@ -62,8 +63,9 @@ class TuneCLIParser:
         return namespace
 
     def run(self, args: argparse.Namespace) -> None:
-        """Run the selected subcommand."""
-        args.func(args)
+        """Run the selected subcommand, in several processes if it takes ``--nproc-per-node``."""
+        with several_processes(getattr(args, "nproc_per_node", None)):
+            args.func(args)
 
 
 def main() -> None:
