@@ -5,6 +5,7 @@ command line without input and output. They end with it, and it ends with a sent
 """
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -141,7 +142,8 @@ class _Followers:
         lost = None
         if error is None:
             lost = self._wait_until_ended()
-        elif isinstance(error, RuntimeError):  # of a collective, if a follower is lost
+        elif isinstance(error, RuntimeError) or isinstance(error.__cause__, RuntimeError):
+            # Of a collective, if a follower is lost.
             lost = self._wait_for_lost(_PATIENCE)
         text = None if lost is None else self._explain(lost)
         self._kill()
@@ -198,8 +200,9 @@ class _Followers:
         lines = [line.strip() for line in errors.read().decode(errors="replace").splitlines() if line.strip()]
         code = self._processes[rank - 1].returncode
         for line in reversed(lines):
-            if line.startswith("error: "):
-                return f"rank {rank}: {line.removeprefix('error: ')}"
+            told = re.match(r"(?:tune [\w ]+: )?error: (.*)", line)  # by main, or by argparse
+            if told:
+                return f"rank {rank}: {told[1]}"
         if code < 0:
             end = f"was ended by {signal.Signals(-code).name}"
         else:

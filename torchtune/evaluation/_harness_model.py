@@ -194,7 +194,7 @@ class HarnessModel(_harness.TemplateLM):
             )
         return render(chat_history, add_generation_prompt=True)
 
-    @torch.inference_mode()
+    @torch.no_grad()  # FSDP could not update buffers of inference mode outside of it
     def _loglikelihood_tokens(
         self, requests: Sequence[_Tokens], disable_tqdm: bool = False, **_: Any
     ) -> list[tuple[float, bool]]:
@@ -259,7 +259,7 @@ class HarnessModel(_harness.TemplateLM):
                 bar.update()
         return results
 
-    @torch.inference_mode()
+    @torch.no_grad()  # FSDP could not update buffers of inference mode outside of it
     def _image_loglikelihood(self, context: str, continuation: str, media: Any) -> tuple[float, bool]:
         """Return (log-likelihood, is greedy) of the answer to a question with images, without its leading space."""
         answer = self.tok_encode(continuation.lstrip(), add_special_tokens=False)

@@ -13,7 +13,7 @@ from torchtune.config import did_you_mean
 from torchtune.datasets import without_waiting_for_the_hub
 from torchtune.evaluation._eval_rows import EvaluationError
 from torchtune.generation import model_digest
-from torchtune.training.parallel import is_sharded
+from torchtune.training.parallel import broadcast_object, is_sharded
 from torchtune.utils import atomic_write, convert_os_errors, first_line, get_world_size_and_rank, require
 
 # Tasks of this library, which need no download.
@@ -180,8 +180,11 @@ def evaluate_tasks(
         content = {name: evaluation[name] for name in names if name in evaluation}
         with atomic_write(Path(folder) / "results.json") as file:
             file.write((json.dumps(content, indent=2, default=str) + "\n").encode())
-    counts = {name: numbers.get("effective") for name, numbers in evaluation.get("n-samples", {}).items()}
-    return TaskResults(dict(evaluation["results"]), _format_table(evaluation["results"], counts))
+    results = None
+    if evaluation is not None:  # lm-eval returns it on the first rank alone
+        counts = {name: numbers.get("effective") for name, numbers in evaluation.get("n-samples", {}).items()}
+        results = TaskResults(dict(evaluation["results"]), _format_table(evaluation["results"], counts))
+    return broadcast_object(results) if is_sharded(model) else results
 
 
 def _should_log(record: logging.LogRecord) -> bool:
