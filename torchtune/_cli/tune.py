@@ -5,7 +5,6 @@ import os
 import sys
 from collections.abc import Sequence
 
-from torchtune._cli._several_processes import several_processes
 from torchtune._cli.chat import Chat
 from torchtune._cli.checks import Checkpoint, Doctor, Selfcheck, Validate
 from torchtune._cli.data import Data
@@ -64,7 +63,12 @@ class TuneCLIParser:
 
     def run(self, args: argparse.Namespace) -> None:
         """Run the selected subcommand, in several processes if it takes ``--nproc-per-node``."""
-        with several_processes(getattr(args, "nproc_per_node", None)):
+        if not hasattr(args, "nproc_per_node"):
+            args.func(args)
+            return
+        from torchtune._cli._several_processes import several_processes
+
+        with several_processes(args.nproc_per_node):
             args.func(args)
 
 
