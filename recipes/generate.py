@@ -1,9 +1,11 @@
 """Generate text with a model: a streamed answer to one prompt, or answers to a file of prompts.
 
-By default, model and tokenizer are read from the checkpoint's folder.
+By default, model and tokenizer are read from the checkpoint's folder. Several processes share the model: no device has
+all of its weights.
 
     tune run generate --config generation prompt.user="Why is the sky blue?"
     tune run generate --config generation prompts=questions.jsonl output=answers.jsonl
+    tune run --nproc-per-node 8 generate --config generation prompts=questions.jsonl
 """
 
 import sys
@@ -21,6 +23,7 @@ from torchtune.data import Message
 from torchtune.models import checkpoint_tokenizer, from_hf_config, stored_dtype
 from torchtune.modules.conversion import apply_conversions
 from torchtune.tokenizers import StreamDecoder
+from torchtune.training.parallel import shard_for_inference
 
 
 @dataclass(kw_only=True)
@@ -110,7 +113,6 @@ class InferenceRecipe:
         self.device = utils.get_device(cfg.device)
         stored = stored_dtype(cfg.checkpointer.get("checkpoint_dir"))
         cfg.dtype, self.dtype = training.choose_dtype(cfg.dtype, self.device, stored)
-        training.set_seed(cfg.seed, debug_mode=cfg.cudnn_deterministic_mode)
 
     def setup(self, cfg: Settings) -> None:
         """Read the prompts, then load tokenizer and model."""
@@ -124,6 +126,9 @@ class InferenceRecipe:
         self.tokenizer = config.instantiate(cfg.tokenizer) or checkpoint_tokenizer(self.model, folder)
         training.fit_vocabulary(self.model, self.tokenizer)
         generation.check_generates(self.model)
+        self.dims = shard_for_inference(self.model, self.device)
+        # All ranks draw the same tokens. Without a seed, they agree on one.
+        torch.manual_seed(training.set_seed(cfg.seed, debug_mode=cfg.cudnn_deterministic_mode))
         checkpointer.load_model(self.model, device=self.device)
         self.logits_processors = [config.instantiate(processor) for processor in cfg.logits_processors]
 
@@ -157,16 +162,18 @@ class InferenceRecipe:
             **generation.images_of_row(row, self.device),
         ):
             pieces.append(decoder.put(token))
-            print(pieces[-1], end="", flush=True)
+            if self.dims.is_main:
+                print(pieces[-1], end="", flush=True)
         last_piece = decoder.end()
-        print(last_piece)
+        if self.dims.is_main:
+            print(last_piece)
         seconds = time.perf_counter() - started
-        self.log.info(f"{len(pieces)} tokens in {seconds:.2f} s, {len(pieces) / seconds:.1f} tokens/s.")
+        utils.log_rank_zero(self.log, f"{len(pieces)} tokens in {seconds:.2f} s, {len(pieces) / seconds:.1f} tokens/s.")
         if len(pieces) == limit:
             reason = "max_new_tokens" if limit == cfg.max_new_tokens else "context"
-            self.log.info(f"The answer was cut: {reason}.")
+            utils.log_rank_zero(self.log, f"The answer was cut: {reason}.")
         for name, value in training.get_memory_stats(self.device).items():
-            self.log.info(f"{name}: {value:.2f} GiB")
+            utils.log_rank_zero(self.log, f"{name}: {value:.2f} GiB")
         return "".join([*pieces, last_piece])
 
     def answer_file(self, cfg: Settings) -> None:
@@ -192,7 +199,8 @@ class InferenceRecipe:
         )
         answers.finish()
         seconds = time.perf_counter() - started
-        self.log.info(f"{len(answers.done)} prompts are answered, in {seconds:.2f} s. The answers are in {output}.")
+        text = f"{len(answers.done)} prompts are answered, in {seconds:.2f} s. The answers are in {output}."
+        utils.log_rank_zero(self.log, text)
 
 
 @config.parse

@@ -66,6 +66,7 @@ def write_checkpoint(
     width: int = 32,
     vocab_size: int | None = None,
     is_reward: bool = False,
+    key_heads: int = 2,
 ) -> Path:
     """Write a random two-layer Llama with its tokenizer into ``folder``, as ``transformers`` does.
 
@@ -83,7 +84,7 @@ def write_checkpoint(
             intermediate_size=64,
             num_hidden_layers=2,
             num_attention_heads=4,
-            num_key_value_heads=2,
+            num_key_value_heads=key_heads,
             max_position_embeddings=4096,
             tie_word_embeddings=tied and not is_reward,
             **({"num_labels": 1, "pad_token_id": 0} if is_reward else {}),

@@ -50,6 +50,9 @@ NOT_RUN = {
     'tune chat --model /tmp/SmolLM2-135M-Instruct --adapter /tmp/run/epoch_2 --system "Answer in one sentence."': "",
     "tune serve /tmp/SmolLM2-135M-Instruct": "serves until it is stopped; tests/torchtune/_cli/test_serve.py runs it",
     "tune serve /tmp/SmolLM2-135M-Instruct --adapter orders=/tmp/run/epoch_0 --adapter other=/tmp/other/epoch_2": "",
+    "tune run --nproc-per-node 8 generate --config generation prompts=questions.jsonl output=answers.jsonl": "the same",
+    "tune chat --model /tmp/Llama-3.3-70B-Instruct --nproc-per-node 8": "eight GPUs",
+    "tune serve /tmp/Llama-3.3-70B-Instruct --nproc-per-node 8": "eight GPUs",
     "curl localhost:8000/v1/chat/completions -d "
     """'{"model": "orders", "messages": [{"role": "user", "content": "Two teas"}], "temperature": 0}'""": "a server",
     "curl localhost:8000/v1/sessions/episode-7": "needs a server",

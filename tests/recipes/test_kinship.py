@@ -142,7 +142,7 @@ def test_a_recipe_that_is_not_declared_is_named_with_the_line_to_edit(tmp_path):
     ("old", "new", "said"),
     [
         ("generate: [inference", "generate: [infrence", ": 'infrence' is not a group: use training, "),
-        ("generate: [inference, one_device]", "generate: []", ": generate belongs to no group"),
+        ("generate: [inference, one_device, distributed]", "generate: []", ": generate belongs to no group"),
         ("  generate: [", "  generator: [inference]\n  generate: [", ": there is no recipes/generator.py"),
     ],
 )

@@ -26,6 +26,7 @@ from torchtune.generation import (
 )
 from torchtune.rlhf.environments import CallError, Sessions, ToolCall, parameters_of, parse_calls
 from torchtune.tokenizers import StreamDecoder
+from torchtune.training.parallel import Ranks
 from torchtune.utils import UserError
 
 _MOST_BYTES = 16 * 2**20  # of a request's body
@@ -105,6 +106,7 @@ class ChatServer(ThreadingHTTPServer):
         tokenizer: tokenizer of the models.
         tool_format: format of tool calls, or ``None``.
         max_new_tokens: default maximum number of tokens of an answer.
+        ranks: the ranks that share the models, if there are several.
         **limits: see :class:`torchtune.generation.BatchServer`.
     """
 
@@ -119,6 +121,7 @@ class ChatServer(ThreadingHTTPServer):
         *,
         tool_format: str | None,
         max_new_tokens: int,
+        ranks: Ranks | None = None,
         **limits: int,
     ) -> None:
         self.models = models
@@ -130,7 +133,7 @@ class ChatServer(ThreadingHTTPServer):
         self._texts: TokenTexts | None = None
         self._texts_lock = threading.Lock()
         self.decode_token = TokenDecoder(tokenizer)
-        self.batch = BatchServer(models, tokenizer.stop_tokens, **limits)
+        self.batch = BatchServer(models, tokenizer.stop_tokens, ranks=ranks, **limits)
         super().__init__(address, _Handler)  # calls server_close if the port cannot be used
 
     def model_name(self, asked: Any) -> str:
@@ -164,6 +167,11 @@ class ChatServer(ThreadingHTTPServer):
             reason = str(error) or "the schema is nested too deeply."
             raise ApiError(400, f"response_format: {reason}") from error
         return JSONFilter(self._texts, grammar, prompt_length)
+
+    def service_actions(self) -> None:
+        """End :meth:`serve_forever` if the ranks that share the model do not follow any more."""
+        if self.batch.failure is not None:
+            raise self.batch.failure
 
     def server_close(self) -> None:
         """End the answers and close the port."""

@@ -1,10 +1,20 @@
 """``tune chat``."""
 
 import argparse
+import signal
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from torchtune._cli.subcommand import CHECKPOINT, Subcommand, add_placement, check_least, check_most
+from torchtune._cli.subcommand import (
+    CHECKPOINT,
+    Subcommand,
+    add_placement,
+    check_least,
+    check_most,
+    shared_by_processes,
+)
 
 _HELP = (
     "/reset starts a new conversation, /system TEXT starts one with that system prompt (/system alone: without one), "
@@ -26,6 +36,7 @@ class Chat(Subcommand):
           $ tune chat --model /tmp/SmolLM2-135M-Instruct
           $ tune chat --model /tmp/SmolLM2-135M-Instruct --adapter /tmp/run/epoch_0
           $ tune chat --model /tmp/Qwen3-VL-2B-Instruct --image cat.png
+          $ tune chat --model /tmp/Llama-3.3-70B-Instruct --nproc-per-node 8
           $ echo "Why is the sky blue?" | tune chat --model /tmp/SmolLM2-135M-Instruct --temperature 0
     """
 
@@ -58,23 +69,34 @@ class Chat(Subcommand):
             self._read_lines(conversation)
 
     def _read_lines(self, conversation: "_Conversation") -> None:
-        is_terminal = sys.stdin.isatty()
-        if is_terminal:
+        """Handle lines until the chat ends; of several processes, rank 0 reads them, and all handle them."""
+        if conversation.ranks.rank == 0 and sys.stdin.isatty():
             print(_HELP)
+        while True:
+            line = None
+            if conversation.ranks.rank == 0:
+                line = self._read_line()
+            line = conversation.ranks.broadcast(line)
+            if line is None:
+                return
+            self._handle_line(conversation, line)
+
+    @staticmethod
+    def _read_line() -> str | None:
+        """Return the next line of standard input; None at its end, and for ``/quit``."""
+        is_terminal = sys.stdin.isatty()
         while True:
             try:
                 line = input("> ") if is_terminal else next(sys.stdin).rstrip("\n")
             except (EOFError, StopIteration):
-                return
+                return None
             except KeyboardInterrupt:  # Ctrl-C clears the line; Ctrl-D or /quit ends the chat
                 print()
                 continue
             if not line.isascii() and line.encode(errors="ignore").decode() != line:
                 print("That line is not UTF-8: send it as UTF-8.", file=sys.stderr)
                 continue
-            if line.strip() == "/quit":
-                return
-            self._handle_line(conversation, line.strip())
+            return None if line.strip() == "/quit" else line.strip()
 
     @staticmethod
     def _handle_line(conversation: "_Conversation", line: str) -> None:
@@ -102,18 +124,23 @@ class _Conversation:
 
         import torchtune
         from torchtune.generation import check_generates, fast_linears
+        from torchtune.training.parallel import NO_TIMEOUT, Ranks
 
         self._args = args
         self._system = args.system
         self._model, self._tokenizer = torchtune.load(
-            args.model, adapter=args.adapter, dtype=args.dtype, device=args.device, images=bool(args.image)
+            args.model,
+            adapter=args.adapter,
+            dtype=args.dtype,
+            device=args.device,
+            images=bool(args.image),
+            shards=shared_by_processes("layers"),
         )
         check_generates(self._model)
+        self.ranks = Ranks(timeout=NO_TIMEOUT)  # the followers wait for the user
         self._rng = torch.Generator(self._model.tok_embeddings.weight.device)
-        if args.seed is None:
-            self._rng.seed()
-        else:
-            self._rng.manual_seed(args.seed)
+        seed = self._rng.seed() if args.seed is None else args.seed
+        self._rng.manual_seed(self.ranks.broadcast(seed))  # all ranks draw the same tokens
         self._fast_linears = fast_linears(self._model, pack=True)
         self.reset()
         for file in args.image or ():
@@ -190,13 +217,17 @@ class _Conversation:
             tokens_per_check=1,
         )
         try:
-            for step in steps:
-                token = int(step.tokens)
-                if token in self._tokenizer.stop_tokens:
-                    end = "stop"
-                    break
-                pieces.append(decoder.put(token))
-                print(pieces[-1], end="", flush=True)
+            with self._delayed_interrupts() as is_interrupted:
+                for step in steps:
+                    token = int(step.tokens)
+                    if token in self._tokenizer.stop_tokens:
+                        end = "stop"
+                        break
+                    pieces.append(decoder.put(token))
+                    print(pieces[-1], end="", flush=True)
+                    if is_interrupted():
+                        end = "interrupt"
+                        break
         except KeyboardInterrupt:
             end = "interrupt"
         finally:
@@ -204,3 +235,27 @@ class _Conversation:
         pieces.append(decoder.end())
         print(pieces[-1], flush=True)
         return "".join(pieces), end
+
+    @contextmanager
+    def _delayed_interrupts(self) -> Iterator[Callable[[], bool]]:
+        """Context manager in which Ctrl-C waits for the end of a token, if there are several processes.
+
+        Raised in the middle of a collective, it would leave the other ranks waiting. They learn of it together.
+
+        Yields:
+            A function that returns whether there was a Ctrl-C. A collective.
+        """
+        if self.ranks.size == 1:
+            yield lambda: False
+            return
+        was_pressed = False
+
+        def note(*_: Any) -> None:
+            nonlocal was_pressed
+            was_pressed = True
+
+        handler = signal.signal(signal.SIGINT, note)
+        try:
+            yield lambda: self.ranks.any(was_pressed)
+        finally:
+            signal.signal(signal.SIGINT, handler)

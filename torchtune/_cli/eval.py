@@ -9,7 +9,14 @@ from typing import Any
 import torchtune
 from torchtune._cli._find_recipe import find_checkpoint, is_classifier
 from torchtune._cli._shorthands import dataset_node
-from torchtune._cli.subcommand import CHECKPOINT, Subcommand, add_placement, check_least, check_most
+from torchtune._cli.subcommand import (
+    CHECKPOINT,
+    Subcommand,
+    add_placement,
+    check_least,
+    check_most,
+    shared_by_processes,
+)
 from torchtune.utils import UserError, valid_json, write_json
 
 
@@ -41,6 +48,7 @@ class Eval(Subcommand):
           $ tune eval /tmp/SmolLM2-135M-Instruct --adapter /tmp/run/step_100 --data held_out.jsonl --score exact
           $ tune eval /tmp/run/epoch_2 --data held_out.jsonl --perplexity
           $ tune eval /tmp/run/epoch_2 --tasks hellaswag,arc_easy --limit 100
+          $ tune eval /tmp/run/epoch_2 --data held_out.jsonl --score exact --nproc-per-node 8
           $ tune eval /tmp/classifier/epoch_2 --data held_out.jsonl
           $ tune eval /tmp/run/epoch_2 --retrieval corpus.json --against /tmp/SmolLM2-135M-Instruct
           $ tune eval /tmp/run/epoch_2 --retrieval corpus.json --reranker /tmp/reranker/epoch_2
@@ -154,7 +162,28 @@ def eval_rows(args: argparse.Namespace) -> None:
     ]
     print("\n".join([*_format_table(evaluations), *_format_remarks(evaluations, args)]))
     results = {"data": str(data), "rows": len(rows), "models": [_result_entry(result) for result in evaluations]}
-    write_json(path, valid_json(results))  # unknown numbers are null
+    _write_results(path, results)
+
+
+def _load(
+    args: argparse.Namespace, folder: str, adapter: str | None, shards: str, *, images: bool = False
+) -> tuple[Any, Any]:
+    """Load a model and its tokenizer; several processes share what ``shards`` says, see :func:`torchtune.load`."""
+    return torchtune.load(
+        folder,
+        adapter=adapter,
+        dtype=args.dtype,
+        device=args.device,
+        images=images,
+        shards=shared_by_processes(shards),
+    )
+
+
+def _write_results(path: Path, results: Any) -> None:
+    """Write the results of an evaluation, and print where they are; rank 0 writes those of several processes."""
+    if torchtune.utils.get_world_size_and_rank()[1] == 0:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, valid_json(results))  # unknown numbers are null
     print(f"results     {path}")
 
 
@@ -221,7 +250,7 @@ def _evaluate(
         ``model``, ``adapter`` and ``dtype``; ``perplexity`` and ``answers``, None if they were not measured.
     """
     images = node is not None or any(row.has_images for row in rows)
-    model, tokenizer = torchtune.load(folder, adapter=adapter, dtype=args.dtype, device=args.device, images=images)
+    model, tokenizer = _load(args, folder, adapter, "layers", images=images)
     torchtune.generation.check_generates(model)
     dtype = torchtune.training.precision.DTYPE_NAMES[torchtune.modules.text_decoder(model).tok_embeddings.weight.dtype]
     perplexity = None
@@ -344,7 +373,7 @@ def eval_classifier(args: argparse.Namespace) -> None:
     node, max_seq_len, name = _labeled_data(args)
     reports = []
     for folder, adapter in args.models:
-        model, tokenizer = torchtune.load(folder, adapter=adapter, dtype=args.dtype, device=args.device)
+        model, tokenizer = _load(args, folder, adapter, "parameters")
         tokenizer.max_seq_len = max_seq_len or tokenizer.max_seq_len
         dataset = torchtune.datasets.instantiate_dataset(node, tokenizer, model.max_seq_len)
         reports.append(torchtune.evaluation.evaluate_classifier(model, dataset, batch_size=args.max_sequences))
@@ -357,9 +386,7 @@ def eval_classifier(args: argparse.Namespace) -> None:
         entries.append({"model": folder, "adapter": adapter, "loss": report.loss, "scores": report.scores})
     print("\n".join(_align(table)))
     path = args.output / f"{name}.results.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_json(path, valid_json({"data": name, "rows": reports[-1].rows, "models": entries}))
-    print(f"results     {path}")
+    _write_results(path, {"data": name, "rows": reports[-1].rows, "models": entries})
 
 
 def _labeled_data(args: argparse.Namespace) -> tuple[Any, int | None, str]:
@@ -403,7 +430,7 @@ def eval_tasks(args: argparse.Namespace) -> None:
     tasks = torchtune.evaluation.find_tasks(names, args.include_path)
     for number, (folder, adapter) in enumerate(args.models, start=1):
         output = args.output / f"{number}_{Path(adapter or folder).resolve().name}"
-        model, tokenizer = torchtune.load(folder, adapter=adapter, dtype=args.dtype, device=args.device)
+        model, tokenizer = _load(args, folder, adapter, "layers")
         results = torchtune.evaluation.evaluate_tasks(
             model,
             tokenizer,
@@ -429,7 +456,7 @@ def eval_retrieval(args: argparse.Namespace) -> None:
     reranker = None
     if args.reranker is not None:
         folder = find_checkpoint(args.reranker)
-        judge, judge_tokenizer = torchtune.load(folder, dtype=args.dtype, device=args.device)
+        judge, judge_tokenizer = _load(args, folder, None, "parameters")
         reranker = torchtune.evaluation.Reranker.of(folder, judge, judge_tokenizer)
     first = args.rerank_first or 100
     entries = []
@@ -437,7 +464,7 @@ def eval_retrieval(args: argparse.Namespace) -> None:
         settings = torchtune.evaluation.EmbeddingSettings.of(adapter or folder)
         if args.pooling:
             settings = dataclasses.replace(settings, pooling=args.pooling)
-        model, tokenizer = torchtune.load(folder, adapter=adapter, dtype=args.dtype, device=args.device)
+        model, tokenizer = _load(args, folder, adapter, "parameters")
         label = f"{folder} + {adapter}" if adapter else folder
         entry = {"model": label, **dataclasses.asdict(settings)}
         options = {"settings": settings, "dimensions": args.dimensions, "batch_size": args.max_sequences}
@@ -458,8 +485,6 @@ def eval_retrieval(args: argparse.Namespace) -> None:
         table.append([entry["model"], *(f"{score:.3f}" for score in entry["scores"].values())])
     print("\n".join(_align(table)))
     print(f"{len(data.queries):,} queries, {len(data.corpus):,} texts")
-    args.output.mkdir(parents=True, exist_ok=True)
     path = args.output / f"{args.retrieval.stem}.retrieval.json"
     sizes = {"queries": len(data.queries), "corpus": len(data.corpus)}
-    write_json(path, {"data": str(args.retrieval), **sizes, "models": entries})
-    print(f"results     {path}")
+    _write_results(path, {"data": str(args.retrieval), **sizes, "models": entries})

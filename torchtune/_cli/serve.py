@@ -5,7 +5,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from torchtune._cli.subcommand import CHECKPOINT, Subcommand, add_placement, check_least
+from torchtune._cli.subcommand import CHECKPOINT, Subcommand, add_placement, check_least, shared_by_processes
 from torchtune.utils import UserError
 
 _FORMATS = ("hermes", "qwen_xml", "llama3", "mistral", "harmony", "gemma4")
@@ -25,6 +25,7 @@ class Serve(Subcommand):
         examples:
           $ tune serve /tmp/SmolLM2-135M-Instruct
           $ tune serve /tmp/SmolLM2-135M-Instruct --adapter orders=/tmp/run/epoch_0 --port 9000
+          $ tune serve /tmp/Llama-3.3-70B-Instruct --nproc-per-node 8
           $ curl localhost:8000/v1/chat/completions -d \\
               '{"model": "SmolLM2-135M-Instruct", "messages": [{"role": "user", "content": "Hi"}]}'
     """
@@ -51,10 +52,16 @@ class Serve(Subcommand):
         check_least(args, port=0, max_new_tokens=1, max_sequences=1, max_waiting=1)
         from torchtune._cli._chat_api import ChatServer
         from torchtune._cli._find_recipe import find_checkpoint
+        from torchtune.generation import follow_batches
         from torchtune.rlhf.environments import detect_format
+        from torchtune.training.parallel import NO_TIMEOUT, Ranks
 
         path = find_checkpoint(args.model)
         models, tokenizer = _load(path, args.name or Path(path).name, args)
+        ranks = Ranks(timeout=NO_TIMEOUT)  # the others wait for requests
+        if ranks.rank > 0:
+            follow_batches(models, ranks, max_sequences=args.max_sequences)
+            return
         chat_templates = getattr(tokenizer, "chat_templates", {})
         templates = "".join(template.source for template in chat_templates.values())
         try:
@@ -66,6 +73,7 @@ class Serve(Subcommand):
                 max_new_tokens=args.max_new_tokens,
                 max_sequences=args.max_sequences,
                 max_waiting=args.max_waiting,
+                ranks=ranks,
             )
         except (OSError, OverflowError) as error:
             raise UserError(f"--port {args.port} cannot be used ({error}): choose another one, or 0.") from error
@@ -84,7 +92,13 @@ def _load(path: str, name: str, args: argparse.Namespace) -> tuple[dict[str, Any
     from torchtune._facade import adapted_copy
     from torchtune.generation import check_generates
 
-    base, tokenizer = torchtune.load(path, dtype=args.dtype, device=args.device)
+    shards = shared_by_processes("layers")
+    if args.adapter and shards is not None:
+        raise UserError(
+            "--adapter: the processes of --nproc-per-node share one model: merge the adapter into it with tune export, "
+            "or serve it in one process."
+        )
+    base, tokenizer = torchtune.load(path, dtype=args.dtype, device=args.device, shards=shards)
     check_generates(base)
     models = {name: base}
     for text in args.adapter:

@@ -64,11 +64,23 @@ class Subcommand:
 
 
 def add_placement(parser: argparse.ArgumentParser) -> None:
-    """Add the options ``--device`` and ``--dtype`` of a model that is loaded."""
+    """Add the options ``--device``, ``--dtype`` and ``--nproc-per-node`` of a model that is loaded."""
     parser.add_argument("--device", help="cuda, cpu, mps … (default: the best one)")
     parser.add_argument(
         "--dtype", choices=["bf16", "fp32"], help="dtype of weights and activations (default: the checkpoint's)"
     )
+    parser.add_argument(
+        "--nproc-per-node",
+        metavar="N",
+        help="processes that share the model, one per device; gpu: one on every GPU (default: 1)",
+    )
+
+
+def shared_by_processes(shards: str) -> str | None:
+    """Return ``shards`` of :func:`torchtune.load` if this command runs in several processes, otherwise None."""
+    from torchtune.training import is_distributed
+
+    return shards if is_distributed() else None
 
 
 def check_least(args: argparse.Namespace, **least: float) -> None:

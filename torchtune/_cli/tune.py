@@ -62,8 +62,14 @@ class TuneCLIParser:
         return namespace
 
     def run(self, args: argparse.Namespace) -> None:
-        """Run the selected subcommand."""
-        args.func(args)
+        """Run the selected subcommand, in several processes if it takes ``--nproc-per-node``."""
+        if not hasattr(args, "nproc_per_node"):
+            args.func(args)
+            return
+        from torchtune._cli._several_processes import several_processes
+
+        with several_processes(args.nproc_per_node):
+            args.func(args)
 
 
 def main() -> None:

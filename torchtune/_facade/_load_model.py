@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -24,6 +25,7 @@ from torchtune.models import checkpoint_tokenizer, from_hf_config, stored_dtype
 from torchtune.modules import BidirectionalAttention, TransformerDecoder, classifier_model
 from torchtune.modules.conversion import Conversion, apply_conversions
 from torchtune.tokenizers import HuggingFaceModelTokenizer
+from torchtune.training.parallel import shard_for_inference
 from torchtune.utils import UserError
 
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
@@ -36,6 +38,7 @@ def load(
     dtype: str | torch.dtype | None = None,
     device: str | torch.device | None = None,
     images: bool = False,
+    shards: Literal["layers", "parameters"] | None = None,
 ) -> tuple[TransformerDecoder, HuggingFaceModelTokenizer]:
     """Load the model and the tokenizer of a checkpoint.
 
@@ -54,6 +57,10 @@ def load(
             ``config.json``, or float32 if there is none or the device only emulates it.
         device: device of the model; by default the best one.
         images: load the vision tower, too, of a model whose text decoder can be used alone.
+        shards: what torchrun's processes share of the model, so that none has all of its weights; by default each
+            process has a model of its own. ``"layers"`` splits every layer (tensor parallel) if the model allows it,
+            and otherwise shards parameters; ``"parameters"`` shards parameters (FSDP). All ranks then call the model,
+            :mod:`torchtune.generation` and :mod:`torchtune.evaluation` together, with the same inputs.
 
     Returns:
         The model and the tokenizer, with the checkpoint's chat template: the adapter's if its folder has one. For a
@@ -112,6 +119,8 @@ def load(
     adapter_checkpoint = None if adapter_dir is None else str(adapter_dir.resolve())
     source = ModelSource(folder, adapter_checkpoint=adapter_checkpoint, repo_id=repo_id)
     tokenizer = checkpoint_tokenizer(model, _tokenizer_folder(model, folder, adapter_dir))
+    if shards is not None:
+        shard_for_inference(model, torch_device, split_layers=shards == "layers")
     # The parameters of new conversions are not in the checkpoint.
     is_whole = adapter_dir is not None or not conversions
     CheckpointStore({"policy": source}).load_model(model, device=torch_device, whole=is_whole)

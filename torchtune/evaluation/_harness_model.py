@@ -23,6 +23,7 @@ from torchtune.generation import (
     stream_tokens,
 )
 from torchtune.modules.transformer import text_decoder
+from torchtune.training.parallel import sequence_multiple
 from torchtune.utils import get_logger, require
 
 _harness = require("lm_eval.api.model", extra="eval", purpose="An evaluation by tasks")
@@ -135,6 +136,7 @@ class HarnessModel(_harness.TemplateLM):
         self._use_cache = enable_kv_cache
         self.max_length = max_length or model.max_seq_len
         self._device = model.tok_embeddings.weight.device
+        self._multiple = sequence_multiple(self.decoder)
         bos = getattr(tokenizer, "bos_id", None)
         self._prefix = tokenizer.eos_id if bos is None else bos
         self._prefix_text = self.tok_decode([self._prefix], skip_special_tokens=False)
@@ -192,7 +194,7 @@ class HarnessModel(_harness.TemplateLM):
             )
         return render(chat_history, add_generation_prompt=True)
 
-    @torch.inference_mode()
+    @torch.no_grad()  # FSDP could not update buffers of inference mode outside of it
     def _loglikelihood_tokens(
         self, requests: Sequence[_Tokens], disable_tqdm: bool = False, **_: Any
     ) -> list[tuple[float, bool]]:
@@ -219,7 +221,7 @@ class HarnessModel(_harness.TemplateLM):
             for start in range(0, len(order), self.batch_size):
                 batch_inputs = order[start : start + self.batch_size]
                 rows = [{"tokens": list(inputs), "labels": [-100] * len(inputs)} for inputs in batch_inputs]
-                batch = collate_documents(rows)
+                batch = collate_documents(rows).pad_to_multiple(self._multiple)
                 hidden = self.decoder(**batch.to(self.device).model_inputs(), output="hidden")[0]  # [t, d]
                 end = 0  # of the inputs in the packed row
                 for inputs in batch_inputs:
@@ -257,7 +259,7 @@ class HarnessModel(_harness.TemplateLM):
                 bar.update()
         return results
 
-    @torch.inference_mode()
+    @torch.no_grad()  # FSDP could not update buffers of inference mode outside of it
     def _image_loglikelihood(self, context: str, continuation: str, media: Any) -> tuple[float, bool]:
         """Return (log-likelihood, is greedy) of the answer to a question with images, without its leading space."""
         answer = self.tok_encode(continuation.lstrip(), add_special_tokens=False)

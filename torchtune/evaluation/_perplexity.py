@@ -11,6 +11,7 @@ from torchtune.data import BatchLoader, collate_documents
 from torchtune.evaluation._eval_rows import EvaluationError
 from torchtune.modules.loss import LinearCrossEntropyLoss
 from torchtune.modules.transformer import TransformerDecoder
+from torchtune.training.parallel import sequence_multiple
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,8 @@ class Perplexity:
 def perplexity(model: TransformerDecoder, dataset: Any, *, batch_size: int = 4) -> Perplexity:
     """Compute the mean loss over a dataset's labeled tokens, as in validation.
 
+    All ranks of a sharded model call it with the same dataset.
+
     Args:
         model: the decoder; it runs in evaluation mode.
         dataset: rows with ``tokens`` and ``labels``, packed or not, as from :mod:`torchtune.datasets`.
@@ -54,6 +57,7 @@ def perplexity(model: TransformerDecoder, dataset: Any, *, batch_size: int = 4) 
     """
     loss_fn = LinearCrossEntropyLoss()
     device = model.tok_embeddings.weight.device
+    multiple = sequence_multiple(model)
     loader = BatchLoader(dataset, batch_size=batch_size, collate_fn=collate_documents, shuffle=False, seed=0)
     total_loss = 0.0
     tokens = 0
@@ -70,7 +74,7 @@ def perplexity(model: TransformerDecoder, dataset: Any, *, batch_size: int = 4) 
                 )
             rows += batch_size
             if batch.num_labels:
-                batch = batch.to(device)
+                batch = batch.pad_to_multiple(multiple).to(device)
                 hidden = model(**batch.model_inputs(), output="hidden")
                 # A sum over tokens: the mean of batch means would weigh short batches more.
                 loss_sum, count = loss_fn.sum_and_count(hidden, batch.labels, model.output)

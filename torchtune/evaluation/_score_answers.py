@@ -15,7 +15,7 @@ from typing import Any
 from torchtune.config import InstantiationError, did_you_mean, locate
 from torchtune.data import canonical_calls
 from torchtune.evaluation._eval_rows import EvalRow, EvaluationError
-from torchtune.generation import Prompt, answer_prompts, model_digest
+from torchtune.generation import AnswerFile, Prompt, answer_prompts, model_digest
 from torchtune.modules.transformer import TransformerDecoder
 from torchtune.rlhf import RewardSum, RolloutError
 from torchtune.rlhf.environments import CallError, detect_format, parameters_of, parse_calls
@@ -28,6 +28,8 @@ from torchtune.rlhf.reward_functions import (
     RegexMatch,
     Reward,
 )
+from torchtune.training.parallel import broadcast_object, is_sharded
+from torchtune.utils import get_world_size_and_rank
 
 # Name -> constructor of the score from the pattern after the colon (``None`` without one).
 _SCORES: dict[str, Callable[[str | None], Reward]] = {
@@ -190,6 +192,8 @@ def evaluate_answers(
 ) -> AnswerReport:
     """Generate and score an answer for each row.
 
+    All ranks of a sharded model call it together; the first one writes the answers and calls the scores.
+
     Answers are appended to a file in ``folder`` as they end; the file name contains a digest of model, tokenizer,
     prompts and sampling settings. The same call resumes after an interruption; if all answers exist, it only scores
     them again.
@@ -241,6 +245,7 @@ def evaluate_answers(
     rows_by_line = {row.line: row for row in rows}
     tool_format = tool_format_of(tokenizer, rows, source)
     is_checked = False
+    is_main = not is_sharded(model) or get_world_size_and_rank()[1] == 0
 
     def check_first(prompt: Prompt, text: str) -> None:
         nonlocal is_checked
@@ -262,8 +267,19 @@ def evaluate_answers(
         seed=seed,
         max_sequences=max_sequences,
         digest=digest,
-        on_answer=check_first,
+        on_answer=check_first if is_main else None,
     )
+    ends = Counter(answers.done[row.line]["end"] for row in rows)
+    values_by_score = _score_rows(rows, answers, reward, tool_format) if is_main else None
+    if is_sharded(model):
+        values_by_score = broadcast_object(values_by_score)
+    return AnswerReport(answers.path, values_by_score, dict(ends))
+
+
+def _score_rows(
+    rows: Sequence[EvalRow], answers: AnswerFile, reward: RewardSum, tool_format: str | None
+) -> dict[str, list[float]]:
+    """Return the scores of all rows, and write them into the file of answers."""
     texts = [scored_text(row, answers.done[row.line]["answer"], tool_format) for row in rows]
     values_by_score = reward([row.row for row in rows], texts, [row.line for row in rows]).parts
     notes = {}
@@ -273,8 +289,7 @@ def evaluate_answers(
             row_scores[name] = None if math.isnan(values[index]) else values[index]  # JSON has no NaN
         notes[row.line] = {"right": row.row.get("answer"), "scores": row_scores}
     answers.finish(notes)
-    ends = Counter(answers.done[row.line]["end"] for row in rows)
-    return AnswerReport(answers.path, values_by_score, dict(ends))
+    return values_by_score
 
 
 def tool_format_of(tokenizer: Any, rows: Sequence[EvalRow], source: str | Path) -> str | None:

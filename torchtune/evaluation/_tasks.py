@@ -13,7 +13,8 @@ from torchtune.config import did_you_mean
 from torchtune.datasets import without_waiting_for_the_hub
 from torchtune.evaluation._eval_rows import EvaluationError
 from torchtune.generation import model_digest
-from torchtune.utils import atomic_write, convert_os_errors, first_line, require
+from torchtune.training.parallel import broadcast_object, is_sharded
+from torchtune.utils import atomic_write, convert_os_errors, first_line, get_world_size_and_rank, require
 
 # Tasks of this library, which need no download.
 _OWN_TASKS = Path(__file__).parent / "tasks"
@@ -116,6 +117,8 @@ def evaluate_tasks(
 ) -> TaskResults:
     """Evaluate a model on tasks.
 
+    All ranks of a sharded model call it together; they keep no cache of answers.
+
     Args:
         model: a decoder, or a model of text and images, with its weights.
         tokenizer: the model's tokenizer; for tasks with images, a vision model's.
@@ -144,9 +147,12 @@ def evaluate_tasks(
     )
     tasks.manager.no_images_reason = harness.no_images_reason
     cache = None
-    if folder is not None:
+    is_main = not is_sharded(model) or get_world_size_and_rank()[1] == 0
+    if folder is not None and is_main:
         with convert_os_errors(Path(folder) / "results.json"):
             Path(folder).mkdir(parents=True, exist_ok=True)
+    # Ranks that share a model ask it for the same answers, so that none may know some of them already.
+    if folder is not None and not is_sharded(model):
         digest = model_digest(model, tokenizer)[:12]
         cache = str(Path(folder) / f"answers_{digest}_{harness.max_length}")
     logger = logging.getLogger("lm_eval.api.task")
@@ -168,14 +174,17 @@ def evaluate_tasks(
         )
     finally:
         logger.removeFilter(_should_log)
-    if folder is not None:
+    if folder is not None and is_main:
         # Without the examples and the settings of the machine, which are large and differ from run to run.
         names = ("results", "configs", "versions", "n-shot", "n-samples")
         content = {name: evaluation[name] for name in names if name in evaluation}
         with atomic_write(Path(folder) / "results.json") as file:
             file.write((json.dumps(content, indent=2, default=str) + "\n").encode())
-    counts = {name: numbers.get("effective") for name, numbers in evaluation.get("n-samples", {}).items()}
-    return TaskResults(dict(evaluation["results"]), _format_table(evaluation["results"], counts))
+    results = None
+    if evaluation is not None:  # lm-eval returns it on the first rank alone
+        counts = {name: numbers.get("effective") for name, numbers in evaluation.get("n-samples", {}).items()}
+        results = TaskResults(dict(evaluation["results"]), _format_table(evaluation["results"], counts))
+    return broadcast_object(results) if is_sharded(model) else results
 
 
 def _should_log(record: logging.LogRecord) -> bool:

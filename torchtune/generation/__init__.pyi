@@ -2,7 +2,7 @@ from ._answer_prompts import AnswerFile as AnswerFile
 from ._answer_prompts import answer_prompts as answer_prompts
 from ._answer_prompts import model_digest as model_digest
 from ._answer_prompts import stream_answers, tokenize_prompt
-from ._batch_server import BatchServer, Job
+from ._batch_server import BatchServer, Job, follow_batches
 from ._continuous_batch import Batch, Request, evaluating
 from ._continuous_batch import check_generates as check_generates
 from ._fast_linear import fast_linears as fast_linears

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from torchtune.generation._generate import TokenStep, stream_tokens
 from torchtune.generation._prompts import Prompt, answer_limit, images_of_row, prompt_row
 from torchtune.generation._sampling import GenerationError, LogitsProcessor, seeded_draws
 from torchtune.modules.transformer import TransformerDecoder, text_decoder
-from torchtune.training.parallel import checksum_bits
+from torchtune.training.parallel import Ranks, checksum_parameters, is_sharded, type_before_fsdp
 from torchtune.utils import atomic_write, convert_os_errors
 
 
@@ -34,6 +34,7 @@ class AnswerFile:
         path: the file; an incomplete last line is removed.
         prompts: all prompts.
         settings: settings that the answers depend on.
+        ranks: the ranks that share the model: the first one reads and writes the file, and all know the answers.
 
     Raises:
         GenerationError: the file has other content, or answers to other prompts or with other settings.
@@ -51,10 +52,28 @@ class AnswerFile:
         'Because.'
     """
 
-    def __init__(self, path: str | Path, prompts: Sequence[Prompt], settings: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        path: str | Path,
+        prompts: Sequence[Prompt],
+        settings: Mapping[str, Any],
+        *,
+        ranks: Ranks | None = None,
+    ) -> None:
         self.path = Path(path)
         self._digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:12]
         self.done: dict[int, dict[str, Any]] = {}
+        self._file: BinaryIO | None = None
+        if ranks is None:
+            self._open(prompts)
+            return
+        with ranks.raise_on_all():
+            if ranks.rank == 0:
+                self._open(prompts)
+        self.done = ranks.broadcast(self.done)
+
+    def _open(self, prompts: Sequence[Prompt]) -> None:
+        """Read the answers of earlier runs, and open the file for more."""
         prompts_by_line = {prompt.line: prompt.given for prompt in prompts}
         with convert_os_errors(self.path):
             content = self.path.read_bytes() if self.path.exists() else b""
@@ -88,20 +107,26 @@ class AnswerFile:
         """Append an answer; ``end`` is stop, max_new_tokens or context."""
         row = {"line": prompt.line, "prompt": prompt.given, "answer": answer, "end": end, "tokens": tokens}
         self.done[prompt.line] = {**row, "settings": self._digest}
+        if self._file is None:
+            return
         with convert_os_errors(self.path):
             self._file.write(_json_line(self.done[prompt.line]))
             self._file.flush()
 
     def finish(self, notes: Mapping[int, Mapping[str, Any]] | None = None) -> None:
         """Sort the answers by the lines of their prompts, and add the notes of each line."""
-        self.close()
         for line, note in (notes or {}).items():
             self.done[line] |= note
+        if self._file is None:
+            return
+        self.close()
         with atomic_write(self.path) as file:
             file.writelines(_json_line(self.done[line]) for line in sorted(self.done))
 
     def close(self) -> None:
         """Close the file, with the answers so far."""
+        if self._file is None:
+            return
         with convert_os_errors(self.path):
             if not self._file.closed:
                 os.fsync(self._file.fileno())
@@ -120,8 +145,10 @@ _PROMPTS_PER_SEQUENCE = 64
 def model_digest(model: nn.Module, tokenizer: Any) -> str:
     """Return a digest of the weights (every bit, adapters included), the layers, and the tokenizer.
 
+    All ranks of a sharded model call it, and get the digest that one device would give.
+
     Args:
-        model: the model with its weights, on one device.
+        model: the model with its weights.
         tokenizer: the tokenizer of its prompts.
 
     Example:
@@ -131,10 +158,11 @@ def model_digest(model: nn.Module, tokenizer: Any) -> str:
         >>> before == torchtune.generation.model_digest(model, tokenizer)
         False
     """
-    layers = [type(module).__qualname__ for module in model.modules()]
+    layers = [type_before_fsdp(module).__qualname__ for module in model.modules()]
     digest = hashlib.sha256(repr((getattr(model, "description", None), layers)).encode())
+    checksums_by_name = checksum_parameters(model)
     for name, parameter in model.named_parameters():
-        checksums = [int(checksum) for checksum in checksum_bits(parameter)]
+        checksums = checksums_by_name[name]
         digest.update(repr((name, str(parameter.dtype), list(parameter.shape), checksums)).encode())
     transform = getattr(tokenizer, "transform_image", None)
     image_settings = None if transform is None else vars(transform)
@@ -163,6 +191,8 @@ def answer_prompts(
     logits_processors: Sequence[LogitsProcessor] = (),
 ) -> AnswerFile:
     """Answer every prompt that has no answer in a file yet, in a continuous batch.
+
+    All ranks of a sharded model call it together; the first one reads and writes the file and shows the progress.
 
     Args:
         model: the decoder, or the model of text and images, with its weights.
@@ -221,12 +251,16 @@ def answer_prompts(
         settings["truncation"] = [top_p, min_p]
     if logits_processors:
         settings["processors"] = Fingerprint({"logits_processors": list(logits_processors)}).text
-    answers = AnswerFile(output, prompts, settings)
+    ranks = Ranks(GenerationError) if is_sharded(model) else None
+    answers = AnswerFile(output, prompts, settings, ranks=ranks)
     if seed is None:
         seed = torch.seed()
+        if ranks is not None:
+            seed = ranks.broadcast(seed)
     waiting = [prompt for prompt in prompts if prompt.line not in answers.done]
     device = model.tok_embeddings.weight.device
-    bar = tqdm(total=len(prompts), initial=len(answers.done), unit="prompt", disable=None)
+    is_hidden = True if ranks is not None and ranks.rank > 0 else None  # None: shown on a terminal
+    bar = tqdm(total=len(prompts), initial=len(answers.done), unit="prompt", disable=is_hidden)
     with closing(answers), bar, fast_linears(model, pack=bool(waiting)):
         for group in _groups(waiting, max_sequences):
             images: list[dict[str, Any]] = []

@@ -3,10 +3,10 @@
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field
 from queue import SimpleQueue
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +16,8 @@ from torchtune.generation._fast_linear import fast_linears
 from torchtune.generation._generate import check_finite
 from torchtune.generation._sampling import GenerationError, Sampling, draw_tokens
 from torchtune.modules.transformer import TransformerDecoder
+from torchtune.training.parallel import Ranks
+from torchtune.utils import first_line
 
 
 class Drawn(NamedTuple):
@@ -75,17 +77,77 @@ class Job:
             yield result
 
 
+class _Step(NamedTuple):
+    """What the other ranks need to know of a step of rank 0, which alone has the jobs.
+
+    Attributes:
+        tokens: the next token of each row.
+        ended: indices of the sequences that end with it, besides those at their limit.
+        failure: error that ends the batch on all ranks; None if there is none.
+    """
+
+    tokens: list[int]
+    ended: frozenset[int]
+    failure: str | None
+
+
+@torch.inference_mode()
+def follow_batches(models: Mapping[str, TransformerDecoder], ranks: Ranks, *, max_sequences: int) -> None:
+    """Run the batches of the :class:`BatchServer` of rank 0 on another rank that shares its models, until it closes.
+
+    Args:
+        models: see :class:`BatchServer`; this rank's shards of them.
+        ranks: the ranks that share the models.
+        max_sequences: see :class:`BatchServer`.
+    """
+    while (batch := ranks.broadcast(None)) is not None:
+        name, requests = batch
+        with suppress(GenerationError):  # rank 0 tells those who wait
+            _follow_batch(models[name], requests, ranks, max_sequences)
+
+
+def _follow_batch(model: TransformerDecoder, requests: list[Request], ranks: Ranks, size: int) -> None:
+    device = model.tok_embeddings.weight.device
+    ended: frozenset[int] = frozenset()  # in the running step
+
+    def draw(logits: Tensor, rows: list[Row]) -> tuple[Tensor, Tensor]:
+        nonlocal ended
+        step = ranks.broadcast(None)
+        if step.failure is not None:
+            raise GenerationError(step.failure)
+        ended = step.ended
+        return torch.tensor(step.tokens, device=device)[:, None], torch.zeros(len(rows), device=device)
+
+    steps = decode(
+        model,
+        requests,
+        size=size,
+        device=device,
+        use_cache=True,
+        draw=draw,
+        ends=lambda index, token: index in ended,
+        more=lambda batch: ranks.broadcast(None),
+    )
+    with closing(steps):
+        for _ in steps:
+            pass
+
+
 class BatchServer:
     """Answers jobs in the order of their arrival, in a thread that runs the models.
 
     Jobs of the same model share a batch: one that arrives joins the running batch, unless an earlier job of another
-    model is waiting.
+    model is waiting. If ranks share the models, rank 0 has the server, and the others call :func:`follow_batches`.
 
     Args:
         models: name -> model, in evaluation mode; they may share parameters.
         stop_tokens: tokens that end an answer; they are yielded.
         max_sequences: number of jobs in the batch.
         max_waiting: maximum number of waiting jobs.
+        ranks: the ranks that share the models; None: each model is on one device.
+
+    Attributes:
+        failure: error after which the other ranks do not follow any more, so that the server is closed.
 
     Example:
         >>> server = torchtune.generation.BatchServer({"tiny": model}, tokenizer.stop_tokens)
@@ -103,8 +165,11 @@ class BatchServer:
         *,
         max_sequences: int = 8,
         max_waiting: int = 256,
+        ranks: Ranks | None = None,
     ) -> None:
+        self.failure: GenerationError | None = None
         self._models = models
+        self._ranks = None if ranks is None or ranks.size == 1 else ranks
         self._stop = frozenset(stop_tokens)
         self._size = max_sequences
         self._max_waiting = max_waiting
@@ -142,8 +207,15 @@ class BatchServer:
                     if self._is_closed:
                         break
                 self._answer_batch()
+        if self.failure is None:
+            self._tell(None)
         for job in self._waiting:
             job.results.put(self._failure(job))
+
+    def _tell(self, message: Any) -> None:
+        """Broadcast a message to the other ranks, which wait for it at the same point."""
+        if self._ranks is not None:
+            self._ranks.broadcast(message)
 
     def _failure(self, job: Job) -> GenerationError | None:
         """Return the reason to stop answering a job; None if there is none."""
@@ -162,8 +234,10 @@ class BatchServer:
         running: set[int] = set()  # indices of unfinished jobs
         counts: dict[int, int] = {}  # tokens of each job
         most_likely: dict[int, list[tuple[int, float]]] = {}  # of the running step, for jobs that ask for them
+        ended: frozenset[int] = frozenset()  # sequences that end in the running step, besides those at their limit
+        is_failure_known = False  # to the other ranks
 
-        def newcomers(_: Batch | None = None) -> list[Request]:
+        def newcomers() -> list[Request]:
             requests = []
             with self._changed:
                 while self._waiting and self._waiting[0].model == name and len(running) < self._size:
@@ -178,7 +252,13 @@ class BatchServer:
                     requests.append(Request(index, job.tokens, job.limit, 1))
             return requests
 
+        def more(_: Batch) -> list[Request]:
+            requests = newcomers()
+            self._tell(requests)
+            return requests
+
         def draw(logits: Tensor, rows: list[Row]) -> tuple[Tensor, Tensor]:
+            nonlocal ended, is_failure_known
             # Row by row, because each job has its own settings and random generator.
             tokens = []
             log_probs = []
@@ -191,36 +271,62 @@ class BatchServer:
                 if job.num_top:
                     values, ids = probabilities[0].topk(min(job.num_top, probabilities.shape[-1]))
                     most_likely[row.index] = list(zip(ids.tolist(), values.log().tolist(), strict=True))
-            return torch.cat(tokens), torch.stack(log_probs)  # [m, 1], [m]
-
-        def ends(index: int, token: int) -> bool:
-            return self._failure(jobs[index]) is not None or jobs[index].is_cancelled or token in self._stop
+            step_tokens = torch.cat(tokens)  # [m, 1]
+            step_log_probs = torch.stack(log_probs)  # [m]
+            try:
+                check_finite(step_log_probs, model)
+            except GenerationError as error:
+                self._tell(_Step([], frozenset(), str(error)))
+                is_failure_known = True
+                raise
+            host_tokens = step_tokens[:, 0].tolist()
+            ended = self._ended(jobs, rows, host_tokens)
+            self._tell(_Step(host_tokens, ended, None))
+            return step_tokens, step_log_probs
 
         requests = newcomers()
         if not requests:  # all of them have left
             return
-        steps = decode(
-            model,
-            requests,
-            size=self._size,
-            device=device,
-            use_cache=True,
-            draw=draw,
-            ends=ends,
-            processors=lambda index: jobs[index].sampling.logits_processors,
-            more=newcomers,
-        )
         try:
+            self._tell((name, requests))
+            steps = decode(
+                model,
+                requests,
+                size=self._size,
+                device=device,
+                use_cache=True,
+                draw=draw,
+                ends=lambda index, token: index in ended,
+                processors=lambda index: jobs[index].sampling.logits_processors,
+                more=more,
+            )
             with closing(steps):
                 for ((indices, tokens, log_probs),) in steps:  # one step: the server checks every token
-                    check_finite(log_probs, model)
                     for index, token, log_prob in zip(indices, tokens[:, 0].tolist(), log_probs.tolist(), strict=True):
                         job = jobs[index]
                         job.results.put(Drawn(token, log_prob, most_likely.get(index, [])))
                         counts[index] = counts.get(index, 0) + 1
-                        if ends(index, token) or counts[index] == job.limit:
+                        if index in ended or counts[index] == job.limit:
                             running.discard(index)
                             job.results.put(self._failure(job))
         except Exception as error:  # noqa: BLE001 - of one batch; later ones may work
+            failure = GenerationError(f"The model failed: {error}")
+            if self._ranks is not None and not is_failure_known:
+                # The other ranks are in the middle of a step, or one of them is lost.
+                failure = GenerationError(
+                    f"The processes that share the model have lost each other: {first_line(error)}."
+                )
+                failure.__cause__ = error
+                self.failure = failure
+                self._is_closed = True
             for index in running:
-                jobs[index].results.put(GenerationError(f"The model failed: {error}"))
+                jobs[index].results.put(failure)
+
+    def _ended(self, jobs: Sequence[Job], rows: Sequence[Row], tokens: Sequence[int]) -> frozenset[int]:
+        """Return the indices of the rows that end with their next tokens, besides those at their limit."""
+        ended = set()
+        for row, token in zip(rows, tokens, strict=True):
+            job = jobs[row.index]
+            if token in self._stop or job.is_cancelled or self._failure(job) is not None:
+                ended.add(row.index)
+        return frozenset(ended)

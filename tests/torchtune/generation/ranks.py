@@ -1,5 +1,6 @@
 """What torchrun starts on two ranks: generation and losses of sharded models, against those of one process."""
 
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -10,11 +11,21 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from torchtune import training
 from torchtune.checkpoints import FullModelHFCheckpointer
-from torchtune.generation import generate, generate_tokens
+from torchtune.generation import (
+    BatchServer,
+    GenerationError,
+    Job,
+    Sampling,
+    follow_batches,
+    generate,
+    generate_tokens,
+)
+from torchtune.generation._batch_server import Drawn
 from torchtune.models import from_hf_config
 from torchtune.modules import TransformerDecoder
 from torchtune.modules.loss import LinearCrossEntropyLoss, linear_log_probs, setup_loss
 from torchtune.training import ParallelDims
+from torchtune.training.parallel import Ranks
 
 CPU = torch.device("cpu")
 PROMPTS = [[3, 1, 4, 1, 5, 9], [2, 6], [5, 3, 5, 8]]
@@ -139,6 +150,40 @@ def log_probs_of_a_sharded_vocabulary(mesh: object) -> None:
     torch.testing.assert_close(grad_weight.full_tensor(), wanted[1], rtol=0, atol=1e-11)
 
 
+def serves_as_one(model: TransformerDecoder, alone: TransformerDecoder) -> None:
+    """Rank 0 has the jobs; of one, nobody waits any more, and one fails."""
+    stop = [generate_tokens(alone, PROMPTS[:1], max_new_tokens=6, temperature=0.0).tokens[0][2].item()]
+
+    def answers(server: BatchServer) -> list[list[Drawn]]:
+        jobs = []
+        for number, prompt in enumerate(PROMPTS):
+            jobs.append(Job("tiny", prompt, 5, Sampling(temperature=number % 2), num_top=number % 3, seed=number))
+        jobs[1].is_cancelled = True
+        assert server.submit(*jobs)
+        return [list(job) for job in jobs]
+
+    ranks = Ranks()
+    if ranks.rank > 0:
+        follow_batches({"tiny": model}, ranks, max_sequences=2)
+        return
+    with closing(BatchServer({"tiny": alone}, stop, max_sequences=2)) as one:
+        expected = answers(one)
+    with closing(BatchServer({"tiny": model}, stop, max_sequences=2, ranks=ranks)) as server:
+        drawn = answers(server)
+        invalid = Job("tiny", PROMPTS[0], 2, Sampling(logits_processors=[lambda tokens, logits: logits * float("nan")]))
+        assert server.submit(invalid)
+        with pytest.raises(GenerationError, match="not finite"):
+            list(invalid)
+        valid = Job("tiny", PROMPTS[0], 2, Sampling(temperature=0.0))
+        assert server.submit(valid)
+        assert len(list(valid)) == 2  # it goes on
+        assert server.failure is None
+    assert len(drawn[1]) == 1
+    for answer, expected_answer in zip(drawn, expected, strict=True):
+        assert [step.token for step in answer] == [step.token for step in expected_answer]
+        assert [len(step.top) for step in answer] == [len(step.top) for step in expected_answer]
+
+
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
     tp = ParallelDims.start(CPU, dp_shard=1, tp=2)
@@ -158,6 +203,8 @@ def main(folder: Path) -> None:
             generated = generate(model, prompts, max_generated_tokens=4, temperature=0.0)[0]
             assert torch.equal(generated, generate(alone, prompts, max_generated_tokens=4, temperature=0.0)[0])
             trains_on_logits_as_one(checkpoint, fsdp, model)
+    for dims in (tp, fsdp):
+        serves_as_one(load(checkpoint, dims), alone)
     generates_with_whole_weights(load(checkpoint, fsdp, reshard_after_forward=False), alone)
     cp = load(folder / "tied_True", ParallelDims.start(CPU, dp_shard=1, cp=2))
     with pytest.raises(ValueError, match="set context_parallel_dim to 1"):

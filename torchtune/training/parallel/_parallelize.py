@@ -1,6 +1,7 @@
 """Parallelize a model over the processes of a run, on the meta device."""
 
 import itertools
+import os
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
@@ -11,7 +12,8 @@ from torch import nn
 from torchtune.modules.conversion import get_conversions
 from torchtune.modules.transformer import text_decoder
 from torchtune.training.parallel._parallel_dims import ParallelDims, ParallelDimsError
-from torchtune.utils import FrozenIntegers, flatten_mesh, get_logger, log_rank_zero
+from torchtune.training.parallel._ranks import is_distributed
+from torchtune.utils import FrozenIntegers, UserError, flatten_mesh, get_logger, log_rank_zero
 
 ShardCondition = Callable[[str, nn.Module], bool]
 
@@ -73,6 +75,48 @@ def parallelize(
         meshes=meshes,
     )
     unshard_output(model)
+
+
+def shard_for_inference(model: nn.Module, device: torch.device, *, split_layers: bool = True) -> ParallelDims:
+    """Shard ``model`` over all processes of torchrun, to generate and to be measured; no rank has all of its weights.
+
+    Every layer is split over the ranks (tensor parallel) if the model allows it. Otherwise each parameter is sharded
+    and all-gathered layer by layer (FSDP), which takes longer; the reason is logged. All ranks then run the model on
+    the same batches.
+
+    Args:
+        model: model on the meta device; the checkpointer then loads every shard.
+        device: device of this process.
+        split_layers: False shards parameters in any case, for readers of hidden states of any length.
+
+    Returns:
+        The parallel dims; one process without torchrun, which changes nothing.
+
+    Raises:
+        ParallelDimsError, ParallelError: parameters of the model cannot be sharded.
+    """
+    ranks = int(os.environ["WORLD_SIZE"]) if is_distributed() else 1
+    sizes = {"dp_shard": ranks}
+    if split_layers and ranks > 1:
+        sizes = {"tp": ranks}
+        try:
+            check_parallelizable(model, ParallelDims(**sizes, world_size=ranks))
+        except UserError as error:
+            log_rank_zero(get_logger(), f"Layers are not split over the {ranks} ranks, but parameters: {error}")
+            sizes = {"dp_shard": ranks}
+    dims = ParallelDims.start(device, **sizes)
+    parallelize(model, dims, device=device)
+    return dims
+
+
+def sequence_multiple(model: nn.Module) -> int:
+    """Return the number that divides the length of every input of ``model``: the size of its tensor parallelism."""
+    from torch.distributed.tensor import DTensor
+
+    for parameter in model.parameters():
+        if isinstance(parameter, DTensor) and "tp" in (parameter.device_mesh.mesh_dim_names or ()):
+            return parameter.device_mesh["tp"].size()
+    return 1
 
 
 def _check_not_composite(model: nn.Module, dims: ParallelDims) -> None:

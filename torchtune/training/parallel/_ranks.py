@@ -14,6 +14,8 @@ from torchtune.utils import DeviceSupport, UserError, get_logger, get_world_size
 T = TypeVar("T")
 # Timeout for a rank that waits while another one writes; a dead rank is noticed immediately.
 _TIMEOUT = timedelta(hours=3)
+# For ranks that wait for a user or a request.
+NO_TIMEOUT = timedelta(days=3650)
 
 
 def is_distributed() -> bool:
@@ -135,16 +137,17 @@ class Ranks:
 
     Args:
         error: exception that :meth:`raise_on_all` raises for a user error on another rank.
+        timeout: the longest that a rank waits for another one.
 
     Attributes:
         rank: rank of this process.
         size: number of ranks.
     """
 
-    def __init__(self, error: type[UserError] = UserError) -> None:
+    def __init__(self, error: type[UserError] = UserError, *, timeout: timedelta = _TIMEOUT) -> None:
         self.size, self.rank = get_world_size_and_rank()
         self._error = error
-        self._group = dist.new_group(backend="gloo", timeout=_TIMEOUT) if self.size > 1 else None
+        self._group = dist.new_group(backend="gloo", timeout=timeout) if self.size > 1 else None
 
     def gather(self, value: T) -> list[T]:
         """Return the value of every rank."""

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from torchtune.models import Slices
-from torchtune.training.parallel._ranks import Ranks
+from torchtune.training.parallel._ranks import Ranks, all_gather_object
 from torchtune.utils import is_simulated
 
 if TYPE_CHECKING:
@@ -205,6 +206,50 @@ def checksum_bits(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     end_of_words = data.numel() // 8 * 8
     yield data[:end_of_words].view(torch.int64).sum()
     yield data[end_of_words:].sum()
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Return whether ranks share the weights of a model."""
+    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+def type_before_fsdp(module: nn.Module) -> type:
+    """Return the class of a module; FSDP derives one of its own from it."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for cls in type(module).__mro__:
+        if not issubclass(cls, FSDPModule):
+            return cls
+    return type(module)
+
+
+@torch.no_grad()
+def checksum_parameters(model: nn.Module) -> dict[str, list[int]]:
+    """Return sums of the bits of every parameter, by name: the same for a sharded model as for one on one device.
+
+    A collective for a sharded model. The sums differ if shards do not begin at multiples of 8 bytes.
+    """
+    checksums = {}
+    for name, parameter in model.named_parameters():
+        checksums[name] = [int(checksum) for checksum in checksum_bits(parameter)]
+    if not is_sharded(model):
+        return checksums
+    sums_of_shards: list[int] = []
+    for name, parameter in model.named_parameters():
+        is_counted = dist.get_rank() == 0
+        if isinstance(parameter, DTensor):
+            # Of equal copies, the first one counts.
+            coordinates = parameter.device_mesh.get_coordinate()
+            is_counted = True
+            for coordinate, placement in zip(coordinates, parameter.placements, strict=True):
+                if placement.is_replicate() and coordinate > 0:
+                    is_counted = False
+        for checksum in checksums[name]:
+            sums_of_shards.append(checksum if is_counted else 0)
+    message = torch.tensor(sums_of_shards, dtype=torch.int64)
+    gathered = all_gather_object(message)
+    sums = iter(torch.stack(gathered).sum(0).tolist())  # modulo 2**64, as the sums of words
+    return {name: [next(sums) for _ in values] for name, values in checksums.items()}
 
 
 @torch.no_grad()

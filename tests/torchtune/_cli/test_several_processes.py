@@ -1,0 +1,70 @@
+"""Commands in several processes: the answers of one, and a sentence about a process that is lost."""
+
+import io
+import os
+import signal
+import sys
+
+import pytest
+import torch.distributed as dist
+
+from tests.tiny import write_checkpoint
+from torchtune._cli._several_processes import LostFollowerError, _Followers, several_processes
+from torchtune.utils import UserError
+
+
+@pytest.fixture
+def command(monkeypatch):
+    """Set the command line that followers run."""
+    return lambda *arguments: monkeypatch.setattr(sys, "argv", ["tune", *arguments])
+
+
+def test_two_processes_chat_as_one(tmp_path, tune, monkeypatch):
+    checkpoint = write_checkpoint(tmp_path / "checkpoint")
+    placement = ["--device", "cpu", "--dtype", "fp32", "--max-new-tokens", "4", "--seed", "3"]
+    results = []
+    for processes in ("1", "2"):
+        monkeypatch.setattr("sys.stdin", io.StringIO("the cat\n/reset\na dog\n/quit\nred\n"))
+        results.append(tune("chat", "--model", checkpoint, *placement, "--nproc-per-node", processes))
+    alone, together = results
+    assert alone.code == together.code == 0
+    assert alone.out == together.out
+    assert together.out.count("\n") >= 2
+    assert not dist.is_initialized()
+    assert "RANK" not in os.environ
+
+
+def test_error_of_another_process_is_told_with_its_rank(command):
+    command("cat", "no_such_config")
+    with pytest.raises(LostFollowerError, match=r"^rank 1: .*no_such_config"), several_processes("2"):
+        pass
+
+
+def test_end_of_another_process_is_told_as_cause_of_a_broken_collective(command):
+    command("ls")
+    followers = _Followers(2)
+
+    def lose_follower() -> None:
+        with followers:
+            os.kill(followers._processes[0].pid, signal.SIGKILL)
+            raise RuntimeError("Connection closed by peer")
+
+    with pytest.raises(LostFollowerError, match=r"rank 1 of 2 was ended by SIGKILL.*run the command again"):
+        lose_follower()
+
+
+def test_error_of_this_process_ends_the_others(command):
+    command("ls")
+    followers = _Followers(2)
+    with pytest.raises(UserError, match=r"^of rank 0$"), followers:
+        raise UserError("of rank 0")
+    assert all(process.returncode is not None for process in followers._processes)
+
+
+@pytest.mark.parametrize(
+    ("requested", "sentence"),
+    [("0", "--nproc-per-node 0: it must be at least 1"), ("two", "--nproc-per-node two: give the number of processes")],
+)
+def test_number_of_processes_is_checked(requested, sentence):
+    with pytest.raises(UserError, match=sentence), several_processes(requested):
+        pass

@@ -1,0 +1,219 @@
+"""Run a command in several processes, one per device, which share a model.
+
+This process is rank 0: it reads the terminal, prints, writes files and listens. The others, its followers, run the same
+command line without input and output. They end with it, and it ends with a sentence if one of them is lost.
+"""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import IO
+
+from torchtune.utils import UserError
+
+# In the environment of a follower.
+_FOLLOWER = "TUNE_FOLLOWER"
+# Seconds in which rank 0 may find the same error as the follower that has ended, to report it itself.
+_PATIENCE = 5.0
+# Seconds that followers may take to end after rank 0 has finished.
+_MOST_SECONDS_TO_END = 60.0
+
+
+class LostFollowerError(UserError):
+    """Raised if a follower ends before rank 0."""
+
+    exit_code = 1
+
+
+@contextmanager
+def several_processes(requested: str | None) -> Iterator[None]:
+    """Context manager that runs its block in several processes, if the command line asks for them.
+
+    Args:
+        requested: value of ``--nproc-per-node``: a number, gpu, cpu or auto; None: this process alone.
+
+    Raises:
+        UserError: the value is none of these.
+        LostFollowerError: another process has ended.
+    """
+    if _FOLLOWER in os.environ:
+        threading.Thread(target=_end_with_leader, daemon=True).start()
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - until the process ends
+        yield
+        _leave_group()
+        return
+    size = _count_processes(requested)
+    if size == 1:
+        yield
+        return
+    with _Followers(size):
+        yield
+
+
+def _leave_group() -> None:
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _end_with_leader() -> None:
+    """Wait for the end of rank 0, which holds the other end of standard input, and end at once."""
+    os.read(0, 1)  # not sys.stdin, whose lock this thread would hold when the interpreter ends
+    os._exit(1)
+
+
+def _count_processes(requested: str | None) -> int:
+    if requested is None:
+        return 1
+    if requested.isdigit():
+        size = int(requested)
+    else:
+        from torch.distributed.run import determine_local_world_size
+
+        try:
+            size = determine_local_world_size(requested)
+        except ValueError as error:
+            raise UserError(
+                f"--nproc-per-node {requested}: give the number of processes, or gpu for one per device "
+                f"({str(error).rstrip('.')})."
+            ) from error
+    if size < 1:
+        raise UserError(f"--nproc-per-node {requested}: it must be at least 1.")
+    return size
+
+
+class _Followers:
+    """The processes of ranks 1 and above, and the environment of rank 0 for as long as they run."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._processes: list[subprocess.Popen] = []
+        self._errors: list[IO[bytes]] = []  # what each of them prints to standard error
+        self._is_over = threading.Event()
+
+    def __enter__(self) -> None:
+        import torch
+        import torch.distributed as dist
+
+        # Rank 0 serves the store on a free port; all ranks connect as clients, as to the store of torchrun's agent.
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        shared = {
+            "WORLD_SIZE": str(self._size),
+            "LOCAL_WORLD_SIZE": str(self._size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(self._store.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+        }
+        self._threads_before = torch.get_num_threads()
+        threads = max(1, self._threads_before // self._size)
+        torch.set_num_threads(threads)
+        for rank in range(1, self._size):
+            errors = tempfile.TemporaryFile()
+            ranks = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank), _FOLLOWER: "1"}
+            process = subprocess.Popen(
+                [sys.executable, "-m", "torchtune._cli.tune", *sys.argv[1:]],
+                env={**os.environ, "OMP_NUM_THREADS": str(threads), **ranks},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=errors,
+                start_new_session=True,  # Ctrl-C is for rank 0, which ends the others
+            )
+            self._processes.append(process)
+            self._errors.append(errors)
+        rank_0 = {**shared, "RANK": "0", "LOCAL_RANK": "0"}
+        self._environment_before = {name: os.environ.get(name) for name in rank_0}
+        os.environ.update(rank_0)
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        import torch
+
+        self._is_over.set()
+        lost = None
+        if error is None:
+            lost = self._wait_until_ended()
+        elif isinstance(error, RuntimeError) or isinstance(error.__cause__, RuntimeError):
+            # Of a collective, if a follower is lost.
+            lost = self._wait_for_lost(_PATIENCE)
+        text = None if lost is None else self._explain(lost)
+        self._kill()
+        _leave_group()
+        torch.set_num_threads(self._threads_before)
+        for name, value in self._environment_before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+        for errors in self._errors:
+            errors.close()
+        if text is not None:
+            raise LostFollowerError(text) from error
+
+    def _watch(self) -> None:
+        """End this process if a follower is lost while rank 0 waits: for input, a request, or a collective."""
+        while not self._is_over.wait(0.2):
+            lost = self._lost()
+            if lost is None or self._is_over.wait(_PATIENCE):
+                continue
+            print(f"error: {self._explain(lost)}", file=sys.stderr, flush=True)
+            self._kill()
+            os._exit(LostFollowerError.exit_code)
+
+    def _lost(self) -> int | None:
+        """Return the rank of a follower that has failed; None if there is none."""
+        for rank, process in enumerate(self._processes, start=1):
+            if process.poll():  # an exit code other than 0
+                return rank
+        return None
+
+    def _wait_for_lost(self, seconds: float) -> int | None:
+        waiting = threading.Event()
+        for _ in range(int(seconds / 0.1)):
+            if self._lost() is not None:
+                break
+            waiting.wait(0.1)
+        return self._lost()
+
+    def _wait_until_ended(self) -> int | None:
+        """Wait for the followers, which finish with rank 0; return the rank of one that has failed."""
+        for process in self._processes:
+            try:
+                process.wait(_MOST_SECONDS_TO_END)
+            except subprocess.TimeoutExpired:
+                break  # rank 0 has all results
+        return self._lost()
+
+    def _explain(self, rank: int) -> str:
+        """Return a sentence on the end of a follower, with its error if it has printed one."""
+        errors = self._errors[rank - 1]
+        errors.seek(0)
+        lines = [line.strip() for line in errors.read().decode(errors="replace").splitlines() if line.strip()]
+        code = self._processes[rank - 1].returncode
+        for line in reversed(lines):
+            told = re.match(r"(?:tune [\w ]+: )?error: (.*)", line)  # by main, or by argparse
+            if told:
+                return f"rank {rank}: {told[1]}"
+        if code < 0:
+            end = f"was ended by {signal.Signals(-code).name}"
+        else:
+            end = f"has failed ({lines[-1] if lines else f'exit code {code}'})"
+        return (
+            f"rank {rank} of {self._size} {end}, so that the others ended, too: run the command again, and with more "
+            "processes or --dtype bf16 if memory was short."
+        )
+
+    def _kill(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.wait()
+            process.stdin.close()
