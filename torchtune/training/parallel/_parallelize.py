@@ -98,15 +98,29 @@ def shard_for_inference(model: nn.Module, device: torch.device, *, split_layers:
     ranks = int(os.environ["WORLD_SIZE"]) if is_distributed() else 1
     sizes = {"dp_shard": ranks}
     if split_layers and ranks > 1:
-        sizes = {"tp": ranks}
         try:
-            check_parallelizable(model, ParallelDims(**sizes, world_size=ranks))
+            _check_split_for_inference(model, ranks)
+            sizes = {"tp": ranks}
         except UserError as error:
             log_rank_zero(get_logger(), f"Layers are not split over the {ranks} ranks, but parameters: {error}")
-            sizes = {"dp_shard": ranks}
     dims = ParallelDims.start(device, **sizes)
     parallelize(model, dims, device=device)
     return dims
+
+
+def _check_split_for_inference(model: nn.Module, ranks: int) -> None:
+    """Check that tensor parallelism splits all layers of ``model``, and that it can generate then.
+
+    Raises:
+        ParallelDimsError, ParallelError: the model does not allow it.
+    """
+    from torchtune.modules.mixers import RecurrentMixer
+    from torchtune.modules.moe import MoE
+
+    check_parallelizable(model, ParallelDims(tp=ranks, world_size=ranks))
+    if any(isinstance(module, RecurrentMixer | MoE) for module in model.modules()):
+        # Every rank would have all weights of a mixer, and neither computes with a single position.
+        raise ParallelDimsError("the model has recurrent mixers or experts, of which ranks compute parts of sequences.")
 
 
 def sequence_multiple(model: nn.Module) -> int:
