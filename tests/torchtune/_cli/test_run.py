@@ -137,7 +137,7 @@ def test_user_error_has_no_traceback(tune, folder):
         ),
         (("--config", "llama3_2/1B_lora_single_devise"), "did you mean 'llama3_2/1B_lora_single_device'?"),
         (
-            ("--nproc-per-node", "2", "generate", "--config", "generation"),
+            ("--nproc-per-node", "2", "quantize", "--config", "quantization"),
             "does not support distributed training: remove torchrun's options",
         ),
         (

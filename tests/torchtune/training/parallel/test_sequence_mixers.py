@@ -145,6 +145,10 @@ def train_and_save(folder: Path) -> None:
             torch.save((before, after), folder / f"{name}.pt")
 
 
+# Of fp32. Adam divides gradients by their size, so that the rounding of small ones shows in the next step's norm.
+ROUNDING = 1e-4
+
+
 @pytest.mark.slow
 def test_one_process_resumes_what_two_ranks_have_saved(tmp_path):
     write_folder(tmp_path / "hybrid", HYBRID)
@@ -154,10 +158,10 @@ def test_one_process_resumes_what_two_ranks_have_saved(tmp_path):
     expected = [step(model, optimizer, alone, number) for number in range(STEPS)]
     for name in SPLITS:
         before, after = torch.load(tmp_path / f"{name}.pt")
-        for found, wanted in zip(before, expected, strict=True):
-            assert found == pytest.approx(wanted, rel=1e-5), name
+        for values, wanted in zip(before, expected, strict=True):
+            assert values == pytest.approx(wanted, rel=ROUNDING), name
         store, model, optimizer = start(tmp_path, alone, tmp_path / name)
         state = {"optimizer": optimizer, "progress": {"step": 0}}
         store.resume(store.find_resume_point(), model, state)
         assert state["progress"] == {"step": STEPS}
-        assert step(model, optimizer, alone, STEPS) == pytest.approx(after, rel=1e-5), name
+        assert step(model, optimizer, alone, STEPS) == pytest.approx(after, rel=ROUNDING), name
