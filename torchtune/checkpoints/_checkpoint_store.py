@@ -290,7 +290,7 @@ class CheckpointStore:
         First it checks that all ranks have the same settings: with others they would wait for each other's messages.
 
         Args:
-            cfg: settings of this run.
+            cfg: settings of this run; None does not compare them.
             resume: whether to continue the run in the folder.
 
         Returns:
@@ -300,7 +300,8 @@ class CheckpointStore:
             CheckpointError: the settings of two ranks differ.
             UserError: see :meth:`check_output_dir`, :meth:`lock_output_dir` and :meth:`find_resume_point`.
         """
-        check_same_settings(cfg, self._ranks)
+        if cfg is not None:
+            check_same_settings(cfg, self._ranks)
         self.check_output_dir(resume=resume)
         self.lock_output_dir()
         if self._uses_bucket():
