@@ -254,7 +254,7 @@ def suggest_configs(name: str) -> str:
     if same_family and words <= search_words():
         nearest = ", ".join(map(repr, sorted(same_family, key=rank)[:3]))
         return f"nearest are {nearest}; with overrides they run any model and method (docs/configs.rst)."
-    return did_you_mean(name, names).removeprefix("; ")
+    return did_you_mean(name, [*names, *configs_on_demand()]).removeprefix("; ")
 
 
 @functools.cache
