@@ -44,7 +44,6 @@ class _Template(string.Template):
     delimiter = "@"
 
 
-@functools.cache
 def _read_table(name: str) -> dict[str, Any]:
     return parse_yaml((TEMPLATES / f"{name}.yaml").read_text(encoding="utf-8"))
 
@@ -56,16 +55,19 @@ def parse_yaml(text: str) -> dict[str, Any]:
     return yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
 
 
+@functools.cache
 def methods() -> dict[str, dict[str, Any]]:
     """Return the table of methods."""
     return _read_table("methods")
 
 
+@functools.cache
 def models() -> dict[str, Any]:
     """Return the table of models, with its families and the configs with a name of their own."""
     return _read_table("models")
 
 
+@functools.cache
 def sizes() -> dict[str, dict[str, Any]]:
     """Return the table of sizes, written by ``tools/make_configs.py``.
 
@@ -322,6 +324,7 @@ def impossible_configs() -> dict[str, tuple[str, str]]:
     return configs
 
 
+@functools.cache
 def recipe_of_method(method: str) -> str:
     """Return the recipe of a method."""
     return methods()[method]["recipe"]

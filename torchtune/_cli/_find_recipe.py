@@ -201,12 +201,10 @@ def find_configs(words: Iterable[str], kind: ConfigKind = "usual") -> list[tuple
         words: the words.
         kind: search the configs of a kind.
     """
-    recipe_names = set()
-    for recipe in get_all_recipes():
-        recipe_names.update(_recipe_names(recipe))
+    names_of_recipe = {recipe.name: [recipe.name, *recipe.former_names] for recipe in get_all_recipes()}
     search_terms: list[str] = []
     for word in words:
-        if word in recipe_names:
+        if any(word in names for names in names_of_recipe.values()):
             search_terms.append(word)
         else:  # a config's name, such as qwen3/8B_lora, is its family and the words of its stem
             search_terms += [part for part in word.lower().split("/") if part]
@@ -217,8 +215,8 @@ def find_configs(words: Iterable[str], kind: ConfigKind = "usual") -> list[tuple
         prefix = f"{family}/" if family in families() else family
         matches = []
         for config, recipe in pairs:
-            matches_words = f"_{term}_" in _words(config, recipe) or term in _recipe_names(recipe)
-            if config.name.startswith(prefix) or matches_words:
+            is_named = config.name.startswith(prefix) or term in names_of_recipe[recipe.name]
+            if is_named or f"_{term}_" in _words(config, recipe):
                 matches.append((config, recipe))
         pairs = matches
     return pairs
@@ -273,12 +271,12 @@ def _configs_of(kind: ConfigKind) -> list[tuple[Config, Recipe]]:
     return pairs
 
 
-def _recipe_names(recipe: Recipe) -> list[str]:
-    return [recipe.name, *recipe.former_names]
-
-
 def _words(config: Config, recipe: Recipe) -> str:
     """Return the words of a config's method, size and device, with underscores around and between them."""
-    recipe_words = [word for word in recipe.name.split("_") if word not in _IGNORED_RECIPE_WORDS]
     stem = config.name.rpartition("/")[2]
-    return "_".join(["", stem, *recipe_words, device_of(config, recipe), ""]).lower()
+    return "_".join(["", stem, *_words_of_recipe(recipe.name), device_of(config, recipe), ""]).lower()
+
+
+@functools.cache
+def _words_of_recipe(name: str) -> list[str]:
+    return [word for word in name.split("_") if word not in _IGNORED_RECIPE_WORDS]

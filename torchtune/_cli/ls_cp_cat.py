@@ -105,8 +105,8 @@ def _num_configs() -> int:
 
 def _model_of(config: Config) -> str | None:
     """Return the model of a config that is no file; None for a file."""
-    combinations = {**configs_on_demand(), **impossible_configs()}
-    return combinations[config.name][0] if config.name in combinations else None
+    combination = configs_on_demand().get(config.name) or impossible_configs().get(config.name)
+    return None if combination is None else combination[0]
 
 
 def _print_impossible(names: list[str]) -> None:

@@ -34,7 +34,7 @@ def test_small_command_loads_no_heavy_package(arguments, tmp_path):
     code = (
         f"import sys\nsys.path.insert(0, {str(ROOT)!r})\nfrom tests.work import at_most\n"
         f"sys.argv = ['tune', *{arguments!r}]\n"
-        "with at_most(800_000):\n    import torchtune._cli.tune as tune\n"
+        "with at_most(600_000):\n    import torchtune._cli.tune as tune\n"
         "    try:\n        tune.main()\n    except SystemExit:\n        pass\n"
         f"print([name for name in {HEAVY!r} if name in sys.modules], file=sys.stderr)"
     )
