@@ -1,7 +1,7 @@
 """Dataset for rerankers: queries with candidate documents and their labels."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -231,10 +231,7 @@ class RerankingDataset(TokenizedDataset):
             example_of.update(dict.fromkeys(pairs, example))
         super()._keep(rows)
         self._labels = self._labels[rows]
-        pairs_of: dict[int, list[int]] = {}
-        for pair, former_pair in enumerate(rows.tolist()):
-            pairs_of.setdefault(example_of[former_pair], []).append(pair)
-        self._examples = list(pairs_of.values())
+        self._examples = _indices_by_key(example_of[former_pair] for former_pair in rows.tolist())
         self._check_labels()
 
 
@@ -245,10 +242,18 @@ def _candidates(numbers: Sequence[int], queries: Sequence[str | None]) -> list[l
         numbers: row of each pair.
         queries: query of each pair of a row with one document; ``None`` for rows with several.
     """
-    pairs_of: dict[int | str, list[int]] = {}
-    for pair, (number, query) in enumerate(zip(numbers, queries, strict=True)):
-        pairs_of.setdefault(number if query is None else query, []).append(pair)
-    return list(pairs_of.values())
+    keys: list[int | str] = []
+    for number, query in zip(numbers, queries, strict=True):
+        keys.append(number if query is None else query)
+    return _indices_by_key(keys)
+
+
+def _indices_by_key(keys: Iterable[int | str]) -> list[list[int]]:
+    """Return the indices of equal keys together, in the order of the first of each."""
+    indices_of: dict[int | str, list[int]] = {}
+    for index, key in enumerate(keys):
+        indices_of.setdefault(key, []).append(index)
+    return list(indices_of.values())
 
 
 def reranking_dataset(

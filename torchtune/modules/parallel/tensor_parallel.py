@@ -217,12 +217,18 @@ class VocabParallel(ParallelStyle):
         return module
 
 
+def _rows_of_shard(tokens: Tensor, weight: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+    """Return the row of each token in this rank's shard, 0 for those of other ranks, and which these are ``[b, s]``."""
+    rows = tokens - group.rank() * weight.shape[0]
+    is_elsewhere = (rows < 0) | (rows >= weight.shape[0])
+    return rows.masked_fill(is_elsewhere, 0), is_elsewhere
+
+
 def _split_embedding(module: nn.Embedding, group: dist.ProcessGroup) -> Callable[[Tensor], Tensor]:
     def forward(tokens: Tensor) -> Tensor:
         weight = local_shard(module.weight)
-        rows = tokens - group.rank() * weight.shape[0]
-        is_elsewhere = (rows < 0) | (rows >= weight.shape[0])  # in the shard of another rank
-        embedded = F.embedding(rows.masked_fill(is_elsewhere, 0), weight)  # [b, s, d]
+        rows, is_elsewhere = _rows_of_shard(tokens, weight, group)
+        embedded = F.embedding(rows, weight)  # [b, s, d]
         # Every token is embedded by one rank and 0 on the others.
         return sum_and_split_sequence(embedded.masked_fill(is_elsewhere.unsqueeze(-1), 0.0), group)
 
@@ -290,9 +296,8 @@ def _split_grown_embedding(module: GrownEmbedding, group: dist.ProcessGroup) -> 
         weight = local_shard(module.weight)  # [v / ranks, d]
         new_rows = replicated(module.new_rows, group)  # [n, d]
         first_new = module.num_embeddings - len(new_rows)
-        rows = tokens - group.rank() * weight.shape[0]
-        is_elsewhere = (rows < 0) | (rows >= weight.shape[0])  # in the shard of another rank
-        old = F.embedding(rows.masked_fill(is_elsewhere, 0), weight)  # [b, s, d]
+        rows, is_elsewhere = _rows_of_shard(tokens, weight, group)
+        old = F.embedding(rows, weight)  # [b, s, d]
         new = F.embedding((tokens - first_new).clamp(min=0), new_rows)  # [b, s, d]
         embedded = torch.where((tokens >= first_new).unsqueeze(-1), new, old)
         # Every token is embedded by one rank and 0 on the others.

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torchtune.data import RERANKER_FILE, Batch, BatchLoader, DataError, ExampleDataset
 from torchtune.modules.loss import LossError, Projection
 from torchtune.rlhf.loss._base import AnswerLoss, Metrics, total_and_metrics
-from torchtune.rlhf.loss.reward import pooled_scores
+from torchtune.rlhf.loss.reward import check_one_output, pooled_scores
 
 
 class RerankLoss(AnswerLoss):
@@ -33,13 +33,7 @@ class RerankLoss(AnswerLoss):
 
     def check_model(self, model: nn.Module) -> None:
         """Check that the model has one output. Raises :class:`LossError`."""
-        num_outputs = model.output.weight.shape[0]
-        if num_outputs != 1:
-            raise LossError(
-                f"loss: {type(self).__name__} needs a model with one output, but this one has {num_outputs:,}: set "
-                "model._component_ to torchtune.modules.classifier_model with num_classes=1 and base_model_path the "
-                "builder of the model."
-            )
+        check_one_output(model, type(self).__name__)
 
     def check_batch(self, batch: Batch) -> None:
         """Check that the batch has pairs with targets. Raises :class:`DataError`."""

@@ -37,13 +37,7 @@ class RewardLoss(PreferenceLoss):
 
     def check_model(self, model: nn.Module) -> None:
         """Check that the model has one output. Raises :class:`LossError`."""
-        num_outputs = model.output.weight.shape[0]
-        if num_outputs != 1:
-            raise LossError(
-                f"loss: RewardLoss needs a model with one output, but this one has {num_outputs:,}: set "
-                "model._component_ to torchtune.modules.classifier_model with num_classes=1 and base_model_path the "
-                "builder of the model."
-            )
+        check_one_output(model, "RewardLoss")
 
     def score(self, hidden: Tensor, batch: Batch, projection: Projection) -> Tensor:
         """Return the output at the last token of every document ``[n]``, float32; see :meth:`AnswerLoss.score`."""
@@ -73,6 +67,16 @@ class RewardLoss(PreferenceLoss):
     def more_metrics(self, policy: ChosenRejectedOutputs, chosen: Tensor, rejected: Tensor) -> dict[str, Tensor]:
         """Return no metrics, since the rewards are the scores."""
         return {}
+
+
+def check_one_output(model: nn.Module, loss: str) -> None:
+    """Raise :class:`LossError` unless the model has one output, which a loss with this name reads."""
+    num_outputs = model.output.weight.shape[0]
+    if num_outputs != 1:
+        raise LossError(
+            f"loss: {loss} needs a model with one output, but this one has {num_outputs:,}: set model._component_ to "
+            "torchtune.modules.classifier_model with num_classes=1 and base_model_path the builder of the model."
+        )
 
 
 def pooled_scores(hidden: Tensor, batch: Batch, projection: Projection) -> Tensor:
