@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
@@ -139,13 +140,13 @@ class _Followers:
         import torch
 
         self._is_over.set()
-        lost = None
+        failed_rank = None
         if error is None:
-            lost = self._wait_until_ended()
+            failed_rank = self._wait_until_ended()
         elif isinstance(error, RuntimeError) or isinstance(error.__cause__, RuntimeError):
-            # Of a collective, if a follower is lost.
-            lost = self._wait_for_lost(_PATIENCE)
-        text = None if lost is None else self._explain(lost)
+            # Of a collective, if a follower has failed.
+            failed_rank = self._wait_for_failure(_PATIENCE)
+        text = None if failed_rank is None else self._explain(failed_rank)
         self._kill()
         _leave_group()
         torch.set_num_threads(self._threads_before)
@@ -160,29 +161,28 @@ class _Followers:
             raise LostFollowerError(text) from error
 
     def _watch(self) -> None:
-        """End this process if a follower is lost while rank 0 waits: for input, a request, or a collective."""
+        """End this process if a follower fails while rank 0 waits: for input, a request, or a collective."""
         while not self._is_over.wait(0.2):
-            lost = self._lost()
-            if lost is None or self._is_over.wait(_PATIENCE):
+            failed_rank = self._failed_rank()
+            if failed_rank is None or self._is_over.wait(_PATIENCE):
                 continue
-            print(f"error: {self._explain(lost)}", file=sys.stderr, flush=True)
+            print(f"error: {self._explain(failed_rank)}", file=sys.stderr, flush=True)
             self._kill()
             os._exit(LostFollowerError.exit_code)
 
-    def _lost(self) -> int | None:
+    def _failed_rank(self) -> int | None:
         """Return the rank of a follower that has failed; None if there is none."""
         for rank, process in enumerate(self._processes, start=1):
             if process.poll():  # an exit code other than 0
                 return rank
         return None
 
-    def _wait_for_lost(self, seconds: float) -> int | None:
-        waiting = threading.Event()
-        for _ in range(int(seconds / 0.1)):
-            if self._lost() is not None:
-                break
-            waiting.wait(0.1)
-        return self._lost()
+    def _wait_for_failure(self, seconds: float) -> int | None:
+        """Wait for a follower to fail; return its rank, or None if none has failed in time."""
+        end = time.monotonic() + seconds
+        while self._failed_rank() is None and time.monotonic() < end:
+            time.sleep(0.1)
+        return self._failed_rank()
 
     def _wait_until_ended(self) -> int | None:
         """Wait for the followers, which finish with rank 0; return the rank of one that has failed."""
@@ -191,7 +191,7 @@ class _Followers:
                 process.wait(_MOST_SECONDS_TO_END)
             except subprocess.TimeoutExpired:
                 break  # rank 0 has all results
-        return self._lost()
+        return self._failed_rank()
 
     def _explain(self, rank: int) -> str:
         """Return a sentence on the end of a follower, with its error if it has printed one."""
@@ -200,9 +200,9 @@ class _Followers:
         lines = [line.strip() for line in errors.read().decode(errors="replace").splitlines() if line.strip()]
         code = self._processes[rank - 1].returncode
         for line in reversed(lines):
-            told = re.match(r"(?:tune [\w ]+: )?error: (.*)", line)  # by main, or by argparse
-            if told:
-                return f"rank {rank}: {told[1]}"
+            message = re.match(r"(?:tune [\w ]+: )?error: (.*)", line)  # of main, or of argparse
+            if message:
+                return f"rank {rank}: {message[1]}"
         if code < 0:
             end = f"was ended by {signal.Signals(-code).name}"
         else:

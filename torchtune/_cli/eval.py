@@ -168,7 +168,7 @@ def eval_rows(args: argparse.Namespace) -> None:
 def _load(
     args: argparse.Namespace, folder: str, adapter: str | None, shards: str, *, images: bool = False
 ) -> tuple[Any, Any]:
-    """Load a model and its tokenizer; several processes share what ``shards`` says, see :func:`torchtune.load`."""
+    """Load a model and its tokenizer; several processes share it by ``shards``, see :func:`torchtune.load`."""
     return torchtune.load(
         folder,
         adapter=adapter,

@@ -431,7 +431,7 @@ class ImportedConfig:
         return node
 
     def _set_training(self, number: int, node: dict[str, Any], hints: dict[str, Any]) -> None:
-        """Set which turns are trained on, as an entry of Axolotl says; what the rows say themselves is read anyway."""
+        """Set which turns are trained on, as an entry of Axolotl says; flags in the rows are always read."""
         left: dict[str, str] = {}
         roles = hints.get("@roles")
         if roles is not None:

@@ -361,7 +361,7 @@ class CheckpointStore:
             candidates = self._ranks.run_on_rank_0(begin)
             for number, candidate in enumerate(candidates):
                 path = candidate.path
-                older = [other.path for other in candidates[number + 1 :]]
+                older = [older_candidate.path for older_candidate in candidates[number + 1 :]]
                 if not candidate.is_local:
                     faults = self._ranks.run_on_rank_0(partial(self._download, candidate))
                     if not faults:
@@ -410,12 +410,13 @@ class CheckpointStore:
             if (path / MARKER).is_file():
                 marker = (path / MARKER).read_bytes()
         markers = self._ranks.gather(marker)
-        for rank, other in enumerate(markers):
-            if other != markers[0]:
+        for rank, marker_of_rank in enumerate(markers):
+            if marker_of_rank != markers[0]:
+                seen = "another" if marker_of_rank else "none"
                 raise CheckpointError(
                     f"The ranks disagree about the newest checkpoint of {self.upload}: rank 0 has downloaded "
-                    f"{path.name} into {path.parent}, and rank {rank} sees {'another' if other else 'none'} there: "
-                    "give all machines the same output_dir."
+                    f"{path.name} into {path.parent}, and rank {rank} sees {seen} there: give all machines the same "
+                    "output_dir."
                 )
 
     def _find_damage(self, path: Path) -> list[str]:

@@ -166,7 +166,7 @@ def _check_keys(kind: str, keys: set[str], expected_keys: set[str]) -> None:
 
 
 def _unavailable(name: str) -> Callable[..., Any]:
-    """Return a function that says what converts the weights instead: copied checkpointers import it for any model."""
+    """Return a function that raises, and names what replaces it; copied checkpointers import such a function."""
 
     def convert(*args: Any, **kwargs: Any) -> Any:
         raise CheckpointError(

@@ -469,7 +469,7 @@ def find_spec(name: str) -> ModuleSpec | None:
 
 
 class _FormerModuleLoader(Loader):
-    """Loader of modules whose names are those of the table."""
+    """Loader of the modules that have a former name in the table."""
 
     def exec_module(self, module: ModuleType) -> None:
         """Fill the new module."""

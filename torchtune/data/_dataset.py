@@ -39,7 +39,7 @@ class ExampleDataset(Dataset):
         image_tokens: number of image tokens in each row, int64 ``[rows]``; None if the model has no image tokens.
         dropped: numbers of the rows of the source that are left out, because they cannot be trained on.
         num_truncated: number of rows that were cut to the tokenizer's ``max_seq_len``, or are as long.
-        omitted: description of what the chat template leaves out of rows; empty if it writes everything.
+        omitted: text about the values of rows that the chat template omits; empty if it writes all.
         instructions: texts before the queries (``query``) and the passages (``document``) of rows for embedding models.
         add_eos: whether texts of rows for embedding models end with the EOS token; None: as the tokenizer's files say.
         pair_template: template of rows for rerankers; None for other rows.

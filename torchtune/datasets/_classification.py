@@ -139,10 +139,11 @@ def describe_labels(task: ClassificationTask, values: Sequence[LabelValue]) -> s
     if task.problem_type == REGRESSION:
         return f"regression on {len(values):,} rows with labels from {min(values)} to {max(values)}"
     counts = class_counts(values)
-    shown = [f"{name} {counts.get(name, 0):,}" for name in task.class_names[:10]]
+    first_classes = [f"{name} {counts.get(name, 0):,}" for name in task.class_names[:10]]
     if len(task.class_names) > 10:
-        shown.append("…")
-    return f"{len(task.class_names):,} classes in {len(values):,} rows ({task.problem_type}): {', '.join(shown)}"
+        first_classes.append("…")
+    listed = ", ".join(first_classes)
+    return f"{len(task.class_names):,} classes in {len(values):,} rows ({task.problem_type}): {listed}"
 
 
 def _column(row: Mapping[str, Any], setting: str, name: str) -> Any:

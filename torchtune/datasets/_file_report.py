@@ -298,7 +298,7 @@ _ROW_NAMES = {"id", "_id", "idx", "index", "row", "row_id", "uid", "uuid", "unna
 
 
 def _hash_of(row: Mapping[str, Any], row_format: RowFormat) -> int:
-    """Return a hash of what is read of a row: two rows that differ in another column alone train the same."""
+    """Return a hash of the columns that training reads; rows with equal hashes are duplicates."""
     builder, settings = builder_and_settings(row_format[1])
     if builder in _READ:
         names = {*settings.values(), *_READ[builder]} & row.keys()

@@ -253,13 +253,13 @@ def _read_manifests(output: Path, shards: Sequence[Shard]) -> dict[Shard, dict[s
         raise _damaged(output, some_manifest, unreadable[0], f"its {_MANIFEST} cannot be read")
     if missing:
         fact = "is not finished" if missing[0].folder(output).is_dir() else "is missing"
-        others = ", ".join(str(shard) for shard in missing[1:6])
+        more_missing = ", ".join(str(shard) for shard in missing[1:6])
         if len(missing) > 6:
-            others += f" and {len(missing) - 6} more"
-        if others:
-            others = f" (as {others})"
+            more_missing += f" and {len(missing) - 6} more"
+        if more_missing:
+            more_missing = f" (as {more_missing})"
         raise DataError(
-            f"Shard {missing[0]} in {output} {fact}{others}: prepare it with "
+            f"Shard {missing[0]} in {output} {fact}{more_missing}: prepare it with "
             f"{_command(output, some_manifest, missing[0])}"
         )
     for shard, manifest in manifests.items():

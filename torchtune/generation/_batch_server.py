@@ -102,7 +102,7 @@ def follow_batches(models: Mapping[str, TransformerDecoder], ranks: Ranks, *, ma
     """
     while (batch := ranks.broadcast(None)) is not None:
         name, requests = batch
-        with suppress(GenerationError):  # rank 0 tells those who wait
+        with suppress(GenerationError):  # rank 0 reports it to the waiting requests
             _follow_batch(models[name], requests, ranks, max_sequences)
 
 

@@ -374,7 +374,7 @@ def attention_by_document(
     return torch.cat(outputs)
 
 
-# Causal attention on the CPU, block by block over the queries. It is for what torch's fused CPU kernel cannot compute:
+# Causal attention on the CPU, block by block over the queries. It serves cases that torch's fused CPU kernel lacks:
 # windows, soft caps, sinks, and more keys than queries; and for the backward pass of short documents in bfloat16, which
 # that kernel computes slowly. Scores and probabilities are float32; as in that kernel, normalized probabilities are
 # rounded to the dtype of the values. Only queries, keys and values are saved; the backward pass recomputes the others.
