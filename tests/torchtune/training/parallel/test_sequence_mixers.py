@@ -145,7 +145,7 @@ def train_and_save(folder: Path) -> None:
             torch.save((before, after), folder / f"{name}.pt")
 
 
-# Of fp32. Adam divides gradients by their size, so that the rounding of small ones shows in the next step's norm.
+# Of fp32 after a step: Adam divides gradients by their size, so that the rounding of small ones shows in the next norm.
 ROUNDING = 1e-4
 
 
@@ -158,10 +158,11 @@ def test_one_process_resumes_what_two_ranks_have_saved(tmp_path):
     expected = [step(model, optimizer, alone, number) for number in range(STEPS)]
     for name in SPLITS:
         before, after = torch.load(tmp_path / f"{name}.pt")
-        for values, wanted in zip(before, expected, strict=True):
+        assert before[0] == pytest.approx(expected[0], rel=1e-5), name
+        for values, wanted in zip(before[1:], expected[1:], strict=True):
             assert values == pytest.approx(wanted, rel=ROUNDING), name
         store, model, optimizer = start(tmp_path, alone, tmp_path / name)
         state = {"optimizer": optimizer, "progress": {"step": 0}}
         store.resume(store.find_resume_point(), model, state)
         assert state["progress"] == {"step": STEPS}
-        assert step(model, optimizer, alone, STEPS) == pytest.approx(after, rel=ROUNDING), name
+        assert step(model, optimizer, alone, STEPS) == pytest.approx(after, rel=1e-5), name
