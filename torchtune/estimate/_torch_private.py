@@ -38,7 +38,9 @@ def group_named(name: str) -> Any:
 
 
 def forget_meshes() -> None:
-    """Clear DTensor's cache of shardings, whose keys do not tell meshes of different process groups apart."""
+    """Clear DTensor's caches of shardings, whose keys do not tell meshes of different process groups apart."""
+    from torch.distributed.tensor._redistribute import _gen_transform_infos
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     _clear_sharding_prop_cache()
+    _gen_transform_infos.cache_clear()

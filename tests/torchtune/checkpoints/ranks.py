@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from tests.devices import DEVICE, own_device
+from torchtune.estimate._torch_private import forget_meshes
 from torchtune.training import ParallelDims, get_distributed_backend, parallelize
 from torchtune.utils._torch_private import FrozenIntegers
 
@@ -29,6 +30,9 @@ OURS: dict[str, dict[str, int]] = {"data": {}, "ours": {"tp": 2}, "experts": {"e
 
 def _process(rank: int, size: int, cases: Sequence[Callable[[Path], Any]], folder: Path, store: str) -> None:
     torch.set_num_threads(1)
+    # A fork has its parent's caches of DTensor. They may hold meshes of the same sizes from tests that simulated rank
+    # 0, and each rank would then work on the shard of rank 0.
+    forget_meshes()
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size))
     own_device()
     backend = get_distributed_backend(DEVICE, offload_ops_to_cpu=True)
