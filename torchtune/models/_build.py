@@ -30,8 +30,7 @@ from torchtune.modules.position_embeddings import (
     ScaledRotaryPositionalEmbeddings,
     YarnRotaryPositionalEmbeddings,
 )
-from torchtune.modules.rms_norm import RMSNorm
-from torchtune.modules.scales import Multiplier, OutputScale
+from torchtune.modules.rms_norm import Multiplier, OutputScale, RMSNorm
 from torchtune.modules.transformer import TransformerDecoder, TransformerSelfAttentionLayer
 
 ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {

@@ -20,8 +20,7 @@ from torchtune.modules.neftune import NEFTune
 from torchtune.modules.output_projection import TiedLinear, classifier_model
 from torchtune.modules.pooling import Pooling, last_hidden_states, pooled_embeddings
 from torchtune.modules.position_embeddings import RotaryPositionalEmbeddings, apply_rope
-from torchtune.modules.rms_norm import Fp32LayerNorm, RMSNorm, rms_norm
-from torchtune.modules.scales import TanhGate
+from torchtune.modules.rms_norm import Fp32LayerNorm, RMSNorm, TanhGate, rms_norm
 from torchtune.modules.transformer import TransformerDecoder, TransformerSelfAttentionLayer, text_decoder
 from torchtune.modules.vision_transformer import Tiles as Tiles
 from torchtune.modules.vision_transformer import VisionTransformer

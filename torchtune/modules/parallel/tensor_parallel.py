@@ -32,8 +32,7 @@ from torchtune.modules.parallel.collectives import (
 from torchtune.modules.peft.dora import DoRALinear, scale_rows
 from torchtune.modules.peft.grown_layers import NEW_ROWS, GrownEmbedding, GrownLinear
 from torchtune.modules.peft.lora import LoRALinear, lora_projection, updated_weight
-from torchtune.modules.rms_norm import RMSNorm
-from torchtune.modules.scales import OutputScale
+from torchtune.modules.rms_norm import OutputScale, RMSNorm
 from torchtune.utils import UserError
 
 # Parameter -> (dimension of the layer's outputs, dimension of its inputs); None: no such dimension.
