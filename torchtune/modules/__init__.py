@@ -3,7 +3,6 @@
 from torchtune._lazy import former_names
 from torchtune.modules.attention import MultiHeadAttention, create_block_causal_mask, packed_block_causal_mask
 from torchtune.modules.bidirectional import BidirectionalAttention
-from torchtune.modules.cross_attention import TransformerCrossAttentionLayer
 from torchtune.modules.embedding_utils import resize_token_embeddings
 from torchtune.modules.feed_forward import FeedForward, swiglu
 from torchtune.modules.freeze import Freeze
@@ -21,7 +20,12 @@ from torchtune.modules.output_projection import TiedLinear, classifier_model
 from torchtune.modules.pooling import Pooling, last_hidden_states, pooled_embeddings
 from torchtune.modules.position_embeddings import RotaryPositionalEmbeddings, apply_rope
 from torchtune.modules.rms_norm import Fp32LayerNorm, RMSNorm, TanhGate, rms_norm
-from torchtune.modules.transformer import TransformerDecoder, TransformerSelfAttentionLayer, text_decoder
+from torchtune.modules.transformer import (
+    TransformerCrossAttentionLayer,
+    TransformerDecoder,
+    TransformerSelfAttentionLayer,
+    text_decoder,
+)
 from torchtune.modules.vision_transformer import Tiles as Tiles
 from torchtune.modules.vision_transformer import VisionTransformer
 
