@@ -84,7 +84,7 @@ MODULES = {
     "torchtune.models.llama4._convert_weights": "torchtune.compat._former_models",
     "torchtune.models.t5": "torchtune.models",
     "torchtune.models.t5._convert_weights": "torchtune.compat._former_models",
-    **_modules("torchtune.modules", "attention_utils classifier common_utils"),
+    **_modules("torchtune.modules", "attention_utils classifier common_utils embedding_utils"),
     "torchtune.modules.fake_quant": "torchtune.modules.low_precision.quantizers",
     "torchtune.modules.low_precision.nf4_linear": "torchtune.modules.low_precision",
     "torchtune.modules.stored_linear": "torchtune.modules.low_precision.layers",

@@ -3,7 +3,7 @@
 from torchtune._lazy import former_names
 from torchtune.modules.attention import MultiHeadAttention, create_block_causal_mask, packed_block_causal_mask
 from torchtune.modules.bidirectional import BidirectionalAttention
-from torchtune.modules.embedding_utils import resize_token_embeddings
+from torchtune.modules.embeddings import resize_token_embeddings
 from torchtune.modules.feed_forward import FeedForward, swiglu
 from torchtune.modules.freeze import Freeze
 from torchtune.modules.kernels.attention import attention

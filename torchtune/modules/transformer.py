@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torchtune._lazy import former_names
 from torchtune.data import DataError, Documents
 from torchtune.modules.attention import Block, Keys, MultiHeadAttention
-from torchtune.modules.embedding_utils import LayerEmbedding, LayerEmbeddings, VocabularyGrowth
+from torchtune.modules.embeddings import LayerEmbedding, LayerEmbeddings, VocabularyGrowth
 from torchtune.modules.kernels import KernelUser
 from torchtune.modules.kernels.attention import Kernel, MaskType, choose_kernel, log_attention_backend
 from torchtune.modules.kernels.documents import Boundaries
