@@ -30,8 +30,8 @@ from torchtune.modules.parallel.collectives import (
     vocabulary_parallel_linear,
 )
 from torchtune.modules.peft.dora import DoRALinear, scale_rows
-from torchtune.modules.peft.grown_layers import NEW_ROWS, GrownEmbedding, GrownLinear
 from torchtune.modules.peft.lora import LoRALinear, lora_projection, updated_weight
+from torchtune.modules.peft.new_tokens import NEW_ROWS, GrownEmbedding, GrownLinear
 from torchtune.modules.rms_norm import OutputScale, RMSNorm
 from torchtune.utils import UserError
 
