@@ -110,8 +110,7 @@ MODULES = {
     "torchtune.modules.moe.utils": "torchtune.compat",
     "torchtune.modules.rlhf": "torchtune.rlhf",  # in 0.2
     "torchtune.modules.rlhf.loss": "torchtune.rlhf.loss",
-    "torchtune.modules.peft._utils": "torchtune.modules.peft",
-    "torchtune.modules.peft.lora": "torchtune.modules.peft",
+    **_modules("torchtune.modules.peft", "_utils dora lora"),
     "torchtune.modules.peft.peft_utils": "torchtune.modules.peft",  # until 0.3
     "torchtune.modules.tokenizers": "torchtune.tokenizers",
     **dict.fromkeys(_paths("torchtune.modules.tokenizers", _TOKENIZER_MODULES), "torchtune.tokenizers"),

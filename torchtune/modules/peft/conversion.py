@@ -26,8 +26,7 @@ from torchtune.modules.peft.adapters import (
     get_adapter_params,
     set_trainable_params,
 )
-from torchtune.modules.peft.dora import DoRALinear
-from torchtune.modules.peft.lora import AdapterStart, LoRALinear, check_adapter_numbers, lora_scaling
+from torchtune.modules.peft.lora import AdapterStart, DoRALinear, LoRALinear, check_adapter_numbers, lora_scaling
 from torchtune.modules.peft.lora_experts import LoRAGroupedExperts
 
 if TYPE_CHECKING:  # DTensor is slow to import
