@@ -677,4 +677,10 @@ def text_decoder(model: nn.Module) -> nn.Module:
     return getattr(model, "text", model)
 
 
+def is_causal(model: nn.Module) -> bool:
+    """Return whether no position of a model sees later ones, as a model that predicts tokens needs it."""
+    description = getattr(text_decoder(model), "description", None)
+    return description is None or description.is_causal
+
+
 __getattr__ = former_names(__name__)

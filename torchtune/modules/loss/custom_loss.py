@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, label_index
-from torchtune.modules.bidirectional import is_causal
 from torchtune.modules.moe.balance import Balance, balance_of
+from torchtune.modules.transformer import is_causal
 from torchtune.utils import UserError, is_simulated
 
 if TYPE_CHECKING:

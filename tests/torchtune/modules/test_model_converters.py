@@ -1,0 +1,314 @@
+"""Conversions that replace no layer: freezing by pattern, noise of the paper's scale, attention in both directions."""
+
+import pytest
+import torch
+from torch import nn
+
+from torchtune.data import Documents, collate_documents, padded_collate_packed
+from torchtune.generation import GenerationError, check_generates
+from torchtune.models import Description, ModelError, build
+from torchtune.models.llama3 import llama3
+from torchtune.modules import BidirectionalAttention, Freeze, NEFTune, TiedLinear, TransformerDecoder
+from torchtune.modules.conversion import ConversionError, apply_conversions, get_conversions
+from torchtune.modules.loss import LinearCrossEntropyLoss, LossError
+from torchtune.modules.loss import setup_loss as setup_token_loss
+from torchtune.modules.low_precision import Float8Training
+from torchtune.modules.peft import LoRA
+from torchtune.rlhf.loss import DPOLoss, setup_loss
+from torchtune.training import setup_optimizer
+
+# Freezing.
+TOKENS = torch.arange(20).view(2, 10)
+# Noise.
+DESCRIPTION = Description(
+    vocab_size=19, num_layers=2, embed_dim=16, intermediate_dim=24, max_seq_len=512, num_heads=4, num_kv_heads=2
+)
+NOISY_TOKENS = torch.randint(0, 19, (1, 12), generator=torch.Generator().manual_seed(1))
+# Attention in both directions.
+SIZES = {"vocab_size": 20, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "embed_dim": 32}
+SIZES |= {"intermediate_dim": 16, "max_seq_len": 16}
+ROWS = [{"tokens": [1, 2, 3], "labels": [-100] * 3}, {"tokens": [4], "labels": [-100]}]
+ROWS += [{"tokens": [5, 6, 7, 8, 9], "labels": [-100] * 5}]
+
+
+def make(tied: bool = False) -> TransformerDecoder:
+    """A small random decoder with 12 layers."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 41, "num_layers": 12, "num_heads": 2, "num_kv_heads": 2, "embed_dim": 16, "max_seq_len": 32}
+    model = llama3(**sizes, intermediate_dim=32)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    if tied:
+        del model.output
+        model.output = TiedLinear(model.tok_embeddings)
+    return model
+
+
+def modules_of(names: set[str]) -> set[str]:
+    """Layers, and modules outside of layers, that hold the weights."""
+    return {".".join(name.split(".")[: 2 if name.startswith("layers") else 1]) for name in names}
+
+
+@pytest.mark.parametrize(
+    ("settings", "trained"),
+    [
+        ({"train": ["layers.1[01]", "norm"]}, {"layers.10", "layers.11", "norm"}),
+        ({"train": ["layers.1"]}, {"layers.1"}),
+        ({"train": ["layers.(1|2)", "layers.1.attn"]}, {"layers.1", "layers.2"}),
+        ({"freeze": ["layers", "tok_embeddings"]}, {"output", "norm"}),
+        ({"freeze": [r"layers\.\d", "tok_.*"]}, {"layers.10", "layers.11", "norm", "output"}),
+    ],
+)
+def test_patterns_match_whole_components_of_names(settings, trained):
+    model = make()
+    (report,) = apply_conversions(model, [Freeze(**settings)])
+    names = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert modules_of(names) == trained
+    count = sum(model.get_parameter(name).numel() for name in names)
+    assert f"of {sum(p.numel() for p in model.parameters()):,} parameters {count:,} are trained" in str(report)
+
+
+def test_single_parameters_are_chosen_by_the_end_of_their_name():
+    model = make()
+    apply_conversions(model, [Freeze(train=["attn.q_proj.weight", "layers.3.mlp.w[13]"])])
+    names = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    expected = {f"layers.{layer}.attn.q_proj.weight" for layer in range(12)}
+    assert names == expected | {"layers.3.mlp.w1.weight", "layers.3.mlp.w3.weight"}
+
+
+def test_training_is_that_of_plain_torch_without_state_for_frozen_weights():
+    model, plain = make(), make()
+    apply_conversions(model, [Freeze(train=["layers.1[01]", "norm"])])
+    trained = [p for n, p in plain.named_parameters() if n.startswith(("layers.10.", "layers.11.", "norm"))]
+    optimizers = [
+        setup_optimizer(lambda parameters: torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.1), model),
+        torch.optim.AdamW(trained, lr=0.01, weight_decay=0.1),
+    ]
+    for _ in range(3):
+        for each, optimizer in zip((model, plain), optimizers, strict=True):
+            each(TOKENS).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert len(optimizers[0].state) == len(trained)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, plain.get_parameter(name)), name
+        if not parameter.requires_grad:
+            assert parameter.grad is None
+
+
+def test_no_activation_is_kept_below_the_first_trained_layer():
+    saved = []
+    model = make()
+    apply_conversions(model, [Freeze(train=["layers.11"])])
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor.numel()), lambda unused: unused):
+        model.layers[11].register_forward_pre_hook(lambda *unused: saved.append("the last layer"))
+        model(TOKENS)
+    assert saved[0] == "the last layer"
+
+
+def test_output_that_is_tied_is_frozen_with_the_embedding():
+    model = make(tied=True)
+    (report,) = apply_conversions(model, [Freeze(train=["layers"])])
+    assert not model.tok_embeddings.weight.requires_grad
+    assert "the output is tied to the embedding and frozen with it" in str(report)
+    with pytest.raises(ConversionError, match="'output' is tied to the token embedding of this model: name tok_emb"):
+        apply_conversions(make(tied=True), [Freeze(freeze=["output"])])
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({}, "either in train or in freeze"),
+        ({"train": ["norm"], "freeze": ["output"]}, "either in train or in freeze"),
+        ({"train": "norm"}, "train is 'norm': give a list of patterns"),
+        ({"freeze": []}, r"freeze is \[\]: give a list of patterns"),
+        ({"train": ["*.q_proj"]}, r"'\*\.q_proj', which is no regular expression \(nothing to repeat"),
+        ({"train": ["layers.1[2-9]"]}, r"no weight of the model matches 'layers\.1\[2-9\]', the nearest names are"),
+        (
+            {"train": ["norm", "layers.0.attn.qproj"]},
+            r"qproj', the nearest names .*layers\.\*\.attn\.q_proj",
+        ),
+        ({"freeze": ["lm_head"]}, "'lm_head', the nearest names are output"),
+        ({"freeze": [".*"]}, "freezes all .* weights, so nothing would be trained"),
+        ({"freeze": ["layers", "tok_embeddings", "norm", "output"]}, "freezes all .* weights"),
+    ],
+)
+def test_patterns_that_cannot_be_meant_are_refused(settings, words):
+    model = make()
+    with pytest.raises(ConversionError, match=words):
+        apply_conversions(model, [Freeze(**settings)])
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_adapters_are_chosen_by_their_own_settings():
+    model = make()
+    with pytest.raises(ConversionError, match=r"the model has adapters.*target_modules and train_modules"):
+        apply_conversions(model, [LoRA(rank=2), Freeze(train=["layers.1"])])
+
+
+def test_weights_stay_frozen_if_layers_are_replaced_later():
+    with torch.device("meta"):
+        model = make()
+        apply_conversions(model, [Freeze(train=["layers.1[01]"])])
+        frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+        apply_conversions(model, [Float8Training("tensorwise")])
+    assert {name for name, parameter in model.named_parameters() if not parameter.requires_grad} == frozen
+
+
+def test_noise_of_a_document_has_the_scale_of_its_length():
+    """Uniform in ±alpha / sqrt(L d): its standard deviation is that bound over sqrt(3)."""
+    torch.manual_seed(0)
+    lengths = [400, 25, 100]
+    noise = NEFTune(alpha=5).add_noise(torch.zeros(1, 525, 64), Documents.from_lengths(lengths))
+    for length, part in zip(lengths, noise[0].split(lengths), strict=True):
+        bound = 5 / (length * 64) ** 0.5
+        assert 0.98 * bound < part.abs().max() <= bound * 1.0001
+        assert part.std().item() == pytest.approx(bound / 3**0.5, rel=0.03)
+        assert part.mean().abs() < 0.05 * bound
+    whole = NEFTune(alpha=10).add_noise(torch.zeros(2, 100, 64), None)
+    assert whole.abs().max().item() == pytest.approx(10 / 80, rel=0.01)
+
+
+def test_noise_is_added_in_training_only():
+    torch.manual_seed(0)
+    plain = build(DESCRIPTION)
+    noisy = build(DESCRIPTION)
+    noisy.load_state_dict(plain.state_dict())
+    apply_conversions(noisy, [NEFTune(5), LoRA(rank=2)])
+    documents = Documents.from_lengths([5, 7])
+    assert torch.equal(noisy.eval()(NOISY_TOKENS, documents=documents), plain.eval()(NOISY_TOKENS, documents=documents))
+    noisy.train()
+    torch.manual_seed(3)
+    first = noisy(NOISY_TOKENS, documents=documents)
+    torch.manual_seed(3)
+    assert torch.equal(noisy(NOISY_TOKENS, documents=documents), first)
+    torch.manual_seed(3)
+    embedded = NEFTune(5).add_noise(plain.embed(NOISY_TOKENS), documents)
+    torch.testing.assert_close(first, plain(None, input_embeds=embedded, documents=documents))
+    assert not torch.allclose(first, plain(NOISY_TOKENS, documents=documents), atol=1e-3)
+
+
+def test_noise_is_without_effect_on_the_names_of_weights():
+    model = build(DESCRIPTION)
+    names = list(model.state_dict())
+    apply_conversions(model, [NEFTune()])
+    assert list(model.state_dict()) == names
+
+
+@pytest.mark.parametrize("alpha", [0, -1, float("nan"), float("inf")])
+def test_scale_that_is_no_positive_number_is_refused(alpha):
+    with pytest.raises(ConversionError, match=r"alpha is .*: give a number above 0"):
+        NEFTune(alpha)
+
+
+def test_what_cannot_have_noise_is_refused():
+    with pytest.raises(ConversionError, match="a Linear is no text decoder"):
+        apply_conversions(torch.nn.Linear(2, 2), [NEFTune()])
+    with pytest.raises(ConversionError, match="set tensor_parallel_dim to 1"):
+        NEFTune().parallel_style(torch.nn.Embedding(3, 2), None)
+    with pytest.raises(ConversionError, match="set context_parallel_dim to 1"):
+        NEFTune().add_noise(torch.zeros(1, 6, 2), Documents.from_lengths([12]))
+
+
+@pytest.fixture
+def bidirectional_model():
+    torch.manual_seed(0)
+    model = build(Description(**SIZES))
+    apply_conversions(model, [BidirectionalAttention()])
+    return model.double()
+
+
+def alone(model, row):
+    """Hidden states of a row in a batch of its own, without documents."""
+    return model(torch.tensor([row["tokens"]]), output="hidden")[0]
+
+
+def test_first_position_sees_the_last():
+    torch.manual_seed(0)
+    model = build(Description(**SIZES)).double()
+    tokens = torch.tensor([[1, 2, 3], [1, 2, 4]])
+    hidden = model(tokens, output="hidden")
+    torch.testing.assert_close(hidden[0, :2], hidden[1, :2])
+    apply_conversions(model, [BidirectionalAttention()])
+    hidden = model(tokens, output="hidden")
+    assert (hidden[0, 0] - hidden[1, 0]).abs().max() > 1e-3
+    assert not model.description.is_causal
+    (conversion,) = get_conversions(model)
+    conversion.revert(model)
+    assert model.description == Description(**SIZES)
+    hidden = model(tokens, output="hidden")
+    torch.testing.assert_close(hidden[0, :2], hidden[1, :2])
+
+
+def test_attention_equals_plain_softmax(bidirectional_model):
+    attn = bidirectional_model.layers[0].attn
+    x = torch.randn(1, 5, 32, dtype=torch.float64)
+    q, k, v = (projection(x).view(1, 5, -1, 8) for projection in (attn.q_proj, attn.k_proj, attn.v_proj))
+    attn.pos_embeddings = None
+    heads = []
+    for head in range(4):
+        scores = q[0, :, head] @ k[0, :, head // 2].T / 8**0.5
+        heads.append(scores.softmax(-1) @ v[0, :, head // 2])
+    torch.testing.assert_close(attn(x)[0], attn.output_proj(torch.cat(heads, -1)))
+
+
+def test_packed_documents_see_only_themselves(bidirectional_model):
+    batch = collate_documents(ROWS)
+    hidden = bidirectional_model(**batch.model_inputs(), output="hidden")[0]
+    for row, states in zip(ROWS, hidden.split([3, 1, 5]), strict=True):
+        torch.testing.assert_close(states, alone(bidirectional_model, row))
+
+
+def test_padding_is_not_seen(bidirectional_model):
+    """As documents of a padded batch, and as a mask."""
+    padded = padded_collate_packed([[ROWS[0]], [ROWS[2]]])
+    del padded["labels"]
+    hidden = bidirectional_model(**padded, output="hidden")
+    torch.testing.assert_close(hidden[0, :3], alone(bidirectional_model, ROWS[0]))
+    torch.testing.assert_close(hidden[1], alone(bidirectional_model, ROWS[2]))
+    mask = torch.arange(5) < torch.tensor([[[3]], [[5]]])  # [b, 1, s]
+    hidden = bidirectional_model(padded["tokens"], mask=mask.expand(2, 5, 5), output="hidden")
+    torch.testing.assert_close(hidden[0, :3], alone(bidirectional_model, ROWS[0]))
+
+
+def test_gradients_flow_from_first_positions_to_later_tokens(bidirectional_model):
+    batch = collate_documents(ROWS)
+    embedded = bidirectional_model.embed(batch.tokens).detach().requires_grad_()
+    inputs = {**batch.model_inputs(), "tokens": None, "input_embeds": embedded}
+    bidirectional_model(**inputs, output="hidden")[0, 0].sum().backward()
+    assert embedded.grad[0, 2].any()  # the last token of the document
+    assert not embedded.grad[0, 3:].any()
+
+
+@pytest.mark.parametrize(
+    ("fields", "part"),
+    [
+        ({"window": 4, "window_layers": (0,)}, "sliding windows"),
+        ({"chunk": 4, "chunk_layers": (0,)}, "chunked attention"),
+        ({"attn_softcap": 5.0}, "a soft cap"),
+        ({"attn_sinks": True}, "attention sinks"),
+    ],
+)
+def test_parts_that_cannot_see_later_positions_are_refused(fields, part):
+    model = build(Description(**SIZES, **fields))
+    with pytest.raises(ConversionError, match=f"the model has {part}.*, which cannot see later positions"):
+        apply_conversions(model, [BidirectionalAttention()])
+    with pytest.raises(ModelError, match=f"is_causal must be True in a model with {part}"):
+        Description(**SIZES, **fields, is_causal=False)
+
+
+def test_losses_and_generation_that_predict_tokens_refuse_bidirectional_attention(bidirectional_model):
+    for check in (
+        lambda: setup_loss(DPOLoss(), bidirectional_model),
+        lambda: setup_token_loss(LinearCrossEntropyLoss(), bidirectional_model),
+    ):
+        with pytest.raises(LossError, match="predicts tokens, and the model attends to later tokens"):
+            check()
+    with pytest.raises(GenerationError, match="it attends to later tokens"):
+        check_generates(bidirectional_model)
+    assert "attends to later positions" in bidirectional_model.prefix_obstacle()
+
+
+def test_only_text_decoders_become_bidirectional():
+    with pytest.raises(ConversionError, match="a Linear is no text decoder"):
+        BidirectionalAttention().convert(torch.nn.Linear(2, 2))
