@@ -57,18 +57,15 @@ class Boundaries:
             chunks: sizes of the chunks in which layers attend.
             kernel_chunk: size of the chunks of recurrent mixers' kernel.
         """
-        masks = {}
-        for window in block_masks:
-            masks[window] = _block_mask(documents, window)
-        chunk_boundaries = {size: cls.of(documents.split_into_chunks(size), block_masks) for size in chunks}
+        kernel_chunks = None if kernel_chunk is None else index_chunks(documents, kernel_chunk)
         return cls(
-            documents.cu_seqlens,
-            documents.max_length,
-            masks,
-            documents.shared,
-            chunk_boundaries,
-            documents.num_tokens,
-            None if kernel_chunk is None else index_chunks(documents, kernel_chunk),
+            cu_seqlens=documents.cu_seqlens,
+            max_length=documents.max_length,
+            block_masks={window: _block_mask(documents, window) for window in block_masks},
+            shared=documents.shared,
+            chunks={size: cls.of(documents.split_into_chunks(size), block_masks) for size in chunks},
+            num_tokens=documents.num_tokens,
+            kernel_chunks=kernel_chunks,
         )
 
 
@@ -152,23 +149,23 @@ _Rows = tuple[Tensor, ...]
 
 
 def _split_by_length(
-    cu_seqlens: Tensor, cu_keys: Tensor | None, of_queries: _Rows, of_keys: _Rows
+    cu_seqlens: Tensor, cu_keys: Tensor | None, query_tensors: _Rows, key_tensors: _Rows
 ) -> Iterator[tuple[_Rows, _Rows]]:
     """Yield views of the documents, for each run of consecutive documents with equal numbers of queries and of keys.
 
     Args:
         cu_seqlens: cumulative numbers of queries; the host waits for them.
         cu_keys: cumulative numbers of keys, by default of queries.
-        of_queries: tensors ``[t, …]`` by query.
-        of_keys: tensors ``[k, …]`` by key.
+        query_tensors: tensors ``[t, …]`` by query.
+        key_tensors: tensors ``[k, …]`` by key.
 
     Yields:
         Views ``[count, length, …]`` of the tensors by query, and of those by key.
     """
     query_lengths = cu_seqlens.diff().tolist()
     key_lengths = query_lengths if cu_keys is None else cu_keys.diff().tolist()
-    check_coverage(sum(query_lengths), of_queries[0].shape[0])
-    check_coverage(sum(key_lengths), of_keys[0].shape[0])
+    check_coverage(sum(query_lengths), query_tensors[0].shape[0])
+    check_coverage(sum(key_lengths), key_tensors[0].shape[0])
     counts = []  # documents of each run
     run_query_lengths = []
     run_key_lengths = []
@@ -176,8 +173,8 @@ def _split_by_length(
         counts.append(len(list(run)))
         run_query_lengths.append(query_length)
         run_key_lengths.append(key_length)
-    query_views = [_split_runs(tensor, counts, run_query_lengths) for tensor in of_queries]
-    key_views = [_split_runs(tensor, counts, run_key_lengths) for tensor in of_keys]
+    query_views = [_split_runs(tensor, counts, run_query_lengths) for tensor in query_tensors]
+    key_views = [_split_runs(tensor, counts, run_key_lengths) for tensor in key_tensors]
     # From the runs of each tensor to the tensors of each run.
     return zip(zip(*query_views, strict=True), zip(*key_views, strict=True), strict=True)
 
@@ -258,9 +255,9 @@ def _backward(
     grad_v = torch.empty_like(v)
     grad_sinks = torch.zeros(q.shape[1], dtype=torch.float32, device=q.device)
     runs = _split_by_length(cu_seqlens, cu_keys, (grad, q, out, lse, grad_q), (k, v, grad_k, grad_v))
-    for of_queries, of_keys in runs:
-        grad_run, q_run, out_run, lse_run, grad_q_run = of_queries
-        k_run, v_run, grad_k_run, grad_v_run = of_keys
+    for query_runs, key_runs in runs:
+        grad_run, q_run, out_run, lse_run, grad_q_run = query_runs
+        k_run, v_run, grad_k_run, grad_v_run = key_runs
         run_window = window if window < k_run.shape[1] else 0
         if _needs_blocks(q_run, k_run, run_window, softcap, sinks) or _is_faster_in_blocks(q_run):
             block_attention_backward(

@@ -805,13 +805,12 @@ class CEWithChunkedOutputLoss(LinearCrossEntropyLoss):
         """
         if isinstance(outputs, Tensor):
             return super().forward(outputs, targets)
-        lengths = [chunk.shape[1] for chunk in outputs]
-        chunks = zip(outputs, targets.split(lengths, dim=1), strict=True)
-        total = sum(self._sum_of_logits(logits.flatten(0, 1), target.flatten()) for logits, target in chunks)
+        lengths = [logits.shape[1] for logits in outputs]
+        total: Tensor | int = 0
+        for logits, chunk_targets in zip(outputs, targets.split(lengths, dim=1), strict=True):
+            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+            total = total + nn.functional.cross_entropy(
+                logits.flatten(0, 1), chunk_targets.flatten(), ignore_index=self.ignore_index, reduction="sum"
+            )
         count = (targets != self.ignore_index).sum()
         return total / count.clamp(min=1)
-
-    def _sum_of_logits(self, logits: Tensor, target: Tensor) -> Tensor:
-        """logits [n, v], target [n] -> scalar."""
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        return torch.nn.functional.cross_entropy(logits, target, ignore_index=self.ignore_index, reduction="sum")

@@ -214,14 +214,6 @@ class TrainableParams(Enum):
     FROZEN = "frozen"
 
 
-def _check_quantization(quantize_base: bool, **quantization_kwargs: Any) -> None:
-    if quantization_kwargs and not quantize_base:
-        raise ConversionError(
-            f"{', '.join(sorted(quantization_kwargs))}: options of the quantized base need quantize_base=True, "
-            "remove them."
-        )
-
-
 def check_adapter_numbers(rank: int, alpha: float, dropout: float) -> None:
     """Check that an adapter can change the model.
 
@@ -290,7 +282,11 @@ class LoRALinear(nn.Module):
         **quantization_kwargs: Any,
     ) -> None:
         super().__init__()
-        _check_quantization(quantize_base, **quantization_kwargs)
+        if quantization_kwargs and not quantize_base:
+            raise ConversionError(
+                f"{', '.join(sorted(quantization_kwargs))}: options of the quantized base need quantize_base=True, "
+                "remove them."
+            )
         check_adapter_numbers(rank, alpha, dropout)
         self.weight = nn.Parameter(torch.empty(out_dim, in_dim), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(out_dim), requires_grad=False) if use_bias else None
@@ -302,7 +298,8 @@ class LoRALinear(nn.Module):
         self.initialize_parameters()
 
     def _quantize_base(self, options: dict[str, Any]) -> None:
-        self.in_features = self.in_dim
+        """Store the base in NF4: the layer becomes an instance of its own class and of :class:`FrozenNF4Linear`."""
+        self.in_features = self.in_dim  # as nn.Linear has them, which from_linear reads
         self.out_features = self.out_dim
         base = FrozenNF4Linear.from_linear(self, **options)
         self.__dict__.update(vars(base))
