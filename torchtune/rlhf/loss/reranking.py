@@ -199,7 +199,7 @@ class RerankListwiseLoss(RerankLoss):
             sums = (is_candidate * labels).sum(1)  # [n], of each pair's query
             targets = labels / sums
         else:
-            targets = _softmax(labels, is_candidate)
+            targets = _log_softmax(labels, is_candidate).exp()
         log_probs = _log_softmax(scores / self.temperature, is_candidate)
         losses = -(is_candidate * (targets * log_probs)).sum(1)  # [n], the same for all pairs of a query
         with torch.no_grad():
@@ -213,8 +213,3 @@ def _log_softmax(values: Tensor, is_candidate: Tensor) -> Tensor:
     """Return the log-softmax of ``[n]`` within groups, given as bool ``[n, n]``."""
     of_group = values[None].expand_as(is_candidate).masked_fill(~is_candidate, -torch.inf)
     return values - of_group.logsumexp(1)
-
-
-def _softmax(values: Tensor, is_candidate: Tensor) -> Tensor:
-    """Return the softmax of ``[n]`` within groups, given as bool ``[n, n]``."""
-    return _log_softmax(values, is_candidate).exp()
