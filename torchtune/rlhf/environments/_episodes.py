@@ -13,9 +13,9 @@ import torch
 from torchtune import config
 from torchtune.data import DataError, Message
 from torchtune.generation import Batch, Request, seeded_draws, stream_tokens
+from torchtune.rlhf._local_sampler import LocalSampler, is_tensor_parallel
 from torchtune.rlhf._prompts import Prompt
 from torchtune.rlhf._rollouts import INVALID_ENDS, Episode, RolloutError
-from torchtune.rlhf._samplers import LocalSampler, is_tensor_parallel
 from torchtune.rlhf.environments._conversation import (
     Conversation,
     Kind,
