@@ -4,7 +4,7 @@ import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import accumulate, groupby
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -403,9 +403,10 @@ def block_attention(
     out_heads = _split_queries(out, k.shape[2])
     keys = _by_kv_head(k, torch.float32)
     values = _by_kv_head(v, v.dtype)
-    for block, seen, _, weights, _ in _iter_blocks(queries, keys, window, softcap, sinks):
-        product = torch.bmm(weights.to(v.dtype), values[:, seen])  # [b * n_kv, n / n_kv * block, h]
-        out_heads[:, :, :, block] = product.view(out_heads[:, :, :, block].shape)
+    for block in _iter_blocks(queries, keys, window, softcap, sinks):
+        product = torch.bmm(block.weights.to(v.dtype), values[:, block.seen])  # [b * n_kv, n / n_kv * block, h]
+        out_block = out_heads[:, :, :, block.positions]
+        out_block.copy_(product.view(out_block.shape))
 
 
 def block_attention_backward(
@@ -434,8 +435,10 @@ def block_attention_backward(
     # float32 sums over blocks of queries.
     grad_keys = torch.zeros(keys.shape, dtype=torch.float32, device=k.device)
     grad_values = torch.zeros(keys.shape, dtype=torch.float32, device=k.device)
-    for block, seen, block_queries, weights, slope in _iter_blocks(queries, keys.float(), window, softcap, sinks):
-        block_grad = _take_block(grad_heads, block, grad.dtype)  # [b * n_kv, n / n_kv * block, h]
+    for block in _iter_blocks(queries, keys.float(), window, softcap, sinks):
+        seen = block.seen
+        weights = block.weights
+        block_grad = _take_block(grad_heads, block.positions, grad.dtype)  # [b * n_kv, n / n_kv * block, h]
         grad_values[:, seen] += torch.bmm(weights.to(v.dtype).transpose(1, 2), block_grad)
         grad_weights = torch.bmm(block_grad, values[:, seen].transpose(1, 2)).float()
         grad_scores = torch.ops.aten._softmax_backward_data(grad_weights, weights, -1, torch.float32)
@@ -443,12 +446,13 @@ def block_attention_backward(
             # The sink's probability is 1 - the sum of the others, and its value is zero.
             grad_sink = (weights.sum(-1) - 1) * (grad_weights * weights).sum(-1)
             grad_sinks += grad_sink.view(q.shape[0], grad_sinks.shape[0], -1).sum((0, 2))
-        if slope is not None:
-            grad_scores.mul_(slope)
+        if block.slope is not None:
+            grad_scores.mul_(block.slope)
         grad_scores = grad_scores.mul_(q.shape[-1] ** -0.5).to(q.dtype)
         product = torch.bmm(grad_scores, keys[:, seen])
-        grad_queries[:, :, :, block] = product.view(grad_queries[:, :, :, block].shape)
-        grad_keys[:, seen] += torch.bmm(grad_scores.transpose(1, 2), block_queries.to(q.dtype))
+        grad_queries_block = grad_queries[:, :, :, block.positions]
+        grad_queries_block.copy_(product.view(grad_queries_block.shape))
+        grad_keys[:, seen] += torch.bmm(grad_scores.transpose(1, 2), block.queries.to(q.dtype))
     # [b * n_kv, t, h] -> [b, t, n_kv, h]
     grad_k.copy_(grad_keys.unflatten(0, (k.shape[0], -1)).transpose(1, 2))
     grad_v.copy_(grad_values.unflatten(0, (k.shape[0], -1)).transpose(1, 2))
@@ -476,9 +480,27 @@ def _causal_mask(device: torch.device) -> Tensor:
     return torch.full((_BLOCK, _BLOCK), float("-inf"), device=device).triu(1)
 
 
+class _QueryBlock(NamedTuple):
+    """A block of queries with its probabilities, all float32.
+
+    Attributes:
+        positions: positions of the block among the queries.
+        seen: positions of the keys that the block sees.
+        queries: ``[b * n_kv, n / n_kv * block, h]``.
+        weights: probabilities ``[b * n_kv, n / n_kv * block, seen]``.
+        slope: derivative of the soft cap, of the shape of the weights; None without a soft cap.
+    """
+
+    positions: slice
+    seen: slice
+    queries: Tensor
+    weights: Tensor
+    slope: Tensor | None
+
+
 def _iter_blocks(
     queries: Tensor, keys: Tensor, window: int, softcap: float, sinks: Tensor | None = None
-) -> Iterator[tuple[slice, slice, Tensor, Tensor, Tensor | None]]:
+) -> Iterator[_QueryBlock]:
     """Compute the probabilities of one block of queries after another, in float32.
 
     Args:
@@ -487,22 +509,18 @@ def _iter_blocks(
         window: sliding window in positions; 0: none.
         softcap: soft cap of the scores; 0: none.
         sinks: attention sinks ``[n]``.
-
-    Yields:
-        The slice of the block, the slice of the keys that it sees, its queries ``[b * n_kv, n / n_kv * block, h]``,
-        probabilities ``[b * n_kv, n / n_kv * block, seen]``, and the derivative of the soft cap, of the same shape.
     """
     group, s, h = queries.shape[2:]
     num_earlier = keys.shape[1] - s  # positions with keys and without queries
     future = _causal_mask(queries.device)
     scaled_keys = keys * h**-0.5
     for start in range(0, s, _BLOCK):
-        block = slice(start, min(start + _BLOCK, s))
-        size = block.stop - start
+        positions = slice(start, min(start + _BLOCK, s))
+        size = positions.stop - start
         first_position = start + num_earlier  # of the block's first query, among the keys
         first_seen = max(0, first_position - window + 1) if window else 0
         seen = slice(first_seen, first_position + size)
-        block_queries = _take_block(queries, block, torch.float32)
+        block_queries = _take_block(queries, positions, torch.float32)
         scores = torch.bmm(block_queries, scaled_keys[:, seen].transpose(1, 2))
         slope = None
         if softcap:
@@ -524,4 +542,4 @@ def _iter_blocks(
             sink_scores = sinks.float().view(-1, group, 1).repeat(queries.shape[0], 1, size)
             sink_scores = sink_scores.view(*scores.shape[:2], 1)
             weights = torch.cat([scores, sink_scores], -1).softmax(-1)[..., :-1]
-        yield block, seen, block_queries, weights, slope
+        yield _QueryBlock(positions, seen, block_queries, weights, slope)
