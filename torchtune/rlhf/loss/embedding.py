@@ -14,6 +14,9 @@ from torchtune.modules.moe.balance import balance_of
 from torchtune.rlhf.loss._base import AnswerLoss, Metrics
 from torchtune.training import RNGState, undisturbed_random_state
 
+# Modules of sentence-transformers, in order -> their folders in a checkpoint.
+_MODULES = {"Transformer": "", "Pooling": "1_Pooling", "Normalize": "2_Normalize"}
+
 # Scores the documents of a part [n, ...].
 Score = Callable[[Batch], Tensor]
 
@@ -100,7 +103,8 @@ class InfoNCELoss(AnswerLoss):
 
     def check_batch(self, batch: Batch) -> None:
         """Check that the batch has queries with passages. Raises :class:`DataError`."""
-        if missing := {"role", "digest", "counts"} - batch.per_document.keys():
+        missing = {"role", "digest", "counts"} - batch.per_document.keys()
+        if missing:
             raise DataError(
                 f"loss: InfoNCELoss reads queries with passages, but the batch has no '{min(missing)}' per document: "
                 "use torchtune.datasets.embedding_dataset with collate_fn=torchtune.data.collate_embedding."
@@ -153,14 +157,13 @@ class InfoNCELoss(AnswerLoss):
         if all(texts == instructions[0] for texts in instructions):  # a mixture may have several
             prompts = dict(instructions[0])
         # Whether texts end otherwise than the tokenizer's files say, for this library.
-        add_eos = {part.add_eos for part in dataset.row_datasets()}
+        choices_of_end = {part.add_eos for part in dataset.row_datasets()}
         ends = {}
-        if add_eos in ({True}, {False}):
-            (ends["add_eos"],) = add_eos
+        for adds_eos in (True, False):
+            if choices_of_end == {adds_eos}:  # a mixture may have both
+                ends["add_eos"] = adds_eos
         modules = []
-        for number, (name, path) in enumerate(
-            [("Transformer", ""), ("Pooling", "1_Pooling"), ("Normalize", "2_Normalize")]
-        ):
+        for number, (name, path) in enumerate(_MODULES.items()):
             kind = f"sentence_transformers.models.{name}"
             modules.append({"idx": number, "name": str(number), "path": path, "type": kind})
         return {

@@ -37,7 +37,8 @@ class RerankLoss(AnswerLoss):
 
     def check_batch(self, batch: Batch) -> None:
         """Check that the batch has pairs with targets. Raises :class:`DataError`."""
-        if missing := {"example", "is_first", "target", "counts"} - batch.per_document.keys():
+        missing = {"example", "is_first", "target", "counts"} - batch.per_document.keys()
+        if missing:
             raise DataError(
                 f"loss: {type(self).__name__} reads pairs of queries and documents, but the batch has no "
                 f"'{min(missing)}' per document: use torchtune.datasets.reranking_dataset with "
@@ -67,7 +68,7 @@ class RerankLoss(AnswerLoss):
         templates = {part.pair_template for part in dataset.row_datasets()}
         if len(templates) != 1 or None in templates:
             return {}
-        (template,) = templates
+        template = templates.pop()
         max_seq_len = getattr(tokenizer, "max_seq_len", None)
         chat_template = template.chat_template(tokenizer)
         transformer = "sentence_transformers.base.modules.transformer.Transformer"
