@@ -309,12 +309,24 @@ def reward_tune_to_hf(
 
 
 def kv_offset_mask_flex(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor, offset: int) -> Tensor:
-    """Return the causal mask (a flex ``mask_mod``) for queries that start ``offset`` positions into the cache."""
+    """Return the causal mask (a flex ``mask_mod``) for queries that start ``offset`` positions into the cache.
+
+    Example:
+        >>> from torchtune.compat import kv_offset_mask_flex
+        >>> kv_offset_mask_flex(None, None, torch.tensor(0), torch.arange(4), offset=2)
+        tensor([ True,  True,  True, False])
+    """
     return kv_idx <= q_idx + offset
 
 
 def causal_mask_flex(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-    """Return the causal mask (a flex ``mask_mod``)."""
+    """Return the causal mask (a flex ``mask_mod``).
+
+    Example:
+        >>> from torchtune.compat import causal_mask_flex
+        >>> causal_mask_flex(None, None, torch.tensor(1), torch.arange(3))
+        tensor([ True,  True, False])
+    """
     return q_idx >= kv_idx
 
 
@@ -331,6 +343,11 @@ def slice_str_to_array(slice_str: str, length: int) -> list[bool]:
 
     Raises:
         ValueError: a part is neither an index nor a slice, or an index is out of range.
+
+    Example:
+        >>> from torchtune.compat import slice_str_to_array
+        >>> slice_str_to_array("0,2:", 4)
+        [True, False, True, True]
     """
     mask = [False] * length
     for part in slice_str.split(","):
