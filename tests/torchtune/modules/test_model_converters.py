@@ -1,20 +1,19 @@
-"""Conversions that replace no layer: freezing by pattern, noise of the paper's scale, attention in both directions."""
+"""Conversions that replace no layer: freezing by pattern, and noise of the paper's scale.
+
+Attention in both directions: ``test_bidirectional.py``; kernels: ``test_kernels.py`` and ``test_attention.py``.
+"""
 
 import pytest
 import torch
 from torch import nn
 
-from torchtune.data import Documents, collate_documents, padded_collate_packed
-from torchtune.generation import GenerationError, check_generates
-from torchtune.models import Description, ModelError, build
+from torchtune.data import Documents
+from torchtune.models import Description, build
 from torchtune.models.llama3 import llama3
-from torchtune.modules import BidirectionalAttention, Freeze, NEFTune, TiedLinear, TransformerDecoder
-from torchtune.modules.conversion import ConversionError, apply_conversions, get_conversions
-from torchtune.modules.loss import LinearCrossEntropyLoss, LossError
-from torchtune.modules.loss import setup_loss as setup_token_loss
+from torchtune.modules import Freeze, NEFTune, TiedLinear, TransformerDecoder
+from torchtune.modules.conversion import ConversionError, apply_conversions
 from torchtune.modules.low_precision import Float8Training
 from torchtune.modules.peft import LoRA
-from torchtune.rlhf.loss import DPOLoss, setup_loss
 from torchtune.training import setup_optimizer
 
 # Freezing.
@@ -24,11 +23,6 @@ DESCRIPTION = Description(
     vocab_size=19, num_layers=2, embed_dim=16, intermediate_dim=24, max_seq_len=512, num_heads=4, num_kv_heads=2
 )
 NOISY_TOKENS = torch.randint(0, 19, (1, 12), generator=torch.Generator().manual_seed(1))
-# Attention in both directions.
-SIZES = {"vocab_size": 20, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "embed_dim": 32}
-SIZES |= {"intermediate_dim": 16, "max_seq_len": 16}
-ROWS = [{"tokens": [1, 2, 3], "labels": [-100] * 3}, {"tokens": [4], "labels": [-100]}]
-ROWS += [{"tokens": [5, 6, 7, 8, 9], "labels": [-100] * 5}]
 
 
 def make(tied: bool = False) -> TransformerDecoder:
@@ -208,107 +202,3 @@ def test_what_cannot_have_noise_is_refused():
         NEFTune().parallel_style(torch.nn.Embedding(3, 2), None)
     with pytest.raises(ConversionError, match="set context_parallel_dim to 1"):
         NEFTune().add_noise(torch.zeros(1, 6, 2), Documents.from_lengths([12]))
-
-
-@pytest.fixture
-def bidirectional_model():
-    torch.manual_seed(0)
-    model = build(Description(**SIZES))
-    apply_conversions(model, [BidirectionalAttention()])
-    return model.double()
-
-
-def alone(model, row):
-    """Hidden states of a row in a batch of its own, without documents."""
-    return model(torch.tensor([row["tokens"]]), output="hidden")[0]
-
-
-def test_first_position_sees_the_last():
-    torch.manual_seed(0)
-    model = build(Description(**SIZES)).double()
-    tokens = torch.tensor([[1, 2, 3], [1, 2, 4]])
-    hidden = model(tokens, output="hidden")
-    torch.testing.assert_close(hidden[0, :2], hidden[1, :2])
-    apply_conversions(model, [BidirectionalAttention()])
-    hidden = model(tokens, output="hidden")
-    assert (hidden[0, 0] - hidden[1, 0]).abs().max() > 1e-3
-    assert not model.description.is_causal
-    (conversion,) = get_conversions(model)
-    conversion.revert(model)
-    assert model.description == Description(**SIZES)
-    hidden = model(tokens, output="hidden")
-    torch.testing.assert_close(hidden[0, :2], hidden[1, :2])
-
-
-def test_attention_equals_plain_softmax(bidirectional_model):
-    attn = bidirectional_model.layers[0].attn
-    x = torch.randn(1, 5, 32, dtype=torch.float64)
-    q, k, v = (projection(x).view(1, 5, -1, 8) for projection in (attn.q_proj, attn.k_proj, attn.v_proj))
-    attn.pos_embeddings = None
-    heads = []
-    for head in range(4):
-        scores = q[0, :, head] @ k[0, :, head // 2].T / 8**0.5
-        heads.append(scores.softmax(-1) @ v[0, :, head // 2])
-    torch.testing.assert_close(attn(x)[0], attn.output_proj(torch.cat(heads, -1)))
-
-
-def test_packed_documents_see_only_themselves(bidirectional_model):
-    batch = collate_documents(ROWS)
-    hidden = bidirectional_model(**batch.model_inputs(), output="hidden")[0]
-    for row, states in zip(ROWS, hidden.split([3, 1, 5]), strict=True):
-        torch.testing.assert_close(states, alone(bidirectional_model, row))
-
-
-def test_padding_is_not_seen(bidirectional_model):
-    """As documents of a padded batch, and as a mask."""
-    padded = padded_collate_packed([[ROWS[0]], [ROWS[2]]])
-    del padded["labels"]
-    hidden = bidirectional_model(**padded, output="hidden")
-    torch.testing.assert_close(hidden[0, :3], alone(bidirectional_model, ROWS[0]))
-    torch.testing.assert_close(hidden[1], alone(bidirectional_model, ROWS[2]))
-    mask = torch.arange(5) < torch.tensor([[[3]], [[5]]])  # [b, 1, s]
-    hidden = bidirectional_model(padded["tokens"], mask=mask.expand(2, 5, 5), output="hidden")
-    torch.testing.assert_close(hidden[0, :3], alone(bidirectional_model, ROWS[0]))
-
-
-def test_gradients_flow_from_first_positions_to_later_tokens(bidirectional_model):
-    batch = collate_documents(ROWS)
-    embedded = bidirectional_model.embed(batch.tokens).detach().requires_grad_()
-    inputs = {**batch.model_inputs(), "tokens": None, "input_embeds": embedded}
-    bidirectional_model(**inputs, output="hidden")[0, 0].sum().backward()
-    assert embedded.grad[0, 2].any()  # the last token of the document
-    assert not embedded.grad[0, 3:].any()
-
-
-@pytest.mark.parametrize(
-    ("fields", "part"),
-    [
-        ({"window": 4, "window_layers": (0,)}, "sliding windows"),
-        ({"chunk": 4, "chunk_layers": (0,)}, "chunked attention"),
-        ({"attn_softcap": 5.0}, "a soft cap"),
-        ({"attn_sinks": True}, "attention sinks"),
-    ],
-)
-def test_parts_that_cannot_see_later_positions_are_refused(fields, part):
-    model = build(Description(**SIZES, **fields))
-    with pytest.raises(ConversionError, match=f"the model has {part}.*, which cannot see later positions"):
-        apply_conversions(model, [BidirectionalAttention()])
-    with pytest.raises(ModelError, match=f"is_causal must be True in a model with {part}"):
-        Description(**SIZES, **fields, is_causal=False)
-
-
-def test_losses_and_generation_that_predict_tokens_refuse_bidirectional_attention(bidirectional_model):
-    for check in (
-        lambda: setup_loss(DPOLoss(), bidirectional_model),
-        lambda: setup_token_loss(LinearCrossEntropyLoss(), bidirectional_model),
-    ):
-        with pytest.raises(LossError, match="predicts tokens, and the model attends to later tokens"):
-            check()
-    with pytest.raises(GenerationError, match="it attends to later tokens"):
-        check_generates(bidirectional_model)
-    assert "attends to later positions" in bidirectional_model.prefix_obstacle()
-
-
-def test_only_text_decoders_become_bidirectional():
-    with pytest.raises(ConversionError, match="a Linear is no text decoder"):
-        BidirectionalAttention().convert(torch.nn.Linear(2, 2))
