@@ -80,6 +80,7 @@ class FlashAttentionKernel(Conversion):
         return ConversionReport(self.kernel, converted)
 
     def _activate(self, head_dim: int) -> None:
+        """Let torch run the kernel in this process. Raises :class:`ConversionError` if this machine cannot."""
         if not torch.cuda.is_available():
             raise ConversionError(
                 f"FlashAttentionKernel: {self.kernel} runs on CUDA, and there is none: remove it from model_converters."
@@ -99,6 +100,7 @@ class FlashAttentionKernel(Conversion):
 
 
 def _uses_flash(layer: MultiHeadAttention) -> bool:
+    """Return whether flash attention runs the layer on CUDA, within documents."""
     kernel = choose_kernel(
         torch.device("cuda"),
         next(layer.parameters()).dtype,
@@ -213,28 +215,28 @@ class Freeze(Conversion):
                     "Freeze: the model has adapters, beside which all weights are frozen already: choose layers with "
                     "target_modules and train_modules of torchtune.modules.peft.LoRA."
                 )
-        trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         matching: set[str] = set()
         for pattern in self.patterns:
-            names = [name for name in trained if re.fullmatch(rf"(.*\.)?({pattern})(\..*)?", name)]
+            names = [name for name in trainable if re.fullmatch(rf"(.*\.)?({pattern})(\..*)?", name)]
             if not names:
-                self._raise_unmatched(model, pattern, list(trained))
+                self._raise_unmatched(model, pattern, list(trainable))
             matching.update(names)
-        frozen = matching if self.setting == "freeze" else trained.keys() - matching
-        if len(frozen) == len(trained):
+        frozen = matching if self.setting == "freeze" else trainable.keys() - matching
+        if len(frozen) == len(trainable):
             raise ConversionError(
-                f"Freeze: {self.setting} = {self.patterns} freezes all {len(trained)} weights, so nothing would be "
+                f"Freeze: {self.setting} = {self.patterns} freezes all {len(trainable)} weights, so nothing would be "
                 "trained: leave some out."
             )
         for name in frozen:
-            trained[name].requires_grad_(False)
+            trainable[name].requires_grad_(False)
         # In the order of the model, each module once.
-        modules = dict.fromkeys(name.rpartition(".")[0] for name in trained if name in frozen)
-        count = sum(parameter.numel() for parameter in trained.values())
-        left = sum(parameter.numel() for parameter in trained.values() if parameter.requires_grad)
-        note = f"of {count:,} parameters {left:,} are trained"
-        tied = isinstance(getattr(model, "output", None), TiedLinear)
-        if tied and any(name.endswith("tok_embeddings.weight") for name in frozen):
+        modules = dict.fromkeys(name.rpartition(".")[0] for name in trainable if name in frozen)
+        num_parameters = sum(parameter.numel() for parameter in trainable.values())
+        num_frozen = sum(trainable[name].numel() for name in frozen)
+        note = f"of {num_parameters:,} parameters {num_parameters - num_frozen:,} are trained"
+        has_tied_output = isinstance(getattr(model, "output", None), TiedLinear)
+        if has_tied_output and any(name.endswith("tok_embeddings.weight") for name in frozen):
             note += ", the output is tied to the embedding and frozen with it"
         return ConversionReport("Freeze", list(modules), note=note)
 
@@ -324,9 +326,10 @@ class NEFTune(Conversion):
             return h + noise * (self.alpha / math.sqrt(seq_len * width))
         if documents.num_tokens != batch_size * seq_len:
             raise ConversionError("NEFTune: set context_parallel_dim to 1: a rank has a part of each document.")
-        lengths = documents.cu_seqlens.diff().to(h.device)
-        lengths = lengths.repeat_interleave(lengths, output_size=documents.num_tokens)  # [b * s]
-        scale = self.alpha * (lengths * width).rsqrt()
+        lengths = documents.cu_seqlens.diff().to(h.device)  # [documents]
+        # The length of each position's document. With output_size, the host does not wait for the sum of the lengths.
+        length_of_position = lengths.repeat_interleave(lengths, output_size=documents.num_tokens)  # [b * s]
+        scale = self.alpha * (length_of_position * width).rsqrt()
         return h + noise * scale.view(batch_size, seq_len, 1).to(h.dtype)
 
 
