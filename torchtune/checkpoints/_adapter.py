@@ -36,7 +36,7 @@ from torchtune.models import (
     text_prefixes,
 )
 from torchtune.modules.conversion import ConversionError, apply_conversions
-from torchtune.modules.embedding_utils import resize_token_embeddings
+from torchtune.modules.embeddings import resize_token_embeddings
 from torchtune.modules.peft import LoRA, LoRALinear, NewTokens, adapter_modules, init_from_weight
 from torchtune.modules.transformer import text_decoder
 from torchtune.utils import get_logger

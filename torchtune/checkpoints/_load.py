@@ -47,7 +47,7 @@ from torchtune.models import (
     spec_for_architecture,
     text_config,
 )
-from torchtune.modules.embedding_utils import VocabularyGrowth, vocabulary_weights
+from torchtune.modules.embeddings import VocabularyGrowth, vocabulary_weights
 from torchtune.modules.peft import LoRALinear
 from torchtune.modules.transformer import text_decoder
 from torchtune.tokenizers import is_tokenizer_file

@@ -18,13 +18,16 @@ from ._checkpoint_files import get_recipe_checkpoint_path as get_recipe_checkpoi
 from ._former_config import TuneRecipeArgumentParser as TuneRecipeArgumentParser
 from ._former_datasets import PACK_TYPE as PACK_TYPE
 from ._former_models import GemmaRMSNorm as GemmaRMSNorm
+from ._former_models import causal_mask_flex as causal_mask_flex
 from ._former_models import get_unmasked_sequence_lengths as get_unmasked_sequence_lengths
 from ._former_models import keep_row_losses as keep_row_losses
+from ._former_models import kv_offset_mask_flex as kv_offset_mask_flex
 from ._former_models import load_dora_magnitudes as load_dora_magnitudes
 from ._former_models import pad_dim_to_size as pad_dim_to_size
 from ._former_models import reward_hf_to_tune as reward_hf_to_tune
 from ._former_models import reward_tune_to_hf as reward_tune_to_hf
 from ._former_models import should_use_grouped_mm as should_use_grouped_mm
+from ._former_models import slice_str_to_array as slice_str_to_array
 from ._former_models import swiglu_mlp as swiglu_mlp
 from ._former_models import update_stop_tokens_tracker as update_stop_tokens_tracker
 from ._former_models import use_grouped_mm as use_grouped_mm

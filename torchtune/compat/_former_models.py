@@ -1,4 +1,4 @@
-"""Models of earlier releases: layers, padding of images, checks of adapters, and tables and conversions of weights."""
+"""Models of earlier releases: layers, masks, padding of images, checks of adapters, and conversions of weights."""
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +17,7 @@ from torchtune.modules import FeedForward, FrozenNF4Linear, RMSNorm
 from torchtune.modules.kernels.flex import compile_flex_attention
 from torchtune.modules.loss import CEWithChunkedOutputLoss, LinearCrossEntropyLoss
 from torchtune.modules.loss.custom_loss import LogitsLoss
+from torchtune.modules.low_precision import reparametrize_as_dtype_state_dict_post_hook
 from torchtune.modules.peft import DoRALinear, get_lora_module_names
 
 # Name in files -> name in models, with {} for the layer. Weight maps (torchtune.models.WeightMap) replace these tables:
@@ -218,6 +219,10 @@ def pad_dim_to_size(input: Tensor, size: int, dim: int, *, fill: float = 0.0) ->
 # A switch that older recipes set. It has no effect: grouped products choose their kernel by device and dtype.
 use_grouped_mm = True
 
+# Another one, of LoRA recipes, which chose one of two hooks for the state dict; there is one today.
+_use_low_cpu_ram = False
+_low_ram_reparametrize_as_dtype_state_dict_post_hook = reparametrize_as_dtype_state_dict_post_hook
+
 
 @contextmanager
 def keep_row_losses() -> Iterator[list[Tensor]]:
@@ -301,3 +306,74 @@ def reward_tune_to_hf(
     if "lm_head.weight" in weights:
         weights["score.weight"] = weights.pop("lm_head.weight")
     return weights
+
+
+def kv_offset_mask_flex(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor, offset: int) -> Tensor:
+    """Return the causal mask (a flex ``mask_mod``) for queries that start ``offset`` positions into the cache.
+
+    Example:
+        >>> from torchtune.compat import kv_offset_mask_flex
+        >>> kv_offset_mask_flex(None, None, torch.tensor(0), torch.arange(4), offset=2)
+        tensor([ True,  True,  True, False])
+    """
+    return kv_idx <= q_idx + offset
+
+
+def causal_mask_flex(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    """Return the causal mask (a flex ``mask_mod``).
+
+    Example:
+        >>> from torchtune.compat import causal_mask_flex
+        >>> causal_mask_flex(None, None, torch.tensor(1), torch.arange(3))
+        tensor([ True,  True, False])
+    """
+    return q_idx >= kv_idx
+
+
+def _register_reparametrize_state_dict_hooks(
+    module: nn.Module, dtype: torch.dtype = torch.bfloat16, offload_to_cpu: bool = True
+) -> None:
+    """Make ``module.state_dict()`` return dequantized weights."""
+    hook = functools.partial(reparametrize_as_dtype_state_dict_post_hook, dtype=dtype, offload_to_cpu=offload_to_cpu)
+    module._register_state_dict_hook(hook)
+
+
+def slice_str_to_array(slice_str: str, length: int) -> list[bool]:
+    """Parse indices and slices, such as ``"0,2"``, ``"1:3"``, ``":-1"`` or ``"0,::2"``, to a mask of ``length`` items.
+
+    Raises:
+        ValueError: a part is neither an index nor a slice, or an index is out of range.
+
+    Example:
+        >>> from torchtune.compat import slice_str_to_array
+        >>> slice_str_to_array("0,2:", 4)
+        [True, False, True, True]
+    """
+    mask = [False] * length
+    for part in slice_str.split(","):
+        numbers: list[int | None] = []  # an index, or start, stop and step of a slice; None: left out
+        for number in part.split(":"):
+            if not number.strip():
+                numbers.append(None)
+                continue
+            try:
+                numbers.append(int(number))
+            except ValueError as error:
+                raise ValueError(f"'{part}' in '{slice_str}' is neither an index nor a slice.") from error
+        if len(numbers) > 3 or numbers == [None]:
+            raise ValueError(f"'{part}' in '{slice_str}' is neither an index nor a slice.")
+        if len(numbers) > 1:
+            for index in range(length)[slice(*numbers)]:
+                mask[index] = True
+            continue
+        index = numbers[0]
+        if not -length <= index < length:
+            raise ValueError(f"Index {index} in '{slice_str}' is outside a list of {length}.")
+        mask[index] = True
+    return mask
+
+
+def __getattr__(name: str) -> Any:
+    if name == "flex_attention_compiled":  # a name of older releases, which compiled at import
+        return compile_flex_attention()
+    raise AttributeError(f"module '{__name__}' has no attribute '{name}'")

@@ -84,7 +84,7 @@ MODULES = {
     "torchtune.models.llama4._convert_weights": "torchtune.compat._former_models",
     "torchtune.models.t5": "torchtune.models",
     "torchtune.models.t5._convert_weights": "torchtune.compat._former_models",
-    "torchtune.modules.classifier": "torchtune.modules",
+    **_modules("torchtune.modules", "attention_utils classifier common_utils embedding_utils"),
     "torchtune.modules.fake_quant": "torchtune.modules.low_precision.quantizers",
     "torchtune.modules.low_precision.nf4_linear": "torchtune.modules.low_precision",
     "torchtune.modules.stored_linear": "torchtune.modules.low_precision.layers",
@@ -110,8 +110,7 @@ MODULES = {
     "torchtune.modules.moe.utils": "torchtune.compat",
     "torchtune.modules.rlhf": "torchtune.rlhf",  # in 0.2
     "torchtune.modules.rlhf.loss": "torchtune.rlhf.loss",
-    "torchtune.modules.peft._utils": "torchtune.modules.peft",
-    "torchtune.modules.peft.lora": "torchtune.modules.peft",
+    **_modules("torchtune.modules.peft", "_utils dora lora"),
     "torchtune.modules.peft.peft_utils": "torchtune.modules.peft",  # until 0.3
     "torchtune.modules.tokenizers": "torchtune.tokenizers",
     **dict.fromkeys(_paths("torchtune.modules.tokenizers", _TOKENIZER_MODULES), "torchtune.tokenizers"),
@@ -218,7 +217,25 @@ NAMES = {
     ),
     **_names("torchtune.modules.loss", "torchtune.rlhf.loss", "DPOLoss RSOLoss SimPOLoss"),
     **_names("torchtune.modules.loss", "torchtune.compat", "keep_row_losses"),
-    **_names("torchtune.modules.attention_utils", "torchtune.compat._former_models", "_sdpa_or_flex_attention"),
+    "torchtune.modules.attention_utils._MaskType": "torchtune.modules.kernels.attention.MaskType",
+    **_names("torchtune.modules.attention_utils", "torchtune.compat", "causal_mask_flex kv_offset_mask_flex"),
+    **_names(
+        "torchtune.modules.attention_utils",
+        "torchtune.compat._former_models",
+        "_sdpa_or_flex_attention flex_attention_compiled",
+    ),
+    **_names(
+        "torchtune.modules.attention_utils",
+        "torchtune.modules.kernels.flex",
+        "compile_flex_attention compile_friendly_flex_attention",
+    ),
+    **_names("torchtune.modules.common_utils", "torchtune.compat", "slice_str_to_array"),
+    **_names(
+        "torchtune.modules.common_utils",
+        "torchtune.compat._former_models",
+        "_low_ram_reparametrize_as_dtype_state_dict_post_hook _register_reparametrize_state_dict_hooks "
+        "_use_low_cpu_ram",
+    ),
     "torchtune.modules.moe.experts.LoRAGroupedExperts": "torchtune.modules.peft.lora_experts.LoRAGroupedExperts",
     **_names("torchtune.modules.peft", "torchtune.compat", "load_dora_magnitudes validate_state_dict_for_lora"),
     **_names(

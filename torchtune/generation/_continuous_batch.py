@@ -17,11 +17,9 @@ from torchtune.generation._fast_linear import fast_linears
 from torchtune.generation._prompts import images_of_batch
 from torchtune.generation._sampling import GenerationError, LogitsProcessor, process_logits
 from torchtune.generation._static_step import StaticStep
-from torchtune.modules.bidirectional import is_causal
-from torchtune.modules.common_utils import attention_modules
-from torchtune.modules.kv_cache import EncoderCache, KVCache, Place
+from torchtune.modules.kv_cache import EncoderCache, KVCache, Place, attention_modules
 from torchtune.modules.model_fusion import ImageTextModel
-from torchtune.modules.transformer import TransformerDecoder, text_decoder
+from torchtune.modules.transformer import TransformerDecoder, is_causal, text_decoder
 from torchtune.training.parallel import any_rank, lowest_of_ranks, reshard
 from torchtune.utils import to_device
 

@@ -17,7 +17,7 @@ from torchtune.models._rope_scaling import (
 )
 from torchtune.models._spec import ModelSpec
 from torchtune.modules.attention import MultiHeadAttention
-from torchtune.modules.embedding_utils import LayerEmbedding, LayerEmbeddings
+from torchtune.modules.embeddings import LayerEmbedding, LayerEmbeddings
 from torchtune.modules.feed_forward import FeedForward, SquaredReLU
 from torchtune.modules.latent_attention import LatentAttention
 from torchtune.modules.moe import ClampedExperts, GroupedExperts, MoE, TokenChoiceTopKRouter, UngatedExperts
@@ -30,8 +30,7 @@ from torchtune.modules.position_embeddings import (
     ScaledRotaryPositionalEmbeddings,
     YarnRotaryPositionalEmbeddings,
 )
-from torchtune.modules.rms_norm import RMSNorm
-from torchtune.modules.scales import Multiplier, OutputScale
+from torchtune.modules.rms_norm import Multiplier, OutputScale, RMSNorm
 from torchtune.modules.transformer import TransformerDecoder, TransformerSelfAttentionLayer
 
 ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {

@@ -23,7 +23,7 @@ from torchtune.models._description import ModelError
 from torchtune.models._image_processors import CLIP_MEAN, CLIP_STD
 from torchtune.models._vision_description import VisionDescription
 from torchtune.modules.feed_forward import FeedForward
-from torchtune.modules.scales import TanhGate
+from torchtune.modules.rms_norm import TanhGate
 from torchtune.modules.transformer import TransformerSelfAttentionLayer
 from torchtune.modules.transforms.vision import (
     find_supported_resolutions,

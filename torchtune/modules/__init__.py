@@ -1,34 +1,34 @@
 """Building blocks of models: layers, losses, adapters and tokenizers."""
 
 from torchtune._lazy import former_names
-from torchtune.modules.attention import MultiHeadAttention
-from torchtune.modules.attention_utils import create_block_causal_mask, packed_block_causal_mask
-from torchtune.modules.bidirectional import BidirectionalAttention
-from torchtune.modules.common_utils import (
-    delete_kv_caches,
-    disable_kv_cache,
-    local_kv_cache,
-)
-from torchtune.modules.common_utils import (
-    reparametrize_as_dtype_state_dict_post_hook as reparametrize_as_dtype_state_dict_post_hook,
-)
-from torchtune.modules.cross_attention import TransformerCrossAttentionLayer
-from torchtune.modules.embedding_utils import resize_token_embeddings
+from torchtune.modules.attention import MultiHeadAttention, create_block_causal_mask, packed_block_causal_mask
+from torchtune.modules.embeddings import resize_token_embeddings
 from torchtune.modules.feed_forward import FeedForward, swiglu
-from torchtune.modules.freeze import Freeze
 from torchtune.modules.kernels.attention import attention
-from torchtune.modules.kernels.conversions import FlashAttentionKernel, OptionalKernels
-from torchtune.modules.kv_cache import KVCache
+from torchtune.modules.kv_cache import KVCache, delete_kv_caches, disable_kv_cache, local_kv_cache
 from torchtune.modules.latent_attention import LatentAttention
 from torchtune.modules.low_precision import FrozenNF4Linear as FrozenNF4Linear
+from torchtune.modules.low_precision import (
+    reparametrize_as_dtype_state_dict_post_hook as reparametrize_as_dtype_state_dict_post_hook,
+)
 from torchtune.modules.low_precision.layers import StoredLinear
-from torchtune.modules.neftune import NEFTune
+from torchtune.modules.model_converters import (
+    BidirectionalAttention,
+    FlashAttentionKernel,
+    Freeze,
+    NEFTune,
+    OptionalKernels,
+)
 from torchtune.modules.output_projection import TiedLinear, classifier_model
 from torchtune.modules.pooling import Pooling, last_hidden_states, pooled_embeddings
 from torchtune.modules.position_embeddings import RotaryPositionalEmbeddings, apply_rope
-from torchtune.modules.rms_norm import Fp32LayerNorm, RMSNorm, rms_norm
-from torchtune.modules.scales import TanhGate
-from torchtune.modules.transformer import TransformerDecoder, TransformerSelfAttentionLayer, text_decoder
+from torchtune.modules.rms_norm import Fp32LayerNorm, RMSNorm, TanhGate, rms_norm
+from torchtune.modules.transformer import (
+    TransformerCrossAttentionLayer,
+    TransformerDecoder,
+    TransformerSelfAttentionLayer,
+    text_decoder,
+)
 from torchtune.modules.vision_transformer import Tiles as Tiles
 from torchtune.modules.vision_transformer import VisionTransformer
 

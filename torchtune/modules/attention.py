@@ -1,4 +1,4 @@
-"""Multi-head and grouped-query attention."""
+"""Multi-head and grouped-query attention, and masks of packed documents."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -290,6 +290,52 @@ class MultiHeadAttention(nn.Module):
         if self.qk_norm_eps is not None:
             x = rms_norm(x, self.qk_norm_eps)
         return x
+
+
+def create_block_causal_mask(seq_lens: list[Tensor]) -> Tensor:
+    """Return the bool mask ``[b, s, s]`` of causal attention within each packed document.
+
+    Args:
+        seq_lens: for each row of the batch, the lengths of its documents; they sum to s.
+
+    Example:
+        >>> torchtune.modules.create_block_causal_mask([torch.tensor([1, 2])]).int()
+        tensor([[[1, 0, 0],
+                 [0, 1, 0],
+                 [0, 1, 1]]], dtype=torch.int32)
+    """
+    masks = []
+    for row in seq_lens:
+        blocks = [torch.ones(n, n, dtype=torch.bool, device=row.device).tril() for n in row.tolist()]
+        masks.append(torch.block_diag(*blocks))  # [s, s]
+    return torch.stack(masks)
+
+
+def packed_block_causal_mask(seq_lens: list[Tensor]) -> MaskType:
+    """Return the mask of :func:`create_block_causal_mask`, on CUDA as a ``BlockMask`` that is never materialized.
+
+    Batches with :class:`torchtune.data.Documents` need no mask.
+
+    Example:
+        >>> torchtune.modules.packed_block_causal_mask([torch.tensor([1, 2])]).int()
+        tensor([[[1, 0, 0],
+                 [0, 1, 0],
+                 [0, 1, 1]]], dtype=torch.int32)
+    """
+    if seq_lens[0].device.type != "cuda":
+        return create_block_causal_mask(seq_lens)
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    device = seq_lens[0].device
+    rows = []  # the number of each position's document, [s]
+    for lengths in seq_lens:
+        rows.append(torch.arange(len(lengths), device=device).repeat_interleave(lengths.to(torch.int64)))
+    ids = torch.stack(rows)  # [b, s]
+
+    def same_document(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return (q_idx >= kv_idx) & (ids[b, q_idx] == ids[b, kv_idx])
+
+    return create_block_mask(same_document, ids.shape[0], None, ids.shape[1], ids.shape[1], device=device)
 
 
 __getattr__ = former_names(__name__)

@@ -1,5 +1,7 @@
-"""KV caches: keys and values of earlier positions during generation."""
+"""KV caches: keys and values of earlier positions during generation, and their setup in a model."""
 
+import contextlib
+from collections.abc import Generator
 from dataclasses import dataclass
 
 import torch
@@ -175,3 +177,97 @@ class EncoderCache:
         """Replace the cached keys and values by ``[b, n_kv, t, h]`` and return these."""
         self.held = k_val.transpose(1, 2), v_val.transpose(1, 2)
         return k_val, v_val
+
+
+def attention_modules(model: nn.Module) -> list[nn.Module]:
+    """Return the modules that may have a key-value cache."""
+    return [module for module in model.modules() if hasattr(module, "kv_cache") and hasattr(module, "cache_enabled")]
+
+
+def _require_caches(model: nn.Module, action: str) -> list[nn.Module]:
+    attentions = attention_modules(model)
+    if not any(module.kv_cache is not None for module in attentions):
+        raise ValueError(f"The model has no key-value caches to {action}: call setup_caches() first.")
+    return attentions
+
+
+@contextlib.contextmanager
+def local_kv_cache(
+    model: nn.Module,
+    *,
+    batch_size: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    encoder_max_seq_len: int | None = None,
+    decoder_max_seq_len: int | None = None,
+) -> Generator[None, None, None]:
+    """Set up the model's key-value caches inside the block and delete them after it.
+
+    Args:
+        model: model with ``setup_caches``.
+        batch_size: size of the largest batch.
+        device: device of the caches.
+        dtype: dtype of the caches.
+        encoder_max_seq_len: length of the encoder's cache.
+        decoder_max_seq_len: length of the decoder's cache; by default the model's ``max_seq_len``.
+
+    Raises:
+        ValueError: the model has caches already.
+
+    Example:
+        >>> with torchtune.modules.local_kv_cache(model, batch_size=1, device=torch.device("cpu"), dtype=torch.float32):
+        ...     model.caches_are_enabled()
+        True
+        >>> model.caches_are_enabled()
+        False
+    """
+    if model.caches_are_setup():
+        raise ValueError("The model has key-value caches already: call delete_kv_caches() before making local ones.")
+    with torch.device(device):
+        model.setup_caches(
+            batch_size, dtype, encoder_max_seq_len=encoder_max_seq_len, decoder_max_seq_len=decoder_max_seq_len
+        )
+    try:
+        yield
+    finally:
+        delete_kv_caches(model)
+
+
+@contextlib.contextmanager
+def disable_kv_cache(model: nn.Module) -> Generator[None, None, None]:
+    """Disable the model's key-value caches inside the block, without changing their contents.
+
+    Raises:
+        ValueError: the model has no caches, or they are disabled already.
+
+    Example:
+        >>> model.setup_caches(1, torch.float32, decoder_max_seq_len=8)
+        >>> with torchtune.modules.disable_kv_cache(model):
+        ...     model.caches_are_enabled()
+        False
+    """
+    attentions = _require_caches(model, "disable")
+    if not any(module.cache_enabled for module in attentions):
+        raise ValueError("The model's key-value caches are disabled already.")
+    enabled = [module.cache_enabled for module in attentions]
+    for module in attentions:
+        module.cache_enabled = False
+    try:
+        yield
+    finally:
+        for module, state in zip(attentions, enabled, strict=True):
+            module.cache_enabled = state
+
+
+def delete_kv_caches(model: nn.Module) -> None:
+    """Remove the model's key-value caches. Raises ``ValueError`` if it has none.
+
+    Example:
+        >>> model.setup_caches(1, torch.float32, decoder_max_seq_len=8)
+        >>> torchtune.modules.delete_kv_caches(model)
+        >>> model.caches_are_setup()
+        False
+    """
+    for module in _require_caches(model, "delete"):
+        module.kv_cache = None
+        module.cache_enabled = False

@@ -1,4 +1,4 @@
-"""Normalization: RMSNorm, and layer normalization in float32."""
+"""Normalization and scales of activations: RMSNorm, layer normalization in float32, a gate, constant factors."""
 
 from typing import Any
 
@@ -150,3 +150,56 @@ class Fp32LayerNorm(nn.LayerNorm):
         weight = None if self.weight is None else self.weight.float()
         bias = None if self.bias is None else self.bias.float()
         return F.layer_norm(x.float(), self.normalized_shape, weight, bias, self.eps).to(x.dtype)
+
+
+class TanhGate(nn.Module):
+    """Learned gate ``x * tanh(scale)``; ``scale`` ``[1]`` is initialized to zero, which closes the gate.
+
+    Example:
+        >>> torchtune.modules.TanhGate()(torch.ones(2)).tolist()
+        [0.0, 0.0]
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Scale a tensor of any shape."""
+        return x * self.scale.tanh()
+
+
+class Multiplier(nn.Module):
+    """Multiplication by a constant.
+
+    Args:
+        factor: the constant.
+    """
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Multiply a tensor of any shape and dtype."""
+        return x * self.factor
+
+    def extra_repr(self) -> str:
+        """Return the constant for ``repr``."""
+        return f"{self.factor}"
+
+
+class OutputScale(nn.Module):
+    """Multiplication by ``scale``, a parameter ``[1]`` without gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Multiply a tensor of any shape."""
+        return self.scaled_by(self.scale, x)
+
+    def scaled_by(self, scale: Tensor, x: Tensor) -> Tensor:
+        """Compute :meth:`forward` with another ``scale``."""
+        return x * scale

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor, nn
 
 from torchtune.data import Documents, Grid, Images, token_counts
-from torchtune.modules.common_utils import is_sharded
 from torchtune.modules.kernels.documents import Boundaries
 from torchtune.modules.position_embeddings import GridRotaryPositionalEmbeddings
 
@@ -323,3 +322,12 @@ class VisionTower(nn.Module):
                         windows.append(window.flatten())
                 start = stop
         return torch.cat(windows), [len(window) for window in windows]
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Return whether a module is sharded, so that its forward pass has all-gathers."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return False
+    from torch.distributed.fsdp import FSDPModule  # slow to import
+
+    return any(isinstance(part, FSDPModule) for part in module.modules())

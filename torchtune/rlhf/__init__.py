@@ -9,6 +9,7 @@ from torchtune.rlhf._grpo import (
     make_advantages,
     setup_policy_loss,
 )
+from torchtune.rlhf._local_sampler import LocalSampler
 from torchtune.rlhf._ppo import (
     AnswerTokens,
     TokenAdvantages,
@@ -41,8 +42,8 @@ from torchtune.rlhf._rollouts import (
     rollout_batches,
     texts_of,
 )
-from torchtune.rlhf._samplers import LocalSampler, ServerSampler
 from torchtune.rlhf._scored_rollouts import RolloutRecord, ScoredRollouts, score_rollouts
+from torchtune.rlhf._server_sampler import ServerSampler
 from torchtune.rlhf._shared_prompts import SharingError, can_share_prefixes, share_pairs
 from torchtune.rlhf._teacher import Teacher, cache_teacher, check_teacher, load_teacher, setup_kd_loss
 from torchtune.rlhf.environments import setup_environments

@@ -48,7 +48,7 @@ class ScoredRollouts:
 
     def figures(self) -> dict[str, tuple[float, int]]:
         """Return metrics: name -> (sum, count)."""
-        num_samples = self._num_samples
+        num_samples = len(self.rollouts) // max(len(self.prompts), 1)  # answers per prompt
         answered = [i for i in range(len(self.rollouts)) if not self.prompts[i // num_samples].is_blank]
         answers = [self.rollouts[i] for i in answered]
         totals = self.rewards.flatten().tolist()  # [n * g], as the rollouts are sorted
@@ -77,11 +77,6 @@ class ScoredRollouts:
         metrics["answers/unfinished"] = (float(num_unfinished), len(answers))
         metrics["answers/dropped"] = (float(len(answers) - num_scored), len(answers))
         return metrics
-
-    @property
-    def _num_samples(self) -> int:
-        """Number of answers per prompt."""
-        return len(self.rollouts) // max(len(self.prompts), 1)
 
     def batches(
         self,

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -69,9 +70,11 @@ class ClassificationScores:
         targets = [targets.cpu().double().numpy() for _, targets in self._outputs]
         self._outputs = []
         # Tensor-parallel ranks have the same rows; counting each several times changes no score.
-        outputs_of_ranks = dims.gather((logits, targets))
-        all_logits = [batch for logits, _ in outputs_of_ranks for batch in logits]
-        all_targets = [batch for _, targets in outputs_of_ranks for batch in targets]
+        all_logits: list[np.ndarray] = []
+        all_targets: list[np.ndarray] = []
+        for rank_logits, rank_targets in dims.gather((logits, targets)):
+            all_logits += rank_logits
+            all_targets += rank_targets
         if not all_logits:
             return {}
         scores = classification_scores(self._loss.problem_type, np.concatenate(all_logits), np.concatenate(all_targets))
@@ -169,8 +172,7 @@ def setup_classification(
         return ClassificationScores()
     number_targets(task, [*datasets, *datasets_val], classification_loss)
     decoder.description = replace(description, class_names=task.class_names, problem_type=task.problem_type)
-    values = [value for dataset in datasets for value in dataset.values]
-    log_rank_zero(get_logger(), f"{describe_labels(task, values)}.")
+    log_rank_zero(get_logger(), f"{describe_labels(task, _values_of(datasets))}.")
     return ClassificationScores(classification_loss)
 
 
@@ -241,18 +243,26 @@ def number_targets(
     loss.set_targets(task.problem_type, torch.tensor(table, dtype=torch.float32))
 
 
+def _values_of(datasets: Sequence[ClassificationDataset]) -> list[Any]:
+    """Return the values of all rows of the datasets, in order."""
+    values: list[Any] = []
+    for dataset in datasets:
+        values += dataset.values
+    return values
+
+
 def _task_of(labeled: Sequence[ClassificationDataset], class_names: tuple[str, ...]) -> ClassificationTask:
     """Return the task of the training data, with names from ``labels``, the model or the data, in this order."""
-    settings = {dataset.task for dataset in labeled if dataset.has_own_names}
+    named_tasks = {dataset.task for dataset in labeled if dataset.has_own_names}
     problem_types = {dataset.task.problem_type for dataset in labeled}
-    if len(settings) > 1 or len(problem_types) > 1:
+    if len(named_tasks) > 1 or len(problem_types) > 1:
         raise ClassificationError(
             "dataset: the datasets have different labels or problem types: give all of them the same labels."
         )
-    (problem_type,) = problem_types
+    problem_type = problem_types.pop()
     if problem_type == REGRESSION:
         return ClassificationTask(REGRESSION)
-    counts = class_counts([value for dataset in labeled for value in dataset.values])
+    counts = class_counts(_values_of(labeled))
     if not counts:
         raise ClassificationError("dataset: no row has a class: give rows with classes.")
     if len(counts) < 2 and problem_type == SINGLE_LABEL:
@@ -260,9 +270,8 @@ def _task_of(labeled: Sequence[ClassificationDataset], class_names: tuple[str, .
             f"dataset: all rows have the class '{next(iter(counts))}', from which nothing can be learned: give rows of "
             "at least two classes."
         )
-    if settings:
-        (task,) = settings
-        return task
+    if named_tasks:
+        return named_tasks.pop()
     if class_names and counts.keys() <= set(class_names):
         return ClassificationTask(problem_type, class_names)
     return ClassificationTask(problem_type, tuple(counts))

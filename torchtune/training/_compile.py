@@ -59,7 +59,7 @@ def _backend() -> str:
 
 
 @functools.cache  # the same object each time: layers that are compiled with it share their code
-def _forgiving(backend: str) -> Callable[..., Any]:
+def _with_fallback(backend: str) -> Callable[..., Any]:
     """Return a backend that runs a graph uncompiled, and says so once, if the compiler fails on it."""
     compile_graph = find_compiler(backend)
 
@@ -90,11 +90,11 @@ def _compile_module(module: torch.nn.Module, backend: str) -> None:
     """
     forward = module.forward
     if isinstance(forward, CheckpointedForward) and "context_fn" not in forward.kwargs:
-        forward.forward = torch.compile(forward.forward, backend=_forgiving(backend))
+        forward.forward = torch.compile(forward.forward, backend=_with_fallback(backend))
     elif type(module).__module__.startswith("torch.nn."):
-        module.forward = torch.compile(forward, backend=_forgiving(backend))
+        module.forward = torch.compile(forward, backend=_with_fallback(backend))
     else:
-        module.compile(backend=_forgiving(backend))
+        module.compile(backend=_with_fallback(backend))
 
 
 def compile_model(model: torch.nn.Module, verbose: bool = True) -> None:
@@ -143,7 +143,7 @@ def compile_loss(loss: torch.nn.Module, verbose: bool = True) -> torch.nn.Module
     backend = _backend()
     _check_toolchain(loss, backend)
     if hasattr(loss, "apply_compile_strategy"):
-        loss.apply_compile_strategy(backend=_forgiving(backend))
+        loss.apply_compile_strategy(backend=_with_fallback(backend))
     else:
         _compile_module(loss, backend)
     if verbose:

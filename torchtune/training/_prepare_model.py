@@ -91,7 +91,7 @@ def add_token_rows(model: torch.nn.Module, tokenizer: Any) -> None:
             f"tokenizer: it has {num_tokens} tokens but the model's embeddings have {rows} rows, of which the last "
             "ones are those of its special tokens and cannot be moved: use the tokenizer of this checkpoint."
         )
-    from torchtune.modules.embedding_utils import resize_token_embeddings, vocabulary_weights
+    from torchtune.modules.embeddings import resize_token_embeddings, vocabulary_weights
     from torchtune.modules.peft import NewTokens, has_adapters
 
     trained = {decoder.get_parameter(name).requires_grad for name in vocabulary_weights(decoder)}

@@ -134,7 +134,7 @@ def test_what_no_document_can_go_on_from_is_refused():
 def test_sinks_with_a_block_mask():
     from torch.nn.attention.flex_attention import create_block_mask
 
-    from torchtune.modules.attention_utils import causal_mask_flex
+    from torchtune.compat import causal_mask_flex
 
     q, k, v = (t.detach() for t in _qkv(20))
     sinks = torch.linspace(-1.0, 2.0, 6)

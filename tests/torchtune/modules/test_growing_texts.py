@@ -13,8 +13,7 @@ import torch
 from tests.devices import DEVICE
 from tests.torchtune.models.conftest import load_model, make_hf_model
 from torchtune.generation import generate, generate_tokens, stream
-from torchtune.modules import TransformerDecoder
-from torchtune.modules.common_utils import delete_kv_caches
+from torchtune.modules import TransformerDecoder, delete_kv_caches
 
 _ORIGINAL, _NEW = 12, 9
 # Prompts that stay short, become longer than the original context, and are longer from the beginning.

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.devices import DEVICE
+from torchtune.compat import slice_str_to_array
 from torchtune.data import DataError, Documents
 from torchtune.models import Description, build
 from torchtune.modules import (
@@ -17,7 +18,6 @@ from torchtune.modules import (
     local_kv_cache,
     text_decoder,
 )
-from torchtune.modules.common_utils import slice_str_to_array
 
 _TINY = Description(
     vocab_size=19, num_layers=3, embed_dim=16, intermediate_dim=24, max_seq_len=32, num_heads=4, num_kv_heads=2

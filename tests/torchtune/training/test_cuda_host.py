@@ -15,10 +15,9 @@ from torchtune.data import Documents
 from torchtune.generation._static_step import StaticStep
 from torchtune.models.llama3_2 import llama3_2
 from torchtune.modules import TransformerDecoder, attention
-from torchtune.modules.common_utils import attention_modules
 from torchtune.modules.kernels.documents import Boundaries
 from torchtune.modules.kernels.flex import compile_flex_attention
-from torchtune.modules.kv_cache import Place
+from torchtune.modules.kv_cache import Place, attention_modules
 from torchtune.modules.loss import LinearCrossEntropyLoss
 from torchtune.modules.mixers._short_conv import DepthwiseWeight
 from torchtune.modules.moe import ClampedExperts, GroupedExperts, MoE, TokenChoiceTopKRouter

@@ -31,11 +31,9 @@ from torchtune.models.llama3_2_vision._format import (
 )
 from torchtune.modules import Tiles
 from torchtune.modules.attention import MultiHeadAttention
-from torchtune.modules.cross_attention import TransformerCrossAttentionLayer
 from torchtune.modules.model_fusion import DeepFusionModel, FusionEmbedding, FusionLayer, register_fusion_module
-from torchtune.modules.rms_norm import RMSNorm
-from torchtune.modules.scales import TanhGate
-from torchtune.modules.transformer import TransformerDecoder
+from torchtune.modules.rms_norm import RMSNorm, TanhGate
+from torchtune.modules.transformer import TransformerCrossAttentionLayer, TransformerDecoder
 from torchtune.modules.vision_transformer import VisionTransformer
 
 

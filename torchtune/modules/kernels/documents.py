@@ -4,7 +4,7 @@ import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import accumulate, groupby
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -57,18 +57,15 @@ class Boundaries:
             chunks: sizes of the chunks in which layers attend.
             kernel_chunk: size of the chunks of recurrent mixers' kernel.
         """
-        masks = {}
-        for window in block_masks:
-            masks[window] = _block_mask(documents, window)
-        chunk_boundaries = {size: cls.of(documents.split_into_chunks(size), block_masks) for size in chunks}
+        kernel_chunks = None if kernel_chunk is None else index_chunks(documents, kernel_chunk)
         return cls(
-            documents.cu_seqlens,
-            documents.max_length,
-            masks,
-            documents.shared,
-            chunk_boundaries,
-            documents.num_tokens,
-            None if kernel_chunk is None else index_chunks(documents, kernel_chunk),
+            cu_seqlens=documents.cu_seqlens,
+            max_length=documents.max_length,
+            block_masks={window: _block_mask(documents, window) for window in block_masks},
+            shared=documents.shared,
+            chunks={size: cls.of(documents.split_into_chunks(size), block_masks) for size in chunks},
+            num_tokens=documents.num_tokens,
+            kernel_chunks=kernel_chunks,
         )
 
 
@@ -152,23 +149,23 @@ _Rows = tuple[Tensor, ...]
 
 
 def _split_by_length(
-    cu_seqlens: Tensor, cu_keys: Tensor | None, of_queries: _Rows, of_keys: _Rows
+    cu_seqlens: Tensor, cu_keys: Tensor | None, query_tensors: _Rows, key_tensors: _Rows
 ) -> Iterator[tuple[_Rows, _Rows]]:
     """Yield views of the documents, for each run of consecutive documents with equal numbers of queries and of keys.
 
     Args:
         cu_seqlens: cumulative numbers of queries; the host waits for them.
         cu_keys: cumulative numbers of keys, by default of queries.
-        of_queries: tensors ``[t, …]`` by query.
-        of_keys: tensors ``[k, …]`` by key.
+        query_tensors: tensors ``[t, …]`` by query.
+        key_tensors: tensors ``[k, …]`` by key.
 
     Yields:
         Views ``[count, length, …]`` of the tensors by query, and of those by key.
     """
     query_lengths = cu_seqlens.diff().tolist()
     key_lengths = query_lengths if cu_keys is None else cu_keys.diff().tolist()
-    check_coverage(sum(query_lengths), of_queries[0].shape[0])
-    check_coverage(sum(key_lengths), of_keys[0].shape[0])
+    check_coverage(sum(query_lengths), query_tensors[0].shape[0])
+    check_coverage(sum(key_lengths), key_tensors[0].shape[0])
     counts = []  # documents of each run
     run_query_lengths = []
     run_key_lengths = []
@@ -176,8 +173,8 @@ def _split_by_length(
         counts.append(len(list(run)))
         run_query_lengths.append(query_length)
         run_key_lengths.append(key_length)
-    query_views = [_split_runs(tensor, counts, run_query_lengths) for tensor in of_queries]
-    key_views = [_split_runs(tensor, counts, run_key_lengths) for tensor in of_keys]
+    query_views = [_split_runs(tensor, counts, run_query_lengths) for tensor in query_tensors]
+    key_views = [_split_runs(tensor, counts, run_key_lengths) for tensor in key_tensors]
     # From the runs of each tensor to the tensors of each run.
     return zip(zip(*query_views, strict=True), zip(*key_views, strict=True), strict=True)
 
@@ -258,9 +255,9 @@ def _backward(
     grad_v = torch.empty_like(v)
     grad_sinks = torch.zeros(q.shape[1], dtype=torch.float32, device=q.device)
     runs = _split_by_length(cu_seqlens, cu_keys, (grad, q, out, lse, grad_q), (k, v, grad_k, grad_v))
-    for of_queries, of_keys in runs:
-        grad_run, q_run, out_run, lse_run, grad_q_run = of_queries
-        k_run, v_run, grad_k_run, grad_v_run = of_keys
+    for query_runs, key_runs in runs:
+        grad_run, q_run, out_run, lse_run, grad_q_run = query_runs
+        k_run, v_run, grad_k_run, grad_v_run = key_runs
         run_window = window if window < k_run.shape[1] else 0
         if _needs_blocks(q_run, k_run, run_window, softcap, sinks) or _is_faster_in_blocks(q_run):
             block_attention_backward(
@@ -406,9 +403,10 @@ def block_attention(
     out_heads = _split_queries(out, k.shape[2])
     keys = _by_kv_head(k, torch.float32)
     values = _by_kv_head(v, v.dtype)
-    for block, seen, _, weights, _ in _iter_blocks(queries, keys, window, softcap, sinks):
-        product = torch.bmm(weights.to(v.dtype), values[:, seen])  # [b * n_kv, n / n_kv * block, h]
-        out_heads[:, :, :, block] = product.view(out_heads[:, :, :, block].shape)
+    for block in _iter_blocks(queries, keys, window, softcap, sinks):
+        product = torch.bmm(block.weights.to(v.dtype), values[:, block.seen])  # [b * n_kv, n / n_kv * block, h]
+        out_block = out_heads[:, :, :, block.positions]
+        out_block.copy_(product.view(out_block.shape))
 
 
 def block_attention_backward(
@@ -437,8 +435,10 @@ def block_attention_backward(
     # float32 sums over blocks of queries.
     grad_keys = torch.zeros(keys.shape, dtype=torch.float32, device=k.device)
     grad_values = torch.zeros(keys.shape, dtype=torch.float32, device=k.device)
-    for block, seen, block_queries, weights, slope in _iter_blocks(queries, keys.float(), window, softcap, sinks):
-        block_grad = _take_block(grad_heads, block, grad.dtype)  # [b * n_kv, n / n_kv * block, h]
+    for block in _iter_blocks(queries, keys.float(), window, softcap, sinks):
+        seen = block.seen
+        weights = block.weights
+        block_grad = _take_block(grad_heads, block.positions, grad.dtype)  # [b * n_kv, n / n_kv * block, h]
         grad_values[:, seen] += torch.bmm(weights.to(v.dtype).transpose(1, 2), block_grad)
         grad_weights = torch.bmm(block_grad, values[:, seen].transpose(1, 2)).float()
         grad_scores = torch.ops.aten._softmax_backward_data(grad_weights, weights, -1, torch.float32)
@@ -446,12 +446,13 @@ def block_attention_backward(
             # The sink's probability is 1 - the sum of the others, and its value is zero.
             grad_sink = (weights.sum(-1) - 1) * (grad_weights * weights).sum(-1)
             grad_sinks += grad_sink.view(q.shape[0], grad_sinks.shape[0], -1).sum((0, 2))
-        if slope is not None:
-            grad_scores.mul_(slope)
+        if block.slope is not None:
+            grad_scores.mul_(block.slope)
         grad_scores = grad_scores.mul_(q.shape[-1] ** -0.5).to(q.dtype)
         product = torch.bmm(grad_scores, keys[:, seen])
-        grad_queries[:, :, :, block] = product.view(grad_queries[:, :, :, block].shape)
-        grad_keys[:, seen] += torch.bmm(grad_scores.transpose(1, 2), block_queries.to(q.dtype))
+        grad_queries_block = grad_queries[:, :, :, block.positions]
+        grad_queries_block.copy_(product.view(grad_queries_block.shape))
+        grad_keys[:, seen] += torch.bmm(grad_scores.transpose(1, 2), block.queries.to(q.dtype))
     # [b * n_kv, t, h] -> [b, t, n_kv, h]
     grad_k.copy_(grad_keys.unflatten(0, (k.shape[0], -1)).transpose(1, 2))
     grad_v.copy_(grad_values.unflatten(0, (k.shape[0], -1)).transpose(1, 2))
@@ -479,9 +480,27 @@ def _causal_mask(device: torch.device) -> Tensor:
     return torch.full((_BLOCK, _BLOCK), float("-inf"), device=device).triu(1)
 
 
+class _QueryBlock(NamedTuple):
+    """A block of queries with its probabilities, all float32.
+
+    Attributes:
+        positions: positions of the block among the queries.
+        seen: positions of the keys that the block sees.
+        queries: ``[b * n_kv, n / n_kv * block, h]``.
+        weights: probabilities ``[b * n_kv, n / n_kv * block, seen]``.
+        slope: derivative of the soft cap, of the shape of the weights; None without a soft cap.
+    """
+
+    positions: slice
+    seen: slice
+    queries: Tensor
+    weights: Tensor
+    slope: Tensor | None
+
+
 def _iter_blocks(
     queries: Tensor, keys: Tensor, window: int, softcap: float, sinks: Tensor | None = None
-) -> Iterator[tuple[slice, slice, Tensor, Tensor, Tensor | None]]:
+) -> Iterator[_QueryBlock]:
     """Compute the probabilities of one block of queries after another, in float32.
 
     Args:
@@ -490,22 +509,18 @@ def _iter_blocks(
         window: sliding window in positions; 0: none.
         softcap: soft cap of the scores; 0: none.
         sinks: attention sinks ``[n]``.
-
-    Yields:
-        The slice of the block, the slice of the keys that it sees, its queries ``[b * n_kv, n / n_kv * block, h]``,
-        probabilities ``[b * n_kv, n / n_kv * block, seen]``, and the derivative of the soft cap, of the same shape.
     """
     group, s, h = queries.shape[2:]
     num_earlier = keys.shape[1] - s  # positions with keys and without queries
     future = _causal_mask(queries.device)
     scaled_keys = keys * h**-0.5
     for start in range(0, s, _BLOCK):
-        block = slice(start, min(start + _BLOCK, s))
-        size = block.stop - start
+        positions = slice(start, min(start + _BLOCK, s))
+        size = positions.stop - start
         first_position = start + num_earlier  # of the block's first query, among the keys
         first_seen = max(0, first_position - window + 1) if window else 0
         seen = slice(first_seen, first_position + size)
-        block_queries = _take_block(queries, block, torch.float32)
+        block_queries = _take_block(queries, positions, torch.float32)
         scores = torch.bmm(block_queries, scaled_keys[:, seen].transpose(1, 2))
         slope = None
         if softcap:
@@ -527,4 +542,4 @@ def _iter_blocks(
             sink_scores = sinks.float().view(-1, group, 1).repeat(queries.shape[0], 1, size)
             sink_scores = sink_scores.view(*scores.shape[:2], 1)
             weights = torch.cat([scores, sink_scores], -1).softmax(-1)[..., :-1]
-        yield block, seen, block_queries, weights, slope
+        yield _QueryBlock(positions, seen, block_queries, weights, slope)

@@ -283,20 +283,26 @@ def log_probs_of_rows(
     """
     shifted, _, target_logits = _shift_rows(at_least_float32(logits), targets, group)
     exp = shifted.exp()
-    sums = [exp.sum(-1), target_logits]
+    sums = {"exp": exp.sum(-1), "target": target_logits}  # over the vocabulary, [n] each
     if with_entropy:
-        sums.append((exp * shifted.clamp(min=-1e30)).sum(-1))  # clamped, as 0 · -inf would be NaN
+        sums["exp · logit"] = (exp * shifted.clamp(min=-1e30)).sum(-1)  # clamped, as 0 · -inf would be NaN
     if group is not None:
-        from torchtune.modules.parallel.collectives import sum_of_equals  # slow to import
-
-        sums = sum_of_equals(torch.stack(sums), group)
-    total = sums[0]
-    log_probs = sums[1] - total.log()
+        sums = _sum_over_shards(sums, group)
+    total = sums["exp"]
+    log_probs = sums["target"] - total.log()
     if not with_entropy:
         return (log_probs,)
     # −Σ p log p, with log p = shifted − log total and p = exp / total.
-    entropies = total.log() - sums[2] / total
+    entropies = total.log() - sums["exp · logit"] / total
     return log_probs, entropies
+
+
+def _sum_over_shards(sums: dict[str, Tensor], group: dist.ProcessGroup) -> dict[str, Tensor]:
+    """Sum values of rows, [n] by name, over the shards of the vocabulary: in one all-reduce."""
+    from torchtune.modules.parallel.collectives import sum_of_equals  # slow to import
+
+    totals = sum_of_equals(torch.stack(list(sums.values())), group)
+    return dict(zip(sums, totals, strict=True))
 
 
 def _shift_rows(logits: Tensor, targets: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -467,23 +473,25 @@ def sharded_row_losses(
         terms: terms beside the cross entropy.
         with_statistics: also return whether the target has the largest logit, and the entropies.
     """
-    from torchtune.modules.parallel.collectives import gather_vocabulary, sum_of_equals  # slow to import
+    from torchtune.modules.parallel.collectives import gather_vocabulary  # slow to import
 
     logits = at_least_float32(logits)
     shifted, largest, target_logits = _shift_rows(logits, target, group)
     exp = shifted.exp()
-    sums = [exp.sum(-1), target_logits]
+    sums = {"exp": exp.sum(-1), "target": target_logits}  # over the vocabulary, [n] each
     if with_statistics:
-        sums.append((exp.detach() * shifted.detach().clamp(min=-1e30)).sum(-1))  # as 0 · -inf would be NaN
+        # Clamped, as 0 · -inf would be NaN.
+        sums["exp · logit"] = (exp.detach() * shifted.detach().clamp(min=-1e30)).sum(-1)
     if terms.label_smoothing:
-        sums.append(shifted.sum(-1))
-    sums = list(sum_of_equals(torch.stack(sums), group))
-    log_totals = sums[0].log()
-    losses = log_totals - sums[1]
+        sums["logit"] = shifted.sum(-1)
+    sums = _sum_over_shards(sums, group)
+    log_totals = sums["exp"].log()
+    losses = log_totals - sums["target"]
     statistics: tuple[Tensor, ...] = ()
     if with_statistics:
-        entropies = log_totals - sums[2] / sums[0]
-        statistics = ((sums[1] == 0).detach(), entropies.detach())
+        entropies = log_totals - sums["exp · logit"] / sums["exp"]
+        has_largest = sums["target"] == 0  # of the shifted logits
+        statistics = (has_largest.detach(), entropies.detach())
     if terms.is_plain:
         return losses, *statistics
 
@@ -496,7 +504,7 @@ def sharded_row_losses(
     factors = terms.factors(losses, top_logits)
     if terms.label_smoothing:
         num_tokens = logits.shape[1] * group.size()
-        uniform_losses = log_totals - sums[-1] / num_tokens
+        uniform_losses = log_totals - sums["logit"] / num_tokens
         losses = (1.0 - terms.label_smoothing) * losses + terms.label_smoothing * uniform_losses
     return factors * losses + terms.z_loss * (largest + log_totals).square(), *statistics
 
@@ -805,13 +813,12 @@ class CEWithChunkedOutputLoss(LinearCrossEntropyLoss):
         """
         if isinstance(outputs, Tensor):
             return super().forward(outputs, targets)
-        lengths = [chunk.shape[1] for chunk in outputs]
-        chunks = zip(outputs, targets.split(lengths, dim=1), strict=True)
-        total = sum(self._sum_of_logits(logits.flatten(0, 1), target.flatten()) for logits, target in chunks)
+        lengths = [logits.shape[1] for logits in outputs]
+        total: Tensor | int = 0
+        for logits, chunk_targets in zip(outputs, targets.split(lengths, dim=1), strict=True):
+            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+            total = total + nn.functional.cross_entropy(
+                logits.flatten(0, 1), chunk_targets.flatten(), ignore_index=self.ignore_index, reduction="sum"
+            )
         count = (targets != self.ignore_index).sum()
         return total / count.clamp(min=1)
-
-    def _sum_of_logits(self, logits: Tensor, target: Tensor) -> Tensor:
-        """logits [n, v], target [n] -> scalar."""
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        return torch.nn.functional.cross_entropy(logits, target, ignore_index=self.ignore_index, reduction="sum")

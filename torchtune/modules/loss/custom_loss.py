@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, label_index
-from torchtune.modules.bidirectional import is_causal
 from torchtune.modules.moe.balance import Balance, balance_of
+from torchtune.modules.transformer import is_causal
 from torchtune.utils import UserError, is_simulated
 
 if TYPE_CHECKING:
@@ -201,7 +201,9 @@ def setup_loss(loss: Any, model: nn.Module) -> TokenLoss:
     if not isinstance(loss, SFTLoss) or loss.predicts_tokens:
         check_causal(model, type(loss).__name__)
     if not isinstance(loss, SFTLoss):
-        weight = _output_weight(model)
+        # A model that has no output by this name has no size of a vocabulary either: any size serves the check.
+        projection = getattr(model, "output", None)
+        weight = next(model.parameters()) if projection is None else projection.weight
         _check(loss, len(weight), weight.device)
         loss = LogitsLoss(loss)
     elif _overrides_only_forward(type(loss)):
@@ -367,12 +369,6 @@ def _overrides_only_forward(kind: type) -> bool:
         if "forward" in vars(cls):
             return True
     return False
-
-
-def _output_weight(model: nn.Module) -> Tensor:
-    """Return the weight of the output projection, or any parameter of a model that has none by this name."""
-    projection = getattr(model, "output", None)
-    return next(model.parameters()) if projection is None else projection.weight
 
 
 def _check(loss: Any, vocab_size: int, device: torch.device) -> None:

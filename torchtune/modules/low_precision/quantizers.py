@@ -41,9 +41,7 @@ from torchtune.modules.low_precision.fake_quantization import (
     fake_quant_layers,
 )
 from torchtune.modules.moe.experts import GroupedExperts
-from torchtune.modules.peft.dora import DoRALinear
-from torchtune.modules.peft.lora import LoRALinear
-from torchtune.modules.peft.qat_lora import QATLoRALinear, check_dropout
+from torchtune.modules.peft.lora import DoRALinear, LoRALinear, QATLoRALinear, check_dropout
 from torchtune.utils import UserError
 
 if TYPE_CHECKING:  # DTensor is slow to import

@@ -29,11 +29,9 @@ from torchtune.modules.parallel.collectives import (
     sum_over_ranks,
     vocabulary_parallel_linear,
 )
-from torchtune.modules.peft.dora import DoRALinear, scale_rows
 from torchtune.modules.peft.grown_layers import NEW_ROWS, GrownEmbedding, GrownLinear
-from torchtune.modules.peft.lora import LoRALinear, lora_projection, updated_weight
-from torchtune.modules.rms_norm import RMSNorm
-from torchtune.modules.scales import OutputScale
+from torchtune.modules.peft.lora import DoRALinear, LoRALinear, lora_projection, scale_rows, updated_weight
+from torchtune.modules.rms_norm import OutputScale, RMSNorm
 from torchtune.utils import UserError
 
 # Parameter -> (dimension of the layer's outputs, dimension of its inputs); None: no such dimension.
@@ -46,19 +44,19 @@ class ParallelError(UserError, ValueError):
 
 
 def place_parameters(
-    module: nn.Module, mesh: DeviceMesh, places: dict[str, Placement], *, recurse: bool = True
+    module: nn.Module, mesh: DeviceMesh, placements: Mapping[str, Placement], *, recurse: bool = True
 ) -> None:
     """Convert the parameters of ``module`` to DTensors; parameters without a placement are replicated.
 
     Args:
         module: changed in place.
         mesh: mesh of the DTensors.
-        places: placements by parameter name.
+        placements: placements by parameter name.
         recurse: include the parameters of children.
     """
     for name, parameter in list(module.named_parameters(recurse=recurse)):
         path, _, leaf = name.rpartition(".")
-        placement = places.get(name, Replicate())
+        placement = placements.get(name, Replicate())
         if isinstance(placement, Shard) and parameter.shape[placement.dim] % mesh.size():
             raise ParallelError(
                 f"tensor_parallel_dim: {mesh.size()} does not divide the size {parameter.shape[placement.dim]} of "
@@ -109,7 +107,8 @@ class _LinearStyle(ParallelStyle):
             )
         for parameter, dims in self.dims(module).items():
             dim = dims[self.side]
-            tensor = _parameter(module, parameter)
+            path, _, leaf = parameter.rpartition(".")
+            tensor = getattr(module.get_submodule(path), leaf)  # None for a layer without this parameter
             if dim is not None and tensor is not None and tensor.shape[dim] % ranks:
                 raise ParallelError(
                     f"tensor_parallel_dim: {ranks} does not divide the size {tensor.shape[dim]} of {name}: choose one "
@@ -130,11 +129,6 @@ class _LinearStyle(ParallelStyle):
         group = device_mesh.get_group()
         module.forward = lambda x: self.project(module, x, group)
         return module
-
-
-def _parameter(module: nn.Module, name: str) -> Tensor | None:
-    path, _, leaf = name.rpartition(".")
-    return getattr(module.get_submodule(path), leaf)
 
 
 def local_weight(module: nn.Module) -> Tensor | Stored:
@@ -209,11 +203,18 @@ class VocabParallel(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         self.check(type(module).__name__, module, device_mesh.size())
         place_parameters(module, device_mesh, {"weight": Shard(0)})
-        if isinstance(module, nn.Embedding):
-            module.forward = _split_embedding(module, device_mesh.get_group())
-        else:
-            softcap = getattr(module, "softcap", None)
-            module.forward = lambda x: soft_cap(vocabulary_parallel_linear(x, module.weight), softcap)
+        group = device_mesh.get_group()
+        softcap = getattr(module, "softcap", None)  # of a CappedLinear
+
+        def embed(tokens: Tensor) -> Tensor:
+            weight = local_shard(module.weight)  # [v / ranks, d]
+            rows, is_elsewhere = _rows_of_shard(tokens, weight, group)
+            return _join_embeddings(F.embedding(rows, weight), is_elsewhere, group)
+
+        def project(x: Tensor) -> Tensor:
+            return soft_cap(vocabulary_parallel_linear(x, module.weight), softcap)
+
+        module.forward = embed if isinstance(module, nn.Embedding) else project
         return module
 
 
@@ -224,15 +225,10 @@ def _rows_of_shard(tokens: Tensor, weight: Tensor, group: dist.ProcessGroup) -> 
     return rows.masked_fill(is_elsewhere, 0), is_elsewhere
 
 
-def _split_embedding(module: nn.Embedding, group: dist.ProcessGroup) -> Callable[[Tensor], Tensor]:
-    def forward(tokens: Tensor) -> Tensor:
-        weight = local_shard(module.weight)
-        rows, is_elsewhere = _rows_of_shard(tokens, weight, group)
-        embedded = F.embedding(rows, weight)  # [b, s, d]
-        # Every token is embedded by one rank and 0 on the others.
-        return sum_and_split_sequence(embedded.masked_fill(is_elsewhere.unsqueeze(-1), 0.0), group)
-
-    return forward
+def _join_embeddings(embedded: Tensor, is_elsewhere: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Join embeddings ``[b, s, d]`` of which each rank has those of its own rows; return ``[b, s / ranks, d]``."""
+    # Every token is embedded by one rank and 0 on the others.
+    return sum_and_split_sequence(embedded.masked_fill(is_elsewhere.unsqueeze(-1), 0.0), group)
 
 
 class HeadParallel(ParallelStyle):
@@ -286,24 +282,22 @@ class GrownVocabParallel(VocabParallel):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         self.check(type(module).__name__, module, device_mesh.size())
         place_parameters(module, device_mesh, {"weight": Shard(0), NEW_ROWS: Replicate()})
-        if isinstance(module, GrownEmbedding):
-            module.forward = _split_grown_embedding(module, device_mesh.get_group())
-        return module  # a projection computes with its shard by itself
+        if not isinstance(module, GrownEmbedding):
+            return module  # a projection computes with its shard by itself
+        group = device_mesh.get_group()
 
+        def embed(tokens: Tensor) -> Tensor:
+            weight = local_shard(module.weight)  # [v / ranks, d]
+            new_rows = replicated(module.new_rows, group)  # [n, d]
+            first_new = module.num_embeddings - len(new_rows)
+            rows, is_elsewhere = _rows_of_shard(tokens, weight, group)
+            old = F.embedding(rows, weight)  # [b, s, d]
+            new = F.embedding((tokens - first_new).clamp(min=0), new_rows)  # [b, s, d]
+            embedded = torch.where((tokens >= first_new).unsqueeze(-1), new, old)
+            return _join_embeddings(embedded, is_elsewhere, group)
 
-def _split_grown_embedding(module: GrownEmbedding, group: dist.ProcessGroup) -> Callable[[Tensor], Tensor]:
-    def forward(tokens: Tensor) -> Tensor:
-        weight = local_shard(module.weight)  # [v / ranks, d]
-        new_rows = replicated(module.new_rows, group)  # [n, d]
-        first_new = module.num_embeddings - len(new_rows)
-        rows, is_elsewhere = _rows_of_shard(tokens, weight, group)
-        old = F.embedding(rows, weight)  # [b, s, d]
-        new = F.embedding((tokens - first_new).clamp(min=0), new_rows)  # [b, s, d]
-        embedded = torch.where((tokens >= first_new).unsqueeze(-1), new, old)
-        # Every token is embedded by one rank and 0 on the others.
-        return sum_and_split_sequence(embedded.masked_fill(is_elsewhere.unsqueeze(-1), 0.0), group)
-
-    return forward
+        module.forward = embed
+        return module
 
 
 def _check_norm(module: nn.Module, *others: type[nn.Module]) -> None:

@@ -16,10 +16,8 @@ from torchtune.modules.peft.adapters import (
     validate_missing_and_unexpected_for_lora,
 )
 from torchtune.modules.peft.conversion import LoRA
-from torchtune.modules.peft.dora import DoRALinear
-from torchtune.modules.peft.lora import LoRALinear, TrainableParams
+from torchtune.modules.peft.lora import DoRALinear, LoRALinear, QATLoRALinear, TrainableParams
 from torchtune.modules.peft.new_tokens import NewTokens
-from torchtune.modules.peft.qat_lora import QATLoRALinear
 
 __all__ = [
     "LORA_ATTN_MODULES",

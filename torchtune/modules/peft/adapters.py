@@ -243,11 +243,6 @@ def get_merged_lora_ckpt(
     return state_dict
 
 
-def _adapted(key: str, names: Iterable[str]) -> bool:
-    path = key.rpartition(".lora_")[0] or key.removesuffix(".magnitude")
-    return is_adapter_key(key) and path.rpartition(".")[2] in names
-
-
 _BY_KEYS = "Pass state_dict_keys, the keys of the model's state dict, instead."
 
 
@@ -282,9 +277,12 @@ def validate_missing_and_unexpected_for_lora(
     names = get_lora_module_names(lora_attn_modules or [], bool(apply_lora_to_mlp), bool(apply_lora_to_output))
 
     def is_of_adapter(key: str) -> bool:
+        if not is_adapter_key(key):
+            return False
         if state_dict_keys is not None or not names:
-            return is_adapter_key(key)
-        return _adapted(key, names)
+            return True
+        path = key.rpartition(".lora_")[0] or key.removesuffix(".magnitude")
+        return path.rpartition(".")[2] in names
 
     def refuse(problem: str, keys: Iterable[str] | None) -> None:
         keys = sorted(keys or ())

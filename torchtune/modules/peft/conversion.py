@@ -26,8 +26,7 @@ from torchtune.modules.peft.adapters import (
     get_adapter_params,
     set_trainable_params,
 )
-from torchtune.modules.peft.dora import DoRALinear
-from torchtune.modules.peft.lora import AdapterStart, LoRALinear, check_adapter_numbers, lora_scaling
+from torchtune.modules.peft.lora import AdapterStart, DoRALinear, LoRALinear, check_adapter_numbers, lora_scaling
 from torchtune.modules.peft.lora_experts import LoRAGroupedExperts
 
 if TYPE_CHECKING:  # DTensor is slow to import
@@ -373,26 +372,7 @@ class LoRA(Conversion):
             ConversionError: a target matches no linear layer, or cannot be adapted; the model is then unchanged.
             ModelError: an adapter could not be saved; the model is then unchanged.
         """
-        chosen = self.select(model)
-        refused: list[str] = []  # paths that peft refuses
-        fused: list[str] = []  # paths whose adapters stay zero
-        spec = getattr(model, "spec", None)
-        if spec is not None:
-            if self.target_modules is None:  # else the user named them explicitly
-                refused = spec.refused_by_peft(chosen, model.description)
-                chosen = {path: module for path, module in chosen.items() if path not in refused}
-            spec.check_adapters(chosen, model.description)
-            if self.use_dora:
-                parameters = spec.parameters_in_peft(chosen, model.description)
-                if parameters:
-                    raise ConversionError(
-                        f"LoRA: peft reads no adapter with magnitudes of '{parameters[0]}', whose name it takes for "
-                        "that of experts: leave it out (apply_to_mlp or apply_lora_to_mlp: False), or set use_dora to "
-                        "False."
-                    )
-            fused = spec.fused_with(chosen, model.description)
-            for path in fused:
-                chosen[path] = model.get_submodule(path)
+        chosen, refused, fused = self._choose(model)
         self._check_trained_modules(model, chosen)
         numbers = self._numbers(model, chosen)
 
@@ -414,7 +394,42 @@ class LoRA(Conversion):
         frozen = {name for name in adapter if name.startswith(fused_prefixes)}
         trained = self.trained_weights(model)
         set_trainable_params(model, (adapter.keys() - frozen) | trained)
+        return ConversionReport(
+            name="DoRA" if self.use_dora else "LoRA",
+            replaced=[path for path in chosen if path not in fused],
+            num_parameters=sum(param.numel() for name, param in adapter.items() if name not in frozen),
+            note=self._note(model, trained, refused, fused),
+        )
 
+    def _choose(self, model: nn.Module) -> tuple[dict[str, nn.Module], list[str], list[str]]:
+        """Return the modules that get adapters by path, the paths that peft refuses, and those whose adapter is zero.
+
+        Raises:
+            ConversionError, ModelError: see :meth:`convert`.
+        """
+        chosen = self.select(model)
+        spec = getattr(model, "spec", None)
+        if spec is None:  # a model of the user's: nothing is known of its files
+            return chosen, [], []
+        refused: list[str] = []
+        if self.target_modules is None:  # else the user named them explicitly
+            refused = spec.refused_by_peft(chosen, model.description)
+            chosen = {path: module for path, module in chosen.items() if path not in refused}
+        spec.check_adapters(chosen, model.description)
+        if self.use_dora:
+            parameters = spec.parameters_in_peft(chosen, model.description)
+            if parameters:
+                raise ConversionError(
+                    f"LoRA: peft reads no adapter with magnitudes of '{parameters[0]}', whose name it takes for that "
+                    "of experts: leave it out (apply_to_mlp or apply_lora_to_mlp: False), or set use_dora to False."
+                )
+        fused = spec.fused_with(chosen, model.description)
+        for path in fused:
+            chosen[path] = model.get_submodule(path)
+        return chosen, refused, fused
+
+    def _note(self, model: nn.Module, trained: set[str], refused: list[str], fused: list[str]) -> str:
+        """Say in the report what the adapters are, and what else is trained or left out."""
         note = f"rank {self.rank}, alpha {self.alpha:g}"
         if self.rank_pattern or self.alpha_pattern:
             note += " unless a pattern gives others"
@@ -431,12 +446,7 @@ class LoRA(Conversion):
             note += f"; none for {refused[0]} and its like ({len(refused)}), which peft refuses"
         if fused:
             note += f"; that of {fused[0]} and its like ({len(fused)}) stays zero: files hold it in one with others"
-        return ConversionReport(
-            name="DoRA" if self.use_dora else "LoRA",
-            replaced=[path for path in chosen if path not in fused],
-            num_parameters=sum(param.numel() for name, param in adapter.items() if name not in frozen),
-            note=note,
-        )
+        return note
 
     def revert(self, model: nn.Module) -> None:
         """Replace adapted layers by plain layers with the same weights; all parameters stay frozen.

@@ -1,4 +1,7 @@
-"""LoRA: linear layers with a low-rank adapter, their projection as one autograd node, and merging."""
+"""LoRA: linear layers with a low-rank adapter, their projection as one autograd node, and merging.
+
+:class:`DoRALinear` trains magnitudes too, and :class:`QATLoRALinear` simulates the quantization of the merged weight.
+"""
 
 import math
 from collections.abc import Callable
@@ -13,8 +16,10 @@ from torch.autograd.function import once_differentiable
 from torchtune._lazy import former_names
 from torchtune.modules.conversion import ConversionError, change_class
 from torchtune.modules.kernels.onednn import linear, mm
+from torchtune.modules.low_precision.fake_quantization import FakeQuantized, FakeQuantSwitch
 from torchtune.modules.low_precision.formats import Stored
 from torchtune.modules.low_precision.layers import FrozenNF4Linear, StoredLinear, frozen_linear
+from torchtune.modules.low_precision.torchao_interface import fake_quantizer
 from torchtune.utils import computes_on_cpu, fill_from_cpu, in_dispatch_mode
 
 
@@ -209,14 +214,6 @@ class TrainableParams(Enum):
     FROZEN = "frozen"
 
 
-def _check_quantization(quantize_base: bool, **quantization_kwargs: Any) -> None:
-    if quantization_kwargs and not quantize_base:
-        raise ConversionError(
-            f"{', '.join(sorted(quantization_kwargs))}: options of the quantized base need quantize_base=True, "
-            "remove them."
-        )
-
-
 def check_adapter_numbers(rank: int, alpha: float, dropout: float) -> None:
     """Check that an adapter can change the model.
 
@@ -285,7 +282,11 @@ class LoRALinear(nn.Module):
         **quantization_kwargs: Any,
     ) -> None:
         super().__init__()
-        _check_quantization(quantize_base, **quantization_kwargs)
+        if quantization_kwargs and not quantize_base:
+            raise ConversionError(
+                f"{', '.join(sorted(quantization_kwargs))}: options of the quantized base need quantize_base=True, "
+                "remove them."
+            )
         check_adapter_numbers(rank, alpha, dropout)
         self.weight = nn.Parameter(torch.empty(out_dim, in_dim), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(out_dim), requires_grad=False) if use_bias else None
@@ -297,7 +298,8 @@ class LoRALinear(nn.Module):
         self.initialize_parameters()
 
     def _quantize_base(self, options: dict[str, Any]) -> None:
-        self.in_features = self.in_dim
+        """Store the base in NF4: the layer becomes an instance of its own class and of :class:`FrozenNF4Linear`."""
+        self.in_features = self.in_dim  # as nn.Linear has them, which from_linear reads
         self.out_features = self.out_dim
         base = FrozenNF4Linear.from_linear(self, **options)
         self.__dict__.update(vars(base))
@@ -406,6 +408,171 @@ def _adapt_stored_class(adapted: type[LoRALinear], stored: type[StoredLinear]) -
     members = {name: getattr(stored, name) for name in ("full_weight", "stored_weight", "parallel_dims")}
     members["stored_kind"] = stored
     return type(f"{adapted.__name__}{stored.__name__}", (adapted, stored), members)
+
+
+class DoRALinear(LoRALinear):
+    """LoRA layer with a trained magnitude per row: W' = magnitude · (W + s B A) / ‖W + s B A‖, row by row.
+
+    ``magnitude`` [out] is an additional adapter parameter. The norm is a constant in the backward pass (Liu et al.,
+    "DoRA: Weight-Decomposed Low-Rank Adaptation", 2024, section 4.3).
+
+    The adapter is at least float32 for any dtype of the weight: a bfloat16 magnitude would differ from the norm by up
+    to 2⁻⁹ of its value, and the model would change before its first step. A and B are float32 too, as in ``peft``,
+    because FSDP requires one dtype for all trainable parameters.
+
+    Args:
+        in_dim: width of the input.
+        out_dim: width of the output.
+        rank: rank of the adapter.
+        alpha: the update is scaled by alpha / rank.
+        dropout: dropout on the adapter's input, in training.
+        use_bias: whether the base has a bias.
+        quantize_base: store the base in NF4.
+        **quantization_kwargs: options of the quantized base.
+
+    Raises:
+        ConversionError: ``rank`` is below 1, ``dropout`` is outside [0, 1], or a quantization option is invalid.
+
+    Example:
+        >>> from torchtune.modules.peft import DoRALinear
+        >>> layer = DoRALinear(in_dim=8, out_dim=4, rank=2, alpha=4)
+        >>> layer.adapter_params()
+        ['lora_a.weight', 'lora_b.weight', 'magnitude']
+    """
+
+    initialize_reads_base: ClassVar[bool] = True
+    adapter_parallel_dims: ClassVar[dict[str, tuple[int | None, int | None]]] = {
+        **LoRALinear.adapter_parallel_dims,
+        "magnitude": (0, None),
+    }
+
+    def _make_adapter(self, device: torch.device, dtype: torch.dtype) -> None:
+        dtype = torch.promote_types(dtype, torch.float32)
+        super()._make_adapter(device, dtype)
+        self.magnitude = nn.Parameter(torch.empty(self.out_dim, device=device, dtype=dtype))
+
+    def initialize_parameters(self) -> None:
+        """Initialize the adapter so that it changes nothing; requires the loaded base weight. No-op on meta."""
+        super().initialize_parameters()
+        self.initialize_dora_magnitude()
+
+    @torch.no_grad()
+    def initialize_dora_magnitude(self) -> None:
+        """Set ``magnitude`` to the row norms of the weight. No-op on meta."""
+        if not self.magnitude.is_meta:
+            self.magnitude.copy_(self._norms(self.full_weight()))
+
+    def adapter_params(self) -> list[str]:
+        """Return the names of the adapter's parameters, relative to this module."""
+        return [*super().adapter_params(), "magnitude"]
+
+    @torch.no_grad()
+    def _norms(self, weight: Tensor) -> Tensor:
+        """Row norms [out] of W + s B A, in at least float32."""
+        return updated_weight(weight, self.lora_a.weight, self.lora_b.weight, self.scaling).norm(dim=1)
+
+    @torch.no_grad()
+    def merged_weight(self, weight: Tensor) -> Tensor:
+        """Merge the adapter into ``weight`` [out, in] in at least float32, and return it in the weight's dtype."""
+        return merged_weight(weight, self.lora_a.weight, self.lora_b.weight, self.scaling, self.magnitude)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply the layer: [..., in_dim] -> [..., out_dim], in the dtype of ``x``."""
+        weight = self.stored_weight()
+        if self.disabled:
+            return frozen_linear(x, weight, self.bias)
+        a = self.lora_a.weight.to(x.dtype)
+        b = self.lora_b.weight.to(x.dtype)
+        # The norms have no gradient (Liu et al., "DoRA", 2024, section 4.3).
+        length = self.magnitude / self._norms(self.full_weight())  # [out]
+        if not self.training or self.dropout.p == 0.0:
+            y = lora_projection(x, weight, self.bias, a, b, scale=self.scaling)
+            return scale_rows(y, length, self.bias).to(x.dtype)
+        dropped = self.dropout(x)
+        adapted = lora_projection(dropped, weight, None, a, b, scale=self.scaling)
+        scaled = (adapted * length).to(x.dtype)
+        # The difference is computed first: it is exactly 0 for a new adapter.
+        return frozen_linear(x, weight, self.bias) + (scaled - frozen_linear(dropped, weight))
+
+
+def scale_rows(y: Tensor, length: Tensor, bias: Tensor | None) -> Tensor:
+    """Scale outputs ``[..., out]``, except the ``bias`` they include, by ``length`` [out]."""
+    if bias is None:
+        return y * length
+    # In this form the result is exactly y if the length is 1.
+    return y + (length - 1) * (y - bias)
+
+
+class QATLoRALinear(FakeQuantized, LoRALinear):
+    """LoRA layer that fake-quantizes the merged weight: y = Q(x) Q(W + (alpha / rank) B A)ᵀ.
+
+    The merged weight is rounded to the dtype of ``W`` before it is quantized, as in an export, so that training matches
+    the exported model. Parameters have the names of :class:`LoRALinear`.
+
+    Args:
+        in_dim: width of the input.
+        out_dim: width of the output.
+        rank: rank of the adapter.
+        alpha: the update is scaled by alpha / rank.
+        dropout: must be 0, because a merged adapter has no separate input.
+        activation_qat_config: torchao's ``FakeQuantizeConfigBase`` of the input, or None.
+        weight_qat_config: torchao's ``FakeQuantizeConfigBase`` of the weight, or None.
+
+        Raises:
+            ConversionError: ``rank`` is below 1 or ``dropout`` is above 0.
+
+    Example:
+        >>> layer = torchtune.modules.peft.QATLoRALinear(8, 4, rank=2, alpha=4)
+        >>> layer(torch.ones(1, 8)).shape
+        torch.Size([1, 4])
+    """
+
+    def __init__(
+        self,
+        in_dim: int,
+        out_dim: int,
+        rank: int,
+        alpha: float,
+        dropout: float = 0.0,
+        activation_qat_config: Any | None = None,
+        weight_qat_config: Any | None = None,
+    ) -> None:
+        super().__init__(in_dim, out_dim, rank, alpha, dropout)
+        check_dropout(dropout)
+        self._set_configs(activation_qat_config, weight_qat_config)
+
+    @classmethod
+    def from_lora_linear(
+        cls,
+        lora_linear: LoRALinear,
+        activation_qat_config: Any | None = None,
+        weight_qat_config: Any | None = None,
+    ) -> "QATLoRALinear":
+        """Make the layer from a LoRA layer, with the same parameter objects. See the class for the arguments."""
+        check_dropout(lora_linear.dropout.p)
+        new = change_class(lora_linear, cls)
+        new._set_configs(activation_qat_config, weight_qat_config)
+        return new
+
+    def _set_configs(self, activation: Any | None, weight: Any | None) -> None:
+        self.activation_fake_quantizer = None if activation is None else fake_quantizer(activation)
+        self.weight_fake_quantizer = None if weight is None else fake_quantizer(weight)
+        self.fake_quant = FakeQuantSwitch()
+
+    def weight_to_quantize(self) -> Tensor:
+        """Return the merged weight ``[out, in]`` in the dtype of the base; gradients flow to A and B."""
+        if self.disabled:
+            return self.weight
+        return merged_weight(self.weight, self.lora_a.weight, self.lora_b.weight, self.scaling)
+
+
+def check_dropout(dropout: float) -> None:
+    """Raise ``ConversionError`` unless ``dropout`` is 0."""
+    if dropout:
+        raise ConversionError(
+            f"lora_dropout is {dropout:g}: with fake quantization the adapter is merged into the weight and has no "
+            "input of its own to drop, set it to 0."
+        )
 
 
 __getattr__ = former_names(__name__)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from torchtune.modules.conversion import Conversion, ConversionError, ConversionReport, Phase, apply_conversions
-from torchtune.modules.embedding_utils import resize_token_embeddings, vocabulary_weights
+from torchtune.modules.embeddings import resize_token_embeddings, vocabulary_weights
 from torchtune.modules.output_projection import TiedLinear
 from torchtune.modules.peft.grown_layers import NEW_ROWS, GrownEmbedding, GrownLinear, TiedGrownLinear
 

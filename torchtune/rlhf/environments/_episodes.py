@@ -13,9 +13,9 @@ import torch
 from torchtune import config
 from torchtune.data import DataError, Message
 from torchtune.generation import Batch, Request, seeded_draws, stream_tokens
+from torchtune.rlhf._local_sampler import LocalSampler, is_tensor_parallel
 from torchtune.rlhf._prompts import Prompt
 from torchtune.rlhf._rollouts import INVALID_ENDS, Episode, RolloutError
-from torchtune.rlhf._samplers import LocalSampler, is_tensor_parallel
 from torchtune.rlhf.environments._conversation import (
     Conversation,
     Kind,
@@ -269,61 +269,21 @@ class Environments:
         return result
 
     def _converse(self, conversations: list[Conversation], seeds: Sequence[int] | None, num_samples: int) -> None:
-        """Sample all turns, and run the tools between them.
-
-        The row of a turn in the batch is the number of the turn times the number of conversations, plus the number of
-        the conversation.
-        """
+        """Sample all turns, and run the tools between them."""
         sampler = self._sampler
-        num_conversations = len(conversations)
         device = sampler.model.tok_embeddings.weight.device
         draws = None
         temperature = 0.0
         if seeds is not None:
-            keys = []  # by row
-            for turn in range(self._max_turns):
+            keys = []  # by row of the batch, see `_PendingTurns.row`
+            for turn_number in range(self._max_turns):
                 for seed in seeds:
                     for sample in range(num_samples):
                         # The first turn uses the same random numbers as an answer without an environment.
-                        keys.append((seed, (turn << 32) + sample))
+                        keys.append((seed, (turn_number << 32) + sample))
             draws = seeded_draws(keys, sampler.max_new_tokens, device)
             temperature = sampler.temperature
-        stop_tokens = set(sampler.stop_tokens)
-        pending: deque[_PendingTurn] = deque()  # ascending by their due step
-        step = 0
-
-        def due_requests(batch: Batch) -> list[Request]:
-            """Return requests for the episodes that are due; if no episode decodes, skip to the next due step."""
-            nonlocal step
-            for turn in pending:
-                if turn.due_step == step + _STEPS_FOR_TOOLS:  # it ended in this step: keep its keys and values
-                    conversation = turn.conversation
-                    row = (conversation.turns - 1) * num_conversations + conversation.number
-                    conversation.past = batch.past(row)
-            step += 1
-            requests: list[Request] = []
-            started = time.monotonic()
-            while pending:
-                is_decoding = batch.is_unfinished or requests
-                if pending[0].due_step > step and is_decoding:
-                    break
-                turn = pending.popleft()
-                step = max(step, turn.due_step)
-                conversation = turn.conversation
-                if self._next_turn(conversation, turn.calls, turn.task):
-                    row = conversation.turns * num_conversations + conversation.number
-                    requests.append(
-                        Request(
-                            row,
-                            list(conversation.tokens),
-                            conversation.limit,
-                            images=conversation.images,
-                            past=conversation.past,
-                        )
-                    )
-                conversation.past = None
-            self.seconds["idle"] += time.monotonic() - started
-            return requests
+        pending = _PendingTurns(len(conversations))
 
         # The prompt of a group is prefilled once if the observations of its environments are equal.
         are_equal = all(
@@ -345,21 +305,54 @@ class Environments:
             stop_tokens=sampler.stop_tokens,
             draws=draws,
             max_sequences=sampler.max_sequences,
-            more=due_requests,
+            more=partial(self._due_requests, pending),
             images=[conversation.images for conversation in first_turns],
         )
+        stop_tokens = set(sampler.stop_tokens)
         for sampled in steps:
             rows = zip(sampled.rows.tolist(), sampled.tokens.tolist(), sampled.log_probs.tolist(), strict=True)
             for row, token, log_prob in rows:
-                conversation = conversations[row % num_conversations]
+                conversation = conversations[row % len(conversations)]
                 if conversation.end is not None:  # it ended before its first turn, but has a slot for one token
                     continue
                 conversation.append([token], [log_prob], is_sampled=True)
                 is_stopped = token in stop_tokens
                 if is_stopped or len(conversation.tokens) - conversation.turn_start == conversation.limit:
-                    turn = self._end_turn(conversation, is_stopped, due_step=step + _STEPS_FOR_TOOLS)
+                    turn = self._end_turn(conversation, is_stopped, due_step=pending.step + _STEPS_FOR_TOOLS)
                     if turn is not None:
-                        pending.append(turn)
+                        pending.turns.append(turn)
+
+    def _due_requests(self, pending: "_PendingTurns", batch: Batch) -> list[Request]:
+        """Count a decoding step, and return requests for the turns of the episodes that are due.
+
+        If no episode decodes, the count skips to the next due step.
+        """
+        for turn in pending.turns:
+            if turn.due_step == pending.step + _STEPS_FOR_TOOLS:  # it ended in this step: keep its keys and values
+                conversation = turn.conversation
+                conversation.past = batch.past(pending.row(conversation, conversation.turns - 1))
+        pending.step += 1
+        requests: list[Request] = []
+        started = time.monotonic()
+        while pending.turns:
+            is_decoding = batch.is_unfinished or requests
+            if pending.turns[0].due_step > pending.step and is_decoding:
+                break
+            turn = pending.turns.popleft()
+            pending.step = max(pending.step, turn.due_step)
+            conversation = turn.conversation
+            if self._next_turn(conversation, turn.calls, turn.task):
+                request = Request(
+                    pending.row(conversation, conversation.turns),
+                    list(conversation.tokens),
+                    conversation.limit,
+                    images=conversation.images,
+                    past=conversation.past,
+                )
+                requests.append(request)
+            conversation.past = None
+        self.seconds["idle"] += time.monotonic() - started
+        return requests
 
     def _end_turn(self, conversation: Conversation, is_stopped: bool, due_step: int) -> "_PendingTurn | None":
         """Start the tools that a turn calls; return None if the episode has ended."""
@@ -452,6 +445,27 @@ class _PendingTurn:
     conversation: Conversation
     calls: list[ToolCall]
     task: Task
+
+
+class _PendingTurns:
+    """Turns whose tools run, and the count of decoding steps.
+
+    Attributes:
+        turns: ascending by their due step.
+        step: number of decoding steps so far, those included that were skipped because no episode decoded.
+
+    Args:
+        num_conversations: number of episodes in the batch.
+    """
+
+    def __init__(self, num_conversations: int) -> None:
+        self.turns: deque[_PendingTurn] = deque()
+        self.step = 0
+        self._num_conversations = num_conversations
+
+    def row(self, conversation: Conversation, turn_number: int) -> int:
+        """Return the row of a turn in the batch: the first turns of all episodes come before all second ones."""
+        return turn_number * self._num_conversations + conversation.number
 
 
 def setup_environments(

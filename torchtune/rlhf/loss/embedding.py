@@ -1,6 +1,6 @@
-"""Contrastive loss of embedding models."""
+"""Contrastive loss of embedding models, and scores of large batches in parts, with cached gradients."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -12,7 +12,13 @@ from torchtune.modules import Pooling, pooled_embeddings
 from torchtune.modules.loss import LossError, Projection
 from torchtune.modules.moe.balance import balance_of
 from torchtune.rlhf.loss._base import AnswerLoss, Metrics
-from torchtune.rlhf.loss._cached_gradients import score_in_parts
+from torchtune.training import RNGState, undisturbed_random_state
+
+# Modules of sentence-transformers, in order -> their folders in a checkpoint.
+_MODULES = {"Transformer": "", "Pooling": "1_Pooling", "Normalize": "2_Normalize"}
+
+# Scores the documents of a part [n, ...].
+Score = Callable[[Batch], Tensor]
 
 
 class InfoNCELoss(AnswerLoss):
@@ -97,7 +103,8 @@ class InfoNCELoss(AnswerLoss):
 
     def check_batch(self, batch: Batch) -> None:
         """Check that the batch has queries with passages. Raises :class:`DataError`."""
-        if missing := {"role", "digest", "counts"} - batch.per_document.keys():
+        missing = {"role", "digest", "counts"} - batch.per_document.keys()
+        if missing:
             raise DataError(
                 f"loss: InfoNCELoss reads queries with passages, but the batch has no '{min(missing)}' per document: "
                 "use torchtune.datasets.embedding_dataset with collate_fn=torchtune.data.collate_embedding."
@@ -150,14 +157,13 @@ class InfoNCELoss(AnswerLoss):
         if all(texts == instructions[0] for texts in instructions):  # a mixture may have several
             prompts = dict(instructions[0])
         # Whether texts end otherwise than the tokenizer's files say, for this library.
-        add_eos = {part.add_eos for part in dataset.row_datasets()}
+        choices_of_end = {part.add_eos for part in dataset.row_datasets()}
         ends = {}
-        if add_eos in ({True}, {False}):
-            (ends["add_eos"],) = add_eos
+        for adds_eos in (True, False):
+            if choices_of_end == {adds_eos}:  # a mixture may have both
+                ends["add_eos"] = adds_eos
         modules = []
-        for number, (name, path) in enumerate(
-            [("Transformer", ""), ("Pooling", "1_Pooling"), ("Normalize", "2_Normalize")]
-        ):
+        for number, (name, path) in enumerate(_MODULES.items()):
             kind = f"sentence_transformers.models.{name}"
             modules.append({"idx": number, "name": str(number), "path": path, "type": kind})
         return {
@@ -238,3 +244,57 @@ class InfoNCELoss(AnswerLoss):
 def _cosines(queries: Tensor, passages: Tensor) -> Tensor:
     """Return cosine similarities ``[q, c]``."""
     return F.normalize(queries, dim=-1) @ F.normalize(passages, dim=-1).T
+
+
+def score_in_parts(score: Score, batch: Batch, size: int, num_passes: Callable[[int], int]) -> Tensor:
+    """Score a batch in parts, each with two forward passes (GradCache; Gao et al. 2021, arXiv:2101.06983).
+
+    The first pass keeps nothing for the backward pass. There, each part is computed again with the same random numbers,
+    and its gradients are added to those of the parameters, before the next part is computed.
+
+    Args:
+        score: scores the documents of a part ``[n, ...]``.
+        batch: the whole batch.
+        size: number of documents of a part.
+        num_passes: given the number of parts, returns the number of passes, which is the same on all ranks: passes of
+            sharded models are collectives.
+
+    Returns:
+        The scores of all documents.
+    """
+    parts = batch.split_documents(size)
+    fillers = [parts[0]] * (num_passes(len(parts)) - len(parts))
+    if not torch.is_grad_enabled():
+        scores = [score(part) for part in [*parts, *fillers]]
+        return torch.cat(scores[: len(parts)])
+    # Autograd calls the backward pass only where an input needs gradients, and the parameters are no inputs.
+    trigger = torch.zeros((), device=batch.tokens.device, requires_grad=True)
+    return _TwoPasses.apply(trigger, score, parts, fillers)
+
+
+class _TwoPasses(torch.autograd.Function):
+    """Scores parts without a graph; the backward pass scores each part again, with one."""
+
+    @staticmethod
+    def forward(ctx: Any, trigger: Tensor, score: Score, parts: Sequence[Batch], fillers: Sequence[Batch]) -> Tensor:
+        ctx.score = score
+        ctx.parts = [*parts, *fillers]
+        ctx.random_states = []
+        scores = []
+        for part in ctx.parts:
+            ctx.random_states.append(RNGState().state_dict())  # dropout draws the same numbers again
+            scores.append(score(part))
+        ctx.num_documents = [len(part_scores) for part_scores in scores[: len(parts)]]
+        return torch.cat(scores[: len(parts)])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, ...]:
+        gradients = list(gradient.split(ctx.num_documents))
+        with undisturbed_random_state():
+            for index, (part, random_state) in enumerate(zip(ctx.parts, ctx.random_states, strict=True)):
+                RNGState().load_state_dict(random_state)
+                with torch.enable_grad():
+                    scores = ctx.score(part)
+                is_filler = index >= len(gradients)
+                torch.autograd.backward(scores, torch.zeros_like(scores) if is_filler else gradients[index])
+        return None, None, None, None

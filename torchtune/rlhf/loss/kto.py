@@ -103,38 +103,36 @@ class KTOLoss(AnswerLoss):
             )
         if batch.shard[1] > 1:
             raise DataError("loss: KTOLoss makes answers of parts of the batch: set context_parallel_dim to 1.")
-        # Labels are shifted: the last token of a prompt has the first label, the first token of the answer.
-        prompts = []
-        prompt_labels = []
+        prompts = []  # tokens and labels of each example
         answers = []
-        answer_labels = []
         on_host = batch.on_host
         lengths = batch.documents.lengths[:num_answers]  # without the document of padding
         tokens = on_host.tokens.flatten()[: sum(lengths)].split(lengths)
-        labels = on_host.labels.flatten()[: sum(lengths)]
-        has_label = labels != CROSS_ENTROPY_IGNORE_IDX
-        for document, targets, is_labeled in zip(tokens, labels.split(lengths), has_label.split(lengths), strict=True):
-            labeled = is_labeled.nonzero()
+        labels = on_host.labels.flatten()[: sum(lengths)].split(lengths)
+        for document, targets in zip(tokens, labels, strict=True):
+            # Labels are shifted: the last token of a prompt has the first label, the first token of the answer.
+            labeled = (targets != CROSS_ENTROPY_IGNORE_IDX).nonzero()
             last_prompt_token = int(labeled[0]) if len(labeled) else len(document) - 1
-            prompts.append(document[: last_prompt_token + 1])
-            prompt_labels.append(torch.full_like(targets[:last_prompt_token], CROSS_ENTROPY_IGNORE_IDX))
-            answers.append(document[last_prompt_token + 1 :])
-            answer_labels.append(targets[last_prompt_token:])
+            ignored = torch.full_like(targets[:last_prompt_token], CROSS_ENTROPY_IGNORE_IDX)
+            prompts.append((document[: last_prompt_token + 1], ignored))
+            answers.append((document[last_prompt_token + 1 :], targets[last_prompt_token:]))
 
+        longest = max(lengths)
         new_tokens = []
         new_labels = []
-        for i in range(num_answers):
-            j = (i + 1) % num_answers
-            document = torch.cat([prompts[i], answers[j]])
-            targets = torch.cat([prompt_labels[i], answer_labels[j]])
-            if len(document) > max(lengths):
-                document = document[: max(lengths)]
-                targets = targets[: max(lengths)]
+        answers_of_next = [*answers[1:], answers[0]]
+        for (prompt, prompt_labels), (answer, answer_labels) in zip(prompts, answers_of_next, strict=True):
+            document = torch.cat([prompt, answer])
+            targets = torch.cat([prompt_labels, answer_labels])
+            if len(document) > longest:
+                document = document[:longest]
+                targets = targets[:longest]
                 targets[-1] = CROSS_ENTROPY_IGNORE_IDX  # the target of the last token is truncated
             new_tokens.append(document)
             new_labels.append(targets)
-        documents = Documents.from_lengths([len(document) for document in new_tokens], tokens[0].device)
-        positions = documents.positions().to(tokens[0].device)
+        device = tokens[0].device
+        documents = Documents.from_lengths([len(document) for document in new_tokens], device)
+        positions = documents.positions().to(device)
         mismatched = Batch(torch.cat(new_tokens)[None], torch.cat(new_labels)[None], positions[None], documents)
         return mismatched.to(batch.tokens.device, non_blocking=True)
 

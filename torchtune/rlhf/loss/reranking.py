@@ -37,7 +37,8 @@ class RerankLoss(AnswerLoss):
 
     def check_batch(self, batch: Batch) -> None:
         """Check that the batch has pairs with targets. Raises :class:`DataError`."""
-        if missing := {"example", "is_first", "target", "counts"} - batch.per_document.keys():
+        missing = {"example", "is_first", "target", "counts"} - batch.per_document.keys()
+        if missing:
             raise DataError(
                 f"loss: {type(self).__name__} reads pairs of queries and documents, but the batch has no "
                 f"'{min(missing)}' per document: use torchtune.datasets.reranking_dataset with "
@@ -67,7 +68,7 @@ class RerankLoss(AnswerLoss):
         templates = {part.pair_template for part in dataset.row_datasets()}
         if len(templates) != 1 or None in templates:
             return {}
-        (template,) = templates
+        template = templates.pop()
         max_seq_len = getattr(tokenizer, "max_seq_len", None)
         chat_template = template.chat_template(tokenizer)
         transformer = "sentence_transformers.base.modules.transformer.Transformer"
@@ -199,7 +200,7 @@ class RerankListwiseLoss(RerankLoss):
             sums = (is_candidate * labels).sum(1)  # [n], of each pair's query
             targets = labels / sums
         else:
-            targets = _softmax(labels, is_candidate)
+            targets = _log_softmax(labels, is_candidate).exp()
         log_probs = _log_softmax(scores / self.temperature, is_candidate)
         losses = -(is_candidate * (targets * log_probs)).sum(1)  # [n], the same for all pairs of a query
         with torch.no_grad():
@@ -213,8 +214,3 @@ def _log_softmax(values: Tensor, is_candidate: Tensor) -> Tensor:
     """Return the log-softmax of ``[n]`` within groups, given as bool ``[n, n]``."""
     of_group = values[None].expand_as(is_candidate).masked_fill(~is_candidate, -torch.inf)
     return values - of_group.logsumexp(1)
-
-
-def _softmax(values: Tensor, is_candidate: Tensor) -> Tensor:
-    """Return the softmax of ``[n]`` within groups, given as bool ``[n, n]``."""
-    return _log_softmax(values, is_candidate).exp()

@@ -216,7 +216,11 @@ class LowPrecisionOptimizer(Optimizer):
         for parameter in group["params"]:
             if parameter.grad is None:
                 continue
-            self._check_gradient(parameter)
+            if parameter.grad.is_sparse:
+                raise UserError(
+                    f"optimizer: the gradient of {self._names[parameter]} is sparse: set "
+                    "optimizer_precision=param_dtype, or sparse=False in the embedding."
+                )
             if rule is not None and self._is_rounded_stochastically(parameter):
                 with_rule.setdefault(parameter.device, []).append(parameter)
             else:
@@ -225,13 +229,6 @@ class LowPrecisionOptimizer(Optimizer):
             self._step_with_rule(parameters, group, rule, device)
         if without_rule:
             self._step_with_base_optimizer(without_rule, group)
-
-    def _check_gradient(self, parameter: torch.nn.Parameter) -> None:
-        if parameter.grad.is_sparse:
-            raise UserError(
-                f"optimizer: the gradient of {self._names[parameter]} is sparse: set "
-                "optimizer_precision=param_dtype, or sparse=False in the embedding."
-            )
 
     # Steps with an update of this library's.
 
@@ -366,6 +363,7 @@ class LowPrecisionOptimizer(Optimizer):
     # Steps of the base optimizer.
 
     def _step_with_base_optimizer(self, parameters: list[torch.nn.Parameter], group: dict[str, Any]) -> None:
+        """Step parameters by the base optimizer, one after the other, and move the settings of their group on."""
         settings = group
         if self._is_fused(group):
             settings = {**group, "fused": True}

@@ -88,7 +88,9 @@ def prepare_optimizer(
     if not isinstance(optimizer, Optimizer):
         raise UserError(f"optimizer: {name} is not a torch.optim.Optimizer: set optimizer_precision=param_dtype.")
 
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    parameters: list[torch.nn.Parameter] = []
+    for group in optimizer.param_groups:
+        parameters += group["params"]
     dtypes = {parameter.dtype for parameter in parameters}
     has_half_weights = not dtypes.isdisjoint(HALF)
     if not has_half_weights and low_bit is None and not needs_full_matrices(optimizer):

@@ -361,7 +361,8 @@ class CompiledWhenItPays:
             self._function(*reference_args)
             if not _are_equal(args, reference_args):
                 get_logger().info("The optimizer step stays uncompiled: the compiler rounds differently.")
-                _overwrite(args, reference_args)
+                for tensor, reference in zip(_tensors(args), _tensors(reference_args), strict=True):
+                    tensor.copy_(reference)
                 return
         self._compiled = compiled
 
@@ -515,11 +516,6 @@ def _tensors(args: Sequence[Any]) -> list[torch.Tensor]:
         elif isinstance(arg, list):
             tensors += _tensors(arg)
     return tensors
-
-
-def _overwrite(args: Sequence[Any], values: Sequence[Any]) -> None:
-    for tensor, value in zip(_tensors(args), _tensors(values), strict=True):
-        tensor.copy_(value)
 
 
 def _are_equal(args: Sequence[Any], reference_args: Sequence[Any]) -> bool:

@@ -1,6 +1,7 @@
 """This rank's shard of a tensor: its slice of the full tensor, its values, and their checksum."""
 
 import hashlib
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -249,7 +250,10 @@ def checksum_parameters(model: nn.Module) -> dict[str, list[int]]:
     message = torch.tensor(sums_of_shards, dtype=torch.int64)
     gathered = all_gather_object(message)
     sums = iter(torch.stack(gathered).sum(0).tolist())  # modulo 2**64, as the sums of words
-    return {name: [next(sums) for _ in values] for name, values in checksums.items()}
+    totals = {}
+    for name, checksums_of_parameter in checksums.items():
+        totals[name] = list(itertools.islice(sums, len(checksums_of_parameter)))
+    return totals
 
 
 @torch.no_grad()

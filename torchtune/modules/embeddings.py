@@ -116,13 +116,15 @@ def resize_token_embeddings(
 
 
 def _resize_parameter(parameter: nn.Parameter, rows: int, growth: VocabularyGrowth) -> nn.Parameter:
+    """Return a parameter with another number of ``rows``, whose new rows have their initial values unless on meta."""
     old = parameter.data
     new = old.new_empty((rows, *old.shape[1:]))
-    kept = growth.first_new
+    num_old = growth.first_new
     if not old.is_meta:
-        new[:kept] = old[:kept]
-        if rows > kept:
-            new[kept:] = growth.initial_rows(rows - kept, lambda start, end: old[start:end]).to(old.dtype)
+        new[:num_old] = old[:num_old]
+        if rows > num_old:
+            initial = growth.initial_rows(rows - num_old, lambda start, end: old[start:end])
+            new[num_old:] = initial.to(old.dtype)
     return nn.Parameter(new, requires_grad=parameter.requires_grad)
 
 
