@@ -15,12 +15,15 @@ from torchtune.config import (
     ConfigError,
     Configurable,
     InstantiationError,
+    ObjectPath,
     Range,
     instantiate,
     load_and_check,
     save_config,
     to_dict,
 )
+from torchtune.estimate import check_settings
+from torchtune.evaluation import make_scores
 from torchtune.utils import UserError
 
 PARTS = "tests.torchtune.config.assets.parts"
@@ -96,6 +99,32 @@ def test_a_function_of_the_recipe_is_found_by_a_reward(tmp_path):
     assert to_dict(cfg, redact=True)["loss"]["function"] == "never_wrong"
     with pytest.raises(ConfigError, match=r"there is no 'never_rong' in the recipe's file.*'never_wrong'"):
         load_and_check(config, ["loss.function=never_rong"], typed_main)
+
+
+@dataclass
+class ScoreSettings:
+    scores: list[Annotated[str, ObjectPath(required=False)]]
+
+
+def scored_main(cfg: ScoreSettings) -> None:
+    print(cfg.scores)
+
+
+def test_score_names_a_function_of_the_recipe_and_no_module_that_it_imports(tmp_path):
+    """``json`` is also a module here, but the name of a score."""
+    names = ["json", "never_wrong", "regex:[0-9]+", f"{PARTS}.count"]
+    config = tmp_path / "config.yaml"
+    config.write_text(json.dumps({"scores": names}))
+    cfg = load_and_check(config, [], scored_main)
+    assert cfg.scores == ["json", f"{__name__}:never_wrong", "regex:[0-9]+", f"{PARTS}.count"]
+    assert to_dict(cfg, redact=True)["scores"] == names
+    score = make_scores(cfg.scores[1:2])[0]
+    assert (score([{}], ["a"]), score.name) == ([1.0], "never_wrong")
+    kept = {"scores": cfg.scores, "keep_best": "val_never_wrong", "run_val_every_n_steps": 1, "dataset_val": {}}
+    assert [key for key, _ in check_settings(kept)] == ["keep_best"], "more is better: max:val_never_wrong"
+    other_text = load_and_check(config, ["scores=[never_rong]"], scored_main).scores
+    with pytest.raises(UserError, match=r"there is no score 'never_rong': use exact, .*, as in my_module\.never_rong"):
+        make_scores(other_text)
 
 
 def test_none_stays_none():
