@@ -60,6 +60,6 @@ class Export(Subcommand):
             raise UserError(f"--quant {args.quant}: {args.to} has no such quantization: {choices}.")
         if args.yes and not args.push:
             raise UserError("--yes uploads, and there is nowhere to: add --push OWNER/NAME.")
-        from torchtune._cli._export_run import export
+        from torchtune._cli._export import export
 
         export(args)

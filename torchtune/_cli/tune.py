@@ -66,7 +66,7 @@ class TuneCLIParser:
         if not hasattr(args, "nproc_per_node"):
             args.func(args)
             return
-        from torchtune._cli._several_processes import several_processes
+        from torchtune._cli._processes import several_processes
 
         with several_processes(args.nproc_per_node):
             args.func(args)
