@@ -59,9 +59,9 @@ def test_an_experiment_that_did_not_come_says_so_by_name(module):
 @pytest.mark.parametrize("path", FACE["components"])
 def test_a_component_takes_the_arguments_that_configs_give(path):
     component = locate(path)
-    known = accepts(component)
-    unknown = [name for name in (FACE["components"][path] or "").split() if name not in known.named]
-    assert known.open or not unknown, f"{path}{inspect.signature(component)} does not take {unknown}"
+    accepted = accepts(component)
+    unknown = [name for name in (FACE["components"][path] or "").split() if name not in accepted.named]
+    assert accepted.open or not unknown, f"{path}{inspect.signature(component)} does not take {unknown}"
 
 
 def test_older_names_are_the_present_objects():

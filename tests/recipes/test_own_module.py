@@ -125,16 +125,16 @@ def test_a_module_of_ones_own_trains_dies_resumes_and_is_saved(folder, tune, cap
     done = tune("run", "mine.py", "--config", "mine.yaml")
     assert done.code == 0, done.err
     assert "result      out/step_12, the state dict of a Recurrent" in caplog.text
-    whole = losses(folder / "out")
-    assert len(whole) == 12
-    assert float(whole[-1]) < float(whole[0])
+    expected_losses = losses(folder / "out")
+    assert len(expected_losses) == 12
+    assert float(expected_losses[-1]) < float(expected_losses[0])
 
     # Killed in the seventh step, after step_4 was saved; what came after it is computed again.
     died = run_alone("output_dir=again", DIES_AT="7")
     assert died.returncode == 9, died.stderr
     done = tune("run", "mine.py", "--config", "mine.yaml", "output_dir=again", "resume_from_checkpoint=True")
     assert done.code == 0, done.err
-    assert losses(folder / "again")[-8:] == whole[-8:]
+    assert losses(folder / "again")[-8:] == expected_losses[-8:]
     before, after = (load_file(folder / name / "step_12" / "model.safetensors") for name in ("out", "again"))
     assert before.keys() == after.keys()
     for name, tensor in before.items():
@@ -152,7 +152,7 @@ def test_a_module_of_ones_own_trains_dies_resumes_and_is_saved(folder, tune, cap
     source = ["checkpointer.checkpoint_dir=out/step_12", "output_dir=next", "epochs=1", "max_steps_per_epoch=1"]
     done = tune("run", "mine.py", "--config", "mine.yaml", *source)
     assert done.code == 0, done.err
-    assert float(losses(folder / "next")[0]) < float(whole[0])
+    assert float(losses(folder / "next")[0]) < float(expected_losses[0])
     done = tune("run", "mine.py", "--config", "mine.yaml")
     assert done.code == 2
     assert "out already holds a run" in done.err

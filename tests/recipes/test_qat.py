@@ -22,18 +22,18 @@ def test_the_exported_quantised_model_computes_what_was_trained(name, tmp_path):
 
     run = start(name, tmp_path, max_steps_per_epoch=3)
     run.recipe.model.eval().cpu()
-    theirs = AutoModelForCausalLM.from_pretrained(run.output_dir / "quantized", dtype=torch.float32)
+    hf_model = AutoModelForCausalLM.from_pretrained(run.output_dir / "quantized", dtype=torch.float32)
     with torch.no_grad():
-        ours = run.recipe.model(TOKENS)
-        assert torch.allclose(theirs(TOKENS).logits, ours, atol=1e-4)
+        logits = run.recipe.model(TOKENS)
+        assert torch.allclose(hf_model(TOKENS).logits, logits, atol=1e-4)
     (saved,) = run.output_dir.glob("epoch_*")
     with torch.device("meta"):
-        whole = from_hf_config(saved)
-    FullModelHFCheckpointer(str(saved)).load_model(whole)
+        full_model = from_hf_config(saved)
+    FullModelHFCheckpointer(str(saved)).load_model(full_model)
     with torch.no_grad():
-        assert not torch.allclose(whole(TOKENS), ours, atol=1e-2), "it was trained for the quantized model"
-        converted = Int8DynActInt4WeightQATQuantizer(groupsize=16).prepare(whole)
-        assert torch.equal(converted(TOKENS), ours), "the plain export is what is quantized"
+        assert not torch.allclose(full_model(TOKENS), logits, atol=1e-2), "it was trained for the quantized model"
+        converted = Int8DynActInt4WeightQATQuantizer(groupsize=16).prepare(full_model)
+        assert torch.equal(converted(TOKENS), logits), "the plain export is what is quantized"
     assert (run.output_dir / "quantized" / "tokenizer.json").exists()
 
 

@@ -74,8 +74,8 @@ def test_a_resume_with_other_settings(said, tmp_path):
     start(NAME, tmp_path, **{**resume, "log_every_n_steps": 2, "seed": 8, "loss__num_output_chunks": 4})
     (new,) = [line for line in said if "takes effect" in line]
     assert new.endswith("log_every_n_steps was 1 and is 2 now; loss.num_output_chunks was not set and is 4 now.")
-    (kept,) = [line for line in said if "goes on" in line]
-    assert kept.endswith("seed was 7 and is 8 now.")
+    (message_of_seed,) = [line for line in said if "goes on" in line]
+    assert message_of_seed.endswith("seed was 7 and is 8 now.")
     assert [record["step"] for record in read_log(first.output_dir) if "loss" in record][12:] == [10, 12]
 
 

@@ -121,9 +121,9 @@ profiler:
     ],
 )
 def test_format_of_the_rows_sets_the_dataset(expand, config, row, dataset):
-    found = dataset_of(expand(config, [row, row]))
-    del found["_component_"]
-    assert found == dataset
+    node = dataset_of(expand(config, [row, row]))
+    del node["_component_"]
+    assert node == dataset
 
 
 @pytest.mark.parametrize("config", ["any_full", "any_lora", "any_qlora", "any_kd"])
@@ -202,8 +202,8 @@ def test_reward_compares_with_the_column_of_the_answers(expand):
 
 def test_table_is_read(expand, tmp_path):
     (tmp_path / "faq.csv").write_text("prompt,response\nwhy,the cat\n")
-    found = dataset_of(expand("any_lora", None, name="faq.csv"))
-    assert found["column_map"] == {"input": "prompt", "output": "response"}
+    node = dataset_of(expand("any_lora", None, name="faq.csv"))
+    assert node["column_map"] == {"input": "prompt", "output": "response"}
 
 
 def test_images_ask_for_the_whole_model_and_its_processor(expand):

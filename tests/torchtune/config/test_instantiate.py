@@ -120,8 +120,8 @@ def test_score_names_a_function_of_the_recipe_and_no_module_that_it_imports(tmp_
     assert to_dict(cfg, redact=True)["scores"] == names
     score = make_scores(cfg.scores[1:2])[0]
     assert (score([{}], ["a"]), score.name) == ([1.0], "never_wrong")
-    kept = {"scores": cfg.scores, "keep_best": "val_never_wrong", "run_val_every_n_steps": 1, "dataset_val": {}}
-    assert [key for key, _ in check_settings(kept)] == ["keep_best"], "more is better: max:val_never_wrong"
+    settings = {"scores": cfg.scores, "keep_best": "val_never_wrong", "run_val_every_n_steps": 1, "dataset_val": {}}
+    assert [key for key, _ in check_settings(settings)] == ["keep_best"], "more is better: max:val_never_wrong"
     other_text = load_and_check(config, ["scores=[never_rong]"], scored_main).scores
     with pytest.raises(UserError, match=r"there is no score 'never_rong': use exact, .*, as in my_module\.never_rong"):
         make_scores(other_text)
@@ -164,9 +164,9 @@ def test_arguments_are_passed_on_as_they_are():
 
 def test_keywords_are_merged_over_the_config():
     node = {"_component_": "local_component", "value": {"a": 1, "b": {"c": 2}}}
-    value, rest = instantiate(node, value={"b": {"d": 3}}, extra={"_component_": f"{PARTS}.Template", "user": "x"})
+    value, arguments = instantiate(node, value={"b": {"d": 3}}, extra={"_component_": f"{PARTS}.Template", "user": "x"})
     assert value == {"a": 1, "b": {"c": 2, "d": 3}}
-    assert rest["extra"].user == "x"
+    assert arguments["extra"].user == "x"
     assert node["value"] == {"a": 1, "b": {"c": 2}}
 
 
@@ -229,9 +229,9 @@ def test_a_configurable_round_trips():
 
 def test_a_configurable_is_a_component():
     node = {"_component_": f"{__name__}.Outer", "inner": {"size": 2}}
-    made = instantiate({**node, "_component_": "Outer"}, 7, vocabulary=5)
-    assert isinstance(made, Outer)
-    assert (made.config.inner.size, made.args, made.runtime) == (2, (7,), {"vocabulary": 5})
+    instance = instantiate({**node, "_component_": "Outer"}, 7, vocabulary=5)
+    assert isinstance(instance, Outer)
+    assert (instance.config.inner.size, instance.args, instance.runtime) == (2, (7,), {"vocabulary": 5})
     assert instantiate({"_component_": f"{PARTS}.Sampler"}, vocab_size=3).vocab_size == 3
 
 

@@ -29,9 +29,9 @@ def test_the_saved_config_gives_the_same_settings(name, tmp_path):
 
 def test_the_saved_config_names_the_recipe_that_ran_where_the_config_named_none(tmp_path):
     main = load_recipe("quantize", tmp_path).recipe_main
-    first, rest = (RECIPES / "configs" / "quantization.yaml").read_text().split("\n", 1)
+    first, other_lines = (RECIPES / "configs" / "quantization.yaml").read_text().split("\n", 1)
     assert first == "recipe: quantize"
-    (tmp_path / "old.yaml").write_text(rest)
+    (tmp_path / "old.yaml").write_text(other_lines)
     save_config(load_and_check(tmp_path / "old.yaml", [], main), tmp_path / "saved.yaml")
     assert (tmp_path / "saved.yaml").read_text().startswith("recipe: quantize\n")
 

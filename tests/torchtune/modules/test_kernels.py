@@ -360,8 +360,8 @@ def test_swiglu_and_products_of_experts_by_kernels_of_other_packages():
     torch.testing.assert_close(SWIGLU.load().apply(gate, up), nn.functional.silu(gate) * up)
     assert torch.autograd.gradcheck(SWIGLU.load().apply, (gate, up))
     x, weight, counts = torch.randn(9, 16), torch.randn(3, 16, 8), torch.tensor([4, 0, 5])
-    other = grouped._other_grouped_mm(GROUPED_PRODUCTS.load(), x, weight, counts)
-    torch.testing.assert_close(other, grouped_mm(x, weight, RowGroups.of(counts)))
+    other_kernel = grouped._other_grouped_mm(GROUPED_PRODUCTS.load(), x, weight, counts)
+    torch.testing.assert_close(other_kernel, grouped_mm(x, weight, RowGroups.of(counts)))
 
 
 @pytest.mark.usefixtures("stand_ins")
