@@ -38,7 +38,7 @@ def test_every_absence_is_one_of_a_public_name():
 
 
 @pytest.mark.parametrize("module", FACE["older_recipes"])
-def test_what_an_older_recipe_imports_is_here_or_its_absence_has_a_reason(module):
+def test_imports_of_older_recipes_resolve_or_their_absence_has_a_reason(module):
     groups = FACE["older_absent"].get(module, {})
     assert groups.keys() <= FACE["reasons"].keys()
     missing = {name for name in FACE["older_recipes"][module].split() if not resolves(module, name)}

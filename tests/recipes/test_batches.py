@@ -41,7 +41,7 @@ def test_a_copied_recipe_reads_batches_as_dicts(name, tmp_path):
     ]
 
 
-def test_a_dict_of_an_own_collation_trains(tmp_path):
+def test_dict_of_a_users_collate_fn_trains_as_the_default_batch(tmp_path):
     name = "full_finetune_single_device"
     settings = {"max_steps_per_epoch": 3, "batch_size": 4}
     run = start(name, tmp_path, **settings)

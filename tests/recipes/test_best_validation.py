@@ -163,7 +163,7 @@ def test_a_copied_recipe_keeps_the_best_by_a_metric_of_its_own(tmp_path):
     assert (record["keep_best"], record["best"][-1]["checkpoint"]) == ("max:score", "step_3")
 
 
-def test_a_validation_without_a_metric_of_ones_own_is_no_mistake(tmp_path):
+def test_validation_without_the_users_metric_does_not_count(tmp_path):
     best = BestValidation(tmp_path, "max:score", patience=1)
     assert not best.update(1, {"val_loss": 2.0})
     assert best.is_missing

@@ -150,7 +150,7 @@ def test_a_resume_with_another_teacher_is_refused(tmp_path):
         ("fewer tokens", r"teacher_model: it knows 300 tokens and the tokenizer has"),
     ],
 )
-def test_what_cannot_teach_is_one_sentence(change, words, tmp_path):
+def test_unsuitable_teachers_are_refused_in_one_sentence(change, words, tmp_path):
     settings = change if isinstance(change, dict) else {}
     if change == "fewer tokens":
         write_checkpoint(tmp_path / "teacher", vocab_size=300)

@@ -77,7 +77,7 @@ def test_optimizer_in_backward_steps_on_shards_as_on_the_whole(forker, tmp_path)
     close({step: loss for step, loss in run.losses.items() if step != 3}, alone, {1, 2, 4, 5, 6})
 
 
-def test_what_goes_wrong_on_one_process_is_skipped_by_all(forker, tmp_path):
+def test_nan_or_infinite_gradient_of_one_rank_is_skipped_by_all_ranks(forker, tmp_path):
     """A NaN, then an infinite gradient, on rank 1: both processes leave the step out, and name its rows."""
     loss = {"_component_": "tests.recipes.faulty.FaultyLoss", "rank": 1, "nan": [2], "inf": [4]}
     settings = {**SETTINGS, "batch_size": 2, "save_every_n_minutes": 1e-6, "enable_async_checkpointing": True}

@@ -151,7 +151,7 @@ def test_checkpoint_has_the_files_of_sentence_transformers(pooling, tmp_path):
         ),
     ],
 )
-def test_what_cannot_be_contrasted_is_one_sentence(settings, error, words, tmp_path):
+def test_settings_that_do_not_fit_infonce_are_refused_in_one_sentence(settings, error, words, tmp_path):
     with pytest.raises(error, match=words):
         start(FULL, tmp_path, **{**EMBEDDING, **settings}, train=False)
 

@@ -80,7 +80,7 @@ def test_a_marker_that_promises_too_much(interrupted, tmp_path, file, left):
     assert [record["step"] for record in read_log(copy) if "loss" in record][-4:] == [3, 4, 5, 6]
 
 
-def test_what_is_half_written_is_not_picked_up(interrupted, tmp_path):
+def test_incomplete_checkpoint_is_not_resumed(interrupted, tmp_path):
     config, output = interrupted
     copy = tmp_path / "output"
     shutil.copytree(output, copy)

@@ -26,7 +26,7 @@ def test_a_name_that_asks_for_more_than_the_config_has_is_refused(name, change, 
 
 
 @pytest.mark.parametrize("own", [True, False])
-def test_what_is_typed_counts_whatever_the_config_names(own, tmp_path, tune):
+def test_recipe_of_the_command_line_takes_precedence_over_the_config(own, tmp_path, tune):
     name = "full_finetune_distributed" if own else "full_finetune_single_device"
     config = write_config(name, tmp_path, tmp_path / "run")
     result = tune("run", "--nproc-per-node", 2, "qat_distributed", "--config", config)

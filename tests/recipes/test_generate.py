@@ -147,7 +147,7 @@ def test_answers_to_a_file(tmp_path):
         ("3", "line 1: .* give a text or a list of messages"),
     ],
 )
-def test_prompts_that_are_none(tmp_path, text, message):
+def test_files_without_valid_prompts_are_refused(tmp_path, text, message):
     path = tmp_path / "prompts.jsonl"
     path.write_text(text)
     with pytest.raises(GenerationError, match=message):

@@ -260,7 +260,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_mistakes_are_said_before_training(name, folder):
+def test_settings_that_do_not_fit_images_are_refused_before_training(name, folder):
     settings, message = WRONG[name]
     with pytest.raises(torchtune.utils.UserError, match=message):
         run("full", folder, {}, **settings)

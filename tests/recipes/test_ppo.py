@@ -226,7 +226,7 @@ def test_a_score_is_read_where_the_reward_model_was_trained(tmp_path):
         ({"num_steps": 8, "epochs": 2}, "num_steps.*says how long the run is"),
     ],
 )
-def test_what_cannot_be_is_one_sentence(change, said, tmp_path):
+def test_settings_that_do_not_fit_ppo_are_refused_in_one_sentence(change, said, tmp_path):
     for key, value in change.items():
         if isinstance(value, str):
             if value == "larger":

@@ -60,11 +60,11 @@ def test_splitting_the_work_changes_nothing(tmp_path):
     )
 
 
-def test_what_would_train_nothing_is_refused(tmp_path):
+def test_fake_quantization_after_the_last_step_is_refused(tmp_path):
     with pytest.raises(ConversionError, match="is 12, but the run ends after 12 steps"):
         start("qat_single_device", tmp_path, fake_quant_after_n_steps=12)
 
 
-def test_a_start_of_what_is_not_simulated_is_refused(tmp_path):
+def test_start_of_fake_quantization_without_a_quantizer_is_refused(tmp_path):
     with pytest.raises(UserError, match="fake_quant_after_n_steps: needs a quantizer"):
         start("full_finetune_single_device", tmp_path, train=False, fake_quant_after_n_steps=3)

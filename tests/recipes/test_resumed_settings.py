@@ -112,7 +112,7 @@ def test_a_run_in_bf16_goes_on_in_fp32(said, tmp_path, optimizer, precision):
         check_resumed_settings({"dtype": "fp16"}, first.output_dir / "epoch_0")
 
 
-def test_settings_of_a_recipe_of_ones_own(said, tmp_path):
+def test_changed_settings_of_a_users_recipe_do_not_stop_a_resume(said, tmp_path):
     """What nobody classified is read by the recipe; a secret and a setting of another release are no change."""
     text = yaml.safe_dump({"mine": {"a": [1, 2]}, "gone": 1, "metric_logger": {"api_key": "<redacted>"}, "seed": 1})
     (tmp_path / "torchtune_config.yaml").write_text(text)

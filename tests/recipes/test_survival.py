@@ -48,7 +48,7 @@ def test_a_step_that_is_not_finite_leaves_everything_as_it_was(name, tmp_path):
     assert rows[2][0]["source"] == str(tmp_path / "data.jsonl")
 
 
-def test_the_micro_batch_that_is_not_finite_is_told(tmp_path):
+def test_rows_of_the_micro_batch_that_is_not_finite_are_recorded(tmp_path):
     run = start("full_finetune_single_device", tmp_path, loss=faulty(nan=[4]), gradient_accumulation_steps=2)
     (record,) = records(run.output_dir)
     assert record["step"] == 2

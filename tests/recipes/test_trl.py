@@ -225,7 +225,7 @@ def test_pairs_without_a_reference(name, ours, settings, trl_settings, tmp_path)
     agree(run_of_recipe, theirs(getattr(module, f"{name}Trainer"), config, model, tmp_path, rows), model)
 
 
-def test_reward_model(tmp_path):
+def test_reward_model_trains_as_in_trl(tmp_path):
     from transformers import AutoModelForSequenceClassification
 
     start(FULL, tmp_path, train=False)
@@ -247,7 +247,7 @@ def test_reward_model(tmp_path):
     agree(run_of_recipe, theirs(trl.RewardTrainer, config, base, tmp_path, rows), base)
 
 
-def test_kto(tmp_path):
+def test_kto_trains_as_in_trl(tmp_path):
     rng = random.Random(0)
     write_pairs(tmp_path / "pairs.jsonl", count=STEPS * BATCH)
     sides = [(pair, rng.choice(["chosen", "rejected"])) for pair in read_lines(tmp_path / "pairs.jsonl")]

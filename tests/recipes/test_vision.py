@@ -96,7 +96,7 @@ def test_frozen_parts_stay_as_they_were(folder):
         ("knowledge_distillation_single_device", {}, "reads images, and this recipe trains on text only"),
     ],
 )
-def test_what_cannot_be_trained_is_said_before_the_run(name, settings, sentence, folder):
+def test_settings_that_do_not_fit_images_are_refused_before_the_run(name, settings, sentence, folder):
     config = write_config(name, folder, folder / "output", **(SETTINGS if settings else {}), **settings)
     module = load_recipe(name, folder)
     cfg = load_and_check(config, [], module.recipe_main)

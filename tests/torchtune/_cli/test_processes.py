@@ -36,13 +36,13 @@ def test_two_processes_chat_as_one(tmp_path, tune, monkeypatch):
     assert "RANK" not in os.environ
 
 
-def test_error_of_another_process_is_told_with_its_rank(command):
+def test_error_of_another_process_names_its_rank(command):
     command("cat", "no_such_config")
     with pytest.raises(LostFollowerError, match=r"^rank 1: .*no_such_config"), several_processes("2"):
         pass
 
 
-def test_end_of_another_process_is_told_as_cause_of_a_broken_collective(command):
+def test_broken_collective_names_the_rank_that_ended(command):
     command("ls")
     followers = _Followers(2)
 

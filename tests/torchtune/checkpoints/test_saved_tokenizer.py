@@ -153,7 +153,7 @@ def test_tokenizer_that_cannot_be_saved_is_named_before_the_run_and_in_the_folde
     assert not (again / "TOKENIZER_MISSING.md").exists()
 
 
-def test_own_tokenizer_writes_its_files(base, tmp_path, caplog):
+def test_users_tokenizer_writes_its_files(base, tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         CheckpointStore({"policy": {"checkpoint_dir": base}}).check_contents(from_hf_config(base), tokenizer=Own())
     assert not caplog.text

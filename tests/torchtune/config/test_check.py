@@ -60,7 +60,7 @@ PARTS = "tests.torchtune.config.assets.parts"
         ("model=torchtune.config", "model._component_: 'torchtune.config' is a module, not a class or function"),
     ],
 )  # fmt: skip
-def test_one_mistake(mistakes, override, message):
+def test_each_mistake_is_one_line_with_its_place_and_remedy(mistakes, override, message):
     texts = [line.removeprefix("command line: ") for line in mistakes(override)]
     expected_elsewhere = ("model=", "c.yaml")  # another component leaves the arguments of the first one behind
     assert [line for line in texts if not line.startswith(expected_elsewhere)] == [message]
@@ -82,7 +82,7 @@ def test_all_mistakes_at_once_in_the_order_of_the_file(mistakes):
     ]
 
 
-def test_missing_keys(mistakes):
+def test_missing_keys_are_named_with_their_type(mistakes):
     assert mistakes("~output_dir", replace={"${output_dir}/tok": "tok", "${output_dir}/logs": "logs"}) == [
         "c.yaml:1: output_dir: is required (str) but not given"
     ]
@@ -94,7 +94,7 @@ def test_missing_keys(mistakes):
     )
 
 
-def test_a_component_that_does_not_take_what_it_is_handed(mistakes):
+def test_component_that_does_not_take_runtime_arguments_is_a_mistake(mistakes):
     texts = mistakes("lr_scheduler={_component_: tests.torchtune.config.assets.parts.Template}")
     assert (
         f"command line: lr_scheduler: {PARTS}.Template takes no argument 'last_epoch', which the recipe hands over"
@@ -263,7 +263,7 @@ def test_markers_can_be_members_of_unions():
     assert Annotated[Component, RuntimeArgs("x", rules={"lr": Range(min=0)})] | None
 
 
-def test_ranges():
+def test_ranges_hold_numbers_within_their_bounds():
     assert str(Range(min=0, below=1)) == ">= 0 and < 1"
     assert Range(above=0, max=1).holds(1)
     assert not Range(above=0, max=1).holds(0)

@@ -137,7 +137,7 @@ def test_interpolations_see_overrides(tmp_path):
     assert parsed(tmp_path, "a: 1\n", "b=${a}", "c=run_${a}").data == {"a": 1, "b": 1, "c": "run_1"}
 
 
-def test_overrides(tmp_path):
+def test_overrides_set_add_and_remove_keys(tmp_path):
     text = "model: {_component_: a.b, n: 1}\nrows: [{x: 1}, {x: 2}]\nempty: null\none: {two: {three: 3}}\n"
     data = parsed(
         tmp_path,

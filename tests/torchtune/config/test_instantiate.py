@@ -127,7 +127,7 @@ def test_score_names_a_function_of_the_recipe_and_no_module_that_it_imports(tmp_
         make_scores(other_text)
 
 
-def test_none_stays_none():
+def test_null_component_is_none():
     assert instantiate(None, 1, x=2) is None
 
 
@@ -187,7 +187,7 @@ def test_members_of_classes_can_be_named():
     assert instantiate({"_component_": "builtins.dict.fromkeys"}, ["a"]) == {"a": None}
 
 
-def test_what_cannot_be_instantiated():
+def test_nodes_without_a_valid_component_are_refused():
     with pytest.raises(ValueError, match="takes a mapping with a _component_ key, not list"):
         instantiate([1])
     with pytest.raises(InstantiationError, match=r"needs a _component_ key: this node has \['a'\]"):

@@ -152,7 +152,7 @@ def test_every_name_is_a_setting_of_a_shipped_recipe():
         _ = SettingsView({}).batchsize
 
 
-def test_a_recipe_without_what_a_report_reads_is_told():
+def test_report_of_a_recipe_without_settings_is_refused():
     with pytest.raises(RecipeSettingsError, match="SimpleNamespace has no attribute 'cfg' after setup"):
         RunReport(SimpleNamespace())
 

@@ -129,7 +129,7 @@ class BelowAProtocol(Face):
         (parts.alpaca_like, {"tokenizer", "source", "column_map", "packed", "split", "filter_fn", "name", "streaming"}, {"tokenizer"}),
     ],
 )  # fmt: skip
-def test_names(target, names, required):
+def test_accepted_and_required_arguments_are_followed_through_calls(target, names, required):
     accepted = accepts(target)
     assert not accepted.open
     assert set(accepted.named) == names
@@ -137,7 +137,7 @@ def test_names(target, names, required):
 
 
 @pytest.mark.parametrize("target", [passes_as_a_whole, to_a_variable, needs_what_is_not_there, dict])
-def test_what_cannot_be_followed_stays_open(target):
+def test_signature_that_cannot_be_followed_accepts_any_argument(target):
     assert accepts(target).open
 
 

@@ -102,7 +102,7 @@ def test_part_of_a_text_that_the_template_changes_is_refused(folder):
 
 
 @pytest.mark.parametrize("truncation_type", ["left", "right"])
-def test_truncated_rows_keep_the_weights_of_what_is_left(folder, truncation_type):
+def test_truncated_rows_keep_the_weights_of_their_remaining_tokens(folder, truncation_type):
     turns = [QUESTION, {**ANSWER, "loss_scale": 0.25}, QUESTION, {**ANSWER, "weight": 3}]
     full_row = dataset_of(hf_tokenizer(folder), {"messages": turns})[0]
     cut = dataset_of(hf_tokenizer(folder, max_seq_len=60, truncation_type=truncation_type), {"messages": turns})[0]

@@ -242,7 +242,7 @@ def test_mistrals_tools(folder):
             tokenizer.tokenize_messages(messages)
 
 
-def test_tekken_files(folder):
+def test_tekken_files_of_all_versions_are_read(folder):
     tokenizer = TekkenTokenizer(str(folder / "v7.json"))
     assert tokenizer.vocab_size == 400 + len(CONTROL)
     ids = tokenizer.encode("red 你好 [INST]</s>")
@@ -330,7 +330,7 @@ def test_settings_of_phi(pieces, merges, tmp_path):
 # Qwen
 
 
-def test_qwens_tools(merges):
+def test_tool_calls_and_answers_have_qwens_layout(merges):
     tools = [
         Message("user", "Where?"),
         Message("assistant", '{"name": "f"}', ipython=True),

@@ -65,7 +65,7 @@ def test_experts_in_one_tensor_and_the_mlp_beside_them_take_adapters():
         assert report.num_parameters == 30 * 2 * parameters
 
 
-def test_what_peft_refuses_has_no_adapter_and_the_report_says_so():
+def test_layers_that_peft_refuses_get_no_adapter_and_are_reported():
     from torchtune.models.nemotron_h import nemotron3_nano_30b_a3b
 
     with torch.device("meta"):

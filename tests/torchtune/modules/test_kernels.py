@@ -383,7 +383,7 @@ def test_a_kernel_is_used_where_card_dtype_and_sizes_fit():
 
 
 @pytest.mark.usefixtures("an_a100")
-def test_what_a_missing_package_costs_is_said_once(caplog, monkeypatch):
+def test_cost_of_a_missing_package_is_logged_once(caplog, monkeypatch):
     caplog.set_level("INFO", logger="torchtune")
     for _ in range(2):
         assert STATE_SPACE.choose("Mamba 2 of a test", CUDA, torch.bfloat16) is None

@@ -104,7 +104,7 @@ def compare_gradients(found: nn.Module, expected: nn.Module, tolerance: float) -
         *((kind, torch.bfloat16, 2e-2, 8e-2) for kind in KINDS if "expert" not in kind),
     ],
 )
-def test_a_model(kind, dtype, of_loss, of_gradients):
+def test_models_have_the_loss_and_gradients_of_the_host(kind, dtype, of_loss, of_gradients):
     expected, batch = make_model(**KINDS[kind]), make_batch()
     on_device = copy.deepcopy(expected).to(DEVICE, dtype)
     losses = loss_of(on_device, batch.to(DEVICE)), loss_of(expected, batch)

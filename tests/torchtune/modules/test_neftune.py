@@ -61,7 +61,7 @@ def test_scale_that_is_no_positive_number_is_refused(alpha):
         NEFTune(alpha)
 
 
-def test_what_cannot_have_noise_is_refused():
+def test_models_that_cannot_have_noise_are_refused():
     with pytest.raises(ConversionError, match="a Linear is no text decoder"):
         apply_conversions(torch.nn.Linear(2, 2), [NEFTune()])
     with pytest.raises(ConversionError, match="set tensor_parallel_dim to 1"):

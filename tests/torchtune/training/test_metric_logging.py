@@ -221,7 +221,7 @@ class FailingLogger:
     log_config = close = None
 
 
-def test_a_logger_that_fails_changes_nothing_but_its_own_output(cfg, tmp_path, caplog):
+def test_failing_logger_changes_nothing_else(cfg, tmp_path, caplog):
     logger = main_process_logger(FailingLogger, ParallelDims())
     torch.manual_seed(0)
     expected = torch.rand(2)

@@ -58,7 +58,7 @@ def test_a_layer_inside_and_its_gradients_equal_float64(bias, trained):
 
 
 @needs_it
-def test_what_torch_does_with_a_layer_it_does_inside():
+def test_layers_behave_the_same_inside_fast_products():
     x, weight = _draw(64, 192) / 16, _draw(256, 192)
 
     def product(weight: torch.Tensor) -> torch.Tensor:

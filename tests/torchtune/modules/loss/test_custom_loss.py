@@ -172,7 +172,7 @@ def test_no_loss_tells_the_model_what_to_return(model):
         assert torch.equal(model(tokens), logits)
 
 
-def test_what_forward_returns_is_what_its_caller_asks_for(model):
+def test_output_argument_of_forward_decides_what_it_returns(model):
     tokens, _ = batch()
     hidden = model(tokens, output="hidden")
     assert torch.equal(model.output(hidden).float(), model(tokens))

@@ -103,7 +103,7 @@ def test_full_logits_never_exist():
     assert weight.grad is not None
 
 
-def test_what_needs_no_gradient_gets_none_and_no_token_is_no_error():
+def test_frozen_inputs_get_no_gradient_and_empty_batches_are_valid():
     hidden, weight, _, targets = inputs()
     linear_log_probs(hidden.detach(), weight, targets).sum().backward()
     assert weight.grad is not None

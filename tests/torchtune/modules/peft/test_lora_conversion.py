@@ -74,7 +74,7 @@ def adapted(**options: object) -> TransformerDecoder:
     ],
 )
 @pytest.mark.parametrize("use_dora", [False, True])
-def test_what_is_adapted_and_trained(options, expected, use_dora):
+def test_conversion_adapts_the_chosen_layers_and_trains_only_these(options, expected, use_dora):
     with torch.device("meta"):
         model = make()
         before = {name: parameter.shape for name, parameter in model.named_parameters()}

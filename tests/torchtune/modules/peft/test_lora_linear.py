@@ -201,7 +201,7 @@ def test_a_seed_gives_the_same_start_on_every_device(new_module):
         assert torch.equal(starts[1][name], value), name
 
 
-def test_keys_dtype_and_what_is_trained():
+def test_lora_linear_has_the_keys_dtype_and_trained_parameters_of_adapters():
     linear = nn.Linear(IN, OUT, dtype=torch.bfloat16)
     module = LoRALinear.from_linear(linear, rank=RANK, alpha=ALPHA)
     assert set(module.state_dict()) == {"weight", "bias", "lora_a.weight", "lora_b.weight"}
