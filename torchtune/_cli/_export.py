@@ -231,7 +231,9 @@ class Embedded:
         text = (
             f"{self.kind} in {self.library}: relative difference from the trained model at most {self.difference:.2g}"
         )
-        return f"{text}; {self.note}" if self.note else text
+        if self.note:
+            text += f"; {self.note}"
+        return text
 
 
 @dataclass(frozen=True)
@@ -293,7 +295,9 @@ def export(args: argparse.Namespace) -> None:
     """
     trained = find_trained(args.model)
     _check_format(trained, args.to)
-    label = args.to if args.quant is None else f"{args.to}-{args.quant}"
+    label = args.to
+    if args.quant is not None:
+        label += f"-{args.quant}"
     output = args.output or trained.checkpoint.resolve().with_name(f"{trained.checkpoint.resolve().name}-{label}")
     output = output.expanduser()
     if output.exists() and not (output / RECORD).is_file() and (not output.is_dir() or any(output.iterdir())):
@@ -429,7 +433,8 @@ def write_files(trained: Trained, to: str, quant: str | None, files: Path, merge
             tensors = ModelSource(trained.path, [ADAPTER_FILE]).open()
             dtype = tensors.read(tensors.names()[0]).dtype
         model, _ = torchtune.load(trained.path, dtype=dtype, device="cpu")
-        torchtune.save(model, files, contents="model" if to == "hf" else to)
+        contents = "model" if to == "hf" else to
+        torchtune.save(model, files, contents=contents)
         _copy_embedding_files(trained.checkpoint, files)
         return
     source = trained.checkpoint
@@ -519,7 +524,9 @@ def check_files(trained: Trained, to: str, quant: str | None, files: Path, aside
     try:
         measured = call_in_child_process(_measure, trained.path, to, files, device)
         if _reader(to) != "llama_cpp" and (files / "tokenizer.json").is_file():
-            settings = None if trained.run is None else trained.run.settings.get("tokenizer")
+            settings = None
+            if trained.run is not None:
+                settings = trained.run.settings.get("tokenizer")
             tokenized = call_in_child_process(_compare_tokenizers, settings, trained.path, files)
         embedded = None
         if to in ("hf", "merged") and (files / "modules.json").is_file():
@@ -533,16 +540,20 @@ def check_files(trained: Trained, to: str, quant: str | None, files: Path, aside
     except CrashedError as error:
         return Check(reason=f"{_reader(to)} cannot be asked: {error}")
     # A merged weight is rounded to its dtype, a quantized one to its kind; other weights have the same bits.
-    rounding = stored_dtype(files) if to == "merged" else quant
+    rounding = quant
+    if to == "merged":
+        rounding = stored_dtype(files)
     layer_limit = _OF_LAYER.get(rounding, _OF_EQUAL_LAYER)
+    are_rounded = layer_limit != _OF_EQUAL_LAYER
     # "not <=", because a difference may be NaN
     differing = [name for name, difference in measured.layers.items() if not difference <= layer_limit]
     if quant is None:
-        relative_limit = _OF_LOGITS if layer_limit == _OF_EQUAL_LAYER else _OF_ROUNDED_LOGITS
+        relative_limit = _OF_ROUNDED_LOGITS if are_rounded else _OF_LOGITS
         agrees = measured.comparison.mean_difference <= relative_limit * measured.comparison.spread
     else:
-        # Without the base, there is no measure of how much KL divergence this quantization causes.
-        kl_limit = torch.inf if base is None else _TIMES_BASE * base.comparison.kl + _KL_MARGIN
+        kl_limit = torch.inf  # without the base, nothing tells how much KL divergence this quantization causes
+        if base is not None:
+            kl_limit = _TIMES_BASE * base.comparison.kl + _KL_MARGIN
         agrees = measured.comparison.kl <= kl_limit
     if differing or not agrees:
         raise FailedCheck(_explain_difference(measured, base, differing))
@@ -553,7 +564,7 @@ def check_files(trained: Trained, to: str, quant: str | None, files: Path, aside
             "save the checkpoint again with the tokenizer that trained."
         )
     if embedded is not None and embedded.library:
-        difference_limit = _OF_EMBEDDING if layer_limit == _OF_EQUAL_LAYER else _OF_ROUNDED_EMBEDDING
+        difference_limit = _OF_ROUNDED_EMBEDDING if are_rounded else _OF_EMBEDDING
         if not embedded.difference <= difference_limit:
             raise FailedCheck(
                 f"{embedded.library} computes other {embedded.kind} than the trained model, with a relative difference "
@@ -577,8 +588,10 @@ def _explain_difference(measured: Measured, base: Measured | None, differing: li
             tensors += f" and {len(names) - _MOST_NAMES} more"
     else:
         tensors = "this library reads every tensor"
-    of_base = "" if base is None else f"; the quantized base: {base}"
-    return f"{measured.library} has other logits than the trained model ({measured}{of_base}): {tensors}."
+    figures = str(measured)
+    if base is not None:
+        figures += f"; the quantized base: {base}"
+    return f"{measured.library} has other logits than the trained model ({figures}): {tensors}."
 
 
 def _measure(path: Path, to: str, files: Path, device: str) -> Measured:
@@ -706,8 +719,9 @@ def _read_again(path: Path, to: str, files: Path, device: torch.device) -> torch
     if to not in ("gguf", "ollama"):
         model, _ = torchtune.load(files, dtype="fp32", device=device)
         return model
-    # The folder of an adapter may have no config: its checkpoint around it has one.
-    folder = path if (path / "config.json").is_file() else path.parent
+    folder = path
+    if not (path / "config.json").is_file():  # an adapter, whose checkpoint around it has one
+        folder = path.parent
     with set_default_dtype(torch.float32), torch.device("meta"):
         model = from_hf_config(folder)
     CheckpointStore({"policy": ModelSource(files)}).load_model(model, device=device, whole=True)

@@ -150,7 +150,9 @@ class _Followers:
         elif isinstance(error, RuntimeError) or isinstance(error.__cause__, RuntimeError):
             # Of a collective, if a follower has failed.
             failed_rank = self._wait_for_failure(_PATIENCE)
-        text = None if failed_rank is None else self._explain(failed_rank)
+        text = None
+        if failed_rank is not None:
+            text = self._explain(failed_rank)
         self._kill()
         _leave_group()
         torch.set_num_threads(self._threads_before)
@@ -209,8 +211,10 @@ class _Followers:
                 return f"rank {rank}: {message[1]}"
         if code < 0:
             end = f"was ended by {signal.Signals(-code).name}"
+        elif lines:
+            end = f"has failed ({lines[-1]})"
         else:
-            end = f"has failed ({lines[-1] if lines else f'exit code {code}'})"
+            end = f"has failed (exit code {code})"
         return (
             f"rank {rank} of {self._size} {end}, so that the others ended, too: run the command again, and with more "
             "processes or --dtype bf16 if memory was short."

@@ -67,20 +67,21 @@ def parse_command(tokens: list[str]) -> Command:
     remaining = iter(tokens)
     for token in remaining:
         flag, has_value, value = token.partition("=")
+        if flag in ("--config", "--simulate", "--fit", "--grace") and not has_value:  # it is the next word
+            value = next(remaining, "")
         if flag == "--config":
             if command.config is not None:
                 raise UserError("--config is given twice: a run has one config, changed by key=value.")
-            command.config = value if has_value else next(remaining, None)
-            if not command.config:
+            command.config = value
+            if not value:
                 raise UserError("--config needs a value: the name of a config (see `tune ls`) or a YAML file.")
         elif flag in ("--simulate", "--fit"):
-            value = value if has_value else next(remaining, None)
             if not value:
                 example = "devices, as in 8xH100" if flag == "--simulate" else "80GiB"
                 raise UserError(f"{flag} needs a value: {example}.")
             setattr(command, flag[2:], value)
         elif flag == "--grace":
-            command.grace = _parse_grace(value if has_value else next(remaining, ""))
+            command.grace = _parse_grace(value)
         elif token == "--dry-run":
             command.dry_run = True
         elif token in ("-h", "--help"):
@@ -122,8 +123,10 @@ def require_config(command: Command, name: str, options: str = "") -> str:
     """
     if command.config is not None:
         return command.config
-    is_file = str(command.recipe).endswith((".yaml", ".yml"))
-    words = ["tune", name, "--config", command.recipe if is_file else "CONFIG", *options.split()]
+    config = "CONFIG"
+    if str(command.recipe).endswith((".yaml", ".yml")):
+        config = command.recipe
+    words = ["tune", name, "--config", config, *options.split()]
     raise UserError(f"tune {name} needs a config: {' '.join(words)}.")
 
 

@@ -100,11 +100,16 @@ class Run(Subcommand):
         if command.config is None and not find_recipe(command.recipe) and find_config(command.recipe):
             command.config = command.recipe  # tune run CONFIG
             command.recipe = None
-        config = None if command.config is None else resolve_config(command.config, command.recipe)
+        config = None
+        if command.config is not None:
+            config = resolve_config(command.config, command.recipe)
         is_config = command.recipe is not None and command.recipe.endswith((".yaml", ".yml"))
         if config is None and is_config:
             self._parser.error(f"The '--config' argument is required: tune run --config {command.recipe}")
-        recipe = recipe_named_by(config) if command.recipe is None else resolve_recipe(command.recipe)
+        if command.recipe is None:
+            recipe = recipe_named_by(config)
+        else:
+            recipe = resolve_recipe(command.recipe)
         if config is not None:
             former_name = _former_name(command, config)
             if former_name is not None:
@@ -155,7 +160,9 @@ class Run(Subcommand):
             # Check before the workers start, so that errors are printed once; workers check the rank-dependent
             # settings.
             check_run(settings, processes)
-        program = [str(recipe.path)] if recipe.path is not None else ["--module", recipe.module]
+        program = ["--module", recipe.module]
+        if recipe.path is not None:
+            program = [str(recipe.path)]
         args = torchrun_arguments(command.torchrun, [*program, "--config", str(config), *command.overrides])
         # Workers import from the current directory, too, as a run in this process does.
         paths = (os.environ.get("PYTHONPATH", ""), os.getcwd())
@@ -170,9 +177,10 @@ class Run(Subcommand):
         if not entry.groups:  # a user's recipe inside a checkout has no entry in features.yaml
             return
         if wanted and not entry.supports_distributed:
+            alternative = ""
             distributed_name = recipe.name.replace("_single_device", "_distributed")
-            has_distributed = distributed_name != recipe.name and find_recipe(distributed_name)
-            alternative = f"run {distributed_name}, or " if has_distributed else ""
+            if distributed_name != recipe.name and find_recipe(distributed_name):
+                alternative = f"run {distributed_name}, or "
             self._parser.error(
                 f"Recipe {recipe.name} runs in one process and does not support distributed training: {alternative}"
                 "remove torchrun's options."
@@ -213,7 +221,9 @@ def _run_torchrun(args: argparse.Namespace) -> None:
     try:
         torchrun(args)
     except SignalException as error:  # the workers got the signal and have saved
-        sys.exit(EXIT_REQUEUE if error.sigval == signal.SIGTERM else 128 + error.sigval)
+        if error.sigval == signal.SIGTERM:
+            sys.exit(EXIT_REQUEUE)
+        sys.exit(128 + error.sigval)
     except ChildFailedError as error:
         # A worker's user error makes others fail; torchrun may report either first.
         worker_codes = [failure.exitcode for failure in error.failures.values()]
