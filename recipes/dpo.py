@@ -106,8 +106,8 @@ class Settings:
     # Number of validations without improvement (of keep_best, or val_loss) that end the run; null: no early stopping.
     early_stopping_patience: PositiveInt | None = None
     # Scores of greedy answers in each validation, logged as val_<score>: exact, number, json, regex:PATTERN, math, or
-    # dotted paths of functions, as in tune eval.
-    scores: list[str] = field(default_factory=list)
+    # functions, by dotted path as in tune eval, or by name in the recipe's file.
+    scores: list[Annotated[str, ObjectPath(required=False)]] = field(default_factory=list)
     # Number of rows of dataset_val, from the first on, that are answered for scores.
     scores_rows: PositiveInt = 16
     # Maximum number of tokens of an answer that is scored.

@@ -73,15 +73,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def _sample(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out rows of long tables."""
-    kept = []
+    kept_items = []
     left = []
     seen = Counter()
     for item in items:
         name = item.nodeid.removeprefix("tests/").partition("[")[0]
         every = next((number for start, number in EVERY.items() if name.startswith(start)), 1)
-        (left if seen[name] % every else kept).append(item)
+        (left if seen[name] % every else kept_items).append(item)
         seen[name] += 1
-    items[:] = kept
+    items[:] = kept_items
     config.hook.pytest_deselected(items=left)
 
 

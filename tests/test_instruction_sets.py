@@ -52,8 +52,8 @@ def test_a_model_in_bf16_answers(tmp_path):
         with torch.no_grad(), fast_linears(model, pack=pack):
             assert (weight.numel() == 0) == (pack and onednn_computes(torch.bfloat16))
             assert len(torchtune.generate(model, tokenizer, ["the cat sees", "a"], max_new_tokens=4)) == 2
-    found = generate_tokens(model, PROMPTS, max_new_tokens=40, temperature=0.0)
-    for prompt, tokens, log_probs in zip(PROMPTS, found.tokens, found.log_probs, strict=True):
+    generated = generate_tokens(model, PROMPTS, max_new_tokens=40, temperature=0.0)
+    for prompt, tokens, log_probs in zip(PROMPTS, generated.tokens, generated.log_probs, strict=True):
         assert len(tokens) == 40
         with torch.no_grad():
             logits = model.float()(torch.tensor([[*prompt, *tokens.tolist()]]))[0, len(prompt) - 1 : -1]

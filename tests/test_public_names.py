@@ -38,7 +38,7 @@ def test_every_absence_is_one_of_a_public_name():
 
 
 @pytest.mark.parametrize("module", FACE["older_recipes"])
-def test_what_an_older_recipe_imports_is_here_or_its_absence_has_a_reason(module):
+def test_imports_of_older_recipes_resolve_or_their_absence_has_a_reason(module):
     groups = FACE["older_absent"].get(module, {})
     assert groups.keys() <= FACE["reasons"].keys()
     missing = {name for name in FACE["older_recipes"][module].split() if not resolves(module, name)}
@@ -59,9 +59,9 @@ def test_an_experiment_that_did_not_come_says_so_by_name(module):
 @pytest.mark.parametrize("path", FACE["components"])
 def test_a_component_takes_the_arguments_that_configs_give(path):
     component = locate(path)
-    known = accepts(component)
-    unknown = [name for name in (FACE["components"][path] or "").split() if name not in known.named]
-    assert known.open or not unknown, f"{path}{inspect.signature(component)} does not take {unknown}"
+    accepted = accepts(component)
+    unknown = [name for name in (FACE["components"][path] or "").split() if name not in accepted.named]
+    assert accepted.open or not unknown, f"{path}{inspect.signature(component)} does not take {unknown}"
 
 
 def test_older_names_are_the_present_objects():

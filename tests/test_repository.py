@@ -37,7 +37,7 @@ def test_importing_torchtune_loads_no_subpackage():
 
 
 @pytest.mark.parametrize("package", ["torchtune.utils", "torchtune.config", "torchtune._recipe_registry"])
-def test_what_the_command_line_uses_loads_no_torch(package):
+def test_packages_of_the_command_line_load_no_torch(package):
     assert run_python(f"import sys, {package}; print('torch' in sys.modules)") == "False\n"
 
 

@@ -49,12 +49,12 @@ def qwen3_vl_config() -> Any:
 def qwen3_vl_moe_config() -> Any:
     from transformers import Qwen3VLMoeConfig
 
-    whole = qwen3_vl_config().to_dict()
-    for part in (whole, whole["text_config"], whole["vision_config"]):
+    config = qwen3_vl_config().to_dict()
+    for part in (config, config["text_config"], config["vision_config"]):
         del part["model_type"]
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "mlp_only_layers": [1]}
-    whole["text_config"] = {**whole["text_config"], **experts}
-    return Qwen3VLMoeConfig(**whole)
+    config["text_config"] = {**config["text_config"], **experts}
+    return Qwen3VLMoeConfig(**config)
 
 
 def qwen3_5_config() -> Any:
@@ -159,13 +159,13 @@ def gemma4_unified_config() -> Any:
     """As the 12B model: no tower, and a token of an image sees the later ones."""
     from transformers import Gemma4UnifiedConfig
 
-    whole = gemma4_config().to_dict()
-    text = whole["text_config"]
+    config = gemma4_config().to_dict()
+    text = config["text_config"]
     vision = {"patch_size": 4, "pooling_kernel_size": 3, "mm_posemb_size": 64}
     absent = ("model_type", "hidden_size_per_layer_input", "vocab_size_per_layer_input", "enable_moe_block")
     text = {name: value for name, value in text.items() if name not in absent}
     vision |= dict.fromkeys(("mm_embed_dim", "output_proj_dims"), 24)
-    ids = {name: value for name, value in whole.items() if name.endswith("_token_id")}
+    ids = {name: value for name, value in config.items() if name.endswith("_token_id")}
     return Gemma4UnifiedConfig(text_config=text, vision_config=vision, audio_config=None, **ids)
 
 
@@ -193,8 +193,8 @@ def mistral3_config(model_type: str = "mistral", **more: Any) -> Any:
         "rms_norm_eps": 1e-5,
     }
     vision = {**_TOWER, "model_type": "pixtral", "head_dim": 8, "image_size": 64, "hidden_act": "silu"}
-    whole = {"image_token_index": IMAGE, "spatial_merge_size": 2, "tie_word_embeddings": False}
-    return Mistral3Config(text_config={**text, **more}, vision_config=vision, **whole)
+    settings = {"image_token_index": IMAGE, "spatial_merge_size": 2, "tie_word_embeddings": False}
+    return Mistral3Config(text_config={**text, **more}, vision_config=vision, **settings)
 
 
 def ministral3_config() -> Any:
@@ -221,8 +221,8 @@ def pixtral_config() -> Any:
 
     parts = mistral3_config().to_dict()
     parts = {name: parts[name] for name in ("text_config", "vision_config", "tie_word_embeddings")}
-    whole = {"vision_feature_layer": -1, "vision_feature_select_strategy": "full", "image_token_index": IMAGE}
-    return LlavaConfig(**parts, **whole)
+    settings = {"vision_feature_layer": -1, "vision_feature_select_strategy": "full", "image_token_index": IMAGE}
+    return LlavaConfig(**parts, **settings)
 
 
 def llama4_config() -> Any:
@@ -283,39 +283,39 @@ def image_text_model(config: Any, seed: int = 0) -> Any:
     return model
 
 
-def inputs_of(theirs: Any, tokens: torch.Tensor, patches: torch.Tensor, grids: Any) -> dict[str, torch.Tensor]:
+def inputs_of(hf_model: Any, tokens: torch.Tensor, patches: torch.Tensor, grids: Any) -> dict[str, torch.Tensor]:
     """What ``transformers`` takes for our patches of all images of one row; grids of several frames are a video."""
     kinds = (tokens == IMAGE).long() + 2 * (tokens == VIDEO)
-    if theirs.config.model_type in GEMMA:
-        pixels, places = gemma(patches, grids, **GEMMA[theirs.config.model_type])
-        given = {"mm_token_type_ids": kinds, **masks_of(theirs, kinds)}
+    if hf_model.config.model_type in GEMMA:
+        pixels, places = gemma(patches, grids, **GEMMA[hf_model.config.model_type])
+        inputs = {"mm_token_type_ids": kinds, **masks_of(hf_model, kinds)}
         if grids[0][0] == 1:
-            return {**given, "pixel_values": pixels, "image_position_ids": places}
+            return {**inputs, "pixel_values": pixels, "image_position_ids": places}
         frames = torch.tensor([frames for frames, _, _ in grids], device=patches.device)
-        given |= {"pixel_values_videos": pixels, "num_frames_per_video": frames}
-        return {**given, "video_position_ids": places}
-    if theirs.config.model_type in TILED:
+        inputs |= {"pixel_values_videos": pixels, "num_frames_per_video": frames}
+        return {**inputs, "video_position_ids": places}
+    if hf_model.config.model_type in TILED:
         return {"pixel_values": squares(patches, 4)[None]}
-    if theirs.config.model_type == "llama4":
+    if hf_model.config.model_type == "llama4":
         return {"pixel_values": squares(patches, 4)}
-    if theirs.config.model_type in ("mistral3", "llava"):
-        pixels, sizes = padded_pixels(patches, grids, getattr(theirs.config, "spatial_merge_size", 1))
+    if hf_model.config.model_type in ("mistral3", "llava"):
+        pixels, sizes = padded_pixels(patches, grids, getattr(hf_model.config, "spatial_merge_size", 1))
         return {"pixel_values": pixels, "image_sizes": sizes}
     video = grids[0][0] > 1
     names = ("pixel_values_videos", "video_grid_thw") if video else ("pixel_values", "image_grid_thw")
     return {"mm_token_type_ids": kinds, names[0]: patches, names[1]: torch.tensor(grids, device=patches.device)}
 
 
-def masks_of(theirs: Any, kinds: torch.Tensor) -> dict[str, Any]:
+def masks_of(hf_model: Any, kinds: torch.Tensor) -> dict[str, Any]:
     """The masks of Gemma 4 12B in ``transformers`` for static caches, which are those of the other models of Gemma 4.
 
     In those of its forward pass alone, a token of an image sees the later ones in layers without a window, too.
     """
-    if theirs.config.model_type != "gemma4_unified":
+    if hf_model.config.model_type != "gemma4_unified":
         return {}
     positions = torch.arange(kinds.shape[1])[None]
     embeds = torch.zeros(*kinds.shape, 1)
-    masks = theirs.create_masks_for_generate(theirs.config, embeds, None, None, positions, mm_token_type_ids=kinds)
+    masks = hf_model.create_masks_for_generate(hf_model.config, embeds, None, None, positions, mm_token_type_ids=kinds)
     return {"attention_mask": masks}
 
 
@@ -331,9 +331,9 @@ def gemma(patches: torch.Tensor, grids: Any, merge: int, centered: bool) -> tupl
     pixels = torch.zeros(len(counts), max(counts) + 18, patches.shape[1], device=patches.device)
     places = torch.full((len(counts), max(counts) + 18, 2), -1, device=patches.device)
     parts = zip(patches.split(counts), patch_places(grids, merge)[:2].split(counts, 1), strict=True)
-    for i, (part, place) in enumerate(parts):
+    for i, (part, patch_positions) in enumerate(parts):
         pixels[i, : counts[i]] = (part + 1) / 2 if centered else part
-        places[i, : counts[i]] = place.flip(0).T
+        places[i, : counts[i]] = patch_positions.flip(0).T
     return pixels, places
 
 
@@ -360,8 +360,8 @@ def padded_pixels(patches: torch.Tensor, grids: Any, merge: int) -> tuple[torch.
     images = [pixels_of(part, *grid[1:], merge) for part, grid in zip(parts, grids, strict=True)]
     sizes = torch.tensor([image.shape[1:] for image in images], device=patches.device)
     pixels = torch.zeros(len(images), 3, *sizes.amax(0).tolist(), device=patches.device)
-    for whole, image in zip(pixels, images, strict=True):
-        whole[:, : image.shape[1], : image.shape[2]] = image
+    for canvas, image in zip(pixels, images, strict=True):
+        canvas[:, : image.shape[1], : image.shape[2]] = image
     return pixels, sizes
 
 

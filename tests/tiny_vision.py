@@ -135,8 +135,8 @@ def logits_of_transformers(
     vision.intermediate_layers_indices = [index - 1 for index in INDICES]
     b, per_row = encoder_input["images"].shape[:2]
     ratios = encoder_input["aspect_ratio"]
-    known = [[0, 0], *vision.config.supported_aspect_ratios]
-    ids = torch.tensor([[known.index(ratio) for ratio in row] for row in ratios.tolist()])
+    numbered_ratios = [[0, 0], *vision.config.supported_aspect_ratios]
+    ids = torch.tensor([[numbered_ratios.index(ratio) for ratio in row] for row in ratios.tolist()])
     tiles = torch.arange(TILES) < ratios.prod(-1, keepdim=True).clamp(min=1)
     blind = ~mask.any(-1, keepdim=True)
 

@@ -13,8 +13,7 @@ import yaml
 from tests.recipes.runs import RECIPES, write_config
 from tests.tiny import CHATS, write_conversations, write_tokenizer
 from torchtune._cli._find_recipe import recipe_named_by, resolve_config
-from torchtune._cli._run_command import parse_command
-from torchtune._cli._torchrun import torchrun_arguments
+from torchtune._cli._run_command import parse_command, torchrun_arguments
 from torchtune.config import load_and_check
 
 LAUNCH = Path(__file__).parents[2] / "examples" / "launch"
@@ -169,9 +168,9 @@ def prepared_by_kubernetes(folder, config, output, index):
     (shards,) = container["env"]
     assert (spec["completionMode"], str(spec["completions"])) == ("Indexed", shards["value"])
     command = shlex.join(container["command"])
-    for shown, used in (("llama3_3/70B_lora", config), ("/shared/prepared", output)):
-        assert shown in command
-        command = command.replace(shown, used)
+    for printed, used in (("llama3_3/70B_lora", config), ("/shared/prepared", output)):
+        assert printed in command
+        command = command.replace(printed, used)
     *words, data, tokenizer = shell(command, folder, [], {"JOB_COMPLETION_INDEX": str(index), "SHARDS": "2"})[-1]
     assert data.startswith("dataset.data_files=")
     assert tokenizer.startswith("tokenizer.path=")
@@ -247,8 +246,10 @@ def nodes(folder, namespaces):
     head = "localhost"
     if isinstance(namespaces, list):
         head = "10.77.0.1"
-        own = f"PET_LOCAL_ADDR=10.77.0.$node PET_RDZV_CONF=is_host=$((2 - node)) ip netns exec {namespaces[0][:-1]}"
-        call = f"GLOO_SOCKET_IFNAME=eth0 {own}$(echo ab | cut -c$node) {call}"
+        node_settings = (
+            f"PET_LOCAL_ADDR=10.77.0.$node PET_RDZV_CONF=is_host=$((2 - node)) ip netns exec {namespaces[0][:-1]}"
+        )
+        call = f"GLOO_SOCKET_IFNAME=eth0 {node_settings}$(echo ab | cut -c$node) {call}"
     program(
         folder / "bin" / "srun",
         f"#!/bin/bash\nshift\nfor node in 1 2; do {call}; done\nworst=0\n"

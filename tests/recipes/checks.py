@@ -17,19 +17,19 @@ GRADIENT = {
 }
 
 
-def same(one: Run, other: Run, *, loss: float = 1e-6, weights: float = 1e-5) -> None:
+def same(first: Run, second: Run, *, loss: float = 1e-6, weights: float = 1e-5) -> None:
     """Both runs logged the same losses and ended with the same weights."""
-    assert one.losses == pytest.approx(other.losses, abs=loss, rel=0)
-    assert one.trained.keys() == other.trained.keys()
-    for name, value in one.trained.items():
-        torch.testing.assert_close(other.trained[name], value, atol=weights, rtol=0, msg=name)
+    assert first.losses == pytest.approx(second.losses, abs=loss, rel=0)
+    assert first.trained.keys() == second.trained.keys()
+    for name, value in first.trained.items():
+        torch.testing.assert_close(second.trained[name], value, atol=weights, rtol=0, msg=name)
 
 
-def split_changes_nothing(name: str, folder: Path, whole: dict[str, Any], *others: dict[str, Any]) -> None:
+def split_changes_nothing(name: str, folder: Path, settings: dict[str, Any], *other_settings: dict[str, Any]) -> None:
     """Other ways to split the same work, or to save memory, give the same loss and, after a step, the same weights."""
-    run = start(name, folder, **GRADIENT, **whole)
-    for other in others:
-        same(run, start(name, folder, **GRADIENT, **other))
+    run = start(name, folder, **GRADIENT, **settings)
+    for changed_settings in other_settings:
+        same(run, start(name, folder, **GRADIENT, **changed_settings))
 
 
 def accumulation_changes_nothing(name: str, folder: Path) -> None:
@@ -51,8 +51,8 @@ def resume_equals_uninterrupted(name: str, folder: Path, **run: Any) -> Run:
     if name in ADAPTERS:
         converter = {"_component_": "torchtune.modules.peft.LoRA", "rank": 4, "alpha": 8, "dropout": 0.2}
         settings["model_converters"] = [converter]
-    whole = start(name, folder, **settings)
-    assert len(whole.losses) == 12, "two epochs have twelve steps"
+    full_run = start(name, folder, **settings)
+    assert len(full_run.losses) == 12, "two epochs have twelve steps"
     for step in (2, 6, 11):  # inside an epoch, at its end, one before the last step
-        resume(name, folder, whole, step, **settings)
-    return whole
+        resume(name, folder, full_run, step, **settings)
+    return full_run

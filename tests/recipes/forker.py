@@ -110,9 +110,9 @@ def wait(pids: list[int], together: bool) -> list[int]:
     while len(codes) < len(pids):
         pid, status = os.wait()
         codes[pid] = os.waitstatus_to_exitcode(status)
-        for other in pids if together and status else ():
+        for running in pids if together and status else ():
             with contextlib.suppress(ProcessLookupError):
-                os.kill(other, signal.SIGKILL)
+                os.kill(running, signal.SIGKILL)
     return [codes[pid] for pid in pids]
 
 

@@ -66,10 +66,10 @@ class Forker:
 
     def __init__(self) -> None:
         context = import_aside()
-        self.jobs, other = context.Pipe()
-        self.process = context.Process(target=forker.serve, args=(other,))
+        self.jobs, child_end = context.Pipe()
+        self.process = context.Process(target=forker.serve, args=(child_end,))
         self.process.start()
-        other.close()
+        child_end.close()
 
     def start(self, name: str | Path, config: Path, *overrides: str, ranks: int = 1, **environment: str) -> list[int]:
         """Start a recipe, given its name or its file; return the pids of its ranks."""
@@ -171,11 +171,13 @@ def steps_logged(output_dir: Path) -> int:
 
 def losses(output_dir: Path) -> dict[int, float]:
     """Step -> loss; a step that ran twice, before a kill and after a resume, must have given the same bits."""
-    found: dict[int, float] = {}
+    losses_of_steps: dict[int, float] = {}
     for record in read_log(output_dir):
         if "loss" in record:
-            assert found.setdefault(record["step"], record["loss"]) == record["loss"], f"step {record['step']}"
-    return found
+            assert losses_of_steps.setdefault(record["step"], record["loss"]) == record["loss"], (
+                f"step {record['step']}"
+            )
+    return losses_of_steps
 
 
 def said(config: Path) -> str:

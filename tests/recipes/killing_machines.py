@@ -135,11 +135,11 @@ def main():
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        ((place, waiting),) = after_each_step("import time; time.sleep(0.15)").items()
+        ((line, waiting),) = after_each_step("import time; time.sleep(0.15)").items()
         source = (RECIPES / f"{NAME}.py").read_text()
-        assert source.count(place) == 1
+        assert source.count(line) == 1
         recipe = folder / "mine.py"
-        recipe.write_text(source.replace(place, waiting))
+        recipe.write_text(source.replace(line, waiting))
         config = write_config(NAME, folder, folder / "whole", **SETTINGS, batch_size=GLOBAL_BATCH)
         forker = shared_forker()
         forker.start(NAME, config, ranks=1)

@@ -259,7 +259,9 @@ def run_main(name: str, folder: Path, changes: dict[str, str] | None = None, **s
     return module.recipe_main(load_and_check(config, [], module.recipe_main)), output_dir
 
 
-def resume(name: str, folder: Path, whole: Run, step: int, kept: dict[str, str] | None = None, **settings: Any) -> Run:
+def resume(
+    name: str, folder: Path, full_run: Run, step: int, kept: dict[str, str] | None = None, **settings: Any
+) -> Run:
     """Resume a copy of a run that ended after ``step``: the rest must be the same, bit for bit.
 
     Args:
@@ -271,14 +273,14 @@ def resume(name: str, folder: Path, whole: Run, step: int, kept: dict[str, str] 
         **settings: of the config.
     """
     output_dir = folder / f"resumed_{next(_count)}"
-    shutil.copytree(whole.output_dir / f"step_{step}", output_dir / f"step_{step}")
+    shutil.copytree(full_run.output_dir / f"step_{step}", output_dir / f"step_{step}")
     (output_dir / "logs").mkdir()
     for file, text in (kept or {}).items():
         (output_dir / file).write_text(text)
     resumed = start(name, folder, **settings, output_dir=output_dir, resume_from_checkpoint=True)
     for figure in ("losses", "lrs"):
-        rest = {at: value for at, value in getattr(whole, figure).items() if at > step}
-        assert getattr(resumed, figure) == rest, f"{figure} go on after step {step}"
-    for key, value in whole.trained.items():
+        remaining = {at: value for at, value in getattr(full_run, figure).items() if at > step}
+        assert getattr(resumed, figure) == remaining, f"{figure} go on after step {step}"
+    for key, value in full_run.trained.items():
         assert torch.equal(value, resumed.trained[key]), f"after step {step}, {key} is trained to the same bits"
     return resumed

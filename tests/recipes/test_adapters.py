@@ -35,16 +35,16 @@ def test_lora_trains_the_rows_of_new_tokens_and_resumes(tmp_path):
     data.write_text(data.read_text().replace("cat", "<new>"))
     name = "lora_finetune_single_device"
     options = {"tokenizer__path": str(tokenizer), "resize_token_embeddings": True, "save_every_n_steps": 8}
-    whole = start(name, tmp_path, **options)
-    model = whole.recipe.model
-    rows = whole.trained["tok_embeddings.new_rows"]
+    full_run = start(name, tmp_path, **options)
+    model = full_run.recipe.model
+    rows = full_run.trained["tok_embeddings.new_rows"]
     assert rows.shape == (1, 32)
     assert not (rows == model.tok_embeddings.weight[first:]).any()  # its start
-    saved = load_file(whole.output_dir / "step_8" / "adapter_model.safetensors")
+    saved = load_file(full_run.output_dir / "step_8" / "adapter_model.safetensors")
     assert saved["base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta"].shape == rows.shape
-    config = json.loads((whole.output_dir / "step_8" / "config.json").read_text())
+    config = json.loads((full_run.output_dir / "step_8" / "config.json").read_text())
     assert config["vocab_size"] == first + 1
-    resume(name, tmp_path, whole, 8, **options)
+    resume(name, tmp_path, full_run, 8, **options)
 
 
 def write_thoughts(folder, **options):
@@ -68,9 +68,9 @@ def test_tokens_of_the_config_are_trained_saved_and_resumed(name, tied, tmp_path
     rows = getattr(fresh.tok_embeddings, "new_rows", fresh.tok_embeddings.weight[first:])
     torch.testing.assert_close(rows, old.mean(dim=0).expand(2, -1))
 
-    whole = start(name, tmp_path, **ADDED, save_every_n_steps=8)
-    resume(name, tmp_path, whole, 8, **ADDED)
-    saved = whole.output_dir / "step_12"
+    full_run = start(name, tmp_path, **ADDED, save_every_n_steps=8)
+    resume(name, tmp_path, full_run, 8, **ADDED)
+    saved = full_run.output_dir / "step_12"
     reference = AutoModelForCausalLM.from_pretrained(saved)
     tokenizer = AutoTokenizer.from_pretrained(saved)
     assert tokenizer.convert_tokens_to_ids(TOKENS) == [first, first + 1]

@@ -34,19 +34,19 @@ def collate_with_rewards(examples):
 def test_a_copied_recipe_reads_batches_as_dicts(name, tmp_path):
     settings = {"max_steps_per_epoch": 3, "run_val_every_n_steps": 3}
     settings["dataset_val"] = "${dataset}"
-    ours, copied = (start(name, tmp_path, changes=changes, **settings) for changes in (None, FOR_DICTS))
-    assert ours.losses == copied.losses
-    assert [record["val_loss"] for record in ours.records if "val_loss" in record] == [
+    run, copied = (start(name, tmp_path, changes=changes, **settings) for changes in (None, FOR_DICTS))
+    assert run.losses == copied.losses
+    assert [record["val_loss"] for record in run.records if "val_loss" in record] == [
         record["val_loss"] for record in copied.records if "val_loss" in record
     ]
 
 
-def test_a_dict_of_an_own_collation_trains(tmp_path):
+def test_dict_of_a_users_collate_fn_trains_as_the_default_batch(tmp_path):
     name = "full_finetune_single_device"
     settings = {"max_steps_per_epoch": 3, "batch_size": 4}
-    ours = start(name, tmp_path, **settings)
-    own = start(name, tmp_path, collate_fn=f"{__name__}.own_collate", **settings)
-    assert own.losses == pytest.approx(ours.losses, abs=1e-5)  # padded rows add up in another order
+    run = start(name, tmp_path, **settings)
+    collated_run = start(name, tmp_path, collate_fn=f"{__name__}.own_collate", **settings)
+    assert collated_run.losses == pytest.approx(run.losses, abs=1e-5)  # padded rows add up in another order
     with pytest.raises(DataError, match=r"collate_fn: 'rewards' \(shape \(4,\)\) is not per token"):
         start(name, tmp_path, collate_fn=f"{__name__}.collate_with_rewards", **settings)
 

@@ -40,8 +40,8 @@ def test_a_run_is_judged_by_the_weights_that_are_used(name, tmp_path, caplog):
     # All 24 rows are validation data; the probe measures eight of them with the weights of the best checkpoint.
     assert math.isclose(fmean(after["values"].values()), best["value"], rel_tol=0.5)
     assert fmean(after["values"].values()) < validated_last(output_dir) * 0.9
-    where = f"of {best['checkpoint']}, with the best val_loss, {best['value']:.4g} at step {best['step']}"
-    assert where in str(judge(run))
+    location = f"of {best['checkpoint']}, with the best val_loss, {best['value']:.4g} at step {best['step']}"
+    assert location in str(judge(run))
     assert "verdict     learned: loss of 8 rows of dataset_val" in caplog.text
     page = (output_dir / "report.html").read_text()
     assert "with the best checkpoint" in page
@@ -85,27 +85,27 @@ def test_the_best_is_kept_and_the_run_ends_early(tmp_path, caplog, tune):
     assert end < len(values)
 
     settings = SETTINGS | {"early_stopping_patience": PATIENCE, "log_level": "INFO"}
-    whole = start(NAME, tmp_path, **settings, save_every_n_steps=1, checkpointer__keep_last_n_checkpoints=20)
-    assert validated(whole) == {step: values[step] for step in range(1, end + 1)}
-    assert json.loads((whole.output_dir / "best.json").read_text())["best"][-1] == {
+    full_run = start(NAME, tmp_path, **settings, save_every_n_steps=1, checkpointer__keep_last_n_checkpoints=20)
+    assert validated(full_run) == {step: values[step] for step in range(1, end + 1)}
+    assert json.loads((full_run.output_dir / "best.json").read_text())["best"][-1] == {
         "checkpoint": f"step_{best}",
         "step": best,
         "value": values[best],
     }
 
     # The best is what tune eval takes of a run, and what it measures is what validation did.
-    tune("eval", whole.output_dir, "--device", "cpu", "--dtype", "fp32", "--output", tmp_path)
+    tune("eval", full_run.output_dir, "--device", "cpu", "--dtype", "fp32", "--output", tmp_path)
     (result,) = json.loads((tmp_path / "dataset_val.results.json").read_text())["models"]
     assert result["perplexity"]["loss"] == pytest.approx(values[best], rel=1e-5)
 
     # Stopped in between, and saved at the bests and the end alone: the rest is the same, the best survives pruning.
     resumed = tmp_path / "resumed"
     for name in (f"step_{best}", f"step_{best + 1}"):
-        shutil.copytree(whole.output_dir / name, resumed / name)
-    shutil.copy(whole.output_dir / "best.json", resumed)
+        shutil.copytree(full_run.output_dir / name, resumed / name)
+    shutil.copy(full_run.output_dir / "best.json", resumed)
     again = {**settings, "checkpointer__keep_last_n_checkpoints": 1, "resume_from_checkpoint": True}
-    rest = validated(start(NAME, tmp_path, **again, output_dir=resumed))
-    assert rest == {step: values[step] for step in range(best + 2, end + 1)}
+    remaining = validated(start(NAME, tmp_path, **again, output_dir=resumed))
+    assert remaining == {step: values[step] for step in range(best + 2, end + 1)}
     assert folders(resumed) == {f"step_{best}", f"step_{end}"}
 
     # A run that has ended early does nothing more, and says what came of it.
@@ -153,15 +153,17 @@ def test_a_metric_that_validation_lacks_is_named_with_those_it_has(tmp_path):
 
 def test_a_copied_recipe_keeps_the_best_by_a_metric_of_its_own(tmp_path):
     measured = "                if name := control.checkpoint_due(self.global_step):\n"
-    own = "                control.record_validation(self.global_step, {'score': -abs(self.global_step - 3)})\n"
-    changes = {measured: own + measured}
+    recorded_score = (
+        "                control.record_validation(self.global_step, {'score': -abs(self.global_step - 3)})\n"
+    )
+    changes = {measured: recorded_score + measured}
     run = start(NAME, tmp_path, changes=changes, epochs=1, max_steps_per_epoch=5, keep_best="max:score")
     assert run.recipe.best.best_checkpoint()[1] == "score 0.0000 at step 3"
     record = json.loads((run.output_dir / "best.json").read_text())
     assert (record["keep_best"], record["best"][-1]["checkpoint"]) == ("max:score", "step_3")
 
 
-def test_a_validation_without_a_metric_of_ones_own_is_no_mistake(tmp_path):
+def test_validation_without_the_users_metric_does_not_count(tmp_path):
     best = BestValidation(tmp_path, "max:score", patience=1)
     assert not best.update(1, {"val_loss": 2.0})
     assert best.is_missing

@@ -86,20 +86,20 @@ def test_two_ranks_train_and_validate_as_one(forker, tmp_path):
 
 def test_resumed_run_goes_on_with_the_same_bits(tmp_path):
     settings = settings_of(tmp_path, batch_size=4, save_every_n_steps=4)
-    whole = start("full_finetune_single_device", tmp_path, **settings)
-    resumed = resume("full_finetune_single_device", tmp_path, whole, 4, **settings)
-    assert resumed.figure("val_f1") == whole.figure("val_f1")[2:]
+    full_run = start("full_finetune_single_device", tmp_path, **settings)
+    resumed = resume("full_finetune_single_device", tmp_path, full_run, 4, **settings)
+    assert resumed.figure("val_f1") == full_run.figure("val_f1")[2:]
 
 
 def test_adapter_of_a_trained_classifier_is_trained(tmp_path):
     settings = settings_of(tmp_path, batch_size=4)
-    whole = start("full_finetune_single_device", tmp_path, **settings)
-    source = {**settings["model"], "checkpoint_dir": str(whole.output_dir / "epoch_0")}
+    full_run = start("full_finetune_single_device", tmp_path, **settings)
+    source = {**settings["model"], "checkpoint_dir": str(full_run.output_dir / "epoch_0")}
     run = start(
         "lora_finetune_single_device",
         tmp_path,
         **settings | {"model": source},
-        checkpointer__checkpoint_dir=str(whole.output_dir / "epoch_0"),
+        checkpointer__checkpoint_dir=str(full_run.output_dir / "epoch_0"),
     )
     assert run.losses[6] < run.losses[1]
     merged, tokenizer = torchtune.load(run.output_dir / "epoch_2", dtype="fp32", device=DEVICE)
@@ -153,9 +153,11 @@ def test_batches_with_padding_are_classified_by_transformers_alike(tmp_path):
 def test_rows_are_shown_with_their_labels(tmp_path, tune):
     settings_of(tmp_path)
     component = "_component_=torchtune.datasets.classification_dataset"
-    shown = tune("data", "show", str(tmp_path / "labels.jsonl"), component, "--tokenizer", str(tmp_path / "checkpoint"))
-    assert "3 classes in 14 rows (single_label_classification): animal 6, color 6, why 2" in shown.out
-    assert "label 'animal'\nthe cat sees 1\n" in shown.out
+    output = tune(
+        "data", "show", str(tmp_path / "labels.jsonl"), component, "--tokenizer", str(tmp_path / "checkpoint")
+    )
+    assert "3 classes in 14 rows (single_label_classification): animal 6, color 6, why 2" in output.out
+    assert "label 'animal'\nthe cat sees 1\n" in output.out
 
 
 def test_classifier_is_measured_on_a_file(tmp_path, tune):
@@ -166,8 +168,8 @@ def test_classifier_is_measured_on_a_file(tmp_path, tune):
     (result,) = json.loads((output / "labels.results.json").read_text())["models"]
     assert result["scores"]["accuracy"] == pytest.approx(run.figure("val_accuracy")[-1])
     assert result["loss"] == pytest.approx(run.figure("val_loss")[-1], rel=1e-4)
-    other = write_lines(tmp_path / "other.jsonl", [{"text": "a fish", "label": "fish"}])
-    refused = tune("eval", str(run.output_dir), "--data", str(other), "--output", str(output))
+    other_file = write_lines(tmp_path / "other.jsonl", [{"text": "a fish", "label": "fish"}])
+    refused = tune("eval", str(run.output_dir), "--data", str(other_file), "--output", str(output))
     assert "other.jsonl, row 0: the class 'fish' is not one of animal, color, why: correct the row" in refused.err
 
 

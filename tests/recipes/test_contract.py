@@ -55,10 +55,10 @@ def test_losses_follow_plain_torch(name, tmp_path):
 
     settings = {**GRADIENT, "max_steps_per_epoch": 3, "batch_size": 2, "gradient_accumulation_steps": 2}
     settings |= {"optimizer": {"_component_": "torch.optim.SGD", "lr": 0.3}, "clip_grad_norm": 0.5}
-    ours = start(name, tmp_path, **settings)
+    run_here = start(name, tmp_path, **settings)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint", dtype=torch.float32)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
-    rows = ours.recipe.loader.dataset
+    rows = run_here.recipe.loader.dataset
     for step in range(3 if name in WEIGHTS else 1):
         total, count = torch.zeros(()), 0
         for row in (rows[index] for index in range(4 * step, 4 * step + 4)):
@@ -70,7 +70,7 @@ def test_losses_follow_plain_torch(name, tmp_path):
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
         optimizer.zero_grad()
-        record = ours.records[step]
+        record = run_here.records[step]
         assert record["loss"] == pytest.approx(total.item() / count, abs=1e-4, rel=0)
         if name in WEIGHTS:
             assert record["grad_norm"] == pytest.approx(norm.item(), abs=1e-3, rel=0)
@@ -110,7 +110,8 @@ def test_every_method_trains_in_float16_and_resumes(method, tmp_path, monkeypatc
     assert all(parameter.dtype == torch.float16 for parameter in run.recipe.model.parameters())
     resumed = resume(method, tmp_path, run, 2, **settings)
     skipped, skipped_later = (
-        {record["step"]: record["reason"] for record in each.lines("skipped_steps.jsonl")} for each in (run, resumed)
+        {record["step"]: record["reason"] for record in compared.lines("skipped_steps.jsonl")}
+        for compared in (run, resumed)
     )
     assert len(skipped) == run.recipe.guard.num_skipped < 6
     assert all("its gradient overflows fp16; the loss scale is" in reason for reason in skipped.values())
@@ -136,8 +137,8 @@ def test_export_equals_trained(name, tmp_path):
     trained.recipe.model.eval()
     trained.recipe.model.skip_output_layer = False
     with torch.no_grad():
-        found = trained.recipe.model(tokens.to(trained.recipe.device)).cpu()
-        torch.testing.assert_close(model(tokens).logits, found, atol=1e-4, rtol=0)
+        logits = trained.recipe.model(tokens.to(trained.recipe.device)).cpu()
+        torch.testing.assert_close(model(tokens).logits, logits, atol=1e-4, rtol=0)
 
 
 def test_schedule_runs_over_all_epochs(name, tmp_path):
@@ -177,11 +178,11 @@ def test_saved_config_runs_again_unchanged(name, tmp_path):
 def test_validation_is_the_mean_over_labels(name, tmp_path):
     """Batches of different label counts give the validation loss of the whole data set at once."""
     settings = {"optimizer": {"_component_": "torch.optim.SGD", "lr": 0.0}, "lr_scheduler": None, "shuffle": False}
-    whole = start(name, tmp_path, **settings, batch_size=24, max_steps_per_epoch=1)
+    full_batch = start(name, tmp_path, **settings, batch_size=24, max_steps_per_epoch=1)
     settings |= {"dataset_val": "${dataset}", "batch_size_val": 5, "run_val_every_n_steps": 6}
     validated = {r["step"]: r["val_loss"] for r in start(name, tmp_path, **settings).records if "val_loss" in r}
     assert list(validated) == [6, 12]
-    assert validated[6] == pytest.approx(whole.losses[1], abs=1e-6, rel=0)
+    assert validated[6] == pytest.approx(full_batch.losses[1], abs=1e-6, rel=0)
 
 
 def test_validation_leaves_training_alone(name, tmp_path):

@@ -36,11 +36,11 @@ def true_losses(run, folder, rows):
 
 def test_the_losses_are_those_of_two_plain_models(tmp_path):
     settings = {"batch_size": 3, "gradient_accumulation_steps": 2, "kd_ratio": 0.3, "shuffle": False}
-    found = start(ONE, tmp_path, **settings, max_steps_per_epoch=1)
-    entropy, divergence = true_losses(found, tmp_path, rows=6)
+    run_of_chunks = start(ONE, tmp_path, **settings, max_steps_per_epoch=1)
+    entropy, divergence = true_losses(run_of_chunks, tmp_path, rows=6)
     wanted = {"class_loss": entropy, "kd_loss": divergence, "loss": 0.7 * entropy + 0.3 * divergence}
-    wanted |= student_predictions(found, tmp_path, rows=6)
-    assert {name: found.figure(name)[0] for name in wanted} == pytest.approx(wanted, abs=1e-5)
+    wanted |= student_predictions(run_of_chunks, tmp_path, rows=6)
+    assert {name: run_of_chunks.figure(name)[0] for name in wanted} == pytest.approx(wanted, abs=1e-5)
 
 
 def student_predictions(run, folder, rows):
@@ -84,8 +84,8 @@ def test_a_cache_of_the_teacher_changes_nothing_and_needs_no_teacher(tmp_path, m
     live = start(ONE, tmp_path, **settings)
     assert live.figure("kd_loss")[0] > 0.1
     for collate in ("collate_documents", "padded_collate_sft"):
-        more = {"teacher_cache": str(tmp_path / "kept"), "collate_fn": f"torchtune.data.{collate}"}
-        once = start(ONE, tmp_path, **settings, **more)
+        cache_settings = {"teacher_cache": str(tmp_path / "kept"), "collate_fn": f"torchtune.data.{collate}"}
+        once = start(ONE, tmp_path, **settings, **cache_settings)
         if collate == "collate_documents":
             assert once.losses == live.losses
             assert once.figure("val_kd_loss") == live.figure("val_kd_loss")
@@ -98,8 +98,8 @@ def test_a_cache_of_the_teacher_changes_nothing_and_needs_no_teacher(tmp_path, m
 def test_a_stale_cache_is_refused_by_what_changed(tmp_path):
     settings = {"kd_loss": KD, "teacher_cache": str(tmp_path / "kept"), "max_steps_per_epoch": 1, "train": False}
     start(ONE, tmp_path, **settings)
-    kept = {path.name: path.stat().st_size for path in (tmp_path / "kept" / "train").iterdir()}
-    assert sorted(kept) == ["log_probs.float32", "rows.npz", "teacher.json", "tokens.int32"]
+    cached_files = {path.name: path.stat().st_size for path in (tmp_path / "kept" / "train").iterdir()}
+    assert sorted(cached_files) == ["log_probs.float32", "rows.npz", "teacher.json", "tokens.int32"]
     for change, words in (
         ({"kd_loss": {**KD, "top_k": 4}}, r"differs in kd_loss.top_k \(was 8, is 4\)"),
         ({"kd_loss": {**KD, "temperature": 2.0}}, r"differs in kd_loss.temperature \(was 1.0, is 2.0\)"),
@@ -150,7 +150,7 @@ def test_a_resume_with_another_teacher_is_refused(tmp_path):
         ("fewer tokens", r"teacher_model: it knows 300 tokens and the tokenizer has"),
     ],
 )
-def test_what_cannot_teach_is_one_sentence(change, words, tmp_path):
+def test_unsuitable_teachers_are_refused_in_one_sentence(change, words, tmp_path):
     settings = change if isinstance(change, dict) else {}
     if change == "fewer tokens":
         write_checkpoint(tmp_path / "teacher", vocab_size=300)
@@ -195,13 +195,13 @@ def test_all_weights_of_a_student_learn_and_are_saved(tmp_path):
 
 def test_two_processes_train_as_one_however_they_share_the_work(forker, tmp_path):
     settings = {"clip_grad_norm": 1.0, "shuffle": False, "max_steps_per_epoch": 2, "kd_loss": KD}
-    whole = start(ONE, tmp_path, **settings, batch_size=6)
+    full_batch = start(ONE, tmp_path, **settings, batch_size=6)
     for split in ("data_parallel_shard_dim", "tensor_parallel_dim", "context_parallel_dim"):
         batch_size = 3 if split == "data_parallel_shard_dim" else 6
         if split != "tensor_parallel_dim":
             settings["teacher_cache"] = str(tmp_path / f"kept_{split}")
         run = forker.run_on_two(MANY, tmp_path, **settings, **{split: 2, "batch_size": batch_size})
-        assert run.losses == pytest.approx(whole.losses, rel=1e-5), split
+        assert run.losses == pytest.approx(full_batch.losses, rel=1e-5), split
         for figure in ("class_loss", "kd_loss", "grad_norm"):
-            assert run.figure(figure) == pytest.approx(whole.figure(figure), rel=1e-4), (split, figure)
+            assert run.figure(figure) == pytest.approx(full_batch.figure(figure), rel=1e-4), (split, figure)
         assert judge(RunFolder(run.output_dir)).interval.pairs == 2, split  # rows that a forked run measures

@@ -53,8 +53,8 @@ def test_two_processes_train_in_float16_as_one(forker, tmp_path):
     run = forker.run_on_two("full_finetune_distributed", tmp_path, **settings, batch_size=2, loss=loss)
     alone = start("full_finetune_single_device", tmp_path, **settings, batch_size=4, loss={**loss, "rank": 0})
     assert run.losses == pytest.approx(alone.losses, rel=2e-3)
-    for each in (run, alone):
-        (record,) = each.lines("skipped_steps.jsonl")
+    for compared in (run, alone):
+        (record,) = compared.lines("skipped_steps.jsonl")
         assert (record["step"], "overflows fp16; the loss scale is 32768" in record["reason"]) == (3, True)
 
 
@@ -77,7 +77,7 @@ def test_optimizer_in_backward_steps_on_shards_as_on_the_whole(forker, tmp_path)
     close({step: loss for step, loss in run.losses.items() if step != 3}, alone, {1, 2, 4, 5, 6})
 
 
-def test_what_goes_wrong_on_one_process_is_skipped_by_all(forker, tmp_path):
+def test_nan_or_infinite_gradient_of_one_rank_is_skipped_by_all_ranks(forker, tmp_path):
     """A NaN, then an infinite gradient, on rank 1: both processes leave the step out, and name its rows."""
     loss = {"_component_": "tests.recipes.faulty.FaultyLoss", "rank": 1, "nan": [2], "inf": [4]}
     settings = {**SETTINGS, "batch_size": 2, "save_every_n_minutes": 1e-6, "enable_async_checkpointing": True}
@@ -85,10 +85,10 @@ def test_what_goes_wrong_on_one_process_is_skipped_by_all(forker, tmp_path):
     run = forker.run_on_two("full_finetune_distributed", tmp_path, **settings, loss=loss)
     alone = start("full_finetune_single_device", tmp_path, loss={**loss, "rank": 0}, batch_size=4, clip_grad_norm=1.0)
     close({step: loss for step, loss in run.losses.items() if step != 2}, alone.losses, {1, 3, 4, 5, 6})
-    found, expected = (each.lines("skipped_steps.jsonl") for each in (run, alone))
-    assert [record["step"] for record in found] == [record["step"] for record in expected] == [2, 4]
-    assert found[0]["rows"] == expected[0]["rows"][2:], "rank 1 has the second half of the NaN's step"
-    assert found[1]["rows"] == expected[1]["rows"], "an infinite gradient could be anyone's"
+    skipped, expected = (compared.lines("skipped_steps.jsonl") for compared in (run, alone))
+    assert [record["step"] for record in skipped] == [record["step"] for record in expected] == [2, 4]
+    assert skipped[0]["rows"] == expected[0]["rows"][2:], "rank 1 has the second half of the NaN's step"
+    assert skipped[1]["rows"] == expected[1]["rows"], "an infinite gradient could be anyone's"
     assert run.said.count("Step 2 was skipped because its loss is nan") == 1
     assert run.said.count("held training up") == 5
     assert len(list(run.output_dir.glob("step_*/.complete"))) == 5
@@ -165,14 +165,14 @@ def test_ranks_may_log_other_names_in_another_order(forker, tmp_path):
     """By name they are added up, not by place; what one rank logs in some steps alone is a mean over these."""
     name = "full_finetune_distributed"
     source = (RECIPES / f"{name}.py").read_text()
-    place = "        batch = batch.to(self.device, non_blocking=True)\n"
-    assert source.count(place) == 1
+    line = "        batch = batch.to(self.device, non_blocking=True)\n"
+    assert source.count(line) == 1
     rank = "self.dims.data_rank"
     both = f"[('one', (1.0, 1)), ('two', (2.0, 1))][:: 1 - 2 * {rank}]"
     log = f"self.step_metrics.log_mean(dict({both}))"
-    more = f"{rank} == 1 and self.global_step % 2 and self.step_metrics.log_mean({{'seldom': (6.0, 2)}})"
+    logged = f"{rank} == 1 and self.global_step % 2 and self.step_metrics.log_mean({{'seldom': (6.0, 2)}})"
     recipe = tmp_path / "mine.py"
-    recipe.write_text(source.replace(place, f"{place}        {log}\n        {more}\n"))
+    recipe.write_text(source.replace(line, f"{line}        {log}\n        {logged}\n"))
     records = forker.run_on_two(name, tmp_path, recipe=recipe).records
     assert [(record["one"], record["two"]) for record in records] == [(1.0, 2.0)] * len(records)
     assert [record.get("seldom") for record in records[:4]] == [None, 3.0, None, 3.0]

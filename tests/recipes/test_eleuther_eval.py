@@ -97,7 +97,7 @@ def test_every_request_has_the_answer_of_the_harness(checkpoint):
     assert stop not in answers[0]
 
 
-def test_what_is_asked_for_and_not_there(checkpoint, tmp_path):
+def test_missing_tasks_and_folders_are_refused_by_name(checkpoint, tmp_path):
     with pytest.raises(EvaluationError, match="there is no task 'tune_fact'; did you mean 'tune_facts'"):
         run(checkpoint, tmp_path, tasks=["tune_fact"])
     with pytest.raises(EvaluationError, match="include_path: there is no folder"):

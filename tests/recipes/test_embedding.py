@@ -65,7 +65,7 @@ def test_two_processes_train_as_one(forker, tmp_path):
     settings = {**EMBEDDING, "dataset": dataset, "loss": loss, "clip_grad_norm": 1.0, "epochs": 2}
     # The output layer is a module of its own, which the loss does not use.
     write_checkpoint(tmp_path / "checkpoint", tied=False)
-    whole = start("full_dpo_single_device", tmp_path, **settings)
+    full_run = start("full_dpo_single_device", tmp_path, **settings)
     splits = [
         {"data_parallel_shard_dim": 2, "batch_size": 3},
         {"data_parallel_shard_dim": 1, "data_parallel_replicate_dim": 2, "batch_size": 3},
@@ -73,18 +73,18 @@ def test_two_processes_train_as_one(forker, tmp_path):
     ]
     for split in splits:
         run = forker.run_on_two("full_dpo_distributed", tmp_path, **{**settings, **split})
-        assert run.losses == pytest.approx(whole.losses, rel=1e-4), split
+        assert run.losses == pytest.approx(full_run.losses, rel=1e-4), split
         for figure in ("retrieval/accuracy", "retrieval/mrr", "similarity/positive", "grad_norm"):
-            assert run.figure(figure) == pytest.approx(whole.figure(figure), rel=1e-3), (split, figure)
+            assert run.figure(figure) == pytest.approx(full_run.figure(figure), rel=1e-3), (split, figure)
 
 
 def test_adapters_learn_to_retrieve_and_resume(tmp_path):
     settings = {**EMBEDDING, "epochs": 4, "save_every_n_steps": 3, "loss": {**LOSS, "matryoshka_dims": [32, 16]}}
     settings |= {"dataset_val": DATASET, "run_val_every_n_steps": 2}
-    whole = start(LORA, tmp_path, **settings)
-    assert whole.losses[8] < whole.losses[1]
-    assert len(whole.figure("val_retrieval/mrr")) == 4
-    resume(LORA, tmp_path, whole, 3, **settings)
+    full_run = start(LORA, tmp_path, **settings)
+    assert full_run.losses[8] < full_run.losses[1]
+    assert len(full_run.figure("val_retrieval/mrr")) == 4
+    resume(LORA, tmp_path, full_run, 3, **settings)
 
 
 def test_report_measures_groups_of_validation_rows_and_no_answers(tmp_path):
@@ -151,7 +151,7 @@ def test_checkpoint_has_the_files_of_sentence_transformers(pooling, tmp_path):
         ),
     ],
 )
-def test_what_cannot_be_contrasted_is_one_sentence(settings, error, words, tmp_path):
+def test_settings_that_do_not_fit_infonce_are_refused_in_one_sentence(settings, error, words, tmp_path):
     with pytest.raises(error, match=words):
         start(FULL, tmp_path, **{**EMBEDDING, **settings}, train=False)
 
@@ -173,11 +173,11 @@ def test_batch_in_parts_trains_as_in_one_pass(recipe, settings, tmp_path):
     """The gradients of every step are compared by their norm, and by the losses of the steps after it."""
     settings = {**EMBEDDING, **settings, "epochs": 2, "clip_grad_norm": 1.0, "dataset_val": DATASET}
     settings["run_val_every_n_steps"] = 2
-    whole = start(recipe, tmp_path, **{**settings, "loss": WHOLE})
+    one_pass = start(recipe, tmp_path, **{**settings, "loss": WHOLE})
     parts = start(recipe, tmp_path, **{**settings, "loss": PARTS})
-    assert parts.losses == pytest.approx(whole.losses, rel=1e-5)
+    assert parts.losses == pytest.approx(one_pass.losses, rel=1e-5)
     for figure in ("grad_norm", "val_loss", "retrieval/mrr"):
-        assert parts.figure(figure) == pytest.approx(whole.figure(figure), rel=1e-4), figure
+        assert parts.figure(figure) == pytest.approx(one_pass.figure(figure), rel=1e-4), figure
 
 
 def test_two_processes_train_in_parts_as_one(forker, tmp_path):
@@ -187,15 +187,15 @@ def test_two_processes_train_in_parts_as_one(forker, tmp_path):
     dataset = {**DATASET, "source": "json", "data_files": str(data)}
     settings = {**EMBEDDING, "dataset": dataset, "clip_grad_norm": 1.0, "epochs": 2, "shuffle": False}
     write_checkpoint(tmp_path / "checkpoint", tied=False)
-    whole = start("full_dpo_single_device", tmp_path, **{**settings, "loss": WHOLE})
+    one_process = start("full_dpo_single_device", tmp_path, **{**settings, "loss": WHOLE})
     splits = [
         {"data_parallel_shard_dim": 2, "batch_size": 3},
         {"data_parallel_shard_dim": 1, "tensor_parallel_dim": 2},
     ]
     for split in splits:
         run = forker.run_on_two("full_dpo_distributed", tmp_path, **{**settings, "loss": PARTS, **split})
-        assert run.losses == pytest.approx(whole.losses, rel=1e-4), split
-        assert run.figure("grad_norm") == pytest.approx(whole.figure("grad_norm"), rel=1e-3), split
+        assert run.losses == pytest.approx(one_process.losses, rel=1e-4), split
+        assert run.figure("grad_norm") == pytest.approx(one_process.figure("grad_norm"), rel=1e-3), split
 
 
 def test_training_in_parts_resumes(tmp_path):
@@ -203,8 +203,8 @@ def test_training_in_parts_resumes(tmp_path):
     settings["model_converters"] = [
         {"_component_": "torchtune.modules.peft.LoRA", "rank": 4, "alpha": 8, "dropout": 0.2}
     ]
-    whole = start(LORA, tmp_path, **settings)
-    resume(LORA, tmp_path, whole, 3, **settings)
+    full_run = start(LORA, tmp_path, **settings)
+    resume(LORA, tmp_path, full_run, 3, **settings)
 
 
 BOTH_WAYS = [{"_component_": "torchtune.modules.BidirectionalAttention"}]
@@ -218,13 +218,13 @@ def test_attention_in_both_directions_is_trained_and_saved(forker, tmp_path):
     dataset = {**DATASET, "source": "json", "data_files": str(data)}
     settings = {**EMBEDDING, "dataset": dataset, "model_converters": BOTH_WAYS, "loss": {**LOSS, "pooling": "mean"}}
     causal = start(FULL, tmp_path, **{**settings, "model_converters": []})
-    whole = start(FULL, tmp_path, **settings)
-    assert whole.losses[1] != pytest.approx(causal.losses[1], rel=1e-4)
+    full_run = start(FULL, tmp_path, **settings)
+    assert full_run.losses[1] != pytest.approx(causal.losses[1], rel=1e-4)
     split = {"data_parallel_shard_dim": 1, "context_parallel_dim": 2}
     run = forker.run_on_two("full_dpo_distributed", tmp_path, **{**settings, **split})
-    assert run.losses == pytest.approx(whole.losses, rel=1e-4)
+    assert run.losses == pytest.approx(full_run.losses, rel=1e-4)
 
-    folder = whole.output_dir / "epoch_0"
+    folder = full_run.output_dir / "epoch_0"
     assert json.loads((folder / "config.json").read_text())["is_causal"] is False
     model, tokenizer = load(folder, device="cpu", dtype="fp32")
     tokens = torch.tensor([tokenizer.encode("the red cat sees", add_bos=True, add_eos=False)])
@@ -237,11 +237,11 @@ def test_attention_in_both_directions_is_trained_and_saved(forker, tmp_path):
 def test_adapters_of_attention_in_both_directions_resume(tmp_path):
     adapter = {"_component_": "torchtune.modules.peft.LoRA", "rank": 4, "alpha": 8}
     settings = {**EMBEDDING, "model_converters": [adapter, *BOTH_WAYS], "epochs": 3, "save_every_n_steps": 3}
-    whole = start(LORA, tmp_path, **settings)
+    full_run = start(LORA, tmp_path, **settings)
     for name in ("step_3", "step_6"):  # an adapter beside its base's config, and the merged model
-        model, _ = load(whole.output_dir / name, device="cpu")
+        model, _ = load(full_run.output_dir / name, device="cpu")
         assert not model.description.is_causal
-    resume(LORA, tmp_path, whole, 3, **settings)
+    resume(LORA, tmp_path, full_run, 3, **settings)
 
 
 def test_corpus_is_measured_in_each_validation(forker, tmp_path):

@@ -29,32 +29,32 @@ def test_calls_become_more_frequent_and_are_written_down(tmp_path):
     assert {"seconds/generate", "seconds/tools", "seconds/idle", "seconds/score"} <= record.keys()
     assert max(record["policy/sampler_difference"] for record in run.records if "loss" in record) < 1e-4
     assert any("val_tools/turns" in record for record in run.records)
-    found = run.lines()
-    assert all(line["reward"] == 1 + line["calls"] for line in found)
-    assert all("Begin with nothing." in line["prompt"] for line in found), "what the model has read"
-    assert any("<|im_start|>tool" in line["episode"] and "2 notes" in line["episode"] for line in found)
-    assert {line["end"] for line in found} > {"completed", "max_turns"}
+    lines = run.lines()
+    assert all(line["reward"] == 1 + line["calls"] for line in lines)
+    assert all("Begin with nothing." in line["prompt"] for line in lines), "what the model has read"
+    assert any("<|im_start|>tool" in line["episode"] and "2 notes" in line["episode"] for line in lines)
+    assert {line["end"] for line in lines} > {"completed", "max_turns"}
 
 
 def test_a_killed_run_draws_the_same_episodes_and_ends_bit_equal(tmp_path):
     settings = {"save_every_n_steps": 2, "max_steps_per_epoch": 4, "num_iterations": 2, "batch_size": 3}
     settings |= {"sampler__max_sequences": 6, "environment": {**EPISODES["environment"], "pause": 0.01}}
-    whole = start(FULL, tmp_path, **EPISODES | settings)
-    rows = (whole.output_dir / "rollouts.jsonl").read_text()
+    full_run = start(FULL, tmp_path, **EPISODES | settings)
+    rows = (full_run.output_dir / "rollouts.jsonl").read_text()
     settings["environment"] = {**EPISODES["environment"], "pause": 0.002}
-    resumed = resume(FULL, tmp_path, whole, 2, {"rollouts.jsonl": rows}, **EPISODES | settings)
-    assert resumed.lines() == whole.lines()
+    resumed = resume(FULL, tmp_path, full_run, 2, {"rollouts.jsonl": rows}, **EPISODES | settings)
+    assert resumed.lines() == full_run.lines()
 
 
 def test_two_processes_train_as_one(forker, tmp_path):
     settings = {**EPISODES, **SGD, "clip_grad_norm": 1.0, "max_steps_per_epoch": 2, "num_samples": 4}
     split = {"data_parallel_shard_dim": 2, "batch_size": 2}
     run = forker.run_on_two("full_grpo_distributed", tmp_path, **settings, **split)
-    whole = start(FULL, tmp_path, **settings, batch_size=4)
+    full_run = start(FULL, tmp_path, **settings, batch_size=4)
     for name in ("rewards/total", "tools/calls", "ends/completed", "grad_norm"):
-        assert run.figure(name) == pytest.approx(whole.figure(name), rel=1e-3), name
-    found = [line["episode"] for name in ("rollouts.jsonl", "rollouts_rank1.jsonl") for line in run.lines(name)]
-    assert sorted(found) == sorted(line["episode"] for line in whole.lines())
+        assert run.figure(name) == pytest.approx(full_run.figure(name), rel=1e-3), name
+    episodes = [line["episode"] for name in ("rollouts.jsonl", "rollouts_rank1.jsonl") for line in run.lines(name)]
+    assert sorted(episodes) == sorted(line["episode"] for line in full_run.lines())
 
 
 class Unrewarded:

@@ -60,9 +60,9 @@ def resumed(config, output, path, folder):
     get_logger().addHandler(handler)
     train(config, "resume_from_checkpoint=True", f"output_dir={output}")
     if os.environ["RANK"] == "0":
-        (said,) = [text for text in errors if "step_4" in text]
-        assert str(path) in said, said
-        assert "the run goes on from the checkpoint before, step_2" in said, said
+        (message,) = [text for text in errors if "step_4" in text]
+        assert str(path) in message, message
+        assert "the run goes on from the checkpoint before, step_2" in message, message
 
 
 @pytest.mark.parametrize(("file", "left"), [("model.safetensors", None), ("state/rank_1.safetensors", 0.5)])
@@ -72,15 +72,15 @@ def test_a_marker_that_promises_too_much(interrupted, tmp_path, file, left):
     copy = tmp_path / "output"
     shutil.copytree(output, copy)
     path = copy / "step_4" / file
-    whole = path.read_bytes()
+    content = path.read_bytes()
     path.unlink()
     if left is not None:
-        path.write_bytes(whole[: int(left * len(whole))])
+        path.write_bytes(content[: int(left * len(content))])
     on_two(resumed, config, copy, path, tmp_path)
     assert [record["step"] for record in read_log(copy) if "loss" in record][-4:] == [3, 4, 5, 6]
 
 
-def test_what_is_half_written_is_not_picked_up(interrupted, tmp_path):
+def test_incomplete_checkpoint_is_not_resumed(interrupted, tmp_path):
     config, output = interrupted
     copy = tmp_path / "output"
     shutil.copytree(output, copy)
@@ -115,11 +115,11 @@ def lacking_data(config, folder):
 
 def on_copies_of_data(config, folder, rows, *overrides):
     """Each machine has its own file; that of rank 1 has fewer or other rows."""
-    own = folder / f"machine_{os.environ['RANK']}"
-    own.mkdir()
+    machine_folder = folder / f"machine_{os.environ['RANK']}"
+    machine_folder.mkdir()
     lines = (config.parent / "data.jsonl").read_text().splitlines(keepends=True)
-    (own / "data.jsonl").write_text("".join(lines if os.environ["RANK"] == "0" else [*rows, *lines[12:]]))
-    os.chdir(own)
+    (machine_folder / "data.jsonl").write_text("".join(lines if os.environ["RANK"] == "0" else [*rows, *lines[12:]]))
+    os.chdir(machine_folder)
     refused(
         lambda: train(config, "dataset.data_files=data.jsonl", *overrides),
         "Rank 1 reads other training data than rank 0",

@@ -26,7 +26,7 @@ def test_a_name_that_asks_for_more_than_the_config_has_is_refused(name, change, 
 
 
 @pytest.mark.parametrize("own", [True, False])
-def test_what_is_typed_counts_whatever_the_config_names(own, tmp_path, tune):
+def test_recipe_of_the_command_line_takes_precedence_over_the_config(own, tmp_path, tune):
     name = "full_finetune_distributed" if own else "full_finetune_single_device"
     config = write_config(name, tmp_path, tmp_path / "run")
     result = tune("run", "--nproc-per-node", 2, "qat_distributed", "--config", config)
@@ -54,11 +54,11 @@ def test_a_run_saved_by_an_earlier_release_resumes(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         state_dict = StepGuard.state_dict
         patch.setattr(StepGuard, "state_dict", lambda self: {**state_dict(self), "best": best})
-        whole = start(name, tmp_path, changes={'            "best": self.best,\n': ""}, **settings)
-    for path in whole.output_dir.glob("step_*"):
+        full_run = start(name, tmp_path, changes={'            "best": self.best,\n': ""}, **settings)
+    for path in full_run.output_dir.glob("step_*"):
         if path.name != "step_4":
             shutil.rmtree(path)
-    losses = whole.losses
-    again = start(name, tmp_path, output_dir=whole.output_dir, resume_from_checkpoint=True, **settings)
+    losses = full_run.losses
+    again = start(name, tmp_path, output_dir=full_run.output_dir, resume_from_checkpoint=True, **settings)
     assert again.losses == losses
     assert again.recipe.best.describe() == "val_loss -1.0000 at step 2"

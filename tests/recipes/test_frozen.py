@@ -37,7 +37,7 @@ def test_two_processes_train_a_part_of_the_weights_as_one(in_backward, forker, t
     alone = start(FULL, tmp_path, **settings, batch_size=4)
     run = forker.run_on_two("full_finetune_distributed", tmp_path, **settings, batch_size=2)
     assert run.losses == pytest.approx(alone.losses, rel=1e-5)
-    saved, expected = (weights(complete_directories(each.output_dir)[-1]) for each in (run, alone))
+    saved, expected = (weights(complete_directories(compared.output_dir)[-1]) for compared in (run, alone))
     torch.testing.assert_close(saved, expected, atol=1e-5, rtol=1e-4)
 
 
@@ -49,8 +49,8 @@ def test_two_processes_train_modules_beside_an_adapter_as_one(forker, tmp_path):
     run = forker.run_on_two("lora_finetune_distributed", tmp_path, **settings, batch_size=2)
     assert run.losses == pytest.approx(alone.losses, rel=1e-5)
     saved, expected = (
-        load_file(complete_directories(each.output_dir)[-1] / "adapter" / "adapter_model.safetensors")
-        for each in (run, alone)
+        load_file(complete_directories(compared_run.output_dir)[-1] / "adapter" / "adapter_model.safetensors")
+        for compared_run in (run, alone)
     )
     assert any("embed_tokens" in name for name in saved)
     torch.testing.assert_close(saved, expected, atol=1e-5, rtol=1e-4)

@@ -30,7 +30,7 @@ def answer(folder, **settings):
 
 
 def test_model_and_tokenizer_are_those_of_the_checkpoint(tmp_path):
-    said = {
+    messages = {
         "model": {
             "_component_": "torchtune.models.from_hf_config",
             "checkpoint_dir": str(tmp_path / "checkpoint"),
@@ -40,12 +40,12 @@ def test_model_and_tokenizer_are_those_of_the_checkpoint(tmp_path):
             "path": str(tmp_path / "checkpoint"),
         },
     }
-    found = answer(tmp_path)
-    assert found
-    assert found == answer(tmp_path, **said)
-    assert found == answer(tmp_path, top_k=0)
+    tokens = answer(tmp_path)
+    assert tokens
+    assert tokens == answer(tmp_path, **messages)
+    assert tokens == answer(tmp_path, top_k=0)
     greedy = answer(tmp_path, top_k=1)
-    assert found != greedy
+    assert tokens != greedy
     assert answer(tmp_path, top_p=0.0) == greedy == answer(tmp_path, min_p=1.0)
 
 
@@ -76,26 +76,26 @@ def test_logits_processors_are_components(tmp_path):
 
 
 def test_a_checkpointer_without_a_folder_needs_both(tmp_path):
-    other = {"_component_": "torchtune.training.FullModelHFCheckpointer"}
-    with pytest.raises(ConfigError) as found:
-        answer(tmp_path, checkpointer=other)
+    other_checkpointer = {"_component_": "torchtune.training.FullModelHFCheckpointer"}
+    with pytest.raises(ConfigError) as raised:
+        answer(tmp_path, checkpointer=other_checkpointer)
     for name in ("model", "tokenizer"):
-        assert f"{name}: is not given, and checkpointer has no checkpoint_dir" in str(found.value)
+        assert f"{name}: is not given, and checkpointer has no checkpoint_dir" in str(raised.value)
 
 
 def test_answers_to_a_file(tmp_path):
     from transformers import AutoTokenizer
 
     conversation = [{"role": "system", "content": "a big cat"}, {"role": "user", "content": "the cat sees"}]
-    given = ["the cat sees", {"prompt": "a dog", "id": 7}, {"messages": conversation}, conversation, "red " * 30]
+    prompt_rows = ["the cat sees", {"prompt": "a dog", "id": 7}, {"messages": conversation}, conversation, "red " * 30]
     prompts, output = tmp_path / "questions.jsonl", tmp_path / "questions.answers.jsonl"
-    prompts.write_text("\n\n".join(json.dumps(row) for row in given))
+    prompts.write_text("\n\n".join(json.dumps(row) for row in prompt_rows))
     recipe, cfg = recipe_of(tmp_path, prompts=str(prompts), max_sequences=2, temperature=0, prompt={"system": "blue"})
     recipe.answer_file(cfg)
-    whole = output.read_bytes()
+    content = output.read_bytes()
     rows = read_lines(output)
     assert [row["line"] for row in rows] == [1, 3, 5, 7, 9]
-    assert [row["prompt"] for row in rows] == given
+    assert [row["prompt"] for row in rows] == prompt_rows
     assert rows[2]["answer"] == rows[3]["answer"]
     messages = [{"role": "system", "content": "blue"}, {"role": "user", "content": "a dog"}]
     ids = AutoTokenizer.from_pretrained(tmp_path / "checkpoint").apply_chat_template(
@@ -105,7 +105,7 @@ def test_answers_to_a_file(tmp_path):
     assert rows[1]["tokens"] == len(new)
     assert rows[1]["end"] == ("stop" if new[-1] == 2 else "max_new_tokens")
     # Killed while it wrote the fourth answer; the answers before it are not made again.
-    lines = whole.splitlines(keepends=True)
+    lines = content.splitlines(keepends=True)
     edited = lines[2].replace(b'"answer": "', b'"answer": "kept ')
     output.write_bytes(edited + lines[0] + lines[1] + lines[3][:20])
     recipe.answer_file(cfg)
@@ -129,9 +129,11 @@ def test_answers_to_a_file(tmp_path):
         recipe.answer_file(cfg)
     # Other weights under the same path.
     write_checkpoint(tmp_path / "checkpoint", seed=1)
-    other, cfg = recipe_of(tmp_path, prompts=str(prompts), max_sequences=2, temperature=0.5, prompt={"system": "blue"})
+    other_recipe, cfg = recipe_of(
+        tmp_path, prompts=str(prompts), max_sequences=2, temperature=0.5, prompt={"system": "blue"}
+    )
     with pytest.raises(GenerationError, match="another model or of other settings"):
-        other.answer_file(cfg)
+        other_recipe.answer_file(cfg)
 
 
 @pytest.mark.parametrize(
@@ -145,7 +147,7 @@ def test_answers_to_a_file(tmp_path):
         ("3", "line 1: .* give a text or a list of messages"),
     ],
 )
-def test_prompts_that_are_none(tmp_path, text, message):
+def test_files_without_valid_prompts_are_refused(tmp_path, text, message):
     path = tmp_path / "prompts.jsonl"
     path.write_text(text)
     with pytest.raises(GenerationError, match=message):

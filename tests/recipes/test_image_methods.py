@@ -74,5 +74,7 @@ def test_two_ranks_train_as_one_though_one_has_text_alone(method, base, forker):
     settings = {**settings_of(method, base, "language_model"), "clip_grad_norm": 1.0}
     alone = start(method, base, **settings)
     run = forker.run_on_two(method, base, **{**settings, "batch_size": 1})
-    found, wanted = ({one["step"]: one["grad_norm"] for one in each.records} for each in (run, alone))
-    close(found, wanted, {1, 2})  # the loss of the first update on rewards is 0
+    norms, expected = (
+        {record["step"]: record["grad_norm"] for record in compared.records} for compared in (run, alone)
+    )
+    close(norms, expected, {1, 2})  # the loss of the first update on rewards is 0

@@ -71,9 +71,9 @@ def their_inputs(reference, row):
 
 def their_answer(reference, row, **settings):
     """Six greedy tokens of ``transformers``."""
-    given = their_inputs(reference, row) | {"attention_mask": torch.ones(1, len(row["tokens"]), dtype=torch.int64)}
-    found = reference.generate(**given, max_new_tokens=6, do_sample=False, eos_token_id=-1, **settings)
-    return found[0, len(row["tokens"]) :].tolist()
+    inputs = their_inputs(reference, row) | {"attention_mask": torch.ones(1, len(row["tokens"]), dtype=torch.int64)}
+    tokens = reference.generate(**inputs, max_new_tokens=6, do_sample=False, eos_token_id=-1, **settings)
+    return tokens[0, len(row["tokens"]) :].tolist()
 
 
 def compare(model, reference, transform, folder):
@@ -82,9 +82,9 @@ def compare(model, reference, transform, folder):
     messages = [Message("user", [*content, {"type": "text", "content": "?"}]), Message("assistant", "r")]
     row = transform({"messages": messages})
     with torch.no_grad():
-        wanted = reference.eval()(**their_inputs(reference, row)).logits
-        found = model.eval()(torch.tensor([row["tokens"]]), encoder_input=row["encoder_input"])
-    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-3)
+        expected = reference.eval()(**their_inputs(reference, row)).logits
+        logits = model.eval()(torch.tensor([row["tokens"]]), encoder_input=row["encoder_input"])
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-3)
 
 
 @every_family
@@ -92,18 +92,18 @@ def test_full_training_resumes_to_the_bit_and_transformers_reads_what_comes_out(
     settings = {"epochs": 1, "save_every_n_steps": 2, "checkpointer__keep_last_n_checkpoints": 9}
     settings |= {"enable_activation_checkpointing": True}
     parts = {"vision_tower": "full"}
-    whole = run("full", folder, parts, **settings)
-    assert len(whole.losses) == 4
-    resume("full_finetune_single_device", folder, whole, 2, **full_settings("full", folder, parts, **settings))
-    last = whole.output_dir / "step_4"
+    full_run = run("full", folder, parts, **settings)
+    assert len(full_run.losses) == 4
+    resume("full_finetune_single_device", folder, full_run, 2, **full_settings("full", folder, parts, **settings))
+    last = full_run.output_dir / "step_4"
     before = load_file(folder / "checkpoint" / "model.safetensors")
     after = load_file(last / "model.safetensors")
-    still = {name for name in before if torch.equal(before[name], after[name])}
-    assert all(name.endswith(CONSTANTS) for name in still), still
+    unchanged = {name for name in before if torch.equal(before[name], after[name])}
+    assert all(name.endswith(CONSTANTS) for name in unchanged), unchanged
     model, transform = torchtune.load(last, device="cpu", images=True)
     compare(model, AutoModelForImageTextToText.from_pretrained(last), transform, folder)
-    kept = (folder / "checkpoint" / "preprocessor_config.json").read_bytes()
-    assert (last / "preprocessor_config.json").read_bytes() == kept
+    preprocessor_config = (folder / "checkpoint" / "preprocessor_config.json").read_bytes()
+    assert (last / "preprocessor_config.json").read_bytes() == preprocessor_config
 
 
 @every_family
@@ -122,9 +122,9 @@ def test_adapters_of_all_parts_are_those_of_peft(folder, base):
     model, transform = torchtune.load(folder / "checkpoint", adapter=adapter, device="cpu", images=True)
     plain = AutoModelForImageTextToText.from_pretrained(folder / "checkpoint")
     reference = PeftModel.from_pretrained(plain, adapter)
-    found = set_peft_model_state_dict(reference, load_file(adapter / "adapter_model.safetensors"))
-    assert not found.unexpected_keys
-    assert not [name for name in found.missing_keys if "lora_" in name]
+    load_result = set_peft_model_state_dict(reference, load_file(adapter / "adapter_model.safetensors"))
+    assert not load_result.unexpected_keys
+    assert not [name for name in load_result.missing_keys if "lora_" in name]
     compare(model, reference, transform, folder)
 
 
@@ -171,11 +171,11 @@ def test_text_under_a_frozen_decoder_is_refused_alone_and_trains_nothing_among_i
     source = str(write_lines(folder / "text.jsonl", [{"image": None, "messages": turns}]))
     text, pictures = {**CHATS, "source": source}, write_pictures(folder)["dataset"]
     for packed in (False, True):
-        given = {"dataset": {**text, "packed": packed}, "tokenizer__max_seq_len": 64}
+        text_settings = {"dataset": {**text, "packed": packed}, "tokenizer__max_seq_len": 64}
         with pytest.raises(
             torchtune.utils.UserError, match=r"dataset: it has no images, .* train that \(language_model"
         ):
-            run("full", folder, parts, train=False, **given)
+            run("full", folder, parts, train=False, **text_settings)
     done = run("full", folder, parts, dataset=[text, pictures], batch_size=1, epochs=1)
     assert len(done.losses) == 1 + 12
 
@@ -189,15 +189,15 @@ CACHED = {
 @pytest.fixture
 def encoded():
     """The numbers of patches that towers encode."""
-    found = []
+    patch_counts = []
 
     def note(module, inputs, output):
         if isinstance(module, torch.nn.ModuleList) or not hasattr(module, "attn") or module.attn.is_causal:
             return
-        found.append(inputs[0].shape[1])
+        patch_counts.append(inputs[0].shape[1])
 
     hook = torch.nn.modules.module.register_module_forward_hook(note)
-    yield found
+    yield patch_counts
     hook.remove()
 
 
@@ -217,15 +217,17 @@ def test_training_with_cached_features_is_training_without(kind, folder, encoded
     plain = run(kind, folder, parts, **settings)
     encoded.clear()
     cached = {**settings, "image_cache": str(folder / "features")}
-    found = run(kind, folder, parts, **cached)
+    cached_run = run(kind, folder, parts, **cached)
     first = len(encoded)
-    assert found.losses == plain.losses
-    assert [record.get("val_loss") for record in found.records] == [record.get("val_loss") for record in plain.records]
-    assert all(torch.equal(value, found.trained[name]) for name, value in plain.trained.items())
+    assert cached_run.losses == plain.losses
+    assert [record.get("val_loss") for record in cached_run.records] == [
+        record.get("val_loss") for record in plain.records
+    ]
+    assert all(torch.equal(value, cached_run.trained[name]) for name, value in plain.trained.items())
     files = sorted((folder / "features").rglob("*.safetensors"))
     assert len(files) == 12
     files[0].write_bytes(files[0].read_bytes()[:-1] + b"!")  # damaged: computed anew
-    again = run(kind, folder, parts, **cached, resume_from_checkpoint=True, output_dir=resumed(found, folder))
+    again = run(kind, folder, parts, **cached, resume_from_checkpoint=True, output_dir=resumed(cached_run, folder))
     # A product for the damaged image alone may round in another way than one for its whole batch.
     assert again.losses == pytest.approx({step: plain.losses[step] for step in range(4, 9)}, rel=1e-5)
     assert first * 1 / 4 <= len(encoded) - first < first  # of the first epoch, a single image
@@ -234,10 +236,10 @@ def test_training_with_cached_features_is_training_without(kind, folder, encoded
     assert not encoded
 
 
-def resumed(found, folder):
+def resumed(run, folder):
     """An output folder with the state after three steps."""
     output = folder / "resumed"
-    shutil.copytree(found.output_dir / "step_3", output / "step_3")
+    shutil.copytree(run.output_dir / "step_3", output / "step_3")
     (output / "logs").mkdir()
     return output
 
@@ -258,7 +260,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_mistakes_are_said_before_training(name, folder):
+def test_settings_that_do_not_fit_images_are_refused_before_training(name, folder):
     settings, message = WRONG[name]
     with pytest.raises(torchtune.utils.UserError, match=message):
         run("full", folder, {}, **settings)
@@ -273,13 +275,13 @@ def test_answers_to_pictures_are_scored_in_validation(folder):
     settings = full_settings("full", folder, {}, run_val_every_n_steps=2, save_every_n_steps=2)
     score = f"{__name__}.num_letters"
     settings |= {"dataset_val": settings["dataset"], "scores": [score], "scores_rows": 5, "scores_max_new_tokens": 12}
-    found = start("full_finetune_single_device", folder, **settings)
+    run = start("full_finetune_single_device", folder, **settings)
 
     rows = []
     for row in read_lines(folder / "pictures.jsonl")[:5]:
         rows.append({"prompt": "<image>?", "image": str(folder / row["image"]), "answer": "r"})
     file = write_lines(folder / "questions.jsonl", rows)
-    model, transform = torchtune.load(found.output_dir / "step_4", device="cpu", dtype="fp32", images=True)
+    model, transform = torchtune.load(run.output_dir / "step_4", device="cpu", dtype="fp32", images=True)
     report = torchtune.evaluation.evaluate_answers(
         model,
         transform,
@@ -289,7 +291,7 @@ def test_answers_to_pictures_are_scored_in_validation(folder):
         folder=folder / "eval",
         max_new_tokens=12,
     )
-    assert found.figure("val_num_letters")[-1] == report.mean("num_letters")[0]
+    assert run.figure("val_num_letters")[-1] == report.mean("num_letters")[0]
 
 
 @every_family
@@ -301,10 +303,10 @@ def test_a_question_about_a_picture_is_answered_as_by_transformers(use_cache, ba
     row = transform({"messages": [Message("user", content)]}, inference=True)
     reference = AutoModelForImageTextToText.from_pretrained(base / "checkpoint").eval()
     cache = "static" if reference.config.model_type == "gemma4_unified" else None  # see masks_of
-    more = {"max_generated_tokens": 6, "temperature": 0.0, "use_cache": use_cache}
+    options = {"max_generated_tokens": 6, "temperature": 0.0, "use_cache": use_cache}
     with torch.no_grad():
-        found = list(stream(model, torch.tensor(row["tokens"]), **more, **images_of_row(row, torch.device("cpu"))))
-    assert found == their_answer(reference, row, cache_implementation=cache)
+        tokens = list(stream(model, torch.tensor(row["tokens"]), **options, **images_of_row(row, torch.device("cpu"))))
+    assert tokens == their_answer(reference, row, cache_implementation=cache)
 
 
 def test_every_way_of_asking_sees_the_picture(base, tmp_path, monkeypatch, tune):
@@ -313,28 +315,28 @@ def test_every_way_of_asking_sees_the_picture(base, tmp_path, monkeypatch, tune)
     reference = AutoModelForImageTextToText.from_pretrained(checkpoint).eval()
     model, transform = torchtune.load(checkpoint, device="cpu")
     assert isinstance(transform, torchtune.models.ImageTextTransform)
-    wanted, questions, rows = [], [], []
+    expected, questions, rows = [], [], []
     for seed in range(2):
         file = str(tmp_path / f"{seed}.png")
         Image.frombytes("RGB", (30, 40), random.Random(seed).randbytes(3600)).save(file)
         content = [{"type": "image", "content": file}, {"type": "text", "content": "What?"}]
         questions.append([Message("user", content)])
         row = transform({"messages": questions[-1]}, inference=True)
-        wanted.append(transform.decode(their_answer(reference, row)))
-        rows.append({"prompt": "What?", "image": file, "answer": wanted[-1]})
-    assert wanted[0] != wanted[1]
+        expected.append(transform.decode(their_answer(reference, row)))
+        rows.append({"prompt": "What?", "image": file, "answer": expected[-1]})
+    assert expected[0] != expected[1]
 
-    assert torchtune.generate(model, transform, questions, max_new_tokens=6, temperature=0) == wanted
+    assert torchtune.generate(model, transform, questions, max_new_tokens=6, temperature=0) == expected
 
     prompt = {"user": "What?", "image": rows[0]["image"]}
     recipe, cfg = recipe_of(base, prompt=prompt, temperature=0, max_new_tokens=6)
-    assert recipe.generate(cfg) == wanted[0]
+    assert recipe.generate(cfg) == expected[0]
 
     monkeypatch.setattr("sys.stdin", io.StringIO(f"What?\n/reset\n/image {rows[1]['image']}\nWhat?\n"))
-    said = tune("chat", "--model", checkpoint, "--image", rows[0]["image"], *common).out
-    assert said == "\n".join([*wanted, ""])
+    answers = tune("chat", "--model", checkpoint, "--image", rows[0]["image"], *common).out
+    assert answers == "\n".join([*expected, ""])
 
-    data = write_lines(tmp_path / "rows.jsonl", [*rows, {**rows[0], "answer": wanted[1]}])
+    data = write_lines(tmp_path / "rows.jsonl", [*rows, {**rows[0], "answer": expected[1]}])
     evaluate = ("eval", checkpoint, "--data", data, "--output", tmp_path / "eval", *common)
     assert "0.667" in tune(*evaluate, "--score", "exact").out
 
@@ -342,10 +344,10 @@ def test_every_way_of_asking_sees_the_picture(base, tmp_path, monkeypatch, tune)
     log_probs = []
     for row in rows:
         content = [{"type": "image", "content": row["image"]}, {"type": "text", "content": "What?"}]
-        found = transform({"messages": [Message("user", content), Message("assistant", row["answer"])]})
-        logits, tokens = reference(**their_inputs(reference, found)).logits, torch.tensor(found["tokens"])
+        scored_row = transform({"messages": [Message("user", content), Message("assistant", row["answer"])]})
+        logits, tokens = reference(**their_inputs(reference, scored_row)).logits, torch.tensor(scored_row["tokens"])
         chosen = logits[0, :-1].log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
-        log_probs.append(chosen[~torch.tensor(found["mask"][1:], dtype=torch.bool)].detach())
+        log_probs.append(chosen[~torch.tensor(scored_row["mask"][1:], dtype=torch.bool)].detach())
     write_lines(data, [{**row, "question": row.pop("prompt")} for row in rows])
     assert f"  {(-torch.cat(log_probs).mean()).exp():.4g}\n" in tune(*evaluate, "--perplexity").out
 
@@ -369,6 +371,6 @@ def test_compiled_and_recomputed_layers_of_text_and_tower_train_alike(folder, mo
     # Every step has all rows: other lengths would be compiled once more.
     parts, settings = {"vision_tower": "full"}, {"batch_size": 12, "epochs": 2, "shuffle": False}
     plain = run("full", folder, parts, **settings)
-    other = run("full", folder, parts, **settings, compile=True, enable_activation_checkpointing=True)
-    assert other.losses == pytest.approx(plain.losses, rel=1e-5)
+    compiled = run("full", folder, parts, **settings, compile=True, enable_activation_checkpointing=True)
+    assert compiled.losses == pytest.approx(plain.losses, rel=1e-5)
     assert counters["stats"]["unique_graphs"] >= 2  # layers of the text, and of the tower

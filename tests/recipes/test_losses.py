@@ -46,10 +46,10 @@ def test_two_ranks_compute_a_loss_as_one_and_a_resumed_run_goes_on_with_it(kind,
 
 @pytest.mark.parametrize("name", TRAINING)
 def test_a_plain_module_trains_as_ours_does(name, tmp_path):
-    ours = start(name, tmp_path, **TWO_STEPS, **SGD)
+    run_here = start(name, tmp_path, **TWO_STEPS, **SGD)
     plain = start(name, tmp_path, **TWO_STEPS, **SGD, loss={"_component_": "torch.nn.CrossEntropyLoss"})
-    assert plain.losses == pytest.approx(ours.losses, rel=1e-6)
-    for parameter, value in ours.trained.items():
+    assert plain.losses == pytest.approx(run_here.losses, rel=1e-6)
+    for parameter, value in run_here.trained.items():
         torch.testing.assert_close(plain.trained[parameter], value, rtol=0, atol=1e-5)
 
 

@@ -101,9 +101,9 @@ def check_saved(saved, base, *, lora, like):
         if lora:
             adapted = peft.PeftModel.from_pretrained(before, saved / "adapter").eval()
             torch.testing.assert_close(adapted(tokens).logits, logits, atol=1e-4, rtol=1e-4)
-    ours, theirs = load_file(saved / "model.safetensors"), load_file(like / "model.safetensors")
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    saved_weights, earlier_weights = load_file(saved / "model.safetensors"), load_file(like / "model.safetensors")
+    assert saved_weights.keys() == earlier_weights.keys()
+    assert all(torch.equal(saved_weights[name], earlier_weights[name]) for name in saved_weights)
 
 
 IN_BACKWARD = {"optimizer_in_bwd": True, "gradient_accumulation_steps": 1, "clip_grad_norm": None}
@@ -127,19 +127,19 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_an_older_recipe_trains_saves_and_resumes(case, forker, folder):
     ranks, lora, settings = CASES[case]
-    whole = folder / case.replace(" ", "_")
-    run(forker, write_yaml(folder, whole, lora=lora, **settings), ranks=ranks)
-    losses = records(whole)
+    output = folder / case.replace(" ", "_")
+    run(forker, write_yaml(folder, output, lora=lora, **settings), ranks=ranks)
+    losses = records(output)
     first, last = ("step_1", "step_2") if "save_every_n_steps" in settings else ("epoch_0", "epoch_1")
     steps_saved = len(losses) // 2
     assert set(losses) == set(range(1, 2 * steps_saved + 1))
 
-    rest = whole.with_name(whole.name + "_resumed")  # of a run that was stopped after its first checkpoint
-    shutil.copytree(whole, rest, ignore=shutil.ignore_patterns(last, "logs"))
-    assert (rest / first).is_dir()
-    run(forker, write_yaml(folder, rest, lora=lora, **settings), "resume_from_checkpoint=True", ranks=ranks)
-    assert records(rest) == {step: loss for step, loss in losses.items() if step > steps_saved}
-    check_saved(rest / last, folder / "checkpoint", lora=lora, like=whole / last)
+    resumed_output = output.with_name(output.name + "_resumed")  # of a run that was stopped after its first checkpoint
+    shutil.copytree(output, resumed_output, ignore=shutil.ignore_patterns(last, "logs"))
+    assert (resumed_output / first).is_dir()
+    run(forker, write_yaml(folder, resumed_output, lora=lora, **settings), "resume_from_checkpoint=True", ranks=ranks)
+    assert records(resumed_output) == {step: loss for step, loss in losses.items() if step > steps_saved}
+    check_saved(resumed_output / last, folder / "checkpoint", lora=lora, like=output / last)
 
 
 SPLITS = {

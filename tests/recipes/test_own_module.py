@@ -121,20 +121,20 @@ def run_alone(*words, **environment):
     return subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True)
 
 
-def test_a_module_of_ones_own_trains_dies_resumes_and_is_saved(folder, tune, caplog):
+def test_users_module_trains_is_killed_resumes_and_is_saved(folder, tune, caplog):
     done = tune("run", "mine.py", "--config", "mine.yaml")
     assert done.code == 0, done.err
     assert "result      out/step_12, the state dict of a Recurrent" in caplog.text
-    whole = losses(folder / "out")
-    assert len(whole) == 12
-    assert float(whole[-1]) < float(whole[0])
+    expected_losses = losses(folder / "out")
+    assert len(expected_losses) == 12
+    assert float(expected_losses[-1]) < float(expected_losses[0])
 
     # Killed in the seventh step, after step_4 was saved; what came after it is computed again.
     died = run_alone("output_dir=again", DIES_AT="7")
     assert died.returncode == 9, died.stderr
     done = tune("run", "mine.py", "--config", "mine.yaml", "output_dir=again", "resume_from_checkpoint=True")
     assert done.code == 0, done.err
-    assert losses(folder / "again")[-8:] == whole[-8:]
+    assert losses(folder / "again")[-8:] == expected_losses[-8:]
     before, after = (load_file(folder / name / "step_12" / "model.safetensors") for name in ("out", "again"))
     assert before.keys() == after.keys()
     for name, tensor in before.items():
@@ -152,7 +152,7 @@ def test_a_module_of_ones_own_trains_dies_resumes_and_is_saved(folder, tune, cap
     source = ["checkpointer.checkpoint_dir=out/step_12", "output_dir=next", "epochs=1", "max_steps_per_epoch=1"]
     done = tune("run", "mine.py", "--config", "mine.yaml", *source)
     assert done.code == 0, done.err
-    assert float(losses(folder / "next")[0]) < float(whole[0])
+    assert float(losses(folder / "next")[0]) < float(expected_losses[0])
     done = tune("run", "mine.py", "--config", "mine.yaml")
     assert done.code == 2
     assert "out already holds a run" in done.err
@@ -185,7 +185,7 @@ def test_weights_of_another_module_are_refused(module, message, tmp_path):
         ModuleCheckpointer(path).load_model(module())
 
 
-def test_what_a_file_cannot_hold_is_refused_before_training(tmp_path):
+def test_state_that_safetensors_cannot_hold_is_refused_before_training(tmp_path):
     checkpointer = ModuleCheckpointer(output_dir=tmp_path / "run")
     with pytest.raises(CheckpointError, match=r"state_dict\(\) has '_extra_state', a dict"):
         checkpointer.check_contents(Noted(4, 2))
@@ -219,7 +219,7 @@ class Words:
         ),
     ],
 )
-def test_what_a_tokenizer_lacks_is_said_at_the_start(tokenizer, dataset, message, tmp_path):
+def test_attributes_that_a_users_tokenizer_lacks_are_named_at_the_start(tokenizer, dataset, message, tmp_path):
     question = {"role": "user", "content": "a"}
     answers = [[question, {"role": "assistant", "content": answer}] for answer in "bc"]
     row = {"text": "a", "prompt": "b", "messages": answers[0], "chosen": answers[0], "rejected": answers[1]}

@@ -59,7 +59,7 @@ class PlainPPO:
     def log_probs(self, model, rollout):
         rows = (model(rollout.tokens[None]).logits[0] / 0.7).log_softmax(-1)
         places = range(rollout.prompt_len, len(rollout.tokens))
-        return torch.stack([rows[place - 1, rollout.tokens[place]] for place in places])
+        return torch.stack([rows[position - 1, rollout.tokens[position]] for position in places])
 
     def values(self, model, rollout):
         hidden = model.model(rollout.tokens[None]).last_hidden_state[0]
@@ -226,7 +226,7 @@ def test_a_score_is_read_where_the_reward_model_was_trained(tmp_path):
         ({"num_steps": 8, "epochs": 2}, "num_steps.*says how long the run is"),
     ],
 )
-def test_what_cannot_be_is_one_sentence(change, said, tmp_path):
+def test_settings_that_do_not_fit_ppo_are_refused_in_one_sentence(change, said, tmp_path):
     for key, value in change.items():
         if isinstance(value, str):
             if value == "larger":
@@ -255,12 +255,12 @@ def test_two_processes_train_in_float16_as_one(forker, tmp_path):
     adam = {"_component_": "torch.optim.AdamW", "lr": 0.003, "eps": 1e-3}
     settings = {"dtype": "fp16", "optimizer": adam, "lr_scheduler": None, "clip_grad_norm": 1.0, "ppo_epochs": 2}
     settings |= {"max_steps_per_epoch": 1, "loss__value_coeff": 0.5}
-    whole = start(PPO, tmp_path, **settings, batch_size=8)
+    full_batch = start(PPO, tmp_path, **settings, batch_size=8)
     run = forker.run_on_two(PPO, tmp_path, **settings, data_parallel_shard_dim=2, batch_size=4)
     for name in ("loss", "grad_norm", "kl", "policy_loss", "value_loss"):
-        assert run.figure(name) == pytest.approx(whole.figure(name), rel=2e-3, abs=5e-4), name
-    for each in (run, whole):
-        (record,) = each.lines("skipped_steps.jsonl")
+        assert run.figure(name) == pytest.approx(full_batch.figure(name), rel=2e-3, abs=5e-4), name
+    for compared in (run, full_batch):
+        (record,) = compared.lines("skipped_steps.jsonl")
         assert "overflows fp16; the loss scale is 32768" in record["reason"]
 
 

@@ -200,7 +200,7 @@ def test_a_reward_model_is_trained_with_an_adapter_and_resumed(tmp_path):
         (LORA, {"loss": {"_component_": "torchtune.rlhf.loss.KTOLoss"}, "batch_size": 11}, "1: set another batch_size"),
     ],
 )
-def test_what_does_not_fit_the_loss_is_one_sentence(name, settings, words, tmp_path):
+def test_data_or_model_that_does_not_fit_the_loss_is_refused_in_one_sentence(name, settings, words, tmp_path):
     with pytest.raises((LossError, UserError), match=words):
         start(name, tmp_path, **settings, train=False)
 

@@ -22,18 +22,18 @@ def test_the_exported_quantised_model_computes_what_was_trained(name, tmp_path):
 
     run = start(name, tmp_path, max_steps_per_epoch=3)
     run.recipe.model.eval().cpu()
-    theirs = AutoModelForCausalLM.from_pretrained(run.output_dir / "quantized", dtype=torch.float32)
+    hf_model = AutoModelForCausalLM.from_pretrained(run.output_dir / "quantized", dtype=torch.float32)
     with torch.no_grad():
-        ours = run.recipe.model(TOKENS)
-        assert torch.allclose(theirs(TOKENS).logits, ours, atol=1e-4)
+        logits = run.recipe.model(TOKENS)
+        assert torch.allclose(hf_model(TOKENS).logits, logits, atol=1e-4)
     (saved,) = run.output_dir.glob("epoch_*")
     with torch.device("meta"):
-        whole = from_hf_config(saved)
-    FullModelHFCheckpointer(str(saved)).load_model(whole)
+        full_model = from_hf_config(saved)
+    FullModelHFCheckpointer(str(saved)).load_model(full_model)
     with torch.no_grad():
-        assert not torch.allclose(whole(TOKENS), ours, atol=1e-2), "it was trained for the quantized model"
-        converted = Int8DynActInt4WeightQATQuantizer(groupsize=16).prepare(whole)
-        assert torch.equal(converted(TOKENS), ours), "the plain export is what is quantized"
+        assert not torch.allclose(full_model(TOKENS), logits, atol=1e-2), "it was trained for the quantized model"
+        converted = Int8DynActInt4WeightQATQuantizer(groupsize=16).prepare(full_model)
+        assert torch.equal(converted(TOKENS), logits), "the plain export is what is quantized"
     assert (run.output_dir / "quantized" / "tokenizer.json").exists()
 
 
@@ -60,11 +60,11 @@ def test_splitting_the_work_changes_nothing(tmp_path):
     )
 
 
-def test_what_would_train_nothing_is_refused(tmp_path):
+def test_fake_quantization_after_the_last_step_is_refused(tmp_path):
     with pytest.raises(ConversionError, match="is 12, but the run ends after 12 steps"):
         start("qat_single_device", tmp_path, fake_quant_after_n_steps=12)
 
 
-def test_a_start_of_what_is_not_simulated_is_refused(tmp_path):
+def test_start_of_fake_quantization_without_a_quantizer_is_refused(tmp_path):
     with pytest.raises(UserError, match="fake_quant_after_n_steps: needs a quantizer"):
         start("full_finetune_single_device", tmp_path, train=False, fake_quant_after_n_steps=3)

@@ -50,12 +50,12 @@ def settings_of(loss, folder, **dataset):
 def test_two_processes_train_as_one(loss, forker, tmp_path):
     """Also if the last step leaves one of them without an example."""
     settings = {**settings_of(loss, tmp_path), "clip_grad_norm": 1.0, "epochs": 2}
-    whole = start(FULL, tmp_path, **settings)
+    full_run = start(FULL, tmp_path, **settings)
     split = {"data_parallel_shard_dim": 2, "batch_size": 2}
     run = forker.run_on_two("full_dpo_distributed", tmp_path, **{**settings, **split})
-    assert run.losses == pytest.approx(whole.losses, rel=1e-4)
+    assert run.losses == pytest.approx(full_run.losses, rel=1e-4)
     for figure in ("reranking/accuracy", "grad_norm"):
-        assert run.figure(figure) == pytest.approx(whole.figure(figure), rel=1e-3), figure
+        assert run.figure(figure) == pytest.approx(full_run.figure(figure), rel=1e-3), figure
 
 
 @pytest.mark.parametrize("loss", [PAIRS, LISTS])
@@ -64,10 +64,10 @@ def test_adapters_with_a_whole_head_learn_and_resume(loss, tmp_path):
     adapter = {"_component_": "torchtune.modules.peft.LoRA", "rank": 4, "alpha": 8, "train_modules": ["score"]}
     settings |= {"model_converters": [adapter], "epochs": 4, "max_steps_per_epoch": 2, "save_every_n_steps": 3}
     settings |= {"dataset_val": settings["dataset"], "run_val_every_n_steps": 2}
-    whole = start(LORA, tmp_path, **settings)
-    assert whole.losses[max(whole.losses)] < whole.losses[1]
-    assert len(whole.figure("val_reranking/accuracy")) == len(whole.losses) // 2
-    resume(LORA, tmp_path, whole, 3, **settings)
+    full_run = start(LORA, tmp_path, **settings)
+    assert full_run.losses[max(full_run.losses)] < full_run.losses[1]
+    assert len(full_run.figure("val_reranking/accuracy")) == len(full_run.losses) // 2
+    resume(LORA, tmp_path, full_run, 3, **settings)
 
 
 def test_checkpoint_scores_pairs_as_transformers(tmp_path):

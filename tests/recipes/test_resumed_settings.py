@@ -74,8 +74,8 @@ def test_a_resume_with_other_settings(said, tmp_path):
     start(NAME, tmp_path, **{**resume, "log_every_n_steps": 2, "seed": 8, "loss__num_output_chunks": 4})
     (new,) = [line for line in said if "takes effect" in line]
     assert new.endswith("log_every_n_steps was 1 and is 2 now; loss.num_output_chunks was not set and is 4 now.")
-    (kept,) = [line for line in said if "goes on" in line]
-    assert kept.endswith("seed was 7 and is 8 now.")
+    (message_of_seed,) = [line for line in said if "goes on" in line]
+    assert message_of_seed.endswith("seed was 7 and is 8 now.")
     assert [record["step"] for record in read_log(first.output_dir) if "loss" in record][12:] == [10, 12]
 
 
@@ -112,7 +112,7 @@ def test_a_run_in_bf16_goes_on_in_fp32(said, tmp_path, optimizer, precision):
         check_resumed_settings({"dtype": "fp16"}, first.output_dir / "epoch_0")
 
 
-def test_settings_of_a_recipe_of_ones_own(said, tmp_path):
+def test_changed_settings_of_a_users_recipe_do_not_stop_a_resume(said, tmp_path):
     """What nobody classified is read by the recipe; a secret and a setting of another release are no change."""
     text = yaml.safe_dump({"mine": {"a": [1, 2]}, "gone": 1, "metric_logger": {"api_key": "<redacted>"}, "seed": 1})
     (tmp_path / "torchtune_config.yaml").write_text(text)

@@ -158,7 +158,7 @@ def test_a_teacher_pulls_the_student_towards_it(tmp_path):
         ),
     ],
 )
-def test_what_cannot_be_is_one_sentence(settings, said, tmp_path):
+def test_settings_that_do_not_fit_rollouts_are_refused_in_one_sentence(settings, said, tmp_path):
     with pytest.raises((UserError, LossError, DataError)) as caught:
         start(FULL, tmp_path, max_steps_per_epoch=1, **settings)
     assert re.search(said, str(caught.value), re.DOTALL), str(caught.value)

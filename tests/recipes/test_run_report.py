@@ -25,7 +25,7 @@ def run(name, folder, caplog, changes=None, **settings):
     return code, "\n".join(caplog.messages), output_dir
 
 
-def test_a_run_says_what_it_does_what_came_of_it_and_what_to_type_next(tmp_path, caplog, tune):
+def test_run_logs_its_summary_its_result_and_the_next_command(tmp_path, caplog, tune):
     code, log, output = run(LORA, tmp_path, caplog, gradient_accumulation_steps=3, epochs=2)
     assert code == 0
     assert "model       from_hf_config, weights of " in log
@@ -49,7 +49,7 @@ def test_a_run_says_what_it_does_what_came_of_it_and_what_to_type_next(tmp_path,
     assert "estimate of its tensors" in (output / "report.html").read_text()
 
 
-def test_answers_are_told_by_their_reward(tmp_path, caplog):
+def test_runs_on_rewards_are_summarized_by_their_reward(tmp_path, caplog):
     """Not by a loss that is near 0 whatever they are worth; and what makes all of them worth the same is said."""
     _, log, output = run("ppo_full_finetune_single_device", tmp_path, caplog, max_steps_per_epoch=3)
     rewards = [record["rewards/total"] for record in read_log(output)]
@@ -142,7 +142,7 @@ def test_any_bit_of_any_trained_parameter_counts(dtype):
             assert checksum_trained(model) == before
 
 
-def test_what_a_resume_could_not_set_is_refused_before_training(tmp_path):
+def test_state_that_a_resume_could_not_restore_is_refused_before_training(tmp_path):
     changes = {'            "best": self.best,\n': '            "best": self.best,\n            "best_loss": 5.0,\n'}
     with pytest.raises(RecipeSettingsError, match="training_state: 'best_loss' is a float, which"):
         start("full_finetune_single_device", tmp_path, train=False, changes=changes)

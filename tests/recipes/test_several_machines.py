@@ -42,13 +42,13 @@ class Machines:
 
     def start(self, recipe, config, *overrides):
         """Start the command of one more machine."""
-        place = self.folder / f"machine_{len(self.agents)}"
-        place.mkdir(exist_ok=True)
+        folder = self.folder / f"machine_{len(self.agents)}"
+        folder.mkdir(exist_ok=True)
         options = ["--nnodes", str(self.count), "--nproc-per-node", str(self.ranks), "--rdzv-endpoint", self.endpoint]
         options += ["--local-addr", "127.0.0.1"]
         self.forkers.append(Forker())
         environment = {"RES_OPTIONS": "timeout:1 attempts:1"}
-        agent = self.forkers[-1].start_torchrun(options, recipe, config, place / "screen", *overrides, **environment)
+        agent = self.forkers[-1].start_torchrun(options, recipe, config, folder / "screen", *overrides, **environment)
         self.agents.append(agent)
         if len(self.agents) == 1:  # it serves the rendezvous, even if its start takes longer than the second one's
             self.until(self._is_served)
@@ -79,10 +79,10 @@ class Machines:
 
     def find_all_workers(self):
         """Agent -> its workers."""
-        found = subprocess.run(
+        processes = subprocess.run(
             ["ps", "-A", "-ww", "-o", "pid=,ppid=,args="], capture_output=True, text=True, check=True
         )
-        rows = [line.split(None, 2) for line in found.stdout.splitlines()]
+        rows = [line.split(None, 2) for line in processes.stdout.splitlines()]
         workers_of = {agent: [] for agent in self.agents}
         for pid, parent, args in rows:
             if "--config" in args and int(parent) in workers_of:
@@ -106,9 +106,9 @@ class Machines:
 
 @pytest.fixture
 def machines(tmp_path):
-    found = Machines(tmp_path)
-    yield found
-    found.close()
+    started = Machines(tmp_path)
+    yield started
+    started.close()
 
 
 @pytest.mark.slow
@@ -118,10 +118,10 @@ def test_the_other_machine_ends_and_the_run_resumes(machines, forker, tmp_path, 
         pytest.skip("gloo tells at once that a machine is gone; with NCCL it takes hang_timeout_minutes")
     output_dir, recipe = tmp_path / "output", tmp_path / "mine.py"
     waits = "import time; time.sleep(2 * (self.global_step >= 7 and self.resume_point is None))"
-    ((place, waiting),) = after_each_step(waits).items()
+    ((line, waiting),) = after_each_step(waits).items()
     source = (RECIPES / f"{NAME}.py").read_text()
-    assert source.count(place) == 1
-    recipe.write_text(source.replace(place, waiting))
+    assert source.count(line) == 1
+    recipe.write_text(source.replace(line, waiting))
     config = write_config(NAME, tmp_path, output_dir, **SETTINGS)
     for _ in range(2):
         machines.start(str(recipe), config)

@@ -48,7 +48,7 @@ def test_a_step_that_is_not_finite_leaves_everything_as_it_was(name, tmp_path):
     assert rows[2][0]["source"] == str(tmp_path / "data.jsonl")
 
 
-def test_the_micro_batch_that_is_not_finite_is_told(tmp_path):
+def test_rows_of_the_micro_batch_that_is_not_finite_are_recorded(tmp_path):
     run = start("full_finetune_single_device", tmp_path, loss=faulty(nan=[4]), gradient_accumulation_steps=2)
     (record,) = records(run.output_dir)
     assert record["step"] == 2
@@ -152,11 +152,11 @@ def test_a_spike_is_skipped_and_the_count_survives_a_resume(tmp_path):
     settings = {"epochs": 5, "save_every_n_steps": 40, "lr_scheduler": None, "loss_spike_threshold": 6.0}
     settings["optimizer"] = {"_component_": "torch.optim.SGD", "lr": 1e-4}
     name = "full_finetune_single_device"
-    whole = start(name, tmp_path, loss=faulty(nan=[38], spike=[20, 45]), **settings)
+    full_run = start(name, tmp_path, loss=faulty(nan=[38], spike=[20, 45]), **settings)
     # There is nothing to measure the first one against yet.
-    assert [record["step"] for record in records(whole.output_dir)] == [38, 45]
-    assert "far above the mean" in records(whole.output_dir)[1]["reason"]
-    resumed = resume(name, tmp_path, whole, 40, **settings, loss=faulty(spike=[5]))
+    assert [record["step"] for record in records(full_run.output_dir)] == [38, 45]
+    assert "far above the mean" in records(full_run.output_dir)[1]["reason"]
+    resumed = resume(name, tmp_path, full_run, 40, **settings, loss=faulty(spike=[5]))
     assert [record["step"] for record in records(resumed.output_dir)] == [45]
     assert resumed.recipe.guard.num_skipped == 2
 
@@ -184,14 +184,14 @@ def test_asynchronous_saves_are_those_of_synchronous_ones(name, tmp_path):
             for behind in (False, True)
         ]
         for step in ("step_3", "step_6", "step_9", "step_12"):
-            found = [
+            files_of_runs = [
                 sorted(path.relative_to(run.output_dir) for path in (run.output_dir / step).rglob("*")) for run in runs
             ]
-            assert found[0] == found[1]
-            for path in found[0]:
+            assert files_of_runs[0] == files_of_runs[1]
+            for path in files_of_runs[0]:
                 if path.suffix == ".safetensors":
-                    one, other = ((run.output_dir / path).read_bytes() for run in runs)
-                    assert one == other, path
+                    synchronous, asynchronous = ((run.output_dir / path).read_bytes() for run in runs)
+                    assert synchronous == asynchronous, path
 
 
 def test_a_checkpoint_that_cannot_be_written_costs_no_run(name, tmp_path, caplog):

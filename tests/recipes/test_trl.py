@@ -193,7 +193,7 @@ def collate_all_labelled(batch):
 
 
 @pytest.mark.parametrize(
-    ("name", "ours", "settings", "more"),
+    ("name", "ours", "settings", "trl_settings"),
     [
         ("CPO", {"_component_": "SimPOLoss", "beta": 2.0, "gamma": 0.7}, {}, {"loss_type": "simpo", "cpo_alpha": 0.0}),
         ("CPO", {"_component_": "CPOLoss", "beta": 0.3, "alpha": 0.5}, ONE_PAIR, {"cpo_alpha": 0.5}),
@@ -201,7 +201,7 @@ def collate_all_labelled(batch):
     ],
     ids=["simpo", "cpo", "orpo"],
 )
-def test_pairs_without_a_reference(name, ours, settings, more, tmp_path):
+def test_pairs_without_a_reference(name, ours, settings, trl_settings, tmp_path):
     module = importlib.import_module(f"trl.experimental.{name.lower()}")
     run_of_recipe = run(tmp_path, ours, **settings)
     data, rows = run_of_recipe.recipe.loader.dataset, []
@@ -216,16 +216,16 @@ def test_pairs_without_a_reference(name, ours, settings, more, tmp_path):
     if name == "ORPO":
         assert {len(row["prompt_input_ids"]) for row in rows} == {1}
     model = causal(tmp_path)
-    more = {"beta": ours["beta"], "max_length": 512, **more}
+    trl_settings = {"beta": ours["beta"], "max_length": 512, **trl_settings}
     if "gamma" in ours:
-        more["simpo_gamma"] = ours["gamma"]
+        trl_settings["simpo_gamma"] = ours["gamma"]
     if "batch_size" in settings:
-        more["per_device_train_batch_size"] = settings["batch_size"]
-    config = getattr(module, f"{name}Config")(**options(tmp_path, **more))
+        trl_settings["per_device_train_batch_size"] = settings["batch_size"]
+    config = getattr(module, f"{name}Config")(**options(tmp_path, **trl_settings))
     agree(run_of_recipe, theirs(getattr(module, f"{name}Trainer"), config, model, tmp_path, rows), model)
 
 
-def test_reward_model(tmp_path):
+def test_reward_model_trains_as_in_trl(tmp_path):
     from transformers import AutoModelForSequenceClassification
 
     start(FULL, tmp_path, train=False)
@@ -247,7 +247,7 @@ def test_reward_model(tmp_path):
     agree(run_of_recipe, theirs(trl.RewardTrainer, config, base, tmp_path, rows), base)
 
 
-def test_kto(tmp_path):
+def test_kto_trains_as_in_trl(tmp_path):
     rng = random.Random(0)
     write_pairs(tmp_path / "pairs.jsonl", count=STEPS * BATCH)
     sides = [(pair, rng.choice(["chosen", "rejected"])) for pair in read_lines(tmp_path / "pairs.jsonl")]

@@ -44,22 +44,22 @@ def run(kind, folder, **settings):
 @pytest.mark.parametrize("kind", ["full", "lora"])
 def test_training_resumes_to_the_bit_and_transformers_reads_what_comes_out(kind, folder):
     settings = {"epochs": 2, "save_every_n_steps": 1, "checkpointer__keep_last_n_checkpoints": 9}
-    whole = run(kind, folder, **settings)
-    assert len(whole.losses) == 4
-    again = resume(f"{kind}_finetune_single_device", folder, whole, 2, **SETTINGS, batch_size=3, **settings)
+    full_run = run(kind, folder, **settings)
+    assert len(full_run.losses) == 4
+    again = resume(f"{kind}_finetune_single_device", folder, full_run, 2, **SETTINGS, batch_size=3, **settings)
     # Every trained parameter has moved: embeddings of tiles where there were images.
     before = run(kind, folder, max_steps_per_epoch=1, train=False).trained
-    still = [name for name, value in whole.trained.items() if torch.equal(value, before[name])]
+    still = [name for name, value in full_run.trained.items() if torch.equal(value, before[name])]
     assert still == []
 
-    tokens, given = torch.tensor([[1, tiny_vision.IMAGE_TOKEN, 5, 9, 7]]), images([(2, 1)])
-    mask = sees(tokens, given["aspect_ratio"])
+    tokens, image_inputs = torch.tensor([[1, tiny_vision.IMAGE_TOKEN, 5, 9, 7]]), images([(2, 1)])
+    mask = sees(tokens, image_inputs["aspect_ratio"])
     exported = MllamaForConditionalGeneration.from_pretrained(again.output_dir / "step_4").eval()
     model = again.recipe.model.eval().cpu()
     with torch.no_grad():
-        wanted = logits_of_transformers(exported, tokens, given, mask)
-        found = model(tokens, encoder_input=given, encoder_mask=mask)
-    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-3)
+        expected = logits_of_transformers(exported, tokens, image_inputs, mask)
+        logits = model(tokens, encoder_input=image_inputs, encoder_mask=mask)
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-3)
 
 
 def test_answers_are_learned_from_the_pixels_of_files(folder):
@@ -96,7 +96,7 @@ def test_frozen_parts_stay_as_they_were(folder):
         ("knowledge_distillation_single_device", {}, "reads images, and this recipe trains on text only"),
     ],
 )
-def test_what_cannot_be_trained_is_said_before_the_run(name, settings, sentence, folder):
+def test_settings_that_do_not_fit_images_are_refused_before_the_run(name, settings, sentence, folder):
     config = write_config(name, folder, folder / "output", **(SETTINGS if settings else {}), **settings)
     module = load_recipe(name, folder)
     cfg = load_and_check(config, [], module.recipe_main)
@@ -139,7 +139,7 @@ def test_a_run_on_text_that_would_train_nothing_is_refused_before_its_first_step
 
 def test_a_question_about_a_picture_is_answered_as_by_transformers(folder):
     pictures = tiny_vision.write_pictures(folder)
-    theirs = MllamaForConditionalGeneration.from_pretrained(folder / "checkpoint").eval()
+    hf_model = MllamaForConditionalGeneration.from_pretrained(folder / "checkpoint").eval()
     answers = set()
     for name, cached in (("0", True), ("0", False), ("7", True)):
         image = str(folder / f"{name}.png")
@@ -148,11 +148,11 @@ def test_a_question_about_a_picture_is_answered_as_by_transformers(folder):
         recipe, cfg = recipe_of(folder, **settings, max_new_tokens=4)
         row = recipe.prompt_row(cfg.prompt)
         batch = padded_collate_tiled_images_and_mask([row], pad_direction="left", pad_max_tiles=tiny_vision.TILES)
-        tokens, given, mask = batch["tokens"], batch["encoder_input"], batch["encoder_mask"]
-        given["images"] = given["images"].float()
+        tokens, image_inputs, mask = batch["tokens"], batch["encoder_input"], batch["encoder_mask"]
+        image_inputs["images"] = image_inputs["images"].float()
         for _ in range(4):
             with torch.no_grad():
-                token = logits_of_transformers(theirs, tokens, given, mask)[:, -1:].argmax(-1)
+                token = logits_of_transformers(hf_model, tokens, image_inputs, mask)[:, -1:].argmax(-1)
             tokens, mask = torch.cat([tokens, token], dim=1), torch.cat([mask, mask[:, -1:]], dim=1)
         text = recipe.generate(cfg)
         assert text == recipe.tokenizer.decode(tokens[0, len(row["tokens"]) :].tolist())

@@ -89,11 +89,15 @@ def _number(
     value = body.get(name)
     if value is None:
         return default
-    limit = 2**63 - 1 if most is None else most
+    if most is None:
+        limit = 2**63 - 1  # of 64-bit integers
+        bounds = f"of at least {least}"
+    else:
+        limit = most
+        bounds = f"between {least} and {most}"
     if isinstance(value, bool) or not isinstance(value, kinds) or not least <= value <= limit:
-        what = "an integer" if kinds is int else "a number"
-        bounds = f"of at least {least}" if most is None else f"between {least} and {most}"
-        raise ApiError(400, f"{name} is {json.dumps(value)[:80]}: it must be {what} {bounds}.")
+        kind = "an integer" if kinds is int else "a number"
+        raise ApiError(400, f"{name} is {json.dumps(value)[:80]}: it must be {kind} {bounds}.")
     return value
 
 
@@ -152,8 +156,10 @@ class ChatServer(ThreadingHTTPServer):
         if kind == "json_object":
             schema = None
         elif kind == "json_schema":
+            schema = None
             described = response_format.get("json_schema")
-            schema = described.get("schema") if isinstance(described, dict) else None
+            if isinstance(described, dict):
+                schema = described.get("schema")
             if not isinstance(schema, dict):
                 raise ApiError(400, "response_format.json_schema must be an object with a name and a schema.")
         else:
@@ -263,8 +269,10 @@ class _Answer:
             if name in _READ and not isinstance(value, _READ[name]):
                 raise ApiError(400, f"{name} must be {_TYPES[_READ[name]]}.")
             if name not in _READ:
-                what = f" other than {json.dumps(_NEUTRAL[name])}" if name in _NEUTRAL else ""
-                raise ApiError(400, f"This server samples without {name}{what}: leave it out.")
+                setting = name
+                if name in _NEUTRAL:
+                    setting += f" other than {json.dumps(_NEUTRAL[name])}"
+                raise ApiError(400, f"This server samples without {setting}: leave it out.")
         choice = body.get("tool_choice")
         if not (isinstance(self._stop, list) and all(isinstance(text, str) and text for text in self._stop)):
             raise ApiError(400, "stop must be a text, or a list of texts.")
@@ -335,7 +343,9 @@ class _Answer:
         last_text = decoder.end()  # of a character that is not complete
         yield self._put(buffer.put(last_text, last_text))
         self.num_written = len(self._log_probs)
-        calls = self._calls() if self._tools else {}
+        calls = {}
+        if self._tools:
+            calls = self._calls()
         if calls or buffer.mark in self._stop:
             yield self._put(buffer.before)
         else:
@@ -349,9 +359,11 @@ class _Answer:
 
     def _described(self, token: int, log_prob: float) -> dict[str, Any]:
         text = self._server.decode_token(token) or self._server.tokenizer.decode([token], skip_special_tokens=False)
-        is_part = "\ufffd" in text  # of a character: its bytes are not known
+        text_bytes = None
+        if "\ufffd" not in text:  # else it is a part of a character, whose bytes are not known
+            text_bytes = list(text.encode())
         # JSON has no infinity; the API writes -9999 for tokens that are not likely at all.
-        return {"token": text, "logprob": max(log_prob, -9999.0), "bytes": None if is_part else list(text.encode())}
+        return {"token": text, "logprob": max(log_prob, -9999.0), "bytes": text_bytes}
 
     @property
     def has_entries(self) -> bool:

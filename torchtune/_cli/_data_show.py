@@ -41,13 +41,17 @@ def _decode_row(tokens: np.ndarray, labels: np.ndarray, tokenizer: Any, sizes: S
     opening, closing = _COLOR if has_color else _BRACKETS
     text = ""
     for piece, trained in decode_pieces(tokens, labels, tokenizer):
-        text += f"{opening}{piece}{closing}" if trained else piece
+        if trained:
+            piece = f"{opening}{piece}{closing}"
+        text += piece
     for width, height in sizes:
         text = text.replace("<|image|>", f"<image {width}x{height}>", 1)
     if len(text) <= _MAX_EXAMPLE:
         return text
-    reset = closing if has_color else ""  # the cut may be within a colored piece
-    return f"{text[:_MAX_EXAMPLE]}{reset} … ({len(text):,} characters)"
+    cut = text[:_MAX_EXAMPLE]
+    if has_color:  # the cut may be within a colored piece
+        cut += closing
+    return f"{cut} … ({len(text):,} characters)"
 
 
 def _has_color() -> bool:
@@ -80,8 +84,9 @@ def show_dataset(
     with nullcontext() if everything else preview(sample) as seen:
         dataset = instantiate_dataset(node, tokenizer, longest)
         reasoning = list(_describe_reasoning(dataset, tokenizer))
-    # Counts of a sample are multiplied by this, as an estimate of those of all rows.
-    scale = 1.0 if seen is None or not seen.read else seen.total / seen.read
+    scale = 1.0
+    if seen is not None and seen.read:  # counts of a sample are multiplied, as an estimate of those of all rows
+        scale = seen.total / seen.read
     counts = _count_rows(dataset, getattr(tokenizer, "max_seq_len", None))
     print(f"\n{name}: {_format_row_count(counts, scale)}")
     for line in [*_describe_counts(dataset, counts, scale), *reasoning]:
@@ -92,7 +97,9 @@ def show_dataset(
     for number, row in enumerate(_iter_rows(first, end=examples)):
         sizes = [size_of(image) for image in first.images(number)]
         for side, tokens, labels in row:  # arrays [s]
-            title = f"row {number}, {side}" if side else f"row {number}"
+            title = f"row {number}"
+            if side:
+                title += f", {side}"
             num_trained = int((labels != CROSS_ENTROPY_IGNORE_IDX).sum())
             trained = f"{num_trained:,} trained on, {marks}"
             if isinstance(first, ClassificationDataset):  # the label is a class and not a token
@@ -223,13 +230,17 @@ def show_config(cfg: Any, examples: int, everything: bool, sample: int) -> None:
     if cfg.dataset_val is not None:
         held_out = show_dataset("dataset_val", cfg.dataset_val, tokenizer, 0, everything, sample, longest)
         num_leaks = len(train["hashes"].keys() & held_out["hashes"].keys())
-        leaks = f"{num_leaks:,} rows of dataset_val are in dataset too: remove them from one" if num_leaks else "none"
+        leaks = "none"
+        if num_leaks:
+            leaks = f"{num_leaks:,} rows of dataset_val are in dataset too: remove them from one"
         if not (train["exact"] and held_out["exact"]):
             leaks += " among the rows that were read (--all compares every row)"
         print(f"leaks       {leaks}")
     num_examples = train["examples"]
     if is_mixture(cfg.dataset):  # an epoch of a mixture has as many rows as its weights say
-        num_read = sys.maxsize if train["exact"] else sample
+        num_read = sample
+        if train["exact"]:  # all rows were read
+            num_read = sys.maxsize
         num_examples = measure(cfg.dataset, tokenizer, num_read, longest).examples
     plan = StepPlan.of(cfg)
     steps = plan.describe_steps(plan.steps_per_epoch(num_examples, data_size=1))

@@ -144,8 +144,9 @@ def find_targets(recipe: str | None, config: str) -> tuple[RecipeTarget, Path]:
         UserError: there is no such recipe or config.
     """
     path = resolve_config(config, recipe)
-    target = recipe_named_by(path) if recipe is None else resolve_recipe(recipe)
-    return target, path
+    if recipe is None:
+        return recipe_named_by(path), path
+    return resolve_recipe(recipe), path
 
 
 def find_checkpoint(model: str) -> str:
@@ -184,7 +185,9 @@ def add_to_path(folder: str) -> None:
 def device_of(config: Config, recipe: Recipe) -> str:
     """Return ``single_device`` or ``distributed``."""
     is_named_single = "single_device" in config.name or "low_memory" in config.name
-    return "single_device" if is_named_single or not recipe.supports_distributed else "distributed"
+    if is_named_single or not recipe.supports_distributed:
+        return "single_device"
+    return "distributed"
 
 
 @functools.cache
@@ -211,8 +214,9 @@ def find_configs(words: Iterable[str], kind: ConfigKind = "usual") -> list[tuple
     pairs = _configs_of(kind)
     for term in search_terms:
         family = re.sub(r"[.-]", "_", term)
-        # "qwen" matches all Qwen families, "qwen3" only one
-        prefix = f"{family}/" if family in families() else family
+        prefix = family
+        if family in families():  # "qwen3" matches one family, "qwen" all that begin with it
+            prefix += "/"
         matches = []
         for config, recipe in pairs:
             is_named = config.name.startswith(prefix) or term in names_of_recipe[recipe.name]
@@ -259,11 +263,11 @@ def suggest_configs(name: str) -> str:
 def _configs_of(kind: ConfigKind) -> list[tuple[Config, Recipe]]:
     """Return each config of a kind, with its recipe."""
     recipes = {recipe.name: recipe for recipe in get_all_recipes()}
-    names = impossible_configs() if kind == "impossible" else configs_on_demand()
     pairs = []
-    if kind == "usual":
+    if kind == "usual":  # the files, and the usual ones of those that are made when they are named
         for recipe in recipes.values():
             pairs += [(config, recipe) for config in recipe.configs]
+    names = impossible_configs() if kind == "impossible" else configs_on_demand()
     for name, (model, method) in names.items():
         is_usual = method in usual_methods(model)
         if kind == "impossible" or is_usual == (kind == "usual"):

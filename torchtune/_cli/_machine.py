@@ -128,7 +128,9 @@ def _disks(output: Path, findings: Findings) -> list[str]:
         free = shutil.disk_usage(existing).free
         kind = _file_system(existing)
         line = f"{use}: {folder}, {free / 2**30:.1f} GiB free"
-        lines.append(f"{line}, {kind}" if kind else line)
+        if kind:
+            line += f", {kind}"
+        lines.append(line)
         if not (existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)):
             findings.problems.append(f"{use}: {existing} may not be written to: choose another folder")
         elif free < _SMALL_DISK:

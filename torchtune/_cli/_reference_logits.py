@@ -97,7 +97,9 @@ def _pooled(model: nn.Module, tokenizer: Any, text: str, pooling: str) -> Tensor
     """Return the last hidden state of a text, or the mean of all ``[d]``."""
     ids = torch.tensor([tokenizer(text)["input_ids"]], device=model.device)
     hidden = model(ids).last_hidden_state[0]  # [s, d]
-    return hidden[-1] if pooling == "last" else hidden.mean(0)
+    if pooling == "last":
+        return hidden[-1]
+    return hidden.mean(0)
 
 
 @torch.no_grad()
@@ -181,8 +183,9 @@ def _read_with_peft(peft: Any, folder: Path) -> tuple[Any, list[str]]:
     transformers = require("transformers", extra="check", purpose="The check of an export")
     settings = peft.PeftConfig.from_pretrained(folder)
     base, _ = _read_with_transformers(transformers, settings.base_model_name_or_path)
-    trained = getattr(settings, "trainable_token_indices", None) or []
-    ids = next(iter(trained.values())) if isinstance(trained, dict) else trained
+    ids = getattr(settings, "trainable_token_indices", None) or []
+    if isinstance(ids, dict):  # by the name of the embedding
+        ids = next(iter(ids.values()))
     if ids and max(ids) >= base.get_input_embeddings().num_embeddings:  # as AutoPeftModel does
         base.resize_token_embeddings(max(ids) + 1, mean_resizing=False)
     model = peft.PeftModel.from_pretrained(base, folder)
@@ -201,8 +204,10 @@ def _compute(model: Any, prompts: Sequence[Tensor], device: torch.device) -> Ite
     if isinstance(model, nn.Module):
         model.eval().to(device)
         for ids in prompts:
-            logits = model(ids[None].to(device)).logits
-            yield logits[0] if logits.dim() == 3 else logits
+            logits = model(ids[None].to(device)).logits  # [1, s, v]; of a classifier [1, classes]
+            if logits.dim() == 3:
+                logits = logits[0]
+            yield logits
         return
     for ids in prompts:  # llama.cpp
         model.reset()

@@ -1,18 +1,24 @@
-"""The command line of ``tune run`` and of the commands that take the same words."""
+"""The command line of ``tune run``, with torchrun's options, and of the commands that take the same words."""
 
+import argparse
 import itertools
 import math
 import os
+import re
 from dataclasses import dataclass
 
-from torchtune._cli._torchrun import count_options, is_option
-from torchtune.utils import UserError
+from torchtune.utils import GRACE_VARIABLE, UserError
 
 USAGE = (
     "tune run [TORCHRUN-OPTIONS] [<recipe>] --config <config> [--dry-run] [--simulate 8xH100] "
     "[--grace SECONDS] "
     "[key=value ...] [~key ...]"
 )
+# Default of --shutdown-timeout: seconds between SIGTERM and SIGKILL, for workers to save. It also delays a restart if
+# workers hang in a collective with a dead rank.
+SHUTDOWN_TIMEOUT = 120
+# Options of torchrun that conflict with the recipe argument.
+_CONFLICTING_OPTIONS = {"module": "--module", "no_python": "--no-python"}
 
 
 @dataclass
@@ -61,20 +67,21 @@ def parse_command(tokens: list[str]) -> Command:
     remaining = iter(tokens)
     for token in remaining:
         flag, has_value, value = token.partition("=")
+        if flag in ("--config", "--simulate", "--fit", "--grace") and not has_value:  # it is the next word
+            value = next(remaining, "")
         if flag == "--config":
             if command.config is not None:
                 raise UserError("--config is given twice: a run has one config, changed by key=value.")
-            command.config = value if has_value else next(remaining, None)
-            if not command.config:
+            command.config = value
+            if not value:
                 raise UserError("--config needs a value: the name of a config (see `tune ls`) or a YAML file.")
         elif flag in ("--simulate", "--fit"):
-            value = value if has_value else next(remaining, None)
             if not value:
                 example = "devices, as in 8xH100" if flag == "--simulate" else "80GiB"
                 raise UserError(f"{flag} needs a value: {example}.")
             setattr(command, flag[2:], value)
         elif flag == "--grace":
-            command.grace = _parse_grace(value if has_value else next(remaining, ""))
+            command.grace = _parse_grace(value)
         elif token == "--dry-run":
             command.dry_run = True
         elif token in ("-h", "--help"):
@@ -82,10 +89,10 @@ def parse_command(tokens: list[str]) -> Command:
         else:
             other_tokens.append(token)
     for token in other_tokens:
-        if token.startswith("-") and not is_option(token):
+        if token.startswith("-") and not _is_option(token):
             raise UserError(f"{token}: unknown option: settings are key=value, without dashes.")
     # The order of the others: torchrun's options, the recipe, overrides.
-    num_options = count_options(other_tokens, USAGE)
+    num_options = _count_options(other_tokens)
     command.torchrun = other_tokens[:num_options]
     overrides = other_tokens[num_options:]
     if overrides and not _is_override(overrides[0]):
@@ -116,6 +123,100 @@ def require_config(command: Command, name: str, options: str = "") -> str:
     """
     if command.config is not None:
         return command.config
-    is_file = str(command.recipe).endswith((".yaml", ".yml"))
-    words = ["tune", name, "--config", command.recipe if is_file else "CONFIG", *options.split()]
+    config = "CONFIG"
+    if str(command.recipe).endswith((".yaml", ".yml")):
+        config = command.recipe
+    words = ["tune", name, "--config", config, *options.split()]
     raise UserError(f"tune {name} needs a config: {' '.join(words)}.")
+
+
+def _torchrun_parser(usage: str = "") -> argparse.ArgumentParser:
+    # Read when torch is imported. In this process, `tune run` explains connections that fail, in place of C++ stack
+    # traces; workers show errors, such as NCCL's, without traces of what they only warn about.
+    is_default = "TORCH_CPP_LOG_LEVEL" not in os.environ
+    if is_default:
+        os.environ["TORCH_CPP_LOG_LEVEL"] = "FATAL"
+    from torch.distributed.run import get_args_parser
+
+    if is_default:
+        os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
+    parser = get_args_parser()
+    parser.prog = "tune run"
+    parser.usage = usage
+    return parser
+
+
+def _count_options(tokens: list[str]) -> int:
+    """Return the number of leading ``tokens`` that are torchrun's options and their values."""
+    if not tokens or not tokens[0].startswith("-"):
+        return 0
+    parsed = _torchrun_parser(USAGE).parse_args([*tokens, "<end>"])
+    for name, option in _CONFLICTING_OPTIONS.items():
+        if getattr(parsed, name, False):
+            raise UserError(f"{option}: `tune run` takes the name or path of a recipe: remove the option.")
+    return len(tokens) - len(parsed.training_script_args)
+
+
+def _is_option(token: str) -> bool:
+    """Return whether ``token`` is an option of torchrun, with or without its value."""
+    options = re.findall(r"(?<!\S)--?[a-z][\w-]*", _torchrun_parser().format_help())
+    if not token.startswith("--") and token[:2] in options:  # a short option may be joined with its value
+        return True
+    # argparse takes the beginning of an option for the option, and torchrun underscores for dashes.
+    name = token.partition("=")[0].replace("_", "-")
+    return any(option.startswith(name) for option in options)
+
+
+def count_processes(options: list[str], *, exactly: bool = False) -> int | None:
+    """Return the maximum number of processes that torchrun would start.
+
+    Args:
+        options: torchrun's options from the command line.
+        exactly: return ``None`` if the number may change or is not a number.
+
+    Raises:
+        UserError: the number is unknown, and ``exactly`` is False.
+    """
+    if not options:
+        return 1
+    args = _torchrun_parser().parse_args([*options, "<end>"])
+    machines = str(args.nnodes).split(":")  # MIN:MAX, or a number
+    per_machine = str(args.nproc_per_node)  # or gpu, cpu, auto …
+    are_numbers = machines[-1].isdigit() and per_machine.isdigit()
+    if exactly and not (are_numbers and len(set(machines)) == 1):
+        return None
+    if not are_numbers:
+        raise UserError(f"--dry-run needs the number of processes: give numbers, not '{per_machine}'.")
+    return int(machines[-1]) * int(per_machine)
+
+
+def torchrun_arguments(options: list[str], program: list[str]) -> argparse.Namespace:
+    """Parse torchrun's options, with the following defaults:
+
+    - ``--standalone`` on one machine.
+    - The backend ``c10d`` for ``--rdzv-endpoint`` without a backend or node rank: it assigns node ranks, so that the
+      command is the same on all machines.
+    - A ``--shutdown-timeout`` that is long enough to save, or the grace period of ``tune run --grace``.
+
+    Args:
+        options: torchrun's options from the command line.
+        program: ``path …`` or ``--module name …``.
+    """
+    parser = _torchrun_parser()
+    unset_defaults = {
+        name: parser.get_default(name)
+        for name in ("rdzv_backend", "node_rank", "master_port")
+        if f"PET_{name.upper()}" not in os.environ  # torchrun also reads its options from such variables
+    }
+    parser.set_defaults(**dict.fromkeys(unset_defaults))
+    args = parser.parse_args([*options, *program])
+    if args.rdzv_endpoint and args.rdzv_backend is None and args.node_rank is None:
+        args.rdzv_backend = "c10d"
+    if not args.rdzv_endpoint and args.nnodes in ("1", "1:1") and args.master_port is None:
+        args.standalone = True
+    for name, default in unset_defaults.items():
+        if getattr(args, name) is None:
+            setattr(args, name, default)
+    if getattr(args, "shutdown_timeout", 0) is None and "TORCH_ELASTIC_SHUTDOWN_TIMEOUT" not in os.environ:
+        args.shutdown_timeout = math.ceil(float(os.environ.get(GRACE_VARIABLE, SHUTDOWN_TIMEOUT)))
+    return args

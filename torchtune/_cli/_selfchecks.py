@@ -17,10 +17,9 @@ import torch
 import yaml
 
 import torchtune
-from torchtune._cli._child_process import call_in_child_process
-from torchtune._cli._export_check import Check, check_files
-from torchtune._cli._export_files import Trained, find_trained
+from torchtune._cli._export import Check, Trained, check_files, find_trained
 from torchtune._cli._find_recipe import RecipeTarget
+from torchtune._cli._processes import call_in_child_process
 from torchtune._cli.run import run_here
 from torchtune.config import apply_overrides, instantiate, load_and_check, locate, read_document, settings_of
 from torchtune.datasets import instantiate_collate, instantiate_dataset
@@ -130,8 +129,10 @@ class _Checks:
         self._folder = folder
         self._data = document.data
         settings = settings_of(main)
-        fields = dataclasses.fields(settings) if dataclasses.is_dataclass(settings) else ()
-        self._known = {field.name for field in fields} or {*self._data}
+        if dataclasses.is_dataclass(settings):
+            self._known = {field.name for field in dataclasses.fields(settings)}
+        else:
+            self._known = set(self._data)
         if not any(text.startswith("dtype=") for text in overrides):
             self._data["dtype"] = "fp32"
         self._tolerance = 1e-5 if self._data["dtype"] == "fp32" else 1e-2
@@ -141,7 +142,9 @@ class _Checks:
 
     @staticmethod
     def _nodes(data: dict[str, Any]) -> list[dict[str, Any]]:
-        return data["dataset"] if isinstance(data["dataset"], list) else [data["dataset"]]
+        if isinstance(data["dataset"], list):
+            return data["dataset"]
+        return [data["dataset"]]
 
     def _limited(self, rows: int, packed: bool = False) -> dict[str, Any]:
         """Return the config with the first rows of each dataset that has splits."""
@@ -261,7 +264,9 @@ class _Checks:
         trained = find_trained(str(checkpoint))
         # The loss of pairs needs another model, and prompts for generation have placeholder labels.
         rows = [row for row in self._examples(_ROWS) if "labels" in row and "number" not in row]
-        loss = f"{self._compare_loss(trained, rows, expected)}; " if rows else ""
+        loss = ""
+        if rows:
+            loss = f"{self._compare_loss(trained, rows, expected)}; "
         try:
             check = check_files(trained, "hf", None, trained.checkpoint, self._folder, "cpu")
         except EvaluationError as error:  # transformers lacks the architecture
@@ -272,15 +277,18 @@ class _Checks:
 
     def _compare_loss(self, trained: Trained, rows: list[dict[str, Any]], expected: float) -> str:
         """Compare the loss of a checkpoint, loaded alone, with the loss of the next step."""
-        # Other libraries read the merged model, if it exists, rather than the base and the adapter.
-        saved = trained.checkpoint if trained.has_weights else trained.path
+        saved = trained.path
+        if trained.has_weights:  # other libraries read the merged model rather than the base and the adapter
+            saved = trained.checkpoint
         loss = self._loss_of(saved, rows)
         if abs(loss - expected) <= 10 * self._tolerance * max(1.0, abs(expected)):
             return f"loss {loss:.6f}, as the run continues"
         # Before its first step, the run has the weights of checkpoint_dir: do the two losses agree on those?
         base = self._data["checkpointer"].get("checkpoint_dir")
         first = self._whole[1]["loss"]
-        before = first if base is None else self._loss_of(base, rows)
+        before = first
+        if base is not None:
+            before = self._loss_of(base, rows)
         if abs(before - first) > 10 * self._tolerance * max(1.0, abs(first)):
             return (
                 "loss not compared, because the recipe does not train on the config's loss alone (compute_loss adds a "
@@ -341,8 +349,10 @@ class _Checks:
                     num_checked += 1
         if not num_checked:
             raise NotChecked("all rows are cut to max_seq_len or split into turns")
-        trained = f"; the layout trains {header} tokens of the header" if header else ""
-        return f"{num_checked} rows are prompt and answer{trained}"
+        text = f"{num_checked} rows are prompt and answer"
+        if header:
+            text += f"; the layout trains {header} tokens of the header"
+        return text
 
     def _check_row(self, row: dict[str, Any], messages: list[Any]) -> int:
         """Check the row of a conversation; return the number of trained tokens at the end of its prompt."""
@@ -366,8 +376,10 @@ class _Checks:
             raise CheckFailed("it does not begin with the prompt that generation has for its last answer")
         if any(not message.masked for message in messages[-2:-1]):  # the config trains prompts, too
             return 0
-        before = np.flatnonzero(~trained[: len(prompt)])
-        header = len(prompt) - 1 - int(before[-1]) if len(before) else len(prompt)
+        header = len(prompt)  # trained tokens at the end of the prompt
+        masked = np.flatnonzero(~trained[: len(prompt)])
+        if len(masked):
+            header -= 1 + int(masked[-1])
         if header > _HEADER:
             raise CheckFailed(f"the last {header} tokens of the prompt are trained")
         return header
@@ -403,7 +415,9 @@ def run_recipe(recipe: RecipeTarget, config: Path, log: Path) -> str | None:
         try:
             run_here(recipe, config, [])
         except SystemExit as stop:
-            return f"exit code {stop.code}" if stop.code else None
+            if stop.code:
+                return f"exit code {stop.code}"
+            return None
         except Exception as error:  # noqa: BLE001  (raised by a user's recipe)
             traceback.print_exc(file=file)
             return f"{type(error).__name__}: {error}"

@@ -205,7 +205,9 @@ def _checkpoint_folder(key: str, name: str) -> Path:
         try:
             folder, _ = find_folder(find_checkpoint(name))
         except UserError as error:
-            raise UserError(f"{key}={error}" if str(error).startswith(name) else f"{key}={name}: {error}") from error
+            if str(error).startswith(name):
+                raise UserError(f"{key}={error}") from error
+            raise UserError(f"{key}={name}: {error}") from error
     config_file = folder / "config.json"
     if not config_file.is_file():
         gguf_files = sorted(folder.glob("*.gguf"))
@@ -216,9 +218,14 @@ def _checkpoint_folder(key: str, name: str) -> Path:
         )
     if not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
         raise UserError(f"{key}={name}: there are no weights in {folder}: name a checkpoint that has them.")
+    architecture = "of no named architecture"
     architectures = read_json(config_file, UserError).get("architectures")
-    architecture = architectures[0] if isinstance(architectures, list) and architectures else "of no named architecture"
-    _say(key, f"{name}: {architecture}" + ("" if folder == path else f", in {folder}"))
+    if isinstance(architectures, list) and architectures:
+        architecture = architectures[0]
+    text = f"{name}: {architecture}"
+    if folder != path:
+        text += f", in {folder}"
+    _say(key, text)
     return folder
 
 
@@ -266,10 +273,11 @@ class _DataSettings:
         row_format = self._as_trained(row_format, row)
         kind, reader = row_format
         if not reader and not self._chosen:
-            is_table = self._path.suffix.lower() in (".csv", ".tsv")
-            header = " (those of a table are in its first line)" if is_table else ""
+            columns = ", ".join(row)
+            if self._path.suffix.lower() in (".csv", ".tsv"):
+                columns += " (those of a table are in its first line)"
             raise UserError(
-                f"data={self._name}: no dataset reads rows with the columns {', '.join(row)}{header}: name those that "
+                f"data={self._name}: no dataset reads rows with the columns {columns}: name those that "
                 "are read, for example with dataset.column_map.input=... dataset.column_map.output=..., or with "
                 "dataset.column=... for plain text."
             )
@@ -315,8 +323,12 @@ class _DataSettings:
         return row_format, row
 
     def _split(self) -> str:
-        splits = [setting.partition("=")[2] for setting in self._chosen if setting.startswith("split=")]
-        return splits[-1] if splits else "train"
+        split = "train"
+        for setting in self._chosen:
+            key, _, value = setting.partition("=")
+            if key == "split":
+                split = value  # the last one counts
+        return split
 
     def _hub_rows(self) -> list[Mapping[str, Any]]:
         """Return the first rows of a dataset on the hub."""
@@ -343,7 +355,9 @@ class _DataSettings:
             return
         readings = []
         for kind, reader in formats[:2]:
-            description = f"{kind} ({reader})" if reader else "columns that no dataset reads"
+            description = "columns that no dataset reads"
+            if reader:
+                description = f"{kind} ({reader})"
             readings.append(f"{description} from row {firsts[kind, reader]}")
         raise UserError(
             f"data={self._name}: the rows are of two formats, {' and '.join(readings)}: split the file, because a "

@@ -87,7 +87,10 @@ class Chat(Subcommand):
         is_terminal = sys.stdin.isatty()
         while True:
             try:
-                line = input("> ") if is_terminal else next(sys.stdin).rstrip("\n")
+                if is_terminal:
+                    line = input("> ")
+                else:
+                    line = next(sys.stdin).rstrip("\n")
             except (EOFError, StopIteration):
                 return None
             except KeyboardInterrupt:  # Ctrl-C clears the line; Ctrl-D or /quit ends the chat
@@ -96,7 +99,9 @@ class Chat(Subcommand):
             if not line.isascii() and line.encode(errors="ignore").decode() != line:
                 print("That line is not UTF-8: send it as UTF-8.", file=sys.stderr)
                 continue
-            return None if line.strip() == "/quit" else line.strip()
+            if line.strip() == "/quit":
+                return None
+            return line.strip()
 
     @staticmethod
     def _handle_line(conversation: "_Conversation", line: str) -> None:
@@ -139,7 +144,9 @@ class _Conversation:
         check_generates(self._model)
         self.ranks = Ranks(timeout=NO_TIMEOUT)  # the followers wait for the user
         self._rng = torch.Generator(self._model.tok_embeddings.weight.device)
-        seed = self._rng.seed() if args.seed is None else args.seed
+        seed = args.seed
+        if seed is None:
+            seed = self._rng.seed()
         self._rng.manual_seed(self.ranks.broadcast(seed))  # all ranks draw the same tokens
         self._fast_linears = fast_linears(self._model, pack=True)
         self.reset()
@@ -154,7 +161,8 @@ class _Conversation:
 
     def reset(self, system: str | None = None) -> None:
         """Clear the messages; ``system`` replaces the system prompt, an empty string removes it."""
-        self._system = self._system if system is None else system
+        if system is not None:
+            self._system = system
         self._messages: list[dict[str, Any]] = []
         self._images: list[dict[str, Any]] = []  # images of the next line
         if self._system:

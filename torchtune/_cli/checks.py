@@ -41,7 +41,9 @@ class Validate(Subcommand):
         from torchtune.config import load_and_check
 
         config = resolve_config(args.config)
-        recipe = DictConfig if recipe_of(config) is None else recipe_named_by(config).load_main()
+        recipe = DictConfig
+        if recipe_of(config) is not None:
+            recipe = recipe_named_by(config).load_main()
         load_and_check(config, expand_shorthands(config, args.overrides), recipe)
         print("Config is well-formed!")
         if recipe is DictConfig:
@@ -130,8 +132,10 @@ class Doctor(Subcommand):
             ("slow", findings.slow or ["nothing was found"]),
             ("problems", findings.problems or ["none: training can run"]),
         ):
-            for number, text in enumerate(texts):
-                print(f"{name if number == 0 else '':<12}{redact_secrets(text)}")
+            label = name
+            for text in texts:
+                print(f"{label:<12}{redact_secrets(text)}")
+                label = ""  # only the first line has it
         sys.stdout.flush()
         if findings.problems:
             sys.exit(1)

@@ -177,7 +177,9 @@ class DataPrepare(Subcommand):
         from torchtune.datasets import Shard
 
         check_least(args, workers=1)
-        shard = None if args.shard is None else Shard.parse(args.shard)
+        shard = None
+        if args.shard is not None:
+            shard = Shard.parse(args.shard)
         output = args.output.expanduser()
         cfg = _read_settings(args.config, args.overrides)
         if shard is None:
@@ -318,7 +320,9 @@ class DataMerge(Subcommand):
         joined = merge_shards(output)
         nodes_of_name = Counter(dataset["name"] for dataset in joined)
         for dataset in joined:
-            left_out = f" ({dataset['left_out']:,} cannot be trained on)" if dataset["left_out"] else ""
+            left_out = ""
+            if dataset["left_out"]:
+                left_out = f" ({dataset['left_out']:,} cannot be trained on)"
             print(
                 f"{dataset['name']}: {dataset['shards']} shards, {dataset['rows']:,} rows{left_out}, "
                 f"{dataset['tokens']:,} tokens in {output}. Use them with"

@@ -89,10 +89,13 @@ def dry_run(main: Callable[[Any], Any], settings: Any, processes: int) -> None:
         if text is not None:
             print(redact_secrets(text), flush=True)
 
-    data = attempt(lambda: measure_data(view, processes)) if view.dataset is not None else None
+    data = None
+    if view.dataset is not None:
+        data = attempt(lambda: measure_data(view, processes))
+    length = None
     # The rows of a sample say nothing about the longest row, if there is a limit.
-    is_known = data is not None and (data.train.exact or view.max_seq_len is None)
-    length = data.train.longest if is_known else None
+    if data is not None and (data.train.exact or view.max_seq_len is None):
+        length = data.train.longest
     if view.model is not None:
         show(lambda: plan_run(view, processes, length))
         if view.optimizer is not None:
@@ -165,7 +168,9 @@ def simulate_run(recipe: RecipeTarget, config: Any, overrides: list[str], cluste
     )
 
     processes, device = parse_cluster(cluster)
-    limit = device.memory * _GIB if fit is None else parse_memory(fit)
+    limit = device.memory * _GIB
+    if fit is not None:
+        limit = parse_memory(fit)
     if processes > 1 and recipe.registered and not _is_distributed_recipe(recipe.name):
         raise UserError(
             f"--simulate {cluster}: {recipe.name} runs on one device: simulate 1x{cluster.partition('x')[2]}, or use "

@@ -147,7 +147,9 @@ def eval_rows(args: argparse.Namespace) -> None:
         node, max_seq_len = _validation_data(args.model)
     else:
         data = args.data.expanduser()
-        node = _perplexity_node(data, args) if args.perplexity else None
+        node = None
+        if args.perplexity:
+            node = _perplexity_node(data, args)
         max_seq_len = None
     rows = []
     scores = torchtune.evaluation.make_scores(args.score)
@@ -220,7 +222,9 @@ def _perplexity_node(data: Path, args: argparse.Namespace) -> dict[str, Any]:
         raise UserError(
             f"{data}: its rows are {kind}, but perplexity needs texts or conversations: use --score, or another file."
         )
-    overrides = [f"split=train[:{args.limit}]"] if args.limit else []
+    overrides = []
+    if args.limit:
+        overrides.append(f"split=train[:{args.limit}]")
     return dataset_node(data, (kind, reader), overrides)
 
 
@@ -298,23 +302,32 @@ def _result_entry(result: dict[str, Any]) -> dict[str, Any]:
     return entry
 
 
+def _label(folder: str, adapter: str | None) -> str:
+    """Return the name of a model in tables."""
+    if adapter:
+        return f"{folder} + {adapter}"
+    return folder
+
+
 def _format_table(evaluations: list[dict[str, Any]]) -> list[str]:
     """Return the lines of a table: a row for each model, a column for each score and for the perplexity."""
     # All models are measured in the same way, so that any of them has the names of the columns.
     last = evaluations[-1]
-    names = list(last["answers"].scores) if last["answers"] else []
+    names = []
+    if last["answers"]:
+        names = list(last["answers"].scores)
     header = ["", *names]
     if last["perplexity"]:
         header.append("perplexity")
     table = [header]
     for result in evaluations:
-        label = result["model"]
-        if result["adapter"]:
-            label += f" + {result['adapter']}"
-        cells = [label]
+        cells = [_label(result["model"], result["adapter"])]
         for name in names:
             mean, error = result["answers"].mean(name)
-            cells.append(f"{mean:.3f}" if math.isnan(error) else f"{mean:.3f} ± {error:.3f}")
+            cell = f"{mean:.3f}"
+            if not math.isnan(error):  # of two rows or more
+                cell += f" ± {error:.3f}"
+            cells.append(cell)
         if result["perplexity"]:
             cells.append(f"{result['perplexity'].value:.4g}")
         table.append(cells)
@@ -380,9 +393,8 @@ def eval_classifier(args: argparse.Namespace) -> None:
     table = [["", "rows", "loss", *reports[-1].scores]]
     entries = []
     for (folder, adapter), report in zip(args.models, reports, strict=True):
-        label = f"{folder} + {adapter}" if adapter else folder
         scores = [f"{report.scores.get(score, math.nan):.3f}" for score in reports[-1].scores]
-        table.append([label, f"{report.rows:,}", f"{report.loss:.4f}", *scores])
+        table.append([_label(folder, adapter), f"{report.rows:,}", f"{report.loss:.4f}", *scores])
         entries.append({"model": folder, "adapter": adapter, "loss": report.loss, "scores": report.scores})
     print("\n".join(_align(table)))
     path = args.output / f"{name}.results.json"
@@ -394,7 +406,9 @@ def _labeled_data(args: argparse.Namespace) -> tuple[Any, int | None, str]:
     settings: dict[str, Any] = {}
     if (Path(args.model).expanduser() / torchtune.reports.SETTINGS).is_file():
         settings = torchtune.reports.RunFolder(args.model).settings
-    max_seq_len = settings["tokenizer"].get("max_seq_len") if settings else None
+    max_seq_len = None
+    if settings:
+        max_seq_len = settings["tokenizer"].get("max_seq_len")
     if args.data is None:
         if not settings.get("dataset_val"):
             raise UserError(
@@ -441,7 +455,7 @@ def eval_tasks(args: argparse.Namespace) -> None:
             seed=args.seed,
             folder=output,
         )
-        print(f"{folder} + {adapter}" if adapter else folder)
+        print(_label(folder, adapter))
         print(f"{results.table}\nresults     {output / 'results.json'}")
         del model  # before the next one is loaded
 
@@ -465,7 +479,7 @@ def eval_retrieval(args: argparse.Namespace) -> None:
         if args.pooling:
             settings = dataclasses.replace(settings, pooling=args.pooling)
         model, tokenizer = _load(args, folder, adapter, "parameters")
-        label = f"{folder} + {adapter}" if adapter else folder
+        label = _label(folder, adapter)
         entry = {"model": label, **dataclasses.asdict(settings)}
         options = {"settings": settings, "dimensions": args.dimensions, "batch_size": args.max_sequences}
         if reranker is None:

@@ -53,13 +53,17 @@ class Export(Subcommand):
         quants = QUANTS.get(args.to, ())
         if args.quant:
             args.quant = args.quant.lower()
+        elif quants:
+            args.quant = quants[0]
         else:
-            args.quant = quants[0] if quants else None
+            args.quant = None
         if args.quant is not None and args.quant not in quants:
-            choices = f"choose out of {', '.join(quants)}" if quants else f"it goes with {', '.join(QUANTS)}"
+            choices = f"it goes with {', '.join(QUANTS)}"
+            if quants:
+                choices = f"choose out of {', '.join(quants)}"
             raise UserError(f"--quant {args.quant}: {args.to} has no such quantization: {choices}.")
         if args.yes and not args.push:
             raise UserError("--yes uploads, and there is nowhere to: add --push OWNER/NAME.")
-        from torchtune._cli._export_run import export
+        from torchtune._cli._export import export
 
         export(args)

@@ -279,7 +279,9 @@ class ImportedConfig:
             data["early_stopping_patience"] = settings["patience"]
         if settings["keeps_best"]:
             metric = str(settings["best_metric"] or "loss").removeprefix("eval_")
-            data["keep_best"] = f"max:val_{metric}" if settings["best_is_greatest"] else f"val_{metric}"
+            data["keep_best"] = f"val_{metric}"
+            if settings["best_is_greatest"]:
+                data["keep_best"] = f"max:val_{metric}"
 
     def _validation_nodes(
         self, nodes: list[dict[str, Any]], reader: str, settings: dict[str, Any], *, is_asked: bool
@@ -294,25 +296,33 @@ class ImportedConfig:
             return validation_nodes
         size = settings["val_size"]
         if not size:
-            split = settings["val_split"] or ("test" if self.library == "trl" else None)
+            split = settings["val_split"]
+            if not split and self.library == "trl":
+                split = "test"
             are_files = any(Path(str(node.get("source"))).is_file() for node in nodes)
-            if split is None or not is_asked or are_files:
+            if not split or not is_asked or are_files:
                 return []
             return [{**node, "split": split} for node in nodes]
         name = next(key for key, target in self._table["keys"].items() if target.startswith("@val_size"))
-        count = round(100 * size) if size < 1 else int(size)
+        # A share of the rows counts from the first row, a number of rows from the last one.
+        is_share = size < 1
+        if is_share:
+            count = round(100 * size)
+            boundary = f"{100 - count}%"
+            held_out = f"{count}% of the rows"
+        else:
+            count = int(size)
+            boundary = f"-{count}"
+            held_out = f"{count} rows"
         if count == 0 or any("[" in str(node.get("split", "")) for node in nodes):
             self.left[name] = "set dataset.split and dataset_val.split to parts, such as train[:990] and train[990:]"
             return []
-        # Percents count from the first row, numbers of rows from the last one.
-        boundary = f"{100 - count}%" if size < 1 else f"-{count}"
         validation_nodes = []
         for node in nodes:
             split = node.get("split", "train")
             validation_nodes.append({**node, "split": f"{split}[{boundary}:]"})
             node["split"] = f"{split}[:{boundary}]"
-        described = f"{count}% of the rows" if size < 1 else f"{count} rows"
-        self.differences[name] = f"the last {described} are held out, not random ones"
+        self.differences[name] = f"the last {held_out} are held out, not random ones"
         return validation_nodes
 
     def _finish(self, data: dict[str, Any]) -> dict[str, Any]:
@@ -366,11 +376,21 @@ class ImportedConfig:
     def _entries(self, datasets: Any, folder: str) -> list[dict[str, Any]]:
         """Return the descriptions of the datasets; LLaMA-Factory's are in ``dataset_info.json``."""
         if self.library != "llama-factory":
-            entries = datasets if isinstance(datasets, list) else [datasets]
-            return [entry if isinstance(entry, dict) else self._entry_of_name(str(entry)) for entry in entries]
+            if not isinstance(datasets, list):
+                datasets = [datasets]
+            entries = []
+            for entry in datasets:
+                if not isinstance(entry, dict):
+                    entry = self._entry_of_name(str(entry))
+                entries.append(entry)
+            return entries
         index = self.path.parent / folder / "dataset_info.json"
-        descriptions = read_json(index, UserError) if index.is_file() else {}
-        names = datasets.split(",") if isinstance(datasets, str) else datasets
+        descriptions = {}
+        if index.is_file():
+            descriptions = read_json(index, UserError)
+        names = datasets
+        if isinstance(datasets, str):
+            names = datasets.split(",")
         entries = []
         for name in names:
             name = name.strip()
@@ -479,7 +499,9 @@ class ImportedConfig:
 
 def _part_of_epoch(times: int, epochs: int) -> float | str:
     """Return an interval of a run that takes place so many times per epoch."""
-    return "epoch" if times == 1 else 1 / (times * epochs)
+    if times == 1:
+        return "epoch"
+    return 1 / (times * epochs)
 
 
 def _convert(value: Any, conversion: str) -> Any:
@@ -491,9 +513,13 @@ def _convert(value: Any, conversion: str) -> Any:
     if conversion == "number":
         return float(value)
     if conversion == "interval":  # a number of steps, or a fraction of the run
-        return float(value) if 0 < float(value) < 1 else _convert(value, "whole")
+        if 0 < float(value) < 1:
+            return float(value)
+        return _convert(value, "whole")
     if conversion == "positive":
-        return value if value > 0 else None
+        if value > 0:
+            return value
+        return None
     if not conversion:
         return value
     choices = read_tables()["values"][conversion]
@@ -508,5 +534,7 @@ def _convert(value: Any, conversion: str) -> Any:
     if unknown or not values:
         raise ValueError(f"{unknown}: choose out of {', '.join(map(str, choices))}")
     names = [choices[item] for item in values]
+    if not is_list:
+        return names[0]
     # One target of another library may be several of ours, with commas between them.
-    return ",".join(names).split(",") if is_list else names[0]
+    return ",".join(names).split(",")

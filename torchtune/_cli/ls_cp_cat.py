@@ -64,8 +64,9 @@ class List(Subcommand):
         row("RECIPE", "CONFIG")
         for recipe in get_all_recipes():
             names = [config.name for config in recipe.configs] or [self.NULL_VALUE]
-            for index, name in enumerate(names):
-                row(recipe.name if index == 0 else "", name)
+            row(recipe.name, names[0])
+            for name in names[1:]:
+                row("", name)
 
     def _print_matches(self, words: list[str]) -> None:
         matches = find_configs(words)
@@ -106,7 +107,10 @@ def _num_configs() -> int:
 def _model_of(config: Config) -> str | None:
     """Return the model of a config that is no file; None for a file."""
     combination = configs_on_demand().get(config.name) or impossible_configs().get(config.name)
-    return None if combination is None else combination[0]
+    if combination is None:
+        return None
+    model, _ = combination
+    return model
 
 
 def _print_impossible(names: list[str]) -> None:
@@ -156,8 +160,10 @@ def _merge_devices(names: Iterable[str]) -> dict[str, list[str]]:
         groups.setdefault(stem, []).append(name)
     labelled = {}
     for stem, group in groups.items():
-        label = f"{stem}_*" if len(group) > 1 else group[0]
-        labelled[label] = group
+        if len(group) > 1:
+            labelled[f"{stem}_*"] = group
+        else:
+            labelled[group[0]] = group
     return labelled
 
 
@@ -178,8 +184,9 @@ def destination_of(source: Path, destination: str) -> Path:
         return path / source.name
     if path.suffix == source.suffix or (source.suffix == ".yaml" and path.suffix == ".yml"):
         return path
-    stem = path.stem if _EXTENSION.fullmatch(path.suffix) else path.name
-    return path.with_name(stem + source.suffix)
+    if _EXTENSION.fullmatch(path.suffix):
+        return path.with_suffix(source.suffix)
+    return path.with_name(path.name + source.suffix)
 
 
 def back_up(path: Path, content: bytes) -> Path | None:

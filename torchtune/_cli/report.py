@@ -34,7 +34,9 @@ class Report(Subcommand):
 
         run = RunFolder(args.run)
         estimate, reason = _estimate(run)
-        gib = None if estimate is None else estimate.peak / 2**30
+        gib = None
+        if estimate is not None:
+            gib = estimate.peak / 2**30
         path = write_report(run, price_per_hour=args.price_per_hour, estimated_gib=gib)
         print(f"verdict     {judge(run)}\nreport      {path}")
         if reason:
@@ -49,8 +51,9 @@ def _estimate(run: Any) -> tuple[Any, str]:
     from torchtune.reports import SETTINGS
 
     longest = run.start.get("data", {}).get("dataset", {}).get("lengths", {}).get("edges", [0])[-1]
-    is_unlimited = longest and not (run.settings.get("tokenizer") or {}).get("max_seq_len")
-    overrides = [f"tokenizer.max_seq_len={math.ceil(longest)}"] if is_unlimited else []
+    overrides = []
+    if longest and not (run.settings.get("tokenizer") or {}).get("max_seq_len"):
+        overrides.append(f"tokenizer.max_seq_len={math.ceil(longest)}")
     try:
         main = resolve_recipe(run.recipe).load_main()
         settings = load_and_check(run.path / SETTINGS, overrides, main)

@@ -1,15 +1,18 @@
-"""``tune run``."""
+"""``tune run``: run a recipe in this process, or in several through torchrun, and explain how they end."""
 
 import argparse
+import logging
 import os
 import runpy
+import signal
 import sys
+import time
+import traceback
 from pathlib import Path
 
 from torchtune._cli._find_recipe import RecipeTarget, recipe_named_by, resolve_config, resolve_recipe
-from torchtune._cli._run_command import USAGE, Command, parse_command
+from torchtune._cli._run_command import USAGE, Command, count_processes, parse_command, torchrun_arguments
 from torchtune._cli._shorthands import expand_shorthands
-from torchtune._cli._torchrun import count_processes, run, torchrun_arguments
 from torchtune._cli.subcommand import Subcommand
 from torchtune._recipe_registry import (
     are_other_methods,
@@ -19,7 +22,21 @@ from torchtune._recipe_registry import (
     get_all_recipes,
     recipe_of,
 )
-from torchtune.utils import GRACE_VARIABLE
+from torchtune.utils import (
+    AGENT_VARIABLE,
+    EXIT_REQUEUE,
+    GRACE_VARIABLE,
+    HANG_EXIT_CODE,
+    MACHINES_VARIABLE,
+    UserError,
+    first_line,
+)
+
+# Exit codes of workers that have printed the reason: user error, stalled run, Ctrl-C, and a checkpoint saved after a
+# signal, or another machine lost.
+_KNOWN_EXIT_CODES = (UserError.exit_code, HANG_EXIT_CODE, 130, EXIT_REQUEUE)
+# Seconds that other machines need to find out which rank has failed.
+_LINGER = 20
 
 
 def run_here(recipe: RecipeTarget, config: Path, overrides: list[str]) -> None:
@@ -83,11 +100,16 @@ class Run(Subcommand):
         if command.config is None and not find_recipe(command.recipe) and find_config(command.recipe):
             command.config = command.recipe  # tune run CONFIG
             command.recipe = None
-        config = None if command.config is None else resolve_config(command.config, command.recipe)
+        config = None
+        if command.config is not None:
+            config = resolve_config(command.config, command.recipe)
         is_config = command.recipe is not None and command.recipe.endswith((".yaml", ".yml"))
         if config is None and is_config:
             self._parser.error(f"The '--config' argument is required: tune run --config {command.recipe}")
-        recipe = recipe_named_by(config) if command.recipe is None else resolve_recipe(command.recipe)
+        if command.recipe is None:
+            recipe = recipe_named_by(config)
+        else:
+            recipe = resolve_recipe(command.recipe)
         if config is not None:
             former_name = _former_name(command, config)
             if former_name is not None:
@@ -138,13 +160,15 @@ class Run(Subcommand):
             # Check before the workers start, so that errors are printed once; workers check the rank-dependent
             # settings.
             check_run(settings, processes)
-        program = [str(recipe.path)] if recipe.path is not None else ["--module", recipe.module]
+        program = ["--module", recipe.module]
+        if recipe.path is not None:
+            program = [str(recipe.path)]
         args = torchrun_arguments(command.torchrun, [*program, "--config", str(config), *command.overrides])
         # Workers import from the current directory, too, as a run in this process does.
         paths = (os.environ.get("PYTHONPATH", ""), os.getcwd())
         os.environ["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
         print("Running with torchrun...", flush=True)
-        run(args)
+        _run_torchrun(args)
 
     def _check_distributed(self, recipe: RecipeTarget, *, wanted: bool) -> None:
         if not recipe.registered:
@@ -153,9 +177,10 @@ class Run(Subcommand):
         if not entry.groups:  # a user's recipe inside a checkout has no entry in features.yaml
             return
         if wanted and not entry.supports_distributed:
+            alternative = ""
             distributed_name = recipe.name.replace("_single_device", "_distributed")
-            has_distributed = distributed_name != recipe.name and find_recipe(distributed_name)
-            alternative = f"run {distributed_name}, or " if has_distributed else ""
+            if distributed_name != recipe.name and find_recipe(distributed_name):
+                alternative = f"run {distributed_name}, or "
             self._parser.error(
                 f"Recipe {recipe.name} runs in one process and does not support distributed training: {alternative}"
                 "remove torchrun's options."
@@ -165,3 +190,87 @@ class Run(Subcommand):
                 f"Recipe {recipe.name} runs in several processes: give their number, for example "
                 f"tune run --nproc-per-node 2 {recipe.name} --config ..."
             )
+
+
+def _is_new_information(record: logging.LogRecord) -> bool:
+    """Filter out torchrun's log records on failed workers or a closed rendezvous, which repeat a printed error."""
+    text = record.getMessage()
+    if text.startswith("Sending process") or text.endswith("due to an error of type RendezvousConnectionError."):
+        return False
+    return not any(text.startswith(f"failed (exitcode: {code})") for code in _KNOWN_EXIT_CODES)
+
+
+def _run_torchrun(args: argparse.Namespace) -> None:
+    """Run torchrun, and exit the process unless all workers succeed.
+
+    Exit codes: 2 after a user error, 75 if the run saved after a signal or another machine is lost, 76 if the run
+    stalled, 130 after Ctrl-C, otherwise 1.
+    """
+    from torch.distributed import DistError
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
+    from torch.distributed.run import run as torchrun
+
+    if args.max_restarts > 0 or len(set(args.nnodes.split(":"))) > 1:
+        # A new store for every restart: an old one still has the addresses of the previous workers.
+        os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    for module in ("multiprocessing.api", "rendezvous.dynamic_rendezvous"):
+        logging.getLogger(f"torch.distributed.elastic.{module}").addFilter(_is_new_information)
+    os.environ |= {AGENT_VARIABLE: str(os.getpid()), MACHINES_VARIABLE: args.nnodes}
+    try:
+        torchrun(args)
+    except SignalException as error:  # the workers got the signal and have saved
+        if error.sigval == signal.SIGTERM:
+            sys.exit(EXIT_REQUEUE)
+        sys.exit(128 + error.sigval)
+    except ChildFailedError as error:
+        # A worker's user error makes others fail; torchrun may report either first.
+        worker_codes = [failure.exitcode for failure in error.failures.values()]
+        exit_code = next((code for code in _KNOWN_EXIT_CODES if code in worker_codes), 1)
+        if exit_code == EXIT_REQUEUE and worker_codes[0] != EXIT_REQUEUE:  # another worker was killed first
+            exit_code = 1
+        if exit_code == 1:  # no worker has printed the reason
+            print(error, file=sys.stderr)
+        if args.nnodes not in ("1", "1:1"):
+            time.sleep(_LINGER)  # this process may serve the store, which other machines query to find the failed rank
+        sys.exit(exit_code)
+    except (RendezvousError, DistError) as error:
+        sentence, code = _explain_error(error, args)
+        print(f"error: {sentence}", file=sys.stderr)
+        sys.exit(code)
+
+
+def _explain_error(error: Exception, args: argparse.Namespace) -> tuple[str, int]:
+    """Return a message on a failed rendezvous, and the exit code."""
+    from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousTimeoutError
+
+    address = args.rdzv_endpoint or f"{args.master_addr}:{args.master_port}"
+    if isinstance(error, RendezvousClosedError):
+        return f"the run at {address} has ended on another machine: see the error in its output.", 1
+    cause = first_line(error.__cause__ or error)
+    is_missing_machine = isinstance(error, RendezvousTimeoutError)
+    waiting_option = "join_timeout"
+    if args.rdzv_backend == "static" and args.node_rank == 0:
+        # The first machine serves the store itself: the others have not connected, "1/2 clients joined".
+        is_missing_machine = is_missing_machine or "clients joined" in cause
+        waiting_option = "timeout"
+    if is_missing_machine:
+        return (
+            f"fewer machines than --nnodes {args.nnodes} connected to {address} in time: run the same command, with "
+            f"the same --nnodes, on all machines; --rdzv-conf {waiting_option}=SECONDS waits longer.",
+            EXIT_REQUEUE,
+        )
+    # torch has one class for both errors; only after workers have run, the traceback has one of these frames.
+    frames = {frame.name for frame in traceback.extract_tb(error.__traceback__)}
+    if frames & {"num_nodes_waiting", "_restart_workers"}:
+        return (
+            f"{address} has stopped answering, because its machine or its command has ended ({cause}): run the same "
+            "command on all machines with resume_from_checkpoint=True to continue from the last checkpoint.",
+            EXIT_REQUEUE,
+        )
+    return (
+        f"{address} cannot be reached ({cause}): give the address of the first machine with a free port, and start the "
+        "command there.",
+        2,
+    )

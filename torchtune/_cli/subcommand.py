@@ -80,7 +80,9 @@ def shared_by_processes(shards: str) -> str | None:
     """Return ``shards`` of :func:`torchtune.load` if this command runs in several processes, otherwise None."""
     from torchtune.training import is_distributed
 
-    return shards if is_distributed() else None
+    if not is_distributed():
+        return None
+    return shards
 
 
 def check_least(args: argparse.Namespace, **least: float) -> None:

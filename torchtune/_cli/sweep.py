@@ -67,7 +67,9 @@ class Dimension:
             number = self.low * (self.high / self.low) ** position
         else:
             number = self.low + (self.high - self.low) * position
-        return str(round(number)) if self.is_integer else f"{number:.4g}"
+        if self.is_integer:
+            return str(round(number))
+        return f"{number:.4g}"
 
 
 def parse_dimension(override: str) -> Dimension | None:
@@ -79,8 +81,9 @@ def parse_dimension(override: str) -> Dimension | None:
     key, _, text = override.partition("=")
     bounds = _RANGE.fullmatch(text)
     if bounds is None:
-        is_list = "," in text and text[0] not in "[{\"'"
-        return Dimension(key, values=tuple(text.split(","))) if is_list else None
+        if "," not in text or text[0] in "[{\"'":  # one value, perhaps a list
+            return None
+        return Dimension(key, values=tuple(text.split(",")))
     low = float(bounds[1])
     high = float(bounds[2])
     if not low < high:
@@ -259,7 +262,8 @@ def _take_options(tokens: Sequence[str]) -> tuple[_Options, list[str]]:
         if flag == "--slurm":
             options.slurm = True
         elif flag in ("--trials", "--output", "--metric", "--seed"):
-            value = value if has_value else next(remaining, "")
+            if not has_value:  # it is the next word
+                value = next(remaining, "")
             if not value:
                 raise SweepError(f"{flag} needs a value.")
             if flag in ("--trials", "--seed"):
@@ -294,7 +298,10 @@ class _Sweep:
         self._folder = options.output
         config_name = require_config(command, "sweep", "--trials 8 --output FOLDER key=low:high")
         self._config = resolve_config(config_name, command.recipe)
-        self._recipe = recipe_named_by(self._config) if command.recipe is None else resolve_recipe(command.recipe)
+        if command.recipe is None:
+            self._recipe = recipe_named_by(self._config)
+        else:
+            self._recipe = resolve_recipe(command.recipe)
         command.overrides = expand_shorthands(self._config, command.overrides)
         dimensions = []
         self._fixed: list[str] = []
@@ -329,7 +336,8 @@ class _Sweep:
     def _choose_metric(self, name: str | None) -> Metric:
         every = getattr(self._settings, "run_val_every_n_steps", None)
         validates = getattr(self._settings, "dataset_val", None) is not None and every is not None
-        metric = Metric.parse(name or ("val_loss" if validates else "loss"))
+        default = "val_loss" if validates else "loss"
+        metric = Metric.parse(name or default)
         if metric.name.startswith("val_") and not validates:
             raise SweepError(
                 f"--metric {name}: the trials do not validate: set dataset_val and run_val_every_n_steps, or choose "
@@ -427,7 +435,9 @@ class _Sweep:
         # The run of a sweep that was killed may still train: it must not count as a failure of the trial.
         with FolderLock(trial.folder, key="--output").held():
             pass
-        overrides = ["resume_from_checkpoint=True"] if complete_directories(trial.folder) else []
+        overrides = []
+        if complete_directories(trial.folder):
+            overrides.append("resume_from_checkpoint=True")
         arguments = [sys.executable, "-m", "torchtune._cli.tune", *self.command_of(trial, *overrides)]
         was_stopped = False
         with (trial.folder / _LOG).open("ab") as log, _child_process(arguments, log) as process:
@@ -461,7 +471,9 @@ class _Sweep:
         other_trials.sort(key=lambda trial: -trial.steps)
         print(f"\n{'trial':<7}{'steps':>8}  {self._metric.name:<12}settings")
         for trial in [*best_first, *other_trials]:
-            value = "failed" if trial.error is not None else f"{trial.value:.5g}"
+            value = "failed"
+            if trial.error is None:
+                value = f"{trial.value:.5g}"
             print(f"{trial.number:<7}{trial.steps:>8,}  {value:<12}{' '.join(trial.settings)}")
         print(f"\nbest        {best_first[0].folder}: {' '.join(best_first[0].settings)}")
         if len(best_first) > 1:
@@ -512,5 +524,8 @@ def _raise_terminated(number: int, frame: Any) -> None:
 def _last_error(log: Path) -> str:
     """Return the error in a trial's output, or where to look for it."""
     lines = log.read_text("utf-8", "replace").splitlines()
-    errors = [line for line in lines if "error: " in line]
-    return errors[-1].rpartition("error: ")[2] if errors else f"it failed, see {log}"
+    for line in reversed(lines):
+        _, mark, message = line.rpartition("error: ")
+        if mark:
+            return message
+    return f"it failed, see {log}"

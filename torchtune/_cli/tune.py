@@ -55,7 +55,9 @@ class TuneCLIParser:
                 unknown_arguments.append(argument)
         if unknown_arguments:
             unknown = " ".join(unknown_arguments)
-            hint = " (name the config without an option)" if "--config" in unknown.partition("=")[0].split() else ""
+            hint = ""
+            if "--config" in unknown.partition("=")[0].split():
+                hint = " (name the config without an option)"
             getattr(namespace, "parser", self._parser).error(f"unrecognized arguments: {unknown}{hint}")
         if late_overrides:
             namespace.overrides = [*namespace.overrides, *late_overrides]
@@ -66,7 +68,7 @@ class TuneCLIParser:
         if not hasattr(args, "nproc_per_node"):
             args.func(args)
             return
-        from torchtune._cli._several_processes import several_processes
+        from torchtune._cli._processes import several_processes
 
         with several_processes(args.nproc_per_node):
             args.func(args)

@@ -140,15 +140,19 @@ class Checker:
             return self.visit_components(path, value)
         extras = (*extras, *split_annotated(member)[1])
         runtime_args = next((extra for extra in extras if isinstance(extra, RuntimeArgs)), RuntimeArgs())
-        if any(isinstance(extra, ObjectPath) for extra in extras):
-            return self._check_object_path(path, value)
+        for extra in extras:
+            if isinstance(extra, ObjectPath):
+                return self._check_object_path(path, value, extra.required)
         value = self._convert_contents(path, value, member, runtime_args)
         if type(value) in (int, float):
             self._check_bounds(path, value, extras)
         return value
 
-    def _check_object_path(self, path: KeyPath, text: str) -> str:
-        """Check that the object exists, and return its path, qualified."""
+    def _check_object_path(self, path: KeyPath, text: str, required: bool) -> str:
+        """Check that the object exists, if it must, and return its path, qualified."""
+        if not required:
+            # A recipe imports modules such as json, whose names have another meaning in the setting.
+            return qualify(text, self.namespace) if callable(self.namespace.get(text)) else text
         try:
             locate(text, self.namespace)
         except (InstantiationError, ValueError) as error:

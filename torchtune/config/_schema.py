@@ -37,6 +37,10 @@ class ObjectPath:
 
     The check of a config reports a path without an object.
 
+    Attributes:
+        required: whether the text must name an object. If not, the check only recognizes the functions and classes of
+            the recipe's file; all other texts are unchanged.
+
     Example:
         >>> from typing import Annotated
         >>> def scored(function: Annotated[str, torchtune.config.ObjectPath()]) -> object:
@@ -44,6 +48,8 @@ class ObjectPath:
         >>> scored("math.sqrt")(4.0)
         2.0
     """
+
+    required: bool = True
 
 
 @dataclass(frozen=True)

@@ -135,14 +135,19 @@ class Batch(MutableMapping[str, Any]):
                 raise DataError(f"collate_fn: it returns '{name}': return {_TRANSFORMERS_NAMES[name]} instead.")
             token_shape = tuple(fields["tokens"].shape)
             if not isinstance(value, torch.Tensor) or value.shape[:2] != token_shape:
-                kind = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+                kind = type(value).__name__
+                if isinstance(value, torch.Tensor):
+                    kind = f"shape {tuple(value.shape)}"
                 raise DataError(
                     f"collate_fn: '{name}' ({kind}) is not per token, the tokens are {token_shape}: "
                     "return a torchtune.data.Batch with it in per_document or inputs."
                 )
         out = cls(**fields, per_token=per_token, inputs=inputs)
         if out.labels is not None:
-            check_shifted(out.tokens, out.labels, None if out.documents is None else out.documents.lengths)
+            lengths = None  # each row is one document
+            if out.documents is not None:
+                lengths = out.documents.lengths
+            check_shifted(out.tokens, out.labels, lengths)
         return out
 
     @property
@@ -153,7 +158,9 @@ class Batch(MutableMapping[str, Any]):
     @property
     def num_labels(self) -> int:
         """Number of labeled tokens. On an accelerator this synchronizes with the host: call it before :meth:`to`."""
-        return 0 if self.labels is None else int((self.labels != CROSS_ENTROPY_IGNORE_IDX).sum())
+        if self.labels is None:
+            return 0
+        return int((self.labels != CROSS_ENTROPY_IGNORE_IDX).sum())
 
     @property
     def label_index(self) -> torch.Tensor | None:
@@ -172,8 +179,9 @@ class Batch(MutableMapping[str, Any]):
         These are :attr:`label_index` where it is known. Otherwise they are looked for, and on an accelerator the host
         waits for their number.
         """
-        index = self.label_index
-        return label_index(self.labels) if index is None else index
+        if self.label_index is None:
+            return label_index(self.labels)
+        return self.label_index
 
     @property
     def label_weights(self) -> torch.Tensor | None:
@@ -189,7 +197,9 @@ class Batch(MutableMapping[str, Any]):
         if self._moved is None:
             return self
         tokens, labels, batch = self._moved
-        return batch if tokens is self.tokens and labels is self.labels else self
+        if tokens is not self.tokens or labels is not self.labels:
+            return self
+        return batch
 
     @property
     def num_terms(self) -> int | float:
@@ -198,8 +208,11 @@ class Batch(MutableMapping[str, Any]):
         Collation can set another number, :attr:`terms`. The terms are summed over the ranks of a context-parallel
         group, so only its first rank counts :attr:`terms`. Call it before :meth:`to`, as :attr:`num_labels`.
         """
+        rank, _ = self.shard
+        if self.terms is not None and rank > 0:
+            return 0
         if self.terms is not None:
-            return self.terms if self.shard[0] == 0 else 0
+            return self.terms
         weights = self.label_weights
         if weights is None or self.labels is None:
             return self.num_labels
@@ -227,7 +240,9 @@ class Batch(MutableMapping[str, Any]):
         """
         device = torch.device(device)
         pins = non_blocking and device.type == "cuda"
-        batch = self.pin_memory() if pins else self
+        batch = self
+        if pins:
+            batch = self.pin_memory()
         batch = batch._map(lambda value: value.to(device, non_blocking=pins))
         if self.labels is not None and self.labels.device.type == "cpu" and device.type != "cpu":
             index = label_index(self.labels)
@@ -254,6 +269,23 @@ class Batch(MutableMapping[str, Any]):
             inputs=_map_tensors(function, self.inputs),
         )
 
+    def _map_per_token(self, function: Callable[[torch.Tensor], torch.Tensor], **changes: Any) -> "Batch":
+        """Apply a function to all tensors ``[b, s, ...]``; ``changes`` are new values of other fields.
+
+        The positions of the batch must be explicit, see :meth:`_as_row`.
+        """
+        labels = None
+        if self.labels is not None:
+            labels = function(self.labels)
+        return replace(
+            self,
+            tokens=function(self.tokens),
+            labels=labels,
+            input_pos=function(self.input_pos),
+            per_token={name: function(value) for name, value in self.per_token.items()},
+            **changes,
+        )
+
     def pad_to_multiple(self, multiple: int) -> "Batch":
         """Pad the sequence length to a multiple of ``multiple``.
 
@@ -271,23 +303,21 @@ class Batch(MutableMapping[str, Any]):
         num_padding = -batch.tokens.shape[1] % multiple
         if num_padding == 0:
             return batch
-        documents = batch.documents
-        num_padding_documents = batch.num_padding_documents
-        # A document of its own: as a part of the last one, the padding would move the end that pooled scores read.
-        if documents is not None:
-            prefixes = [*documents.prefixes, -1] if documents.prefixes else ()
-            documents = Documents.from_lengths([*documents.lengths, num_padding], prefixes=prefixes)
-            num_padding_documents += 1
-        return replace(
-            batch,
-            tokens=_pad(batch.tokens, num_padding),
-            labels=None if batch.labels is None else _pad(batch.labels, num_padding, CROSS_ENTROPY_IGNORE_IDX),
-            input_pos=_pad(batch.input_pos, num_padding),
-            documents=documents,
-            per_token={name: _pad(value, num_padding) for name, value in batch.per_token.items()},
-            inputs={} if images is None else {"encoder_input": {"images": images.pad_positions(num_padding)}},
-            num_padding_documents=num_padding_documents,
-        )
+        changes: dict[str, Any] = {"inputs": {}}
+        if batch.documents is not None:
+            # A document of its own: as a part of the last one, the padding would move the end that pooled scores read.
+            lengths = [*batch.documents.lengths, num_padding]
+            prefixes = list(batch.documents.prefixes)
+            if prefixes:
+                prefixes.append(-1)
+            changes["documents"] = Documents.from_lengths(lengths, prefixes=prefixes)
+            changes["num_padding_documents"] = batch.num_padding_documents + 1
+        if images is not None:
+            changes["inputs"] = {"encoder_input": {"images": images.pad_positions(num_padding)}}
+        padded = batch._map_per_token(lambda value: _pad(value, num_padding), **changes)
+        if batch.labels is not None:
+            padded.labels = _pad(batch.labels, num_padding, CROSS_ENTROPY_IGNORE_IDX)
+        return padded
 
     def split(self, rank: int, size: int) -> "Batch":
         """Return the shard of a context-parallel rank: per-token tensors are sliced, ``documents`` is not.
@@ -315,15 +345,7 @@ class Batch(MutableMapping[str, Any]):
         if images is not None:
             first = rank * length // size
             inputs = {"encoder_input": {"images": images.split_positions(first, first + length // size)}}
-        return replace(
-            batch,
-            tokens=local_shard(batch.tokens),
-            labels=None if batch.labels is None else local_shard(batch.labels),
-            input_pos=local_shard(batch.input_pos),
-            per_token={name: local_shard(value) for name, value in batch.per_token.items()},
-            inputs=inputs,
-            shard=(rank, size),
-        )
+        return batch._map_per_token(local_shard, inputs=inputs, shard=(rank, size))
 
     def split_documents(self, size: int) -> list["Batch"]:
         """Split the batch into batches of up to ``size`` consecutive documents, without its padding documents.
@@ -354,24 +376,28 @@ class Batch(MutableMapping[str, Any]):
         parts = []
         for first in range(0, len(lengths), size):
             part_lengths = lengths[first : first + size]
-            tokens = slice(starts[first], starts[first + len(part_lengths)])
-            parts.append(
-                Batch(
-                    batch.tokens[:, tokens],
-                    None if batch.labels is None else batch.labels[:, tokens],
-                    batch.input_pos[:, tokens],
-                    Documents.from_lengths(part_lengths, batch.tokens.device),
-                    {name: value[:, tokens] for name, value in batch.per_token.items()},
-                )
+            positions = slice(starts[first], starts[first + len(part_lengths)])
+            labels = None
+            if batch.labels is not None:
+                labels = batch.labels[:, positions]
+            part = Batch(
+                tokens=batch.tokens[:, positions],
+                labels=labels,
+                input_pos=batch.input_pos[:, positions],
+                documents=Documents.from_lengths(part_lengths, batch.tokens.device),
+                per_token={name: value[:, positions] for name, value in batch.per_token.items()},
             )
+            parts.append(part)
         return parts
 
     def _only_images(self) -> Images | None:
         """Return the images of a row of documents, or None without :attr:`inputs`; raise for other inputs."""
         if not self.inputs:
             return None
+        images = None
         encoder_input = self.inputs.get("encoder_input")
-        images = encoder_input.get("images") if isinstance(encoder_input, Mapping) else None
+        if isinstance(encoder_input, Mapping):
+            images = encoder_input.get("images")
         has_others = len(self.inputs) > 1 or not isinstance(images, Images) or images.places is None
         if has_others or self.documents is None or len(self.tokens) > 1:
             raise DataError(
@@ -391,13 +417,7 @@ class Batch(MutableMapping[str, Any]):
         batch = replace(self, input_pos=positions.expand(rows, length))
         if self.documents is None or rows == 1:
             return batch
-        return replace(
-            batch,
-            tokens=batch.tokens.reshape(1, -1),
-            labels=None if batch.labels is None else batch.labels.reshape(1, -1),
-            input_pos=batch.input_pos.reshape(1, -1),
-            per_token={name: value.flatten(0, 1)[None] for name, value in batch.per_token.items()},
-        )
+        return batch._map_per_token(lambda value: value.flatten(0, 1)[None])  # [b, s, ...] -> [1, b * s, ...]
 
     def sum_per_document(self, values: torch.Tensor) -> torch.Tensor:
         """Sum per-token values over each document and its shared prefix, without synchronizing with the host.
@@ -481,8 +501,10 @@ class Batch(MutableMapping[str, Any]):
                 entries[name] = value
                 return
         checked = Batch.from_dict({"tokens": self.tokens, name: value})
-        entries = self.per_token if name in checked.per_token else self.inputs
-        entries[name] = value
+        if name in checked.per_token:
+            self.per_token[name] = value
+        else:
+            self.inputs[name] = value
 
     def __delitem__(self, name: str) -> None:
         if name not in self._entries():
@@ -505,13 +527,17 @@ def _map_tensors(function: Callable[[Any], Any], value: Any) -> Any:
     """Apply a function to tensors and other values with a method ``to``, including values of nested mappings."""
     if isinstance(value, Mapping):
         return {key: _map_tensors(function, item) for key, item in value.items()}
-    return function(value) if hasattr(value, "to") else value
+    if hasattr(value, "to"):
+        return function(value)
+    return value
 
 
 def _pin(value: Any) -> Any:
     if isinstance(value, torch.Tensor) and value.device.type != "cpu":
         return value
-    return value.pin_memory() if hasattr(value, "pin_memory") else value
+    if hasattr(value, "pin_memory"):
+        return value.pin_memory()
+    return value
 
 
 def _pad(value: torch.Tensor, num_padding: int, fill: int = 0) -> torch.Tensor:
@@ -640,13 +666,9 @@ def share_prefixes(batch: Batch, groups: Sequence[int], *, labelled: bool = Fals
         return batch
     index = torch.from_numpy(np.concatenate(positions))
     document_order = torch.tensor(order)
-    return replace(
-        row,
-        tokens=row.tokens[:, index],
-        labels=None if row.labels is None else row.labels[:, index],
-        input_pos=row.input_pos[:, index],
+    return row._map_per_token(
+        lambda value: value[:, index],
         documents=Documents.from_lengths(new_lengths, prefixes=prefixes),
-        per_token={name: value[:, index] for name, value in row.per_token.items()},
         per_document={name: value[document_order] for name, value in row.per_document.items()},
     )
 

@@ -39,9 +39,11 @@ def documents_of(example: Example, *, takes_weights: bool = False) -> list[Docum
     Raises:
         DataError: a document is malformed, or has label weights that the caller does not read.
     """
-    documents = [example] if isinstance(example, Mapping) else example
+    documents = example
     if isinstance(example, Mapping) and "seq_lens" in example:  # a pack of a dataset written for earlier releases
         documents = _split_pack(example)
+    elif isinstance(example, Mapping):
+        documents = [example]
     if not isinstance(documents, list | tuple) or not all(isinstance(document, Mapping) for document in documents):
         raise DataError(f"An example must be a mapping or a list of mappings, not {type(example).__name__}.")
     for document in documents:
@@ -142,9 +144,11 @@ def _label_weights(document: Document) -> torch.Tensor:
 
 
 def _images(document: Document) -> Images | None:
+    """Return the images of a document; None without images, or of another type, which the model encodes itself."""
     inputs = document.get("encoder_input")
-    images = inputs.get("images") if isinstance(inputs, Mapping) else None
-    return images if isinstance(images, Images) else None
+    if not isinstance(inputs, Mapping) or not isinstance(inputs.get("images"), Images):
+        return None
+    return inputs["images"]
 
 
 def collate_preference(batch: Sequence[Mapping[str, Any]]) -> Batch:
@@ -428,7 +432,9 @@ def padded_collate(
         if key not in keys:
             out[key] = _stack(values, stack_on_new_dim)
             continue
-        value = padding_idx[key] if isinstance(padding_idx, Mapping) else padding_idx
+        value = padding_idx
+        if isinstance(padding_idx, Mapping):
+            value = padding_idx[key]
         rows = list(map(_as_int_tensor, values))
         out[key] = _pad(rows, value, multiple=pad_to_multiple_of, left=pad_direction == "left")
     return out
@@ -649,7 +655,9 @@ def padded_collate_tiled_images_and_mask(
     lengths = []  # padding, text, padding of each row
     for i, example in enumerate(batch):
         num_tokens = len(example["tokens"])
-        start = length - num_tokens if pad_direction == "left" else 0
+        start = 0
+        if pad_direction == "left":
+            start = length - num_tokens
         for name in out:
             out[name][i, start : start + num_tokens] = torch.as_tensor(example[name], dtype=torch.int64)
         text_starts.append(start)

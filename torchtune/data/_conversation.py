@@ -33,7 +33,9 @@ class Conversation:
 
 def tools_entry(tools: list[Any] | None) -> dict[str, Any]:
     """Return ``{"tools": tools}``, or an empty mapping without tools."""
-    return {} if tools is None else {"tools": tools}
+    if tools is None:
+        return {}
+    return {"tools": tools}
 
 
 def read_conversation(
@@ -112,7 +114,9 @@ def tools_of_row(row: Mapping[str, Any], columns: Collection[str] = ()) -> list[
         raise DataError("the row has both tools and functions: leave out functions, the older form")
     definitions = []
     for function in functions:
-        definitions.append(function if "function" in function else function_tool(function))
+        if "function" not in function:
+            function = function_tool(function)
+        definitions.append(function)
     return definitions
 
 
@@ -129,8 +133,8 @@ def _missing_system_prompt(row: Mapping[str, Any], messages: Sequence[Message], 
     """Return the system prompt in a column of the row, unless the turns already begin with it."""
     prompts: dict[str, str] = {}  # by the name of their column or turn
     for name in _SYSTEM_COLUMNS:
-        value = None if name in columns else row.get(name)
-        if value is None or value == "":
+        value = row.get(name)
+        if name in columns or value is None or value == "":
             continue
         if not isinstance(value, str):
             raise DataError(
@@ -149,7 +153,9 @@ def _missing_system_prompt(row: Mapping[str, Any], messages: Sequence[Message], 
                 f"{name} and {other_name} are different system prompts: leave one out, or set new_system_prompt, which "
                 "replaces both"
             )
-    return None if has_system_turn else prompt
+    if has_system_turn:
+        return None
+    return prompt
 
 
 def reference_answer(message: Message) -> str:

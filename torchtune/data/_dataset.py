@@ -77,7 +77,9 @@ class ExampleDataset(Dataset):
     def num_known_tokens(self) -> int | None:
         """Number of tokens of all examples; None if examples would have to be read."""
         lengths = self.known_lengths
-        return None if lengths is None else int(lengths.sum())
+        if lengths is None:
+            return None
+        return int(lengths.sum())
 
     @property
     def longest(self) -> int | None:
@@ -221,11 +223,15 @@ class WrappedDataset(ExampleDataset):
         if isinstance(self.dataset, ExampleDataset):
             return self.dataset.known_lengths  # its `lengths` may read all rows
         lengths = getattr(self.dataset, "lengths", None)
-        return None if lengths is None else np.asarray(lengths)
+        if lengths is None:
+            return None
+        return np.asarray(lengths)
 
     def row_datasets(self) -> list[ExampleDataset]:
         """See :class:`ExampleDataset`."""
-        return self.dataset.row_datasets() if isinstance(self.dataset, ExampleDataset) else [self]
+        if isinstance(self.dataset, ExampleDataset):
+            return self.dataset.row_datasets()
+        return [self]
 
     @property
     def may_have_images(self) -> bool:
@@ -253,7 +259,9 @@ class WrappedDataset(ExampleDataset):
 
     def images(self, index: int) -> list[Any]:
         """See :class:`ExampleDataset`."""
-        return self.dataset.images(index) if self.on_reading else []
+        if not self.on_reading:
+            return []
+        return self.dataset.images(index)
 
     def begin(self, seed: int, *, shuffle: bool) -> None:
         """See :class:`ExampleDataset`."""
@@ -262,7 +270,9 @@ class WrappedDataset(ExampleDataset):
 
     def state_at(self, index: int) -> dict[str, Any]:
         """See :class:`ExampleDataset`."""
-        return self.dataset.state_at(index) if hasattr(self.dataset, "state_at") else {}
+        if hasattr(self.dataset, "state_at"):
+            return self.dataset.state_at(index)
+        return {}
 
     def go_to(self, state: Mapping[str, Any]) -> None:
         """See :class:`ExampleDataset`."""
@@ -277,4 +287,6 @@ class WrappedDataset(ExampleDataset):
 
 def as_example_dataset(dataset: Any) -> ExampleDataset:
     """Return a dataset with the interface of :class:`ExampleDataset`; any other object is wrapped."""
-    return dataset if isinstance(dataset, ExampleDataset) else WrappedDataset(dataset)
+    if isinstance(dataset, ExampleDataset):
+        return dataset
+    return WrappedDataset(dataset)

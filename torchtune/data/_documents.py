@@ -1,7 +1,7 @@
 """Document boundaries in a batch."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 import torch
@@ -35,7 +35,9 @@ class SharedPrefixes:
             positions.append(torch.arange(start, start + length))
         keys = []
         for document, prefix in zip(positions, prefixes, strict=True):
-            keys.append(document if prefix < 0 else torch.cat([positions[prefix], document]))
+            if prefix >= 0:
+                document = torch.cat([positions[prefix], document])
+            keys.append(document)
         cu_keys = torch.tensor([0, *accumulate(map(len, keys))], dtype=torch.int32)
         prefix_indices = set(prefixes)
         continuing = [i for i in range(len(prefixes)) if i not in prefix_indices]
@@ -48,7 +50,7 @@ class SharedPrefixes:
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "SharedPrefixes":
         """Apply ``function`` to every tensor."""
-        return SharedPrefixes(*(function(getattr(self, entry.name)) for entry in fields(self)))
+        return SharedPrefixes(function(self.keys), function(self.cu_keys), function(self.whole), function(self.prefix))
 
 
 @dataclass(frozen=True)
@@ -112,9 +114,10 @@ class Documents:
         documents = cls(lengths, torch.tensor(starts, dtype=torch.int32), prefixes, shared)
         if device is None:
             return documents
-        # Of pinned memory the host does not wait for the copy.
-        pins = torch.device(device).type == "cuda"
-        return (documents.pin_memory() if pins else documents).to(device, non_blocking=pins)
+        if torch.device(device).type == "cuda":
+            # Of pinned memory the host does not wait for the copy.
+            return documents.pin_memory().to(device, non_blocking=True)
+        return documents.to(device)
 
     def split_into_chunks(self, size: int) -> "Documents":
         """Return the boundaries of chunks of ``size`` positions; the last chunk of a document may be shorter."""
@@ -147,7 +150,10 @@ class Documents:
             return (0,) * len(self.lengths)
         prefix_lengths = []
         for index in self.prefixes:
-            prefix_lengths.append(self.lengths[index] if index >= 0 else 0)
+            if index >= 0:
+                prefix_lengths.append(self.lengths[index])
+            else:
+                prefix_lengths.append(0)
         return tuple(prefix_lengths)
 
     @property
@@ -169,13 +175,17 @@ class Documents:
         return self._map(Tensor.pin_memory)
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> "Documents":
-        shared = None if self.shared is None else self.shared.map(function)
+        shared = None
+        if self.shared is not None:
+            shared = self.shared.map(function)
         return Documents(self.lengths, function(self.cu_seqlens), self.prefixes, shared)
 
     def ends(self) -> Tensor:
         """Return the last position of every document that is not a prefix, int64 ``[n]``, on the device."""
         last = self.cu_seqlens[1:].long() - 1
-        return last if self.shared is None else last[self.shared.whole]
+        if self.shared is None:
+            return last
+        return last[self.shared.whole]
 
     def document_ids(self) -> Tensor:
         """Return the index of each token's document, int64 ``[b * s]``, on the device of the boundaries."""

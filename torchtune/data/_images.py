@@ -36,10 +36,12 @@ def _require_pillow() -> Any:
 
 def _image_name(value: Any) -> str:
     """Return the name of an image in messages."""
+    path = value
     if isinstance(value, Mapping):
-        return "the image" if value.get("path") is None else f"the image {value['path']}"
-    text = str(value) if isinstance(value, str | Path) else ""
-    return f"the image {text}" if text and not text.startswith("data:") else "the image"
+        path = value.get("path")
+    if not isinstance(path, str | Path) or not str(path) or str(path).startswith("data:"):
+        return "the image"
+    return f"the image {path}"
 
 
 def is_url(value: Any) -> bool:
@@ -62,7 +64,9 @@ def _open_pillow_image(value: Any) -> Iterator[Any]:
     pillow = _require_pillow()
     pillow.init()
     formats = [name for name in _FORMATS if name in pillow.OPEN]
-    file = value if isinstance(value, Path) else io.BytesIO(value)
+    file = value
+    if not isinstance(value, Path):
+        file = io.BytesIO(value)
     with pillow.open(file, formats=formats) as image:
         yield image
 
@@ -106,7 +110,10 @@ def check_image(value: Any, decode: bool = False) -> None:
     Raises:
         DataError: see :func:`open_image`.
     """
-    _read(value, _decoded if decode else _checked)
+    if decode:
+        _read(value, _decoded)
+    else:
+        _read(value, _checked)
 
 
 def each_image(function: Callable[[Any], Any], images: Sequence[Any], name: str = "image") -> list[Any]:
@@ -148,14 +155,18 @@ def _read(value: Any, function: Callable[[Any], Any]) -> Any:
     if isinstance(value, Video):
         frames = each_image(lambda frame: _read(frame, function), value.frames, "frame")
         return value._replace(frames=tuple(frames))
-    pillow, name = _require_pillow(), _image_name(value)
+    pillow = _require_pillow()
+    name = _image_name(value)
     if isinstance(value, Mapping):
-        data, path = value.get("bytes"), value.get("path")
+        data = value.get("bytes")
+        path = value.get("path")
         if data is None and path is None:
             raise DataError("an image has neither 'bytes' nor a 'path'")
         if data is not None and not isinstance(data, bytes | bytearray | memoryview):
             raise DataError(f"'bytes' of {name} must be the bytes of its file, not {type(data).__name__}")
-        value = path if data is None else bytes(data)
+        value = path
+        if data is not None:
+            value = bytes(data)
     if not isinstance(value, str | Path | bytes | pillow.Image):
         raise DataError(f"an image must be a path, its bytes or a Pillow image, not {type(value).__name__}")
     if isinstance(value, str) and value.startswith(("http://", "https://")):
@@ -202,7 +213,9 @@ def _size(image: Any) -> tuple[int, int]:
     if image.format == "TIFF":  # recent releases of Pillow swap width and height themselves
         width = image.tag_v2[_TIFF_WIDTH]
         height = image.tag_v2[_TIFF_HEIGHT]
-    return (height, width) if is_transposed else (width, height)
+    if is_transposed:
+        return height, width
+    return width, height
 
 
 def _to_rgb(image: Any) -> Any:
@@ -329,7 +342,9 @@ def images_of_columns(row: Mapping[str, Any]) -> list[Any]:
     value = image or images
     if not value:
         return []
-    return list(value) if isinstance(value, list | tuple) else [value]
+    if isinstance(value, list | tuple):
+        return list(value)
+    return [value]
 
 
 def with_images(content: Any, images: Sequence[Any]) -> Any:
@@ -341,7 +356,9 @@ def with_images(content: Any, images: Sequence[Any]) -> Any:
         DataError: the number of images differs from the number of their placeholders.
     """
     if not isinstance(content, str):
-        return insert_images(content, images) if images and isinstance(content, Sequence) else content
+        if images and isinstance(content, Sequence):
+            return insert_images(content, images)
+        return content
     if images and _TAG in content:
         return [{"role": "user", "content": format_content_with_images(content, image_tag=_TAG, images=list(images))}]
     if not images:

@@ -117,7 +117,9 @@ class BatchLoader:
     def __len__(self) -> int:
         """Return the number of optimizer steps per epoch."""
         steps = math.ceil(self.examples_per_epoch / self.examples_per_step)
-        return steps if self.max_steps_per_epoch is None else min(steps, self.max_steps_per_epoch)
+        if self.max_steps_per_epoch is None:
+            return steps
+        return min(steps, self.max_steps_per_epoch)
 
     @property
     def smallest_batch(self) -> int:
@@ -169,7 +171,9 @@ class BatchLoader:
     def peek_counts(self) -> tuple[int, int, float] | None:
         """Load the next step and count its tokens, labeled tokens and terms on this rank; see :meth:`peek`."""
         batches = self.peek()
-        return None if batches is None else self.count(batches)
+        if batches is None:
+            return None
+        return self.count(batches)
 
     @staticmethod
     def count(batches: Sequence[Any]) -> tuple[int, int, float]:
@@ -198,8 +202,10 @@ class BatchLoader:
             collate_fn: ``None`` for the same collate function.
         """
         loader = copy.copy(self)
-        loader.dataset = self.dataset if dataset is None else as_example_dataset(dataset)
-        loader.collate_fn = self.collate_fn if collate_fn is None else collate_fn
+        if dataset is not None:
+            loader.dataset = as_example_dataset(dataset)
+        if collate_fn is not None:
+            loader.collate_fn = collate_fn
         loader._peeked = None
         return loader
 
@@ -236,7 +242,7 @@ class BatchLoader:
     def visited_indices(self, epochs: int) -> np.ndarray:
         """Return the sorted indices of the examples visited in the first ``epochs`` epochs by all ranks."""
         num_visited = len(self) * self.examples_per_step  # in each epoch
-        num_orders = epochs if self.shuffle else 1
+        num_orders = epochs if self.shuffle else 1  # without shuffling, all epochs have the same order
         visited = [self._order(epoch)[:num_visited] for epoch in range(num_orders)]
         return np.unique(np.concatenate(visited))
 

@@ -8,7 +8,7 @@ from enum import Enum
 from typing import Any, Literal, NamedTuple, get_args
 
 from torchtune._lazy import former_names
-from torchtune.data._rows import DataError
+from torchtune.data._rows import DataError, kind_of
 from torchtune.data._tool_calls import call_of_text, read_tool_calls
 from torchtune.utils import get_logger, log_once
 
@@ -100,7 +100,9 @@ class Message:
         extra: dict[str, Any] | None = None,
     ) -> None:
         self.role = role
-        self.content = [{"type": "text", "content": content}] if isinstance(content, str) else list(content)
+        if isinstance(content, str):
+            content = [{"type": "text", "content": content}]
+        self.content = list(content)
         self.masked = masked
         self.ipython = ipython
         self.eot = eot
@@ -108,10 +110,10 @@ class Message:
         self.stated_training: bool | None = None
         self.weight = 1.0
         if ipython and (self.contains_media or role != "assistant"):
-            raise ValueError(
-                f"Only a text turn of the assistant can call a tool (ipython=True), not one of role '{role}'"
-                f"{' with media' if self.contains_media else ''}."
-            )
+            turn = f"one of role '{role}'"
+            if self.contains_media:
+                turn += " with media"
+            raise ValueError(f"Only a text turn of the assistant can call a tool (ipython=True), not {turn}.")
 
     @classmethod
     def from_dict(cls, d: dict[str, Any]) -> "Message":
@@ -158,7 +160,10 @@ class Message:
     def __repr__(self) -> str:
         parts = []
         for item in self.content:
-            parts.append(item["content"] if item["type"] == "text" else f"<{item['type']}>")
+            if item["type"] == "text":
+                parts.append(item["content"])
+            else:
+                parts.append(f"<{item['type']}>")
         return f"Message(role='{self.role}', content={parts!r})"
 
 
@@ -283,8 +288,7 @@ def role_of(turn: Any) -> Role:
 def _from_sharegpt(turn: Mapping[str, Any]) -> dict[str, Any]:
     """Rename the fields of a turn in ShareGPT format."""
     if not isinstance(turn["value"], str):
-        kind = "nothing" if turn["value"] is None else type(turn["value"]).__name__
-        raise DataError(f"a turn of '{turn['from']}' has no text: 'value' holds {kind}")
+        raise DataError(f"a turn of '{turn['from']}' has no text: 'value' holds {kind_of(turn['value'])}")
     fields = {key: item for key, item in turn.items() if key not in ("from", "value")}
     return {"role": turn["from"], "content": turn["value"], **fields}
 
@@ -342,9 +346,11 @@ def _parts_by_detail(message: Message, detail: Any, field: str) -> list[dict[str
         raise DataError(f"a turn has {field} {detail!r}: give a list of ranges with begin_offset, end_offset and train")
     is_trained = [True] * len(text)  # of each character
     for span in detail:
-        is_range = isinstance(span, Mapping) and isinstance(span.get("train"), bool)
-        first = span.get("begin_offset") if is_range else None
-        last = span.get("end_offset") if is_range else None
+        first = None
+        last = None
+        if isinstance(span, Mapping) and isinstance(span.get("train"), bool):
+            first = span.get("begin_offset")
+            last = span.get("end_offset")
         if type(first) is not int or type(last) is not int or not 0 <= first <= last < len(text):
             raise DataError(
                 f"a turn of {len(text)} characters has the {field} {span!r}: give begin_offset and end_offset of its "
@@ -411,10 +417,10 @@ def as_messages(messages: Sequence[MessageLike]) -> list[Message]:
         is_new = message is not turn  # a message states ipython and eot itself
         if is_new and message.role in _TOOL_ROLES:
             message.eot = False
-            call = converted[-1] if converted else None
-            if call is not None and call.role == "assistant" and call is not messages[len(converted) - 1]:
-                call.ipython = True
-                call.eot = False
+            # The assistant's turn before a tool's answer is its call.
+            if converted and converted[-1].role == "assistant" and converted[-1] is not messages[len(converted) - 1]:
+                converted[-1].ipython = True
+                converted[-1].eot = False
         converted.append(message)
     return converted
 
@@ -428,7 +434,9 @@ def parse_content_part(part: Any) -> dict[str, Any]:
     if kind == "text":
         if "content" not in part and "text" not in part:
             raise _unknown_part(kind)
-        item = dict(part) if "content" in part else {"type": "text", "content": part["text"]}
+        item = dict(part)
+        if "content" not in part:
+            item = {"type": "text", "content": part["text"]}
         if not isinstance(item["content"], str):
             raise DataError(f"a part of a turn of type 'text' holds {type(item['content']).__name__}, not a text")
         is_trained = True
@@ -562,8 +570,8 @@ def validate_messages(messages: Sequence[MessageLike]) -> None:
         raise DataError(f"a conversation needs at least 2 turns, this one has {len(messages)}")
     switch = "allow_any_order=true leaves the order to the chat template"
     last_role = ""
+    calls_tool = False  # whether the turn before calls a tool
     for i, message in enumerate(messages):
-        before = messages[i - 1] if i else None
         if message.role == "system" and i:
             raise DataError(f"turn {i} is a system turn, which may only be the first ({switch})")
         if message.role == "user" and last_role == "user":
@@ -572,13 +580,10 @@ def validate_messages(messages: Sequence[MessageLike]) -> None:
             raise DataError(
                 f"turn {i} of the assistant follows {last_role or 'nothing'} instead of a user or tool turn ({switch})"
             )
-        if message.role in ("tool", "ipython") and last_role not in ("tool", "ipython") and not _calls_tool(before):
+        if message.role in ("tool", "ipython") and last_role not in ("tool", "ipython") and not calls_tool:
             raise DataError(f"turn {i} is a tool's answer, but the turn before it calls no tool")
         last_role = message.role
-
-
-def _calls_tool(message: Message | None) -> bool:
-    return message is not None and (message.ipython or bool(message.extra.get("tool_calls")))
+        calls_tool = message.ipython or bool(message.extra.get("tool_calls"))
 
 
 __getattr__ = former_names(__name__)

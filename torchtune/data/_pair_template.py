@@ -100,5 +100,7 @@ class PairTemplate:
 
 def _literal(text: str) -> str:
     """Return Jinja that renders to a text."""
+    if not text:
+        return ""
     escaped = text.replace("\\", "\\\\").replace("'", "\\'").replace("\n", "\\n").replace("\r", "\\r")
-    return f"{{{{ '{escaped}' }}}}" if text else ""
+    return f"{{{{ '{escaped}' }}}}"

@@ -83,7 +83,9 @@ class ChatMLTemplate(PromptTemplateInterface):
         for i, message in enumerate(turns):
             before, after = self.template.get(message.role, ("", ""))
             is_open = message.role == "assistant" and i == len(turns) - 1 and not message.text_content
-            formatted.append(with_tags(message, before, "" if is_open else after))
+            if is_open:  # the model goes on from here
+                after = ""
+            formatted.append(with_tags(message, before, after))
         return formatted
 
 

@@ -195,7 +195,9 @@ class Images:
     @property
     def patches(self) -> Tensor:
         """Values of all patches, ``[p, patch values]``."""
-        return self.pixels if self.colors is None else self.colors.values(self.pixels)
+        if self.colors is None:
+            return self.pixels
+        return self.colors.values(self.pixels)
 
     @property
     def missing(self) -> list[CachedImage]:
@@ -236,10 +238,15 @@ class Images:
 
         Images are not divided: the vision tower encodes all of them, and ``features`` says which outputs are used.
         """
-        is_own = (self.places >= first) & (self.places < end)
-        features = torch.arange(len(self.places)) if self.features is None else self.features
-        positions = None if self.positions is None else self.positions[:, :, first:end].contiguous()
-        return replace(self, places=self.places[is_own] - first, features=features[is_own], positions=positions)
+        is_in_shard = (self.places >= first) & (self.places < end)
+        features = self.features
+        if features is None:  # the outputs of the tower, in order
+            features = torch.arange(len(self.places))
+        positions = None
+        if self.positions is not None:
+            positions = self.positions[:, :, first:end].contiguous()  # [3, 1, s / size]
+        places = self.places[is_in_shard] - first
+        return replace(self, places=places, features=features[is_in_shard], positions=positions)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "Images":
         """Copy the tensors to a device."""
@@ -267,7 +274,9 @@ def join_pixels(parts: Sequence[Tensor], colors: Colors | None) -> Tensor:
     width = max(part.shape[1] for part in parts)
     same_width = []
     for part in parts:
-        same_width.append(part if part.shape[1] == width else colors.repeat(part))
+        if part.shape[1] < width:  # of an image beside a video
+            part = colors.repeat(part)
+        same_width.append(part)
     return torch.cat(same_width)
 
 
@@ -302,14 +311,16 @@ def join_images(documents: Sequence[Images | None], lengths: Sequence[int]) -> I
     colors = encoded[0].colors
     positions = None
     if encoded[0].positions is not None:
-        positions = torch.cat(list(map(_positions, documents, lengths)), dim=2)
-    are_shared = len(features) > len(encoded)
+        positions = torch.cat(list(map(_positions, documents, lengths)), dim=2)  # [3, 1, s]
+    joined_features = None
+    if len(features) > len(encoded):  # some documents share their images
+        joined_features = torch.cat(features)
     return Images(
         pixels=join_pixels([images.pixels for images in encoded], colors),
         grids=tuple(chain.from_iterable(images.grids for images in encoded)),
         places=torch.cat(image_tokens),
         positions=positions,
-        features=torch.cat(features) if are_shared else None,
+        features=joined_features,
         colors=colors,
         cached=tuple(chain.from_iterable(images.cached for images in encoded)),
     )
@@ -381,7 +392,10 @@ def grid_positions(
         columns = width // merge
         # In float32, as transformers computes the times.
         times = (np.arange(frames, dtype=np.float32) * np.float32(step)).astype(np.int64)
-        blocks = [times] if step else np.split(times, frames)
+        if step:  # all frames of a video start at the same position
+            blocks = [times]
+        else:
+            blocks = np.split(times, frames)
         for block_times in blocks:
             start = index + int(np.argmax(is_image[index:]))
             num_text = start - index

@@ -26,12 +26,21 @@ def copy_sample(sample: Any, giver: str) -> dict[str, Any]:
     return dict(sample)
 
 
+def kind_of(value: Any) -> str:
+    """Return the name of a value's type, for messages; ``nothing`` for None."""
+    if value is None:
+        return "nothing"
+    return type(value).__name__
+
+
 def column(sample: Mapping[str, Any], name: str) -> Any:
     """Return a column of a row. Raises :class:`DataError` with the columns and the nearest name if it is missing."""
     if name in sample:
         return sample[name]
-    near = difflib.get_close_matches(name, list(sample), n=1, cutoff=0.5)
-    hint = f"; did you mean '{near[0]}'" if near else ""
+    hint = ""
+    nearest_names = difflib.get_close_matches(name, list(sample), n=1, cutoff=0.5)
+    if nearest_names:
+        hint = f"; did you mean '{nearest_names[0]}'"
     present = ", ".join(f"'{key}'" for key in sample)
     raise DataError(f"there is no column '{name}' among {present}{hint} (column_map says which column holds what)")
 
@@ -40,7 +49,7 @@ def text_column(sample: Mapping[str, Any], name: str) -> str:
     """Return a text column of a row. Raises :class:`DataError` if it is missing or not a text."""
     value = column(sample, name)
     if not isinstance(value, str):
-        raise DataError(f"column '{name}' holds {'nothing' if value is None else type(value).__name__}, not a text")
+        raise DataError(f"column '{name}' holds {kind_of(value)}, not a text")
     return value
 
 

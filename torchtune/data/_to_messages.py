@@ -15,7 +15,7 @@ from torchtune.data._images import (
     with_images,
 )
 from torchtune.data._messages import MaskingStrategy, Message, as_messages, parse_masking_strategy, role_of
-from torchtune.data._rows import DataError, Transform, check_column_map, column, text_column
+from torchtune.data._rows import DataError, Transform, check_column_map, column, kind_of, text_column
 from torchtune.data._tool_calls import parse_json_text
 
 
@@ -26,7 +26,9 @@ def resolve_masking(train_on_input: bool | None, masking_strategy: str | Masking
         DataError: the strategy is unknown.
     """
     if train_on_input is not None:
-        strategy = MaskingStrategy.TRAIN_ON_ALL if train_on_input else MaskingStrategy.TRAIN_ON_ASSISTANT
+        strategy = MaskingStrategy.TRAIN_ON_ASSISTANT
+        if train_on_input:
+            strategy = MaskingStrategy.TRAIN_ON_ALL
         warnings.warn(
             f"train_on_input={train_on_input} is deprecated: use masking_strategy='{strategy.value}'.",
             FutureWarning,
@@ -41,13 +43,16 @@ def image_column(sample: Mapping[str, Any], name: str, image_dir: Path | None) -
     value = column(sample, name)
     if value is None:
         return []
-    images = list(value) if isinstance(value, list | tuple) else [value]
+    images = [value]
+    if isinstance(value, list | tuple):
+        images = list(value)
     if image_dir is None:
         return images
     located = []
     for image in images:
-        is_file_name = isinstance(image, str | Path) and not is_url(image)
-        located.append(image_dir / image if is_file_name else image)
+        if isinstance(image, str | Path) and not is_url(image):
+            image = image_dir / image
+        located.append(image)
     return located
 
 
@@ -173,8 +178,11 @@ class AlpacaToMessages(Transform):
         name = self.column_map.get("input", "input")
         if name != "input":
             column(sample, name)  # a name that was chosen is the name of a column
-        input_text = "" if sample.get(name) is None else text_column(sample, name)
-        layout = self.template["prompt_input" if input_text else "prompt_no_input"]
+        input_text = ""
+        if sample.get(name) is not None:
+            input_text = text_column(sample, name)
+        # The layout without input has no line for it.
+        layout = self.template["prompt_input"] if input_text else self.template["prompt_no_input"]
         turns = [
             *_earlier_turns(sample.get("history")),
             Message(role="user", content=layout.format(instruction=instruction, input=input_text)),
@@ -188,10 +196,14 @@ class AlpacaToMessages(Transform):
 
 def _earlier_turns(history: Any) -> list[Message]:
     """Return the turns of a ``history`` in Alpaca format: a list of ``[question, answer]``, or nothing."""
-    if isinstance(history, str):  # a cell of a table
-        history = parse_json_text(history, "the turns in column 'history'") if history.strip() else None
     if history is None:
         return []
+    if isinstance(history, str):  # a cell of a table
+        if not history.strip():
+            return []
+        history = parse_json_text(history, "the turns in column 'history'")
+        if history is None:
+            return []
     if not isinstance(history, list | tuple):
         raise DataError(f"column 'history' holds {type(history).__name__}, not a list of [question, answer]")
     turns = []
@@ -288,8 +300,7 @@ def turns_with_answer(
                     "column"
                 )
     if not isinstance(question, str | list | tuple):
-        kind = "nothing" if question is None else type(question).__name__
-        raise DataError(f"column '{prompt}' holds {kind}, not a text or a list of turns")
+        raise DataError(f"column '{prompt}' holds {kind_of(question)}, not a text or a list of turns")
     return [*_prompt_turns(with_images(question, images), masking_strategy), *answer]
 
 
@@ -301,8 +312,7 @@ def answer_turns(sample: Mapping[str, Any], name: str) -> Sequence[Any]:
     if isinstance(answer, Mapping):
         return [answer]
     if not isinstance(answer, list | tuple):
-        kind = "nothing" if answer is None else type(answer).__name__
-        raise DataError(f"column '{name}' holds {kind}, not a text or a list of turns")
+        raise DataError(f"column '{name}' holds {kind_of(answer)}, not a text or a list of turns")
     return answer
 
 
@@ -315,8 +325,7 @@ def check_turns(value: Any, name: str) -> Sequence[Any]:
     if isinstance(value, str) and value.lstrip().startswith("["):
         value = parse_json_text(value, f"the turns in column '{name}'")
     if not isinstance(value, list | tuple):
-        kind = "nothing" if value is None else type(value).__name__
-        raise DataError(f"column '{name}' holds {kind}, not a list of turns")
+        raise DataError(f"column '{name}' holds {kind_of(value)}, not a list of turns")
     if not value:
         raise DataError(f"column '{name}' holds a conversation without turns")
     return value
@@ -384,11 +393,15 @@ class ShareGPTToMessages(Transform):
         for message in messages:
             if message.role == "user" and not message.contains_media:
                 content = message.text_content
-                count = len(images) if self.image_tag is None else content.count(self.image_tag)
+                count = len(images)  # without a tag, the first turn takes all
+                if self.image_tag is not None:
+                    count = content.count(self.image_tag)
                 message.content = self._with_images(content, images[:count])
                 images = images[count:]
         if images:
-            placeholder = "a user turn" if self.image_tag is None else f"a '{self.image_tag}' in a user turn"
+            placeholder = "a user turn"
+            if self.image_tag is not None:
+                placeholder = f"a '{self.image_tag}' in a user turn"
             raise DataError(f"{len(images)} image(s) have no place: each needs {placeholder}")
 
     def _with_images(self, content: str, images: list[Any]) -> list[dict[str, Any]]:
@@ -441,9 +454,10 @@ class OpenAIToMessages(Transform):
         """Return ``{"messages": [...]}``, with ``tools`` if the row has them."""
         name = self.column_map["messages"]
         turns = check_turns(column(sample, name), name)
-        images = image_column(sample, "images", None) if "images" in sample else []
-        if images:
-            turns = insert_images(turns, images)
+        if "images" in sample:
+            images = image_column(sample, "images", None)
+            if images:
+                turns = insert_images(turns, images)
         conversation = read_conversation(
             sample,
             turns,

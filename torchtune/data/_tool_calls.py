@@ -5,7 +5,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torchtune.data._rows import DataError
+from torchtune.data._rows import DataError, kind_of
 from torchtune.utils import UserError, check_surrogates
 
 
@@ -20,14 +20,14 @@ def read_tools(value: Any) -> list[Any] | None:
     Raises:
         DataError: the text is not JSON, or the value is something else.
     """
+    if isinstance(value, str):
+        if not value.strip():
+            return None
+        value = parse_json_text(value, "tools")
     if value is None:
         return None
-    if isinstance(value, str):
-        value = parse_json_text(value, "tools") if value.strip() else None
     if isinstance(value, Mapping):
         value = [value]
-    if value is None:
-        return None
     if not isinstance(value, list | tuple):
         raise DataError(f"tools must be a list of tool definitions, not {type(value).__name__}")
     return [_read_tool(tool) for tool in value] or None
@@ -41,7 +41,9 @@ def _read_tool(tool: Any) -> Any:
     if not isinstance(tool, Mapping):
         raise DataError(f"a tool must be a mapping with its definition, not {type(tool).__name__}")
     is_bare = "function" not in tool and "name" in tool and "parameters" in tool
-    return function_tool(tool) if is_bare else dict(tool)
+    if is_bare:
+        return function_tool(tool)
+    return dict(tool)
 
 
 def function_tool(function: Any) -> dict[str, Any]:
@@ -63,7 +65,9 @@ def read_tool_calls(value: Any) -> list[dict[str, Any]]:
             number that JSON does not have, such as NaN.
     """
     if isinstance(value, str):
-        value = parse_json_text(value, "tool_calls") if value.strip() else []
+        if not value.strip():
+            return []
+        value = parse_json_text(value, "tool_calls")
     if not isinstance(value, list | tuple):
         raise DataError(f"tool_calls must be a list of calls, not {type(value).__name__}")
     return [_read_call(call) for call in value]
@@ -78,9 +82,11 @@ def _read_call(call: Any) -> dict[str, Any]:
     function = call.get("function")
     if function is None and "name" in call:
         # Only the function: the type and the id are fields of the call around it.
-        identity = {"id": call["id"]} if "id" in call else {}
         function = {name: value for name, value in call.items() if name not in ("type", "id")}
-        call = {"type": "function", **identity}
+        call_id = call.get("id")
+        call = {"type": "function"}
+        if call_id is not None:
+            call["id"] = call_id
     if not isinstance(function, Mapping):
         raise DataError(f"a tool call must have a 'function' with 'name' and 'arguments', not {_describe(function)}")
     if not isinstance(function.get("name"), str) or not function["name"]:
@@ -120,8 +126,12 @@ def _check_finite(arguments: Mapping[str, Any], name: str) -> None:
 
 def call_of_text(text: Any) -> list[dict[str, Any]]:
     """Return the tool calls of a turn whose content is the JSON of a call, or of a list of calls."""
-    calls = parse_json_text(text, "a turn that is a function call") if isinstance(text, str) else text
-    return read_tool_calls(calls if isinstance(calls, Sequence) else [calls])
+    calls = text
+    if isinstance(text, str):
+        calls = parse_json_text(text, "a turn that is a function call")
+    if not isinstance(calls, Sequence):
+        calls = [calls]
+    return read_tool_calls(calls)
 
 
 def canonical_calls(calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
@@ -129,8 +139,10 @@ def canonical_calls(calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
 
     One call is ``{"arguments": {…}, "name": …}``, several are a list of these.
     """
-    canonical = [{"name": name, "arguments": arguments} for name, arguments in calls]
-    return json.dumps(canonical[0] if len(canonical) == 1 else canonical, sort_keys=True, ensure_ascii=False)
+    canonical: Any = [{"name": name, "arguments": arguments} for name, arguments in calls]
+    if len(canonical) == 1:
+        canonical = canonical[0]
+    return json.dumps(canonical, sort_keys=True, ensure_ascii=False)
 
 
 def parse_json_text(text: str, name: str) -> Any:
@@ -141,7 +153,9 @@ def parse_json_text(text: str, name: str) -> Any:
         return value
     except json.JSONDecodeError as error:
         verb = "is" if name.startswith("a ") else "are"
-        excerpt = text if len(text) <= 60 else f"{text[:60]}…"
+        excerpt = text
+        if len(text) > 60:
+            excerpt = f"{text[:60]}…"
         raise DataError(f"{name} {verb} not JSON ({error.msg} at column {error.colno}): {excerpt!r}") from error
     except UserError as error:
         raise DataError(f"{name}: {error}") from error
@@ -150,7 +164,7 @@ def parse_json_text(text: str, name: str) -> Any:
 
 
 def _describe(value: Any) -> str:
-    """Return a text itself, the type of another value, or ``nothing``."""
-    if value is None:
-        return "nothing"
-    return repr(value) if isinstance(value, str) else type(value).__name__
+    """Return a text itself, or what :func:`kind_of` says of another value."""
+    if isinstance(value, str):
+        return repr(value)
+    return kind_of(value)

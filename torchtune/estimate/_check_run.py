@@ -1,5 +1,6 @@
 """Check that a run can start, before anything is loaded."""
 
+import functools
 import os
 import sys
 from collections.abc import Callable
@@ -40,8 +41,8 @@ class RunError(UserError):
 
     def __init__(self, problems: list[str]) -> None:
         self.problems = problems
-        count = "for 1 reason" if len(problems) == 1 else f"for {len(problems)} reasons"
-        super().__init__("\n  ".join([f"the run cannot start, {count}:", *problems]))
+        reasons = "1 reason" if len(problems) == 1 else f"{len(problems)} reasons"
+        super().__init__("\n  ".join([f"the run cannot start, for {reasons}:", *problems]))
 
 
 def check_run(cfg: Any, processes: int | None = None) -> None:
@@ -61,7 +62,9 @@ def check_run(cfg: Any, processes: int | None = None) -> None:
     if is_simulated():
         return
     if processes is None:
-        processes = int(os.environ["WORLD_SIZE"]) if is_distributed() else 1
+        processes = 1
+        if is_distributed():
+            processes = int(os.environ["WORLD_SIZE"])
     problems = find_problems(cfg, processes)
     if problems:
         raise RunError(problems)
@@ -95,11 +98,16 @@ def find_problems(settings: Any, processes: int = 1, *, thorough: bool = False) 
     def has(*names: str) -> bool:
         return all(name in cfg.declared and getattr(cfg, name) is not None for name in names)
 
-    device = attempt(lambda: find_device(cfg.device)) if "device" in cfg.declared else None
+    device = None
+    if "device" in cfg.declared:
+        device = attempt(lambda: find_device(cfg.device))
     if device is not None and has("dtype"):
         attempt(get_dtype, cfg.dtype, device=device)
 
-    checkpointer = attempt(config.instantiate, cfg.checkpointer) if has("checkpointer") else None
+    # The checkpoints: that of the model, those of other models, and that to resume.
+    checkpointer = None
+    if has("checkpointer"):
+        checkpointer = attempt(config.instantiate, cfg.checkpointer)
     sources = {}  # of other models
     for name, (node, _) in other_models(cfg).items():
         if node:
@@ -118,12 +126,17 @@ def find_problems(settings: Any, processes: int = 1, *, thorough: bool = False) 
     if thorough and resume and hasattr(checkpointer, "check_resume"):
         attempt(checkpointer.check_resume, cfg.source)
 
+    # The models, on the meta device: how they are distributed, and whether the checkpoints have their weights.
     dims = attempt(arrange, cfg, processes) or ParallelDims()
-    model = attempt(_build_model, cfg) if has("model") else None
+    model = None
+    if has("model"):
+        model = attempt(_build_model, cfg)
     if model is not None:
         if has("quantizer") and (has("optimizer") or checkpointer is not None):
             # A recipe that trains quantizes the weights that it has trained, others those of the checkpoint.
-            source = None if has("optimizer") else attempt(lambda: checkpointer.store.source())
+            source = None
+            if not has("optimizer"):
+                source = attempt(lambda: checkpointer.store.source())
             attempt(lambda: check_quantizer(config.instantiate(cfg.quantizer), model, source))
         attempt(_check_images, cfg, model)
         if not cfg.resize_token_embeddings:
@@ -142,14 +155,21 @@ def find_problems(settings: Any, processes: int = 1, *, thorough: bool = False) 
     if model is not None and has("optimizer"):
         attempt(_check_trained, cfg, model, checkpointer)
 
-    tokenizer = attempt(config.instantiate, cfg.tokenizer) if thorough and has("tokenizer") else None
+    # The tokenizer, whose vocabulary may give the model more rows.
+    tokenizer = None
+    if thorough and has("tokenizer"):
+        tokenizer = attempt(config.instantiate, cfg.tokenizer)
     if tokenizer is not None:
-        if model is not None:
-            attempt(add_token_rows if cfg.resize_token_embeddings else fit_vocabulary, model, tokenizer)
+        if model is not None and cfg.resize_token_embeddings:
+            attempt(add_token_rows, model, tokenizer)
+        elif model is not None:
+            attempt(fit_vocabulary, model, tokenizer)
         if has("optimizer", "checkpointer"):
             check_savable_tokenizer(tokenizer)
     if model is not None and cfg.resize_token_embeddings and tokenizer is not None:
         attempt(_check_parallel, cfg, model, dims)  # with the rows of new tokens
+
+    # What trains, measures and logs, and the data.
     if has("optimizer"):
         attempt(_check_optimizer, cfg, device, model)
     if has("loss"):
@@ -179,9 +199,10 @@ def _build_model(cfg: SettingsView) -> torch.nn.Module:
 
 def _check_parallel(cfg: SettingsView, model: torch.nn.Module, dims: ParallelDims) -> None:
     """Check that a model can be distributed, with the tensor-parallel plan of the settings if they have one."""
-    node = cfg.tensor_parallel_plan
-    plan = None if node is None else lambda model: config.instantiate(node, model)
-    check_parallelizable(model, dims, plan)
+    make_plan = None
+    if cfg.tensor_parallel_plan is not None:
+        make_plan = functools.partial(config.instantiate, cfg.tensor_parallel_plan)  # called with the model
+    check_parallelizable(model, dims, make_plan)
 
 
 # A recipe with one of these settings trains on images only if the model represents images by tokens in the text.
@@ -208,8 +229,10 @@ def _check_trained(cfg: SettingsView, model: torch.nn.Module, checkpointer: Any)
     Custom recipes may save other parameters, so they are checked only if they have ``save_adapter_weights_only``.
     """
     saves_adapters = "save_adapter_weights_only" in cfg.declared
+    copied_recipe = None  # of a recipe that is no copy of the library's
     file = getattr(sys.modules.get(type(cfg.source).__module__), "__file__", None)
-    copied_recipe = None if file is None else recipe_at(file)  # None for a recipe that is no copy of the library's
+    if file is not None:
+        copied_recipe = recipe_at(file)
     if "weights" in promises(cfg.recipe) and has_adapters(model):
         raise UserError(
             f"model: it has adapters, but {cfg.recipe} trains all weights: use a builder without adapters, or the "
@@ -297,7 +320,9 @@ class _NoTokenizer:
         raise NotImplementedError
 
     def __getattr__(self, name: str) -> None:
-        return None if not name.startswith("__") else object.__getattribute__(self, name)
+        if name.startswith("__"):  # of a protocol of Python, such as copy's, which asks whether it is there
+            raise AttributeError(name)
+        return None
 
     max_seq_len = 1
     end_ids = ()

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torchtune._recipe_registry import recipe_at
-from torchtune.config import SettingsView, did_you_mean
+from torchtune.config import SettingsView, as_written, did_you_mean
 from torchtune.supervision import BestValidation
 from torchtune.utils import UserError, parse_device
 
@@ -85,7 +85,7 @@ def _check_kept_score(keep_best: str, scores: Sequence[str]) -> Iterator[tuple[s
     metric = keep_best.removeprefix("max:")
     measured = []
     for score in scores:
-        name = score.partition(":")[0]  # without a pattern
+        name = as_written(score).partition(":")[0]  # without a pattern
         if name == "retrieval":
             measured += [f"val_{metric_name}" for metric_name in RETRIEVAL_SCORES]
         else:

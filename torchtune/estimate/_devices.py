@@ -93,7 +93,9 @@ def parse_cluster(text: str) -> tuple[int, Accelerator]:
     all_names = ", ".join(device.name.replace(" ", "") for device in _TABLE)
     nearest_keys = difflib.get_close_matches(key, _BY_NAME, n=2, cutoff=0.5)
     nearest = " or ".join(_BY_NAME[nearest_key].name.replace(" ", "") for nearest_key in nearest_keys)
-    hint = f"did you mean {nearest}? The table has" if nearest else "the table has"
+    hint = "the table has"
+    if nearest:
+        hint = f"did you mean {nearest}? The table has"
     raise DeviceNameError(f"--simulate {text}: the device '{match['name']}' is not known: {hint} {all_names}.")
 
 

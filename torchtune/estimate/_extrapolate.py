@@ -177,7 +177,9 @@ def _host_memory(observer: Observer) -> int:
 
 def _group(cfg: SettingsView) -> int:
     """Return n if the recipe recomputes every n-th layer, otherwise 1; groups of n layers stay together."""
-    return int(cfg.ac_option) if cfg.ac_mode == "selective" and str(cfg.ac_option).isdigit() else 1
+    if cfg.ac_mode == "selective" and str(cfg.ac_option).isdigit():
+        return int(cfg.ac_option)
+    return 1
 
 
 def choose_layers(models: Mapping[str, nn.Module], group: int = 1, ends: int = 1) -> list[tuple[float, Kept]]:

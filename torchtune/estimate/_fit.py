@@ -145,7 +145,9 @@ def _replicas(cfg: SettingsView) -> list[Option]:
 
 def _optimizers(cfg: SettingsView) -> list[Option]:
     """Return the optimizer in the settings, and its variant with 8-bit states."""
-    optimizer = "" if cfg.optimizer is None else str(cfg.optimizer.get("_component_"))
+    optimizer = ""
+    if cfg.optimizer is not None:
+        optimizer = str(cfg.optimizer.get("_component_"))
     options: list[Option] = [((f"optimizer._component_={optimizer}",), 1.0)]
     if optimizer == "torch.optim.AdamW":
         options.append((("optimizer._component_=torchao.optim.AdamW8bit", "~optimizer.fused"), 1.05))
@@ -154,7 +156,9 @@ def _optimizers(cfg: SettingsView) -> list[Option]:
 
 def _base_weights(cfg: SettingsView) -> list[Option]:
     """Return the frozen weights in the settings, and the variant with 4-bit frozen weights."""
-    model = "" if cfg.model is None else str(cfg.model.get("_component_"))
+    model = ""
+    if cfg.model is not None:
+        model = str(cfg.model.get("_component_"))
     options: list[Option] = [((f"model._component_={model}",), 1.0)]
     package, _, builder = model.rpartition(".")
     if builder.startswith("lora_"):
@@ -242,7 +246,9 @@ class Search:
     def fitting(self, *, last: bool) -> list[Candidate]:
         """Return the simulated candidates that fit, fastest first; for ``last`` see :func:`candidates`."""
         initial = self._simulate(())
-        singles = {} if initial is None else self._simulate_singles(last=last)
+        singles = {}
+        if initial is not None:
+            singles = self._simulate_singles(last=last)
         costs = {changed: single.seconds / initial.seconds for changed, single in singles.items()}
         combinations = candidates(self.settings, self.processes, last=last, experts=self.experts, costs=costs)
         predicted: list[Saved] = []
@@ -310,13 +316,15 @@ class Search:
         initial = self.known[()]
         changes = [changed for changed in singles if texts.issuperset(changed)]
         covered = set(itertools.chain(*changes))
-        is_predictable = initial is not None and texts == covered
-        # What cannot be predicted may fit: it has to be simulated.
-        size = _predict_peak(initial, [singles[changed] for changed in changes]) if is_predictable else 0.0
+        if initial is None or texts != covered:
+            # What cannot be predicted may fit, so that it is simulated; it says nothing of other combinations.
+            predicted.append((texts, math.inf))
+            return True
+        size = _predict_peak(initial, [singles[changed] for changed in changes])
         for fewer, fewer_size in predicted:
             if fewer < texts and fewer_size <= size * SAVES_NOTHING:
                 return False  # a part of the overrides needs as little memory
-        predicted.append((texts, size if is_predictable else math.inf))
+        predicted.append((texts, size))
         return size <= self.limit * MARGIN
 
 
@@ -372,7 +380,7 @@ def find_fastest(
         seconds = step_time(estimate.work.values(), device).total / estimate.tokens * 1e6
         return Candidate(overrides, estimate.peak, seconds, memory)
 
-    model = build_on_meta(settings)[0]
+    model, _, _ = build_on_meta(settings)
     experts = any(isinstance(module, MoE) for module in model.modules())
     search = Search(settings, processes, limit, check, measure, report, experts)
     for last in (False, True):
@@ -398,6 +406,6 @@ def _nothing_fits(limit: float, search: Search) -> str:
 
 def describe(candidate: Candidate, limit: float) -> str:
     """Return a line with a candidate's memory, time, verdict and overrides."""
-    fits = "fits" if candidate.peak <= limit else "too large"
+    verdict = "fits" if candidate.peak <= limit else "too large"
     changed = " ".join(candidate.overrides) or "as configured"
-    return f"{candidate.peak / 2**30:7.1f} GiB {candidate.seconds:7.2f} s per million tokens  {fits:<10}{changed}"
+    return f"{candidate.peak / 2**30:7.1f} GiB {candidate.seconds:7.2f} s per million tokens  {verdict:<10}{changed}"

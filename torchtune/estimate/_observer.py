@@ -134,7 +134,10 @@ class Observer(TorchDispatchMode):
         if any(kind not in _PLAIN and kind.__torch_dispatch__ is not _NO_DISPATCH for kind in types):
             return NotImplemented  # a wrapper tensor: its inner operators are dispatched later
         inputs = list(_tensors((args, kwargs)))
-        out = self._answer(func, args, kwargs, inputs) if self.fake else func(*args, **kwargs)
+        if self.fake:
+            out = self._answer(func, args, kwargs, inputs)
+        else:
+            out = func(*args, **kwargs)
         if not self._quiet:
             self._count(func, args, kwargs, inputs, out)
         return out
@@ -153,7 +156,9 @@ class Observer(TorchDispatchMode):
         if func is _aten._local_scalar_dense.default:  # item()
             if first.dtype == torch.bool:
                 return False
-            return 0.0 if first.is_floating_point() else 1
+            if first.is_floating_point():
+                return 0.0
+            return 1
         if func is _aten.nonzero.default:
             return torch.empty(first.numel(), first.dim(), dtype=torch.int64, device=first.device)
         if func is _aten.equal.default:
@@ -183,9 +188,10 @@ class Observer(TorchDispatchMode):
             if len(sides) == 2:  # a copy between device and host
                 work.hosted["bytes"] += _num_bytes(outputs[0])
                 return
-        # A product of float8 matrices has an output of another dtype, and takes the time of its inputs' dtype.
-        is_scaled = func._overloadpacket is _aten._scaled_mm
-        dtype = inputs[0].dtype if is_scaled else outputs[0].dtype
+        dtype = outputs[0].dtype
+        if func._overloadpacket is _aten._scaled_mm:
+            # A product of float8 matrices has an output of another dtype, and takes the time of its inputs' dtype.
+            dtype = inputs[0].dtype
         flops = _flops(func, args, kwargs, out)
         moved = sum(_num_bytes(tensor) for tensor in (*inputs, *outputs))
         work.calls[flops, moved, dtype] += 1
@@ -193,6 +199,8 @@ class Observer(TorchDispatchMode):
             work.flops[dtype] += flops
 
     def _count_collective(self, work: Work, func: Any, args: Any, kwargs: Any, inputs: list[torch.Tensor]) -> None:
+        """Record the bytes and the process group of a collective."""
+        # "c10d::_allgather_base_" and "_c10d_functional::all_gather_into_tensor" are both an all-gather.
         name = func._schema.name.split("::")[1].replace("_", "")
         kind = next((text for key, text in _COLLECTIVES.items() if key in name), None)
         if kind is None or not inputs:
@@ -215,9 +223,10 @@ class Observer(TorchDispatchMode):
         for storage in storages(tensor):
             if storage._cdata in self.ledger._live:
                 continue
-            name = "" if func is None else f"{func._schema.name.replace('::', '.')} "
             shape = " x ".join(str(size) for size in tensor.shape) or "scalar"
-            operator = f"{name}[{shape}] {str(tensor.dtype).removeprefix('torch.')}"
+            operator = f"[{shape}] {str(tensor.dtype).removeprefix('torch.')}"
+            if func is not None:
+                operator = f"{func._schema.name.replace('::', '.')} {operator}"
             is_offloaded = self.offload and self.ledger.phase in ("set-up", "optimizer")
             on_host = is_on_host() or is_offloaded
             self.ledger.add(storage, self._component(), operator, self._where(), on_host=on_host)
@@ -229,7 +238,10 @@ class Observer(TorchDispatchMode):
                 self.work[step, phase] = Work.combine([(factor, work)])
 
     def _component(self) -> str:
-        return "other" if self.in_fsdp or self.ledger.phase in ("set-up", "optimizer") else "activations"
+        """Return the component of new memory; parameters, gradients and states are marked later."""
+        if self.in_fsdp or self.ledger.phase in ("set-up", "optimizer"):
+            return "other"
+        return "activations"
 
     def _where(self) -> str:
         """Return the module being called, and the line of the library or of the recipe."""
@@ -243,7 +255,9 @@ class Observer(TorchDispatchMode):
                 line = f"{_short(file)}:{frame.f_lineno}"
                 break
             frame = frame.f_back
-        return f"{self.path[-1]}, {line}" if self.path else line
+        if not self.path:
+            return line
+        return f"{self.path[-1]}, {line}"
 
     # Patches of torch, active inside the context.
 
@@ -381,12 +395,10 @@ class Observer(TorchDispatchMode):
             self._names[id(module)] = _any_layer(path or name)
         for kind, stack in stacks(model).items():
             kept_layers = getattr(stack, "kept_layers", range(len(stack.layers)))
-            sizes = [magnitude(layer) for layer in stack.layers]
-            previous_sizes = [None, *sizes[:-1]]
-            next_sizes = [*sizes[1:], None]
-            # A moment is extrapolated only between layers whose neighbors have the same sizes.
-            neighbors = zip(previous_sizes, next_sizes, strict=True)
-            for layer, index, sizes_beside in zip(stack.layers, kept_layers, neighbors, strict=True):
+            sizes = [None, *(magnitude(layer) for layer in stack.layers), None]  # none before the first, after the last
+            for position, (layer, index) in enumerate(zip(stack.layers, kept_layers, strict=True)):
+                # A moment is extrapolated only between layers whose neighbors have the same sizes.
+                sizes_beside = (sizes[position], sizes[position + 2])
                 self._layers[id(layer)] = f"{name} {kind} {index} {sizes_beside}"
         for parameter in model.parameters():
             self.see(parameter)
@@ -432,13 +444,17 @@ def _is_small(tensors: list[torch.Tensor]) -> bool:
 def _boolean(indices: Any) -> torch.Tensor | None:
     """Return the mask of a boolean index."""
     first = indices[0]
-    return first if first is not None and first.dtype == torch.bool else None
+    if first is None or first.dtype != torch.bool:
+        return None
+    return first
 
 
 def _is_view(func: Any) -> bool:
     """Return whether an operator's output shares the memory of its input without changing it."""
     returns = func._schema.returns
-    alias = returns[0].alias_info if returns else None
+    if not returns:
+        return False
+    alias = returns[0].alias_info
     return alias is not None and not alias.is_write
 
 
@@ -459,7 +475,9 @@ def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> int:
     if packet in flop_registry:
         return flop_registry[packet](*args, **kwargs, out_val=out)
     formula = _CUSTOM_FLOPS.get(str(packet))
-    return 0 if formula is None else formula(*args, **kwargs)
+    if formula is None:
+        return 0
+    return formula(*args, **kwargs)
 
 
 def _lengths(cu_seqlens: torch.Tensor, total: int) -> list[int]:
@@ -518,4 +536,6 @@ _TORCH = torch.__path__[0]
 def _short(file: str) -> str:
     """Return a path relative to the library's folder, or the name of the file."""
     _, separator, path = file.rpartition(f"/{_LIBRARY}/")
-    return f"{_LIBRARY}/{path}" if separator else file.rpartition("/")[2]
+    if not separator:
+        return file.rpartition("/")[2]
+    return f"{_LIBRARY}/{path}"

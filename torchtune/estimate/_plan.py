@@ -99,8 +99,9 @@ def context_length(settings: Any) -> int | None:
     if is_simulated():
         return None
     cfg = SettingsView.of(settings)
-    # In a mapping, PPO's model is policy_model; its dataclass has both names.
-    nodes = [cfg.policy_model if cfg.model is None else cfg.model]
+    nodes = [cfg.model]
+    if cfg.model is None:  # in a mapping, PPO's model is policy_model; its dataclass has both names
+        nodes = [cfg.policy_model]
     for _, view in other_models(cfg).values():
         nodes.append(view.model)
     lengths = []
@@ -149,7 +150,8 @@ def row_length(
     lengths = [limit for limit in limits if limit]
     if lengths:
         return min(lengths), False
-    return min(_ASSUMED_LENGTH, getattr(model, "max_seq_len", None) or _ASSUMED_LENGTH), True
+    longest = getattr(model, "max_seq_len", None) or _ASSUMED_LENGTH
+    return min(_ASSUMED_LENGTH, longest), True
 
 
 def count_parameters(model: torch.nn.Module) -> tuple[int, int]:

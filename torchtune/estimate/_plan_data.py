@@ -92,15 +92,16 @@ def measure_data(settings: Any, processes: int = 1, sample: int = SAMPLE) -> Dat
     dims = arrange(cfg, processes)
     streams = any(node.get("streaming") for node in dataset_nodes(cfg.dataset))
     plan = StepPlan.of(cfg)
-    batch = plan.describe_batch(dims.data_size, None if streams else train.examples)
+    per_epoch = None
     if streams:
         if plan.max_steps_per_epoch is None:
             raise DataError("dataset: streaming=True has no end: set max_steps_per_epoch.")
+        batch = plan.describe_batch(dims.data_size)
         per_epoch = plan.max_steps_per_epoch
-    elif train.examples is None:
-        per_epoch = None
     else:
-        per_epoch = plan.steps_per_epoch(train.examples, dims.data_size)
+        batch = plan.describe_batch(dims.data_size, train.examples)
+        if train.examples is not None:
+            per_epoch = plan.steps_per_epoch(train.examples, dims.data_size)
 
     if per_epoch is None:
         steps = "unknown until the data are read"
@@ -150,11 +151,14 @@ def measure(dataset: Any, tokenizer: Any, sample: int, longest: int | None) -> M
         except NotRead as reason:
             unread.append(str(reason))
             continue
-        # A source of more rows than the sample is estimated from the rows that were read.
-        scale = seen.total / seen.read if seen.read else 1.0
+        scale = 1.0
+        if seen.read:  # a source of more rows than the sample is estimated from the rows that were read
+            scale = seen.total / seen.read
         sizes.append(math.ceil(len(built) * scale))
         tokens = built.num_known_tokens
-        counts.append(None if tokens is None else tokens * scale)
+        if tokens is not None:
+            tokens *= scale
+        counts.append(tokens)
         lengths.append(built.longest)
         is_exact = is_exact and scale == 1.0
         is_packed = is_packed or built.is_packed
@@ -168,8 +172,12 @@ def measure(dataset: Any, tokenizer: Any, sample: int, longest: int | None) -> M
 
     examples = sum(sizes)
     kind = "packs" if is_packed else "rows"
-    tokens_text = "" if None in counts else f", {round(sum(counts)):,} tokens"
-    longest_row = None if None in lengths else max(lengths)
+    tokens_text = ""
+    if None not in counts:
+        tokens_text = f", {round(sum(counts)):,} tokens"
+    longest_row = None
+    if None not in lengths:
+        longest_row = max(lengths)
     left_out = _describe_left_out(dropped, truncated, omitted, tokenizer)
     if is_mixture(dataset):
         per_epoch = mixture_examples(dataset, sizes)

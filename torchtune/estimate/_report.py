@@ -106,7 +106,9 @@ def _largest(peak: Peak) -> Rows:
 
 
 def _host(estimate: Estimate) -> Rows:
-    return [("host memory", f"{estimate.host / GIB:.2f} GiB per rank")] if estimate.host else []
+    if not estimate.host:
+        return []
+    return [("host memory", f"{estimate.host / GIB:.2f} GiB per rank")]
 
 
 def _resident(estimate: Estimate, tensors: float) -> Rows:
@@ -192,4 +194,6 @@ def _assumed(estimate: Estimate, device: Accelerator) -> Rows:
 
 
 def _size(size: float) -> str:
-    return f"{size / GIB:,.2f} GiB" if size > GIB / 100 else f"{size / 2**20:,.2f} MiB"
+    if size > GIB / 100:
+        return f"{size / GIB:,.2f} GiB"
+    return f"{size / 2**20:,.2f} MiB"

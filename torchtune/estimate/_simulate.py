@@ -65,10 +65,12 @@ def simulate(
     dims = arrange(cfg, processes)
     plan = StepPlan.of(cfg)
     micro_batches_per_step = plan.gradient_accumulation_steps
-    observer = Observer() if observer is None else observer
-    observer.accumulates = micro_batches == 1 < micro_batches_per_step
+    if observer is None:
+        observer = Observer()
+    observer.accumulates = micro_batches == 1 and micro_batches_per_step > 1
     observer.offload = bool(cfg.fsdp_cpu_offload) and processes > 1
-    length = row_length(cfg)[0] if length is None else length
+    if length is None:
+        length, _ = row_length(cfg)
     accumulated = min(micro_batches_per_step, micro_batches or micro_batches_per_step)
     rows = steps * plan.batch_size * accumulated * dims.data_size
     changes: dict[str, Any] = {
@@ -82,7 +84,7 @@ def simulate(
             if setting not in changes:
                 changes[setting] = {"_component_": f"{_HERE}.shallow", "setting": setting, "layers": {}}
             changes[setting]["layers"][stack_name] = list(layers)
-    loads = 0
+    num_loads = 0
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         stack.enter_context(simulated())
         stack.enter_context(_set(_simulated_inputs.vision, None))
@@ -100,15 +102,16 @@ def simulate(
                 modes.enter_context(observer)
 
         def loaded(model: nn.Module) -> None:
-            nonlocal loads
-            loads += 1
-            observer.loaded(model, "model" if loads == 1 else f"model {loads}")
+            nonlocal num_loads
+            num_loads += 1
+            name = "model" if num_loads == 1 else f"model {num_loads}"
+            observer.loaded(model, name)
 
         stack.enter_context(_set(_simulated_inputs.built, models or {}))
         stack.enter_context(_set(_simulated_inputs.before_load, begin))
         stack.enter_context(_set(_simulated_inputs.on_load, loaded))
         main(_replaced(settings, cfg, folder, rows, length, changes))
-    if not loads:
+    if num_loads == 0:
         raise SimulationError(
             f"{main.__module__}: the recipe never calls checkpointer.load_model(model), which the simulation needs: "
             "load the model with it."
@@ -128,7 +131,9 @@ def check_simulated(settings: Any) -> str:
         raise SimulationError("The recipe has neither 'optimizer' nor 'dataset': only training can be simulated.")
     if "images" in str(cfg.collate_fn):
         raise SimulationError("collate_fn: a run with tiles of images cannot be simulated: use --dry-run.")
-    kind = "texts" if cfg.loss is None else getattr(config.instantiate(cfg.loss), "trains_on", "texts")
+    kind = "texts"
+    if cfg.loss is not None:
+        kind = getattr(config.instantiate(cfg.loss), "trains_on", kind)
     if kind == "prompts":
         raise SimulationError("loss: a recipe that samples answers cannot be simulated: use --dry-run.")
     if cfg.teacher_cache is not None:

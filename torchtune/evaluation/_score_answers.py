@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchtune.config import InstantiationError, did_you_mean, locate
+from torchtune.config import InstantiationError, as_written, did_you_mean, locate
 from torchtune.data import canonical_calls
 from torchtune.evaluation._eval_rows import EvalRow, EvaluationError
 from torchtune.generation import AnswerFile, Prompt, answer_prompts, model_digest
@@ -85,17 +85,19 @@ def _make_score(text: str) -> Reward:
             return _SCORES[name](pattern if colon else None)
         except ValueError as error:
             raise EvaluationError(f"score '{text}': {str(error).rstrip('.')}.") from error
-    if "." not in text:
-        hint = f": use {', '.join(_SCORES)}, or the dotted path of a function."
-        raise EvaluationError(f"there is no score '{text}'{did_you_mean(text, _SCORES) or hint}")
+    path = as_written(text)
+    is_of_recipe = path != text  # a name in the recipe's file, which the check of the config has qualified
+    if "." not in path and not is_of_recipe:
+        hint = f": use {', '.join(_SCORES)}, or the dotted path of a function, as in my_module.{path}."
+        raise EvaluationError(f"there is no score '{path}'{did_you_mean(path, _SCORES) or hint}")
     try:
         target = locate(text)
         if inspect.isclass(target) and issubclass(target, Reward):
             return target()
     except (InstantiationError, TypeError, ValueError) as error:
-        raise EvaluationError(f"score '{text}': {str(error).rstrip('.')}.") from error
+        raise EvaluationError(f"score '{path}': {str(error).rstrip('.')}.") from error
     if not callable(target):
-        raise EvaluationError(f"score '{text}': it is a {type(target).__name__}, not a function of (rows, texts).")
+        raise EvaluationError(f"score '{path}': it is a {type(target).__name__}, not a function of (rows, texts).")
     return FunctionReward(text)
 
 

@@ -67,8 +67,12 @@ class Measurement:
         self._tokenizer = tokenizer
         self._rows_per_loss = rows_per_loss
         self._answers_guard = answers_guard
-        self._setting = "dataset" if loader_val is None else "dataset_val"
-        measured_loader = loader if loader_val is None else loader_val
+        if loader_val is None:
+            self._setting = "dataset"
+            measured_loader = loader
+        else:
+            self._setting = "dataset_val"
+            measured_loader = loader_val
         self._collate = measured_loader.collate_fn
 
         # All ranks measure the same number of batches, because the model may communicate.
@@ -84,7 +88,7 @@ class Measurement:
             indices = np.arange(len(self._rows))
             if any(getattr(cfg.source, name, None) is not None for name in _CACHES):
                 indices = measured_loader.visited_indices(1)
-        count = min(count, len(indices)) // multiple * multiple
+        count = min(count, len(indices)) // multiple * multiple  # rounded down to whole batches on every rank
         self._indices = _evenly_spaced(indices, count)
 
     def losses(self, compute_loss: Callable[[Batch], torch.Tensor], step_metrics: StepMetrics) -> dict[str, Any]:
@@ -143,9 +147,13 @@ class Measurement:
     def _read_batches(self) -> tuple[list[str], list[Batch]]:
         """Return the names of all batches, and the batches of this rank."""
         rows = [self._rows[index] for index in self._indices]
-        groups = [rows[start : start + self._rows_per_loss] for start in range(0, len(rows), self._rows_per_loss)]
-        names = [_digest(group[0]) for group in groups]
-        batches = [self._collate(group) for group in groups[self._own_batches]]
+        names = []
+        batches_of_rows = []
+        for start in range(0, len(rows), self._rows_per_loss):
+            batch_rows = rows[start : start + self._rows_per_loss]
+            names.append(_digest(batch_rows[0]))
+            batches_of_rows.append(batch_rows)
+        batches = [self._collate(batch_rows) for batch_rows in batches_of_rows[self._own_batches]]
         return names, batches
 
     def _answers(self, seconds: float) -> list[dict[str, str]]:
@@ -177,7 +185,7 @@ class Measurement:
         new_tokens = min(_MOST_NEW_TOKENS, int(_MOST_SECONDS * 1e6) // microseconds, longest + 8)
         if new_tokens == 0:
             return []
-        turns = [turn for turn in turns if len(turn[0]) + new_tokens <= model.max_seq_len]
+        turns = [(prompt, expected) for prompt, expected in turns if len(prompt) + new_tokens <= model.max_seq_len]
         stop_tokens = list(tokenizer.stop_tokens)
         try:
             generated = generate_tokens(

@@ -13,7 +13,7 @@ _ROUND_FACTORS = (1, 2, 2.5, 5, 10)
 def smooth(points: Points) -> Points:
     """Return the exponential moving average of the finite points, over about a twentieth of them."""
     finite = [(x, y) for x, y in points if math.isfinite(y)]
-    decay = 1 - 1 / max(len(finite) / 20, 1)
+    decay = 1 - 1 / max(len(finite) / 20, 1)  # a mean over about 1 / (1 - decay) points
     total = 0.0
     weight = 0.0
     smoothed = []
@@ -49,15 +49,21 @@ def line_chart(
     heights = []
     not_finite = []
     for label, points in drawn.items():
-        positions += [x for x, _ in points]
-        not_finite += [x for x, y in points if not math.isfinite(y)]
-        finite = [(x, y) for x, y in points if math.isfinite(y)]
+        finite = []
+        for x, y in points:
+            positions.append(x)
+            if math.isfinite(y):
+                finite.append((x, y))
+                heights.append(y)
+            else:
+                not_finite.append(x)
         if finite:
             lines[label] = thin(finite)
-            heights += [y for _, y in finite]
+    # A limit far above the values would press them onto the x axis.
     _, limit_height = limit
-    has_limit = bool(heights) and limit_height is not None and max(heights) / 4 < limit_height < 2 * max(heights)
-    if has_limit:
+    drawn_limit = None
+    if heights and limit_height is not None and max(heights) / 4 < limit_height < 2 * max(heights):
+        drawn_limit = limit
         heights.append(limit_height)
     return {
         "title": title,
@@ -66,7 +72,7 @@ def line_chart(
         "y": _axis(heights, margin=0.06),
         "lines": lines,
         "bad": thin(not_finite),
-        "limit": limit if has_limit else None,
+        "limit": drawn_limit,
         "left_out": len(series) - len(drawn),
     }
 
@@ -83,8 +89,11 @@ def _axis(values: Sequence[float], margin: float = 0.0) -> dict[str, Any]:
     free = margin * (high - low)
     if high == low:
         free = abs(high) * 0.1 or 1.0
-    bottom = low - free if low < 0 else max(low - free, 0.0)
     top = high + free
+    bottom = low - free
+    if low >= 0:
+        bottom = max(bottom, 0.0)
+    # The smallest round step of which four reach from one end to the other; the last factor, 10, always does.
     magnitude = 10 ** math.floor(math.log10((top - bottom) / 4))
     step = next(magnitude * factor for factor in _ROUND_FACTORS if 4 * magnitude * factor >= top - bottom)
     ticks = [step * number for number in range(math.ceil(bottom / step), math.floor(top / step) + 1)]

@@ -62,8 +62,10 @@ class Comparison:
         """The metric of the curves: reward or loss; None if losses of different methods have different units."""
         if all(run.last("rewards/total") is not None for run in self.runs):
             return "rewards/total"
-        losses = {_loss_class(run) for run in self.runs}
-        return "loss" if len(losses) == 1 else None
+        loss_classes = {_loss_class(run) for run in self.runs}
+        if len(loss_classes) > 1:
+            return None
+        return "loss"
 
     @property
     def drawn_metrics(self) -> list[str]:
@@ -96,7 +98,8 @@ class Comparison:
                 continue
             reached = min(curve[-1][0] for curve in curves)
             for position in (reached / 2, reached):
-                yield f"{position:,.4g} {label}", [_height_at(position, curve) for curve in curves]
+                values = [_height_at(position, curve) for curve in curves]
+                yield f"{position:,.4g} {label}", values
 
     @property
     def scores(self) -> Iterator[tuple[str, str, Interval, str]]:
@@ -145,8 +148,10 @@ class Comparison:
                 curves = {}
                 for name, run in zip(self.names, self.runs, strict=True):
                     curves[name] = self.curve(run, axis, metric)
-                charts.append(line_chart(f"{metric} over {label}", curves, label))
-        write_page("compare.html", path, comparison=self, charts=[chart for chart in charts if chart["lines"]])
+                chart = line_chart(f"{metric} over {label}", curves, label)
+                if chart["lines"]:
+                    charts.append(chart)
+        write_page("compare.html", path, comparison=self, charts=charts)
 
 
 def _shortest_names(paths: Sequence[Path]) -> list[str]:
@@ -168,7 +173,9 @@ def _height_at(position: float, curve: Points) -> float:
 
 def _facts(run: RunFolder) -> dict[str, Any]:
     """Return settings, code, machine and digests of the data of a run, by dotted name."""
-    facts = {name: value for name, value in flatten_dict(run.settings).items() if name not in _PATHS}
+    facts = flatten_dict(run.settings)
+    for name in _PATHS:
+        facts.pop(name, None)
     for name in ("code", "processes", "device"):
         facts[name] = run.start.get(name)
     facts["data"] = {name: data.get("digest") for name, data in run.start.get("data", {}).items()}

@@ -35,7 +35,8 @@ def model_card(run: RunFolder | str | Path, *, check: str | None = None, library
     Example:
         >>> card = torchtune.reports.model_card("/tmp/run", check="equal in transformers")  # doctest: +SKIP
     """
-    run = run if isinstance(run, RunFolder) else RunFolder(run)
+    if not isinstance(run, RunFolder):
+        run = RunFolder(run)
     base = _repository_of(run.base)
     licence = _licence_of(run.base)
     datasets = {}  # setting -> nodes of its datasets
@@ -43,7 +44,8 @@ def model_card(run: RunFolder | str | Path, *, check: str | None = None, library
     for name in ("dataset", "dataset_val"):
         if run.settings.get(name):
             datasets[name] = dataset_nodes(run.settings[name])
-            sources |= {str(node.get("source")) for node in datasets[name]}
+            for node in datasets[name]:
+                sources.add(str(node.get("source")))
     front = {
         **licence,
         "base_model": base,
@@ -52,6 +54,7 @@ def model_card(run: RunFolder | str | Path, *, check: str | None = None, library
         "pipeline_tag": "text-generation",
         "tags": ["torchtune", run.recipe],
     }
+    front = {key: value for key, value in front.items() if value}  # the Hub rejects empty fields
     command = ["tune", "run"]
     processes = run.start.get("processes") or 1
     if processes > 1:
@@ -59,7 +62,7 @@ def model_card(run: RunFolder | str | Path, *, check: str | None = None, library
     command += [run.recipe, "--config", SETTINGS]
     page = environment(autoescape=False).get_template("card.md")
     text = page.render(
-        front=yaml.safe_dump({key: value for key, value in front.items() if value}, sort_keys=False).strip(),
+        front=yaml.safe_dump(front, sort_keys=False).strip(),
         name=run.path.resolve().name,
         base=base or run.base,
         licence=licence.get("license"),
@@ -80,8 +83,10 @@ def _repository_of(folder: Path) -> str | None:
     """Return the repository of a base that ``tune download`` has fetched."""
     try:
         return str(read_json(folder / REPO_ID_FILE)["repo_id"])
-    except (UserError, KeyError):
-        return str(folder) if _is_repository(folder) else None
+    except (UserError, KeyError):  # the base is no folder of `tune download`
+        if _is_repository(folder):
+            return str(folder)
+        return None
 
 
 def _licence_of(folder: Path) -> dict[str, Any]:

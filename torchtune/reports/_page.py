@@ -68,7 +68,9 @@ def write_report(run: RunFolder, *, price_per_hour: float | None = None, estimat
     metrics: dict[str, None] = {}  # in the order of their first values
     for values in run.steps.values():
         metrics |= dict.fromkeys(values)
-    cost = None if price_per_hour is None else price_per_hour * run.seconds / 3600
+    cost = None
+    if price_per_hour is not None:
+        cost = price_per_hour * run.seconds / 3600
 
     facts = {name: getattr(run, name) for name in _IN_JSON}
     facts["verdict"] = vars(verdict)
@@ -80,6 +82,7 @@ def write_report(run: RunFolder, *, price_per_hour: float | None = None, estimat
     plain_facts = json.loads(redact_secrets(json.dumps(facts, default=vars)))
     write_json(run.path / "report.json", valid_json(plain_facts))
 
+    shown_metrics = [name for name in metrics if name not in _HIDDEN]
     histogram = None
     lengths = run.start.get("data", {}).get("dataset", {}).get("lengths")
     if lengths:
@@ -92,7 +95,7 @@ def write_report(run: RunFolder, *, price_per_hour: float | None = None, estimat
         cost=cost,
         estimated_gib=estimated_gib,
         answers=_answers_before_and_after(run),
-        charts=_charts(run, [name for name in metrics if name not in _HIDDEN], estimated_gib),
+        charts=_charts(run, shown_metrics, estimated_gib),
         histogram=histogram,
     )
     return run.path / "report.html"
@@ -148,7 +151,11 @@ def _charts(run: RunFolder, metrics: list[str], estimated_gib: float | None) -> 
     }
     metrics_by_title: dict[str, list[str]] = {title: [] for title in _CHARTS}
     for name in metrics:
-        title = next((title for title, pattern in _CHARTS.items() if re.fullmatch(pattern, name)), name)
+        title = name
+        for chart_title, pattern in _CHARTS.items():
+            if re.fullmatch(pattern, name):
+                title = chart_title
+                break
         metrics_by_title.setdefault(title, []).append(name)
     charts = []
     for title, names in metrics_by_title.items():

@@ -60,7 +60,10 @@ class RunFolder:
             text = (self.path / SETTINGS).read_text(encoding="utf-8")
             self.settings: dict[str, Any] = dict(yaml.safe_load(text))
         except (OSError, yaml.YAMLError, ValueError, TypeError) as error:
-            reason = "has no" if isinstance(error, OSError) else "has a damaged"
+            if isinstance(error, OSError):
+                reason = "has no"
+            else:
+                reason = "has a damaged"
             raise UserError(f"{path} {reason} {SETTINGS}: give the output_dir of a run.") from error
         self.events: list[dict[str, Any]] = []
         for event in _read_lines(self.path / RECORD):
@@ -80,8 +83,10 @@ class RunFolder:
     def end(self) -> dict[str, Any]:
         """The ``end`` event of the last process; empty while the process runs, or if it was killed."""
         for event in reversed(self.events):
-            if event["event"] != "measured":
-                return event if event["event"] == "end" else {}
+            if event["event"] == "end":
+                return event
+            if event["event"] == "start":  # of a process that has not ended
+                return {}
         return {}
 
     @property
@@ -99,8 +104,9 @@ class RunFolder:
         if not saved:
             raise UserError(f"{self.path}: the run has no complete checkpoint: wait for one, or start the run again.")
         last = saved[-1]
-        # Only checkpoints of unfinished runs have a state to resume from.
-        run = "the run, which has not finished" if (last / "state").is_dir() else "the run"
+        run = "the run"
+        if (last / "state").is_dir():  # only checkpoints of unfinished runs have a state to resume from
+            run = "the run, which has not finished"
         best = best_checkpoint(self.path)
         if best is None:
             return last, f"the last checkpoint of {run}"
@@ -151,8 +157,10 @@ class RunFolder:
                 with suppress(PermissionError):  # of another user's process
                     os.kill(int(owner["pid"]), 0)
             return "is going on"
-        except (UserError, OSError, KeyError, ValueError, TypeError):
-            return "was killed" if self.events else "is of an earlier release"
+        except (UserError, OSError, KeyError, ValueError, TypeError):  # there is no lock, or no such process
+            if self.events:
+                return "was killed"
+            return "is of an earlier release"
 
     def measured(self, when: str) -> dict[str, Any]:
         """Return the last measurement ``"before"`` or ``"after"`` training; without ``values`` if there is none."""
@@ -168,9 +176,12 @@ class RunFolder:
         counted_before = dict.fromkeys(_COUNTERS, 0.0)  # by earlier processes
         last_counts = dict.fromkeys(_COUNTERS, 0.0)
         path = self._metrics_file()
-        text = "" if path is None else path.read_text("utf-8", "replace")
+        text = ""
+        if path is not None:
+            text = path.read_text("utf-8", "replace")
         for record in _parse_metrics(text):
             step = int(record.pop("step"))
+            # The counters of a resumed run begin at 0 again.
             is_new_process = any(record.get(name, math.inf) < last_counts[name] for name in _COUNTERS)
             if is_new_process:
                 counted_before = _counts_before(step, steps)
@@ -198,7 +209,10 @@ class RunFolder:
     def last(self, name: str) -> float | None:
         """Return the last value of a metric or counter, None if it was never logged."""
         curve = self.curve(name)
-        return curve[-1][1] if curve else None
+        if not curve:
+            return None
+        _, value = curve[-1]
+        return value
 
     @property
     def seconds(self) -> float:
@@ -231,10 +245,12 @@ class RunFolder:
             seconds_per_step[step] = (end - start) * (1 - share_lost) / (step - previous_step)
         if not seconds_per_step:
             return []
-        middle = median(seconds_per_step.values())
-        return [
-            (step, seconds, middle) for step, seconds in seconds_per_step.items() if seconds > _SLOW_FACTOR * middle
-        ]
+        usual = median(seconds_per_step.values())
+        slow_steps = []
+        for step, seconds in seconds_per_step.items():
+            if seconds > _SLOW_FACTOR * usual:
+                slow_steps.append((step, seconds, usual))
+        return slow_steps
 
     def eval_scores(self) -> dict[str, dict[int, float]]:
         """Return the scores of the last model of each ``eval/*.results.json``: {"METRIC on DATA": {line: score}}."""

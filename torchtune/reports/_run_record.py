@@ -63,8 +63,9 @@ def describe_start(settings: Any, recipe_file: str, dims: ParallelDims, device: 
     }
     config = _config_of_command()
     if config is not None:
-        is_shipped = config.is_relative_to(CONFIGS)
-        facts["config"] = str(config.relative_to(CONFIGS).with_suffix("")) if is_shipped else config
+        facts["config"] = config
+        if config.is_relative_to(CONFIGS):  # a shipped config is named as in `tune run --config`
+            facts["config"] = str(config.relative_to(CONFIGS).with_suffix(""))
         facts["changed"] = _changed_settings(config, settings)
     if device.type == "cuda":
         facts["device"] = torch.cuda.get_device_name(device)
@@ -77,7 +78,9 @@ def _config_of_command() -> Path | None:
     if "--config" not in sys.argv:
         return None
     config = Path(sys.argv[sys.argv.index("--config") + 1]).resolve()
-    return config if config.is_file() else None
+    if not config.is_file():
+        return None
+    return config
 
 
 def _changed_settings(config: Path, settings: Any) -> dict[str, list[Any]]:
@@ -112,9 +115,10 @@ def describe_data(loader: BatchLoader, tokenizer: Any) -> dict[str, Any]:
     dataset = loader.dataset
     if dataset.is_stream:
         return {}
-    # Packs are described by their rows.
+    rows = dataset
     parts = dataset.row_datasets()
-    rows = parts[0] if dataset.is_packed and len(parts) == 1 else dataset
+    if dataset.is_packed and len(parts) == 1:  # packs are described by their rows
+        rows = parts[0]
     facts: dict[str, Any] = {"rows": len(rows), "examples": len(dataset), "samples": []}
     if dataset.fingerprint is not None:
         facts["digest"] = hashlib.sha256(repr(dataset.fingerprint).encode()).hexdigest()[:16]

@@ -180,7 +180,9 @@ class RunReport:
         else:
             state = "was stopped"
             text = f"Stopped after {num_steps:,} steps in {took}."
-        describe_next = self._result_rows if is_finished or stops_early else self._continue_rows
+        describe_next = self._continue_rows
+        if is_finished or stops_early:
+            describe_next = self._result_rows
         rows = self._guards["summary"].call(describe_next) or []
         log_rank_zero(get_logger(), "\n".join([text, _align_rows(rows)]).rstrip())
         self._write_report(state, code=code, changed=has_changed or num_steps == 0)
@@ -221,7 +223,9 @@ class RunReport:
     def _summary_rows(self) -> list[tuple[str, str]]:
         cfg = self._cfg
         base = cfg.checkpointer.get("checkpoint_dir")
-        weights = "its own initial weights" if base is None else f"weights of {base}"
+        weights = "its own initial weights"
+        if base is not None:
+            weights = f"weights of {base}"
         total, trained = count_parameters(self._model)
         steps = self._step_plan.describe_steps(len(self._loader))
         if self._first_step > 0:
@@ -249,7 +253,8 @@ class RunReport:
         if dataset.is_stream:
             text = "read while the run trains"
         else:
-            text = f"{len(dataset):,} {'packs' if dataset.is_packed else 'rows'}"
+            noun = "packs" if dataset.is_packed else "rows"
+            text = f"{len(dataset):,} {noun}"
         tokens = dataset.num_known_tokens
         if tokens is not None:
             text += f", {tokens:,} tokens"
@@ -259,13 +264,13 @@ class RunReport:
 
     def _record_start(self) -> None:
         facts: dict[str, Any] = {"step": self._step, "total_steps": self._total_steps}
-        facts |= (
-            self._guards["record"].call(
-                lambda: describe_start(self._cfg.source, self._recipe_file, self._dims, self._device)
-            )
-            or {}
-        )
-        facts |= self._guards["data"].call(self._describe_model_and_data) or {}
+
+        def describe() -> dict[str, Any]:
+            return describe_start(self._cfg.source, self._recipe_file, self._dims, self._device)
+
+        # A part that fails is left out; its guard has warned.
+        facts |= self._guards["record"].call(describe, default={})
+        facts |= self._guards["data"].call(self._describe_model_and_data, default={})
         self._guards["record"].call(lambda: append_record(self._folder, "start", facts))
 
     def _describe_model_and_data(self) -> dict[str, Any]:
@@ -334,7 +339,9 @@ class RunReport:
         last = saved[-1]
         best = best_record(self._folder)
         has_last_weights = last.name == f"step_{self._step}" or last.name.startswith("epoch")
-        return (best, last) if best is not None and has_last_weights else None
+        if best is None or not has_last_weights:
+            return None
+        return best, last
 
     def _load_weights(self, path: Path) -> bool:
         """Load the weights of a checkpoint of the run into the model; return whether it is done. A collective."""
@@ -357,7 +364,9 @@ class RunReport:
         if not self._writes:
             return
         skipped = self._guards["record"].call(lambda: len(RunFolder(self._folder).skipped_steps), default=0)
-        reason = f"; {skipped} steps were skipped" if skipped else ""
+        reason = ""
+        if skipped:
+            reason = f"; {skipped} steps were skipped"
         log_rank_zero(
             get_logger(),
             f"NOTHING WAS TRAINED: no trained parameter differs from what it was {num_steps:,} steps ago{reason}. "
@@ -395,7 +404,9 @@ class RunReport:
             rows.append(("result", text))
         else:
             rows.append(("result", f"{last}, a Hugging Face model"))
-        model_folder = last if best is None else best[0]
+        model_folder = last
+        if best is not None:
+            model_folder, _ = best
         description = getattr(text_decoder(self._model), "description", None)
         if description is not None and description.is_classifier:
             if description.problem_type is not None:  # not of a reward model, whose rows are pairs

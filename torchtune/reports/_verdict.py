@@ -43,7 +43,8 @@ class Interval:
         """Return ``better``, ``worse`` or ``same within noise``, for differences of later values from earlier ones."""
         if self.is_noise:
             return "same within noise"
-        return "better" if (self.mean < 0) == less_is_better else "worse"
+        has_fallen = self.mean < 0
+        return "better" if has_fallen == less_is_better else "worse"
 
     def __str__(self) -> str:
         return f"{self.mean:+.4g} (95 % interval {self.low:+.4g} to {self.high:+.4g})"
@@ -94,7 +95,7 @@ def paired_interval(differences: Sequence[float]) -> Interval:
     generator = np.random.default_rng(0)
     rows = generator.integers(0, count, (_RESAMPLES, count))  # [resamples, n], drawn with replacement
     means = values[rows].mean(axis=1)
-    t = 1.95996 + 2.37227 / (count - 1) + 2.82250 / (count - 1) ** 2
+    t = 1.95996 + 2.37227 / (count - 1) + 2.82250 / (count - 1) ** 2  # of the two-sided 95 %
     tail = NormalDist().cdf(-t * math.sqrt(count / (count - 1)))
     low, high = np.quantile(means, [tail, 1 - tail]).tolist()
     return Interval(float(values.mean()), low, high, count)
@@ -106,7 +107,9 @@ def pair(before: Mapping[Any, float | None], after: Mapping[Any, float | None]) 
     for row, old in before.items():
         if old is None or row not in after:
             continue
-        new = math.nan if after[row] is None else after[row]  # JSON has no NaN
+        new = after[row]
+        if new is None:  # JSON has no NaN
+            new = math.nan
         pairs.append((old, new))
     return pairs
 
@@ -114,7 +117,9 @@ def pair(before: Mapping[Any, float | None], after: Mapping[Any, float | None]) 
 def compare_rows(before: Mapping[Any, float | None], after: Mapping[Any, float | None]) -> Interval | None:
     """Return the interval of after minus before, over the rows with both values; None if there are none."""
     differences = [new - old for old, new in pair(before, after) if math.isfinite(new - old)]
-    return paired_interval(differences) if differences else None
+    if not differences:
+        return None
+    return paired_interval(differences)
 
 
 def judge(run: RunFolder) -> Verdict:
@@ -131,7 +136,9 @@ def judge(run: RunFolder) -> Verdict:
         >>> torchtune.reports.judge(torchtune.reports.RunFolder("/tmp/run")).word  # doctest: +SKIP
         'learned'
     """
-    after = run.measured("after") if run.end else {}
+    after = {}
+    if run.end:  # else a measurement is that of an earlier process
+        after = run.measured("after")
     losses = run.curve("loss")
     last_loss_is_bad = bool(losses) and not math.isfinite(losses[-1][1])
     # A run that has diverged after its best checkpoint is judged by that.

@@ -61,7 +61,9 @@ class BestValidation:
         self._patience = patience
         self._is_writer = dims is None or dims.is_main
         self._metric_setting = metric
-        self.metric = None if metric is None else metric.removeprefix(_MAXIMIZE_PREFIX)
+        self.metric = metric
+        if metric is not None:
+            self.metric = metric.removeprefix(_MAXIMIZE_PREFIX)
         self._records: list[dict[str, Any]] = []
         self._best: tuple[int, float] | None = None  # step, value
         self._num_worse = 0
@@ -101,13 +103,24 @@ class BestValidation:
         value = metrics.get(self.metric, math.nan)
         if math.isnan(value) and self.metric in metrics and self.metric != "val_loss":
             return False  # it could not be measured; a diverged model has a loss of NaN
-        sign = -1 if self._metric_setting.startswith(_MAXIMIZE_PREFIX) else 1
-        better = math.isfinite(value) and (self._best is None or sign * value < sign * self._best[1])
-        self._num_worse = 0 if better else self._num_worse + 1
-        if better:
-            self._best = (step, value)
-            self._needs_checkpoint = True
-        return better
+        if not self._is_better(value):
+            self._num_worse += 1
+            return False
+        self._num_worse = 0
+        self._best = (step, value)
+        self._needs_checkpoint = True
+        return True
+
+    def _is_better(self, value: float) -> bool:
+        """Return whether a value is better than the best so far."""
+        if not math.isfinite(value):
+            return False
+        if self._best is None:
+            return True
+        _, best_value = self._best
+        if self._metric_setting.startswith(_MAXIMIZE_PREFIX):
+            return value > best_value
+        return value < best_value
 
     def record_checkpoint(self, name: str) -> None:
         """Record the name of the checkpoint about to be written, if it is for a new best."""
@@ -132,7 +145,10 @@ class BestValidation:
 
     def stop_reason(self) -> str:
         """Return the reason why the run stops early."""
-        count = "1 validation was" if self._num_worse == 1 else f"{self._num_worse} validations in a row were"
+        if self._num_worse == 1:
+            count = "1 validation was"
+        else:
+            count = f"{self._num_worse} validations in a row were"
         return f"{count} not better than the best ({self.describe()})"
 
     def best_checkpoint(self) -> tuple[Path, str] | None:

@@ -60,7 +60,9 @@ class StepPlan:
 
     def count_epochs(self, per_epoch: int) -> int:
         """Return the number of epochs that the run begins."""
-        return self.epochs if self.max_steps is None else math.ceil(self.max_steps / per_epoch)
+        if self.max_steps is None:
+            return self.epochs
+        return math.ceil(self.max_steps / per_epoch)
 
     def describe_steps(self, per_epoch: int) -> str:
         """Return text such as ``"12 = 2 epochs of 6"``."""
@@ -94,15 +96,21 @@ class StepPlan:
         if data_size > 1:
             parts.append(f"{data_size} (data-parallel ranks)")
         text = f"{self.rows_per_step(data_size):,} rows a step = {' x '.join(parts)}"
-        short = self.explain_short_epoch(data_size, examples)
-        return text if short is None else f"{text}; {short}"
+        shortage = self.explain_short_epoch(data_size, examples)
+        if shortage is None:
+            return text
+        return f"{text}; {shortage}"
 
     def explain_short_epoch(self, data_size: int, examples: int | None) -> str | None:
         """Return a sentence if an epoch has too few examples for a step; see :meth:`describe_batch`."""
         if examples is None or examples >= self.rows_per_step(data_size):
             return None
-        most = examples // (self.gradient_accumulation_steps * data_size)
-        advice = f"batch_size to at most {most:,}" if most else "batch_size and gradient_accumulation_steps lower"
+        # The largest batch of which an epoch has enough for a step; 0 if even single rows are too few.
+        largest_batch = examples // (self.gradient_accumulation_steps * data_size)
+        if largest_batch:
+            advice = f"batch_size to at most {largest_batch:,}"
+        else:
+            advice = "batch_size and gradient_accumulation_steps lower"
         return f"an epoch has only {examples:,} rows or packs, one incomplete step: set {advice}"
 
 

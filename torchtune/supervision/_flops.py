@@ -70,7 +70,8 @@ def peak_flops(name: str) -> float | None:
     """
     words = set()
     for word in name.split():
-        words |= {word, *word.split("-")}
+        words.add(word)
+        words.update(word.split("-"))  # "A100-SXM4-80GB" is an A100
     if words & _OTHER_CHIPS:
         return None
     matching_rows = [row for row in _PEAKS if words >= set(row.split())]
@@ -99,10 +100,12 @@ class FlopCount:
     def attention(self, lengths: Iterable[int], before: Iterable[int] | None = None) -> float:
         """Return the attention FLOPs of documents with ``lengths`` that continue from ``before`` earlier positions."""
         lengths = list(lengths)
-        starts = [0] * len(lengths) if before is None else list(before)
+        if before is None:
+            before = [0] * len(lengths)
         flops = 0.0
-        for start, length in zip(starts, lengths, strict=True):
+        for start, length in zip(before, lengths, strict=True):
             end = start + length
+            # The queries from start to end: the pairs of the whole sequence, less those of the earlier positions.
             for window, flops_per_pair in self.pair.items():
                 flops += flops_per_pair * (attention_pairs(end, window) - attention_pairs(start, window))
             for size, flops_per_pair in self.chunked.items():
@@ -126,7 +129,10 @@ def attention_pairs(length: int, window: int | None) -> int:
         >>> torchtune.supervision.attention_pairs(4, None), torchtune.supervision.attention_pairs(4, 2)
         (10, 7)
     """
-    widest = length if window is None else min(length, window)  # keys that the last query sees
+    widest = length  # keys that the last query sees
+    if window is not None:
+        widest = min(length, window)
+    # The first queries see 1, 2, … keys, until the window is full; all later ones see a full window.
     growing = widest * (widest + 1) // 2
     full_width = (length - widest) * widest
     return growing + full_width
@@ -170,13 +176,18 @@ def count_flops(model: "nn.Module", *, labels_only: bool | None = None) -> FlopC
             if attention is None:
                 continue
             if isinstance(attention, RecurrentMixer):
-                by_token += 6 * attention.state_elements * (3 if flows else 1)
+                flops_of_state = 6 * attention.state_elements
+                if flows:
+                    flops_of_state *= 3  # backward costs twice as much as forward
+                by_token += flops_of_state
                 continue
             head_dim = getattr(attention, "head_dim", decoder.head_dim)
             key_dim = getattr(attention, "key_dim", head_dim)
             value_dim = getattr(attention, "value_dim", head_dim)
-            channels = decoder.num_heads * (key_dim + value_dim) / 2
-            flops_per_pair = 2 * channels * (6 if flows else 2)
+            # Query times key and probability times value: a multiplication and an addition per channel.
+            flops_per_pair = 2 * decoder.num_heads * (key_dim + value_dim)
+            if flows:
+                flops_per_pair *= 3
             chunk = getattr(attention, "chunk", None)
             if chunk:
                 by_chunk[chunk] += flops_per_pair
@@ -192,7 +203,12 @@ def count_flops(model: "nn.Module", *, labels_only: bool | None = None) -> FlopC
 
 def _flops_per_weight(matrix: "torch.Tensor", flows: bool) -> int:
     """Return FLOPs per element and token."""
-    return 2 + 2 * flows + 2 * matrix.requires_grad
+    flops = 2  # forward: a multiplication and an addition
+    if flows:
+        flops += 2  # gradient of the input
+    if matrix.requires_grad:
+        flops += 2  # gradient of the weight
+    return flops
 
 
 def _output_matrices(decoder: "nn.Module") -> list["torch.Tensor"]:

@@ -156,14 +156,16 @@ class Heartbeats:
         return beats
 
     def _update_peer(self, rank: int, beat: Beat) -> None:
+        """Store a peer's beat, with the times when this rank first saw its number and its signs of life."""
+        # By the clock of this machine, because those of machines differ; time before the first look does not count.
         now = time.monotonic()
-        # Clocks of machines differ, so time before the first look does not count.
-        last = self.seen.get(rank, PeerBeat(beat, now, now))
-        is_same_beat = beat.number == last.beat.number
-        has_not_moved = (beat.moves, beat.signs) == (last.beat.moves, last.beat.signs)
-        self.seen[rank] = PeerBeat(
-            beat, beat_at=last.beat_at if is_same_beat else now, moved=last.moved if has_not_moved else now
-        )
+        peer = PeerBeat(beat, beat_at=now, moved=now)
+        last = self.seen.get(rank)
+        if last is not None and beat.number == last.beat.number:
+            peer.beat_at = last.beat_at
+        if last is not None and (beat.moves, beat.signs) == (last.beat.moves, last.beat.signs):
+            peer.moved = last.moved
+        self.seen[rank] = peer
 
     def announce_stall(self) -> None:
         """Announce to the other ranks that the run stalls."""
@@ -238,9 +240,13 @@ def list_ranks(ranks: Iterable[int]) -> str:
             runs.append([rank])
     parts = []
     for run in runs:
-        parts += [f"{run[0]}-{run[-1]}"] if len(run) > 2 else [str(rank) for rank in run]
+        if len(run) > 2:
+            parts.append(f"{run[0]}-{run[-1]}")
+        else:
+            parts += [str(rank) for rank in run]
     if len(parts) == 1:
-        return f"rank {parts[0]}" if len(runs[0]) == 1 else f"ranks {parts[0]}"
+        noun = "rank" if len(runs[0]) == 1 else "ranks"
+        return f"{noun} {parts[0]}"
     return f"ranks {', '.join(parts[:-1])} and {parts[-1]}"
 
 
@@ -263,7 +269,8 @@ def describe_stall(beats: dict[int, Beat], silent: set[int], now: float) -> str:
     if beat.where:
         position += f", at {beat.where}"
     seconds = round(max(0.0, now - beat.moved))
-    text = f"{list_ranks(stalled)} {'has' if len(stalled) == 1 else 'have'} "
+    have = "has" if len(stalled) == 1 else "have"
+    text = f"{list_ranks(stalled)} {have} "
     if silent:
         text += f"given no sign of life for {seconds} s, last seen {position}"
         advice = "the process is stopped or its machine is gone"
@@ -277,7 +284,8 @@ def describe_stall(beats: dict[int, Beat], silent: set[int], now: float) -> str:
         advice = f"its stack is in {log or 'its output'}"
     waiting = sorted(beats.keys() - stalled)
     if waiting and all(beats[rank].left == FINISHED for rank in waiting):
-        text += f", while {list_ranks(waiting)} {'has' if len(waiting) == 1 else 'have'} finished"
+        have = "has" if len(waiting) == 1 else "have"
+        text += f", while {list_ranks(waiting)} {have} finished"
     elif waiting:
         last_beat = beats[waiting[-1]]
         verb = "waits" if len(waiting) == 1 else "wait"

@@ -4,7 +4,7 @@ import os
 import platform
 
 from torchtune.supervision._heartbeats import Beat, list_ranks
-from torchtune.utils import AGENT_VARIABLE, EXIT_REQUEUE, LostRankError, place, run_log_path
+from torchtune.utils import AGENT_VARIABLE, EXIT_REQUEUE, LostRankError, UserError, place, run_log_path
 
 
 def machine_name() -> str:
@@ -18,8 +18,9 @@ def agent_pid() -> int | None:
         return None
     parent = os.getppid()
     agent = int(os.environ.get(AGENT_VARIABLE, "0"))
-    # If the agent has died, this process has another parent by now.
-    return parent if agent == 0 or _process_exists(agent) else agent
+    if agent == 0 or _process_exists(agent):
+        return parent
+    return agent  # it has died, so that this process has another parent by now
 
 
 def _process_exists(pid: int) -> bool:
@@ -61,8 +62,13 @@ def lost_rank_error(lost: dict[int, Beat] | None, address: str) -> LostRankError
     ranks = f"{ranks[0].upper()}{ranks[1:]}"
     position = place(beat.step, beat.phase)
     if beat.failed:
-        reason = beat.words or f"see {run_log_path(first) or 'its output'}."
-        error = LostRankError(f"{ranks} ended with {beat.left}, {position}: {reason}", 2 if beat.words else 1)
+        if beat.words:  # a user error
+            reason = beat.words
+            exit_code = UserError.exit_code
+        else:
+            reason = f"see {run_log_path(first) or 'its output'}."
+            exit_code = 1
+        error = LostRankError(f"{ranks} ended with {beat.left}, {position}: {reason}", exit_code)
         # Ranks that fail log their error on their own machine.
         error.is_reported = all(beat.machine == machine_name() for beat in lost.values())
         return error

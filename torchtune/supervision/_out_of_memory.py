@@ -75,10 +75,16 @@ def explain_out_of_memory(
         kind = _memory_kind(error)
         if kind is None:
             raise
-        rank = torch.distributed.get_rank() if dims.mesh is not None else 0
-        snapshot = _write_snapshot(cfg, rank, activity) if on_cuda and kind == "device" else None
-        end = f"; what filled it is in {snapshot}." if snapshot else "."
-        message = _explain(cfg, activity, dims, rank, kind) + end
+        rank = 0
+        if dims.mesh is not None:
+            rank = torch.distributed.get_rank()
+        snapshot = None
+        if on_cuda and kind == "device":
+            snapshot = _write_snapshot(cfg, rank, activity)
+        message = _explain(cfg, activity, dims, rank, kind)
+        if snapshot is not None:
+            message += f"; what filled it is in {snapshot}"
+        message += "."
         note_in_run_log(message)
         raise OutOfMemoryError(message) from error
     finally:
@@ -98,7 +104,10 @@ def _write_snapshot(cfg: SettingsView, rank: int, activity: Activity) -> Path | 
 
 
 def _explain(cfg: SettingsView, activity: Activity, dims: ParallelDims, rank: int, kind: str) -> str:
-    owner = f"rank {rank}'s process" if dims.world_size > 1 else "the process"
+    """Return the message without its final period: the amounts of memory, and settings that need less."""
+    owner = "the process"
+    if dims.world_size > 1:
+        owner = f"rank {rank}'s process"
     if kind == "device" and torch.cuda.is_available():
         owner = f"the GPU of {owner}"
         stats = get_memory_stats(torch.device("cuda"), reset_stats=False)
@@ -109,7 +118,9 @@ def _explain(cfg: SettingsView, activity: Activity, dims: ParallelDims, rank: in
     else:
         stats = get_memory_stats(torch.device("cpu"), reset_stats=False)
         amounts = f"{stats['peak_memory_resident']:.1f} GiB at the peak"
-    batch = f" with a batch of {' x '.join(map(str, activity.shape))} tokens" if activity.shape else ""
+    batch = ""
+    if activity.shape:
+        batch = f" with a batch of {' x '.join(map(str, activity.shape))} tokens"
     text = f"There is not enough memory for {owner} {activity}{batch} ({amounts}): "
     suggestions = list(itertools.islice(_suggest_changes(cfg, activity, dims, kind), _MAX_SUGGESTIONS))
     if not suggestions:
@@ -118,6 +129,7 @@ def _explain(cfg: SettingsView, activity: Activity, dims: ParallelDims, rank: in
 
 
 def _as_overrides(changes: Changes) -> str:
+    """Return changes as they are written on the command line."""
     return " ".join(f"{key}={value}" for key, value in changes.items())
 
 
@@ -187,10 +199,12 @@ def _more_shards(cfg: SettingsView, dims: ParallelDims) -> Iterator[Changes]:
         return
     if cfg.fsdp_reshard_after_forward is False:
         yield {"fsdp_reshard_after_forward": True}
-    # The other dimensions leave fewer processes to sharding.
-    shard_rest: Changes = {} if cfg.data_parallel_shard_dim == -1 else {"data_parallel_shard_dim": -1}
+    # The other dimensions leave another number of processes to sharding.
+    shard_others: Changes = {}
+    if cfg.data_parallel_shard_dim != -1:
+        shard_others["data_parallel_shard_dim"] = -1
     if dims.dp_replicate > 1:
-        yield {"data_parallel_replicate_dim": 1, **shard_rest}
+        yield {"data_parallel_replicate_dim": 1, **shard_others}
     sizes = {"dp_replicate": dims.dp_replicate, "tp": dims.tp, "cp": dims.cp, "ep": dims.ep}
     for name, key in (("cp", "context_parallel_dim"), ("tp", "tensor_parallel_dim")):
         doubled = {**sizes, name: 2 * sizes[name]}
@@ -198,6 +212,6 @@ def _more_shards(cfg: SettingsView, dims: ParallelDims) -> Iterator[Changes]:
             ParallelDims(**doubled, dp_shard=-1, world_size=dims.world_size)
         except ParallelDimsError:
             continue
-        yield {key: doubled[name], **shard_rest}
+        yield {key: doubled[name], **shard_others}
     if not cfg.fsdp_cpu_offload:
         yield {"fsdp_cpu_offload": True}

@@ -118,11 +118,11 @@ def setup_torch_profiler(
         return DummyProfiler(), {"enabled": False}
     wanted = {"CPU": cpu, "CUDA": cuda, "XPU": xpu, "HPU": hpu}
     supported = torch.profiler.supported_activities()
-    activities = [
-        getattr(ProfilerActivity, name)
-        for name, asked in wanted.items()
-        if asked and hasattr(ProfilerActivity, name) and getattr(ProfilerActivity, name) in supported
-    ]
+    activities = []
+    for name, is_wanted in wanted.items():
+        activity = getattr(ProfilerActivity, name, None)  # not every release of torch has all of them
+        if is_wanted and activity in supported:
+            activities.append(activity)
     if not activities:
         raise UserError("profiler: nothing to record on this machine: set one of cpu, cuda, xpu or hpu to True.")
 
@@ -146,13 +146,16 @@ def setup_torch_profiler(
     output_dir = str(output_dir or DEFAULT_PROFILE_DIR)
     Path(output_dir).mkdir(parents=True, exist_ok=True)
     on_cuda = ProfilerActivity.CUDA in activities
-    metric = "self_cuda_time_total" if on_cuda else "self_cpu_time_total"
+    metric = "self_cuda_time_total" if on_cuda else "self_cpu_time_total"  # sort key of the table
     guard = ObserverGuard("profiler")
 
     def on_trace_ready(profiler: torch.profiler.profile) -> None:
         # Guarded here, because torch crashes if a profile is stopped whose handler has raised.
         guard.call(lambda: trace_handler(profiler, output_dir=output_dir, metric=metric))
 
+    experimental_config = None
+    if with_stack:  # stacks are only exported with it
+        experimental_config = verbose_profiling()
     profiler = torch.profiler.profile(
         activities=activities,
         schedule=torch.profiler.schedule(
@@ -161,12 +164,12 @@ def setup_torch_profiler(
             active=schedule["active_steps"],
             repeat=schedule["num_cycles"],
         ),
-        experimental_config=verbose_profiling() if with_stack else None,
+        experimental_config=experimental_config,
         on_trace_ready=on_trace_ready,
         **options,
     )
-    asked = {name.lower(): getattr(ProfilerActivity, name, None) in activities for name in wanted}
-    return profiler, {"enabled": True, "output_dir": output_dir, **asked, **schedule, **options}
+    recorded = {name.lower(): getattr(ProfilerActivity, name, None) in activities for name in wanted}
+    return profiler, {"enabled": True, "output_dir": output_dir, **recorded, **schedule, **options}
 
 
 class GuardedProfiler:

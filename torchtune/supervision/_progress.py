@@ -85,27 +85,17 @@ class ProgressBar:
 
 
 def _make_bar(total: int, initial: int, file: IO[str], interval: float) -> "_Bar":
-    is_terminal = file.isatty()
-    has_size = is_terminal and _has_size(file)
-    # Some terminals report a size of 0.
-    size = {"ncols": 80, "nrows": 24} if is_terminal and not has_size else {}
-    return _Bar(
-        total=total,
-        initial=initial,
-        file=file if is_terminal else _Lines(file),
-        disable=int(os.environ.get("RANK", "0")) != 0,
-        dynamic_ncols=has_size,
-        **size,
-        mininterval=0.1 if is_terminal else interval,
-        miniters=1,
-        unit="step",
-        bar_format=_ON_TERMINAL if is_terminal else _IN_FILE,
-    )
-
-
-def _has_size(file: IO[str]) -> bool:
-    """Return whether the terminal reports a size; some report 0."""
-    return min(os.get_terminal_size(file.fileno())) > 0
+    """Return a bar that is redrawn in place on a terminal, and that writes a line per ``interval`` into a file."""
+    if file.isatty():
+        options = {"file": file, "mininterval": 0.1, "bar_format": _ON_TERMINAL}
+        if min(os.get_terminal_size(file.fileno())) > 0:
+            options["dynamic_ncols"] = True  # follow changes of the window's size
+        else:  # some terminals report a size of 0
+            options.update(ncols=80, nrows=24)
+    else:
+        options = {"file": _Lines(file), "mininterval": interval, "bar_format": _IN_FILE}
+    is_main = int(os.environ.get("RANK", "0")) == 0
+    return _Bar(total=total, initial=initial, disable=not is_main, miniters=1, unit="step", **options)
 
 
 class _Bar(tqdm):

@@ -102,7 +102,9 @@ class RunControl:
         self._save_every = "epoch" if every_n_steps is None else every_n_steps
         self._validate_every = validate_every
         self._total_steps = total_steps
-        self._every_n_seconds = None if every_n_minutes is None else 60 * every_n_minutes
+        self._every_n_seconds = every_n_minutes
+        if every_n_minutes is not None:
+            self._every_n_seconds = 60 * every_n_minutes
         self._clock = clock
         self._saved_at = clock()
         self._grace = float(os.environ.get(GRACE_VARIABLE, "inf"))
@@ -150,7 +152,9 @@ class RunControl:
         while not self.stopping and self._has_epochs_left(loader):
             self._counts = None
             for batches in self._throughput.loading(loader):
-                counts = self._dims.sum(*loader.count(batches)) if self._counts is None else self._counts
+                counts = self._counts
+                if counts is None:  # synchronize has not counted ahead, as in the first step
+                    counts = self._dims.sum(*loader.count(batches))
                 yield Step(batches, *counts)
                 is_cut = self.finished and not loader.at_epoch_end  # else the loader goes on to the next epoch
                 if self.stopping or is_cut:
@@ -180,15 +184,20 @@ class RunControl:
             SkippedStepsError: the step before was one too many that was skipped.
         """
         self._settle()
-        norm_is_bad = False if grad_norm is None else ~torch.isfinite(torch.as_tensor(grad_norm))
+        norm_is_bad = False
+        norm_of_main = 0.0
+        if grad_norm is not None:
+            norm_is_bad = ~torch.isfinite(torch.as_tensor(grad_norm))
+            # All ranks have the same norm: the sum over ranks is that of the main one. It is in the message so that the
+            # host does not wait for it a second time.
+            if self._dims.is_main:
+                norm_of_main = grad_norm
         next_counts = None
         if self._loader is not None:
             with self._throughput.loading_ahead():
                 next_counts = self._loader.peek_counts()
         # All ranks send equally many numbers, also those whose loader is at its end.
         counts = [0, 0, 0.0] if next_counts is None else next_counts
-        # All ranks have the same norm. It is in the message so that the host does not wait for it a second time.
-        norm_of_main = 0.0 if grad_norm is None or not self._dims.is_main else grad_norm
         values = [norm_of_main, *step_metrics.sums_and_counts()]
         requests = [step_metrics.has_new_names, *self._local_requests()]
 
@@ -199,13 +208,16 @@ class RunControl:
             counts, requests = self._dims.exchange(counts, requests, on_host=True)
         else:
             sums, flags = self._dims.exchange([*counts, *values], [norm_is_bad, *requests])
-            counts, values = sums[:3], sums[3:]
+            counts = sums[:3]
+            values = sums[3:]
             norm_is_bad, *requests = flags  # on any rank
         has_new_names, *requests = requests
         new_sums = []
         if has_new_names:  # usually in the first step
             new_sums = step_metrics.new_sums(self._dims)
-        self._counts = None if next_counts is None else counts
+        self._counts = None
+        if next_counts is not None:
+            self._counts = counts
         self._apply_requests(requests)
         names = step_metrics.end_step()
 
@@ -213,9 +225,10 @@ class RunControl:
             norm, loss, *sums = values
             metrics = {"loss": loss, **means_of(names, sums + new_sums)}
             step_metrics.record(step, metrics)
-            if grad_norm is not None:
-                is_bad_elsewhere = norm_is_bad and math.isfinite(norm)
-                metrics["grad_norm"] = math.nan if is_bad_elsewhere else norm
+            if grad_norm is not None and norm_is_bad and math.isfinite(norm):  # bad on another rank
+                metrics["grad_norm"] = math.nan
+            elif grad_norm is not None:
+                metrics["grad_norm"] = norm
             return metrics
 
         if exchange is None:
@@ -225,7 +238,8 @@ class RunControl:
             values, (norm_is_bad,) = exchange.wait()
             return read(values, norm_is_bad)
 
-        loss, norm_is_bad = exchange.message[1], exchange.message[-1]
+        loss = exchange.message[1]
+        norm_is_bad = exchange.message[-1]
         self._exchange = exchange
         self._late_metrics = LateMetrics(receive, is_bad=~torch.isfinite(loss) | (norm_is_bad > 0))
         return self._late_metrics
@@ -273,13 +287,14 @@ class RunControl:
         if seconds <= self._grace:
             return
         longest = _DURATIONS_BETWEEN * seconds
-        is_shortened = self._every_n_seconds is None or self._every_n_seconds > longest
-        if is_shortened:
+        if self._every_n_seconds is None or self._every_n_seconds > longest:
             self._every_n_seconds = longest
-        interval = f"{'one is written' if is_shortened else 'save_every_n_minutes writes one'} every"
+            consequence = "one is written"
+        else:
+            consequence = "save_every_n_minutes writes one"
         get_logger().warning(
             f"A checkpoint and a step take {seconds:.3g} s, more than the {self._grace:.3g} s between the signal and "
-            f"the kill (--grace): a checkpoint that begins at the signal is lost, so {interval} "
+            f"the kill (--grace): a checkpoint that begins at the signal is lost, so {consequence} every "
             f"{self._every_n_seconds / 60:.3g} minutes."
         )
         self._grace = math.inf
@@ -357,7 +372,10 @@ class RunControl:
         if not (is_due or is_epoch_checkpoint or self.finished):
             return None
         self._settle()  # the state of a checkpoint is decided
-        name = f"epoch_{self._loader.epoch}" if is_epoch_checkpoint else f"step_{step}"
+        if is_epoch_checkpoint:
+            name = f"epoch_{self._loader.epoch}"
+        else:
+            name = f"step_{step}"
         self._best.record_checkpoint(name)
         if self._dims.is_main and math.isfinite(self._grace):
             self._saved_at = self._clock()
@@ -416,7 +434,9 @@ def describe_interval(every: float | Literal["epoch"] | None) -> str:
     """
     if every is None or every == "epoch":
         return "epoch"
-    return f"{every} steps" if isinstance(every, int) else f"{every:.4g} of the run"
+    if isinstance(every, int):
+        return f"{every} steps"
+    return f"{every:.4g} of the run"
 
 
 def _check_same_data(fingerprint: Mapping[str, Any]) -> None:

@@ -179,7 +179,9 @@ class StepGuard:
     def metrics(self) -> dict[str, int]:
         """Return ``skipped_steps``, if any were skipped; metrics of a step that is decided later get it then."""
         is_known = self._undecided is None
-        return {"skipped_steps": self.num_skipped} if self.num_skipped and is_known else {}
+        if self.num_skipped and is_known:
+            return {"skipped_steps": self.num_skipped}
+        return {}
 
     def _skip_reason(self, loss: float, grad_norm: float | None) -> str | None:
         """Return why to skip a step, or None."""
@@ -214,8 +216,10 @@ class StepGuard:
         }
         append_line(self._path, json.dumps(valid_json(record), allow_nan=False))
         counts = f"{self._in_a_row} in a row, the run ends at {self._max_skipped_steps}"
-        names = f"; {len(rows)} rows are named in {self._path}" if rows else ""
-        get_logger().warning(f"Step {step_data.step} was skipped because {reason} ({counts}){names}.")
+        text = f"Step {step_data.step} was skipped because {reason} ({counts})"
+        if rows:
+            text += f"; {len(rows)} rows are named in {self._path}"
+        get_logger().warning(f"{text}.")
 
     def _rows_to_record(self, step_data: "_StepData") -> list[dict[str, Any]]:
         """Return the rows of the micro-batches whose loss is not finite; all rows of the step if it is finite in all.

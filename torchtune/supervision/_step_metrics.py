@@ -83,7 +83,10 @@ def means_of(names: Sequence[str], sums: Sequence[float]) -> dict[str, float]:
 def _to_float64(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return float(value)
-    return value.detach().to(torch.float32 if value.device.type == "mps" else torch.float64)
+    dtype = torch.float64
+    if value.device.type == "mps":  # which has no float64
+        dtype = torch.float32
+    return value.detach().to(dtype)
 
 
 class StepMetrics:
@@ -153,11 +156,14 @@ class StepMetrics:
             return
         row_losses: list[torch.Tensor] = []  # [n] of each chunk
         yield row_losses
-        index = batch.find_labels()
-        source = batch.per_token["source"].flatten().index_select(0, index)
-        losses = torch.cat(row_losses) if row_losses else source.new_zeros(0, dtype=torch.float32)
+        positions = batch.find_labels()
+        source = batch.per_token["source"].flatten().index_select(0, positions)
+        if row_losses:
+            losses = torch.cat(row_losses)  # [n]
+        else:  # the loss has given none
+            losses = source.new_zeros(0, dtype=torch.float32)
         if len(losses) == batch.labels.numel():  # the loss also covers unlabeled positions
-            losses = losses.index_select(0, index)
+            losses = losses.index_select(0, positions)
         if len(losses) != len(source):
             log_once(
                 get_logger(),
@@ -172,7 +178,8 @@ class StepMetrics:
         sums.index_add_(0, source, losses.to(sums.dtype))
         # Not `bincount`, for which the host waits.
         counts = torch.zeros_like(sums).index_add_(0, source, torch.ones_like(losses, dtype=sums.dtype))
-        self.log_mean({f"loss/{name}": (sums[i], counts[i]) for i, name in enumerate(batch.sources)})
+        for index, name in enumerate(batch.sources):
+            self.log_mean({f"loss/{name}": (sums[index], counts[index])})
 
     @contextmanager
     def validation(self) -> Iterator[Means]:
@@ -188,7 +195,10 @@ class StepMetrics:
         """Return the loss of the step, and sum and count of every other value, for an all-reduce."""
         if self._is_new:  # no micro-batch in this step
             self.losses = []
-        return [torch.stack(self.losses).sum() if self.losses else 0.0, *self._means.sums_and_counts()]
+        loss = 0.0
+        if self.losses:
+            loss = torch.stack(self.losses).sum()
+        return [loss, *self._means.sums_and_counts()]
 
     @property
     def has_new_names(self) -> bool:
@@ -197,8 +207,11 @@ class StepMetrics:
 
     def new_sums(self, dims: ParallelDims) -> list[float]:
         """Extend the common list of names, and return the sums to append to :meth:`sums_and_counts`. A collective."""
-        new = self._means.sync_names(dims)
-        return dims.exchange(self._means.sums_and_counts(new))[0] if new else []
+        new_names = self._means.sync_names(dims)
+        if not new_names:
+            return []
+        sums, _ = dims.exchange(self._means.sums_and_counts(new_names))
+        return sums
 
     def total(self, sums: list[float]) -> dict[str, float]:
         """Return the metrics of the step from the all-reduced :meth:`sums_and_counts`; the next loss begins a step."""

@@ -69,10 +69,11 @@ class Throughput:
         self._step_start = self._started
         self._logged = self._started
         self._dims = dims
+        self._world_size = 1 if dims is None else dims.world_size
         self._device = device
         self._waited = self._dims_waited()
         self._lost_seconds: dict[str, float] = {}
-        if dims is not None and dims.world_size > 1:
+        if self._world_size > 1:
             self._lost_seconds["waiting"] = 0.0
         self._guard = ObserverGuard("throughput: the MFU")
         self._peak_flops: float | None = None
@@ -167,7 +168,7 @@ class Throughput:
         now = self._clock()
         flops = 0.0
         if self._flops is not None:
-            labels = trained / (1 if self._dims is None else self._dims.world_size)
+            labels = trained / self._world_size
             flops = (self._flops.token + self._pair_flops) * processed + self._flops.label * labels
         self._window.append(_Step(now - self._step_start, processed, trained, flops))
         self._step_start = now
@@ -209,11 +210,10 @@ class Throughput:
         seconds = sum(step.seconds for step in self._window)
         if seconds <= 0:
             seconds = float("inf")
-        world_size = 1 if self._dims is None else self._dims.world_size
         metrics = {
             "tokens_per_second_per_gpu": sum(step.processed for step in self._window) / seconds,
             "trained_tokens_per_second": sum(step.trained for step in self._window) / seconds,
-            "processed_tokens": self.processed * world_size,
+            "processed_tokens": self.processed * self._world_size,
             "trained_tokens": self.trained,
             "elapsed_seconds": self._clock() - self._started,
         }
@@ -232,7 +232,10 @@ class Throughput:
         elapsed = now - self._logged
         shares = {}
         for kind, seconds in self._lost_seconds.items():
-            shares[f"lost_to_{kind}"] = seconds / elapsed if elapsed > 0 else 0.0
+            share = 0.0
+            if elapsed > 0:
+                share = seconds / elapsed
+            shares[f"lost_to_{kind}"] = share
             self._lost_seconds[kind] = 0.0
         self._logged = now
         self._waited = waited
@@ -257,5 +260,7 @@ def _expert_load(model: "nn.Module") -> Any:
     """Return the meter of how evenly ``model`` uses its experts; None without experts."""
     from torchtune.modules.moe import ExpertLoad, TokenChoiceTopKRouter
 
-    has_experts = any(isinstance(module, TokenChoiceTopKRouter) for module in model.modules())
-    return ExpertLoad(model) if has_experts else None
+    for module in model.modules():
+        if isinstance(module, TokenChoiceTopKRouter):
+            return ExpertLoad(model)
+    return None

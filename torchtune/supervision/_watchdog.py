@@ -84,14 +84,18 @@ def watch_run(
         OutOfMemoryError: see :func:`explain_out_of_memory`.
     """
     activity = throughput.activity
-    is_watched = watched_activity() is activity
-    watchdog = nullcontext() if is_watched else Watchdog(activity, dims, _to_seconds(hang_timeout_minutes))
+    if watched_activity() is activity:  # by the watchdog of `watched`
+        watchdog = nullcontext()
+    else:
+        watchdog = Watchdog(activity, dims, _to_seconds(hang_timeout_minutes))
     with watchdog, explain_out_of_memory(cfg, activity, dims):
         yield
 
 
 def _to_seconds(minutes: float | None) -> float | None:
-    return None if minutes is None else min(60 * minutes, 1e9)  # which fits in the clocks of torch and Python
+    if minutes is None:
+        return None
+    return min(60 * minutes, 1e9)  # which fits in the clocks of torch and Python
 
 
 class Watchdog:
@@ -158,7 +162,9 @@ class Watchdog:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         if self._is_disabled:
             return
-        loss = self._find_lost_rank() if is_connection_error(error) else None
+        loss = None
+        if is_connection_error(error):
+            loss = self._find_lost_rank()
         self._stop_event.set()
         self._thread.join()
         dump_stacks_after(None)
@@ -168,7 +174,10 @@ class Watchdog:
             reason = FINISHED
         else:
             reason = kind.__name__
-        self._publish_exit(reason, words=str(error) if isinstance(error, UserError) else "")
+        words = ""
+        if isinstance(error, UserError):
+            words = str(error)
+        self._publish_exit(reason, words)
         if loss is not None:
             raise loss from error
 
@@ -178,8 +187,9 @@ class Watchdog:
             return None
         self._activity.sign()
         beats = self._heartbeats.find_lost_ranks(min(10.0, self._timeout / 4), patience=min(60.0, self._timeout / 2))
-        all_alive = beats == {}  # None: the store does not answer
-        return None if all_alive else lost_rank_error(beats, self._heartbeats.address)
+        if beats == {}:  # all are alive; None would mean that the store does not answer
+            return None
+        return lost_rank_error(beats, self._heartbeats.address)
 
     def _publish_exit(self, left: str, words: str = "") -> None:
         if self._heartbeats is not None:
@@ -284,8 +294,7 @@ class Watchdog:
         """Log the reason and exit, even if the stalled code holds a lock."""
         _run_with_timeout(5.0, lambda: dump_stacks("The run stands still; this is where this process is:"))
         sentence = self._stall_message(now)
-        first = first_to_say(_STALLED)
-        _run_with_timeout(5.0, lambda: get_logger().error(sentence) if first else note_in_run_log(sentence))
+        _report_once(_STALLED, sentence)
         if self._heartbeats is not None:
             self._heartbeats.announce_stall()
             time.sleep(5 * self._interval)  # until the other ranks have written their stacks
@@ -293,8 +302,7 @@ class Watchdog:
 
     def _exit_lost_peer(self, loss: LostRankError) -> None:
         """Exit because another rank, for which this rank waits, has ended."""
-        first = first_to_say(LOST)  # the failed rank may not get to log it
-        _run_with_timeout(5.0, lambda: get_logger().error(str(loss)) if first else note_in_run_log(str(loss)))
+        _report_once(LOST, str(loss))  # the failed rank may not get to log it
         _run_with_timeout(5.0, lambda: self._publish_exit(PEER_LOST))
         _exit_process(loss.exit_code)
 
@@ -325,6 +333,14 @@ class Watchdog:
                     "does not answer: rank 0 or its torchrun agent is stopped or gone, and may be what all wait for."
                 )
         return describe_stall(beats, silent, time.time())
+
+
+def _report_once(occasion: str, sentence: str) -> None:
+    """Log a sentence if no other rank of this machine has logged that of the occasion; else note it in the log file."""
+    if first_to_say(occasion):
+        _run_with_timeout(5.0, lambda: get_logger().error(sentence))
+    else:
+        _run_with_timeout(5.0, lambda: note_in_run_log(sentence))
 
 
 def _exit_process(code: int) -> None:

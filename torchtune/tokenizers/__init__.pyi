@@ -1,12 +1,14 @@
 from ._byte_level_bpe import ByteLevelBPE
 from ._byte_level_bpe import GPT2BaseTokenizer as GPT2BaseTokenizer
-from ._chat_layouts import MarkedTurnsTokenizer, required_ids
+from ._chat_layouts import MarkedTurnsTokenizer as MarkedTurnsTokenizer
+from ._chat_layouts import required_ids
 from ._chat_layouts import tokenize_messages_no_special_tokens as tokenize_messages_no_special_tokens
 from ._chat_template import go_template as go_template
 from ._chatml_turns import IM_END, IM_START, ChatMLTurns
 from ._decoding import StreamDecoder as StreamDecoder
 from ._decoding import decode_pieces, document_texts, is_trained
-from ._files import MISSING_TOKENIZER, PublishedFiles, is_tokenizer_file
+from ._files import MISSING_TOKENIZER, is_tokenizer_file
+from ._files import PublishedFiles as PublishedFiles
 from ._files import parse_hf_tokenizer_json as parse_hf_tokenizer_json
 from ._header_turns import HeaderTurns
 from ._hf_model_tokenizer import HuggingFaceModelTokenizer as HuggingFaceModelTokenizer

@@ -107,9 +107,37 @@ def join_parts(
 
 
 class MarkedTurnsTokenizer(TurnsTokenizer):
-    """Base tokenizer for turns of the form ``header text end``, which a subclass defines.
+    """Base tokenizer for turns of the form ``header text end``, for checkpoints without a chat template.
 
-    A subclass sets ``special_tokens``, ``bos_id``, ``eos_id`` and ``stop_tokens``.
+    A subclass defines :meth:`header`, :meth:`body` and :meth:`turn_end`, mostly with one of the tokenizers for plain
+    text, and sets ``special_tokens``, ``bos_id``, ``eos_id`` and ``stop_tokens``. It may define :meth:`opening` and
+    :meth:`closing`. It needs ``published``, a :class:`~torchtune.tokenizers.PublishedFiles`, to be saved with
+    checkpoints.
+
+    Args:
+        max_seq_len: maximum row length in tokens; ``None`` disables truncation.
+        prompt_template: texts added to the turns before the layout is applied.
+        truncation_type: ``"right"`` cuts the end of a long row, ``"left"`` the beginning.
+
+    Example:
+        >>> class RoleTokenizer(torchtune.tokenizers.MarkedTurnsTokenizer):
+        ...     def __init__(self, path, max_seq_len=None):
+        ...         super().__init__(max_seq_len, prompt_template=None, truncation_type="right")
+        ...         self.base = torchtune.tokenizers.HuggingFaceBaseTokenizer(path)
+        ...         self.published = self.base.published
+        ...         self.special_tokens = self.base.special_tokens
+        ...         self.bos_id, self.eos_id = self.base.bos_id, self.base.eos_id
+        ...         self.stop_tokens = [self.eos_id]
+        ...     def body(self, text):
+        ...         return self.base.encode_text(text, add_bos=False, add_eos=False)
+        ...     def header(self, role):
+        ...         return self.body(f"{role} ")
+        ...     def turn_end(self):
+        ...         return [self.eos_id]
+        >>> roles = RoleTokenizer(str(checkpoint / "tokenizer.json"))
+        >>> tokens, mask = roles.tokenize_messages([{"role": "user", "content": "the cat"}])
+        >>> tokens[-1] == roles.eos_id, roles.base.decode(roles.body("the cat"))
+        (True, 'the cat')
     """
 
     roles: ClassVar[tuple[str, ...]] = ("system", "user", "assistant")

@@ -95,6 +95,12 @@ class PublishedFiles:
 
     Attributes:
         path: see Args, absolute.
+
+    Example:
+        >>> files = torchtune.tokenizers.PublishedFiles(checkpoint / "tokenizer.json")
+        >>> files.copy(folder)
+        >>> (folder / "tokenizer.json").is_file(), files.is_unchanged
+        (True, True)
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -106,7 +112,9 @@ class PublishedFiles:
         return []
 
     def _modification_time(self) -> int | None:
-        return self.path.stat().st_mtime_ns if self.path.is_file() else None
+        if not self.path.is_file():
+            return None
+        return self.path.stat().st_mtime_ns
 
     @property
     def is_unchanged(self) -> bool:

@@ -339,9 +339,9 @@ class OlderRecipe(FTRecipeInterface):
                 training.scale_grads_(self._model.parameters(), ranks / self._num_tokens)
             else:
                 training.scale_grads(self._model, 1 / self._num_tokens)
-        found = {"loss": self._running_loss.item() / self._num_tokens.item()}
+        metrics = {"loss": self._running_loss.item() / self._num_tokens.item()}
         self._running_loss, self._num_tokens = 0, 0
-        return found
+        return metrics
 
     def train(self) -> None:
         training.cleanup_before_training()
@@ -434,7 +434,7 @@ class OlderPreferenceRecipe(OlderRecipe):
                 reference = self.concatenated_forward(self._ref_model, batch)
         loss, chosen, rejected = self._loss_fn(policy, reference)
         (loss.mean() / self._gradient_accumulation_steps).backward()
-        found = {
+        metrics = {
             "loss": loss.detach(),
             "rewards/chosen": chosen,
             "rewards/rejected": rejected,
@@ -443,16 +443,16 @@ class OlderPreferenceRecipe(OlderRecipe):
             "log_probs/rejected": policy.rejected_logps.detach(),
             **{name: tensor.detach() for name, tensor in logits.items()},
         }
-        for name, value in found.items():
+        for name, value in metrics.items():
             self._running[name] = self._running.get(name, 0) + value.mean() / self._gradient_accumulation_steps
 
     def _step_metrics(self) -> dict[str, Any]:
         if self._is_distributed:
             for value in self._running.values():
                 torch.distributed.all_reduce(value)
-        found = {name: value.item() / self.world_size for name, value in self._running.items()}
+        metrics = {name: value.item() / self.world_size for name, value in self._running.items()}
         self._running = {}
-        return {**found, "rewards/margins": found["rewards/chosen"] - found["rewards/rejected"]}
+        return {**metrics, "rewards/margins": metrics["rewards/chosen"] - metrics["rewards/rejected"]}
 
 
 @config.parse

@@ -46,9 +46,9 @@ class OlderPPORecipe(FTRecipeInterface):
             cfg.checkpointer, resume_from_checkpoint=self._resume_from_checkpoint
         )
         self._value_checkpointer = config.instantiate(cfg.value_checkpointer)
-        others = [config.instantiate(each) for each in (cfg.ref_policy_checkpointer, cfg.reward_checkpointer)]
+        checkpointers = [config.instantiate(node) for node in (cfg.ref_policy_checkpointer, cfg.reward_checkpointer)]
         policy = self._checkpointer.load_checkpoint()
-        reference, reward = (each.load_checkpoint()[training.MODEL_KEY] for each in others)
+        reference, reward = (node.load_checkpoint()[training.MODEL_KEY] for node in checkpointers)
         value = self._value_checkpointer.load_checkpoint()[training.MODEL_KEY]
         self._tokenizer = config.instantiate(cfg.tokenizer)
         self._policy_model = self._setup_model(cfg, cfg.policy_model, policy[training.MODEL_KEY])
@@ -219,13 +219,13 @@ class OlderPPORecipe(FTRecipeInterface):
                     order = torch.randperm(self.batch_size, generator=self._rng, device=self._device)
                     for indices in order.split(self._ppo_batch_size):
                         for at in indices.split(self._ppo_backward_batch_size):
-                            part = Trajectory(*(each[at] for each in trajectory))
+                            part = Trajectory(*(values[at] for values in trajectory))
                             stats.append(self.ppo_step(part, advantages[at], returns[at], context))
                         self._optimizer.step()
                         self._optimizer.zero_grad(set_to_none=True)
                 self._steps_run += 1
                 if self._steps_run % self._log_every_n_steps == 0:
-                    means = PPOStats(*(torch.stack(each).mean().item() for each in zip(*stats, strict=True)))
+                    means = PPOStats(*(torch.stack(values).mean().item() for values in zip(*stats, strict=True)))
                     log_dict = {
                         "scores": trajectory.scores.mean(),
                         "rlhf_reward": rewards.sum(1).mean(),

@@ -258,7 +258,7 @@ def test_run_without_validation_keeps_all_rows(convert, strategy):
     assert "  eval_strategy: nothing is validated" in report
 
 
-def test_validation_data_of_their_own_are_read(convert):
+def test_separate_validation_data_are_converted(convert):
     lines = "test_datasets: [{path: own/held_out, type: alpaca, split: test}]\neval_steps: 10\n"
     lines += "early_stopping_patience: 3\nload_best_model_at_end: true\nmetric_for_best_model: eval_loss\n"
     converted, _ = convert(AXOLOTL + lines)

@@ -102,8 +102,8 @@ def test_scores_of_the_same_rows_are_paired(tune, tmp_path):
     ],
 )
 def test_invalid_runs_are_refused_in_one_sentence(arguments, error, tune, tmp_path):
-    one = make(tmp_path / "one")
-    done = tune(*[word.format(one=one, none=tmp_path / "none") for word in arguments])
+    run_folder = make(tmp_path / "one")
+    done = tune(*[word.format(one=run_folder, none=tmp_path / "none") for word in arguments])
     assert done.code == 2
     assert done.err.startswith("error: ")
     assert done.err.endswith(f"{error}\n")

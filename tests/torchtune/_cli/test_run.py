@@ -198,7 +198,7 @@ def test_dry_run_says_that_a_run_can_start(tune, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_dry_run_of_a_users_recipe_prints_what_is_known(tune, folder):
+def test_dry_run_of_a_users_recipe_checks_and_runs_nothing(tune, folder):
     result = tune("run", "--config", "own.yaml", "--dry-run")
     assert (result.code, result.out) == (0, "The run can start: no problem was found.\n")
     assert not (folder / "note_0.json").exists()

@@ -92,8 +92,8 @@ def test_the_command_serves_adapters_of_one_base_until_it_is_interrupted(tmp_pat
     def client():
         try:
             for _ in range(600):
-                with closing(socket.socket()) as one:
-                    if one.connect_ex(("127.0.0.1", port)) == 0:
+                with closing(socket.socket()) as probe:
+                    if probe.connect_ex(("127.0.0.1", port)) == 0:
                         break
                 time.sleep(0.05)
             threads = [
@@ -111,7 +111,7 @@ def test_the_command_serves_adapters_of_one_base_until_it_is_interrupted(tmp_pat
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     request.addfinalizer(lambda: [signal.signal(number, handler) for number, handler in before.items()])
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    options = ["--port", str(port), "--device=cpu", *(f"--adapter={one}" for one in adapters)]
+    options = ["--port", str(port), "--device=cpu", *(f"--adapter={probe}" for probe in adapters)]
     monkeypatch.setattr("sys.argv", ["tune", "serve", str(checkpoint), *options])
     thread = threading.Thread(target=client)
     thread.start()

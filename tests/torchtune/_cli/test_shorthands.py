@@ -121,9 +121,9 @@ profiler:
     ],
 )
 def test_format_of_the_rows_sets_the_dataset(expand, config, row, dataset):
-    found = dataset_of(expand(config, [row, row]))
-    del found["_component_"]
-    assert found == dataset
+    node = dataset_of(expand(config, [row, row]))
+    del node["_component_"]
+    assert node == dataset
 
 
 @pytest.mark.parametrize("config", ["any_full", "any_lora", "any_qlora", "any_kd"])
@@ -202,8 +202,8 @@ def test_reward_compares_with_the_column_of_the_answers(expand):
 
 def test_table_is_read(expand, tmp_path):
     (tmp_path / "faq.csv").write_text("prompt,response\nwhy,the cat\n")
-    found = dataset_of(expand("any_lora", None, name="faq.csv"))
-    assert found["column_map"] == {"input": "prompt", "output": "response"}
+    node = dataset_of(expand("any_lora", None, name="faq.csv"))
+    assert node["column_map"] == {"input": "prompt", "output": "response"}
 
 
 def test_images_ask_for_the_whole_model_and_its_processor(expand):
@@ -240,7 +240,7 @@ def test_shorthand_without_value_is_refused(name):
         expand_shorthands(find_config("any_kd"), [f"{name}="])
 
 
-def test_table_without_header_is_said(expand, tmp_path):
+def test_table_without_header_is_refused_with_its_first_line(expand, tmp_path):
     (tmp_path / "faq.csv").write_text("why,the cat\nwhere,a dog\n")
     with pytest.raises(UserError, match=r"columns why, the cat \(those of a table are in its first line\): name those"):
         expand("any_lora", None, name="faq.csv")
@@ -301,7 +301,7 @@ def test_data_fits_every_config(expand):
     assert dataset_of(overrides)["_component_"] == "torchtune.datasets.chat_dataset"
 
 
-def test_teacher_and_model_are_said_in_one_line_each(checkpoint, capsys):
+def test_teacher_and_model_are_logged_in_one_line_each(checkpoint, capsys):
     overrides = expand_shorthands(find_config("any_kd"), [f"model={checkpoint}", f"teacher={checkpoint}"])
     assert overrides == [f"model.checkpoint_dir={checkpoint}", f"teacher_model.checkpoint_dir={checkpoint}"]
     lines = capsys.readouterr().err.splitlines()

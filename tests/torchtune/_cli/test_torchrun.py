@@ -14,8 +14,7 @@ import pytest
 from torch.distributed.run import get_args_parser
 
 from torchtune._cli import tune
-from torchtune._cli._run_command import parse_command
-from torchtune._cli._torchrun import SHUTDOWN_TIMEOUT, count_processes, torchrun_arguments
+from torchtune._cli._run_command import SHUTDOWN_TIMEOUT, count_processes, parse_command, torchrun_arguments
 from torchtune.utils import UserError
 
 RECIPE = """

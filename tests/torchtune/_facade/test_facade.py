@@ -44,7 +44,7 @@ def assert_equal(model, expected):
         torch.testing.assert_close(model(IDS.to(DEVICE)).cpu(), expected, rtol=0, atol=2e-5)
 
 
-def test_load(base, adapter, tmp_path):
+def test_load_returns_the_weights_and_tokenizer_of_transformers(base, adapter, tmp_path):
     model, tokenizer = torchtune.load(base, device=DEVICE)
     assert model.tok_embeddings.weight.dtype == torch.float32  # as config.json says
     assert_equal(model, logits(base))
@@ -73,7 +73,7 @@ def test_load(base, adapter, tmp_path):
     assert not any(parameter.any() for name, parameter in get_adapter_params(new).items() if "lora_b" in name)
 
 
-def test_save(base, adapter, tmp_path):
+def test_saved_adapters_and_models_have_the_logits_of_the_model(base, adapter, tmp_path):
     model, _ = torchtune.load(base, adapter=adapter, **FP32)
     adapted = logits(base, adapter)
     folder = torchtune.save(model, tmp_path / "adapter")
@@ -119,7 +119,7 @@ def test_save(base, adapter, tmp_path):
     )
 
 
-def test_generate(base, monkeypatch, caplog):
+def test_generate_returns_the_tokens_of_transformers(base, monkeypatch, caplog):
     model, tokenizer = torchtune.load(base, **FP32)
     reference, reference_tokenizer = AutoModelForCausalLM.from_pretrained(base), AutoTokenizer.from_pretrained(base)
 
@@ -154,7 +154,7 @@ def test_generate(base, monkeypatch, caplog):
     assert "1 of 1 answers are cut, by the context of" in caplog.text
 
 
-def test_what_cannot_be_generated(base, tmp_path, monkeypatch):
+def test_invalid_arguments_of_generate_are_refused(base, tmp_path, monkeypatch):
     model, tokenizer = torchtune.load(base, **FP32)
 
     def refused(match, prompt="Why?", model=model, by=tokenizer, **kw):
@@ -194,7 +194,7 @@ def test_what_cannot_be_generated(base, tmp_path, monkeypatch):
     refused("logits are not finite in torch.float32", [7, 8])
 
 
-def test_what_cannot_be_loaded(base, adapter, tmp_path):
+def test_invalid_arguments_of_load_are_refused(base, adapter, tmp_path):
     def refused(match, path, **kw):
         with pytest.raises(UserError, match=match) as caught:
             torchtune.load(path, **{**FP32, **kw})

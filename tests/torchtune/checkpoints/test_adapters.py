@@ -74,10 +74,10 @@ PAIRS = [
 
 @pytest.mark.parametrize(("shape", "targets", "option"), PAIRS)
 def test_adapters_are_exchanged_with_peft(shape, targets, option, tmp_path):
-    ours, theirs = TARGETS[targets]
+    names, peft_model = TARGETS[targets]
     source = write_folder(tmp_path / "in", shape)
     kind = {option: True} if option else {}
-    conversion = LoRA(rank=4, alpha=6, **kind, **ours)
+    conversion = LoRA(rank=4, alpha=6, **kind, **names)
     checkpointer, model = started(source, conversion)
     base = logits(hf_model(shape))
     close(logits(model), base)  # it changes nothing yet
@@ -88,18 +88,18 @@ def test_adapters_are_exchanged_with_peft(shape, targets, option, tmp_path):
     saved = checkpointer.save("epoch_0", model, contents="adapter")
     assert not list(saved.glob("model*"))
     settings = read(saved / "adapter_config.json")
-    assert sorted(settings["target_modules"]) == sorted(theirs)
+    assert sorted(settings["target_modules"]) == sorted(peft_model)
     assert (settings["r"], settings["lora_alpha"]) == (4, 6)
     assert {name for name in ("use_dora", "use_rslora") if settings[name]} == kind.keys()
     assert settings["base_model_name_or_path"] == str(source)
-    theirs = in_peft(hf_model(shape), saved)
-    close(logits(theirs), expected)
-    gradients, wanted = gradients_under_names_of_peft(model), gradients_under_names_of_peft(theirs)
+    peft_model = in_peft(hf_model(shape), saved)
+    close(logits(peft_model), expected)
+    gradients, wanted = gradients_under_names_of_peft(model), gradients_under_names_of_peft(peft_model)
     assert gradients.keys() == wanted.keys()
     for name, gradient in wanted.items():
         assert (gradients[name] - gradient).norm() <= 1e-4 * gradient.norm(), name
 
-    theirs.save_pretrained(source)
+    peft_model.save_pretrained(source)
     again = load(source, conversion)
     assert same_bits(adapters(again), adapters(model))
     assert torch.equal(logits(again), expected)

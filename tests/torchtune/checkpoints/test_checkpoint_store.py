@@ -277,8 +277,8 @@ def test_a_new_head_is_trained_or_refused(sources, tmp_path):
     with pytest.raises(CheckpointError, match=r"never trained: .*train_modules: \[output\]"):
         store.load_model(adapted)
     with torch.device("meta"):
-        beside = classifier_model(1, "torchtune.models.from_hf_config", checkpoint_dir=folder)
-        apply_conversions(beside, [LoRA(rank=2, alpha=4, train_modules=["score"])])
-    store.load_model(beside)
-    assert beside.output.weight.requires_grad
-    assert beside.output.weight.std() > 0
+        reward_model = classifier_model(1, "torchtune.models.from_hf_config", checkpoint_dir=folder)
+        apply_conversions(reward_model, [LoRA(rank=2, alpha=4, train_modules=["score"])])
+    store.load_model(reward_model)
+    assert reward_model.output.weight.requires_grad
+    assert reward_model.output.weight.std() > 0

@@ -136,7 +136,7 @@ def _resume_on_two_ranks(folder: Path) -> None:
     assert point.path == folder / "fresh" / "step_4"
 
 
-def test_s3_two_ranks(server, tmp_path):
+def test_two_ranks_save_to_and_resume_from_s3(server, tmp_path):
     import s3fs
 
     s3fs.S3FileSystem.clear_instance_cache()  # a fork cannot use the connections of this process

@@ -153,7 +153,7 @@ def test_tokenizer_that_cannot_be_saved_is_named_before_the_run_and_in_the_folde
     assert not (again / "TOKENIZER_MISSING.md").exists()
 
 
-def test_own_tokenizer_writes_its_files(base, tmp_path, caplog):
+def test_users_tokenizer_writes_its_files(base, tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         CheckpointStore({"policy": {"checkpoint_dir": base}}).check_contents(from_hf_config(base), tokenizer=Own())
     assert not caplog.text
@@ -190,9 +190,9 @@ def test_adapter_with_new_tokens_is_read_by_peft_and_by_load(base, adapter_with_
     plain, plain_tokenizer = torchtune.load(base, device="cpu")
     torch.testing.assert_close(adapted_copy(plain, adapter_with_new_tokens)(tokens), expected)
     assert plain.tok_embeddings.weight.shape[0] == plain_tokenizer.vocab_size == VOCABULARY
-    adapted, other = torchtune.load(base, adapter=adapter_with_new_tokens, device="cpu")
+    adapted, saved_tokenizer = torchtune.load(base, adapter=adapter_with_new_tokens, device="cpu")
     torch.testing.assert_close(adapted(tokens), expected)
-    assert other.vocab_size == VOCABULARY + 2
+    assert saved_tokenizer.vocab_size == VOCABULARY + 2
 
 
 def test_facade_saves_the_tokenizer_of_load_or_another(base, tmp_path):

@@ -80,9 +80,9 @@ def lora(*modules: str, **options: Any) -> LoRA:
 @pytest.mark.parametrize("modules", MODULES)
 @pytest.mark.parametrize("shape", ["llama", "qwen2"])
 def test_trained_modules_are_exchanged_with_peft(shape, modules, tmp_path):
-    ours, saved_modules = MODULES[modules]
+    module_names, saved_modules = MODULES[modules]
     source = write_folder(tmp_path / "in", shape)
-    checkpointer, model = started(source, lora(*ours))
+    checkpointer, model = started(source, lora(*module_names))
     before = logits(model)
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     untrained = {name: p.detach().clone() for name, p in model.named_parameters() if name not in trained}
@@ -99,7 +99,7 @@ def test_trained_modules_are_exchanged_with_peft(shape, modules, tmp_path):
     peft_model.save_pretrained(by_peft)
     assert same_bits(load_file(by_peft / "adapter_model.safetensors"), load_file(saved / "adapter_model.safetensors"))
 
-    again = load(source, lora(*ours), adapter_checkpoint=by_peft)
+    again = load(source, lora(*module_names), adapter_checkpoint=by_peft)
     assert same_bits(again.state_dict(), model.state_dict())
     loaded, _ = torchtune.load(source, adapter=by_peft, dtype="fp32", device="cpu")
     assert torch.equal(logits(loaded), expected)

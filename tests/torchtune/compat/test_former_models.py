@@ -19,8 +19,8 @@ def test_weights_of_a_reward_model_are_renamed_both_ways():
         "model.layers.0.self_attn.q_proj.weight": torch.randn(8, 8, generator=rng),
         "score.weight": torch.randn(1, 8, generator=rng),
     }
-    ours = rlhf.utils.reward_hf_to_tune({**weights, "score.bias": torch.zeros(1)}, 2, 2, 8)
-    assert ours.keys() == {"tok_embeddings.weight", "layers.0.attn.q_proj.weight", "output.weight"}
-    back = rlhf.utils.reward_tune_to_hf(ours, 2, 2, 8)
+    converted = rlhf.utils.reward_hf_to_tune({**weights, "score.bias": torch.zeros(1)}, 2, 2, 8)
+    assert converted.keys() == {"tok_embeddings.weight", "layers.0.attn.q_proj.weight", "output.weight"}
+    back = rlhf.utils.reward_tune_to_hf(converted, 2, 2, 8)
     assert back.keys() == weights.keys()
     assert all(torch.equal(back[name], weights[name]) for name in weights)

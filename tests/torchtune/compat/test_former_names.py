@@ -353,11 +353,11 @@ def test_losses_of_single_tokens_by_the_former_context_manager(kind):
     model = nn.ModuleDict({"output": nn.Linear(8, 16, bias=False)})
     model.output = model["output"]
     loss = setup_loss(kind(), model)
-    with keep_row_losses() as kept:
+    with keep_row_losses() as row_losses:
         loss.sum_and_count(hidden, labels, model.output)
     loss.sum_and_count(hidden, labels, model.output)  # after the block nothing is recorded
     expected = nn.functional.cross_entropy(model.output(hidden)[0], labels[0], reduction="none")[[0, 2]]
-    torch.testing.assert_close(torch.cat(kept), expected.detach())
+    torch.testing.assert_close(torch.cat(row_losses), expected.detach())
 
 
 def test_helpers_of_earlier_scripts_work(tmp_path):
@@ -381,8 +381,13 @@ def test_helpers_of_earlier_scripts_work(tmp_path):
     assert config_utils.log_config is log_config
     merge = config_utils._merge_yaml_and_cli_args
     (tmp_path / "c.yaml").write_text("model: {_component_: a.b, size: 2}\nlr: 2e-5\n")
-    parsed, rest = TuneRecipeArgumentParser().parse_known_args(["--config", str(tmp_path / "c.yaml"), "model=c.d"])
-    assert merge(parsed, [*rest, "model.size=3"]) == {"model": {"_component_": "c.d", "size": 3}, "lr": 2e-5}
+    parsed, unknown_arguments = TuneRecipeArgumentParser().parse_known_args(
+        ["--config", str(tmp_path / "c.yaml"), "model=c.d"]
+    )
+    assert merge(parsed, [*unknown_arguments, "model.size=3"]) == {
+        "model": {"_component_": "c.d", "size": 3},
+        "lr": 2e-5,
+    }
     with pytest.raises(UserError, match="--lr is not an option of a recipe: settings are written key=value"):
         TuneRecipeArgumentParser().parse_known_args(["--config", str(tmp_path / "c.yaml"), "--lr"])
 
@@ -395,13 +400,13 @@ def test_conversions_of_gemma_2_are_inverse():
         "model.layers.0.pre_feedforward_layernorm.weight",
         "model.layers.0.post_attention_layernorm.weight",
     ]
-    theirs = {name: torch.rand(8, 8) if "proj" in name else torch.rand(8) for name in names}
-    ours = convert.gemma2_hf_to_tune(theirs, num_heads=2, num_kv_heads=2, dim=8)
-    assert {*ours} == {
+    hf_weights = {name: torch.rand(8, 8) if "proj" in name else torch.rand(8) for name in names}
+    converted = convert.gemma2_hf_to_tune(hf_weights, num_heads=2, num_kv_heads=2, dim=8)
+    assert {*converted} == {
         "tok_embeddings.weight",
         "layers.0.attn.q_proj.weight",
         "layers.0.mlp_norm.scale",
         "layers.0.sa_scale.scale",
     }
-    back = convert.gemma2_tune_to_hf(ours, num_heads=2, num_kv_heads=2, dim=8)
-    assert all(torch.equal(back[name], theirs[name]) for name in names)
+    back = convert.gemma2_tune_to_hf(converted, num_heads=2, num_kv_heads=2, dim=8)
+    assert all(torch.equal(back[name], hf_weights[name]) for name in names)

@@ -35,8 +35,8 @@ def on_meta(builder=llama3, *args, **options):
 def test_meta_model_is_materialized_from_a_full_state_dict():
     source, target = llama3(**NUMBERS), on_meta()
     state = dict(source.state_dict())
-    found = training.load_from_full_model_state_dict(target, state, CPU, strict=True)
-    assert (found.missing_keys, found.unexpected_keys) == ([], [])
+    load_result = training.load_from_full_model_state_dict(target, state, CPU, strict=True)
+    assert (load_result.missing_keys, load_result.unexpected_keys) == ([], [])
     assert all(torch.equal(tensor, target.state_dict()[name]) for name, tensor in source.state_dict().items())
     assert state.keys() == source.state_dict().keys(), "a recipe asks later whether it had any"
     assert not any(isinstance(value, torch.Tensor) for value in state.values())
@@ -89,8 +89,8 @@ def steps(model, optimizer, count):
 def groups(model):
     named = list(model.named_parameters())
     norms = [parameter for name, parameter in named if "norm" in name]
-    others = [parameter for name, parameter in named if "norm" not in name]
-    return [{"params": others, "lr": 1e-2}, {"params": norms, "lr": 1e-3, "weight_decay": 0.0}]
+    other_parameters = [parameter for name, parameter in named if "norm" not in name]
+    return [{"params": other_parameters, "lr": 1e-2}, {"params": norms, "lr": 1e-3, "weight_decay": 0.0}]
 
 
 def test_an_optimizer_goes_on_from_its_full_state():
@@ -101,11 +101,11 @@ def test_an_optimizer_goes_on_from_its_full_state():
     state = training.get_full_optimizer_state_dict(model, optimizer, True)
     assert state["state"].keys() == dict(model.named_parameters()).keys()
     assert training.get_full_optimizer_state_dict(model, optimizer, False) == {}
-    other = torch.optim.AdamW(groups(again), lr=0.5)
-    training.load_from_full_optimizer_state_dict(again, other, state, CPU)
-    assert [group["lr"] for group in other.param_groups] == [1e-2, 1e-3]
+    other_optimizer = torch.optim.AdamW(groups(again), lr=0.5)
+    training.load_from_full_optimizer_state_dict(again, other_optimizer, state, CPU)
+    assert [group["lr"] for group in other_optimizer.param_groups] == [1e-2, 1e-3]
     steps(model, optimizer, 2)
-    steps(again, other, 2)
+    steps(again, other_optimizer, 2)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
 
 
@@ -167,9 +167,9 @@ def test_the_two_kinds_of_checkpoint_do_not_resume_each_other(saved_async, tmp_p
     CheckpointClient(cfg, store).save_checkpoint(model, optimizer, progress, epoch=0)
     store.close()
     again = FullModelHFCheckpointer(str(base), output_dir=str(tmp_path / "out"), should_load_recipe_state=saved_async)
-    other = CheckpointClient({**cfg, "enable_async_checkpointing": not saved_async}, again)
+    client = CheckpointClient({**cfg, "enable_async_checkpointing": not saved_async}, again)
     with pytest.raises(CheckpointError, match=f"resume it with enable_async_checkpointing={saved_async}"):
-        other.load_base_checkpoint() if saved_async else other.load_distributed_checkpoint(model, optimizer)
+        client.load_base_checkpoint() if saved_async else client.load_distributed_checkpoint(model, optimizer)
 
 
 def test_saving_the_adapter_of_a_model_without_one_is_refused(tmp_path):

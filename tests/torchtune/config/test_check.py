@@ -60,10 +60,10 @@ PARTS = "tests.torchtune.config.assets.parts"
         ("model=torchtune.config", "model._component_: 'torchtune.config' is a module, not a class or function"),
     ],
 )  # fmt: skip
-def test_one_mistake(mistakes, override, message):
-    found = [line.removeprefix("command line: ") for line in mistakes(override)]
+def test_each_mistake_is_one_line_with_its_place_and_remedy(mistakes, override, message):
+    texts = [line.removeprefix("command line: ") for line in mistakes(override)]
     expected_elsewhere = ("model=", "c.yaml")  # another component leaves the arguments of the first one behind
-    assert [line for line in found if not line.startswith(expected_elsewhere)] == [message]
+    assert [line for line in texts if not line.startswith(expected_elsewhere)] == [message]
 
 
 def test_all_mistakes_at_once_in_the_order_of_the_file(mistakes):
@@ -82,7 +82,7 @@ def test_all_mistakes_at_once_in_the_order_of_the_file(mistakes):
     ]
 
 
-def test_missing_keys(mistakes):
+def test_missing_keys_are_named_with_their_type(mistakes):
     assert mistakes("~output_dir", replace={"${output_dir}/tok": "tok", "${output_dir}/logs": "logs"}) == [
         "c.yaml:1: output_dir: is required (str) but not given"
     ]
@@ -94,14 +94,14 @@ def test_missing_keys(mistakes):
     )
 
 
-def test_a_component_that_does_not_take_what_it_is_handed(mistakes):
-    found = mistakes("lr_scheduler={_component_: tests.torchtune.config.assets.parts.Template}")
+def test_component_that_does_not_take_runtime_arguments_is_a_mistake(mistakes):
+    texts = mistakes("lr_scheduler={_component_: tests.torchtune.config.assets.parts.Template}")
     assert (
         f"command line: lr_scheduler: {PARTS}.Template takes no argument 'last_epoch', which the recipe hands over"
-        in found
+        in texts
     )
-    found = mistakes("dataset={_component_: builtins.object}", "dataset_val=null")
-    assert found == [
+    texts = mistakes("dataset={_component_: builtins.object}", "dataset_val=null")
+    assert texts == [
         "command line: dataset: builtins.object takes no argument for the tokenizer that the recipe hands over"
     ]
 
@@ -163,9 +163,9 @@ def test_components_that_build_arguments(check, mistakes):
 
 def test_rules_bound_what_signatures_leave_open(mistakes, tmp_path):
     (tmp_path / "own_optimizer.py").write_text("def sgd(params, lr): ...\n")
-    own = "optimizer={_component_: own_optimizer.sgd, lr: %s}"
-    assert mistakes(own % "fast") == ["command line: optimizer.lr: must be float >= 0, not 'fast' (str)"]
-    assert mistakes(own % "-1") == ["command line: optimizer.lr: must be >= 0, not -1.0"]
+    setting = "optimizer={_component_: own_optimizer.sgd, lr: %s}"
+    assert mistakes(setting % "fast") == ["command line: optimizer.lr: must be float >= 0, not 'fast' (str)"]
+    assert mistakes(setting % "-1") == ["command line: optimizer.lr: must be >= 0, not -1.0"]
 
 
 def test_an_untyped_recipe(tmp_path):
@@ -204,13 +204,13 @@ def test_a_key_without_effect(is_typed, line, warns, tmp_path, caplog):
     text = Path(module.__file__).read_text().replace("vars(cfg)['batch_size']", "cfg.batch_size")
     text = text.replace("    print(f", f"    {line}\n    print(f")
     config_path = tmp_path / "mine.yaml"
-    given = (Path(module.__file__).parent / f"{name}.yaml").read_text()
-    config_path.write_text(given if is_typed else f"{given}loss: 3\n")
+    content = (Path(module.__file__).parent / f"{name}.yaml").read_text()
+    config_path.write_text(content if is_typed else f"{content}loss: 3\n")
     config.load_and_check(config_path, [], _main_of(tmp_path, text))
     number = config_path.read_text().splitlines().index("loss:" if is_typed else "loss: 3") + 1
-    said = [record.getMessage() for record in caplog.records if "never reads" in record.getMessage()]
-    assert (f"loss ({config_path}:{number})" in "".join(said)) is warns
-    assert len(said) <= 1
+    warnings = [record.getMessage() for record in caplog.records if "never reads" in record.getMessage()]
+    assert (f"loss ({config_path}:{number})" in "".join(warnings)) is warns
+    assert len(warnings) <= 1
 
 
 def test_a_recipe_that_shifts_labels_again(tmp_path):
@@ -263,7 +263,7 @@ def test_markers_can_be_members_of_unions():
     assert Annotated[Component, RuntimeArgs("x", rules={"lr": Range(min=0)})] | None
 
 
-def test_ranges():
+def test_ranges_hold_numbers_within_their_bounds():
     assert str(Range(min=0, below=1)) == ">= 0 and < 1"
     assert Range(above=0, max=1).holds(1)
     assert not Range(above=0, max=1).holds(0)

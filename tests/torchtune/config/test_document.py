@@ -120,14 +120,16 @@ def test_anchors_and_merge_keys(tmp_path):
 
 
 def test_interpolation_errors_are_named(tmp_path):
-    found = refusals(tmp_path, "output_dir: x\na: ${output_dri}/logs\nb: {c: '${a'}\nd: ${d}\ne: ${oc.env:NO_SUCH}\n")
+    messages = refusals(
+        tmp_path, "output_dir: x\na: ${output_dri}/logs\nb: {c: '${a'}\nd: ${d}\ne: ${oc.env:NO_SUCH}\n"
+    )
     assert (
-        found[0]
+        messages[0]
         == "c.yaml:2: a: '${output_dri}/logs' refers to 'output_dri', which does not exist; did you mean 'output_dir'?"
     )
-    assert found[1] == "c.yaml:3: b.c: '${a' is not a valid interpolation: write ${key} or ${section.key}"
-    assert found[2].startswith("c.yaml:4: d: '${d}' cannot be resolved")
-    assert "NO_SUCH" in found[3]
+    assert messages[1] == "c.yaml:3: b.c: '${a' is not a valid interpolation: write ${key} or ${section.key}"
+    assert messages[2].startswith("c.yaml:4: d: '${d}' cannot be resolved")
+    assert "NO_SUCH" in messages[3]
 
 
 def test_interpolations_see_overrides(tmp_path):
@@ -135,7 +137,7 @@ def test_interpolations_see_overrides(tmp_path):
     assert parsed(tmp_path, "a: 1\n", "b=${a}", "c=run_${a}").data == {"a": 1, "b": 1, "c": "run_1"}
 
 
-def test_overrides(tmp_path):
+def test_overrides_set_add_and_remove_keys(tmp_path):
     text = "model: {_component_: a.b, n: 1}\nrows: [{x: 1}, {x: 2}]\nempty: null\none: {two: {three: 3}}\n"
     data = parsed(
         tmp_path,

@@ -15,12 +15,15 @@ from torchtune.config import (
     ConfigError,
     Configurable,
     InstantiationError,
+    ObjectPath,
     Range,
     instantiate,
     load_and_check,
     save_config,
     to_dict,
 )
+from torchtune.estimate import check_settings
+from torchtune.evaluation import make_scores
 from torchtune.utils import UserError
 
 PARTS = "tests.torchtune.config.assets.parts"
@@ -98,7 +101,33 @@ def test_a_function_of_the_recipe_is_found_by_a_reward(tmp_path):
         load_and_check(config, ["loss.function=never_rong"], typed_main)
 
 
-def test_none_stays_none():
+@dataclass
+class ScoreSettings:
+    scores: list[Annotated[str, ObjectPath(required=False)]]
+
+
+def scored_main(cfg: ScoreSettings) -> None:
+    print(cfg.scores)
+
+
+def test_score_names_a_function_of_the_recipe_and_no_module_that_it_imports(tmp_path):
+    """``json`` is also a module here, but the name of a score."""
+    names = ["json", "never_wrong", "regex:[0-9]+", f"{PARTS}.count"]
+    config = tmp_path / "config.yaml"
+    config.write_text(json.dumps({"scores": names}))
+    cfg = load_and_check(config, [], scored_main)
+    assert cfg.scores == ["json", f"{__name__}:never_wrong", "regex:[0-9]+", f"{PARTS}.count"]
+    assert to_dict(cfg, redact=True)["scores"] == names
+    score = make_scores(cfg.scores[1:2])[0]
+    assert (score([{}], ["a"]), score.name) == ([1.0], "never_wrong")
+    settings = {"scores": cfg.scores, "keep_best": "val_never_wrong", "run_val_every_n_steps": 1, "dataset_val": {}}
+    assert [key for key, _ in check_settings(settings)] == ["keep_best"], "more is better: max:val_never_wrong"
+    other_text = load_and_check(config, ["scores=[never_rong]"], scored_main).scores
+    with pytest.raises(UserError, match=r"there is no score 'never_rong': use exact, .*, as in my_module\.never_rong"):
+        make_scores(other_text)
+
+
+def test_null_component_is_none():
     assert instantiate(None, 1, x=2) is None
 
 
@@ -135,9 +164,9 @@ def test_arguments_are_passed_on_as_they_are():
 
 def test_keywords_are_merged_over_the_config():
     node = {"_component_": "local_component", "value": {"a": 1, "b": {"c": 2}}}
-    value, rest = instantiate(node, value={"b": {"d": 3}}, extra={"_component_": f"{PARTS}.Template", "user": "x"})
+    value, arguments = instantiate(node, value={"b": {"d": 3}}, extra={"_component_": f"{PARTS}.Template", "user": "x"})
     assert value == {"a": 1, "b": {"c": 2, "d": 3}}
-    assert rest["extra"].user == "x"
+    assert arguments["extra"].user == "x"
     assert node["value"] == {"a": 1, "b": {"c": 2}}
 
 
@@ -158,7 +187,7 @@ def test_members_of_classes_can_be_named():
     assert instantiate({"_component_": "builtins.dict.fromkeys"}, ["a"]) == {"a": None}
 
 
-def test_what_cannot_be_instantiated():
+def test_nodes_without_a_valid_component_are_refused():
     with pytest.raises(ValueError, match="takes a mapping with a _component_ key, not list"):
         instantiate([1])
     with pytest.raises(InstantiationError, match=r"needs a _component_ key: this node has \['a'\]"):
@@ -200,9 +229,9 @@ def test_a_configurable_round_trips():
 
 def test_a_configurable_is_a_component():
     node = {"_component_": f"{__name__}.Outer", "inner": {"size": 2}}
-    made = instantiate({**node, "_component_": "Outer"}, 7, vocabulary=5)
-    assert isinstance(made, Outer)
-    assert (made.config.inner.size, made.args, made.runtime) == (2, (7,), {"vocabulary": 5})
+    instance = instantiate({**node, "_component_": "Outer"}, 7, vocabulary=5)
+    assert isinstance(instance, Outer)
+    assert (instance.config.inner.size, instance.args, instance.runtime) == (2, (7,), {"vocabulary": 5})
     assert instantiate({"_component_": f"{PARTS}.Sampler"}, vocab_size=3).vocab_size == 3
 
 

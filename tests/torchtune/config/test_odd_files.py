@@ -75,9 +75,9 @@ def test_references_in_any_order_and_of_any_kind(tmp_path, monkeypatch):
         "size: ${oc.decode:${oc.env:SIZE}}\npick: ${s.${which}}\nwhich: other\nname: ${oc.select:nothing,else}\n"
         "names: ${oc.dict.keys:s}\nrow: [a, '${row2.0}']\nrow2: [b, c]\nitem: ${row2[1]}\nplain: \\${x}\n"
     )
-    found = load_and_check(path)
-    assert found.z == found.all.other == found.s.other == found.pick == "n/y"
-    assert found.s.same == "n"
-    assert (found.size, found.name, found.item, found.row[1]) == (3, "else", "c", "b")
-    assert list(found.names) == ["name", "same", "other"]
-    assert found.plain == "${x}"
+    settings = load_and_check(path)
+    assert settings.z == settings.all.other == settings.s.other == settings.pick == "n/y"
+    assert settings.s.same == "n"
+    assert (settings.size, settings.name, settings.item, settings.row[1]) == (3, "else", "c", "b")
+    assert list(settings.names) == ["name", "same", "other"]
+    assert settings.plain == "${x}"

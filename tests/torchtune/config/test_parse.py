@@ -37,13 +37,13 @@ def test_mistakes_are_printed_without_a_traceback():
     ]
 
 
-def test_no_config():
+def test_command_without_a_config_is_refused():
     done = run("typed_recipe.py", "batch_size=5")
     assert done.returncode == 2
     assert "command line: --config: name a config: --config FILE_OR_NAME" in done.stderr
 
 
-def test_help():
+def test_help_prints_usage_and_settings():
     done = run("typed_recipe.py", "--help")
     assert done.returncode == 0
     assert done.stdout.startswith(

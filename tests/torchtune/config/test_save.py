@@ -29,9 +29,9 @@ def test_the_saved_config_gives_the_same_settings(name, tmp_path):
 
 def test_the_saved_config_names_the_recipe_that_ran_where_the_config_named_none(tmp_path):
     main = load_recipe("quantize", tmp_path).recipe_main
-    first, rest = (RECIPES / "configs" / "quantization.yaml").read_text().split("\n", 1)
+    first, other_lines = (RECIPES / "configs" / "quantization.yaml").read_text().split("\n", 1)
     assert first == "recipe: quantize"
-    (tmp_path / "old.yaml").write_text(rest)
+    (tmp_path / "old.yaml").write_text(other_lines)
     save_config(load_and_check(tmp_path / "old.yaml", [], main), tmp_path / "saved.yaml")
     assert (tmp_path / "saved.yaml").read_text().startswith("recipe: quantize\n")
 
@@ -63,7 +63,7 @@ def test_texts_survive(text, check, tmp_path):
     assert load_and_check(tmp_path / "saved.yaml", [], typed_recipe.recipe_main).prompt == {"user": text}
 
 
-def test_log_config(check, caplog):
+def test_logged_config_hides_secrets(check, caplog):
     with caplog.at_level(logging.INFO, logger="torchtune"):
         log_config("typed_recipe", check("hub_token=hf_abc"))
     (message,) = [record.getMessage() for record in caplog.records]
@@ -74,7 +74,7 @@ def test_log_config(check, caplog):
     assert keys == sorted(keys)
 
 
-def test_help_text():
+def test_help_text_has_types_defaults_and_comments():
     lines = describe_settings(typed_recipe.Settings).splitlines()
     assert lines[0] == "Settings of the typed fixture."
     assert lines[2:4] == ["  output_dir: str (required)", "      Where everything is written, the resolved config too."]
@@ -86,5 +86,5 @@ def test_help_text():
     assert "declares no settings" in describe_settings(config.settings_of(lambda cfg: None))
 
 
-def test_settings_of():
+def test_settings_of_returns_the_annotated_dataclass():
     assert settings_of(typed_recipe.recipe_main) is typed_recipe.Settings

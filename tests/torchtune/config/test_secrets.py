@@ -66,8 +66,8 @@ def test_a_section_that_holds_one_is_saved_as_it_was_written(tmp_path):
         cfg = load_and_check(tmp_path / f"{number}.yaml", [], DictConfig)
         assert (cfg.b.key, cfg.c, cfg.a.n[1], cfg.d) == (VALUE, VALUE, VALUE, "${x}")
     assert (tmp_path / "0.yaml").read_text() == (tmp_path / "1.yaml").read_text()
-    own = OmegaConf.create({"a": "${oc.env:MY_VALUE}", "b": {"c": "${a}"}, "d": "${e}", "e": 1})
-    save_config(own, tmp_path / "own.yaml")
+    user_config = OmegaConf.create({"a": "${oc.env:MY_VALUE}", "b": {"c": "${a}"}, "d": "${e}", "e": 1})
+    save_config(user_config, tmp_path / "own.yaml")
     saved = yaml.safe_load((tmp_path / "own.yaml").read_text())
     assert saved == {"a": "${oc.env:MY_VALUE}", "b": {"c": "${a}"}, "d": 1, "e": 1}
 
@@ -76,7 +76,7 @@ def test_a_section_that_holds_one_is_saved_as_it_was_written(tmp_path):
 def test_errors_quote_no_value_of_the_environment(mistakes, monkeypatch):
     monkeypatch.setenv("SHORT", "x7")
     monkeypatch.setenv("LONG", " ".join(["s3cr3t"] * 40))
-    found = mistakes(
+    messages = mistakes(
         "batch_size=${oc.env:MY_VALUE}",
         "lr=${oc.env:SHORT}",
         "dtype=${oc.env:LONG}",
@@ -85,16 +85,16 @@ def test_errors_quote_no_value_of_the_environment(mistakes, monkeypatch):
         f"prompt={{user: [{VALUE}",
         "optimizer._component_=torch.${oc.env:MY_VALUE}",
     )
-    assert len(found) >= 5
-    assert not [message for message in found if "s3cr3t" in message or "x7" in message]
-    assert any("batch_size: must be int >= 1, not ${oc.env:MY_VALUE} (str)" in message for message in found)
+    assert len(messages) >= 5
+    assert not [message for message in messages if "s3cr3t" in message or "x7" in message]
+    assert any("batch_size: must be int >= 1, not ${oc.env:MY_VALUE} (str)" in message for message in messages)
 
 
 def test_errors_quote_no_secret_that_was_typed(mistakes):
     token = "hf_" + "aB3" * 8
-    found = mistakes(f"batch_size={token}", f"hub_token=[{token}", "hub_token={api_key: hunter2", f"{token}=1", "hub_token=[hunter2]")  # fmt: skip
-    assert len(found) >= 3
-    assert not [message for message in found if token in message or "hunter2" in message]
+    messages = mistakes(f"batch_size={token}", f"hub_token=[{token}", "hub_token={api_key: hunter2", f"{token}=1", "hub_token=[hunter2]")  # fmt: skip
+    assert len(messages) >= 3
+    assert not [message for message in messages if token in message or "hunter2" in message]
 
 
 SECRETS = [

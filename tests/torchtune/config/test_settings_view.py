@@ -68,13 +68,13 @@ def test_a_renamed_setting_is_named_with_its_file(
     capfd,
 ):
     recipe, config = copied(name, folder, {old: new}, **{old: value})
-    code, said = typed(monkeypatch, capfd, recipe, "--config", config, "--dry-run")
+    code, message = typed(monkeypatch, capfd, recipe, "--config", config, "--dry-run")
     assert code == 2
-    (line,) = [line for line in said.splitlines() if line.startswith("error: ")]
+    (line,) = [line for line in message.splitlines() if line.startswith("error: ")]
     assert f"Settings has no '{old}'" in line
     assert f"'{old}: ClassVar[" in line
     assert line.startswith(f"error: {recipe}: ")
-    assert "Traceback" not in said
+    assert "Traceback" not in message
 
 
 def test_a_renamed_setting_with_a_property_works(folder):
@@ -108,9 +108,9 @@ def test_a_deleted_setting_may_be_a_constant(folder):
 
 
 def test_recipes_that_do_not_train_declare_no_more_than_they_use():
-    others = [recipe for recipe in get_all_recipes() if recipe.name in ("eleuther_eval", "generate", "quantize")]
-    assert len(others) == 3
-    for recipe in others:
+    other_recipes = [recipe for recipe in get_all_recipes() if recipe.name in ("eleuther_eval", "generate", "quantize")]
+    assert len(other_recipes) == 3
+    for recipe in other_recipes:
         overrides = ["prompt.user=red"] if recipe.name == "generate" else []
         main = RecipeTarget(recipe.name, path=recipe.path).load_main()
         SettingsView.of(load_and_check(recipe.configs[0].path, overrides, main))
@@ -152,7 +152,7 @@ def test_every_name_is_a_setting_of_a_shipped_recipe():
         _ = SettingsView({}).batchsize
 
 
-def test_a_recipe_without_what_a_report_reads_is_told():
+def test_report_of_a_recipe_without_settings_is_refused():
     with pytest.raises(RecipeSettingsError, match="SimpleNamespace has no attribute 'cfg' after setup"):
         RunReport(SimpleNamespace())
 

@@ -129,32 +129,32 @@ class BelowAProtocol(Face):
         (parts.alpaca_like, {"tokenizer", "source", "column_map", "packed", "split", "filter_fn", "name", "streaming"}, {"tokenizer"}),
     ],
 )  # fmt: skip
-def test_names(target, names, required):
-    found = accepts(target)
-    assert not found.open
-    assert set(found.named) == names
-    assert {name for name, argument in found.named.items() if argument.required} == required
+def test_accepted_and_required_arguments_are_followed_through_calls(target, names, required):
+    accepted = accepts(target)
+    assert not accepted.open
+    assert set(accepted.named) == names
+    assert {name for name, argument in accepted.named.items() if argument.required} == required
 
 
 @pytest.mark.parametrize("target", [passes_as_a_whole, to_a_variable, needs_what_is_not_there, dict])
-def test_what_cannot_be_followed_stays_open(target):
+def test_signature_that_cannot_be_followed_accepts_any_argument(target):
     assert accepts(target).open
 
 
 def test_a_callee_that_is_imported_inside():
-    found = accepts(imports_inside)
-    assert {"lr", "momentum", "nesterov"} <= set(found.named)
-    assert "params" not in found.named
+    accepted = accepts(imports_inside)
+    assert {"lr", "momentum", "nesterov"} <= set(accepted.named)
+    assert "params" not in accepted.named
 
 
 def test_readers_of_files_are_known_behind_load_dataset():
-    found = accepts(loads)
-    assert not found.open
+    accepted = accepts(loads)
+    assert not accepted.open
     assert {"data_files", "split", "field", "delimiter", "sep", "columns", "sample_by", "keep_linebreaks"} <= set(
-        found.named
+        accepted.named
     )
-    assert "path" not in found.named
-    assert "packed" not in found.named
+    assert "path" not in accepted.named
+    assert "packed" not in accepted.named
 
 
 def test_the_datasets_package_is_asked_for_names_that_are_not_known_alone():
@@ -169,6 +169,6 @@ def test_positional_arguments_pass_through_a_wrapper():
 
 
 def test_torch_optimizers():
-    found = accepts(torch.optim.AdamW)
-    assert found.order[0] == "params"
-    assert not found.open
+    accepted = accepts(torch.optim.AdamW)
+    assert accepted.order[0] == "params"
+    assert not accepted.open

@@ -20,7 +20,7 @@ FIXTURES = [(ASSETS / "typed.yaml", typed_recipe), (ASSETS / "torch_parts.yaml",
 def _shipped() -> list[tuple[Path, str]]:
     from torchtune._recipe_registry import get_all_recipes
 
-    return [(each.path, str(recipe.path)) for recipe in get_all_recipes() for each in recipe.configs]
+    return [(config.path, str(recipe.path)) for recipe in get_all_recipes() for config in recipe.configs]
 
 
 @functools.cache
@@ -49,8 +49,8 @@ def _damage(text: str, rng: random.Random) -> str:
     for _ in range(rng.randrange(1, 4)):
         at, letter = rng.randrange(len(text)), rng.choice("{}[]:,&*!|>'\"%@`#-?\n \t${}.~=01aé\\_")
         lines = text.split("\n")
-        one, other = rng.randrange(len(lines)), rng.randrange(len(lines))
-        lines[one], lines[other] = lines[other], lines[one]
+        first, second = rng.randrange(len(lines)), rng.randrange(len(lines))
+        lines[first], lines[second] = lines[second], lines[first]
         text = rng.choice(
             (text[:at] + letter + text[at:], text[:at] + text[at + rng.randrange(1, 8) :], "\n".join(lines))
         )

@@ -317,7 +317,7 @@ def test_loss_scale_is_a_weight_that_counts_before_loss(fields, masked, weight):
     assert not answer.extra
 
 
-def test_field_that_looks_like_a_flag_is_said(caplog):
+def test_field_that_looks_like_a_training_flag_is_warned_of(caplog):
     answer = openai(QUESTION, {**ANSWER, "sample_weight": 0})["messages"][1]
     assert (answer.masked, answer.weight) == (False, 1)
     assert "field 'sample_weight', which does not change what is trained on: only train, loss" in caplog.text

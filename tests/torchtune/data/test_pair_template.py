@@ -47,8 +47,8 @@ def test_control_tokens_of_texts_are_plain_text(tokenizer):
 
 def test_long_pair_keeps_the_end_of_the_template(tokenizer):
     template = PairTemplate("{query} {document}<|im_end|>\nyes", add_eos=True)
-    whole = template.tokens(tokenizer, "who", "the cat")
-    end = whole[whole.index(tokenizer.eos_id) :]
+    untruncated = template.tokens(tokenizer, "who", "the cat")
+    end = untruncated[untruncated.index(tokenizer.eos_id) :]
     cut = template.tokens(tokenizer, "who", "the cat " * 20, max_seq_len=12)
     assert len(cut) == 12
     assert cut[-len(end) :] == end

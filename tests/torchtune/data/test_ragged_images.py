@@ -21,20 +21,33 @@ def picture(path, seed=0):
 
 
 def test_cache_key_covers_image_content_and_processor(tmp_path):
-    one, copy, other_image = (picture(tmp_path / f"{name}.png", seed) for name, seed in (("a", 0), ("b", 0), ("c", 1)))
+    first_image, same_image, other_image = (
+        picture(tmp_path / f"{name}.png", seed) for name, seed in (("a", 0), ("b", 0), ("c", 1))
+    )
     cache = ImageCache(tmp_path / "features", "a processor")
-    url = f"data:image/png;base64,{base64.b64encode(one.read_bytes()).decode()}"
-    same = [one, str(copy), one.read_bytes(), {"bytes": one.read_bytes(), "path": None}, {"path": str(copy)}]
-    decoded = [url, Image.open(copy)]
-    different = [other_image, Image.open(other_image), Video((one, copy), 2.0), Video((one, other_image), 2.0)]
+    url = f"data:image/png;base64,{base64.b64encode(first_image.read_bytes()).decode()}"
+    same = [
+        first_image,
+        str(same_image),
+        first_image.read_bytes(),
+        {"bytes": first_image.read_bytes(), "path": None},
+        {"path": str(same_image)},
+    ]
+    decoded = [url, Image.open(same_image)]
+    different = [
+        other_image,
+        Image.open(other_image),
+        Video((first_image, same_image), 2.0),
+        Video((first_image, other_image), 2.0),
+    ]
     paths = [cache.find(image, GRIDS).path for image in [*same, *decoded, *different]]
     assert len(set(paths[:5])) == len(set(paths[5:7])) == 1
     assert len(set(paths)) == 2 + len(different)
-    assert ImageCache(tmp_path / "features", "another").find(one, GRIDS).path != paths[0]
-    features = cache.find(one, GRIDS)
+    assert ImageCache(tmp_path / "features", "another").find(first_image, GRIDS).path != paths[0]
+    features = cache.find(first_image, GRIDS)
     assert features.features is None
     features.write(FEATURES)
-    again = cache.find(copy.read_bytes(), GRIDS)
+    again = cache.find(same_image.read_bytes(), GRIDS)
     assert again.grids == GRIDS
     assert torch.equal(again.features, FEATURES)
     assert again.features.dtype == torch.bfloat16

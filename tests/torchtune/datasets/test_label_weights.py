@@ -86,11 +86,11 @@ def test_part_of_a_turn_that_is_not_trained_on_has_no_label(tokenizer):
     parts = [{"type": "text", "text": "On "}, {"type": "text", "text": "mat", "train": False}]
     content = [*parts, {"type": "text", "text": " 1."}]
     row = dataset_of(tokenizer, {"messages": [QUESTION, {"role": "assistant", "content": content}]})[0]
-    whole = dataset_of(tokenizer, {"messages": [QUESTION, ANSWER]})[0]
-    assert row["tokens"] == whole["tokens"]
+    full_row = dataset_of(tokenizer, {"messages": [QUESTION, ANSWER]})[0]
+    assert row["tokens"] == full_row["tokens"]
     assert texts_by_weight(tokenizer, row) == {1.0: "On  1."}
-    kept = np.asarray(row["labels"]) != -100
-    assert (np.asarray(row["labels"])[kept] == np.asarray(whole["labels"])[kept]).all()
+    is_label = np.asarray(row["labels"]) != -100
+    assert (np.asarray(row["labels"])[is_label] == np.asarray(full_row["labels"])[is_label]).all()
 
 
 def test_part_of_a_text_that_the_template_changes_is_refused(folder):
@@ -102,15 +102,15 @@ def test_part_of_a_text_that_the_template_changes_is_refused(folder):
 
 
 @pytest.mark.parametrize("truncation_type", ["left", "right"])
-def test_truncated_rows_keep_the_weights_of_what_is_left(folder, truncation_type):
+def test_truncated_rows_keep_the_weights_of_their_remaining_tokens(folder, truncation_type):
     turns = [QUESTION, {**ANSWER, "loss_scale": 0.25}, QUESTION, {**ANSWER, "weight": 3}]
-    whole = dataset_of(hf_tokenizer(folder), {"messages": turns})[0]
+    full_row = dataset_of(hf_tokenizer(folder), {"messages": turns})[0]
     cut = dataset_of(hf_tokenizer(folder, max_seq_len=60, truncation_type=truncation_type), {"messages": turns})[0]
     assert len(cut["tokens"]) == 60
     if truncation_type == "left":
-        assert cut["label_weights"] == whole["label_weights"][-60:]
+        assert cut["label_weights"] == full_row["label_weights"][-60:]
     else:  # the last label is that of the token which ends the row
-        assert cut["label_weights"][:58] == whole["label_weights"][:58]
+        assert cut["label_weights"][:58] == full_row["label_weights"][:58]
 
 
 def test_packs_and_batches_carry_the_weights(tokenizer):
@@ -206,6 +206,6 @@ def test_streamed_rows_keep_their_weights(tokenizer, tmp_path, packed):
 def test_data_show_tells_of_weights(tune, folder, tmp_path):
     rows = [{"messages": [QUESTION, ANSWER], "weight": weight} for weight in (0.25, 1, 3)]
     path = write_lines(tmp_path / "rows.jsonl", rows)
-    shown = tune("data", "show", path, "--tokenizer", folder)
-    assert shown.code == 0, shown.err
-    assert "2 rows have labels of other weights than 1 (0.25 to 3)" in shown.out
+    result = tune("data", "show", path, "--tokenizer", folder)
+    assert result.code == 0, result.err
+    assert "2 rows have labels of other weights than 1 (0.25 to 3)" in result.out

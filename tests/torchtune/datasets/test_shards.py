@@ -53,8 +53,8 @@ def contents(folder):
 
 @pytest.mark.parametrize("count", [2, 5])  # five: more shards than batches
 def test_joined_shards_equal_a_whole_preparation(config, tokenizer, tmp_path, tune, count):
-    whole, sharded = tmp_path / "whole", tmp_path / "sharded"
-    tune("data", "prepare", config, "--output", whole)
+    full_folder, sharded = tmp_path / "whole", tmp_path / "sharded"
+    tune("data", "prepare", config, "--output", full_folder)
     for index in reversed(range(count)):
         out = tune("data", "prepare", config, "--output", sharded, "--shard", f"{index}/{count}").out
         assert f"tune data merge {sharded}" in out
@@ -62,7 +62,7 @@ def test_joined_shards_equal_a_whole_preparation(config, tokenizer, tmp_path, tu
     out = tune("data", "merge", sharded).out
     assert f"dataset: {count} shards, 900 rows (1 cannot be trained on), " in out
     assert f"dataset_val.prepared={sharded}" in out
-    assert contents(sharded) == contents(whole)
+    assert contents(sharded) == contents(full_folder)
     shutil.rmtree(sharded / "shards")
     node = yaml.safe_load(config.read_text())["dataset"]
     live = instantiate_dataset(node, tokenizer)
@@ -217,23 +217,23 @@ def test_interrupted_join_goes_on(config, shards, tune, tmp_path, monkeypatch):
     tune("data", "prepare", config, "--output", tmp_path / "whole", "dataset_val=null")
     (joined,) = shards.glob("[!s.]*/")
     assert [path.name for path in sorted(joined.glob("*.arrow"))] == ["0000.arrow", "0001.arrow"]
-    (whole,) = (tmp_path / "whole").glob("*/")
-    assert (joined / "meta.json").read_text() == (whole / "meta.json").read_text()  # has the checksum of all rows
-    assert PreparedRows(joined).sums == PreparedRows(whole).sums
+    (full_file,) = (tmp_path / "whole").glob("*/")
+    assert (joined / "meta.json").read_text() == (full_file / "meta.json").read_text()  # has the checksum of all rows
+    assert PreparedRows(joined).sums == PreparedRows(full_file).sums
 
 
 def test_shards_of_lists_and_mixtures_hold_every_dataset(config, tmp_path, tune, tokenizer):
     output = tmp_path / "prepared"
     settings = yaml.safe_load(config.read_text())
-    node, other = {**settings["dataset"], "packed": False}, settings.pop("dataset_val")
-    mixture = {"_component_": "torchtune.datasets.mixed_dataset", "datasets": {"a": node, "b": other}}
+    node, validation = {**settings["dataset"], "packed": False}, settings.pop("dataset_val")
+    mixture = {"_component_": "torchtune.datasets.mixed_dataset", "datasets": {"a": node, "b": validation}}
     settings["dataset"] = mixture
     config.write_text(yaml.safe_dump(settings))
     for index in range(2):
         tune("data", "prepare", config, "--output", output, "--shard", f"{index}/2")
     out = tune("data", "merge", output).out
     assert out.count("in every node of dataset") == 2
-    parts = {"a": {**node, "prepared": str(output)}, "b": {**other, "prepared": str(output)}}
+    parts = {"a": {**node, "prepared": str(output)}, "b": {**validation, "prepared": str(output)}}
     assert len(instantiate_dataset({**mixture, "datasets": parts}, tokenizer)) > 900
 
 

@@ -102,7 +102,9 @@ def test_the_fastest_is_found_whatever_a_lever_costs_on_a_device(seconds, limit,
     search = Search(settings, 1, limit, size, take, messages.append)
     fitting = search.fitting(last=False)
     everything = [take(overrides) for overrides in candidates(settings, 1)]
-    assert fitting[0] == min((one for one in everything if one.peak <= limit), key=lambda one: one.seconds)
+    assert fitting[0] == min(
+        (candidate for candidate in everything if candidate.peak <= limit), key=lambda candidate: candidate.seconds
+    )
     assert fitting[0].overrides == wanted
     assert len(messages) <= len(everything)
 

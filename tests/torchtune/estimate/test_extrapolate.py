@@ -133,7 +133,9 @@ def chosen(kinds: str, **more: Any) -> list[tuple[float, str]]:
     model = nn.Module()
     model.layers = layers
     choices = choose_layers({"model": model}, **more)
-    return [(weight, " ".join(map(str, kept.get(("model", "text"), ["all"])))) for weight, kept in choices]
+    return [
+        (weight, " ".join(map(str, kept_layers.get(("model", "text"), ["all"])))) for weight, kept_layers in choices
+    ]
 
 
 def test_simulated_layers_are_the_fewest_that_show_all_kinds():
@@ -152,7 +154,7 @@ def test_layers_of_all_models_are_extrapolated_at_once() -> None:
         module.layers = nn.ModuleList(nn.Linear(1, 1) for _ in range(layers))
         return module
 
-    (less, few), (more, many) = choose_layers({"model": model(22), "teacher": model(42)})
-    counts = [{name: len(kept) for (name, _), kept in one.items()} for one in (few, many)]
+    (less, few), (more_weight, many) = choose_layers({"model": model(22), "teacher": model(42)})
+    counts = [{name: len(kept_layers) for (name, _), kept_layers in choice.items()} for choice in (few, many)]
     assert counts == [{"model": 2, "teacher": 2}, {"model": 3, "teacher": 4}]
-    assert (less, more) == (-19, 20)
+    assert (less, more_weight) == (-19, 20)

@@ -60,12 +60,12 @@ def is_measured_as_alone(folder: Path, name: str, shards: str, **options: object
     answers = [json.loads(line) for line in by_one.path.read_text().splitlines()]
     for answer in answers:
         answer["answer"] = "a"
-    kept = folder / "kept" / by_one.path.name
+    cached = folder / "kept" / by_one.path.name
     if rank == 0:
-        kept.parent.mkdir(exist_ok=True)
-        kept.write_text("".join(json.dumps(answer) + "\n" for answer in answers))
+        cached.parent.mkdir(exist_ok=True)
+        cached.write_text("".join(json.dumps(answer) + "\n" for answer in answers))
     dist.barrier()
-    resumed = evaluate_answers(model, tokenizer, rows, make_scores(["regex:a"]), folder=kept.parent, **settings)
+    resumed = evaluate_answers(model, tokenizer, rows, make_scores(["regex:a"]), folder=cached.parent, **settings)
     assert resumed.mean("regex")[0] == 1.0
 
 

@@ -83,9 +83,9 @@ def trains_on_logits_as_one(checkpoint: Path, dims: ParallelDims, model: Transfo
     labels[0, :5] = -100
     positions = torch.arange(16)[None]
     reference = load(checkpoint, ParallelDims())
-    for one, loss in ((model, torch.nn.CrossEntropyLoss()), (reference, LinearCrossEntropyLoss())):
-        loss_fn = setup_loss(loss, one)
-        total, _ = loss_fn.sum_and_count(one(tokens, input_pos=positions, output="hidden"), labels, one.output)
+    for trained, loss in ((model, torch.nn.CrossEntropyLoss()), (reference, LinearCrossEntropyLoss())):
+        loss_fn = setup_loss(loss, trained)
+        total, _ = loss_fn.sum_and_count(trained(tokens, input_pos=positions, output="hidden"), labels, trained.output)
         total.backward()
     losses = [p.grad for p in reference.parameters()]
     for parameter, wanted in zip(model.parameters(), losses, strict=True):
@@ -103,8 +103,8 @@ def terms_of_the_loss_of_a_sharded_vocabulary(mesh: object) -> None:
     weight = torch.randn(50, 12, generator=generator, dtype=torch.float64)
     labels = torch.randint(50, (23,), generator=generator)
     labels[3] = -100
-    whole = torch.nn.Linear(12, 50, bias=False, dtype=torch.float64)
-    whole.weight = torch.nn.Parameter(weight)
+    full_layer = torch.nn.Linear(12, 50, bias=False, dtype=torch.float64)
+    full_layer.weight = torch.nn.Parameter(weight)
     sharded = torch.nn.Linear(12, 50, bias=False, dtype=torch.float64)
     for terms in (
         {},
@@ -115,7 +115,7 @@ def terms_of_the_loss_of_a_sharded_vocabulary(mesh: object) -> None:
         loss = LinearCrossEntropyLoss(**terms)
         sharded.weight = torch.nn.Parameter(distribute_tensor(weight, mesh, [Shard(0)]))
         results = []
-        for projection in (sharded, whole):
+        for projection in (sharded, full_layer):
             metrics = {}
             total, _ = loss.sum_and_count(hidden[None], labels[None], projection, metrics=metrics)
             of_hidden, of_weight = torch.autograd.grad(total, [hidden, projection.weight])
@@ -135,15 +135,15 @@ def log_probs_of_a_sharded_vocabulary(mesh: object) -> None:
     exact, exact_entropy = log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
     sharded = distribute_tensor(weight.detach(), mesh, [Shard(0)]).requires_grad_()
     options = {"temperature": 0.8, "softcap": 3.0, "return_entropy": True, "chunk_rows": 6}
-    ours, entropy = linear_log_probs(hidden, sharded, targets, **options)
-    torch.testing.assert_close(ours, exact, rtol=0, atol=1e-12)
+    sharded_log_probs, entropy = linear_log_probs(hidden, sharded, targets, **options)
+    torch.testing.assert_close(sharded_log_probs, exact, rtol=0, atol=1e-12)
     torch.testing.assert_close(entropy, exact_entropy, rtol=0, atol=1e-12)
     weights = torch.linspace(-1, 2, 23, dtype=torch.float64)
 
     def gradients(log_probs: Tensor, entropy: Tensor, leaves: list[Tensor]) -> tuple[Tensor, ...]:
         return torch.autograd.grad((log_probs * weights + entropy * weights.flip(0)).sum(), leaves)
 
-    grad_hidden, grad_weight = gradients(ours, entropy, [hidden, sharded])
+    grad_hidden, grad_weight = gradients(sharded_log_probs, entropy, [hidden, sharded])
     dist.all_reduce(grad_hidden)  # each rank has its summand
     wanted = gradients(exact, exact_entropy, [hidden, weight])
     torch.testing.assert_close(grad_hidden, wanted[0], rtol=0, atol=1e-11)
@@ -166,8 +166,8 @@ def serves_as_one(model: TransformerDecoder, alone: TransformerDecoder) -> None:
     if ranks.rank > 0:
         follow_batches({"tiny": model}, ranks, max_sequences=2)
         return
-    with closing(BatchServer({"tiny": alone}, stop, max_sequences=2)) as one:
-        expected = answers(one)
+    with closing(BatchServer({"tiny": alone}, stop, max_sequences=2)) as batch_server:
+        expected = answers(batch_server)
     with closing(BatchServer({"tiny": model}, stop, max_sequences=2, ranks=ranks)) as server:
         drawn = answers(server)
         invalid = Job("tiny", PROMPTS[0], 2, Sampling(logits_processors=[lambda tokens, logits: logits * float("nan")]))

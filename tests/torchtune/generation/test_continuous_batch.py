@@ -85,8 +85,8 @@ def test_steps_with_static_shapes_give_the_same_answers(kind, monkeypatch):
     batch_class = _continuous_batch.Batch
 
     def make_static_batch(*args: Any) -> Any:
-        *others, _ = args
-        return batch_class(*others, is_static=True)
+        *first_args, _ = args
+        return batch_class(*first_args, is_static=True)
 
     def count_steps(step: StaticStep, count: int) -> torch.Tensor:
         static_steps.append(count)

@@ -55,19 +55,19 @@ _OF_MIXTRAL = ("mixtral", "Mixtral", "minimax_m2", "MiniMaxM2", "lfm2_moe", "Lfm
 
 
 def _of_granite4(name: str) -> str:
-    for ours, theirs in (
+    for group, hf_group in (
         (".experts.gate_up_proj", ".input_linear.weight"),
         (".experts.down_proj", ".output_linear.weight"),
         (".router.weight", ".router.layer.weight"),
     ):
-        name = name.replace(f"block_sparse_moe{ours}", f"block_sparse_moe{theirs}")
+        name = name.replace(f"block_sparse_moe{group}", f"block_sparse_moe{hf_group}")
     return name
 
 
 def on_disk(tensors: Iterable[tuple[str, torch.Tensor]], of: str = "") -> dict[str, torch.Tensor]:
     """Tensors of a model of transformers, ``of`` a row or an architecture, under the names of its files."""
     gate, up, down, block = ("w1", "w3", "w2", "block_sparse_moe") if of in _OF_MIXTRAL else (*_EXPERT, "mlp")
-    found = {}
+    split_tensors = {}
     tensors = [(_of_granite4(name), tensor) for name, tensor in tensors]
     if any(".mixer." in name for name, _ in tensors):  # of Nemotron
         tensors = [(name.replace("model.", "backbone."), tensor) for name, tensor in tensors]
@@ -77,18 +77,20 @@ def on_disk(tensors: Iterable[tuple[str, torch.Tensor]], of: str = "") -> dict[s
         path, _, leaf = name.rpartition(".")
         is_mlp = ".mlp." in key or ".feed_forward." in key
         if ".mixer.experts." in key:
-            found |= {f"{path}.{expert}.{leaf}.weight": matrix for expert, matrix in enumerate(tensor)}
+            split_tensors |= {f"{path}.{expert}.{leaf}.weight": matrix for expert, matrix in enumerate(tensor)}
             continue
         if f"{path}.gate_up_proj_bias" in names or not is_mlp or of in _FUSED:  # and gpt-oss, Gemma
-            found[key] = tensor
+            split_tensors[key] = tensor
         elif leaf == "gate_up_proj" and tensor.dim() == 3:
             for expert, matrix in enumerate(tensor):
-                found[f"{path}.{expert}.{gate}.weight"], found[f"{path}.{expert}.{up}.weight"] = matrix.chunk(2)
+                split_tensors[f"{path}.{expert}.{gate}.weight"], split_tensors[f"{path}.{expert}.{up}.weight"] = (
+                    matrix.chunk(2)
+                )
         elif leaf == "down_proj" and tensor.dim() == 3:
-            found |= {f"{path}.{expert}.{down}.weight": matrix for expert, matrix in enumerate(tensor)}
+            split_tensors |= {f"{path}.{expert}.{down}.weight": matrix for expert, matrix in enumerate(tensor)}
         else:
-            found[name] = tensor
-    return found
+            split_tensors[name] = tensor
+    return split_tensors
 
 
 def make_hf_model(name: str, task: str = "ForCausalLM", **more: Any) -> torch.nn.Module:

@@ -210,10 +210,10 @@ def gemma_pieces(folder: Path, case: Case) -> None:
 def gemma_turns(turns: Turns) -> Pieces:
     """Whole turns of the assistant; white space between them is theirs."""
     pieces = plain.gemma3(turns)
-    found: Pieces = [pieces[0]]
-    for header, text, rest in zip(pieces[1::3], pieces[2::3], pieces[3::3], strict=True):
-        found.append((header[0] + text[0] + rest[0], text[1]))
-    return found
+    merged: Pieces = [pieces[0]]
+    for header, text, header_end in zip(pieces[1::3], pieces[2::3], pieces[3::3], strict=True):
+        merged.append((header[0] + text[0] + header_end[0], text[1]))
+    return merged
 
 
 plain_gemma = Case(

@@ -30,28 +30,30 @@ def test_features_are_those_of_transformers():
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = CLIPVisionConfig(**sizes, image_size=28, patch_size=14, hidden_act="gelu")
-    theirs = CLIPVisionModel(config).eval()
-    for parameter in theirs.parameters():
+    hf_model = CLIPVisionModel(config).eval()
+    for parameter in hf_model.parameters():
         nn.init.normal_(parameter, 0.1, 0.3)
-    state = {name.removeprefix("vision_model."): value for name, value in theirs.state_dict().items()}
-    names = {f"layers.{i}.{ours}": f"encoder.layers.{i}.{name}" for i in range(2) for ours, name in LAYER.items()}
-    weights = {
-        f"{ours}.{kind}": state[f"{name}.{kind}"]
-        for ours, name in {**names, **REST}.items()
-        for kind in ("weight", "bias")
-        if f"{name}.{kind}" in state
-    }
+    state = {name.removeprefix("vision_model."): value for name, value in hf_model.state_dict().items()}
+    names = dict(REST)
+    for i in range(2):
+        for tune_name, hf_name in LAYER.items():
+            names[f"layers.{i}.{tune_name}"] = f"encoder.layers.{i}.{hf_name}"
+    weights = {}
+    for tune_name, hf_name in names.items():
+        for kind in ("weight", "bias"):
+            if f"{hf_name}.{kind}" in state:
+                weights[f"{tune_name}.{kind}"] = state[f"{hf_name}.{kind}"]
     weights["cls_token_embedding.weight"] = state["embeddings.class_embedding"]
     weights["token_pos_embedding.positional_embedding"] = state["embeddings.position_embedding.weight"]
-    ours = clip_vision_encoder(28, 14, 16, 2, 2, nn.GELU, max_num_tiles=1, out_indices=[1])
-    ours.load_state_dict(weights)
+    encoder = clip_vision_encoder(28, 14, 16, 2, 2, nn.GELU, max_num_tiles=1, out_indices=[1])
+    encoder.load_state_dict(weights)
 
     images = torch.randn(3, 3, 28, 28)
     with torch.no_grad():
-        wanted = theirs(images, output_hidden_states=True)
-        found, (hidden,) = ours(images.view(3, 1, 1, 3, 28, 28))
+        wanted = hf_model(images, output_hidden_states=True)
+        features, (hidden,) = encoder(images.view(3, 1, 1, 3, 28, 28))
     torch.testing.assert_close(hidden.flatten(0, 2), wanted.hidden_states[1], atol=1e-5, rtol=1e-4)
-    torch.testing.assert_close(found[:, 0, 0, 0], wanted.pooler_output, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(features[:, 0, 0, 0], wanted.pooler_output, atol=1e-5, rtol=1e-4)
 
 
 def test_heads_have_any_size_that_divides_the_width():

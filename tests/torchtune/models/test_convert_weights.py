@@ -18,9 +18,9 @@ def _equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> b
 def test_state_dicts_of_hugging_face_and_meta_come_back_unchanged():
     model = llama3(**_TINY, intermediate_dim=8)
     state = model.state_dict()
-    theirs = convert_weights.tune_to_hf(state, **_SHAPE)
-    assert _equal(theirs, dict(model.spec.weight_map("hf").to_external(state.items(), model.description)))
-    assert _equal(convert_weights.hf_to_tune(theirs, **_SHAPE), state)
+    converted = convert_weights.tune_to_hf(state, **_SHAPE)
+    assert _equal(converted, dict(model.spec.weight_map("hf").to_external(state.items(), model.description)))
+    assert _equal(convert_weights.hf_to_tune(converted, **_SHAPE), state)
     state["layers.1.attn.q_proj.lora_a.weight"] = torch.ones(2, 16)
     meta = convert_weights.tune_to_meta(state)
     assert "layers.1.attention.wq.lora_a.weight" in meta
@@ -32,17 +32,17 @@ def test_state_dicts_of_hugging_face_and_meta_come_back_unchanged():
 @pytest.mark.parametrize("tied", [False, True])
 def test_state_dicts_of_qwen_come_back_unchanged(tied):
     state = qwen2(**_TINY, intermediate_dim=8, tie_word_embeddings=tied).state_dict()
-    theirs = qwen2_tune_to_hf(state, **_SHAPE, tie_word_embeddings=tied)
-    assert ("lm_head.weight" in theirs) is not tied
-    assert _equal(qwen2_hf_to_tune(theirs, **_SHAPE, tie_word_embeddings=tied), state)
-    theirs["lm_head.weight"] = theirs["model.embed_tokens.weight"]
-    assert ("output.weight" in qwen2_hf_to_tune(theirs, **_SHAPE, tie_word_embeddings=tied)) is not tied
+    converted = qwen2_tune_to_hf(state, **_SHAPE, tie_word_embeddings=tied)
+    assert ("lm_head.weight" in converted) is not tied
+    assert _equal(qwen2_hf_to_tune(converted, **_SHAPE, tie_word_embeddings=tied), state)
+    converted["lm_head.weight"] = converted["model.embed_tokens.weight"]
+    assert ("output.weight" in qwen2_hf_to_tune(converted, **_SHAPE, tie_word_embeddings=tied)) is not tied
 
 
 def test_adapters_are_converted_to_names_of_peft():
     name = "layers.0.attn.output_proj.lora_b.weight"
-    theirs = convert_weights.tune_to_peft_adapter_weights({name: torch.ones(16, 2)}, **_SHAPE)
-    assert list(theirs) == ["base_model.model.model.layers.0.self_attn.o_proj.lora_B.weight"]
+    converted = convert_weights.tune_to_peft_adapter_weights({name: torch.ones(16, 2)}, **_SHAPE)
+    assert list(converted) == ["base_model.model.model.layers.0.self_attn.o_proj.lora_B.weight"]
     config = {"r": 2, "lora_alpha": 4, "target_modules": ["q_proj", "output_proj", "w1", "w2", "w3", "output"]}
     written = convert_weights.tune_to_peft_adapter_config(config, "somewhere/base")
     assert written["target_modules"] == ["q_proj", "o_proj", "gate_proj", "down_proj", "up_proj", "lm_head"]

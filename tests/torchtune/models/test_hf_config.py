@@ -60,7 +60,7 @@ def _write(folder: Path, config: dict[str, Any]) -> Path:
         ("layer_types", ["full_attention", "sliding_attention"]),
     ],
 )
-def test_what_cannot_be_expressed_is_refused_by_name(tmp_path, field, value):
+def test_unsupported_fields_of_a_config_are_refused_by_name(tmp_path, field, value):
     config = {**_LLAMA, field: value}
     with pytest.raises(ModelError, match=f"has {field} = "):
         from_hf_config(_write(tmp_path, config))

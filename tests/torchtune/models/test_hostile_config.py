@@ -29,8 +29,8 @@ def _refusal(folder: Path) -> str | None:
 
 def _config_of(name: str) -> dict[str, Any]:
     """A config of one layer, with every field."""
-    architecture, more = _FILES[name]
-    config = _filled(architecture, {**_SIZES, **more, "num_hidden_layers": 1, "layer_types": None}).to_dict()
+    architecture, other_fields = _FILES[name]
+    config = _filled(architecture, {**_SIZES, **other_fields, "num_hidden_layers": 1, "layer_types": None}).to_dict()
     return config | {"architectures": [f"{architecture}ForCausalLM"], "num_hidden_layers": 1}
 
 

@@ -45,20 +45,20 @@ PROCESSORS = {
 def sizes(factor: int, least: int, most: int) -> list[tuple[int, int]]:
     """Random sizes, and those at limits: 1 x N, exact multiples and halves, areas and aspects at the limit."""
     rng = random.Random(0)
-    found = [(1, side) for side in range(1, 205)] + [(side, 1) for side in range(1, 205)]
-    found += [
-        (side + off, other)
+    sizes_found = [(1, side) for side in range(1, 205)] + [(side, 1) for side in range(1, 205)]
+    sizes_found += [
+        (side + off, height)
         for side in (factor, 3 * factor // 2, 7 * factor)
         for off in (-1, 0, 1)
-        for other in (factor, 5 * factor // 2, 9 * factor)
+        for height in (factor, 5 * factor // 2, 9 * factor)
     ]
     for area in (least, most):
         side = int(area**0.5)
-        found += [(side + a, side + b) for a in (-1, 0, 1) for b in (-1, 0, 1)]
-    found += [(7, 7 * 199), (7, 7 * 200), (7, 7 * 200 + 1), (7 * 201, 7)]
-    while len(found) < 10_000:
-        found.append((int(2 ** rng.uniform(0, 13.5)), int(2 ** rng.uniform(0, 13.5))))
-    return found
+        sizes_found += [(side + a, side + b) for a in (-1, 0, 1) for b in (-1, 0, 1)]
+    sizes_found += [(7, 7 * 199), (7, 7 * 200), (7, 7 * 200 + 1), (7 * 201, 7)]
+    while len(sizes_found) < 10_000:
+        sizes_found.append((int(2 ** rng.uniform(0, 13.5)), int(2 ** rng.uniform(0, 13.5))))
+    return sizes_found
 
 
 def picture(width: int, height: int, seed: int = 0) -> Image.Image:
@@ -126,9 +126,9 @@ def test_patches_of_qwen_are_those_of_transformers(name, size):
     )
     processor = QwenImages.from_config(PROCESSORS[name], {})
     assert [list(grid) for grid in processor.plan(size).grids] == wanted["image_grid_thw"].tolist()
-    found = patches_by(processor, image).numpy()
-    assert found.dtype == np.float32
-    assert np.abs((found - wanted["pixel_values"]) * min(processor.std)).max() <= 2 / 255
+    patches_found = patches_by(processor, image).numpy()
+    assert patches_found.dtype == np.float32
+    assert np.abs((patches_found - wanted["pixel_values"]) * min(processor.std)).max() <= 2 / 255
 
 
 SETTINGS = {
@@ -171,12 +171,12 @@ class _Shaped:
 
 @pytest.mark.parametrize("name", TILED)
 def test_plan_of_tiles_is_that_of_transformers(name, monkeypatch):
-    processor, theirs, sized = tiled(name), theirs_of(name), {}
+    processor, hf_processor, sized = tiled(name), theirs_of(name), {}
     base = SmolVLMImageProcessorPil.__mro__[1]
     monkeypatch.setattr(base, "resize", lambda self, image, size, **_: _Shaped(size.height, size.width))
     for height, width in sizes(processor.tile, processor.tile**2, processor.longest**2):
-        first = theirs.resize(_Shaped(height, width), SizeDict(longest_edge=processor.longest))
-        image = theirs.resize_for_vision_encoder(first, processor.tile)
+        first = hf_processor.resize(_Shaped(height, width), SizeDict(longest_edge=processor.longest))
+        image = hf_processor.resize_for_vision_encoder(first, processor.tile)
         plan = processor.plan((width, height))
         assert (plan.height, plan.width) == image.shape[1:], (height, width)
         sized[plan.height, plan.width] = len(plan.grids)
@@ -189,8 +189,8 @@ def test_patches_and_text_of_tiles_are_those_of_transformers(size):
     wanted = theirs_of("small")([image], return_tensors="np")
     plan = processor.plan(size)
     assert len(wanted["pixel_values"][0]) == len(plan.grids)
-    found = squares(patches_by(processor, image), 4).numpy()
-    assert np.abs(found - wanted["pixel_values"][0]).max() * 0.5 <= 2 / 255
+    patches_found = squares(patches_by(processor, image), 4).numpy()
+    assert np.abs(patches_found - wanted["pixel_values"][0]).max() * 0.5 <= 2 / 255
     rows, columns = wanted["rows"][0][0], wanted["cols"][0][0]
     marks = ("<fake_token_around_image>", "<image>", "<global-img>")
     assert processor.layout(plan) == get_image_prompt_string(rows, columns, 4, *marks)
@@ -199,12 +199,12 @@ def test_patches_and_text_of_tiles_are_those_of_transformers(size):
 @pytest.mark.parametrize("size", [(37, 50), (64, 64), (9, 200), (1, 1)])
 def test_patches_of_pixtral_are_those_of_transformers(size):
     image = picture(*size)
-    theirs = PixtralImageProcessorPil(patch_size={"height": 8, "width": 8}, size={"longest_edge": 64})
-    wanted = theirs([image], return_tensors="np")["pixel_values"][0]
+    hf_processor = PixtralImageProcessorPil(patch_size={"height": 8, "width": 8}, size={"longest_edge": 64})
+    wanted = hf_processor([image], return_tensors="np")["pixel_values"][0]
     processor = PixtralImages.from_config({"patch_size": 4, "size": {"longest_edge": 64}}, {"spatial_merge_size": 2})
     plan = processor.plan(size)
-    found = pixels_of(patches_by(processor, image), *plan.grids[0][1:]).numpy()
-    assert np.abs(found - wanted).max() * min(processor.std) <= 2 / 255
+    patches_found = pixels_of(patches_by(processor, image), *plan.grids[0][1:]).numpy()
+    assert np.abs(patches_found - wanted).max() * min(processor.std) <= 2 / 255
     rows, columns = plan.height // 8, plan.width // 8
     text = processor.layout(plan)
     assert text == ("[IMG]" * columns + "[IMG_BREAK]") * (rows - 1) + "[IMG]" * columns + "[IMG_END]"
@@ -245,13 +245,13 @@ def test_canvas_of_llama_is_that_of_transformers(name, import_rules):
     processor, config = llama(name), LLAMA[name][0]
     size = SizeDict(**config["size"])
     canvases = torch.tensor(theirs_of_llama.find_supported_resolutions.__wrapped__(config["max_patches"], size))
-    found, tile = set(), processor.tile
+    patches_found, tile = set(), processor.tile
     for height, width in sizes(tile, tile**2, 16 * tile**2):
         wanted = theirs_of_llama.get_best_fit((height, width), canvases).tolist()
         plan = processor.plan((width, height))
         assert [plan.height, plan.width] == wanted, (height, width)
-        found.add((plan.height, plan.width))
-    assert len(found) == len(canvases)
+        patches_found.add((plan.height, plan.width))
+    assert len(patches_found) == len(canvases)
 
 
 @pytest.mark.parametrize("size", [(37, 50), (16, 16), (9, 200), (300, 20), (5, 7)])
@@ -261,13 +261,13 @@ def test_tiles_and_text_of_llama(size):
     tiles = CLIPImageTransform(tile_size=16, max_num_tiles=4, image_mean=half, image_std=half, dtype=torch.float32)
     wanted = tiles({"image": image})
     (rows, columns), plan = wanted["aspect_ratio"].tolist(), processor.plan(size)
-    found = squares(patches_by(processor, image), 4)
+    patches_found = squares(patches_by(processor, image), 4)
     count = rows * columns
-    assert len(found) == len(plan.grids) == count + (count > 1)
-    assert (found[:count] - wanted["image"]).abs().max() * 0.5 <= 2 / 255
+    assert len(patches_found) == len(plan.grids) == count + (count > 1)
+    assert (patches_found[:count] - wanted["image"]).abs().max() * 0.5 <= 2 / 255
     if count > 1:
-        whole = torch.from_numpy(np.array(image.resize((16, 16), Image.Resampling.BILINEAR))).permute(2, 0, 1)
-        torch.testing.assert_close(found[-1], (whole / 255 - 0.5) / 0.5)
+        thumbnail = torch.from_numpy(np.array(image.resize((16, 16), Image.Resampling.BILINEAR))).permute(2, 0, 1)
+        torch.testing.assert_close(patches_found[-1], (thumbnail / 255 - 0.5) / 0.5)
     text = Llama4Processor._prompt_split_image(None, (rows, columns), 4)
     assert processor.layout(plan) == text
 
@@ -297,14 +297,14 @@ def test_rows_of_llama4_have_its_layout_and_its_patches(tmp_path):
     assert [token for token, masked in zip(row["tokens"], row["mask"], strict=True) if not masked] == parse(
         turn("user", "one") + answer, allowed_special="all"
     )
-    found = row["encoder_input"]["images"]
-    assert found.grids == sum((processor.plan(image.size).grids for image in images), ())
+    patches_found = row["encoder_input"]["images"]
+    assert patches_found.grids == sum((processor.plan(image.size).grids for image in images), ())
     wanted = torch.from_numpy(np.concatenate([processor.pixels(image) for image in images]))
-    torch.testing.assert_close(found.patches, (wanted / 255 - 0.5) / 0.5)
-    assert found.places.tolist() == [i for i, token in enumerate(row["tokens"]) if token == 200_092]
+    torch.testing.assert_close(patches_found.patches, (wanted / 255 - 0.5) / 0.5)
+    assert patches_found.places.tolist() == [i for i, token in enumerate(row["tokens"]) if token == 200_092]
     row["labels"] = [*row["tokens"][1:], -100]
     batch = collate_documents([{name: row[name] for name in ("tokens", "labels", "encoder_input")}])
-    assert batch.inputs["encoder_input"]["images"].grids == found.grids
+    assert batch.inputs["encoder_input"]["images"].grids == patches_found.grids
     opened = transform({"messages": messages[:2]}, inference=True)
     assert opened["tokens"] == parse("".join(parts[:3]).removesuffix("<|eot|>"), allowed_special="all")
     assert "encoder_input" not in transform({"messages": messages[1:]})
@@ -315,9 +315,9 @@ def test_rows_of_llama4_have_its_layout_and_its_patches(tmp_path):
     )
     ids = transform.special_tokens
     assert sorted(ids.values()) == list(range(200_000, 202_048))
-    known = {"text_post_train_reserved_special_token_68": 200_079, "vision_reserved_special_token_1047": 201_133}
-    known |= {"reasoning_thinking_end": 201_143, "reserved_special_token_0": 201_144, "tile_x_separator": 200_084}
-    assert {name: ids[f"<|{name}|>"] for name in known} == known
+    named_ids = {"text_post_train_reserved_special_token_68": 200_079, "vision_reserved_special_token_1047": 201_133}
+    named_ids |= {"reasoning_thinking_end": 201_143, "reserved_special_token_0": 201_144, "tile_x_separator": 200_084}
+    assert {name: ids[f"<|{name}|>"] for name in named_ids} == named_ids
 
 
 def test_rows_of_llama4_are_never_cut_in_images(tmp_path):
@@ -348,27 +348,27 @@ def test_patches_of_gemma_are_those_of_transformers(size):
     images = [picture(*size, seed=seed) for seed in range(2)]
     wanted = Gemma4ImageProcessorPil(max_soft_tokens=70)(images, return_tensors="np")
     processor = GemmaImages.from_config({"max_soft_tokens": 70}, {})
-    plan, found = processor.plan(size), patches_by(processor, images[0]).numpy()
+    plan, patches_found = processor.plan(size), patches_by(processor, images[0]).numpy()
     assert plan.tokens == wanted["num_soft_tokens_per_image"][0]
     columns = plan.grids[0][2]
     row, column = patch_places(plan.grids, 3)[:2]
-    theirs = wanted["pixel_values"][:, (row * columns + column).numpy()]
-    assert np.abs((found + 1) / 2 - theirs[0]).max() <= 2 / 255
+    hf_processor = wanted["pixel_values"][:, (row * columns + column).numpy()]
+    assert np.abs((patches_found + 1) / 2 - hf_processor[0]).max() <= 2 / 255
     assert processor.layout(plan) == "<|image>" + "<|image|>" * plan.tokens + "<image|>"
     frames = patches_by(processor, Video(tuple(images), 1.0)).numpy()  # 70 tokens a frame, too
-    assert np.abs((frames + 1) / 2 - np.concatenate(list(theirs))).max() <= 2 / 255
+    assert np.abs((frames + 1) / 2 - np.concatenate(list(hf_processor))).max() <= 2 / 255
 
 
 @pytest.mark.parametrize("size", SIZES)
 def test_patches_of_a_token_are_merged_as_by_transformers(size, import_rules):
     rules = import_rules("transformers.models.gemma4_unified.image_processing_gemma4_unified")
     image, processor = picture(*size), UnifiedImages.from_config({"max_soft_tokens": 70}, {})
-    plan, found = processor.plan(size), patches_by(processor, image)
+    plan, patches_found = processor.plan(size), patches_by(processor, image)
     small = Gemma4ImageProcessorPil(max_soft_tokens=70)([image], return_tensors="pt")
     patches, places = (small[name][:, : plan.tokens * 9] for name in ("pixel_values", "image_position_ids"))
-    wanted, where = rules.patches_merge(patches, places, plan.tokens)
-    assert (found - wanted[0]).abs().max() <= 2 / 255
-    assert torch.equal(patch_places(plan.grids, 1)[:2].flip(0).T, where[0])
+    wanted, positions_found = rules.patches_merge(patches, places, plan.tokens)
+    assert (patches_found - wanted[0]).abs().max() <= 2 / 255
+    assert torch.equal(patch_places(plan.grids, 1)[:2].flip(0).T, positions_found[0])
 
 
 def test_other_colors_of_gemma_are_refused():

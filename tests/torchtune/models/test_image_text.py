@@ -49,13 +49,13 @@ ROWS = {"text": TEXT, "first": FIRST, "large": LARGE, "last": LAST, "video": VID
 
 
 @pytest.fixture(scope="module", params=CONFIGS)
-def theirs(request):
+def hf_model(request):
     return image_text_model(CONFIGS[request.param]()).to(DEVICE)
 
 
 @pytest.fixture(scope="module")
-def folder(theirs, tmp_path_factory):
-    return write_image_checkpoint(theirs, tmp_path_factory.mktemp("images"))
+def folder(hf_model, tmp_path_factory):
+    return write_image_checkpoint(hf_model, tmp_path_factory.mktemp("images"))
 
 
 def read(folder):
@@ -66,42 +66,42 @@ def read(folder):
 
 
 @pytest.fixture
-def ours(folder):
+def model(folder):
     return read(folder)
 
 
-def patches_of(ours, sizes, seed: int = 5):
+def patches_of(model, sizes, seed: int = 5):
     """Random patches of images, and their grids."""
-    v = ours.description.vision
+    v = model.description.vision
     grids = tuple((t, h * v.merge, w * v.merge) for t, h, w in sizes)
     count = sum(t * h * w for t, h, w in grids)
     return torch.randn(count, v.patch_values, generator=torch.Generator().manual_seed(seed)), grids
 
 
-def fitting(ours, row):
+def fitting(model, row):
     """A row whose images are tiles of 2 x 2 tokens, if the model takes no other ones."""
     tokens, sizes = row
-    if ours.spec.name not in ("smolvlm", "idefics3", "llama4_vl"):
+    if model.spec.name not in ("smolvlm", "idefics3", "llama4_vl"):
         return row
-    found, waiting = [], list(sizes)
+    new_tokens, waiting_sizes = [], list(sizes)
     while tokens:
-        count = waiting[0][1] * waiting.pop(0)[2] if tokens[0] == IMAGE else 1
-        found += [IMAGE] * 4 if tokens[0] == IMAGE else tokens[:1]
+        count = waiting_sizes[0][1] * waiting_sizes.pop(0)[2] if tokens[0] == IMAGE else 1
+        new_tokens += [IMAGE] * 4 if tokens[0] == IMAGE else tokens[:1]
         tokens = tokens[count:]
-    return found, ((1, 2, 2),) * len(sizes)
+    return new_tokens, ((1, 2, 2),) * len(sizes)
 
 
-def images_of(ours, sizes) -> dict[str, Images]:
-    return {"encoder_input": {"images": Images(*patches_of(ours, sizes))}} if sizes else {}
+def images_of(model, sizes) -> dict[str, Images]:
+    return {"encoder_input": {"images": Images(*patches_of(model, sizes))}} if sizes else {}
 
 
-def logits_of_transformers(theirs, ours, tokens, sizes):
+def logits_of_transformers(hf_model, model, tokens, sizes):
     row = torch.tensor([tokens])
-    return theirs(input_ids=row, **(inputs_of(theirs, row, *patches_of(ours, sizes)) if sizes else {})).logits
+    return hf_model(input_ids=row, **(inputs_of(hf_model, row, *patches_of(model, sizes)) if sizes else {})).logits
 
 
-def skip_video(theirs, name):
-    if name == "video" and not theirs.config.model_type.startswith(WITH_VIDEOS):
+def skip_video(hf_model, name):
+    if name == "video" and not hf_model.config.model_type.startswith(WITH_VIDEOS):
         pytest.skip("only images: a video's positions depend on its frame rate, or its frames are images")
 
 
@@ -110,128 +110,133 @@ def test_positions_after_an_image_that_follows_another():
     tokens, grids = ADJACENT[0], ((1, 2, 4), (1, 6, 4))
     first = grid_positions(tokens[:4], [IMAGE], grids[:1], 2)
     assert first.tolist() == [[0, 1, 2, 2], [0, 1, 2, 2], [0, 1, 2, 3]]
-    whole = grid_positions(tokens, [IMAGE], grids, 2)
-    assert whole[:, 4].tolist() == [4, 4, 4]  # after the larger side of the first image
-    assert whole[:, -2].tolist() == [7, 7, 7]
+    positions = grid_positions(tokens, [IMAGE], grids, 2)
+    assert positions[:, 4].tolist() == [4, 4, 4]  # after the larger side of the first image
+    assert positions[:, -2].tolist() == [7, 7, 7]
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_logits_are_those_of_transformers(theirs, ours, name):
-    tokens, sizes = fitting(ours, ROWS[name])
-    skip_video(theirs, name)
+def test_logits_are_those_of_transformers(hf_model, model, name):
+    tokens, sizes = fitting(model, ROWS[name])
+    skip_video(hf_model, name)
     with torch.no_grad():
-        wanted = logits_of_transformers(theirs, ours, tokens, sizes)
-        found = ours(torch.tensor([tokens]), **images_of(ours, sizes))
-    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+        expected = logits_of_transformers(hf_model, model, tokens, sizes)
+        logits = model(torch.tensor([tokens]), **images_of(model, sizes))
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
 
 
-def test_gradients_are_those_of_transformers(theirs, ours, tmp_path):
-    tokens, sizes = fitting(ours, LAST)
-    (logits_of_transformers(theirs, ours, tokens, sizes) ** 2).sum().backward()
-    (ours(torch.tensor([tokens]), **images_of(ours, sizes)) ** 2).sum().backward()
-    compare_gradients(theirs, ours, tmp_path)
+def test_gradients_are_those_of_transformers(hf_model, model, tmp_path):
+    tokens, sizes = fitting(model, LAST)
+    (logits_of_transformers(hf_model, model, tokens, sizes) ** 2).sum().backward()
+    (model(torch.tensor([tokens]), **images_of(model, sizes)) ** 2).sum().backward()
+    compare_gradients(hf_model, model, tmp_path)
 
 
-def compare_gradients(theirs, ours, folder):
+def compare_gradients(hf_model, model, folder):
     """Compare the gradients of all trained parameters, by way of a checkpoint of the gradients of ``transformers``."""
-    gradients = copy.deepcopy(theirs)
-    for parameter, original in zip(gradients.parameters(), theirs.parameters(), strict=True):
+    gradients = copy.deepcopy(hf_model)
+    for parameter, original in zip(gradients.parameters(), hf_model.parameters(), strict=True):
         parameter.data = torch.zeros_like(parameter) if original.grad is None else original.grad
     gradients.save_pretrained(folder)
     wanted = dict(read(folder).named_parameters())
-    assert wanted.keys() == dict(ours.named_parameters()).keys()
+    assert wanted.keys() == dict(model.named_parameters()).keys()
     # Biases of keys have no gradient in exact arithmetic without rotary embeddings.
     largest = max(parameter.detach().abs().max() for parameter in wanted.values() if parameter.isfinite().all())
-    for name, found in ours.named_parameters():
-        if not found.requires_grad:
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
             continue
         scale = wanted[name].detach().abs().max().clamp(min=1e-3 * largest)
-        one, other = found.grad / scale, wanted[name] / scale
-        torch.testing.assert_close(one, other, atol=1e-3, rtol=1e-3, msg=lambda m, n=name: n + m)
-    theirs.zero_grad()
+        actual = parameter.grad / scale
+        expected = wanted[name] / scale
+        torch.testing.assert_close(actual, expected, atol=1e-3, rtol=1e-3, msg=lambda m, n=name: n + m)
+    hf_model.zero_grad()
 
 
 @pytest.mark.parametrize("use_cache", [True, False])
-def test_decoding_a_batch_is_decoding_every_prompt_alone(ours, use_cache):
-    rows = [fitting(ours, row) for row in (FIRST, TEXT, LAST, (LAST[0] + [END], LAST[1]), ADJACENT)]
-    images, wanted = [], []
+def test_decoding_a_batch_is_decoding_every_prompt_alone(model, use_cache):
+    rows = [fitting(model, row) for row in (FIRST, TEXT, LAST, (LAST[0] + [END], LAST[1]), ADJACENT)]
+    images = []
+    expected_answers = []
     for tokens, sizes in rows:
-        given, found = images_of(ours, sizes), torch.tensor([tokens])
+        inputs = images_of(model, sizes)
+        generated = torch.tensor([tokens])
         with torch.no_grad():
             for _ in range(4):
-                found = torch.cat([found, ours(found, **given)[:, -1:].argmax(-1)], dim=1)
-        wanted.append(found[0, len(tokens) :].tolist())
-        placed = {name: ours._with_places(one, torch.tensor([tokens]), None) for name, one in _images(given)}
+                generated = torch.cat([generated, model(generated, **inputs)[:, -1:].argmax(-1)], dim=1)
+        expected_answers.append(generated[0, len(tokens) :].tolist())
+        placed = {}
+        for name, images_of_row in inputs.get("encoder_input", {}).items():
+            placed[name] = model._with_places(images_of_row, torch.tensor([tokens]), None)
         images.append({"encoder_input": placed} if placed else {})
     settings = {"max_new_tokens": [4, 2, 4, 3, 4], "temperature": 0.0, "images": images, "use_cache": use_cache}
+    expected = []
+    for answer, limit in zip(expected_answers, settings["max_new_tokens"], strict=True):
+        expected += [answer[:limit]] * 2
     for most in (10, 4):
-        found = generate_tokens(ours, [row for row, _ in rows], num_samples=2, max_sequences=most, **settings)
-        expected = [row[:limit] for row, limit in zip(wanted, settings["max_new_tokens"], strict=True) for _ in "12"]
-        assert [tokens.tolist() for tokens in found.tokens] == expected
+        result = generate_tokens(model, [row for row, _ in rows], num_samples=2, max_sequences=most, **settings)
+        assert [tokens.tolist() for tokens in result.tokens] == expected
 
 
-def _images(given):
-    return given.get("encoder_input", {}).items()
-
-
-def test_answers_to_a_prompt_share_the_features_of_its_images(ours):
-    tokens, sizes = fitting(ours, FIRST)
-    images = ours._with_places(Images(*patches_of(ours, sizes)), torch.tensor([tokens]), None)
+def test_answers_to_a_prompt_share_the_features_of_its_images(model):
+    tokens, sizes = fitting(model, FIRST)
+    images = model._with_places(Images(*patches_of(model, sizes)), torch.tensor([tokens]), None)
     documents = [{"tokens": [*tokens, *answer]} for answer in ([7], [8, 9, 3])]
-    found = []
+    results = []
     for copies in (True, False):
         for document in documents:
-            own = replace(images, pixels=images.pixels.clone()) if copies else images
-            document |= {"labels": [-100] * len(document["tokens"]), "encoder_input": {"images": own}}
+            encoded = replace(images, pixels=images.pixels.clone()) if copies else images
+            document |= {"labels": [-100] * len(document["tokens"]), "encoder_input": {"images": encoded}}
         batch = collate_documents(documents)
-        found.append((ours(**batch.model_inputs()), len(batch.inputs["encoder_input"]["images"].patches)))
-    (wanted, many), (shared, once) = found
+        results.append((model(**batch.model_inputs()), len(batch.inputs["encoder_input"]["images"].patches)))
+    (expected, many), (shared, once) = results
     assert many == 2 * once == 2 * len(images.patches)
-    torch.testing.assert_close(shared, wanted, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(shared, expected, atol=1e-4, rtol=1e-4)
 
 
-def packed(ours, rows):
+def packed(model, rows):
     """Logits of several rows as one packed batch."""
     tokens = torch.tensor([[token for row, _ in rows for token in row]])
-    parts = [patches_of(ours, own) for _, own in rows if own]
+    parts = [patches_of(model, row_sizes) for _, row_sizes in rows if row_sizes]
     images = Images(torch.cat([patches for patches, _ in parts]), sum((grids for _, grids in parts), ()))
     documents = Documents.from_lengths([len(row) for row, _ in rows], DEVICE)
-    return ours(tokens, documents=documents, encoder_input={"images": images})
+    return model(tokens, documents=documents, encoder_input={"images": images})
 
 
-def test_packed_is_alone_in_loss_and_gradients(ours):
-    videos = [VIDEOS] if ours.spec.name.startswith(WITH_VIDEOS) else []
-    rows = [fitting(ours, row) for row in (FIRST, TEXT, LAST, ADJACENT, *videos)]
-    alone = torch.cat([ours(torch.tensor([tokens]), **images_of(ours, sizes)) for tokens, sizes in rows], dim=1)
-    together = packed(ours, rows)
+def test_packed_is_alone_in_loss_and_gradients(model):
+    videos = [VIDEOS] if model.spec.name.startswith(WITH_VIDEOS) else []
+    rows = [fitting(model, row) for row in (FIRST, TEXT, LAST, ADJACENT, *videos)]
+    alone = torch.cat([model(torch.tensor([tokens]), **images_of(model, sizes)) for tokens, sizes in rows], dim=1)
+    together = packed(model, rows)
     torch.testing.assert_close(together, alone, atol=1e-4, rtol=1e-4)
-    trained = [(name, parameter) for name, parameter in ours.named_parameters() if parameter.requires_grad]
+    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     names, parameters = zip(*trained, strict=True)
-    wanted = torch.autograd.grad((alone**2).sum(), parameters)
-    found = torch.autograd.grad((together**2).sum(), parameters)
-    largest = max(gradient.abs().max() for gradient in wanted)
-    for name, one, other in zip(names, found, wanted, strict=True):
-        scale = other.abs().max().clamp(min=1e-3 * largest)
-        torch.testing.assert_close(one / scale, other / scale, atol=1e-4, rtol=1e-3, msg=lambda m, n=name: n + m)
+    expected_gradients = torch.autograd.grad((alone**2).sum(), parameters)
+    gradients = torch.autograd.grad((together**2).sum(), parameters)
+    largest = max(gradient.abs().max() for gradient in expected_gradients)
+    for name, actual, expected in zip(names, gradients, expected_gradients, strict=True):
+        scale = expected.abs().max().clamp(min=1e-3 * largest)
+        torch.testing.assert_close(actual / scale, expected / scale, atol=1e-4, rtol=1e-3, msg=lambda m, n=name: n + m)
 
 
-def test_files_go_there_and_back(ours, folder, tmp_path, theirs):
+def test_files_go_there_and_back(model, folder, tmp_path, hf_model):
     before = load_file(folder / "model.safetensors")
-    torchtune.save(ours, tmp_path / "out", base=folder)
+    torchtune.save(model, tmp_path / "out", base=folder)
     after = load_file(tmp_path / "out" / "model.safetensors")
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
     again = AutoModelForImageTextToText.from_pretrained(tmp_path / "out")
     with torch.no_grad():
-        wanted = logits_of_transformers(theirs, ours, *fitting(ours, FIRST))
-        found = logits_of_transformers(again, ours, *fitting(ours, FIRST))
-    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)  # kernels may depend on where weights lie in memory
+        expected = logits_of_transformers(hf_model, model, *fitting(model, FIRST))
+        logits = logits_of_transformers(again, model, *fitting(model, FIRST))
+    torch.testing.assert_close(
+        logits, expected, atol=1e-4, rtol=1e-4
+    )  # kernels may depend on where weights lie in memory
 
 
-def test_config_is_written_from_the_description(ours, folder):
+def test_config_is_written_from_the_description(model, folder):
     config = json.loads((folder / "config.json").read_text())
-    written = ours.spec.to_hf_config(ours.description)
-    assert ours.spec.from_hf_config(written) == ours.spec.from_hf_config(config) == ours.description
+    written = model.spec.to_hf_config(model.description)
+    assert model.spec.from_hf_config(written) == model.spec.from_hf_config(config) == model.description
     assert written["vision_config"].items() <= {**config["vision_config"], **written["vision_config"]}.items()
 
 
@@ -249,29 +254,29 @@ def test_placeholders_that_do_not_fit_are_refused(name):
         grid_positions(tokens, [IMAGE], grids, 2)
 
 
-def test_a_flat_config_describes_the_same_model(ours, folder):
+def test_a_flat_config_describes_the_same_model(model, folder):
     """Files of 2025 have the fields of the text beside those of the images."""
     config = json.loads((folder / "config.json").read_text())
-    if not ours.description.rope_axes:
+    if not model.description.rope_axes:
         pytest.skip("a family of Qwen")
     inner = {name: value for name, value in config.pop("text_config").items() if name not in config}
     rope = inner.pop("rope_parameters")
     base, share = rope.pop("rope_theta"), {k: rope.pop(k) for k in ("partial_rotary_factor",) if k in rope}
     flat = {**inner, **config, **share, "rope_theta": base, "rope_scaling": rope}
-    assert ours.spec.from_hf_config(flat) == ours.description
+    assert model.spec.from_hf_config(flat) == model.description
 
 
 def test_early_fusion_takes_tiles_by_the_name_of_its_encoder(tmp_path):
-    theirs = image_text_model(llama4_config())
-    parts = read(write_image_checkpoint(theirs, tmp_path))
+    hf_model = image_text_model(llama4_config())
+    parts = read(write_image_checkpoint(hf_model, tmp_path))
     tokens = torch.tensor([[5, *[IMAGE] * 4, 6, *[IMAGE] * 4, 7]])
     tiles = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(1))
     model = EarlyFusionModel(parts.decoder, {"vision": parts.encoder}, {"vision": IMAGE})
     with torch.no_grad():
-        wanted = theirs(input_ids=tokens, pixel_values=tiles).logits
+        expected = hf_model(input_ids=tokens, pixel_values=tiles).logits
         for images in (tiles, list(tiles.split(1))):
-            found = model(tokens, encoder_input={"vision": {"images": images}})
-            torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+            logits = model(tokens, encoder_input={"vision": {"images": images}})
+            torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
     with pytest.raises(UserError, match="must have the same names"):
         EarlyFusionModel(parts.decoder, {"vision": parts.encoder}, {"sound": IMAGE})
     with pytest.raises(UserError, match="one VisionTower"):
@@ -283,13 +288,13 @@ def test_builders_of_llama4_choose_what_is_trained():
     with torch.device("meta"):
         model, tower = builder(), builder(decoder_trainable=False, encoder_trainable=True)
     assert isinstance(model, EarlyFusionModel)
-    for one, trains_decoder, trains_tower in ((model, True, False), (tower, False, True)):
-        for name, parameter in one.named_parameters():
-            wanted = trains_decoder if name.startswith("decoder.") else trains_tower or ".projector." in name
-            assert parameter.requires_grad == wanted, name
+    for built, trains_decoder, trains_tower in ((model, True, False), (tower, False, True)):
+        for name, parameter in built.named_parameters():
+            expected = trains_decoder if name.startswith("decoder.") else trains_tower or ".projector." in name
+            assert parameter.requires_grad == expected, name
 
 
-# Names of earlier releases, of the reference (state_dict_keys.md), and ours.
+# Names of earlier releases, of the reference (state_dict_keys.md), and of this release.
 EARLIER = {
     "encoders.vision.clip.conv.weight": "encoder.patch_embed.weight",
     "encoders.vision.clip.token_pos_embedding.positional_embedding": "encoder.positions.table.weight",
@@ -313,15 +318,15 @@ def test_files_of_earlier_releases_of_llama4_are_read(tmp_path):
             return torchtune.models.lora_image_text_model(folder, ["q_proj"], **parts)
 
     def named(model, adapters):
-        found = {}
+        tensors = {}
         for name, value in model.state_dict().items():
             older = name.replace("encoder.layers.", "encoders.vision.clip.layers.")
-            for theirs, ours in EARLIER.items():
-                older = older.replace(ours, theirs)
+            for earlier_part, part in EARLIER.items():
+                older = older.replace(part, earlier_part)
             if (".lora_" in name) == adapters:
-                found[older] = value.unflatten(1, (3, 4, 4)) if older.endswith("clip.conv.weight") else value
-        assert not any(name.startswith("encoder.") for name in found)
-        return found
+                tensors[older] = value.unflatten(1, (3, 4, 4)) if older.endswith("clip.conv.weight") else value
+        assert not any(name.startswith("encoder.") for name in tensors)
+        return tensors
 
     model = built("cpu")
     ModelSource(folder).read(model, torch.device(DEVICE))
@@ -333,8 +338,8 @@ def test_files_of_earlier_releases_of_llama4_are_read(tmp_path):
     source = ModelSource(folder, ["earlier.pt"], adapter_checkpoint=adapter, model_type="LLAMA4")
     source.check_model_type(again)
     source.read(again, torch.device("cpu"))
-    for (name, one), other in zip(model.state_dict().items(), again.state_dict().values(), strict=True):
-        assert torch.equal(one, other), name
+    for (name, written), read_again in zip(model.state_dict().items(), again.state_dict().values(), strict=True):
+        assert torch.equal(written, read_again), name
 
 
 def test_component_builders_of_llama4_make_its_sizes():
@@ -347,14 +352,16 @@ def test_component_builders_of_llama4_make_its_sizes():
     tower = {"patch_size": 14, "num_heads": 16, "clip_num_layers": 34, "tile_size": 336, "max_num_tiles": 16}
     widths = {"clip_embed_dim": 1408, "projection_embed_dim": 4096, "decoder_embed_dim": 5120}
     with torch.device("meta"):
-        for more, name in ((scout, "llama4_scout_17b_16e"), (maverick, "llama4_maverick_17b_128e")):
-            wanted = getattr(llama4, name)().description.text
-            sizes = {field: getattr(wanted, field) for field in shared}
-            found = llama4.llama4_decoder(**sizes, **rules, **more).description
-            assert replace(found, intermediate_dim=16_384) == wanted
+        for options, name in ((scout, "llama4_scout_17b_16e"), (maverick, "llama4_maverick_17b_128e")):
+            expected = getattr(llama4, name)().description.text
+            sizes = {field: getattr(expected, field) for field in shared}
+            description = llama4.llama4_decoder(**sizes, **rules, **options).description
+            assert replace(description, intermediate_dim=16_384) == expected
         model, encoder = llama4.llama4_scout_17b_16e(), llama4.llama4_vision_encoder(**tower, **widths)
         head = llama4.llama4_vision_projection_head(**widths)
-        shapes = [{key: value.shape for key, value in one.state_dict().items()} for one in (encoder, model.encoder)]
+        shapes = [
+            {key: value.shape for key, value in module.state_dict().items()} for module in (encoder, model.encoder)
+        ]
         assert shapes[0] == shapes[1]
         assert isinstance(encoder, llama4.Llama4VisionEncoder)
         assert isinstance(head, llama4.Llama4VisionProjectionHead)
@@ -370,17 +377,17 @@ def test_adapters_of_llama4_are_on_the_parts_that_are_asked_for():
     every, builder = ["q_proj", "k_proj", "v_proj", "output_proj"], torchtune.models.llama4.lora_llama4_scout_17b_16e
     with torch.device("meta"):
         model = builder(every)
-        whole = builder(["q_proj"], encoder_trainable="lora", apply_lora_to_mlp=True, apply_lora_to_output=True)
+        all_parts = builder(["q_proj"], encoder_trainable="lora", apply_lora_to_mlp=True, apply_lora_to_output=True)
         projector = builder([], decoder_trainable="frozen", apply_lora_to_output=True)
         quantized = torchtune.models.llama4.qlora_llama4_maverick_17b_128e(["q_proj"])
     counts = [sum(p.numel() for p in model.parameters() if p.requires_grad >= trained) for trained in (False, True)]
     assert counts == [108_654_376_448, 12_582_912]
     assert all(name.startswith("decoder.layers.") for name in get_adapter_params(model))
-    found = {name.rpartition(".lora_")[0] for name in get_adapter_params(whole)}
+    adapted = {name.rpartition(".lora_")[0] for name in get_adapter_params(all_parts)}
     heads = {f"encoder.projector.{name}" for name in ("reduce.0", "mlp.w1", "mlp.w2")}
-    assert {name for name in found if ".layers." not in name} == heads | {"decoder.output"}
+    assert {name for name in adapted if ".layers." not in name} == heads | {"decoder.output"}
     inside = ("mlp.w1", "mlp.w2", "attn.q_proj")
-    assert {name for name in found if ".layers.33." in name} == {f"encoder.layers.33.{name}" for name in inside} | {
+    assert {name for name in adapted if ".layers.33." in name} == {f"encoder.layers.33.{name}" for name in inside} | {
         f"decoder.layers.33.{name}"
         for name in ("attn.q_proj", "mlp.experts", *(f"mlp.shared_expert.w{i}" for i in (1, 2, 3)))
     }
@@ -394,43 +401,43 @@ def test_adapters_of_llama4_are_on_the_parts_that_are_asked_for():
 
 @pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys did not match:RuntimeWarning")
 @pytest.mark.parametrize("images", [True, False])
-def test_adapters_are_those_of_peft(theirs, folder, images, tmp_path):
+def test_adapters_are_those_of_peft(hf_model, folder, images, tmp_path):
     model, _ = torchtune.load(folder, adapter=[LoRA(rank=2, alpha=2, apply_to_mlp=True)], device="cpu", images=images)
     randomize_adapter(model)
     saved = torchtune.save(model, tmp_path / "adapter")
-    reference = PeftModel.from_pretrained(copy.deepcopy(theirs), saved).eval()
+    reference = PeftModel.from_pretrained(copy.deepcopy(hf_model), saved).eval()
     tensors = load_file(saved / "adapter_model.safetensors")
-    found = set_peft_model_state_dict(reference, tensors)
-    assert not found.unexpected_keys
-    assert not [name for name in found.missing_keys if "lora_" in name]
+    load_result = set_peft_model_state_dict(reference, tensors)
+    assert not load_result.unexpected_keys
+    assert not [name for name in load_result.missing_keys if "lora_" in name]
     tokens, sizes = fitting(model, FIRST if images else TEXT) if images else TEXT
     with torch.no_grad():
         wanted = logits_of_transformers(reference.base_model.model, model, tokens, sizes)
-        assert (wanted - logits_of_transformers(theirs, model, tokens, sizes)).abs().max() > 0.05
-        found = model(torch.tensor([tokens]), **(images_of(model, sizes) if images else {}))
-    torch.testing.assert_close(found, wanted, atol=2e-4, rtol=1e-3)
+        assert (wanted - logits_of_transformers(hf_model, model, tokens, sizes)).abs().max() > 0.05
+        logits = model(torch.tensor([tokens]), **(images_of(model, sizes) if images else {}))
+    torch.testing.assert_close(logits, wanted, atol=2e-4, rtol=1e-3)
 
 
-def test_projector_and_embedding_are_trained_whole_beside_adapters_as_in_peft(theirs, folder, tmp_path):
+def test_projector_and_embedding_are_trained_whole_beside_adapters_as_in_peft(hf_model, folder, tmp_path):
     lora = LoRA(rank=2, alpha=2, attn_modules=["q_proj"], train_modules=["encoder.projector", "tok_embeddings"])
     model, _ = torchtune.load(folder, adapter=lora, device="cpu", images=True)
     with torch.no_grad():
         for name in lora.trained_weights(model):
             model.get_parameter(name).mul_(1.1)
     if getattr(
-        theirs.config.vision_config, "standardize", False
+        hf_model.config.vision_config, "standardize", False
     ):  # two tensors of the projector belong to the whole tower there
         with pytest.raises(UserError, match=r"peft saves 'model\.vision_tower' whole"):
             torchtune.save(model, tmp_path / "adapter")
         return
     saved = torchtune.save(model, tmp_path / "adapter")
-    reference = PeftModel.from_pretrained(copy.deepcopy(theirs), saved).eval()
+    reference = PeftModel.from_pretrained(copy.deepcopy(hf_model), saved).eval()
     tokens, sizes = fitting(model, FIRST)
     with torch.no_grad():
-        wanted = logits_of_transformers(reference.base_model.model, model, tokens, sizes)
-        assert (wanted - logits_of_transformers(theirs, model, tokens, sizes)).abs().max() > 0.01
-        found = model(torch.tensor([tokens]), **images_of(model, sizes))
-    torch.testing.assert_close(found, wanted, atol=2e-4, rtol=1e-3)
+        expected = logits_of_transformers(reference.base_model.model, model, tokens, sizes)
+        assert (expected - logits_of_transformers(hf_model, model, tokens, sizes)).abs().max() > 0.01
+        logits = model(torch.tensor([tokens]), **images_of(model, sizes))
+    torch.testing.assert_close(logits, expected, atol=2e-4, rtol=1e-3)
     again, _ = torchtune.load(folder, adapter=saved, device="cpu", images=True)
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, again.get_parameter(name)), name

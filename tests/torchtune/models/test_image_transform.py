@@ -76,8 +76,8 @@ def test_sizes_from_headers_are_those_of_decoded_images(kind, orientation, tmp_p
 
 
 def test_images_of_the_assistant_are_refused(transform):
-    said = [{"type": "image", "content": picture(8, 8)}]
-    messages = [torchtune.data.Message(role="user", content="Draw."), torchtune.data.Message("assistant", said)]
+    answer = [{"type": "image", "content": picture(8, 8)}]
+    messages = [torchtune.data.Message(role="user", content="Draw."), torchtune.data.Message("assistant", answer)]
     with pytest.raises(DataError, match="a turn of the assistant holds an image"):
         transform({"messages": messages})
 

@@ -61,15 +61,15 @@ def ours_of(row: Row, turns: Turns) -> list[Any]:
 def test_ids_and_masks_of_conversations_are_as_published(row, folder, ours, theirs):
     parsing = None if row.parses is None else row.parses(folder)
     spelled = 0
-    for name, given, tools in conversations(row.case, COUNT):
-        turns = turns_for(row, given)
+    for name, messages, tools in conversations(row.case, COUNT):
+        turns = turns_for(row, messages)
         text = "".join(piece for piece, _ in truth_of(row.case, turns, tools))
         assert theirs.apply_chat_template(turns, tools=tools, tokenize=False, **row.case.switches) == text, (
             f"wrong truth: {turns}"
         )
         expected = row.finish(expected_plain(row.case, turns, tools, theirs._tokenizer), ours)
-        shown = {} if tools is None else {"tools": tools}
-        assert ours.tokenize_messages(ours_of(row, turns), **shown) == expected, f"{name}: {turns}"
+        tool_entry = {} if tools is None else {"tools": tools}
+        assert ours.tokenize_messages(ours_of(row, turns), **tool_entry) == expected, f"{name}: {turns}"
         reference_ids = theirs.apply_chat_template(turns, tools=tools, return_dict=False, **row.case.switches)
         parsed = row.finish((reference_ids, []), ours)[0]
         if replaced(turns, row.case.special, ["" for _ in row.case.special]) == turns:
@@ -106,16 +106,16 @@ def test_prompt_of_inference_leaves_the_last_turn_open(row, ours, theirs):
 def test_long_row_is_cut_and_its_new_end_is_masked(row, ours):
     """The end that stands where the text was cut is not trained on."""
     messages = ours_of(row, exchange("red " * 8, "blue " * 8))
-    whole, mask = ours.tokenize_messages(messages)
-    for ours.max_seq_len in (1, 4, len(whole) - 7):
+    tokens, mask = ours.tokenize_messages(messages)
+    for ours.max_seq_len in (1, 4, len(tokens) - 7):
         length = ours.max_seq_len
-        cut, cut_mask = whole[:length], mask[:length]
+        cut, cut_mask = tokens[:length], mask[:length]
         if row.case.name != "gemma":  # whose template has no end of the sequence
             cut[-1], cut_mask[-1] = ours.eos_id, True
         ours.truncation_type = "right"
         assert ours.tokenize_messages(messages) == (cut, cut_mask)
         ours.truncation_type = "left"
-        assert ours.tokenize_messages(messages) == (whole[-length:], mask[-length:])
+        assert ours.tokenize_messages(messages) == (tokens[-length:], mask[-length:])
         assert len(ours({"messages": messages}, inference=True)["tokens"]) == length
 
 

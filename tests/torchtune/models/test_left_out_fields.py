@@ -198,12 +198,12 @@ def _without(file: dict[str, Any], path: tuple[str, ...], null: bool) -> dict[st
 
 
 def _paths(node: dict[str, Any]) -> list[tuple[str, ...]]:
-    found = []
+    paths = []
     for key, value in node.items():
-        found.append((key,))
+        paths.append((key,))
         if isinstance(value, dict) and key.startswith(("rope", "full_", "sliding_")):
-            found += [(key, *rest) for rest in _paths(value)]
-    return found
+            paths += [(key, *inner_path) for inner_path in _paths(value)]
+    return paths
 
 
 def _turns(field: str) -> bool:
@@ -227,9 +227,9 @@ def _reference(architecture: str, config: Any, spread: float) -> tuple[torch.nn.
     config._attn_implementation = "eager"
     torch.manual_seed(0)
     config.initializer_range = spread
-    theirs = getattr(transformers, f"{architecture}ForCausalLM")(config).eval()
+    hf_model = getattr(transformers, f"{architecture}ForCausalLM")(config).eval()
     with torch.no_grad():
-        return theirs, theirs(_TOKENS, use_cache=False).logits
+        return hf_model, hf_model(_TOKENS, use_cache=False).logits
 
 
 def _logits_differ_by(architecture: str, config: Any, description: Description, *, lacks: bool = False) -> float | None:
@@ -239,19 +239,19 @@ def _logits_differ_by(architecture: str, config: Any, description: Description, 
     """
     # A recurrence magnifies rounding.
     try:
-        theirs, wanted = _reference(architecture, config, 0.1 if description.mixer else 0.3)
+        hf_model, wanted = _reference(architecture, config, 0.1 if description.mixer else 0.3)
     except _CANNOT:
         if lacks:
             return None
         raise
-    ours = build(description, spec_for_architecture(f"{architecture}ForCausalLM")).eval()
-    weights = on_disk(theirs.state_dict().items(), architecture)
+    model = build(description, spec_for_architecture(f"{architecture}ForCausalLM")).eval()
+    weights = on_disk(hf_model.state_dict().items(), architecture)
     if description.tie_word_embeddings:
         weights.pop("lm_head.weight", None)
-    ours.load_state_dict(dict(ours.spec.weight_map("hf").to_tune(weights.items(), description)))
+    model.load_state_dict(dict(model.spec.weight_map("hf").to_tune(weights.items(), description)))
     with torch.no_grad():
-        found = ours(_TOKENS)
-    return float((wanted - found).abs().max() / wanted.abs().max())
+        logits = model(_TOKENS)
+    return float((wanted - logits).abs().max() / wanted.abs().max())
 
 
 def _keeps_null(config: Any, path: tuple[str, ...]) -> bool:
@@ -308,15 +308,18 @@ def test_a_field_left_out_has_the_value_that_transformers_gives_it(name, monkeyp
 
     transformers.logging.set_verbosity_error()
     warnings.simplefilter("ignore")
-    architecture, more = _FILES[name]
-    newer = {**_filled(architecture, {**_SIZES, **more}).to_dict(), **{k: v for k, v in more.items() if v is None}}
+    architecture, extra_fields = _FILES[name]
+    newer = {
+        **_filled(architecture, {**_SIZES, **extra_fields}).to_dict(),
+        **{k: v for k, v in extra_fields.items() if v is None},
+    }
     asked, take = set(), Fields.take
     monkeypatch.setattr(Fields, "take", lambda fields, key, *default: asked.add(key) or take(fields, key, *default))
     compared = {_read(architecture, newer)}
     monkeypatch.undo()
     unsaid = [(key,) for key in sorted(asked - newer.keys() - _HARMLESS)]
     assert _logits_differ_by(architecture, _filled(architecture, newer), next(iter(compared))) < 1e-4
-    wrong = []
+    mistakes = []
     for file in (newer,) if architecture.startswith("Gemma4") else (newer, _older(newer)):  # it has no older words
         paths = [path for path in _paths(file) if file is newer or path not in _paths(newer) or _turns(path[-1])]
         changes = [*itertools.product(paths, (False, True)), *((path, True) for path in unsaid if file is newer)]
@@ -330,24 +333,26 @@ def test_a_field_left_out_has_the_value_that_transformers_gives_it(name, monkeyp
                 continue
             label = ".".join(path) + " = null" * null
             try:
-                found = _read(architecture, short)
+                description = _read(architecture, short)
             except ModelError as error:
                 if path[-1] not in str(error):
-                    wrong.append(f"{label}: {error}")
+                    mistakes.append(f"{label}: {error}")
                 continue
             # Which drops a null that its model has no other field for.
             wanted = _read(architecture, {**({path[0]: None} if null else {}), **config.to_dict()})
-            if found != wanted:
+            if description != wanted:
                 if not null or _computes(architecture, config):
-                    wrong.append(f"{label}: {_difference(found, wanted)}")
+                    mistakes.append(f"{label}: {_difference(description, wanted)}")
                 continue
             lacks = null and file is newer and _keeps_null(config, path)
-            if _small(found) and (found not in compared or lacks):
-                difference = _logits_differ_by(architecture, config, found, lacks=lacks and found in compared)
-                compared.add(found)
+            if _small(description) and (description not in compared or lacks):
+                difference = _logits_differ_by(
+                    architecture, config, description, lacks=lacks and description in compared
+                )
+                compared.add(description)
                 if difference is not None and difference > 1e-4:
-                    wrong.append(f"{label}: logits differ by {difference:.1e}")
-    assert not wrong, "\n".join(wrong)
+                    mistakes.append(f"{label}: logits differ by {difference:.1e}")
+    assert not mistakes, "\n".join(mistakes)
 
 
 _FULL = {"layer_types": ["full_attention"] * 3, "rope_parameters": _PLAIN}

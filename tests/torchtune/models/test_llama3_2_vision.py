@@ -42,14 +42,14 @@ ROWS = [(2, 1), (1, 3)], [(2, 2)], []
 
 def test_logits_and_gradients_are_those_of_transformers(folder, theirs):
     model = ours(folder)
-    given = images(*ROWS)
-    mask = sees(TOKENS, given["aspect_ratio"])
-    wanted = logits_of_transformers(theirs, TOKENS, given, mask)
-    found = model(TOKENS, encoder_input=given, encoder_mask=mask)
-    torch.testing.assert_close(found, wanted, atol=2e-5, rtol=1e-4)
-    weight = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(3))
-    (wanted * weight).sum().backward()
-    (found * weight).sum().backward()
+    image_inputs = images(*ROWS)
+    mask = sees(TOKENS, image_inputs["aspect_ratio"])
+    expected = logits_of_transformers(theirs, TOKENS, image_inputs, mask)
+    logits = model(TOKENS, encoder_input=image_inputs, encoder_mask=mask)
+    torch.testing.assert_close(logits, expected, atol=2e-5, rtol=1e-4)
+    weight = torch.randn(expected.shape, generator=torch.Generator().manual_seed(3))
+    (expected * weight).sum().backward()
+    (logits * weight).sum().backward()
     named = dict(theirs.named_parameters())
     compared = 0
     for group in SPEC.weight_map("hf_modules").groups(model.description):
@@ -70,50 +70,61 @@ def test_logits_and_gradients_are_those_of_transformers(folder, theirs):
 def test_features_depend_on_the_image_alone(folder):
     """Not on the images beside it, nor on how many tiles the batch has room for."""
     encoder = ours(folder).encoder
-    given = images([(1, 2), (2, 2)])
-    both = encoder(**given).unflatten(1, (2, 4, 5))
-    alone = {"images": given["images"][:, :1, :2], "aspect_ratio": given["aspect_ratio"][:, :1]}
+    image_inputs = images([(1, 2), (2, 2)])
+    both = encoder(**image_inputs).unflatten(1, (2, 4, 5))
+    alone = {"images": image_inputs["images"][:, :1, :2], "aspect_ratio": image_inputs["aspect_ratio"][:, :1]}
     torch.testing.assert_close(encoder(**alone).unflatten(1, (2, 5)), both[:, 0, :2], atol=1e-6, rtol=1e-5)
 
 
 def test_text_alone_skips_the_encoder_and_cross_attention(folder, theirs):
     model = ours(folder).train()
     with torch.no_grad():
-        wanted = theirs(input_ids=TOKENS[2:], use_cache=False).logits
-    found = model(TOKENS[2:])
-    torch.testing.assert_close(found, wanted, atol=2e-5, rtol=1e-4)
-    found.sum().backward()
+        expected = theirs(input_ids=TOKENS[2:], use_cache=False).logits
+    logits = model(TOKENS[2:])
+    torch.testing.assert_close(logits, expected, atol=2e-5, rtol=1e-4)
+    logits.sum().backward()
     assert all(parameter.grad is None for parameter in model.encoder.parameters())
 
 
 def test_decoding_with_caches_is_decoding_without(folder):
     model = ours(folder)
-    given, tokens = images([(2, 1)]), torch.tensor([[1, IMG, 5, 9]])
-    wanted = tokens
+    image_inputs, tokens = images([(2, 1)]), torch.tensor([[1, IMG, 5, 9]])
+    expected = tokens
     with torch.no_grad():
         for _ in range(4):
-            mask = sees(wanted, given["aspect_ratio"])
-            logits = model(wanted, encoder_input=given, encoder_mask=mask)
-            wanted = torch.cat([wanted, logits[:, -1:].argmax(-1)], dim=1)
+            mask = sees(expected, image_inputs["aspect_ratio"])
+            logits = model(expected, encoder_input=image_inputs, encoder_mask=mask)
+            expected = torch.cat([expected, logits[:, -1:].argmax(-1)], dim=1)
         model.setup_caches(1, torch.float32, decoder_max_seq_len=8)
-        causal, found, start, more = torch.ones(8, 8, dtype=torch.bool).tril(), tokens, 0, {"encoder_input": given}
+        causal, generated, start, first_inputs = (
+            torch.ones(8, 8, dtype=torch.bool).tril(),
+            tokens,
+            0,
+            {"encoder_input": image_inputs},
+        )
         for _ in range(4):
-            place = torch.arange(start, found.shape[1])
-            seen = sees(found, given["aspect_ratio"])[:, start:]
-            logits = model(found[:, start:], mask=causal[place][None], input_pos=place[None], encoder_mask=seen, **more)
-            start, more = found.shape[1], {}
-            found = torch.cat([found, logits[:, -1:].argmax(-1)], dim=1)
-    assert found.tolist() == wanted.tolist()
+            positions = torch.arange(start, generated.shape[1])
+            seen = sees(generated, image_inputs["aspect_ratio"])[:, start:]
+            logits = model(
+                generated[:, start:],
+                mask=causal[positions][None],
+                input_pos=positions[None],
+                encoder_mask=seen,
+                **first_inputs,
+            )
+            start, first_inputs = generated.shape[1], {}
+            generated = torch.cat([generated, logits[:, -1:].argmax(-1)], dim=1)
+    assert generated.tolist() == expected.tolist()
     model.reset_caches()
     assert model.decoder.layers[1].fusion_layer.attn.kv_cache.size == 0
 
 
 def both_logits(model, reference):
-    given = images(*ROWS)
-    mask = sees(TOKENS, given["aspect_ratio"])
+    image_inputs = images(*ROWS)
+    mask = sees(TOKENS, image_inputs["aspect_ratio"])
     with torch.no_grad():
-        wanted = logits_of_transformers(reference, TOKENS, given, mask)
-        return model(TOKENS, encoder_input=given, encoder_mask=mask), wanted
+        expected = logits_of_transformers(reference, TOKENS, image_inputs, mask)
+        return model(TOKENS, encoder_input=image_inputs, encoder_mask=mask), expected
 
 
 def test_files_are_equal_bit_for_bit(folder, tmp_path):
@@ -128,9 +139,9 @@ def test_files_are_equal_bit_for_bit(folder, tmp_path):
 
 def test_config_of_a_description_is_read_by_transformers(folder):
     d = ours(folder).description
-    theirs = MllamaConfig(**SPEC.to_hf_config(d)).to_dict()
-    theirs["vision_config"]["tie_word_embeddings"] = True  # as in the checkpoints of 2024
-    assert SPEC.from_hf_config({**theirs, "architectures": ["MllamaForConditionalGeneration"]}) == d
+    hf_config = MllamaConfig(**SPEC.to_hf_config(d)).to_dict()
+    hf_config["vision_config"]["tie_word_embeddings"] = True  # as in the checkpoints of 2024
+    assert SPEC.from_hf_config({**hf_config, "architectures": ["MllamaForConditionalGeneration"]}) == d
 
 
 @pytest.mark.parametrize("way", ["adapter", "merged"])
@@ -147,10 +158,10 @@ def test_adapters_are_those_of_peft(folder, tmp_path, way):
         reference = PeftModel.from_pretrained(tiny_vision.mllama(), tmp_path / "out").base_model.model
         again, _ = torchtune.load(folder, adapter=tmp_path / "out", device="cpu")
         assert torch.equal(again.encoder.projection.output.lora_b.weight, model.encoder.projection.output.lora_b.weight)
-    found, wanted = both_logits(model, reference.eval())
-    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-3)
+    logits, expected = both_logits(model, reference.eval())
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-3)
     _, plain = both_logits(model, tiny_vision.mllama())
-    assert (found - plain).abs().max() > 0.1
+    assert (logits - plain).abs().max() > 0.1
 
 
 def test_an_adapter_of_peft_is_read(folder, tmp_path):
@@ -159,14 +170,14 @@ def test_an_adapter_of_peft_is_read(folder, tmp_path):
     reference = get_peft_model(tiny_vision.mllama(), LoraConfig(r=2, target_modules=names, init_lora_weights=False))
     reference.save_pretrained(tmp_path)
     model, _ = torchtune.load(folder, adapter=tmp_path, device="cpu")
-    found, wanted = both_logits(model, reference.base_model.model.eval())
-    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-3)
+    logits, expected = both_logits(model, reference.base_model.model.eval())
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-3)
 
 
 def test_embeddings_trained_by_aspect_ratio_are_refused(folder, tmp_path):
-    other = tiny_vision.mllama()
-    other.model.vision_model.gated_positional_embedding.tile_embedding.weight.data[3, 0] += 1.0
-    other.save_pretrained(tmp_path)
+    hf_model = tiny_vision.mllama()
+    hf_model.model.vision_model.gated_positional_embedding.tile_embedding.weight.data[3, 0] += 1.0
+    hf_model.save_pretrained(tmp_path)
     with pytest.raises(torchtune.models.WeightMapError, match="differ from one aspect ratio to another"):
         ours(tmp_path)
 
@@ -174,11 +185,11 @@ def test_embeddings_trained_by_aspect_ratio_are_refused(folder, tmp_path):
 def of_parts(model):
     """Trained parameters by part: decoder, encoder, fusion."""
     fusion = get_fusion_params(model)
-    found = dict.fromkeys(("decoder", "encoder", "fusion"), 0)
+    counts = dict.fromkeys(("decoder", "encoder", "fusion"), 0)
     for name, parameter in model.named_parameters():
         part = "fusion" if name in fusion else name.partition(".")[0]
-        found[part] += parameter.numel() * parameter.requires_grad
-    return found
+        counts[part] += parameter.numel() * parameter.requires_grad
+    return counts
 
 
 def test_sizes_and_trained_parts_of_the_builders():
@@ -237,8 +248,8 @@ def test_meta_files_are_read(folder, tmp_path):
     ],
 )
 def test_inputs_that_do_not_fit_are_refused(folder, change, sentence):
-    given = images([(2, 1), (1, 3)])
-    arguments = {"encoder_input": given, "encoder_mask": sees(TOKENS[:1], given["aspect_ratio"])} | change
+    image_inputs = images([(2, 1), (1, 3)])
+    arguments = {"encoder_input": image_inputs, "encoder_mask": sees(TOKENS[:1], image_inputs["aspect_ratio"])} | change
     with pytest.raises(ValueError, match=sentence):
         ours(folder)(TOKENS[:1], **arguments)
 

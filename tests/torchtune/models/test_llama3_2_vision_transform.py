@@ -66,8 +66,10 @@ def test_text_is_that_of_llama3_and_images_those_of_transformers(ranks):
 
 
 def test_the_token_of_an_image_is_never_trained_on(ranks):
-    shown = Message("assistant", [{"type": "text", "content": "red"}, {"type": "image", "content": PHOTOS[0]}])
-    row = transform_of(ranks)({"messages": [Message("user", "one", masked=True), shown]})
+    answer_with_image = Message(
+        "assistant", [{"type": "text", "content": "red"}, {"type": "image", "content": PHOTOS[0]}]
+    )
+    row = transform_of(ranks)({"messages": [Message("user", "one", masked=True), answer_with_image]})
     assert [masked for token, masked in zip(row["tokens"], row["mask"], strict=True) if token == IMAGE] == [True]
     assert row["mask"].count(False) > 2
 
@@ -79,15 +81,15 @@ def test_a_row_of_text_has_no_images(ranks):
 
 
 def test_images_are_never_cut_off(ranks):
-    whole = transform_of(ranks)(ROWS[1])
-    for length in range(2, len(whole["tokens"])):
+    full_row = transform_of(ranks)(ROWS[1])
+    for length in range(2, len(full_row["tokens"])):
         transform = transform_of(ranks, max_seq_len=length)
-        if length <= whole["tokens"].index(IMAGE) + 2:  # the last place that is kept ends a cut row
-            kept = whole["tokens"][:length].count(IMAGE) - (whole["tokens"][length - 1] == IMAGE)
-            with pytest.raises(DataError, match=f"max_seq_len={length} cuts off {2 - kept} of the row's 2 images"):
+        if length <= full_row["tokens"].index(IMAGE) + 2:  # the last place that is kept ends a cut row
+            columns = full_row["tokens"][:length].count(IMAGE) - (full_row["tokens"][length - 1] == IMAGE)
+            with pytest.raises(DataError, match=f"max_seq_len={length} cuts off {2 - columns} of the row's 2 images"):
                 transform(ROWS[1])
         else:
-            assert transform(ROWS[1])["tokens"][:-1] == whole["tokens"][: length - 1]
+            assert transform(ROWS[1])["tokens"][:-1] == full_row["tokens"][: length - 1]
 
 
 def test_builder_of_the_transform_and_text_without_images(ranks, tmp_path):
@@ -123,10 +125,10 @@ def test_a_batch_is_that_of_transformers(ranks, direction):
     processor = MllamaImageProcessorPil(
         size={"height": TILE, "width": TILE}, max_image_tiles=4, image_mean=CLIP_MEAN, image_std=CLIP_STD
     )
-    theirs = processor(images=[[PHOTOS[0]], PHOTOS[1:]], return_tensors="pt")
+    hf_out = processor(images=[[PHOTOS[0]], PHOTOS[1:]], return_tensors="pt")
     pixels = out["encoder_input"]["images"]
     assert pixels.shape == (4, 4, 4, 3, TILE, TILE)
-    torch.testing.assert_close(pixels[:2, :2], theirs["pixel_values"], rtol=0, atol=1 / 255 / min(CLIP_STD) + 1e-5)
+    torch.testing.assert_close(pixels[:2, :2], hf_out["pixel_values"], rtol=0, atol=1 / 255 / min(CLIP_STD) + 1e-5)
     assert not pixels[2].any()
     ratios = out["encoder_input"]["aspect_ratio"][:, :2].tolist()
     assert ratios == [[[1, 3], [1, 1]], [[2, 1], [1, 1]], [[1, 1]] * 2, [[1, 1], [2, 1]]]
@@ -143,11 +145,11 @@ def test_a_batch_is_that_of_transformers(ranks, direction):
     tiles = [[3], [2, 1], [], [1, 2, 3, 2]]
     for i, row in enumerate(rows):
         dense = convert_sparse_cross_attention_mask_to_dense([sparse[i] or [[0, 0]]], [tiles[i] or [0]], 4, length)[0]
-        ours = out["encoder_mask"][i].view(length, 4, 4, POSITIONS)
-        kept = slice(len(row["tokens"])) if direction == "right" else slice(length - len(row["tokens"]), length)
+        mask_of_row = out["encoder_mask"][i].view(length, 4, 4, POSITIONS)
+        columns = slice(len(row["tokens"])) if direction == "right" else slice(length - len(row["tokens"]), length)
         expected = torch.tensor(dense[: len(row["tokens"]), :, :, None]).bool().expand(-1, -1, -1, POSITIONS)
-        assert torch.equal(ours[kept, : expected.shape[1]], expected)
-        assert ours.sum() == expected.sum()
+        assert torch.equal(mask_of_row[columns, : expected.shape[1]], expected)
+        assert mask_of_row.sum() == expected.sum()
 
 
 def test_a_batch_goes_through_the_recipes_collate(ranks):
@@ -165,13 +167,13 @@ def test_a_batch_goes_through_the_recipes_collate(ranks):
 def test_batches_that_do_not_fit_are_refused(ranks):
     row = labelled(transform_of(ranks)(ROWS[1]))
     small = labelled(Llama3VisionTransform(ranks, tile_size=14, patch_size=14, dtype=torch.float32)(ROWS[0]))
-    one = {**row["encoder_input"], "images": row["encoder_input"]["images"][:1]}
+    fewer_images = {**row["encoder_input"], "images": row["encoder_input"]["images"][:1]}
     for rows, settings, reason in (
         ([row], {"pad_max_tiles": 1}, "pad_max_tiles=1 is less than the 2 tiles of an image"),
         ([row], {"pad_max_images": 1}, "pad_max_images=1 is less than the 2 images of a row"),
         ([row], {"pad_direction": "up"}, "must be 'left' or 'right'"),
         ([row, small], {}, "does not fit the others"),
-        ([{**row, "encoder_input": one}], {}, "1 images, 2 aspect ratios and 2 masks"),
+        ([{**row, "encoder_input": fewer_images}], {}, "1 images, 2 aspect ratios and 2 masks"),
         ([{"tokens": [1], "labels": [1]}], {}, "use the transform of a vision model as the tokenizer"),
         ([{"tokens": [1]}], {}, "no 'labels'"),
     ):

@@ -148,9 +148,12 @@ def test_llama3_tools_and_images(ranks):
 
 
 def test_llama3_cuts_an_end_that_is_not_trained_on_first(ranks):
-    whole, mask = Llama3Tokenizer(ranks).tokenize_messages(CHAT)
-    assert Llama3Tokenizer(ranks, max_seq_len=len(whole) - 1).tokenize_messages(CHAT) == (whole[:-1], mask[:-1])
-    assert (whole[-2], mask[-2]) == (128009, False)
+    untruncated, mask = Llama3Tokenizer(ranks).tokenize_messages(CHAT)
+    assert Llama3Tokenizer(ranks, max_seq_len=len(untruncated) - 1).tokenize_messages(CHAT) == (
+        untruncated[:-1],
+        mask[:-1],
+    )
+    assert (untruncated[-2], mask[-2]) == (128009, False)
     assert Llama3Tokenizer(ranks).encode("", add_bos=True, add_eos=True) == []
 
 
@@ -184,10 +187,10 @@ def test_text_tokenizers_refuse_what_they_have_no_layout_for(pieces, ranks):
     for tokenizer in (Llama2Tokenizer(pieces), Llama3Tokenizer(ranks)):
         with pytest.raises(DataError, match="tool_calls"):
             tokenizer.tokenize_messages([CHAT[1], called])
-    said = Message("assistant", "I look.", extra=called.extra)  # trained without the call
+    answer = Message("assistant", "I look.", extra=called.extra)  # trained without the call
     for tokenizer in (Phi3MiniTokenizer(pieces), Llama3Tokenizer(ranks)):
         with pytest.raises(DataError, match="tool_calls"):
-            tokenizer.tokenize_messages([CHAT[1], said])
+            tokenizer.tokenize_messages([CHAT[1], answer])
         masked = Message("assistant", "I look.", masked=True, extra=called.extra)
         assert all(tokenizer.tokenize_messages([CHAT[1], masked, CHAT[1]])[1][:4])
     for tokenizer in (Llama2Tokenizer(pieces), Phi3MiniTokenizer(pieces)):
@@ -239,7 +242,7 @@ def test_mistrals_tools(folder):
             tokenizer.tokenize_messages(messages)
 
 
-def test_tekken_files(folder):
+def test_tekken_files_of_all_versions_are_read(folder):
     tokenizer = TekkenTokenizer(str(folder / "v7.json"))
     assert tokenizer.vocab_size == 400 + len(CONTROL)
     ids = tokenizer.encode("red 你好 [INST]</s>")
@@ -327,7 +330,7 @@ def test_settings_of_phi(pieces, merges, tmp_path):
 # Qwen
 
 
-def test_qwens_tools(merges):
+def test_tool_calls_and_answers_have_qwens_layout(merges):
     tools = [
         Message("user", "Where?"),
         Message("assistant", '{"name": "f"}', ipython=True),

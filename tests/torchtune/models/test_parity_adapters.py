@@ -45,15 +45,15 @@ ROWS = [
 
 def adaptable(model: TransformerDecoder) -> list[str]:
     """The layers whose adapters the family can save, by path: attention and MLP, but no experts."""
-    found = []
+    targets = []
     for path, module in model.named_modules():
         if isinstance(module, torch.nn.Linear) and path.rpartition(".")[2] in PARTS:
             try:
                 model.spec.check_adapters([path], model.description)
             except ModelError:
                 continue
-            found.append(path)
-    return found
+            targets.append(path)
+    return targets
 
 
 def test_experts_in_one_tensor_and_the_mlp_beside_them_take_adapters():
@@ -65,7 +65,7 @@ def test_experts_in_one_tensor_and_the_mlp_beside_them_take_adapters():
         assert report.num_parameters == 30 * 2 * parameters
 
 
-def test_what_peft_refuses_has_no_adapter_and_the_report_says_so():
+def test_layers_that_peft_refuses_get_no_adapter_and_are_reported():
     from torchtune.models.nemotron_h import nemotron3_nano_30b_a3b
 
     with torch.device("meta"):
@@ -122,11 +122,11 @@ def test_adapters_go_both_ways_through_files(pair, tmp_path):
     targets = {key: written.get(key) for key in ("target_modules", "target_parameters")}
     torch.manual_seed(4)
     settings = LoraConfig(r=3, lora_alpha=5, init_lora_weights=False, **targets)
-    theirs = get_peft_model(copy.deepcopy(pair.hf), settings).eval()
-    theirs.save_pretrained(source)
+    peft_model = get_peft_model(copy.deepcopy(pair.hf), settings).eval()
+    peft_model.save_pretrained(source)
     _, loaded = load(source, tmp_path / "other", conversion)
-    assert (logits(theirs) - base).abs().max() > 1e-3
-    assert (logits(loaded) - logits(theirs)).abs().max() <= 1e-4
+    assert (logits(peft_model) - base).abs().max() > 1e-3
+    assert (logits(loaded) - logits(peft_model)).abs().max() <= 1e-4
 
 
 # peft itself writes these patterns for parameters of experts, applies them, and looks for them among modules only; it
@@ -158,22 +158,22 @@ def test_peft_reads_every_adapter_of_a_mixture(name, tmp_path):
     for number, (scope, conversion) in enumerate(adapters):
         checkpointer, model = load(tmp_path, tmp_path / "out", conversion)
         randomize(model)
-        folder, ours = checkpointer.save(f"epoch_{number}", model, contents=("adapter", "merged")), logits(model)
+        folder, expected = checkpointer.save(f"epoch_{number}", model, contents=("adapter", "merged")), logits(model)
         saved = folder / "adapter"
         checkpointer.close()
         in_peft = PeftModel.from_pretrained(copy.deepcopy(hf), saved).eval()
         assert not set_peft_model_state_dict(in_peft, load_file(saved / "adapter_model.safetensors")).unexpected_keys
-        assert (ours - logits(hf)).abs().max() > 0.01
-        assert (logits(in_peft) - ours).abs().max() <= 1e-4, scope
+        assert (expected - logits(hf)).abs().max() > 0.01
+        assert (logits(in_peft) - expected).abs().max() <= 1e-4, scope
         if scope == "attention too":
             merged = type(hf).from_pretrained(folder).eval()
-            assert (logits(merged) - ours).abs().max() <= 1e-4
+            assert (logits(merged) - expected).abs().max() <= 1e-4
 
         with torch.device("meta"):
             again = from_hf_config(tmp_path)
             apply_conversions(again, [conversion])
         FullModelHFCheckpointer(str(tmp_path), adapter_checkpoint=str(saved)).load_model(again)
-        assert torch.equal(logits(again.eval()), ours)
+        assert torch.equal(logits(again.eval()), expected)
 
 
 def test_mlps_beside_experts_take_no_magnitudes_and_files_say_no_dropout(tmp_path):

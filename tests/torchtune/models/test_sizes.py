@@ -67,18 +67,18 @@ def test_named_size_has_the_names_and_shapes_of_transformers(family, name):
         kind = re.sub("For(CausalLM|SequenceClassification)$", "", architecture)
         kind = f"{kind}TextConfig" if kind.startswith(OF_TEXT) else f"{kind}Config"
         kind = re.sub("ForConditionalGeneration.*", "Config", kind)
-        theirs = getattr(transformers, architecture)(getattr(transformers, kind)(**config))
+        hf_model = getattr(transformers, architecture)(getattr(transformers, kind)(**config))
     untrained = [
         (key, value)
-        for key, value in theirs.named_buffers()
+        for key, value in hf_model.named_buffers()
         if key.endswith(("e_score_correction_bias", "expert_bias", "layer_scalar"))
     ]
-    tensors = [*theirs.named_parameters(), *untrained]
+    tensors = [*hf_model.named_parameters(), *untrained]
     expected = {key: value.shape for key, value in on_disk(tensors, family).items()}
-    ours = model.spec.weight_map("hf").to_external(model.state_dict().items(), model.description)
-    assert {key: value.shape for key, value in ours} == expected
+    hf_tensors = model.spec.weight_map("hf").to_external(model.state_dict().items(), model.description)
+    assert {key: value.shape for key, value in hf_tensors} == expected
     assert model.spec.from_hf_config(config) == model.description
-    assert model.spec.from_hf_config(theirs.config.to_dict()) == model.description
+    assert model.spec.from_hf_config(hf_model.config.to_dict()) == model.description
 
 
 @pytest.mark.parametrize(("family", "name"), SIZES)
@@ -92,8 +92,10 @@ def test_every_number_is_the_published_one(family, name):
         stated = {field: value for field, value in STATED[name].items() if field != "parameters"}
         assert {field: getattr(description, field) for field in stated} == stated
         defaults = spec.from_hf_config(_filled({"architectures": [*spec.architectures]}))
-        rest = [field for field in vars(description) if field not in OF_SIZES]
-        assert {field: getattr(description, field) for field in rest} == {f: getattr(defaults, f) for f in rest}
+        other_fields = [field for field in vars(description) if field not in OF_SIZES]
+        assert {field: getattr(description, field) for field in other_fields} == {
+            f: getattr(defaults, f) for f in other_fields
+        }
         assert description.embed_scale == description.embed_dim**0.5
         return
     assert spec.from_hf_config(_filled(PUBLISHED[name])) == description

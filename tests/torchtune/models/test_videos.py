@@ -106,8 +106,8 @@ def test_patches_are_those_of_transformers(count):
     pixels = blocks[:, :, :, :, :, :, 0].transpose(0, 5, 1, 3, 6, 2, 4, 7).reshape(1, count, 3, rows * 4, columns * 4)
     wanted, *grid = Qwen3VLVideoProcessor.patchify(None, torch.from_numpy(pixels), 4, 2, 2)
     assert processor.plan((37, 50, count, 2.0)).grids == (tuple(grid),)
-    found = processor.colors.values(torch.from_numpy(processor.pixels(Video(tuple(frames), 2.0))))
-    assert (found - wanted[0]).abs().max() * min(processor.std) <= 2 / 255
+    values = processor.colors.values(torch.from_numpy(processor.pixels(Video(tuple(frames), 2.0))))
+    assert (values - wanted[0]).abs().max() * min(processor.std) <= 2 / 255
 
 
 def inputs_of_row(theirs, row, fps) -> dict:
@@ -120,7 +120,7 @@ def inputs_of_row(theirs, row, fps) -> dict:
         if chosen:
             grids = [images.grids[i] for i in chosen]
             inputs |= inputs_of(theirs, tokens, torch.cat([parts[i] for i in chosen]), grids)
-    return {**inputs, **({} if fps is None else {"second_per_grid_ts": [2 / one for one in fps]})}
+    return {**inputs, **({} if fps is None else {"second_per_grid_ts": [2 / rate for rate in fps]})}
 
 
 ROWS = {
@@ -136,18 +136,18 @@ def test_text_positions_and_logits_are_those_of_transformers(name, theirs, folde
     row, inputs = prepared(name, theirs, transform)
     images = row["encoder_input"]["images"]
     text = transform.decode(row["tokens"], skip_special_tokens=False)
-    videos = [one for one in ROWS[name][0] if isinstance(one, dict)]
-    for one, grid in zip(videos, [grid for grid in images.grids if grid[0] > 1], strict=True):
-        wanted = written(one, grid, theirs.config.model_type)
+    videos = [video for video in ROWS[name][0] if isinstance(video, dict)]
+    for video, grid in zip(videos, [grid for grid in images.grids if grid[0] > 1], strict=True):
+        wanted = written(video, grid, theirs.config.model_type)
         assert text.count(wanted) == 1
         assert f"<|vision_start|>{wanted}" not in text  # the first releases of the processor replace the template's
     if model.grid_positions:
-        given = {key: value for key, value in inputs.items() if "pixel" not in key}
-        assert images.positions.tolist() == theirs.model.get_rope_index(**given)[0].tolist()
+        other_inputs = {key: value for key, value in inputs.items() if "pixel" not in key}
+        assert images.positions.tolist() == theirs.model.get_rope_index(**other_inputs)[0].tolist()
     with torch.no_grad():
         wanted = theirs(**inputs).logits
-        found = model.eval()(inputs["input_ids"], encoder_input=row["encoder_input"])
-    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+        logits = model.eval()(inputs["input_ids"], encoder_input=row["encoder_input"])
+    torch.testing.assert_close(logits, wanted, atol=1e-4, rtol=1e-4)
     assert all(masked for token, masked in zip(row["tokens"], row["mask"], strict=True) if token >= IMAGE)
 
 
@@ -174,20 +174,20 @@ def test_answers_about_videos_are_those_of_transformers(theirs, folder):
     for name in ROWS:
         row, inputs = prepared(name, theirs, transform, inference=True)
         inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
-        found = theirs.generate(**inputs, max_new_tokens=6, do_sample=False, eos_token_id=-1)
-        wanted.append(found[0, len(row["tokens"]) :].tolist())
+        tokens = theirs.generate(**inputs, max_new_tokens=6, do_sample=False, eos_token_id=-1)
+        wanted.append(tokens[0, len(row["tokens"]) :].tolist())
         rows.append(row)
     assert len(set(map(tuple, wanted))) > 1, wanted
     with torch.no_grad():
         for use_cache in (True, False):
             for row, answer in zip(rows, wanted, strict=True):
-                more = {"max_generated_tokens": 6, "temperature": 0.0, "use_cache": use_cache}
+                options = {"max_generated_tokens": 6, "temperature": 0.0, "use_cache": use_cache}
                 images = images_of_row(row, torch.device("cpu"))
-                assert list(stream(model.eval(), torch.tensor(row["tokens"]), **more, **images)) == answer
+                assert list(stream(model.eval(), torch.tensor(row["tokens"]), **options, **images)) == answer
     images = [{"encoder_input": row["encoder_input"]} for row in rows]
     prompts, limits = [row["tokens"] for row in rows], [6, 2, 4]
     together = generate_tokens(model, prompts, max_new_tokens=limits, temperature=0.0, images=images, max_sequences=2)
-    assert [found.tolist() for found in together.tokens] == [a[:n] for a, n in zip(wanted, limits, strict=True)]
+    assert [tokens.tolist() for tokens in together.tokens] == [a[:n] for a, n in zip(wanted, limits, strict=True)]
 
 
 def written(one, grid, kind) -> str:
@@ -223,8 +223,8 @@ def rows(tmp_path_factory):
         for number, frame in enumerate(video(2 + i, seed=i)):
             frame.save(folder / f"{i}_{number}.png")
             names.append(str(folder / f"{i}_{number}.png"))
-        shown = [{"type": "video", "video": names, "fps": 2.0}, {"type": "image", "image": names[0]}, None][i % 3]
-        content = [*([shown] if shown else []), {"type": "text", "text": "?"}]
+        media = [{"type": "video", "video": names, "fps": 2.0}, {"type": "image", "image": names[0]}, None][i % 3]
+        content = [*([media] if media else []), {"type": "text", "text": "?"}]
         lines.append({"messages": [{"role": "user", "content": content}, {"role": "assistant", "content": "so"}]})
     (folder / "rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return folder / "rows.jsonl"
@@ -236,15 +236,17 @@ SETTINGS = {"conversation_column": "messages", "conversation_style": "openai"}
 def test_packed_rows_are_the_rows_alone(theirs, folder, rows):
     model, _ = torchtune.load(folder, device="cpu", images=True)
     transform = image_text_transform(str(folder), max_seq_len=300)
-    found = chat_dataset(transform, source=str(rows), packed=True, **SETTINGS)
-    documents = [document for i in range(len(found)) for document in found[i]]
+    dataset = chat_dataset(transform, source=str(rows), packed=True, **SETTINGS)
+    documents = [document for i in range(len(dataset)) for document in dataset[i]]
     assert len(documents) == 6
-    assert len(found) < 6
-    for i in range(len(found)):  # the numbers of tokens were known before frames were decoded
-        assert found.lengths[i] == sum(len(document["tokens"]) for document in found[i])
+    assert len(dataset) < 6
+    for i in range(len(dataset)):  # the numbers of tokens were known before frames were decoded
+        assert dataset.lengths[i] == sum(len(document["tokens"]) for document in dataset[i])
     with torch.no_grad():
         together = model(**collate_documents(documents).model_inputs())
-        alone = torch.cat([model(**collate_documents([one]).model_inputs()) for one in documents], dim=1)
+        alone = torch.cat(
+            [model(**collate_documents([packed_document]).model_inputs()) for packed_document in documents], dim=1
+        )
     torch.testing.assert_close(together, alone, atol=1e-5, rtol=1e-5)
 
 

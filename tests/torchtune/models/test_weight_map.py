@@ -47,8 +47,8 @@ def test_every_parameter_is_mapped_exactly_once_both_ways(name, kind, changes):
     named = "both" if any("sa_scale" in str(row.tune) for row in weight_map.rows) else "pre"  # where there are no sizes
     order = next((size.norm_order for size in sizes.values()), named)
     nemotron = {"attnless_layers": (0,), "mlpless_layers": (1,), "mlp_gated": False}  # whose names recur in each kind
-    more = nemotron if any(size.attnless_layers for size in sizes.values()) else {}
-    description = _description(**changes, **more, norm_order=order)
+    options = nemotron if any(size.attnless_layers for size in sizes.values()) else {}
+    description = _description(**changes, **options, norm_order=order)
     torch.manual_seed(0)
     state = build(description).state_dict()
     for tensor in state.values():
@@ -162,8 +162,8 @@ def test_a_part_of_a_whole_checkpoint_has_other_prefixes():
         query = rename_prefix("model.layers.1.self_attn.q_proj", prefixes)
         assert part.weight_map("hf").external_module("layers.1.attn.q_proj", description) == query
         adapters = {group.external: group.tune for group in part.weight_map("hf").peft().groups(description)}
-        ours = ("layers.1.attn.q_proj.lora_a.weight",)
-        assert adapters[f"base_model.model.{query}.lora_A.weight",] == ours
+        tune_names = ("layers.1.attn.q_proj.lora_a.weight",)
+        assert adapters[f"base_model.model.{query}.lora_A.weight",] == tune_names
 
 
 @pytest.mark.parametrize(

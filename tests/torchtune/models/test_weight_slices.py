@@ -53,22 +53,22 @@ def any_slices(shape: torch.Size, rng: random.Random) -> tuple[slice, ...]:
 )
 def test_any_slice_is_read_as_from_the_whole_tensor(op, external):
     rng = random.Random(0)
-    for which, ours in enumerate(op.to_tune(external, DESCRIPTION)):
+    for which, tune_tensor in enumerate(op.to_tune(external, DESCRIPTION)):
         for _ in range(100):
-            slices, written = any_slices(ours.shape, rng), nothing_of(external)
-            copy_part(op, which, ours, slices, external, written)
-            assert sum(int((tensor >= 0).sum()) for tensor in written) == ours[slices].numel()
+            slices, written = any_slices(tune_tensor.shape, rng), nothing_of(external)
+            copy_part(op, which, tune_tensor, slices, external, written)
+            assert sum(int((tensor >= 0).sum()) for tensor in written) == tune_tensor[slices].numel()
             assert all(bool(((w == e) | (w < 0)).all()) for w, e in zip(written, external, strict=True))
 
 
 def test_any_slice_of_a_fused_adapter_is_read_as_from_the_whole():
     """Read as from the whole; all rows of all parts together write the whole, zeros off the diagonal included."""
     op, rng = FusedAdapter(("q_dim", "k_dim", "v_dim")), random.Random(0)
-    ours = matrices((2, 6), (2, 6), (2, 6), (5, 2), (3, 2), (4, 2))
-    external = op.to_external(ours, DESCRIPTION)
-    assert all(map(torch.equal, op.to_tune(external, DESCRIPTION), ours))
+    adapters_of_parts = matrices((2, 6), (2, 6), (2, 6), (5, 2), (3, 2), (4, 2))
+    external = op.to_external(adapters_of_parts, DESCRIPTION)
+    assert all(map(torch.equal, op.to_tune(external, DESCRIPTION), adapters_of_parts))
     written = nothing_of(external)
-    for which, tensor in enumerate(ours):
+    for which, tensor in enumerate(adapters_of_parts):
         for _ in range(50):
             copy_part(op, which, tensor, any_slices(tensor.shape, rng), external, nothing_of(external))
         for rows in (slice(0, 1), slice(1, tensor.shape[0])):
@@ -81,19 +81,24 @@ def test_any_slice_of_a_fused_adapter_is_read_as_from_the_whole():
 def test_adapters_of_experts_are_products_in_peft_and_any_experts_of_them_are_written_alone(parts, swapped):
     """With peft's formula: B [out, rank, experts] and A [experts, rank, in] make [experts, out, in]."""
     op, experts, rank = ExpertAdapter(parts, swapped), 4, 3
-    ours = matrices(*[(experts, 6, rank)] * parts, *[(experts, rank, 5)] * parts)
-    external = op.to_external(ours, DESCRIPTION)
+    adapters_of_parts = matrices(*[(experts, 6, rank)] * parts, *[(experts, rank, 5)] * parts)
+    external = op.to_external(adapters_of_parts, DESCRIPTION)
     a, b = external[0].reshape(experts, parts * rank, -1), external[1].reshape(-1, parts * rank, experts)
-    wanted = torch.cat([first @ second for first, second in zip(ours[:parts], ours[parts:], strict=True)], dim=2)
+    wanted = torch.cat(
+        [first @ second for first, second in zip(adapters_of_parts[:parts], adapters_of_parts[parts:], strict=True)],
+        dim=2,
+    )
     delta = torch.einsum("ore,eri->eoi", b, a)
     assert torch.equal(delta if swapped else delta.transpose(1, 2), wanted)
-    assert all(map(torch.equal, op.to_tune(external, DESCRIPTION), ours))
-    whole = [ours[0], torch.cat(ours[parts:], dim=2)]  # one adapter of all parts
-    spread = op.to_tune(op.spread(ExpertAdapter(1, swapped).to_external(whole, DESCRIPTION), DESCRIPTION), DESCRIPTION)
-    assert all(map(torch.equal, spread, [ours[0]] * parts + ours[parts:]))
+    assert all(map(torch.equal, op.to_tune(external, DESCRIPTION), adapters_of_parts))
+    adapters = [adapters_of_parts[0], torch.cat(adapters_of_parts[parts:], dim=2)]  # one adapter of all parts
+    spread = op.to_tune(
+        op.spread(ExpertAdapter(1, swapped).to_external(adapters, DESCRIPTION), DESCRIPTION), DESCRIPTION
+    )
+    assert all(map(torch.equal, spread, [adapters_of_parts[0]] * parts + adapters_of_parts[parts:]))
 
     written = nothing_of(external)
-    for which, tensor in enumerate(ours):
+    for which, tensor in enumerate(adapters_of_parts):
         for chosen in (slice(0, 1), slice(1, 4), slice(4, 4)):
             slices = (chosen, slice(0, tensor.shape[1]), slice(0, tensor.shape[2]))
             copy_part(op, which, tensor, slices, external, written)

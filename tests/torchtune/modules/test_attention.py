@@ -123,7 +123,7 @@ def test_gradients_of_a_shared_prefix_do_not_round_at_every_document():
         attention(q, k, v, documents=documents, dropout_p=0.1)
 
 
-def test_what_no_document_can_go_on_from_is_refused():
+def test_invalid_prefixes_of_documents_are_refused():
     with pytest.raises(ValueError, match="itself goes on from another"):
         Documents.from_lengths([1, 2, 3], DEVICE, prefixes=[-1, 0, 1])
     with pytest.raises(ValueError, match="do not name documents of 2"):

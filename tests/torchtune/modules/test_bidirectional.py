@@ -105,7 +105,7 @@ def test_parts_that_cannot_see_later_positions_are_refused(fields, part):
         Description(**SIZES, **fields, is_causal=False)
 
 
-def test_what_predicts_tokens_is_refused(model):
+def test_losses_that_predict_tokens_are_refused(model):
     for check in (lambda: setup_loss(DPOLoss(), model), lambda: setup_token_loss(LinearCrossEntropyLoss(), model)):
         with pytest.raises(LossError, match="predicts tokens, and the model attends to later tokens"):
             check()

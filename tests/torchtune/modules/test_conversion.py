@@ -127,11 +127,11 @@ def test_a_conversion_of_an_earlier_phase_comes_before_the_lora_of_a_builder(kin
     assert set(seen) == {nn.Linear}
     assert get_conversions(model) == [swap, lora]
     assert type(model.attn["q_proj"]) is kind
-    ours, theirs = (
+    names, names_of_peft = (
         {name: (p.shape, p.dtype, p.requires_grad) for name, p in m.named_parameters()} for m in (model, wanted)
     )
-    assert ours == theirs
-    assert "attn.q_proj.bias" in ours
+    assert names == names_of_peft
+    assert "attn.q_proj.bias" in names
 
 
 def test_a_conversion_before_one_that_cannot_be_undone_is_refused():
@@ -206,7 +206,7 @@ def test_parameters_belong_to_an_adapter_by_their_module():
     model.magnitudes = nn.Linear(4, 4)
     apply_conversions(model, [LoRA(2, 4, attn_modules=["q_proj"], use_dora=True)])
     (conversion,) = get_conversions(model)
-    own = {f"attn.q_proj.{name}" for name in ("lora_a.weight", "lora_b.weight", "magnitude")}
-    assert conversion.owned_parameters(model) == own
+    adapter_names = {f"attn.q_proj.{name}" for name in ("lora_a.weight", "lora_b.weight", "magnitude")}
+    assert conversion.owned_parameters(model) == adapter_names
     # Where there is a state dict alone, names are read part by part.
-    assert get_adapter_state_dict(model.state_dict()).keys() == own
+    assert get_adapter_state_dict(model.state_dict()).keys() == adapter_names

@@ -44,12 +44,12 @@ def seen(lengths: list[int], before: list[int], window: int) -> Tensor:
 
 def blocks(counts: Tensor, indices: Tensor) -> Tensor:
     """bool ``[blocks, blocks]`` of a block mask's lists, each of which names a block once."""
-    found = torch.zeros(indices.shape[-2:], dtype=torch.int64)
+    block_counts = torch.zeros(indices.shape[-2:], dtype=torch.int64)
     for row, (count, places) in enumerate(zip(counts[0, 0].tolist(), indices[0, 0].tolist(), strict=True)):
-        for place in places[:count]:
-            found[row, place] += 1
-    assert found.max() <= 1
-    return found.bool()
+        for block in places[:count]:
+            block_counts[row, block] += 1
+    assert block_counts.max() <= 1
+    return block_counts.bool()
 
 
 def test_block_masks_of_documents():
@@ -62,8 +62,8 @@ def test_block_masks_of_documents():
         window = rng.choice([0, 0, 1, 64, 128, 129, 200, 1000])
         sizes = total, total_keys = sum(lengths), sum(lengths) + sum(before)
         keys = boundaries([x + y for x, y in zip(lengths, before, strict=True)])
-        more = (keys, total_keys) if run % 2 else ()
-        mask = document_block_mask(boundaries(lengths), total, window, *more)
+        further_args = (keys, total_keys) if run % 2 else ()
+        mask = document_block_mask(boundaries(lengths), total, window, *further_args)
         expected = seen(lengths, before, window)
         assert torch.equal(mask.mask_mod(None, None, torch.arange(total)[:, None], torch.arange(total_keys)), expected)
         count, count_keys = (-(-size // BLOCK) for size in sizes)
@@ -72,15 +72,15 @@ def test_block_masks_of_documents():
         pairs = padded.view(count, BLOCK, count_keys, BLOCK).sum((1, 3))
         real = (total - torch.arange(count) * BLOCK).clamp(max=BLOCK)
         partial = blocks(mask.kv_num_blocks, mask.kv_indices)
-        whole = blocks(mask.full_kv_num_blocks, mask.full_kv_indices)
-        assert not (partial & whole).any()
-        visited = partial | whole
+        full_blocks = blocks(mask.full_kv_num_blocks, mask.full_kv_indices)
+        assert not (partial & full_blocks).any()
+        visited = partial | full_blocks
         assert visited[pairs > 0].all()
         if not (window and any(before)):  # keys before the window of a later document of the block are visited in vain
             assert not visited[pairs == 0].any()
         real_keys = (total_keys - torch.arange(count_keys) * BLOCK).clamp(max=BLOCK)
-        assert (pairs[whole] == (real[:, None] * real_keys)[whole]).all()
-        windowed += bool(window) and bool(whole.any())
+        assert (pairs[full_blocks] == (real[:, None] * real_keys)[full_blocks]).all()
+        windowed += bool(window) and bool(full_blocks.any())
     assert windowed > 10
 
 
@@ -104,13 +104,13 @@ def test_flex_attention_over_documents(window, softcap, sinks, monkeypatch):
     monkeypatch.setattr(attention_kernels, "choose_kernel", lambda *_, **__: Kernel.FLEX)
     with torch.no_grad():
         torch.testing.assert_close(attention(q, k, v, documents=shared, **options), goes_on, atol=2e-6, rtol=0)
-        made = Boundaries.of(shared, block_masks=[window])
-        torch.testing.assert_close(attention(q, k, v, documents=made, **options), goes_on, atol=2e-6, rtol=0)
+        of_documents = Boundaries.of(shared, block_masks=[window])
+        torch.testing.assert_close(attention(q, k, v, documents=of_documents, **options), goes_on, atol=2e-6, rtol=0)
         alone = attention(q, k, v, documents=documents, **options)
         documents.block_masks[window] = document_block_mask(documents.cu_seqlens, 300, window)
-        given = attention(q, k, v, documents=documents, **options)
+        result = attention(q, k, v, documents=documents, **options)
     torch.testing.assert_close(alone, expected, atol=2e-6, rtol=0)
-    torch.testing.assert_close(given, alone, atol=0, rtol=0)
+    torch.testing.assert_close(result, alone, atol=0, rtol=0)
 
 
 @pytest.mark.parametrize("kernel", [Kernel.VARLEN, Kernel.FLEX, Kernel.PER_DOCUMENT])
@@ -171,9 +171,9 @@ def test_a_card_runs_what_its_shared_memory_holds(card, dtype, kind, kernel, blo
     monkeypatch.setitem(optional._CARDS, CUDA, card)
     assert choose_kernel(CUDA, dtype, **kind) is kernel
     assert flex_blocks(card, kind.get("head_dim", 128), dtype.itemsize) == blocks
-    said = attention_backend(CUDA, dtype, documents=True, **kind)
-    assert said.startswith(kernel.value)
-    assert (f"in blocks of {blocks}" in said) == (kernel is Kernel.FLEX and blocks is not None)
+    backend = attention_backend(CUDA, dtype, documents=True, **kind)
+    assert backend.startswith(kernel.value)
+    assert (f"in blocks of {blocks}" in backend) == (kernel is Kernel.FLEX and blocks is not None)
 
 
 @pytest.mark.parametrize(

@@ -68,8 +68,8 @@ def test_training_is_that_of_plain_torch_without_state_for_frozen_weights():
         torch.optim.AdamW(trained, lr=0.01, weight_decay=0.1),
     ]
     for _ in range(3):
-        for each, optimizer in zip((model, plain), optimizers, strict=True):
-            each(TOKENS).square().mean().backward()
+        for trained_model, optimizer in zip((model, plain), optimizers, strict=True):
+            trained_model(TOKENS).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
     assert len(optimizers[0].state) == len(trained)

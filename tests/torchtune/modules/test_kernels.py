@@ -360,8 +360,8 @@ def test_swiglu_and_products_of_experts_by_kernels_of_other_packages():
     torch.testing.assert_close(SWIGLU.load().apply(gate, up), nn.functional.silu(gate) * up)
     assert torch.autograd.gradcheck(SWIGLU.load().apply, (gate, up))
     x, weight, counts = torch.randn(9, 16), torch.randn(3, 16, 8), torch.tensor([4, 0, 5])
-    other = grouped._other_grouped_mm(GROUPED_PRODUCTS.load(), x, weight, counts)
-    torch.testing.assert_close(other, grouped_mm(x, weight, RowGroups.of(counts)))
+    other_kernel = grouped._other_grouped_mm(GROUPED_PRODUCTS.load(), x, weight, counts)
+    torch.testing.assert_close(other_kernel, grouped_mm(x, weight, RowGroups.of(counts)))
 
 
 @pytest.mark.usefixtures("stand_ins")
@@ -383,7 +383,7 @@ def test_a_kernel_is_used_where_card_dtype_and_sizes_fit():
 
 
 @pytest.mark.usefixtures("an_a100")
-def test_what_a_missing_package_costs_is_said_once(caplog, monkeypatch):
+def test_cost_of_a_missing_package_is_logged_once(caplog, monkeypatch):
     caplog.set_level("INFO", logger="torchtune")
     for _ in range(2):
         assert STATE_SPACE.choose("Mamba 2 of a test", CUDA, torch.bfloat16) is None

@@ -54,7 +54,7 @@ def test_latents_are_cached_and_compared_as_keys_would_be(model, kind):
         expected = decoder(tokens)
         with local_kv_cache(decoder, batch_size=2, device=DEVICE, dtype=torch.float32, decoder_max_seq_len=12):
             cache = decoder.layers[0].attn.kv_cache
-            assert sum(kept.numel() for kept in (cache.k_cache, cache.v_cache)) == 2 * 12 * (LATENT + TURNING)
+            assert sum(cached.numel() for cached in (cache.k_cache, cache.v_cache)) == 2 * 12 * (LATENT + TURNING)
             parts = [decoder(tokens[:, :5], mask=mask[:, :5], input_pos=torch.arange(5))]
             for i in range(5, 12):
                 parts.append(decoder(tokens[:, i : i + 1], mask=mask[:, i : i + 1], input_pos=torch.tensor([i])))

@@ -66,11 +66,11 @@ def test_stretched_positions_equal_those_of_transformers(options, length):
         max_position_embeddings=8192,
     )
     positions = torch.cat([torch.arange(30), torch.arange(length - 9, length)])[None]
-    theirs = LlamaRotaryEmbedding(config)(torch.zeros(1), positions)
-    ours = _rope(SPEC.from_hf_config(config.to_dict())).cos_sin(positions)
-    for mine, other in zip(ours, theirs, strict=True):
-        assert (mine[:, :, 0] - other[..., :32]).abs().max() <= 2e-3  # of angles up to 8,300 in float32
-        assert (mine[:, :30, 0] - other[:, :30, :32]).abs().max() <= 1e-5
+    hf_tables = LlamaRotaryEmbedding(config)(torch.zeros(1), positions)
+    tables = _rope(SPEC.from_hf_config(config.to_dict())).cos_sin(positions)
+    for table, hf_table in zip(tables, hf_tables, strict=True):
+        assert (table[:, :, 0] - hf_table[..., :32]).abs().max() <= 2e-3  # of angles up to 8,300 in float32
+        assert (table[:, :30, 0] - hf_table[:, :30, :32]).abs().max() <= 1e-5
 
 
 def test_rotary_modules_hold_no_tensors_and_survive_meta():
@@ -128,8 +128,8 @@ def test_resized_vocabulary(tied, size):
     model = build(Description(vocab_size=10, num_kv_heads=2, tie_word_embeddings=tied, **of_layers, **sizes))
     old = model.tok_embeddings.weight.detach().clone()
     resize_token_embeddings(model, size)
-    kept = min(size, 10)
-    assert torch.equal(model.tok_embeddings.weight[:kept], old[:kept])
+    num_cached = min(size, 10)
+    assert torch.equal(model.tok_embeddings.weight[:num_cached], old[:num_cached])
     if size > 10:
         assert torch.allclose(model.tok_embeddings.weight[10:], old.mean(0).expand(3, -1), atol=1e-6)
     assert model.description.vocab_size == model.tok_embeddings.num_embeddings == size

@@ -92,8 +92,8 @@ def compare_gradients(found: nn.Module, expected: nn.Module, tolerance: float) -
     """Compare all gradients at once, and see that each is there."""
     sides = [[p.grad for p in model.parameters() if p.grad is not None] for model in (found, expected)]
     assert [grad.shape for grad in sides[0]] == [grad.shape for grad in sides[1]]
-    ours, theirs = (torch.cat([grad.double().cpu().flatten() for grad in side]) for side in sides)
-    assert distance(ours, theirs) < tolerance
+    on_device, on_host = (torch.cat([grad.double().cpu().flatten() for grad in side]) for side in sides)
+    assert distance(on_device, on_host) < tolerance
 
 
 @pytest.mark.parametrize(
@@ -104,14 +104,14 @@ def compare_gradients(found: nn.Module, expected: nn.Module, tolerance: float) -
         *((kind, torch.bfloat16, 2e-2, 8e-2) for kind in KINDS if "expert" not in kind),
     ],
 )
-def test_a_model(kind, dtype, of_loss, of_gradients):
+def test_models_have_the_loss_and_gradients_of_the_host(kind, dtype, of_loss, of_gradients):
     expected, batch = make_model(**KINDS[kind]), make_batch()
-    found = copy.deepcopy(expected).to(DEVICE, dtype)
-    losses = loss_of(found, batch.to(DEVICE)), loss_of(expected, batch)
+    on_device = copy.deepcopy(expected).to(DEVICE, dtype)
+    losses = loss_of(on_device, batch.to(DEVICE)), loss_of(expected, batch)
     for loss in losses:
         loss.backward()
     assert losses[0].item() == pytest.approx(losses[1].item(), rel=of_loss)
-    compare_gradients(found, expected, of_gradients)
+    compare_gradients(on_device, expected, of_gradients)
 
 
 @pytest.mark.parametrize("kind", ["plain", "window", "experts", "gated delta rule"])
@@ -148,14 +148,14 @@ def test_the_host_does_not_wait_in_a_micro_batch(kind):
 @pytest.mark.parametrize("kind", ["plain", "window", "soft cap", "gated delta rule", "experts"])
 def test_the_likeliest_answers(kind):
     expected = make_model(**KINDS[kind]).eval()
-    found = copy.deepcopy(expected).to(DEVICE, torch.float32)
+    on_device = copy.deepcopy(expected).to(DEVICE, torch.float32)
     prompts = [list(range(3, 40)), [5, 6], list(range(60, 100))]
     answers = [
         generate_tokens(model, prompts, max_new_tokens=24, temperature=0.0, num_samples=1)
-        for model in (found, expected)
+        for model in (on_device, expected)
     ]
-    for ours, theirs, a, b in zip(
+    for parameters_on_device, parameters_on_host, a, b in zip(
         answers[0].tokens, answers[1].tokens, answers[0].log_probs, answers[1].log_probs, strict=True
     ):
-        assert ours.tolist() == theirs.tolist()
+        assert parameters_on_device.tolist() == parameters_on_host.tolist()
         torch.testing.assert_close(a.cpu().double(), b.double(), atol=2e-3, rtol=0)

@@ -25,8 +25,8 @@ def test_noise_of_a_document_has_the_scale_of_its_length():
         assert 0.98 * bound < part.abs().max() <= bound * 1.0001
         assert part.std().item() == pytest.approx(bound / 3**0.5, rel=0.03)
         assert part.mean().abs() < 0.05 * bound
-    whole = NEFTune(alpha=10).add_noise(torch.zeros(2, 100, 64), None)
-    assert whole.abs().max().item() == pytest.approx(10 / 80, rel=0.01)
+    noisy = NEFTune(alpha=10).add_noise(torch.zeros(2, 100, 64), None)
+    assert noisy.abs().max().item() == pytest.approx(10 / 80, rel=0.01)
 
 
 def test_noise_is_added_in_training_only():
@@ -61,7 +61,7 @@ def test_scale_that_is_no_positive_number_is_refused(alpha):
         NEFTune(alpha)
 
 
-def test_what_cannot_have_noise_is_refused():
+def test_models_that_cannot_have_noise_are_refused():
     with pytest.raises(ConversionError, match="a Linear is no text decoder"):
         apply_conversions(torch.nn.Linear(2, 2), [NEFTune()])
     with pytest.raises(ConversionError, match="set tensor_parallel_dim to 1"):

@@ -26,9 +26,9 @@ CASES = [
 ]
 
 
-def distance(found: Tensor, expected: Tensor) -> float:
+def distance(actual: Tensor, expected: Tensor) -> float:
     """Relative error, in the norm."""
-    return ((found.detach().double().cpu() - expected).norm() / expected.norm()).item()
+    return ((actual.detach().double().cpu() - expected).norm() / expected.norm()).item()
 
 
 @pytest.mark.parametrize(("dtype", "head_dim", "prefixes"), CASES)
@@ -47,12 +47,12 @@ def test_attention_within_documents(options, dtype, head_dim, prefixes):
     for device, wide in (("cpu", torch.float64), (DEVICE, dtype)):
         leaves = [t.to(device, wide).requires_grad_() for t in inputs]
         scores = sinks.to(device, torch.float64 if device == "cpu" else dtype).requires_grad_()
-        given = {**options, "sinks": scores} if "sinks" in options else options
+        used_options = {**options, "sinks": scores} if "sinks" in options else options
         documents = Documents.from_lengths(lengths, device, prefixes)
-        out = attention(*leaves, documents=documents, **given)
+        out = attention(*leaves, documents=documents, **used_options)
         out.backward(grad.to(device, wide))
         results.append([out, *(leaf.grad for leaf in leaves), *([scores.grad] if "sinks" in options else [])])
-    errors = [distance(found, expected.detach()) for expected, found in zip(*results, strict=True)]
+    errors = [distance(actual, expected.detach()) for expected, actual in zip(*results, strict=True)]
     most = (1e-2, 3e-2) if dtype == torch.bfloat16 else (2e-3, 2e-3)
     assert errors[0] < most[0]
     assert max(errors[1:]) < most[1]
@@ -104,7 +104,7 @@ def test_products_of_groups(counts):
         out = grouped_mm(*leaves, RowGroups.of(torch.tensor(counts, device=device)))
         out.backward(grad.to(device, dtype))
         results.append([out, *(leaf.grad for leaf in leaves)])
-    assert max(distance(found, expected.detach()) for expected, found in zip(*results, strict=True)) < 1e-2
+    assert max(distance(actual, expected.detach()) for expected, actual in zip(*results, strict=True)) < 1e-2
 
 
 @pytest.mark.parametrize("is_frozen", [False, True])
@@ -119,7 +119,7 @@ def test_norm_and_its_gradients(is_frozen):
         out = rms_norm(inputs[0], 1e-5, inputs[1])
         out.backward(grad.to(device, dtype))
         results.append([out, *(tensor.grad for tensor in inputs if tensor.requires_grad)])
-    errors = [distance(found, expected.detach()) for expected, found in zip(*results, strict=True)]
+    errors = [distance(actual, expected.detach()) for expected, actual in zip(*results, strict=True)]
     assert max(errors) < 1e-2
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from torchtune.modules._outside_graphs import outside_graphs
 
 
-def test_it_runs_uncompiled_inside_what_is_compiled():
+def test_function_outside_graphs_runs_uncompiled_in_a_compiled_caller():
     compiling: list[bool] = []
 
     @outside_graphs

@@ -57,21 +57,23 @@ class TinyServer(ThreadingHTTPServer):
         self, model: torch.nn.Module, prompt: list[int], most: int, temperature: float, stop: list[int], seed: int
     ) -> tuple[list[int], list[float]]:
         """Tokens and log-probs; temperature 0 takes the likeliest."""
-        generator, tokens, found = torch.Generator().manual_seed(seed), list(prompt), []
-        while len(found) < most and (not found or tokens[-1] not in stop):
+        generator, tokens, sampled = torch.Generator().manual_seed(seed), list(prompt), []
+        while len(sampled) < most and (not sampled or tokens[-1] not in stop):
             logits = model(torch.tensor([tokens])).logits[0, -1].float()
             if "hot" in self.faults:
                 temperature *= 2.0
             log_probs = (logits / (temperature or 1.0)).log_softmax(-1)
-            kept = log_probs
+            top_log_probs = log_probs
             if self.faults & {"top_k", "top_k after"}:
-                kept = kept.masked_fill(kept < kept.topk(20).values[-1], -math.inf).log_softmax(-1)
-                log_probs = kept if "top_k after" in self.faults else log_probs
-            token = int(kept.exp().multinomial(1, generator=generator) if temperature else logits.argmax())
+                top_log_probs = top_log_probs.masked_fill(
+                    top_log_probs < top_log_probs.topk(20).values[-1], -math.inf
+                ).log_softmax(-1)
+                log_probs = top_log_probs if "top_k after" in self.faults else log_probs
+            token = int(top_log_probs.exp().multinomial(1, generator=generator) if temperature else logits.argmax())
             tokens.append(token)
-            found.append(float(log_probs[token]))
+            sampled.append(float(log_probs[token]))
         self.sampled.append(tokens[len(prompt) :])
-        return self.sampled[-1], found
+        return self.sampled[-1], sampled
 
 
 class _Handler(JSONHandler):

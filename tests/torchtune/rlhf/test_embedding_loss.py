@@ -114,13 +114,13 @@ def test_pooling_reads_the_last_token_or_the_mean_of_a_document():
 def test_pooling_over_shards_of_a_sequence_adds_up(pooling):
     batch = collate_embedding(ROWS).pad_to_multiple(2).to(DEVICE)
     hidden = torch.randn(1, batch.num_tokens, 4)
-    whole = pooled_embeddings(hidden, batch, pooling)
+    full_vectors = pooled_embeddings(hidden, batch, pooling)
     half = batch.num_tokens // 2
     parts = [
         pooled_embeddings(hidden[:, rank * half : (rank + 1) * half], batch.split(rank, 2), pooling)
         for rank in range(2)
     ]
-    torch.testing.assert_close(parts[0] + parts[1], whole)
+    torch.testing.assert_close(parts[0] + parts[1], full_vectors)
 
 
 @pytest.mark.parametrize(

@@ -20,10 +20,10 @@ def test_mathematics_is_compared_by_value():
 def test_problems_of_reasoning_gym_have_prompts_answers_and_scores(tmp_path):
     gym = pytest.importorskip("reasoning_gym", reason="the extra reasoning-gym is not installed")
     tokenizer = hf_tokenizer(str(write_checkpoint(tmp_path / "checkpoint")))
-    found = reasoning_gym_dataset(tokenizer, environment="chain_sum", size=5, seed=3, max_terms=2)
+    dataset = reasoning_gym_dataset(tokenizer, environment="chain_sum", size=5, seed=3, max_terms=2)
     rows = list(gym.create_dataset("chain_sum", size=5, seed=3, max_terms=2))
-    assert [found[i]["row"] for i in range(len(found))] == rows
-    assert rows[0]["question"] in tokenizer.decode(found[0]["tokens"])
+    assert [dataset[i]["row"] for i in range(len(dataset))] == rows
+    assert rows[0]["question"] in tokenizer.decode(dataset[0]["tokens"])
     right = [row["answer"] for row in rows]
     wordy = [f"{99 - i} or {answer}" for i, answer in enumerate(right)]
     assert ExactMatch()(rows, right) == ReasoningGymReward()(rows, right) == [1.0] * 5

@@ -61,8 +61,8 @@ class _Handler(socketserver.BaseRequestHandler):
 
 @pytest.fixture(scope="module")
 def server():
-    with Replies(("127.0.0.1", 0), _Handler) as found, serving(found):
-        yield found
+    with Replies(("127.0.0.1", 0), _Handler) as replies, serving(replies):
+        yield replies
 
 
 def choice(**changes):

@@ -45,10 +45,10 @@ def test_lists_have_the_cross_entropy_of_the_candidates(targets):
     scores = random_scores(7)
     total, _ = RerankListwiseLoss(temperature=0.5, targets=targets).sum_and_metrics(batch, scores)
     expected = 0.0
-    for labels, own in zip(TARGETS, scores.split([3, 4]), strict=True):
+    for labels, list_scores in zip(TARGETS, scores.split([3, 4]), strict=True):
         labels = torch.tensor(labels, dtype=DOUBLE)
         p = labels.softmax(0) if targets == "softmax" else labels / labels.sum()
-        expected = expected - (p * (own / 0.5).log_softmax(0)).sum()
+        expected = expected - (p * (list_scores / 0.5).log_softmax(0)).sum()
     assert_equal_with_gradient(total, expected, scores)
     assert batch.num_terms == 2
 

@@ -67,17 +67,17 @@ def test_labels_of_datasets_are_shifted_already_and_those_of_get_batch_log_probs
     batch = collate_preference([example]).to(DEVICE)
     hidden = torch.randn(1, 14, DIM, generator=rng, dtype=torch.float64)
     head = nn.Linear(DIM, VOCAB, bias=False, dtype=torch.float64)
-    ours = rlhf.document_log_probs(hidden, batch, head)
+    of_documents = rlhf.document_log_probs(hidden, batch, head)
     logits = head(hidden).view(2, 7, VOCAB)
-    torch.testing.assert_close(ours, rlhf.get_batch_log_probs(logits, unshifted))
+    torch.testing.assert_close(of_documents, rlhf.get_batch_log_probs(logits, unshifted))
     assert (
         padded_collate_dpo([example])[1].tolist() == unshifted.tolist()
     )  # as recipes of earlier releases hand them over
     averaged = rlhf.get_batch_log_probs(logits, unshifted, return_average_logprobs=True)
-    torch.testing.assert_close(ours / torch.tensor([5, 3]), averaged)
+    torch.testing.assert_close(of_documents / torch.tensor([5, 3]), averaged)
     for row, (first, last) in enumerate(((2, 7), (4, 7))):  # the end of the answer is among the labels
         alone = [torch.log_softmax(logits[row, i - 1], -1)[rows[row, i]] for i in range(first, last)]
-        torch.testing.assert_close(ours[row], torch.stack(alone).sum())
+        torch.testing.assert_close(of_documents[row], torch.stack(alone).sum())
     with pytest.raises(ValueError, match="differ"):
         rlhf.get_batch_log_probs(logits, unshifted[:, 1:])
 

@@ -269,11 +269,11 @@ def test_a_recipe_trains_on_answers_of_a_server(tmp_path):
         sampler |= {"url": server.url, "server": "vllm", "folder": str(tmp_path / "weights")}
         write_conversations(tmp_path / "data.jsonl")
         run = start("lora_grpo_single_device", tmp_path, sampler=sampler, **settings)
-    found = [record for record in run.records if "policy/sampler_difference" in record]
-    assert len(found) == 3
-    assert max(record["policy/sampler_difference"] for record in found) < 1e-4
-    assert max(abs(record["policy/importance"] - 1.0) for record in found) < 1e-4
-    assert min(record["grad_norm"] for record in found) > 0
+    records = [record for record in run.records if "policy/sampler_difference" in record]
+    assert len(records) == 3
+    assert max(record["policy/sampler_difference"] for record in records) < 1e-4
+    assert max(abs(record["policy/importance"] - 1.0) for record in records) < 1e-4
+    assert min(record["grad_norm"] for record in records) > 0
 
 
 def test_vllm_gets_merged_weights_for_adapters_that_peft_lacks():
@@ -296,6 +296,6 @@ def test_vllm_gets_merged_weights_for_adapters_that_peft_lacks():
     assert server.contents(model) == "adapter"
     apply_conversions(model, [Scale()])
     assert server.contents(model) == "merged"
-    beside = torch.nn.ModuleDict({"a": torch.nn.Linear(4, 4), "b": torch.nn.Linear(4, 4)})
-    apply_conversions(beside, [LoRA(rank=2, target_modules=["a"], train_modules=["b"])])
-    assert server.contents(beside) == "merged"
+    two_layers = torch.nn.ModuleDict({"a": torch.nn.Linear(4, 4), "b": torch.nn.Linear(4, 4)})
+    apply_conversions(two_layers, [LoRA(rank=2, target_modules=["a"], train_modules=["b"])])
+    assert server.contents(two_layers) == "merged"

@@ -132,12 +132,12 @@ def test_models_without_support_for_prefixes_share_none():
     mixer = DeltaNetMixer(num_key_heads=2, num_value_heads=4, key_dim=6, value_dim=5)
     assert can_share_prefixes(make())
     assert not can_share_prefixes(make(), False)
-    replaced, beside = make(), make()
-    beside.layers[1].mixer = make(mixer=mixer, mixer_layers=(0,)).layers[0].attn  # next to attention
+    replaced, unchanged = make(), make()
+    unchanged.layers[1].mixer = make(mixer=mixer, mixer_layers=(0,)).layers[0].attn  # next to attention
     replaced.layers[1].attn.attention = lambda *tensors, **_: tensors[0]
     for model, reason in (
         (make(mixer=mixer, mixer_layers=(0,)), "layer 0 has GatedDeltaNet, which goes on from no other document"),
-        (beside, "layer 1 has GatedDeltaNet"),
+        (unchanged, "layer 1 has GatedDeltaNet"),
         (make(attn_dropout=0.1), "attn_dropout"),
         (replaced, "layer 1 computes attention with a function of its own"),
         (nn.Linear(2, 2), "no TransformerDecoder"),

@@ -173,7 +173,7 @@ def test_tools_reach_the_template(folder):
     assert tokenizer.decode(tokens).startswith('[{"name": "größe"}]\n')
 
 
-def test_texts_that_spell_special_tokens_are_told_once(folder, monkeypatch, caplog):
+def test_texts_that_spell_special_tokens_are_logged_once(folder, monkeypatch, caplog):
     chat = [Message("user", "a<|endoftext|>b", masked=True), Message("assistant", "c")]
     tokenizer = hf_tokenizer(str(folder))
     messages = []

@@ -74,7 +74,7 @@ def test_checkpointing_changes_neither_loss_gradients_nor_names(settings):
 @pytest.mark.parametrize("use_dora", [False, True])
 def test_operators_of_layers_with_some_adapters_are_kept_or_computed_again(use_dora):
     """An adapter adds to a product in place: if that is the one that is kept, what is kept is not what was computed."""
-    found = []
+    seen_tensors = []
     for mode in (None, "selective"):
         model = make_model()
         apply_conversions(model, [LoRA(rank=2, alpha=4, target_modules=["q_proj", "v_proj"], use_dora=use_dora)])
@@ -83,8 +83,8 @@ def test_operators_of_layers_with_some_adapters_are_kept_or_computed_again(use_d
                 if "lora_b" in name:
                     parameter.fill_(0.1)
         training.apply_selective_activation_checkpointing(model, mode, mode and "op")
-        found.append(loss_and_gradients(model))
-    (loss, gradients), (other_loss, other_gradients) = found
+        seen_tensors.append(loss_and_gradients(model))
+    (loss, gradients), (other_loss, other_gradients) = seen_tensors
     assert torch.equal(loss, other_loss)
     for name, gradient in gradients.items():
         assert gradient is other_gradients[name] or torch.equal(gradient, other_gradients[name]), name

@@ -60,8 +60,8 @@ def test_layers_share_two_compilations_whatever_the_lengths(checkpointing, monke
         for loss in losses:
             loss.backward()
         assert torch.allclose(*losses, atol=1e-6)
-        for mine, theirs in zip(compiled.parameters(), plain.parameters(), strict=True):
-            assert torch.allclose(mine.grad, theirs.grad, atol=1e-5)
+        for actual, expected in zip(compiled.parameters(), plain.parameters(), strict=True):
+            assert torch.allclose(actual.grad, expected.grad, atol=1e-5)
     stats = torch._dynamo.utils.counters["stats"]
     assert stats["unique_graphs"] == 2  # the first length, then any length
     # A selectively checkpointed layer is one call, which holds all others
@@ -149,10 +149,10 @@ def test_a_compiler_that_fails_does_not_end_a_run(monkeypatch, caplog):
         total.backward()
         grads.append([total.detach(), *(parameter.grad for parameter in model.parameters())])
         model.zero_grad()
-    for one, other in zip(*grads, strict=True):
-        torch.testing.assert_close(one, other)
-    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert said == [
+    for first, second in zip(*grads, strict=True):
+        torch.testing.assert_close(first, second)
+    messages = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert messages == [
         "compile: broken_compiler failed on a part of the model, which runs uncompiled, slower and with the same "
         "results (AssertionError: 384 v.s. 383)."
     ]
@@ -202,9 +202,9 @@ def test_gated_delta_nets_are_compiled_without_mixed_reductions(has_delta_rule, 
     monkeypatch.setenv("TORCH_COMPILE_BACKEND", "eager")
     mixer = DeltaNetMixer(num_key_heads=2, num_value_heads=4, key_dim=16, value_dim=16)
     sizes = {"vocab_size": 32, "num_layers": 1, "embed_dim": 32, "intermediate_dim": 32, "max_seq_len": 64}
-    given = {"mixer": mixer, "mixer_layers": (0,)} if has_delta_rule else {}
+    mixer_options = {"mixer": mixer, "mixer_layers": (0,)} if has_delta_rule else {}
     if not hasattr(inductor_config.triton, "mix_order_reduction"):
         pytest.skip("this torch does not fuse such reductions")
     with inductor_config.patch({"triton.mix_order_reduction": True}):
-        training.compile_model(build(Description(**sizes, num_heads=2, num_kv_heads=2, **given)), verbose=False)
+        training.compile_model(build(Description(**sizes, num_heads=2, num_kv_heads=2, **mixer_options)), verbose=False)
         assert inductor_config.triton.mix_order_reduction is not has_delta_rule

@@ -86,8 +86,8 @@ def test_operators_of_a_layer():
         pytest.skip(
             "without flash attention a compiled kernel attends, which a mode that counts operators leaves eager"
         )
-    more, fewer = operators_of(4), operators_of(2)
-    of_a_layer = [(a - b) / 2 for a, b in zip(more, fewer, strict=True)]
+    of_four, of_two = operators_of(4), operators_of(2)
+    of_a_layer = [(a - b) / 2 for a, b in zip(of_four, of_two, strict=True)]
     assert 10 < of_a_layer[0] <= FORWARD
     assert 10 < of_a_layer[1] <= BACKWARD
 
@@ -164,13 +164,13 @@ class Shapes(TorchDispatchMode):
 def test_steps_of_decoding_have_the_same_launches_and_shapes_and_the_host_waits_for_none():
     """What a CUDA graph can repeat, whatever the lengths of the rows, their number and the column."""
     model = make_model().eval()
-    place = Place()
+    position = Place()
     with torch.device("cuda"):
         model.setup_caches(4, model.tok_embeddings.weight.dtype, decoder_max_seq_len=96)
     caches = [module.kv_cache for module in attention_modules(model)]
     for cache in caches:
-        cache.place = place
-    step = StaticStep(model, caches, place, captures=False)
+        cache.place = position
+    step = StaticStep(model, caches, position, captures=False)
     sequences = []
     for count, column in ((4, 20), (4, 21), (2, 22), (3, 90)):
         tokens = torch.ones(count, 1, dtype=torch.int64, device="cuda")

@@ -76,12 +76,12 @@ def test_a_resumed_schedule_continues_exactly(make, with_optimizer):
     schedule = make(make_optimizer(), 3, 12)
     rates(schedule, 5)
     saved = copy.deepcopy((schedule.optimizer.state_dict(), schedule.state_dict()))
-    rest = rates(schedule, 7)
+    last_rates = rates(schedule, 7)
     resumed = make(make_optimizer(), 3, 12)
     if with_optimizer:
         resumed.optimizer.load_state_dict(saved[0])
     resumed.load_state_dict(saved[1])
-    assert rates(resumed, 7) == rest
+    assert rates(resumed, 7) == last_rates
 
 
 def test_a_tensor_rate_is_set_in_place():
@@ -122,25 +122,29 @@ def test_rates_equal_those_of_transformers_without_its_first_step_at_rate_zero(
 ):
     transformers = pytest.importorskip("transformers")
     total = 20
-    ours = getattr(training, name)(make_optimizer(), num_warmup_steps=warmup, num_training_steps=total, **options)
+    own_schedule = getattr(training, name)(
+        make_optimizer(), num_warmup_steps=warmup, num_training_steps=total, **options
+    )
     # A warmup of W steps here is one of W + 1 steps there, whose first step has the rate 0.
-    theirs = transformers.get_scheduler(
+    hf_schedule = transformers.get_scheduler(
         their_name,
         make_optimizer(),
         num_warmup_steps=warmup + 1,
         num_training_steps=total + 1,
         scheduler_specific_kwargs=dict(their_options),
     )
-    assert rates(ours, total + 3) == pytest.approx(rates(theirs, total + 4)[1:], rel=1e-12, abs=1e-15)
-    theirs = transformers.get_scheduler(
+    assert rates(own_schedule, total + 3) == pytest.approx(rates(hf_schedule, total + 4)[1:], rel=1e-12, abs=1e-15)
+    hf_schedule = transformers.get_scheduler(
         their_name,
         make_optimizer(),
         num_warmup_steps=warmup,
         num_training_steps=total,
         scheduler_specific_kwargs=dict(their_options),
     )
-    ours = getattr(training, name)(make_optimizer(), num_warmup_steps=warmup, num_training_steps=total, **options)
-    assert rates(ours, total)[warmup:] == pytest.approx(rates(theirs, total)[warmup:], rel=1e-12)
+    own_schedule = getattr(training, name)(
+        make_optimizer(), num_warmup_steps=warmup, num_training_steps=total, **options
+    )
+    assert rates(own_schedule, total)[warmup:] == pytest.approx(rates(hf_schedule, total)[warmup:], rel=1e-12)
 
 
 def test_timescale_of_the_inverse_square_root_is_the_warmup():

@@ -155,9 +155,9 @@ def test_comet_logs_offline(tmp_path, cfg, monkeypatch):
     with zipfile.ZipFile(archive) as file:
         lines = [json.loads(line) for line in file.read("messages.json").splitlines()]
     metrics = [line["payload"]["metric"] for line in lines if "metric" in line["payload"]]
-    found = [(row["metricName"], row["step"], row["metricValue"]) for row in metrics]
-    assert ("loss", 1, 1.5) in found
-    assert ("lr", 2, 2e-5) in found
+    logged = [(row["metricName"], row["step"], row["metricValue"]) for row in metrics]
+    assert ("loss", 1, 1.5) in logged
+    assert ("lr", 2, 2e-5) in logged
 
 
 @installed("mlflow")
@@ -221,7 +221,7 @@ class FailingLogger:
     log_config = close = None
 
 
-def test_a_logger_that_fails_changes_nothing_but_its_own_output(cfg, tmp_path, caplog):
+def test_failing_logger_changes_nothing_else(cfg, tmp_path, caplog):
     logger = main_process_logger(FailingLogger, ParallelDims())
     torch.manual_seed(0)
     expected = torch.rand(2)
@@ -267,11 +267,11 @@ def test_only_the_main_rank_has_a_logger(tmp_path):
     assert isinstance(logger, GuardedLogger)
     assert logger.path_to_log_file() == tmp_path / "log.txt", "its other attributes are there"
     logger.close()
-    other = ParallelDims()
-    other.mesh = object()
+    other_dims = ParallelDims()
+    other_dims.mesh = object()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("torch.distributed.get_rank", lambda: 1)
-        assert isinstance(main_process_logger(lambda: pytest.fail("it is built"), other), SilentLogger)
+        assert isinstance(main_process_logger(lambda: pytest.fail("it is built"), other_dims), SilentLogger)
 
 
 def make_wandb(login=None, init=None):

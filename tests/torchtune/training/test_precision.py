@@ -33,8 +33,8 @@ def test_the_dtype_that_a_cpu_computes_fast(has_bf16, monkeypatch, caplog):
     assert training.choose_dtype(None, cpu, torch.float32) == ("fp32", torch.float32)
     with caplog.at_level("WARNING"):
         assert training.choose_dtype("bf16", cpu) == ("bf16", torch.bfloat16)
-    said = [record.getMessage() for record in caplog.records]
-    assert said == ([] if has_bf16 else [precision.emulation_warning("bf16", cpu)])
+    messages = [record.getMessage() for record in caplog.records]
+    assert messages == ([] if has_bf16 else [precision.emulation_warning("bf16", cpu)])
     with simulated():  # tensors stand for those of an accelerator
         assert training.choose_dtype(None, cpu) == ("bf16", torch.bfloat16)
     model = {"_component_": "torchtune.models.smol.smollm2_135m"}

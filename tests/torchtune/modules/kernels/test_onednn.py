@@ -30,35 +30,35 @@ def test_a_product_of_any_strides_equals_float64(rows):
 
 def _part(kind: str) -> torch.Tensor | None:
     """A bias, for some in strides that oneDNN does not look at, or in a shape that it does not know."""
-    whole = _draw(512)
-    return {"none": None, "all": whole[:256], "strided": whole[::2], "one": whole[:1]}[kind]
+    row = _draw(512)
+    return {"none": None, "all": row[:256], "strided": row[::2], "one": row[:1]}[kind]
 
 
 @needs_it
 @pytest.mark.parametrize("bias", ["none", "all", "strided", "one"])
 @pytest.mark.parametrize("trained", [{0}, {1}, {2}, {0, 1, 2}], ids=["input", "weight", "bias", "each"])
 def test_a_layer_inside_and_its_gradients_equal_float64(bias, trained):
-    found = [_draw(2, 64, 2, 192)[:, :, 0], _draw(256, 192), _part(bias)]
-    truth = [item if item is None else item.double() for item in found]
-    if all(found[index] is None for index in trained):
+    parts = [_draw(2, 64, 2, 192)[:, :, 0], _draw(256, 192), _part(bias)]
+    truth = [item if item is None else item.double() for item in parts]
+    if all(parts[index] is None for index in trained):
         return
-    for item in (items[index] for items in (found, truth) for index in trained if items[index] is not None):
+    for item in (items[index] for items in (parts, truth) for index in trained if items[index] is not None):
         item.requires_grad_()
-    with fast_products(found[0]):
-        y = F.linear(found[0], weight=found[1], bias=found[2])
+    with fast_products(parts[0]):
+        y = F.linear(parts[0], weight=parts[1], bias=parts[2])
     reference = F.linear(*truth)
     torch.testing.assert_close(y.double(), reference, rtol=0, atol=1e-4)
     weights = _draw(2, 64, 1).expand_as(y)  # a gradient of stride 0
     y.mul_(2).backward(weights)
     reference.backward(2 * weights.double())
-    for ours, theirs in zip(found, truth, strict=True):
-        assert (ours is None or ours.grad is None) == (theirs is None or theirs.grad is None)
-        if theirs is not None and theirs.grad is not None:
-            torch.testing.assert_close(ours.grad.double(), theirs.grad, rtol=1e-5, atol=1e-3)
+    for actual, expected in zip(parts, truth, strict=True):
+        assert (actual is None or actual.grad is None) == (expected is None or expected.grad is None)
+        if expected is not None and expected.grad is not None:
+            torch.testing.assert_close(actual.grad.double(), expected.grad, rtol=1e-5, atol=1e-3)
 
 
 @needs_it
-def test_what_torch_does_with_a_layer_it_does_inside():
+def test_layers_behave_the_same_inside_fast_products():
     x, weight = _draw(64, 192) / 16, _draw(256, 192)
 
     def product(weight: torch.Tensor) -> torch.Tensor:

@@ -119,8 +119,8 @@ def test_sum_and_count(model, loss, formula):
     total.backward()
     # Logits are float32 to losses of logits.
     torch.testing.assert_close(total.double(), exact, rtol=1e-6, atol=0)
-    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-5, atol=1e-5)
+    for actual, expected in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(actual.grad, expected.grad, rtol=1e-5, atol=1e-5)
 
 
 def test_a_batch_without_labels_adds_nothing(model):
@@ -158,9 +158,9 @@ def lambda_loss(function: Callable[..., object]) -> nn.Module:
     ],
 )
 def test_refused_in_one_sentence(model, loss, message):
-    with pytest.raises(LossError, match=message) as found:
+    with pytest.raises(LossError, match=message) as raised:
         setup_loss(loss, model)
-    assert str(found.value).startswith("loss: ")
+    assert str(raised.value).startswith("loss: ")
 
 
 def test_no_loss_tells_the_model_what_to_return(model):
@@ -172,7 +172,7 @@ def test_no_loss_tells_the_model_what_to_return(model):
         assert torch.equal(model(tokens), logits)
 
 
-def test_what_forward_returns_is_what_its_caller_asks_for(model):
+def test_output_argument_of_forward_decides_what_it_returns(model):
     tokens, _ = batch()
     hidden = model(tokens, output="hidden")
     assert torch.equal(model.output(hidden).float(), model(tokens))
@@ -243,7 +243,9 @@ def test_known_positions_of_labels_change_nothing(model):
     expected, count = LinearCrossEntropyLoss().sum_and_count(hidden, labels, model.output)
     for kind, factor in ((LinearCrossEntropyLoss, 1), (nn.CrossEntropyLoss, 1), (Older, 2), (OfLogits, None)):
         loss = setup_loss(kind(), model)
-        alone, same = (loss.sum_and_count(hidden, labels, model.output, index=given) for given in (None, index))
+        alone, same = (
+            loss.sum_and_count(hidden, labels, model.output, index=label_index) for label_index in (None, index)
+        )
         assert (alone[0].item(), alone[1].item()) == (same[0].item(), same[1].item())
         assert same[1] == count
         if factor:

@@ -110,7 +110,7 @@ def test_hidden_states_of_other_sizes(loss, chunked, definition, kind, monkeypat
     of_teacher = CappedLinear(10, 24, 3.0).double()
     labels = torch.randint(0, 19, (2, 12))
     labels[:, :5] = -100
-    wanted = [hidden, *(one for one in projection.parameters() if one.requires_grad)]
+    wanted = [hidden, *(parameter for parameter in projection.parameters() if parameter.requires_grad)]
     exact = definition(logits_of(projection, hidden), logits_of(of_teacher, states).detach()[..., :19], labels)
     grads = torch.autograd.grad(exact, wanted)
     total, count = (chunked or loss).distill(hidden, labels, projection, TeacherStates(states, of_teacher))
@@ -127,11 +127,11 @@ def test_tokens_beyond_top_k_are_compared_as_one_bucket(loss, chunked, definitio
     student, teacher, labels = inputs()
     loss, k = copy.copy(loss), 3
     likeliest = teacher.argsort(-1, descending=True)[..., :k]
-    others = torch.ones_like(teacher, dtype=torch.bool).scatter(-1, likeliest, False)
+    is_unlikely = torch.ones_like(teacher, dtype=torch.bool).scatter(-1, likeliest, False)
 
     def folded(logits: Tensor) -> Tensor:
         probs = (logits / 2.0).softmax(-1)
-        return torch.cat([probs.gather(-1, likeliest), (probs * others).sum(-1, keepdim=True)], -1).log()
+        return torch.cat([probs.gather(-1, likeliest), (probs * is_unlikely).sum(-1, keepdim=True)], -1).log()
 
     exact = definition(folded(student), folded(teacher), labels)
     (grad,) = torch.autograd.grad(exact, student)

@@ -44,18 +44,20 @@ def gradients(log_probs: Tensor, entropy: Tensor | None, leaves: list[Tensor]) -
 def test_equals_the_formula_in_float64(chunk_rows, with_bias, softcap, temperature):
     hidden, weight, bias, targets = inputs()
     leaves = [hidden, weight, bias] if with_bias else [hidden, weight]
-    given = bias if with_bias else None
-    exact, exact_entropy = formula(hidden, weight, targets, given, softcap, temperature)
-    options = {"bias": given, "softcap": softcap, "temperature": temperature, "chunk_rows": chunk_rows}
-    ours, entropy = linear_log_probs(hidden, weight, targets, return_entropy=True, **options)
-    for found, wanted in ((ours, exact), (entropy, exact_entropy)):
-        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
-    for found, wanted in zip(gradients(ours, entropy, leaves), gradients(exact, exact_entropy, leaves), strict=True):
-        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-11)
+    used_bias = bias if with_bias else None
+    exact, exact_entropy = formula(hidden, weight, targets, used_bias, softcap, temperature)
+    options = {"bias": used_bias, "softcap": softcap, "temperature": temperature, "chunk_rows": chunk_rows}
+    log_probs, entropy = linear_log_probs(hidden, weight, targets, return_entropy=True, **options)
+    for actual, expected in ((log_probs, exact), (entropy, exact_entropy)):
+        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
+    for actual, expected in zip(
+        gradients(log_probs, entropy, leaves), gradients(exact, exact_entropy, leaves), strict=True
+    ):
+        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-11)
     alone = linear_log_probs(hidden, weight, targets, **options)
-    assert torch.equal(alone, ours)
-    for found, wanted in zip(gradients(alone, None, leaves), gradients(exact, None, leaves), strict=True):
-        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-11)
+    assert torch.equal(alone, log_probs)
+    for actual, expected in zip(gradients(alone, None, leaves), gradients(exact, None, leaves), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-11)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 2e-2)])
@@ -63,13 +65,13 @@ def test_low_precision_stays_near_float64(dtype, tolerance):
     hidden, weight, _, targets = inputs(dtype)
     exact_leaves = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight)]
     exact, exact_entropy = formula(*exact_leaves, targets, None, None, 1.0)
-    ours, entropy = linear_log_probs(hidden, weight, targets, return_entropy=True, chunk_rows=5)
-    assert (ours.dtype, entropy.dtype) == (torch.float32, torch.float32)
-    found = [ours, entropy, *gradients(ours, entropy, [hidden, weight])]
-    assert [tensor.dtype for tensor in found[2:]] == [dtype, dtype]
+    log_probs, entropy = linear_log_probs(hidden, weight, targets, return_entropy=True, chunk_rows=5)
+    assert (log_probs.dtype, entropy.dtype) == (torch.float32, torch.float32)
+    results = [log_probs, entropy, *gradients(log_probs, entropy, [hidden, weight])]
+    assert [tensor.dtype for tensor in results[2:]] == [dtype, dtype]
     wanted = [exact, exact_entropy, *gradients(exact, exact_entropy, exact_leaves)]
-    for one, other in zip(found, wanted, strict=True):
-        assert (one.double() - other).norm() <= tolerance * other.norm()
+    for actual, expected in zip(results, wanted, strict=True):
+        assert (actual.double() - expected).norm() <= tolerance * expected.norm()
 
 
 class LargestTensor(TorchDispatchMode):
@@ -101,7 +103,7 @@ def test_full_logits_never_exist():
     assert weight.grad is not None
 
 
-def test_what_needs_no_gradient_gets_none_and_no_token_is_no_error():
+def test_frozen_inputs_get_no_gradient_and_empty_batches_are_valid():
     hidden, weight, _, targets = inputs()
     linear_log_probs(hidden.detach(), weight, targets).sum().backward()
     assert weight.grad is not None

@@ -67,9 +67,9 @@ def sharded(folder: Path) -> None:
         for name, parameter in get_adapter_params(alone).items():
             parameter.copy_(ranks.whole(model.get_parameter(name)))
     assert torch.equal(logits(model.eval()), logits(load(folder / "in", dtype=BF16)))
-    ours, theirs = one_step(model, dist.get_world_size()), one_step(alone)
-    for name, value in theirs.items():
-        torch.testing.assert_close(ours[name], value, rtol=1e-4, atol=1e-5)
+    sharded_step, step = one_step(model, dist.get_world_size()), one_step(alone)
+    for name, value in step.items():
+        torch.testing.assert_close(sharded_step[name], value, rtol=1e-4, atol=1e-5)
 
 
 def test_sharded_it_starts_and_steps_as_alone(tmp_path):

@@ -74,7 +74,7 @@ def adapted(**options: object) -> TransformerDecoder:
     ],
 )
 @pytest.mark.parametrize("use_dora", [False, True])
-def test_what_is_adapted_and_trained(options, expected, use_dora):
+def test_conversion_adapts_the_chosen_layers_and_trains_only_these(options, expected, use_dora):
     with torch.device("meta"):
         model = make()
         before = {name: parameter.shape for name, parameter in model.named_parameters()}
@@ -192,21 +192,23 @@ def test_an_adapter_that_names_a_parameter_it_lacks_is_refused():
 def test_validate_missing_and_unexpected():
     model = adapted(attn_modules=["q_proj"])
     keys = list(model.state_dict())
-    own = list(get_adapter_params(model))
-    base = [key for key in keys if key not in own]
+    adapter_names = list(get_adapter_params(model))
+    base = [key for key in keys if key not in adapter_names]
     validate = validate_missing_and_unexpected_for_lora
-    validate(state_dict_keys=keys, base_missing=own, base_unexpected=[], lora_missing=base, lora_unexpected=[])
-    validate(state_dict_keys=keys, base_missing=own)
+    validate(
+        state_dict_keys=keys, base_missing=adapter_names, base_unexpected=[], lora_missing=base, lora_unexpected=[]
+    )
+    validate(state_dict_keys=keys, base_missing=adapter_names)
     for mistake, message in (
-        ({"base_missing": [*own, "norm.scale"]}, r"base are missing from the checkpoint: norm\.scale;"),
+        ({"base_missing": [*adapter_names, "norm.scale"]}, r"base are missing from the checkpoint: norm\.scale;"),
         ({"base_unexpected": ["x"]}, "base checkpoint holds keys"),
-        ({"lora_missing": [own[0]]}, "adapter are missing"),
+        ({"lora_missing": [adapter_names[0]]}, "adapter are missing"),
         ({"lora_unexpected": ["x"]}, "adapter's checkpoint holds keys"),
     ):
         with pytest.raises(ConversionError, match=message):
             validate(state_dict_keys=keys, **mistake)
     with pytest.warns(FutureWarning, match="lora_attn_modules is deprecated"), pytest.raises(ConversionError):
-        validate(lora_attn_modules=["v_proj"], base_missing=own)
+        validate(lora_attn_modules=["v_proj"], base_missing=adapter_names)
 
 
 def test_an_output_projection_that_bounds_its_logits_takes_no_adapter():
@@ -222,12 +224,12 @@ def test_modules_are_trained_whole_beside_adapters():
         model, [LoRA(3, attn_modules=["q_proj"], train_modules=["tok_embeddings", "layers.1.mlp", "norm"])]
     )
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    whole = {"tok_embeddings.weight", "norm.scale", *(f"layers.1.mlp.w{number}.weight" for number in (1, 2, 3))}
-    assert trained == whole | set(get_adapter_params(model))
+    trained_names = {"tok_embeddings.weight", "norm.scale", *(f"layers.1.mlp.w{number}.weight" for number in (1, 2, 3))}
+    assert trained == trained_names | set(get_adapter_params(model))
     (conversion,) = model.conversions
-    assert conversion.trained_weights(model) == whole
+    assert conversion.trained_weights(model) == trained_names
     assert conversion.owned_parameters(model) == set(get_adapter_params(model))
-    count = sum(model.get_parameter(name).numel() for name in whole)
+    count = sum(model.get_parameter(name).numel() for name in trained_names)
     assert f"tok_embeddings, layers.1.mlp, norm trained whole ({count:,} parameters)" in str(report)
     with (
         pytest.raises(ConversionError, match=r"'layers\.1\.mlp\.w1\.weight' is trained beside the adapter"),

@@ -44,8 +44,8 @@ def test_formula_and_gradients_in_float64(use_bias, train_base):
     for y in (module(x), formula(module, x)):
         inputs = [x, *(parameter for parameter in module.parameters() if parameter.requires_grad)]
         results.append([y, *torch.autograd.grad((y * weights).sum(), inputs)])
-    for ours, exact in zip(*results, strict=True):
-        torch.testing.assert_close(ours, exact, rtol=1e-12, atol=1e-12)
+    for actual, exact in zip(*results, strict=True):
+        torch.testing.assert_close(actual, exact, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -60,25 +60,25 @@ def test_low_precision_stays_near_float64(dtype):
     assert (y - exact).norm() <= tolerance * exact.norm()
     y.square().sum().backward()
     exact.square().sum().backward()
-    for ours, theirs in ((module.lora_a, exact_module.lora_a), (module.lora_b, exact_module.lora_b)):
-        assert ours.weight.grad.dtype == dtype
-        assert (ours.weight.grad - theirs.weight.grad).norm() <= 4 * tolerance * theirs.weight.grad.norm()
+    for layer, exact_layer in ((module.lora_a, exact_module.lora_a), (module.lora_b, exact_module.lora_b)):
+        assert layer.weight.grad.dtype == dtype
+        assert (layer.weight.grad - exact_layer.weight.grad).norm() <= 4 * tolerance * exact_layer.weight.grad.norm()
 
 
 def kept_bytes(module: nn.Module, x: Tensor) -> int:
     """Bytes kept for the backward pass, parameters aside; a storage that several nodes keep counts once."""
     parameters = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
-    kept: dict[int, int] = {}
+    num_kept: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in parameters:
-            kept[storage.data_ptr()] = storage.nbytes()
+            num_kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
     with saved_tensors_hooks(pack, lambda tensor: tensor):
         y = module(x)
-    total = sum(kept.values())
+    total = sum(num_kept.values())
     y.sum().backward()
     return total
 
@@ -154,11 +154,11 @@ def test_activation_checkpointing_and_compile_change_nothing(layer, dropout):
         return [y, *torch.autograd.grad(y.square().sum(), [x, *parameters])]
 
     plain = run(module)
-    for ours, exact in zip(run(lambda x: checkpoint(module, x, use_reentrant=False)), plain, strict=True):
-        assert torch.equal(ours, exact)
+    for actual, exact in zip(run(lambda x: checkpoint(module, x, use_reentrant=False)), plain, strict=True):
+        assert torch.equal(actual, exact)
     if dropout == 0.0:  # under compile, other random numbers are drawn
-        for ours, exact in zip(run(torch.compile(module, backend="aot_eager", fullgraph=True)), plain, strict=True):
-            torch.testing.assert_close(ours, exact, rtol=1e-6, atol=1e-6)
+        for actual, exact in zip(run(torch.compile(module, backend="aot_eager", fullgraph=True)), plain, strict=True):
+            torch.testing.assert_close(actual, exact, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("layer", [LoRALinear, DoRALinear])
@@ -201,7 +201,7 @@ def test_a_seed_gives_the_same_start_on_every_device(new_module):
         assert torch.equal(starts[1][name], value), name
 
 
-def test_keys_dtype_and_what_is_trained():
+def test_lora_linear_has_the_keys_dtype_and_trained_parameters_of_adapters():
     linear = nn.Linear(IN, OUT, dtype=torch.bfloat16)
     module = LoRALinear.from_linear(linear, rank=RANK, alpha=ALPHA)
     assert set(module.state_dict()) == {"weight", "bias", "lora_a.weight", "lora_b.weight"}

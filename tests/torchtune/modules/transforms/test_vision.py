@@ -67,22 +67,22 @@ def test_pixels_are_those_of_transformers(size, levels):
     """Exact where nothing is resized; else one of 255 levels apart, as Pillow's fixed point rounds otherwise."""
     image = photo(*size)
     transform = CLIPImageTransform(image_mean=CLIP_MEAN, image_std=CLIP_STD, tile_size=TILE, dtype=torch.float32)
-    ours = transform({"image": image})
-    theirs, ratio = processed(image)
-    assert ours["aspect_ratio"].tolist() == ratio
-    torch.testing.assert_close(ours["image"], theirs, rtol=0, atol=levels / 255 / min(CLIP_STD) + 1e-5)
+    tiles = transform({"image": image})
+    hf_tiles, ratio = processed(image)
+    assert tiles["aspect_ratio"].tolist() == ratio
+    torch.testing.assert_close(tiles["image"], hf_tiles, rtol=0, atol=levels / 255 / min(CLIP_STD) + 1e-5)
     pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)
-    assert torch.equal(transform({"image": pixels})["image"], ours["image"])
+    assert torch.equal(transform({"image": pixels})["image"], tiles["image"])
     in_floats = transform({"image": pixels / 255})["image"]
-    torch.testing.assert_close(in_floats, ours["image"], rtol=0, atol=levels / 255 / min(CLIP_STD) + 1e-5)
+    torch.testing.assert_close(in_floats, tiles["image"], rtol=0, atol=levels / 255 / min(CLIP_STD) + 1e-5)
 
 
 def test_one_tile_of_clip_is_filled():
-    found = clip_vit_224_transform()({"image": torch.full((1, 10, 5), 255, dtype=torch.uint8), "row": 7})
-    assert (found["image"].shape, found["image"].dtype, found["row"]) == ((1, 3, 224, 224), torch.bfloat16, 7)
+    row = clip_vit_224_transform()({"image": torch.full((1, 10, 5), 255, dtype=torch.uint8), "row": 7})
+    assert (row["image"].shape, row["image"].dtype, row["row"]) == ((1, 3, 224, 224), torch.bfloat16, 7)
     white, black = ((torch.tensor([v] * 3) - torch.tensor(CLIP_MEAN)) / torch.tensor(CLIP_STD) for v in (1.0, 0.0))
-    torch.testing.assert_close(found["image"][0, :, 223, 111].float(), white, rtol=0, atol=0.01)
-    torch.testing.assert_close(found["image"][0, :, 0, 112].float(), black, rtol=0, atol=0.01)
+    torch.testing.assert_close(row["image"][0, :, 223, 111].float(), white, rtol=0, atol=0.01)
+    torch.testing.assert_close(row["image"][0, :, 0, 112].float(), black, rtol=0, atol=0.01)
 
 
 def test_wrong_settings_and_images():

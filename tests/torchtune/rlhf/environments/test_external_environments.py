@@ -56,20 +56,20 @@ def server():
 
 
 def test_an_openenv_server_has_a_session_for_each_episode(server):
-    one, two = (OpenEnv(f"http://127.0.0.1:{server.server_port}/") for _ in range(2))
-    one.reset()
-    two.reset()
-    schemas = parameters_of(tools_of(one))
+    first, second = (OpenEnv(f"http://127.0.0.1:{server.server_port}/") for _ in range(2))
+    first.reset()
+    second.reset()
+    schemas = parameters_of(tools_of(first))
     (call,) = parse_calls('<tool_call>{"name": "add", "arguments": {"a": 2}}</tool_call>', "hermes", schemas)
     assert check_call(call, schemas) is None
-    assert [getattr(environment, call.name)(**call.arguments) for environment in (one, one, two)] == [2, 4, 2]
-    assert not hasattr(one, "multiply")
-    assert not hasattr(one, "get_reward")
-    one.close()
+    assert [getattr(environment, call.name)(**call.arguments) for environment in (first, first, second)] == [2, 4, 2]
+    assert not hasattr(first, "multiply")
+    assert not hasattr(first, "get_reward")
+    first.close()
     assert list(server.counters) == ["s1"]
     server.has_room = False
     with pytest.raises(RolloutError, match=r"/mcp replies to openenv/session/create with .*no room"):
-        one.reset()
+        first.reset()
 
 
 class _GymHandler(JSONHandler):

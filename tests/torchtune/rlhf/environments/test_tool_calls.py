@@ -187,5 +187,5 @@ def test_an_invalid_call_is_explained_to_the_model(tool_format, text, said):
     ],
 )
 def test_arguments_are_checked_before_a_tool_runs(call, said):
-    found = check_call(call, SCHEMAS)
-    assert (found is None) if said is None else __import__("re").search(said, found)
+    error = check_call(call, SCHEMAS)
+    assert (error is None) if said is None else __import__("re").search(said, error)

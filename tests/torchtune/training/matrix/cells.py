@@ -63,19 +63,19 @@ def quantized_base(dtype: str) -> QuantizeBase:
 
 
 def conversions(cell: Cell) -> list[Conversion]:
-    found: list[Conversion] = []
+    chosen: list[Conversion] = []
     if cell["base"] in ("nf4", "int8", "float8"):
-        found.append(quantized_base(cell["base"]))
+        chosen.append(quantized_base(cell["base"]))
     if cell["adapter"] != "none":
         init = {"init": "pissa"} if cell["adapter"] == "pissa" else {}
         # Not all of the layers' products have an adapter: what "op" keeps depends on their number
         targets = ["q_proj", "v_proj", "mlp.w*"]
-        found.append(LoRA(rank=4, alpha=8, target_modules=targets, use_dora=cell["adapter"] == "dora", **init))
+        chosen.append(LoRA(rank=4, alpha=8, target_modules=targets, use_dora=cell["adapter"] == "dora", **init))
     if cell["base"] == "fake_quant":
-        found.append(FakeQuantize(Int8DynActInt4WeightQuantizer(groupsize=16).base_config))
+        chosen.append(FakeQuantize(Int8DynActInt4WeightQuantizer(groupsize=16).base_config))
     if cell["base"] == "float8_training":
-        found.append(Float8Training())
-    return found
+        chosen.append(Float8Training())
+    return chosen
 
 
 def optimizer(name: str, parameters: list[torch.nn.Parameter]) -> Any:
@@ -90,7 +90,7 @@ def optimizer(name: str, parameters: list[torch.nn.Parameter]) -> Any:
 def settings(cell: Cell) -> dict[str, Any]:
     """What the rules between settings read."""
     every_layer, mode, option = CHECKPOINTING[cell["checkpointing"]]
-    found = {
+    chosen_settings = {
         "device": DEVICE,
         "optimizer_in_bwd": cell["in_backward"] == "on",
         "enable_activation_checkpointing": every_layer,
@@ -98,7 +98,7 @@ def settings(cell: Cell) -> dict[str, Any]:
         "ac_option": option,
         "enable_activation_offloading": cell["offload"] == "activations",
     }
-    return {name: value for name, value in found.items() if value is not None}
+    return {name: value for name, value in chosen_settings.items() if value is not None}
 
 
 @patch.object(
@@ -153,11 +153,11 @@ def train(
 @torch.no_grad()
 def round_base(model: torch.nn.Module, checkpoint: Path, dtype: str) -> None:
     """Give every weight that a quantized base would store the value that it stores."""
-    other = build(checkpoint)
+    built_again = build(checkpoint)
     conversion = quantized_base(dtype)
-    conversion.convert(other)
+    conversion.convert(built_again)
     parameters = dict(model.named_parameters())
-    for name in conversion.stored_weights(other):
+    for name in conversion.stored_weights(built_again):
         weight = parameters[name]
         weight.copy_(conversion.to_full(name, conversion.from_full(name, weight)))
 
@@ -167,7 +167,7 @@ def _steps(
 ) -> Run:
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
-    run, kept = Run([], _values(trained), {}, []), _values(frozen)
+    run, frozen_values = Run([], _values(trained), {}, []), _values(frozen)
     loader = BatchLoader(
         Conversations(one_length=True),
         batch_size=GLOBAL_BATCH // dims.data_size,
@@ -190,7 +190,7 @@ def _steps(
         run_post_optimizer_hooks(model)
         stepped.zero_grad(set_to_none=True)
     run.after = _values(trained)
-    run.moved = [name for name, value in _values(frozen).items() if not torch.equal(value, kept[name])]
+    run.moved = [name for name, value in _values(frozen).items() if not torch.equal(value, frozen_values[name])]
     return run
 
 

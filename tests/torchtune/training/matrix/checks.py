@@ -43,8 +43,8 @@ class Runs:
             return
         (folder / "cells.json").write_text(json.dumps(cells))
         launch("training.matrix.ranks", 2, folder, TORCH_COMPILE_BACKEND="aot_eager")
-        for cell, found in zip(cells, torch.load(folder / "found.pt"), strict=True):
-            self._split[label(cell)] = found
+        for cell, outcome in zip(cells, torch.load(folder / "found.pt"), strict=True):
+            self._split[label(cell)] = outcome
 
     def get(self, cell: Cell, rounded_like: str | None = None, start: Run | None = None) -> Run:
         """What came of a cell.
@@ -53,11 +53,11 @@ class Runs:
             UserError: it was refused.
         """
         if cell["mesh"] != "one":
-            found = self._split[label(cell)]
-            assert "crashed" not in found, found
-            if "refused" in found:
-                raise UserError(found["refused"])
-            return Run(**found)
+            outcome = self._split[label(cell)]
+            assert "crashed" not in outcome, outcome
+            if "refused" in outcome:
+                raise UserError(outcome["refused"])
+            return Run(**outcome)
         key = (label(cell), rounded_like, id(start))
         if key not in self._alone:
             before = None if start is None else start.before
@@ -69,22 +69,24 @@ class Runs:
 
 def check_run(runs: Runs, cell: Cell) -> None:
     """It trains as the plainest run of the same arithmetic does."""
-    found, wanted = runs.get(cell), runs.get(plain(cell))
-    assert len(found.losses) == STEPS
-    assert not found.moved, "frozen weights were trained"
-    still = [name for name, before in found.before.items() if torch.equal(before, found.after[name])]
+    outcome, expected = runs.get(cell), runs.get(plain(cell))
+    assert len(outcome.losses) == STEPS
+    assert not outcome.moved, "frozen weights were trained"
+    still = [name for name, before in outcome.before.items() if torch.equal(before, outcome.after[name])]
     assert not still, "nothing was learned there"
-    assert found.before.keys() == wanted.before.keys()
-    assert all(torch.equal(before, wanted.before[name]) for name, before in found.before.items())
+    assert outcome.before.keys() == expected.before.keys()
+    assert all(torch.equal(before, expected.before[name]) for name, before in outcome.before.items())
     if cell["mesh"] == "one" and cell["compile"] == "off":
-        assert found.losses == wanted.losses
-        assert all(torch.equal(after, wanted.after[name]) for name, after in found.after.items())
+        assert outcome.losses == expected.losses
+        assert all(torch.equal(after, expected.after[name]) for name, after in outcome.after.items())
     elif cell.items() & ROUNDED:
-        assert found.losses == pytest.approx(wanted.losses, rel=1e-2)
-        assert alike(found, wanted) > 0.9
+        assert outcome.losses == pytest.approx(expected.losses, rel=1e-2)
+        assert alike(outcome, expected) > 0.9
     else:
-        assert found.losses == pytest.approx(wanted.losses, rel=1e-4 if cell["optimizer"] == "MuonWithAdamW" else 1e-6)
-        assert alike(found, wanted) > 0.999  # Muon iterates in bf16
+        assert outcome.losses == pytest.approx(
+            expected.losses, rel=1e-4 if cell["optimizer"] == "MuonWithAdamW" else 1e-6
+        )
+        assert alike(outcome, expected) > 0.999  # Muon iterates in bf16
 
 
 def check_refusal(runs: Runs, cell: Cell, refusal: Refusal) -> None:

@@ -14,17 +14,17 @@ from torchtune.utils import UserError
 
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
-    found: list[dict] = []
+    results: list[dict] = []
     for cell in json.loads((folder / "cells.json").read_text()):
         dims = ParallelDims.start(own_device(), **SIZES[cell["mesh"]])
         try:
             run: Run = train(folder / "model", cell, dims)
-            found.append(vars(run))
+            results.append(vars(run))
         except UserError as error:
-            found.append({"refused": str(error)})
+            results.append({"refused": str(error)})
         except Exception as error:  # noqa: BLE001 - whatever it is, the test of this cell must tell it
-            found.append({"crashed": repr(error)})
+            results.append({"crashed": repr(error)})
     if dist.get_rank() == 0:
-        torch.save(found, folder / "found.pt")
+        torch.save(results, folder / "found.pt")
     dist.barrier()
     dist.destroy_process_group()

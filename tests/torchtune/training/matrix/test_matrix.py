@@ -58,19 +58,19 @@ def test_trains_as_the_plainest_run_does(runs, cell):
 @pytest.mark.parametrize("cell", parameters([*{label(plain(cell)): plain(cell) for cell in CELLS}.values()]))
 def test_learns_what_adamw_does_in_full_precision(runs, cell):
     """Quantized bases exactly what it learns from the rounded weights; others something like it."""
-    base, found = cell["base"], runs.get(cell)
+    base, outcome = cell["base"], runs.get(cell)
     # DoRA's magnitudes start as the lengths of the stored rows, which are not those of a weight rounded afterward
     rounded_like = base if base in ("nf4", "int8", "float8") and cell["adapter"] != "dora" else None
     if rounded_like and cell["dtype"] == "fp32":
         exact = runs.get(cell | {"base": "plain"}, rounded_like)
-        assert found.losses == exact.losses
-        assert torch.equal(found.update(), exact.update())
+        assert outcome.losses == exact.losses
+        assert torch.equal(outcome.update(), exact.update())
     plainest = {name: values[0] for name, values in DIMENSIONS.items()} | {"adapter": cell["adapter"]}
     # Adapters are drawn in the dtype of the model, from which releases of torch draw other numbers.
-    reference = runs.get(plainest, rounded_like, found if cell["dtype"] == "bf16" else None)
-    assert found.losses == pytest.approx(reference.losses, rel=0.05)
+    reference = runs.get(plainest, rounded_like, outcome if cell["dtype"] == "bf16" else None)
+    assert outcome.losses == pytest.approx(reference.losses, rel=0.05)
     least = [bound for pair, bound in ALIKE.items() if pair in cell.items()]
-    assert alike(found, reference) > min(least, default=0.9)
+    assert alike(outcome, reference) > min(least, default=0.9)
 
 
 @pytest.mark.parametrize(("cell", "refusal"), REFUSED_ALONE, ids=[label(cell) for cell, _ in REFUSED_ALONE])

@@ -43,8 +43,8 @@ def test_gradients_too_small_for_float16_arrive():
     assert norm.item() == pytest.approx(expected.item(), rel=1e-3)
     for parameter in model[0].parameters():
         assert optimizer.state[parameter]["master"].mean().item() == pytest.approx(-0.5e-8, rel=1e-2)
-    for found, other in zip(model[1].parameters(), wide[1].parameters(), strict=True):
-        torch.testing.assert_close(found, other)
+    for narrow, second in zip(model[1].parameters(), wide[1].parameters(), strict=True):
+        torch.testing.assert_close(narrow, second)
 
 
 def test_the_norm_is_clipped_in_every_dtype():
@@ -66,10 +66,10 @@ def test_an_overflow_halves_the_scale_and_many_good_steps_double_it():
         scaler.update(has_overflowed=False)
     resumed = LossScaler(training.setup_optimizer(SGD, make_model()), torch.float16)
     resumed.load_state_dict(scaler.state_dict())
-    for each in (scaler, resumed):
-        assert each.factor == 32768.0
-        each.update(has_overflowed=False)
-        assert each.factor == 65536.0
+    for loss_scaler in (scaler, resumed):
+        assert loss_scaler.factor == 32768.0
+        loss_scaler.update(has_overflowed=False)
+        assert loss_scaler.factor == 65536.0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -122,13 +122,13 @@ def test_steps_that_need_a_smaller_scale_do_not_end_the_run(tmp_path, caplog):
 
 
 def test_plain_gradients_are_clipped_as_torch_does():
-    one, other = (torch.nn.Linear(3, 3) for _ in range(2))
-    other.load_state_dict(one.state_dict())
-    for model in (one, other):
+    first, second = (torch.nn.Linear(3, 3) for _ in range(2))
+    second.load_state_dict(first.state_dict())
+    for model in (first, second):
         (model(torch.ones(2, 3)) * 100).sum().backward()
-    norm = training.clip_grad_norm_(one.parameters(), 1.0)
-    assert torch.equal(norm, torch.nn.utils.clip_grad_norm_(other.parameters(), 1.0))
-    assert torch.equal(one.weight.grad, other.weight.grad)
+    norm = training.clip_grad_norm_(first.parameters(), 1.0)
+    assert torch.equal(norm, torch.nn.utils.clip_grad_norm_(second.parameters(), 1.0))
+    assert torch.equal(first.weight.grad, second.weight.grad)
 
 
 @pytest.mark.parametrize("foreach", [None, False])

@@ -51,23 +51,23 @@ def low_bit(name, **options):
 def test_low_bit_steps_follow_torchao(kind, base, monkeypatch):
     """Against torchao itself, with the same float32 weights; a code may differ where a value lies between two."""
     monkeypatch.setattr(_low_precision_optimizer, "piece_size", lambda device: 2048)  # pieces of a parameter
-    theirs, ours = make_model(), make_model()
-    start = [p.detach().clone() for p in theirs.parameters()]
+    reference_model, model = make_model(), make_model()
+    start = [p.detach().clone() for p in reference_model.parameters()]
     with torch.compiler.set_stance("force_eager"):
-        take_steps(theirs, low_bit(base + kind)(list(theirs.parameters())), range(4))
-    optimizer = setup_optimizer(low_bit(base + kind), ours, precision="param_dtype")
-    take_steps(ours, optimizer, range(4))
-    for mine, reference, before in zip(ours.parameters(), theirs.parameters(), start, strict=True):
+        take_steps(reference_model, low_bit(base + kind)(list(reference_model.parameters())), range(4))
+    optimizer = setup_optimizer(low_bit(base + kind), model, precision="param_dtype")
+    take_steps(model, optimizer, range(4))
+    for parameter, reference, before in zip(model.parameters(), reference_model.parameters(), start, strict=True):
         moved = (reference - before).abs().mean()
         assert moved > 1e-3
-        assert (mine - reference).abs().mean() < 1e-4 * moved
+        assert (parameter - reference).abs().mean() < 1e-4 * moved
     assert optimizer.param_groups[0]["lr"] == 1e-2
     states = [value for state in optimizer.state_dict()["state"].values() for value in state.values()]
     assert all(type(value) is torch.Tensor for value in states)
-    kept = {name: state for name, state in optimizer.state_dict()["state"].items() if "exp_avg codes" in state}
-    assert sorted(kept) == ["0.weight", "1.weight", "3.weight"]
-    size = sum(v.numel() * v.element_size() for state in kept.values() for k, v in state.items() if k != "step")
-    assert size / sum(ours.get_parameter(name).numel() for name in kept) == pytest.approx(FORMATS[kind], abs=0.01)
+    quantized = {name: state for name, state in optimizer.state_dict()["state"].items() if "exp_avg codes" in state}
+    assert sorted(quantized) == ["0.weight", "1.weight", "3.weight"]
+    size = sum(v.numel() * v.element_size() for state in quantized.values() for k, v in state.items() if k != "step")
+    assert size / sum(model.get_parameter(name).numel() for name in quantized) == pytest.approx(FORMATS[kind], abs=0.01)
 
 
 @pytest.mark.parametrize("precision", ["stochastic_rounding", "fp32_master"])
@@ -76,11 +76,11 @@ def test_low_bit_steps_of_bfloat16_weights_follow_float32(precision):
     take_steps(reference, setup_optimizer(low_bit("AdamW8bit", lr=1e-3), reference), range(6))
     take_steps(half, setup_optimizer(low_bit("AdamW8bit", lr=1e-3), half, precision=precision), range(6))
     start = make_model()
-    for mine, wanted, before in zip(half.parameters(), reference.parameters(), start.parameters(), strict=True):
-        if mine.numel() < 4096:
+    for parameter, expected, before in zip(half.parameters(), reference.parameters(), start.parameters(), strict=True):
+        if parameter.numel() < 4096:
             continue  # too few to average the rounding
-        moved, found = wanted.detach() - before.detach(), mine.detach().float() - before.detach()
-        ratio = (found * moved).sum() / moved.square().sum()
+        moved, change = expected.detach() - before.detach(), parameter.detach().float() - before.detach()
+        ratio = (change * moved).sum() / moved.square().sum()
         assert ratio.item() == pytest.approx(1, abs=0.1)  # nothing is rounded away
 
 
@@ -118,15 +118,15 @@ def test_muon_steps_matrices_as_torch_does_and_adamw_the_rest():
     assert list(optimizer.optim_map) == ["AdamW", "Muon"]
     embedding, matrix, bias, *norm, last = reference.parameters()
     shared = {"lr": 1e-2, "weight_decay": 0.1}
-    others = torch.optim.AdamW([embedding, bias, *norm], **shared)
+    adamw = torch.optim.AdamW([embedding, bias, *norm], **shared)
     muon = torch.optim.Muon([matrix, last], **shared, adjust_lr_fn="match_rms_adamw")
     for step in range(3):
         give_gradients(reference, step)
-        others.step()
+        adamw.step()
         muon.step()
     take_steps(model, optimizer, range(3))
-    for mine, wanted in zip(model.parameters(), reference.parameters(), strict=True):
-        assert torch.equal(mine, wanted)
+    for parameter, expected in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(parameter, expected)
 
 
 def test_groups_have_their_settings_and_follow_one_schedule():
@@ -139,11 +139,11 @@ def test_groups_have_their_settings_and_follow_one_schedule():
     optimizer = setup_optimizer(lambda p: GroupedOptimizer(p, groups, lr=1e-3, weight_decay=0.1), model)
     schedule = get_cosine_schedule_with_warmup(optimizer, 2, 8)
     names = {parameter: name for name, parameter in model.named_parameters()}
-    found = {
+    states = {
         tuple(names[p] for p in group["params"]): (group["initial_lr"], group["weight_decay"])
         for group in optimizer.param_groups
     }
-    assert found == {
+    assert states == {
         ("1.weight",): (1e-3, 0.1),
         ("0.weight",): (1e-3, 0.1),
         ("1.bias", "2.weight", "2.bias"): (1e-3, 0.0),

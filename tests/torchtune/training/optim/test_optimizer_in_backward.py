@@ -39,14 +39,14 @@ def weights(model):
 
 
 def test_same_steps_and_rates_as_the_optimizer_itself_and_no_gradients_left():
-    plain, ours = make_model(), make_model()
-    optimizers = training.setup_optimizer(adamw, plain), training.setup_optimizer(adamw, ours, in_backward=True)
+    plain, in_backward = make_model(), make_model()
+    optimizers = training.setup_optimizer(adamw, plain), training.setup_optimizer(adamw, in_backward, in_backward=True)
     schedules = [training.get_cosine_schedule_with_warmup(optimizer, 2, 8) for optimizer in optimizers]
     expected = train(plain, optimizers[0], schedules[0], range(6))
-    assert train(ours, optimizers[1], schedules[1], range(6)) == expected
-    assert torch.equal(weights(plain), weights(ours))
-    backward(ours, 7)
-    assert all(parameter.grad is None for parameter in ours.parameters())
+    assert train(in_backward, optimizers[1], schedules[1], range(6)) == expected
+    assert torch.equal(weights(plain), weights(in_backward))
+    backward(in_backward, 7)
+    assert all(parameter.grad is None for parameter in in_backward.parameters())
 
 
 def test_parameters_round_independently():
@@ -97,12 +97,12 @@ def test_state_is_keyed_by_name_and_other_names_are_refused():
 
 def test_wrapper_steps_parameters_by_hooks_and_follows_a_schedule():
     """What copied recipes write by hand."""
-    plain, ours = make_model(), make_model()
+    plain, in_backward = make_model(), make_model()
     reference = torch.optim.AdamW(plain.parameters(), lr=1e-2)
     schedule = training.get_linear_schedule_with_warmup(reference, 2, 10)
-    optim_dict = {parameter: torch.optim.AdamW([parameter], lr=1e-2) for parameter in ours.parameters()}
-    training.register_optim_in_bwd_hooks(ours, optim_dict)
-    wrapper = training.create_optim_in_bwd_wrapper(ours, optim_dict)
+    optim_dict = {parameter: torch.optim.AdamW([parameter], lr=1e-2) for parameter in in_backward.parameters()}
+    training.register_optim_in_bwd_hooks(in_backward, optim_dict)
+    wrapper = training.create_optim_in_bwd_wrapper(in_backward, optim_dict)
     first = next(iter(wrapper.optim_map.values()))
     with pytest.raises(RuntimeError, match="call set_lr_scheduler first"):
         wrapper.step_lr_scheduler()
@@ -113,14 +113,14 @@ def test_wrapper_steps_parameters_by_hooks_and_follows_a_schedule():
         backward(plain, step)
         reference.step()
         reference.zero_grad()
-        backward(ours, step)
+        backward(in_backward, step)
         assert training.get_lr(wrapper) == training.get_lr(reference) == wrapper.get_optim_key("lr")
         schedule.step()
         wrapper.step_lr_scheduler()
         assert wrapper.get_last_lr() == schedule.get_last_lr()[0]
-    assert torch.equal(weights(plain), weights(ours))
+    assert torch.equal(weights(plain), weights(in_backward))
     restored = training.OptimizerInBackwardWrapper(
-        {name: torch.optim.AdamW([parameter]) for name, parameter in ours.named_parameters()}
+        {name: torch.optim.AdamW([parameter]) for name, parameter in in_backward.named_parameters()}
     )
     restored.load_state_dict(copy.deepcopy(wrapper.state_dict()))
     assert restored.get_optim_key("lr") == wrapper.get_optim_key("lr")

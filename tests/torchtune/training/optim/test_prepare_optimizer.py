@@ -39,16 +39,16 @@ KERNELS = [("AdamW", {"fused": is_fused}) for is_fused in (True, False)]
 def test_master_weights_take_the_steps_of_float32(name, options):
     cls = getattr(torch.optim, name)
     reference, half = make_model(torch.float32, bias=name != "Muon"), make_model(torch.bfloat16, bias=name != "Muon")
-    ours = prepare_optimizer(cls(half.parameters(), lr=1e-3, **options), half, "fp32_master")
-    assert ours.precision == "fp32_master"
-    assert ours.param_groups[0].items() >= options.items()
+    prepared = prepare_optimizer(cls(half.parameters(), lr=1e-3, **options), half, "fp32_master")
+    assert prepared.precision == "fp32_master"
+    assert prepared.param_groups[0].items() >= options.items()
     with torch.no_grad():
-        for mine, theirs in zip(reference.parameters(), half.parameters(), strict=True):
-            mine.copy_(ours.state[theirs]["master"])
+        for expected, actual in zip(reference.parameters(), half.parameters(), strict=True):
+            expected.copy_(prepared.state[actual]["master"])
     plain = cls(reference.parameters(), lr=1e-3)
     take_steps(reference, plain, range(6))
-    take_steps(half, ours, range(6))
-    masters = torch.cat([ours.state[p]["master"].double().flatten() for p in half.parameters()])
+    take_steps(half, prepared, range(6))
+    masters = torch.cat([prepared.state[p]["master"].double().flatten() for p in half.parameters()])
     assert (masters - weights(reference)).abs().max() < 1e-6
     assert torch.equal(weights(half), masters.bfloat16().double())
 
@@ -127,10 +127,10 @@ def test_pieces_of_a_large_parameter_do_what_the_whole_does(name, precision, mon
             return torch.cat([optimizer.state[p]["master"].flatten() for p in model.parameters()])
         return weights(model)
 
-    whole = run()
+    uninterrupted = run()
     monkeypatch.setattr(_low_precision_optimizer, "piece_size", lambda device: 1000)
     tolerance = 1e-7 if precision == "fp32_master" else 5e-3
-    assert (run() - whole).abs().max() < tolerance
+    assert (run() - uninterrupted).abs().max() < tolerance
 
 
 def test_state_dict_is_keyed_by_name_and_kept_small():
@@ -168,10 +168,12 @@ def test_state_of_a_plain_torch_optimizer_can_be_loaded(caplog):
 
 
 def test_state_of_other_groups_or_names_is_refused():
-    model, other = make_model(torch.bfloat16), nn.Sequential(nn.Linear(4, 4, dtype=torch.bfloat16))
+    model, other_model = make_model(torch.bfloat16), nn.Sequential(nn.Linear(4, 4, dtype=torch.bfloat16))
     optimizer = prepare_optimizer(torch.optim.SGD(model.parameters(), lr=1.0), model)
     with pytest.raises(OptimizerStateError, match=r"groups of \[2\] parameters and this optimizer of \[4\]"):
-        optimizer.load_state_dict(prepare_optimizer(torch.optim.SGD(other.parameters(), lr=1.0), other).state_dict())
+        optimizer.load_state_dict(
+            prepare_optimizer(torch.optim.SGD(other_model.parameters(), lr=1.0), other_model).state_dict()
+        )
     renamed = optimizer.state_dict()
     renamed["param_groups"][0]["params"][0] = "elsewhere.weight"
     with pytest.raises(OptimizerStateError, match=r"about elsewhere\.weight"):

@@ -61,9 +61,9 @@ def make_adamw(parameters):
 
 
 def test_pieces_do_what_the_whole_does_bit_for_bit(monkeypatch):
-    whole = run_steps(make_adamw)
+    expected = run_steps(make_adamw)
     monkeypatch.setattr(_low_precision_optimizer, "rounded_piece_size", lambda device: 100)
-    assert torch.equal(run_steps(make_adamw), whole)
+    assert torch.equal(run_steps(make_adamw), expected)
 
 
 def test_resumed_steps_are_equal_bit_for_bit():

@@ -33,9 +33,11 @@ def noise(rank, sizes, placements, *, steps=1, resumed=False):
     with as_rank(rank, torch.Size(sizes).numel()):
         mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "tp")[-len(sizes) :])
         model = nn.Module()
-        for name, where in placements.items():
+        for name, tensor_placements in placements.items():
             local = torch.ones(64, 64, dtype=torch.bfloat16)
-            model.register_parameter(name, nn.Parameter(DTensor.from_local(local, mesh, where, run_check=False)))
+            model.register_parameter(
+                name, nn.Parameter(DTensor.from_local(local, mesh, tensor_placements, run_check=False))
+            )
         build = lambda: prepare_optimizer(torch.optim.SGD(model.parameters(), lr=1.0), model, seed=5)  # noqa: E731
         optimizer = build()
         for step in range(steps):
@@ -73,11 +75,11 @@ def test_each_shard_draws_the_noise_of_its_elements(sizes, placements):
     with ThreadPoolExecutor(4) as pool:
         ranks = list(pool.map(run, range(4)))
     drawn = {}
-    for rank, found in enumerate(ranks):
+    for rank, noise_of_rank in enumerate(ranks):
         coordinates = (rank,) if len(sizes) == 1 else divmod(rank, sizes[1])
-        for name, values in found.items():
-            where = zip(placements[name], coordinates, strict=True)
-            shard = (name, tuple(place for kind, place in where if kind.is_shard()))
+        for name, values in noise_of_rank.items():
+            coordinates_of_dims = zip(placements[name], coordinates, strict=True)
+            shard = (name, tuple(coordinate for kind, coordinate in coordinates_of_dims if kind.is_shard()))
             assert torch.equal(drawn.setdefault(shard, values), values), f"replicas of {shard} differ"
     rows = torch.stack([values.flatten() for values in drawn.values()])
     assert rows.std(1).min() > 0
@@ -148,15 +150,23 @@ def test_the_norm_of_16_bit_gradients_on_a_mesh(clip):
     """A mesh of one process: every placement, meshes of both kinds, and summands that are not added up yet."""
     with as_rank(0, 1):
         mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
-        other = init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
-        places = [(mesh, [S0, R]), (mesh, [R, S1]), (other, [S0]), (other, [Partial()]), (mesh, [R, R]), None, None]
+        other_mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
+        places = [
+            (mesh, [S0, R]),
+            (mesh, [R, S1]),
+            (other_mesh, [S0]),
+            (other_mesh, [Partial()]),
+            (mesh, [R, R]),
+            None,
+            None,
+        ]
         grads = gradients(torch.bfloat16) + gradients(torch.bfloat16)[1:]
         parameters = []
-        for grad, place in zip(grads, places, strict=True):
-            where = place and [R if kind.is_partial() else kind for kind in place[1]]
+        for grad, placement in zip(grads, places, strict=True):
+            kinds = placement and [R if kind.is_partial() else kind for kind in placement[1]]
             zeros = torch.zeros_like(grad)
-            parameters.append(nn.Parameter(DTensor.from_local(zeros, place[0], where) if place else zeros))
-            parameters[-1].grad = DTensor.from_local(grad.clone(), *place) if place else grad.clone()
+            parameters.append(nn.Parameter(DTensor.from_local(zeros, placement[0], kinds) if placement else zeros))
+            parameters[-1].grad = DTensor.from_local(grad.clone(), *placement) if placement else grad.clone()
         norm = clip_grad_norm_(parameters, clip)
         assert norm.item() == pytest.approx(exact(grads), rel=1e-4)
         local = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in parameters]

@@ -97,13 +97,13 @@ def save_slowly(limit: float) -> None:
 def run(name: str, rank: int, limit: float, folder: Path) -> int:
     """One rank's loop."""
     get_run_logger(folder).info(name)
-    _, culprit, go_wrong, where = RUNS[name]
+    _, culprit, go_wrong, line = RUNS[name]
     dims = ParallelDims.start(CPU, dp_shard=-1)
     throughput = Throughput(dims=dims)
 
     def loader() -> Iterator[list[int]]:
         for step in range(1, STEPS + 1):
-            if go_wrong and (step, rank, where) == (3, culprit, "loading"):
+            if go_wrong and (step, rank, line) == (3, culprit, "loading"):
                 go_wrong()
             yield [step]
 
@@ -114,12 +114,12 @@ def run(name: str, rank: int, limit: float, folder: Path) -> int:
                 limits = {group._get_backend(CPU).options._timeout.total_seconds() for group in all_groups()}
                 get_logger().info(f"Collectives wait {sorted(limits)} s.")
             for (step,) in throughput.loading(loader()):
-                if go_wrong and (step, rank, where) == (3, culprit, "step"):
+                if go_wrong and (step, rank, line) == (3, culprit, "step"):
                     go_wrong()
                 dims.sum(1)
                 throughput.step(processed=1, trained=1)
                 with throughput.paused("saving"):
-                    if (step, rank, where) == (3, culprit, "save"):
+                    if (step, rank, line) == (3, culprit, "save"):
                         save_slowly(limit)
                     dims.any(False)
     except ValueError:
@@ -174,9 +174,9 @@ def look(name: str, folder: Path, codes: dict[int, int], limit: float) -> str:
     for error, sentence in zip(errors, sentences, strict=True):
         if not re.fullmatch(sentence, error.removeprefix("ERROR:torchtune:")):
             return f"{error!r} does not match {sentence!r}"
-    for where, rank, line in LINES:
+    for location, rank, line in LINES:
         log = folder / "logs" / f"rank_{rank}.log"
-        if where == name and not re.search(line.format(2 * limit + 60), log.read_text()):
+        if location == name and not re.search(line.format(2 * limit + 60), log.read_text()):
             return f"{log} lacks {line!r}:\n{log.read_text()}"
     return ""
 

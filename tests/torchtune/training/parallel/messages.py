@@ -51,9 +51,9 @@ def main(folder: Path) -> None:
     """One process of one run."""
     torch.set_num_threads(1)
     size = os.environ["WORLD_SIZE"]
-    own = folder / f"{size}_{os.environ['RANK']}"
-    own.mkdir()
-    module = load_recipe(NAME, own, after_each_step(f"from {__name__} import step_done; step_done()"))
+    rank_folder = folder / f"{size}_{os.environ['RANK']}"
+    rank_folder.mkdir()
+    module = load_recipe(NAME, rank_folder, after_each_step(f"from {__name__} import step_done; step_done()"))
     cfg = load_and_check(next(folder.glob("*.yaml")), [f"output_dir={folder}/output_{size}"], module.recipe_main)
     with Collectives():
         recipe = class_of(module)(cfg)
@@ -61,4 +61,4 @@ def main(folder: Path) -> None:
         step_done()
         _steps.clear()
         recipe.train()
-    (own / "counted.json").write_text(json.dumps({"steps": _steps}))
+    (rank_folder / "counted.json").write_text(json.dumps({"steps": _steps}))

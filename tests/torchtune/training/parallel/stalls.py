@@ -60,9 +60,9 @@ def run(name: str, rank: int, limit: float, folder: Path) -> int:
         indent = line[: len(line) - len(line.lstrip())]
         call = f"__import__('{__name__}', fromlist=['x']).stall_if_last()"
         changes = {line: f"{indent}{call}\n{line}"}
-    own = folder / f"recipe_{rank}"
-    own.mkdir()
-    module = load_recipe(KINDS[size], own, changes)
+    rank_folder = folder / f"recipe_{rank}"
+    rank_folder.mkdir()
+    module = load_recipe(KINDS[size], rank_folder, changes)
     config = folder.parents[1] / f"{KINDS[size]}.yaml"
     settings = [f"output_dir={folder}", f"hang_timeout_minutes={limit / 60}", "log_level=INFO"]
     return module.recipe_main(load_and_check(config, settings, module.recipe_main))
@@ -84,7 +84,9 @@ def look(name: str, folder: Path, codes: dict[int, int], limit: float) -> str:
     screens = "".join(path.read_text() for path in sorted(folder.glob("screen_*")))
     if codes.get(last) != HANG_EXIT_CODE or (name != "close" and set(codes.values()) != {HANG_EXIT_CODE}):
         return f"exit codes are {codes}; screens:\n{screens}"
-    sentences = [found[1] for line in screens.splitlines() if (found := re.search(r"(Ranks? \d.* moved .*)", line))]
+    sentences = [
+        sentence[1] for line in screens.splitlines() if (sentence := re.search(r"(Ranks? \d.* moved .*)", line))
+    ]
     if len(sentences) != 1 or not re.fullmatch(SENTENCES[name], sentences[0]):
         return f"{sentences} are not one that matches {SENTENCES[name]!r}"
     log = (folder / "logs" / f"rank_{last}.log").read_text()

@@ -92,7 +92,7 @@ def _attempt(
     codes: dict[str, dict[int, int]] = {name: {} for name in runs}
     first: dict[str, float] = {}  # when a rank of the run ended
     waiting: dict[int, tuple[str, int]] = {}
-    wrong = dict.fromkeys(runs, "has not ended")
+    mistakes = dict.fromkeys(runs, "has not ended")
     try:
         for name, size in runs.items():
             (folder / name / "errors" / "0").mkdir(parents=True)
@@ -101,7 +101,7 @@ def _attempt(
                 environment |= {**errors, "STANDING_FOLDER": str(folder / name)}
                 waiting[_start(name, rank, limit, folder / name, body, environment)] = (name, rank)
         deadline, grace = time.monotonic() + 60 + 10 * limit, 10 + 3 * limit
-        while any(wrong.values()) and time.monotonic() < deadline:
+        while any(mistakes.values()) and time.monotonic() < deadline:
             time.sleep(0.05)
             for pid in list(waiting):
                 ended, status = os.waitpid(pid, os.WNOHANG)
@@ -111,7 +111,7 @@ def _attempt(
                     first.setdefault(name, time.time())
             if set(waiting.values()) <= set(lasting):
                 deadline = min(deadline, time.monotonic() + grace)  # the last words of those that last
-                wrong = {name: look(name, folder / name, codes[name], limit) for name in runs}
+                mistakes = {name: look(name, folder / name, codes[name], limit) for name in runs}
                 if not waiting:
                     break
     finally:
@@ -119,10 +119,10 @@ def _attempt(
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
     for name in runs:
-        wrong[name] = look(name, folder / name, codes[name], limit)
+        mistakes[name] = look(name, folder / name, codes[name], limit)
         if late := sorted({key[1] for key in waiting.values() if key[0] == name and key not in lasting}):
-            wrong[name] = f"ranks {late} had not ended after {60 + 10 * limit} s; {wrong[name]}"
-    return {name: {"wrong": wrong[name], "slow": _slow(folder / name, first.get(name), limit)} for name in runs}
+            mistakes[name] = f"ranks {late} had not ended after {60 + 10 * limit} s; {mistakes[name]}"
+    return {name: {"wrong": mistakes[name], "slow": _slow(folder / name, first.get(name), limit)} for name in runs}
 
 
 def _slow(folder: Path, ended: float | None, limit: float) -> str:

@@ -111,11 +111,11 @@ def formulas(checkpoint: Path) -> dict[str, dict[str, float]]:
         model = from_hf_config(checkpoint)
     description = model.description
     num_layers = description.num_layers
-    whole = 4 * sum(parameter.numel() for parameter in model.parameters())
+    num_bytes = 4 * sum(parameter.numel() for parameter in model.parameters())
     layers = 4 * sum(parameter.numel() for parameter in model.layers.parameters())
     hidden = 4 * LENGTH * description.embed_dim
     f = 3 / 4  # of four ranks
-    gathered, reduced = {"all-gather": f * (whole + layers)}, {"reduce-scatter": f * whole}
+    gathered, reduced = {"all-gather": f * (num_bytes + layers)}, {"reduce-scatter": f * num_bytes}
     if description.num_experts:
         experts = 4 * sum(parameter.numel() for layer in model.layers for parameter in layer.mlp.experts.parameters())
         # Ranks 0 and 4 have the same quarter of the experts, and share its weights.
@@ -123,8 +123,8 @@ def formulas(checkpoint: Path) -> dict[str, dict[str, float]]:
         f_of_others = 7 / 8
         return {
             "8 shards, experts over 4 of them": {
-                "all-gather": f_of_others * (whole + layers - 2 * experts) + 2 * of_experts,
-                "reduce-scatter": f_of_others * (whole - experts) + of_experts,
+                "all-gather": f_of_others * (num_bytes + layers - 2 * experts) + 2 * of_experts,
+                "reduce-scatter": f_of_others * (num_bytes - experts) + of_experts,
                 "all-to-all": 4 * f * hidden * num_layers * description.experts_per_token,
             },
         }
@@ -160,15 +160,15 @@ def formulas(checkpoint: Path) -> dict[str, dict[str, float]]:
     return {
         "4 shards": gathered | reduced,
         "2 copies of 2 shards": {
-            "all-gather": (whole + layers) / 2,
-            "reduce-scatter": whole / 2,
-            "all-reduce": whole / 2,
+            "all-gather": (num_bytes + layers) / 2,
+            "reduce-scatter": num_bytes / 2,
+            "all-reduce": num_bytes / 2,
         },
         "4 context-parallel ranks": gathered | reduced | {"all-to-all": 4 * f * hidden * num_layers * heads / 4},
         "2 tensor-parallel ranks, in 2 copies": {
             "all-gather": of_two_ranks,
             "reduce-scatter": of_two_ranks,
-            "all-reduce": whole / 2,
+            "all-reduce": num_bytes / 2,
         },
     }
 
@@ -191,7 +191,7 @@ def test_numbers_are_those_of_the_formulas(folder, traffic):
     num_layers = 2
     groups = num_layers + 1  # that FSDP gathers together: each layer, and what is in none
     shards = {"all-gather": 2 * num_layers + 1, "reduce-scatter": groups}
-    assert {name: dict(each.calls) for name, each in traffic.items()} == {
+    assert {name: dict(of_mesh.calls) for name, of_mesh in traffic.items()} == {
         "4 shards": shards,
         "2 copies of 2 shards": shards | {"all-reduce": groups},
         "4 context-parallel ranks": shards | {"all-to-all": 4 * num_layers},
@@ -217,8 +217,8 @@ def test_numbers_are_those_of_the_formulas(folder, traffic):
             "reduce-scatter": shards["reduce-scatter"] + num_layers,
         },
     }
-    kept = traffic_of(folder / "llama", 4, {"dp_shard": 4}, reshard_after_forward=False)
-    assert dict(kept.calls) == {"all-gather": groups, "reduce-scatter": groups}
+    unsharded = traffic_of(folder / "llama", 4, {"dp_shard": 4}, reshard_after_forward=False)
+    assert dict(unsharded.calls) == {"all-gather": groups, "reduce-scatter": groups}
 
 
 def test_recomputed_layers_gather_no_weights_again(folder):

@@ -94,15 +94,17 @@ def folder(tmp_path_factory):
 def outcomes(folder):
     """Largest relative differences of every case."""
     for processes in (2, 4):
-        mine = {}
+        cases = {}
         for name, (size, sizes, settings, options) in CASES.items():
             if size == processes:
                 steps = {} if name in WHOLE_EPOCH else {"steps": 2}
-                mine[name] = (sizes, {**steps, **settings}, options)
-        (folder / f"cases_{processes}.json").write_text(json.dumps(mine))
+                cases[name] = (sizes, {**steps, **settings}, options)
+        (folder / f"cases_{processes}.json").write_text(json.dumps(cases))
         launch("training.parallel.worker", processes, folder)
     return {
-        name: each for n in (2, 4) for name, each in json.loads((folder / f"outcomes_{n}.json").read_text()).items()
+        name: outcome
+        for n in (2, 4)
+        for name, outcome in json.loads((folder / f"outcomes_{n}.json").read_text()).items()
     }
 
 

@@ -56,10 +56,10 @@ def step(model, optimizer, dims, number):
     tokens = torch.randint(3, 320, (2, LENGTH), generator=torch.Generator().manual_seed(number)).to(DEVICE)
     labels = tokens.roll(-1, 1)
     labels[1, :10] = -100
-    mine = slice(dims.data_rank, None, dims.data_size)
+    own_rows = slice(dims.data_rank, None, dims.data_size)
     with Traffic() as traffic:
-        logits = model(tokens[mine])
-        loss = F.cross_entropy(logits.flatten(0, 1), labels[mine].flatten(), reduction="sum") / (labels >= 0).sum()
+        logits = model(tokens[own_rows])
+        loss = F.cross_entropy(logits.flatten(0, 1), labels[own_rows].flatten(), reduction="sum") / (labels >= 0).sum()
         loss.backward()
     run_pre_optimizer_hooks(model)
     norm = clip_grad_norm_(model.parameters(), CLIP)
@@ -78,33 +78,33 @@ def train(folder, kind, dims):
         store.save("step_3", model, state=state, **({"contents": "adapter"} if kind == "lora" else {}))
         store.close()
     weights = {name: ranks.whole(parameter) for name, parameter in model.named_parameters()}
-    found = {"steps": steps, "weights": weights, "load": tokens_per_expert(model)}
-    return found | {"after": step(model, optimizer, dims, STEPS)}
+    outcome = {"steps": steps, "weights": weights, "load": tokens_per_expert(model)}
+    return outcome | {"after": step(model, optimizer, dims, STEPS)}
 
 
 def on_two_ranks(folder):
     dims = ParallelDims(dp_shard=2, ep=2, world_size=2)
     dims.build_mesh(DEVICE)
     for kind in KINDS:
-        found = train(folder, kind, dims)
+        outcome = train(folder, kind, dims)
         if dist.get_rank() == 0:
-            torch.save(found, folder / f"{kind}.pt")
+            torch.save(outcome, folder / f"{kind}.pt")
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_ranks_train_as_one_process(folder, kind):
-    found, alone = torch.load(folder / f"{kind}.pt"), train(folder, kind, ParallelDims())
-    for (loss, norm, moved), (loss_alone, norm_alone, _) in zip(found["steps"], alone["steps"], strict=True):
+    outcome, alone = torch.load(folder / f"{kind}.pt"), train(folder, kind, ParallelDims())
+    for (loss, norm, moved), (loss_alone, norm_alone, _) in zip(outcome["steps"], alone["steps"], strict=True):
         assert abs(loss - loss_alone) <= 1e-6 * loss_alone
         assert norm == pytest.approx(norm_alone, rel=1e-5)
         assert norm > CLIP, "so that clipping matters"
         rows = 2 * LENGTH * CHOSEN * WIDTH * 4  # of both ranks: there and back, forward and backward
         counts = 2 * EXPERTS * 8
         assert moved == LAYERS * (4 * rows + counts) / 2, "half of what is exchanged stays on its rank"
-    assert found["weights"].keys() == alone["weights"].keys()
+    assert outcome["weights"].keys() == alone["weights"].keys()
     for name, weight in alone["weights"].items():
-        assert (found["weights"][name].float() - weight.float()).abs().max() <= 2e-5, name
-    assert all(torch.equal(counts, found["load"][path]) for path, counts in alone["load"].items())
+        assert (outcome["weights"][name].float() - weight.float()).abs().max() <= 2e-5, name
+    assert all(torch.equal(counts, outcome["load"][path]) for path, counts in alone["load"].items())
 
 
 @pytest.mark.parametrize("kind", ["full", "lora"])

@@ -55,7 +55,9 @@ def gradients(folder: Path, family: str, dims: ParallelDims) -> dict[str, torch.
     labels = batch.pop("labels")
     loss = loss_fn(model(**batch), labels) * (labels.ne(-100).sum() / 32)
     loss.backward()
-    values = {name: ranks.whole(each.grad) for name, each in model.named_parameters() if each.grad is not None}
+    values = {
+        name: ranks.whole(parameter.grad) for name, parameter in model.named_parameters() if parameter.grad is not None
+    }
     norm = clip_grad_norm_(model.parameters(), None)
     return {"loss": torch.tensor(dims.sum(loss.item())), "norm": torch.as_tensor(float(norm)), **values}
 

@@ -40,7 +40,7 @@ def test_one_message_a_step(counted):
 def test_no_kind_of_collective_is_called_more_often_by_more_processes(counted):
     """Besides it: gathers and reductions of shards, and the norm of the gradient. No object is gathered."""
     calls = [step["calls"] for run in counted.values() for step in run["steps"][1:]]
-    assert all(found == calls[0] for found in calls)
+    assert all(rank_calls == calls[0] for rank_calls in calls)
     assert not any("uint8" in kind for kind in calls[0]), calls[0]
     assert calls[0].keys() - {HOST} == {
         "_allgather_base_ torch.float32 all",

@@ -59,7 +59,7 @@ def compute(module: nn.Module, x: Tensor, grad: Tensor, positions: Tensor) -> di
     x = x.clone().requires_grad_()
     out = module(x, input_pos=positions)
     out.backward(grad)
-    return {"out": out.detach(), "x": x.grad} | {name: each.grad for name, each in module.named_parameters()}
+    return {"out": out.detach(), "x": x.grad} | {name: weight.grad for name, weight in module.named_parameters()}
 
 
 def on_ranks(folder: Path) -> None:

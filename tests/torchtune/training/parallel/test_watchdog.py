@@ -54,17 +54,17 @@ def test_slowest_ranks_are_reported():
 def test_lost_rank_is_reported_with_a_remedy(monkeypatch):
     monkeypatch.delenv("TORCHELASTIC_MAX_RESTARTS", raising=False)
     beat = Beat(step=6, phase="training", machine="machine 1 (b)")
-    lost = lost_rank_error({3: beat, 2: beat}, "a:1")
-    assert str(lost).startswith("Ranks 2 and 3 on machine 1 (b) are gone, last seen in step 7: ")
-    assert (lost.exit_code, "resume_from_checkpoint=True" in str(lost)) == (75, True)
+    lost_ranks = lost_rank_error({3: beat, 2: beat}, "a:1")
+    assert str(lost_ranks).startswith("Ranks 2 and 3 on machine 1 (b) are gone, last seen in step 7: ")
+    assert (lost_ranks.exit_code, "resume_from_checkpoint=True" in str(lost_ranks)) == (75, True)
     mistake = replace(beat, left="DataError", words="x.jsonl has shrunk: put it back.")
     failed = lost_rank_error({2: mistake}, "a:1")
     assert str(failed) == "Rank 2 on machine 1 (b) ended with DataError, in step 7: x.jsonl has shrunk: put it back."
     assert (failed.exit_code, failed.is_reported) == (2, False)
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
-    gone = lost_rank_error(None, "a:1")
-    assert str(gone).startswith("Machine 0, which serves the store of all ranks at a:1, does not answer: ")
-    assert "torchrun starts all ranks again" in str(gone)
+    lost_store = lost_rank_error(None, "a:1")
+    assert str(lost_store).startswith("Machine 0, which serves the store of all ranks at a:1, does not answer: ")
+    assert "torchrun starts all ranks again" in str(lost_store)
 
 
 def test_no_time_limit_watches_nothing():
@@ -86,20 +86,20 @@ def test_errors_pass_through_the_watchdog():
 
 
 def test_outside_the_loop_writing_counts_as_progress_and_waiting_does_not():
-    activity, found = Activity(3, "saving"), []
+    activity, beats = Activity(3, "saving"), []
 
     def look(*, written):
         time.sleep(0.6)  # the first look may find the CPU time of what was before
         signs = activity.signs
         activity.written += written
         time.sleep(1.0)
-        found.append(activity.signs - signs)
+        beats.append(activity.signs - signs)
 
     def look_while_this_thread_sleeps(written):
-        other = threading.Thread(target=look, kwargs={"written": written})
-        other.start()
-        other.join()  # to wake up for a look would take CPU time, too
-        return found[-1]
+        other_thread = threading.Thread(target=look, kwargs={"written": written})
+        other_thread.start()
+        other_thread.join()  # to wake up for a look would take CPU time, too
+        return beats[-1]
 
     with supervision.Watchdog(activity, training.ParallelDims(), 4.0):
         assert look_while_this_thread_sleeps(written=0) == 0

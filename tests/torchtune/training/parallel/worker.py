@@ -30,17 +30,17 @@ def differences(found: Any, wanted: Any) -> dict[str, float]:
 
 def references(folder: Path, cases: dict[str, Any]) -> dict[str, Path]:
     """Where one process's results for every case lie; each rank computes its share of those that are not there."""
-    found: dict[str, tuple[Path, Path, dict[str, Any]]] = {}
+    todo_of_name: dict[str, tuple[Path, Path, dict[str, Any]]] = {}
     for name, (_, settings, _) in cases.items():
         checkpoint, settings = source(folder, settings)
         key = hashlib.sha256(f"{checkpoint} {settings}".encode()).hexdigest()[:16]
-        found[name] = (folder / f"alone_{key}.pt", checkpoint, settings)
-    todo = {path: rest for path, *rest in found.values()}
+        todo_of_name[name] = (folder / f"alone_{key}.pt", checkpoint, settings)
+    todo = {path: job for path, *job in todo_of_name.values()}
     for path in sorted(todo)[int(os.environ["RANK"]) :: int(os.environ["WORLD_SIZE"])]:
         if not path.exists():  # asked here: a rank that is late would count its share in a shorter list
             checkpoint, settings = todo[path]
             torch.save(run(checkpoint, ParallelDims(), **settings), path)
-    return {name: path for name, (path, *_) in found.items()}
+    return {name: path for name, (path, *_) in todo_of_name.items()}
 
 
 def source(folder: Path, settings: dict[str, Any]) -> tuple[Path, dict[str, Any]]:
@@ -59,9 +59,9 @@ def main(folder: Path) -> None:
         checkpoint, settings = source(folder, settings)
         dims = ParallelDims.start(own_device(), **{"dp_shard": 1, **sizes})
         dist.barrier()  # all references are there
-        found = run(checkpoint, dims, **settings, **options)
+        outcome = run(checkpoint, dims, **settings, **options)
         if dist.get_rank() == 0:
-            outcomes[name] = differences(found, torch.load(alone[name]))
+            outcomes[name] = differences(outcome, torch.load(alone[name]))
     if dist.get_rank() == 0:
         (folder / f"outcomes_{size}.json").write_text(json.dumps(outcomes))
     dist.destroy_process_group()

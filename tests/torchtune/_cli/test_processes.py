@@ -1,15 +1,17 @@
-"""Commands in several processes: the answers of one, and a sentence about a process that is lost."""
+"""Commands in several processes: the answers of one, and a sentence about a process that is lost; child processes."""
 
 import io
 import os
 import signal
+import subprocess
 import sys
+import time
 
 import pytest
 import torch.distributed as dist
 
 from tests.tiny import write_checkpoint
-from torchtune._cli._several_processes import LostFollowerError, _Followers, several_processes
+from torchtune._cli._processes import LostFollowerError, _Followers, several_processes
 from torchtune.utils import UserError
 
 
@@ -34,13 +36,13 @@ def test_two_processes_chat_as_one(tmp_path, tune, monkeypatch):
     assert "RANK" not in os.environ
 
 
-def test_error_of_another_process_is_told_with_its_rank(command):
+def test_error_of_another_process_names_its_rank(command):
     command("cat", "no_such_config")
     with pytest.raises(LostFollowerError, match=r"^rank 1: .*no_such_config"), several_processes("2"):
         pass
 
 
-def test_end_of_another_process_is_told_as_cause_of_a_broken_collective(command):
+def test_broken_collective_names_the_rank_that_ended(command):
     command("ls")
     followers = _Followers(2)
 
@@ -68,3 +70,21 @@ def test_error_of_this_process_ends_the_others(command):
 def test_number_of_processes_is_checked(requested, sentence):
     with pytest.raises(UserError, match=sentence), several_processes(requested):
         pass
+
+
+CODE = (
+    f"from torchtune._cli._processes import call_in_child_process; from {__name__} import sleep; "
+    "call_in_child_process(sleep)"
+)
+
+
+def sleep():
+    print("sleeping", flush=True)
+    time.sleep(600)
+
+
+def test_child_process_ends_when_its_parent_is_killed():
+    parent = subprocess.Popen([sys.executable, "-c", CODE], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout.readline() == "sleeping\n"
+    parent.kill()
+    parent.communicate(timeout=120)  # no process has the pipe any more

@@ -1,11 +1,18 @@
-"""Check of an export: the library that reads the files computes the logits of the trained model."""
+"""Export a checkpoint: find it, write the files to a temporary folder, check them, and move them to the output folder.
 
+The check: the library that reads the files computes the logits of the trained model.
+"""
+
+import argparse
 import io
 import math
+import os
+import shlex
+import shutil
 import sys
 import time
 from collections.abc import Mapping
-from contextlib import redirect_stderr
+from contextlib import redirect_stderr, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -14,8 +21,8 @@ import torch
 
 import torchtune
 from torchtune import config, evaluation
-from torchtune._cli._child_process import CrashedError, call_in_child_process
-from torchtune._cli._export_files import Trained, quantize
+from torchtune._cli._find_recipe import find_checkpoint, is_classifier
+from torchtune._cli._processes import CrashedError, call_in_child_process
 from torchtune._cli._reference_logits import (
     embed_elsewhere,
     missing_packages,
@@ -23,14 +30,53 @@ from torchtune._cli._reference_logits import (
     score_elsewhere,
     tokenize_elsewhere,
 )
-from torchtune.checkpoints import CheckpointStore, ModelSource
+from torchtune.checkpoints import (
+    ADAPTER_CONFIG_FILE,
+    ADAPTER_FILE,
+    CheckpointError,
+    CheckpointStore,
+    GGUFFile,
+    ModelSource,
+    adapter_folder,
+    quantize_checkpoint,
+)
 from torchtune.data import RERANKER_FILE, DataError
-from torchtune.evaluation import Comparison
+from torchtune.evaluation import Comparison, EvaluationError
 from torchtune.models import from_hf_config, stored_dtype
-from torchtune.tokenizers import HuggingFaceModelTokenizer, hf_tokenizer
+from torchtune.modules.low_precision.quantizers import (
+    Float8Quantizer,
+    GGUFQuantizer,
+    Int4WeightOnlyQuantizer,
+    Int8DynActInt4WeightQuantizer,
+    Int8WeightOnlyQuantizer,
+    quantizable_layers,
+)
+from torchtune.reports import RunFolder, model_card
+from torchtune.tokenizers import HuggingFaceModelTokenizer, go_template, hf_tokenizer
 from torchtune.training import set_default_dtype
-from torchtune.utils import UserError, get_logger
+from torchtune.utils import (
+    FolderLock,
+    UserError,
+    atomic_directory,
+    clear_leftovers,
+    get_logger,
+    read_json,
+    write_json,
+)
 
+# Record of an export and its check, in its folder.
+RECORD = "torchtune_export.json"
+# Files of an embedding model or a reranker, see extra_files of torchtune.rlhf.loss.
+_EMBEDDING_FILES = (
+    "modules.json",
+    "sentence_bert_config.json",
+    "config_sentence_transformers.json",
+    "1_Pooling/config.json",
+    "2_Normalize/config.json",
+    RERANKER_FILE,
+)
+# Ollama reserves memory for the whole context.
+_MOST_CONTEXT = 8192
 _PROMPTS = (
     "The capital of France is Paris, and the capital of Italy is",
     "Once upon a time there was a small dog who could not find",
@@ -77,6 +123,33 @@ _TIMES_BASE = 3.0
 _KL_MARGIN = 0.02
 _MOST_NAMES = 5  # of tensors, in a message
 _SECONDS_BETWEEN = 10.0  # between two lines of progress
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A checkpoint to export.
+
+    Attributes:
+        checkpoint: folder of the checkpoint.
+        adapter: folder of the adapter, if an adapter was trained.
+        base: folder of the model before training, if it still exists.
+        run: the run that saved the checkpoint, if its settings still exist.
+    """
+
+    checkpoint: Path
+    adapter: Path | None
+    base: Path | None
+    run: RunFolder | None
+
+    @property
+    def path(self) -> Path:
+        """Folder from which :func:`torchtune.load` reads the trained model."""
+        return self.adapter or self.checkpoint
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether the checkpoint has all weights, after LoRA with the adapter merged."""
+        return self.adapter is None or any(self.checkpoint.glob("model*.safetensors"))
 
 
 class FailedCheck(UserError):
@@ -158,7 +231,9 @@ class Embedded:
         text = (
             f"{self.kind} in {self.library}: relative difference from the trained model at most {self.difference:.2g}"
         )
-        return f"{text}; {self.note}" if self.note else text
+        if self.note:
+            text += f"; {self.note}"
+        return text
 
 
 @dataclass(frozen=True)
@@ -211,6 +286,221 @@ class Check:
         return numbers
 
 
+def export(args: argparse.Namespace) -> None:
+    """Export a checkpoint as the arguments of ``tune export`` define.
+
+    Raises:
+        UserError: the checkpoint does not fit the format, the check fails, the output folder is not empty and not an
+            earlier export, or the disk is full. The output folder then stays unchanged.
+    """
+    trained = find_trained(args.model)
+    _check_format(trained, args.to)
+    label = args.to
+    if args.quant is not None:
+        label += f"-{args.quant}"
+    output = args.output or trained.checkpoint.resolve().with_name(f"{trained.checkpoint.resolve().name}-{label}")
+    output = output.expanduser()
+    if output.exists() and not (output / RECORD).is_file() and (not output.is_dir() or any(output.iterdir())):
+        raise UserError(f"--output: {output} is there already and is no export: name a new folder.")
+    with FolderLock(output.parent, name=f".{output.name}.lock", key="--output").held():
+        clear_leftovers(output)
+        check = _write(trained, args, output)
+    print("\n".join([*check.lines(), f"wrote       {output} ({_size(output)})", *_commands(args.to, output)]))
+    if args.push:
+        _push(output, args.push, upload=args.yes)
+
+
+def _write(trained: Trained, args: argparse.Namespace, output: Path) -> Check:
+    """Write the files to a temporary folder, check them, and move them to the output folder."""
+    with atomic_directory(output) as temporary:
+        files = temporary / "files"
+        say("writing", f"the files of {output}")
+        write_files(trained, args.to, args.quant, files, temporary / "merged")
+        check = _check(trained, args, files, temporary / "base")
+        shutil.rmtree(temporary / "base", ignore_errors=True)
+        record = {"checkpoint": str(trained.checkpoint), "to": args.to, "quant": args.quant, "check": check.numbers()}
+        write_json(files / RECORD, record)
+        if trained.run is not None:  # otherwise, keep the README of the checkpoint
+            library = "peft" if args.to == "adapter" else "transformers"
+            card = model_card(trained.run, check=check.verdict(), library=library)
+            (files / "README.md").write_text(card, encoding="utf-8")
+        for path in list(files.iterdir()):
+            path.rename(temporary / path.name)
+        files.rmdir()
+    return check
+
+
+def _check(trained: Trained, args: argparse.Namespace, files: Path, aside: Path) -> Check:
+    """Check the files, unless ``--no-check`` is set; ``--check`` requires it."""
+    if args.check is False:
+        return Check(reason="of --no-check")
+    try:
+        check = check_files(trained, args.to, args.quant, files, aside, args.device)
+    except EvaluationError as error:
+        raise FailedCheck(str(error)) from error
+    if args.check and check.measured is None:
+        raise UserError(f"--check: the files cannot be checked, because {check.reason}.")
+    return check
+
+
+def _check_format(trained: Trained, to: str) -> None:
+    if to in ("adapter", "merged") and trained.adapter is None:
+        raise UserError(f"{trained.checkpoint} holds no adapter, all weights were trained: choose --to hf.")
+    if to == "hf" and trained.adapter is not None:
+        raise UserError(f"{trained.checkpoint} was trained as an adapter: choose --to merged, or --to adapter.")
+    if to in ("gguf", "ollama") and is_classifier(trained.checkpoint):
+        raise UserError(
+            f"{trained.checkpoint} is a classifier or a reward model, and GGUF files are written of language models: "
+            "choose --to hf."
+        )
+
+
+def _size(folder: Path) -> str:
+    sizes = [path.stat().st_size for path in folder.rglob("*") if path.is_file()]
+    return f"{len(sizes):,} files, {sum(sizes):,} bytes"
+
+
+def _commands(to: str, output: Path) -> list[str]:
+    """Return the commands that serve an export."""
+    folder = shlex.quote(str(output.resolve()))
+    name = shlex.quote(output.resolve().name)
+    if to == "adapter":
+        settings = read_json(output / ADAPTER_CONFIG_FILE)
+        largest_rank = max([settings["r"], *settings.get("rank_pattern", {}).values()])
+        max_lora_rank = max(8, 2 ** (largest_rank - 1).bit_length())  # vLLM requires powers of two
+        base = shlex.quote(str(settings["base_model_name_or_path"]))
+        options = f"--enable-lora --max-lora-rank {max_lora_rank} --lora-modules {name}={folder}"
+        return [f"serve       vllm serve {base} {options}"]
+    if to == "ollama":
+        return [f"serve       ollama create {name} -f {folder}/Modelfile && ollama run {name}"]
+    if to == "gguf":
+        return [f"serve       llama-server -m {folder}/{next(output.glob('*.gguf')).name}"]
+    return [f"serve       vllm serve {folder}", f"            transformers serve {folder}"]
+
+
+def _push(folder: Path, repo_id: str, *, upload: bool) -> None:
+    from torchtune import _hub
+
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and not path.name.startswith("."))
+    for path in files:
+        print(f"{'push':<12}{path.relative_to(folder)} ({path.stat().st_size:,} bytes)")
+    if not upload:
+        print(f"{'':<12}nothing is uploaded: add --yes to upload {len(files)} files to {repo_id}")
+        return
+    print(f"{'':<12}{_hub.upload(folder, repo_id)}")
+
+
+def find_trained(model: str) -> Trained:
+    """Find the checkpoint, its adapter and its base.
+
+    Raises:
+        UserError: there is no checkpoint, the run is still in progress, or the adapter's base is missing.
+    """
+    folder = Path(model).expanduser()
+    if not folder.is_dir():
+        raise UserError(f"{model}: there is no such folder: give that of a run or of a checkpoint.")
+    checkpoint = Path(find_checkpoint(str(folder)))
+    if checkpoint != folder:  # a run in progress may delete its checkpoints
+        FolderLock(folder, key="run").check_unused()
+    run = None
+    base = None
+    with suppress(UserError):  # a checkpoint alone, without the settings of its run
+        run = RunFolder(checkpoint.resolve())
+        base = run.base
+    adapter = None
+    with suppress(CheckpointError):  # all weights were trained
+        adapter = adapter_folder(checkpoint)
+    if adapter is not None and (adapter / ADAPTER_CONFIG_FILE).is_file():
+        base = Path(str(read_json(adapter / ADAPTER_CONFIG_FILE).get("base_model_name_or_path")))
+    if base is not None and not os.path.isdir(base):
+        base = None  # it was deleted, or is the name of a repository
+    return Trained(checkpoint, adapter, base, run)
+
+
+def write_files(trained: Trained, to: str, quant: str | None, files: Path, merged: Path) -> None:
+    """Write an export.
+
+    Args:
+        trained: the checkpoint.
+        to: format.
+        quant: kind of quantization.
+        files: folder to write.
+        merged: folder for merged weights that are deleted after quantization.
+    """
+    if to in ("hf", "adapter", "merged"):
+        dtype = None
+        if to == "adapter" and (trained.path / ADAPTER_FILE).is_file():  # may differ from the base's
+            tensors = ModelSource(trained.path, [ADAPTER_FILE]).open()
+            dtype = tensors.read(tensors.names()[0]).dtype
+        model, _ = torchtune.load(trained.path, dtype=dtype, device="cpu")
+        contents = "model" if to == "hf" else to
+        torchtune.save(model, files, contents=contents)
+        _copy_embedding_files(trained.checkpoint, files)
+        return
+    source = trained.checkpoint
+    if not trained.has_weights:
+        write_files(trained, "merged", None, merged, merged)
+        source = merged
+    model = quantize(source, quant, files)
+    shutil.rmtree(merged, ignore_errors=True)
+    if to == "ollama":
+        _write_modelfile(files, model.description.max_seq_len)
+
+
+def _copy_embedding_files(checkpoint: Path, files: Path) -> None:
+    """Copy what ``sentence-transformers`` reads of an embedding model or reranker; an export may begin at the base."""
+    if not (checkpoint / "modules.json").is_file():
+        return
+    for name in _EMBEDDING_FILES:
+        if (checkpoint / name).is_file():
+            (files / name).parent.mkdir(exist_ok=True)
+            shutil.copyfile(checkpoint / name, files / name)
+
+
+def quantize(folder: Path, quant: str, files: Path) -> torch.nn.Module:
+    """Quantize the weights in a folder; return their model, on the meta device."""
+    with torch.device("meta"):
+        model = from_hf_config(folder)
+    quantize_checkpoint(ModelSource(folder), model, _quantizer(quant, model), files)
+    return model
+
+
+def _write_modelfile(files: Path, context: int) -> None:
+    """Write Ollama's ``Modelfile`` beside the GGUF file: chat template, stop texts, and at most ``context`` tokens."""
+    file = next(files.glob("*.gguf"))
+    tokenizer = hf_tokenizer(str(files))
+    # Ollama adds BOS by itself if the file says so; the template must not add another.
+    adds_bos = bool(GGUFFile(file).get("tokenizer.ggml.add_bos_token"))
+    lines = [
+        f"FROM ./{file.name}",
+        f'TEMPLATE """{go_template(tokenizer, adds_bos=adds_bos)}"""',
+    ]
+    for text, token_id in tokenizer.special_tokens.items():
+        if token_id in tokenizer.stop_tokens:
+            lines.append(f'PARAMETER stop "{text}"')
+    lines.append(f"PARAMETER num_ctx {min(context, _MOST_CONTEXT)}")
+    (files / "Modelfile").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _quantizer(quant: str, model: torch.nn.Module) -> Any:
+    """Return the quantizer of a kind of quantization, with a group size that fits all layers of the model."""
+    if quant == "int8":
+        return Int8WeightOnlyQuantizer()
+    if quant == "fp8":
+        return Float8Quantizer()
+    if quant not in ("int4", "8da4w"):
+        return GGUFQuantizer(quant.upper())
+    widths = [layer.in_features for layer in quantizable_layers(model).values()]
+    groupsize = 128  # if none fits, the quantizer names the layer that does not
+    for size in (128, 64, 32):
+        if all(width % size == 0 for width in widths):
+            groupsize = size
+            break
+    if quant == "int4":
+        return Int4WeightOnlyQuantizer(groupsize=groupsize)
+    return Int8DynActInt4WeightQuantizer(groupsize=groupsize)
+
+
 def check_files(trained: Trained, to: str, quant: str | None, files: Path, aside: Path, device: str) -> Check:
     """Compare files with the trained model.
 
@@ -234,7 +524,9 @@ def check_files(trained: Trained, to: str, quant: str | None, files: Path, aside
     try:
         measured = call_in_child_process(_measure, trained.path, to, files, device)
         if _reader(to) != "llama_cpp" and (files / "tokenizer.json").is_file():
-            settings = None if trained.run is None else trained.run.settings.get("tokenizer")
+            settings = None
+            if trained.run is not None:
+                settings = trained.run.settings.get("tokenizer")
             tokenized = call_in_child_process(_compare_tokenizers, settings, trained.path, files)
         embedded = None
         if to in ("hf", "merged") and (files / "modules.json").is_file():
@@ -248,16 +540,20 @@ def check_files(trained: Trained, to: str, quant: str | None, files: Path, aside
     except CrashedError as error:
         return Check(reason=f"{_reader(to)} cannot be asked: {error}")
     # A merged weight is rounded to its dtype, a quantized one to its kind; other weights have the same bits.
-    rounding = stored_dtype(files) if to == "merged" else quant
+    rounding = quant
+    if to == "merged":
+        rounding = stored_dtype(files)
     layer_limit = _OF_LAYER.get(rounding, _OF_EQUAL_LAYER)
+    are_rounded = layer_limit != _OF_EQUAL_LAYER
     # "not <=", because a difference may be NaN
     differing = [name for name, difference in measured.layers.items() if not difference <= layer_limit]
     if quant is None:
-        relative_limit = _OF_LOGITS if layer_limit == _OF_EQUAL_LAYER else _OF_ROUNDED_LOGITS
+        relative_limit = _OF_ROUNDED_LOGITS if are_rounded else _OF_LOGITS
         agrees = measured.comparison.mean_difference <= relative_limit * measured.comparison.spread
     else:
-        # Without the base, there is no measure of how much KL divergence this quantization causes.
-        kl_limit = torch.inf if base is None else _TIMES_BASE * base.comparison.kl + _KL_MARGIN
+        kl_limit = torch.inf  # without the base, nothing tells how much KL divergence this quantization causes
+        if base is not None:
+            kl_limit = _TIMES_BASE * base.comparison.kl + _KL_MARGIN
         agrees = measured.comparison.kl <= kl_limit
     if differing or not agrees:
         raise FailedCheck(_explain_difference(measured, base, differing))
@@ -268,7 +564,7 @@ def check_files(trained: Trained, to: str, quant: str | None, files: Path, aside
             "save the checkpoint again with the tokenizer that trained."
         )
     if embedded is not None and embedded.library:
-        difference_limit = _OF_EMBEDDING if layer_limit == _OF_EQUAL_LAYER else _OF_ROUNDED_EMBEDDING
+        difference_limit = _OF_ROUNDED_EMBEDDING if are_rounded else _OF_EMBEDDING
         if not embedded.difference <= difference_limit:
             raise FailedCheck(
                 f"{embedded.library} computes other {embedded.kind} than the trained model, with a relative difference "
@@ -292,8 +588,10 @@ def _explain_difference(measured: Measured, base: Measured | None, differing: li
             tensors += f" and {len(names) - _MOST_NAMES} more"
     else:
         tensors = "this library reads every tensor"
-    of_base = "" if base is None else f"; the quantized base: {base}"
-    return f"{measured.library} has other logits than the trained model ({measured}{of_base}): {tensors}."
+    figures = str(measured)
+    if base is not None:
+        figures += f"; the quantized base: {base}"
+    return f"{measured.library} has other logits than the trained model ({figures}): {tensors}."
 
 
 def _measure(path: Path, to: str, files: Path, device: str) -> Measured:
@@ -421,8 +719,9 @@ def _read_again(path: Path, to: str, files: Path, device: torch.device) -> torch
     if to not in ("gguf", "ollama"):
         model, _ = torchtune.load(files, dtype="fp32", device=device)
         return model
-    # The folder of an adapter may have no config: its checkpoint around it has one.
-    folder = path if (path / "config.json").is_file() else path.parent
+    folder = path
+    if not (path / "config.json").is_file():  # an adapter, whose checkpoint around it has one
+        folder = path.parent
     with set_default_dtype(torch.float32), torch.device("meta"):
         model = from_hf_config(folder)
     CheckpointStore({"policy": ModelSource(files)}).load_model(model, device=device, whole=True)

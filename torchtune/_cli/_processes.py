@@ -1,9 +1,11 @@
-"""Run a command in several processes, one per device, which share a model.
+"""Run a command in several processes that share a model, and functions in child processes that may crash.
 
-This process is rank 0: it reads the terminal, prints, writes files and listens. The others, its followers, run the same
-command line without input and output. They end with it, and it ends with a sentence if one of them is lost.
+Of the processes that share a model, one per device, this one is rank 0: it reads the terminal, prints, writes files and
+listens. The others, its followers, run the same command line without input and output. They end with it, and it ends
+with a sentence if one of them is lost.
 """
 
+import multiprocessing
 import os
 import re
 import signal
@@ -12,10 +14,12 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from types import TracebackType
-from typing import IO
+from typing import IO, Any
 
 from torchtune.utils import UserError
 
@@ -146,7 +150,9 @@ class _Followers:
         elif isinstance(error, RuntimeError) or isinstance(error.__cause__, RuntimeError):
             # Of a collective, if a follower has failed.
             failed_rank = self._wait_for_failure(_PATIENCE)
-        text = None if failed_rank is None else self._explain(failed_rank)
+        text = None
+        if failed_rank is not None:
+            text = self._explain(failed_rank)
         self._kill()
         _leave_group()
         torch.set_num_threads(self._threads_before)
@@ -205,8 +211,10 @@ class _Followers:
                 return f"rank {rank}: {message[1]}"
         if code < 0:
             end = f"was ended by {signal.Signals(-code).name}"
+        elif lines:
+            end = f"has failed ({lines[-1]})"
         else:
-            end = f"has failed ({lines[-1] if lines else f'exit code {code}'})"
+            end = f"has failed (exit code {code})"
         return (
             f"rank {rank} of {self._size} {end}, so that the others ended, too: run the command again, and with more "
             "processes or --dtype bf16 if memory was short."
@@ -217,3 +225,37 @@ class _Followers:
             process.kill()
             process.wait()
             process.stdin.close()
+
+
+class CrashedError(UserError):
+    """Error of a process that ended without a result."""
+
+
+def call_in_child_process(function: Callable[..., Any], *args: Any) -> Any:
+    """Call a function of a module in another process; its user errors are raised here.
+
+    Raises:
+        CrashedError: the process crashes, is killed because memory is short, or raises another error.
+    """
+    # Fork a small process that has imported the module: this takes no time, and there are no threads to lose.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([function.__module__])
+    try:
+        with ProcessPoolExecutor(1, context, _end_with_parent) as pool:
+            return pool.submit(function, *args).result()
+    except BrokenProcessPool as error:
+        raise CrashedError("its process crashed, or the machine has not enough memory") from error
+    except UserError:
+        raise
+    except Exception as error:  # for example, of a library that cannot be imported
+        raise CrashedError(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}") from error
+
+
+def _end_with_parent() -> None:
+    """Make this process exit when its parent exits, even if the parent is killed."""
+
+    def wait() -> None:
+        multiprocessing.parent_process().join()
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
