@@ -243,13 +243,13 @@ def number_targets(
 
 def _task_of(labeled: Sequence[ClassificationDataset], class_names: tuple[str, ...]) -> ClassificationTask:
     """Return the task of the training data, with names from ``labels``, the model or the data, in this order."""
-    settings = {dataset.task for dataset in labeled if dataset.has_own_names}
+    named_tasks = {dataset.task for dataset in labeled if dataset.has_own_names}
     problem_types = {dataset.task.problem_type for dataset in labeled}
-    if len(settings) > 1 or len(problem_types) > 1:
+    if len(named_tasks) > 1 or len(problem_types) > 1:
         raise ClassificationError(
             "dataset: the datasets have different labels or problem types: give all of them the same labels."
         )
-    (problem_type,) = problem_types
+    problem_type = problem_types.pop()
     if problem_type == REGRESSION:
         return ClassificationTask(REGRESSION)
     counts = class_counts([value for dataset in labeled for value in dataset.values])
@@ -260,9 +260,8 @@ def _task_of(labeled: Sequence[ClassificationDataset], class_names: tuple[str, .
             f"dataset: all rows have the class '{next(iter(counts))}', from which nothing can be learned: give rows of "
             "at least two classes."
         )
-    if settings:
-        (task,) = settings
-        return task
+    if named_tasks:
+        return named_tasks.pop()
     if class_names and counts.keys() <= set(class_names):
         return ClassificationTask(problem_type, class_names)
     return ClassificationTask(problem_type, tuple(counts))

@@ -43,7 +43,7 @@ from torchtune.modules.low_precision.fake_quantization import (
 from torchtune.modules.moe.experts import GroupedExperts
 from torchtune.modules.peft.dora import DoRALinear
 from torchtune.modules.peft.lora import LoRALinear
-from torchtune.modules.peft.qat_lora import QATLoRALinear, check_dropout
+from torchtune.modules.peft.qat_lora import QATLoRALinear, check_no_dropout
 from torchtune.utils import UserError
 
 if TYPE_CHECKING:  # DTensor is slow to import
@@ -447,7 +447,7 @@ class FakeQuantize(Conversion):
                 f"quantizer: '{path}' has a DoRA adapter, which has no fake quantization: set use_dora to False."
             )
         if isinstance(layer, LoRALinear):
-            check_dropout(layer.dropout.p)
+            check_no_dropout(layer.dropout.p)
             fake_quantized = change_class(layer, QATLoRALinear)
         elif type(layer).forward is nn.Linear.forward:
             fake_quantized = change_class(layer, FakeQuantLinear)
