@@ -145,8 +145,8 @@ def check_teacher(checkpointer: Any) -> None:
     Example:
         >>> rlhf.check_teacher(checkpointer)  # doctest: +SKIP
     """
-    teacher = checkpointer.store.source("teacher")
-    student = checkpointer.store.source("policy")
+    teacher = checkpointer.source("teacher")
+    student = checkpointer.source("policy")
     check_same_tokenizer(Path(teacher.checkpoint_dir), Path(student.checkpoint_dir))
     warn_if_same_weights(teacher, student, "teacher_checkpointer")
 
