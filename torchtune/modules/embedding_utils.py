@@ -118,11 +118,12 @@ def resize_token_embeddings(
 def _resize_parameter(parameter: nn.Parameter, rows: int, growth: VocabularyGrowth) -> nn.Parameter:
     old = parameter.data
     new = old.new_empty((rows, *old.shape[1:]))
-    kept = growth.first_new
+    first_new = growth.first_new
     if not old.is_meta:
-        new[:kept] = old[:kept]
-        if rows > kept:
-            new[kept:] = growth.initial_rows(rows - kept, lambda start, end: old[start:end]).to(old.dtype)
+        new[:first_new] = old[:first_new]
+        if rows > first_new:
+            initial_rows = growth.initial_rows(rows - first_new, lambda start, end: old[start:end])
+            new[first_new:] = initial_rows.to(old.dtype)
     return nn.Parameter(new, requires_grad=parameter.requires_grad)
 
 
