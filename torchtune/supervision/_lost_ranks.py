@@ -61,8 +61,8 @@ def lost_rank_error(lost: dict[int, Beat] | None, address: str) -> LostRankError
     ranks = f"{ranks[0].upper()}{ranks[1:]}"
     position = place(beat.step, beat.phase)
     if beat.failed:
-        reason = beat.words or f"see {run_log_path(first) or 'its output'}."
-        error = LostRankError(f"{ranks} ended with {beat.left}, {position}: {reason}", 2 if beat.words else 1)
+        reason = beat.error or f"see {run_log_path(first) or 'its output'}."
+        error = LostRankError(f"{ranks} ended with {beat.left}, {position}: {reason}", 2 if beat.error else 1)
         # Ranks that fail log their error on their own machine.
         error.is_reported = all(beat.machine == machine_name() for beat in lost.values())
         return error
