@@ -294,7 +294,7 @@ class KDRecipe:
         if cfg.teacher_cache is None:
             self.teacher = load()
             return
-        loaders, source = [self.loader, self.loader_val], self.checkpointer.store.source("teacher")
+        loaders, source = [self.loader, self.loader_val], self.checkpointer.source("teacher")
         (self.loader, self.loader_val), self.teacher = rlhf.cache_teacher(
             loaders, load, model, self.kd_loss_fn, self.dims, cfg=cfg, source=source
         )

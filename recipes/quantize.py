@@ -72,7 +72,7 @@ class QuantizationRecipe:
 
     def quantize(self, cfg: Settings) -> None:
         """Save the quantized checkpoint."""
-        source = self.checkpointer.store.source()
+        source = self.checkpointer.source()
         checkpoints.quantize_checkpoint(
             source, self.model, self.quantizer, cfg.output_dir, device=self.device, dtype=self.dtype
         )

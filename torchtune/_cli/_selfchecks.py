@@ -129,27 +129,23 @@ class _Checks:
         self._folder = folder
         self._data = document.data
         settings = settings_of(main)
-        if dataclasses.is_dataclass(settings):
-            self._known = {field.name for field in dataclasses.fields(settings)}
-        else:
-            self._known = set(self._data)
+        fields = dataclasses.fields(settings) if dataclasses.is_dataclass(settings) else ()
+        self._setting_names = {field.name for field in fields} or {*self._data}
         if not any(text.startswith("dtype=") for text in overrides):
             self._data["dtype"] = "fp32"
         self._tolerance = 1e-5 if self._data["dtype"] == "fp32" else 1e-2
         if "max_seq_len" in _arguments(self._data["tokenizer"]) and not self._data["tokenizer"].get("max_seq_len"):
             self._data["tokenizer"]["max_seq_len"] = 1024
-        self._rows = _ROWS * len(self._nodes(self._data))
+        self._num_rows = _ROWS * len(self._dataset_nodes(self._data))
 
     @staticmethod
-    def _nodes(data: dict[str, Any]) -> list[dict[str, Any]]:
-        if isinstance(data["dataset"], list):
-            return data["dataset"]
-        return [data["dataset"]]
+    def _dataset_nodes(data: dict[str, Any]) -> list[dict[str, Any]]:
+        return data["dataset"] if isinstance(data["dataset"], list) else [data["dataset"]]
 
     def _limited(self, rows: int, packed: bool = False) -> dict[str, Any]:
         """Return the config with the first rows of each dataset that has splits."""
         data = deepcopy(self._data)
-        for node in self._nodes(data):
+        for node in self._dataset_nodes(data):
             takes = _arguments(node)
             if "split" in takes and "[" not in str(node.get("split")) and not node.get("streaming"):
                 node["split"] = f"{node.get('split', 'train')}[:{rows}]"
@@ -166,7 +162,7 @@ class _Checks:
         output = self._folder / name
         data = self._limited(_ROWS, packed)
         for key, value in {**_SHORT, **changes}.items():
-            if key in self._known:
+            if key in self._setting_names:
                 data[key] = value
         if changes.keys() >= _PLAIN.keys():  # two runs that are compared draw different dropout masks
             _set_everywhere(data, ("lora_dropout", "dropout", "attn_dropout"), 0.0)
@@ -190,7 +186,7 @@ class _Checks:
 
     @cached_property
     def _whole(self) -> dict[int, dict[str, float]]:
-        return self._train("whole", **_PLAIN, batch_size=self._rows)
+        return self._train("whole", **_PLAIN, batch_size=self._num_rows)
 
     def _compare(self, metrics: dict[int, dict[str, float]], how: str) -> str:
         """Compare two steps of a run with the plain run's: losses, and the norm of the gradient."""
@@ -216,21 +212,21 @@ class _Checks:
 
     def accumulation(self) -> str:
         """Check that one batch and gradient accumulation over single rows give the same steps."""
-        if "gradient_accumulation_steps" not in self._known:
+        if "gradient_accumulation_steps" not in self._setting_names:
             raise NotChecked("the recipe has no gradient_accumulation_steps")
-        split = {"batch_size": 1, "gradient_accumulation_steps": self._rows}
-        return self._compare(self._train("accumulated", **{**_PLAIN, **split}), f"{self._rows} micro-batches")
+        split = {"batch_size": 1, "gradient_accumulation_steps": self._num_rows}
+        return self._compare(self._train("accumulated", **{**_PLAIN, **split}), f"{self._num_rows} micro-batches")
 
     def packing(self) -> str:
         """Check that unpacked rows and packs give the same steps."""
-        for node in self._nodes(self._data):
+        for node in self._dataset_nodes(self._data):
             if not {"packed", "split"} <= _arguments(node).keys():
                 raise NotChecked("the dataset has no argument packed")
-        return self._compare(self._train("packed", packed=True, **_PLAIN, batch_size=self._rows), "packs")
+        return self._compare(self._train("packed", packed=True, **_PLAIN, batch_size=self._num_rows), "packs")
 
     def resume(self) -> str:
         """Check that a run that is resumed half-way ends with the same bits."""
-        if not {"save_every_n_steps", "resume_from_checkpoint"} <= self._known:
+        if not {"save_every_n_steps", "resume_from_checkpoint"} <= self._setting_names:
             raise NotChecked("the recipe has no save_every_n_steps or resume_from_checkpoint")
         steps = {"batch_size": 1, "epochs": 1, "max_steps_per_epoch": _ROWS, "save_every_n_steps": _ROWS // 2}
         steps["shuffle"] = self._data.get("shuffle", True)
@@ -318,7 +314,7 @@ class _Checks:
 
     def _examples(self, rows: int) -> list[dict[str, Any]]:
         dataset = self._dataset(rows)
-        return [dataset[i] for i in range(min(len(dataset), rows * len(self._nodes(self._data))))]
+        return [dataset[i] for i in range(min(len(dataset), rows * len(self._dataset_nodes(self._data))))]
 
     def _is_whole(self, tokens: Any) -> bool:
         limit = getattr(self._tokenizer, "max_seq_len", None)

@@ -13,12 +13,15 @@ import re
 import sys
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torchtune._cli._find_recipe import find_checkpoint
 from torchtune._hub import find_folder
 from torchtune._recipe_registry import current_name, recipe_of
 from torchtune.utils import UserError, cache_root, read_json
+
+if TYPE_CHECKING:
+    from torchtune.datasets import RowFormat
 
 # Shorthand of a model -> section whose checkpoint it names.
 _MODELS = {"model": "model", "teacher": "teacher_model"}
@@ -271,8 +274,7 @@ class _DataSettings:
         """Return the overrides that set the dataset, and what the rows ask of other sections."""
         row_format, row = self._format_and_row()
         row_format = self._as_trained(row_format, row)
-        kind, reader = row_format
-        if not reader and not self._chosen:
+        if not row_format.builder and not self._chosen:
             columns = ", ".join(row)
             if self._path.suffix.lower() in (".csv", ".tsv"):
                 columns += " (those of a table are in its first line)"
@@ -284,16 +286,16 @@ class _DataSettings:
         source = str(self._path) if self._path.exists() else self._name
         node = dataset_node(source, row_format, self._chosen)
         builder = node["_component_"].removeprefix("torchtune.datasets.")
-        self._check_method(kind, builder)
-        columns = " ".join(reader.split()[1:])
-        description = kind if reader else "columns as named"
+        self._check_method(row_format.kind, builder)
+        columns = " ".join(f"{name}={value}" for name, value in row_format.settings)
+        description = row_format.kind if row_format.builder else "columns as named"
         _say("data", f"{self._name}: {description}, read by {node['_component_']} {columns}".rstrip())
         settings = [f"dataset={json.dumps(node, ensure_ascii=False)}"]
         if builder.startswith("multimodal."):
             settings += self._image_settings()
         return settings + self._reward_settings(row, node)
 
-    def _format_and_row(self) -> tuple[tuple[str, str], Mapping[str, Any]]:
+    def _format_and_row(self) -> tuple["RowFormat", Mapping[str, Any]]:
         """Return the format of the rows, and the first row."""
         from torchtune.datasets import SAMPLE, scan
 
@@ -317,7 +319,9 @@ class _DataSettings:
                 firsts.setdefault(format_of(hub_row), number)
             row = rows[0]
             row_format = formats.most_common(1)[0][0]
-        if row_format[1] != "chat_dataset":  # conversations of several formats have one reader
+        # Without settings, the chat dataset reads conversations of all formats.
+        reads_all_formats = row_format.builder == "chat_dataset" and not row_format.settings
+        if not reads_all_formats:
             self._refuse_several_formats([counted_format for counted_format, _ in formats.most_common()], firsts)
         self._refuse_several_readings(row_format, row)
         return row_format, row
@@ -347,59 +351,56 @@ class _DataSettings:
                 arguments[key] = value
         return list(islice(load_rows(self._name, **arguments), _HUB_ROWS))
 
-    def _refuse_several_formats(self, formats: list[tuple[str, str]], firsts: Mapping[tuple[str, str], int]) -> None:
+    def _refuse_several_formats(self, formats: list["RowFormat"], firsts: Mapping["RowFormat", int]) -> None:
         """Refuse rows of two formats: a dataset reads one of them."""
-        readers = {reader.partition(" ")[0] for _, reader in formats}
-        is_of_images = len(readers) == 1 and readers.pop().startswith("multimodal.")  # some rows may lack a tag
+        builders = {row_format.builder for row_format in formats}
+        is_of_images = len(builders) == 1 and builders.pop().startswith("multimodal.")  # some rows may lack a tag
         if len(formats) < 2 or is_of_images:
             return
         readings = []
-        for kind, reader in formats[:2]:
-            description = "columns that no dataset reads"
-            if reader:
-                description = f"{kind} ({reader})"
-            readings.append(f"{description} from row {firsts[kind, reader]}")
+        for row_format in formats[:2]:
+            description = str(row_format) if row_format.builder else "columns that no dataset reads"
+            readings.append(f"{description} from row {firsts[row_format]}")
         raise UserError(
             f"data={self._name}: the rows are of two formats, {' and '.join(readings)}: split the file, because a "
             "dataset reads one of them."
         )
 
-    def _refuse_several_readings(self, row_format: tuple[str, str], row: Mapping[str, Any]) -> None:
+    def _refuse_several_readings(self, row_format: "RowFormat", row: Mapping[str, Any]) -> None:
         """Refuse a row that holds two conversations or two answers, unless the command line chooses one."""
         from torchtune.datasets import readings_of
 
-        builder = row_format[1].partition(" ")[0]
         columns = ("conversation_column=", "column_map.", "column=", "_component_=")
         is_chosen = any(setting.startswith(columns) for setting in self._chosen)
-        if is_chosen or builder not in ("chat_dataset", "instruct_dataset"):
+        if is_chosen or row_format.builder not in ("chat_dataset", "instruct_dataset"):
             return
-        readings = [reader for _, reader in readings_of(row) if reader.startswith(builder)]
+        readings = [reading for reading in readings_of(row) if reading.builder == row_format.builder]
         if len(readings) < 2:
             return
         choices = []
-        for reader in readings[:2]:
-            settings = reader.split()[1:]
-            choices.append(" ".join(f"dataset.{setting}" for setting in settings))
+        for reading in readings[:2]:
+            choices.append(" ".join(f"dataset.{name}={value}" for name, value in reading.settings))
         raise UserError(
             f"data={self._name}: the rows can be read in two ways: add either {' or '.join(choices)} to choose one."
         )
 
-    def _as_trained(self, row_format: tuple[str, str], row: Mapping[str, Any]) -> tuple[str, str]:
+    def _as_trained(self, row_format: "RowFormat", row: Mapping[str, Any]) -> "RowFormat":
         """Return the format as the recipe reads it: questions with answers may be prompts, and labels answers."""
-        from torchtune.datasets import builder_and_settings
+        from torchtune.datasets import RowFormat, column_map
 
-        kind, reader = row_format
-        builder, columns = builder_and_settings(reader)
+        settings = dict(row_format.settings)
         trained_on = _TRAINED_ON.get(self._recipe)
-        if trained_on == _PROMPTS and builder == "instruct_dataset" and kind == "instructions":
-            return "prompts with answers", f"prompt_dataset column={columns['column_map.input']}"
-        if trained_on == _SUPERVISED and builder == "prompt_dataset" and columns.get("column") == "question":
-            return "instructions", "instruct_dataset column_map.input=question column_map.output=answer"
-        if builder == "classification_dataset" and self._loss_name() != "ClassificationLoss":
+        is_instruction = row_format.kind == "instructions" and row_format.builder == "instruct_dataset"
+        if trained_on == _PROMPTS and is_instruction:
+            return RowFormat("prompts with answers", "prompt_dataset", (("column", settings["column_map.input"]),))
+        is_question = row_format.builder == "prompt_dataset" and settings.get("column") == "question"
+        if trained_on == _SUPERVISED and is_question:
+            return RowFormat("instructions", "instruct_dataset", column_map(input="question", output="answer"))
+        if row_format.builder == "classification_dataset" and self._loss_name() != "ClassificationLoss":
             # The config trains a language model, for which a label is an answer if it is a text.
             if isinstance(row["label"], str):
-                return kind, "instruct_dataset column_map.input=text column_map.output=label"
-            return "raw text", "text_completion_dataset column=text"
+                return RowFormat(row_format.kind, "instruct_dataset", column_map(input="text", output="label"))
+            return RowFormat("raw text", "text_completion_dataset", (("column", "text"),))
         return row_format
 
     def _loss_name(self) -> str | None:
@@ -452,10 +453,8 @@ class _DataSettings:
         is_number = str(rewards[0].get("_component_")).endswith(".NumberMatch")
         if not is_number or "column" in rewards[0] or "answer" in row:
             return []
-        from torchtune.datasets import builder_and_settings
-
-        for _, reader in readings_of(row):
-            columns = builder_and_settings(reader)[1]
+        for reading in readings_of(row):
+            columns = dict(reading.settings)
             if columns.get("column_map.input") == node.get("column"):
                 column = columns["column_map.output"]
                 _say("reward", f"the last number of the answer is compared with that of column '{column}'")
@@ -466,35 +465,31 @@ class _DataSettings:
         )
 
 
-def dataset_node(path: str | Path, row_format: tuple[str, str], overrides: list[str]) -> dict[str, Any]:
+def dataset_node(path: str | Path, row_format: "RowFormat", overrides: list[str]) -> dict[str, Any]:
     """Return a dataset node that reads the file.
 
     Args:
         path: the file.
-        row_format: format of its rows (name, builder and its settings).
+        row_format: format of its rows.
         overrides: settings of the dataset; ``_component_``, or a setting that the format's builder does not have,
             chooses another builder.
 
     Raises:
         UserError: no builder is known for the rows and the settings.
     """
-    from torchtune.datasets import builder_and_settings
-
-    _, reader = row_format
-    name, columns = builder_and_settings(reader)
-    settings = [f"{key}={column}" for key, column in columns.items()]
+    settings = [f"{name}={value}" for name, value in row_format.settings]
     changes = changed({}, [override for override in overrides if not override.startswith("~")])
     component = changes.get("_component_")
     if component is None:
-        builder = _builder_of(name, changes)
+        builder = _builder_of(row_format.builder, changes)
         if not builder:
             raise UserError(
                 f"{path}: no dataset reads rows of these columns: name them, for example with column_map.input=... "
                 "column_map.output=..., or use a config."
             )
         component = f"torchtune.datasets.{builder}"
-    if component != f"torchtune.datasets.{name}":
-        settings = []
+    if component != f"torchtune.datasets.{row_format.builder}":
+        settings = []  # which name columns for the builder of the format
     return changed({"_component_": component, "source": str(path)}, [*settings, *overrides])
 
 

@@ -212,20 +212,19 @@ def _perplexity_node(data: Path, args: argparse.Namespace) -> dict[str, Any]:
         raise UserError(f"{data}: there is no such file, or it has no rows: correct the path.")
     _, row = first
     if isinstance(row, dict):
-        kind, reader = torchtune.datasets.format_of(row)
+        row_format = torchtune.datasets.format_of(row)
     else:
-        kind = "no mappings"
-        reader = ""
-    if kind == "prompts with answers" and isinstance(row.get("question"), str):
-        reader = "instruct_dataset column_map.input=question column_map.output=answer"
-    elif not reader or reader.startswith(("prompt_", "preference_", "kto_")):
+        row_format = torchtune.datasets.RowFormat("no mappings")
+    if row_format.kind == "prompts with answers" and isinstance(row.get("question"), str):
+        settings = torchtune.datasets.column_map(input="question", output="answer")
+        row_format = torchtune.datasets.RowFormat("instructions", "instruct_dataset", settings)
+    elif row_format.builder in ("", "prompt_dataset", "preference_dataset", "kto_dataset"):
         raise UserError(
-            f"{data}: its rows are {kind}, but perplexity needs texts or conversations: use --score, or another file."
+            f"{data}: its rows are {row_format.kind}, but perplexity needs texts or conversations: use --score, or "
+            "another file."
         )
-    overrides = []
-    if args.limit:
-        overrides.append(f"split=train[:{args.limit}]")
-    return dataset_node(data, (kind, reader), overrides)
+    overrides = [f"split=train[:{args.limit}]"] if args.limit else []
+    return dataset_node(data, row_format, overrides)
 
 
 def _evaluate(

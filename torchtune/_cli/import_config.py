@@ -2,15 +2,19 @@
 
 import argparse
 import inspect
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torchtune import config
 from torchtune._cli._find_recipe import recipe_named_by
 from torchtune._cli.subcommand import Subcommand
 from torchtune._recipe_registry import find_config
 from torchtune.utils import UserError, atomic_write, read_json
+
+if TYPE_CHECKING:
+    from torchtune.datasets import RowFormat
 
 LIBRARIES = ("axolotl", "trl", "llama-factory", "ms-swift")
 # Keys and roles of turns, in conversations of either style.
@@ -434,21 +438,18 @@ class ImportedConfig:
         unknown_tags = {str(tag) for tag in hints["@tags"].values()} - _TAGS
         if unknown_tags:
             self.left[f"datasets.{number} tags"] = f"turns have no {', '.join(sorted(unknown_tags))}: rename them"
-        path = Path(str(node.get("data_files") or node.get("source"))).expanduser()
-        if not reader and path.is_file():  # the rows themselves say more than the config
-            from torchtune.datasets import scan
-
-            formats = scan(path, everything=False).formats.most_common(1)
-            if formats:
-                (_, reader), _ = formats[0]
-        component, *arguments = (reader or self._reader(number, hints)).split()
-        node["_component_"] = f"torchtune.datasets.{component}"
-        if component == "text_completion_dataset" and hints["@column"]:
-            arguments = [f"column={hints['@column']}"]
-        for argument in arguments:
-            key, value = argument.split("=")
-            node[key] = value
-        return node
+        builder = reader
+        settings: Mapping[str, str] = {}
+        if not reader:
+            path = Path(str(node.get("data_files") or node.get("source"))).expanduser()
+            # The rows themselves say more than the config.
+            row_format = _most_frequent_format(path) or self._format_of_type(number, hints)
+            builder = row_format.builder
+            settings = dict(row_format.settings)
+        if builder == "text_completion_dataset" and hints["@column"]:
+            settings = {"column": hints["@column"]}
+        node["_component_"] = f"torchtune.datasets.{builder}"
+        return {**node, **settings}
 
     def _set_training(self, number: int, node: dict[str, Any], hints: dict[str, Any]) -> None:
         """Set which turns are trained on, as an entry of Axolotl says; flags in the rows are always read."""
@@ -479,13 +480,15 @@ class ImportedConfig:
         for key, reason in left.items():
             self.left[f"datasets.{number}.{key}"] = reason
 
-    def _reader(self, number: int, hints: dict[str, Any]) -> str:
-        """Return the dataset builder, with its columns, for rows that are not on this machine."""
+    def _format_of_type(self, number: int, hints: dict[str, Any]) -> "RowFormat":
+        """Return the format of rows that are not on this machine, from the type that the config names."""
+        from torchtune.datasets import RowFormat, chat_format
+
         kind = str(hints["@type"])
         if kind.startswith("completion"):
-            return "text_completion_dataset"
+            return RowFormat(kind, "text_completion_dataset")
         if kind.startswith("alpaca") or (not kind and self.library == "llama-factory"):
-            return "alpaca_dataset"
+            return RowFormat("Alpaca", "alpaca_dataset")
         if not kind.startswith(("chat_template", "sharegpt")):
             self.left[f"datasets.{number} {kind}".strip()] = "the columns are not known: check those of dataset"
         role = hints["@tags"].get("role") or hints["@tags"].get("role_tag")
@@ -494,7 +497,20 @@ class ImportedConfig:
         style = "sharegpt" if role == "from" else "openai"
         column = hints["@columns"].get("messages") or hints["@column"]
         column = column or {"sharegpt": "conversations", "openai": "messages"}[style]
-        return f"chat_dataset conversation_column={column} conversation_style={style}"
+        return chat_format(column, style)
+
+
+def _most_frequent_format(path: Path) -> "RowFormat | None":
+    """Return the format of most rows of a file; None if there is no such file, or no dataset reads these rows."""
+    from torchtune.datasets import scan
+
+    if not path.is_file():
+        return None
+    formats = scan(path, everything=False).formats.most_common(1)
+    if not formats:
+        return None
+    row_format, _ = formats[0]
+    return row_format if row_format.builder else None
 
 
 def _part_of_epoch(times: int, epochs: int) -> float | str:

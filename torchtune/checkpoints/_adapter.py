@@ -861,28 +861,30 @@ def _rank_patterns(groups: Iterable[Group], settings: Mapping[str, Any]) -> dict
     """
     default = settings.get("r"), settings.get("lora_alpha")
     has_patterns = bool(settings.get("rank_pattern") or settings.get("alpha_pattern"))
-    numbers: dict[str, dict[str, tuple[int, float]]] = {}  # last component of paths -> path -> rank and alpha
+    layers_by_name: dict[str, dict[str, tuple[int, float]]] = {}  # last component of paths -> path -> rank and alpha
     for group in groups:
         if group.tune[0].endswith((".lora_b.weight", ".magnitude")):
-            continue  # A says the same
+            continue  # of the same layer as a lora_a
         path, count = _projection(group)
         rank, alpha = default
         if has_patterns:
             rank, alpha = _numbers_of_model(group, settings)
         if count > 1:
+            # The scale of the fused adapter, alpha / rank (or its root), is that of each projection.
             rank = count * rank
             alpha = count ** _scaling_power(settings) * alpha
         name = path[path.index("experts.") :] if path.endswith(_EXPERTS) else path.rpartition(".")[2]
-        numbers.setdefault(name, {})[path] = rank, alpha
+        layers_by_name.setdefault(name, {})[path] = rank, alpha
     ranks: dict[str, int] = {}
     alphas: dict[str, float] = {}
-    for name, of_paths in numbers.items():
-        if len(set(of_paths.values())) == 1:
-            of_paths = {name: next(iter(of_paths.values()))}
-        for path, (rank, alpha) in of_paths.items():
+    for name, layers in layers_by_name.items():
+        if len(set(layers.values())) == 1:
+            # All layers of this name are alike: one pattern selects them.
+            layers = {name: next(iter(layers.values()))}
+        for pattern, (rank, alpha) in layers.items():
             if (rank, alpha) != default:
-                ranks[path] = rank
-                alphas[path] = alpha
+                ranks[pattern] = rank
+                alphas[pattern] = alpha
     return {"rank_pattern": ranks, "alpha_pattern": alphas} if ranks else {}
 
 

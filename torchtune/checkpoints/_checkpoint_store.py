@@ -65,16 +65,6 @@ _RESERVED = (STATE_DIR, ADAPTER_DIR, "logs", "original")
 Models = nn.Module | Mapping[str, nn.Module]
 
 
-class StoreHolder:
-    """Base class of objects that hold a store, such as the checkpointers of configs.
-
-    Attributes:
-        store: the store.
-    """
-
-    store: "CheckpointStore"
-
-
 class CheckpointStore:
     """Loads the models of a run, and saves and resumes its checkpoints.
 
@@ -124,6 +114,11 @@ class CheckpointStore:
                 source = ModelSource(**source, adapter_dirs=[] if self.output_dir is None else [self.output_dir])
             self.add_source(name, source)
 
+    @property
+    def store(self) -> "CheckpointStore":
+        """This store itself; for copied recipes that read ``checkpointer.store``."""
+        return self
+
     @cached_property
     def _ranks(self) -> Ranks:
         return Ranks(CheckpointError)
@@ -158,8 +153,6 @@ class CheckpointStore:
         Raises:
             CheckpointError: the name exists or is reserved, or ``source`` has the wrong type.
         """
-        if isinstance(source, StoreHolder):
-            source = source.store
         if isinstance(source, CheckpointStore):
             source = source.sources.get(POLICY)
         if not isinstance(source, ModelSource):

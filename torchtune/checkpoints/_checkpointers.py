@@ -19,13 +19,11 @@ from torchtune.checkpoints._adapter import (
     adapted_modules,
     adapter_settings,
 )
-from torchtune.checkpoints._checkpoint_store import POLICY, CheckpointStore, Models, StoreHolder
+from torchtune.checkpoints._checkpoint_store import POLICY, CheckpointStore
 from torchtune.checkpoints._directories import STATE_DIR, complete_directories, new_directory, prune
-from torchtune.checkpoints._export import MAX_SHARD_BYTES, write_tensors
+from torchtune.checkpoints._export import write_tensors
 from torchtune.checkpoints._load import ModelSource, ModelType, detect_format
-from torchtune.checkpoints._model_weights import Contents
 from torchtune.checkpoints._open import open_weight_files
-from torchtune.checkpoints._resume import ResumePoint
 from torchtune.checkpoints._save import TensorGroup, save_tensors
 from torchtune.checkpoints._weight_files import CheckpointError, read_json, resolve_files, safe_torch_load
 from torchtune.models import (
@@ -38,7 +36,7 @@ from torchtune.models import (
     text_config,
 )
 from torchtune.models.convert_weights import meta_to_tune, tune_to_meta, tune_to_peft_adapter_config
-from torchtune.utils import FolderLock, atomic_write, get_logger, write_json
+from torchtune.utils import atomic_write, get_logger, write_json
 
 # Keys of state dicts, as spelled in copied recipes.
 ADAPTER_CONFIG = "adapter_config"
@@ -245,146 +243,36 @@ def _recipe_state(folder: Path) -> Path:
     return inside if inside.is_file() else folder.parent / "recipe_state" / _RECIPE_STATE
 
 
-class _StoreCheckpointer(StoreHolder):
-    """Base class of the checkpointers of configs: a store, and its methods under the names that recipes call.
+class _ConfigCheckpointer(CheckpointStore):
+    """Base class of the checkpointers of configs: a store of one model, the policy, that also reads full state dicts.
 
     Args:
-        store: store with the source of the policy.
+        source: arguments of the policy's :class:`ModelSource`.
+        output_dir: see :class:`CheckpointStore`.
         name_format: format of weight names for ``load_checkpoint`` and ``save_checkpoint``.
         should_load_recipe_state: whether :meth:`load_checkpoint` reads the newest checkpoint in ``output_dir``.
+        keep_last_n_checkpoints: see :class:`CheckpointStore`.
+        upload: see :class:`CheckpointStore`.
     """
 
-    def __init__(self, store: CheckpointStore, name_format: NameFormat, *, should_load_recipe_state: bool) -> None:
-        self.store = store
+    def __init__(
+        self,
+        source: Mapping[str, Any],
+        output_dir: str | None,
+        name_format: NameFormat,
+        *,
+        should_load_recipe_state: bool,
+        keep_last_n_checkpoints: int | None,
+        upload: str | None,
+    ) -> None:
+        super().__init__({POLICY: source}, output_dir, keep_last_n_checkpoints=keep_last_n_checkpoints, upload=upload)
         self.should_load_recipe_state = should_load_recipe_state
-        self._state_dicts = FullStateDicts(store, name_format)
+        self._name_format = name_format
 
     @property
     def checkpoint_dir(self) -> Path:
         """Folder of the policy's weights."""
-        return self.store.source().checkpoint_dir
-
-    @property
-    def output_dir(self) -> Path | None:
-        """Folder of the checkpoints; see :class:`CheckpointStore`."""
-        return self.store.output_dir
-
-    @property
-    def sources(self) -> dict[str, ModelSource]:
-        """Source of each model, by name; see :class:`CheckpointStore`."""
-        return self.store.sources
-
-    @property
-    def keep_last_n_checkpoints(self) -> int | None:
-        """Number of checkpoints to keep; see :class:`CheckpointStore`."""
-        return self.store.keep_last_n_checkpoints
-
-    @keep_last_n_checkpoints.setter
-    def keep_last_n_checkpoints(self, count: int | None) -> None:
-        self.store.keep_last_n_checkpoints = count
-
-    @property
-    def lock(self) -> FolderLock:
-        """Lock of the output folder."""
-        return self.store.lock
-
-    def add_source(self, name: str, source: Any) -> None:
-        """Add a model to the run; see :meth:`CheckpointStore.add_source`."""
-        self.store.add_source(name, source)
-
-    def source(self, name: str = POLICY) -> ModelSource:
-        """Return the source of a model; see :meth:`CheckpointStore.source`."""
-        return self.store.source(name)
-
-    def load_model(
-        self,
-        model: nn.Module,
-        *,
-        device: torch.device | str = "cpu",
-        dtype: torch.dtype | None = None,
-        name: str = POLICY,
-        whole: bool = False,
-    ) -> None:
-        """Load a model from its source; see :meth:`CheckpointStore.load_model`."""
-        self.store.load_model(model, device=device, dtype=dtype, name=name, whole=whole)
-
-    def check_model(self, model: nn.Module, *, name: str = POLICY) -> None:
-        """Check files, family, names and shapes; see :meth:`CheckpointStore.check_model`."""
-        self.store.check_model(model, name=name)
-
-    def check_contents(
-        self, models: Models, *, contents: Contents = "model", resumable: bool = True, tokenizer: Any = None
-    ) -> None:
-        """Check that a save would write every trained parameter; see :meth:`CheckpointStore.check_contents`."""
-        self.store.check_contents(models, contents=contents, resumable=resumable, tokenizer=tokenizer)
-
-    def check_output_dir(self, *, resume: bool) -> None:
-        """Check that saving would not overwrite anything; see :meth:`CheckpointStore.check_output_dir`."""
-        self.store.check_output_dir(resume=resume)
-
-    def lock_output_dir(self) -> None:
-        """Lock the output folder against other runs; see :meth:`CheckpointStore.lock_output_dir`."""
-        self.store.lock_output_dir()
-
-    def open_output_dir(self, cfg: Any, *, resume: bool) -> ResumePoint | None:
-        """Check and lock the output folder, and find the resume point; see :meth:`CheckpointStore.open_output_dir`."""
-        return self.store.open_output_dir(cfg, resume=resume)
-
-    def find_resume_point(self, cfg: Any = None) -> ResumePoint | None:
-        """Return the newest complete and undamaged checkpoint; see :meth:`CheckpointStore.find_resume_point`."""
-        return self.store.find_resume_point(cfg)
-
-    def check_resume(self, cfg: Any) -> None:
-        """Check that the newest checkpoint can be resumed; see :meth:`CheckpointStore.check_resume`."""
-        self.store.check_resume(cfg)
-
-    def resume(self, point: ResumePoint, models: Models, state: Mapping[str, Any]) -> None:
-        """Load weights and training state of a checkpoint; see :meth:`CheckpointStore.resume`."""
-        self.store.resume(point, models, state)
-
-    def load_trained(self, path: Path, models: Models) -> None:
-        """Load the trained weights of a checkpoint of this run; see :meth:`CheckpointStore.load_trained`."""
-        self.store.load_trained(path, models)
-
-    def save(
-        self,
-        name: str,
-        models: Models,
-        *,
-        contents: Contents = "model",
-        state: Mapping[str, Any] | None = None,
-        cfg: Any = None,
-        tokenizer: Any = None,
-        max_shard_bytes: int = MAX_SHARD_BYTES,
-        async_save: bool = False,
-        optional: bool = False,
-        extra_files: Mapping[str, Any] | None = None,
-    ) -> Path:
-        """Write ``output_dir/name`` atomically; see :meth:`CheckpointStore.save`."""
-        return self.store.save(
-            name,
-            models,
-            contents=contents,
-            state=state,
-            cfg=cfg,
-            tokenizer=tokenizer,
-            max_shard_bytes=max_shard_bytes,
-            async_save=async_save,
-            optional=optional,
-            extra_files=extra_files,
-        )
-
-    def save_quantized(self, name: str, model: nn.Module, quantizer: Any) -> Path:
-        """Quantize a saved checkpoint into ``output_dir/quantized``; see :meth:`CheckpointStore.save_quantized`."""
-        return self.store.save_quantized(name, model, quantizer)
-
-    def close(self) -> None:
-        """Wait until the pending checkpoint is written, and release the folder; see :meth:`CheckpointStore.close`."""
-        self.store.close()
-
-    def require_output_dir(self) -> Path:
-        """Return the output folder. Raises ``CheckpointError`` if there is none."""
-        return self.store.require_output_dir()
+        return self.source().checkpoint_dir
 
     def load_checkpoint(self, weights_only: bool = True) -> dict[str, Any]:
         """Read ``checkpoint_dir`` into ``{"model": {parameter name: tensor}}``.
@@ -398,7 +286,7 @@ class _StoreCheckpointer(StoreHolder):
         Raises:
             CheckpointError: files are missing or corrupt, or the folder does not describe the model.
         """
-        return self._state_dicts.load(resume=self.should_load_recipe_state)
+        return FullStateDicts(self, self._name_format).load(resume=self.should_load_recipe_state)
 
     def save_checkpoint(
         self,
@@ -428,7 +316,7 @@ class _StoreCheckpointer(StoreHolder):
             UserError: the disk is full; earlier checkpoints are unchanged.
         """
         number = step if dir_prefix == "step" and step is not None else epoch
-        self._state_dicts.save(
+        FullStateDicts(self, self._name_format).save(
             state_dict,
             f"{dir_prefix}_{number}",
             with_state=intermediate_checkpoint,
@@ -437,29 +325,7 @@ class _StoreCheckpointer(StoreHolder):
         )
 
 
-def _make_store(
-    checkpoint_dir: str,
-    checkpoint_files: Sequence[str] | Mapping[str, str] | None,
-    model_type: str | None,
-    output_dir: str | None,
-    adapter_checkpoint: str | None,
-    keep_last_n_checkpoints: int | None,
-    upload: str | None,
-    *,
-    text_only: bool = False,
-) -> CheckpointStore:
-    """Return the store of one model, the policy."""
-    source = {
-        "checkpoint_dir": checkpoint_dir,
-        "checkpoint_files": checkpoint_files,
-        "adapter_checkpoint": adapter_checkpoint,
-        "model_type": model_type,
-        "text_only": text_only,
-    }
-    return CheckpointStore({POLICY: source}, output_dir, keep_last_n_checkpoints=keep_last_n_checkpoints, upload=upload)
-
-
-class FullModelHFCheckpointer(_StoreCheckpointer):
+class FullModelHFCheckpointer(_ConfigCheckpointer):
     """A :class:`CheckpointStore` of one model, with the arguments of configs.
 
     Hugging Face libraries can load its checkpoints. A recipe adds further models with :meth:`add_source`.
@@ -484,9 +350,6 @@ class FullModelHFCheckpointer(_StoreCheckpointer):
         enable_dcp: accepted for older configs; every rank always reads and writes its own shard.
         text_only: export the text decoder of a multimodal checkpoint as a separate model. By default the other towers
             are exported with it, unchanged.
-
-    Attributes:
-        store: the :class:`CheckpointStore`, which has all models of the run.
 
     Raises:
         CheckpointError: ``model_type`` or ``keep_last_n_checkpoints`` is invalid.
@@ -516,20 +379,24 @@ class FullModelHFCheckpointer(_StoreCheckpointer):
         enable_dcp: bool = False,
         text_only: bool = False,
     ) -> None:
-        store = _make_store(
-            checkpoint_dir,
-            checkpoint_files,
-            model_type,
+        source = {
+            "checkpoint_dir": checkpoint_dir,
+            "checkpoint_files": checkpoint_files,
+            "adapter_checkpoint": adapter_checkpoint,
+            "model_type": model_type,
+            "text_only": text_only,
+        }
+        super().__init__(
+            source,
             output_dir,
-            adapter_checkpoint,
-            keep_last_n_checkpoints,
-            upload,
-            text_only=text_only,
+            "hf",
+            should_load_recipe_state=should_load_recipe_state,
+            keep_last_n_checkpoints=keep_last_n_checkpoints,
+            upload=upload,
         )
-        super().__init__(store, "hf", should_load_recipe_state=should_load_recipe_state)
 
 
-class FullModelMetaCheckpointer(_StoreCheckpointer):
+class FullModelMetaCheckpointer(_ConfigCheckpointer):
     """A checkpointer for Meta's consolidated files, kept for configs that name it.
 
     :meth:`save` writes Hugging Face's format; :meth:`save_checkpoint` writes one file with Meta's names.
@@ -555,19 +422,23 @@ class FullModelMetaCheckpointer(_StoreCheckpointer):
         keep_last_n_checkpoints: int | None = None,
         upload: str | None = None,
     ) -> None:
-        store = _make_store(
-            checkpoint_dir,
-            checkpoint_files,
-            model_type,
+        source = {
+            "checkpoint_dir": checkpoint_dir,
+            "checkpoint_files": checkpoint_files,
+            "adapter_checkpoint": adapter_checkpoint,
+            "model_type": model_type,
+        }
+        super().__init__(
+            source,
             output_dir,
-            adapter_checkpoint,
-            keep_last_n_checkpoints,
-            upload,
+            "meta",
+            should_load_recipe_state=should_load_recipe_state,
+            keep_last_n_checkpoints=keep_last_n_checkpoints,
+            upload=upload,
         )
-        super().__init__(store, "meta", should_load_recipe_state=should_load_recipe_state)
 
 
-class FullModelTorchTuneCheckpointer(_StoreCheckpointer):
+class FullModelTorchTuneCheckpointer(_ConfigCheckpointer):
     """A checkpointer for files with this library's names, kept for configs that name it.
 
     :meth:`save` writes Hugging Face's format; :meth:`save_checkpoint` writes one file with this library's names.
@@ -593,16 +464,20 @@ class FullModelTorchTuneCheckpointer(_StoreCheckpointer):
         keep_last_n_checkpoints: int | None = None,
         upload: str | None = None,
     ) -> None:
-        store = _make_store(
-            checkpoint_dir,
-            checkpoint_files,
-            model_type,
+        source = {
+            "checkpoint_dir": checkpoint_dir,
+            "checkpoint_files": checkpoint_files,
+            "adapter_checkpoint": adapter_checkpoint,
+            "model_type": model_type,
+        }
+        super().__init__(
+            source,
             output_dir,
-            adapter_checkpoint,
-            keep_last_n_checkpoints,
-            upload,
+            "tune",
+            should_load_recipe_state=should_load_recipe_state,
+            keep_last_n_checkpoints=keep_last_n_checkpoints,
+            upload=upload,
         )
-        super().__init__(store, "tune", should_load_recipe_state=should_load_recipe_state)
 
 
 Checkpointer = FullModelHFCheckpointer | FullModelMetaCheckpointer | FullModelTorchTuneCheckpointer

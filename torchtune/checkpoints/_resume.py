@@ -159,7 +159,7 @@ def add_reference(checkpointer: Any, ref_checkpointer: Any, loss: Any) -> None:
         >>> from torchtune.checkpoints import FullModelHFCheckpointer, add_reference
         >>> checkpointer = FullModelHFCheckpointer(str(checkpoint))
         >>> add_reference(checkpointer, None, {"_component_": "torchtune.rlhf.loss.DPOLoss"})
-        >>> list(checkpointer.store.sources)
+        >>> list(checkpointer.sources)
         ['policy', 'reference']
     """
     if ref_checkpointer is not None:

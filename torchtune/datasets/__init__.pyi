@@ -44,7 +44,7 @@ from ._prompts import reasoning_gym_dataset as reasoning_gym_dataset
 from ._reranking import RerankingDataset as RerankingDataset
 from ._reranking import reranking_dataset as reranking_dataset
 from ._row_cache import cache_path, preparing
-from ._row_formats import builder_and_settings, format_of, readings_of
+from ._row_formats import RowFormat, chat_format, column_map, format_of, readings_of
 from ._row_images import content_of, size_of
 from ._row_source import RowSource as RowSource
 from ._row_source import Source as Source

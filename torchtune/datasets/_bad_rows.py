@@ -23,7 +23,7 @@ class BadRows:
         rows: the rows.
         skips: skip rows instead of raising, however many there are.
         way_out: the setting that skips such rows, for messages.
-        formats: formats of rows that the dataset reads, as ``format_of`` names them; empty if it may read any.
+        formats: kinds of rows (``RowFormat``) that the dataset reads; empty if it may read any.
 
     Attributes:
         reasons: (row, reason) of each row.
@@ -68,10 +68,10 @@ class BadRows:
             return ""
         if not isinstance(row, Mapping):
             return ""
-        kind, reader = format_of(row)
-        if not reader or kind in self._formats:
+        row_format = format_of(row)
+        if not row_format.builder or row_format.kind in self._formats:
             return ""
-        return f"these are {kind}: use {reader.split()[0]}, "
+        return f"these are {row_format.kind}: use {row_format.builder}, "
 
 
 def _by_reason(reasons: Sequence[tuple[int, str]]) -> str:

@@ -28,7 +28,7 @@ from torchtune.datasets._file_formats import (
     settings_of,
     suffix_of,
 )
-from torchtune.datasets._row_formats import LABELED_TEXTS, STYLES, RowFormat, builder_and_settings, format_of
+from torchtune.datasets._row_formats import LABELED_TEXTS, STYLES, UNKNOWN, RowFormat, format_of
 from torchtune.utils import UserError
 
 SAMPLE = 2000  # rows that are inspected by default
@@ -37,6 +37,8 @@ _ADVICE = (
     "name those that are read: column_map.input=... column_map.output=... (an instruction and its answer), "
     "column=... (plain text) or conversation_column=... (messages)"
 )
+# Conversations of several formats: a chat dataset finds the format in each row.
+_CONVERSATIONS = RowFormat("conversations", "chat_dataset")
 # A row, as JSON, that has tools or calls them.
 _CALLS = re.compile(r'"(tool_calls|function_call|tools|functions)": (?!null|\[\]|"")')
 
@@ -48,8 +50,8 @@ class FileFacts:
     Attributes:
         rows: number of rows.
         read: number of inspected rows.
-        formats: (format, builder with columns) -> number of rows.
-        firsts: (format, builder with columns) -> number of the first such row.
+        formats: format -> number of rows.
+        firsts: format -> number of the first such row.
         columns: names of all columns of a row -> number of rows.
         calls: number of rows with tools or tool calls.
         empty: numbers of the rows with an answer that says nothing.
@@ -75,10 +77,10 @@ class FileFacts:
 
     @property
     def format(self) -> RowFormat:
-        """(Format, builder with columns) that reads the most rows; conversations of two formats have one builder."""
-        builders = {reader.partition(" ")[0] for _, reader in self.formats}
+        """Format of the most rows; conversations of several formats have one builder, which reads all of them."""
+        builders = {row_format.builder for row_format in self.formats}
         if len(self.formats) > 1 and builders == {"chat_dataset"}:
-            return "conversations", "chat_dataset"
+            return _CONVERSATIONS
         return self.formats.most_common(1)[0][0]
 
 
@@ -102,15 +104,16 @@ _ANSWER_SETTINGS = (
 )
 
 
-def _problem(row: Any, reader: str, chosen: Mapping[str, Any]) -> str | None:
+def _problem(row: Any, row_format: RowFormat, chosen: Mapping[str, Any]) -> str | None:
     """Return why a conversation cannot be trained on, if a check without tokenizer finds a reason.
 
     Args:
         row: the row.
-        reader: builder with its columns, see :func:`format_of`.
+        row_format: its format.
         chosen: settings of the dataset that the user has chosen, of :data:`CHECKED_SETTINGS`.
     """
-    builder, settings = builder_and_settings(reader)
+    builder = row_format.builder
+    settings = dict(row_format.settings)
     options = {}
     if chosen.get("new_system_prompt") is not None and builder != "alpaca_dataset":
         options["new_system_prompt"] = chosen["new_system_prompt"]
@@ -139,13 +142,12 @@ def _problem(row: Any, reader: str, chosen: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _has_empty_answer(row: Mapping[str, Any], reader: str) -> bool:
+def _has_empty_answer(row: Mapping[str, Any], row_format: RowFormat) -> bool:
     """Return whether an answer of a row that would be trained on says nothing."""
-    builder, settings = builder_and_settings(reader)
-    columns = [settings[name] for name in _ANSWER_SETTINGS if name in settings]
+    columns = [column for name, column in row_format.settings if name in _ANSWER_SETTINGS]
     turns = []
     try:
-        for column in columns or _ANSWERS.get(builder, []):
+        for column in columns or _ANSWERS.get(row_format.builder, []):
             turns += as_messages(answer_turns(row, column))
     except DataError:
         return False  # a problem of its own
@@ -299,9 +301,9 @@ _ROW_NAMES = {"id", "_id", "idx", "index", "row", "row_id", "uid", "uuid", "unna
 
 def _hash_of(row: Mapping[str, Any], row_format: RowFormat) -> int:
     """Return a hash of the columns that training reads; rows with equal hashes are duplicates."""
-    builder, settings = builder_and_settings(row_format[1])
-    if builder in _READ:
-        names = {*settings.values(), *_READ[builder]} & row.keys()
+    if row_format.builder in _READ:
+        columns_of_settings = dict(row_format.settings).values()
+        names = {*columns_of_settings, *_READ[row_format.builder]} & row.keys()
     else:  # rewards may read any column of a prompt
         names = {name for name in row if name.lower() not in _ROW_NAMES}
     columns = {name: row[name] for name in names}
@@ -312,7 +314,6 @@ def _inspect(
     facts: FileFacts, number: int, row: Mapping[str, Any], row_format: RowFormat, chosen: Mapping[str, Any]
 ) -> None:
     """Add the facts about a row."""
-    _, reader = row_format
     facts.read += 1
     facts.formats[row_format] += 1
     facts.firsts.setdefault(row_format, number)
@@ -320,11 +321,11 @@ def _inspect(
     facts.characters.append(_count_characters(row))
     if _CALLS.search(json.dumps(row, default=str)):
         facts.calls += 1
-    if _has_empty_answer(row, reader):
+    if _has_empty_answer(row, row_format):
         facts.empty.append(number)
     if facts.example is None:
         facts.example = row
-    problem = _problem(row, reader, chosen)
+    problem = _problem(row, row_format, chosen)
     if problem:
         facts.problems.append((number, problem))
 
@@ -358,28 +359,28 @@ def report(facts: FileFacts) -> list[str]:
     if facts.read < facts.rows - len(facts.problems):
         inspected = f"the first {facts.read:,}; --all looks into every row"
     lines = [f"{facts.path}: {facts.rows:,} rows, {size / 1e6:,.1f} MB (formats and sizes of {inspected})"]
-    for (kind, reader), count in facts.formats.most_common(5):
-        line = f"format      {kind}, {count:,} rows"
+    for row_format, count in facts.formats.most_common(5):
+        line = f"format      {row_format.kind}, {count:,} rows"
         if len(facts.formats) > 1:
-            line += f", the first in line {facts.firsts[kind, reader]}"
-        if reader:
-            line += f": torchtune.datasets.{reader}"
+            line += f", the first in line {facts.firsts[row_format]}"
+        if row_format.builder:
+            line += f": torchtune.datasets.{row_format.reader}"
         lines.append(line)
     # A chat dataset finds the format in each row; any other dataset reads one.
-    if len(facts.formats) > 1 and facts.format[0] == "conversations":
+    if len(facts.formats) > 1 and facts.format is _CONVERSATIONS:
         lines.append(
-            f"            torchtune.datasets.{facts.format[1]} reads all of them, without conversation_column and "
-            "conversation_style"
+            f"            torchtune.datasets.{_CONVERSATIONS.builder} reads all of them, without conversation_column "
+            "and conversation_style"
         )
     elif len(facts.formats) > 1:
         lines.append("warning     the rows are of several formats: split the file, a dataset reads one of them")
-    is_unknown = ("unknown", "") in facts.formats
+    is_unknown = UNKNOWN in facts.formats
     if len(facts.columns) > 1 or is_unknown:
         for names, count in facts.columns.most_common(5):
             lines.append(f"columns     {names}, {count:,} rows")
     if is_unknown:
         lines.append(f"            {_ADVICE}")
-    if any(kind == LABELED_TEXTS for kind, _ in facts.formats):
+    if any(row_format.kind == LABELED_TEXTS for row_format in facts.formats):
         lines.append(
             "            torchtune.datasets.instruct_dataset column_map.input=text column_map.output=label trains "
             "labels that are texts as answers of a language model"

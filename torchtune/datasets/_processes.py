@@ -143,10 +143,10 @@ class Worker:
         self._calls = context.Queue()
         self._calls.cancel_join_thread()  # drop unread calls at exit
         self._answers, worker_end = context.Pipe(duplex=False)
-        self._forgotten = context.Value("q", 0, lock=False)  # calls with lower tickets are canceled
+        self._first_valid_ticket = context.Value("q", 0, lock=False)  # calls with lower tickets are canceled
         self._tickets = itertools.count()
         self._received: dict[int, tuple[Any, Exception | None]] = {}
-        arguments = (work, self._calls, worker_end, self._forgotten, self._owner)
+        arguments = (work, self._calls, worker_end, self._first_valid_ticket, self._owner)
         self._process = context.Process(target=_serve, args=arguments, daemon=True)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # fork of a multi-threaded process
@@ -169,9 +169,9 @@ class Worker:
         self._calls.put((ticket, arguments))
         return ticket
 
-    def forget(self) -> None:
+    def cancel(self) -> None:
         """Cancel all requested calls, including the running one, and drop their answers."""
-        self._forgotten.value = next(self._tickets)
+        self._first_valid_ticket.value = next(self._tickets)
         self._received.clear()
 
     def answer(self, ticket: int) -> Any:
@@ -203,31 +203,35 @@ class Worker:
             raise ProcessKilled(self._killed_message) from error
         if ticket is None:  # a heartbeat
             sign_of_life()
-        elif ticket >= self._forgotten.value:
+        elif ticket >= self._first_valid_ticket.value:
             self._received[ticket] = tuple(answer)
 
 
-class _Forgotten(BaseException):
+class _Canceled(BaseException):
     """Raised in the worker process to abort a canceled call."""
 
 
-class _Signs(Activity):
+class _Heartbeat(Activity):
     """Heartbeat of the worker process for the parent's watchdog; also aborts canceled calls.
+
+    Args:
+        answers: pipe to the parent.
+        first_valid_ticket: shared number; calls with lower tickets are canceled.
 
     Attributes:
         ticket: ticket of the running call.
     """
 
-    def __init__(self, answers: Connection, forgotten: Any) -> None:
+    def __init__(self, answers: Connection, first_valid_ticket: Any) -> None:
         super().__init__()
         self._answers = answers
-        self._forgotten = forgotten
+        self._first_valid_ticket = first_valid_ticket
         self.ticket = 0
 
     def sign(self, row: str = "") -> None:
-        """Send a heartbeat, at most one per second."""
-        if self.ticket < self._forgotten.value:
-            raise _Forgotten
+        """Send a heartbeat, at most one per second; raise :class:`_Canceled` if the running call is canceled."""
+        if self.ticket < self._first_valid_ticket.value:
+            raise _Canceled
         if time.monotonic() > self.moved + 1:
             super().sign(row)
             self._answers.send((None,))
@@ -238,26 +242,35 @@ def _end(process: Any) -> None:
     process.join()
 
 
-def _serve(work: Callable[..., Any], calls: Any, answers: Connection, forgotten: Any, parent: int) -> None:
+def _serve(work: Callable[..., Any], calls: Any, answers: Connection, first_valid_ticket: Any, parent: int) -> None:
+    """Run the worker process: answer calls of ``work`` in their order, until the parent ends it or exits.
+
+    Args:
+        work: the function.
+        calls: queue of (ticket, arguments).
+        answers: pipe for (ticket, result, error).
+        first_valid_ticket: shared number; calls with lower tickets are canceled.
+        parent: id of the parent process.
+    """
     for number in (signal.SIGINT, signal.SIGTERM):  # sent to the whole process group; the parent may still save
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=end_with, args=(parent,), daemon=True).start()
     torch.set_num_threads(1)
     gc.freeze()  # keep pages shared with the parent
-    signs = _Signs(answers, forgotten)
-    with watch_activity(signs):
+    heartbeat = _Heartbeat(answers, first_valid_ticket)
+    with watch_activity(heartbeat):
         while True:
-            signs.ticket, arguments = calls.get()
+            heartbeat.ticket, arguments = calls.get()
             value = None
             failure = None
             try:
-                signs.sign()
+                heartbeat.sign()  # raises if the call was canceled while it waited
                 value = work(*arguments)
             except Exception as error:  # noqa: BLE001  (raised where the answer is read)
                 failure = picklable_error(error)
-            except _Forgotten:
+            except _Canceled:
                 continue
-            answers.send((signs.ticket, value, failure))
+            answers.send((heartbeat.ticket, value, failure))
 
 
 def end_with(parent: int) -> None:

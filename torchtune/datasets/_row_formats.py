@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from torchtune.data import (
@@ -31,8 +32,45 @@ RETRIEVAL = "queries with passages (embedding)"
 RERANKING = "queries with labeled documents (reranking)"
 LABELED_TEXTS = "labeled texts (classification)"
 
-# What a row holds, and the dataset builder that reads it with its settings: "preference pairs", "preference_dataset".
-RowFormat = tuple[str, str]
+# Names of settings of a dataset builder, and their values: mostly columns.
+Settings = tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class RowFormat:
+    """What a row holds, and which dataset reads it.
+
+    Attributes:
+        kind: what messages call it, such as ``"preference pairs"``.
+        builder: name of the dataset builder that reads it; empty if there is none.
+        settings: settings of the builder, mostly the names of columns.
+    """
+
+    kind: str
+    builder: str = ""
+    settings: Settings = ()
+
+    @property
+    def reader(self) -> str:
+        """The builder with its settings, as on a command line; empty if no builder reads the row."""
+        return " ".join([self.builder, *(f"{name}={value}" for name, value in self.settings)])
+
+    def __str__(self) -> str:
+        return f"{self.kind} ({self.reader})"
+
+
+UNKNOWN = RowFormat("unknown")
+
+
+def column_map(**columns: str) -> Settings:
+    """Return the settings that map columns: ``column_map.input=question`` for ``input="question"``."""
+    return tuple((f"column_map.{name}", column) for name, column in columns.items())
+
+
+def chat_format(column: str, style: str) -> RowFormat:
+    """Return the format of rows with a conversation in a column, in the format ``openai`` or ``sharegpt``."""
+    settings = (("conversation_column", column), ("conversation_style", style))
+    return RowFormat(KINDS[style], "chat_dataset", settings)
 
 
 def styles_of(value: Any) -> list[str]:
@@ -64,7 +102,7 @@ def conversations_of(row: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def format_of(row: Mapping[str, Any]) -> RowFormat:
-    """Return (format, dataset builder with its columns) of a row; ("unknown", "") if no builder reads it."""
+    """Return the format of a row; ``UNKNOWN`` if no dataset reads it."""
     styles = {}  # of the columns with turns
     for name, value in row.items():
         if styles_of(value):
@@ -80,7 +118,7 @@ def format_of(row: Mapping[str, Any]) -> RowFormat:
         or _question_format(row)
         or _text_format(row)
     )
-    return row_format or ("unknown", "")
+    return row_format or UNKNOWN
 
 
 def readings_of(row: Mapping[str, Any]) -> list[RowFormat]:
@@ -91,21 +129,20 @@ def readings_of(row: Mapping[str, Any]) -> list[RowFormat]:
     """
     readings: list[RowFormat] = []
     for column, style in conversations_of(row):
-        readings.append((KINDS[style], f"chat_dataset conversation_column={column} conversation_style={style}"))
+        readings.append(chat_format(column, style))
     if readings:
         return readings
     for question, answer in _QUESTION_COLUMNS:
         if isinstance(row.get(question), str) and isinstance(row.get(answer), str):
-            readings.append(
-                ("instructions", f"instruct_dataset column_map.input={question} column_map.output={answer}")
-            )
+            settings = column_map(input=question, output=answer)
+            readings.append(RowFormat("instructions", "instruct_dataset", settings))
     return readings
 
 
 def _token_format(row: Mapping[str, Any]) -> RowFormat | None:
     ids = row.get("input_ids")
     if isinstance(ids, list) and ids and all(isinstance(token, int) for token in ids):
-        return "token ids", "pretokenized_dataset"
+        return RowFormat("token ids", "pretokenized_dataset")
     return None
 
 
@@ -116,35 +153,35 @@ def _retrieval_format(row: Mapping[str, Any]) -> RowFormat | None:
     queries = [name for name in ("query", "anchor", "question") if isinstance(row.get(name), str)]
     if not queries:
         return None
-    columns = ""
+    settings: Settings = ()
     if queries[0] != "query" or "negative" in row:
-        columns = f" column_map.query={queries[0]} column_map.positive=positive"
+        settings = column_map(query=queries[0], positive="positive")
         for name in ("negatives", "negative"):
             if name in row:
-                columns += f" column_map.negatives={name}"
+                settings += column_map(negatives=name)
                 break
-    return RETRIEVAL, f"embedding_dataset{columns}"
+    return RowFormat(RETRIEVAL, "embedding_dataset", settings)
 
 
 def _reranking_format(row: Mapping[str, Any]) -> RowFormat | None:
     is_pair = isinstance(row.get("query"), str) and isinstance(row.get("document"), str)
     if is_pair and isinstance(row.get("label"), int | float):
-        return RERANKING, "reranking_dataset"
+        return RowFormat(RERANKING, "reranking_dataset")
     return None
 
 
 def _preference_format(row: Mapping[str, Any], styles: Mapping[str, str]) -> RowFormat | None:
+    settings: Settings = ()
     if {"chosen", "rejected"} <= row.keys():
         prompts = [name for name in styles if name not in ("chosen", "rejected")]
         prompts += [name for name in ("question", "instruction", "input") if isinstance(row.get(name), str)]
         if "prompt" not in row and prompts:
-            columns = f"column_map.chosen=chosen column_map.rejected=rejected column_map.prompt={prompts[0]}"
-            return "preference pairs", f"preference_dataset {columns}"
-        return "preference pairs", "preference_dataset"
-    if {"input", "preferred_output", "non_preferred_output"} <= row.keys():  # OpenAI's format
-        columns = "column_map.chosen=preferred_output column_map.rejected=non_preferred_output column_map.prompt=input"
-        return "preference pairs", f"preference_dataset {columns}"
-    return None
+            settings = column_map(chosen="chosen", rejected="rejected", prompt=prompts[0])
+    elif {"input", "preferred_output", "non_preferred_output"} <= row.keys():  # OpenAI's format
+        settings = column_map(chosen="preferred_output", rejected="non_preferred_output", prompt="input")
+    else:
+        return None
+    return RowFormat("preference pairs", "preference_dataset", settings)
 
 
 def _is_alpaca(row: Mapping[str, Any]) -> bool:
@@ -152,29 +189,31 @@ def _is_alpaca(row: Mapping[str, Any]) -> bool:
 
 
 def _labeled_format(row: Mapping[str, Any], styles: Mapping[str, str]) -> RowFormat | None:
+    settings: Settings = ()
     if "completion" in row and read_label(row.get("label")) is not None:
-        return "labeled answers (KTO)", "kto_dataset"
+        return RowFormat("labeled answers (KTO)", "kto_dataset")
     if read_label(row.get("kto_tag")) is None:
         return None
     # LLaMA-Factory's format.
     if _is_alpaca(row):
-        columns = "column_map.prompt=instruction column_map.completion=output"
+        settings = column_map(prompt="instruction", completion="output", label="kto_tag")
     elif styles:
-        columns = f"masking_strategy=train_on_last column_map.completion={_conversation_column(styles)}"
+        columns = column_map(completion=_conversation_column(styles), label="kto_tag")
+        settings = (("masking_strategy", "train_on_last"), *columns)
     else:
         return None
-    return "labeled answers (KTO)", f"kto_dataset {columns} column_map.label=kto_tag"
+    return RowFormat("labeled answers (KTO)", "kto_dataset", settings)
 
 
 def _alpaca_format(row: Mapping[str, Any]) -> RowFormat | None:
-    return ("Alpaca", "alpaca_dataset") if _is_alpaca(row) else None
+    return RowFormat("Alpaca", "alpaca_dataset") if _is_alpaca(row) else None
 
 
 def _conversation_format(row: Mapping[str, Any], styles: Mapping[str, str]) -> RowFormat | None:
     for question, answer in (("prompt", "completion"), ("input", "output")):
         if question in row and answer in row and (question in styles or answer in styles):
-            columns = f"column_map.input={question} column_map.output={answer}"
-            return "conversational prompts with completions", f"instruct_dataset {columns}"
+            settings = column_map(input=question, output=answer)
+            return RowFormat("conversational prompts with completions", "instruct_dataset", settings)
     is_prompt = "prompt" in styles and (len(row) > 1 or not _ends_with_answer(row["prompt"]))
     if not styles or is_prompt:
         return None
@@ -182,12 +221,12 @@ def _conversation_format(row: Mapping[str, Any], styles: Mapping[str, str]) -> R
     style = styles[name]
     image = _image_column(row)
     if image is not None and style == "sharegpt":
+        settings = column_map(conversations=name, image=image)
         has_tags = row[image] is None or "<image>" in str(row[name])
-        columns = f"column_map.conversations={name} column_map.image={image}"
         if has_tags:
-            columns += " image_tag=<image>"
-        return "ShareGPT with images", f"multimodal.multimodal_chat_dataset {columns}"
-    return KINDS[style], f"chat_dataset conversation_column={name} conversation_style={style}"
+            settings = (*settings, ("image_tag", "<image>"))
+        return RowFormat("ShareGPT with images", "multimodal.multimodal_chat_dataset", settings)
+    return chat_format(name, style)
 
 
 def _conversation_column(styles: Mapping[str, str]) -> str:
@@ -213,12 +252,12 @@ def _question_format(row: Mapping[str, Any]) -> RowFormat | None:
         if not isinstance(row.get(question), str) or not isinstance(row.get(answer), str):
             continue
         if question == "question" and "####" in row[answer]:  # GSM8K's format
-            return "prompts with answers", f"prompt_dataset column={question}"
-        columns = f"column_map.input={question} column_map.output={answer}"
+            return RowFormat("prompts with answers", "prompt_dataset", (("column", question),))
         image = _image_column(row)
         if image is not None:
-            return "questions about images", f"multimodal.vqa_dataset {columns} column_map.image={image}"
-        return "instructions", f"instruct_dataset {columns}"
+            settings = column_map(input=question, output=answer, image=image)
+            return RowFormat("questions about images", "multimodal.vqa_dataset", settings)
+        return RowFormat("instructions", "instruct_dataset", column_map(input=question, output=answer))
     return None
 
 
@@ -226,15 +265,15 @@ def _text_format(row: Mapping[str, Any]) -> RowFormat | None:
     if "text" not in row and "prompt" not in row:
         readings = conversations_of(row)  # as JSON text
         if readings:
-            name, style = readings[0]
-            return KINDS[style], f"chat_dataset conversation_column={name} conversation_style={style}"
+            return chat_format(*readings[0])
     if "prompt" in row:
-        return "prompts with answers" if len(row) > 1 else "prompts", "prompt_dataset"
+        return RowFormat("prompts with answers" if len(row) > 1 else "prompts", "prompt_dataset")
     if isinstance(row.get("text"), str) and _is_class_label(row.get("label")):
-        return LABELED_TEXTS, "classification_dataset"
+        return RowFormat(LABELED_TEXTS, "classification_dataset")
     texts = [name for name, value in row.items() if isinstance(value, str)]
     if texts and ("text" in row or len(row) == 1):
-        return "raw text", f"text_completion_dataset column={'text' if 'text' in row else texts[0]}"
+        column = "text" if "text" in row else texts[0]
+        return RowFormat("raw text", "text_completion_dataset", (("column", column),))
     return None
 
 
@@ -244,14 +283,8 @@ def _is_class_label(value: Any) -> bool:
     return all(isinstance(item, str | int | float) for item in items)
 
 
-def builder_and_settings(reader: str) -> tuple[str, dict[str, str]]:
-    """Return the dataset builder of a format, as :func:`format_of` names it, and its settings."""
-    builder, *settings = re.split(r" (?=[\w.]+=)", reader)  # a column's name may have spaces
-    return builder, dict(setting.split("=", 1) for setting in settings)
-
-
 def formats_of(transform: Any) -> tuple[str, ...]:
-    """Return the formats of rows that a transform to messages reads, as :func:`format_of` names them.
+    """Return the kinds of rows (:class:`RowFormat`) that a transform to messages reads.
 
     A transform from outside this library may have an attribute ``formats``; without it, it may read any.
     """

@@ -12,7 +12,7 @@ from torchtune.tokenizers import document_texts
 # Rows of a dataset without a store of tokens are read one by one, so that more of them are not compared.
 _MOST_READ = 20_000
 # Odd multipliers of a digest modulo 2**64; another one for every answer of a row.
-_BY_ANSWER = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F)
+_ANSWER_FACTORS = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F)
 
 
 def count_shared_rows(held_out: Any, training: Any) -> tuple[int, int] | None:
@@ -73,8 +73,12 @@ def _digest_rows(dataset: ExampleDataset) -> np.ndarray | None:
             columns = _read_digests(rows)
         else:
             return None
+        digest = np.zeros(len(rows), np.uint64)
         with np.errstate(over="ignore"):
-            digests.append(sum(column * np.uint64(factor) for column, factor in zip(columns, _BY_ANSWER, strict=False)))
+            # A row has one text, or one for each answer, of which the first two are compared.
+            for column, factor in zip(columns, _ANSWER_FACTORS, strict=False):
+                digest += column * np.uint64(factor)
+        digests.append(digest)
     return np.concatenate(digests)
 
 

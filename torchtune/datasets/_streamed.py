@@ -185,7 +185,7 @@ class StreamedDataset(ExampleDataset):
         self._requested: dict[int, tuple[Row, Callable[[], _TokenRows]]] = {}  # by index
         worker = self._worker()
         if worker is not None:
-            worker.forget()
+            worker.cancel()
 
     def _worker(self) -> Worker | None:
         """Return this process's worker; None in a forked copy."""

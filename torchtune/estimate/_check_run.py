@@ -134,9 +134,7 @@ def find_problems(settings: Any, processes: int = 1, *, thorough: bool = False) 
     if model is not None:
         if has("quantizer") and (has("optimizer") or checkpointer is not None):
             # A recipe that trains quantizes the weights that it has trained, others those of the checkpoint.
-            source = None
-            if not has("optimizer"):
-                source = attempt(lambda: checkpointer.store.source())
+            source = None if has("optimizer") else attempt(checkpointer.source)
             attempt(lambda: check_quantizer(config.instantiate(cfg.quantizer), model, source))
         attempt(_check_images, cfg, model)
         if not cfg.resize_token_embeddings:

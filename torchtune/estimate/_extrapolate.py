@@ -197,21 +197,21 @@ def choose_layers(models: Mapping[str, nn.Module], group: int = 1, ends: int = 1
     for setting, model in models.items():
         for name, stack in stacks(model).items():
             splits[setting, name] = _split(stack, group, ends)
-    omitted = []
+    counts = []  # of the groups of each kind that are not kept always
     for _, kinds in splits.values():
-        omitted.extend(len(groups) for groups in kinds)
+        counts.extend(len(groups) for groups in kinds)
 
     def count_simulated(factor: int) -> int:
         # Both simulations keep the remainder, the second also the quotient.
-        return sum(2 * (count % factor) + count // factor for count in omitted)
+        return sum(2 * (count % factor) + count // factor for count in counts)
 
-    factor = min(range(1, max(omitted, default=0) + 2), key=count_simulated)
+    factor = min(range(1, max(counts, default=0) + 2), key=count_simulated)
 
     def keep(times: int) -> Kept:
         """Return the layers of a simulation that has ``times`` the quotient of each kind."""
         layers_of_stacks = {}
-        for stack_key, (both, kinds) in splits.items():
-            layers = list(itertools.chain(*both))
+        for stack_key, (always_kept, kinds) in splits.items():
+            layers = list(itertools.chain(*always_kept))
             for groups in kinds:
                 count = len(groups) % factor + times * (len(groups) // factor)
                 layers.extend(itertools.chain(*groups[:count]))
@@ -231,7 +231,11 @@ def _depth(model: nn.Module) -> int:
 
 
 def _split(stack: nn.Module, group: int, ends: int) -> tuple[set[LayerGroup], list[list[LayerGroup]]]:
-    """Return the groups of layers that both simulations keep, and all other groups by kind."""
+    """Return the groups of layers that both simulations keep, and all other groups by kind.
+
+    Groups of a kind need the same memory and work. So a simulation may leave most of them out: what it measures grows
+    linearly with their number.
+    """
     layers = list(stack.layers)
     full_layers = getattr(stack, "full_layers", ())
     groups: list[LayerGroup] = []
@@ -242,29 +246,30 @@ def _split(stack: nn.Module, group: int, ends: int) -> tuple[set[LayerGroup], li
         kind = tuple((_kind(layers[index]), index in full_layers) for index in indices)
         kinds.setdefault(kind, []).append(indices)
 
-    both = {*groups[:ends], *groups[-ends:]}
-    both.update(alike[-1] for alike in kinds.values())
+    always_kept = {*groups[:ends], *groups[-ends:]}
+    # One group of each kind, so that its moments are measured in both.
+    always_kept.update(groups_of_kind[-1] for groups_of_kind in kinds.values())
     # Layers whose keys and values, or whose output, later modules read.
     read_later = {*getattr(stack, "kv_sources", {}).values(), *getattr(stack, "deep_layers", ())}
-    both.update(indices for indices in groups if not read_later.isdisjoint(indices))
+    always_kept.update(indices for indices in groups if not read_later.isdisjoint(indices))
     if ends > 1:
-        both |= _unequal_neighbors(layers, groups, both, ends)
+        always_kept |= _unequal_neighbors(layers, groups, always_kept, ends)
 
-    omitted = []
-    for alike in kinds.values():
-        omitted.append([indices for indices in alike if indices not in both])
-    return both, omitted
+    repeated = []
+    for groups_of_kind in kinds.values():
+        repeated.append([indices for indices in groups_of_kind if indices not in always_kept])
+    return always_kept, repeated
 
 
 def _unequal_neighbors(
-    layers: Sequence[nn.Module], groups: Sequence[LayerGroup], both: set[LayerGroup], ends: int
+    layers: Sequence[nn.Module], groups: Sequence[LayerGroup], always_kept: set[LayerGroup], ends: int
 ) -> set[LayerGroup]:
     """Return groups that stand next to a group of another size, because FSDP holds two neighbors at a time.
 
     Args:
         layers: all layers of a stack.
         groups: all groups of its layers, in order.
-        both: groups that both simulations keep.
+        always_kept: groups that both simulations keep.
         ends: number of groups kept at both ends.
     """
     neighbors: set[LayerGroup] = set()
@@ -275,7 +280,7 @@ def _unequal_neighbors(
             break  # the first change of size stands for the later ones
     # The group before the last ones must have the size that it has in the whole stack.
     before_end = sorted(groups)[-ends - 1 : -ends]
-    kept_before_end = sorted(both | neighbors)[-ends - 1 : -ends]
+    kept_before_end = sorted(always_kept | neighbors)[-ends - 1 : -ends]
     if [sizes[indices] for indices in before_end] != [sizes[indices] for indices in kept_before_end]:
         neighbors.update(before_end)
     return neighbors

@@ -73,11 +73,6 @@ class StandInCheckpointer(CheckpointStore):
         super().__init__({})
         self.checkpoint_dir = Path()
 
-    @property
-    def store(self) -> "StandInCheckpointer":
-        """The checkpointer itself, which manages the sources."""
-        return self
-
     def add_source(self, name: str, source: Any) -> None:
         """Accept any source."""
 

@@ -205,12 +205,12 @@ def _is_turn(value: Any) -> bool:
 
 
 def _read_conversation(row: Mapping[str, Any], prompt: str | None) -> Conversation:
-    kind, reader = format_of(row)
+    row_format = format_of(row)
     images = images_of_columns(row)
-    if prompt is None and kind == "Alpaca" and not images:
+    if prompt is None and row_format.kind == "Alpaca" and not images:
         return Conversation(**AlpacaToMessages()(row))
-    if prompt is None and kind in ("OpenAI messages", "ShareGPT"):
-        prompt = reader.split()[1].partition("=")[2]
+    if prompt is None and row_format.builder == "chat_dataset":
+        prompt = dict(row_format.settings)["conversation_column"]
         row = {**row, prompt: check_turns(row[prompt], prompt)}  # which may be JSON text
     if prompt is None:
         prompt = next((name for name in _QUESTIONS if row.get(name) is not None), None)

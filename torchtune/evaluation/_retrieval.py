@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from tqdm import tqdm
 
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, collate_documents
-from torchtune.datasets import format_of, read_rows
+from torchtune.datasets import RowFormat, format_of, read_rows
 from torchtune.evaluation._eval_rows import EvaluationError
 from torchtune.modules import Pooling, TransformerDecoder, pooled_embeddings
 from torchtune.tokenizers import end_of_text
@@ -213,11 +213,11 @@ def _from_rows(path: Path, rows: Sequence[Any]) -> RetrievalData:
     index_of: dict[str, int] = {}  # text -> its index in the corpus
     relevant_of: dict[str, list[int]] = {}  # query -> indices of its positives
     for number, row in enumerate(rows, 1):
-        kind, reader = format_of(row) if isinstance(row, Mapping) else ("no mapping", "")
-        if not reader.startswith("embedding_dataset"):
+        row_format = format_of(row) if isinstance(row, Mapping) else RowFormat("no mapping")
+        if row_format.builder != "embedding_dataset":
             raise EvaluationError(
-                f"{path}: row {number} is {kind}: give an object with queries, corpus and relevant, or rows of query "
-                "and positive."
+                f"{path}: row {number} is {row_format.kind}: give an object with queries, corpus and relevant, or rows "
+                "of query and positive."
             )
         query = next(row[name] for name in ("query", "anchor", "question") if isinstance(row.get(name), str))
         positive = index_of.setdefault(row["positive"], len(index_of))

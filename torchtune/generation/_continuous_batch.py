@@ -198,7 +198,7 @@ class Batch:
         self._size = size
         self._rows: list[Row] = []
         self._unread: list[tuple[list[Row], Tensor, Tensor]] = []  # steps whose tokens the host has not seen
-        self._ended: dict[int, int] = {}  # rows that leave before the next step -> number of their tokens
+        self._ended: dict[int, int] = {}  # slot of a row that leaves before the next step -> number of its tokens
         self._end = 0
         self._cache_place = Place()  # all caches share it: _run says once where a step writes
         self._tokens = torch.zeros(size, 0, dtype=torch.int64, device=device)  # [size, columns]
@@ -231,10 +231,10 @@ class Batch:
         """
         if not (self._packs and self._caches):
             return None
-        row_index = next(ended for ended in self._ended if self._rows[ended].index == index)
-        start = self._rows[row_index].start
-        end = start + self._ended[row_index]
-        return [cache.read(row_index, start, end - 1) for cache in self._caches]
+        slot = next(slot for slot in self._ended if self._rows[slot].index == index)
+        start = self._rows[slot].start
+        end = start + self._ended[slot]
+        return [cache.read(slot, start, end - 1) for cache in self._caches]
 
     def forward(self) -> tuple[Tensor, list[Row]]:
         """Run the model once.
@@ -328,23 +328,24 @@ class Batch:
         if not steps:
             return []
         host_tokens = iter(torch.cat([tokens[:, 0] for _, tokens, _ in steps]).tolist())
-        later_tokens: Counter[int] = Counter()  # of each sequence, not yet read
+        num_unread: Counter[int] = Counter()  # index of a sequence -> number of its tokens that are not yet read
         for rows, _, _ in steps:
-            later_tokens.update(row.index for row in rows)
+            num_unread.update(row.index for row in rows)
         slot_of_sequence = {row.index: slot for slot, row in enumerate(self._rows)}
         drawn = []
         for rows, tokens, values in steps:
             running = []  # of the rows of this step, those that had not ended before it
             for number, row in enumerate(rows):
                 token = next(host_tokens)
-                later_tokens[row.index] -= 1
+                num_unread[row.index] -= 1
                 slot = slot_of_sequence[row.index]
                 if slot in self._ended:
                     continue
                 running.append(number)
-                later = later_tokens[row.index]
-                if ends(row.index, token) or row.count - later == row.limit:
-                    self._ended[slot] = self._end - row.start - later
+                # The row has got further tokens since this step, which are dropped if it ends here.
+                num_later = num_unread[row.index]
+                if ends(row.index, token) or row.count - num_later == row.limit:
+                    self._ended[slot] = self._end - row.start - num_later
             if 0 < len(running) < len(rows):
                 selected = to_device(running, self._device)
                 tokens = tokens.index_select(0, selected)

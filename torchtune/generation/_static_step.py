@@ -74,9 +74,8 @@ class StaticStep:
 
     def compute(self) -> Tensor:
         """Run the model on the inputs; returns float32 logits ``[size, v]``."""
-        place = Place(column=self._column)
         # Updated in place, because every cache holds this object.
-        self._place.__dict__.update(vars(place))
+        self._place.__dict__.update(vars(Place(column=self._column)))
         columns = torch.arange(self._caches[0].k_cache.shape[2], device=self._column.device)
         # Rows without a sequence start at column 0: a row that sees no column would be NaN.
         mask = (columns >= self._starts[:, None]) & (columns <= self._column)  # [size, columns]

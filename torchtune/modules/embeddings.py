@@ -119,12 +119,12 @@ def _resize_parameter(parameter: nn.Parameter, rows: int, growth: VocabularyGrow
     """Return a parameter with another number of ``rows``, whose new rows have their initial values unless on meta."""
     old = parameter.data
     new = old.new_empty((rows, *old.shape[1:]))
-    num_old = growth.first_new
+    first_new = growth.first_new
     if not old.is_meta:
-        new[:num_old] = old[:num_old]
-        if rows > num_old:
-            initial = growth.initial_rows(rows - num_old, lambda start, end: old[start:end])
-            new[num_old:] = initial.to(old.dtype)
+        new[:first_new] = old[:first_new]
+        if rows > first_new:
+            initial_rows = growth.initial_rows(rows - first_new, lambda start, end: old[start:end])
+            new[first_new:] = initial_rows.to(old.dtype)
     return nn.Parameter(new, requires_grad=parameter.requires_grad)
 
 

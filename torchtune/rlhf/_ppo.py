@@ -331,7 +331,7 @@ def check_ppo_models(models: Mapping[str, nn.Module], checkpointer: Any, tokeniz
         TeacherError: the tokenizer of a model differs.
     """
     policy_vocab_size = len(models["policy"].tok_embeddings.weight)
-    policy_folder = Path(checkpointer.store.source("policy").checkpoint_dir)
+    policy_folder = Path(checkpointer.source("policy").checkpoint_dir)
     for name, model in models.items():
         vocab_size = len(model.tok_embeddings.weight)
         if vocab_size != policy_vocab_size or vocab_size < tokenizer.vocab_size:
@@ -341,7 +341,7 @@ def check_ppo_models(models: Mapping[str, nn.Module], checkpointer: Any, tokeniz
                 "tokenizer."
             )
         if name != "policy":
-            folder = Path(checkpointer.store.source(name).checkpoint_dir)
+            folder = Path(checkpointer.source(name).checkpoint_dir)
             check_same_tokenizer(folder, policy_folder, _SETTING[name])
 
 

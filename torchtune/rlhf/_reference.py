@@ -204,8 +204,8 @@ def load_reference(
         return None
     if not loss.needs_reference:
         raise ReferenceError(_not_needed_message("ref_checkpointer", loss))
-    reference_source = checkpointer.store.source("reference")
-    policy_source = checkpointer.store.source("policy")
+    reference_source = checkpointer.source("reference")
+    policy_source = checkpointer.source("policy")
     check_same_tokenizer(Path(reference_source.checkpoint_dir), Path(policy_source.checkpoint_dir), "ref_checkpointer")
     is_teacher = not getattr(loss, "needs_rewards", True)  # on-policy distillation
     if is_teacher:

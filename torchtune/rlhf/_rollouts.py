@@ -300,7 +300,7 @@ def rollout_batches(
     # Forward and backward passes of sharded models are collectives, so no rank may have fewer of them. A filler has
     # log-probs only if all batches have: the loss would log a metric of them that no other rank sums.
     for _ in range(dims.max(len(batches)) - len(batches)):
-        batches.append(blank_batch(blank, has_log_probs=not num_without_log_probs))
+        batches.append(blank_batch(blank, with_log_probs=num_without_log_probs == 0))
     batches = [batch.pad_to_multiple(dims.min_seq_len_divisor) for batch in batches]
     return batches, terms, labels
 
@@ -327,19 +327,19 @@ def _plan_batches(rollouts: Sequence[Rollout], tokens_per_batch: int, share_pref
     return plan
 
 
-def blank_batch(tokens: Sequence[int], *, has_log_probs: bool = True, entries: Iterable[str] = ()) -> Batch:
+def blank_batch(tokens: Sequence[int], *, with_log_probs: bool = True, entries: Iterable[str] = ()) -> Batch:
     """Build a batch of one document without labels, for a rank with fewer batches than others.
 
     Args:
         tokens: tokens of the document.
-        has_log_probs: whether to add log-probs, as in the other batches.
+        with_log_probs: whether to add log-probs of the sampler, as in the other batches.
         entries: names of additional per-token entries, as in the other batches.
     """
     # A rollout has at least one token of an answer; its label is ignored below.
     rollout = Rollout(
         tokens=torch.tensor([*tokens, tokens[0]]),
         prompt_len=len(tokens),
-        log_probs=torch.zeros(1) if has_log_probs else None,
+        log_probs=torch.zeros(1) if with_log_probs else None,
         finished=True,
     )
     batch = collate_rollouts([rollout], [0.0], per_token={name: [torch.zeros(1)] for name in entries})

@@ -145,8 +145,8 @@ def check_teacher(checkpointer: Any) -> None:
     Example:
         >>> rlhf.check_teacher(checkpointer)  # doctest: +SKIP
     """
-    teacher = checkpointer.store.source("teacher")
-    student = checkpointer.store.source("policy")
+    teacher = checkpointer.source("teacher")
+    student = checkpointer.source("policy")
     check_same_tokenizer(Path(teacher.checkpoint_dir), Path(student.checkpoint_dir))
     warn_if_same_weights(teacher, student, "teacher_checkpointer")
 
@@ -358,7 +358,8 @@ class CachedOutputs:
         positions = self._positions.flatten()[index].cpu().numpy()  # [n]
         if vocab_size != self.vocab_size or (positions < 0).any():
             raise CacheError("teacher_cache: a batch has labels or tokens that are not in it: set it to null.")
-        # All rows of a batch are of one dataset, so its first position determines the cache; none are in any cache.
+        # All rows of a batch are of one dataset, so its first position determines the cache. Without a position,
+        # nothing is read, and any cache will do.
         first_position, cache = self._caches[-1]
         if len(positions):
             for start, candidate in self._caches:

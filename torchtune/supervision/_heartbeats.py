@@ -30,10 +30,10 @@ class Beat:
         step, phase, moves, signs: fields of the rank's ``Activity``.
         moved: time of its last sign of life, seconds since the epoch.
         waits: whether it waits in a collective.
-        where: source line, if it stalls.
+        source_line: row of data and source line at which it is, if it stalls.
         left: name of the error that ended its loop, or ``FINISHED``, ``ORPHANED``, ``PEER_LOST``.
         machine: node rank and host name.
-        words: message of the error, if it is a user error.
+        error: message of the error, if it is a user error.
     """
 
     number: int = 0
@@ -43,10 +43,10 @@ class Beat:
     moved: float = 0.0
     signs: int = 0
     waits: bool = False
-    where: str = ""
+    source_line: str = ""
     left: str = ""
     machine: str = ""
-    words: str = ""
+    error: str = ""
 
     @property
     def failed(self) -> bool:
@@ -74,18 +74,18 @@ class Heartbeats:
         world_size: number of ranks.
         interval: seconds between beats.
         run_id: equal on all ranks, different after every restart by torchrun.
-        first: the first beat.
+        first_beat: the first beat.
 
     Attributes:
-        mine: the beat to publish.
+        own_beat: the beat to publish.
         reads_peers: whether to read the beats of other ranks; only needed when this rank stalls.
-        seen: the beats that were read.
+        peer_beats: the beats of other ranks that were read, by rank.
         is_stalled: whether a rank has found that the run stalls.
         has_failed_rank: whether a rank has ended early; the beats are then read.
         last_reply: when the store last answered.
     """
 
-    def __init__(self, rank: int, world_size: int, interval: float, run_id: str, first: Beat) -> None:
+    def __init__(self, rank: int, world_size: int, interval: float, run_id: str, first_beat: Beat) -> None:
         self._rank = rank
         self._interval = interval
         self._peers = [peer for peer in range(world_size) if peer != rank]
@@ -97,9 +97,9 @@ class Heartbeats:
         self.is_stalled = False
         self.has_failed_rank = False
         self.address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        self._initial_beat = Beat(moved=first.moved)  # of ranks without a beat so far
-        self.mine = first
-        self.seen: dict[int, PeerBeat] = {}
+        self._initial_beat = Beat(moved=first_beat.moved)  # of ranks without a beat so far
+        self.own_beat = first_beat
+        self.peer_beats: dict[int, PeerBeat] = {}
         self.last_reply = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="heartbeats", daemon=True)
         self._thread.start()
@@ -128,10 +128,10 @@ class Heartbeats:
             get_logger().debug(f"The heartbeats end: {error}")
 
     def _sync_with_store(self, store: "Store") -> None:
-        store.set(self._key(self._rank), json.dumps(asdict(self.mine)))
+        store.set(self._key(self._rank), json.dumps(asdict(self.own_beat)))
         if self._announces_stall:
             store.set(f"{self._prefix}/over", "")
-        if self.mine.failed or self.mine.left == ORPHANED:
+        if self.own_beat.failed or self.own_beat.left == ORPHANED:
             store.set(f"{self._prefix}/broken", "")
         self.has_failed_rank = self.has_failed_rank or store.check([f"{self._prefix}/broken"])
         if not (self.reads_peers or self.has_failed_rank):
@@ -160,12 +160,12 @@ class Heartbeats:
         # By the clock of this machine, because those of machines differ; time before the first look does not count.
         now = time.monotonic()
         peer = PeerBeat(beat, beat_at=now, moved=now)
-        last = self.seen.get(rank)
+        last = self.peer_beats.get(rank)
         if last is not None and beat.number == last.beat.number:
             peer.beat_at = last.beat_at
         if last is not None and (beat.moves, beat.signs) == (last.beat.moves, last.beat.signs):
             peer.moved = last.moved
-        self.seen[rank] = peer
+        self.peer_beats[rank] = peer
 
     def announce_stall(self) -> None:
         """Announce to the other ranks that the run stalls."""
@@ -212,7 +212,7 @@ class Heartbeats:
         return orphaned or {rank: beat for rank, beat in beats.items() if beat.failed}
 
     def _peer_beats(self) -> dict[int, Beat]:
-        return {rank: seen.beat for rank, seen in list(self.seen.items())}
+        return {rank: peer.beat for rank, peer in list(self.peer_beats.items())}
 
     def stop(self, seconds: float) -> None:
         """Publish the last beat and end, within ``seconds``."""
@@ -266,8 +266,8 @@ def describe_stall(beats: dict[int, Beat], silent: set[int], now: float) -> str:
     beat = beats[first]
     log = run_log_path(first)
     position = place(beat.step, beat.phase)
-    if beat.where:
-        position += f", at {beat.where}"
+    if beat.source_line:
+        position += f", at {beat.source_line}"
     seconds = round(max(0.0, now - beat.moved))
     have = "has" if len(stalled) == 1 else "have"
     text = f"{list_ranks(stalled)} {have} "

@@ -62,8 +62,8 @@ def lost_rank_error(lost: dict[int, Beat] | None, address: str) -> LostRankError
     ranks = f"{ranks[0].upper()}{ranks[1:]}"
     position = place(beat.step, beat.phase)
     if beat.failed:
-        if beat.words:  # a user error
-            reason = beat.words
+        if beat.error:  # a user error
+            reason = beat.error
             exit_code = UserError.exit_code
         else:
             reason = f"see {run_log_path(first) or 'its output'}."

@@ -174,10 +174,7 @@ class Watchdog:
             reason = FINISHED
         else:
             reason = kind.__name__
-        words = ""
-        if isinstance(error, UserError):
-            words = str(error)
-        self._publish_exit(reason, words)
+        self._publish_exit(reason, error=str(error) if isinstance(error, UserError) else "")
         if loss is not None:
             raise loss from error
 
@@ -191,9 +188,9 @@ class Watchdog:
             return None
         return lost_rank_error(beats, self._heartbeats.address)
 
-    def _publish_exit(self, left: str, words: str = "") -> None:
+    def _publish_exit(self, left: str, error: str = "") -> None:
         if self._heartbeats is not None:
-            self._heartbeats.mine = replace(self._make_beat(left=left), words=words)
+            self._heartbeats.own_beat = replace(self._make_beat(left=left), error=error)
             self._heartbeats.stop(seconds=2.0)
 
     def _schedule_stack_dump(self) -> None:
@@ -226,7 +223,7 @@ class Watchdog:
             moved=time.time() - (time.monotonic() - activity.moved),  # from monotonic time to time since the epoch
             signs=activity.signs,
             waits=waits,
-            where=line,
+            source_line=line,
             left=left,
             machine=machine_name(),
         )
@@ -251,7 +248,7 @@ class Watchdog:
             seconds_still = now - max(self._activity.moved, self._ignore_before)
             heartbeats = self._heartbeats
             if heartbeats is not None:
-                heartbeats.mine = self._make_beat(seconds_still > timeout / 2)
+                heartbeats.own_beat = self._make_beat(seconds_still > timeout / 2)
                 heartbeats.reads_peers = seconds_still > timeout / 2
                 if seconds_still > min(_QUIET_SECONDS, timeout / 2):
                     failed = heartbeats.failed_ranks()
@@ -287,7 +284,7 @@ class Watchdog:
     def _all_ranks_stall(self, now: float) -> bool:
         if self._heartbeats is None or self._is_store_lost(now):
             return True
-        peers = list(self._heartbeats.seen.values())
+        peers = list(self._heartbeats.peer_beats.values())
         return all(now - peer.moved > self._timeout / 4 for peer in peers)
 
     def _exit_stalled(self, now: float) -> None:
@@ -322,7 +319,7 @@ class Watchdog:
         beats = {self._rank: own_beat}
         silent = set()
         if self._heartbeats is not None:
-            for rank, peer in list(self._heartbeats.seen.items()):
+            for rank, peer in list(self._heartbeats.peer_beats.items()):
                 beats[rank] = peer.beat
                 if now - peer.beat_at > self._timeout / 4 and not peer.beat.left:
                     silent.add(rank)

@@ -598,10 +598,11 @@ class TurnFinder:
             if last is not None:
                 tail = self._tail(rendering, last)
             else:
+                # The turn has no text by which it is found: it opens behind the text of an earlier turn.
                 before = self._text_before(index)
-                begun = self.text[self._end_of_text(before) : start]
+                opening = self.text[self._end_of_text(before) : start]
                 tail = self._tail(rendering, before)
-                tail = tail[len(begun) :] if tail is not None and tail.startswith(begun) else None
+                tail = tail[len(opening) :] if tail is not None and tail.startswith(opening) else None
                 if tail == "":
                     return 0
             if tail is not None:

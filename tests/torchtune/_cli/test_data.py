@@ -57,7 +57,8 @@ def tokenizer(tmp_path, monkeypatch):
 @pytest.mark.parametrize("kind", ROWS)
 def test_format_of_a_row_is_recognized(kind):
     row, reader = ROWS[kind]
-    assert format_of(row) == (kind, reader)
+    assert format_of(row).kind == kind
+    assert format_of(row).reader == reader
 
 
 @pytest.mark.parametrize(
@@ -77,7 +78,7 @@ def test_format_of_a_row_is_recognized(kind):
     ],
 )
 def test_rows_without_further_columns_have_a_format(row, reader):
-    assert format_of(row)[1] == reader
+    assert format_of(row).reader == reader
 
 
 def test_broken_rows_are_named_by_line(tmp_path, tune):

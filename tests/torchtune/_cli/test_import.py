@@ -91,9 +91,9 @@ def convert(tune, tmp_path, monkeypatch):
     return run
 
 
-def write_rows(path):
+def write_rows(path, column="chats"):
     turns = [{"role": "user", "content": "red"}, {"role": "assistant", "content": "blue"}]
-    path.write_text(json.dumps({"chats": turns}) + "\n")
+    path.write_text(json.dumps({column: turns}) + "\n")
     return path
 
 
@@ -303,6 +303,11 @@ def test_turns_that_are_trained_on_are_converted(convert, line, masking, reason)
         assert "datasets.0" not in left
     else:
         assert f"  datasets.0.{reason}" in left
+
+
+def test_column_of_a_file_may_have_spaces_in_its_name(convert, tmp_path):
+    converted, _ = convert(TRL.format(file=write_rows(tmp_path / "rows.jsonl", "all chats")))
+    assert converted["dataset"]["conversation_column"] == "all chats"
 
 
 def test_llama_factory_config_is_converted(convert, tmp_path):

@@ -374,7 +374,7 @@ def test_old_checkpoints_are_removed_here_and_there_but_not_the_best(source, mod
 def test_run_stops_uploading_where_another_has_begun(source, model, tmp_path, bucket):
     first, _ = start(source, tmp_path / "first", bucket)
     save(first, 2, model)
-    assert list(first.store._uploader.finish()) is not None
+    assert list(first._uploader.finish()) is not None
     second, _ = start(source, tmp_path / "second", bucket, resume=True)
     save(first, 4, model, resumable=False)
     assert "another run uploads to" in refusal(first.close)

@@ -122,7 +122,7 @@ def resume(how: str, kind: str, *, same: bool = False) -> Callable[[Path], None]
             assert torch.equal(resumed_weights[name], tensor), f"{location}: {name}"
         assert torch.equal(torch.rand(3), drawn) == (rank < 2), location
         (folder / f"{kind} {how} {rank} of {size}").write_text(str(torch.initial_seed()))
-        store.store.output_dir = folder / location.replace(f"on rank {rank} ", "")
+        store.output_dir = folder / location.replace(f"on rank {rank} ", "")
         again = moments(store.save("step_2", model, state=state))
         expected = moments(folder / kind / "step_2")
         assert len(expected) >= (1.5 if kind == "muon" else 2) * len(at_save), location

@@ -11,6 +11,7 @@ from tests.torchtune.config.assets import typed_recipe, untyped_recipe
 from torchtune import config
 from torchtune._cli._find_recipe import RecipeTarget
 from torchtune.config import Component, ConfigError, Range, RuntimeArgs, did_you_mean
+from torchtune.utils import ForeignPathError
 
 Check = Callable[..., typed_recipe.Settings]
 PARTS = "tests.torchtune.config.assets.parts"
@@ -229,6 +230,17 @@ def test_a_recipe_that_shifts_labels_again(tmp_path):
     with pytest.raises(ConfigError, match=f"line {number} of mine.py shifts them again: remove it"):
         config.load_and_check(config_path, [], _main_of(tmp_path, shifted))
     config.load_and_check(config_path, [f"dataset._component_={PARTS}.Model"], _main_of(tmp_path, shifted))
+
+
+def test_only_paths_are_refused_for_their_owner(mistakes, monkeypatch):
+    def refuse(path):
+        if path.startswith("theirs"):
+            raise ForeignPathError(f"{path} belongs to another user")
+
+    monkeypatch.setattr("torchtune.config._parse.refuse_foreign", refuse)
+    first, second = mistakes("prompt={text: theirs/a, my_file: theirs/b, work_dir: theirs/c, name_of_path: theirs}")
+    assert "theirs/b belongs to another user" in first
+    assert "theirs/c belongs to another user" in second
 
 
 def test_validate_a_config_in_memory():

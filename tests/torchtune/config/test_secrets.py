@@ -198,3 +198,11 @@ def test_nothing_of_a_shipped_config_is_taken_for_a_secret():
 
 def test_messages_of_the_command_line():
     assert redact_secrets("no access with hf_" + "aB3" * 8) == f"no access with {REDACTED}"
+
+
+@pytest.mark.parametrize(("value", "saved"), [("k3yk3", "k3yk3"), ("k3yk3y", "${oc.env:MY_VALUE}")])
+def test_only_a_value_that_is_too_short_for_a_secret_is_saved_itself(value, saved, check, tmp_path, monkeypatch):
+    monkeypatch.setenv("MY_VALUE", value)
+    settings = check("prompt={direct: '${oc.env:MY_VALUE}'}")
+    save_config(dataclasses.replace(settings), tmp_path / "copy.yaml")
+    assert yaml.safe_load((tmp_path / "copy.yaml").read_text())["prompt"]["direct"] == saved

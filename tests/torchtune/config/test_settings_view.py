@@ -116,6 +116,14 @@ def test_recipes_that_do_not_train_declare_no_more_than_they_use():
         SettingsView.of(load_and_check(recipe.configs[0].path, overrides, main))
 
 
+def test_a_recipe_may_have_a_single_name_of_those_that_belong_together():
+    @dataclasses.dataclass
+    class Settings:
+        batch_size: int = 2
+
+    assert SettingsView.of(Settings()).declared == {"batch_size"}
+
+
 def test_several_processes_without_a_mesh_are_an_error(folder):
     module = load_recipe(SINGLE, folder)
     cfg = load_and_check(write_config(SINGLE, folder, folder / "new_run"), [], module.recipe_main)

@@ -190,3 +190,17 @@ def test_labels_at_their_own_position_are_refused_where_rows_enter(name):
         COLLATES[name](rows)
     if name not in ("dict", "loader"):  # which make no rows of one length
         COLLATES[name]([{"tokens": [*prompt[1:], 7], "labels": [-100, -100, 7]}, *last])
+
+
+@pytest.mark.parametrize(
+    ("example", "words"),
+    [
+        ({"query": [1], "positive": [2]}, r"queries with passages: set collate_fn=torchtune\.data\.collate_embedding"),
+        ({"query": [1], "positive": [2], "negatives": [[3]]}, r"torchtune\.data\.collate_embedding.*InfoNCELoss"),
+        ({"documents": [[1]], "targets": [1.0]}, r"torchtune\.data\.collate_reranking.*RerankBCELoss"),
+        ({"tokens": [1], "labels": [-100]}, r"has no 'chosen_input_ids', it has tokens, labels, so it is no pair"),
+    ],
+)
+def test_examples_of_another_method_name_its_collate_function(example, words):
+    with pytest.raises(DataError, match=words):
+        collate_preference([example])

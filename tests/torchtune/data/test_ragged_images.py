@@ -8,7 +8,7 @@ import pytest
 import torch
 from PIL import Image
 
-from torchtune.data import ImageCache, Video
+from torchtune.data import ImageCache, Images, Video, join_images
 from torchtune.utils import UserError
 
 GRIDS = ((1, 2, 2),)
@@ -75,3 +75,16 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="file"):
         ImageCache(tmp_path / "file" / "features", None)
+
+
+def test_documents_with_the_same_pixels_share_their_features():
+    shared = torch.zeros(4, 3)
+    other = torch.ones(8, 3)
+    first = Images(shared, ((1, 2, 2),), places=torch.tensor([1]))
+    second = Images(other, ((2, 2, 2),), places=torch.tensor([0, 2]))
+    joined = join_images([first, None, second, first], [3, 2, 4, 3])
+    assert joined.grids == ((1, 2, 2), (2, 2, 2))
+    assert joined.pixels.equal(torch.cat([shared, other]))
+    assert joined.places.tolist() == [1, 5, 7, 10]
+    assert joined.features.tolist() == [0, 1, 2, 0]
+    assert join_images([first, second], [3, 4]).features is None, "in order"

@@ -193,14 +193,13 @@ def test_tokenizer_masks_mappings_as_datasets_do(with_tools):
 
 def test_conversational_completions_and_sharegpt_pairs_are_named():
     row = {"prompt": [QUESTION], "completion": [calling({})]}
-    kind, reader = format_of(row)
-    assert kind == "conversational prompts with completions"
-    assert reader == "instruct_dataset column_map.input=prompt column_map.output=completion"
-    assert format_of({**row, "label": True})[1] == "kto_dataset"
+    assert format_of(row).kind == "conversational prompts with completions"
+    assert format_of(row).reader == "instruct_dataset column_map.input=prompt column_map.output=completion"
+    assert format_of({**row, "label": True}).reader == "kto_dataset"
     pair = {"turns": [{"from": "human", "value": "a"}], "chosen": {"from": "gpt", "value": "b"}, "rejected": "c"}
-    assert format_of(pair)[1].endswith("column_map.prompt=turns")
+    assert format_of(pair).reader.endswith("column_map.prompt=turns")
     request = {"input": {"messages": [QUESTION]}, "preferred_output": [calling({})], "non_preferred_output": []}
-    assert format_of(request)[1].startswith("preference_dataset column_map.chosen=preferred_output")
+    assert format_of(request).reader.startswith("preference_dataset column_map.chosen=preferred_output")
 
 
 @pytest.mark.parametrize(
@@ -236,7 +235,7 @@ def test_conversational_completions_and_sharegpt_pairs_are_named():
     ],
 )
 def test_formats_of_other_libraries_are_named(row, reader):
-    assert format_of(row)[1] == reader
+    assert format_of(row).reader == reader
 
 
 def test_json_text_conversations_of_a_table_are_recognized(with_tools, tmp_path):
@@ -245,7 +244,7 @@ def test_json_text_conversations_of_a_table_are_recognized(with_tools, tmp_path)
         csv.writer(file).writerows([["id", "talk"], ["1", json.dumps([QUESTION, calling({"town": "Rome"})])]])
     (row,) = chat_dataset(with_tools, source=str(path))
     assert '<call>weather {"town": "Rome"}</call>' in with_tools.decode(row["tokens"], skip_special_tokens=False)
-    assert [kind for kind, _ in scan(path, everything=True).formats] == ["OpenAI messages"]
+    assert [row_format.kind for row_format in scan(path, everything=True).formats] == ["OpenAI messages"]
 
 
 @pytest.mark.parametrize(

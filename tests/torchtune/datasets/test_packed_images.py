@@ -14,7 +14,7 @@ from tests.tiny import write_lines
 from tests.tiny_images import IMAGE, image_text_model, qwen3_vl_config, write_image_checkpoint
 from torchtune.data import DataError, collate_documents
 from torchtune.datasets import PackedDataset
-from torchtune.datasets._packed import best_fit
+from torchtune.datasets._packed import best_fit, spread_images
 from torchtune.datasets.multimodal import multimodal_chat_dataset, vqa_dataset
 from torchtune.models import image_text_transform
 
@@ -183,3 +183,7 @@ def test_an_image_is_read_or_named_before_training(name, packed, folder, tmp_pat
     with pytest.raises(DataError, match=rf"row 1: image 2 of 2: .*{wanted}"):
         multimodal_chat_dataset(transform, **settings)
     assert len(multimodal_chat_dataset(transform, **{**settings, "packed": False}, on_bad_row="skip")) == 1
+
+
+def test_rows_with_images_that_fill_a_pack_exactly_open_no_further_pack():
+    assert spread_images(np.array([4, 4, 1, 3]), 4, np.array([2, 1, 2, 1])) == [[0], [2, 3], [1]]

@@ -11,7 +11,7 @@ import pytest
 from tests.tiny import OPENAI, read_lines, write_conversations, write_lines
 from torchtune.data import DataError
 from torchtune.datasets import SFTDataset, chat_dataset, kto_dataset, preference_dataset, prompt_dataset
-from torchtune.datasets._processes import Worker, in_parts, picklable_error, workers
+from torchtune.datasets._processes import _FEW, Worker, in_parts, picklable_error, workers
 
 COUNT = 2500
 
@@ -104,3 +104,10 @@ def test_only_errors_that_users_did_not_cause_carry_a_traceback():
     assert not hasattr(picklable_error(DataError("row 1: broken")), "__notes__")
     (note,) = picklable_error(KeyError("column")).__notes__
     assert note.startswith("In another process:\n")
+
+
+@pytest.mark.parametrize(("num_rows", "num_processes"), [(_FEW, 2), (_FEW + 1, 1)])
+def test_few_rows_and_a_single_process_start_no_worker(num_rows, num_processes, monkeypatch):
+    monkeypatch.setattr("torchtune.datasets._processes.Worker", None)
+    with workers(num_processes):
+        assert sum(in_parts(range(num_rows), lambda start, rows: len(rows))) == num_rows

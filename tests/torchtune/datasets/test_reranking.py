@@ -104,7 +104,9 @@ def test_candidates_are_shown_apart(tokenizer):
 
 
 def test_labeled_rows_are_recognized():
-    assert format_of(LABELED[1]) == ("queries with labeled documents (reranking)", "reranking_dataset")
+    row_format = format_of(LABELED[1])
+    assert row_format.kind == "queries with labeled documents (reranking)"
+    assert row_format.reader == "reranking_dataset"
 
 
 def test_batch_says_which_documents_compete(tokenizer):

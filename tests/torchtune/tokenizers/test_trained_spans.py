@@ -17,6 +17,7 @@ from tests.torchtune.tokenizers.test_chat_templates import write_checkpoint
 from torchtune.data import DataError
 from torchtune.tokenizers import hf_tokenizer
 from torchtune.tokenizers._chat_template import ChatTemplate
+from torchtune.tokenizers._trained_spans import LayoutCache
 
 PUBLISHED = Path(find_spec("trl").origin).parent / "chat_templates"
 # Turns by letter: S system, U user, A answer, T answers of tools; of the assistant also R reasoning and answer, and
@@ -291,3 +292,20 @@ def test_rendering_grows_with_the_turns(family, round_, tmp_path, monkeypatch):
     trained = "\n".join(trained_parts(tokenizer, turns))
     assert trained.count("loud") == 150
     assert sum(rendered) < 12 * len(turns)
+
+
+def test_layout_of_conversations_with_equal_roles_is_learned_once():
+    learned = []
+
+    def find_spans(turns, masked):
+        learned.append(turns)
+        text = "".join(f"<{turn['role']}>{turn['content']}<end>" for turn in turns)
+        return text, [(text.index(turns[-1]["content"]), len(text))]
+
+    cache = LayoutCache(find_spans)
+    for question, answer in (("Why?", "So."), ("How many?", "one two")):
+        turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        text = f"<user>{question}<end><assistant>{answer}<end>"
+        ((start, end),) = cache.spans(text, turns, [True, False])
+        assert text[start:end] == f"{answer}<end>"
+    assert len(learned) == 1

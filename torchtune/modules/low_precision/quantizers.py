@@ -41,7 +41,7 @@ from torchtune.modules.low_precision.fake_quantization import (
     fake_quant_layers,
 )
 from torchtune.modules.moe.experts import GroupedExperts
-from torchtune.modules.peft.lora import DoRALinear, LoRALinear, QATLoRALinear, check_dropout
+from torchtune.modules.peft.lora import DoRALinear, LoRALinear, QATLoRALinear, check_no_dropout
 from torchtune.utils import UserError
 
 if TYPE_CHECKING:  # DTensor is slow to import
@@ -445,7 +445,7 @@ class FakeQuantize(Conversion):
                 f"quantizer: '{path}' has a DoRA adapter, which has no fake quantization: set use_dora to False."
             )
         if isinstance(layer, LoRALinear):
-            check_dropout(layer.dropout.p)
+            check_no_dropout(layer.dropout.p)
             fake_quantized = change_class(layer, QATLoRALinear)
         elif type(layer).forward is nn.Linear.forward:
             fake_quantized = change_class(layer, FakeQuantLinear)

@@ -95,13 +95,13 @@ class SequenceShare(MixerShare):
     def own_channels(self, parameter: Tensor, blocks: Blocks) -> Tensor:
         """See the base class."""
         ranks = self.group.size()
-        parts = []
+        shares = []  # of this rank, of each block
         block_sizes = [heads * head_dim for heads, head_dim in blocks]
         for block, (heads, head_dim) in zip(parameter.split(block_sizes), blocks, strict=True):
             # With fewer heads than ranks, several ranks have the same one.
             first_head = self.group.rank() * heads // ranks
-            parts.append(block.narrow(0, first_head * head_dim, self.num_heads(heads) * head_dim))
-        return torch.cat(parts)
+            shares.append(block.narrow(0, first_head * head_dim, self.num_heads(heads) * head_dim))
+        return torch.cat(shares)
 
     def gather_positions(
         self, channels: Sequence[Tensor], blocks: Sequence[Blocks], reach: Tensor
@@ -122,8 +122,8 @@ class SequenceShare(MixerShare):
         reach_channel = reach.clamp(max=256)[:, :, None, None].to(by_rank[0].dtype)
         by_rank.append(reach_channel.expand(-1, -1, ranks, 1))
         exchanged = exchange_sequence_for_heads(torch.cat(by_rank, dim=-1), self.group)  # [b, s, 1, own channels + 1]
-        *own_channels, whole_reach = exchanged.squeeze(2).split([*own_sizes, 1], dim=-1)
-        return own_channels, whole_reach.squeeze(-1).to(reach.dtype)
+        *own_channels, full_reach = exchanged.squeeze(2).split([*own_sizes, 1], dim=-1)
+        return own_channels, full_reach.squeeze(-1).to(reach.dtype)
 
     def scatter_positions(self, heads: Tensor) -> Tensor:
         """See the base class."""

@@ -390,12 +390,12 @@ class SequenceParallel(ParallelStyle):
     its positions ``[b, s / ranks, d]``.
 
     Args:
-        apart: children whose parameters are sharded otherwise.
+        sharded_children: names of children whose parameters have styles of their own.
     """
 
-    def __init__(self, *apart: str) -> None:
+    def __init__(self, *sharded_children: str) -> None:
         super().__init__()
-        self.apart = apart
+        self.sharded_children = sharded_children
 
     def check(self, name: str, module: nn.Module, ranks: int) -> None:
         """Check that ``ranks`` ranks can share the positions.
@@ -408,8 +408,9 @@ class SequenceParallel(ParallelStyle):
                 check_no_dropout(child)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        """Replicate the parameters, and let forward compute with copies of them whose gradients are all-reduced."""
         for child in dict(module.named_children()):
-            if child not in self.apart:
+            if child not in self.sharded_children:
                 place_parameters(module.get_submodule(child), device_mesh, {})
         place_parameters(module, device_mesh, {}, recurse=False)
         group = device_mesh.get_group()
@@ -419,7 +420,7 @@ class SequenceParallel(ParallelStyle):
         def forward(*args: Any, **kwargs: Any) -> Tensor:
             parameters = {}
             for name, parameter in module.named_parameters():
-                if name.split(".")[0] not in self.apart:
+                if name.split(".")[0] not in self.sharded_children:
                     parameters[f"block.{name}"] = replicated(parameter, group)
             return torch.func.functional_call(block, parameters, args, kwargs)
 

@@ -538,7 +538,7 @@ class QATLoRALinear(FakeQuantized, LoRALinear):
         weight_qat_config: Any | None = None,
     ) -> None:
         super().__init__(in_dim, out_dim, rank, alpha, dropout)
-        check_dropout(dropout)
+        check_no_dropout(dropout)
         self._set_configs(activation_qat_config, weight_qat_config)
 
     @classmethod
@@ -549,7 +549,7 @@ class QATLoRALinear(FakeQuantized, LoRALinear):
         weight_qat_config: Any | None = None,
     ) -> "QATLoRALinear":
         """Make the layer from a LoRA layer, with the same parameter objects. See the class for the arguments."""
-        check_dropout(lora_linear.dropout.p)
+        check_no_dropout(lora_linear.dropout.p)
         new = change_class(lora_linear, cls)
         new._set_configs(activation_qat_config, weight_qat_config)
         return new
@@ -566,7 +566,7 @@ class QATLoRALinear(FakeQuantized, LoRALinear):
         return merged_weight(self.weight, self.lora_a.weight, self.lora_b.weight, self.scaling)
 
 
-def check_dropout(dropout: float) -> None:
+def check_no_dropout(dropout: float) -> None:
     """Raise ``ConversionError`` unless ``dropout`` is 0."""
     if dropout:
         raise ConversionError(

@@ -57,7 +57,7 @@ def test_lost_rank_is_reported_with_a_remedy(monkeypatch):
     lost_ranks = lost_rank_error({3: beat, 2: beat}, "a:1")
     assert str(lost_ranks).startswith("Ranks 2 and 3 on machine 1 (b) are gone, last seen in step 7: ")
     assert (lost_ranks.exit_code, "resume_from_checkpoint=True" in str(lost_ranks)) == (75, True)
-    mistake = replace(beat, left="DataError", words="x.jsonl has shrunk: put it back.")
+    mistake = replace(beat, left="DataError", error="x.jsonl has shrunk: put it back.")
     failed = lost_rank_error({2: mistake}, "a:1")
     assert str(failed) == "Rank 2 on machine 1 (b) ended with DataError, in step 7: x.jsonl has shrunk: put it back."
     assert (failed.exit_code, failed.is_reported) == (2, False)
