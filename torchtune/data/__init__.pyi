@@ -24,7 +24,7 @@ from ._loader import seeded_generators
 from ._messages import (
     REASONING_FIELDS,
     Video,
-    read_weight,
+    read_row_weight,
     role_of,
     warn_of_row_weight,
 )

@@ -382,6 +382,18 @@ def read_weight(value: Any, owner: str, name: str = "weight") -> float:
     return float(value)
 
 
+def read_row_weight(row: Mapping[str, Any], column: str | None) -> float:
+    """Return the weight of a row in the loss; 1 if ``column`` is None, or is missing or holds no number.
+
+    Raises:
+        DataError: the weight is negative or infinite.
+    """
+    value = None if column is None else row.get(column)
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return 1.0
+    return read_weight(value, f"column '{column}' (which weight_column=null does not read)")
+
+
 def warn_of_row_weight(row: Mapping[str, Any], reader: str) -> None:
     """Warn once if a row has a numeric column ``weight`` that ``reader`` does not read."""
     value = row.get("weight")

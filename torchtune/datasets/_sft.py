@@ -15,7 +15,7 @@ from torchtune.data import (
     Transform,
     as_messages,
     copy_sample,
-    read_weight,
+    read_row_weight,
     validate_messages,
 )
 from torchtune.datasets._bad_rows import BadRows, check_answers, report_left_out
@@ -126,10 +126,7 @@ class SFTTransform(Transform):
 
     def _apply_row_weight(self, row: Mapping[str, Any], messages: Sequence[Message]) -> None:
         """Multiply the weights of the turns by that of the row; a row of weight 0 is not trained on."""
-        value = None if self.weight_column is None else row.get(self.weight_column)
-        if not isinstance(value, int | float) or isinstance(value, bool):
-            return
-        weight = read_weight(value, f"column '{self.weight_column}' (which weight_column=null does not read)")
+        weight = read_row_weight(row, self.weight_column)
         for message in messages:
             message.weight *= weight
             message.masked = message.masked or weight == 0
