@@ -414,6 +414,11 @@ class _DataSettings:
             return "instructions", "instruct_dataset column_map.input=question column_map.output=answer"
         if builder == "classification_dataset" and self._loss_name() != "ClassificationLoss":
             # The config trains a language model, for which a label is an answer if it is a text.
+            if "column" in columns:
+                raise UserError(
+                    f"data={self._name}: the rows are labeled conversations without an answer, from which a classifier "
+                    "learns: docs/classification.rst has its config, or add the answers."
+                )
             if isinstance(row["label"], str):
                 return kind, "instruct_dataset column_map.input=text column_map.output=label"
             return "raw text", "text_completion_dataset column=text"

@@ -28,7 +28,14 @@ from torchtune.datasets._file_formats import (
     settings_of,
     suffix_of,
 )
-from torchtune.datasets._row_formats import LABELED_TEXTS, STYLES, RowFormat, builder_and_settings, format_of
+from torchtune.datasets._row_formats import (
+    LABELED_TEXTS,
+    STYLES,
+    RowFormat,
+    builder_and_settings,
+    format_of,
+    is_class_label,
+)
 from torchtune.utils import UserError
 
 SAMPLE = 2000  # rows that are inspected by default
@@ -379,10 +386,17 @@ def report(facts: FileFacts) -> list[str]:
             lines.append(f"columns     {names}, {count:,} rows")
     if is_unknown:
         lines.append(f"            {_ADVICE}")
-    if any(kind == LABELED_TEXTS for kind, _ in facts.formats):
+    if (LABELED_TEXTS, "classification_dataset") in facts.formats:
         lines.append(
             "            torchtune.datasets.instruct_dataset column_map.input=text column_map.output=label trains "
             "labels that are texts as answers of a language model"
+        )
+    is_chat = facts.format[1].startswith("chat_dataset")
+    if is_chat and facts.example is not None and is_class_label(facts.example.get("label")):
+        _, columns = builder_and_settings(facts.format[1])
+        lines.append(
+            f"            torchtune.datasets.classification_dataset column={columns['conversation_column']} trains a "
+            "classifier on the column label, which chats do not read"
         )
     if facts.calls:
         lines.append(f"tool calls  {facts.calls:,} rows have tools or call them")

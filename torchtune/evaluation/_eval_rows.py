@@ -209,7 +209,8 @@ def _read_conversation(row: Mapping[str, Any], prompt: str | None) -> Conversati
     images = images_of_columns(row)
     if prompt is None and kind == "Alpaca" and not images:
         return Conversation(**AlpacaToMessages()(row))
-    if prompt is None and kind in ("OpenAI messages", "ShareGPT"):
+    is_labeled = reader.startswith("classification_dataset column=")  # a conversation beside the label
+    if prompt is None and (is_labeled or kind in ("OpenAI messages", "ShareGPT")):
         prompt = reader.split()[1].partition("=")[2]
         row = {**row, prompt: check_turns(row[prompt], prompt)}  # which may be JSON text
     if prompt is None:

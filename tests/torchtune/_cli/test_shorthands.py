@@ -483,3 +483,13 @@ def test_share_that_cannot_be_held_out_is_refused(expand, override, reason):
     share = [] if override.startswith("dataset_val") else ["dataset_val=5%"]
     with pytest.raises(UserError, match=re.escape(reason)):
         expand("any_lora", [{"messages": TURNS}] * 4, override, *share)
+
+
+def test_labeled_conversations_are_for_classifiers(expand):
+    row = {"messages": TURNS[:1], "label": "spam"}
+    with pytest.raises(UserError, match="labeled conversations without an answer, from which a classifier learns"):
+        expand("any_full", [row])
+    overrides = expand("any_full", [row], "loss=torchtune.modules.loss.ClassificationLoss")
+    assert dataset_of(overrides) == {"_component_": "torchtune.datasets.classification_dataset", "column": "messages"}
+    # A conversation that ends with an answer is trained on as such.
+    assert dataset_of(expand("any_full", [{**row, "messages": TURNS}]))["_component_"].endswith("chat_dataset")
