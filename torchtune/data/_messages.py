@@ -3,6 +3,7 @@
 import itertools
 import logging
 import math
+import re
 from collections.abc import Mapping, MutableMapping, Sequence
 from enum import Enum
 from typing import Any, Literal, NamedTuple, get_args
@@ -167,6 +168,7 @@ MessageLike = Message | Mapping[str, Any]
 # Fields of a turn, or of a text part of its content, that say whether it is trained on. `training` is an older name of
 # Axolotl's `train`.
 _TRAINING_FIELDS = ("train", "training", "loss")
+_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 # Factors of a turn's tokens in the loss; ms-swift's name is `loss_scale`.
 _WEIGHT_FIELDS = ("weight", "loss_scale")
 # Axolotl's fields that take ranges of characters out of training, and its older name.
@@ -385,13 +387,20 @@ def read_weight(value: Any, owner: str, name: str = "weight") -> float:
 def read_row_weight(row: Mapping[str, Any], column: str | None) -> float:
     """Return the weight of a row in the loss; 1 if ``column`` is None, or is missing or holds no number.
 
+    A text that is a number is one, because every cell of a table is a text.
+
     Raises:
-        DataError: the weight is negative or infinite.
+        DataError: the weight is negative, infinite or 0, with which nothing of the row is trained on.
     """
     value = None if column is None else row.get(column)
+    if isinstance(value, str) and _NUMBER.fullmatch(value.strip()):
+        value = float(value)
     if not isinstance(value, int | float) or isinstance(value, bool):
         return 1.0
-    return read_weight(value, f"column '{column}' (which weight_column=null does not read)")
+    weight = read_weight(value, f"column '{column}' (which weight_column=null does not read)")
+    if weight == 0:
+        raise DataError(f"column '{column}' is 0, so nothing is trained on: leave the row out")
+    return weight
 
 
 def warn_of_row_weight(row: Mapping[str, Any], reader: str) -> None:

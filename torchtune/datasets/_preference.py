@@ -75,8 +75,6 @@ def prepare_answers(
 
     def samples(row: Mapping[str, Any]) -> list[dict[str, dict[str, Any]]]:
         weight = read_row_weight(row, weight_column)
-        if weight == 0:
-            raise DataError(f"column '{weight_column}' is 0, so nothing is trained on: leave the row out")
         sample = copy_sample(message_transform(row), "message_transform")
         answers = tokenize_row(sample, tokenizer, limit, allow_empty_answers=allow_empty_answers)
         if weight != 1:

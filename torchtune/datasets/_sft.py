@@ -125,11 +125,10 @@ class SFTTransform(Transform):
         return sample
 
     def _apply_row_weight(self, row: Mapping[str, Any], messages: Sequence[Message]) -> None:
-        """Multiply the weights of the turns by that of the row; a row of weight 0 is not trained on."""
+        """Multiply the weights of the turns by that of the row; raise :class:`DataError` for a weight of 0."""
         weight = read_row_weight(row, self.weight_column)
         for message in messages:
             message.weight *= weight
-            message.masked = message.masked or weight == 0
 
     def text(self, sample: Mapping[str, Any], decode: bool = False) -> dict[str, Any]:
         """Return ``tokens``, ``labels`` and, as ``note``, the result of :func:`check_images`, without decoded images.

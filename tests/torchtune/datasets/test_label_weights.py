@@ -86,7 +86,10 @@ def test_column_weight_of_texts_is_not_a_weight(tokenizer):
 
 @pytest.mark.parametrize(
     ("weight", "words"),
-    [(-1, "column 'weight' .* has weight -1: a weight is a number of at least 0"), (0, "no label is left")],
+    [
+        (-1, "column 'weight' .* has weight -1: a weight is a number of at least 0"),
+        (0, "column 'weight' is 0, so nothing is trained on"),
+    ],
 )
 def test_row_that_no_weight_can_train_is_refused(tokenizer, weight, words):
     with pytest.raises(DataError, match=words):
@@ -193,6 +196,14 @@ def test_pair_has_the_weight_of_its_row(tokenizer):
     assert weights == [0.5, None, None]
     weights = [row.get("weight") for row in preference_dataset(tokenizer, source=rows, weight_column=None)]
     assert weights == [None, None, None]
+
+
+def test_weights_of_a_table_are_read(tokenizer, tmp_path):
+    """Every cell of a table is a text; an empty cell, or a text that is no number, is not a weight."""
+    path = tmp_path / "rows.csv"
+    path.write_text("prompt,chosen,rejected,weight\na,b,c,0.5\na,d,c,2e1\na,e,c,\na,f,c,4 kg\n")
+    weights = [row.get("weight") for row in preference_dataset(tokenizer, source=str(path))]
+    assert weights == [0.5, 20.0, None, None]
 
 
 def test_labeled_answer_has_the_weight_of_its_row(tokenizer):
