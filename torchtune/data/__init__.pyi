@@ -27,6 +27,7 @@ from ._messages import (
     read_row_weight,
     role_of,
     warn_of_row_weight,
+    warn_of_similar_columns,
 )
 from ._messages import MaskingName as MaskingName
 from ._messages import MaskingStrategy as MaskingStrategy

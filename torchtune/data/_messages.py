@@ -185,6 +185,10 @@ _SIMILAR_FIELDS = frozenset(
     "trainable trained train_on is_trained no_train mask mask_loss loss_mask label_mask weights loss_weight "
     "loss_weights sample_weight importance".split()
 )
+# The same for columns of a row; others, such as loss, may be measurements.
+_SIMILAR_COLUMNS = frozenset(
+    "train trainable trained is_trained no_train masked loss_weight loss_scale sample_weight row_weight".split()
+)
 _KNOWN_FIELDS = "train, loss, masked, weight, loss_scale and train_detail"
 _TOOL_ROLES = ("tool", "ipython")
 
@@ -401,6 +405,18 @@ def read_row_weight(row: Mapping[str, Any], column: str | None) -> float:
     if weight == 0:
         raise DataError(f"column '{column}' is 0, so nothing is trained on: leave the row out")
     return weight
+
+
+def warn_of_similar_columns(row: Mapping[str, Any], weight_column: str | None) -> None:
+    """Warn once of a column that looks as if it said whether or how much a row is trained on, but that is not read."""
+    for name in sorted(_SIMILAR_COLUMNS & row.keys()):
+        if name != weight_column and isinstance(row[name], int | float):
+            log_once(
+                get_logger(),
+                f"Rows have a column '{name}', which does not change what is trained on: only weight (weight_column) "
+                "does; leave rows out with filter_fn.",
+                logging.WARNING,
+            )
 
 
 def warn_of_row_weight(row: Mapping[str, Any], reader: str) -> None:

@@ -22,6 +22,7 @@ from torchtune.data import (
     resolve_masking,
     turns_with_answer,
     unfold_prompt,
+    warn_of_similar_columns,
 )
 from torchtune.datasets._bad_rows import check_answers
 from torchtune.datasets._row_formats import formats_of, read_label
@@ -74,6 +75,7 @@ def prepare_answers(
     limit = getattr(tokenizer, "max_seq_len", None)
 
     def samples(row: Mapping[str, Any]) -> list[dict[str, dict[str, Any]]]:
+        warn_of_similar_columns(row, weight_column)
         weight = read_row_weight(row, weight_column)
         sample = copy_sample(message_transform(row), "message_transform")
         answers = tokenize_row(sample, tokenizer, limit, allow_empty_answers=allow_empty_answers)

@@ -17,6 +17,7 @@ from torchtune.data import (
     copy_sample,
     read_row_weight,
     validate_messages,
+    warn_of_similar_columns,
 )
 from torchtune.datasets._bad_rows import BadRows, check_answers, report_left_out
 from torchtune.datasets._row_cache import is_preparing
@@ -126,6 +127,7 @@ class SFTTransform(Transform):
 
     def _apply_row_weight(self, row: Mapping[str, Any], messages: Sequence[Message]) -> None:
         """Multiply the weights of the turns by that of the row; raise :class:`DataError` for a weight of 0."""
+        warn_of_similar_columns(row, self.weight_column)
         weight = read_row_weight(row, self.weight_column)
         for message in messages:
             message.weight *= weight

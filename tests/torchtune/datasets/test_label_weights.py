@@ -25,6 +25,7 @@ from torchtune.datasets import (
     kto_dataset,
     preference_dataset,
     reranking_dataset,
+    text_completion_dataset,
 )
 from torchtune.tokenizers import hf_tokenizer
 
@@ -246,6 +247,16 @@ def test_skipped_rows_of_weight_0_leave_the_others(tokenizer):
     assert [row["weight"] for row in data] == [2.0]
 
 
+@pytest.mark.parametrize(("column", "value"), [("train", False), ("loss_weight", 2), ("masked", True)])
+@pytest.mark.parametrize("is_pair", [True, False])
+def test_columns_that_look_like_a_weight_are_said(tokenizer, caplog, column, value, is_pair):
+    if is_pair:
+        preference_dataset(tokenizer, source=[pair(**{column: value})])
+    else:
+        dataset_of(tokenizer, {"messages": [QUESTION, ANSWER], column: value})
+    assert f"Rows have a column '{column}', which does not change what is trained on" in caplog.text
+
+
 def test_weight_of_a_users_pair_is_at_least_0(tokenizer):
     (example,) = preference_dataset(tokenizer, source=[pair()])
     with pytest.raises(DataError, match="An example has weight -2"):
@@ -258,6 +269,7 @@ def test_weight_of_a_users_pair_is_at_least_0(tokenizer):
         (embedding_dataset, {"query": "cat", "positive": "one cat"}),
         (reranking_dataset, {"query": "cat", "positive": "one cat", "negatives": ["dog"]}),
         (classification_dataset, {"text": "cat", "label": "animal"}),
+        (text_completion_dataset, {"text": "cat"}),
     ],
 )
 def test_datasets_that_read_no_weights_of_rows_say_so(tokenizer, caplog, dataset, row):
