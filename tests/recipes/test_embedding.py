@@ -87,11 +87,14 @@ def test_adapters_learn_to_retrieve_and_resume(tmp_path):
     resume(LORA, tmp_path, whole, 3, **settings)
 
 
-def test_report_measures_groups_of_validation_rows_and_no_answers(tmp_path):
+def test_report_measures_groups_of_validation_rows_and_no_answers(tmp_path, caplog):
     """The rows are those of the config, which a check of the settings does not tokenize."""
-    settings = {**EMBEDDING, "dataset_val": DATASET, "run_val_every_n_steps": 2}
-    code, output_dir = run_main(FULL, tmp_path, **settings)
+    settings = {**EMBEDDING, "dataset_val": DATASET, "run_val_every_n_steps": 2, "log_level": "INFO"}
+    with caplog.at_level("INFO", logger="torchtune"):
+        code, output_dir = run_main(FULL, tmp_path, **settings)
     assert code == 0
+    assert f"measure it  tune eval {output_dir / 'epoch_0'} --retrieval corpus.json" in caplog.text
+    assert "ask it" not in caplog.text
     measured = [record for record in read_lines(output_dir / "logs" / "run.jsonl") if record["event"] == "measured"]
     assert [record["when"] for record in measured] == ["before", "after"]
     for record in measured:
