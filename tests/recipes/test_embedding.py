@@ -140,6 +140,11 @@ def test_checkpoint_has_the_files_of_sentence_transformers(pooling, tmp_path):
             UserError,
             "set collate_fn=torchtune.data.collate_embedding",
         ),
+        (
+            {"dataset": {**DATASET, "source": [{"query": word, "positive": "the cat"} for word in WORDS[:8]]}},
+            LossError,
+            "all 8 examples have the same positive, and no negatives",
+        ),
         ({"reference_cache": "x"}, UserError, "does without a reference"),
         ({"loss": {**LOSS, "matryoshka_dims": [64]}}, LossError, "embeddings have 32 dimensions"),
         (
