@@ -157,6 +157,8 @@ class Settings:
 
     # Conversions of the model (adapters, quantization …), applied in order before the weights are loaded.
     model_converters: list[Component] = field(default_factory=list)
+    # Enlarge the embedding if the tokenizer has more tokens than the checkpoint.
+    resize_token_embeddings: bool = False
 
     # Visit the examples of each epoch in random order.
     shuffle: bool = True
@@ -278,6 +280,9 @@ class GRPORecipe:
         with training.set_default_dtype(self.dtype), torch.device("meta"):
             model = config.instantiate(cfg.model if name == "policy" else cfg.ref_model or cfg.model)
             apply_conversions(model, [config.instantiate(converter) for converter in cfg.model_converters])
+        if cfg.resize_token_embeddings:
+            folder = self.checkpointer.store.source(name).checkpoint_dir
+            training.add_token_rows(model, self.tokenizer, folder)
         training.parallelize(
             model,
             self.dims,
@@ -322,7 +327,9 @@ class GRPORecipe:
         self.advantages = rlhf.make_advantages(config.instantiate(cfg.advantages))
         self.loss_fn = rlhf.setup_policy_loss(config.instantiate(cfg.loss), model, self.sampler)
         load = partial(self.load_model, cfg)
-        ref_model = rlhf.load_reference(self.loss_fn, model, load, self.checkpointer, cfg.ref_checkpointer)
+        ref_model = rlhf.load_reference(
+            self.loss_fn, model, load, self.checkpointer, cfg.ref_checkpointer, self.tokenizer
+        )
         is_fresh = self.resume_point is None and ref_model is None
         self.reference = rlhf.Reference(self.loss_fn, model, self.dims, second=ref_model, fresh=is_fresh)
         self.shares_prefix = rlhf.can_share_prefixes(model, cfg.share_prefix)

@@ -143,6 +143,8 @@ class Settings:
 
     # Conversions of the model (adapters, quantization …), applied in order before the weights are loaded.
     model_converters: list[Component] = field(default_factory=list)
+    # Enlarge the embedding if the tokenizer has more tokens than the checkpoint.
+    resize_token_embeddings: bool = False
 
     # Visit the examples of each epoch in random order.
     shuffle: bool = True
@@ -273,6 +275,9 @@ class KDRecipe:
         with training.set_default_dtype(self.dtype), torch.device("meta"):
             model = config.instantiate(builder)
             apply_conversions(model, [config.instantiate(converter) for converter in converters])
+        if cfg.resize_token_embeddings and name == "policy":  # a teacher knows all tokens
+            folder = self.checkpointer.store.source(name).checkpoint_dir
+            training.add_token_rows(model, self.tokenizer, folder)
         training.parallelize(
             model,
             self.dims,
@@ -287,7 +292,7 @@ class KDRecipe:
 
     def setup_teacher(self, cfg: Settings, model: torch.nn.Module) -> None:
         """Load the teacher, or its cached outputs."""
-        rlhf.check_teacher(self.checkpointer)
+        rlhf.check_teacher(self.checkpointer, self.tokenizer)
         self.kd_loss_fn = rlhf.setup_kd_loss(config.instantiate(cfg.kd_loss), compile=cfg.compile)
         load = partial(self.load_model, cfg, cfg.teacher_model, [], "teacher")
         load = partial(rlhf.load_teacher, load, model, self.tokenizer, self.kd_loss_fn, compile=cfg.compile)

@@ -163,6 +163,8 @@ class Settings:
 
     # Conversions of the model (adapters, quantization …), applied in order before the weights are loaded.
     model_converters: list[Component] = field(default_factory=list)
+    # Enlarge the embedding if the tokenizer has more tokens than the checkpoint.
+    resize_token_embeddings: bool = False
 
     # Visit the examples of each epoch in random order.
     shuffle: bool = True
@@ -298,6 +300,9 @@ class PPORecipe:
         with training.set_default_dtype(self.dtype), torch.device("meta"):
             model = config.instantiate(builder)
             apply_conversions(model, [config.instantiate(converter) for converter in converters])
+        if cfg.resize_token_embeddings and name in ("policy", "reference"):
+            folder = self.checkpointer.store.source(name).checkpoint_dir
+            training.add_token_rows(model, self.tokenizer, folder)
         training.parallelize(
             model,
             self.dims,

@@ -65,6 +65,11 @@ def download(
         status = error.response.status_code
         if status in (401, 403):
             remedy = "give --hf-token, or set HF_TOKEN to a token that may read it"
+        elif status == 429:
+            remedy = (
+                "it limits the number of requests, those without a token (HF_TOKEN) more strictly: run the same "
+                "command again in some minutes, it fetches only what is missing"
+            )
         else:
             remedy = "run the same command again later, it fetches only what is missing"
         raise UserError(

@@ -225,7 +225,7 @@ def kill(pids: list[int], rng: random.Random, *, all_at_once: bool) -> None:
 
 
 def kill_and_resume(
-    forker: Forker, name: str, folder: Path, expected: dict[int, float], *, kills: int, seed: int
+    forker: Forker, name: str, folder: Path, expected: dict[int, float], *, kills: int, seed: int, **settings: Any
 ) -> Counter[str]:
     """Run and kill until ``kills`` lives on two ranks have ended so; each run that comes to its end must be whole.
 
@@ -235,7 +235,7 @@ def kill_and_resume(
     rng, ended = random.Random(seed), Counter[str]()
     for run in itertools.count():
         output_dir = folder / f"killed_{seed}_{run}"
-        config = write_config(name, folder, output_dir, **SETTINGS)
+        config = write_config(name, folder, output_dir, **{**SETTINGS, **settings})
         while not (output_dir / f"step_{max(expected)}").exists():
             life, before = ended.total(), steps_logged(output_dir)
             saved = [int(path.parent.name.split("_")[1]) for path in output_dir.glob("step_*/.complete")]
@@ -255,9 +255,9 @@ def kill_and_resume(
             return ended
 
 
-def uninterrupted(forker: Forker, name: str, folder: Path, ranks: int) -> dict[int, float]:
+def uninterrupted(forker: Forker, name: str, folder: Path, ranks: int, **settings: Any) -> dict[int, float]:
     """Losses of a run that nobody kills."""
-    config = write_config(name, folder, folder / "whole", **SETTINGS)
+    config = write_config(name, folder, folder / "whole", **{**SETTINGS, **settings})
     forker.start(name, config, ranks=ranks)
     assert forker.wait() == [0] * ranks, said(config)
     return losses(folder / "whole")

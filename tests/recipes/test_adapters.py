@@ -1,6 +1,7 @@
 """Recipes and adapters: nothing that is trained may be missing from what is saved."""
 
 import json
+import math
 import shutil
 
 import pytest
@@ -10,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import torchtune
 from tests.recipes.runs import resume, start
-from tests.tiny import write_checkpoint, write_conversations
+from tests.tiny import write_checkpoint, write_conversations, write_pairs
 from torchtune.checkpoints import CheckpointError
 from torchtune.tokenizers import hf_tokenizer
 from torchtune.utils import UserError
@@ -102,3 +103,91 @@ def test_new_tokens_without_trained_rows_are_refused(tmp_path):
     write_thoughts(tmp_path)
     with pytest.raises(UserError, match=r"<think>, </think> are not tokens of the checkpoint.*resize_token_embeddings"):
         start("lora_finetune_single_device", tmp_path, tokenizer__add_tokens=TOKENS, train=False)
+
+
+def write_base_with_tokens(folder, base, **options):
+    """A checkpoint whose tokenizer has the new tokens already, with rows for them."""
+    tokenizer = hf_tokenizer(str(base), add_tokens=TOKENS)
+    write_checkpoint(folder, vocab_size=tokenizer.vocab_size, **options)
+    tokenizer.save_files(folder)
+
+
+POST_TRAINING = [
+    "full_dpo_single_device",
+    "lora_dpo_single_device",
+    "lora_grpo_single_device",
+    "ppo_full_finetune_single_device",
+    "knowledge_distillation_single_device",
+]
+
+
+@pytest.mark.parametrize("name", POST_TRAINING)
+def test_tokens_of_the_config_are_trained_by_every_method(name, tmp_path):
+    base = write_thoughts(tmp_path)
+    first = json.loads((base / "config.json").read_text())["vocab_size"]
+    for other in ("teacher", "reward"):
+        write_base_with_tokens(tmp_path / other, base, seed=1, is_reward=other == "reward")
+    write_pairs(tmp_path / "pairs.jsonl")
+    pairs = (tmp_path / "pairs.jsonl").read_text().replace("cat", "<think>one</think>")
+    (tmp_path / "pairs.jsonl").write_text(pairs)
+    settings = {**ADDED, "save_every_n_steps": 2, "max_steps_per_epoch": 3, "epochs": 1}
+    if "ppo" in name:
+        settings["reward_and_value_model__checkpoint_dir"] = str(tmp_path / "reward")
+    whole = start(name, tmp_path, **settings)
+    assert len(whole.losses) == 3
+    resume(name, tmp_path, whole, 2, **settings)
+    saved = whole.output_dir / "step_3"
+    assert AutoTokenizer.from_pretrained(saved).convert_tokens_to_ids(TOKENS) == [first, first + 1]
+    rows = AutoModelForCausalLM.from_pretrained(saved).get_input_embeddings().weight[first:]
+    assert len(rows) == 2
+    mean = load_file(base / "model.safetensors")["model.embed_tokens.weight"].mean(dim=0)
+    assert not torch.isclose(rows, mean).all(dim=1).any(), "they are trained"
+
+
+def test_reference_has_the_new_tokens_of_the_policy(tmp_path):
+    """Rows that its checkpoint lacks begin as those of the policy, and rows that it has are kept."""
+    base = write_thoughts(tmp_path)
+    first = json.loads((base / "config.json").read_text())["vocab_size"]
+    write_base_with_tokens(tmp_path / "trained", base, seed=1)
+    source = {"_component_": "torchtune.training.FullModelHFCheckpointer"}
+    settings = {**ADDED, "max_steps_per_epoch": 1, "epochs": 1}
+    same = start(
+        "full_dpo_single_device", tmp_path, ref_checkpointer={**source, "checkpoint_dir": str(base)}, **settings
+    )
+    assert same.losses[1] == pytest.approx(math.log(2), abs=1e-6)
+    settings |= {"model__checkpoint_dir": str(tmp_path / "trained"), "tokenizer__path": str(tmp_path / "trained")}
+    settings |= {"checkpointer__checkpoint_dir": str(tmp_path / "trained")}
+    model = start("full_dpo_single_device", tmp_path, train=False, **settings).recipe.model
+    rows = load_file(tmp_path / "trained" / "model.safetensors")["model.embed_tokens.weight"]
+    assert torch.equal(model.tok_embeddings.weight[first:], rows[first:])
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "words"),
+    [
+        (
+            "knowledge_distillation_single_device",
+            {},
+            "teacher_checkpointer: the teacher does not know <think>, </think>",
+        ),
+        (
+            "lora_grpo_single_device",
+            {"loss": {"_component_": "torchtune.rlhf.loss.OnPolicyDistillationLoss"}, "rewards": []},
+            "ref_checkpointer: the teacher does not know <think>, </think> of tokenizer.add_tokens",
+        ),
+        (
+            "ppo_full_finetune_single_device",
+            {},
+            "reward_checkpointer: the reward model does not know <think>|value_chec",
+        ),
+    ],
+)
+def test_frozen_models_without_the_new_tokens_are_refused(name, settings, words, tmp_path):
+    base = write_thoughts(tmp_path)
+    if "grpo" in name:
+        other = write_checkpoint(tmp_path / "other", seed=1)
+        source = {"_component_": "torchtune.training.FullModelHFCheckpointer", "checkpoint_dir": str(other)}
+        settings = {**settings, "ref_checkpointer": source}
+    assert base.exists()
+    with pytest.raises(UserError, match=words):
+        start(name, tmp_path, train=False, **ADDED, **settings)

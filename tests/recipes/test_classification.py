@@ -129,12 +129,15 @@ def test_labels_are_checked_before_the_run(overrides, message, tmp_path):
         plan_data(load_and_check(config, overrides, main))
 
 
-def test_batches_with_padding_are_classified_by_transformers_alike(tmp_path):
-    """Also if neither config.json nor the tokenizer of the base names a padding token."""
+@pytest.mark.parametrize("pad_token", [None, "<|im_end|>"])
+def test_batches_with_padding_are_classified_by_transformers_alike(pad_token, tmp_path):
+    """Also if the files of the base name no padding token, or if its tokenizer pads with EOS."""
     checkpoint = write_checkpoint(tmp_path / "checkpoint")
     for name, field in (("config.json", "pad_token_id"), ("tokenizer_config.json", "pad_token")):
         content = json.loads((checkpoint / name).read_text())
         content.pop(field, None)
+        if pad_token is not None and name == "tokenizer_config.json":
+            content[field] = pad_token
         (checkpoint / name).write_text(json.dumps(content))
     run = start("full_finetune_single_device", tmp_path, **settings_of(tmp_path, epochs=1))
     folder = run.output_dir / "epoch_0"

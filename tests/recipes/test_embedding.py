@@ -87,11 +87,14 @@ def test_adapters_learn_to_retrieve_and_resume(tmp_path):
     resume(LORA, tmp_path, full_run, 3, **settings)
 
 
-def test_report_measures_groups_of_validation_rows_and_no_answers(tmp_path):
+def test_report_measures_groups_of_validation_rows_and_no_answers(tmp_path, caplog):
     """The rows are those of the config, which a check of the settings does not tokenize."""
-    settings = {**EMBEDDING, "dataset_val": DATASET, "run_val_every_n_steps": 2}
-    code, output_dir = run_main(FULL, tmp_path, **settings)
+    settings = {**EMBEDDING, "dataset_val": DATASET, "run_val_every_n_steps": 2, "log_level": "INFO"}
+    with caplog.at_level("INFO", logger="torchtune"):
+        code, output_dir = run_main(FULL, tmp_path, **settings)
     assert code == 0
+    assert f"measure it  tune eval {output_dir / 'epoch_0'} --retrieval corpus.json" in caplog.text
+    assert "ask it" not in caplog.text
     measured = [record for record in read_lines(output_dir / "logs" / "run.jsonl") if record["event"] == "measured"]
     assert [record["when"] for record in measured] == ["before", "after"]
     for record in measured:
@@ -136,6 +139,11 @@ def test_checkpoint_has_the_files_of_sentence_transformers(pooling, tmp_path):
             {"collate_fn": "torchtune.data.collate_preference"},
             UserError,
             "set collate_fn=torchtune.data.collate_embedding",
+        ),
+        (
+            {"dataset": {**DATASET, "source": [{"query": word, "positive": "the cat"} for word in WORDS[:8]]}},
+            LossError,
+            "all 8 examples have the same positive, and no negatives",
         ),
         ({"reference_cache": "x"}, UserError, "does without a reference"),
         ({"loss": {**LOSS, "matryoshka_dims": [64]}}, LossError, "embeddings have 32 dimensions"),
@@ -263,9 +271,12 @@ def test_corpus_is_measured_in_each_validation(forker, tmp_path):
     model, tokenizer = load(folder, device="cpu", dtype="fp32")
     scores = evaluate_retrieval(model, tokenizer, read_retrieval(path), settings=EmbeddingSettings.of(folder))
     assert run.figure("val_ndcg@10")[-1] == pytest.approx(scores["ndcg@10"])
-    split = {"data_parallel_shard_dim": 2, "batch_size": 3}
-    two = forker.run_on_two("full_dpo_distributed", tmp_path, **{**settings, **split})
-    assert two.figure("val_ndcg@10") == pytest.approx(run.figure("val_ndcg@10"))
+    for split in (
+        {"data_parallel_shard_dim": 2, "batch_size": 3},
+        {"data_parallel_shard_dim": 1, "tensor_parallel_dim": 2},
+    ):
+        two = forker.run_on_two("full_dpo_distributed", tmp_path, **{**settings, **split})
+        assert two.figure("val_ndcg@10") == pytest.approx(run.figure("val_ndcg@10")), split
 
 
 @pytest.mark.parametrize(

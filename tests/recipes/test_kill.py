@@ -10,6 +10,7 @@ import pytest
 from tests.recipes import killing
 from tests.recipes.killing import SETTINGS, losses, said, steps_logged
 from tests.recipes.runs import TRAINING, write_config
+from tests.tiny import WORDS
 
 ALONE = [name for name in TRAINING if name.endswith("single_device")]
 SEVERAL = [name for name in TRAINING if name.endswith("distributed")]
@@ -106,3 +107,48 @@ def test_ranks_that_are_killed(forker, whole_on_two):
     name, folder, expected = whole_on_two
     ended = killing.kill_and_resume(forker, name, folder, expected, kills=3, seed=SEVERAL.index(name))
     assert ended.total() == 3
+
+
+RETRIEVAL = [
+    {"query": f"where {word}", "positive": f"the {word} sees", "negatives": [f"a {word} finds"] * (1 + number % 2)}
+    for number, word in enumerate(WORDS[:16])
+]
+EMBEDDING = {
+    "dataset": {"_component_": "torchtune.datasets.embedding_dataset", "source": RETRIEVAL},
+    "collate_fn": "torchtune.data.collate_embedding",
+    # Ranks gather the passages of both, in parts of which each is computed twice.
+    "loss": {"_component_": "torchtune.rlhf.loss.InfoNCELoss", "texts_per_pass": 3},
+}
+RERANKER = {
+    "dataset": {"_component_": "torchtune.datasets.reranking_dataset", "source": RETRIEVAL, "listwise": True},
+    "collate_fn": "torchtune.data.collate_reranking",
+    "loss": {"_component_": "torchtune.rlhf.loss.RerankListwiseLoss"},
+}
+
+
+@pytest.mark.slow
+def test_ranks_that_gather_passages_are_killed(forker, tmp_path):
+    name = "full_dpo_distributed"
+    settings = {**EMBEDDING, "epochs": 2}
+    expected = killing.uninterrupted(forker, name, tmp_path, ranks=2, **settings)
+    assert list(expected) == list(range(1, 9))
+    assert killing.kill_and_resume(forker, name, tmp_path, expected, kills=1, seed=0, **settings).total() == 1
+
+
+def test_killed_reranker_goes_on(forker, tmp_path):
+    model = {
+        "_component_": "torchtune.modules.classifier_model",
+        "num_classes": 1,
+        "base_model_path": "torchtune.models.from_hf_config",
+        "checkpoint_dir": str(tmp_path / "checkpoint"),
+    }
+    settings = {**SETTINGS, **RERANKER, "model": model, "epochs": 1}
+    name = "full_dpo_single_device"
+    config = write_config(name, tmp_path, tmp_path / "whole", **settings)
+    assert forker.run(name, config) == 0, said(config)
+    config = write_config(name, tmp_path, tmp_path / "killed", **settings)
+    code = forker.run(name, config, kill_when=lambda: steps_logged(tmp_path / "killed") >= 5)
+    assert code == -signal.SIGKILL, said(config)
+    assert forker.run(name, config, "resume_from_checkpoint=True") == 0, said(config)
+    assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
+    assert len(losses(tmp_path / "whole")) == 8

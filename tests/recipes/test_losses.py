@@ -28,6 +28,7 @@ MIXTURE = {
 KINDS = {
     "smoothed": ("full_finetune", {"_component_": CROSS_ENTROPY, "label_smoothing": 0.1, "z_loss": 1e-3}),
     "reweighted": ("full_finetune", {"_component_": CROSS_ENTROPY, "reweighting": "eaft"}),
+    "dft": ("full_finetune", {"_component_": CROSS_ENTROPY, "reweighting": "dft"}),
     "pairs": ("full_dpo", MIXTURE),
 }
 

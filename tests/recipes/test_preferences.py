@@ -9,7 +9,7 @@ from torch.nn.functional import logsigmoid
 
 from tests.devices import DEVICE
 from tests.recipes.runs import PREFERENCE, resume, start
-from tests.tiny import write_checkpoint
+from tests.tiny import read_lines, write_checkpoint, write_lines
 from torchtune.checkpoints import complete_directories
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
 from torchtune.estimate import plan_data
@@ -40,9 +40,15 @@ def log_probs(model, row, side):
 
 @pytest.mark.parametrize("reference", ["checkpoint", "other"])
 def test_losses_follow_a_plain_loop_over_transformers(reference, tmp_path):
+    """With another model as the reference, the pairs have weights."""
     from transformers import AutoModelForCausalLM
 
     start(FULL, tmp_path, train=False)  # makes data and checkpoint
+    weights = [1.0] * 12
+    if reference == "other":
+        weights = [0.25, 1.0, 3.0, 0.5, 1.0, 1.0, 1.0, 1.0, 2.0, 0.5, 0.125, 8.0]
+        pairs = read_lines(tmp_path / "pairs.jsonl")
+        write_lines(tmp_path / "pairs.jsonl", [{**pair, "weight": w} for pair, w in zip(pairs, weights, strict=True)])
     settings = {**SGD, "batch_size": 2, "gradient_accumulation_steps": 2, "clip_grad_norm": 0.5}
     settings["optimizer"] = {"_component_": "torch.optim.SGD", "lr": 0.3}
     settings |= {"ref_checkpointer": other_model(tmp_path)} if reference == "other" else {}
@@ -57,7 +63,9 @@ def test_losses_follow_a_plain_loop_over_transformers(reference, tmp_path):
             with torch.no_grad():
                 base = log_probs(frozen, row, "chosen") - log_probs(frozen, row, "rejected")
             margins.append(log_probs(policy, row, "chosen") - log_probs(policy, row, "rejected") - base)
-        loss = -logsigmoid(0.1 * torch.stack(margins)).mean()
+        losses = -logsigmoid(0.1 * torch.stack(margins))
+        weight = torch.tensor(weights[4 * step : 4 * step + 4])
+        loss = (weight * losses).sum() / weight.sum()
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), 0.5)
         optimizer.step()

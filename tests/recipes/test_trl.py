@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.recipes.runs import start
-from tests.tiny import read_lines, write_checkpoint, write_lines, write_pairs
+from tests.tiny import read_lines, write_checkpoint, write_conversations, write_lines, write_pairs
 from torchtune.checkpoints import FullModelHFCheckpointer
 from torchtune.data import collate_preference
 from torchtune.models import from_hf_config
@@ -55,6 +55,8 @@ def theirs(trainer_class, config, model, folder, rows, ref=None):
     text = {"prompt": "a", "chosen": "b", "rejected": "c"}
     if "KTO" in trainer_class.__name__:
         text = {"prompt": "a", "completion": "b", "label": True}
+    if "SFT" in trainer_class.__name__:
+        text = {"prompt": "a", "completion": "b"}
     if "Reward" in trainer_class.__name__:
         text = {"chosen": "a b", "rejected": "a c"}
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, eps=EPS)
@@ -177,6 +179,37 @@ def compare_pairs(tmp_path, mine, **settings):
         **options(tmp_path, max_length=None, **settings) | {"per_device_train_batch_size": batch_size}
     )
     agree(mine, theirs(trl.DPOTrainer, config, model, tmp_path, rows, causal(tmp_path)), model)
+
+
+@pytest.mark.parametrize(
+    ("loss", "settings"),
+    [
+        ({"reweighting": "dft"}, {"loss_type": "dft"}),
+        ({"label_smoothing": 0.1}, {"loss_type": "nll", "label_smoothing_factor": 0.1}),
+    ],
+)
+def test_losses_of_supervised_fine_tuning(loss, settings, tmp_path):
+    data = write_conversations(tmp_path / "conversations.jsonl", count=STEPS * BATCH)
+    optimizer = {"_component_": "torch.optim.AdamW", "lr": LR, "eps": EPS}
+    mine = start(
+        "full_finetune_single_device",
+        tmp_path,
+        loss={"_component_": "torchtune.modules.loss.LinearCrossEntropyLoss", **loss},
+        optimizer=optimizer,
+        lr_scheduler=None,
+        shuffle=False,
+        batch_size=BATCH,
+        gradient_accumulation_steps=1,
+        dataset__data_files=str(data),
+    )
+    rows_of_run = mine.recipe.loader.dataset
+    rows = []
+    for index in range(len(rows_of_run)):
+        tokens, labels = rows_of_run[index]["tokens"], rows_of_run[index]["labels"]
+        rows.append({"input_ids": tokens, "labels": [-100, *labels[:-1]]})  # TRL shifts them itself
+    model = causal(tmp_path)
+    config = trl.SFTConfig(**options(tmp_path, max_length=None, packing=False, **settings))
+    agree(mine, theirs(trl.SFTTrainer, config, model, tmp_path, rows), model)
 
 
 # TRL's likelihood term of ORPO includes the prompt; here all tokens but the first belong to the answers.

@@ -96,6 +96,12 @@ def show_dataset(
     marks = "in color" if _has_color() else "between [[ and ]]"
     for number, row in enumerate(_iter_rows(first, end=examples)):
         sizes = [size_of(image) for image in first.images(number)]
+        weights = _weights_of(first, number)
+        weight = ""
+        if weights is not None and min(weights) == max(weights):
+            weight = f", weight {weights[0]:g}"
+        elif weights is not None:
+            weight = f", weights {min(weights):g} to {max(weights):g}"
         for side, tokens, labels in row:  # arrays [s]
             title = f"row {number}"
             if side:
@@ -105,7 +111,7 @@ def show_dataset(
             if isinstance(first, ClassificationDataset):  # the label is a class and not a token
                 trained = f"label {first.values[number]!r}"
                 labels = np.full_like(labels, CROSS_ENTROPY_IGNORE_IDX)
-            print(f"\n--- {title}: {len(tokens):,} tokens, {trained}")
+            print(f"\n--- {title}: {len(tokens):,} tokens, {trained}{weight}")
             if plan is not None and sizes:
                 images = [f"{size[0]}x{size[1]} ({plan(size).tokens:,} tokens)" for size in sizes]
                 print(f"images: {', '.join(images)}")
@@ -119,7 +125,7 @@ class _Counts:
     """Statistics of rows.
 
     ``full`` rows have at least ``limit`` tokens, ``copies`` repeat the tokens of an earlier row, and ``weighted`` rows
-    have labels with other weights than 1, of which ``weights`` are the smallest and the largest.
+    have other weights than 1, of which ``weights`` are the smallest and the largest.
     """
 
     limit: int | None
@@ -131,6 +137,17 @@ class _Counts:
     weights: tuple[float, float] = (1.0, 1.0)
     lengths: list[int] = field(default_factory=list)
     hashes: dict[int, int] = field(default_factory=dict)
+
+
+def _weights_of(dataset: Any, index: int) -> list[float] | None:
+    """Return the weights of a row's labels, or the one of a pair; None if they are all 1."""
+    row = dataset.token_row(index)
+    if "weight" in row:
+        return [row["weight"]]
+    if "label_weights" not in row:
+        return None
+    is_label = np.asarray(row["labels"]) != CROSS_ENTROPY_IGNORE_IDX
+    return np.asarray(row["label_weights"])[is_label].tolist()
 
 
 def _count_rows(dataset: Any, limit: int | None) -> _Counts:
@@ -152,11 +169,11 @@ def _count_rows(dataset: Any, limit: int | None) -> _Counts:
                 counts.labels += int((labels != CROSS_ENTROPY_IGNORE_IDX).sum())
                 if limit is not None and len(tokens) >= limit:
                     counts.full += 1
-            weights = part.token_row(index).get("label_weights")
+            weights = _weights_of(part, index)
             if weights is not None:
                 counts.weighted += 1
                 smallest, largest = counts.weights
-                counts.weights = (min(smallest, float(np.min(weights))), max(largest, float(np.max(weights))))
+                counts.weights = (min(smallest, *weights), max(largest, *weights))
     return counts
 
 
@@ -175,7 +192,7 @@ def _describe_counts(dataset: Any, counts: _Counts, scale: float) -> Iterator[st
     yield f"tokens      {about}{round(num_tokens * scale):,}, {trained}"
     if counts.weighted:
         smallest, largest = counts.weights
-        yield f"weights     {counts.weighted:,} rows have labels of other weights than 1 ({smallest:g} to {largest:g})"
+        yield f"weights     {counts.weighted:,} rows have other weights than 1 ({smallest:g} to {largest:g})"
     num_images = sum(part.num_images or 0 for part in dataset.row_datasets())
     if num_images:
         yield f"images      {about}{round(num_images * scale):,}"

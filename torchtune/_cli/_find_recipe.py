@@ -120,13 +120,16 @@ def resolve_config(name: str, recipe: str | None = None) -> Path:
     raise UserError(f"there is no config '{name}': {hint}")
 
 
-def recipe_named_by(config: Path) -> RecipeTarget:
-    """Find the recipe that ``config`` names in its key ``recipe:``.
+def recipe_named_by(config: Path, overrides: Iterable[str] = ()) -> RecipeTarget:
+    """Find the recipe that ``config`` names in its key ``recipe:``, or an override ``recipe=`` instead.
 
     Raises:
         UserError: the config has no key ``recipe:``.
     """
     name = recipe_of(config)
+    for override in overrides:
+        if override.startswith("recipe="):
+            name = override.removeprefix("recipe=")
     if name is None:
         from torchtune.config import read_document
 

@@ -73,7 +73,8 @@ _CONFIGS = {
     _PAIRS: "any_dpo",
     _LABELED: "any_dpo loss=torchtune.rlhf.loss.KTOLoss",
     _PROMPTS: "any_grpo",
-    _RETRIEVED: "any_dpo loss=torchtune.rlhf.loss.InfoNCELoss ~loss.beta collate_fn=torchtune.data.collate_embedding",
+    _RETRIEVED: "any_lora",
+    _RERANKED: "any_lora",
 }
 # Loss of the recipe dpo -> what it trains on, if it is not pairs.
 _TRAINED_ON_BY_LOSS = {
@@ -92,6 +93,23 @@ _TRAINED_ON = {
     "lora_finetune_single_device": _SUPERVISED,
     "ppo": _PROMPTS,
 }
+# Losses of queries with texts, all of the recipe dpo -> what they train, and how a query is compared.
+_RETRIEVAL_LOSSES = {
+    "InfoNCELoss": "an embedding model, in which a query finds its positive among all passages of a batch",
+    "RerankBCELoss": "a reranker, whose new head says of each pair whether it is relevant",
+    "RerankListwiseLoss": "a reranker, whose new head orders the documents of a query",
+}
+# Smallest number of queries that are compared with each other, unless the command line sets it: fewer are too easy.
+_SMALLEST_CONTRAST = 16
+_COLLATE = {"embedding_dataset": "collate_embedding", "reranking_dataset": "collate_reranking"}
+# Recipes whose configs for any model train on queries with texts, too, by the recipe dpo.
+_RETRIEVAL_RECIPES = {
+    "dpo",
+    "full_finetune_distributed",
+    "full_finetune_single_device",
+    "lora_finetune_distributed",
+    "lora_finetune_single_device",
+}
 # Builder of a dataset -> what it reads; other builders read what a supervised recipe trains on.
 _READ_BY = {
     "preference_dataset": _PAIRS,
@@ -102,7 +120,7 @@ _READ_BY = {
 }
 
 
-def expand_shorthands(config: Path, overrides: list[str]) -> list[str]:
+def expand_shorthands(config: Path, overrides: list[str], recipe_name: str | None = None) -> list[str]:
     """Replace the shorthands among overrides by the settings that they stand for, and say what was found.
 
     ``model=`` and ``teacher=`` name the folder of a checkpoint or of a run, a GGUF file, or a repository on the hub, in
@@ -112,9 +130,11 @@ def expand_shorthands(config: Path, overrides: list[str]) -> list[str]:
     Args:
         config: file of the config.
         overrides: ``key=value`` and ``~key`` of the command line.
+        recipe_name: name of the recipe on the command line, if any, which the rows then cannot choose.
 
     Returns:
-        The settings found, then the other overrides in their order.
+        The settings found, then the other overrides in their order. ``recipe=dpo`` is among them if the rows are for
+        this recipe.
 
     Raises:
         UserError: a model or the data cannot be found or read, the rows have several readings, or the recipe does not
@@ -139,7 +159,13 @@ def expand_shorthands(config: Path, overrides: list[str]) -> list[str]:
             if section is None or "data" in document.data:  # a setting of the user's own recipe
                 other_overrides.append(f"data={name}")
             else:
-                settings += _DataSettings(name, document.data, recipe, other_overrides, config.stem).overrides()
+                found = _DataSettings(name, document.data, recipe, other_overrides, config.stem).overrides()
+                if recipe_name is not None and any(setting.startswith("recipe=") for setting in found):
+                    raise UserError(
+                        f"data={name}: the recipe {recipe_name} does not train on such rows: leave out its name, so "
+                        "that they choose the recipe."
+                    )
+                settings += found
         elif isinstance(section, Mapping) and section.get("_component_") in _MODEL_BUILDERS and not _is_component(name):
             folder = _checkpoint_folder(key, name)
             settings.append(f"{_MODELS[key]}.checkpoint_dir={folder}")
@@ -264,6 +290,7 @@ class _DataSettings:
         self._path = Path(name).expanduser()
         self._config = config
         self._recipe = recipe
+        self._overrides = overrides
         self._chosen = []  # settings of the dataset on the command line
         for override in overrides:
             if override.startswith("dataset."):
@@ -293,6 +320,8 @@ class _DataSettings:
         settings = [f"dataset={json.dumps(node, ensure_ascii=False)}"]
         if builder.startswith("multimodal."):
             settings += self._image_settings()
+        if self._adapts_to_retrieval():
+            settings += self._retrieval_settings(node, builder)
         return settings + self._reward_settings(row, node)
 
     def _format_and_row(self) -> tuple["RowFormat", Mapping[str, Any]]:
@@ -390,6 +419,8 @@ class _DataSettings:
 
         settings = dict(row_format.settings)
         trained_on = _TRAINED_ON.get(self._recipe)
+        if row_format.builder == "embedding_dataset" and self._trains_reranker(settings, row):
+            return RowFormat("queries with passages", "reranking_dataset", row_format.settings)
         is_instruction = row_format.kind == "instructions" and row_format.builder == "instruct_dataset"
         if trained_on == _PROMPTS and is_instruction:
             return RowFormat("prompts with answers", "prompt_dataset", (("column", settings["column_map.input"]),))
@@ -398,10 +429,100 @@ class _DataSettings:
             return RowFormat("instructions", "instruct_dataset", column_map(input="question", output="answer"))
         if row_format.builder == "classification_dataset" and self._loss_name() != "ClassificationLoss":
             # The config trains a language model, for which a label is an answer if it is a text.
+            if "column" in settings:
+                raise UserError(
+                    f"data={self._name}: the rows are labeled conversations without an answer, from which a classifier "
+                    "learns: docs/classification.rst has its config, or add the answers."
+                )
             if isinstance(row["label"], str):
                 return RowFormat(row_format.kind, "instruct_dataset", column_map(input="text", output="label"))
             return RowFormat("raw text", "text_completion_dataset", (("column", "text"),))
         return row_format
+
+    def _adapts_to_retrieval(self) -> bool:
+        """Return whether queries with texts may change the recipe, the loss and the model's head.
+
+        That is so in the configs for any model, unless the command line names a loss of something else.
+        """
+        is_for_any_model = self._config_name.startswith("any_") and self._recipe in _RETRIEVAL_RECIPES
+        return is_for_any_model and (self._loss_name() in _RETRIEVAL_LOSSES or not self._sets("loss"))
+
+    def _sets(self, key: str) -> bool:
+        """Return whether the command line sets a component of the config."""
+        return any(override.startswith((f"{key}=", f"{key}._component_=")) for override in self._overrides)
+
+    def _trains_reranker(self, columns: Mapping[str, str], row: Mapping[str, Any]) -> bool:
+        """Return whether queries with passages are for a reranker, which the loss or the dataset says.
+
+        Raises:
+            UserError: nothing says it, and the rows have negatives, as rerankers need them.
+        """
+        components = [setting for setting in self._chosen if setting.startswith("_component_=")]
+        if components:
+            return components[-1].endswith(".reranking_dataset")
+        loss = self._loss_name()
+        if loss in _RETRIEVAL_LOSSES or not self._adapts_to_retrieval():
+            return loss in ("RerankBCELoss", "RerankListwiseLoss")
+        if row.get(columns.get("column_map.negatives", "negatives")):
+            raise UserError(
+                f"data={self._name}: queries with negatives train two kinds of models: add "
+                "loss=torchtune.rlhf.loss.InfoNCELoss for an embedding model, or "
+                "loss=torchtune.rlhf.loss.RerankBCELoss for a reranker."
+            )
+        return False
+
+    def _retrieval_settings(self, node: dict[str, Any], builder: str) -> list[str]:
+        """Return what queries with texts ask of the other sections: recipe, loss, batches, and the head of a reranker.
+
+        Args:
+            node: section of the dataset; a loss of lists makes it listwise.
+            builder: builder of the dataset.
+        """
+        if builder not in _COLLATE:
+            return []
+        settings = []
+        loss = self._loss_name()
+        if loss not in _RETRIEVAL_LOSSES:
+            loss = "InfoNCELoss" if builder == "embedding_dataset" else "RerankBCELoss"
+        _say("loss", f"torchtune.rlhf.loss.{loss}, for {_RETRIEVAL_LOSSES[loss]}")
+        if self._recipe != "dpo":
+            settings.append("recipe=dpo")
+        if not any(override.startswith("~loss.") for override in self._overrides):
+            # The whole section, because the loss of the config may have other settings.
+            settings.append(f'loss={{"_component_": "torchtune.rlhf.loss.{loss}"}}')
+        settings.append(f"collate_fn=torchtune.data.{_COLLATE[builder]}")
+        if builder == "embedding_dataset":
+            return settings + self._contrastive_batches()
+        if loss == "RerankListwiseLoss":
+            settings.append("dataset.listwise=True")
+        return settings + self._head_settings()
+
+    def _contrastive_batches(self) -> list[str]:
+        """Return the settings of one micro-batch a step, in which queries are compared with all passages."""
+        names = ("batch_size", "gradient_accumulation_steps")
+        if any(override.partition("=")[0] in names for override in self._overrides):
+            return []
+        batch_size = self._config["batch_size"] * self._config.get("gradient_accumulation_steps", 1)
+        batch_size = max(batch_size, _SMALLEST_CONTRAST)
+        _say("batches", f"{batch_size} queries that are compared with each other; loss.texts_per_pass=4 saves memory")
+        return [f"batch_size={batch_size}", "gradient_accumulation_steps=1"]
+
+    def _head_settings(self) -> list[str]:
+        """Return the settings of a model with one output, whose head adapters train whole."""
+        settings = []
+        model = self._config.get("model") or {}
+        if model.get("_component_") in _MODEL_BUILDERS:
+            settings += [
+                "model._component_=torchtune.modules.classifier_model",
+                "model.num_classes=1",
+                f"model.base_model_path={model['_component_']}",
+            ]
+        if self._sets("model_converters"):
+            return settings
+        for number, converter in enumerate(self._config.get("model_converters") or ()):
+            if str(converter.get("_component_")).endswith(".LoRA") and "train_modules" not in converter:
+                settings.append(f'model_converters.{number}.train_modules=["score"]')
+        return settings
 
     def _loss_name(self) -> str | None:
         """Return the name of the loss's class; None if the config has no loss."""
@@ -419,10 +540,14 @@ class _DataSettings:
         read = _READ_BY.get(builder, _SUPERVISED)
         if read == trained_on:
             return
-        if read == _RERANKED:  # its model has another head
+        if builder in _COLLATE and self._adapts_to_retrieval():
+            loss = self._loss_name()
+            is_for_reranker = builder == "reranking_dataset"
+            if loss not in _RETRIEVAL_LOSSES or is_for_reranker == loss.startswith("Rerank"):
+                return
             raise UserError(
-                f"data={self._name}: the rows are {kind}, and {self._config_name} trains on {trained_on}: start from "
-                "the config of rerankers in docs/embeddings.rst."
+                f"data={self._name}: {loss} trains on {trained_on}, and the rows are {kind}, read by {builder}: leave "
+                "out the loss, which the rows then choose."
             )
         config, _, setting = _CONFIGS[read].partition(" ")
         if self._config_name.endswith("_distributed"):

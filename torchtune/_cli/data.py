@@ -350,7 +350,7 @@ def _read_settings(name: str, overrides: list[str]) -> Any:
 
     config = resolve_config(name)
     overrides = expand_shorthands(config, overrides)
-    cfg = SettingsView.of(load_and_check(config, overrides, recipe_named_by(config).load_main()))
+    cfg = SettingsView.of(load_and_check(config, overrides, recipe_named_by(config, overrides).load_main()))
     if cfg.dataset is None:
         raise UserError("the config has no dataset: name a config of a recipe that trains.")
     return cfg

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from torchtune._cli._find_recipe import RecipeTarget, find_targets
+from torchtune._cli._find_recipe import RecipeTarget, find_targets, recipe_named_by
 from torchtune._cli._run_command import Command, parse_command, require_config
 from torchtune._cli._shorthands import expand_shorthands
 from torchtune._cli.subcommand import Subcommand
@@ -44,7 +44,9 @@ class Estimate(Subcommand):
             self._parser.print_help()
             return
         recipe, config = find_targets(command.recipe, require_config(command, self.name, "--simulate 8xH100"))
-        command.overrides = expand_shorthands(config, command.overrides)
+        command.overrides = expand_shorthands(config, command.overrides, command.recipe)
+        if command.recipe is None:
+            recipe = recipe_named_by(config, command.overrides)  # the rows may choose another one
         estimate(recipe, config, command)
 
 

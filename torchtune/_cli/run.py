@@ -119,7 +119,9 @@ class Run(Subcommand):
             return
         if config is None:
             self._parser.error("The '--config' argument is required.")
-        command.overrides = expand_shorthands(config, command.overrides)
+        command.overrides = expand_shorthands(config, command.overrides, command.recipe)
+        if command.recipe is None:
+            recipe = recipe_named_by(config, command.overrides)  # the rows may choose another one
         if command.grace is not None:
             os.environ[GRACE_VARIABLE] = str(command.grace)
         if command.simulate or command.fit:

@@ -298,11 +298,11 @@ class _Sweep:
         self._folder = options.output
         config_name = require_config(command, "sweep", "--trials 8 --output FOLDER key=low:high")
         self._config = resolve_config(config_name, command.recipe)
+        command.overrides = expand_shorthands(self._config, command.overrides, command.recipe)
         if command.recipe is None:
-            self._recipe = recipe_named_by(self._config)
+            self._recipe = recipe_named_by(self._config, command.overrides)
         else:
             self._recipe = resolve_recipe(command.recipe)
-        command.overrides = expand_shorthands(self._config, command.overrides)
         dimensions = []
         self._fixed: list[str] = []
         for override in command.overrides:

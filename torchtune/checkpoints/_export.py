@@ -1,5 +1,6 @@
 """Export of a model to a checkpoint: tensor files that other libraries load, configs and tokenizer files."""
 
+import logging
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,7 +26,7 @@ from torchtune.models import Description, ModelError, ModelSpec, text_config, wi
 from torchtune.modules.conversion import get_conversions
 from torchtune.tokenizers import MISSING_TOKENIZER, SavableTokenizer
 from torchtune.training.parallel import Ranks
-from torchtune.utils import get_logger, write_json
+from torchtune.utils import get_logger, log_rank_zero, write_json
 
 MAX_SHARD_BYTES = 5 * 10**9
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -328,8 +329,8 @@ def add_pad_token(tokenizer: Any, folder: Path) -> None:
     """Set ``pad_token_id`` of a classifier's ``config.json``, and ``pad_token`` of its tokenizer, if they have none.
 
     ``transformers`` reads the head at the last token that is no padding, and refuses batches of a model without a
-    padding token. None is set if the vocabulary has only an EOS token for padding: a text may end with it, and would be
-    read one token earlier.
+    padding token. An EOS token is none: a text may end with it, and would be read one token earlier. For a tokenizer
+    that pads with it, another special token is taken, one that no text ends with.
 
     Args:
         tokenizer: tokenizer that trained.
@@ -342,16 +343,35 @@ def add_pad_token(tokenizer: Any, folder: Path) -> None:
     if pad_id is None or config.get("pad_token_id") is not None:
         return
     if pad_id == getattr(tokenizer, "eos_id", None):
-        padding = [token_id for text, token_id in special_tokens.items() if "pad" in text.lower()]
-        if not padding:
+        pad_id = _token_without_text(tokenizer, special_tokens)
+        if pad_id is None:
+            log_rank_zero(
+                get_logger(),
+                f"{folder}: config.json has no pad_token_id, because the tokenizer has no other special token than "
+                "those that end a text: transformers reads the classifier in batches of one text only.",
+                logging.WARNING,
+            )
             return
-        pad_id = padding[0]
     write_json(folder / "config.json", {**config, "pad_token_id": pad_id})
-    path = folder / "tokenizer_config.json"
     names = [text for text, token_id in special_tokens.items() if token_id == pad_id]
-    settings = read_json(path) if path.is_file() else {}
-    if settings and settings.get("pad_token") is None and names:
-        write_json(path, {**settings, "pad_token": names[0]})
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        path = folder / name
+        settings = read_json(path) if path.is_file() else {}
+        is_read = name == "tokenizer_config.json" or "pad_token" in settings
+        if settings and is_read and names:
+            write_json(path, {**settings, "pad_token": names[0]})  # the two files must agree with config.json
+
+
+def _token_without_text(tokenizer: Any, special_tokens: Mapping[str, int]) -> int | None:
+    """Return a special token that no text ends with: for padding, reserved, unknown or BOS; None if there is none."""
+    endings = {getattr(tokenizer, "eos_id", None), *getattr(tokenizer, "stop_tokens", ())}
+    candidates = {text: token_id for text, token_id in special_tokens.items() if token_id not in endings}
+    for word in ("pad", "reserved", "unused", "unk"):
+        for text, token_id in candidates.items():
+            if word in text.lower():
+                return token_id
+    bos_id = getattr(tokenizer, "bos_id", None)
+    return bos_id if bos_id in candidates.values() else None
 
 
 def add_stop_tokens(tokenizer: Any, folder: Path) -> None:

@@ -24,9 +24,10 @@ from ._loader import seeded_generators
 from ._messages import (
     REASONING_FIELDS,
     Video,
-    read_weight,
+    read_row_weight,
     role_of,
     warn_of_row_weight,
+    warn_of_similar_columns,
 )
 from ._messages import MaskingName as MaskingName
 from ._messages import MaskingStrategy as MaskingStrategy

@@ -71,7 +71,7 @@ class Batch(MutableMapping[str, Any]):
     inputs: dict[str, Any] = field(default_factory=dict)
     num_padding_documents: int = 0
     shard: tuple[int, int] = (0, 1)
-    terms: int | None = None
+    terms: float | None = None
     sources: tuple[str, ...] = ()
     # The labels that were moved to an accelerator, and the positions of those that count, computed on the host.
     _indexed: tuple[torch.Tensor, torch.Tensor] | None = field(default=None, init=False, repr=False)

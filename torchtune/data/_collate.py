@@ -1,6 +1,7 @@
 """Collate functions: convert a list of examples to a batch."""
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from hashlib import blake2b
@@ -161,15 +162,18 @@ def collate_preference(batch: Sequence[Mapping[str, Any]]) -> Batch:
     Args:
         batch: examples with ``chosen_input_ids``, ``chosen_labels``, ``rejected_input_ids``, ``rejected_labels``, or
             with ``tokens``, ``labels`` and ``is_chosen``. Numbers under other names (``margin``, and for pairs
-            ``chosen_*`` with ``rejected_*``) become entries of ``per_document``.
+            ``chosen_*`` with ``rejected_*``) become entries of ``per_document``. ``weight`` is the factor of an example
+            in the loss, by default 1.
 
     Returns:
         A batch, see :func:`collate_documents`; for pairs, all chosen answers come before all rejected answers. Its
         ``per_document`` has ``is_chosen``, bool ``[n]``, ``label_counts``, int64 ``[n]``, and for pairs ``pair``, int64
-        ``[n]``, the index of the example. ``terms`` is the number of examples with labels.
+        ``[n]``, the index of the example. If an example has a ``weight``, all have one, float32 ``[n]``. ``terms`` is
+        the number of examples with labels, or the sum of their weights.
 
     Raises:
-        DataError: an example lacks a key, tokens and labels differ in length, or the labels are not shifted.
+        DataError: an example lacks a key, tokens and labels differ in length, the labels are not shifted, or a weight
+            is negative.
 
     Example:
         >>> side = {"input_ids": [1, 2, 3], "labels": [2, 3, -100]}
@@ -186,6 +190,12 @@ def collate_preference(batch: Sequence[Mapping[str, Any]]) -> Batch:
         answers = [_labeled_answer(example) for example in batch]
     out = collate_documents([document for document, _ in answers])
 
+    is_weighted = any("weight" in numbers for _, numbers in answers)
+    if is_weighted:
+        for _, numbers in answers:
+            numbers["weight"] = float(numbers.get("weight", 1.0))
+            if not 0 <= numbers["weight"] < math.inf:
+                raise DataError(f"An example has weight {numbers['weight']}: a weight is a number of at least 0.")
     common_names = set.intersection(*(set(numbers) for _, numbers in answers))
     per_document = {}
     for name in sorted(common_names):
@@ -200,7 +210,11 @@ def collate_preference(batch: Sequence[Mapping[str, Any]]) -> Batch:
         chosen_counts = label_counts[: len(batch)]
         rejected_counts = label_counts[len(batch) :]
         label_counts = list(map(min, chosen_counts, rejected_counts))
-    num_terms = sum(count > 0 for count in label_counts)
+    num_terms: float = 0
+    # The answers are longer than the counts if they are pairs: the chosen answers are first.
+    for count, (_, numbers) in zip(label_counts, answers, strict=False):
+        if count > 0:
+            num_terms += numbers["weight"] if is_weighted else 1
     return replace(out, per_document=per_document, terms=num_terms)
 
 

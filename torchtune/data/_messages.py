@@ -3,6 +3,7 @@
 import itertools
 import logging
 import math
+import re
 from collections.abc import Mapping, MutableMapping, Sequence
 from enum import Enum
 from typing import Any, Literal, NamedTuple, get_args
@@ -172,6 +173,7 @@ MessageLike = Message | Mapping[str, Any]
 # Fields of a turn, or of a text part of its content, that say whether it is trained on. `training` is an older name of
 # Axolotl's `train`.
 _TRAINING_FIELDS = ("train", "training", "loss")
+_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 # Factors of a turn's tokens in the loss; ms-swift's name is `loss_scale`.
 _WEIGHT_FIELDS = ("weight", "loss_scale")
 # Axolotl's fields that take ranges of characters out of training, and its older name.
@@ -187,6 +189,10 @@ _READ_FIELDS = {
 _SIMILAR_FIELDS = frozenset(
     "trainable trained train_on is_trained no_train mask mask_loss loss_mask label_mask weights loss_weight "
     "loss_weights sample_weight importance".split()
+)
+# The same for columns of a row; others, such as loss, may be measurements.
+_SIMILAR_COLUMNS = frozenset(
+    "train trainable trained is_trained no_train masked loss_weight loss_scale sample_weight row_weight".split()
 )
 _KNOWN_FIELDS = "train, loss, masked, weight, loss_scale and train_detail"
 _TOOL_ROLES = ("tool", "ipython")
@@ -386,6 +392,37 @@ def read_weight(value: Any, owner: str, name: str = "weight") -> float:
     if not isinstance(value, int | float) or not 0 <= value < math.inf:
         raise DataError(f"{owner} has {name} {value!r}: a weight is a number of at least 0")
     return float(value)
+
+
+def read_row_weight(row: Mapping[str, Any], column: str | None) -> float:
+    """Return the weight of a row in the loss; 1 if ``column`` is None, or is missing or holds no number.
+
+    A text that is a number is one, because every cell of a table is a text.
+
+    Raises:
+        DataError: the weight is negative, infinite or 0, with which nothing of the row is trained on.
+    """
+    value = None if column is None else row.get(column)
+    if isinstance(value, str) and _NUMBER.fullmatch(value.strip()):
+        value = float(value)
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return 1.0
+    weight = read_weight(value, f"column '{column}' (which weight_column=null does not read)")
+    if weight == 0:
+        raise DataError(f"column '{column}' is 0, so nothing is trained on: leave the row out")
+    return weight
+
+
+def warn_of_similar_columns(row: Mapping[str, Any], weight_column: str | None) -> None:
+    """Warn once of a column that looks as if it said whether or how much a row is trained on, but that is not read."""
+    for name in sorted(_SIMILAR_COLUMNS & row.keys()):
+        if name != weight_column and isinstance(row[name], int | float):
+            log_once(
+                get_logger(),
+                f"Rows have a column '{name}', which does not change what is trained on: only weight (weight_column) "
+                "does; leave rows out with filter_fn.",
+                logging.WARNING,
+            )
 
 
 def warn_of_row_weight(row: Mapping[str, Any], reader: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, DataError, as_messages, truncate
+from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, DataError, as_messages, truncate, warn_of_row_weight
 from torchtune.datasets._packed import PackedDataset, pack_length
 from torchtune.datasets._row_formats import LABELED_TEXTS
 from torchtune.datasets._row_source import RowSource, Source
@@ -174,6 +174,7 @@ class ClassificationTransform:
         Raises:
             DataError: the row has no text or no label.
         """
+        warn_of_row_weight(row, "a dataset of labeled texts")
         tokens = self.tokens(_column(row, "column", self._text_column))
         if not tokens:
             raise DataError(f"column '{self._text_column}' holds no text")

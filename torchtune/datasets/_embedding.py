@@ -6,7 +6,14 @@ from typing import Any
 
 import numpy as np
 
-from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, DataError, check_column_map, column, text_column
+from torchtune.data import (
+    CROSS_ENTROPY_IGNORE_IDX,
+    DataError,
+    check_column_map,
+    column,
+    text_column,
+    warn_of_row_weight,
+)
 from torchtune.datasets._row_formats import RETRIEVAL
 from torchtune.datasets._row_source import RowSource, Source
 from torchtune.datasets._token_store import TokenStore
@@ -45,6 +52,7 @@ class RetrievalTransform:
         Raises:
             DataError: a text is missing or empty, or a negative equals the positive.
         """
+        warn_of_row_weight(row, "a dataset for embedding models")
         query = self._tokens(
             text_column(row, self.column_map["query"]), self._query_instruction, self.column_map["query"]
         )

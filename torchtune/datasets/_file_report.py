@@ -28,7 +28,7 @@ from torchtune.datasets._file_formats import (
     settings_of,
     suffix_of,
 )
-from torchtune.datasets._row_formats import LABELED_TEXTS, STYLES, UNKNOWN, RowFormat, format_of
+from torchtune.datasets._row_formats import LABELED_TEXTS, STYLES, UNKNOWN, RowFormat, format_of, is_class_label
 from torchtune.utils import UserError
 
 SAMPLE = 2000  # rows that are inspected by default
@@ -380,10 +380,17 @@ def report(facts: FileFacts) -> list[str]:
             lines.append(f"columns     {names}, {count:,} rows")
     if is_unknown:
         lines.append(f"            {_ADVICE}")
-    if any(row_format.kind == LABELED_TEXTS for row_format in facts.formats):
+    if RowFormat(LABELED_TEXTS, "classification_dataset") in facts.formats:
         lines.append(
             "            torchtune.datasets.instruct_dataset column_map.input=text column_map.output=label trains "
             "labels that are texts as answers of a language model"
+        )
+    is_chat = facts.format.builder == "chat_dataset"
+    if is_chat and facts.example is not None and is_class_label(facts.example.get("label")):
+        column = dict(facts.format.settings)["conversation_column"]
+        lines.append(
+            f"            torchtune.datasets.classification_dataset column={column} trains a "
+            "classifier on the column label, which chats do not read"
         )
     if facts.calls:
         lines.append(f"tool calls  {facts.calls:,} rows have tools or call them")

@@ -18,10 +18,11 @@ from torchtune.data import (
     column,
     copy_sample,
     read_conversation,
+    read_row_weight,
     resolve_masking,
     turns_with_answer,
     unfold_prompt,
-    warn_of_row_weight,
+    warn_of_similar_columns,
 )
 from torchtune.datasets._bad_rows import check_answers
 from torchtune.datasets._row_formats import formats_of, read_label
@@ -53,6 +54,7 @@ def prepare_answers(
     *,
     names: Sequence[str],
     allow_empty_answers: bool,
+    weight_column: str | None,
 ) -> PreparedRows:
     """Return the token rows of one or two answers to a prompt.
 
@@ -64,6 +66,7 @@ def prepare_answers(
         tokenize_row: tokenizes a sample of the message transform, see :func:`tokenize_pair`.
         names: names of the answers, one store each.
         allow_empty_answers: train on answers that say nothing.
+        weight_column: column with the weight of a row in the loss; None for no such column.
 
     Raises:
         DataError: some rows cannot be trained on and are not skipped.
@@ -72,15 +75,22 @@ def prepare_answers(
     limit = getattr(tokenizer, "max_seq_len", None)
 
     def samples(row: Mapping[str, Any]) -> list[dict[str, dict[str, Any]]]:
-        warn_of_row_weight(row, "preference data")
+        warn_of_similar_columns(row, weight_column)
+        weight = read_row_weight(row, weight_column)
         sample = copy_sample(message_transform(row), "message_transform")
-        return [tokenize_row(sample, tokenizer, limit, allow_empty_answers=allow_empty_answers)]
+        answers = tokenize_row(sample, tokenizer, limit, allow_empty_answers=allow_empty_answers)
+        if weight != 1:
+            for answer in answers.values():
+                # The store keeps a weight for each label; here all have that of the row.
+                answer["label_weights"] = np.full(len(answer["labels"]), weight, np.float32)
+        return [answers]
 
     depends_on = {
         "dataset": dataset,
         "masks and columns": message_transform,
         "tokenizer": tokenizer,
         "allow_empty_answers": allow_empty_answers,
+        "weight_column": weight_column,
     }
     return prepare_rows(source, Tokenize(samples, names, tokenizer), depends_on, formats=formats_of(message_transform))
 
@@ -113,6 +123,14 @@ class AnswersDataset(TokenizedDataset):
         """Digests of all tokens and labels."""
         return tuple(store.fingerprint for store in self.stores.values())
 
+    def _token_row(self, index: int, name: str) -> dict[str, Any]:
+        """Return ``tokens`` and ``labels`` of a store and, unless it is 1, the ``weight`` of the row."""
+        row: dict[str, Any] = self.stores[name].lists(index)
+        label_weights = row.pop("label_weights", None)
+        if label_weights is not None:
+            row["weight"] = label_weights[0]  # the same for all labels
+        return row
+
     def _encoder_inputs(self, index: int, name: str, tokens: Sequence[int]) -> dict[str, Any]:
         """Return the ``encoder_input`` of the conversation that the message transform returns under ``name``."""
         if self._rows is None:
@@ -137,6 +155,8 @@ class PreferenceDataset(AnswersDataset):
         filter_fn: function of a row; rows for which it returns False are dropped.
         packed: not supported; True raises.
         allow_empty_answers: train on answers that say nothing; by default they are refused.
+        weight_column: column with the weight of a row in the loss; None for no such column. A column that holds no
+            numbers is not read.
         **load_dataset_kwargs: passed to ``datasets.load_dataset``.
 
     Raises:
@@ -159,6 +179,7 @@ class PreferenceDataset(AnswersDataset):
         filter_fn: Callable[..., bool] | None = None,
         packed: bool = False,
         allow_empty_answers: bool = False,
+        weight_column: str | None = "weight",
         **load_dataset_kwargs: Any,
     ) -> None:
         if packed:
@@ -172,14 +193,20 @@ class PreferenceDataset(AnswersDataset):
             tokenize_pair,
             names=_SIDES,
             allow_empty_answers=allow_empty_answers,
+            weight_column=weight_column,
         )
         super().__init__(row_source, rows, message_transform, tokenizer, _SIDES)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Return ``*_input_ids``, shifted ``*_labels`` and, for images, ``*_encoder_input`` (*: chosen, rejected)."""
+        """Return ``*_input_ids``, shifted ``*_labels`` and, for images, ``*_encoder_input`` (*: chosen, rejected).
+
+        A pair of another weight than 1 also has its ``weight``.
+        """
         item: dict[str, Any] = {}
-        for side, store in self.stores.items():
-            row = store.lists(index)
+        for side in self.stores:
+            row = self._token_row(index, side)
+            if "weight" in row:
+                item["weight"] = row["weight"]
             item[f"{side}_input_ids"] = row["tokens"]
             item[f"{side}_labels"] = row["labels"]
             for name, value in self._encoder_inputs(index, side, row["tokens"]).items():
@@ -321,6 +348,8 @@ class KTODataset(AnswersDataset):
         filter_fn: function of a row; rows for which it returns False are dropped.
         packed: not supported; True raises.
         allow_empty_answers: train on answers that say nothing; by default they are refused.
+        weight_column: column with the weight of a row in the loss; None for no such column. A column that holds no
+            numbers is not read.
         **load_dataset_kwargs: passed to ``datasets.load_dataset``.
 
     Raises:
@@ -344,6 +373,7 @@ class KTODataset(AnswersDataset):
         filter_fn: Callable[..., bool] | None = None,
         packed: bool = False,
         allow_empty_answers: bool = False,
+        weight_column: str | None = "weight",
         **load_dataset_kwargs: Any,
     ) -> None:
         if packed:
@@ -357,6 +387,7 @@ class KTODataset(AnswersDataset):
             tokenize_labeled_answer,
             names=["answers"],
             allow_empty_answers=allow_empty_answers,
+            weight_column=weight_column,
         )
         super().__init__(row_source, rows, message_transform, tokenizer, ["answers"])
         self._set_is_good(np.array([note["is_chosen"] for note in rows.notes], bool))
@@ -374,8 +405,11 @@ class KTODataset(AnswersDataset):
         self._set_is_good(self._is_good[rows])
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Return ``tokens``, pre-shifted ``labels``, ``is_chosen`` and, if there are images, ``encoder_input``."""
-        row = self.stores["answers"].lists(index)
+        """Return ``tokens``, pre-shifted ``labels``, ``is_chosen`` and, if there are images, ``encoder_input``.
+
+        An answer of another weight than 1 also has its ``weight``.
+        """
+        row = self._token_row(index, "answers")
         images = self._encoder_inputs(index, "messages", row["tokens"])
         return {**row, "is_chosen": bool(self._is_good[index]), **images}
 
@@ -421,6 +455,7 @@ def preference_dataset(
     new_system_prompt: str | None = None,
     filter_fn: Callable[..., bool] | None = None,
     split: str = "train",
+    weight_column: str | None = "weight",
     **load_dataset_kwargs: Any,
 ) -> PreferenceDataset:
     """Build a dataset of rows with a chosen and a rejected answer.
@@ -437,6 +472,7 @@ def preference_dataset(
         new_system_prompt: system prompt that replaces the conversations' own.
         filter_fn: function of a row; rows for which it returns False are dropped.
         split: split of the dataset.
+        weight_column: column with the weight of a row in the loss; None for no such column.
         **load_dataset_kwargs: passed to ``datasets.load_dataset``, for example ``data_files``.
 
     Raises:
@@ -460,6 +496,7 @@ def preference_dataset(
         tokenizer=tokenizer,
         filter_fn=filter_fn,
         split=split,
+        weight_column=weight_column,
         **load_dataset_kwargs,
     )
 
@@ -514,6 +551,7 @@ def kto_dataset(
     masking_strategy: MaskingName | None = "train_on_assistant",
     filter_fn: Callable[..., bool] | None = None,
     split: str = "train",
+    weight_column: str | None = "weight",
     **load_dataset_kwargs: Any,
 ) -> KTODataset:
     """Build a dataset of rows with a prompt, an answer and a label, True for a good answer.
@@ -525,6 +563,7 @@ def kto_dataset(
         masking_strategy: ``train_on_assistant``, ``train_on_all`` or ``train_on_last``.
         filter_fn: function of a row; rows for which it returns False are dropped.
         split: split of the dataset.
+        weight_column: column with the weight of a row in the loss; None for no such column.
         **load_dataset_kwargs: passed to ``datasets.load_dataset``, for example ``data_files``.
 
     Raises:
@@ -541,5 +580,6 @@ def kto_dataset(
         tokenizer=tokenizer,
         filter_fn=filter_fn,
         split=split,
+        weight_column=weight_column,
         **load_dataset_kwargs,
     )

@@ -14,6 +14,7 @@ from torchtune.data import (
     check_column_map,
     column,
     text_column,
+    warn_of_row_weight,
 )
 from torchtune.datasets._row_formats import RERANKING, RETRIEVAL
 from torchtune.datasets._row_source import RowSource, Source
@@ -51,6 +52,7 @@ class PairTransform:
             DataError: a text is missing or empty, a negative equals the positive, or the label is not a number from 0
                 to 1.
         """
+        warn_of_row_weight(row, "a dataset for rerankers")
         query = self._text(row, "query")
         if self.column_map["document"] in row or self.column_map["positive"] not in row:
             document = self._text(row, "document")

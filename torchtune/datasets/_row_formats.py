@@ -114,6 +114,7 @@ def format_of(row: Mapping[str, Any]) -> RowFormat:
         or _preference_format(row, styles)
         or _labeled_format(row, styles)
         or _alpaca_format(row)
+        or _labeled_conversation_format(row, styles)
         or _conversation_format(row, styles)
         or _question_format(row)
         or _text_format(row)
@@ -209,6 +210,14 @@ def _alpaca_format(row: Mapping[str, Any]) -> RowFormat | None:
     return RowFormat("Alpaca", "alpaca_dataset") if _is_alpaca(row) else None
 
 
+def _labeled_conversation_format(row: Mapping[str, Any], styles: Mapping[str, str]) -> RowFormat | None:
+    """Return the format of a labeled conversation without an answer, which only a classifier can be trained on."""
+    name = _conversation_column({column: style for column, style in styles.items() if column != "prompt"})
+    if not name or not is_class_label(row.get("label")) or _ends_with_answer(row[name]):
+        return None
+    return RowFormat(LABELED_TEXTS, "classification_dataset", (("column", name),))
+
+
 def _conversation_format(row: Mapping[str, Any], styles: Mapping[str, str]) -> RowFormat | None:
     for question, answer in (("prompt", "completion"), ("input", "output")):
         if question in row and answer in row and (question in styles or answer in styles):
@@ -268,7 +277,7 @@ def _text_format(row: Mapping[str, Any]) -> RowFormat | None:
             return chat_format(*readings[0])
     if "prompt" in row:
         return RowFormat("prompts with answers" if len(row) > 1 else "prompts", "prompt_dataset")
-    if isinstance(row.get("text"), str) and _is_class_label(row.get("label")):
+    if isinstance(row.get("text"), str) and is_class_label(row.get("label")):
         return RowFormat(LABELED_TEXTS, "classification_dataset")
     texts = [name for name, value in row.items() if isinstance(value, str)]
     if texts and ("text" in row or len(row) == 1):
@@ -277,7 +286,7 @@ def _text_format(row: Mapping[str, Any]) -> RowFormat | None:
     return None
 
 
-def _is_class_label(value: Any) -> bool:
+def is_class_label(value: Any) -> bool:
     """Return whether a value is a class, a list of classes, or a number."""
     items = value if isinstance(value, list) else [value]
     return all(isinstance(item, str | int | float) for item in items)

@@ -597,6 +597,11 @@ def _load_with_package(
             with without_waiting_for_the_hub():
                 return datasets.load_dataset(path, **kwargs)
     except datasets.exceptions.DatasetNotFoundError as error:
+        if "gated" in str(error):
+            raise DataError(
+                f"Dataset '{source}' is gated: ask for access on its page of the hub, then set HF_TOKEN to a token of "
+                "that account, or log in with 'hf auth login'."
+            ) from error
         raise DataError(
             f"There is no dataset '{source}' on the hub (or it is gated), and no such folder or file here: correct "
             "the source, log in with 'hf auth login', or give the path of a .json, .jsonl, .csv or .parquet file."
@@ -604,6 +609,13 @@ def _load_with_package(
     except (ConnectionError, FileNotFoundError) as error:
         files = ", ".join(_files(load_dataset_kwargs.get("data_files")))
         hint = f", and there is no data file {files} in {Path.cwd()}" if files else ""
+        status = _hub_status(error)
+        if status is not None:
+            limit = ", because it limits the number of requests" if status == 429 else ""
+            raise DataError(
+                f"Dataset '{source}' cannot be fetched: the hub answers with status {status}{limit}: try again in some "
+                "minutes, set HF_TOKEN, or give a local file with dataset.data_files."
+            ) from error
         if isinstance(error, FileNotFoundError):
             if Path(path).is_dir() and not files:
                 raise DataError(
@@ -618,12 +630,31 @@ def _load_with_package(
     except datasets.exceptions.DatasetGenerationError as error:
         reason = first_line(error.__cause__ or error)
         raise DataError(f"Cannot read the data file {name}: {reason}.") from error
+    except RuntimeError as error:
+        if "script" not in str(error):
+            raise
+        raise DataError(
+            f"Dataset '{source}' is made by a script, which is not run: set dataset.revision=refs/convert/parquet, if "
+            "the hub has converted it, or name its files with dataset.data_files."
+        ) from error
     except (EOFError, zlib.error, StopIteration) as error:  # StopIteration: a second read of a file that failed before
         raise DataError(f"Cannot load {name}: a file is not packed to its end, pack it again.") from error
     except (ValueError, TypeError, OSError) as error:
         if "corresponds to no data" in str(error):
             raise DataError(f"There are no rows in {name} (split {kwargs.get('split')}).") from error
         raise DataError(f"Cannot load {name}: {first_line(error)}.") from error
+
+
+def _hub_status(error: BaseException) -> int | None:
+    """Return the status of an answer of the hub that caused an error; None if it did not answer."""
+    cause: BaseException | None = error
+    while cause is not None:
+        # Errors of huggingface_hub have the answer.
+        status = getattr(getattr(cause, "response", None), "status_code", None)
+        if status is not None:
+            return int(status)
+        cause = cause.__cause__ or cause.__context__
+    return None
 
 
 def _saved_rows(folder: str, kwargs: Mapping[str, Any]) -> Any:

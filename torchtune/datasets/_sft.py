@@ -15,8 +15,9 @@ from torchtune.data import (
     Transform,
     as_messages,
     copy_sample,
-    read_weight,
+    read_row_weight,
     validate_messages,
+    warn_of_similar_columns,
 )
 from torchtune.datasets._bad_rows import BadRows, check_answers, report_left_out
 from torchtune.datasets._row_cache import is_preparing
@@ -125,14 +126,11 @@ class SFTTransform(Transform):
         return sample
 
     def _apply_row_weight(self, row: Mapping[str, Any], messages: Sequence[Message]) -> None:
-        """Multiply the weights of the turns by that of the row; a row of weight 0 is not trained on."""
-        value = None if self.weight_column is None else row.get(self.weight_column)
-        if not isinstance(value, int | float) or isinstance(value, bool):
-            return
-        weight = read_weight(value, f"column '{self.weight_column}' (which weight_column=null does not read)")
+        """Multiply the weights of the turns by that of the row; raise :class:`DataError` for a weight of 0."""
+        warn_of_similar_columns(row, self.weight_column)
+        weight = read_row_weight(row, self.weight_column)
         for message in messages:
             message.weight *= weight
-            message.masked = message.masked or weight == 0
 
     def text(self, sample: Mapping[str, Any], decode: bool = False) -> dict[str, Any]:
         """Return ``tokens``, ``labels`` and, as ``note``, the result of :func:`check_images`, without decoded images.

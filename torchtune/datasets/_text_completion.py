@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, text_column, truncate
+from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, text_column, truncate, warn_of_row_weight
 from torchtune.datasets._packed import PackedDataset, pack_length
 from torchtune.datasets._row_formats import LABELED_TEXTS
 from torchtune.datasets._row_source import RowSource, Source
@@ -26,6 +26,7 @@ class TextTransform:
 
     def __call__(self, row: Mapping[str, Any]) -> dict[str, list[int]]:
         """Return ``tokens`` and pre-shifted ``labels``; raise :class:`DataError` for a row without text."""
+        warn_of_row_weight(row, "a dataset of plain texts")
         tokens = self._encode(text=text_column(row, self._column), add_bos=True, add_eos=self._add_eos)
         if self.limit is not None:
             tokens = truncate(tokens, self.limit)

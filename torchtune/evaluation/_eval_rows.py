@@ -209,8 +209,14 @@ def _read_conversation(row: Mapping[str, Any], prompt: str | None) -> Conversati
     images = images_of_columns(row)
     if prompt is None and row_format.kind == "Alpaca" and not images:
         return Conversation(**AlpacaToMessages()(row))
-    if prompt is None and row_format.builder == "chat_dataset":
-        prompt = dict(row_format.settings)["conversation_column"]
+    settings = dict(row_format.settings)
+    conversation_column = None
+    if row_format.builder == "chat_dataset":
+        conversation_column = settings["conversation_column"]
+    elif row_format.builder == "classification_dataset":
+        conversation_column = settings.get("column")  # a conversation beside the label
+    if prompt is None and conversation_column is not None:
+        prompt = conversation_column
         row = {**row, prompt: check_turns(row[prompt], prompt)}  # which may be JSON text
     if prompt is None:
         prompt = next((name for name in _QUESTIONS if row.get(name) is not None), None)

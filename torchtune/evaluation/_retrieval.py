@@ -16,6 +16,7 @@ from torchtune.datasets import RowFormat, format_of, read_rows
 from torchtune.evaluation._eval_rows import EvaluationError
 from torchtune.modules import Pooling, TransformerDecoder, pooled_embeddings
 from torchtune.tokenizers import end_of_text
+from torchtune.training.parallel import sequence_multiple
 
 _PARTS = ("queries", "corpus", "relevant")
 
@@ -35,7 +36,8 @@ def embed(
     """Embed texts, as :class:`torchtune.rlhf.loss.InfoNCELoss` trains it.
 
     Args:
-        model: the decoder; it runs in evaluation mode.
+        model: the decoder, possibly sharded or tensor parallel; it runs in evaluation mode. All ranks of a sharded one
+            must embed the same texts.
         tokenizer: its tokenizer; texts are truncated to its ``max_seq_len``.
         texts: ``n`` texts.
         pooling: ``"last"``, the hidden state of the last token, or ``"mean"``, the mean over all tokens.
@@ -73,7 +75,9 @@ def embed(
     vectors = []
     try:
         for start in tqdm(range(0, len(documents), batch_size), desc="Embedding", unit="batch", disable=None):
-            batch = collate_documents(documents[start : start + batch_size]).to(device)
+            batch = collate_documents(documents[start : start + batch_size])
+            # Tensor parallelism shares positions evenly between layers.
+            batch = batch.pad_to_multiple(sequence_multiple(model)).to(device)
             hidden = model(**batch.model_inputs(), output="hidden")
             vectors.append(pooled_embeddings(hidden, batch, pooling)[:, :dimensions].float().cpu())
     finally:

@@ -119,7 +119,7 @@ class ValidationScores:
         self._scores = check_score_names(names)
         self._corpus = _read_corpus(names)
         if self._corpus is not None:
-            self._embedding = _embedding_settings(loss, loader_val, dims)
+            self._embedding = _embedding_settings(loss, loader_val)
             self._retrieval_guard = ObserverGuard("scores: the retrieval")
         if not self._scores:
             return
@@ -226,7 +226,7 @@ class ValidationScores:
         return self._score_guards[score.name].call(call, default=math.nan)
 
 
-def _embedding_settings(loss: Any, loader_val: BatchLoader, dims: ParallelDims) -> EmbeddingSettings:
+def _embedding_settings(loss: Any, loader_val: BatchLoader) -> EmbeddingSettings:
     """Return how the model of a run embeds: the pooling of its loss, and the texts around those of its data."""
     pooling = getattr(loss, "pooling", None)
     if pooling is None:
@@ -234,8 +234,6 @@ def _embedding_settings(loss: Any, loader_val: BatchLoader, dims: ParallelDims) 
             f"scores: {_RETRIEVAL}FILE measures embeddings, which {type(loss).__name__} does not train: use "
             "torchtune.rlhf.loss.InfoNCELoss, or leave it out."
         )
-    if dims.tp > 1:
-        raise EvaluationError(f"scores: {_RETRIEVAL}FILE needs tensor_parallel_dim=1: leave it out, or set it to 1.")
     dataset = loader_val.dataset.row_datasets()[0]
     query, document = (dataset.instructions.get(name, "") for name in ("query", "document"))
     return EmbeddingSettings(pooling, query, document, dataset.add_eos)

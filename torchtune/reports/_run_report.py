@@ -412,6 +412,9 @@ class RunReport:
             if description.problem_type is not None:  # not of a reward model, whose rows are pairs
                 rows.append(("measure it", f"tune eval {shlex.quote(str(model_folder))} --data held_out.jsonl"))
             return rows
+        if (last / "modules.json").is_file():  # an embedding model, which answers nothing
+            rows.append(("measure it", f"tune eval {shlex.quote(str(model_folder))} --retrieval corpus.json"))
+            return rows
         rows.append(("ask it", self._prompt_command(model_folder, base)))
         return rows
 

@@ -16,7 +16,7 @@ from torchtune.generation import evaluating
 from torchtune.modules.loss import Projection, token_log_probs
 from torchtune.rlhf._rollouts import RolloutError, blank_batch, collate_rollouts, equal_chunks, prompt_seed
 from torchtune.rlhf._scored_rollouts import ScoredRollouts
-from torchtune.rlhf._teacher import check_same_tokenizer
+from torchtune.rlhf._teacher import check_new_tokens, check_same_tokenizer
 from torchtune.rlhf.loss.ppo import PPOLoss
 from torchtune.rlhf.rewards import estimate_advantages, get_rewards_ppo, whiten
 from torchtune.training import ParallelDims
@@ -328,11 +328,14 @@ def check_ppo_models(models: Mapping[str, nn.Module], checkpointer: Any, tokeniz
 
     Raises:
         RolloutError: the vocabulary of a model differs.
-        TeacherError: the tokenizer of a model differs.
+        TeacherError: the tokenizer of a model differs, or the value or reward model does not know a new token.
     """
     policy_vocab_size = len(models["policy"].tok_embeddings.weight)
     policy_folder = Path(checkpointer.source("policy").checkpoint_dir)
     for name, model in models.items():
+        if name in ("value", "reward"):  # they have no rows for tokens of the config, and are not trained on them
+            folder = Path(checkpointer.store.source(name).checkpoint_dir)
+            check_new_tokens(tokenizer, folder, _SETTING[name], f"{name} model")
         vocab_size = len(model.tok_embeddings.weight)
         if vocab_size != policy_vocab_size or vocab_size < tokenizer.vocab_size:
             raise RolloutError(

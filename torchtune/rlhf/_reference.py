@@ -19,7 +19,7 @@ from torchtune.generation import evaluating
 from torchtune.modules.loss import LossError
 from torchtune.modules.peft import adapter_modules, disable_adapter
 from torchtune.rlhf._row_cache import CacheError, create_folder, uncached_batches
-from torchtune.rlhf._teacher import check_same_tokenizer, warn_if_same_weights
+from torchtune.rlhf._teacher import check_new_tokens, check_same_tokenizer, warn_if_same_weights
 from torchtune.rlhf.loss import AnswerLoss
 from torchtune.training.parallel import ParallelDims, fingerprint_weights, reshard
 from torchtune.utils import UserError, atomic_write, get_logger, is_simulated, log_rank_zero
@@ -181,7 +181,12 @@ Load = Callable[[str], nn.Module]  # loads a model of the run by its name
 
 
 def load_reference(
-    loss: AnswerLoss, policy: nn.Module, load: Load, checkpointer: Any, ref_checkpointer: Mapping[str, Any] | None
+    loss: AnswerLoss,
+    policy: nn.Module,
+    load: Load,
+    checkpointer: Any,
+    ref_checkpointer: Mapping[str, Any] | None,
+    tokenizer: Any = None,
 ) -> nn.Module | None:
     """Load the reference model; return None if the reference is the policy at the start.
 
@@ -192,10 +197,11 @@ def load_reference(
         checkpointer: checkpointer of the run, with the sources ``policy`` and ``reference``.
         ref_checkpointer: checkpointer component of another model, registered by
             :func:`torchtune.checkpoints.add_reference`; None uses the policy at the start.
+        tokenizer: tokenizer of the run, whose new tokens the teacher of on-policy distillation must know.
 
     Raises:
         ReferenceError: the loss needs no reference, or the vocabularies differ.
-        TeacherError: the tokenizers differ.
+        TeacherError: the tokenizers differ, or a teacher does not know a new token.
 
     Example:
         >>> second = rlhf.load_reference(loss, model, load, checkpointer, cfg.ref_checkpointer)  # doctest: +SKIP
@@ -209,6 +215,7 @@ def load_reference(
     check_same_tokenizer(Path(reference_source.checkpoint_dir), Path(policy_source.checkpoint_dir), "ref_checkpointer")
     is_teacher = not getattr(loss, "needs_rewards", True)  # on-policy distillation
     if is_teacher:
+        check_new_tokens(tokenizer, Path(reference_source.checkpoint_dir), "ref_checkpointer", "teacher")
         warn_if_same_weights(reference_source, policy_source, "ref_checkpointer")
     reference = load("reference").requires_grad_(False).eval()
     reference_vocab_size = reference.tok_embeddings.weight.shape[0]

@@ -22,6 +22,7 @@ from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, Batch, BatchLoader, DataErr
 from torchtune.modules.loss import LikeliestTokens, LossError, TeacherOutputs, TeacherStates
 from torchtune.rlhf._row_cache import CacheError, WithRowNumbers, create_folder, uncached_batches
 from torchtune.supervision import StepPlan
+from torchtune.tokenizers import missing_new_tokens
 from torchtune.training import ParallelDims, compile_loss, compile_model
 from torchtune.training.parallel import reshard
 from torchtune.utils import FolderLock, UserError, atomic_write, get_logger, log_rank_zero, sign_of_life, write_json
@@ -133,14 +134,15 @@ def _check_top_k(top_k: int | None, num_compared: int) -> None:
         )
 
 
-def check_teacher(checkpointer: Any) -> None:
+def check_teacher(checkpointer: Any, tokenizer: Any = None) -> None:
     """Check that the teacher's checkpoint has the student's tokenizer, and warn if it has the same weights.
 
     Args:
         checkpointer: checkpointer of the run, with the sources ``policy`` and ``teacher``.
+        tokenizer: tokenizer of the run, whose new tokens (``tokenizer.add_tokens``) the teacher must know.
 
     Raises:
-        TeacherError: the tokenizers differ.
+        TeacherError: the tokenizers differ, or the teacher does not know a new token.
 
     Example:
         >>> rlhf.check_teacher(checkpointer)  # doctest: +SKIP
@@ -148,6 +150,7 @@ def check_teacher(checkpointer: Any) -> None:
     teacher = checkpointer.source("teacher")
     student = checkpointer.source("policy")
     check_same_tokenizer(Path(teacher.checkpoint_dir), Path(student.checkpoint_dir))
+    check_new_tokens(tokenizer, Path(teacher.checkpoint_dir), "teacher_checkpointer", "teacher")
     warn_if_same_weights(teacher, student, "teacher_checkpointer")
 
 
@@ -202,6 +205,26 @@ def check_same_tokenizer(teacher: Path, student: Path, setting: str = "teacher_c
                 f"{student_tokens[token_id]!r} in {student_file}: models are compared by token ids, take one with the "
                 "same tokenizer."
             )
+
+
+def check_new_tokens(tokenizer: Any, folder: Path, setting: str, model: str) -> None:
+    """Check that a frozen model, which learns nothing, knows the tokens that the config adds.
+
+    Args:
+        tokenizer: tokenizer of the run.
+        folder: folder of the model's checkpoint.
+        setting: name of the setting with this checkpoint, for the error message.
+        model: what the model is, for the error message.
+
+    Raises:
+        TeacherError: it does not.
+    """
+    missing = missing_new_tokens(tokenizer, folder)
+    if missing:
+        raise TeacherError(
+            f"{setting}: the {model} does not know {', '.join(missing)} of tokenizer.add_tokens, and {folder} has no "
+            f"such tokens with the same ids: take a {model} that was trained with them, or leave them out."
+        )
 
 
 def warn_if_same_weights(teacher: Any, student: Any, setting: str) -> None:

@@ -90,12 +90,14 @@ class FlopCount:
         label: FLOPs per labeled token.
         pair: FLOPs per visible query-key pair, by the window of the layers (None: no window).
         chunked: FLOPs per visible query-key pair in layers with chunked attention, by chunk size.
+        bidirectional: FLOPs per query-key pair in layers whose positions see their whole document.
     """
 
     token: float
     label: float
     pair: Mapping[int | None, float]
     chunked: Mapping[int, float] = field(default_factory=dict)
+    bidirectional: float = 0.0
 
     def attention(self, lengths: Iterable[int], before: Iterable[int] | None = None) -> float:
         """Return the attention FLOPs of documents with ``lengths`` that continue from ``before`` earlier positions."""
@@ -110,6 +112,7 @@ class FlopCount:
                 flops += flops_per_pair * (attention_pairs(end, window) - attention_pairs(start, window))
             for size, flops_per_pair in self.chunked.items():
                 flops += flops_per_pair * (_chunk_pairs(end, size) - _chunk_pairs(start, size))
+            flops += self.bidirectional * (end**2 - start**2)
         return flops
 
 
@@ -164,6 +167,7 @@ def count_flops(model: "nn.Module", *, labels_only: bool | None = None) -> FlopC
     by_token = 0.0
     by_pair: Counter[int | None] = Counter()  # window -> FLOPs per pair
     by_chunk: Counter[int] = Counter()  # size of a chunk -> FLOPs per pair
+    bidirectional = 0.0
     shapes = full_shapes(model)
     if getattr(decoder, "layer_embeddings", None) is not None:
         matrix = decoder.layer_embeddings.projection.weight
@@ -189,7 +193,9 @@ def count_flops(model: "nn.Module", *, labels_only: bool | None = None) -> FlopC
             if flows:
                 flops_per_pair *= 3
             chunk = getattr(attention, "chunk", None)
-            if chunk:
+            if not getattr(attention, "is_causal", True):
+                bidirectional += flops_per_pair
+            elif chunk:
                 by_chunk[chunk] += flops_per_pair
             else:
                 by_pair[getattr(attention, "window", None)] += flops_per_pair
@@ -197,8 +203,8 @@ def count_flops(model: "nn.Module", *, labels_only: bool | None = None) -> FlopC
     for matrix in _output_matrices(decoder):
         of_output += matrix.numel() * _flops_per_weight(matrix, flows)
     if labels_only:
-        return FlopCount(by_token, of_output, dict(by_pair), dict(by_chunk))
-    return FlopCount(by_token + of_output, 0.0, dict(by_pair), dict(by_chunk))
+        return FlopCount(by_token, of_output, dict(by_pair), dict(by_chunk), bidirectional)
+    return FlopCount(by_token + of_output, 0.0, dict(by_pair), dict(by_chunk), bidirectional)
 
 
 def _flops_per_weight(matrix: "torch.Tensor", flows: bool) -> int:

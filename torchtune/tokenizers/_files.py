@@ -153,3 +153,24 @@ class SavesPublishedFiles:
         if not self.published.is_unchanged:
             raise DataError(f"tokenizer file {self.published.path} is gone or was changed while the run went on")
         self.published.copy(Path(folder))
+
+
+def missing_new_tokens(tokenizer: Any, folder: Path) -> list[str]:
+    """Return the tokens that the config adds (``new_tokens``) and that a checkpoint does not have with the same ids.
+
+    Args:
+        tokenizer: tokenizer of the run; one without ``new_tokens`` has none.
+        folder: folder of the checkpoint, with a ``tokenizer.json``; without this file, all tokens are missing.
+    """
+    new_tokens = list(getattr(tokenizer, "new_tokens", ()))
+    file = folder / "tokenizer.json"
+    if not new_tokens or not file.is_file():
+        return new_tokens
+    content = read_json(file, "tokenizer file")
+    model = content.get("model") or {}
+    vocabulary = model.get("vocab")
+    ids: dict[str, int] = dict(vocabulary) if isinstance(vocabulary, dict) else {}
+    for token in content.get("added_tokens") or ():
+        ids[token["content"]] = token["id"]
+    first_id = tokenizer.vocab_size - len(new_tokens)
+    return [token for token_id, token in enumerate(new_tokens, first_id) if ids.get(token) != token_id]

@@ -254,15 +254,21 @@ def _values_of(datasets: Sequence[ClassificationDataset]) -> list[Any]:
 def _task_of(labeled: Sequence[ClassificationDataset], class_names: tuple[str, ...]) -> ClassificationTask:
     """Return the task of the training data, with names from ``labels``, the model or the data, in this order."""
     named_tasks = {dataset.task for dataset in labeled if dataset.has_own_names}
+    values = _values_of(labeled)
     problem_types = {dataset.task.problem_type for dataset in labeled}
     if len(named_tasks) > 1 or len(problem_types) > 1:
         raise ClassificationError(
             "dataset: the datasets have different labels or problem types: give all of them the same labels."
         )
-    problem_type = problem_types.pop()
+    (problem_type,) = problem_types
+    first_label = values[0]
+    if problem_type != SINGLE_LABEL and first_label != [] and all(value == first_label for value in values):
+        raise ClassificationError(
+            f"dataset: all rows have the label {first_label!r}, from which nothing can be learned: give rows of others."
+        )
     if problem_type == REGRESSION:
         return ClassificationTask(REGRESSION)
-    counts = class_counts(_values_of(labeled))
+    counts = class_counts(values)
     if not counts:
         raise ClassificationError("dataset: no row has a class: give rows with classes.")
     if len(counts) < 2 and problem_type == SINGLE_LABEL:

@@ -10,7 +10,7 @@ import torch
 from torchtune.data import ImageCache
 from torchtune.modules.model_fusion import ImageTextModel
 from torchtune.modules.transformer import text_decoder
-from torchtune.tokenizers import check_tokenizer
+from torchtune.tokenizers import check_tokenizer, missing_new_tokens
 from torchtune.training.parallel import ParallelDims, fingerprint_weights
 from torchtune.utils import UserError, get_logger, is_simulated, log_once, log_rank_zero
 
@@ -44,18 +44,18 @@ def fit_vocabulary(model: torch.nn.Module, tokenizer: Any, *, resize: bool = Fal
     if new_tokens and getattr(decoder, "vocabulary_growth", None) is None:
         raise UserError(
             f"tokenizer.add_tokens: {', '.join(new_tokens)} are not tokens of the checkpoint, and their rows must be "
-            "trained: set resize_token_embeddings=True (recipes of fine-tuning), or set tokenizer.path to a checkpoint "
+            "trained: set resize_token_embeddings=True, or set tokenizer.path to a checkpoint "
             "that was trained with them."
         )
     if tokenizer.vocab_size > rows:
         raise UserError(
             f"tokenizer: it has {tokenizer.vocab_size} tokens but the checkpoint's embedding has {rows} rows: use the "
-            "tokenizer of this checkpoint, or set resize_token_embeddings=True (recipes of fine-tuning) to train new "
+            "tokenizer of this checkpoint, or set resize_token_embeddings=True to train new "
             "rows."
         )
 
 
-def add_token_rows(model: torch.nn.Module, tokenizer: Any) -> None:
+def add_token_rows(model: torch.nn.Module, tokenizer: Any, checkpoint_dir: str | Path | None = None) -> None:
     """Give the vocabulary of a model a row for every token of ``tokenizer``; it never shrinks.
 
     New rows begin as the mean of the rows of tokens, or of those of the tokens that describe them. If the embedding is
@@ -67,6 +67,7 @@ def add_token_rows(model: torch.nn.Module, tokenizer: Any) -> None:
         tokenizer: has ``vocab_size``, one more than its largest id. ``new_tokens`` of it, if any, are the last ones,
             which the tokenizer of the checkpoint does not have; rows that only pad the vocabulary may wait for them.
             ``described_tokens`` has the ids of the description of some of them.
+        checkpoint_dir: folder of the model's checkpoint; new tokens that its tokenizer has already keep their rows.
 
     Raises:
         DataError: the tokenizer has no ``vocab_size``.
@@ -82,6 +83,8 @@ def add_token_rows(model: torch.nn.Module, tokenizer: Any) -> None:
         return
     num_tokens = tokenizer.vocab_size
     new_tokens = getattr(tokenizer, "new_tokens", ())
+    if checkpoint_dir is not None:
+        new_tokens = missing_new_tokens(tokenizer, Path(checkpoint_dir))
     first_new = min(num_tokens - len(new_tokens), rows)
     if num_tokens <= rows and not new_tokens:
         return

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from tests.tiny import write_tokenizer
+from tests.tiny import write_lines, write_tokenizer
 from tests.torchtune.models.tokenizer_files import write_ranks
 from tests.torchtune.modules.transforms.test_vision import photo
 from torchtune.datasets import format_of, histogram, scan
@@ -348,3 +348,18 @@ def test_a_row_that_the_model_cannot_read_is_named(tokenizer, tmp_path, tune):
     assert f"row 1 is {path}, line 2" in result.err
     assert "dropped     1 rows" in tune(*command, "on_bad_row=skip").out
     assert "1 rows have max_seq_len=32 tokens" in tune(*command, "tokenizer.max_seq_len=32").out
+
+
+def test_labeled_conversations_are_shown_as_such(tune, tmp_path):
+    question = {"role": "user", "content": "Win money now!"}
+    answer = {"role": "assistant", "content": "No."}
+    rows = tmp_path / "rows.jsonl"
+    write_lines(rows, [{"messages": [question], "label": "spam"}] * 2)
+    shown = tune("data", "show", rows)
+    assert shown.code == 0, shown.err
+    assert "labeled texts (classification), 2 rows" in shown.out
+    assert "torchtune.datasets.classification_dataset column=messages" in shown.out
+    write_lines(rows, [{"messages": [question, answer], "label": "spam"}] * 2)
+    shown = tune("data", "show", rows)
+    assert "OpenAI messages, 2 rows: torchtune.datasets.chat_dataset" in shown.out
+    assert "classification_dataset column=messages trains a classifier on the column label" in shown.out

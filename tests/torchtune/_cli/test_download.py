@@ -17,10 +17,24 @@ FILES = {
     "original/params.json": b"{}",
 }
 COMMIT = "0" * 40
+ROW = {"messages": [{"role": "user", "content": "why"}, {"role": "assistant", "content": "the cat"}]}
+# Datasets -> their files.
+DATASETS = {
+    "own/rows": {"rows.jsonl": (json.dumps(ROW) + "\n").encode() * 3},
+    "own/script": {"script.py": b"raise SystemExit"},
+    "own/closed": None,  # gated
+}
+
+
+REPOSITORIES = ("own/model", "own/gated", "own/busy", "own/limited")
 
 
 class Hub(BaseHTTPRequestHandler):
-    """Knows own/model, own/gated (files need the token ``right``), own/busy (always out of order), nothing else."""
+    """Knows the repositories and data sets above.
+
+    Files of own/gated need the token ``right``, own/busy is always out of order, and own/limited has had too many
+    requests.
+    """
 
     def answer(self, status, body=b"", **headers):
         self.send_response(status)
@@ -34,11 +48,16 @@ class Hub(BaseHTTPRequestHandler):
     def do_GET(self):
         self.server.asked.append((self.command, self.path))
         path = self.path.partition("?")[0]
-        repo = next((name for name in ("own/model", "own/gated", "own/busy") if f"{name}/" in f"{path}/"), None)
-        if repo is None:
+        repo = next((name for name in REPOSITORIES if f"{name}/" in f"{path}/"), None)
+        dataset = next((name for name in DATASETS if f"datasets/{name}/" in f"{path}/"), None)
+        if dataset is not None:
+            self.dataset(dataset, path)
+        elif repo is None:
             self.answer(401 if "Authorization" not in self.headers else 404, X_Error_Code="RepoNotFound")
         elif repo == "own/busy":
             self.answer(403, b"{}")
+        elif repo == "own/limited":
+            self.answer(429)
         elif "/resolve/" in path:
             self.file(repo, path.partition(f"/resolve/{COMMIT}/")[2])
         elif "/tree/" in path:
@@ -67,6 +86,23 @@ class Hub(BaseHTTPRequestHandler):
             new = f"http://{self.headers['Host']}/own/new"
             reply = {"url": new, "commitUrl": f"{new}/commit/1", "commitOid": COMMIT}
             self.answer(200, json.dumps(reply).encode(), Content_Type="application/json")
+
+    def dataset(self, dataset, path):
+        files = DATASETS[dataset]
+        name = path.rpartition("/")[2]
+        if files is None:
+            self.answer(403, X_Error_Code="GatedRepo")
+        elif "/resolve/" in path and name in files:
+            self.answer(200, files[name], ETag=f'"{name}"', X_Repo_Commit=COMMIT, Accept_Ranges="bytes")
+        elif "/resolve/" in path:
+            self.answer(404, X_Error_Code="EntryNotFound", X_Repo_Commit=COMMIT)
+        elif "/tree/" in path:
+            rows = [{"type": "file", "path": name, "size": len(files[name]), "oid": name} for name in files]
+            self.answer(200, json.dumps(rows).encode(), Content_Type="application/json")
+        else:
+            siblings = [{"rfilename": name} for name in files]
+            info = {"id": dataset, "sha": COMMIT, "siblings": siblings, "private": False, "tags": [], "downloads": 0}
+            self.answer(200, json.dumps(info).encode(), Content_Type="application/json")
 
     def file(self, repo, name):
         if repo == "own/gated" and self.headers.get("Authorization") != "Bearer right":
@@ -141,6 +177,7 @@ def test_every_file_of_a_model_is_downloaded(hub, folder, download):
     assert json.loads((folder / "original_repo_id.json").read_text()) == {"repo_id": "own/model"}
     headline = "Successfully downloaded model repo and wrote to the following locations:\n"
     assert str(folder / "model.safetensors") in done.stdout.partition(headline)[2].splitlines()
+    assert "Fetching 3 files: 100%" in done.stderr
     hub.asked.clear()
     download("own/model")
     assert not fetched(hub), "fetched twice"
@@ -184,6 +221,7 @@ def test_a_gated_model_needs_the_right_token(download):
     [
         ("own/nothing", "Repository 'own/nothing' not found on the Hugging Face Hub"),
         ("own/busy", "answered with status 403: give --hf-token, or set HF_TOKEN to a token that may read it."),
+        ("own/limited", "answered with status 429: it limits the number of requests, those without a token (HF_TOKEN)"),
         ("a/b/c", "'a/b/c' is not the name of a repository"),
     ],
 )
@@ -274,3 +312,26 @@ def test_model_of_one_line_comes_from_the_hub_once(hub, tmp_path):
     assert gated.returncode == 2
     assert "model=own/gated: " in gated.stderr
     assert "is gated, and a token of an account that has access is needed" in gated.stderr
+
+
+def test_datasets_of_the_hub_are_read_or_refused_in_one_sentence(hub, tmp_path):
+    code = f"""
+from torchtune.data import DataError
+from torchtune.datasets import load_rows
+for name in {[*DATASETS, "own/none"]}:
+    for streaming in (True, False):
+        try:
+            print(len(list(load_rows(name, split="train", streaming=streaming))), "rows")
+        except DataError as error:
+            print(error)
+"""
+    done = ask(hub.url, tmp_path / "cache", "-c", code, token=None)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert len(lines) == 8, lines
+    assert lines[:2] == ["3 rows"] * 2
+    for line, words in zip(
+        lines[2::2], ("is made by a script, which is not run", "is gated", "no dataset"), strict=True
+    ):
+        assert words in line
+    assert lines[2::2] == lines[3::2], "with streaming and without"

@@ -18,6 +18,8 @@ SHAREGPT = [{"from": "human", "value": "why"}, {"from": "gpt", "value": "the cat
 PAIR = {"prompt": "why", "chosen": "the cat", "rejected": "a dog"}
 QUESTION = {"question": "one and two", "answer": "#### 3"}
 RETRIEVAL = {"query": "who sees", "positive": "the cat"}
+SCORED = {"query": "who sees", "document": "the cat", "label": 1}
+NEGATIVES = {**RETRIEVAL, "negatives": ["a dog"]}
 LABELED = {"prompt": "why", "completion": "the cat", "label": True}
 
 
@@ -139,8 +141,8 @@ def test_pairs_name_the_config_for_preferences(expand, config):
         ("any_grpo", {"messages": TURNS}, "--config any_lora"),
         ("any_lora", {"prompt": "why"}, "--config any_grpo"),
         ("any_dpo", LABELED, "--config any_dpo loss=torchtune.rlhf.loss.KTOLoss"),
-        ("any_lora", RETRIEVAL, "--config any_dpo loss=torchtune.rlhf.loss.InfoNCELoss ~loss.beta collate_fn="),
-        ("any_lora", {"query": "who", "document": "cat", "label": 1}, "start from the config of rerankers"),
+        ("any_kd", RETRIEVAL, "--config any_lora"),
+        ("any_grpo_distributed", SCORED, "--config any_lora_distributed"),
     ],
 )
 def test_rows_of_another_method_name_its_config(expand, config, row, remedy):
@@ -151,6 +153,89 @@ def test_rows_of_another_method_name_its_config(expand, config, row, remedy):
 def test_queries_with_passages_fit_their_loss(expand):
     overrides = expand("any_dpo", [RETRIEVAL], "loss=torchtune.rlhf.loss.InfoNCELoss", "~loss.beta")
     assert dataset_of(overrides) == {"_component_": "torchtune.datasets.embedding_dataset"}
+
+
+@pytest.mark.parametrize("config", ["any_full", "any_lora", "any_qlora", "any_dpo", "any_full_distributed"])
+def test_queries_with_passages_choose_the_loss_of_embedding_models(expand, config, capsys):
+    from recipes.dpo import recipe_main
+
+    overrides = expand(config, [RETRIEVAL])
+    assert "InfoNCELoss, for an embedding model, in which a query finds its positive" in capsys.readouterr().err
+    cfg = to_dict(load_and_check(find_config(config), overrides, recipe_main))
+    assert cfg["recipe"] == "dpo"
+    assert cfg["loss"] == {"_component_": "torchtune.rlhf.loss.InfoNCELoss"}
+    assert cfg["dataset"]["_component_"] == "torchtune.datasets.embedding_dataset"
+    assert cfg["collate_fn"] == "torchtune.data.collate_embedding"
+    assert cfg["batch_size"] >= 16
+    assert cfg["gradient_accumulation_steps"] == 1
+
+
+@pytest.mark.parametrize("config", ["any_full", "any_lora", "any_qlora", "any_dpo", "any_lora_distributed"])
+@pytest.mark.parametrize(
+    ("row", "loss", "name"),
+    [
+        (SCORED, [], "RerankBCELoss"),
+        (SCORED, ["loss=torchtune.rlhf.loss.RerankListwiseLoss"], "RerankListwiseLoss"),
+        (NEGATIVES, ["loss=torchtune.rlhf.loss.RerankBCELoss"], "RerankBCELoss"),
+    ],
+)
+def test_queries_with_labels_choose_loss_and_head_of_rerankers(expand, config, row, loss, name, capsys):
+    from recipes.dpo import recipe_main
+
+    overrides = expand(config, [row], *loss)
+    assert f"{name}, for a reranker, whose new head" in capsys.readouterr().err
+    cfg = to_dict(load_and_check(find_config(config), overrides, recipe_main))
+    assert cfg["recipe"] == "dpo"
+    assert cfg["loss"] == {"_component_": f"torchtune.rlhf.loss.{name}"}
+    assert cfg["dataset"]["_component_"] == "torchtune.datasets.reranking_dataset"
+    assert cfg["dataset"].get("listwise", False) == (name == "RerankListwiseLoss")
+    assert cfg["collate_fn"] == "torchtune.data.collate_reranking"
+    assert cfg["model"]["num_classes"] == 1
+    assert cfg["model"]["base_model_path"] == "torchtune.models.from_hf_config"
+    for converter in cfg.get("model_converters") or ():
+        if converter["_component_"].endswith(".LoRA"):
+            assert converter["train_modules"] == ["score"]
+
+
+def test_queries_with_negatives_are_refused_with_both_readings(expand):
+    both = "loss=torchtune.rlhf.loss.InfoNCELoss for an embedding model, or loss=torchtune.rlhf.loss.RerankBCELoss"
+    with pytest.raises(UserError, match=f"queries with negatives train two kinds of models: add {both}"):
+        expand("any_full", [NEGATIVES])
+    chosen = expand("any_full", [NEGATIVES], "loss=torchtune.rlhf.loss.InfoNCELoss")
+    assert dataset_of(chosen) == {"_component_": "torchtune.datasets.embedding_dataset"}
+
+
+def test_loss_of_other_rows_is_refused(expand):
+    with pytest.raises(UserError, match="InfoNCELoss trains on queries with passages, and the rows are queries with l"):
+        expand("any_full", [SCORED], "loss=torchtune.rlhf.loss.InfoNCELoss")
+    reader = "dataset._component_=torchtune.datasets.embedding_dataset"
+    with pytest.raises(UserError, match="read by embedding_dataset: leave out the loss"):
+        expand("any_full", [NEGATIVES], "loss=torchtune.rlhf.loss.RerankBCELoss", reader)
+
+
+def test_own_batches_and_losses_stay(expand):
+    overrides = expand("any_full", [RETRIEVAL], "batch_size=4", "loss.temperature=0.02")
+    assert [override for override in overrides if override.startswith("batch_size")] == ["batch_size=4"]
+    assert overrides.index("loss.temperature=0.02") > overrides.index(
+        'loss={"_component_": "torchtune.rlhf.loss.InfoNCELoss"}'
+    )
+
+
+def test_named_recipe_is_not_replaced_by_the_rows(checkpoint, tmp_path):
+    path = tiny.write_lines(tmp_path / "rows.jsonl", [RETRIEVAL])
+    overrides = [f"model={checkpoint}", f"data={path}"]
+    with pytest.raises(UserError, match="the recipe full_finetune_single_device does not train on such rows: leave"):
+        expand_shorthands(find_config("any_full"), overrides, "full_finetune_single_device")
+    # The recipe of the rows may be named.
+    assert "recipe=dpo" not in expand_shorthands(find_config("any_dpo"), overrides, "dpo")
+
+
+def test_rows_choose_the_recipe_of_the_command(tune, checkpoint, tmp_path):
+    path = tiny.write_lines(tmp_path / "rows.jsonl", [RETRIEVAL] * 20)
+    settings = [f"model={checkpoint}", f"data={path}", f"output_dir={tmp_path / 'out'}", "device=cpu"]
+    checked = tune("run", "--config", "any_lora", *settings, "--dry-run")
+    assert checked.code == 0, checked.err
+    assert "batch       16 rows a step = 16 (batch_size) x 1 (accumulation)" in checked.out
 
 
 def test_labeled_answers_fit_their_loss(expand):
@@ -398,3 +483,13 @@ def test_share_that_cannot_be_held_out_is_refused(expand, override, reason):
     share = [] if override.startswith("dataset_val") else ["dataset_val=5%"]
     with pytest.raises(UserError, match=re.escape(reason)):
         expand("any_lora", [{"messages": TURNS}] * 4, override, *share)
+
+
+def test_labeled_conversations_are_for_classifiers(expand):
+    row = {"messages": TURNS[:1], "label": "spam"}
+    with pytest.raises(UserError, match="labeled conversations without an answer, from which a classifier learns"):
+        expand("any_full", [row])
+    overrides = expand("any_full", [row], "loss=torchtune.modules.loss.ClassificationLoss")
+    assert dataset_of(overrides) == {"_component_": "torchtune.datasets.classification_dataset", "column": "messages"}
+    # A conversation that ends with an answer is trained on as such.
+    assert dataset_of(expand("any_full", [{**row, "messages": TURNS}]))["_component_"].endswith("chat_dataset")

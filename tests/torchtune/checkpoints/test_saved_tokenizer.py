@@ -4,6 +4,7 @@ import json
 import logging
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from tests.tiny import write_checkpoint
 from tests.torchtune.checkpoints.small import randomize_adapter
 from torchtune._facade import adapted_copy
 from torchtune.checkpoints import CheckpointStore, checkpoint_contents
+from torchtune.checkpoints._export import add_pad_token
 from torchtune.data import DataError
 from torchtune.models import from_hf_config
 from torchtune.modules.conversion import apply_conversions
@@ -203,3 +205,23 @@ def test_facade_saves_the_tokenizer_of_load_or_another(base, tmp_path):
     )
     path = torchtune.save(model, tmp_path / "b", tokenizer=tokenizer)
     assert ids_in_transformers(path) == tokenizer.tokenize_messages(CHAT)[0]
+
+
+@pytest.mark.parametrize(
+    ("special_tokens", "pad_id"),
+    [
+        ({"<s>": 1, "</s>": 2}, 1),  # BOS: no text ends with it
+        ({"<s>": 1, "</s>": 2, "<|reserved_0|>": 7}, 7),
+        ({"<s>": 1, "</s>": 2, "<pad>": 5, "<unk>": 0}, 5),
+        ({"<|endoftext|>": 2}, None),
+    ],
+)
+def test_classifier_whose_tokenizer_pads_with_eos_has_another_padding_token(special_tokens, pad_id, tmp_path, caplog):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "tokenizer_config.json").write_text('{"pad_token": "</s>"}')
+    tokenizer = SimpleNamespace(pad_id=2, eos_id=2, bos_id=1, stop_tokens=[2], special_tokens=special_tokens)
+    add_pad_token(tokenizer, tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text()).get("pad_token_id") == pad_id
+    pad_token = json.loads((tmp_path / "tokenizer_config.json").read_text())["pad_token"]
+    assert special_tokens.get(pad_token) == pad_id
+    assert ("transformers reads the classifier in batches of one text only" in caplog.text) == (pad_id is None)

@@ -11,10 +11,22 @@ from torchtune.data import (
     DataError,
     OpenAIToMessages,
     collate_documents,
+    collate_preference,
     padded_collate_packed,
     padded_collate_sft,
 )
-from torchtune.datasets import MixedDataset, PackedDataset, SFTDataset, chat_dataset, preference_dataset
+from torchtune.datasets import (
+    MixedDataset,
+    PackedDataset,
+    SFTDataset,
+    chat_dataset,
+    classification_dataset,
+    embedding_dataset,
+    kto_dataset,
+    preference_dataset,
+    reranking_dataset,
+    text_completion_dataset,
+)
 from torchtune.tokenizers import hf_tokenizer
 
 QUESTION = {"role": "user", "content": "Where is cat 1?"}
@@ -75,7 +87,10 @@ def test_column_weight_of_texts_is_not_a_weight(tokenizer):
 
 @pytest.mark.parametrize(
     ("weight", "words"),
-    [(-1, "column 'weight' .* has weight -1: a weight is a number of at least 0"), (0, "no label is left")],
+    [
+        (-1, "column 'weight' .* has weight -1: a weight is a number of at least 0"),
+        (0, "column 'weight' is 0, so nothing is trained on"),
+    ],
 )
 def test_row_that_no_weight_can_train_is_refused(tokenizer, weight, words):
     with pytest.raises(DataError, match=words):
@@ -172,10 +187,95 @@ def test_preference_data_refuses_weights_between(tokenizer):
         preference_dataset(tokenizer, source=[pair])
 
 
-def test_preference_data_says_that_it_does_not_read_weights_of_rows(tokenizer, caplog):
-    row = {"prompt": "Where?", "chosen": "Here.", "rejected": "No.", "weight": 0.5}
-    assert len(preference_dataset(tokenizer, source=[row])) == 1
-    assert "column 'weight', which preference data does not read: every row counts once" in caplog.text
+def pair(**columns):
+    return {"prompt": "Where?", "chosen": "Here.", "rejected": "No.", **columns}
+
+
+def test_pair_has_the_weight_of_its_row(tokenizer):
+    rows = [pair(weight=0.5), pair(weight=1), pair()]
+    weights = [row.get("weight") for row in preference_dataset(tokenizer, source=rows)]
+    assert weights == [0.5, None, None]
+    weights = [row.get("weight") for row in preference_dataset(tokenizer, source=rows, weight_column=None)]
+    assert weights == [None, None, None]
+
+
+def test_weights_of_a_table_are_read(tokenizer, tmp_path):
+    """Every cell of a table is a text; an empty cell, or a text that is no number, is not a weight."""
+    path = tmp_path / "rows.csv"
+    path.write_text("prompt,chosen,rejected,weight\na,b,c,0.5\na,d,c,2e1\na,e,c,\na,f,c,4 kg\n")
+    weights = [row.get("weight") for row in preference_dataset(tokenizer, source=str(path))]
+    assert weights == [0.5, 20.0, None, None]
+
+
+def test_labeled_answer_has_the_weight_of_its_row(tokenizer):
+    rows = [
+        {"prompt": "Where?", "completion": "Here.", "label": True, "importance": 3},
+        {"prompt": "Where?", "completion": "No.", "label": False, "importance": 1},
+    ]
+    data = kto_dataset(tokenizer, source=rows, weight_column="importance")
+    assert [row.get("weight") for row in data] == [3.0, None]
+    assert "label_weights" not in data[0]
+
+
+def test_weights_of_pairs_are_counted_in_the_batch(tokenizer):
+    rows = [pair(weight=0.5), pair(weight=2), pair()]
+    batch = collate_preference([*preference_dataset(tokenizer, source=rows)])
+    assert batch.per_document["weight"].tolist() == [0.5, 2.0, 1.0] * 2  # of both answers
+    assert batch.num_terms == 3.5
+    unweighted = collate_preference([*preference_dataset(tokenizer, source=[pair(), pair(weight=1)])])
+    assert "weight" not in unweighted.per_document
+    assert unweighted.num_terms == 2
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        ([1, -1], "column 'weight' .* has weight -1: a weight is a number of at least 0"),
+        ([1, 0], "column 'weight' is 0, so nothing is trained on: leave the row out"),
+        ([0, 0], "column 'weight' is 0"),
+        ([1, float("inf")], "has weight inf"),
+    ],
+)
+def test_pairs_of_weight_0_and_below_are_refused(tokenizer, weights, message):
+    with pytest.raises(DataError, match=message):
+        preference_dataset(tokenizer, source=[pair(weight=weight) for weight in weights])
+
+
+def test_skipped_rows_of_weight_0_leave_the_others(tokenizer):
+    rows = [pair(weight=0), pair(weight=2)]
+    data = preference_dataset(tokenizer, source=rows, on_bad_row="skip")
+    assert [row["weight"] for row in data] == [2.0]
+
+
+@pytest.mark.parametrize(("column", "value"), [("train", False), ("loss_weight", 2), ("masked", True)])
+@pytest.mark.parametrize("is_pair", [True, False])
+def test_columns_that_look_like_a_weight_are_said(tokenizer, caplog, column, value, is_pair):
+    if is_pair:
+        preference_dataset(tokenizer, source=[pair(**{column: value})])
+    else:
+        dataset_of(tokenizer, {"messages": [QUESTION, ANSWER], column: value})
+    assert f"Rows have a column '{column}', which does not change what is trained on" in caplog.text
+
+
+def test_weight_of_a_users_pair_is_at_least_0(tokenizer):
+    (example,) = preference_dataset(tokenizer, source=[pair()])
+    with pytest.raises(DataError, match="An example has weight -2"):
+        collate_preference([{**example, "weight": -2}])
+
+
+@pytest.mark.parametrize(
+    ("dataset", "row"),
+    [
+        (embedding_dataset, {"query": "cat", "positive": "one cat"}),
+        (reranking_dataset, {"query": "cat", "positive": "one cat", "negatives": ["dog"]}),
+        (classification_dataset, {"text": "cat", "label": "animal"}),
+        (text_completion_dataset, {"text": "cat"}),
+    ],
+)
+def test_datasets_that_read_no_weights_of_rows_say_so(tokenizer, caplog, dataset, row):
+    assert len(dataset(tokenizer, source=[{**row, "weight": 0.5}]))
+    assert "column 'weight', which a dataset" in caplog.text
+    assert "does not read: every row counts once" in caplog.text
 
 
 def test_weights_move_with_the_batch():
@@ -206,6 +306,16 @@ def test_streamed_rows_keep_their_weights(tokenizer, tmp_path, packed):
 def test_data_show_tells_of_weights(tune, folder, tmp_path):
     rows = [{"messages": [QUESTION, ANSWER], "weight": weight} for weight in (0.25, 1, 3)]
     path = write_lines(tmp_path / "rows.jsonl", rows)
-    result = tune("data", "show", path, "--tokenizer", folder)
-    assert result.code == 0, result.err
-    assert "2 rows have labels of other weights than 1 (0.25 to 3)" in result.out
+    shown = tune("data", "show", path, "--tokenizer", folder)
+    assert shown.code == 0, shown.err
+    assert "2 rows have other weights than 1 (0.25 to 3)" in shown.out
+    assert "trained on, between [[ and ]], weight 0.25" in shown.out
+
+
+def test_data_show_tells_of_weights_of_pairs(tune, folder, tmp_path):
+    rows = [{"prompt": "Where?", "chosen": "Here.", "rejected": "No.", "weight": weight} for weight in (1, 0.5, 2)]
+    path = write_lines(tmp_path / "rows.jsonl", rows)
+    shown = tune("data", "show", path, "--tokenizer", folder)
+    assert shown.code == 0, shown.err
+    assert "2 rows have other weights than 1 (0.5 to 2)" in shown.out
+    assert "not read" not in shown.err

@@ -8,7 +8,7 @@ import torch
 
 from tests.devices import DEVICE
 from torchtune import config
-from torchtune.data import DataError, collate_preference
+from torchtune.data import DataError, collate_preference, share_prefixes
 from torchtune.modules.loss import LossError
 from torchtune.rlhf import ChosenRejectedOutputs
 from torchtune.rlhf.loss import (
@@ -191,6 +191,29 @@ def test_a_pair_without_labels_adds_nothing():
     assert float(metrics["rewards/accuracies"][0]) == 2.0
 
 
+def test_weighted_sum_equals_the_formula_and_metrics_count_every_pair_once():
+    """Also where the order of answers is another one, behind a prompt that they share."""
+    weights = (0.25, 3.0, 1.0)
+    examples = [pair(9, 12, weight=0.25), pair(2, 3, weight=3), pair(8, 1)]
+    answers = collate_preference(examples)
+    shared = share_prefixes(answers, answers.per_document["pair"].tolist(), labelled=True)
+    assert shared.documents.num_prefixes
+    for batch in (answers, shared):
+        assert batch.num_terms == sum(weights)
+        order = batch.per_document["pair"] + torch.where(batch.per_document["is_chosen"], 0, 3)
+        scores = torch.tensor([*POLICY[0], *POLICY[1]], dtype=torch.float64)[order].requires_grad_()
+        reference = torch.tensor([*REFERENCE[0], *REFERENCE[1]], dtype=torch.float64)[order]
+        for name, (loss, formula) in FORMULAS.items():
+            total, metrics = loss.sum_and_metrics(batch, scores, None if loss.is_reference_free else reference)
+            numbers = zip(*POLICY, *REFERENCE, (9, 2, 8), (12, 3, 1), strict=True)
+            wanted = [weight * formula(*values) for weight, values in zip(weights, numbers, strict=True)]
+            assert total.item() == pytest.approx(sum(wanted), abs=1e-6), name
+            assert metrics["rewards/accuracies"][1] == 3
+    with torch.no_grad():
+        total, _ = RewardLoss(0.0).sum_and_metrics(answers, torch.zeros(6))
+    assert total.item() == pytest.approx(sum(weights) * math.log(2), abs=1e-6)
+
+
 def test_reward_loss_subtracts_the_margin_of_an_example():
     batch = collate_preference([pair(1, 2, margin=0.5), pair(2, 1, margin=2.0)]).to(DEVICE)
     scores = torch.tensor([1.0, 2.0, 0.25, -1.0], dtype=torch.float64)
@@ -226,6 +249,19 @@ def test_kto_equals_its_formula():
             assert gradient[i].item() == pytest.approx(slope(formula, [ratios[i], signs[i], weights[i]], 0), abs=1e-6)
     assert float(metrics["rewards/chosen"][0] / metrics["rewards/chosen"][1]) == pytest.approx(0.3 * 0.25)
     assert float(metrics["rewards/rejected"][0]) == pytest.approx(0.3 * 0.5)
+
+
+def test_weighted_sum_of_kto_equals_its_formula():
+    weights = (0.5, 3.0, 1.0)
+    batch = collate_preference([{**row, "weight": weight} for row, weight in zip(ANSWERS, weights, strict=True)])
+    assert batch.num_terms == 4.5
+    policy = torch.tensor([-4.0, -2.0, -1.0], dtype=torch.float64)
+    reference = torch.tensor([-5.0, -2.5, -0.5], dtype=torch.float64)
+    total, metrics = KTOLoss(0.3).sum_and_metrics(batch.to(DEVICE), policy, reference, torch.tensor(0.25))
+    losses = [sigmoid(-0.3 * (1.0 - 0.25)), sigmoid(0.3 * (0.5 - 0.25)), sigmoid(-0.3 * (-0.5 - 0.25))]
+    wanted = sum(weight * loss for weight, loss in zip(weights, losses, strict=True))
+    assert total.item() == pytest.approx(wanted, abs=1e-6)
+    assert metrics["rewards/chosen"][1] == 2
 
 
 def test_kto_mismatches_prompts_with_the_next_answer():

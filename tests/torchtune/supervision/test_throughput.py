@@ -10,6 +10,7 @@ from torchtune import supervision, training
 from torchtune.data import Documents
 from torchtune.models import Description, build
 from torchtune.models._mixers import DeltaNetMixer
+from torchtune.modules import BidirectionalAttention
 from torchtune.modules.conversion import apply_conversions
 from torchtune.modules.loss import LinearCrossEntropyLoss
 from torchtune.modules.peft import LoRA
@@ -88,6 +89,12 @@ def test_attention_counts_pairs_that_see_each_other():
     assert windows.pair == {2: 2 * by_pair, None: by_pair}
     assert windows.attention([1, 4]) == 2 * by_pair * (1 + 1 + 2 + 2 + 2) + by_pair * (1 + 10)
     assert windows.attention([3, 2], [0, 3]) == windows.attention([5])
+    both_ways = tiny()
+    BidirectionalAttention().convert(both_ways)
+    counted = count_flops(both_ways)
+    assert counted.pair == {}
+    assert counted.attention([1, 3]) == 3 * by_pair * (1 + 9)
+    assert counted.attention([3, 2], [0, 3]) == counted.attention([5])
     lower = count_flops(frozen_below(tiny()))
     assert lower.pair == {None: (4 + 4 + 12) * 16}
 

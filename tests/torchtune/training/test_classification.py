@@ -82,6 +82,8 @@ def test_datasets_of_a_list_and_packs_share_the_classes(folder, tokenizer):
         (2, [0.5, 1.0], "a regression needs 1 output, but the model's head has 2: set num_classes=1"),
         (2, "aaa", "all rows have the class 'a', from which nothing can be learned"),
         (2, [[], []], "no row has a class"),
+        (1, [0.5, 0.5], "all rows have the label 0.5, from which nothing can be learned"),
+        (1, [["a"], ["a"]], "all rows have the label .'a'., from which nothing can be learned"),
     ],
 )
 def test_labels_that_do_not_fit_the_model_are_refused(folder, tokenizer, num_classes, labels, message):

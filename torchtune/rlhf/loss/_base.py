@@ -123,18 +123,23 @@ class AnswerLoss(nn.Module, ABC):
         """Return additional documents for ``baseline``, their mean log-ratio; None if the loss needs no baseline."""
         return None
 
-    def total(self, losses: Tensor, counts: Tensor) -> Tensor:
+    def total(self, losses: Tensor, counts: Tensor, weights: Tensor | None = None) -> Tensor:
         """Sum the losses of the terms that count, and add the balancing loss of the model's experts.
 
         Args:
             losses: losses of the terms ``[p]``.
             counts: bool ``[p]``; False for the filler example of a rank without data.
+            weights: factors of the losses ``[p]``; None for 1.
         """
+        num_terms = counts.sum()
+        if weights is not None:
+            losses = weights.to(losses.dtype) * losses
+            num_terms = (weights * counts).sum()
         # Multiplied by 0 instead of left out: a filler's backward pass is a collective of sharded models as well.
         total = torch.where(counts, losses, 0.0 * losses).sum()
         if self.balance is None:
             return total
-        return self.balance.add_to(total, counts.sum())
+        return self.balance.add_to(total, num_terms)
 
 
 class TokenLoss(AnswerLoss):
@@ -212,21 +217,22 @@ def setup_loss(loss: Any, model: nn.Module, dims: ParallelDims | None = None) ->
 
 
 def total_and_metrics(
-    loss: AnswerLoss, losses: Tensor, counts: Tensor, terms: dict[str, Tensor]
+    loss: AnswerLoss, losses: Tensor, counts: Tensor, terms: dict[str, Tensor], weights: Tensor | None = None
 ) -> tuple[Tensor, Metrics]:
-    """Sum losses and metrics over the terms that count.
+    """Sum losses and metrics over the terms that count; metrics are means in which all terms are equal.
 
     Args:
         loss: loss with :meth:`AnswerLoss.total`.
         losses: losses of the terms ``[p]``.
         counts: bool ``[p]``, True for terms that count.
         terms: metrics of the terms by name, ``[p]`` each.
+        weights: factors of the losses ``[p]``; None for 1.
     """
     num_terms = counts.sum()
     metrics = {}
     for name, values in terms.items():
         metrics[name] = (torch.where(counts, values.detach().float(), 0.0).sum(), num_terms)
-    return loss.total(losses, counts), metrics
+    return loss.total(losses, counts, weights), metrics
 
 
 def label_counts(batch: Batch) -> Tensor:

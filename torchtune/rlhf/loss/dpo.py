@@ -154,7 +154,10 @@ class PreferenceLoss(AnswerLoss):
             "rewards/accuracies": (chosen > rejected).float(),
             **self.more_metrics(policy, chosen, rejected),
         }
-        return total_and_metrics(self, losses, counts, terms)
+        weights = None
+        if "weight" in batch.per_document:
+            weights, _ = batch.chosen_and_rejected(batch.per_document["weight"])  # the same in both answers
+        return total_and_metrics(self, losses, counts, terms, weights)
 
     def _compare_batch(
         self, batch: Batch, policy: ChosenRejectedOutputs, reference: ChosenRejectedOutputs | None

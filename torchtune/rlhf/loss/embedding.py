@@ -117,7 +117,17 @@ class InfoNCELoss(AnswerLoss):
             loader: loader of the examples.
             name: name of the setting with its batch size.
         """
-        if loader.smallest_micro_batch > 1 or loader.dataset[0]["negatives"]:
+        if loader.smallest_micro_batch > 1:
+            first = loader.dataset[0]["positive"]
+            examples = (loader.dataset[index] for index in range(len(loader.dataset)))
+            if any(example["negatives"] or example["positive"] != first for example in examples):
+                return
+            raise LossError(
+                f"{name}: InfoNCELoss contrasts a query with the passages of other queries, but all "
+                f"{len(loader.dataset):,} examples have the same positive, and no negatives: give rows with other "
+                "passages, or with negatives."
+            )
+        if loader.dataset[0]["negatives"]:
             return
         raise LossError(
             f"{name}: InfoNCELoss contrasts a query with the passages of other queries, but of {len(loader.dataset):,} "

@@ -77,7 +77,7 @@ class KTOLoss(AnswerLoss):
         counts = label_counts(batch) > 0  # an answer without labels is the filler of a rank without data
         losses, rewards = self(scores, reference, is_good, baseline)
         kl = baseline.clamp(min=0.0).expand_as(losses)
-        total, metrics = total_and_metrics(self, losses, counts, {"kl": kl})
+        total, metrics = total_and_metrics(self, losses, counts, {"kl": kl}, batch.per_document.get("weight"))
         log_probs = scores.detach()
         for name, selected in (("chosen", counts & is_good), ("rejected", counts & ~is_good)):
             num_selected = selected.sum()
