@@ -25,6 +25,7 @@ from torchtune.estimate._plan import arrange, build_on_meta, count_parameters, o
 from torchtune.estimate._simulate import Kept, check_simulated, simulate
 from torchtune.estimate._simulated_inputs import stacks
 from torchtune.supervision import StepPlan
+from torchtune.training import OffloadActivations
 from torchtune.training.parallel import ParallelDims
 from torchtune.utils import simulated
 
@@ -119,7 +120,8 @@ def estimate_run(
         if whole:
             choices: list[tuple[float, Kept]] = [(1.0, {})]
         else:
-            choices = choose_layers(models, _group(cfg), ends=1 if processes == 1 else 2)
+            ends = 1 if processes == 1 else 2
+            choices = choose_layers(models, _group(cfg), ends=ends, first=max(ends, _layers_before_offloading(cfg)))
         runs = []
         for weight, layers in choices:
             observer = simulate(main, settings, processes, length=length, kept=layers, models=models, micro_batches=1)
@@ -180,13 +182,24 @@ def _group(cfg: SettingsView) -> int:
     return int(cfg.ac_option) if cfg.ac_mode == "selective" and str(cfg.ac_option).isdigit() else 1
 
 
-def choose_layers(models: Mapping[str, nn.Module], group: int = 1, ends: int = 1) -> list[tuple[float, Kept]]:
+def _layers_before_offloading(cfg: SettingsView) -> int:
+    """Return the number of first layers whose activations may all be on the device, although they are offloaded.
+
+    That many tensors wait for their copies to the host, and a layer that is recomputed saves a single one.
+    """
+    return OffloadActivations.MAX_FWD_STASH_SIZE + 2 if cfg.enable_activation_offloading else 0
+
+
+def choose_layers(
+    models: Mapping[str, nn.Module], group: int = 1, ends: int = 1, first: int | None = None
+) -> list[tuple[float, Kept]]:
     """Choose the layers of one or two simulations, and their weights in the sum of results.
 
     Args:
         models: models on the meta device, by the name of their setting.
         group: number of consecutive layers that stay together.
         ends: number of layers (or groups) to keep at both ends; more than 1 with FSDP, which prefetches a layer.
+        first: number of layers (or groups) to keep at the beginning, by default ``ends``.
 
     Returns:
         (weight, indices of the kept layers by setting and stack) of each simulation.
@@ -194,7 +207,7 @@ def choose_layers(models: Mapping[str, nn.Module], group: int = 1, ends: int = 1
     splits = {}
     for setting, model in models.items():
         for name, stack in stacks(model).items():
-            splits[setting, name] = _split(stack, group, ends)
+            splits[setting, name] = _split(stack, group, ends, ends if first is None else first)
     omitted = []
     for _, kinds in splits.values():
         omitted.extend(len(groups) for groups in kinds)
@@ -228,7 +241,7 @@ def _depth(model: nn.Module) -> int:
     return sum(len(stack.layers) for stack in stacks(model).values())
 
 
-def _split(stack: nn.Module, group: int, ends: int) -> tuple[set[LayerGroup], list[list[LayerGroup]]]:
+def _split(stack: nn.Module, group: int, ends: int, first: int) -> tuple[set[LayerGroup], list[list[LayerGroup]]]:
     """Return the groups of layers that both simulations keep, and all other groups by kind."""
     layers = list(stack.layers)
     full_layers = getattr(stack, "full_layers", ())
@@ -240,7 +253,7 @@ def _split(stack: nn.Module, group: int, ends: int) -> tuple[set[LayerGroup], li
         kind = tuple((_kind(layers[index]), index in full_layers) for index in indices)
         kinds.setdefault(kind, []).append(indices)
 
-    both = {*groups[:ends], *groups[-ends:]}
+    both = {*groups[:first], *groups[-ends:]}
     both.update(alike[-1] for alike in kinds.values())
     # Layers whose keys and values, or whose output, later modules read.
     read_later = {*getattr(stack, "kv_sources", {}).values(), *getattr(stack, "deep_layers", ())}

@@ -89,6 +89,17 @@ def test_few_layers_give_the_estimate_of_all(name, load):
     assert few.parameters == complete.parameters
 
 
+def test_activations_that_wait_for_their_copies_are_not_extrapolated(load: Callable[..., tuple[Any, Any]]) -> None:
+    """The inputs of a few layers wait on the device; those of more layers do not take more memory."""
+    settings = {"enable_activation_offloading": True, "device": "cuda", **RECOMPUTE}
+    main, cfg = load(DENSE, 20, FULL, settings, length=65_536)
+    few, complete = (estimate_run(main, cfg, whole=every) for every in (False, True))
+    assert sum(few.simulated) < 20
+    for phase, peak in complete.peaks.items():
+        assert few.peaks[phase].total == pytest.approx(peak.total, rel=0.01), phase
+    assert few.host == pytest.approx(complete.host, rel=0.01)
+
+
 def test_offloaded_shards_are_copied_to_the_device_and_their_gradients_back(
     load: Callable[..., tuple[Any, Any]],
 ) -> None:
