@@ -28,6 +28,7 @@ from torchtune.modules.pooling import Pooling, last_hidden_states, pooled_embedd
 from torchtune.modules.position_embeddings import RotaryPositionalEmbeddings, apply_rope
 from torchtune.modules.rms_norm import Fp32LayerNorm, RMSNorm, rms_norm
 from torchtune.modules.scales import TanhGate
+from torchtune.modules.tiled_mlp import TiledMLP
 from torchtune.modules.transformer import TransformerDecoder, TransformerSelfAttentionLayer, text_decoder
 from torchtune.modules.vision_transformer import Tiles as Tiles
 from torchtune.modules.vision_transformer import VisionTransformer
@@ -49,6 +50,7 @@ __all__ = [
     "StoredLinear",
     "TanhGate",
     "TiedLinear",
+    "TiledMLP",
     "TransformerCrossAttentionLayer",
     "TransformerDecoder",
     "TransformerSelfAttentionLayer",
