@@ -55,8 +55,7 @@ class TiledMLP(Conversion):
                 paths.append(name)
         if not paths:
             raise ConversionError(
-                f"TiledMLP: {type(model).__name__} has no feed-forward layers to tile: remove it from "
-                "model_converters."
+                f"TiledMLP: {type(model).__name__} has no feed-forward layers to tile: remove it from model_converters."
             )
         return ConversionReport("TiledMLP", paths, note=f"tiles of {self.tile_size:,} tokens")
 

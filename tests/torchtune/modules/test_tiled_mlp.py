@@ -25,9 +25,9 @@ class LongestHidden(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         output = func(*args, **(kwargs or {}))
-        if isinstance(output, torch.Tensor) and output.dim() > 1 and output.shape[-1] == SIZES.intermediate_dim:
-            if output.shape != (SIZES.embed_dim, SIZES.intermediate_dim):  # a weight's gradient, transposed
-                self.tokens = max(self.tokens, output.numel() // SIZES.intermediate_dim)
+        # [b, s, hidden]; the other matrices of this width are gradients of weights
+        if isinstance(output, torch.Tensor) and output.dim() == 3 and output.shape[-1] == SIZES.intermediate_dim:
+            self.tokens = max(self.tokens, output.shape[0] * output.shape[1])
         return output
 
 
@@ -98,7 +98,7 @@ def test_conversion_can_be_undone() -> None:
 
 @pytest.mark.parametrize("tile_size", [0, -1, True, 1.5])
 def test_tile_size_that_is_no_positive_number_is_refused(tile_size) -> None:
-    with pytest.raises(ConversionError, match="tile_size is .*: give a number of tokens"):
+    with pytest.raises(ConversionError, match=r"tile_size is .*: give a number of tokens"):
         TiledMLP(tile_size)
 
 
