@@ -73,6 +73,12 @@ NOT_RUN = {
     "python benchmarks/count_cuda.py --compile > counts.jsonl": "the same",
     "python benchmarks/count_cuda.py --table counts.jsonl": "the same",
     "tune estimate --config llama3_1/8B_full --simulate 8xH100 --fit 24GiB": "simulates for minutes",
+    "tune estimate --config llama3_1/8B_full --simulate 8xH100 tokenizer.max_seq_len=1048576 "
+    "model._component_=torchtune.models.llama3_1.llama3_1 model.vocab_size=128256 model.num_layers=32 "
+    "model.num_heads=32 model.num_kv_heads=8 model.embed_dim=4096 model.intermediate_dim=14336 "
+    "model.max_seq_len=1048576 context_parallel_dim=8 data_parallel_shard_dim=-1 batch_size=1 "
+    "gradient_accumulation_steps=1 enable_activation_checkpointing=True enable_activation_offloading=True "
+    '"model_converters=[{_component_: torchtune.modules.TiledMLP, tile_size: 16384}]"': "simulates for half a minute",
     "python benchmarks/bf16_that_learns.py --checkpoint /tmp/SmolLM2-135M-Instruct": "takes minutes",
     "make bench": "makes an environment of its own and takes an hour",
     "tune run --config smol/135M_lora_single_device dataset.data_files=mine.jsonl device=cpu": "first_finetune",

@@ -206,6 +206,9 @@ class ImportedConfig:
         if noise:
             noise_converter = {"_component_": "torchtune.modules.NEFTune", "alpha": noise}
             data["model_converters"] = [noise_converter, *data.get("model_converters", [])]
+        if take("@tiled_mlp", False):
+            tiles = {"_component_": "torchtune.modules.TiledMLP"}
+            data["model_converters"] = [tiles, *data.get("model_converters", [])]
         self._folder = take("@folder", "data")
         entries = self._entries(take("@datasets"), self._folder)
         nodes = [self._dataset(number, entry, reader) for number, entry in enumerate(entries)]

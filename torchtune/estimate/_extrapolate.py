@@ -25,6 +25,7 @@ from torchtune.estimate._plan import arrange, build_on_meta, count_parameters, o
 from torchtune.estimate._simulate import Kept, check_simulated, simulate
 from torchtune.estimate._simulated_inputs import stacks
 from torchtune.supervision import StepPlan
+from torchtune.training import OffloadActivations
 from torchtune.training.parallel import ParallelDims
 from torchtune.utils import simulated
 
@@ -119,7 +120,8 @@ def estimate_run(
         if whole:
             choices: list[tuple[float, Kept]] = [(1.0, {})]
         else:
-            choices = choose_layers(models, _group(cfg), ends=1 if processes == 1 else 2)
+            ends = 1 if processes == 1 else 2
+            choices = choose_layers(models, _group(cfg), ends=ends, first=max(ends, _layers_before_offloading(cfg)))
         runs = []
         for weight, layers in choices:
             observer = simulate(main, settings, processes, length=length, kept=layers, models=models, micro_batches=1)
@@ -182,13 +184,24 @@ def _group(cfg: SettingsView) -> int:
     return 1
 
 
-def choose_layers(models: Mapping[str, nn.Module], group: int = 1, ends: int = 1) -> list[tuple[float, Kept]]:
+def _layers_before_offloading(cfg: SettingsView) -> int:
+    """Return the number of first layers whose activations may all be on the device, although they are offloaded.
+
+    That many tensors wait for their copies to the host, and a layer that is recomputed saves a single one.
+    """
+    return OffloadActivations.MAX_FWD_STASH_SIZE + 2 if cfg.enable_activation_offloading else 0
+
+
+def choose_layers(
+    models: Mapping[str, nn.Module], group: int = 1, ends: int = 1, first: int | None = None
+) -> list[tuple[float, Kept]]:
     """Choose the layers of one or two simulations, and their weights in the sum of results.
 
     Args:
         models: models on the meta device, by the name of their setting.
         group: number of consecutive layers that stay together.
         ends: number of layers (or groups) to keep at both ends; more than 1 with FSDP, which prefetches a layer.
+        first: number of layers (or groups) to keep at the beginning, by default ``ends``.
 
     Returns:
         (weight, indices of the kept layers by setting and stack) of each simulation.
@@ -196,7 +209,7 @@ def choose_layers(models: Mapping[str, nn.Module], group: int = 1, ends: int = 1
     splits = {}
     for setting, model in models.items():
         for name, stack in stacks(model).items():
-            splits[setting, name] = _split(stack, group, ends)
+            splits[setting, name] = _split(stack, group, ends, ends if first is None else first)
     counts = []  # of the groups of each kind that are not kept always
     for _, kinds in splits.values():
         counts.extend(len(groups) for groups in kinds)
@@ -230,7 +243,7 @@ def _depth(model: nn.Module) -> int:
     return sum(len(stack.layers) for stack in stacks(model).values())
 
 
-def _split(stack: nn.Module, group: int, ends: int) -> tuple[set[LayerGroup], list[list[LayerGroup]]]:
+def _split(stack: nn.Module, group: int, ends: int, first: int) -> tuple[set[LayerGroup], list[list[LayerGroup]]]:
     """Return the groups of layers that both simulations keep, and all other groups by kind.
 
     Groups of a kind need the same memory and work. So a simulation may leave most of them out: what it measures grows
@@ -246,7 +259,7 @@ def _split(stack: nn.Module, group: int, ends: int) -> tuple[set[LayerGroup], li
         kind = tuple((_kind(layers[index]), index in full_layers) for index in indices)
         kinds.setdefault(kind, []).append(indices)
 
-    always_kept = {*groups[:ends], *groups[-ends:]}
+    always_kept = {*groups[:first], *groups[-ends:]}
     # One group of each kind, so that its moments are measured in both.
     always_kept.update(groups_of_kind[-1] for groups_of_kind in kinds.values())
     # Layers whose keys and values, or whose output, later modules read.

@@ -7,11 +7,14 @@ fastest one that fits.
 """
 
 import itertools
+import json
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from omegaconf import OmegaConf
 
 from torchtune.config import SettingsView
 from torchtune.estimate._devices import Accelerator
@@ -29,6 +32,10 @@ MOST = 8
 CLOSE = 1.1
 # Tolerated error of a product of savings, as a factor.
 MARGIN = 1.25
+
+# Tokens of a tile of feed-forward layers; shorter rows are not tiled.
+TILE = 16_384
+_TILED_MLP = "torchtune.modules.TiledMLP"
 
 # Minimum factor by which an override must reduce memory.
 SAVES_NOTHING = 1.02
@@ -66,6 +73,8 @@ def _levers(cfg: SettingsView, processes: int, *, last: bool, experts: bool) -> 
         "optimizer": _optimizers(cfg),
         "model": _base_weights(cfg),
     }
+    if (cfg.max_seq_len or 0) > TILE:
+        levers["model_converters"] = _tiles_of_feed_forward(cfg)
     if processes > 1:
         levers["data_parallel_replicate_dim"] = _replicas(cfg)
     if processes > 1 and experts:
@@ -163,6 +172,16 @@ def _base_weights(cfg: SettingsView) -> list[Option]:
     package, _, builder = model.rpartition(".")
     if builder.startswith("lora_"):
         options.append(((f"model._component_={package}.q{builder}",), 1.35))
+    return options
+
+
+def _tiles_of_feed_forward(cfg: SettingsView) -> list[Option]:
+    """Return the conversions in the settings, and with feed-forward layers in tiles of the sequence."""
+    options: list[Option] = [((), 1.0)]
+    converters = OmegaConf.to_container(OmegaConf.create(list(cfg.model_converters or [])))
+    if all(converter["_component_"] != _TILED_MLP for converter in converters):
+        converters.append({"_component_": _TILED_MLP, "tile_size": TILE})
+        options.append(((f"model_converters={json.dumps(converters)}",), 1.02))  # JSON is YAML in one line
     return options
 
 

@@ -1,6 +1,7 @@
 """Build a model from the ``config.json`` of its checkpoint, also the text decoder of a composite model."""
 
 from collections.abc import Collection, Iterable, Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -164,8 +165,57 @@ _STORED_DTYPES = {
 }
 
 
+# The two names of RoPE's settings in config.json, before and since transformers 5.
+_ROPE_FIELDS = ("rope_scaling", "rope_parameters")
+
+
+def override_fields(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Replace fields of a ``config.json``; RoPE's settings keep the ``rope_theta`` of the file.
+
+    Args:
+        config: contents of the file, or of its ``text_config``.
+        overrides: new values by field. ``rope_scaling`` and ``rope_parameters`` are two names of one field; the file
+            need not have it.
+
+    Raises:
+        ModelError: a field is not in the file, or RoPE's settings are no object.
+
+    Example:
+        >>> from torchtune.models._from_hf_config import override_fields
+        >>> override_fields({"hidden_size": 8, "rope_theta": 1e4}, {"rope_scaling": {"rope_type": "linear"}})
+        {'hidden_size': 8, 'rope_theta': 10000.0, 'rope_scaling': {'rope_type': 'linear'}}
+    """
+    overridden = dict(config)
+    for name, value in overrides.items():
+        if name in _ROPE_FIELDS:
+            if not isinstance(value, Mapping):
+                raise ModelError(
+                    f"config_overrides: {name} is {shown(value)}: give an object, such as "
+                    "{rope_type: yarn, factor: 4.0, original_max_position_embeddings: 32768}."
+                )
+            name = next((field for field in _ROPE_FIELDS if config.get(field)), "rope_scaling")
+            former = config.get(name) or {}
+            if any(isinstance(settings, Mapping) for settings in former.values()):
+                raise ModelError(
+                    f"config_overrides: {name} of this model differs by kind of layer, and cannot be overridden: "
+                    "change it in config.json."
+                )
+            base = {key: former[key] for key in ("rope_theta", "partial_rotary_factor") if key in former}
+            overridden[name] = {**base, **value}
+        elif name in config:
+            overridden[name] = value
+        else:
+            nearest = get_close_matches(name, [*config, *_ROPE_FIELDS], n=1, cutoff=0.5)
+            hint = f"did you mean '{nearest[0]}'?" if nearest else "see the fields of config.json."
+            raise ModelError(f"config_overrides: config.json has no field '{name}'; {hint}")
+    return overridden
+
+
 def from_hf_config(
-    checkpoint_dir: str | Path, ignore_fields: Collection[str] = (), images: bool = False
+    checkpoint_dir: str | Path,
+    ignore_fields: Collection[str] = (),
+    images: bool = False,
+    config_overrides: Mapping[str, Any] | None = None,
 ) -> TransformerDecoder:
     """Build a model from the ``config.json`` of a Hugging Face checkpoint, without its weights.
 
@@ -176,6 +226,8 @@ def from_hf_config(
         checkpoint_dir: folder with ``config.json``, or the file itself, or the URL of a folder (``s3://bucket/model``).
         ignore_fields: fields of the file to skip.
         images: also build the vision tower of a composite model.
+        config_overrides: fields of the file to replace, for example ``{"max_position_embeddings": 131072}``. Exports
+            write the new values. See :doc:`/long_context` for a longer context.
 
     Raises:
         ModelError: the file is missing or unreadable, the architecture is unknown, or a field has no equivalent in a
@@ -192,6 +244,8 @@ def from_hf_config(
     if not path.exists():
         raise ModelError(f"There is no config.json in {checkpoint_dir}: give the folder of the checkpoint.")
     config = text_config(read_json(path, ModelError), images)
+    if config_overrides:
+        config = override_fields(config, config_overrides)
     architecture = architecture_of(config)
     if architecture is None:
         raise ModelError(f"{path} names no architecture (field 'architectures'): give the config.json of a checkpoint.")

@@ -18,6 +18,7 @@ from torchtune.modules.model_converters import (
     Freeze,
     NEFTune,
     OptionalKernels,
+    TiledMLP,
 )
 from torchtune.modules.output_projection import TiedLinear, classifier_model
 from torchtune.modules.pooling import Pooling, last_hidden_states, pooled_embeddings
@@ -49,6 +50,7 @@ __all__ = [
     "StoredLinear",
     "TanhGate",
     "TiedLinear",
+    "TiledMLP",
     "TransformerCrossAttentionLayer",
     "TransformerDecoder",
     "TransformerSelfAttentionLayer",

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from torchtune.modules.kernels import SWIGLU
 
@@ -60,6 +61,9 @@ class FeedForward(nn.Module):
         activation: elementwise activation of the gate; by default SiLU.
         gate_scale: factor of the gate.
 
+    Attributes:
+        tile_size: number of tokens that are computed at a time; None for all, see :class:`TiledMLP`.
+
     Example:
         >>> linear = torch.nn.Linear
         >>> mlp = torchtune.modules.FeedForward(gate_proj=linear(8, 16), up_proj=linear(8, 16), down_proj=linear(16, 8))
@@ -82,9 +86,19 @@ class FeedForward(nn.Module):
         self.w3 = up_proj
         self.activation = nn.SiLU() if activation is None else activation
         self.gate_scale = gate_scale
+        self.tile_size: int | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the layer to ``[..., embed_dim]``."""
+        if self.tile_size is None or x.shape[-2] <= self.tile_size:
+            return self._compute(x)
+        outputs = []
+        for tile in x.split(self.tile_size, dim=-2):
+            # Also within a checkpointed layer: its recomputation would save the hidden activations of all tiles.
+            outputs.append(checkpoint(self._compute, tile, use_reentrant=False))
+        return torch.cat(outputs, dim=-2)
+
+    def _compute(self, x: Tensor) -> Tensor:
         gate = self.w1(x)
         if self.gate_scale != 1.0:
             gate = gate * self.gate_scale

@@ -247,11 +247,13 @@ class OffloadActivations(saved_tensors_hooks):
         ...     loss = model(tokens).sum()
     """
 
+    MAX_FWD_STASH_SIZE = 5
+
     def __init__(
         self,
         use_pin_memory: bool = True,
         use_streams: bool = True,
-        max_fwd_stash_size: int = 5,
+        max_fwd_stash_size: int = MAX_FWD_STASH_SIZE,
         min_offload_size: int = 1024,
     ) -> None:
         if max_fwd_stash_size < 1:

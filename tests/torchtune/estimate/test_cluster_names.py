@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import yaml
 
 from torchtune._cli._find_recipe import recipe_named_by, resolve_config
 from torchtune._cli.estimate import simulate_run
@@ -67,6 +68,20 @@ def test_expert_parallelism_is_tried_only_with_experts():
     settings = {"expert_parallel_dim": 1, "tensor_parallel_dim": 1}
     assert list(candidates(settings, 4)) == [()]
     assert list(candidates(settings, 4, experts=True)) == [(), ("expert_parallel_dim=2",), ("expert_parallel_dim=4",)]
+
+
+def test_tiles_of_feed_forward_layers_are_tried_for_long_rows_only():
+    adapter = {"_component_": "torchtune.modules.peft.LoRA", "rank": 8}
+    settings = {"model_converters": [adapter], "tokenizer": {"max_seq_len": 16_384}}
+    assert list(candidates(settings, 1)) == [()]
+    settings["tokenizer"]["max_seq_len"] = 131_072
+    unchanged, (override,) = candidates(settings, 1)
+    assert unchanged == ()
+    key, _, value = override.partition("=")
+    tiled = {"_component_": "torchtune.modules.TiledMLP", "tile_size": 16_384}
+    assert (key, yaml.safe_load(value)) == ("model_converters", [adapter, tiled])
+    settings["model_converters"] = [tiled]
+    assert list(candidates(settings, 1)) == [()]
 
 
 RECOMPUTE, OFFLOAD = "enable_activation_checkpointing=True", "enable_activation_offloading=True"

@@ -89,6 +89,31 @@ def test_few_layers_give_the_estimate_of_all(name, load):
     assert few.parameters == complete.parameters
 
 
+def test_activations_that_wait_for_their_copies_are_not_extrapolated(load: Callable[..., tuple[Any, Any]]) -> None:
+    """The inputs of a few layers wait on the device; those of more layers do not take more memory."""
+    settings = {"enable_activation_offloading": True, "device": "cuda", **RECOMPUTE}
+    main, cfg = load(DENSE, 20, FULL, settings, length=65_536)
+    few, complete = (estimate_run(main, cfg, whole=every) for every in (False, True))
+    assert sum(few.simulated) < 20
+    for phase, peak in complete.peaks.items():
+        assert few.peaks[phase].total == pytest.approx(peak.total, rel=0.01), phase
+    assert few.host == pytest.approx(complete.host, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "bits", "block_size"), [("AdamW8bit", 8, 256), ("AdamW4bit", 4, 128), ("AdamWFp8", 8, 256)]
+)
+def test_states_of_low_bit_optimizers_have_their_size(
+    optimizer: str, bits: int, block_size: int, load: Callable[..., tuple[Any, Any]]
+) -> None:
+    """Two states of ``bits`` per element, with a scale in fp32 for each block."""
+    settings = {"optimizer": {"_component_": f"torchao.optim.{optimizer}", "lr": 1e-5}}
+    main, cfg = load(DENSE, 2, FULL_MANY, settings, length=256)
+    estimate = estimate_run(main, cfg, 8, whole=True)
+    expected = estimate.parameters[0] / 8 * 2 * (bits / 8 + 4 / block_size)
+    assert estimate.peaks["optimizer"].components["optimizer"] == pytest.approx(expected, rel=0.01)
+
+
 def test_offloaded_shards_are_copied_to_the_device_and_their_gradients_back(
     load: Callable[..., tuple[Any, Any]],
 ) -> None:

@@ -252,9 +252,11 @@ class LowPrecisionOptimizer(Optimizer):
                 pieces += self._storage_pieces(parameter, rule, size)
             step_pieces(rule.function, pieces, scalars, self._origins(in_place, size, device), key, is_skipped)
             copied = [parameter for parameter in same_age if not self._is_stepped_in_place(parameter, rule)]
-            origins = iter(self._origins(copied, size, device).unbind())
+            # A simulation counts the copies of a piece, which would be those of the whole shard.
+            copied_size = piece_size(device) if is_simulated() else size
+            origins = iter(self._origins(copied, copied_size, device).unbind())
             for parameter in copied:
-                self._step_copies(parameter, rule, scalars, key, origins, size, is_skipped)
+                self._step_copies(parameter, rule, scalars, key, origins, copied_size, is_skipped)
 
     def _is_stepped_in_place(self, parameter: torch.nn.Parameter, rule: UpdateRule) -> bool:
         """Return whether the stored tensors of a parameter are runs of its elements, which an update can change."""
