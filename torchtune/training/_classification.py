@@ -172,7 +172,10 @@ def setup_classification(
         return ClassificationScores()
     number_targets(task, [*datasets, *datasets_val], classification_loss)
     decoder.description = replace(description, class_names=task.class_names, problem_type=task.problem_type)
-    log_rank_zero(get_logger(), f"{describe_labels(task, _values_of(datasets))}.")
+    values: list[Any] = []  # of all rows
+    for dataset in datasets:
+        values += dataset.values
+    log_rank_zero(get_logger(), f"{describe_labels(task, values)}.")
     return ClassificationScores(classification_loss)
 
 
@@ -243,18 +246,10 @@ def number_targets(
     loss.set_targets(task.problem_type, torch.tensor(table, dtype=torch.float32))
 
 
-def _values_of(datasets: Sequence[ClassificationDataset]) -> list[Any]:
-    """Return the values of all rows of the datasets, in order."""
-    values: list[Any] = []
-    for dataset in datasets:
-        values += dataset.values
-    return values
-
-
 def _task_of(labeled: Sequence[ClassificationDataset], class_names: tuple[str, ...]) -> ClassificationTask:
     """Return the task of the training data, with names from ``labels``, the model or the data, in this order."""
     named_tasks = {dataset.task for dataset in labeled if dataset.has_own_names}
-    values = _values_of(labeled)
+    values = [value for dataset in labeled for value in dataset.values]
     problem_types = {dataset.task.problem_type for dataset in labeled}
     if len(named_tasks) > 1 or len(problem_types) > 1:
         raise ClassificationError(
@@ -277,7 +272,8 @@ def _task_of(labeled: Sequence[ClassificationDataset], class_names: tuple[str, .
             "at least two classes."
         )
     if named_tasks:
-        return named_tasks.pop()
+        (task,) = named_tasks
+        return task
     if class_names and counts.keys() <= set(class_names):
         return ClassificationTask(problem_type, class_names)
     return ClassificationTask(problem_type, tuple(counts))
