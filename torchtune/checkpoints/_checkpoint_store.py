@@ -557,7 +557,10 @@ class CheckpointStore:
         for model in _by_name(models).values():  # a validation leaves the parameters all-gathered
             reshard(model)
         # All models are checked and described before a file exists.
-        views = _views(models, contents, self._ranks)
+        views = {}
+        for model_name, model in _by_name(models).items():
+            unread = self.source(model_name).unread
+            views[model_name] = SaveView(model, contents_of(contents, model_name), self._ranks, unread)
         exports = []
         files: list[TensorFile] = []
         for model_name, view in views.items():
@@ -726,8 +729,8 @@ def _by_name(models: Models) -> dict[str, nn.Module]:
     return dict(models.items())
 
 
-def _views(models: Models, contents: Contents, ranks: Ranks | None = None) -> dict[str, SaveView]:
-    return {name: SaveView(model, contents_of(contents, name), ranks) for name, model in _by_name(models).items()}
+def _views(models: Models, contents: Contents) -> dict[str, SaveView]:
+    return {name: SaveView(model, contents_of(contents, name)) for name, model in _by_name(models).items()}
 
 
 def _folder(name: str) -> str:
