@@ -92,6 +92,8 @@ def refused(tmp_path, **settings):
 
 
 def test_hub_that_cannot_be_reached_for_a_data_file_is_one_sentence(tmp_path, monkeypatch):
+    import datasets
+
     class ConnectError(Exception):
         """As of httpx, which is neither an OSError nor a ValueError."""
 
