@@ -17,7 +17,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 
-from torchtune import config, estimate, generation, training, utils
+from torchtune import config, estimate, generation, supervision, training, utils
 from torchtune.config import Component, Range
 from torchtune.data import Message
 from torchtune.models import checkpoint_tokenizer, from_hf_config, stored_dtype
@@ -69,6 +69,8 @@ class Settings:
     device: str | None = None
     # Dtype of weights and activations; null: the best one that the device computes fast.
     dtype: Literal["bf16", "fp16", "fp32"] | None = None
+    # Watchdog timeout: minutes without progress after which the run ends and names the stalled rank; null: none.
+    hang_timeout_minutes: Annotated[float | None, Range(above=0)] = 30.0
     # Argument of torch.set_deterministic_debug_mode.
     cudnn_deterministic_mode: int | str | None = None
     # Log level of the terminal.
@@ -139,6 +141,7 @@ class InferenceRecipe:
             messages[-1].content.insert(0, {"type": "image", "content": prompt["image"]})
         return generation.prompt_row(self.tokenizer, messages, "prompt")
 
+    @utils.doing("generating")
     @torch.inference_mode()
     def generate(self, cfg: Settings) -> str:
         """Print the answer as it is generated and return it."""
@@ -176,6 +179,7 @@ class InferenceRecipe:
             utils.log_rank_zero(self.log, f"{name}: {value:.2f} GiB")
         return "".join([*pieces, last_piece])
 
+    @utils.doing("generating")
     def answer_file(self, cfg: Settings) -> None:
         """Answer every prompt of the file without an answer."""
         output = Path(cfg.output) if cfg.output else Path(cfg.prompts).with_suffix(".answers.jsonl")
@@ -204,6 +208,7 @@ class InferenceRecipe:
 
 
 @config.parse
+@supervision.watched
 def recipe_main(cfg: Settings) -> Any:
     """Run the recipe with checked settings."""
     estimate.check_run(cfg)

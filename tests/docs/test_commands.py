@@ -93,6 +93,11 @@ NOT_RUN = {
     "tune run --nproc-per-node 8 --config qwen3/8B_lora dataset.data_files=mine.jsonl": "eight GPUs",
     "tune run --nproc-per-node 2 --config smol/135M_lora device=cpu dataset.data_files=mine.jsonl": "two processes",
     "tune estimate --config llama3_3/70B_lora --simulate 16xH100 tokenizer.max_seq_len=4096": "seconds",
+    "tune estimate --config llama3_3/70B_full_multinode --simulate 64xH100 tokenizer.max_seq_len=4096": "seconds",
+    "tune estimate --config llama3_3/70B_full_multinode --simulate 64xH100 tokenizer.max_seq_len=4096 "
+    "tensor_parallel_dim=1 data_parallel_shard_dim=-1": "the same",
+    "tune estimate --config llama3_3/70B_full_multinode --simulate 64xH100 tokenizer.max_seq_len=4096 "
+    "tensor_parallel_dim=1 data_parallel_shard_dim=8 data_parallel_replicate_dim=8": "the same",
     "tune data prepare llama3_3/70B_lora dataset.data_files=mine.jsonl --output /shared/prepared": "needs a tokenizer",
     "sbatch --array=0-15 examples/launch/prepare_slurm.sh 16 my_config.yaml /shared/corpus": "needs Slurm; "
     "tests/examples/test_launch.py runs what its tasks, and those of the next, are told to do",

@@ -1,5 +1,6 @@
 """Kubeflow Trainer's command lines and the manifests of examples/launch/kubeflow, on tiny weights."""
 
+import json
 import os
 import re
 import socket
@@ -10,6 +11,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import tomllib
 import torch
 import yaml
 
@@ -196,6 +198,25 @@ def test_job_is_valid_by_the_published_models():
     assert trainer.TrainerV1alpha1TrainJob.from_dict(manifest).to_dict() == manifest
 
 
+def test_job_that_prepares_data_is_valid_by_the_published_models():
+    trainer = pytest.importorskip("kubeflow_trainer_api.models", reason="pip install kubeflow-trainer-api")
+    manifest = yaml.safe_load((LAUNCH / "prepare_job.yaml").read_text())
+    assert trainer.IoK8sApiBatchV1Job.from_dict(manifest).to_dict() == manifest
+
+
+def test_job_of_the_training_operator_is_valid_by_the_published_models():
+    """Its package needs the whole client of Kubernetes, so the tests do not install it."""
+    operator = pytest.importorskip("kubeflow.training.api_client", reason="pip install kubeflow-training")
+    manifest = yaml.safe_load((LAUNCH / "pytorchjob.yaml").read_text())
+
+    class Response:
+        data = json.dumps(manifest)
+
+    client = operator.ApiClient()
+    job = client.deserialize(Response, "KubeflowOrgV1PyTorchJob")
+    assert client.sanitize_for_serialization(job) == manifest
+
+
 def test_image_is_built_from_files_of_the_repository_for_a_user_who_is_not_root():
     text = (KUBEFLOW / "Dockerfile").read_text().replace("\\\n", " ")
     instructions = [line.split(None, 1) for line in text.splitlines() if re.match(r"[A-Z]+ ", line)]
@@ -208,7 +229,28 @@ def test_image_is_built_from_files_of_the_repository_for_a_user_who_is_not_root(
         assert f"runAsUser: {user}\n" in (KUBEFLOW / f"{name}.yaml").read_text()
     copies = [argument.split() for word, argument in instructions if word == "COPY"]
     sources = [words[:-1] for words in copies if not words[0].startswith("--from")]
-    assert all((LAUNCH.parents[1] / source).exists() for words in sources for source in words)
+    root = LAUNCH.parents[1]
+    assert all((root / source).exists() for words in sources for source in words)
+    # The first stage has what tests/test_repository.py builds the wheel from, and nothing else.
+    copied = [source for words in sources for source in words]
+    assert sorted(copied) == ["LICENSE", "README.md", "constraints.txt", "pyproject.toml", "recipes", "torchtune"]
+    # The stages hand over the wheel where it was put; the command in the head names this file.
+    wheels = re.search(r"pip wheel .*--wheel-dir (\S+)", text)[1]
+    assert f"COPY --from=wheel {wheels}/*.whl /wheels/" in text
+    assert "FROM python:3.12-slim AS wheel" in text
+    assert "pip install --no-cache-dir --constraint /wheels/constraints.txt /wheels/*.whl" in text
+    file = re.search(r"docker build -f (\S+)", text)[1]
+    assert root / file == KUBEFLOW / "Dockerfile"
+
+
+def test_extras_that_examples_name_exist():
+    root = LAUNCH.parents[1]
+    extras = tomllib.loads((root / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    named = set()
+    for path in [*LAUNCH.rglob("*.*"), KUBEFLOW / "Dockerfile", *(root / "docs").glob("*.rst")]:
+        for names in re.findall(r"torchtune\[([\w,-]+)\]", path.read_text()):
+            named.update(names.split(","))
+    assert {"ray", "s3"} <= named <= extras.keys()
 
 
 @pytest.mark.slow

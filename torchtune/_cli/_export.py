@@ -30,6 +30,7 @@ from torchtune._cli._reference_logits import (
     score_elsewhere,
     tokenize_elsewhere,
 )
+from torchtune._facade import load_to_save
 from torchtune.checkpoints import (
     ADAPTER_CONFIG_FILE,
     ADAPTER_FILE,
@@ -432,7 +433,7 @@ def write_files(trained: Trained, to: str, quant: str | None, files: Path, merge
         if to == "adapter" and (trained.path / ADAPTER_FILE).is_file():  # may differ from the base's
             tensors = ModelSource(trained.path, [ADAPTER_FILE]).open()
             dtype = tensors.read(tensors.names()[0]).dtype
-        model, _ = torchtune.load(trained.path, dtype=dtype, device="cpu")
+        model = load_to_save(trained.path, dtype)
         contents = "model" if to == "hf" else to
         torchtune.save(model, files, contents=contents)
         _copy_embedding_files(trained.checkpoint, files)

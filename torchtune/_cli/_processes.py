@@ -2,7 +2,8 @@
 
 Of the processes that share a model, one per device, this one is rank 0: it reads the terminal, prints, writes files and
 listens. The others, its followers, run the same command line without input and output. They end with it, and it ends
-with a sentence if one of them is lost.
+with a sentence if one of them is lost, or shows no sign of life: each writes a byte to its standard output every second,
+which rank 0 reads.
 """
 
 import multiprocessing
@@ -27,12 +28,18 @@ from torchtune.utils import UserError
 _FOLLOWER = "TUNE_FOLLOWER"
 # Seconds in which rank 0 may find the same error as the follower that has ended, to report it itself.
 _PATIENCE = 5.0
+# Seconds between two signs of life of a follower, and without one after which it is taken for stopped. A call into C++
+# may hold Python's lock for minutes.
+_SECONDS_BETWEEN_SIGNS = 1.0
+_MOST_SILENT_SECONDS = 300.0
+# Seconds between two looks of rank 0 that show that it was stopped itself, with its machine or by Ctrl-Z.
+_SECONDS_OF_A_STOP = 10.0
 # Seconds that followers may take to end after rank 0 has finished.
 _MOST_SECONDS_TO_END = 60.0
 
 
 class LostFollowerError(UserError):
-    """Raised if a follower ends before rank 0."""
+    """Raised if a follower ends before rank 0, or does not answer."""
 
     exit_code = 1
 
@@ -46,10 +53,11 @@ def several_processes(requested: str | None) -> Iterator[None]:
 
     Raises:
         UserError: the value is none of these.
-        LostFollowerError: another process has ended.
+        LostFollowerError: another process has ended or does not answer.
     """
     if _FOLLOWER in os.environ:
         threading.Thread(target=_end_with_leader, daemon=True).start()
+        threading.Thread(target=_give_signs_of_life, daemon=True).start()
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - until the process ends
         yield
         _leave_group()
@@ -73,6 +81,16 @@ def _end_with_leader() -> None:
     """Wait for the end of rank 0, which holds the other end of standard input, and end at once."""
     os.read(0, 1)  # not sys.stdin, whose lock this thread would hold when the interpreter ends
     os._exit(1)
+
+
+def _give_signs_of_life() -> None:
+    """Tell rank 0 once a second that this process runs."""
+    while True:
+        try:
+            os.write(1, b".")  # not sys.stdout, which writes nothing
+        except OSError:  # rank 0 has ended
+            return
+        time.sleep(_SECONDS_BETWEEN_SIGNS)
 
 
 def _count_processes(requested: str | None) -> int:
@@ -102,6 +120,7 @@ class _Followers:
         self._size = size
         self._processes: list[subprocess.Popen] = []
         self._errors: list[IO[bytes]] = []  # what each of them prints to standard error
+        self._last_signs: list[float] = []  # time of the last sign of life of each
         self._is_over = threading.Event()
 
     def __enter__(self) -> None:
@@ -127,16 +146,19 @@ class _Followers:
                 [sys.executable, "-m", "torchtune._cli.tune", *sys.argv[1:]],
                 env={**os.environ, "OMP_NUM_THREADS": str(threads), **ranks},
                 stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
                 stderr=errors,
                 start_new_session=True,  # Ctrl-C is for rank 0, which ends the others
             )
+            os.set_blocking(process.stdout.fileno(), False)
+            self._last_signs.append(time.monotonic())
             self._processes.append(process)
             self._errors.append(errors)
         rank_0 = {**shared, "RANK": "0", "LOCAL_RANK": "0"}
         self._environment_before = {name: os.environ.get(name) for name in rank_0}
         os.environ.update(rank_0)
-        threading.Thread(target=self._watch, daemon=True).start()
+        self._watcher = threading.Thread(target=self._watch, daemon=True)
+        self._watcher.start()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -144,13 +166,20 @@ class _Followers:
         import torch
 
         self._is_over.set()
+        self._watcher.join()  # it reads from the processes
         failed_rank = None
+        text = None
         if error is None:
             failed_rank = self._wait_until_ended()
-        elif isinstance(error, RuntimeError) or isinstance(error.__cause__, RuntimeError):
-            # Of a collective, if a follower has failed.
-            failed_rank = self._wait_for_failure(_PATIENCE)
-        text = None
+        else:
+            cause = error if isinstance(error, RuntimeError) else error.__cause__
+            if isinstance(cause, RuntimeError):  # of a collective, if a follower has failed or hangs
+                failed_rank = self._wait_for_failure(_PATIENCE)
+                if "timed out" in str(cause).lower():
+                    text = (
+                        f"one of the {self._size} processes runs, but has not answered the others until the timeout of "
+                        "their collectives: run the command again, and with fewer processes if it happens again."
+                    )
         if failed_rank is not None:
             text = self._explain(failed_rank)
         self._kill()
@@ -167,14 +196,39 @@ class _Followers:
             raise LostFollowerError(text) from error
 
     def _watch(self) -> None:
-        """End this process if a follower fails while rank 0 waits: for input, a request, or a collective."""
+        """End this process if a follower fails or is stopped while rank 0 waits: for input, or a collective."""
+        last_check = time.monotonic()
         while not self._is_over.wait(0.2):
+            now = time.monotonic()
+            if now - last_check > _SECONDS_OF_A_STOP:
+                self._last_signs = [now] * len(self._last_signs)
+            last_check = now
+            silent_rank = self._silent_rank(now)
+            if silent_rank is not None:
+                self._end(
+                    f"rank {silent_rank} of {self._size} has given no sign of life for {_MOST_SILENT_SECONDS:.0f} s, "
+                    "so that the others ended, too: its process was stopped, or its device hangs; run the command "
+                    "again."
+                )
             failed_rank = self._failed_rank()
             if failed_rank is None or self._is_over.wait(_PATIENCE):
                 continue
-            print(f"error: {self._explain(failed_rank)}", file=sys.stderr, flush=True)
-            self._kill()
-            os._exit(LostFollowerError.exit_code)
+            self._end(self._explain(failed_rank))
+
+    def _end(self, sentence: str) -> None:
+        """End all processes with an error, whatever the main thread waits for."""
+        print(f"error: {sentence}", file=sys.stderr, flush=True)
+        self._kill()
+        os._exit(LostFollowerError.exit_code)
+
+    def _silent_rank(self, now: float) -> int | None:
+        """Read the signs of life; return the rank of a follower that runs without one, or None."""
+        for index, process in enumerate(self._processes):
+            if process.stdout.read(1 << 16):  # None if there is nothing to read
+                self._last_signs[index] = now
+            if process.poll() is None and now - self._last_signs[index] > _MOST_SILENT_SECONDS:
+                return index + 1
+        return None
 
     def _failed_rank(self) -> int | None:
         """Return the rank of a follower that has failed; None if there is none."""
@@ -225,6 +279,7 @@ class _Followers:
             process.kill()
             process.wait()
             process.stdin.close()
+            process.stdout.close()
 
 
 class CrashedError(UserError):

@@ -1,7 +1,10 @@
 """``tune sweep``."""
 
 import argparse
+import logging
 import math
+import os
+import platform
 import random
 import re
 import shlex
@@ -18,8 +21,9 @@ from typing import Any, BinaryIO
 from torchtune._cli._find_recipe import recipe_named_by, resolve_config, resolve_recipe
 from torchtune._cli._run_command import Command, parse_command, require_config
 from torchtune._cli._shorthands import expand_shorthands
+from torchtune._cli._torchrun import torchrun_arguments
 from torchtune._cli.subcommand import Subcommand
-from torchtune.utils import EXIT_REQUEUE, FolderLock, UserError, read_json, write_json
+from torchtune.utils import EXIT_REQUEUE, FolderLock, UserError, first_line, read_json, require, write_json
 
 _USAGE = (
     "tune sweep [TORCHRUN-OPTIONS] [<recipe>] --config <config> --trials 8 --output <folder> "
@@ -33,6 +37,7 @@ _LOG = "output.txt"
 _POLL_SECONDS = 0.5
 _LAST_SHARE = 10  # the training loss of a trial is the mean over this share of its steps, one tenth
 _FINALISTS = 2  # trials that are trained to the end, for a comparison on the same rows
+_TASK_RETRIES = 3  # how often Ray starts the task of a trial anew on another node, where its run resumes
 
 
 class SweepError(UserError):
@@ -204,7 +209,7 @@ class Sweep(Subcommand):
     description = (
         "Train trials with different settings by successive halving: all trials run for a few steps, the\n"
         "better half of them is resumed for twice as many, until two finish. Trials run one after the\n"
-        "other; the same command continues a sweep that was stopped."
+        "other, or side by side with --ray; the same command continues a sweep that was stopped."
     )
     epilog = """
         settings:
@@ -218,6 +223,7 @@ class Sweep(Subcommand):
           --output FOLDER    folder of the trials and of the state of the sweep
           --metric NAME      metric to minimize, or max:NAME to maximize (val_loss if the config validates, else loss)
           --seed N           seed of the settings that are drawn, and of all trials (0)
+          --ray              train trials side by side, as tasks of a Ray cluster or of this machine
           --slurm            print a Slurm array of whole runs instead of training
 
         examples:
@@ -246,6 +252,7 @@ class _Options:
     metric: str | None = None
     seed: int = 0
     slurm: bool = False
+    ray: bool = False
 
 
 def _take_options(tokens: Sequence[str]) -> tuple[_Options, list[str]]:
@@ -259,8 +266,8 @@ def _take_options(tokens: Sequence[str]) -> tuple[_Options, list[str]]:
     remaining = iter(tokens)
     for token in remaining:
         flag, has_value, value = token.partition("=")
-        if flag == "--slurm":
-            options.slurm = True
+        if token in ("--slurm", "--ray"):
+            setattr(options, token[2:], True)
         elif flag in ("--trials", "--output", "--metric", "--seed"):
             if not has_value:  # it is the next word
                 value = next(remaining, "")
@@ -279,6 +286,8 @@ def _take_options(tokens: Sequence[str]) -> tuple[_Options, list[str]]:
             other_tokens.append(token)
     if options.output == Path():
         raise SweepError("--output is missing: name a folder for the trials.")
+    if options.slurm and options.ray:
+        raise SweepError("--slurm prints a script, --ray trains: choose one of them.")
     return options, other_tokens
 
 
@@ -321,6 +330,10 @@ class _Sweep:
             self._trials.append(Trial(number, settings, self._folder / f"trial_{number:02}"))
         self._settings = self._check_trials()
         self._metric = self._choose_metric(options.metric)
+        self._ray = None
+        if options.ray:
+            num_processes = _count_processes_of_a_trial(command.torchrun)
+            self._ray = _RayTasks(num_processes, getattr(self._settings, "device", None))
 
     def _overrides(self, trial: Trial) -> list[str]:
         return [*self._fixed, *trial.settings, f"output_dir={trial.folder}"]
@@ -380,7 +393,11 @@ class _Sweep:
         """
         self._check_state()
         with FolderLock(self._folder, name=".sweep.lock", key="--output").held():
-            self._run_rungs()
+            if self._ray is None:
+                self._run_rungs()
+            else:
+                with self._ray.connected():
+                    self._run_rungs()
 
     def _run_rungs(self) -> None:
         every = 1
@@ -390,8 +407,7 @@ class _Sweep:
         for rung in plan_rungs(len(self._trials), every):
             remaining = remaining[: rung.num_trials]
             print(f"{len(remaining)} trials, to 1/{2**rung.num_halvings} of the steps of a run", flush=True)
-            for trial in remaining:
-                self._run_to(trial, rung)
+            self._run_to(rung, remaining)
             ranked = self._metric.sort(remaining)
             if not ranked:
                 raise SweepError(self._explain_no_result(remaining))
@@ -413,46 +429,32 @@ class _Sweep:
                 f"{path} is of a sweep with other settings: choose another --output, or remove the folder."
             )
 
-    def _run_to(self, trial: Trial, rung: Rung) -> None:
-        """Start or resume a trial, stop it once it has made the steps of a rung, and measure it.
+    def _run_to(self, rung: Rung, trials: Sequence[Trial]) -> None:
+        """Start or resume trials, stop each once it has made the steps of a rung, and measure it."""
+        waiting = []
+        for trial in trials:
+            if _Progress.of(trial.folder).has_reached(rung):  # before the sweep was stopped
+                self._measure(trial, rung)
+            else:
+                waiting.append(_Stage(trial, self.command_of(trial), rung))
+        train = _train_in_turn if self._ray is None else self._ray.train
+        for trial, error in train(waiting):
+            trial.error = error
+            self._measure(trial, rung)
+
+    def _measure(self, trial: Trial, rung: Rung) -> None:
+        """Measure a trial that has made the steps of a rung, and print the result, or the error of its run.
 
         A stopped run finishes its step and saves, so that it may be a few steps further.
         """
-        if not _Progress.of(trial.folder).has_reached(rung):
-            trial.error = self._train(trial, rung)
+        progress = _Progress.of(trial.folder)
+        if trial.error is None and self._ray is not None and progress.total_steps == 0:
+            trial.error = f"{trial.folder} has no log: --output must be on storage that all nodes of the cluster share"
         if trial.error is None:
-            progress = _Progress.of(trial.folder)
             trial.steps = rung.steps(progress.total_steps)
             trial.value = self._metric.measure(trial.folder, trial.steps)
         result = trial.error or f"{self._metric.name} {trial.value:.5g} after {trial.steps:,} steps"
         print(f"  trial {trial.number}: {' '.join(trial.settings)}: {result}", flush=True)
-
-    def _train(self, trial: Trial, rung: Rung) -> str | None:
-        """Run a trial in a process of its own; return why it failed, or None."""
-        from torchtune.checkpoints import complete_directories
-
-        trial.folder.mkdir(parents=True, exist_ok=True)
-        # The run of a sweep that was killed may still train: it must not count as a failure of the trial.
-        with FolderLock(trial.folder, key="--output").held():
-            pass
-        overrides = []
-        if complete_directories(trial.folder):
-            overrides.append("resume_from_checkpoint=True")
-        arguments = [sys.executable, "-m", "torchtune._cli.tune", *self.command_of(trial, *overrides)]
-        was_stopped = False
-        with (trial.folder / _LOG).open("ab") as log, _child_process(arguments, log) as process:
-            while process.poll() is None:
-                time.sleep(_POLL_SECONDS)
-                progress = _Progress.of(trial.folder)
-                is_finished = progress.last_step == progress.total_steps
-                if not was_stopped and progress.has_reached(rung) and not is_finished:
-                    process.send_signal(signal.SIGTERM)
-                    was_stopped = True
-        if process.returncode == 0 or (was_stopped and process.returncode == EXIT_REQUEUE):
-            return None
-        if was_stopped and process.returncode == -signal.SIGTERM and _Progress.of(trial.folder).has_reached(rung):
-            return None  # the signal came when the run had just made its last step
-        return _last_error(trial.folder / _LOG)
 
     def _explain_no_result(self, trials: Sequence[Trial]) -> str:
         errors = [trial.error for trial in trials if trial.error is not None]
@@ -502,10 +504,182 @@ class _Progress:
         return self.total_steps > 0 and self.last_step >= rung.steps(self.total_steps)
 
 
+@dataclass(frozen=True)
+class _Stage:
+    """The part of a trial's run that ends at a rung.
+
+    Attributes:
+        trial: the trial.
+        command: its ``tune`` command, as arguments.
+        rung: the rung.
+    """
+
+    trial: Trial
+    command: list[str]
+    rung: Rung
+
+
+def _train(stage: _Stage, working_directory: str) -> str | None:
+    """Run a stage in a process of its own; return why it failed, or None.
+
+    Raises:
+        UserError: another run uses the folder of the trial.
+    """
+    from torchtune.checkpoints import complete_directories
+
+    folder = Path(working_directory, stage.trial.folder)
+    if not os.path.isdir(working_directory):
+        return f"{working_directory} is not on the node {platform.node()}: start the sweep in a folder that all share"
+    folder.mkdir(parents=True, exist_ok=True)
+    # The run of a sweep that was killed may still train: it must not count as a failure of the trial.
+    with FolderLock(folder, key="--output").held():
+        pass
+    overrides = ["resume_from_checkpoint=True"] if complete_directories(folder) else []
+    arguments = [sys.executable, "-m", "torchtune._cli.tune", *stage.command, *overrides]
+    was_stopped = False
+    with (folder / _LOG).open("ab") as log, _child_process(arguments, log, working_directory) as process:
+        while process.poll() is None:
+            time.sleep(_POLL_SECONDS)
+            progress = _Progress.of(folder)
+            is_finished = progress.last_step == progress.total_steps
+            if not was_stopped and progress.has_reached(stage.rung) and not is_finished:
+                process.send_signal(signal.SIGTERM)
+                was_stopped = True
+    if process.returncode == 0 or (was_stopped and process.returncode == EXIT_REQUEUE):
+        return None
+    if was_stopped and process.returncode == -signal.SIGTERM and _Progress.of(folder).has_reached(stage.rung):
+        return None  # the signal came when the run had just made its last step
+    return _last_error(folder / _LOG)
+
+
+def _train_in_turn(stages: Sequence[_Stage]) -> Iterator[tuple[Trial, str | None]]:
+    """Run stages one after the other; yield each trial with its error, or None."""
+    for stage in stages:
+        yield stage.trial, _train(stage, os.getcwd())
+
+
+class _RayTasks:
+    """Tasks of Ray, which run stages of trials side by side.
+
+    A task reserves a CPU for each process of the trial, and a GPU too if the trial trains on GPUs.
+
+    Args:
+        num_processes: processes of a trial.
+        device: setting ``device`` of the trials; None: a GPU if the cluster has some.
+
+    Raises:
+        UserError: Ray is not installed.
+    """
+
+    def __init__(self, num_processes: int, device: str | None) -> None:
+        self._ray = require("ray", extra="ray", purpose="tune sweep --ray")
+        self._num_processes = num_processes
+        self._device = device
+
+    @contextmanager
+    def connected(self) -> Iterator[None]:
+        """Connect to the cluster of ``RAY_ADDRESS`` or of this machine inside the block; start one if there is none.
+
+        Raises:
+            SweepError: the cluster does not answer.
+        """
+        try:
+            self._ray.init(log_to_driver=False, include_dashboard=False, logging_level=logging.ERROR)
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            raise SweepError(
+                f"Ray cannot be reached ({first_line(error)}): start it with `ray start`, and set RAY_ADDRESS to its "
+                "address, or unset RAY_ADDRESS to train on this machine."
+            ) from error
+        try:
+            yield
+        finally:
+            self._ray.shutdown()
+
+    def train(self, stages: Sequence[_Stage]) -> Iterator[tuple[Trial, str | None]]:
+        """Run stages side by side; yield each trial with its error, or None, when it has ended.
+
+        If the sweep is stopped, all runs are stopped and save, before this generator ends.
+        """
+        from torchtune.supervision import StopSignal
+
+        resources = self._resources()
+        task = self._ray.remote(**resources, max_retries=_TASK_RETRIES)(_train)
+        trials = {task.remote(stage, os.getcwd()): stage.trial for stage in stages}
+        running = list(trials)
+        try:
+            # Ray turns an exception of a signal handler into an error of its own, so the handler only takes a note.
+            with StopSignal() as stop:
+                while running and not stop.requested:
+                    ended, running = self._ray.wait(running, timeout=_POLL_SECONDS)
+                    for reference in ended:
+                        yield trials[reference], self._error_of(reference)
+            if stop.number == signal.SIGINT:
+                raise KeyboardInterrupt
+            if stop.requested:
+                sys.exit(EXIT_REQUEUE)
+        finally:
+            for reference in running:
+                self._ray.cancel(reference)
+            if running:
+                self._ray.wait(running, num_returns=len(running))
+
+    def _resources(self) -> dict[str, int]:
+        """Return what a task reserves; warn if no node of the cluster has so much."""
+        needed = {"CPU": self._num_processes}
+        is_on_gpu = (self._device or "").startswith("cuda")
+        if self._device is None:
+            is_on_gpu = self._ray.cluster_resources().get("GPU", 0) > 0
+        if is_on_gpu:
+            needed["GPU"] = self._num_processes
+        nodes = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
+        for name, count in needed.items():
+            nodes = [node for node in nodes if node.get(name, 0) >= count]
+        if not nodes:
+            text = " and ".join(f"{count} {name}" for name, count in needed.items())
+            print(
+                f"warning: each trial needs {text}, which no node of the Ray cluster has: trials wait for such a node; "
+                "press Ctrl-C if none will come.",
+                file=sys.stderr,
+                flush=True,
+            )
+        return {f"num_{name.lower()}s": count for name, count in needed.items()}
+
+    def _error_of(self, reference: Any) -> str | None:
+        """Return the result of a task: the error of a trial, or None.
+
+        Raises:
+            UserError: the run of an earlier sweep still trains the trial.
+        """
+        try:
+            return self._ray.get(reference)
+        except self._ray.exceptions.RayTaskError as error:
+            if isinstance(error.cause, UserError):
+                raise error.cause from None
+            return f"its task failed ({first_line(error.cause)})"
+        except self._ray.exceptions.RayError as error:  # its node was lost again and again
+            return f"its task failed ({first_line(error)})"
+
+
+def _count_processes_of_a_trial(options: list[str]) -> int:
+    """Return the number of processes that torchrun starts with these options, for which a task of Ray needs a node.
+
+    Raises:
+        SweepError: a trial would use several machines, or the number is unknown.
+    """
+    if not options:
+        return 1
+    args = torchrun_arguments(options, ["recipe.py"])
+    if args.nnodes not in ("1", "1:1"):
+        raise SweepError(f"--nnodes {args.nnodes}: with --ray, each trial runs on one node: leave out --nnodes.")
+    if not str(args.nproc_per_node).isdigit():
+        raise SweepError(f"--nproc-per-node {args.nproc_per_node}: with --ray, give a number, which Ray reserves.")
+    return int(args.nproc_per_node)
+
+
 @contextmanager
-def _child_process(arguments: Sequence[str], log: BinaryIO) -> Iterator[subprocess.Popen]:
+def _child_process(arguments: Sequence[str], log: BinaryIO, working_directory: str) -> Iterator[subprocess.Popen]:
     """Run a command inside the block; if the sweep is stopped, the command is stopped first, and saves."""
-    process = subprocess.Popen(arguments, stdout=log, stderr=subprocess.STDOUT)
+    process = subprocess.Popen(arguments, stdout=log, stderr=subprocess.STDOUT, cwd=working_directory)
     handler = signal.signal(signal.SIGTERM, _raise_terminated)
     try:
         yield process

@@ -14,6 +14,7 @@ from torchtune.checkpoints import (
     CheckpointStore,
     ModelSource,
     ModelWeights,
+    StreamedSource,
     adapter_conversion,
     adapter_folder,
     base_of_adapter,
@@ -76,6 +77,34 @@ def load(
         >>> model(torch.tensor([tokenizer.encode("the cat", add_eos=False)])).shape[-1] == tokenizer.vocab_size
         True
     """
+    return _load(path, ModelSource, adapter=adapter, dtype=dtype, device=device, images=images, shards=shards)
+
+
+def load_to_save(path: str | Path, dtype: torch.dtype | None = None) -> TransformerDecoder:
+    """Load the model of a checkpoint to save it in another layout; its base weights stay in their files until then.
+
+    Args:
+        path: see :func:`load`.
+        dtype: see :func:`load`.
+
+    Raises:
+        UserError: see :func:`load`.
+    """
+    model, _ = _load(path, StreamedSource, dtype=dtype, device="cpu")
+    return model
+
+
+def _load(
+    path: str | Path,
+    source_type: type[ModelSource],
+    *,
+    adapter: str | Path | Conversion | Sequence[Conversion] | None = None,
+    dtype: str | torch.dtype | None = None,
+    device: str | torch.device | None = None,
+    images: bool = False,
+    shards: Literal["layers", "parameters"] | None = None,
+) -> tuple[TransformerDecoder, HuggingFaceModelTokenizer]:
+    """Load a model and its tokenizer; see :func:`load`. ``source_type`` reads the weights."""
     folder, repo_id = find_folder(path)
     adapter_path: str | Path | None = None
     conversions: list[Conversion] = []
@@ -117,7 +146,7 @@ def load(
     if conversions:
         ModelWeights(model).check_names(exported=True)
     adapter_checkpoint = None if adapter_dir is None else str(adapter_dir.resolve())
-    source = ModelSource(folder, adapter_checkpoint=adapter_checkpoint, repo_id=repo_id)
+    source = source_type(folder, adapter_checkpoint=adapter_checkpoint, repo_id=repo_id)
     tokenizer = checkpoint_tokenizer(model, _tokenizer_folder(model, folder, adapter_dir))
     if shards is not None:
         shard_for_inference(model, torch_device, split_layers=shards == "layers")

@@ -30,6 +30,7 @@ from ._gguf import GGUFFile as GGUFFile
 from ._gguf_convert import gguf_to_hf as gguf_to_hf
 from ._load import ModelSource as ModelSource
 from ._load import ModelType as ModelType
+from ._load import StreamedSource
 from ._model_weights import Contents, ModelWeights, materialize
 from ._model_weights import checkpoint_contents as checkpoint_contents
 from ._module_checkpointer import ModuleCheckpointer as ModuleCheckpointer

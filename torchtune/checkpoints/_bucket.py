@@ -49,6 +49,10 @@ _ATTEMPTS_AT_END = 3
 _LOG_EVERY = 10.0
 
 
+class ReplacedError(Exception):
+    """Raised in an upload if the run has saved another checkpoint with the name of the one that is uploaded."""
+
+
 class DamagedUploadError(CheckpointError):
     """Checkpoint in a bucket with a missing, half-written or changed file."""
 
@@ -158,6 +162,7 @@ class Bucket:
         Raises:
             RemoteError: the object store refuses.
             CheckpointError: another run has claimed the bucket.
+            ReplacedError: the folder holds another checkpoint by now; what was uploaded does not count.
         """
         self._check_owner()
         marker = (path / MARKER).read_bytes()
@@ -170,6 +175,8 @@ class Bucket:
             manifest[name] = {"size": sent.size, "sha256": sent.sha256}
         content = json.dumps({"files": manifest}, indent=1).encode()
         self.folder.write(f"{path.name}/{MANIFEST}", content)
+        if (path / MARKER).read_bytes() != marker:
+            raise ReplacedError
         # Last: from here on, the checkpoint is complete.
         self.folder.write(f"{path.name}/{MARKER}", marker)
 
@@ -285,6 +292,7 @@ class Uploader:
         self._pending: list[Path] = []  # oldest first
         self._progress = UploadProgress()
         self._uploading: Path | None = None
+        self._saved_again: set[Path] = set()  # saved under the same name while it was uploaded, so uploaded once more
         self._is_closing = False
         self._failures: dict[str, str] = {}  # name of a checkpoint -> why its last upload failed
         self._changed = threading.Condition()
@@ -295,6 +303,8 @@ class Uploader:
         with self._changed:
             self._pending = [pending for pending in self._pending if pending != path]
             self._pending.append(path)
+            if path == self._uploading:
+                self._saved_again.add(path)
             prune(self._output_dir, self.keep, underway=self._uploading)
             self._changed.notify_all()
         if self._thread is None:
@@ -327,14 +337,16 @@ class Uploader:
                 if not self._pending:
                     return
                 path = self._uploading = self._pending[-1]
+                self._saved_again.discard(path)
                 number_pending = len(self._pending)
             failure = self._upload(path)
             with self._changed:
                 self._uploading = None
                 if failure is None:
                     attempts = 0
-                    self._pending.remove(path)
                     self._failures.pop(path.name, None)
+                    if path not in self._saved_again:
+                        self._pending.remove(path)
                     continue
                 self._failures[path.name] = failure
                 if self._is_closing:
@@ -353,12 +365,17 @@ class Uploader:
         return self._is_closing or len(self._pending) != number_pending
 
     def _upload(self, path: Path) -> str | None:
-        """Upload a checkpoint, the list of the best and then remove old ones; return why it failed, None if not."""
+        """Upload a checkpoint, the list of the best and then remove old ones; return why it failed, None if not.
+
+        A checkpoint that is saved again meanwhile has not failed: it is uploaded once more.
+        """
         start = time.monotonic()
         try:
             self._bucket.upload(path, self._progress)
             if (self._output_dir / BEST).is_file():
                 self._bucket.folder.write(BEST, (self._output_dir / BEST).read_bytes())
+        except ReplacedError:
+            return None
         except (UserError, OSError, ValueError) as error:  # an error of a local file, too
             return first_line(error)
         get_logger().info(f"{path.name} was uploaded to {self._bucket} in {time.monotonic() - start:.1f} s.")

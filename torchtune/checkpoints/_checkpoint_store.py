@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cached_property, partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -380,11 +381,7 @@ class CheckpointStore:
     def _download(self, candidate: Candidate) -> list[str]:
         """Download a checkpoint of the bucket, with the best one so far; return a phrase for its damage; on rank 0."""
         remote = candidate.remote
-        if not remote.resumable:
-            raise CheckpointError(
-                f"checkpointer.upload: the run in {self._bucket} is finished ({remote.name}), there is nothing to "
-                "resume: start a new run from those weights, in another folder."
-            )
+        self._check_not_finished(remote)
         try:
             self._bucket.download(remote, candidate.path.parent)
         except DamagedUploadError as error:
@@ -424,13 +421,41 @@ class CheckpointStore:
         return all_faults
 
     def check_resume(self, cfg: Any) -> None:
-        """Check that the newest complete checkpoint can be resumed, without a lock and without verifying checksums."""
-        checkpoints = complete_directories(self.require_output_dir())
-        if checkpoints:
-            newest = checkpoints[-1]
-            resume_point(newest)
-            check_resumed_settings(cfg, newest)
-            ModelsOfRun.read(newest).check_sources(self.sources, newest)
+        """Check that the newest complete checkpoint can be resumed, without a lock and without verifying checksums.
+
+        Of a checkpoint that only the bucket has, only the settings are downloaded.
+
+        Raises:
+            CheckpointError: see :meth:`find_resume_point`.
+            RemoteError: the bucket does not exist, or cannot be read.
+        """
+        output_dir = self.require_output_dir()
+        remote = [] if self.upload is None else self._bucket.complete()
+        candidates = with_bucket(complete_directories(output_dir), remote, output_dir)
+        if not candidates:
+            return
+        newest = candidates[0]
+        if newest.is_local:
+            resume_point(newest.path)
+            check_resumed_settings(cfg, newest.path)
+            ModelsOfRun.read(newest.path).check_sources(self.sources, newest.path)
+            return
+        self._check_not_finished(newest.remote)
+        settings = self._bucket.folder.read(f"{newest.path.name}/torchtune_config.yaml")
+        if settings is not None:
+            with TemporaryDirectory() as folder:
+                checkpoint = Path(folder, newest.path.name)
+                checkpoint.mkdir()
+                (checkpoint / "torchtune_config.yaml").write_bytes(settings)
+                check_resumed_settings(cfg, checkpoint)
+
+    def _check_not_finished(self, remote: RemoteCheckpoint) -> None:
+        """Raise ``CheckpointError`` if a checkpoint of the bucket has no training state."""
+        if not remote.resumable:
+            raise CheckpointError(
+                f"checkpointer.upload: the run in {self._bucket} is finished ({remote.name}), there is nothing to "
+                "resume: start a new run from those weights, in another folder."
+            )
 
     @doing("resuming")
     def resume(self, point: ResumePoint, models: Models, state: Mapping[str, Any]) -> None:
@@ -525,7 +550,10 @@ class CheckpointStore:
         for model in _by_name(models).values():  # a validation leaves the parameters all-gathered
             reshard(model)
         # All models are checked and described before a file exists.
-        views = _views(models, contents, self._ranks)
+        views = {}
+        for model_name, model in _by_name(models).items():
+            unread = self.source(model_name).unread
+            views[model_name] = SaveView(model, contents_of(contents, model_name), self._ranks, unread)
         exports = []
         files: list[TensorFile] = []
         for model_name, view in views.items():
@@ -694,8 +722,8 @@ def _by_name(models: Models) -> dict[str, nn.Module]:
     return dict(models.items())
 
 
-def _views(models: Models, contents: Contents, ranks: Ranks | None = None) -> dict[str, SaveView]:
-    return {name: SaveView(model, contents_of(contents, name), ranks) for name, model in _by_name(models).items()}
+def _views(models: Models, contents: Contents) -> dict[str, SaveView]:
+    return {name: SaveView(model, contents_of(contents, name)) for name, model in _by_name(models).items()}
 
 
 def _folder(name: str) -> str:

@@ -15,10 +15,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from torchtune.checkpoints._adapter import (
+    ADAPTER_CONFIG_FILE,
     adapter_beside_base,
     adapter_init_method,
     add_new_tokens,
     find_adapter,
+    init_from_base,
     load_adapter,
     splittable_layers,
 )
@@ -26,6 +28,7 @@ from torchtune.checkpoints._directories import MARKER
 from torchtune.checkpoints._model_weights import (
     CopySlice,
     ModelWeights,
+    UnreadWeights,
     check_shape,
     groups_by_weight,
     identity,
@@ -200,7 +203,7 @@ class ModelSource:
         # Base weights first: an adapter may be split off them, and rows of new tokens extend them.
         init = adapter_init_method(model)
         split_layers = {} if init is None else splittable_layers(weights, init, self.checkpoint_dir)
-        new_weights = load_base(weights, files, device, dtype, split_layers)
+        new_weights = self._load_base(weights, files, device, dtype, split_layers)
         model.adapter_init = init
         adapter = self._find_adapter(weights)
         if adapter is not None:
@@ -215,6 +218,22 @@ class ModelSource:
         return weights.parameters.keys() - new_weights - (weights.owned - initialized)
 
     read = load  # the name of earlier releases
+
+    @property
+    def unread(self) -> UnreadWeights:
+        """Weights that :meth:`load` has left in their files."""
+        return UnreadWeights({})
+
+    def _load_base(
+        self,
+        weights: ModelWeights,
+        files: WeightFiles,
+        device: torch.device,
+        dtype: torch.dtype | None,
+        split_layers: Mapping[str, LoRALinear],
+    ) -> set[str]:
+        """Fill the base weights; see :func:`load_base`."""
+        return load_base(weights, files, device, dtype, split_layers)
 
     def check(self, model: nn.Module) -> None:
         """Check files, family, names and shapes against ``model`` on the meta device; no tensor data is read.
@@ -323,6 +342,57 @@ class ModelSource:
         return str(self.checkpoint_dir.resolve())
 
 
+class StreamedSource(ModelSource):
+    """Source of a model that is only written again: its base weights stay in their files until they are written.
+
+    :meth:`load` reads the adapter and leaves the base weights on the meta device, so that a model of any size needs
+    host memory for a few tensors. :func:`torchtune.save` then reads and writes one weight at a time. An adapter that
+    changes the base when it is loaded (PiSSA, OLoRA, rows of new tokens) has all of it read.
+    """
+
+    _readers: Mapping[str, CopySlice] = {}
+
+    def load(self, model: nn.Module, device: torch.device, dtype: torch.dtype | None = None) -> set[str]:
+        """Load what is not a base weight; see :meth:`ModelSource.load`."""
+        loaded = super().load(model, device, dtype)
+        # The adapter may hold some of the base weights, trained whole.
+        weights = ModelWeights(model)
+        readers = {}
+        for name, reader in self._readers.items():
+            parameters = weights.stored[name][1].names if name in weights.stored else [name]
+            if all(weights.parameters[parameter].is_meta for parameter in parameters):
+                readers[name] = reader
+        self._readers = readers
+        return loaded
+
+    @property
+    def unread(self) -> UnreadWeights:
+        """Weights that :meth:`load` has left in their files."""
+        return UnreadWeights(self._readers)
+
+    def _load_base(
+        self,
+        weights: ModelWeights,
+        files: WeightFiles,
+        device: torch.device,
+        dtype: torch.dtype | None,
+        split_layers: Mapping[str, LoRALinear],
+    ) -> set[str]:
+        if split_layers or self._adapter_changes_base(weights):
+            return load_base(weights, files, device, dtype, split_layers)
+        self._readers, new_weights = _base_readers(weights, files)
+        return new_weights
+
+    def _adapter_changes_base(self, weights: ModelWeights) -> bool:
+        """Return whether the values of the base are needed to load the adapter."""
+        adapter = self._find_adapter(weights)
+        settings_file = None if adapter is None else adapter.with_name(ADAPTER_CONFIG_FILE)
+        if settings_file is None or not settings_file.is_file():
+            return False
+        settings = read_json(settings_file)
+        return init_from_base(settings) is not None or bool(settings.get("trainable_token_indices"))
+
+
 def _adapters_in(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob("adapter_*") if path.suffix in (".safetensors", ".pt", ".bin"))
 
@@ -402,22 +472,34 @@ def load_base(
     Raises:
         CheckpointError: names or shapes do not fit; the message names file, tensor and shapes.
     """
-    filled: set[str] = set()
     weights.split_layers = dict(split_layers or {})
+    readers, new_weights = _base_readers(weights, files)
+    for name, copy_slice in readers.items():
+        weights.fill(name, copy_slice, device, dtype)
+        sign_of_life()
+    return new_weights
+
+
+def _base_readers(weights: ModelWeights, files: WeightFiles) -> tuple[dict[str, CopySlice], set[str]]:
+    """Return what reads each base weight of a model from files, in file order, and the names of new base weights.
+
+    Only the slice of this rank is read, straight into its shard.
+
+    Raises:
+        CheckpointError: see :func:`load_base`.
+    """
+    readers: dict[str, CopySlice] = {}
     for group, shapes in _groups_to_load(weights, files, compare_tied=True):
         for name in group.tune:
-            # Only the slice of this rank is read, straight into its shard.
             copy_slice = partial(group.read, name, shapes=shapes, source=files.read)
             growth = _growth_of(weights, name)
             if growth is not None:
                 copy_slice = partial(_copy_grown, growth, weights.specs[name].shape, copy_slice)
-            weights.fill(name, copy_slice, device, dtype)
-            sign_of_life()
-        filled.update(group.tune)
-    if _HEAD in weights.base and _HEAD not in filled:
+            readers[name] = copy_slice
+    if _HEAD in weights.base and _HEAD not in readers:
         log_rank_zero(get_logger(), f"{files.location()} is of a language model: the classifier's output layer is new.")
-        return {_HEAD}
-    return set()
+        return readers, {_HEAD}
+    return readers, set()
 
 
 def check_base(weights: ModelWeights, files: WeightFiles) -> None:

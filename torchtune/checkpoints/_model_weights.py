@@ -5,7 +5,7 @@ The weight map of the model's family (:mod:`torchtune.models`) defines a weight'
 rest of PEFT's layout.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
@@ -464,6 +464,38 @@ class ModelWeights:
         return tensors
 
 
+class UnreadWeights:
+    """Base weights that stay in their files, and are in a model only while they are written.
+
+    Args:
+        readers: what reads each weight, by its name.
+    """
+
+    def __init__(self, readers: Mapping[str, CopySlice]) -> None:
+        self._readers = readers
+
+    @contextmanager
+    def present(self, weights: ModelWeights, names: Iterable[str]) -> Iterator[None]:
+        """Context manager that reads the unread weights among ``names`` into host memory, and frees them afterwards.
+
+        Args:
+            weights: the model's weights; those that are not read are on the meta device.
+            names: names of parameters and weights.
+        """
+        unread = [name for name in names if name in self._readers]
+        on_meta = {}
+        for name in unread:
+            parameters = weights.stored[name][1].names if name in weights.stored else [name]
+            on_meta.update({parameter: weights.parameters[parameter] for parameter in parameters})
+        try:
+            for name in unread:
+                weights.fill(name, self._readers[name], torch.device("cpu"))
+            yield
+        finally:
+            for name, parameter in on_meta.items():
+                weights.parameters[name] = _set_parameter(weights.model, name, parameter)
+
+
 def wrong_tensors(conversion: Conversion, call: str, returned: str, expected: str) -> ConversionError:
     """Return the error for a conversion's method that returned wrong tensors."""
     name = type(conversion).__name__
@@ -522,6 +554,7 @@ class SaveView(ModelWeights):
         model: the model; on any device for :meth:`check`, materialized for all other methods.
         contents: from :func:`contents_of`.
         ranks: all ranks; not needed for :meth:`check`.
+        unread: weights that are read when they are written.
 
     Attributes:
         contents: see Args.
@@ -531,8 +564,15 @@ class SaveView(ModelWeights):
         ranks: see Args.
     """
 
-    def __init__(self, model: nn.Module, contents: frozenset[str], ranks: Ranks | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        contents: frozenset[str],
+        ranks: Ranks | None = None,
+        unread: UnreadWeights | None = None,
+    ) -> None:
         super().__init__(model)
+        self._unread = unread or UnreadWeights({})
         self.contents = contents
         self.ranks = ranks
         self.has_adapter = "adapter" in contents
@@ -651,8 +691,13 @@ class SaveView(ModelWeights):
 
         A collective: conversions and merging need an all-gather.
         """
-        parameter = self.parameters.get(name)
         merge_inputs = self._merge_inputs(name) if self.merges and name in self.base else set()
+        with self._unread.present(self, {name, *merge_inputs}):
+            return self._shard(name, merge_inputs, turn)
+
+    def _shard(self, name: str, merge_inputs: set[str], turn: int) -> LocalShard:
+        """Return this rank's shard of a full weight, whose parameters have values."""
+        parameter = self.parameters.get(name)
         if merge_inputs:
             weight = self._merged(name, merge_inputs)
         elif name in self.stored:

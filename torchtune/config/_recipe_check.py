@@ -124,7 +124,8 @@ def keys_of(tree: ast.Module) -> tuple[set[str], set[str]]:
     """Return the keys that a recipe reads from its config, and all attributes and words in strings.
 
     The config is a variable named ``cfg``, ``config`` or ``conf``: ``cfg.key``, ``cfg["key"]``, ``cfg.get("key")``,
-    ``getattr(cfg, "key")`` and ``"key" in cfg`` read a key, and so does ``self.key`` within the settings dataclass.
+    ``getattr(cfg, "key")`` and ``"key" in cfg`` read a key, and so does ``self.key`` within the settings dataclass. The
+    decorator ``supervision.watched`` reads its timeout.
     """
     read: set[Any] = set()
     mentioned: set[str] = set()
@@ -134,6 +135,8 @@ def keys_of(tree: ast.Module) -> tuple[set[str], set[str]]:
                 for attribute in ast.walk(node):
                     if isinstance(attribute, ast.Attribute) and ast.unparse(attribute.value) == "self":
                         read.add(attribute.attr)
+            case ast.FunctionDef() if "supervision.watched" in map(ast.unparse, node.decorator_list):
+                read.add("hang_timeout_minutes")
             case ast.Attribute():
                 mentioned.add(node.attr)
                 if _is_config(node.value):

@@ -25,7 +25,7 @@ from torchtune.datasets._file_formats import LOADERS, FileFormat, format_of_file
 from torchtune.datasets._file_rows import FileRows, matching
 from torchtune.datasets._fingerprint import Fingerprint
 from torchtune.datasets._preview import check_preview, limited
-from torchtune.utils import RemoteFolder, first_line, get_logger, log_once
+from torchtune.utils import RemoteFolder, UserError, first_line, get_logger, log_once
 
 # Name of a Hub dataset, folder, file or loader; or rows in memory.
 Source = str | Path | Iterable[Mapping[str, Any]]
@@ -219,8 +219,13 @@ def _downloaded(names: Sequence[str]) -> list[str]:
             if _is_remote(name) and not name.startswith(_OWN_PROTOCOLS):
                 RemoteFolder(name, "data_files")  # names the package that a protocol needs
             paths.append(str(datasets.DownloadManager().download(name)) if _is_remote(name) else name)
-    except (OSError, ValueError) as error:  # also errors of connections, and unknown protocols
-        raise DataError(f"{', '.join(names)} cannot be fetched: {first_line(error)}.") from error
+    except (UserError, MemoryError):
+        raise
+    except Exception as error:  # the clients of object stores and of the hub share no base class
+        raise DataError(
+            f"{', '.join(names)} cannot be fetched ({first_line(error)}): check the address, the credentials, and the "
+            "network."
+        ) from error
     return paths
 
 

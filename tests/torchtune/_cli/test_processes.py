@@ -55,6 +55,37 @@ def test_broken_collective_names_the_rank_that_ended(command):
         lose_follower()
 
 
+def test_timeout_of_a_collective_is_told_as_a_process_that_does_not_answer(command, monkeypatch):
+    monkeypatch.setattr("torchtune._cli._several_processes._PATIENCE", 0.1)
+    command("ls")
+    with (
+        pytest.raises(LostFollowerError, match=r"one of the 2 processes runs, but has not answered"),
+        _Followers(2),
+    ):
+        raise RuntimeError("[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 1800000ms for recv operation")
+
+
+STOPPED_FOLLOWER = """
+import os, signal, sys, time
+from torchtune._cli import _several_processes
+
+_several_processes._MOST_SILENT_SECONDS = 2.0
+sys.argv = ["tune", "serve", "/no/such/folder"]
+followers = _several_processes._Followers(2)
+with followers:
+    os.kill(followers._processes[0].pid, signal.SIGSTOP)
+    time.sleep(300)  # in a collective
+"""
+
+
+def test_process_that_is_stopped_ends_the_command_with_a_sentence():
+    command = [sys.executable, "-c", STOPPED_FOLLOWER]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: rank 1 of 2 has given no sign of life for 2 s")
+    assert "Traceback" not in done.stderr
+
+
 def test_error_of_this_process_ends_the_others(command):
     command("ls")
     followers = _Followers(2)

@@ -1,6 +1,7 @@
 """``tune sweep``: its settings, its rungs, and a sweep of real runs that is stopped and continued."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import pytest
 
 from tests.recipes.runs import write_config
 from torchtune._cli.sweep import Dimension, SweepError, draw_trials, parse_dimension, plan_rungs
+from torchtune.utils import FolderLock
 
 
 @pytest.mark.parametrize(
@@ -90,9 +92,17 @@ def test_rung_of_a_short_run_has_a_step():
         (["--output", "{folder}", "epochz=1,2"], "epochz"),
         (["--output", "{folder}", "epochs=1,2", "--metric", "val_loss"], "the trials do not validate"),
         (["--output", "{folder}", "epochs=1,2", "--metric", "best:loss"], "write NAME, or max:NAME"),
+        (["--output", "{folder}", "epochs=1,2", "--ray", "--slurm"], "choose one of them"),
+        (["--output", "{folder}", "epochs=1,2", "--ray"], "pip install 'torchtune[ray]'"),
+        (["--nnodes", "2", "--output", "{folder}", "epochs=1,2", "--ray"], "each trial runs on one node"),
+        (
+            ["--nproc-per-node", "gpu", "--output", "{folder}", "epochs=1,2", "--ray"],
+            "give a number, which Ray reserves",
+        ),
     ],
 )
-def test_sweep_that_cannot_start_is_refused_before_training(tune, tmp_path, arguments, words):
+def test_sweep_that_cannot_start_is_refused_before_training(tune, tmp_path, monkeypatch, arguments, words):
+    monkeypatch.setitem(sys.modules, "ray", None)  # as if it were not installed
     config = write_config("full_finetune_single_device", tmp_path, tmp_path / "run")
     arguments = [argument.format(folder=tmp_path / "sweep") for argument in arguments]
     refused = tune("sweep", "--config", config, *arguments)
@@ -171,5 +181,36 @@ def test_sweep_that_is_stopped_goes_on_and_finds_the_best(tmp_path):
         steps = [json.loads(line)["step"] for line in log.read_text().splitlines()]
         losses[log.parent.parent.name] = max(steps)
     assert sorted(losses.values())[1:] == [24, 24]
-    other_sweep = subprocess.run([*command, "epochs=3"], capture_output=True, text=True, check=False)
-    assert (other_sweep.returncode, "is of a sweep with other settings" in other_sweep.stderr) == (2, True)
+    other = subprocess.run([*command, "epochs=3"], capture_output=True, text=True, check=False)
+    assert (other.returncode, "is of a sweep with other settings" in other.stderr) == (2, True)
+
+
+@pytest.mark.slow
+def test_trials_run_side_by_side_on_ray_with_the_results_of_one_after_the_other(tmp_path):
+    pytest.importorskip("ray", reason="pip install 'torchtune[ray]'")
+    config = write_config("full_finetune_single_device", tmp_path, tmp_path / "run", epochs=40)
+    settings = ["optimizer.lr=1e-9,1e-2,3e-2", "--trials", "3", "--output", "sweep"]
+    command = [sys.executable, "-m", "torchtune._cli.tune", "sweep", "--config", str(config), *settings]
+    folders = [tmp_path / name for name in ("in_turn", "on_ray")]
+    for folder in folders:
+        folder.mkdir()
+    environment = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0"}
+    options = {"cwd": folders[1], "env": environment, "text": True}
+    sweep = subprocess.Popen([*command, "--ray"], stderr=subprocess.PIPE, **options)
+    logs = [folders[1] / "sweep" / f"trial_0{number}" / "logs" / "log.jsonl" for number in range(2)]
+    while not any(log.exists() for log in logs) and sweep.poll() is None:
+        time.sleep(0.1)
+    sweep.send_signal(signal.SIGTERM)
+    _, errors = sweep.communicate(timeout=300)
+    assert sweep.returncode == 75, errors
+    for folder in folders[1].glob("sweep/trial_*"):
+        FolderLock(folder).check_unused()  # nothing trains on
+    on_ray = subprocess.run([*command, "--ray"], capture_output=True, check=False, **options)
+    assert on_ray.returncode == 0, on_ray.stderr
+    in_turn = subprocess.run(command, capture_output=True, text=True, cwd=folders[0], check=True)
+    tables = []
+    for done in (in_turn, on_ray):
+        table = done.stdout[done.stdout.index("\ntrial ") : done.stdout.index("\nbest ")]
+        tables.append(table)
+    assert tables[0] == tables[1]
+    assert tables[0].count("480") == 2

@@ -14,7 +14,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+import torchtune
 from tests.torchtune.checkpoints.ranks import shard
+from torchtune._facade import load_to_save
 from torchtune.checkpoints import FullModelHFCheckpointer
 from torchtune.models import from_hf_config
 from torchtune.modules.conversion import apply_conversions
@@ -61,18 +63,30 @@ def measure(folder: Path, output: Path, shard_bytes: int, how: str, rank: int, s
         dist.destroy_process_group()
 
 
+def measure_export(adapter: Path, output: Path, how: str) -> None:
+    """Write the peak of resident memory when an adapter is merged into its base, as ``tune export`` does."""
+    gc.collect()
+    memory = {"before": max(status("VmRSS"), status("VmHWM"))}
+    torchtune.save(load_to_save(adapter), output / how, contents="merged")
+    memory["merged"] = status("VmHWM")
+    (output / f"{how}_0.json").write_text(json.dumps(memory))
+
+
 def main(output: Path) -> None:
     """Measure each way, one after another, in as many ranks as it has."""
-    folder, shard_bytes, ways = json.loads((output / "measure.json").read_text())
+    folder, adapter, shard_bytes, ways = json.loads((output / "measure.json").read_text())
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**20)  # glibc would keep up to 64 MiB of what was freed
-    for how, size in ways.items():
+    for how, size in [("export", 1), *ways.items()]:
         pids = []
         for rank in range(size):
             pid = os.fork()
             if pid == 0:
                 status = 1
                 try:
-                    measure(Path(folder), output / how, shard_bytes, how, rank, size)
+                    if how == "export":
+                        measure_export(Path(adapter), output, how)
+                    else:
+                        measure(Path(folder), output / how, shard_bytes, how, rank, size)
                     status = 0
                 except BaseException:  # noqa: BLE001 - whatever it is, the child must end here and say so
                     traceback.print_exc()

@@ -1,19 +1,21 @@
 """Checkpoints in an object store: complete when the marker is there, nothing lost when a part fails."""
 
 import hashlib
-import importlib.util
 import json
 import logging
 import multiprocessing
 import os
 import shutil
+import sys
 import time
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+from fsspec.registry import _registry
 from torch import nn
 
 from tests.torchtune.checkpoints.faulty_store import FaultyFileSystem
@@ -333,6 +335,49 @@ def test_checkpoint_is_not_removed_here_while_it_is_uploaded(source, model, tmp_
     assert names_in(bucket) == {"step_6"}
 
 
+def test_checkpoint_that_is_saved_again_while_it_is_uploaded_is_uploaded_as_a_whole(source, model, tmp_path, bucket):
+    checkpointer, _ = start(source, tmp_path / "run", bucket)
+    FaultyFileSystem.fault = staticmethod(slow_weights)
+    save(checkpointer, 2, model)
+    deadline = time.monotonic() + 20
+    while not (bucket / "step_2").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    save(checkpointer, 2, model)
+    FaultyFileSystem.reset()
+    checkpointer.close()
+    here, there = files_of(tmp_path / "run" / "step_2"), files_of(bucket / "step_2")
+    del there[_bucket.MANIFEST]
+    assert there == here
+    point = resume(source, tmp_path / "fresh", bucket)
+    assert point.path.name == "step_2"
+
+
+def test_dry_run_finds_the_checkpoint_of_the_bucket_and_downloads_no_weights(source, model, tmp_path, bucket):
+    save_run(source, tmp_path / "run", bucket, model)
+    (bucket / "step_4" / "torchtune_config.yaml").write_text("optimizer: {_component_: torch.optim.AdamW, lr: 0.1}\n")
+
+    def check(cfg: dict[str, Any], output: Path) -> None:
+        checkpointer = FullModelHFCheckpointer(str(source), output_dir=str(output), upload=f"faulty://{bucket}")
+        checkpointer.check_resume(cfg)
+
+    settings = {"optimizer": {"_component_": "torch.optim.AdamW", "lr": 0.1}}
+    check(settings, tmp_path / "fresh")
+    settings["optimizer"]["_component_"] = "torch.optim.SGD"
+    text = refusal(check, settings, tmp_path / "fresh")
+    assert "optimizer._component_ was torch.optim.AdamW and is torch.optim.SGD now" in text
+    assert not (tmp_path / "fresh").exists()
+
+
+def test_dry_run_says_that_the_run_in_the_bucket_is_finished_or_the_bucket_gone(source, model, tmp_path, bucket):
+    checkpointer, _ = start(source, tmp_path / "run", bucket)
+    save(checkpointer, 4, model, resumable=False)
+    checkpointer.close()
+    fresh = FullModelHFCheckpointer(str(source), output_dir=str(tmp_path / "fresh"), upload=f"faulty://{bucket}")
+    assert "is finished (step_4), there is nothing to resume" in refusal(fresh.check_resume, {})
+    FaultyFileSystem.fault = staticmethod(refuse("list", PermissionError("Forbidden")))
+    assert "cannot be listed (PermissionError" in refusal(fresh.check_resume, {})
+
+
 def test_service_that_loses_bytes_is_noticed_at_once(source, model, tmp_path, bucket):
     checkpointer, _ = start(source, tmp_path / "run", bucket)
     FaultyFileSystem.lost_bytes = {"model.safetensors": 7}
@@ -382,7 +427,7 @@ def test_run_stops_uploading_where_another_has_begun(source, model, tmp_path, bu
     assert names_in(bucket) == {"step_2"}
 
 
-def test_unknown_file_system_and_missing_package_are_named(source, tmp_path):
+def test_unknown_file_system_and_missing_package_are_named(source, tmp_path, monkeypatch):
     def check(upload: str) -> str:
         checkpointer = FullModelHFCheckpointer(str(source), output_dir=str(tmp_path / "run"), upload=upload)
         return refusal(checkpointer.check_output_dir, resume=False)
@@ -390,8 +435,32 @@ def test_unknown_file_system_and_missing_package_are_named(source, tmp_path):
     text = check("s4://bucket/run")
     assert "write it like s3://bucket/run" in text
     assert "cannot be opened (ConnectionRefusedError" in check("ftp://127.0.0.1:1/run")
-    if importlib.util.find_spec("s3fs") is None:
-        assert "pip install 'torchtune[s3]'" in check("s3://bucket/run")
+    for protocol, package, extra in (("s3", "s3fs", "s3"), ("gs", "gcsfs", "gcs"), ("gcs", "gcsfs", "gcs")):
+        monkeypatch.setitem(sys.modules, package, None)
+        monkeypatch.delitem(_registry, protocol, raising=False)
+        assert f"pip install 'torchtune[{extra}]'" in check(f"{protocol}://bucket/run")
+
+
+@pytest.mark.parametrize("url", ["gs://bucket/run", "hf://owner/name/run", "memory://run"])
+def test_every_file_system_of_fsspec_takes_and_gives_checkpoints(source, model, tmp_path, monkeypatch, url):
+    """Of Google and of the hub by a file system that holds their files in memory, with their names."""
+    protocol = url.partition("://")[0]
+
+    class InMemory(MemoryFileSystem):
+        store: ClassVar[dict[str, Any]] = {}
+        pseudo_dirs: ClassVar[list[str]] = [""]
+
+    InMemory.protocol = protocol
+    monkeypatch.setitem(_registry, protocol, InMemory)
+    first = FullModelHFCheckpointer(str(source), output_dir=str(tmp_path / "first"), upload=url)
+    first.open_output_dir(None, resume=False)
+    save(first, 4, model)
+    first.close()
+    fresh = FullModelHFCheckpointer(str(source), output_dir=str(tmp_path / "fresh"), upload=url)
+    point = fresh.open_output_dir(None, resume=True)
+    fresh.close()
+    assert point.path == tmp_path / "fresh" / "step_4"
+    assert files_of(tmp_path / "fresh" / "step_4") == files_of(tmp_path / "first" / "step_4")
 
 
 def test_save_of_older_recipes_does_not_leave_the_upload_out(source, tmp_path, bucket):

@@ -91,6 +91,21 @@ def refused(tmp_path, **settings):
     return message
 
 
+def test_hub_that_cannot_be_reached_for_a_data_file_is_one_sentence(tmp_path, monkeypatch):
+    import datasets
+
+    class ConnectError(Exception):
+        """As of httpx, which is neither an OSError nor a ValueError."""
+
+    def download(self, name):
+        raise ConnectError("[Errno -2] Name or service not known")
+
+    monkeypatch.setattr(datasets.DownloadManager, "download", download)
+    message = refused(tmp_path, source="json", data_files="hf://datasets/someone/data/x.jsonl")
+    assert message.startswith("hf://datasets/someone/data/x.jsonl cannot be fetched ([Errno -2] Name or service not")
+    assert message.endswith("check the address, the credentials, and the network.")
+
+
 def test_missing_or_empty_file_is_refused(tmp_path):
     assert "There is no data file" in refused(tmp_path, source=str(tmp_path / "no.jsonl"))
     assert "There is no data file" in refused(tmp_path, source="json", data_files=str(tmp_path / "no.jsonl"))
