@@ -1,11 +1,11 @@
-"""Compare LoRA of experts with peft on transformers' model, on a CPU: time and memory of a step, and the gradients.
+"""Compare LoRA of experts with peft on transformers' model, on a CPU: CPU time of a step, and the gradients.
 
-    python benchmarks/compare_peft_experts.py             # 4 layers of 32 experts, 4 per token, 2 rows of 256 tokens
+    python benchmarks/compare_peft_experts.py             # 4 layers of 128 experts, 8 per token, 2 rows of 256 tokens
     python benchmarks/compare_peft_experts.py --tiny      # the same code on a small model, to see that it runs
 
 Both sides load the same random Qwen 3 mixture in float32, adapt the experts only, and compute the same loss of the same
 tokens, without recomputing layers. A step is a forward and a backward pass and a step of AdamW. The sides take turns in
-one process; times are medians, and the ratio is the median of the ratios of turns.
+one process; times are the shortest, and the ratio is the median of the ratios of turns.
 
 peft wraps the stacked weights (``target_parameters``) and adds its delta to the weights of all experts. Its adapter of
 gate and up shares one A; here gate and up have an adapter each, which start with the same A, so that the gradient of
@@ -34,7 +34,9 @@ RANK = 8
 ALPHA = 16
 
 
-def write_checkpoint(folder: Path, width: int, layers: int, experts: int, expert_width: int) -> None:
+def write_checkpoint(
+    folder: Path, width: int, layers: int, experts: int, experts_per_token: int, expert_width: int
+) -> None:
     """Save a random model of transformers."""
     import transformers
 
@@ -43,7 +45,7 @@ def write_checkpoint(folder: Path, width: int, layers: int, experts: int, expert
         hidden_size=width,
         num_hidden_layers=layers,
         num_experts=experts,
-        num_experts_per_tok=4,
+        num_experts_per_tok=experts_per_token,
         moe_intermediate_size=expert_width,
         num_attention_heads=4,
         num_key_value_heads=2,
@@ -191,14 +193,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--turns", type=int, default=9)
-    parser.add_argument("--experts", type=int, default=64)
+    parser.add_argument("--experts", type=int, default=128, help="experts of a layer; each token chooses a sixteenth")
     parser.add_argument("--length", type=int, default=256, help="tokens of each of the two rows")
     arguments = parser.parse_args()
     torch.manual_seed(0)
-    sizes = {"width": 256, "layers": 4, "experts": arguments.experts, "expert_width": 192}
+    sizes = {
+        "width": 256,
+        "layers": 4,
+        "experts": arguments.experts,
+        "experts_per_token": arguments.experts // 16,
+        "expert_width": 192,
+    }
+    length = arguments.length
     if arguments.tiny:
-        sizes = {"width": 32, "layers": 1, "experts": 4, "expert_width": 16}
-    tokens = torch.randint(0, 512, (2, arguments.length))
+        sizes = {"width": 32, "layers": 1, "experts": 4, "experts_per_token": 2, "expert_width": 16}
+        length = 16
+    tokens = torch.randint(0, 512, (2, length))
     with tempfile.TemporaryDirectory() as folder:
         write_checkpoint(Path(folder), **sizes)
         result = compare(Path(folder), tokens, arguments.turns)
