@@ -12,8 +12,9 @@ as torch's profiler counts them. The ways take turns; times are medians.
 import argparse
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +28,7 @@ from torchtune.modules.moe import GroupedExperts, MoE, TokenChoiceTopKRouter
 class _Kernel(GroupedExperts):
     """Experts whose products torch's grouped kernel makes."""
 
-    def project(self, name: str, x: Tensor, groups: RowGroups) -> Tensor:
+    def project(self, name: str, x: Tensor, groups: RowGroups, weights: Mapping[str, Any] | None = None) -> Tensor:
         """As the base does, by the kernel."""
         return grouped_mm(x, getattr(self, name), groups, kernel=True)
 

@@ -2,8 +2,8 @@
 
 Of the processes that share a model, one per device, this one is rank 0: it reads the terminal, prints, writes files and
 listens. The others, its followers, run the same command line without input and output. They end with it, and it ends
-with a sentence if one of them is lost, or shows no sign of life: each writes a byte to its standard output every second,
-which rank 0 reads.
+with a sentence if one of them is lost, or shows no sign of life: each writes a byte to its standard output every
+second, which rank 0 reads.
 """
 
 import multiprocessing

@@ -282,9 +282,11 @@ class Observer(TorchDispatchMode):
         for name in ("propagate_tensor_meta", "_propagate_tensor_meta", "_propagate_tensor_meta_non_cached"):
             self.patch(shape_propagation(), name, self._quietly)
         if self.fake:
+            from torchtune.modules.moe import frozen_experts
             from torchtune.modules.parallel import expert_parallel
 
             self.patch(expert_parallel, "exchange_sizes", lambda _: _balanced_sizes)
+            self.patch(frozen_experts, "row_ends", lambda _: _balanced_ends)
         self.entered = True
         self._watch_phases()
         self._watch_fsdp()
@@ -419,6 +421,13 @@ def _balanced_sizes(counts: torch.Tensor, _: torch.Tensor, rows: int) -> tuple[l
     """Return the rows that an expert all-to-all sends to and receives from every rank under perfect balance."""
     sizes = [(rows + rank) // len(counts) for rank in range(len(counts))]
     return sizes, sizes
+
+
+def _balanced_ends(ends: torch.Tensor, experts_per_group: int, rows: int) -> list[int]:
+    """Return where the rows of each group of experts end under perfect balance."""
+    num_experts = len(ends)
+    last_experts = [*range(experts_per_group, num_experts, experts_per_group), num_experts]
+    return [rows * expert // num_experts for expert in last_experts]
 
 
 def _num_bytes(tensor: torch.Tensor) -> int:

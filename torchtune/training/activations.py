@@ -13,6 +13,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from torchtune.modules.moe import GroupedExperts
 from torchtune.modules.transformer import TransformerSelfAttentionLayer, text_decoder
 from torchtune.utils import UserError, allocates_on_host, is_simulated, onednn_linear_op, reduce_scatter_op
 
@@ -51,6 +52,9 @@ def checkpoint_module(module: torch.nn.Module, **kwargs: Any) -> torch.nn.Module
     """
     if not isinstance(module.forward, CheckpointedForward):
         module.forward = CheckpointedForward(module.forward, **kwargs)
+    for submodule in module.modules():
+        if isinstance(submodule, GroupedExperts):
+            submodule.recomputes = True
     return module
 
 

@@ -172,10 +172,12 @@ import torch
 
 calls = 0
 
-def gmm(a, b, batch_sizes, trans_b=False):
+def gmm(a, b, batch_sizes, trans_a=False, trans_b=False):
     global calls
     calls += 1
     parts = a.split(batch_sizes.tolist())
+    if trans_a:
+        return torch.stack([part.t() @ rows for part, rows in zip(parts, b.split(batch_sizes.tolist()), strict=True)])
     return torch.cat([part @ matrix for part, matrix in zip(parts, b, strict=True)])
 """,
     # flash-attn-3 3.0.0: its operators, as its C++ file declares them
@@ -360,8 +362,10 @@ def test_swiglu_and_products_of_experts_by_kernels_of_other_packages():
     torch.testing.assert_close(SWIGLU.load().apply(gate, up), nn.functional.silu(gate) * up)
     assert torch.autograd.gradcheck(SWIGLU.load().apply, (gate, up))
     x, weight, counts = torch.randn(9, 16), torch.randn(3, 16, 8), torch.tensor([4, 0, 5])
-    other_kernel = grouped._other_grouped_mm(GROUPED_PRODUCTS.load(), x, weight, counts)
-    torch.testing.assert_close(other_kernel, grouped_mm(x, weight, RowGroups.of(counts)))
+    other = grouped._other_grouped_mm(GROUPED_PRODUCTS.load(), x, weight, counts)
+    torch.testing.assert_close(other, grouped_mm(x, weight, RowGroups.of(counts)))
+    of_weight = GROUPED_PRODUCTS.load()(x, other, counts, trans_a=True)
+    torch.testing.assert_close(of_weight, grouped.grouped_outer(x, other, RowGroups.of(counts)))
 
 
 @pytest.mark.usefixtures("stand_ins")

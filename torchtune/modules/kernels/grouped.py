@@ -9,8 +9,11 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from torchtune.modules._outside_graphs import outside_graphs
+from torchtune.modules.kernels.onednn import mm, uses_onednn
 from torchtune.modules.kernels.optional import card_of
 from torchtune.modules.low_precision.formats import Stored
+
+_TORCH_LOOP_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def _groups(counts: Tensor) -> Iterator[tuple[int, slice]]:
@@ -21,21 +24,43 @@ def _groups(counts: Tensor) -> Iterator[tuple[int, slice]]:
         start += size
 
 
+def _loops_in_torch(x: Tensor, columns: int, num_groups: int) -> bool:
+    """Return whether torch's loop over the groups on a CPU is faster than ours: for products like those of adapters.
+
+    Torch's takes a microsecond a group and multiplies as ``torch.mm`` does; ours is slower, and may use oneDNN.
+
+    Args:
+        x: rows of one factor, ``[t, i]``.
+        columns: number o of columns of the other.
+        num_groups: number of groups.
+    """
+    if x.device.type != "cpu" or not hasattr(F, "grouped_mm") or x.dtype not in _TORCH_LOOP_DTYPES:
+        return False
+    # Torch wants rows that begin at multiples of 16 bytes.
+    if x.shape[1] * x.itemsize % 16 or columns * x.itemsize % 16 or not x.is_contiguous():
+        return False
+    return not uses_onednn(x.dtype, x.numel() * columns // num_groups)
+
+
 @torch.library.custom_op("torchtune::grouped_rows", mutates_args=())
 def _forward(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    if _loops_in_torch(x, weight.shape[2], len(counts)):
+        return F.grouped_mm(x, weight, offs=counts.cumsum(0, dtype=torch.int32))
     out = x.new_empty(x.shape[0], weight.shape[2])
     for index, rows in _groups(counts):
         if rows.stop > rows.start:
-            torch.mm(x[rows], weight[index], out=out[rows])
+            mm(x[rows], weight[index], out=out[rows])
     return out
 
 
 @torch.library.custom_op("torchtune::grouped_weights", mutates_args=())
 def _weight_gradient(x: Tensor, grad: Tensor, counts: Tensor) -> Tensor:
+    if _loops_in_torch(x, grad.shape[1], len(counts)):
+        return F.grouped_mm(x.t(), grad, offs=counts.cumsum(0, dtype=torch.int32))
     out = x.new_empty(counts.shape[0], x.shape[1], grad.shape[1])
     for index, rows in _groups(counts):
         if rows.stop > rows.start:
-            torch.mm(x[rows].t(), grad[rows], out=out[index])
+            mm(x[rows].t(), grad[rows], out=out[index])
         else:
             out[index].zero_()
     return out
@@ -80,7 +105,7 @@ def has_grouped_kernel(x: Tensor, weight: Tensor) -> bool:
 
 def _are_aligned_halves(x: Tensor, weight: Tensor) -> bool:
     is_half = x.dtype == weight.dtype == torch.bfloat16
-    return x.is_cuda and is_half and weight.shape[1] % 8 == 0 and weight.shape[2] % 8 == 0
+    return x.is_cuda and is_half and x.shape[1] % 8 == 0 and weight.shape[2] % 8 == 0
 
 
 @outside_graphs
@@ -111,6 +136,49 @@ class RowGroups(NamedTuple):
         return cls(counts, counts.cumsum(0, dtype=torch.int32))
 
 
+class _RepeatByGroup(torch.autograd.Function):
+    """A row of each group, for all rows of the group; gradients are summed in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, counts: Tensor, rows: int) -> Tensor:
+        # With output_size, the host does not wait for the sum of the counts.
+        group_of_row = torch.repeat_interleave(counts, output_size=rows)  # [t]
+        ctx.save_for_backward(group_of_row)
+        ctx.num_groups = len(values)
+        return values.index_select(0, group_of_row)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (group_of_row,) = ctx.saved_tensors
+        return _sum_rows(grad, group_of_row, ctx.num_groups), None, None
+
+
+def _sum_rows(rows: Tensor, group_of_row: Tensor, num_groups: int) -> Tensor:
+    total = rows.new_zeros(num_groups, rows.shape[1], dtype=torch.promote_types(rows.dtype, torch.float32))
+    return total.index_add_(0, group_of_row, rows.to(total.dtype)).to(rows.dtype)
+
+
+def sum_by_group(x: Tensor, groups: RowGroups) -> Tensor:
+    """Sum the rows of each group, in at least float32: ``[t, o]`` to ``[e, o]``."""
+    group_of_row = torch.repeat_interleave(groups.counts, output_size=len(x))
+    return _sum_rows(x, group_of_row, len(groups.counts))
+
+
+def repeat_by_group(values: Tensor, groups: RowGroups, rows: int) -> Tensor:
+    """Repeat ``values[0]`` for the rows of the first group, ``values[1]`` for those of the second, and so on.
+
+    Args:
+        values: ``[e, o]``; their gradients are summed in at least float32.
+        groups: the rows of each group.
+        rows: number t of all rows.
+
+    Returns:
+        Tensor ``[t, o]``.
+    """
+    return _RepeatByGroup.apply(values, groups.counts, rows)
+
+
 def grouped_mm(x: Tensor, weight: Tensor, groups: RowGroups, *, kernel: bool | None = None) -> Tensor:
     """Multiply the rows of the first group by ``weight[0]``, those of the second group by ``weight[1]``, and so on.
 
@@ -133,6 +201,26 @@ def grouped_mm(x: Tensor, weight: Tensor, groups: RowGroups, *, kernel: bool | N
         if card is not None and card.other_grouped_products is not None:
             return _other_grouped_mm(card.other_grouped_products, x, weight, groups.counts)
     return _forward(x, weight, groups.counts)
+
+
+def grouped_outer(x: Tensor, grad: Tensor, groups: RowGroups) -> Tensor:
+    """Compute ``xᵀ grad`` of the rows of each group, the gradient of the matrices of :func:`grouped_mm`.
+
+    Args:
+        x: ``[t, i]``, sorted by group.
+        grad: ``[t, o]``.
+        groups: the rows of each group.
+
+    Returns:
+        Tensor ``[e, i, o]``, zero for groups without rows.
+    """
+    if _are_aligned_halves(x, grad.unsqueeze(0)):
+        card = card_of(x.device)
+        if hasattr(F, "grouped_mm") and (card is None or card.has_grouped_products):
+            return F.grouped_mm(x.t(), grad, offs=groups.ends)
+        if card is not None and card.other_grouped_products is not None:
+            return card.other_grouped_products(x.contiguous(), grad.contiguous(), groups.counts, trans_a=True)
+    return _weight_gradient(x, grad, groups.counts)
 
 
 class _FrozenGroupedMM(torch.autograd.Function):

@@ -34,6 +34,13 @@ def _is_faster_here() -> bool:
     return has_both and torch.backends.cpu.get_cpu_capability() == "AVX512"
 
 
+def uses_onednn(dtype: torch.dtype, multiplications: int) -> bool:
+    """Return whether :func:`mm` uses oneDNN for a product on CPU with this number of multiplications."""
+    if dtype != torch.float32 or multiplications < _MIN_MULTIPLICATIONS:
+        return False
+    return _is_faster_here() and torch.backends.mkldnn.enabled
+
+
 def _is_plain(tensor: Tensor) -> bool:
     """Whether the tensor is float32 on CPU and no subclass, which may define its own products."""
     return tensor.dtype == torch.float32 and computes_on_cpu(tensor.device) and type(tensor) in (Tensor, nn.Parameter)
@@ -59,11 +66,18 @@ def _dense(matrix: Tensor) -> Tensor:
     return matrix if is_supported else matrix.contiguous()
 
 
-def mm(a: Tensor, b: Tensor) -> Tensor:
-    """Compute the matrix product ``a b`` of ``[n, k]`` and ``[k, m]``, any strides, without a gradient."""
+def mm(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
+    """Compute the matrix product ``a b`` of ``[n, k]`` and ``[k, m]``, any strides, without a gradient.
+
+    Args:
+        a: ``[n, k]``.
+        b: ``[k, m]``.
+        out: where the product is written, ``[n, m]``; by default a new tensor.
+    """
     if _is_worth(a, b.t()):
-        return onednn_linear(_dense(a), _dense(b).t())
-    return torch.mm(a, b)
+        product = onednn_linear(_dense(a), _dense(b).t())
+        return product if out is None else out.copy_(product)
+    return torch.mm(a, b, out=out)
 
 
 class _Linear(torch.autograd.Function):

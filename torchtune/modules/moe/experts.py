@@ -1,7 +1,7 @@
 """Experts with stacked weights."""
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -11,8 +11,15 @@ from torch.nn import functional as F
 from torchtune._lazy import former_names
 from torchtune.modules.feed_forward import swiglu
 from torchtune.modules.kernels import GROUPED_PRODUCTS, KernelUser, card_of
-from torchtune.modules.kernels.grouped import RowGroups, frozen_grouped_mm, grouped_mm, local_experts
+from torchtune.modules.kernels.grouped import (
+    RowGroups,
+    frozen_grouped_mm,
+    grouped_mm,
+    local_experts,
+    repeat_by_group,
+)
 from torchtune.modules.low_precision.formats import Stored
+from torchtune.modules.moe.frozen_experts import Adapter, Bias, Selection, apply_frozen_experts
 from torchtune.utils import get_logger, is_simulated, log_once
 
 _CLAMPED_SLOPE = 1.702  # slope of the sigmoid approximation of GELU
@@ -38,6 +45,11 @@ class GroupedExperts(nn.Module, KernelUser):
         torch.Size([5, 8])
     """
 
+    # Matrices that multiply the input; ``down_proj`` multiplies what the activation makes of their outputs.
+    input_matrices: ClassVar[tuple[str, ...]] = ("gate_proj", "up_proj")
+    # Whether frozen experts save only their inputs for the backward pass; activation checkpointing sets it.
+    recomputes: bool = False
+
     def __init__(
         self, *, dim: int, hidden_dim: int, num_experts: int = 1, activation: Callable[[Tensor], Tensor] = F.silu
     ) -> None:
@@ -58,16 +70,85 @@ class GroupedExperts(nn.Module, KernelUser):
                 bound = parameter.shape[1] ** -0.5
                 nn.init.uniform_(parameter, -bound, bound)
 
-    def project(self, name: str, x: Tensor, groups: RowGroups) -> Tensor:
-        """Multiply rows ``[t, i]``, sorted by expert, by the parameter called ``name``, ``[e, i, o]``."""
-        weight = self.stored_weight(name)
+    def project(
+        self, name: str, x: Tensor, groups: RowGroups, weights: Mapping[str, Tensor | Stored] | None = None
+    ) -> Tensor:
+        """Multiply rows by their expert's matrix, and add an adapter's update and a bias.
+
+        Args:
+            name: name of the matrices, ``[e, i, o]``.
+            x: rows ``[t, i]``, sorted by expert.
+            groups: the rows of each expert.
+            weights: stacked parameters by name; by default those of this module.
+
+        Returns:
+            Tensor ``[t, o]``.
+        """
+        if weights is None:
+            weights = self.stacked_weights()
+        weight = weights[name]
         if isinstance(weight, Stored):
-            return frozen_grouped_mm(x, weight, groups)
-        return grouped_mm(x, weight, groups)
+            out = frozen_grouped_mm(x, weight, groups)
+        else:
+            out = grouped_mm(x, weight, groups)
+        adapter = self.adapter(name, weights)
+        if adapter is not None:
+            mask = self.draw_dropout_mask(x)
+            low = grouped_mm(x if mask is None else x * mask, adapter.a, groups)  # [t, rank]
+            out = out + grouped_mm(low * adapter.scaling, adapter.b, groups)
+        bias = self.bias(name, weights)
+        if bias is not None:
+            out = out + repeat_by_group(bias.values, groups, len(x))
+        return out
+
+    def bias(self, name: str, weights: Mapping[str, Tensor | Stored]) -> Bias | None:
+        """Return the bias of the product with the matrix called ``name``, out of the parameters ``weights``."""
+        return None
+
+    def adapter(self, name: str, weights: Mapping[str, Tensor | Stored]) -> Adapter | None:
+        """Return the adapter of the matrix called ``name``, out of the parameters ``weights``."""
+        return None
+
+    def draw_dropout_mask(self, x: Tensor) -> Tensor | None:
+        """Return the factors of an adapter's input ``x``, None without dropout."""
+        return None
+
+    def activate(self, *projected: Tensor) -> Tensor:
+        """Compute the input of ``down_proj``, ``[t, hidden_dim]``, from the outputs of :attr:`input_matrices`."""
+        gate, up = projected
+        if self.activation is F.silu or type(self.activation) is nn.SiLU:
+            return swiglu(gate, up)
+        return self.activation(gate) * up
 
     def stored_weight(self, name: str) -> Tensor | Stored:
         """Return the parameter called ``name``, possibly in a storage format."""
         return getattr(self, name)
+
+    def stacked_weights(self) -> dict[str, Tensor | Stored]:
+        """Return this rank's part of the stacked parameters by name, the matrices possibly in a storage format."""
+        weights: dict[str, Tensor | Stored] = {}
+        for name in self.matrix_shapes():
+            weight = self.stored_weight(name)
+            if isinstance(weight, Stored):
+                weights[name] = weight._replace(tensors=tuple(map(local_experts, weight.tensors)))
+            else:
+                weights[name] = local_experts(weight)
+        for name, parameter in self.named_parameters():
+            if name not in weights and parameter.is_floating_point():  # tensors that store a matrix are integers
+                weights[name] = local_experts(parameter)
+        return weights
+
+    def has_frozen_matrices(self) -> bool:
+        """Return whether no matrix is trained; adapters and biases may be."""
+        for name in self.matrix_shapes():
+            weight = self.stored_weight(name)
+            if isinstance(weight, Tensor) and weight.requires_grad:
+                return False
+        return True
+
+    def draws_random_numbers(self) -> bool:
+        """Return whether a forward pass draws random numbers, which a recomputation has to repeat."""
+        return False
 
     def choose_kernels(self, device: torch.device, dtype: torch.dtype) -> None:
         """Log how the products of experts are computed; :func:`grouped_mm` chooses the kernel itself."""
@@ -90,16 +171,28 @@ class GroupedExperts(nn.Module, KernelUser):
             "up_proj": (self.num_experts, self.dim, self.hidden_dim),
         }
 
-    def forward(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
-        """Apply the experts to rows ``[t, d]`` sorted by expert, with int64 ``[e]`` rows per expert."""
+    def forward(self, x: Tensor, num_tokens_per_expert: Tensor, selection: Selection | None = None) -> Tensor:
+        """Apply the experts.
+
+        Args:
+            x: rows ``[t, d]`` sorted by expert; with ``selection``, tokens in any order.
+            num_tokens_per_expert: rows per expert, int64 ``[e]``.
+            selection: the experts of each token, which frozen experts alone take; then outputs are summed by token.
+
+        Returns:
+            Tensor ``[t, d]``.
+        """
+        if selection is not None or self.computes_frozen():
+            return apply_frozen_experts(self, x, num_tokens_per_expert, selection)
         groups = RowGroups.of(num_tokens_per_expert)
-        gate = self.project("gate_proj", x, groups)
-        up = self.project("up_proj", x, groups)
-        if self.activation is F.silu or type(self.activation) is nn.SiLU:
-            hidden = swiglu(gate, up)
-        else:
-            hidden = self.activation(gate) * up
-        return self.project("down_proj", hidden, groups)
+        weights = self.stacked_weights()
+        projected = [self.project(name, x, groups, weights) for name in self.input_matrices]
+        return self.project("down_proj", self.activate(*projected), groups, weights)
+
+    def computes_frozen(self) -> bool:
+        """Return whether a call takes a :class:`Selection`: experts that are frozen, and not being compiled."""
+        # The compiler fuses what is written out, and chooses the saved tensors.
+        return not torch.compiler.is_compiling() and self.has_frozen_matrices()
 
     def extra_repr(self) -> str:
         """Return the sizes for ``repr``."""
@@ -175,6 +268,8 @@ class ClampedExperts(GroupedExperts):
         torch.Size([3, 8])
     """
 
+    input_matrices: ClassVar[tuple[str, ...]] = ("gate_up_proj",)
+
     def __init__(self, *, dim: int, hidden_dim: int, num_experts: int = 1, limit: float = 7.0) -> None:
         nn.Module.__init__(self)
         self.dim = dim
@@ -194,15 +289,14 @@ class ClampedExperts(GroupedExperts):
             "down_proj": (self.num_experts, self.hidden_dim, self.dim),
         }
 
-    def forward(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
-        """Apply the experts to rows ``[t, d]`` sorted by expert, with int64 ``[e]`` rows per expert."""
-        groups = RowGroups.of(num_tokens_per_expert)
-        # With output_size, the host does not wait for the sum of the counts.
-        expert_of_row = torch.repeat_interleave(num_tokens_per_expert, output_size=len(x))  # [t]
-        gate_up = self.project("gate_up_proj", x, groups)  # [t, 2 * hidden_dim]
-        gate_up = gate_up + local_experts(self.gate_up_proj_bias).index_select(0, expert_of_row)
-        out = self.project("down_proj", clamped_swiglu(gate_up, self.limit), groups)
-        return out + local_experts(self.down_proj_bias).index_select(0, expert_of_row)
+    def bias(self, name: str, weights: Mapping[str, Tensor | Stored]) -> Bias | None:
+        """Return the bias of the product with the matrix called ``name``."""
+        return Bias(f"{name}_bias", weights[f"{name}_bias"])
+
+    def activate(self, *projected: Tensor) -> Tensor:
+        """Compute the input of ``down_proj`` from the outputs of ``gate_up_proj``."""
+        (gate_up,) = projected
+        return clamped_swiglu(gate_up, self.limit)
 
 
 class UngatedExperts(GroupedExperts):
@@ -220,6 +314,8 @@ class UngatedExperts(GroupedExperts):
         torch.Size([3, 8])
     """
 
+    input_matrices: ClassVar[tuple[str, ...]] = ("up_proj",)
+
     def __init__(
         self, *, dim: int, hidden_dim: int, num_experts: int = 1, activation: Callable[[Tensor], Tensor] = F.silu
     ) -> None:
@@ -232,11 +328,10 @@ class UngatedExperts(GroupedExperts):
         del shapes["gate_proj"]
         return shapes
 
-    def forward(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
-        """Apply the experts to rows ``[t, d]`` sorted by expert, with int64 ``[e]`` rows per expert."""
-        groups = RowGroups.of(num_tokens_per_expert)
-        hidden = self.activation(self.project("up_proj", x, groups))
-        return self.project("down_proj", hidden, groups)
+    def activate(self, *projected: Tensor) -> Tensor:
+        """Compute the input of ``down_proj`` from the outputs of ``up_proj``."""
+        (up,) = projected
+        return self.activation(up)
 
 
 __getattr__ = former_names(__name__)

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from torchtune.modules.moe.experts import GroupedExperts
+from torchtune.modules.moe.frozen_experts import Selection
 from torchtune.modules.rms_norm import rms_norm
 from torchtune.utils import in_backward_pass
 
@@ -245,14 +247,44 @@ class MoE(nn.Module):
         """Apply the mixture to ``[b, s, d]``."""
         tokens = x.flatten(0, -2)  # [t, d], t = b * s
         scores, selected, counts = self.router(tokens)  # [t, k], [t, k], [e]
-        copies = selected.shape[1]  # k, a copy for each selected expert
-        order = selected.flatten().argsort(stable=True)  # [t * k], copies sorted by expert
-        inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+        order = selected.flatten().argsort(stable=True)  # [t * k], copies of tokens sorted by expert
+        # Before the other experts, which activation checkpointing then need not compute again to get here.
+        shared = None if self.shared_expert is None else self._shared_output(tokens)
 
         expert_inputs = tokens if self.norms is None else self.norms["input"](tokens)
         if self.latent_in is not None:
             expert_inputs = self.latent_in(expert_inputs)  # [t, l]
-        rows = permute_rows(expert_inputs, order, inverse, copies)  # [t * k, d]
+        if self._takes_selection():
+            out = self.experts(expert_inputs, counts, Selection(scores, order))  # [t, d]
+        else:
+            out = self._apply_to_copies(expert_inputs, scores, order, counts)  # [t, d]
+        if self.latent_out is not None:
+            out = self.latent_out(out)
+
+        if self.norms is not None:
+            out = self.norms["output"](out)
+        if shared is not None:
+            out = out + shared
+        return out.view_as(x)
+
+    def _takes_selection(self) -> bool:
+        """Return whether the experts copy tokens and sum outputs themselves."""
+        if self.exchange is not None or self.scales_input or not isinstance(self.experts, GroupedExperts):
+            return False
+        return self.experts.computes_frozen()
+
+    def _apply_to_copies(self, tokens: Tensor, scores: Tensor, order: Tensor, counts: Tensor) -> Tensor:
+        """Apply the experts to copies of the tokens, sorted by expert, and sum their outputs by token.
+
+        Args:
+            tokens: ``[t, d]``.
+            scores: ``[t, k]``.
+            order: permutation of the copies, ``[t * k]``.
+            counts: copies per expert, ``[e]``.
+        """
+        copies = scores.shape[1]  # k, a copy for each selected expert
+        inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+        rows = permute_rows(tokens, order, inverse, copies)  # [t * k, d]
         if self.scales_input:
             row_scores = permute_rows(scores.flatten(), order, inverse)  # [t * k]
             rows = rows * row_scores.unsqueeze(-1).to(rows.dtype)
@@ -264,16 +296,13 @@ class MoE(nn.Module):
         by_token = permute_rows(rows, inverse, order).unflatten(0, (-1, copies))  # [t, k, d]
         if not self.scales_input:
             by_token = by_token * scores.unsqueeze(-1).to(by_token.dtype)
-        out = by_token.sum(1)  # [t, d]
-        if self.latent_out is not None:
-            out = self.latent_out(out)
+        return by_token.sum(1)
 
+    def _shared_output(self, tokens: Tensor) -> Tensor:
+        """Apply the shared expert to tokens ``[t, d]``."""
         if self.norms is not None:
-            shared = self.shared_expert(self.norms["shared_input"](tokens))
-            out = self.norms["output"](out) + self.norms["shared_output"](shared)
-        elif self.shared_expert is not None:
-            shared = self.shared_expert(tokens)
-            if self.shared_gate is not None:
-                shared = shared * self.shared_gate(tokens).sigmoid()
-            out = out + shared
-        return out.view_as(x)
+            return self.norms["shared_output"](self.shared_expert(self.norms["shared_input"](tokens)))
+        shared = self.shared_expert(tokens)
+        if self.shared_gate is not None:
+            shared = shared * self.shared_gate(tokens).sigmoid()
+        return shared

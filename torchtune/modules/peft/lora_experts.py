@@ -1,6 +1,6 @@
 """Experts with LoRA adapters."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache, partial
 from typing import ClassVar
 
@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from torchtune.modules.conversion import change_class
-from torchtune.modules.kernels.grouped import RowGroups, grouped_mm
+from torchtune.modules.low_precision.formats import Stored
 from torchtune.modules.moe.experts import GroupedExperts
+from torchtune.modules.moe.frozen_experts import Adapter
 from torchtune.modules.peft.lora import check_adapter_numbers, lora_scaling
 from torchtune.utils import fill_from_cpu
 
@@ -67,9 +68,9 @@ class LoRAGroupedExperts(GroupedExperts):
         self.dropout = nn.Dropout(p=dropout)
         kind = {"dtype": dtype, "device": next(self.parameters()).device}
         for name, (experts, rows, columns) in self.matrix_shapes().items():
-            part = name.removesuffix("_proj")
-            setattr(self, f"lora_{part}_a", nn.Parameter(torch.empty(experts, rows, rank, **kind)))
-            setattr(self, f"lora_{part}_b", nn.Parameter(torch.empty(experts, rank, columns, **kind)))
+            a_name, b_name = _adapter_names(name)
+            setattr(self, a_name, nn.Parameter(torch.empty(experts, rows, rank, **kind)))
+            setattr(self, b_name, nn.Parameter(torch.empty(experts, rank, columns, **kind)))
         self.initialize_parameters()
 
     @classmethod
@@ -118,8 +119,7 @@ class LoRAGroupedExperts(GroupedExperts):
         """Return the names of the adapters' parameters, relative to this module."""
         names = []
         for matrix in self.matrix_shapes():
-            part = matrix.removesuffix("_proj")
-            names += [f"lora_{part}_a", f"lora_{part}_b"]
+            names += _adapter_names(matrix)
         return names
 
     @torch.no_grad()
@@ -128,24 +128,35 @@ class LoRAGroupedExperts(GroupedExperts):
         if name not in self.matrix_shapes():
             return weight
         compute = torch.promote_types(weight.dtype, torch.float32)
-        part = name.removesuffix("_proj")
-        a = getattr(self, f"lora_{part}_a").to(weight.device, compute)  # [e, i, r]
-        b = getattr(self, f"lora_{part}_b").to(weight.device, compute)  # [e, r, o]
+        a_name, b_name = _adapter_names(name)
+        a = getattr(self, a_name).to(weight.device, compute)  # [e, i, r]
+        b = getattr(self, b_name).to(weight.device, compute)  # [e, r, o]
         return torch.baddbmm(weight.to(compute), a, b, alpha=self.scaling).to(weight.dtype)
 
-    def project(self, name: str, x: Tensor, groups: RowGroups) -> Tensor:
-        """Multiply rows by their expert's matrix and add its LoRA update."""
-        out = super().project(name, x, groups)
+    def adapter(self, name: str, weights: Mapping[str, Tensor | Stored]) -> Adapter | None:
+        """Return the adapter of the matrix called ``name``, out of the parameters ``weights``."""
         if self.disabled:
-            return out
-        part = name.removesuffix("_proj")
-        low = grouped_mm(self.dropout(x), getattr(self, f"lora_{part}_a"), groups)  # [t, r]
-        update = grouped_mm(low, getattr(self, f"lora_{part}_b"), groups)  # [t, o]
-        return torch.add(out, update, alpha=self.scaling)
+            return None
+        a_name, b_name = _adapter_names(name)
+        return Adapter(a_name, b_name, weights[a_name], weights[b_name], self.scaling)
+
+    def draw_dropout_mask(self, x: Tensor) -> Tensor | None:
+        """Return the factors of an adapter's input ``x``, None without dropout."""
+        return self.dropout(torch.ones_like(x)) if self.draws_random_numbers() else None
+
+    def draws_random_numbers(self) -> bool:
+        """Return whether there is dropout."""
+        return self.training and self.dropout.p > 0.0 and not self.disabled
 
     def extra_repr(self) -> str:
         """Return sizes, rank and alpha for ``repr``."""
         return f"{super().extra_repr()}, rank={self.rank}, alpha={self.alpha}"
+
+
+def _adapter_names(matrix: str) -> tuple[str, str]:
+    """Return the names of the parameters A and B of a matrix's adapter."""
+    part = matrix.removesuffix("_proj")
+    return f"lora_{part}_a", f"lora_{part}_b"
 
 
 @cache

@@ -28,6 +28,7 @@ KINDS: dict[str, tuple[str, list[Any]]] = {
     "qlora": ("qwen3_moe", [lambda: QuantizeBase(block_size=8), lambda: LoRA(**LORA)]),
     "loss-free": ("glm4_moe", [lambda: LossFreeBalancing(rate=0.01)]),
 }
+RESUMED = ("full", "lora", "qlora")
 
 
 @pytest.fixture(scope="module")
@@ -74,8 +75,8 @@ def train(folder, kind, dims):
     store, model, optimizer = start(folder, kind, dims, folder / f"{kind} {dims.world_size}")
     steps = [step(model, optimizer, dims, number) for number in range(STEPS)]
     state = {"optimizer": optimizer, "progress": {"step": STEPS}}
-    if dims.world_size > 1 and kind in ("full", "lora"):
-        store.save("step_3", model, state=state, **({"contents": "adapter"} if kind == "lora" else {}))
+    if dims.world_size > 1 and kind in RESUMED:
+        store.save("step_3", model, state=state, **({} if kind == "full" else {"contents": "adapter"}))
         store.close()
     weights = {name: ranks.whole(parameter) for name, parameter in model.named_parameters()}
     outcome = {"steps": steps, "weights": weights, "load": tokens_per_expert(model)}
@@ -107,7 +108,7 @@ def test_two_ranks_train_as_one_process(folder, kind):
     assert all(torch.equal(counts, outcome["load"][path]) for path, counts in alone["load"].items())
 
 
-@pytest.mark.parametrize("kind", ["full", "lora"])
+@pytest.mark.parametrize("kind", RESUMED)
 def test_one_process_resumes_what_two_have_saved(folder, kind):
     store, model, optimizer = start(folder, kind, ParallelDims(), folder / f"{kind} 2")
     state = {"optimizer": optimizer, "progress": {"step": 0}}

@@ -1,0 +1,529 @@
+"""Experts with frozen matrices: their gradients, with few saved activations and few decoded weights at a time.
+
+A backward pass needs the inputs of the experts, and their outputs of the first matrices, which it can compute again.
+Quantized experts are decoded by group of experts, in the forward pass and again in the backward pass, and a group is
+done before the next is decoded.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from torchtune.modules.kernels.grouped import RowGroups, grouped_mm, grouped_outer, repeat_by_group, sum_by_group
+from torchtune.modules.low_precision.formats import Stored
+
+if TYPE_CHECKING:
+    from torchtune.modules.moe.experts import GroupedExperts
+
+_OUTPUT_MATRIX = "down_proj"
+# Bytes of decoded matrices of a group of experts. With fewer, groups have too few rows to keep a GPU busy.
+_BYTES_PER_GROUP = 192 * 2**20
+
+
+class Selection(NamedTuple):
+    """Which experts compute a token, and how their outputs are added.
+
+    Attributes:
+        scores: factors of the outputs, ``[t, k]``.
+        order: int64 ``[t * k]``, the copies of tokens sorted by expert: copy ``i`` is of token ``i // k``.
+    """
+
+    scores: Tensor
+    order: Tensor
+
+
+class Adapter(NamedTuple):
+    """Low-rank update ``scaling · x A B`` of a product.
+
+    Attributes:
+        a_name: name of ``a``.
+        b_name: name of ``b``.
+        a: ``[e, i, rank]``.
+        b: ``[e, rank, o]``.
+        scaling: factor of the update.
+    """
+
+    a_name: str
+    b_name: str
+    a: Tensor
+    b: Tensor
+    scaling: float
+
+
+class Bias(NamedTuple):
+    """Bias of a product: ``values`` ``[e, o]``, the parameter called ``name``."""
+
+    name: str
+    values: Tensor
+
+
+class _Group(NamedTuple):
+    """Consecutive experts and their consecutive rows."""
+
+    experts: slice
+    rows: slice
+
+
+class _Rows:
+    """The rows of a group of experts: consecutive rows of ``x``, or copies of tokens in any order.
+
+    Args:
+        group: the group.
+        counts: rows of each of all experts, int64 ``[e]``.
+        scores: scores of the copies ``[t, k]``.
+        order: the copies of all experts, int64 ``[t * k]``.
+    """
+
+    def __init__(self, group: _Group, counts: Tensor, scores: Tensor | None, order: Tensor | None) -> None:
+        self.slice = group.rows
+        self.by_expert = RowGroups.of(counts[group.experts])
+        self._copies = None if order is None else order[group.rows]
+        self._all_scores = scores
+
+    def gather(self, x: Tensor) -> Tensor:
+        """Return the rows out of ``x``, which has a row for each row, or for each token."""
+        if self._copies is None:
+            return x[self.slice]
+        return x.index_select(0, self._copies // self._all_scores.shape[1])
+
+    def scatter(self, rows: Tensor, out: Tensor) -> None:
+        """Write a value of each row to its place among those of all rows."""
+        if self._copies is None:
+            out[self.slice] = rows
+        else:
+            out.index_copy_(0, self._copies, rows)
+
+    def scores(self, dtype: torch.dtype) -> Tensor | None:
+        """Return the scores of the rows ``[r, 1]``, None if there are none."""
+        if self._copies is None:
+            return None
+        return self._all_scores.flatten().index_select(0, self._copies).unsqueeze(1).to(dtype)
+
+
+class _Weights:
+    """Names and decoders of the stacked parameters of experts, whose tensors autograd saves.
+
+    Args:
+        weights: the stacked parameters by name.
+    """
+
+    def __init__(self, weights: Mapping[str, Tensor | Stored]) -> None:
+        self.tensors: list[Tensor] = []
+        self._parts: list[tuple[str, Callable[..., Tensor] | None, slice]] = []
+        self.dtypes_of_stored: dict[str, torch.dtype] = {}  # dtypes of the decoded matrices by name
+        for name, weight in weights.items():
+            start = len(self.tensors)
+            if isinstance(weight, Stored):
+                self.dtypes_of_stored[name] = weight.dtype
+                self.tensors.extend(weight.tensors)
+                decode = weight.decode
+            else:
+                self.tensors.append(weight)
+                decode = None
+            self._parts.append((name, decode, slice(start, len(self.tensors))))
+
+    def of_group(self, tensors: Sequence[Tensor], group: _Group) -> dict[str, Tensor]:
+        """Return the parameters of a group's experts by name, decoded.
+
+        Args:
+            tensors: the tensors of all parameters.
+            group: the group.
+        """
+        weights = {}
+        for name, decode, positions in self._parts:
+            parts = [tensor[group.experts] for tensor in tensors[positions]]
+            weights[name] = parts[0] if decode is None else decode(*parts)
+        return weights
+
+    def name_of(self, position: int) -> str:
+        """Return the name of the parameter with a tensor at this position of ``tensors``."""
+        for name, _, positions in self._parts:
+            if positions.start <= position < positions.stop:
+                return name
+        raise IndexError(position)
+
+
+def row_ends(ends: Tensor, experts_per_group: int, rows: int) -> list[int]:
+    """Return where the rows of each group of experts end. Syncs host and device.
+
+    Args:
+        ends: where the rows of each expert end, ``[e]``.
+        experts_per_group: number of experts of a group; the last may have fewer.
+        rows: number of all rows.
+    """
+    return [*ends[experts_per_group - 1 : -1 : experts_per_group].tolist(), rows]
+
+
+def _make_groups(experts: "GroupedExperts", weights: _Weights, counts: Tensor, rows: int) -> list[_Group]:
+    """Divide the experts such that the decoded matrices of a group stay small."""
+    num_experts = len(counts)
+    experts_per_group = num_experts
+    decoded_bytes = 0  # per expert
+    for name, (_, inputs, outputs) in experts.matrix_shapes().items():
+        if name in weights.dtypes_of_stored:
+            decoded_bytes += inputs * outputs * weights.dtypes_of_stored[name].itemsize
+    if decoded_bytes:
+        experts_per_group = max(1, _BYTES_PER_GROUP // decoded_bytes)
+    if experts_per_group >= num_experts:
+        return [_Group(slice(0, num_experts), slice(0, rows))]
+    groups = []
+    start = 0
+    for number, end in enumerate(row_ends(RowGroups.of(counts).ends, experts_per_group, rows)):
+        first = number * experts_per_group
+        if end > start:
+            groups.append(_Group(slice(first, min(first + experts_per_group, num_experts)), slice(start, end)))
+        start = end
+    return groups
+
+
+class _Call:
+    """A call of frozen experts: all that is no tensor.
+
+    Args:
+        experts: the experts.
+        weights: their parameters.
+        groups: groups of experts with rows.
+        saves_projected: whether the outputs of the first matrices are saved for the backward pass.
+    """
+
+    def __init__(
+        self, experts: "GroupedExperts", weights: _Weights, groups: list[_Group], *, saves_projected: bool
+    ) -> None:
+        self.experts = experts
+        self.weights = weights
+        self.groups = groups
+        self.saves_projected = saves_projected
+        self.inputs_node: Any = None  # node of _SaveInputs
+        self.random_state: tuple[Tensor, Tensor | None] | None = None  # of the forward pass, if it draws dropout
+
+    def compute(
+        self, x: Tensor, counts: Tensor, scores: Tensor | None, order: Tensor | None, tensors: Sequence[Tensor]
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Compute the output and, if they are saved, the outputs of the first matrices."""
+        experts = self.experts
+        num_rows = len(x) if scores is None else scores.numel()
+        out: Tensor | None = None
+        projected: list[Tensor] = []
+        for group in self.groups:
+            weights = self.weights.of_group(tensors, group)
+            rows = _Rows(group, counts, scores, order)
+            inputs = rows.gather(x)
+            projected = []
+            for name in experts.input_matrices:
+                projected.append(_Projection(experts, name, inputs, rows.by_expert, weights).output())
+            del inputs
+            hidden = experts.activate(*projected)  # [r, h]
+            if not self.saves_projected:
+                projected = []
+            group_out = _Projection(experts, _OUTPUT_MATRIX, hidden, rows.by_expert, weights).output()
+            group_scores = rows.scores(group_out.dtype)
+            if group_scores is not None:
+                group_out *= group_scores
+            if out is None:
+                out = group_out.new_empty(num_rows, group_out.shape[1])
+            rows.scatter(group_out, out)
+        if out is None:  # there are no rows
+            out = torch.zeros_like(x)
+        elif scores is not None:
+            out = out.view(*scores.shape, -1).sum(1)  # [t * k, d] -> [t, d]
+        return out, projected
+
+
+class _SaveInputs(torch.autograd.Function):
+    """Identity that saves its inputs, before the experts are computed.
+
+    Activation checkpointing computes a layer again until the last saved tensor is there. If :class:`_FrozenExperts`
+    saved its inputs, autograd would save them after its output is computed: the experts, often the end of a layer,
+    would be computed once more for nothing. So this node saves them, and that of the experts reads them here.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*tensors)
+        # Otherwise all outputs would need gradients, and so would the frozen matrices.
+        frozen = []
+        for tensor, needs_gradient in zip(tensors, ctx.needs_input_grad, strict=True):
+            if tensor is not None and not needs_gradient:
+                frozen.append(tensor)
+        ctx.mark_non_differentiable(*frozen)
+        return tensors
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return grads
+
+
+class _FrozenExperts(torch.autograd.Function):
+    """Output of experts with frozen matrices; only adapters and other parameters may have gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        call: _Call,
+        x: Tensor,
+        counts: Tensor,
+        scores: Tensor | None,
+        order: Tensor | None,
+        *tensors: Tensor,
+    ) -> Tensor:
+        ctx.call = call
+        out, projected = call.compute(x, counts, scores, order, tensors)
+        ctx.save_for_backward(*projected)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        call: _Call = ctx.call
+        x, counts, scores, order, *tensors = call.inputs_node.saved_tensors  # once: it may compute a layer again
+        projected = ctx.saved_tensors
+        _, needs_x, _, needs_scores, _, *needs_tensors = ctx.needs_input_grad
+        copies_per_token = 1 if scores is None else scores.shape[1]
+        grad_x: Tensor | None = None
+        grad_scores = torch.empty_like(scores) if needs_scores else None
+        trained: dict[str, Tensor] = {}  # name -> gradient
+        for position, needs_gradient in enumerate(needs_tensors):
+            if needs_gradient:
+                trained[call.weights.name_of(position)] = torch.zeros_like(tensors[position])
+
+        with _repeat_random_numbers(call.random_state, x.device):
+            for group in call.groups:
+                rows = _Rows(group, counts, scores, order)
+                gradients = _backward_of_group(
+                    call.experts,
+                    rows,
+                    x,
+                    call.weights.of_group(tensors, group),
+                    projected,
+                    grad,
+                    list(trained),
+                    needs_x=needs_x,
+                )
+                for name, gradient in gradients.trained.items():
+                    trained[name][group.experts] = gradient
+                if needs_x:
+                    if grad_x is None:  # only now, when the first group has freed its activations
+                        grad_x = x.new_empty(len(x) * copies_per_token, x.shape[1])
+                    rows.scatter(gradients.x, grad_x)
+                if grad_scores is not None:
+                    rows.scatter(gradients.scores.to(grad_scores.dtype), grad_scores.view(-1))
+                del gradients
+
+        if needs_x and grad_x is None:  # there are no rows
+            grad_x = torch.zeros_like(x)
+        elif needs_x and copies_per_token > 1:
+            grad_x = grad_x.unflatten(0, (-1, copies_per_token)).sum(1)  # [t * k, d] -> [t, d]
+        grad_tensors: list[Tensor | None] = []
+        for position, needs_gradient in enumerate(needs_tensors):
+            grad_tensors.append(trained[call.weights.name_of(position)] if needs_gradient else None)
+        return None, grad_x, None, grad_scores, None, *grad_tensors
+
+
+class _GroupGradients(NamedTuple):
+    """Gradients of a group of experts.
+
+    Attributes:
+        x: of the rows ``[r, d]``, None if they need none.
+        scores: of the scores ``[r]``, None without scores.
+        trained: of trained parameters by name.
+    """
+
+    x: Tensor | None
+    scores: Tensor | None
+    trained: dict[str, Tensor]
+
+
+class _Projection:
+    """The product of a group's rows with a frozen matrix, and what is added to it: an adapter's update and a bias.
+
+    Args:
+        experts: the experts.
+        name: name of the matrix.
+        x: rows ``[r, i]``.
+        rows: the rows of each expert.
+        weights: the parameters of the group's experts.
+    """
+
+    def __init__(
+        self, experts: "GroupedExperts", name: str, x: Tensor, rows: RowGroups, weights: Mapping[str, Tensor]
+    ) -> None:
+        self.x = x
+        self.rows = rows
+        self.matrix = weights[name]  # [e, i, o]
+        self.bias = experts.bias(name, weights)
+        self.adapter = experts.adapter(name, weights)
+        self.mask: Tensor | None = None
+        self.low: Tensor | None = None
+        if self.adapter is not None:
+            self.mask = experts.draw_dropout_mask(x)
+            self.low = grouped_mm(self._adapter_input(), self.adapter.a, rows) * self.adapter.scaling  # [r, rank]
+
+    def _adapter_input(self) -> Tensor:
+        return self.x if self.mask is None else self.x * self.mask
+
+    def output(self) -> Tensor:
+        """Compute the output ``[r, o]``."""
+        out = grouped_mm(self.x, self.matrix, self.rows)
+        if self.adapter is not None:
+            out += grouped_mm(self.low, self.adapter.b, self.rows)
+        if self.bias is not None:
+            out += repeat_by_group(self.bias.values, self.rows, len(out))
+        return out
+
+    def backward(
+        self,
+        grad: Tensor,
+        needed: Collection[str],
+        scores: Tensor | None = None,
+        *,
+        needs_x: bool = True,
+        grad_x: Tensor | None = None,
+    ) -> _GroupGradients:
+        """Compute the gradients from that of the output, or of the output times ``scores``.
+
+        Args:
+            grad: ``[r, o]``.
+            needed: names of parameters that are trained.
+            scores: ``[r, 1]``; with scores the rows need a gradient.
+            needs_x: whether the rows have a gradient.
+            grad_x: gradient of the rows by other matrices, to which this is added in place.
+        """
+        trained: dict[str, Tensor] = {}
+        grad_scores: Tensor | None = None
+        if needs_x:
+            of_product = grouped_mm(grad, self.matrix.transpose(1, 2), self.rows)  # [r, i]
+            if scores is not None:
+                # The gradient of a score is output · grad, where (x W) · grad = x · (grad Wᵀ).
+                grad_scores = (self.x * of_product).sum(-1, dtype=torch.float32)
+                of_product *= scores
+            grad_x = of_product if grad_x is None else grad_x.add_(of_product)
+            del of_product
+
+        if self.adapter is not None:
+            low = self.low
+            grad_low = grouped_mm(grad, self.adapter.b.transpose(1, 2), self.rows)  # [r, rank]
+            if scores is not None:
+                grad_scores += (low * grad_low).sum(-1, dtype=torch.float32)
+                low = low * scores
+                grad_low = grad_low * scores
+            grad_low = grad_low * self.adapter.scaling
+            if self.adapter.b_name in needed:
+                trained[self.adapter.b_name] = grouped_outer(low, grad, self.rows)
+            if self.adapter.a_name in needed:
+                trained[self.adapter.a_name] = grouped_outer(self._adapter_input(), grad_low, self.rows)
+            if needs_x:
+                grad_adapter_input = grouped_mm(grad_low, self.adapter.a.transpose(1, 2), self.rows)
+                grad_x += grad_adapter_input if self.mask is None else grad_adapter_input * self.mask
+
+        if self.bias is not None:
+            if scores is not None:
+                bias_of_rows = repeat_by_group(self.bias.values, self.rows, len(grad))
+                grad_scores += (bias_of_rows * grad).sum(-1, dtype=torch.float32)
+            if self.bias.name in needed:
+                trained[self.bias.name] = sum_by_group(grad if scores is None else grad * scores, self.rows)
+        return _GroupGradients(grad_x, grad_scores, trained)
+
+
+def _backward_of_group(
+    experts: "GroupedExperts",
+    rows: _Rows,
+    x: Tensor,
+    weights: Mapping[str, Tensor],
+    projected: Sequence[Tensor],
+    grad: Tensor,
+    needed: Collection[str],
+    *,
+    needs_x: bool,
+) -> _GroupGradients:
+    """Compute the gradients of a group of experts.
+
+    Args:
+        experts: the experts.
+        rows: the rows of the group.
+        x: all rows, or all tokens.
+        weights: the parameters of the group's experts.
+        projected: outputs of the first matrices; they are computed again if they were not saved.
+        grad: gradient of the output.
+        needed: names of parameters that are trained.
+        needs_x: whether the rows have a gradient.
+    """
+    # In the order of the forward pass, in which dropout draws its masks.
+    inputs = rows.gather(x)
+    projections = [_Projection(experts, name, inputs, rows.by_expert, weights) for name in experts.input_matrices]
+    if not projected:
+        projected = [projection.output() for projection in projections]
+    leaves = [output.detach().requires_grad_() for output in projected]
+    with torch.enable_grad():
+        hidden = experts.activate(*leaves)  # [r, h]
+    output = _Projection(experts, _OUTPUT_MATRIX, hidden.detach(), rows.by_expert, weights)
+    of_hidden = output.backward(rows.gather(grad), needed, rows.scores(grad.dtype))
+    del output
+    grad_projected = list(torch.autograd.grad(hidden, leaves, of_hidden.x))
+    del hidden, leaves, projected
+
+    trained = dict(of_hidden.trained)
+    grad_x: Tensor | None = None
+    while projections:  # each is freed before the next
+        gradients = projections.pop().backward(grad_projected.pop(), needed, needs_x=needs_x, grad_x=grad_x)
+        trained.update(gradients.trained)
+        grad_x = gradients.x
+    return _GroupGradients(grad_x, of_hidden.scores, trained)
+
+
+def _random_state(device: torch.device) -> tuple[Tensor, Tensor | None]:
+    """Return the states of the random numbers of the host and of ``device``."""
+    of_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    return torch.get_rng_state(), of_device
+
+
+@contextmanager
+def _set_random_state(state: tuple[Tensor, Tensor | None], device: torch.device) -> Iterator[None]:
+    of_host, of_device = state
+    with torch.random.fork_rng([] if of_device is None else [device]):
+        torch.set_rng_state(of_host)
+        if of_device is not None:
+            torch.cuda.set_rng_state(of_device, device)
+        yield
+
+
+def _repeat_random_numbers(
+    state: tuple[Tensor, Tensor | None] | None, device: torch.device
+) -> AbstractContextManager[None]:
+    """Draw the random numbers of the forward pass again, if it drew some."""
+    return nullcontext() if state is None else _set_random_state(state, device)
+
+
+def apply_frozen_experts(
+    experts: "GroupedExperts", x: Tensor, counts: Tensor, selection: Selection | None = None
+) -> Tensor:
+    """Apply experts with frozen matrices.
+
+    Args:
+        experts: the experts.
+        x: rows ``[t, d]`` sorted by expert; with ``selection``, tokens.
+        counts: rows per expert, int64 ``[e]``.
+        selection: the experts of each token.
+
+    Returns:
+        Tensor ``[t, d]``.
+    """
+    weights = _Weights(experts.stacked_weights())
+    num_rows = len(x) if selection is None else selection.order.numel()
+    groups = _make_groups(experts, weights, counts, num_rows)
+    saves_projected = not (weights.dtypes_of_stored or experts.recomputes)
+    call = _Call(experts, weights, groups, saves_projected=saves_projected)
+    scores, order = (None, None) if selection is None else selection
+    inputs = (x, counts, scores, order, *weights.tensors)
+    if not torch.is_grad_enabled() or not any(tensor is not None and tensor.requires_grad for tensor in inputs):
+        return call.compute(x, counts, scores, order, weights.tensors)[0]
+    if experts.draws_random_numbers():
+        call.random_state = _random_state(x.device)
+    inputs = _SaveInputs.apply(*inputs)
+    call.inputs_node = next(tensor.grad_fn for tensor in inputs if tensor is not None and tensor.requires_grad)
+    return _FrozenExperts.apply(call, *inputs)
