@@ -8,11 +8,11 @@ import signal
 import subprocess
 import sys
 import time
-import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
+import tomllib
 
 ROOT = Path(__file__).parents[2]
 CASE = "qwen3-0.6b-full"
