@@ -1,9 +1,11 @@
 """Lifelines: connections between ranks that end with a process, even if it is killed."""
 
 import json
+import os
 import secrets
 import socket
 import sys
+import weakref
 from typing import TYPE_CHECKING
 
 from torchtune.utils import get_logger
@@ -49,6 +51,7 @@ class Lifelines:
         self._is_next_called = False
         self._lines: dict[socket.socket, int] = {}
         self.cut_ranks: set[int] = set()
+        _all_lifelines.add(self)
 
     def open(self, store: "Store") -> None:
         """Publish the address at which the previous rank connects."""
@@ -135,6 +138,18 @@ class Lifelines:
         if self._listener is not None:
             self._listener.close()
             self._listener = None
+
+
+_all_lifelines: weakref.WeakSet[Lifelines] = weakref.WeakSet()  # of this process
+
+
+def _close_in_child() -> None:
+    """Close a fork's copies of the connections, which would outlive the rank."""
+    for lifelines in list(_all_lifelines):
+        lifelines.close(has_finished=False)
+
+
+os.register_at_fork(after_in_child=_close_in_child)
 
 
 def _listen() -> socket.socket:

@@ -1,6 +1,7 @@
 """Connections between ranks tell a rank that was killed from a rank that has finished or is only slow."""
 
 import json
+import os
 import socket
 import time
 
@@ -46,6 +47,22 @@ def test_rank_that_has_finished_is_not_lost(ring):
     others = [ring[0], ring[2]]
     until(lambda: all(len(lifelines._lines) == 1 for lifelines in others), others)
     assert [lifelines.cut_ranks for lifelines in others] == [set(), set()]
+
+
+def test_fork_of_a_rank_does_not_hide_its_end(ring):
+    """As the processes that prepare rows."""
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(writer)
+        os.read(reader, 1)  # until the parent closes its end
+        os._exit(0)
+    ring[1].close(has_finished=False)
+    others = [ring[0], ring[2]]
+    until(lambda: all(lifelines.cut_ranks for lifelines in others), others)
+    os.close(writer)
+    os.close(reader)
+    assert os.waitpid(pid, 0)[1] == 0
 
 
 def test_living_ranks_are_not_lost(ring):
