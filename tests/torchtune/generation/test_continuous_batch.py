@@ -307,7 +307,7 @@ def test_fast_layers_apply_hooks_and_autocast_to_their_input():
         wanted = model(tokens)
         with fast_linears(model, pack=True):
             torch.testing.assert_close(model(tokens), wanted)
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(DEVICE, torch.bfloat16):
             wanted = model(tokens)
             for pack in (False, True):
                 with fast_linears(model, pack=pack):
@@ -317,7 +317,7 @@ def test_fast_layers_apply_hooks_and_autocast_to_their_input():
 @pytest.mark.parametrize("kind", ["attention", "latents"])
 def test_successive_prompts_of_other_lengths_work_under_autocast(kind):
     model = _model(**_KINDS[kind])
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(DEVICE, torch.bfloat16):
         together = generate_tokens(model, _PROMPTS, max_new_tokens=3, temperature=0.0)
         for prompt, log_probs in zip(_PROMPTS, together.log_probs, strict=True):
             alone = generate_tokens(model, [prompt], max_new_tokens=3, temperature=0.0)
@@ -325,7 +325,7 @@ def test_successive_prompts_of_other_lengths_work_under_autocast(kind):
 
 
 def test_packed_layers_give_the_log_probs_of_autocast(model):
-    with fast_linears(model, pack=True), torch.autocast("cpu", torch.bfloat16):
+    with fast_linears(model, pack=True), torch.autocast(DEVICE, torch.bfloat16):
         generated = generate_tokens(model, [_PROMPTS[0]], max_new_tokens=8, temperature=0.0)
     with torch.no_grad():
         logits = model(torch.tensor([[*_PROMPTS[0], *generated.tokens[0].tolist()]]))[0, len(_PROMPTS[0]) - 1 : -1]
