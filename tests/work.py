@@ -3,7 +3,7 @@
 import resource
 import sys
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -35,6 +35,18 @@ def at_most(steps: int, mib: int | None = None) -> Iterator[None]:
         tracemalloc.stop()
     assert next(left, 0), f"more than {steps:,} calls and returns"  # the error above may have been caught
     assert mib is None or peak <= mib, f"{peak:.0f} MiB at a time"
+
+
+def outermost(events: Iterable[Any], name: str) -> list[Any]:
+    """Return a profile's events of an operator, without those that it calls itself, for example on another device."""
+    outer_events = []
+    for event in events:
+        parent = event.cpu_parent
+        while parent is not None and parent.name != name:
+            parent = parent.cpu_parent
+        if event.name == name and parent is None:
+            outer_events.append(event)
+    return outer_events
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import re
 import shutil
 import signal
 import subprocess
@@ -11,6 +12,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import tomllib
 
 ROOT = Path(__file__).parents[2]
 CASE = "qwen3-0.6b-full"
@@ -164,6 +166,33 @@ def test_gpu_test_tasks_are_listed_once(driver):
     names = {task.name for task in driver.test_tasks()}
     assert {"tests.on_cuda", "tests.models_on_cuda", "tests.activations"} <= names
     assert len(names) == len(list(driver.test_tasks()))
+
+
+# Finds no package that the library needs elsewhere, then builds what is measured.
+BUILD_WITHOUT_PACKAGES = """if True:
+    import importlib.abc, sys
+    class Missing(importlib.abc.MetaPathFinder):
+        def find_spec(self, name, path=None, target=None):
+            if name.partition('.')[0] in {missing!r}:
+                raise ModuleNotFoundError(f'No module named {{name!r}}', name=name)
+    sys.meta_path.insert(0, Missing())
+    sys.path.insert(0, 'benchmarks')
+    import torch
+    from gpu_cases import CASES
+    from gpu_sides import SIDES
+    for case in CASES.values():
+        SIDES['ours'](case.shrunk(), True, torch.device('cpu'), 'stochastic_rounding')
+"""
+
+
+def test_cases_need_only_the_packages_that_are_named(driver):
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    packages = {re.match(r"[\w-]+", requirement)[0].replace("-", "_") for requirement in project["dependencies"]}
+    missing = packages - {package.lower() for package in driver.NEEDED.values()} - {"jinja2", "filelock"}  # torch's
+    assert "tiktoken" in missing
+    code = BUILD_WITHOUT_PACKAGES.format(missing=missing)
+    ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr[-2000:]
 
 
 def test_missing_packages_are_installed_from_wheels(driver, tmp_path, monkeypatch, capsys):

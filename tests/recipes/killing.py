@@ -42,9 +42,6 @@ SETTINGS: dict[str, Any] = {
     "dtype": "bf16",
     "checkpointer__keep_last_n_checkpoints": 2,
 }
-if DEVICE == "cuda":
-    # gloo tells a rank that its neighbor is dead; NCCL waits on, and the watchdog must end the rank.
-    SETTINGS["hang_timeout_minutes"] = 0.5
 # When a life ends, in turns.
 MOMENTS = ("steps", "save", "rename", "save")
 # The longest that a rank may take to notice that its neighbor is dead.

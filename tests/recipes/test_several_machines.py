@@ -9,7 +9,6 @@ import time
 
 import pytest
 
-from tests.devices import DEVICE
 from tests.recipes.killing import Forker, alive, losses, said, steps_logged
 from tests.recipes.runs import RECIPES, after_each_step, write_config
 
@@ -114,8 +113,6 @@ def machines(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(("lost", "with_worker"), [(1, False), (0, True)], ids=["the agent", "the first machine"])
 def test_the_other_machine_ends_and_the_run_resumes(machines, forker, tmp_path, lost, with_worker):
-    if DEVICE == "cuda" and with_worker:
-        pytest.skip("gloo tells at once that a machine is gone; with NCCL it takes hang_timeout_minutes")
     output_dir, recipe = tmp_path / "output", tmp_path / "mine.py"
     waits = "import time; time.sleep(2 * (self.global_step >= 7 and self.resume_point is None))"
     ((line, waiting),) = after_each_step(waits).items()

@@ -1,20 +1,24 @@
 """Heartbeats: every rank publishes its progress, so that stalled ranks can be found."""
 
+import ipaddress
 import json
 import os
 import socket
 import threading
 import time
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+from torchtune.supervision._lifelines import Lifelines
 from torchtune.utils import get_logger, place, run_log_path
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
+# A rank without a new beat for so many intervals is silent.
+_SILENT_INTERVALS = 5
 FINISHED = "finished"
 # Published by a rank that ends because its agent died, or because another rank is gone.
 ORPHANED = "orphaned"
@@ -34,6 +38,7 @@ class Beat:
         left: name of the error that ended its loop, or ``FINISHED``, ``ORPHANED``, ``PEER_LOST``.
         machine: node rank and host name.
         error: message of the error, if it is a user error.
+        cut: neighbors whose lifeline has ended.
     """
 
     number: int = 0
@@ -47,6 +52,7 @@ class Beat:
     left: str = ""
     machine: str = ""
     error: str = ""
+    cut: tuple[int, ...] = ()
 
     @property
     def failed(self) -> bool:
@@ -82,20 +88,24 @@ class Heartbeats:
         peer_beats: the beats of other ranks that were read, by rank.
         is_stalled: whether a rank has found that the run stalls.
         has_failed_rank: whether a rank has ended early; the beats are then read.
+        has_lost_store: whether the store has ended.
         last_reply: when the store last answered.
     """
 
     def __init__(self, rank: int, world_size: int, interval: float, run_id: str, first_beat: Beat) -> None:
         self._rank = rank
         self._interval = interval
+        self._world_size = world_size
         self._peers = [peer for peer in range(world_size) if peer != rank]
         self._prefix = f"torchtune/heartbeats/{run_id}"
         self._stop_event = threading.Event()
         self._wake_event = threading.Event()
         self._announces_stall = False
+        self._lifelines: Lifelines | None = None
         self.reads_peers = False
         self.is_stalled = False
         self.has_failed_rank = False
+        self.has_lost_store = False
         self.address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         self._initial_beat = Beat(moved=first_beat.moved)  # of ranks without a beat so far
         self.own_beat = first_beat
@@ -112,26 +122,36 @@ class Heartbeats:
 
         host, _, port = self.address.rpartition(":")
         wait = timedelta(seconds=60)
+        while (own_host := _own_host(host, int(port))) is None:
+            if self._stop_event.wait(self._interval):
+                return
+        self._lifelines = Lifelines(self._rank, self._world_size, self._prefix, own_host)
         try:
-            while not _is_port_open(host, int(port)):
-                if self._stop_event.wait(self._interval):
-                    return
             store = TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=wait)
+            self._lifelines.open(store)
             self._sync_with_store(store)
             is_last = False
             while not is_last:
                 self._wake_event.wait(self._interval)
                 self._wake_event.clear()
                 is_last = self._stop_event.is_set()  # read before the beat, so that the last beat is published
+                self._lifelines.connect(store)
+                self._lifelines.look()
                 self._sync_with_store(store)
         except DistError as error:
             get_logger().debug(f"The heartbeats end: {error}")
+            self.has_lost_store = True
+        # Rank 0 may have finished, and its store with it, or be lost: only lifelines tell.
+        while not self._stop_event.wait(self._interval):
+            self._lifelines.look()
+        self._lifelines.close(has_finished=self.own_beat.left == FINISHED)
 
     def _sync_with_store(self, store: "Store") -> None:
-        store.set(self._key(self._rank), json.dumps(asdict(self.own_beat)))
+        beat = replace(self.own_beat, cut=tuple(self._cut_ranks()))
+        store.set(self._key(self._rank), json.dumps(asdict(beat)))
         if self._announces_stall:
             store.set(f"{self._prefix}/over", "")
-        if self.own_beat.failed or self.own_beat.left == ORPHANED:
+        if beat.failed or beat.left == ORPHANED or beat.cut:
             store.set(f"{self._prefix}/broken", "")
         self.has_failed_rank = self.has_failed_rank or store.check([f"{self._prefix}/broken"])
         if not (self.reads_peers or self.has_failed_rank):
@@ -187,7 +207,7 @@ class Heartbeats:
         self._interval = min(self._interval, 0.2)
         self.has_failed_rank = True  # so that the thread reads beats
         self._wake_event.set()
-        while self._thread.is_alive() and time.monotonic() < deadline:
+        while not self.has_lost_store and time.monotonic() < deadline:
             time.sleep(self._interval / 2)
             if self.last_reply < start:
                 continue
@@ -197,7 +217,7 @@ class Heartbeats:
             failed = self.failed_ranks()
             if failed:
                 return failed
-        if not first_beats or not self._thread.is_alive():
+        if not first_beats or self.has_lost_store:
             return None
         lost_beats = {}
         for rank, beat in self._peer_beats().items():
@@ -206,10 +226,34 @@ class Heartbeats:
         return lost_beats
 
     def failed_ranks(self) -> dict[int, Beat]:
-        """Return the last beats read of ranks that lost their agent or, if there are none, of ranks that failed."""
+        """Return the last beats read of ranks that lost their agent, else of ranks that failed, else of gone ranks."""
         beats = self._peer_beats()
         orphaned = {rank: beat for rank, beat in beats.items() if beat.left == ORPHANED}
-        return orphaned or {rank: beat for rank, beat in beats.items() if beat.failed}
+        failed = {rank: beat for rank, beat in beats.items() if beat.failed}
+        return orphaned or failed or self.gone_ranks()
+
+    def gone_ranks(self) -> dict[int, Beat]:
+        """Return the last beats read of ranks that were killed: their lifeline is cut, and their beats have ended.
+
+        A machine has other ranks, which no living rank has a lifeline to: they are gone if their beats have ended, too.
+        """
+        silent = {}
+        now = time.monotonic()
+        for rank, peer in list(self.peer_beats.items()):
+            if not peer.beat.left and now - peer.beat_at > _SILENT_INTERVALS * self._interval:
+                silent[rank] = peer.beat
+        cut = set(self._cut_ranks())
+        for beat in self._peer_beats().values():
+            cut.update(beat.cut)
+        return silent if cut & silent.keys() else {}
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether the store and a neighboring rank are lost."""
+        return self.has_lost_store and bool(self._cut_ranks())
+
+    def _cut_ranks(self) -> list[int]:
+        return [] if self._lifelines is None else sorted(self._lifelines.cut_ranks)
 
     def _peer_beats(self) -> dict[int, Beat]:
         return {rank: peer.beat for rank, peer in list(self.peer_beats.items())}
@@ -221,13 +265,18 @@ class Heartbeats:
         self._thread.join(seconds)
 
 
-def _is_port_open(host: str, port: int) -> bool:
-    """Return whether the port accepts connections; torch would print a warning per failed attempt."""
+def _own_host(host: str, port: int) -> str | None:
+    """Return the address at which other ranks reach this machine; None if the store does not accept connections yet.
+
+    torch would print a warning per failed attempt.
+    """
     try:
-        socket.create_connection((host, port), timeout=5).close()
+        with socket.create_connection((host, port), timeout=5) as connection:
+            address: str = connection.getsockname()[0]
     except OSError:
-        return False
-    return True
+        return None
+    # Only the machine of the store reaches it by a loopback address; others know it by the store's name.
+    return host if ipaddress.ip_address(address.partition("%")[0]).is_loopback else address
 
 
 def list_ranks(ranks: Iterable[int]) -> str:

@@ -111,8 +111,10 @@ class Watchdog:
     steps, and the beginning and end of validation; in other phases, CPU time of the thread that entered the
     block, and tensors written to a checkpoint.
 
-    If a collective fails because another rank is gone, the block raises an error that names that rank. If torchrun's
-    agent dies, the process exits with code 75; otherwise it would keep running and disturb a new run.
+    If a collective fails because another rank is gone, the block raises an error that names that rank. Collectives of
+    NCCL wait instead: if a rank was killed or failed, a rank without a sign of life for 10 seconds logs the same error
+    and exits. If torchrun's agent dies, the process exits with code 75; otherwise it would keep running and disturb a
+    new run.
 
     Args:
         activity: activity of this process, see :attr:`Throughput.activity`.
@@ -254,6 +256,8 @@ class Watchdog:
                     failed = heartbeats.failed_ranks()
                     if failed:
                         self._exit_lost_peer(lost_rank_error(failed, heartbeats.address))
+                    if heartbeats.is_alone:
+                        self._exit_lost_peer(lost_rank_error(None, heartbeats.address))
                 if seconds_still > timeout / 2 and heartbeats.is_stalled:
                     self._exit_stalled(now)
             if seconds_still > timeout and self._all_ranks_stall(now):
@@ -263,11 +267,13 @@ class Watchdog:
         """Count CPU time of the watched thread and written tensors as signs of life, outside the loop and rows of data.
 
         Stacks would tell more, but CPython 3.11 crashes now and then if they are read while their threads run.
+        A thread that waits for a device may be busy all the time: after the loss of a rank, that is no sign of life.
         """
         cpu_time = self._watched_thread_time()
         written = self._activity.written
         has_worked = cpu_time - self._last_cpu_time > _MIN_CPU_SHARE * elapsed or written > self._last_written
-        if has_worked and self._activity.phase not in LOOP_PHASES and not self._activity.row:
+        has_lost_rank = self._heartbeats is not None and bool(self._heartbeats.gone_ranks())
+        if has_worked and self._activity.phase not in LOOP_PHASES and not self._activity.row and not has_lost_rank:
             self._activity.sign()
         self._last_cpu_time = cpu_time
         self._last_written = written

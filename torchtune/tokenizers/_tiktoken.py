@@ -6,8 +6,6 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from tiktoken import Encoding
-
 from torchtune.data import DataError
 from torchtune.tokenizers._files import PublishedFiles, SavesPublishedFiles, existing_file, read_json
 from torchtune.tokenizers._protocols import BaseTokenizer, check_text
@@ -80,6 +78,8 @@ class TikTokenBaseTokenizer(SavesPublishedFiles, BaseTokenizer):
     def __init__(
         self, path: str, name: str, pattern: str, bos_id: int, eos_id: int, special_tokens: Mapping[str, int]
     ) -> None:
+        from tiktoken import Encoding  # here, because models import this module where tiktoken may be missing
+
         self.published = PublishedFiles(path)
         ranks = read_ranks(path)
         self.base_vocab_size = len(ranks)
@@ -145,6 +145,8 @@ class TekkenTokenizer(SavesPublishedFiles, BaseTokenizer):
     """
 
     def __init__(self, path: str) -> None:
+        from tiktoken import Encoding
+
         self.published = PublishedFiles(path)
         content: Any = read_json(path, "tokenizer file")
         try:

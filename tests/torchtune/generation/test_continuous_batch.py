@@ -1,6 +1,7 @@
 """A continuous batch gives every sequence the tokens that it has alone."""
 
 import contextlib
+import functools
 import weakref
 from typing import Any
 
@@ -23,7 +24,7 @@ from torchtune.models import Description, build
 from torchtune.models._mixers import DeltaNetMixer
 from torchtune.modules.conversion import apply_conversions
 from torchtune.modules.peft import LoRA, disable_adapter
-from torchtune.utils import onednn_computes
+from torchtune.utils import logged_once, onednn_computes
 
 _SIZES: dict[str, Any] = {
     "vocab_size": 29,
@@ -105,6 +106,28 @@ def test_steps_with_static_shapes_give_the_same_answers(kind, monkeypatch):
             logits = model(torch.tensor([[*prompt, *tokens.tolist()]]))[0, len(prompt) - 1 : -1]
         wanted = F.log_softmax(logits, -1).gather(1, tokens[:, None])[:, 0]
         torch.testing.assert_close(log_probs, wanted, rtol=0, atol=1e-5)
+
+
+def test_steps_that_cannot_be_captured_run_uncaptured(model, monkeypatch):
+    batch_class = _continuous_batch.Batch
+    attempts = []
+
+    def make_static_batch(*args: Any) -> Any:
+        *others, _ = args
+        return batch_class(*others, is_static=True)
+
+    def make_stream() -> None:
+        attempts.append("capture")
+        raise RuntimeError("operation not permitted when stream is capturing\nCompile with TORCH_USE_CUDA_DSA")
+
+    monkeypatch.setattr(_continuous_batch, "Batch", make_static_batch)
+    monkeypatch.setattr(_continuous_batch, "StaticStep", functools.partial(StaticStep, captures=True))
+    monkeypatch.setattr(torch.cuda, "Stream", make_stream)
+    _answers_as_alone(model, _PROMPTS)
+    assert attempts == ["capture"]  # it is not tried again
+    sentences = [sentence for sentence in logged_once() if "captures no graph" in sentence]
+    assert len(sentences) == 1
+    assert sentences[0].endswith("captures no graph of it (operation not permitted when stream is capturing).")
 
 
 @pytest.mark.parametrize("tokens_per_check", [1, 5])
@@ -284,7 +307,7 @@ def test_fast_layers_apply_hooks_and_autocast_to_their_input():
         wanted = model(tokens)
         with fast_linears(model, pack=True):
             torch.testing.assert_close(model(tokens), wanted)
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(DEVICE, torch.bfloat16):
             wanted = model(tokens)
             for pack in (False, True):
                 with fast_linears(model, pack=pack):
@@ -294,7 +317,7 @@ def test_fast_layers_apply_hooks_and_autocast_to_their_input():
 @pytest.mark.parametrize("kind", ["attention", "latents"])
 def test_successive_prompts_of_other_lengths_work_under_autocast(kind):
     model = _model(**_KINDS[kind])
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(DEVICE, torch.bfloat16):
         together = generate_tokens(model, _PROMPTS, max_new_tokens=3, temperature=0.0)
         for prompt, log_probs in zip(_PROMPTS, together.log_probs, strict=True):
             alone = generate_tokens(model, [prompt], max_new_tokens=3, temperature=0.0)
@@ -302,7 +325,7 @@ def test_successive_prompts_of_other_lengths_work_under_autocast(kind):
 
 
 def test_packed_layers_give_the_log_probs_of_autocast(model):
-    with fast_linears(model, pack=True), torch.autocast("cpu", torch.bfloat16):
+    with fast_linears(model, pack=True), torch.autocast(DEVICE, torch.bfloat16):
         generated = generate_tokens(model, [_PROMPTS[0]], max_new_tokens=8, temperature=0.0)
     with torch.no_grad():
         logits = model(torch.tensor([[*_PROMPTS[0], *generated.tokens[0].tolist()]]))[0, len(_PROMPTS[0]) - 1 : -1]

@@ -16,6 +16,7 @@ from torchtune.modules import (
     create_block_causal_mask,
 )
 from torchtune.modules.conversion import ConversionError
+from torchtune.modules.kernels import Card, optional
 from torchtune.modules.kernels import documents as document_kernels
 from torchtune.modules.kernels.documents import Boundaries
 from torchtune.supervision._flops import FlopCount
@@ -210,7 +211,9 @@ def test_layer_refuses_numbers_that_do_not_fit(options, message):
         _layer(**options)
 
 
-def test_newer_flash_attention_is_refused_where_it_would_do_nothing():
+def test_newer_flash_attention_is_refused_where_it_would_do_nothing(monkeypatch):
+    monkeypatch.setitem(optional._CARDS, torch.device("cuda"), Card((9, 0), 227 * 2**10))
+
     def model(dtype: torch.dtype = torch.bfloat16, **options: object) -> nn.Module:
         return nn.ModuleDict({"attn": _layer(**options)}).to(dtype)
 

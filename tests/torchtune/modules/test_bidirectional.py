@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.devices import DEVICE
 from torchtune.data import collate_documents, padded_collate_packed
 from torchtune.generation import GenerationError, check_generates
 from torchtune.models import Description, ModelError, build
@@ -11,6 +12,7 @@ from torchtune.modules.conversion import ConversionError, apply_conversions, get
 from torchtune.modules.loss import LinearCrossEntropyLoss, LossError
 from torchtune.modules.loss import setup_loss as setup_token_loss
 from torchtune.rlhf.loss import DPOLoss, setup_loss
+from torchtune.utils import batch_to_device
 
 SIZES = {"vocab_size": 20, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "embed_dim": 32}
 SIZES |= {"intermediate_dim": 16, "max_seq_len": 16}
@@ -61,7 +63,7 @@ def test_attention_equals_plain_softmax(model):
 
 
 def test_packed_documents_see_only_themselves(model):
-    batch = collate_documents(ROWS)
+    batch = collate_documents(ROWS).to(DEVICE)
     hidden = model(**batch.model_inputs(), output="hidden")[0]
     for row, states in zip(ROWS, hidden.split([3, 1, 5]), strict=True):
         torch.testing.assert_close(states, alone(model, row))
@@ -71,6 +73,7 @@ def test_padding_is_not_seen(model):
     """As documents of a padded batch, and as a mask."""
     padded = padded_collate_packed([[ROWS[0]], [ROWS[2]]])
     del padded["labels"]
+    batch_to_device(padded, torch.device(DEVICE))
     hidden = model(**padded, output="hidden")
     torch.testing.assert_close(hidden[0, :3], alone(model, ROWS[0]))
     torch.testing.assert_close(hidden[1], alone(model, ROWS[2]))
@@ -80,7 +83,7 @@ def test_padding_is_not_seen(model):
 
 
 def test_gradients_flow_from_first_positions_to_later_tokens(model):
-    batch = collate_documents(ROWS)
+    batch = collate_documents(ROWS).to(DEVICE)
     embedded = model.embed(batch.tokens).detach().requires_grad_()
     inputs = {**batch.model_inputs(), "tokens": None, "input_embeds": embedded}
     model(**inputs, output="hidden")[0, 0].sum().backward()

@@ -89,9 +89,9 @@ def test_a_group_of_chunks_keeps_within_its_memory():
     with torch.device("meta"):  # takes as much as a GPU
         k, v = (torch.empty(4, 10**6, heads, 128) for heads in (2, 4))
     assert _chunks._chunks_per_group(k, v) * 4 * 4 * 128 * 128 == 2**24
-    k, v = (torch.empty(4, 128, heads, 16) for heads in (2, 4))
+    k, v = (torch.empty(4, 128, heads, 16, device="cpu") for heads in (2, 4))
     assert _chunks._chunks_per_group(k, v) == 2
-    k, v = (torch.empty(4, 128, heads, 128) for heads in (2, 4))
+    k, v = (torch.empty(4, 128, heads, 128, device="cpu") for heads in (2, 4))
     assert _chunks._chunks_per_group(k, v) == 1  # never less
 
 

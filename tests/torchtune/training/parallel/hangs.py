@@ -56,6 +56,8 @@ def fail() -> None:
 
 def be_killed() -> None:
     until_others_know()
+    while len(_watchdogs[0]._heartbeats._lifelines._lines) < 2:  # to the ranks before and after this one
+        time.sleep(0.05)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -73,6 +75,8 @@ RUNS: dict[str, tuple[int, int, Callable[[], None] | None, str]] = {
     "deaf": (2, 1, be_deaf, "step"),
     "failed": (2, 1, fail, "step"),
     "killed": (2, 1, be_killed, "step"),
+    "killed unnoticed": (4, 2, be_killed, "step"),
+    "rank 0 killed unnoticed": (4, 0, be_killed, "step"),
     "alone": (1, 0, fall_asleep, "loading"),
     "slow save": (2, 0, None, "save"),
 }
@@ -116,6 +120,8 @@ def run(name: str, rank: int, limit: float, folder: Path) -> int:
             for (step,) in throughput.loading(loader()):
                 if go_wrong and (step, rank, line) == (3, culprit, "step"):
                     go_wrong()
+                if name.endswith("unnoticed") and step == 3:
+                    sleep_forever()  # as in a collective of NCCL, which does not fail when a rank is killed
                 dims.sum(1)
                 throughput.step(processed=1, trained=1)
                 with throughput.paused("saving"):
@@ -142,6 +148,9 @@ SENTENCES = {
     "deaf": r"Rank 1 has given no sign of life for \d+ s, last seen in step 3, while rank 0 waits in step 3: .*",
     "failed": r"Rank 1 on machine 0 \(.*\) ended with ValueError, in step 3: see \S*failed/logs/rank_1\.log\.",
     "killed": r"Rank 1 on machine 0 \(.*\) is gone, last seen .*step 3: the process or its torchrun agent .*",
+    "killed unnoticed": r"Rank 2 on machine 0 \(.*\) is gone, last seen .*step 3: the process or its torchrun agent .*",
+    "rank 0 killed unnoticed": r"Machine 0, which serves the store of all ranks at 127\.0\.0\.1:\d+, does not answer: "
+    r"rank 0 or its torchrun agent was killed, .*",
     "alone": r"Rank 0 has not moved for \d+ s, loading data for step 3, at hangs\.py:\d+ in sleep_forever: its .*",
 }
 # Lines of the logs: stacks, and that torch gives collectives up later than the watchdog does.
@@ -161,10 +170,11 @@ def look(name: str, folder: Path, codes: dict[int, int], limit: float) -> str:
     """What is not as it should be: every process that can ends, one sentence says why, logs hold the stacks."""
     screens = [path.read_text() for path in sorted(folder.glob("screen_*"))]
     # A slow save takes longer than the limit, but it moves; a rank that has failed is not waited for.
-    ends = {"failed": 1, "killed": 75, "slow save": 0}.get(name, HANG_EXIT_CODE)
-    wanted = {rank: ends for rank in range(RUNS[name][0]) if (name, rank) not in LASTING}
-    if name == "killed":
-        wanted[1] = -signal.SIGKILL
+    ranks, culprit, what, _ = RUNS[name]
+    ends = {fail: 1, be_killed: 75, None: 0}.get(what, HANG_EXIT_CODE)
+    wanted = {rank: ends for rank in range(ranks) if (name, rank) not in LASTING}
+    if what is be_killed:
+        wanted[culprit] = -signal.SIGKILL
     if codes != wanted:
         return f"exit codes are {codes}, not {wanted}; screens:\n" + "\n".join(screens)
     errors = [line for screen in screens for line in screen.splitlines() if line.startswith("ERROR")]
