@@ -33,6 +33,21 @@ def _fused_norm(x: Tensor, eps: float, scale: Tensor | None = None) -> Tensor:
     return F.rms_norm(x, (x.shape[-1],), scale, eps)
 
 
+def normalize(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Compute ``x / rms(x)`` and, for :func:`normalize_backward`, ``1 / rms(x)``, float32 ``[..., 1]``."""
+    if is_simulated():
+        return x.clone(), torch.empty(*x.shape[:-1], 1, dtype=torch.float32, device=x.device)
+    return torch.ops.aten._fused_rms_norm(x, x.shape[-1:], None, eps)
+
+
+def normalize_backward(grad: Tensor, x: Tensor, rstd: Tensor) -> Tensor:
+    """Compute the gradient of ``x`` from that of ``x / rms(x)`` and ``rstd`` of :func:`normalize`, in float32."""
+    if x.is_cuda:  # a CPU has no such operator
+        return torch.ops.aten._fused_rms_norm_backward(grad, x, x.shape[-1:], rstd, None, [True, False])[0]
+    normed = x * rstd
+    return (grad - normed * (grad * normed).mean(-1, keepdim=True)).mul_(rstd)
+
+
 class _ScaledNorm(torch.autograd.Function):
     """Norm and scale in two launches, and their backward pass in one.
 
@@ -41,11 +56,7 @@ class _ScaledNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: Tensor, eps: float) -> Tensor:
-        if is_simulated():
-            normed = x.clone()
-            rstd = torch.empty(*x.shape[:-1], 1, dtype=torch.float32, device=x.device)
-        else:
-            normed, rstd = torch.ops.aten._fused_rms_norm(x, x.shape[-1:], None, eps)
+        normed, rstd = normalize(x, eps)
         ctx.save_for_backward(x, scale, rstd)
         return normed.mul_(scale)
 

@@ -125,6 +125,7 @@ def causal_conv1d_fn(x, weight, bias=None, seq_idx=None, initial_states=None, re
     # mamba-ssm 2.3.2
     "mamba_ssm.ops.triton.ssd_combined": """
 import torch
+from torch.nn.functional import softplus
 
 calls = 0
 
@@ -134,6 +135,10 @@ def mamba_chunk_scan_combined(x, dt, A, B, C, chunk_size, D=None, z=None, dt_bia
     global calls
     calls += 1
     heads = x.shape[2] // B.shape[2]
+    dt = dt.float() + dt_bias.float()
+    if dt_softplus:
+        dt = softplus(dt)
+    dt = dt.clamp(*dt_limit)
     B, C = (t.float().repeat_interleave(heads, 2) for t in (B, C))
     state, outputs = torch.zeros(x.shape[0], x.shape[2], B.shape[-1], x.shape[3], device=x.device), []
     for t in range(x.shape[1]):
@@ -394,7 +399,7 @@ def test_cost_of_a_missing_package_is_logged_once(caplog, monkeypatch):
     (line,) = [record.getMessage() for record in caplog.records]
     assert line == (
         "Mamba 2 of a test on cuda in torch.bfloat16: plain PyTorch, because mamba-ssm is not installed (pip install "
-        "--no-build-isolation 'torchtune[mamba]'); chunks of 64 positions are computed one after another, in dozens "
+        "--no-build-isolation 'torchtune[mamba]'); chunks of 64 positions are computed in dozens "
         "of launches each."
     )
 

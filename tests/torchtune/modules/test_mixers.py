@@ -11,8 +11,8 @@ from torch.nn import functional as F
 from torchtune.models import Description, build
 from torchtune.models._mixers import DeltaNetMixer
 from torchtune.modules.mixers import GatedDeltaNet, Mamba2, RecurrentMixer, ShortConv, _chunks
-from torchtune.modules.mixers._gated_delta_net import gated_delta_rule
-from torchtune.modules.mixers._mamba2 import state_space
+from torchtune.modules.mixers._gated_delta_net import _DeltaChunks, gated_delta_rule
+from torchtune.modules.mixers._mamba2 import _StateSpaceChunks, state_space
 from torchtune.modules.mixers._short_conv import causal_conv
 from torchtune.modules.peft import LoRA
 from torchtune.training.parallel._parallel_dims import ParallelDims, ParallelDimsError
@@ -88,11 +88,15 @@ def test_a_group_of_chunks_keeps_within_its_memory():
     """Sequences of any length and number are computed in groups of at most so many elements."""
     with torch.device("meta"):  # takes as much as a GPU
         k, v = (torch.empty(4, 10**6, heads, 128) for heads in (2, 4))
-    assert _chunks._chunks_per_group(k, v) * 4 * 4 * 128 * 128 == 2**24
+    assert _chunks._chunks_per_group(_DeltaChunks, k, v) * 4 * 4 * 128 * 128 == 2**24
     k, v = (torch.empty(4, 128, heads, 16, device="cpu") for heads in (2, 4))
-    assert _chunks._chunks_per_group(k, v) == 2
+    assert _chunks._chunks_per_group(_DeltaChunks, k, v) == 2
     k, v = (torch.empty(4, 128, heads, 128, device="cpu") for heads in (2, 4))
-    assert _chunks._chunks_per_group(k, v) == 1  # never less
+    assert _chunks._chunks_per_group(_DeltaChunks, k, v) == 1  # never less
+    # Value heads of Mamba 2 share keys, however large these are.
+    k, v = torch.empty(1, 128, 1, 256, device="cpu"), torch.empty(1, 128, 8, 8, device="cpu")
+    assert _chunks._chunks_per_group(_StateSpaceChunks, k, v) * 8 * 64 * 64 == 2**17
+    assert _chunks._chunks_per_group(_DeltaChunks, k, v) * 8 * 64 * 256 == 2**17
 
 
 @RULES
@@ -142,12 +146,57 @@ def _mixer(kind: str) -> nn.Module:
     return GatedDeltaNet(fused=kind == "fused", **sizes, **common)
 
 
+def _mamba_formula(mixer: Mamba2, parameters: dict[str, Tensor], x: Tensor, lengths: list[int]) -> Tensor:
+    """Mamba 2 in operators of torch, document by document and position by position, with its parameters by name."""
+    scales = torch.repeat_interleave(
+        torch.tensor(mixer.scales, dtype=x.dtype), torch.tensor([20, 20, 12, 12, 4])
+    )  # of z, x, b, c and dt
+    outputs = []
+    for document in x.split(lengths, dim=1):
+        z, mixed, dt = (document @ parameters["in_proj.weight"].T * scales).split([20, 44, 4], dim=-1)
+        padded = F.pad(mixed.transpose(1, 2), (3, 0))
+        convolved = F.conv1d(padded, parameters["conv.weight"], parameters["conv.bias"], groups=44).transpose(1, 2)
+        values, b, c = (
+            t.unflatten(-1, (heads, -1))
+            for t, heads in zip(F.silu(convolved).split([20, 12, 12], dim=-1), (4, 2, 2), strict=True)
+        )
+        dt = F.softplus(dt + parameters["dt_bias"]).clamp(*mixer.dt_limits)
+        resets = torch.zeros(document.shape[:2], dtype=torch.bool)
+        out = _position_by_position(state_space, c, b, values, -parameters["a_log"].exp() * dt, dt, resets)
+        out = (out + values * parameters["skip"][:, None]).flatten(-2) * F.silu(z)
+        if mixer.norm is not None:
+            groups = out.unflatten(-1, (2, -1))
+            groups = groups * torch.rsqrt(groups.square().mean(-1, keepdim=True) + 1e-6)
+            out = groups.flatten(-2) * parameters["norm.scale"]
+        outputs.append(out @ parameters["output_proj.weight"].T)
+    return torch.cat(outputs, dim=1)
+
+
+@pytest.mark.parametrize("kind", ["mamba", "mamba scaled"])
+def test_mamba_2_and_its_gradients_equal_the_formula(kind):
+    torch.manual_seed(0)
+    mixer = _mixer(kind)
+    lengths = [2, 70, 1, 67]
+    x = torch.randn(1, 140, 8, requires_grad=True)
+    out = mixer(x, input_pos=torch.cat([torch.arange(length) for length in lengths]))
+    names = list(dict(mixer.named_parameters()))
+    exact = {name: p.detach().double().requires_grad_() for name, p in mixer.named_parameters()}
+    exact_x = x.detach().double().requires_grad_()
+    expected = _mamba_formula(mixer, exact, exact_x, lengths)
+    assert (out - expected).abs().max() < 1e-6
+    weight = torch.randn_like(out)
+    gradients = torch.autograd.grad((out * weight).sum(), [x, *mixer.parameters()])
+    wanted = torch.autograd.grad((expected * weight).sum(), [exact_x, *exact.values()])
+    for name, gradient, expected_gradient in zip(["x", *names], gradients, wanted, strict=True):
+        assert (gradient - expected_gradient).abs().max() < 2e-5 * expected_gradient.abs().max(), name
+
+
 @pytest.mark.parametrize("kind", ["delta", "mamba"])
 def test_a_layer_compiles(kind):
     """Without graph breaks: the operator says what it returns."""
     torch.manual_seed(0)
     mixer = _mixer(kind)
-    x = torch.randn(1, 70, 8, requires_grad=True)
+    x = torch.randn(2, 70, 8, requires_grad=True)
     positions = torch.cat([torch.arange(40), torch.arange(30)])[None]
     compiled = torch.compile(mixer, backend="aot_eager", fullgraph=True)
     compiled_out, wanted = (kind(x, input_pos=positions) for kind in (compiled, mixer))

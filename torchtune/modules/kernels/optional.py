@@ -151,7 +151,7 @@ DELTA_RULE = OptionalKernel(
     module="fla.ops.gated_delta_rule",
     function="chunk_gated_delta_rule",
     computes="the gated delta rule of Qwen 3.5 and Qwen3-Next in training",
-    without="chunks of 64 positions are computed one after another, in dozens of launches each",
+    without="chunks of 64 positions are computed in dozens of launches",
     limits={"head_dim": 256},
 )
 CAUSAL_CONV = OptionalKernel(
@@ -173,7 +173,7 @@ STATE_SPACE = OptionalKernel(
     module="mamba_ssm.ops.triton.ssd_combined",
     function="mamba_chunk_scan_combined",
     computes="the state-space model of Granite 4, Falcon-H1 and Nemotron 3 in training",
-    without="chunks of 64 positions are computed one after another, in dozens of launches each",
+    without="chunks of 64 positions are computed in dozens of launches",
     limits={"state_dim": 256},
 )
 SWIGLU = OptionalKernel(

@@ -337,10 +337,12 @@ _MIN_CHUNK_ROWS = 256
 _MIN_CHUNK_ROWS_TRAINED = 512
 
 # Number of logits per softmax block; on CPU small enough to stay in cache.
-_CPU_BLOCK = 2**20
+_CPU_BLOCK = 2**19
 LOGITS_BLOCK = 2**26
 
-# Number of products of probabilities and logits that are in memory at once.
+# Number of products of probabilities and logits that are in memory at once; on CPU 1 MiB, which stays in cache and is
+# not returned to the system each time.
+_CPU_PRODUCT_BLOCK = 2**18
 _PRODUCT_BLOCK = 2**23
 
 # Likeliest tokens over which EAFT measures the entropy, and the largest entropy of so many, about log(20).
@@ -428,9 +430,13 @@ def _dot_rows(probabilities: Tensor, logits: Tensor) -> Tensor:
     """Return Σ p · logit of every row, [n], without a tensor of all products."""
     if torch.compiler.is_compiling():
         return (probabilities * logits).sum(-1)  # one kernel
-    rows = max(1, _PRODUCT_BLOCK // logits.shape[1])
-    blocks = zip(probabilities.split(rows), logits.split(rows), strict=True)
-    return torch.cat([(block * block_logits).sum(-1) for block, block_logits in blocks])
+    on_cpu = computes_on_cpu(logits.device)
+    rows = max(1, (_CPU_PRODUCT_BLOCK if on_cpu else _PRODUCT_BLOCK) // logits.shape[1])
+    sums = []
+    for block, block_logits in zip(probabilities.split(rows), logits.split(rows), strict=True):
+        factors = block_logits.to(block.dtype) if on_cpu else block_logits  # a CPU is slow with two dtypes
+        sums.append((block * factors).sum(-1))
+    return torch.cat(sums)
 
 
 def _add_terms(

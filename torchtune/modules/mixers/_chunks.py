@@ -1,7 +1,7 @@
 """Chunked linear attention with a decaying state: the common part of the gated delta rule and Mamba 2."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -44,6 +44,7 @@ class Chunks(ABC):
         v: values ``[n, n_k, r, c, h_v]``; r value heads share a key head.
         beta: write strength ``[n, n_k, r, c, 1]``.
         decay: d ``[n, n_k, r, c, c]``, 0 above the diagonal and between documents.
+        log_since_state: logarithm of the decay of the incoming state, float64 ``[n, n_k, r, c]``.
         since_state: decay of the incoming state ``[n, n_k, r, c, 1]``, 0 after a new document has begun.
         until_end: decay until the last position ``[n, n_k, r, c, 1]``, 0 in documents that end before it.
     """
@@ -60,10 +61,10 @@ class Chunks(ABC):
             g.float().masked_fill(resets[..., None], _CLOSED), key_heads
         )  # [n, n_k, r, c]
         # float64, because small differences of a large cumulative sum have only about three digits in float32.
-        cumulative = log_decays.cumsum(-1, dtype=torch.float64)
-        between = (cumulative[..., :, None] - cumulative[..., None, :]).float()
-        self.decay = between.exp_().tril_()
-        self.since_state = cumulative.float().exp_()[..., None]
+        self.log_since_state = log_decays.cumsum(-1, dtype=torch.float64)
+        self.decay = decays_between(self.log_since_state)
+        since_state = torch.empty_like(log_decays, memory_format=torch.contiguous_format)
+        self.since_state = torch.exp(self.log_since_state, out=since_state)[..., None]
         self.until_end = self.decay[..., -1, :, None]
 
     @staticmethod
@@ -71,23 +72,36 @@ class Chunks(ABC):
     def state_shape(k: Tensor, v: Tensor) -> tuple[int, ...]:
         """Return the shape of the state for keys ``[b, s, n_k, h_k]`` and values ``[b, s, n_v, h_v]``."""
 
+    @classmethod
+    def elements_of_chunk(cls, k: Tensor, v: Tensor) -> int:
+        """Return the number of elements of the largest tensor that a chunk needs, for k and v of a sequence."""
+        rows, _, value_heads, value_dim = v.shape
+        key_dim = k.shape[-1]
+        # A position has vectors, and decays to all positions of its chunk; a chunk has a state.
+        elements_of_head = max(CHUNK * CHUNK, CHUNK * key_dim, CHUNK * value_dim, key_dim * value_dim)
+        return rows * value_heads * elements_of_head
+
     @abstractmethod
-    def read(self, states: Tensor) -> Tensor:
-        """Compute the outputs ``[n, n_k, r, c, h_v]`` from ``states[0]``, and write the other states."""
+    def read(self, states: Tensor, out: Tensor) -> None:
+        """Write the outputs to ``out`` ``[m, b, n_k, r, c, h_v]``, and to ``states[1:]``; ``states[0]`` is known."""
 
     @abstractmethod
     def step(self, state: Tensor) -> tuple[Tensor, Tensor]:
         """Compute the output and the state after a single position, by the recurrence."""
 
     @abstractmethod
-    def gradients(self, states: Tensor, d_out: Tensor, d_states: Tensor) -> tuple[Tensor, ...]:
-        """Compute the gradients of the arguments q, k, v, g and beta, each ``[n, c, ...]``.
+    def gradients(self, states: Tensor, d_out: Tensor, d_state: Tensor | None, grads: Sequence[Tensor]) -> Tensor:
+        """Write the gradients of the arguments q, k, v, g and beta.
 
         Args:
-            states: the states before the chunks, ``[m, b, ...]``.
+            states: the states before the chunks, and after the last one, ``[m + 1, b, ...]``.
             d_out: gradient of the outputs ``[n, n_k, r, c, h_v]``.
-            d_states: gradients of the states before the chunks, which are written, and of the state after the last
-                one, ``[m + 1, b, ...]``.
+            d_state: gradient of the state after the last chunk ``[b, ...]``; None: zero.
+            grads: where gradients are written, ``[m, b, n_k, r, c, h]`` for q, k and v, of which q and k have r = 1,
+                and ``[m, b, n_k, r, c]`` for g and beta.
+
+        Returns:
+            The gradient of the state before the first chunk, ``[b, ...]``.
         """
 
     def split(self, x: Tensor) -> Tensor:
@@ -95,7 +109,7 @@ class Chunks(ABC):
         return x.unflatten(0, (self.num_chunks, -1))
 
     def d_g(self, d_log_decay: Tensor, d_log_since: Tensor, d_log_until: Tensor) -> Tensor:
-        """Compute the gradient of g, ``[n, c, n_v]``.
+        """Compute the gradient of g, ``[n, n_k, r, c]``.
 
         Args:
             d_log_decay: gradient of the logarithm of ``decay``, ``[n, n_k, r, c, c]``; changed.
@@ -106,17 +120,19 @@ class Chunks(ABC):
         # Of the cumulative sums G: log decay(i, j) is G_i - G_j, log since_state G_i.
         d_cumulative = d_log_decay.sum(-1).sub_(d_log_decay.sum(-2)).add_(d_log_since)
         # g_i is part of G_i and of all later sums.
-        return scalars_first(d_cumulative.flip(-1).cumsum(-1).flip(-1))
+        return sum_of_later(d_cumulative)
 
 
-def positions_first(x: Tensor) -> Tensor:
-    """Permute ``[n, n_k, r, c, h_v]`` to ``[n, c, n_v, h_v]``."""
-    return x.permute(0, 3, 1, 2, 4).flatten(2, 3)
+def decays_between(cumulative: Tensor) -> Tensor:
+    """Return ``exp(G_i - G_j)`` for i >= j and 0 elsewhere, float32 ``[..., c, c]``, of float64 sums G ``[..., c]``."""
+    between = torch.empty(*cumulative.shape, cumulative.shape[-1], dtype=torch.float32, device=cumulative.device)
+    torch.sub(cumulative[..., :, None], cumulative[..., None, :], out=between)  # in float64, then rounded
+    return between.exp_().tril_()
 
 
-def scalars_first(x: Tensor) -> Tensor:
-    """Permute ``[n, n_k, r, c]`` to ``[n, c, n_v]``."""
-    return x.permute(0, 3, 1, 2).flatten(2)
+def sum_of_later(x: Tensor) -> Tensor:
+    """Return the sums of each element and all later ones in the last dimension."""
+    return x.flip(-1).cumsum(-1).flip(-1)
 
 
 def heads_first(x: Tensor, key_heads: int) -> Tensor:
@@ -136,14 +152,10 @@ def _num_chunks(k: Tensor) -> int:
     return -(-k.shape[1] // CHUNK)  # rounded up
 
 
-def _chunks_per_group(k: Tensor, v: Tensor) -> int:
+def _chunks_per_group(kind: type[Chunks], k: Tensor, v: Tensor) -> int:
     """Return how many chunks of keys ``[b, s, n_k, h_k]`` and values ``[b, s, n_v, h_v]`` are computed at once."""
-    rows, _, value_heads, value_dim = v.shape
-    key_dim = k.shape[-1]
-    # A position has vectors, and decays to all positions of its chunk; a chunk has a state.
-    elements_of_head = max(CHUNK * CHUNK, CHUNK * key_dim, CHUNK * value_dim, key_dim * value_dim)
     limit = _GROUP_ELEMENTS.get(k.device.type, _GROUP_ELEMENTS_OF_GPUS)
-    return max(1, limit // max(1, rows * value_heads * elements_of_head))
+    return max(1, limit // max(1, kind.elements_of_chunk(k, v)))
 
 
 def _pad(x: Tensor, chunks_per_group: int) -> Tensor:
@@ -174,6 +186,10 @@ class _Group(NamedTuple):
         """View the group's positions of ``[b, s, ...]`` as ``[m, b, c, ...]``."""
         return x[:, self.positions].unflatten(1, (self.num_chunks, -1)).transpose(0, 1)
 
+    def heads_first(self, x: Tensor, key_heads: int) -> Tensor:
+        """View the group's positions of ``[b, s, n_v, ...]`` as ``[m, b, n_k, r, c, ...]``."""
+        return self.of(x).unflatten(3, (key_heads, -1)).movedim(2, 4)
+
     @property
     def last(self) -> int:
         """Index of the chunk after the group."""
@@ -203,8 +219,9 @@ def chunked(name: str, kind: type[Chunks]) -> Rule:
         ``v`` and the state after the last position, float32 and without a gradient.
     """
 
-    def first_state(k: Tensor, v: Tensor) -> Tensor:
-        return k.new_zeros(kind.state_shape(k, v), dtype=torch.float32)
+    def empty_states(k: Tensor, v: Tensor) -> Tensor:
+        """Allocate the states before each chunk, and after the last one."""
+        return k.new_empty((_num_chunks(k) + 1, *kind.state_shape(k, v)), dtype=torch.float32)
 
     def empty_gradients(*inputs: Tensor) -> tuple[Tensor, ...]:
         return tuple(torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in inputs)
@@ -213,46 +230,38 @@ def chunked(name: str, kind: type[Chunks]) -> Rule:
     def forward(
         q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, resets: Tensor, state: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        first = first_state(k, v) if state is None else state.float()
-        states = first.new_empty(_num_chunks(k) + 1, *first.shape)  # before each chunk, and after the last one
-        states[0] = first
-        chunks_per_group = _chunks_per_group(k, v)
+        states = empty_states(k, v)
+        states[0] = 0.0 if state is None else state
+        chunks_per_group = _chunks_per_group(kind, k, v)
         inputs = [_pad(tensor, chunks_per_group) for tensor in (q, k, v, g, beta, resets)]
         out = torch.empty_like(inputs[2], memory_format=torch.contiguous_format)
         for group in _groups(out.shape[1], chunks_per_group):
             chunks = kind(*map(group.of, inputs))
-            chunks_out = chunks.read(states[group.first : group.last + 1])
-            group.of(out).copy_(chunks.split(positions_first(chunks_out)))
-            del chunks, chunks_out  # before the next group allocates its own
+            chunks.read(states[group.first : group.last + 1], group.heads_first(out, k.shape[2]))
+            del chunks  # before the next group allocates its own
         return out[:, : v.shape[1]].contiguous(), states
 
     @torch.library.custom_op(f"torchtune::{name}_backward", mutates_args=())
     def backward(
         grad: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, resets: Tensor, states: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        chunks_per_group = _chunks_per_group(k, v)
-        d_states = torch.empty_like(states[: chunks_per_group + 1])  # of a group
-        d_states[-1] = 0.0  # the state after the last position has no gradient
+        chunks_per_group = _chunks_per_group(kind, k, v)
+        d_state = None  # the state after the last position has no gradient
         grad, *inputs = (_pad(tensor, chunks_per_group) for tensor in (grad, q, k, v, g, beta, resets))
         grads = empty_gradients(*inputs[:-1])
         for group in reversed(_groups(grad.shape[1], chunks_per_group)):
             chunks = kind(*map(group.of, inputs))
             d_out = heads_first(group.of(grad), k.shape[2])
-            d_states_of_group = d_states[-group.num_chunks - 1 :]
-            chunk_grads = chunks.gradients(states[group.first : group.last], d_out, d_states_of_group)
-            d_states[-1] = d_states_of_group[0]
-            for grad_of_input, chunk_grad in zip(grads, chunk_grads, strict=True):
-                group.of(grad_of_input).copy_(chunks.split(chunk_grad))
-            del chunks, d_out, chunk_grads, chunk_grad  # before the next group allocates its own
+            grads_of_group = [group.heads_first(tensor, k.shape[2]) for tensor in grads]
+            d_state = chunks.gradients(states[group.first : group.last + 1], d_out, d_state, grads_of_group)
+            del chunks, d_out  # before the next group allocates its own
         return tuple(tensor[:, : k.shape[1]].contiguous() for tensor in grads)
 
     @forward.register_fake
     def _(
         q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, resets: Tensor, state: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        first = first_state(k, v)
-        out = torch.empty_like(v, memory_format=torch.contiguous_format)
-        return out, first.new_empty(_num_chunks(k) + 1, *first.shape)
+        return torch.empty_like(v, memory_format=torch.contiguous_format), empty_states(k, v)
 
     @backward.register_fake
     def _(
@@ -280,7 +289,7 @@ def chunked(name: str, kind: type[Chunks]) -> Rule:
         if is_decoding:
             position = kind(*(tensor[None] for tensor in (q, k, v, g, beta, resets)))
             out, state = position.step(state)
-            return positions_first(out).to(v.dtype), state
+            return out.movedim(3, 1).reshape(v.shape).to(v.dtype), state
         out, states = forward(q, k, v, g, beta, resets, state)
         return out, states[-1]
 

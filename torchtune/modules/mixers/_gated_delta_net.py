@@ -14,7 +14,7 @@ from torchtune.data import Documents
 from torchtune.modules._outside_graphs import outside_graphs
 from torchtune.modules.kernels import DELTA_RULE, KernelUser
 from torchtune.modules.kernels.documents import Boundaries
-from torchtune.modules.mixers._chunks import Chunks, chunked, positions_first, scalars_first
+from torchtune.modules.mixers._chunks import Chunks, chunked
 from torchtune.modules.mixers._mixer import RecurrentMixer, StateCache, heads_obstacle
 from torchtune.modules.mixers._short_conv import DepthwiseWeight
 from torchtune.modules.rms_norm import rms_norm
@@ -45,7 +45,7 @@ class _DeltaChunks(Chunks):
         """Return ``[b, n_k, r, h_k, h_v]``."""
         return k.shape[0], k.shape[2], v.shape[2] // k.shape[2], k.shape[-1], v.shape[-1]
 
-    def read(self, states: Tensor) -> Tensor:
+    def read(self, states: Tensor, out: Tensor) -> None:
         """See the base class."""
         solution = self._inverse((self.k @ self.k.mT) * self.decay) * self.beta.mT  # [n, n_k, r, c, c]
         written = solution @ self.v  # [n, n_k, r, c, h_v], without what S contributes
@@ -58,8 +58,9 @@ class _DeltaChunks(Chunks):
             chunk_written.baddbmm_(chunk_weights, states[index].flatten(0, 2), alpha=-1)
             torch.mul(states[index], decays[index], out=states[index + 1])
             states[index + 1].flatten(0, 2).baddbmm_(chunk_keys.mT, chunk_written)
-        out = ((self.q @ self.k.mT) * self.decay) @ written
-        return out.addcmul_(self.q @ states[:-1].flatten(0, 1), self.since_state)
+        from_chunk = ((self.q @ self.k.mT) * self.decay) @ written
+        from_states = self.q @ states[:-1].flatten(0, 1)
+        torch.addcmul(*map(self.split, (from_chunk, from_states, self.since_state)), out=out)
 
     def step(self, state: Tensor) -> tuple[Tensor, Tensor]:
         """See the base class."""
@@ -67,13 +68,13 @@ class _DeltaChunks(Chunks):
         state = state + self.k.mT @ (self.beta * (self.v - self.k @ state))
         return self.q @ state, state
 
-    def gradients(self, states: Tensor, d_out: Tensor, d_states: Tensor) -> tuple[Tensor, ...]:
+    def gradients(self, states: Tensor, d_out: Tensor, d_state: Tensor | None, grads: Sequence[Tensor]) -> Tensor:
         """See the base class."""
         q = self.q
         k = self.k
         beta = self.beta
         decay = self.decay
-        before = states.flatten(0, 1)  # [n, n_k, r, h_k, h_v]
+        before = states[:-1].flatten(0, 1)  # [n, n_k, r, h_k, h_v]
         # The forward pass again.
         similarities = (k @ k.mT) * decay  # [n, n_k, r, c, c]
         inverse = self._inverse(similarities)
@@ -87,6 +88,8 @@ class _DeltaChunks(Chunks):
         # What positions write is read within the chunk, and from the state after it.
         d_read_q = d_out * self.since_state
         d_written = (scores * decay).mT @ d_out
+        d_states = torch.empty_like(states)
+        d_states[-1] = 0.0 if d_state is None else d_state
         self._d_states(d_states, d_written, d_read_q, solution @ keys_since_state, keys_until_end)
         d_afters = d_states[1:].flatten(0, 1)
 
@@ -120,9 +123,9 @@ class _DeltaChunks(Chunks):
         d_k = d_k.sum(2, keepdim=True)
         d_q = self.q_scale * (d_q - q * (q * d_q).sum(-1, keepdim=True).mul_(q.shape[-1]))
         d_k = self.k_scale * (d_k - k * (k * d_k).sum(-1, keepdim=True))
-        d_q = d_q[:, :, 0].transpose(1, 2)  # [n, c, n_k, h_k]
-        d_k = d_k[:, :, 0].transpose(1, 2)
-        return d_q, d_k, positions_first(d_error), d_g, scalars_first(d_beta)
+        for target, grad in zip(grads, (d_q, d_k, d_error, d_g, d_beta), strict=True):
+            target.copy_(self.split(grad))
+        return d_states[0]
 
     def _d_states(
         self, d_states: Tensor, d_written: Tensor, d_read_q: Tensor, state_weights: Tensor, keys_until_end: Tensor

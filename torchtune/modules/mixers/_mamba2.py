@@ -1,7 +1,7 @@
 """Mamba 2: the state-space model (SSD), computed in chunks, the gated norm of its output, and the mixer."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,104 +11,153 @@ from torch.nn import functional as F
 from torchtune.modules._outside_graphs import outside_graphs
 from torchtune.modules.feed_forward import swiglu
 from torchtune.modules.kernels import STATE_SPACE, KernelUser
-from torchtune.modules.mixers._chunks import Chunks, chunked, positions_first, scalars_first
+from torchtune.modules.mixers._chunks import CHUNK, Chunks, chunked, decays_between, sum_of_later
 from torchtune.modules.mixers._mixer import RecurrentMixer, StateCache, heads_obstacle
 from torchtune.modules.mixers._short_conv import DepthwiseWeight, index_documents
+from torchtune.modules.rms_norm import normalize, normalize_backward
 
 
 class _StateSpaceChunks(Chunks):
     """Chunks of the state-space model: position i writes ``beta_i v_i``.
 
     Within a chunk, the sum over positions is masked attention (Dao & Gu 2024, arXiv:2405.21060). r value heads share a
-    key head; the state is ``[b, n_k, h_k, r, h_v]``, so that one matrix product computes all r heads. From chunk to
-    chunk, it is multiplied by the decay and added to what the chunk writes: one operator each.
+    key head; the state is ``[b, n_k, r, h_v, h_k]``, so that one matrix product computes all r heads. The states before
+    and after several chunks are one matrix product, too: of the decays between them, and of what the chunks write.
     """
 
     @staticmethod
     def state_shape(k: Tensor, v: Tensor) -> tuple[int, ...]:
-        """Return ``[b, n_k, h_k, r, h_v]``."""
-        return k.shape[0], k.shape[2], k.shape[-1], v.shape[2] // k.shape[2], v.shape[-1]
+        """Return ``[b, n_k, r, h_v, h_k]``."""
+        return k.shape[0], k.shape[2], v.shape[2] // k.shape[2], v.shape[-1], k.shape[-1]
 
-    def read(self, states: Tensor) -> Tensor:
+    @classmethod
+    def elements_of_chunk(cls, k: Tensor, v: Tensor) -> int:
+        """See the base class; heads share queries and keys."""
+        rows, _, value_heads, value_dim = v.shape
+        key_heads, key_dim = k.shape[2:]
+        elements_of_head = max(CHUNK * CHUNK, CHUNK * value_dim, key_dim * value_dim)
+        return rows * max(value_heads * elements_of_head, key_heads * CHUNK * key_dim)
+
+    def read(self, states: Tensor, out: Tensor) -> None:
         """See the base class."""
-        written = self.beta * self.v  # [n, n_k, r, c, h_v]
-        self._outer_products(self.k, written * self.until_end, states[1:])
-        decays = self._decays_of_states()
-        for index in range(self.num_chunks):
-            states[index + 1].addcmul_(states[index], decays[index])
-        out = self._weights() @ written
-        return out.addcmul_(self._from_states(self.q, states[:-1]), self.since_state)
+        written = self.v * self.beta  # [n, n_k, r, c, h_v], in the order of v
+        self._outer_products(self._rows(written, self.until_end), self.k, states[1:])
+        self._add_earlier(states)
+        from_states = self._from_states(self.q, states[:-1])
+        from_chunk = self._weights() @ written
+        torch.addcmul(*map(self.split, (from_chunk, from_states, self.since_state)), out=out)
 
     def step(self, state: Tensor) -> tuple[Tensor, Tensor]:
         """See the base class."""
-        written = self._rows(self.beta * self.v)  # [b, n_k, 1, r * h_v]
-        added = (self.k[:, :, 0].mT @ written).view_as(state)
-        state = added.addcmul_(state, self._decays_of_states()[0])
+        written = self._rows(self.v, self.beta)  # [b, n_k, 1, r * h_v]
+        added = (written.mT @ self.k[:, :, 0]).view_as(state)
+        state = added.addcmul_(state, self.since_state)
         return self._from_states(self.q, state[None]), state
 
-    def gradients(self, states: Tensor, d_out: Tensor, d_states: Tensor) -> tuple[Tensor, ...]:
+    def gradients(self, states: Tensor, d_out: Tensor, d_state: Tensor | None, grads: Sequence[Tensor]) -> Tensor:
         """See the base class."""
         q = self.q[:, :, 0]  # [n, n_k, c, h_k]
         k = self.k[:, :, 0]
         # The forward pass again.
-        written = self.beta * self.v  # [n, n_k, r, c, h_v]
+        written = self.v * self.beta  # [n, n_k, r, c, h_v], in the order of v
         weights = self._weights()  # [n, n_k, r, c, c]
+        out = (weights @ written).addcmul_(self._from_states(self.q, states[:-1]), self.since_state)
+
+        # With the sums G of g until a position, all that it reads has the factor exp(G), all that it writes exp(-G),
+        # and the state after the chunk exp(G) of the last position.
+        d_cumulative = out.mul_(d_out).sum(-1)  # [n, n_k, r, c]
+        d_written = weights.mT @ d_out  # [n, n_k, r, c, h_v]
+        del out, weights
 
         # The states before the chunks are read by q, and decay to the states after them.
-        d_read = d_out * self.since_state
-        self._outer_products(self.q, d_read, d_states[:-1])
-        decays = self._decays_of_states()
-        for index in reversed(range(self.num_chunks)):
-            d_states[index].addcmul_(d_states[index + 1], decays[index])
+        d_read = self._rows(d_out, self.since_state)  # [n, n_k, c, r * h_v]
+        d_states = torch.empty_like(states)
+        d_states[-1] = 0.0 if d_state is None else d_state
+        self._outer_products(d_read, self.q, d_states[:-1])
+        self._add_later(d_states)
         d_afters = d_states[1:]
+        d_cumulative[..., -1].add_((d_afters * states[1:]).sum((-2, -1)).flatten(0, 1))
 
         # What positions write is read within the chunk, and from the state after it.
-        read_from_after = self._from_states(self.k, d_afters)  # [n, n_k, r, c, h_v]
-        d_written = (weights.mT @ d_out).addcmul_(read_from_after, self.until_end)
-        d_v = positions_first(self.beta * d_written)
-        d_beta = scalars_first((d_written * self.v).sum(-1))
+        d_written.addcmul_(self._from_states(self.k, d_afters), self.until_end)
+        d_beta = (d_written * self.v).sum(-1)  # [n, n_k, r, c]
+        d_cumulative.addcmul_(self.beta[..., 0], d_beta, value=-1)
+        d_g = sum_of_later(d_cumulative)
 
         # q and k have a gradient of the scores q k^T, which r heads share, and one of the state.
-        d_weights = d_out @ written.mT
-        d_scores = (d_weights * self.decay).sum(2)  # [n, n_k, c, c]
-        d_q = d_scores @ k + self._rows(d_read) @ self._columns(states).mT  # [n, n_k, c, h_k]
-        d_k = d_scores.mT @ q + self._rows(written * self.until_end) @ self._columns(d_afters).mT
+        d_scores = (d_out @ written.mT).mul_(self.decay).sum(2)  # [n, n_k, c, c]
+        d_q = self._sum_of_products(d_scores, k, d_read, self._columns(states[:-1]))  # [n, n_k, c, h_k]
+        written_to_after = self._rows(written, self.until_end)
+        d_k = self._sum_of_products(d_scores.mT, q, written_to_after, self._columns(d_afters))
 
-        # Gradients of the logarithms of the decays; the last position also decays the state after the chunk.
-        d_log_since = (d_read * self._from_states(self.q, states)).sum(-1)  # [n, n_k, r, c]
-        d_log_since[..., -1] += self.since_state[..., -1, 0] * (d_afters * states).sum((3, 5)).flatten(0, 1)
-        d_log_until = self.until_end[..., 0] * (written * read_from_after).sum(-1)
-        d_g = self.d_g(d_weights.mul_(weights), d_log_since, d_log_until)
-        return d_q.transpose(1, 2), d_k.transpose(1, 2), d_v, d_g, d_beta
+        grad_q, grad_k, grad_v, grad_g, grad_beta = grads
+        grad_q.copy_(self.split(d_q[:, :, None]))
+        grad_k.copy_(self.split(d_k[:, :, None]))
+        torch.mul(self.split(d_written), self.split(self.beta), out=grad_v)
+        grad_g.copy_(self.split(d_g))
+        grad_beta.copy_(self.split(d_beta))
+        return d_states[0]
 
     def _weights(self) -> Tensor:
         """Return the attention weights ``d(i, j) (q_i . k_j)``, ``[n, n_k, r, c, c]``."""
         return self.decay * (self.q @ self.k.mT)
 
-    def _decays_of_states(self) -> Tensor:
-        """Return how much each chunk decays a state, ``[m, b, n_k, 1, r, 1]``."""
-        return self.split(self.since_state[:, :, None, :, -1])
+    def _add_earlier(self, states: Tensor) -> None:
+        """Add to each of the states ``[m + 1, b, ...]`` what the decays leave of all earlier ones."""
+        if self.num_chunks == 1:
+            states[1].addcmul_(states[0], self.since_state[..., -1:, :])
+        else:
+            self._heads(states).copy_(self._decays_of_states() @ self._heads(states))
 
-    def _outer_products(self, x: Tensor, values: Tensor, states: Tensor) -> None:
-        """Write the sum over positions of ``[n, n_k, 1, c, h_k]`` times ``[n, n_k, r, c, h_v]`` to m states."""
-        heads = x.flatten(0, 2)  # [n * n_k, c, h_k]
-        torch.bmm(heads.mT, self._rows(values).flatten(0, 1), out=states.flatten(0, 2).flatten(-2))
+    def _add_later(self, d_states: Tensor) -> None:
+        """Add to each gradient of a state ``[m + 1, b, ...]`` what the decays leave of all later ones."""
+        if self.num_chunks == 1:
+            d_states[0].addcmul_(d_states[1], self.since_state[..., -1:, :])
+        else:
+            self._heads(d_states).copy_(self._decays_of_states().mT @ self._heads(d_states))
+
+    def _decays_of_states(self) -> Tensor:
+        """Return the decays between the states before the chunks and after the last one, ``[b * n_v, m + 1, m + 1]``.
+
+        Row i, column j: of what chunk j - 1 writes, or of the first state, in state i.
+        """
+        of_chunks = self.split(self.log_since_state[..., -1]).movedim(0, -1).flatten(0, 2)  # [b * n_v, m]
+        return decays_between(F.pad(of_chunks, (1, 0)).cumsum(-1))
+
+    @staticmethod
+    def _heads(states: Tensor) -> Tensor:
+        """View states ``[m, b, n_k, r, h_v, h_k]`` as ``[b * n_v, m, h_v * h_k]``."""
+        return states.flatten(1, 3).flatten(2).transpose(0, 1)
+
+    @staticmethod
+    def _outer_products(rows: Tensor, x: Tensor, states: Tensor) -> None:
+        """Write the sum over positions of ``[n, n_k, c, r * h_v]`` times ``[n, n_k, 1, c, h_k]`` to m states."""
+        torch.bmm(rows.flatten(0, 1).mT, x.flatten(0, 2), out=states.flatten(0, 2).flatten(1, 2))
 
     def _from_states(self, x: Tensor, states: Tensor) -> Tensor:
         """Multiply ``[n, n_k, 1, c, h_k]`` by the states of the m chunks: ``[n, n_k, r, c, h_v]``."""
-        return (x[:, :, 0] @ self._columns(states)).unflatten(-1, states.shape[-2:]).transpose(2, 3)
+        return (x[:, :, 0] @ self._columns(states).mT).unflatten(-1, states.shape[3:5]).transpose(2, 3)
 
     @staticmethod
-    def _rows(x: Tensor) -> Tensor:
-        """Permute ``[n, n_k, r, c, h_v]`` to ``[n, n_k, c, r * h_v]``."""
-        return x.transpose(2, 3).flatten(-2)
+    def _sum_of_products(a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> Tensor:
+        """Compute ``a @ b + c @ d`` of matrices ``[n, n_k, ...]`` in two launches."""
+        product = (a @ b).flatten(0, 1)
+        return product.baddbmm_(c.flatten(0, 1), d.flatten(0, 1)).unflatten(0, a.shape[:2])
+
+    @staticmethod
+    def _rows(x: Tensor, factors: Tensor) -> Tensor:
+        """Multiply ``[n, n_k, r, c, h_v]`` by factors of positions, and permute to ``[n, n_k, c, r * h_v]``."""
+        rows = torch.empty_like(x.transpose(2, 3), memory_format=torch.contiguous_format)
+        torch.mul(x, factors, out=rows.transpose(2, 3))
+        return rows.flatten(-2)
 
     @staticmethod
     def _columns(states: Tensor) -> Tensor:
-        """View states ``[m, b, n_k, h_k, r, h_v]`` as ``[n, n_k, h_k, r * h_v]``."""
-        return states.flatten(0, 1).flatten(-2)
+        """View states ``[m, b, n_k, r, h_v, h_k]`` as ``[n, n_k, r * h_v, h_k]``."""
+        return states.flatten(0, 1).flatten(2, 3)
 
 
+_NO_LIMITS = (0.0, math.inf)  # of step sizes, which softplus makes positive
 _KERNEL_CHUNK = 256  # positions per chunk of the kernel, as in the published models
 
 
@@ -118,16 +167,21 @@ def kernel_state_space(
     c: Tensor,
     b: Tensor,
     x: Tensor,
-    rate: Tensor,
     dt: Tensor,
+    dt_bias: Tensor,
+    dt_limits: tuple[float, float],
+    a_log: Tensor,
     skip: Tensor,
     reach: Tensor,
 ) -> Tensor:
     """Compute :func:`state_space` and its skip connection by ``mamba_chunk_scan_combined`` of mamba-ssm.
 
-    ``rate`` ``[heads]`` is the logarithm of the decay per step size: g of :func:`state_space` is ``rate * dt``.
+    It takes step sizes before softplus, and computes what :class:`_StepSizes` computes.
     """
-    return kernel(x, dt, rate, b, c, _KERNEL_CHUNK, D=skip, seq_idx=index_documents(reach, len(x)))
+    step_sizes = {"dt_bias": dt_bias, "dt_softplus": True, "dt_limit": dt_limits}
+    documents = index_documents(reach, len(x))
+    rate = -a_log.float().exp()  # logarithm of the decay per step size
+    return kernel(x, dt, rate, b, c, _KERNEL_CHUNK, D=skip, seq_idx=documents, **step_sizes)
 
 
 _rule = chunked("state_space", _StateSpaceChunks)
@@ -153,9 +207,66 @@ def state_space(
 
     Returns:
         Outputs ``[b, s, heads, p]`` in the dtype of ``x``, and S after the last position, float32
-        ``[b, groups, n, heads / groups, p]``, without a gradient.
+        ``[b, groups, heads / groups, p, n]``, without a gradient.
     """
     return _rule(c, b, x, g, dt, resets, state)
+
+
+class _StepSizes(torch.autograd.Function):
+    """Step sizes and logarithms of the decays, float32 ``[b, s, heads]`` each, from the projection of the input.
+
+    The step size is ``softplus(scale * dt + dt_bias)``, clamped to ``limits``, and the decay is
+    ``exp(-exp(a_log) * step size)``.
+    """
+
+    @staticmethod
+    def forward(
+        ctx, dt: Tensor, dt_bias: Tensor, a_log: Tensor, scale: float, limits: tuple[float, float]
+    ) -> tuple[Tensor, Tensor]:
+        before_softplus = torch.add(dt_bias.float(), dt, alpha=scale)
+        step_sizes = F.softplus(before_softplus)
+        if limits != _NO_LIMITS:
+            step_sizes = F.hardtanh(step_sizes, *limits)  # which clamps, and has a backward pass of one operator
+        rate = -a_log.float().exp()
+        log_decays = step_sizes * rate
+        ctx.save_for_backward(before_softplus, step_sizes, log_decays, rate)
+        ctx.scale = scale
+        ctx.limits = limits
+        ctx.dtypes = dt.dtype, dt_bias.dtype, a_log.dtype
+        return step_sizes, log_decays
+
+    @staticmethod
+    def backward(ctx, d_step_sizes: Tensor, d_log_decays: Tensor) -> tuple[Tensor | None, ...]:
+        before_softplus, step_sizes, log_decays, rate = ctx.saved_tensors
+        dt_dtype, dt_bias_dtype, a_log_dtype = ctx.dtypes
+        d_a_log = d_dt_bias = None
+        if ctx.needs_input_grad[2]:
+            d_a_log = (d_log_decays * log_decays).sum((0, 1)).to(a_log_dtype)
+        d_step_sizes = torch.addcmul(d_step_sizes, d_log_decays, rate)
+        if ctx.limits != _NO_LIMITS:
+            d_step_sizes = torch.ops.aten.hardtanh_backward(d_step_sizes, step_sizes, *ctx.limits)
+        # 1 and 20: the defaults of softplus, which is the identity above 20.
+        d_before_softplus = torch.ops.aten.softplus_backward(d_step_sizes, before_softplus, 1, 20)
+        if ctx.needs_input_grad[1]:
+            d_dt_bias = d_before_softplus.sum((0, 1)).to(dt_bias_dtype)
+        if ctx.scale != 1.0:
+            d_before_softplus = d_before_softplus * ctx.scale
+        return d_before_softplus.to(dt_dtype), d_dt_bias, d_a_log, None, None
+
+
+class _SkipConnection(torch.autograd.Function):
+    """``out + skip * x`` for ``[b, s, heads, p]`` and a factor per head, whose backward pass multiplies once each."""
+
+    @staticmethod
+    def forward(ctx, out: Tensor, x: Tensor, skip: Tensor) -> Tensor:
+        ctx.save_for_backward(x, skip)
+        return torch.addcmul(out, x, skip[:, None])
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, skip = ctx.saved_tensors
+        d_skip = (grad * x).sum((0, 1, 3)) if ctx.needs_input_grad[2] else None
+        return grad, grad * skip[:, None], d_skip
 
 
 class _GatedNorm(torch.autograd.Function):
@@ -163,36 +274,33 @@ class _GatedNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, gate: Tensor, scale: Tensor, groups: int, eps: float) -> Tensor:
-        ctx.save_for_backward(x, gate, scale)
+        gated = (x * F.silu(gate.float())).unflatten(-1, (groups, -1))  # float32 [..., groups, dim / groups]
+        normed, rstd = normalize(gated, eps)
+        ctx.save_for_backward(x, gate, scale, rstd)
         ctx.groups = groups
-        ctx.eps = eps
-        return _gated_norm(x, gate, scale, groups, eps)
+        return normed.flatten(-2).to(x.dtype) * scale
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, gate, scale = ctx.saved_tensors
-        x_float = x.float()
-        gate_float = gate.float()
+        x, gate, scale, rstd = ctx.saved_tensors
         # The forward pass again, in float32.
-        sigmoid = gate_float.sigmoid()
-        silu = gate_float * sigmoid
-        gated = (x_float * silu).unflatten(-1, (ctx.groups, -1))  # [..., groups, dim / groups]
-        rstd = torch.rsqrt(gated.square().mean(-1, keepdim=True) + ctx.eps)
-        normed = gated.mul_(rstd)
+        gate_float = gate.float()
+        silu = F.silu(gate_float)
+        gated = (x * silu).unflatten(-1, (ctx.groups, -1))  # [..., groups, dim / groups]
 
         d_scale = None
         if ctx.needs_input_grad[2]:
-            d_scale = (grad * normed.flatten(-2)).flatten(0, -2).sum(0).to(scale.dtype)  # [dim]
+            normed = (gated * rstd).flatten(-2)
+            d_scale = normed.mul_(grad).flatten(0, -2).sum(0).to(scale.dtype)  # [dim]
         d_normed = (grad * scale.float()).unflatten(-1, (ctx.groups, -1))
-        d_gated = (d_normed - normed * (d_normed * normed).mean(-1, keepdim=True)).mul_(rstd).flatten(-2)
-        d_x = d_gated * silu
-        # The derivative of silu is sigmoid + silu (1 - sigmoid).
-        d_gate = d_gated * x_float * (sigmoid + silu * (1 - sigmoid))
-        return d_x.to(x.dtype), d_gate.to(gate.dtype), d_scale, None, None
+        d_gated = normalize_backward(d_normed, gated, rstd).flatten(-2)
+        d_x = torch.mul(d_gated, silu, out=torch.empty_like(x))
+        d_gate = torch.ops.aten.silu_backward(d_gated.mul_(x), gate_float)
+        return d_x, d_gate.to(gate.dtype), d_scale, None, None
 
 
 def _gated_norm(x: Tensor, gate: Tensor, scale: Tensor, groups: int, eps: float) -> Tensor:
-    gated = (x.float() * F.silu(gate.float())).unflatten(-1, (groups, -1))  # [..., groups, dim / groups]
+    gated = (x * F.silu(gate.float())).unflatten(-1, (groups, -1))  # float32 [..., groups, dim / groups]
     normed = F.rms_norm(gated, gated.shape[-1:], eps=eps).flatten(-2)
     return normed.to(x.dtype) * scale
 
@@ -305,7 +413,7 @@ class Mamba2(RecurrentMixer, KernelUser):
 
     def _new_cache(self, batch_size: int, dtype: torch.dtype) -> StateCache:
         heads_per_group = self.num_heads // self.num_groups
-        state = (batch_size, self.num_groups, self.state_dim, heads_per_group, self.head_dim)
+        state = (batch_size, self.num_groups, heads_per_group, self.head_dim, self.state_dim)
         conv_inputs = (batch_size, self.conv.weight.shape[-1] - 1, sum(self.widths))
         return StateCache(state, conv_inputs, dtype)
 
@@ -330,18 +438,20 @@ class Mamba2(RecurrentMixer, KernelUser):
         b = b.unflatten(-1, (-1, self.state_dim))  # [b, s, groups, n]
         c = c.unflatten(-1, (-1, self.state_dim))  # [b, s, groups, n]
         dt_bias = share.own_channels(self.dt_bias, per_head)
-        dt = F.softplus(dt.float() * dt_scale + dt_bias).clamp(*self.dt_limits)
-        rate = -share.own_channels(self.a_log, per_head).float().exp()
+        a_log = share.own_channels(self.a_log, per_head)
         skip = share.own_channels(self.skip, per_head)
         if self.kernel is not None and cache is None:
-            out = kernel_state_space(self.kernel, c, b, x, rate, dt, skip, reach)
+            if dt_scale != 1.0:
+                dt = dt.float() * dt_scale
+            out = kernel_state_space(self.kernel, c, b, x, dt, dt_bias, self.dt_limits, a_log, skip, reach)
         else:
             rows = None if cache is None else cache.rows(x.shape[0])
             state = None if cache is None else cache.state[rows]
-            out, state = state_space(c, b, x, rate * dt, dt, reach == 0, state)
+            step_sizes, log_decays = _StepSizes.apply(dt, dt_bias, a_log, dt_scale, self.dt_limits)
+            out, state = state_space(c, b, x, log_decays, step_sizes, reach == 0, state)
             if cache is not None:
                 cache.state[rows] = state
-            out = torch.addcmul(out, x, skip[:, None])
+            out = _SkipConnection.apply(out, x, skip)
         out = share.scatter_positions(out).flatten(-2)  # [b, s, heads * p]
         if gate_scale != 1.0:
             gate = gate * gate_scale

@@ -15,67 +15,80 @@ from torchtune.modules.mixers._mixer import Blocks, MixerShare, RecurrentMixer, 
 class _CausalConv(torch.autograd.Function):
     """Convolution that saves only its arguments for the backward pass, instead of a shifted copy per tap.
 
-    From the earliest tap on, the sum so far moves one position ahead, unless a document begins there, and the product
-    of the next tap is added: all taps share the mask of the first positions.
+    From the earliest tap on, the sum so far is kept where the next position is of the same document, and the product of
+    the next tap is added: all taps share the mask of the first positions.
     """
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, reach: Tensor) -> Tensor:
-        # 1 where the position before is of the same document, else 0: [b, s - 1, 1].
-        continues = torch.empty(*reach[:, 1:].shape, dtype=x.dtype, device=x.device)
-        continues = torch.ge(reach[:, 1:], 1, out=continues)[..., None]
-        earliest, *later = weight.unbind(1)
-        out = x * earliest
-        moved = torch.zeros_like(x)  # no position is before the first one
-        for tap in later:
-            torch.mul(out[:, :-1], continues, out=moved[:, 1:])
-            out = torch.addcmul(moved, x, tap)  # rounds once
+    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, reach: Tensor) -> Tensor:
+        # 1 where the position before is of the same document, else 0: [b, s, 1].
+        continues = torch.empty(*reach.shape, dtype=x.dtype, device=x.device)
+        continues = torch.ge(reach, 1, out=continues)[..., None]
         ctx.save_for_backward(x, weight, continues)
-        return out
+        num_positions = x.shape[1]
+        *earlier, last = weight.unbind(1)
+        if not earlier:
+            return x * last if bias is None else torch.addcmul(bias, x, last)
+
+        out = torch.zeros_like(x, memory_format=torch.contiguous_format)
+        for index, tap in enumerate(earlier):
+            distance = len(earlier) - index  # of this tap's inputs, in positions
+            length = max(0, num_positions - distance)
+            if index > 0:
+                out[:, distance:].mul_(continues[:, :length])
+            out[:, distance:].addcmul_(x[:, :length], tap)  # rounds once
+        if bias is None:
+            out.mul_(continues)
+        else:
+            out = torch.addcmul(bias, out, continues)
+        return out.addcmul_(x, last)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, continues = ctx.saved_tensors
+        _, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        d_bias = grad.sum((0, 1)) if needs_bias else None
+        d_taps = x.new_empty(weight.shape[::-1], dtype=torch.float32) if needs_weight else None  # [K, c]
         *earlier, last = weight.unbind(1)
         d_x = grad * last
-        d_taps = []  # [c] each, the last tap first
-        if ctx.needs_input_grad[1]:
-            d_taps.append((grad * x).sum((0, 1), dtype=torch.float32))
-        for tap in reversed(earlier):
+        if needs_weight:
+            torch.sum(grad * x, (0, 1), dtype=torch.float32, out=d_taps[-1])
+        for index in reversed(range(len(earlier))):
             length = max(0, grad.shape[1] - 1)  # positions that a later one reads
-            grad = grad[:, 1:] * continues[:, :length]
-            d_x[:, :length].addcmul_(grad, tap)
-            if ctx.needs_input_grad[1]:
-                d_taps.append((grad * x[:, :length]).sum((0, 1), dtype=torch.float32))
-        if not d_taps:
-            return d_x, None, None
-        d_taps.reverse()
-        return d_x, torch.stack(d_taps, dim=1).to(weight.dtype), None
+            grad = grad[:, 1:] * continues[:, 1 : length + 1]
+            d_x[:, :length].addcmul_(grad, earlier[index])
+            if needs_weight:
+                torch.sum(grad * x[:, :length], (0, 1), dtype=torch.float32, out=d_taps[index])
+        d_weight = None
+        if needs_weight:
+            d_weight = torch.empty_like(weight).copy_(d_taps.mT)
+        return d_x, d_weight, d_bias, None
 
 
-def causal_conv(x: Tensor, weight: Tensor, reach: Tensor) -> Tensor:
-    """Compute ``out[t, c] = sum_j weight[c, K - 1 - j] * x[t - j, c]`` for j from 0 to ``min(K - 1, reach[t])``.
+def causal_conv(x: Tensor, weight: Tensor, reach: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Compute ``bias[c] + sum_j weight[c, K - 1 - j] * x[t - j, c]`` for j from 0 to ``min(K - 1, reach[t])``.
 
     Args:
         x: ``[b, s, c]``.
         weight: ``[c, K]``; the last column applies to the position itself.
         reach: ``[b, s]`` or ``[1, s]``, number of earlier positions in the document of each position.
+        bias: ``[c]``, or None for zero.
 
     Returns:
         Tensor ``[b, s, c]``.
     """
-    return _CausalConv.apply(x, weight, reach.expand(x.shape[0], -1))
+    return _CausalConv.apply(x, weight, bias, reach.expand(x.shape[0], -1))
 
 
-def cached_conv(x: Tensor, weight: Tensor, reach: Tensor, cache: StateCache | None) -> Tensor:
+def cached_conv(x: Tensor, weight: Tensor, reach: Tensor, cache: StateCache | None, bias: Tensor | None) -> Tensor:
     """Compute :func:`causal_conv`; the inputs of earlier calls come from the cache."""
     if cache is None:
-        return causal_conv(x, weight, reach)
+        return causal_conv(x, weight, reach, bias)
     num_cached = cache.tail.shape[1]  # K - 1
     # Cached positions before the document have negative numbers.
     distances = torch.arange(num_cached, 0, -1, device=reach.device)
     reach_with_cached = torch.cat([reach[:, :1] - distances, reach], dim=1)
-    return causal_conv(cache.extend(x), weight, reach_with_cached)[:, num_cached:]
+    return causal_conv(cache.extend(x), weight, reach_with_cached, bias)[:, num_cached:]
 
 
 def index_documents(reach: Tensor, rows: int) -> Tensor:
@@ -143,7 +156,7 @@ class DepthwiseWeight(nn.Module, KernelUser):
             share: the share of the c channels that ``x`` has; by default all of them.
             blocks: blocks of the c channels, for ``share``.
         """
-        weight = self.weight[:, 0]
+        weight = self.weight.squeeze(1)
         bias = self.bias
         if factors is not None:
             scales = [weight.new_full((channels, 1), factor) for channels, factor in factors]
@@ -154,9 +167,7 @@ class DepthwiseWeight(nn.Module, KernelUser):
         fits_kernel = len(weight) % 8 == 0  # the kernel reads eight channels at a time
         if self.kernel is not None and fits_kernel and cache is None:
             return kernel_conv(self.kernel, x, weight, bias, reach, silu)
-        out = cached_conv(x, weight, reach, cache)
-        if bias is not None:
-            out = out + bias
+        out = cached_conv(x, weight, reach, cache, bias)
         return F.silu(out) if silu else out
 
 

@@ -396,6 +396,7 @@ def test_impossible_terms_of_the_loss_are_refused(settings, words):
 @pytest.mark.parametrize("kind", ["plain", "unmasked", "smoothed", "compiled", "frozen"])
 def test_accuracy_and_entropy_of_predictions_are_those_of_all_logits(kind, dtype, monkeypatch):
     monkeypatch.setattr(implementation, "_PRODUCT_BLOCK", 5 * VOCAB)
+    monkeypatch.setattr(implementation, "_CPU_PRODUCT_BLOCK", 5 * VOCAB)
     hidden, weight, labels = inputs(dtype)
     rows = labels != -100
     head = make_head(weight)
