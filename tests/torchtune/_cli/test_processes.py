@@ -56,7 +56,7 @@ def test_broken_collective_names_the_rank_that_ended(command):
 
 
 def test_timeout_of_a_collective_is_told_as_a_process_that_does_not_answer(command, monkeypatch):
-    monkeypatch.setattr("torchtune._cli._several_processes._PATIENCE", 0.1)
+    monkeypatch.setattr("torchtune._cli._processes._PATIENCE", 0.1)
     command("ls")
     with (
         pytest.raises(LostFollowerError, match=r"one of the 2 processes runs, but has not answered"),
@@ -67,11 +67,11 @@ def test_timeout_of_a_collective_is_told_as_a_process_that_does_not_answer(comma
 
 STOPPED_FOLLOWER = """
 import os, signal, sys, time
-from torchtune._cli import _several_processes
+from torchtune._cli import _processes
 
-_several_processes._MOST_SILENT_SECONDS = 2.0
+_processes._MOST_SILENT_SECONDS = 2.0
 sys.argv = ["tune", "serve", "/no/such/folder"]
-followers = _several_processes._Followers(2)
+followers = _processes._Followers(2)
 with followers:
     os.kill(followers._processes[0].pid, signal.SIGSTOP)
     time.sleep(300)  # in a collective
