@@ -107,7 +107,7 @@ class Lifelines:
             return
         try:
             caller, _ = self._listener.accept()
-        except BlockingIOError:
+        except OSError:  # nobody has called, or the caller has ended
             pass
         else:
             caller.setblocking(False)
