@@ -391,9 +391,9 @@ def report(facts: FileFacts) -> list[str]:
             "            torchtune.datasets.instruct_dataset column_map.input=text column_map.output=label trains "
             "labels that are texts as answers of a language model"
         )
-    is_chat = facts.format[1].startswith("chat_dataset")
-    if is_chat and facts.example is not None and is_class_label(facts.example.get("label")):
-        _, columns = builder_and_settings(facts.format[1])
+    readers = [reader for _, reader in facts.formats if reader.startswith("chat_dataset")]
+    if readers and facts.example is not None and is_class_label(facts.example.get("label")):
+        _, columns = builder_and_settings(readers[0])
         lines.append(
             f"            torchtune.datasets.classification_dataset column={columns['conversation_column']} trains a "
             "classifier on the column label, which chats do not read"
