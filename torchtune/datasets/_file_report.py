@@ -385,9 +385,9 @@ def report(facts: FileFacts) -> list[str]:
             "            torchtune.datasets.instruct_dataset column_map.input=text column_map.output=label trains "
             "labels that are texts as answers of a language model"
         )
-    is_chat = facts.format.builder == "chat_dataset"
-    if is_chat and facts.example is not None and is_class_label(facts.example.get("label")):
-        column = dict(facts.format.settings)["conversation_column"]
+    chat_formats = [row_format for row_format in facts.formats if row_format.builder == "chat_dataset"]
+    if chat_formats and facts.example is not None and is_class_label(facts.example.get("label")):
+        column = dict(chat_formats[0].settings)["conversation_column"]
         lines.append(
             f"            torchtune.datasets.classification_dataset column={column} trains a "
             "classifier on the column label, which chats do not read"

@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from torchtune.estimate._plan import arrange, build_on_meta, other_models, weigh
 from torchtune.modules import text_decoder
 from torchtune.modules.model_fusion import ImageTextModel
 from torchtune.modules.peft import has_adapters, require_adapters
+from torchtune.tokenizers import explain_unknown_tokens
 from torchtune.training import GroupedOptimizer, add_token_rows, fit_vocabulary, is_distributed, is_restart
 from torchtune.training.metric_logging import TrackingLogger
 from torchtune.training.optim import require_trained
@@ -162,6 +164,9 @@ def find_problems(settings: Any, processes: int = 1, *, thorough: bool = False) 
             attempt(add_token_rows, model, tokenizer)
         elif model is not None:
             attempt(fit_vocabulary, model, tokenizer)
+        for name in ("teacher", "value", "reward"):
+            if hasattr(sources.get(name), "store"):
+                attempt(_check_new_tokens, tokenizer, sources[name], name)
         if has("optimizer", "checkpointer"):
             check_savable_tokenizer(tokenizer)
     if model is not None and cfg.resize_token_embeddings and tokenizer is not None:
@@ -182,6 +187,14 @@ def find_problems(settings: Any, processes: int = 1, *, thorough: bool = False) 
         if has(name):
             attempt(_check_sources, getattr(cfg, name))
     return problems
+
+
+def _check_new_tokens(tokenizer: Any, source: Any, name: str) -> None:
+    """Raise :class:`UserError` if a frozen model does not know the tokens that the config adds."""
+    model = name if name == "teacher" else f"{name} model"
+    reason = explain_unknown_tokens(tokenizer, Path(source.store.source().checkpoint_dir), model)
+    if reason is not None:
+        raise UserError(f"{name}_checkpointer: {reason}")
 
 
 def _add_reference(checkpointer: Any, cfg: SettingsView) -> bool:

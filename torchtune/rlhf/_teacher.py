@@ -22,7 +22,7 @@ from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, Batch, BatchLoader, DataErr
 from torchtune.modules.loss import LikeliestTokens, LossError, TeacherOutputs, TeacherStates
 from torchtune.rlhf._row_cache import CacheError, WithRowNumbers, create_folder, uncached_batches
 from torchtune.supervision import StepPlan
-from torchtune.tokenizers import missing_new_tokens
+from torchtune.tokenizers import explain_unknown_tokens
 from torchtune.training import ParallelDims, compile_loss, compile_model
 from torchtune.training.parallel import reshard
 from torchtune.utils import FolderLock, UserError, atomic_write, get_logger, log_rank_zero, sign_of_life, write_json
@@ -219,12 +219,9 @@ def check_new_tokens(tokenizer: Any, folder: Path, setting: str, model: str) -> 
     Raises:
         TeacherError: it does not.
     """
-    missing = missing_new_tokens(tokenizer, folder)
-    if missing:
-        raise TeacherError(
-            f"{setting}: the {model} does not know {', '.join(missing)} of tokenizer.add_tokens, and {folder} has no "
-            f"such tokens with the same ids: take a {model} that was trained with them, or leave them out."
-        )
+    reason = explain_unknown_tokens(tokenizer, folder, model)
+    if reason is not None:
+        raise TeacherError(f"{setting}: {reason}")
 
 
 def warn_if_same_weights(teacher: Any, student: Any, setting: str) -> None:

@@ -7,7 +7,7 @@ from ._chat_template import go_template as go_template
 from ._chatml_turns import IM_END, IM_START, ChatMLTurns
 from ._decoding import StreamDecoder as StreamDecoder
 from ._decoding import decode_pieces, document_texts, is_trained
-from ._files import MISSING_TOKENIZER, is_tokenizer_file, missing_new_tokens
+from ._files import MISSING_TOKENIZER, explain_unknown_tokens, is_tokenizer_file, missing_new_tokens
 from ._files import PublishedFiles as PublishedFiles
 from ._files import parse_hf_tokenizer_json as parse_hf_tokenizer_json
 from ._header_turns import HeaderTurns

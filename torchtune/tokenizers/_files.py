@@ -174,3 +174,20 @@ def missing_new_tokens(tokenizer: Any, folder: Path) -> list[str]:
         ids[token["content"]] = token["id"]
     first_id = tokenizer.vocab_size - len(new_tokens)
     return [token for token_id, token in enumerate(new_tokens, first_id) if ids.get(token) != token_id]
+
+
+def explain_unknown_tokens(tokenizer: Any, folder: Path, model: str) -> str | None:
+    """Return why a frozen model, which learns no tokens, cannot be used with a tokenizer; None if it can.
+
+    Args:
+        tokenizer: tokenizer of the run.
+        folder: folder of the model's checkpoint.
+        model: what the model is, for the message.
+    """
+    missing = missing_new_tokens(tokenizer, folder)
+    if not missing:
+        return None
+    return (
+        f"the {model} does not know {', '.join(missing)} of tokenizer.add_tokens, and {folder} has no such tokens with "
+        f"the same ids: take a {model} that was trained with them, or leave them out."
+    )

@@ -144,6 +144,12 @@ def test_indivisible_layers_are_found(folder):
     assert any("2 does not divide the size 1023 of tok_embeddings" in problem for problem in problems)
 
 
+def test_teacher_without_the_new_tokens_is_refused(folder):
+    changes = {"resize_token_embeddings": True, "tokenizer__add_tokens": ["<think>"]}
+    problems = find_problems(settings("knowledge_distillation_single_device", folder, **changes), 1, thorough=True)
+    assert any("teacher_checkpointer: the teacher does not know <think>" in problem for problem in problems), problems
+
+
 @pytest.mark.parametrize("size", [1022, 1023])
 def test_vocabulary_is_split_with_its_new_tokens(folder, size):
     """A token makes an odd vocabulary even, and an even one odd."""
