@@ -106,7 +106,9 @@ def load(
         if adapter_dir.parent.resolve() == folder.resolve():
             raise CheckpointError(f"adapter: the weights in {path} have {adapter_dir} merged in: give path alone.")
 
-    torch_device = utils.get_device(None if device is None else str(device))
+    if device is not None:
+        device = str(device)
+    torch_device = utils.get_device(device)
     with training.set_default_dtype(_choose_dtype(dtype, folder, torch_device)), torch.device("meta"):
         model = _build_model(folder, adapter_dir, images=images)
         if adapter_dir is not None and has_adapter(adapter_dir):
@@ -116,7 +118,9 @@ def load(
         apply_conversions(model, conversions)
     if conversions:
         ModelWeights(model).check_names(exported=True)
-    adapter_checkpoint = None if adapter_dir is None else str(adapter_dir.resolve())
+    adapter_checkpoint = None
+    if adapter_dir is not None:
+        adapter_checkpoint = str(adapter_dir.resolve())
     source = ModelSource(folder, adapter_checkpoint=adapter_checkpoint, repo_id=repo_id)
     tokenizer = checkpoint_tokenizer(model, _tokenizer_folder(model, folder, adapter_dir))
     if shards is not None:
