@@ -127,9 +127,14 @@ def test_the_committed_picture_of_the_data_flow_is_what_the_script_draws():
     import make_dataflow
 
     assert (ROOT / "docs" / "dataflow.svg").read_text() == make_dataflow.picture(), "run `make configs`"
-    labels = [code for row in make_dataflow.DATA + make_dataflow.WEIGHTS for _, code in row]
-    names = {name for code in labels for name in re.findall(r"[A-Z]\w+|[a-z]+_\w+", code)} - {"DTensor"}
-    source = "".join(path.read_text() for folder in ("torchtune", "recipes") for path in (ROOT / folder).rglob("*.py"))
+    names = set()
+    for row in make_dataflow.DATA + make_dataflow.WEIGHTS:
+        for _, code in row:
+            names.update(re.findall(r"[A-Z]\w+|[a-z]+_\w+", code))
+    names.discard("DTensor")
+    source = ""
+    for folder in ("torchtune", "recipes"):
+        source += "".join(path.read_text() for path in (ROOT / folder).rglob("*.py"))
     assert len(names) > 15
     assert not [name for name in names if not re.search(rf"\b{name}\b", source)]
 
@@ -240,7 +245,9 @@ def test_the_wheel_has_every_file_of_the_library_and_works_from_its_own_folder(t
     assert done.returncode == 0, done.stderr
     (wheel,) = tmp_path.glob("torchtune-*.whl")
     zipfile.ZipFile(wheel).extractall(site)
-    files = {path.relative_to(site).as_posix() for name in packages for path in (site / name).rglob("*.*")}
+    files = set()
+    for name in packages:
+        files.update(path.relative_to(site).as_posix() for path in (site / name).rglob("*.*"))
     assert files == {name for name in names if name.startswith(packages)}
 
     def run(*arguments: str) -> str:
@@ -275,14 +282,13 @@ PRIVATE = re.compile(
 def test_private_torch_names_are_imported_in_one_module():
     """Whatever a release takes away is mended there; what checkpoints need of them is theirs."""
     homes = {"_torch_private.py"}  # of the library, and of simulations
-    places = {
-        f"{path.relative_to(ROOT)}:{number}": line.strip()
-        for folder in ("torchtune", "recipes")
-        for path in (ROOT / folder).rglob("*.py")
-        if path.name not in homes and "checkpoints" not in path.parts
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
-        if PRIVATE.search(OPERATIONS.sub("", line))
-    }
+    places = {}
+    for path in [*(ROOT / "torchtune").rglob("*.py"), *(ROOT / "recipes").rglob("*.py")]:
+        if path.name in homes or "checkpoints" in path.parts:
+            continue
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            if PRIVATE.search(OPERATIONS.sub("", line)):
+                places[f"{path.relative_to(ROOT)}:{number}"] = line.strip()
     assert not places
 
 
@@ -331,7 +337,12 @@ def test_no_file_imports_itself_by_way_of_others():
     graph = {}
     for name, path in files.items():
         statements = _statements(path, for_types=False)
-        imports = [node for node in statements if isinstance(node, ast.ImportFrom) and node.module]
-        modules = {(node.module, f"{node.module}.{alias.name}") for node in imports for alias in node.names}
-        graph[name] = {inner if inner in files else outer for outer, inner in modules} & files.keys() - {name}
+        modules = set()
+        for node in statements:
+            if isinstance(node, ast.ImportFrom) and node.module:
+                for alias in node.names:
+                    # The name is that of a module, or of something that a module defines.
+                    inner = f"{node.module}.{alias.name}"
+                    modules.add(inner if inner in files else node.module)
+        graph[name] = modules & files.keys() - {name}
     TopologicalSorter(graph).prepare()  # raises CycleError, with the files

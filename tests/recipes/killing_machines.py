@@ -10,6 +10,7 @@ checkpoint. In the end every step has the loss of a run that nobody killed.
 """
 
 import argparse
+import itertools
 import math
 import os
 import random
@@ -52,7 +53,7 @@ def victims(kind, machines, workers_of, rng):
         return [agent, *workers_of[agent]]
     if kind == "store":
         return [machines.agents[0], *workers_of[machines.agents[0]]]
-    return [*machines.agents, *[pid for pids in workers_of.values() for pid in pids]]
+    return [*machines.agents, *itertools.chain(*workers_of.values())]
 
 
 def wait_until_ended(pids, what):
@@ -94,7 +95,7 @@ def kill_and_return(folder, recipe, *, kills, seed):
         if is_killed and wait_for(lambda steps=enough: steps_logged(output_dir) >= steps, machines.agents):
             time.sleep(rng.uniform(0, 0.2))
             workers_of = machines.find_all_workers()
-            machines.workers = [pid for pids in workers_of.values() for pid in pids]
+            machines.workers = list(itertools.chain(*workers_of.values()))
             kind = rng.choice(VICTIMS)
             for pid in victims(kind, machines, workers_of, rng):
                 os.kill(pid, signal.SIGKILL)
@@ -120,7 +121,9 @@ def kill_and_return(folder, recipe, *, kills, seed):
             break
     for machines in lives:
         wait_until_ended(machines.agents, "agents")
-        codes = [code for forker in machines.forkers for code in forker.wait()]
+        codes = []
+        for forker in machines.forkers:
+            codes += forker.wait()
         machines.close()
         # Killed, a failure of a rank, or "try again".
         assert set(codes) <= {0, 1, 75, -signal.SIGKILL}, codes

@@ -142,9 +142,13 @@ def test_two_processes_train_on_image_tokens_as_one(config, way, forker, tmp_pat
     settings = write_pictures(tmp_path, count=count)
     rows = read_lines(tmp_path / "pictures.jsonl")
     turns = [{"from": "human", "value": "?"}, {"from": "gpt", "value": "text " * 6}]
-    lines = [line for row in rows for line in (row, {"image": None, "conversations": turns})]
-    if way == "cached":
-        lines = [line for i, row in enumerate(rows) for line in (row, lines[1], row, rows[i - 1])]
+    text = {"image": None, "conversations": turns}
+    lines = []
+    for i, row in enumerate(rows):
+        if way == "cached":
+            lines += [row, text, row, rows[i - 1]]
+        else:
+            lines += [row, text]
     write_lines(tmp_path / "pictures.jsonl", lines)
     settings["dataset"]["packed"] = way == "packed"
     settings["tokenizer"]["max_seq_len"] = 60

@@ -56,16 +56,15 @@ def comment_above(path, line):
 @functools.cache
 def settings(path):
     """Setting -> (type, default, comment)."""
-    fields = [node for node in classes(path)["Settings"].body if isinstance(node, ast.AnnAssign)]
-    return {
-        node.target.id: (
-            ast.unparse(node.annotation),
-            None if node.value is None else ast.unparse(node.value),
-            comment_above(path, node.lineno),
-        )
-        for node in fields
-        if "ClassVar" not in ast.unparse(node.annotation)
-    }
+    described = {}
+    for node in classes(path)["Settings"].body:
+        if not isinstance(node, ast.AnnAssign) or "ClassVar" in ast.unparse(node.annotation):
+            continue
+        default = None
+        if node.value is not None:
+            default = ast.unparse(node.value)
+        described[node.target.id] = (ast.unparse(node.annotation), default, comment_above(path, node.lineno))
+    return described
 
 
 @functools.cache
@@ -103,7 +102,7 @@ def test_every_recipe_is_declared():
 def test_recipes_of_the_same_groups_would_be_one_method():
     """The command line tells methods apart by their groups: a config for one is not run by another."""
     declared = {name: frozenset(group_names) for name, group_names in groups().items()}
-    same = [(a, b) for a in declared for b in declared if a < b and declared[a] == declared[b]]
+    same = [(a, b) for a, b in itertools.combinations(declared, 2) if declared[a] == declared[b]]
     assert not same, "give the newer one a group of its own in recipes/features.yaml"
     recipes = {recipe.name: recipe for recipe in get_all_recipes()}
     assert set(recipes) == set(declared)
@@ -114,7 +113,9 @@ def test_recipes_of_the_same_groups_would_be_one_method():
 
 def test_former_names_lead_to_recipes():
     current = {recipe.name for recipe in get_all_recipes()}
-    former = {name: recipe.name for recipe in get_all_recipes() for name in recipe.former_names}
+    former = {}
+    for recipe in get_all_recipes():
+        former |= dict.fromkeys(recipe.former_names, recipe.name)
     assert len(former) >= 17
     assert not former.keys() & current
     assert former["lora_dpo_single_device"] == "dpo"
@@ -170,11 +171,13 @@ def test_training_recipes_have_one_order_and_one_set_of_names():
 def test_a_recipe_stands_alone(path):
     for node in ast.walk(tree(path)):
         if isinstance(node, ast.ImportFrom | ast.Import):
-            modules = [node.module] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
-            names = [alias.name for alias in node.names] if isinstance(node, ast.ImportFrom) else []
-            assert not any(part.startswith("_") for module in modules for part in module.split(".")), modules
-            assert not any(name.startswith("_") for name in names), names
-            assert not any(module.split(".")[0] == "recipes" for module in modules), modules
+            paths = [alias.name for alias in node.names]
+            if isinstance(node, ast.ImportFrom):
+                paths = [f"{node.module}.{name}" for name in paths]
+            for dotted_path in paths:
+                parts = dotted_path.split(".")
+                assert not any(part.startswith("_") for part in parts), dotted_path
+                assert parts[0] != "recipes", dotted_path
         if isinstance(node, ast.ClassDef):
             assert not node.bases, f"{node.name} inherits; recipes are copied"
         if isinstance(node, ast.Attribute):
@@ -185,8 +188,10 @@ def test_a_recipe_stands_alone(path):
 def test_a_recipe_takes_every_name_from_the_package_that_defines_it(path):
     """``torchtune.training`` has names of other packages for recipes of earlier releases alone."""
     nodes = list(ast.walk(tree(path)))
-    imports = [node for node in nodes if isinstance(node, ast.ImportFrom) and node.module == "torchtune"]
-    packages = {alias.name for node in imports for alias in node.names}
+    packages = set()
+    for node in nodes:
+        if isinstance(node, ast.ImportFrom) and node.module == "torchtune":
+            packages.update(alias.name for alias in node.names)
     for node in nodes:
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in packages:
             value = getattr(importlib.import_module(f"torchtune.{node.value.id}"), node.attr)

@@ -35,9 +35,12 @@ def test_a_mixture_is_trained_on_and_resumed(parts, tmp_path):
     assert list(full_run.losses) == list(range(1, 9))  # 16 of each, 4 a step
     resumed = resume(NAME, tmp_path, full_run, 3, **settings)
     names = ("loss", "loss/many", "loss/few", "val_loss", "val_loss/many", "val_loss/few")
-    figures = [[{name: record.get(name) for name in names} for record in run.records] for run in (full_run, resumed)]
-    assert figures[0][-len(figures[1]) :] == figures[1]
-    assert len(figures[1]) == 7
+
+    def figures(run):
+        return [{name: record.get(name) for name in names} for record in run.records]
+
+    assert len(resumed.records) == 7
+    assert figures(full_run)[-7:] == figures(resumed)
     for record in (record for record in full_run.records if "val_loss" in record):  # the whole is between its parts
         low, high = sorted([record["val_loss/many"], record["val_loss/few"]])
         assert low <= record["val_loss"] <= high
@@ -55,11 +58,14 @@ def test_streams_are_trained_on_and_resumed(parts, tmp_path):
         "checkpointer__keep_last_n_checkpoints": 9,
     }
     full_run = start(NAME, tmp_path, **settings)
+
+    def losses(run):
+        return [(record["loss"], record.get("loss/many")) for record in run.records]
+
+    assert len(full_run.records) == 8
     for step in (3, 6):  # within an epoch, and after the first has ended
         resumed = resume(NAME, tmp_path, full_run, step, **settings)
-        figures = [[(record["loss"], record.get("loss/many")) for record in run.records] for run in (full_run, resumed)]
-        assert figures[0][step:] == figures[1]
-        assert len(figures[0]) == 8
+        assert losses(resumed) == losses(full_run)[step:]
 
 
 def test_the_steps_of_mixtures_and_streams_are_known_before_a_run(parts, tmp_path):

@@ -38,9 +38,12 @@ def run(folder, loss, **settings):
 
 def parts(row, side=""):
     """Prompt and answer of a row of ours, whose labels are shifted."""
-    tokens, labels = (
-        row[f"{side}_{name}" if side else name] for name in (("input_ids", "labels") if side else ("tokens", "labels"))
-    )
+    if side:
+        tokens = row[f"{side}_input_ids"]
+        labels = row[f"{side}_labels"]
+    else:
+        tokens = row["tokens"]
+        labels = row["labels"]
     at = [i for i, label in enumerate(labels) if label != -100]
     return tokens[: at[0] + 1], tokens[at[0] + 1 : at[-1] + 2]
 
@@ -273,7 +276,10 @@ def test_reward_model_trains_as_in_trl(tmp_path):
     settings = {"model": model, "checkpointer__checkpoint_dir": str(tmp_path / "scorer")}
     run_of_recipe = run(tmp_path, {"_component_": "RewardLoss", "center_coefficient": 0.01}, **settings)
     data = run_of_recipe.recipe.loader.dataset
-    rows = [{f"{side}_ids": data[i][f"{side}_input_ids"] for side in ("chosen", "rejected")} for i in range(len(data))]
+    rows = []
+    for index in range(len(data)):
+        pair = data[index]
+        rows.append({"chosen_ids": pair["chosen_input_ids"], "rejected_ids": pair["rejected_input_ids"]})
     config = trl.RewardConfig(
         **options(tmp_path, center_rewards_coefficient=0.01, max_length=None, disable_dropout=True)
     )
@@ -321,8 +327,14 @@ def test_answers_of_a_policy(has_replies, tmp_path):
         return [rng.randrange(20, 90) for _ in range(rng.randrange(3, longest))]
 
     prompts = [[tokens(8), tokens(8)] for _ in range(3)]
-    steps = [[(prompt, tokens(12)) for prompt in step for _ in range(size)] for step in prompts]
-    masks = [[[not has_replies or i % 3 != 1 for i in range(len(answer))] for _, answer in step] for step in steps]
+    steps = []  # (prompt, answer) of each step
+    masks = []  # which tokens of an answer were sampled
+    for prompts_of_step in prompts:
+        answers = []
+        for prompt in prompts_of_step:
+            answers += [(prompt, tokens(12)) for _ in range(size)]
+        steps.append(answers)
+        masks.append([[not has_replies or i % 3 != 1 for i in range(len(answer))] for _, answer in answers])
 
     def score(completion_ids, **_):
         return [sum(answer) % 7 / 7 for answer in completion_ids]

@@ -57,7 +57,9 @@ def classify(
         )
     training.fit_vocabulary(decoder, tokenizer)
     is_single = isinstance(texts, str) or (bool(texts) and isinstance(texts[0], Mapping | Message))
-    inputs: list[Any] = [texts] if is_single else list(texts)
+    inputs: list[Any] = list(texts)
+    if is_single:
+        inputs = [texts]
     transform = ClassificationTransform(tokenizer, "text", "label", add_eos, None)
     rows = []
     for number, text in enumerate(inputs):
@@ -75,13 +77,17 @@ def classify(
             outputs += [_classes(row, description) for row in logits.float().cpu()]
     finally:
         decoder.train(was_training)
-    return outputs[0] if is_single else outputs
+    if is_single:
+        return outputs[0]
+    return outputs
 
 
 def _row(transform: ClassificationTransform, text: Any, name: str, longest: int) -> dict[str, list[int]]:
     """Return the tokens of a text, with a mark at the last of them."""
     try:
-        tokens = transform.tokens(text if isinstance(text, str) else list(text))
+        if not isinstance(text, str):  # the messages of a conversation
+            text = list(text)
+        tokens = transform.tokens(text)
     except (DataError, TypeError) as error:
         raise UserError(f"{name}: it is not a text or a list of messages: {error}") from error
     if not 0 < len(tokens) <= longest:
@@ -101,7 +107,10 @@ def _classes(logits: torch.Tensor, description: Any) -> Classes:
     )
     if is_number:
         return logits[0].item()
-    probabilities = logits.sigmoid() if description.problem_type == MULTI_LABEL else logits.softmax(-1)
+    if description.problem_type == MULTI_LABEL:  # each class by itself
+        probabilities = logits.sigmoid()
+    else:
+        probabilities = logits.softmax(-1)
     names = description.class_names or [f"LABEL_{index}" for index in range(description.num_classes)]
     classes = dict(zip(names, probabilities.tolist(), strict=True))
     return dict(sorted(classes.items(), key=lambda item: -item[1]))

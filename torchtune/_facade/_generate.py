@@ -81,7 +81,9 @@ def generate(
     model = unwrap(model)
     decoder = _check_model(model, tokenizer)
     prompts, is_single = _to_prompts(prompt)
-    max_new = _DEFAULT_LENGTH if max_new_tokens is None else max_new_tokens
+    max_new = max_new_tokens
+    if max_new is None:
+        max_new = _DEFAULT_LENGTH
     device = decoder.tok_embeddings.weight.device
     rng = torch.Generator(device)
     if seed is None:
@@ -96,8 +98,11 @@ def generate(
         rows.append(row)
         limits.append(answer_limit(decoder, row["tokens"], max_new, f"prompt {number}"))
     images = [images_of_row(row, device) for row in rows]
+    reader = decoder
+    if any(images):  # texts alone skip the vision tower
+        reader = model
     generated = generate_tokens(
-        model if any(images) else decoder,
+        reader,
         [torch.tensor(row["tokens"], device=device) for row in rows],
         max_new_tokens=limits,
         temperature=temperature,
@@ -125,7 +130,9 @@ def generate(
             f"{num_cut} of {len(answers)} answers are cut, by the context of {decoder.max_seq_len} tokens or after "
             f"{max_new} tokens: max_new_tokens sets how long an answer may be."
         )
-    return answers[0] if is_single else answers
+    if is_single:
+        return answers[0]
+    return answers
 
 
 def _to_prompts(prompt: Any) -> tuple[list[Any], bool]:
@@ -191,7 +198,10 @@ def _tokenize_prompt(tokenizer: Any, prompt: Prompt, number: int) -> dict[str, A
             f"{name}: the checkpoint has no chat template, so that it answers no questions: load one that is "
             "instruction-tuned, or continue a text with tokenizer.encode(text, add_eos=False) as the prompt."
         )
-    turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    if isinstance(prompt, str):
+        turns = [{"role": "user", "content": prompt}]
+    else:
+        turns = list(prompt)
     messages = to_be_answered(as_messages(turns), None, name)
     has_images = any(message.contains_media for message in messages)
     if has_images and not getattr(tokenizer, "takes_images", False):

@@ -135,7 +135,9 @@ def _load(
         if adapter_dir.parent.resolve() == folder.resolve():
             raise CheckpointError(f"adapter: the weights in {path} have {adapter_dir} merged in: give path alone.")
 
-    torch_device = utils.get_device(None if device is None else str(device))
+    if device is not None:
+        device = str(device)
+    torch_device = utils.get_device(device)
     with training.set_default_dtype(_choose_dtype(dtype, folder, torch_device)), torch.device("meta"):
         model = _build_model(folder, adapter_dir, images=images)
         if adapter_dir is not None and has_adapter(adapter_dir):

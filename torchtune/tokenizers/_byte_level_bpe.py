@@ -47,7 +47,9 @@ def bytes_to_unicode() -> dict[int, str]:
 
 def _word_pattern(pre_tokenizer: Any) -> str | None:
     """Return the regular expression of a byte-level pre-tokenizer's words; None for other kinds."""
-    steps = pre_tokenizer["pretokenizers"] if pre_tokenizer["type"] == "Sequence" else [pre_tokenizer]
+    steps = [pre_tokenizer]
+    if pre_tokenizer["type"] == "Sequence":
+        steps = pre_tokenizer["pretokenizers"]
     if not steps or steps[-1]["type"] != "ByteLevel" or steps[-1].get("add_prefix_space"):
         return None
     *splits, byte_level = steps
@@ -122,8 +124,9 @@ class WordEncoder:
     def _read_settings(tokenizer: Tokenizer) -> tuple[str | None, bool]:
         """Return the pattern of words, or None if a setting is not supported, and whether texts are NFC-normalized."""
         # Serialize the parts separately: the vocabulary alone takes a quarter of a second.
-        pre_tokenizer = tokenizer.pre_tokenizer
-        pattern = None if pre_tokenizer is None else _word_pattern(json.loads(pre_tokenizer.__getstate__()))
+        pattern = None
+        if tokenizer.pre_tokenizer is not None:
+            pattern = _word_pattern(json.loads(tokenizer.pre_tokenizer.__getstate__()))
         normalizer = tokenizer.normalizer
         needs_nfc = normalizer is not None and json.loads(normalizer.__getstate__()) == {"type": "NFC"}
         if normalizer is not None and not needs_nfc:
@@ -162,9 +165,11 @@ class WordEncoder:
                 words += self._words.findall(piece)
         word_ids = list(map(self._ids_of_word.__getitem__, words))
         ids = array("i", b"".join(word_ids))
-        mask = self._mask(words, word_ids, spans) if spans else bytearray()
-        if mask is None:
-            return None
+        mask = bytearray()
+        if spans:
+            mask = self._mask(words, word_ids, spans)
+            if mask is None:
+                return None
         mask += b"\1" * (len(ids) - len(mask))
         return ids, mask
 
@@ -183,7 +188,10 @@ class WordEncoder:
                     if not is_end:
                         index -= 1  # the word belongs to the span
                 num_ids = id_ends[index] // _ID_SIZE - len(mask)
-                mask += (b"\0" if is_end else b"\1") * num_ids
+                if is_end:  # the ids of the span, which are trained on
+                    mask += b"\0" * num_ids
+                else:  # those before it
+                    mask += b"\1" * num_ids
         return mask
 
     def _tokenize_word(self, word: str) -> list[int]:
@@ -296,13 +304,17 @@ class ByteLevelBPE:
         ``change`` is applied to the text between special tokens after splitting.
         """
         check_text(text)
-        pieces = self._special.split(text) if parse_special else [text]
+        pieces = [text]
+        if parse_special:  # texts and special tokens alternate
+            pieces = self._special.split(text)
         ids: list[int] = []
         for i, piece in enumerate(pieces):
             if i % 2:
                 ids.append(self.special_tokens[piece])
             elif piece:
-                ids += self._encode_plain(piece if change is None else change(piece))
+                if change is not None:
+                    piece = change(piece)
+                ids += self._encode_plain(piece)
         return ids
 
     def _encode_plain(self, text: str) -> list[int]:
@@ -380,7 +392,9 @@ class GPT2BaseTokenizer(SavesPublishedFiles, BaseTokenizer):
         ids = self._bpe.encode(text)
         if add_bos and self.bos_id is not None:
             ids = [self.bos_id, *ids]
-        return [*ids, self.eos_id] if add_eos and self.eos_id is not None else ids
+        if add_eos and self.eos_id is not None:
+            ids = [*ids, self.eos_id]
+        return ids
 
     def decode(self, tokens: list[int]) -> str:
         """Decode token ids into text."""

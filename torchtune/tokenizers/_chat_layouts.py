@@ -73,7 +73,9 @@ class TurnsTokenizer(MessageTransform, SavesPublishedFiles, ModelTokenizer):
         if self.prompt_template is not None:
             messages = self.prompt_template(messages, inference=not closed)
         parts = self._parts(messages, closed, **options)
-        eos_id = self.eos_id if closed else None
+        eos_id = None
+        if closed:
+            eos_id = self.eos_id
         turn_end_ids = [*self.stop_tokens, *self.turn_ends]
         return join_parts(parts, self.max_seq_len, self.truncation_type, eos_id, turn_end_ids)
 
@@ -168,7 +170,9 @@ class MarkedTurnsTokenizer(TurnsTokenizer):
         if message.role not in self.roles:
             raise DataError(f"{name} has no layout for a turn of '{message.role}', only for {', '.join(self.roles)}.")
         ids = self.header(message.role) + self.body(text_only(message, name))
-        return ids if is_open else ids + self.turn_end()
+        if not is_open:
+            ids = ids + self.turn_end()
+        return ids
 
     def tokenize_messages(
         self,
@@ -248,7 +252,9 @@ def tokenize_messages_no_special_tokens(
     messages = as_messages(messages)
     _refuse_untrained_parts(messages, type(tokenizer).__name__)
     parts = _plain_parts(tokenizer, messages, bos_id, eos_id, is_open=is_open, begins_once=begins_once)
-    truncation_eos_id = None if is_open else eos_id
+    truncation_eos_id = eos_id
+    if is_open:
+        truncation_eos_id = None
     return join_parts(parts, tokenizer.max_seq_len, truncation_type, truncation_eos_id, tokenizer.stop_tokens)
 
 

@@ -194,11 +194,13 @@ class ChatTemplate:
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool, tools: Sequence[Any] | None
     ) -> tuple[str, list[tuple[int, int]]]:
         """Render turns as they are; see :meth:`render`."""
+        if tools is not None:
+            tools = list(tools)
         self._environment.start_rendering()
         try:
             text = self._template.render(
                 messages=list(messages),
-                tools=None if tools is None else list(tools),
+                tools=tools,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
                 **self.variables,
@@ -544,8 +546,9 @@ def go_template(tokenizer: Any, *, adds_bos: bool) -> str:
         >>> torchtune.tokenizers.go_template(tokenizer, adds_bos=False)[-9:]
         '{{ end }}'
     """
-    bos = "" if tokenizer.bos_id is None else tokenizer.decode([tokenizer.bos_id], skip_special_tokens=False)
-    omitted_bos = bos if adds_bos else ""
+    omitted_bos = ""
+    if adds_bos and tokenizer.bos_id is not None:
+        omitted_bos = tokenizer.decode([tokenizer.bos_id], skip_special_tokens=False)
 
     _, (before, answer, after, end) = _texts_around_turns(tokenizer, "uau", omitted_bos)
     first_question = _texts_around_turns(tokenizer, "u", omitted_bos)
@@ -558,7 +561,8 @@ def go_template(tokenizer: Any, *, adds_bos: bool) -> str:
     try:
         order, texts = _texts_around_turns(tokenizer, "suau", omitted_bos)
     except DataError:  # the template does not accept a system turn
-        order, texts = "", []
+        order = ""
+        texts = []
     if order == "suau" and texts[2:] == [answer, after, end]:
         start = "{{ if .System }}" + texts[0] + "{{ .System }}" + texts[1] + "{{ else }}" + before + "{{ end }}"
     elif order == "uasu" and [texts[0], texts[1], texts[2], texts[4]] == [before, answer, after, end]:
@@ -566,7 +570,9 @@ def go_template(tokenizer: Any, *, adds_bos: bool) -> str:
     elif order:
         raise DataError(f"{_NOT_EXPRESSIBLE}: the system turn changes others.")
 
-    question_end = answer if answer == end else "{{ if eq $i $end }}" + end + "{{ else }}" + answer + "{{ end }}"
+    question_end = answer
+    if answer != end:
+        question_end = "{{ if eq $i $end }}" + end + "{{ else }}" + answer + "{{ end }}"
     user_turn = '{{ if eq .Role "user" }}' + system_in_question + "{{ .Content }}" + question_end
     assistant_turn = '{{ else if eq .Role "assistant" }}{{ .Content }}{{ if ne $i $end }}' + after + "{{ end }}"
     turns = "{{ range $i, $_ := .Messages }}" + user_turn + assistant_turn + "{{ end }}{{ end }}"

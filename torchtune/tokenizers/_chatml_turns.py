@@ -62,11 +62,17 @@ class ChatMLTurns(TurnsTokenizer):
         if missing := sorted(required - self.special_tokens.keys()):
             raise DataError(f"special_tokens lacks {', '.join(missing)}.")
         self._bpe = ByteLevelBPE(path, merges_file, pattern=pattern, special_tokens=self.special_tokens, nfc=True)
-        control_tokens = [token for token in self.special_tokens if token.startswith("<|")]
-        self._control_tokens = ControlTokens([] if parse_special_tokens else control_tokens)
-        self.bos_id = None if bos_token is None else self.special_tokens[bos_token]
+        hidden_tokens = []  # in texts of training data
+        if not parse_special_tokens:
+            hidden_tokens = [token for token in self.special_tokens if token.startswith("<|")]
+        self._control_tokens = ControlTokens(hidden_tokens)
+        self.bos_id = None
+        if bos_token is not None:
+            self.bos_id = self.special_tokens[bos_token]
         self.eos_id = self.special_tokens[eos_token]
-        self.pad_id = self.special_tokens[pad_token] if pad_token is not None else self.eos_id
+        self.pad_id = self.eos_id
+        if pad_token is not None:
+            self.pad_id = self.special_tokens[pad_token]
         self.im_start_id = self.special_tokens[IM_START]
         self.im_end_id = self.special_tokens[IM_END]
         self.stop_tokens = list(dict.fromkeys([self.eos_id, self.pad_id]))
@@ -82,7 +88,9 @@ class ChatMLTurns(TurnsTokenizer):
         ids = self._bpe.encode(text, change=self._control_tokens.restore)
         if add_bos and self.bos_id is not None:
             ids = [self.bos_id, *ids]
-        return [*ids, self.eos_id] if add_eos else ids
+        if add_eos:
+            ids = [*ids, self.eos_id]
+        return ids
 
     def encode_text(self, text: str, add_bos: bool = True, add_eos: bool = True) -> list[int]:
         """Encode a text of training data: control tokens in it are plain text, unless ``parse_special_tokens``."""
@@ -111,7 +119,9 @@ class ChatMLTurns(TurnsTokenizer):
     @staticmethod
     def _block(role: str, body: str, *, is_open: bool = False) -> str:
         block = f"{IM_START}{role}\n{body}"
-        return block if is_open else f"{block}{IM_END}\n"
+        if not is_open:
+            block += f"{IM_END}\n"
+        return block
 
     def _row(self, messages: list[Message], closed: bool, **options: Any) -> Row:
         return super()._row([self._control_tokens.hide_message(message) for message in messages], closed)
@@ -121,5 +131,6 @@ class ChatMLTurns(TurnsTokenizer):
         for i, message in enumerate(messages):
             text = self._turn(messages, i, begun[i])
             yield self.encode(text, add_bos=i == 0, add_eos=False), message.masked
-        if closed:
-            yield [self.eos_id], messages[-1].masked if messages else True
+        if closed:  # the EOS token is trained on if the last turn is
+            is_masked = not messages or messages[-1].masked
+            yield [self.eos_id], is_masked

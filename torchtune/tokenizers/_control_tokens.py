@@ -137,8 +137,10 @@ class ControlTokenEncoder:
         def new_position(position: int, *, is_end: bool) -> int:
             i = bisect_right(starts, position) - 1
             segment = segments[i]
-            if segment.is_replaced and position > segment.start:
-                return segments[i + 1].new_start if is_end else segment.new_start
+            if segment.is_replaced and position > segment.start:  # within a token, which a span has in whole
+                if is_end:
+                    return segments[i + 1].new_start
+                return segment.new_start
             return segment.new_start + position - segment.start
 
         new_spans = [(new_position(start, is_end=False), new_position(end, is_end=True)) for start, end in spans]

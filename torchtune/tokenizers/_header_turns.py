@@ -50,7 +50,9 @@ class HeaderTurns(TurnsTokenizer):
     ) -> None:
         super().__init__(max_seq_len, prompt_template, truncation_type)
         self.published = PublishedFiles(path)
-        self.special_tokens = dict(self.default_tokens if special_tokens is None else special_tokens)
+        if special_tokens is None:
+            special_tokens = self.default_tokens
+        self.special_tokens = dict(special_tokens)
         missing = [f"<|{name}|>" for name in self.required if f"<|{name}|>" not in self.special_tokens]
         if missing:
             raise DataError(f"special_tokens lacks {', '.join(missing)}, which {self.family}'s layout needs.")
@@ -133,7 +135,9 @@ class HeaderTurns(TurnsTokenizer):
                 continue
             if not is_header:
                 text = self.tt_model.decode(text_ids, truncate_at_eos=False)
-                texts.append(text.removeprefix("\n\n") if follows_header else text)
+                if follows_header:
+                    text = text.removeprefix("\n\n")
+                texts.append(text)
             text_ids = []
             is_header = token_id == self.start_header_id
             follows_header = token_id == self.end_header_id
@@ -180,7 +184,8 @@ class HeaderTurns(TurnsTokenizer):
             ids = [self.start_header_id, *role, self.end_header_id, *newlines]
         ids += self._body(message)
         if add_end_tokens:
-            ids.append(self.eot_id if message.eot else self.eom_id)
+            turn_end_id = self.eot_id if message.eot else self.eom_id
+            ids.append(turn_end_id)
         return ids
 
     def _parts(self, messages: list[Message], closed: bool) -> Iterator[Part]:

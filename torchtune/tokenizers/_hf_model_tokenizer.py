@@ -252,9 +252,13 @@ class HuggingFaceModelTokenizer(MessageTransform, ModelTokenizer):
         if kept_reasoning is not None:
             text, spans = kept_reasoning.restore(text, spans)
         tokens, mask = self._encoder.encode_masked(text, spans)
-        eos_id = self.eos_id if closed else None
+        eos_id = None
+        if closed:
+            eos_id = self.eos_id
         is_last_trained = closed and messages[-1].role == "assistant" and not messages[-1].masked
-        last_start = spans[-1][0] if spans else 0  # none is left of a turn whose parts are all taken out
+        last_start = 0  # no span is left of a turn whose parts are all taken out
+        if spans:
+            last_start, _ = spans[-1]
         if is_last_trained and not text[last_start:].rstrip().endswith(self._special_texts):
             log_once(get_logger(), "The chat template does not end the last turn: the end-of-sequence token is added.")
             if eos_id is None:
@@ -294,7 +298,9 @@ class HuggingFaceModelTokenizer(MessageTransform, ModelTokenizer):
         return self._omitted.take()
 
     def _template(self, tools: Sequence[Any] | None) -> ChatTemplate:
-        name = "tool_use" if tools is not None and "tool_use" in self.chat_templates else "default"
+        name = "default"
+        if tools is not None and "tool_use" in self.chat_templates:
+            name = "tool_use"
         if name not in self.chat_templates:
             raise DataError(
                 "The checkpoint has no chat template: use an instruction-tuned checkpoint, or set the tokenizer's "
@@ -316,7 +322,7 @@ class HuggingFaceModelTokenizer(MessageTransform, ModelTokenizer):
             begun = turns[-1]["content"]
             turns = turns[:-1]
         template = self._template(tools)
-        text = template.render(turns, add_generation_prompt=True, tools=tools)[0]
+        text, _ = template.render(turns, add_generation_prompt=True, tools=tools)
         if not all(_is_plainly_written(turn, text) for turn in turns):
             finder = self._finder(template, text, turns, tools)
             self._omitted.add(finder.omitted(_omissible(template, turns)))
@@ -331,8 +337,9 @@ class HuggingFaceModelTokenizer(MessageTransform, ModelTokenizer):
         template.now = datetime.now()  # the same time in every rendering of a conversation
         try:
             text, generated = template.render(turns, tools=tools)
-            # Learned layouts cover neither tools nor {% generation %} blocks.
-            spans = None if tools is not None or generated else self._layouts.spans(text, turns, masked)
+            spans = None
+            if tools is None and not generated:  # learned layouts cover neither tools nor {% generation %} blocks
+                spans = self._layouts.spans(text, turns, masked)
             if spans is None:  # layouts fit only texts that are written completely
                 finder = self._finder(template, text, turns, tools)
                 spans = self._find_spans(finder, generated, masked, marks_generation=template.marks_generation)
@@ -464,8 +471,10 @@ def _omitted_tools(tools: Sequence[Any] | None, text: str) -> list[str]:
     for tool in tools or ():
         if not isinstance(tool, Mapping):
             continue
+        name = None
         function = tool.get("function", tool)
-        name = function.get("name") if isinstance(function, Mapping) else None
+        if isinstance(function, Mapping):
+            name = function.get("name")
         if isinstance(name, str) and name not in text:
             return ["tool definitions"]
     return []
@@ -512,7 +521,9 @@ def _template_sources(folder: Path, config: Mapping[str, Any], chosen: str | Non
                 f"There is no file {chosen!r:.200}: chat_template is the path of a Jinja file or the text of a "
                 "template; leave it out for the checkpoint's own."
             )
-        return {"default": chosen if is_text else read_text(chosen, "chat template")}
+        if not is_text:
+            chosen = read_text(chosen, "chat template")
+        return {"default": chosen}
     sources = _published_templates(folder / "tokenizer_config.json", config.get("chat_template"))
     template_json = folder / "chat_template.json"
     if template_json.is_file():
@@ -558,7 +569,9 @@ def _replace_template(folder: Path, source: str) -> None:
     if additional.is_dir():
         additional.rmdir()
     config_path = folder / "tokenizer_config.json"
-    config = read_json(config_path, config_path.name) if config_path.is_file() else {}
+    config = {}
+    if config_path.is_file():
+        config = read_json(config_path, config_path.name)
     config.pop("chat_template", None)
     if template_files:
         (folder / "chat_template.jinja").write_text(source, encoding="utf-8")
@@ -613,8 +626,11 @@ def hf_tokenizer(
         else:
             remedy = ": download it"
         raise DataError(f"There is no tokenizer file {folder / 'tokenizer.json'}{remedy}.")
+    file = folder
+    if folder.is_dir():
+        file = folder / "tokenizer.json"
     return HuggingFaceModelTokenizer(
-        str(folder / "tokenizer.json" if folder.is_dir() else folder),
+        str(file),
         max_seq_len=max_seq_len,
         chat_template=chat_template,
         truncation_type=truncation_type,

@@ -21,7 +21,9 @@ _ADDED_TOKEN_OPTIONS = ("single_word", "lstrip", "rstrip", "normalized", "specia
 
 def _content(token: Any) -> str | None:
     """Return the text of a special token, given as a string or as ``{"content": text, ...}``."""
-    return token.get("content") if isinstance(token, Mapping) else token
+    if isinstance(token, Mapping):
+        return token.get("content")
+    return token
 
 
 def named_special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
@@ -105,9 +107,12 @@ class HuggingFaceBaseTokenizer(BaseTokenizer):
         self.eos_id = self._named_id("eos_token", "eos_token_id")
         pad_id = self._named_id("pad_token", "pad_token_id")
         if pad_id is None:
-            pad_id = 0 if self.eos_id is None else self.eos_id
+            pad_id = self.eos_id
+        if pad_id is None:
+            pad_id = 0  # padding is never trained on, whatever its id
         self.pad_id: int = pad_id
-        self.control_tokens = ControlTokens([] if parse_special_tokens else self.special_tokens)
+        hidden_tokens = [] if parse_special_tokens else self.special_tokens  # in texts of training data
+        self.control_tokens = ControlTokens(hidden_tokens)
         self.encoder = ControlTokenEncoder(self.tokenizer, self.control_tokens)
         adds_bos = self.config.get("add_bos_token")
         if not isinstance(adds_bos, bool):
@@ -203,14 +208,18 @@ class HuggingFaceBaseTokenizer(BaseTokenizer):
         """Return the ids of a setting of ``generation_config.json``."""
         if value is None:
             return []
-        return [value] if isinstance(value, int) else list(value)
+        if isinstance(value, int):
+            return [value]
+        return list(value)
 
     def _named_id(self, name: str, generation_name: str) -> int | None:
         """Return the id of a named token, by default the first one of a setting of ``generation_config.json``."""
         if name in self.named_tokens:
             return self.tokenizer.token_to_id(self.named_tokens[name])
         ids = self._ids(self.generation_config.get(generation_name))
-        return ids[0] if ids else None
+        if not ids:
+            return None
+        return ids[0]
 
     def _published_end(self) -> list[int]:
         """Return the tokens that the post-processor of ``tokenizer.json``, or ``add_eos_token``, puts behind a text."""
@@ -219,8 +228,9 @@ class HuggingFaceBaseTokenizer(BaseTokenizer):
         for start in range(len(with_tokens) - len(text)):  # the tokens before the text
             if with_tokens[start : start + len(text)] == text:
                 return with_tokens[start + len(text) :]
-        adds_eos = self.config.get("add_eos_token") is True and self.eos_id is not None
-        return [self.eos_id] if adds_eos else []
+        if self.config.get("add_eos_token") is True and self.eos_id is not None:
+            return [self.eos_id]
+        return []
 
     @property
     def vocab_size(self) -> int:

@@ -63,8 +63,14 @@ class InstTurnsTokenizer(TurnsTokenizer):
     ) -> None:
         super().__init__(max_seq_len, prompt_template, truncation_type)
         self.published = PublishedFiles(path)
-        self.base: Any = TekkenTokenizer(path) if Path(path).suffix == ".json" else SentencePieceBaseTokenizer(path)
-        self.version = version if version is not None else _version_of(self.base, path)
+        self.base: Any
+        if Path(path).suffix == ".json":
+            self.base = TekkenTokenizer(path)
+        else:
+            self.base = SentencePieceBaseTokenizer(path)
+        if version is None:
+            version = _version_of(self.base, path)
+        self.version = version
         names = _CONTROL_TOKENS
         if self.version >= 7:
             names += _CONTROL_TOKENS_SINCE_7
@@ -153,14 +159,18 @@ class InstTurnsTokenizer(TurnsTokenizer):
     def _assistant(self, message: Message) -> list[int]:
         calls = read_tool_calls(message.extra.get("tool_calls") or [])
         if not calls:
-            head = [self.special_tokens["[TOOL_CALLS]"]] if message.ipython else []
-            return head + self._plain(message.text_content)
+            ids = self._plain(message.text_content)
+            if message.ipython:  # a call that is written as text
+                ids = [self.special_tokens["[TOOL_CALLS]"], *ids]
+            return ids
         if message.text_content and self.version < 7:
             raise DataError(
                 "The layout of [INST] has no place for a turn with both text and tool_calls before version 7."
             )
         written = [_call(call) for call in calls]
-        text = self._plain(message.text_content) if message.text_content else []
+        text = []
+        if message.text_content:
+            text = self._plain(message.text_content)
         return [*text, self.special_tokens["[TOOL_CALLS]"], *self._plain(_json(written))]
 
     def _tool(self, message: Message) -> list[int]:

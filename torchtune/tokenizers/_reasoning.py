@@ -91,7 +91,9 @@ class KeptReasoning:
         same_characters = takewhile(lambda pair: pair[0] == pair[1], zip(stripped, written, strict=False))
         num_same = sum(1 for _ in same_characters)
         prompt = render(before, True)
-        output_start = len(prompt) - len(stripped) if written.startswith(prompt) else None
+        output_start = None
+        if written.startswith(prompt):
+            output_start = len(prompt) - len(stripped)
         return _Block(mark, written[num_same:], len(stripped) - num_same, output_start)
 
     def restore(self, text: str, spans: Sequence[Span] = ()) -> tuple[str, list[Span]]:
@@ -103,7 +105,9 @@ class KeptReasoning:
             end = mark_start + len(block.mark)
             text = text[:start] + block.text + text[end:]
             num_added = len(block.text) - (end - start)
-            output_start = start if block.output_start is None else mark_start + block.output_start
+            output_start = start
+            if block.output_start is not None:
+                output_start = mark_start + block.output_start
             for i, (first, last) in enumerate(spans):
                 if first <= mark_start < last:  # the span of this turn
                     first = output_start

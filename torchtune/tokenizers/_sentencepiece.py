@@ -64,10 +64,13 @@ class SentencePieceBaseTokenizer(SavesPublishedFiles, BaseTokenizer):
         """
         check_text(text)
         if trim_leading_whitespace and self.encodes_whitespace:
-            prefix = "\n" if prefix is None else prefix
+            if prefix is None:
+                prefix = "\n"
             skipped = len(self.spm_model.encode(prefix, add_bos=add_bos, add_eos=False))
             ids = self.spm_model.encode(prefix + text, add_bos=add_bos, add_eos=add_eos)[skipped:]
-            return [self.bos_id, *ids] if add_bos else ids
+            if add_bos:  # it was removed with the prefix
+                ids = [self.bos_id, *ids]
+            return ids
         return self.spm_model.encode(text, add_bos=add_bos, add_eos=add_eos, out_type=int)
 
     def decode(self, ids: list[int]) -> str:
@@ -166,11 +169,17 @@ class SentencePieceChatTokenizer(TurnsTokenizer):
         messages = [self._without_control(message) for message in messages]
         if self.prompt_template is not None:
             messages = self.prompt_template(messages, inference=not closed)
+        bos_id = None
+        if add_start_tokens:
+            bos_id = self.bos_id
+        eos_id = None
+        if self._end_of_turn is None:  # else the prompt template has written the end of turns
+            eos_id = self.eos_id
         return tokenize_messages_no_special_tokens(
             self,
             messages,
-            bos_id=self.bos_id if add_start_tokens else None,
-            eos_id=self.eos_id if self._end_of_turn is None else None,
+            bos_id=bos_id,
+            eos_id=eos_id,
             truncation_type=self.truncation_type,
             is_open=not closed,
             begins_once=self._end_of_turn is not None,

@@ -96,10 +96,14 @@ class TikTokenBaseTokenizer(SavesPublishedFiles, BaseTokenizer):
         check_text(text)
         if not text:
             return []
-        ids = [self.bos_id] if add_bos else []
+        ids = []
+        if add_bos:
+            ids.append(self.bos_id)
         for chunk in chunks(text):
             ids += self.tt_model.encode(chunk, allowed_special=set(), disallowed_special=())
-        return [*ids, self.eos_id] if add_eos else ids
+        if add_eos:
+            ids.append(self.eos_id)
+        return ids
 
     def decode(self, token_ids: list[int], truncate_at_eos: bool = True) -> str:
         """Decode token ids into text, by default up to the first EOS token."""
@@ -173,10 +177,14 @@ class TekkenTokenizer(SavesPublishedFiles, BaseTokenizer):
     def encode(self, text: str, add_bos: bool = True, add_eos: bool = True) -> list[int]:
         """Encode ``text`` into token ids; control tokens in it are encoded as plain text."""
         check_text(text)
-        ids = [self.bos_id] if add_bos else []
+        ids = []
+        if add_bos:
+            ids.append(self.bos_id)
         for chunk in chunks(text):
             ids += [self.num_control + i for i in self._encoding.encode_ordinary(chunk)]
-        return [*ids, self.eos_id] if add_eos else ids
+        if add_eos:
+            ids.append(self.eos_id)
+        return ids
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
         """Decode token ids into text, by default without control tokens."""

@@ -40,10 +40,17 @@ def test_usual_configs_of_a_model_are_found(model):
         assert models()["models"][model]["repo"] in find_config(f"{model}_{method}").read_text()
 
 
+def shipped_configs():
+    names = set()
+    for recipe in get_all_recipes():
+        names.update(config.name for config in recipe.configs)
+    return names
+
+
 def test_names_that_were_files_are_made_when_they_are_named():
     names = (ASSETS / "former_files.txt").read_text().split()
     assert len(names) == 173
-    shipped = {config.name for recipe in get_all_recipes() for config in recipe.configs}
+    shipped = shipped_configs()
     assert not shipped.intersection(names)
     assert set(names) <= set(configs_on_demand())
 
@@ -55,7 +62,7 @@ def test_name_that_was_a_file_has_the_settings_of_the_file(path):
 
 
 def test_files_are_the_names_of_earlier_releases_and_those_of_examples():
-    files = {config.name for recipe in get_all_recipes() for config in recipe.configs}
+    files = shipped_configs()
     families = {name.partition("/")[0] for name in files if "/" in name}
     assert 180 <= len(files) <= 220
     assert {"llama3_1", "qwen2_5", "gemma2", "smol"} <= families
@@ -70,7 +77,7 @@ def test_every_model_of_the_table_has_configs_on_demand_or_a_reason():
 
 
 def test_no_name_on_demand_is_a_file():
-    shipped = {config.name for recipe in get_all_recipes() for config in recipe.configs}
+    shipped = shipped_configs()
     assert not shipped & set(configs_on_demand())
 
 

@@ -70,7 +70,9 @@ def test_ls_words_must_all_match_ignoring_case(tune):
         "mistral/7B_full_ppo_low_memory",
         "mistral/7B_v0.3_full_single_device",
     ]
-    every = {config.name for recipe in get_all_recipes() for config in recipe.configs}
+    every = set()
+    for recipe in get_all_recipes():
+        every.update(config.name for config in recipe.configs)
     alone, many = (set(listed(tune("ls", device).out)) for device in ("single_device", "distributed"))
     assert alone | many >= every
     assert not alone & many
@@ -182,8 +184,10 @@ def test_registry_has_every_recipe_and_config_of_the_folder():
     folder = find_recipe(RECIPE).parent
     files = {path.stem for path in folder.glob("*.py") if path.name != "__init__.py"}
     assert {recipe.name for recipe in get_all_recipes()} >= files
-    configs = [config for recipe in get_all_recipes() for config in recipe.configs]
-    assert {config.path for config in configs} == set((folder / "configs").rglob("*.yaml")), "a config names no recipe"
+    paths = set()
+    for recipe in get_all_recipes():
+        paths.update(config.path for config in recipe.configs)
+    assert paths == set((folder / "configs").rglob("*.yaml")), "a config names no recipe"
     for recipe in get_all_recipes():
         for config in recipe.configs:
             assert next(iter(yaml.safe_load(config.path.read_text()).items())) == ("recipe", recipe.name)

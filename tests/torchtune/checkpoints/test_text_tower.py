@@ -91,7 +91,9 @@ def _folder_of(name: str, tmp_path: Path) -> tuple[Path, dict[str, torch.Tensor]
     folder = tmp_path / "whole"
     image_text_model(CONFIGS[name]()).save_pretrained(folder)
     weights = stored(folder)
-    weights = {key: value.bfloat16() if "vision" in key else value for key, value in weights.items()}
+    for key in weights:
+        if "vision" in key:
+            weights[key] = weights[key].bfloat16()
     if name == "Qwen3_5":  # which predicts further tokens by weights that transformers does not load
         weights["mtp.layers.0.self_attn.q_proj.weight"] = torch.randn(3, 5, dtype=torch.bfloat16)
     if name == "Gemma4":  # which has keys and values of layers that use those of others
@@ -109,7 +111,7 @@ def _same_other_parts(found: dict[str, torch.Tensor], expected: dict[str, torch.
             other_names.add(name)
     assert found.keys() == expected.keys()
     assert len(other_names) > 5
-    assert same_bits(*({key: tensors[key] for key in other_names} for tensors in (found, expected)))
+    assert same_bits({key: found[key] for key in other_names}, {key: expected[key] for key in other_names})
     return other_names
 
 

@@ -16,12 +16,18 @@ def loader(size=23, **settings):
 
 
 def flat(steps):
-    return [example for step in steps for batch in step for example in batch]
+    """All examples of some steps, in order."""
+    examples = []
+    for step in steps:
+        for batch in step:
+            examples += batch
+    return examples
 
 
 def test_an_epoch_holds_every_example_once():
     steps = list(loader())
-    assert [[len(batch) for batch in step] for step in steps] == [[2, 2]] * 5 + [[2, 1]]
+    sizes = [list(map(len, step)) for step in steps]
+    assert sizes == [[2, 2]] * 5 + [[2, 1]]
     assert sorted(flat(steps)) == list(range(23))
     assert flat(steps) != list(range(23))
 
@@ -90,7 +96,7 @@ def test_ranks_share_the_steps_of_one(world_size, size):
     ranks = [steps(4 // world_size, world_size, rank) for rank in range(world_size)]
     for step, parts in zip(alone, zip(*ranks, strict=True), strict=True):
         assert len({len(part) for part in parts}) == 1, "ranks do different numbers of forward passes"
-        assert sorted(label for part in parts for label in labelled(part)) == labelled(step)
+        assert sorted(itertools.chain(*map(labelled, parts))) == labelled(step)
 
 
 def test_the_smallest_batch_is_known_before_it_comes():
@@ -108,7 +114,11 @@ def test_the_smallest_batch_is_known_before_it_comes():
             )
             for rank in range(min(rows, ranks))
         ]
-        smallest = min(len(batch) for loader in loaders for step in loader for batch in step)
+        sizes = []
+        for loader_of_rank in loaders:
+            for step in loader_of_rank:
+                sizes += map(len, step)
+        smallest = min(sizes)
         assert loaders[0].smallest_batch == smallest, (rows, size, ranks, steps)
 
 

@@ -126,7 +126,7 @@ def test_images_of_hub_datasets_are_decoded(transform, pictures, tmp_path):
     for source in (rows, str(tmp_path / "rows.parquet")):
         dataset = the_cauldron_dataset(transform, source=source, new_system_prompt="one")
         assert [len(dataset[i]["encoder_input"]["images"]) for i in range(2)] == [2, 1]
-        read = [image for i in range(2) for image in dataset[i]["encoder_input"]["images"]]
+        read = [*dataset[0]["encoder_input"]["images"], *dataset[1]["encoder_input"]["images"]]
         for decoded, image in zip(read, images, strict=True):
             assert torch.equal(decoded, transform.transform_image({"image": image})["image"])
         assert transform.decode(dataset[1]["tokens"]) == "oneWhere?oneWhat?two"
@@ -271,10 +271,14 @@ class Processor:
         self.images = MllamaImageProcessorPil(size={"height": 28, "width": 28}, max_image_tiles=4)
 
     def __call__(self, sample):
-        messages = sample["messages"]
-        tokens = [(len(m.text_content), m.masked) for m in messages for _ in range(len(m.text_content))]
-        row = {"tokens": [t for t, _ in tokens], "mask": [m for _, m in tokens]}
-        if images := [image for message in messages for image in message.get_media()]:
+        row = {"tokens": [], "mask": []}
+        images = []
+        for message in sample["messages"]:
+            length = len(message.text_content)
+            row["tokens"] += [length] * length
+            row["mask"] += [message.masked] * length
+            images += message.get_media()
+        if images:
             row["pixel_values"] = self.images(images=[images], return_tensors="pt")["pixel_values"]
         return row
 

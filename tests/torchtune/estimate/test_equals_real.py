@@ -28,9 +28,10 @@ def measure_processes(folder: Path, names: list[str]) -> dict[str, Any]:
     (folder / "names.json").write_text(json.dumps(names))
     for processes in {CASES[name][0] for name in names} - {1}:
         launch("estimate.measured", processes, folder)
-    return {
-        name: result for path in folder.glob("measured_*.json") for name, result in json.loads(path.read_text()).items()
-    }
+    results = {}
+    for path in folder.glob("measured_*.json"):
+        results |= json.loads(path.read_text())
+    return results
 
 
 def check(found: dict[str, Any], wanted: dict[str, Any]) -> None:

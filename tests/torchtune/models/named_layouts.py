@@ -106,7 +106,11 @@ def turns_trained(truth: Callable[..., Pieces], opening: str = "") -> Callable[.
     """The truth of every turn alone, trained on as a whole where it is the assistant's."""
 
     def whole(turns: Turns) -> Pieces:
-        return [(opening, False), *(("".join(t for t, _ in truth([turn])), assistant(turn)) for turn in turns)]
+        pieces = [(opening, False)]
+        for turn in turns:
+            text = "".join(piece for piece, _ in truth([turn]))
+            pieces.append((text, assistant(turn)))
+        return pieces
 
     return whole
 

@@ -1,6 +1,7 @@
 """Image processors: sizes, patches and text are those of transformers."""
 
 import importlib
+import itertools
 import random
 import sys
 from types import ModuleType, SimpleNamespace
@@ -45,20 +46,20 @@ PROCESSORS = {
 def sizes(factor: int, least: int, most: int) -> list[tuple[int, int]]:
     """Random sizes, and those at limits: 1 x N, exact multiples and halves, areas and aspects at the limit."""
     rng = random.Random(0)
-    sizes_found = [(1, side) for side in range(1, 205)] + [(side, 1) for side in range(1, 205)]
-    sizes_found += [
-        (side + off, height)
-        for side in (factor, 3 * factor // 2, 7 * factor)
-        for off in (-1, 0, 1)
-        for height in (factor, 5 * factor // 2, 9 * factor)
-    ]
+    cases = [(1, side) for side in range(1, 205)] + [(side, 1) for side in range(1, 205)]
+    offsets = (-1, 0, 1)
+    widths = (factor, 3 * factor // 2, 7 * factor)
+    heights = (factor, 5 * factor // 2, 9 * factor)
+    for width, offset, height in itertools.product(widths, offsets, heights):
+        cases.append((width + offset, height))
     for area in (least, most):
         side = int(area**0.5)
-        sizes_found += [(side + a, side + b) for a in (-1, 0, 1) for b in (-1, 0, 1)]
-    sizes_found += [(7, 7 * 199), (7, 7 * 200), (7, 7 * 200 + 1), (7 * 201, 7)]
-    while len(sizes_found) < 10_000:
-        sizes_found.append((int(2 ** rng.uniform(0, 13.5)), int(2 ** rng.uniform(0, 13.5))))
-    return sizes_found
+        for width_offset, height_offset in itertools.product(offsets, offsets):
+            cases.append((side + width_offset, side + height_offset))
+    cases += [(7, 7 * 199), (7, 7 * 200), (7, 7 * 200 + 1), (7 * 201, 7)]
+    while len(cases) < 10_000:
+        cases.append((int(2 ** rng.uniform(0, 13.5)), int(2 ** rng.uniform(0, 13.5))))
+    return cases
 
 
 def picture(width: int, height: int, seed: int = 0) -> Image.Image:

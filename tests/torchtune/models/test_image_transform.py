@@ -31,10 +31,12 @@ def transform(folder):
 
 
 def turns(*images, answer="so"):
-    content = [
-        part for image in images for part in ({"type": "text", "content": "See "}, {"type": "image", "content": image})
-    ]
-    user = torchtune.data.Message(role="user", content=[*content, {"type": "text", "content": " Why?"}], masked=True)
+    content = []
+    for image in images:
+        content.append({"type": "text", "content": "See "})
+        content.append({"type": "image", "content": image})
+    content.append({"type": "text", "content": " Why?"})
+    user = torchtune.data.Message(role="user", content=content, masked=True)
     return {"messages": [user, torchtune.data.Message(role="assistant", content=answer)]}
 
 

@@ -32,7 +32,10 @@ def transform_of(ranks: str, **settings: Any) -> Llama3VisionTransform:
 
 
 def turns(*content: Any, answer: str = "a cat") -> dict[str, Any]:
-    parts = [{"type": "text" if isinstance(part, str) else "image", "content": part} for part in content]
+    parts = []
+    for part in content:
+        kind = "text" if isinstance(part, str) else "image"
+        parts.append({"type": kind, "content": part})
     return {"messages": [Message("user", parts, masked=True), Message("assistant", answer)]}
 
 
@@ -133,12 +136,13 @@ def test_a_batch_is_that_of_transformers(ranks, direction):
     ratios = out["encoder_input"]["aspect_ratio"][:, :2].tolist()
     assert ratios == [[[1, 3], [1, 1]], [[2, 1], [1, 1]], [[1, 1]] * 2, [[1, 1], [2, 1]]]
     # The text padded as transformers pads it, with its masks.
-    texts = [
-        row["tokens"] + [7] * (length - len(row["tokens"]))
-        if direction == "right"
-        else [7] * (length - len(row["tokens"])) + row["tokens"]
-        for row in rows
-    ]
+    texts = []
+    for row in rows:
+        padding = [7] * (length - len(row["tokens"]))
+        if direction == "right":
+            texts.append(row["tokens"] + padding)
+        else:
+            texts.append(padding + row["tokens"])
     assert out["tokens"].tolist() == texts
     assert (out["labels"] != -100).sum() == sum(len(row["tokens"]) - 1 for row in rows)
     sparse = [get_cross_attention_token_mask(row["tokens"], IMAGE) for row in rows]

