@@ -42,6 +42,13 @@ def test_an_odd_file_is_one_sentence(name, tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["c.yaml"]
 
 
+def test_nesting_of_64_levels_is_read(tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_text("a: " + "[" * 63 + "]" * 63)
+    load_and_check(path)
+    assert "nests more than 64 levels deep" in message_of(tmp_path, "a: " + "[" * 64 + "]" * 64)
+
+
 @pytest.mark.parametrize(
     ("override", "words"),
     [
