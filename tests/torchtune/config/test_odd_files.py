@@ -88,3 +88,11 @@ def test_references_in_any_order_and_of_any_kind(tmp_path, monkeypatch):
     assert (found.size, found.name, found.item, found.row[1]) == (3, "else", "c", "b")
     assert list(found.names) == ["name", "same", "other"]
     assert found.plain == "${x}"
+
+
+def test_override_of_a_number_replaces_the_entry_with_that_number(tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_text("a: {0: x, 1: y}\nb: {'2': z}\n")
+    cfg = load_and_check(path, ["a.0=changed", "a.7=added", "b.2=changed"])
+    assert dict(cfg.a) == {0: "changed", 1: "y", "7": "added"}
+    assert dict(cfg.b) == {"2": "changed"}
