@@ -8,7 +8,7 @@ import pytest
 from tests.tiny import write_lines, write_tokenizer
 from tests.torchtune.models.tokenizer_files import write_ranks
 from tests.torchtune.modules.transforms.test_vision import photo
-from torchtune.datasets import format_of, histogram, scan
+from torchtune.datasets import SAMPLE, format_of, histogram, scan
 from torchtune.utils import UserError
 
 TURNS = [{"role": "user", "content": "red cat"}, {"role": "assistant", "content": "blue"}]
@@ -363,3 +363,39 @@ def test_labeled_conversations_are_shown_as_such(tune, tmp_path):
     shown = tune("data", "show", rows)
     assert "OpenAI messages, 2 rows: torchtune.datasets.chat_dataset" in shown.out
     assert "classification_dataset column=messages trains a classifier on the column label" in shown.out
+
+
+def test_histogram_has_bins_of_a_round_width_and_bars_by_their_share():
+    assert histogram([5, 15, 15, 25], "characters per row").splitlines() == [
+        "characters per row: 5 to 25, half have at most 15",
+        "          0 to         4   0",
+        f"          5 to         9  {'#' * 16} 1",
+        "         10 to        14   0",
+        f"         15 to        19  {'#' * 32} 2",
+        "         20 to        24   0",
+        f"         25 to        29  {'#' * 16} 1",
+    ]
+
+
+def test_only_the_first_rows_are_inspected_unless_all_are_asked_for(tmp_path):
+    path = write(tmp_path / "rows.jsonl", *[{"text": "red"}] * (SAMPLE + 1))
+    facts = scan(path, everything=False)
+    assert (facts.rows, facts.read) == (SAMPLE + 1, SAMPLE)
+    assert scan(path, everything=True).read == SAMPLE + 1
+
+
+@pytest.mark.parametrize(
+    ("row", "reader"),
+    [
+        ({"query": "red", "positive": "blue"}, "embedding_dataset"),
+        ({"query": "red", "positive": "blue", "negatives": ["cat"]}, "embedding_dataset"),
+        ({"anchor": "red", "positive": "blue"}, "column_map.query=anchor column_map.positive=positive"),
+        (
+            {"query": "red", "positive": "blue", "negative": "cat"},
+            "column_map.positive=positive column_map.negatives=negative",
+        ),
+    ],
+)
+def test_columns_of_queries_with_passages_are_named_where_they_are_not_the_usual_ones(row, reader):
+    assert format_of(row).kind == "queries with passages (embedding)"
+    assert format_of(row).reader.endswith(reader)

@@ -42,6 +42,13 @@ def test_an_odd_file_is_one_sentence(name, tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["c.yaml"]
 
 
+def test_nesting_of_64_levels_is_read(tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_text("a: " + "[" * 63 + "]" * 63)
+    load_and_check(path)
+    assert "nests more than 64 levels deep" in message_of(tmp_path, "a: " + "[" * 64 + "]" * 64)
+
+
 @pytest.mark.parametrize(
     ("override", "words"),
     [
@@ -81,3 +88,11 @@ def test_references_in_any_order_and_of_any_kind(tmp_path, monkeypatch):
     assert (settings.size, settings.name, settings.item, settings.row[1]) == (3, "else", "c", "b")
     assert list(settings.names) == ["name", "same", "other"]
     assert settings.plain == "${x}"
+
+
+def test_override_of_a_number_replaces_the_entry_with_that_number(tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_text("a: {0: x, 1: y}\nb: {'2': z}\n")
+    cfg = load_and_check(path, ["a.0=changed", "a.7=added", "b.2=changed"])
+    assert dict(cfg.a) == {0: "changed", 1: "y", "7": "added"}
+    assert dict(cfg.b) == {"2": "changed"}

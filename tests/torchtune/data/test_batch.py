@@ -250,3 +250,26 @@ def test_documents_of_a_batch_split_into_batches():
 def test_rows_without_documents_do_not_split_into_documents():
     with pytest.raises(DataError, match="only batches of texts whose documents"):
         Batch(torch.tensor([[1, 2]])).split_documents(1)
+
+
+def test_a_prefix_with_a_prefix_is_refused_also_if_that_is_the_first_document():
+    with pytest.raises(ValueError, match="goes on from one that itself goes on from another"):
+        Documents.from_lengths([2, 2, 2], prefixes=[-1, 0, 1])
+
+
+def test_chunks_of_a_document_are_counted_from_the_start_of_its_prefix():
+    chunks = Documents.from_lengths([6, 4], prefixes=[-1, 0]).split_into_chunks(4)
+    assert chunks.lengths == (4, 2, 2, 2)
+    assert chunks.prefixes == (-1, -1, 1, -1)
+
+
+def test_rows_that_become_one_row_keep_their_entries_per_token():
+    batch = Batch(
+        tokens=torch.tensor([[1, 2], [3, 4]]),
+        labels=torch.tensor([[2, -100], [4, -100]]),
+        documents=Documents.from_lengths([2, 2]),
+        per_token={"advantages": torch.tensor([[0.5, 1.0], [1.5, 2.0]])},
+    )
+    padded = batch.pad_to_multiple(3)
+    assert padded.tokens.tolist() == [[1, 2, 3, 4, 0, 0]]
+    assert padded.per_token["advantages"].tolist() == [[0.5, 1.0, 1.5, 2.0, 0.0, 0.0]]

@@ -230,3 +230,11 @@ def test_content_parts_of_every_form_are_read(part, item):
 def test_broken_content_parts_are_refused(part, words):
     with pytest.raises(DataError, match=words):
         as_messages([{"role": "user", "content": [part]}])
+
+
+def test_extra_fields_of_a_turn_are_kept_beside_its_tool_calls():
+    call = {"function": {"name": "weather", "arguments": {"town": "Rome"}}}
+    turn = {"role": "assistant", "content": "", "extra": {"source": "forum", "tool_calls": [call]}, "id": 3}
+    (message,) = as_messages([turn])
+    assert message.extra.pop("tool_calls")[0]["function"]["name"] == "weather"
+    assert message.extra == {"source": "forum", "id": 3}

@@ -8,7 +8,7 @@ import pytest
 import torch
 from PIL import Image
 
-from torchtune.data import ImageCache, Images, Video, join_images
+from torchtune.data import ImageCache, Images, Video, grid_positions, join_images
 from torchtune.utils import UserError
 
 GRIDS = ((1, 2, 2),)
@@ -88,3 +88,17 @@ def test_documents_with_the_same_pixels_share_their_features():
     assert joined.places.tolist() == [1, 5, 7, 10]
     assert joined.features.tolist() == [0, 1, 2, 0]
     assert join_images([first, second], [3, 4]).features is None, "in order"
+
+
+def test_positions_of_an_image_are_its_rows_and_columns_after_the_text():
+    positions = grid_positions([9, 5, 5, 5, 5, 9], {5}, [(1, 4, 4)], merge=2)
+    assert positions.tolist() == [[0, 1, 1, 1, 1, 3], [0, 1, 1, 2, 2, 3], [0, 1, 2, 1, 2, 3]]
+    positions = grid_positions([5, 9], {5}, [(1, 2, 2)], merge=2)
+    assert positions.tolist() == [[0, 1]] * 3
+
+
+def test_text_goes_on_behind_the_positions_of_an_image():
+    positions = torch.from_numpy(grid_positions([9, 5, 5, 5, 5, 9], {5}, [(1, 4, 4)], merge=2))
+    images = Images(torch.zeros(16, 3), ((1, 4, 4),), positions=positions[:, None])
+    assert images.offset == -2, "the seventh token is at position 4"
+    assert Images(torch.zeros(16, 3), ((1, 4, 4),)).offset == 0

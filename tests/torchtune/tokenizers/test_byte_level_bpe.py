@@ -110,6 +110,7 @@ def test_letters_of_many_scripts_have_the_ids_of_the_tokenizer():
         lambda tokenizer: setattr(tokenizer, "pre_tokenizer", pre_tokenizers.Metaspace()),
         lambda tokenizer: setattr(tokenizer, "pre_tokenizer", pre_tokenizers.ByteLevel(add_prefix_space=True)),
         lambda tokenizer: tokenizer.add_special_tokens([AddedToken("<|x|>", lstrip=True)]),
+        lambda tokenizer: tokenizer.add_special_tokens([AddedToken("<|y|>", normalized=True)]),
     ],
 )
 def test_unsupported_tokenizers_are_not_replaced(change):

@@ -4,7 +4,7 @@ import pytest
 
 from tests.torchtune.models.tokenizer_files import write_bpe
 from torchtune.data import Message
-from torchtune.tokenizers import IM_END, IM_START, ChatMLTurns
+from torchtune.tokenizers import IM_END, IM_START, ChatMLTurns, tokenize_messages_no_special_tokens
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -36,3 +36,31 @@ def test_end_of_a_chatml_conversation_is_trained_on_like_its_last_turn(tokenizer
     open_tokens, open_mask = tokenizer.tokenize_messages(chat, add_end_tokens=False)
     assert (open_tokens, open_mask) == (tokens[:-1], mask[:-1])
     assert tokenizer.im_end_id not in open_tokens[-2:]
+
+
+class Letters:
+    """A tokenizer of letters."""
+
+    max_seq_len = None
+    stop_tokens = ()
+
+    def encode(self, text, **_):
+        return list(map(ord, text))
+
+
+@pytest.mark.parametrize(
+    ("settings", "tokens"),
+    [
+        ({"bos_id": 1, "eos_id": 2}, [1, 97, 98, 2, 1, 99, 100, 2]),
+        ({"bos_id": 1, "eos_id": 2, "is_open": True}, [1, 97, 98, 2, 1, 99, 100]),
+        ({"bos_id": 1, "eos_id": 2, "begins_once": True}, [1, 97, 98, 2, 99, 100, 2]),
+        ({"bos_id": 1}, [1, 97, 98, 1, 99, 100]),
+        ({"eos_id": 2}, [97, 98, 2, 99, 100, 2]),
+    ],
+)
+def test_answers_without_special_tokens_end_and_begin_as_asked(settings, tokens):
+    turns = [{"role": role, "content": text} for role, text in zip(["user", "assistant"] * 2, "abcd", strict=True)]
+    ids, mask = tokenize_messages_no_special_tokens(Letters(), turns, **settings)
+    assert ids == tokens
+    trained = [token for token, is_masked in zip(ids, mask, strict=True) if not is_masked]
+    assert trained == [token for token in tokens if token in (98, 100, settings.get("eos_id"))]
