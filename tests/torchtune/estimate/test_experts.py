@@ -3,14 +3,17 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.recipes.runs import load_recipe, write_config
 from tests.torchtune.checkpoints.small import write_folder
 from torchtune.config import load_and_check
 from torchtune.estimate import parse_cluster
-from torchtune.estimate._observer import Work
+from torchtune.estimate._observer import Work, _balanced_ends
 from torchtune.estimate._roofline import LATENCY, LINKS, _send
 from torchtune.estimate._simulate import simulate
+from torchtune.modules.kernels.grouped import RowGroups
+from torchtune.modules.moe.frozen_experts import row_ends
 
 RECIPE = "full_finetune_distributed"
 LAYERS, WIDTH, CHOSEN, EXPERTS, TOKENS = 2, 32, 2, 4, 2 * 64
@@ -50,3 +53,10 @@ def test_slower_link_decides_the_time_of_an_all_to_all():
     assert seconds(*range(8)) == pytest.approx(7 / 8 / 450)
     assert seconds(*range(0, 64, 8)) == pytest.approx(7 / 8 / 50)
     assert seconds(*range(64)) == pytest.approx(56 / 64 / 50)
+
+
+@pytest.mark.parametrize(("experts_per_group", "ends"), [(1, [*range(4, 41, 4)]), (3, [12, 24, 36, 40]), (5, [20, 40])])
+def test_simulated_groups_of_quantized_experts_have_equal_rows(experts_per_group, ends):
+    groups = RowGroups.of(torch.full((10,), 4))
+    assert row_ends(groups.ends, experts_per_group, 40) == ends
+    assert _balanced_ends(groups.ends, experts_per_group, 40) == ends

@@ -1,7 +1,7 @@
 """Grouped matrix products of rows that are sorted by matrix; matrices without rows are not read."""
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -119,7 +119,7 @@ def local_experts(weight: Tensor) -> Tensor:
     return weight.to_local() if hasattr(weight, "to_local") else weight
 
 
-class RowGroups(NamedTuple):
+class RowGroups:
     """Rows that are sorted by matrix, for all products of a layer.
 
     Attributes:
@@ -127,22 +127,29 @@ class RowGroups(NamedTuple):
         ends: int32 ``[e]``, where each matrix's rows end.
     """
 
-    counts: Tensor
-    ends: Tensor
+    def __init__(self, counts: Tensor, ends: Tensor) -> None:
+        self.counts = counts
+        self.ends = ends
+        self._group_of_row: Tensor | None = None
 
     @classmethod
     def of(cls, counts: Tensor) -> "RowGroups":
         """Make the groups of ``counts``, int64 ``[e]``."""
         return cls(counts, counts.cumsum(0, dtype=torch.int32))
 
+    def group_of_row(self, rows: int) -> Tensor:
+        """Return the group of each of the ``rows`` rows, int64 ``[t]``; it is computed once."""
+        if self._group_of_row is None:
+            # With output_size, the host does not wait for the sum of the counts.
+            self._group_of_row = torch.repeat_interleave(self.counts, output_size=rows)
+        return self._group_of_row
+
 
 class _RepeatByGroup(torch.autograd.Function):
     """A row of each group, for all rows of the group; gradients are summed in float32."""
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor, counts: Tensor, rows: int) -> Tensor:
-        # With output_size, the host does not wait for the sum of the counts.
-        group_of_row = torch.repeat_interleave(counts, output_size=rows)  # [t]
+    def forward(ctx: Any, values: Tensor, group_of_row: Tensor) -> Tensor:
         ctx.save_for_backward(group_of_row)
         ctx.num_groups = len(values)
         return values.index_select(0, group_of_row)
@@ -151,7 +158,7 @@ class _RepeatByGroup(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (group_of_row,) = ctx.saved_tensors
-        return _sum_rows(grad, group_of_row, ctx.num_groups), None, None
+        return _sum_rows(grad, group_of_row, ctx.num_groups), None
 
 
 def _sum_rows(rows: Tensor, group_of_row: Tensor, num_groups: int) -> Tensor:
@@ -161,8 +168,7 @@ def _sum_rows(rows: Tensor, group_of_row: Tensor, num_groups: int) -> Tensor:
 
 def sum_by_group(x: Tensor, groups: RowGroups) -> Tensor:
     """Sum the rows of each group, in at least float32: ``[t, o]`` to ``[e, o]``."""
-    group_of_row = torch.repeat_interleave(groups.counts, output_size=len(x))
-    return _sum_rows(x, group_of_row, len(groups.counts))
+    return _sum_rows(x, groups.group_of_row(len(x)), len(groups.counts))
 
 
 def repeat_by_group(values: Tensor, groups: RowGroups, rows: int) -> Tensor:
@@ -176,7 +182,7 @@ def repeat_by_group(values: Tensor, groups: RowGroups, rows: int) -> Tensor:
     Returns:
         Tensor ``[t, o]``.
     """
-    return _RepeatByGroup.apply(values, groups.counts, rows)
+    return _RepeatByGroup.apply(values, groups.group_of_row(rows))
 
 
 def grouped_mm(x: Tensor, weight: Tensor, groups: RowGroups, *, kernel: bool | None = None) -> Tensor:
