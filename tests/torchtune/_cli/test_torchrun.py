@@ -13,7 +13,7 @@ import warnings
 import pytest
 from torch.distributed.run import get_args_parser
 
-from torchtune._cli import tune
+from torchtune._cli import _torchrun, tune
 from torchtune._cli._run_command import parse_command
 from torchtune._cli._torchrun import SHUTDOWN_TIMEOUT, count_processes, torchrun_arguments
 from torchtune.utils import UserError
@@ -344,3 +344,25 @@ def test_restarted_worker_knows_of_its_restart(folder, rendezvous):
     assert code == 0, errors
     notes = {path.name for path in folder.glob("[01]_*")}
     assert notes == {f"{rank}_{life}_{life == 1}_[2]" for rank in range(2) for life in range(2)}
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--nnodes", "x"], "--nnodes x: give the number of machines"),
+        (["--nnodes", "0"], "--nnodes 0: give the number of machines"),
+        (["--nnodes", "3:2"], "--nnodes 3:2: give the number of machines"),
+        (["--nnodes", "1:2:3"], "--nnodes 1:2:3: give the number of machines"),
+        (["--nproc-per-node", "x"], "Unsupported nproc_per_node value: x: see torchrun --help"),
+        (["--nnodes", "2", "--rdzv-endpoint", "host:port"], "'host:port' must be an integer between 0 and 65536"),
+        (["--nnodes", "2", "--rdzv-endpoint", "host:1", "--rdzv-conf", "a"], "'a' must have a value"),
+        (["--nnodes", "2", "--rdzv-endpoint", "host:1", "--rdzv-backend", "b"], "backend 'b' is not registered"),
+    ],
+)
+def test_wrong_value_of_an_option_is_one_sentence(monkeypatch, options, words):
+    for name in ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", _torchrun.AGENT_VARIABLE, _torchrun.MACHINES_VARIABLE):
+        monkeypatch.setenv(name, "")  # set again after the test
+    with pytest.raises(UserError) as caught:
+        _torchrun.run(torchrun_arguments(options, ["recipe.py"]))
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
