@@ -207,6 +207,9 @@ def _run_torchrun(args: argparse.Namespace) -> None:
 
     Exit codes: 2 after a user error, 75 if the run saved after a signal or another machine is lost, 76 if the run
     stalled, 130 after Ctrl-C, otherwise 1.
+
+    Raises:
+        UserError: an option of torchrun has a wrong value.
     """
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -214,6 +217,7 @@ def _run_torchrun(args: argparse.Namespace) -> None:
     from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.run import run as torchrun
 
+    _check_nodes(args.nnodes)
     if args.max_restarts > 0 or len(set(args.nnodes.split(":"))) > 1:
         # A new store for every restart: an old one still has the addresses of the previous workers.
         os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
@@ -241,6 +245,16 @@ def _run_torchrun(args: argparse.Namespace) -> None:
         sentence, code = _explain_error(error, args)
         print(f"error: {sentence}", file=sys.stderr)
         sys.exit(code)
+    except ValueError as error:  # of an option, before there are workers
+        raise UserError(f"torchrun refuses an option: {first_line(error)}: see torchrun --help.") from error
+
+
+def _check_nodes(nnodes: str) -> None:
+    """Raise ``UserError`` unless ``--nnodes`` is a number, or two with a colon between them."""
+    counts = nnodes.split(":")
+    are_numbers = len(counts) <= 2 and all(count.isdigit() for count in counts)
+    if not are_numbers or not 0 < int(counts[0]) <= int(counts[-1]):
+        raise UserError(f"--nnodes {nnodes}: give the number of machines, such as 2, or the least and the most, 2:4.")
 
 
 def _explain_error(error: Exception, args: argparse.Namespace) -> tuple[str, int]:

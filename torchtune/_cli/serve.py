@@ -89,15 +89,10 @@ class Serve(Subcommand):
 def _load(path: str, name: str, args: argparse.Namespace) -> tuple[dict[str, Any], Any]:
     """Load the model, and a copy with shared parameters for each adapter."""
     import torchtune
-    from torchtune._facade import adapted_copy
+    from torchtune._facade import adapted_copy, load_adapted_shard
     from torchtune.generation import check_generates
 
     shards = shared_by_processes("layers")
-    if args.adapter and shards is not None:
-        raise UserError(
-            "--adapter: the processes of --nproc-per-node share one model: merge the adapter into it with tune export, "
-            "or serve it in one process."
-        )
     base, tokenizer = torchtune.load(path, dtype=args.dtype, device=args.device, shards=shards)
     check_generates(base)
     models = {name: base}
@@ -105,5 +100,8 @@ def _load(path: str, name: str, args: argparse.Namespace) -> tuple[dict[str, Any
         adapter_name, _, adapter = text.partition("=")
         if not (adapter_name and adapter) or adapter_name in models:
             raise UserError(f"--adapter {text}: give NAME=PATH, with a name of its own for each.")
-        models[adapter_name] = adapted_copy(base, adapter)
+        if shards is None:
+            models[adapter_name] = adapted_copy(base, adapter)
+        else:
+            models[adapter_name] = load_adapted_shard(base, path, adapter, dtype=args.dtype, device=args.device)
     return models, tokenizer

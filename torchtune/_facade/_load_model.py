@@ -94,6 +94,44 @@ def load_to_save(path: str | Path, dtype: torch.dtype | None = None) -> Transfor
     return model
 
 
+def load_adapted_shard(
+    model: TransformerDecoder,
+    path: str | Path,
+    adapter: str | Path,
+    *,
+    dtype: str | torch.dtype | None = None,
+    device: str | torch.device | None = None,
+) -> TransformerDecoder:
+    """Load an adapter for a model that processes share; both share the parameters of the base.
+
+    A model that is already sharded gets no adapter any more: a new one is built, sharded and filled with the adapter,
+    and its base weights are then those of ``model``, unless the adapter changes them. All ranks must call it.
+
+    Args:
+        model: from :func:`load` with ``shards="layers"``.
+        path: see :func:`load`, as for ``model``.
+        adapter: see :func:`load`.
+        dtype: see :func:`load`, as for ``model``.
+        device: see :func:`load`, as for ``model``.
+
+    Raises:
+        UserError: the layers of the model are not split, or see :func:`load`.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    if isinstance(model, FSDPModule):
+        raise UserError(
+            "adapter: the layers of this model cannot be split over processes, and parameters that are gathered layer "
+            "by layer are not shared by several models: merge the adapter with tune export, or serve it in one process."
+        )
+    adapted, _ = _load(path, StreamedSource, adapter=adapter, dtype=dtype, device=device, shards="layers")
+    for name, parameter in list(adapted.named_parameters()):
+        if parameter.is_meta:
+            module_path, _, leaf = name.rpartition(".")
+            adapted.get_submodule(module_path).register_parameter(leaf, model.get_parameter(name))
+    return adapted
+
+
 def _load(
     path: str | Path,
     source_type: type[ModelSource],

@@ -13,9 +13,9 @@ import warnings
 import pytest
 from torch.distributed.run import get_args_parser
 
-from torchtune._cli import tune
+from torchtune._cli import run, tune
 from torchtune._cli._run_command import SHUTDOWN_TIMEOUT, count_processes, parse_command, torchrun_arguments
-from torchtune.utils import UserError
+from torchtune.utils import AGENT_VARIABLE, MACHINES_VARIABLE, UserError
 
 RECIPE = """
 import os, sys, time
@@ -343,3 +343,25 @@ def test_restarted_worker_knows_of_its_restart(folder, rendezvous):
     assert code == 0, errors
     notes = {path.name for path in folder.glob("[01]_*")}
     assert notes == {f"{rank}_{life}_{life == 1}_[2]" for rank in range(2) for life in range(2)}
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--nnodes", "x"], "--nnodes x: give the number of machines"),
+        (["--nnodes", "0"], "--nnodes 0: give the number of machines"),
+        (["--nnodes", "3:2"], "--nnodes 3:2: give the number of machines"),
+        (["--nnodes", "1:2:3"], "--nnodes 1:2:3: give the number of machines"),
+        (["--nproc-per-node", "x"], "Unsupported nproc_per_node value: x: see torchrun --help"),
+        (["--nnodes", "2", "--rdzv-endpoint", "host:port"], "'host:port' must be an integer between 0 and 65536"),
+        (["--nnodes", "2", "--rdzv-endpoint", "host:1", "--rdzv-conf", "a"], "'a' must have a value"),
+        (["--nnodes", "2", "--rdzv-endpoint", "host:1", "--rdzv-backend", "b"], "backend 'b' is not registered"),
+    ],
+)
+def test_wrong_value_of_an_option_is_one_sentence(monkeypatch, options, words):
+    for name in ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", AGENT_VARIABLE, MACHINES_VARIABLE):
+        monkeypatch.setenv(name, "")  # set again after the test
+    with pytest.raises(UserError) as caught:
+        run._run_torchrun(torchrun_arguments(options, ["recipe.py"]))
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)

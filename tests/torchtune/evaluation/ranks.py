@@ -8,9 +8,11 @@ import torch
 import torch.distributed as dist
 
 import torchtune
+from torchtune._facade import load_adapted_shard
 from torchtune.evaluation import evaluate_answers, make_scores, perplexity, read_eval_rows
 from torchtune.generation import model_digest
 from torchtune.training.parallel import is_sharded, sequence_multiple
+from torchtune.utils import UserError
 
 TEXTS = [[5, 6, 7, 40, 41], [9, 11], [7, 7, 7, 7, 12, 30, 31]]
 ROWS = [{"tokens": tokens, "labels": [*tokens[1:], -100]} for tokens in TEXTS]
@@ -69,11 +71,30 @@ def is_measured_as_alone(folder: Path, name: str, shards: str, **options: object
     assert resumed.mean("regex")[0] == 1.0
 
 
+def adapter_shares_the_base(folder: Path) -> None:
+    """``tune serve --adapter`` in several processes: an adapter beside the model, whose weights are there once."""
+    model, _ = load(folder / "checkpoint", "layers")
+    before = perplexity(model, ROWS, batch_size=2)
+    adapted = load_adapted_shard(model, folder / "checkpoint", folder / "adapter", dtype="fp32", device="cpu")
+    base = set(map(id, model.parameters()))
+    own_names = {name for name, parameter in adapted.named_parameters() if id(parameter) not in base}
+    assert own_names
+    assert all("lora_" in name for name in own_names)
+    alone, _ = load(folder / "checkpoint", None, adapter=folder / "adapter")
+    expected = perplexity(alone, ROWS, batch_size=2)
+    assert perplexity(adapted, ROWS, batch_size=2).loss == pytest.approx(expected.loss, rel=1e-5)
+    assert perplexity(model, ROWS, batch_size=2).loss == before.loss != expected.loss
+    sharded, _ = load(folder / "checkpoint", "parameters")
+    with pytest.raises(UserError, match="merge the adapter with tune export"):
+        load_adapted_shard(sharded, folder / "checkpoint", folder / "adapter", dtype="fp32", device="cpu")
+
+
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
     is_measured_as_alone(folder, "checkpoint", "layers")
     is_measured_as_alone(folder, "checkpoint", "parameters")
     is_measured_as_alone(folder, "checkpoint", "layers", adapter=folder / "adapter")
+    adapter_shares_the_base(folder)
     model, _ = load(folder / "checkpoint", "layers")
     assert sequence_multiple(model) == 2
     # Two ranks cannot split one key head, so that they shard parameters.
