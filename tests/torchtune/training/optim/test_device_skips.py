@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.devices import DEVICE
 from torchtune.modules.conversion import Conversion, ConversionReport, Phase, apply_conversions
 from torchtune.training import DeviceSkips, setup_optimizer
 from torchtune.training.optim import _device_skips
@@ -53,11 +54,16 @@ def muon(parameters):
     return torch.optim.Muon([parameter for parameter in parameters if parameter.dim() == 2])
 
 
+NEEDS_ADAGRAD = pytest.mark.skipif(
+    DEVICE == "cuda" and torch.__version__ < "2.13", reason="torch has no fused Adagrad for CUDA"
+)
+
+
 @pytest.mark.parametrize(
     ("factory", "dtype", "precision"),
     [
         (adamw, torch.float32, "param_dtype"),
-        (adagrad, torch.float32, "param_dtype"),
+        pytest.param(adagrad, torch.float32, "param_dtype", marks=NEEDS_ADAGRAD),
         (sgd, torch.float32, "param_dtype"),
         (momentum, torch.float32, "param_dtype"),
         (adam, torch.bfloat16, "param_dtype"),
