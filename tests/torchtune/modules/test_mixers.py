@@ -89,12 +89,13 @@ def test_a_group_of_chunks_keeps_within_its_memory():
     with torch.device("meta"):  # takes as much as a GPU
         k, v = (torch.empty(4, 10**6, heads, 128) for heads in (2, 4))
     assert _chunks._chunks_per_group(_DeltaChunks, k, v) * 4 * 4 * 128 * 128 == 2**24
-    k, v = (torch.empty(4, 128, heads, 16) for heads in (2, 4))
+    k, v = (torch.empty(4, 128, heads, 16, device="cpu") for heads in (2, 4))
     assert _chunks._chunks_per_group(_DeltaChunks, k, v) == 2
-    k, v = (torch.empty(4, 128, heads, 128) for heads in (2, 4))
+    k, v = (torch.empty(4, 128, heads, 128, device="cpu") for heads in (2, 4))
     assert _chunks._chunks_per_group(_DeltaChunks, k, v) == 1  # never less
     # Value heads of Mamba 2 share keys, however large these are.
-    k, v = torch.empty(1, 128, 1, 256), torch.empty(1, 128, 8, 8)
+    k = torch.empty(1, 128, 1, 256, device="cpu")
+    v = torch.empty(1, 128, 8, 8, device="cpu")
     assert _chunks._chunks_per_group(_StateSpaceChunks, k, v) * 8 * 64 * 64 == 2**17
     assert _chunks._chunks_per_group(_DeltaChunks, k, v) * 8 * 64 * 256 == 2**17
 
