@@ -192,7 +192,7 @@ def test_mamba_2_and_its_gradients_equal_the_formula(kind):
         assert (gradient - expected_gradient).abs().max() < 2e-5 * expected_gradient.abs().max(), name
 
 
-@pytest.mark.parametrize("kind", ["delta", "mamba"])
+@pytest.mark.parametrize("kind", ["delta", "mamba", "mamba scaled"])
 def test_a_layer_compiles(kind):
     """Without graph breaks: the operator says what it returns."""
     torch.manual_seed(0)
