@@ -535,7 +535,7 @@ _CUSTOM_FLOPS: dict[str, Callable[..., int]] = {
     "torchtune.gated_delta_rule": lambda q, k, v, *_: _delta_rule_flops(6, 4, 2, 4, k, v),
     "torchtune.gated_delta_rule_backward": lambda grad, q, k, v, *_: _delta_rule_flops(14, 10, 8, 4, k, v),
     "torchtune.state_space": lambda q, k, v, *_: _delta_rule_flops(4, 2, 0, 2, k, v),
-    "torchtune.state_space_backward": lambda grad, q, k, v, *_: _delta_rule_flops(10, 4, 0, 6, k, v),
+    "torchtune.state_space_backward": lambda grad, q, k, v, *_: _delta_rule_flops(10, 6, 0, 6, k, v),
     "torchtune.grouped_rows": lambda x, weight, counts: 2 * x.shape[0] * weight.shape[1] * weight.shape[2],
     "torchtune.grouped_weights": lambda x, grad, counts: 2 * x.shape[0] * x.shape[1] * grad.shape[1],
 }

@@ -400,7 +400,7 @@ def test_cost_of_a_missing_package_is_logged_once(caplog, monkeypatch):
     assert line == (
         "Mamba 2 of a test on cuda in torch.bfloat16: plain PyTorch, because mamba-ssm is not installed (pip install "
         "--no-build-isolation 'torchtune[mamba]'); chunks of 64 positions are computed in dozens "
-        "of launches each."
+        "of launches."
     )
 
 

@@ -94,7 +94,8 @@ def test_a_group_of_chunks_keeps_within_its_memory():
     k, v = (torch.empty(4, 128, heads, 128, device="cpu") for heads in (2, 4))
     assert _chunks._chunks_per_group(_DeltaChunks, k, v) == 1  # never less
     # Value heads of Mamba 2 share keys, however large these are.
-    k, v = torch.empty(1, 128, 1, 256, device="cpu"), torch.empty(1, 128, 8, 8, device="cpu")
+    k = torch.empty(1, 128, 1, 256, device="cpu")
+    v = torch.empty(1, 128, 8, 8, device="cpu")
     assert _chunks._chunks_per_group(_StateSpaceChunks, k, v) * 8 * 64 * 64 == 2**17
     assert _chunks._chunks_per_group(_DeltaChunks, k, v) * 8 * 64 * 256 == 2**17
 
@@ -191,7 +192,7 @@ def test_mamba_2_and_its_gradients_equal_the_formula(kind):
         assert (gradient - expected_gradient).abs().max() < 2e-5 * expected_gradient.abs().max(), name
 
 
-@pytest.mark.parametrize("kind", ["delta", "mamba"])
+@pytest.mark.parametrize("kind", ["delta", "mamba", "mamba scaled"])
 def test_a_layer_compiles(kind):
     """Without graph breaks: the operator says what it returns."""
     torch.manual_seed(0)

@@ -60,7 +60,7 @@ class _DeltaChunks(Chunks):
             states[index + 1].flatten(0, 2).baddbmm_(chunk_keys.mT, chunk_written)
         from_chunk = ((self.q @ self.k.mT) * self.decay) @ written
         from_states = self.q @ states[:-1].flatten(0, 1)
-        torch.addcmul(*map(self.split, (from_chunk, from_states, self.since_state)), out=out)
+        torch.addcmul(self.split(from_chunk), self.split(from_states), self.split(self.since_state), out=out)
 
     def step(self, state: Tensor) -> tuple[Tensor, Tensor]:
         """See the base class."""
@@ -123,8 +123,8 @@ class _DeltaChunks(Chunks):
         d_k = d_k.sum(2, keepdim=True)
         d_q = self.q_scale * (d_q - q * (q * d_q).sum(-1, keepdim=True).mul_(q.shape[-1]))
         d_k = self.k_scale * (d_k - k * (k * d_k).sum(-1, keepdim=True))
-        for target, grad in zip(grads, (d_q, d_k, d_error, d_g, d_beta), strict=True):
-            target.copy_(self.split(grad))
+        for target, gradient in zip(grads, (d_q, d_k, d_error, d_g, d_beta), strict=True):
+            target.copy_(self.split(gradient))
         return d_states[0]
 
     def _d_states(

@@ -45,7 +45,7 @@ class _StateSpaceChunks(Chunks):
         self._add_earlier(states)
         from_states = self._from_states(self.q, states[:-1])
         from_chunk = self._weights() @ written
-        torch.addcmul(*map(self.split, (from_chunk, from_states, self.since_state)), out=out)
+        torch.addcmul(self.split(from_chunk), self.split(from_states), self.split(self.since_state), out=out)
 
     def step(self, state: Tensor) -> tuple[Tensor, Tensor]:
         """See the base class."""
