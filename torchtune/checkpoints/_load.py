@@ -220,9 +220,9 @@ class ModelSource:
     read = load  # the name of earlier releases
 
     @property
-    def unread(self) -> UnreadWeights:
-        """Weights that :meth:`load` has left in their files."""
-        return UnreadWeights({})
+    def unread(self) -> UnreadWeights | None:
+        """Weights that :meth:`load` has left in their files; None if it has read all."""
+        return None
 
     def _load_base(
         self,

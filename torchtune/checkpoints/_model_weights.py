@@ -6,7 +6,7 @@ rest of PEFT's layout.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -554,7 +554,7 @@ class SaveView(ModelWeights):
         model: the model; on any device for :meth:`check`, materialized for all other methods.
         contents: from :func:`contents_of`.
         ranks: all ranks; not needed for :meth:`check`.
-        unread: weights that are read when they are written.
+        unread: weights that are read when they are written; None if the model has all of them.
 
     Attributes:
         contents: see Args.
@@ -572,7 +572,7 @@ class SaveView(ModelWeights):
         unread: UnreadWeights | None = None,
     ) -> None:
         super().__init__(model)
-        self._unread = unread or UnreadWeights({})
+        self._unread = unread
         self.contents = contents
         self.ranks = ranks
         self.has_adapter = "adapter" in contents
@@ -692,18 +692,17 @@ class SaveView(ModelWeights):
         A collective: conversions and merging need an all-gather.
         """
         merge_inputs = self._merge_inputs(name) if self.merges and name in self.base else set()
-        with self._unread.present(self, {name, *merge_inputs}):
-            return self._shard(name, merge_inputs, turn)
-
-    def _shard(self, name: str, merge_inputs: set[str], turn: int) -> LocalShard:
-        """Return this rank's shard of a full weight, whose parameters have values."""
-        parameter = self.parameters.get(name)
-        if merge_inputs:
-            weight = self._merged(name, merge_inputs)
-        elif name in self.stored:
-            weight = self.full(name)
-        else:
-            weight = parameter
+        present = nullcontext()
+        if self._unread is not None:
+            present = self._unread.present(self, {name, *merge_inputs})
+        with present:
+            parameter = self.parameters.get(name)
+            if merge_inputs:
+                weight = self._merged(name, merge_inputs)
+            elif name in self.stored:
+                weight = self.full(name)
+            else:
+                weight = parameter
         if name in self.stored or not isinstance(parameter, DTensor):
             # Every rank has the full weight.
             is_writer = self.ranks.rank == turn % self.ranks.size
