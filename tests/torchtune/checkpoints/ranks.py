@@ -30,9 +30,6 @@ OURS: dict[str, dict[str, int]] = {"data": {}, "ours": {"tp": 2}, "experts": {"e
 
 def _process(rank: int, size: int, cases: Sequence[Callable[[Path], Any]], folder: Path, store: str) -> None:
     torch.set_num_threads(1)
-    # A fork has its parent's caches of DTensor. They may hold meshes of the same sizes from tests that simulated rank
-    # 0, and each rank would then work on the shard of rank 0.
-    forget_meshes()
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size))
     own_device()
     backend = get_distributed_backend(DEVICE, offload_ops_to_cpu=True)
@@ -61,6 +58,9 @@ def _context() -> Any:
 def run(size: int, cases: Sequence[Callable[[Path], Any]], folder: Path) -> None:
     """Run the cases one after another in ``size`` processes; the first failure fails all."""
     (folder / f"store_{size}").unlink(missing_ok=True)  # of a run before, in the same folder
+    # Forks have the caches of DTensor. They may hold meshes of the same sizes from tests that simulated rank 0, and
+    # each rank would then work on the shard of rank 0. Cleared here: a fork lacks the threads of the meshes' groups.
+    forget_meshes()
     context = _context()
     store = f"store_{uuid.uuid4().hex}"  # one that was used before says where processes of that time could be reached
     processes = [context.Process(target=_process, args=(rank, size, cases, folder, store)) for rank in range(size)]
