@@ -82,7 +82,9 @@ def test_few_layers_give_the_estimate_of_all(name, load):
     assert sum(few.simulated) < layers == complete.layers
     assert few.peak == pytest.approx(complete.peak, rel=0.01)
     for phase, peak in complete.peaks.items():
-        assert few.peaks[phase].total == pytest.approx(peak.total, rel=0.01), phase
+        # The optimizer's is the larger of two peaks, of norms and of steps, which grow differently with the layers.
+        tolerance = 0.02 if phase == "optimizer" else 0.01
+        assert few.peaks[phase].total == pytest.approx(peak.total, rel=tolerance), phase
     assert flops(few) == pytest.approx(flops(complete), rel=1e-6)
     assert sent(few) == pytest.approx(sent(complete), rel=1e-3)
     assert few.host == pytest.approx(complete.host, rel=0.01)
