@@ -93,6 +93,7 @@ _TRAINED_ON = {
     "lora_finetune_single_device": _SUPERVISED,
     "ppo": _PROMPTS,
 }
+_CLASSIFICATION_LOSS = "torchtune.modules.loss.ClassificationLoss"
 # Losses of queries with texts, all of the recipe dpo -> what they train, and how a query is compared.
 _RETRIEVAL_LOSSES = {
     "InfoNCELoss": "an embedding model, in which a query finds its positive among all passages of a batch",
@@ -322,6 +323,8 @@ class _DataSettings:
             settings += self._image_settings()
         if self._adapts_to_retrieval():
             settings += self._retrieval_settings(node, builder)
+        if builder == "classification_dataset" and self._config_name.startswith("any_"):
+            settings += self._classifier_settings(node)
         return settings + self._reward_settings(row, node)
 
     def _format_and_row(self) -> tuple["RowFormat", Mapping[str, Any]]:
@@ -432,12 +435,43 @@ class _DataSettings:
             if "column" in settings:
                 raise UserError(
                     f"data={self._name}: the rows are labeled conversations without an answer, from which a classifier "
-                    "learns: docs/classification.rst has its config, or add the answers."
+                    f"learns: add loss={_CLASSIFICATION_LOSS}, or add the answers."
                 )
             if isinstance(row["label"], str):
+                _say("labels", f"are trained as answers; loss={_CLASSIFICATION_LOSS} trains a classifier")
                 return RowFormat(row_format.kind, "instruct_dataset", column_map(input="text", output="label"))
+            if not self._chosen:
+                raise UserError(
+                    f"data={self._name}: the labels are no texts, which a language model could answer: add "
+                    f"loss={_CLASSIFICATION_LOSS} for a classifier, or dataset.column=text to train on the texts alone."
+                )
             return RowFormat("raw text", "text_completion_dataset", (("column", "text"),))
         return row_format
+
+    def _classifier_settings(self, node: Mapping[str, Any]) -> list[str]:
+        """Return the settings of a model with an output for each class of the data, or one for a regression.
+
+        Args:
+            node: section of the dataset.
+        """
+        from torchtune.data import DataError
+        from torchtune.datasets import REGRESSION, class_counts, load_rows, problem_type_of
+
+        arguments = {key: node[key] for key in ("name", "data_files", "data_dir") if key in node}
+        arguments["split"] = self._split()
+        column = node.get("label_column", "label")
+        rows = load_rows(node["source"], **arguments)
+        labels = [row[column] for row in rows if row.get(column) is not None]
+        try:
+            problem_type = node.get("problem_type") or problem_type_of(labels)
+        except DataError as error:
+            raise UserError(f"data={self._name}: {error}.") from error
+        if problem_type == REGRESSION:
+            _say("classifier", "one number per row (regression)")
+            return self._head_settings(1)
+        class_names = node.get("labels") or list(class_counts(labels))
+        _say("classifier", f"{len(class_names)} classes ({problem_type})")
+        return self._head_settings(len(class_names))
 
     def _adapts_to_retrieval(self) -> bool:
         """Return whether queries with texts may change the recipe, the loss and the model's head.
@@ -495,7 +529,7 @@ class _DataSettings:
             return settings + self._contrastive_batches()
         if loss == "RerankListwiseLoss":
             settings.append("dataset.listwise=True")
-        return settings + self._head_settings()
+        return settings + self._head_settings(1)
 
     def _contrastive_batches(self) -> list[str]:
         """Return the settings of one micro-batch a step, in which queries are compared with all passages."""
@@ -507,14 +541,14 @@ class _DataSettings:
         _say("batches", f"{batch_size} queries that are compared with each other; loss.texts_per_pass=4 saves memory")
         return [f"batch_size={batch_size}", "gradient_accumulation_steps=1"]
 
-    def _head_settings(self) -> list[str]:
-        """Return the settings of a model with one output, whose head adapters train whole."""
+    def _head_settings(self, num_outputs: int) -> list[str]:
+        """Return the settings of a model with a new head of so many outputs, which adapters train whole."""
         settings = []
         model = self._config.get("model") or {}
         if model.get("_component_") in _MODEL_BUILDERS:
             settings += [
                 "model._component_=torchtune.modules.classifier_model",
-                "model.num_classes=1",
+                f"model.num_classes={num_outputs}",
                 f"model.base_model_path={model['_component_']}",
             ]
         if self._sets("model_converters"):

@@ -8,6 +8,7 @@ from ._classification import (
     class_counts,
     describe_labels,
     describe_names,
+    problem_type_of,
 )
 from ._classification import ClassificationDataset as ClassificationDataset
 from ._classification import ClassificationTask as ClassificationTask

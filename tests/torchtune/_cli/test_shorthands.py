@@ -485,6 +485,33 @@ def test_share_that_cannot_be_held_out_is_refused(expand, override, reason):
         expand("any_lora", [{"messages": TURNS}] * 4, override, *share)
 
 
+@pytest.mark.parametrize(
+    ("labels", "outputs", "description"),
+    [
+        (["spam", "ham", "spam"], 2, "2 classes (single_label_classification)"),
+        ([3, 1, 2], 3, "3 classes (single_label_classification)"),
+        ([["spam", "big"], [], ["new"]], 3, "3 classes (multi_label_classification)"),
+        ([0.5, 1.5, 2.0], 1, "one number per row (regression)"),
+    ],
+)
+@pytest.mark.parametrize("config", ["any_full", "any_lora"])
+def test_loss_of_classes_chooses_the_head_by_the_labels(expand, config, labels, outputs, description, capsys):
+    rows = [{"text": "the cat", "label": label} for label in labels]
+    overrides = expand(config, rows, "loss=torchtune.modules.loss.ClassificationLoss")
+    assert description in capsys.readouterr().err
+    assert dataset_of(overrides) == {"_component_": "torchtune.datasets.classification_dataset"}
+    assert f"model.num_classes={outputs}" in overrides
+    assert ('model_converters.0.train_modules=["score"]' in overrides) == (config == "any_lora")
+
+
+def test_labels_that_are_no_answers_are_refused_with_both_readings(expand):
+    rows = [{"text": "the cat", "label": 3}]
+    with pytest.raises(UserError, match=r"loss=torchtune.modules.loss.ClassificationLoss for a classifier, or data"):
+        expand("any_lora", rows)
+    on_texts = {"_component_": "torchtune.datasets.text_completion_dataset", "column": "text"}
+    assert dataset_of(expand("any_lora", rows, "dataset.column=text")) == on_texts
+
+
 def test_labeled_conversations_are_for_classifiers(expand):
     row = {"messages": TURNS[:1], "label": "spam"}
     with pytest.raises(UserError, match="labeled conversations without an answer, from which a classifier learns"):
