@@ -4,7 +4,8 @@ PYTHON ?= python3
 VENV := .venv$(if $(TORCH),/torch-$(TORCH))
 BIN := $(VENV)/bin
 PINS := $(BIN)/constraints.txt
-CREATE = $(PYTHON) -m venv $(VENV) && sed '$(if $(TORCH),s/^torch==.*/torch==$(TORCH)/)' constraints.txt > $(PINS)
+# An environment that exists keeps its interpreter: made anew by another one, it would be a mixture of both.
+CREATE = { test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV); } && sed '$(if $(TORCH),s/^torch==.*/torch==$(TORCH)/)' constraints.txt > $(PINS)
 INSTALL = $(CREATE) && $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(PINS) -e
 # Threads that spin while they wait slow down everything else on a shared machine; a hundred processes of the tests
 # compile the library anew, half a second each, where Python is told to keep no bytecode.
