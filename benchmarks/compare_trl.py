@@ -369,7 +369,12 @@ def main() -> None:
     if arguments.side:
         child(arguments)
         return
-    wanted = [case for case in CASES if not arguments.only or "-".join(case) in arguments.only.split(",")]
+    cases = CASES
+    if arguments.against == "trl":  # which has no update without rollouts
+        cases = [case for case in CASES if case[-1] != "updates"]
+    wanted = [case for case in cases if not arguments.only or "-".join(case) in arguments.only.split(",")]
+    if not wanted:
+        parser.error(f"--only: choose from {', '.join('-'.join(case) for case in cases)}.")
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         arguments.checkpoint = arguments.checkpoint or make_checkpoint(work / "checkpoint")
