@@ -160,13 +160,13 @@ def expand_shorthands(config: Path, overrides: list[str], recipe_name: str | Non
             if section is None or "data" in document.data:  # a setting of the user's own recipe
                 other_overrides.append(f"data={name}")
             else:
-                found = _DataSettings(name, document.data, recipe, other_overrides, config.stem).overrides()
-                if recipe_name is not None and any(setting.startswith("recipe=") for setting in found):
+                data_settings = _DataSettings(name, document.data, recipe, other_overrides, config.stem).overrides()
+                if recipe_name is not None and any(setting.startswith("recipe=") for setting in data_settings):
                     raise UserError(
                         f"data={name}: the recipe {recipe_name} does not train on such rows: leave out its name, so "
                         "that they choose the recipe."
                     )
-                settings += found
+                settings += data_settings
         elif isinstance(section, Mapping) and section.get("_component_") in _MODEL_BUILDERS and not _is_component(name):
             folder = _checkpoint_folder(key, name)
             settings.append(f"{_MODELS[key]}.checkpoint_dir={folder}")

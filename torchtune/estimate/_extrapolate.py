@@ -121,7 +121,7 @@ def estimate_run(
             choices: list[tuple[float, Kept]] = [(1.0, {})]
         else:
             ends = 1 if processes == 1 else 2
-            choices = choose_layers(models, _group(cfg), ends=ends, first=max(ends, _layers_before_offloading(cfg)))
+            choices = choose_layers(models, _group(cfg), ends=ends, first=_layers_before_offloading(cfg))
         runs = []
         for weight, layers in choices:
             observer = simulate(main, settings, processes, length=length, kept=layers, models=models, micro_batches=1)
@@ -193,7 +193,7 @@ def _layers_before_offloading(cfg: SettingsView) -> int:
 
 
 def choose_layers(
-    models: Mapping[str, nn.Module], group: int = 1, ends: int = 1, first: int | None = None
+    models: Mapping[str, nn.Module], group: int = 1, ends: int = 1, first: int = 0
 ) -> list[tuple[float, Kept]]:
     """Choose the layers of one or two simulations, and their weights in the sum of results.
 
@@ -201,7 +201,7 @@ def choose_layers(
         models: models on the meta device, by the name of their setting.
         group: number of consecutive layers that stay together.
         ends: number of layers (or groups) to keep at both ends; more than 1 with FSDP, which prefetches a layer.
-        first: number of layers (or groups) to keep at the beginning, by default ``ends``.
+        first: number of layers (or groups) to keep at the beginning, if more than ``ends``.
 
     Returns:
         (weight, indices of the kept layers by setting and stack) of each simulation.
@@ -209,7 +209,7 @@ def choose_layers(
     splits = {}
     for setting, model in models.items():
         for name, stack in stacks(model).items():
-            splits[setting, name] = _split(stack, group, ends, ends if first is None else first)
+            splits[setting, name] = _split(stack, group, ends, first)
     counts = []  # of the groups of each kind that are not kept always
     for _, kinds in splits.values():
         counts.extend(len(groups) for groups in kinds)
@@ -259,7 +259,7 @@ def _split(stack: nn.Module, group: int, ends: int, first: int) -> tuple[set[Lay
         kind = tuple((_kind(layers[index]), index in full_layers) for index in indices)
         kinds.setdefault(kind, []).append(indices)
 
-    always_kept = {*groups[:first], *groups[-ends:]}
+    always_kept = {*groups[: max(first, ends)], *groups[-ends:]}
     # One group of each kind, so that its moments are measured in both.
     always_kept.update(groups_of_kind[-1] for groups_of_kind in kinds.values())
     # Layers whose keys and values, or whose output, later modules read.

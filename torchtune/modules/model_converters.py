@@ -1,6 +1,6 @@
 """Conversions for ``model_converters`` that replace no layer: kernels, freezing, noise, tiles, bidirectional attention.
 
-Those that replace layers are beside their layers: :mod:`torchtune.modules.peft` and
+Conversions that replace layers are in the modules of these layers, :mod:`torchtune.modules.peft` and
 :mod:`torchtune.modules.low_precision`.
 """
 
