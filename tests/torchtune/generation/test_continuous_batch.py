@@ -314,6 +314,24 @@ def test_fast_layers_apply_hooks_and_autocast_to_their_input():
                     assert torch.equal(model(tokens), wanted)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rank", [2, _fast_linear._SMALL_RANK + 1])
+def test_packed_adapters_of_every_rank_compute_their_layer(rank, dtype):
+    model = _model()
+    apply_conversions(model, [LoRA(rank, 3 * rank, attn_modules=["q_proj"])])
+    layer = model.to(dtype).layers[0].attn.q_proj
+    for parameter in (layer.weight, layer.lora_a.weight, layer.lora_b.weight):
+        torch.nn.init.normal_(parameter, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(2, 3, 16, generator=torch.Generator().manual_seed(1)).to(dtype)
+    weight, lora_a, lora_b = (w.double() for w in (layer.weight, layer.lora_a.weight, layer.lora_b.weight))
+    with torch.no_grad():
+        expected = x.double() @ (weight + 3 * lora_b @ lora_a).T
+        with fast_linears(model, pack=True):
+            y = layer(x)
+    error = (y.double() - expected).abs().max() / expected.abs().max()
+    assert error < (1e-6 if dtype == torch.float32 else 0.01)
+
+
 @pytest.mark.parametrize("kind", ["attention", "latents"])
 def test_successive_prompts_of_other_lengths_work_under_autocast(kind):
     model = _model(**_KINDS[kind])
