@@ -1,19 +1,23 @@
-"""Vision transformer for tiled images: CLIP's, whose tiles attend to each other.
+"""Image encoders: :class:`VisionTransformer` for tiled images (CLIP), :class:`VisionTower` for images of any size.
 
-It computes layer by layer what :class:`torchtune.modules.vision_tower.VisionTower` does, with the same layers, but the
-two differ in what a sequence is. The tower has a ragged list of patches, and boundaries between images that attention
-does not cross. Here the tiles of an image are one sequence, padded to the number of tiles in pre-training; the padding
-takes part in attention (:class:`TileMask`), and the features of checkpoints depend on it.
+Both run the same layers, but differ in what a sequence is. The tower has a ragged list of patches, and boundaries
+between images that attention does not cross. The transformer has the tiles of an image as one sequence, padded to the
+number of tiles in pre-training; the padding takes part in attention (:class:`TileMask`), and the features of
+checkpoints depend on it.
 """
 
 import copy
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from torchtune.data import Documents, Grid, Images, token_counts
 from torchtune.modules.kernels.attention import TileMask
+from torchtune.modules.kernels.documents import Boundaries
+from torchtune.modules.position_embeddings import GridRotaryPositionalEmbeddings
 from torchtune.modules.rms_norm import Fp32LayerNorm
 from torchtune.utils import to_device
 
@@ -288,3 +292,326 @@ class VisionTransformer(nn.Module):
             padding = self.post_tile_pos_embed(padding, tiles.ratios)
             x = tiles.join(tokens, padding)
         return x, hidden_states, tiles
+
+
+def patch_places(grids: Sequence[Grid], merge: int) -> Tensor:
+    """Return row and column of every patch, and height and width of its image: int64 ``[4, p]``.
+
+    Patches are ordered by frame, then by block of ``merge`` x ``merge``, then by row and column in the block.
+    """
+    places = []
+    for frames, height, width in grids:
+        row, column = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
+        blocks = torch.stack([row, column]).view(2, height // merge, merge, width // merge, merge)
+        size = torch.tensor([[height], [width]]).expand(2, height * width)
+        places.append(torch.cat([blocks.transpose(2, 3).flatten(1), size]).repeat(1, frames))
+    return torch.cat(places, dim=1)
+
+
+class InterpolatedPositions(nn.Module):
+    """Learned position embeddings: a table of ``side`` x ``side``, interpolated bilinearly to the grid of each image.
+
+    The corners of the table align with the corners of the image.
+    """
+
+    def __init__(self, side: int, embed_dim: int) -> None:
+        super().__init__()
+        self.side = side
+        self.table = nn.Embedding(side * side, embed_dim)
+
+    def forward(self, places: Tensor) -> Tensor:
+        """Return the embeddings ``[p, d]`` of patches at ``places`` (see :func:`patch_places`)."""
+        last = self.side - 1
+        # Rows and columns of the patches in the table, with fractions: [2, p].
+        table_places = places[:2].float() * last / (places[2:] - 1).clamp(min=1)
+        corner = table_places.floor().long()
+        fraction = table_places - corner
+        embeddings = 0.0
+        for down in (0, 1):
+            row = (corner[0] + down).clamp(max=last)
+            row_weight = fraction[0] if down else 1 - fraction[0]
+            for right in (0, 1):
+                column = (corner[1] + right).clamp(max=last)
+                column_weight = fraction[1] if right else 1 - fraction[1]
+                weight = row_weight * column_weight  # [p]
+                embeddings = embeddings + self.table(row * self.side + column) * weight[:, None]
+        return embeddings.to(self.table.weight.dtype)
+
+
+class ClassedPositions(InterpolatedPositions):
+    """Learned position embeddings for tiles of one size, with a class token after the patches of each tile."""
+
+    def __init__(self, side: int, embed_dim: int) -> None:
+        super().__init__(side, embed_dim)
+        self.table = nn.Embedding(side * side + 1, embed_dim)  # the last row is for the class token
+        self.class_token = nn.Parameter(torch.zeros(embed_dim))
+
+    def append_class_token(self, x: Tensor, places: Tensor, num_tiles: int) -> tuple[Tensor, Tensor]:
+        """Append the class token to the patches ``[p, d]`` of each tile, at row and column -1."""
+        class_token = (self.class_token + self.table.weight[-1]).to(x.dtype).expand(num_tiles, 1, -1)
+        x = torch.cat([x.unflatten(0, (num_tiles, -1)), class_token], dim=1)  # [tiles, patches + 1, d]
+        places = F.pad(places.unflatten(1, (num_tiles, -1)), (0, 1), value=-1)  # [4, tiles, patches + 1]
+        return x.flatten(0, 1), places.flatten(1)
+
+    def remove_class_token(self, x: Tensor, num_tiles: int) -> Tensor:
+        """Return ``[p, d]`` of the patches alone; the inverse of :meth:`append_class_token`."""
+        return x.unflatten(0, (num_tiles, -1))[:, :-1].flatten(0, 1)
+
+
+class AxisPositions(nn.Module):
+    """Learned position embeddings: the sum of an embedding of the column and one of the row, ``side`` of each."""
+
+    def __init__(self, side: int, embed_dim: int) -> None:
+        super().__init__()
+        self.tables = nn.Parameter(torch.zeros(2, side, embed_dim))
+
+    def forward(self, places: Tensor) -> Tensor:
+        """Return the embeddings ``[p, d]`` of patches at ``places`` (see :func:`patch_places`)."""
+        return self.tables[0][places[1]] + self.tables[1][places[0]]
+
+
+class ClippedLinear(nn.Module):
+    """Linear layer that clips its input and output to untrained bounds."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.linear = linear
+        bounds = torch.tensor([-1.0, 1.0] * 2, dtype=linear.weight.dtype) * torch.inf
+        self.bounds = nn.Parameter(bounds, requires_grad=False)  # minimum and maximum of the input, then of the output
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply the layer to ``[..., in]``."""
+        low, high, output_low, output_high = self.bounds.to(x.dtype)
+        return self.linear(x.clamp(low, high)).clamp(output_low, output_high)
+
+
+class Standardization(nn.Module):
+    """Untrained shift and scale of ``[..., d]``, computed in float32."""
+
+    def __init__(self, embed_dim: int) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(embed_dim), requires_grad=False)
+        self.scale = nn.Parameter(torch.ones(embed_dim), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return ``(x - bias) * scale``."""
+        return (x - self.bias.float()) * self.scale.float()
+
+
+class PatchMerger(nn.Module):
+    """Projector that converts each block of patches to a token.
+
+    Args:
+        merge: rows and columns of patches in a block.
+        mlp: projection of the merged block to the width of the decoder.
+        norm: norm of a patch; by default none.
+        reduce: module that is applied to the merged block before ``merged_norm``; by default none.
+        merged_norm: norm of the merged block; by default none.
+        channels_first: whether a block is merged channel by channel, instead of patch by patch.
+        pools: whether the merged block is the mean of its patches times ``sqrt(d)``, instead of their concatenation.
+    """
+
+    def __init__(
+        self,
+        merge: int,
+        mlp: nn.Module,
+        *,
+        norm: nn.Module | None = None,
+        reduce: nn.Module | None = None,
+        merged_norm: nn.Module | None = None,
+        channels_first: bool = False,
+        pools: bool = False,
+    ) -> None:
+        super().__init__()
+        self.merge = merge
+        self.channels_first = channels_first
+        self.pools = pools
+        self.norm = norm or nn.Identity()
+        self.reduce = reduce or nn.Identity()
+        self.merged_norm = merged_norm or nn.Identity()
+        self.mlp = mlp
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Project patches ``[p, d]`` to tokens ``[p / merge², width]``."""
+        blocks = self.norm(x).unflatten(0, (-1, self.merge**2))  # [p / merge², merge², d]
+        if self.pools:
+            merged = blocks.float().mean(1) * x.shape[1] ** 0.5
+        elif self.channels_first:
+            merged = blocks.transpose(1, 2).flatten(1)
+        else:
+            merged = blocks.flatten(1)
+        return self.mlp(self.merged_norm(self.reduce(merged).to(x.dtype)))
+
+
+class VisionTower(nn.Module):
+    """Vision transformer for images of any size; patches attend only to patches of the same frame.
+
+    Args:
+        patch_embed: embedding of a patch, ``patch values -> d``.
+        layers: transformer layers with bidirectional attention.
+        projector: projection of the output to tokens.
+        merge: rows and columns of patches that become one token.
+        positions: position embeddings that are added to the patches; by default none.
+        rope: rotary embedding of the layers; by default none.
+        patch_norm: norm before ``patch_embed``; by default none.
+        embed_norm: norm after ``patch_embed``; by default none.
+        first_norm: norm before the layers; by default none.
+        norm: norm after the layers; by default none.
+        deep_projectors: projections of the outputs of some layers to tokens, by layer index. The decoder adds these
+            tokens after its first layers (DeepStack, arXiv:2406.04334).
+        window: rows and columns of tokens in an attention window; 0: none.
+        full_layers: indices of layers without the window.
+    """
+
+    def __init__(
+        self,
+        *,
+        patch_embed: nn.Module,
+        layers: Sequence[nn.Module],
+        projector: nn.Module,
+        merge: int,
+        positions: nn.Module | None = None,
+        rope: GridRotaryPositionalEmbeddings | None = None,
+        patch_norm: nn.Module | None = None,
+        embed_norm: nn.Module | None = None,
+        first_norm: nn.Module | None = None,
+        norm: nn.Module | None = None,
+        deep_projectors: Mapping[int, nn.Module] | None = None,
+        window: int = 0,
+        full_layers: Sequence[int] = (),
+    ) -> None:
+        super().__init__()
+        self.merge = merge
+        self.window = window
+        self.full_layers = frozenset(full_layers)
+        self.deep_layers = tuple(deep_projectors or ())
+        self.patch_norm = patch_norm or nn.Identity()
+        self.patch_embed = patch_embed
+        self.embed_norm = embed_norm or nn.Identity()
+        self.positions = positions
+        self.rope = rope
+        self.first_norm = first_norm or nn.Identity()
+        self.layers = nn.ModuleList(layers)
+        self.norm = norm or nn.Identity()
+        self.projector = projector
+        self.deep_projectors = nn.ModuleList((deep_projectors or {}).values())
+
+    def forward(self, images: Images) -> list[Tensor]:
+        """Encode images.
+
+        Returns:
+            Tokens of all images, ``[n, width of the decoder]``, followed by tokens of the same shape for each layer in
+            ``deep_projectors``.
+        """
+        if images.cached:
+            return self._encode_with_cache(images)
+        return self._project(self._encode(images))
+
+    def blank(self, device: torch.device) -> Images:
+        """Return a blank image of one token."""
+        pixels = torch.zeros(self.merge**2, self.patch_embed.in_features, device=device)
+        return Images(pixels, ((1, self.merge, self.merge),))
+
+    def _encode_with_cache(self, images: Images) -> list[Tensor]:
+        """Encode the images without cached features, and cache their features.
+
+        The features are tokens if the whole tower is frozen; otherwise they are the outputs of the layers.
+        """
+        is_frozen = not any(parameter.requires_grad for parameter in self.parameters())
+        new_features: list[Tensor] = []  # of the images without cached ones: [rows, values of all layers]
+        if images.pixel_grids:
+            outputs = self._encode(images)
+            if is_frozen:
+                outputs = self._project(outputs)
+            merge = self.merge if is_frozen else 1
+            num_rows = [sum(token_counts(image.grids, merge)) for image in images.missing]
+            new_features = list(torch.cat(outputs, dim=1).split(num_rows))
+        elif is_sharded(self):  # other ranks may run the layers, which gathers their weights from all ranks
+            self._encode(self.blank(images.pixels.device))
+        for image, image_features in zip(images.missing, new_features, strict=True):
+            image.write(image_features)
+
+        features = []  # of all images, in order
+        remaining = iter(new_features)
+        for image in images.cached:
+            features.append(next(remaining) if image.features is None else image.features)
+        outputs = list(torch.cat(features).chunk(1 + len(self.deep_layers), dim=1))
+        return outputs if is_frozen else self._project(outputs)
+
+    def _project(self, outputs: Sequence[Tensor]) -> list[Tensor]:
+        """Project the final output and the outputs of the ``deep_projectors`` layers to tokens."""
+        projectors = [self.projector]
+        for layer in sorted(self.deep_layers):  # the order in which the layers were run
+            projectors.append(self.deep_projectors[self.deep_layers.index(layer)])
+        return [projector(output) for projector, output in zip(projectors, outputs, strict=True)]
+
+    def _encode(self, images: Images) -> list[Tensor]:
+        """Return the final output ``[p, d]``, and the output of each layer in ``deep_projectors``."""
+        device = images.pixels.device
+        dtype = self.patch_embed.weight.dtype
+        places = patch_places(images.pixel_grids, self.merge)  # [4, p], on the host
+        lengths = images.frame_lengths
+        x = self.embed_norm(self.patch_embed(self.patch_norm(images.patches.to(dtype))))  # [p, d]
+        if self.positions is not None:
+            x = x + self.positions(places.to(device))
+        has_class_token = isinstance(self.positions, ClassedPositions)
+        num_tiles = len(lengths)
+        if has_class_token:
+            x, places = self.positions.append_class_token(x, places, num_tiles)
+            lengths = [length + 1 for length in lengths]
+
+        # Attention stays within a frame or, in most layers of a tower with windows, within a window.
+        frames = Boundaries.of(Documents.from_lengths(lengths, device))
+        windows = frames
+        order = None
+        if self.window:
+            order, window_lengths = self._windows(images.pixel_grids)
+            x = x[order.to(device)]
+            places = places[:, order]
+            windows = Boundaries.of(Documents.from_lengths(window_lengths, device))
+
+        rope = None if self.rope is None else self.rope.cos_sin(places[:2, None].to(device))
+        x = self.first_norm(x)[None]  # [1, p, d]
+        deep_outputs = []
+        for index, layer in enumerate(self.layers):
+            x = layer(x, documents=frames if index in self.full_layers else windows, rope=rope)
+            if index in self.deep_layers:
+                deep_outputs.append(x[0])
+        outputs = [self.norm(x[0]), *deep_outputs]
+
+        if has_class_token:
+            outputs = [self.positions.remove_class_token(output, num_tiles) for output in outputs]
+        if order is not None:
+            inverse_order = order.argsort().to(device)
+            outputs = [output[inverse_order] for output in outputs]
+        return outputs
+
+    def _windows(self, grids: Sequence[Grid]) -> tuple[Tensor, list[int]]:
+        """Return the order of patches by window, and the number of patches of each window.
+
+        Frames begin one after the other, and in each of them a window begins every ``window`` tokens; the windows at
+        the right and at the bottom may be smaller.
+        """
+        block = self.merge**2  # patches of a token are consecutive
+        windows = []
+        start = 0
+        for num_frames, height, width in grids:
+            rows = height // self.merge
+            columns = width // self.merge
+            for _ in range(num_frames):
+                stop = start + rows * columns * block
+                patches = torch.arange(start, stop).view(rows, columns, block)
+                for band in patches.split(self.window):
+                    for window in band.split(self.window, dim=1):
+                        windows.append(window.flatten())
+                start = stop
+        return torch.cat(windows), [len(window) for window in windows]
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Return whether a module is sharded, so that its forward pass has all-gathers."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return False
+    from torch.distributed.fsdp import FSDPModule  # slow to import
+
+    return any(isinstance(part, FSDPModule) for part in module.modules())

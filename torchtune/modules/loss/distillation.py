@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from torchtune.data import label_index
-from torchtune.modules.loss.cross_entropy import Logits, chunked_sum
+from torchtune.modules.loss.chunked_logits import Logits, chunked_sum
 from torchtune.modules.loss.custom_loss import Projection
 
 Divergence = Callable[[Tensor, Tensor], Tensor]

@@ -19,7 +19,7 @@ from torchtune.modules.attention import Block
 from torchtune.modules.kernels.attention import MaskType
 from torchtune.modules.model_fusion._fusion_layers import get_fusion_params, register_fusion_module
 from torchtune.modules.transformer import TransformerDecoder
-from torchtune.modules.vision_tower import VisionTower, is_sharded
+from torchtune.modules.vision_transformer import VisionTower, is_sharded
 from torchtune.utils import UserError, get_logger, log_once
 
 
