@@ -35,7 +35,8 @@ def soft_cap(logits: Tensor, softcap: float | None) -> Tensor:
     """Compute ``softcap * tanh(logits / softcap)`` in at least float32; with None, return the logits unchanged."""
     if softcap is None:
         return logits
-    return softcap * torch.tanh(logits.to(torch.promote_types(logits.dtype, torch.float32)) / softcap)
+    compute = torch.promote_types(logits.dtype, torch.float32)
+    return softcap * torch.tanh(logits.to(compute) / softcap)
 
 
 class TiedLinear:
@@ -75,8 +76,10 @@ class TiedLinear:
         if hasattr(weight, "device_mesh"):  # sharded over the vocabulary
             from torchtune.modules.parallel.collectives import vocabulary_parallel_linear  # slow to import
 
-            return soft_cap(vocabulary_parallel_linear(x, weight), self.softcap)
-        return soft_cap(self.linear(x, weight), self.softcap)
+            logits = vocabulary_parallel_linear(x, weight)
+        else:
+            logits = self.linear(x, weight)
+        return soft_cap(logits, self.softcap)
 
 
 class ClassifierHead(nn.Linear):
@@ -173,10 +176,11 @@ def last_hidden_states(hidden: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
     rank, _ = batch.shard
     num_tokens = batch.tokens.numel()  # of this rank
     last_token = batch.documents.ends()[: batch.num_documents].to(hidden.device)  # [n], in the whole batch
-    last_token = last_token - rank * num_tokens
+    last_token = last_token - rank * num_tokens  # among the tokens of this rank
     is_local = (last_token >= 0) & (last_token < num_tokens)
     # Indexed without a selection, whose size the host would wait for.
-    return hidden.flatten(0, -2)[last_token.masked_fill(~is_local, 0)], is_local
+    indices = last_token.masked_fill(~is_local, 0)
+    return hidden.flatten(0, -2)[indices], is_local
 
 
 def pooled_embeddings(hidden: Tensor, batch: Batch, pooling: Pooling) -> Tensor:
@@ -198,18 +202,22 @@ def pooled_embeddings(hidden: Tensor, batch: Batch, pooling: Pooling) -> Tensor:
         >>> torchtune.modules.pooled_embeddings(model(**batch.model_inputs(), output="hidden"), batch, "mean").shape
         torch.Size([1, 32])
     """
+    compute = torch.promote_types(hidden.dtype, torch.float32)
     if pooling == "last":
         last_hidden, is_local = last_hidden_states(hidden, batch)
         embeddings = last_hidden.masked_fill(~is_local[:, None], 0.0)
         # The second term keeps the graph connected on ranks without a last token.
         embeddings = embeddings + 0.0 * hidden.sum()
-        return embeddings.to(torch.promote_types(hidden.dtype, torch.float32))
+        return embeddings.to(compute)
     if batch.documents is None:
         raise DataError("collate_fn: a mean is over a document, but the batch has none: use collate_embedding.")
     # Sums of many tokens lose digits in half precision.
-    wide = hidden.flatten(0, -2).to(torch.promote_types(hidden.dtype, torch.float32))  # [b * s, d]
+    wide = hidden.flatten(0, -2).to(compute)  # [b * s, d]
     rank, size = batch.shard
-    document_ids = batch.documents.document_ids().to(hidden.device).chunk(size)[rank]  # [b * s]
-    sums = wide.new_zeros(len(batch.documents.lengths), wide.shape[1]).index_add(0, document_ids, wide)
+    ids_of_all_ranks = batch.documents.document_ids().to(hidden.device)
+    document_ids = ids_of_all_ranks.chunk(size)[rank]  # [b * s]
+    zeros = wide.new_zeros(len(batch.documents.lengths), wide.shape[1])  # [documents, d]
+    sums = zeros.index_add(0, document_ids, wide)
     lengths = torch.tensor(batch.documents.lengths, device=hidden.device)
-    return (sums / lengths[:, None])[: batch.num_documents]  # padding documents are the last
+    means = sums / lengths[:, None]
+    return means[: batch.num_documents]  # padding documents are the last

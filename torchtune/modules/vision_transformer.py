@@ -73,20 +73,23 @@ class Tiles:
                 )
             counts.append(max(height * width, 1))  # a padding image is one tile
         # Sorted, images of one size are consecutive, and the mask attends to them at once.
-        sorted_images = sorted(range(len(counts)), key=counts.__getitem__)
+        input_order = list(range(len(counts)))
+        sorted_order = sorted(input_order, key=lambda image: counts[image])
         order = None
         ratios = ratios.to(images.device)
-        if sorted_images != list(range(len(counts))):
-            order = to_device(sorted_images, images.device)
+        if sorted_order != input_order:
+            order = to_device(sorted_order, images.device)
             ratios = ratios[order]
-        groups = tuple((counts.count(count), count * tokens) for count in sorted(set(counts)))
+        groups = []  # number of images of a size, and real positions of each
+        for count in sorted(set(counts)):
+            groups.append((counts.count(count), count * tokens))
         return cls(
             shape=(batch_size, images_per_row, num_tiles),
             max_num_tiles=max_num_tiles,
             tokens=tokens,
-            padding=-tokens % multiple,
+            padding=-tokens % multiple,  # up to the next multiple
             order=order,
-            mask=TileMask(groups),
+            mask=TileMask(tuple(groups)),
             ratios=ratios,
         )
 
@@ -96,9 +99,12 @@ class Tiles:
         Padding tiles are zero.
         """
         num_tiles = self.shape[2]
-        x = x.unflatten(0, (-1, num_tiles))
-        x = F.pad(x, (0, 0, 0, 0, 0, self.max_num_tiles - num_tiles))
-        return x if self.order is None else x[self.order]
+        num_missing = self.max_num_tiles - num_tiles
+        x = x.unflatten(0, (-1, num_tiles))  # [b * images, tiles, n, d]
+        x = F.pad(x, (0, 0, 0, 0, 0, num_missing))  # after the tiles; the last dimensions come first here
+        if self.order is not None:
+            x = x[self.order]
+        return x
 
     def join(self, tokens: Tensor, padding: Tensor | None = None) -> Tensor:
         """Concatenate tokens ``[n, max_num_tiles, tokens, d]`` and padding, by default zeros, to ``[n, s, d]``."""
@@ -109,8 +115,11 @@ class Tiles:
 
     def split(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Split sequences ``[n, s, d]`` into tokens and padding; the inverse of :meth:`join`."""
-        tokens, padding = x.split([self.max_num_tiles * self.tokens, self.max_num_tiles * self.padding], dim=1)
-        return tokens.unflatten(1, (self.max_num_tiles, -1)), padding.unflatten(1, (self.max_num_tiles, -1))
+        num_tokens = self.max_num_tiles * self.tokens
+        num_padding = self.max_num_tiles * self.padding
+        tokens, padding = x.split([num_tokens, num_padding], dim=1)
+        by_tile = (self.max_num_tiles, -1)
+        return tokens.unflatten(1, by_tile), padding.unflatten(1, by_tile)
 
     def unpad(self, x: Tensor) -> Tensor:
         """Return the tokens ``[b, images, tiles, tokens, d]`` of sequences ``[n, s, d]``, in the input's order."""
@@ -118,7 +127,8 @@ class Tiles:
         tokens, _ = self.split(x)
         tokens = tokens[:, :num_tiles]  # [b * images, tiles, tokens, d]
         if self.order is not None:
-            tokens = tokens[self.order.argsort()]
+            input_order = self.order.argsort()
+            tokens = tokens[input_order]
         return tokens.unflatten(0, (batch_size, images_per_row))
 
 
@@ -137,8 +147,9 @@ class CLSEmbedding(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Concatenate the CLS token: ``[..., patches, d]`` to ``[..., patches + 1, d]``."""
-        token = self.weight.to(x.dtype).expand(*x.shape[:-2], 1, -1)
-        return torch.cat([x, token] if self.append else [token, x], dim=-2)
+        token = self.weight.to(x.dtype).expand(*x.shape[:-2], 1, -1)  # [..., 1, d]
+        parts = [x, token] if self.append else [token, x]
+        return torch.cat(parts, dim=-2)
 
 
 class CLSProjection(nn.Module):
@@ -157,7 +168,8 @@ class CLSProjection(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Project the CLS token: ``[b, images, tiles, tokens, d]`` to ``[b, images, tiles, 1, cls_output_dim]``."""
-        return self.proj(x[..., -1:, :] if self.is_last else x[..., :1, :])
+        token = x[..., -1:, :] if self.is_last else x[..., :1, :]
+        return self.proj(token)
 
 
 class VisionTransformer(nn.Module):
@@ -261,7 +273,8 @@ class VisionTransformer(nn.Module):
             if num_tiles > 1:
                 raise ValueError("aspect_ratio must say how the tiles of an image lie: give [b, images, 2].")
             aspect_ratio = torch.ones(batch_size, images_per_row, 2, dtype=torch.int64, device=images.device)
-        patches = self.conv(images.flatten(0, 2).to(self.conv.weight.dtype))  # [b * images * tiles, d, rows, columns]
+        pixels = images.flatten(0, 2)  # [b * images * tiles, c, h, w]
+        patches = self.conv(pixels.to(self.conv.weight.dtype))  # [b * images * tiles, d, rows, columns]
         patches = patches.flatten(2).transpose(1, 2)  # [b * images * tiles, patches, d]
         if patches.shape[1] != self.patches_per_tile:
             raise ValueError(f"A tile has {patches.shape[1]} patches, but the encoder needs {self.patches_per_tile}.")
@@ -299,13 +312,16 @@ def patch_places(grids: Sequence[Grid], merge: int) -> Tensor:
 
     Patches are ordered by frame, then by block of ``merge`` x ``merge``, then by row and column in the block.
     """
-    places = []
+    places_of_images = []
     for frames, height, width in grids:
-        row, column = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
-        blocks = torch.stack([row, column]).view(2, height // merge, merge, width // merge, merge)
+        rows, columns = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")  # [height, width]
+        # [2, block row, row in the block, block column, column in the block]
+        blocks = torch.stack([rows, columns]).view(2, height // merge, merge, width // merge, merge)
+        row_and_column = blocks.transpose(2, 3).flatten(1)  # [2, height * width], in the order of the patches
         size = torch.tensor([[height], [width]]).expand(2, height * width)
-        places.append(torch.cat([blocks.transpose(2, 3).flatten(1), size]).repeat(1, frames))
-    return torch.cat(places, dim=1)
+        places_of_frame = torch.cat([row_and_column, size])  # [4, height * width]
+        places_of_images.append(places_of_frame.repeat(1, frames))
+    return torch.cat(places_of_images, dim=1)
 
 
 class InterpolatedPositions(nn.Module):
@@ -322,8 +338,9 @@ class InterpolatedPositions(nn.Module):
     def forward(self, places: Tensor) -> Tensor:
         """Return the embeddings ``[p, d]`` of patches at ``places`` (see :func:`patch_places`)."""
         last = self.side - 1
-        # Rows and columns of the patches in the table, with fractions: [2, p].
-        table_places = places[:2].float() * last / (places[2:] - 1).clamp(min=1)
+        # Rows and columns of the patches in the table, with fractions: [2, p]. An image of one row has its first one.
+        last_of_image = (places[2:] - 1).clamp(min=1)
+        table_places = places[:2].float() * last / last_of_image
         corner = table_places.floor().long()
         fraction = table_places - corner
         embeddings = 0.0
@@ -334,7 +351,8 @@ class InterpolatedPositions(nn.Module):
                 column = (corner[1] + right).clamp(max=last)
                 column_weight = fraction[1] if right else 1 - fraction[1]
                 weight = row_weight * column_weight  # [p]
-                embeddings = embeddings + self.table(row * self.side + column) * weight[:, None]
+                entries = self.table(row * self.side + column)  # [p, d]
+                embeddings = embeddings + entries * weight[:, None]
         return embeddings.to(self.table.weight.dtype)
 
 
@@ -348,14 +366,18 @@ class ClassedPositions(InterpolatedPositions):
 
     def append_class_token(self, x: Tensor, places: Tensor, num_tiles: int) -> tuple[Tensor, Tensor]:
         """Append the class token to the patches ``[p, d]`` of each tile, at row and column -1."""
-        class_token = (self.class_token + self.table.weight[-1]).to(x.dtype).expand(num_tiles, 1, -1)
-        x = torch.cat([x.unflatten(0, (num_tiles, -1)), class_token], dim=1)  # [tiles, patches + 1, d]
-        places = F.pad(places.unflatten(1, (num_tiles, -1)), (0, 1), value=-1)  # [4, tiles, patches + 1]
+        class_token = self.class_token + self.table.weight[-1]  # [d], with its position
+        class_tokens = class_token.to(x.dtype).expand(num_tiles, 1, -1)
+        patches = x.unflatten(0, (num_tiles, -1))  # [tiles, patches, d]
+        x = torch.cat([patches, class_tokens], dim=1)  # [tiles, patches + 1, d]
+        places_of_tiles = places.unflatten(1, (num_tiles, -1))  # [4, tiles, patches]
+        places = F.pad(places_of_tiles, (0, 1), value=-1)  # [4, tiles, patches + 1]
         return x.flatten(0, 1), places.flatten(1)
 
     def remove_class_token(self, x: Tensor, num_tiles: int) -> Tensor:
         """Return ``[p, d]`` of the patches alone; the inverse of :meth:`append_class_token`."""
-        return x.unflatten(0, (num_tiles, -1))[:, :-1].flatten(0, 1)
+        tiles = x.unflatten(0, (num_tiles, -1))  # [tiles, patches + 1, d]
+        return tiles[:, :-1].flatten(0, 1)
 
 
 class AxisPositions(nn.Module):
@@ -367,7 +389,9 @@ class AxisPositions(nn.Module):
 
     def forward(self, places: Tensor) -> Tensor:
         """Return the embeddings ``[p, d]`` of patches at ``places`` (see :func:`patch_places`)."""
-        return self.tables[0][places[1]] + self.tables[1][places[0]]
+        rows = places[0]
+        columns = places[1]
+        return self.tables[0][columns] + self.tables[1][rows]
 
 
 class ClippedLinear(nn.Module):
@@ -382,7 +406,8 @@ class ClippedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Apply the layer to ``[..., in]``."""
         low, high, output_low, output_high = self.bounds.to(x.dtype)
-        return self.linear(x.clamp(low, high)).clamp(output_low, output_high)
+        output = self.linear(x.clamp(low, high))
+        return output.clamp(output_low, output_high)
 
 
 class Standardization(nn.Module):
@@ -435,12 +460,13 @@ class PatchMerger(nn.Module):
         """Project patches ``[p, d]`` to tokens ``[p / merge², width]``."""
         blocks = self.norm(x).unflatten(0, (-1, self.merge**2))  # [p / merge², merge², d]
         if self.pools:
-            merged = blocks.float().mean(1) * x.shape[1] ** 0.5
+            merged = blocks.float().mean(1) * x.shape[1] ** 0.5  # [p / merge², d]
         elif self.channels_first:
-            merged = blocks.transpose(1, 2).flatten(1)
+            merged = blocks.transpose(1, 2).flatten(1)  # [p / merge², d * merge²]
         else:
-            merged = blocks.flatten(1)
-        return self.mlp(self.merged_norm(self.reduce(merged).to(x.dtype)))
+            merged = blocks.flatten(1)  # [p / merge², merge² * d]
+        merged = self.reduce(merged).to(x.dtype)  # pooling and some reductions compute in float32
+        return self.mlp(self.merged_norm(merged))
 
 
 class VisionTower(nn.Module):
@@ -523,9 +549,11 @@ class VisionTower(nn.Module):
             outputs = self._encode(images)
             if is_frozen:
                 outputs = self._project(outputs)
+            # A row of an output is a token, or a patch of the layers' outputs.
             merge = self.merge if is_frozen else 1
             num_rows = [sum(token_counts(image.grids, merge)) for image in images.missing]
-            new_features = list(torch.cat(outputs, dim=1).split(num_rows))
+            values_of_layers = torch.cat(outputs, dim=1)
+            new_features = list(values_of_layers.split(num_rows))
         elif is_sharded(self):  # other ranks may run the layers, which gathers their weights from all ranks
             self._encode(self.blank(images.pixels.device))
         for image, image_features in zip(images.missing, new_features, strict=True):
@@ -535,8 +563,11 @@ class VisionTower(nn.Module):
         remaining = iter(new_features)
         for image in images.cached:
             features.append(next(remaining) if image.features is None else image.features)
-        outputs = list(torch.cat(features).chunk(1 + len(self.deep_layers), dim=1))
-        return outputs if is_frozen else self._project(outputs)
+        num_outputs = 1 + len(self.deep_layers)
+        outputs = list(torch.cat(features).chunk(num_outputs, dim=1))
+        if is_frozen:  # the features are tokens
+            return outputs
+        return self._project(outputs)
 
     def _project(self, outputs: Sequence[Tensor]) -> list[Tensor]:
         """Project the final output and the outputs of the ``deep_projectors`` layers to tokens."""
@@ -551,7 +582,8 @@ class VisionTower(nn.Module):
         dtype = self.patch_embed.weight.dtype
         places = patch_places(images.pixel_grids, self.merge)  # [4, p], on the host
         lengths = images.frame_lengths
-        x = self.embed_norm(self.patch_embed(self.patch_norm(images.patches.to(dtype))))  # [p, d]
+        x = self.patch_norm(images.patches.to(dtype))  # [p, patch values]
+        x = self.embed_norm(self.patch_embed(x))  # [p, d]
         if self.positions is not None:
             x = x + self.positions(places.to(device))
         has_class_token = isinstance(self.positions, ClassedPositions)
@@ -570,11 +602,15 @@ class VisionTower(nn.Module):
             places = places[:, order]
             windows = Boundaries.of(Documents.from_lengths(window_lengths, device))
 
-        rope = None if self.rope is None else self.rope.cos_sin(places[:2, None].to(device))
+        rope = None
+        if self.rope is not None:
+            rows_and_columns = places[:2, None].to(device)  # [2, 1, p]: coordinates of one row of the batch
+            rope = self.rope.cos_sin(rows_and_columns)
         x = self.first_norm(x)[None]  # [1, p, d]
         deep_outputs = []
         for index, layer in enumerate(self.layers):
-            x = layer(x, documents=frames if index in self.full_layers else windows, rope=rope)
+            boundaries = frames if index in self.full_layers else windows
+            x = layer(x, documents=boundaries, rope=rope)
             if index in self.deep_layers:
                 deep_outputs.append(x[0])
         outputs = [self.norm(x[0]), *deep_outputs]
@@ -601,8 +637,8 @@ class VisionTower(nn.Module):
             for _ in range(num_frames):
                 stop = start + rows * columns * block
                 patches = torch.arange(start, stop).view(rows, columns, block)
-                for band in patches.split(self.window):
-                    for window in band.split(self.window, dim=1):
+                for rows_of_windows in patches.split(self.window):
+                    for window in rows_of_windows.split(self.window, dim=1):
                         windows.append(window.flatten())
                 start = stop
         return torch.cat(windows), [len(window) for window in windows]

@@ -425,8 +425,7 @@ def block_attention(
     keys = _by_kv_head(k, torch.float32)  # [b * n_kv, t, h]
     values = _by_kv_head(v, v.dtype)
     for block in _iter_blocks(queries, keys, window, softcap, sinks):
-        weights = block.weights.to(v.dtype)
-        product = torch.bmm(weights, values[:, block.seen])  # [b * n_kv, n / n_kv * block, h]
+        product = torch.bmm(block.weights.to(v.dtype), values[:, block.seen])  # [b * n_kv, n / n_kv * block, h]
         out_block = out_heads[:, :, :, block.positions]
         out_block.copy_(product.view(out_block.shape))
 

@@ -74,17 +74,20 @@ class Logits:
     @property
     def parameters(self) -> list[Tensor]:
         """The trained parameters of the projection."""
+        parameters: list[Tensor | None] = []
         if self.is_plain:
             parameters = [self._weight, self._bias]
         else:
             module = getattr(self._projection, "tied_module", self._projection)
-            parameters = list(module.parameters()) if isinstance(module, nn.Module) else []
+            if isinstance(module, nn.Module):
+                parameters = list(module.parameters())
         return [parameter for parameter in parameters if parameter is not None and parameter.requires_grad]
 
     def rows_of(self, elements: int) -> int:
         """Return the number of positions, at least 1, whose logits have about this many elements."""
         weight = self._weight if self.is_plain else self._projection.weight
-        return max(1, elements // len(_local_shard(weight)))
+        vocab_size = len(_local_shard(weight))
+        return max(1, elements // vocab_size)
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Compute logits [n, v] of hidden states [n, d], which the caller may overwrite; with a group, its shard."""
@@ -110,7 +113,9 @@ def _is_sharded(parameter: Tensor | None) -> bool:
 
 
 def _local_shard(parameter: Tensor | None) -> Tensor | None:
-    return parameter.to_local() if _is_sharded(parameter) else parameter
+    if _is_sharded(parameter):
+        return parameter.to_local()
+    return parameter
 
 
 def at_least_float32(x: Tensor) -> Tensor:
@@ -123,7 +128,15 @@ def _identity(tensor: Tensor) -> Tensor:
 
 
 class _Gradients:
-    """Gradients of hidden states and of the projection's parameters, which are summed in at least float32."""
+    """Gradients of hidden states and of the projection's parameters, which are summed in at least float32.
+
+    Args:
+        hidden: hidden states [n, d].
+        function: function of the logits.
+        logits: the output projection.
+        parameters: parameters of the projection that need gradients.
+        needs_hidden: whether the hidden states need one.
+    """
 
     def __init__(
         self, hidden: Tensor, function: RowFunction, logits: Logits, parameters: Sequence[Tensor], needs_hidden: bool
@@ -132,7 +145,9 @@ class _Gradients:
         self.function = function
         self.logits = logits
         self.parameters = parameters
-        self.of_hidden = torch.zeros_like(hidden) if needs_hidden else None
+        self.of_hidden: Tensor | None = None
+        if needs_hidden:
+            self.of_hidden = torch.zeros_like(hidden)
         self.of_parameters: list[Tensor | None] = [None] * len(parameters)
 
     def add(self, rows: slice, grads: Sequence[Tensor] | None) -> Tensor:
@@ -153,21 +168,28 @@ class _Gradients:
             if grad is None:
                 continue
             total = self.of_parameters[index]
-            # The gradient of a single chunk keeps its dtype: no copy in float32 is made where nothing is summed.
-            self.of_parameters[index] = grad if total is None else at_least_float32(total).add_(grad)
+            if total is None:
+                # The gradient of a single chunk keeps its dtype: no copy in float32 is made where nothing is summed.
+                self.of_parameters[index] = grad
+            else:
+                self.of_parameters[index] = at_least_float32(total).add_(grad)
         return values
 
     def result(self) -> list[Tensor | None]:
         """Return the gradients of the hidden states and of every parameter."""
         gradients = [self.of_hidden]
         for grad, parameter in zip(self.of_parameters, self.parameters, strict=True):
-            gradients.append(torch.zeros_like(parameter) if grad is None else grad.to(parameter.dtype))
+            if grad is None:  # no chunk has read it, for example the adapter of another layer
+                gradients.append(torch.zeros_like(parameter))
+            else:
+                gradients.append(grad.to(parameter.dtype))
         return gradients
 
 
 def _slices(hidden: Tensor, chunk_rows: int) -> list[slice]:
     """Slices of chunks; without positions an empty one, so that every rank runs the same projection."""
-    return [slice(start, start + chunk_rows) for start in range(0, max(len(hidden), 1), chunk_rows)]
+    starts = range(0, max(len(hidden), 1), chunk_rows)
+    return [slice(start, start + chunk_rows) for start in starts]
 
 
 class _ChunkedSum(torch.autograd.Function):
@@ -193,12 +215,11 @@ class _ChunkedSum(torch.autograd.Function):
                 "The gradients of this loss were used up by a first backward pass: call the loss again instead of "
                 "passing retain_graph=True."
             )
-        scaled = []
         for gradient in ctx.gradients:
-            # In place, as this backward pass is the only one.
-            scaled.append(None if gradient is None else gradient.mul_(grad))
+            if gradient is not None:
+                gradient.mul_(grad)  # in place, as this backward pass is the only one
+        of_hidden, *of_parameters = ctx.gradients
         ctx.gradients = None
-        of_hidden, *of_parameters = scaled
         return of_hidden, None, None, None, *of_parameters
 
 
@@ -227,9 +248,13 @@ class _ChunkedRows(torch.autograd.Function):
 
 
 def _rows_of(hidden: Tensor, function: RowFunction, logits: Logits, chunk_rows: int) -> tuple[Tensor, ...]:
-    chunks = [function(logits(hidden[rows]), rows) for rows in _slices(hidden, chunk_rows)]
-    # Chunks of tuples -> a tuple of tensors [n].
-    return tuple(torch.cat(values) for values in zip(*chunks, strict=True))
+    """Values of all positions, [n] each."""
+    values_of_chunks = []
+    for rows in _slices(hidden, chunk_rows):
+        # No name for the logits: it would keep them while the next chunk's are computed.
+        values_of_chunks.append(function(logits(hidden[rows]), rows))
+    # Tuples of chunks -> a tuple of tensors [n].
+    return tuple(torch.cat(values) for values in zip(*values_of_chunks, strict=True))
 
 
 @outside_graphs
@@ -250,7 +275,9 @@ def chunked_sum(hidden: Tensor, function: RowFunction, logits: Logits, chunk_row
     parameters = logits.parameters
     if torch.is_grad_enabled() and (hidden.requires_grad or parameters):
         return _ChunkedSum.apply(hidden, function, logits, chunk_rows, *parameters)
-    sums = [function(logits(hidden[rows]), rows).sum() for rows in _slices(hidden, chunk_rows)]
+    sums = []
+    for rows in _slices(hidden, chunk_rows):
+        sums.append(function(logits(hidden[rows]), rows).sum())
     return torch.stack(sums).sum()
 
 
@@ -281,7 +308,8 @@ def log_probs_of_rows(
     exp = shifted.exp()
     sums = {"exp": exp.sum(-1), "target": target_logits}  # over the vocabulary, [n] each
     if with_entropy:
-        sums["exp · logit"] = (exp * shifted.clamp(min=-1e30)).sum(-1)  # clamped, as 0 · -inf would be NaN
+        finite = shifted.clamp(min=-1e30)  # 0 · -inf would be NaN
+        sums["exp · logit"] = (exp * finite).sum(-1)
     if group is not None:
         sums = sum_over_shards(sums, group)
     total = sums["exp"]
@@ -319,8 +347,9 @@ def shift_rows(logits: Tensor, targets: Tensor, group: dist.ProcessGroup | None)
         # Every rank subtracts the same number, so that sums of exponentials can be added.
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
         columns = columns - group.rank() * logits.shape[1]
+    is_outside = (columns < 0) | (columns >= logits.shape[1])
     # Without a group no target is masked: one that is no token must fail in gather.
-    is_elsewhere = ((columns < 0) | (columns >= logits.shape[1])) & (group is not None)
+    is_elsewhere = is_outside & (group is not None)
     shifted = logits - largest
     target_logits = shifted.gather(-1, columns.masked_fill(is_elsewhere, 0))
     target_logits = target_logits.masked_fill(is_elsewhere, 0.0).squeeze(-1)  # [n]
@@ -340,9 +369,12 @@ def _log_probs(
     *,
     with_entropy: bool = False,
 ) -> tuple[Tensor, ...]:
+    """Log-probs [n] of the targets of hidden states [n, d], and entropies [n] if asked for."""
+
     def function(chunk: Tensor, rows: slice) -> tuple[Tensor, ...]:
-        scaled = chunk if temperature == 1.0 else at_least_float32(chunk) / temperature
-        return log_probs_of_rows(scaled, targets[rows], logits.group, with_entropy=with_entropy)
+        if temperature != 1.0:
+            chunk = at_least_float32(chunk) / temperature
+        return log_probs_of_rows(chunk, targets[rows], logits.group, with_entropy=with_entropy)
 
     return chunked_rows(hidden, function, logits, chunk_rows)
 
@@ -410,8 +442,10 @@ def linear_log_probs(
         raise ValueError(f"linear_log_probs: temperature {temperature} and chunk_rows {chunk_rows} must be positive.")
     logits = Logits(weight, bias, softcap)
     chunk_rows = chunk_rows or logits.rows_of(_CHUNK_ELEMENTS)
-    values = _log_probs(hidden, targets, logits, temperature, chunk_rows, with_entropy=return_entropy)
-    return values if return_entropy else values[0]
+    log_probs, *entropies = _log_probs(hidden, targets, logits, temperature, chunk_rows, with_entropy=return_entropy)
+    if return_entropy:
+        return log_probs, entropies[0]
+    return log_probs
 
 
 def token_log_probs(
@@ -453,7 +487,10 @@ def token_log_probs(
     chunk_rows = logits.rows_of(_CHUNK_ELEMENTS)
     values_of_rows = _log_probs(rows, targets, logits, temperature, chunk_rows, with_entropy=return_entropy)
     values_of_batch = []
-    for values in values_of_rows:  # [n] -> [b, s]
-        zeros = values.new_zeros(len(flat_labels))
-        values_of_batch.append(zeros.index_copy(0, index, values).view(labels.shape))
-    return values_of_batch if return_entropy else values_of_batch[0]
+    for values in values_of_rows:  # [n]
+        zeros = values.new_zeros(len(flat_labels))  # [b * s]
+        values_of_positions = zeros.index_copy(0, index, values)
+        values_of_batch.append(values_of_positions.view(labels.shape))
+    if return_entropy:
+        return values_of_batch
+    return values_of_batch[0]

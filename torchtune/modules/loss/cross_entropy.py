@@ -69,9 +69,11 @@ class LossTerms:
         if self.reweighting == "dft":
             return torch.exp(-losses)
         if self.reweighting == "eaft":
-            log_probs = torch.log_softmax(at_least_float32(top_logits(_EAFT_TOKENS).detach()), -1)  # [n, k]
+            top = at_least_float32(top_logits(_EAFT_TOKENS).detach())
+            log_probs = torch.log_softmax(top, -1)  # [n, k]
             entropies = -(log_probs.exp() * log_probs).sum(-1)
-            return (entropies.to(losses.dtype) / _EAFT_LARGEST).pow(self.eaft_alpha)
+            uncertainty = entropies.to(losses.dtype) / _EAFT_LARGEST
+            return uncertainty.pow(self.eaft_alpha)
         return torch.ones_like(losses)
 
 
@@ -118,11 +120,13 @@ def _dot_rows(probabilities: Tensor, logits: Tensor) -> Tensor:
     if torch.compiler.is_compiling():
         return (probabilities * logits).sum(-1)  # one kernel
     on_cpu = computes_on_cpu(logits.device)
-    rows = max(1, (_CPU_PRODUCT_BLOCK if on_cpu else _PRODUCT_BLOCK) // logits.shape[1])
+    block_elements = _CPU_PRODUCT_BLOCK if on_cpu else _PRODUCT_BLOCK
+    rows = max(1, block_elements // logits.shape[1])
     sums = []
     for block, block_logits in zip(probabilities.split(rows), logits.split(rows), strict=True):
-        factors = block_logits.to(block.dtype) if on_cpu else block_logits  # a CPU is slow with two dtypes
-        sums.append((block * factors).sum(-1))
+        if on_cpu:
+            block_logits = block_logits.to(block.dtype)  # a CPU is slow with two dtypes
+        sums.append((block * block_logits).sum(-1))
     return torch.cat(sums)
 
 
@@ -140,16 +144,18 @@ def _add_terms(
         column: targets [n, 1].
     """
     smoothing = terms.label_smoothing
-    factors = terms.factors(losses, lambda k: logits.topk(min(k, logits.shape[-1]), -1).values)  # [n]
+    vocab_size = logits.shape[-1]
+    factors = terms.factors(losses, lambda k: logits.topk(min(k, vocab_size), -1).values)  # [n]
     if smoothing:
         # The mean over all tokens of −log p, with log p = logit − log normalizer.
         uniform_losses = log_normalizers - logits.mean(-1, dtype=gradient.dtype)
         losses = (1.0 - smoothing) * losses + smoothing * uniform_losses
     losses = factors * losses + terms.z_loss * log_normalizers.square()
     # The gradient of the log normalizer is the softmax.
-    gradient.mul_((factors + 2.0 * terms.z_loss * log_normalizers).unsqueeze(-1))
+    softmax_factors = factors + 2.0 * terms.z_loss * log_normalizers
+    gradient.mul_(softmax_factors.unsqueeze(-1))
     if smoothing:
-        gradient.sub_(smoothing / logits.shape[-1])
+        gradient.sub_(smoothing / vocab_size)
     gradient.scatter_add_(-1, column, (smoothing - 1.0) * factors.unsqueeze(-1))
     return losses
 
@@ -173,8 +179,8 @@ def sharded_row_losses(
     exp = shifted.exp()
     sums = {"exp": exp.sum(-1), "target": target_logits}  # over the vocabulary, [n] each
     if with_statistics:
-        # Clamped, as 0 · -inf would be NaN.
-        sums["exp · logit"] = (exp.detach() * shifted.detach().clamp(min=-1e30)).sum(-1)
+        finite = shifted.detach().clamp(min=-1e30)  # 0 · -inf would be NaN
+        sums["exp · logit"] = (exp.detach() * finite).sum(-1)
     if terms.label_smoothing:
         sums["logit"] = shifted.sum(-1)
     sums = sum_over_shards(sums, group)
@@ -199,26 +205,28 @@ def sharded_row_losses(
         num_tokens = logits.shape[1] * group.size()
         uniform_losses = log_totals - sums["logit"] / num_tokens
         losses = (1.0 - terms.label_smoothing) * losses + terms.label_smoothing * uniform_losses
-    return factors * losses + terms.z_loss * (largest + log_totals).square(), *statistics
+    log_normalizers = largest + log_totals
+    return factors * losses + terms.z_loss * log_normalizers.square(), *statistics
 
 
 class _CrossEntropy(torch.autograd.Function):
+    """Losses [n] of logits [n, v], block by block; the blocks of the logits are overwritten with their gradient."""
+
     @staticmethod
     def forward(ctx: Any, logits: Tensor, target: Tensor, function: RowLosses) -> tuple[Tensor, ...]:
-        block = _CPU_BLOCK if computes_on_cpu(logits.device) else LOGITS_BLOCK
-        rows = max(1, block // logits.shape[1])
+        block_elements = _CPU_BLOCK if computes_on_cpu(logits.device) else LOGITS_BLOCK
+        rows = max(1, block_elements // logits.shape[1])
         # Detached: the compiler refuses views that were made without gradients of a tensor that has one, once another
         # view has changed it in place.
         values = logits.detach()
-        blocks = [
-            function(block_logits, block_target)
-            for block_logits, block_target in zip(values.split(rows), target.split(rows), strict=True)
-        ]
+        results = []  # of each block: its losses and statistics
+        for block_logits, block_target in zip(values.split(rows), target.split(rows), strict=True):
+            results.append(function(block_logits, block_target))
         ctx.gradient = logits  # overwritten by the function
         ctx.rows = rows
-        losses, *statistics = blocks[0]
-        if len(blocks) > 1:  # tuples of blocks -> a tuple of tensors [n]
-            losses, *statistics = [torch.cat(tensors) for tensors in zip(*blocks, strict=True)]
+        losses, *statistics = results[0]
+        if len(results) > 1:  # tuples of blocks -> a tuple of tensors [n]
+            losses, *statistics = [torch.cat(tensors) for tensors in zip(*results, strict=True)]
         ctx.mark_non_differentiable(*statistics)
         return losses, *statistics
 
@@ -353,7 +361,9 @@ class LinearCrossEntropyLoss(SFTLoss, nn.Module):
     @property
     def linear_projection(self) -> Any:
         """The output projection of ``set_model_output``, or ``None`` before that call."""
-        return self._projection[0] if self._projection else None
+        if not self._projection:
+            return None
+        return self._projection[0]
 
     def compute_cross_entropy(self, hidden_chunk: Tensor, target_chunk: Tensor) -> Tensor:
         """Compute the summed cross entropy of some positions: hidden [n, d], targets [n] -> scalar."""
@@ -435,10 +445,14 @@ class LinearCrossEntropyLoss(SFTLoss, nn.Module):
             of labels (int64 scalar), or sum of their weights (float32 scalar).
         """
         is_labeled = labels != self.ignore_index
-        count = is_labeled.sum() if weights is None else (weights * is_labeled).sum()
         hidden = hidden.flatten(0, -2)  # [b * s, d]
         target = labels.flatten()  # [b * s]
-        row_weights = None if weights is None else weights.flatten()  # [b * s]
+        row_weights = None
+        if weights is None:
+            count = is_labeled.sum()
+        else:
+            count = (weights * is_labeled).sum()
+            row_weights = weights.flatten()  # [b * s]
         if self.mask_ignored_tokens:
             if index is None:
                 index = label_index(target, self.ignore_index)
@@ -461,9 +475,13 @@ class LinearCrossEntropyLoss(SFTLoss, nn.Module):
                 entropy_sums.append(entropies.sum())
             if row_losses is not None:
                 row_losses.append(values.detach())
-            return values if row_weights is None else values * row_weights[rows]
+            if row_weights is not None:
+                values = values * row_weights[rows]
+            return values
 
-        trained = projection.weight if logits.is_plain and logits.parameters else None
+        trained = None
+        if logits.is_plain and logits.parameters:
+            trained = projection.weight
         chunk_rows = choose_chunk_rows(len(target), self.num_output_chunks, trained)
         total = chunked_sum(hidden, losses, logits, chunk_rows)
         if metrics is not None:
@@ -517,16 +535,7 @@ class CEWithChunkedOutputLoss(LinearCrossEntropyLoss):
         return total / count.clamp(min=1)
 
 
-# Problem type -> (logits [n, c], targets [n, c] or [n, 1]) -> losses [n].
-_LOSSES = {
-    "single_label_classification": lambda logits, targets: F.cross_entropy(
-        logits, targets.squeeze(-1).long(), reduction="none"
-    ),
-    "multi_label_classification": lambda logits, targets: F.binary_cross_entropy_with_logits(
-        logits, targets, reduction="none"
-    ).mean(-1),
-    "regression": lambda logits, targets: F.mse_loss(logits, targets, reduction="none").mean(-1),
-}
+_PROBLEM_TYPES = ("single_label_classification", "multi_label_classification", "regression")
 
 
 class ClassificationLoss(SFTLoss, nn.Module):
@@ -563,8 +572,8 @@ class ClassificationLoss(SFTLoss, nn.Module):
         Raises:
             LossError: the problem type is unknown.
         """
-        if problem_type not in _LOSSES:
-            raise LossError(f"problem_type is '{problem_type}': choose one of {', '.join(_LOSSES)}.")
+        if problem_type not in _PROBLEM_TYPES:
+            raise LossError(f"problem_type is '{problem_type}': choose one of {', '.join(_PROBLEM_TYPES)}.")
         self.problem_type = problem_type
         self._targets = targets
 
@@ -627,8 +636,8 @@ class ClassificationLoss(SFTLoss, nn.Module):
             return zero, torch.zeros((), dtype=torch.int64, device=labels.device)
         logits = projection(hidden.index_select(0, index))  # [n, c]
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        targets = self._targets_of(labels.index_select(0, index))
-        losses = _LOSSES[self.problem_type](logits, targets.to(logits.dtype))  # [n]
+        targets = self._targets_of(labels.index_select(0, index))  # [n, c] or [n, 1]
+        losses = self._losses(logits, targets.to(logits.dtype))  # [n]
         if self._outputs is not None:
             self._outputs.append((logits.detach(), targets.detach()))
         if row_losses is not None:
@@ -637,6 +646,16 @@ class ClassificationLoss(SFTLoss, nn.Module):
             return losses.sum(), torch.full((), len(index), device=labels.device)
         label_weights = weights.flatten().index_select(0, index)  # [n]
         return (losses * label_weights).sum(), label_weights.sum()
+
+    def _losses(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Losses [n] of logits [n, c] and targets [n, c] or [n, 1], both of the same dtype."""
+        if self.problem_type == "single_label_classification":
+            classes = targets.squeeze(-1).long()  # [n]
+            return F.cross_entropy(logits, classes, reduction="none")
+        if self.problem_type == "multi_label_classification":
+            losses_of_classes = F.binary_cross_entropy_with_logits(logits, targets, reduction="none")  # [n, c]
+            return losses_of_classes.mean(-1)
+        return F.mse_loss(logits, targets, reduction="none").mean(-1)
 
     def _targets_of(self, numbers: Tensor) -> Tensor:
         """Return the rows ``[n, c]`` of the table for numbers of targets ``[n]``."""

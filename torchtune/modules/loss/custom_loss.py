@@ -211,7 +211,7 @@ def setup_loss(loss: Any, model: nn.Module) -> TokenLoss:
         loss = MeanLoss(loss)
     else:
         arguments = _optional_arguments(loss)
-        if arguments != TokenOptions.__annotations__.keys():
+        if arguments != set(TokenOptions.__annotations__):
             loss = OlderLoss(loss, arguments)
     balance = balance_of(model)
     return loss if balance is None else BalancedLoss(loss, balance)
@@ -347,9 +347,11 @@ def innermost_loss(loss: Any) -> Any:
 def _optional_arguments(loss: SFTLoss) -> set[str]:
     """Return the optional arguments that the loss's ``sum_and_count`` takes: all if it takes any keyword."""
     parameters = inspect.signature(loss.sum_and_count).parameters
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return set(TokenOptions.__annotations__)
-    return TokenOptions.__annotations__.keys() & parameters.keys()
+    options = set(TokenOptions.__annotations__)
+    takes_any_keyword = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    if takes_any_keyword:
+        return options
+    return options & parameters.keys()
 
 
 def refuse_weights(loss: Any, weights: Tensor | None) -> None:
@@ -379,11 +381,12 @@ def _check(loss: Any, vocab_size: int, device: torch.device) -> None:
     if any(parameter.requires_grad for parameter in loss.parameters()):
         raise LossError(f"loss: {name} has parameters, which no optimizer would train: make them buffers.")
     loss.to(device)
-    rows = torch.arange(2, device=device)
-    logits = torch.linspace(-1, 1, 2 * max(vocab_size, 2), device=device).view(2, -1).requires_grad_()
+    labels = torch.arange(2, device=device)
+    values = torch.linspace(-1, 1, 2 * max(vocab_size, 2), device=device)
+    logits = values.view(2, -1).requires_grad_()  # [2, v]
     try:
-        once = loss(logits, rows)
-        twice = loss(logits.repeat(2, 1), rows.repeat(2))
+        once = loss(logits, labels)
+        twice = loss(logits.repeat(2, 1), labels.repeat(2))
     except Exception as error:
         raise LossError(
             f"loss: {name} cannot be called with logits [n, v] and labels [n], which is how fine-tuning calls it: "
