@@ -189,18 +189,20 @@ class MultiHeadAttention(nn.Module):
             q, gate = q.unflatten(-1, (-1, 2 * self.head_dim)).chunk(2, dim=-1)
             q = q.flatten(-2)
             gate = gate.flatten(-2)
-        q = self._heads(q, self.q_norm, input_pos, rope)  # [b, s, n, h]
+        q = self._project_heads(q, self.q_norm, input_pos, rope)  # [b, s, n, h]
         if self.query_factor != 1.0:
             q = q * self.query_factor
         if self.growth is not None:
             q = self._scale_queries(q, input_pos)
-        k, v = self._keys(y, input_pos, rope) if keys is None else keys  # [b, t, n_kv, h]
+        if keys is None:
+            keys = self._project_keys(y, input_pos, rope)
+        k, v = keys  # [b, t, n_kv, h]
         q = q.to(k.dtype)  # a cache, or the layer that shares its keys, may have another dtype
         # Arguments that only some layers have are left out elsewhere: a function that replaces attention may lack them.
         options: dict[str, Any] = {}
         if self.sinks is not None:
-            # Tensor parallelism makes them a DTensor, sharded by head.
-            options["sinks"] = self.sinks.to_local() if hasattr(self.sinks, "to_local") else self.sinks
+            is_sharded = hasattr(self.sinks, "to_local")  # by head, with tensor parallelism
+            options["sinks"] = self.sinks.to_local() if is_sharded else self.sinks
         if self.chunk is not None:
             options["chunk"] = self.chunk
         out = self.attention(
@@ -220,8 +222,10 @@ class MultiHeadAttention(nn.Module):
         out = out.flatten(-2).to(x.dtype)  # [b, s, n * h]
         if gate is not None:
             out = out * gate.sigmoid()
-        out = self.output_proj(out)
-        return (out, (k, v)) if returns_keys else out
+        out = self.output_proj(out)  # [b, s, d]
+        if returns_keys:
+            return out, (k, v)
+        return out
 
     def _see_blocks(self, out: Tensor, q: Tensor, k: Tensor, v: Tensor, blocks: Sequence[Block]) -> Tensor:
         """Replace the outputs of blocks: their queries see all keys of the block that the window allows."""
@@ -246,17 +250,21 @@ class MultiHeadAttention(nn.Module):
             )
             block_outputs.append(block_output[0])
             block_positions.append(query_positions)
-        values = torch.cat(block_outputs).to(out.dtype)
-        return out.flatten(0, 1).index_copy(0, torch.cat(block_positions), values).view_as(out)
+        outputs = torch.cat(block_outputs).to(out.dtype)  # of all blocks, [positions, n, h]
+        positions = torch.cat(block_positions)
+        out_flat = out.flatten(0, 1)  # [b * s, n, h]
+        return out_flat.index_copy(0, positions, outputs).view_as(out)
 
-    def _keys(self, y: Tensor, input_pos: Tensor | None, rope: tuple[Tensor, Tensor] | None) -> Keys:
+    def _project_keys(self, y: Tensor, input_pos: Tensor | None, rope: tuple[Tensor, Tensor] | None) -> Keys:
         """Keys and values ``[b, t, n_kv, h]``: from the cache, then from the input."""
         if self.k_proj is None:
             raise ValueError("This layer has no keys and values: give it those of another layer as keys=.")
         projected_keys = self.k_proj(y)  # [b, t, n_kv * h]
-        k = self._heads(projected_keys, self.k_norm, input_pos, rope)  # [b, t, n_kv, h]
-        projected_values = projected_keys if self.v_proj is None else self.v_proj(y)
-        v = projected_values.unflatten(-1, (-1, self.head_dim))
+        k = self._project_heads(projected_keys, self.k_norm, input_pos, rope)  # [b, t, n_kv, h]
+        projected_values = projected_keys
+        if self.v_proj is not None:
+            projected_values = self.v_proj(y)
+        v = projected_values.unflatten(-1, (-1, self.head_dim))  # [b, t, n_kv, h]
         if self.v_norm_eps is not None:
             v = rms_norm(v, self.v_norm_eps)
         if self.kv_cache is not None and self.cache_enabled:
@@ -269,14 +277,20 @@ class MultiHeadAttention(nn.Module):
     def _scale_queries(self, q: Tensor, input_pos: Tensor | None) -> Tensor:
         """Scale queries ``[b, s, n, h]`` by ``growth``."""
         beta, span, first = self.growth
-        positions = torch.arange(q.shape[1], device=q.device) if input_pos is None else input_pos
-        factors = 1 + beta * ((positions + first) // span).float().log1p()
+        positions = input_pos
+        if positions is None:
+            positions = torch.arange(q.shape[1], device=q.device)
+        num_spans = (positions + first) // span  # [b, s] or [s]
+        factors = 1 + beta * num_spans.float().log1p()
         return q * factors[..., None, None].to(q.dtype)
 
-    def _heads(
+    def _project_heads(
         self, x: Tensor, norm: nn.Module | None, input_pos: Tensor | None, rope: tuple[Tensor, Tensor] | None
     ) -> Tensor:
-        """Normalize and rotate projected queries or keys: ``[b, s, n * h]`` to ``[b, s, n, h]``."""
+        """Normalize and rotate projected queries or keys, in the order of the model family.
+
+        ``[b, s, n * h]`` to ``[b, s, n, h]``.
+        """
         if norm is not None and self.qk_norm_whole:
             x = norm(x)
             norm = None  # applied
@@ -412,7 +426,7 @@ class LatentAttention(MultiHeadAttention):
             # The cache has one key head, the latents, and values without channels.
             cached_keys, _ = self.kv_cache.update(latents[:, None], latents[:, None, :, :0])
             latents = cached_keys[:, 0].to(x.dtype)
-            if x.shape[1] == 1 and self._is_plain_matmul(self.kv_proj):
+            if x.shape[1] == 1 and self._is_matrix_product(self.kv_proj):
                 attended = self._attend_to_latents(q, latents, mask)  # [b, 1, n, v]
                 return self.output_proj(attended.flatten(-2))
         k, v = self._expand_latents(latents)
@@ -434,8 +448,11 @@ class LatentAttention(MultiHeadAttention):
             x = self.q_down_norm(self.q_down_proj(x))
         q = self.q_proj(x).unflatten(-1, (-1, self.key_dim))  # [b, s, n, h]
         unrotated, rotated = q.split([self.key_dim - self.rope_dim, self.rope_dim], dim=-1)
-        q = torch.cat((unrotated, self._apply_rope(rotated, input_pos, rope)), dim=-1) * self.query_factor
-        return q if self.growth is None else self._scale_queries(q, input_pos)
+        rotated = self._apply_rope(rotated, input_pos, rope)
+        q = torch.cat((unrotated, rotated), dim=-1) * self.query_factor
+        if self.growth is not None:
+            q = self._scale_queries(q, input_pos)
+        return q
 
     def _latents(self, y: Tensor, input_pos: Tensor | None, rope: tuple[Tensor, Tensor] | None) -> Tensor:
         """Normalized latents, then the rotated channels of keys: ``[b, t, c + r]``."""
@@ -445,9 +462,12 @@ class LatentAttention(MultiHeadAttention):
         return torch.cat((self.kv_down_norm(latent), shared_channels), dim=-1)
 
     def _apply_rope(self, x: Tensor, input_pos: Tensor | None, rope: tuple[Tensor, Tensor] | None) -> Tensor:
+        """Rotate ``[b, s, n, r]``: by the angles ``rope`` if they are computed already."""
         if rope is not None:
             return apply_rope(x, *rope, self.pos_embeddings.layout)
-        return x if self.pos_embeddings is None else self.pos_embeddings(x, input_pos=input_pos)
+        if self.pos_embeddings is not None:
+            return self.pos_embeddings(x, input_pos=input_pos)
+        return x
 
     def _expand_latents(self, latents: Tensor) -> tuple[Tensor, Tensor]:
         """Keys ``[b, t, n, h]`` and values ``[b, t, n, v]``."""
@@ -456,11 +476,12 @@ class LatentAttention(MultiHeadAttention):
         heads = self.kv_proj(latent).unflatten(-1, (-1, unrotated_dim + self.value_dim))  # [b, t, n, h - r + v]
         unrotated, v = heads.split([unrotated_dim, self.value_dim], dim=-1)
         rotated = shared_channels.unsqueeze(2).expand(-1, -1, heads.shape[2], -1)  # [b, t, n, r]
-        return torch.cat((unrotated, rotated), dim=-1), v
+        k = torch.cat((unrotated, rotated), dim=-1)
+        return k, v
 
     @staticmethod
-    def _is_plain_matmul(projection: nn.Module) -> bool:
-        """Whether the layer is only a matrix product: no bias and no hooks."""
+    def _is_matrix_product(projection: nn.Module) -> bool:
+        """Whether a projection only multiplies by its matrix: it has no bias, and nothing hooks into its calls."""
         hooks = (projection._forward_pre_hooks, projection._forward_hooks, *hooks_of_all_modules())
         return getattr(projection, "bias", None) is None and not any(hooks)
 
@@ -474,7 +495,8 @@ class LatentAttention(MultiHeadAttention):
         if type(self.kv_proj) is nn.Linear and type(weight) in (nn.Parameter, Tensor):
             matrix = weight
         else:  # an adapter, a quantized weight, or one that is split over ranks
-            matrix = self.kv_proj(torch.eye(self.kv_dim, dtype=latents.dtype, device=latents.device)).t()
+            identity = torch.eye(self.kv_dim, dtype=latents.dtype, device=latents.device)
+            matrix = self.kv_proj(identity).t()  # [n * (h - r + v), c]
         unrotated_dim = self.key_dim - self.rope_dim
         head_matrices = matrix.unflatten(0, (-1, unrotated_dim + self.value_dim))  # [n, h - r + v, c]
         key_matrices, value_matrices = head_matrices.split([unrotated_dim, self.value_dim], dim=1)
@@ -483,14 +505,18 @@ class LatentAttention(MultiHeadAttention):
         queries = torch.cat((projected, rotated), dim=-1)  # [b, 1, n, c + r]
         # Kernels scale by the size of their heads, c + r here; query_factor is made for head_dim.
         queries = queries * (latents.shape[-1] / self.head_dim) ** 0.5
-        keys = latents.unsqueeze(2)  # [b, t, 1, c + r]
-        attended = self.attention(queries, keys, keys, mask=mask)[..., : self.kv_dim]  # [b, 1, n, c]
+        keys = latents.unsqueeze(2)  # [b, t, 1, c + r], which are the values as well
+        attended = self.attention(queries, keys, keys, mask=mask)
+        attended = attended[..., : self.kv_dim]  # [b, 1, n, c]
         return torch.einsum("bsnc,nvc->bsnv", attended, value_matrices)
 
 
 def _pad_channels(x: Tensor, width: int) -> Tensor:
     """Pad the channels of ``[b, s, n, h]`` with zeros; they change neither scores nor values."""
-    return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
+    num_missing = width - x.shape[-1]
+    if num_missing == 0:
+        return x
+    return F.pad(x, (0, num_missing))
 
 
 def create_block_causal_mask(seq_lens: list[Tensor]) -> Tensor:
@@ -506,8 +532,11 @@ def create_block_causal_mask(seq_lens: list[Tensor]) -> Tensor:
                  [0, 1, 1]]], dtype=torch.int32)
     """
     masks = []
-    for row in seq_lens:
-        blocks = [torch.ones(n, n, dtype=torch.bool, device=row.device).tril() for n in row.tolist()]
+    for lengths in seq_lens:
+        blocks = []
+        for length in lengths.tolist():
+            sees_all = torch.ones(length, length, dtype=torch.bool, device=lengths.device)
+            blocks.append(sees_all.tril())
         masks.append(torch.block_diag(*blocks))  # [s, s]
     return torch.stack(masks)
 
@@ -530,13 +559,16 @@ def packed_block_causal_mask(seq_lens: list[Tensor]) -> MaskType:
     device = seq_lens[0].device
     rows = []  # the number of each position's document, [s]
     for lengths in seq_lens:
-        rows.append(torch.arange(len(lengths), device=device).repeat_interleave(lengths.to(torch.int64)))
-    ids = torch.stack(rows)  # [b, s]
+        documents = torch.arange(len(lengths), device=device)
+        rows.append(documents.repeat_interleave(lengths.to(torch.int64)))
+    document_ids = torch.stack(rows)  # [b, s]
+    batch_size, num_positions = document_ids.shape
 
-    def same_document(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return (q_idx >= kv_idx) & (ids[b, q_idx] == ids[b, kv_idx])
+    def sees(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        is_same_document = document_ids[b, q_idx] == document_ids[b, kv_idx]
+        return (q_idx >= kv_idx) & is_same_document
 
-    return create_block_mask(same_document, ids.shape[0], None, ids.shape[1], ids.shape[1], device=device)
+    return create_block_mask(sees, batch_size, None, num_positions, num_positions, device=device)
 
 
 __getattr__ = former_names(__name__)

@@ -49,9 +49,9 @@ class FakeQuantized(nn.Module):
         Raises:
             ConversionError: torchao cannot simulate this configuration.
         """
-        activation_fake_quantizer, weight_fake_quantizer = fake_quantizers(base_config, self.weight.shape)
-        self.activation_fake_quantizer = activation_fake_quantizer
-        self.weight_fake_quantizer = weight_fake_quantizer
+        of_inputs, of_weight = fake_quantizers(base_config, self.weight.shape)
+        self.activation_fake_quantizer = of_inputs
+        self.weight_fake_quantizer = of_weight
         self.fake_quant = switch
 
     def weight_to_quantize(self) -> Tensor:
@@ -71,6 +71,7 @@ class FakeQuantized(nn.Module):
         return checkpoint(self._simulate, x, use_reentrant=False, preserve_rng_state=False)
 
     def _simulate(self, x: Tensor) -> Tensor:
+        """Apply the layer with rounded input ``[..., in]`` and weight, which have the gradients of the plain ones."""
         weight = self.weight_to_quantize()
         if self.activation_fake_quantizer is not None:
             x = self.activation_fake_quantizer(x)

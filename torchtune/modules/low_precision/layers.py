@@ -122,7 +122,10 @@ class QuantizedModule(nn.Module):
         self.format = weight_format
         for name in self.quantized_shapes():
             weight = getattr(self, name)
-            tensors = weight_format.empty(weight) if weight.is_meta else weight_format.encode(weight.detach())
+            if weight.is_meta:
+                tensors = weight_format.empty(weight)
+            else:
+                tensors = weight_format.encode(weight.detach())
             for tensor_name, tensor in zip(weight_format.tensor_names(name), tensors, strict=True):
                 setattr(self, tensor_name, nn.Parameter(tensor, requires_grad=False))
         self.requires_grad_(False)
@@ -265,7 +268,8 @@ class QuantizedExperts(QuantizedModule, GroupedExperts):
     @classmethod
     def from_experts(cls, experts: GroupedExperts, weight_format: WeightFormat) -> "QuantizedExperts":
         """Make frozen experts with the quantized matrices of ``experts``; on the meta device, they are empty."""
-        quantized = change_class(experts, _quantized_class(type(experts)))
+        quantized_class = _quantized_class(type(experts))
+        quantized = change_class(experts, quantized_class)
         quantized.quantize_parameters(weight_format)
         return quantized
 
@@ -281,4 +285,5 @@ class QuantizedExperts(QuantizedModule, GroupedExperts):
 @cache
 def _quantized_class(experts_class: type[GroupedExperts]) -> type[QuantizedExperts]:
     """Make the class of quantized experts that compute as ``experts_class`` does."""
-    return type(f"Quantized{experts_class.__name__}", (QuantizedExperts, experts_class), {"plain_class": experts_class})
+    name = f"Quantized{experts_class.__name__}"
+    return type(name, (QuantizedExperts, experts_class), {"plain_class": experts_class})

@@ -81,7 +81,8 @@ class Quantizer:
     @property
     def base_config(self) -> Any:
         """torchao's configuration for quantizing the model."""
-        return torchao_interface.int_config(self.bits, self.group_size, dynamic_activations=self.activations == "int8")
+        has_int8_inputs = self.activations == "int8"
+        return torchao_interface.int_config(self.bits, self.group_size, dynamic_activations=has_int8_inputs)
 
     @property
     def layout(self) -> dict[str, Any]:
@@ -355,7 +356,9 @@ def get_quantizer_mode(quantizer: Any | None) -> str | None:
         >>> torchtune.training.get_quantizer_mode(torchtune.training.quantization.Int8WeightOnlyQuantizer())
         '8w'
     """
-    return quantizer.mode if isinstance(quantizer, Quantizer | GGUFQuantizer) else None
+    if isinstance(quantizer, Quantizer | GGUFQuantizer):
+        return quantizer.mode
+    return None
 
 
 def fake_quantization(
@@ -433,7 +436,12 @@ class FakeQuantize(Conversion):
             model.set_submodule(path, layer)
         start = "from the first step on"
         if self._after_n_steps:
-            model.register_forward_pre_hook(self._set_switch)
+
+            def set_switch(*_: object) -> None:
+                """Turn the simulation on or off, before each forward pass of the model."""
+                self._switch.on = self._step() >= self._after_n_steps
+
+            model.register_forward_pre_hook(set_switch)
             start = f"from step {self._after_n_steps + 1} on"
         note = f"{type(self._base_config).__name__}, {start}"
         return ConversionReport("Fake quantization", list(fake_quantized), note=note)
@@ -456,10 +464,6 @@ class FakeQuantize(Conversion):
             )
         fake_quantized.set_up_fake_quant(self._base_config, self._switch)
         return fake_quantized
-
-    def _set_switch(self, *_: object) -> None:
-        """Turn the simulation on or off, before each forward pass of the model."""
-        self._switch.on = self._step() >= self._after_n_steps
 
     def parallel_style(self, module: nn.Module, style: "ParallelStyle") -> "ParallelStyle":
         """Raise for fake-quantized layers: a sharded input has no quantization range per token.
