@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from torchtune.data import label_index
 from torchtune.modules.loss.chunked_logits import Logits, at_least_float32, chunked_sum, shift_rows, sum_over_shards
-from torchtune.modules.loss.custom_loss import LossError, Projection, SFTLoss
+from torchtune.modules.loss.custom_loss import LossError, Projection, SFTLoss, zero_loss
 from torchtune.utils import computes_on_cpu, deprecated
 
 # Smaller chunks make the products slow and save little memory. The gradient of a trained weight takes more memory than
@@ -527,9 +527,9 @@ class CEWithChunkedOutputLoss(LinearCrossEntropyLoss):
         lengths = [logits.shape[1] for logits in outputs]
         total: Tensor | int = 0
         for logits, chunk_targets in zip(outputs, targets.split(lengths, dim=1), strict=True):
-            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-            total = total + nn.functional.cross_entropy(
-                logits.flatten(0, 1), chunk_targets.flatten(), ignore_index=self.ignore_index, reduction="sum"
+            chunk_logits = at_least_float32(logits).flatten(0, 1)  # [b * s / chunks, v]
+            total = total + F.cross_entropy(
+                chunk_logits, chunk_targets.flatten(), ignore_index=self.ignore_index, reduction="sum"
             )
         count = (targets != self.ignore_index).sum()
         return total / count.clamp(min=1)
@@ -631,11 +631,8 @@ class ClassificationLoss(SFTLoss, nn.Module):
         if index is None:
             index = label_index(labels)
         if not len(index):
-            # Zero, with a graph to the same parameters: other ranks wait for their gradients.
-            zero = projection(hidden[:1]).float().sum() * 0.0 + hidden.sum() * 0.0
-            return zero, torch.zeros((), dtype=torch.int64, device=labels.device)
-        logits = projection(hidden.index_select(0, index))  # [n, c]
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+            return zero_loss(hidden, projection), torch.zeros((), dtype=torch.int64, device=labels.device)
+        logits = at_least_float32(projection(hidden.index_select(0, index)))  # [n, c]
         targets = self._targets_of(labels.index_select(0, index))  # [n, c] or [n, 1]
         losses = self._losses(logits, targets.to(logits.dtype))  # [n]
         if self._outputs is not None:

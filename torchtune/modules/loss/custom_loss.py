@@ -226,6 +226,19 @@ def check_causal(model: nn.Module, name: str) -> None:
         )
 
 
+def zero_loss(hidden: Tensor, projection: Projection) -> Tensor:
+    """Return the loss of a batch without labels: 0, with a graph to the parameters that other batches train.
+
+    With FSDP, the other ranks wait for the gradients of this one.
+
+    Args:
+        hidden: hidden states ``[n, d]``.
+        projection: ``[n, d]`` -> logits ``[n, v]``.
+    """
+    logits_of_first = projection(hidden[:1]).float()
+    return logits_of_first.sum() * 0.0 + hidden.sum() * 0.0
+
+
 class _Adapter(nn.Module):
     """Base class of the adapters of a loss."""
 
@@ -269,11 +282,9 @@ class LogitsLoss(_Adapter):
             index = label_index(labels)
         count = torch.full((), len(index), device=labels.device)
         if not len(index):
-            # Zero, with a graph to the same parameters: other ranks wait for their gradients.
-            zero = projection(hidden[:1]).float().sum() * 0.0 + hidden.sum() * 0.0
-            return zero, count
+            return zero_loss(hidden, projection), count
         logits = projection(hidden[index]).float()  # [n, v]
-        losses = self.loss(logits, labels[index])
+        losses = self.loss(logits, labels[index])  # [n], or their mean
         if losses.dim() == 0:  # the mean
             refuse_weights(self.loss, weights)
             return losses * count, count
