@@ -185,8 +185,9 @@ class MultiHeadAttention(nn.Module):
         q = self.q_proj(x)  # [b, s, n * h]
         gate = None
         if self.gated:
-            # For each head the query, then its gate: [b, s, n, 2h] -> two of [b, s, n * h].
-            q, gate = q.unflatten(-1, (-1, 2 * self.head_dim)).chunk(2, dim=-1)
+            # For each head the query, then its gate.
+            queries_and_gates = q.unflatten(-1, (-1, 2 * self.head_dim))  # [b, s, n, 2h]
+            q, gate = queries_and_gates.chunk(2, dim=-1)  # [b, s, n, h]
             q = q.flatten(-2)
             gate = gate.flatten(-2)
         q = self._project_heads(q, self.q_norm, input_pos, rope)  # [b, s, n, h]
@@ -269,9 +270,9 @@ class MultiHeadAttention(nn.Module):
             v = rms_norm(v, self.v_norm_eps)
         if self.kv_cache is not None and self.cache_enabled:
             # The cache has heads before positions: [b, n_kv, t, h].
-            cached_k, cached_v = self.kv_cache.update(k.transpose(1, 2), v.transpose(1, 2))
-            k = cached_k.transpose(1, 2)
-            v = cached_v.transpose(1, 2)
+            k, v = self.kv_cache.update(k.transpose(1, 2), v.transpose(1, 2))
+            k = k.transpose(1, 2)
+            v = v.transpose(1, 2)
         return k, v
 
     def _scale_queries(self, q: Tensor, input_pos: Tensor | None) -> Tensor:
@@ -423,8 +424,9 @@ class LatentAttention(MultiHeadAttention):
         q = self._queries(x, input_pos, rope)  # [b, s, n, h]
         latents = self._latents(x if y is None else y, input_pos, rope)  # [b, t, c + r]
         if self.kv_cache is not None and self.cache_enabled:
-            # The cache has one key head, the latents, and values without channels.
-            cached_keys, _ = self.kv_cache.update(latents[:, None], latents[:, None, :, :0])
+            keys = latents[:, None]  # [b, 1, t, c + r]: the cache has one key head
+            no_values = keys[..., :0]
+            cached_keys, _ = self.kv_cache.update(keys, no_values)
             latents = cached_keys[:, 0].to(x.dtype)
             if x.shape[1] == 1 and self._is_matrix_product(self.kv_proj):
                 attended = self._attend_to_latents(q, latents, mask)  # [b, 1, n, v]

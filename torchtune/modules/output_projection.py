@@ -133,7 +133,8 @@ def classifier_model(num_classes: int, base_model_path: str, **base_model_kwargs
     width = model.tok_embeddings.weight.shape[1]
     output = model.output
     if hasattr(output, "adapter_params"):  # an adapter of the output becomes one of the head
-        model.output = type(output)(width, num_classes, rank=output.rank, alpha=output.alpha, dropout=output.dropout.p)
+        adapter = {"rank": output.rank, "alpha": output.alpha, "dropout": output.dropout.p}
+        model.output = type(output)(width, num_classes, **adapter)
     else:
         model.output = ClassifierHead(width, num_classes)
     description = getattr(model, "description", None)

@@ -61,7 +61,9 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout, direction: int 
         pairs = x_float.unflatten(-1, (-1, 2))  # [b, s, n, r / 2, 2]
         if is_compiling:  # the compiler has no complex numbers
             first, second = pairs.unbind(-1)
-            rotated = torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1)
+            rotated_first = first * cos - second * sin
+            rotated_second = second * cos + first * sin
+            rotated = torch.stack((rotated_first, rotated_second), dim=-1)
         else:
             # A rotation is the product with a complex number of length 1.
             numbers = torch.view_as_complex(pairs.contiguous())  # [b, s, n, r / 2]
@@ -69,8 +71,9 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout, direction: int 
         return rotated.flatten(-2).to(x.dtype)
     first, second = x_float.chunk(2, dim=-1)  # [b, s, n, r / 2]
     if is_compiling:
-        rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-        return rotated.to(x.dtype)
+        rotated_first = first * cos - second * sin
+        rotated_second = second * cos + first * sin
+        return torch.cat((rotated_first, rotated_second), dim=-1).to(x.dtype)
     # Four passes over memory, where the lines above take eight.
     rotated = torch.empty_like(x_float)
     rotated_first, rotated_second = rotated.chunk(2, dim=-1)
@@ -131,8 +134,9 @@ def positions_of(x: Tensor, documents: Documents | None) -> Tensor:
     """
     if documents is None:
         return torch.arange(x.shape[1], device=x.device)
-    check_coverage(documents.num_tokens, x.shape[0] * x.shape[1])
-    return documents.positions().view(x.shape[0], x.shape[1]).to(x.device)
+    batch_size, seq_len = x.shape[:2]
+    check_coverage(documents.num_tokens, batch_size * seq_len)
+    return documents.positions().view(batch_size, seq_len).to(x.device)
 
 
 def seq_lens_of(input_pos: Tensor, documents: Documents | None) -> Tensor | None:

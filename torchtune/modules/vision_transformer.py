@@ -400,8 +400,9 @@ class ClippedLinear(nn.Module):
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         self.linear = linear
-        bounds = torch.tensor([-1.0, 1.0] * 2, dtype=linear.weight.dtype) * torch.inf
-        self.bounds = nn.Parameter(bounds, requires_grad=False)  # minimum and maximum of the input, then of the output
+        # Minimum and maximum of the input, then of the output; these clip nothing.
+        bounds = torch.tensor([-torch.inf, torch.inf, -torch.inf, torch.inf], dtype=linear.weight.dtype)
+        self.bounds = nn.Parameter(bounds, requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the layer to ``[..., in]``."""

@@ -485,7 +485,8 @@ def _scored_attention(
         # One more score per query; its weight is left out, because the sink has no value.
         sink_scores = sinks.float().view(1, n_kv, -1, 1, 1)  # [1, g, m, 1, 1]
         sink_scores = sink_scores.expand(*scores.shape[:-1], 1)
-        weights = torch.cat([scores, sink_scores], -1).softmax(-1)[..., :-1]
+        weights_with_sink = torch.cat([scores, sink_scores], -1).softmax(-1)
+        weights = weights_with_sink[..., :-1]
     out = torch.einsum("bgmst,btgh->bsgmh", weights, v.float())
     return out.flatten(2, 3).to(q.dtype)  # [b, s, n, h]
 
@@ -644,7 +645,9 @@ def _varlen_attention(
     if group > 1 and supports_groups:
         options["enable_gqa"] = True
     elif group > 1:
-        # Each key head once for every query head of its group: [k, n, h].
-        k = k[:, :, None].expand(-1, -1, group, -1).flatten(1, 2)
-        v = v[:, :, None].expand(-1, -1, group, -1).flatten(1, 2)
+        # Each key head once for every query head of its group.
+        repeated_k = k[:, :, None].expand(-1, -1, group, -1)  # [k, n_kv, n / n_kv, h]
+        repeated_v = v[:, :, None].expand(-1, -1, group, -1)
+        k = repeated_k.flatten(1, 2)  # [k, n, h]
+        v = repeated_v.flatten(1, 2)
     return varlen_attn(q, k, v, cu_seqlens, cu_keys, max_length, max_length, **options)

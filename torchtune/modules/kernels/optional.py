@@ -18,6 +18,9 @@ from torch.nn import functional as F
 
 from torchtune.utils import first_line, get_logger, is_simulated, log_once
 
+# A function, or None and why there is none.
+_Choice = tuple[Callable[..., Any] | None, str | None]
+
 _HALF = (torch.bfloat16, torch.float16)
 _FLOATING = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -132,9 +135,7 @@ class OptionalKernel:
             log_once(get_logger(), f"{prefix}{self.function} of {self.package} {self.installed_version()}.")
         return function
 
-    def find(
-        self, device: torch.device, dtype: torch.dtype, **sizes: int
-    ) -> tuple[Callable[..., Any] | None, str | None]:
+    def find(self, device: torch.device, dtype: torch.dtype, **sizes: int) -> _Choice:
         """Return the function, or None and why there is none; both are looked up once."""
         key = (self.package, device, dtype, *sizes.items())
         if key not in _choices:
@@ -240,7 +241,7 @@ KERNELS = (
 # Packages whose kernels layers may use; None: all. The conversion OptionalKernels sets it, for the whole process.
 _allowed: frozenset[str] | None = None
 # Package, device, dtype and sizes -> the function, or None and the reason.
-_choices: dict[tuple[Any, ...], tuple[Callable[..., Any] | None, str | None]] = {}
+_choices: dict[tuple[Any, ...], _Choice] = {}
 # Layers, packages and dtypes whose choice was logged.
 _logged: set[tuple[str, str, torch.dtype]] = set()
 

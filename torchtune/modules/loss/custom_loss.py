@@ -403,13 +403,15 @@ def _check(loss: Any, vocab_size: int, device: torch.device) -> None:
             f"loss: {name} cannot be called with logits [n, v] and labels [n], which is how fine-tuning calls it: "
             f"{type(error).__name__}: {error}"
         ) from error
-    if not isinstance(once, Tensor) or once.shape not in ((), (2,)) or not once.requires_grad:
-        if isinstance(once, Tensor):
-            result = f"a tensor {list(once.shape)}"
-            if not once.requires_grad:
-                result += " without gradient"
-        else:
-            result = f"a {type(once).__name__}"
-        raise LossError(f"loss: {name} returns {result}: return the mean loss, or one for each label [n].")
-    if once.dim() == 0 and not is_simulated() and not torch.allclose(once, twice, rtol=1e-3):
+    problem = None
+    if not isinstance(once, Tensor):
+        problem = f"a {type(once).__name__}"
+    elif not once.requires_grad:
+        problem = f"a tensor {list(once.shape)} without gradient"
+    elif once.shape not in ((), (2,)):
+        problem = f"a tensor {list(once.shape)}"
+    if problem is not None:
+        raise LossError(f"loss: {name} returns {problem}: return the mean loss, or one for each label [n].")
+    returns_mean = once.dim() == 0
+    if returns_mean and not is_simulated() and not torch.allclose(once, twice, rtol=1e-3):
         raise LossError(f"loss: {name} returns no mean over the labels (reduction='sum'?): let it return the mean.")

@@ -196,7 +196,9 @@ def _byte_to_levels(packed: Tensor, dtype: torch.dtype) -> Tensor:
         for low_level in NF4_LEVELS:
             pairs.append([high_level, low_level])
     levels = torch.tensor(pairs, dtype=dtype, device=packed.device)  # [256, 2]
-    dtype_of_pair = {2: torch.int32, 4: torch.int64, 8: torch.complex128}[dtype.itemsize]
+    # By the size of an element: the dtype of twice that size.
+    dtypes_of_pairs = {2: torch.int32, 4: torch.int64, 8: torch.complex128}
+    dtype_of_pair = dtypes_of_pairs[dtype.itemsize]
     table = levels.view(dtype_of_pair).flatten()  # [256]
     if has_values and type(table) is Tensor:  # not a fake tensor
         _BYTE_TO_LEVELS[key] = table
@@ -236,7 +238,8 @@ class Int8(_ScaledRows):
         return scaled.round().to(torch.int8), scale
 
     def decode(self, values: Tensor, scale: Tensor) -> Tensor:
-        return values.to(self.dtype).mul_(scale.view(torch.float32))
+        scaled = values.to(self.dtype)
+        return scaled.mul_(scale.view(torch.float32))
 
 
 class Float8(_ScaledRows):
@@ -250,4 +253,5 @@ class Float8(_ScaledRows):
         return scaled.to(torch.float8_e4m3fn).view(torch.uint8), scale
 
     def decode(self, values: Tensor, scale: Tensor) -> Tensor:
-        return values.view(torch.float8_e4m3fn).to(self.dtype).mul_(scale.view(torch.float32))
+        scaled = values.view(torch.float8_e4m3fn).to(self.dtype)
+        return scaled.mul_(scale.view(torch.float32))
