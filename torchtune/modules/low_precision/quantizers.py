@@ -10,8 +10,8 @@ A recipe of training takes a ``*QATQuantizer``:
 2. :func:`fake_quantization` makes a conversion of it, :class:`FakeQuantize`, and the recipe applies it to the model on
    the meta device, after adapters.
 3. The conversion replaces the linear layers of the transformer layers by fake-quantized ones
-   (:mod:`torchtune.modules.low_precision.fake_quantization`), whose forward pass rounds weight and input as torchao
-   would. Before step ``fake_quant_after_n_steps``, a hook of the model switches the rounding off.
+   (:mod:`torchtune.modules.low_precision.layers`), whose forward pass rounds weight and input as torchao would. Before
+   step ``fake_quant_after_n_steps``, a hook of the model switches the rounding off.
 4. Checkpoints hold the weights that are not rounded. After the last one, the checkpointer's ``save_quantized`` writes
    them once more as :meth:`Quantizer.quantized` rounds them.
 
@@ -34,7 +34,7 @@ from torchtune.modules.conversion import (
     change_class,
 )
 from torchtune.modules.low_precision import torchao_interface
-from torchtune.modules.low_precision.fake_quantization import (
+from torchtune.modules.low_precision.layers import (
     FakeQuantized,
     FakeQuantLinear,
     FakeQuantSwitch,
@@ -436,12 +436,8 @@ class FakeQuantize(Conversion):
             model.set_submodule(path, layer)
         start = "from the first step on"
         if self._after_n_steps:
-
-            def set_switch(*_: object) -> None:
-                """Turn the simulation on or off, before each forward pass of the model."""
-                self._switch.on = self._step() >= self._after_n_steps
-
-            model.register_forward_pre_hook(set_switch)
+            # A method, because a copy of the model then switches the copies of its layers.
+            model.register_forward_pre_hook(self._set_switch)
             start = f"from step {self._after_n_steps + 1} on"
         note = f"{type(self._base_config).__name__}, {start}"
         return ConversionReport("Fake quantization", list(fake_quantized), note=note)
@@ -464,6 +460,10 @@ class FakeQuantize(Conversion):
             )
         fake_quantized.set_up_fake_quant(self._base_config, self._switch)
         return fake_quantized
+
+    def _set_switch(self, *_: object) -> None:
+        """Turn the simulation on or off, before each forward pass of the model."""
+        self._switch.on = self._step() >= self._after_n_steps
 
     def parallel_style(self, module: nn.Module, style: "ParallelStyle") -> "ParallelStyle":
         """Raise for fake-quantized layers: a sharded input has no quantization range per token.
