@@ -185,9 +185,8 @@ class MultiHeadAttention(nn.Module):
         q = self.q_proj(x)  # [b, s, n * h]
         gate = None
         if self.gated:
-            # For each head the query, then its gate.
-            queries_and_gates = q.unflatten(-1, (-1, 2 * self.head_dim))  # [b, s, n, 2h]
-            q, gate = queries_and_gates.chunk(2, dim=-1)  # [b, s, n, h]
+            q = q.unflatten(-1, (-1, 2 * self.head_dim))  # [b, s, n, 2h]: for each head the query, then its gate
+            q, gate = q.chunk(2, dim=-1)  # [b, s, n, h]
             q = q.flatten(-2)
             gate = gate.flatten(-2)
         q = self._project_heads(q, self.q_norm, input_pos, rope)  # [b, s, n, h]

@@ -49,7 +49,7 @@ def normalize_backward(grad: Tensor, x: Tensor, rstd: Tensor) -> Tensor:
     if is_simulated():
         return torch.zeros_like(x)
     if x.is_cuda:  # a CPU has no such operator
-        needs_grads = [True, False]  # of x, and of a scale, which there is not
+        needs_grads = [True, False]  # of x, and of the scale, which this norm has not
         grad_x, _ = torch.ops.aten._fused_rms_norm_backward(grad, x, x.shape[-1:], rstd, None, needs_grads)
         return grad_x
     normed = x * rstd  # [..., d]
@@ -160,7 +160,7 @@ class RMSNorm(nn.Module):
         factor = scale.float()
         if self.unit_offset:
             factor = factor + 1.0
-        # In float32 norm and scale round nothing: only the result is rounded.
+        # Norm and scale in float32, so that only the result is rounded.
         return _fused_norm(x.float(), self.eps, factor).to(x.dtype)
 
     def extra_repr(self) -> str:
