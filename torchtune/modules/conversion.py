@@ -309,12 +309,13 @@ def _check_pairs(conversions: Sequence[Conversion]) -> None:
                 )
 
 
-def _revert_later(done: Sequence[Conversion], conversions: Sequence[Conversion], model: nn.Module) -> list[Conversion]:
-    """Undo and return the conversions in ``done`` of a later phase than one of ``conversions``."""
+def _revert_later(model: nn.Module, conversions: Sequence[Conversion]) -> list[Conversion]:
+    """Undo and return the conversions of the model of a later phase than one of ``conversions``."""
     if not conversions:
         return []
     first = min(conversions, key=lambda conversion: conversion.phase)
-    later = [conversion for conversion in done if conversion.phase > first.phase]
+    applied = get_conversions(model)
+    later = [conversion for conversion in applied if conversion.phase > first.phase]
     for conversion in reversed(later):  # each was applied to a model with those before it
         try:
             conversion.revert(model)
@@ -323,7 +324,7 @@ def _revert_later(done: Sequence[Conversion], conversions: Sequence[Conversion],
                 f"model_converters: {_name(first)} must come before {_name(conversion)}, which the model already has "
                 "and which cannot be undone: apply both in one call, or list both in model_converters."
             ) from error
-    model.conversions = [conversion for conversion in done if conversion not in later]
+    model.conversions = [conversion for conversion in applied if conversion not in later]
     return later
 
 
@@ -353,10 +354,9 @@ def apply_conversions(model: nn.Module, conversions: Sequence[Conversion]) -> li
     """
     for conversion in conversions:
         _check_member(conversion)
-    done = get_conversions(model)
-    _check_pairs(_sort_by_phase([*done, *conversions]))
-    reverted = _revert_later(done, conversions, model)
-    done = get_conversions(model)
+    _check_pairs(_sort_by_phase([*get_conversions(model), *conversions]))
+    reverted = _revert_later(model, conversions)
+    applied = get_conversions(model)
     reports = []
     for conversion in _sort_by_phase([*reverted, *conversions]):
         report = conversion.convert(model)
@@ -365,12 +365,12 @@ def apply_conversions(model: nn.Module, conversions: Sequence[Conversion]) -> li
                 f"model_converters: {_name(conversion)}.convert returned {type(report).__name__}, "
                 "it must return a ConversionReport."
             )
-        done = [*done, conversion]
-        model.conversions = done
+        applied = [*applied, conversion]
+        model.conversions = applied
         has_effect = report.replaced or report.num_parameters
         log_rank_zero(get_logger(), str(report), logging.INFO if has_effect else logging.WARNING)
         reports.append(report)
-    model.conversions = done
+    model.conversions = applied
     return reports
 
 

@@ -171,27 +171,27 @@ class EncoderCache:
     """Cache of a cross-attention layer: keys and values of an encoder's output, which do not grow with the text.
 
     Attributes:
-        held: keys and values ``[b, t, n_kv, h]``, or None if the cache is empty.
+        keys_and_values: ``[b, t, n_kv, h]`` each, or None if the cache is empty.
     """
 
     def __init__(self) -> None:
-        self.held: tuple[Tensor, Tensor] | None = None
+        self.keys_and_values: tuple[Tensor, Tensor] | None = None
 
     @property
     def size(self) -> int:
         """Number of positions filled."""
-        if self.held is None:
+        if self.keys_and_values is None:
             return 0
-        keys, _ = self.held
+        keys, _ = self.keys_and_values
         return keys.shape[1]
 
     def reset(self) -> None:
         """Empty the cache."""
-        self.held = None
+        self.keys_and_values = None
 
     def update(self, k_val: Tensor, v_val: Tensor) -> tuple[Tensor, Tensor]:
         """Replace the cached keys and values by ``[b, n_kv, t, h]`` and return these."""
-        self.held = k_val.transpose(1, 2), v_val.transpose(1, 2)
+        self.keys_and_values = k_val.transpose(1, 2), v_val.transpose(1, 2)
         return k_val, v_val
 
 

@@ -198,7 +198,7 @@ class RotaryPositionalEmbeddings(nn.Module):
         self.base = base
         exponents = torch.arange(0, dim, 2, dtype=torch.int64, device="cpu").float() / dim
         self._frequencies: list[float] = self._scale(1.0 / (base**exponents)).tolist()
-        self._sent: Tensor | None = None  # the frequencies on the CUDA device that asked last
+        self._frequencies_on_device: Tensor | None = None  # on the CUDA device that asked last
 
     def _scale(self, frequencies: Tensor) -> Tensor:
         """Hook for variants: float32 ``[r / 2]`` to float32 ``[r / 2]``."""
@@ -210,12 +210,13 @@ class RotaryPositionalEmbeddings(nn.Module):
     def _frequencies_of(self, seq_lens: Tensor) -> Tensor:
         """Hook for variants: lengths ``[b or 1, s or 1]`` to float32 ``[r / 2]``, or to one row per position."""
         device = seq_lens.device
-        if self._sent is not None and self._sent.device == device:
-            return self._sent
+        copy = self._frequencies_on_device
+        if copy is not None and copy.device == device:
+            return copy
         frequencies = to_device(self._frequencies, device, torch.float32)
         # A graph of CUDA cannot repeat the copy from the host. A fake tensor is not for later calls.
         if device.type == "cuda" and type(frequencies) is Tensor:
-            self._sent = frequencies
+            self._frequencies_on_device = frequencies
         return frequencies
 
     @torch.no_grad()

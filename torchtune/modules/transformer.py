@@ -235,7 +235,7 @@ class TransformerCrossAttentionLayer(nn.Module):
         keys = None
         has_cache = self.attn.cache_enabled and self.attn.kv_cache is not None
         if encoder_input is None and has_cache:
-            keys = self.attn.kv_cache.held
+            keys = self.attn.kv_cache.keys_and_values
         if encoder_input is None and keys is None:
             return x
         sees_nothing = None  # [b, s, 1]

@@ -425,8 +425,9 @@ def block_attention(
     keys = _by_kv_head(k, torch.float32)  # [b * n_kv, t, h]
     values = _by_kv_head(v, v.dtype)
     for block in _iter_blocks(queries, keys, window, softcap, sinks):
-        product = torch.bmm(block.weights.to(v.dtype), values[:, block.seen])  # [b * n_kv, n / n_kv * block, h]
-        out_block = out_heads[:, :, :, block.positions]
+        block_values = values[:, block.key_range]
+        product = torch.bmm(block.weights.to(v.dtype), block_values)  # [b * n_kv, n / n_kv * block, h]
+        out_block = out_heads[:, :, :, block.query_range]
         out_block.copy_(product.view(out_block.shape))
 
 
@@ -457,11 +458,11 @@ def block_attention_backward(
     grad_keys = torch.zeros(keys.shape, dtype=torch.float32, device=k.device)
     grad_values = torch.zeros(keys.shape, dtype=torch.float32, device=k.device)
     for block in _iter_blocks(queries, keys.float(), window, softcap, sinks):
-        seen = block.seen
-        weights = block.weights  # [b * n_kv, n / n_kv * block, seen]
-        block_grad = _take_block(grad_heads, block.positions, grad.dtype)  # [b * n_kv, n / n_kv * block, h]
-        grad_values[:, seen] += torch.bmm(weights.to(v.dtype).transpose(1, 2), block_grad)
-        grad_weights = torch.bmm(block_grad, values[:, seen].transpose(1, 2)).float()
+        key_range = block.key_range
+        weights = block.weights  # [b * n_kv, n / n_kv * block, keys of the block]
+        block_grad = _take_block(grad_heads, block.query_range, grad.dtype)  # [b * n_kv, n / n_kv * block, h]
+        grad_values[:, key_range] += torch.bmm(weights.to(v.dtype).transpose(1, 2), block_grad)
+        grad_weights = torch.bmm(block_grad, values[:, key_range].transpose(1, 2)).float()
         grad_scores = torch.ops.aten._softmax_backward_data(grad_weights, weights, -1, torch.float32)
         if grad_sinks is not None:
             # The sink's probability is 1 - the sum of the others, and its value is zero.
@@ -471,10 +472,10 @@ def block_attention_backward(
         if block.slope is not None:
             grad_scores.mul_(block.slope)
         grad_scores = grad_scores.mul_(q.shape[-1] ** -0.5).to(q.dtype)
-        product = torch.bmm(grad_scores, keys[:, seen])  # [b * n_kv, n / n_kv * block, h]
-        grad_queries_block = grad_queries[:, :, :, block.positions]
+        product = torch.bmm(grad_scores, keys[:, key_range])  # [b * n_kv, n / n_kv * block, h]
+        grad_queries_block = grad_queries[:, :, :, block.query_range]
         grad_queries_block.copy_(product.view(grad_queries_block.shape))
-        grad_keys[:, seen] += torch.bmm(grad_scores.transpose(1, 2), block.queries.to(q.dtype))
+        grad_keys[:, key_range] += torch.bmm(grad_scores.transpose(1, 2), block.queries.to(q.dtype))
     by_row = (k.shape[0], num_kv_heads)
     grad_k.copy_(grad_keys.unflatten(0, by_row).transpose(1, 2))  # [b * n_kv, t, h] -> [b, t, n_kv, h]
     grad_v.copy_(grad_values.unflatten(0, by_row).transpose(1, 2))
@@ -508,15 +509,15 @@ class _QueryBlock(NamedTuple):
     """A block of queries with its probabilities, all float32.
 
     Attributes:
-        positions: positions of the block among the queries.
-        seen: positions of the keys that the block sees.
+        query_range: positions of the block among the queries.
+        key_range: positions of the keys that the block sees.
         queries: ``[b * n_kv, n / n_kv * block, h]``.
-        weights: probabilities ``[b * n_kv, n / n_kv * block, seen]``.
+        weights: probabilities ``[b * n_kv, n / n_kv * block, keys of the block]``.
         slope: derivative of the soft cap, of the shape of the weights; None without a soft cap.
     """
 
-    positions: slice
-    seen: slice
+    query_range: slice
+    key_range: slice
     queries: Tensor
     weights: Tensor
     slope: Tensor | None
@@ -539,26 +540,26 @@ def _iter_blocks(
     future = _causal_mask(queries.device)
     scaled_keys = keys * h**-0.5
     for start in range(0, s, _BLOCK):
-        positions = slice(start, min(start + _BLOCK, s))
-        size = positions.stop - start
+        query_range = slice(start, min(start + _BLOCK, s))
+        size = query_range.stop - start
         first_position = start + num_earlier  # of the block's first query, among the keys
-        first_seen = max(0, first_position - window + 1) if window else 0
-        seen = slice(first_seen, first_position + size)
-        block_queries = _take_block(queries, positions, torch.float32)
-        scores = torch.bmm(block_queries, scaled_keys[:, seen].transpose(1, 2))
+        first_key = max(0, first_position - window + 1) if window else 0
+        key_range = slice(first_key, first_position + size)
+        block_queries = _take_block(queries, query_range, torch.float32)
+        scores = torch.bmm(block_queries, scaled_keys[:, key_range].transpose(1, 2))
         slope = None
         if softcap:
             bounded = scores.div_(softcap).tanh_()
             slope = 1 - bounded.square()
             scores = bounded * softcap
-        # A view [b * n_kv, n / n_kv, block, seen]: masks are the same for all heads of a group.
+        # A view [b * n_kv, n / n_kv, block, keys of the block]: masks are the same for all heads of a group.
         position_scores = scores.unflatten(1, (group, size))
-        diagonal = first_position - first_seen  # the first column whose position is in the block itself
+        diagonal = first_position - first_key  # the first column whose position is in the block itself
         position_scores[..., diagonal:] += future[:size, :size]
         if window:
             query_positions = torch.arange(first_position, first_position + size, device=keys.device)
-            key_positions = torch.arange(seen.start, seen.stop, device=keys.device)
-            distance = query_positions[:, None] - key_positions  # [block, seen]
+            key_positions = torch.arange(key_range.start, key_range.stop, device=keys.device)
+            distance = query_positions[:, None] - key_positions  # [block, keys of the block]
             position_scores.masked_fill_(distance >= window, float("-inf"))
         if sinks is None:
             weights = scores.softmax(-1)
@@ -568,4 +569,4 @@ def _iter_blocks(
             sink_scores = sink_scores.view(*scores.shape[:2], 1)
             weights_with_sink = torch.cat([scores, sink_scores], -1).softmax(-1)
             weights = weights_with_sink[..., :-1]
-        yield _QueryBlock(positions, seen, block_queries, weights, slope)
+        yield _QueryBlock(query_range, key_range, block_queries, weights, slope)

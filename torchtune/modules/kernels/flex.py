@@ -105,7 +105,7 @@ def document_block_mask(
     )
     # The same mask on the target device; `from_kv_blocks` has derived the lists of the backward pass.
     lists = [getattr(mask, name) for name in _BLOCK_LISTS]
-    tensors = _send([own_key, document, document_of_key, *lists], device or source)
+    tensors = _copy_to_device([own_key, document, document_of_key, *lists], device or source)
     own_key, document, document_of_key, *lists = tensors
     return BlockMask(
         (num_tokens, num_keys),
@@ -151,7 +151,7 @@ def _sees(own_key: Tensor, document: Tensor, document_of_key: Tensor, window: in
 _ALIGNMENT = 32  # elements: kernels are compiled for tensors that begin at a multiple of 16 bytes
 
 
-def _send(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+def _copy_to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     """Return the tensors as int32 on a device; from the host to a CUDA device in one copy, for which nothing waits."""
     is_copy_to_cuda = device.type == "cuda" and tensors[0].device.type != "cuda"
     if not is_copy_to_cuda:
@@ -174,6 +174,11 @@ def flex_blocks(card: Card | None, head_dim: int, itemsize: int) -> int | None:
     torch's own sizes are made for cards with 160 KiB of shared memory per block and more. Cards with 99 KiB (compute
     capability 8.6, 8.9, 12.0) or 64 KiB (7.5) cannot hold them for wide heads: the backward pass, the larger of the
     two, keeps blocks of queries, keys, values and the gradient.
+
+    Args:
+        card: the card; None: one like an H100.
+        head_dim: h.
+        itemsize: bytes of an element of queries and keys.
 
     Returns:
         ``None`` for torch's sizes; 0 if no size fits.

@@ -48,7 +48,7 @@ def _is_plain(tensor: Tensor) -> bool:
     return is_float32_on_cpu and type(tensor) in (Tensor, nn.Parameter)
 
 
-def _is_worth(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
+def _should_use_onednn(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
     """Whether oneDNN, which checks no shapes, is faster and does what ``F.linear`` does.
 
     Args:
@@ -85,7 +85,7 @@ def mm(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
         b: ``[k, m]``.
         out: where the product is written, ``[n, m]``; by default a new tensor.
     """
-    if not _is_worth(a, b.t()):
+    if not _should_use_onednn(a, b.t()):
         return torch.mm(a, b, out=out)
     product = onednn_linear(_dense(a), _dense(b).t())
     if out is None:
@@ -122,7 +122,7 @@ class _Linear(torch.autograd.Function):
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``F.linear``: ``[..., in]`` to ``[..., out]``, with gradients."""
-    if not _is_worth(input, weight, bias) or torch.is_autocast_enabled("cpu") or in_function_transform():
+    if not _should_use_onednn(input, weight, bias) or torch.is_autocast_enabled("cpu") or in_function_transform():
         return F.linear(input, weight, bias)
     # Views are made outside of the autograd node, because its result may be changed in place.
     rows = input.flatten(0, -2)  # [n, in]
@@ -152,7 +152,7 @@ def fast_products(x: Tensor) -> AbstractContextManager[Any]:
     Args:
         x: input of the layer, ``[..., d]``; if oneDNN is not faster for it, or it has few rows, nothing changes.
     """
-    # While the compiler traces, no size is looked at, as in _is_worth.
+    # While the compiler traces, no size is looked at, as in _should_use_onednn.
     if torch.compiler.is_compiling() or x.shape[:-1].numel() < _MIN_ROWS:
         return nullcontext()
     if not (_is_plain(x) and _is_faster_here()):

@@ -61,7 +61,7 @@ class Logits:
         if isinstance(projection, nn.Linear) and type(projection).forward in _PLAIN_FORWARDS:
             return cls(projection.weight, projection.bias, softcap)
         tied_module = getattr(projection, "tied_module", None)
-        if isinstance(tied_module, nn.Embedding | nn.Linear):
+        if isinstance(tied_module, nn.Embedding | nn.Linear):  # not an embedding with other trained rows
             return cls(tied_module.weight, softcap=softcap)
         # An adapter, for example: its forward computes more than a product with one weight.
         return cls(None, projection=projection)
@@ -99,7 +99,7 @@ class Logits:
         logits = linear(hidden.to(weight.dtype), weight, bias)  # [n, v]
         return soft_cap(logits, self._softcap)
 
-    def whole(self, logits: Tensor, size: int) -> Tensor:
+    def gather_columns(self, logits: Tensor, size: int) -> Tensor:
         """Return the first ``size`` columns of ``logits``, all-gathered with a group, in at least float32."""
         if self.group is not None:
             from torchtune.modules.parallel.collectives import gather_vocabulary  # slow to import

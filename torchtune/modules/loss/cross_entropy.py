@@ -259,7 +259,13 @@ def cross_entropy(logits: Tensor, target: Tensor, function: RowLosses = row_loss
 
 
 def choose_chunk_rows(rows: int, num_output_chunks: int, trained: Tensor | None) -> int:
-    """Return the positions per chunk; ``trained`` [v, d] is the output weight if it gets a gradient."""
+    """Return the number of positions per chunk of logits.
+
+    Args:
+        rows: number of all positions.
+        num_output_chunks: maximum number of chunks.
+        trained: the output weight [v, d] if it gets a gradient.
+    """
     even = -(-rows // num_output_chunks)  # rounded up
     if trained is None:
         return max(_MIN_CHUNK_ROWS, even)

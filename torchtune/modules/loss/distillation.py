@@ -62,7 +62,7 @@ class TeacherStates:
     def logits(self, rows: slice) -> Tensor:
         """Compute the logits [n, v] of some positions."""
         logits = self._logits(self._hidden[rows])  # with tensor parallelism, this rank's shard
-        return self._logits.whole(logits, self.vocab_size)
+        return self._logits.gather_columns(logits, self.vocab_size)
 
     def pair(self, student_logits: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
         """See :class:`TeacherOutputs`; returns the logits of both."""
@@ -299,7 +299,7 @@ class DivergenceLoss(nn.Module, ABC):
             label_weights = weights.flatten()[index]  # [n]
 
         def chunk_divergences(chunk: Tensor, rows: slice) -> Tensor:
-            student_logits = logits.whole(chunk, vocab_size)
+            student_logits = logits.gather_columns(chunk, vocab_size)
             divergences = divergence(*teacher.pair(student_logits, rows))  # [n]
             if label_weights is not None:
                 divergences = divergences * label_weights[rows]
