@@ -485,22 +485,11 @@ class TransformerDecoder(nn.Module):
             embedded_tokens = tokens if layer_tokens is None else layer_tokens
             embedded = self.layer_embeddings(embedded_tokens, h)
         hidden_states = []
-        shared_keys: dict[int, Keys] = {}
-        layers_with_shared_keys = set(self.kv_sources.values())
+        shared_keys: dict[int, Keys] = {}  # by layer
         for index, layer in enumerate(self.layers):
             if index in self.output_hidden_states:
                 hidden_states.append(h)
-            # Arguments that only some layers have: a layer of another class may take none of them.
-            options: dict[str, Any] = {}
-            if embedded is not None:
-                options["embedded"] = embedded[:, :, index]
-            if index in self.kv_sources:
-                options["keys"] = shared_keys[self.kv_sources[index]]
-            if index in layers_with_shared_keys:
-                options["returns_keys"] = True
-            attn = getattr(layer, "attn", None)
-            if blocks and getattr(attn, "window", None):
-                options["blocks"] = blocks
+            options = self._layer_options(index, embedded, shared_keys, blocks)
             h = layer(
                 h,
                 mask=mask,
@@ -526,6 +515,22 @@ class TransformerDecoder(nn.Module):
         if hidden_states:
             return [*hidden_states, result]
         return result
+
+    def _layer_options(
+        self, index: int, embedded: Tensor | None, shared_keys: Mapping[int, Keys], blocks: Sequence[Block]
+    ) -> dict[str, Any]:
+        """Arguments that only some layers have: a layer of another class may take none of them."""
+        options: dict[str, Any] = {}
+        if embedded is not None:
+            options["embedded"] = embedded[:, :, index]
+        if index in self.kv_sources:
+            options["keys"] = shared_keys[self.kv_sources[index]]
+        if index in self.kv_sources.values():
+            options["returns_keys"] = True
+        attn = getattr(self.layers[index], "attn", None)
+        if blocks and getattr(attn, "window", None):
+            options["blocks"] = blocks
+        return options
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Return the input of the first layer ``[b, s, d]`` for ``tokens`` ``[b, s]``."""

@@ -59,26 +59,8 @@ def document_block_mask(
     num_earlier_keys = (cu_keys - cu_seqlens)[1:].long()  # [documents]
     own_key = positions + num_earlier_keys[document]  # [t]
 
-    # Of every block of queries, [query blocks]: its first and last query, and the first and last block of keys it sees.
-    block_starts = torch.arange(0, num_tokens, BLOCK, device=source)
-    block_ends = (block_starts + BLOCK).clamp(max=num_tokens) - 1
-    document_begin = cu_keys[document[block_starts]].long()  # first key of the block's first document
-    first_seen = document_begin
-    if window:
-        first_seen = torch.maximum(document_begin, own_key[block_starts] - window + 1)
-    first = first_seen // BLOCK
-    last = own_key[block_ends] // BLOCK
-
-    # Full blocks, from `full_from` up to `full_to`: after the document's beginning (rounded up), inside the window of
-    # the last query, up to the first query. Blocks of several documents have none.
-    is_one_document = document[block_starts] == document[block_ends]
-    full_from = torch.where(is_one_document, -(-document_begin // BLOCK), last + 1)
-    if window:
-        full_from = torch.maximum(full_from, (own_key[block_ends] - window + BLOCK) // BLOCK)
-    full_from = torch.minimum(torch.maximum(full_from, first), last + 1)
-    full_to = torch.maximum((own_key[block_starts] + 1) // BLOCK, full_from)
-
     # Partial blocks: from `first` to `full_from`, and from `full_to` to `last`.
+    first, full_from, full_to, last = _range_of_key_blocks(cu_keys, document, own_key, window)
     num_key_blocks = -(-num_keys // BLOCK)  # rounded up
     order = torch.arange(num_key_blocks, device=source)  # [key blocks]
     num_before = (full_from - first)[:, None]  # [query blocks, 1]
@@ -113,6 +95,43 @@ def document_block_mask(
         BLOCK_SIZE=(BLOCK, BLOCK),
         mask_mod=_sees(own_key, document, document_of_key, window),
     )
+
+
+def _range_of_key_blocks(
+    cu_keys: Tensor, document: Tensor, own_key: Tensor, window: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the blocks of keys that each block of queries sees.
+
+    Args:
+        cu_keys: cumulative numbers of keys ``[documents + 1]``.
+        document: document of each query ``[t]``.
+        own_key: the key of each query's own position ``[t]``.
+        window: sliding window in positions; 0: none.
+
+    Returns:
+        ``[query blocks]`` each: the first block of keys, the first one that all queries of the block see whole, the one
+        after the last of these, and the last block of keys.
+    """
+    num_tokens = len(document)
+    first_queries = torch.arange(0, num_tokens, BLOCK, device=document.device)
+    last_queries = (first_queries + BLOCK).clamp(max=num_tokens) - 1
+    document_begin = cu_keys[document[first_queries]].long()  # first key of the block's first document
+    first_key = document_begin
+    if window:
+        first_key = torch.maximum(document_begin, own_key[first_queries] - window + 1)
+    first = first_key // BLOCK
+    last = own_key[last_queries] // BLOCK
+
+    # Full blocks: after the document's beginning (rounded up), inside the window of the last query, up to the first
+    # query. Blocks of several documents have none.
+    is_one_document = document[first_queries] == document[last_queries]
+    full_from = torch.where(is_one_document, -(-document_begin // BLOCK), last + 1)
+    if window:
+        first_full_key = own_key[last_queries] - (window - 1)
+        full_from = torch.maximum(full_from, (first_full_key + (BLOCK - 1)) // BLOCK)  # rounded up
+    full_from = torch.minimum(torch.maximum(full_from, first), last + 1)
+    full_to = torch.maximum((own_key[first_queries] + 1) // BLOCK, full_from)
+    return first, full_from, full_to, last
 
 
 # The lists of blocks in a BlockMask: by block of queries, and by block of keys for the backward pass.
