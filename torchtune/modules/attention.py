@@ -547,6 +547,9 @@ def packed_block_causal_mask(seq_lens: list[Tensor]) -> MaskType:
 
     Batches with :class:`torchtune.data.Documents` need no mask.
 
+    Args:
+        seq_lens: for each row of the batch, the lengths of its documents; they sum to s.
+
     Example:
         >>> torchtune.modules.packed_block_causal_mask([torch.tensor([1, 2])]).int()
         tensor([[[1, 0, 0],

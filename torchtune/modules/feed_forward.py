@@ -11,6 +11,13 @@ from torchtune.modules.kernels import SWIGLU
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """Compute ``silu(gate) * up`` elementwise (Shazeer 2020); saves only its two inputs for the backward pass.
 
+    Args:
+        gate: tensor of any shape.
+        up: tensor of the same shape and dtype.
+
+    Returns:
+        Tensor of their shape and dtype.
+
     Example:
         >>> torchtune.modules.swiglu(torch.tensor([0.0, 100.0]), torch.tensor([2.0, 2.0]))
         tensor([  0., 200.])

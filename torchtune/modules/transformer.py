@@ -137,7 +137,10 @@ class TransformerSelfAttentionLayer(nn.Module):
         return h
 
     def _attend(self, x: Tensor, *, input_pos: Tensor | None, **arguments: Any) -> tuple[Tensor, Keys | None]:
-        """Residual stream after attention and the parallel mixer; keys and values, if attention returns them."""
+        """Residual stream after attention and the parallel mixer; keys and values, if attention returns them.
+
+        A function of its own, so that the tensors ``[b, s, d]`` below are freed before the feed-forward.
+        """
         normed = self.sa_norm(x)
         attended = self.attn(normed, input_pos=input_pos, **arguments)
         keys = None

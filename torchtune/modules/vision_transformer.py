@@ -344,12 +344,11 @@ class InterpolatedPositions(nn.Module):
         corner = table_places.floor().long()
         fraction = table_places - corner
         embeddings = 0.0
-        for down in (0, 1):
+        # The four entries of the table around the patch, weighted by the distances from those opposite.
+        for down, row_weight in ((0, 1 - fraction[0]), (1, fraction[0])):
             row = (corner[0] + down).clamp(max=last)
-            row_weight = fraction[0] if down else 1 - fraction[0]
-            for right in (0, 1):
+            for right, column_weight in ((0, 1 - fraction[1]), (1, fraction[1])):
                 column = (corner[1] + right).clamp(max=last)
-                column_weight = fraction[1] if right else 1 - fraction[1]
                 weight = row_weight * column_weight  # [p]
                 entries = self.table(row * self.side + column)  # [p, d]
                 embeddings = embeddings + entries * weight[:, None]
@@ -563,7 +562,10 @@ class VisionTower(nn.Module):
         features = []  # of all images, in order
         remaining = iter(new_features)
         for image in images.cached:
-            features.append(next(remaining) if image.features is None else image.features)
+            if image.features is None:
+                features.append(next(remaining))
+            else:
+                features.append(image.features)
         num_outputs = 1 + len(self.deep_layers)
         outputs = list(torch.cat(features).chunk(num_outputs, dim=1))
         if is_frozen:  # the features are tokens

@@ -135,7 +135,9 @@ def attention(
     is_causal_row = documents is None and mask is None and is_causal
     if is_causal_row and num_queries == 1 < num_keys:
         # Decoding: one token after all cached keys, of which it sees those of its window or chunk.
-        num_visible = window if chunk is None else (num_keys - 1) % chunk + 1
+        num_visible = window
+        if chunk is not None:
+            num_visible = (num_keys - 1) % chunk + 1
         if num_visible is not None:
             k = k[:, -num_visible:]
             v = v[:, -num_visible:]

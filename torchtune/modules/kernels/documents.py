@@ -81,7 +81,9 @@ def _block_mask(documents: Documents, window: int) -> "BlockMask":
     device = documents.cu_seqlens.device
     if not documents.prefixes:
         return document_block_mask(cu_queries, documents.num_tokens, window, device=device)
-    num_keys = [before + length for before, length in zip(documents.before, documents.lengths, strict=True)]
+    num_keys = []  # of each document, with those of its prefix
+    for num_earlier, length in zip(documents.before, documents.lengths, strict=True):
+        num_keys.append(num_earlier + length)
     cu_keys = torch.tensor([0, *accumulate(num_keys)], dtype=torch.int32, device="cpu")
     return document_block_mask(cu_queries, documents.num_tokens, window, cu_keys, sum(num_keys), device)
 
@@ -376,7 +378,19 @@ def document_attention(
 def attention_by_document(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, dropout_p: float = 0.0, is_causal: bool = True
 ) -> Tensor:
-    """Compute :func:`document_attention` with dropout of attention weights, or attention that is not causal."""
+    """Compute :func:`document_attention` with dropout of attention weights, or attention that is not causal.
+
+    Args:
+        q: queries ``[t, n, h]``, packed documents.
+        k: keys ``[t, n_kv, h]``.
+        v: values ``[t, n_kv, h]``.
+        cu_seqlens: int32 ``[documents + 1]``, cumulative sequence lengths, from 0 to t.
+        dropout_p: dropout probability of attention weights.
+        is_causal: whether attention is causal.
+
+    Returns:
+        Tensor ``[t, n, h]``.
+    """
     outputs = []
     for (q_run,), (k_run, v_run) in _split_by_length(cu_seqlens, None, (q,), (k, v)):  # [count, length, n or n_kv, h]
         attended = F.scaled_dot_product_attention(
@@ -444,9 +458,20 @@ def block_attention_backward(
     sinks: Tensor | None = None,
     grad_sinks: Tensor | None = None,
 ) -> None:
-    """Run the backward pass of :func:`block_attention` for the output gradient ``[b, s, n, h]``.
+    """Run the backward pass of :func:`block_attention`.
 
-    Writes ``grad_q``, ``grad_k`` and ``grad_v``, and adds to ``grad_sinks``.
+    Args:
+        grad: gradient of the output ``[b, s, n, h]``.
+        q: queries ``[b, s, n, h]``.
+        k: keys ``[b, t, n_kv, h]``.
+        v: values ``[b, t, n_kv, h]``.
+        grad_q: receives the gradient of the queries.
+        grad_k: receives the gradient of the keys.
+        grad_v: receives the gradient of the values.
+        window: as in the forward pass.
+        softcap: as in the forward pass.
+        sinks: as in the forward pass.
+        grad_sinks: float32 ``[n]``, to which the gradient of the sinks is added; None: it is not computed.
     """
     num_kv_heads = k.shape[2]
     queries = _split_queries(q, num_kv_heads)  # [b, n_kv, n / n_kv, s, h]

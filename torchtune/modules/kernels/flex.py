@@ -240,9 +240,19 @@ def compile_friendly_flex_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Compute flex attention on ``[b, n, s, h]``, compiled on CUDA unless the caller is being compiled.
+    """Compute flex attention, compiled on CUDA unless the caller is being compiled.
 
-    ``window``, ``softcap`` and ``sinks`` are as in :func:`attention`; queries and keys begin at the same position.
+    Args:
+        q: queries ``[b, n, s, h]``, which begin at the same position as the keys.
+        k: keys ``[b, n_kv, t, h]``.
+        v: values ``[b, n_kv, t, h]``.
+        block_mask: the mask of queries and keys.
+        window: as in :func:`attention`.
+        softcap: as in :func:`attention`.
+        sinks: as in :func:`attention`.
+
+    Returns:
+        Tensor ``[b, n, s, h]``.
     """
     from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 

@@ -136,7 +136,13 @@ class OptionalKernel:
         return function
 
     def find(self, device: torch.device, dtype: torch.dtype, **sizes: int) -> _Choice:
-        """Return the function, or None and why there is none; both are looked up once."""
+        """Return the function, or None and why there is none; both are looked up once.
+
+        Args:
+            device: device of the inputs.
+            dtype: dtype of the inputs.
+            sizes: sizes of the layer that :attr:`limits` names.
+        """
         key = (self.package, device, dtype, *sizes.items())
         if key not in _choices:
             problem = self.obstacle(device, dtype, **sizes)

@@ -214,7 +214,9 @@ def setup_loss(loss: Any, model: nn.Module) -> TokenLoss:
         if arguments != set(TokenOptions.__annotations__):
             loss = OlderLoss(loss, arguments)
     balance = balance_of(model)
-    return loss if balance is None else BalancedLoss(loss, balance)
+    if balance is not None:
+        loss = BalancedLoss(loss, balance)
+    return loss
 
 
 def check_causal(model: nn.Module, name: str) -> None:
