@@ -677,7 +677,7 @@ class TransformerDecoder(nn.Module):
         return getattr(attn, "pos_embeddings", None)
 
     def _rope_tables(
-        self, input_pos: Tensor, documents: Documents | None, rope_pos: Tensor | None = None
+        self, input_pos: Tensor, documents: Documents | None, rope_pos: Tensor | None
     ) -> dict[nn.Module, tuple[Tensor, Tensor]]:
         """Cosine and sine of each distinct rotary embedding, computed once for all layers."""
         embeddings = {self._pos_embeddings(layer) for layer in self.layers}

@@ -188,11 +188,7 @@ def attention(
         is_causal_row = is_causal and mask is None
         return _dense_attention(q, k, v, mask, is_causal_row, dropout_p)
     if kernel is Kernel.PER_DOCUMENT:
-        if not is_causal:
-            flat = [tensor.flatten(0, 1) for tensor in (q, k, v)]  # [b * s, n or n_kv, h]
-            out = attention_by_document(*flat, documents.cu_seqlens, dropout_p, is_causal=False)
-            return out.view(q.shape)
-        return per_document_attention(q, k, v, documents, dropout_p, window or 0, softcap or 0.0, sinks)
+        return per_document_attention(q, k, v, documents, is_causal, dropout_p, window or 0, softcap or 0.0, sinks)
     return _packed_attention(kernel, q, k, v, documents, is_causal, window or 0, softcap, sinks)
 
 
@@ -446,9 +442,7 @@ def _packed_attention(
         v_flat = prepend_shared_prefix(documents.shared, v_flat)
         cu_keys = documents.shared.cu_keys
     if kernel is Kernel.VARLEN:
-        out = _varlen_attention(
-            q_flat, k_flat, v_flat, cu_seqlens, cu_keys, documents.max_length, window, is_causal=is_causal
-        )
+        out = _varlen_attention(q_flat, k_flat, v_flat, cu_seqlens, cu_keys, documents.max_length, window, is_causal)
         return out.view(q.shape)
     mask = None
     if isinstance(documents, Boundaries):  # the model made the masks, for all layers
@@ -526,21 +520,23 @@ def per_document_attention(
     k: Tensor,
     v: Tensor,
     documents: Documents | Boundaries,
-    dropout_p: float = 0.0,
-    window: int = 0,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
+    is_causal: bool,
+    dropout_p: float,
+    window: int,
+    softcap: float,
+    sinks: Tensor | None,
 ) -> Tensor:
-    """Compute causal attention within each document, with one kernel call per run of documents of equal length.
+    """Compute attention within each document, with one kernel call per run of documents of equal length.
 
-    There is no mask; the work is the sum of the squared lengths. Without dropout it is a custom operator, so that
-    compiled layers do not recompile for new lengths.
+    There is no mask; the work is the sum of the squared lengths. Causal attention without dropout is a custom operator,
+    so that compiled layers do not recompile for new lengths.
 
     Args:
         q: queries ``[b, s, n, h]``.
         k: keys ``[b, s, n_kv, h]``.
         v: values ``[b, s, n_kv, h]``.
         documents: boundaries in the flattened ``b * s`` positions.
+        is_causal: whether attention is causal; otherwise there is no window, soft cap and sinks.
         dropout_p: dropout probability of attention weights; must be 0 with a shared prefix.
         window: sliding window in positions, the query's own included; 0: none.
         softcap: soft cap of the scores; 0: none.
@@ -553,10 +549,10 @@ def per_document_attention(
     k_flat = k.flatten(0, 1)  # [b * s, n_kv, h]
     v_flat = v.flatten(0, 1)
     shared = documents.shared
-    if dropout_p > 0.0:
-        if shared is not None:
-            raise ValueError("Attention of documents that share a prefix has no dropout: set attn_dropout to 0.")
-        out = attention_by_document(q_flat, k_flat, v_flat, documents.cu_seqlens, dropout_p)
+    if is_causal and dropout_p > 0.0 and shared is not None:
+        raise ValueError("Attention of documents that share a prefix has no dropout: set attn_dropout to 0.")
+    if not is_causal or dropout_p > 0.0:
+        out = attention_by_document(q_flat, k_flat, v_flat, documents.cu_seqlens, dropout_p, is_causal)
         return out.view(q.shape)
     k_flat = prepend_shared_prefix(shared, k_flat)
     v_flat = prepend_shared_prefix(shared, v_flat)
@@ -629,8 +625,8 @@ def _varlen_attention(
     cu_seqlens: Tensor,
     cu_keys: Tensor,
     max_length: int,
-    window: int = 0,
-    is_causal: bool = True,
+    window: int,
+    is_causal: bool,
 ) -> Tensor:
     """Attention of queries ``[t, n, h]`` to keys ``[k, n_kv, h]``; a document's queries are its last positions."""
     varlen_attn, supports_groups = _VARLEN

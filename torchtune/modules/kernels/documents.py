@@ -221,10 +221,10 @@ def _forward(
     k: Tensor,
     v: Tensor,
     cu_seqlens: Tensor,
-    sinks: Tensor | None = None,
-    window: int = 0,
-    softcap: float = 0.0,
-    cu_keys: Tensor | None = None,
+    sinks: Tensor | None,
+    window: int,
+    softcap: float,
+    cu_keys: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     out = torch.empty_like(q)
     lse = _empty_lse(q)  # for the backward pass of the fused kernel; blocks need none and leave it empty
@@ -252,10 +252,10 @@ def _backward(
     out: Tensor,
     lse: Tensor,
     cu_seqlens: Tensor,
-    sinks: Tensor | None = None,
-    window: int = 0,
-    softcap: float = 0.0,
-    cu_keys: Tensor | None = None,
+    sinks: Tensor | None,
+    window: int,
+    softcap: float,
+    cu_keys: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     grad_q = torch.empty_like(q)
     grad_k = torch.empty_like(k)
@@ -297,10 +297,10 @@ def _(
     k: Tensor,
     v: Tensor,
     cu_seqlens: Tensor,
-    sinks: Tensor | None = None,
-    window: int = 0,
-    softcap: float = 0.0,
-    cu_keys: Tensor | None = None,
+    sinks: Tensor | None,
+    window: int,
+    softcap: float,
+    cu_keys: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     return torch.empty_like(q), _empty_lse(q)
 
@@ -314,10 +314,10 @@ def _(
     out: Tensor,
     lse: Tensor,
     cu_seqlens: Tensor,
-    sinks: Tensor | None = None,
-    window: int = 0,
-    softcap: float = 0.0,
-    cu_keys: Tensor | None = None,
+    sinks: Tensor | None,
+    window: int,
+    softcap: float,
+    cu_keys: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     grad_sinks = torch.empty(q.shape[1], dtype=torch.float32, device=q.device)
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), grad_sinks
@@ -376,7 +376,7 @@ def document_attention(
 
 
 def attention_by_document(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, dropout_p: float = 0.0, is_causal: bool = True
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, dropout_p: float, is_causal: bool
 ) -> Tensor:
     """Compute :func:`document_attention` with dropout of attention weights, or attention that is not causal.
 
@@ -549,7 +549,7 @@ class _QueryBlock(NamedTuple):
 
 
 def _iter_blocks(
-    queries: Tensor, keys: Tensor, window: int, softcap: float, sinks: Tensor | None = None
+    queries: Tensor, keys: Tensor, window: int, softcap: float, sinks: Tensor | None
 ) -> Iterator[_QueryBlock]:
     """Compute the probabilities of one block of queries after another, in float32.
 

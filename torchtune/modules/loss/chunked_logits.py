@@ -291,7 +291,7 @@ def chunked_rows(hidden: Tensor, function: RowFunction, logits: Logits, chunk_ro
 
 
 def log_probs_of_rows(
-    logits: Tensor, targets: Tensor, group: dist.ProcessGroup | None = None, *, with_entropy: bool = False
+    logits: Tensor, targets: Tensor, group: dist.ProcessGroup | None, *, with_entropy: bool
 ) -> tuple[Tensor, ...]:
     """Compute the target's log-prob of every row, [n], and the entropy of the row's distribution if asked for.
 
@@ -367,7 +367,7 @@ def _log_probs(
     temperature: float,
     chunk_rows: int,
     *,
-    with_entropy: bool = False,
+    with_entropy: bool,
 ) -> tuple[Tensor, ...]:
     """Log-probs [n] of the targets of hidden states [n, d], and entropies [n] if asked for."""
 

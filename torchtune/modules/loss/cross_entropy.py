@@ -376,11 +376,11 @@ class LinearCrossEntropyLoss(SFTLoss, nn.Module):
     def compute_cross_entropy(self, hidden_chunk: Tensor, target_chunk: Tensor) -> Tensor:
         """Compute the summed cross entropy of some positions: hidden [n, d], targets [n] -> scalar."""
         logits = Logits.of(self.linear_projection)
-        losses, *_ = self._losses_with_ignored(logits(hidden_chunk), target_chunk, logits)
+        losses, *_ = self._losses_with_ignored(logits(hidden_chunk), target_chunk, logits, with_statistics=False)
         return losses.sum()
 
     def _losses(
-        self, logits: Tensor, target: Tensor, projection: Logits, *, with_statistics: bool = False
+        self, logits: Tensor, target: Tensor, projection: Logits, *, with_statistics: bool
     ) -> tuple[Tensor, ...]:
         """Losses [n] of logits [n, v], which are overwritten, with a known target [n] in each row; and statistics."""
         if projection.group is not None:
@@ -389,7 +389,7 @@ class LinearCrossEntropyLoss(SFTLoss, nn.Module):
         return cross_entropy(logits, target, function)
 
     def _losses_with_ignored(
-        self, logits: Tensor, target: Tensor, projection: Logits, *, with_statistics: bool = False
+        self, logits: Tensor, target: Tensor, projection: Logits, *, with_statistics: bool
     ) -> tuple[Tensor, ...]:
         """As :meth:`_losses`; 0 for ignored tokens."""
         is_ignored = target == self.ignore_index
