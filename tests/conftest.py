@@ -48,7 +48,7 @@ EVERY = {
     "torchtune/models/test_parity_adapters": 3,
     "torchtune/models/test_sizes": 4,
     "torchtune/modules/moe/test_balance": 4,
-    "torchtune/modules/test_cuda_kernels.py::test_flex_attention": 3,
+    "torchtune/modules/kernels/test_attention.py::test_flex_attention": 3,
     "torchtune/checkpoints/test_adapters.py::test_fused": 2,
     "torchtune/checkpoints/test_gguf": 2,
     "torchtune/checkpoints/test_state": 2,

@@ -325,7 +325,7 @@ GEMMA = {"gemma4": {"merge": 3, "centered": True}, "gemma4_unified": {"merge": 1
 
 def gemma(patches: torch.Tensor, grids: Any, merge: int, centered: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Patches and their positions, padded to as many."""
-    from torchtune.modules.vision_tower import patch_places
+    from torchtune.modules.vision_transformer import patch_places
 
     counts = [rows * columns for frames, rows, columns in grids for _ in range(frames)]
     pixels = torch.zeros(len(counts), max(counts) + 18, patches.shape[1], device=patches.device)

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from torchtune.modules.low_precision.fake_quantization import set_fake_quant
+from torchtune.modules.low_precision.layers import set_fake_quant
 from torchtune.modules.low_precision.quantizers import (
     QAT_QUANTIZERS,
     Int4WeightOnlyQATQuantizerModuleSwap,

@@ -14,7 +14,7 @@ from torchtune.checkpoints import CheckpointStore, materialize
 from torchtune.data import ExampleDataset, Images
 from torchtune.modules.model_fusion import ImageTextModel
 from torchtune.modules.transformer import text_decoder
-from torchtune.modules.vision_tower import VisionTower
+from torchtune.modules.vision_transformer import VisionTower
 from torchtune.utils import UserError
 
 # Called with each model after its weights are loaded.

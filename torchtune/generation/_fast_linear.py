@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from torchtune.generation._sampling import GenerationError
-from torchtune.modules.latent_attention import LatentAttention
+from torchtune.modules.attention import LatentAttention
 from torchtune.modules.output_projection import TiedLinear
 from torchtune.modules.peft.lora import LoRALinear
 from torchtune.training.parallel import reshard

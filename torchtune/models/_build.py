@@ -16,10 +16,9 @@ from torchtune.models._rope_scaling import (
     YarnRopeScaling,
 )
 from torchtune.models._spec import ModelSpec
-from torchtune.modules.attention import MultiHeadAttention
+from torchtune.modules.attention import LatentAttention, MultiHeadAttention
 from torchtune.modules.embeddings import LayerEmbedding, LayerEmbeddings
 from torchtune.modules.feed_forward import FeedForward, SquaredReLU
-from torchtune.modules.latent_attention import LatentAttention
 from torchtune.modules.moe import ClampedExperts, GroupedExperts, MoE, TokenChoiceTopKRouter, UngatedExperts
 from torchtune.modules.output_projection import CappedLinear, ClassifierHead, TiedLinear
 from torchtune.modules.position_embeddings import (

@@ -23,7 +23,7 @@ from torchtune.modules.model_fusion import ImageTextModel
 from torchtune.modules.position_embeddings import GridRotaryPositionalEmbeddings
 from torchtune.modules.rms_norm import Fp32LayerNorm, RMSNorm
 from torchtune.modules.transformer import TransformerSelfAttentionLayer
-from torchtune.modules.vision_tower import (
+from torchtune.modules.vision_transformer import (
     AxisPositions,
     ClassedPositions,
     ClippedLinear,

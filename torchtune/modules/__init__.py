@@ -1,12 +1,16 @@
 """Building blocks of models: layers, losses, adapters and tokenizers."""
 
 from torchtune._lazy import former_names
-from torchtune.modules.attention import MultiHeadAttention, create_block_causal_mask, packed_block_causal_mask
+from torchtune.modules.attention import (
+    LatentAttention,
+    MultiHeadAttention,
+    create_block_causal_mask,
+    packed_block_causal_mask,
+)
 from torchtune.modules.embeddings import resize_token_embeddings
 from torchtune.modules.feed_forward import FeedForward, swiglu
 from torchtune.modules.kernels.attention import attention
 from torchtune.modules.kv_cache import KVCache, delete_kv_caches, disable_kv_cache, local_kv_cache
-from torchtune.modules.latent_attention import LatentAttention
 from torchtune.modules.low_precision import FrozenNF4Linear as FrozenNF4Linear
 from torchtune.modules.low_precision import (
     reparametrize_as_dtype_state_dict_post_hook as reparametrize_as_dtype_state_dict_post_hook,
@@ -20,8 +24,13 @@ from torchtune.modules.model_converters import (
     OptionalKernels,
     TiledMLP,
 )
-from torchtune.modules.output_projection import TiedLinear, classifier_model
-from torchtune.modules.pooling import Pooling, last_hidden_states, pooled_embeddings
+from torchtune.modules.output_projection import (
+    Pooling,
+    TiedLinear,
+    classifier_model,
+    last_hidden_states,
+    pooled_embeddings,
+)
 from torchtune.modules.position_embeddings import RotaryPositionalEmbeddings, apply_rope
 from torchtune.modules.rms_norm import Fp32LayerNorm, RMSNorm, TanhGate, rms_norm
 from torchtune.modules.transformer import (

@@ -1,10 +1,11 @@
-"""Multi-head and grouped-query attention, and masks of packed documents."""
+"""Attention layers, grouped-query and multi-head latent attention, and masks of packed documents."""
 
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from torchtune._lazy import former_names
 from torchtune.data import Documents
@@ -13,6 +14,7 @@ from torchtune.modules.kernels.documents import Boundaries
 from torchtune.modules.kv_cache import KVCache
 from torchtune.modules.position_embeddings import apply_rope
 from torchtune.modules.rms_norm import rms_norm
+from torchtune.utils import hooks_of_all_modules
 
 Keys = tuple[Tensor, Tensor]  # keys and values [b, t, n_kv, h]
 Block = tuple[int, int, int]  # first position of a document, and first and end of a block in it
@@ -183,22 +185,24 @@ class MultiHeadAttention(nn.Module):
         q = self.q_proj(x)  # [b, s, n * h]
         gate = None
         if self.gated:
-            # For each head the query, then its gate: [b, s, n, 2h] -> two of [b, s, n * h].
-            q, gate = q.unflatten(-1, (-1, 2 * self.head_dim)).chunk(2, dim=-1)
+            q = q.unflatten(-1, (-1, 2 * self.head_dim))  # [b, s, n, 2h]: for each head the query, then its gate
+            q, gate = q.chunk(2, dim=-1)  # [b, s, n, h]
             q = q.flatten(-2)
             gate = gate.flatten(-2)
-        q = self._heads(q, self.q_norm, input_pos, rope)  # [b, s, n, h]
+        q = self._project_heads(q, self.q_norm, input_pos, rope)  # [b, s, n, h]
         if self.query_factor != 1.0:
             q = q * self.query_factor
         if self.growth is not None:
             q = self._scale_queries(q, input_pos)
-        k, v = self._keys(y, input_pos, rope) if keys is None else keys  # [b, t, n_kv, h]
+        if keys is None:
+            keys = self._project_keys(y, input_pos, rope)
+        k, v = keys  # [b, t, n_kv, h]
         q = q.to(k.dtype)  # a cache, or the layer that shares its keys, may have another dtype
         # Arguments that only some layers have are left out elsewhere: a function that replaces attention may lack them.
         options: dict[str, Any] = {}
         if self.sinks is not None:
-            # Tensor parallelism makes them a DTensor, sharded by head.
-            options["sinks"] = self.sinks.to_local() if hasattr(self.sinks, "to_local") else self.sinks
+            is_sharded = hasattr(self.sinks, "to_local")  # by head, with tensor parallelism
+            options["sinks"] = self.sinks.to_local() if is_sharded else self.sinks
         if self.chunk is not None:
             options["chunk"] = self.chunk
         out = self.attention(
@@ -218,8 +222,10 @@ class MultiHeadAttention(nn.Module):
         out = out.flatten(-2).to(x.dtype)  # [b, s, n * h]
         if gate is not None:
             out = out * gate.sigmoid()
-        out = self.output_proj(out)
-        return (out, (k, v)) if returns_keys else out
+        out = self.output_proj(out)  # [b, s, d]
+        if returns_keys:
+            return out, (k, v)
+        return out
 
     def _see_blocks(self, out: Tensor, q: Tensor, k: Tensor, v: Tensor, blocks: Sequence[Block]) -> Tensor:
         """Replace the outputs of blocks: their queries see all keys of the block that the window allows."""
@@ -244,37 +250,47 @@ class MultiHeadAttention(nn.Module):
             )
             block_outputs.append(block_output[0])
             block_positions.append(query_positions)
-        values = torch.cat(block_outputs).to(out.dtype)
-        return out.flatten(0, 1).index_copy(0, torch.cat(block_positions), values).view_as(out)
+        outputs = torch.cat(block_outputs).to(out.dtype)  # of all blocks, [positions, n, h]
+        positions = torch.cat(block_positions)
+        out_flat = out.flatten(0, 1)  # [b * s, n, h]
+        return out_flat.index_copy(0, positions, outputs).view_as(out)
 
-    def _keys(self, y: Tensor, input_pos: Tensor | None, rope: tuple[Tensor, Tensor] | None) -> Keys:
+    def _project_keys(self, y: Tensor, input_pos: Tensor | None, rope: tuple[Tensor, Tensor] | None) -> Keys:
         """Keys and values ``[b, t, n_kv, h]``: from the cache, then from the input."""
         if self.k_proj is None:
             raise ValueError("This layer has no keys and values: give it those of another layer as keys=.")
         projected_keys = self.k_proj(y)  # [b, t, n_kv * h]
-        k = self._heads(projected_keys, self.k_norm, input_pos, rope)  # [b, t, n_kv, h]
-        projected_values = projected_keys if self.v_proj is None else self.v_proj(y)
-        v = projected_values.unflatten(-1, (-1, self.head_dim))
+        k = self._project_heads(projected_keys, self.k_norm, input_pos, rope)  # [b, t, n_kv, h]
+        projected_values = projected_keys
+        if self.v_proj is not None:
+            projected_values = self.v_proj(y)
+        v = projected_values.unflatten(-1, (-1, self.head_dim))  # [b, t, n_kv, h]
         if self.v_norm_eps is not None:
             v = rms_norm(v, self.v_norm_eps)
         if self.kv_cache is not None and self.cache_enabled:
             # The cache has heads before positions: [b, n_kv, t, h].
-            cached_k, cached_v = self.kv_cache.update(k.transpose(1, 2), v.transpose(1, 2))
-            k = cached_k.transpose(1, 2)
-            v = cached_v.transpose(1, 2)
+            k, v = self.kv_cache.update(k.transpose(1, 2), v.transpose(1, 2))
+            k = k.transpose(1, 2)
+            v = v.transpose(1, 2)
         return k, v
 
     def _scale_queries(self, q: Tensor, input_pos: Tensor | None) -> Tensor:
         """Scale queries ``[b, s, n, h]`` by ``growth``."""
         beta, span, first = self.growth
-        positions = torch.arange(q.shape[1], device=q.device) if input_pos is None else input_pos
-        factors = 1 + beta * ((positions + first) // span).float().log1p()
+        positions = input_pos
+        if positions is None:
+            positions = torch.arange(q.shape[1], device=q.device)
+        num_spans = (positions + first) // span  # [b, s] or [s]
+        factors = 1 + beta * num_spans.float().log1p()
         return q * factors[..., None, None].to(q.dtype)
 
-    def _heads(
+    def _project_heads(
         self, x: Tensor, norm: nn.Module | None, input_pos: Tensor | None, rope: tuple[Tensor, Tensor] | None
     ) -> Tensor:
-        """Normalize and rotate projected queries or keys: ``[b, s, n * h]`` to ``[b, s, n, h]``."""
+        """Normalize and rotate projected queries or keys, in the order of the model family.
+
+        ``[b, s, n * h]`` to ``[b, s, n, h]``.
+        """
         if norm is not None and self.qk_norm_whole:
             x = norm(x)
             norm = None  # applied
@@ -292,6 +308,218 @@ class MultiHeadAttention(nn.Module):
         return x
 
 
+class LatentAttention(MultiHeadAttention):
+    """Multi-head latent attention (DeepSeek-AI 2024, arXiv:2405.04434, section 2.1).
+
+    A key has ``key_dim`` channels: the first ones are projected from the latent for each head; the last ``rope_dim``
+    channels are rotated and shared by all heads. The KV cache holds latents and shared channels, ``kv_dim + rope_dim``
+    numbers per position and layer. In decoding of a single position, queries are projected to the latent space instead
+    of all cached latents to keys and values, if ``kv_proj`` has no bias and no hooks.
+
+    Args:
+        embed_dim: d, size of the input.
+        num_heads: n.
+        key_dim: h, size of a query and of a key.
+        rope_dim: r, number of rotated channels of queries and keys, the last ones.
+        value_dim: v, size of a value.
+        kv_dim: c, size of the latent.
+        q_proj: ``d -> n * h``, or from the width of ``q_down_norm``.
+        kv_down_proj: ``d -> c + r``.
+        kv_down_norm: norm of the latent.
+        kv_proj: ``c -> n * (h - r + v)``, for each head the unrotated channels of its key, then its value.
+        output_proj: ``n * v -> d``.
+        q_down_proj: projection of the input to a latent of queries; by default there is none.
+        q_down_norm: norm of the latent of queries; required with ``q_down_proj``.
+        pos_embeddings: rotary embedding of ``rope_dim`` channels.
+        max_seq_len: informational.
+        attn_dropout: dropout probability of attention weights in training.
+        scale: scale of the scores; by default ``h ** -0.5``.
+        growth: as in :class:`MultiHeadAttention`.
+
+    Raises:
+        ValueError: arguments are inconsistent.
+
+    Example:
+        >>> from torchtune.modules import LatentAttention
+        >>> linear = torch.nn.Linear
+        >>> attention = LatentAttention(
+        ...     embed_dim=8, num_heads=2, key_dim=6, rope_dim=2, value_dim=4, kv_dim=3, q_proj=linear(8, 12),
+        ...     kv_down_proj=linear(8, 5), kv_down_norm=torchtune.modules.RMSNorm(3), kv_proj=linear(3, 16),
+        ...     output_proj=linear(8, 8)
+        ... )
+        >>> attention(torch.ones(1, 3, 8)).shape
+        torch.Size([1, 3, 8])
+    """
+
+    def __init__(
+        self,
+        *,
+        embed_dim: int,
+        num_heads: int,
+        key_dim: int,
+        rope_dim: int,
+        value_dim: int,
+        kv_dim: int,
+        q_proj: nn.Module,
+        kv_down_proj: nn.Module,
+        kv_down_norm: nn.Module,
+        kv_proj: nn.Module,
+        output_proj: nn.Module,
+        q_down_proj: nn.Module | None = None,
+        q_down_norm: nn.Module | None = None,
+        pos_embeddings: nn.Module | None = None,
+        max_seq_len: int = 4096,
+        attn_dropout: float = 0.0,
+        is_causal: bool = True,
+        scale: float | None = None,
+        growth: tuple[float, int, int] | None = None,
+    ) -> None:
+        if (q_down_proj is None) != (q_down_norm is None):
+            raise ValueError("q_down_proj and q_down_norm must be given together.")
+        super().__init__(
+            embed_dim=embed_dim,
+            num_heads=num_heads,
+            num_kv_heads=num_heads,
+            head_dim=max(key_dim, value_dim),  # kernels take queries, keys and values of one size
+            q_proj=q_proj,
+            k_proj=None,
+            v_proj=None,
+            output_proj=output_proj,
+            pos_embeddings=pos_embeddings,
+            max_seq_len=max_seq_len,
+            attn_dropout=attn_dropout,
+            is_causal=is_causal,
+            scale=key_dim**-0.5 if scale is None else scale,
+            growth=growth,
+        )
+        self.key_dim = key_dim
+        self.rope_dim = rope_dim
+        self.value_dim = value_dim
+        self.kv_dim = kv_dim
+        self.q_down_proj = q_down_proj
+        self.q_down_norm = q_down_norm
+        self.kv_down_proj = kv_down_proj
+        self.kv_down_norm = kv_down_norm
+        self.kv_proj = kv_proj
+
+    def _has_keys(self) -> bool:
+        return True
+
+    def _new_cache(self, batch_size: int, dtype: torch.dtype, max_seq_len: int) -> KVCache:
+        """Make the cache of latents and of the rotated channels of keys."""
+        return KVCache(batch_size, max_seq_len, 1, self.kv_dim + self.rope_dim, dtype, value_dim=0)
+
+    def forward(
+        self,
+        x: Tensor,
+        y: Tensor | None = None,
+        *,
+        mask: MaskType | None = None,
+        input_pos: Tensor | None = None,
+        documents: Documents | Boundaries | None = None,
+        rope: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        """Compute attention ``[b, s, d]``; see :meth:`MultiHeadAttention.forward` for the arguments."""
+        q = self._queries(x, input_pos, rope)  # [b, s, n, h]
+        latents = self._latents(x if y is None else y, input_pos, rope)  # [b, t, c + r]
+        if self.kv_cache is not None and self.cache_enabled:
+            keys = latents[:, None]  # [b, 1, t, c + r]: the cache has one key head
+            no_values = keys[..., :0]
+            cached_keys, _ = self.kv_cache.update(keys, no_values)
+            latents = cached_keys[:, 0].to(x.dtype)
+            if x.shape[1] == 1 and self._is_matrix_product(self.kv_proj):
+                attended = self._attend_to_latents(q, latents, mask)  # [b, 1, n, v]
+                return self.output_proj(attended.flatten(-2))
+        k, v = self._expand_latents(latents)
+        out = self.attention(
+            _pad_channels(q, self.head_dim),
+            _pad_channels(k, self.head_dim),
+            _pad_channels(v, self.head_dim),
+            documents=documents,
+            mask=mask,
+            is_causal=self.is_causal,
+            dropout_p=self.attn_dropout if self.training else 0.0,
+        )
+        out = out[..., : self.value_dim]  # without the padding of values
+        return self.output_proj(out.flatten(-2).to(x.dtype))
+
+    def _queries(self, x: Tensor, input_pos: Tensor | None, rope: tuple[Tensor, Tensor] | None) -> Tensor:
+        """Queries ``[b, s, n, h]``, rotated and scaled for kernels that scale by ``head_dim ** -0.5``."""
+        if self.q_down_proj is not None:
+            x = self.q_down_norm(self.q_down_proj(x))
+        q = self.q_proj(x).unflatten(-1, (-1, self.key_dim))  # [b, s, n, h]
+        unrotated, rotated = q.split([self.key_dim - self.rope_dim, self.rope_dim], dim=-1)
+        rotated = self._apply_rope(rotated, input_pos, rope)
+        q = torch.cat((unrotated, rotated), dim=-1) * self.query_factor
+        if self.growth is not None:
+            q = self._scale_queries(q, input_pos)
+        return q
+
+    def _latents(self, y: Tensor, input_pos: Tensor | None, rope: tuple[Tensor, Tensor] | None) -> Tensor:
+        """Normalized latents, then the rotated channels of keys: ``[b, t, c + r]``."""
+        latent, shared_channels = self.kv_down_proj(y).split([self.kv_dim, self.rope_dim], dim=-1)
+        # Rotation takes heads, [b, t, 1, r]: all heads share these channels.
+        shared_channels = self._apply_rope(shared_channels.unsqueeze(2), input_pos, rope).squeeze(2)
+        return torch.cat((self.kv_down_norm(latent), shared_channels), dim=-1)
+
+    def _apply_rope(self, x: Tensor, input_pos: Tensor | None, rope: tuple[Tensor, Tensor] | None) -> Tensor:
+        """Rotate ``[b, s, n, r]``: by the angles ``rope`` if they are computed already."""
+        if rope is not None:
+            return apply_rope(x, *rope, self.pos_embeddings.layout)
+        if self.pos_embeddings is not None:
+            return self.pos_embeddings(x, input_pos=input_pos)
+        return x
+
+    def _expand_latents(self, latents: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys ``[b, t, n, h]`` and values ``[b, t, n, v]``."""
+        latent, shared_channels = latents.split([self.kv_dim, self.rope_dim], dim=-1)
+        unrotated_dim = self.key_dim - self.rope_dim
+        heads = self.kv_proj(latent).unflatten(-1, (-1, unrotated_dim + self.value_dim))  # [b, t, n, h - r + v]
+        unrotated, v = heads.split([unrotated_dim, self.value_dim], dim=-1)
+        rotated = shared_channels.unsqueeze(2).expand(-1, -1, heads.shape[2], -1)  # [b, t, n, r]
+        k = torch.cat((unrotated, rotated), dim=-1)
+        return k, v
+
+    @staticmethod
+    def _is_matrix_product(projection: nn.Module) -> bool:
+        """Whether a projection only multiplies by its matrix: it has no bias, and nothing hooks into its calls."""
+        hooks = (projection._forward_pre_hooks, projection._forward_hooks, *hooks_of_all_modules())
+        return getattr(projection, "bias", None) is None and not any(hooks)
+
+    def _attend_to_latents(self, q: Tensor, latents: Tensor, mask: MaskType | None) -> Tensor:
+        """Attention of one position ``[b, 1, n, h]`` to latents ``[b, t, c + r]``: values ``[b, 1, n, v]``.
+
+        ``q · (W k) = (Wᵀ q) · k``, so the latents are the single key head of all query heads. The value projection is
+        applied to the weighted sum of latents.
+        """
+        weight = getattr(self.kv_proj, "weight", None)
+        if type(self.kv_proj) is nn.Linear and type(weight) in (nn.Parameter, Tensor):
+            matrix = weight
+        else:  # an adapter, a quantized weight, or one that is split over ranks
+            identity = torch.eye(self.kv_dim, dtype=latents.dtype, device=latents.device)
+            matrix = self.kv_proj(identity).t()  # [n * (h - r + v), c]
+        unrotated_dim = self.key_dim - self.rope_dim
+        head_matrices = matrix.unflatten(0, (-1, unrotated_dim + self.value_dim))  # [n, h - r + v, c]
+        key_matrices, value_matrices = head_matrices.split([unrotated_dim, self.value_dim], dim=1)
+        unrotated, rotated = q.split([unrotated_dim, self.rope_dim], dim=-1)
+        projected = torch.einsum("bsnh,nhc->bsnc", unrotated, key_matrices)
+        queries = torch.cat((projected, rotated), dim=-1)  # [b, 1, n, c + r]
+        # Kernels scale by the size of their heads, c + r here; query_factor is made for head_dim.
+        queries = queries * (latents.shape[-1] / self.head_dim) ** 0.5
+        keys = latents.unsqueeze(2)  # [b, t, 1, c + r], which are the values as well
+        attended = self.attention(queries, keys, keys, mask=mask)
+        attended = attended[..., : self.kv_dim]  # [b, 1, n, c]
+        return torch.einsum("bsnc,nvc->bsnv", attended, value_matrices)
+
+
+def _pad_channels(x: Tensor, width: int) -> Tensor:
+    """Pad the channels of ``[b, s, n, h]`` with zeros; they change neither scores nor values."""
+    num_missing = width - x.shape[-1]
+    if num_missing == 0:
+        return x
+    return F.pad(x, (0, num_missing))
+
+
 def create_block_causal_mask(seq_lens: list[Tensor]) -> Tensor:
     """Return the bool mask ``[b, s, s]`` of causal attention within each packed document.
 
@@ -305,8 +533,11 @@ def create_block_causal_mask(seq_lens: list[Tensor]) -> Tensor:
                  [0, 1, 1]]], dtype=torch.int32)
     """
     masks = []
-    for row in seq_lens:
-        blocks = [torch.ones(n, n, dtype=torch.bool, device=row.device).tril() for n in row.tolist()]
+    for lengths in seq_lens:
+        blocks = []
+        for length in lengths.tolist():
+            sees_all = torch.ones(length, length, dtype=torch.bool, device=lengths.device)
+            blocks.append(sees_all.tril())
         masks.append(torch.block_diag(*blocks))  # [s, s]
     return torch.stack(masks)
 
@@ -315,6 +546,9 @@ def packed_block_causal_mask(seq_lens: list[Tensor]) -> MaskType:
     """Return the mask of :func:`create_block_causal_mask`, on CUDA as a ``BlockMask`` that is never materialized.
 
     Batches with :class:`torchtune.data.Documents` need no mask.
+
+    Args:
+        seq_lens: for each row of the batch, the lengths of its documents; they sum to s.
 
     Example:
         >>> torchtune.modules.packed_block_causal_mask([torch.tensor([1, 2])]).int()
@@ -329,13 +563,16 @@ def packed_block_causal_mask(seq_lens: list[Tensor]) -> MaskType:
     device = seq_lens[0].device
     rows = []  # the number of each position's document, [s]
     for lengths in seq_lens:
-        rows.append(torch.arange(len(lengths), device=device).repeat_interleave(lengths.to(torch.int64)))
-    ids = torch.stack(rows)  # [b, s]
+        documents = torch.arange(len(lengths), device=device)
+        rows.append(documents.repeat_interleave(lengths.to(torch.int64)))
+    document_ids = torch.stack(rows)  # [b, s]
+    batch_size, num_positions = document_ids.shape
 
-    def same_document(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return (q_idx >= kv_idx) & (ids[b, q_idx] == ids[b, kv_idx])
+    def sees(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        is_same_document = document_ids[b, q_idx] == document_ids[b, kv_idx]
+        return (q_idx >= kv_idx) & is_same_document
 
-    return create_block_mask(same_document, ids.shape[0], None, ids.shape[1], ids.shape[1], device=device)
+    return create_block_mask(sees, batch_size, None, num_positions, num_positions, device=device)
 
 
 __getattr__ = former_names(__name__)

@@ -266,8 +266,10 @@ def change_class(module: nn.Module, kind: type[_Module]) -> _Module:
     """Return a module of another class with the same parameters and attributes; ``module`` is unchanged."""
     converted = kind.__new__(kind)
     for name, value in vars(module).items():
-        # The dicts of parameters, buffers and submodules are copied: names are added to those of the new module.
-        converted.__dict__[name] = copy.copy(value) if isinstance(value, dict) else value
+        if isinstance(value, dict):
+            # Parameters, buffers and submodules: names are added to those of the new module alone.
+            value = copy.copy(value)
+        converted.__dict__[name] = value
     return converted
 
 
@@ -275,7 +277,8 @@ def _name(conversion: object) -> str:
     return type(conversion).__name__
 
 
-def _check_members(conversion: object) -> None:
+def _check_member(conversion: object) -> None:
+    """Raise if an object of the list is no conversion."""
     if isinstance(conversion, type):
         raise ConversionError(f"model_converters: {conversion.__name__} is a class: give one of its objects.")
     if not isinstance(conversion, Conversion):
@@ -287,6 +290,11 @@ def _check_members(conversion: object) -> None:
         raise ConversionError(
             f"model_converters: {_name(conversion)} must set `phase` to a member of torchtune.modules.conversion.Phase."
         )
+
+
+def _sort_by_phase(conversions: Sequence[Conversion]) -> list[Conversion]:
+    """Sort conversions by phase; those of a phase keep their order."""
+    return sorted(conversions, key=lambda conversion: conversion.phase)
 
 
 def _check_pairs(conversions: Sequence[Conversion]) -> None:
@@ -301,12 +309,14 @@ def _check_pairs(conversions: Sequence[Conversion]) -> None:
                 )
 
 
-def _revert_later(done: Sequence[Conversion], conversions: Sequence[Conversion], model: nn.Module) -> list[Conversion]:
-    """Undo and return the conversions in ``done`` of a later phase than one of ``conversions``."""
-    earliest = min((conversion.phase for conversion in conversions), default=max(Phase))
-    later = [conversion for conversion in done if conversion.phase > earliest]
-    first = next((conversion for conversion in conversions if conversion.phase == earliest), None)
-    for conversion in reversed(later):
+def _revert_later(model: nn.Module, conversions: Sequence[Conversion]) -> list[Conversion]:
+    """Undo and return the conversions of the model of a later phase than one of ``conversions``."""
+    if not conversions:
+        return []
+    first = min(conversions, key=lambda conversion: conversion.phase)
+    applied = get_conversions(model)
+    later = [conversion for conversion in applied if conversion.phase > first.phase]
+    for conversion in reversed(later):  # each was applied to a model with those before it
         try:
             conversion.revert(model)
         except NotImplementedError as error:
@@ -314,7 +324,7 @@ def _revert_later(done: Sequence[Conversion], conversions: Sequence[Conversion],
                 f"model_converters: {_name(first)} must come before {_name(conversion)}, which the model already has "
                 "and which cannot be undone: apply both in one call, or list both in model_converters."
             ) from error
-    model.conversions = [conversion for conversion in done if conversion not in later]
+    model.conversions = [conversion for conversion in applied if conversion not in later]
     return later
 
 
@@ -343,25 +353,24 @@ def apply_conversions(model: nn.Module, conversions: Sequence[Conversion]) -> li
         [<torchtune.modules.peft.conversion.LoRA ...>]
     """
     for conversion in conversions:
-        _check_members(conversion)
-    done = get_conversions(model)
-    _check_pairs(sorted([*done, *conversions], key=lambda conversion: conversion.phase))
-    reverted = _revert_later(done, conversions, model)
-    done = get_conversions(model)
+        _check_member(conversion)
+    _check_pairs(_sort_by_phase([*get_conversions(model), *conversions]))
+    reverted = _revert_later(model, conversions)
+    applied = get_conversions(model)
     reports = []
-    for conversion in sorted([*reverted, *conversions], key=lambda conversion: conversion.phase):
+    for conversion in _sort_by_phase([*reverted, *conversions]):
         report = conversion.convert(model)
         if not isinstance(report, ConversionReport):
             raise ConversionError(
                 f"model_converters: {_name(conversion)}.convert returned {type(report).__name__}, "
                 "it must return a ConversionReport."
             )
-        done = [*done, conversion]
-        model.conversions = done
+        applied = [*applied, conversion]
+        model.conversions = applied
         has_effect = report.replaced or report.num_parameters
         log_rank_zero(get_logger(), str(report), logging.INFO if has_effect else logging.WARNING)
         reports.append(report)
-    model.conversions = done
+    model.conversions = applied
     return reports
 
 
@@ -392,7 +401,8 @@ def full_shapes(model: nn.Module) -> dict[nn.Parameter, tuple[int, ...]]:
         for stored in conversion.stored_weights(model).values():
             first_name, *further_names = stored.names
             shapes[first_name] = stored.shape
-            shapes |= dict.fromkeys(further_names, (0,))
+            for name in further_names:
+                shapes[name] = (0,)
     shape_of_parameter = {parameters[name]: shape for name, shape in shapes.items()}
     if isinstance(model, nn.ModuleDict):  # models that are trained together have conversions of their own
         for part in _models_of(model):
@@ -402,7 +412,9 @@ def full_shapes(model: nn.Module) -> dict[nn.Parameter, tuple[int, ...]]:
 
 def _models_of(model: nn.Module) -> list[nn.Module]:
     """The models of a ``ModuleDict`` (trained together), or the model itself."""
-    return list(model.values()) if isinstance(model, nn.ModuleDict) else [model]
+    if isinstance(model, nn.ModuleDict):
+        return list(model.values())
+    return [model]
 
 
 def run_pre_optimizer_hooks(model: nn.Module) -> None:
@@ -459,14 +471,19 @@ def nearest_module_names(wanted: str, paths: Sequence[str], count: int = 3) -> l
     """
     # "layers.*.attn.q_proj" once instead of a path for each layer.
     templates = list(dict.fromkeys(_LAYER_NUMBER.sub("*", path) for path in paths))
-    by_leaf = {template.rpartition(".")[2]: template for template in templates}
-    leaf = wanted.rpartition(".")[2]
-    translated = by_leaf.get(_OF_TRANSFORMERS.get(leaf, ""))
+    by_leaf = {}
+    for template in templates:
+        _, _, leaf = template.rpartition(".")
+        by_leaf[leaf] = template
+    _, _, wanted_leaf = wanted.rpartition(".")
+    translated = by_leaf.get(_OF_TRANSFORMERS.get(wanted_leaf, ""))
     if translated is not None:
         return [translated]
     # Leaves first: they decide more often than whole paths, which are similar to each other.
-    nearest = [by_leaf[name] for name in get_close_matches(leaf, by_leaf, n=count, cutoff=0.5)]
+    nearest = [by_leaf[leaf] for leaf in get_close_matches(wanted_leaf, by_leaf, n=count, cutoff=0.5)]
     for template in get_close_matches(wanted, templates, n=count, cutoff=0.3):
         if template not in nearest:
             nearest.append(template)
-    return (nearest or templates)[:count]
+    if not nearest:
+        nearest = templates
+    return nearest[:count]

@@ -35,17 +35,19 @@ class VocabularyGrowth:
             ``[n, ...]``: the mean of the rows of the description's tokens; without a description, the mean of all rows
             of tokens.
         """
-        total: Tensor | None = None
+        block_sums = []
         for start in range(0, self.first_new, _ROWS_AT_A_TIME):
-            rows = read_rows(start, min(start + _ROWS_AT_A_TIME, self.first_new))
-            block_sum = rows.float().sum(dim=0)
-            total = block_sum if total is None else total + block_sum
-        mean = total / self.first_new
+            end = min(start + _ROWS_AT_A_TIME, self.first_new)
+            block_sums.append(read_rows(start, end).float().sum(dim=0))
+        mean = sum(block_sums) / self.first_new
         initial = mean.expand(num_new, *mean.shape).clone()
         for index, token_ids in enumerate(self.descriptions):
-            if token_ids:
-                described = [read_rows(token_id, token_id + 1)[0].float() for token_id in token_ids]
-                initial[index] = torch.stack(described).mean(dim=0)
+            if not token_ids:
+                continue
+            rows = []
+            for token_id in token_ids:
+                rows.append(read_rows(token_id, token_id + 1)[0].float())
+            initial[index] = torch.stack(rows).mean(dim=0)
         return initial
 
 
@@ -99,13 +101,20 @@ def resize_token_embeddings(
         raise ValueError(f"A vocabulary needs at least one token, got {num_embeddings}.")
     old_rows = model.tok_embeddings.weight.shape[0]
     first_new = old_rows if num_trained is None else num_trained
-    growth = VocabularyGrowth(old_rows, min(first_new, num_embeddings), tuple(map(tuple, descriptions)))
+    growth = VocabularyGrowth(
+        rows_in_files=old_rows,
+        first_new=min(first_new, num_embeddings),
+        descriptions=tuple(tuple(token_ids) for token_ids in descriptions),
+    )
     for name in vocabulary_weights(model):
         path, _, leaf = name.rpartition(".")
         module = model.get_submodule(path)
-        setattr(module, leaf, _resize_parameter(getattr(module, leaf), num_embeddings, growth))
-        size = "num_embeddings" if isinstance(module, nn.Embedding) else "out_features"
-        setattr(module, size, num_embeddings)
+        resized = _resize_parameter(getattr(module, leaf), num_embeddings, growth)
+        setattr(module, leaf, resized)
+        if isinstance(module, nn.Embedding):
+            module.num_embeddings = num_embeddings
+        else:
+            module.out_features = num_embeddings
     model.vocabulary_growth = growth
     description = getattr(model, "description", None)
     if description is not None:
@@ -122,8 +131,9 @@ def _resize_parameter(parameter: nn.Parameter, rows: int, growth: VocabularyGrow
     first_new = growth.first_new
     if not old.is_meta:
         new[:first_new] = old[:first_new]
-        if rows > first_new:
-            initial_rows = growth.initial_rows(rows - first_new, lambda start, end: old[start:end])
+        num_new = rows - first_new
+        if num_new > 0:
+            initial_rows = growth.initial_rows(num_new, lambda start, end: old[start:end])
             new[first_new:] = initial_rows.to(old.dtype)
     return nn.Parameter(new, requires_grad=parameter.requires_grad)
 
@@ -158,10 +168,12 @@ class LayerEmbeddings(nn.Module):
         """
         if tokens is None:
             raise ValueError("The layers of this model embed tokens: give tokens instead of input_embeds.")
-        width = self.norm.normalized_shape[0]
-        projected = (self.projection(h) * h.shape[-1] ** -0.5).unflatten(-1, (-1, width))  # [b, s, l, p]
-        embedded = (self.embeddings(tokens) * width**0.5).unflatten(-1, (-1, width))
-        return (self.norm(projected) + embedded) * 2**-0.5
+        width = self.norm.normalized_shape[0]  # p
+        by_layer = (-1, width)
+        projected = self.projection(h) * h.shape[-1] ** -0.5  # [b, s, l * p]
+        projected = self.norm(projected.unflatten(-1, by_layer))  # [b, s, l, p]
+        embedded = self.embeddings(tokens) * width**0.5
+        return (projected + embedded.unflatten(-1, by_layer)) * 2**-0.5
 
 
 class LayerEmbedding(nn.Module):
@@ -183,4 +195,6 @@ class LayerEmbedding(nn.Module):
 
     def forward(self, h: Tensor, embedded: Tensor) -> Tensor:
         """Add embeddings ``[b, s, p]`` to the layer's output ``[b, s, d]``."""
-        return h + self.norm(self.embed_proj(self.activation(self.embed_gate(h)) * embedded))
+        gate = self.activation(self.embed_gate(h))  # [b, s, p]
+        added = self.embed_proj(gate * embedded)  # [b, s, d]
+        return h + self.norm(added)

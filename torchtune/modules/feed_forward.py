@@ -11,6 +11,13 @@ from torchtune.modules.kernels import SWIGLU
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """Compute ``silu(gate) * up`` elementwise (Shazeer 2020); saves only its two inputs for the backward pass.
 
+    Args:
+        gate: tensor of any shape.
+        up: tensor of the same shape and dtype.
+
+    Returns:
+        Tensor of their shape and dtype.
+
     Example:
         >>> torchtune.modules.swiglu(torch.tensor([0.0, 100.0]), torch.tensor([2.0, 2.0]))
         tensor([  0., 200.])
@@ -21,7 +28,9 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
         kernel = SWIGLU.choose("SwiGLU", gate.device, gate.dtype)
         if kernel is not None:
             return kernel.apply(gate, up)
-    return _SwiGLU.apply(gate, up) if torch.is_grad_enabled() else F.silu(gate).mul_(up)
+    if torch.is_grad_enabled():
+        return _SwiGLU.apply(gate, up)
+    return F.silu(gate).mul_(up)
 
 
 class _SwiGLU(torch.autograd.Function):
@@ -35,10 +44,11 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
         gate, up = ctx.saved_tensors
+        needs_gate, needs_up = ctx.needs_input_grad
         grad_gate = grad_up = None
-        if ctx.needs_input_grad[1]:
+        if needs_up:
             grad_up = F.silu(gate).mul_(grad)
-        if ctx.needs_input_grad[0]:
+        if needs_gate:
             grad_gate = torch.ops.aten.silu_backward(grad * up, gate)
         return grad_gate, grad_up
 
@@ -99,12 +109,13 @@ class FeedForward(nn.Module):
         return torch.cat(outputs, dim=-2)
 
     def _compute(self, x: Tensor) -> Tensor:
-        gate = self.w1(x)
+        """Apply the layer to all tokens of ``[..., embed_dim]`` at once."""
+        gate = self.w1(x)  # [..., hidden]
         if self.gate_scale != 1.0:
             gate = gate * self.gate_scale
         if self.w3 is None:
             return self.w2(self.activation(gate))
-        up = self.w3(x)
+        up = self.w3(x)  # [..., hidden]
         if type(self.activation) is nn.SiLU:
             return self.w2(swiglu(gate, up))
         return self.w2(self.activation(gate) * up)

@@ -60,10 +60,13 @@ class KVCache(nn.Module):
         value_dim: int | None = None,
     ) -> None:
         super().__init__()
-        shape = (batch_size, num_kv_heads, max_seq_len)
-        self.register_buffer("k_cache", torch.zeros(*shape, head_dim, dtype=dtype), persistent=False)
         value_dim = head_dim if value_dim is None else value_dim
-        self.register_buffer("v_cache", torch.zeros(*shape, value_dim, dtype=dtype), persistent=False)
+        k_cache = torch.zeros(batch_size, num_kv_heads, max_seq_len, head_dim, dtype=dtype)
+        v_cache = torch.zeros(batch_size, num_kv_heads, max_seq_len, value_dim, dtype=dtype)
+        self.register_buffer("k_cache", k_cache, persistent=False)
+        self.register_buffer("v_cache", v_cache, persistent=False)
+        # The columns that are filled next: its first number is the number of filled positions. A tensor, so that a
+        # compiled step is the same for all positions.
         self.register_buffer("cache_pos", torch.arange(0, max_seq_len), persistent=False)
         self.batch_size = batch_size
         self.place: Place | None = None
@@ -86,7 +89,9 @@ class KVCache(nn.Module):
 
     def read(self, row: int, first: int, end: int) -> tuple[Tensor, Tensor]:
         """Return copies of the keys and values ``[n_kv, s, h]`` of the columns ``first`` to ``end`` of a row."""
-        return self.k_cache[row, :, first:end].clone(), self.v_cache[row, :, first:end].clone()
+        keys = self.k_cache[row, :, first:end]
+        values = self.v_cache[row, :, first:end]
+        return keys.clone(), values.clone()
 
     def write(self, row: int, first: int, keys: Tensor, values: Tensor) -> None:
         """Replace keys and values of a row, from the column ``first`` on, by those of :meth:`read`."""
@@ -102,7 +107,8 @@ class KVCache(nn.Module):
             if columns == cache.shape[2]:
                 moved = moved.clone()  # source and target may overlap
             else:
-                cache = cache.new_zeros(*cache.shape[:2], columns, cache.shape[3])
+                batch_size, num_kv_heads, _, width = cache.shape
+                cache = cache.new_zeros(batch_size, num_kv_heads, columns, width)
                 setattr(self, name, cache)
             cache[:, :, to : to + end - first] = moved
 
@@ -121,30 +127,37 @@ class KVCache(nn.Module):
             ValueError: more rows than the cache has.
             AssertionError: more positions than the cache's capacity.
         """
-        bsz, _, seq_len, _ = k_val.shape
         if self.place is not None:
             return self._update_at(self.place, k_val, v_val)
-        if bsz > self.k_cache.shape[0]:
-            raise ValueError(f"The cache holds {self.k_cache.shape[0]} rows, but got a batch of {bsz}: make it larger.")
-        assert self.cache_pos[0] + seq_len <= self.k_cache.shape[2], (
-            f"The cache holds {self.k_cache.shape[2]} positions, too few for {seq_len} more: make it larger."
+        batch_size, _, seq_len, _ = k_val.shape
+        max_batch_size, _, max_seq_len, _ = self.k_cache.shape
+        if batch_size > max_batch_size:
+            raise ValueError(f"The cache holds {max_batch_size} rows, but got a batch of {batch_size}: make it larger.")
+        assert self.cache_pos[0] + seq_len <= max_seq_len, (
+            f"The cache holds {max_seq_len} positions, too few for {seq_len} more: make it larger."
         )
         columns = self.cache_pos[:seq_len]
-        self.k_cache[:bsz].index_copy_(2, columns, k_val.to(self.k_cache.dtype))
-        self.v_cache[:bsz].index_copy_(2, columns, v_val.to(self.v_cache.dtype))
+        keys = self.k_cache[:batch_size]  # views [b', n_kv, max_seq_len, h]
+        values = self.v_cache[:batch_size]
+        keys.index_copy_(2, columns, k_val.to(keys.dtype))
+        values.index_copy_(2, columns, v_val.to(values.dtype))
         self.cache_pos.add_(seq_len)
-        return self.k_cache[:bsz], self.v_cache[:bsz]
+        return keys, values
 
     def _update_at(self, place: Place, k_val: Tensor, v_val: Tensor) -> tuple[Tensor, Tensor]:
+        """Write keys and values ``[b', n_kv, s, h]`` at a place, and return those that attention reads."""
         if place.column is not None:
             self.k_cache.index_copy_(2, place.column, k_val.to(self.k_cache.dtype))
             self.v_cache.index_copy_(2, place.column, v_val.to(self.v_cache.dtype))
             return self.k_cache, self.v_cache
         if place.rows is not None:
             # Prompts without padding: each position has a row and a column of its own. Indexing does not cast.
-            self.k_cache[place.rows, :, place.columns] = k_val[0].transpose(0, 1).to(self.k_cache.dtype)
-            self.v_cache[place.rows, :, place.columns] = v_val[0].transpose(0, 1).to(self.v_cache.dtype)
+            keys = k_val[0].transpose(0, 1)  # [n, n_kv, h]
+            values = v_val[0].transpose(0, 1)
+            self.k_cache[place.rows, :, place.columns] = keys.to(self.k_cache.dtype)
+            self.v_cache[place.rows, :, place.columns] = values.to(self.v_cache.dtype)
             return k_val, v_val
+        # Consecutive rows, whose new positions begin in one column.
         rows = slice(place.row, place.row + k_val.shape[0])
         end = place.end + k_val.shape[2]
         self.k_cache[rows, :, place.end : end] = k_val
@@ -158,33 +171,42 @@ class EncoderCache:
     """Cache of a cross-attention layer: keys and values of an encoder's output, which do not grow with the text.
 
     Attributes:
-        held: keys and values ``[b, t, n_kv, h]``, or None if the cache is empty.
+        keys_and_values: ``[b, t, n_kv, h]`` each, or None if the cache is empty.
     """
 
     def __init__(self) -> None:
-        self.held: tuple[Tensor, Tensor] | None = None
+        self.keys_and_values: tuple[Tensor, Tensor] | None = None
 
     @property
     def size(self) -> int:
         """Number of positions filled."""
-        return 0 if self.held is None else self.held[0].shape[1]
+        if self.keys_and_values is None:
+            return 0
+        keys, _ = self.keys_and_values
+        return keys.shape[1]
 
     def reset(self) -> None:
         """Empty the cache."""
-        self.held = None
+        self.keys_and_values = None
 
     def update(self, k_val: Tensor, v_val: Tensor) -> tuple[Tensor, Tensor]:
         """Replace the cached keys and values by ``[b, n_kv, t, h]`` and return these."""
-        self.held = k_val.transpose(1, 2), v_val.transpose(1, 2)
+        self.keys_and_values = k_val.transpose(1, 2), v_val.transpose(1, 2)
         return k_val, v_val
 
 
 def attention_modules(model: nn.Module) -> list[nn.Module]:
     """Return the modules that may have a key-value cache."""
-    return [module for module in model.modules() if hasattr(module, "kv_cache") and hasattr(module, "cache_enabled")]
+    attentions = []
+    for module in model.modules():
+        # Not by class: mixers and layers of users have caches as well.
+        if hasattr(module, "kv_cache") and hasattr(module, "cache_enabled"):
+            attentions.append(module)
+    return attentions
 
 
 def _require_caches(model: nn.Module, action: str) -> list[nn.Module]:
+    """Return :func:`attention_modules`. Raises ``ValueError`` if none has a cache."""
     attentions = attention_modules(model)
     if not any(module.kv_cache is not None for module in attentions):
         raise ValueError(f"The model has no key-value caches to {action}: call setup_caches() first.")

@@ -69,16 +69,20 @@ class FlashAttentionKernel(Conversion):
         Raises:
             ConversionError: no layer uses flash attention, or this machine cannot run the kernel.
         """
-        layers = {path: module for path, module in model.named_modules() if isinstance(module, MultiHeadAttention)}
-        converted = [path for path, layer in layers.items() if _uses_flash(layer)]
-        if not converted:
+        paths = []
+        largest_head_dim = 0
+        for path, module in model.named_modules():
+            if isinstance(module, MultiHeadAttention) and _uses_flash(module):
+                paths.append(path)
+                largest_head_dim = max(largest_head_dim, module.head_dim)
+        if not paths:
             raise ConversionError(
                 "FlashAttentionKernel: flash attention runs no layer of this model (it takes dtype bf16 or fp16, heads "
                 "of at most 256, no soft cap and no sinks): remove it from model_converters."
             )
         if not is_simulated():
-            self._activate(max(layers[path].head_dim for path in converted))
-        return ConversionReport(self.kernel, converted)
+            self._activate(largest_head_dim)
+        return ConversionReport(self.kernel, paths)
 
     def _activate(self, head_dim: int) -> None:
         """Let torch run the kernel in this process. Raises :class:`ConversionError` if this machine cannot."""
@@ -86,7 +90,8 @@ class FlashAttentionKernel(Conversion):
             raise ConversionError(
                 f"FlashAttentionKernel: {self.kernel} runs on CUDA, and there is none: remove it from model_converters."
             )
-        problem = _FLASH[self.kernel].obstacle(torch.device("cuda"), head_dim=head_dim)
+        package = _FLASH[self.kernel]
+        problem = package.obstacle(torch.device("cuda"), head_dim=head_dim)
         if problem is not None:
             raise ConversionError(
                 f"FlashAttentionKernel: {self.kernel} cannot run: {problem}; or remove it from model_converters."
@@ -96,15 +101,16 @@ class FlashAttentionKernel(Conversion):
         except (AttributeError, ImportError, RuntimeError) as error:
             raise ConversionError(
                 f"FlashAttentionKernel: torch {torch.__version__} cannot use {self.kernel} ({error}): see "
-                f"{_FLASH[self.kernel].install} for its installation, or remove it from model_converters."
+                f"{package.install} for its installation, or remove it from model_converters."
             ) from error
 
 
 def _uses_flash(layer: MultiHeadAttention) -> bool:
     """Return whether flash attention runs the layer on CUDA, within documents."""
+    dtype = next(layer.parameters()).dtype
     kernel = choose_kernel(
         torch.device("cuda"),
-        next(layer.parameters()).dtype,
+        dtype,
         head_dim=layer.head_dim,
         window=layer.window or 0,
         softcap=layer.softcap or 0.0,
@@ -147,17 +153,18 @@ class OptionalKernels(Conversion):
         Raises:
             ConversionError: a package is not installed, or this machine or the dtype of the model does not fit it.
         """
+        packages = [kernel.package for kernel in self.kernels]
         if not is_simulated():
             dtype = next(model.parameters()).dtype
-            allow_kernels([kernel.package for kernel in self.kernels])
+            allow_kernels(packages)
             for kernel in self.kernels:
                 problem = kernel.obstacle(torch.device("cuda"), dtype)
                 if problem is not None:
                     raise ConversionError(
                         f"OptionalKernels: {kernel.package} cannot run: {problem}; or leave it out of use."
                     )
-        names = ", ".join(kernel.package for kernel in self.kernels)
-        return ConversionReport("OptionalKernels", note=f"layers may use {names or 'no other package'}")
+        names = ", ".join(packages) or "no other package"
+        return ConversionReport("OptionalKernels", note=f"layers may use {names}")
 
 
 class Freeze(Conversion):
@@ -186,8 +193,12 @@ class Freeze(Conversion):
     def __init__(self, train: Sequence[str] | None = None, freeze: Sequence[str] | None = None) -> None:
         if (train is None) == (freeze is None):
             raise ConversionError("Freeze: give the patterns of weights either in train or in freeze.")
-        self.setting = "train" if freeze is None else "freeze"
-        patterns = train if freeze is None else freeze
+        if freeze is None:
+            self.setting = "train"
+            patterns = train
+        else:
+            self.setting = "freeze"
+            patterns = freeze
         if isinstance(patterns, str) or not patterns:
             raise ConversionError(
                 f"Freeze: {self.setting} is {patterns!r}: give a list of patterns, for example "
@@ -219,11 +230,15 @@ class Freeze(Conversion):
         trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         matching: set[str] = set()
         for pattern in self.patterns:
-            names = [name for name in trainable if re.fullmatch(rf"(.*\.)?({pattern})(\..*)?", name)]
+            # Whole components of a name, with any components before and after them.
+            expression = re.compile(rf"(.*\.)?({pattern})(\..*)?")
+            names = [name for name in trainable if expression.fullmatch(name)]
             if not names:
                 self._raise_unmatched(model, pattern, list(trainable))
             matching.update(names)
-        frozen = matching if self.setting == "freeze" else trainable.keys() - matching
+        frozen = matching
+        if self.setting == "train":
+            frozen = trainable.keys() - matching
         if len(frozen) == len(trainable):
             raise ConversionError(
                 f"Freeze: {self.setting} = {self.patterns} freezes all {len(trainable)} weights, so nothing would be "
@@ -231,11 +246,17 @@ class Freeze(Conversion):
             )
         for name in frozen:
             trainable[name].requires_grad_(False)
-        # In the order of the model, each module once.
-        modules = dict.fromkeys(name.rpartition(".")[0] for name in trainable if name in frozen)
-        num_parameters = sum(parameter.numel() for parameter in trainable.values())
-        num_frozen = sum(trainable[name].numel() for name in frozen)
-        note = f"of {num_parameters:,} parameters {num_parameters - num_frozen:,} are trained"
+        modules = {}  # in the order of the model, each one once
+        num_parameters = 0
+        num_trained = 0
+        for name, parameter in trainable.items():
+            num_parameters += parameter.numel()
+            if name in frozen:
+                path, _, _ = name.rpartition(".")
+                modules[path] = None
+            else:
+                num_trained += parameter.numel()
+        note = f"of {num_parameters:,} parameters {num_trained:,} are trained"
         has_tied_output = isinstance(getattr(model, "output", None), TiedLinear)
         if has_tied_output and any(name.endswith("tok_embeddings.weight") for name in frozen):
             note += ", the output is tied to the embedding and frozen with it"
@@ -253,13 +274,15 @@ class Freeze(Conversion):
 
     @staticmethod
     def _raise_unmatched(model: nn.Module, pattern: str, names: list[str]) -> None:
+        """Raise :class:`ConversionError` for a pattern that matches none of the names of trainable weights."""
         if pattern == "output" and isinstance(getattr(model, "output", None), TiedLinear):
             raise ConversionError(
                 "Freeze: 'output' is tied to the token embedding of this model: name tok_embeddings, which stands for "
                 "both."
             )
         paths = dict.fromkeys(name.rpartition(".")[0] for name in names)
-        nearest = ", ".join(nearest_module_names(pattern, [*paths, *names]))
+        candidates = [*paths, *names]
+        nearest = ", ".join(nearest_module_names(pattern, candidates))
         raise ConversionError(f"Freeze: no weight of the model matches '{pattern}', the nearest names are {nearest}.")
 
 
@@ -324,14 +347,15 @@ class NEFTune(Conversion):
         batch_size, seq_len, width = h.shape
         noise = torch.empty_like(h).uniform_(-1, 1)
         if documents is None:
-            return h + noise * (self.alpha / math.sqrt(seq_len * width))
+            scale = self.alpha / math.sqrt(seq_len * width)
+            return h + noise * scale
         if documents.num_tokens != batch_size * seq_len:
             raise ConversionError("NEFTune: set context_parallel_dim to 1: a rank has a part of each document.")
         lengths = documents.cu_seqlens.diff().to(h.device)  # [documents]
         # The length of each position's document. With output_size, the host does not wait for the sum of the lengths.
         length_of_position = lengths.repeat_interleave(lengths, output_size=documents.num_tokens)  # [b * s]
-        scale = self.alpha * (length_of_position * width).rsqrt()
-        return h + noise * scale.view(batch_size, seq_len, 1).to(h.dtype)
+        scales = self.alpha * (length_of_position * width).rsqrt()
+        return h + noise * scales.view(batch_size, seq_len, 1).to(h.dtype)
 
 
 class TiledMLP(Conversion):

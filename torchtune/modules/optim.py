@@ -24,8 +24,10 @@ class OptimizerMap(Optimizer):
         Args:
             closure: recomputes and returns the loss; called once, before the steps.
         """
-        with torch.enable_grad():
-            loss = None if closure is None else closure()
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
         for optimizer in self.optim_map.values():
             optimizer.step()
         return loss
@@ -67,20 +69,27 @@ class OptimizerInBackward(OptimizerMap):
     ) -> None:
         named: list[tuple[str, torch.nn.Parameter]] = []
         for index, item in enumerate(params):
-            name, parameter = item if isinstance(item, tuple) else (str(index), item)
+            if isinstance(item, tuple):
+                name, parameter = item
+            else:
+                name = str(index)
+                parameter = item
             if parameter.requires_grad:
                 named.append((name, parameter))
-        optim_map = {name: optimizer_cls([parameter], **optimizer_kwargs) for name, parameter in named}
-        if not optim_map:
+        if not named:
             raise ValueError("OptimizerInBackward got no parameter that requires a gradient.")
+        optim_map = {name: optimizer_cls([parameter], **optimizer_kwargs) for name, parameter in named}
         self.skip_step = False
         super().__init__(optim_map)
         self._handles = []
         for name, parameter in named:
             hook = self._make_hook(optim_map[name])
-            self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
+            handle = parameter.register_post_accumulate_grad_hook(hook)
+            self._handles.append(handle)
 
     def _make_hook(self, optimizer: Optimizer) -> Callable[[torch.Tensor], None]:
+        """Return a hook that steps one parameter as soon as its gradient is complete."""
+
         def step(_: torch.Tensor) -> None:
             if not self.skip_step:
                 optimizer.step()
@@ -102,6 +111,7 @@ class OptimizerInBackward(OptimizerMap):
 
 
 def _groups(optim_map: dict[str, Optimizer]) -> list[dict[str, Any]]:
+    """The parameter groups of all optimizers, the same dicts: LR schedulers write to them."""
     groups: list[dict[str, Any]] = []
     for optimizer in optim_map.values():
         groups += optimizer.param_groups

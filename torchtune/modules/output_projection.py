@@ -1,14 +1,15 @@
-"""Output layers: with a soft cap on the logits, with the weight of the token embedding, and with scores of classes."""
+"""What follows the last layer: projections to logits and to scores of classes, and pooling to a vector per document."""
 
 import importlib
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from torchtune.data import Batch, DataError
 from torchtune.utils import UserError, fill_from_cpu
 
 
@@ -34,7 +35,8 @@ def soft_cap(logits: Tensor, softcap: float | None) -> Tensor:
     """Compute ``softcap * tanh(logits / softcap)`` in at least float32; with None, return the logits unchanged."""
     if softcap is None:
         return logits
-    return softcap * torch.tanh(logits.to(torch.promote_types(logits.dtype, torch.float32)) / softcap)
+    compute = torch.promote_types(logits.dtype, torch.float32)
+    return softcap * torch.tanh(logits.to(compute) / softcap)
 
 
 class TiedLinear:
@@ -74,8 +76,10 @@ class TiedLinear:
         if hasattr(weight, "device_mesh"):  # sharded over the vocabulary
             from torchtune.modules.parallel.collectives import vocabulary_parallel_linear  # slow to import
 
-            return soft_cap(vocabulary_parallel_linear(x, weight), self.softcap)
-        return soft_cap(self.linear(x, weight), self.softcap)
+            logits = vocabulary_parallel_linear(x, weight)
+        else:
+            logits = self.linear(x, weight)
+        return soft_cap(logits, self.softcap)
 
 
 class ClassifierHead(nn.Linear):
@@ -129,7 +133,8 @@ def classifier_model(num_classes: int, base_model_path: str, **base_model_kwargs
     width = model.tok_embeddings.weight.shape[1]
     output = model.output
     if hasattr(output, "adapter_params"):  # an adapter of the output becomes one of the head
-        model.output = type(output)(width, num_classes, rank=output.rank, alpha=output.alpha, dropout=output.dropout.p)
+        adapter = {"rank": output.rank, "alpha": output.alpha, "dropout": output.dropout.p}
+        model.output = type(output)(width, num_classes, **adapter)
     else:
         model.output = ClassifierHead(width, num_classes)
     description = getattr(model, "description", None)
@@ -141,3 +146,79 @@ def classifier_model(num_classes: int, base_model_path: str, **base_model_kwargs
             description, num_classes=num_classes, class_names=class_names, problem_type=problem_type
         )
     return model
+
+
+Pooling = Literal["last", "mean"]
+
+
+def last_hidden_states(hidden: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Return the hidden state at the last token of every document, and whether this token is on this rank.
+
+    Args:
+        hidden: ``[b, s, d]``.
+        batch: batch with documents, which define the ends of texts; token ids are not used.
+
+    Returns:
+        Hidden states ``[n, d]``, of another token where the last one is not on this rank, and bool ``[n]``.
+
+    Raises:
+        DataError: the batch has no documents.
+
+    Example:
+        >>> batch = torchtune.data.collate_documents([{"tokens": [5, 6], "labels": [6, -100]}])
+        >>> last, is_local = torchtune.modules.last_hidden_states(torch.tensor([[[1.0], [2.0]]]), batch)
+        >>> last, is_local
+        (tensor([[2.]]), tensor([True]))
+    """
+    if batch.documents is None:
+        raise DataError(
+            "collate_fn: a score is read at the end of a document, but the batch has none: use collate_preference."
+        )
+    rank, _ = batch.shard
+    num_tokens = batch.tokens.numel()  # of this rank
+    last_token = batch.documents.ends()[: batch.num_documents].to(hidden.device)  # [n], in the whole batch
+    last_token = last_token - rank * num_tokens  # among the tokens of this rank
+    is_local = (last_token >= 0) & (last_token < num_tokens)
+    # Indexed without a selection, whose size the host would wait for.
+    indices = last_token.masked_fill(~is_local, 0)
+    return hidden.flatten(0, -2)[indices], is_local
+
+
+def pooled_embeddings(hidden: Tensor, batch: Batch, pooling: Pooling) -> Tensor:
+    """Return the embedding of every document, not normalized.
+
+    Args:
+        hidden: hidden states from ``model(..., output="hidden")`` ``[b, s, d]``.
+        batch: batch with documents.
+        pooling: ``"last"``, the hidden state of the last token, or ``"mean"``, the mean over all tokens.
+
+    Returns:
+        ``[n, d]``, float32 or wider; for a batch split over context-parallel ranks, this rank's partial sums.
+
+    Raises:
+        DataError: the batch has no documents.
+
+    Example:
+        >>> batch = torchtune.data.collate_documents([{"tokens": [5, 6], "labels": [6, -100]}])
+        >>> torchtune.modules.pooled_embeddings(model(**batch.model_inputs(), output="hidden"), batch, "mean").shape
+        torch.Size([1, 32])
+    """
+    compute = torch.promote_types(hidden.dtype, torch.float32)
+    if pooling == "last":
+        last_hidden, is_local = last_hidden_states(hidden, batch)
+        embeddings = last_hidden.masked_fill(~is_local[:, None], 0.0)
+        # The second term keeps the graph connected on ranks without a last token.
+        embeddings = embeddings + 0.0 * hidden.sum()
+        return embeddings.to(compute)
+    if batch.documents is None:
+        raise DataError("collate_fn: a mean is over a document, but the batch has none: use collate_embedding.")
+    # Sums of many tokens lose digits in half precision.
+    wide = hidden.flatten(0, -2).to(compute)  # [b * s, d]
+    rank, size = batch.shard
+    ids_of_all_ranks = batch.documents.document_ids().to(hidden.device)
+    document_ids = ids_of_all_ranks.chunk(size)[rank]  # [b * s]
+    zeros = wide.new_zeros(len(batch.documents.lengths), wide.shape[1])  # [documents, d]
+    sums = zeros.index_add(0, document_ids, wide)
+    lengths = torch.tensor(batch.documents.lengths, device=hidden.device)
+    means = sums / lengths[:, None]
+    return means[: batch.num_documents]  # padding documents are the last

@@ -32,9 +32,11 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
         tensor([[[[-0., 1.]]]])
     """
     rotated_channels = 2 * cos.shape[-1]  # r
-    if rotated_channels < x.shape[-1]:
-        rotated, unrotated = x.split([rotated_channels, x.shape[-1] - rotated_channels], dim=-1)
-        return torch.cat((apply_rope(rotated, cos, sin, layout), unrotated), dim=-1)
+    unrotated_channels = x.shape[-1] - rotated_channels
+    if unrotated_channels > 0:
+        first_channels, last_channels = x.split([rotated_channels, unrotated_channels], dim=-1)
+        rotated = apply_rope(first_channels, cos, sin, layout)
+        return torch.cat((rotated, last_channels), dim=-1)
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return _rotate(x, cos, sin, layout)
     return _Rotation.apply(x, cos, sin, layout, 1)
@@ -49,23 +51,30 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout, direction: int 
         sin = -sin
     x_float = x.float()
     if layout == "halves":
-        # Each half of the channels is rotated for itself: [b, s, n, 2, h / 2].
-        rotated = _rotate(
-            x_float.unflatten(-1, (2, -1)), cos.unflatten(-1, (2, -1)), sin.unflatten(-1, (2, -1)), "half"
-        )
+        # Each half of the channels is rotated for itself.
+        halves = x_float.unflatten(-1, (2, -1))  # [b, s, n, 2, r / 2]
+        cos = cos.unflatten(-1, (2, -1))  # [b or 1, s, 1, 2, r / 4]
+        sin = sin.unflatten(-1, (2, -1))
+        rotated = _rotate(halves, cos, sin, "half")
         return rotated.flatten(-2).to(x.dtype)
-    if layout == "interleaved" and not is_compiling:
-        # A rotation is the product with a complex number of length 1.
-        pairs = torch.view_as_complex(x_float.unflatten(-1, (-1, 2)).contiguous())
-        return torch.view_as_real(pairs * torch.complex(cos, sin)).flatten(-2).to(x.dtype)
-    if layout == "interleaved":  # the compiler has no complex numbers
-        first, second = x_float.unflatten(-1, (-1, 2)).unbind(-1)
-        rotated = torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    if layout == "interleaved":
+        pairs = x_float.unflatten(-1, (-1, 2))  # [b, s, n, r / 2, 2]
+        if is_compiling:  # the compiler has no complex numbers
+            first, second = pairs.unbind(-1)
+            rotated_first = first * cos - second * sin
+            rotated_second = second * cos + first * sin
+            rotated = torch.stack((rotated_first, rotated_second), dim=-1)
+        else:
+            # A rotation is the product with a complex number of length 1.
+            numbers = torch.view_as_complex(pairs.contiguous())  # [b, s, n, r / 2]
+            rotated = torch.view_as_real(numbers * torch.complex(cos, sin))
         return rotated.flatten(-2).to(x.dtype)
-    first, second = x_float.chunk(2, dim=-1)
+    first, second = x_float.chunk(2, dim=-1)  # [b, s, n, r / 2]
     if is_compiling:
-        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
-    # Four passes over memory, where the line above takes eight.
+        rotated_first = first * cos - second * sin
+        rotated_second = second * cos + first * sin
+        return torch.cat((rotated_first, rotated_second), dim=-1).to(x.dtype)
+    # Four passes over memory, where the lines above take eight.
     rotated = torch.empty_like(x_float)
     rotated_first, rotated_second = rotated.chunk(2, dim=-1)
     torch.mul(first, cos, out=rotated_first).addcmul_(second, sin, value=-1)
@@ -74,6 +83,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout, direction: int 
 
 
 def _rotate_in_three_launches(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout, direction: int) -> Tensor:
+    """As :func:`_rotate`, ``first * cos - second * sin`` and ``second * cos + first * sin`` in three launches."""
     rotated = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     # The shape of the channels with a dimension of pairs.
     shape: tuple[int, ...]
@@ -92,7 +102,8 @@ def _rotate_in_three_launches(x: Tensor, cos: Tensor, sin: Tensor, layout: Layou
     first, second = pairs.unbind(pair_dim)
     rotated_first, rotated_second = rotated.unflatten(-1, shape).unbind(pair_dim)
     # Mixed dtypes compute in the widest, float32, and are rounded once, into `rotated`.
-    first_product, second_product = (pairs * cos.unsqueeze(pair_dim)).unbind(pair_dim)
+    products = pairs * cos.unsqueeze(pair_dim)
+    first_product, second_product = products.unbind(pair_dim)
     torch.addcmul(first_product, second, sin, value=-direction, out=rotated_first)
     torch.addcmul(second_product, first, sin, value=direction, out=rotated_second)
     return rotated
@@ -111,7 +122,8 @@ class _Rotation(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         cos, sin = ctx.saved_tensors
-        return _Rotation.apply(grad, cos, sin, ctx.layout, -ctx.direction), None, None, None, None
+        grad_x = _Rotation.apply(grad, cos, sin, ctx.layout, -ctx.direction)
+        return grad_x, None, None, None, None
 
 
 def positions_of(x: Tensor, documents: Documents | None) -> Tensor:
@@ -122,16 +134,19 @@ def positions_of(x: Tensor, documents: Documents | None) -> Tensor:
     """
     if documents is None:
         return torch.arange(x.shape[1], device=x.device)
-    check_coverage(documents.num_tokens, x.shape[0] * x.shape[1])
-    return documents.positions().view(x.shape[0], x.shape[1]).to(x.device)
+    batch_size, seq_len = x.shape[:2]
+    check_coverage(documents.num_tokens, batch_size * seq_len)
+    return documents.positions().view(batch_size, seq_len).to(x.device)
 
 
 def seq_lens_of(input_pos: Tensor, documents: Documents | None) -> Tensor | None:
     """Return the document length of each position ``[b, s]``, or None without documents."""
     if documents is None:
         return None
-    lengths = documents.cu_seqlens.diff().to(input_pos.device)
-    return lengths.repeat_interleave(lengths, output_size=documents.num_tokens).view(input_pos.shape)
+    lengths = documents.cu_seqlens.diff().to(input_pos.device)  # [documents]
+    # With output_size, the host does not wait for the sum of the lengths.
+    length_of_position = lengths.repeat_interleave(lengths, output_size=documents.num_tokens)  # [b * s]
+    return length_of_position.view(input_pos.shape)
 
 
 class RotaryPositionalEmbeddings(nn.Module):
@@ -183,7 +198,7 @@ class RotaryPositionalEmbeddings(nn.Module):
         self.base = base
         exponents = torch.arange(0, dim, 2, dtype=torch.int64, device="cpu").float() / dim
         self._frequencies: list[float] = self._scale(1.0 / (base**exponents)).tolist()
-        self._sent: Tensor | None = None  # the frequencies on the CUDA device that asked last
+        self._frequencies_on_device: Tensor | None = None  # on the CUDA device that asked last
 
     def _scale(self, frequencies: Tensor) -> Tensor:
         """Hook for variants: float32 ``[r / 2]`` to float32 ``[r / 2]``."""
@@ -195,12 +210,13 @@ class RotaryPositionalEmbeddings(nn.Module):
     def _frequencies_of(self, seq_lens: Tensor) -> Tensor:
         """Hook for variants: lengths ``[b or 1, s or 1]`` to float32 ``[r / 2]``, or to one row per position."""
         device = seq_lens.device
-        if self._sent is not None and self._sent.device == device:
-            return self._sent
+        copy = self._frequencies_on_device
+        if copy is not None and copy.device == device:
+            return copy
         frequencies = to_device(self._frequencies, device, torch.float32)
         # A graph of CUDA cannot repeat the copy from the host. A fake tensor is not for later calls.
         if device.type == "cuda" and type(frequencies) is Tensor:
-            self._sent = frequencies
+            self._frequencies_on_device = frequencies
         return frequencies
 
     @torch.no_grad()
@@ -224,7 +240,8 @@ class RotaryPositionalEmbeddings(nn.Module):
             coordinates = input_pos[..., None]  # [b, s, 1]
         if seq_lens is None:
             seq_lens = input_pos.amax(dim=-1, keepdim=True) + 1
-        angles = coordinates.to(torch.float32)[:, :, None] * self._frequencies_of(seq_lens)  # [b, s, 1, r / 2]
+        # With a dimension for heads, which have the same angles: [b, s, 1, r / 2].
+        angles = coordinates.to(torch.float32)[:, :, None] * self._frequencies_of(seq_lens)
         cos = angles.cos()
         sin = angles.sin()
         if self.magnitude != 1.0:
@@ -244,7 +261,8 @@ class RotaryPositionalEmbeddings(nn.Module):
         """
         if input_pos is None:
             input_pos = torch.arange(x.shape[1], device=x.device)
-        return apply_rope(x, *self.cos_sin(input_pos), self.layout)
+        cos, sin = self.cos_sin(input_pos)
+        return apply_rope(x, cos, sin, self.layout)
 
     def extra_repr(self) -> str:
         """Return the rotated channels, base and layout for ``repr``."""
@@ -269,11 +287,14 @@ class GridRotaryPositionalEmbeddings(RotaryPositionalEmbeddings):
         super().__init__(dim, base=base, layout=layouts.get(kind, "half"))
         # Coordinate 0 is the row, 1 the column; in these layouts columns rotate the first half of the channels.
         first_axis = 1 if kind in layouts else 0
-        self.axes = [first_axis] * (dim // 4) + [1 - first_axis] * (dim // 4)
+        second_axis = 1 - first_axis
+        self.axes = [first_axis] * (dim // 4) + [second_axis] * (dim // 4)
 
     def _scale(self, frequencies: Tensor) -> Tensor:
         of_rows = frequencies[0::2]
-        of_columns = frequencies[1::2] if self.kind == "alternating" else of_rows
+        of_columns = of_rows
+        if self.kind == "alternating":
+            of_columns = frequencies[1::2]
         return torch.cat([of_rows, of_columns])
 
 
@@ -321,9 +342,10 @@ class ScaledRotaryPositionalEmbeddings(RotaryPositionalEmbeddings):
         is_short = wavelengths < self.old_context_len / high
         if high == low:  # nothing to interpolate
             return torch.where(is_long, scaled, frequencies)
-        blend = (self.old_context_len / wavelengths - low) / (high - low)
+        blend = (self.old_context_len / wavelengths - low) / (high - low)  # 0: long, 1: short
         interpolated = (1 - blend) * frequencies / self.scale_factor + blend * frequencies
-        return torch.where(is_long, scaled, torch.where(is_short, frequencies, interpolated))
+        unchanged_or_interpolated = torch.where(is_short, frequencies, interpolated)
+        return torch.where(is_long, scaled, unchanged_or_interpolated)
 
 
 class YarnRotaryPositionalEmbeddings(RotaryPositionalEmbeddings):
@@ -363,7 +385,9 @@ class YarnRotaryPositionalEmbeddings(RotaryPositionalEmbeddings):
 
         def find_channel(turns: float) -> float:
             """The channel, a fraction of one, that turns so often in the pre-training context."""
-            return dim * math.log(original_max_seq_len / (turns * 2 * math.pi)) / (2 * math.log(base))
+            # The wavelength of channel i is 2 π base ** (2 i / dim); this is the one wanted, over 2 π.
+            positions_per_radian = original_max_seq_len / (turns * 2 * math.pi)
+            return dim * math.log(positions_per_radian) / (2 * math.log(base))
 
         first = find_channel(beta_fast)
         last = find_channel(beta_slow)
@@ -378,8 +402,9 @@ class YarnRotaryPositionalEmbeddings(RotaryPositionalEmbeddings):
         first, last = self.ramp
         width = last - first or 0.001  # no division by zero
         channels = torch.arange(len(frequencies), dtype=torch.float32, device="cpu")
-        slowed = ((channels - first) / width).clamp(0, 1)  # 0: unchanged, 1: divided by the factor
-        return frequencies / self.factor * slowed + frequencies * (1 - slowed)
+        slowed_share = ((channels - first) / width).clamp(0, 1)  # 0: unchanged, 1: divided by the factor
+        slowed = frequencies / self.factor
+        return slowed * slowed_share + frequencies * (1 - slowed_share)
 
 
 class LongRotaryPositionalEmbeddings(RotaryPositionalEmbeddings):
@@ -419,8 +444,10 @@ class LongRotaryPositionalEmbeddings(RotaryPositionalEmbeddings):
         self.switch_at = original_max_seq_len
         self.magnitude = magnitude
         plain = torch.tensor(self._frequencies, device="cpu")
-        self._frequencies = (plain / torch.tensor(short_factors, device="cpu")).tolist()
-        self._long_frequencies: list[float] = (plain / torch.tensor(long_factors, device="cpu")).tolist()
+        short = plain / torch.tensor(short_factors, device="cpu")
+        long = plain / torch.tensor(long_factors, device="cpu")
+        self._frequencies = short.tolist()
+        self._long_frequencies: list[float] = long.tolist()
 
     def _frequencies_of(self, seq_lens: Tensor) -> Tensor:
         short_and_long = to_device([self._frequencies, self._long_frequencies], seq_lens.device, torch.float32)
@@ -456,9 +483,10 @@ class ProportionalRotaryPositionalEmbeddings(RotaryPositionalEmbeddings):
         super().__init__(dim, max_seq_len, base, layout=layout, stretch=factor)
 
     def _scale(self, frequencies: Tensor) -> Tensor:
-        num_rotated = int(self.fraction * self.dim // 2)
+        num_rotated = int(self.fraction * self.dim // 2)  # pairs
+        rotated = super()._scale(frequencies[:num_rotated])
         unrotated = torch.zeros(self.dim // 2 - num_rotated, device="cpu")
-        return torch.cat((super()._scale(frequencies[:num_rotated]), unrotated))
+        return torch.cat((rotated, unrotated))
 
 
 class DynamicRotaryPositionalEmbeddings(RotaryPositionalEmbeddings):
@@ -494,7 +522,8 @@ class DynamicRotaryPositionalEmbeddings(RotaryPositionalEmbeddings):
         self.original_max_seq_len = original_max_seq_len
 
     def _frequencies_of(self, seq_lens: Tensor) -> Tensor:
-        longer = seq_lens.clamp(min=self.original_max_seq_len) / self.original_max_seq_len
+        longer = seq_lens.clamp(min=self.original_max_seq_len) / self.original_max_seq_len  # [b or 1, s or 1]
         growth = (self.factor * longer - (self.factor - 1)) ** (self.dim / (self.dim - 2))
-        exponents = torch.arange(0, self.dim, 2, device=seq_lens.device).float() / self.dim
-        return 1.0 / (self.base * growth[:, :, None, None]) ** exponents
+        bases = self.base * growth[:, :, None, None]
+        exponents = torch.arange(0, self.dim, 2, device=seq_lens.device).float() / self.dim  # [r / 2]
+        return 1.0 / bases**exponents

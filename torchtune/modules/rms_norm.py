@@ -24,7 +24,10 @@ class _SimulatedNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor | None]:
         x, scale = ctx.saved_tensors
-        return torch.zeros_like(x), None if scale is None else torch.zeros_like(scale)
+        grad_scale = None
+        if scale is not None:
+            grad_scale = torch.zeros_like(scale)
+        return torch.zeros_like(x), grad_scale
 
 
 def _fused_norm(x: Tensor, eps: float, scale: Tensor | None = None) -> Tensor:
@@ -36,7 +39,8 @@ def _fused_norm(x: Tensor, eps: float, scale: Tensor | None = None) -> Tensor:
 def normalize(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Compute ``x / rms(x)`` and, for :func:`normalize_backward`, ``1 / rms(x)``, float32 ``[..., 1]``."""
     if is_simulated():
-        return x.clone(), torch.empty(*x.shape[:-1], 1, dtype=torch.float32, device=x.device)
+        rstd = torch.empty(*x.shape[:-1], 1, dtype=torch.float32, device=x.device)
+        return x.clone(), rstd
     return torch.ops.aten._fused_rms_norm(x, x.shape[-1:], None, eps)
 
 
@@ -45,9 +49,13 @@ def normalize_backward(grad: Tensor, x: Tensor, rstd: Tensor) -> Tensor:
     if is_simulated():
         return torch.zeros_like(x)
     if x.is_cuda:  # a CPU has no such operator
-        return torch.ops.aten._fused_rms_norm_backward(grad, x, x.shape[-1:], rstd, None, [True, False])[0]
-    normed = x * rstd
-    return (grad - normed * (grad * normed).mean(-1, keepdim=True)).mul_(rstd)
+        needs_grads = [True, False]  # of x, and of the scale, which this norm has not
+        grad_x, _ = torch.ops.aten._fused_rms_norm_backward(grad, x, x.shape[-1:], rstd, None, needs_grads)
+        return grad_x
+    normed = x * rstd  # [..., d]
+    # The part of the gradient along the normed row changes its length, which the norm takes away again.
+    part_along_row = (grad * normed).mean(-1, keepdim=True)  # [..., 1]
+    return (grad - normed * part_along_row).mul_(rstd)
 
 
 class _ScaledNorm(torch.autograd.Function):
@@ -67,20 +75,26 @@ class _ScaledNorm(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, scale, rstd = ctx.saved_tensors
         needs_x, needs_scale, _ = ctx.needs_input_grad
-        if is_simulated():
-            grad_x = torch.zeros_like(x) if needs_x else None
-            grad_scale = torch.zeros_like(scale) if needs_scale else None
-        else:
+        if not is_simulated():
             grad_x, grad_scale = torch.ops.aten._fused_rms_norm_backward(
                 grad, x, x.shape[-1:], rstd, scale, [needs_x, needs_scale]
             )
+            return grad_x, grad_scale, None
+        grad_x = None
+        if needs_x:
+            grad_x = torch.zeros_like(x)
+        grad_scale = None
+        if needs_scale:
+            grad_scale = torch.zeros_like(scale)
         return grad_x, grad_scale, None
 
 
 def _fuses_backward(x: Tensor, scale: Tensor) -> bool:
-    """Whether the backward passes of norm and scale are one launch; the compiler and a CPU fuse them themselves."""
+    """Whether :class:`_ScaledNorm` computes norm and scale."""
+    # The compiler and a CPU fuse the two backward passes themselves.
     if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not launches_kernels(x.device):
         return False
+    # The operator takes no DTensors, and one dtype.
     is_sharded = hasattr(x, "placements") or hasattr(scale, "placements")
     return x.dtype == scale.dtype and not is_sharded
 
@@ -132,7 +146,8 @@ class RMSNorm(nn.Module):
 
     def reset_parameters(self) -> None:
         """Reset the scale to a factor of one."""
-        nn.init.constant_(self.scale, 0.0 if self.unit_offset else 1.0)
+        neutral = 0.0 if self.unit_offset else 1.0
+        nn.init.constant_(self.scale, neutral)
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize ``[..., dim]``; shape and dtype are kept."""
@@ -142,7 +157,10 @@ class RMSNorm(nn.Module):
         """Compute :meth:`forward` with another ``scale`` ``[dim]``."""
         if not self.rounds_last:
             return rms_norm(x, self.eps, scale)
-        factor = scale.float() + 1.0 if self.unit_offset else scale.float()
+        factor = scale.float()
+        if self.unit_offset:
+            factor = factor + 1.0
+        # Norm and scale in float32, so that only the result is rounded.
         return _fused_norm(x.float(), self.eps, factor).to(x.dtype)
 
     def extra_repr(self) -> str:
@@ -160,9 +178,11 @@ class Fp32LayerNorm(nn.LayerNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize ``[..., d]``; shape and dtype are kept."""
+        # A layer without elementwise_affine has neither weight nor bias.
         weight = None if self.weight is None else self.weight.float()
         bias = None if self.bias is None else self.bias.float()
-        return F.layer_norm(x.float(), self.normalized_shape, weight, bias, self.eps).to(x.dtype)
+        normed = F.layer_norm(x.float(), self.normalized_shape, weight, bias, self.eps)
+        return normed.to(x.dtype)
 
 
 class TanhGate(nn.Module):

@@ -132,16 +132,23 @@ class TransformerSelfAttentionLayer(nn.Module):
             h = self.layer_embed(h, embedded)
         if self.layer_scale is not None:
             h = self.layer_scale(h)
-        return (h, keys) if returns_keys else h
+        if returns_keys:
+            return h, keys
+        return h
 
     def _attend(self, x: Tensor, *, input_pos: Tensor | None, **arguments: Any) -> tuple[Tensor, Keys | None]:
-        """Residual stream after attention and the parallel mixer; keys and values, if attention returns them."""
+        """Residual stream after attention and the parallel mixer; keys and values, if attention returns them.
+
+        A function of its own, so that the tensors ``[b, s, d]`` below are freed before the feed-forward.
+        """
         normed = self.sa_norm(x)
         attended = self.attn(normed, input_pos=input_pos, **arguments)
         keys = None
         if arguments.get("returns_keys"):
             attended, keys = attended
-        mixed = None if self.mixer is None else self.mixer(normed, input_pos=input_pos)
+        mixed = None
+        if self.mixer is not None:
+            mixed = self.mixer(normed, input_pos=input_pos)
         del normed  # [b, s, d], not needed for the sums below
         h = self.sa_scale(attended) + x
         if mixed is not None:
@@ -229,8 +236,9 @@ class TransformerCrossAttentionLayer(nn.Module):
             Tensor ``[b, s, d]``.
         """
         keys = None
-        if encoder_input is None and self.attn.cache_enabled and self.attn.kv_cache is not None:
-            keys = self.attn.kv_cache.held
+        has_cache = self.attn.cache_enabled and self.attn.kv_cache is not None
+        if encoder_input is None and has_cache:
+            keys = self.attn.kv_cache.keys_and_values
         if encoder_input is None and keys is None:
             return x
         sees_nothing = None  # [b, s, 1]
@@ -462,7 +470,9 @@ class TransformerDecoder(nn.Module):
             raise ValueError(f"tokens have the shape {list(tokens.shape)}: give [b, s], or tokens[None] of one row.")
         if isinstance(encoder_input, Mapping) or (encoder_input is not None and not self.attends_to_encoder()):
             raise ValueError("encoder_input has images, but this model reads text only: it would not see them.")
-        h = self.embed(tokens) if input_embeds is None else input_embeds
+        h = input_embeds  # [b, s, d]
+        if h is None:
+            h = self.embed(tokens)
         if self.embedding_noise is not None and self.training:
             h = self.embedding_noise(h, documents)
         self._check(h, mask, documents, input_pos)
@@ -475,23 +485,14 @@ class TransformerDecoder(nn.Module):
         boundaries = self._boundaries(h, documents, mask)
         embedded = None  # [b, s, l, p]
         if self.layer_embeddings is not None:
-            embedded = self.layer_embeddings(tokens if layer_tokens is None else layer_tokens, h)
+            embedded_tokens = tokens if layer_tokens is None else layer_tokens
+            embedded = self.layer_embeddings(embedded_tokens, h)
         hidden_states = []
-        shared_keys: dict[int, Keys] = {}
-        layers_with_shared_keys = set(self.kv_sources.values())
+        shared_keys: dict[int, Keys] = {}  # by layer
         for index, layer in enumerate(self.layers):
             if index in self.output_hidden_states:
                 hidden_states.append(h)
-            # Arguments that only some layers have: a layer of another class may take none of them.
-            options: dict[str, Any] = {}
-            if embedded is not None:
-                options["embedded"] = embedded[:, :, index]
-            if index in self.kv_sources:
-                options["keys"] = shared_keys[self.kv_sources[index]]
-            if index in layers_with_shared_keys:
-                options["returns_keys"] = True
-            if blocks and getattr(getattr(layer, "attn", None), "window", None):
-                options["blocks"] = blocks
+            options = self._layer_options(index, embedded, shared_keys, blocks)
             h = layer(
                 h,
                 mask=mask,
@@ -508,11 +509,31 @@ class TransformerDecoder(nn.Module):
             if added is not None:
                 positions, values = added
                 if index < len(values):
-                    h = h.flatten(0, 1).index_add(0, positions, values[index].to(h.dtype)).view_as(h)
+                    shape = h.shape
+                    h = h.flatten(0, 1).index_add(0, positions, values[index].to(h.dtype))  # [b * s, d]
+                    h = h.view(shape)
         if len(self.layers) in self.output_hidden_states:
             hidden_states.append(h)
         result = self.unembed(h, output)
-        return [*hidden_states, result] if hidden_states else result
+        if hidden_states:
+            return [*hidden_states, result]
+        return result
+
+    def _layer_options(
+        self, index: int, embedded: Tensor | None, shared_keys: Mapping[int, Keys], blocks: Sequence[Block]
+    ) -> dict[str, Any]:
+        """Arguments that only some layers have: a layer of another class may take none of them."""
+        options: dict[str, Any] = {}
+        if embedded is not None:
+            options["embedded"] = embedded[:, :, index]
+        if index in self.kv_sources:
+            options["keys"] = shared_keys[self.kv_sources[index]]
+        if index in self.kv_sources.values():
+            options["returns_keys"] = True
+        attn = getattr(self.layers[index], "attn", None)
+        if blocks and getattr(attn, "window", None):
+            options["blocks"] = blocks
+        return options
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Return the input of the first layer ``[b, s, d]`` for ``tokens`` ``[b, s]``."""
@@ -535,8 +556,10 @@ class TransformerDecoder(nn.Module):
             return self.output(h).float()
 
     def _chunked_logits(self, h: Tensor) -> list[Tensor]:
+        """Logits of ``[b, s, d]``, float32 ``[b, s / chunks, v]`` each."""
+        chunks = h.tensor_split(self.num_output_chunks, dim=1)
         with fast_products(h):
-            return [self.output(chunk).float() for chunk in h.tensor_split(self.num_output_chunks, dim=1)]
+            return [self.output(chunk).float() for chunk in chunks]
 
     def _choose_kernels(self, h: Tensor) -> None:
         """Let layers choose kernels of other packages before the first batch of a device and dtype."""
@@ -549,7 +572,7 @@ class TransformerDecoder(nn.Module):
 
     def _boundaries(self, h: Tensor, documents: Documents | None, mask: MaskType | None) -> Boundaries | None:
         """Document boundaries for the attention kernels, shared by all layers; logs the kernels once."""
-        kinds = set()
+        kinds = set()  # of attention: layers of one kind have the same kernel
         chunks = set()
         for layer in self.layers:
             attn = getattr(layer, "attn", None)
@@ -569,7 +592,7 @@ class TransformerDecoder(nn.Module):
                 windows_with_block_mask.add(window)
         if documents is None:
             return None
-        kernel_chunk = None
+        kernel_chunk = None  # the recurrent mixers of a model have one, or none
         for layer in self.layers:
             for mixer in layer.children():
                 if isinstance(mixer, RecurrentMixer):
@@ -577,10 +600,12 @@ class TransformerDecoder(nn.Module):
         return Boundaries.of(documents, block_masks=windows_with_block_mask, chunks=chunks, kernel_chunk=kernel_chunk)
 
     def _check(self, h: Tensor, mask: MaskType | None, documents: Documents | None, input_pos: Tensor | None) -> None:
+        """Raise for arguments of :meth:`forward` that do not fit each other or the model."""
         if documents is not None and documents.shared is not None:
             obstacle = self.prefix_obstacle()
             if obstacle is not None:
                 raise ValueError(f"Documents share a prefix, but {obstacle}: give each document its own.")
+        # A row of documents may be longer than the model's sequences, each of its documents may not.
         longest = h.shape[1] if documents is None else documents.max_length
         if longest > self.max_seq_len:
             raise DataError(
@@ -648,13 +673,15 @@ class TransformerDecoder(nn.Module):
 
     @staticmethod
     def _pos_embeddings(layer: nn.Module) -> nn.Module | None:
-        return getattr(getattr(layer, "attn", None), "pos_embeddings", None)
+        attn = getattr(layer, "attn", None)  # a layer of the user may have none, or a mixer in its place
+        return getattr(attn, "pos_embeddings", None)
 
     def _rope_tables(
-        self, input_pos: Tensor, documents: Documents | None, rope_pos: Tensor | None = None
+        self, input_pos: Tensor, documents: Documents | None, rope_pos: Tensor | None
     ) -> dict[nn.Module, tuple[Tensor, Tensor]]:
         """Cosine and sine of each distinct rotary embedding, computed once for all layers."""
         embeddings = {self._pos_embeddings(layer) for layer in self.layers}
+        # None is that of layers without positions; other classes than ours rotate in the layer.
         ropes = [module for module in embeddings if isinstance(module, RotaryPositionalEmbeddings)]
         seq_lens = None
         if any(rope.depends_on_length for rope in ropes):

@@ -34,7 +34,7 @@ from torchtune.models.llama4 import Llama4Transform, LlamaImages, llama4_transfo
 from torchtune.models.mistral3 import PixtralImages
 from torchtune.models.qwen3_vl import QwenImages
 from torchtune.models.smolvlm import TiledImages
-from torchtune.modules.vision_tower import patch_places
+from torchtune.modules.vision_transformer import patch_places
 
 PROCESSORS = {
     "qwen3_vl": {"patch_size": 16, "size": {"shortest_edge": 65_536, "longest_edge": 16_777_216}},

@@ -132,7 +132,7 @@ def test_invalid_prefixes_of_documents_are_refused():
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")  # it is, on CUDA
-def test_sinks_with_a_block_mask():
+def test_sinks_with_a_block_mask_equal_the_formula():
     from torch.nn.attention.flex_attention import create_block_mask
 
     from torchtune.compat import causal_mask_flex
@@ -147,7 +147,7 @@ def test_sinks_with_a_block_mask():
         attention(q, k, v, sinks=sinks, dropout_p=0.1)
 
 
-def test_documents_over_several_rows():
+def test_documents_cover_the_flattened_rows():
     """They cover the flattened positions, so that one may even run over a row's end."""
     q, k, v = (t.view(2, 6, *t.shape[2:]) for t in _qkv(12))
     out = attention(q, k, v, documents=Documents.from_lengths((4, 5, 3), DEVICE))
@@ -237,7 +237,7 @@ def test_newer_flash_attention_needs_cuda():
 
 
 @pytest.mark.parametrize("size", [4, 5, 6])
-def test_chunks_of_documents_that_share_their_beginning(size):
+def test_chunks_of_documents_that_share_their_beginning_equal_those_of_whole_texts(size):
     lengths = (6, 3, 9)
     q, k, v = (torch.randn(1, 18, n, 8, generator=torch.Generator().manual_seed(n)) for n in (4, 2, 1))
     v = v.expand(-1, -1, 2, -1)

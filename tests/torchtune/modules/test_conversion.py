@@ -176,7 +176,9 @@ def test_objects_that_are_no_conversion_are_refused():
 
 
 def test_nearest_names_hide_layer_numbers():
-    paths = [f"layers.{i}.{name}" for i in range(3) for name in ("attn.q_proj", "attn.k_proj", "mlp.w1")] + ["output"]
+    paths = ["output"]
+    for layer in range(3):
+        paths += [f"layers.{layer}.attn.q_proj", f"layers.{layer}.attn.k_proj", f"layers.{layer}.mlp.w1"]
     assert nearest_module_names("q_prj", paths)[0] == "layers.*.attn.q_proj"
     assert nearest_module_names("otput", paths) == ["output"]
     assert len(nearest_module_names("zzz", paths)) == 3

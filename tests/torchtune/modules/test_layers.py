@@ -122,7 +122,7 @@ def test_tied_linear_follows_its_module():
 
 
 @pytest.mark.parametrize(("tied", "size"), [(False, 5), (True, 13)])
-def test_resized_vocabulary(tied, size):
+def test_resized_vocabulary_keeps_its_rows_and_begins_new_ones_with_their_mean(tied, size):
     sizes = {"num_layers": 1, "embed_dim": 8, "intermediate_dim": 8, "max_seq_len": 8, "num_heads": 2}
     of_layers = {"layer_embed_dim": 4, "layer_embed_vocab": 10} if tied else {}
     model = build(Description(vocab_size=10, num_kv_heads=2, tie_word_embeddings=tied, **of_layers, **sizes))

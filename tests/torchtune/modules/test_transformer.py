@@ -46,7 +46,7 @@ def test_logits_are_float32_and_hidden_states_are_not(model):
 
 
 @pytest.mark.filterwarnings("ignore:(set_num_output_chunks|chunked_output) is deprecated:FutureWarning")
-def test_chunks_of_logits_for_older_recipes(model):
+def test_chunks_of_logits_for_older_recipes_are_the_logits(model):
     tokens = _tokens(2, 5)
     logits, hidden = model(tokens), model(tokens, output="hidden")
     model.skip_output_layer = True  # as a chunked loss sets it; chunks are asked for by the recipe itself
@@ -59,7 +59,7 @@ def test_chunks_of_logits_for_older_recipes(model):
     assert torch.equal(model(tokens), hidden)
 
 
-def test_embeddings_instead_of_tokens_and_hidden_states(model):
+def test_embeddings_in_the_place_of_tokens_give_the_same_logits_and_hidden_states(model):
     tokens = _tokens(2, 6)
     assert torch.equal(model(None, input_embeds=model.tok_embeddings(tokens)), model(tokens))
     model.output_hidden_states = [0, 2, 3]
@@ -68,7 +68,7 @@ def test_embeddings_instead_of_tokens_and_hidden_states(model):
     assert torch.equal(model.unembed(last), logits)
 
 
-def test_positions_by_hand(model):
+def test_given_positions_count_by_their_distances(model):
     tokens = _tokens(2, 6)
     expected = model(tokens)
     assert torch.equal(model(tokens, input_pos=torch.arange(6)), expected)
@@ -102,7 +102,7 @@ def test_wrong_arguments_of_the_decoder_are_refused(model):
     assert copies.layers[0] is not copies.layers[1]
 
 
-def test_caches_step_by_step(model):
+def test_decoding_step_by_step_equals_the_whole_row(model):
     tokens = _tokens(2, 7)
     expected = model(tokens)
     causal = torch.ones(9, 9, dtype=torch.bool).tril().expand(2, 9, 9)
@@ -141,7 +141,7 @@ def test_caches_step_by_step(model):
         pass
 
 
-def test_cache_capacity():
+def test_cache_refuses_more_than_it_holds():
     cache = KVCache(batch_size=2, max_seq_len=4, num_kv_heads=1, head_dim=2, dtype=torch.float32)
     keys, values = cache.update(torch.ones(1, 1, 3, 2), torch.ones(1, 1, 3, 2) * 2)
     assert keys.shape == (1, 1, 4, 2)

@@ -24,8 +24,8 @@ from torchtune.models.llama3 import base_llama_tp_plan as decoder_only_tp_plan
 from torchtune.models.llama4._model import SIZES, SPEC, Llama4Tokenizer, LlamaImages
 from torchtune.modules.model_fusion import EarlyFusionModel
 from torchtune.modules.transformer import TransformerDecoder
-from torchtune.modules.vision_tower import PatchMerger as Llama4VisionProjectionHead
-from torchtune.modules.vision_tower import VisionTower as Llama4VisionEncoder
+from torchtune.modules.vision_transformer import PatchMerger as Llama4VisionProjectionHead
+from torchtune.modules.vision_transformer import VisionTower as Llama4VisionEncoder
 from torchtune.tokenizers import parse_hf_tokenizer_json
 
 __all__ = ["Llama4VisionEncoder", "Llama4VisionProjectionHead", "decoder_only_tp_plan"]

@@ -49,22 +49,27 @@ class TileMask:
         for num_images, num_real in self.groups:
             images = slice(start, start + num_images)
             start += num_images
-            outputs_of_group = [
-                F.scaled_dot_product_attention(q[images, :, :num_real], k[images], v[images], dropout_p=dropout_p)
-            ]
+            queries = q[images]  # [images, n, s, h]
+            keys = k[images]
+            values = v[images]
+            real_output = F.scaled_dot_product_attention(queries[:, :, :num_real], keys, values, dropout_p=dropout_p)
+            outputs_of_group = [real_output]
             if num_real < q.shape[2]:
-                real_keys = k[images, :, :num_real]
-                real_values = v[images, :, :num_real]
-                outputs_of_group.append(
-                    F.scaled_dot_product_attention(q[images, :, num_real:], real_keys, real_values, dropout_p=dropout_p)
+                real_keys = keys[:, :, :num_real]
+                real_values = values[:, :, :num_real]
+                padding_output = F.scaled_dot_product_attention(
+                    queries[:, :, num_real:], real_keys, real_values, dropout_p=dropout_p
                 )
+                outputs_of_group.append(padding_output)
             outputs.append(_concatenate(outputs_of_group, dim=2))
         return _concatenate(outputs, dim=0).transpose(1, 2)
 
 
 def _concatenate(tensors: list[Tensor], dim: int) -> Tensor:
     """Concatenate tensors, without a copy of a single one."""
-    return tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim)
+    if len(tensors) == 1:
+        return tensors[0]
+    return torch.cat(tensors, dim)
 
 
 MaskType = Union[Tensor, "BlockMask", TileMask]
@@ -130,7 +135,9 @@ def attention(
     is_causal_row = documents is None and mask is None and is_causal
     if is_causal_row and num_queries == 1 < num_keys:
         # Decoding: one token after all cached keys, of which it sees those of its window or chunk.
-        num_visible = window if chunk is None else (num_keys - 1) % chunk + 1
+        num_visible = window
+        if chunk is not None:
+            num_visible = (num_keys - 1) % chunk + 1
         if num_visible is not None:
             k = k[:, -num_visible:]
             v = v[:, -num_visible:]
@@ -153,10 +160,11 @@ def attention(
             mask = mask & _in_window(mask, window)
             window = None
         if chunk is not None:
-            # The query's position, its number of visible keys, says where its chunk begins.
-            mask = mask & _in_window(mask, (mask.sum(-1, keepdim=True) - 1) % chunk + 1)
+            # The query's position follows from its number of visible keys; the chunk up to there is a window.
+            position = mask.sum(-1, keepdim=True) - 1  # [b, s, 1]
+            mask = mask & _in_window(mask, position % chunk + 1)
     if documents is not None and chunk is not None:
-        documents = _chunks_of(documents, chunk)
+        documents = _split_into_chunks(documents, chunk)  # for a kernel, these are documents
 
     kernel = choose_kernel(
         q.device,
@@ -177,12 +185,10 @@ def attention(
     if kernel is Kernel.SCORES:
         return _scored_attention(q, k, v, mask, softcap, sinks)
     if kernel is Kernel.SDPA:
-        return _dense_attention(q, k, v, mask, is_causal and mask is None, dropout_p)
+        is_causal_row = is_causal and mask is None
+        return _dense_attention(q, k, v, mask, is_causal_row, dropout_p)
     if kernel is Kernel.PER_DOCUMENT:
-        if not is_causal:
-            flat = [tensor.flatten(0, 1) for tensor in (q, k, v)]  # [b * s, n or n_kv, h]
-            return attention_by_document(*flat, documents.cu_seqlens, dropout_p, is_causal=False).view(q.shape)
-        return per_document_attention(q, k, v, documents, dropout_p, window or 0, softcap or 0.0, sinks)
+        return per_document_attention(q, k, v, documents, is_causal, dropout_p, window or 0, softcap or 0.0, sinks)
     return _packed_attention(kernel, q, k, v, documents, is_causal, window or 0, softcap, sinks)
 
 
@@ -313,10 +319,11 @@ def choose_kernel(
     for row in ATTENTION_KERNELS:
         if row.sees is not sees or (row.cuda_only and not is_cuda):
             continue
-        lacks_scores = (softcap and not row.softcap) or (sinks and not row.sinks)
-        lacks_positions = (window and not row.window) or not (is_causal or row.not_causal)
-        lacks_dropout = dropout and not row.dropout
-        if not (lacks_scores or lacks_positions or lacks_dropout) and row.fits_card(card, dtype, head_dim):
+        if (window and not row.window) or (softcap and not row.softcap):
+            continue
+        if (sinks and not row.sinks) or (dropout and not row.dropout) or not (is_causal or row.not_causal):
+            continue
+        if row.fits_card(card, dtype, head_dim):
             return row.kernel
     raise ValueError(
         f"No kernel computes attention over {sees.value} with these options (window {window}, softcap {softcap}, sinks "
@@ -332,9 +339,10 @@ def describe_attention(device: torch.device) -> list[str]:
             continue
         features = ", ".join(row.features())
         lines.append(f"{row.sees.value}: {row.kernel.value}; computes {features}")
-    whose = "with a window, a soft cap, sinks or chunks " if device.type == "cuda" else ""
-    lines.append(f"causal rows {whose}run as documents")
-    if device.type == "cuda":
+    if device.type != "cuda":
+        lines.append("causal rows run as documents")
+    else:
+        lines.append("causal rows with a window, a soft cap, sinks or chunks run as documents")
         lines.append("cuDNN's kernels are not used: they make a plan for every new shape")
     return lines
 
@@ -346,7 +354,9 @@ def _what_defines_visibility(documents: Documents | Boundaries | None, mask: Mas
         return Visibility.ROWS
     if isinstance(mask, TileMask):
         return Visibility.TILES
-    return Visibility.MASK if isinstance(mask, Tensor) else Visibility.BLOCK_MASK
+    if isinstance(mask, Tensor):
+        return Visibility.MASK
+    return Visibility.BLOCK_MASK  # whose class is slow to import
 
 
 def _check_arguments(
@@ -377,23 +387,37 @@ def _check_arguments(
 def _rows_as_documents(q: Tensor, chunk: int | None) -> Documents | Boundaries:
     """Return the boundaries of documents that are the rows of queries ``[b, s, n, h]``."""
     b, s = q.shape[:2]
-    if chunk is not None:
+    if chunk is not None:  # the rows are split further, which boundaries are not
         return Documents.from_lengths([s] * b, q.device)
-    return Boundaries(torch.arange(0, (b + 1) * s, s, dtype=torch.int32, device=q.device), s)
+    cu_seqlens = torch.arange(0, (b + 1) * s, s, dtype=torch.int32, device=q.device)  # [b + 1]
+    return Boundaries(cu_seqlens, max_length=s)
+
+
+def _split_into_chunks(documents: Documents | Boundaries, size: int) -> Boundaries:
+    """Return the boundaries of chunks of ``size`` positions in each document."""
+    if isinstance(documents, Documents):
+        return Boundaries.of(documents.split_into_chunks(size))
+    if size not in documents.chunks:
+        raise ValueError(f"These boundaries do not say where chunks of {size} begin: give the documents.")
+    return documents.chunks[size]
 
 
 def attention_limits(device: torch.device) -> str:
     """Say which attention a CUDA card can run, for ``tune doctor``."""
     card = card_of(device)
     has_flash = card.capability >= _FIRST_WITH_FLASH
-    parts = ["flash attention over documents" if has_flash else "no flash attention, flex attention instead"]
+    if has_flash:
+        parts = ["flash attention over documents"]
+    else:
+        parts = ["no flash attention, flex attention instead"]
     for head_dim in (64, 128, 256, 512):
         size = flex_blocks(card, head_dim, itemsize=2)
         if size:
             parts.append(f"flex attention in blocks of {size} for heads of {head_dim}")
         elif size == 0:
             parts.append(f"documents one by one for heads of {head_dim} that flash attention does not take")
-    return f"{card.shared_memory // 2**10} KiB of shared memory; {', '.join(parts)}"
+    shared_memory = card.shared_memory // 2**10  # KiB
+    return f"{shared_memory} KiB of shared memory; {', '.join(parts)}"
 
 
 def _packed_attention(
@@ -418,24 +442,16 @@ def _packed_attention(
         v_flat = prepend_shared_prefix(documents.shared, v_flat)
         cu_keys = documents.shared.cu_keys
     if kernel is Kernel.VARLEN:
-        out = _varlen_attention(
-            q_flat, k_flat, v_flat, cu_seqlens, cu_keys, documents.max_length, window, is_causal=is_causal
-        )
+        out = _varlen_attention(q_flat, k_flat, v_flat, cu_seqlens, cu_keys, documents.max_length, window, is_causal)
         return out.view(q.shape)
-    mask = documents.block_masks.get(window) if isinstance(documents, Boundaries) else None
+    mask = None
+    if isinstance(documents, Boundaries):  # the model made the masks, for all layers
+        mask = documents.block_masks.get(window)
     if mask is None:
         mask = document_block_mask(cu_seqlens, len(q_flat), window, cu_keys, len(k_flat))
     heads = [tensor.transpose(0, 1)[None] for tensor in (q_flat, k_flat, v_flat)]  # [1, n or n_kv, b * s, h]
     out = compile_friendly_flex_attention(*heads, mask, softcap=softcap or None, sinks=sinks)
     return out[0].transpose(0, 1).reshape(q.shape)
-
-
-def _chunks_of(documents: Documents | Boundaries, size: int) -> Boundaries:
-    if isinstance(documents, Documents):
-        return Boundaries.of(documents.split_into_chunks(size))
-    if size not in documents.chunks:
-        raise ValueError(f"These boundaries do not say where chunks of {size} begin: give the documents.")
-    return documents.chunks[size]
 
 
 def _in_window(mask: Tensor, window: int | Tensor) -> Tensor:
@@ -450,20 +466,25 @@ def _scored_attention(
 ) -> Tensor:
     """Attention with materialized float32 scores, for masks and so for generation."""
     n_kv = k.shape[2]
-    # g groups of m query heads share a key head.
-    queries = q.float().unflatten(2, (n_kv, -1)) * q.shape[-1] ** -0.5  # [b, s, g, m, h]
+    head_dim = q.shape[-1]
+    # The m query heads of each of g groups share a key head.
+    queries = q.float().unflatten(2, (n_kv, -1)) * head_dim**-0.5  # [b, s, g, m, h]
     scores = torch.einsum("bsgmh,btgh->bgmst", queries, k.float())
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
     if mask is not None:
-        scores = scores.masked_fill(~mask[:, None, None], float("-inf"))
+        is_hidden = ~mask[:, None, None]  # [b, 1, 1, s, t]
+        scores = scores.masked_fill(is_hidden, float("-inf"))
     if sinks is None:
         weights = scores.softmax(-1)
     else:
         # One more score per query; its weight is left out, because the sink has no value.
-        sink_scores = sinks.float().view(1, n_kv, -1, 1, 1).expand(*scores.shape[:-1], 1)
-        weights = torch.cat([scores, sink_scores], -1).softmax(-1)[..., :-1]
-    return torch.einsum("bgmst,btgh->bsgmh", weights, v.float()).flatten(2, 3).to(q.dtype)
+        sink_scores = sinks.float().view(1, n_kv, -1, 1, 1)  # [1, g, m, 1, 1]
+        sink_scores = sink_scores.expand(*scores.shape[:-1], 1)
+        weights_with_sink = torch.cat([scores, sink_scores], -1).softmax(-1)
+        weights = weights_with_sink[..., :-1]
+    out = torch.einsum("bgmst,btgh->bsgmh", weights, v.float())
+    return out.flatten(2, 3).to(q.dtype)  # [b, s, n, h]
 
 
 def _dense_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, dropout_p: float) -> Tensor:
@@ -472,11 +493,14 @@ def _dense_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_ca
     n_kv = k.shape[2]
     if q.is_cuda:
         card_of(q.device)  # keeps torch from cuDNN's attention
-    head_mask = None if mask is None else mask[:, None]  # [b, 1, s, t]
+    head_mask = None
+    if mask is not None:
+        head_mask = mask[:, None]  # [b, 1, s, t]
     if s == 1 and n != n_kv:
         # The queries of a group become positions, [b, n_kv, n / n_kv, h], so that no kernel repeats keys.
+        queries = q.view(b, n_kv, -1, h)
         out = F.scaled_dot_product_attention(
-            q.view(b, n_kv, -1, h), k.transpose(1, 2), v.transpose(1, 2), attn_mask=head_mask, dropout_p=dropout_p
+            queries, k.transpose(1, 2), v.transpose(1, 2), attn_mask=head_mask, dropout_p=dropout_p
         )
         return out.reshape(b, 1, n, h)
     out = F.scaled_dot_product_attention(
@@ -496,21 +520,23 @@ def per_document_attention(
     k: Tensor,
     v: Tensor,
     documents: Documents | Boundaries,
-    dropout_p: float = 0.0,
-    window: int = 0,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
+    is_causal: bool,
+    dropout_p: float,
+    window: int,
+    softcap: float,
+    sinks: Tensor | None,
 ) -> Tensor:
-    """Compute causal attention within each document, with one kernel call per run of documents of equal length.
+    """Compute attention within each document, with one kernel call per run of documents of equal length.
 
-    There is no mask; the work is the sum of the squared lengths. Without dropout it is a custom operator, so that
-    compiled layers do not recompile for new lengths.
+    There is no mask; the work is the sum of the squared lengths. Causal attention without dropout is a custom operator,
+    so that compiled layers do not recompile for new lengths.
 
     Args:
         q: queries ``[b, s, n, h]``.
         k: keys ``[b, s, n_kv, h]``.
         v: values ``[b, s, n_kv, h]``.
         documents: boundaries in the flattened ``b * s`` positions.
+        is_causal: whether attention is causal; otherwise there is no window, soft cap and sinks.
         dropout_p: dropout probability of attention weights; must be 0 with a shared prefix.
         window: sliding window in positions, the query's own included; 0: none.
         softcap: soft cap of the scores; 0: none.
@@ -523,10 +549,11 @@ def per_document_attention(
     k_flat = k.flatten(0, 1)  # [b * s, n_kv, h]
     v_flat = v.flatten(0, 1)
     shared = documents.shared
-    if shared is not None and dropout_p > 0.0:
+    if is_causal and dropout_p > 0.0 and shared is not None:
         raise ValueError("Attention of documents that share a prefix has no dropout: set attn_dropout to 0.")
-    if dropout_p > 0.0:
-        return attention_by_document(q_flat, k_flat, v_flat, documents.cu_seqlens, dropout_p).view(q.shape)
+    if not is_causal or dropout_p > 0.0:
+        out = attention_by_document(q_flat, k_flat, v_flat, documents.cu_seqlens, dropout_p, is_causal)
+        return out.view(q.shape)
     k_flat = prepend_shared_prefix(shared, k_flat)
     v_flat = prepend_shared_prefix(shared, v_flat)
     cu_keys = None if shared is None else shared.cu_keys
@@ -551,10 +578,11 @@ def attention_backend(
         return f"{units} one by one, in blocks or by torch's fused kernel after length"
     has_options = kind.get("window") or kind.get("softcap") or kind.get("sinks")
     if mask:
-        # A window is part of the mask.
-        options = {name: value for name, value in kind.items() if name != "window"}
+        options = {**kind, "window": 0}  # a window is part of the mask
         kernel = choose_kernel(device, dtype, sees=Visibility.MASK, **options)
-        return f"{kernel.value} with a mask" if kernel is Kernel.SDPA else kernel.value
+        if kernel is Kernel.SDPA:
+            return f"{kernel.value} with a mask"
+        return kernel.value
     if not documents and not has_options:
         return f"{Kernel.SDPA.value} (flash or memory-efficient), causal"
     kernel = choose_kernel(device, dtype, **kind)
@@ -586,7 +614,8 @@ def _load_varlen() -> None:
     if _VARLEN is None and not torch.compiler.is_compiling():
         from torch.nn.attention.varlen import varlen_attn
 
-        _VARLEN = varlen_attn, "enable_gqa" in inspect.signature(varlen_attn).parameters
+        supports_groups = "enable_gqa" in inspect.signature(varlen_attn).parameters
+        _VARLEN = varlen_attn, supports_groups
 
 
 def _varlen_attention(
@@ -596,8 +625,8 @@ def _varlen_attention(
     cu_seqlens: Tensor,
     cu_keys: Tensor,
     max_length: int,
-    window: int = 0,
-    is_causal: bool = True,
+    window: int,
+    is_causal: bool,
 ) -> Tensor:
     """Attention of queries ``[t, n, h]`` to keys ``[k, n_kv, h]``; a document's queries are its last positions."""
     varlen_attn, supports_groups = _VARLEN
@@ -614,6 +643,9 @@ def _varlen_attention(
     if group > 1 and supports_groups:
         options["enable_gqa"] = True
     elif group > 1:
-        k = k[:, :, None].expand(-1, -1, group, -1).flatten(1, 2)
-        v = v[:, :, None].expand(-1, -1, group, -1).flatten(1, 2)
+        # Each key head once for every query head of its group.
+        repeated_k = k[:, :, None].expand(-1, -1, group, -1)  # [k, n_kv, n / n_kv, h]
+        repeated_v = v[:, :, None].expand(-1, -1, group, -1)
+        k = repeated_k.flatten(1, 2)  # [k, n, h]
+        v = repeated_v.flatten(1, 2)
     return varlen_attn(q, k, v, cu_seqlens, cu_keys, max_length, max_length, **options)

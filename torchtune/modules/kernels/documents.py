@@ -57,13 +57,19 @@ class Boundaries:
             chunks: sizes of the chunks in which layers attend.
             kernel_chunk: size of the chunks of recurrent mixers' kernel.
         """
-        kernel_chunks = None if kernel_chunk is None else index_chunks(documents, kernel_chunk)
+        kernel_chunks = None
+        if kernel_chunk is not None:
+            kernel_chunks = index_chunks(documents, kernel_chunk)
+        boundaries_of_chunks = {}
+        for size in chunks:
+            # For attention, the chunks of documents are documents.
+            boundaries_of_chunks[size] = cls.of(documents.split_into_chunks(size), block_masks)
         return cls(
             cu_seqlens=documents.cu_seqlens,
             max_length=documents.max_length,
             block_masks={window: _block_mask(documents, window) for window in block_masks},
             shared=documents.shared,
-            chunks={size: cls.of(documents.split_into_chunks(size), block_masks) for size in chunks},
+            chunks=boundaries_of_chunks,
             num_tokens=documents.num_tokens,
             kernel_chunks=kernel_chunks,
         )
@@ -75,7 +81,9 @@ def _block_mask(documents: Documents, window: int) -> "BlockMask":
     device = documents.cu_seqlens.device
     if not documents.prefixes:
         return document_block_mask(cu_queries, documents.num_tokens, window, device=device)
-    num_keys = [before + length for before, length in zip(documents.before, documents.lengths, strict=True)]
+    num_keys = []  # of each document, with those of its prefix
+    for num_earlier, length in zip(documents.before, documents.lengths, strict=True):
+        num_keys.append(num_earlier + length)
     cu_keys = torch.tensor([0, *accumulate(num_keys)], dtype=torch.int32, device="cpu")
     return document_block_mask(cu_queries, documents.num_tokens, window, cu_keys, sum(num_keys), device)
 
@@ -89,11 +97,11 @@ def index_chunks(documents: Documents, size: int) -> Tensor:
         documents: the documents of the batch.
         size: number of positions of a chunk; the last one of a document may be shorter.
     """
-    num_chunks = torch.tensor([-(-length // size) for length in documents.lengths])  # rounded up
-    document_of_chunk = torch.arange(len(num_chunks)).repeat_interleave(num_chunks)
-    first_chunks = num_chunks.cumsum(0) - num_chunks
+    num_chunks = torch.tensor([-(-length // size) for length in documents.lengths])  # [documents], rounded up
+    document_of_chunk = torch.arange(len(num_chunks)).repeat_interleave(num_chunks)  # [chunks]
+    first_chunks = num_chunks.cumsum(0) - num_chunks  # [documents]
     numbers = torch.arange(len(document_of_chunk)) - first_chunks[document_of_chunk]
-    indices = torch.stack([document_of_chunk, numbers], dim=1).to(torch.int32)
+    indices = torch.stack([document_of_chunk, numbers], dim=1).to(torch.int32)  # [chunks, 2]
     device = documents.cu_seqlens.device
     if device.type != "cuda":
         return indices.to(device)
@@ -129,28 +137,17 @@ class _Gather(torch.autograd.Function):
 
 def prepend_shared_prefix(shared: SharedPrefixes | None, keys: Tensor) -> Tensor:
     """Insert the shared prefix before each document's keys or values: ``[t, n_kv, h]`` to ``[k, n_kv, h]``."""
-    return keys if shared is None else _Gather.apply(keys, shared.keys)
+    if shared is None:
+        return keys
+    return _Gather.apply(keys, shared.keys)
 
 
-def _run_attention(q: Tensor, k: Tensor, v: Tensor, dropout_p: float, is_causal: bool) -> Tensor:
-    """Attention of documents of equal length ``[count, length, n, h]``; the result is ``[t, n, h]``."""
-    out = F.scaled_dot_product_attention(
-        q.transpose(1, 2),
-        k.transpose(1, 2),
-        v.transpose(1, 2),
-        dropout_p=dropout_p,
-        is_causal=is_causal,
-        enable_gqa=q.shape[2] != k.shape[2],
-    )
-    return out.transpose(1, 2).flatten(0, 1)
-
-
-_Rows = tuple[Tensor, ...]
+_Tensors = tuple[Tensor, ...]
 
 
 def _split_by_length(
-    cu_seqlens: Tensor, cu_keys: Tensor | None, query_tensors: _Rows, key_tensors: _Rows
-) -> Iterator[tuple[_Rows, _Rows]]:
+    cu_seqlens: Tensor, cu_keys: Tensor | None, query_tensors: _Tensors, key_tensors: _Tensors
+) -> Iterator[tuple[_Tensors, _Tensors]]:
     """Yield views of the documents, for each run of consecutive documents with equal numbers of queries and of keys.
 
     Args:
@@ -163,31 +160,38 @@ def _split_by_length(
         Views ``[count, length, …]`` of the tensors by query, and of those by key.
     """
     query_lengths = cu_seqlens.diff().tolist()
-    key_lengths = query_lengths if cu_keys is None else cu_keys.diff().tolist()
+    key_lengths = query_lengths
+    if cu_keys is not None:
+        key_lengths = cu_keys.diff().tolist()
     check_coverage(sum(query_lengths), query_tensors[0].shape[0])
     check_coverage(sum(key_lengths), key_tensors[0].shape[0])
     counts = []  # documents of each run
     run_query_lengths = []
     run_key_lengths = []
-    for (query_length, key_length), run in groupby(zip(query_lengths, key_lengths, strict=True)):
+    lengths_of_documents = zip(query_lengths, key_lengths, strict=True)
+    for (query_length, key_length), run in groupby(lengths_of_documents):
         counts.append(len(list(run)))
         run_query_lengths.append(query_length)
         run_key_lengths.append(key_length)
     query_views = [_split_runs(tensor, counts, run_query_lengths) for tensor in query_tensors]
     key_views = [_split_runs(tensor, counts, run_key_lengths) for tensor in key_tensors]
     # From the runs of each tensor to the tensors of each run.
-    return zip(zip(*query_views, strict=True), zip(*key_views, strict=True), strict=True)
+    query_runs = zip(*query_views, strict=True)
+    key_runs = zip(*key_views, strict=True)
+    return zip(query_runs, key_runs, strict=True)
 
 
 def _split_runs(tensor: Tensor, counts: list[int], lengths: list[int]) -> list[Tensor]:
     """Split ``[t, …]`` into a view ``[count, length, …]`` for each run."""
-    sizes = [count * length for count, length in zip(counts, lengths, strict=True)]
-    runs = tensor.split(sizes)  # slices would have a gradient of the whole size
-    return [run.unflatten(0, shape) for run, shape in zip(runs, zip(counts, lengths, strict=True), strict=True)]
+    shapes = list(zip(counts, lengths, strict=True))
+    runs = tensor.split([count * length for count, length in shapes])  # slices would have a gradient of the whole size
+    return [run.unflatten(0, shape) for run, shape in zip(runs, shapes, strict=True)]
 
 
 def _empty_lse(q: Tensor) -> Tensor:
-    return torch.empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
+    """Empty logarithms of sums of exponentials for queries ``[t, n, h]``: ``[t, n]``, float32 or wider."""
+    compute = torch.promote_types(q.dtype, torch.float32)
+    return torch.empty(q.shape[:2], dtype=compute, device=q.device)
 
 
 # Up to this many keys, plain products are faster than the backward pass of torch's fused kernel in bfloat16.
@@ -217,20 +221,23 @@ def _forward(
     k: Tensor,
     v: Tensor,
     cu_seqlens: Tensor,
-    sinks: Tensor | None = None,
-    window: int = 0,
-    softcap: float = 0.0,
-    cu_keys: Tensor | None = None,
+    sinks: Tensor | None,
+    window: int,
+    softcap: float,
+    cu_keys: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     out = torch.empty_like(q)
-    lse = _empty_lse(q)
-    for (q_run, out_run, lse_run), (k_run, v_run) in _split_by_length(cu_seqlens, cu_keys, (q, out, lse), (k, v)):
+    lse = _empty_lse(q)  # for the backward pass of the fused kernel; blocks need none and leave it empty
+    runs = _split_by_length(cu_seqlens, cu_keys, (q, out, lse), (k, v))
+    for (q_run, out_run, lse_run), (k_run, v_run) in runs:
         run_window = window if window < k_run.shape[1] else 0  # a window of all keys is none
         if _needs_blocks(q_run, k_run, run_window, softcap, sinks):
             block_attention(q_run, k_run, v_run, out_run, run_window, softcap, sinks)
         else:
             heads = [tensor.transpose(1, 2) for tensor in (q_run, k_run, v_run)]  # [count, n or n_kv, length, h]
-            attended, log_sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*heads, 0.0, True)
+            attended, log_sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                *heads, dropout_p=0.0, is_causal=True
+            )
             out_run.copy_(attended.transpose(1, 2))
             lse_run.copy_(log_sums.transpose(1, 2))
     return out, lse
@@ -245,19 +252,19 @@ def _backward(
     out: Tensor,
     lse: Tensor,
     cu_seqlens: Tensor,
-    sinks: Tensor | None = None,
-    window: int = 0,
-    softcap: float = 0.0,
-    cu_keys: Tensor | None = None,
+    sinks: Tensor | None,
+    window: int,
+    softcap: float,
+    cu_keys: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     grad_q = torch.empty_like(q)
     grad_k = torch.empty_like(k)
     grad_v = torch.empty_like(v)
     grad_sinks = torch.zeros(q.shape[1], dtype=torch.float32, device=q.device)
     runs = _split_by_length(cu_seqlens, cu_keys, (grad, q, out, lse, grad_q), (k, v, grad_k, grad_v))
-    for query_runs, key_runs in runs:
-        grad_run, q_run, out_run, lse_run, grad_q_run = query_runs
-        k_run, v_run, grad_k_run, grad_v_run = key_runs
+    for query_tensors, key_tensors in runs:
+        grad_run, q_run, out_run, lse_run, grad_q_run = query_tensors
+        k_run, v_run, grad_k_run, grad_v_run = key_tensors
         run_window = window if window < k_run.shape[1] else 0
         if _needs_blocks(q_run, k_run, run_window, softcap, sinks) or _is_faster_in_blocks(q_run):
             block_attention_backward(
@@ -274,8 +281,11 @@ def _backward(
                 grad_sinks=None if sinks is None else grad_sinks,
             )
             continue
-        heads = [tensor.transpose(1, 2) for tensor in (grad_run, q_run, k_run, v_run, out_run, lse_run)]
-        run_grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(*heads, 0.0, True)
+        saved = (grad_run, q_run, k_run, v_run, out_run, lse_run)
+        heads = [tensor.transpose(1, 2) for tensor in saved]  # [count, n or n_kv, length, h], and [count, n, length]
+        run_grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *heads, dropout_p=0.0, is_causal=True
+        )
         for result, run_grad in zip((grad_q_run, grad_k_run, grad_v_run), run_grads, strict=True):
             result.copy_(run_grad.transpose(1, 2))
     return grad_q, grad_k, grad_v, grad_sinks
@@ -287,10 +297,10 @@ def _(
     k: Tensor,
     v: Tensor,
     cu_seqlens: Tensor,
-    sinks: Tensor | None = None,
-    window: int = 0,
-    softcap: float = 0.0,
-    cu_keys: Tensor | None = None,
+    sinks: Tensor | None,
+    window: int,
+    softcap: float,
+    cu_keys: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     return torch.empty_like(q), _empty_lse(q)
 
@@ -304,10 +314,10 @@ def _(
     out: Tensor,
     lse: Tensor,
     cu_seqlens: Tensor,
-    sinks: Tensor | None = None,
-    window: int = 0,
-    softcap: float = 0.0,
-    cu_keys: Tensor | None = None,
+    sinks: Tensor | None,
+    window: int,
+    softcap: float,
+    cu_keys: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     grad_sinks = torch.empty(q.shape[1], dtype=torch.float32, device=q.device)
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), grad_sinks
@@ -320,8 +330,12 @@ def _setup_context(ctx, inputs: tuple[Tensor | int | float | None, ...], output:
 
 def _backward_formula(ctx, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
     q, k, v, cu_seqlens, sinks, cu_keys, out, lse = ctx.saved_tensors
-    *grads, grad_sinks = _backward(grad, q, k, v, out, lse, cu_seqlens, sinks, ctx.window, ctx.softcap, cu_keys)
-    return *grads, None, None if sinks is None else grad_sinks.to(sinks.dtype), None, None, None
+    grad_q, grad_k, grad_v, grad_sinks = _backward(
+        grad, q, k, v, out, lse, cu_seqlens, sinks, ctx.window, ctx.softcap, cu_keys
+    )
+    grad_sinks = None if sinks is None else grad_sinks.to(sinks.dtype)
+    # In the order of the arguments: boundaries, window, soft cap and boundaries of keys have no gradient.
+    return grad_q, grad_k, grad_v, None, grad_sinks, None, None, None
 
 
 _forward.register_autograd(_backward_formula, setup_context=_setup_context)
@@ -362,12 +376,32 @@ def document_attention(
 
 
 def attention_by_document(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, dropout_p: float = 0.0, is_causal: bool = True
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, dropout_p: float, is_causal: bool
 ) -> Tensor:
-    """Compute :func:`document_attention` with dropout of attention weights, or attention that is not causal."""
+    """Compute :func:`document_attention` with dropout of attention weights, or attention that is not causal.
+
+    Args:
+        q: queries ``[t, n, h]``, packed documents.
+        k: keys ``[t, n_kv, h]``.
+        v: values ``[t, n_kv, h]``.
+        cu_seqlens: int32 ``[documents + 1]``, cumulative sequence lengths, from 0 to t.
+        dropout_p: dropout probability of attention weights.
+        is_causal: whether attention is causal.
+
+    Returns:
+        Tensor ``[t, n, h]``.
+    """
     outputs = []
-    for (q_run,), (k_run, v_run) in _split_by_length(cu_seqlens, None, (q,), (k, v)):
-        outputs.append(_run_attention(q_run, k_run, v_run, dropout_p, is_causal))
+    for (q_run,), (k_run, v_run) in _split_by_length(cu_seqlens, None, (q,), (k, v)):  # [count, length, n or n_kv, h]
+        attended = F.scaled_dot_product_attention(
+            q_run.transpose(1, 2),
+            k_run.transpose(1, 2),
+            v_run.transpose(1, 2),
+            dropout_p=dropout_p,
+            is_causal=is_causal,
+            enable_gqa=q.shape[1] != k.shape[1],
+        )
+        outputs.append(attended.transpose(1, 2).flatten(0, 1))  # [count * length, n, h]
     return torch.cat(outputs)
 
 
@@ -399,13 +433,15 @@ def block_attention(
         softcap: scores become ``softcap * tanh(score / softcap)``; 0: no soft cap.
         sinks: attention sinks ``[n]``: a logit per head in the softmax's denominator.
     """
-    queries = _split_queries(q, k.shape[2])
-    out_heads = _split_queries(out, k.shape[2])
-    keys = _by_kv_head(k, torch.float32)
+    num_kv_heads = k.shape[2]
+    queries = _split_queries(q, num_kv_heads)  # [b, n_kv, n / n_kv, s, h]
+    out_heads = _split_queries(out, num_kv_heads)
+    keys = _by_kv_head(k, torch.float32)  # [b * n_kv, t, h]
     values = _by_kv_head(v, v.dtype)
     for block in _iter_blocks(queries, keys, window, softcap, sinks):
-        product = torch.bmm(block.weights.to(v.dtype), values[:, block.seen])  # [b * n_kv, n / n_kv * block, h]
-        out_block = out_heads[:, :, :, block.positions]
+        block_values = values[:, block.key_range]
+        product = torch.bmm(block.weights.to(v.dtype), block_values)  # [b * n_kv, n / n_kv * block, h]
+        out_block = out_heads[:, :, :, block.query_range]
         out_block.copy_(product.view(out_block.shape))
 
 
@@ -422,12 +458,23 @@ def block_attention_backward(
     sinks: Tensor | None = None,
     grad_sinks: Tensor | None = None,
 ) -> None:
-    """Run the backward pass of :func:`block_attention` for the output gradient ``[b, s, n, h]``.
+    """Run the backward pass of :func:`block_attention`.
 
-    Writes ``grad_q``, ``grad_k`` and ``grad_v``, and adds to ``grad_sinks``.
+    Args:
+        grad: gradient of the output ``[b, s, n, h]``.
+        q: queries ``[b, s, n, h]``.
+        k: keys ``[b, t, n_kv, h]``.
+        v: values ``[b, t, n_kv, h]``.
+        grad_q: receives the gradient of the queries.
+        grad_k: receives the gradient of the keys.
+        grad_v: receives the gradient of the values.
+        window: as in the forward pass.
+        softcap: as in the forward pass.
+        sinks: as in the forward pass.
+        grad_sinks: float32 ``[n]``, to which the gradient of the sinks is added; None: it is not computed.
     """
     num_kv_heads = k.shape[2]
-    queries = _split_queries(q, num_kv_heads)
+    queries = _split_queries(q, num_kv_heads)  # [b, n_kv, n / n_kv, s, h]
     grad_heads = _split_queries(grad, num_kv_heads)
     grad_queries = _split_queries(grad_q, num_kv_heads)
     keys = _by_kv_head(k, k.dtype)  # [b * n_kv, t, h]
@@ -436,26 +483,27 @@ def block_attention_backward(
     grad_keys = torch.zeros(keys.shape, dtype=torch.float32, device=k.device)
     grad_values = torch.zeros(keys.shape, dtype=torch.float32, device=k.device)
     for block in _iter_blocks(queries, keys.float(), window, softcap, sinks):
-        seen = block.seen
-        weights = block.weights
-        block_grad = _take_block(grad_heads, block.positions, grad.dtype)  # [b * n_kv, n / n_kv * block, h]
-        grad_values[:, seen] += torch.bmm(weights.to(v.dtype).transpose(1, 2), block_grad)
-        grad_weights = torch.bmm(block_grad, values[:, seen].transpose(1, 2)).float()
+        key_range = block.key_range
+        weights = block.weights  # [b * n_kv, n / n_kv * block, keys of the block]
+        block_grad = _take_block(grad_heads, block.query_range, grad.dtype)  # [b * n_kv, n / n_kv * block, h]
+        grad_values[:, key_range] += torch.bmm(weights.to(v.dtype).transpose(1, 2), block_grad)
+        grad_weights = torch.bmm(block_grad, values[:, key_range].transpose(1, 2)).float()
         grad_scores = torch.ops.aten._softmax_backward_data(grad_weights, weights, -1, torch.float32)
         if grad_sinks is not None:
             # The sink's probability is 1 - the sum of the others, and its value is zero.
             grad_sink = (weights.sum(-1) - 1) * (grad_weights * weights).sum(-1)
-            grad_sinks += grad_sink.view(q.shape[0], grad_sinks.shape[0], -1).sum((0, 2))
+            grad_sink_heads = grad_sink.view(q.shape[0], grad_sinks.shape[0], -1)  # [b, n, block]
+            grad_sinks += grad_sink_heads.sum((0, 2))
         if block.slope is not None:
             grad_scores.mul_(block.slope)
         grad_scores = grad_scores.mul_(q.shape[-1] ** -0.5).to(q.dtype)
-        product = torch.bmm(grad_scores, keys[:, seen])
-        grad_queries_block = grad_queries[:, :, :, block.positions]
+        product = torch.bmm(grad_scores, keys[:, key_range])  # [b * n_kv, n / n_kv * block, h]
+        grad_queries_block = grad_queries[:, :, :, block.query_range]
         grad_queries_block.copy_(product.view(grad_queries_block.shape))
-        grad_keys[:, seen] += torch.bmm(grad_scores.transpose(1, 2), block.queries.to(q.dtype))
-    # [b * n_kv, t, h] -> [b, t, n_kv, h]
-    grad_k.copy_(grad_keys.unflatten(0, (k.shape[0], -1)).transpose(1, 2))
-    grad_v.copy_(grad_values.unflatten(0, (k.shape[0], -1)).transpose(1, 2))
+        grad_keys[:, key_range] += torch.bmm(grad_scores.transpose(1, 2), block.queries.to(q.dtype))
+    by_row = (k.shape[0], num_kv_heads)
+    grad_k.copy_(grad_keys.unflatten(0, by_row).transpose(1, 2))  # [b * n_kv, t, h] -> [b, t, n_kv, h]
+    grad_v.copy_(grad_values.unflatten(0, by_row).transpose(1, 2))
 
 
 def _split_queries(x: Tensor, num_kv_heads: int) -> Tensor:
@@ -465,13 +513,15 @@ def _split_queries(x: Tensor, num_kv_heads: int) -> Tensor:
 
 def _by_kv_head(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Keys or values ``[b, s, n_kv, h]`` as ``[b * n_kv, s, h]`` of ``dtype``."""
-    return x.transpose(1, 2).to(dtype, memory_format=torch.contiguous_format).flatten(0, 1)
+    heads = x.transpose(1, 2)  # [b, n_kv, s, h]
+    return heads.to(dtype, memory_format=torch.contiguous_format).flatten(0, 1)
 
 
 def _take_block(x: Tensor, block: slice, dtype: torch.dtype) -> Tensor:
     """A block of positions of ``[b, n_kv, n / n_kv, s, h]`` as ``[b * n_kv, n / n_kv * block, h]`` of ``dtype``."""
-    view = x[:, :, :, block]
-    return view.to(dtype, memory_format=torch.contiguous_format).flatten(2, 3).flatten(0, 1)
+    view = x[:, :, :, block]  # [b, n_kv, n / n_kv, block, h]
+    copy = view.to(dtype, memory_format=torch.contiguous_format)
+    return copy.flatten(2, 3).flatten(0, 1)
 
 
 @functools.cache
@@ -484,22 +534,22 @@ class _QueryBlock(NamedTuple):
     """A block of queries with its probabilities, all float32.
 
     Attributes:
-        positions: positions of the block among the queries.
-        seen: positions of the keys that the block sees.
+        query_range: positions of the block among the queries.
+        key_range: positions of the keys that the block sees.
         queries: ``[b * n_kv, n / n_kv * block, h]``.
-        weights: probabilities ``[b * n_kv, n / n_kv * block, seen]``.
+        weights: probabilities ``[b * n_kv, n / n_kv * block, keys of the block]``.
         slope: derivative of the soft cap, of the shape of the weights; None without a soft cap.
     """
 
-    positions: slice
-    seen: slice
+    query_range: slice
+    key_range: slice
     queries: Tensor
     weights: Tensor
     slope: Tensor | None
 
 
 def _iter_blocks(
-    queries: Tensor, keys: Tensor, window: int, softcap: float, sinks: Tensor | None = None
+    queries: Tensor, keys: Tensor, window: int, softcap: float, sinks: Tensor | None
 ) -> Iterator[_QueryBlock]:
     """Compute the probabilities of one block of queries after another, in float32.
 
@@ -515,31 +565,33 @@ def _iter_blocks(
     future = _causal_mask(queries.device)
     scaled_keys = keys * h**-0.5
     for start in range(0, s, _BLOCK):
-        positions = slice(start, min(start + _BLOCK, s))
-        size = positions.stop - start
+        query_range = slice(start, min(start + _BLOCK, s))
+        size = query_range.stop - start
         first_position = start + num_earlier  # of the block's first query, among the keys
-        first_seen = max(0, first_position - window + 1) if window else 0
-        seen = slice(first_seen, first_position + size)
-        block_queries = _take_block(queries, positions, torch.float32)
-        scores = torch.bmm(block_queries, scaled_keys[:, seen].transpose(1, 2))
+        first_key = max(0, first_position - window + 1) if window else 0
+        key_range = slice(first_key, first_position + size)
+        block_queries = _take_block(queries, query_range, torch.float32)
+        scores = torch.bmm(block_queries, scaled_keys[:, key_range].transpose(1, 2))
         slope = None
         if softcap:
             bounded = scores.div_(softcap).tanh_()
             slope = 1 - bounded.square()
             scores = bounded * softcap
-        # A view [b * n_kv, n / n_kv, block, seen]: masks are the same for all heads of a group.
+        # A view [b * n_kv, n / n_kv, block, keys of the block]: masks are the same for all heads of a group.
         position_scores = scores.unflatten(1, (group, size))
-        position_scores[..., first_position - first_seen :] += future[:size, :size]
+        diagonal = first_position - first_key  # the first column whose position is in the block itself
+        position_scores[..., diagonal:] += future[:size, :size]
         if window:
             query_positions = torch.arange(first_position, first_position + size, device=keys.device)
-            key_positions = torch.arange(seen.start, seen.stop, device=keys.device)
-            distance = query_positions[:, None] - key_positions  # [block, seen]
+            key_positions = torch.arange(key_range.start, key_range.stop, device=keys.device)
+            distance = query_positions[:, None] - key_positions  # [block, keys of the block]
             position_scores.masked_fill_(distance >= window, float("-inf"))
         if sinks is None:
             weights = scores.softmax(-1)
         else:
             # One more score per query; its probability is left out, because the sink has no value.
-            sink_scores = sinks.float().view(-1, group, 1).repeat(queries.shape[0], 1, size)
+            sink_scores = sinks.float().view(-1, group, 1).repeat(queries.shape[0], 1, size)  # [b * n_kv, group, block]
             sink_scores = sink_scores.view(*scores.shape[:2], 1)
-            weights = torch.cat([scores, sink_scores], -1).softmax(-1)[..., :-1]
-        yield _QueryBlock(positions, seen, block_queries, weights, slope)
+            weights_with_sink = torch.cat([scores, sink_scores], -1).softmax(-1)
+            weights = weights_with_sink[..., :-1]
+        yield _QueryBlock(query_range, key_range, block_queries, weights, slope)

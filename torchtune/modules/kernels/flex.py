@@ -52,57 +52,86 @@ def document_block_mask(
         num_keys = num_tokens
     source = cu_seqlens.device
     positions = torch.arange(num_tokens, device=source)
+    key_positions = torch.arange(num_keys, device=source)
     document = torch.bucketize(positions, cu_seqlens[1:], right=True)  # [t]
-    document_of_key = torch.bucketize(torch.arange(num_keys, device=source), cu_keys[1:], right=True)  # [k]
-    own_key = positions + (cu_keys - cu_seqlens)[1:].long()[document]  # the key of the query's own position
-
-    # Of every block of queries, [query blocks]: its first and last query, and the first and last block of keys it sees.
-    block_starts = torch.arange(0, num_tokens, BLOCK, device=source)
-    block_ends = (block_starts + BLOCK).clamp(max=num_tokens) - 1
-    document_begin = cu_keys[document[block_starts]].long()  # first key of the block's first document
-    first_seen = document_begin
-    if window:
-        first_seen = torch.maximum(document_begin, own_key[block_starts] - window + 1)
-    first = first_seen // BLOCK
-    last = own_key[block_ends] // BLOCK
-
-    # Full blocks, from `full_from` up to `full_to`: after the document's beginning (rounded up), inside the window of
-    # the last query, up to the first query. Blocks of several documents have none.
-    is_one_document = document[block_starts] == document[block_ends]
-    full_from = torch.where(is_one_document, -(-document_begin // BLOCK), last + 1)
-    if window:
-        full_from = torch.maximum(full_from, (own_key[block_ends] - window + BLOCK) // BLOCK)
-    full_from = torch.minimum(torch.maximum(full_from, first), last + 1)
-    full_to = torch.maximum((own_key[block_starts] + 1) // BLOCK, full_from)
+    document_of_key = torch.bucketize(key_positions, cu_keys[1:], right=True)  # [k]
+    # The key of a query's own position: a document's queries are its last positions.
+    num_earlier_keys = (cu_keys - cu_seqlens)[1:].long()  # [documents]
+    own_key = positions + num_earlier_keys[document]  # [t]
 
     # Partial blocks: from `first` to `full_from`, and from `full_to` to `last`.
-    order = torch.arange(-(-num_keys // BLOCK), device=source)  # [key blocks]
-    partial_before = (full_from - first)[:, None]
-    partial_after = (last + 1 - full_to)[:, None]
-    partial_blocks = torch.where(
-        order < partial_before, first[:, None] + order, full_to[:, None] + order - partial_before
-    )
-    full_blocks = full_from[:, None] + order  # [query blocks, key blocks]
+    first, full_from, full_to, last = _range_of_key_blocks(cu_keys, document, own_key, window)
+    num_key_blocks = -(-num_keys // BLOCK)  # rounded up
+    order = torch.arange(num_key_blocks, device=source)  # [key blocks]
+    num_before = (full_from - first)[:, None]  # [query blocks, 1]
+    num_after = (last + 1 - full_to)[:, None]
+    blocks_before = first[:, None] + order  # [query blocks, key blocks]
+    blocks_after = full_to[:, None] + order - num_before
+    partial_blocks = torch.where(order < num_before, blocks_before, blocks_after)
+    full_blocks = full_from[:, None] + order
 
+    # BlockMask takes int32 with dimensions for batch and heads, [1, 1, query blocks] and so on.
     def counts(x: Tensor) -> Tensor:
         return x.to(torch.int32)[None, None]
 
     def indices(x: Tensor) -> Tensor:  # entries beyond the count are not read, but must be valid
-        return counts(x.clamp(max=len(order) - 1))
+        return counts(x.clamp(max=num_key_blocks - 1))
 
     mask = BlockMask.from_kv_blocks(
-        counts((partial_before + partial_after)[:, 0]),
+        counts((num_before + num_after)[:, 0]),
         indices(partial_blocks),
         counts(full_to - full_from),
         indices(full_blocks),
         BLOCK_SIZE=BLOCK,
         seq_lengths=(num_tokens, num_keys),
     )
-    lists = {name: getattr(mask, name) for name in _BLOCK_LISTS}
-    sent = _send([own_key, document, document_of_key, *lists.values()], device or source)
-    mask_mod = _sees(*sent[:3], window)
-    lists = dict(zip(lists, sent[3:], strict=True))
-    return BlockMask((num_tokens, num_keys), **lists, BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=mask_mod)
+    # The same mask on the target device; `from_kv_blocks` has derived the lists of the backward pass.
+    lists = [getattr(mask, name) for name in _BLOCK_LISTS]
+    tensors = _copy_to_device([own_key, document, document_of_key, *lists], device or source)
+    own_key, document, document_of_key, *lists = tensors
+    return BlockMask(
+        (num_tokens, num_keys),
+        **dict(zip(_BLOCK_LISTS, lists, strict=True)),
+        BLOCK_SIZE=(BLOCK, BLOCK),
+        mask_mod=_sees(own_key, document, document_of_key, window),
+    )
+
+
+def _range_of_key_blocks(
+    cu_keys: Tensor, document: Tensor, own_key: Tensor, window: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the blocks of keys that each block of queries sees.
+
+    Args:
+        cu_keys: cumulative numbers of keys ``[documents + 1]``.
+        document: document of each query ``[t]``.
+        own_key: the key of each query's own position ``[t]``.
+        window: sliding window in positions; 0: none.
+
+    Returns:
+        ``[query blocks]`` each: the first block of keys, the first one that all queries of the block see whole, the one
+        after the last of these, and the last block of keys.
+    """
+    num_tokens = len(document)
+    first_queries = torch.arange(0, num_tokens, BLOCK, device=document.device)
+    last_queries = (first_queries + BLOCK).clamp(max=num_tokens) - 1
+    document_begin = cu_keys[document[first_queries]].long()  # first key of the block's first document
+    first_key = document_begin
+    if window:
+        first_key = torch.maximum(document_begin, own_key[first_queries] - window + 1)
+    first = first_key // BLOCK
+    last = own_key[last_queries] // BLOCK
+
+    # Full blocks: after the document's beginning (rounded up), inside the window of the last query, up to the first
+    # query. Blocks of several documents have none.
+    is_one_document = document[first_queries] == document[last_queries]
+    full_from = torch.where(is_one_document, -(-document_begin // BLOCK), last + 1)
+    if window:
+        first_full_key = own_key[last_queries] - (window - 1)
+        full_from = torch.maximum(full_from, (first_full_key + (BLOCK - 1)) // BLOCK)  # rounded up
+    full_from = torch.minimum(torch.maximum(full_from, first), last + 1)
+    full_to = torch.maximum((own_key[first_queries] + 1) // BLOCK, full_from)
+    return first, full_from, full_to, last
 
 
 # The lists of blocks in a BlockMask: by block of queries, and by block of keys for the backward pass.
@@ -141,21 +170,21 @@ def _sees(own_key: Tensor, document: Tensor, document_of_key: Tensor, window: in
 _ALIGNMENT = 32  # elements: kernels are compiled for tensors that begin at a multiple of 16 bytes
 
 
-def _send(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+def _copy_to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     """Return the tensors as int32 on a device; from the host to a CUDA device in one copy, for which nothing waits."""
-    if tensors[0].device.type == device.type or device.type != "cuda":
+    is_copy_to_cuda = device.type == "cuda" and tensors[0].device.type != "cuda"
+    if not is_copy_to_cuda:
         return [tensor.to(device, torch.int32) for tensor in tensors]
-    starts = [0]
+    ranges = []  # of the tensors in the packed one
+    total = 0
     for tensor in tensors:
-        starts.append(starts[-1] + -(-tensor.numel() // _ALIGNMENT) * _ALIGNMENT)
-    packed = torch.empty(starts[-1], dtype=torch.int32, device="cpu", pin_memory=True)
-    for tensor, start in zip(tensors, starts, strict=False):
-        packed[start : start + tensor.numel()] = tensor.flatten()
+        ranges.append(slice(total, total + tensor.numel()))
+        total += -(-tensor.numel() // _ALIGNMENT) * _ALIGNMENT  # rounded up
+    packed = torch.empty(total, dtype=torch.int32, device="cpu", pin_memory=True)
+    for tensor, elements in zip(tensors, ranges, strict=True):
+        packed[elements] = tensor.flatten()
     packed = packed.to(device, non_blocking=True)
-    sent = []
-    for tensor, start in zip(tensors, starts, strict=False):
-        sent.append(packed[start : start + tensor.numel()].view(tensor.shape))
-    return sent
+    return [packed[elements].view(tensor.shape) for tensor, elements in zip(tensors, ranges, strict=True)]
 
 
 def flex_blocks(card: Card | None, head_dim: int, itemsize: int) -> int | None:
@@ -165,6 +194,11 @@ def flex_blocks(card: Card | None, head_dim: int, itemsize: int) -> int | None:
     capability 8.6, 8.9, 12.0) or 64 KiB (7.5) cannot hold them for wide heads: the backward pass, the larger of the
     two, keeps blocks of queries, keys, values and the gradient.
 
+    Args:
+        card: the card; None: one like an H100.
+        head_dim: h.
+        itemsize: bytes of an element of queries and keys.
+
     Returns:
         ``None`` for torch's sizes; 0 if no size fits.
     """
@@ -172,8 +206,7 @@ def flex_blocks(card: Card | None, head_dim: int, itemsize: int) -> int | None:
         return None
 
     def required_bytes(size: int) -> int:
-        # The backward pass keeps blocks of queries, keys, values and the gradient.
-        return 4 * size * head_dim * itemsize
+        return 4 * size * head_dim * itemsize  # queries, keys, values and the gradient
 
     # The factors leave room for what else the kernel keeps there.
     if required_bytes(64) <= 0.9 * card.shared_memory:
@@ -207,14 +240,26 @@ def compile_friendly_flex_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Compute flex attention on ``[b, n, s, h]``, compiled on CUDA unless the caller is being compiled.
+    """Compute flex attention, compiled on CUDA unless the caller is being compiled.
 
-    ``window``, ``softcap`` and ``sinks`` are as in :func:`attention`; queries and keys begin at the same position.
+    Args:
+        q: queries ``[b, n, s, h]``, which begin at the same position as the keys.
+        k: keys ``[b, n_kv, t, h]``.
+        v: values ``[b, n_kv, t, h]``.
+        block_mask: the mask of queries and keys.
+        window: as in :func:`attention`.
+        softcap: as in :func:`attention`.
+        sinks: as in :func:`attention`.
+
+    Returns:
+        Tensor ``[b, n, s, h]``.
     """
     from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
-    # A tensor: the compiler makes a symbol of the second float that it sees, which flex attention cannot take.
-    cap = None if softcap is None else torch.full((), softcap, dtype=torch.float32, device=q.device)
+    cap = None
+    if softcap is not None:
+        # A tensor: the compiler makes a symbol of the second float that it sees, which flex attention cannot take.
+        cap = torch.full((), softcap, dtype=torch.float32, device=q.device)
 
     def cap_and_window(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         if cap is not None:
@@ -225,21 +270,26 @@ def compile_friendly_flex_attention(
 
     # Else torch takes a kernel for decoding below 128 queries, whose blocks of grouped heads do not fit the mask.
     kernel_options: dict[str, Any] = {"FORCE_USE_FLEX_ATTENTION": True}
-    size = flex_blocks(card_of(q.device), q.shape[-1], q.dtype.itemsize) if q.is_cuda else None
+    size = None
+    if q.is_cuda:
+        size = flex_blocks(card_of(q.device), q.shape[-1], q.dtype.itemsize)
     if size:
         for name in ("BLOCK_M", "BLOCK_N", "BLOCK_M1", "BLOCK_N1", "BLOCK_M2", "BLOCK_N2"):
             kernel_options[name] = size
         kernel_options["num_stages"] = 1
+    has_score_mod = window is not None or softcap is not None
     options = {
-        "score_mod": None if window is None and softcap is None else cap_and_window,
+        "score_mod": cap_and_window if has_score_mod else None,
         "block_mask": block_mask,
         "enable_gqa": q.shape[1] != k.shape[1],
         "kernel_options": kernel_options,
     }
-    kernel = compile_flex_attention() if q.is_cuda and not torch.compiler.is_compiling() else flex_attention
+    kernel = flex_attention
+    if q.is_cuda and not torch.compiler.is_compiling():
+        kernel = compile_flex_attention()
     if sinks is None:
         return kernel(q, k, v, **options)
     out, aux = kernel(q, k, v, return_aux=AuxRequest(lse=True), **options)
-    # A sink is one more term of the softmax's denominator: exp(lse) / (exp(lse) + exp(sink)).
+    # A sink is one more term of the softmax's denominator: the keys' share is exp(lse) / (exp(lse) + exp(sink)).
     share = torch.sigmoid(aux.lse - sinks.float()[:, None])  # [b, n, s]
     return out * share.unsqueeze(-1).to(out.dtype)

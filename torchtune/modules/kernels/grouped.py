@@ -17,11 +17,12 @@ _TORCH_LOOP_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def _groups(counts: Tensor) -> Iterator[tuple[int, slice]]:
-    """Yield (index of the matrix, slice of its rows)."""
+    """Yield (index of the matrix, slice of its rows); the host waits for the counts."""
     start = 0
     for index, size in enumerate(counts.tolist()):
-        yield index, slice(start, start + size)
-        start += size
+        end = start + size
+        yield index, slice(start, end)
+        start = end
 
 
 def _loops_in_torch(x: Tensor, columns: int, num_groups: int) -> bool:
@@ -34,19 +35,26 @@ def _loops_in_torch(x: Tensor, columns: int, num_groups: int) -> bool:
         columns: number o of columns of the other.
         num_groups: number of groups.
     """
-    if x.device.type != "cpu" or not hasattr(F, "grouped_mm") or x.dtype not in _TORCH_LOOP_DTYPES:
+    has_loop = x.device.type == "cpu" and hasattr(F, "grouped_mm") and x.dtype in _TORCH_LOOP_DTYPES
+    if not has_loop:
         return False
     # Torch wants rows that begin at multiples of 16 bytes.
-    if x.shape[1] * x.itemsize % 16 or columns * x.itemsize % 16 or not x.is_contiguous():
+    bytes_of_row = x.shape[1] * x.itemsize
+    bytes_of_output_row = columns * x.itemsize
+    if bytes_of_row % 16 or bytes_of_output_row % 16 or not x.is_contiguous():
         return False
-    return not uses_onednn(x.dtype, x.numel() * columns // num_groups)
+    multiplications_per_group = x.numel() * columns // num_groups
+    return not uses_onednn(x.dtype, multiplications_per_group)
 
 
 @torch.library.custom_op("torchtune::grouped_rows", mutates_args=())
-def _forward(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    if _loops_in_torch(x, weight.shape[2], len(counts)):
-        return F.grouped_mm(x, weight, offs=counts.cumsum(0, dtype=torch.int32))
-    out = x.new_empty(x.shape[0], weight.shape[2])
+def _multiply_rows(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    """Rows ``[t, i]`` times the matrix of their group ``[e, i, o]``: ``[t, o]``."""
+    columns = weight.shape[2]
+    if _loops_in_torch(x, columns, len(counts)):
+        ends = counts.cumsum(0, dtype=torch.int32)
+        return F.grouped_mm(x, weight, offs=ends)
+    out = x.new_empty(x.shape[0], columns)
     for index, rows in _groups(counts):
         if rows.stop > rows.start:
             mm(x[rows], weight[index], out=out[rows])
@@ -55,18 +63,22 @@ def _forward(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
 
 @torch.library.custom_op("torchtune::grouped_weights", mutates_args=())
 def _weight_gradient(x: Tensor, grad: Tensor, counts: Tensor) -> Tensor:
-    if _loops_in_torch(x, grad.shape[1], len(counts)):
-        return F.grouped_mm(x.t(), grad, offs=counts.cumsum(0, dtype=torch.int32))
-    out = x.new_empty(counts.shape[0], x.shape[1], grad.shape[1])
+    """``xᵀ grad`` of each group, from rows ``[t, i]`` and ``[t, o]``: ``[e, i, o]``."""
+    columns = grad.shape[1]
+    if _loops_in_torch(x, columns, len(counts)):
+        ends = counts.cumsum(0, dtype=torch.int32)
+        return F.grouped_mm(x.t(), grad, offs=ends)
+    out = x.new_empty(counts.shape[0], x.shape[1], columns)
     for index, rows in _groups(counts):
         if rows.stop > rows.start:
             mm(x[rows].t(), grad[rows], out=out[index])
-        else:
+        else:  # no product would write to this matrix
             out[index].zero_()
     return out
 
 
-@_forward.register_fake
+# The compiler asks for shapes: the number of rows does not depend on the counts, which it does not know.
+@_multiply_rows.register_fake
 def _(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     return x.new_empty(x.shape[0], weight.shape[2])
 
@@ -83,12 +95,16 @@ def _setup_context(ctx, inputs: tuple[Tensor, ...], output: Tensor) -> None:
 def _backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
     x, weight, counts = ctx.saved_tensors
     needs_x, needs_weight, _ = ctx.needs_input_grad
-    grad_x = _forward(grad, weight.transpose(1, 2), counts) if needs_x else None
-    grad_weight = _weight_gradient(x, grad, counts) if needs_weight else None
+    grad_x = None
+    if needs_x:
+        grad_x = _multiply_rows(grad, weight.transpose(1, 2), counts)
+    grad_weight = None
+    if needs_weight:
+        grad_weight = _weight_gradient(x, grad, counts)
     return grad_x, grad_weight, None
 
 
-_forward.register_autograd(_backward, setup_context=_setup_context)
+_multiply_rows.register_autograd(_backward, setup_context=_setup_context)
 
 
 def has_grouped_kernel(x: Tensor, weight: Tensor) -> bool:
@@ -104,8 +120,10 @@ def has_grouped_kernel(x: Tensor, weight: Tensor) -> bool:
 
 
 def _are_aligned_halves(x: Tensor, weight: Tensor) -> bool:
+    """Whether rows ``[t, i]`` and matrices ``[e, i, o]`` are bfloat16 on CUDA, with rows of 16 bytes or a multiple."""
     is_half = x.dtype == weight.dtype == torch.bfloat16
-    return x.is_cuda and is_half and x.shape[1] % 8 == 0 and weight.shape[2] % 8 == 0
+    is_aligned = x.shape[1] % 8 == 0 and weight.shape[2] % 8 == 0  # 8 numbers of 2 bytes
+    return x.is_cuda and is_half and is_aligned
 
 
 @outside_graphs
@@ -116,7 +134,9 @@ def _other_grouped_mm(kernel: Callable[..., Tensor], x: Tensor, weight: Tensor, 
 
 def local_experts(weight: Tensor) -> Tensor:
     """Return this rank's shard of ``weight`` if it is sharded (a ``DTensor``), otherwise ``weight``."""
-    return weight.to_local() if hasattr(weight, "to_local") else weight
+    if hasattr(weight, "to_local"):
+        return weight.to_local()
+    return weight
 
 
 class RowGroups:
@@ -162,8 +182,12 @@ class _RepeatByGroup(torch.autograd.Function):
 
 
 def _sum_rows(rows: Tensor, group_of_row: Tensor, num_groups: int) -> Tensor:
-    total = rows.new_zeros(num_groups, rows.shape[1], dtype=torch.promote_types(rows.dtype, torch.float32))
-    return total.index_add_(0, group_of_row, rows.to(total.dtype)).to(rows.dtype)
+    """Sum rows ``[t, o]`` by group to ``[e, o]``."""
+    # Sums of many rows lose digits in half precision.
+    compute = torch.promote_types(rows.dtype, torch.float32)
+    sums = rows.new_zeros(num_groups, rows.shape[1], dtype=compute)
+    sums.index_add_(0, group_of_row, rows.to(compute))
+    return sums.to(rows.dtype)
 
 
 def sum_by_group(x: Tensor, groups: RowGroups) -> Tensor:
@@ -199,14 +223,16 @@ def grouped_mm(x: Tensor, weight: Tensor, groups: RowGroups, *, kernel: bool | N
         Tensor ``[t, o]``.
     """
     weight = local_experts(weight)
-    uses_torch_kernel = has_grouped_kernel(x, weight) if kernel is None else kernel
+    uses_torch_kernel = kernel
+    if kernel is None:
+        uses_torch_kernel = has_grouped_kernel(x, weight)
     if uses_torch_kernel:
         return F.grouped_mm(x, weight, offs=groups.ends)
     if kernel is None and _are_aligned_halves(x, weight):
         card = card_of(x.device)
         if card is not None and card.other_grouped_products is not None:
             return _other_grouped_mm(card.other_grouped_products, x, weight, groups.counts)
-    return _forward(x, weight, groups.counts)
+    return _multiply_rows(x, weight, groups.counts)
 
 
 def grouped_outer(x: Tensor, grad: Tensor, groups: RowGroups) -> Tensor:
@@ -220,10 +246,11 @@ def grouped_outer(x: Tensor, grad: Tensor, groups: RowGroups) -> Tensor:
     Returns:
         Tensor ``[e, i, o]``, zero for groups without rows.
     """
+    # The second factor as matrices of one group, [1, t, o], whose columns are checked.
+    if has_grouped_kernel(x, grad.unsqueeze(0)):
+        return F.grouped_mm(x.t(), grad, offs=groups.ends)
     if _are_aligned_halves(x, grad.unsqueeze(0)):
         card = card_of(x.device)
-        if hasattr(F, "grouped_mm") and (card is None or card.has_grouped_products):
-            return F.grouped_mm(x.t(), grad, offs=groups.ends)
         if card is not None and card.other_grouped_products is not None:
             return card.other_grouped_products(x.contiguous(), grad.contiguous(), groups.counts, trans_a=True)
     return _weight_gradient(x, grad, groups.counts)
@@ -246,9 +273,11 @@ class _FrozenGroupedMM(torch.autograd.Function):
         counts, ends, *stored = ctx.saved_tensors
         weight = ctx.decode(*stored).transpose(1, 2)  # [e, o, i]
         grad_x = grouped_mm(grad.contiguous(), weight, RowGroups(counts, ends))
-        return grad_x, None, None, None, *(None for _ in stored)
+        # counts, ends, decode and the stored tensors have no gradient.
+        return grad_x, None, None, None, *[None] * len(stored)
 
 
 def frozen_grouped_mm(x: Tensor, weight: Stored, groups: RowGroups) -> Tensor:
     """Compute :func:`grouped_mm` with a frozen weight; only its stored tensors are saved for the backward pass."""
-    return _FrozenGroupedMM.apply(x, groups.counts, groups.ends, weight.decode, *map(local_experts, weight.tensors))
+    stored = [local_experts(tensor) for tensor in weight.tensors]
+    return _FrozenGroupedMM.apply(x, groups.counts, groups.ends, weight.decode, *stored)

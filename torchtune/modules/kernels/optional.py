@@ -18,6 +18,9 @@ from torch.nn import functional as F
 
 from torchtune.utils import first_line, get_logger, is_simulated, log_once
 
+# A function, or None and why there is none.
+_Choice = tuple[Callable[..., Any] | None, str | None]
+
 _HALF = (torch.bfloat16, torch.float16)
 _FLOATING = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -70,10 +73,11 @@ class OptionalKernel:
         if problem is not None:
             return problem
         capability = torch.cuda.get_device_capability(device)
+        major, _ = capability
         if capability < self.capability:
             return f"it needs compute capability {_dotted(self.capability)}, and this card has {_dotted(capability)}"
-        if self.majors and capability[0] not in self.majors:
-            names = " and ".join(f"{major}.x" for major in self.majors)
+        if self.majors and major not in self.majors:
+            names = " and ".join(f"{supported}.x" for supported in self.majors)
             return f"it is written for compute capability {names}, and this card has {_dotted(capability)}"
         if dtype is not None and dtype not in self.dtypes:
             names = " and ".join(str(supported).removeprefix("torch.") for supported in self.dtypes)
@@ -89,9 +93,12 @@ class OptionalKernel:
             return metadata.version(self.package)
         except metadata.PackageNotFoundError:
             top = self.module.partition(".")[0]
-            return "(unknown version)" if importlib.util.find_spec(top) is not None else None
+            if importlib.util.find_spec(top) is None:
+                return None
+            return "(unknown version)"  # a checkout on the path, for example
 
     def _package_problem(self) -> str | None:
+        """Return why the installed package does not serve, or None if it does."""
         version = self.installed_version()
         if version is None:
             return f"{self.package} is not installed ({self.install})"
@@ -117,9 +124,10 @@ class OptionalKernel:
         if device.type != "cuda" or is_simulated() or not torch.cuda.is_available():
             return None
         function, problem = self.find(device, dtype, **sizes)
-        if (layer, self.package, dtype) in _logged:  # SwiGLU asks in every layer
+        key = (layer, self.package, dtype)
+        if key in _logged:  # SwiGLU asks in every layer
             return function
-        _logged.add((layer, self.package, dtype))
+        _logged.add(key)
         prefix = f"{layer} on cuda in {dtype}: "
         if function is None:
             log_once(get_logger(), f"{prefix}plain PyTorch, because {problem}; {self.without}.")
@@ -127,10 +135,14 @@ class OptionalKernel:
             log_once(get_logger(), f"{prefix}{self.function} of {self.package} {self.installed_version()}.")
         return function
 
-    def find(
-        self, device: torch.device, dtype: torch.dtype, **sizes: int
-    ) -> tuple[Callable[..., Any] | None, str | None]:
-        """Return the function, or None and why there is none; both are looked up once."""
+    def find(self, device: torch.device, dtype: torch.dtype, **sizes: int) -> _Choice:
+        """Return the function, or None and why there is none; both are looked up once.
+
+        Args:
+            device: device of the inputs.
+            dtype: dtype of the inputs.
+            sizes: sizes of the layer that :attr:`limits` names.
+        """
         key = (self.package, device, dtype, *sizes.items())
         if key not in _choices:
             problem = self.obstacle(device, dtype, **sizes)
@@ -235,7 +247,7 @@ KERNELS = (
 # Packages whose kernels layers may use; None: all. The conversion OptionalKernels sets it, for the whole process.
 _allowed: frozenset[str] | None = None
 # Package, device, dtype and sizes -> the function, or None and the reason.
-_choices: dict[tuple[Any, ...], tuple[Callable[..., Any] | None, str | None]] = {}
+_choices: dict[tuple[Any, ...], _Choice] = {}
 # Layers, packages and dtypes whose choice was logged.
 _logged: set[tuple[str, str, torch.dtype]] = set()
 
@@ -310,17 +322,19 @@ def _has_grouped_products(device: torch.device) -> bool:
     if not hasattr(F, "grouped_mm"):
         return False
     x = torch.ones(16, 16, dtype=torch.bfloat16, device=device)
-    ends = torch.full((2,), 8, dtype=torch.int32, device=device).cumsum(0, dtype=torch.int32)
-    before = torch.cuda.get_sync_debug_mode()
+    weight = x.expand(2, 16, 16).contiguous()
+    counts = torch.full((2,), 8, dtype=torch.int32, device=device)
+    ends = counts.cumsum(0, dtype=torch.int32)
+    mode_before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype", UserWarning)
         try:
             torch.cuda.set_sync_debug_mode("error")
-            F.grouped_mm(x, x.expand(2, 16, 16).contiguous(), offs=ends)
+            F.grouped_mm(x, weight, offs=ends)
         except RuntimeError:
             return False
         finally:
-            torch.cuda.set_sync_debug_mode(before)
+            torch.cuda.set_sync_debug_mode(mode_before)
     return True
 
 
@@ -343,4 +357,5 @@ def describe_kernels(device: torch.device) -> list[str]:
 
 
 def _dotted(capability: tuple[int, int]) -> str:
-    return f"{capability[0]}.{capability[1]}"
+    major, minor = capability
+    return f"{major}.{minor}"

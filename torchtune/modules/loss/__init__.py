@@ -1,8 +1,8 @@
 """Losses for fine-tuning and distillation."""
 
 from torchtune._lazy import former_names
-from torchtune.modules.loss.classification import ClassificationLoss
-from torchtune.modules.loss.cross_entropy import CEWithChunkedOutputLoss, LinearCrossEntropyLoss
+from torchtune.modules.loss.chunked_logits import linear_log_probs, token_log_probs
+from torchtune.modules.loss.cross_entropy import CEWithChunkedOutputLoss, ClassificationLoss, LinearCrossEntropyLoss
 from torchtune.modules.loss.custom_loss import LossError, RLLoss, SFTLoss, TokenLoss, setup_loss
 from torchtune.modules.loss.distillation import (
     DivergenceLoss,
@@ -17,7 +17,6 @@ from torchtune.modules.loss.distillation import (
     TeacherOutputs,
     TeacherStates,
 )
-from torchtune.modules.loss.log_probs import linear_log_probs, token_log_probs
 
 __all__ = [
     "CEWithChunkedOutputLoss",

@@ -1,335 +1,22 @@
-"""Cross entropy of labeled tokens, and functions of logits that are computed chunk by chunk.
-
-All logits of a batch are never in memory at once.
-"""
+"""Cross entropy of labeled tokens, and the loss of models with a classification head."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 
 from torchtune.data import label_index
-from torchtune.modules._outside_graphs import outside_graphs
-from torchtune.modules.kernels.onednn import linear
-from torchtune.modules.loss.custom_loss import Projection, SFTLoss
-from torchtune.modules.output_projection import CappedLinear, soft_cap
+from torchtune.modules.loss.chunked_logits import Logits, at_least_float32, chunked_sum, shift_rows, sum_over_shards
+from torchtune.modules.loss.custom_loss import LossError, Projection, SFTLoss, zero_loss
 from torchtune.utils import computes_on_cpu, deprecated
-
-# (logits of a chunk [n, v], slice of its positions) -> values of its positions [n], one tensor or several.
-RowFunction = Callable[[Tensor, slice], Tensor | tuple[Tensor, ...]]
-
-_PLAIN_FORWARDS = (nn.Linear.forward, CappedLinear.forward)
-
-
-class Logits:
-    """Output projection as a function of its parameters.
-
-    A plain projection (its weight, bias and soft cap) is computed without calling the module: FSDP would all-gather the
-    weight for each chunk, on this rank only. Any other projection, for example with an adapter, is called.
-
-    Args:
-        weight: [v, d], or None for a projection that is called.
-        bias: [v].
-        softcap: logits become ``softcap * tanh(logits / softcap)``.
-        projection: the projection that is called without a weight.
-
-    Attributes:
-        group: process group over which tensor parallelism shards the vocabulary, else None.
-    """
-
-    def __init__(
-        self,
-        weight: Tensor | None,
-        bias: Tensor | None = None,
-        softcap: float | None = None,
-        projection: Projection | None = None,
-    ) -> None:
-        self._weight = weight
-        self._bias = bias
-        self._softcap = softcap
-        self._projection = projection
-        self.group: dist.ProcessGroup | None = None
-        if _is_sharded(weight):
-            self.group = weight.device_mesh.get_group()
-
-    @classmethod
-    def of(cls, projection: Projection) -> "Logits":
-        """Make the logits of ``model.output``."""
-        softcap = getattr(projection, "softcap", None)
-        if isinstance(projection, nn.Linear) and type(projection).forward in _PLAIN_FORWARDS:
-            return cls(projection.weight, projection.bias, softcap)
-        tied_module = getattr(projection, "tied_module", None)
-        if isinstance(tied_module, nn.Embedding | nn.Linear):
-            return cls(tied_module.weight, softcap=softcap)
-        # An adapter, for example: its forward computes more than a product with one weight.
-        return cls(None, projection=projection)
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether the projection is computed without calling it."""
-        return self._weight is not None
-
-    @property
-    def parameters(self) -> list[Tensor]:
-        """The trained parameters of the projection."""
-        if self.is_plain:
-            parameters = [self._weight, self._bias]
-        else:
-            module = getattr(self._projection, "tied_module", self._projection)
-            parameters = list(module.parameters()) if isinstance(module, nn.Module) else []
-        return [parameter for parameter in parameters if parameter is not None and parameter.requires_grad]
-
-    def rows_of(self, elements: int) -> int:
-        """Return the number of positions, at least 1, whose logits have about this many elements."""
-        weight = self._weight if self.is_plain else self._projection.weight
-        return max(1, elements // len(_local_shard(weight)))
-
-    def __call__(self, hidden: Tensor) -> Tensor:
-        """Compute logits [n, v] of hidden states [n, d], which the caller may overwrite; with a group, its shard."""
-        if not self.is_plain:
-            # A copy, because the caller overwrites the logits and the module may need its output in its backward pass.
-            return self._projection(hidden).clone()
-        weight = _local_shard(self._weight)  # [v, d]
-        bias = _local_shard(self._bias)  # [v]
-        logits = linear(hidden.to(weight.dtype), weight, bias)  # [n, v]
-        return soft_cap(logits, self._softcap)
-
-    def whole(self, logits: Tensor, size: int) -> Tensor:
-        """Return the first ``size`` columns of ``logits``, all-gathered with a group, in at least float32."""
-        if self.group is not None:
-            from torchtune.modules.parallel.collectives import gather_vocabulary  # slow to import
-
-            logits = gather_vocabulary(logits, self.group)
-        return at_least_float32(logits[:, :size])
-
-
-def _is_sharded(parameter: Tensor | None) -> bool:
-    return hasattr(parameter, "device_mesh")
-
-
-def _local_shard(parameter: Tensor | None) -> Tensor | None:
-    return parameter.to_local() if _is_sharded(parameter) else parameter
-
-
-def at_least_float32(x: Tensor) -> Tensor:
-    """Convert to float32; float64 is kept."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
-def _identity(tensor: Tensor) -> Tensor:
-    return tensor
-
-
-class _Gradients:
-    """Gradients of hidden states and of the projection's parameters, which are summed in at least float32."""
-
-    def __init__(
-        self, hidden: Tensor, function: RowFunction, logits: Logits, parameters: Sequence[Tensor], needs_hidden: bool
-    ) -> None:
-        self.hidden = hidden
-        self.function = function
-        self.logits = logits
-        self.parameters = parameters
-        self.of_hidden = torch.zeros_like(hidden) if needs_hidden else None
-        self.of_parameters: list[Tensor | None] = [None] * len(parameters)
-
-    def add(self, rows: slice, grads: Sequence[Tensor] | None) -> Tensor:
-        """Add the gradients of a chunk, for gradients ``grads`` of its values or of their sum; return the values."""
-        # The hooks replace those of offloading: the graph of a chunk is used at once.
-        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_identity, _identity):
-            chunk = self.hidden[rows].detach().requires_grad_(self.of_hidden is not None)  # [n, d]
-            values = self.function(self.logits(chunk), rows)  # [n], one tensor or several
-            if grads is None:
-                grads = torch.ones_like(values)
-            inputs = list(self.parameters)
-            if chunk.requires_grad:
-                inputs.insert(0, chunk)
-            input_grads = list(torch.autograd.grad(values, inputs, grads, allow_unused=True))
-        if chunk.requires_grad:
-            self.of_hidden[rows] = input_grads.pop(0)
-        for index, grad in enumerate(input_grads):
-            if grad is None:
-                continue
-            total = self.of_parameters[index]
-            # The gradient of a single chunk keeps its dtype: no copy in float32 is made where nothing is summed.
-            self.of_parameters[index] = grad if total is None else at_least_float32(total).add_(grad)
-        return values
-
-    def result(self) -> list[Tensor | None]:
-        """Return the gradients of the hidden states and of every parameter."""
-        gradients = [self.of_hidden]
-        for grad, parameter in zip(self.of_parameters, self.parameters, strict=True):
-            gradients.append(torch.zeros_like(parameter) if grad is None else grad.to(parameter.dtype))
-        return gradients
-
-
-def _slices(hidden: Tensor, chunk_rows: int) -> list[slice]:
-    """Slices of chunks; without positions an empty one, so that every rank runs the same projection."""
-    return [slice(start, start + chunk_rows) for start in range(0, max(len(hidden), 1), chunk_rows)]
-
-
-class _ChunkedSum(torch.autograd.Function):
-    """Sum over positions; the forward pass computes the gradients, so that logits are computed once."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, function: RowFunction, logits: Logits, chunk_rows: int, *parameters: Tensor
-    ) -> Tensor:
-        gradients = _Gradients(hidden, function, logits, parameters, ctx.needs_input_grad[0])
-        sums = []
-        for rows in _slices(hidden, chunk_rows):
-            # No name for the values: it would keep the logits of this chunk while the next one's are computed.
-            sums.append(gradients.add(rows, None).detach().sum())
-        ctx.gradients = gradients.result()
-        return torch.stack(sums).sum()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        if ctx.gradients is None:
-            raise RuntimeError(
-                "The gradients of this loss were used up by a first backward pass: call the loss again instead of "
-                "passing retain_graph=True."
-            )
-        scaled = []
-        for gradient in ctx.gradients:
-            # In place, as this backward pass is the only one.
-            scaled.append(None if gradient is None else gradient.mul_(grad))
-        ctx.gradients = None
-        of_hidden, *of_parameters = scaled
-        return of_hidden, None, None, None, *of_parameters
-
-
-class _ChunkedRows(torch.autograd.Function):
-    """Values of positions; the backward pass computes the logits again."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, function: RowFunction, logits: Logits, chunk_rows: int, *parameters: Tensor
-    ) -> tuple[Tensor, ...]:
-        ctx.save_for_backward(hidden)
-        ctx.function = function
-        ctx.logits = logits
-        ctx.chunk_rows = chunk_rows
-        return _rows_of(hidden, function, logits, chunk_rows)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (hidden,) = ctx.saved_tensors
-        gradients = _Gradients(hidden, ctx.function, ctx.logits, ctx.logits.parameters, ctx.needs_input_grad[0])
-        for rows in _slices(hidden, ctx.chunk_rows):
-            gradients.add(rows, [grad[rows] for grad in grads])
-        of_hidden, *of_parameters = gradients.result()
-        return of_hidden, None, None, None, *of_parameters
-
-
-def _rows_of(hidden: Tensor, function: RowFunction, logits: Logits, chunk_rows: int) -> tuple[Tensor, ...]:
-    chunks = [function(logits(hidden[rows]), rows) for rows in _slices(hidden, chunk_rows)]
-    # Chunks of tuples -> a tuple of tensors [n].
-    return tuple(torch.cat(values) for values in zip(*chunks, strict=True))
-
-
-@outside_graphs
-def chunked_sum(hidden: Tensor, function: RowFunction, logits: Logits, chunk_rows: int) -> Tensor:
-    """Compute the sum of a function over positions.
-
-    The sum weighs positions equally, so the forward pass computes their gradients, and the backward pass scales them.
-
-    Args:
-        hidden: hidden states [n, d].
-        function: returns one tensor.
-        logits: the output projection.
-        chunk_rows: positions per chunk of logits.
-
-    Returns:
-        Scalar, at least float32; differentiable once. With a group, the gradient of ``hidden`` is a partial sum.
-    """
-    parameters = logits.parameters
-    if torch.is_grad_enabled() and (hidden.requires_grad or parameters):
-        return _ChunkedSum.apply(hidden, function, logits, chunk_rows, *parameters)
-    sums = [function(logits(hidden[rows]), rows).sum() for rows in _slices(hidden, chunk_rows)]
-    return torch.stack(sums).sum()
-
-
-@outside_graphs
-def chunked_rows(hidden: Tensor, function: RowFunction, logits: Logits, chunk_rows: int) -> tuple[Tensor, ...]:
-    """Compute a function of every position, which returns a tuple; see :func:`chunked_sum` for the arguments."""
-    parameters = logits.parameters
-    if torch.is_grad_enabled() and (hidden.requires_grad or parameters):
-        return _ChunkedRows.apply(hidden, function, logits, chunk_rows, *parameters)
-    return _rows_of(hidden, function, logits, chunk_rows)
-
-
-def log_probs_of_rows(
-    logits: Tensor, targets: Tensor, group: dist.ProcessGroup | None = None, *, with_entropy: bool = False
-) -> tuple[Tensor, ...]:
-    """Compute the target's log-prob of every row, [n], and the entropy of the row's distribution if asked for.
-
-    Args:
-        logits: [n, v]; with a group, this rank's shard of the vocabulary.
-        targets: int64 [n].
-        group: process group of the shards.
-        with_entropy: also return the entropies, [n].
-
-    Returns:
-        One or two tensors, at least float32.
-    """
-    shifted, _, target_logits = _shift_rows(at_least_float32(logits), targets, group)
-    exp = shifted.exp()
-    sums = {"exp": exp.sum(-1), "target": target_logits}  # over the vocabulary, [n] each
-    if with_entropy:
-        sums["exp · logit"] = (exp * shifted.clamp(min=-1e30)).sum(-1)  # clamped, as 0 · -inf would be NaN
-    if group is not None:
-        sums = _sum_over_shards(sums, group)
-    total = sums["exp"]
-    log_probs = sums["target"] - total.log()
-    if not with_entropy:
-        return (log_probs,)
-    # −Σ p log p, with log p = shifted − log total and p = exp / total.
-    entropies = total.log() - sums["exp · logit"] / total
-    return log_probs, entropies
-
-
-def _sum_over_shards(sums: dict[str, Tensor], group: dist.ProcessGroup) -> dict[str, Tensor]:
-    """Sum values of rows, [n] by name, over the shards of the vocabulary: in one all-reduce."""
-    from torchtune.modules.parallel.collectives import sum_of_equals  # slow to import
-
-    totals = sum_of_equals(torch.stack(list(sums.values())), group)
-    return dict(zip(sums, totals, strict=True))
-
-
-def _shift_rows(logits: Tensor, targets: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Subtract the largest logit of every row, over all shards of the vocabulary.
-
-    Args:
-        logits: [n, v]; with a group, this rank's shard.
-        targets: int64 [n].
-        group: process group of the shards.
-
-    Returns:
-        The shifted logits [n, v], the largest logits [n], and the shifted logits of the targets [n], which are 0 for
-        targets in the shard of another rank.
-    """
-    columns = targets.unsqueeze(-1)  # [n, 1]
-    largest = logits.detach().amax(-1, keepdim=True)  # [n, 1]
-    if group is not None:
-        # Every rank subtracts the same number, so that sums of exponentials can be added.
-        dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
-        columns = columns - group.rank() * logits.shape[1]
-    # Without a group no target is masked: one that is no token must fail in gather.
-    is_elsewhere = ((columns < 0) | (columns >= logits.shape[1])) & (group is not None)
-    shifted = logits - largest
-    target_logits = shifted.gather(-1, columns.masked_fill(is_elsewhere, 0))
-    target_logits = target_logits.masked_fill(is_elsewhere, 0.0).squeeze(-1)  # [n]
-    return shifted, largest.squeeze(-1), target_logits
-
 
 # Smaller chunks make the products slow and save little memory. The gradient of a trained weight takes more memory than
 # the logits of 512 positions.
@@ -382,9 +69,11 @@ class LossTerms:
         if self.reweighting == "dft":
             return torch.exp(-losses)
         if self.reweighting == "eaft":
-            log_probs = torch.log_softmax(at_least_float32(top_logits(_EAFT_TOKENS).detach()), -1)  # [n, k]
+            top = at_least_float32(top_logits(_EAFT_TOKENS).detach())
+            log_probs = torch.log_softmax(top, -1)  # [n, k]
             entropies = -(log_probs.exp() * log_probs).sum(-1)
-            return (entropies.to(losses.dtype) / _EAFT_LARGEST).pow(self.eaft_alpha)
+            uncertainty = entropies.to(losses.dtype) / _EAFT_LARGEST
+            return uncertainty.pow(self.eaft_alpha)
         return torch.ones_like(losses)
 
 
@@ -431,11 +120,13 @@ def _dot_rows(probabilities: Tensor, logits: Tensor) -> Tensor:
     if torch.compiler.is_compiling():
         return (probabilities * logits).sum(-1)  # one kernel
     on_cpu = computes_on_cpu(logits.device)
-    rows = max(1, (_CPU_PRODUCT_BLOCK if on_cpu else _PRODUCT_BLOCK) // logits.shape[1])
+    block_elements = _CPU_PRODUCT_BLOCK if on_cpu else _PRODUCT_BLOCK
+    rows = max(1, block_elements // logits.shape[1])
     sums = []
     for block, block_logits in zip(probabilities.split(rows), logits.split(rows), strict=True):
-        factors = block_logits.to(block.dtype) if on_cpu else block_logits  # a CPU is slow with two dtypes
-        sums.append((block * factors).sum(-1))
+        if on_cpu:
+            block_logits = block_logits.to(block.dtype)  # a CPU is slow with two dtypes
+        sums.append((block * block_logits).sum(-1))
     return torch.cat(sums)
 
 
@@ -453,16 +144,18 @@ def _add_terms(
         column: targets [n, 1].
     """
     smoothing = terms.label_smoothing
-    factors = terms.factors(losses, lambda k: logits.topk(min(k, logits.shape[-1]), -1).values)  # [n]
+    vocab_size = logits.shape[-1]
+    factors = terms.factors(losses, lambda k: logits.topk(min(k, vocab_size), -1).values)  # [n]
     if smoothing:
         # The mean over all tokens of −log p, with log p = logit − log normalizer.
         uniform_losses = log_normalizers - logits.mean(-1, dtype=gradient.dtype)
         losses = (1.0 - smoothing) * losses + smoothing * uniform_losses
     losses = factors * losses + terms.z_loss * log_normalizers.square()
     # The gradient of the log normalizer is the softmax.
-    gradient.mul_((factors + 2.0 * terms.z_loss * log_normalizers).unsqueeze(-1))
+    softmax_factors = factors + 2.0 * terms.z_loss * log_normalizers
+    gradient.mul_(softmax_factors.unsqueeze(-1))
     if smoothing:
-        gradient.sub_(smoothing / logits.shape[-1])
+        gradient.sub_(smoothing / vocab_size)
     gradient.scatter_add_(-1, column, (smoothing - 1.0) * factors.unsqueeze(-1))
     return losses
 
@@ -482,15 +175,15 @@ def sharded_row_losses(
     from torchtune.modules.parallel.collectives import gather_vocabulary  # slow to import
 
     logits = at_least_float32(logits)
-    shifted, largest, target_logits = _shift_rows(logits, target, group)
+    shifted, largest, target_logits = shift_rows(logits, target, group)
     exp = shifted.exp()
     sums = {"exp": exp.sum(-1), "target": target_logits}  # over the vocabulary, [n] each
     if with_statistics:
-        # Clamped, as 0 · -inf would be NaN.
-        sums["exp · logit"] = (exp.detach() * shifted.detach().clamp(min=-1e30)).sum(-1)
+        finite = shifted.detach().clamp(min=-1e30)  # 0 · -inf would be NaN
+        sums["exp · logit"] = (exp.detach() * finite).sum(-1)
     if terms.label_smoothing:
         sums["logit"] = shifted.sum(-1)
-    sums = _sum_over_shards(sums, group)
+    sums = sum_over_shards(sums, group)
     log_totals = sums["exp"].log()
     losses = log_totals - sums["target"]
     statistics: tuple[Tensor, ...] = ()
@@ -512,26 +205,28 @@ def sharded_row_losses(
         num_tokens = logits.shape[1] * group.size()
         uniform_losses = log_totals - sums["logit"] / num_tokens
         losses = (1.0 - terms.label_smoothing) * losses + terms.label_smoothing * uniform_losses
-    return factors * losses + terms.z_loss * (largest + log_totals).square(), *statistics
+    log_normalizers = largest + log_totals
+    return factors * losses + terms.z_loss * log_normalizers.square(), *statistics
 
 
 class _CrossEntropy(torch.autograd.Function):
+    """Losses [n] of logits [n, v], block by block; the blocks of the logits are overwritten with their gradient."""
+
     @staticmethod
     def forward(ctx: Any, logits: Tensor, target: Tensor, function: RowLosses) -> tuple[Tensor, ...]:
-        block = _CPU_BLOCK if computes_on_cpu(logits.device) else LOGITS_BLOCK
-        rows = max(1, block // logits.shape[1])
+        block_elements = _CPU_BLOCK if computes_on_cpu(logits.device) else LOGITS_BLOCK
+        rows = max(1, block_elements // logits.shape[1])
         # Detached: the compiler refuses views that were made without gradients of a tensor that has one, once another
         # view has changed it in place.
         values = logits.detach()
-        blocks = [
-            function(block_logits, block_target)
-            for block_logits, block_target in zip(values.split(rows), target.split(rows), strict=True)
-        ]
+        results = []  # of each block: its losses and statistics
+        for block_logits, block_target in zip(values.split(rows), target.split(rows), strict=True):
+            results.append(function(block_logits, block_target))
         ctx.gradient = logits  # overwritten by the function
         ctx.rows = rows
-        losses, *statistics = blocks[0]
-        if len(blocks) > 1:  # tuples of blocks -> a tuple of tensors [n]
-            losses, *statistics = [torch.cat(tensors) for tensors in zip(*blocks, strict=True)]
+        losses, *statistics = results[0]
+        if len(results) > 1:  # tuples of blocks -> a tuple of tensors [n]
+            losses, *statistics = [torch.cat(tensors) for tensors in zip(*results, strict=True)]
         ctx.mark_non_differentiable(*statistics)
         return losses, *statistics
 
@@ -542,8 +237,10 @@ class _CrossEntropy(torch.autograd.Function):
         if not computes_on_cpu(grad.device):
             return ctx.gradient.mul_(factors), None, None
         # On a CPU, torch multiplies bfloat16 by float32 in 15 times the time that it takes with a cast of small blocks.
-        for block, factor in zip(ctx.gradient.split(ctx.rows), factors.split(ctx.rows), strict=True):
-            block.copy_(block.to(factor.dtype).mul_(factor))
+        blocks = ctx.gradient.split(ctx.rows)
+        factors_of_blocks = factors.split(ctx.rows)
+        for block, block_factors in zip(blocks, factors_of_blocks, strict=True):
+            block.copy_(block.to(block_factors.dtype).mul_(block_factors))
         return ctx.gradient, None, None
 
 
@@ -562,7 +259,13 @@ def cross_entropy(logits: Tensor, target: Tensor, function: RowLosses = row_loss
 
 
 def choose_chunk_rows(rows: int, num_output_chunks: int, trained: Tensor | None) -> int:
-    """Return the positions per chunk; ``trained`` [v, d] is the output weight if it gets a gradient."""
+    """Return the number of positions per chunk of logits.
+
+    Args:
+        rows: number of all positions.
+        num_output_chunks: maximum number of chunks.
+        trained: the output weight [v, d] if it gets a gradient.
+    """
     even = -(-rows // num_output_chunks)  # rounded up
     if trained is None:
         return max(_MIN_CHUNK_ROWS, even)
@@ -666,16 +369,18 @@ class LinearCrossEntropyLoss(SFTLoss, nn.Module):
     @property
     def linear_projection(self) -> Any:
         """The output projection of ``set_model_output``, or ``None`` before that call."""
-        return self._projection[0] if self._projection else None
+        if not self._projection:
+            return None
+        return self._projection[0]
 
     def compute_cross_entropy(self, hidden_chunk: Tensor, target_chunk: Tensor) -> Tensor:
         """Compute the summed cross entropy of some positions: hidden [n, d], targets [n] -> scalar."""
         logits = Logits.of(self.linear_projection)
-        losses, *_ = self._losses_with_ignored(logits(hidden_chunk), target_chunk, logits)
+        losses, *_ = self._losses_with_ignored(logits(hidden_chunk), target_chunk, logits, with_statistics=False)
         return losses.sum()
 
     def _losses(
-        self, logits: Tensor, target: Tensor, projection: Logits, *, with_statistics: bool = False
+        self, logits: Tensor, target: Tensor, projection: Logits, *, with_statistics: bool
     ) -> tuple[Tensor, ...]:
         """Losses [n] of logits [n, v], which are overwritten, with a known target [n] in each row; and statistics."""
         if projection.group is not None:
@@ -684,7 +389,7 @@ class LinearCrossEntropyLoss(SFTLoss, nn.Module):
         return cross_entropy(logits, target, function)
 
     def _losses_with_ignored(
-        self, logits: Tensor, target: Tensor, projection: Logits, *, with_statistics: bool = False
+        self, logits: Tensor, target: Tensor, projection: Logits, *, with_statistics: bool
     ) -> tuple[Tensor, ...]:
         """As :meth:`_losses`; 0 for ignored tokens."""
         is_ignored = target == self.ignore_index
@@ -748,10 +453,14 @@ class LinearCrossEntropyLoss(SFTLoss, nn.Module):
             of labels (int64 scalar), or sum of their weights (float32 scalar).
         """
         is_labeled = labels != self.ignore_index
-        count = is_labeled.sum() if weights is None else (weights * is_labeled).sum()
         hidden = hidden.flatten(0, -2)  # [b * s, d]
         target = labels.flatten()  # [b * s]
-        row_weights = None if weights is None else weights.flatten()  # [b * s]
+        row_weights = None
+        if weights is None:
+            count = is_labeled.sum()
+        else:
+            count = (weights * is_labeled).sum()
+            row_weights = weights.flatten()  # [b * s]
         if self.mask_ignored_tokens:
             if index is None:
                 index = label_index(target, self.ignore_index)
@@ -774,9 +483,13 @@ class LinearCrossEntropyLoss(SFTLoss, nn.Module):
                 entropy_sums.append(entropies.sum())
             if row_losses is not None:
                 row_losses.append(values.detach())
-            return values if row_weights is None else values * row_weights[rows]
+            if row_weights is not None:
+                values = values * row_weights[rows]
+            return values
 
-        trained = projection.weight if logits.is_plain and logits.parameters else None
+        trained = None
+        if logits.is_plain and logits.parameters:
+            trained = projection.weight
         chunk_rows = choose_chunk_rows(len(target), self.num_output_chunks, trained)
         total = chunked_sum(hidden, losses, logits, chunk_rows)
         if metrics is not None:
@@ -822,9 +535,137 @@ class CEWithChunkedOutputLoss(LinearCrossEntropyLoss):
         lengths = [logits.shape[1] for logits in outputs]
         total: Tensor | int = 0
         for logits, chunk_targets in zip(outputs, targets.split(lengths, dim=1), strict=True):
-            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-            total = total + nn.functional.cross_entropy(
-                logits.flatten(0, 1), chunk_targets.flatten(), ignore_index=self.ignore_index, reduction="sum"
+            chunk_logits = at_least_float32(logits).flatten(0, 1)  # [b * s / chunks, v]
+            total = total + F.cross_entropy(
+                chunk_logits, chunk_targets.flatten(), ignore_index=self.ignore_index, reduction="sum"
             )
         count = (targets != self.ignore_index).sum()
         return total / count.clamp(min=1)
+
+
+_PROBLEM_TYPES = ("single_label_classification", "multi_label_classification", "regression")
+
+
+class ClassificationLoss(SFTLoss, nn.Module):
+    """Loss of a classifier at the labeled tokens, which are the last ones of the rows.
+
+    It is the loss of ``transformers`` for the same problem type: cross entropy for one class per row, binary cross
+    entropy averaged over the classes for several, and the squared error for a number. A label is the number of a target
+    in the table that :meth:`set_targets` sets; without a table it is a class.
+
+    Example:
+        >>> loss = torchtune.modules.loss.ClassificationLoss()
+        >>> hidden, labels = torch.zeros(1, 3, 8), torch.tensor([[-100, -100, 1]])
+        >>> total, count = loss.sum_and_count(hidden, labels, torch.nn.Linear(8, 4, bias=False))
+        >>> round(total.item(), 4), count.item()  # log(4)
+        (1.3863, 1)
+    """
+
+    predicts_tokens: ClassVar[bool] = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.problem_type = "single_label_classification"
+        self._targets: Tensor | None = None  # [m, c], or [m, 1] of classes and numbers
+        self._outputs: list[tuple[Tensor, Tensor]] | None = None
+
+    def set_targets(self, problem_type: str, targets: Tensor) -> None:
+        """Set the problem type and the table of targets.
+
+        Args:
+            problem_type: ``single_label_classification``, ``multi_label_classification`` or ``regression``.
+            targets: float32 ``[m, c]``, one row for each distinct target: the index of a class (``c`` is 1), a 0 or 1
+                for each of ``c`` classes, or a number (``c`` is 1).
+
+        Raises:
+            LossError: the problem type is unknown.
+        """
+        if problem_type not in _PROBLEM_TYPES:
+            raise LossError(f"problem_type is '{problem_type}': choose one of {', '.join(_PROBLEM_TYPES)}.")
+        self.problem_type = problem_type
+        self._targets = targets
+
+    def apply_compile_strategy(self, *args: Any, **kwargs: Any) -> nn.Module:
+        """Return the loss unchanged: logits of a few rows are not worth a compilation."""
+        return self
+
+    @contextmanager
+    def recorded(self) -> Iterator[list[tuple[Tensor, Tensor]]]:
+        """Yield a list to which every call inside the block appends its logits ``[n, c]`` and targets."""
+        self._outputs = []
+        try:
+            yield self._outputs
+        finally:
+            self._outputs = None
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Compute the mean loss over labeled tokens, or 0 if there are none.
+
+        Args:
+            outputs: logits ``[b, s, c]``.
+            targets: labels int64 ``[b, s]``.
+
+        Returns:
+            Scalar, at least float32.
+        """
+        total, count = self.sum_and_count(outputs, targets, nn.Identity())
+        return total / count.clamp(min=1)
+
+    def sum_and_count(
+        self,
+        hidden: Tensor,
+        labels: Tensor,
+        projection: Projection,
+        *,
+        index: Tensor | None = None,
+        weights: Tensor | None = None,
+        row_losses: list[Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Compute the weighted sum of the losses of labeled tokens, and the sum of their weights.
+
+        Args:
+            hidden: hidden states ``[b, s, d]``.
+            labels: int64 ``[b, s]``, numbers of targets.
+            projection: ``[n, d]`` -> logits ``[n, c]``, the ``output`` of the model.
+            index: int64 ``[n]``, positions of the labeled tokens in the flattened batch.
+            weights: float32 ``[b, s]``, factors of the losses of single tokens; None: each is 1.
+            row_losses: list to which the losses ``[n]`` of the labeled tokens are appended, detached.
+
+        Returns:
+            Sum (scalar, at least float32) and count of labels (int64 scalar), or sum of their weights (float32 scalar).
+        """
+        labels = labels.flatten()  # [b * s]
+        hidden = hidden.flatten(0, -2)  # [b * s, d]
+        if index is None:
+            index = label_index(labels)
+        if not len(index):
+            return zero_loss(hidden, projection), torch.zeros((), dtype=torch.int64, device=labels.device)
+        logits = at_least_float32(projection(hidden.index_select(0, index)))  # [n, c]
+        targets = self._targets_of(labels.index_select(0, index))  # [n, c] or [n, 1]
+        losses = self._losses(logits, targets.to(logits.dtype))  # [n]
+        if self._outputs is not None:
+            self._outputs.append((logits.detach(), targets.detach()))
+        if row_losses is not None:
+            row_losses.append(losses.detach())
+        if weights is None:
+            return losses.sum(), torch.full((), len(index), device=labels.device)
+        label_weights = weights.flatten().index_select(0, index)  # [n]
+        return (losses * label_weights).sum(), label_weights.sum()
+
+    def _losses(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Losses [n] of logits [n, c] and targets [n, c] or [n, 1], both of the same dtype."""
+        if self.problem_type == "single_label_classification":
+            classes = targets.squeeze(-1).long()  # [n]
+            return F.cross_entropy(logits, classes, reduction="none")
+        if self.problem_type == "multi_label_classification":
+            losses_of_classes = F.binary_cross_entropy_with_logits(logits, targets, reduction="none")  # [n, c]
+            return losses_of_classes.mean(-1)
+        return F.mse_loss(logits, targets, reduction="none").mean(-1)
+
+    def _targets_of(self, numbers: Tensor) -> Tensor:
+        """Return the rows ``[n, c]`` of the table for numbers of targets ``[n]``."""
+        if self._targets is None:
+            return numbers.unsqueeze(-1)
+        if self._targets.device != numbers.device:  # at the first call
+            self._targets = self._targets.to(numbers.device)
+        return self._targets.index_select(0, numbers)

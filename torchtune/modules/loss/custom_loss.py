@@ -211,10 +211,12 @@ def setup_loss(loss: Any, model: nn.Module) -> TokenLoss:
         loss = MeanLoss(loss)
     else:
         arguments = _optional_arguments(loss)
-        if arguments != TokenOptions.__annotations__.keys():
+        if arguments != set(TokenOptions.__annotations__):
             loss = OlderLoss(loss, arguments)
     balance = balance_of(model)
-    return loss if balance is None else BalancedLoss(loss, balance)
+    if balance is not None:
+        loss = BalancedLoss(loss, balance)
+    return loss
 
 
 def check_causal(model: nn.Module, name: str) -> None:
@@ -224,6 +226,19 @@ def check_causal(model: nn.Module, name: str) -> None:
             f"loss: {name} predicts tokens, and the model attends to later tokens, so that it sees them: remove "
             "torchtune.modules.BidirectionalAttention from model_converters, or train embeddings or classes."
         )
+
+
+def zero_loss(hidden: Tensor, projection: Projection) -> Tensor:
+    """Return the loss of a batch without labels: 0, with a graph to the parameters that other batches train.
+
+    With FSDP, the other ranks wait for the gradients of this one.
+
+    Args:
+        hidden: hidden states ``[n, d]``.
+        projection: ``[n, d]`` -> logits ``[n, v]``.
+    """
+    logits_of_first = projection(hidden[:1]).float()
+    return logits_of_first.sum() * 0.0 + hidden.sum() * 0.0
 
 
 class _Adapter(nn.Module):
@@ -269,11 +284,9 @@ class LogitsLoss(_Adapter):
             index = label_index(labels)
         count = torch.full((), len(index), device=labels.device)
         if not len(index):
-            # Zero, with a graph to the same parameters: other ranks wait for their gradients.
-            zero = projection(hidden[:1]).float().sum() * 0.0 + hidden.sum() * 0.0
-            return zero, count
+            return zero_loss(hidden, projection), count
         logits = projection(hidden[index]).float()  # [n, v]
-        losses = self.loss(logits, labels[index])
+        losses = self.loss(logits, labels[index])  # [n], or their mean
         if losses.dim() == 0:  # the mean
             refuse_weights(self.loss, weights)
             return losses * count, count
@@ -347,9 +360,11 @@ def innermost_loss(loss: Any) -> Any:
 def _optional_arguments(loss: SFTLoss) -> set[str]:
     """Return the optional arguments that the loss's ``sum_and_count`` takes: all if it takes any keyword."""
     parameters = inspect.signature(loss.sum_and_count).parameters
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return set(TokenOptions.__annotations__)
-    return TokenOptions.__annotations__.keys() & parameters.keys()
+    options = set(TokenOptions.__annotations__)
+    takes_any_keyword = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    if takes_any_keyword:
+        return options
+    return options & parameters.keys()
 
 
 def refuse_weights(loss: Any, weights: Tensor | None) -> None:
@@ -379,23 +394,26 @@ def _check(loss: Any, vocab_size: int, device: torch.device) -> None:
     if any(parameter.requires_grad for parameter in loss.parameters()):
         raise LossError(f"loss: {name} has parameters, which no optimizer would train: make them buffers.")
     loss.to(device)
-    rows = torch.arange(2, device=device)
-    logits = torch.linspace(-1, 1, 2 * max(vocab_size, 2), device=device).view(2, -1).requires_grad_()
+    labels = torch.arange(2, device=device)
+    values = torch.linspace(-1, 1, 2 * max(vocab_size, 2), device=device)
+    logits = values.view(2, -1).requires_grad_()  # [2, v]
     try:
-        once = loss(logits, rows)
-        twice = loss(logits.repeat(2, 1), rows.repeat(2))
+        once = loss(logits, labels)
+        twice = loss(logits.repeat(2, 1), labels.repeat(2))
     except Exception as error:
         raise LossError(
             f"loss: {name} cannot be called with logits [n, v] and labels [n], which is how fine-tuning calls it: "
             f"{type(error).__name__}: {error}"
         ) from error
-    if not isinstance(once, Tensor) or once.shape not in ((), (2,)) or not once.requires_grad:
-        if isinstance(once, Tensor):
-            result = f"a tensor {list(once.shape)}"
-            if not once.requires_grad:
-                result += " without gradient"
-        else:
-            result = f"a {type(once).__name__}"
-        raise LossError(f"loss: {name} returns {result}: return the mean loss, or one for each label [n].")
-    if once.dim() == 0 and not is_simulated() and not torch.allclose(once, twice, rtol=1e-3):
+    problem = None
+    if not isinstance(once, Tensor):
+        problem = f"a {type(once).__name__}"
+    elif not once.requires_grad:
+        problem = f"a tensor {list(once.shape)} without gradient"
+    elif once.shape not in ((), (2,)):
+        problem = f"a tensor {list(once.shape)}"
+    if problem is not None:
+        raise LossError(f"loss: {name} returns {problem}: return the mean loss, or one for each label [n].")
+    returns_mean = once.dim() == 0
+    if returns_mean and not is_simulated() and not torch.allclose(once, twice, rtol=1e-3):
         raise LossError(f"loss: {name} returns no mean over the labels (reduction='sum'?): let it return the mean.")

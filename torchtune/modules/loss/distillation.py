@@ -3,14 +3,13 @@
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from functools import reduce
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from torchtune.data import label_index
-from torchtune.modules.loss.cross_entropy import Logits, chunked_sum
+from torchtune.modules.loss.chunked_logits import Logits, chunked_sum
 from torchtune.modules.loss.custom_loss import Projection
 
 Divergence = Callable[[Tensor, Tensor], Tensor]
@@ -62,7 +61,8 @@ class TeacherStates:
     @torch.no_grad()
     def logits(self, rows: slice) -> Tensor:
         """Compute the logits [n, v] of some positions."""
-        return self._logits.whole(self._logits(self._hidden[rows]), self.vocab_size)
+        logits = self._logits(self._hidden[rows])  # with tensor parallelism, this rank's shard
+        return self._logits.gather_columns(logits, self.vocab_size)
 
     def pair(self, student_logits: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
         """See :class:`TeacherOutputs`; returns the logits of both."""
@@ -101,12 +101,12 @@ class LikeliestTokens:
     @torch.no_grad()
     def of(cls, logits: Tensor, k: int, temperature: float = 1.0) -> "LikeliestTokens":
         """Take the k likeliest tokens of logits [n, v]. Raises ``ValueError`` if ``k`` is not below v."""
-        if k >= logits.shape[-1]:
-            raise ValueError(f"top_k is {k}: it must be below the {logits.shape[-1]:,} tokens of the vocabulary.")
-        scaled = logits if temperature == 1.0 else logits / temperature
-        log_probs = torch.log_softmax(scaled, -1, dtype=torch.promote_types(scaled.dtype, torch.float32))
-        tokens = log_probs.topk(k, dim=-1).indices
-        return cls(tokens, _append_bucket(log_probs, tokens), logits.shape[-1], temperature)
+        vocab_size = logits.shape[-1]
+        if k >= vocab_size:
+            raise ValueError(f"top_k is {k}: it must be below the {vocab_size:,} tokens of the vocabulary.")
+        log_probs = _scaled_log_softmax(logits, temperature)  # [n, v]
+        tokens = log_probs.topk(k, dim=-1).indices  # [n, k]
+        return cls(tokens, _append_bucket(log_probs, tokens), vocab_size, temperature)
 
     def arrays(self) -> tuple[Tensor, Tensor]:
         """Return tokens [n, k] and log-probs [n, k + 1]."""
@@ -120,15 +120,24 @@ class LikeliestTokens:
 
     def pair(self, student_logits: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
         """See :class:`TeacherOutputs`; returns log-probs of both [n, k + 1]."""
-        scaled = student_logits if self._temperature == 1.0 else student_logits / self._temperature
-        log_probs = torch.log_softmax(scaled, -1, dtype=torch.promote_types(scaled.dtype, torch.float32))
-        return _append_bucket(log_probs, self._tokens[rows]), self._log_probs[rows]
+        log_probs = _scaled_log_softmax(student_logits, self._temperature)  # [n, v]
+        student_log_probs = _append_bucket(log_probs, self._tokens[rows])
+        return student_log_probs, self._log_probs[rows]
+
+
+def _scaled_log_softmax(logits: Tensor, temperature: float) -> Tensor:
+    """Log-probs of logits divided by the temperature, in at least float32."""
+    compute = torch.promote_types(logits.dtype, torch.float32)
+    if temperature != 1.0:
+        logits = logits / temperature
+    return torch.log_softmax(logits, -1, dtype=compute)
 
 
 def _append_bucket(log_probs: Tensor, tokens: Tensor) -> Tensor:
     """Log-probs [n, k + 1] of the tokens [n, k] and of all others together, from log-probs [n, v]."""
+    log_probs_of_tokens = log_probs.gather(-1, tokens)  # [n, k]
     bucket = log_probs.scatter(-1, tokens, -math.inf).logsumexp(-1, keepdim=True)  # [n, 1]
-    return torch.cat([log_probs.gather(-1, tokens), bucket], dim=-1)
+    return torch.cat([log_probs_of_tokens, bucket], dim=-1)
 
 
 def _expectation(p_logits: Tensor, *other_logits: Tensor, of: Callable[..., Tensor]) -> Tensor:
@@ -136,11 +145,14 @@ def _expectation(p_logits: Tensor, *other_logits: Tensor, of: Callable[..., Tens
 
     Computed in at least float32; tokens with an infinite logit in any input are left out.
     """
-    all_logits = (p_logits, *other_logits)
     compute = torch.promote_types(p_logits.dtype, torch.float32)
-    excluded = reduce(torch.logical_or, [torch.isinf(logits) for logits in all_logits])
+    excluded = torch.isinf(p_logits)
+    for logits in other_logits:
+        excluded = torch.logical_or(excluded, torch.isinf(logits))
     # Masked before and after: 0 · -inf would be NaN, in the product and in its gradient.
-    log_probs = [torch.log_softmax(logits, -1, dtype=compute).masked_fill(excluded, 0.0) for logits in all_logits]
+    log_probs = []
+    for logits in (p_logits, *other_logits):
+        log_probs.append(torch.log_softmax(logits, -1, dtype=compute).masked_fill(excluded, 0.0))
     terms = log_probs[0].exp() * of(*log_probs)
     return terms.masked_fill(excluded, 0.0).sum(-1)
 
@@ -168,6 +180,7 @@ def jensen_shannon(student_logits: Tensor, teacher_logits: Tensor, beta: float) 
     """
 
     def against_mixture(share: float) -> Callable[[Tensor, Tensor], Tensor]:
+        """log p - log m, for m = share · p + (1 - share) · q."""
         log_share_p = math.log(share)
         log_share_q = math.log1p(-share)
         return lambda log_p, log_q: log_p - torch.logaddexp(log_p + log_share_p, log_q + log_share_q)
@@ -237,7 +250,9 @@ class DivergenceLoss(nn.Module, ABC):
             Scalar, float32 (float64 for float64 logits).
         """
         total, count = self.sum_and_count(student_logits, teacher_logits, labels)
-        return total / count.clamp(min=1) if normalize else total
+        if not normalize:
+            return total
+        return total / count.clamp(min=1)
 
     def sum_and_count(self, student_logits: Tensor, teacher_logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Compute the divergence summed over labeled tokens (scalar), and their number (int64 scalar)."""
@@ -279,12 +294,16 @@ class DivergenceLoss(nn.Module, ABC):
         # Likeliest tokens have been chosen and divided by the temperature already.
         divergence = self.divergence if teacher.are_likeliest else self._rows
         logits = Logits.of(projection)
-        label_weights = None if weights is None else weights.flatten()[index]  # [n]
+        label_weights = None
+        if weights is not None:
+            label_weights = weights.flatten()[index]  # [n]
 
         def chunk_divergences(chunk: Tensor, rows: slice) -> Tensor:
-            student_logits = logits.whole(chunk, vocab_size)
+            student_logits = logits.gather_columns(chunk, vocab_size)
             divergences = divergence(*teacher.pair(student_logits, rows))  # [n]
-            return divergences if label_weights is None else divergences * label_weights[rows]
+            if label_weights is not None:
+                divergences = divergences * label_weights[rows]
+            return divergences
 
         chunk_rows = self._chunk_rows(len(index), vocab_size)
         labeled = hidden.flatten(0, -2)[index]  # [n, d]
@@ -294,10 +313,11 @@ class DivergenceLoss(nn.Module, ABC):
         count = torch.full((), len(index), device=labels.device)
         return total, count
 
-    def _chunk_rows(self, count: int, size: int) -> int:
-        """Positions per chunk, so that a chunk's logits, ``size`` per position, fit in ``_CHUNK_ELEMENTS``."""
-        even = max(_MIN_CHUNK_ROWS, -(-count // self.num_output_chunks))
-        return min(even, max(1, _CHUNK_ELEMENTS // size))
+    def _chunk_rows(self, count: int, vocab_size: int) -> int:
+        """Positions per chunk of ``count`` positions, so that a chunk's logits fit in ``_CHUNK_ELEMENTS``."""
+        even = -(-count // self.num_output_chunks)  # rounded up
+        largest = max(1, _CHUNK_ELEMENTS // vocab_size)
+        return min(max(_MIN_CHUNK_ROWS, even), largest)
 
     @torch.no_grad()
     def likeliest(self, labels: Tensor, teacher: TeacherStates, vocab_size: int) -> LikeliestTokens:
@@ -317,7 +337,8 @@ class DivergenceLoss(nn.Module, ABC):
         for start in range(0, max(len(index), 1), chunk_rows):
             rows = slice(start, start + chunk_rows)
             # No name for the logits [n, v]: it would keep them while the next chunk's are computed.
-            tokens, log_probs = LikeliestTokens.of(teacher.logits(rows), self.top_k, self.temperature).arrays()
+            likeliest = LikeliestTokens.of(teacher.logits(rows), self.top_k, self.temperature)
+            tokens, log_probs = likeliest.arrays()
             chunks_of_tokens.append(tokens)  # [n, k]
             chunks_of_log_probs.append(log_probs)  # [n, k + 1]
         return LikeliestTokens(
@@ -328,7 +349,8 @@ class DivergenceLoss(nn.Module, ABC):
         """Divergences of every position with :attr:`temperature` and :attr:`top_k`: [..., v] -> [...]."""
         if self.top_k is not None:
             teacher = LikeliestTokens.of(teacher_logits.flatten(0, -2), self.top_k, self.temperature)
-            divergences = self.divergence(*teacher.pair(student_logits.flatten(0, -2), slice(None)))  # [n]
+            log_probs = teacher.pair(student_logits.flatten(0, -2), slice(None))  # of both, [n, k + 1]
+            divergences = self.divergence(*log_probs)  # [n]
             return divergences.view(student_logits.shape[:-1])
         if self.temperature != 1.0:
             student_logits = student_logits / self.temperature
@@ -534,8 +556,11 @@ class _ChunkedLoss(nn.Module):
                 "give both logits in the same chunks along the sequence."
             )
         chunks = zip(student_logits, teacher_logits, labels.split(lengths, dim=1), strict=True)
-        total = sum(self._loss(student, teacher, label, normalize=False) for student, teacher, label in chunks)
-        return total, (labels != self.ignore_index).sum()
+        total: Tensor | int = 0
+        for student_chunk, teacher_chunk, label_chunk in chunks:
+            total = total + self._loss(student_chunk, teacher_chunk, label_chunk, normalize=False)
+        count = (labels != self.ignore_index).sum()
+        return total, count
 
 
 class ForwardKLWithChunkedOutputLoss(_ChunkedLoss):

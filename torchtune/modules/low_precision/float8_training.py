@@ -58,6 +58,7 @@ class Float8Training(Conversion):
                 f"Float8Training: recipe is '{recipe}': {hint}choose out of {', '.join(get_args(Float8Recipe))}."
             )
         if emulate is None:
+            # Compute capability 8.9 (Ada) is the first with products in float8.
             has_float8_kernels = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
             emulate = not (has_float8_kernels or is_simulated())
         self.recipe = recipe
@@ -69,27 +70,29 @@ class Float8Training(Conversion):
         Raises:
             ConversionError: no layer has widths that are multiples of 16.
         """
-        chosen = set()
+        supported = set()
         unsupported = []
         for path, layer in _linear_layers(model).items():
             out_dim, in_dim = layer.weight.shape
             if out_dim % _WIDTH_MULTIPLE == 0 and in_dim % _WIDTH_MULTIPLE == 0:
-                chosen.add(path)
+                supported.add(path)
             else:
                 unsupported.append(path)
-        if not chosen:
+        if not supported:
             raise ConversionError(
                 f"Float8Training: none of the {len(unsupported)} linear layers has widths that are multiples of "
                 f"{_WIDTH_MULTIPLE}: remove the conversion."
             )
-        torchao_interface.convert_to_float8(model, chosen, self.recipe, emulate=self.emulate)
-        note = f"{self.recipe}, emulated: slower than without" if self.emulate else self.recipe
+        torchao_interface.convert_to_float8(model, supported, self.recipe, emulate=self.emulate)
+        note = self.recipe
+        if self.emulate:
+            note += ", emulated: slower than without"
         if unsupported:
             names = ", ".join(nearest_module_names("", unsupported, count=4))
             note += (
                 f"; {len(unsupported)} stay as they are, their widths are no multiples of {_WIDTH_MULTIPLE}: {names}"
             )
-        return ConversionReport("Float8 training", sorted(chosen), note=note)
+        return ConversionReport("Float8 training", sorted(supported), note=note)
 
     def parallel_style(self, module: nn.Module, style: "ParallelStyle") -> "ParallelStyle":
         """Raise for float8 layers, because tensor parallelism would scale each shard instead of the whole tensor."""

@@ -91,7 +91,10 @@ class WeightFormat(ABC):
 
     def empty(self, like: Tensor) -> list[Tensor]:
         """Make uninitialized storage tensors for a weight, on the same device."""
-        return [torch.empty(shape, dtype=dtype, device=like.device) for shape, dtype in self.storage_shapes(like.shape)]
+        tensors = []
+        for shape, dtype in self.storage_shapes(like.shape):
+            tensors.append(torch.empty(shape, dtype=dtype, device=like.device))
+        return tensors
 
     @torch.no_grad()
     def encode(self, weight: Tensor) -> list[Tensor]:
@@ -138,36 +141,37 @@ class NF4(WeightFormat):
 
     def storage_shapes(self, shape: Sequence[int]) -> list[tuple[tuple[int, ...], torch.dtype]]:
         *rows, columns = shape
-        return [
-            ((*rows, columns // 2), torch.uint8),
-            ((*rows, columns // self.block_size), torch.uint8),
-            ((*rows, 2), torch.int32),
-        ]
+        packed = (*rows, columns // 2)
+        scale_codes = (*rows, columns // self.block_size)
+        scale_range = (*rows, 2)
+        return [(packed, torch.uint8), (scale_codes, torch.uint8), (scale_range, torch.int32)]
 
     def encode_rows(self, rows: Tensor) -> tuple[Tensor, ...]:
         blocks = rows.unflatten(1, (-1, self.block_size))  # [n, blocks, block_size]
 
         # Quantize the scales: 8 bits between the smallest and the largest one of the row.
         scale = blocks.abs().amax(-1)  # [n, blocks]
-        lowest, highest = scale.aminmax(dim=1, keepdim=True)
+        lowest, highest = scale.aminmax(dim=1, keepdim=True)  # [n, 1]
         step = (highest - lowest) / 255
-        scale_codes = ((scale - lowest) / step.clamp(min=_TINY)).round().to(torch.uint8)
+        steps_above_lowest = (scale - lowest) / step.clamp(min=_TINY)
+        scale_codes = steps_above_lowest.round().to(torch.uint8)  # [n, blocks]
         scale_range = torch.cat([lowest, step], 1).view(torch.int32)  # [n, 2]
 
         # Decoding uses the quantized scales, so the nearest levels are those of the decoded scales.
         decoded_scale = _decode_scales(scale_codes, scale_range).clamp(min=_TINY)
         levels = torch.tensor(NF4_LEVELS, device=rows.device)
         midpoints = (levels[1:] + levels[:-1]) / 2
-        codes = torch.bucketize(blocks / decoded_scale.unsqueeze(-1), midpoints, out_int32=True)
+        scaled_blocks = blocks / decoded_scale.unsqueeze(-1)
+        codes = torch.bucketize(scaled_blocks, midpoints, out_int32=True)
         codes = codes.flatten(1).to(torch.uint8)  # [n, columns], each 0 to 15
         packed = codes[:, ::2] << 4 | codes[:, 1::2]  # the first of two columns in the high bits
         return packed, scale_codes, scale_range
 
     def decode(self, packed: Tensor, scale_codes: Tensor, scale_range: Tensor) -> Tensor:
         table = _byte_to_levels(packed, self.dtype)
-        weight = table.index_select(0, packed.flatten().int()).view(self.dtype)
-        blocks = weight.view(*scale_codes.shape, self.block_size)
-        scale = _decode_scales(scale_codes, scale_range).unsqueeze(-1)
+        pairs = table.index_select(0, packed.flatten().int())  # two elements in each
+        blocks = pairs.view(self.dtype).view(*scale_codes.shape, self.block_size)  # [..., blocks, block_size]
+        scale = _decode_scales(scale_codes, scale_range).unsqueeze(-1)  # [..., blocks, 1]
         return blocks.mul_(scale).flatten(-2)
 
 
@@ -192,7 +196,9 @@ def _byte_to_levels(packed: Tensor, dtype: torch.dtype) -> Tensor:
         for low_level in NF4_LEVELS:
             pairs.append([high_level, low_level])
     levels = torch.tensor(pairs, dtype=dtype, device=packed.device)  # [256, 2]
-    dtype_of_pair = {2: torch.int32, 4: torch.int64, 8: torch.complex128}[dtype.itemsize]
+    # By the size of an element: the dtype of twice that size.
+    dtypes_of_pairs = {2: torch.int32, 4: torch.int64, 8: torch.complex128}
+    dtype_of_pair = dtypes_of_pairs[dtype.itemsize]
     table = levels.view(dtype_of_pair).flatten()  # [256]
     if has_values and type(table) is Tensor:  # not a fake tensor
         _BYTE_TO_LEVELS[key] = table
@@ -208,11 +214,15 @@ class _ScaledRows(WeightFormat):
 
     def storage_shapes(self, shape: Sequence[int]) -> list[tuple[tuple[int, ...], torch.dtype]]:
         *rows, columns = shape
-        return [((*rows, columns), self.storage_dtype), ((*rows, 1), torch.int32)]
+        values = (*rows, columns)
+        scale = (*rows, 1)
+        return [(values, self.storage_dtype), (scale, torch.int32)]
 
     def _scale_rows(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Return rows divided by their scales ``[n, columns]``, and the bits of the scales ``[n, 1]``."""
-        scale = rows.abs().amax(1, keepdim=True).clamp(min=_TINY) / self.largest_value
+        largest = rows.abs().amax(1, keepdim=True).clamp(min=_TINY)  # [n, 1]
+        scale = largest / self.largest_value
+        # The division may round the largest element up, beyond what the dtype has.
         scaled = (rows / scale).clamp(-self.largest_value, self.largest_value)
         return scaled, scale.view(torch.int32)
 
@@ -228,7 +238,8 @@ class Int8(_ScaledRows):
         return scaled.round().to(torch.int8), scale
 
     def decode(self, values: Tensor, scale: Tensor) -> Tensor:
-        return values.to(self.dtype).mul_(scale.view(torch.float32))
+        scaled = values.to(self.dtype)
+        return scaled.mul_(scale.view(torch.float32))
 
 
 class Float8(_ScaledRows):
@@ -242,4 +253,5 @@ class Float8(_ScaledRows):
         return scaled.to(torch.float8_e4m3fn).view(torch.uint8), scale
 
     def decode(self, values: Tensor, scale: Tensor) -> Tensor:
-        return values.view(torch.float8_e4m3fn).to(self.dtype).mul_(scale.view(torch.float32))
+        scaled = values.view(torch.float8_e4m3fn).to(self.dtype)
+        return scaled.mul_(scale.view(torch.float32))

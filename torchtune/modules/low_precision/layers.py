@@ -1,8 +1,12 @@
-"""Layers with frozen weights in a storage format, for example in 4 or 8 bits.
+"""Layers with frozen weights in 4 or 8 bits, and layers that round their trained weights as a quantizer would.
 
 A :class:`StoredLinear` decodes its weight for every matrix product, and again in the backward pass, so that no full
-weight is kept. The quantized layers and experts below store the formats of
-:mod:`torchtune.modules.low_precision.formats`.
+weight is kept. The quantized layers and experts store the formats of :mod:`torchtune.modules.low_precision.formats`.
+
+Weights of a :class:`FakeQuantized` layer keep their precision. Each forward pass rounds them, and the input if the
+quantizer rounds inputs, and the gradient passes through the rounding. torchao does the rounding (its fake quantizers).
+Which layers of a model simulate which quantizer is decided by
+:class:`torchtune.modules.low_precision.quantizers.FakeQuantize`.
 """
 
 from abc import abstractmethod
@@ -14,10 +18,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from torchtune.modules.conversion import ConversionError, change_class
 from torchtune.modules.kernels.onednn import linear, mm
 from torchtune.modules.low_precision.formats import NF4, Float8, Int8, Stored, WeightFormat
+from torchtune.modules.low_precision.torchao_interface import fake_quantizers
 from torchtune.modules.moe.experts import GroupedExperts
 
 
@@ -122,7 +128,10 @@ class QuantizedModule(nn.Module):
         self.format = weight_format
         for name in self.quantized_shapes():
             weight = getattr(self, name)
-            tensors = weight_format.empty(weight) if weight.is_meta else weight_format.encode(weight.detach())
+            if weight.is_meta:
+                tensors = weight_format.empty(weight)
+            else:
+                tensors = weight_format.encode(weight.detach())
             for tensor_name, tensor in zip(weight_format.tensor_names(name), tensors, strict=True):
                 setattr(self, tensor_name, nn.Parameter(tensor, requires_grad=False))
         self.requires_grad_(False)
@@ -265,7 +274,8 @@ class QuantizedExperts(QuantizedModule, GroupedExperts):
     @classmethod
     def from_experts(cls, experts: GroupedExperts, weight_format: WeightFormat) -> "QuantizedExperts":
         """Make frozen experts with the quantized matrices of ``experts``; on the meta device, they are empty."""
-        quantized = change_class(experts, _quantized_class(type(experts)))
+        quantized_class = _quantized_class(type(experts))
+        quantized = change_class(experts, quantized_class)
         quantized.quantize_parameters(weight_format)
         return quantized
 
@@ -281,4 +291,94 @@ class QuantizedExperts(QuantizedModule, GroupedExperts):
 @cache
 def _quantized_class(experts_class: type[GroupedExperts]) -> type[QuantizedExperts]:
     """Make the class of quantized experts that compute as ``experts_class`` does."""
-    return type(f"Quantized{experts_class.__name__}", (QuantizedExperts, experts_class), {"plain_class": experts_class})
+    name = f"Quantized{experts_class.__name__}"
+    return type(name, (QuantizedExperts, experts_class), {"plain_class": experts_class})
+
+
+class FakeQuantSwitch:
+    """Switch shared by all fake-quantized layers of a model.
+
+    Attributes:
+        on: whether the layers simulate quantization.
+    """
+
+    def __init__(self) -> None:
+        self.on = True
+
+
+class FakeQuantized(nn.Module):
+    """Mixin for linear layers that fake-quantizes the input and the weight.
+
+    Attributes:
+        activation_fake_quantizer: fake quantizer of the input, or None.
+        weight_fake_quantizer: fake quantizer of the weight, or None.
+        fake_quant: switch shared by all layers of a model.
+    """
+
+    activation_fake_quantizer: nn.Module | None
+    weight_fake_quantizer: nn.Module | None
+    fake_quant: FakeQuantSwitch
+
+    def set_up_fake_quant(self, base_config: Any, switch: FakeQuantSwitch) -> None:
+        """Add the fake quantizers and the switch that :meth:`forward` needs.
+
+        Args:
+            base_config: torchao's configuration of the quantized model.
+            switch: switch of the model's layers.
+
+        Raises:
+            ConversionError: torchao cannot simulate this configuration.
+        """
+        of_inputs, of_weight = fake_quantizers(base_config, self.weight.shape)
+        self.activation_fake_quantizer = of_inputs
+        self.weight_fake_quantizer = of_weight
+        self.fake_quant = switch
+
+    def weight_to_quantize(self) -> Tensor:
+        """Return the weight ``[out, in]`` to fake-quantize, the one that an export writes.
+
+        Subclasses with adapters return the merged weight.
+        """
+        return self.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply the layer: ``[..., in]`` to ``[..., out]``."""
+        if not self.fake_quant.on:
+            return super().forward(x)
+        if not torch.is_grad_enabled():
+            return self._simulate(x)
+        # Autograd would save a quantized copy of every weight: save only the input and recompute.
+        return checkpoint(self._simulate, x, use_reentrant=False, preserve_rng_state=False)
+
+    def _simulate(self, x: Tensor) -> Tensor:
+        """Apply the layer with rounded input ``[..., in]`` and weight, which have the gradients of the plain ones."""
+        weight = self.weight_to_quantize()
+        if self.activation_fake_quantizer is not None:
+            x = self.activation_fake_quantizer(x)
+        if self.weight_fake_quantizer is not None:
+            weight = self.weight_fake_quantizer(weight)
+        return F.linear(x, weight, self.bias)
+
+
+class FakeQuantLinear(FakeQuantized, nn.Linear):
+    """Linear layer with fake-quantized weight and input; the gradient is a straight-through estimate.
+
+    The gradient of a clipped value is zero. Parameters have the names of ``nn.Linear``.
+    """
+
+
+def fake_quant_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the fake-quantized layers of a model, by path."""
+    return {path: module for path, module in model.named_modules() if isinstance(module, FakeQuantized)}
+
+
+def set_fake_quant(module: nn.Module, enabled: bool = True) -> None:
+    """Enable or disable fake quantization of a layer and of all layers with the same switch.
+
+    Args:
+        module: any module; one that is not fake-quantized does not change, so that this is a function for
+            ``model.apply``.
+        enabled: whether the layers simulate quantization.
+    """
+    if isinstance(module, FakeQuantized):
+        module.fake_quant.on = enabled

@@ -75,12 +75,15 @@ class QuantizeBase(Conversion):
         if target_modules is not None and not target_modules:
             raise ConversionError("QuantizeBase: target_modules is empty, name at least one module or remove the key.")
         self.dtype = dtype
-        self.options: dict[str, Any] = {} if block_size is None else {"block_size": block_size}
+        self.options: dict[str, Any] = {}  # of the format
+        if block_size is not None:
+            self.options["block_size"] = block_size
         self.target_modules = None if target_modules is None else list(target_modules)
         self._formats: dict[str, WeightFormat] = {}  # by the name of the quantized weight
         self._make_format(torch.float32)  # raises for an invalid block size
 
     def _make_format(self, dtype: torch.dtype) -> WeightFormat:
+        """Make the storage format of weights that decode to ``dtype``."""
         return _LAYER_CLASSES[self.dtype].format_class(dtype, **self.options)
 
     def convert(self, model: nn.Module) -> ConversionReport:
@@ -93,6 +96,7 @@ class QuantizeBase(Conversion):
         unsupported = self._explain_unsupported(targets)
         self._check(model, targets, unsupported)
         mib_before = _size_in_mib(model)
+        linear_class = _LAYER_CLASSES[self.dtype]
         replaced = []
         for path, module in targets.items():
             if path in unsupported:
@@ -101,13 +105,14 @@ class QuantizeBase(Conversion):
                 dtype = next(module.parameters()).dtype
                 quantized = QuantizedExperts.from_experts(module, self._make_format(dtype))
             else:
-                quantized = _LAYER_CLASSES[self.dtype].from_linear(module, **self.options)
+                quantized = linear_class.from_linear(module, **self.options)
             model.set_submodule(path, quantized)
             replaced.append(path)
         model.requires_grad_(False)
         for name, module, _ in _quantized_weights(model):
             self._formats[name] = module.format
-        note = f"{mib_before:,.1f} MiB of weights become {_size_in_mib(model):,.1f} MiB"
+        mib_after = _size_in_mib(model)
+        note = f"{mib_before:,.1f} MiB of weights become {mib_after:,.1f} MiB"
         if unsupported:
             first_reason = next(iter(unsupported.values()))
             names = ", ".join(nearest_module_names("", list(unsupported), count=4))
@@ -120,10 +125,13 @@ class QuantizeBase(Conversion):
         Raises:
             ConversionError: a pattern matches none.
         """
-        routers = {id(module.gate) for module in model.modules() if isinstance(module, TokenChoiceTopKRouter)}
+        gates_of_routers = set()
+        for module in model.modules():
+            if isinstance(module, TokenChoiceTopKRouter):
+                gates_of_routers.add(module.gate)
         layers = {}
         for path, module in model.named_modules():
-            if isinstance(module, nn.Linear | GroupedExperts) and id(module) not in routers:
+            if isinstance(module, nn.Linear | GroupedExperts) and module not in gates_of_routers:
                 layers[path] = module
         if self.target_modules is None:
             paths = _matching_paths(layers, _DEFAULT_PATTERNS)
@@ -150,19 +158,22 @@ class QuantizeBase(Conversion):
                 widths = [module.in_features]
             for width in widths:
                 reason = weight_format.explain_unsupported(width)
-                if reason and path not in reasons:
-                    reasons[path] = reason
+                if reason:
+                    reasons.setdefault(path, reason)
         return reasons
 
     def _check(self, model: nn.Module, targets: Mapping[str, nn.Module], unsupported: Mapping[str, str]) -> None:
         """Raise ``ConversionError`` for a target that cannot be quantized."""
-        embedding_weights = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+        embedding_weights = set()
+        for module in model.modules():
+            if isinstance(module, nn.Embedding):
+                embedding_weights.add(module.weight)
         for path, module in targets.items():
             if isinstance(module, QuantizedModule):
                 raise ConversionError(f"QuantizeBase: '{path}' is quantized already, a base weight is quantized once.")
             if isinstance(module, GroupedExperts):
                 continue
-            if id(module.weight) in embedding_weights:
+            if module.weight in embedding_weights:
                 raise ConversionError(
                     f"QuantizeBase: '{path}' shares its weight with the token embedding and cannot be quantized, "
                     "leave it out of target_modules."
@@ -189,7 +200,8 @@ class QuantizeBase(Conversion):
         """
         quantized = {path: module for path, module in model.named_modules() if isinstance(module, QuantizedModule)}
         for module in quantized.values():
-            if not all(parameter.is_meta for parameter in module.parameters()):
+            is_on_meta = all(parameter.is_meta for parameter in module.parameters())
+            if not is_on_meta:
                 raise ConversionError(
                     "QuantizeBase: the base is quantized already, so a conversion that comes before it cannot be "
                     "applied any more: apply it while the model is on the meta device."
@@ -210,12 +222,15 @@ class QuantizeBase(Conversion):
         weight_format = self._formats[name]
         if not tensor.isfinite().all():
             raise ConversionError(f"QuantizeBase: '{name}' has values that are not finite and cannot be quantized.")
-        return dict(zip(weight_format.tensor_names(name), weight_format.encode(tensor), strict=True))
+        tensor_names = weight_format.tensor_names(name)
+        stored_tensors = weight_format.encode(tensor)
+        return dict(zip(tensor_names, stored_tensors, strict=True))
 
     def to_full(self, name: str, tensors: Mapping[str, Tensor]) -> Tensor:
         """Dequantize a weight."""
         weight_format = self._formats[name]
-        return weight_format.decode(*(tensors[tensor_name] for tensor_name in weight_format.tensor_names(name)))
+        stored_tensors = [tensors[tensor_name] for tensor_name in weight_format.tensor_names(name)]
+        return weight_format.decode(*stored_tensors)
 
 
 def _matching_paths(layers: Mapping[str, nn.Module], patterns: Sequence[str]) -> list[str]:
@@ -228,12 +243,14 @@ def _matching_paths(layers: Mapping[str, nn.Module], patterns: Sequence[str]) ->
 
 
 def _no_match(target: str, condition: str, layers: Mapping[str, nn.Module]) -> ConversionError:
+    """Return the error that no layer meets a condition, with the names that are most similar to the target."""
     nearest = ", ".join(nearest_module_names(target, list(layers))) or "none: it has no linear layer"
     return ConversionError(f"QuantizeBase: no linear layer of the model {condition}, the nearest names are {nearest}.")
 
 
 def _size_in_mib(model: nn.Module) -> float:
-    return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters()) / 2**20
+    num_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    return num_bytes / 2**20
 
 
 def _quantized_weights(model: nn.Module) -> Iterator[tuple[str, QuantizedModule, tuple[int, ...]]]:

@@ -10,8 +10,8 @@ A recipe of training takes a ``*QATQuantizer``:
 2. :func:`fake_quantization` makes a conversion of it, :class:`FakeQuantize`, and the recipe applies it to the model on
    the meta device, after adapters.
 3. The conversion replaces the linear layers of the transformer layers by fake-quantized ones
-   (:mod:`torchtune.modules.low_precision.fake_quantization`), whose forward pass rounds weight and input as torchao
-   would. Before step ``fake_quant_after_n_steps``, a hook of the model switches the rounding off.
+   (:mod:`torchtune.modules.low_precision.layers`), whose forward pass rounds weight and input as torchao would. Before
+   step ``fake_quant_after_n_steps``, a hook of the model switches the rounding off.
 4. Checkpoints hold the weights that are not rounded. After the last one, the checkpointer's ``save_quantized`` writes
    them once more as :meth:`Quantizer.quantized` rounds them.
 
@@ -34,7 +34,7 @@ from torchtune.modules.conversion import (
     change_class,
 )
 from torchtune.modules.low_precision import torchao_interface
-from torchtune.modules.low_precision.fake_quantization import (
+from torchtune.modules.low_precision.layers import (
     FakeQuantized,
     FakeQuantLinear,
     FakeQuantSwitch,
@@ -81,7 +81,8 @@ class Quantizer:
     @property
     def base_config(self) -> Any:
         """torchao's configuration for quantizing the model."""
-        return torchao_interface.int_config(self.bits, self.group_size, dynamic_activations=self.activations == "int8")
+        has_int8_inputs = self.activations == "int8"
+        return torchao_interface.int_config(self.bits, self.group_size, dynamic_activations=has_int8_inputs)
 
     @property
     def layout(self) -> dict[str, Any]:
@@ -355,7 +356,9 @@ def get_quantizer_mode(quantizer: Any | None) -> str | None:
         >>> torchtune.training.get_quantizer_mode(torchtune.training.quantization.Int8WeightOnlyQuantizer())
         '8w'
     """
-    return quantizer.mode if isinstance(quantizer, Quantizer | GGUFQuantizer) else None
+    if isinstance(quantizer, Quantizer | GGUFQuantizer):
+        return quantizer.mode
+    return None
 
 
 def fake_quantization(
@@ -433,6 +436,7 @@ class FakeQuantize(Conversion):
             model.set_submodule(path, layer)
         start = "from the first step on"
         if self._after_n_steps:
+            # A method, because a copy of the model then switches the copies of its layers.
             model.register_forward_pre_hook(self._set_switch)
             start = f"from step {self._after_n_steps + 1} on"
         note = f"{type(self._base_config).__name__}, {start}"

@@ -24,14 +24,14 @@ from torchtune.utils import first_line, require
 @contextmanager
 def _silence_torchao() -> Iterator[None]:
     """Silence torchao's logs and warnings about kernels that this machine lacks."""
-    disabled_level = logging.root.manager.disable
-    logging.disable(max(disabled_level, logging.WARNING))
+    level_before = logging.root.manager.disable  # records up to this level are dropped
+    logging.disable(max(level_before, logging.WARNING))
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        logging.disable(disabled_level)
+        logging.disable(level_before)
 
 
 @functools.cache
@@ -109,7 +109,8 @@ def fake_quantizers(base_config: Any, shape: torch.Size) -> tuple[nn.Module | No
 
 def fake_quantize_configs(base_config: Any, group_size: int | None) -> tuple[Any, Any]:
     """Return the configurations of torchao's fake quantizers of inputs and weights; None: not quantized."""
-    of_inputs, of_weights = fake_quantizers(base_config, torch.Size((1, group_size or 1)))
+    smallest_weight = torch.Size((1, group_size or 1))
+    of_inputs, of_weights = fake_quantizers(base_config, smallest_weight)
     inputs_config = None if of_inputs is None else of_inputs.config
     weights_config = None if of_weights is None else of_weights.config
     return inputs_config, weights_config
@@ -159,7 +160,7 @@ def quantized(weight: Tensor, base_config: Any) -> tuple[Tensor, Tensor]:
     out_dim, in_dim = weight.shape
     layer = nn.Linear(in_dim, out_dim, bias=False, device="meta")
     layer.weight = nn.Parameter(weight, requires_grad=False)
-    model = nn.Sequential(layer)
+    model = nn.Sequential(layer)  # in which the path of the layer is "0"
     quantize_linears(model, base_config, {"0"})
     quantized_weight = model[0].weight
     return quantized_weight.qdata, quantized_weight.scale
@@ -197,8 +198,8 @@ class StateFormat:
 
     def zeros(self, numel: int, device: torch.device, *, signed: bool) -> Tensor:
         """Return a state of zeros: as many as asked for, and those that fill the last block; at least one block."""
-        blocks = max(1, math.ceil(numel / self.block_size))
-        shape = (blocks * self.block_size,)
+        num_blocks = max(1, math.ceil(numel / self.block_size))
+        shape = (num_blocks * self.block_size,)
         if self.name == "fp8":
             from torchao.optim.subclass_fp8 import OptimStateFp8
 

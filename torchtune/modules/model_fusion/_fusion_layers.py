@@ -67,8 +67,10 @@ class FusionLayer(TransformerSelfAttentionLayer):
 
     def __new__(cls, layer: nn.Module | None = None, *args: Any, **kwargs: Any) -> "FusionLayer":
         """Create the class for ``layer``; copies of a module are created without arguments."""
-        is_of_user = layer is not None and type(layer) is not TransformerSelfAttentionLayer
-        return super().__new__(_UserFusionLayer if is_of_user else cls)
+        layer_class = cls
+        if layer is not None and type(layer) is not TransformerSelfAttentionLayer:  # a layer of the user
+            layer_class = _UserFusionLayer
+        return super().__new__(layer_class)
 
     def __init__(self, layer: nn.Module, fusion_layer: nn.Module, fusion_first: bool = True) -> None:
         super().__init__(
@@ -114,8 +116,10 @@ class FusionLayer(TransformerSelfAttentionLayer):
         """Apply both layers, one after the other, to ``[b, s, d]``."""
         encoder = {"encoder_input": encoder_input, "encoder_mask": encoder_mask}
         if self.fusion_first:
-            return super().forward(self.fusion_layer(x, **encoder, **kwargs), **kwargs)
-        return self.fusion_layer(super().forward(x, **kwargs), **encoder, **kwargs)
+            fused = self.fusion_layer(x, **encoder, **kwargs)
+            return super().forward(fused, **kwargs)
+        h = super().forward(x, **kwargs)
+        return self.fusion_layer(h, **encoder, **kwargs)
 
 
 class _UserFusionLayer(FusionLayer):
@@ -167,9 +171,12 @@ class _UserFusionLayer(FusionLayer):
 
     def forward(self, x: Tensor, **kwargs: Any) -> Tensor:
         """Apply both layers, one after the other, with the same arguments."""
-        if self.fusion_first:
-            return self.user_layer(self.fusion_layer(x, **kwargs), **kwargs)
-        return self.fusion_layer(self.user_layer(x, **kwargs), **kwargs)
+        layers = (self.fusion_layer, self.user_layer)
+        if not self.fusion_first:
+            layers = (self.user_layer, self.fusion_layer)
+        for layer in layers:
+            x = layer(x, **kwargs)
+        return x
 
 
 class FusionEmbedding(nn.Embedding):
@@ -207,7 +214,9 @@ class FusionEmbedding(nn.Embedding):
         """Embed tokens ``[b, s]`` to ``[b, s, d]``."""
         num_first = self.num_embeddings
         # Both tables are read at all positions, so that shapes do not depend on the tokens.
-        embedded = F.embedding(input.clamp(max=num_first - 1), self.weight)
-        additional = self.fusion_embedding((input - num_first).clamp(min=0))
+        first_tokens = input.clamp(max=num_first - 1)
+        embedded = F.embedding(first_tokens, self.weight)  # [b, s, d]
+        additional_tokens = (input - num_first).clamp(min=0)
+        additional = self.fusion_embedding(additional_tokens)
         is_additional = (input >= num_first).unsqueeze(-1)  # [b, s, 1]
         return torch.where(is_additional, additional, embedded)

@@ -19,7 +19,7 @@ from torchtune.modules.attention import Block
 from torchtune.modules.kernels.attention import MaskType
 from torchtune.modules.model_fusion._fusion_layers import get_fusion_params, register_fusion_module
 from torchtune.modules.transformer import TransformerDecoder
-from torchtune.modules.vision_tower import VisionTower, is_sharded
+from torchtune.modules.vision_transformer import VisionTower, is_sharded
 from torchtune.utils import UserError, get_logger, log_once
 
 
@@ -114,6 +114,7 @@ class FusionModel(nn.Module):
 
     def has_frozen_text(self) -> bool:
         """Return whether all parameters of the text decoder except fusion parameters are frozen."""
+        # By identity, as tensors compare element by element.
         fusion_params = {id(parameter) for parameter in get_fusion_params(self.decoder).values()}
         for parameter in self.decoder.parameters():
             if parameter.requires_grad and id(parameter) not in fusion_params:
@@ -260,15 +261,18 @@ class DeepFusionModel(FusionModel):
     def _encode_blank_image(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the encoder's output for a blank image, and a mask that hides it from all tokens."""
         batch_size, num_tokens = x.shape[:2]
-        features = self.encoder(**self.encoder.blank(x.device)).expand(batch_size, -1, -1)  # [b, t, d]
-        mask = torch.zeros(1, 1, 1, dtype=torch.bool, device=x.device)
-        return features, mask.expand(batch_size, num_tokens, features.shape[1])
+        features = self.encoder(**self.encoder.blank(x.device))  # [1, t, d]
+        features = features.expand(batch_size, -1, -1)
+        sees_nothing = torch.zeros(1, 1, 1, dtype=torch.bool, device=x.device)
+        mask = sees_nothing.expand(batch_size, num_tokens, features.shape[1])
+        return features, mask
 
 
 def _has_images(encoder_input: Mapping[str, Any]) -> bool:
     """Return whether the arguments of an encoder hold an image; other arguments than ``images`` count as one."""
     images = encoder_input.get("images", encoder_input)
-    return images is not None and not (isinstance(images, Tensor) and images.numel() == 0)
+    is_empty = isinstance(images, Tensor) and images.numel() == 0
+    return images is not None and not is_empty
 
 
 class ImageTextModel(FusionModel):
@@ -359,16 +363,19 @@ class ImageTextModel(FusionModel):
             if images.features is not None:
                 features = features[images.features]
                 further_features = [layer_features[images.features] for layer_features in further_features]
-            h = h.flatten(0, 1).index_copy(0, images.places, features.to(h.dtype)).view_as(h)
+            shape = h.shape
+            h = h.flatten(0, 1).index_copy(0, images.places, features.to(h.dtype))  # [b * s, d]
+            h = h.view(shape)
             if further_features:
                 deep_features = (images.places, further_features)
             positions = images.positions
             if self.image_blocks:
                 blocks = _image_blocks(images.places, _document_lengths(tokens, documents))
         elif self.needs_blank_image():
-            # A product with zero connects the tower to the loss without changing it.
             blank_features = self.encoder(self.encoder.blank(h.device))
-            h = h + sum(layer_features.sum() for layer_features in blank_features).to(h.dtype) * 0
+            sum_of_features = sum(layer_features.sum() for layer_features in blank_features)
+            # A product with zero connects the tower to the loss without changing it.
+            h = h + sum_of_features.to(h.dtype) * 0
         return self.decoder(
             None,
             input_embeds=h,
@@ -383,7 +390,8 @@ class ImageTextModel(FusionModel):
         )
 
     def _is_placeholder(self, tokens: Tensor) -> Tensor:
-        return torch.isin(tokens, torch.tensor(self.image_tokens, device=tokens.device))
+        image_tokens = torch.tensor(self.image_tokens, device=tokens.device)
+        return torch.isin(tokens, image_tokens)
 
     def _with_places(self, images: Images, tokens: Tensor, documents: Documents | None) -> Images:
         """Return the images with ``places`` and, for M-RoPE, ``positions``; computing them reads tokens on the host.
@@ -397,15 +405,16 @@ class ImageTextModel(FusionModel):
         merge = self.encoder.merge
         if images.places is None:
             check_placeholders(all_tokens.tolist(), self.image_tokens, images.grids, merge)
-            images = replace(images, places=self._is_placeholder(all_tokens).nonzero()[:, 0])
+            places = self._is_placeholder(all_tokens).nonzero()[:, 0]  # [n]
+            images = replace(images, places=places)
         if self.grid_positions and images.positions is None:
-            positions = torch.from_numpy(
-                grid_positions(all_tokens.tolist(), self.image_tokens, images.grids, merge)
-            )  # [3, b * s]
+            positions_of_batch = grid_positions(all_tokens.tolist(), self.image_tokens, images.grids, merge)
+            positions = torch.from_numpy(positions_of_batch)  # [3, b * s], on the host
             # Every document has positions of its own, which start at 0.
             lengths = _document_lengths(tokens, documents)
             first_tokens = [0, *accumulate(lengths[:-1])]
-            offsets = positions[:, first_tokens].repeat_interleave(torch.tensor(lengths), dim=1)
+            first_positions = positions[:, first_tokens]  # [3, documents]
+            offsets = first_positions.repeat_interleave(torch.tensor(lengths), dim=1)  # [3, b * s]
             positions = (positions - offsets).view(3, *tokens.shape).to(tokens.device)
             images = replace(images, positions=positions)
         return images
@@ -430,13 +439,16 @@ def _image_blocks(places: Tensor, lengths: Sequence[int]) -> list[Block]:
         return []
     places = places.cpu()
     document_starts = torch.tensor([0, *accumulate(lengths)])
-    starts = document_starts[torch.bucketize(places, document_starts, right=True) - 1]  # [n]
+    documents = torch.bucketize(places, document_starts, right=True) - 1  # [n]
+    starts = document_starts[documents]
     # A run ends where a token is missing, or where another document begins.
     is_cut = (places.diff() != 1) | (starts.diff() != 0)  # [n - 1]
-    cuts = [0, *(is_cut.nonzero()[:, 0] + 1).tolist(), len(places)]
+    inner_cuts = is_cut.nonzero()[:, 0] + 1
+    cuts = [0, *inner_cuts.tolist(), len(places)]
     blocks = []
     for first, end in pairwise(cuts):
-        blocks.append((int(starts[first]), int(places[first]), int(places[end - 1]) + 1))
+        last_place = int(places[end - 1])
+        blocks.append((int(starts[first]), int(places[first]), last_place + 1))
     return blocks
 
 
@@ -511,11 +523,14 @@ class EarlyFusionModel(ImageTextModel):
             tiles = torch.cat(tiles)
         num_tiles, channels, height, width = tiles.shape
         merge = self.encoder.merge
-        patch_size = round((self.encoder.patch_embed.in_features / channels) ** 0.5)
+        pixels_per_patch = self.encoder.patch_embed.in_features / channels
+        patch_size = round(pixels_per_patch**0.5)
         # A tile is rows and columns of blocks, a block merge x merge patches, a patch patch_size x patch_size pixels:
         # [tiles, c, block row, patch row, pixel row, block column, patch column, pixel column]
-        blocks = tiles.unflatten(3, (-1, merge, patch_size)).unflatten(2, (-1, merge, patch_size))
+        side = (-1, merge, patch_size)
+        blocks = tiles.unflatten(3, side).unflatten(2, side)
         # [tiles, block row, block column, patch row, patch column, c, pixel row, pixel column]
-        patches = blocks.permute(0, 2, 5, 3, 6, 1, 4, 7).reshape(-1, channels * patch_size**2)
+        patches = blocks.permute(0, 2, 5, 3, 6, 1, 4, 7)
+        patches = patches.reshape(-1, channels * patch_size**2)  # [p, patch values]
         grid = (1, height // patch_size, width // patch_size)
         return Images(patches, (grid,) * num_tiles)

@@ -16,9 +16,14 @@ from torch.autograd.function import once_differentiable
 from torchtune._lazy import former_names
 from torchtune.modules.conversion import ConversionError, change_class
 from torchtune.modules.kernels.onednn import linear, mm
-from torchtune.modules.low_precision.fake_quantization import FakeQuantized, FakeQuantSwitch
 from torchtune.modules.low_precision.formats import Stored
-from torchtune.modules.low_precision.layers import FrozenNF4Linear, StoredLinear, frozen_linear
+from torchtune.modules.low_precision.layers import (
+    FakeQuantized,
+    FakeQuantSwitch,
+    FrozenNF4Linear,
+    StoredLinear,
+    frozen_linear,
+)
 from torchtune.modules.low_precision.torchao_interface import fake_quantizer
 from torchtune.utils import computes_on_cpu, fill_from_cpu, in_dispatch_mode
 

@@ -70,7 +70,8 @@ def get_canvas_best_fit(
     else:
         best_scale = scales[is_upscaling].min()
     candidates = possible_resolutions[scales == best_scale]
-    height, width = candidates[candidates.prod(dim=1).argmin()].tolist()
+    smallest = candidates.prod(dim=1).argmin()
+    height, width = candidates[smallest].tolist()
     return height, width
 
 
@@ -103,8 +104,10 @@ def get_inscribed_size(
     scale_of_width = max_width / width
     # The side with the smaller scale fills the canvas; the other one is rounded down, but not to nothing.
     if scale_of_width < scale_of_height:
-        return min(max(math.floor(height * scale_of_width), 1), max_height), max_width
-    return max_height, min(max(math.floor(width * scale_of_height), 1), max_width)
+        scaled_height = max(math.floor(height * scale_of_width), 1)
+        return min(scaled_height, max_height), max_width
+    scaled_width = max(math.floor(width * scale_of_height), 1)
+    return max_height, min(scaled_width, max_width)
 
 
 def interpolation_mode(resample: Any) -> str:
@@ -148,8 +151,9 @@ def resize_with_pad(
     mode = interpolation_mode(resample)
     height, width = get_inscribed_size(image.shape[-2:], target_size, max_size)
     if (height, width) != tuple(image.shape[-2:]):
-        antialias = mode != "nearest-exact"
-        image = F.interpolate(image[None], size=(height, width), mode=mode, antialias=antialias)[0]
+        antialias = mode != "nearest-exact"  # which takes single pixels
+        batch = F.interpolate(image[None], size=(height, width), mode=mode, antialias=antialias)  # [1, c, h, w]
+        image = batch[0]
     target_height, target_width = target_size
     return F.pad(image, (0, target_width - width, 0, target_height - height))
 
@@ -178,7 +182,8 @@ def tile_crop(image: torch.Tensor, tile_size: int) -> torch.Tensor:
         raise DataError(f"An image of {height} x {width} cannot be cut into tiles of {tile_size}.")
     rows = height // tile_size
     columns = width // tile_size
-    tiles = image.view(channels, rows, tile_size, columns, tile_size).permute(1, 3, 0, 2, 4)
+    grid = image.view(channels, rows, tile_size, columns, tile_size)
+    tiles = grid.permute(1, 3, 0, 2, 4)  # [rows, columns, c, tile_size, tile_size]
     return tiles.reshape(rows * columns, channels, tile_size, tile_size)
 
 
@@ -239,6 +244,7 @@ class VisionCrossAttentionMask(Transform):
         positions = torch.arange(len(tokens))[:, None]  # [s, 1]
         masks = []
         for (start, end), tiles in zip(ranges, images, strict=True):
-            attends = (positions >= start) & (positions < end)
-            masks.append(attends.expand(-1, len(tiles) * (self.patches_per_tile + 1)))
+            attends = (positions >= start) & (positions < end)  # [s, 1]
+            num_features = len(tiles) * (self.patches_per_tile + 1)  # with a class token for each tile
+            masks.append(attends.expand(-1, num_features))
         return {**sample, "encoder_mask": masks}

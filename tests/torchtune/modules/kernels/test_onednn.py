@@ -21,7 +21,8 @@ def _draw(*shape: int) -> torch.Tensor:
 @needs_it
 @pytest.mark.parametrize("rows", [64, 600], ids=["wide", "tall"])
 def test_a_product_of_any_strides_equals_float64(rows):
-    a, b = _draw(rows, 120), _draw(120, 300)
+    a = _draw(rows, 120)
+    b = _draw(120, 300)
     for left in (a, a.t().contiguous().t(), a[:, :1].expand(rows, 120)):
         truth = left.double() @ b.double()
         for right in (b, b.t().contiguous().t()):
@@ -39,11 +40,15 @@ def _part(kind: str) -> torch.Tensor | None:
 @pytest.mark.parametrize("trained", [{0}, {1}, {2}, {0, 1, 2}], ids=["input", "weight", "bias", "each"])
 def test_a_layer_inside_and_its_gradients_equal_float64(bias, trained):
     parts = [_draw(2, 64, 2, 192)[:, :, 0], _draw(256, 192), _part(bias)]
-    truth = [item if item is None else item.double() for item in parts]
-    if all(parts[index] is None for index in trained):
+    truth = []
+    for part in parts:
+        truth.append(None if part is None else part.double())
+    trained = [index for index in trained if parts[index] is not None]
+    if not trained:
         return
-    for item in (items[index] for items in (parts, truth) for index in trained if items[index] is not None):
-        item.requires_grad_()
+    for index in trained:
+        parts[index].requires_grad_()
+        truth[index].requires_grad_()
     with fast_products(parts[0]):
         y = F.linear(parts[0], weight=parts[1], bias=parts[2])
     reference = F.linear(*truth)

@@ -60,11 +60,15 @@ def test_loss_and_gradients_are_those_of_transformers(classifier):
     ids = [torch.tensor(tokenizer.encode(text, add_eos=False)) for text in TEXTS]
     tokens = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True)
     mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in ids], batch_first=True)
-    targets = {
-        "single_label_classification": lambda: torch.tensor(["abc".index(label) for label in labels]),
-        "multi_label_classification": lambda: torch.tensor([[float(name in row) for name in "abc"] for row in labels]),
-        "regression": lambda: torch.tensor(labels),
-    }[problem_type]()
+    targets = torch.zeros(len(labels), 3)
+    if problem_type == "single_label_classification":
+        targets = torch.tensor(["abc".index(label) for label in labels])
+    elif problem_type == "multi_label_classification":
+        for row, classes in zip(targets, labels, strict=True):
+            for name in classes:
+                row["abc".index(name)] = 1.0
+    else:
+        targets = torch.tensor(labels)
     expected = reference(input_ids=tokens, attention_mask=mask, labels=targets).loss
     expected.backward()
     loss, gradients = trained_loss(folder, labels)

@@ -109,7 +109,7 @@ def entropy(logits: Tensor, labels: Tensor) -> Tensor:
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_sum_and_count(model, loss, formula):
+def test_sum_and_gradients_are_those_of_the_formula(model, loss, formula):
     tokens, labels = batch()
     reference, chosen = copy.deepcopy(model), labels != -100
     exact = formula(reference(tokens).double()[chosen], labels[chosen])
@@ -157,7 +157,7 @@ def lambda_loss(function: Callable[..., object]) -> nn.Module:
         ("cross_entropy", "str is no torch.nn.Module"),
     ],
 )
-def test_refused_in_one_sentence(model, loss, message):
+def test_losses_that_cannot_train_are_refused_in_one_sentence(model, loss, message):
     with pytest.raises(LossError, match=message) as raised:
         setup_loss(loss, model)
     assert str(raised.value).startswith("loss: ")

@@ -67,7 +67,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("loss", "chunked", "definition"), CASES)
-def test_definition_and_gradient(loss, chunked, definition):
+def test_divergence_and_gradient_equal_their_definition(loss, chunked, definition):
     student, teacher, labels = inputs()
     exact = definition(student, teacher, labels)
     (grad,) = torch.autograd.grad(exact, student)
@@ -99,7 +99,7 @@ class Adapted(nn.Linear):
 
 @pytest.mark.parametrize("kind", ["plain", "bias", "capped", "adapted", "frozen"])
 @pytest.mark.parametrize(("loss", "chunked", "definition"), CASES)
-def test_hidden_states_of_other_sizes(loss, chunked, definition, kind, monkeypatch):
+def test_divergence_of_hidden_states_equals_its_definition(loss, chunked, definition, kind, monkeypatch):
     """Gradients of hidden states and weights, in several chunks; the teacher's vocabulary has padding."""
     monkeypatch.setattr(kd_losses_module, "_MIN_CHUNK_ROWS", 4)
     torch.manual_seed(0)

@@ -8,7 +8,7 @@ from torch import nn
 
 from tests.torchtune.modules.low_precision.small import TOKENS, make_model
 from torchtune.modules.conversion import apply_conversions
-from torchtune.modules.low_precision.fake_quantization import fake_quant_layers, set_fake_quant
+from torchtune.modules.low_precision.layers import fake_quant_layers, set_fake_quant
 from torchtune.modules.low_precision.quantizers import FakeQuantize
 from torchtune.training import quantization
 
@@ -46,6 +46,17 @@ def test_fake_quantization_begins_after_the_given_steps():
     steps_done = 2
     assert torch.equal(model(TOKENS), always_on(TOKENS))
     assert not torch.equal(model(TOKENS), plain(TOKENS))
+
+
+def test_copied_model_begins_fake_quantization_by_itself():
+    model = make_model()
+    quantizer = quantization.Int8DynActInt4WeightQATQuantizer(groupsize=16)
+    conversion = FakeQuantize(quantizer.base_config, after_n_steps=2, step=lambda: 2, total_steps=3)
+    apply_conversions(model, [conversion])
+    set_fake_quant(model.layers[0].attn.q_proj, enabled=False)
+    twin = copy.deepcopy(model)
+    assert torch.equal(twin(TOKENS), quantizer.prepare(make_model())(TOKENS))
+    assert not model.layers[0].attn.q_proj.fake_quant.on
 
 
 def test_one_layer_switches_all_layers_of_its_model():

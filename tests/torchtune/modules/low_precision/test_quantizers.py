@@ -8,7 +8,7 @@ from torch import nn
 
 from tests.torchtune.modules.low_precision.small import TOKENS, make_model
 from torchtune.modules.conversion import ConversionError, apply_conversions
-from torchtune.modules.low_precision.fake_quantization import FakeQuantLinear, fake_quant_layers
+from torchtune.modules.low_precision.layers import FakeQuantLinear, fake_quant_layers
 from torchtune.modules.low_precision.quantizers import FakeQuantize, quantizable_layers
 from torchtune.modules.low_precision.torchao_interface import torchao_quantization
 from torchtune.modules.moe import GroupedExperts

@@ -85,22 +85,34 @@ def test_one_tile_of_clip_is_filled():
     torch.testing.assert_close(row["image"][0, :, 0, 112].float(), black, rtol=0, atol=0.01)
 
 
-def test_wrong_settings_and_images():
-    image = torch.zeros(1, 6, 8)
-    for broken in (
-        lambda: tile_crop(image, 4),
-        lambda: CLIPImageTransform(resample="lanczos"),
-        lambda: CLIPImageTransform(image_mean=CLIP_MEAN),
-        lambda: CLIPImageTransform(image_mean=[0.5], image_std=[0.5]),
-        lambda: CLIPImageTransform(max_num_tiles=None),
-        lambda: CLIPImageTransform(tile_size=5, possible_resolutions=[(5, 7)])({"image": torch.zeros(3, 5, 7)}),
-        lambda: CLIPImageTransform()({"image": torch.zeros(4, 2, 2)}),
-        lambda: CLIPImageTransform()({"image": torch.zeros(3, 2, 2, dtype=torch.int64)}),
-        lambda: VisionCrossAttentionMask(28, 13, 9),
-        lambda: VisionCrossAttentionMask(28, 14, 9)({"tokens": [9], "encoder_input": {"images": []}}),
-    ):
-        with pytest.raises(DataError):
-            broken()
+@pytest.mark.parametrize(
+    ("settings", "image", "message"),
+    [
+        ({"resample": "lanczos"}, None, "resample must be one of .*, not 'lanczos'"),
+        ({"image_mean": CLIP_MEAN}, None, "image_mean and image_std belong together"),
+        ({"image_mean": [0.5], "image_std": [0.5]}, None, "image_mean needs 3 values"),
+        ({"max_num_tiles": None}, None, "needs possible_resolutions or max_num_tiles"),
+        ({"tile_size": 5, "possible_resolutions": [(5, 7)]}, torch.zeros(3, 5, 7), "5 x 7 .* is not of whole tiles"),
+        ({}, torch.zeros(4, 2, 2), r"of 1 or 3 channels, not \(4, 2, 2\)"),
+        ({}, torch.zeros(3, 2, 2, dtype=torch.int64), "uint8 or floating point, not torch.int64"),
+    ],
+)
+def test_settings_and_images_that_do_not_fit_are_refused(settings, image, message):
+    with pytest.raises(DataError, match=message):
+        CLIPImageTransform(**settings)({"image": image})
+
+
+def test_tiles_and_patches_that_do_not_divide_are_refused():
+    with pytest.raises(DataError, match="6 x 8 cannot be cut into tiles of 4"):
+        tile_crop(torch.zeros(1, 6, 8), 4)
+    with pytest.raises(DataError, match="patch_size=13 does not divide tile_size=28"):
+        VisionCrossAttentionMask(28, 13, 9)
+
+
+def test_image_tokens_without_an_image_are_refused():
+    mask = VisionCrossAttentionMask(28, 14, 9)
+    with pytest.raises(DataError, match="has 1 tokens of images, but there are 0 images"):
+        mask({"tokens": [9], "encoder_input": {"images": []}})
 
 
 def test_images_are_read_upright_and_on_white(tmp_path):

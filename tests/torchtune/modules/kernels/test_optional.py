@@ -361,16 +361,17 @@ def test_generation_with_a_cache_does_not_use_kernels_for_training():
 
 
 @pytest.mark.usefixtures("stand_ins")
-def test_swiglu_and_products_of_experts_by_kernels_of_other_packages():
+def test_kernels_of_other_packages_compute_swiglu_and_products_of_experts():
     torch.manual_seed(0)
     gate, up = (torch.randn(7, 12, dtype=torch.float64, requires_grad=True) for _ in range(2))
     torch.testing.assert_close(SWIGLU.load().apply(gate, up), nn.functional.silu(gate) * up)
     assert torch.autograd.gradcheck(SWIGLU.load().apply, (gate, up))
     x, weight, counts = torch.randn(9, 16), torch.randn(3, 16, 8), torch.tensor([4, 0, 5])
-    other = grouped._other_grouped_mm(GROUPED_PRODUCTS.load(), x, weight, counts)
-    torch.testing.assert_close(other, grouped_mm(x, weight, RowGroups.of(counts)))
-    of_weight = GROUPED_PRODUCTS.load()(x, other, counts, trans_a=True)
-    torch.testing.assert_close(of_weight, grouped.grouped_outer(x, other, RowGroups.of(counts)))
+    groups = RowGroups.of(counts)
+    product = grouped._other_grouped_mm(GROUPED_PRODUCTS.load(), x, weight, counts)
+    torch.testing.assert_close(product, grouped_mm(x, weight, groups))
+    of_weight = GROUPED_PRODUCTS.load()(x, product, counts, trans_a=True)
+    torch.testing.assert_close(of_weight, grouped.grouped_outer(x, product, groups))
 
 
 @pytest.mark.usefixtures("stand_ins")
@@ -414,7 +415,7 @@ def test_cost_of_a_missing_package_is_logged_once(caplog, monkeypatch):
         ((7, 5), CAUSAL_CONV, None),
     ],
 )
-def test_the_card_decides(capability, kernel, reason, monkeypatch):
+def test_the_capability_of_the_card_decides_over_a_kernel(capability, kernel, reason, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
     problem = kernel.obstacle(CUDA, torch.float16)
     assert problem is None if reason is None else problem.startswith(reason)
