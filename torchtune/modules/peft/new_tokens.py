@@ -42,10 +42,12 @@ class GrownEmbedding(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Embed token ids ``[...]`` to ``[..., d]``."""
-        first = self.num_embeddings - len(self.new_rows)  # the first new token
-        new = F.embedding((tokens - first).clamp(min=0), self.new_rows)  # [..., d]
+        first_new = self.num_embeddings - len(self.new_rows)
+        # All tokens by both, because the host does not know which of them are new.
+        new = F.embedding((tokens - first_new).clamp(min=0), self.new_rows)  # [..., d]
         old = F.embedding(tokens, self.weight)  # [..., d]
-        return torch.where((tokens >= first).unsqueeze(-1), new, old)
+        is_new = tokens >= first_new  # [...]
+        return torch.where(is_new.unsqueeze(-1), new, old)
 
 
 class GrownLinear(nn.Module):
@@ -77,7 +79,8 @@ class TiedGrownLinear(TiedLinear):
 
     def __call__(self, x: Tensor) -> Tensor:
         """Compute logits: ``[..., d]`` to ``[..., v]``."""
-        return soft_cap(_project_grown(x, self.tied_module), self.softcap)
+        logits = _project_grown(x, self.tied_module)
+        return soft_cap(logits, self.softcap)
 
 
 def _project_grown(x: Tensor, grown: GrownEmbedding | GrownLinear) -> Tensor:
@@ -93,6 +96,7 @@ def _project_grown(x: Tensor, grown: GrownEmbedding | GrownLinear) -> Tensor:
 
 
 def _project_shard(x: Tensor, grown: GrownEmbedding | GrownLinear) -> Tensor:
+    """Compute this rank's columns of the logits, some of them of old and some of new rows, and all-gather them."""
     from torchtune.modules.parallel.collectives import gather_vocabulary, sum_gradients  # slow to import
 
     if grown.weight.device_mesh.mesh_dim_names != ("tp",):
@@ -100,12 +104,14 @@ def _project_shard(x: Tensor, grown: GrownEmbedding | GrownLinear) -> Tensor:
     group = grown.weight.device_mesh.get_group()
     weight = grown.weight.to_local()  # [v / ranks, d]
     new_rows = sum_gradients(grown.new_rows.to_local(), group)  # [n, d], on every rank
-    # Columns of this rank that are new, counted from the first new one.
-    start = group.rank() * len(weight) - (grown.weight.shape[0] - len(new_rows))
+    # This rank's columns, counted from the first new one: those below 0 are old.
+    num_old = grown.weight.shape[0] - len(new_rows)
+    start = group.rank() * len(weight) - num_old
     end = start + len(weight)
     old_logits = F.linear(x, weight[: max(0, -start)])
     new_logits = F.linear(x, new_rows[max(0, start) : max(0, end)])
-    return gather_vocabulary(torch.cat([old_logits, new_logits], dim=-1), group)
+    logits = torch.cat([old_logits, new_logits], dim=-1)  # [..., v / ranks]
+    return gather_vocabulary(logits, group)
 
 
 class NewTokens(Conversion):
@@ -189,15 +195,15 @@ class NewTokens(Conversion):
         """
         self.check(model)
         paths = ["tok_embeddings"]
-        output = model.output
+        output = model.output  # may be tied to the embedding that is replaced now
         model.tok_embeddings = GrownEmbedding(model.tok_embeddings, self.num_new)
         if isinstance(output, TiedLinear):
             model.output = TiedGrownLinear(model.tok_embeddings, output.softcap)
         elif not _is_classifier(model):
             model.output = GrownLinear(output, self.num_new)
             paths.append("output")
-        number = sum(model.get_parameter(f"{path}.{NEW_ROWS}").numel() for path in paths)
-        return ConversionReport("New tokens", paths, number, f"their {self.num_new} rows are trained")
+        num_trained = sum(model.get_parameter(f"{path}.{NEW_ROWS}").numel() for path in paths)
+        return ConversionReport("New tokens", paths, num_trained, f"their {self.num_new} rows are trained")
 
     def owned_parameters(self, model: nn.Module) -> set[str]:
         """Return the names of the trained rows."""
@@ -214,10 +220,13 @@ class NewTokens(Conversion):
 
     def new_rows(self, model: nn.Module) -> dict[str, tuple[str, list[int]]]:
         """Return weight name -> (name of its trained rows, their token ids)."""
-        paths = [path for path, module in model.named_modules() if isinstance(module, GrownEmbedding | GrownLinear)]
         size = model.tok_embeddings.num_embeddings
         ids = list(range(size - self.num_new, size))
-        return {f"{path}.weight": (f"{path}.{NEW_ROWS}", ids) for path in paths}
+        rows = {}
+        for path, module in model.named_modules():
+            if isinstance(module, GrownEmbedding | GrownLinear):
+                rows[f"{path}.weight"] = (f"{path}.{NEW_ROWS}", ids)
+        return rows
 
     def parallel_style(self, module: nn.Module, style: "ParallelStyle") -> "ParallelStyle":
         """Return the style of an embedding or a projection with new rows; other styles are unchanged."""
@@ -229,4 +238,5 @@ class NewTokens(Conversion):
 
 
 def _is_classifier(model: nn.Module) -> bool:
+    """Return whether the output projection is a head of classes, which has no rows of tokens."""
     return "output.weight" not in vocabulary_weights(model) and isinstance(model.output, nn.Module)
