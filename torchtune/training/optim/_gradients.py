@@ -25,17 +25,20 @@ _SKIPPING = {torch.optim.Adagrad, torch.optim.Adam, torch.optim.AdamW, torch.opt
 
 
 def _norm_of_norms(norms: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the norm of tensors together, from their norms, which may be on different devices."""
     if len(norms) == 1:
         return norms[0]
     device = norms[0].device
-    return torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms]))
+    stacked = torch.stack([norm.to(device) for norm in norms])  # [number of norms]
+    return torch.linalg.vector_norm(stacked)
 
 
 def _norm_over_ranks(grads: list[torch.Tensor]) -> torch.Tensor:
     """Return the norm over all ranks of gradients of one dtype, device and sharding."""
     layout = grads[0]
     dtype = torch.promote_types(layout.dtype, torch.float32)  # a 16-bit norm has only 8 or 11 significant bits
-    norm = _norm_of_norms(torch._foreach_norm([own_part(grad) for grad in grads], 2, dtype=dtype))
+    shards = [own_part(grad) for grad in grads]
+    norm = _norm_of_norms(torch._foreach_norm(shards, 2, dtype=dtype))
     if not isinstance(layout, DTensor):
         return norm
     # Shards are disjoint, so their squared norms add up; replicas have the same gradient, and count once.
@@ -90,12 +93,13 @@ def clip_grad_norm_(
     if max_norm is None:
         clip = torch.ones_like(norm)
     else:
-        clip = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        clip = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch: 1e-6 is for a norm of 0
     for (device, dtype), same_kind in _by_device_and_dtype(grads).items():
         factor = clip
         if loss_scale != 1.0 and dtype != torch.float16:
             factor = clip / loss_scale
-        torch._foreach_mul_([own_part(grad) for grad in same_kind], factor.to(device))
+        shards = [own_part(grad) for grad in same_kind]
+        torch._foreach_mul_(shards, factor.to(device))
     return norm
 
 
@@ -168,7 +172,9 @@ class LossScaler:
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """Return the loss, scaled if the model is in float16."""
-        return loss * self.factor if self.is_enabled else loss
+        if not self.is_enabled:
+            return loss
+        return loss * self.factor
 
     @property
     def can_shrink(self) -> bool:
@@ -276,7 +282,8 @@ class DeviceSkips:
         found_inf = is_bad.float()  # as torch's kernels read it
         for optimizer in self._optimizers:
             optimizer.found_inf = found_inf
-            # A bad step changes no tensor on the device, but it makes new states, and counts on the host.
+            # A bad step changes no tensor on the device, but it makes new states, and counts on the host. So copies of
+            # the dicts are enough, without the tensors in them.
             states = {parameter: dict(state) for parameter, state in optimizer.state.items()}
             self._states_before[optimizer] = states
             if isinstance(optimizer, LowPrecisionOptimizer):
@@ -305,7 +312,7 @@ def single_optimizers(optimizer: Optimizer) -> Iterator[Optimizer]:
     if not isinstance(optimizer, OptimizerMap):
         yield optimizer
         return
-    for member in optimizer.optim_map.values():
+    for member in optimizer.optim_map.values():  # may be combined, too
         yield from single_optimizers(member)
 
 
@@ -316,14 +323,16 @@ def _can_skip(optimizer: Optimizer) -> bool:
             return False
     if isinstance(optimizer, LowPrecisionOptimizer):
         return optimizer.can_skip_on_device
-    has_kernel = type(optimizer) in _SKIPPING
-    return has_kernel and all(group.get("fused") for group in optimizer.param_groups)
+    if type(optimizer) not in _SKIPPING:
+        return False
+    return all(group.get("fused") for group in optimizer.param_groups)
 
 
 def _has_post_hook(model: torch.nn.Module) -> bool:
     """Return whether a conversion of a model, or of a part of it, does something after each step."""
     for part in model.modules():
         for conversion in get_conversions(part):
-            if type(conversion).post_optimizer_hook is not Conversion.post_optimizer_hook:
+            is_overridden = type(conversion).post_optimizer_hook is not Conversion.post_optimizer_hook
+            if is_overridden:
                 return True
     return False

@@ -103,8 +103,10 @@ class GroupedOptimizer:
 
         settings = {name: value for name, value in group.items() if name not in _GROUP_KEYS}
         if group.get("lr_ratio") is not None:
+            # The rate of the group, or else of the outer settings, or else of the optimizer's signature.
             default_lr = inspect.signature(self._class).parameters["lr"].default
-            base_lr = settings.get("lr", self._settings.get("lr", default_lr))
+            outer_lr = self._settings.get("lr", default_lr)
+            base_lr = settings.get("lr", outer_lr)
             settings["lr"] = base_lr * group["lr_ratio"]
         optimizer_class = None
         if group.get("optimizer") is not None:
@@ -147,6 +149,7 @@ class GroupedOptimizer:
             log_rank_zero(get_logger(), f"Optimizer of {len(named)} parameters: {', '.join(descriptions)}.")
 
     def _first_match(self, name: str, parameter: torch.nn.Parameter) -> int:
+        """Return the number of the first group that takes a parameter."""
         for number, group in enumerate(self._groups):
             if group.matches(name, parameter):
                 return number
@@ -158,7 +161,8 @@ class GroupedOptimizer:
         reason = "no trained parameter"
         if any(group.matches(name, parameter) for name, parameter in named):
             reason = "only parameters that an earlier group has"
-        nearest = ", ".join(nearest_module_names(group.pattern, [name for name, _ in named]))
+        names = [name for name, _ in named]
+        nearest = ", ".join(nearest_module_names(group.pattern, names))
         raise UserError(
             f"optimizer.groups[{number}]: the pattern '{group.pattern}' matches {reason}; nearest are {nearest}."
         )
@@ -206,7 +210,7 @@ class GroupedOptimizer:
                 optimizers.setdefault(outer_name, None)
                 continue
             name = group.optimizer_class.__name__
-            if name == outer_name or name in optimizers:
+            if name == outer_name or name in optimizers:  # the names are keys of the state dict
                 name = f"{name} {number}"
             subject = f"optimizer, group '{group.pattern}'"
             optimizers[name] = _build(group.optimizer_class, members, group.settings, subject)
@@ -282,12 +286,15 @@ class MuonWithAdamW(GroupedOptimizer):
         super().assign(named, model, quiet=quiet)
 
     def _is_matrix(self, name: str, parameter: torch.Tensor) -> bool:
+        """Return whether Muon takes a parameter."""
         return parameter.dim() == 2 and parameter not in self._not_for_muon
 
 
 def _optimizer_class(path: Any, key: str) -> type[Optimizer]:
     """Return the optimizer at a dotted path, which is the value of ``key`` in the config."""
-    optimizer_class = locate(path) if isinstance(path, str) else path
+    optimizer_class = path
+    if isinstance(path, str):
+        optimizer_class = locate(path)
     if not isinstance(optimizer_class, type) or not issubclass(optimizer_class, Optimizer):
         raise UserError(f"{key}: '{path}' is not an optimizer: name a class such as torch.optim.AdamW.")
     return optimizer_class
@@ -296,6 +303,7 @@ def _optimizer_class(path: Any, key: str) -> type[Optimizer]:
 def _build(
     optimizer_class: type[Optimizer], parameters: Sequence[Any], settings: Mapping[str, Any], subject: str
 ) -> Optimizer:
+    """Build an optimizer; ``subject`` says in messages which one."""
     try:
         return optimizer_class(parameters, **settings)
     except (TypeError, ValueError) as error:

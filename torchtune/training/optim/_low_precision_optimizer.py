@@ -119,7 +119,9 @@ class LowPrecisionOptimizer(Optimizer):
         self.num_steps = 0
         self._element_ids: dict[torch.nn.Parameter, ElementIds] = {}
         self.precision = precision
-        self.state_format = None if low_bit is None else low_bit.name
+        self.state_format: str | None = None
+        if low_bit is not None:
+            self.state_format = low_bit.name
         self.loss_scale = 1.0
         self.found_inf: torch.Tensor | None = None
         super().__init__(optimizer.param_groups, optimizer.defaults)
@@ -174,9 +176,11 @@ class LowPrecisionOptimizer(Optimizer):
     # Rounding.
 
     def _is_rounded_stochastically(self, stored: torch.Tensor) -> bool:
+        """Return whether new values of a stored tensor, a parameter or one of its states, are rounded so."""
         return self.precision == "stochastic_rounding" and stored.dtype == torch.bfloat16
 
     def _ids_of(self, parameter: torch.nn.Parameter) -> ElementIds:
+        """Return the ids of the elements of a parameter, made at the first use: its layout never changes."""
         if parameter not in self._element_ids:
             self._element_ids[parameter] = ElementIds(parameter, self._names[parameter])
         return self._element_ids[parameter]
@@ -185,10 +189,13 @@ class LowPrecisionOptimizer(Optimizer):
         self, parameter: torch.nn.Parameter, values: torch.Tensor, piece: slice | None, *, step: int, draw: int
     ) -> torch.Tensor:
         """Return the rounding noise of the elements of a piece, int32 in the shape of ``values``."""
-        first = 0 if piece is None else piece.start
-        ids = self._ids_of(parameter).of(first, values.numel(), values.device)
+        first = 0
+        if piece is not None:
+            first = piece.start
+        ids = self._ids_of(parameter).of(first, values.numel(), values.device)  # [n]
         bits = random_bits(ids, rounding_key(self._seed, step))
-        return rounding_noise(bits, draw).view(values.shape)
+        noise = rounding_noise(bits, draw)
+        return noise.view(values.shape)
 
     # Steps.
 
@@ -237,7 +244,9 @@ class LowPrecisionOptimizer(Optimizer):
     ) -> None:
         """Step parameters on ``device``, a piece at a time, so that temporary tensors stay small."""
         size = rounded_piece_size(device)  # once, because it depends on whether the step is compiled
-        is_skipped = None if self.found_inf is None else self.found_inf != 0
+        is_skipped: torch.Tensor | None = None
+        if self.found_inf is not None:
+            is_skipped = self.found_inf != 0
         key = _on_device(rounding_key(self._seed, self.num_steps), torch.int32, device)
         # Parameters of the same age have the same scalars, and can share a launch.
         parameters_by_step: dict[int, list[torch.nn.Parameter]] = {}
@@ -246,17 +255,25 @@ class LowPrecisionOptimizer(Optimizer):
             parameters_by_step.setdefault(step, []).append(parameter)
         for step, same_age in parameters_by_step.items():
             scalars = _on_device(rule.scalars(group, step), torch.float32, device)
-            in_place = [parameter for parameter in same_age if self._is_stepped_in_place(parameter, rule)]
             pieces: list[Piece] = []
-            for parameter in in_place:
-                pieces += self._storage_pieces(parameter, rule, size)
-            step_pieces(rule.function, pieces, scalars, self._origins(in_place, size, device), key, is_skipped)
-            copied = [parameter for parameter in same_age if not self._is_stepped_in_place(parameter, rule)]
-            # A simulation counts the copies of a piece, which would be those of the whole shard.
-            copied_size = piece_size(device) if is_simulated() else size
-            origins = iter(self._origins(copied, copied_size, device).unbind())
+            in_place: list[torch.nn.Parameter] = []
+            copied: list[torch.nn.Parameter] = []
+            for parameter in same_age:
+                if self._is_stepped_in_place(parameter, rule):
+                    in_place.append(parameter)
+                    pieces += self._storage_pieces(parameter, rule, size)
+                else:
+                    copied.append(parameter)
+            origins = self._origins(in_place, size, device)
+            step_pieces(rule.function, pieces, scalars, origins, key, is_skipped)
+
+            copied_size = size
+            if is_simulated():
+                # It counts the copies of a piece, and its pieces are whole shards.
+                copied_size = piece_size(device)
+            copied_origins = iter(self._origins(copied, copied_size, device).unbind())
             for parameter in copied:
-                self._step_copies(parameter, rule, scalars, key, origins, copied_size, is_skipped)
+                self._step_copies(parameter, rule, scalars, key, copied_origins, copied_size, is_skipped)
 
     def _is_stepped_in_place(self, parameter: torch.nn.Parameter, rule: UpdateRule) -> bool:
         """Return whether the stored tensors of a parameter are runs of its elements, which an update can change."""
@@ -279,7 +296,8 @@ class LowPrecisionOptimizer(Optimizer):
         pieces = []
         for first in range(0, weights.numel(), size):
             piece = slice(first, first + size)
-            pieces.append(Piece(weights[piece], grads[piece], [state[piece] for state in states]))
+            states_of_piece = [state[piece] for state in states]
+            pieces.append(Piece(weights[piece], grads[piece], states_of_piece))
         return pieces
 
     def _origins(self, parameters: list[torch.nn.Parameter], size: int, device: torch.device) -> torch.Tensor:
@@ -288,7 +306,8 @@ class LowPrecisionOptimizer(Optimizer):
         for parameter in parameters:
             ids = self._ids_of(parameter)
             for first in range(0, own_part(parameter).numel(), size):
-                origins.append([*ids.origin(first), 0, 0])
+                position, name_hash = ids.origin(first)
+                origins.append([position, name_hash, 0, 0])
         return _on_device(origins, torch.int32, device).view(-1, 4)
 
     def _count_step(self, parameter: torch.nn.Parameter, rule: UpdateRule) -> int:
@@ -306,9 +325,9 @@ class LowPrecisionOptimizer(Optimizer):
             is_first = bool(missing)
             return 1 if is_first else 2
         # The count stays in host memory: a scalar on the device would have to be read back.
-        step = torch.as_tensor(state.get("step", 0.0), dtype=torch.float32).cpu() + 1
-        state["step"] = step
-        return int(step)
+        steps_before = torch.as_tensor(state.get("step", 0.0), dtype=torch.float32).cpu()
+        state["step"] = steps_before + 1
+        return int(state["step"])
 
     def _step_copies(
         self,
@@ -341,8 +360,9 @@ class LowPrecisionOptimizer(Optimizer):
             if is_low_bit:
                 # A shard may end within a block, whose other elements are padding.
                 step_states = [state.dequantize()[: weight.numel()] for state in stored_states]
-            # The elements of a run follow from its origin.
-            piece_ids = None if ids.is_run else ids.of(first, weight.numel(), weight.device)
+            piece_ids = None  # the elements of a run follow from its origin
+            if not ids.is_run:
+                piece_ids = ids.of(first, weight.numel(), weight.device)
             step_piece(
                 rule.function,
                 Piece(weight, flat_grads[piece], step_states),
@@ -439,10 +459,15 @@ class LowPrecisionOptimizer(Optimizer):
         For an optimizer that is not elementwise, the full tensor is gathered from all ranks.
         """
         if _is_low_bit_state(stored):
-            return stored.dequantize()[: like.numel()].view(like.shape)
-        stand_in = stored.float() if stored.dtype in HALF else stored
+            dequantized = stored.dequantize()[: like.numel()]  # without the padding of the last block
+            return dequantized.view(like.shape)
+        stand_in = stored
+        if stored.dtype in HALF:
+            stand_in = stored.float()
         stand_in = stand_in.contiguous()
-        return stand_in if self._elementwise else _gather_like(stand_in, parameter)
+        if not self._elementwise:
+            stand_in = _gather_like(stand_in, parameter)
+        return stand_in
 
     def _run_base_optimizer(
         self, settings: dict[str, Any], weight: torch.Tensor, grad: torch.Tensor, state: dict[str, Any]
@@ -491,8 +516,8 @@ class LowPrecisionOptimizer(Optimizer):
         if key not in state:
             shard = own_part(parameter)
             if self._is_low_bit(parameter):
-                # Adam's first moment has a sign, the second has none.
-                state[key] = self._low_bit.zeros(shard.numel(), shard.device, signed=key == "exp_avg")
+                has_sign = key == "exp_avg"  # Adam's first moment; the second is a mean of squares
+                state[key] = self._low_bit.zeros(shard.numel(), shard.device, signed=has_sign)
             else:
                 state[key] = torch.empty_like(shard, dtype=self._storage_dtype(parameter), requires_grad=False)
         return state[key]
@@ -509,7 +534,8 @@ class LowPrecisionOptimizer(Optimizer):
             states[self._names[parameter]] = _plain_tensors(parameter, state)
         groups = []
         for group in self.param_groups:
-            groups.append({**group, "params": [self._names[parameter] for parameter in group["params"]]})
+            names = [self._names[parameter] for parameter in group["params"]]
+            groups.append({**group, "params": names})
         precision = {"mode": self.precision, "seed": self._seed, "step": self.num_steps, "rounding": _ROUNDING}
         if self.state_format is not None:
             precision["states"] = self.state_format
@@ -619,18 +645,18 @@ def _on_device(values: Any, dtype: torch.dtype, device: torch.device) -> torch.T
 
 def _cut(tensor: torch.Tensor, piece: slice | None) -> torch.Tensor:
     """Return the elements of a piece, ``[n]``, or the whole tensor in its own shape."""
-    return tensor if piece is None else tensor.view(-1)[piece]
+    if piece is None:
+        return tensor
+    return tensor.view(-1)[piece]
 
 
 def _is_per_element(value: Any, like: torch.Tensor) -> bool:
     """Return whether ``value`` has one number per element; quantized states and factors are stored unchanged."""
-    return (
-        isinstance(value, torch.Tensor)
-        and not hasattr(value, "__tensor_flatten__")
-        and value.shape == like.shape
-        and value.dim() > 0
-        and value.is_floating_point()
-    )
+    if not isinstance(value, torch.Tensor) or hasattr(value, "__tensor_flatten__"):
+        return False
+    if value.dim() == 0:  # a count of steps, as far as can be told if the parameter is a scalar
+        return False
+    return value.shape == like.shape and value.is_floating_point()
 
 
 def _own_grad(parameter: torch.nn.Parameter) -> torch.Tensor:
@@ -675,10 +701,12 @@ def _write_low_bit(state: torch.Tensor, values: torch.Tensor) -> None:
         state.copy_(values)
         return
     blocks = values.view(len(state.scale), -1)  # [blocks, block_size]
-    scale = blocks.abs().amax(-1).clamp_(min=1e-12)
+    scale = blocks.abs().amax(-1).clamp_(min=1e-12)  # [blocks]; a block of zeros is not divided by 0
+    normalized = (blocks / scale[:, None]).view(-1)  # from -1 to 1
     # A value has the nearest code: the borders are in the middle between the values of neighboring codes.
-    borders = (state.qmap[1:] - state.qmap[:-1]) * 0.5 + state.qmap[:-1]
-    normalized = (blocks / scale[:, None]).view(-1)
+    lower_values = state.qmap[:-1]
+    upper_values = state.qmap[1:]
+    borders = (upper_values - lower_values) * 0.5 + lower_values
     codes = torch.bucketize(normalized, borders, right=True, out_int32=True).to(torch.uint8)
     if len(state.codes) < len(codes):  # 4 bits: two codes in a byte
         codes = codes[::2] << 4 | codes[1::2]
@@ -704,7 +732,8 @@ def _plain_tensors(parameter: torch.nn.Parameter, state: dict[str, Any]) -> dict
 
 def _copy_row(stored: torch.Tensor, row: torch.Tensor) -> None:
     """Copy this rank's row of stacked codes or scales, which may be padded to the longest row."""
-    stored.copy_(row.reshape(-1)[: stored.numel()])
+    flat_row = row.reshape(-1)  # [1, ..., 1, longest] -> [longest]
+    stored.copy_(flat_row[: stored.numel()])
 
 
 def adopt_masters(optimizer: Optimizer) -> None:

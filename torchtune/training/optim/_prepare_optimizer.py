@@ -136,8 +136,9 @@ def _with_decimal_rates(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """
     decimal_groups = []
     for group in groups:
-        rate = float(f"{float(group['lr']):.7g}")
-        decimal_groups.append({**group, "lr": rate})
+        rate = float(group["lr"])
+        decimal_rate = float(f"{rate:.7g}")
+        decimal_groups.append({**group, "lr": decimal_rate})
     return decimal_groups
 
 
@@ -193,8 +194,10 @@ def setup_optimizer(
         )
     trained = require_trained(model)
     parameters = [parameter for _, parameter in trained]
-    # With an optimizer per parameter, the first one tells whether the factory describes groups.
-    optimizer = factory(parameters[:1] if in_backward else parameters)
+    if in_backward:  # an optimizer per parameter: the first one tells whether the factory describes groups
+        optimizer = factory(parameters[:1])
+    else:
+        optimizer = factory(parameters)
     if isinstance(optimizer, GroupedOptimizer):
         optimizer.assign(trained, model)
         factory = optimizer.make

@@ -69,7 +69,8 @@ def _adam(
     exp_avg = exp_avg + (grad - exp_avg) * one_minus_beta1
     exp_avg_sq = exp_avg_sq * beta2 + grad * grad * one_minus_beta2
     denominator = exp_avg_sq.sqrt() / correction2_sqrt + eps
-    return value - exp_avg / denominator * step_size, [exp_avg, exp_avg_sq]
+    value = value - exp_avg / denominator * step_size
+    return value, [exp_avg, exp_avg_sq]
 
 
 def sgd(
@@ -81,7 +82,8 @@ def sgd(
     if not states:
         return value - grad * lr, []
     buffer = states[0] * momentum + grad * one_minus_dampening
-    return value - buffer * lr, [buffer]
+    value = value - buffer * lr
+    return value, [buffer]
 
 
 def sgd_nesterov(
@@ -91,7 +93,9 @@ def sgd_nesterov(
     lr, decay, momentum, one_minus_dampening = scalars
     grad = grad + value * decay
     buffer = states[0] * momentum + grad * one_minus_dampening
-    return value - (grad + buffer * momentum) * lr, [buffer]
+    next_buffer = grad + buffer * momentum  # if the gradient of the next step were the same
+    value = value - next_buffer * lr
+    return value, [buffer]
 
 
 @dataclass(frozen=True)
@@ -122,7 +126,8 @@ def _adam_scalars(group: Mapping[str, Any], step: int) -> list[float]:
     # The averages start at zero: divided by these, they are unbiased.
     correction1 = 1 - beta1**step
     correction2 = 1 - beta2**step
-    return [decay, 1 - beta1, beta2, 1 - beta2, correction2**0.5, group["eps"], lr / correction1]
+    step_size = lr / correction1
+    return [decay, 1 - beta1, beta2, 1 - beta2, correction2**0.5, group["eps"], step_size]
 
 
 def _is_decoupled(group: Mapping[str, Any]) -> bool:
@@ -132,8 +137,9 @@ def _is_decoupled(group: Mapping[str, Any]) -> bool:
 
 def _sgd_scalars(group: Mapping[str, Any], step: int) -> list[float]:
     """Return the scalars of SGD, with or without momentum."""
-    # torch's momentum buffer starts as the first gradient, without dampening.
-    one_minus_dampening = 1.0 if step == 1 else 1 - group["dampening"]
+    one_minus_dampening = 1 - group["dampening"]
+    if step == 1:  # torch's momentum buffer starts as the first gradient, without dampening
+        one_minus_dampening = 1.0
     return [float(group["lr"]), group["weight_decay"], group["momentum"], one_minus_dampening]
 
 
@@ -194,7 +200,7 @@ def step_elements(
         start, name_hash, _, _ = origin.unbind()
         positions = torch.arange(weight.numel(), dtype=torch.int32, device=weight.device) + start
         ids = element_ids(positions, name_hash)
-    bits = random_bits(ids, key)
+    bits = random_bits(ids, key)  # int32 [n], of which the weight and each state take others
     float32_states = [state.float() for state in states]
     new_weight, new_states = update(weight.float(), grad.float(), float32_states, scalars.unbind())
     _write(weight, new_weight, bits, 0, is_skipped)
@@ -238,7 +244,9 @@ def step_pieces(
     num_bundled = 0
     if bundled_step.pays(pieces):
         num_bundled = bundled_step(update, pieces, scalars, origins, key, is_skipped)
-    for piece, origin in zip(pieces[num_bundled:], origins[num_bundled:].unbind(), strict=True):
+    single_pieces = pieces[num_bundled:]  # all, without launches; after a failure of the compiler, those not bundled
+    single_origins = origins[num_bundled:].unbind()
+    for piece, origin in zip(single_pieces, single_origins, strict=True):
         step_piece(update, piece, scalars, None, origin, key, is_skipped)
 
 
@@ -275,7 +283,8 @@ def _write(
 ) -> None:
     """Write float32 values to a stored tensor, stochastically rounded if it is bfloat16; see :func:`rounding_noise`."""
     if stored.dtype == torch.bfloat16:
-        values = round_to_bfloat16(values, rounding_noise(bits, draw))
+        noise = rounding_noise(bits, draw)
+        values = round_to_bfloat16(values, noise)
     if is_skipped is not None:
         values = torch.where(is_skipped, stored, values)
     stored.copy_(values)
@@ -346,10 +355,13 @@ class CompiledWhenItPays:
         if on_cpu and not has_cpp_compiler():
             self._function(*args)
             return
-        options = _cpu_options() if on_cpu else None
+        options = None
+        reference_args: Sequence[Any] = ()
+        if on_cpu:
+            options = _cpu_options()
+            # The function changes its arguments: the uncompiled call, to compare with, needs copies of them.
+            reference_args = _copies(args)
         compiled = torch.compile(self._function, dynamic=True, fullgraph=True, options=options)
-        # The function changes its arguments: the uncompiled call, to compare with, needs copies of them.
-        reference_args = _copies(args) if on_cpu else ()
         try:
             with one_compiler_thread():
                 compiled(*map(_without_base, args))
@@ -406,22 +418,29 @@ class BundledStep:
         if self._compiled is None:
             self._compiled = torch.compile(step_bundle, dynamic=True, fullgraph=True, options=_bundle_options())
         if not self._fillers:
-            # The compiler takes sizes that are equal in the first call for equal in all calls: these all differ.
-            self._fillers = [_filler(pieces[0], size=1003 + 2 * index) for index in range(BUNDLE)]
-            self._step_or_fail(
-                update, self._fillers, scalars, origins.new_zeros(BUNDLE, origins.shape[1]), key, is_skipped
-            )
+            self._make_fillers(like=pieces[0])
+            filler_origins = origins.new_zeros(BUNDLE, origins.shape[1])
+            self._step_or_fail(update, self._fillers, scalars, filler_origins, key, is_skipped)
         for first in range(0, len(pieces), BUNDLE):
+            if self._has_failed:
+                return first
             bundle = list(pieces[first : first + BUNDLE])
             # The last bundle begins with pieces of zeros, which take the origins of pieces of the bundle before.
             num_missing = BUNDLE - len(bundle)
             bundle = self._fillers[:num_missing] + bundle
             start = first - num_missing
-            if self._has_failed or not self._step_or_fail(
-                update, bundle, scalars, origins[start : start + BUNDLE], key, is_skipped
-            ):
+            bundle_origins = origins[start : start + BUNDLE]
+            if not self._step_or_fail(update, bundle, scalars, bundle_origins, key, is_skipped):
                 return first
         return len(pieces)
+
+    def _make_fillers(self, like: Piece) -> None:
+        """Make the pieces of zeros that fill the last bundle, with the dtypes of a piece."""
+        for index in range(BUNDLE):
+            # The compiler takes sizes that are equal in the first call for equal in all calls: these all differ.
+            size = 1003 + 2 * index
+            states = [state.new_zeros(size) for state in like.states]
+            self._fillers.append(Piece(like.weight.new_zeros(size), like.grad.new_zeros(size), states))
 
     def _step_or_fail(
         self,
@@ -444,15 +463,6 @@ class BundledStep:
             get_logger().info(f"Pieces of the optimizer step are not bundled: {first_line(error)}")
             return False
         return True
-
-
-def _filler(like: Piece, size: int) -> Piece:
-    """Return a piece of zeros with the dtypes of another."""
-    return Piece(
-        weight=like.weight.new_zeros(size),
-        grad=like.grad.new_zeros(size),
-        states=[state.new_zeros(size) for state in like.states],
-    )
 
 
 def _bundle_options() -> dict[str, Any]:
@@ -527,6 +537,7 @@ def _are_equal(args: Sequence[Any], reference_args: Sequence[Any]) -> bool:
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bits of a tensor, uint8 ``[bytes]``: NaN, which equals nothing, has bits that are equal."""
     return tensor.reshape(-1).view(torch.uint8)
 
 
@@ -535,7 +546,9 @@ def piece_size(device: torch.device) -> int:
 
     The number is a multiple of the block size of low-bit states.
     """
-    return 2**20 if computes_on_cpu(device) else 2**23
+    if computes_on_cpu(device):
+        return 2**20
+    return 2**23  # a launch must be short beside its work
 
 
 def rounded_piece_size(device: torch.device) -> int:
@@ -547,7 +560,7 @@ def rounded_piece_size(device: torch.device) -> int:
         return sys.maxsize
     if fused_step.is_compiled:
         return piece_size(device)
-    return 2**18 if computes_on_cpu(device) else 2**21
+    return piece_size(device) // 4
 
 
 # All optimizers of a process share them: with a step in the backward pass, each parameter has an optimizer.

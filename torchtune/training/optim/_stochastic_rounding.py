@@ -26,7 +26,8 @@ _GOLDEN = -1640531527  # 0x9E3779B1 as int32
 
 def hash_text(text: str) -> int:
     """Hash a text into a signed 32-bit integer."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little", signed=True)
+    digest = hashlib.blake2b(text.encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "little", signed=True)
 
 
 def rounding_key(seed: int, step: int) -> int:
@@ -51,6 +52,7 @@ def random_bits(ids: torch.Tensor, key: int | torch.Tensor) -> torch.Tensor:
     Shifts of int32 copy the sign, so they are masked.
     """
     bits = ids ^ key
+    # Each line makes the lower bits depend on the upper ones (shift) or the upper on the lower (product).
     bits = bits ^ ((bits >> 16) & 0xFFFF)
     bits = bits * 0x7FEB352D
     bits = bits ^ ((bits >> 15) & 0x1FFFF)
@@ -70,7 +72,8 @@ def rounding_noise(bits: torch.Tensor, draw: int) -> torch.Tensor:
         return (bits >> 16) & 0xFFFF
     if draw == 1:
         return bits & 0xFFFF
-    return ((bits * (_GOLDEN + 2 * draw)) >> 16) & 0xFFFF
+    mixed = bits * (_GOLDEN + 2 * draw)  # by an odd number, so that no information is lost
+    return (mixed >> 16) & 0xFFFF
 
 
 def round_to_bfloat16(values: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
@@ -86,6 +89,7 @@ def round_to_bfloat16(values: torch.Tensor, noise: torch.Tensor) -> torch.Tensor
     if not computes_on_cpu(values.device):
         # NaN of other devices has all bits set and would wrap around to -0.
         noise = torch.where(values != values, 0, noise)
+    # The noise carries into the upper half with the probability that the value rounds up.
     bits = (values.view(torch.int32) + noise) & _UPPER_HALF
     return bits.view(torch.float32)
 
@@ -101,8 +105,10 @@ def spread_within_rounding(values: torch.Tensor, noise: torch.Tensor) -> torch.T
         float32, in the shape of ``values``.
     """
     offset = noise.clamp(min=1) - 2**15  # from 1 - 2**15 to 2**15 - 1: never a tie
-    offset = torch.where((values == 0) | ~values.isfinite(), 0, offset)
-    return (values.view(torch.int32) + offset).view(torch.float32)
+    is_kept = (values == 0) | ~values.isfinite()
+    offset = torch.where(is_kept, 0, offset)
+    bits = values.view(torch.int32) + offset
+    return bits.view(torch.float32)
 
 
 class ElementIds:
@@ -131,7 +137,10 @@ class ElementIds:
         self._strides = [1] * parameter.dim()  # of the full tensor
         for dim in reversed(range(parameter.dim() - 1)):
             self._strides[dim] = self._strides[dim + 1] * parameter.shape[dim + 1]
-        self._start = sum(offset * stride for offset, stride in zip(offsets, self._strides, strict=True))
+        self._start = 0  # position of the first element
+        for offset, stride in zip(offsets, self._strides, strict=True):
+            self._start += offset * stride
+        # Only the first dimension is sharded, if any.
         self.is_run = self._shape[1:] == list(parameter.shape[1:])
 
     def origin(self, first: int) -> tuple[int, int]:
@@ -147,7 +156,8 @@ class ElementIds:
         else:
             # From the innermost dimension outward: the index in each dimension, times the full tensor's stride.
             for size, stride in zip(reversed(self._shape), reversed(self._strides), strict=True):
-                positions += local % size * stride
+                index = local % size
+                positions += index * stride
                 local = local // size
         return element_ids(_wrap_to_int32(positions).to(torch.int32), self.name_hash)
 
