@@ -116,6 +116,7 @@ class ParallelDims:
                 )
 
     def _check_experts(self) -> None:
+        """Raise unless ``ep`` divides the ranks with different tokens."""
         shards = self.dp_shard * self.cp * self.tp
         if shards % self.ep:
             factors = f"data_parallel_shard_dim {self.dp_shard} x context_parallel_dim {self.cp}"
@@ -129,10 +130,12 @@ class ParallelDims:
     def _check_same_sizes(self) -> None:
         """Check that all processes have the same sizes: each machine has a command line of its own. A collective."""
         sizes = [self.dp_replicate, self.dp_shard, self.cp, self.tp, self.ep]
-        # The maxima and minima (of the negative sizes) of all processes.
-        bounds = torch.tensor([sizes, [-size for size in sizes]], device=message_device())
+        # Maxima of the sizes, and of the negative sizes, which are the negative minima: one collective for both.
+        negative_sizes = [-size for size in sizes]
+        bounds = torch.tensor([sizes, negative_sizes], device=message_device())
         dist.all_reduce(bounds, dist.ReduceOp.MAX)
-        for name, largest, negative_smallest in zip((*_MESH, "ep"), *bounds.tolist(), strict=True):
+        all_largest, all_negative_smallest = bounds.tolist()
+        for name, largest, negative_smallest in zip((*_MESH, "ep"), all_largest, all_negative_smallest, strict=True):
             if largest != -negative_smallest:
                 raise ParallelDimsError(
                     f"{_SETTINGS[name]} is {-negative_smallest} on one rank and {largest} on another: give all "
@@ -285,7 +288,8 @@ class ParallelDims:
     def _experts(self) -> Any:
         """Mesh of the experts, with the same ranks; all processes build it at their first use."""
         # ep is innermost: neighbors, usually on one machine, exchange the tokens.
-        sizes = [self.dp_replicate, self.dp_shard * self.cp * self.tp // self.ep, self.ep]
+        shards = self.dp_shard * self.cp * self.tp
+        sizes = [self.dp_replicate, shards // self.ep, self.ep]
         names = ("dp_replicate", "dp_shard_of_experts", "ep")
         return dist.device_mesh.init_device_mesh(self.mesh.device_type, sizes, mesh_dim_names=names)
 
@@ -342,16 +346,20 @@ class ParallelDims:
         """
         if self.world_size == 1:
             values = _copy_to_host([*numbers, *flags])
-            return values[: len(numbers)], [bool(value) for value in values[len(numbers) :]]
+            own_flags = [bool(value) for value in values[len(numbers) :]]
+            return values[: len(numbers)], own_flags
         device = self._device
         if on_host and "cpu:" in dist.get_backend_config():  # older recipes may have made a group of the device alone
             device = torch.device("cpu")
         message = self._write_message(numbers, flags, device)
         totals = self._reduce(message, dist.ReduceOp.SUM)
         sums = []
-        for number, total in zip(numbers, totals, strict=False):  # the flags follow
-            sums.append(round(total) if isinstance(number, int) else total)
-        return sums, [count > 0 for count in totals[len(numbers) :]]
+        for number, total in zip(numbers, totals[: len(numbers)], strict=True):
+            if isinstance(number, int):
+                total = round(total)  # the message is float64
+            sums.append(total)
+        joint_flags = [count > 0 for count in totals[len(numbers) :]]
+        return sums, joint_flags
 
     def sends_from_device(self, numbers: Sequence["float | torch.Tensor"]) -> bool:
         """Return whether the host would wait for a device in :meth:`exchange`; the same on all processes."""
@@ -463,7 +471,9 @@ class ParallelDims:
 
     def gather(self, value: Any) -> list[Any]:
         """Return the values of all processes by rank. A collective; slow, as values are pickled."""
-        return all_gather_object(value) if self.world_size > 1 else [value]
+        if self.world_size == 1:
+            return [value]
+        return all_gather_object(value)
 
     def close(self) -> None:
         """Destroy the process group."""
@@ -477,7 +487,9 @@ class ParallelDims:
         see :meth:`Batch.pad_to_multiple <torchtune.data.Batch.pad_to_multiple>` and
         :meth:`Batch.split <torchtune.data.Batch.split>`.
         """
-        return collate_fn if self.non_data_parallel_size == 1 else _ShardedCollate(collate_fn, self)
+        if self.non_data_parallel_size == 1:
+            return collate_fn
+        return _ShardedCollate(collate_fn, self)
 
     @staticmethod
     def unsharded_collate(collate_fn: Collate) -> Collate:
@@ -485,7 +497,9 @@ class ParallelDims:
 
         A function that is not wrapped is returned unchanged.
         """
-        return collate_fn.collate_fn if isinstance(collate_fn, _ShardedCollate) else collate_fn
+        if isinstance(collate_fn, _ShardedCollate):
+            return collate_fn.collate_fn
+        return collate_fn
 
 
 class _ShardedCollate:
@@ -496,7 +510,8 @@ class _ShardedCollate:
         self._dims = dims
 
     def __call__(self, examples: list[Any]) -> Batch:
-        batch = Batch.from_dict(self.collate_fn(examples)).pad_to_multiple(self._dims.min_seq_len_divisor)
+        batch = Batch.from_dict(self.collate_fn(examples))
+        batch = batch.pad_to_multiple(self._dims.min_seq_len_divisor)
         if self._dims.cp == 1:
             return batch
         return batch.split(self._dims.mesh["cp"].get_local_rank(), self._dims.cp)
@@ -534,21 +549,24 @@ class LateExchange:
         self._arrival.synchronize()
         self._on_arrival()
         totals = self._on_host.tolist()
-        return totals[: self._num_numbers], [count > 0 for count in totals[self._num_numbers :]]
+        flags = [count > 0 for count in totals[self._num_numbers :]]
+        return totals[: self._num_numbers], flags
 
 
 def _gather_rows(rows: torch.Tensor, group: Any) -> tuple[torch.Tensor, int]:
     """Concatenate the rows of the ranks of a group; return them and the number of rows of the ranks before this one."""
     size = dist.get_world_size(group)
+    own_count = torch.tensor([len(rows)], device=rows.device)
     counts = torch.empty(size, dtype=torch.int64, device=rows.device)
-    dist.all_gather_into_tensor(counts, torch.tensor([len(rows)], device=rows.device), group)
+    dist.all_gather_into_tensor(counts, own_count, group)
     num_rows = counts.tolist()
     # A collective needs equal shapes: shorter parts are padded, and the padding is cut off.
-    padded = rows.new_zeros(max(num_rows), *rows.shape[1:])
-    padded = torch.cat([rows, padded[len(rows) :]])
+    zeros = rows.new_zeros(max(num_rows), *rows.shape[1:])
+    padded = torch.cat([rows, zeros[len(rows) :]])  # [most rows, ...]
     parts = _GatherParts.apply(padded, group)  # [size, most rows, ...]
     gathered = torch.cat([part[:number] for part, number in zip(parts, num_rows, strict=True)])
-    return gathered, sum(num_rows[: dist.get_rank(group)])
+    num_before = sum(num_rows[: dist.get_rank(group)])
+    return gathered, num_before
 
 
 class _GatherParts(torch.autograd.Function):
@@ -559,7 +577,9 @@ class _GatherParts(torch.autograd.Function):
         ctx.group = group
         parts = part.new_empty(dist.get_world_size(group), *part.shape)
         # As bytes, because gloo has no collectives of bools.
-        dist.all_gather_into_tensor(parts.flatten(0, 1).view(torch.uint8), part.contiguous().view(torch.uint8), group)
+        received = parts.flatten(0, 1).view(torch.uint8)
+        sent = part.contiguous().view(torch.uint8)
+        dist.all_gather_into_tensor(received, sent, group)
         return parts
 
     @staticmethod
@@ -575,13 +595,16 @@ def _copy_to_host(scalars: "Sequence[float | torch.Tensor]") -> list[Any]:
     for scalar in scalars:
         if isinstance(scalar, torch.Tensor) and scalar.is_cuda:
             on_device.append(scalar.to(torch.float64))
-    copied = iter(torch.stack(on_device).tolist() if on_device else ())
+    values_from_device: list[float] = []
+    if on_device:
+        values_from_device = torch.stack(on_device).tolist()
+    remaining_values = iter(values_from_device)
     numbers = []
     for scalar in scalars:
         if not isinstance(scalar, torch.Tensor):
             numbers.append(scalar)
         elif scalar.is_cuda:
-            numbers.append(next(copied))
+            numbers.append(next(remaining_values))
         else:
             numbers.append(scalar.item())
     return numbers

@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 
 def own_part(tensor: torch.Tensor) -> torch.Tensor:
     """Return the values of this rank's shard, sharing memory; a plain tensor is returned unchanged."""
-    return tensor.detach().to_local() if hasattr(tensor, "device_mesh") else tensor
+    if hasattr(tensor, "device_mesh"):
+        return tensor.detach().to_local()
+    return tensor
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,7 @@ class ShardGrid:
         shape = list(parameter.shape)
         for placement, size in zip(parameter.placements, parameter.device_mesh.shape, strict=True):
             if not placement.is_replicate():
-                shape[placement.dim] = -(-shape[placement.dim] // size)  # rounded up, as torch.chunk's first chunk
+                shape[placement.dim] = math.ceil(shape[placement.dim] / size)  # as the first chunk of torch.chunk
         return math.prod(shape)
 
     def stack(self, shard: torch.Tensor, parameter: torch.Tensor, longest: int) -> torch.Tensor:
@@ -66,7 +68,8 @@ class ShardGrid:
         if not self.sizes:
             return shard
         if shard.numel() < longest:
-            shard = torch.nn.functional.pad(shard, (0, longest - shard.numel()))
+            padding = longest - shard.numel()
+            shard = torch.nn.functional.pad(shard, (0, padding))
         # The i-th mesh dimension that shards the parameter shards dimension i of the stack.
         placements = []
         num_sharded = 0
@@ -76,7 +79,8 @@ class ShardGrid:
             else:
                 placements.append(Shard(num_sharded))
                 num_sharded += 1
-        row = shard.view(*[1] * len(self.sizes), longest)  # [1, ..., 1, longest]
+        ones = [1] * len(self.sizes)  # every rank has one row of the grid
+        row = shard.view(*ones, longest)  # [1, ..., 1, longest]
         return DTensor.from_local(row, parameter.device_mesh, placements, run_check=False)
 
 
@@ -90,8 +94,10 @@ def my_shard(tensor: torch.Tensor) -> tuple[Slices, torch.Tensor]:
     if not isinstance(tensor, DTensor):
         return full_slices(tensor.shape), tensor.detach()
     (chunk,) = tensor.__create_chunk_list__()
-    slices = tuple(slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
-    return slices, tensor.detach().to_local()
+    slices = []
+    for start, size in zip(chunk.offsets, chunk.sizes, strict=True):
+        slices.append(slice(start, start + size))
+    return tuple(slices), tensor.detach().to_local()
 
 
 @dataclass(frozen=True)
@@ -123,6 +129,7 @@ class LocalShard:
         """
         layout = tensor
         slices, data = my_shard(tensor)
+        # A scalar is a count of steps, also beside a parameter of no dimensions.
         may_be_shard = not isinstance(tensor, DTensor) and isinstance(parameter, DTensor) and tensor.dim() > 0
         if may_be_shard and tensor.shape == parameter.to_local().shape:
             layout = parameter
@@ -132,11 +139,15 @@ class LocalShard:
 
 
 def _is_writer(tensor: torch.Tensor, ranks: Ranks, turn: int) -> bool:
+    """Return whether this rank writes its shard, see :meth:`LocalShard.of`."""
     if not isinstance(tensor, DTensor):
         return ranks.rank == turn % ranks.size
     mesh = tensor.device_mesh
-    if mesh.size() < ranks.size and not bool((mesh.mesh == 0).any()):
-        return False  # replicated outside its mesh: the ranks of rank 0's mesh write it
+    if mesh.size() < ranks.size:
+        # Replicated outside its mesh: the ranks of rank 0's mesh write it.
+        has_rank_0 = bool((mesh.mesh == 0).any())
+        if not has_rank_0:
+            return False
     # Of the replicas, which differ in the replicated mesh dimensions alone, one writes.
     coordinates = mesh.get_coordinate()
     for dim, placement in enumerate(tensor.placements):
@@ -153,8 +164,11 @@ def reshard(model: nn.Module) -> None:
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """All-gather the full tensor onto every rank."""
-    return tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+    """All-gather the full tensor onto every rank; a plain tensor is full already."""
+    detached = tensor.detach()
+    if isinstance(detached, DTensor):
+        return detached.full_tensor()
+    return detached
 
 
 def reduce_partial(tensor: torch.Tensor) -> torch.Tensor:
@@ -188,7 +202,8 @@ def read_shard(
             state.to_local().copy_(read(slices))
         return state
     value = read(full_slices(shape)).to(parameter.device, copy=True)
-    return DTensor.from_local(value, parameter.device_mesh, [Replicate()] * parameter.device_mesh.ndim, run_check=False)
+    mesh = parameter.device_mesh
+    return DTensor.from_local(value, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
 def checksum_bits(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -247,9 +262,9 @@ def checksum_parameters(model: nn.Module) -> dict[str, list[int]]:
                     is_counted = False
         for checksum in checksums[name]:
             sums_of_shards.append(checksum if is_counted else 0)
-    message = torch.tensor(sums_of_shards, dtype=torch.int64)
-    gathered = all_gather_object(message)
-    sums = iter(torch.stack(gathered).sum(0).tolist())  # modulo 2**64, as the sums of words
+    gathered = all_gather_object(torch.tensor(sums_of_shards, dtype=torch.int64))
+    total_sums = torch.stack(gathered).sum(0)  # [ranks, sums] -> [sums], modulo 2**64 as the sums of words
+    sums = iter(total_sums.tolist())
     totals = {}
     for name, checksums_of_parameter in checksums.items():
         totals[name] = list(itertools.islice(sums, len(checksums_of_parameter)))
@@ -277,6 +292,7 @@ def fingerprint_weights(parameters: Sequence[tuple[str, nn.Parameter]], dims: "P
     total = 0
     # The factor tells two parameters apart whose values were exchanged.
     for factor, (_, parameter) in enumerate(parameters, start=1):
-        total += factor * sum(map(int, checksum_bits(parameter)))
+        checksum = sum(map(int, checksum_bits(parameter)))
+        total += factor * checksum
     (total_of_ranks,) = dims.sum(total % 2**40)  # below 2**40, the float64 sum over the ranks is exact
     return hashlib.sha256(names.encode()).hexdigest(), total_of_ranks
