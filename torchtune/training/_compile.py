@@ -22,6 +22,10 @@ from torchtune.utils import (
     log_once,
 )
 
+# Maximum number of compiled versions of one layer: for training, validation and reference (adapters off), with or
+# without a shared prompt, with static or dynamic length. With torch's default limit of 8, some would run uncompiled.
+_MAX_VERSIONS = 32
+
 
 def _generates_cpp(model: torch.nn.Module, backend: str) -> bool:
     """Return whether the backend writes C++ for ``model``: Inductor does for parameters on a CPU."""
@@ -37,24 +41,8 @@ def _check_toolchain(model: torch.nn.Module, backend: str) -> None:
         )
 
 
-def _log_compilation(description: str, model: torch.nn.Module, backend: str) -> None:
-    """Log the compilation, and hide warnings that the compiler's own modules raise."""
-    warnings.filterwarnings("ignore", module=r"torch\.(_inductor|_dynamo|_functorch|jit)\b")
-    if _generates_cpp(model, backend):
-        duration = "on a CPU, C++ that takes a minute or more to build"
-    else:
-        duration = "the first steps take longer"
-    get_logger().info(
-        f"Compiling {description} with {backend}: {duration}, at the first batch and at one of another length."
-    )
-
-
-# Maximum number of compiled versions of one layer: for training, validation and reference (adapters off), with or
-# without a shared prompt, with static or dynamic length. With torch's default limit of 8, some would run uncompiled.
-_MAX_VERSIONS = 32
-
-
 def _backend() -> str:
+    """Return the name of the compiler, at each call, because a recipe may set the variable after the import."""
     return os.environ.get("TORCH_COMPILE_BACKEND", "inductor")
 
 
@@ -119,13 +107,23 @@ def compile_model(model: torch.nn.Module, verbose: bool = True) -> None:
     _check_toolchain(model, backend)
     allow_compiled_versions(_MAX_VERSIONS)
     if any(isinstance(module, GatedDeltaNet) for module in model.modules()):
-        forbid_mixed_reductions()
+        forbid_mixed_reductions()  # with which the compiler fails on its backward pass
     layers = [module for module in model.modules() if isinstance(module, TransformerSelfAttentionLayer)]
     for module in layers or [model]:
         _compile_module(module, backend)
-    if verbose:
-        description = f"{len(layers)} layers and the loss" if layers else type(model).__name__
-        _log_compilation(description, model, backend)
+    if not verbose:
+        return
+    # Warnings that the compiler's own modules raise are no news to a user.
+    warnings.filterwarnings("ignore", module=r"torch\.(_inductor|_dynamo|_functorch|jit)\b")
+    compiled_parts = type(model).__name__
+    if layers:
+        compiled_parts = f"{len(layers)} layers and the loss"
+    duration = "the first steps take longer"
+    if _generates_cpp(model, backend):
+        duration = "on a CPU, C++ that takes a minute or more to build"
+    get_logger().info(
+        f"Compiling {compiled_parts} with {backend}: {duration}, at the first batch and at one of another length."
+    )
 
 
 def compile_loss(loss: torch.nn.Module, verbose: bool = True) -> torch.nn.Module:

@@ -110,8 +110,10 @@ def add_token_rows(model: torch.nn.Module, tokenizer: Any, checkpoint_dir: str |
         )
     size = max(num_tokens, rows)
     described_tokens = getattr(tokenizer, "described_tokens", {})
+    descriptions: list[list[int]] = []
     # Tokens of tokenizer files that the checkpoint lacks come before those that the config adds.
-    descriptions: list[list[int]] = [[] for _ in range(first_new, num_tokens - len(new_tokens))]
+    for _ in range(first_new, num_tokens - len(new_tokens)):
+        descriptions.append([])
     for token in new_tokens:
         descriptions.append(described_tokens.get(token, []))
     if embedding.weight.requires_grad:
@@ -134,8 +136,9 @@ def _rows_of_vocabulary(decoder: torch.nn.Module, tokenizer: Any) -> int | None:
     if embedding is None:
         return None
     check_tokenizer(tokenizer, "vocab_size", reader="the embedding of the model")
-    # An embedding with special tokens in a second weight counts the rows of both.
-    return embedding.num_tokens if hasattr(embedding, "num_tokens") else embedding.weight.shape[0]
+    if hasattr(embedding, "num_tokens"):  # it has special tokens in a second weight, and counts the rows of both
+        return embedding.num_tokens
+    return embedding.weight.shape[0]
 
 
 def _check_images(model: torch.nn.Module, tokenizer: Any) -> None:
@@ -178,8 +181,9 @@ def validate_no_params_on_meta_device(model: torch.nn.Module) -> None:
     Example:
         >>> torchtune.training.validate_no_params_on_meta_device(model)
     """
-    for kind, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
-        for name, tensor in named:
+    named_tensors = {"parameter": model.named_parameters(), "buffer": model.named_buffers()}
+    for kind, tensors in named_tensors.items():
+        for name, tensor in tensors:
             if tensor.is_meta:
                 raise RuntimeError(f"The {kind} {name} is still on the meta device: nothing was loaded into it.")
 
@@ -239,6 +243,7 @@ def cache_images(model: torch.nn.Module, tokenizer: Any, folder: str | None, dim
         )
     if is_simulated():
         return
+    # The features depend on the weights that compute them: those of the tower, or of the frozen projector too.
     trains_projector = any(parameter.requires_grad for _, parameter in parameters)
     frozen = tower if trains_projector else parameters
     # Kernels of another device round differently, so its features have a folder of their own.

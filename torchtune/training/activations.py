@@ -98,7 +98,7 @@ def set_activation_checkpointing(model: torch.nn.Module, auto_wrap_policy: ACWra
 
 def _attention_ops() -> set[Any]:
     """Return the operations of attention and of tensor parallelism whose outputs are saved."""
-    names = (
+    kernel_names = (
         "_scaled_dot_product_efficient_attention",
         "_scaled_dot_product_flash_attention",
         "_scaled_dot_product_flash_attention_for_cpu",
@@ -106,14 +106,16 @@ def _attention_ops() -> set[Any]:
         "_flash_attention_forward",
     )
     ops = {torch.ops.higher_order.flex_attention, reduce_scatter_op()}
-    for name in names:
+    for name in kernel_names:
         if hasattr(torch.ops.aten, name):  # not every release of torch has all kernels
             ops.add(getattr(torch.ops.aten, name).default)
     return ops
 
 
 def _matmul_ops() -> set[Any]:
-    ops = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default}
+    """Return the operations that are matrix products."""
+    aten = torch.ops.aten
+    ops = {aten.mm.default, aten.addmm.default, aten.bmm.default}
     onednn_linear = onednn_linear_op()
     if onednn_linear is not None:
         ops.add(onednn_linear)
@@ -132,13 +134,14 @@ class _EveryOtherMatmul:
     def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         if op in self.matmul_ops:
             self.matmuls[ctx.is_recompute] += 1
-            keep = self.matmuls[ctx.is_recompute] % 2 == 1
+            is_saved = self.matmuls[ctx.is_recompute] % 2 == 1
         else:
-            keep = op in self.attention_ops
-        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+            is_saved = op in self.attention_ops
+        return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _every_other_matmul() -> Any:
+def _every_other_matmul() -> Any:  # a function, because the compiler supports no method here
+    """Return the contexts of a forward pass and of its recomputation, which share the policy's counts."""
     return create_selective_checkpoint_contexts(_EveryOtherMatmul())
 
 
@@ -267,7 +270,9 @@ class OffloadActivations(saved_tensors_hooks):
             self.namespace = _SimulatedStreams()
             use_pin_memory = False
         else:
-            self.device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+            self.device = None
+            if torch.accelerator.is_available():
+                self.device = torch.accelerator.current_accelerator()
             if self.device is None or self.device.type == "mps":  # MPS shares the host's memory
                 raise UserError(
                     "enable_activation_offloading: there is no accelerator with memory of its own here: set it to "
@@ -280,8 +285,8 @@ class OffloadActivations(saved_tensors_hooks):
         self.copy_stream = self.namespace.Stream() if use_streams else None
         self._next_key = 0
         self._host_tensors: dict[int, torch.Tensor] = {}
-        self._device_tensors: dict[int, torch.Tensor] = {}
-        self._pending_copies: deque[tuple[torch.Tensor, Any]] = deque()
+        self._device_tensors: dict[int, torch.Tensor] = {}  # prefetched for the backward pass
+        self._pending_copies: deque[tuple[torch.Tensor, Any]] = deque()  # with the event of each copy
         super().__init__(self._pack, self._unpack)
 
     def __enter__(self) -> None:
@@ -298,7 +303,9 @@ class OffloadActivations(saved_tensors_hooks):
         if tensor.numel() * tensor.element_size() < self.min_offload_size:
             return True
         # A parameter, or a view of one such as its transpose, stays on the device for the optimizer anyway.
-        base = tensor._base if tensor._base is not None else tensor
+        base = tensor
+        if tensor._base is not None:
+            base = tensor._base
         if isinstance(base, torch.nn.Parameter):
             return True
         # Subclasses, such as quantized and sharded tensors, hold their data in inner tensors. The tensors of a
@@ -334,8 +341,9 @@ class OffloadActivations(saved_tensors_hooks):
     def _prefetch(self, key: int) -> None:
         """Start the copy of an offloaded tensor back to the device, at most once."""
         if key in self._host_tensors and key not in self._device_tensors:
+            host = self._host_tensors[key]
             with self.namespace.stream(self.copy_stream):
-                self._device_tensors[key] = self._host_tensors[key].to(self.device, non_blocking=True, copy=True)
+                self._device_tensors[key] = host.to(self.device, non_blocking=True, copy=True)
 
     def _unpack(self, packed: _Packed) -> torch.Tensor:
         """Return a saved tensor on the device, and prefetch the one that was saved before it."""
@@ -343,9 +351,12 @@ class OffloadActivations(saved_tensors_hooks):
             return packed
         if self.copy_stream is None:
             return self._host_tensors[packed].to(self.device, copy=True)
-        self._release_copied()
-        self._prefetch(packed)
         compute = self.namespace.current_stream()
+        # The backward pass has begun: the tensors that wait for their copies are released.
+        while self._pending_copies:
+            _, copied = self._pending_copies.popleft()
+            compute.wait_event(copied)
+        self._prefetch(packed)
         compute.wait_stream(self.copy_stream)
         tensor = self._device_tensors.pop(packed)
         # The copy stream allocated it: its memory must not be reused before the compute stream has read it.
@@ -353,13 +364,6 @@ class OffloadActivations(saved_tensors_hooks):
             tensor.record_stream(compute)
         self._prefetch(packed - 1)  # the backward pass goes through the keys in reverse
         return tensor
-
-    def _release_copied(self) -> None:
-        """Release the tensors that waited for their copies: the backward pass has begun."""
-        compute = self.namespace.current_stream()
-        while self._pending_copies:
-            _, copied = self._pending_copies.popleft()
-            compute.wait_event(copied)
 
 
 class NoOpManager(saved_tensors_hooks):
@@ -379,7 +383,7 @@ class NoOpManager(saved_tensors_hooks):
 
 def _keep_on_device(module: torch.nn.Module) -> None:
     """Disable offloading in ``module``: the backward pass needs its saved tensors first."""
-    blocks: list[NoOpManager] = []
+    blocks: list[NoOpManager] = []  # a stack: the module may call itself
 
     def enter(*_: Any) -> None:
         blocks.append(NoOpManager())
