@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from torchtune.modules.low_precision.torchao_interface import StateFormat
 from torchtune.training.optim._rounded_step import (
+    GroupStep,
     Piece,
     UpdateRule,
     find_update_rule,
@@ -255,6 +256,7 @@ class LowPrecisionOptimizer(Optimizer):
             parameters_by_step.setdefault(step, []).append(parameter)
         for step, same_age in parameters_by_step.items():
             scalars = _on_device(rule.scalars(group, step), torch.float32, device)
+            group_step = GroupStep(rule.function, scalars, key, is_skipped)
             pieces: list[Piece] = []
             in_place: list[torch.nn.Parameter] = []
             copied: list[torch.nn.Parameter] = []
@@ -265,7 +267,7 @@ class LowPrecisionOptimizer(Optimizer):
                 else:
                     copied.append(parameter)
             origins = self._origins(in_place, size, device)
-            step_pieces(rule.function, pieces, scalars, origins, key, is_skipped)
+            step_pieces(group_step, pieces, origins)
 
             copied_size = size
             if is_simulated():
@@ -273,7 +275,7 @@ class LowPrecisionOptimizer(Optimizer):
                 copied_size = piece_size(device)
             copied_origins = iter(self._origins(copied, copied_size, device).unbind())
             for parameter in copied:
-                self._step_copies(parameter, rule, scalars, key, copied_origins, copied_size, is_skipped)
+                self._step_copies(parameter, rule, group_step, copied_origins, copied_size)
 
     def _is_stepped_in_place(self, parameter: torch.nn.Parameter, rule: UpdateRule) -> bool:
         """Return whether the stored tensors of a parameter are runs of its elements, which an update can change."""
@@ -333,11 +335,9 @@ class LowPrecisionOptimizer(Optimizer):
         self,
         parameter: torch.nn.Parameter,
         rule: UpdateRule,
-        scalars: torch.Tensor,
-        key: torch.Tensor,
+        group_step: GroupStep,
         origins: Iterator[torch.Tensor],
         size: int,
-        is_skipped: torch.Tensor | None,
     ) -> None:
         """Step a shard whose tensors are low-bit, not contiguous, or no run; every piece takes the next origin."""
         weights = own_part(parameter).detach()
@@ -363,15 +363,7 @@ class LowPrecisionOptimizer(Optimizer):
             piece_ids = None  # the elements of a run follow from its origin
             if not ids.is_run:
                 piece_ids = ids.of(first, weight.numel(), weight.device)
-            step_piece(
-                rule.function,
-                Piece(weight, flat_grads[piece], step_states),
-                scalars,
-                piece_ids,
-                next(origins),
-                key,
-                is_skipped,
-            )
+            step_piece(group_step, Piece(weight, flat_grads[piece], step_states), next(origins), piece_ids)
             if is_low_bit:
                 for stored, values in zip(stored_states, step_states, strict=True):
                     _write_low_bit(stored, values)

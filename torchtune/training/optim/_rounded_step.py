@@ -7,7 +7,7 @@ like ``torch.addcmul`` and ``torch.lerp`` are avoided, because their kernels may
 
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -208,6 +208,23 @@ def step_elements(
         _write(state, new_state, bits, draw, is_skipped)
 
 
+@dataclass(frozen=True)
+class GroupStep:
+    """What the elements of a step share, if their parameters are of one group, one age and one device.
+
+    Attributes:
+        update: the update.
+        scalars: float32, scalars of the update.
+        key: int32 scalar, from :func:`rounding_key`.
+        is_skipped: see :func:`step_elements`.
+    """
+
+    update: UpdateFunction
+    scalars: torch.Tensor
+    key: torch.Tensor
+    is_skipped: torch.Tensor | None = None
+
+
 @dataclass
 class Piece:
     """Elements of a parameter that are stepped together: flat tensors, which are changed in place.
@@ -223,44 +240,36 @@ class Piece:
     states: list[torch.Tensor]
 
 
-def step_pieces(
-    update: UpdateFunction,
-    pieces: Sequence[Piece],
-    scalars: torch.Tensor,
-    origins: torch.Tensor,
-    key: torch.Tensor,
-    is_skipped: torch.Tensor | None = None,
-) -> None:
+def step_pieces(step: GroupStep, pieces: Sequence[Piece], origins: torch.Tensor) -> None:
     """Step pieces of consecutive elements: many share the launch of a kernel where there are launches.
 
     Args:
-        update: the update.
-        pieces: on one device.
-        scalars: float32, scalars of the update.
+        step: what the pieces share.
+        pieces: the pieces.
         origins: int32 ``[len(pieces), 4]``; see :func:`step_elements`.
-        key: int32 scalar, from :func:`rounding_key`.
-        is_skipped: see :func:`step_elements`.
     """
     num_bundled = 0
     if bundled_step.pays(pieces):
-        num_bundled = bundled_step(update, pieces, scalars, origins, key, is_skipped)
+        num_bundled = bundled_step(step, pieces, origins)
     single_pieces = pieces[num_bundled:]  # all, without launches; after a failure of the compiler, those not bundled
     single_origins = origins[num_bundled:].unbind()
     for piece, origin in zip(single_pieces, single_origins, strict=True):
-        step_piece(update, piece, scalars, None, origin, key, is_skipped)
+        step_piece(step, piece, origin)
 
 
-def step_piece(
-    update: UpdateFunction,
-    piece: Piece,
-    scalars: torch.Tensor,
-    ids: torch.Tensor | None,
-    origin: torch.Tensor,
-    key: torch.Tensor,
-    is_skipped: torch.Tensor | None = None,
-) -> None:
-    """Step one piece, compiled once that pays; see :func:`step_elements`."""
-    fused_step(update, piece.weight, piece.grad, piece.states, scalars, ids, origin, key, is_skipped)
+def step_piece(step: GroupStep, piece: Piece, origin: torch.Tensor, ids: torch.Tensor | None = None) -> None:
+    """Step one piece, compiled once that pays; see :func:`step_elements` for ``origin`` and ``ids``."""
+    fused_step(
+        step.update,
+        piece.weight,
+        piece.grad,
+        piece.states,
+        step.scalars,
+        ids,
+        origin,
+        step.key,
+        step.is_skipped,
+    )
 
 
 def step_bundle(
@@ -393,7 +402,8 @@ class BundledStep:
     def __init__(self) -> None:
         self._compiled: Callable[..., None] | None = None
         self._has_failed = False
-        self._fillers: list[Piece] = []
+        # By the layout of the pieces that they stand beside: an update, and the dtypes of its tensors.
+        self._fillers: dict[Hashable, list[Piece]] = {}
 
     def pays(self, pieces: Sequence[Piece]) -> bool:
         """Return whether to bundle the pieces of a step: it launches kernels, at least twice as many as a bundle."""
@@ -401,15 +411,7 @@ class BundledStep:
             return False
         return pieces[0].weight.device.type == "cuda"
 
-    def __call__(
-        self,
-        update: UpdateFunction,
-        pieces: Sequence[Piece],
-        scalars: torch.Tensor,
-        origins: torch.Tensor,
-        key: torch.Tensor,
-        is_skipped: torch.Tensor | None,
-    ) -> int:
+    def __call__(self, step: GroupStep, pieces: Sequence[Piece], origins: torch.Tensor) -> int:
         """Step the pieces; see :func:`step_pieces`.
 
         Returns:
@@ -417,52 +419,56 @@ class BundledStep:
         """
         if self._compiled is None:
             self._compiled = torch.compile(step_bundle, dynamic=True, fullgraph=True, options=_bundle_options())
-        if not self._fillers:
-            self._make_fillers(like=pieces[0])
+        layout = _layout(step.update, pieces[0])
+        if layout not in self._fillers:
+            self._fillers[layout] = _make_fillers(pieces[0])
             filler_origins = origins.new_zeros(BUNDLE, origins.shape[1])
-            self._step_or_fail(update, self._fillers, scalars, filler_origins, key, is_skipped)
+            self._step_or_fail(step, self._fillers[layout], filler_origins)
         for first in range(0, len(pieces), BUNDLE):
             if self._has_failed:
                 return first
             bundle = list(pieces[first : first + BUNDLE])
             # The last bundle begins with pieces of zeros, which take the origins of pieces of the bundle before.
             num_missing = BUNDLE - len(bundle)
-            bundle = self._fillers[:num_missing] + bundle
+            bundle = self._fillers[layout][:num_missing] + bundle
             start = first - num_missing
-            bundle_origins = origins[start : start + BUNDLE]
-            if not self._step_or_fail(update, bundle, scalars, bundle_origins, key, is_skipped):
+            if not self._step_or_fail(step, bundle, origins[start : start + BUNDLE]):
                 return first
         return len(pieces)
 
-    def _make_fillers(self, like: Piece) -> None:
-        """Make the pieces of zeros that fill the last bundle, with the dtypes of a piece."""
-        for index in range(BUNDLE):
-            # The compiler takes sizes that are equal in the first call for equal in all calls: these all differ.
-            size = 1003 + 2 * index
-            states = [state.new_zeros(size) for state in like.states]
-            self._fillers.append(Piece(like.weight.new_zeros(size), like.grad.new_zeros(size), states))
-
-    def _step_or_fail(
-        self,
-        update: UpdateFunction,
-        pieces: Sequence[Piece],
-        scalars: torch.Tensor,
-        origins: torch.Tensor,
-        key: torch.Tensor,
-        is_skipped: torch.Tensor | None,
-    ) -> bool:
+    def _step_or_fail(self, step: GroupStep, bundle: Sequence[Piece], origins: torch.Tensor) -> bool:
         """Step one bundle; return False if the compiler fails, which it does before anything is computed."""
-        weights = [_without_base(piece.weight) for piece in pieces]
-        grads = [_without_base(piece.grad) for piece in pieces]
-        states = [_without_base(piece.states) for piece in pieces]
+        weights = [_without_base(piece.weight) for piece in bundle]
+        grads = [_without_base(piece.grad) for piece in bundle]
+        states = [_without_base(piece.states) for piece in bundle]
+        origins = _without_base(origins)
         try:
             with one_compiler_thread():
-                self._compiled(update, weights, grads, states, scalars, _without_base(origins), key, is_skipped)
+                self._compiled(step.update, weights, grads, states, step.scalars, origins, step.key, step.is_skipped)
         except compiler_errors() as error:
             self._has_failed = True
             get_logger().info(f"Pieces of the optimizer step are not bundled: {first_line(error)}")
             return False
         return True
+
+
+def _layout(update: UpdateFunction, piece: Piece) -> Hashable:
+    """Return what the pieces of a bundle must have in common."""
+    tensors = (piece.weight, piece.grad, *piece.states)
+    return update, piece.weight.device, tuple(tensor.dtype for tensor in tensors)
+
+
+def _make_fillers(like: Piece) -> list[Piece]:
+    """Return pieces of zeros for a whole bundle, with the layout of a piece."""
+    fillers = []
+    for index in range(BUNDLE):
+        # The compiler takes sizes that are equal in the first call for equal in all calls: these all differ.
+        size = 1003 + 2 * index
+        weight = like.weight.new_zeros(size)
+        grad = like.grad.new_zeros(size)
+        states = [state.new_zeros(size) for state in like.states]
+        fillers.append(Piece(weight, grad, states))
+    return fillers
 
 
 def _bundle_options() -> dict[str, Any]:
