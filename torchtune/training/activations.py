@@ -112,22 +112,16 @@ def _attention_ops() -> set[Any]:
     return ops
 
 
-def _matmul_ops() -> set[Any]:
-    """Return the operations that are matrix products."""
-    aten = torch.ops.aten
-    ops = {aten.mm.default, aten.addmm.default, aten.bmm.default}
-    onednn_linear = onednn_linear_op()
-    if onednn_linear is not None:
-        ops.add(onednn_linear)
-    return ops
-
-
 class _EveryOtherMatmul:
     """Policy that saves attention and every other matrix product; one instance per checkpointed forward."""
 
     def __init__(self) -> None:
         self.attention_ops = _attention_ops()
-        self.matmul_ops = _matmul_ops()
+        aten = torch.ops.aten
+        self.matmul_ops = {aten.mm.default, aten.addmm.default, aten.bmm.default}
+        onednn_linear = onednn_linear_op()
+        if onednn_linear is not None:
+            self.matmul_ops.add(onednn_linear)
         # Matrix products so far in the forward (False) and in its recomputation (True), which must save the same ones.
         self.matmuls = {False: 0, True: 0}
 

@@ -172,7 +172,17 @@ def _attention_layers(model: nn.Module) -> list[nn.Module]:
 def _check_context_parallel(model: nn.Module, dims: ParallelDims) -> None:
     """Raise unless the ranks of a sequence can exchange its shards for shards of the heads of all layers."""
     for attention in _attention_layers(text_decoder(model)):
-        _check_sequence_heads(attention, dims)
+        # Tensor parallelism divides the heads first; cp divides those that a rank is left with.
+        queries = attention.num_heads // dims.tp
+        keys = attention.num_kv_heads // dims.tp
+        # With fewer key heads than ranks, ranks share one, which needs a whole number of ranks per key head.
+        have_equal_keys = keys % dims.cp == 0
+        share_keys = dims.cp % max(keys, 1) == 0
+        if queries % dims.cp or not (have_equal_keys or share_keys):
+            raise ParallelDimsError(
+                f"context_parallel_dim is {dims.cp}: it must divide the {queries} query heads of a rank, and divide "
+                f"its {keys} key heads or be a multiple of them."
+            )
     _check_mixers(model, dims)
 
 
@@ -196,21 +206,6 @@ def _check_mixers(model: nn.Module, dims: ParallelDims) -> None:
                 f"{setting}: {obstacle}: set it to a size that fits, or to 1 with data_parallel_shard_dim=-1 to shard "
                 "the weights instead."
             )
-
-
-def _check_sequence_heads(module: nn.Module, dims: ParallelDims) -> None:
-    """Raise unless the ranks of a sequence can exchange its shards for shards of the heads."""
-    # Tensor parallelism divides the heads first; cp divides those that a rank is left with.
-    queries = module.num_heads // dims.tp
-    keys = module.num_kv_heads // dims.tp
-    # With fewer key heads than ranks, ranks share one, which needs a whole number of ranks per key head.
-    have_equal_keys = keys % dims.cp == 0
-    share_keys = dims.cp % max(keys, 1) == 0
-    if queries % dims.cp or not (have_equal_keys or share_keys):
-        raise ParallelDimsError(
-            f"context_parallel_dim is {dims.cp}: it must divide the {queries} query heads of a rank, and divide "
-            f"its {keys} key heads or be a multiple of them."
-        )
 
 
 def _check_layer_heads(module: nn.Module, ranks: int) -> None:
