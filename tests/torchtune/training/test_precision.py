@@ -26,7 +26,7 @@ def test_an_unknown_name_is_a_user_error_and_a_value_error():
 
 
 @pytest.mark.parametrize("has_bf16", [True, False])
-def test_the_dtype_that_a_cpu_computes_fast(has_bf16, monkeypatch, caplog):
+def test_default_dtype_is_one_that_the_cpu_computes_fast(has_bf16, monkeypatch, caplog):
     monkeypatch.setattr(precision, "onednn_computes", lambda dtype: has_bf16)
     cpu, fast = torch.device("cpu"), ("bf16", torch.bfloat16) if has_bf16 else ("fp32", torch.float32)
     assert training.choose_dtype(None, cpu) == training.choose_dtype(None, cpu, torch.bfloat16) == fast
@@ -48,7 +48,7 @@ def test_the_dtype_that_a_cpu_computes_fast(has_bf16, monkeypatch, caplog):
 
 
 @pytest.mark.parametrize("has_bf16", [True, False])
-def test_the_dtype_that_a_gpu_computes_fast(has_bf16, monkeypatch):
+def test_default_dtype_is_one_that_the_gpu_computes_fast(has_bf16, monkeypatch):
     """GPUs before compute capability 8.0 only emulate bf16, and have units for fp16."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(
@@ -60,7 +60,7 @@ def test_the_dtype_that_a_gpu_computes_fast(has_bf16, monkeypatch):
     assert ("set dtype=fp16" in precision.emulation_warning("bf16", gpu)) == (not has_bf16)
 
 
-def test_the_dtype_that_a_checkpoint_names(tmp_path):
+def test_stored_dtype_is_read_from_the_config_of_a_checkpoint(tmp_path):
     assert stored_dtype(None) is None
     assert stored_dtype(tmp_path) is None
     for config, expected in (

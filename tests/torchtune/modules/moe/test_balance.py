@@ -78,7 +78,7 @@ def test_loss_equals_that_of_transformers():
 
 
 @pytest.mark.parametrize("how", ["plain", "recomputed", "compiled", "compiled and recomputed"])
-def test_gradient_is_that_of_the_sum(how):
+def test_gradient_is_that_of_loss_and_balancing_loss(how):
     """Two batches that weigh differently, as recipes sum them."""
     from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
@@ -115,7 +115,7 @@ def test_gradient_is_that_of_the_sum(how):
 
 
 @pytest.mark.parametrize("loss", [LinearCrossEntropyLoss(), torch.nn.CrossEntropyLoss()], ids=["linear", "module"])
-def test_in_recipes_it_weighs_as_the_labels_do(loss):
+def test_balancing_loss_weighs_as_the_labels_of_a_batch_do(loss):
     """Micro-batches of 24, 5 and no labels: each one's balancing loss counts as often."""
     from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 

@@ -39,7 +39,7 @@ def dense(moe: MoE, x: torch.Tensor, scores: torch.Tensor, selected: torch.Tenso
 
 @pytest.mark.parametrize("k", [1, 2, 6])
 @pytest.mark.parametrize("shared", [False, True])
-def test_equals_all_experts_weighted(k, shared):
+def test_mixture_is_the_weighted_sum_of_all_experts(k, shared):
     moe = make(k, shared, normalize=True).double()
     x = torch.randn(2, 9, DIM, dtype=torch.float64, requires_grad=True)
     weights = torch.randn(2, 9, DIM, dtype=torch.float64)
