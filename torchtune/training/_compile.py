@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from torchtune.training.activations import CheckpointedForward
 from torchtune.utils import (
@@ -27,12 +28,12 @@ from torchtune.utils import (
 _MAX_VERSIONS = 32
 
 
-def _generates_cpp(model: torch.nn.Module, backend: str) -> bool:
+def _generates_cpp(model: nn.Module, backend: str) -> bool:
     """Return whether the backend writes C++ for ``model``: Inductor does for parameters on a CPU."""
     return backend == "inductor" and any(parameter.device.type == "cpu" for parameter in model.parameters())
 
 
-def _check_toolchain(model: torch.nn.Module, backend: str) -> None:
+def _check_toolchain(model: nn.Module, backend: str) -> None:
     """Raise before the first step if Inductor needs a C++ compiler (for a CPU) and finds none."""
     if _generates_cpp(model, backend) and not has_cpp_compiler():
         raise UserError(
@@ -68,7 +69,7 @@ def _with_fallback(backend: str) -> Callable[..., Any]:
     return compile_or_run
 
 
-def _compile_module(module: torch.nn.Module, backend: str) -> None:
+def _compile_module(module: nn.Module, backend: str) -> None:
     """Compile ``module`` in place.
 
     A checkpointed module is compiled inside the checkpoint, because a graph break inside a checkpoint would disable
@@ -85,7 +86,7 @@ def _compile_module(module: torch.nn.Module, backend: str) -> None:
         module.compile(backend=_with_fallback(backend))
 
 
-def compile_model(model: torch.nn.Module, verbose: bool = True) -> None:
+def compile_model(model: nn.Module, verbose: bool = True) -> None:
     """Compile every transformer layer of ``model`` in place; parameter names and the state dict do not change.
 
     Layers share their compiled code. The first sequence length compiles with static shapes, the second with dynamic
@@ -126,7 +127,7 @@ def compile_model(model: torch.nn.Module, verbose: bool = True) -> None:
     )
 
 
-def compile_loss(loss: torch.nn.Module, verbose: bool = True) -> torch.nn.Module:
+def compile_loss(loss: nn.Module, verbose: bool = True) -> nn.Module:
     """Compile a loss in place and return it.
 
     A loss with a method ``apply_compile_strategy`` compiles itself.

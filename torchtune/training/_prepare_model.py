@@ -5,7 +5,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-import torch
+from torch import nn
 
 from torchtune.data import ImageCache
 from torchtune.modules.model_fusion import ImageTextModel
@@ -15,7 +15,7 @@ from torchtune.training.parallel import ParallelDims, fingerprint_weights
 from torchtune.utils import UserError, get_logger, is_simulated, log_once, log_rank_zero
 
 
-def fit_vocabulary(model: torch.nn.Module, tokenizer: Any, *, resize: bool = False) -> None:
+def fit_vocabulary(model: nn.Module, tokenizer: Any, *, resize: bool = False) -> None:
     """Check that the model's embedding has a row for every token of ``tokenizer``, and enlarge it on request.
 
     Args:
@@ -55,7 +55,7 @@ def fit_vocabulary(model: torch.nn.Module, tokenizer: Any, *, resize: bool = Fal
         )
 
 
-def add_token_rows(model: torch.nn.Module, tokenizer: Any, checkpoint_dir: str | Path | None = None) -> None:
+def add_token_rows(model: nn.Module, tokenizer: Any, checkpoint_dir: str | Path | None = None) -> None:
     """Give the vocabulary of a model a row for every token of ``tokenizer``; it never shrinks.
 
     New rows begin as the mean of the rows of tokens, or of those of the tokens that describe them. If the embedding is
@@ -126,7 +126,7 @@ def add_token_rows(model: torch.nn.Module, tokenizer: Any, checkpoint_dir: str |
         log_rank_zero(get_logger(), f"The {len(new_tokens)} new tokens take rows of the embedding that had no token.")
 
 
-def _rows_of_vocabulary(decoder: torch.nn.Module, tokenizer: Any) -> int | None:
+def _rows_of_vocabulary(decoder: nn.Module, tokenizer: Any) -> int | None:
     """Return the number of rows of the embedding; None for a module of the user's own with other names.
 
     Raises:
@@ -141,7 +141,7 @@ def _rows_of_vocabulary(decoder: torch.nn.Module, tokenizer: Any) -> int | None:
     return embedding.weight.shape[0]
 
 
-def _check_images(model: torch.nn.Module, tokenizer: Any) -> None:
+def _check_images(model: nn.Module, tokenizer: Any) -> None:
     """Raise :class:`UserError` unless the model reads images of the tokenizer's tile size."""
     if text_decoder(model) is model:
         raise UserError(
@@ -175,7 +175,7 @@ def _check_images(model: torch.nn.Module, tokenizer: Any) -> None:
         )
 
 
-def validate_no_params_on_meta_device(model: torch.nn.Module) -> None:
+def validate_no_params_on_meta_device(model: nn.Module) -> None:
     """Raise ``RuntimeError`` with the name of the first parameter or buffer that is on the meta device, if any.
 
     Example:
@@ -188,7 +188,7 @@ def validate_no_params_on_meta_device(model: torch.nn.Module) -> None:
                 raise RuntimeError(f"The {kind} {name} is still on the meta device: nothing was loaded into it.")
 
 
-def disable_dropout(model: torch.nn.Module) -> None:
+def disable_dropout(model: nn.Module) -> None:
     """Set every dropout of ``model`` to 0 in place and log it, as preference losses compare two forward passes.
 
     Covers ``torch.nn.Dropout`` and modules with a probability in ``attn_dropout``.
@@ -201,7 +201,7 @@ def disable_dropout(model: torch.nn.Module) -> None:
     """
     for name, module in model.named_modules():
         attributes = ["attn_dropout"]
-        if isinstance(module, torch.nn.modules.dropout._DropoutNd):  # "p" has another meaning in other modules
+        if isinstance(module, nn.modules.dropout._DropoutNd):  # "p" has another meaning in other modules
             attributes = ["p", "attn_dropout"]
         for attribute in attributes:
             probability = getattr(module, attribute, None)
@@ -210,7 +210,7 @@ def disable_dropout(model: torch.nn.Module) -> None:
                 setattr(module, attribute, 0.0)
 
 
-def cache_images(model: torch.nn.Module, tokenizer: Any, folder: str | None, dims: ParallelDims) -> None:
+def cache_images(model: nn.Module, tokenizer: Any, folder: str | None, dims: ParallelDims) -> None:
     """Read features of images from a folder, and add missing features.
 
     Cached features are the outputs of the projector if it is frozen, too, and otherwise its inputs. Images with cached

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -17,9 +18,9 @@ from torchtune.modules.moe import GroupedExperts
 from torchtune.modules.transformer import TransformerSelfAttentionLayer, text_decoder
 from torchtune.utils import UserError, allocates_on_host, is_simulated, onednn_linear_op, reduce_scatter_op
 
-ACWrapPolicyType = set[type] | Callable[[torch.nn.Module, bool, int], bool]
+ACWrapPolicyType = set[type] | Callable[[nn.Module, bool, int], bool]
 # A saved tensor, or the key of an offloaded one.
-_Packed = torch.Tensor | int
+_Packed = Tensor | int
 
 
 class ActivationCheckpointingError(UserError, ValueError):
@@ -43,7 +44,7 @@ class CheckpointedForward:
         return checkpoint(self.forward, *args, **self.kwargs, **kwargs)
 
 
-def checkpoint_module(module: torch.nn.Module, **kwargs: Any) -> torch.nn.Module:
+def checkpoint_module(module: nn.Module, **kwargs: Any) -> nn.Module:
     """Recompute the activations of ``module`` in its backward pass; in place, at most once.
 
     Args:
@@ -58,7 +59,7 @@ def checkpoint_module(module: torch.nn.Module, **kwargs: Any) -> torch.nn.Module
     return module
 
 
-def set_activation_checkpointing(model: torch.nn.Module, auto_wrap_policy: ACWrapPolicyType, **kwargs: Any) -> None:
+def set_activation_checkpointing(model: nn.Module, auto_wrap_policy: ACWrapPolicyType, **kwargs: Any) -> None:
     """Recompute the activations of the selected modules in the backward pass, in place.
 
     Parameter names do not change. Of nested modules, only the outermost is selected.
@@ -77,15 +78,15 @@ def set_activation_checkpointing(model: torch.nn.Module, auto_wrap_policy: ACWra
     if isinstance(auto_wrap_policy, set | frozenset):
         classes = tuple(auto_wrap_policy)
 
-        def is_selected(module: torch.nn.Module) -> bool:
+        def is_selected(module: nn.Module) -> bool:
             return isinstance(module, classes)
     else:
 
-        def is_selected(module: torch.nn.Module) -> bool:
+        def is_selected(module: nn.Module) -> bool:
             numel = sum(parameter.numel() for parameter in module.parameters())
             return auto_wrap_policy(module, False, numel)
 
-    def checkpoint_selected(module: torch.nn.Module) -> int:
+    def checkpoint_selected(module: nn.Module) -> int:
         """Checkpoint the outermost selected modules, and return their number."""
         if is_selected(module):
             checkpoint_module(module, **kwargs)
@@ -139,7 +140,7 @@ def _every_other_matmul() -> Any:  # a function, because the compiler supports n
     return create_selective_checkpoint_contexts(_EveryOtherMatmul())
 
 
-def checkpoint_wrapper(module: torch.nn.Module, ac_mode: str, ac_style: int | str | None) -> torch.nn.Module:
+def checkpoint_wrapper(module: nn.Module, ac_mode: str, ac_style: int | str | None) -> nn.Module:
     """Checkpoint one module in place.
 
     Args:
@@ -162,7 +163,7 @@ def checkpoint_wrapper(module: torch.nn.Module, ac_mode: str, ac_style: int | st
 
 
 def checkpoint_activations(
-    model: torch.nn.Module, every_layer: bool, ac_mode: str | None = None, ac_option: int | str | None = None
+    model: nn.Module, every_layer: bool, ac_mode: str | None = None, ac_option: int | str | None = None
 ) -> None:
     """Apply activation checkpointing according to a recipe's settings.
 
@@ -187,7 +188,7 @@ def checkpoint_activations(
 
 
 def apply_selective_activation_checkpointing(
-    model: torch.nn.Module, ac_mode: str | None, ac_option: int | str | None
+    model: nn.Module, ac_mode: str | None, ac_option: int | str | None
 ) -> None:
     """Checkpoint the layers of the text decoder in place.
 
@@ -278,9 +279,9 @@ class OffloadActivations(saved_tensors_hooks):
         self.max_fwd_stash_size = max_fwd_stash_size
         self.copy_stream = self.namespace.Stream() if use_streams else None
         self._next_key = 0
-        self._host_tensors: dict[int, torch.Tensor] = {}
-        self._device_tensors: dict[int, torch.Tensor] = {}  # prefetched for the backward pass
-        self._pending_copies: deque[tuple[torch.Tensor, Any]] = deque()  # with the event of each copy
+        self._host_tensors: dict[int, Tensor] = {}
+        self._device_tensors: dict[int, Tensor] = {}  # prefetched for the backward pass
+        self._pending_copies: deque[tuple[Tensor, Any]] = deque()  # with the event of each copy
         super().__init__(self._pack, self._unpack)
 
     def __enter__(self) -> None:
@@ -290,7 +291,7 @@ class OffloadActivations(saved_tensors_hooks):
         self._pending_copies.clear()
         super().__enter__()
 
-    def _should_keep(self, tensor: torch.Tensor) -> bool:
+    def _should_keep(self, tensor: Tensor) -> bool:
         """Return whether a saved tensor stays where it is."""
         if tensor.device.type != self.device.type:
             return True
@@ -300,15 +301,15 @@ class OffloadActivations(saved_tensors_hooks):
         base = tensor
         if tensor._base is not None:
             base = tensor._base
-        if isinstance(base, torch.nn.Parameter):
+        if isinstance(base, nn.Parameter):
             return True
         # Subclasses, such as quantized and sharded tensors, hold their data in inner tensors. The tensors of a
         # simulation are of a subclass, too, but without inner tensors.
         if is_simulated():
             return hasattr(tensor, "__tensor_flatten__")
-        return type(tensor) is not torch.Tensor
+        return type(tensor) is not Tensor
 
-    def _pack(self, tensor: torch.Tensor) -> _Packed:
+    def _pack(self, tensor: Tensor) -> _Packed:
         """Start the copy of a saved tensor to the host, and return its key; the tensor itself if it stays."""
         if self._should_keep(tensor):
             return tensor
@@ -339,9 +340,9 @@ class OffloadActivations(saved_tensors_hooks):
             with self.namespace.stream(self.copy_stream):
                 self._device_tensors[key] = host.to(self.device, non_blocking=True, copy=True)
 
-    def _unpack(self, packed: _Packed) -> torch.Tensor:
+    def _unpack(self, packed: _Packed) -> Tensor:
         """Return a saved tensor on the device, and prefetch the one that was saved before it."""
-        if isinstance(packed, torch.Tensor):
+        if isinstance(packed, Tensor):
             return packed
         if self.copy_stream is None:
             return self._host_tensors[packed].to(self.device, copy=True)
@@ -375,7 +376,7 @@ class NoOpManager(saved_tensors_hooks):
         super().__init__(lambda tensor: tensor, lambda tensor: tensor)
 
 
-def _keep_on_device(module: torch.nn.Module) -> None:
+def _keep_on_device(module: nn.Module) -> None:
     """Disable offloading in ``module``: the backward pass needs its saved tensors first."""
     blocks: list[NoOpManager] = []  # a stack: the module may call itself
 
@@ -391,7 +392,7 @@ def _keep_on_device(module: torch.nn.Module) -> None:
 
 
 def get_act_offloading_ctx_manager(
-    model: torch.nn.Module, enable_activation_offloading: bool, use_streams: bool = True
+    model: nn.Module, enable_activation_offloading: bool, use_streams: bool = True
 ) -> "OffloadActivations | contextlib.nullcontext":
     """Return the context manager for a recipe's forward pass.
 
@@ -412,9 +413,9 @@ def get_act_offloading_ctx_manager(
     if not enable_activation_offloading:
         return contextlib.nullcontext()
     manager = OffloadActivations(use_streams=use_streams)
-    models = model.values() if isinstance(model, torch.nn.ModuleDict) else [model]
+    models = model.values() if isinstance(model, nn.ModuleDict) else [model]
     for trained_model in models:
         output = getattr(text_decoder(trained_model), "output", None)
-        if isinstance(output, torch.nn.Module):
+        if isinstance(output, nn.Module):
             _keep_on_device(output)
     return manager

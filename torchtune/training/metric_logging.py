@@ -12,8 +12,8 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias
 
 import numpy as np
-import torch
 import yaml
+from torch import Tensor
 
 from torchtune.utils import (
     AppendedFile,
@@ -51,7 +51,7 @@ __all__ = [
     "save_config",
 ]
 
-Scalar: TypeAlias = torch.Tensor | np.ndarray | int | float
+Scalar: TypeAlias = Tensor | np.ndarray | int | float
 
 
 def to_number(data: Scalar) -> int | float:
@@ -606,7 +606,7 @@ class LateMetrics(MutableMapping[str, Any]):
         {'loss': 2.0, 'lr': 0.1}
     """
 
-    def __init__(self, receive: Callable[[], dict[str, Any]], is_bad: torch.Tensor) -> None:
+    def __init__(self, receive: Callable[[], dict[str, Any]], is_bad: Tensor) -> None:
         self.is_bad = is_bad
         self._receive: Callable[[], dict[str, Any]] | None = receive
         self._entries: dict[str, Any] = {}

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -24,7 +25,7 @@ _DEVICES_AHEAD = {"cuda"}
 _SKIPPING = {torch.optim.Adagrad, torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD}
 
 
-def _norm_of_norms(norms: Sequence[torch.Tensor]) -> torch.Tensor:
+def _norm_of_norms(norms: Sequence[Tensor]) -> Tensor:
     """Return the norm of tensors together, from their norms, which may be on different devices."""
     if len(norms) == 1:
         return norms[0]
@@ -33,7 +34,7 @@ def _norm_of_norms(norms: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.linalg.vector_norm(stacked)
 
 
-def _norm_over_ranks(grads: list[torch.Tensor]) -> torch.Tensor:
+def _norm_over_ranks(grads: list[Tensor]) -> Tensor:
     """Return the norm over all ranks of gradients of one dtype, device and sharding."""
     layout = grads[0]
     dtype = torch.promote_types(layout.dtype, torch.float32)  # a 16-bit norm has only 8 or 11 significant bits
@@ -50,9 +51,7 @@ def _norm_over_ranks(grads: list[torch.Tensor]) -> torch.Tensor:
 
 
 @torch.no_grad()
-def clip_grad_norm_(
-    parameters: Iterable[torch.Tensor], max_norm: float | None, loss_scale: float = 1.0
-) -> torch.Tensor:
+def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float | None, loss_scale: float = 1.0) -> Tensor:
     """Scale gradients in place so that their norm over all parameters and ranks is at most ``max_norm``.
 
     The norm is computed in float32 or wider. Gradients may be sharded over different mesh dimensions; replicas count
@@ -76,7 +75,7 @@ def clip_grad_norm_(
     """
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
     # Gradients of one sharding need one all-reduce per mesh dimension, not one each.
-    grads_by_layout: dict[object, list[torch.Tensor]] = {}
+    grads_by_layout: dict[object, list[Tensor]] = {}
     for grad in grads:
         reduced = reduce_partial(grad)
         sharding = None
@@ -104,10 +103,10 @@ def clip_grad_norm_(
 
 
 def _by_device_and_dtype(
-    tensors: Iterable[torch.Tensor],
-) -> dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]:
+    tensors: Iterable[Tensor],
+) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:
     """Group tensors for fused calls, which take tensors of one device and dtype."""
-    groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for tensor in tensors:
         groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
     return groups
@@ -170,7 +169,7 @@ class LossScaler:
         for optimizer in self._optimizers:
             optimizer.loss_scale = factor
 
-    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+    def scale(self, loss: Tensor) -> Tensor:
         """Return the loss, scaled if the model is in float16."""
         if not self.is_enabled:
             return loss
@@ -208,9 +207,7 @@ class LossScaler:
 
 
 @torch.no_grad()
-def scale_grads_(
-    parameters: torch.Tensor | Iterable[torch.Tensor], scaler: torch.Tensor, foreach: bool | None = None
-) -> None:
+def scale_grads_(parameters: Tensor | Iterable[Tensor], scaler: Tensor, foreach: bool | None = None) -> None:
     """Multiply the gradients of ``parameters`` by ``scaler`` in place, each in its own dtype.
 
     Args:
@@ -225,7 +222,7 @@ def scale_grads_(
         >>> weight.grad
         tensor([1., 2.])
     """
-    if isinstance(parameters, torch.Tensor):
+    if isinstance(parameters, Tensor):
         parameters = [parameters]
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
     for (device, dtype), same_kind in _by_device_and_dtype(grads).items():
@@ -254,11 +251,11 @@ class DeviceSkips:
         False
     """
 
-    def __init__(self, optimizer: Optimizer, model: torch.nn.Module) -> None:
+    def __init__(self, optimizer: Optimizer, model: nn.Module) -> None:
         self._optimizer = optimizer
         self._model = model
         self._optimizers = list(single_optimizers(optimizer))
-        self._states_before: dict[Optimizer, dict[torch.Tensor, dict[str, Any]]] = {}
+        self._states_before: dict[Optimizer, dict[Tensor, dict[str, Any]]] = {}
         self._num_steps_before: dict[LowPrecisionOptimizer, int] = {}
 
     @functools.cached_property
@@ -273,7 +270,7 @@ class DeviceSkips:
             return False
         return all(map(_can_skip, self._optimizers))
 
-    def prepare(self, is_bad: torch.Tensor) -> None:
+    def prepare(self, is_bad: Tensor) -> None:
         """Make the next ``optimizer.step()`` change nothing where ``is_bad``.
 
         Args:
@@ -328,7 +325,7 @@ def _can_skip(optimizer: Optimizer) -> bool:
     return all(group.get("fused") for group in optimizer.param_groups)
 
 
-def _has_post_hook(model: torch.nn.Module) -> bool:
+def _has_post_hook(model: nn.Module) -> bool:
     """Return whether a conversion of a model, or of a part of it, does something after each step."""
     for part in model.modules():
         for conversion in get_conversions(part):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torchtune.config import did_you_mean, locate
@@ -34,7 +35,7 @@ class _ParameterGroup:
     """
 
     pattern: str
-    matches: Callable[[str, torch.Tensor], bool]
+    matches: Callable[[str, Tensor], bool]
     optimizer_class: type[Optimizer] | None
     settings: dict[str, Any]
 
@@ -77,7 +78,7 @@ class GroupedOptimizer:
 
     def __init__(
         self,
-        params: Sequence[torch.nn.Parameter],
+        params: Sequence[nn.Parameter],
         groups: Sequence[Mapping[str, Any]],
         optimizer: str = "torch.optim.AdamW",
         **settings: Any,
@@ -89,7 +90,7 @@ class GroupedOptimizer:
         self._groups: list[_ParameterGroup] = []
         for number, group in enumerate(groups):
             self._groups.append(self._read_group(f"optimizer.groups[{number}]", group))
-        self._group_of: dict[torch.nn.Parameter, int] = {}
+        self._group_of: dict[nn.Parameter, int] = {}
 
     def _read_group(self, key: str, group: Mapping[str, Any]) -> _ParameterGroup:
         """Check the mapping of a group, whose path in the config is ``key``."""
@@ -117,14 +118,12 @@ class GroupedOptimizer:
                     settings.setdefault(name, self._settings[name])
         _check_settings(optimizer_class or self._class, settings, key, other_keys=_GROUP_KEYS)
 
-        def matches(name: str, parameter: torch.Tensor) -> bool:
+        def matches(name: str, parameter: Tensor) -> bool:
             return expression.search(name) is not None
 
         return _ParameterGroup(pattern, matches, optimizer_class, settings)
 
-    def assign(
-        self, named: Sequence[tuple[str, torch.nn.Parameter]], model: torch.nn.Module, *, quiet: bool = False
-    ) -> None:
+    def assign(self, named: Sequence[tuple[str, nn.Parameter]], model: nn.Module, *, quiet: bool = False) -> None:
         """Assign every trained parameter to a group.
 
         Args:
@@ -148,14 +147,14 @@ class GroupedOptimizer:
         if not quiet:
             log_rank_zero(get_logger(), f"Optimizer of {len(named)} parameters: {', '.join(descriptions)}.")
 
-    def _first_match(self, name: str, parameter: torch.nn.Parameter) -> int:
+    def _first_match(self, name: str, parameter: nn.Parameter) -> int:
         """Return the number of the first group that takes a parameter."""
         for number, group in enumerate(self._groups):
             if group.matches(name, parameter):
                 return number
         return _OUTER
 
-    def _raise_unmatched(self, number: int, named: Sequence[tuple[str, torch.nn.Parameter]]) -> None:
+    def _raise_unmatched(self, number: int, named: Sequence[tuple[str, nn.Parameter]]) -> None:
         """Raise for a group without parameters."""
         group = self._groups[number]
         reason = "no trained parameter"
@@ -167,7 +166,7 @@ class GroupedOptimizer:
             f"optimizer.groups[{number}]: the pattern '{group.pattern}' matches {reason}; nearest are {nearest}."
         )
 
-    def check(self, named: Sequence[tuple[str, torch.nn.Parameter]], model: torch.nn.Module) -> None:
+    def check(self, named: Sequence[tuple[str, nn.Parameter]], model: nn.Module) -> None:
         """Check that every pattern matches and that all optimizers accept their settings, before a run.
 
         Args:
@@ -179,20 +178,20 @@ class GroupedOptimizer:
         """
         self.assign(named, model, quiet=True)
         # A small matrix stands for the parameters of each group.
-        matrix = torch.nn.Parameter(torch.zeros(8, 8))
+        matrix = nn.Parameter(torch.zeros(8, 8))
         for number in set(self._group_of.values()):
             self._group_of[matrix] = number
             self.make([matrix])
         del self._group_of[matrix]
 
-    def make(self, parameters: Iterable[torch.nn.Parameter]) -> Optimizer:
+    def make(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
         """Build the optimizer of some of the assigned parameters.
 
         Raises:
             KeyError: a parameter was not assigned.
             UserError: an optimizer refuses its parameters or settings.
         """
-        members_by_group: dict[int, list[torch.nn.Parameter]] = {}
+        members_by_group: dict[int, list[nn.Parameter]] = {}
         for parameter in parameters:
             members_by_group.setdefault(self._group_of[parameter], []).append(parameter)
         outer_groups: list[dict[str, Any]] = []
@@ -247,7 +246,7 @@ class MuonWithAdamW(GroupedOptimizer):
 
     def __init__(
         self,
-        params: Sequence[torch.nn.Parameter],
+        params: Sequence[nn.Parameter],
         lr: float = 1e-3,
         weight_decay: float = 0.1,
         momentum: float = 0.95,
@@ -269,23 +268,21 @@ class MuonWithAdamW(GroupedOptimizer):
             "ns_steps": ns_steps,
             "adjust_lr_fn": adjust_lr_fn,
         }
-        self._not_for_muon: set[torch.nn.Parameter] = set()
+        self._not_for_muon: set[nn.Parameter] = set()
         self._groups.append(_ParameterGroup("matrices", self._is_matrix, torch.optim.Muon, muon_settings))
 
-    def assign(
-        self, named: Sequence[tuple[str, torch.nn.Parameter]], model: torch.nn.Module, *, quiet: bool = False
-    ) -> None:
+    def assign(self, named: Sequence[tuple[str, nn.Parameter]], model: nn.Module, *, quiet: bool = False) -> None:
         """Assign every trained parameter to a group; see the base class."""
         # Embeddings and the output projection are matrices, too, but not maps between hidden states.
-        modules = [module for module in model.modules() if isinstance(module, torch.nn.Embedding)]
+        modules = [module for module in model.modules() if isinstance(module, nn.Embedding)]
         output = getattr(text_decoder(model), "output", None)
-        if isinstance(output, torch.nn.Module):
+        if isinstance(output, nn.Module):
             modules.append(output)
         for module in modules:
             self._not_for_muon.update(module.parameters())
         super().assign(named, model, quiet=quiet)
 
-    def _is_matrix(self, name: str, parameter: torch.Tensor) -> bool:
+    def _is_matrix(self, name: str, parameter: Tensor) -> bool:
         """Return whether Muon takes a parameter."""
         return parameter.dim() == 2 and parameter not in self._not_for_muon
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from torchtune.training.optim._stochastic_rounding import element_ids, random_bits, round_to_bfloat16, rounding_noise
 from torchtune.utils import (
@@ -37,14 +38,14 @@ _SETTINGS_WITHOUT_RULE = ("amsgrad", "maximize", "foreach", "capturable", "diffe
 
 # (value, gradient, states, scalars) -> new value and states, all float32 of the same shape.
 UpdateFunction = Callable[
-    [torch.Tensor, torch.Tensor, Sequence[torch.Tensor], Sequence[torch.Tensor]],
-    tuple[torch.Tensor, list[torch.Tensor]],
+    [Tensor, Tensor, Sequence[Tensor], Sequence[Tensor]],
+    tuple[Tensor, list[Tensor]],
 ]
 
 
 def adam(
-    value: torch.Tensor, grad: torch.Tensor, states: Sequence[torch.Tensor], scalars: Sequence[torch.Tensor]
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    value: Tensor, grad: Tensor, states: Sequence[Tensor], scalars: Sequence[Tensor]
+) -> tuple[Tensor, list[Tensor]]:
     """Update of ``torch.optim.Adam``: weight decay is part of the gradient (Kingma and Ba, arXiv:1412.6980)."""
     decay, *other_scalars = scalars
     grad = grad + value * decay
@@ -52,8 +53,8 @@ def adam(
 
 
 def adamw(
-    value: torch.Tensor, grad: torch.Tensor, states: Sequence[torch.Tensor], scalars: Sequence[torch.Tensor]
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    value: Tensor, grad: Tensor, states: Sequence[Tensor], scalars: Sequence[Tensor]
+) -> tuple[Tensor, list[Tensor]]:
     """Update of ``torch.optim.AdamW``: weight decay shrinks the weight (Loshchilov and Hutter, arXiv:1711.05101)."""
     decay, *other_scalars = scalars
     value = value - value * decay
@@ -61,8 +62,8 @@ def adamw(
 
 
 def _adam(
-    value: torch.Tensor, grad: torch.Tensor, states: Sequence[torch.Tensor], scalars: Sequence[torch.Tensor]
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    value: Tensor, grad: Tensor, states: Sequence[Tensor], scalars: Sequence[Tensor]
+) -> tuple[Tensor, list[Tensor]]:
     """The part that Adam and AdamW share: everything but weight decay."""
     exp_avg, exp_avg_sq = states
     one_minus_beta1, beta2, one_minus_beta2, correction2_sqrt, eps, step_size = scalars
@@ -74,8 +75,8 @@ def _adam(
 
 
 def sgd(
-    value: torch.Tensor, grad: torch.Tensor, states: Sequence[torch.Tensor], scalars: Sequence[torch.Tensor]
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    value: Tensor, grad: Tensor, states: Sequence[Tensor], scalars: Sequence[Tensor]
+) -> tuple[Tensor, list[Tensor]]:
     """Update of ``torch.optim.SGD``, with momentum if there is a state."""
     lr, decay, momentum, one_minus_dampening = scalars
     grad = grad + value * decay
@@ -87,8 +88,8 @@ def sgd(
 
 
 def sgd_nesterov(
-    value: torch.Tensor, grad: torch.Tensor, states: Sequence[torch.Tensor], scalars: Sequence[torch.Tensor]
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    value: Tensor, grad: Tensor, states: Sequence[Tensor], scalars: Sequence[Tensor]
+) -> tuple[Tensor, list[Tensor]]:
     """Update of ``torch.optim.SGD(nesterov=True)``."""
     lr, decay, momentum, one_minus_dampening = scalars
     grad = grad + value * decay
@@ -173,14 +174,14 @@ def find_update_rule(optimizer: type, group: Mapping[str, Any]) -> UpdateRule | 
 
 def step_elements(
     update: UpdateFunction,
-    weight: torch.Tensor,
-    grad: torch.Tensor,
-    states: Sequence[torch.Tensor],
-    scalars: torch.Tensor,
-    ids: torch.Tensor | None,
-    origin: torch.Tensor,
-    key: torch.Tensor,
-    is_skipped: torch.Tensor | None,
+    weight: Tensor,
+    grad: Tensor,
+    states: Sequence[Tensor],
+    scalars: Tensor,
+    ids: Tensor | None,
+    origin: Tensor,
+    key: Tensor,
+    is_skipped: Tensor | None,
 ) -> None:
     """Step the elements of a piece: read the storage as float32, update, round, write.
 
@@ -220,9 +221,9 @@ class GroupStep:
     """
 
     update: UpdateFunction
-    scalars: torch.Tensor
-    key: torch.Tensor
-    is_skipped: torch.Tensor | None = None
+    scalars: Tensor
+    key: Tensor
+    is_skipped: Tensor | None = None
 
 
 @dataclass
@@ -235,12 +236,12 @@ class Piece:
         states: ``[n]`` each, in the order of the update's.
     """
 
-    weight: torch.Tensor
-    grad: torch.Tensor
-    states: list[torch.Tensor]
+    weight: Tensor
+    grad: Tensor
+    states: list[Tensor]
 
 
-def step_pieces(step: GroupStep, pieces: Sequence[Piece], origins: torch.Tensor) -> None:
+def step_pieces(step: GroupStep, pieces: Sequence[Piece], origins: Tensor) -> None:
     """Step pieces of consecutive elements: many share the launch of a kernel where there are launches.
 
     Args:
@@ -257,7 +258,7 @@ def step_pieces(step: GroupStep, pieces: Sequence[Piece], origins: torch.Tensor)
         step_piece(step, piece, origin)
 
 
-def step_piece(step: GroupStep, piece: Piece, origin: torch.Tensor, ids: torch.Tensor | None = None) -> None:
+def step_piece(step: GroupStep, piece: Piece, origin: Tensor, ids: Tensor | None = None) -> None:
     """Step one piece, compiled once that pays; see :func:`step_elements` for ``origin`` and ``ids``."""
     fused_step(
         step.update,
@@ -274,22 +275,20 @@ def step_piece(step: GroupStep, piece: Piece, origin: torch.Tensor, ids: torch.T
 
 def step_bundle(
     update: UpdateFunction,
-    weights: Sequence[torch.Tensor],
-    grads: Sequence[torch.Tensor],
-    states: Sequence[Sequence[torch.Tensor]],
-    scalars: torch.Tensor,
-    origins: torch.Tensor,
-    key: torch.Tensor,
-    is_skipped: torch.Tensor | None,
+    weights: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    states: Sequence[Sequence[Tensor]],
+    scalars: Tensor,
+    origins: Tensor,
+    key: Tensor,
+    is_skipped: Tensor | None,
 ) -> None:
     """Step :data:`BUNDLE` pieces; see :func:`step_elements`."""
     for index, origin in enumerate(origins.unbind()):
         step_elements(update, weights[index], grads[index], states[index], scalars, None, origin, key, is_skipped)
 
 
-def _write(
-    stored: torch.Tensor, values: torch.Tensor, bits: torch.Tensor, draw: int, is_skipped: torch.Tensor | None
-) -> None:
+def _write(stored: Tensor, values: Tensor, bits: Tensor, draw: int, is_skipped: Tensor | None) -> None:
     """Write float32 values to a stored tensor, stochastically rounded if it is bfloat16; see :func:`rounding_noise`."""
     if stored.dtype == torch.bfloat16:
         noise = rounding_noise(bits, draw)
@@ -411,7 +410,7 @@ class BundledStep:
             return False
         return pieces[0].weight.device.type == "cuda"
 
-    def __call__(self, step: GroupStep, pieces: Sequence[Piece], origins: torch.Tensor) -> int:
+    def __call__(self, step: GroupStep, pieces: Sequence[Piece], origins: Tensor) -> int:
         """Step the pieces; see :func:`step_pieces`.
 
         Returns:
@@ -436,7 +435,7 @@ class BundledStep:
                 return first
         return len(pieces)
 
-    def _step_or_fail(self, step: GroupStep, bundle: Sequence[Piece], origins: torch.Tensor) -> bool:
+    def _step_or_fail(self, step: GroupStep, bundle: Sequence[Piece], origins: Tensor) -> bool:
         """Step one bundle; return False if the compiler fails, which it does before anything is computed."""
         weights = [_without_base(piece.weight) for piece in bundle]
         grads = [_without_base(piece.grad) for piece in bundle]
@@ -504,7 +503,7 @@ def _without_base(arg: Any) -> Any:
     """
     if isinstance(arg, list):
         return [_without_base(item) for item in arg]
-    if not isinstance(arg, torch.Tensor):
+    if not isinstance(arg, Tensor):
         return arg
     tensor = torch.empty(0, dtype=arg.dtype, device=arg.device)
     return tensor.set_(arg.untyped_storage(), arg.storage_offset(), arg.shape, arg.stride())
@@ -514,7 +513,7 @@ def _copies(args: Sequence[Any]) -> list[Any]:
     """Copy tensors, and lists of tensors."""
     copies: list[Any] = []
     for arg in args:
-        if isinstance(arg, torch.Tensor):
+        if isinstance(arg, Tensor):
             copies.append(arg.clone())
         elif isinstance(arg, list):
             copies.append(_copies(arg))
@@ -523,11 +522,11 @@ def _copies(args: Sequence[Any]) -> list[Any]:
     return copies
 
 
-def _tensors(args: Sequence[Any]) -> list[torch.Tensor]:
+def _tensors(args: Sequence[Any]) -> list[Tensor]:
     """Return the tensors of arguments, and of lists of tensors in them."""
-    tensors: list[torch.Tensor] = []
+    tensors: list[Tensor] = []
     for arg in args:
-        if isinstance(arg, torch.Tensor):
+        if isinstance(arg, Tensor):
             tensors.append(arg)
         elif isinstance(arg, list):
             tensors += _tensors(arg)
@@ -542,7 +541,7 @@ def _are_equal(args: Sequence[Any], reference_args: Sequence[Any]) -> bool:
     return True
 
 
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+def _as_bytes(tensor: Tensor) -> Tensor:
     """Return the bits of a tensor, uint8 ``[bytes]``: NaN, which equals nothing, has bits that are equal."""
     return tensor.reshape(-1).view(torch.uint8)
 

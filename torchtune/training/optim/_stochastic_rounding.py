@@ -14,6 +14,7 @@ import hashlib
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from torchtune.training.parallel._shards import my_shard
@@ -35,7 +36,7 @@ def rounding_key(seed: int, step: int) -> int:
     return hash_text(f"{seed}/{step}")
 
 
-def element_ids(positions: torch.Tensor, name_hash: int | torch.Tensor) -> torch.Tensor:
+def element_ids(positions: Tensor, name_hash: int | Tensor) -> Tensor:
     """Return the part of the counter that distinguishes elements, int32 in the shape of ``positions``.
 
     Args:
@@ -45,7 +46,7 @@ def element_ids(positions: torch.Tensor, name_hash: int | torch.Tensor) -> torch
     return positions * _GOLDEN + name_hash
 
 
-def random_bits(ids: torch.Tensor, key: int | torch.Tensor) -> torch.Tensor:
+def random_bits(ids: Tensor, key: int | Tensor) -> Tensor:
     """Return uniform 32-bit numbers, int32 in the shape of ``ids``.
 
     The mixing function is ``lowbias32`` (C. Wellons, "Prospecting for Hash Functions"). Multiplications wrap around.
@@ -60,7 +61,7 @@ def random_bits(ids: torch.Tensor, key: int | torch.Tensor) -> torch.Tensor:
     return bits ^ ((bits >> 16) & 0xFFFF)
 
 
-def rounding_noise(bits: torch.Tensor, draw: int) -> torch.Tensor:
+def rounding_noise(bits: Tensor, draw: int) -> Tensor:
     """Return uniform integers from 0 to 65535, int32 in the shape of ``bits``.
 
     Args:
@@ -76,7 +77,7 @@ def rounding_noise(bits: torch.Tensor, draw: int) -> torch.Tensor:
     return (mixed >> 16) & 0xFFFF
 
 
-def round_to_bfloat16(values: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+def round_to_bfloat16(values: Tensor, noise: Tensor) -> Tensor:
     """Round stochastically to numbers that bfloat16 represents; zeros, infinities and NaN do not change.
 
     Args:
@@ -94,7 +95,7 @@ def round_to_bfloat16(values: torch.Tensor, noise: torch.Tensor) -> torch.Tensor
     return bits.view(torch.float32)
 
 
-def spread_within_rounding(values: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+def spread_within_rounding(values: Tensor, noise: Tensor) -> Tensor:
     """Move each value, which bfloat16 represents, to a random float32 number that rounds to it.
 
     Args:
@@ -126,7 +127,7 @@ class ElementIds:
         name: name of the parameter.
     """
 
-    def __init__(self, parameter: torch.Tensor, name: str) -> None:
+    def __init__(self, parameter: Tensor, name: str) -> None:
         self.name_hash = hash_text(name)
         self._shape = list(parameter.shape)  # of the shard
         offsets = [0] * parameter.dim()
@@ -147,7 +148,7 @@ class ElementIds:
         """Return the position of element ``first`` of a run, and the hash of the name: what :meth:`of` depends on."""
         return _wrap_to_int32(self._start + first), self.name_hash
 
-    def of(self, first: int, count: int, device: torch.device) -> torch.Tensor:
+    def of(self, first: int, count: int, device: torch.device) -> Tensor:
         """Return the ids of ``count`` elements of the shard, counted from ``first``, int32 ``[count]``."""
         local = torch.arange(first, first + count, device=device)  # positions in the shard
         positions = torch.full_like(local, self._start)

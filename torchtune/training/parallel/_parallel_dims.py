@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from torchtune.data import Batch
 from torchtune.training.parallel._ranks import (
@@ -327,8 +328,8 @@ class ParallelDims:
 
     def exchange(
         self,
-        numbers: Sequence["float | torch.Tensor"],
-        flags: Sequence["bool | torch.Tensor"] = (),
+        numbers: Sequence["float | Tensor"],
+        flags: Sequence["bool | Tensor"] = (),
         *,
         on_host: bool = False,
     ) -> tuple[list[Any], list[bool]]:
@@ -361,14 +362,14 @@ class ParallelDims:
         joint_flags = [count > 0 for count in totals[len(numbers) :]]
         return sums, joint_flags
 
-    def sends_from_device(self, numbers: Sequence["float | torch.Tensor"]) -> bool:
+    def sends_from_device(self, numbers: Sequence["float | Tensor"]) -> bool:
         """Return whether the host would wait for a device in :meth:`exchange`; the same on all processes."""
         if self.world_size > 1:
             return self._device.type == "cuda"
-        return any(isinstance(number, torch.Tensor) and number.is_cuda for number in numbers)
+        return any(isinstance(number, Tensor) and number.is_cuda for number in numbers)
 
     def start_exchange(
-        self, numbers: Sequence["float | torch.Tensor"], flags: Sequence["bool | torch.Tensor"] = ()
+        self, numbers: Sequence["float | Tensor"], flags: Sequence["bool | Tensor"] = ()
     ) -> "LateExchange":
         """Begin what :meth:`exchange` does on a CUDA device; the host goes on at once. A collective.
 
@@ -395,10 +396,10 @@ class ParallelDims:
 
     def _write_message(
         self,
-        numbers: Sequence["float | torch.Tensor"],
-        flags: Sequence["bool | torch.Tensor"],
+        numbers: Sequence["float | Tensor"],
+        flags: Sequence["bool | Tensor"],
         device: torch.device,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Return the part of this process in the sums of numbers, then of flags, float64 ``[n]``."""
         # [numbers, flags]: one all-reduce, because each costs every rank a wait for the slowest.
         message = torch.zeros(len(numbers) + len(flags), dtype=torch.float64, device=device)
@@ -410,7 +411,7 @@ class ParallelDims:
             _write_scalar(message[index], flag)
         return message
 
-    def sum_over_sequence(self, values: torch.Tensor) -> torch.Tensor:
+    def sum_over_sequence(self, values: Tensor) -> Tensor:
         """Sum over the context-parallel ranks of a sequence. A collective.
 
         Every rank then computes the same loss from the sums. Divide this loss by ``cp``, because losses and gradients
@@ -429,7 +430,7 @@ class ParallelDims:
         scaled = self.cp * values
         return total + (scaled - scaled.detach())
 
-    def gather_over_data(self, rows: torch.Tensor) -> tuple[torch.Tensor, int]:
+    def gather_over_data(self, rows: Tensor) -> tuple[Tensor, int]:
         """Concatenate the rows of all data-parallel ranks, in the order of the ranks, with gradients. A collective.
 
         Args:
@@ -453,7 +454,7 @@ class ParallelDims:
         message = torch.full((1,), number, device=self._device)  # filled there: a copy would be a wait
         return self._reduce(message, dist.ReduceOp.MAX)[0]
 
-    def _reduce(self, message: torch.Tensor, operation: Any) -> list[Any]:
+    def _reduce(self, message: Tensor, operation: Any) -> list[Any]:
         """All-reduce over all processes, add the time to ``waited``, and return the values ``[n]`` on the host."""
         if message.is_cuda:  # the host does not wait, the stream does
             before = torch.cuda.Event(enable_timing=True)
@@ -529,7 +530,7 @@ class LateExchange:
         message: see above; on the device.
     """
 
-    def __init__(self, message: torch.Tensor, num_numbers: int, on_arrival: Callable[[], None]) -> None:
+    def __init__(self, message: Tensor, num_numbers: int, on_arrival: Callable[[], None]) -> None:
         self.message = message
         self._num_numbers = num_numbers
         self._on_arrival = on_arrival
@@ -553,7 +554,7 @@ class LateExchange:
         return totals[: self._num_numbers], flags
 
 
-def _gather_rows(rows: torch.Tensor, group: Any) -> tuple[torch.Tensor, int]:
+def _gather_rows(rows: Tensor, group: Any) -> tuple[Tensor, int]:
     """Concatenate the rows of the ranks of a group; return them and the number of rows of the ranks before this one."""
     size = dist.get_world_size(group)
     own_count = torch.tensor([len(rows)], device=rows.device)
@@ -573,7 +574,7 @@ class _GatherParts(torch.autograd.Function):
     """Stack the tensors of the ranks of a group; the gradient is summed over the ranks."""
 
     @staticmethod
-    def forward(ctx: Any, part: torch.Tensor, group: Any) -> torch.Tensor:
+    def forward(ctx: Any, part: Tensor, group: Any) -> Tensor:
         ctx.group = group
         parts = part.new_empty(dist.get_world_size(group), *part.shape)
         # As bytes, because gloo has no collectives of bools.
@@ -583,17 +584,17 @@ class _GatherParts(torch.autograd.Function):
         return parts
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         grad = grad.contiguous()
         dist.all_reduce(grad, group=ctx.group)
         return grad[dist.get_rank(ctx.group)], None
 
 
-def _copy_to_host(scalars: "Sequence[float | torch.Tensor]") -> list[Any]:
+def _copy_to_host(scalars: "Sequence[float | Tensor]") -> list[Any]:
     """Return Python numbers. Those of a CUDA device come in one copy, because the host waits for every copy."""
     on_device = []
     for scalar in scalars:
-        if isinstance(scalar, torch.Tensor) and scalar.is_cuda:
+        if isinstance(scalar, Tensor) and scalar.is_cuda:
             on_device.append(scalar.to(torch.float64))
     values_from_device: list[float] = []
     if on_device:
@@ -601,7 +602,7 @@ def _copy_to_host(scalars: "Sequence[float | torch.Tensor]") -> list[Any]:
     remaining_values = iter(values_from_device)
     numbers = []
     for scalar in scalars:
-        if not isinstance(scalar, torch.Tensor):
+        if not isinstance(scalar, Tensor):
             numbers.append(scalar)
         elif scalar.is_cuda:
             numbers.append(next(remaining_values))
@@ -610,9 +611,9 @@ def _copy_to_host(scalars: "Sequence[float | torch.Tensor]") -> list[Any]:
     return numbers
 
 
-def _write_scalar(element: torch.Tensor, value: "float | torch.Tensor") -> None:
+def _write_scalar(element: Tensor, value: "float | Tensor") -> None:
     """Write a scalar into a message's element; a tensor's value stays on its device, without a wait of the host."""
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, Tensor):
         element.copy_(value)
     else:
         element.fill_(value)

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from torchtune.utils import DeviceSupport, UserError, get_logger, get_world_size_and_rank
 
@@ -169,7 +170,7 @@ class Ranks:
         """
         # The sizes first, because a receiver must allocate the packet before it arrives.
         sent_sizes = {rank: torch.tensor([len(packet)]) for rank, packet in packets.items()}
-        received_sizes: dict[int, torch.Tensor] = {}
+        received_sizes: dict[int, Tensor] = {}
         if receives:
             for rank in range(self.size):
                 if rank != self.rank:
@@ -177,12 +178,12 @@ class Ranks:
         self._send_and_receive(sent_sizes, received_sizes)
 
         # An empty packet is not sent: both sides know its size.
-        sent: dict[int, torch.Tensor] = {}
+        sent: dict[int, Tensor] = {}
         for rank, packet in packets.items():
             if packet:
                 sent[rank] = torch.frombuffer(packet, dtype=torch.uint8)
-        buffers: list[torch.Tensor] = []
-        received: dict[int, torch.Tensor] = {}
+        buffers: list[Tensor] = []
+        received: dict[int, Tensor] = {}
         for rank, size in received_sizes.items():
             buffer = torch.empty(int(size), dtype=torch.uint8)
             buffers.append(buffer)
@@ -191,7 +192,7 @@ class Ranks:
         self._send_and_receive(sent, received)
         return [memoryview(buffer.numpy()) for buffer in buffers]
 
-    def _send_and_receive(self, sent: Mapping[int, torch.Tensor], received: Mapping[int, torch.Tensor]) -> None:
+    def _send_and_receive(self, sent: Mapping[int, Tensor], received: Mapping[int, Tensor]) -> None:
         """Send tensors to ranks and receive others from ranks, all asynchronously, to avoid a deadlock."""
         operations = []
         for rank, buffer in received.items():

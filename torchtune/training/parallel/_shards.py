@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from torchtune.models import Slices
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torchtune.training.parallel._parallel_dims import ParallelDims
 
 
-def own_part(tensor: torch.Tensor) -> torch.Tensor:
+def own_part(tensor: Tensor) -> Tensor:
     """Return the values of this rank's shard, sharing memory; a plain tensor is returned unchanged."""
     if hasattr(tensor, "device_mesh"):
         return tensor.detach().to_local()
@@ -39,7 +39,7 @@ class ShardGrid:
     coordinates: tuple[int, ...]
 
     @staticmethod
-    def of(parameter: torch.Tensor) -> "ShardGrid":
+    def of(parameter: Tensor) -> "ShardGrid":
         """Return the grid of a parameter; the grid has no dimensions if the parameter is not sharded."""
         if not hasattr(parameter, "device_mesh"):
             return ShardGrid((), ())
@@ -53,7 +53,7 @@ class ShardGrid:
                 coordinates.append(mesh_coordinates[dim])
         return ShardGrid(tuple(sizes), tuple(coordinates))
 
-    def longest(self, parameter: torch.Tensor) -> int:
+    def longest(self, parameter: Tensor) -> int:
         """Return the number of elements of the largest shard."""
         if not self.sizes:
             return parameter.numel()
@@ -63,13 +63,13 @@ class ShardGrid:
                 shape[placement.dim] = math.ceil(shape[placement.dim] / size)  # as the first chunk of torch.chunk
         return math.prod(shape)
 
-    def stack(self, shard: torch.Tensor, parameter: torch.Tensor, longest: int) -> torch.Tensor:
+    def stack(self, shard: Tensor, parameter: Tensor, longest: int) -> Tensor:
         """Stack the rows [n] of all ranks, each at most ``longest``; return the row itself if nothing is sharded."""
         if not self.sizes:
             return shard
         if shard.numel() < longest:
             padding = longest - shard.numel()
-            shard = torch.nn.functional.pad(shard, (0, padding))
+            shard = nn.functional.pad(shard, (0, padding))
         # The i-th mesh dimension that shards the parameter shards dimension i of the stack.
         placements = []
         num_sharded = 0
@@ -89,7 +89,7 @@ def full_slices(shape: torch.Size | tuple[int, ...]) -> Slices:
     return tuple(slice(0, size) for size in shape)
 
 
-def my_shard(tensor: torch.Tensor) -> tuple[Slices, torch.Tensor]:
+def my_shard(tensor: Tensor) -> tuple[Slices, Tensor]:
     """Return this rank's slice of the full tensor, and its values, sharing memory."""
     if not isinstance(tensor, DTensor):
         return full_slices(tensor.shape), tensor.detach()
@@ -111,13 +111,13 @@ class LocalShard:
         is_writer: whether this rank writes it, among the ranks with the same slice.
     """
 
-    spec: torch.Tensor
+    spec: Tensor
     slices: Slices
-    data: torch.Tensor
+    data: Tensor
     is_writer: bool
 
     @staticmethod
-    def of(tensor: torch.Tensor, ranks: Ranks, turn: int, parameter: torch.Tensor | None = None) -> "LocalShard":
+    def of(tensor: Tensor, ranks: Ranks, turn: int, parameter: Tensor | None = None) -> "LocalShard":
         """Return this rank's shard of ``tensor``.
 
         Args:
@@ -138,7 +138,7 @@ class LocalShard:
         return LocalShard(spec, slices, data, _is_writer(layout, ranks, turn))
 
 
-def _is_writer(tensor: torch.Tensor, ranks: Ranks, turn: int) -> bool:
+def _is_writer(tensor: Tensor, ranks: Ranks, turn: int) -> bool:
     """Return whether this rank writes its shard, see :meth:`LocalShard.of`."""
     if not isinstance(tensor, DTensor):
         return ranks.rank == turn % ranks.size
@@ -163,7 +163,7 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
-def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
+def full_tensor(tensor: Tensor) -> Tensor:
     """All-gather the full tensor onto every rank; a plain tensor is full already."""
     detached = tensor.detach()
     if isinstance(detached, DTensor):
@@ -171,7 +171,7 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return detached
 
 
-def reduce_partial(tensor: torch.Tensor) -> torch.Tensor:
+def reduce_partial(tensor: Tensor) -> Tensor:
     """All-reduce the tensor over the mesh dimensions with partial sums."""
     if not isinstance(tensor, DTensor):
         return tensor
@@ -185,7 +185,7 @@ def reduce_partial(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def read_shard(
-    parameter: DTensor, shape: tuple[int, ...], dtype: torch.dtype, read: Callable[[Slices], torch.Tensor]
+    parameter: DTensor, shape: tuple[int, ...], dtype: torch.dtype, read: Callable[[Slices], Tensor]
 ) -> DTensor:
     """Return a tensor of optimizer state, sharded like its parameter if the shapes are equal, otherwise replicated.
 
@@ -206,13 +206,13 @@ def read_shard(
     return DTensor.from_local(value, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
-def checksum_bits(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+def checksum_bits(tensor: Tensor) -> Iterator[Tensor]:
     """Yield sums, modulo 2**64, of the bits of this rank's shard of a tensor."""
     if hasattr(tensor, "__tensor_flatten__"):  # sharded or quantized
         names, _ = tensor.__tensor_flatten__()
         for name in names:
             inner = getattr(tensor, name)
-            if isinstance(inner, torch.Tensor):  # other attributes, such as the device mesh, have no bits
+            if isinstance(inner, Tensor):  # other attributes, such as the device mesh, have no bits
                 yield from checksum_bits(inner)
         return
     data = tensor.detach().contiguous().view(-1).view(torch.uint8)  # [bytes]
@@ -276,7 +276,7 @@ def checksum_trained(model: nn.Module) -> list[int]:
     """Return sums of the bits of this rank's shards of all trained parameters; none in a simulation."""
     if is_simulated():
         return []
-    sums: list[torch.Tensor] = []
+    sums: list[Tensor] = []
     for parameter in model.parameters():
         if parameter.requires_grad:
             sums += checksum_bits(parameter)
