@@ -274,7 +274,8 @@ def _task_of(labeled: Sequence[ClassificationDataset], class_names: tuple[str, .
     are_equal = all(value == first_label for value in values)
     if problem_type != SINGLE_LABEL and are_equal and first_label != []:  # rows without classes get another message
         raise ClassificationError(
-            f"dataset: all rows have the label {first_label!r}, from which nothing can be learned: give rows of others."
+            f"dataset: all rows have the label {first_label!r}, from which nothing can be learned: give rows with "
+            "other labels."
         )
     if problem_type == REGRESSION:
         return ClassificationTask(REGRESSION)

@@ -44,14 +44,13 @@ def fit_vocabulary(model: nn.Module, tokenizer: Any, *, resize: bool = False) ->
     if new_tokens and getattr(decoder, "vocabulary_growth", None) is None:
         raise UserError(
             f"tokenizer.add_tokens: {', '.join(new_tokens)} are not tokens of the checkpoint, and their rows must be "
-            "trained: set resize_token_embeddings=True, or set tokenizer.path to a checkpoint "
-            "that was trained with them."
+            "trained: set resize_token_embeddings=True, or set tokenizer.path to a checkpoint that was trained with "
+            "them."
         )
     if tokenizer.vocab_size > rows:
         raise UserError(
             f"tokenizer: it has {tokenizer.vocab_size} tokens but the checkpoint's embedding has {rows} rows: use the "
-            "tokenizer of this checkpoint, or set resize_token_embeddings=True to train new "
-            "rows."
+            "tokenizer of this checkpoint, or set resize_token_embeddings=True to train new rows."
         )
 
 
@@ -100,8 +99,8 @@ def add_token_rows(model: nn.Module, tokenizer: Any, checkpoint_dir: str | Path 
     trained = {decoder.get_parameter(name).requires_grad for name in vocabulary_weights(decoder)}
     if len(trained) > 1:
         raise UserError(
-            "resize_token_embeddings: of embedding and output projection one is trained and the other frozen, so new "
-            "tokens would be learned by half: train both (train_modules: [tok_embeddings, output]), or neither."
+            "resize_token_embeddings: one of embedding and output projection is trained and the other is frozen, so "
+            "new tokens would be learned by half: train both (train_modules: [tok_embeddings, output]), or neither."
         )
     if not embedding.weight.requires_grad and not has_adapters(decoder):
         raise UserError(

@@ -108,7 +108,7 @@ class _AttachGradient(torch.autograd.Function):
         weight = ctx.statistics.weight
         if slope is None or weight is None:
             raise ConversionError(
-                "BalancingLoss: the loss that is used does not add it: take it from "
+                "BalancingLoss: the loss function does not add the balancing loss: build it by "
                 "torchtune.modules.loss.setup_loss(loss, model), or call its set_model_output(model)."
             )
         grad_probabilities = (slope * weight).to(grad.dtype).expand(ctx.shape)  # [e] -> [t, e]
@@ -177,7 +177,7 @@ class BalancingLoss(Conversion):
             description = getattr(model, "description", None)  # a model of the user's own has none
             coefficient = getattr(description, "router_balance", 0.0)
             if not coefficient:
-                raise ConversionError("BalancingLoss: the model's config says no coefficient, give one.")
+                raise ConversionError("BalancingLoss: the model's config has no coefficient: set one.")
         balance = Balance(coefficient)
         for router in routers.values():
             router.balance = balance

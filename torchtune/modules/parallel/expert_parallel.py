@@ -75,13 +75,13 @@ def check_experts(path: str, experts: nn.Module, ranks: int) -> None:
     """
     if not isinstance(experts, GroupedExperts):
         raise ParallelError(
-            f"expert_parallel_dim is {ranks}: '{path}' is a {type(experts).__name__}, of which nothing says how it is "
-            "distributed: set it to 1."
+            f"expert_parallel_dim is {ranks}: '{path}' is a {type(experts).__name__}, which cannot be distributed over "
+            "ranks: set it to 1."
         )
     if experts.num_experts % ranks:
         raise ParallelError(
             f"expert_parallel_dim is {ranks}: it must divide the {experts.num_experts} experts of '{path}', so that "
-            "every rank has as many."
+            "all ranks have equally many."
         )
 
 

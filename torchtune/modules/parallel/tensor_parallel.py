@@ -109,7 +109,7 @@ class _LinearStyle(ParallelStyle):
         """
         if not self.supports(module):
             raise ParallelError(
-                f"tensor_parallel_dim: it is not known how {type(module).__name__} is split: set it to 1 for this "
+                f"tensor_parallel_dim: a {type(module).__name__} cannot be split over ranks: set it to 1 for this "
                 "model."
             )
         for parameter, dims in self.dims(module).items():
@@ -204,8 +204,8 @@ class VocabParallel(ParallelStyle):
         """
         if not self.supports(module) or getattr(module, "bias", None) is not None:
             raise ParallelError(
-                f"tensor_parallel_dim: it is not known how {type(module).__name__} is split over its vocabulary: "
-                "set it to 1, or leave the output without adapter (apply_lora_to_output=False)."
+                f"tensor_parallel_dim: a {type(module).__name__} cannot be split over its vocabulary: set it to 1, or "
+                "leave the output without adapter (apply_lora_to_output=False)."
             )
         if module.weight.shape[0] % ranks:
             raise ParallelError(
@@ -265,8 +265,8 @@ class HeadParallel(ParallelStyle):
         """
         if type(module) is not ClassifierHead:
             raise ParallelError(
-                f"tensor_parallel_dim: it is not known how the head {type(module).__name__} is split: set it to 1, or "
-                "leave the output without adapter (apply_lora_to_output=False)."
+                f"tensor_parallel_dim: a head of the class {type(module).__name__} cannot be split over ranks: set it "
+                "to 1, or leave the output without adapter (apply_lora_to_output=False)."
             )
         if module.in_features % ranks:
             raise ParallelError(
@@ -325,7 +325,7 @@ class GrownVocabParallel(VocabParallel):
 def _check_norm(module: nn.Module, *kinds: type[nn.Module]) -> None:
     """Raise :class:`ParallelError` unless the module is of one of these kinds."""
     if not isinstance(module, kinds):
-        raise ParallelError(f"tensor_parallel_dim: it is not known how {type(module).__name__} is split: set it to 1.")
+        raise ParallelError(f"tensor_parallel_dim: a {type(module).__name__} cannot be split over ranks: set it to 1.")
 
 
 class ReplicatedNorm(ParallelStyle):

@@ -58,7 +58,8 @@ def get_adapter_params(model: nn.Module) -> dict[str, nn.Parameter]:
         for name in module.adapter_params():
             if name not in module_params:
                 raise ConversionError(
-                    f"{path or type(module).__name__}: adapter_params() names '{name}', which is no parameter of it."
+                    f"{path or type(module).__name__}: adapter_params() names '{name}', which is not one of its "
+                    "parameters."
                 )
             prefix = f"{path}." if path else ""
             params[f"{prefix}{name}"] = module_params[name]

@@ -445,8 +445,8 @@ class LoRA(Conversion):
             parameters = spec.parameters_in_peft(chosen, model.description)
             if parameters:
                 raise ConversionError(
-                    f"LoRA: peft reads no adapter with magnitudes of '{parameters[0]}', whose name it takes for that "
-                    "of experts: leave it out (apply_to_mlp or apply_lora_to_mlp: False), or set use_dora to False."
+                    f"LoRA: peft takes '{parameters[0]}' for experts by its name, and cannot read magnitudes of them: "
+                    "leave it out (apply_to_mlp or apply_lora_to_mlp: False), or set use_dora to False."
                 )
         fused = spec.fused_with(chosen, model.description)
         for path in fused:

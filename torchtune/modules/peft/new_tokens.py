@@ -183,8 +183,8 @@ class NewTokens(Conversion):
             )
         if hasattr(model.tok_embeddings.weight, "device_mesh"):
             raise ConversionError(
-                "resize_token_embeddings: a sharded model gets no new rows: set resize_token_embeddings=True, so that "
-                "it has them before it is sharded, or start from a model that has them."
+                "resize_token_embeddings: a sharded model cannot get new rows: set resize_token_embeddings=True, so "
+                "that it has them before it is sharded, or start from a model that has them."
             )
 
     def convert(self, model: nn.Module) -> ConversionReport:

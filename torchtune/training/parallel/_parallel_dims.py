@@ -124,8 +124,8 @@ class ParallelDims:
             if self.tp > 1:
                 factors += f" x tensor_parallel_dim {self.tp}"
             raise ParallelDimsError(
-                f"expert_parallel_dim is {self.ep}: it must divide the shards, {factors} = {shards}, of which it takes "
-                "its processes."
+                f"expert_parallel_dim is {self.ep}: it must divide the shards, {factors} = {shards}, whose processes "
+                "share the experts."
             )
 
     def _check_same_sizes(self) -> None:

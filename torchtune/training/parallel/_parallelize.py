@@ -302,8 +302,8 @@ def _resolve_plan(model: nn.Module, plan: Callable[[nn.Module], Any] | None) -> 
     """Return styles by module path, from the plan and the conversions of the model."""
     if plan is None and getattr(model, "spec", None) is None:
         raise ParallelDimsError(
-            f"tensor_parallel_dim: {type(model).__name__} carries no ModelSpec that says how it is split: give a "
-            "tensor_parallel_plan, or build it with a builder of torchtune.models."
+            f"tensor_parallel_dim: {type(model).__name__} has no ModelSpec with a plan of its layers: set "
+            "tensor_parallel_plan, or build the model with a builder of torchtune.models."
         )
     from torchtune.modules.parallel import SequenceParallel
 
@@ -395,8 +395,8 @@ def _check_names(model: nn.Module, names: Sequence[str]) -> None:
             raise ParallelDimsError(f"custom_sharded_layers: the model has no module '{name}', only {children}, ….")
         elif name == "output" and type(modules[name]) is not nn.Linear:
             raise ParallelDimsError(
-                "custom_sharded_layers: 'output' is called once per chunk of the loss, of which ranks have different "
-                "numbers, because it carries an adapter: leave it out of the list."
+                "custom_sharded_layers: 'output' has an adapter, so the loss calls it once per chunk, and ranks have "
+                "different numbers of chunks: leave it out of the list."
             )
 
 

@@ -181,11 +181,11 @@ def test_balancing_refuses_models_that_it_cannot_balance():
         make(LossFreeBalancing())
     with pytest.raises(ConversionError, match="the model has no experts"):
         make(BalancingLoss(), num_experts=0, experts_per_token=0, expert_dim=0)
-    with pytest.raises(ConversionError, match="says no coefficient"):
+    with pytest.raises(ConversionError, match="config has no coefficient"):
         make(BalancingLoss(), router_balance=0.0)
     with pytest.raises(ConversionError, match="must not be negative"):
         BalancingLoss(-1.0)
     model = make(BalancingLoss())
-    with pytest.raises(ConversionError, match="the loss that is used does not add it"):
+    with pytest.raises(ConversionError, match="does not add the balancing loss"):
         model(TOKENS).sum().backward()
     assert ExpertLoad(make(num_experts=0, experts_per_token=0, expert_dim=0)).metrics() == {}
