@@ -388,7 +388,7 @@ class LoRA(Conversion):
     def convert(self, model: nn.Module) -> ConversionReport:
         """Replace the target modules by :class:`LoRALinear` or :class:`DoRALinear` and freeze all other parameters.
 
-        If checkpoints and peft fuse several layers into one projection (Phi-3's q, k and v), the layers that are no
+        If checkpoints and peft fuse several layers into one projection (Phi-3's q, k and v), the layers that are not
         targets also get adapters, which stay zero and are not trained.
 
         Raises:
@@ -414,7 +414,7 @@ class LoRA(Conversion):
             model.set_submodule(path, adapted)
 
         adapter = get_adapter_params(model)
-        # Those of the layers that are no targets stay zero.
+        # Adapters of layers that are not targets stay zero.
         fused_prefixes = tuple(f"{path}." for path in fused)
         trained_adapter = {name: param for name, param in adapter.items() if not name.startswith(fused_prefixes)}
         trained = self.trained_weights(model)

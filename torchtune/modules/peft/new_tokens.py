@@ -167,13 +167,17 @@ class NewTokens(Conversion):
             ConversionError: embedding or output projection is not a plain module, or the model has per-layer
                 embeddings or is sharded.
         """
+        embedding_type = type(model.tok_embeddings)
+        if embedding_type is not nn.Embedding:
+            raise ConversionError(
+                f"resize_token_embeddings: new rows of a {embedding_type.__name__} cannot be trained alone: use a full "
+                "recipe."
+            )
         output_type = type(model.output)
         has_plain_output = output_type in (nn.Linear, TiedLinear) and getattr(model.output, "bias", None) is None
-        if _is_classifier(model):
-            has_plain_output = True  # its head has no rows of tokens
-        if type(model.tok_embeddings) is not nn.Embedding or not has_plain_output:
+        if not has_plain_output and not _is_classifier(model):  # the head of a classifier has no rows of tokens
             raise ConversionError(
-                f"resize_token_embeddings: new rows cannot be trained beside an output projection that is a "
+                "resize_token_embeddings: new rows cannot be trained beside an output projection that is a "
                 f"{output_type.__name__} or has a bias: leave out the adapter of the output, or use a full recipe."
             )
         if getattr(model, "layer_embeddings", None) is not None:

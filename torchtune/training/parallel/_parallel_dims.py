@@ -169,7 +169,7 @@ class ParallelDims:
         if not dist.is_initialized():
             # Without device_id, torch makes the groups of the mesh anew instead of splitting the default group:
             # gloo's halves of split groups share a listener, and with connections made at the first message
-            # (see join_process_group) wait for ever for each other's.
+            # (see join_process_group) wait forever for each other's.
             join_process_group(get_distributed_backend(device.type, offload_ops_to_cpu=True))
         dims._check_same_sizes()
         dims._make_mesh(device.type)

@@ -266,7 +266,7 @@ class Ranks:
             if not (is_user_error and is_local_user_error):
                 return local_failure
         if is_user_error:
-            # On all ranks, or on rank 0 as usual, the text says enough: only a rank of its own is named.
+            # An error of all ranks, or of rank 0, which speaks for all, is that of the run; another rank is named.
             if first > 0 and len(failed_ranks) < len(reports):
                 text = f"Rank {first}: {text}"
             error = self._error(text)

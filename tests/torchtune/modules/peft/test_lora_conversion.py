@@ -17,6 +17,7 @@ from torchtune.modules.peft import (
     DoRALinear,
     LoRA,
     LoRALinear,
+    NewTokens,
     disable_adapter,
     get_adapter_params,
     get_merged_lora_ckpt,
@@ -296,3 +297,10 @@ def test_the_first_matching_pattern_counts():
     assert ranks["layers.1.attn.k_proj"] == 3
     assert layers["layers.0.attn.v_proj"].scaling == 7 / 5**0.5
     assert layers["layers.1.attn.q_proj"].scaling == 6 / 2**0.5
+
+
+def test_embedding_with_trained_rows_takes_no_further_ones():
+    model = make().requires_grad_(False)
+    apply_conversions(model, [NewTokens(2)])
+    with pytest.raises(ConversionError, match="new rows of a GrownEmbedding cannot be trained alone"):
+        NewTokens.check(model)
