@@ -27,7 +27,7 @@ LIMITED = "TUNE_TESTS_INSTRUCTIONS"  # tells the tests that run under a limit wh
 KERNELS = [
     "tests/torchtune/modules/kernels/test_onednn.py::test_a_product_of_any_strides_equals_float64",
     "tests/torchtune/modules/kernels/test_onednn.py::test_a_layer_inside_and_its_gradients_equal_float64",
-    "tests/torchtune/training/test_precision.py::test_the_dtype_that_a_cpu_computes_fast",
+    "tests/torchtune/training/test_precision.py::test_default_dtype_is_one_that_the_cpu_computes_fast",
 ]
 MORE = {
     "avx2": [

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from torchtune.training import ParallelDims
-from torchtune.training.optim import _device_skips
+from torchtune.training.optim import _gradients
 
 
 class LateNumbers:
@@ -31,4 +31,4 @@ def decide_late(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(ParallelDims, "sends_from_device", lambda self, numbers: True)
     patch.setattr(ParallelDims, "start_exchange", start_exchange)
-    patch.setattr(_device_skips, "_DEVICES", {"cpu"})
+    patch.setattr(_gradients, "_DEVICES_AHEAD", {"cpu"})

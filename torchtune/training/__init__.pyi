@@ -116,7 +116,7 @@ from .memory import log_memory_stats as log_memory_stats
 from .memory import reset_memory_stats as reset_memory_stats
 from .metric_logging import LateMetrics as LateMetrics
 from .metric_logging import main_process_logger as main_process_logger
-from .optim._device_skips import DeviceSkips as DeviceSkips
+from .optim._gradients import DeviceSkips as DeviceSkips
 from .optim._gradients import LossScaler as LossScaler
 from .optim._gradients import clip_grad_norm_ as clip_grad_norm_
 from .optim._gradients import scale_grads_ as scale_grads_

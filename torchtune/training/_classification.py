@@ -66,18 +66,23 @@ class ClassificationScores:
         """Return the scores of the recorded outputs of all ranks, with the prefix ``val_``. A collective."""
         if self._loss is None:
             return {}
-        logits = [logits.cpu().double().numpy() for logits, _ in self._outputs]
-        targets = [targets.cpu().double().numpy() for _, targets in self._outputs]
+        own_logits: list[np.ndarray] = []  # [n, c] of each batch
+        own_targets: list[np.ndarray] = []
+        for logits, targets in self._outputs:
+            own_logits.append(logits.cpu().double().numpy())
+            own_targets.append(targets.cpu().double().numpy())
         self._outputs = []
         # Tensor-parallel ranks have the same rows; counting each several times changes no score.
         all_logits: list[np.ndarray] = []
         all_targets: list[np.ndarray] = []
-        for rank_logits, rank_targets in dims.gather((logits, targets)):
+        for rank_logits, rank_targets in dims.gather((own_logits, own_targets)):
             all_logits += rank_logits
             all_targets += rank_targets
         if not all_logits:
             return {}
-        scores = classification_scores(self._loss.problem_type, np.concatenate(all_logits), np.concatenate(all_targets))
+        logits_of_all = np.concatenate(all_logits)  # [rows, c]
+        targets_of_all = np.concatenate(all_targets)
+        scores = classification_scores(self._loss.problem_type, logits_of_all, targets_of_all)
         return {f"val_{name}": score for name, score in scores.items()}
 
 
@@ -106,21 +111,24 @@ def classification_scores(problem_type: str, logits: np.ndarray, targets: np.nda
         scores = {"mae": float(np.abs(errors).mean())}
         spread = np.square(targets - targets.mean()).sum()
         if spread > 0:
-            scores["r2"] = float(1 - np.square(errors).sum() / spread)
+            unexplained = np.square(errors).sum() / spread
+            scores["r2"] = float(1 - unexplained)
         return scores
     if problem_type == SINGLE_LABEL:
         classes = np.arange(logits.shape[1])
         predicted = logits.argmax(-1)[:, None] == classes  # [n, c]
-        expected = targets.astype(np.int64) == classes
+        expected = targets.astype(np.int64) == classes  # [n, c]
     else:
         predicted = logits > 0
         expected = targets > 0.5
     num_right = (predicted & expected).sum(0)  # [c]
-    num_either = predicted.sum(0) + expected.sum(0)
-    f1 = 2 * num_right / np.maximum(num_either, 1)
+    num_predicted_and_expected = predicted.sum(0) + expected.sum(0)  # [c]
+    # F1 is 2 · right / (predicted + expected); a class that neither occurs nor is predicted has 0.
+    f1 = 2 * num_right / np.maximum(num_predicted_and_expected, 1)
     if problem_type == SINGLE_LABEL:
-        f1 = f1[num_either > 0]
-    return {"accuracy": float((predicted == expected).all(-1).mean()), "f1": float(f1.mean())}
+        f1 = f1[num_predicted_and_expected > 0]
+    is_right = (predicted == expected).all(-1)  # [n]
+    return {"accuracy": float(is_right.mean()), "f1": float(f1.mean())}
 
 
 def setup_classification(
@@ -157,17 +165,18 @@ def setup_classification(
     if is_simulated():  # the rows of a simulated run have no labels of their own
         return ClassificationScores()
     decoder = text_decoder(model)
-    description = getattr(decoder, "description", None)
+    description = getattr(decoder, "description", None)  # a model of the user's own has none
+    num_outputs = 0
+    class_names: tuple[str, ...] = ()
+    if description is not None:
+        num_outputs = description.num_classes
+        class_names = description.class_names
     datasets = loader.dataset.row_datasets()
-    datasets_val = [] if loader_val is None else loader_val.dataset.row_datasets()
+    datasets_val: Sequence[ExampleDataset] = []
+    if loader_val is not None:
+        datasets_val = loader_val.dataset.row_datasets()
     classification_loss = innermost_loss(loss)
-    task = find_task(
-        datasets,
-        datasets_val,
-        classification_loss,
-        num_outputs=0 if description is None else description.num_classes,
-        class_names=() if description is None else description.class_names,
-    )
+    task = find_task(datasets, datasets_val, classification_loss, num_outputs=num_outputs, class_names=class_names)
     if task is None:
         return ClassificationScores()
     number_targets(task, [*datasets, *datasets_val], classification_loss)
@@ -248,27 +257,35 @@ def number_targets(
 
 def _task_of(labeled: Sequence[ClassificationDataset], class_names: tuple[str, ...]) -> ClassificationTask:
     """Return the task of the training data, with names from ``labels``, the model or the data, in this order."""
-    named_tasks = {dataset.task for dataset in labeled if dataset.has_own_names}
-    values = [value for dataset in labeled for value in dataset.values]
-    problem_types = {dataset.task.problem_type for dataset in labeled}
+    named_tasks: set[ClassificationTask] = set()
+    problem_types: set[str] = set()
+    values: list[Any] = []  # labels of all rows
+    for dataset in labeled:
+        if dataset.has_own_names:
+            named_tasks.add(dataset.task)
+        problem_types.add(dataset.task.problem_type)
+        values += dataset.values
     if len(named_tasks) > 1 or len(problem_types) > 1:
         raise ClassificationError(
             "dataset: the datasets have different labels or problem types: give all of them the same labels."
         )
     (problem_type,) = problem_types
     first_label = values[0]
-    if problem_type != SINGLE_LABEL and first_label != [] and all(value == first_label for value in values):
+    are_equal = all(value == first_label for value in values)
+    if problem_type != SINGLE_LABEL and are_equal and first_label != []:  # rows without classes get another message
         raise ClassificationError(
-            f"dataset: all rows have the label {first_label!r}, from which nothing can be learned: give rows of others."
+            f"dataset: all rows have the label {first_label!r}, from which nothing can be learned: give rows with "
+            "other labels."
         )
     if problem_type == REGRESSION:
         return ClassificationTask(REGRESSION)
-    counts = class_counts(values)
+    counts = class_counts(values)  # rows of each class
     if not counts:
         raise ClassificationError("dataset: no row has a class: give rows with classes.")
     if len(counts) < 2 and problem_type == SINGLE_LABEL:
+        (class_name,) = counts
         raise ClassificationError(
-            f"dataset: all rows have the class '{next(iter(counts))}', from which nothing can be learned: give rows of "
+            f"dataset: all rows have the class '{class_name}', from which nothing can be learned: give rows of "
             "at least two classes."
         )
     if named_tasks:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from torchtune.training.activations import CheckpointedForward
 from torchtune.utils import (
@@ -22,13 +23,17 @@ from torchtune.utils import (
     log_once,
 )
 
+# Maximum number of compiled versions of one layer: for training, validation and reference (adapters off), with or
+# without a shared prompt, with static or dynamic length. With torch's default limit of 8, some would run uncompiled.
+_MAX_VERSIONS = 32
 
-def _generates_cpp(model: torch.nn.Module, backend: str) -> bool:
+
+def _generates_cpp(model: nn.Module, backend: str) -> bool:
     """Return whether the backend writes C++ for ``model``: Inductor does for parameters on a CPU."""
     return backend == "inductor" and any(parameter.device.type == "cpu" for parameter in model.parameters())
 
 
-def _check_toolchain(model: torch.nn.Module, backend: str) -> None:
+def _check_toolchain(model: nn.Module, backend: str) -> None:
     """Raise before the first step if Inductor needs a C++ compiler (for a CPU) and finds none."""
     if _generates_cpp(model, backend) and not has_cpp_compiler():
         raise UserError(
@@ -37,24 +42,8 @@ def _check_toolchain(model: torch.nn.Module, backend: str) -> None:
         )
 
 
-def _log_compilation(description: str, model: torch.nn.Module, backend: str) -> None:
-    """Log the compilation, and hide warnings that the compiler's own modules raise."""
-    warnings.filterwarnings("ignore", module=r"torch\.(_inductor|_dynamo|_functorch|jit)\b")
-    if _generates_cpp(model, backend):
-        duration = "on a CPU, C++ that takes a minute or more to build"
-    else:
-        duration = "the first steps take longer"
-    get_logger().info(
-        f"Compiling {description} with {backend}: {duration}, at the first batch and at one of another length."
-    )
-
-
-# Maximum number of compiled versions of one layer: for training, validation and reference (adapters off), with or
-# without a shared prompt, with static or dynamic length. With torch's default limit of 8, some would run uncompiled.
-_MAX_VERSIONS = 32
-
-
 def _backend() -> str:
+    """Return the name of the compiler, at each call, because a recipe may set the variable after the import."""
     return os.environ.get("TORCH_COMPILE_BACKEND", "inductor")
 
 
@@ -80,7 +69,7 @@ def _with_fallback(backend: str) -> Callable[..., Any]:
     return compile_or_run
 
 
-def _compile_module(module: torch.nn.Module, backend: str) -> None:
+def _compile_module(module: nn.Module, backend: str) -> None:
     """Compile ``module`` in place.
 
     A checkpointed module is compiled inside the checkpoint, because a graph break inside a checkpoint would disable
@@ -97,7 +86,7 @@ def _compile_module(module: torch.nn.Module, backend: str) -> None:
         module.compile(backend=_with_fallback(backend))
 
 
-def compile_model(model: torch.nn.Module, verbose: bool = True) -> None:
+def compile_model(model: nn.Module, verbose: bool = True) -> None:
     """Compile every transformer layer of ``model`` in place; parameter names and the state dict do not change.
 
     Layers share their compiled code. The first sequence length compiles with static shapes, the second with dynamic
@@ -119,16 +108,26 @@ def compile_model(model: torch.nn.Module, verbose: bool = True) -> None:
     _check_toolchain(model, backend)
     allow_compiled_versions(_MAX_VERSIONS)
     if any(isinstance(module, GatedDeltaNet) for module in model.modules()):
-        forbid_mixed_reductions()
+        forbid_mixed_reductions()  # with which the compiler fails on its backward pass
     layers = [module for module in model.modules() if isinstance(module, TransformerSelfAttentionLayer)]
     for module in layers or [model]:
         _compile_module(module, backend)
-    if verbose:
-        description = f"{len(layers)} layers and the loss" if layers else type(model).__name__
-        _log_compilation(description, model, backend)
+    if not verbose:
+        return
+    # Warnings that the compiler's own modules raise are no news to a user.
+    warnings.filterwarnings("ignore", module=r"torch\.(_inductor|_dynamo|_functorch|jit)\b")
+    compiled_parts = type(model).__name__
+    if layers:
+        compiled_parts = f"{len(layers)} layers and the loss"
+    duration = "the first steps take longer"
+    if _generates_cpp(model, backend):
+        duration = "on a CPU, C++ that takes a minute or more to build"
+    get_logger().info(
+        f"Compiling {compiled_parts} with {backend}: {duration}, at the first batch and at one of another length."
+    )
 
 
-def compile_loss(loss: torch.nn.Module, verbose: bool = True) -> torch.nn.Module:
+def compile_loss(loss: nn.Module, verbose: bool = True) -> nn.Module:
     """Compile a loss in place and return it.
 
     A loss with a method ``apply_compile_strategy`` compiles itself.

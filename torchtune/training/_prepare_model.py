@@ -5,7 +5,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-import torch
+from torch import nn
 
 from torchtune.data import ImageCache
 from torchtune.modules.model_fusion import ImageTextModel
@@ -15,7 +15,7 @@ from torchtune.training.parallel import ParallelDims, fingerprint_weights
 from torchtune.utils import UserError, get_logger, is_simulated, log_once, log_rank_zero
 
 
-def fit_vocabulary(model: torch.nn.Module, tokenizer: Any, *, resize: bool = False) -> None:
+def fit_vocabulary(model: nn.Module, tokenizer: Any, *, resize: bool = False) -> None:
     """Check that the model's embedding has a row for every token of ``tokenizer``, and enlarge it on request.
 
     Args:
@@ -44,18 +44,17 @@ def fit_vocabulary(model: torch.nn.Module, tokenizer: Any, *, resize: bool = Fal
     if new_tokens and getattr(decoder, "vocabulary_growth", None) is None:
         raise UserError(
             f"tokenizer.add_tokens: {', '.join(new_tokens)} are not tokens of the checkpoint, and their rows must be "
-            "trained: set resize_token_embeddings=True, or set tokenizer.path to a checkpoint "
-            "that was trained with them."
+            "trained: set resize_token_embeddings=True, or set tokenizer.path to a checkpoint that was trained with "
+            "them."
         )
     if tokenizer.vocab_size > rows:
         raise UserError(
             f"tokenizer: it has {tokenizer.vocab_size} tokens but the checkpoint's embedding has {rows} rows: use the "
-            "tokenizer of this checkpoint, or set resize_token_embeddings=True to train new "
-            "rows."
+            "tokenizer of this checkpoint, or set resize_token_embeddings=True to train new rows."
         )
 
 
-def add_token_rows(model: torch.nn.Module, tokenizer: Any, checkpoint_dir: str | Path | None = None) -> None:
+def add_token_rows(model: nn.Module, tokenizer: Any, checkpoint_dir: str | Path | None = None) -> None:
     """Give the vocabulary of a model a row for every token of ``tokenizer``; it never shrinks.
 
     New rows begin as the mean of the rows of tokens, or of those of the tokens that describe them. If the embedding is
@@ -100,8 +99,8 @@ def add_token_rows(model: torch.nn.Module, tokenizer: Any, checkpoint_dir: str |
     trained = {decoder.get_parameter(name).requires_grad for name in vocabulary_weights(decoder)}
     if len(trained) > 1:
         raise UserError(
-            "resize_token_embeddings: of embedding and output projection one is trained and the other frozen, so new "
-            "tokens would be learned by half: train both (train_modules: [tok_embeddings, output]), or neither."
+            "resize_token_embeddings: one of embedding and output projection is trained and the other is frozen, so "
+            "new tokens would be learned by half: train both (train_modules: [tok_embeddings, output]), or neither."
         )
     if not embedding.weight.requires_grad and not has_adapters(decoder):
         raise UserError(
@@ -110,8 +109,10 @@ def add_token_rows(model: torch.nn.Module, tokenizer: Any, checkpoint_dir: str |
         )
     size = max(num_tokens, rows)
     described_tokens = getattr(tokenizer, "described_tokens", {})
+    descriptions: list[list[int]] = []
     # Tokens of tokenizer files that the checkpoint lacks come before those that the config adds.
-    descriptions: list[list[int]] = [[] for _ in range(first_new, num_tokens - len(new_tokens))]
+    for _ in range(first_new, num_tokens - len(new_tokens)):
+        descriptions.append([])
     for token in new_tokens:
         descriptions.append(described_tokens.get(token, []))
     if embedding.weight.requires_grad:
@@ -124,7 +125,7 @@ def add_token_rows(model: torch.nn.Module, tokenizer: Any, checkpoint_dir: str |
         log_rank_zero(get_logger(), f"The {len(new_tokens)} new tokens take rows of the embedding that had no token.")
 
 
-def _rows_of_vocabulary(decoder: torch.nn.Module, tokenizer: Any) -> int | None:
+def _rows_of_vocabulary(decoder: nn.Module, tokenizer: Any) -> int | None:
     """Return the number of rows of the embedding; None for a module of the user's own with other names.
 
     Raises:
@@ -134,11 +135,12 @@ def _rows_of_vocabulary(decoder: torch.nn.Module, tokenizer: Any) -> int | None:
     if embedding is None:
         return None
     check_tokenizer(tokenizer, "vocab_size", reader="the embedding of the model")
-    # An embedding with special tokens in a second weight counts the rows of both.
-    return embedding.num_tokens if hasattr(embedding, "num_tokens") else embedding.weight.shape[0]
+    if hasattr(embedding, "num_tokens"):  # it has special tokens in a second weight, and counts the rows of both
+        return embedding.num_tokens
+    return embedding.weight.shape[0]
 
 
-def _check_images(model: torch.nn.Module, tokenizer: Any) -> None:
+def _check_images(model: nn.Module, tokenizer: Any) -> None:
     """Raise :class:`UserError` unless the model reads images of the tokenizer's tile size."""
     if text_decoder(model) is model:
         raise UserError(
@@ -172,19 +174,20 @@ def _check_images(model: torch.nn.Module, tokenizer: Any) -> None:
         )
 
 
-def validate_no_params_on_meta_device(model: torch.nn.Module) -> None:
+def validate_no_params_on_meta_device(model: nn.Module) -> None:
     """Raise ``RuntimeError`` with the name of the first parameter or buffer that is on the meta device, if any.
 
     Example:
         >>> torchtune.training.validate_no_params_on_meta_device(model)
     """
-    for kind, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
-        for name, tensor in named:
+    named_tensors = {"parameter": model.named_parameters(), "buffer": model.named_buffers()}
+    for kind, tensors in named_tensors.items():
+        for name, tensor in tensors:
             if tensor.is_meta:
                 raise RuntimeError(f"The {kind} {name} is still on the meta device: nothing was loaded into it.")
 
 
-def disable_dropout(model: torch.nn.Module) -> None:
+def disable_dropout(model: nn.Module) -> None:
     """Set every dropout of ``model`` to 0 in place and log it, as preference losses compare two forward passes.
 
     Covers ``torch.nn.Dropout`` and modules with a probability in ``attn_dropout``.
@@ -197,7 +200,7 @@ def disable_dropout(model: torch.nn.Module) -> None:
     """
     for name, module in model.named_modules():
         attributes = ["attn_dropout"]
-        if isinstance(module, torch.nn.modules.dropout._DropoutNd):  # "p" has another meaning in other modules
+        if isinstance(module, nn.modules.dropout._DropoutNd):  # "p" has another meaning in other modules
             attributes = ["p", "attn_dropout"]
         for attribute in attributes:
             probability = getattr(module, attribute, None)
@@ -206,7 +209,7 @@ def disable_dropout(model: torch.nn.Module) -> None:
                 setattr(module, attribute, 0.0)
 
 
-def cache_images(model: torch.nn.Module, tokenizer: Any, folder: str | None, dims: ParallelDims) -> None:
+def cache_images(model: nn.Module, tokenizer: Any, folder: str | None, dims: ParallelDims) -> None:
     """Read features of images from a folder, and add missing features.
 
     Cached features are the outputs of the projector if it is frozen, too, and otherwise its inputs. Images with cached
@@ -239,6 +242,7 @@ def cache_images(model: torch.nn.Module, tokenizer: Any, folder: str | None, dim
         )
     if is_simulated():
         return
+    # The features depend on the weights that compute them: those of the tower, or of the frozen projector too.
     trains_projector = any(parameter.requires_grad for _, parameter in parameters)
     frozen = tower if trains_projector else parameters
     # Kernels of another device round differently, so its features have a folder of their own.

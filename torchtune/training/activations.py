@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -17,9 +18,9 @@ from torchtune.modules.moe import GroupedExperts
 from torchtune.modules.transformer import TransformerSelfAttentionLayer, text_decoder
 from torchtune.utils import UserError, allocates_on_host, is_simulated, onednn_linear_op, reduce_scatter_op
 
-ACWrapPolicyType = set[type] | Callable[[torch.nn.Module, bool, int], bool]
+ACWrapPolicyType = set[type] | Callable[[nn.Module, bool, int], bool]
 # A saved tensor, or the key of an offloaded one.
-_Packed = torch.Tensor | int
+_Packed = Tensor | int
 
 
 class ActivationCheckpointingError(UserError, ValueError):
@@ -43,7 +44,7 @@ class CheckpointedForward:
         return checkpoint(self.forward, *args, **self.kwargs, **kwargs)
 
 
-def checkpoint_module(module: torch.nn.Module, **kwargs: Any) -> torch.nn.Module:
+def checkpoint_module(module: nn.Module, **kwargs: Any) -> nn.Module:
     """Recompute the activations of ``module`` in its backward pass; in place, at most once.
 
     Args:
@@ -58,7 +59,7 @@ def checkpoint_module(module: torch.nn.Module, **kwargs: Any) -> torch.nn.Module
     return module
 
 
-def set_activation_checkpointing(model: torch.nn.Module, auto_wrap_policy: ACWrapPolicyType, **kwargs: Any) -> None:
+def set_activation_checkpointing(model: nn.Module, auto_wrap_policy: ACWrapPolicyType, **kwargs: Any) -> None:
     """Recompute the activations of the selected modules in the backward pass, in place.
 
     Parameter names do not change. Of nested modules, only the outermost is selected.
@@ -77,15 +78,15 @@ def set_activation_checkpointing(model: torch.nn.Module, auto_wrap_policy: ACWra
     if isinstance(auto_wrap_policy, set | frozenset):
         classes = tuple(auto_wrap_policy)
 
-        def is_selected(module: torch.nn.Module) -> bool:
+        def is_selected(module: nn.Module) -> bool:
             return isinstance(module, classes)
     else:
 
-        def is_selected(module: torch.nn.Module) -> bool:
+        def is_selected(module: nn.Module) -> bool:
             numel = sum(parameter.numel() for parameter in module.parameters())
             return auto_wrap_policy(module, False, numel)
 
-    def checkpoint_selected(module: torch.nn.Module) -> int:
+    def checkpoint_selected(module: nn.Module) -> int:
         """Checkpoint the outermost selected modules, and return their number."""
         if is_selected(module):
             checkpoint_module(module, **kwargs)
@@ -98,7 +99,7 @@ def set_activation_checkpointing(model: torch.nn.Module, auto_wrap_policy: ACWra
 
 def _attention_ops() -> set[Any]:
     """Return the operations of attention and of tensor parallelism whose outputs are saved."""
-    names = (
+    kernel_names = (
         "_scaled_dot_product_efficient_attention",
         "_scaled_dot_product_flash_attention",
         "_scaled_dot_product_flash_attention_for_cpu",
@@ -106,17 +107,9 @@ def _attention_ops() -> set[Any]:
         "_flash_attention_forward",
     )
     ops = {torch.ops.higher_order.flex_attention, reduce_scatter_op()}
-    for name in names:
+    for name in kernel_names:
         if hasattr(torch.ops.aten, name):  # not every release of torch has all kernels
             ops.add(getattr(torch.ops.aten, name).default)
-    return ops
-
-
-def _matmul_ops() -> set[Any]:
-    ops = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default}
-    onednn_linear = onednn_linear_op()
-    if onednn_linear is not None:
-        ops.add(onednn_linear)
     return ops
 
 
@@ -125,24 +118,29 @@ class _EveryOtherMatmul:
 
     def __init__(self) -> None:
         self.attention_ops = _attention_ops()
-        self.matmul_ops = _matmul_ops()
+        aten = torch.ops.aten
+        self.matmul_ops = {aten.mm.default, aten.addmm.default, aten.bmm.default}
+        onednn_linear = onednn_linear_op()
+        if onednn_linear is not None:
+            self.matmul_ops.add(onednn_linear)
         # Matrix products so far in the forward (False) and in its recomputation (True), which must save the same ones.
         self.matmuls = {False: 0, True: 0}
 
     def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         if op in self.matmul_ops:
             self.matmuls[ctx.is_recompute] += 1
-            keep = self.matmuls[ctx.is_recompute] % 2 == 1
+            is_saved = self.matmuls[ctx.is_recompute] % 2 == 1
         else:
-            keep = op in self.attention_ops
-        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+            is_saved = op in self.attention_ops
+        return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _every_other_matmul() -> Any:
+def _every_other_matmul() -> Any:  # a function, because the compiler supports no method here
+    """Return the contexts of a forward pass and of its recomputation, which share the policy's counts."""
     return create_selective_checkpoint_contexts(_EveryOtherMatmul())
 
 
-def checkpoint_wrapper(module: torch.nn.Module, ac_mode: str, ac_style: int | str | None) -> torch.nn.Module:
+def checkpoint_wrapper(module: nn.Module, ac_mode: str, ac_style: int | str | None) -> nn.Module:
     """Checkpoint one module in place.
 
     Args:
@@ -165,7 +163,7 @@ def checkpoint_wrapper(module: torch.nn.Module, ac_mode: str, ac_style: int | st
 
 
 def checkpoint_activations(
-    model: torch.nn.Module, every_layer: bool, ac_mode: str | None = None, ac_option: int | str | None = None
+    model: nn.Module, every_layer: bool, ac_mode: str | None = None, ac_option: int | str | None = None
 ) -> None:
     """Apply activation checkpointing according to a recipe's settings.
 
@@ -190,7 +188,7 @@ def checkpoint_activations(
 
 
 def apply_selective_activation_checkpointing(
-    model: torch.nn.Module, ac_mode: str | None, ac_option: int | str | None
+    model: nn.Module, ac_mode: str | None, ac_option: int | str | None
 ) -> None:
     """Checkpoint the layers of the text decoder in place.
 
@@ -267,7 +265,9 @@ class OffloadActivations(saved_tensors_hooks):
             self.namespace = _SimulatedStreams()
             use_pin_memory = False
         else:
-            self.device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+            self.device = None
+            if torch.accelerator.is_available():
+                self.device = torch.accelerator.current_accelerator()
             if self.device is None or self.device.type == "mps":  # MPS shares the host's memory
                 raise UserError(
                     "enable_activation_offloading: there is no accelerator with memory of its own here: set it to "
@@ -279,9 +279,9 @@ class OffloadActivations(saved_tensors_hooks):
         self.max_fwd_stash_size = max_fwd_stash_size
         self.copy_stream = self.namespace.Stream() if use_streams else None
         self._next_key = 0
-        self._host_tensors: dict[int, torch.Tensor] = {}
-        self._device_tensors: dict[int, torch.Tensor] = {}
-        self._pending_copies: deque[tuple[torch.Tensor, Any]] = deque()
+        self._host_tensors: dict[int, Tensor] = {}
+        self._device_tensors: dict[int, Tensor] = {}  # prefetched for the backward pass
+        self._pending_copies: deque[tuple[Tensor, Any]] = deque()  # with the event of each copy
         super().__init__(self._pack, self._unpack)
 
     def __enter__(self) -> None:
@@ -291,23 +291,25 @@ class OffloadActivations(saved_tensors_hooks):
         self._pending_copies.clear()
         super().__enter__()
 
-    def _should_keep(self, tensor: torch.Tensor) -> bool:
+    def _should_keep(self, tensor: Tensor) -> bool:
         """Return whether a saved tensor stays where it is."""
         if tensor.device.type != self.device.type:
             return True
         if tensor.numel() * tensor.element_size() < self.min_offload_size:
             return True
         # A parameter, or a view of one such as its transpose, stays on the device for the optimizer anyway.
-        base = tensor._base if tensor._base is not None else tensor
-        if isinstance(base, torch.nn.Parameter):
+        base = tensor
+        if tensor._base is not None:
+            base = tensor._base
+        if isinstance(base, nn.Parameter):
             return True
         # Subclasses, such as quantized and sharded tensors, hold their data in inner tensors. The tensors of a
         # simulation are of a subclass, too, but without inner tensors.
         if is_simulated():
             return hasattr(tensor, "__tensor_flatten__")
-        return type(tensor) is not torch.Tensor
+        return type(tensor) is not Tensor
 
-    def _pack(self, tensor: torch.Tensor) -> _Packed:
+    def _pack(self, tensor: Tensor) -> _Packed:
         """Start the copy of a saved tensor to the host, and return its key; the tensor itself if it stays."""
         if self._should_keep(tensor):
             return tensor
@@ -334,18 +336,22 @@ class OffloadActivations(saved_tensors_hooks):
     def _prefetch(self, key: int) -> None:
         """Start the copy of an offloaded tensor back to the device, at most once."""
         if key in self._host_tensors and key not in self._device_tensors:
+            host = self._host_tensors[key]
             with self.namespace.stream(self.copy_stream):
-                self._device_tensors[key] = self._host_tensors[key].to(self.device, non_blocking=True, copy=True)
+                self._device_tensors[key] = host.to(self.device, non_blocking=True, copy=True)
 
-    def _unpack(self, packed: _Packed) -> torch.Tensor:
+    def _unpack(self, packed: _Packed) -> Tensor:
         """Return a saved tensor on the device, and prefetch the one that was saved before it."""
-        if isinstance(packed, torch.Tensor):
+        if isinstance(packed, Tensor):
             return packed
         if self.copy_stream is None:
             return self._host_tensors[packed].to(self.device, copy=True)
-        self._release_copied()
-        self._prefetch(packed)
         compute = self.namespace.current_stream()
+        # The backward pass has begun: the tensors that wait for their copies are released.
+        while self._pending_copies:
+            _, copied = self._pending_copies.popleft()
+            compute.wait_event(copied)
+        self._prefetch(packed)
         compute.wait_stream(self.copy_stream)
         tensor = self._device_tensors.pop(packed)
         # The copy stream allocated it: its memory must not be reused before the compute stream has read it.
@@ -353,13 +359,6 @@ class OffloadActivations(saved_tensors_hooks):
             tensor.record_stream(compute)
         self._prefetch(packed - 1)  # the backward pass goes through the keys in reverse
         return tensor
-
-    def _release_copied(self) -> None:
-        """Release the tensors that waited for their copies: the backward pass has begun."""
-        compute = self.namespace.current_stream()
-        while self._pending_copies:
-            _, copied = self._pending_copies.popleft()
-            compute.wait_event(copied)
 
 
 class NoOpManager(saved_tensors_hooks):
@@ -377,9 +376,9 @@ class NoOpManager(saved_tensors_hooks):
         super().__init__(lambda tensor: tensor, lambda tensor: tensor)
 
 
-def _keep_on_device(module: torch.nn.Module) -> None:
+def _keep_on_device(module: nn.Module) -> None:
     """Disable offloading in ``module``: the backward pass needs its saved tensors first."""
-    blocks: list[NoOpManager] = []
+    blocks: list[NoOpManager] = []  # a stack: the module may call itself
 
     def enter(*_: Any) -> None:
         blocks.append(NoOpManager())
@@ -393,7 +392,7 @@ def _keep_on_device(module: torch.nn.Module) -> None:
 
 
 def get_act_offloading_ctx_manager(
-    model: torch.nn.Module, enable_activation_offloading: bool, use_streams: bool = True
+    model: nn.Module, enable_activation_offloading: bool, use_streams: bool = True
 ) -> "OffloadActivations | contextlib.nullcontext":
     """Return the context manager for a recipe's forward pass.
 
@@ -414,9 +413,9 @@ def get_act_offloading_ctx_manager(
     if not enable_activation_offloading:
         return contextlib.nullcontext()
     manager = OffloadActivations(use_streams=use_streams)
-    models = model.values() if isinstance(model, torch.nn.ModuleDict) else [model]
+    models = model.values() if isinstance(model, nn.ModuleDict) else [model]
     for trained_model in models:
         output = getattr(text_decoder(trained_model), "output", None)
-        if isinstance(output, torch.nn.Module):
+        if isinstance(output, nn.Module):
             _keep_on_device(output)
     return manager

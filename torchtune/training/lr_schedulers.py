@@ -40,18 +40,18 @@ class WarmupSchedule(LambdaLR):
 
 
 def _limit_warmup(num_warmup_steps: int, num_training_steps: int) -> int:
-    """Return a warmup that is shorter than the run."""
+    """Return the steps of a warmup, shortened with a warning if it is not shorter than the run."""
     if num_warmup_steps < max(1, num_training_steps):
         return num_warmup_steps
-    shorter = num_training_steps // 10
+    shorter_warmup = num_training_steps // 10
     log_rank_zero(
         get_logger(),
         f"num_warmup_steps: a warmup of {num_warmup_steps} steps is as long as the run's {num_training_steps} steps or "
-        f"longer, and the full learning rate would not be reached: the run warms up for {shorter} steps instead; set "
-        "lr_scheduler.num_warmup_steps to choose another number.",
+        f"longer, and the full learning rate would not be reached: the run warms up for {shorter_warmup} steps "
+        "instead; set lr_scheduler.num_warmup_steps to choose another number.",
         logging.WARNING,
     )
-    return shorter
+    return shorter_warmup
 
 
 def _count_warmup_steps(num_warmup_steps: int, warmup_ratio: float | None, num_training_steps: int | None) -> int:
@@ -116,6 +116,7 @@ class _Warmup:
 
 
 def _require_steps(num_training_steps: int | None) -> int:
+    """Return the steps of the run. Raises ``ValueError`` if they are not given."""
     if num_training_steps is None:
         raise ValueError("num_training_steps is not given: the learning rate decays over the steps of the run.")
     return num_training_steps
@@ -171,7 +172,8 @@ def get_cosine_schedule_with_warmup(
 
     def decay(step: int) -> float:
         progress = step / num_decay_steps
-        return floor + (1.0 - floor) * 0.5 * (1.0 + math.cos(math.pi * 2.0 * num_cycles * progress))
+        angle = math.pi * 2.0 * num_cycles * progress
+        return floor + (1.0 - floor) * 0.5 * (1.0 + math.cos(angle))
 
     return warmup.then(decay, optimizer, last_epoch)
 
@@ -295,8 +297,9 @@ def get_wsd_schedule(
     warmup = _Warmup(num_warmup_steps, warmup_ratio, num_training_steps, floor)
     num_steps_after_warmup = num_training_steps - warmup.num_steps
     if num_decay_steps is None:
-        ratio = 0.1 if decay_ratio is None else decay_ratio
-        num_decay_steps = math.ceil(ratio * num_training_steps)
+        if decay_ratio is None:
+            decay_ratio = 0.1
+        num_decay_steps = math.ceil(decay_ratio * num_training_steps)
     if not 0 <= num_decay_steps <= num_steps_after_warmup:
         raise ValueError(
             f"the decay has {num_decay_steps} steps (num_decay_steps, or decay_ratio), but the run has "
@@ -408,9 +411,11 @@ def get_polynomial_decay_schedule_with_warmup(
 
 
 def _first_group(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return the first parameter group of an optimizer, or of the first of several."""
     groups = getattr(optimizer, "param_groups", None)
     if groups is None:  # a wrapper of one optimizer per parameter
-        groups = next(iter(optimizer.optim_map.values())).param_groups
+        first_optimizer = next(iter(optimizer.optim_map.values()))
+        groups = first_optimizer.param_groups
     return groups[0]
 
 

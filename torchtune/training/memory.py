@@ -26,7 +26,8 @@ def cleanup_before_training() -> None:
     gc.collect()
     if torch.accelerator.is_available():
         device = torch.accelerator.current_accelerator()
-        getattr(torch, device.type).empty_cache()
+        namespace = getattr(torch, device.type)
+        namespace.empty_cache()
         reset_memory_stats(device)
 
 
@@ -36,8 +37,10 @@ def reset_memory_stats(device: torch.device) -> None:
 
 
 def _reset_peaks(device: torch.device) -> None:
+    """Reset the peaks; may raise."""
     if device.type in VALID_BACKENDS_FOR_MEMORY_STATS:
-        getattr(torch, device.type).reset_peak_memory_stats(device)
+        namespace = getattr(torch, device.type)
+        namespace.reset_peak_memory_stats(device)
     elif device.type == "cpu" and sys.platform == "linux":
         try:
             Path("/proc/self/clear_refs").write_text("5")  # man 5 proc: resets the peak resident set size
@@ -90,6 +93,7 @@ def get_memory_stats(device: torch.device, reset_stats: bool = True) -> dict[str
 
 
 def _read_peaks(device: torch.device) -> dict[str, float]:
+    """Read the peaks, see :func:`get_memory_stats`; may raise."""
     if device.type == "cpu":
         return {"peak_memory_resident": resident_bytes("VmHWM") / _GIB}
     if device.type == "mps":
@@ -100,8 +104,9 @@ def _read_peaks(device: torch.device) -> dict[str, float]:
     if device.type not in VALID_BACKENDS_FOR_MEMORY_STATS:
         raise ValueError(f"there are no memory statistics for device type '{device.type}'")
     namespace = getattr(torch, device.type)
+    active_bytes = namespace.memory_stats(device).get("active_bytes.all.peak", 0)
     return {
-        "peak_memory_active": namespace.memory_stats(device).get("active_bytes.all.peak", 0) / _GIB,
+        "peak_memory_active": active_bytes / _GIB,
         "peak_memory_alloc": namespace.max_memory_allocated(device) / _GIB,
         "peak_memory_reserved": namespace.max_memory_reserved(device) / _GIB,
     }

@@ -12,8 +12,8 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias
 
 import numpy as np
-import torch
 import yaml
+from torch import Tensor
 
 from torchtune.utils import (
     AppendedFile,
@@ -51,12 +51,14 @@ __all__ = [
     "save_config",
 ]
 
-Scalar: TypeAlias = torch.Tensor | np.ndarray | int | float
+Scalar: TypeAlias = Tensor | np.ndarray | int | float
 
 
 def to_number(data: Scalar) -> int | float:
     """Return a number, a scalar tensor or a scalar array as a number."""
-    return data.item() if hasattr(data, "item") else data
+    if hasattr(data, "item"):
+        return data.item()
+    return data
 
 
 def save_config(config: "DictConfig") -> Path:
@@ -77,7 +79,9 @@ def flatten_dict(d: dict[str, Any], *, sep: str = ".", parent_key: str = "") -> 
     """
     flat: dict[str, Any] = {}
     for key, value in d.items():
-        path = f"{parent_key}{sep}{key}" if parent_key else str(key)
+        path = str(key)
+        if parent_key:
+            path = f"{parent_key}{sep}{key}"
         if isinstance(value, Mapping) and value:
             flat.update(flatten_dict(dict(value), sep=sep, parent_key=path))
         else:
@@ -136,13 +140,15 @@ class TrackingLogger(MetricLoggerInterface):
     def log_dict(self, payload: Mapping[str, Scalar], step: int) -> None:
         """Log several scalars of one step."""
         if self._run is not None:
-            self._send({name: to_number(data) for name, data in payload.items()}, step)
+            numbers = {name: to_number(data) for name, data in payload.items()}
+            self._send(numbers, step)
 
     def log_config(self, config: "DictConfig") -> None:
         """Log the resolved config, and write it to ``{config.output_dir}/torchtune_config.yaml``."""
         if self._run is not None:
             path = save_config(config)
-            self._send_config(yaml.safe_load(path.read_text(encoding="utf-8")), path)
+            settings = yaml.safe_load(path.read_text(encoding="utf-8"))
+            self._send_config(settings, path)
 
     def close(self) -> None:
         """Finish the run."""
@@ -151,12 +157,15 @@ class TrackingLogger(MetricLoggerInterface):
             self._run = None
 
     def _send(self, numbers: dict[str, int | float], step: int) -> None:
+        """Log the numbers of one step by the package."""
         raise NotImplementedError
 
     def _send_config(self, settings: dict[str, Any], path: Path) -> None:
+        """Log the settings by the package; ``path`` is the file with them."""
         raise NotImplementedError
 
     def _finish(self) -> None:
+        """End the run of the package."""
         self._run.finish()
 
 
@@ -331,7 +340,9 @@ class TensorBoardLogger(TrackingLogger):
         if _is_rank_0():
             from torch.utils.tensorboard import SummaryWriter
 
-            self.log_dir = Path(log_dir) / "run" if organize_logs else Path(log_dir)
+            self.log_dir = Path(log_dir)
+            if organize_logs:
+                self.log_dir = self.log_dir / "run"
             self._run = SummaryWriter(log_dir=str(self.log_dir), **kwargs)
 
     def _send_config(self, settings: dict[str, Any], path: Path) -> None:
@@ -493,7 +504,8 @@ class TrackioLogger(TrackingLogger):
         self._trackio = self.check_installed()
         self._skipped = 0
         if _is_rank_0():
-            name = name or _stored_name(log_dir, "trackio_run_name.txt")
+            if not name:
+                name = _stored_name(log_dir, "trackio_run_name.txt")
             options = {"resume": "allow", "embed": False, **kwargs}
             self._run = self._trackio.init(project, name=name, **options)
             _store_name(log_dir, "trackio_run_name.txt", self._run.name)
@@ -503,7 +515,10 @@ class TrackioLogger(TrackingLogger):
 
     def _send(self, numbers: dict[str, int | float], step: int) -> None:
         self._run.log(numbers, step=step)
-        warnings = [f"{name} is {number}" for name, number in numbers.items() if not math.isfinite(number)]
+        warnings = []
+        for name, number in numbers.items():
+            if not math.isfinite(number):
+                warnings.append(f"{name} is {number}")
         skipped = numbers.get("skipped_steps", 0)
         if skipped > self._skipped:  # one alert for each skipped step, not for each line after it
             warnings.append(f"{skipped} steps are skipped so far")
@@ -547,7 +562,8 @@ def _no_account(error: Exception | None) -> LoggerSettingsError:
 
 
 def _is_rank_0() -> bool:
-    return get_world_size_and_rank()[1] == 0
+    _, rank = get_world_size_and_rank()
+    return rank == 0
 
 
 def _stored_name(folder: str | None, file: str) -> str | None:
@@ -590,7 +606,7 @@ class LateMetrics(MutableMapping[str, Any]):
         {'loss': 2.0, 'lr': 0.1}
     """
 
-    def __init__(self, receive: Callable[[], dict[str, Any]], is_bad: torch.Tensor) -> None:
+    def __init__(self, receive: Callable[[], dict[str, Any]], is_bad: Tensor) -> None:
         self.is_bad = is_bad
         self._receive: Callable[[], dict[str, Any]] | None = receive
         self._entries: dict[str, Any] = {}
@@ -618,6 +634,7 @@ class LateMetrics(MutableMapping[str, Any]):
             reader()
 
     def _read(self) -> dict[str, Any]:
+        """Return the entries with the numbers, after waiting for them; entries that were added replace them."""
         if self._receive is not None:
             self._entries = {**self._receive(), **self._entries}
             self._receive = None
@@ -696,6 +713,7 @@ class GuardedLogger(MetricLoggerInterface):
             self._late.when_settled(lambda: self._call_now(function))
 
     def _call_now(self, function: Callable[[], None]) -> None:
+        """Call a function of the logger, whose errors end no run and which changes no random numbers."""
         with kept_random_state():
             self._guard.call(function)
 

@@ -24,14 +24,15 @@ class PrecisionError(UserError, ValueError):
 
 def verify_bf16_support(device: torch.device | None = None) -> bool:
     """Return whether ``device`` (default: the best one of this machine) supports bfloat16."""
-    device = get_device() if device is None else device
+    if device is None:
+        device = get_device()
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported()
     if device.type in ("xpu", "npu"):
         return getattr(torch, device.type).is_bf16_supported()
     if device.type == "mps":
         return torch.backends.mps.is_macos_or_newer(14, 0)
-    return True
+    return True  # a CPU emulates it, if need be: see has_fast_matmul
 
 
 def get_dtype(dtype: str | None = None, device: torch.device | None = None) -> torch.dtype:
@@ -72,8 +73,10 @@ def has_fast_matmul(dtype: torch.dtype, device: torch.device) -> bool:
         return onednn_computes(dtype)
     if dtype == torch.float16:
         return True
-    if device.type == "cuda":  # --dry-run may name a GPU that this machine lacks: assume a current one
-        return not torch.cuda.is_available() or torch.cuda.is_bf16_supported(including_emulation=False)
+    if device.type == "cuda":
+        if not torch.cuda.is_available():  # --dry-run may name a GPU that this machine lacks: assume a current one
+            return True
+        return torch.cuda.is_bf16_supported(including_emulation=False)
     return verify_bf16_support(device)
 
 
@@ -83,9 +86,9 @@ def best_dtype(device: torch.device, stored: torch.dtype | None = None) -> str:
     It is float16 on CUDA (T4, V100) and float32 elsewhere.
     """
     dtype = torch.bfloat16 if stored is None else stored
-    if not has_fast_matmul(dtype, device):
-        dtype = torch.float16 if device.type == "cuda" else torch.float32
-    return DTYPE_NAMES[dtype]
+    if has_fast_matmul(dtype, device):
+        return DTYPE_NAMES[dtype]
+    return "fp16" if device.type == "cuda" else "fp32"
 
 
 def choose_dtype(dtype: str | None, device: torch.device, stored: torch.dtype | None = None) -> tuple[str, torch.dtype]:
@@ -114,7 +117,9 @@ def choose_dtype(dtype: str | None, device: torch.device, stored: torch.dtype | 
 
 def emulation_warning(dtype: str, device: torch.device) -> str:
     """Return the warning about a dtype that the device only emulates."""
-    name = "CPU" if device.type == "cpu" else f"{device.type} device"
+    name = f"{device.type} device"
+    if device.type == "cpu":
+        name = "CPU"
     best = best_dtype(device)
     return f"dtype: this {name} only emulates {dtype}, several times slower than {best}: set dtype={best}."
 

@@ -39,7 +39,7 @@ def set_seed(seed: int | None = None, debug_mode: str | int | None = None) -> in
         7
     """
     world_size, rank = get_world_size_and_rank()
-    limit = 2**32 - world_size
+    limit = 2**32 - world_size  # numpy takes 32 bits, of the seed plus the rank
     if seed is None:
         seed = broadcast_object(secrets.randbelow(limit + 1))
     if not 0 <= seed <= limit:
@@ -83,16 +83,19 @@ class RNGState:
         algorithm, keys, position, has_gauss, cached = np.random.get_state()
         if algorithm != "MT19937":
             raise RuntimeError(f"numpy's global generator is {algorithm}, not MT19937.")
+        python_state = [version, *internal]
+        numpy_state = [*keys.tolist(), position, has_gauss]
         state = {
-            "python": torch.tensor([version, *internal], dtype=torch.int64),
+            "python": torch.tensor(python_state, dtype=torch.int64),
             "python_gauss": gauss,
-            "numpy": torch.tensor([*keys.tolist(), position, has_gauss], dtype=torch.int64),
+            "numpy": torch.tensor(numpy_state, dtype=torch.int64),
             "numpy_gauss": float(cached),
             "torch": torch.get_rng_state(),
         }
         for device_type in _ACCELERATORS:
             if _is_used(device_type):
-                state[device_type] = getattr(torch, device_type).get_rng_state()
+                namespace = getattr(torch, device_type)
+                state[device_type] = namespace.get_rng_state()
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -105,12 +108,14 @@ class RNGState:
         torch.set_rng_state(state_dict["torch"].cpu())
         for device_type in _ACCELERATORS:
             if device_type in state_dict and _is_used(device_type):
-                getattr(torch, device_type).set_rng_state(state_dict[device_type].cpu())
+                namespace = getattr(torch, device_type)
+                namespace.set_rng_state(state_dict[device_type].cpu())
 
     def derive(self, rank: int) -> None:
         """Reseed the generators from their current state and ``rank``."""
         seed = f"{random.getrandbits(64)}/{rank}"
         random.seed(seed)
+        # The seeds of the others come from Python's generator, which differs from rank to rank now.
         np.random.seed(random.getrandbits(32))
         torch.manual_seed(random.getrandbits(62))
 

@@ -81,7 +81,7 @@ def operators_of(num_layers: int) -> tuple[int, int]:
     return forward.count, backward.count
 
 
-def test_operators_of_a_layer():
+def test_layer_stays_within_its_number_of_operators():
     if torch.cuda.get_device_capability() < (8, 0):
         pytest.skip(
             "without flash attention a compiled kernel attends, which a mode that counts operators leaves eager"
@@ -104,7 +104,7 @@ def operators_of_module(module: torch.nn.Module, *inputs: Any) -> tuple[int, int
 @pytest.mark.parametrize(
     ("experts", "most"), [(GroupedExperts, (25, 32)), (ClampedExperts, (32, 44))], ids=["gated", "clamped"]
 )
-def test_operators_of_a_mixture(experts, most):
+def test_mixture_of_experts_stays_within_its_number_of_operators(experts, most):
     if torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("without torch's grouped products a loop over the experts multiplies")
     gate = torch.nn.Linear(64, 8, bias=False)
@@ -119,7 +119,7 @@ def test_operators_of_a_mixture(experts, most):
     assert 10 < backward <= most[1]
 
 
-def test_operators_of_a_short_convolution():
+def test_short_convolution_stays_within_its_number_of_operators():
     convolution = DepthwiseWeight(64, 4).to("cuda", torch.bfloat16)
     convolution.weight.requires_grad_(False)
     hidden = torch.zeros(1, 300, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)

@@ -13,22 +13,23 @@ def make_optimizer(lr=0.5):
 
 
 def rates(schedule, steps):
-    seen = []
+    rates_of_steps = []
     for _ in range(steps):
-        seen.append(training.get_lr(schedule.optimizer))
+        rates_of_steps.append(training.get_lr(schedule.optimizer))
         schedule.optimizer.step()
         schedule.step()
-    return seen
+    return rates_of_steps
 
 
 def test_cosine_follows_the_formula():
     warmup, total = 4, 20
     schedule = training.get_cosine_schedule_with_warmup(make_optimizer(), warmup, total)
     for step, rate in enumerate(rates(schedule, total + 3)):
-        progress = (step - warmup) / (total - warmup)
-        factor = (
-            (step + 1) / (warmup + 1) if step < warmup else max(0.0, 0.5 * (1 + math.cos(math.pi * 2 * 0.5 * progress)))
-        )
+        if step < warmup:
+            factor = (step + 1) / (warmup + 1)
+        else:
+            progress = (step - warmup) / (total - warmup)
+            factor = max(0.0, 0.5 * (1 + math.cos(math.pi * 2 * 0.5 * progress)))
         assert rate == pytest.approx(0.5 * factor, abs=1e-12) or (step > total and rate >= 0)
 
 
@@ -50,19 +51,19 @@ MAKERS = (
 @pytest.mark.parametrize("make", MAKERS)
 @pytest.mark.parametrize(("warmup", "total"), [(0, 1), (1, 1), (1, 2), (5, 12), (11, 12), (12, 12), (100, 12), (9, 9)])
 def test_every_step_of_a_run_trains_and_one_has_the_full_rate(make, warmup, total):
-    seen = rates(make(make_optimizer(), warmup, total), total)
-    assert min(seen) > 0
-    assert max(seen) == pytest.approx(0.5)
+    rates_of_run = rates(make(make_optimizer(), warmup, total), total)
+    assert min(rates_of_run) > 0
+    assert max(rates_of_run) == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize("make", MAKERS)
 def test_warmup_as_long_as_the_run_is_shortened_with_a_warning(make, caplog):
     with caplog.at_level("WARNING"):
-        seen = rates(make(make_optimizer(), 100, 40), 40)
+        shortened = rates(make(make_optimizer(), 100, 40), 40)
     (message,) = caplog.messages
     assert "a warmup of 100 steps is as long as the run's 40 steps or longer" in message
     assert "warms up for 4 steps instead" in message
-    assert seen == rates(make(make_optimizer(), 4, 40), 40)
+    assert shortened == rates(make(make_optimizer(), 4, 40), 40)
     caplog.clear()
     make(make_optimizer(), 39, 40)
     assert not caplog.messages

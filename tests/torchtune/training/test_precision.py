@@ -26,9 +26,10 @@ def test_an_unknown_name_is_a_user_error_and_a_value_error():
 
 
 @pytest.mark.parametrize("has_bf16", [True, False])
-def test_the_dtype_that_a_cpu_computes_fast(has_bf16, monkeypatch, caplog):
+def test_default_dtype_is_one_that_the_cpu_computes_fast(has_bf16, monkeypatch, caplog):
     monkeypatch.setattr(precision, "onednn_computes", lambda dtype: has_bf16)
-    cpu, fast = torch.device("cpu"), ("bf16", torch.bfloat16) if has_bf16 else ("fp32", torch.float32)
+    cpu = torch.device("cpu")
+    fast = ("bf16", torch.bfloat16) if has_bf16 else ("fp32", torch.float32)
     assert training.choose_dtype(None, cpu) == training.choose_dtype(None, cpu, torch.bfloat16) == fast
     assert training.choose_dtype(None, cpu, torch.float32) == ("fp32", torch.float32)
     with caplog.at_level("WARNING"):
@@ -38,29 +39,29 @@ def test_the_dtype_that_a_cpu_computes_fast(has_bf16, monkeypatch, caplog):
     with simulated():  # tensors stand for those of an accelerator
         assert training.choose_dtype(None, cpu) == ("bf16", torch.bfloat16)
     model = {"_component_": "torchtune.models.smol.smollm2_135m"}
-    best, asked = (
-        estimate.plan_run(SimpleNamespace(model=model, model_converters=[], tokenizer=None, dtype=dtype, device="cpu"))
-        for dtype in (None, "bf16")
-    )
-    assert f"smollm2_135m, {'bfloat16' if has_bf16 else 'float32'}" in best
-    assert ("only emulates bf16" in asked) == (not has_bf16)
-    assert "emulates" not in best
+    settings = SimpleNamespace(model=model, model_converters=[], tokenizer=None, dtype=None, device="cpu")
+    plan_of_default = estimate.plan_run(settings)
+    assert f"smollm2_135m, {'bfloat16' if has_bf16 else 'float32'}" in plan_of_default
+    assert "emulates" not in plan_of_default
+    settings.dtype = "bf16"
+    assert ("only emulates bf16" in estimate.plan_run(settings)) == (not has_bf16)
 
 
 @pytest.mark.parametrize("has_bf16", [True, False])
-def test_the_dtype_that_a_gpu_computes_fast(has_bf16, monkeypatch):
+def test_default_dtype_is_one_that_the_gpu_computes_fast(has_bf16, monkeypatch):
     """GPUs before compute capability 8.0 only emulate bf16, and have units for fp16."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(
         torch.cuda, "is_bf16_supported", lambda including_emulation=True: has_bf16 or including_emulation
     )
-    gpu, fast = torch.device("cuda"), ("bf16", torch.bfloat16) if has_bf16 else ("fp16", torch.float16)
+    gpu = torch.device("cuda")
+    fast = ("bf16", torch.bfloat16) if has_bf16 else ("fp16", torch.float16)
     assert training.choose_dtype(None, gpu) == training.choose_dtype(None, gpu, torch.bfloat16) == fast
     assert training.choose_dtype(None, gpu, torch.float32) == ("fp32", torch.float32)
     assert ("set dtype=fp16" in precision.emulation_warning("bf16", gpu)) == (not has_bf16)
 
 
-def test_the_dtype_that_a_checkpoint_names(tmp_path):
+def test_stored_dtype_is_read_from_the_config_of_a_checkpoint(tmp_path):
     assert stored_dtype(None) is None
     assert stored_dtype(tmp_path) is None
     for config, expected in (

@@ -32,8 +32,9 @@ def load_balancing_loss(probabilities: Sequence[Tensor], counts: Sequence[Tensor
         1.0
     """
     num_tokens = sum(layer.shape[0] for layer in probabilities)  # over all layers
-    fractions = torch.stack(list(counts)).sum(0) / num_tokens  # [e]
-    means = torch.stack([layer.sum(0) for layer in probabilities]).sum(0) / num_tokens  # [e]
+    fractions = torch.stack(list(counts)).sum(0) / num_tokens  # [layers, e] -> [e]
+    probability_sums = torch.stack([layer.sum(0) for layer in probabilities])  # [layers, e]
+    means = probability_sums.sum(0) / num_tokens  # [e]
     return len(fractions) * (fractions * means).sum()
 
 
@@ -87,11 +88,14 @@ class Balance:
         fractions = torch.stack(statistics.counts).sum(0) / num_tokens  # [e]
         # The counts have no gradient, so the loss e · Σ f p is linear in every token's probabilities.
         statistics.slope = fractions * (self.coefficient * len(fractions) / num_tokens)  # [e]
-        balancing_loss = (statistics.slope * torch.stack(statistics.probability_sums).sum(0)).sum()
+        probability_sums = torch.stack(statistics.probability_sums).sum(0)  # [layers, e] -> [e]
+        balancing_loss = (statistics.slope * probability_sums).sum()
         return _AddLoss.apply(loss, balancing_loss.to(loss.dtype), count, statistics)
 
 
 class _AttachGradient(torch.autograd.Function):
+    """Identity for scores of selected experts, whose backward pass gives the probabilities their gradient."""
+
     @staticmethod
     def forward(ctx: Any, chosen: Tensor, probabilities: Tensor, statistics: _RouterStatistics) -> Tensor:
         ctx.statistics = statistics
@@ -104,7 +108,7 @@ class _AttachGradient(torch.autograd.Function):
         weight = ctx.statistics.weight
         if slope is None or weight is None:
             raise ConversionError(
-                "BalancingLoss: the loss that is used does not add it: take it from "
+                "BalancingLoss: the loss function does not add the balancing loss: build it by "
                 "torchtune.modules.loss.setup_loss(loss, model), or call its set_model_output(model)."
             )
         grad_probabilities = (slope * weight).to(grad.dtype).expand(ctx.shape)  # [e] -> [t, e]
@@ -112,6 +116,8 @@ class _AttachGradient(torch.autograd.Function):
 
 
 class _AddLoss(torch.autograd.Function):
+    """Sum of the loss and the balancing loss, whose backward pass tells the routers the factor of the latter."""
+
     @staticmethod
     def forward(
         ctx: Any, loss: Tensor, balancing_loss: Tensor, count: Tensor | int, statistics: _RouterStatistics
@@ -128,6 +134,7 @@ class _AddLoss(torch.autograd.Function):
 
 
 def _routers(model: nn.Module, name: str) -> dict[str, TokenChoiceTopKRouter]:
+    """Return the routers by path, for the conversion called ``name``; raise if there are none."""
     routers = {path: module for path, module in model.named_modules() if isinstance(module, TokenChoiceTopKRouter)}
     if not routers:
         raise ConversionError(f"{name}: the model has no experts, remove it from model_converters.")
@@ -167,9 +174,10 @@ class BalancingLoss(Conversion):
         routers = _routers(model, "BalancingLoss")
         coefficient = self.coefficient
         if coefficient is None:
-            coefficient = getattr(getattr(model, "description", None), "router_balance", 0.0)
+            description = getattr(model, "description", None)  # a model of the user's own has none
+            coefficient = getattr(description, "router_balance", 0.0)
             if not coefficient:
-                raise ConversionError("BalancingLoss: the model's config says no coefficient, give one.")
+                raise ConversionError("BalancingLoss: the model's config has no coefficient: set one.")
         balance = Balance(coefficient)
         for router in routers.values():
             router.balance = balance
@@ -228,7 +236,9 @@ class LossFreeBalancing(Conversion):
     def pre_optimizer_hook(self, model: nn.Module) -> None:
         """Record the token counts of the step; they replace the counts of a skipped step."""
         totals = _local_counts(model)
-        self._step = {path: total - self._before.get(path, 0) for path, total in totals.items()}
+        self._step = {}
+        for path, total in totals.items():
+            self._step[path] = total - self._before.get(path, 0)
         self._before = totals
 
     @torch.no_grad()
@@ -239,8 +249,9 @@ class LossFreeBalancing(Conversion):
         counts_of_routers = _all_reduce_counts(self._step)
         self._step = {}
         for path, counts in counts_of_routers.items():
-            counts = counts.float()
-            update = self.rate * (counts.mean() - counts).sign()  # [e]
+            counts = counts.float()  # [e]
+            missing = counts.mean() - counts  # tokens that an expert lacks for an even load
+            update = self.rate * missing.sign()  # [e]
             bias = model.get_submodule(path).selection_bias
             if hasattr(bias, "device_mesh"):  # sharded
                 from torch.distributed.tensor import distribute_tensor  # slow to import
@@ -258,15 +269,17 @@ def tokens_per_expert(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _local_counts(model: nn.Module) -> dict[str, Tensor]:
-    """Return the tokens per expert of this rank."""
-    return {
-        path: router.tokens_per_expert.clone()
-        for path, router in model.named_modules()
-        if isinstance(router, TokenChoiceTopKRouter) and router.tokens_per_expert is not None
-    }
+    """Return copies of the routers' tokens per expert, of this rank since training began, by path."""
+    counts = {}
+    for path, module in model.named_modules():
+        # A router that has not been called in training has counted nothing.
+        if isinstance(module, TokenChoiceTopKRouter) and module.tokens_per_expert is not None:
+            counts[path] = module.tokens_per_expert.clone()
+    return counts
 
 
 def _all_reduce_counts(counts: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Sum the tokens per expert of all routers over the ranks."""
     if not counts or get_world_size_and_rank()[0] == 1:
         return counts
     stacked = torch.stack(list(counts.values()))  # [layers, e], for one collective
@@ -295,14 +308,18 @@ class ExpertLoad:
         Loads are relative to the mean of the layer. All ranks must call this method.
         """
         totals = tokens_per_expert(self._model)
-        counts = [(total - self._before.get(path, 0)).float() for path, total in totals.items()]
+        counts = []  # since the last call, [e] of each layer
+        for path, total in totals.items():
+            new_tokens = total - self._before.get(path, 0)
+            counts.append(new_tokens.float())
         self._before = totals
         if not counts:
             return {}
         tokens = torch.stack([layer.sum() for layer in counts])  # [layers]
         load = torch.stack([layer / layer.mean() for layer in counts])  # [layers, e]
         # In one copy, because the host waits for every copy.
-        least_tokens, highest, lowest = torch.stack([tokens.min(), load.max(), load.min()]).tolist()
-        if not least_tokens:
+        extremes = torch.stack([tokens.min(), load.max(), load.min()])
+        least_tokens, highest, lowest = extremes.tolist()
+        if not least_tokens:  # a load of 0 / 0
             return {}
         return {"expert_load_max": highest, "expert_load_min": lowest}

@@ -93,9 +93,13 @@ class GroupedExperts(nn.Module, KernelUser):
             out = grouped_mm(x, weight, groups)
         adapter = self.adapter(name, weights)
         if adapter is not None:
+            adapter_x = x
             mask = self.draw_dropout_mask(x)
-            low = grouped_mm(x if mask is None else x * mask, adapter.a, groups)  # [t, rank]
-            out = out + grouped_mm(low * adapter.scaling, adapter.b, groups)
+            if mask is not None:
+                adapter_x = x * mask
+            low = grouped_mm(adapter_x, adapter.a, groups)  # [t, rank]
+            low = low * adapter.scaling  # before B, because it is narrow
+            out = out + grouped_mm(low, adapter.b, groups)
         bias = self.bias(name, weights)
         if bias is not None:
             out = out + repeat_by_group(bias.values, groups, len(x))
@@ -130,7 +134,8 @@ class GroupedExperts(nn.Module, KernelUser):
         for name in self.matrix_shapes():
             weight = self.stored_weight(name)
             if isinstance(weight, Stored):
-                weights[name] = weight._replace(tensors=tuple(map(local_experts, weight.tensors)))
+                local_tensors = tuple(map(local_experts, weight.tensors))
+                weights[name] = weight._replace(tensors=local_tensors)
             else:
                 weights[name] = local_experts(weight)
         for name, parameter in self.named_parameters():
@@ -187,7 +192,8 @@ class GroupedExperts(nn.Module, KernelUser):
         groups = RowGroups.of(num_tokens_per_expert)
         weights = self.stacked_weights()
         projected = [self.project(name, x, groups, weights) for name in self.input_matrices]
-        return self.project("down_proj", self.activate(*projected), groups, weights)
+        hidden = self.activate(*projected)  # [t, hidden_dim]
+        return self.project("down_proj", hidden, groups, weights)  # [t, d]
 
     def computes_frozen(self) -> bool:
         """Return whether a call takes a :class:`Selection`: experts that are frozen, and not being compiled."""
@@ -215,10 +221,12 @@ def clamped_swiglu(gate_up: Tensor, limit: float) -> Tensor:
 
 
 def _clamped_swiglu(gate_up: Tensor, limit: float) -> Tensor:
-    gate, up = gate_up.unflatten(-1, (-1, 2)).unbind(-1)  # [t, h] each
+    pairs = gate_up.unflatten(-1, (-1, 2))  # [t, h, 2]
+    gate, up = pairs.unbind(-1)  # [t, h] each
     gate = gate.clamp(max=limit)
     up = up.clamp(-limit, limit)
-    return gate * torch.sigmoid(_CLAMPED_SLOPE * gate) * (up + 1)
+    activated = gate * torch.sigmoid(_CLAMPED_SLOPE * gate)
+    return activated * (up + 1)
 
 
 class _ClampedSwiGLU(torch.autograd.Function):
@@ -232,8 +240,9 @@ class _ClampedSwiGLU(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (gate_up,) = ctx.saved_tensors
-        pairs = gate_up.unflatten(-1, (-1, 2))
-        gate, up = pairs.unbind(-1)
+        pairs = gate_up.unflatten(-1, (-1, 2))  # [t, h, 2]
+        gate, up = pairs.unbind(-1)  # [t, h] each
+        # Views of one tensor, into which the products below write: the gradient need not be put together.
         grad_pairs = torch.empty_like(pairs)
         grad_gate, grad_up = grad_pairs.unbind(-1)
         clamped_up = up.clamp(-ctx.limit, ctx.limit)
@@ -241,7 +250,7 @@ class _ClampedSwiGLU(torch.autograd.Function):
         # gate · sigmoid(1.702 gate) is silu(1.702 gate) / 1.702, whose derivative torch has as one operator.
         activated = F.silu(scaled_gate).mul_(1 / _CLAMPED_SLOPE)
         torch.mul(grad, activated, out=grad_up)
-        grad_activated = torch.addcmul(grad, grad, clamped_up)
+        grad_activated = torch.addcmul(grad, grad, clamped_up)  # grad · (up + 1)
         torch.ops.aten.silu_backward.grad_input(grad_activated, scaled_gate, grad_input=grad_gate)
         # Values that were clamped have no gradient. Clamped values that are equal were not changed.
         grad_gate.masked_fill_(gate > ctx.limit, 0)

@@ -6,7 +6,7 @@ done before the next is decoded.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -81,14 +81,17 @@ class _Rows:
     def __init__(self, group: _Group, counts: Tensor, scores: Tensor | None, order: Tensor | None) -> None:
         self.slice = group.rows
         self.by_expert = RowGroups.of(counts[group.experts])
-        self._copies = None if order is None else order[group.rows]
         self._all_scores = scores
+        self._copies: Tensor | None = None
+        if order is not None:
+            self._copies = order[group.rows]
 
     def gather(self, x: Tensor) -> Tensor:
         """Return the rows out of ``x``, which has a row for each row, or for each token."""
         if self._copies is None:
             return x[self.slice]
-        return x.index_select(0, self._copies // self._all_scores.shape[1])
+        copies_per_token = self._all_scores.shape[1]
+        return x.index_select(0, self._copies // copies_per_token)
 
     def scatter(self, rows: Tensor, out: Tensor) -> None:
         """Write a value of each row to its place among those of all rows."""
@@ -101,7 +104,22 @@ class _Rows:
         """Return the scores of the rows ``[r, 1]``, None if there are none."""
         if self._copies is None:
             return None
-        return self._all_scores.flatten().index_select(0, self._copies).unsqueeze(1).to(dtype)
+        scores = self._all_scores.flatten().index_select(0, self._copies)  # [r]
+        return scores.unsqueeze(1).to(dtype)
+
+
+class _Parameter(NamedTuple):
+    """A stacked parameter.
+
+    Attributes:
+        name: its name.
+        positions: where its tensors are in :attr:`_Weights.tensors`.
+        decode: makes the matrices of its tensors; None for a parameter that is one tensor.
+    """
+
+    name: str
+    positions: slice
+    decode: Callable[..., Tensor] | None
 
 
 class _Weights:
@@ -113,7 +131,7 @@ class _Weights:
 
     def __init__(self, weights: Mapping[str, Tensor | Stored]) -> None:
         self.tensors: list[Tensor] = []
-        self._parts: list[tuple[str, Callable[..., Tensor] | None, slice]] = []
+        self._parameters: list[_Parameter] = []
         self.dtypes_of_stored: dict[str, torch.dtype] = {}  # dtypes of the decoded matrices by name
         for name, weight in weights.items():
             start = len(self.tensors)
@@ -124,7 +142,8 @@ class _Weights:
             else:
                 self.tensors.append(weight)
                 decode = None
-            self._parts.append((name, decode, slice(start, len(self.tensors))))
+            positions = slice(start, len(self.tensors))
+            self._parameters.append(_Parameter(name, positions, decode))
 
     def of_group(self, tensors: Sequence[Tensor], group: _Group) -> dict[str, Tensor]:
         """Return the parameters of a group's experts by name, decoded.
@@ -134,14 +153,17 @@ class _Weights:
             group: the group.
         """
         weights = {}
-        for name, decode, positions in self._parts:
-            parts = [tensor[group.experts] for tensor in tensors[positions]]
-            weights[name] = parts[0] if decode is None else decode(*parts)
+        for name, positions, decode in self._parameters:
+            tensors_of_group = [tensor[group.experts] for tensor in tensors[positions]]
+            if decode is None:
+                (weights[name],) = tensors_of_group
+            else:
+                weights[name] = decode(*tensors_of_group)
         return weights
 
     def name_of(self, position: int) -> str:
         """Return the name of the parameter with a tensor at this position of ``tensors``."""
-        for name, _, positions in self._parts:
+        for name, positions, _ in self._parameters:
             if positions.start <= position < positions.stop:
                 return name
         raise IndexError(position)
@@ -155,27 +177,31 @@ def row_ends(ends: Tensor, experts_per_group: int, rows: int) -> list[int]:
         experts_per_group: number of experts of a group; the last may have fewer.
         rows: number of all rows.
     """
-    return [*ends[experts_per_group - 1 : -1 : experts_per_group].tolist(), rows]
+    # Of every group but the last, which ends with all rows.
+    last_expert_of_groups = slice(experts_per_group - 1, -1, experts_per_group)
+    return [*ends[last_expert_of_groups].tolist(), rows]
 
 
 def _make_groups(experts: "GroupedExperts", weights: _Weights, counts: Tensor, rows: int) -> list[_Group]:
     """Divide the experts such that the decoded matrices of a group stay small."""
     num_experts = len(counts)
-    experts_per_group = num_experts
     decoded_bytes = 0  # per expert
     for name, (_, inputs, outputs) in experts.matrix_shapes().items():
         if name in weights.dtypes_of_stored:
             decoded_bytes += inputs * outputs * weights.dtypes_of_stored[name].itemsize
+    experts_per_group = num_experts
     if decoded_bytes:
         experts_per_group = max(1, _BYTES_PER_GROUP // decoded_bytes)
     if experts_per_group >= num_experts:
-        return [_Group(slice(0, num_experts), slice(0, rows))]
+        # The ends of the rows are not asked for, because the host would wait for them.
+        return [_Group(experts=slice(0, num_experts), rows=slice(0, rows))]
     groups = []
     start = 0
     for number, end in enumerate(row_ends(RowGroups.of(counts).ends, experts_per_group, rows)):
-        first = number * experts_per_group
+        first_expert = number * experts_per_group
+        last_expert = min(first_expert + experts_per_group, num_experts)  # not included
         if end > start:
-            groups.append(_Group(slice(first, min(first + experts_per_group, num_experts)), slice(start, end)))
+            groups.append(_Group(experts=slice(first_expert, last_expert), rows=slice(start, end)))
         start = end
     return groups
 
@@ -198,28 +224,30 @@ class _Call:
         self.groups = groups
         self.saves_projected = saves_projected
         self.inputs_node: Any = None  # node of _SaveInputs
-        self.random_state: tuple[Tensor, Tensor | None] | None = None  # of the forward pass, if it draws dropout
+        self.random_state: _RandomState | None = None  # of the forward pass, if it draws dropout
 
     def compute(
         self, x: Tensor, counts: Tensor, scores: Tensor | None, order: Tensor | None, tensors: Sequence[Tensor]
     ) -> tuple[Tensor, list[Tensor]]:
         """Compute the output and, if they are saved, the outputs of the first matrices."""
         experts = self.experts
-        num_rows = len(x) if scores is None else scores.numel()
+        num_rows = len(x)
+        if scores is not None:
+            num_rows = scores.numel()  # a row for each copy of a token
         out: Tensor | None = None
         projected: list[Tensor] = []
         for group in self.groups:
             weights = self.weights.of_group(tensors, group)
             rows = _Rows(group, counts, scores, order)
             inputs = rows.gather(x)
-            projected = []
+            projected = []  # [r, h] each
             for name in experts.input_matrices:
                 projected.append(_Projection(experts, name, inputs, rows.by_expert, weights).output())
             del inputs
             hidden = experts.activate(*projected)  # [r, h]
             if not self.saves_projected:
                 projected = []
-            group_out = _Projection(experts, _OUTPUT_MATRIX, hidden, rows.by_expert, weights).output()
+            group_out = _Projection(experts, _OUTPUT_MATRIX, hidden, rows.by_expert, weights).output()  # [r, d]
             group_scores = rows.scores(group_out.dtype)
             if group_scores is not None:
                 group_out *= group_scores
@@ -229,7 +257,8 @@ class _Call:
         if out is None:  # there are no rows
             out = torch.zeros_like(x)
         elif scores is not None:
-            out = out.view(*scores.shape, -1).sum(1)  # [t * k, d] -> [t, d]
+            by_token = out.view(*scores.shape, -1)  # [t * k, d] -> [t, k, d]
+            out = by_token.sum(1)
         return out, projected
 
 
@@ -284,15 +313,21 @@ class _FrozenExperts(torch.autograd.Function):
         x, counts, scores, order, *tensors = call.inputs_node.saved_tensors  # once: it may compute a layer again
         projected = ctx.saved_tensors
         _, needs_x, _, needs_scores, _, *needs_tensors = ctx.needs_input_grad
-        copies_per_token = 1 if scores is None else scores.shape[1]
+        copies_per_token = 1
+        if scores is not None:
+            copies_per_token = scores.shape[1]
         grad_x: Tensor | None = None
-        grad_scores = torch.empty_like(scores) if needs_scores else None
+        grad_scores: Tensor | None = None
+        if needs_scores:
+            grad_scores = torch.empty_like(scores)
         trained: dict[str, Tensor] = {}  # name -> gradient
         for position, needs_gradient in enumerate(needs_tensors):
             if needs_gradient:
                 trained[call.weights.name_of(position)] = torch.zeros_like(tensors[position])
 
-        with _repeat_random_numbers(call.random_state, x.device):
+        # Dropout must have the masks of the forward pass.
+        same_random_numbers = nullcontext() if call.random_state is None else call.random_state.repeated()
+        with same_random_numbers:
             for group in call.groups:
                 rows = _Rows(group, counts, scores, order)
                 gradients = _backward_of_group(
@@ -318,10 +353,14 @@ class _FrozenExperts(torch.autograd.Function):
         if needs_x and grad_x is None:  # there are no rows
             grad_x = torch.zeros_like(x)
         elif needs_x and copies_per_token > 1:
-            grad_x = grad_x.unflatten(0, (-1, copies_per_token)).sum(1)  # [t * k, d] -> [t, d]
+            by_token = grad_x.unflatten(0, (-1, copies_per_token))  # [t * k, d] -> [t, k, d]
+            grad_x = by_token.sum(1)
         grad_tensors: list[Tensor | None] = []
         for position, needs_gradient in enumerate(needs_tensors):
-            grad_tensors.append(trained[call.weights.name_of(position)] if needs_gradient else None)
+            gradient = None
+            if needs_gradient:
+                gradient = trained[call.weights.name_of(position)]
+            grad_tensors.append(gradient)
         return None, grad_x, None, grad_scores, None, *grad_tensors
 
 
@@ -362,10 +401,14 @@ class _Projection:
         self.low: Tensor | None = None
         if self.adapter is not None:
             self.mask = experts.draw_dropout_mask(x)
-            self.low = grouped_mm(self._adapter_input(), self.adapter.a, rows) * self.adapter.scaling  # [r, rank]
+            low = grouped_mm(self._adapter_input(), self.adapter.a, rows)  # [r, rank]
+            self.low = low * self.adapter.scaling
 
     def _adapter_input(self) -> Tensor:
-        return self.x if self.mask is None else self.x * self.mask
+        """Return the rows after dropout; they are computed again for the backward pass, not kept."""
+        if self.mask is None:
+            return self.x
+        return self.x * self.mask
 
     def output(self) -> Tensor:
         """Compute the output ``[r, o]``."""
@@ -402,7 +445,10 @@ class _Projection:
                 # The gradient of a score is output · grad, where (x W) · grad = x · (grad Wᵀ).
                 grad_scores = (self.x * of_product).sum(-1, dtype=torch.float32)
                 of_product *= scores
-            grad_x = of_product if grad_x is None else grad_x.add_(of_product)
+            if grad_x is None:
+                grad_x = of_product
+            else:
+                grad_x.add_(of_product)
             del of_product
 
         if self.adapter is not None:
@@ -418,15 +464,20 @@ class _Projection:
             if self.adapter.a_name in needed:
                 trained[self.adapter.a_name] = grouped_outer(self._adapter_input(), grad_low, self.rows)
             if needs_x:
-                grad_adapter_input = grouped_mm(grad_low, self.adapter.a.transpose(1, 2), self.rows)
-                grad_x += grad_adapter_input if self.mask is None else grad_adapter_input * self.mask
+                grad_adapter_input = grouped_mm(grad_low, self.adapter.a.transpose(1, 2), self.rows)  # [r, i]
+                if self.mask is not None:
+                    grad_adapter_input = grad_adapter_input * self.mask
+                grad_x += grad_adapter_input
 
         if self.bias is not None:
             if scores is not None:
                 bias_of_rows = repeat_by_group(self.bias.values, self.rows, len(grad))
                 grad_scores += (bias_of_rows * grad).sum(-1, dtype=torch.float32)
             if self.bias.name in needed:
-                trained[self.bias.name] = sum_by_group(grad if scores is None else grad * scores, self.rows)
+                grad_bias_of_rows = grad
+                if scores is not None:
+                    grad_bias_of_rows = grad * scores
+                trained[self.bias.name] = sum_by_group(grad_bias_of_rows, self.rows)
         return _GroupGradients(grad_x, grad_scores, trained)
 
 
@@ -463,7 +514,7 @@ def _backward_of_group(
         hidden = experts.activate(*leaves)  # [r, h]
     output = _Projection(experts, _OUTPUT_MATRIX, hidden.detach(), rows.by_expert, weights)
     of_hidden = output.backward(rows.gather(grad), needed, rows.scores(grad.dtype))
-    del output
+    del output  # and all that it holds, before the next tensors are made
     grad_projected = list(torch.autograd.grad(hidden, leaves, of_hidden.x))
     del hidden, leaves, projected
 
@@ -476,27 +527,31 @@ def _backward_of_group(
     return _GroupGradients(grad_x, of_hidden.scores, trained)
 
 
-def _random_state(device: torch.device) -> tuple[Tensor, Tensor | None]:
-    """Return the states of the random numbers of the host and of ``device``."""
-    of_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-    return torch.get_rng_state(), of_device
+class _RandomState:
+    """State of the random numbers of the host and of a device, at the time when it is made.
 
+    Args:
+        device: device of the experts.
+    """
 
-@contextmanager
-def _set_random_state(state: tuple[Tensor, Tensor | None], device: torch.device) -> Iterator[None]:
-    of_host, of_device = state
-    with torch.random.fork_rng([] if of_device is None else [device]):
-        torch.set_rng_state(of_host)
-        if of_device is not None:
-            torch.cuda.set_rng_state(of_device, device)
-        yield
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._of_host = torch.get_rng_state()
+        self._of_device: Tensor | None = None
+        if device.type == "cuda":
+            self._of_device = torch.cuda.get_rng_state(device)
 
-
-def _repeat_random_numbers(
-    state: tuple[Tensor, Tensor | None] | None, device: torch.device
-) -> AbstractContextManager[None]:
-    """Draw the random numbers of the forward pass again, if it drew some."""
-    return nullcontext() if state is None else _set_random_state(state, device)
+    @contextmanager
+    def repeated(self) -> Iterator[None]:
+        """Draw the same numbers again inside the block, and go on afterward as if it had drawn none."""
+        forked_devices = []
+        if self._of_device is not None:
+            forked_devices.append(self._device)
+        with torch.random.fork_rng(forked_devices):
+            torch.set_rng_state(self._of_host)
+            if self._of_device is not None:
+                torch.cuda.set_rng_state(self._of_device, self._device)
+            yield
 
 
 def apply_frozen_experts(
@@ -514,16 +569,24 @@ def apply_frozen_experts(
         Tensor ``[t, d]``.
     """
     weights = _Weights(experts.stacked_weights())
-    num_rows = len(x) if selection is None else selection.order.numel()
+    scores: Tensor | None = None
+    order: Tensor | None = None
+    num_rows = len(x)
+    if selection is not None:
+        scores = selection.scores
+        order = selection.order
+        num_rows = order.numel()  # a row for each copy of a token
     groups = _make_groups(experts, weights, counts, num_rows)
+    # The outputs of a group alone could be saved, and decoded weights come in groups; a recomputed layer saves nothing.
     saves_projected = not (weights.dtypes_of_stored or experts.recomputes)
     call = _Call(experts, weights, groups, saves_projected=saves_projected)
-    scores, order = (None, None) if selection is None else selection
     inputs = (x, counts, scores, order, *weights.tensors)
-    if not torch.is_grad_enabled() or not any(tensor is not None and tensor.requires_grad for tensor in inputs):
-        return call.compute(x, counts, scores, order, weights.tensors)[0]
+    needs_gradients = any(tensor is not None and tensor.requires_grad for tensor in inputs)
+    if not (needs_gradients and torch.is_grad_enabled()):
+        out, _ = call.compute(x, counts, scores, order, weights.tensors)
+        return out
     if experts.draws_random_numbers():
-        call.random_state = _random_state(x.device)
+        call.random_state = _RandomState(x.device)
     inputs = _SaveInputs.apply(*inputs)
     call.inputs_node = next(tensor.grad_fn for tensor in inputs if tensor is not None and tensor.requires_grad)
     return _FrozenExperts.apply(call, *inputs)

@@ -80,8 +80,11 @@ class TokenChoiceTopKRouter(nn.Module):
         if selection_bias:
             self.selection_bias = nn.Parameter(torch.zeros(num_experts, dtype=torch.float32), requires_grad=False)
         self.norm_eps = norm_eps
-        self.channel_scale = None if norm_eps is None else nn.Parameter(torch.ones(dim))
-        self.expert_scale = None if norm_eps is None else nn.Parameter(torch.ones(num_experts))
+        self.channel_scale = None
+        self.expert_scale = None
+        if norm_eps is not None:
+            self.channel_scale = nn.Parameter(torch.ones(dim))
+            self.expert_scale = nn.Parameter(torch.ones(num_experts))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Select experts for each token.
@@ -94,6 +97,7 @@ class TokenChoiceTopKRouter(nn.Module):
             tokens per expert, int64 ``[e]``.
         """
         if self.norm_eps is not None:
+            # RMSNorm makes a token √d long: the factor makes it as long as 1.
             x = rms_norm(x, self.norm_eps) * self.channel_scale * self.dim**-0.5
         logits = self.gate(x)  # [t, e]
         if self.score_function == "sigmoid":
@@ -104,9 +108,13 @@ class TokenChoiceTopKRouter(nn.Module):
             chosen, selected = scores.topk(self.experts_per_token, dim=-1)  # [t, k], [t, k]
         else:
             # Bias and groups decide which experts are selected; the scores of these stay as they are.
-            selection_scores = scores if self.selection_bias is None else scores + self.selection_bias
-            selected = self._in_top_groups(selection_scores).topk(self.experts_per_token, dim=-1).indices
-            chosen = scores.gather(-1, selected)
+            selection_scores = scores  # [t, e]
+            if self.selection_bias is not None:
+                selection_scores = selection_scores + self.selection_bias
+            if self.top_groups != self.groups:
+                selection_scores = self._without_other_groups(selection_scores)
+            selected = selection_scores.topk(self.experts_per_token, dim=-1).indices  # [t, k]
+            chosen = scores.gather(-1, selected)  # [t, k]
         if self.normalize:
             chosen = _Normalize.apply(chosen, self.sum_eps)
         if self.scale != 1.0:
@@ -121,19 +129,21 @@ class TokenChoiceTopKRouter(nn.Module):
                 self.tokens_per_expert = torch.zeros_like(counts)
             _add_counts(counts, self.tokens_per_expert)
             if self.balance is not None and torch.is_grad_enabled():
-                probabilities = scores if self.score_function == "softmax" else scores / scores.sum(-1, keepdim=True)
+                probabilities = scores  # [t, e]
+                if self.score_function == "sigmoid":  # those of a token do not sum to 1
+                    probabilities = scores / scores.sum(-1, keepdim=True)
                 chosen = self.balance.attach(chosen, probabilities, counts)
         return chosen, selected, counts
 
-    def _in_top_groups(self, scores: Tensor) -> Tensor:
+    def _without_other_groups(self, scores: Tensor) -> Tensor:
         """Return the scores ``[t, e]``, with ``-inf`` for experts outside the selected groups."""
-        if self.top_groups == self.groups:
-            return scores
         grouped = scores.unflatten(-1, (self.groups, -1))  # [t, groups, e / groups]
-        group_scores = grouped.topk(2, dim=-1).values.sum(-1)  # [t, groups]
+        best_two = grouped.topk(2, dim=-1).values  # [t, groups, 2]
+        group_scores = best_two.sum(-1)  # [t, groups]
         top_groups = group_scores.topk(self.top_groups, dim=-1).indices  # [t, top_groups]
-        is_top = torch.zeros_like(group_scores, dtype=torch.bool).scatter_(-1, top_groups, True)
-        return grouped.masked_fill(~is_top[..., None], float("-inf")).flatten(-2)
+        is_top = torch.zeros_like(group_scores, dtype=torch.bool).scatter_(-1, top_groups, True)  # [t, groups]
+        masked = grouped.masked_fill(~is_top[..., None], float("-inf"))
+        return masked.flatten(-2)
 
 
 class _Normalize(torch.autograd.Function):
@@ -164,21 +174,26 @@ def _add_counts(counts: Tensor, total: Tensor) -> None:
 
 
 class _PermuteRows(torch.autograd.Function):
-    """Compute ``x[take // copies]`` for a permutation ``take`` with inverse ``back``; backward needs no atomics."""
+    """Compute ``x[order // copies]`` for a permutation ``order`` with its inverse.
+
+    The derivative of indexing adds gradients at indices, with atomic operations. This one gathers by the inverse.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, take: Tensor, back: Tensor, copies: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor, copies: int) -> Tensor:
         """Gather rows: ``[t, d]`` to ``[t * copies, d]``."""
-        ctx.save_for_backward(back)
+        ctx.save_for_backward(inverse)
         ctx.copies = copies
-        return x[take if copies == 1 else take // copies]
+        if copies == 1:
+            return x[order]
+        return x[order // copies]  # copies of a row are adjacent: copy i is of row i // copies
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Sum the gradients of every row's copies."""
-        (back,) = ctx.saved_tensors
-        grad_x = grad[back]  # [t * copies, d], in the order of x
+        (inverse,) = ctx.saved_tensors
+        grad_x = grad[inverse]  # [t * copies, d], in the order of x
         if ctx.copies != 1:
             grad_x = grad_x.unflatten(0, (-1, ctx.copies)).sum(1)  # [t, d]
         return grad_x, None, None, None
@@ -194,6 +209,12 @@ def permute_rows(x: Tensor, order: Tensor, inverse: Tensor, copies: int = 1) -> 
         copies: number of copies of each row.
     """
     return _PermuteRows.apply(x, order, inverse, copies)
+
+
+def invert_permutation(order: Tensor) -> Tensor:
+    """Return the inverse of a permutation, int64 ``[n]``, without a second sort."""
+    positions = torch.arange(len(order), device=order.device)
+    return torch.empty_like(order).scatter_(0, order, positions)
 
 
 class MoE(nn.Module):
@@ -249,9 +270,13 @@ class MoE(nn.Module):
         scores, selected, counts = self.router(tokens)  # [t, k], [t, k], [e]
         order = selected.flatten().argsort(stable=True)  # [t * k], copies of tokens sorted by expert
         # Before the other experts, which activation checkpointing then need not compute again to get here.
-        shared = None if self.shared_expert is None else self._shared_output(tokens)
+        shared = None
+        if self.shared_expert is not None:
+            shared = self._shared_output(tokens)  # [t, d]
 
-        expert_inputs = tokens if self.norms is None else self.norms["input"](tokens)
+        expert_inputs = tokens
+        if self.norms is not None:
+            expert_inputs = self.norms["input"](tokens)
         if self.latent_in is not None:
             expert_inputs = self.latent_in(expert_inputs)  # [t, l]
         if self._takes_selection():
@@ -259,7 +284,7 @@ class MoE(nn.Module):
         else:
             out = self._apply_to_copies(expert_inputs, scores, order, counts)  # [t, d]
         if self.latent_out is not None:
-            out = self.latent_out(out)
+            out = self.latent_out(out)  # [t, l] -> [t, d]
 
         if self.norms is not None:
             out = self.norms["output"](out)
@@ -283,7 +308,7 @@ class MoE(nn.Module):
             counts: copies per expert, ``[e]``.
         """
         copies = scores.shape[1]  # k, a copy for each selected expert
-        inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+        inverse = invert_permutation(order)
         rows = permute_rows(tokens, order, inverse, copies)  # [t * k, d]
         if self.scales_input:
             row_scores = permute_rows(scores.flatten(), order, inverse)  # [t * k]
@@ -291,9 +316,10 @@ class MoE(nn.Module):
         if self.exchange is None:
             rows = self.experts(rows, counts)
         else:
-            rows = self.exchange(self.experts, rows, counts)
+            rows = self.exchange(self.experts, rows, counts)  # the experts of other ranks, too
 
-        by_token = permute_rows(rows, inverse, order).unflatten(0, (-1, copies))  # [t, k, d]
+        rows = permute_rows(rows, inverse, order)  # [t * k, d], the copies of a token adjacent again
+        by_token = rows.unflatten(0, (-1, copies))  # [t, k, d]
         if not self.scales_input:
             by_token = by_token * scores.unsqueeze(-1).to(by_token.dtype)
         return by_token.sum(1)
@@ -301,7 +327,9 @@ class MoE(nn.Module):
     def _shared_output(self, tokens: Tensor) -> Tensor:
         """Apply the shared expert to tokens ``[t, d]``."""
         if self.norms is not None:
-            return self.norms["shared_output"](self.shared_expert(self.norms["shared_input"](tokens)))
+            shared = self.norms["shared_input"](tokens)
+            shared = self.shared_expert(shared)
+            return self.norms["shared_output"](shared)
         shared = self.shared_expert(tokens)
         if self.shared_gate is not None:
             shared = shared * self.shared_gate(tokens).sigmoid()

@@ -57,12 +57,12 @@ class ContextParallelAttention:
         # Queries, keys and values of each rank's heads side by side, so that one all-to-all suffices.
         by_rank = [heads.unflatten(2, (ranks, -1)) for heads in (q, k, v)]  # [b, s / ranks, ranks, heads / ranks, h]
         sizes = [heads.shape[3] for heads in by_rank]
-        shards = torch.cat(by_rank, dim=3).flatten(2, 3)
+        shards = torch.cat(by_rank, dim=3).flatten(2, 3)  # [b, s / ranks, n + 2 n_kv, h]
         own_heads = exchange_sequence_for_heads(shards, self.group)  # [b, s, (n + 2 n_kv) / ranks, h]
         if sinks is not None:
             options["sinks"] = sinks.chunk(ranks)[self.group.rank()]
         q, k, v = own_heads.split(sizes, dim=2)
-        out = attention(q, k, v, **options)
+        out = attention(q, k, v, **options)  # [b, s, n / ranks, h]
         return exchange_heads_for_sequence(out, self.group)
 
 
@@ -86,7 +86,8 @@ class SequenceShare(MixerShare):
         """See the base class."""
         if self.tensor_parallel is None:
             return positions
-        return positions.chunk(self.tensor_parallel.size(), dim=-1)[self.tensor_parallel.rank()]
+        parts = positions.chunk(self.tensor_parallel.size(), dim=-1)
+        return parts[self.tensor_parallel.rank()]
 
     def num_heads(self, heads: int) -> int:
         """See the base class."""
@@ -111,19 +112,24 @@ class SequenceShare(MixerShare):
         by_rank = []  # [b, s / ranks, ranks, own channels], of each block
         own_sizes = []  # number of a rank's channels, of each tensor
         for tensor, tensor_blocks in zip(channels, blocks, strict=True):
+            own_size = 0
             block_sizes = [heads * head_dim for heads, head_dim in tensor_blocks]
-            for block, (heads, head_dim) in zip(tensor.split(block_sizes, dim=-1), tensor_blocks, strict=True):
-                if heads < ranks:
-                    by_head = block.unflatten(-1, (heads, head_dim))
+            split_tensor = tensor.split(block_sizes, dim=-1)
+            for block, (heads, head_dim) in zip(split_tensor, tensor_blocks, strict=True):
+                if heads < ranks:  # several ranks get the same head
+                    by_head = block.unflatten(-1, (heads, head_dim))  # [b, s / ranks, heads, head_dim]
                     block = by_head.repeat_interleave(ranks // heads, dim=2).flatten(-2)
                 by_rank.append(block.unflatten(-1, (ranks, -1)))
-            own_sizes.append(sum(self.num_heads(heads) * head_dim for heads, head_dim in tensor_blocks))
+                own_size += self.num_heads(heads) * head_dim
+            own_sizes.append(own_size)
         # The reach goes along as another channel, which saves a collective. Integers up to 256 are exact in any dtype.
-        reach_channel = reach.clamp(max=256)[:, :, None, None].to(by_rank[0].dtype)
+        reach_channel = reach.clamp(max=256)[:, :, None, None].to(by_rank[0].dtype)  # [b, s / ranks, 1, 1]
         by_rank.append(reach_channel.expand(-1, -1, ranks, 1))
-        exchanged = exchange_sequence_for_heads(torch.cat(by_rank, dim=-1), self.group)  # [b, s, 1, own channels + 1]
+        shards = torch.cat(by_rank, dim=-1)  # [b, s / ranks, ranks, own channels + 1]
+        exchanged = exchange_sequence_for_heads(shards, self.group)  # [b, s, 1, own channels + 1]
         *own_channels, full_reach = exchanged.squeeze(2).split([*own_sizes, 1], dim=-1)
-        return own_channels, full_reach.squeeze(-1).to(reach.dtype)
+        full_reach = full_reach.squeeze(-1).to(reach.dtype)  # [b, s]
+        return own_channels, full_reach
 
     def scatter_positions(self, heads: Tensor) -> Tensor:
         """See the base class."""
@@ -132,15 +138,19 @@ class SequenceShare(MixerShare):
     def with_earlier_positions(self, x: Tensor, reach: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """See the base class: without an exchange of heads, if only ``count`` positions matter to the next ones."""
         # The end of each shard, of which this rank takes the positions before its own. A shard may be shorter.
-        num_sent = min(count, x.shape[1])
-        ends = gather_sequence(x[:, x.shape[1] - num_sent :], self.group)  # [b, ranks * num_sent, c]
-        earlier = ends[:, : self.group.rank() * num_sent]
+        length = x.shape[1]
+        num_sent = min(count, length)
+        ends = gather_sequence(x[:, length - num_sent :], self.group)  # [b, ranks * num_sent, c]
+        earlier = ends[:, : self.group.rank() * num_sent]  # of the ranks before this one
         missing = max(count - earlier.shape[1], 0)  # before the first position of the sequence
-        earlier = F.pad(earlier, (0, 0, missing, 0))[:, -count:]
+        earlier = F.pad(earlier, (0, 0, missing, 0))[:, -count:]  # [b, count, c]
+        x = torch.cat([earlier, x], dim=1)  # [b, count + s / ranks, c]
+
         distance = torch.arange(count, 0, -1, device=reach.device)
         # Earlier positions of other documents are documents of one position.
-        earlier_reach = (reach[:, :1] - distance).clamp(min=0)
-        return torch.cat([earlier, x], dim=1), torch.cat([earlier_reach, reach], dim=1)
+        earlier_reach = (reach[:, :1] - distance).clamp(min=0)  # [b, count]
+        reach = torch.cat([earlier_reach, reach], dim=1)
+        return x, reach
 
 
 def shard_sequences(model: nn.Module, group: dist.ProcessGroup) -> None:

@@ -8,7 +8,7 @@ from torch.distributed.tensor import Shard
 
 from torchtune.modules._outside_graphs import outside_graphs
 from torchtune.modules.moe.experts import GroupedExperts
-from torchtune.modules.moe.moe import permute_rows
+from torchtune.modules.moe.moe import invert_permutation, permute_rows
 from torchtune.modules.parallel.collectives import exchange_rows
 from torchtune.modules.parallel.tensor_parallel import ParallelError, place_parameters
 
@@ -21,7 +21,8 @@ def exchange_sizes(sent_counts: Tensor, received_counts: Tensor, rows: int) -> t
         received_counts: numbers of received rows by source rank and local expert, int64 ``[ranks, e / ranks]``.
         rows: number of this rank's rows.
     """
-    sent, received = torch.stack([sent_counts.sum(1), received_counts.sum(1)]).tolist()
+    rows_per_rank = torch.stack([sent_counts.sum(1), received_counts.sum(1)])  # [2, ranks]
+    sent, received = rows_per_rank.tolist()  # in one copy, because the host waits for every copy
     return sent, received
 
 
@@ -50,6 +51,7 @@ class ExpertParallel:
         received_counts = torch.empty_like(counts)
         dist.all_to_all_single(received_counts, counts, group=self.group)
         received_counts = received_counts.view(ranks, -1)  # by source rank and local expert
+        # The host must know the sizes, because it allocates the received rows.
         sent, received = exchange_sizes(counts.view(ranks, -1), received_counts, len(rows))
         received_rows = exchange_rows(rows, sent, received, self.group)
 
@@ -58,9 +60,11 @@ class ExpertParallel:
         # With output_size, the host does not wait for the sum of the counts.
         expert_of_row = local_experts.repeat_interleave(received_counts.flatten(), output_size=len(received_rows))
         order = expert_of_row.argsort(stable=True)
-        inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-        computed = experts(permute_rows(received_rows, order, inverse), received_counts.sum(0))
-        return exchange_rows(permute_rows(computed, inverse, order), received, sent, self.group)
+        inverse = invert_permutation(order)
+        received_rows = permute_rows(received_rows, order, inverse)  # by expert
+        computed = experts(received_rows, received_counts.sum(0))
+        computed = permute_rows(computed, inverse, order)  # by source rank again
+        return exchange_rows(computed, received, sent, self.group)  # [t, d]
 
 
 def check_experts(path: str, experts: nn.Module, ranks: int) -> None:
@@ -71,13 +75,13 @@ def check_experts(path: str, experts: nn.Module, ranks: int) -> None:
     """
     if not isinstance(experts, GroupedExperts):
         raise ParallelError(
-            f"expert_parallel_dim is {ranks}: '{path}' is a {type(experts).__name__}, of which nothing says how it is "
-            "distributed: set it to 1."
+            f"expert_parallel_dim is {ranks}: '{path}' is a {type(experts).__name__}, which cannot be distributed over "
+            "ranks: set it to 1."
         )
     if experts.num_experts % ranks:
         raise ParallelError(
             f"expert_parallel_dim is {ranks}: it must divide the {experts.num_experts} experts of '{path}', so that "
-            "every rank has as many."
+            "all ranks have equally many."
         )
 
 

@@ -29,8 +29,8 @@ from torchtune.modules.parallel.collectives import (
     sum_over_ranks,
     vocabulary_parallel_linear,
 )
-from torchtune.modules.peft.grown_layers import NEW_ROWS, GrownEmbedding, GrownLinear
 from torchtune.modules.peft.lora import DoRALinear, LoRALinear, lora_projection, scale_rows, updated_weight
+from torchtune.modules.peft.new_tokens import NEW_ROWS, GrownEmbedding, GrownLinear
 from torchtune.modules.rms_norm import OutputScale, RMSNorm
 from torchtune.utils import UserError
 
@@ -68,8 +68,10 @@ def place_parameters(
 
 
 def local_shard(parameter: Tensor | None) -> Tensor | None:
-    """Return this rank's shard of a parameter."""
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    """Return this rank's shard of a parameter; a plain tensor, or none, is returned unchanged."""
+    if isinstance(parameter, DTensor):
+        return parameter.to_local()
+    return parameter
 
 
 def replicated(parameter: Tensor | None, group: dist.ProcessGroup) -> Tensor | None:
@@ -77,7 +79,9 @@ def replicated(parameter: Tensor | None, group: dist.ProcessGroup) -> Tensor | N
     if parameter is None:
         return None
     tensor = local_shard(parameter)
-    return sum_gradients(tensor, group) if tensor.requires_grad else tensor
+    if not tensor.requires_grad:
+        return tensor
+    return sum_gradients(tensor, group)
 
 
 class _LinearStyle(ParallelStyle):
@@ -88,10 +92,13 @@ class _LinearStyle(ParallelStyle):
 
     def dims(self, module: nn.Module) -> Dims:
         """Return the output and input dimensions of the module's parameters."""
-        return module.parallel_dims if isinstance(module, StoredLinear) else _LINEAR_DIMS
+        if isinstance(module, StoredLinear):
+            return module.parallel_dims
+        return _LINEAR_DIMS
 
     def supports(self, module: nn.Module) -> bool:
         """Return whether the style supports the module."""
+        # A subclass with a forward of its own computes something else.
         return type(module).forward is nn.Linear.forward or isinstance(module, StoredLinear)
 
     def check(self, name: str, module: nn.Module, ranks: int) -> None:
@@ -102,14 +109,16 @@ class _LinearStyle(ParallelStyle):
         """
         if not self.supports(module):
             raise ParallelError(
-                f"tensor_parallel_dim: it is not known how {type(module).__name__} is split: set it to 1 for this "
+                f"tensor_parallel_dim: a {type(module).__name__} cannot be split over ranks: set it to 1 for this "
                 "model."
             )
         for parameter, dims in self.dims(module).items():
             dim = dims[self.side]
             path, _, leaf = parameter.rpartition(".")
-            tensor = getattr(module.get_submodule(path), leaf)  # None for a layer without this parameter
-            if dim is not None and tensor is not None and tensor.shape[dim] % ranks:
+            tensor = getattr(module.get_submodule(path), leaf)
+            if dim is None or tensor is None:  # replicated, or a layer without this parameter
+                continue
+            if tensor.shape[dim] % ranks:
                 raise ParallelError(
                     f"tensor_parallel_dim: {ranks} does not divide the size {tensor.shape[dim]} of {name}: choose one "
                     "that does."
@@ -133,10 +142,13 @@ class _LinearStyle(ParallelStyle):
 
 def local_weight(module: nn.Module) -> Tensor | Stored:
     """Return this rank's shard of the weight of a linear layer."""
-    weight = module.weight if type(module) is nn.Linear else module.stored_weight()
-    if isinstance(weight, Stored):
-        return weight._replace(tensors=tuple(local_shard(tensor) for tensor in weight.tensors))
-    return local_shard(weight)
+    if type(module) is nn.Linear:
+        return local_shard(module.weight)
+    weight = module.stored_weight()
+    if not isinstance(weight, Stored):
+        return local_shard(weight)
+    shards = tuple(local_shard(tensor) for tensor in weight.tensors)
+    return weight._replace(tensors=shards)
 
 
 class ColwiseParallel(_LinearStyle):
@@ -159,7 +171,8 @@ class RowwiseParallel(_LinearStyle):
 
     def project(self, module: nn.Module, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         """Project ``[b, s, in / ranks]`` without bias and reduce-scatter the sequence: ``[b, s / ranks, out]``."""
-        return sum_and_split_sequence(frozen_linear(x, local_weight(module)), group)
+        summand = frozen_linear(x, local_weight(module))  # [b, s, out]
+        return sum_and_split_sequence(summand, group)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         module = super()._apply(module, device_mesh)
@@ -191,8 +204,8 @@ class VocabParallel(ParallelStyle):
         """
         if not self.supports(module) or getattr(module, "bias", None) is not None:
             raise ParallelError(
-                f"tensor_parallel_dim: it is not known how {type(module).__name__} is split over its vocabulary: "
-                "set it to 1, or leave the output without adapter (apply_lora_to_output=False)."
+                f"tensor_parallel_dim: a {type(module).__name__} cannot be split over its vocabulary: set it to 1, or "
+                "leave the output without adapter (apply_lora_to_output=False)."
             )
         if module.weight.shape[0] % ranks:
             raise ParallelError(
@@ -209,26 +222,33 @@ class VocabParallel(ParallelStyle):
         def embed(tokens: Tensor) -> Tensor:
             weight = local_shard(module.weight)  # [v / ranks, d]
             rows, is_elsewhere = _rows_of_shard(tokens, weight, group)
-            return _join_embeddings(F.embedding(rows, weight), is_elsewhere, group)
+            embedded = F.embedding(rows, weight)  # [b, s, d]
+            return _join_embeddings(embedded, is_elsewhere, group)
 
         def project(x: Tensor) -> Tensor:
-            return soft_cap(vocabulary_parallel_linear(x, module.weight), softcap)
+            logits = vocabulary_parallel_linear(x, module.weight)  # [b, s, v]
+            return soft_cap(logits, softcap)
 
-        module.forward = embed if isinstance(module, nn.Embedding) else project
+        if isinstance(module, nn.Embedding):
+            module.forward = embed
+        else:
+            module.forward = project
         return module
 
 
 def _rows_of_shard(tokens: Tensor, weight: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
     """Return the row of each token in this rank's shard, 0 for those of other ranks, and which these are ``[b, s]``."""
-    rows = tokens - group.rank() * weight.shape[0]
-    is_elsewhere = (rows < 0) | (rows >= weight.shape[0])
+    rows_per_rank = weight.shape[0]
+    rows = tokens - group.rank() * rows_per_rank
+    is_elsewhere = (rows < 0) | (rows >= rows_per_rank)
     return rows.masked_fill(is_elsewhere, 0), is_elsewhere
 
 
 def _join_embeddings(embedded: Tensor, is_elsewhere: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Join embeddings ``[b, s, d]`` of which each rank has those of its own rows; return ``[b, s / ranks, d]``."""
     # Every token is embedded by one rank and 0 on the others.
-    return sum_and_split_sequence(embedded.masked_fill(is_elsewhere.unsqueeze(-1), 0.0), group)
+    summand = embedded.masked_fill(is_elsewhere.unsqueeze(-1), 0.0)
+    return sum_and_split_sequence(summand, group)
 
 
 class HeadParallel(ParallelStyle):
@@ -245,8 +265,8 @@ class HeadParallel(ParallelStyle):
         """
         if type(module) is not ClassifierHead:
             raise ParallelError(
-                f"tensor_parallel_dim: it is not known how the head {type(module).__name__} is split: set it to 1, or "
-                "leave the output without adapter (apply_lora_to_output=False)."
+                f"tensor_parallel_dim: a head of the class {type(module).__name__} cannot be split over ranks: set it "
+                "to 1, or leave the output without adapter (apply_lora_to_output=False)."
             )
         if module.in_features % ranks:
             raise ParallelError(
@@ -262,8 +282,9 @@ class HeadParallel(ParallelStyle):
         def forward(x: Tensor) -> Tensor:
             weight = local_shard(module.weight)  # [c, d / ranks]
             width = weight.shape[1]
-            part = x.narrow(-1, group.rank() * width, width)
-            return sum_of_equals(F.linear(part, weight), group)
+            part = x.narrow(-1, group.rank() * width, width)  # [..., d / ranks]
+            summand = F.linear(part, weight)  # [..., c]
+            return sum_of_equals(summand, group)
 
         module.forward = forward
         return module
@@ -293,16 +314,18 @@ class GrownVocabParallel(VocabParallel):
             rows, is_elsewhere = _rows_of_shard(tokens, weight, group)
             old = F.embedding(rows, weight)  # [b, s, d]
             new = F.embedding((tokens - first_new).clamp(min=0), new_rows)  # [b, s, d]
-            embedded = torch.where((tokens >= first_new).unsqueeze(-1), new, old)
+            is_new = tokens >= first_new  # [b, s]
+            embedded = torch.where(is_new.unsqueeze(-1), new, old)
             return _join_embeddings(embedded, is_elsewhere, group)
 
         module.forward = embed
         return module
 
 
-def _check_norm(module: nn.Module, *others: type[nn.Module]) -> None:
-    if not isinstance(module, (RMSNorm, *others)):
-        raise ParallelError(f"tensor_parallel_dim: it is not known how {type(module).__name__} is split: set it to 1.")
+def _check_norm(module: nn.Module, *kinds: type[nn.Module]) -> None:
+    """Raise :class:`ParallelError` unless the module is of one of these kinds."""
+    if not isinstance(module, kinds):
+        raise ParallelError(f"tensor_parallel_dim: a {type(module).__name__} cannot be split over ranks: set it to 1.")
 
 
 class ReplicatedNorm(ParallelStyle):
@@ -317,13 +340,16 @@ class ReplicatedNorm(ParallelStyle):
         self.gather = gather
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        _check_norm(module, OutputScale)
+        _check_norm(module, RMSNorm, OutputScale)
         place_parameters(module, device_mesh, {})
         group = device_mesh.get_group()
 
         def forward(x: Tensor) -> Tensor:
-            normed = module.scaled_by(replicated(module.scale, group), x)
-            return gather_sequence(normed, group) if self.gather else normed
+            scale = replicated(module.scale, group)
+            normed = module.scaled_by(scale, x)
+            if self.gather:
+                return gather_sequence(normed, group)
+            return normed
 
         module.forward = forward
         return module
@@ -336,7 +362,7 @@ class ShardedNorm(ParallelStyle):
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        _check_norm(module)
+        _check_norm(module, RMSNorm)
         place_parameters(module, device_mesh, {"scale": Shard(0)})
         group = device_mesh.get_group()
         width = module.normalized_shape[0]  # over all ranks
@@ -344,10 +370,13 @@ class ShardedNorm(ParallelStyle):
         def forward(x: Tensor) -> Tensor:
             scale = local_shard(module.scale)
             x_float = x.float()
-            squares = sum_over_ranks(x_float.square().sum(-1, keepdim=True), group)
+            own_squares = x_float.square().sum(-1, keepdim=True)  # [b, s, 1]
+            squares = sum_over_ranks(own_squares, group)
             normed = x_float * torch.rsqrt(squares / width + module.eps)
+            # Families differ in whether the normed values are rounded before or after they are scaled.
             if module.rounds_last:
-                return (normed * (scale.float() + module.unit_offset)).to(x.dtype)
+                scaled = normed * (scale.float() + module.unit_offset)
+                return scaled.to(x.dtype)
             return normed.to(x.dtype) * scale
 
         module.forward = forward
@@ -474,10 +503,11 @@ def _norms(
     """Row norms of W + s B A: [out]. With a group, columns are sharded and the squares are all-reduced."""
     if isinstance(weight, Stored):
         weight = weight.full()
-    updated = updated_weight(weight, a, b, module.scaling)
+    updated = updated_weight(weight, a, b, module.scaling)  # [out, in], or [out, in / ranks]
     if group is None:
         return updated.norm(dim=1)
-    return sum_over_ranks(updated.square().sum(1), group).sqrt()
+    own_squares = updated.square().sum(1)  # [out]
+    return sum_over_ranks(own_squares, group).sqrt()
 
 
 class AdapterColwise(_Adapted, ColwiseParallel):
@@ -495,7 +525,8 @@ class AdapterColwise(_Adapted, ColwiseParallel):
         if not isinstance(module, DoRALinear):
             return lora_projection(x, weight, bias, a, b, scale=module.scaling)
         y = lora_projection(x, weight, bias, a.to(x.dtype), b.to(x.dtype), scale=module.scaling)
-        length = local_shard(module.magnitude) / _norms(module, weight, a, b, None)
+        magnitude = local_shard(module.magnitude)  # [out / ranks]
+        length = magnitude / _norms(module, weight, a, b, None)
         return scale_rows(y, length, bias).to(x.dtype)
 
 
@@ -508,9 +539,11 @@ class AdapterRowwise(_Adapted, RowwiseParallel):
             return super().project(module, x, group)
         a = local_shard(module.lora_a.weight)
         b = replicated(module.lora_b.weight, group)
+        # The weight has no name here, because of the graph break of the collective that follows: see AdapterColwise.
         y = lora_projection(x, local_weight(module), None, a.to(x.dtype), b.to(x.dtype), scale=module.scaling)
-        y = sum_and_split_sequence(y, group)
+        y = sum_and_split_sequence(y, group)  # [b, s, out] -> [b, s / ranks, out]
         if not isinstance(module, DoRALinear):
             return y
-        length = replicated(module.magnitude, group) / _norms(module, local_weight(module), a, b, group)
+        magnitude = replicated(module.magnitude, group)  # [out]
+        length = magnitude / _norms(module, local_weight(module), a, b, group)
         return scale_rows(y, length, None).to(x.dtype)

@@ -34,8 +34,10 @@ class AdapterModule(Protocol):
 
 def adapter_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Iterate over path and module of every :class:`AdapterModule` in ``model``."""
-    # issubclass is cached by Python; isinstance with a protocol takes about 20 µs per module.
-    return ((path, module) for path, module in model.named_modules() if issubclass(type(module), AdapterModule))
+    for path, module in model.named_modules():
+        # issubclass is cached by Python; isinstance with a protocol takes about 20 µs per module.
+        if issubclass(type(module), AdapterModule):
+            yield path, module
 
 
 def get_adapter_params(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -56,10 +58,11 @@ def get_adapter_params(model: nn.Module) -> dict[str, nn.Parameter]:
         for name in module.adapter_params():
             if name not in module_params:
                 raise ConversionError(
-                    f"{path or type(module).__name__}: adapter_params() names '{name}', which is no parameter of it."
+                    f"{path or type(module).__name__}: adapter_params() names '{name}', which is not one of its "
+                    "parameters."
                 )
-            full_name = f"{path}.{name}" if path else name
-            params[full_name] = module_params[name]
+            prefix = f"{path}." if path else ""
+            params[f"{prefix}{name}"] = module_params[name]
     return params
 
 
@@ -71,7 +74,10 @@ def owned_parameters(model: nn.Module) -> set[str]:
         >>> owned_parameters(model)
         set()
     """
-    return set().union(*(conversion.owned_parameters(model) for conversion in get_conversions(model)))
+    names: set[str] = set()
+    for conversion in get_conversions(model):
+        names |= conversion.owned_parameters(model)
+    return names
 
 
 def has_adapters(model: nn.Module) -> bool:
@@ -81,7 +87,8 @@ def has_adapters(model: nn.Module) -> bool:
         >>> torchtune.modules.peft.has_adapters(model)
         False
     """
-    return next(adapter_modules(model), None) is not None or bool(owned_parameters(model))
+    has_adapter_module = next(adapter_modules(model), None) is not None
+    return has_adapter_module or bool(owned_parameters(model))
 
 
 def require_adapters(model: nn.Module) -> None:
@@ -227,17 +234,19 @@ def get_merged_lora_ckpt(
         {'q_proj.weight': tensor([[2., 2.],
                 [2., 2.]])}
     """
-    for key in [key for key in state_dict if key.endswith(".lora_a.weight")]:
+    for key in list(state_dict):  # a copy: entries are removed
+        if not key.endswith(".lora_a.weight"):
+            continue
         path = key.removesuffix(".lora_a.weight")
         needed = (f"{path}.weight", f"{path}.lora_b.weight")
         missing = [name for name in needed if name not in state_dict]
         if missing:
             raise ConversionError(f"{path}: the adapter cannot be merged, the state dict lacks {', '.join(missing)}.")
+        weight = state_dict[f"{path}.weight"]
+        a = state_dict.pop(key)
         b = state_dict.pop(f"{path}.lora_b.weight")
-        magnitude = state_dict.pop(f"{path}.magnitude", None)
-        state_dict[f"{path}.weight"] = merged_weight(
-            state_dict[f"{path}.weight"], state_dict.pop(key), b, alpha / rank, magnitude
-        )
+        magnitude = state_dict.pop(f"{path}.magnitude", None)  # of DoRA
+        state_dict[f"{path}.weight"] = merged_weight(weight, a, b, alpha / rank, magnitude)
         if use_distributed_barriers:
             torch.distributed.barrier()
     return state_dict
@@ -281,8 +290,9 @@ def validate_missing_and_unexpected_for_lora(
             return False
         if state_dict_keys is not None or not names:
             return True
-        path = key.rpartition(".lora_")[0] or key.removesuffix(".magnitude")
-        return path.rpartition(".")[2] in names
+        module_path = key.rpartition(".lora_")[0] or key.removesuffix(".magnitude")
+        module_name = module_path.rpartition(".")[2]
+        return module_name in names
 
     def refuse(problem: str, keys: Iterable[str] | None) -> None:
         keys = sorted(keys or ())

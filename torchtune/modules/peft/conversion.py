@@ -39,7 +39,7 @@ _TIED = (
 
 
 def _anywhere(paths: Sequence[str]) -> tuple[str, ...]:
-    """Patterns of whole module paths and of their ends."""
+    """Return :mod:`fnmatch` patterns of whole module paths and of their ends."""
     patterns = []
     for path in paths:
         patterns += [path, f"*.{path}"]
@@ -47,13 +47,29 @@ def _anywhere(paths: Sequence[str]) -> tuple[str, ...]:
 
 
 def _matches(path: str, patterns: Sequence[str]) -> bool:
+    """Return whether a module path matches any :mod:`fnmatch` pattern."""
     names = {path, path.removesuffix(".linear")}  # a ClippedLinear holds its layer as `linear`
     return any(fnmatchcase(name, pattern) for name, pattern in product(names, patterns))
 
 
+def _matches_expression(path: str, expression: str) -> bool:
+    """Return whether a regular expression matches a module path or its end, as in ``peft``."""
+    return re.match(rf"(.*\.)?({expression})$", path) is not None
+
+
 def _paths_with_parameters(model: nn.Module) -> list[str]:
     """Return the paths of the modules inside ``model`` that have parameters, or contain such modules."""
-    return [path for path, module in model.named_modules() if path and next(module.parameters(), None) is not None]
+    paths = []
+    for path, module in model.named_modules():
+        has_parameters = next(module.parameters(), None) is not None
+        if path and has_parameters:  # the path of the model itself is empty
+            paths.append(path)
+    return paths
+
+
+def _is_classifier(model: nn.Module) -> bool:
+    description = getattr(model, "description", None)  # a model of the user's own has none
+    return description is not None and description.is_classifier
 
 
 class LoRA(Conversion):
@@ -164,11 +180,13 @@ class LoRA(Conversion):
 
     def _check_number_patterns(self) -> None:
         """Raise ``ConversionError`` unless the keys are regular expressions and the values ranks and alphas."""
-        for name, numbers in (("rank_pattern", self.rank_pattern), ("alpha_pattern", self.alpha_pattern)):
+        settings = (
+            ("rank_pattern", self.rank_pattern, int, "a whole number from 1"),
+            ("alpha_pattern", self.alpha_pattern, int | float, "a number"),
+        )
+        for name, numbers, number_type, kind in settings:
             for pattern, number in numbers.items():
-                is_number = isinstance(number, int | float) and not isinstance(number, bool)
-                if not is_number or (name == "rank_pattern" and not isinstance(number, int)):
-                    kind = "a whole number from 1" if name == "rank_pattern" else "a number"
+                if not isinstance(number, number_type) or isinstance(number, bool):  # True is an int in Python
                     raise ConversionError(f"LoRA: {name} has {number!r} for '{pattern}': give {kind}.")
                 try:
                     re.compile(pattern)
@@ -218,6 +236,7 @@ class LoRA(Conversion):
                 self._raise_unmatched(model, target, list(linears))
             for path in matching:
                 chosen[path] = linears[path]
+        # By identity: a tied projection has the embedding's parameter as its weight.
         embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
         for path, layer in chosen.items():
             if isinstance(layer, GroupedExperts):
@@ -234,9 +253,11 @@ class LoRA(Conversion):
                     f"LoRA: '{path}' is a {type(layer).__name__}, which computes more than a linear layer and cannot "
                     "have an adapter: leave it out (apply_to_output or apply_lora_to_output: False)."
                 )
+        # In the order of the model, not of the targets.
         return {path: module for path, module in linears.items() if path in chosen}
 
     def _check_experts(self, path: str) -> None:
+        """Raise ``ConversionError`` if a setting is for linear layers alone, and ``path`` has experts."""
         if self.init is not None:
             raise ConversionError(
                 f"LoRA: init '{self.init}' is for linear layers, and '{path}' has experts: leave them out "
@@ -251,13 +272,13 @@ class LoRA(Conversion):
     def _trained_modules(self, model: nn.Module) -> dict[str, list[str]]:
         """Pattern in ``train_modules`` -> paths of the modules with parameters that it matches."""
         paths = _paths_with_parameters(model)
-        description = getattr(model, "description", None)
-        is_classifier = description is not None and description.is_classifier
+        is_classifier = _is_classifier(model)
         matching = {}
         for pattern in self.train_modules:
-            # transformers and peft call the output layer of a classifier `score`.
-            name = "output" if pattern == "score" and is_classifier else pattern
-            matching[pattern] = [path for path in paths if _matches(path, _anywhere([name]))]
+            patterns = _anywhere([pattern])
+            if pattern == "score" and is_classifier:  # what transformers and peft call its output layer
+                patterns = _anywhere(["output"])
+            matching[pattern] = [path for path in paths if _matches(path, patterns)]
         return matching
 
     def _check_trained_modules(self, model: nn.Module, adapted: Collection[str]) -> None:
@@ -279,14 +300,12 @@ class LoRA(Conversion):
                     f"{nearest}."
                 )
         for path in sorted(trained):
-            inside = [
-                adapted_path for adapted_path in adapted if adapted_path == path or adapted_path.startswith(f"{path}.")
-            ]
-            if inside:
-                raise ConversionError(
-                    f"LoRA: '{inside[0]}' would have an adapter and be trained whole: leave it out of train_modules, "
-                    "or out of the modules with an adapter."
-                )
+            for adapted_path in adapted:
+                if adapted_path == path or adapted_path.startswith(f"{path}."):
+                    raise ConversionError(
+                        f"LoRA: '{adapted_path}' would have an adapter and be trained whole: leave it out of "
+                        "train_modules, or out of the modules with an adapter."
+                    )
             for part in model.get_submodule(path).modules():
                 if isinstance(part, GroupedExperts):
                     raise ConversionError(
@@ -304,13 +323,14 @@ class LoRA(Conversion):
         names = set()
         for paths in self._trained_modules(model).values():
             for path in paths:
-                names.update(f"{path}.{name}" for name, _ in model.get_submodule(path).named_parameters())
+                for name, _ in model.get_submodule(path).named_parameters():
+                    names.add(f"{path}.{name}")
         return names
 
     def _number(self, patterns: Mapping[str, float], path: str, default: float) -> float:
-        """Return the value of the first pattern that matches a path or its end, as in ``peft``."""
+        """Return the value of the first pattern that matches a path or its end."""
         for pattern, number in patterns.items():
-            if re.match(rf"(.*\.)?({pattern})$", path):
+            if _matches_expression(path, pattern):
                 return number
         return default
 
@@ -322,7 +342,7 @@ class LoRA(Conversion):
         """
         for name, patterns in (("rank_pattern", self.rank_pattern), ("alpha_pattern", self.alpha_pattern)):
             for pattern in patterns:
-                if not any(re.match(rf"(.*\.)?({pattern})$", path) for path in paths):
+                if not any(_matches_expression(path, pattern) for path in paths):
                     nearest = ", ".join(nearest_module_names(pattern, list(paths)))
                     raise ConversionError(
                         f"LoRA: no module with an adapter matches '{pattern}' in {name}, the nearest names are "
@@ -334,10 +354,12 @@ class LoRA(Conversion):
             alpha = self._number(self.alpha_pattern, path, self.alpha)
             numbers[path] = int(rank), alpha
         spec = getattr(model, "spec", None)
-        if spec is None:
+        if spec is None:  # a model of the user's: nothing is known of its files
             return numbers
         stacked = set(spec.parameters_in_peft(paths, model.description))
-        stacked.update(path for path in paths if isinstance(model.get_submodule(path), GroupedExperts))
+        for path in paths:
+            if isinstance(model.get_submodule(path), GroupedExperts):
+                stacked.add(path)
         for path in paths:
             if path in stacked and numbers[path] != (self.rank, self.alpha):
                 raise ConversionError(
@@ -354,6 +376,7 @@ class LoRA(Conversion):
 
     @staticmethod
     def _raise_unmatched(model: nn.Module, target: str, paths: list[str]) -> None:
+        """Raise ``ConversionError`` for a target that matches none of the linear layers ``paths``."""
         output = getattr(model, "output", None)
         if target == "output" and output is not None and not isinstance(output, nn.Module):
             raise ConversionError(_TIED.format("output"))
@@ -365,7 +388,7 @@ class LoRA(Conversion):
     def convert(self, model: nn.Module) -> ConversionReport:
         """Replace the target modules by :class:`LoRALinear` or :class:`DoRALinear` and freeze all other parameters.
 
-        If checkpoints and peft fuse several layers into one projection (Phi-3's q, k and v), the layers that are no
+        If checkpoints and peft fuse several layers into one projection (Phi-3's q, k and v), the layers that are not
         targets also get adapters, which stay zero and are not trained.
 
         Raises:
@@ -376,12 +399,13 @@ class LoRA(Conversion):
         self._check_trained_modules(model, chosen)
         numbers = self._numbers(model, chosen)
 
-        linear_kind = DoRALinear if self.use_dora else LoRALinear
         for path, layer in chosen.items():
             if isinstance(layer, GroupedExperts):
                 make = LoRAGroupedExperts.from_experts
+            elif self.use_dora:
+                make = DoRALinear.from_linear
             else:
-                make = linear_kind.from_linear
+                make = LoRALinear.from_linear
             rank, alpha = numbers[path]
             adapted = make(layer, rank=rank, alpha=alpha, dropout=self.dropout)
             if self.init is not None:
@@ -390,14 +414,15 @@ class LoRA(Conversion):
             model.set_submodule(path, adapted)
 
         adapter = get_adapter_params(model)
+        # Adapters of layers that are not targets stay zero.
         fused_prefixes = tuple(f"{path}." for path in fused)
-        frozen = {name for name in adapter if name.startswith(fused_prefixes)}
+        trained_adapter = {name: param for name, param in adapter.items() if not name.startswith(fused_prefixes)}
         trained = self.trained_weights(model)
-        set_trainable_params(model, (adapter.keys() - frozen) | trained)
+        set_trainable_params(model, trained_adapter.keys() | trained)
         return ConversionReport(
             name="DoRA" if self.use_dora else "LoRA",
             replaced=[path for path in chosen if path not in fused],
-            num_parameters=sum(param.numel() for name, param in adapter.items() if name not in frozen),
+            num_parameters=sum(param.numel() for param in trained_adapter.values()),
             note=self._note(model, trained, refused, fused),
         )
 
@@ -420,8 +445,8 @@ class LoRA(Conversion):
             parameters = spec.parameters_in_peft(chosen, model.description)
             if parameters:
                 raise ConversionError(
-                    f"LoRA: peft reads no adapter with magnitudes of '{parameters[0]}', whose name it takes for that "
-                    "of experts: leave it out (apply_to_mlp or apply_lora_to_mlp: False), or set use_dora to False."
+                    f"LoRA: peft takes '{parameters[0]}' for experts by its name, and cannot read magnitudes of them: "
+                    "leave it out (apply_to_mlp or apply_lora_to_mlp: False), or set use_dora to False."
                 )
         fused = spec.fused_with(chosen, model.description)
         for path in fused:
@@ -511,10 +536,13 @@ class LoRA(Conversion):
         their paths are listed. ``rank_pattern`` and ``alpha_pattern`` list the layers with numbers of their own.
         """
         adapted = self.adapted_paths(model)
-        # Last components of the paths of linear layers and of adapted layers.
-        plain = {path.rpartition(".")[2] for path, module in model.named_modules() if isinstance(module, nn.Linear)}
+        # Last components of the paths of adapted layers, each once, and of linear layers.
         leaves = list(dict.fromkeys(path.rpartition(".")[2] for path in adapted))
-        are_ambiguous = not plain.isdisjoint(leaves)
+        linear_leaves = set()
+        for path, module in model.named_modules():
+            if isinstance(module, nn.Linear):
+                linear_leaves.add(path.rpartition(".")[2])
+        are_ambiguous = not linear_leaves.isdisjoint(leaves)
         ranks = {}
         alphas = {}
         for path in adapted:
@@ -523,11 +551,9 @@ class LoRA(Conversion):
                 ranks[path] = module.rank
             if module.alpha != self.alpha:
                 alphas[path] = module.alpha
-        description = getattr(model, "description", None)
-        is_classifier = description is not None and description.is_classifier
         return {
             "peft_type": "LORA",
-            "task_type": "SEQ_CLS" if is_classifier else "CAUSAL_LM",
+            "task_type": "SEQ_CLS" if _is_classifier(model) else "CAUSAL_LM",
             "r": self.rank,
             "lora_alpha": self.alpha,
             "rank_pattern": ranks,

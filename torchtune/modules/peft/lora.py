@@ -59,7 +59,7 @@ class LoRAProjection(torch.autograd.Function):
         adapter_rows = rows if mask is None else torch.where(mask.view_as(rows), rows, 0.0)
         low = adapter_rows.new_empty(adapter_rows.shape[0], lora_a.shape[0])  # [n, r]
         torch.mm(adapter_rows, lora_a.t(), out=low)
-        base = linear(rows, decode(*stored), bias).to(rows.dtype)  # autocast may change it
+        base = linear(rows, decode(*stored), bias).to(rows.dtype)  # [n, out]; autocast may change the dtype
         y = torch.empty_like(base) if torch.compiler.is_compiling() or in_dispatch_mode() else base
         torch.addmm(base, low, lora_b.t(), alpha=scale, out=y)
         _, _, needs_a, needs_b, _, _, _, needs_weight, *_ = ctx.needs_input_grad
@@ -85,21 +85,21 @@ class LoRAProjection(torch.autograd.Function):
             grad_low = _scaled_mm(grad, lora_b, ctx.scale)  # [n, r]
         if needs_a:
             adapter_rows = rows if mask is None else torch.where(mask, rows, 0.0)
-            grad_a = mm(grad_low.t(), adapter_rows)
+            grad_a = mm(grad_low.t(), adapter_rows)  # [r, in]
             del adapter_rows  # [n, in], not needed for the products below
         if needs_b and computes_on_cpu(grad.device):
             grad_b = _scaled_mm(low.t(), grad, ctx.scale).t()  # faster than a narrow result
         elif needs_b:
             grad_b = _scaled_mm(grad.t(), low, ctx.scale)  # autograd would copy a transposed gradient
         if needs_x:
-            grad_x = mm(grad, ctx.decode(*stored))
+            grad_x = mm(grad, ctx.decode(*stored))  # [n, in]
             if mask is None:
                 grad_x.addmm_(grad_low, lora_a)
             else:
                 grad_x.addcmul_(grad_low @ lora_a, mask)
             grad_x = grad_x.view(ctx.shape)
         if needs_weight:
-            grad_weight = mm(grad.t(), rows)
+            grad_weight = mm(grad.t(), rows)  # [out, in]
         if needs_bias:
             grad_bias = grad.sum(0)
         # Only the first stored tensor, a weight that is not in a storage format, can have a gradient.
@@ -116,6 +116,7 @@ def _scaled_mm(a: Tensor, b: Tensor, scale: float) -> Tensor:
 
 
 def _identity(weight: Tensor) -> Tensor:
+    """Decode a weight that is in no storage format."""
     return weight
 
 
@@ -177,10 +178,10 @@ def init_from_weight(weight: Tensor, how: str, rank: int, scale: float) -> tuple
         left, values, right = torch.linalg.svd(weight, full_matrices=False)
         # B and A share a singular value evenly; scale · B A is the best approximation of rank r.
         root = (values[:rank] / scale).sqrt()  # [r]
-        b = left[:, :rank] * root
-        a = root.unsqueeze(1) * right[:rank]
+        b = left[:, :rank] * root  # [out, r]
+        a = root.unsqueeze(1) * right[:rank]  # [r, in]
     else:
-        left, right = torch.linalg.qr(weight)
+        left, right = torch.linalg.qr(weight)  # orthonormal columns, and an upper triangle
         b = left[:, :rank].contiguous()
         a = right[:rank].contiguous()
     base = torch.addmm(weight, b, a, alpha=-scale)
@@ -254,8 +255,9 @@ class LoRALinear(nn.Module):
             :class:`~torchtune.modules.low_precision.FrozenNF4Linear`.
         **quantization_kwargs: options of that class.
 
-        Raises:
-            ConversionError: ``rank`` is below 1, ``dropout`` is outside [0, 1], or a quantization option is invalid.
+    Raises:
+        ConversionError: ``rank`` is below 1, ``alpha`` is 0, ``dropout`` is outside [0, 1), or a quantization option
+            is invalid.
 
     Example:
         >>> from torchtune.modules.peft import LoRALinear
@@ -311,6 +313,7 @@ class LoRALinear(nn.Module):
         self.__class__ = _adapt_stored_class(type(self), FrozenNF4Linear)
 
     def _set_up(self, in_dim: int, out_dim: int, rank: int, alpha: float, dropout: float) -> None:
+        """Set the attributes that are neither the base's nor the adapter's parameters."""
         self.in_dim = in_dim
         self.out_dim = out_dim
         self.rank = rank
@@ -322,6 +325,7 @@ class LoRALinear(nn.Module):
         self.dropout = nn.Dropout(p=dropout)
 
     def _make_adapter(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Create the adapter's parameters, not initialized."""
         # Created on meta, because nn.Linear would initialize them; initialize_parameters() does.
         self.lora_a = nn.Linear(self.in_dim, self.rank, bias=False, device="meta", dtype=dtype).to_empty(device=device)
         self.lora_b = nn.Linear(self.rank, self.out_dim, bias=False, device="meta", dtype=dtype).to_empty(device=device)
@@ -436,7 +440,8 @@ class DoRALinear(LoRALinear):
         **quantization_kwargs: options of the quantized base.
 
     Raises:
-        ConversionError: ``rank`` is below 1, ``dropout`` is outside [0, 1], or a quantization option is invalid.
+        ConversionError: ``rank`` is below 1, ``alpha`` is 0, ``dropout`` is outside [0, 1), or a quantization option
+            is invalid.
 
     Example:
         >>> from torchtune.modules.peft import DoRALinear
@@ -452,7 +457,7 @@ class DoRALinear(LoRALinear):
     }
 
     def _make_adapter(self, device: torch.device, dtype: torch.dtype) -> None:
-        dtype = torch.promote_types(dtype, torch.float32)
+        dtype = torch.promote_types(dtype, torch.float32)  # see the class
         super()._make_adapter(device, dtype)
         self.magnitude = nn.Parameter(torch.empty(self.out_dim, device=device, dtype=dtype))
 
@@ -493,6 +498,7 @@ class DoRALinear(LoRALinear):
         if not self.training or self.dropout.p == 0.0:
             y = lora_projection(x, weight, self.bias, a, b, scale=self.scaling)
             return scale_rows(y, length, self.bias).to(x.dtype)
+        # Dropout is before the magnitudes, so both parts of their product need the dropped input.
         dropped = self.dropout(x)
         adapted = lora_projection(dropped, weight, None, a, b, scale=self.scaling)
         scaled = (adapted * length).to(x.dtype)
@@ -523,8 +529,8 @@ class QATLoRALinear(FakeQuantized, LoRALinear):
         activation_qat_config: torchao's ``FakeQuantizeConfigBase`` of the input, or None.
         weight_qat_config: torchao's ``FakeQuantizeConfigBase`` of the weight, or None.
 
-        Raises:
-            ConversionError: ``rank`` is below 1 or ``dropout`` is above 0.
+    Raises:
+        ConversionError: ``rank`` is below 1, ``alpha`` is 0, or ``dropout`` is above 0.
 
     Example:
         >>> layer = torchtune.modules.peft.QATLoRALinear(8, 4, rank=2, alpha=4)
@@ -560,6 +566,7 @@ class QATLoRALinear(FakeQuantized, LoRALinear):
         return new
 
     def _set_configs(self, activation: Any | None, weight: Any | None) -> None:
+        """Build the fake quantizers of the input and of the weight from torchao's configs."""
         self.activation_fake_quantizer = None if activation is None else fake_quantizer(activation)
         self.weight_fake_quantizer = None if weight is None else fake_quantizer(weight)
         self.fake_quant = FakeQuantSwitch()

@@ -32,8 +32,8 @@ class LoRAGroupedExperts(GroupedExperts):
         num_experts: e.
         activation: elementwise activation of the gate.
 
-        Raises:
-            ConversionError: ``rank`` is below 1 or ``dropout`` is outside [0, 1].
+    Raises:
+        ConversionError: ``rank`` is below 1, ``alpha`` is 0, or ``dropout`` is outside [0, 1).
 
     Example:
         >>> experts = torchtune.modules.moe.LoRAGroupedExperts(dim=8, hidden_dim=4, rank=2, alpha=4, num_experts=2)
@@ -59,18 +59,21 @@ class LoRAGroupedExperts(GroupedExperts):
         self._set_up(rank, alpha, dropout, self.gate_proj.dtype)
 
     def _set_up(self, rank: int, alpha: float, dropout: float, dtype: torch.dtype) -> None:
+        """Freeze the weights, and create an adapter for each matrix."""
         check_adapter_numbers(rank, alpha, dropout)
-        self.requires_grad_(False)
+        self.requires_grad_(False)  # before the adapters, which are trained
         self.rank = rank
         self.alpha = alpha
         self.scaling = lora_scaling(rank, alpha)
         self.disabled = False
         self.dropout = nn.Dropout(p=dropout)
-        kind = {"dtype": dtype, "device": next(self.parameters()).device}
-        for name, (experts, rows, columns) in self.matrix_shapes().items():
+        device = next(self.parameters()).device
+        for name, (experts, inputs, outputs) in self.matrix_shapes().items():
+            a = torch.empty(experts, inputs, rank, dtype=dtype, device=device)
+            b = torch.empty(experts, rank, outputs, dtype=dtype, device=device)
             a_name, b_name = _adapter_names(name)
-            setattr(self, a_name, nn.Parameter(torch.empty(experts, rows, rank, **kind)))
-            setattr(self, b_name, nn.Parameter(torch.empty(experts, rank, columns, **kind)))
+            setattr(self, a_name, nn.Parameter(a))
+            setattr(self, b_name, nn.Parameter(b))
         self.initialize_parameters()
 
     @classmethod
@@ -85,7 +88,10 @@ class LoRAGroupedExperts(GroupedExperts):
             alpha: updates are scaled by alpha / rank.
             dropout: dropout on the adapters' input, in training.
         """
-        new = change_class(experts, cls if type(experts) is GroupedExperts else _adapt_stored_class(cls, type(experts)))
+        adapted_class = cls
+        if type(experts) is not GroupedExperts:
+            adapted_class = _adapt_stored_class(cls, type(experts))
+        new = change_class(experts, adapted_class)
         new._set_up(rank, alpha, dropout, experts.stored_weight("down_proj").dtype)
         return new.train(experts.training)
 
@@ -110,7 +116,7 @@ class LoRAGroupedExperts(GroupedExperts):
             if parameter.is_meta:
                 continue
             if name.endswith("_a"):
-                bound = parameter.shape[1] ** -0.5
+                bound = parameter.shape[1] ** -0.5  # of [e, i, rank]: Kaiming's bound for i inputs and a = √5
                 fill_from_cpu(parameter, partial(nn.init.uniform_, a=-bound, b=bound))
             else:
                 nn.init.zeros_(parameter)
@@ -131,7 +137,8 @@ class LoRAGroupedExperts(GroupedExperts):
         a_name, b_name = _adapter_names(name)
         a = getattr(self, a_name).to(weight.device, compute)  # [e, i, r]
         b = getattr(self, b_name).to(weight.device, compute)  # [e, r, o]
-        return torch.baddbmm(weight.to(compute), a, b, alpha=self.scaling).to(weight.dtype)
+        merged = torch.baddbmm(weight.to(compute), a, b, alpha=self.scaling)  # [e, i, o]
+        return merged.to(weight.dtype)
 
     def adapter(self, name: str, weights: Mapping[str, Tensor | Stored]) -> Adapter | None:
         """Return the adapter of the matrix called ``name``, out of the parameters ``weights``."""
@@ -142,7 +149,9 @@ class LoRAGroupedExperts(GroupedExperts):
 
     def draw_dropout_mask(self, x: Tensor) -> Tensor | None:
         """Return the factors of an adapter's input ``x``, None without dropout."""
-        return self.dropout(torch.ones_like(x)) if self.draws_random_numbers() else None
+        if not self.draws_random_numbers():
+            return None
+        return self.dropout(torch.ones_like(x))
 
     def draws_random_numbers(self) -> bool:
         """Return whether there is dropout."""

@@ -1,32 +1,45 @@
-"""Gradients: norm and clipping with different shardings, scaling, and the loss scale of float16."""
+"""Gradients of a step: their norm and clipping with any sharding, the loss scale of float16, and steps to leave out.
 
-from collections.abc import Iterable, Sequence
+A step is left out if its gradients are not finite; on a CUDA device, the device decides so before the host knows it.
+"""
+
+import functools
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from torchtune.modules.optim import OptimizerInBackward
-from torchtune.training.optim._device_skips import single_optimizers
+from torchtune.modules.conversion import Conversion, get_conversions
+from torchtune.modules.optim import OptimizerInBackward, OptimizerMap
 from torchtune.training.optim._low_precision_optimizer import LowPrecisionOptimizer
 from torchtune.training.parallel._shards import own_part, reduce_partial
 from torchtune.utils import UserError
 
+# Devices whose kernels are launched before the host decides on a step.
+_DEVICES_AHEAD = {"cuda"}
+# Optimizers of torch whose fused kernel changes nothing where `found_inf` is not zero.
+_SKIPPING = {torch.optim.Adagrad, torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD}
 
-def _norm_of_norms(norms: Sequence[torch.Tensor]) -> torch.Tensor:
+
+def _norm_of_norms(norms: Sequence[Tensor]) -> Tensor:
+    """Return the norm of tensors together, from their norms, which may be on different devices."""
     if len(norms) == 1:
         return norms[0]
     device = norms[0].device
-    return torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms]))
+    stacked = torch.stack([norm.to(device) for norm in norms])  # [number of norms]
+    return torch.linalg.vector_norm(stacked)
 
 
-def _norm_over_ranks(grads: list[torch.Tensor]) -> torch.Tensor:
+def _norm_over_ranks(grads: list[Tensor]) -> Tensor:
     """Return the norm over all ranks of gradients of one dtype, device and sharding."""
     layout = grads[0]
     dtype = torch.promote_types(layout.dtype, torch.float32)  # a 16-bit norm has only 8 or 11 significant bits
-    norm = _norm_of_norms(torch._foreach_norm([own_part(grad) for grad in grads], 2, dtype=dtype))
+    shards = [own_part(grad) for grad in grads]
+    norm = _norm_of_norms(torch._foreach_norm(shards, 2, dtype=dtype))
     if not isinstance(layout, DTensor):
         return norm
     # Shards are disjoint, so their squared norms add up; replicas have the same gradient, and count once.
@@ -38,9 +51,7 @@ def _norm_over_ranks(grads: list[torch.Tensor]) -> torch.Tensor:
 
 
 @torch.no_grad()
-def clip_grad_norm_(
-    parameters: Iterable[torch.Tensor], max_norm: float | None, loss_scale: float = 1.0
-) -> torch.Tensor:
+def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float | None, loss_scale: float = 1.0) -> Tensor:
     """Scale gradients in place so that their norm over all parameters and ranks is at most ``max_norm``.
 
     The norm is computed in float32 or wider. Gradients may be sharded over different mesh dimensions; replicas count
@@ -64,7 +75,7 @@ def clip_grad_norm_(
     """
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
     # Gradients of one sharding need one all-reduce per mesh dimension, not one each.
-    grads_by_layout: dict[object, list[torch.Tensor]] = {}
+    grads_by_layout: dict[object, list[Tensor]] = {}
     for grad in grads:
         reduced = reduce_partial(grad)
         sharding = None
@@ -81,20 +92,21 @@ def clip_grad_norm_(
     if max_norm is None:
         clip = torch.ones_like(norm)
     else:
-        clip = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        clip = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch: 1e-6 is for a norm of 0
     for (device, dtype), same_kind in _by_device_and_dtype(grads).items():
         factor = clip
         if loss_scale != 1.0 and dtype != torch.float16:
             factor = clip / loss_scale
-        torch._foreach_mul_([own_part(grad) for grad in same_kind], factor.to(device))
+        shards = [own_part(grad) for grad in same_kind]
+        torch._foreach_mul_(shards, factor.to(device))
     return norm
 
 
 def _by_device_and_dtype(
-    tensors: Iterable[torch.Tensor],
-) -> dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]:
+    tensors: Iterable[Tensor],
+) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:
     """Group tensors for fused calls, which take tensors of one device and dtype."""
-    groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for tensor in tensors:
         groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
     return groups
@@ -157,9 +169,11 @@ class LossScaler:
         for optimizer in self._optimizers:
             optimizer.loss_scale = factor
 
-    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+    def scale(self, loss: Tensor) -> Tensor:
         """Return the loss, scaled if the model is in float16."""
-        return loss * self.factor if self.is_enabled else loss
+        if not self.is_enabled:
+            return loss
+        return loss * self.factor
 
     @property
     def can_shrink(self) -> bool:
@@ -193,9 +207,7 @@ class LossScaler:
 
 
 @torch.no_grad()
-def scale_grads_(
-    parameters: torch.Tensor | Iterable[torch.Tensor], scaler: torch.Tensor, foreach: bool | None = None
-) -> None:
+def scale_grads_(parameters: Tensor | Iterable[Tensor], scaler: Tensor, foreach: bool | None = None) -> None:
     """Multiply the gradients of ``parameters`` by ``scaler`` in place, each in its own dtype.
 
     Args:
@@ -210,7 +222,7 @@ def scale_grads_(
         >>> weight.grad
         tensor([1., 2.])
     """
-    if isinstance(parameters, torch.Tensor):
+    if isinstance(parameters, Tensor):
         parameters = [parameters]
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
     for (device, dtype), same_kind in _by_device_and_dtype(grads).items():
@@ -220,3 +232,104 @@ def scale_grads_(
                 grad.mul_(factor)
         else:
             torch._foreach_mul_(same_kind, factor)
+
+
+class DeviceSkips:
+    """Lets an optimizer leave out bad steps by itself, so that the host does not wait to decide on them.
+
+    A scalar on the device says whether a step is bad. The kernels of the optimizer read it, and change neither weights
+    nor states then, as those of torch do for its ``GradScaler``. The host calls ``optimizer.step()`` in any case, and
+    learns later what became of it: :meth:`finish` then restores what the optimizer counts on the host.
+
+    Args:
+        optimizer: from :func:`~torchtune.training.setup_optimizer`.
+        model: model of its parameters.
+
+    Example:
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> torchtune.training.DeviceSkips(optimizer, model).is_supported  # on a CPU
+        False
+    """
+
+    def __init__(self, optimizer: Optimizer, model: nn.Module) -> None:
+        self._optimizer = optimizer
+        self._model = model
+        self._optimizers = list(single_optimizers(optimizer))
+        self._states_before: dict[Optimizer, dict[Tensor, dict[str, Any]]] = {}
+        self._num_steps_before: dict[LowPrecisionOptimizer, int] = {}
+
+    @functools.cached_property
+    def is_supported(self) -> bool:
+        """Whether all parameters are on a CUDA device and all of their kernels can leave out a step.
+
+        Those of torch's fused optimizers can, and this library's steps of bfloat16 weights. A conversion with a
+        ``post_optimizer_hook`` must know on the host whether there was a step, and excludes it. Asked first at a step,
+        because a resumed optimizer has the settings of its saved groups.
+        """
+        if isinstance(self._optimizer, OptimizerInBackward) or _has_post_hook(self._model):
+            return False
+        return all(map(_can_skip, self._optimizers))
+
+    def prepare(self, is_bad: Tensor) -> None:
+        """Make the next ``optimizer.step()`` change nothing where ``is_bad``.
+
+        Args:
+            is_bad: bool scalar on the device.
+        """
+        found_inf = is_bad.float()  # as torch's kernels read it
+        for optimizer in self._optimizers:
+            optimizer.found_inf = found_inf
+            # A bad step changes no tensor on the device, but it makes new states, and counts on the host. So copies of
+            # the dicts are enough, without the tensors in them.
+            states = {parameter: dict(state) for parameter, state in optimizer.state.items()}
+            self._states_before[optimizer] = states
+            if isinstance(optimizer, LowPrecisionOptimizer):
+                self._num_steps_before[optimizer] = optimizer.num_steps
+
+    def finish(self, *, was_bad: bool) -> None:
+        """Undo what the host has counted since :meth:`prepare` if the step was bad.
+
+        Args:
+            was_bad: value of ``is_bad``.
+        """
+        if was_bad:
+            for optimizer, states in self._states_before.items():
+                optimizer.state.clear()
+                optimizer.state.update(states)
+            for optimizer, num_steps in self._num_steps_before.items():
+                optimizer.num_steps = num_steps
+        for optimizer in self._optimizers:
+            optimizer.found_inf = None
+        self._states_before = {}
+        self._num_steps_before = {}
+
+
+def single_optimizers(optimizer: Optimizer) -> Iterator[Optimizer]:
+    """Yield the optimizers of a combined one, or the optimizer itself."""
+    if not isinstance(optimizer, OptimizerMap):
+        yield optimizer
+        return
+    for member in optimizer.optim_map.values():  # may be combined, too
+        yield from single_optimizers(member)
+
+
+def _can_skip(optimizer: Optimizer) -> bool:
+    """Return whether all kernels of an optimizer can leave out a step."""
+    for group in optimizer.param_groups:
+        if any(parameter.device.type not in _DEVICES_AHEAD for parameter in group["params"]):
+            return False
+    if isinstance(optimizer, LowPrecisionOptimizer):
+        return optimizer.can_skip_on_device
+    if type(optimizer) not in _SKIPPING:
+        return False
+    return all(group.get("fused") for group in optimizer.param_groups)
+
+
+def _has_post_hook(model: nn.Module) -> bool:
+    """Return whether a conversion of a model, or of a part of it, does something after each step."""
+    for part in model.modules():
+        for conversion in get_conversions(part):
+            is_overridden = type(conversion).post_optimizer_hook is not Conversion.post_optimizer_hook
+            if is_overridden:
+                return True
+    return False

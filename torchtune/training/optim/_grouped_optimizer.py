@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torchtune.config import did_you_mean, locate
@@ -34,7 +35,7 @@ class _ParameterGroup:
     """
 
     pattern: str
-    matches: Callable[[str, torch.Tensor], bool]
+    matches: Callable[[str, Tensor], bool]
     optimizer_class: type[Optimizer] | None
     settings: dict[str, Any]
 
@@ -77,7 +78,7 @@ class GroupedOptimizer:
 
     def __init__(
         self,
-        params: Sequence[torch.nn.Parameter],
+        params: Sequence[nn.Parameter],
         groups: Sequence[Mapping[str, Any]],
         optimizer: str = "torch.optim.AdamW",
         **settings: Any,
@@ -89,7 +90,7 @@ class GroupedOptimizer:
         self._groups: list[_ParameterGroup] = []
         for number, group in enumerate(groups):
             self._groups.append(self._read_group(f"optimizer.groups[{number}]", group))
-        self._group_of: dict[torch.nn.Parameter, int] = {}
+        self._group_of: dict[nn.Parameter, int] = {}
 
     def _read_group(self, key: str, group: Mapping[str, Any]) -> _ParameterGroup:
         """Check the mapping of a group, whose path in the config is ``key``."""
@@ -103,8 +104,10 @@ class GroupedOptimizer:
 
         settings = {name: value for name, value in group.items() if name not in _GROUP_KEYS}
         if group.get("lr_ratio") is not None:
+            # The rate of the group, or else of the outer settings, or else of the optimizer's signature.
             default_lr = inspect.signature(self._class).parameters["lr"].default
-            base_lr = settings.get("lr", self._settings.get("lr", default_lr))
+            outer_lr = self._settings.get("lr", default_lr)
+            base_lr = settings.get("lr", outer_lr)
             settings["lr"] = base_lr * group["lr_ratio"]
         optimizer_class = None
         if group.get("optimizer") is not None:
@@ -115,14 +118,12 @@ class GroupedOptimizer:
                     settings.setdefault(name, self._settings[name])
         _check_settings(optimizer_class or self._class, settings, key, other_keys=_GROUP_KEYS)
 
-        def matches(name: str, parameter: torch.Tensor) -> bool:
+        def matches(name: str, parameter: Tensor) -> bool:
             return expression.search(name) is not None
 
         return _ParameterGroup(pattern, matches, optimizer_class, settings)
 
-    def assign(
-        self, named: Sequence[tuple[str, torch.nn.Parameter]], model: torch.nn.Module, *, quiet: bool = False
-    ) -> None:
+    def assign(self, named: Sequence[tuple[str, nn.Parameter]], model: nn.Module, *, quiet: bool = False) -> None:
         """Assign every trained parameter to a group.
 
         Args:
@@ -146,24 +147,26 @@ class GroupedOptimizer:
         if not quiet:
             log_rank_zero(get_logger(), f"Optimizer of {len(named)} parameters: {', '.join(descriptions)}.")
 
-    def _first_match(self, name: str, parameter: torch.nn.Parameter) -> int:
+    def _first_match(self, name: str, parameter: nn.Parameter) -> int:
+        """Return the number of the first group that takes a parameter."""
         for number, group in enumerate(self._groups):
             if group.matches(name, parameter):
                 return number
         return _OUTER
 
-    def _raise_unmatched(self, number: int, named: Sequence[tuple[str, torch.nn.Parameter]]) -> None:
+    def _raise_unmatched(self, number: int, named: Sequence[tuple[str, nn.Parameter]]) -> None:
         """Raise for a group without parameters."""
         group = self._groups[number]
         reason = "no trained parameter"
         if any(group.matches(name, parameter) for name, parameter in named):
             reason = "only parameters that an earlier group has"
-        nearest = ", ".join(nearest_module_names(group.pattern, [name for name, _ in named]))
+        names = [name for name, _ in named]
+        nearest = ", ".join(nearest_module_names(group.pattern, names))
         raise UserError(
             f"optimizer.groups[{number}]: the pattern '{group.pattern}' matches {reason}; nearest are {nearest}."
         )
 
-    def check(self, named: Sequence[tuple[str, torch.nn.Parameter]], model: torch.nn.Module) -> None:
+    def check(self, named: Sequence[tuple[str, nn.Parameter]], model: nn.Module) -> None:
         """Check that every pattern matches and that all optimizers accept their settings, before a run.
 
         Args:
@@ -175,20 +178,20 @@ class GroupedOptimizer:
         """
         self.assign(named, model, quiet=True)
         # A small matrix stands for the parameters of each group.
-        matrix = torch.nn.Parameter(torch.zeros(8, 8))
+        matrix = nn.Parameter(torch.zeros(8, 8))
         for number in set(self._group_of.values()):
             self._group_of[matrix] = number
             self.make([matrix])
         del self._group_of[matrix]
 
-    def make(self, parameters: Iterable[torch.nn.Parameter]) -> Optimizer:
+    def make(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
         """Build the optimizer of some of the assigned parameters.
 
         Raises:
             KeyError: a parameter was not assigned.
             UserError: an optimizer refuses its parameters or settings.
         """
-        members_by_group: dict[int, list[torch.nn.Parameter]] = {}
+        members_by_group: dict[int, list[nn.Parameter]] = {}
         for parameter in parameters:
             members_by_group.setdefault(self._group_of[parameter], []).append(parameter)
         outer_groups: list[dict[str, Any]] = []
@@ -206,7 +209,7 @@ class GroupedOptimizer:
                 optimizers.setdefault(outer_name, None)
                 continue
             name = group.optimizer_class.__name__
-            if name == outer_name or name in optimizers:
+            if name == outer_name or name in optimizers:  # the names are keys of the state dict
                 name = f"{name} {number}"
             subject = f"optimizer, group '{group.pattern}'"
             optimizers[name] = _build(group.optimizer_class, members, group.settings, subject)
@@ -243,7 +246,7 @@ class MuonWithAdamW(GroupedOptimizer):
 
     def __init__(
         self,
-        params: Sequence[torch.nn.Parameter],
+        params: Sequence[nn.Parameter],
         lr: float = 1e-3,
         weight_decay: float = 0.1,
         momentum: float = 0.95,
@@ -265,29 +268,30 @@ class MuonWithAdamW(GroupedOptimizer):
             "ns_steps": ns_steps,
             "adjust_lr_fn": adjust_lr_fn,
         }
-        self._not_for_muon: set[torch.nn.Parameter] = set()
+        self._not_for_muon: set[nn.Parameter] = set()
         self._groups.append(_ParameterGroup("matrices", self._is_matrix, torch.optim.Muon, muon_settings))
 
-    def assign(
-        self, named: Sequence[tuple[str, torch.nn.Parameter]], model: torch.nn.Module, *, quiet: bool = False
-    ) -> None:
+    def assign(self, named: Sequence[tuple[str, nn.Parameter]], model: nn.Module, *, quiet: bool = False) -> None:
         """Assign every trained parameter to a group; see the base class."""
         # Embeddings and the output projection are matrices, too, but not maps between hidden states.
-        modules = [module for module in model.modules() if isinstance(module, torch.nn.Embedding)]
+        modules = [module for module in model.modules() if isinstance(module, nn.Embedding)]
         output = getattr(text_decoder(model), "output", None)
-        if isinstance(output, torch.nn.Module):
+        if isinstance(output, nn.Module):
             modules.append(output)
         for module in modules:
             self._not_for_muon.update(module.parameters())
         super().assign(named, model, quiet=quiet)
 
-    def _is_matrix(self, name: str, parameter: torch.Tensor) -> bool:
+    def _is_matrix(self, name: str, parameter: Tensor) -> bool:
+        """Return whether Muon takes a parameter."""
         return parameter.dim() == 2 and parameter not in self._not_for_muon
 
 
 def _optimizer_class(path: Any, key: str) -> type[Optimizer]:
     """Return the optimizer at a dotted path, which is the value of ``key`` in the config."""
-    optimizer_class = locate(path) if isinstance(path, str) else path
+    optimizer_class = path
+    if isinstance(path, str):
+        optimizer_class = locate(path)
     if not isinstance(optimizer_class, type) or not issubclass(optimizer_class, Optimizer):
         raise UserError(f"{key}: '{path}' is not an optimizer: name a class such as torch.optim.AdamW.")
     return optimizer_class
@@ -296,6 +300,7 @@ def _optimizer_class(path: Any, key: str) -> type[Optimizer]:
 def _build(
     optimizer_class: type[Optimizer], parameters: Sequence[Any], settings: Mapping[str, Any], subject: str
 ) -> Optimizer:
+    """Build an optimizer; ``subject`` says in messages which one."""
     try:
         return optimizer_class(parameters, **settings)
     except (TypeError, ValueError) as error:

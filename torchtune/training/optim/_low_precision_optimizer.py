@@ -10,11 +10,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from torchtune.modules.low_precision.torchao_interface import StateFormat
 from torchtune.training.optim._rounded_step import (
+    GroupStep,
     Piece,
     UpdateRule,
     find_update_rule,
@@ -106,7 +108,7 @@ class LowPrecisionOptimizer(Optimizer):
     def __init__(
         self,
         optimizer: Optimizer,
-        names: dict[torch.nn.Parameter, str],
+        names: dict[nn.Parameter, str],
         precision: str,
         seed: int,
         low_bit: StateFormat | None = None,
@@ -117,11 +119,13 @@ class LowPrecisionOptimizer(Optimizer):
         self._low_bit = low_bit
         self._seed = seed
         self.num_steps = 0
-        self._element_ids: dict[torch.nn.Parameter, ElementIds] = {}
+        self._element_ids: dict[nn.Parameter, ElementIds] = {}
         self.precision = precision
-        self.state_format = None if low_bit is None else low_bit.name
+        self.state_format: str | None = None
+        if low_bit is not None:
+            self.state_format = low_bit.name
         self.loss_scale = 1.0
-        self.found_inf: torch.Tensor | None = None
+        self.found_inf: Tensor | None = None
         super().__init__(optimizer.param_groups, optimizer.defaults)
         # Some optimizers, such as Adagrad, make their states when they are built.
         for parameter, state in optimizer.state.items():
@@ -138,7 +142,7 @@ class LowPrecisionOptimizer(Optimizer):
         for parameter in self.param_groups[-1]["params"]:
             self._make_master(parameter)
 
-    def _make_master(self, parameter: torch.nn.Parameter) -> None:
+    def _make_master(self, parameter: nn.Parameter) -> None:
         """Make the master weights of a parameter if it has any: see the class for where they start."""
         if self.precision != "fp32_master" or parameter.dtype not in HALF:
             return
@@ -150,7 +154,7 @@ class LowPrecisionOptimizer(Optimizer):
                 values.copy_(spread_within_rounding(values, noise))
         self.state[parameter][_MASTER] = master
 
-    def _is_low_bit(self, parameter: torch.nn.Parameter) -> bool:
+    def _is_low_bit(self, parameter: nn.Parameter) -> bool:
         """Return whether states are low-bit: as in torchao, for large full parameters that consist of full blocks."""
         if self._low_bit is None or parameter.numel() < MIN_LOW_BIT_ELEMENTS:
             return False
@@ -173,22 +177,25 @@ class LowPrecisionOptimizer(Optimizer):
 
     # Rounding.
 
-    def _is_rounded_stochastically(self, stored: torch.Tensor) -> bool:
+    def _is_rounded_stochastically(self, stored: Tensor) -> bool:
+        """Return whether new values of a stored tensor, a parameter or one of its states, are rounded so."""
         return self.precision == "stochastic_rounding" and stored.dtype == torch.bfloat16
 
-    def _ids_of(self, parameter: torch.nn.Parameter) -> ElementIds:
+    def _ids_of(self, parameter: nn.Parameter) -> ElementIds:
+        """Return the ids of the elements of a parameter, made at the first use: its layout never changes."""
         if parameter not in self._element_ids:
             self._element_ids[parameter] = ElementIds(parameter, self._names[parameter])
         return self._element_ids[parameter]
 
-    def _noise(
-        self, parameter: torch.nn.Parameter, values: torch.Tensor, piece: slice | None, *, step: int, draw: int
-    ) -> torch.Tensor:
+    def _noise(self, parameter: nn.Parameter, values: Tensor, piece: slice | None, *, step: int, draw: int) -> Tensor:
         """Return the rounding noise of the elements of a piece, int32 in the shape of ``values``."""
-        first = 0 if piece is None else piece.start
-        ids = self._ids_of(parameter).of(first, values.numel(), values.device)
+        first = 0
+        if piece is not None:
+            first = piece.start
+        ids = self._ids_of(parameter).of(first, values.numel(), values.device)  # [n]
         bits = random_bits(ids, rounding_key(self._seed, step))
-        return rounding_noise(bits, draw).view(values.shape)
+        noise = rounding_noise(bits, draw)
+        return noise.view(values.shape)
 
     # Steps.
 
@@ -211,8 +218,8 @@ class LowPrecisionOptimizer(Optimizer):
     def _step_group(self, group: dict[str, Any]) -> None:
         """Step the parameters of a group: by this library's update where there is one, else by the base optimizer."""
         rule = find_update_rule(type(self._base_optimizer), group)
-        with_rule: dict[torch.device, list[torch.nn.Parameter]] = {}
-        without_rule: list[torch.nn.Parameter] = []
+        with_rule: dict[torch.device, list[nn.Parameter]] = {}
+        without_rule: list[nn.Parameter] = []
         for parameter in group["params"]:
             if parameter.grad is None:
                 continue
@@ -233,32 +240,43 @@ class LowPrecisionOptimizer(Optimizer):
     # Steps with an update of this library's.
 
     def _step_with_rule(
-        self, parameters: list[torch.nn.Parameter], group: dict[str, Any], rule: UpdateRule, device: torch.device
+        self, parameters: list[nn.Parameter], group: dict[str, Any], rule: UpdateRule, device: torch.device
     ) -> None:
         """Step parameters on ``device``, a piece at a time, so that temporary tensors stay small."""
         size = rounded_piece_size(device)  # once, because it depends on whether the step is compiled
-        is_skipped = None if self.found_inf is None else self.found_inf != 0
+        is_skipped: Tensor | None = None
+        if self.found_inf is not None:
+            is_skipped = self.found_inf != 0
         key = _on_device(rounding_key(self._seed, self.num_steps), torch.int32, device)
         # Parameters of the same age have the same scalars, and can share a launch.
-        parameters_by_step: dict[int, list[torch.nn.Parameter]] = {}
+        parameters_by_step: dict[int, list[nn.Parameter]] = {}
         for parameter in parameters:
             step = self._count_step(parameter, rule)
             parameters_by_step.setdefault(step, []).append(parameter)
         for step, same_age in parameters_by_step.items():
             scalars = _on_device(rule.scalars(group, step), torch.float32, device)
-            in_place = [parameter for parameter in same_age if self._is_stepped_in_place(parameter, rule)]
+            group_step = GroupStep(rule.function, scalars, key, is_skipped)
             pieces: list[Piece] = []
-            for parameter in in_place:
-                pieces += self._storage_pieces(parameter, rule, size)
-            step_pieces(rule.function, pieces, scalars, self._origins(in_place, size, device), key, is_skipped)
-            copied = [parameter for parameter in same_age if not self._is_stepped_in_place(parameter, rule)]
-            # A simulation counts the copies of a piece, which would be those of the whole shard.
-            copied_size = piece_size(device) if is_simulated() else size
-            origins = iter(self._origins(copied, copied_size, device).unbind())
-            for parameter in copied:
-                self._step_copies(parameter, rule, scalars, key, origins, copied_size, is_skipped)
+            in_place: list[nn.Parameter] = []
+            copied: list[nn.Parameter] = []
+            for parameter in same_age:
+                if self._is_stepped_in_place(parameter, rule):
+                    in_place.append(parameter)
+                    pieces += self._storage_pieces(parameter, rule, size)
+                else:
+                    copied.append(parameter)
+            origins = self._origins(in_place, size, device)
+            step_pieces(group_step, pieces, origins)
 
-    def _is_stepped_in_place(self, parameter: torch.nn.Parameter, rule: UpdateRule) -> bool:
+            copied_size = size
+            if is_simulated():
+                # It counts the copies of a piece, and its pieces are whole shards.
+                copied_size = piece_size(device)
+            copied_origins = iter(self._origins(copied, copied_size, device).unbind())
+            for parameter in copied:
+                self._step_copies(parameter, rule, group_step, copied_origins, copied_size)
+
+    def _is_stepped_in_place(self, parameter: nn.Parameter, rule: UpdateRule) -> bool:
         """Return whether the stored tensors of a parameter are runs of its elements, which an update can change."""
         if self._is_low_bit(parameter) or not self._ids_of(parameter).is_run:
             return False
@@ -271,7 +289,7 @@ class LowPrecisionOptimizer(Optimizer):
         stored += [self.state[parameter][name] for name in rule.states]
         return all(tensor.is_contiguous() for tensor in stored)
 
-    def _storage_pieces(self, parameter: torch.nn.Parameter, rule: UpdateRule, size: int) -> list[Piece]:
+    def _storage_pieces(self, parameter: nn.Parameter, rule: UpdateRule, size: int) -> list[Piece]:
         """Return the pieces of a parameter that is stepped in place."""
         weights = own_part(parameter).detach().view(-1)
         grads = own_part(parameter.grad).view(-1)
@@ -279,19 +297,21 @@ class LowPrecisionOptimizer(Optimizer):
         pieces = []
         for first in range(0, weights.numel(), size):
             piece = slice(first, first + size)
-            pieces.append(Piece(weights[piece], grads[piece], [state[piece] for state in states]))
+            states_of_piece = [state[piece] for state in states]
+            pieces.append(Piece(weights[piece], grads[piece], states_of_piece))
         return pieces
 
-    def _origins(self, parameters: list[torch.nn.Parameter], size: int, device: torch.device) -> torch.Tensor:
+    def _origins(self, parameters: list[nn.Parameter], size: int, device: torch.device) -> Tensor:
         """Return the origins of the pieces of parameters, int32 ``[pieces, 4]``, in one copy to the device."""
         origins = []
         for parameter in parameters:
             ids = self._ids_of(parameter)
             for first in range(0, own_part(parameter).numel(), size):
-                origins.append([*ids.origin(first), 0, 0])
+                position, name_hash = ids.origin(first)
+                origins.append([position, name_hash, 0, 0])
         return _on_device(origins, torch.int32, device).view(-1, 4)
 
-    def _count_step(self, parameter: torch.nn.Parameter, rule: UpdateRule) -> int:
+    def _count_step(self, parameter: nn.Parameter, rule: UpdateRule) -> int:
         """Create missing states, and return the number of this step of a parameter, as the rule counts."""
         state = self.state[parameter]
         # torch's SGD stores None for a buffer that it does not have.
@@ -306,19 +326,17 @@ class LowPrecisionOptimizer(Optimizer):
             is_first = bool(missing)
             return 1 if is_first else 2
         # The count stays in host memory: a scalar on the device would have to be read back.
-        step = torch.as_tensor(state.get("step", 0.0), dtype=torch.float32).cpu() + 1
-        state["step"] = step
-        return int(step)
+        steps_before = torch.as_tensor(state.get("step", 0.0), dtype=torch.float32).cpu()
+        state["step"] = steps_before + 1
+        return int(state["step"])
 
     def _step_copies(
         self,
-        parameter: torch.nn.Parameter,
+        parameter: nn.Parameter,
         rule: UpdateRule,
-        scalars: torch.Tensor,
-        key: torch.Tensor,
-        origins: Iterator[torch.Tensor],
+        group_step: GroupStep,
+        origins: Iterator[Tensor],
         size: int,
-        is_skipped: torch.Tensor | None,
     ) -> None:
         """Step a shard whose tensors are low-bit, not contiguous, or no run; every piece takes the next origin."""
         weights = own_part(parameter).detach()
@@ -341,17 +359,10 @@ class LowPrecisionOptimizer(Optimizer):
             if is_low_bit:
                 # A shard may end within a block, whose other elements are padding.
                 step_states = [state.dequantize()[: weight.numel()] for state in stored_states]
-            # The elements of a run follow from its origin.
-            piece_ids = None if ids.is_run else ids.of(first, weight.numel(), weight.device)
-            step_piece(
-                rule.function,
-                Piece(weight, flat_grads[piece], step_states),
-                scalars,
-                piece_ids,
-                next(origins),
-                key,
-                is_skipped,
-            )
+            piece_ids = None  # the elements of a run follow from its origin
+            if not ids.is_run:
+                piece_ids = ids.of(first, weight.numel(), weight.device)
+            step_piece(group_step, Piece(weight, flat_grads[piece], step_states), next(origins), piece_ids)
             if is_low_bit:
                 for stored, values in zip(stored_states, step_states, strict=True):
                     _write_low_bit(stored, values)
@@ -364,7 +375,7 @@ class LowPrecisionOptimizer(Optimizer):
 
     # Steps of the base optimizer.
 
-    def _step_with_base_optimizer(self, parameters: list[torch.nn.Parameter], group: dict[str, Any]) -> None:
+    def _step_with_base_optimizer(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
         """Step parameters by the base optimizer, one after the other, and move the settings of their group on."""
         settings = group
         if self._is_fused(group):
@@ -383,7 +394,7 @@ class LowPrecisionOptimizer(Optimizer):
             return False
         return not (group.get("foreach") or group.get("capturable") or group.get("differentiable"))
 
-    def _step_parameter(self, parameter: torch.nn.Parameter, settings: dict[str, Any]) -> dict[str, Any]:
+    def _step_parameter(self, parameter: nn.Parameter, settings: dict[str, Any]) -> dict[str, Any]:
         """Step a parameter, a piece at a time; return the settings of its group after the step."""
         weights = own_part(parameter).detach()
         grads = _own_grad(parameter)
@@ -396,13 +407,13 @@ class LowPrecisionOptimizer(Optimizer):
             grad = _cut(grads, piece)
 
             # What the base optimizer steps: stand-ins of the elements of this piece, and copies of the scalars.
-            stored_states: dict[str, torch.Tensor] = {}
+            stored_states: dict[str, Tensor] = {}
             step_state: dict[str, Any] = {}
             for key, value in state_before.items():
                 if _is_low_bit_state(value) or _is_per_element(value, weights):
                     stored_states[key] = _cut(value, piece)
                     step_state[key] = self._stand_in(parameter, stored_states[key], weight)
-                elif isinstance(value, torch.Tensor):
+                elif isinstance(value, Tensor):
                     step_state[key] = value.clone()
                 else:
                     step_state[key] = value
@@ -426,26 +437,31 @@ class LowPrecisionOptimizer(Optimizer):
                 self._store(parameter, stored_states[key], value, piece, draw)
         return settings_after
 
-    def _pieces(self, weights: torch.Tensor) -> list[slice | None]:
+    def _pieces(self, weights: Tensor) -> list[slice | None]:
         """Return the slices to step one after another; None stands for the whole tensor in its own shape."""
         size = piece_size(weights.device)
         if not self._elementwise or not weights.is_contiguous() or weights.numel() <= size:
             return [None]
         return [slice(start, start + size) for start in range(0, weights.numel(), size)]
 
-    def _stand_in(self, parameter: torch.nn.Parameter, stored: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    def _stand_in(self, parameter: nn.Parameter, stored: Tensor, like: Tensor) -> Tensor:
         """Return a stored tensor in float32, in the shape of ``like``: itself if it is float32, or a copy.
 
         For an optimizer that is not elementwise, the full tensor is gathered from all ranks.
         """
         if _is_low_bit_state(stored):
-            return stored.dequantize()[: like.numel()].view(like.shape)
-        stand_in = stored.float() if stored.dtype in HALF else stored
+            dequantized = stored.dequantize()[: like.numel()]  # without the padding of the last block
+            return dequantized.view(like.shape)
+        stand_in = stored
+        if stored.dtype in HALF:
+            stand_in = stored.float()
         stand_in = stand_in.contiguous()
-        return stand_in if self._elementwise else _gather_like(stand_in, parameter)
+        if not self._elementwise:
+            stand_in = _gather_like(stand_in, parameter)
+        return stand_in
 
     def _run_base_optimizer(
-        self, settings: dict[str, Any], weight: torch.Tensor, grad: torch.Tensor, state: dict[str, Any]
+        self, settings: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Any]
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         """Step ``weight`` in place; return the settings and the state after the step."""
         group = {**settings, "params": [weight]}
@@ -459,9 +475,7 @@ class LowPrecisionOptimizer(Optimizer):
         weight.grad = None
         return group, self._base_optimizer.state.pop(weight)
 
-    def _store(
-        self, parameter: torch.nn.Parameter, stored: torch.Tensor, values: torch.Tensor, piece: slice | None, draw: int
-    ) -> None:
+    def _store(self, parameter: nn.Parameter, stored: Tensor, values: Tensor, piece: slice | None, draw: int) -> None:
         """Write the values of a stand-in after the step back to the stored tensor; see :func:`rounding_noise`."""
         if values is stored:
             return
@@ -479,20 +493,20 @@ class LowPrecisionOptimizer(Optimizer):
 
     # States and state dicts.
 
-    def _storage_dtype(self, parameter: torch.nn.Parameter) -> torch.dtype:
+    def _storage_dtype(self, parameter: nn.Parameter) -> torch.dtype:
         """Return the dtype of the states of a parameter that are not low-bit."""
         if self.precision == "fp32_master" and parameter.dtype in HALF:
             return torch.float32
         return parameter.dtype
 
-    def _stored_state(self, parameter: torch.nn.Parameter, key: str) -> torch.Tensor:
+    def _stored_state(self, parameter: nn.Parameter, key: str) -> Tensor:
         """Return the stored state ``key`` of a parameter; a new one is uninitialized, or zeros if it is low-bit."""
         state = self.state[parameter]
         if key not in state:
             shard = own_part(parameter)
             if self._is_low_bit(parameter):
-                # Adam's first moment has a sign, the second has none.
-                state[key] = self._low_bit.zeros(shard.numel(), shard.device, signed=key == "exp_avg")
+                has_sign = key == "exp_avg"  # Adam's first moment; the second is a mean of squares
+                state[key] = self._low_bit.zeros(shard.numel(), shard.device, signed=has_sign)
             else:
                 state[key] = torch.empty_like(shard, dtype=self._storage_dtype(parameter), requires_grad=False)
         return state[key]
@@ -509,7 +523,8 @@ class LowPrecisionOptimizer(Optimizer):
             states[self._names[parameter]] = _plain_tensors(parameter, state)
         groups = []
         for group in self.param_groups:
-            groups.append({**group, "params": [self._names[parameter] for parameter in group["params"]]})
+            names = [self._names[parameter] for parameter in group["params"]]
+            groups.append({**group, "params": names})
         precision = {"mode": self.precision, "seed": self._seed, "step": self.num_steps, "rounding": _ROUNDING}
         if self.state_format is not None:
             precision["states"] = self.state_format
@@ -540,7 +555,7 @@ class LowPrecisionOptimizer(Optimizer):
         self.num_steps = int(precision.get("step", self.num_steps))
         self._log_differences(precision)
 
-    def _match_states(self, state_dict: dict[str, Any]) -> dict[torch.nn.Parameter, dict[str, Any]]:
+    def _match_states(self, state_dict: dict[str, Any]) -> dict[nn.Parameter, dict[str, Any]]:
         """Return the saved state of every parameter.
 
         Raises:
@@ -553,7 +568,7 @@ class LowPrecisionOptimizer(Optimizer):
                 f"The saved optimizer state has groups of {num_saved} parameters and this optimizer of "
                 f"{num_parameters}: resume with the optimizer and the trained parameters of the saved run."
             )
-        states: dict[torch.nn.Parameter, dict[str, Any]] = {}
+        states: dict[nn.Parameter, dict[str, Any]] = {}
         for group, saved_group in zip(self.param_groups, state_dict["param_groups"], strict=True):
             parameters_by_name = {self._names[parameter]: parameter for parameter in group["params"]}
             for parameter, key in zip(group["params"], saved_group["params"], strict=True):
@@ -581,9 +596,7 @@ class LowPrecisionOptimizer(Optimizer):
                 "run continues with other draws, which are as valid.",
             )
 
-    def _load_parameter(
-        self, parameter: torch.nn.Parameter, saved_state: dict[str, Any], counts_on_device: bool
-    ) -> None:
+    def _load_parameter(self, parameter: nn.Parameter, saved_state: dict[str, Any], counts_on_device: bool) -> None:
         """Load the state of a parameter, in the dtypes and on the devices of this optimizer's states."""
         self._make_master(parameter)
         state = self.state[parameter]
@@ -599,7 +612,7 @@ class LowPrecisionOptimizer(Optimizer):
             elif key.endswith(_SCALE_SUFFIX):
                 stored = self._stored_state(parameter, key.removesuffix(_SCALE_SUFFIX))
                 _copy_row(stored.scale, value)
-            elif not isinstance(value, torch.Tensor):
+            elif not isinstance(value, Tensor):
                 state[key] = value
             else:
                 if key != "step" or counts_on_device:
@@ -609,7 +622,7 @@ class LowPrecisionOptimizer(Optimizer):
                 state[key] = value
 
 
-def _on_device(values: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def _on_device(values: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Copy numbers to a device. From pinned memory, the host does not wait for the copy."""
     tensor = torch.tensor(values, dtype=dtype)
     if device.type == "cuda" and not is_simulated():
@@ -617,23 +630,23 @@ def _on_device(values: Any, dtype: torch.dtype, device: torch.device) -> torch.T
     return tensor.to(device, non_blocking=True)
 
 
-def _cut(tensor: torch.Tensor, piece: slice | None) -> torch.Tensor:
+def _cut(tensor: Tensor, piece: slice | None) -> Tensor:
     """Return the elements of a piece, ``[n]``, or the whole tensor in its own shape."""
-    return tensor if piece is None else tensor.view(-1)[piece]
+    if piece is None:
+        return tensor
+    return tensor.view(-1)[piece]
 
 
-def _is_per_element(value: Any, like: torch.Tensor) -> bool:
+def _is_per_element(value: Any, like: Tensor) -> bool:
     """Return whether ``value`` has one number per element; quantized states and factors are stored unchanged."""
-    return (
-        isinstance(value, torch.Tensor)
-        and not hasattr(value, "__tensor_flatten__")
-        and value.shape == like.shape
-        and value.dim() > 0
-        and value.is_floating_point()
-    )
+    if not isinstance(value, Tensor) or hasattr(value, "__tensor_flatten__"):
+        return False
+    if value.dim() == 0:  # a count of steps, as far as can be told if the parameter is a scalar
+        return False
+    return value.shape == like.shape and value.is_floating_point()
 
 
-def _own_grad(parameter: torch.nn.Parameter) -> torch.Tensor:
+def _own_grad(parameter: nn.Parameter) -> Tensor:
     """Return the gradient of this rank's shard."""
     grad = parameter.grad
     if isinstance(grad, DTensor) and grad.placements != parameter.placements:
@@ -641,7 +654,7 @@ def _own_grad(parameter: torch.nn.Parameter) -> torch.Tensor:
     return own_part(grad).contiguous()
 
 
-def _gather_like(shard: torch.Tensor, parameter: torch.nn.Parameter) -> torch.Tensor:
+def _gather_like(shard: Tensor, parameter: nn.Parameter) -> Tensor:
     """All-gather a shard of a tensor that is sharded like ``parameter``."""
     if not isinstance(parameter, DTensor):
         return shard
@@ -664,21 +677,23 @@ def _is_low_bit_state(state: object) -> bool:
     return hasattr(state, "codes")
 
 
-def _write_low_bit(state: torch.Tensor, values: torch.Tensor) -> None:
+def _write_low_bit(state: Tensor, values: Tensor) -> None:
     """Store float32 ``values`` in ``state``, which may be longer: its last block is padded with zeros.
 
     torchao finds the nearest code by a search that needs compilation to be fast; ``bucketize`` is one fused kernel.
     """
     padding = state.numel() - values.numel()
-    values = torch.nn.functional.pad(values.reshape(-1), (0, padding))
+    values = nn.functional.pad(values.reshape(-1), (0, padding))
     if not hasattr(state, "qmap"):  # fp8: a cast
         state.copy_(values)
         return
     blocks = values.view(len(state.scale), -1)  # [blocks, block_size]
-    scale = blocks.abs().amax(-1).clamp_(min=1e-12)
+    scale = blocks.abs().amax(-1).clamp_(min=1e-12)  # [blocks]; a block of zeros is not divided by 0
+    normalized = (blocks / scale[:, None]).view(-1)  # from -1 to 1
     # A value has the nearest code: the borders are in the middle between the values of neighboring codes.
-    borders = (state.qmap[1:] - state.qmap[:-1]) * 0.5 + state.qmap[:-1]
-    normalized = (blocks / scale[:, None]).view(-1)
+    lower_values = state.qmap[:-1]
+    upper_values = state.qmap[1:]
+    borders = (upper_values - lower_values) * 0.5 + lower_values
     codes = torch.bucketize(normalized, borders, right=True, out_int32=True).to(torch.uint8)
     if len(state.codes) < len(codes):  # 4 bits: two codes in a byte
         codes = codes[::2] << 4 | codes[1::2]
@@ -686,7 +701,7 @@ def _write_low_bit(state: torch.Tensor, values: torch.Tensor) -> None:
     state.scale.copy_(scale)
 
 
-def _plain_tensors(parameter: torch.nn.Parameter, state: dict[str, Any]) -> dict[str, Any]:
+def _plain_tensors(parameter: nn.Parameter, state: dict[str, Any]) -> dict[str, Any]:
     """Return a state with low-bit tensors as plain tensors; tensors of shards are stacked."""
     grid = ShardGrid.of(parameter)
     plain = {}
@@ -702,9 +717,10 @@ def _plain_tensors(parameter: torch.nn.Parameter, state: dict[str, Any]) -> dict
     return plain
 
 
-def _copy_row(stored: torch.Tensor, row: torch.Tensor) -> None:
+def _copy_row(stored: Tensor, row: Tensor) -> None:
     """Copy this rank's row of stacked codes or scales, which may be padded to the longest row."""
-    stored.copy_(row.reshape(-1)[: stored.numel()])
+    flat_row = row.reshape(-1)  # [1, ..., 1, longest] -> [longest]
+    stored.copy_(flat_row[: stored.numel()])
 
 
 def adopt_masters(optimizer: Optimizer) -> None:

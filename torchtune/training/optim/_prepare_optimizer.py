@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any, Literal, get_args
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from torchtune.modules.conversion import Phase, get_conversions
@@ -32,7 +33,7 @@ _UNSUPPORTED = {
 
 def prepare_optimizer(
     optimizer: Optimizer,
-    model: torch.nn.Module,
+    model: nn.Module,
     precision: OptimizerPrecision = "stochastic_rounding",
     seed: int | None = None,
 ) -> Optimizer:
@@ -88,7 +89,7 @@ def prepare_optimizer(
     if not isinstance(optimizer, Optimizer):
         raise UserError(f"optimizer: {name} is not a torch.optim.Optimizer: set optimizer_precision=param_dtype.")
 
-    parameters: list[torch.nn.Parameter] = []
+    parameters: list[nn.Parameter] = []
     for group in optimizer.param_groups:
         parameters += group["params"]
     dtypes = {parameter.dtype for parameter in parameters}
@@ -136,8 +137,9 @@ def _with_decimal_rates(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """
     decimal_groups = []
     for group in groups:
-        rate = float(f"{float(group['lr']):.7g}")
-        decimal_groups.append({**group, "lr": rate})
+        rate = float(group["lr"])
+        decimal_rate = float(f"{rate:.7g}")
+        decimal_groups.append({**group, "lr": decimal_rate})
     return decimal_groups
 
 
@@ -146,7 +148,7 @@ def _shared_seed() -> int:
     return broadcast_object(torch.initial_seed())
 
 
-def require_trained(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
+def require_trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Return the parameters that require a gradient, with their names.
 
     Raises:
@@ -164,8 +166,8 @@ def require_trained(model: torch.nn.Module) -> list[tuple[str, torch.nn.Paramete
 
 
 def setup_optimizer(
-    factory: Callable[[list[torch.nn.Parameter]], Optimizer],
-    model: torch.nn.Module,
+    factory: Callable[[list[nn.Parameter]], Optimizer],
+    model: nn.Module,
     precision: OptimizerPrecision = "stochastic_rounding",
     in_backward: bool = False,
 ) -> Optimizer:
@@ -193,8 +195,10 @@ def setup_optimizer(
         )
     trained = require_trained(model)
     parameters = [parameter for _, parameter in trained]
-    # With an optimizer per parameter, the first one tells whether the factory describes groups.
-    optimizer = factory(parameters[:1] if in_backward else parameters)
+    if in_backward:  # an optimizer per parameter: the first one tells whether the factory describes groups
+        optimizer = factory(parameters[:1])
+    else:
+        optimizer = factory(parameters)
     if isinstance(optimizer, GroupedOptimizer):
         optimizer.assign(trained, model)
         factory = optimizer.make
@@ -205,15 +209,15 @@ def setup_optimizer(
 
     seed = _shared_seed()  # once: a broadcast per parameter would be slow
 
-    def build(parameters: list[torch.nn.Parameter]) -> Optimizer:
+    def build(parameters: list[nn.Parameter]) -> Optimizer:
         return prepare_optimizer(factory(parameters), model, precision, seed)
 
     return OptimizerInBackward(trained, build)
 
 
-def _check_complete(optimizer: Optimizer, trained: list[tuple[str, torch.nn.Parameter]]) -> None:
+def _check_complete(optimizer: Optimizer, trained: list[tuple[str, nn.Parameter]]) -> None:
     """Raise if an optimizer lacks trained parameters."""
-    optimized: set[torch.nn.Parameter] = set()
+    optimized: set[nn.Parameter] = set()
     for group in getattr(optimizer, "param_groups", ()):  # prepare_optimizer says that an optimizer has no groups
         optimized.update(group["params"])
     missing = [name for name, parameter in trained if parameter not in optimized]

@@ -7,11 +7,12 @@ like ``torch.addcmul`` and ``torch.lerp`` are avoided, because their kernels may
 
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from torchtune.training.optim._stochastic_rounding import element_ids, random_bits, round_to_bfloat16, rounding_noise
 from torchtune.utils import (
@@ -37,14 +38,14 @@ _SETTINGS_WITHOUT_RULE = ("amsgrad", "maximize", "foreach", "capturable", "diffe
 
 # (value, gradient, states, scalars) -> new value and states, all float32 of the same shape.
 UpdateFunction = Callable[
-    [torch.Tensor, torch.Tensor, Sequence[torch.Tensor], Sequence[torch.Tensor]],
-    tuple[torch.Tensor, list[torch.Tensor]],
+    [Tensor, Tensor, Sequence[Tensor], Sequence[Tensor]],
+    tuple[Tensor, list[Tensor]],
 ]
 
 
 def adam(
-    value: torch.Tensor, grad: torch.Tensor, states: Sequence[torch.Tensor], scalars: Sequence[torch.Tensor]
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    value: Tensor, grad: Tensor, states: Sequence[Tensor], scalars: Sequence[Tensor]
+) -> tuple[Tensor, list[Tensor]]:
     """Update of ``torch.optim.Adam``: weight decay is part of the gradient (Kingma and Ba, arXiv:1412.6980)."""
     decay, *other_scalars = scalars
     grad = grad + value * decay
@@ -52,8 +53,8 @@ def adam(
 
 
 def adamw(
-    value: torch.Tensor, grad: torch.Tensor, states: Sequence[torch.Tensor], scalars: Sequence[torch.Tensor]
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    value: Tensor, grad: Tensor, states: Sequence[Tensor], scalars: Sequence[Tensor]
+) -> tuple[Tensor, list[Tensor]]:
     """Update of ``torch.optim.AdamW``: weight decay shrinks the weight (Loshchilov and Hutter, arXiv:1711.05101)."""
     decay, *other_scalars = scalars
     value = value - value * decay
@@ -61,37 +62,41 @@ def adamw(
 
 
 def _adam(
-    value: torch.Tensor, grad: torch.Tensor, states: Sequence[torch.Tensor], scalars: Sequence[torch.Tensor]
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    value: Tensor, grad: Tensor, states: Sequence[Tensor], scalars: Sequence[Tensor]
+) -> tuple[Tensor, list[Tensor]]:
     """The part that Adam and AdamW share: everything but weight decay."""
     exp_avg, exp_avg_sq = states
     one_minus_beta1, beta2, one_minus_beta2, correction2_sqrt, eps, step_size = scalars
     exp_avg = exp_avg + (grad - exp_avg) * one_minus_beta1
     exp_avg_sq = exp_avg_sq * beta2 + grad * grad * one_minus_beta2
     denominator = exp_avg_sq.sqrt() / correction2_sqrt + eps
-    return value - exp_avg / denominator * step_size, [exp_avg, exp_avg_sq]
+    value = value - exp_avg / denominator * step_size
+    return value, [exp_avg, exp_avg_sq]
 
 
 def sgd(
-    value: torch.Tensor, grad: torch.Tensor, states: Sequence[torch.Tensor], scalars: Sequence[torch.Tensor]
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    value: Tensor, grad: Tensor, states: Sequence[Tensor], scalars: Sequence[Tensor]
+) -> tuple[Tensor, list[Tensor]]:
     """Update of ``torch.optim.SGD``, with momentum if there is a state."""
     lr, decay, momentum, one_minus_dampening = scalars
     grad = grad + value * decay
     if not states:
         return value - grad * lr, []
     buffer = states[0] * momentum + grad * one_minus_dampening
-    return value - buffer * lr, [buffer]
+    value = value - buffer * lr
+    return value, [buffer]
 
 
 def sgd_nesterov(
-    value: torch.Tensor, grad: torch.Tensor, states: Sequence[torch.Tensor], scalars: Sequence[torch.Tensor]
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    value: Tensor, grad: Tensor, states: Sequence[Tensor], scalars: Sequence[Tensor]
+) -> tuple[Tensor, list[Tensor]]:
     """Update of ``torch.optim.SGD(nesterov=True)``."""
     lr, decay, momentum, one_minus_dampening = scalars
     grad = grad + value * decay
     buffer = states[0] * momentum + grad * one_minus_dampening
-    return value - (grad + buffer * momentum) * lr, [buffer]
+    next_buffer = grad + buffer * momentum  # if the gradient of the next step were the same
+    value = value - next_buffer * lr
+    return value, [buffer]
 
 
 @dataclass(frozen=True)
@@ -122,7 +127,8 @@ def _adam_scalars(group: Mapping[str, Any], step: int) -> list[float]:
     # The averages start at zero: divided by these, they are unbiased.
     correction1 = 1 - beta1**step
     correction2 = 1 - beta2**step
-    return [decay, 1 - beta1, beta2, 1 - beta2, correction2**0.5, group["eps"], lr / correction1]
+    step_size = lr / correction1
+    return [decay, 1 - beta1, beta2, 1 - beta2, correction2**0.5, group["eps"], step_size]
 
 
 def _is_decoupled(group: Mapping[str, Any]) -> bool:
@@ -132,8 +138,9 @@ def _is_decoupled(group: Mapping[str, Any]) -> bool:
 
 def _sgd_scalars(group: Mapping[str, Any], step: int) -> list[float]:
     """Return the scalars of SGD, with or without momentum."""
-    # torch's momentum buffer starts as the first gradient, without dampening.
-    one_minus_dampening = 1.0 if step == 1 else 1 - group["dampening"]
+    one_minus_dampening = 1 - group["dampening"]
+    if step == 1:  # torch's momentum buffer starts as the first gradient, without dampening
+        one_minus_dampening = 1.0
     return [float(group["lr"]), group["weight_decay"], group["momentum"], one_minus_dampening]
 
 
@@ -167,14 +174,14 @@ def find_update_rule(optimizer: type, group: Mapping[str, Any]) -> UpdateRule | 
 
 def step_elements(
     update: UpdateFunction,
-    weight: torch.Tensor,
-    grad: torch.Tensor,
-    states: Sequence[torch.Tensor],
-    scalars: torch.Tensor,
-    ids: torch.Tensor | None,
-    origin: torch.Tensor,
-    key: torch.Tensor,
-    is_skipped: torch.Tensor | None,
+    weight: Tensor,
+    grad: Tensor,
+    states: Sequence[Tensor],
+    scalars: Tensor,
+    ids: Tensor | None,
+    origin: Tensor,
+    key: Tensor,
+    is_skipped: Tensor | None,
 ) -> None:
     """Step the elements of a piece: read the storage as float32, update, round, write.
 
@@ -194,12 +201,29 @@ def step_elements(
         start, name_hash, _, _ = origin.unbind()
         positions = torch.arange(weight.numel(), dtype=torch.int32, device=weight.device) + start
         ids = element_ids(positions, name_hash)
-    bits = random_bits(ids, key)
+    bits = random_bits(ids, key)  # int32 [n], of which the weight and each state take others
     float32_states = [state.float() for state in states]
     new_weight, new_states = update(weight.float(), grad.float(), float32_states, scalars.unbind())
     _write(weight, new_weight, bits, 0, is_skipped)
     for draw, (state, new_state) in enumerate(zip(states, new_states, strict=True), start=1):
         _write(state, new_state, bits, draw, is_skipped)
+
+
+@dataclass(frozen=True)
+class GroupStep:
+    """What the elements of a step share, if their parameters are of one group, one age and one device.
+
+    Attributes:
+        update: the update.
+        scalars: float32, scalars of the update.
+        key: int32 scalar, from :func:`rounding_key`.
+        is_skipped: see :func:`step_elements`.
+    """
+
+    update: UpdateFunction
+    scalars: Tensor
+    key: Tensor
+    is_skipped: Tensor | None = None
 
 
 @dataclass
@@ -212,70 +236,63 @@ class Piece:
         states: ``[n]`` each, in the order of the update's.
     """
 
-    weight: torch.Tensor
-    grad: torch.Tensor
-    states: list[torch.Tensor]
+    weight: Tensor
+    grad: Tensor
+    states: list[Tensor]
 
 
-def step_pieces(
-    update: UpdateFunction,
-    pieces: Sequence[Piece],
-    scalars: torch.Tensor,
-    origins: torch.Tensor,
-    key: torch.Tensor,
-    is_skipped: torch.Tensor | None = None,
-) -> None:
+def step_pieces(step: GroupStep, pieces: Sequence[Piece], origins: Tensor) -> None:
     """Step pieces of consecutive elements: many share the launch of a kernel where there are launches.
 
     Args:
-        update: the update.
-        pieces: on one device.
-        scalars: float32, scalars of the update.
+        step: what the pieces share.
+        pieces: the pieces.
         origins: int32 ``[len(pieces), 4]``; see :func:`step_elements`.
-        key: int32 scalar, from :func:`rounding_key`.
-        is_skipped: see :func:`step_elements`.
     """
     num_bundled = 0
     if bundled_step.pays(pieces):
-        num_bundled = bundled_step(update, pieces, scalars, origins, key, is_skipped)
-    for piece, origin in zip(pieces[num_bundled:], origins[num_bundled:].unbind(), strict=True):
-        step_piece(update, piece, scalars, None, origin, key, is_skipped)
+        num_bundled = bundled_step(step, pieces, origins)
+    single_pieces = pieces[num_bundled:]  # all, without launches; after a failure of the compiler, those not bundled
+    single_origins = origins[num_bundled:].unbind()
+    for piece, origin in zip(single_pieces, single_origins, strict=True):
+        step_piece(step, piece, origin)
 
 
-def step_piece(
-    update: UpdateFunction,
-    piece: Piece,
-    scalars: torch.Tensor,
-    ids: torch.Tensor | None,
-    origin: torch.Tensor,
-    key: torch.Tensor,
-    is_skipped: torch.Tensor | None = None,
-) -> None:
-    """Step one piece, compiled once that pays; see :func:`step_elements`."""
-    fused_step(update, piece.weight, piece.grad, piece.states, scalars, ids, origin, key, is_skipped)
+def step_piece(step: GroupStep, piece: Piece, origin: Tensor, ids: Tensor | None = None) -> None:
+    """Step one piece, compiled once that pays; see :func:`step_elements` for ``origin`` and ``ids``."""
+    fused_step(
+        step.update,
+        piece.weight,
+        piece.grad,
+        piece.states,
+        step.scalars,
+        ids,
+        origin,
+        step.key,
+        step.is_skipped,
+    )
 
 
 def step_bundle(
     update: UpdateFunction,
-    weights: Sequence[torch.Tensor],
-    grads: Sequence[torch.Tensor],
-    states: Sequence[Sequence[torch.Tensor]],
-    scalars: torch.Tensor,
-    origins: torch.Tensor,
-    key: torch.Tensor,
-    is_skipped: torch.Tensor | None,
+    weights: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    states: Sequence[Sequence[Tensor]],
+    scalars: Tensor,
+    origins: Tensor,
+    key: Tensor,
+    is_skipped: Tensor | None,
 ) -> None:
     """Step :data:`BUNDLE` pieces; see :func:`step_elements`."""
     for index, origin in enumerate(origins.unbind()):
         step_elements(update, weights[index], grads[index], states[index], scalars, None, origin, key, is_skipped)
 
 
-def _write(
-    stored: torch.Tensor, values: torch.Tensor, bits: torch.Tensor, draw: int, is_skipped: torch.Tensor | None
-) -> None:
+def _write(stored: Tensor, values: Tensor, bits: Tensor, draw: int, is_skipped: Tensor | None) -> None:
     """Write float32 values to a stored tensor, stochastically rounded if it is bfloat16; see :func:`rounding_noise`."""
     if stored.dtype == torch.bfloat16:
-        values = round_to_bfloat16(values, rounding_noise(bits, draw))
+        noise = rounding_noise(bits, draw)
+        values = round_to_bfloat16(values, noise)
     if is_skipped is not None:
         values = torch.where(is_skipped, stored, values)
     stored.copy_(values)
@@ -346,10 +363,13 @@ class CompiledWhenItPays:
         if on_cpu and not has_cpp_compiler():
             self._function(*args)
             return
-        options = _cpu_options() if on_cpu else None
+        options = None
+        reference_args: Sequence[Any] = ()
+        if on_cpu:
+            options = _cpu_options()
+            # The function changes its arguments: the uncompiled call, to compare with, needs copies of them.
+            reference_args = _copies(args)
         compiled = torch.compile(self._function, dynamic=True, fullgraph=True, options=options)
-        # The function changes its arguments: the uncompiled call, to compare with, needs copies of them.
-        reference_args = _copies(args) if on_cpu else ()
         try:
             with one_compiler_thread():
                 compiled(*map(_without_base, args))
@@ -381,7 +401,8 @@ class BundledStep:
     def __init__(self) -> None:
         self._compiled: Callable[..., None] | None = None
         self._has_failed = False
-        self._fillers: list[Piece] = []
+        # By the layout of the pieces that they stand beside: an update, and the dtypes of its tensors.
+        self._fillers: dict[Hashable, list[Piece]] = {}
 
     def pays(self, pieces: Sequence[Piece]) -> bool:
         """Return whether to bundle the pieces of a step: it launches kernels, at least twice as many as a bundle."""
@@ -389,15 +410,7 @@ class BundledStep:
             return False
         return pieces[0].weight.device.type == "cuda"
 
-    def __call__(
-        self,
-        update: UpdateFunction,
-        pieces: Sequence[Piece],
-        scalars: torch.Tensor,
-        origins: torch.Tensor,
-        key: torch.Tensor,
-        is_skipped: torch.Tensor | None,
-    ) -> int:
+    def __call__(self, step: GroupStep, pieces: Sequence[Piece], origins: Tensor) -> int:
         """Step the pieces; see :func:`step_pieces`.
 
         Returns:
@@ -405,40 +418,32 @@ class BundledStep:
         """
         if self._compiled is None:
             self._compiled = torch.compile(step_bundle, dynamic=True, fullgraph=True, options=_bundle_options())
-        if not self._fillers:
-            # The compiler takes sizes that are equal in the first call for equal in all calls: these all differ.
-            self._fillers = [_filler(pieces[0], size=1003 + 2 * index) for index in range(BUNDLE)]
-            self._step_or_fail(
-                update, self._fillers, scalars, origins.new_zeros(BUNDLE, origins.shape[1]), key, is_skipped
-            )
+        layout = _layout(step.update, pieces[0])
+        if layout not in self._fillers:
+            self._fillers[layout] = _make_fillers(pieces[0])
+            filler_origins = origins.new_zeros(BUNDLE, origins.shape[1])
+            self._step_or_fail(step, self._fillers[layout], filler_origins)
         for first in range(0, len(pieces), BUNDLE):
+            if self._has_failed:
+                return first
             bundle = list(pieces[first : first + BUNDLE])
             # The last bundle begins with pieces of zeros, which take the origins of pieces of the bundle before.
             num_missing = BUNDLE - len(bundle)
-            bundle = self._fillers[:num_missing] + bundle
+            bundle = self._fillers[layout][:num_missing] + bundle
             start = first - num_missing
-            if self._has_failed or not self._step_or_fail(
-                update, bundle, scalars, origins[start : start + BUNDLE], key, is_skipped
-            ):
+            if not self._step_or_fail(step, bundle, origins[start : start + BUNDLE]):
                 return first
         return len(pieces)
 
-    def _step_or_fail(
-        self,
-        update: UpdateFunction,
-        pieces: Sequence[Piece],
-        scalars: torch.Tensor,
-        origins: torch.Tensor,
-        key: torch.Tensor,
-        is_skipped: torch.Tensor | None,
-    ) -> bool:
+    def _step_or_fail(self, step: GroupStep, bundle: Sequence[Piece], origins: Tensor) -> bool:
         """Step one bundle; return False if the compiler fails, which it does before anything is computed."""
-        weights = [_without_base(piece.weight) for piece in pieces]
-        grads = [_without_base(piece.grad) for piece in pieces]
-        states = [_without_base(piece.states) for piece in pieces]
+        weights = [_without_base(piece.weight) for piece in bundle]
+        grads = [_without_base(piece.grad) for piece in bundle]
+        states = [_without_base(piece.states) for piece in bundle]
+        origins = _without_base(origins)
         try:
             with one_compiler_thread():
-                self._compiled(update, weights, grads, states, scalars, _without_base(origins), key, is_skipped)
+                self._compiled(step.update, weights, grads, states, step.scalars, origins, step.key, step.is_skipped)
         except compiler_errors() as error:
             self._has_failed = True
             get_logger().info(f"Pieces of the optimizer step are not bundled: {first_line(error)}")
@@ -446,13 +451,23 @@ class BundledStep:
         return True
 
 
-def _filler(like: Piece, size: int) -> Piece:
-    """Return a piece of zeros with the dtypes of another."""
-    return Piece(
-        weight=like.weight.new_zeros(size),
-        grad=like.grad.new_zeros(size),
-        states=[state.new_zeros(size) for state in like.states],
-    )
+def _layout(update: UpdateFunction, piece: Piece) -> Hashable:
+    """Return what the pieces of a bundle must have in common."""
+    tensors = (piece.weight, piece.grad, *piece.states)
+    return update, piece.weight.device, tuple(tensor.dtype for tensor in tensors)
+
+
+def _make_fillers(like: Piece) -> list[Piece]:
+    """Return pieces of zeros for a whole bundle, with the layout of a piece."""
+    fillers = []
+    for index in range(BUNDLE):
+        # The compiler takes sizes that are equal in the first call for equal in all calls: these all differ.
+        size = 1003 + 2 * index
+        weight = like.weight.new_zeros(size)
+        grad = like.grad.new_zeros(size)
+        states = [state.new_zeros(size) for state in like.states]
+        fillers.append(Piece(weight, grad, states))
+    return fillers
 
 
 def _bundle_options() -> dict[str, Any]:
@@ -488,7 +503,7 @@ def _without_base(arg: Any) -> Any:
     """
     if isinstance(arg, list):
         return [_without_base(item) for item in arg]
-    if not isinstance(arg, torch.Tensor):
+    if not isinstance(arg, Tensor):
         return arg
     tensor = torch.empty(0, dtype=arg.dtype, device=arg.device)
     return tensor.set_(arg.untyped_storage(), arg.storage_offset(), arg.shape, arg.stride())
@@ -498,7 +513,7 @@ def _copies(args: Sequence[Any]) -> list[Any]:
     """Copy tensors, and lists of tensors."""
     copies: list[Any] = []
     for arg in args:
-        if isinstance(arg, torch.Tensor):
+        if isinstance(arg, Tensor):
             copies.append(arg.clone())
         elif isinstance(arg, list):
             copies.append(_copies(arg))
@@ -507,11 +522,11 @@ def _copies(args: Sequence[Any]) -> list[Any]:
     return copies
 
 
-def _tensors(args: Sequence[Any]) -> list[torch.Tensor]:
+def _tensors(args: Sequence[Any]) -> list[Tensor]:
     """Return the tensors of arguments, and of lists of tensors in them."""
-    tensors: list[torch.Tensor] = []
+    tensors: list[Tensor] = []
     for arg in args:
-        if isinstance(arg, torch.Tensor):
+        if isinstance(arg, Tensor):
             tensors.append(arg)
         elif isinstance(arg, list):
             tensors += _tensors(arg)
@@ -526,7 +541,8 @@ def _are_equal(args: Sequence[Any], reference_args: Sequence[Any]) -> bool:
     return True
 
 
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+def _as_bytes(tensor: Tensor) -> Tensor:
+    """Return the bits of a tensor, uint8 ``[bytes]``: NaN, which equals nothing, has bits that are equal."""
     return tensor.reshape(-1).view(torch.uint8)
 
 
@@ -535,7 +551,9 @@ def piece_size(device: torch.device) -> int:
 
     The number is a multiple of the block size of low-bit states.
     """
-    return 2**20 if computes_on_cpu(device) else 2**23
+    if computes_on_cpu(device):
+        return 2**20
+    return 2**23  # a launch must be short beside its work
 
 
 def rounded_piece_size(device: torch.device) -> int:
@@ -547,7 +565,7 @@ def rounded_piece_size(device: torch.device) -> int:
         return sys.maxsize
     if fused_step.is_compiled:
         return piece_size(device)
-    return 2**18 if computes_on_cpu(device) else 2**21
+    return piece_size(device) // 4
 
 
 # All optimizers of a process share them: with a step in the backward pass, each parameter has an optimizer.

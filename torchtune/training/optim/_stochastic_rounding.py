@@ -14,6 +14,7 @@ import hashlib
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from torchtune.training.parallel._shards import my_shard
@@ -26,7 +27,8 @@ _GOLDEN = -1640531527  # 0x9E3779B1 as int32
 
 def hash_text(text: str) -> int:
     """Hash a text into a signed 32-bit integer."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little", signed=True)
+    digest = hashlib.blake2b(text.encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "little", signed=True)
 
 
 def rounding_key(seed: int, step: int) -> int:
@@ -34,7 +36,7 @@ def rounding_key(seed: int, step: int) -> int:
     return hash_text(f"{seed}/{step}")
 
 
-def element_ids(positions: torch.Tensor, name_hash: int | torch.Tensor) -> torch.Tensor:
+def element_ids(positions: Tensor, name_hash: int | Tensor) -> Tensor:
     """Return the part of the counter that distinguishes elements, int32 in the shape of ``positions``.
 
     Args:
@@ -44,13 +46,14 @@ def element_ids(positions: torch.Tensor, name_hash: int | torch.Tensor) -> torch
     return positions * _GOLDEN + name_hash
 
 
-def random_bits(ids: torch.Tensor, key: int | torch.Tensor) -> torch.Tensor:
+def random_bits(ids: Tensor, key: int | Tensor) -> Tensor:
     """Return uniform 32-bit numbers, int32 in the shape of ``ids``.
 
     The mixing function is ``lowbias32`` (C. Wellons, "Prospecting for Hash Functions"). Multiplications wrap around.
     Shifts of int32 copy the sign, so they are masked.
     """
     bits = ids ^ key
+    # Each line makes the lower bits depend on the upper ones (shift) or the upper on the lower (product).
     bits = bits ^ ((bits >> 16) & 0xFFFF)
     bits = bits * 0x7FEB352D
     bits = bits ^ ((bits >> 15) & 0x1FFFF)
@@ -58,7 +61,7 @@ def random_bits(ids: torch.Tensor, key: int | torch.Tensor) -> torch.Tensor:
     return bits ^ ((bits >> 16) & 0xFFFF)
 
 
-def rounding_noise(bits: torch.Tensor, draw: int) -> torch.Tensor:
+def rounding_noise(bits: Tensor, draw: int) -> Tensor:
     """Return uniform integers from 0 to 65535, int32 in the shape of ``bits``.
 
     Args:
@@ -70,10 +73,11 @@ def rounding_noise(bits: torch.Tensor, draw: int) -> torch.Tensor:
         return (bits >> 16) & 0xFFFF
     if draw == 1:
         return bits & 0xFFFF
-    return ((bits * (_GOLDEN + 2 * draw)) >> 16) & 0xFFFF
+    mixed = bits * (_GOLDEN + 2 * draw)  # by an odd number, so that no information is lost
+    return (mixed >> 16) & 0xFFFF
 
 
-def round_to_bfloat16(values: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+def round_to_bfloat16(values: Tensor, noise: Tensor) -> Tensor:
     """Round stochastically to numbers that bfloat16 represents; zeros, infinities and NaN do not change.
 
     Args:
@@ -86,11 +90,12 @@ def round_to_bfloat16(values: torch.Tensor, noise: torch.Tensor) -> torch.Tensor
     if not computes_on_cpu(values.device):
         # NaN of other devices has all bits set and would wrap around to -0.
         noise = torch.where(values != values, 0, noise)
+    # The noise carries into the upper half with the probability that the value rounds up.
     bits = (values.view(torch.int32) + noise) & _UPPER_HALF
     return bits.view(torch.float32)
 
 
-def spread_within_rounding(values: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+def spread_within_rounding(values: Tensor, noise: Tensor) -> Tensor:
     """Move each value, which bfloat16 represents, to a random float32 number that rounds to it.
 
     Args:
@@ -101,8 +106,10 @@ def spread_within_rounding(values: torch.Tensor, noise: torch.Tensor) -> torch.T
         float32, in the shape of ``values``.
     """
     offset = noise.clamp(min=1) - 2**15  # from 1 - 2**15 to 2**15 - 1: never a tie
-    offset = torch.where((values == 0) | ~values.isfinite(), 0, offset)
-    return (values.view(torch.int32) + offset).view(torch.float32)
+    is_kept = (values == 0) | ~values.isfinite()
+    offset = torch.where(is_kept, 0, offset)
+    bits = values.view(torch.int32) + offset
+    return bits.view(torch.float32)
 
 
 class ElementIds:
@@ -120,7 +127,7 @@ class ElementIds:
         name: name of the parameter.
     """
 
-    def __init__(self, parameter: torch.Tensor, name: str) -> None:
+    def __init__(self, parameter: Tensor, name: str) -> None:
         self.name_hash = hash_text(name)
         self._shape = list(parameter.shape)  # of the shard
         offsets = [0] * parameter.dim()
@@ -131,14 +138,17 @@ class ElementIds:
         self._strides = [1] * parameter.dim()  # of the full tensor
         for dim in reversed(range(parameter.dim() - 1)):
             self._strides[dim] = self._strides[dim + 1] * parameter.shape[dim + 1]
-        self._start = sum(offset * stride for offset, stride in zip(offsets, self._strides, strict=True))
+        self._start = 0  # position of the first element
+        for offset, stride in zip(offsets, self._strides, strict=True):
+            self._start += offset * stride
+        # Only the first dimension is sharded, if any.
         self.is_run = self._shape[1:] == list(parameter.shape[1:])
 
     def origin(self, first: int) -> tuple[int, int]:
         """Return the position of element ``first`` of a run, and the hash of the name: what :meth:`of` depends on."""
         return _wrap_to_int32(self._start + first), self.name_hash
 
-    def of(self, first: int, count: int, device: torch.device) -> torch.Tensor:
+    def of(self, first: int, count: int, device: torch.device) -> Tensor:
         """Return the ids of ``count`` elements of the shard, counted from ``first``, int32 ``[count]``."""
         local = torch.arange(first, first + count, device=device)  # positions in the shard
         positions = torch.full_like(local, self._start)
@@ -147,7 +157,8 @@ class ElementIds:
         else:
             # From the innermost dimension outward: the index in each dimension, times the full tensor's stride.
             for size, stride in zip(reversed(self._shape), reversed(self._strides), strict=True):
-                positions += local % size * stride
+                index = local % size
+                positions += index * stride
                 local = local // size
         return element_ids(_wrap_to_int32(positions).to(torch.int32), self.name_hash)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from torchtune.data import Batch
 from torchtune.training.parallel._ranks import (
@@ -116,23 +117,26 @@ class ParallelDims:
                 )
 
     def _check_experts(self) -> None:
+        """Raise unless ``ep`` divides the ranks with different tokens."""
         shards = self.dp_shard * self.cp * self.tp
         if shards % self.ep:
             factors = f"data_parallel_shard_dim {self.dp_shard} x context_parallel_dim {self.cp}"
             if self.tp > 1:
                 factors += f" x tensor_parallel_dim {self.tp}"
             raise ParallelDimsError(
-                f"expert_parallel_dim is {self.ep}: it must divide the shards, {factors} = {shards}, of which it takes "
-                "its processes."
+                f"expert_parallel_dim is {self.ep}: it must divide the shards, {factors} = {shards}, whose processes "
+                "share the experts."
             )
 
     def _check_same_sizes(self) -> None:
         """Check that all processes have the same sizes: each machine has a command line of its own. A collective."""
         sizes = [self.dp_replicate, self.dp_shard, self.cp, self.tp, self.ep]
-        # The maxima and minima (of the negative sizes) of all processes.
-        bounds = torch.tensor([sizes, [-size for size in sizes]], device=message_device())
+        # Maxima of the sizes, and of the negative sizes, which are the negative minima: one collective for both.
+        negative_sizes = [-size for size in sizes]
+        bounds = torch.tensor([sizes, negative_sizes], device=message_device())
         dist.all_reduce(bounds, dist.ReduceOp.MAX)
-        for name, largest, negative_smallest in zip((*_MESH, "ep"), *bounds.tolist(), strict=True):
+        all_largest, all_negative_smallest = bounds.tolist()
+        for name, largest, negative_smallest in zip((*_MESH, "ep"), all_largest, all_negative_smallest, strict=True):
             if largest != -negative_smallest:
                 raise ParallelDimsError(
                     f"{_SETTINGS[name]} is {-negative_smallest} on one rank and {largest} on another: give all "
@@ -165,7 +169,7 @@ class ParallelDims:
         if not dist.is_initialized():
             # Without device_id, torch makes the groups of the mesh anew instead of splitting the default group:
             # gloo's halves of split groups share a listener, and with connections made at the first message
-            # (see join_process_group) wait for ever for each other's.
+            # (see join_process_group) wait forever for each other's.
             join_process_group(get_distributed_backend(device.type, offload_ops_to_cpu=True))
         dims._check_same_sizes()
         dims._make_mesh(device.type)
@@ -285,7 +289,8 @@ class ParallelDims:
     def _experts(self) -> Any:
         """Mesh of the experts, with the same ranks; all processes build it at their first use."""
         # ep is innermost: neighbors, usually on one machine, exchange the tokens.
-        sizes = [self.dp_replicate, self.dp_shard * self.cp * self.tp // self.ep, self.ep]
+        shards = self.dp_shard * self.cp * self.tp
+        sizes = [self.dp_replicate, shards // self.ep, self.ep]
         names = ("dp_replicate", "dp_shard_of_experts", "ep")
         return dist.device_mesh.init_device_mesh(self.mesh.device_type, sizes, mesh_dim_names=names)
 
@@ -323,8 +328,8 @@ class ParallelDims:
 
     def exchange(
         self,
-        numbers: Sequence["float | torch.Tensor"],
-        flags: Sequence["bool | torch.Tensor"] = (),
+        numbers: Sequence["float | Tensor"],
+        flags: Sequence["bool | Tensor"] = (),
         *,
         on_host: bool = False,
     ) -> tuple[list[Any], list[bool]]:
@@ -342,25 +347,29 @@ class ParallelDims:
         """
         if self.world_size == 1:
             values = _copy_to_host([*numbers, *flags])
-            return values[: len(numbers)], [bool(value) for value in values[len(numbers) :]]
+            own_flags = [bool(value) for value in values[len(numbers) :]]
+            return values[: len(numbers)], own_flags
         device = self._device
         if on_host and "cpu:" in dist.get_backend_config():  # older recipes may have made a group of the device alone
             device = torch.device("cpu")
         message = self._write_message(numbers, flags, device)
         totals = self._reduce(message, dist.ReduceOp.SUM)
         sums = []
-        for number, total in zip(numbers, totals, strict=False):  # the flags follow
-            sums.append(round(total) if isinstance(number, int) else total)
-        return sums, [count > 0 for count in totals[len(numbers) :]]
+        for number, total in zip(numbers, totals[: len(numbers)], strict=True):
+            if isinstance(number, int):
+                total = round(total)  # the message is float64
+            sums.append(total)
+        joint_flags = [count > 0 for count in totals[len(numbers) :]]
+        return sums, joint_flags
 
-    def sends_from_device(self, numbers: Sequence["float | torch.Tensor"]) -> bool:
+    def sends_from_device(self, numbers: Sequence["float | Tensor"]) -> bool:
         """Return whether the host would wait for a device in :meth:`exchange`; the same on all processes."""
         if self.world_size > 1:
             return self._device.type == "cuda"
-        return any(isinstance(number, torch.Tensor) and number.is_cuda for number in numbers)
+        return any(isinstance(number, Tensor) and number.is_cuda for number in numbers)
 
     def start_exchange(
-        self, numbers: Sequence["float | torch.Tensor"], flags: Sequence["bool | torch.Tensor"] = ()
+        self, numbers: Sequence["float | Tensor"], flags: Sequence["bool | Tensor"] = ()
     ) -> "LateExchange":
         """Begin what :meth:`exchange` does on a CUDA device; the host goes on at once. A collective.
 
@@ -387,10 +396,10 @@ class ParallelDims:
 
     def _write_message(
         self,
-        numbers: Sequence["float | torch.Tensor"],
-        flags: Sequence["bool | torch.Tensor"],
+        numbers: Sequence["float | Tensor"],
+        flags: Sequence["bool | Tensor"],
         device: torch.device,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Return the part of this process in the sums of numbers, then of flags, float64 ``[n]``."""
         # [numbers, flags]: one all-reduce, because each costs every rank a wait for the slowest.
         message = torch.zeros(len(numbers) + len(flags), dtype=torch.float64, device=device)
@@ -402,7 +411,7 @@ class ParallelDims:
             _write_scalar(message[index], flag)
         return message
 
-    def sum_over_sequence(self, values: torch.Tensor) -> torch.Tensor:
+    def sum_over_sequence(self, values: Tensor) -> Tensor:
         """Sum over the context-parallel ranks of a sequence. A collective.
 
         Every rank then computes the same loss from the sums. Divide this loss by ``cp``, because losses and gradients
@@ -421,7 +430,7 @@ class ParallelDims:
         scaled = self.cp * values
         return total + (scaled - scaled.detach())
 
-    def gather_over_data(self, rows: torch.Tensor) -> tuple[torch.Tensor, int]:
+    def gather_over_data(self, rows: Tensor) -> tuple[Tensor, int]:
         """Concatenate the rows of all data-parallel ranks, in the order of the ranks, with gradients. A collective.
 
         Args:
@@ -445,7 +454,7 @@ class ParallelDims:
         message = torch.full((1,), number, device=self._device)  # filled there: a copy would be a wait
         return self._reduce(message, dist.ReduceOp.MAX)[0]
 
-    def _reduce(self, message: torch.Tensor, operation: Any) -> list[Any]:
+    def _reduce(self, message: Tensor, operation: Any) -> list[Any]:
         """All-reduce over all processes, add the time to ``waited``, and return the values ``[n]`` on the host."""
         if message.is_cuda:  # the host does not wait, the stream does
             before = torch.cuda.Event(enable_timing=True)
@@ -463,7 +472,9 @@ class ParallelDims:
 
     def gather(self, value: Any) -> list[Any]:
         """Return the values of all processes by rank. A collective; slow, as values are pickled."""
-        return all_gather_object(value) if self.world_size > 1 else [value]
+        if self.world_size == 1:
+            return [value]
+        return all_gather_object(value)
 
     def close(self) -> None:
         """Destroy the process group."""
@@ -477,7 +488,9 @@ class ParallelDims:
         see :meth:`Batch.pad_to_multiple <torchtune.data.Batch.pad_to_multiple>` and
         :meth:`Batch.split <torchtune.data.Batch.split>`.
         """
-        return collate_fn if self.non_data_parallel_size == 1 else _ShardedCollate(collate_fn, self)
+        if self.non_data_parallel_size == 1:
+            return collate_fn
+        return _ShardedCollate(collate_fn, self)
 
     @staticmethod
     def unsharded_collate(collate_fn: Collate) -> Collate:
@@ -485,7 +498,9 @@ class ParallelDims:
 
         A function that is not wrapped is returned unchanged.
         """
-        return collate_fn.collate_fn if isinstance(collate_fn, _ShardedCollate) else collate_fn
+        if isinstance(collate_fn, _ShardedCollate):
+            return collate_fn.collate_fn
+        return collate_fn
 
 
 class _ShardedCollate:
@@ -496,7 +511,8 @@ class _ShardedCollate:
         self._dims = dims
 
     def __call__(self, examples: list[Any]) -> Batch:
-        batch = Batch.from_dict(self.collate_fn(examples)).pad_to_multiple(self._dims.min_seq_len_divisor)
+        batch = Batch.from_dict(self.collate_fn(examples))
+        batch = batch.pad_to_multiple(self._dims.min_seq_len_divisor)
         if self._dims.cp == 1:
             return batch
         return batch.split(self._dims.mesh["cp"].get_local_rank(), self._dims.cp)
@@ -514,7 +530,7 @@ class LateExchange:
         message: see above; on the device.
     """
 
-    def __init__(self, message: torch.Tensor, num_numbers: int, on_arrival: Callable[[], None]) -> None:
+    def __init__(self, message: Tensor, num_numbers: int, on_arrival: Callable[[], None]) -> None:
         self.message = message
         self._num_numbers = num_numbers
         self._on_arrival = on_arrival
@@ -534,62 +550,70 @@ class LateExchange:
         self._arrival.synchronize()
         self._on_arrival()
         totals = self._on_host.tolist()
-        return totals[: self._num_numbers], [count > 0 for count in totals[self._num_numbers :]]
+        flags = [count > 0 for count in totals[self._num_numbers :]]
+        return totals[: self._num_numbers], flags
 
 
-def _gather_rows(rows: torch.Tensor, group: Any) -> tuple[torch.Tensor, int]:
+def _gather_rows(rows: Tensor, group: Any) -> tuple[Tensor, int]:
     """Concatenate the rows of the ranks of a group; return them and the number of rows of the ranks before this one."""
     size = dist.get_world_size(group)
+    own_count = torch.tensor([len(rows)], device=rows.device)
     counts = torch.empty(size, dtype=torch.int64, device=rows.device)
-    dist.all_gather_into_tensor(counts, torch.tensor([len(rows)], device=rows.device), group)
+    dist.all_gather_into_tensor(counts, own_count, group)
     num_rows = counts.tolist()
     # A collective needs equal shapes: shorter parts are padded, and the padding is cut off.
-    padded = rows.new_zeros(max(num_rows), *rows.shape[1:])
-    padded = torch.cat([rows, padded[len(rows) :]])
+    zeros = rows.new_zeros(max(num_rows), *rows.shape[1:])
+    padded = torch.cat([rows, zeros[len(rows) :]])  # [most rows, ...]
     parts = _GatherParts.apply(padded, group)  # [size, most rows, ...]
     gathered = torch.cat([part[:number] for part, number in zip(parts, num_rows, strict=True)])
-    return gathered, sum(num_rows[: dist.get_rank(group)])
+    num_before = sum(num_rows[: dist.get_rank(group)])
+    return gathered, num_before
 
 
 class _GatherParts(torch.autograd.Function):
     """Stack the tensors of the ranks of a group; the gradient is summed over the ranks."""
 
     @staticmethod
-    def forward(ctx: Any, part: torch.Tensor, group: Any) -> torch.Tensor:
+    def forward(ctx: Any, part: Tensor, group: Any) -> Tensor:
         ctx.group = group
         parts = part.new_empty(dist.get_world_size(group), *part.shape)
         # As bytes, because gloo has no collectives of bools.
-        dist.all_gather_into_tensor(parts.flatten(0, 1).view(torch.uint8), part.contiguous().view(torch.uint8), group)
+        received = parts.flatten(0, 1).view(torch.uint8)
+        sent = part.contiguous().view(torch.uint8)
+        dist.all_gather_into_tensor(received, sent, group)
         return parts
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         grad = grad.contiguous()
         dist.all_reduce(grad, group=ctx.group)
         return grad[dist.get_rank(ctx.group)], None
 
 
-def _copy_to_host(scalars: "Sequence[float | torch.Tensor]") -> list[Any]:
+def _copy_to_host(scalars: "Sequence[float | Tensor]") -> list[Any]:
     """Return Python numbers. Those of a CUDA device come in one copy, because the host waits for every copy."""
     on_device = []
     for scalar in scalars:
-        if isinstance(scalar, torch.Tensor) and scalar.is_cuda:
+        if isinstance(scalar, Tensor) and scalar.is_cuda:
             on_device.append(scalar.to(torch.float64))
-    copied = iter(torch.stack(on_device).tolist() if on_device else ())
+    values_from_device: list[float] = []
+    if on_device:
+        values_from_device = torch.stack(on_device).tolist()
+    remaining_values = iter(values_from_device)
     numbers = []
     for scalar in scalars:
-        if not isinstance(scalar, torch.Tensor):
+        if not isinstance(scalar, Tensor):
             numbers.append(scalar)
         elif scalar.is_cuda:
-            numbers.append(next(copied))
+            numbers.append(next(remaining_values))
         else:
             numbers.append(scalar.item())
     return numbers
 
 
-def _write_scalar(element: torch.Tensor, value: "float | torch.Tensor") -> None:
+def _write_scalar(element: Tensor, value: "float | Tensor") -> None:
     """Write a scalar into a message's element; a tensor's value stays on its device, without a wait of the host."""
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, Tensor):
         element.copy_(value)
     else:
         element.fill_(value)

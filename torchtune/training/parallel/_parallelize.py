@@ -58,8 +58,9 @@ def parallelize(
         shard_sequences(text_decoder(model), dims.mesh["cp"].get_group())
     if dims.tp > 1:
         _apply_tensor_parallel(model, dims, tensor_parallel_plan)
-    # Tensor-parallel ranks have different tokens in layers with experts, of which they have shards.
-    meshes = apply_expert_parallel(model, dims) if dims.ep > 1 or dims.tp > 1 else {}
+    meshes: dict[str, Any] = {}  # of experts, by their paths
+    if dims.ep > 1 or dims.tp > 1:  # tensor-parallel ranks have different tokens in layers with experts
+        meshes = apply_expert_parallel(model, dims)
     if dims.data_size * dims.cp == 1 and not meshes and not cpu_offload:
         return
     if cpu_offload and device.type == "cpu":
@@ -95,7 +96,9 @@ def shard_for_inference(model: nn.Module, device: torch.device, *, split_layers:
     Raises:
         ParallelDimsError, ParallelError: parameters of the model cannot be sharded.
     """
-    ranks = int(os.environ["WORLD_SIZE"]) if is_distributed() else 1
+    ranks = 1
+    if is_distributed():
+        ranks = int(os.environ["WORLD_SIZE"])
     sizes = {"dp_shard": ranks}
     if split_layers and ranks > 1:
         try:
@@ -160,6 +163,7 @@ def _check_not_composite(model: nn.Module, dims: ParallelDims) -> None:
 
 
 def _attention_layers(model: nn.Module) -> list[nn.Module]:
+    """Return the attention modules of a model."""
     from torchtune.modules import MultiHeadAttention
 
     return [module for module in model.modules() if isinstance(module, MultiHeadAttention)]
@@ -168,7 +172,17 @@ def _attention_layers(model: nn.Module) -> list[nn.Module]:
 def _check_context_parallel(model: nn.Module, dims: ParallelDims) -> None:
     """Raise unless the ranks of a sequence can exchange its shards for shards of the heads of all layers."""
     for attention in _attention_layers(text_decoder(model)):
-        _check_sequence_heads(attention, dims)
+        # Tensor parallelism divides the heads first; cp divides those that a rank is left with.
+        queries = attention.num_heads // dims.tp
+        keys = attention.num_kv_heads // dims.tp
+        # With fewer key heads than ranks, ranks share one, which needs a whole number of ranks per key head.
+        have_equal_keys = keys % dims.cp == 0
+        share_keys = dims.cp % max(keys, 1) == 0
+        if queries % dims.cp or not (have_equal_keys or share_keys):
+            raise ParallelDimsError(
+                f"context_parallel_dim is {dims.cp}: it must divide the {queries} query heads of a rank, and divide "
+                f"its {keys} key heads or be a multiple of them."
+            )
     _check_mixers(model, dims)
 
 
@@ -176,13 +190,17 @@ def _check_mixers(model: nn.Module, dims: ParallelDims) -> None:
     """Raise unless context- and tensor-parallel ranks can share the positions and heads of recurrent mixers."""
     from torchtune.modules.mixers import RecurrentMixer
 
-    setting = f"context_parallel_dim is {dims.cp}" if dims.tp == 1 else f"tensor_parallel_dim is {dims.tp}"
-    if dims.cp > 1 and dims.tp > 1:
-        setting = f"context_parallel_dim {dims.cp} x tensor_parallel_dim {dims.tp} is {dims.cp * dims.tp}"
+    ranks = dims.cp * dims.tp
+    if dims.tp == 1:
+        setting = f"context_parallel_dim is {dims.cp}"
+    elif dims.cp == 1:
+        setting = f"tensor_parallel_dim is {dims.tp}"
+    else:
+        setting = f"context_parallel_dim {dims.cp} x tensor_parallel_dim {dims.tp} is {ranks}"
     for mixer in model.modules():
         if not isinstance(mixer, RecurrentMixer):
             continue
-        obstacle = mixer.sharing_obstacle(dims.cp * dims.tp)
+        obstacle = mixer.sharing_obstacle(ranks)
         if obstacle is not None:
             raise ParallelDimsError(
                 f"{setting}: {obstacle}: set it to a size that fits, or to 1 with data_parallel_shard_dim=-1 to shard "
@@ -190,21 +208,8 @@ def _check_mixers(model: nn.Module, dims: ParallelDims) -> None:
             )
 
 
-def _check_sequence_heads(module: nn.Module, dims: ParallelDims) -> None:
-    """Raise unless the ranks of a sequence can exchange its shards for shards of the heads."""
-    # Tensor parallelism divides the heads first; cp divides those that a rank is left with.
-    queries = module.num_heads // dims.tp
-    keys = module.num_kv_heads // dims.tp
-    # With fewer key heads than ranks, ranks share one, which needs a whole number of ranks per key head.
-    keys_fit = keys % dims.cp == 0 or dims.cp % max(keys, 1) == 0
-    if queries % dims.cp or not keys_fit:
-        raise ParallelDimsError(
-            f"context_parallel_dim is {dims.cp}: it must divide the {queries} query heads of a rank, and divide "
-            f"its {keys} key heads or be a multiple of them."
-        )
-
-
 def _check_layer_heads(module: nn.Module, ranks: int) -> None:
+    """Raise unless tensor parallelism can give every rank as many heads of an attention layer."""
     if module.num_heads % ranks or module.num_kv_heads % ranks:
         raise ParallelDimsError(
             f"tensor_parallel_dim is {ranks}: it must divide the {module.num_heads} query heads and the "
@@ -288,15 +293,17 @@ def _matches_pattern(name: str, pattern: str) -> bool:
     """Return whether a pattern of a plan matches a module, as in torch: every part of the name separately."""
     name_parts = name.split(".")
     pattern_parts = pattern.split(".")
-    return len(name_parts) == len(pattern_parts) and all(map(fnmatchcase, name_parts, pattern_parts))
+    if len(name_parts) != len(pattern_parts):
+        return False
+    return all(map(fnmatchcase, name_parts, pattern_parts))
 
 
 def _resolve_plan(model: nn.Module, plan: Callable[[nn.Module], Any] | None) -> Mapping[str, Any]:
     """Return styles by module path, from the plan and the conversions of the model."""
     if plan is None and getattr(model, "spec", None) is None:
         raise ParallelDimsError(
-            f"tensor_parallel_dim: {type(model).__name__} carries no ModelSpec that says how it is split: give a "
-            "tensor_parallel_plan, or build it with a builder of torchtune.models."
+            f"tensor_parallel_dim: {type(model).__name__} has no ModelSpec with a plan of its layers: set "
+            "tensor_parallel_plan, or build the model with a builder of torchtune.models."
         )
     from torchtune.modules.parallel import SequenceParallel
 
@@ -321,6 +328,11 @@ def _resolve_plan(model: nn.Module, plan: Callable[[nn.Module], Any] | None) -> 
 
 
 def _apply_tensor_parallel(model: nn.Module, dims: ParallelDims, plan: Callable[[nn.Module], Any] | None) -> None:
+    """Split the layers of ``model`` over the tensor-parallel ranks, in place.
+
+    Raises:
+        ParallelDimsError, ParallelError: the model cannot be split, or the plan leaves parameters out.
+    """
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.parallel import parallelize_module
 
@@ -330,8 +342,10 @@ def _apply_tensor_parallel(model: nn.Module, dims: ParallelDims, plan: Callable[
     prepare_mha_for_tp(model, mesh)
     _check_mixers(model, dims)
     # The tensor-parallel ranks of a mixer have parts of the hidden states of the same positions, in order.
-    sequence_group = flatten_mesh(dims.mesh["cp", "tp"], "cp_tp").get_group() if dims.cp > 1 else mesh.get_group()
-    share_mixers(model, SequenceShare(sequence_group, tensor_parallel=mesh.get_group()))
+    sequence_mesh = mesh
+    if dims.cp > 1:
+        sequence_mesh = flatten_mesh(dims.mesh["cp", "tp"], "cp_tp")
+    share_mixers(model, SequenceShare(sequence_mesh.get_group(), tensor_parallel=mesh.get_group()))
     parallelize_module(model, mesh, _resolve_plan(model, plan))
     # A plain parameter would get gradients of this rank's heads and columns alone, and differ from rank to rank.
     without_style = []
@@ -364,7 +378,7 @@ def get_shard_conditions(
     if names_to_match and name in names_to_match:
         return True
     path, _, last = name.rpartition(".")
-    if last == "layer_embeddings":
+    if last == "layer_embeddings":  # as large as many layers
         return True
     parent = path.rpartition(".")[2]
     return parent == "layers" and last.isdigit()
@@ -381,8 +395,8 @@ def _check_names(model: nn.Module, names: Sequence[str]) -> None:
             raise ParallelDimsError(f"custom_sharded_layers: the model has no module '{name}', only {children}, ….")
         elif name == "output" and type(modules[name]) is not nn.Linear:
             raise ParallelDimsError(
-                "custom_sharded_layers: 'output' is called once per chunk of the loss, of which ranks have different "
-                "numbers, because it carries an adapter: leave it out of the list."
+                "custom_sharded_layers: 'output' has an adapter, so the loss calls it once per chunk, and ranks have "
+                "different numbers of chunks: leave it out of the list."
             )
 
 
@@ -418,6 +432,7 @@ def shard_model(
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
     meshes = meshes or {}
     modules = dict(model.named_modules())
+    # A mesh of one rank shards nothing; its parameters are ignored, because the layer around them would shard them.
     unsharded: set[str] = set()
     ignored_parameters: set[nn.Parameter] = set()
     for name, mesh in meshes.items():
@@ -450,8 +465,13 @@ def shard_model(
 
     # By default a layer's all-gather starts with its own forward; here with that of the layer before, to overlap. The
     # modules of other meshes inside a layer are all-gathered with it.
-    layers = [module for module, mesh in reversed(sharded) if mesh is dp_mesh]
-    on_other_meshes = {id(module) for module, mesh in sharded if mesh is not dp_mesh}
+    layers: list[nn.Module] = []  # in the order of the forward pass
+    on_other_meshes: set[int] = set()
+    for module, mesh in reversed(sharded):
+        if mesh is dp_mesh:
+            layers.append(module)
+        else:
+            on_other_meshes.add(id(module))
     for layer, next_layer in itertools.pairwise(layers):
         inner = [module for module in next_layer.modules() if id(module) in on_other_meshes]
         layer.set_modules_to_forward_prefetch([next_layer, *inner])
@@ -464,9 +484,8 @@ def unshard_output(model: nn.Module) -> None:
     from torch.distributed.fsdp import FSDPModule
 
     projection = getattr(text_decoder(model), "output", None)
-    if isinstance(projection, nn.Module):
-        owner = projection
-    else:  # tied: the weight belongs to the embedding
+    owner = projection
+    if not isinstance(projection, nn.Module):  # tied: the weight belongs to the embedding
         owner = getattr(projection, "tied_module", None)
     if not isinstance(owner, FSDPModule):
         return

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from torchtune.utils import DeviceSupport, UserError, get_logger, get_world_size_and_rank
 
@@ -147,7 +148,9 @@ class Ranks:
     def __init__(self, error: type[UserError] = UserError, *, timeout: timedelta = _TIMEOUT) -> None:
         self.size, self.rank = get_world_size_and_rank()
         self._error = error
-        self._group = dist.new_group(backend="gloo", timeout=timeout) if self.size > 1 else None
+        self._group: dist.ProcessGroup | None = None
+        if self.size > 1:
+            self._group = dist.new_group(backend="gloo", timeout=timeout)
 
     def gather(self, value: T) -> list[T]:
         """Return the value of every rank."""
@@ -165,18 +168,31 @@ class Ranks:
         Returns:
             The received packets.
         """
-        senders = [rank for rank in range(self.size) if rank != self.rank] if receives else []
         # The sizes first, because a receiver must allocate the packet before it arrives.
         sent_sizes = {rank: torch.tensor([len(packet)]) for rank, packet in packets.items()}
-        received_sizes = {rank: torch.zeros(1, dtype=torch.int64) for rank in senders}
+        received_sizes: dict[int, Tensor] = {}
+        if receives:
+            for rank in range(self.size):
+                if rank != self.rank:
+                    received_sizes[rank] = torch.zeros(1, dtype=torch.int64)
         self._send_and_receive(sent_sizes, received_sizes)
-        # An empty packet is not sent: both sides know its size.
-        sent = {rank: torch.frombuffer(packet, dtype=torch.uint8) for rank, packet in packets.items() if packet}
-        received = {rank: torch.empty(int(size), dtype=torch.uint8) for rank, size in received_sizes.items()}
-        self._send_and_receive(sent, {rank: buffer for rank, buffer in received.items() if buffer.numel()})
-        return [memoryview(buffer.numpy()) for buffer in received.values()]
 
-    def _send_and_receive(self, sent: Mapping[int, torch.Tensor], received: Mapping[int, torch.Tensor]) -> None:
+        # An empty packet is not sent: both sides know its size.
+        sent: dict[int, Tensor] = {}
+        for rank, packet in packets.items():
+            if packet:
+                sent[rank] = torch.frombuffer(packet, dtype=torch.uint8)
+        buffers: list[Tensor] = []
+        received: dict[int, Tensor] = {}
+        for rank, size in received_sizes.items():
+            buffer = torch.empty(int(size), dtype=torch.uint8)
+            buffers.append(buffer)
+            if buffer.numel():
+                received[rank] = buffer
+        self._send_and_receive(sent, received)
+        return [memoryview(buffer.numpy()) for buffer in buffers]
+
+    def _send_and_receive(self, sent: Mapping[int, Tensor], received: Mapping[int, Tensor]) -> None:
         """Send tensors to ranks and receive others from ranks, all asynchronously, to avoid a deadlock."""
         operations = []
         for rank, buffer in received.items():
@@ -220,7 +236,9 @@ class Ranks:
         report = None
         if failure is not None:
             is_user_error = isinstance(failure, UserError | OSError)
-            text = str(failure) if is_user_error else f"{type(failure).__name__}: {failure}"
+            text = str(failure)
+            if not is_user_error:
+                text = f"{type(failure).__name__}: {failure}"
             report = (is_user_error, text)
         error = self._choose_error(self.gather(report), failure)
         try:
@@ -243,10 +261,12 @@ class Ranks:
             return None
         first = failed_ranks[0]
         is_user_error, text = reports[first]
-        if local_failure is not None and (not is_user_error or not isinstance(local_failure, UserError | OSError)):
-            return local_failure
+        if local_failure is not None:
+            is_local_user_error = isinstance(local_failure, UserError | OSError)
+            if not (is_user_error and is_local_user_error):
+                return local_failure
         if is_user_error:
-            # On all ranks, or on rank 0 as usual, the text says enough: only a rank of its own is named.
+            # An error of all ranks, or of rank 0, which speaks for all, is that of the run; another rank is named.
             if first > 0 and len(failed_ranks) < len(reports):
                 text = f"Rank {first}: {text}"
             error = self._error(text)

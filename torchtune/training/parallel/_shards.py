@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from torchtune.models import Slices
@@ -20,9 +20,11 @@ if TYPE_CHECKING:
     from torchtune.training.parallel._parallel_dims import ParallelDims
 
 
-def own_part(tensor: torch.Tensor) -> torch.Tensor:
+def own_part(tensor: Tensor) -> Tensor:
     """Return the values of this rank's shard, sharing memory; a plain tensor is returned unchanged."""
-    return tensor.detach().to_local() if hasattr(tensor, "device_mesh") else tensor
+    if hasattr(tensor, "device_mesh"):
+        return tensor.detach().to_local()
+    return tensor
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ class ShardGrid:
     coordinates: tuple[int, ...]
 
     @staticmethod
-    def of(parameter: torch.Tensor) -> "ShardGrid":
+    def of(parameter: Tensor) -> "ShardGrid":
         """Return the grid of a parameter; the grid has no dimensions if the parameter is not sharded."""
         if not hasattr(parameter, "device_mesh"):
             return ShardGrid((), ())
@@ -51,22 +53,23 @@ class ShardGrid:
                 coordinates.append(mesh_coordinates[dim])
         return ShardGrid(tuple(sizes), tuple(coordinates))
 
-    def longest(self, parameter: torch.Tensor) -> int:
+    def longest(self, parameter: Tensor) -> int:
         """Return the number of elements of the largest shard."""
         if not self.sizes:
             return parameter.numel()
         shape = list(parameter.shape)
         for placement, size in zip(parameter.placements, parameter.device_mesh.shape, strict=True):
             if not placement.is_replicate():
-                shape[placement.dim] = -(-shape[placement.dim] // size)  # rounded up, as torch.chunk's first chunk
+                shape[placement.dim] = math.ceil(shape[placement.dim] / size)  # as the first chunk of torch.chunk
         return math.prod(shape)
 
-    def stack(self, shard: torch.Tensor, parameter: torch.Tensor, longest: int) -> torch.Tensor:
+    def stack(self, shard: Tensor, parameter: Tensor, longest: int) -> Tensor:
         """Stack the rows [n] of all ranks, each at most ``longest``; return the row itself if nothing is sharded."""
         if not self.sizes:
             return shard
         if shard.numel() < longest:
-            shard = torch.nn.functional.pad(shard, (0, longest - shard.numel()))
+            padding = longest - shard.numel()
+            shard = nn.functional.pad(shard, (0, padding))
         # The i-th mesh dimension that shards the parameter shards dimension i of the stack.
         placements = []
         num_sharded = 0
@@ -76,7 +79,8 @@ class ShardGrid:
             else:
                 placements.append(Shard(num_sharded))
                 num_sharded += 1
-        row = shard.view(*[1] * len(self.sizes), longest)  # [1, ..., 1, longest]
+        ones = [1] * len(self.sizes)  # every rank has one row of the grid
+        row = shard.view(*ones, longest)  # [1, ..., 1, longest]
         return DTensor.from_local(row, parameter.device_mesh, placements, run_check=False)
 
 
@@ -85,13 +89,15 @@ def full_slices(shape: torch.Size | tuple[int, ...]) -> Slices:
     return tuple(slice(0, size) for size in shape)
 
 
-def my_shard(tensor: torch.Tensor) -> tuple[Slices, torch.Tensor]:
+def my_shard(tensor: Tensor) -> tuple[Slices, Tensor]:
     """Return this rank's slice of the full tensor, and its values, sharing memory."""
     if not isinstance(tensor, DTensor):
         return full_slices(tensor.shape), tensor.detach()
     (chunk,) = tensor.__create_chunk_list__()
-    slices = tuple(slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
-    return slices, tensor.detach().to_local()
+    slices = []
+    for start, size in zip(chunk.offsets, chunk.sizes, strict=True):
+        slices.append(slice(start, start + size))
+    return tuple(slices), tensor.detach().to_local()
 
 
 @dataclass(frozen=True)
@@ -105,13 +111,13 @@ class LocalShard:
         is_writer: whether this rank writes it, among the ranks with the same slice.
     """
 
-    spec: torch.Tensor
+    spec: Tensor
     slices: Slices
-    data: torch.Tensor
+    data: Tensor
     is_writer: bool
 
     @staticmethod
-    def of(tensor: torch.Tensor, ranks: Ranks, turn: int, parameter: torch.Tensor | None = None) -> "LocalShard":
+    def of(tensor: Tensor, ranks: Ranks, turn: int, parameter: Tensor | None = None) -> "LocalShard":
         """Return this rank's shard of ``tensor``.
 
         Args:
@@ -123,6 +129,7 @@ class LocalShard:
         """
         layout = tensor
         slices, data = my_shard(tensor)
+        # A scalar is a count of steps, also beside a parameter of no dimensions.
         may_be_shard = not isinstance(tensor, DTensor) and isinstance(parameter, DTensor) and tensor.dim() > 0
         if may_be_shard and tensor.shape == parameter.to_local().shape:
             layout = parameter
@@ -131,12 +138,16 @@ class LocalShard:
         return LocalShard(spec, slices, data, _is_writer(layout, ranks, turn))
 
 
-def _is_writer(tensor: torch.Tensor, ranks: Ranks, turn: int) -> bool:
+def _is_writer(tensor: Tensor, ranks: Ranks, turn: int) -> bool:
+    """Return whether this rank writes its shard, see :meth:`LocalShard.of`."""
     if not isinstance(tensor, DTensor):
         return ranks.rank == turn % ranks.size
     mesh = tensor.device_mesh
-    if mesh.size() < ranks.size and not bool((mesh.mesh == 0).any()):
-        return False  # replicated outside its mesh: the ranks of rank 0's mesh write it
+    if mesh.size() < ranks.size:
+        # Replicated outside its mesh: the ranks of rank 0's mesh write it.
+        has_rank_0 = bool((mesh.mesh == 0).any())
+        if not has_rank_0:
+            return False
     # Of the replicas, which differ in the replicated mesh dimensions alone, one writes.
     coordinates = mesh.get_coordinate()
     for dim, placement in enumerate(tensor.placements):
@@ -152,12 +163,15 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
-def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """All-gather the full tensor onto every rank."""
-    return tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+def full_tensor(tensor: Tensor) -> Tensor:
+    """All-gather the full tensor onto every rank; a plain tensor is full already."""
+    detached = tensor.detach()
+    if isinstance(detached, DTensor):
+        return detached.full_tensor()
+    return detached
 
 
-def reduce_partial(tensor: torch.Tensor) -> torch.Tensor:
+def reduce_partial(tensor: Tensor) -> Tensor:
     """All-reduce the tensor over the mesh dimensions with partial sums."""
     if not isinstance(tensor, DTensor):
         return tensor
@@ -171,7 +185,7 @@ def reduce_partial(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def read_shard(
-    parameter: DTensor, shape: tuple[int, ...], dtype: torch.dtype, read: Callable[[Slices], torch.Tensor]
+    parameter: DTensor, shape: tuple[int, ...], dtype: torch.dtype, read: Callable[[Slices], Tensor]
 ) -> DTensor:
     """Return a tensor of optimizer state, sharded like its parameter if the shapes are equal, otherwise replicated.
 
@@ -188,16 +202,17 @@ def read_shard(
             state.to_local().copy_(read(slices))
         return state
     value = read(full_slices(shape)).to(parameter.device, copy=True)
-    return DTensor.from_local(value, parameter.device_mesh, [Replicate()] * parameter.device_mesh.ndim, run_check=False)
+    mesh = parameter.device_mesh
+    return DTensor.from_local(value, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
-def checksum_bits(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+def checksum_bits(tensor: Tensor) -> Iterator[Tensor]:
     """Yield sums, modulo 2**64, of the bits of this rank's shard of a tensor."""
     if hasattr(tensor, "__tensor_flatten__"):  # sharded or quantized
         names, _ = tensor.__tensor_flatten__()
         for name in names:
             inner = getattr(tensor, name)
-            if isinstance(inner, torch.Tensor):  # other attributes, such as the device mesh, have no bits
+            if isinstance(inner, Tensor):  # other attributes, such as the device mesh, have no bits
                 yield from checksum_bits(inner)
         return
     data = tensor.detach().contiguous().view(-1).view(torch.uint8)  # [bytes]
@@ -247,9 +262,9 @@ def checksum_parameters(model: nn.Module) -> dict[str, list[int]]:
                     is_counted = False
         for checksum in checksums[name]:
             sums_of_shards.append(checksum if is_counted else 0)
-    message = torch.tensor(sums_of_shards, dtype=torch.int64)
-    gathered = all_gather_object(message)
-    sums = iter(torch.stack(gathered).sum(0).tolist())  # modulo 2**64, as the sums of words
+    gathered = all_gather_object(torch.tensor(sums_of_shards, dtype=torch.int64))
+    total_sums = torch.stack(gathered).sum(0)  # [ranks, sums] -> [sums], modulo 2**64 as the sums of words
+    sums = iter(total_sums.tolist())
     totals = {}
     for name, checksums_of_parameter in checksums.items():
         totals[name] = list(itertools.islice(sums, len(checksums_of_parameter)))
@@ -261,7 +276,7 @@ def checksum_trained(model: nn.Module) -> list[int]:
     """Return sums of the bits of this rank's shards of all trained parameters; none in a simulation."""
     if is_simulated():
         return []
-    sums: list[torch.Tensor] = []
+    sums: list[Tensor] = []
     for parameter in model.parameters():
         if parameter.requires_grad:
             sums += checksum_bits(parameter)
@@ -277,6 +292,7 @@ def fingerprint_weights(parameters: Sequence[tuple[str, nn.Parameter]], dims: "P
     total = 0
     # The factor tells two parameters apart whose values were exchanged.
     for factor, (_, parameter) in enumerate(parameters, start=1):
-        total += factor * sum(map(int, checksum_bits(parameter)))
+        checksum = sum(map(int, checksum_bits(parameter)))
+        total += factor * checksum
     (total_of_ranks,) = dims.sum(total % 2**40)  # below 2**40, the float64 sum over the ranks is exact
     return hashlib.sha256(names.encode()).hexdigest(), total_of_ranks

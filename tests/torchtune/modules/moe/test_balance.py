@@ -1,6 +1,7 @@
 """Balancing of experts: its loss is that of transformers, its gradient the loss's, in every way of training."""
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -47,13 +48,20 @@ TOKENS = torch.randint(0, 40, (2, 12), generator=torch.Generator().manual_seed(0
 
 def make(*conversions: Any, **changes: Any) -> torch.nn.Module:
     torch.manual_seed(0)
-    model = build(Description(**{**{f: getattr(SMALL, f) for f in SMALL.__dataclass_fields__}, **changes}), SPEC)
+    model = build(replace(SMALL, **changes), SPEC)
     apply_conversions(model, list(conversions))
     return model
 
 
 def routers(model: torch.nn.Module) -> list[TokenChoiceTopKRouter]:
     return [module for module in model.modules() if isinstance(module, TokenChoiceTopKRouter)]
+
+
+def assert_equal_gradients(model: torch.nn.Module, reference: torch.nn.Module) -> None:
+    reference_parameters = dict(reference.named_parameters())
+    for name, parameter in model.named_parameters():
+        expected = reference_parameters[name].grad
+        assert (parameter.grad - expected).norm() <= 1e-4 * expected.norm(), name
 
 
 def logits_of_routers(model: torch.nn.Module) -> list[torch.Tensor]:
@@ -73,22 +81,25 @@ def test_loss_equals_that_of_transformers():
     loss = load_balancing_loss([layer.softmax(-1) for layer in logits], counts)
     reference = load_balancing_loss_func(tuple(logits), 6, 2)
     assert torch.allclose(loss, reference, rtol=1e-6)
-    for a, b in zip(torch.autograd.grad(loss, logits), torch.autograd.grad(reference, logits), strict=True):
-        assert torch.allclose(a, b, rtol=1e-5, atol=1e-8)
+    gradients = torch.autograd.grad(loss, logits)
+    reference_gradients = torch.autograd.grad(reference, logits)
+    for gradient, expected in zip(gradients, reference_gradients, strict=True):
+        assert torch.allclose(gradient, expected, rtol=1e-5, atol=1e-8)
 
 
 @pytest.mark.parametrize("how", ["plain", "recomputed", "compiled", "compiled and recomputed"])
-def test_gradient_is_that_of_the_sum(how):
+def test_gradient_is_that_of_loss_and_balancing_loss(how):
     """Two batches that weigh differently, as recipes sum them."""
     from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
     reference, model = make(), make(BalancingLoss())
-    seen = logits_of_routers(reference)
+    router_logits = logits_of_routers(reference)
     expected = torch.zeros(())
     for row, weight in zip(TOKENS.split(1), (0.25, 0.75), strict=True):
-        seen.clear()
+        router_logits.clear()
         loss = F.cross_entropy(reference(row).flatten(0, 1), row.flatten())
-        loss = (loss + 0.5 * load_balancing_loss_func(tuple(seen), 5, 2)) * weight
+        balancing_loss = load_balancing_loss_func(tuple(router_logits), 5, 2)
+        loss = (loss + 0.5 * balancing_loss) * weight
         loss.backward()
         expected += loss.detach()
     loss_fn = LinearCrossEntropyLoss()
@@ -100,45 +111,47 @@ def test_gradient_is_that_of_the_sum(how):
             patch.setenv("TORCH_COMPILE_BACKEND", "aot_eager")
             compile_model(model)
     total = torch.zeros(())
-    parts = [loss_fn(model(row), row) * weight for row, weight in zip(TOKENS.split(1), (0.25, 0.75), strict=True)]
-    for part in parts:  # forward passes may be ahead of backward passes
-        part.backward()
-        total += part.detach()
+    losses = []
+    for row, weight in zip(TOKENS.split(1), (0.25, 0.75), strict=True):
+        losses.append(loss_fn(model(row), row) * weight)
+    for loss in losses:  # forward passes may be ahead of backward passes
+        loss.backward()
+        total += loss.detach()
     assert torch.allclose(total, expected, rtol=1e-5)
-    wanted = dict(reference.named_parameters())
-    for name, parameter in model.named_parameters():
-        assert (parameter.grad - wanted[name].grad).norm() <= 1e-4 * wanted[name].grad.norm(), name
+    assert_equal_gradients(model, reference)
     assert all(count.sum() == 2 * 24 for count in tokens_per_expert(model).values())
     with torch.no_grad():  # validation has the plain loss
         row = TOKENS[:1]
-        assert torch.allclose(loss_fn(model.eval()(row), row), F.cross_entropy(reference(row)[0], row[0]), rtol=1e-5)
+        plain_loss = F.cross_entropy(reference(row)[0], row[0])
+        assert torch.allclose(loss_fn(model.eval()(row), row), plain_loss, rtol=1e-5)
 
 
 @pytest.mark.parametrize("loss", [LinearCrossEntropyLoss(), torch.nn.CrossEntropyLoss()], ids=["linear", "module"])
-def test_in_recipes_it_weighs_as_the_labels_do(loss):
-    """Micro-batches of 24, 5 and no labels: each one's balancing loss counts as often."""
+def test_balancing_loss_weighs_as_the_labels_of_a_batch_do(loss):
+    """Micro-batches of 12, 5 and no labels: the balancing loss of each counts as often."""
     from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
     reference, model = make(), make(BalancingLoss())
-    seen, rows = logits_of_routers(reference), [TOKENS[:1], TOKENS[1:2], TOKENS[:1].flip(1)]
-    counts, labels = (rows[0].numel(), 5, 0), []
-    loss_fn, expected, total = setup_loss(loss, model), 0.0, 0.0
-    for row, count in zip(rows, counts, strict=True):
-        labels.append(row.masked_fill(torch.arange(row.numel())[None] >= count, -100))
-        seen.clear()
+    router_logits = logits_of_routers(reference)
+    loss_fn = setup_loss(loss, model)
+    labels_of_rows = {12: TOKENS[:1], 5: TOKENS[1:2], 0: TOKENS[:1].flip(1)}
+    labels_of_step = sum(labels_of_rows)
+    expected = total = 0.0
+    for count, row in labels_of_rows.items():
+        labels = row.masked_fill(torch.arange(row.numel())[None] >= count, -100)
+        router_logits.clear()
         logits = reference(row).flatten(0, 1)
-        part = F.cross_entropy(logits, labels[-1].flatten(), reduction="sum")
-        part = part + count * 0.5 * load_balancing_loss_func(tuple(seen), 5, 2)
-        (part / sum(counts)).backward()
-        expected += part.item()
-        part, num_labels = loss_fn.sum_and_count(model(row, output="hidden"), labels[-1], model.output)
+        loss_sum = F.cross_entropy(logits, labels.flatten(), reduction="sum")
+        loss_sum = loss_sum + count * 0.5 * load_balancing_loss_func(tuple(router_logits), 5, 2)
+        (loss_sum / labels_of_step).backward()
+        expected += loss_sum.item()
+
+        loss_sum, num_labels = loss_fn.sum_and_count(model(row, output="hidden"), labels, model.output)
         assert int(num_labels) == count
-        (part / sum(counts)).backward()
-        total += part.item()
+        (loss_sum / labels_of_step).backward()
+        total += loss_sum.item()
     assert total == pytest.approx(expected, rel=1e-5)
-    wanted = dict(reference.named_parameters())
-    for name, parameter in model.named_parameters():
-        assert (parameter.grad - wanted[name].grad).norm() <= 1e-4 * wanted[name].grad.norm(), name
+    assert_equal_gradients(model, reference)
 
 
 def test_recipes_tell_the_load_without_a_line_of_their_own():
@@ -181,11 +194,11 @@ def test_balancing_refuses_models_that_it_cannot_balance():
         make(LossFreeBalancing())
     with pytest.raises(ConversionError, match="the model has no experts"):
         make(BalancingLoss(), num_experts=0, experts_per_token=0, expert_dim=0)
-    with pytest.raises(ConversionError, match="says no coefficient"):
+    with pytest.raises(ConversionError, match="config has no coefficient"):
         make(BalancingLoss(), router_balance=0.0)
     with pytest.raises(ConversionError, match="must not be negative"):
         BalancingLoss(-1.0)
     model = make(BalancingLoss())
-    with pytest.raises(ConversionError, match="the loss that is used does not add it"):
+    with pytest.raises(ConversionError, match="does not add the balancing loss"):
         model(TOKENS).sum().backward()
     assert ExpertLoad(make(num_experts=0, experts_per_token=0, expert_dim=0)).metrics() == {}

@@ -32,14 +32,15 @@ def make(k: int = 2, shared: bool = False, **router: object) -> MoE:
 def dense(moe: MoE, x: torch.Tensor, scores: torch.Tensor, selected: torch.Tensor) -> torch.Tensor:
     """Every expert on every token, weighted by a matrix of scores that is mostly zero."""
     weights = torch.zeros(len(x), EXPERTS, dtype=x.dtype).scatter(1, selected, scores.to(x.dtype))
-    e = moe.experts
-    gate, up = (torch.einsum("td,edh->teh", x, w) for w in (e.gate_proj, e.up_proj))
-    return torch.einsum("teh,ehd,te->td", F.silu(gate) * up, e.down_proj, weights)
+    experts = moe.experts
+    gate = torch.einsum("td,edh->teh", x, experts.gate_proj)
+    up = torch.einsum("td,edh->teh", x, experts.up_proj)
+    return torch.einsum("teh,ehd,te->td", F.silu(gate) * up, experts.down_proj, weights)
 
 
 @pytest.mark.parametrize("k", [1, 2, 6])
 @pytest.mark.parametrize("shared", [False, True])
-def test_equals_all_experts_weighted(k, shared):
+def test_mixture_is_the_weighted_sum_of_all_experts(k, shared):
     moe = make(k, shared, normalize=True).double()
     x = torch.randn(2, 9, DIM, dtype=torch.float64, requires_grad=True)
     weights = torch.randn(2, 9, DIM, dtype=torch.float64)
@@ -47,13 +48,12 @@ def test_equals_all_experts_weighted(k, shared):
     out = moe(x)
     gradients = torch.autograd.grad((out * weights).sum(), leaves)
     scores, selected, _ = moe.router(x.flatten(0, 1))
-    wanted = dense(moe, x.flatten(0, 1), scores, selected).view_as(x)
+    expected = dense(moe, x.flatten(0, 1), scores, selected).view_as(x)
     if shared:
-        wanted = wanted + moe.shared_expert(x)
-    assert torch.allclose(out, wanted, rtol=1e-6)
-    for gradient, expected_gradient in zip(
-        gradients, torch.autograd.grad((wanted * weights).sum(), leaves), strict=True
-    ):
+        expected = expected + moe.shared_expert(x)
+    assert torch.allclose(out, expected, rtol=1e-6)
+    expected_gradients = torch.autograd.grad((expected * weights).sum(), leaves)
+    for gradient, expected_gradient in zip(gradients, expected_gradients, strict=True):
         assert (gradient - expected_gradient).norm() <= 1e-6 * expected_gradient.norm()
 
 
@@ -156,9 +156,9 @@ def test_frozen_experts_get_no_gradient_and_a_compiled_layer_is_one_graph():
     moe.experts.requires_grad_(False)
     x = torch.randn(1, 20, DIM, requires_grad=True)
     compiled = torch.compile(moe, backend="aot_eager", fullgraph=True)
-    (wanted,) = torch.autograd.grad(moe(x).square().sum(), x)
+    (expected,) = torch.autograd.grad(moe(x).square().sum(), x)
     (gradient,) = torch.autograd.grad(compiled(x).square().sum(), x)
-    assert torch.allclose(gradient, wanted, rtol=1e-5, atol=1e-6)
+    assert torch.allclose(gradient, expected, rtol=1e-5, atol=1e-6)
     assert moe.experts.gate_proj.grad is None
 
 

@@ -21,7 +21,7 @@ def dora(dropout: float = 0.0) -> LoRA:
 
 
 @pytest.mark.parametrize("shape", ["llama", "qwen2"])  # without biases, and with
-def test_the_model_starts_as_its_base(shape, tmp_path):
+def test_model_with_new_dora_adapters_is_its_base(shape, tmp_path):
     source = write_folder(tmp_path / "in", shape, BF16)
     base = logits(load(source, dtype=BF16))
     model = load(source, dora(dropout=0.3), dtype=BF16)
@@ -72,6 +72,6 @@ def sharded(folder: Path) -> None:
         torch.testing.assert_close(sharded_step[name], value, rtol=1e-4, atol=1e-5)
 
 
-def test_sharded_it_starts_and_steps_as_alone(tmp_path):
+def test_sharded_dora_starts_and_steps_as_on_one_process(tmp_path):
     write_folder(tmp_path / "in", "llama", BF16)
     ranks.run(2, [sharded], tmp_path)

@@ -17,6 +17,7 @@ from torchtune.modules.peft import (
     DoRALinear,
     LoRA,
     LoRALinear,
+    NewTokens,
     disable_adapter,
     get_adapter_params,
     get_merged_lora_ckpt,
@@ -81,7 +82,8 @@ def test_conversion_adapts_the_chosen_layers_and_trains_only_these(options, expe
         (report,) = apply_conversions(model, [LoRA(3, 6, use_dora=use_dora, **options)])
     layers = {path: module for path, module in model.named_modules() if isinstance(module, LoRALinear)}
     assert {path.rpartition(".")[2] for path in layers} == expected
-    assert len(layers) == sum(1 if name == "output" else 2 for name in expected)
+    in_each_of_two_layers = expected - {"output"}
+    assert len(layers) == 2 * len(in_each_of_two_layers) + len(expected & {"output"})
     assert report.replaced == list(layers)
     assert all(isinstance(module, DoRALinear) is use_dora for module in layers.values())
     adapter = get_adapter_params(model)
@@ -93,7 +95,7 @@ def test_conversion_adapts_the_chosen_layers_and_trains_only_these(options, expe
     assert all(isinstance(module, AdapterModule) for module in layers.values())
 
 
-def test_parameter_counts_of_the_reference():
+def test_adapters_have_the_published_numbers_of_parameters():
     """Counts for adapters on q, k, v and output_proj with rank 8."""
     for builder, count in ((lora_llama3_8b, 6_815_744), (lora_qwen3_0_6b_base, 2_293_760)):
         with torch.device("meta"):
@@ -140,7 +142,7 @@ def test_tied_output_is_refused():
 
 
 @pytest.mark.parametrize("use_dora", [False, True])
-def test_merge_streaming_and_by_state_dict(use_dora):
+def test_weights_are_merged_alike_one_by_one_and_in_a_state_dict(use_dora):
     model = adapted(use_dora=use_dora, **EVERYTHING)
     lora = model.conversions[0]
     base = {name: tensor for name, tensor in model.state_dict().items() if name not in get_adapter_params(model)}
@@ -163,7 +165,7 @@ def test_merge_of_half_an_adapter_is_refused():
         get_merged_lora_ckpt(state, rank=3, alpha=6)
 
 
-def test_disable_adapter():
+def test_disabled_adapter_leaves_the_base_model_for_the_block_alone():
     model, base = adapted(apply_to_mlp=True), make()
     with torch.no_grad():
         different = model(TOKENS)
@@ -175,7 +177,7 @@ def test_disable_adapter():
         assert torch.equal(model(TOKENS), different)
 
 
-def test_peft_config_has_the_dropout():
+def test_adapter_config_has_the_dropout():
     model = adapted(attn_modules=["q_proj"], dropout=0.1)
     assert model.conversions[0].peft_config(model)["lora_dropout"] == 0.1
 
@@ -189,7 +191,7 @@ def test_an_adapter_that_names_a_parameter_it_lacks_is_refused():
         get_adapter_params(nn.Sequential(Wrong(2, 2)))
 
 
-def test_validate_missing_and_unexpected():
+def test_missing_and_unexpected_keys_of_base_and_adapter_are_named():
     model = adapted(attn_modules=["q_proj"])
     keys = list(model.state_dict())
     adapter_names = list(get_adapter_params(model))
@@ -295,3 +297,10 @@ def test_the_first_matching_pattern_counts():
     assert ranks["layers.1.attn.k_proj"] == 3
     assert layers["layers.0.attn.v_proj"].scaling == 7 / 5**0.5
     assert layers["layers.1.attn.q_proj"].scaling == 6 / 2**0.5
+
+
+def test_embedding_with_trained_rows_takes_no_further_ones():
+    model = make().requires_grad_(False)
+    apply_conversions(model, [NewTokens(2)])
+    with pytest.raises(ConversionError, match="new rows of a GrownEmbedding cannot be trained alone"):
+        NewTokens.check(model)

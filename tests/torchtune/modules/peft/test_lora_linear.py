@@ -34,7 +34,7 @@ def formula(module: LoRALinear, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("use_bias", [False, True])
 @pytest.mark.parametrize("train_base", [False, True])
-def test_formula_and_gradients_in_float64(use_bias, train_base):
+def test_lora_follows_its_formula_in_float64(use_bias, train_base):
     module = make(use_bias=use_bias)
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(train_base or "lora" in name)

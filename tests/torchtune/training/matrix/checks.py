@@ -29,8 +29,11 @@ def label(cell: Cell) -> str:
 
 def parameters(cells: list[Cell]) -> list:
     """Compiled cells take seconds each."""
-    slow = pytest.mark.slow
-    return [pytest.param(cell, id=label(cell), marks=slow if COMPILED in cell.items() else ()) for cell in cells]
+    marked_cells = []
+    for cell in cells:
+        marks = [pytest.mark.slow] if COMPILED in cell.items() else []
+        marked_cells.append(pytest.param(cell, id=label(cell), marks=marks))
+    return marked_cells
 
 
 class Runs:

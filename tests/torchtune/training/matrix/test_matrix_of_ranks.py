@@ -10,10 +10,10 @@ REFUSED_SPLIT = [(cell, refusal) for cell, refusal in REFUSED if cell["mesh"] !=
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cell", parameters(SPLIT))
-def test_trains_as_the_plainest_run_does(runs, cell):
+def test_cell_of_two_ranks_trains_as_the_plainest_run_does(runs, cell):
     check_run(runs, cell)
 
 
 @pytest.mark.parametrize(("cell", "refusal"), REFUSED_SPLIT, ids=[label(cell) for cell, _ in REFUSED_SPLIT])
-def test_is_refused_in_one_sentence(runs, cell, refusal):
+def test_cell_that_two_ranks_do_not_fit_is_refused_in_one_sentence(runs, cell, refusal):
     check_refusal(runs, cell, refusal)

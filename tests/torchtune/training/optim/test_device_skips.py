@@ -7,7 +7,7 @@ from torch import nn
 from tests.devices import DEVICE
 from torchtune.modules.conversion import Conversion, ConversionReport, Phase, apply_conversions
 from torchtune.training import DeviceSkips, setup_optimizer
-from torchtune.training.optim import _device_skips
+from torchtune.training.optim import _gradients
 
 BAD_STEPS = (1, 3, 4)  # the first step makes states
 
@@ -15,7 +15,7 @@ BAD_STEPS = (1, 3, 4)  # the first step makes states
 @pytest.fixture
 def skips_on_cpu(monkeypatch):
     """The kernels of a CPU read the flag, too; a run on a CPU has no use for it."""
-    monkeypatch.setattr(_device_skips, "_DEVICES", {"cpu", "cuda"})
+    monkeypatch.setattr(_gradients, "_DEVICES_AHEAD", {"cpu", "cuda"})
 
 
 def make_model(dtype=torch.float32):

@@ -71,12 +71,13 @@ def test_no_tensor_of_a_step_outlives_it(precision):
     factory = partial(torch.optim.SGD, lr=1e-3)
     optimizer = training.setup_optimizer(factory, model, precision=precision, in_backward=True)
     model(torch.ones(1, 64, dtype=torch.bfloat16)).sum().backward()
-    held = [vars(part) for part in optimizer.optim_map.values()]
-    assert len(held) == 2
-    for attributes in held:
+    assert len(optimizer.optim_map) == 2
+    for parameter_optimizer in optimizer.optim_map.values():
+        attributes = vars(parameter_optimizer)
         assert not any(isinstance(value, torch.Tensor | torch.Generator) for value in attributes.values())
         assert not attributes["_base_optimizer"].state
-        assert all(value.grad is None for state in attributes["state"].values() for value in state.values())
+        for state in attributes["state"].values():
+            assert all(value.grad is None for value in state.values())
 
 
 def test_state_is_keyed_by_name_and_other_names_are_refused():

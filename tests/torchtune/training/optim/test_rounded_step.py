@@ -146,14 +146,18 @@ def test_steps_stay_uncompiled_if_the_compiler_fails(caplog, monkeypatch):
     assert not step.is_compiled
 
 
-def step_many_parameters(monkeypatch, *, compiler):
+def step_many_parameters(monkeypatch, *, compiler, make_optimizer=make_adamw):
     """Two steps of 53 parameters of different sizes in bundles: one compiled function for all of them, or none."""
     monkeypatch.setattr(_rounded_step, "bundled_step", _rounded_step.BundledStep())
     monkeypatch.setattr(_rounded_step.BundledStep, "pays", lambda self, pieces: compiler is not None)
     monkeypatch.setattr(torch, "compile", compiler)
+    return step_parameters_twice(make_optimizer)
+
+
+def step_parameters_twice(make_optimizer):
     torch.manual_seed(0)
     model = nn.ParameterList([nn.Parameter(torch.randn(1 + 7 * i % 40).bfloat16()) for i in range(53)])
-    optimizer = prepare_optimizer(make_adamw(model.parameters()), model, seed=1)
+    optimizer = prepare_optimizer(make_optimizer(model.parameters()), model, seed=1)
     for _ in range(2):
         for parameter in model:
             parameter.grad = torch.randn_like(parameter)
@@ -176,6 +180,19 @@ def test_bundles_of_parameters_are_stepped_like_each_alone(monkeypatch):
     assert set(num_pieces) == {_rounded_step.BUNDLE}  # one size, so that the function is compiled once
     # Three bundles take 51 parameters a step (two have one element), after one of zeros that the compiler sees first.
     assert len(num_pieces) == 2 * 3 + 1
+
+
+def test_bundles_of_optimizers_with_other_states_are_stepped_in_one_process(monkeypatch):
+    """The zeros that fill a bundle have its states: two of AdamW, then one of SGD with momentum, then none."""
+    factories = [
+        make_adamw,
+        lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9),
+        lambda parameters: torch.optim.SGD(parameters, lr=0.01),
+    ]
+    alone = [step_many_parameters(monkeypatch, compiler=None, make_optimizer=factory) for factory in factories]
+    step_many_parameters(monkeypatch, compiler=lambda function, **settings: function)
+    for factory, expected in zip(factories, alone, strict=True):
+        assert torch.equal(step_parameters_twice(factory), expected)
 
 
 def test_parameters_are_stepped_alone_if_the_compiler_fails_for_bundles(caplog, monkeypatch):

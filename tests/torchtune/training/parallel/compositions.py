@@ -108,10 +108,11 @@ def _descend(model: nn.Module) -> None:
     """Step of SGD on each rank's own elements: for each operation and shape, a DTensor would derive placements anew."""
     for parameter in model.parameters():
         if parameter.grad is not None:
-            value, gradient = (
-                sharded.to_local() if isinstance(sharded, DTensor) else sharded
-                for sharded in (parameter, parameter.grad)
-            )
+            value = parameter
+            gradient = parameter.grad
+            if isinstance(parameter, DTensor):
+                value = parameter.to_local()
+                gradient = gradient.to_local()
             value.sub_(gradient, alpha=0.1)
             parameter.grad = None
 

@@ -177,7 +177,9 @@ def look(name: str, folder: Path, codes: dict[int, int], limit: float) -> str:
         wanted[culprit] = -signal.SIGKILL
     if codes != wanted:
         return f"exit codes are {codes}, not {wanted}; screens:\n" + "\n".join(screens)
-    errors = [line for screen in screens for line in screen.splitlines() if line.startswith("ERROR")]
+    errors = []
+    for screen in screens:
+        errors += [line for line in screen.splitlines() if line.startswith("ERROR")]
     sentences = [SENTENCES[name]] if name in SENTENCES else []
     if len(errors) != len(sentences):
         return f"{len(errors)} errors are shown: {errors}"

@@ -67,7 +67,7 @@ def test_two_ranks_compute_what_one_does(tmp_path):
     ("head", "num_ranks", "message"),
     [
         (classifier_model, 3, "3 does not divide the width 32 of output"),
-        (lambda *_, **__: nn.Linear(32, 3), 2, "it is not known how the head Linear is split"),
+        (lambda *_, **__: nn.Linear(32, 3), 2, "a head of the class Linear cannot be split"),
     ],
 )
 def test_head_that_cannot_be_split_is_refused(head, num_ranks, message, tmp_path):

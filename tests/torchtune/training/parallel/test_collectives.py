@@ -105,19 +105,24 @@ def traffic(folder):
     }
 
 
+def bytes_of(module: nn.Module) -> int:
+    """Return the bytes of the float32 parameters of a module."""
+    return 4 * sum(parameter.numel() for parameter in module.parameters())
+
+
 def formulas(checkpoint: Path) -> dict[str, dict[str, float]]:
     """Return the bytes that docs/distributed.rst says for each composition of a model."""
     with torch.device("meta"):
         model = from_hf_config(checkpoint)
     description = model.description
     num_layers = description.num_layers
-    num_bytes = 4 * sum(parameter.numel() for parameter in model.parameters())
-    layers = 4 * sum(parameter.numel() for parameter in model.layers.parameters())
+    num_bytes = bytes_of(model)
+    layers = bytes_of(model.layers)
     hidden = 4 * LENGTH * description.embed_dim
     f = 3 / 4  # of four ranks
     gathered, reduced = {"all-gather": f * (num_bytes + layers)}, {"reduce-scatter": f * num_bytes}
     if description.num_experts:
-        experts = 4 * sum(parameter.numel() for layer in model.layers for parameter in layer.mlp.experts.parameters())
+        experts = sum(bytes_of(layer.mlp.experts) for layer in model.layers)
         # Ranks 0 and 4 have the same quarter of the experts, and share its weights.
         of_experts = 1 / 2 * experts / 4
         f_of_others = 7 / 8
@@ -137,7 +142,7 @@ def formulas(checkpoint: Path) -> dict[str, dict[str, float]]:
         # Of two ranks: the input and output of each MLP, of the embedding and of the output; the channels as above.
         of_two_ranks = 1 / 2 * hidden * (2 * num_layers + 2)
         sent = 2 * 2 * mixer.key_dim + channels + 2 * mixer.num_value_heads + 2
-        mixers = 4 * sum(parameter.numel() for layer in model.layers for parameter in layer.attn.parameters())
+        mixers = sum(bytes_of(layer.attn) for layer in model.layers)
         return {
             "4 context-parallel ranks, Gated DeltaNet": gathered | reduced | {"all-to-all": exchanged},
             "2 tensor-parallel ranks, Gated DeltaNet": {
@@ -173,7 +178,7 @@ def formulas(checkpoint: Path) -> dict[str, dict[str, float]]:
     }
 
 
-def test_bytes_are_those_of_the_formulas(folder, traffic):
+def test_collectives_move_the_bytes_that_the_guide_says(folder, traffic):
     guide = GUIDE.read_text()
     wanted_bytes = {}
     for model in ("llama", "moe", "delta", "convolutions"):
@@ -187,7 +192,7 @@ def test_bytes_are_those_of_the_formulas(folder, traffic):
         assert row in guide, f"docs/distributed.rst lacks this row:\n{row}"
 
 
-def test_numbers_are_those_of_the_formulas(folder, traffic):
+def test_step_calls_the_collectives_of_the_formulas(folder, traffic):
     num_layers = 2
     groups = num_layers + 1  # that FSDP gathers together: each layer, and what is in none
     shards = {"all-gather": 2 * num_layers + 1, "reduce-scatter": groups}

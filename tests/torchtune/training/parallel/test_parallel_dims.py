@@ -28,11 +28,11 @@ def test_shard_dimension_takes_the_remaining_processes():
         ({"ep": 0}, "expert_parallel_dim is 0: it must be at least 1."),
         (
             {"dp_shard": 2, "cp": 3, "ep": 4, "world_size": 6},
-            r"expert_parallel_dim is 4: it must divide the shards, .*_shard_dim 2 x context_parallel_dim 3 = 6, of",
+            r"expert_parallel_dim is 4: it must divide the shards, .*_shard_dim 2 x context_parallel_dim 3 = 6",
         ),
         (
             {"dp_shard": 2, "tp": 2, "ep": 3, "world_size": 4},
-            "_shard_dim 2 x context_parallel_dim 1 x tensor_parallel_dim 2 = 4, of",
+            "_shard_dim 2 x context_parallel_dim 1 x tensor_parallel_dim 2 = 4",
         ),
         ({"pp": 2, "world_size": 2}, "pipeline parallelism is not available"),
     ],

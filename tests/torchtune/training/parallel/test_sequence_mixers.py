@@ -48,7 +48,9 @@ LENGTHS = {"packed": PACKED, "short": SHORT, "long": LONG}
 def inputs(name: str) -> tuple[Tensor, Tensor, Tensor]:
     """Hidden states and their gradients ``[2, s, d]``, and positions: rows with the documents in two orders."""
     lengths = LENGTHS[name]
-    rows = [torch.cat([torch.arange(length) for length in order]) for order in (lengths, lengths[::-1])]
+    rows = []
+    for order in (lengths, lengths[::-1]):
+        rows.append(torch.cat([torch.arange(length) for length in order]))
     generator = torch.Generator().manual_seed(1)
     x, grad = torch.randn(2, 2, sum(lengths), WIDTH, generator=generator)
     return x, grad, torch.stack(rows)
