@@ -1,9 +1,8 @@
 """Read and write the ``config.json`` of Hugging Face decoders of Llama's architecture."""
 
-import dataclasses
 import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import product
 from typing import Any, Literal
 
@@ -69,16 +68,16 @@ class HFFormat:
             the architecture has no RoPE.
         activation: name of the activation field, and its default.
         eps_field: name of the field with the eps of the norms.
-        fixed: (field, value) pairs of a description that are not in the file.
-        required_values: (field, value) pairs of the file; any other value is not supported.
+        fixed: values of a description that are not in the file.
+        required_values: fields of the file with a single supported value.
         unused: fields of the file that do not affect the model.
         extra_fields: further fields: (name in the file, name in a description, default, which also defines the type).
         read_more: reads fields that the other attributes cannot express: ``read_more(fields) -> values of a
             description``. It calls ``fields.take(name, default)``; a field that is never read raises an error.
         write_more: inverse of ``read_more``: ``write_more(description) -> fields``.
         prepare: rewrites the fields of a file before they are read.
-        defaults: (field, value) pairs for missing fields: the defaults of the configuration class in ``transformers``
-            that differ from the defaults in :meth:`read`.
+        defaults: values of missing fields: the defaults of the configuration class in ``transformers`` that differ from
+            the defaults in :meth:`read`.
     """
 
     architecture: str
@@ -96,14 +95,14 @@ class HFFormat:
     ropes: tuple[Literal["partial", "dim", "window", "kinds", "sections", "alpha", "growth", "none"], ...] = ()
     activation: tuple[str, str] = ("hidden_act", "silu")
     eps_field: str = "rms_norm_eps"
-    fixed: tuple[tuple[str, Any], ...] = ()
-    required_values: tuple[tuple[str, Any], ...] = ()
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    required_values: Mapping[str, Any] = field(default_factory=dict)
     unused: tuple[str, ...] = ()
     extra_fields: tuple[tuple[str, str, Any], ...] = ()
     read_more: Callable[[Fields], dict[str, Any]] = _nothing
     write_more: Callable[[Description], dict[str, Any]] = _nothing
     prepare: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict
-    defaults: tuple[tuple[str, Any], ...] = ()
+    defaults: Mapping[str, Any] = field(default_factory=dict)
 
     def describe(self, **values: Any) -> Description:
         """Make a description from the values that differ between models of the architecture."""
@@ -115,7 +114,7 @@ class HFFormat:
             "q_bias": has_qkv_bias,
             "k_bias": has_qkv_bias,
             "v_bias": has_qkv_bias,
-            **dict(self.fixed),
+            **self.fixed,
         }
         return Description(**{**constants, **values})
 
@@ -153,15 +152,15 @@ class HFFormat:
         # transformers fills in an absent field, and for some fields also null.
         stated = self.prepare(config)
         stated = {name: value for name, value in stated.items() if value is not None or name not in _NEVER_NULL}
-        fields = Fields({**dict(self.defaults), **stated}, self.architecture, set(ignore_fields))
+        fields = Fields({**self.defaults, **stated}, self.architecture, set(ignore_fields))
         values = self._read_layers(fields) | read_rope(fields, self.ropes)
         values |= _read_classes(config, fields)
-        for name, field, default in self.extra_fields:
-            values[field] = type(default)(fields.take(name, default))
+        for name, attribute, default in self.extra_fields:
+            values[attribute] = type(default)(fields.take(name, default))
         family_values = self.read_more(fields)
         # What no line above and below has read is refused at the end.
         fields.skip(*self.unused)
-        fields.require(**dict(self.required_values))
+        fields.require(**self.required_values)
         num_layers = values["num_layers"]
         values |= self._read_windows(fields, num_layers, family_values.get("unrotated_layers", ()))
         values |= family_values  # a family may correct what is common to all
@@ -228,8 +227,8 @@ class HFFormat:
             **self._write_rope(description),
             **self._write_windows(description),
         }
-        for name, field, _ in self.extra_fields:
-            config[name] = getattr(description, field)
+        for name, attribute, _ in self.extra_fields:
+            config[name] = getattr(description, attribute)
         if not description.is_causal:
             config["is_causal"] = False
         if isinstance(description.rope_scaling, LongRopeScaling):  # some architectures read it only here
@@ -245,12 +244,11 @@ class HFFormat:
         config |= self.write_more(description)
         # Whoever reads this file must get the same model.
         reread = self.read(config)
-        for field in dataclasses.fields(Description):
-            value = getattr(description, field.name)
-            reread_value = getattr(reread, field.name)
+        for attribute, value in vars(description.text).items():
+            reread_value = getattr(reread, attribute)
             if reread_value != value:
                 raise ModelError(
-                    f"The architecture {self.architecture} cannot express {field.name} = {value!r} in a config.json "
+                    f"The architecture {self.architecture} cannot express {attribute} = {value!r} in a config.json "
                     f"(only {reread_value!r})."
                 )
         return config
@@ -399,14 +397,14 @@ LLAMA = HFFormat(
     "interleaved",
     biases="attention_bias",
     has_mlp_bias=True,
-    defaults=(("max_position_embeddings", 2048),),
+    defaults={"max_position_embeddings": 2048},
 )
 MISTRAL = HFFormat(
     "MistralForCausalLM",
     "mistral",
     "interleaved",
     windows="sliding_window",
-    defaults=(("num_key_value_heads", 8), ("max_position_embeddings", 131_072), ("sliding_window", 4096)),
+    defaults={"num_key_value_heads": 8, "max_position_embeddings": 131_072, "sliding_window": 4096},
 )
 QWEN2 = HFFormat(
     "Qwen2ForCausalLM",
@@ -415,7 +413,7 @@ QWEN2 = HFFormat(
     biases="qkv",
     windows="use_sliding_window",
     window_layers="late",
-    defaults=(("num_key_value_heads", 32), ("max_position_embeddings", 32_768), ("sliding_window", 4096)),
+    defaults={"num_key_value_heads": 32, "max_position_embeddings": 32_768, "sliding_window": 4096},
 )
 QWEN3 = HFFormat(
     "Qwen3ForCausalLM",
@@ -425,10 +423,10 @@ QWEN3 = HFFormat(
     qk_norm="before_rope",
     windows="use_sliding_window",
     window_layers="late",
-    defaults=(
-        ("num_key_value_heads", 32),
-        ("head_dim", 128),
-        ("max_position_embeddings", 32_768),
-        ("sliding_window", 4096),
-    ),
+    defaults={
+        "num_key_value_heads": 32,
+        "head_dim": 128,
+        "max_position_embeddings": 32_768,
+        "sliding_window": 4096,
+    },
 )

@@ -13,7 +13,7 @@ _UNUSED = ("ep_size", "aux_loss_alpha", "seq_aux", "auto_map", "num_nextn_predic
 
 
 def router_fields(*, experts_per_token: int, scale: float = 1.0, groups: int = 1, top: int = 1) -> tuple[Any, ...]:
-    """Return the router's fields for ``HFFormat.own``, with the defaults of ``transformers``."""
+    """Return the router's fields for ``HFFormat.extra_fields``, with the defaults of ``transformers``."""
     return (
         ("num_experts_per_tok", "experts_per_token", experts_per_token),
         ("norm_topk_prob", "router_normalize", True),

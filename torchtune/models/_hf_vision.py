@@ -38,11 +38,11 @@ class ImageTextFormat:
         vision_type: ``model_type`` of ``vision_config``.
         tower_fields: fields of ``vision_config``: (name in the file, name in the description, default of
             ``transformers``, which also defines the type). A field with a string default is an activation.
-        tokens: fields with ids of placeholder tokens, and their defaults.
+        tokens: fields with ids of placeholder tokens -> default id.
         outer_fields: fields outside ``vision_config``, in the format of ``tower_fields``.
         fixed: values of the tower's description that are not in the file.
-        derived: fields of ``vision_config`` that must equal a field of the tower's description: (name in the file, name
-            in the description).
+        derived: fields of ``vision_config`` that must equal a value of the tower's description: name in the file ->
+            name in the description.
         unused: fields of ``vision_config`` that do not affect the tower.
         read_vision: reads the other fields of ``vision_config``: ``read_vision(fields, values, whole) -> values``;
             ``whole`` has the fields outside ``vision_config``.
@@ -61,10 +61,10 @@ class ImageTextFormat:
     text: HFFormat
     vision_type: str
     tower_fields: tuple[tuple[str, str, Any], ...]
-    tokens: tuple[tuple[str, int], ...]
+    tokens: Mapping[str, int]
     outer_fields: tuple[tuple[str, str, Any], ...] = ()
     fixed: Mapping[str, Any] = field(default_factory=dict)
-    derived: tuple[tuple[str, str], ...] = ()
+    derived: Mapping[str, str] = field(default_factory=dict)
     unused: tuple[str, ...] = ()
     read_vision: Callable[[Fields, dict[str, Any], Fields], dict[str, Any]] = _nothing
     write_vision: Callable[[VisionDescription], dict[str, Any]] = _nothing
@@ -99,7 +99,7 @@ class ImageTextFormat:
             f"{self.architecture} (vision_config)",
             {*ignore_fields, *self.unused},
         )
-        image_tokens = tuple(outer_fields.typed(name, default) for name, default in self.tokens)
+        image_tokens = tuple(outer_fields.typed(name, default) for name, default in self.tokens.items())
         is_tied = config.get("tie_word_embeddings", text_config.get("tie_word_embeddings", self.tied))
         text = self.text.read({**text_config, "tie_word_embeddings": bool(is_tied)}, ignore_fields)
 
@@ -117,7 +117,7 @@ class ImageTextFormat:
                 else:
                     values[attribute] = fields.typed(name, default)
         tower = VisionDescription(**{**values, **self.read_vision(vision_fields, values, outer_fields)})
-        vision_fields.require(**{name: getattr(tower, attribute) for name, attribute in self.derived})
+        vision_fields.require(**{name: getattr(tower, attribute) for name, attribute in self.derived.items()})
         vision_fields.refuse_unread()
         outer_fields.refuse_unread()
 
@@ -165,15 +165,14 @@ class ImageTextFormat:
         for name, attribute, _ in self.tower_fields:
             value = getattr(d.vision, attribute)
             vision_config[name] = _ACTIVATION_NAMES[value] if attribute == "activation" else value
-        for name, attribute in self.derived:
+        for name, attribute in self.derived.items():
             vision_config[name] = getattr(d.vision, attribute)
         if d.vision.rope != "none" and d.vision.rope_base != self.rope_base:
             vision_config["rope_parameters"] = {"rope_type": "axial", "rope_theta": d.vision.rope_base}
         vision_config |= self.write_vision(d.vision)
 
         config = {"architectures": [self.architecture], "model_type": self.model_type}
-        for (name, _), token in zip(self.tokens, d.image_tokens, strict=True):
-            config[name] = token
+        config |= zip(self.tokens, d.image_tokens, strict=True)
         for name, attribute, _ in self.outer_fields:
             config[name] = getattr(d.vision, attribute)
         config["tie_word_embeddings"] = d.tie_word_embeddings

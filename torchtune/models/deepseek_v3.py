@@ -42,11 +42,11 @@ FORMAT = HFFormat(
     "deepseek_v3",
     "interleaved",
     biases="attention_bias",
-    fixed=(("router_scores", "sigmoid"), ("router_selection_bias", True)),
+    fixed={"router_scores": "sigmoid", "router_selection_bias": True},
     extra_fields=router_fields(experts_per_token=8, scale=2.5, groups=8, top=4),
     read_more=_read,
     write_more=_write,
-    defaults=(("max_position_embeddings", 4096),),
+    defaults={"max_position_embeddings": 4096},
 )
 _EXPERTS = partial(experts, block="mlp", gate="gate_proj", up="up_proj", down="down_proj")
 WEIGHTS = shared_expert(_EXPERTS(latent_attention(HF_HALF), bias="gate.e_score_correction_bias"), "mlp.shared_experts")

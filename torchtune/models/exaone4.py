@@ -37,15 +37,15 @@ _FORMAT = HFFormat(
     windows="sliding_window",
     window_layers=4,
     rotates_windows_only=True,
-    fixed=(("norm_order", "post"),),
-    required_values=(("sliding_window_pattern", 4),),
+    fixed={"norm_order": "post"},
+    required_values={"sliding_window_pattern": 4},
     prepare=_prepare,
-    defaults=(
-        ("num_key_value_heads", 32),
-        ("max_position_embeddings", 2048),
-        ("rms_norm_eps", 1e-5),
-        ("sliding_window", 4096),
-    ),
+    defaults={
+        "num_key_value_heads": 32,
+        "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-5,
+        "sliding_window": 4096,
+    },
 )
 
 

@@ -80,18 +80,18 @@ FORMAT = HFFormat(
     "half",
     biases="attention_bias",
     has_mlp_bias=True,
-    fixed=(("mixer_beside_attn", True),),
+    fixed={"mixer_beside_attn": True},
     extra_fields=(("embedding_multiplier", "embed_scale", 1.0), ("lm_head_multiplier", "hidden_scale", 1.0)),
-    required_values=(("projectors_bias", False),),
+    required_values={"projectors_bias": False},
     # Used in generation only, or implied by the architecture.
     unused=("num_logits_to_keep", "layer_types", "layers_block_type"),
     read_more=_read,
     write_more=_write,
-    defaults=(
-        ("num_key_value_heads", 8),
-        ("max_position_embeddings", 8192),
-        ("rms_norm_eps", 1e-5),
-    ),
+    defaults={
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-5,
+    },
 )
 _NAMES = {
     "model.norm.": "model.final_layernorm.",

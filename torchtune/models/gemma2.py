@@ -65,18 +65,18 @@ FORMAT = HFFormat(
     windows="sliding_window",
     window_layers=2,
     activation=("hidden_activation", "gelu_pytorch_tanh"),
-    fixed=(("norm_unit_offset", True), ("norm_order", "both")),
-    required_values=(("use_bidirectional_attention", False),),
+    fixed={"norm_unit_offset": True, "norm_order": "both"},
+    required_values={"use_bidirectional_attention": False},
     read_more=partial(read_softcaps, attn=50.0, final=30.0),
     write_more=write_softcaps,
-    defaults=(
-        ("head_dim", 256),
-        ("hidden_act", None),  # in early files besides hidden_activation, never read
-        ("max_position_embeddings", 8192),
-        ("num_key_value_heads", 4),
-        ("sliding_window", 4096),
-        ("tie_word_embeddings", True),
-    ),
+    defaults={
+        "head_dim": 256,
+        "hidden_act": None,  # in early files besides hidden_activation, never read
+        "max_position_embeddings": 8192,
+        "num_key_value_heads": 4,
+        "sliding_window": 4096,
+        "tie_word_embeddings": True,
+    },
 )
 SPEC = family("gemma2", FORMAT, hf_names(InterleaveRope(), NORMS), model_types=("GEMMA2",))
 

@@ -44,24 +44,24 @@ FORMAT = HFFormat(
     window_layers=6,
     ropes=("window",),
     activation=("hidden_activation", "gelu_pytorch_tanh"),
-    fixed=(("norm_unit_offset", True), ("norm_order", "both")),
-    required_values=(
-        ("use_bidirectional_attention", False),
-        ("attn_logit_softcapping", None),
-    ),  # transformers ignores the second
+    fixed={"norm_unit_offset": True, "norm_order": "both"},
+    required_values={
+        "use_bidirectional_attention": False,
+        "attn_logit_softcapping": None,
+    },  # transformers ignores the second
     read_more=_read,
     write_more=_write,
-    defaults=(
-        ("head_dim", 256),
-        ("max_position_embeddings", 131_072),
-        ("num_attention_heads", 8),
-        ("num_key_value_heads", 4),
-        ("rope_local_base_freq", 10_000.0),
-        ("rope_theta", 1_000_000.0),
-        ("sliding_window", 4096),
-        ("tie_word_embeddings", True),
-        ("vocab_size", 262_208),
-    ),
+    defaults={
+        "head_dim": 256,
+        "max_position_embeddings": 131_072,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "rope_local_base_freq": 10_000.0,
+        "rope_theta": 1_000_000.0,
+        "sliding_window": 4096,
+        "tie_word_embeddings": True,
+        "vocab_size": 262_208,
+    },
 )
 SPEC = family(
     "gemma3", FORMAT, hf_names(Identity(), NORMS), architectures=("Gemma3ForCausalLM", "Gemma3TextForCausalLM")

@@ -155,25 +155,25 @@ FORMAT = HFFormat(
     window_layers=6,
     ropes=("kinds",),
     activation=("hidden_activation", "gelu_pytorch_tanh"),
-    fixed=(
-        ("norm_order", "both"),
-        ("norm_rounds_last", True),
-        ("v_norm", True),
-        ("attn_scale", 1.0),
-        ("layer_scale", True),
-    ),
+    fixed={
+        "norm_order": "both",
+        "norm_rounds_last": True,
+        "v_norm": True,
+        "attn_scale": 1.0,
+        "layer_scale": True,
+    },
     read_more=read_gemma4,
     write_more=write_gemma4,
-    defaults=(
-        ("head_dim", 256),
-        ("max_position_embeddings", 131_072),
-        ("num_attention_heads", 8),
-        ("num_key_value_heads", 4),
-        ("rope_parameters", _ROPES),
-        ("sliding_window", 512),
-        ("tie_word_embeddings", True),
-        ("vocab_size", 262_144),
-    ),
+    defaults={
+        "head_dim": 256,
+        "max_position_embeddings": 131_072,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "rope_parameters": _ROPES,
+        "sliding_window": 512,
+        "tie_word_embeddings": True,
+        "vocab_size": 262_144,
+    },
 )
 
 # Weights that other families lack: (Hugging Face's name, ours, when).

@@ -59,7 +59,7 @@ _FORMAT = replace(
         "merge_norm": "plain",
         "projector_bias": False,
     },
-    derived=(("output_proj_dims", "embed_dim"),),
+    derived={"output_proj_dims": "embed_dim"},
     unused=(),
     read_vision=_read,
     write_vision=_write,

@@ -117,7 +117,7 @@ FORMAT = ImageTextFormat(
         ("standardize", "merge_standardized", False),
         ("hidden_activation", "activation", "gelu_pytorch_tanh"),
     ),
-    tokens=(("image_token_id", 258_880), ("video_token_id", 258_884)),
+    tokens={"image_token_id": 258_880, "video_token_id": 258_884},
     fixed={
         "patch_bias": False,
         "attn_bias": False,
@@ -134,7 +134,7 @@ FORMAT = ImageTextFormat(
         "merge_pools": True,
         "projector_bias": False,
     },
-    derived=(("num_key_value_heads", "num_heads"), ("head_dim", "head_dim")),
+    derived={"num_key_value_heads": "num_heads", "head_dim": "head_dim"},
     unused=("max_position_embeddings", "layer_types", "default_output_length"),
     rope_base=100.0,
     tied=True,

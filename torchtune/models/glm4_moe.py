@@ -38,16 +38,16 @@ _FORMAT = HFFormat(
     biases="attention_bias",
     output_bias=False,
     ropes=("partial",),
-    fixed=(("router_scores", "sigmoid"), ("router_selection_bias", True)),
+    fixed={"router_scores": "sigmoid", "router_selection_bias": True},
     extra_fields=router_fields(experts_per_token=8),
     read_more=_read,
     write_more=_write,
-    defaults=(
-        ("num_key_value_heads", 8),
-        ("max_position_embeddings", 131_072),
-        ("rms_norm_eps", 1e-5),
-        ("partial_rotary_factor", 0.5),
-    ),
+    defaults={
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131_072,
+        "rms_norm_eps": 1e-5,
+        "partial_rotary_factor": 0.5,
+    },
 )
 _EXPERTS = experts(HF_HALF, "mlp", "gate_proj", "up_proj", "down_proj", "gate.e_score_correction_bias")
 SPEC = family("glm4_moe", _FORMAT, shared_expert(_EXPERTS, "mlp.shared_experts"), untrained_layers="eh_proj.weight")

@@ -46,11 +46,11 @@ _FORMAT = HFFormat(
     "glm4_moe_lite",
     "interleaved",
     biases="attention_bias",
-    fixed=(("router_scores", "sigmoid"), ("router_selection_bias", True)),
+    fixed={"router_scores": "sigmoid", "router_selection_bias": True},
     extra_fields=router_fields(experts_per_token=4, scale=1.8),
     read_more=_read,
     write_more=_write,
-    defaults=(("max_position_embeddings", 202_752), ("rms_norm_eps", 1e-5)),
+    defaults={"max_position_embeddings": 202_752, "rms_norm_eps": 1e-5},
 )
 SPEC = family("glm4_moe_lite", _FORMAT, WEIGHTS, untrained_layers="eh_proj.weight")
 

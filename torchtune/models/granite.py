@@ -34,7 +34,7 @@ FORMAT = HFFormat(
     extra_fields=(("embedding_multiplier", "embed_scale", 1.0), ("residual_multiplier", "residual_scale", 1.0)),
     read_more=read_multipliers,
     write_more=write_multipliers,
-    defaults=(("max_position_embeddings", 2048),),
+    defaults={"max_position_embeddings": 2048},
 )
 SPEC = family("granite", FORMAT, hf_names(Identity()))
 

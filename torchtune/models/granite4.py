@@ -106,7 +106,7 @@ FORMAT = HFFormat(
     ),
     read_more=_read,
     write_more=_write,
-    defaults=(("max_position_embeddings", 2048), ("intermediate_size", 11_008)),
+    defaults={"max_position_embeddings": 2048, "intermediate_size": 11_008},
 )
 _NAMES = {
     "mlp.gate_up_proj": "shared_mlp.input_linear",

@@ -87,16 +87,16 @@ FORMAT = HFFormat(
     qk_norm="before_rope",
     mixer_kind="conv",
     eps_field="norm_eps",
-    required_values=(("conv_bias", False),),
+    required_values={"conv_bias": False},
     read_more=_read,
     write_more=_write,
-    defaults=(
-        ("intermediate_size", 12_288),
-        ("num_key_value_heads", 8),
-        ("max_position_embeddings", 128_000),
-        ("norm_eps", 1e-5),
-        ("rope_theta", 1_000_000.0),
-    ),
+    defaults={
+        "intermediate_size": 12_288,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 128_000,
+        "norm_eps": 1e-5,
+        "rope_theta": 1_000_000.0,
+    },
 )
 SPEC = family("lfm2", FORMAT, mixers(renamed(HF_HALF, RENAMED), ShortConvMixer.names))
 

@@ -35,7 +35,7 @@ _FORMAT = ImageTextFormat(
         ("num_channels", "num_channels", 3),
         ("vision_output_dim", "projector_dim", 7680),
     ),
-    tokens=(("image_token_index", 200_092),),
+    tokens={"image_token_index": 200_092},
     fixed={
         "patch_bias": False,
         "first_norm": True,
@@ -48,7 +48,7 @@ _FORMAT = ImageTextFormat(
         "rope": "neighbors",
         "merge": _MERGE,
     },
-    derived=(("projector_input_dim", "projector_dim"), ("projector_output_dim", "projector_dim")),
+    derived={"projector_input_dim": "projector_dim", "projector_output_dim": "projector_dim"},
     unused=("hidden_act", "norm_eps", "vision_feature_select_strategy"),  # transformers does not use them
     read_vision=_read,
     write_vision=_write,

@@ -31,13 +31,13 @@ FORMAT = HFFormat(
     windows="sliding_window",
     ropes=("growth",),
     write_more=write_growth,
-    defaults=(
-        ("head_dim", 128),
-        ("max_position_embeddings", 262_144),
-        ("num_key_value_heads", 8),
-        ("rms_norm_eps", 1e-5),
-        ("rope_parameters", _DEFAULT),
-    ),
+    defaults={
+        "head_dim": 128,
+        "max_position_embeddings": 262_144,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": _DEFAULT,
+    },
 )
 SPEC = family("ministral3", FORMAT, HF_INTERLEAVED)
 

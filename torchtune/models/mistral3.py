@@ -84,13 +84,13 @@ def _write_llava(d: ImageTextDescription) -> dict[str, Any]:
     return _FEATURES
 
 
-_TEXT_DEFAULTS = (
-    ("num_key_value_heads", 8),
-    ("head_dim", 128),
-    ("max_position_embeddings", 131_072),
-    ("rms_norm_eps", 1e-5),
-    ("rope_theta", 1e9),
-)
+_TEXT_DEFAULTS = {
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 131_072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e9,
+}
 _FIXED = {
     "patch_bias": False,
     "attn_bias": False,
@@ -113,9 +113,9 @@ _FORMAT = ImageTextFormat(
         ("hidden_act", "activation", "gelu"),
     ),
     outer_fields=(("spatial_merge_size", "merge", 2), ("multimodal_projector_bias", "projector_bias", False)),
-    tokens=(("image_token_index", 10),),
+    tokens={"image_token_index": 10},
     fixed={**_FIXED, "merge_channels_first": True, "merge_reduces": True, "merge_norm": "rms"},
-    derived=(("head_dim", "head_dim"),),
+    derived={"head_dim": "head_dim"},
     unused=("image_size",),  # rotary embeddings have no largest size
     read_vision=_read,
     ignored=("image_token_id", "image_seq_length"),

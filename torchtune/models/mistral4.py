@@ -50,7 +50,7 @@ _FORMAT = HFFormat(
     extra_fields=router_fields(experts_per_token=4),
     read_more=_read,
     write_more=_write,
-    defaults=(("max_position_embeddings", 1_048_576), ("rope_parameters", _DEFAULT)),
+    defaults={"max_position_embeddings": 1_048_576, "rope_parameters": _DEFAULT},
 )
 _EXPERTS = experts(latent_attention(HF_HALF), "mlp", "gate_proj", "up_proj", "down_proj")
 SPEC = family("mistral4", _FORMAT, shared_expert(with_fused_experts(_EXPERTS, "mlp"), "mlp.shared_experts"))

@@ -154,20 +154,20 @@ FORMAT = HFFormat(
     activation=("mlp_hidden_act", "relu2"),
     ropes=("none",),
     eps_field="layer_norm_epsilon",
-    fixed=(("mlp_gated", False), ("norm_rounds_last", True)),
-    required_values=(("use_conv_bias", True), ("use_bias", False), ("mlp_bias", False)),
+    fixed={"mlp_gated": False, "norm_rounds_last": True},
+    required_values={"use_conv_bias": True, "use_bias": False, "mlp_bias": False},
     unused=_UNUSED,
     read_more=_read,
     write_more=_write,
     prepare=_prepare,
-    defaults=(
-        ("num_attention_heads", 32),
-        ("num_key_value_heads", 8),
-        ("head_dim", 128),
-        ("intermediate_size", 21_504),
-        ("max_position_embeddings", 4096),
-        ("layer_norm_epsilon", 1e-5),
-    ),
+    defaults={
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 21_504,
+        "max_position_embeddings": 4096,
+        "layer_norm_epsilon": 1e-5,
+    },
 )
 _HF_MLP = "model.layers.{layer}.mlp."
 _TUNE_MLP = "layers.{layer}.mlp."

@@ -13,8 +13,8 @@ FORMAT = HFFormat(
     "half",
     biases="attention_bias",
     qk_norm="before_rope",
-    fixed=(("norm_order", "post"), ("qk_norm_whole", True)),
-    defaults=(("max_position_embeddings", 2048), ("rms_norm_eps", 1e-5)),
+    fixed={"norm_order": "post", "qk_norm_whole": True},
+    defaults={"max_position_embeddings": 2048, "rms_norm_eps": 1e-5},
 )
 SPEC = family("olmo2", FORMAT, hf_names(Identity(), NORMS))
 

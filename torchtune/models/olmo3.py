@@ -49,7 +49,7 @@ FORMAT = replace(
     ropes=("window",),
     read_more=_read,
     write_more=_write,
-    defaults=(*OLMO2_FORMAT.defaults, ("rope_theta", _BASE), ("rope_local_base_freq", _BASE), ("sliding_window", 4096)),
+    defaults={**OLMO2_FORMAT.defaults, "rope_theta": _BASE, "rope_local_base_freq": _BASE, "sliding_window": 4096},
 )
 SPEC = family("olmo3", FORMAT, OLMO2_SPEC.weight_map())
 

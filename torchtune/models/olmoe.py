@@ -23,7 +23,7 @@ _FORMAT = HFFormat(
     "half",
     biases="attention_bias",
     qk_norm="before_rope",
-    fixed=(("qk_norm_whole", True),),
+    fixed={"qk_norm_whole": True},
     extra_fields=(
         ("num_experts_per_tok", "experts_per_token", 8),
         ("intermediate_size", "expert_dim", 2048),
@@ -32,7 +32,7 @@ _FORMAT = HFFormat(
     ),
     read_more=_read,
     write_more=_write,
-    defaults=(("max_position_embeddings", 4096), ("rms_norm_eps", 1e-5)),
+    defaults={"max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
 )
 SPEC = family("olmoe", _FORMAT, experts(HF_HALF, "mlp", "gate_proj", "up_proj", "down_proj"))
 

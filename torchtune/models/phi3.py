@@ -30,13 +30,13 @@ FORMAT = HFFormat(
     "half",
     windows="sliding_window",
     ropes=("partial",),
-    defaults=(
-        ("attention_bias", None),
-        ("embd_pdrop", None),
-        ("max_position_embeddings", 4096),
-        ("original_max_position_embeddings", 4096),
-        ("rms_norm_eps", 1e-5),
-    ),
+    defaults={
+        "attention_bias": None,
+        "embd_pdrop": None,
+        "max_position_embeddings": 4096,
+        "original_max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+    },
 )
 SPEC = family("phi3", FORMAT, hf_names(Identity(), fused=("qkv", "gate_up")), model_types=("PHI3_MINI", "PHI4"))
 

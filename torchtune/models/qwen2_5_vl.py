@@ -42,14 +42,14 @@ _TEXT = replace(
     model_type="qwen2_5_vl_text",
     ropes=("sections",),
     prepare=_without_mrope,
-    defaults=(
-        ("num_key_value_heads", 8),
-        ("max_position_embeddings", 32_768),
-        ("sliding_window", 4096),
-        ("max_window_layers", 80),
-        ("rms_norm_eps", 1e-5),
-        ("rope_theta", 1_000_000.0),
-    ),
+    defaults={
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 32_768,
+        "sliding_window": 4096,
+        "max_window_layers": 80,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1_000_000.0,
+    },
 )
 _FORMAT = ImageTextFormat(
     _ARCHITECTURE,
@@ -57,7 +57,7 @@ _FORMAT = ImageTextFormat(
     _TEXT,
     vision_type="qwen2_5_vl_vision",
     tower_fields=tuple((name, field, _DEFAULTS.get(name, default)) for name, field, default in TOWER_FIELDS),
-    tokens=(("image_token_id", 151_655), ("video_token_id", 151_656)),
+    tokens={"image_token_id": 151_655, "video_token_id": 151_656},
     fixed={
         "patch_bias": False,
         "mlp_gated": True,

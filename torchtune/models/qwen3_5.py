@@ -26,15 +26,15 @@ FORMAT = HFFormat(
     qk_norm="before_rope",
     mixer_kind="linear_attention",
     ropes=("partial", "sections"),
-    fixed=(("attn_gate", True), ("norm_unit_offset", True)),
+    fixed={"attn_gate": True, "norm_unit_offset": True},
     read_more=read_delta_net,
     write_more=write_delta_net,
-    defaults=(
-        ("num_key_value_heads", 4),
-        ("head_dim", 256),
-        ("max_position_embeddings", 32_768),
-        ("partial_rotary_factor", 0.25),
-    ),
+    defaults={
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "max_position_embeddings": 32_768,
+        "partial_rotary_factor": 0.25,
+    },
 )
 SPEC = family("qwen3_5", FORMAT, mixers(HF_HALF, DeltaNetMixer.names), untrained=("mtp.",))
 

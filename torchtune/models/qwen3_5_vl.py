@@ -13,7 +13,7 @@ from torchtune.models.qwen3_vl import QwenImages, qwen_format, tower_names
 
 _QWEN3_5 = {
     "deep_layers": [],
-    "tokens": (("image_token_id", 248_056), ("video_token_id", 248_057)),
+    "tokens": {"image_token_id": 248_056, "video_token_id": 248_057},
     "sections": (11, 11, 10),
 }
 _FORMATS = (

@@ -46,7 +46,7 @@ _FORMAT = HFFormat(
     ),
     read_more=_read,
     write_more=_write,
-    defaults=(("num_key_value_heads", 4), ("max_position_embeddings", 32_768), ("sliding_window", 4096)),
+    defaults={"num_key_value_heads": 4, "max_position_embeddings": 32_768, "sliding_window": 4096},
 )
 SPEC = family("qwen3_moe", _FORMAT, experts(HF_HALF, "mlp", "gate_proj", "up_proj", "down_proj"))
 

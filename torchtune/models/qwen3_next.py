@@ -41,7 +41,7 @@ _FORMAT = HFFormat(
     qk_norm="before_rope",
     mixer_kind="linear_attention",
     ropes=("partial",),
-    fixed=(("attn_gate", True), ("norm_unit_offset", True), ("shared_expert_gate", True)),
+    fixed={"attn_gate": True, "norm_unit_offset": True, "shared_expert_gate": True},
     extra_fields=(
         ("num_experts", "num_experts", 512),
         ("num_experts_per_tok", "experts_per_token", 10),
@@ -52,12 +52,12 @@ _FORMAT = HFFormat(
     ),
     read_more=_read,
     write_more=_write,
-    defaults=(
-        ("num_key_value_heads", 2),
-        ("head_dim", 256),
-        ("max_position_embeddings", 32_768),
-        ("partial_rotary_factor", 0.25),
-    ),
+    defaults={
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "max_position_embeddings": 32_768,
+        "partial_rotary_factor": 0.25,
+    },
 )
 _NAMES = experts(mixers(HF_HALF, FUSED_DELTA_NET), "mlp", "gate_proj", "up_proj", "down_proj")
 SPEC = family(

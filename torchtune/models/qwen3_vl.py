@@ -217,24 +217,23 @@ def tower_names() -> list[Row]:
     ]
 
 
-_TOKENS = (("image_token_id", 151_655), ("video_token_id", 151_656))
 _DENSE = replace(
     QWEN3,
     architecture="Qwen3VLForConditionalGeneration",
     model_type="qwen3_vl_text",
     windows="none",
     ropes=("sections",),
-    defaults=(
-        ("num_key_value_heads", 32),
-        ("head_dim", 128),
-        ("max_position_embeddings", 128_000),
-        ("rope_theta", 500_000.0),
-        ("vocab_size", 151_936),
-        ("hidden_size", 4096),
-        ("intermediate_size", 22_016),
-        ("num_hidden_layers", 32),
-        ("num_attention_heads", 32),
-    ),
+    defaults={
+        "num_key_value_heads": 32,
+        "head_dim": 128,
+        "max_position_embeddings": 128_000,
+        "rope_theta": 500_000.0,
+        "vocab_size": 151_936,
+        "hidden_size": 4096,
+        "intermediate_size": 22_016,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+    },
 )
 
 
@@ -263,9 +262,13 @@ _MOE = replace(
     ),
     read_more=_read_experts,
     write_more=_write_experts,
-    defaults=(("num_key_value_heads", 16), ("max_position_embeddings", 128_000), ("rope_theta", 500_000.0)),
+    defaults={"num_key_value_heads": 16, "max_position_embeddings": 128_000, "rope_theta": 500_000.0},
 )
-_QWEN3_VL = {"deep_layers": [8, 16, 24], "tokens": _TOKENS, "sections": (24, 20, 20)}
+_QWEN3_VL = {
+    "deep_layers": [8, 16, 24],
+    "tokens": {"image_token_id": 151_655, "video_token_id": 151_656},
+    "sections": (24, 20, 20),
+}
 _FORMATS = (
     qwen_format(_DENSE.architecture, "qwen3_vl", _DENSE, **_QWEN3_VL),
     qwen_format(_MOE.architecture, "qwen3_vl_moe", _MOE, **_QWEN3_VL),

@@ -30,12 +30,12 @@ FORMAT = HFFormat(
     window_layers="unrotated",
     read_more=_read,
     write_more=_write,
-    defaults=(
-        ("max_position_embeddings", 32_768),
-        ("num_key_value_heads", 4),
-        ("rope_theta", 2_000_000.0),
-        ("tie_word_embeddings", True),
-    ),
+    defaults={
+        "max_position_embeddings": 32_768,
+        "num_key_value_heads": 4,
+        "rope_theta": 2_000_000.0,
+        "tie_word_embeddings": True,
+    },
 )
 SPEC = family("smol3", FORMAT, hf_names(Identity()))
 

@@ -108,7 +108,7 @@ def _write(v: VisionDescription) -> dict[str, Any]:
 FORMAT = ImageTextFormat(
     "SmolVLMForConditionalGeneration",
     "smolvlm",
-    replace(LLAMA, defaults=(*LLAMA.defaults, ("rms_norm_eps", 1e-5))),
+    replace(LLAMA, defaults={**LLAMA.defaults, "rms_norm_eps": 1e-5}),
     vision_type="smolvlm_vision",
     tower_fields=(
         *ImageTextFormat.sizes(embed_dim=1152, intermediate_dim=3072, num_layers=12, num_heads=16, patch_size=32),
@@ -117,7 +117,7 @@ FORMAT = ImageTextFormat(
         ("hidden_act", "activation", "gelu_pytorch_tanh"),
     ),
     outer_fields=(("scale_factor", "merge", 2),),
-    tokens=(("image_token_id", 128_257),),
+    tokens={"image_token_id": 128_257},
     fixed={"last_norm": True, "positions": "interpolated", "projector_bias": False},
     unused=("max_image_size", "size", "tie_word_embeddings", "use_base_siglip"),
     read_vision=_read,

@@ -107,15 +107,15 @@ _TEXT = HFFormat(
     _NAME,
     "mllama_text_model",
     "interleaved",
-    defaults=(
-        ("num_key_value_heads", 8),
-        ("max_position_embeddings", 131_072),
-        ("rms_norm_eps", 1e-5),
-        ("vocab_size", 128_256),
-        ("hidden_size", 4096),
-        ("intermediate_size", 14_336),
-        ("num_attention_heads", 32),
-    ),
+    defaults={
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131_072,
+        "rms_norm_eps": 1e-5,
+        "vocab_size": 128_256,
+        "hidden_size": 4096,
+        "intermediate_size": 14_336,
+        "num_attention_heads": 32,
+    },
 )
 # Defaults of transformers
 _CROSS_LAYERS = [3, 8, 13, 18, 23, 28, 33, 38]

@@ -103,7 +103,7 @@ FORMAT = HFFormat(
     "interleaved",
     biases="attention_bias",
     mixer_kind="chunked_attention",
-    fixed=(("router_scores", "sigmoid"), ("router_scales_input", True)),
+    fixed={"router_scores": "sigmoid", "router_scales_input": True},
     extra_fields=(
         ("num_experts_per_tok", "experts_per_token", 1),
         ("use_qk_norm", "qk_unit_norm", True),
@@ -111,13 +111,13 @@ FORMAT = HFFormat(
     ),
     read_more=_read,
     write_more=_write,
-    defaults=(
-        ("num_key_value_heads", 8),
-        ("head_dim", 128),
-        ("max_position_embeddings", 131_072),
-        ("rms_norm_eps", 1e-5),
-        ("rope_theta", 500_000.0),
-    ),
+    defaults={
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 131_072,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500_000.0,
+    },
 )
 _EXPERTS = with_fused_experts(experts(HF_HALF, "mlp", "gate_proj", "up_proj", "down_proj"), "mlp", transpose=False)
 _NAMES = {".mlp.gate.": ".mlp.router.", ".mlp.": ".feed_forward."}
