@@ -5,10 +5,11 @@ from typing import Any
 
 from torchtune.models._description import ModelError
 
-# Fields that do not affect the forward pass of a text decoder.
+# Fields that do not affect the forward pass of a text decoder. ``auto_map`` names code beside the weights, which this
+# library does not run, nor does transformers for an architecture that it has itself.
 _HARMLESS = frozenset(
-    """architectures model_type transformers_version torch_dtype dtype name_or_path initializer_range use_cache
-    bos_token_id eos_token_id pad_token_id unk_token_id sep_token_id decoder_start_token_id pretraining_tp
+    """architectures model_type auto_map transformers_version torch_dtype dtype name_or_path initializer_range
+    use_cache bos_token_id eos_token_id pad_token_id unk_token_id sep_token_id decoder_start_token_id pretraining_tp
     output_attentions output_hidden_states return_dict id2label label2id num_labels problem_type finetuning_task
     task_specific_params tokenizer_class prefix is_decoder is_encoder_decoder cross_attention_hidden_size
     add_cross_attention tie_encoder_decoder torchscript use_bfloat16 tf_legacy_loss pruned_heads

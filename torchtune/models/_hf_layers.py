@@ -9,7 +9,7 @@ from torchtune.models._mixers import DeltaNetMixer, Mamba2Mixer, Names
 from torchtune.models._weight_ops import HeadGroups
 
 # Fields of experts that transformers does not read; two are numbers of MTP layers, which are not trained.
-_UNUSED = ("ep_size", "aux_loss_alpha", "seq_aux", "auto_map", "num_nextn_predict_layers", "num_mtp_layers")
+_UNUSED = ("ep_size", "aux_loss_alpha", "seq_aux", "num_nextn_predict_layers", "num_mtp_layers")
 
 
 def router_fields(*, experts_per_token: int, scale: float = 1.0, groups: int = 1, top: int = 1) -> tuple[Any, ...]:

@@ -82,9 +82,9 @@ FORMAT = HFFormat(
     has_mlp_bias=True,
     fixed={"mixer_beside_attn": True},
     extra_fields=(("embedding_multiplier", "embed_scale", 1.0), ("lm_head_multiplier", "hidden_scale", 1.0)),
-    required_values={"projectors_bias": False},
-    # Used in generation only, or implied by the architecture.
-    unused=("num_logits_to_keep", "layer_types", "layers_block_type"),
+    required_values={"projectors_bias": False, "mamba_use_mlp": True},
+    # Used in generation only, implied by the architecture, or given by intermediate_size.
+    unused=("num_logits_to_keep", "layer_types", "layers_block_type", "mlp_expansion_factor"),
     read_more=_read,
     write_more=_write,
     defaults={

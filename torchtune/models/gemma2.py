@@ -67,11 +67,11 @@ FORMAT = HFFormat(
     activation=("hidden_activation", "gelu_pytorch_tanh"),
     fixed={"norm_unit_offset": True, "norm_order": "both"},
     required_values={"use_bidirectional_attention": False},
+    unused=("hidden_act",),  # in published files beside hidden_activation
     read_more=partial(read_softcaps, attn=50.0, final=30.0),
     write_more=write_softcaps,
     defaults={
         "head_dim": 256,
-        "hidden_act": None,  # in early files besides hidden_activation, never read
         "max_position_embeddings": 8192,
         "num_key_value_heads": 4,
         "sliding_window": 4096,

@@ -91,8 +91,10 @@ FORMAT = HFFormat(
     biases="attention_bias",
     mixer_kind="linear_attention",
     extra_fields=(("embedding_multiplier", "embed_scale", 1.0), ("residual_multiplier", "residual_scale", 1.0)),
-    # Present in files of models without Mamba layers, too.
+    required_values={"normalization_function": "rmsnorm"},
+    # The initialization of weights, and fields of Mamba, which files of models without Mamba layers have, too.
     unused=(
+        "init_method",
         "time_step_limit",
         "mamba_n_heads",
         "mamba_n_groups",

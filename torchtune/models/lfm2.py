@@ -88,6 +88,11 @@ FORMAT = HFFormat(
     mixer_kind="conv",
     eps_field="norm_eps",
     required_values={"conv_bias": False},
+    # Fields of published files that transformers does not read: repeated sizes, and the initialization of weights.
+    unused=tuple(
+        """block_dim block_norm_eps block_mlp_init_scale block_out_init_scale block_use_swiglu block_use_xavier_init
+        conv_dim conv_dim_out conv_use_xavier_init num_heads theta use_pos_enc""".split()
+    ),
     read_more=_read,
     write_more=_write,
     defaults={

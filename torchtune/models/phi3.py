@@ -30,9 +30,8 @@ FORMAT = HFFormat(
     "half",
     windows="sliding_window",
     ropes=("partial",),
+    unused=("full_attn_mod", "interpolate_factor"),  # in files of Phi-4 mini
     defaults={
-        "attention_bias": None,
-        "embd_pdrop": None,
         "max_position_embeddings": 4096,
         "original_max_position_embeddings": 4096,
         "rms_norm_eps": 1e-5,

@@ -66,7 +66,8 @@ _FORMAT = ImageTextFormat(
         "merge_norm": "rms",
         "merge_norm_eps": 1e-6,
     },
-    unused=("tokens_per_second",),  # the image processor reads it
+    # The image processor reads the first. Published files have the others beside in_channels and patch_size.
+    unused=("tokens_per_second", "in_chans", "spatial_patch_size"),
     read_vision=_read,
     write_vision=_write,
     sections=(16, 24, 24),

@@ -108,7 +108,11 @@ def _write(v: VisionDescription) -> dict[str, Any]:
 FORMAT = ImageTextFormat(
     "SmolVLMForConditionalGeneration",
     "smolvlm",
-    replace(LLAMA, defaults={**LLAMA.defaults, "rms_norm_eps": 1e-5}),
+    replace(
+        LLAMA,
+        unused=("perceiver_config", "pixel_shuffle_factor"),  # of the code that trained; the connector has scale_factor
+        defaults={**LLAMA.defaults, "rms_norm_eps": 1e-5},
+    ),
     vision_type="smolvlm_vision",
     tower_fields=(
         *ImageTextFormat.sizes(embed_dim=1152, intermediate_dim=3072, num_layers=12, num_heads=16, patch_size=32),
