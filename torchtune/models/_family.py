@@ -7,7 +7,15 @@ from typing import Any
 from torchtune.models._builders import Builder, component_builders, llama3_scaled, model_builders
 from torchtune.models._description import Description, ModelError
 from torchtune.models._hf_config import LLAMA, MISTRAL, QWEN2, QWEN3, HFFormat
-from torchtune.models._hf_fields import Fields, all_but_every, is_number, layer_types, layers_without_experts, shown
+from torchtune.models._hf_fields import (
+    Fields,
+    all_but_every,
+    format_value,
+    is_number,
+    layers_of_type,
+    layers_without_experts,
+    write_layer_types,
+)
 from torchtune.models._hf_layers import (
     FUSED_DELTA_NET,
     read_delta_net,

@@ -9,7 +9,7 @@ import torch
 
 from torchtune.models._build import build
 from torchtune.models._description import ModelError
-from torchtune.models._hf_fields import architecture_of, shown
+from torchtune.models._hf_fields import architecture_of, format_value
 from torchtune.models._spec import spec_for_architecture
 from torchtune.modules.transformer import TransformerDecoder
 from torchtune.utils import local_path, read_json
@@ -107,7 +107,7 @@ def text_config(config: Mapping[str, Any], images: bool = False) -> dict[str, An
     text_type = text.get("model_type")
     if str(text_type) not in _TEXT_ARCHITECTURES:
         raise ModelError(
-            f"config.json: a text tower of model_type = {shown(text_type)} cannot be read; there are: "
+            f"config.json: a text tower of model_type = {format_value(text_type)} cannot be read; there are: "
             f"{', '.join(_TEXT_ARCHITECTURES)}."
         )
     decoder_config = dict(text)
@@ -190,7 +190,7 @@ def override_fields(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> 
         if name in _ROPE_FIELDS:
             if not isinstance(value, Mapping):
                 raise ModelError(
-                    f"config_overrides: {name} is {shown(value)}: give an object, such as "
+                    f"config_overrides: {name} is {format_value(value)}: give an object, such as "
                     "{rope_type: yarn, factor: 4.0, original_max_position_embeddings: 32768}."
                 )
             name = next((field for field in _ROPE_FIELDS if config.get(field)), "rope_scaling")

@@ -1,6 +1,6 @@
 """Typed access to the fields of a Hugging Face ``config.json``."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from torchtune.models._description import ModelError
@@ -51,6 +51,14 @@ _OBJECTS = frozenset({"rope_parameters", "rope_scaling", "quantization_config"})
 
 # Names of layer types before transformers 5 -> their names since.
 _LAYER_TYPES = {"mamba": "linear_attention", "attention": "full_attention"}
+# Names of activations in transformers (ACT2FN) -> in a description, and the other way round.
+HF_ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "relu2": "relu2"}
+HF_ACTIVATION_NAMES = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "relu2": "relu2"}
+
+
+def no_values(*arguments: Any) -> dict[str, Any]:
+    """Return no values: the default of a format's functions, which unlike a lambda is pickled with a model."""
+    return {}
 
 
 def is_number(value: Any) -> bool:
@@ -72,12 +80,12 @@ def architecture_of(config: Mapping[str, Any]) -> str | None:
     names = config.get("architectures") or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ModelError(
-            f"config.json has architectures = {shown(names)}, which is not a list of names: download it again."
+            f"config.json has architectures = {format_value(names)}, which is not a list of names: download it again."
         )
     return names[0] if names else None
 
 
-def shown(value: Any) -> str:
+def format_value(value: Any) -> str:
     """Format a value for error messages, shortened."""
     text = repr(value)
     return text if len(text) <= 120 else f"{text[:100]} …"
@@ -131,17 +139,19 @@ class Fields:
             if self.take(name, value) != value:
                 raise self.refusal(name, self.peek(name))
 
-    def list_of(self, name: str, num_layers: int, kind: type, default: list[Any] | None = None) -> list[Any] | None:
+    def list_of(
+        self, name: str, num_layers: int, value_type: type, default: list[Any] | None = None
+    ) -> list[Any] | None:
         """Return a list field (one value per layer, or layer indices), or the default if the field is absent."""
         values = self.take(name, None)
         if values is None:
             return default
-        fits = isinstance(values, list) and all(isinstance(value, kind) for value in values)
+        fits = isinstance(values, list) and all(isinstance(value, value_type) for value in values)
         self._expect(fits, name, values, f"a list for {num_layers} layers")
         return values
 
-    def layer_kinds(self, num_layers: int) -> list[str] | None:
-        """Return ``layer_types`` with the names of transformers 5; None if the field is absent."""
+    def layer_types(self, num_layers: int) -> list[str] | None:
+        """Return a copy of ``layer_types`` with the names of transformers 5; None if the field is absent."""
         layer_types = self.list_of("layer_types", num_layers, str)
         if layer_types is None:
             return None
@@ -150,7 +160,7 @@ class Fields:
     def _expect(self, fits: bool, name: str, value: Any, wanted: str) -> None:
         if not fits:
             raise ModelError(
-                f"config.json of {self._architecture} has {name} = {shown(value)}, where {wanted} is expected: "
+                f"config.json of {self._architecture} has {name} = {format_value(value)}, where {wanted} is expected: "
                 "download it again, or correct it."
             )
 
@@ -186,8 +196,8 @@ class Fields:
         """Make the error for an unsupported value; with ``is_unread``, it suggests ignoring the field."""
         ignore = ", or name the field in ignore_fields if it changes nothing" if is_unread else ""
         return ModelError(
-            f"config.json of {self._architecture} has {name} = {shown(value)}, which a model description of this "
-            f"library cannot express; use a checkpoint without it{ignore}."
+            f"config.json of {self._architecture} has {name} = {format_value(value)}, which a model description of "
+            f"this library cannot express; use a checkpoint without it{ignore}."
         )
 
     def refuse_unread(self) -> None:
@@ -206,14 +216,21 @@ def layers_without_experts(fields: Fields) -> tuple[int, ...]:
     return tuple(layer for layer in range(num_layers) if layer in dense_layers or (layer + 1) % step)
 
 
+def layers_of_type(layer_types: Sequence[str], layer_type: str) -> tuple[int, ...]:
+    """Return the layers with this entry in ``layer_types``."""
+    return tuple(layer for layer, entry in enumerate(layer_types) if entry == layer_type)
+
+
 def all_but_every(num_layers: int, interval: int) -> tuple[int, ...]:
     """Return all layers except every ``interval``-th: 0, 1, 2, 4, 5, 6 … for 4."""
     return tuple(layer for layer in range(num_layers) if (layer + 1) % interval)
 
 
-def layer_types(num_layers: int, layers: Collection[int], kind: str, other: str = "full_attention") -> list[str]:
-    """Make ``layer_types`` of a ``config.json``: ``kind`` for some layers, ``other`` for all others."""
-    types = [other] * num_layers
+def write_layer_types(
+    num_layers: int, layers: Collection[int], layer_type: str, other: str = "full_attention"
+) -> list[str]:
+    """Make ``layer_types`` of a ``config.json``: ``layer_type`` for ``layers``, ``other`` for all others."""
+    layer_types = [other] * num_layers
     for layer in layers:
-        types[layer] = kind
-    return types
+        layer_types[layer] = layer_type
+    return layer_types

@@ -6,19 +6,19 @@ from typing import Any
 
 from torchtune.models._description import ModelError
 from torchtune.models._hf_config import HFFormat
-from torchtune.models._hf_fields import Fields, architecture_of, is_whole
+from torchtune.models._hf_fields import (
+    HF_ACTIVATION_NAMES,
+    HF_ACTIVATIONS,
+    Fields,
+    architecture_of,
+    is_whole,
+    no_values,
+)
 from torchtune.models._vision_description import ImageTextDescription, VisionDescription
 
-_ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
-_ACTIVATION_NAMES = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh"}
 # Fields with ids of tokens around images and of other media, which are not read.
 _OTHER_IDS = {"vision_start_token_id", "vision_end_token_id", "vision_token_id", "video_token_id"}
-
-
-def _nothing(*arguments: Any) -> dict[str, Any]:  # a lambda could not be pickled with the model
-    return {}
-
-
+# Size of a tower -> its usual name in vision_config; other sizes have the same name in both.
 _SIZES = {
     "embed_dim": "hidden_size",
     "intermediate_dim": "intermediate_size",
@@ -66,15 +66,15 @@ class ImageTextFormat:
     fixed: Mapping[str, Any] = field(default_factory=dict)
     derived: Mapping[str, str] = field(default_factory=dict)
     unused: tuple[str, ...] = ()
-    read_vision: Callable[[Fields, dict[str, Any], Fields], dict[str, Any]] = _nothing
-    write_vision: Callable[[VisionDescription], dict[str, Any]] = _nothing
+    read_vision: Callable[[Fields, dict[str, Any], Fields], dict[str, Any]] = no_values
+    write_vision: Callable[[VisionDescription], dict[str, Any]] = no_values
     sections: tuple[int, ...] = ()
     interleaved: bool = True
     rope_base: float = 10_000.0
     tied: bool = False
     ignored: tuple[str, ...] = ()
-    read_more: Callable[[Mapping[str, Any]], dict[str, Any]] = _nothing
-    write_more: Callable[[ImageTextDescription], dict[str, Any]] = _nothing
+    read_more: Callable[[Mapping[str, Any]], dict[str, Any]] = no_values
+    write_more: Callable[[ImageTextDescription], dict[str, Any]] = no_values
 
     @staticmethod
     def sizes(**defaults: int) -> tuple[tuple[str, str, int], ...]:
@@ -113,7 +113,7 @@ class ImageTextFormat:
         for fields, table in ((vision_fields, self.tower_fields), (outer_fields, self.outer_fields)):
             for name, attribute, default in table:
                 if isinstance(default, str):
-                    values[attribute] = fields.choice(name, _ACTIVATIONS, default)
+                    values[attribute] = fields.choice(name, HF_ACTIVATIONS, default)
                 else:
                     values[attribute] = fields.typed(name, default)
         tower = VisionDescription(**{**values, **self.read_vision(vision_fields, values, outer_fields)})
@@ -164,7 +164,7 @@ class ImageTextFormat:
         vision_config: dict[str, Any] = {"model_type": self.vision_type}
         for name, attribute, _ in self.tower_fields:
             value = getattr(d.vision, attribute)
-            vision_config[name] = _ACTIVATION_NAMES[value] if attribute == "activation" else value
+            vision_config[name] = HF_ACTIVATION_NAMES[value] if attribute == "activation" else value
         for name, attribute in self.derived.items():
             vision_config[name] = getattr(d.vision, attribute)
         if d.vision.rope != "none" and d.vision.rope_base != self.rope_base:

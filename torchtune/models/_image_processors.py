@@ -185,7 +185,7 @@ class ImageProcessor:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TiledProcessor(ImageProcessor):
+class TiledImageProcessor(ImageProcessor):
     """Base class of image processors that cut a large image into tiles and add the resized whole image as a tile.
 
     Attributes:

@@ -126,14 +126,14 @@ class ModelSpec:
         """Return the other modules that checkpoints and ``peft`` fuse with modules of ``paths`` into one projection."""
         neighbors: dict[str, None] = {}  # a set that keeps the order
         for path in paths:
-            neighbors |= dict.fromkeys(self.modules_together(path, description))
+            neighbors |= dict.fromkeys(self.fused_modules(path, description))
         return [path for path in neighbors if path not in paths]
 
-    def modules_together(self, path: str, description: Description) -> tuple[str, ...]:
+    def fused_modules(self, path: str, description: Description) -> tuple[str, ...]:
         """Return the modules that checkpoints and ``peft`` fuse with the module ``path``, and itself."""
         if "hf" not in self.weight_maps:
             return (path,)
-        return self.weight_maps["hf"].adapted_together(path, description)
+        return self.weight_maps["hf"].fused_modules(path, description)
 
     def check_adapters(self, paths: Collection[str], description: Description) -> None:
         """Check before training that PEFT's format can express the adapters.

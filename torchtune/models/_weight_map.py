@@ -359,7 +359,7 @@ class WeightMap:
         group = _expand(self, description).by_tune.get(f"{tune_module}.weight")
         return group is not None and _leaf(group.external[0]) in matrices
 
-    def adapted_together(self, tune_module: str, description: Description) -> tuple[str, ...]:
+    def fused_modules(self, tune_module: str, description: Description) -> tuple[str, ...]:
         """Return our names of all modules that a checkpoint fuses with this one, including itself."""
         suffix = ".lora_a.weight"
         group = _expand(self.peft(), description).by_tune.get(f"{tune_module}{suffix}")

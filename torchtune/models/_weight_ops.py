@@ -248,7 +248,7 @@ class FusedAdapter(Op):
         num_parts = len(self.sizes)
         return [torch.cat(list(tensors[:num_parts])), torch.block_diag(*tensors[num_parts:])]
 
-    def spread(self, tensors: Sequence[Tensor], description: Description) -> list[Tensor]:
+    def to_block_diagonal(self, tensors: Sequence[Tensor], description: Description) -> list[Tensor]:
         """Convert an ordinary adapter of rank r of the fused projection to the block-diagonal form of rank n · r."""
         lora_a, lora_b = tensors
         return [lora_a.repeat(len(self.sizes), 1), torch.block_diag(*self._split_rows(lora_b, description))]
@@ -347,7 +347,7 @@ class ExpertAdapter(Op):
             lora_a, lora_b = lora_b.transpose(1, 2), lora_a.transpose(1, 2)
         return [lora_a.flatten(0, 1), lora_b.permute(1, 2, 0).flatten(1)]
 
-    def spread(self, tensors: Sequence[Tensor], description: Description) -> list[Tensor]:
+    def to_block_diagonal(self, tensors: Sequence[Tensor], description: Description) -> list[Tensor]:
         """Convert an ordinary adapter of rank r of the fused parameter to the block-diagonal form of rank n · r."""
         lora_a, lora_b = replace(self, parts=1).to_tune(tensors, description)
         return self.to_external([lora_a] * self.parts + list(lora_b.chunk(self.parts, dim=2)), description)

@@ -29,8 +29,10 @@ from torchtune.models._family import (
 
 
 def _read(fields: Fields) -> dict[str, Any]:
-    latents = read_latents(fields, kv=512, queries=1536, keys=128, values=128, whole_head=False)
-    return {**read_experts(fields, 256, 2048, first_dense=3), **latents}
+    latents = read_latents(
+        fields, kv_latent_dim=512, q_latent_dim=1536, unrotated_dim=128, value_dim=128, whole_head=False
+    )
+    return {**read_experts(fields, num_experts=256, expert_dim=2048, num_dense_layers=3), **latents}
 
 
 def _write(d: Description) -> dict[str, Any]:

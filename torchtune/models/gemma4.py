@@ -18,9 +18,10 @@ from torchtune.models._family import (
     Row,
     all_but_every,
     family,
+    format_value,
     hf_names,
+    layers_of_type,
     model_builders,
-    shown,
 )
 from torchtune.models.gemma2 import NORMS
 
@@ -59,9 +60,9 @@ def read_gemma4(fields: Fields) -> dict[str, Any]:
 
 def _read_window_layers(fields: Fields, num_layers: int) -> tuple[int, ...]:
     """Return the layers with a sliding window: in ``layer_types``, or five of six. The last layer has none."""
-    kinds = fields.list_of("layer_types", num_layers, str)
-    if kinds:
-        layers = tuple(layer for layer in range(num_layers) if kinds[layer] == "sliding_attention")
+    layer_types = fields.layer_types(num_layers)
+    if layer_types:
+        layers = layers_of_type(layer_types[:num_layers], "sliding_attention")
     else:
         layers = all_but_every(num_layers, 6)
     return tuple(layer for layer in layers if layer != num_layers - 1)
@@ -103,7 +104,7 @@ def _full_layer_config(fields: Fields, per_layer: Any, window_layers: tuple[int,
     if not is_same or full.keys() - {"head_dim", "num_key_value_heads"}:
         raise ModelError(
             "config.json: per_layer_config must give one head_dim and num_key_value_heads for exactly the layers "
-            f"that are 'full_attention' in layer_types, got {shown(per_layer)}."
+            f"that are 'full_attention' in layer_types, got {format_value(per_layer)}."
         )
     return full
 
@@ -153,7 +154,7 @@ FORMAT = HFFormat(
     qk_norm="before_rope",
     windows="sliding_window",
     window_layers=6,
-    ropes=("kinds",),
+    ropes=("by_layer_type",),
     activation=("hidden_activation", "gelu_pytorch_tanh"),
     fixed={
         "norm_order": "both",

@@ -14,7 +14,7 @@ from torchtune.models.gemma4 import SPEC as TEXT
 
 
 @dataclass(frozen=True, kw_only=True)
-class GemmaImages(ImageProcessor):
+class GemmaImageProcessor(ImageProcessor):
     """Processor of images and videos of Gemma 4: every image gets about as many tokens, and every frame.
 
     Attributes:
@@ -33,7 +33,7 @@ class GemmaImages(ImageProcessor):
     frame_tokens: int = 70
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any], model: Mapping[str, Any]) -> "GemmaImages":
+    def from_config(cls, config: Mapping[str, Any], model: Mapping[str, Any]) -> "GemmaImageProcessor":
         """See :meth:`ImageProcessor.from_config`."""
         frame_config = {"max_soft_tokens": cls.frame_tokens, **(config.get("video_processor") or {})}
         for settings in (config, frame_config):
@@ -195,7 +195,7 @@ SPEC = image_text_family(
     "gemma4_vl",
     [FORMAT],
     TEXT.weight_map().prefixed(PREFIXES, "decoder.").extended(_ROWS),
-    GemmaImages,
+    GemmaImageProcessor,
     TEXT,
     untrained=("model.audio_tower.", "model.embed_audio."),
     layers_prefix="model.language_model.layers.",

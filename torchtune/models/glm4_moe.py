@@ -24,7 +24,7 @@ from torchtune.models._family import (
 
 def _read(fields: Fields) -> dict[str, Any]:
     norm = "before_rope" if fields.take("use_qk_norm", False) else "none"
-    return {**read_experts(fields, 128, 1408, first_dense=1), "qk_norm": norm}
+    return {**read_experts(fields, num_experts=128, expert_dim=1408, num_dense_layers=1), "qk_norm": norm}
 
 
 def _write(d: Description) -> dict[str, Any]:

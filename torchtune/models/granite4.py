@@ -17,12 +17,13 @@ from torchtune.models._family import (
     Split,
     family,
     hf_names,
-    layer_types,
+    layers_of_type,
     mixers,
     model_builders,
     read_mamba,
     renamed,
     with_fused_experts,
+    write_layer_types,
     write_mamba,
 )
 from torchtune.models.granite import read_multipliers, write_multipliers
@@ -30,11 +31,10 @@ from torchtune.models.granite import read_multipliers, write_multipliers
 
 def _read(fields: Fields) -> dict[str, Any]:
     num_layers = fields.take("num_hidden_layers")
-    kinds = fields.layer_kinds(num_layers)
-    if kinds is None:
-        mixer_layers = tuple(range(num_layers))
-    else:
-        mixer_layers = tuple(layer for layer, kind in enumerate(kinds[:num_layers]) if kind == "linear_attention")
+    layer_types = fields.layer_types(num_layers)
+    mixer_layers = tuple(range(num_layers))
+    if layer_types is not None:
+        mixer_layers = layers_of_type(layer_types[:num_layers], "linear_attention")
     has_rope = fields.choice("position_embedding_type", {"rope": True, "nope": False, "none": False}, "none")
     shared_dim = fields.take("shared_intermediate_size", 1024)
     expand = fields.take("mamba_expand", 2)
@@ -70,7 +70,7 @@ def _write(d: Description) -> dict[str, Any]:
         "intermediate_size": d.expert_dim or d.intermediate_dim,
         "shared_intermediate_size": d.intermediate_dim,
         "position_embedding_type": None if d.unrotated_layers else "rope",
-        "layer_types": layer_types(d.num_layers, d.mixer_layers, "mamba", other="attention"),
+        "layer_types": write_layer_types(d.num_layers, d.mixer_layers, "mamba", other="attention"),
         "num_local_experts": d.num_experts,
     }
     if d.num_experts:
@@ -89,7 +89,7 @@ FORMAT = HFFormat(
     "granitemoehybrid",
     "half",
     biases="attention_bias",
-    mixer_kind="linear_attention",
+    mixer_layer_type="linear_attention",
     extra_fields=(("embedding_multiplier", "embed_scale", 1.0), ("residual_multiplier", "residual_scale", 1.0)),
     required_values={"normalization_function": "rmsnorm"},
     # The initialization of weights, and fields of Mamba, which files of models without Mamba layers have, too.

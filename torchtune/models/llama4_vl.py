@@ -8,7 +8,7 @@ from typing import Any
 from torchtune.models._build_vision import ImageTextFormat, VisionDescription, image_text_family
 from torchtune.models._family import Fields, FlatPatches, Identity, Row, WeightMap, attention_names, module_rows
 from torchtune.models._weight_map import rename_prefix
-from torchtune.models.llama4 import FORMAT, LlamaImages
+from torchtune.models.llama4 import FORMAT, Llama4ImageProcessor
 from torchtune.models.llama4 import SPEC as TEXT
 
 _MERGE = 2
@@ -100,6 +100,6 @@ def _earlier_rows() -> list[Row]:
 
 
 _EARLIER_NAMES = {"earlier": WeightMap(tuple(_earlier_rows()))}
-SPEC = image_text_family("llama4_vl", [_FORMAT], _HF, LlamaImages, TEXT, _EARLIER_NAMES)
+SPEC = image_text_family("llama4_vl", [_FORMAT], _HF, Llama4ImageProcessor, TEXT, _EARLIER_NAMES)
 
 __all__ = ["SPEC"]

@@ -23,7 +23,7 @@ from torchtune.models.ministral3 import FORMAT as MINISTRAL
 
 
 @dataclass(frozen=True, kw_only=True)
-class PixtralImages(ImageProcessor):
+class PixtralImageProcessor(ImageProcessor):
     """Image processor of Mistral 3, Ministral 3 and Pixtral.
 
     Attributes:
@@ -157,7 +157,7 @@ SPEC = image_text_family(
     "mistral3",
     (_FORMAT, replace(_FORMAT, text=MINISTRAL), _LLAVA_FORMAT),
     replace(HF_INTERLEAVED.prefixed(_TEXT, "decoder.").extended(_ROWS), modules=_MODULES),
-    PixtralImages,
+    PixtralImageProcessor,
 )
 
 __all__ = ["SPEC"]

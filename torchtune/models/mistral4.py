@@ -33,8 +33,10 @@ _DEFAULT = {**(write_scaling(_YARN) or {}), "rope_theta": 1e4, "llama_4_scaling_
 
 
 def _read(fields: Fields) -> dict[str, Any]:
-    latents = read_latents(fields, kv=256, queries=1024, keys=64, values=128, whole_head=True)
-    return {**read_experts(fields, 128, 2048, first_dense=0), **latents}
+    latents = read_latents(
+        fields, kv_latent_dim=256, q_latent_dim=1024, unrotated_dim=64, value_dim=128, whole_head=True
+    )
+    return {**read_experts(fields, num_experts=128, expert_dim=2048, num_dense_layers=0), **latents}
 
 
 def _write(d: Description) -> dict[str, Any]:

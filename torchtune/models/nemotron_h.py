@@ -18,12 +18,12 @@ from torchtune.models._family import (
     Row,
     experts,
     family,
+    format_value,
     mixers,
     model_builders,
     renamed,
     require_silu,
     shared_expert,
-    shown,
 )
 
 # Letter in hybrid_override_pattern -> kind of layer.
@@ -111,7 +111,8 @@ def _prepare(config: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(pattern, str) or not pattern or set(pattern) - _KINDS.keys():
         raise ModelError(
             "config.json of NemotronHForCausalLM: layers_block_type (or hybrid_override_pattern) has "
-            f"{shown(kinds or pattern)}, where a list of {', '.join(_KINDS.values())} is expected: download it again."
+            f"{format_value(kinds or pattern)}, where a list of {', '.join(_KINDS.values())} is expected: download it "
+            "again."
         )
     return {**config, "num_hidden_layers": len(pattern), "hybrid_override_pattern": pattern}
 

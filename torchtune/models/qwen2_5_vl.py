@@ -9,7 +9,7 @@ from typing import Any
 
 from torchtune.models._build_vision import ImageTextFormat, VisionDescription, image_text_family
 from torchtune.models._family import HF_HALF, QWEN2, Fields, FlatPatches, Row, gated_names, module_rows
-from torchtune.models.qwen3_vl import TOWER_FIELDS, QwenImages, fused_qkv
+from torchtune.models.qwen3_vl import TOWER_FIELDS, QwenImageProcessor, fused_qkv
 
 _ARCHITECTURE = "Qwen2_5_VLForConditionalGeneration"
 
@@ -88,6 +88,6 @@ _ROWS = [
 ]
 _MODULES = (("model.", "model.language_model."), ("visual.", "model.visual."))
 _NAMES = replace(HF_HALF.prefixed({}, "decoder.").extended(_ROWS), modules=_MODULES)
-SPEC = image_text_family("qwen2_5_vl", [_FORMAT], _NAMES, QwenImages)
+SPEC = image_text_family("qwen2_5_vl", [_FORMAT], _NAMES, QwenImageProcessor)
 
 __all__ = ["SPEC"]

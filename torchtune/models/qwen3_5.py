@@ -24,7 +24,7 @@ FORMAT = HFFormat(
     "half",
     biases="attention_bias",
     qk_norm="before_rope",
-    mixer_kind="linear_attention",
+    mixer_layer_type="linear_attention",
     ropes=("partial", "sections"),
     fixed={"attn_gate": True, "norm_unit_offset": True},
     read_more=read_delta_net,

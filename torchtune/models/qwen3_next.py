@@ -39,7 +39,7 @@ _FORMAT = HFFormat(
     "half",
     biases="attention_bias",
     qk_norm="before_rope",
-    mixer_kind="linear_attention",
+    mixer_layer_type="linear_attention",
     ropes=("partial",),
     fixed={"attn_gate": True, "norm_unit_offset": True, "shared_expert_gate": True},
     extra_fields=(

@@ -28,7 +28,7 @@ _MOST_ASPECT = 200
 
 
 @dataclass(frozen=True, kw_only=True)
-class QwenImages(ImageProcessor):
+class QwenImageProcessor(ImageProcessor):
     """Processor of images and videos of Qwen 2.5-VL, Qwen 3-VL and Qwen 3.5.
 
     Attributes:
@@ -47,12 +47,12 @@ class QwenImages(ImageProcessor):
     frames: int = 2
     min_pixels: int = 56 * 56
     max_pixels: int = 28 * 28 * 1280
-    video: "QwenImages | None" = None
+    video: "QwenImageProcessor | None" = None
     token: int = 0
     tokens_per_second: float = 0.0
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any], model: Mapping[str, Any]) -> "QwenImages":
+    def from_config(cls, config: Mapping[str, Any], model: Mapping[str, Any]) -> "QwenImageProcessor":
         """See :meth:`ImageProcessor.from_config`."""
         processor = replace(super().from_config(config, model), token=model.get("image_token_id", 0))
         if model.get("model_type") == "qwen2_5_vl":
@@ -275,6 +275,6 @@ _FORMATS = (
 )
 _EXPERTS = experts(HF_HALF, "mlp", "gate_proj", "up_proj", "down_proj")
 _TEXT = with_fused_experts(_EXPERTS, "mlp", both=True).prefixed({"model.": "model.language_model."}, "decoder.")
-SPEC = image_text_family("qwen3_vl", _FORMATS, _TEXT.extended(tower_names()), QwenImages)
+SPEC = image_text_family("qwen3_vl", _FORMATS, _TEXT.extended(tower_names()), QwenImageProcessor)
 
 __all__ = ["SPEC"]

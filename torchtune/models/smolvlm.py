@@ -9,7 +9,7 @@ import numpy as np
 
 from torchtune.models._build_vision import ImageTextFormat, VisionDescription, image_text_family
 from torchtune.models._family import HF_INTERLEAVED, LLAMA, Fields, FlatPatches, Row, attention_names, module_rows
-from torchtune.models._image_processors import LANCZOS, Plan, TiledProcessor
+from torchtune.models._image_processors import LANCZOS, Plan, TiledImageProcessor
 
 _LARGEST = 4096
 _AROUND = "<fake_token_around_image>"
@@ -18,7 +18,7 @@ _WHOLE = "<global-img>"
 
 
 @dataclass(frozen=True, kw_only=True)
-class TiledImages(TiledProcessor):
+class SmolVLMImageProcessor(TiledImageProcessor):
     """Image processor of SmolVLM 2 and Idefics 3: tiles of a large image, then the whole image as a tile.
 
     Attributes:
@@ -33,7 +33,7 @@ class TiledImages(TiledProcessor):
     splits: bool = True
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any], model: Mapping[str, Any]) -> "TiledImages":
+    def from_config(cls, config: Mapping[str, Any], model: Mapping[str, Any]) -> "SmolVLMImageProcessor":
         """See :meth:`ImageProcessor.from_config`."""
         return replace(super().from_config(config, model), splits=bool(config.get("do_image_splitting", True)))
 
@@ -145,6 +145,6 @@ _ROWS = [
     Row("model.connector.modality_projection.proj.weight", "encoder.projector.mlp.weight"),
 ]
 NAMES = HF_INTERLEAVED.prefixed({"model.": "model.text_model."}, "decoder.").extended(_ROWS)
-SPEC = image_text_family("smolvlm", [FORMAT], NAMES, TiledImages)
+SPEC = image_text_family("smolvlm", [FORMAT], NAMES, SmolVLMImageProcessor)
 
 __all__ = ["SPEC"]

@@ -76,6 +76,20 @@ def test_a_kind_of_layer_that_is_not_known_is_named():
         get_spec("llama3").from_hf_config(config)
 
 
+@pytest.mark.parametrize(
+    "family", ["gemma3", "gemma4", "glm4_moe_lite", "granite4", "lfm2", "llama4", "qwen3_5", "smol3"]
+)
+def test_list_that_is_shorter_than_the_layers_is_refused_by_name(family):
+    spec = get_spec(family)
+    description = next(iter(getattr(torchtune.models, family).SIZES.values()))
+    config = spec.to_hf_config(description)
+    lists = [name for name in ("layer_types", "mlp_layer_types", "no_rope_layers") if name in config]
+    assert lists
+    for name in lists:
+        with pytest.raises(ModelError, match=f"has {name} = "):
+            spec.from_hf_config({**config, name: config[name][:-1]})
+
+
 def test_rope_parameters_of_every_kind_come_back():
     spec = get_spec("llama3")
     for scaling in (

@@ -31,7 +31,7 @@ from torchtune.data import DataError, Message, Video, collate_documents
 from torchtune.datasets import chat_dataset
 from torchtune.generation import generate_tokens, images_of_row, stream
 from torchtune.models import image_text_transform
-from torchtune.models.qwen3_vl import QwenImages
+from torchtune.models.qwen3_vl import QwenImageProcessor
 
 OLD = {"model_type": "qwen2_5_vl", "vision_config": {"tokens_per_second": 2}}
 LEAST, MOST = 1024, 6144
@@ -72,7 +72,7 @@ def part(frames, fps=2.0) -> dict:
 
 @pytest.mark.parametrize("model", [{}, OLD], ids=["timestamps", "positions"])
 def test_plan_is_that_of_transformers(model):
-    processor = QwenImages.from_config({**PROCESSOR, "video_processor": OF_VIDEOS}, model)
+    processor = QwenImageProcessor.from_config({**PROCESSOR, "video_processor": OF_VIDEOS}, model)
     rng, refused = random.Random(0), 0
     for _ in range(5000):
         height, width = (int(2 ** rng.uniform(0, 9)) for _ in "hw")
@@ -96,7 +96,7 @@ def test_plan_is_that_of_transformers(model):
 
 @pytest.mark.parametrize("count", [2, 5])
 def test_patches_are_those_of_transformers(count):
-    processor = QwenImages.from_config(PROCESSOR, OLD)
+    processor = QwenImageProcessor.from_config(PROCESSOR, OLD)
     frames = video(count, (37, 50))
     settings = {key: value for key, value in PROCESSOR.items() if "_type" not in key}
     images = [Qwen2VLImageProcessorPil(**settings)([frame], return_tensors="np") for frame in frames]

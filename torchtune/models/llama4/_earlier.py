@@ -21,7 +21,7 @@ from torchtune.models._description import ModelError
 from torchtune.models._image_transform import ImageEncoder
 from torchtune.models._spec import get_spec
 from torchtune.models.llama3 import base_llama_tp_plan as decoder_only_tp_plan
-from torchtune.models.llama4._model import SIZES, SPEC, Llama4Tokenizer, LlamaImages
+from torchtune.models.llama4._model import SIZES, SPEC, Llama4ImageProcessor, Llama4Tokenizer
 from torchtune.modules.model_fusion import EarlyFusionModel
 from torchtune.modules.transformer import TransformerDecoder
 from torchtune.modules.vision_tower import PatchMerger as Llama4VisionProjectionHead
@@ -387,7 +387,7 @@ class Llama4Transform(ImageEncoder, Llama4Tokenizer):
         self.patch_size = patch_size
         self.max_num_tiles = max_num_tiles
         self.image_tokens = (self.special_tokens["<|patch|>"],)
-        self.processor = LlamaImages(
+        self.processor = Llama4ImageProcessor(
             patch_size=patch_size,
             merge=round(1 / pixel_shuffle_scaling_factor),
             tile=tile_size,

@@ -17,12 +17,13 @@ from torchtune.models._family import (
     all_but_every,
     experts,
     family,
-    layer_types,
+    layers_of_type,
     renamed,
     shared_expert,
     with_fused_experts,
+    write_layer_types,
 )
-from torchtune.models._image_processors import BILINEAR, Plan, TiledProcessor
+from torchtune.models._image_processors import BILINEAR, Plan, TiledImageProcessor
 from torchtune.modules.transforms.vision import find_supported_resolutions, get_canvas_best_fit, get_inscribed_size
 from torchtune.tokenizers import HeaderTurns
 
@@ -71,13 +72,13 @@ def _read_unrotated_layers(fields: Fields, num_layers: int) -> tuple[int, ...]:
 
 def _read_chunk_layers(fields: Fields, num_layers: int, unrotated_layers: tuple[int, ...]) -> tuple[int, ...]:
     """Return the layers with chunked attention: by default, those with RoPE."""
-    kinds = fields.list_of("layer_types", num_layers, str)
-    if not kinds:
+    layer_types = fields.list_of("layer_types", num_layers, str)
+    if not layer_types:
         return tuple(layer for layer in range(num_layers) if layer not in unrotated_layers)
-    unknown = [kind for kind in kinds[:num_layers] if kind not in ("full_attention", "chunked_attention")]
-    if unknown or len(kinds) < num_layers:
-        raise fields.refusal("layer_types", unknown or kinds)
-    return tuple(layer for layer in range(num_layers) if kinds[layer] == "chunked_attention")
+    unknown = [entry for entry in layer_types[:num_layers] if entry not in ("full_attention", "chunked_attention")]
+    if unknown or len(layer_types) < num_layers:
+        raise fields.refusal("layer_types", unknown or layer_types)
+    return layers_of_type(layer_types[:num_layers], "chunked_attention")
 
 
 def _write(d: Description) -> dict[str, Any]:
@@ -87,7 +88,7 @@ def _write(d: Description) -> dict[str, Any]:
         "num_local_experts": d.num_experts,
         "moe_layers": list(d.expert_layers),
         "no_rope_layers": [int(layer not in d.unrotated_layers) for layer in range(d.num_layers)],
-        "layer_types": layer_types(d.num_layers, d.chunk_layers, "chunked_attention"),
+        "layer_types": write_layer_types(d.num_layers, d.chunk_layers, "chunked_attention"),
         "attention_chunk_size": d.chunk,
         "attn_temperature_tuning": bool(d.query_growth),
     }
@@ -102,7 +103,7 @@ FORMAT = HFFormat(
     "llama4_text",
     "interleaved",
     biases="attention_bias",
-    mixer_kind="chunked_attention",
+    mixer_layer_type="chunked_attention",
     fixed={"router_scores": "sigmoid", "router_scales_input": True},
     extra_fields=(
         ("num_experts_per_tok", "experts_per_token", 1),
@@ -233,7 +234,7 @@ class Llama4Tokenizer(HeaderTurns):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LlamaImages(TiledProcessor):
+class Llama4ImageProcessor(TiledImageProcessor):
     """Image processor of Llama 4: tiles of the best-fitting canvas, then the whole image as a tile.
 
     Attributes:
