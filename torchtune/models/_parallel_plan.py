@@ -33,11 +33,10 @@ def decoder_plan(model: nn.Module) -> dict[str, "ParallelStyle"]:
                 f"tensor_parallel_dim: {type(conversion).__name__} counts the tokens of whole sequences, of which each "
                 "rank has a part: set it to 1, or leave out the balancing."
             )
-    unsplit = _unsplit_layers(model)
-    if unsplit is not None:
+    if model.layer_embeddings is not None or model.kv_sources:
         raise ParallelError(
-            f"tensor_parallel_dim: a model {unsplit} cannot be split by tensor parallelism: set it to 1, and "
-            "data_parallel_shard_dim to -1 to shard the weights instead."
+            "tensor_parallel_dim: a model whose layers embed tokens or share keys and values cannot be split by tensor "
+            "parallelism: set it to 1, and data_parallel_shard_dim to -1 to shard the weights instead."
         )
     plan: dict[str, ParallelStyle] = {}
     for index, layer in enumerate(model.layers):
@@ -82,6 +81,7 @@ def _layer_plan(layer: nn.Module) -> dict[str, "ParallelStyle"]:
     if isinstance(layer.mlp, MoE):
         plan["mlp"] = SequenceParallel("experts")
     elif layer.mlp is not None:
+        # Between layers, a rank has some of the positions; attention and feed-forward need all of them.
         plan["mlp"] = GatherInput()
         plan["mlp.w1"] = ColwiseParallel()
         plan["mlp.w2"] = RowwiseParallel()
@@ -91,7 +91,7 @@ def _layer_plan(layer: nn.Module) -> dict[str, "ParallelStyle"]:
 
 
 def _attention_plan(attention: nn.Module) -> dict[str, "ParallelStyle"]:
-    """Return the styles of the modules of attention by name."""
+    """Return the styles of the modules of attention by name: each rank has some of the heads."""
     from torchtune.modules import LatentAttention
     from torchtune.modules.parallel import (
         ColwiseParallel,
@@ -126,10 +126,3 @@ def _attention_plan(attention: nn.Module) -> dict[str, "ParallelStyle"]:
         plan["q_norm"] = norm_style()
         plan["k_norm"] = norm_style()
     return plan
-
-
-def _unsplit_layers(model: nn.Module) -> str | None:
-    """Return what a model has that tensor parallelism does not split, or None."""
-    if model.layer_embeddings is not None or model.kv_sources:
-        return "whose layers embed tokens or share keys and values"
-    return None

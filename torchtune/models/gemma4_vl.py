@@ -48,8 +48,8 @@ class GemmaImageProcessor(ImageProcessor):
         return replace(processor, frame_tokens=frame_processor.max_tokens)
 
     @classmethod
-    def numbers(cls, config: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
-        """See :meth:`ImageProcessor.numbers`."""
+    def read_sizes(cls, config: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
+        """See :meth:`ImageProcessor.read_sizes`."""
         return {
             "patch_size": config.get("patch_size"),
             "merge": config.get("pooling_kernel_size"),
@@ -67,7 +67,7 @@ class GemmaImageProcessor(ImageProcessor):
             minutes, seconds = divmod(int(frame / fps), 60)
             space = " " if frame else ""
             texts.append(f"{space}{minutes:02d}:{seconds:02d} ")
-        return self.plan_of_frames(self._plan(width, height, self.frame_tokens), texts)
+        return self.plan_for_frames(self._plan(width, height, self.frame_tokens), texts)
 
     def _plan(self, width: int, height: int, tokens: int) -> Plan:
         """Return the plan of an image with the same aspect ratio and at most ``tokens`` tokens."""
@@ -83,7 +83,7 @@ class GemmaImageProcessor(ImageProcessor):
         elif not columns:
             rows = min(height // width, tokens)
             columns = 1
-        return self.plan_of(rows * side, columns * side)
+        return self.plan_for_size(rows * side, columns * side)
 
     def layout(self, plan: Plan) -> str:
         """Return the text that replaces the placeholder of an image or a video."""

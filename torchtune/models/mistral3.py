@@ -35,8 +35,8 @@ class PixtralImageProcessor(ImageProcessor):
     longest: int = 1024
 
     @classmethod
-    def numbers(cls, config: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
-        """See :meth:`ImageProcessor.numbers`."""
+    def read_sizes(cls, config: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
+        """See :meth:`ImageProcessor.read_sizes`."""
         patch = config.get("patch_size")
         return {
             "patch_size": patch.get("height") if isinstance(patch, Mapping) else patch,
@@ -55,7 +55,7 @@ class PixtralImageProcessor(ImageProcessor):
             raise DataError(f"an image of {size[0]} x {size[1]} pixels is too long: reduced, it has no pixel left")
         rows = math.ceil(height / factor)
         columns = math.ceil(width / factor)
-        return self.plan_of(rows * factor, columns * factor)
+        return self.plan_for_size(rows * factor, columns * factor)
 
     def layout(self, plan: Plan) -> str:
         """Return the text that replaces the placeholder of an image."""

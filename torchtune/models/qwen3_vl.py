@@ -67,8 +67,8 @@ class QwenImageProcessor(ImageProcessor):
         return replace(processor, video=video)
 
     @classmethod
-    def numbers(cls, config: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
-        """See :meth:`ImageProcessor.numbers`."""
+    def read_sizes(cls, config: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
+        """See :meth:`ImageProcessor.read_sizes`."""
         size = config.get("size") or {}
         return {
             "patch_size": config.get("patch_size"),
@@ -82,7 +82,7 @@ class QwenImageProcessor(ImageProcessor):
         """See :meth:`ImageProcessor.plan`; refuses an image with one side more than 200 times the other."""
         width, height, *video = size
         if not video:
-            return self.plan_of(*self._resized(width, height))
+            return self.plan_for_size(*self._resized(width, height))
         num_frames, fps = video
         # The limits of pixels are for each frame, or for all frames together.
         limited_frames = 1 if self.tokens_per_second else num_frames
@@ -90,13 +90,13 @@ class QwenImageProcessor(ImageProcessor):
         if limited_frames > 1 and scale > 1:
             width = int(width * scale)
             height = int(height * scale)
-        plan = self.plan_of(*(self.video or self)._resized(width, height, limited_frames))
+        plan = self.plan_for_size(*(self.video or self)._resized(width, height, limited_frames))
         texts = []
         for first in range(0, num_frames, self.frames):
             last = min(first + self.frames, num_frames) - 1
             time = (first / fps + last / fps) / 2
             texts.append(f"<{time:.1f} seconds>")
-        plan = self.plan_of_frames(plan, texts)
+        plan = self.plan_for_frames(plan, texts)
         if not self.tokens_per_second:
             return plan
         return plan._replace(texts=("",), step=self.tokens_per_second * (self.frames / fps))

@@ -38,8 +38,8 @@ class SmolVLMImageProcessor(TiledImageProcessor):
         return replace(super().from_config(config, model), splits=bool(config.get("do_image_splitting", True)))
 
     @classmethod
-    def numbers(cls, config: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
-        """See :meth:`ImageProcessor.numbers`."""
+    def read_sizes(cls, config: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
+        """See :meth:`ImageProcessor.read_sizes`."""
         return {
             "patch_size": (model.get("vision_config") or {}).get("patch_size", 32),
             "merge": model.get("scale_factor", 2),
@@ -50,7 +50,7 @@ class SmolVLMImageProcessor(TiledImageProcessor):
     def plan(self, size: tuple[int, int]) -> Plan:
         """Return size, grids and number of tokens of an image, from its (width, height) in pixels."""
         width, height = self._tiled(self._first(size)) if self.splits else (self.tile, self.tile)
-        return self.plan_of_tiles(height, width)
+        return self.plan_for_tiles(height, width)
 
     def _first(self, size: tuple[int, int]) -> tuple[int, int]:
         """Return (width, height) with the longer side of ``longest`` pixels."""
@@ -81,7 +81,7 @@ class SmolVLMImageProcessor(TiledImageProcessor):
         plan = self.plan(image.size)
         resized = self.resized(image, *self._first(image.size))
         resized = self.resized(resized, plan.width, plan.height)
-        return self.cut_tiles(resized, resized)
+        return self.patches_of_tiles(resized, resized)
 
     def layout(self, plan: Plan) -> str:
         """Return the text that replaces the placeholder of an image."""

@@ -292,10 +292,10 @@ class Patches(Op):
         self, which: int, slices: Slices, shapes: Sequence[Sequence[int]], description: DeepFusionDescription
     ) -> list[ExternalSlice]:
         """Return complete rows."""
-        return [] if is_empty(slices) else [_Flat(0, (slices[0], slice(0, shapes[0][1])))]
+        return [] if is_empty(slices) else [_FlatSlice(0, (slices[0], slice(0, shapes[0][1])))]
 
 
-class _Flat(ExternalSlice):
+class _FlatSlice(ExternalSlice):
     """Rows of the external matrix of :class:`Patches`."""
 
     def of(self, ours: Tensor) -> Tensor:
@@ -356,16 +356,16 @@ class TileTable(Op):
                 row, column = divmod(tile, width)
                 if row >= height:
                     if rows.start == 0:  # one rank checks that missing tiles are zero
-                        external_slices.append(_Blank(0, external))
+                        external_slices.append(_ZeroSlice(0, external))
                 elif rows.start <= row < rows.stop:
                     is_first = (row, column) not in positions
-                    external_slices.append(_Position(0, external, (row - rows.start, column), is_first=is_first))
+                    external_slices.append(_PositionSlice(0, external, (row - rows.start, column), is_first=is_first))
                     positions.add((row, column))
         return external_slices
 
 
 @dataclass(frozen=True, eq=False)
-class _Position(ExternalSlice):
+class _PositionSlice(ExternalSlice):
     """Slice of one position (row, column): the first slice of a position is copied, the others must be equal."""
 
     is_first: bool = True
@@ -386,7 +386,7 @@ class _Position(ExternalSlice):
             raise WeightMapError(_FORKED)
 
 
-class _Blank(ExternalSlice):
+class _ZeroSlice(ExternalSlice):
     """Slice of zeros."""
 
     def of(self, ours: Tensor) -> Tensor:

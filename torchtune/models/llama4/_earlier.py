@@ -15,7 +15,7 @@ import torch
 
 from torchtune.data import DataError, PromptTemplateInterface, TemplateType, as_messages, get_prompt_template
 from torchtune.models._build import build
-from torchtune.models._build_vision import Part, adapt_parts, build_tower, check_parts, image_part
+from torchtune.models._build_vision import PartTraining, adapt_parts, build_tower, check_parts, image_part
 from torchtune.models._builders import Builder, LoraAttnModules, named_function
 from torchtune.models._description import ModelError
 from torchtune.models._image_transform import ImageEncoder
@@ -254,9 +254,9 @@ def _lora_builder(name: str, title: str, prefix: str = "lora_") -> Builder:
     def builder(
         lora_attn_modules: LoraAttnModules,
         *,
-        decoder_trainable: Part = "lora",
-        encoder_trainable: Part = "frozen",
-        fusion_trainable: Part = "lora",
+        decoder_trainable: PartTraining = "lora",
+        encoder_trainable: PartTraining = "frozen",
+        fusion_trainable: PartTraining = "lora",
         apply_lora_to_mlp: bool = False,
         apply_lora_to_output: bool = False,
         lora_rank: int = 8,

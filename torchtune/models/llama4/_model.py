@@ -250,8 +250,8 @@ class Llama4ImageProcessor(TiledImageProcessor):
     max_tiles: int = 16
 
     @classmethod
-    def numbers(cls, config: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
-        """See :meth:`ImageProcessor.numbers`."""
+    def read_sizes(cls, config: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
+        """See :meth:`ImageProcessor.read_sizes`."""
         if config.get("resize_to_max_canvas"):
             raise DataError("preprocessor_config.json has resize_to_max_canvas = True, which is not supported")
         return {
@@ -266,7 +266,7 @@ class Llama4ImageProcessor(TiledImageProcessor):
         canvases = torch.tensor(find_supported_resolutions(self.max_tiles, self.tile))
         image = torch.empty(height, width, device="meta")  # only its shape counts
         canvas_height, canvas_width = get_canvas_best_fit(image, canvases, resize_to_max_canvas=False)
-        return self.plan_of_tiles(canvas_height, canvas_width)
+        return self.plan_for_tiles(canvas_height, canvas_width)
 
     def pixels(self, image: Any) -> np.ndarray:
         """Return the patches of a Pillow image in RGB, uint8 ``[p, 3 * patch_size²]``, by tile and by block."""
@@ -274,7 +274,7 @@ class Llama4ImageProcessor(TiledImageProcessor):
         height, width = get_inscribed_size((image.height, image.width), (plan.height, plan.width), max_size=self.tile)
         # A crop beyond the image pads it with black.
         canvas = self.resized(image, width, height).crop((0, 0, plan.width, plan.height))
-        return self.cut_tiles(canvas, image)
+        return self.patches_of_tiles(canvas, image)
 
     def layout(self, plan: Plan) -> str:
         """Return the text that replaces the placeholder of an image."""
