@@ -1,8 +1,8 @@
 """CLIP over the tiles of an image: its encoder and its image transform.
 
-Only Llama 3.2 Vision and configs of earlier releases need it; other models have the tower of
-:class:`torchtune.models.VisionDescription`. What both compute in the same way is the tower's: the layers
-(:func:`encoder_layer`). What remains here has no equivalent there, because checkpoints depend on it:
+Only Llama 3.2 Vision and configs of earlier releases need this encoder (https://arxiv.org/abs/2103.00020); other models
+have the tower of :class:`torchtune.models.VisionDescription`. Both have the same layers (:func:`encoder_layer`). The
+parts of checkpoints that the tower does not have are here:
 
 - position embeddings of a tile in its image, with gates, beside those of a patch in its tile;
 - a class token before the patches, and its projection;

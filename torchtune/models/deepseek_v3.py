@@ -1,11 +1,10 @@
 """DeepSeek V3 and models of its architecture, mixtures of experts with latent attention.
 
-Moonlight has this architecture, too. Sigmoid routers have a selection bias and groups of experts; every layer with
-experts has a shared expert.
+Sigmoid routers have a selection bias and groups of experts; every layer with experts has a shared expert
+(https://arxiv.org/abs/2412.19437). Moonlight has this architecture, too (https://arxiv.org/abs/2502.16982).
 """
 
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from torchtune.models._family import (
@@ -50,8 +49,11 @@ FORMAT = HFFormat(
     write_more=_write,
     defaults={"max_position_embeddings": 4096},
 )
-_EXPERTS = partial(experts, block="mlp", gate="gate_proj", up="up_proj", down="down_proj")
-WEIGHTS = shared_expert(_EXPERTS(latent_attention(HF_HALF), bias="gate.e_score_correction_bias"), "mlp.shared_experts")
+_EXPERTS = experts(
+    latent_attention(HF_HALF), "mlp", "gate_proj", "up_proj", "down_proj", bias="gate.e_score_correction_bias"
+)
+WEIGHTS = shared_expert(_EXPERTS, "mlp.shared_experts")
+# Only layers of multi-token prediction, which are not trained, have this projection.
 SPEC = family("deepseek_v3", FORMAT, WEIGHTS, untrained_layers="eh_proj.weight")
 
 _671B = FORMAT.describe(

@@ -1,4 +1,7 @@
-"""ERNIE 4.5, the dense models."""
+"""ERNIE 4.5, the dense models.
+
+Llama's architecture with one flag for all biases. Its files rotate neighboring channels, as this library does.
+"""
 
 from typing import Any
 
@@ -27,7 +30,7 @@ FORMAT = HFFormat(
         "tie_word_embeddings": True,
     },
 )
-SPEC = family("ernie4_5", FORMAT, hf_names(Identity()))  # checkpoints are also interleaved
+SPEC = family("ernie4_5", FORMAT, hf_names(Identity()))
 
 SIZES = {
     "ernie4_5_0_3b": FORMAT.describe(

@@ -1,4 +1,8 @@
-"""Gemma."""
+"""Gemma.
+
+Norms scale by 1 + weight, embeddings are scaled by the square root of the width, and the activation of the feed-forward
+is GELU (https://arxiv.org/abs/2403.08295).
+"""
 
 from collections.abc import Sequence
 from functools import partial

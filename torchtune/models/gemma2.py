@@ -1,6 +1,7 @@
 """Gemma 2.
 
-Soft caps, norms before and after attention and feed-forward, and a sliding window in every other layer.
+Soft caps, norms before and after attention and feed-forward, and a sliding window in every other layer
+(https://arxiv.org/abs/2408.00118).
 """
 
 from dataclasses import replace
@@ -36,13 +37,15 @@ NORMS = {
 
 def read_softcaps(fields: Fields, *, attn: float | None, final: float | None) -> dict[str, Any]:
     """Read soft caps, attention scale and embedding scale; ``attn`` and ``final`` are the defaults of the caps."""
-    # null means no cap, unlike an absent field
-    attn_softcap = fields.take("attn_logit_softcapping", None if fields.has("attn_logit_softcapping") else attn)
-    logit_softcap = fields.take("final_logit_softcapping", None if fields.has("final_logit_softcapping") else final)
+    # null means no cap, unlike an absent field.
+    if fields.has("attn_logit_softcapping"):
+        attn = None
+    if fields.has("final_logit_softcapping"):
+        final = None
     scalar = fields.take("query_pre_attn_scalar", 256)
     return {
-        "attn_softcap": attn_softcap,
-        "logit_softcap": logit_softcap,
+        "attn_softcap": fields.take("attn_logit_softcapping", attn),
+        "logit_softcap": fields.take("final_logit_softcapping", final),
         "attn_scale": None if scalar == fields.take("head_dim") else scalar**-0.5,
         "embed_scale": fields.take("hidden_size") ** 0.5,
     }

@@ -1,4 +1,7 @@
-"""Gemma 4 with its vision tower: text and images."""
+"""Gemma 4 with its vision tower: text and images.
+
+The tower has the layers of the decoder, with learned positions of rows and columns; a token is the mean of its patches.
+"""
 
 import math
 from collections.abc import Mapping

@@ -1,4 +1,7 @@
-"""GLM-4."""
+"""GLM-4.
+
+Norms before and after attention and feed-forward. RoPE rotates neighboring channels in the first half of a head.
+"""
 
 from functools import partial
 

@@ -1,6 +1,7 @@
 """GLM-4.5, 4.6 and 4.7, mixtures of experts.
 
-Sigmoid routers with a selection bias, a shared expert, and dense first layers.
+Sigmoid routers with a selection bias, a shared expert, and dense first layers, as in DeepSeek V3, over attention with
+partial RoPE (https://arxiv.org/abs/2508.06471).
 """
 
 from dataclasses import replace

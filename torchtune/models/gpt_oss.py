@@ -1,6 +1,6 @@
 """gpt-oss.
 
-Clamped experts, attention sinks, a sliding window in every other layer, and YaRN.
+Clamped experts, attention sinks, a sliding window in every other layer, and YaRN (https://arxiv.org/abs/2508.10925).
 """
 
 from dataclasses import replace
@@ -22,6 +22,7 @@ _YARN = YarnRopeScaling(factor=32.0, original_max_seq_len=4096, truncate=False)
 
 
 def _read(fields: Fields) -> dict[str, Any]:
+    # Published experts are in MXFP4, which the checkpointer dequantizes.
     quantization = fields.take("quantization_config", None)
     if quantization and quantization.get("quant_method") != "mxfp4":
         raise fields.refusal("quantization_config", quantization)

@@ -1,4 +1,8 @@
-"""Granite 3."""
+"""Granite 3.
+
+Llama's architecture with constant factors of embeddings, residuals, attention scores and logits, as in maximal update
+parametrization (https://arxiv.org/abs/2203.03466).
+"""
 
 from functools import partial
 from typing import Any

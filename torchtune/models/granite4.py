@@ -1,6 +1,7 @@
 """Granite 4 and 4-H.
 
-Attention in all layers, or Mamba in most of them (4-H); some models have experts.
+Attention in all layers, or Mamba 2 in nine of ten and no RoPE (4-H); some models have experts. The constant factors are
+those of Granite 3.
 """
 
 from dataclasses import replace
@@ -49,10 +50,11 @@ def _read(fields: Fields) -> dict[str, Any]:
 
 
 def _read_experts(fields: Fields, shared_dim: int) -> dict[str, Any]:
+    """Read the experts; no values for a dense model."""
     experts_per_token = fields.take("num_experts_per_tok", 2)
     balance = float(fields.take("router_aux_loss_coef", 0.001))
     num_experts = fields.take("num_local_experts", 8)
-    if not num_experts:
+    if not num_experts:  # only the shared expert is left, as the feed-forward of a dense model
         return {}
     return {
         "num_experts": num_experts,

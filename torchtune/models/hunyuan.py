@@ -1,6 +1,7 @@
 """Hunyuan, the dense models.
 
-Norms of queries and keys come after RoPE, whose base is scaled (NTK).
+Norms of queries and keys come after RoPE. In published files, a constant ``alpha`` enlarges the RoPE base (NTK-aware
+scaling).
 """
 
 from torchtune.models._family import Description, HFFormat, Identity, family, hf_names, model_builders

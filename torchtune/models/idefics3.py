@@ -1,6 +1,6 @@
 """Idefics 3: text and images.
 
-SmolVLM 2 with another ``config.json``.
+SmolVLM 2's architecture at another size, with another ``config.json`` (https://arxiv.org/abs/2408.12637).
 """
 
 from dataclasses import replace

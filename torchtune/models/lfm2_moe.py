@@ -1,6 +1,6 @@
 """LFM2 and LFM2.5, the mixtures of experts.
 
-LFM2's layers, with experts and sigmoid routers after dense first layers.
+LFM2's layers, with experts and sigmoid routers after dense first layers. The selection bias of a router is optional.
 """
 
 from dataclasses import replace

@@ -1,6 +1,7 @@
 """MiniMax-M2.
 
-256 experts with sigmoid routers and a selection bias, norms over all heads together, and partial RoPE.
+256 experts with sigmoid routers and a selection bias, norms over all heads together, and partial RoPE. Fields of other
+models of MiniMax (linear attention, a shared expert, other factors of norms) must have the values that turn them off.
 """
 
 from typing import Any
@@ -9,8 +10,9 @@ from torchtune.models._family import HF_HALF, Builder, Fields, HFFormat, experts
 
 
 def _read(fields: Fields) -> dict[str, Any]:
-    if any(kind != 1 for kind in fields.list_of("attn_type_list", fields.take("num_hidden_layers"), int) or ()):
-        raise fields.refusal("attn_type_list", fields.peek("attn_type_list"))
+    attention_types = fields.list_of("attn_type_list", fields.take("num_hidden_layers"), int, default=[])
+    if any(attention_type != 1 for attention_type in attention_types):  # 0: linear attention
+        raise fields.refusal("attn_type_list", attention_types)
     return {}
 
 

@@ -1,4 +1,8 @@
-"""Mistral 3 and Ministral 3 with Pixtral's vision tower, and Pixtral 12B: text and images."""
+"""Mistral 3 and Ministral 3 with Pixtral's vision tower, and Pixtral 12B: text and images.
+
+The tower rotates channels by row and column, so that it takes images of any size; a token ends each row of an image
+(https://arxiv.org/abs/2410.07073).
+"""
 
 import math
 from collections.abc import Collection, Mapping

@@ -1,6 +1,6 @@
 """Mixtral.
 
-Mistral's layers with eight experts, two per token.
+Mistral's layers with eight experts, two per token (https://arxiv.org/abs/2401.04088).
 """
 
 from dataclasses import replace

@@ -1,6 +1,7 @@
 """Nemotron-H and Nemotron 3.
 
-A layer is Mamba, attention, experts or a feed-forward. Feed-forwards have a squared ReLU; there is no RoPE.
+A layer is Mamba 2, attention, experts or a feed-forward. Feed-forwards have a squared ReLU; there is no RoPE
+(https://arxiv.org/abs/2504.03624).
 """
 
 from collections.abc import Mapping

@@ -1,4 +1,8 @@
-"""OLMo 2."""
+"""OLMo 2.
+
+For stable training, norms come after attention and feed-forward, and queries and keys are normalized over all heads
+together (https://arxiv.org/abs/2501.00656).
+"""
 
 from functools import partial
 

@@ -1,6 +1,7 @@
 """OLMoE.
 
-64 experts per layer, 8 per token, and norms of queries and keys over all heads together.
+64 experts per layer, 8 per token, and norms of queries and keys over all heads together
+(https://arxiv.org/abs/2409.02060).
 """
 
 from typing import Any

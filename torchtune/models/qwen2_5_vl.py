@@ -1,6 +1,6 @@
 """Qwen 2.5-VL: text and images.
 
-Qwen 2.5 with a tower whose attention is in windows.
+Qwen 2.5 with a tower that attends within windows in all but four layers (https://arxiv.org/abs/2502.13923).
 """
 
 from collections.abc import Mapping

@@ -1,6 +1,7 @@
 """Qwen 3.5 and 3.6, the dense text decoders.
 
-Three layers of linear attention (Gated DeltaNet) for each layer of gated attention.
+Three layers of linear attention (Gated DeltaNet, https://arxiv.org/abs/2412.06464) for each layer of gated attention
+(https://arxiv.org/abs/2505.06708).
 """
 
 from dataclasses import replace

@@ -1,6 +1,6 @@
 """Qwen 3, the mixtures of experts.
 
-Qwen 3's layers with 128 experts, 8 per token.
+Qwen 3's layers with 128 experts, 8 per token, and no shared expert (https://arxiv.org/abs/2505.09388).
 """
 
 from dataclasses import replace

@@ -1,6 +1,7 @@
 """Qwen3-Next, mixtures of experts with linear attention.
 
-Linear attention in three of four layers, 512 experts and a gated shared expert in every layer.
+Linear attention in three of four layers, 512 experts and a gated shared expert in every layer. The mixers are those of
+Qwen 3.5, with fused projections in files.
 """
 
 from typing import Any

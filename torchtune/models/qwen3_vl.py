@@ -1,4 +1,8 @@
-"""Qwen 3-VL, dense and with experts: text and images."""
+"""Qwen 3-VL, dense and with experts: text and images.
+
+Outputs of three layers of the tower are added in the first layers of the decoder (DeepStack,
+https://arxiv.org/abs/2406.04334). The decoder rotates channels by time, row and column of a patch, which alternate.
+"""
 
 import math
 from collections.abc import Mapping

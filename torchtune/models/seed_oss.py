@@ -1,4 +1,7 @@
-"""Seed-OSS."""
+"""Seed-OSS.
+
+Llama's architecture with biases of queries, keys and values, and a flag for that of the output projection.
+"""
 
 from typing import Any
 

@@ -1,4 +1,7 @@
-"""SmolLM 3."""
+"""SmolLM 3.
+
+Llama's architecture without RoPE in every fourth layer, for long contexts (https://arxiv.org/abs/2501.18795).
+"""
 
 from typing import Any
 

@@ -1,4 +1,7 @@
-"""SmolVLM 2: text and images."""
+"""SmolVLM 2: text and images.
+
+SigLIP over tiles of an image and over the whole image, and SmolLM 2 (https://arxiv.org/abs/2504.05299).
+"""
 
 import math
 from collections.abc import Mapping
