@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from torchtune import training
-from torchtune._facade._origin import unwrap
+from torchtune._facade._load_model import unwrap
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, DataError, Message, MessageLike, collate_documents
 from torchtune.datasets import MULTI_LABEL, REGRESSION, ClassificationTransform
 from torchtune.modules import text_decoder

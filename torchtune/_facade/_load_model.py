@@ -1,13 +1,15 @@
 """Load a model and its tokenizer from a folder or the hub."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
 import torch
+from torch import nn
 
 from torchtune import checkpoints, training, utils
-from torchtune._facade._origin import ORIGINS, Origin
 from torchtune._hub import find_folder
 from torchtune.checkpoints import (
     CheckpointError,
@@ -30,6 +32,29 @@ from torchtune.training.parallel import shard_for_inference
 from torchtune.utils import UserError
 
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Source of a model's weights, and the checkpoint's tokenizer."""
+
+    source: ModelSource
+    tokenizer: Any
+
+
+# The origin of each loaded model. A registry and not attributes, so that a copy or pickle of a model does not contain
+# file paths.
+ORIGINS: WeakKeyDictionary[nn.Module, Origin] = WeakKeyDictionary()
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """Return the module inside ``torch.compile``, DataParallel and DistributedDataParallel wrappers."""
+    if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
+        return unwrap(model.module)
+    # The class of compiled modules is not asked for, because its package takes a second to import.
+    if hasattr(model, "_orig_mod"):
+        return unwrap(model._orig_mod)
+    return model
 
 
 def load(
