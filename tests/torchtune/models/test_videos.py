@@ -61,7 +61,9 @@ def video(count: int, size: tuple[int, int] = (40, 20), seed: int = 0) -> list:
 
 
 def turns(*parts, answer="so"):
-    content = [part if isinstance(part, dict) else {"type": "image", "content": part} for part in parts]
+    content = []
+    for part in parts:
+        content.append(part if isinstance(part, dict) else {"type": "image", "content": part})
     content.append({"type": "text", "content": "Why?"})
     return {"messages": [Message("user", content, masked=True), Message("assistant", answer)]}
 
@@ -237,7 +239,9 @@ def test_packed_rows_are_the_rows_alone(theirs, folder, rows):
     model, _ = torchtune.load(folder, device="cpu", images=True)
     transform = image_text_transform(str(folder), max_seq_len=300)
     dataset = chat_dataset(transform, source=str(rows), packed=True, **SETTINGS)
-    documents = [document for i in range(len(dataset)) for document in dataset[i]]
+    documents = []
+    for index in range(len(dataset)):
+        documents += dataset[index]
     assert len(documents) == 6
     assert len(dataset) < 6
     for i in range(len(dataset)):  # the numbers of tokens were known before frames were decoded
