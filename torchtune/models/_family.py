@@ -13,7 +13,6 @@ from torchtune.models._hf_fields import (
     format_value,
     is_number,
     layers_of_type,
-    layers_without_experts,
     write_layer_types,
 )
 from torchtune.models._hf_layers import (
@@ -22,12 +21,16 @@ from torchtune.models._hf_layers import (
     read_experts,
     read_latents,
     read_mamba,
+    read_qwen_experts,
+    read_unrotated_layers,
     require_silu,
     router_fields,
     write_delta_net,
     write_experts,
     write_latents,
     write_mamba,
+    write_qwen_experts,
+    write_unrotated_layers,
 )
 from torchtune.models._hf_rope import write_growth, write_scaling
 from torchtune.models._mixers import DeltaNetMixer, Mamba2Mixer, ShortConvMixer

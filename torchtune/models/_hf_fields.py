@@ -208,14 +208,6 @@ class Fields:
                 raise self.refusal(name, value, is_unread=True)
 
 
-def layers_without_experts(fields: Fields) -> tuple[int, ...]:
-    """Read the layers without experts from ``mlp_only_layers`` and ``decoder_sparse_step`` (Qwen's MoE models)."""
-    num_layers = fields.take("num_hidden_layers")
-    step = max(fields.take("decoder_sparse_step", 1), 1)
-    dense_layers = fields.list_of("mlp_only_layers", num_layers, int) or ()
-    return tuple(layer for layer in range(num_layers) if layer in dense_layers or (layer + 1) % step)
-
-
 def layers_of_type(layer_types: Sequence[str], layer_type: str) -> tuple[int, ...]:
     """Return the layers with this entry in ``layer_types``."""
     return tuple(layer for layer, entry in enumerate(layer_types) if entry == layer_type)

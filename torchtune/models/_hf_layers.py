@@ -1,4 +1,4 @@
-"""Read and write experts, latent attention, linear attention and Mamba layers of a Hugging Face ``config.json``."""
+"""Read and write experts, layers without RoPE, latent attention and mixers of a Hugging Face ``config.json``."""
 
 import math
 from typing import Any
@@ -63,6 +63,46 @@ def write_experts(d: Description) -> dict[str, Any]:
         "moe_intermediate_size": d.expert_dim,
         "num_nextn_predict_layers": 0,
     }
+
+
+def read_qwen_experts(fields: Fields, num_experts: int) -> dict[str, Any]:
+    """Read the number of experts and the layers without experts of Qwen's mixtures as values of a description.
+
+    Args:
+        fields: fields of the file.
+        num_experts: default number of experts in ``transformers``.
+    """
+    num_experts = fields.take("num_local_experts", num_experts)  # the name in transformers 5
+    num_layers = fields.take("num_hidden_layers")
+    # Every step-th layer has experts, unless it is in the list.
+    step = max(fields.take("decoder_sparse_step", 1), 1)
+    dense_layers = fields.list_of("mlp_only_layers", num_layers, int, default=[])
+    return {
+        "num_experts": fields.take("num_experts", num_experts),
+        "expertless_layers": tuple(layer for layer in range(num_layers) if layer in dense_layers or (layer + 1) % step),
+    }
+
+
+def write_qwen_experts(d: Description) -> dict[str, Any]:
+    """Write the fields of :func:`read_qwen_experts`."""
+    return {"num_experts": d.num_experts, "mlp_only_layers": list(d.expertless_layers), "decoder_sparse_step": 1}
+
+
+def read_unrotated_layers(fields: Fields) -> tuple[int, ...]:
+    """Read the layers without RoPE of Llama 4 and SmolLM 3: by default, every fourth."""
+    num_layers = fields.take("num_hidden_layers")
+    interval = max(fields.take("no_rope_layer_interval", 4), 1)
+    has_rope = fields.list_of("no_rope_layers", num_layers, int)  # despite its name, nonzero for layers with RoPE
+    if not has_rope:
+        has_rope = [(layer + 1) % interval for layer in range(num_layers)]
+    if len(has_rope) < num_layers:
+        raise fields.refusal("no_rope_layers", has_rope)
+    return tuple(layer for layer in range(num_layers) if not has_rope[layer])
+
+
+def write_unrotated_layers(d: Description) -> dict[str, Any]:
+    """Write the fields of :func:`read_unrotated_layers`."""
+    return {"no_rope_layers": [int(layer not in d.unrotated_layers) for layer in range(d.num_layers)]}
 
 
 def read_latents(

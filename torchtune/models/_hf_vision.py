@@ -43,15 +43,16 @@ class ImageTextFormat:
         fixed: values of the tower's description that are not in the file.
         derived: fields of ``vision_config`` that must equal a value of the tower's description: name in the file ->
             name in the description.
-        unused: fields of ``vision_config`` that do not affect the tower.
-        read_vision: reads the other fields of ``vision_config``: ``read_vision(fields, values, whole) -> values``;
-            ``whole`` has the fields outside ``vision_config``.
+        tower_unused: fields of ``vision_config`` that do not affect the tower.
+        read_vision: reads the other fields of ``vision_config``: ``read_vision(fields, values,
+            outer_fields) -> values``, with the values that were read before.
         write_vision: inverse of ``read_vision``.
-        sections: default of ``mrope_section``: numbers of pairs rotated by time, row and column; empty without M-RoPE.
-        interleaved: whether pairs rotated by time, row and column alternate, instead of forming three sections.
+        mrope_sections: default of ``mrope_section``: numbers of pairs rotated by time, row and column; empty without
+            M-RoPE.
+        mrope_interleaved: whether pairs rotated by time, row and column alternate, instead of forming three sections.
         rope_base: default base of the tower's rotary embedding.
         tied: default of ``tie_word_embeddings``.
-        ignored: other fields of the file that do not affect the model.
+        outer_unused: fields outside ``vision_config`` that do not affect the model.
         read_more: reads further values of the description: ``read_more(config) -> values``.
         write_more: inverse of ``read_more``: further fields, also within ``text_config``.
     """
@@ -65,14 +66,14 @@ class ImageTextFormat:
     outer_fields: tuple[tuple[str, str, Any], ...] = ()
     fixed: Mapping[str, Any] = field(default_factory=dict)
     derived: Mapping[str, str] = field(default_factory=dict)
-    unused: tuple[str, ...] = ()
+    tower_unused: tuple[str, ...] = ()
     read_vision: Callable[[Fields, dict[str, Any], Fields], dict[str, Any]] = no_values
     write_vision: Callable[[VisionDescription], dict[str, Any]] = no_values
-    sections: tuple[int, ...] = ()
-    interleaved: bool = True
+    mrope_sections: tuple[int, ...] = ()
+    mrope_interleaved: bool = True
     rope_base: float = 10_000.0
     tied: bool = False
-    ignored: tuple[str, ...] = ()
+    outer_unused: tuple[str, ...] = ()
     read_more: Callable[[Mapping[str, Any]], dict[str, Any]] = no_values
     write_more: Callable[[ImageTextDescription], dict[str, Any]] = no_values
 
@@ -92,12 +93,12 @@ class ImageTextFormat:
             if not isinstance(config.get(name), Mapping):
                 raise ModelError(f"config.json of {self.architecture} lacks the object '{name}': download it again.")
         text_config = config["text_config"]
-        outer_ignored = {"text_config", "vision_config", "tie_word_embeddings", *self.ignored, *_OTHER_IDS}
-        outer_fields = Fields(config, self.architecture, {*ignore_fields, *outer_ignored})
+        skipped = {"text_config", "vision_config", "tie_word_embeddings", *self.outer_unused, *_OTHER_IDS}
+        outer_fields = Fields(config, self.architecture, {*ignore_fields, *skipped})
         vision_fields = Fields(
             dict(config["vision_config"]),
             f"{self.architecture} (vision_config)",
-            {*ignore_fields, *self.unused},
+            {*ignore_fields, *self.tower_unused},
         )
         image_tokens = tuple(outer_fields.typed(name, default) for name, default in self.tokens.items())
         is_tied = config.get("tie_word_embeddings", text_config.get("tie_word_embeddings", self.tied))
@@ -121,14 +122,14 @@ class ImageTextFormat:
         vision_fields.refuse_unread()
         outer_fields.refuse_unread()
 
-        rope_axes = self._axes(text_config, text.rope_dim // 2) if self.sections else ()
+        rope_axes = self._axes(text_config, text.rope_dim // 2) if self.mrope_sections else ()
         text_values = {**vars(text), "rope_axes": rope_axes, **self.read_more(config)}
         return ImageTextDescription(**text_values, vision=tower, image_tokens=image_tokens)
 
     def _axes(self, config: Mapping[str, Any], num_pairs: int) -> tuple[int, ...]:
         """Return the coordinate (0 time, 1 row, 2 column) that rotates each pair of channels."""
         rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-        sections = rope.get("mrope_section", self.sections)
+        sections = rope.get("mrope_section", self.mrope_sections)
         valid = isinstance(sections, list | tuple) and all(is_whole(size, num_pairs) for size in sections)
         if not valid or len(sections) != 3 or sum(sections) != num_pairs:
             raise ModelError(
@@ -136,7 +137,7 @@ class ImageTextFormat:
                 f"the sum {num_pairs}."
             )
         axes = []
-        if not self.interleaved:
+        if not self.mrope_interleaved:
             for axis, size in enumerate(sections):
                 axes += [axis] * size
             return tuple(axes)
@@ -154,10 +155,10 @@ class ImageTextFormat:
         """
         text_config = self.text.write(replace(d.text, rope_axes=()))
         text_config.pop("architectures")
-        if self.sections:
+        if self.mrope_sections:
             rope = {"rope_type": "default", **(text_config.get("rope_scaling") or {})}
             rope["mrope_section"] = [d.rope_axes.count(axis) for axis in range(3)]
-            if self.interleaved:
+            if self.mrope_interleaved:
                 rope["mrope_interleaved"] = True
             text_config["rope_scaling"] = rope
 

@@ -60,7 +60,7 @@ _FORMAT = replace(
         "projector_bias": False,
     },
     derived={"output_proj_dims": "embed_dim"},
-    unused=(),
+    tower_unused=(),
     read_vision=_read,
     write_vision=_write,
     read_more=partial(read_blocks, default="vision"),

@@ -138,10 +138,10 @@ FORMAT = ImageTextFormat(
         "projector_bias": False,
     },
     derived={"num_key_value_heads": "num_heads", "head_dim": "head_dim"},
-    unused=("max_position_embeddings", "layer_types", "default_output_length"),
+    tower_unused=("max_position_embeddings", "layer_types", "default_output_length"),
     rope_base=100.0,
     tied=True,
-    ignored=(
+    outer_unused=(
         "boi_token_id",
         "eoi_token_id",
         "boa_token_id",

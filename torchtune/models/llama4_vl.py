@@ -49,10 +49,10 @@ _FORMAT = ImageTextFormat(
         "merge": _MERGE,
     },
     derived={"projector_input_dim": "projector_dim", "projector_output_dim": "projector_dim"},
-    unused=("hidden_act", "norm_eps", "vision_feature_select_strategy"),  # transformers does not use them
+    tower_unused=("hidden_act", "norm_eps", "vision_feature_select_strategy"),  # transformers does not use them
     read_vision=_read,
     write_vision=_write,
-    ignored=("boi_token_index", "eoi_token_index", "image_token_id"),
+    outer_unused=("boi_token_index", "eoi_token_index", "image_token_id"),
 )
 _LAYER = (
     ("sa_norm", "input_layernorm"),

@@ -120,9 +120,9 @@ _FORMAT = ImageTextFormat(
     tokens={"image_token_index": 10},
     fixed={**_FIXED, "merge_channels_first": True, "merge_reduces": True, "merge_norm": "rms"},
     derived={"head_dim": "head_dim"},
-    unused=("image_size",),  # rotary embeddings have no largest size
+    tower_unused=("image_size",),  # rotary embeddings have no largest size
     read_vision=_read,
-    ignored=("image_token_id", "image_seq_length"),
+    outer_unused=("image_token_id", "image_seq_length"),
 )
 _LLAVA_FORMAT = replace(
     _FORMAT,

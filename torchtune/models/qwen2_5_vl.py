@@ -67,11 +67,11 @@ _FORMAT = ImageTextFormat(
         "merge_norm_eps": 1e-6,
     },
     # The image processor reads the first. Published files have the others beside in_channels and patch_size.
-    unused=("tokens_per_second", "in_chans", "spatial_patch_size"),
+    tower_unused=("tokens_per_second", "in_chans", "spatial_patch_size"),
     read_vision=_read,
     write_vision=_write,
-    sections=(16, 24, 24),
-    interleaved=False,
+    mrope_sections=(16, 24, 24),
+    mrope_interleaved=False,
 )
 
 

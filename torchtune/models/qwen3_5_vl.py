@@ -14,7 +14,7 @@ from torchtune.models.qwen3_vl import QwenImageProcessor, qwen_format, tower_nam
 _QWEN3_5 = {
     "deep_layers": [],
     "tokens": {"image_token_id": 248_056, "video_token_id": 248_057},
-    "sections": (11, 11, 10),
+    "mrope_sections": (11, 11, 10),
 }
 _FORMATS = (
     qwen_format("Qwen3_5ForConditionalGeneration", "qwen3_5", FORMAT, **_QWEN3_5),

@@ -17,21 +17,22 @@ from torchtune.models._family import (
     all_but_every,
     experts,
     family,
-    layers_without_experts,
     mixers,
     model_builders,
     read_delta_net,
+    read_qwen_experts,
     shared_expert,
     write_delta_net,
+    write_qwen_experts,
 )
 
 
 def _read(fields: Fields) -> dict[str, Any]:
-    return {"expertless_layers": layers_without_experts(fields), **read_delta_net(fields, fused=True)}
+    return {**read_qwen_experts(fields, num_experts=512), **read_delta_net(fields, fused=True)}
 
 
 def _write(d: Description) -> dict[str, Any]:
-    return {"mlp_only_layers": list(d.expertless_layers), "decoder_sparse_step": 1, **write_delta_net(d)}
+    return {**write_qwen_experts(d), **write_delta_net(d)}
 
 
 _FORMAT = HFFormat(
@@ -44,7 +45,6 @@ _FORMAT = HFFormat(
     ropes=("partial",),
     fixed={"attn_gate": True, "norm_unit_offset": True, "shared_expert_gate": True},
     extra_fields=(
-        ("num_experts", "num_experts", 512),
         ("num_experts_per_tok", "experts_per_token", 10),
         ("moe_intermediate_size", "expert_dim", 512),
         ("shared_expert_intermediate_size", "shared_expert_dim", 512),

@@ -15,16 +15,16 @@ from torchtune.models._build_vision import ImageTextFormat, VisionDescription, i
 from torchtune.models._family import (
     HF_HALF,
     QWEN3,
-    Description,
     Fields,
     FlatPatches,
     HFFormat,
     Row,
     Split,
     experts,
-    layers_without_experts,
     module_rows,
+    read_qwen_experts,
     with_fused_experts,
+    write_qwen_experts,
 )
 from torchtune.models._image_processors import ImageProcessor, Plan
 
@@ -241,20 +241,6 @@ _DENSE = replace(
 )
 
 
-def _read_experts(fields: Fields) -> dict[str, Any]:
-    number = fields.take("num_local_experts", 60)  # the name in transformers 5
-    fields.take("norm_topk_prob", None)  # transformers always normalizes
-    return {
-        "num_experts": fields.take("num_experts", number),
-        "expertless_layers": layers_without_experts(fields),
-        "router_normalize": True,
-    }
-
-
-def _write_experts(d: Description) -> dict[str, Any]:
-    return {"num_experts": d.num_experts, "mlp_only_layers": list(d.expertless_layers), "decoder_sparse_step": 1}
-
-
 _MOE = replace(
     _DENSE,
     architecture="Qwen3VLMoeForConditionalGeneration",
@@ -264,14 +250,16 @@ _MOE = replace(
         ("moe_intermediate_size", "expert_dim", 1408),
         ("router_aux_loss_coef", "router_balance", 0.001),
     ),
-    read_more=_read_experts,
-    write_more=_write_experts,
+    fixed={"router_normalize": True},
+    unused=("norm_topk_prob",),  # transformers always normalizes
+    read_more=partial(read_qwen_experts, num_experts=60),
+    write_more=write_qwen_experts,
     defaults={"num_key_value_heads": 16, "max_position_embeddings": 128_000, "rope_theta": 500_000.0},
 )
 _QWEN3_VL = {
     "deep_layers": [8, 16, 24],
     "tokens": {"image_token_id": 151_655, "video_token_id": 151_656},
-    "sections": (24, 20, 20),
+    "mrope_sections": (24, 20, 20),
 }
 _FORMATS = (
     qwen_format(_DENSE.architecture, "qwen3_vl", _DENSE, **_QWEN3_VL),

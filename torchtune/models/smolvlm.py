@@ -126,10 +126,10 @@ FORMAT = ImageTextFormat(
     outer_fields=(("scale_factor", "merge", 2),),
     tokens={"image_token_id": 128_257},
     fixed={"last_norm": True, "positions": "interpolated", "projector_bias": False},
-    unused=("max_image_size", "size", "tie_word_embeddings", "use_base_siglip"),
+    tower_unused=("max_image_size", "size", "tie_word_embeddings", "use_base_siglip"),
     read_vision=_read,
     write_vision=_write,
-    ignored=("use_cache", "vocab_size", "image_seq_len", "use_reentrant_checkpoint"),
+    outer_unused=("use_cache", "vocab_size", "image_seq_len", "use_reentrant_checkpoint"),
 )
 _LAYER = (
     ("sa_norm", "layer_norm1"),

@@ -18,10 +18,12 @@ from torchtune.models._family import (
     experts,
     family,
     layers_of_type,
+    read_unrotated_layers,
     renamed,
     shared_expert,
     with_fused_experts,
     write_layer_types,
+    write_unrotated_layers,
 )
 from torchtune.models._image_processors import BILINEAR, Plan, TiledImageProcessor
 from torchtune.modules.transforms.vision import find_supported_resolutions, get_canvas_best_fit, get_inscribed_size
@@ -31,8 +33,9 @@ from torchtune.tokenizers import HeaderTurns
 def _read(fields: Fields) -> dict[str, Any]:
     num_layers = fields.take("num_hidden_layers")
     expert_dim = fields.take("intermediate_size", 8192)
-    unrotated_layers = _read_unrotated_layers(fields, num_layers)
+    unrotated_layers = read_unrotated_layers(fields)
     chunk_layers = _read_chunk_layers(fields, num_layers, unrotated_layers)
+    # null, unlike an absent field, would be chunks of no size.
     if chunk_layers and fields.has("attention_chunk_size") and fields.peek("attention_chunk_size") is None:
         raise fields.refusal("attention_chunk_size", None)
     chunk = fields.take("attention_chunk_size", 8192)
@@ -50,6 +53,7 @@ def _read(fields: Fields) -> dict[str, Any]:
         "chunk": chunk if chunk_layers else None,
         "chunk_layers": chunk_layers,
     }
+    # In layers without RoPE, queries grow with the logarithm of their position.
     growth = float(fields.take("attn_scale", 0.1))
     growth_span = fields.take("floor_scale", 8192)
     if fields.take("attn_temperature_tuning", True) and unrotated_layers:
@@ -58,16 +62,6 @@ def _read(fields: Fields) -> dict[str, Any]:
         values["query_growth_first"] = 1  # positions count from 1
         values["query_growth_layers"] = unrotated_layers
     return values
-
-
-def _read_unrotated_layers(fields: Fields, num_layers: int) -> tuple[int, ...]:
-    interval = max(fields.take("no_rope_layer_interval", 4), 1)
-    has_rope = fields.list_of("no_rope_layers", num_layers, int)  # despite its name, nonzero for layers with RoPE
-    if not has_rope:
-        has_rope = [(layer + 1) % interval for layer in range(num_layers)]
-    if len(has_rope) < num_layers:
-        raise fields.refusal("no_rope_layers", has_rope)
-    return tuple(layer for layer in range(num_layers) if not has_rope[layer])
 
 
 def _read_chunk_layers(fields: Fields, num_layers: int, unrotated_layers: tuple[int, ...]) -> tuple[int, ...]:
@@ -87,7 +81,7 @@ def _write(d: Description) -> dict[str, Any]:
         "intermediate_size": d.expert_dim,
         "num_local_experts": d.num_experts,
         "moe_layers": list(d.expert_layers),
-        "no_rope_layers": [int(layer not in d.unrotated_layers) for layer in range(d.num_layers)],
+        **write_unrotated_layers(d),
         "layer_types": write_layer_types(d.num_layers, d.chunk_layers, "chunked_attention"),
         "attention_chunk_size": d.chunk,
         "attn_temperature_tuning": bool(d.query_growth),
