@@ -36,6 +36,7 @@ from torchtune.modules.vision_tower import (
 # How a part of a model is trained: not at all, by adapters, or all of its weights.
 PartTraining = Literal["frozen", "lora", "full"]
 
+# Kind of learned position embeddings -> module.
 _POSITIONS = {"interpolated": InterpolatedPositions, "classed": ClassedPositions, "axes": AxisPositions}
 
 
@@ -47,7 +48,8 @@ def build_image_text(d: ImageTextDescription, spec: ModelSpec | None = None) -> 
         spec: the model family; checkpoints read it from the model.
     """
     decoder = build(d.text)
-    if decoder.layer_embeddings is not None:  # as in transformers, images give the pad token's embedding no gradient
+    if decoder.layer_embeddings is not None:
+        # As in transformers, images give the embedding of the pad token no gradient.
         decoder.layer_embeddings.embeddings.padding_idx = d.pad_token
     model = ImageTextModel(
         decoder,
@@ -101,13 +103,19 @@ def image_text_family(
 
 def build_tower(v: VisionDescription) -> VisionTower:
     """Build a vision tower with its projector."""
-    rope = None if v.rope == "none" else GridRotaryPositionalEmbeddings(v.head_dim, v.rope_base, kind=v.rope)
-    table = _POSITIONS.get(v.positions)
+    rope = None
+    if v.rope != "none":
+        rope = GridRotaryPositionalEmbeddings(v.head_dim, v.rope_base, kind=v.rope)
+    # The order in which modules are built decides about their random weights.
+    patch_embed = nn.Linear(v.patch_values, v.embed_dim, bias=v.patch_bias)
+    positions = None
+    if v.positions != "none":
+        positions = _POSITIONS[v.positions](v.positions_side, v.embed_dim)
     return VisionTower(
         patch_norm=_norm(v.norm, v.patch_values, v.norm_eps) if v.patch_norms else None,
-        patch_embed=nn.Linear(v.patch_values, v.embed_dim, bias=v.patch_bias),
+        patch_embed=patch_embed,
         embed_norm=_norm(v.norm, v.embed_dim, v.norm_eps) if v.patch_norms else None,
-        positions=None if table is None else table(v.positions_side, v.embed_dim),
+        positions=positions,
         rope=rope,
         first_norm=_norm(v.norm, v.embed_dim, v.norm_eps) if v.first_norm else None,
         layers=[tower_layer(v, rope) for _ in range(v.num_layers)],

@@ -43,6 +43,8 @@ def decoder_plan(model: nn.Module) -> dict[str, "ParallelStyle"]:
         for name, style in _layer_plan(layer).items():
             plan[f"layers.{index}.{name}"] = style
     plan["tok_embeddings"] = VocabParallel()
+    # The residual stream is [b, s / ranks, d] up to this norm, whose result is all-gathered: every rank multiplies all
+    # positions with its rows of the output projection.
     plan["norm"] = ReplicatedNorm(gather=True)
     description = model.description
     if description is not None and description.is_classifier:
@@ -73,6 +75,7 @@ def _layer_plan(layer: nn.Module) -> dict[str, "ParallelStyle"]:
     for name in ("attn", "mixer"):
         module = getattr(layer, name)
         if isinstance(module, RecurrentMixer):
+            # Its weights are replicated: heads are exchanged for positions inside of it.
             plan[name] = SequenceParallel()
         elif module is not None:
             for child, style in _attention_plan(module).items():

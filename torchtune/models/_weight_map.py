@@ -245,6 +245,7 @@ class WeightMap:
                 missing += [name for name in group.external if name not in present]
         if missing:
             raise self._missing(missing, description)
+        # In the order of the file, reads of a disk or a network are sequential.
         order = {name: index for index, name in enumerate(names)}
         return sorted(selected, key=lambda group: min(order[name] for name in group.external))
 
@@ -353,11 +354,11 @@ class WeightMap:
         ``peft`` interprets target modules with such names as experts, so adapter files list the layer's weight as a
         target parameter.
         """
-        matrices = {_leaf(row.external_templates[0]) for row in self.rows if isinstance(row.op, Stack)}
-        if not matrices:
+        expert_matrices = {_leaf(row.external_templates[0]) for row in self.rows if isinstance(row.op, Stack)}
+        if not expert_matrices:
             return False
         group = _expand(self, description).by_tune.get(f"{tune_module}.weight")
-        return group is not None and _leaf(group.external[0]) in matrices
+        return group is not None and _leaf(group.external[0]) in expert_matrices
 
     def fused_modules(self, tune_module: str, description: Description) -> tuple[str, ...]:
         """Return our names of all modules that a checkpoint fuses with this one, including itself."""
@@ -549,11 +550,14 @@ def _peft_rows_of_linear(row: Row) -> list[Row]:
         return []
     external = row.external_templates[0]
     tune = row.tune_templates[0]
-    if "{expert}" in external + tune or not (external.endswith(".weight") and tune.endswith(".weight")):
+    # Other weights are experts, norms (``scale``), biases, and parameters without a module.
+    is_linear = external.endswith(".weight") and tune.endswith(".weight")
+    if not is_linear or "{expert}" in external + tune:
         return []
     external = PEFT_PREFIX + external.removesuffix(".weight")
     tune = tune.removesuffix(".weight")
     return [
+        # An op reorders output rows, which only lora_b and the magnitude have.
         Row(f"{external}.lora_A.weight", f"{tune}.lora_a.weight", when=row.when),
         Row(f"{external}.lora_B.weight", f"{tune}.lora_b.weight", row.op, row.when),
         Row(f"{external}.lora_magnitude_vector", f"{tune}.magnitude", row.op, row.when),
