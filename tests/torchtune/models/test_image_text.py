@@ -383,7 +383,7 @@ def test_component_builders_of_llama4_make_its_sizes():
         assert isinstance(encoder, llama4.Llama4VisionEncoder)
         assert isinstance(head, llama4.Llama4VisionProjectionHead)
         assert shapes_of(head) == shapes_of(encoder.projector)
-    with pytest.raises(UserError, match="clip_hidden_states: the projector of Llama 4 takes no hidden states"):
+    with pytest.raises(UserError, match="clip_hidden_states"):
         llama4.llama4_vision_encoder(**tower, **widths, clip_hidden_states=[1])
 
 
@@ -413,7 +413,7 @@ def test_adapters_of_llama4_are_on_the_chosen_parts():
     }
     assert {name.rpartition(".lora_")[0] for name in get_adapter_params(projector)} == heads
     assert [type(conversion).__name__ for conversion in quantized.conversions] == ["QuantizeBase", "LoRA"]
-    with pytest.raises(UserError, match=r"encoder_trainable is 'full': choose 'lora' or 'frozen' \(adapter files"):
+    with pytest.raises(UserError, match=r"encoder_trainable is 'full': choose 'lora' or 'frozen'"):
         builder(ATTENTION, encoder_trainable="full")
     with pytest.raises(UserError, match="all 'frozen': nothing would be trained"):
         builder(ATTENTION, decoder_trainable="frozen", fusion_trainable="frozen")

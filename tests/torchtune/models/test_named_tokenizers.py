@@ -143,7 +143,7 @@ def test_llama3_writes_tool_calls_answers_and_images(ranks):
     assert tokenizer.decode([*tokens, *tokenizer.encode("red", False, False)], truncate_at_eos=False).endswith("catred")
     assert tokenizer.decode(tokens, skip_special_tokens=False) == expected.removesuffix("<|end_of_text|>")
     # A row would have the token of the image, but not the image.
-    with pytest.raises(DataError, match="Llama3Tokenizer takes text only: use the transform of a vision model"):
+    with pytest.raises(DataError, match="Llama3Tokenizer takes text only"):
         tokenizer({"messages": messages})
 
 
@@ -305,7 +305,7 @@ def test_gemma_chat_template_ends_turns_and_refuses_other_roles(folder, pieces):
     for message, what in ((Message("tool", "x"), "a turn of 'tool'"), (IMAGE, "an image")):
         with pytest.raises(DataError, match=f"no place for {what}"):
             tokenizer.tokenize_messages([message])
-    with pytest.raises(DataError, match="has no token <end_of_turn>, which its template needs"):
+    with pytest.raises(DataError, match="no token <end_of_turn>"):
         gemma_tokenizer(pieces, prompt_template=path)
 
 
@@ -316,14 +316,14 @@ def test_phi_writes_its_turns_and_refuses_other_roles_and_tokens(pieces, merges,
     phi3 = Phi3MiniTokenizer(pieces)
     assert phi3.decode(phi3.tokenize_messages(CHAT)[0]) == "\nBe short.\n\nred?\n\na colour\n"
     assert phi3.tokenize_messages(CHAT, ignore_system_prompt=True) == phi3.tokenize_messages(CHAT[1:])
-    with pytest.raises(DataError, match="no layout for a turn of 'ipython', only for system, user, assistant"):
+    with pytest.raises(DataError, match="turn of 'ipython', only for system, user, assistant"):
         phi3.tokenize_messages([Message("ipython", "x")])
     with pytest.raises(DataError, match=r"lacks <\|endoftext\|>, "):
         Phi3MiniTokenizer(str(tmp_path / "x"), special_tokens={"<|end|>": 1})
     phi4: Phi4Tokenizer = phi4_tokenizer(*merges)
     assert phi4.decode(phi4.tokenize_messages(CHAT)[0]) == "systemBe short.userred?assistanta colour"
     special = write_special(tmp_path / "tokenizer.json", ["<|im_end|>"], 500)
-    with pytest.raises(DataError, match=r"lacks <\|endoftext\|>, <\|im_start\|>, <\|im_sep\|>, which Phi-4"):
+    with pytest.raises(DataError, match=r"lacks <\|endoftext\|>, <\|im_start\|>, <\|im_sep\|>"):
         phi4_tokenizer(*merges, special)
 
 

@@ -275,5 +275,5 @@ def test_videos_that_cannot_be_trained_on_are_named(name, folder):
 
 def test_a_video_for_a_family_without_videos_is_refused(tmp_path):
     transform = image_text_transform(str(write_image_checkpoint(image_text_model(CONFIGS["mistral3"]()), tmp_path)))
-    with pytest.raises(DataError, match="image 1 of 1: the model takes images, but no videos"):
+    with pytest.raises(DataError, match=r"image 1 of 1: .* no videos"):
         transform(turns(part(video(2))))
